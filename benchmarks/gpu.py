@@ -78,7 +78,6 @@ def execute(run: results.Run, rows: dict[str, Measure], bench: Bench) -> None:
             continue
         place = len(rows) - len(run.missing) + 1
         print(f"[{place}/{len(rows)}] {key}; {bench.left:.0f} s left", file=sys.stderr, flush=True)
-        row = None
         try:
             with torch.inference_mode():
                 row = rows[key](bench)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import subprocess
 import sys
 import traceback
@@ -20,8 +21,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import memory, timing
-from benchmarks.gpu_rows import Bench, Merged, OutOfTime
-from benchmarks.models import twin
+from benchmarks.gpu_rows import Bench, OutOfTime, Patched
+from benchmarks.models import inputs, twin
 from benchmarks.results import ROOT
 from tome_core.merging import kernels
 
@@ -96,11 +97,11 @@ def kernel_laws(bench: Bench) -> dict[str, Any]:
 
 def laws(bench: Bench, name: str, pixels: int) -> dict[str, Any]:
     """Of whole calls of a network. Shares are of norms of what a call gives."""
-    network, arguments = bench.network(name), bench.inputs(name, pixels)
+    network, arguments = bench.network(name), inputs(name, pixels, bench.device, bench.dtype, bench.tiny)
     expected = network(*arguments)
     with sdpa_kernel(SDPBackend.MATH):
         otherwise = _share(network(*arguments), expected, expected)
-    merged = Merged(twin(network), "balanced")
+    merged = Patched(twin(network), "balanced")
     new, kept = merged.call(arguments, "new"), merged.call(arguments, "kept")
     found = [new() for _ in range(_RUNS)]
     with kernels.without():
@@ -120,8 +121,9 @@ def laws(bench: Bench, name: str, pixels: int) -> dict[str, Any]:
     }
 
 
-def _share(one: torch.Tensor, other: torch.Tensor, of: torch.Tensor) -> float:
-    return ((one.float() - other.float()).norm() / of.float().norm()).item()
+def _share(one: torch.Tensor, other: torch.Tensor, of: torch.Tensor) -> float | str:
+    share = ((one.float() - other.float()).norm() / of.float().norm()).item()
+    return share if math.isfinite(share) else str(share)  # which JSON has no number for
 
 
 def _waits(run: timing.Run, device: str) -> str | bool:

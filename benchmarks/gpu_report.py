@@ -18,7 +18,6 @@ _WIDTH, _LINES = 190, 30  # of the text that the sheet has room for
 TINY = "Tiny models on a CPU, to see that the command works: this says nothing of a card. "
 
 Rows = Sequence[dict[str, Any]]
-Cases = dict[str, dict[str, Any]]
 
 
 def cases(rows: Rows) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
@@ -115,7 +114,7 @@ def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
-def _bars(axis: Any, title: str, names: Sequence[str], of: Cases) -> None:
+def _bars(axis: Any, title: str, names: Sequence[str], of: dict[str, dict[str, Any]]) -> None:
     """How many times as fast as unmerged; beside each bar its milliseconds."""
     height = 0.8 / len(names)
     for number, name in enumerate(names):

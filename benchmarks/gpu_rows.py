@@ -6,10 +6,11 @@ clock's milliseconds, and on a GPU those in which it worked, its launches, and p
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import statistics
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,36 +35,40 @@ class OutOfTime(Exception):
     """A row would not end in time."""
 
 
-class Merged:
-    """A network with merging by a strength, in pictures of every size; call it as the network itself."""
+class Patched:
+    """A network that is patched in a way: not at all, by tomesd at half of the finest level's tokens, or by a strength.
 
-    def __init__(self, network: nn.Module, strength: str, compiled: bool = False) -> None:
-        self.handle = tome_core.patch(network, strength, host_clock=True)
-        self.handle.pays = Pays((), (), always=True)  # whether it pays is the question
+    Raises ImportError without tomesd.
+    """
+
+    def __init__(self, network: nn.Module, way: str, compiled: bool = False) -> None:
+        self.handle = None
+        if way == TOMESD:
+            finest = 2 if hasattr(network, "label_emb") else 1  # SDXL has no attention at the latent's own size
+            importlib.import_module("tomesd").apply_patch(as_ldm_model(network), ratio=0.5, max_downsample=finest)
+        elif way != UNMERGED:
+            self.handle = tome_core.patch(network, way, host_clock=True)
+            self.handle.pays = Pays((), (), always=True)  # whether it pays is the question
         self.network = compile_(network) if compiled else network
 
-    def call(self, arguments: tuple, when: str) -> Run:
+    def call(self, arguments: tuple, when: str = "new") -> Run:
         """Calls that match anew, renew a match, or keep it; the first call of a row of them matches."""
-        times, state = WHEN[when], {"number": 0}
-        sampling = object()
-
-        def run() -> Any:
-            timestep = times[state["number"] % len(times)]
-            state["number"] += 1
-            self.handle.set_time(timestep=timestep, sampling=sampling if len(times) > 1 else object(), pictures=1)
-            return self.network(*arguments)
-
-        return run
+        numbers, times, sampling = itertools.count(), WHEN[when], object()
+        return lambda: self._step(arguments, times[next(numbers) % len(times)], sampling if times[1:] else object())
 
     def steps(self, arguments: tuple) -> Run:
         """Whole samplings, without what is not the network."""
         def run() -> None:
             sampling = object()
             for number in range(STEPS):
-                self.handle.set_time(timestep=999.0 - 1000 / STEPS * number, sampling=sampling, pictures=1)
-                self.network(*arguments)
+                self._step(arguments, 999.0 - 1000 / STEPS * number, sampling)
 
         return run
+
+    def _step(self, arguments: tuple, timestep: float, sampling: object) -> Any:
+        if self.handle is not None:
+            self.handle.set_time(timestep=timestep, sampling=sampling, pictures=1)
+        return self.network(*arguments)
 
 
 def compile_(network: nn.Module) -> nn.Module:
@@ -84,7 +89,7 @@ class Bench:
     def __init__(self, device: str, end: float) -> None:
         self.device, self.end, self.tiny = device, end, device == "cpu"
         self.dtype = torch.float32 if self.tiny else torch.float16
-        self._name, self._made = "", {}  # the network in memory; what was made of it
+        self._made: dict[Any, Any] = {}  # the network in memory by its name, its twins by what they are
 
     @property
     def left(self) -> float:
@@ -93,41 +98,18 @@ class Bench:
 
     def network(self, name: str) -> nn.Module:
         """One of `models.NAMES`, as it is."""
-        if self._name != name:
+        if name not in self._made:
             self._made.clear()
             memory.free(self.device)
-            self._name = name
-        return self._once(name, lambda: models.make(name, self.device, self.dtype, self.tiny))
+            self._made[name] = models.make(name, self.device, self.dtype, self.tiny)
+        return self._made[name]
 
-    def unmerged(self, name: str, compiled: bool) -> nn.Module:
-        """A network that nothing has patched."""
-        network = self.network(name)
-        return self._once(UNMERGED, lambda: compile_(network)) if compiled else network
-
-    def tomesd(self, name: str, compiled: bool) -> nn.Module:
-        """By tomesd, which merges half of the tokens at the finest level. Raises ImportError if it is not there."""
-        import tomesd
-
-        def make() -> nn.Module:
-            twin = models.twin(self.network(name))
-            tomesd.apply_patch(as_ldm_model(twin), ratio=0.5, max_downsample=2 if name == models.SDXL else 1)
-            return compile_(twin) if compiled else twin
-
-        return self._once((TOMESD, compiled), make)
-
-    def merged(self, name: str, compiled: bool, strength: str) -> Merged:
-        """By us."""
-        network = self.network(name)
-        return self._once((strength, compiled), lambda: Merged(models.twin(network), strength, compiled))
-
-    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+    def twin(self, name: str, compiled: bool, way: str) -> Patched:
+        """Of a network, patched in a way: `UNMERGED`, `TOMESD`, or a strength. Raises ImportError without tomesd."""
+        network, key = self.network(name), (compiled, way)
         if key not in self._made:
-            self._made[key] = make()
+            self._made[key] = Patched(models.twin(network), way, compiled)
         return self._made[key]
-
-    def inputs(self, name: str, pixels: int) -> tuple:
-        """What a call is given."""
-        return models.inputs(name, pixels, self.device, self.dtype, self.tiny)
 
     def compare(self, makers: dict[str, Callable[[], Run]], single: bool = False) -> dict[str, Any]:
         """Times of what the makers make; one that fails has its reason in ``failed``, and the others go on.
@@ -173,30 +155,14 @@ class Bench:
 
 def calls(bench: Bench, name: str, pixels: int, compiled: bool = False) -> dict[str, Any]:
     """Calls of a network: unmerged, by tomesd, and by ``balanced`` with a match that is new, renewed or kept."""
-    arguments = bench.inputs(name, pixels)
-    makers: dict[str, Callable[[], Run]] = {
-        UNMERGED: lambda: partial(bench.unmerged(name, compiled), *arguments),
-        TOMESD: lambda: partial(bench.tomesd(name, compiled), *arguments),
-        **{when: lambda when=when: bench.merged(name, compiled, "balanced").call(arguments, when) for when in WHEN},
-    }
-    return bench.compare(makers)
+    arguments = models.inputs(name, pixels, bench.device, bench.dtype, bench.tiny)
+    ways = {UNMERGED: (UNMERGED, "new"), TOMESD: (TOMESD, "new"), **{when: (STRENGTHS[0], when) for when in WHEN}}
+    return bench.compare({row: lambda way=way, when=when: bench.twin(name, compiled, way).call(arguments, when)
+                          for row, (way, when) in ways.items()})  # fmt: skip
 
 
 def sampling(bench: Bench, name: str, pixels: int, compiled: bool = False) -> dict[str, Any]:
     """Twenty steps: unmerged, by tomesd, by ``balanced`` and by ``max``."""
-    arguments = bench.inputs(name, pixels)
-    makers: dict[str, Callable[[], Run]] = {
-        UNMERGED: lambda: repeated(partial(bench.unmerged(name, compiled), *arguments)),
-        TOMESD: lambda: repeated(partial(bench.tomesd(name, compiled), *arguments)),
-        **{one: lambda one=one: bench.merged(name, compiled, one).steps(arguments) for one in STRENGTHS},
-    }
-    return bench.compare(makers, single=True)
-
-
-def repeated(call: Run) -> Run:
-    """As many calls as a sampling has steps."""
-    def run() -> None:
-        for _ in range(STEPS):
-            call()
-
-    return run
+    arguments = models.inputs(name, pixels, bench.device, bench.dtype, bench.tiny)
+    return bench.compare({way: lambda way=way: bench.twin(name, compiled, way).steps(arguments)
+                          for way in (UNMERGED, TOMESD, *STRENGTHS)}, single=True)  # fmt: skip

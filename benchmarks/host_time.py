@@ -106,13 +106,17 @@ def time_blocks(repeats: int) -> dict[str, dict[str, float]]:
     tenth: the difference between the 10 % quantiles, which another program's load reaches least.
     """
     variants = {case: make_run(case, _BLOCKS) for case in (UNMERGED, *_CASES, TOMESD)}
-    seconds = _in_turns(variants, repeats)
+    seconds = timing.in_turns(variants, repeats, _fastest)
     plain = seconds.pop(UNMERGED)
     result = {UNMERGED: _each(statistics.median(plain), _tenth(plain))}
     for case, values in seconds.items():
         difference = statistics.median(own - other for own, other in zip(values, plain, strict=True))
         result[case] = _each(difference, _tenth(values) - _tenth(plain))
     return result
+
+
+def _fastest(run: Callable[[], Any]) -> float:
+    return min(timing.seconds(run) for _ in range(_IN_A_ROW))
 
 
 def _each(median: float, tenth: float) -> dict[str, float]:
@@ -126,7 +130,7 @@ def _tenth(values: list[float]) -> float:
 
 def time_patching(name: str, repeats: int) -> dict[str, float]:
     """Milliseconds of what a host does for a sampling, for a step and for a call, with the default preset."""
-    off, on, other = unets = [models.make(name, "cpu", torch.float32, tiny=True) for _ in range(3)]
+    off, on, other = [models.make(name, "cpu", torch.float32, tiny=True) for _ in range(3)]
     handle, installed = patch(off, DEFAULT, host_clock=True), patch(on, DEFAULT, host_clock=True)
     handle.uninstall()
     moments, model = _one_moment(), as_ldm_model(other)
@@ -138,20 +142,14 @@ def time_patching(name: str, repeats: int) -> dict[str, float]:
         "switched off and on, once a call": lambda: _switch(installed),
         "tomesd's on and off": lambda: (put_on(), tomesd.remove_patch(model)),
     }
-    for run in variants.values():
-        _warm(run)
-    seconds = _in_turns(variants, repeats)
-    del unets  # a handle alone does not keep its UNet alive
+    seconds = timing.in_turns({one: _warm(run) for one, run in variants.items()}, repeats, _fastest)
+    del off, on  # until here: a handle alone does not keep its UNet alive
     return {name: statistics.median(values) * 1e3 for name, values in seconds.items()}
 
 
 def _switch(handle: Patch) -> None:
     with handle.unmerged():
         pass
-
-
-def _in_turns(variants: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    return timing.in_turns(variants, rounds, lambda run: min(timing.seconds(run) for _ in range(_IN_A_ROW)))
 
 
 @torch.inference_mode()

@@ -84,17 +84,11 @@ class SpatialTransformer(sd_block.SpatialTransformer):
 
 
 class Downsample(nn.Conv2d):
-    """Halves the sides of a picture."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__(channels, channels, 3, stride=2, padding=1)
+    """Halves the sides of a picture, by its stride."""
 
 
 class Upsample(nn.Conv2d):
     """Doubles the sides of a picture."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__(channels, channels, 3, padding=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[B, C, H, W]`` to ``[B, C, 2 * H, 2 * W]``."""
@@ -125,7 +119,7 @@ class UNet(nn.Module):
                 channels = shape.channels[level]
                 carried.append(channels)
             if level != levels[-1]:
-                down.append([Downsample(channels)])
+                down.append([Downsample(channels, channels, 3, stride=2, padding=1)])
                 carried.append(channels)
         middle = [ResBlock(channels, channels, time_channels),
                   SpatialTransformer(channels, shape.heads[-1], shape.context, shape.middle),
@@ -136,7 +130,7 @@ class UNet(nn.Module):
                 up.append(stage(channels + carried.pop(), level))
                 channels = shape.channels[level]
                 if level and number == _RES_BLOCKS:
-                    up[-1].append(Upsample(channels))
+                    up[-1].append(Upsample(channels, channels, 3, padding=1))
         self.input_blocks = nn.ModuleList(map(nn.ModuleList, down))
         self.middle_block = nn.ModuleList(middle)
         self.output_blocks = nn.ModuleList(map(nn.ModuleList, up))
@@ -164,10 +158,8 @@ class UNet(nn.Module):
 
 def _through(stage: Iterable[nn.Module], x: torch.Tensor, emb: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
     for module in stage:
-        if isinstance(module, ResBlock):
-            x = module(x, emb)
-        else:
-            x = module(x, context) if isinstance(module, SpatialTransformer) else module(x)
+        more = {ResBlock: (emb,), SpatialTransformer: (context,)}.get(type(module), ())
+        x = module(x, *more)
     return x
 
 
