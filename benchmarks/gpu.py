@@ -76,8 +76,8 @@ def execute(run: results.Run, rows: dict[str, Measure], bench: Bench) -> None:
     for key in run.missing:
         if bench.left < (_COMPILING if "compiled" in key and not bench.tiny else 0):
             continue
-        place = len(rows) - len(run.missing) + 1
-        print(f"[{place}/{len(rows)}] {key}; {bench.left:.0f} s left", file=sys.stderr, flush=True)
+        place = f"{len(rows) - len(run.missing) + 1}/{len(rows)}"
+        print(f"[{place}] {key}; {bench.left:.0f} s left", file=sys.stderr, flush=True)
         try:
             with torch.inference_mode():
                 row = rows[key](bench)

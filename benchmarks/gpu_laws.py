@@ -34,7 +34,6 @@ KERNEL_LAWS = ("tests/kernel_laws.py", "tests/kernel_laws_correction.py")
 
 def device(bench: Bench) -> dict[str, Any]:
     """Versions, what keeps the kernels away, and each attention function: its milliseconds, or why it fails."""
-    on_gpu = bench.device == "cuda"
     shape = 2, _HEADS, _TOKENS[bench.device], _WIDTH
     of = [torch.randn(shape, device=bench.device, dtype=bench.dtype) for _ in range(3)]
     functions = {f"torch {name.lower()}": partial(_by_backend, name) for name in _BACKENDS} | _PACKAGES
@@ -43,7 +42,7 @@ def device(bench: Bench) -> dict[str, Any]:
         attention = {name: _attempt(partial(one, *of), bench.device) for name, one in functions.items()}
     return {
         "triton": importlib.import_module("triton").__version__ if importlib.util.find_spec("triton") else None,
-        "capability": ".".join(map(str, torch.cuda.get_device_capability())) if on_gpu else None,
+        "capability": ".".join(map(str, torch.cuda.get_device_capability())) if bench.device != "cpu" else None,
         "kernels": "; ".join(kernels.notes()) or ("in use" if _has_kernels(bench) else "none for this device"),
         "attention, ms": attention,
     }

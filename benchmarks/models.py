@@ -158,8 +158,7 @@ class UNet(nn.Module):
 
 def _through(stage: Iterable[nn.Module], x: torch.Tensor, emb: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
     for module in stage:
-        more = {ResBlock: (emb,), SpatialTransformer: (context,)}.get(type(module), ())
-        x = module(x, *more)
+        x = module(x, *{ResBlock: (emb,), SpatialTransformer: (context,)}.get(type(module), ()))
     return x
 
 
@@ -204,6 +203,6 @@ def inputs(name: str, pixels: int, device: str, dtype: torch.dtype, tiny: bool =
     generator = torch.Generator().manual_seed(1)
     side = pixels // _PICTURE_TO_LATENT // shape.shrink
     latent = torch.randn(1, _LATENT, side, side, generator=generator).repeat(2, 1, 1, 1)
-    text = torch.randn(2, _TEXT_TOKENS, shape.context, generator=generator)
-    found = [latent.to(device, dtype), torch.full((2,), 500.0, device=device), text.to(device, dtype)]
-    return *found, *([torch.zeros(2, shape.vector, device=device, dtype=dtype)] if shape.vector else [])
+    text = torch.randn(2, _TEXT_TOKENS, shape.context, generator=generator).to(device, dtype)
+    vector = [torch.zeros(2, shape.vector, device=device, dtype=dtype)] if shape.vector else []
+    return latent.to(device, dtype), torch.full((2,), 500.0, device=device), text, *vector
