@@ -1,6 +1,6 @@
 """Hosts run this file bare when they install the extension: it has nothing to do and says nothing.
 
-People run `python install.py demo`, `page` or `test`: a private environment `.venv` beside this file is made and
+People run `python install.py demo`, `page`, `gpu` or `test`: a private environment `.venv` beside this file is made and
 filled once, and the command runs in it. `webui` and `comfyui` put us into a host. Only the standard library and pip
 are needed. What Python has not imported by itself is imported inside the functions, because a host starts this file
 with every launch.
@@ -26,7 +26,7 @@ def root():
     return Path(__file__).resolve().parent
 
 
-# --- a private environment, and what runs in it: demo, page, test -----------------------------------------------------
+# --- a private environment, and what runs in it: demo, page, gpu, test ------------------------------------------------
 
 OWNER = "tome_core.txt"  # this file in an environment says that it was made here and may be made again
 # MB that pip downloads for an extra, torch apart: from wheels and installed folders on Linux, rounded up
@@ -165,10 +165,11 @@ def path_line(folder):
     return f"import sys; sys.path.append({str(folder)!a})\n"
 
 
-def environment(extras, no_deps=()):
+def environment(extras, no_deps=(), command=None):
     """The interpreter of an environment that has `extras` installed; the second call needs no pip.
 
-    extras: the last has the command's name. no_deps: requirement lines installed without their own dependencies.
+    no_deps: requirement lines installed without their own dependencies. command: whose environment it is; without it
+    the last extra has its name.
     """
     import re
 
@@ -187,7 +188,7 @@ def environment(extras, no_deps=()):
         elif torch_folder and not usable:
             torch = f"taken from {torch_folder}, nothing to download"
         rest = sum(SIZES[extra] for extra in extras)
-        print(DOWNLOADS.format(command=extras[-1], folder=folder, torch=torch, rest=rest))
+        print(DOWNLOADS.format(command=command or extras[-1], folder=folder, torch=torch, rest=rest))
         if not usable:
             make_environment(folder, torch_folder)
         print("Installing what is needed ...", flush=True)
@@ -240,6 +241,11 @@ def demo(arguments):
 def page(arguments):
     """a page in the browser to try the settings on (options: install.py page --help)"""
     return run([environment(["demo", "page"]), str(root() / "demo" / "page.py"), *arguments])
+
+
+def gpu(arguments):
+    """what merging costs and gains on this graphics card (options: install.py gpu --help)"""
+    return run([environment(["benchmarks"], command="gpu"), str(root() / "benchmarks" / "gpu.py"), *arguments])
 
 
 def test(arguments):
@@ -415,7 +421,7 @@ def copy_to(where, names):
 # --- the command line -------------------------------------------------------------------------------------------------
 
 REQUIRED_PYTHON = (3, 10)
-COMMANDS = {"demo": demo, "page": page, "test": test, "webui": webui, "comfyui": comfyui}
+COMMANDS = {"demo": demo, "page": page, "gpu": gpu, "test": test, "webui": webui, "comfyui": comfyui}
 
 
 def usage():

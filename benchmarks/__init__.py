@@ -1,4 +1,4 @@
-"""Measurements that settle arguments, each a command such as ``python -m benchmarks.speed``; results kept as data."""
+"""Measurements that settle arguments, each a command such as ``python -m benchmarks.gpu``; results kept as data."""
 
 import os
 

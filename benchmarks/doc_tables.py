@@ -15,7 +15,8 @@ from collections.abc import Iterable
 from functools import lru_cache, partial
 from pathlib import Path
 
-from benchmarks import results, speed_summary, subjects
+from benchmarks import gpu_report, results, subjects
+from benchmarks.models import BLOCK
 from benchmarks.quality_figures import Section, at_equal_time, sections
 from benchmarks.quality_rows import TIMES
 from benchmarks.report import markdown, write
@@ -26,7 +27,7 @@ from tome_core.settings.presets import MARKS
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-QUALITY, SPEED = "quality-cpu-2026-11-25", "speed-cpu-2026-11-22"
+QUALITY = "quality-cpu-2026-11-25"
 TO_CHOOSE_BY, CORRECTION = "front-cpu-2026-11-25", "correction-cpu-2026-11-25"
 TRANSFORMER, SDXL = "transformer-cpu-2026-11-25", "sdxl-cpu-2026-11-25"
 AT_EQUAL_TIME = {
@@ -43,7 +44,7 @@ SHOWN = {
                  "stacking-wan-cpu-2026-11-25"),
     "unfused": ((0, 1, 2, 4, 6, 8, 9), "unfused-cpu-2026-11-23"),
 }  # fmt: skip
-CARD = "card-h200-2026-11-26"
+CARDS = {"card": "card-h200-2026-11-26", "block": "gpu-cpu-2026-11-27"}
 MOMENTS = (50, 400, 800)  # of `TIMES`: hardly noisy, half, nearly noise
 TOKENS = 4096  # of the finest level of the scene models
 PEERS = {
@@ -78,16 +79,6 @@ PARTS_OF_MERGING = {
     "uncorrected": "and proportional attention",
     "unfitted": "and the closed form",
     "": "and the fit: the engine's",
-}
-CALLS = {
-    "vanilla": "unmerged",
-    "tomesd": "tomesd 0.1.3, ratio .5",
-    "downsample": "token down-sampling",
-    "ours": "ours, balanced, a late step",
-    "ours, early": "ours, balanced, an early step",
-    "ours, max": "ours, max, a late step",
-    "ideal": "bound: half of the finest level merged, at no cost",
-    "attention-free": "bound: no self-attention at all",
 }
 _BETWEEN = re.compile(r"(<!-- table (\w+): [^>]*-->\n)(.*?)(<!-- end of table -->)", re.S)
 _ABSENT = "n/a"
@@ -165,31 +156,11 @@ def _keys(ratio: float) -> str:
     return f"{TOKENS * (1 - ratio):,.0f}"
 
 
-def speed() -> str:
-    """One call of a UNet of SD1.5's shapes, beside others and bounds."""
-    (case,) = (one for one in speed_summary.summaries(record(SPEED)) if one.figures)
-    heads = ("", "UNet call", "times as fast", "blocks of the finest level, times as fast", "peak beyond the model")
-    return markdown(heads, (
-        (label, f"{speed_summary.median(one.times):.2f} s", f"{one.factor:.2f}", f"{one.block_factor:.2f}",
-         f"{one.peak_mib:.0f} MiB") for name, label in CALLS.items() for one in [case.figures[name]]
-    ))  # fmt: skip
-
-
-def card() -> str:
-    """Calls of whole UNets, and samplings, on a graphics card: by the clock, and how long of it the card worked."""
-    rows = json.loads((results.FOLDER / f"{CARD}.json").read_text(encoding="utf-8"))["rows"]
-    shown = ("unmerged", "tomesd", "renewed", "kept")
-    heads = ("", *(f"{name}, ms (of the card)" for name in shown), "20 steps: unmerged, tomesd, `balanced`, `max`, s")
-    lines = []
-    for row in rows:
-        name, of = row["what"], row["of"]
-        if " call, " in name and "compiled" not in name:
-            whole = next((one["of"] for one in rows if one["what"] == name.replace("call", "sampling of 20 steps")), {})
-            steps = ", ".join(f"{whole[one]['ms'] / 1e3:.2f}" for one in ("unmerged", "tomesd", "balanced", "max")
-                              if one in whole)  # fmt: skip
-            spent = (f"{of[one]['ms']:.0f} ({of[one]['card_ms']:.0f})" for one in shown)
-            lines.append((name.replace("call, ", ""), *spent, steps or _ABSENT))
-    return markdown(heads, lines)
+def _card(name: str) -> str:
+    """What one device took, but for tiny UNets; rows of the first such file have no keys, so that it is no result."""
+    found = json.loads((results.FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+    tiny = found.get("settings", {}).get("tiny_models")
+    return gpu_report.calls_table([one for one in found["rows"] if not tiny or one["key"].startswith(BLOCK)])
 
 
 def _of_report(columns: tuple[int, ...], *names: str) -> str:
@@ -233,7 +204,8 @@ TABLES = {
     "quality": partial(_methods, QUALITY, METHODS),
     "sdxl": partial(_methods, SDXL, METHODS),
     "transformer": partial(_methods, TRANSFORMER, OF_TRANSFORMERS),
-    **{one.__name__: one for one in (equal_time, front, parts, speed, settings, card)},
+    **{one.__name__: one for one in (equal_time, front, parts, settings)},
+    **{name: partial(_card, one) for name, one in CARDS.items()},
     **{name: partial(_of_report, *one) for name, one in SHOWN.items()},
 }
 

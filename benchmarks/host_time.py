@@ -8,10 +8,8 @@ counted. Prints the table and keeps nothing.
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -21,11 +19,11 @@ from typing import Any
 import tomesd
 import torch
 
-from benchmarks import results
+from benchmarks import models, results, timing
 from benchmarks.attention_work import one_thread
 from benchmarks.python_calls import beyond, watch
 from benchmarks.sd_block import as_ldm_model
-from benchmarks.tiny_layouts import BATCH, CHANNELS, LAYOUTS, SIDE, UNetLayout, make_inputs, make_unet
+from benchmarks.tiny_unet import BATCH, CHANNELS, SIDE, make_inputs, make_unet
 from tome_core import MergeConfig, patch
 from tome_core.patching import Patch
 from tome_core.settings.presets import DEFAULT
@@ -68,7 +66,7 @@ _CASES: dict[str, tuple[MergeConfig, Callable[[], Iterator[dict[str, Any]]]]] = 
 
 def make_run(case: str, blocks: int = 1) -> Callable[[], torch.Tensor]:
     """One call of a UNet of so many blocks, as a host makes it, each time it is called; warmed up."""
-    unet, inputs = make_unet(UNetLayout(((1,),) * blocks, (), ())), make_inputs()
+    unet, inputs = make_unet(blocks), make_inputs()
     if case == TOMESD:
         tomesd.apply_patch(as_ldm_model(unet), ratio=0.5, use_rand=False)
     if case in (UNMERGED, TOMESD):
@@ -95,7 +93,7 @@ def measure(repeats: int) -> dict[str, Any]:
     return {
         "blocks": _BLOCKS,
         "block_us": time_blocks(repeats),
-        "patch_ms": {name: time_patching(layout, repeats) for name, layout in LAYOUTS.items()},
+        "patch_ms": {name: time_patching(name, repeats) for name in models.SHAPES},
         "calls": {case: count_calls(case) for case in (KEPT, CLOSED, OFF)},
     }
 
@@ -108,13 +106,17 @@ def time_blocks(repeats: int) -> dict[str, dict[str, float]]:
     tenth: the difference between the 10 % quantiles, which another program's load reaches least.
     """
     variants = {case: make_run(case, _BLOCKS) for case in (UNMERGED, *_CASES, TOMESD)}
-    seconds = _in_turns(variants, repeats)
+    seconds = timing.in_turns(variants, repeats, _fastest)
     plain = seconds.pop(UNMERGED)
     result = {UNMERGED: _each(statistics.median(plain), _tenth(plain))}
     for case, values in seconds.items():
         difference = statistics.median(own - other for own, other in zip(values, plain, strict=True))
         result[case] = _each(difference, _tenth(values) - _tenth(plain))
     return result
+
+
+def _fastest(run: Callable[[], Any]) -> float:
+    return min(timing.seconds(run) for _ in range(_IN_A_ROW))
 
 
 def _each(median: float, tenth: float) -> dict[str, float]:
@@ -126,12 +128,12 @@ def _tenth(values: list[float]) -> float:
     return sorted(values)[len(values) // 10]
 
 
-def time_patching(layout: UNetLayout, repeats: int) -> dict[str, float]:
+def time_patching(name: str, repeats: int) -> dict[str, float]:
     """Milliseconds of what a host does for a sampling, for a step and for a call, with the default preset."""
-    off, on = unets = make_unet(layout), make_unet(layout)
+    off, on, other = [models.make(name, "cpu", torch.float32, tiny=True) for _ in range(3)]
     handle, installed = patch(off, DEFAULT, host_clock=True), patch(on, DEFAULT, host_clock=True)
     handle.uninstall()
-    moments, model = _one_moment(), as_ldm_model(make_unet(layout))
+    moments, model = _one_moment(), as_ldm_model(other)
     put_on = partial(tomesd.apply_patch, model, ratio=0.5, use_rand=False)
     variants = {
         "on and off, once a sampling": lambda: (handle.install(), handle.uninstall()),
@@ -140,32 +142,14 @@ def time_patching(layout: UNetLayout, repeats: int) -> dict[str, float]:
         "switched off and on, once a call": lambda: _switch(installed),
         "tomesd's on and off": lambda: (put_on(), tomesd.remove_patch(model)),
     }
-    for run in variants.values():
-        _warm(run)
-    seconds = _in_turns(variants, repeats)
-    del unets  # a handle alone does not keep its UNet alive
+    seconds = timing.in_turns({one: _warm(run) for one, run in variants.items()}, repeats, _fastest)
+    del off, on  # until here: a handle alone does not keep its UNet alive
     return {name: statistics.median(values) * 1e3 for name, values in seconds.items()}
 
 
 def _switch(handle: Patch) -> None:
     with handle.unmerged():
         pass
-
-
-def _in_turns(variants: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of process time of each variant in each round; in another order each time."""
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    order = random.Random(0)
-    for _ in range(rounds):
-        for name in order.sample(list(variants), len(variants)):
-            seconds[name].append(min(_seconds(variants[name]) for _ in range(_IN_A_ROW)))
-    return seconds
-
-
-def _seconds(run: Callable[[], Any]) -> float:
-    start = time.process_time()
-    run()
-    return time.process_time() - start
 
 
 @torch.inference_mode()

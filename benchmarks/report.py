@@ -1,6 +1,6 @@
 """``python -m benchmarks.report FILE...``: the table and the plot of results, from their JSON alone.
 
-Each kind of result, of `results.KINDS`, has its own module, such as ``benchmarks/speed_report.py``, with
+Each kind of result, of `results.KINDS`, has its own module, such as ``benchmarks/gpu_report.py``, with
 ``table(records) -> str`` (Markdown) and, where there is a plot, ``plot(records, path)`` (a PNG); this file only finds
 the one that fits. How all commands end is here too: with a result, with a sentence on what was refused, or stopped to
 go on later.

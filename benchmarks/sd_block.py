@@ -94,22 +94,6 @@ class SpatialTransformer(nn.Module):
         return tokens.transpose(1, 2).view_as(x)
 
 
-class Downsample(nn.Module):
-    """Halves the sides of a picture."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[B, C, H, W]`` to ``[B, C, H // 2, W // 2]``."""
-        return F.avg_pool2d(x, 2)
-
-
-class Upsample(nn.Module):
-    """Doubles the sides of a picture."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[B, C, H, W]`` to ``[B, C, 2 * H, 2 * W]``."""
-        return F.interpolate(x, scale_factor=2.0)
-
-
 class UNet(nn.Module):
     """The stages of a UNet, each a list of transformers and of what changes the picture's size; nothing else is in it.
 

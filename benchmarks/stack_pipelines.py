@@ -21,6 +21,7 @@ import torch
 
 import tome_core
 from benchmarks.attention_work import CallTimes
+from benchmarks.models import fill
 from benchmarks.stack_arms import THEIRS_FIRST, WITH_MERGING, WITH_OTHER, Drawn, summarize
 from benchmarks.stack_beside import PLAIN_PIPELINE, Beside
 from demo import model, prompt, sampler
@@ -57,6 +58,15 @@ class ScenePipelines:
         with torch.no_grad():
             latents = _latents(pipe, self.model.emb(words), number, num_inference_steps=self.steps, **call)
             return sampler.to_bytes(model.decode(latents, self.model.haar_gain))[0]
+
+
+def make_unet(tiny: bool) -> torch.nn.Module:
+    """diffusers' UNet of Stable Diffusion 1.5's shape, or with almost no channels, with random weights."""
+    settings = {"sample_size": 64, "cross_attention_dim": 768, "attention_head_dim": 8}
+    if tiny:
+        settings |= {"norm_num_groups": 8, "cross_attention_dim": 16, "layers_per_block": 1, "attention_head_dim": 2,
+                     "block_out_channels": (8, 8, 16, 16)}  # fmt: skip
+    return fill(lambda: diffusers.UNet2DConditionModel(**settings), "cpu", torch.float32)
 
 
 class RandomPipelines:

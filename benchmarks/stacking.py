@@ -28,11 +28,10 @@ import torch
 from benchmarks import report, results, stack_arms
 from benchmarks.attention_work import one_thread
 from benchmarks.networks import TRANSFORMER
-from benchmarks.speed_models import SHAPES, TINY_SHAPES, make_unet
 from benchmarks.stack_arms import Drawn
 from benchmarks.stack_beside import BESIDE
 from benchmarks.stack_nodes import NODES
-from benchmarks.stack_pipelines import WANS, RandomPipelines, ScenePipelines, WanPipelines, draw_arm
+from benchmarks.stack_pipelines import WANS, RandomPipelines, ScenePipelines, WanPipelines, draw_arm, make_unet
 from benchmarks.subjects import PURPOSES, SCENE_MODELS, SHOW
 from demo import model as scene_model
 from demo import prompt, sampler
@@ -154,8 +153,7 @@ def execute(options: argparse.Namespace, command: str) -> int:
         if model in WANS:
             return WanPipelines(model, options.tiny)
         if model == SHAPE:
-            shape = (TINY_SHAPES if options.tiny else SHAPES)[SHAPE]
-            return RandomPipelines(make_unet(shape, "cpu", torch.float32), options.pixels)
+            return RandomPipelines(make_unet(options.tiny), options.pixels)
         return ScenePipelines(paths[model], prompts, options.steps)
 
     def measure(model: str, name: str, number: int) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from benchmarks.speed_costs import CallFailed, process_peak
+from benchmarks.memory import CallFailed, process_peak
 
 ROOT = Path(__file__).resolve().parent.parent
 CHANNELS, HEADS, CONTEXT = 320, 8, 768

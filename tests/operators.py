@@ -37,6 +37,11 @@ split_with_sizes sqrt std_mean sub sum tan tanh threshold topk tril triu unfold 
 upsample_bilinear2d upsample_nearest2d var view where zero_
 """
 DIRECTML = frozenset(_DIRECTML.split())
+# operators that compute nothing
+VIEWS = {
+    "_unsafe_view", "alias", "as_strided", "chunk", "detach", "diagonal", "expand", "flatten", "permute", "reshape",
+    "select", "slice", "split", "squeeze", "t", "to", "transpose", "unflatten", "unsqueeze", "view", "view_as",
+}  # fmt: skip
 
 
 @functools.cache

@@ -6,20 +6,13 @@ import sys
 from collections import Counter
 
 import pytest
-import tomesd
 import torch
 
-from benchmarks import host_time, python_calls, tiny_layouts
-from benchmarks.sd_block import as_ldm_model
+from benchmarks import host_time, models, python_calls
 from tests.most_calls import MOST_CALLS, MOST_CALLS_LEFT_ALONE, MOST_CALLS_SWITCHED_OFF, MOST_CHANGES
-from tests.operators import OperatorCounter
+from tests.operators import VIEWS, OperatorCounter
 from tome_core import patch
-from tome_core.models.unet_blocks import find_blocks
 
-VIEWS = {
-    "_unsafe_view", "alias", "as_strided", "chunk", "detach", "diagonal", "expand", "flatten", "permute", "reshape",
-    "select", "slice", "split", "squeeze", "t", "to", "transpose", "unflatten", "unsqueeze", "view", "view_as",
-}  # fmt: skip
 PUTTING_ON = {"install", "uninstall", "put_on", "take_off"}
 
 
@@ -38,7 +31,7 @@ def _operators(case):
 
 def test_times_are_positive_and_the_table_has_every_row(monkeypatch):
     monkeypatch.setattr(host_time, "_BLOCKS", 1)
-    monkeypatch.setattr(host_time, "LAYOUTS", {"least": tiny_layouts.UNetLayout(((1,),), (), ())})
+    monkeypatch.setattr(models, "SHAPES", {models.SD15: models.SHAPES[models.SD15]})
     data = host_time.measure(1)
     assert all(value > 0 for value in data["block_us"][host_time.UNMERGED].values())
     assert all(value > 0 for times in data["patch_ms"].values() for value in times.values())
@@ -53,7 +46,7 @@ def test_times_are_positive_and_the_table_has_every_row(monkeypatch):
 def test_the_command_prints_it(capsys):
     assert host_time.main(["--repeats", "1"]) == 0
     said = capsys.readouterr().out
-    assert torch.__version__ in said and all(name in said for name in (*tiny_layouts.LAYOUTS, "changes of file"))
+    assert torch.__version__ in said and all(name in said for name in (*models.SHAPES, "changes of file"))
 
 
 def test_a_wrong_option_is_refused(capsys):
@@ -97,9 +90,9 @@ def _kernels(case):
     return Counter({name: count for name, count in _operators(case).items() if name not in VIEWS})
 
 
-def _called_in_a_step(layout):
+def _called_in_a_step(name):
     """What is called of us in a step that runs the UNet, and in one that does not."""
-    unet, inputs = tiny_layouts.make_unet(layout), tiny_layouts.make_inputs()
+    unet, inputs = models.make(name, "cpu", torch.float32, True), models.inputs(name, 512, "cpu", torch.float32, True)
     handle = patch(unet, "balanced", host_clock=True)
 
     def step(timestep, call):
@@ -115,8 +108,8 @@ def _called_in_a_step(layout):
 
 def test_a_step_puts_nothing_on_and_tells_the_time_without_a_look_at_the_blocks():
     sizes = set()
-    for layout in tiny_layouts.LAYOUTS.values():
-        whole, outside = _called_in_a_step(layout)
+    for name in models.SHAPES:
+        whole, outside = _called_in_a_step(name)
         assert not PUTTING_ON & {name.rpartition(".")[2] for name in whole}
         sizes.add(len(outside))
     assert len(sizes) == 1, "what is done before a call does not grow with the UNet"
@@ -128,23 +121,3 @@ def test_watching_ends_with_what_is_watched():
         python_calls.watch(lambda: 1 / 0)
     assert sys.getprofile() is before
     assert python_calls.watch(lambda: sorted([2, 1], key=abs)) == []
-
-
-def test_layouts_are_those_of_the_models():
-    found = {}
-    for name, layout in tiny_layouts.LAYOUTS.items():
-        places = find_blocks(tiny_layouts.make_unet(layout))
-        found[name] = [sum(place.halvings == depth for place in places) for depth in range(4)]
-    assert found == {"SD1.5": [5, 5, 5, 1], "SDXL": [0, 10, 60, 0]}
-
-
-@pytest.mark.parametrize("layout", tiny_layouts.LAYOUTS.values(), ids=tiny_layouts.LAYOUTS)
-def test_a_layouts_unet_runs_and_tomesd_patches_it(layout):
-    unet, inputs = tiny_layouts.make_unet(layout), tiny_layouts.make_inputs()
-    plain = unet(*inputs)
-    assert plain.shape == inputs[0].shape
-    model = as_ldm_model(unet)
-    tomesd.apply_patch(model, ratio=0.5, max_downsample=2, use_rand=False)
-    assert not torch.equal(unet(*inputs), plain)
-    tomesd.remove_patch(model)
-    assert torch.equal(unet(*inputs), plain)

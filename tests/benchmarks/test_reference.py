@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tome_core
-from benchmarks import attention_work, reference, speed_variants, variants
+from benchmarks import attention_work, reference, variants
 from benchmarks.networks import TRANSFORMER, UNET, kind_of, timestep_of
 from benchmarks.reference import Lots, Recipe, Toma, in_unet, representatives
 from benchmarks.variant_list import VARIANTS
@@ -81,23 +81,6 @@ def test_one_tile_is_the_unmerged_model_and_more_keep_what_they_cannot_see_apart
 def test_a_grid_that_tiles_do_not_divide_is_refused():
     with pytest.raises(ValueError, match="256 tokens are no square grid that cells of 3x3 divide"):
         reference.in_tiles(tokens(), 3)
-
-
-@pytest.mark.parametrize(("side", "tiles"), [(16, 1), (32, 1), (63, 1), (64, 2), (72, 2), (96, 3), (128, 4), (256, 8)])
-def test_tiles_are_those_that_hypertile_chooses(side, tiles):
-    assert speed_variants.tiles_a_side(side) == tiles
-
-
-def test_attention_in_tiles_sees_each_tile_alone():
-    seen = []
-
-    def attention(x, **_):
-        seen.append(x)
-        return x
-
-    x = torch.arange(64.0**2).reshape(1, -1, 1)
-    assert torch.equal(speed_variants.in_tiles(attention, x), x)
-    assert seen[0].shape == (4, 32**2, 1) and seen[0][1, 0] == 32, "the upper right tile begins in the first row"
 
 
 @pytest.mark.parametrize(("name", "early", "late"), [

@@ -15,7 +15,7 @@ KEYS = ["a", "b", "c"]
 TABLES = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.md"))
 
 
-def record(settings=None, kind="speed", **changes):
+def record(settings=None, kind="gpu", **changes):
     return {**results.new_record(kind, "python -m x", settings or {"pixels": (512, 768)}, ENVIRONMENT), **changes}
 
 

@@ -36,6 +36,7 @@ class Way(NamedTuple):
     needs: pytest.MarkDecorator | None = None
 
 
+FEW_MINUTES = "--minutes 0.02"
 TO = "--output {new}/result.json"
 SMALL = f"{ONE_MODEL} {TO}"
 SHORT_TRAINING = "--minutes 0.05 --batch 2 --state {new}/state.safetensors --output {new}/model.safetensors"
@@ -46,9 +47,9 @@ WAYS = {
     "python install.py demo --output demo/demo.png": Way("--strength 0.5 --steps 1 --device cpu --output {new}/a.png"),
     "python install.py webui DIR": Way(fill=(("DIR", "{new}/webui"),)),
     "python install.py comfyui DIR": Way(fill=(("DIR", "{new}/comfyui"),)),
-    "python -m benchmarks.speed": Way(f"--smoke --suites calls --variants ours {TO}"),
-    "python -m benchmarks.speed --device cuda": Way(f"--smoke {TO}", needs=GPU),
-    "python -m benchmarks.speed --help": Way(),
+    "python install.py gpu": Way(f"{FEW_MINUTES} --output {{new}}/gpu"),
+    "python -m benchmarks.gpu": Way(f"{FEW_MINUTES} --output {{new}}/gpu"),
+    "python -m benchmarks.gpu --minutes 30 --output FOLDER": Way(FEW_MINUTES, (("FOLDER", "{new}/gpu"),)),
     "python -m benchmarks.report FILE...": Way(fill=(("FILE...", "{new}/front.json"),)),
     "python -m benchmarks.cases": Way(f"--cases '1 step' --pictures 1 {SMALL}"),
     "python -m benchmarks.cases --list": Way(),
@@ -78,7 +79,6 @@ WAYS = {
     "--output benchmarks/results/stacking-wan-cpu-2026-11-25.json": Way(f"--tiny --rounds 1 {TO}"),
     "python -m benchmarks.unfused": Way(SHORT_UNFUSED),
     "python -m benchmarks.host_time": Way("--repeats 1"),
-    "python -m benchmarks.card card.json": Way("--seconds 1", (("card.json", "{new}/card.json"),)),
     "python -m benchmarks.unfused --pixels 512 1024": Way(SHORT_UNFUSED),
     "python -m demo.samples": Way("--steps 1"),
     "python -m demo.eight_bits FILE": Way(fill=(("FILE", "{new}/model.safetensors"),)),
@@ -103,9 +103,9 @@ JUDGED = ("tests/benchmarks/test_quality_transformers.py", "test_the_command_jud
 ELSEWHERE = {
     "python install.py test": (".github/workflows/ci.yml", "run: python install.py test"),
     **dict.fromkeys(("python install.py test --all", ".ci/run"), (".ci/run", "python3 install.py test --all")),
-    'pip download -d DIR ".[demo]"': ("tests/project/test_install.py", '"download", "-d"'),
+    **dict.fromkeys(('pip download -d DIR ".[demo]"', "pip download -d DIR numpy tomesd==0.1.3 matplotlib"),
+                    ("tests/project/test_install.py", '"download", "-d"')),
     "python install.py page": ("tests/demo/test_page.py", '"install.py"), "page"'),
-    "python -m benchmarks.speed --dry-run": ("tests/benchmarks/test_speed.py", 'run("--dry-run"'),
     "python -m demo.train --layout sdxl --minutes 600 --start demo/scenes128.safetensors":
         (TRAINING, '"--layout", "sdxl"'),
     "python -m demo.train --layout flux --minutes 600 --coarse .6 --crops 0": (TRAINING, "LAYOUTS"),

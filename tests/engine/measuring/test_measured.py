@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import tome_core
 from benchmarks.python_calls import watch
-from benchmarks.tiny_layouts import UNetLayout, make_inputs, make_unet
+from benchmarks.tiny_unet import make_inputs, make_unet
 from tests import tiny_transformers
 from tests.families import every_family_in_time
 from tests.models import BY_NAME, call_case, call_unet, inputs, sd15, small
@@ -328,7 +328,7 @@ def test_a_gate_that_was_measured_shut_costs_what_the_table_costs():
     """Functions called for a block and its transformer: as many as where the table leaves it alone."""
     found = {}
     for blocks in (1, 2):
-        unet, inputs = make_unet(UNetLayout(((1,),) * blocks, (), ())), make_inputs()
+        unet, inputs = make_unet(blocks), make_inputs()
         handle = tome_core.patch(unet, "balanced", host_clock=True)
         handle.set_time(timestep=500.0, sampling="picture")
         unet(*inputs)

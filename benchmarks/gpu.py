@@ -1,0 +1,127 @@
+"""``python install.py gpu``: what merging costs and gains on this graphics card.
+
+What the card is; laws that merging keeps there; the time of SD1.5's and SDXL's UNets with random weights from 512 to
+2048 px in half precision, a picture with its prompt and without: unmerged, by tomesd, and merged in calls that match
+anew, renew a match or keep it, and in 20 steps; eager, and compiled at last. Nothing is downloaded. It ends with two
+sentences: for which of these merging pays here, and for which not.
+
+Leaves gpu.json, written after each row, and gpu.png. Kill it whenever you like: the same command goes on. Without a
+card the same runs on tiny models, to see that the command works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+if not __package__:
+    # Started as a file, its own folder is on the path; the package around it is wanted instead.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import torch
+
+from benchmarks import gpu_laws, gpu_report, gpu_rows, memory, report, results
+from benchmarks.gpu_rows import ROW, STEPS, Bench, OutOfTime
+from benchmarks.models import BLOCK, SD15, SDXL
+
+MINUTES, OUTPUT = 10.0, results.ROOT / "gpu-output"
+SIZES = {"cuda": (1024, 2048, 1536, 512), "cpu": (512,)}  # the most telling first, because a run may end early
+_COMPILING = 150.0  # seconds that a compiled row takes before it measures anything
+
+Measure = Callable[[Bench], dict[str, Any]]
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options; `install.py gpu` passes everything on to them."""
+    made = argparse.ArgumentParser(prog="gpu", description=__doc__.partition("\n\n")[2],
+                                   formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    made.add_argument("--minutes", type=float, default=MINUTES, metavar="M", help="end after so many, with what is "
+                      "there by then (default %(default)g)")  # fmt: skip
+    made.add_argument("--output", type=Path, default=OUTPUT, metavar="FOLDER", help="where gpu.json and gpu.png go "
+                      "(default %(default)s)")  # fmt: skip
+    return made
+
+
+def plan(device: str) -> dict[str, Measure]:
+    """Row's key -> what measures it, in their order."""
+    rows: dict[str, Measure] = {"the device": gpu_laws.device}
+
+    def add(name: str, pixels: int, compiled: bool = False) -> None:
+        more, of = ", compiled" if compiled else "", {"name": name, "pixels": pixels, "compiled": compiled}
+        rows[f"{name} call, {pixels} px{more}"] = partial(gpu_rows.calls, **of)
+        if name != BLOCK:
+            rows[f"{name} sampling of {STEPS} steps, {pixels} px{more}"] = partial(gpu_rows.sampling, **of)
+        if pixels == sizes[0] and not compiled:
+            rows[f"{name} laws, {pixels} px"] = partial(gpu_laws.laws, name=name, pixels=pixels)
+
+    sizes, names = SIZES[device], (SD15, SDXL)
+    add(BLOCK, sizes[0])
+    for pixels in sizes:
+        for name in names:
+            add(name, pixels)
+    rows["kernels"] = gpu_laws.kernel_laws
+    for name in names if device == "cuda" else (BLOCK,):
+        for pixels in sizes:
+            add(name, pixels, compiled=True)
+    return rows
+
+
+def execute(run: results.Run, rows: dict[str, Measure], bench: Bench) -> None:
+    """Measure what is missing, as far as there is time."""
+    for key in run.missing:
+        if bench.left < (_COMPILING if "compiled" in key and not bench.tiny else 0):
+            continue
+        place = f"{len(rows) - len(run.missing) + 1}/{len(rows)}"
+        print(f"[{place}] {key}; {bench.left:.0f} s left", file=sys.stderr, flush=True)
+        try:
+            with torch.inference_mode():
+                row = rows[key](bench)
+        except OutOfTime:
+            print("  would not end in time", file=sys.stderr)
+            continue
+        except Exception as error:
+            row = {"of": {}, "failed": {ROW: memory.reason(error)}}
+        memory.free(bench.device)
+        for name, why in row.get("failed", {}).items():
+            print(f"  {name}: {why}", file=sys.stderr)
+        run.add(key, row)
+
+
+def measure(options: argparse.Namespace, command: str) -> int:
+    """The whole run, up to its end or to that of its minutes; gives 1 if a row failed."""
+    end = time.monotonic() + 60 * options.minutes
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        torch.set_num_threads(1)  # the processor time of several counts their waiting
+        print(f"torch {torch.__version__} sees no CUDA device. {gpu_report.TINY}", file=sys.stderr)
+    rows, path = plan(device), options.output / "gpu.json"
+    if path.exists() and not results.load(path)["missing"]:
+        record = results.load(path)
+        print(f"{path} is complete; to measure anew, move it away or give another --output", file=sys.stderr)
+    else:
+        record = results.new_record("gpu", command, {"tiny_models": device == "cpu"}, results.describe(device))
+        run = results.Run.start(record, list(rows), path)
+        execute(run, rows, Bench(device, end))
+        record = run.record
+        results.save(record, path)  # even if there was no time for a row
+    print(gpu_report.table([record]), gpu_report.verdict(record), path.resolve(), sep="\n\n")
+    try:
+        gpu_report.plot([record], path.with_suffix(".png"))
+        print(path.with_suffix(".png").resolve())
+    except results.ResultError as error:
+        print(f"no sheet: {error.__cause__}")
+    return int(any(ROW in row.get("failed", {}) for row in record["rows"]))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure and print; 0 done, 1 if a row failed, 2 for wrong options, 130 interrupted."""
+    return report.run("gpu", parser(), arguments, measure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

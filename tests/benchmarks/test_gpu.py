@@ -1,0 +1,186 @@
+"""What is measured of a graphics card, on the CPU with tiny models: it ends, goes on after a kill, says what pays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import gpu, gpu_report, gpu_rows, memory, models, results, timing
+from benchmarks.gpu_rows import Bench, OutOfTime, Patched
+from tome_core.models.unet_blocks import find_blocks
+
+ROOT = Path(__file__).parents[2]
+GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU gets models of the real size, which take minutes")
+NOT_THERE = ("diffusers", "tomesd", "gradio", "matplotlib", "PIL", "safetensors", "tqdm", "transformers", "pytest")
+WITHOUT = f"""
+import sys
+sys.modules.update(dict.fromkeys({NOT_THERE}))
+from benchmarks import gpu, sd_block
+make = sd_block.make_inputs
+sd_block.make_inputs = lambda side, *more: make(side // 4, *more)  # a block is of the real width, and slow
+sys.exit(gpu.main(sys.argv[1:]))
+"""
+
+
+def start(*arguments, code=None):
+    command = ["-c", code] if code else [str(ROOT / "benchmarks" / "gpu.py")]
+    return subprocess.Popen([sys.executable, *command, *map(str, arguments)], cwd=ROOT, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+
+
+def rows_of(path):
+    return results.load(path)["rows"] if path.exists() else []
+
+
+@GPU
+@pytest.mark.slow
+def test_it_needs_torch_alone_and_goes_on_after_a_kill_with_what_was_there(tmp_path):
+    path = tmp_path / "gpu.json"
+    killed = start("--output", tmp_path, code=WITHOUT)
+    while len(rows_of(path)) < 4 and killed.poll() is None:
+        time.sleep(0.05)
+    os.kill(killed.pid, signal.SIGTERM if os.name == "nt" else signal.SIGKILL)
+    killed.communicate()
+    before = rows_of(path)
+    whole = start("--output", tmp_path, code=WITHOUT)
+    said = whole.communicate()[0]
+    assert whole.returncode == 0, said
+    record = results.load(path)
+    assert 4 <= len(before) < len(record["rows"]) and record["rows"][: len(before)] == before
+    assert [row["key"] for row in record["rows"]] == list(gpu.plan("cpu"))
+    assert record["missing"] == [] and "no sheet: " in said and not path.with_suffix(".png").exists()
+    for row in record["rows"]:
+        assert not {"unmerged", "balanced", "new", "kept", gpu_rows.ROW} & set(row.get("failed", ())), row["failed"]
+        if "of" in row:
+            assert "tomesd" in row["failed"]["tomesd"] and all(one["ms"] > 0 for one in row["of"].values())
+        if "laws" in row["key"]:
+            assert row["equal bits in ten runs"] and row["finite"] and row["removed, the bits of the unmerged call"]
+            assert row["merging changes"] > row["another attention function of torch's changes"]
+
+
+@GPU
+def test_few_minutes_end_with_what_is_there_and_a_sheet_and_what_is_complete_is_not_measured_again(
+    tmp_path, monkeypatch, capsys
+):
+    """In this process: whatever torch has, its threads are as they were."""
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    path = tmp_path / "gpu.json"
+    assert gpu.main(["--minutes", "0.02", "--output", str(tmp_path)]) == 0
+    first = results.load(path)
+    assert first["kind"] == "gpu" and 1 <= len(first["rows"]) < len(gpu.plan("cpu")) and first["missing"]
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert "Not measured yet: " in capsys.readouterr().out
+    monkeypatch.setattr(gpu, "plan", lambda device: dict.fromkeys(row["key"] for row in first["rows"]))
+    results.save({**first, "missing": []}, path)
+    assert gpu.main(["--output", str(tmp_path)]) == 0
+    told = capsys.readouterr()
+    assert "is complete" in told.err and results.load(path)["rows"] == first["rows"]
+
+
+def record_of(**factors):
+    """Times of 20 steps by balanced: case -> how many times as fast."""
+    rows = []
+    for case, factor in factors.items():
+        rows += [{"key": f"{case} call, 512 px", "of": {}},
+                 {"key": f"{case} sampling of 20 steps, 512 px",
+                  "of": {"unmerged": {"ms": 100.0 * factor}, "balanced": {"ms": 100.0}}}]  # fmt: skip
+    return {"device": {"name": "Card"}, "rows": rows}
+
+
+@pytest.mark.parametrize("factors, sentences", [
+    ({"sd15": 1.5, "sdxl": 0.8}, "On Card merging by `balanced` pays for sd15 512 px (1.50x as fast). "
+                                 "It does not pay for sdxl 512 px (0.80x as fast)."),
+    ({"sd15": 1.01}, "On Card merging by `balanced` pays for nothing that was measured. "
+                     "It does not pay for sd15 512 px (1.01x as fast)."),
+    ({"sd15": 2, "sdxl": 1.1}, "On Card merging by `balanced` pays for sd15 512 px (2.00x as fast), sdxl 512 px (1.10x "
+                               "as fast). There is nothing for which it does not pay."),
+    ({}, "Nothing measured yet says where merging pays on Card. The same command goes on."),
+])  # fmt: skip
+def test_the_verdict_says_where_it_pays_and_where_not(factors, sentences):
+    assert gpu_report.verdict(record_of(**factors)) == sentences
+
+
+def test_without_samplings_a_renewed_and_a_kept_call_are_as_many_each_and_a_block_is_no_picture():
+    of = {"unmerged": {"ms": 100.0}, "renewed": {"ms": 60.0}, "kept": {"ms": 40.0}}
+    rows = [{"key": f"{name} call, 512 px, compiled", "of": of} for name in ("block", "sd15")]
+    assert gpu_report.factors(rows) == {"sd15 512 px, compiled": 2.0}
+
+
+def test_what_fails_is_told_and_the_rest_is_measured(monkeypatch, tmp_path):
+    def failing(network, *arguments):
+        raise IndexError("told\nat length")
+
+    bench = Bench("cpu", time.monotonic() + 100)
+    bench.tiny, plan = True, {"a": lambda bench: bench.compare({"x": lambda: partial(failing, 1), "y": lambda: abs_}),
+                              "b": lambda bench: failing(1), "c": lambda bench: {"fact": 1}}  # fmt: skip
+    record = results.new_record("gpu", "", {}, {"versions": {}, "device": {}})
+    run = results.Run.start(record, list(plan), tmp_path / "gpu.json")
+    gpu.execute(run, plan, bench)
+    a, b, c = rows_of(tmp_path / "gpu.json")
+    assert a["failed"] == {"x": "IndexError: told"} and list(a["of"]) == ["y"]
+    assert b["failed"] == {gpu_rows.ROW: "IndexError: told"} and c == {"key": "c", "fact": 1}
+
+
+def abs_():
+    """What always runs."""
+    return sum(range(1000))
+
+
+def test_a_row_that_would_not_end_in_time_is_not_begun():
+    def slow():
+        return sum(range(10**6))
+
+    with pytest.raises(OutOfTime):
+        Bench("cpu", time.monotonic()).compare({"slow": lambda: slow})
+
+
+@pytest.mark.parametrize("when, words", [("new", {"match"}), ("renewed", {"renew"}), ("kept", set())])
+def test_a_timed_call_does_what_its_row_says(when, words, work):
+    network, arguments = (one(models.SD15, *more, "cpu", torch.float32, True)
+                          for one, more in ((models.make, ()), (models.inputs, (512,))))  # fmt: skip
+    run = Patched(network, "balanced").call(arguments, when)
+    with torch.inference_mode():
+        run()
+        for _ in range(3):
+            work.clear()
+            run()
+            assert set(work) == words
+
+
+@pytest.mark.parametrize("name, millions, blocks", [("sd15", 860, [5, 5, 5, 1]), ("sdxl", 2567, [0, 10, 60, 0])])
+def test_models_have_the_real_size_and_every_way_changes_a_twin_alone(name, millions, blocks):
+    with torch.device("meta"):
+        real = models.UNet(models.SHAPES[name])
+    assert round(sum(parameter.numel() for parameter in real.parameters()) / 1e6) == millions
+    halvings = [place.halvings for place in find_blocks(real)]
+    assert [halvings.count(depth) for depth in range(4)] == blocks
+    network, arguments = (one(name, *more, "cpu", torch.float32, True)
+                          for one, more in ((models.make, ()), (models.inputs, (512,))))  # fmt: skip
+    with torch.inference_mode():
+        plain = network(*arguments)
+        assert torch.isfinite(plain).all() and plain.std() > 1e-3
+        for way in (gpu_rows.TOMESD, *gpu_rows.STRENGTHS):
+            twin = models.twin(network)
+            assert not torch.equal(Patched(twin, way).call(arguments)(), plain), way
+            assert next(twin.parameters()).data_ptr() == next(network.parameters()).data_ptr()
+        assert torch.equal(network(*arguments), plain)
+
+
+def test_runs_take_turns_and_the_peak_of_a_call_is_told_by_a_fork():
+    called = []
+    runs = {name: partial(called.append, name) for name in "abc"}
+    taken = timing.in_turns(runs, 4)
+    assert all(len(times) == 4 for times in taken.values())
+    rounds = [called[number : number + 3] for number in range(0, 12, 3)]
+    assert all(sorted(one) == ["a", "b", "c"] for one in rounds) and len(set(map(tuple, rounds))) > 1
+    assert len(timing.in_turns(runs, 4, until=time.monotonic() - 1)["a"]) == 1
+    peak = memory.process_peak(lambda: torch.ones(64, 2**18).sum(), lambda: torch.ones(1, 2**18).sum())
+    assert peak is None or 60 < peak < 70
