@@ -38,6 +38,7 @@ ALLOWED = {
 # other programs that our code starts, each with its reason
 STARTS_PROGRAMS = {
     "install.py": "environments, pip, and the command that the user asked for",
+    "benchmarks/gpu_laws.py": "the project's own tests of its kernels run in a process of their own",
     "benchmarks/results.py": "asks git for the commit",
     "benchmarks/stacking.py": "a real ComfyUI's nodes are measured in its own Python",
     "benchmarks/unfused.py": "peak memory is measured in a process of its own, a host's functions in the host's Python",
