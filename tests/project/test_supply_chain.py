@@ -42,7 +42,7 @@ STARTS_PROGRAMS = {
     "install.py": "environments, pip, and the command that the user asked for",
     "benchmarks/results.py": "asks git for the commit",
     "benchmarks/stacking.py": "a real ComfyUI's nodes are measured in its own Python",
-    "benchmarks/unfused.py": "peak memory is measured in a process of its own, a host's functions in the host's Python",
+    "benchmarks/host_calls.py": "a host's UNet is measured in the host's own Python",
 }
 
 
