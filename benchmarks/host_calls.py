@@ -156,7 +156,7 @@ def execute(options: argparse.Namespace, command: str) -> int:
         keys = list(group)
         found = measure([plan[key] for key in keys], folders[plan[keys[0]]["host"]])
         for key in keys:
-            print(f"[{len(run.record['rows']) + 1}/{len(plan)}] {key}", file=sys.stderr, flush=True)
+            print(f"[{len(plan) - len(run.missing) + 1}/{len(plan)}] {key}", file=sys.stderr, flush=True)
             run.add(key, {**plan[key], **next(found)})
     print(report.write([run.path], run.path.with_suffix(".md"), None))
     return int(any("failed" in row for row in run.record["rows"]))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import host_calls, host_calls_report
+from benchmarks import doc_tables, host_calls, host_calls_report
 from benchmarks.host_inside import ARMS, COMFYUI, OURS, WEBUI
 
 NAMED = {COMFYUI: "COMFYUI_DIR", WEBUI: "WEBUI_DIR"}
@@ -72,6 +72,16 @@ def test_the_table_tells_medians_and_how_many_times_as_fast():
         "3", "8", "4", "3, 4", "1, 2", f"{mean:.3g}", "2.00", f"{8 / mean:.2f}", "5, 5, 5"
     ]  # fmt: skip
     assert 0 < early < 1
+
+
+def test_the_readme_tells_the_best_and_the_worst_row_of_the_result():
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    rows = [row.strip("| ").split(" | ") for row in doc_tables.TABLES["host_calls"]().splitlines()[2:]]
+    by_gain = sorted(rows, key=lambda row: float(row[-1]))
+    for row in (by_gain[0], by_gain[-1]):
+        for figure in (f"{float(row[-1]):.2g} times as fast", f"{float(row[3]):.0f} s", f"{float(row[4]):.0f} s",
+                       f"{float(row[7]):.0f} s"):  # fmt: skip
+            assert figure in " ".join(text.split()), row
 
 
 def test_the_python_is_the_one_that_is_named_or_lies_beside(comfyui, monkeypatch):
