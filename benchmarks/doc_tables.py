@@ -42,7 +42,7 @@ SHOWN = {
     "cases": ((0, 2, 3, 5), "cases-cpu-2026-11-25"),
     "stacking": ((0, 1, 2, 10, 11, 12, 13, 14), "stacking-cpu-2026-11-25", "stacking-easycache-cpu-2026-11-26",
                  "stacking-wan-cpu-2026-11-25"),
-    "unfused": ((0, 1, 2, 4, 6, 8, 9), "unfused-cpu-2026-11-23"),
+    "host_calls": (tuple(range(10)), "host-calls-cpu-2026-11-27"),
 }  # fmt: skip
 CARDS = {"card": "card-h200-2026-11-26", "block": "gpu-cpu-2026-11-27"}
 MOMENTS = (50, 400, 800)  # of `TIMES`: hardly noisy, half, nearly noise

@@ -27,7 +27,7 @@ def write(paths: list[Path], table_path: Path | None, plot_path: Path | None) ->
     kinds = sorted({record["kind"] for record in records})
     if len(kinds) > 1:
         raise results.ResultError(f"results of several kinds ({', '.join(kinds)}); give those of one")
-    module = importlib.import_module(f"benchmarks.{kinds[0]}_report")
+    module = importlib.import_module(f"benchmarks.{kinds[0].replace('-', '_')}_report")
     text = module.table(records)
     if table_path:
         table_path.write_text(f"{text}\n", encoding="utf-8")

@@ -25,7 +25,7 @@ import tome_core
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "benchmarks" / "results"
-KINDS = ("gpu", "quality", "stacking", "unfused", "cases")
+KINDS = ("gpu", "quality", "stacking", "host-calls", "cases")
 # what has to be equal for rows of two processes to stand in one table
 IDENTITY = ("kind", "settings", "versions", "device")
 _FIELDS = {"kind": str, "created": str, "command": str, "versions": dict, "device": dict, "settings": dict,

@@ -22,17 +22,13 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from benchmarks import host_inside
 from benchmarks.stack_arms import OURS_FIRST, WITH_MERGING, WITH_OTHER, Drawn, summarize
 from benchmarks.stack_nodes import NODES
 from demo import eight_bits
 from demo.places import PlacedConv
 
 _PLENTY = 64 * 2**30  # bytes that are said to be free: how ComfyUI cuts a batch must not depend on who else runs
-_SD15 = {"in_channels": 4, "out_channels": 4, "model_channels": 320, "context_dim": 768, "num_heads": 8,
-         "channel_mult": [1, 2, 4, 4], "num_res_blocks": [2] * 4, "transformer_depth": [1] * 6 + [0] * 2,
-         "transformer_depth_output": [1] * 9 + [0] * 3, "transformer_depth_middle": 1}  # fmt: skip
-_TINY = {**_SD15, "model_channels": 32, "channel_mult": [1, 2], "num_res_blocks": [1] * 2, "num_heads": 2,
-         "transformer_depth": [1] * 2, "transformer_depth_output": [1] * 4}  # fmt: skip
 
 
 class Drawer:
@@ -47,7 +43,7 @@ class Drawer:
             self._model, words = scenes(case["model"])
             self._prompts = [words[torch.tensor(tokens)][None] for tokens in case["tokens"]]
         else:
-            self._model = random_model(case["tiny"])
+            self._model = host_inside.random_model(case["tiny"])
             self._prompts = list(torch.randn(2, 1, 77, 768, generator=self._dice))
         channels = self._model.model.latent_format.latent_channels
         self._noise = torch.randn(1, channels, case["side"], case["side"], generator=self._dice)
@@ -102,7 +98,7 @@ def scenes(path: str) -> tuple[Any, torch.Tensor]:
     heads = dict(zip(unet["block_out_channels"], unet["attention_head_dim"], strict=True))
     settings = {"linear_start": scheduler["beta_start"], "linear_end": scheduler["beta_end"],
                 "zsnr": scheduler["rescale_betas_zero_snr"]}  # fmt: skip
-    model = _make(config, "V_PREDICTION", settings)
+    model = host_inside.make(config, "V_PREDICTION", settings)
     for module in model.diffusion_model.modules():
         if isinstance(module, nn.GroupNorm):
             module.num_groups = unet["norm_num_groups"]
@@ -115,34 +111,7 @@ def scenes(path: str) -> tuple[Any, torch.Tensor]:
         names["conv_in.place.weight"] = "input_blocks.0.0.place.weight"
     found = {names[name.removeprefix("unet.")]: one for name, one in weights.items() if name.startswith("unet.")}
     model.diffusion_model.load_state_dict(found)
-    return _patcher(model), weights["emb.weight"]
-
-
-def random_model(tiny: bool) -> Any:
-    """ComfyUI's patcher around a UNet of Stable Diffusion 1.5's shape, or around a tiny one: for tests."""
-    model = _make(_TINY if tiny else _SD15, "EPS", {})
-    dice = torch.Generator().manual_seed(0)
-    for name, weight in model.diffusion_model.named_parameters():
-        if weight.dim() > 1:  # attention stays alive and nothing overflows
-            weight.data.normal_(0, weight[0].numel() ** -0.5, generator=dice)
-        else:
-            weight.data.fill_(float(name.endswith("weight")))
-    return _patcher(model)
-
-
-def _make(config: dict[str, Any], prediction: str, settings: dict[str, Any]) -> nn.Module:
-    base, known = importlib.import_module("comfy.model_base"), importlib.import_module("comfy.supported_models")
-    heads = {"num_head_channels": -1, "use_spatial_transformer": True, "legacy": False, "image_size": 32}
-    found = known.SD15({**config, **heads, "use_linear_in_transformer": False, "dtype": torch.float32})
-    found.unet_config["num_heads"] = config["num_heads"]
-    found.sampling_settings.update(settings)
-    found.latent_format.latent_channels, found.latent_format.scale_factor = config["in_channels"], 1.0
-    return base.BaseModel(found, model_type=base.ModelType[prediction]).eval().requires_grad_(False)
-
-
-def _patcher(model: nn.Module) -> Any:
-    cpu = torch.device("cpu")
-    return importlib.import_module("comfy.model_patcher").ModelPatcher(model, load_device=cpu, offload_device=cpu)
+    return host_inside.patcher(model), weights["emb.weight"]
 
 
 def main() -> None:
@@ -153,9 +122,7 @@ def main() -> None:
     torch.set_num_threads(1)
     importlib.import_module("comfy_nodes")
     with torch.inference_mode():
-        management = importlib.import_module("comfy.model_management")
-        management.get_free_memory = lambda dev=None, torch_free_too=False: (
-            (_PLENTY, _PLENTY) if torch_free_too else _PLENTY)  # fmt: skip
+        host_inside.say_free(_PLENTY)
         drawer = Drawer(case)
         for line in sys.stdin:
             drawn = drawer.arm(line.strip())

@@ -33,8 +33,8 @@ OPTIONAL = {f"merging/kernels/triton_kernels{which}": {"triton"} for which in ("
 HOSTS = {"extension": set(), "comfy_nodes": set(), "demo": set(), "benchmarks": {"demo"}}
 # what a file asks for by name in a host's own Python, as the host's extension does
 IN_A_HOSTS_PYTHON = {
+    "benchmarks/host_inside.py": {"comfy_nodes.nodes", "extension.attentions"},
     "benchmarks/stack_comfyui_call.py": {"comfy_nodes.nodes"},
-    "benchmarks/unfused_hosts.py": {"comfy_nodes.slot", "extension.attentions"},
 }
 
 

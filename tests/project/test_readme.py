@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -24,6 +25,9 @@ FRONT = "benchmarks/results/front-cpu-2026-11-22.json"
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 MPS = pytest.mark.skipif(not torch.backends.mps.is_available(), reason="needs an Apple GPU")
 GPUS = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA devices")
+HOSTS = tuple((name, os.environ.get(f"{name}_DIR", "")) for name in ("COMFYUI", "WEBUI"))
+COMFYUI = pytest.mark.skipif(not HOSTS[0][1], reason="needs a ComfyUI checkout: set COMFYUI_DIR")
+BOTH = pytest.mark.skipif(not all(dict(HOSTS).values()), reason="needs COMFYUI_DIR and WEBUI_DIR")
 
 
 class Way(NamedTuple):
@@ -41,7 +45,7 @@ TO = "--output {new}/result.json"
 SMALL = f"{ONE_MODEL} {TO}"
 SHORT_TRAINING = "--minutes 0.05 --batch 2 --state {new}/state.safetensors --output {new}/model.safetensors"
 SHORT_STACKING = f"--steps 2 --pictures 1 --rounds 0 {SMALL}"
-SHORT_UNFUSED = f"--pixels 256 --sources math --what unmerged early {TO}"
+SHORT_CALLS = f"--smoke --sizes 64 --rounds 1 --attention NAMES {TO}"
 WAYS = {
     "python install.py demo": Way("--pictures 1 --steps 1 --device cpu --output {new}/comparison.png"),
     "python install.py demo --output demo/demo.png": Way("--strength 0.5 --steps 1 --device cpu --output {new}/a.png"),
@@ -77,9 +81,14 @@ WAYS = {
     "python -m benchmarks.stacking --beside DeepCache FreeU --pictures 1 --rounds 0": Way(SHORT_STACKING),
     "python -m benchmarks.stacking --beside FirstBlockCache --timed FirstBlockCache "
     "--output benchmarks/results/stacking-wan-cpu-2026-11-25.json": Way(f"--tiny --rounds 1 {TO}"),
-    "python -m benchmarks.unfused": Way(SHORT_UNFUSED),
+    "python -m benchmarks.host_calls": Way(SHORT_CALLS.replace("NAMES", "comfyui"), needs=COMFYUI),
+    "python -m benchmarks.host_calls --comfyui COMFYUI --webui WEBUI": Way(
+        SHORT_CALLS.replace("NAMES", "comfyui webui-sdp"), HOSTS, needs=BOTH
+    ),
+    "python -m benchmarks.host_calls --comfyui COMFYUI --attention comfyui --sizes 512 --rounds 1": Way(
+        SHORT_CALLS.replace("NAMES", "comfyui"), HOSTS, needs=COMFYUI
+    ),
     "python -m benchmarks.host_time": Way("--repeats 1"),
-    "python -m benchmarks.unfused --pixels 512 1024": Way(SHORT_UNFUSED),
     "python -m demo.samples": Way("--steps 1"),
     "python -m demo.eight_bits FILE": Way(fill=(("FILE", "{new}/model.safetensors"),)),
     "python -m demo.train --minutes 600": Way(SHORT_TRAINING),

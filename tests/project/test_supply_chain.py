@@ -41,7 +41,7 @@ STARTS_PROGRAMS = {
     "benchmarks/gpu_laws.py": "the project's own tests of its kernels run in a process of their own",
     "benchmarks/results.py": "asks git for the commit",
     "benchmarks/stacking.py": "a real ComfyUI's nodes are measured in its own Python",
-    "benchmarks/unfused.py": "peak memory is measured in a process of its own, a host's functions in the host's Python",
+    "benchmarks/host_calls.py": "a host's UNet is measured in the host's own Python",
 }
 
 

@@ -1,0 +1,171 @@
+"""``python -m benchmarks.host_calls``: calls of whole UNets in real hosts, merged and not, by size and attention.
+
+It needs the folder of a ComfyUI (--comfyui DIR, or COMFYUI_DIR in the environment), of an A1111 (--webui DIR, or
+WEBUI_DIR), or of both, each with its Python beside it (venv, or COMFYUI_PYTHON and WEBUI_PYTHON). UNets have Stable
+Diffusion 1.5's shape and random weights; a call is one of both halves of guidance, in float32 on one thread of a CPU.
+Beside ours stands the merging that the host brings along. The same command goes on where a killed run was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks import report, results
+from benchmarks.host_inside import ANSWER, COMFYUI, ROOT, WEBUI
+from tome_core.settings.presets import MARKS
+
+PIXELS = (512, 768, 1024)
+_NAMED = {COMFYUI: "COMFYUI", WEBUI: "WEBUI"}  # how names in the environment begin, as in tests/hosts
+_LOOKED_FOR = {COMFYUI: "comfy/samplers.py", WEBUI: "modules/sd_hijack_optimizations.py"}
+_PYTHONS = [f"{folder}/{python}" for folder in ("venv", ".venv") for python in ("bin/python", "Scripts/python.exe")]
+
+
+class Attention(NamedTuple):
+    """An attention function of a host. flag: of its command line, "" for what it takes on a CPU by itself."""
+
+    host: str
+    flag: str = ""
+
+    @property
+    def flags(self) -> list[str]:
+        """All that the host is given."""
+        on_a_cpu = {COMFYUI: "--cpu", WEBUI: "--use-cpu all --no-half --precision full --skip-torch-cuda-test"}
+        return [*on_a_cpu[self.host].split(), *self.flag.split()]
+
+
+ATTENTIONS = {
+    "comfyui": Attention(COMFYUI),
+    "comfyui-pytorch": Attention(COMFYUI, "--use-pytorch-cross-attention"),
+    "comfyui-split": Attention(COMFYUI, "--use-split-cross-attention"),
+    "webui-sub-quadratic": Attention(WEBUI, "--opt-sub-quad-attention"),
+    "webui-sdp": Attention(WEBUI, "--opt-sdp-attention"),
+    "webui-doggettx": Attention(WEBUI, "--opt-split-attention"),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    made = argparse.ArgumentParser(prog="python -m benchmarks.host_calls", description=__doc__.partition("\n\n")[2])
+    add = made.add_argument
+    for host, option in ((COMFYUI, "--comfyui"), (WEBUI, "--webui")):
+        add(option, type=Path, metavar="DIR", default=os.environ.get(f"{_NAMED[host]}_DIR"), help=f"a folder of {host} "
+            f"(default: {_NAMED[host]}_DIR in the environment)")  # fmt: skip
+    add("--attention", nargs="+", choices=tuple(ATTENTIONS), metavar="NAME", help=f"of {', '.join(ATTENTIONS)} "
+        "(default: all of the hosts that are there)")  # fmt: skip
+    add("--sizes", nargs="+", type=int, default=list(PIXELS), metavar="N", help="sides of a picture in pixels (default "
+        "512 768 1024; a call at 1024 may take two minutes)")  # fmt: skip
+    add("--rounds", type=int, default=2, metavar="N", help="of which medians are told (default 2)")
+    add("--preset", choices=tuple(MARKS), default="balanced", metavar="NAME", help="of merging (default balanced)")
+    add("--free", type=float, default=8, metavar="GIB", help="what the hosts are told is free, by which they cut their "
+        "work (default 8)")  # fmt: skip
+    add("--smoke", action="store_true", help="a tiny UNet: for tests")
+    report.add_output(made)
+    return made
+
+
+def find_folders(options: argparse.Namespace) -> dict[str, Path]:
+    """Host -> its folder, of those that are there; says on stderr which is left out.
+
+    Raises:
+        ValueError: if a folder holds no such host, or if a host that is asked for, or each of them, has no folder.
+    """
+    named = {COMFYUI: options.comfyui, WEBUI: options.webui}
+    found = {host: Path(folder).resolve() for host, folder in named.items() if folder}
+    for host, folder in found.items():
+        if not (folder / _LOOKED_FOR[host]).is_file():
+            raise ValueError(f"{folder} is no folder of {host}: it has no {_LOOKED_FOR[host]}")
+    how = {COMFYUI: "--comfyui DIR or COMFYUI_DIR=DIR", WEBUI: "--webui DIR or WEBUI_DIR=DIR"}
+    lacking = {host: f"no folder of {host} is named ({how[host]})" for host in how if host not in found}
+    asked = [ATTENTIONS[name].host for name in options.attention or ()]
+    needed = [text for host, text in lacking.items() if host in asked or not found]
+    if needed:
+        raise ValueError("; ".join(needed))
+    for text in () if asked else lacking.values():
+        print(f"benchmarks.host_calls: {text}; its rows are left out", file=sys.stderr)
+    return found
+
+
+def python_of(host: str, folder: Path) -> str:
+    """The host's own Python: the one that the environment names, that of its venv, or this one."""
+    named = os.environ.get(f"{_NAMED[host]}_PYTHON")
+    return named or next((str(folder / one) for one in _PYTHONS if (folder / one).exists()), sys.executable)
+
+
+def plan_cases(options: argparse.Namespace, hosts: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Row's key -> case, round by round, those of an attention together, the small pictures first."""
+    named = options.attention or [name for name, one in ATTENTIONS.items() if one.host in hosts]
+    return {
+        f"{name}, {pixels} px, {number}": {
+            "attention": name, "host": ATTENTIONS[name].host, "flag": ATTENTIONS[name].flag, "pixels": pixels,
+            "round": number, "free": round(options.free * 2**30), "tiny": options.smoke,
+            "strength": MARKS[options.preset],
+        }
+        for number in range(options.rounds) for name in named for pixels in sorted(options.sizes)
+    }  # fmt: skip
+
+
+def measure(cases: Sequence[dict[str, Any]], folder: Path) -> Iterator[dict[str, Any]]:
+    """Figures of each case, all of one attention, or why it failed, from a process in the host's Python and folder.
+
+    If that process ends too early, the case it was at has failed, and the rest gets a new one.
+    """
+    one = ATTENTIONS[cases[0]["attention"]]
+    command = [python_of(one.host, folder), "-m", "benchmarks.host_inside", json.dumps(cases), *one.flags]
+    surroundings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    answers = 0
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, cwd=folder, env=surroundings, stdout=subprocess.PIPE, stderr=errors,
+                         text=True) as process,
+    ):  # fmt: skip
+        try:
+            for line in process.stdout:
+                if line.startswith(ANSWER):
+                    answers += 1
+                    yield json.loads(line.removeprefix(ANSWER))
+        finally:  # also if nobody asks for more
+            if process.poll() is None and answers < len(cases):
+                process.terminate()
+        process.wait()
+        errors.seek(0)
+        said = errors.read().strip().splitlines()
+    if answers < len(cases):
+        yield {"failed": (said or [f"ended with {process.returncode}"])[-1][:300]}
+    if answers + 1 < len(cases):
+        yield from measure(cases[answers + 1 :], folder)
+
+
+def execute(options: argparse.Namespace, command: str) -> int:
+    """Measure what is missing, and print the table; gives 1 if a case failed."""
+    folders = find_folders(options)
+    plan = plan_cases(options, list(folders))
+    settings = {name: getattr(options, name) for name in ("preset", "free", "smoke")}
+    described = results.describe("cpu")
+    described["device"]["threads"] = 1  # of the processes that measure
+    run = results.Run.start(results.new_record("host-calls", command, settings, described), list(plan), options.output)
+    for _, group in groupby(run.missing, key=lambda key: plan[key]["attention"]):
+        keys = list(group)
+        found = measure([plan[key] for key in keys], folders[plan[keys[0]]["host"]])
+        for key in keys:
+            print(f"[{len(plan) - len(run.missing) + 1}/{len(plan)}] {key}", file=sys.stderr, flush=True)
+            run.add(key, {**plan[key], **next(found)})
+    print(report.write([run.path], run.path.with_suffix(".md"), None))
+    return int(any("failed" in row for row in run.record["rows"]))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run; gives the exit code: 0 done, 1 if a case failed, 2 wrong options or no host, 130 interrupted."""
+    return report.run("host_calls", parser(), arguments, execute)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""The table of `benchmarks.host_calls`, from its rows alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean, median
+from typing import Any
+
+from benchmarks.host_inside import BUILT_IN, OURS, THEIRS, UNMERGED
+from benchmarks.report import markdown
+from benchmarks.results import Record
+from tome_core import preset
+
+_STEPS = range(951, 0, -50)  # timesteps of a picture of 20 steps
+_HEAD = ("attention", "pixels", "rounds", "unmerged, s", "built-in, s", "renewed, s", "kept, s", "mean of 20 steps, s",
+         "built-in, times as fast", "ours, times as fast", "peak MiB: unmerged, built-in, ours")  # fmt: skip
+_EXPLAINED = """\
+Calls of a whole UNet of Stable Diffusion 1.5's shape with random weights, both halves of guidance at once, float32,
+processor seconds on one CPU thread, medians of so many rounds. Built-in: what the host brings along, ComfyUI's
+TomePatchModel at {ComfyUI}, as it starts, and A1111's token merging (tomesd) at {A1111}. Renewed, kept: ours, preset
+{preset}, in an early and a late step that make a match, and in an early and a late one that keep it; the mean: of a
+picture's 20 uniform steps, of which {early:.0%} are early and half keep a match, by which ours is so many times as
+fast. Peak: beyond the model, the highest of the calls. The hosts were told that {free:g} GiB are free, by which some
+functions cut their work."""
+
+
+def table(records: Sequence[Record]) -> str:
+    """Markdown."""
+    made, rows = records[0], [row for record in records for row in record["rows"]]
+    early = share_of_early(made["settings"]["preset"])
+    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for row in rows:
+        if "failed" not in row:
+            groups.setdefault((row["attention"], row["pixels"]), []).append(row)
+    flags = {row["attention"]: f"{row['host']} {row['version']}{row['flag'] and ' ' + row['flag']}, torch "
+             f"{row['torch']}: `{row['function']}`" for (row, *_) in groups.values()}  # fmt: skip
+    text = [
+        _EXPLAINED.format(**made["settings"], **THEIRS, early=early),
+        markdown(_HEAD, ((name, str(pixels), *figures(group, early)) for (name, pixels), group in groups.items())),
+        "\n".join(f"- *{name}*: {meaning}." for name, meaning in flags.items()),
+        "\n".join(f"- failed: {row['key']}: {row['failed']}" for row in rows if "failed" in row),
+        f"{made['device']['name']}; {made['command']}; commit {made['commit']}.",
+    ]
+    return "\n\n".join(part for part in text if part)
+
+
+def share_of_early(name: str) -> float:
+    """Of a picture's 20 uniform steps, of which a preset of this name merges so many as early ones."""
+    config = preset(name)
+    return 0.0 if config.early_ratio is None else fmean(step >= config.early_until for step in _STEPS)
+
+
+def figures(rows: Sequence[dict[str, Any]], early: float) -> list[str]:
+    """The cells of rows of one attention and size. early: the share of such steps."""
+    seconds = {name: median(row["seconds"][name] for row in rows) for name in rows[0]["seconds"]}
+    early_new, early_kept, late_new, late_kept = (seconds[one] for one in OURS)
+    mean = early * fmean((early_new, early_kept)) + (1 - early) * fmean((late_new, late_kept))
+    peaks = [[row["peak_mib"][arm] for row in rows] for arm in rows[0]["peak_mib"]]
+    spent = ((seconds[UNMERGED],), (seconds[BUILT_IN],), (early_new, late_new), (early_kept, late_kept), (mean,))
+    factors = (seconds[UNMERGED] / one for one in (seconds[BUILT_IN], mean))
+    return [str(len(rows)), *(", ".join(f"{one:.3g}" for one in many) for many in spent),
+            *(f"{one:.2f}" for one in factors),
+            ", ".join("-" if None in one else f"{max(0, median(one)):,.0f}" for one in peaks)]  # fmt: skip

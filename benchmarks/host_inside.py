@@ -1,0 +1,212 @@
+"""``python -m benchmarks.host_inside JSON``: calls of a host's whole UNet, measured in the host's own Python.
+
+Prints what the cases of `benchmarks.host_calls`, which calls this, took. The UNets are the hosts' own, of Stable
+Diffusion 1.5's shape with random weights, or tiny ones. Nothing of a host is in here: it runs in the host's folder,
+with flags of the host's command line, and its attention functions and its merging are the host's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.memory import CallFailed, process_peak
+
+ROOT = Path(__file__).resolve().parent.parent
+ANSWER = "measured: "  # how a line that is meant begins: hosts print lines of their own
+COMFYUI, WEBUI = "ComfyUI", "A1111"
+THEIRS = {COMFYUI: 0.3, WEBUI: 0.5}  # ratios: as TomePatchModel starts, and tomesd's own, because A1111's starts at 0
+UNMERGED, BUILT_IN = "unmerged", "built-in"
+OURS = ("early, renewed", "early, kept", "late, renewed", "late, kept")
+_TIMES = (900.0, 890.0, 100.0, 90.0)  # timesteps of `OURS`, one after another; other arms are called at one of them
+ARMS = {UNMERGED: (UNMERGED,), BUILT_IN: (BUILT_IN,), "ours": OURS}  # arm -> its calls
+_PACKAGE = "_tome_core_webui"  # as scripts/token_merging.py calls it
+_WORDS, _WIDTH, _SMALL = 77, 768, 128
+_SD15 = {"in_channels": 4, "out_channels": 4, "model_channels": 320, "context_dim": _WIDTH, "num_heads": 8,
+         "channel_mult": [1, 2, 4, 4], "num_res_blocks": [2] * 4, "transformer_depth": [1] * 6 + [0] * 2,
+         "transformer_depth_output": [1] * 9 + [0] * 3, "transformer_depth_middle": 1}  # fmt: skip
+_TINY = {**_SD15, "model_channels": 32, "channel_mult": [1, 2], "num_res_blocks": [1] * 2, "num_heads": 2,
+         "transformer_depth": [1] * 2, "transformer_depth_output": [1] * 4}  # fmt: skip
+
+
+class ComfyUI:
+    """ComfyUI's model, called by its sampler for both halves of guidance at once."""
+
+    def __init__(self, case: dict[str, Any]) -> None:
+        importlib.import_module("comfy.options").enable_args_parsing()
+        self._nodes = importlib.import_module("comfy_nodes.nodes")
+        self._samplers = importlib.import_module("comfy.samplers")
+        self._sample = importlib.import_module("comfy.sample").sample_custom
+        self.function = importlib.import_module("comfy.ldm.modules.attention").optimized_attention.__name__
+        self.version = importlib.import_module("comfyui_version").__version__
+        say_free(case["free"])
+        self._model, self._strength = random_model(case["tiny"]), case["strength"]
+        self._whole, self._samplers.calc_cond_batch = self._samplers.calc_cond_batch, self._timed
+        self._seconds: list[float] = []
+
+    def run(self, arm: str, pixels: int) -> list[float]:
+        """Processor seconds of an arm's calls. Raises RuntimeError if ours merges nothing."""
+        model, times = self._model, _TIMES[: len(ARMS[arm])]
+        if arm == BUILT_IN:
+            node = importlib.import_module("comfy_extras.nodes_tomesd").TomePatchModel
+            model = node.execute(model, THEIRS[COMFYUI])[0]
+        elif arm != UNMERGED:
+            model = self._nodes.ApplyToMe().apply(model, self._strength)[0]
+        sigmas = [self._model.get_model_object("model_sampling").sigma(torch.tensor(one)) for one in times]
+        latent, *words = inputs(pixels)
+        positive, negative = ([[one, {}]] for one in words)
+        self._seconds.clear()
+        self._sample(model, latent, 7.0, self._samplers.sampler_object("euler"), torch.stack([*sigmas, sigmas[-1] * 0]),
+                     positive, negative, torch.zeros_like(latent), disable_pbar=True, seed=0)  # fmt: skip
+        if arm not in (UNMERGED, BUILT_IN):
+            _check(self._nodes.host.find_attached(model).latest.report, pixels)
+        return list(self._seconds)
+
+    def _timed(self, *args: Any, **kwargs: Any) -> Any:
+        since = time.process_time()
+        out = self._whole(*args, **kwargs)
+        self._seconds.append(time.process_time() - since)
+        return out
+
+
+class Webui:
+    """A1111's UNet, patched as the extension does it, and called with both halves of guidance at once."""
+
+    def __init__(self, case: dict[str, Any]) -> None:
+        importlib.import_module("modules.shared_init").initialize()
+        importlib.import_module("modules.processing")  # before what it imports, which imports it
+        optimizations = importlib.import_module("modules.sd_hijack_optimizations")
+        parent = sys.modules[_PACKAGE] = types.ModuleType(_PACKAGE)
+        parent.__path__ = [str(ROOT)]
+        importlib.import_module(".extension.attentions", _PACKAGE).describe()
+        self._ours = importlib.import_module(".tome_core", _PACKAGE)
+        known: list[Any] = []
+        optimizations.list_optimizers(known)
+        next(one for one in known if one.cmd_opt == case["flag"].strip("-").replace("-", "_")).apply()
+        optimizations.get_available_vram = lambda: case["free"]
+        self.function = importlib.import_module("ldm.modules.attention").CrossAttention.forward.__name__
+        self.version = Path("CHANGELOG.md").read_text(encoding="utf-8").split(maxsplit=2)[1]  # of its first heading
+        own, self._strength = _TINY if case["tiny"] else _SD15, case["strength"]
+        shape = {key: value for key, value in own.items() if not key.startswith("transformer_depth")}
+        kind = importlib.import_module("ldm.modules.diffusionmodules.openaimodel").UNetModel
+        unet = kind(**{**shape, "num_res_blocks": shape["num_res_blocks"][0]}, image_size=32, legacy=False,
+                    attention_resolutions=[1, 2] if case["tiny"] else [4, 2, 1], use_spatial_transformer=True,
+                    use_checkpoint=False)  # fmt: skip
+        importlib.import_module("modules.devices").dtype_unet = torch.float32  # as it says of a model that it loads
+        self._model = nn.Module()  # as A1111's merging looks for a UNet
+        self._model.model = nn.Module()
+        self._model.model.diffusion_model = self._unet = randomize(unet).eval().requires_grad_(False)
+
+    def run(self, arm: str, pixels: int) -> list[float]:
+        """As ComfyUI's."""
+        built_in = importlib.import_module("modules.sd_models").apply_token_merging
+        built_in(self._model, THEIRS[WEBUI] if arm == BUILT_IN else 0)
+        handle = None
+        if arm not in (UNMERGED, BUILT_IN):
+            handle = self._ours.patch(self._unet, strength=self._strength, host_clock=True)
+        latent, *words = inputs(pixels)
+        seconds, sampling = [], object()
+        for timestep in _TIMES[: len(ARMS[arm])]:
+            since = time.process_time()
+            if handle is not None:
+                handle.set_time(timestep=timestep, sampling=sampling, pictures=1)
+            self._unet(latent.expand(2, -1, -1, -1), torch.full((2,), timestep), torch.cat(words))
+            seconds.append(time.process_time() - since)
+        if handle is not None:
+            handle.remove()
+            _check(handle.report(), pixels)
+        return seconds
+
+
+def _check(report: Any, pixels: int) -> None:
+    if pixels >= 512 and not report.merged_anything:
+        raise RuntimeError(f"nothing merged: {report}")
+
+
+def say_free(size: int) -> None:
+    """Tell ComfyUI that so many bytes are free, by which it cuts its work: it must not depend on who else runs."""
+    importlib.import_module("comfy.model_management").get_free_memory = lambda dev=None, torch_free_too=False: (
+        (size, size) if torch_free_too else size)  # fmt: skip
+
+
+def random_model(tiny: bool) -> Any:
+    """ComfyUI's patcher around a UNet of Stable Diffusion 1.5's shape, or around a tiny one: for tests."""
+    model = make(_TINY if tiny else _SD15, "EPS", {})
+    randomize(model.diffusion_model)
+    return patcher(model)
+
+
+def randomize(unet: nn.Module) -> nn.Module:
+    """Random weights, which keep attention alive and let nothing overflow; gives the UNet."""
+    dice = torch.Generator().manual_seed(0)
+    for name, weight in unet.named_parameters():
+        if weight.dim() > 1:
+            weight.data.normal_(0, weight[0].numel() ** -0.5, generator=dice)
+        else:
+            weight.data.fill_(float(name.endswith("weight")))
+    return unet
+
+
+def make(config: dict[str, Any], prediction: str, settings: dict[str, Any]) -> nn.Module:
+    """ComfyUI's model around a UNet of this configuration. settings: of its noise schedule."""
+    base, known = importlib.import_module("comfy.model_base"), importlib.import_module("comfy.supported_models")
+    heads = {"num_head_channels": -1, "use_spatial_transformer": True, "legacy": False, "image_size": 32}
+    found = known.SD15({**config, **heads, "use_linear_in_transformer": False, "dtype": torch.float32})
+    found.unet_config["num_heads"] = config["num_heads"]
+    found.sampling_settings.update(settings)
+    found.latent_format.latent_channels, found.latent_format.scale_factor = config["in_channels"], 1.0
+    return base.BaseModel(found, model_type=base.ModelType[prediction]).eval().requires_grad_(False)
+
+
+def patcher(model: nn.Module) -> Any:
+    """ComfyUI's patcher around its model, on the CPU."""
+    cpu = torch.device("cpu")
+    return importlib.import_module("comfy.model_patcher").ModelPatcher(model, load_device=cpu, offload_device=cpu)
+
+
+def inputs(pixels: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A latent ``[1, 4, h, w]`` and two prompts ``[1, 77, 768]``."""
+    dice, side = torch.Generator().manual_seed(1), pixels // 8
+    return (torch.randn(1, 4, side, side, generator=dice),
+            *(torch.randn(1, _WORDS, _WIDTH, generator=dice) for _ in range(2)))  # fmt: skip
+
+
+def measure(run: Callable[[str, int], Sequence[float]], pixels: int) -> dict[str, Any]:
+    """One round, arm after arm. seconds: by call; peak_mib: by arm, beyond the model, None except on Linux."""
+    seconds, peaks = {}, {}
+    for arm, calls in ARMS.items():
+        spent = torch.zeros(len(calls), dtype=torch.float64).share_memory_()  # written in a fork
+        whole = lambda arm=arm, spent=spent: spent.copy_(torch.tensor(run(arm, pixels)))  # noqa: E731
+        peaks[arm] = process_peak(whole, lambda: run(UNMERGED, _SMALL))
+        if peaks[arm] is None:
+            whole()
+        seconds |= zip(calls, spent.tolist(), strict=True)
+    return {"seconds": seconds, "peak_mib": peaks}
+
+
+def main() -> None:
+    """Measure the cases that the command line names, all of one host and attention: a line of JSON each."""
+    cases = json.loads(sys.argv.pop(1))  # what is left is the host's own
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        host = {COMFYUI: ComfyUI, WEBUI: Webui}[cases[0]["host"]](cases[0])
+        for case in cases:
+            try:
+                told = {"function": host.function, "version": host.version, "torch": torch.__version__}
+                answer = {**told, **measure(host.run, case["pixels"])}
+            except CallFailed as error:
+                answer = {"failed": str(error)}
+            print(f"{ANSWER}{json.dumps(answer)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

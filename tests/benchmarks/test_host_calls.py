@@ -1,0 +1,117 @@
+"""The benchmark of whole calls in real hosts: what it asks for, how it goes on, and what its table tells."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import doc_tables, host_calls, host_calls_report
+from benchmarks.host_inside import ARMS, COMFYUI, OURS, WEBUI
+
+NAMED = {COMFYUI: "COMFYUI_DIR", WEBUI: "WEBUI_DIR"}
+FOLDERS = {host: os.environ.get(name) for host, name in NAMED.items()}
+SPENT = {"unmerged": 8.0, "built-in": 4.0, **dict(zip(OURS, (3.0, 1.0, 4.0, 2.0), strict=True))}
+ANSWER = {"function": "attend", "version": "1", "torch": "2", "seconds": SPENT, "peak_mib": dict.fromkeys(ARMS, 5.0)}
+SMALL = ("--smoke", "--sizes", "64", "--rounds", "1")
+
+
+@pytest.fixture(autouse=True)
+def nothing_named(monkeypatch):
+    for name in NAMED.values():
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def comfyui(tmp_path) -> Path:
+    """A folder that looks like ComfyUI's."""
+    (tmp_path / "host/comfy").mkdir(parents=True)
+    (tmp_path / "host/comfy/samplers.py").touch()
+    return tmp_path / "host"
+
+
+def test_hosts_that_are_missing_are_named(comfyui, tmp_path, capsys):
+    assert host_calls.main([]) == 2
+    said = capsys.readouterr().err
+    assert "no folder of ComfyUI is named (--comfyui DIR" in said and "no folder of A1111 is named (--webui" in said
+    assert host_calls.main(["--comfyui", str(comfyui), "--attention", "comfyui", "webui-sdp"]) == 2
+    said = capsys.readouterr().err
+    assert "A1111" in said and "ComfyUI" not in said
+    assert host_calls.main(["--webui", str(tmp_path)]) == 2
+    assert "is no folder of A1111: it has no modules/" in capsys.readouterr().err
+
+
+def test_a_stopped_run_goes_on_with_what_is_missing(comfyui, tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def measure(cases, folder):
+        for case in cases:
+            asked.append((case["attention"], case["pixels"]))
+            if len(asked) == 3:
+                raise KeyboardInterrupt
+            yield ANSWER
+
+    monkeypatch.setattr(host_calls, "measure", measure)
+    line = ["--comfyui", str(comfyui), "--sizes", "768", "512", "--rounds", "1", "--output", str(tmp_path / "a.json")]
+    assert host_calls.main(line) == 130
+    said = capsys.readouterr().err
+    assert "A1111 is named" in said and "its rows are left out" in said and "[2/6] comfyui, 768 px, 0" in said
+    assert host_calls.main(line) == 0
+    third = ("comfyui-pytorch", 512)
+    assert asked[:4] == [("comfyui", 512), ("comfyui", 768), third, third] and len(asked) == 7
+    assert capsys.readouterr().out == (tmp_path / "a.md").read_text()
+
+
+def test_the_table_tells_medians_and_how_many_times_as_fast():
+    rows = [{**ANSWER, "seconds": {**SPENT, "unmerged": spent}} for spent in (6.0, 100.0, 8.0)]
+    early = host_calls_report.share_of_early("balanced")
+    mean = early * 2 + (1 - early) * 3
+    assert host_calls_report.figures(rows, early) == [
+        "3", "8", "4", "3, 4", "1, 2", f"{mean:.3g}", "2.00", f"{8 / mean:.2f}", "5, 5, 5"
+    ]  # fmt: skip
+    assert 0 < early < 1
+
+
+def test_the_readme_tells_the_best_and_the_worst_row_of_the_result():
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    rows = [row.strip("| ").split(" | ") for row in doc_tables.TABLES["host_calls"]().splitlines()[2:]]
+    by_gain = sorted(rows, key=lambda row: float(row[-1]))
+    for row in (by_gain[0], by_gain[-1]):
+        for figure in (f"{float(row[-1]):.2g} times as fast", f"{float(row[3]):.0f} s", f"{float(row[4]):.0f} s",
+                       f"{float(row[7]):.0f} s"):  # fmt: skip
+            assert figure in " ".join(text.split()), row
+
+
+def test_the_python_is_the_one_that_is_named_or_lies_beside(comfyui, monkeypatch):
+    monkeypatch.delenv("COMFYUI_PYTHON", raising=False)
+    assert host_calls.python_of(COMFYUI, comfyui) == sys.executable
+    (comfyui / "venv/bin").mkdir(parents=True)
+    (comfyui / "venv/bin/python").touch()
+    assert host_calls.python_of(COMFYUI, comfyui) == str(comfyui / "venv/bin/python")
+    monkeypatch.setenv("COMFYUI_PYTHON", "another")
+    assert host_calls.python_of(COMFYUI, comfyui) == "another"
+
+
+@pytest.mark.slow
+def test_a_host_that_does_not_start_fails_its_cases(comfyui, monkeypatch):
+    monkeypatch.setenv("COMFYUI_PYTHON", sys.executable)
+    options = host_calls.parser().parse_args([*SMALL, "--rounds", "2", "--attention", "comfyui"])
+    found = list(host_calls.measure(list(host_calls.plan_cases(options, [COMFYUI]).values()), comfyui))
+    assert len(found) == 2 and all("No module named 'comfy.options'" in one["failed"] for one in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("host", "name", "function"), [
+    (COMFYUI, "comfyui", "attention_sub_quad"), (COMFYUI, "comfyui-split", "attention_split"),
+    (WEBUI, "webui-doggettx", "split_cross_attention_forward"),
+])  # fmt: skip
+def test_a_real_host_is_measured(host, name, function):
+    if not FOLDERS[host]:
+        pytest.skip(f"needs {host}: {NAMED[host]} names its folder")
+    options = host_calls.parser().parse_args([*SMALL, "--sizes", "512", "--attention", name])
+    (found,) = host_calls.measure(list(host_calls.plan_cases(options, [host]).values()), Path(FOLDERS[host]))
+    assert found.get("function") == function, found
+    assert list(found["seconds"]) == list(SPENT) and min(found["seconds"].values()) > 0
+    assert found["seconds"]["late, kept"] < found["seconds"]["unmerged"]
