@@ -174,5 +174,6 @@ def tomesd(ratio: float, early: float | None = None, until: float = 0) -> PutOn:
                     yield
             finally:
                 package.remove_patch(unet)
+                vars(unet).pop("_tome_info", None)  # it leaves that
 
     return put_on
