@@ -32,6 +32,8 @@ def find_fault(name: str, arguments: tuple[Any, ...]) -> str | None:
         What is wrong, in words; "" if nothing is; None if what the kernel was given is not finite, which tells nothing.
     """
     law = _LAWS[name]
+    if arguments[0].device.type == "xpu":  # the smaller ones have no float64
+        arguments = tuple(one.cpu() if torch.is_tensor(one) else one for one in arguments)
     outputs = list(law.outputs(*arguments))
     is_finite = torch.stack([one.isfinite().all() for one in arguments[: law.finite] if torch.is_tensor(one)]).all()
     worst = torch.stack([is_finite.to(torch.float64), *map(_excess, outputs)]).tolist()
