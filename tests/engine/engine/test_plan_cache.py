@@ -17,10 +17,11 @@ from tests.models import call_case
 from tests.operators import VIEWS, OperatorCounter
 from tests.samplings import CASE, KEPT, blocks
 from tests.sequences import FILM, PICTURE, attention
-from tome_core import MergeConfig, kernels
+from tome_core import MergeConfig
 from tome_core.engine import time as times
 from tome_core.engine.plan_cache import Sampling
 from tome_core.hosting import state_of
+from tome_core.merging import kernels
 from tome_core.merging.grid import Grid, Layout
 
 
