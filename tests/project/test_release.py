@@ -217,4 +217,4 @@ def test_the_installed_engine_passes_its_tests(empty, built, tmp_path):
     assert Path(where).is_relative_to(packages)
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     said = run([*command, *(f"tests/engine/{name}" for name in ENGINE_TESTS)], cwd=tmp_path)
-    assert int(re.search(r"(\d+) passed", said).group(1)) > 500
+    assert int(re.search(r"(\d+) passed", said).group(1)) > 150
