@@ -34,15 +34,14 @@ def find_fault(name: str, arguments: tuple[Any, ...]) -> str | None:
     law = _LAWS[name]
     if arguments[0].device.type == "xpu":  # the smaller ones have no float64
         arguments = tuple(one.cpu() if torch.is_tensor(one) else one for one in arguments)
-    outputs = list(law.outputs(*arguments))
+    excesses = [_excess(one) for one in law.outputs(*arguments)]  # one output at a time is in memory
     is_finite = torch.stack([one.isfinite().all() for one in arguments[: law.finite] if torch.is_tensor(one)]).all()
-    worst = torch.stack([is_finite.to(torch.float64), *map(_excess, outputs)]).tolist()
-    if not worst[0]:
+    was_finite, *worst = torch.stack([is_finite.to(torch.float64), *excesses]).tolist()
+    if not was_finite:
         return None
-    for output, excess in zip(outputs, worst[1:], strict=True):
-        if excess > 1:
-            return _words(output)
-    return ""
+    if max(worst) <= 1:
+        return ""
+    return next(_words(one) for one, excess in zip(law.outputs(*arguments), worst, strict=True) if excess > 1)
 
 
 def _excess(output: Output) -> Tensor:
@@ -94,7 +93,8 @@ def best_keys(x, rows, keys, bias, score, index, lengths) -> Iterator[Output]:
         else:
             queries = x.gather(1, rows[:, at, None].expand(-1, -1, x.shape[2])).double()
         scores = queries @ keys.mT
-        length, allowed = queries.norm(dim=2), 4e-6 * (queries.norm(dim=2) * longest + 1)
+        length = queries.norm(dim=2)
+        allowed = 4e-6 * (length * longest + 1)
         if bias is not None:
             scores += bias.double()[:, None]
             allowed = allowed + 4e-6 * bias.double().abs().masked_fill(bias.isinf(), 0).amax(1)[:, None]
