@@ -102,6 +102,7 @@ OVER = {(False, True), (True, True)}  # it asks nobody what was there
 BY_FUNCTION = {(False, False), (False, True)}
 ANYWHERE = BY_HAND | BY_FUNCTION
 COMPILED = "not known in a compiled model"
+HOOKED = "its place: diffusers.hooks"  # over us, if a cache has answered before we were reached
 THINGS = {
     "nothing": Thing(lambda beside: nullcontext()),
     "hooks on attentions": Thing(ways.hooks(ways.attentions)),
@@ -162,14 +163,14 @@ THINGS = {
     "weights that come for each call": Thing(ways.offloaded(offloading.as_a_model)),
     "dispatched parts": Thing(ways.offloaded(offloading.dispatched)),
     "a hook on every module": Thing(ways.offloaded(offloading.hooked_everywhere)),
-    "offloaded blocks": Thing(ways.offloaded(offloading.in_groups_of_blocks)),
-    "offloaded leaves": Thing(ways.offloaded(offloading.in_groups_of_leaves)),
+    "offloaded blocks": Thing(ways.offloaded(offloading.in_groups_of_blocks), found=HOOKED),
+    "offloaded leaves": Thing(ways.offloaded(offloading.in_groups_of_leaves), found=HOOKED),
     "SD.Next's offloading": Thing(ways.offloaded(ways.as_sdnext_offloads), fits=has_parts_alone),
     "FreeU": Thing(ways.measured("FreeU"), fits=is_stable_diffusion),
     "HyperTile": Thing(ways.measured("HyperTile"), ANYWHERE, "the picture's grid|_InTiles", is_stable_diffusion),
     "down-sampled keys": Thing(
         ways.measured("down-sampling"), ANYWHERE, "not the picture's tokens|_OnCoarserKeys", is_stable_diffusion),
-    "FirstBlockCache": Thing(ways.first_block, fits=knows_first_blocks),
+    "FirstBlockCache": Thing(ways.first_block, found=HOOKED, fits=knows_first_blocks),
     "a deep copy": Thing(ways.deep_copy),
     "a pickle": Thing(ways.pickled),
     "compiled blocks": Thing(ways.compiled_blocks, BY_HAND, COMPILED, is_slow=True),
