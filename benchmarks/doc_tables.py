@@ -44,6 +44,12 @@ SHOWN = {
                  "stacking-wan-cpu-2026-11-25"),
     "host_calls": (tuple(range(10)), "host-calls-cpu-2026-11-27"),
 }  # fmt: skip
+HOST_ATTENTIONS = {
+    "comfyui": "ComfyUI, its own on a CPU",
+    "comfyui-pytorch": "ComfyUI, PyTorch's",
+    "webui-sub-quadratic": "AUTOMATIC1111, sub-quadratic",
+    "webui-sdp": "AUTOMATIC1111, sdp (PyTorch's)",
+}
 CARDS = {"card": "card-h200-2026-11-26", "block": "gpu-cpu-2026-11-27"}
 MOMENTS = (50, 400, 800)  # of `TIMES`: hardly noisy, half, nearly noise
 TOKENS = 4096  # of the finest level of the scene models
@@ -93,14 +99,24 @@ def record(name: str) -> Record:
     return found
 
 
+def gains() -> str:
+    """How many times as fast calls of a whole UNet are in real hosts, by picture size."""
+    _, _, *lines = _of_report((0, 1, 9), SHOWN["host_calls"][1]).splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines]
+    factors = {(attention, pixels): factor for attention, pixels, factor in rows}
+    sizes = sorted({pixels for _, pixels in factors}, key=int)
+    return markdown(("attention function of the host", *(f"{pixels} px" for pixels in sizes)), (
+        (label, *(factors.get((name, pixels), "") for pixels in sizes)) for name, label in HOST_ATTENTIONS.items()
+    ))  # fmt: skip
+
+
 def strength() -> str:
-    """What each named strength takes and changes, and two others' methods beside it."""
+    """What each named strength takes and changes, and tomesd beside it."""
     models = sections(record(QUALITY))
     marks = {f"preset-{name}": (f"{value:g}", f"`{name}`") for name, value in MARKS.items()}
-    rows = {**marks, **{name: ("", label) for name, label in PEERS.items() if "early-and-late" not in name}}
-    return markdown(("strength", "", "time", "dev (error), %", "PSNR, dB", "detail"), (
-        (*first, _times(models, name), _deviations(models, name), *_psnrs_and_details(models, name))
-        for name, first in rows.items()
+    rows = {**marks, "tomesd-0.5": ("", PEERS["tomesd-0.5"])}
+    return markdown(("strength", "", "time", "error, %"), (
+        (*first, _times(models, name), _deviations(models, name)) for name, first in rows.items()
     ))  # fmt: skip
 
 
@@ -204,7 +220,7 @@ TABLES = {
     "quality": partial(_methods, QUALITY, METHODS),
     "sdxl": partial(_methods, SDXL, METHODS),
     "transformer": partial(_methods, TRANSFORMER, OF_TRANSFORMERS),
-    **{one.__name__: one for one in (equal_time, front, parts, settings)},
+    **{one.__name__: one for one in (gains, equal_time, front, parts, settings)},
     **{name: partial(_card, one) for name, one in CARDS.items()},
     **{name: partial(_of_report, *one) for name, one in SHOWN.items()},
 }
