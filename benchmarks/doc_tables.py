@@ -39,7 +39,6 @@ AT_EQUAL_TIME = {
 }
 # results whose report's first table a page shows, and which of its columns
 SHOWN = {
-    "cases": ((0, 2, 3, 5), "cases-cpu-2026-11-25"),
     "stacking": ((0, 1, 2, 10, 11, 12, 13, 14), "stacking-cpu-2026-11-25", "stacking-easycache-cpu-2026-11-26",
                  "stacking-wan-cpu-2026-11-25"),
     "host_calls": (tuple(range(10)), "host-calls-cpu-2026-11-27"),

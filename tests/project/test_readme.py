@@ -24,7 +24,6 @@ ONE_MODEL = "--model demo/scenes128.safetensors"
 FRONT = "benchmarks/results/front-cpu-2026-11-22.json"
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 MPS = pytest.mark.skipif(not torch.backends.mps.is_available(), reason="needs an Apple GPU")
-GPUS = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA devices")
 HOSTS = tuple((name, os.environ.get(f"{name}_DIR", "")) for name in ("COMFYUI", "WEBUI"))
 COMFYUI = pytest.mark.skipif(not HOSTS[0][1], reason="needs a ComfyUI checkout: set COMFYUI_DIR")
 BOTH = pytest.mark.skipif(not all(dict(HOSTS).values()), reason="needs COMFYUI_DIR and WEBUI_DIR")
@@ -44,7 +43,6 @@ FEW_MINUTES = "--minutes 0.02"
 TO = "--output {new}/result.json"
 SMALL = f"{ONE_MODEL} {TO}"
 SHORT_TRAINING = "--minutes 0.05 --batch 2 --state {new}/state.safetensors --output {new}/model.safetensors"
-SHORT_STACKING = f"--steps 2 --pictures 1 --rounds 0 {SMALL}"
 SHORT_CALLS = f"--smoke --sizes 64 --rounds 1 --attention NAMES {TO}"
 WAYS = {
     "python install.py demo": Way("--pictures 1 --steps 1 --device cpu --output {new}/comparison.png"),
@@ -53,10 +51,8 @@ WAYS = {
     "python install.py comfyui DIR": Way(fill=(("DIR", "{new}/comfyui"),)),
     "python install.py gpu": Way(f"{FEW_MINUTES} --output {{new}}/gpu"),
     "python -m benchmarks.gpu": Way(f"{FEW_MINUTES} --output {{new}}/gpu"),
-    "python -m benchmarks.gpu --minutes 30 --output FOLDER": Way(FEW_MINUTES, (("FOLDER", "{new}/gpu"),)),
     "python -m benchmarks.report FILE...": Way(fill=(("FILE...", "{new}/front.json"),)),
     "python -m benchmarks.cases": Way(f"--cases '1 step' --pictures 1 {SMALL}"),
-    "python -m benchmarks.cases --list": Way(),
     "python -m benchmarks.strength RESULT.json...": Way(fill=(("RESULT.json...", FRONT),)),
     "python -m benchmarks.quality": Way(f"--variants tomesd-0.5 --noised 2 --pictures 1 --steps 1 {SMALL}"),
     "python -m benchmarks.quality --smallest": Way(SMALL),
@@ -74,21 +70,10 @@ WAYS = {
     "torchrun --nproc-per-node 2 -m benchmarks.quality --output ...": Way(
         f"--smallest {ONE_MODEL}", (("...", "{new}/quality.json"),)
     ),
-    "accelerate launch --multi_gpu --num_processes 4 -m benchmarks.quality --output result.json --model ...": Way(
-        "--smallest", (("...", "demo/scenes128.safetensors"),), GPUS
-    ),
-    "python -m benchmarks.stacking": Way(f"--beside FreeU {SHORT_STACKING}"),
-    "python -m benchmarks.stacking --beside DeepCache FreeU --pictures 1 --rounds 0": Way(SHORT_STACKING),
-    "python -m benchmarks.stacking --beside FirstBlockCache --timed FirstBlockCache "
-    "--output benchmarks/results/stacking-wan-cpu-2026-11-25.json": Way(f"--tiny --rounds 1 {TO}"),
     "python -m benchmarks.host_calls": Way(SHORT_CALLS.replace("NAMES", "comfyui"), needs=COMFYUI),
     "python -m benchmarks.host_calls --comfyui COMFYUI --webui WEBUI": Way(
         SHORT_CALLS.replace("NAMES", "comfyui webui-sdp"), HOSTS, needs=BOTH
     ),
-    "python -m benchmarks.host_calls --comfyui COMFYUI --attention comfyui --sizes 512 --rounds 1": Way(
-        SHORT_CALLS.replace("NAMES", "comfyui"), HOSTS, needs=COMFYUI
-    ),
-    "python -m benchmarks.host_time": Way("--repeats 1"),
     "python -m demo.samples": Way("--steps 1"),
     "python -m demo.eight_bits FILE": Way(fill=(("FILE", "{new}/model.safetensors"),)),
     "python -m demo.train --minutes 600": Way(SHORT_TRAINING),
@@ -102,8 +87,6 @@ WAYS = {
     "python -m benchmarks.doc_tables --write": Way(),
     "python -m tests.nodedefs": Way(),
     "python -m benchmarks.strength benchmarks/results/front-cpu-2026-11-25.json --compare": Way(),
-    "python -m benchmarks.strength --compare benchmarks/results/sdxl-front-cpu-2026-11-24.json": Way(),
-    "python -m benchmarks.strength --compare benchmarks/results/transformer-front-cpu-2026-11-24.json": Way(),
     "python -m tests.release --write": Way(),
 }
 TRAINING = "tests/demo/test_train.py"
@@ -129,11 +112,6 @@ ELSEWHERE = {
         "tests/demo/test_model_layouts.py", "Amounts("
     ),
     "python -m benchmarks.quality --model demo/scenes-flux.safetensors --noised 4 --pictures 2": JUDGED,
-    "python -m benchmarks.quality --model demo-output/scenes-flux.safetensors": JUDGED,
-    "python -m benchmarks.strength RESULT.json... --layout sdxl": (
-        "tests/benchmarks/test_strength.py", '"--layout", layout'
-    ),
-    "python -m benchmarks.strength RESULT.json... --compare": (JUDGED[0], '"--compare"'),
     "python -m demo.train": (TRAINING, "train.main("),
 }  # fmt: skip
 PIP = re.compile(r"pip install (?P<what>.*)")
