@@ -18,11 +18,10 @@ from pathlib import Path
 from benchmarks import gpu_report, results, subjects
 from benchmarks.models import BLOCK
 from benchmarks.quality_figures import Section, at_equal_time, sections
-from benchmarks.quality_rows import TIMES
 from benchmarks.report import markdown, write
 from benchmarks.results import Record
 from benchmarks.settings_table import settings
-from benchmarks.variant_list import APART, FRONT, SKIPPED, TOMA_RATIOS
+from benchmarks.variant_list import APART, SKIPPED, TOMA_RATIOS
 from tome_core.settings.presets import MARKS
 
 ROOT = Path(__file__).parents[1]
@@ -50,7 +49,6 @@ HOST_ATTENTIONS = {
     "webui-sdp": "AUTOMATIC1111, sdp (PyTorch's)",
 }
 CARDS = {"card": "card-h200-2026-11-26", "block": "gpu-cpu-2026-11-27"}
-MOMENTS = (50, 400, 800)  # of `TIMES`: hardly noisy, half, nearly noise
 TOKENS = 4096  # of the finest level of the scene models
 PEERS = {
     "tomesd-0.5": "tomesd, ratio .5",
@@ -143,17 +141,6 @@ def _beside(model: Section) -> dict[str, str]:
             for one in at_equal_time(model)}  # fmt: skip
 
 
-def front() -> str:
-    """Error by keys that are left, from rows to choose strength by."""
-    models = sections(record(TO_CHOOSE_BY))
-    rows = []
-    for ratio, cell in FRONT:
-        found = [model.noised[_merged_keys(ratio, cell)] for model in models]
-        at = (_several(one.dev_at[TIMES.index(time)].value for one in found) for time in MOMENTS)
-        rows.append((_keys(ratio), f"{cell}x{cell}", _several(one.dev.value for one in found), *at))
-    return markdown((f"keys of {TOKENS:,}", "cells", "dev %", *(f"at timestep {time}" for time in MOMENTS)), rows)
-
-
 def parts() -> str:
     """What sizes, the closed form and the fit add to merged keys."""
     models = sections(record(CORRECTION))
@@ -219,7 +206,7 @@ TABLES = {
     "quality": partial(_methods, QUALITY, METHODS),
     "sdxl": partial(_methods, SDXL, METHODS),
     "transformer": partial(_methods, TRANSFORMER, OF_TRANSFORMERS),
-    **{one.__name__: one for one in (gains, equal_time, front, parts, settings)},
+    **{one.__name__: one for one in (gains, equal_time, parts, settings)},
     **{name: partial(_card, one) for name, one in CARDS.items()},
     **{name: partial(_of_report, *one) for name, one in SHOWN.items()},
 }
