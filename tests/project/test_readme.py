@@ -62,7 +62,6 @@ WAYS = {
     "python -m benchmarks.quality --smallest --device mps": Way(ONE_MODEL, needs=MPS),
     "python -m benchmarks.quality --for choose": Way("--list"),
     "python -m benchmarks.quality --list": Way(),
-    "python -m benchmarks.quality --all": Way("--list"),
     "python -m benchmarks.quality --variants NAME": Way("--list", (("NAME", "sized-0.5"),)),
     "python -m benchmarks.quality --model DIR": Way(
         f"--smallest --prompts {{new}}/prompts.txt --pictures 1 {TO}", (("DIR", "{pipeline}"),)
