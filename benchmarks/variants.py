@@ -157,6 +157,7 @@ def tomesd(ratio: float, early: float | None = None, until: float = 0) -> PutOn:
                     yield
             finally:
                 package.remove_patch(unet)
-                vars(unet).pop("_tome_info", None)  # it leaves that
+                for module in unet.modules():  # the UNet and the patched blocks, on which it leaves that
+                    vars(module).pop("_tome_info", None)
 
     return put_on
