@@ -34,7 +34,6 @@ HOSTS = {"extension": set(), "comfy_nodes": set(), "demo": set(), "benchmarks": 
 # what a file asks for by name in a host's own Python, as the host's extension does
 IN_A_HOSTS_PYTHON = {
     "benchmarks/host_inside.py": {"comfy_nodes.nodes", "extension.attentions"},
-    "benchmarks/stack_comfyui_call.py": {"comfy_nodes.nodes"},
 }
 
 

@@ -44,7 +44,6 @@ FEW_MINUTES = "--minutes 0.02"
 TO = "--output {new}/result.json"
 SMALL = f"{ONE_MODEL} {TO}"
 SHORT_TRAINING = "--minutes 0.05 --batch 2 --state {new}/state.safetensors --output {new}/model.safetensors"
-SHORT_STACKING = f"--steps 2 --pictures 1 --rounds 0 {SMALL}"
 SHORT_CALLS = f"--smoke --sizes 64 --rounds 1 --attention NAMES {TO}"
 WAYS = {
     "python install.py demo": Way("--pictures 1 --steps 1 --device cpu --output {new}/comparison.png"),
@@ -63,7 +62,6 @@ WAYS = {
     "python -m benchmarks.quality --smallest --device mps": Way(ONE_MODEL, needs=MPS),
     "python -m benchmarks.quality --for choose": Way("--list"),
     "python -m benchmarks.quality --list": Way(),
-    "python -m benchmarks.quality --all": Way("--list"),
     "python -m benchmarks.quality --variants NAME": Way("--list", (("NAME", "sized-0.5"),)),
     "python -m benchmarks.quality --model DIR": Way(
         f"--smallest --prompts {{new}}/prompts.txt --pictures 1 {TO}", (("DIR", "{pipeline}"),)
@@ -77,10 +75,6 @@ WAYS = {
     "accelerate launch --multi_gpu --num_processes 4 -m benchmarks.quality --output result.json --model ...": Way(
         "--smallest", (("...", "demo/scenes128.safetensors"),), GPUS
     ),
-    "python -m benchmarks.stacking": Way(f"--beside FreeU {SHORT_STACKING}"),
-    "python -m benchmarks.stacking --beside DeepCache FreeU --pictures 1 --rounds 0": Way(SHORT_STACKING),
-    "python -m benchmarks.stacking --beside FirstBlockCache --timed FirstBlockCache "
-    "--output benchmarks/results/stacking-wan-cpu-2026-11-25.json": Way(f"--tiny --rounds 1 {TO}"),
     "python -m benchmarks.host_calls": Way(SHORT_CALLS.replace("NAMES", "comfyui"), needs=COMFYUI),
     "python -m benchmarks.host_calls --comfyui COMFYUI --webui WEBUI": Way(
         SHORT_CALLS.replace("NAMES", "comfyui webui-sdp"), HOSTS, needs=BOTH
@@ -88,7 +82,6 @@ WAYS = {
     "python -m benchmarks.host_calls --comfyui COMFYUI --attention comfyui --sizes 512 --rounds 1": Way(
         SHORT_CALLS.replace("NAMES", "comfyui"), HOSTS, needs=COMFYUI
     ),
-    "python -m benchmarks.host_time": Way("--repeats 1"),
     "python -m demo.samples": Way("--steps 1"),
     "python -m demo.eight_bits FILE": Way(fill=(("FILE", "{new}/model.safetensors"),)),
     "python -m demo.train --minutes 600": Way(SHORT_TRAINING),

@@ -40,7 +40,6 @@ STARTS_PROGRAMS = {
     "install.py": "environments, pip, and the command that the user asked for",
     "benchmarks/gpu_laws.py": "the project's own tests of its kernels run in a process of their own",
     "benchmarks/results.py": "asks git for the commit",
-    "benchmarks/stacking.py": "a real ComfyUI's nodes are measured in its own Python",
     "benchmarks/host_calls.py": "a host's UNet is measured in the host's own Python",
 }
 
