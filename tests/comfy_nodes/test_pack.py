@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-import install
+import install_hosts as install
 from comfy_nodes import NODE_CLASS_MAPPINGS
 from install import COMFYUI
 from tests import nodedefs
