@@ -22,7 +22,7 @@ from tests.threads import at_once
 from tests.traces import traces
 from tome_core.engine.state import State
 
-HALF = {"ratio": 0.5, "use_rand": False}
+HALF = {"ratio": 0.5, "use_rand": False, "keep": 1000.0}
 QUARTER = {**HALF, "ratio": 0.25}
 
 
@@ -138,7 +138,8 @@ class GuiderOfTwo(Guider):
 
 
 def test_one_sampling_may_run_copies_of_its_model_in_threads():
-    applied, copies = branch(least_checkpoint()), [least_checkpoint().model for _ in range(2)]
+    applied = branch(least_checkpoint(), ratio=0.5, use_rand=False)  # matches that are kept are each copy's own
+    copies = [least_checkpoint().model for _ in range(2)]
     before, expected = [traces(one) for one in copies], sample(applied)
     guider = GuiderOfTwo(applied)
     guider.copies = copies
@@ -165,7 +166,7 @@ def test_a_call_of_the_model_inside_its_own_call_merges_too():
 
 
 def test_a_call_outside_of_any_sampling_merges_and_leaves_nothing():
-    applied = branch(least_checkpoint(), **HALF, keep=1000.0)
+    applied = branch(least_checkpoint())
     before, (x, text), outs = traces(applied.model), inputs(4, 2, 8, 8), []
     with torch.no_grad():
         for wrappers in (applied.wrappers["apply_model"], {}):

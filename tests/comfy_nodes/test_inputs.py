@@ -100,7 +100,7 @@ def test_strength_0_replaces_an_earlier_node_and_says_that_it_is_off(server):
 
 def test_a_model_that_cannot_merge_passes_through_and_the_node_says_so(server):
     other, unplaced = ModelPatcher(BaseModel(nn.Sequential(nn.Linear(2, 2)))), transformer()
-    del unplaced.model.diffusion_model.patch_size
+    unplaced.model.diffusion_model.patch_size = None
     for model in (other, unplaced):
         passed = apply(model)
         assert passed is not model and not any(passed.wrappers.values())

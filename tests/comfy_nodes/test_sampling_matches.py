@@ -121,13 +121,6 @@ def test_a_tile_is_what_it_is_alone():
     assert torch.equal(together, torch.cat(alone, dim=3))
 
 
-def test_a_sampling_inside_a_sampling_has_matches_of_its_own():
-    applied, alone = fresh(), Guider(fresh()).sample(seed=3)
-    inner = []
-    outer = Guider(applied).sample(steps=2, seed=4, stop=lambda step: inner.append(Guider(applied).sample(seed=3)))
-    assert all(torch.equal(one, alone) for one in inner) and outer.isfinite().all()
-
-
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt])
 def test_nothing_of_a_sampling_is_kept_nor_of_one_that_broke_off(error, monkeypatch):
     states, make = [], branch.Sampling._make

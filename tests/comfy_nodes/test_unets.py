@@ -182,10 +182,3 @@ def test_attention_to_the_prompt_alone_is_no_self_attention():
     block.disable_self_attn = True
     report = merged(patcher)
     assert not report.reasons and report.calls_merged == report.levels[0].blocks - 1
-
-
-def test_any_size_merges_or_steps_aside(server):
-    for size, method in (((2, 32), "bipartite"), ((4, 4), "bipartite"), ((18, 30), "bipartite"), ((4, 4), "cluster")):
-        applied = apply(checkpoint(), method=method, level="up to /8")
-        assert Guider(applied).sample(steps=1, batch=3, size=size).isfinite().all()
-        assert server.texts[-1][1].startswith("ToMe: own settings, 1 step, ")
