@@ -82,7 +82,7 @@ class CaseBench:
         return draw(self.subject.model, case, asked), time.process_time() - began
 
     def _ask(self, case: PictureCase, number: int) -> PictureOrder:
-        """Prompts and seeds in turn; where a scene is begun with, that one and its own prompt."""
+        """Prompts and seeds in turn; a scene that is begun with brings its own prompt."""
         purpose = self.subject.purpose
         if case.begins_with_a_scene:
             scene, tokens = self.subject.scene(number)

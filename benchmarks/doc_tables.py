@@ -8,12 +8,12 @@ below; prose that links to the older one has to follow.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Iterable
 from functools import lru_cache, partial
 from pathlib import Path
+from statistics import median
 
 from benchmarks import gpu_report, results, subjects
 from benchmarks.models import BLOCK
@@ -38,8 +38,6 @@ AT_EQUAL_TIME = {
 }
 # results whose report's first table a page shows, and which of its columns
 SHOWN = {
-    "stacking": ((0, 1, 2, 10, 11, 12, 13, 14), "stacking-cpu-2026-11-25", "stacking-easycache-cpu-2026-11-26",
-                 "stacking-wan-cpu-2026-11-25"),
     "host_calls": (tuple(range(10)), "host-calls-cpu-2026-11-27"),
 }  # fmt: skip
 HOST_ATTENTIONS = {
@@ -48,6 +46,7 @@ HOST_ATTENTIONS = {
     "webui-sub-quadratic": "AUTOMATIC1111, sub-quadratic",
     "webui-sdp": "AUTOMATIC1111, sdp (PyTorch's)",
 }
+STACKING = ("stacking-cpu-2026-11-25", "stacking-easycache-cpu-2026-11-26", "stacking-wan-cpu-2026-11-25")
 CARDS = {"card": "card-h200-2026-11-26", "block": "gpu-cpu-2026-11-27"}
 TOKENS = 4096  # of the finest level of the scene models
 PEERS = {
@@ -89,7 +88,7 @@ _ABSENT = "n/a"
 
 @lru_cache
 def record(name: str) -> Record:
-    """A committed result. Raises ResultError for one whose pictures were there to choose by."""
+    """A committed result. Raises ResultError if its pictures were there to choose by."""
     found = results.load(results.FOLDER / f"{name}.json")
     if name != TO_CHOOSE_BY and found["kind"] == "quality":
         subjects.check_purpose(found, subjects.SHOW, name)
@@ -159,21 +158,35 @@ def _keys(ratio: float) -> str:
 
 
 def _card(name: str) -> str:
-    """What one device took, but for tiny UNets; rows of the first such file have no keys, so that it is no result."""
-    found = json.loads((results.FOLDER / f"{name}.json").read_text(encoding="utf-8"))
-    tiny = found.get("settings", {}).get("tiny_models")
+    """Times on one device, but for tiny UNets."""
+    found = record(name)
+    tiny = found["settings"]["tiny_models"]
     return gpu_report.calls_table([one for one in found["rows"] if not tiny or one["key"].startswith(BLOCK)])
 
 
-def _of_report(columns: tuple[int, ...], *names: str) -> str:
-    """Some columns of what `benchmarks.report` writes, without rows whose second cell names a scene model."""
-    rows = []
-    for name in names:
-        text = write([results.FOLDER / f"{name}.json"], None, None)
-        head, _, *lines = re.search(r"(?:^\|.*\n)+", text, re.M)[0].splitlines()
-        cells = ([line.strip("| ").split(" | ")[one] for one in columns] for line in (head, *lines))
-        rows += [one for one in cells if not one[1].startswith("scenes") and one not in rows]
-    return markdown(rows[0], rows[1:])
+def _of_report(columns: tuple[int, ...], name: str) -> str:
+    """Some columns of the first table that `benchmarks.report` writes."""
+    text = write([results.FOLDER / f"{name}.json"], None, None)
+    head, _, *lines = re.search(r"(?:^\|.*\n)+", text, re.M)[0].splitlines()
+    cells, *rows = ([line.strip("| ").split(" | ")[one] for one in columns] for line in (head, *lines))
+    return markdown(cells, rows)
+
+
+def stacking() -> str:
+    """How many times as fast large models are beside other methods: medians over rounds."""
+    groups: dict[tuple[str, str], list[dict[str, float]]] = {}
+    for row in (row for name in STACKING for row in record(name)["rows"] if not row["model"].startswith("scenes")):
+        factors = {arm: row["seconds"]["plain"] / spent for arm, spent in row["seconds"].items()}
+        slower = min(factors["ours first"], factors["theirs first"])
+        factors["of the product"] = slower / (factors["alone"] * factors["merged"])
+        groups.setdefault((row["beside"], row["model"]), []).append(factors)
+    heads = ("beside", "model", "of", "times as fast alone", "merging alone", "both, ours first", "both, theirs first",
+             "of the product")  # fmt: skip
+    columns = ("alone", "merged", "ours first", "theirs first", "of the product")
+    return markdown(heads, (
+        (*pair, str(len(rounds)), *(f"{median(one[column] for one in rounds):.2f}" for column in columns))
+        for pair, rounds in groups.items()
+    ))  # fmt: skip
 
 
 def _several(values: Iterable[float]) -> str:
@@ -206,7 +219,7 @@ TABLES = {
     "quality": partial(_methods, QUALITY, METHODS),
     "sdxl": partial(_methods, SDXL, METHODS),
     "transformer": partial(_methods, TRANSFORMER, OF_TRANSFORMERS),
-    **{one.__name__: one for one in (gains, equal_time, parts, settings)},
+    **{one.__name__: one for one in (gains, equal_time, parts, settings, stacking)},
     **{name: partial(_card, one) for name, one in CARDS.items()},
     **{name: partial(_of_report, *one) for name, one in SHOWN.items()},
 }

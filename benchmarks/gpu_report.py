@@ -22,7 +22,7 @@ Rows = Sequence[dict[str, Any]]
 
 def cases(rows: Rows) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """Case, such as ``sd15 1024 px`` -> figures of its calls, by name, and of its 20 steps; empty if there are none."""
-    of = {row.get("what") or row["key"]: row.get("of", {}) for row in rows}  # ``what`` until 2026-11-26
+    of = {row["key"]: row.get("of", {}) for row in rows}
     return {key.replace("call, ", ""): (found, of.get(key.replace("call", "sampling of 20 steps"), {}))
             for key, found in of.items() if " call, " in key}  # fmt: skip
 

@@ -57,7 +57,6 @@ class PictureMeans(NamedTuple):
     work: float
     psnr: Mean
     ssim: Mean
-    lpips: Mean | None = None
     detail: Mean | None = None
     time: float | None = None
     dearest: float | None = None
@@ -119,10 +118,9 @@ def _pictures(parts: dict[int, dict], plain: dict[int, dict]) -> PictureMeans:
 
     work = float(np.average([row["work"] for row in parts.values()], weights=[len(r["ssim"]) for r in parts.values()]))
     ratios = np.array([decibels(error) for error in over("squared_error")])
-    lpips = Mean.of(over("lpips")) if all_have("lpips") else None
     detail = _detail(over("gradient"), over("gradient", plain)) if all_have("gradient") else None
     times = _times(over("seconds"), over("beside"), over("seconds", plain)) if all_have("seconds") else (None, None)
-    return PictureMeans(work, Mean.of(ratios), Mean.of(over("ssim")), lpips, detail, *times)
+    return PictureMeans(work, Mean.of(ratios), Mean.of(over("ssim")), detail, *times)
 
 
 def _detail(energies: np.ndarray, unmerged: np.ndarray) -> Mean:

@@ -32,7 +32,7 @@ Columns = dict[str, tuple[dict[str, Any], Callable[[Any], str]]]  # head -> figu
 
 
 def table(records: list[Record]) -> str:
-    """Markdown: for every checkpoint the means, the same by time, the whole pictures, others at equal time; Frechet."""
+    """Markdown: for every checkpoint the means, the same by time, the whole pictures, others at equal time."""
     parts = [text for record in records for text in (_origin(record), *_record_tables(record))]
     return "\n\n".join([LEGEND, *parts])
 
@@ -44,8 +44,6 @@ def _record_tables(record: Record) -> Iterator[str]:
         if section.pictures:
             yield _picture_table(section, record["settings"])
             yield from _at_equal_time(section)
-    if record.get("frechet"):
-        yield _frechet_table(record)
 
 
 def _origin(record: Record) -> str:
@@ -53,7 +51,6 @@ def _origin(record: Record) -> str:
     device = ", ".join(f"{name} {value}" if name in ("cores", "threads") else str(value)
                        for name, value in record["device"].items() if name != "kind")  # fmt: skip
     lines = [f"`{record['command']}`, {record['created'][:10]}, commit {record.get('commit')}; {versions}; {device}."]
-    lines += [f"{note}." for note in record.get("notes", [])]
     if record["settings"].get("for") == subjects.CHOOSE:
         lines.append("**Pictures to choose by**, which are not those that the README's tables show.")
     if record["missing"]:
@@ -85,7 +82,6 @@ def _picture_table(section: Section, settings: dict[str, Any]) -> str:
         "dev %": (section.noised, _dev),
         "PSNR dB": (figures, lambda one: _mean(one.psnr)),
         "SSIM": (figures, lambda one: _mean(one.ssim)),
-        "LPIPS": (figures, lambda one: _mean(one.lpips)),
         "detail": (figures, lambda one: _mean(one.detail)),
         "time": (figures, lambda one: _share(one.time)),
         "dearest step": (figures, lambda one: _share(one.dearest)),
@@ -110,16 +106,6 @@ def _manner(settings: dict[str, Any]) -> str:
     """How the pictures were made, as far as the result says it."""
     schedule, guidance = settings.get("schedule"), settings.get("guidance")
     return (f", {schedule}" if schedule else "") + (f", guidance {guidance:g}" if guidance else "")
-
-
-def _frechet_table(record: Record) -> str:
-    kinds = {"plain_features": "plain features", "inception": "FID"}
-    there = [kind for kind in kinds if any(kind in one for one in record["frechet"])]
-    rows = ([one["checkpoint"], one["variant"], *(f"{one[kind]:.4g}" if kind in one else _ABSENT for kind in there)]
-            for one in record["frechet"])  # fmt: skip
-    head = "### Frechet distances to the unmerged pictures"
-    return f"{head}\n\nPlain features: colours of 4x4 squares and Haar energies, not comparable with published FIDs." \
-        "\n\n" + report.markdown(["checkpoint", "variant", *(kinds[kind] for kind in there)], rows)  # fmt: skip
 
 
 def _order(section: Section, figures: dict[str, Any], error: Callable[[Any], float]) -> list[str]:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from benchmarks import attention_work, picture_metrics
+from benchmarks import attention_work
 from benchmarks.attention_work import BESIDE, CallTimes
 from benchmarks.networks import UNET
 from benchmarks.subjects import PART_NOISED, SceneSubject, Subject
@@ -39,7 +39,6 @@ class Amounts:
     steps: int
     times: tuple[int, ...] = TIMES
     seed: int = 0
-    frechet: bool = False
     clock: bool = False
 
 
@@ -105,9 +104,8 @@ class Made(NamedTuple):
 class QualityBench:
     """Measures rows on one checkpoint; keeps the unmerged results of the latest group only."""
 
-    def __init__(self, subject: Subject, amounts: Amounts, save: Path | None, lpips: Callable | None) -> None:
-        self.subject, self.amounts, self.lpips = subject, amounts, lpips
-        self.save = save and save / subject.name
+    def __init__(self, subject: Subject, amounts: Amounts, save: Path | None = None) -> None:
+        self.subject, self.amounts, self.save = subject, amounts, save and save / subject.name
         self.work, self.times = attention_work.counting(subject.network), CallTimes(subject.network)
         self._group: tuple | None = None
         self._plain: list = []
@@ -153,10 +151,6 @@ class QualityBench:
             "squared_error": _round([squared_error(*pair) for pair in pairs]),
             "ssim": _round([ssim(*pair) for pair in pairs]),
         }
-        if self.lpips:
-            kept["lpips"] = _round([self.lpips(*pair) for pair in pairs])
-        if self.amounts.frechet:
-            kept["features"] = [_round(picture_metrics.features(one.pixels)) for one in found]
         if self.amounts.clock:
             kept["seconds"] = [_round(one.seconds) for one in found]
             kept["beside"] = _round(one.beside for one in found)

@@ -1,9 +1,8 @@
 """Results as data: one JSON a run, written row by row, so that a killed run goes on where it was.
 
 A record is ``{"kind", "created", "command", "commit", "versions", "device", "settings", "rows", "missing"}``. A row
-is a dict with a ``key`` that names what was measured; ``missing`` are the keys that are planned and not there yet.
-A file is a whole record at every moment: what reads results needs no second format for unfinished ones. It says where
-it was made: versions, commit and device.
+is a dict whose ``key`` names its subject; ``missing`` are the keys that are planned and not there yet. A file is a
+whole record at every moment, a line a row, and says where it was made: versions, commit and device.
 """
 
 from __future__ import annotations
@@ -49,37 +48,44 @@ def save(record: Record, path: Path) -> None:
     """Write it in one move: a kill while writing leaves the file as it was before."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.part")
-    # a NaN or infinity is no JSON, and no result either
-    text = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)
-    unfinished.write_text(f"{text}\n", encoding="utf-8")
+    fields = {name: _dump(value) for name, value in record.items()}
+    if "rows" in record:
+        fields["rows"] = "[\n{}\n]".format(",\n".join(map(_dump, record["rows"])))
+    lines = ",\n".join(f"{_dump(name)}: {text}" for name, text in fields.items())
+    unfinished.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
     os.replace(unfinished, path)
 
 
+def _dump(value: Any) -> str:
+    """A NaN or infinity is no JSON, and no result either."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
 def load(path: Path) -> Record:
-    """Read what `save` wrote. Raises ResultError, naming the file, where it is no result."""
+    """Read what `save` wrote. Raises ResultError, naming the file, if it is no result."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ResultError(f"{path} cannot be read ({error.strerror}); give a result, such as those below "
-                          f"{FOLDER.name}/") from error
+        wrong = f"cannot be read ({error.strerror})"
     except ValueError as error:
-        raise ResultError(f"{path} is no JSON ({error}); give a result of one of the benchmarks") from error
-    wrong = _what_is_wrong(record)
+        wrong = f"is no JSON ({error})"
+    else:
+        wrong = _fault_of(record)
     if wrong:
-        raise ResultError(f"{path} is no result: {wrong}; give one of the benchmarks'")
+        raise ResultError(f"{path} {wrong}; give a result of one of the benchmarks, such as those in {FOLDER}")
     return record
 
 
-def _what_is_wrong(record: Any) -> str | None:
+def _fault_of(record: Any) -> str | None:
     if not isinstance(record, dict):
-        return f"it holds a {type(record).__name__}"
+        return f"holds a {type(record).__name__}"
     for field, kind in _FIELDS.items():
         if not isinstance(record.get(field), kind):
-            return f"its {field!r} is missing" if field not in record else f"its {field!r} is not a {kind.__name__}"
+            return f"is no result: its {field!r} is missing or not a {kind.__name__}"
     if record["kind"] not in KINDS:
-        return f"its kind is {record['kind']!r}, not one of {', '.join(KINDS)}"
+        return f"is no result: its kind is {record['kind']!r}, not one of {', '.join(KINDS)}"
     if not all(isinstance(row, dict) and isinstance(row.get("key"), str) for row in record["rows"]):
-        return "one of its rows has no key"
+        return "is no result: one of its rows has no key"
     return None
 
 
@@ -97,7 +103,7 @@ class Run:
         """Begin a run, or go on with a killed one of the same settings, device and versions of others' packages.
 
         keys: of all planned rows, in their order. output: the file; None is a new one below `folder`, or the
-        unfinished one that fits. Raises ResultError where `output` is the result of something else, or complete.
+        unfinished file that fits. Raises ResultError if `output` is another run's result, or complete.
         """
         if output is None:
             path = _find_unfinished(record, folder)
@@ -105,9 +111,9 @@ class Run:
         if not output.exists():
             return cls(record, output, keys)
         before = load(output)
-        difference = _difference(before, record)
-        if difference:
-            raise ResultError(f"{output} is a run with other {difference}; give another file, or remove this one")
+        other = difference(before, record)
+        if other:
+            raise ResultError(f"{output} is a run with other {other}; give another file, or remove this one")
         if not set(keys) - {row["key"] for row in before["rows"]}:
             raise ResultError(f"{output} is complete; give another file to measure again, or remove this one")
         return cls(_go_on(before, record), output, keys)
@@ -140,13 +146,13 @@ class Run:
 def _find_unfinished(record: Record, folder: Path) -> Path | None:
     for path in sorted(folder.glob(f"{record['kind']}-*.json"), reverse=True):
         before = load(path)
-        if before["missing"] and not _difference(before, record):
+        if before["missing"] and not difference(before, record):
             return path
     return None
 
 
-def _difference(before: Record, record: Record) -> str | None:
-    """The names of what differs, as far as it forbids to go on with the same file."""
+def difference(before: Record, record: Record) -> str | None:
+    """The names of the fields that differ, as far as they forbid to go on with the same file."""
     return ", ".join(field for field in IDENTITY if _tell_apart(before, field) != _tell_apart(record, field)) or None
 
 

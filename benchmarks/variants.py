@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 from unittest import mock
@@ -16,7 +16,6 @@ from benchmarks import networks
 from benchmarks.networks import KINDS, TRANSFORMER, at_each_call, finest_blocks, kind_of
 from benchmarks.reference import Recipe, SequenceReference, as_toma, in_unet
 from tome_core.attention import correction
-from tome_core.models.unet_blocks import find_blocks
 
 Role = Literal["plain", "method", "tomesd", "control", "yardstick"]
 PutOn = Callable[[nn.Module, int], AbstractContextManager]
@@ -43,7 +42,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """What a command line calls it: no spaces."""
+        """As a command line calls it: no spaces."""
         return f"{self.method} {self.setting}".strip().replace(" ", "-")
 
     def describe(self) -> dict[str, Any]:
@@ -110,22 +109,6 @@ def _merging(
     return put_on
 
 
-def zero(part: str, levels: tuple[int, ...]) -> PutOn:
-    """Nothing comes out of this part of the blocks at these levels, 0 the finest."""
-
-    @contextmanager
-    def put_on(unet: nn.Module, seed: int) -> Iterator[None]:
-        places = find_blocks(unet)
-        depths = sorted({place.halvings for place in places})
-        parts = [getattr(place.block, part) for place in places if depths.index(place.halvings) in levels]
-        with ExitStack() as stack:
-            for one in parts:
-                stack.enter_context(one.register_forward_hook(lambda module, args, out: torch.zeros_like(out)))
-            yield
-
-    return put_on
-
-
 def reference(recipe: Recipe) -> PutOn:
     """The reference code."""
     def put_on(network: nn.Module, seed: int) -> AbstractContextManager:
@@ -174,6 +157,7 @@ def tomesd(ratio: float, early: float | None = None, until: float = 0) -> PutOn:
                     yield
             finally:
                 package.remove_patch(unet)
-                vars(unet).pop("_tome_info", None)  # it leaves that
+                for module in unet.modules():  # the UNet and the patched blocks, on which it leaves that
+                    vars(module).pop("_tome_info", None)
 
     return put_on

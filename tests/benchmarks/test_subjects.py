@@ -1,4 +1,5 @@
-"""Pictures to choose by and pictures to show: they share nothing, and neither stands in for the other."""
+"""Pictures to choose by and pictures to show: they share nothing, and neither stands in for the other; how they are
+made."""
 
 from __future__ import annotations
 
@@ -10,15 +11,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from benchmarks import quality_options, quality_report, results, strength, subjects
+from benchmarks import quality_report, results, strength, subjects
 from benchmarks.quality_rows import TIMES, Amounts, QualityBench, Row
 from benchmarks.subjects import CHOOSE, PURPOSES, SHOW, SceneSubject
-from benchmarks.variant_list import GROUPS, VARIANTS
-from demo import model, prompt
+from benchmarks.variant_list import VARIANTS
+from demo import model, prompt, sampler, scene_wall
 from demo.training_loss import HELD_OUT_SEED, Scenes
+from tests import tiny_scenes
 
-ROOT = Path(__file__).parents[2]
-FRONT = ROOT / "benchmarks/results/front-cpu-2026-11-25.json"
+FRONT = Path(__file__).parents[2] / "benchmarks/results/front-cpu-2026-11-25.json"
 MANY = range(1000)
 
 
@@ -56,8 +57,7 @@ def test_no_scene_noise_or_picture_of_one_is_the_others(pair, monkeypatch):
     monkeypatch.setattr(pair[0], "purpose", pair[0].purpose._replace(prompts=words))  # what is left are the seeds
     whole = [subject.picture(number, 1) for subject in pair for number in range(2)]
     assert not any(np.array_equal(a, b) for i, a in enumerate(whole) for b in whole[:i])
-    again = [subject.picture(number, 1) for subject in pair for number in range(2)]
-    assert all(np.array_equal(a, b) for a, b in zip(whole, again, strict=True))
+    assert np.array_equal(pair[0].picture(0, 1), whole[0])
 
 
 def test_methods_draw_otherwise_on_the_two(pair, monkeypatch):
@@ -67,7 +67,7 @@ def test_methods_draw_otherwise_on_the_two(pair, monkeypatch):
         drawing.method, drawing.setting, lambda unet, seed: seeds.append(seed) or drawing.put_on(unet, seed)
     ))  # fmt: skip
     for subject in pair:
-        bench = QualityBench(subject, Amounts(noised=2, pictures=1, steps=1, times=(200,)), None, None)
+        bench = QualityBench(subject, Amounts(noised=2, pictures=1, steps=1, times=(200,)))
         bench.measure(Row(subject.name, "noised", 0, 0, 2, "tomesd-0.5"))
         bench.measure(Row(subject.name, "pictures", 0, 0, 1, "tomesd-0.5"))
     assert len(seeds) == 4 and not set(seeds[:2]) & set(seeds[2:])
@@ -80,37 +80,15 @@ def said(purpose: str | None) -> results.Record:
     return record
 
 
-def test_strength_refuses_a_result_to_show(tmp_path, capsys):
-    for purpose, code in ((SHOW, 2), (CHOOSE, 0), (None, 0)):
-        results.save(said(purpose), tmp_path / "result.json")
-        assert strength.main([str(tmp_path / "result.json")]) == code
-        told = capsys.readouterr()
-        assert bool(told.out) == (code == 0)
-        assert ("result.json was measured on the pictures for 'show'; give" in told.err) == (code == 2)
-
-
-def test_a_result_from_before_there_were_two_passes_as_either():
+def test_strength_refuses_a_result_to_show_and_one_from_before_there_were_two_passes_as_either(tmp_path, capsys):
+    results.save(said(SHOW), tmp_path / "result.json")
+    assert strength.main([str(tmp_path / "result.json")]) == 2
+    assert "result.json was measured on the pictures for 'show'; give" in capsys.readouterr().err
     for wanted in PURPOSES:
-        subjects.check_purpose(said(None), wanted, "old.json")
-        subjects.check_purpose(said(wanted), wanted, "new.json")
-
-
-def test_a_table_says_that_its_pictures_are_to_choose_by():
+        for purpose in (None, wanted):
+            subjects.check_purpose(said(purpose), wanted, "a.json")
     assert "**Pictures to choose by**" in quality_report.table([said(CHOOSE)])
-    assert not any("to choose by" in quality_report.table([said(purpose)]) for purpose in (SHOW, None))
-
-
-def test_the_options_say_which_and_the_choosing_run_has_the_rows_that_strength_needs():
-    choosing, showing = (quality_options.parser().parse_args(line) for line in (["--for", "choose"], []))
-    for options in (choosing, showing):
-        quality_options.complete(options)
-    assert (choosing.purpose, showing.purpose) == (CHOOSE, SHOW)
-    lines = {VARIANTS[name].method for name in quality_options.names(choosing)["noised"]}
-    assert {"merged keys", "keys below"} <= lines
-    assert not any(VARIANTS[name].method in ("preset", "strength") for name in GROUPS["choose"]["noised"])
-    others = {"tomesd-early-and-late-0.75-then-0.35", "downsample-early-and-late-8x8-then-2x2", "tiles-2x2",
-              "tiles-4x4"}  # fmt: skip
-    assert all(others <= set(many) for many in quality_options.names(showing).values())
+    assert "to choose by" not in quality_report.table([said(SHOW)])
 
 
 def test_a_model_that_never_saw_walls_is_judged_without_them(tmp_path):
@@ -124,3 +102,55 @@ def test_a_model_that_never_saw_walls_is_judged_without_them(tmp_path):
         latent, _ = SceneSubject(path, torch.device("cpu"), purpose).scene(3)
         assert torch.equal(latent, model.encode(painted, 5.0))
         assert not torch.equal(painted, Scenes(purpose.scenes + 1, 1, 128, walls=not walls)[3][0])
+
+
+def test_scenes_that_are_painted_otherwise_are_other_settings(monkeypatch):
+    before = subjects.held_out_fingerprint(PURPOSES[SHOW], 32)
+    assert subjects.held_out_fingerprint(PURPOSES[SHOW], 32) == before
+    assert subjects.held_out_fingerprint(PURPOSES[CHOOSE], 32) != before
+    monkeypatch.setattr(scene_wall, "paint", lambda canvas, setting: None)
+    assert subjects.held_out_fingerprint(PURPOSES[SHOW], 32) != before
+
+
+def test_schedules_run_from_noisy_to_clean_and_end_where_they_say():
+    made, config = tiny_scenes.make(), model.SCHEDULER
+    for steps in (4, 20):
+        late = subjects.timesteps("late-half", config, steps)
+        assert subjects.timesteps("uniform", config, steps) is None
+        assert late == sampler.solver(made, 2 * steps).timesteps.tolist()[steps:]
+        for times in (late, *(subjects.timesteps(name, config, steps) for name in ("karras", "exponential", "ays"))):
+            assert len(times) == steps and times == sorted(set(times), reverse=True)
+        assert max(late) < 500 < max(times)
+    kept = sampler.DDPMScheduler(**config).alphas_cumprod.double()
+    times = subjects.timesteps("karras", config, 20)
+    roots = ((1 - kept[times]) / kept[times]).sqrt() ** (1 / 7)  # in which Karras' steps are even
+    assert roots[0] ** 7 == pytest.approx(14.6, rel=0.05) and times[-1] == 0
+    apart = -roots.diff()
+    assert apart.max() < 1.2 * apart.median() and apart.min() > 0.8 * apart.median()
+
+
+def test_guidance_and_schedule_change_pictures_and_their_defaults_do_not(tiny_file):
+    loaded, tokens = model.load(tiny_file), prompt.tokens(PURPOSES[SHOW].prompts[3])
+
+    def picture(*manner) -> np.ndarray:
+        subject = SceneSubject(tiny_file, torch.device("cpu"), PURPOSES[SHOW], subjects.Manner(*manner))
+        return subject.picture(3, 2)
+
+    default, seed = picture(), PURPOSES[SHOW].first + 3
+    assert np.array_equal(default, sampler.sample(loaded, tokens, seed, steps=2))
+    own = sampler.solver(loaded, 2).timesteps.tolist()  # which change nothing if they are given to it
+    assert np.array_equal(default, sampler.sample(loaded, tokens, seed, timesteps=own))
+    others = [picture("karras"), picture("late-half"), picture("uniform", 7.5)]
+    assert all(not np.array_equal(a, b) for i, a in enumerate(others) for b in (default, *others[:i]))
+
+
+def test_a_picture_started_from_one_stays_as_near_to_it_as_the_steps_are_late():
+    loaded = model.load()
+    pictures, tokens, _ = Scenes(0, 1, 128)[1]
+    start, words = model.encode(pictures), tokens[0].tolist()
+    apart = []
+    for first in (19, 499):
+        times = np.linspace(first, 9, 2).astype(int).tolist()
+        ended = sampler.sample(loaded, words, 1, timesteps=times, start=start)
+        apart.append(np.abs(ended.astype(float) - sampler.to_bytes(pictures)[0]).mean())
+    assert apart[0] < 5 < apart[1]

@@ -19,7 +19,7 @@ from diffusers.models.attention_processor import AttnProcessor
 
 from tests import offloading
 from tests.attention_packages import sageattn
-from tests.beside import ways
+from tests.beside import savers, ways
 from tests.beside.models import Beside
 
 
@@ -166,10 +166,12 @@ THINGS = {
     "offloaded blocks": Thing(ways.offloaded(offloading.in_groups_of_blocks), found=HOOKED),
     "offloaded leaves": Thing(ways.offloaded(offloading.in_groups_of_leaves), found=HOOKED),
     "SD.Next's offloading": Thing(ways.offloaded(ways.as_sdnext_offloads), fits=has_parts_alone),
-    "FreeU": Thing(ways.measured("FreeU"), fits=is_stable_diffusion),
-    "HyperTile": Thing(ways.measured("HyperTile"), ANYWHERE, "the picture's grid|_InTiles", is_stable_diffusion),
+    "FreeU": Thing(ways.of_pipelines(savers.free_u), fits=is_stable_diffusion),
+    "HyperTile": Thing(
+        ways.of_pipelines(savers.hyper_tile), ANYWHERE, "the picture's grid|_InTiles", is_stable_diffusion),
     "down-sampled keys": Thing(
-        ways.measured("down-sampling"), ANYWHERE, "not the picture's tokens|_OnCoarserKeys", is_stable_diffusion),
+        ways.of_pipelines(savers.down_sampling), ANYWHERE, "not the picture's tokens|_OnCoarserKeys",
+        is_stable_diffusion),
     "FirstBlockCache": Thing(ways.first_block, found=HOOKED, fits=knows_first_blocks),
     "a deep copy": Thing(ways.deep_copy),
     "a pickle": Thing(ways.pickled),

@@ -28,8 +28,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from benchmarks.networks import first_block_cache
-from benchmarks.stack_beside import BESIDE
 from tests.beside.models import Beside
+from tests.beside.savers import PutOn
 from tests.image_prompts import image_adapter
 from tests.offloading import CPU, take_off
 
@@ -448,12 +448,12 @@ def as_sdnext_offloads(model: nn.Module) -> None:
     model._hf_hook.execution_device = CPU
 
 
-def measured(name: str) -> On:
-    """One of those that the benchmarks measure beside merging."""
+def of_pipelines(put_on: PutOn) -> On:
+    """What takes a pipeline, of which only the model is here."""
 
     def on(beside: Beside) -> AbstractContextManager:
         model = beside.model
-        return BESIDE[name].put_on(SimpleNamespace(
+        return put_on(SimpleNamespace(
             unet=model, enable_freeu=model.enable_freeu, disable_freeu=model.disable_freeu))  # fmt: skip
 
     return on

@@ -107,7 +107,7 @@ def test_a_benchmark_takes_it_and_merges_where_it_has_attention(tmp_path, xl):
     path = tmp_path / "xl.safetensors"
     model.save(xl, path)
     subject = SceneSubject(path, torch.device("cpu"), PURPOSES[SHOW])
-    bench = QualityBench(subject, Amounts(noised=2, pictures=1, steps=2, times=(400,)), None, None)
+    bench = QualityBench(subject, Amounts(noised=2, pictures=1, steps=2, times=(400,)))
     rows = [bench.measure(Row(subject.name, "noised", 0, 0, 2, name)) for name in ("unmerged", "preset-max")]
     assert rows[0]["work"] == [1.0] and rows[1]["work"][0] < 0.5 and rows[1]["dev"][0][0] > 0
     drawn = bench.measure(Row(subject.name, "pictures", 0, 0, 1, "unmerged"))

@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 
 import tome_core
-from benchmarks.python_calls import watch
-from benchmarks.tiny_unet import make_inputs, make_unet
 from tests import tiny_transformers
 from tests.families import every_family_in_time
+from tests.host_work import make_inputs, make_unet, watch
 from tests.models import BY_NAME, call_case, call_unet, inputs, sd15, small
 from tests.most_calls import MOST_CALLS_LEFT_ALONE
 from tome_core import PRESETS, MergeConfig, gains
