@@ -12,14 +12,12 @@ import torch.nn.functional as F
 from diffusers.models import attention_dispatch, attention_processor
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
-from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
 import tome_core
 from tests import attention_packages as packages
 from tests import conformance as laws
-from tests.conformance import KV, SIDE, UNetOf, merging_by, run, tokens, way, why_left_alone
-from tests.diffusers_processors import attention
+from tests.conformance import KV, SIDE, UNetOf, attention, merging_by, run, tokens, way, why_left_alone
 from tests.doubles import attend, of_heads
 from tome_core.attention import functions
 from tome_core.attention.functions import try_once
@@ -33,6 +31,12 @@ _calls = 0
 @pytest.fixture(autouse=True)
 def _forget(monkeypatch):
     monkeypatch.setattr(functions, "_TRIED", type(functions._TRIED)())
+
+
+@pytest.fixture
+def torchs(monkeypatch):
+    """Puts a function in the place of torch's."""
+    return lambda function: monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", function)
 
 
 # --- callers ----------------------------------------------------------------------------------------------------------
@@ -55,11 +59,6 @@ class ByModule:
 class ByFullName(ByModule):
     def __call__(self, attn, x, *_, **__):
         return flat(torch.nn.functional.scaled_dot_product_attention(*parts(attn, x)))
-
-
-class BySecondName(ByModule):
-    def __call__(self, attn, x, *_, **__):
-        return flat(functional.scaled_dot_product_attention(*parts(attn, x)))
 
 
 class ByItsName(ByModule):
@@ -102,9 +101,12 @@ class Decorated(ByModule):
         return flat(F.scaled_dot_product_attention(*parts(attn, x)))
 
 
-class WithAScale(ByModule):
-    def __call__(self, attn, x, *_, **__):
-        return flat(F.scaled_dot_product_attention(*parts(attn, x), scale=0.7))
+class WithAScaleAndAnEmptyTuple(ByModule):
+    """Whose code has a tuple among its constants."""
+
+    def __call__(self, attn, x, sizes=None, **__):
+        sizes = () if sizes is None else sizes
+        return flat(F.scaled_dot_product_attention(*parts(attn, x), *sizes, scale=0.7))
 
 
 class Halved(AttnProcessor2_0):
@@ -163,32 +165,24 @@ class InvokeAIs(AttnProcessor2_0):
 
 
 CALLERS = {
-    one.__name__: one() for one in (
-        ByModule, ByFullName, BySecondName, ByItsName, InsideAFunction, ByAHelper, ByAMethod, ByDispatch, Decorated,
-        WithAScale, Halved, Counting, Slim, Named, ByXformers, ByXformersAndFlat,
+    kind.__name__: kind() for kind in (
+        ByModule, ByFullName, ByItsName, InsideAFunction, ByAHelper, ByAMethod, ByDispatch, Decorated,
+        WithAScaleAndAnEmptyTuple, Halved, Slim, Named, ByXformers, ByXformersAndFlat,
     )
 }  # fmt: skip
-CALLERS |= {"a function": a_function, "a partial function": functools.partial(a_function), "derived": type(
-    "Mine", (AttnProcessor2_0,), {})(), "derived, by hand": type("Mine", (AttnProcessor,), {})()}
-
-
-@pytest.fixture
-def _xformers(monkeypatch):
-    laws.with_xformers(monkeypatch, attention_processor)
-    monkeypatch.setitem(globals(), "xformers", attention_processor.xformers)
+CALLERS |= {"a function": a_function, "a partial function": functools.partial(a_function),
+            "derived, by hand": type("Mine", (AttnProcessor,), {})()}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CALLERS)
-@pytest.mark.usefixtures("_xformers")
-def test_whatever_its_class_an_attention_is_known_by_the_function_it_calls(name):
+def test_whatever_its_class_an_attention_is_known_by_the_function_it_calls(name, monkeypatch):
+    laws.with_xformers(monkeypatch, attention_processor)
+    monkeypatch.setitem(globals(), "xformers", attention_processor.xformers)
     assert way(attention(CALLERS[name])) == (OWN_BIAS if "Xformers" in name else BIAS)
 
 
-def test_arguments_that_come_with_a_call_get_there():
+def test_arguments_of_a_call_get_there_and_writes_of_its_code_too(monkeypatch):
     assert way(attention(InvokeAIs()), percent_through=0.5) == BIAS
-
-
-def test_what_a_callers_code_writes_into_its_module_is_there(monkeypatch):
     monkeypatch.setitem(globals(), "_calls", 0)
     unet = UNetOf(attention(Counting()))
     with merging_by(), tome_core.patch(unet, KV) as handle:
@@ -249,30 +243,32 @@ def test_the_processor_that_is_in_force_at_a_call_decides():
     assert handle.report().levels[0].sized_by == {BIAS: 4}
 
 
-# --- what is more than attention --------------------------------------------------------------------------------------
+# --- more than attention ----------------------------------------------------------------------------------------------
 
 
-MORE = {
-    "dropout": dict(dropout_p=0.1), "causal": dict(is_causal=True), "a bias": dict(attn_mask=torch.zeros(1, SIDE**2)),
-    "a mask of its own": dict(attn_mask=torch.ones(3, 1, SIDE**2, SIDE**2).tril().bool()),
-}  # fmt: skip
+class Asking(ByModule):
+    """Asks its function for more, of parts that are changed."""
 
+    def __init__(self, change=lambda *one: one, **more):
+        self.change, self.more = change, more
 
-@pytest.mark.parametrize("name", MORE)
-def test_a_call_that_asks_for_more_than_attention_is_left_alone(name):
-    def processor(attn, x, **_):
+    def __call__(self, attn, x, *_, **__):
         torch.manual_seed(0)
-        return flat(F.scaled_dot_product_attention(*parts(attn, x), **MORE[name]))
+        out = F.scaled_dot_product_attention(*self.change(*parts(attn, x)), **self.more)
+        return flat(out[0] if isinstance(out, tuple) else out)
 
-    assert ("mask" if "attn_mask" in MORE[name] else "more than attention") in why_left_alone(attention(processor))
 
+def test_a_call_that_asks_for_more_than_attention_is_left_alone(torchs):
+    def reason(*change, **more):
+        return why_left_alone(attention(Asking(*change, **more)), config=tome_core.MergeConfig(side="kv"))
 
-def test_keys_of_one_sample_for_all_are_left_alone():
-    def processor(attn, x, **_):
-        q, k, v = parts(attn, x)
-        return flat(F.scaled_dot_product_attention(q, k[:1], v[:1]))
-
-    assert "keys and values" in why_left_alone(attention(processor), config=tome_core.MergeConfig(side="kv"))
+    assert "more than attention" in reason(dropout_p=0.1)
+    assert "more than attention" in reason(is_causal=True)
+    assert "mask" in reason(attn_mask=torch.zeros(1, SIDE**2))
+    assert "mask" in reason(attn_mask=torch.ones(3, 1, SIDE**2, SIDE**2).tril().bool())
+    assert "keys and values" in reason(lambda q, k, v: (q, k[:1], v[:1]))  # of one sample for all
+    torchs(packages.sageattn)
+    assert "no attention: tests.attention_packages.sageattn" in reason(return_lse=True)  # logarithms as well
 
 
 def test_a_mask_that_hides_nothing_is_none():
@@ -283,11 +279,6 @@ def test_a_mask_that_hides_nothing_is_none():
 
 
 # --- functions in the place of torch's --------------------------------------------------------------------------------
-
-
-def swallowing(query, key, value, tensor_layout="HND", is_causal=False, scale=None, **_):
-    """As a quantised attention is plugged in: whatever mask it is given, by its name alone."""
-    return TORCHS(query, key, value, is_causal=is_causal, scale=scale)
 
 
 def refusing(query, key, value, attn_mask=None, **more):
@@ -309,61 +300,30 @@ def of_one_size(query, *args, **kwargs):
     return TORCHS(query, *args, **kwargs)
 
 
-every_caller = pytest.mark.parametrize("caller", [AttnProcessor2_0, ByAHelper, ByDispatch])
+@pytest.mark.parametrize("caller", [AttnProcessor2_0, ByAHelper, ByDispatch])
+def test_a_function_in_place_of_torchs_is_told_of_sizes_or_torchs_own_is(caller, torchs):
+    """It comes and goes, and each call notices."""
+    module = attention(caller())
+    swallowing = packages.sageattn if caller is not ByDispatch else refusing  # which has no argument ``scale``
+    for function, expected in ((TORCHS, BIAS), (swallowing, OWN_BIAS), (refusing, OWN_BIAS), (adding, BIAS)):
+        torchs(function)
+        assert way(module) == expected, function
+    for function in (linear, of_one_size):
+        torchs(function)
+        assert "no attention" in why_left_alone(module), function
 
 
-@every_caller
-@pytest.mark.parametrize(("function", "expected"), [(swallowing, OWN_BIAS), (refusing, OWN_BIAS), (adding, BIAS)])
-def test_a_function_in_place_of_torchs_is_told_of_sizes_or_torchs_own_is(function, expected, caller, monkeypatch):
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", function)
-    assert way(attention(caller())) == expected
-
-
-@every_caller
-@pytest.mark.parametrize("function", [linear, of_one_size])
-def test_a_function_that_is_no_attention_is_left_alone(function, caller, monkeypatch):
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", function)
-    assert "no attention" in why_left_alone(attention(caller()))
-
-
-def test_a_function_that_comes_and_goes_is_noticed_at_each_call(monkeypatch):
-    module = attention()
-    for function, expected in ((TORCHS, BIAS), (swallowing, OWN_BIAS), (adding, BIAS), (TORCHS, BIAS)):
-        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", function)
-        assert way(module) == expected
-
-
-@pytest.mark.parametrize("caller", [AttnProcessor2_0, ByAHelper])
-@pytest.mark.parametrize("function", [packages.sageattn1, packages.sageattn, packages.sageattn3_blackwell])
-def test_each_of_sageattentions_signatures_in_place_of_torchs_leaves_merged_keys_to_torch(
-    function, caller, monkeypatch
-):
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", function)
-    assert way(attention(caller())) == OWN_BIAS
-
-
-def test_a_call_that_asks_for_the_logarithms_as_well_is_left_alone(monkeypatch):
-    class WithLogarithms(ByModule):
-        def __call__(self, attn, x, *_, **__):
-            return flat(F.scaled_dot_product_attention(*parts(attn, x), return_lse=True)[0])
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", packages.sageattn)
-    assert "no attention: tests.attention_packages.sageattn" in why_left_alone(attention(WithLogarithms()))
-
-
-# which way each backend of diffusers' dispatcher takes: those that add a bias do, and torch's own function answers
-# for the merged keys of the others
-ADDING = ("native", "_native_cudnn", "_native_efficient", "_native_math", "flex", "xformers")
-BACKENDS = [one.value for one in attention_dispatch._AttentionBackendRegistry.list_backends()]
+# backends of diffusers' dispatcher: torch's own function answers for merged keys if a backend adds no bias
+BACKENDS = {"native": BIAS, "_native_math": BIAS, "flex": BIAS, "xformers": BIAS, "flash": OWN_BIAS, "sage": OWN_BIAS}
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_every_backend_of_diffusers_is_tried_as_a_function_is(name, monkeypatch):
+def test_backends_of_diffusers_are_tried_as_functions_are(name, monkeypatch):
     """By the dispatcher, whose backend is looked up at each call."""
     packages.put_into_diffusers(monkeypatch, attention_dispatch)
     registry, chosen = attention_dispatch._AttentionBackendRegistry, attention_dispatch.AttentionBackendName(name)
     monkeypatch.setattr(registry, "_active_backend", chosen)
-    assert way(attention(ByDispatch())) == (BIAS if name in ADDING else OWN_BIAS)
+    assert way(attention(ByDispatch())) == BACKENDS[name]
 
 
 # --- trying -----------------------------------------------------------------------------------------------------------
@@ -375,23 +335,28 @@ def by_products(q, k, v, bias=None, scale=0.25):
     return torch.einsum("bhqk,bkhd->bqhd", (logits if bias is None else logits + bias).softmax(-1), v)
 
 
+def with_bias(change):
+    """The function with another bias."""
+    return lambda q, k, v, bias: by_products(q, k, v, None if bias is None else change(bias))
+
+
 LIKE = torch.zeros(1, 4, 2, 16)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("function", "expected"), [
+@pytest.mark.parametrize("function, expected", [
     (by_products, True),
-    (lambda q, k, v, bias: by_products(q, k, v), False),
-    (lambda q, k, v, bias: by_products(q, k, v, None if bias is None else bias * 0.5), False),
-    (lambda q, k, v, bias: by_products(q, k, v, None if bias is None else (bias == 0) * -1e4), False),  # yes or no
-    (lambda q, k, v, bias: by_products(q, k, v, None if bias is None else (bias != 0) * -1e4), False),  # no or yes
+    (with_bias(lambda bias: None), False),
+    (with_bias(lambda bias: bias * 0.5), False),
+    (with_bias(lambda bias: (bias == 0) * -1e4), False),  # yes or no
+    (with_bias(lambda bias: (bias != 0) * -1e4), False),  # no or yes
     (lambda q, k, v, bias: by_products(q, k, v, bias, 0.3), None),
     (lambda q, k, v, bias: by_products(q, k, v, bias)[:, :1], None),
     (lambda q, k, v, bias: q * float("nan"), None),
     (lambda q, k, v, bias: 1 / 0, None),
 ])  # fmt: skip
-def test_what_a_function_does_is_found_on_a_few_tokens(function, expected, dtype):
-    assert try_once("one", function, 0.25, LIKE.to(dtype)) is expected
+def test_what_a_function_does_is_found_on_a_few_tokens(function, expected):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert try_once("one", function, 0.25, LIKE.to(dtype)) is expected, dtype
 
 
 def test_a_function_is_tried_once_for_its_heads_and_dtype_and_draws_from_no_generator():
