@@ -51,37 +51,59 @@ def flat(out: torch.Tensor) -> torch.Tensor:
     return out.transpose(1, 2).flatten(2)
 
 
-class ByModule:
-    def __call__(self, attn, x, *_, **__):
-        return attn.to_out[0](flat(F.scaled_dot_product_attention(*parts(attn, x))))
+def processor(call: Any) -> Any:
+    """Of a class of its own, whose code this is."""
+    return type("Mine", (), {"__call__": call})()
 
 
-class ByFullName(ByModule):
-    def __call__(self, attn, x, *_, **__):
-        return flat(torch.nn.functional.scaled_dot_product_attention(*parts(attn, x)))
+def by_module(self, attn, x, *_, **__):
+    return attn.to_out[0](flat(F.scaled_dot_product_attention(*parts(attn, x))))
 
 
-class ByItsName(ByModule):
-    def __call__(self, attn, x, *_, **__):
-        return flat(scaled_dot_product_attention(*parts(attn, x)))
-
-
-class InsideAFunction(ByModule):
-    def __call__(self, attn, x, *_, **__):
-        def inside(one):
-            return (lambda: F.scaled_dot_product_attention(*parts(attn, one)))()
-
-        return flat(inside(x))
-
-
-class ByAHelper(ByModule):
+def by_a_helper(self, attn, x, *_, **__):
     """Of another module."""
-
-    def __call__(self, attn, x, *_, **__):
-        return attend(attn.to_q(x), attn.to_k(x), attn.to_v(x), attn.heads)
+    return attend(attn.to_q(x), attn.to_k(x), attn.to_v(x), attn.heads)
 
 
-class ByAMethod(ByModule):
+def by_dispatch(self, attn, x, *_, **__):
+    return dispatch_attention_fn(*(one.transpose(1, 2) for one in parts(attn, x))).flatten(2)
+
+
+def inside_a_function(self, attn, x, *_, **__):
+    def inside(one):
+        return (lambda: F.scaled_dot_product_attention(*parts(attn, one)))()
+
+    return flat(inside(x))
+
+
+def with_an_empty_tuple(self, attn, x, sizes=None, **__):
+    sizes = () if sizes is None else sizes  # among the constants of this code
+    return flat(F.scaled_dot_product_attention(*parts(attn, x), *sizes, scale=0.7))
+
+
+def by_xformers(self, attn, x, *_, **__):
+    q, k, v = (one.transpose(1, 2) for one in parts(attn, x))
+    return xformers.ops.memory_efficient_attention(q, k, v, attn_bias=None).flatten(2)
+
+
+def by_xformers_and_flat(self, attn, x, *_, **__):
+    """Heads lie within the batch."""
+    out = xformers.ops.memory_efficient_attention(*(one.flatten(0, 1) for one in parts(attn, x)), op=None)
+    return flat(out.unflatten(0, (-1, attn.heads)))
+
+
+def a_function(attn, x, *_, **__):
+    return flat(F.scaled_dot_product_attention(*parts(attn, x)))
+
+
+def counting(self, attn, x, *_, **__):
+    """As StoryDiffusion's, in a global."""
+    global _calls
+    _calls += 1
+    return flat(F.scaled_dot_product_attention(*parts(attn, x)))
+
+
+class ByAMethod:
     def __call__(self, attn, x, *_, **__):
         return self.attend(attn, x)
 
@@ -89,24 +111,11 @@ class ByAMethod(ByModule):
         return flat(F.scaled_dot_product_attention(*parts(attn, x)))
 
 
-class ByDispatch(ByModule):
+class Named(NamedTuple):
+    factor: float = 0.5
+
     def __call__(self, attn, x, *_, **__):
-        q, k, v = (one.transpose(1, 2) for one in parts(attn, x))
-        return dispatch_attention_fn(q, k, v).flatten(2)
-
-
-class Decorated(ByModule):
-    @torch.no_grad()
-    def __call__(self, attn, x, *_, **__):
-        return flat(F.scaled_dot_product_attention(*parts(attn, x)))
-
-
-class WithAScaleAndAnEmptyTuple(ByModule):
-    """Whose code has a tuple among its constants."""
-
-    def __call__(self, attn, x, sizes=None, **__):
-        sizes = () if sizes is None else sizes
-        return flat(F.scaled_dot_product_attention(*parts(attn, x), *sizes, scale=0.7))
+        return flat(F.scaled_dot_product_attention(*parts(attn, x))) * self.factor
 
 
 class Halved(AttnProcessor2_0):
@@ -118,44 +127,6 @@ class Halved(AttnProcessor2_0):
         return super().__call__(attn, x, *args, **kwargs) * 0.5
 
 
-class Counting(ByModule):
-    """As StoryDiffusion's, in a global."""
-
-    def __call__(self, attn, x, *_, **__):
-        global _calls
-        _calls += 1
-        return flat(F.scaled_dot_product_attention(*parts(attn, x)))
-
-
-Slim = type("Slim", (), {"__slots__": ("scale",), "__call__": ByModule.__call__})
-
-
-class Named(NamedTuple):
-    factor: float = 0.5
-
-    def __call__(self, attn, x, *_, **__):
-        return flat(F.scaled_dot_product_attention(*parts(attn, x))) * self.factor
-
-
-def a_function(attn, x, *_, **__):
-    return flat(F.scaled_dot_product_attention(*parts(attn, x)))
-
-
-class ByXformers(ByModule):
-    def __call__(self, attn, x, *_, **__):
-        q, k, v = (one.transpose(1, 2) for one in parts(attn, x))
-        return xformers.ops.memory_efficient_attention(q, k, v, attn_bias=None).flatten(2)
-
-
-class ByXformersAndFlat(ByModule):
-    """Heads lie within the batch."""
-
-    def __call__(self, attn, x, *_, **__):
-        q, k, v = (one.flatten(0, 1) for one in parts(attn, x))
-        out = xformers.ops.memory_efficient_attention(q, k, v, op=None)
-        return flat(out.unflatten(0, (-1, attn.heads)))
-
-
 class InvokeAIs(AttnProcessor2_0):
     """Another package's, whose arguments come with each call."""
 
@@ -165,26 +136,38 @@ class InvokeAIs(AttnProcessor2_0):
 
 
 CALLERS = {
-    kind.__name__: kind() for kind in (
-        ByModule, ByFullName, ByItsName, InsideAFunction, ByAHelper, ByAMethod, ByDispatch, Decorated,
-        WithAScaleAndAnEmptyTuple, Halved, Slim, Named, ByXformers, ByXformersAndFlat,
-    )
+    "by a module's name": processor(by_module),
+    "by its full name": processor(lambda self, attn, x, *_, **__: flat(
+        torch.nn.functional.scaled_dot_product_attention(*parts(attn, x)))),
+    "by its own name": processor(lambda self, attn, x, *_, **__: flat(scaled_dot_product_attention(*parts(attn, x)))),
+    "by a helper": processor(by_a_helper),
+    "by a method": ByAMethod(),
+    "by diffusers' dispatcher": processor(by_dispatch),
+    "inside a function": processor(inside_a_function),
+    "decorated": processor(torch.no_grad()(by_module)),
+    "with an empty tuple": processor(with_an_empty_tuple),
+    "derived": Halved(),
+    "derived, by hand": type("Mine", (AttnProcessor,), {})(),
+    "with slots": type("Slim", (), {"__slots__": ("scale",), "__call__": by_module})(),
+    "a named tuple": Named(),
+    "a function": a_function,
+    "a partial function": functools.partial(a_function),
+    "by xformers": processor(by_xformers),
+    "by xformers and flat": processor(by_xformers_and_flat),
 }  # fmt: skip
-CALLERS |= {"a function": a_function, "a partial function": functools.partial(a_function),
-            "derived, by hand": type("Mine", (AttnProcessor,), {})()}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CALLERS)
 def test_whatever_its_class_an_attention_is_known_by_the_function_it_calls(name, monkeypatch):
     laws.with_xformers(monkeypatch, attention_processor)
     monkeypatch.setitem(globals(), "xformers", attention_processor.xformers)
-    assert way(attention(CALLERS[name])) == (OWN_BIAS if "Xformers" in name else BIAS)
+    assert way(attention(CALLERS[name])) == (OWN_BIAS if "xformers" in name else BIAS)
 
 
 def test_arguments_of_a_call_get_there_and_writes_of_its_code_too(monkeypatch):
     assert way(attention(InvokeAIs()), percent_through=0.5) == BIAS
     monkeypatch.setitem(globals(), "_calls", 0)
-    unet = UNetOf(attention(Counting()))
+    unet = UNetOf(attention(processor(counting)))
     with merging_by(), tome_core.patch(unet, KV) as handle:
         for _ in range(3):
             run(unet, tokens(1))
@@ -192,11 +175,11 @@ def test_arguments_of_a_call_get_there_and_writes_of_its_code_too(monkeypatch):
 
 
 def test_values_of_another_width_than_keys_merge_without_a_correction():
-    def processor(attn, x, **_):
+    def wider(attn, x, **_):
         q, k, v = parts(attn, x)
         return flat(F.scaled_dot_product_attention(q, k, torch.cat([v, -v], -1)).chunk(2, -1)[1])
 
-    unet, found = UNetOf(attention(processor)), []
+    unet, found = UNetOf(attention(wider)), []
     for correction in (True, False):
         with tome_core.patch(unet, side="kv", use_rand=False, correction=correction) as handle:
             found.append(run(unet, tokens(2)))
@@ -246,7 +229,7 @@ def test_the_processor_that_is_in_force_at_a_call_decides():
 # --- more than attention ----------------------------------------------------------------------------------------------
 
 
-class Asking(ByModule):
+class Asking:
     """Asks its function for more, of parts that are changed."""
 
     def __init__(self, change=lambda *one: one, **more):
@@ -272,10 +255,10 @@ def test_a_call_that_asks_for_more_than_attention_is_left_alone(torchs):
 
 
 def test_a_mask_that_hides_nothing_is_none():
-    def processor(attn, x, **_):
+    def masked(attn, x, **_):
         return flat(F.scaled_dot_product_attention(*parts(attn, x), torch.ones(len(x), 1, 1, SIDE**2).bool()))
 
-    assert way(attention(processor)) == BIAS
+    assert way(attention(masked)) == BIAS
 
 
 # --- functions in the place of torch's --------------------------------------------------------------------------------
@@ -300,11 +283,11 @@ def of_one_size(query, *args, **kwargs):
     return TORCHS(query, *args, **kwargs)
 
 
-@pytest.mark.parametrize("caller", [AttnProcessor2_0, ByAHelper, ByDispatch])
+@pytest.mark.parametrize("caller", ["by a module's name", "by a helper", "by diffusers' dispatcher"])
 def test_a_function_in_place_of_torchs_is_told_of_sizes_or_torchs_own_is(caller, torchs):
     """It comes and goes, and each call notices."""
-    module = attention(caller())
-    swallowing = packages.sageattn if caller is not ByDispatch else refusing  # which has no argument ``scale``
+    module = attention(CALLERS[caller])
+    swallowing = refusing if "dispatcher" in caller else packages.sageattn  # the dispatcher gives a ``scale``
     for function, expected in ((TORCHS, BIAS), (swallowing, OWN_BIAS), (refusing, OWN_BIAS), (adding, BIAS)):
         torchs(function)
         assert way(module) == expected, function
@@ -323,7 +306,7 @@ def test_backends_of_diffusers_are_tried_as_functions_are(name, monkeypatch):
     packages.put_into_diffusers(monkeypatch, attention_dispatch)
     registry, chosen = attention_dispatch._AttentionBackendRegistry, attention_dispatch.AttentionBackendName(name)
     monkeypatch.setattr(registry, "_active_backend", chosen)
-    assert way(attention(ByDispatch())) == BACKENDS[name]
+    assert way(attention(CALLERS["by diffusers' dispatcher"])) == BACKENDS[name]
 
 
 # --- trying -----------------------------------------------------------------------------------------------------------
