@@ -14,7 +14,7 @@ from tests.conformance import CHANNELS, DTYPES, HEADS, SIDE, attention, telling,
 from tests.doubles import of_heads
 from tome_core import MergePlan
 from tome_core.attention import by_hand
-from tome_core.attention.by_hand import ForwardOnStandIn, StandIn, full_name, known_of, register
+from tome_core.attention.by_hand import ForwardOnStandIn, full_name, known_of, register
 from tome_core.attention.merged import BIAS, OWN_BIAS
 
 
@@ -113,15 +113,3 @@ def test_a_mask_or_tokens_of_others_are_left_alone():
     reason = why_left_alone(telling(Masked()), context=tokens(3, count=20))
     assert "keys and values are not the picture's tokens" in reason
     assert way(telling(OwnScale()), batches=(2,), context=tokens(2)) == OWN_BIAS  # the tokens themselves
-
-
-def test_a_stand_in_is_the_module_but_for_its_projections():
-    module = telling(OwnScale())
-    q, k, v = tokens(1), tokens(1, seed=1), tokens(1, seed=2)
-    one = StandIn(module, q, k, v)
-    assert one.to_q(None) is q and one.to_k(None) is k and one.to_v(None, scale=1.0) is v
-    assert one.scale == module.scale and one.heads == HEADS and one.dim_head == CHANNELS // HEADS
-    assert torch.equal(one.of(None, None)[0], of_heads(q, HEADS))  # its methods work on it, too
-    assert one.to_out(q) is q and one.to_out[1](one.to_out[0](q)) is q
-    with pytest.raises(AttributeError):
-        _ = one.missing

@@ -17,7 +17,7 @@ from benchmarks.sd_block import make_block, make_inputs
 from tests import tiny_transformers
 from tests.conformance import GROUPS, KV, assert_repeated, far, means, merging_by, ragged
 from tests.families import every_family_in_time
-from tests.models import BY_NAME, ModelCase, call_case
+from tests.models import ModelCase, call_case
 from tests.thoroughness import some_quick
 from tome_core import MergeConfig
 from tome_core.attention.merged import BIAS, OWN_BIAS
@@ -119,29 +119,6 @@ def test_every_self_attention_of_every_transformer_gives_what_repeated_keys_give
         out, other, without = (x[0] if isinstance(x, tuple) else x for x in (one.out, other, without))
         assert far(out, other) < 1e-5 < 1e-2 < far(without, other)
     assert handle.report().levels[0].calls_merged == len(seen)
-
-
-def test_without_proportional_attention_no_key_weighs_more():
-    case = BY_NAME["sd15"]
-    model = case.build()
-    with merging_by(), tome_core.patch(model, KV, proportional=False) as handle:
-        unsized = call_case(case, model)
-    with merging_by(), tome_core.patch(model, KV):
-        assert far(call_case(case, model), unsized) > 1e-3
-    assert handle.report().merged_anything and not any(level.sized_by for level in handle.report().levels)
-
-
-def test_patching_draws_from_no_generator_and_leaves_training_on():
-    unet, inputs = make_block(), make_inputs(8, 1, "cpu", torch.float32)
-    attention = unet.input_blocks[0][0].transformer_blocks[0].attn1
-    attention.to_out = nn.Sequential(attention.to_out, nn.Dropout(0.5))
-    unet.train()
-    state = torch.get_rng_state()
-    with tome_core.patch(unet, MergeConfig()) as handle:
-        assert torch.equal(torch.get_rng_state(), state)
-        assert all(module.training for module in unet.modules())
-        unet(*inputs)
-    assert handle.report().levels[0].sized_by == {BIAS: 1}
 
 
 def test_a_model_that_gets_its_weights_after_the_patch_merges_by_them():

@@ -56,16 +56,6 @@ def test_merged_keys_give_what_repeated_keys_give(kind):
     assert "keys and values" in why_left_alone(module, context=tokens(3, count=9))
 
 
-def test_code_of_another_name_is_unknown_though_it_computes_the_same():
-    forward = ldm_attention.CrossAttention.forward
-    own = type(forward)(forward.__code__, forward.__globals__, "forward", forward.__defaults__)
-    own.__module__, own.__qualname__ = "sgm.modules.attention", "CrossAttention.forward"
-    module = attention("ldm")
-    module.__class__ = type("CrossAttention", (ldm_attention.CrossAttention,), {"forward": own})
-    reason = "sgm.modules.attention.CrossAttention.forward calls no attention function that is known"
-    assert reason in why_left_alone(module)
-
-
 def test_code_that_a_host_puts_on_the_class_counts(monkeypatch):
     """As the webui does for its choice of cross-attention optimization."""
     module = attention("ldm")

@@ -103,12 +103,14 @@ def test_a_correction_is_of_the_queries_that_attended(queries):
 
 
 def test_exact_answers_are_asked_of_the_picture_and_of_others():
-    layout, tokens = Layout(Grid(32, 32), first=50), 50 + 1024 + 9
-    (rows,) = merged.pick_asked_in(layout, tokens, WIDTH, torch.device("cpu"))
+    """One of the others lies right behind it."""
+    first, count = 49, 32 * 32
+    tokens = first + count + 10
+    (rows,) = merged.pick_asked_in(Layout(Grid(32, 32), first), tokens, WIDTH, torch.device("cpu"))
     assert len(set(rows.tolist())) == len(rows) and rows.max() < tokens
-    inside = (rows >= 50) & (rows < 50 + 1024)
+    inside = (rows >= first) & (rows < first + count)
     assert 32 <= inside.sum() <= 128 and (~inside).sum() == inside.sum() // 4
-    assert (rows < 50).any() and (rows >= 50 + 1024).any()
+    assert (rows < first).any() and (rows == first + count).any()
 
 
 @pytest.mark.parametrize("layout, behind", [(PICTURE, 4), (FILM, 0)])

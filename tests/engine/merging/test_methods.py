@@ -172,6 +172,11 @@ def test_clusters_are_lloyds_algorithm_on_tokens_or_on_their_cosines(name, ratio
     assert match(name, x, (6, 6), ratio=ratio).group[0].tolist() == expected
 
 
+def test_a_cluster_that_loses_its_tokens_keeps_its_centre_and_is_given_one_in_the_end():
+    x = torch.tensor([6.0, 6, 6, 6, 1, 3, 9, 9]).view(1, 8, 1)  # from centres 6, 6, 1 and 9: the second gets none
+    assert match("cluster", x, (1, 8)).group.tolist() == [[0, 0, 0, 0, 2, 1, 3, 3]]
+
+
 @every_method
 def test_equal_inputs_give_equal_maps_and_the_global_generator_is_left_alone(name):
     x = tokens((16, 16))
