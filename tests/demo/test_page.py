@@ -55,7 +55,8 @@ def test_a_strength_counts_unless_own_settings_do_and_what_is_not_possible_is_to
 def test_the_script_does_what_the_page_did(own):
     wanted = page.read({**VALUES, "own": own, "ratio": 0.35}, SD, True)
     calls = []
-    double = SimpleNamespace(MergeConfig=tome_core.MergeConfig, patch=lambda pipe, *how, **more: calls.append(how or more))
+    patch = lambda pipe, *how, **more: calls.append(how or more)  # noqa: E731
+    double = SimpleNamespace(MergeConfig=tome_core.MergeConfig, patch=patch)
     call = re.search(r"tome_core\.patch\(pipe, .*\)(?= as)", page.script(wanted)).group()
     exec(call, {"tome_core": double, "pipe": None})
     assert calls == [(wanted.how["config"],) if own else {"strength": 0.5}]
