@@ -42,9 +42,10 @@ def table(records: Sequence[Record]) -> str:
     text = [_EXPLAINED.format(strengths=" / ".join(strengths), promised=promise, guidance=guidance)]
     for record in records:
         for model in dict.fromkeys(row["model"] for row in record["rows"]):
-            cells = (_cells(record, model, case["name"], strengths) for case in record["settings"]["cases"])
-            drawn = markdown(("case", "pictures", *_FIGURES), (one for one in cells if one[1] != "0"))
-            text += [f"### {model}", drawn]
+            there = {row["case"] for row in record["rows"] if row["model"] == model}
+            names = [case["name"] for case in record["settings"]["cases"] if case["name"] in there]
+            cells = (_cells(record, model, name, strengths) for name in names)
+            text += [f"### {model}", markdown(("case", "pictures", *_FIGURES), cells)]
         if record["missing"]:
             text.append(f"Unfinished: {len(record['missing'])} rows are missing.")
         text.append(f"`{record['command']}`; commit {record['commit']}; {record['device']['name']}.")
