@@ -93,13 +93,11 @@ def main(arguments: list[str] | None = None) -> int:
                                      "results, made from their JSON alone.")  # fmt: skip
     add = parser.add_argument
     add("files", nargs="+", type=Path, metavar="FILE", help=f"results of one kind: {', '.join(results.KINDS)}")
-    add("--table", type=Path, metavar="MD", help="where the table goes (default: beside the first FILE)")
-    add("--plot", type=Path, metavar="PNG", help="where the plot goes (default: beside the first FILE)")
     add("--no-plot", action="store_true", help="only the table, which needs no matplotlib")
 
     def work(options: argparse.Namespace, command: str) -> int:
-        plot = None if options.no_plot else options.plot or options.files[0].with_suffix(".png")
-        print(write(options.files, options.table or options.files[0].with_suffix(".md"), plot))
+        first = options.files[0]
+        print(write(options.files, first.with_suffix(".md"), None if options.no_plot else first.with_suffix(".png")))
         return 0
 
     return run("report", parser, arguments, work)

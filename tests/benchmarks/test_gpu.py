@@ -58,7 +58,7 @@ def test_it_needs_torch_alone_and_goes_on_after_a_kill_with_what_was_there(tmp_p
     record = results.load(path)
     assert 4 <= len(before) < len(record["rows"]) and record["rows"][: len(before)] == before
     planned = [key for key in gpu.plan("cpu") if not key.startswith("sdxl")]
-    assert [row["key"] for row in record["rows"]] == planned and len(planned) == 7
+    assert [row["key"] for row in record["rows"]] == planned and len(planned) == 8
     assert record["missing"] == [] and "no sheet: " in said and not path.with_suffix(".png").exists()
     for row in record["rows"]:
         assert not {"unmerged", "balanced", "new", "kept", gpu_rows.ROW} & set(row.get("failed", ())), row["failed"]
