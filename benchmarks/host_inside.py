@@ -48,7 +48,7 @@ class ComfyUI:
         self._sample = importlib.import_module("comfy.sample").sample_custom
         self.function = importlib.import_module("comfy.ldm.modules.attention").optimized_attention.__name__
         self.version = importlib.import_module("comfyui_version").__version__
-        size = case["free"]
+        size = case["free"]  # by which ComfyUI cuts its work: it must not depend on who else runs
         importlib.import_module("comfy.model_management").get_free_memory = lambda dev=None, torch_free_too=False: (
             (size, size) if torch_free_too else size)  # fmt: skip
         self._model, self._strength = random_model(case["tiny"]), case["strength"]
