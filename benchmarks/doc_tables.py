@@ -18,11 +18,10 @@ from statistics import median
 from benchmarks import gpu_report, results, subjects
 from benchmarks.models import BLOCK
 from benchmarks.quality_figures import Section, at_equal_time, sections
-from benchmarks.quality_rows import TIMES
 from benchmarks.report import markdown, write
 from benchmarks.results import Record
 from benchmarks.settings_table import settings
-from benchmarks.variant_list import APART, FRONT, SKIPPED, TOMA_RATIOS
+from benchmarks.variant_list import APART, SKIPPED, TOMA_RATIOS
 from tome_core.settings.presets import MARKS
 
 ROOT = Path(__file__).parents[1]
@@ -39,12 +38,16 @@ AT_EQUAL_TIME = {
 }
 # results whose report's first table a page shows, and which of its columns
 SHOWN = {
-    "cases": ((0, 2, 3, 5), "cases-cpu-2026-11-25"),
     "host_calls": (tuple(range(10)), "host-calls-cpu-2026-11-27"),
 }  # fmt: skip
+HOST_ATTENTIONS = {
+    "comfyui": "ComfyUI, its own on a CPU",
+    "comfyui-pytorch": "ComfyUI, PyTorch's",
+    "webui-sub-quadratic": "AUTOMATIC1111, sub-quadratic",
+    "webui-sdp": "AUTOMATIC1111, sdp (PyTorch's)",
+}
 STACKING = ("stacking-cpu-2026-11-25", "stacking-easycache-cpu-2026-11-26", "stacking-wan-cpu-2026-11-25")
 CARDS = {"card": "card-h200-2026-11-26", "block": "gpu-cpu-2026-11-27"}
-MOMENTS = (50, 400, 800)  # of `TIMES`: hardly noisy, half, nearly noise
 TOKENS = 4096  # of the finest level of the scene models
 PEERS = {
     "tomesd-0.5": "tomesd, ratio .5",
@@ -92,14 +95,24 @@ def record(name: str) -> Record:
     return found
 
 
+def gains() -> str:
+    """How many times as fast calls of a whole UNet are in real hosts, by picture size."""
+    _, _, *lines = _of_report((0, 1, 9), SHOWN["host_calls"][1]).splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines]
+    factors = {(attention, pixels): factor for attention, pixels, factor in rows}
+    sizes = sorted({pixels for _, pixels in factors}, key=int)
+    return markdown(("attention function of the host", *(f"{pixels} px" for pixels in sizes)), (
+        (label, *(factors.get((name, pixels), "") for pixels in sizes)) for name, label in HOST_ATTENTIONS.items()
+    ))  # fmt: skip
+
+
 def strength() -> str:
-    """What each named strength takes and changes, and two others' methods beside it."""
+    """What each named strength takes and changes, and tomesd beside it."""
     models = sections(record(QUALITY))
     marks = {f"preset-{name}": (f"{value:g}", f"`{name}`") for name, value in MARKS.items()}
-    rows = {**marks, **{name: ("", label) for name, label in PEERS.items() if "early-and-late" not in name}}
-    return markdown(("strength", "", "time", "dev (error), %", "PSNR, dB", "detail"), (
-        (*first, _times(models, name), _deviations(models, name), *_psnrs_and_details(models, name))
-        for name, first in rows.items()
+    rows = {**marks, "tomesd-0.5": ("", PEERS["tomesd-0.5"])}
+    return markdown(("strength", "", "time", "error, %"), (
+        (*first, _times(models, name), _deviations(models, name)) for name, first in rows.items()
     ))  # fmt: skip
 
 
@@ -125,17 +138,6 @@ def equal_time() -> str:
 def _beside(model: Section) -> dict[str, str]:
     return {one.name: f"{one.theirs.psnr:.1f} : {one.ours.psnr:.1f}" if one.ours else f"{one.theirs.psnr:.1f} : -"
             for one in at_equal_time(model)}  # fmt: skip
-
-
-def front() -> str:
-    """Error by keys that are left, from rows to choose strength by."""
-    models = sections(record(TO_CHOOSE_BY))
-    rows = []
-    for ratio, cell in FRONT:
-        found = [model.noised[_merged_keys(ratio, cell)] for model in models]
-        at = (_several(one.dev_at[TIMES.index(time)].value for one in found) for time in MOMENTS)
-        rows.append((_keys(ratio), f"{cell}x{cell}", _several(one.dev.value for one in found), *at))
-    return markdown((f"keys of {TOKENS:,}", "cells", "dev %", *(f"at timestep {time}" for time in MOMENTS)), rows)
 
 
 def parts() -> str:
@@ -217,7 +219,7 @@ TABLES = {
     "quality": partial(_methods, QUALITY, METHODS),
     "sdxl": partial(_methods, SDXL, METHODS),
     "transformer": partial(_methods, TRANSFORMER, OF_TRANSFORMERS),
-    **{one.__name__: one for one in (equal_time, front, parts, settings, stacking)},
+    **{one.__name__: one for one in (gains, equal_time, parts, settings, stacking)},
     **{name: partial(_card, one) for name, one in CARDS.items()},
     **{name: partial(_of_report, *one) for name, one in SHOWN.items()},
 }

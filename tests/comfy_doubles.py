@@ -22,27 +22,20 @@ from tome_core.settings.schedule import STABLE_DIFFUSION
 
 
 class Executor:
-    """One place in a chain of wrappers; called, it goes on to the next, and to ``original`` at the end."""
+    """A chain of wrappers, `execute` runs the first; called, it goes on to the next, and to ``original`` at the end."""
 
-    def __init__(self, original: Any, class_obj: Any, wrappers: list, place: int = 0) -> None:
-        self.original = original
-        self.class_obj = class_obj
-        self.wrappers = list(wrappers)
-        self.place = place
+    def __init__(self, original: Any, class_obj: Any, wrappers: list) -> None:
+        self.original, self.class_obj, self.wrappers = original, class_obj, wrappers
 
     @classmethod
     def of(cls, kind: str, options: dict, original: Any, class_obj: Any) -> Executor:
-        """The whole chain of the wrappers of a kind."""
         return cls(original, class_obj, [one for many in options["wrappers"].get(kind, {}).values() for one in many])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return Executor(self.original, self.class_obj, self.wrappers, self.place + 1).execute(*args, **kwargs)
+        return Executor(self.original, self.class_obj, self.wrappers[1:]).execute(*args, **kwargs)
 
     def execute(self, *args: Any, **kwargs: Any) -> Any:
-        """What the host calls first."""
-        if self.place == len(self.wrappers):
-            return self.original(*args, **kwargs)
-        return self.wrappers[self.place](self, *args, **kwargs)
+        return self.wrappers[0](self, *args, **kwargs) if self.wrappers else self.original(*args, **kwargs)
 
 
 class DiscreteSampling:
@@ -55,7 +48,6 @@ class DiscreteSampling:
         self.asked = 0  # how often for a sigma of a percent
 
     def sigma(self, timestep: float) -> float:
-        """Between whole timesteps linear in the logarithm."""
         logs, below = self.sigmas.log(), int(timestep)
         share = timestep - below
         return torch.exp((1 - share) * logs[below] + share * logs[min(below + 1, 999)]).item()
@@ -68,9 +60,7 @@ class DiscreteSampling:
         return 0.0 if percent >= 1 else self.sigma((1 - percent) * 999)
 
     def timestep(self, sigma: torch.Tensor) -> torch.Tensor:
-        """The nearest whole one, without waiting."""
-        sigma = plain(sigma)
-        return (sigma.log()[:, None] - self.sigmas.log()).abs().argmin(1)
+        return (plain(sigma).log()[:, None] - self.sigmas.log()).abs().argmin(1)
 
 
 class BaseModel(nn.Module):
@@ -83,7 +73,6 @@ class BaseModel(nn.Module):
         self.latent_format = SimpleNamespace(latent_rgb_factors=[[0.3, 0.2, 0.1]] * 4)
 
     def apply_model(self, x: Any, t: Any, c_crossattn: Any, transformer_options: dict) -> torch.Tensor:
-        """Runs the wrappers of kind apply_model around the UNet."""
         executor = Executor.of("apply_model", transformer_options, self._apply_model, self)
         return executor.execute(x, t, None, c_crossattn, None, transformer_options)
 
@@ -95,7 +84,6 @@ class BaseModel(nn.Module):
         return self.diffusion_model(x, timesteps, context=context, transformer_options=dict(options), **more)
 
     def get_dtype(self) -> torch.dtype:
-        """Of the weights."""
         return next((one.dtype for one in self.parameters()), torch.float32)
 
 
@@ -108,14 +96,12 @@ class ModelPatcher:
         self.wrappers: dict[str, dict[str, list]] = {}
 
     def clone(self) -> ModelPatcher:
-        """An equal branch."""
         other = ModelPatcher(self.model)
         other.model_options = _copied(self.model_options)
         other.wrappers = _copied(self.wrappers)
         return other
 
     def add_wrapper_with_key(self, kind: str, key: str, wrapper: Any) -> None:
-        """One more under this key."""
         self.wrappers.setdefault(kind, {}).setdefault(key, []).append(wrapper)
 
     def remove_wrappers_with_key(self, kind: str, key: str) -> None:
@@ -130,10 +116,10 @@ def _copied(value: Any) -> Any:
 
 
 def sampler_of(name: str = "sample_euler", module: str = "comfy.k_diffusion.sampling") -> SimpleNamespace:
-    """A KSAMPLER as far as it tells which function it runs."""
+    """A KSAMPLER as far as it tells which function it runs; `Guider` does the steps."""
 
     def function() -> None:
-        """Not run: the guider below does the steps."""
+        """Not run."""
 
     function.__name__, function.__module__ = name, module
     return SimpleNamespace(sampler_function=function)
@@ -169,7 +155,6 @@ class Guider:
             return executor.execute(noise[:batch], latent, sampler, sigmas, None, callback, True, seed)
 
     def sigmas(self, steps: int) -> list[float]:
-        """Of so many steps, and 0."""
         return [self.model.model_sampling.sigma(999 * (1 - step / steps)) for step in range(steps)] + [0.0]
 
     def _outer_sample(self, noise: Any, latent: Any, sampler: Any, sigmas: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -186,20 +171,18 @@ class Guider:
         return x
 
     def _call(self, pair: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
-        """The model, for both prompts."""
         now = on_device(now) if self.is_on_device else now
         options = {**self.options, "sigmas": now[None], "cond_or_uncond": [1, 0]}
         return self.model.apply_model(pair, now.expand(len(pair)), self.text, options)
 
 
 class Server:
-    """ComfyUI's PromptServer as nodes see it: `texts` keeps what was shown."""
+    """ComfyUI's PromptServer as nodes see it: `texts` keeps what was shown, and under which node."""
 
     def __init__(self) -> None:
         self.texts: list[tuple[str, str]] = []
 
     def send_progress_text(self, text: str, node_id: str, sid: Any = None) -> None:
-        """Show a text under a node."""
         self.texts.append((node_id, text))
 
     def module(self) -> ModuleType:
@@ -220,10 +203,7 @@ def apply(patcher: ModelPatcher, node: str = "5", nodes: dict[str, type] = NODE_
 
 
 def queued(node: type, values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """What ComfyUI's validate_inputs makes of a prompt's values where a node has no VALIDATE_INPUTS.
-
-    Values in their widgets' types, and the inputs that it marks.
-    """
+    """What ComfyUI makes of a prompt: values in the types of their widgets, and the inputs that it marks."""
     kinds = {"INT": int, "FLOAT": float, "STRING": str, "BOOLEAN": bool}
     types, turned = node.INPUT_TYPES(), dict(values)
     marked = [name for name in types["required"] if name not in values]
@@ -232,39 +212,25 @@ def queued(node: type, values: dict[str, Any]) -> tuple[dict[str, Any], list[str
             continue
         try:
             turned[name] = value = kinds.get(str(kind), lambda value: value)(values[name])
-            wrong = value < facts.get("min", value) or value > facts.get("max", value)
+            is_wrong = value < facts.get("min", value) or value > facts.get("max", value)
         except Exception:  # as ComfyUI has it
-            wrong = True
-        if wrong or (isinstance(kind, list) and value not in kind):
+            is_wrong = True
+        if is_wrong or (isinstance(kind, list) and value not in kind):
             marked.append(name)
     return turned, marked
 
 
-def noted(patcher: ModelPatcher, look: Any) -> list:
-    """What ``look()`` will give at each call of this branch's model, inside of the wrappers that are there."""
-    seen: list = []
-
-    def inner(run: Any, *args: Any) -> Any:
-        seen.append(look())
-        return run(*args)
-
-    patcher.add_wrapper_with_key("apply_model", "inner", inner)
-    return seen
-
-
 def with_compile(patcher: ModelPatcher, compiled: Any, name: str = "diffusion_model") -> ModelPatcher:
     """Behind TorchCompileModel: ``compiled`` takes the place of this part of the model during this branch's calls."""
-    held = {name: compiled}
+    held = {name: compiled}  # by this dictionary in the wrapper's closure it is known what is compiled
 
     def swap(run: Any, *args: Any, **kwargs: Any) -> Any:
-        kept = {one: run.class_obj.get_submodule(one) for one in held}
+        kept = run.class_obj.get_submodule(name)
         try:
-            for one, other in held.items():
-                run.class_obj.set_submodule(one, other)
+            run.class_obj.set_submodule(name, held[name])
             return run(*args, **kwargs)
         finally:
-            for one, other in kept.items():
-                run.class_obj.set_submodule(one, other)
+            run.class_obj.set_submodule(name, kept)
 
     other = patcher.clone()
     other.add_wrapper_with_key("apply_model", "torch.compile", swap)
@@ -272,10 +238,10 @@ def with_compile(patcher: ModelPatcher, compiled: Any, name: str = "diffusion_mo
 
 
 def checkpoint() -> ModelPatcher:
-    """A loader's output: a small UNet with ComfyUI's blocks."""
+    """A loader's output: a small UNet with ComfyUI's blocks, of two levels."""
     return ModelPatcher(BaseModel(unet()))
 
 
 def least_checkpoint() -> ModelPatcher:
-    """One level."""
+    """One of one level."""
     return ModelPatcher(BaseModel(unet_of_one_level()))

@@ -15,14 +15,12 @@ WIDTH, HEADS, TEXT = 32, 2, 32
 
 
 class CONST:
-    """A flow model's levels; ComfyUI's have a base of this name."""
+    """A flow model's levels, from 1 to 0; ComfyUI's have a base of this name."""
 
     def timestep(self, sigma: torch.Tensor) -> torch.Tensor:
-        """Itself."""
         return sigma
 
     def percent_to_sigma(self, percent: float) -> float:
-        """1 at 0, 0 at 1."""
         return 1.0 - percent
 
 
@@ -43,11 +41,10 @@ class Block(nn.Module):
 class Body(nn.Module):
     """Text, then the picture."""
 
-    pad_tokens_multiple = 1
+    pad_tokens_multiple, patch_size = 1, 2
 
     def __init__(self) -> None:
         super().__init__()
-        self.patch_size = 2
         self.img_in, self.txt_in = nn.Linear(16, WIDTH), nn.Linear(TEXT, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.final = nn.Linear(WIDTH, 16)
@@ -72,25 +69,13 @@ class Flux(Body):
 
 
 class NextDiT(Body):
-    """Known by its name as one whose picture comes last."""
-
-
-class Filled(NextDiT):
-    """With more tokens behind the picture's, up to a multiple of so many."""
+    """Known by its name as one whose picture comes last; with more tokens behind it, up to a multiple of so many."""
 
     pad_tokens_multiple = 50
 
 
 class Unplaced(Body):
     """Has tokens beside the picture's, and a name that tells nothing."""
-
-
-class Transformer(BaseModel):
-    """A flow model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self.model_sampling = CONST()
 
 
 class FlowGuider(Guider):
@@ -106,5 +91,7 @@ class FlowGuider(Guider):
 
 
 def transformer(model: type = Flux) -> ModelPatcher:
-    """A loader's output."""
-    return ModelPatcher(Transformer(fixed(model())))
+    """A loader's output: a flow model."""
+    base = BaseModel(fixed(model()))
+    base.model_sampling = CONST()
+    return ModelPatcher(base)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import install
+import install_hosts as install
 
 ROOT = Path(__file__).parents[1]
 

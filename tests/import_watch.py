@@ -18,7 +18,6 @@ import torch
 from tests.comfy_loader import load_pack
 from tests.webui_modules import Modules
 
-NAMES = ("own", "outside", "written", "refused")
 REFUSED = ("socket.", "subprocess.", "os.system", "os.exec", "os.fork", "os.spawn", "os.posix_spawn", "os.startfile",
            "urllib.", "http.", "ftplib.", "smtplib.", "webbrowser.", "pickle.", "marshal.dump")  # fmt: skip
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -35,7 +34,7 @@ def libraries() -> list[Path]:
 
 def watch(place: Path) -> dict[str, list[str]]:
     """From now on, and for good, what happens is noted in the lists of the returned dict."""
-    seen: dict[str, list[str]] = {name: [] for name in NAMES}
+    seen: dict[str, list[str]] = {name: [] for name in ("own", "outside", "written", "refused")}
     ours, known = place.resolve(), libraries()
 
     def opened(path: object, mode: str | None, flags: int) -> None:
@@ -81,14 +80,9 @@ def import_all(folder: Path, package: str) -> None:
         importlib.import_module(f"{package}.{file.stem}" if file.stem != "__init__" else package)
 
 
-def main() -> None:
-    """Import and print."""
+if __name__ == "__main__":
     host, place = sys.argv[1], Path(sys.argv[2])
     sys.path.remove(os.getcwd())  # a host would not find us there
-    seen = watch(place)
+    found = watch(place)
     {"webui": webui, "comfyui": comfyui}[host](place)
-    print(json.dumps(seen))
-
-
-if __name__ == "__main__":
-    main()
+    print(json.dumps(found))

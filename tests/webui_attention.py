@@ -18,9 +18,7 @@ from tests.doubles import attend, of_heads
 HERE = __name__
 hypernetworks: list[Any] = []  # shared.loaded_hypernetworks
 upcast = SimpleNamespace(on=False)  # shared.opts.upcast_attn
-
-
-# --- what all of them have in common ---------------------------------------------------------------------------------
+xformers: Any = None  # a test puts one here
 
 
 class CrossAttention(nn.Module):
@@ -34,8 +32,8 @@ class CrossAttention(nn.Module):
         self.to_out = nn.Sequential(nn.Linear(channels, channels), nn.Dropout(0.0))
 
 
-def _flat(of_heads: torch.Tensor) -> torch.Tensor:
-    return of_heads.transpose(1, 2).flatten(2)
+def _flat(by_heads: torch.Tensor) -> torch.Tensor:
+    return by_heads.transpose(1, 2).flatten(2)
 
 
 # --- A1111 -----------------------------------------------------------------------------------------------------------
@@ -51,12 +49,12 @@ class Hypernetwork:
 
 
 def apply_hypernetworks(loaded: list[Hypernetwork], context: torch.Tensor, layer: Any = None) -> tuple[Any, Any]:
-    """One after another, each found by the tokens' width."""
+    """Each in turn, found by the tokens' width."""
     keys = values = context
-    for one in loaded:
-        found = one.layers.get(keys.shape[2])
-        if found is not None:
-            keys, values = keys + found[0](keys), values + found[1](values)
+    for network in loaded:
+        layers = network.layers.get(keys.shape[2])
+        if layers is not None:
+            keys, values = keys + layers[0](keys), values + layers[1](values)
     return keys, values
 
 
@@ -65,8 +63,8 @@ __name__ = "modules.sd_hijack_optimizations"
 
 def _projected(self: Any, x: torch.Tensor, context: torch.Tensor | None) -> list[torch.Tensor]:
     keys, values = apply_hypernetworks(hypernetworks, x if context is None else context)
-    q, k, v = (of_heads(one, self.heads) for one in (self.to_q(x), self.to_k(keys), self.to_v(values)))
-    return [one.float() if upcast.on else one for one in (q, k, v)]
+    q, k, v = (of_heads(part, self.heads) for part in (self.to_q(x), self.to_k(keys), self.to_v(values)))
+    return [part.float() if upcast.on else part for part in (q, k, v)]
 
 
 def _by_scale(name: str, module: str = __name__, keys_first: bool = False) -> Any:
@@ -94,13 +92,13 @@ def sub_quad_attention_forward(self, x, context=None, mask=None, **kwargs):
 
 def xformers_attention_forward(self, x, context=None, mask=None, **kwargs):
     """By xformers, which scales by the heads' width."""
-    q, k, v = (one.transpose(1, 2) for one in _projected(self, x, context))
+    q, k, v = (part.transpose(1, 2) for part in _projected(self, x, context))
     out = xformers.ops.memory_efficient_attention(q, k, v, attn_bias=None, op=None)
     return self.to_out(out.flatten(2).to(x.dtype))
 
 
 def scaled_dot_product_attention_forward(self, x, context=None, mask=None, **kwargs):
-    """By torch's function; heads are cut by the width of x; a mask is prepared by a method nobody has."""
+    """By torch's function; heads are cut by the width of x; a mask is prepared by a method that the module lacks."""
     batch, length, width = x.shape
     if mask is not None:
         mask = self.prepare_attention_mask(mask, length, batch)
@@ -117,13 +115,12 @@ def scaled_dot_product_no_mem_attention_forward(self, x, context=None, mask=None
     return scaled_dot_product_attention_forward(self, x, context)
 
 
-HIJACKS = {one.__name__: one for one in (
+HIJACKS = {forward.__name__: forward for forward in (
     _by_scale("attention_CrossAttention_forward", "modules.hypernetworks.hypernetwork"),
     _by_scale("split_cross_attention_forward", keys_first=True), _by_scale("split_cross_attention_forward_v1"),
     _by_scale("split_cross_attention_forward_invokeAI", keys_first=True), sub_quad_attention_forward,
     xformers_attention_forward, scaled_dot_product_attention_forward, scaled_dot_product_no_mem_attention_forward,
 )}  # fmt: skip
-xformers: Any = None  # a test puts one here
 
 
 # --- the Forges ------------------------------------------------------------------------------------------------------
@@ -133,7 +130,7 @@ __name__ = HERE
 
 def _by_products(q: Any, k: Any, v: Any, heads: int, mask: Any = None, rows: int = 2**20) -> torch.Tensor:
     """rows: queries at once, by which a mask is cut."""
-    q, k, v = (of_heads(one, heads) for one in (q, k, v))
+    q, k, v = (of_heads(part, heads) for part in (q, k, v))
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     if mask is not None:
         for start in range(0, q.shape[2], rows):
@@ -172,18 +169,16 @@ class _OfForges(CrossAttention):
 
 
 class ForgeAttention(_OfForges):
-    """Forge's, backend.nn.unet."""
+    """Forge's, backend.nn.unet: by a global of its file."""
 
     def forward(self, x, context=None, value=None, mask=None, transformer_options=None):
-        """By a global of its file."""
         return self.to_out(attention_function(*self._projected(x, context, value), self.heads, mask))
 
 
 class ReforgeAttention(_OfForges):
-    """reForge's, ldm_patched.ldm.modules.attention."""
+    """reForge's, ldm_patched.ldm.modules.attention: by one of two globals, which are told of a precision."""
 
     def forward(self, x, context=None, value=None, mask=None):
-        """By one of two globals, which are told of a precision."""
         q, k, v = self._projected(x, context, value)
         if mask is None:
             return self.to_out(optimized_attention(q, k, v, self.heads, attn_precision=None))
@@ -191,10 +186,9 @@ class ReforgeAttention(_OfForges):
 
 
 class ClassicAttention(_OfForges):
-    """Forge Classic's, of reForge's name."""
+    """Forge Classic's, of reForge's name: the same without a precision."""
 
     def forward(self, x, context=None, value=None, mask=None):
-        """By one of two globals."""
         q, k, v = self._projected(x, context, value)
         if mask is None:
             return self.to_out(optimized_attention(q, k, v, self.heads))

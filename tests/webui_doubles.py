@@ -25,7 +25,12 @@ FLAVOURS = ("a1111", "reforge", "forge")
 
 def custom(ratio=0.5, **values):
     """A call's arguments by name: everything at the engine's defaults, but for these."""
-    return {one.name: one.default for one in form.FIELDS} | {"enabled": True, "ratio": ratio, **values}
+    return {field.name: field.default for field in form.FIELDS} | {"enabled": True, "ratio": ratio, **values}
+
+
+ON = (custom(),)  # half of all tokens at every step, however small the picture
+ASKED, SAVED = "strength 0.5, own settings", "75% of attention left out"  # what the report says of it
+FREE = {"enabled": True, "only_if_it_pays": False}  # the strength of the settings, though pictures have few tokens
 
 
 def report(done):
@@ -36,16 +41,15 @@ def report(done):
 def merged_tokens(facts, name="first pass"):
     """(down-sampling, tokens, queries, keys) of each kind of call that merged in a pass, by what the API is told."""
     levels = facts["ToMe report"]["passes"].get(name, {"levels": []})["levels"]
-    kinds = [(one["downsample"], kind) for one in levels for kind in one["merged"]]
-    found = {(level, one["tokens"], one["queries"], one["keys"]) for level, one in kinds}
-    return sorted(found, key=lambda one: (one[:3], one[3] or 0))  # the MLP has no keys
+    kinds = {(level["downsample"], kind["tokens"], kind["queries"], kind["keys"])
+             for level in levels for kind in level["merged"]}  # fmt: skip
+    return sorted(kinds, key=lambda kind: (kind[:3], kind[3] or 0))  # the MLP has no keys
 
 
 def be_short(monkeypatch, steps=slice(None, None, 2)):
-    """These steps alone, of the smallest pictures."""
+    """These steps alone."""
     for name in ("SIGMAS", "TIMESTEPS"):
         monkeypatch.setattr(f"{__name__}.{name}", globals()[name][steps])
-    monkeypatch.setattr(Processing, "size", 8)
 
 
 class Component:
@@ -67,9 +71,11 @@ class Component:
         self.clicked = arguments
 
     def change(self, **arguments):
-        """What any change of the value sets off."""
+        """What any change of the value sets off; a tab's `select` is the same here."""
         self.followed.append(arguments)
         return self
+
+    select = change
 
     def input(self, **arguments):
         """What a user's own change of it sets off."""
@@ -174,19 +180,9 @@ class Processing:
     denoiser = Denoiser
     sampler_function = None  # None: the one that goes with the denoiser
     sampler = None
-    size = 16
-
-    @property
-    def width(self):
-        return 8 * self.size
-
-    height = width
-
-    @property
-    def hr_upscale_to_x(self):
-        return 12 * self.size
-
-    hr_upscale_to_y = hr_upscale_to_x
+    size = 8  # of the latents; 12 in the hires pass
+    width = height = property(lambda self: 8 * self.size)
+    hr_upscale_to_x = hr_upscale_to_y = property(lambda self: 12 * self.size)
 
     def __init__(self, webui, args, enable_hr=False, n_iter=1, batch_size=1, seed=7, override_settings=None, **more):
         self.override_settings = override_settings or {}
@@ -229,8 +225,6 @@ class Webui(Modules):
             self.put("modules.processing", create_infotext=Webui.infotext)
         self.load(ldm_of_one_level())
 
-    # --- models ------------------------------------------------------------------------------------------------
-
     def load(self, model):
         """Make it the model that samples; the Forges keep it elsewhere."""
         if self.has_uncond_first:
@@ -246,12 +240,9 @@ class Webui(Modules):
 
     def reset_objects(self):
         """The Forges throw their patcher away before each pass, not the UNet in it."""
-        if hasattr(self.shared.sd_model, "forge_objects"):
-            objects = copy.copy(self.shared.sd_model.forge_objects)
-            objects.unet = copy.copy(objects.unet)
-            self.shared.sd_model.forge_objects = objects
-
-    # --- a job -------------------------------------------------------------------------------------------------
+        objects = getattr(self.shared.sd_model, "forge_objects", None)
+        if objects is not None:
+            self.shared.sd_model.forge_objects = types.SimpleNamespace(unet=copy.copy(objects.unet))
 
     def hook(self, name, p, *front, **facts):
         """Every hook is called so: what it raises is reported, and the job goes on."""
@@ -263,6 +254,14 @@ class Webui(Modules):
     def job(self, *args, **more):
         """process_images of a new p."""
         return self.process(Processing(self, args, **more))
+
+    def plain(self, **more):
+        """The job in a webui without the extension."""
+        with_us, self.script = self.script, object()
+        try:
+            return self.job(**more)
+        finally:
+            self.script = with_us
 
     def process(self, p):
         """process_images, in the order of this webui: a request's own settings hold from behind the first hook."""
@@ -338,14 +337,11 @@ class Webui(Modules):
 
     def infotext(self, p):
         """create_infotext, the part about us."""
-        pairs = {}
-        for key, value in p.extra_generation_params.items():
-            written = value() if callable(value) else value
-            if written is not None:
-                pairs[key] = written
-        if p.get_token_merging_ratio():
-            pairs["Token merging ratio"] = p.get_token_merging_ratio()
-        return ", ".join(f"{key}: {value}" for key, value in pairs.items())
+        pairs = dict(p.extra_generation_params)
+        for key, value in pairs.items():  # a comprehension's code would be another, and ours looks into this one
+            pairs[key] = value() if callable(value) else value
+        pairs["Token merging ratio"] = p.get_token_merging_ratio() or None
+        return ", ".join(f"{key}: {value}" for key, value in pairs.items() if value is not None)
 
 
 def merges(model):

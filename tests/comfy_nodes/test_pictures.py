@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -15,6 +19,7 @@ from tests.traces import traces
 from tome_core.hosting import gains
 
 TOLD = "about 2.0x faster, from your own pictures (3 with merging, 3 without)"
+TOLD_AGAIN = TOLD.replace("3 with ", "4 with ")
 
 
 @pytest.fixture(autouse=True)
@@ -30,11 +35,11 @@ def drawn(clock, server):
     """Samplings by a node that is on or off, merged ones in half of the time; the node's last text."""
     patcher = least_checkpoint()
 
-    def draw(is_on, times=1, patcher=patcher, guider=Guider, steps=7, **more):
+    def draw(is_on, times=1, patcher=patcher, guider=Guider, **more):
         applied = apply(patcher, ratio=0.5 * is_on, only_if_it_pays=False)
         clock.step = 0.5 if is_on else 1.0
         for _ in range(times):
-            guider(applied).sample(**{"steps": steps, **more})
+            guider(applied).sample(**{"steps": 7, "size": (8, 8), **more})
         return server.texts[-1][1]
 
     draw.patcher = patcher
@@ -47,14 +52,11 @@ def test_it_is_told_after_three_of_both_kinds(drawn):
     assert drawn(True) == f"ToMe: own settings, 7 steps, {TOLD}"
 
 
-def test_of_a_transformer_too(drawn):
+def test_of_a_transformer_too_but_never_of_one_kind_alone(drawn):
     patcher = transformer()
+    assert "own pictures" not in drawn(True, 3, patcher, FlowGuider)
     drawn(False, 3, patcher, FlowGuider)
-    assert TOLD in drawn(True, 3, patcher, FlowGuider)
-
-
-def test_one_kind_alone_says_nothing(drawn):
-    assert "left out" in drawn(True, 9) and "own pictures" not in drawn(True)
+    assert TOLD_AGAIN in drawn(True, 1, patcher, FlowGuider)
 
 
 def test_a_branch_that_is_off_is_called_as_one_without_a_node(drawn):
@@ -62,51 +64,55 @@ def test_a_branch_that_is_off_is_called_as_one_without_a_node(drawn):
     before, reports = traces(patcher.model), []
     pictures = [Guider(one).sample(callback=lambda *args: reports.append(args[0])) for one in (patcher, off)]
     assert torch.equal(*pictures) and traces(patcher.model) == before and reports == [0, 1, 2, 3] * 2
-    assert host.find_attached(off) is None
     assert OFF_TEXT in ToMePreview().preview(off, latent={"samples": pictures[0]})["ui"]["text"]
     for clone in (RemoveToMe().remove(off)[0], apply(off)):
         assert sum(map(len, clone.wrappers.get("apply_model", {}).values())) == (host.find_attached(clone) is not None)
 
 
-@pytest.mark.parametrize("other", [{"size": (16, 8)}, {"batch": 2}, {"steps": 8}, {"sampler": sampler_of()}])
-def test_another_sampling_is_another_case(drawn, other):
-    drawn(False, 3)
-    assert "own pictures" not in drawn(True, 3, **other)
-    drawn(False, 3, **other)
-    assert TOLD.replace("3 with ", "4 with ") in drawn(True, **other)
+def passes_on(function, *args, **kwargs):
+    return function(*args, **kwargs)
 
 
-@pytest.mark.parametrize("beside", ["attention", "slot", "wrapper", "patch"])
-def test_what_stands_beside_is_another_case(drawn, monkeypatch, beside):
+def other_attention(patcher, monkeypatch):
+    monkeypatch.setattr(comfy_attention, "optimized_attention", comfy_attention.attention_basic)
+
+
+def other_slot(patcher, monkeypatch):
+    patcher.model_options["transformer_options"][SLOT] = passes_on
+
+
+def other_wrapper(patcher, monkeypatch):
+    patcher.add_wrapper_with_key("apply_model", "another's", passes_on)
+
+
+@pytest.mark.parametrize("other", [
+    {"size": (16, 8)}, {"batch": 2}, {"steps": 8}, {"sampler": sampler_of()}, other_attention, other_slot,
+    other_wrapper,
+])  # fmt: skip
+def test_another_sampling_or_another_node_beside_it_is_another_case(drawn, monkeypatch, other):
     drawn(False, 3)
-    patcher = drawn.patcher
-    options = patcher.model_options["transformer_options"]
-    if beside == "attention":
-        monkeypatch.setattr(comfy_attention, "optimized_attention", comfy_attention.attention_basic)
-    elif beside == "slot":
-        options[SLOT] = lambda function, *args, **kwargs: function(*args, **kwargs)
-    elif beside == "wrapper":
-        patcher.add_wrapper_with_key("apply_model", "another's", lambda run, *args: run(*args))
-    else:
-        options["patches"] = {"attn1_patch": [lambda q, k, v, extra: (q, k, v)]}
-    assert "own pictures" not in drawn(True, 3)
+    options = other if isinstance(other, dict) else {}
+    if not options:
+        other(drawn.patcher, monkeypatch)
+    assert "own pictures" not in drawn(True, 3, **options)
+    drawn(False, 3, **options)
+    assert TOLD_AGAIN in drawn(True, **options)
+
+
+def test_beside_patches_of_any_kind_nothing_is_compared(drawn):
+    options = drawn.patcher.model_options["transformer_options"]
+    options["patches"] = {"attn1_patch": [lambda q, k, v, extra: (q, k, v)]}
     drawn(False, 3)
-    assert (TOLD.replace("3 with ", "4 with ") in drawn(True)) == (beside != "patch"), "patches are of any kind"
+    assert "own pictures" not in drawn(True, 3) and not gains.KNOWN.pictures
 
 
 def test_another_function_in_the_slot_is_another_case(drawn):
-    def first(function, *args, **kwargs):
-        return function(*args, **kwargs)
-
-    def second(function, *args, **kwargs):
-        return function(*args, **kwargs)
-
     options = drawn.patcher.model_options["transformer_options"]
-    options[SLOT] = first
+    options[SLOT] = passes_on
     drawn(False, 3)
-    options[SLOT] = second
+    options[SLOT] = lambda function, *args, **kwargs: passes_on(function, *args, **kwargs)
     assert "own pictures" not in drawn(True, 3)
-    options[SLOT] = first
+    options[SLOT] = passes_on
     assert TOLD in drawn(True, 3)
 
 
@@ -124,8 +130,14 @@ def test_what_was_stopped_counts_for_nothing(drawn, is_on):
 
 
 def test_a_sampling_inside_of_another_counts_and_its_outer_one_does_not(drawn):
-    (inner,) = ApplyToMe().apply(drawn.patcher, strength=0)
-    (outer,) = ApplyToMe().apply(drawn.patcher, strength=0)
+    inner, outer = (ApplyToMe().apply(drawn.patcher, strength=0)[0] for _ in range(2))
     for one in (inner, outer):
-        Guider(one).sample(steps=7, stop=lambda step, one=one: Guider(one).sample(steps=8, size=(8, 8)))
+        Guider(one).sample(steps=1, size=(16, 8), stop=lambda step, one=one: Guider(one).sample(steps=7, size=(8, 8)))
     assert len(gains.KNOWN.pictures) == 1, "the inner ones are alike"
+
+
+def test_times_are_kept_in_comfyuis_folder_and_outside_of_it_in_no_file(monkeypatch):
+    monkeypatch.delitem(sys.modules, "folder_paths", raising=False)
+    assert host.gains_file() is None
+    monkeypatch.setitem(sys.modules, "folder_paths", SimpleNamespace(get_user_directory=lambda: "user"))
+    assert host.gains_file() == os.path.join("user", "tome_core_gains.json")

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 
 import pytest
 import torch
 
 from comfy_nodes import asking, host
-from comfy_nodes.slot import SLOT, Through, name_in_force
+from comfy_nodes.slot import SLOT, HostCall, Through, name_in_force
 from tests import comfy_attention as comfy
 from tests.comfy_doubles import Guider, apply, least_checkpoint
 from tests.comfy_ways import DTYPES, way_of
 from tome_core.attention.merged import BIAS, OWN_BIAS
 
-ADDING = ("attention_basic", "attention_split", "attention_pytorch")
-UNBIASED = ("attention_sub_quad", "attention_flash")
+WAYS = {
+    "attention_basic": BIAS, "attention_split": BIAS, "attention_pytorch": BIAS, "attention_sub_quad": OWN_BIAS,
+    "attention_flash": OWN_BIAS,
+}  # fmt: skip
 KV = {"merge_what": "k+v", "ratio": 0.75, "use_rand": False}
 
 
@@ -32,8 +34,8 @@ class Noted:
         return function(q, k, v, heads, mask=None if self.drops else mask, **kwargs) * self.more
 
 
-def sample(patcher, **options):
-    return Guider(patcher).sample(**{"steps": 2, "size": (8, 8), **options})
+def sample(patcher):
+    return Guider(patcher).sample(steps=2, size=(8, 8))
 
 
 def with_slot(function):
@@ -46,71 +48,41 @@ def report(patcher):
     return host.find_attached(patcher).latest.report
 
 
-@pytest.fixture
-def in_force(monkeypatch):
-    def use(function):
-        monkeypatch.setattr(comfy, "optimized_attention", function)
-        monkeypatch.setattr(comfy, "optimized_attention_masked", function)
-
-    return use
-
-
-@pytest.mark.parametrize("precision", [None, torch.float32], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", [*ADDING, *UNBIASED])
-def test_each_function_takes_sizes_its_own_way(name, dtype, precision):
-    way = BIAS if name in ADDING else OWN_BIAS
-    function = getattr(comfy, name)
-    assert way_of(function, dtype, attn_precision=precision) == way
-    assert way_of(Through(comfy.chosen(function), comfy.attention_pytorch), dtype, attn_precision=precision) == way
+def test_each_function_takes_sizes_its_own_way_by_itself_and_chosen_by_a_node():
+    for (name, way), dtype, precision in itertools.product(WAYS.items(), DTYPES, (None, torch.float32)):
+        function = getattr(comfy, name)
+        chosen = Through(comfy.chosen(function), comfy.attention_pytorch)
+        ways = [way_of(one, dtype, attn_precision=precision) for one in (function, chosen)]
+        assert ways == [way] * 2, (name, dtype, precision)
 
 
-@functools.wraps(comfy.attention_pytorch)
-def dressed_up(*args, mask=None, **kwargs):
-    """By its name it is ComfyUI's."""
-    return comfy.attention_basic(*args, **kwargs)
+def test_a_nodes_function_is_tried_around_the_function_that_it_is_given():
+    for slot, way in ((Noted(), BIAS), (Noted(drops=True), OWN_BIAS), (Noted(refuses=True), OWN_BIAS),
+                      (Noted(more=2.0), None), (Noted(), BIAS)):  # fmt: skip
+        assert way_of(Through(slot, comfy.attention_basic)) == way, vars(slot)
 
 
-@pytest.mark.parametrize(("function", "way"), [
-    (dressed_up, OWN_BIAS), (functools.partial(comfy.attention_basic), BIAS),
-    (Through(Noted(), comfy.attention_basic), BIAS), (Through(Noted(drops=True), comfy.attention_basic), OWN_BIAS),
-    (Through(Noted(refuses=True), comfy.attention_basic), OWN_BIAS),
-    (Through(Noted(more=1.5), comfy.attention_basic), None),
-])  # fmt: skip
-def test_what_a_function_does_is_tried_whatever_it_is_called(function, way):
-    assert way_of(function) == way
-
-
-def test_two_nodes_around_one_function_are_two_functions():
-    for more, way in ((1.0, BIAS), (2.0, None), (1.0, BIAS)):
-        assert way_of(Through(Noted(more=more), comfy.attention_basic)) == way
-
-
-@pytest.mark.parametrize("name", [*ADDING, *UNBIASED])
-def test_a_branch_merges_by_the_function_in_force_at_each_sampling(in_force, name):
+def test_a_branch_merges_by_the_function_in_force_at_each_sampling(monkeypatch):
     branch = apply(least_checkpoint(), **KV)
     expected = sample(branch)
-    in_force(getattr(comfy, name))
-    before = getattr(getattr(comfy, name), "masks", 0)
-    torch.testing.assert_close(sample(branch), expected, rtol=1e-4, atol=1e-4)
-    assert {way for level in report(branch).levels for way in level.sized_by} == {BIAS if name in ADDING else OWN_BIAS}
-    assert name in ADDING or getattr(comfy, name).masks == before, "it was given masks"
+    for name, way in WAYS.items():
+        function = getattr(comfy, name)
+        monkeypatch.setattr(comfy, "optimized_attention", function)
+        monkeypatch.setattr(comfy, "optimized_attention_masked", function)
+        before = getattr(function, "masks", 0)
+        torch.testing.assert_close(sample(branch), expected, rtol=1e-4, atol=1e-4)
+        assert {one for level in report(branch).levels for one in level.sized_by} == {way}
+        assert way == BIAS or function.masks == before, "it was given masks"
 
 
-def test_attention_in_the_slot_that_adds_masks_is_called_with_merged_keys():
-    slot = Noted()
+@pytest.mark.parametrize("what", [None, "drops", "refuses"])
+def test_attention_in_the_slot_gets_merged_keys_if_it_adds_masks_and_else_gives_way(what):
+    """As SageAttention's and FlashAttention's by a node give way; attention to the prompt is always the slot's."""
+    slot = Noted(**{what: True} if what else {})
     merged = apply(with_slot(slot), **KV)
     torch.testing.assert_close(sample(merged), sample(apply(least_checkpoint(), **KV)))
-    assert slot.keys.count(16) == 2 * 4 and slot.keys.count(64) == 2  # of four blocks at two steps; tried twice
-
-
-@pytest.mark.parametrize("what", ["drops", "refuses"])
-def test_attention_in_the_slot_that_adds_no_masks_gives_way_where_keys_merge(what):
-    """As SageAttention's does by a node, and FlashAttention's."""
-    slot = Noted(**{what: True})
-    merged = apply(with_slot(slot), **KV)
-    torch.testing.assert_close(sample(merged), sample(apply(least_checkpoint(), **KV)))
-    assert 16 not in slot.keys and slot.keys.count(7) == 2 * 4, "attention to the prompt is the slot's"
+    assert slot.keys.count(16) == (0 if what else 2 * 4) and slot.keys.count(7) == 2 * 4, "four blocks, two steps"
+    assert what or slot.keys.count(64) == 2, "tried twice"
 
 
 def test_what_does_more_than_attention_in_the_slot_keeps_every_call():
@@ -123,7 +95,9 @@ def test_what_does_more_than_attention_in_the_slot_keeps_every_call():
 class Strict(Noted):
     """Wants as many keys as queries in long sequences, as block-sparse kernels do. error: what it raises then."""
 
-    error = RuntimeError("strict kernel: q and k differ")
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
 
     def __call__(self, function, q, k, v, heads, mask=None, **kwargs):
         out = super().__call__(function, q, k, v, heads, mask, **kwargs)
@@ -133,43 +107,51 @@ class Strict(Noted):
 
 
 def test_attention_that_refuses_merged_keys_is_asked_once_more_unmerged_and_left_alone_from_then_on():
-    slot = Strict()
-    plain = sample(with_slot(Noted()))
+    slot = Strict(RuntimeError("strict kernel: q and k differ"))
     merged = apply(with_slot(slot), **KV)
-    assert torch.equal(sample(merged), plain)
+    assert torch.equal(sample(merged), sample(least_checkpoint()))
     assert slot.keys.count(16) == 1 and slot.keys.count(64) == 2 * 4 + 2, "once; it was tried twice"
     assert list(report(merged).reasons) == [
         "attn: it fails with merged keys (RuntimeError: strict kernel: q and k differ)"]  # fmt: skip
 
 
-@pytest.mark.parametrize("error", [torch.cuda.OutOfMemoryError(), RuntimeError("MPS backend out of memory"),
-                                   MemoryError(), Exception("interrupted")], ids=repr)  # fmt: skip
-def test_a_full_memory_and_an_interrupt_are_no_refusal(error):
-    slot = Strict()
-    slot.error = error
-    with pytest.raises(type(error)):
-        sample(apply(with_slot(slot), **KV))
+def test_a_full_memory_and_an_interrupt_are_no_refusal():
+    for error in (torch.cuda.OutOfMemoryError(), RuntimeError("MPS backend out of memory"), MemoryError(),
+                  Exception("interrupted")):  # fmt: skip
+        with pytest.raises(type(error)):
+            sample(apply(with_slot(Strict(error)), **KV))
 
 
 def test_what_is_in_the_slot_is_not_changed_and_ours_does_not_lie_on_ours():
-    slot = Noted()
+    slot, x, asked = Noted(), torch.randn(1, 5, 8), []
     options = {SLOT: slot, "other": 1}
-    asked = []
 
     def again(told):
-        asking.call(lambda inner: run(inner), told, lambda one, _: one.unmerged())
+        asking.call(run, told, lambda one, _: one.unmerged())
 
     def run(told):
         assert told["other"] == 1 and told[SLOT] is not slot
         asked.append(comfy.attention_pytorch(x, x, x, 2, transformer_options=told))
 
-    x = torch.randn(1, 5, 8)
     asking.call(again, options, lambda one, _: one.unmerged() * 2)
     assert options == {SLOT: slot, "other": 1}
     assert slot.keys == [5] and torch.equal(asked[0], comfy.attention_pytorch(x, x, x, 2))
 
 
+def test_a_call_outside_of_ours_is_answered_by_its_own_function():
+    x = torch.randn(1, 5, 8)
+    out = comfy.attention_pytorch(x, x, x, 2, transformer_options={SLOT: asking._attention})
+    assert torch.equal(out, comfy.attention_pytorch(x, x, x, 2))
+
+
+def test_values_whose_heads_are_apart_already_are_taken_as_others_are():
+    """As SD3 hands them over."""
+    q, k, v = (torch.randn(2, 5, 4 * 8) for _ in range(3))
+    flat, apart = HostCall(torch.add, q, k, v, 4), HostCall(torch.add, q, k, v.unflatten(2, (4, 8)), 4)
+    assert torch.equal(apart.v, flat.v) and flat.v.shape == (2, 5, 4, 8)
+
+
 def test_every_attention_in_force_has_a_name_of_its_own():
-    names = [name_in_force({SLOT: comfy.chosen(getattr(comfy, name))}) for name in (*ADDING, *UNBIASED)]
+    names = [name_in_force({SLOT: comfy.chosen(getattr(comfy, name))}) for name in WAYS]
     names += [name_in_force({SLOT: sample}), name_in_force({})]
     assert len(set(names)) == len(names) and names[-1] == ""

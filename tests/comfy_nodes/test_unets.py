@@ -1,4 +1,4 @@
-"""Which calls that ask the slot are a UNet's self-attentions, at which level, and what is said where none asks."""
+"""Which calls that ask the slot are a UNet's self-attentions, at which level, and what is said if none asks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,19 @@ from tests.comfy_unet import deep_unet
 from tests.models import TEXT
 from tome_core.reporting.ledger import NO_GRID, REPLACED
 
-EACH = {"level": "up to /8", "use_rand": False}
+
+class Wordy(Guider):
+    """Its prompts have as many words as the picture has tokens."""
+
+    def _call(self, pair, now):
+        self.text = torch.randn(len(pair), pair.shape[2] * pair.shape[3], TEXT)
+        return super()._call(pair, now)
 
 
-def merged(patcher: ModelPatcher, **options):
+def merged(patcher: ModelPatcher, guider: type = Guider, **options):
     """The report on a sampling through the nodes."""
-    applied = apply(patcher, **EACH)
-    assert Guider(applied).sample(**{"steps": 1, **options}).isfinite().all()
+    applied = apply(patcher, level="up to /8", use_rand=False)
+    assert guider(applied).sample(**{"steps": 1, "size": (8, 8), **options}).isfinite().all()
     return host.find_attached(applied).latest.report
 
 
@@ -39,27 +45,22 @@ def replaced(patcher: ModelPatcher, name: str, function, *places) -> ModelPatche
     return patcher
 
 
-def test_each_level_merges_by_the_grid_that_its_transformer_tells():
-    fine, coarse = merged(checkpoint(), size=(16, 24)).levels
+def forget(h, context, values, options):
+    del options["activations_shape"]
+    return h, context, values
+
+
+@pytest.mark.parametrize("patches", [{}, {"attn1_patch": [forget]}], ids=["the shape is told", "the latent's"])
+def test_each_level_merges_by_the_grid_that_its_transformer_tells_or_else_by_the_latents(patches):
+    fine, coarse = merged(with_patches(checkpoint(), **patches), size=(16, 24)).levels
     assert fine.tokens == ((384, 192, 192),) and coarse.tokens == ((96, 48, 48),)
     assert fine.calls_merged == fine.blocks and coarse.calls_merged == coarse.blocks
     assert not fine.reasons and not coarse.reasons
 
 
 def test_every_block_of_a_transformer_has_matches_of_its_own():
-    report = merged(ModelPatcher(BaseModel(deep_unet())))
+    report = merged(ModelPatcher(BaseModel(deep_unet())), size=(16, 16))
     assert all(level.calls_merged == level.blocks > 2 for level in report.levels)
-
-
-def test_a_host_that_tells_no_shape_is_asked_for_the_latents():
-    told = merged(checkpoint(), size=(16, 24))
-
-    def forget(h, context, values, options):
-        del options["activations_shape"]
-        return h, context, values
-
-    silent = merged(with_patches(checkpoint(), attn1_patch=[forget]), size=(16, 24))
-    assert [level.tokens for level in silent.levels] == [level.tokens for level in told.levels]
 
 
 def test_a_level_that_no_rule_reaches_is_a_part_of_the_whole():
@@ -74,18 +75,16 @@ def test_a_level_that_no_rule_reaches_is_a_part_of_the_whole():
 
 
 def test_a_prompt_of_as_many_words_as_the_picture_has_tokens_is_no_picture():
-    class Wordy(Guider):
-        def _call(self, pair, now):
-            self.text = torch.randn(len(pair), 64, TEXT)
-            return super()._call(pair, now)
-
-    applied = apply(least_checkpoint(), **EACH)
-    Wordy(applied).sample(steps=1, size=(8, 8))
-    (level,) = host.find_attached(applied).latest.report.levels
-    assert level.calls_merged == level.blocks and not level.reasons
+    """Nor is it taken for a self-attention that another node stands in for."""
+    patcher = least_checkpoint()
+    for left_out in (0, 1):
+        report = merged(patcher, Wordy)
+        assert report.calls_merged == report.levels[0].blocks - left_out
+        assert reasons(report) == ({REPLACED: 1} if left_out else {})
+        replaced(patcher, "attn1", lambda q, k, v, extra: v, ("middle", 0))
 
 
-# --- other nodes ------------------------------------------------------------------------------------------------------
+# --- other nodes -----------------------------------------------------------------------------------------------------
 
 
 def test_a_self_attention_that_another_node_stands_in_for_is_left_alone_and_said():
@@ -96,25 +95,9 @@ def test_a_self_attention_that_another_node_stands_in_for_is_left_alone_and_said
         asked.append(q.shape[1])
         return v
 
-    patcher = replaced(least_checkpoint(), "attn1", other, ("middle", 0), ("input", 1, 0))
-    report = merged(patcher, size=(8, 8))
+    report = merged(replaced(least_checkpoint(), "attn1", other, ("middle", 0), ("input", 1, 0)))
     assert asked == [64, 64] and reasons(report) == {REPLACED: 2}
-    assert report.calls_merged == report.levels[0].blocks - 2
-    assert report.work_saved == pytest.approx(0.5 * 0.75)
-
-
-def test_a_prompt_as_long_as_the_picture_is_not_taken_for_the_replaced_self_attention():
-    patcher = replaced(least_checkpoint(), "attn1", lambda q, k, v, extra: v, ("middle", 0))
-
-    class Wordy(Guider):
-        def _call(self, pair, now):
-            self.text = torch.randn(len(pair), 64, TEXT)
-            return super()._call(pair, now)
-
-    applied = apply(patcher, **EACH)
-    Wordy(applied).sample(steps=1, size=(8, 8))
-    report = host.find_attached(applied).latest.report
-    assert report.calls_merged == report.levels[0].blocks - 1 and reasons(report) == {REPLACED: 1}
+    assert report.calls_merged == report.levels[0].blocks - 2 and report.work_saved == pytest.approx(0.5 * 0.75)
 
 
 def test_a_prompts_attention_that_another_node_stands_in_for_is_the_nodes():
@@ -124,27 +107,26 @@ def test_a_prompts_attention_that_another_node_stands_in_for_is_the_nodes():
         seen.append((q.shape[1], k.shape[1]))
         return q
 
-    report = merged(replaced(least_checkpoint(), "attn2", other, ("middle", 0)), size=(8, 8))
+    report = merged(replaced(least_checkpoint(), "attn2", other, ("middle", 0)))
     assert seen == [(64, 7)] and report.calls_merged == report.levels[0].blocks and not report.reasons
 
 
-def test_where_a_node_has_changed_the_tokens_first_they_are_left_whole():
+def test_tokens_that_a_node_has_changed_first_are_left_whole():
     """HyperTile cuts tokens into tiles, TomePatchModel merges queries alone."""
 
     def tiles(h, context, values, options):
         h = h.unflatten(1, (4, -1)).flatten(0, 1)
         return h, h, h
 
-    def back(h, options):
-        return h.unflatten(0, (-1, 4)).flatten(1, 2)
+    def halves(h, context, values, options):
+        return h[:, ::2], context, values
 
-    plain = with_patches(least_checkpoint(), attn1_patch=[tiles], attn1_output_patch=[back])
-    report = merged(plain, size=(8, 8))
-    assert reasons(report) == {NO_GRID: report.levels[0].blocks} and not report.merged_anything
-    halves = [lambda h, context, values, options: (h[:, ::2], context, values)]
-    doubles = [lambda h, options: h.repeat_interleave(2, 1)]
-    report = merged(with_patches(least_checkpoint(), attn1_patch=halves, attn1_output_patch=doubles), size=(8, 8))
-    assert reasons(report) == {unets._OTHER_KEYS: report.levels[0].blocks}
+    for before, after, why in (
+        (tiles, lambda h, options: h.unflatten(0, (-1, 4)).flatten(1, 2), NO_GRID),
+        (halves, lambda h, options: h.repeat_interleave(2, 1), unets._OTHER_KEYS),
+    ):
+        report = merged(with_patches(least_checkpoint(), attn1_patch=[before], attn1_output_patch=[after]))
+        assert reasons(report) == {why: report.levels[0].blocks} and not report.merged_anything
 
 
 def test_of_a_picture_that_a_node_makes_smaller_on_the_way_its_own_grid_counts():
@@ -177,23 +159,18 @@ def test_frames_do_not_merge(frames):
     transformer = patcher.model.diffusion_model.input_blocks[1][1]
     added, forward = OverTime(32), transformer.forward
     transformer.forward = lambda x, context, options: forward(x, context, options) + added.run(x, options)
-    report = merged(patcher, size=(8, 8), batch=frames // 2)
+    report = merged(patcher, batch=frames // 2)
     assert added.seen == [frames] and not report.reasons and report.calls_merged == report.levels[0].blocks
 
 
-def test_what_answers_in_the_models_place_is_counted_as_not_merged():
-    patcher = least_checkpoint()
-    patcher.model.diffusion_model.forward = lambda x, t, context, transformer_options: x
-    report = merged(patcher)
-    assert reasons(report) == {REPLACED: report.levels[0].blocks}
-
-
-def test_a_step_that_easycache_leaves_out_is_not_counted():
+def test_what_answers_in_the_models_place_is_counted_as_not_merged_unless_easycache_leaves_out_the_step():
     class EasyCacheHolder:
         name, skip_current_step = "EasyCache", True
 
     patcher = least_checkpoint()
     patcher.model.diffusion_model.forward = lambda x, t, context, transformer_options: x
+    report = merged(patcher)
+    assert reasons(report) == {REPLACED: report.levels[0].blocks}
     patcher.model_options["transformer_options"]["easycache"] = EasyCacheHolder()
     assert not merged(patcher).reasons
 
@@ -205,12 +182,3 @@ def test_attention_to_the_prompt_alone_is_no_self_attention():
     block.disable_self_attn = True
     report = merged(patcher)
     assert not report.reasons and report.calls_merged == report.levels[0].blocks - 1
-
-
-@pytest.mark.parametrize("size", [(1, 16), (2, 2), (9, 15)])
-@pytest.mark.parametrize("method", ["bipartite", "cluster"])
-def test_any_size_and_method_merges_or_steps_aside(server, size, method):
-    grown = tuple(2 * side for side in size)  # the small UNet halves once
-    applied = apply(checkpoint(), method=method, level="up to /8")
-    assert Guider(applied).sample(steps=1, batch=3, size=grown).isfinite().all()
-    assert server.texts[-1][1].startswith("ToMe: own settings, 1 step, ")

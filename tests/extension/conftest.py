@@ -1,29 +1,36 @@
-"""The webui that a test asks for by name; a file, or a test, says of which flavours."""
+"""The webui that a test asks for; a file, or a test, says of which flavours."""
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
-from tests.webui_doubles import Processing, Webui, merges
+from tests.webui_doubles import Webui, merges
 
 
 @pytest.fixture
 def flavour() -> str:
-    """A1111, where nobody says another."""
+    """A1111, unless a test says another."""
     return "a1111"
 
 
 @pytest.fixture
 def webui(flavour, monkeypatch):
-    """One that runs; afterwards nothing has failed and nothing is left on its model."""
-    made = Webui(monkeypatch, flavour).start()
-    yield made
-    assert not made.errors
-    assert made.shared.sd_model is None or not merges(made.unet), "something was left on the model"
-    made.call("script_unloaded")
+    """A running webui; after the test nothing has failed and nothing is left on its model."""
+    webui = Webui(monkeypatch, flavour).start()
+    yield webui
+    assert not webui.errors
+    assert webui.shared.sd_model is None or not merges(webui.unet), "something was left on the model"
+    webui.call("script_unloaded")
 
 
 @pytest.fixture
-def small(monkeypatch):
-    """Pictures of 8 x 8 tokens, 12 x 12 in the hires pass."""
-    monkeypatch.setattr(Processing, "size", 8)
+def log(webui):
+    """What our loggers say to the webui's console."""
+    lines, ours = [], logging.getLogger("_tome_core_webui")
+    listener = logging.Handler()
+    listener.emit = lambda record: lines.append(record.getMessage())
+    ours.addHandler(listener)
+    yield lines
+    ours.removeHandler(listener)

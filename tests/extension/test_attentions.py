@@ -12,36 +12,39 @@ from tests.thoroughness import some_quick
 from tests.webui_doubles import Webui
 
 TORCH, BIAS, OWN_BIAS = "scaled_dot_product_attention_forward", "bias", "bias, by torch's own function"
-of_each_forge = pytest.mark.parametrize(
-    "kind", [theirs.ForgeAttention, theirs.ReforgeAttention, theirs.ClassicAttention]
-)
+FORGES = (theirs.ForgeAttention, theirs.ReforgeAttention, theirs.ClassicAttention)
+each_hijack = pytest.mark.parametrize("name", theirs.HIJACKS)
 
 
 @pytest.fixture
 def webui(monkeypatch):
-    made = Webui(monkeypatch, "a1111")
-    made.shared.loaded_hypernetworks = theirs.hypernetworks
-    made.put("modules.hypernetworks.hypernetwork", apply_hypernetworks=theirs.apply_hypernetworks)
+    webui = Webui(monkeypatch, "a1111")
+    webui.shared.loaded_hypernetworks = theirs.hypernetworks
+    webui.put("modules.hypernetworks.hypernetwork", apply_hypernetworks=theirs.apply_hypernetworks)
     conformance.with_xformers(monkeypatch, theirs)
-    made.start()
-    yield made
+    webui.start()
+    yield webui
     theirs.hypernetworks.clear()
     theirs.upcast.on = False
-    made.call("script_unloaded")
+    webui.call("script_unloaded")
+
+
+def make(kind, dtype=torch.float32):
+    return telling(kind(CHANNELS, HEADS), dtype)
 
 
 def hijacked(monkeypatch, name, dtype=torch.float32):
     monkeypatch.setattr(theirs.CrossAttention, "forward", theirs.HIJACKS[name], raising=False)
-    return made(theirs.CrossAttention, dtype)
+    return make(theirs.CrossAttention, dtype)
 
 
-def made(kind, dtype=torch.float32):
-    return telling(kind(CHANNELS, HEADS), dtype)
-
-
-def way(webui, module, dtype=torch.float32, **told):
+def way(webui, module, dtype=torch.float32, **more):
     """The way in which it is told of sizes, held against repeated keys."""
-    return conformance.way(module, dtype, engine=webui.engine(), **told)
+    return conformance.way(module, dtype, engine=webui.engine(), **more)
+
+
+def way_of(name):
+    return BIAS if name == TORCH else OWN_BIAS
 
 
 def merged(webui, module, **settings):
@@ -51,40 +54,33 @@ def merged(webui, module, **settings):
         return run(unet, x), handle.report()
 
 
+@each_hijack
 @pytest.mark.parametrize("dtype", some_quick(DTYPES), ids=str)
-@pytest.mark.parametrize("name", theirs.HIJACKS)
-def test_each_of_a1111s_forwards_is_known(webui, monkeypatch, name, dtype):
-    found = way(webui, hijacked(monkeypatch, name, dtype), dtype, mask=None, additional_tokens=None)
-    assert found == (BIAS if name == TORCH else OWN_BIAS)
+def test_each_of_a1111s_forwards_is_known_also_if_it_casts(webui, monkeypatch, name, dtype):
+    module = hijacked(monkeypatch, name, dtype)
+    assert way(webui, module, dtype, mask=None, additional_tokens=None) == way_of(name)
+    theirs.upcast.on = dtype.itemsize == 2
+    assert way(webui, module, dtype, tolerance=2e-2) == way_of(name)
 
 
-@pytest.mark.parametrize("dtype", some_quick([torch.bfloat16, torch.float16]), ids=str)
-@pytest.mark.parametrize("name", [one for one in theirs.HIJACKS if one.startswith(("split", "sub", "xf", "scaled"))])
-def test_they_may_cast_to_float32(webui, monkeypatch, name, dtype):
-    theirs.upcast.on = True
-    found = way(webui, hijacked(monkeypatch, name, dtype), dtype, tolerance=2e-2)
-    assert found == (BIAS if name == TORCH else OWN_BIAS)
-
-
-@pytest.mark.parametrize("name", theirs.HIJACKS)
+@each_hijack
 def test_hypernetworks_change_tokens_once(webui, monkeypatch, name):
     module, x = hijacked(monkeypatch, name, torch.float64), tokens(2, torch.float64)
     plain = module(x)
     theirs.hypernetworks += [theirs.Hypernetwork(CHANNELS, torch.float64) for _ in range(2)]
     assert not torch.allclose(module(x), plain)
-    assert way(webui, module, torch.float64) == (BIAS if name == TORCH else OWN_BIAS)
+    assert way(webui, module, torch.float64) == way_of(name)
 
 
-@pytest.mark.parametrize("loaded", [0, 2])
-def test_without_sizes_all_of_a1111s_forwards_agree(webui, monkeypatch, loaded):
+def test_without_sizes_all_of_a1111s_forwards_agree(webui, monkeypatch):
     """Then it is the forward itself that computes with merged keys."""
-    theirs.hypernetworks += [theirs.Hypernetwork(CHANNELS, torch.float64) for _ in range(loaded)]
-    found = {name: merged(webui, hijacked(monkeypatch, name, torch.float64), proportional=False, correction=False)
-             for name in theirs.HIJACKS}  # fmt: skip
-    expected, report = found.pop(TORCH)
-    assert report.merged_anything and not any(level.sized_by for level in report.levels)
-    for name, (out, _) in found.items():
-        assert far(out, expected) < 1e-12, name
+    for loaded in ([], [theirs.Hypernetwork(CHANNELS, torch.float64) for _ in range(2)]):
+        theirs.hypernetworks += loaded
+        results = {name: merged(webui, hijacked(monkeypatch, name, torch.float64), proportional=False, correction=False)
+                   for name in theirs.HIJACKS}  # fmt: skip
+        expected, report = results[TORCH]
+        assert report.merged_anything and not any(level.sized_by for level in report.levels)
+        assert all(far(out, expected) < 1e-12 for out, _ in results.values())
 
 
 def put(monkeypatch, function):
@@ -93,38 +89,31 @@ def put(monkeypatch, function):
         monkeypatch.setattr(theirs, name, function)
 
 
-@of_each_forge
-@pytest.mark.parametrize("dtype", some_quick(DTYPES), ids=str)
-@pytest.mark.parametrize("function", theirs.FUNCTIONS.values(), ids=theirs.FUNCTIONS)
-def test_the_forges_functions_are_given_no_bias(webui, monkeypatch, kind, function, dtype):
+@pytest.mark.parametrize("dtype", some_quick([torch.float32, torch.bfloat16]), ids=str)
+@pytest.mark.parametrize("kind", FORGES)
+def test_the_forges_functions_are_given_no_bias(webui, monkeypatch, kind, dtype):
     """Some take it for square, or cut it by queries if memory is short, which no trial tells."""
-    put(monkeypatch, function)
-    assert way(webui, made(kind, dtype), dtype, mask=None) == OWN_BIAS
+    for function in theirs.FUNCTIONS.values():
+        put(monkeypatch, function)
+        assert way(webui, make(kind, dtype), dtype, mask=None) == OWN_BIAS
 
 
-@of_each_forge
-def test_what_is_no_attention_is_left_alone(webui, monkeypatch, kind):
-    put(monkeypatch, lambda q, k, v, heads, mask=None, attn_precision=None: v * 0.5)
-    module = made(kind)
-    out, report = merged(webui, module)
-    assert torch.equal(out, run(UNetOf(module), tokens(2)))
-    (reason,) = report.reasons
-    assert reason.startswith("attn: the function that it calls is no attention: ") and reason.endswith("<lambda>")
-
-
-@of_each_forge
-def test_a_mask_leaves_it_alone(webui, kind):
-    unet, x = UNetOf(made(kind), mask=torch.randn(1, 1, 1, 64)), tokens(2)
+@pytest.mark.parametrize("kind", FORGES)
+def test_a_forges_attention_by_another_function_or_with_a_mask_is_left_alone(webui, monkeypatch, kind):
+    module = make(kind)
+    unet, x = UNetOf(module, mask=torch.randn(1, 1, 1, 64)), tokens(2)
     expected = run(unet, x)
     with webui.engine().patch(unet, ratio=0.5) as handle:
         assert torch.equal(run(unet, x), expected)
     assert list(handle.report().reasons) == ["attn: an attention mask came along"]
+    put(monkeypatch, lambda q, k, v, heads, mask=None, attn_precision=None: v * 0.5)
+    out, report = merged(webui, module)
+    assert torch.equal(out, run(UNetOf(module), x))
+    (reason,) = report.reasons
+    assert reason.startswith("attn: the function that it calls is no attention: ") and reason.endswith("<lambda>")
 
 
-def test_a_forward_of_somebody_elses_is_not_known(webui, monkeypatch):
-    def forward(self, x, context=None, mask=None, **kwargs):
-        return x
-
-    monkeypatch.setattr(theirs.CrossAttention, "forward", forward, raising=False)
-    (reason,) = merged(webui, made(theirs.CrossAttention))[1].reasons
+def test_a_forward_of_another_extension_is_not_known(webui, monkeypatch):
+    monkeypatch.setattr(theirs.CrossAttention, "forward", lambda self, x, context=None, **more: x, raising=False)
+    (reason,) = merged(webui, make(theirs.CrossAttention))[1].reasons
     assert "calls no attention function that is known" in reason

@@ -1,4 +1,4 @@
-"""A pass's times are heard from its sampler; no step waits for the device where the sampler is known."""
+"""A pass's times are heard from its sampler; no step waits for the device if the sampler is known."""
 
 from __future__ import annotations
 
@@ -11,10 +11,41 @@ import pytest
 import torch
 
 from tests.on_device import on_device
-from tests.webui_doubles import FLAVOURS, CFGDenoiserTimesteps, Denoiser, Processing, custom, ddim, sample_euler
+from tests.webui_doubles import FLAVOURS, ON, CFGDenoiserTimesteps, Denoiser, Processing, custom, ddim, sample_euler
 
 RANGE = (custom(end=0.6),)  # before it lie 999, 800 and 500 of 999
-ON = (custom(),)
+all_webuis = pytest.mark.parametrize("flavour", FLAVOURS)
+
+
+@pytest.fixture
+def flavour():
+    """Whose list is on the device."""
+    return "forge"
+
+
+@pytest.fixture(autouse=True)
+def far(webui, waits):
+    webui.is_on_device = True
+
+
+@all_webuis
+def test_a_pass_waits_once_at_most_however_many_steps_it_has_and_its_picture_is_the_same(webui, waits):
+    once = ["tolist"] if webui.has_uncond_first else []  # A1111's list is on the CPU
+    for denoiser in (Denoiser, CFGDenoiserTimesteps):
+        waits.clear()
+        job = webui.job(*RANGE, denoiser=denoiser)
+        assert "own settings, 3 of 4 steps, " in job.comments and waits == once
+        webui.is_on_device = False
+        assert torch.equal(webui.job(*RANGE, denoiser=denoiser).latents, job.latents)
+        webui.is_on_device = True
+    waits.clear()
+    webui.job(*RANGE, enable_hr=True, n_iter=2)
+    assert waits == once * 4, "each pass of each batch has its own list"
+
+
+def test_settings_without_a_time_never_wait(webui, waits):
+    webui.job(*ON)
+    assert waits == []
 
 
 def of_another_pack(model, x, sigmas, extra_args=None, callback=None, disable=None):
@@ -25,78 +56,23 @@ def sample_dpm_fast(model, x, sigma_min=0.1, extra_args=None, callback=None, dis
     return sample_euler(model, x, (0.0,) * 9, extra_args, callback, disable)
 
 
-sample_dpm_fast.__module__ = sample_euler.__module__
-
-
 def backwards(model, x, sigmas, extra_args=None, callback=None, disable=None):
     """Reports other steps than the next ones."""
-    return sample_euler(model, x, sigmas, extra_args, lambda d: callback({**d, "i": 3 - d["i"]}), disable)
+    return sample_euler(model, x, sigmas, extra_args, lambda state: callback({**state, "i": 3 - state["i"]}), disable)
 
 
-backwards.__module__, backwards.__name__ = sample_euler.__module__, "sample_heun"
+sample_dpm_fast.__module__ = backwards.__module__ = sample_euler.__module__
 
 
-pytestmark = pytest.mark.usefixtures("small", "waits")
+@pytest.mark.parametrize(("function", "expected"), [
+    (of_another_pack, ["__float__"] * 4), (sample_dpm_fast, ["__float__"] * 4),
+    (backwards, ["tolist"] + ["__float__"] * 3),
+])  # fmt: skip
+def test_a_sampler_that_is_not_known_or_leaves_its_list_is_waited_for_at_each_step(webui, waits, function, expected):
+    job = webui.job(*RANGE, sampler_function=function)
+    assert "own settings, 3 of 4 steps, " in job.comments and waits == expected
 
 
-@pytest.fixture
-def flavour():
-    """Whose list is on the device."""
-    return "forge"
-
-
-@pytest.fixture(autouse=True)
-def far(webui):
-    webui.is_on_device = True
-
-
-all_webuis = pytest.mark.parametrize("flavour", FLAVOURS)
-
-
-def expected_waits(webui):
-    """A1111's list is on the CPU."""
-    return ["tolist"] if webui.has_uncond_first else []
-
-
-@all_webuis
-@pytest.mark.parametrize("denoiser", [Denoiser, CFGDenoiserTimesteps])
-def test_a_pass_waits_once_at_most_however_many_steps_it_has(webui, waits, denoiser):
-    done = webui.job(*RANGE, denoiser=denoiser)
-    assert "own settings, 3 of 4 steps, " in done.comments
-    assert waits == expected_waits(webui)
-
-
-@all_webuis
-def test_each_pass_of_each_batch_has_its_own_list(webui, waits):
-    webui.job(*RANGE, enable_hr=True, n_iter=2)
-    assert waits == expected_waits(webui) * 4
-
-
-def test_settings_without_a_time_never_wait(webui, waits):
-    webui.job(*ON)
-    assert waits == []
-
-
-@pytest.mark.parametrize("function", [of_another_pack, sample_dpm_fast])
-def test_a_sampler_that_is_not_known_is_waited_for_at_each_step(webui, waits, function):
-    done = webui.job(*RANGE, sampler_function=function)
-    assert "own settings, 3 of 4 steps, " in done.comments and waits == ["__float__"] * 4
-
-
-def test_a_sampler_that_leaves_its_list_is_read_from_then_on(webui, waits):
-    done = webui.job(*RANGE, sampler_function=backwards)
-    assert "own settings, 3 of 4 steps, " in done.comments and waits == ["tolist"] + ["__float__"] * 3
-
-
-@all_webuis
-@pytest.mark.parametrize("denoiser", [Denoiser, CFGDenoiserTimesteps])
-def test_the_picture_is_the_same_wherever_its_times_are(webui, denoiser):
-    far = webui.job(*RANGE, denoiser=denoiser).latents
-    webui.is_on_device = False
-    assert torch.equal(webui.job(*RANGE, denoiser=denoiser).latents, far)
-
-
-@all_webuis
 def test_the_sampler_reports_its_steps_as_ever_and_is_itself_again_afterwards(webui):
     seen = []
 
@@ -106,11 +82,10 @@ def test_the_sampler_reports_its_steps_as_ever_and_is_itself_again_afterwards(we
     p = Processing(webui, RANGE, at_step=look)
     webui.process(p)
     assert p.sampler.steps == [0, 1, 2, 3] and p.sampler.func is sample_euler
-    assert all(one[0] == inspect.signature(sample_euler) for one in seen)
-    assert not seen[0][1]
+    assert seen[0] == (inspect.signature(sample_euler), False), "the webui looks at its parameters"
 
 
-def test_what_somebody_puts_over_the_sampler_stays(webui):
+def test_what_another_extension_puts_over_the_sampler_stays(webui):
     def theirs(*args, **kwargs):
         return sample_euler(*args, **kwargs)
 
@@ -123,11 +98,8 @@ def test_what_somebody_puts_over_the_sampler_stays(webui):
 
 
 def test_an_aborted_jobs_sampler_is_let_go(webui):
-    def fail(step):
-        raise RuntimeError
-
-    p = Processing(webui, RANGE, at_step=fail)
-    with pytest.raises(RuntimeError):
+    p = Processing(webui, RANGE, at_step=lambda step: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         webui.process(p)
     left = weakref.ref(p.sampler)
     del p
@@ -138,26 +110,18 @@ def test_an_aborted_jobs_sampler_is_let_go(webui):
 
 @all_webuis
 def test_sigmas_are_told_as_if_pictures_varied_by_one(webui):
-    model = webui.shared.sd_model
-    relative = webui.part("host").relative
-    p = Processing(webui, ON)
+    model, relative, p = webui.shared.sd_model, webui.part("host").relative, Processing(webui, ON)
     assert relative(p, {"sigma": 3.0}) == {"sigma": 3.0}
     if webui.has_uncond_first:
-        prediction = types.SimpleNamespace(sigma_data=0.5)
         name = "predictor" if webui.flavour == "forge" else "model_sampling"
-        inner = types.SimpleNamespace(**{name: prediction})
-        webui.shared.sd_model = types.SimpleNamespace(
-            forge_objects=types.SimpleNamespace(unet=types.SimpleNamespace(model=inner))
-        )
+        inner = types.SimpleNamespace(**{name: types.SimpleNamespace(sigma_data=0.5)})
+        objects = types.SimpleNamespace(unet=types.SimpleNamespace(model=inner))
+        webui.shared.sd_model = types.SimpleNamespace(forge_objects=objects)
         assert relative(p, {"sigma": 3.0}) == {"sigma": 6.0} and relative(p, {"timestep": 9.0}) == {"timestep": 9.0}
         webui.shared.sd_model = model
 
 
-def test_a_time_just_below_zero_is_zero(webui):
-    """UniPC's last, by a rounding."""
-    params = types.SimpleNamespace(sigma=on_device(torch.tensor([-1e-7])), denoiser=None)
-    assert webui.part("host").read_time(params) == {"sigma": 0.0}
-
-
-def test_ddim_is_the_webuis_own(webui):
+def test_times_and_samplers_are_read_as_the_webuis_have_them(webui):
+    below_zero = types.SimpleNamespace(sigma=on_device(torch.tensor([-1e-7])), denoiser=None)  # UniPC's last
+    assert webui.part("host").read_time(below_zero) == {"sigma": 0.0}
     assert webui.part("pace")._list_of(ddim) == "timesteps" and webui.part("pace")._list_of(None) == ""

@@ -15,11 +15,8 @@ from torch import nn
 
 from tests import transformer_pipelines
 from tests.models import TEXT, unet
-from tests.thoroughness import some_quick
-from tests.webui_doubles import Webui, custom, merges
+from tests.webui_doubles import FREE, ON, Webui, custom, merges
 
-ON = (custom(),)
-PRESET = ({"enabled": True, "strength": 0.5, "only_if_it_pays": False},)  # keeps its matches from step to step
 STEPS = 3
 
 
@@ -42,7 +39,7 @@ class Pipeline:
 
 
 class Transformers:
-    """A pipeline without a UNet. pipe: one of diffusers', and its call; None: of a model that nobody knows."""
+    """A pipeline without a UNet. pipe: one of diffusers', and its call; None: of a model that is not known."""
 
     def __init__(self, pipe=None, call=None):
         self.pipe, self.call, self.scheduler = pipe, call, DDIMScheduler()
@@ -130,68 +127,70 @@ class SdNext(Webui):
 
 @pytest.fixture
 def webui(monkeypatch):
-    made = SdNext(monkeypatch).start()
-    yield made
-    assert not made.errors
-    assert not merges(made.unet) and not made.unet._forward_hooks, "something was left on the model"
-    made.call("script_unloaded")
+    webui = SdNext(monkeypatch).start()
+    yield webui
+    assert not webui.errors
+    assert is_clean(webui), "something was left on the model"
+    webui.call("script_unloaded")
+
+
+def is_clean(webui):
+    return not merges(webui.unet) and not webui.unet._forward_hooks
 
 
 def draw(webui, *args, **more):
-    """The job, and what it came to."""
+    """The job, its latents, what API callers are told, and its infotexts."""
     p = Processing(webui, args, **more)
-    done = webui.process(p)
-    return p, torch.cat(done.latents), done.extra_generation_params.get("ToMe report"), done.infotexts
+    job = webui.process(p)
+    return p, torch.cat(job.latents), job.extra_generation_params.get("ToMe report"), job.infotexts
 
 
-@pytest.mark.parametrize("args", some_quick([(False,), (True, 0.0), (custom(0.0),), (True, 9.0)], 2))
-def test_off_is_bit_identical_to_no_extension_also_after_a_merged_picture(webui, args):
+def test_off_is_bit_identical_to_no_extension_also_after_a_merged_picture(webui):
     with_us, webui.script = webui.script, object()
     expected = draw(webui, enable_hr=True)[1]
     webui.script = with_us
-    merged = draw(webui, *ON, enable_hr=True)[1]
-    assert not torch.equal(merged, expected)
-    assert torch.equal(draw(webui, *args, enable_hr=True)[1], expected)
+    assert not torch.equal(draw(webui, *ON, enable_hr=True)[1], expected)
+    for args in ((False,), (custom(0.0),), (True, 9.0)):
+        assert torch.equal(draw(webui, *args, enable_hr=True)[1], expected)
 
 
-@pytest.mark.parametrize(("where", "merged"), [
-    ("everywhere", (True, True)), ("first pass", (True, False)), ("hires pass", (False, True)),
-])  # fmt: skip
-def test_each_choice_of_where_and_the_steps_of_each_pass(webui, where, merged):
+def test_each_choice_of_where_and_the_steps_of_each_pass(webui):
     plain, *_ = draw(webui, False, enable_hr=True)
-    p, _, report, _ = draw(webui, custom(where=where), enable_hr=True)
-    assert torch.equal(p.firsts[0], plain.firsts[0]) != merged[0]
-    told = [f"{name}: {STEPS} steps, 73% of attention left out" if one else f"{name}: left alone"
-            for name, one in zip(("first pass", "hires pass"), merged, strict=True)]  # fmt: skip
-    assert report["line"] == "; ".join(["strength 0.5, own settings", *told])
+    names = ("first pass", "hires pass")
+    for where, passes in (("everywhere", names), *((name, (name,)) for name in names)):
+        p, _, report, _ = draw(webui, custom(where=where), enable_hr=True)
+        assert torch.equal(p.firsts[0], plain.firsts[0]) != ("first pass" in passes)
+        lines = [f"{name}: {f'{STEPS} steps, 73% of attention left out' if name in passes else 'left alone'}"
+                 for name in names]  # fmt: skip
+        assert report["line"] == "; ".join(["strength 0.5, own settings", *lines])
 
 
 def test_equal_seeds_give_equal_pictures_whatever_ran_before(webui):
-    first, report = draw(webui, *PRESET, n_iter=2, batch_size=2)[1:3]
+    first, report = draw(webui, FREE, n_iter=2, batch_size=2)[1:3]  # which keeps its matches from step to step
     draw(webui, *ON)
-    assert torch.equal(draw(webui, *PRESET, n_iter=2, batch_size=2)[1], first) and report["merged"]
+    assert torch.equal(draw(webui, FREE, n_iter=2, batch_size=2)[1], first) and report["merged"]
 
 
-@pytest.mark.parametrize("name", ["base", "hires"])
-def test_a_pass_that_fails_leaves_nothing(webui, name):
+def test_a_pass_that_fails_leaves_nothing(webui):
     expected = draw(webui, False)[1]
-    webui.fails = name
-    webui.process(Processing(webui, ON, enable_hr=True))
-    assert not merges(webui.unet) and not webui.unet._forward_hooks
-    webui.fails = ""
-    assert torch.equal(draw(webui, False)[1], expected)
+    for name in ("base", "hires"):
+        webui.fails = name
+        webui.process(Processing(webui, ON, enable_hr=True))
+        assert is_clean(webui)
+        webui.fails = ""
+        assert torch.equal(draw(webui, False)[1], expected)
 
 
-@pytest.mark.parametrize(("settings", "told"), [
+@pytest.mark.parametrize(("settings", "reason"), [
     ({"token_merging_method": "ToMe", "tome_ratio": 0.5}, "SD.Next's own token merging (ToMe 0.5) is on"),
     ({"token_merging_method": "ToDo", "todo_ratio": 0.3}, "SD.Next's own token merging (ToDo 0.3) is on"),
     ({"hypertile_unet_enabled": True}, "HyperTile is on"),
     ({"token_merging_method": "ToMe", "tome_ratio": 0.0}, ""),
-])  # fmt: skip
-def test_it_steps_aside_for_the_webuis_own_that_is_on(webui, settings, told):
+], ids=lambda value: str(value)[:40])  # fmt: skip
+def test_it_steps_aside_for_the_webuis_own_that_is_on(webui, settings, reason):
     webui.shared.opts.data.update(settings)
     *_, report, infotexts = draw(webui, *ON)
-    assert told in report["line"] and report["merged"] is not bool(told) and (infotexts == [{}]) is bool(told)
+    assert reason in report["line"] and report["merged"] is not bool(reason) and (infotexts == [{}]) is bool(reason)
 
 
 def test_hypertile_of_the_hires_pass_alone_leaves_the_first_to_us(webui):
@@ -210,30 +209,27 @@ def test_a_transformer_that_the_engine_knows_merges_by_its_own_strengths(webui, 
     webui.shared.sd_model = Transformers(*transformer_pipelines.make("Flux"))
     monkeypatch.setattr(webui, "made", webui.shared.sd_model.transformer)
     plain = draw(webui, False)[1]
-    _, latents, report, infotexts = draw(webui, *PRESET)
+    _, latents, report, infotexts = draw(webui, FREE)
     assert webui.part("host").layout() == "transformer" and report["merged"] and infotexts != [{}]
     assert not torch.equal(latents, plain) and torch.equal(draw(webui, False)[1], plain)
 
 
 def test_the_infotext_does_not_take_the_name_of_its_own_setting(webui):
     webui.put("modules.infotext", mapping=[("ToMe", "tome_ratio")])
-    (written,) = draw(webui, *PRESET)[3]
+    (written,) = draw(webui, FREE)[3]
     assert written == {"ToMe strength": "0.5; only_if_it_pays=False"}
     value = webui.part("infotext").Paste().value
     assert value("enabled", written) is True and value("strength", written) == 0.5
     assert value("enabled", {"ToMe": "0.5"}) is True, "of another webui"
 
 
-def test_the_page_knows_the_webuis_controls_by_its_own_names(webui):
+def test_the_page_knows_the_webuis_controls_by_its_own_names_and_its_hires_size(webui):
     webui.script.ui(False)
-    told = []
-    webui.part("ui")._waiting["txt2img"] = types.SimpleNamespace(follow=told.append)
+    followed = []
+    webui.part("ui")._waiting["txt2img"] = types.SimpleNamespace(follow=followed.append)
     for name in ("width", "height", "enable_hr", "scale", "resize_width", "resize_height"):
         webui.part("script").on_component(name, elem_id=f"txt2img_{name}")
-    assert told == [{"width": "width", "height": "height", "hr-checkbox": "enable_hr", "hr_scale": "scale",
-                     "hr_resize_x": "resize_width", "hr_resize_y": "resize_height"}]  # fmt: skip
-
-
-def test_the_hires_size_is_the_webuis_own(webui):
+    assert followed == [{"width": "width", "height": "height", "hr-checkbox": "enable_hr", "hr_scale": "scale",
+                         "hr_resize_x": "resize_width", "hr_resize_y": "resize_height"}]  # fmt: skip
     webui.put("modules.processing", StableDiffusionProcessingTxt2Img=Processing)
     assert webui.part("host").hires_size(128, 128, 1.5, 0, 0) == (192, 192)

@@ -1,4 +1,4 @@
-"""The real shim, run by the webui's own rule: once, twice, beside a rival, and beside a second copy of itself."""
+"""The ways in, by the webui's own rule: once, twice, beside a rival, a second copy of itself, cloned or installed."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import gc
 import shutil
 import sys
 import weakref
+from pathlib import Path
 
 import pytest
 
+from install import WEBUI
+from tests.host_folders import Installed, make_folder
 from tests.models import ldm_of_one_level
-from tests.webui_doubles import Component, Webui, custom, merges
+from tests.webui_doubles import FREE, ON, SAVED, Component, Webui, merges
 from tests.webui_modules import ROOT
-
-ON = (custom(),)
 
 
 def test_exactly_one_script_is_registered_and_it_is_always_visible(webui):
-    assert [one.__name__ for one in webui.classes] == ["TokenMerging"]
+    assert [script.__name__ for script in webui.classes] == ["TokenMerging"]
     assert webui.script.show(False) is webui.scripts.AlwaysVisible
     assert webui.script.title() == "Token Merging (ToMe)"
 
@@ -29,7 +30,7 @@ def test_a_rival_extension_that_owns_our_names_does_no_harm(webui, monkeypatch, 
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
     webui.reload()
-    assert "75% of attention left out" in webui.job(*ON).comments
+    assert SAVED in webui.job(*ON).comments
 
 
 def test_reload_runs_new_code_and_leaves_the_model_clean(webui):
@@ -38,9 +39,8 @@ def test_reload_runs_new_code_and_leaves_the_model_clean(webui):
         webui.job(*ON, at_step=lambda step: 1 / 0)
     assert merges(webui.unet)
     webui.reload()
-    assert not merges(webui.unet)
-    assert webui.part("merging") is not before
-    assert "75% of attention left out" in webui.job(*ON).comments
+    assert not merges(webui.unet) and webui.part("merging") is not before
+    assert SAVED in webui.job(*ON).comments
     assert all(len(listeners) == 1 for listeners in webui.callbacks.values())
 
 
@@ -61,7 +61,7 @@ def test_being_installed_twice_is_said_and_only_one_works(webui, tmp_path, capsy
 def test_the_shim_works_without_the_webuis_settings(webui):
     """Started with --nowebui, no settings tab is ever built."""
     del webui.shared.opts
-    assert "75% of attention left out" in webui.job(*ON).comments
+    assert SAVED in webui.job(*ON).comments
 
 
 def test_an_unloaded_engine_is_let_go_though_the_model_stays():
@@ -70,7 +70,7 @@ def test_an_unloaded_engine_is_let_go_though_the_model_stays():
     with pytest.MonkeyPatch.context() as monkeypatch:
         webui = Webui(monkeypatch).start()
         webui.load(model)
-        assert webui.job({"enabled": True, "only_if_it_pays": False}).infotexts != [""]
+        assert webui.job(FREE).infotexts != [""]
         kept = weakref.ref(webui.part("wish").strength.__globals__["MergeConfig"])
         assert kept() is not None
         webui.call("script_unloaded")
@@ -78,3 +78,33 @@ def test_an_unloaded_engine_is_let_go_though_the_model_stays():
     Component.made.clear()  # the double's controls know whom they call
     gc.collect()
     assert kept() is None and not merges(model.model.diffusion_model)
+
+
+# --- installed --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def works(monkeypatch):
+    """Looks whether the extension that lies at a place merges, with the engine that lies there."""
+    webui = Webui(monkeypatch)
+
+    def works(place: Path) -> None:
+        webui.start(place)
+        assert SAVED in webui.job(*ON).comments and not webui.errors
+        assert Path(webui.part("script").__file__).samefile(place / "extension" / "script.py")
+        assert Path(webui.engine("hosting").__file__).samefile(place / "tome_core" / "hosting.py")
+
+    yield works
+    webui.call("script_unloaded")
+
+
+def test_a_clone_in_extensions_works(works, tmp_path):
+    """As "Install from URL" makes it."""
+    place = make_folder(WEBUI, tmp_path) / "extensions" / "sd-tome.core"
+    left_out = shutil.ignore_patterns(".*", "__pycache__", "tests", "demo", "shared", "benchmarks")
+    shutil.copytree(ROOT, place, ignore=left_out)
+    works(place)
+
+
+class TestInstall(Installed):
+    host = WEBUI

@@ -29,7 +29,7 @@ SLOW = 120_000  # ms; small machines take long to draw
 
 @pytest.fixture(scope="module", params=["a1111", "forge"])
 def address(chromium, request, tmp_path_factory):
-    """Where the page is served, by the gradio of each webui. """
+    """Where the page is served, by the gradio of each webui."""
     cache = getattr(request.config, "cache", None)  # pytest can be told to have none
     folder = (cache.mkdir("gradio") if cache else tmp_path_factory.mktemp("gradio")) / request.param
     try:

@@ -1,24 +1,31 @@
-"""Strength and where, from whoever says them: arguments by place or name, a request's settings, the settings."""
+"""What a job wants, whoever says it: arguments by place or name, a request's settings, the settings, and the model.
+
+What makes no sense is answered with a sentence: none of it is taken for something else, and none of it raises.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
+import math
 
 import pytest
 
-from tests.thoroughness import some_quick
-from tests.webui_doubles import Processing, report
+from tests.models import ldm_of_one_level, ldm_sdxl
+from tests.webui_doubles import FREE, Processing, report
+from tome_core import form, preset
+from tome_core.settings.presets import MARKS
 
-FREE = {"enabled": True, "only_if_it_pays": False}  # the double's pictures have few tokens
+SETTINGS = {"tome_enabled": True, "tome_strength": 0.7}
+UNGATED = {"only_if_it_pays": False}
 
 
-pytestmark = [pytest.mark.usefixtures("small"), pytest.mark.parametrize("flavour", ["a1111", "forge"])]
+def read(webui, **given):
+    """The wish of arguments by name."""
+    return webui.part("wish").read(({"enabled": True, **given},), webui.part("options").of_dial)
 
 
-def test_nothing_is_said_and_nothing_merges_where_nobody_asks(webui):
-    done = webui.job()
-    assert (done.infotexts, done.comments, done.extra_generation_params) == ([""], "", {})
+# --- who says it ------------------------------------------------------------------------------------------------------
 
 
 def test_arguments_count_by_name_and_by_place(webui):
@@ -32,77 +39,23 @@ def test_arguments_count_by_name_and_by_place(webui):
 
 
 def test_a_moved_setting_acts_on_the_next_job_that_does_not_say_otherwise(webui):
-    free = {"override_settings": {}}
-    webui.shared.opts.data |= {"tome_enabled": True, "tome_strength": 0.7, "tome_where": "first pass"}
-    assert report(webui.job())["merged"] is False  # the double's pictures are too small for the gate
-    told = webui.job({"only_if_it_pays": False}, enable_hr=True, **free)
-    assert told.infotexts == ["ToMe: 0.7; first pass; only_if_it_pays=False"]
-    assert webui.job({"strength": 0.2, "only_if_it_pays": False}, **free).infotexts[0].startswith("ToMe: 0.2; first")
+    webui.shared.opts.data |= {**SETTINGS, "tome_where": "first pass"}
+    assert webui.job(UNGATED, enable_hr=True).infotexts == ["ToMe: 0.7; first pass; only_if_it_pays=False"]
+    assert webui.job({**UNGATED, "strength": 0.2}).infotexts[0].startswith("ToMe: 0.2; first")
     webui.shared.opts.data["tome_strength"] = 0.8
-    assert webui.job({"only_if_it_pays": False}).infotexts[0].startswith("ToMe: 0.8")
-    assert webui.job(False).extra_generation_params == {}
+    assert webui.job(UNGATED).infotexts[0].startswith("ToMe: 0.8")
+    page = (False, 0.5, "everywhere")  # which gives every value, so that its panel is what counts
+    for args in ((False,), page):
+        assert webui.job(*args).extra_generation_params == {}
 
 
 def test_a_requests_own_settings_hold_for_its_job_alone_and_arguments_outweigh_them(webui):
-    own = {"tome_enabled": True, "tome_strength": 0.7}
-    free = {"only_if_it_pays": False}
-    assert webui.job(free, override_settings=own).infotexts == ["ToMe: 0.7; only_if_it_pays=False"]
-    assert webui.job(free).infotexts == [""], "not beyond it"
-    assert webui.job({**free, "strength": 0.3}, override_settings=own).infotexts[0].startswith("ToMe: 0.3")
-    assert webui.job({"enabled": False}, override_settings=own).extra_generation_params == {}
-    assert webui.job().extra_generation_params == {}, "nothing of it is left"
-
-
-def test_a_page_gives_every_value_so_that_its_panel_is_what_counts(webui):
-    webui.shared.opts.data |= {"tome_enabled": True, "tome_strength": 0.7}
-    assert webui.job(False, 0.5, "everywhere").extra_generation_params == {}
-
-
-@pytest.mark.parametrize("case", some_quick([
-    ((True, "0.5"), "is no number from 0 to 1"),
-    (({"enabled": True, "strength": float("nan")},), "is no number from 0 to 1"),
-    ((True,), "is no number from 0 to 1"),  # what the settings of the request say
-    (("yes",), "enabled='yes' is str; use true or false"),
-    ((1,), "enabled=1 is int"),
-    ((True, 0.5, "hires"), "where='hires' is not possible; use one of everywhere, first pass, hires pass"),
-    ((True, 0.5, [1]), "where=[1] is not possible"),
-    (({"enabled": True, "ratios": 1},), "there is no ratios to set; there are: enabled, strength, where"),
-    (({"enabled": True, 1: 1},), "there is no 1 to set"),
-    ((True,) + (None,) * 30, "31 values were given; there are 24: enabled, strength"),
-], 3))  # fmt: skip
-def test_wrong_arguments_are_told_and_the_picture_is_unmerged(webui, case):
-    args, message = case
-    done = webui.job(*args, override_settings={"tome_strength": 10**400})
-    assert message in report(done)["line"] and message in done.comments
-    assert report(done)["merged"] is False and done.latents.equal(webui.job().latents) and done.infotexts == [""]
-    json.dumps(done.extra_generation_params, allow_nan=False)
-
-
-def test_what_does_not_go_together_is_left_out_with_a_sentence_and_the_rest_merges(webui):
-    done = webui.job({**FREE, "method": "cluster", "sx": float("inf"), "keep": "long"})
-    assert "not used: sx=inf" in done.comments and "not used: keep='long'" in done.comments
-    assert done.infotexts == ["ToMe: 0.5; method=cluster; only_if_it_pays=False"]
-    both = webui.job({**FREE, "start": 0.8, "end": 0.2})
-    assert "not used: end=0.2, because start=0.8 lies after end=0.2" in both.comments and report(both)["merged"]
-
-
-def test_the_built_in_merging_is_silent_only_where_ours_merges_and_that_is_told(webui):
-    webui.shared.opts.data["token_merging_ratio"] = 0.5
-    off = webui.job(enable_hr=True)
-    assert off.built_in == [0.5, 0.5] and "Token merging ratio: 0.5" in off.infotexts[0]
-    everywhere = webui.job(FREE, enable_hr=True)
-    assert everywhere.built_in == [0, 0] and "Token merging ratio" not in everywhere.infotexts[0]
-    assert everywhere.comments.count("the webui's own merging (0.5) is off in this pass") == 2
-    hires = webui.job({**FREE, "where": "hires pass"}, enable_hr=True)
-    assert hires.built_in == [0.5, 0]
-    assert "first pass: left alone; hires pass: " in hires.comments
-    assert "first pass: the webui's own merging (0.5) stays on; hires pass: the webui's own merging" in hires.comments
-    assert webui.job({**FREE, "strength": 0}).built_in == [0.5]
-    assert webui.job(True, "much").built_in == [0.5], "an error is no reason to take what they had"
-    few = webui.job(True, 0.5)
-    assert few.built_in == [0.5] and few.infotexts == ["Token merging ratio: 0.5"]
-    assert "so few tokens that merging would not pay\nToMe: the webui's own merging (0.5) stays on" in few.comments
-    assert webui.job().built_in == [0.5]
+    assert webui.job(UNGATED, override_settings=SETTINGS).infotexts == ["ToMe: 0.7; only_if_it_pays=False"]
+    assert webui.job(UNGATED).infotexts == [""], "not beyond it"
+    assert webui.job({**UNGATED, "strength": 0.3}, override_settings=SETTINGS).infotexts[0].startswith("ToMe: 0.3")
+    assert webui.job({"enabled": False}, override_settings=SETTINGS).extra_generation_params == {}
+    silent = webui.job()
+    assert (silent.infotexts, silent.comments, silent.extra_generation_params) == ([""], "", {}), "nothing is left"
 
 
 def test_nothing_leaks_into_a_copy_of_a_job(webui):
@@ -111,6 +64,159 @@ def test_nothing_leaks_into_a_copy_of_a_job(webui):
     webui.process(first)
     cell = copy.copy(first)  # as the plot does it: one dict for all cells
     cell.args = [False]
-    done = webui.process(cell)
-    assert done.infotexts == ["Token merging ratio: 0.5"] and done.built_in == [0.5]
+    job = webui.process(cell)
+    assert job.infotexts == ["Token merging ratio: 0.5"] and job.built_in == [0.5]
     assert "ToMe" in first.extra_generation_params
+
+
+@pytest.mark.parametrize("flavour", ["a1111", "forge"])
+def test_the_built_in_merging_is_silent_only_if_ours_merges_and_that_is_told(webui):
+    webui.shared.opts.data["token_merging_ratio"] = 0.5
+    everywhere = webui.job(FREE, enable_hr=True)
+    assert everywhere.built_in == [0, 0] and "Token merging ratio" not in everywhere.infotexts[0]
+    assert everywhere.comments.count("the webui's own merging (0.5) is off in this pass") == 2
+    hires = webui.job({**FREE, "where": "hires pass"}, enable_hr=True)
+    assert hires.built_in == [0.5, 0]
+    assert "first pass: left alone; hires pass: " in hires.comments
+    assert "first pass: the webui's own merging (0.5) stays on; hires pass: the webui's own merging" in hires.comments
+    few = webui.job(True, 0.5)
+    assert few.built_in == [0.5] and few.infotexts == ["Token merging ratio: 0.5"]
+    assert "so few tokens that merging would not pay\nToMe: the webui's own merging (0.5) stays on" in few.comments
+    for args in ((), (False,), ({**FREE, "strength": 0},), (True, "much")):  # an error takes nothing away
+        assert webui.job(*args).built_in == [0.5]
+
+
+# --- what is wrong ----------------------------------------------------------------------------------------------------
+
+WRONG = [
+    ((True, "0.5"), "is no number from 0 to 1"),
+    (({"enabled": True, "strength": math.nan},), "is no number from 0 to 1"),
+    ((True,), "is no number from 0 to 1"),  # what the settings of the request say
+    (("yes",), "enabled='yes' is str; use true or false"),
+    ((1,), "enabled=1 is int"),
+    ((True, 0.5, "hires"), "where='hires' is not possible; use one of everywhere, first pass, hires pass"),
+    ((True, 0.5, [1]), "where=[1] is not possible"),
+    (({"enabled": True, "ratios": 1},), "there is no ratios to set; there are: enabled, strength, where"),
+    (({"enabled": True, 1: 1},), "there is no 1 to set"),
+    ((True,) + (None,) * 30, "31 values were given; there are 24: enabled, strength"),
+]
+NO_VALUES = [math.inf, -math.inf, math.nan, 10**400, -(10**400), 1e300, "inf", "2", [], {}, [2], b"2"]
+
+
+def test_wrong_arguments_are_told_and_the_picture_is_unmerged(webui, log):
+    expected = webui.job().latents
+    for args, message in WRONG:
+        log.clear()
+        job = webui.job(*args, override_settings={"tome_strength": 10**400})
+        assert message in report(job)["line"] and message in job.comments
+        (sentence,) = log
+        assert sentence.startswith("not merged, because a setting is wrong: ") and message in sentence
+        assert report(job)["merged"] is False and job.latents.equal(expected) and job.infotexts == [""]
+        json.dumps(job.extra_generation_params, allow_nan=False)
+
+
+def test_no_value_of_the_dial_that_makes_no_sense_raises(webui):
+    wish, setting = webui.part("wish"), webui.part("options").of_dial
+    for name in wish.DIAL:
+        for value in NO_VALUES:
+            with pytest.raises((TypeError, ValueError), match=f"{name}="):
+                wish.read(({"enabled": True, name: value},), setting)
+
+
+def test_a_value_that_makes_no_sense_is_left_out_and_named(webui):
+    for field in form.FIELDS:
+        for value in NO_VALUES:
+            wish = read(webui, **{field.name: value})
+            (sentence,) = wish.left_out
+            assert not wish.changes and sentence.startswith(f"{field.name}=")
+
+
+def test_what_does_not_go_together_is_left_out_with_a_sentence_and_the_rest_merges(webui):
+    job = webui.job({**FREE, "method": "cluster", "sx": math.inf, "keep": "long", "start": 0.8, "end": 0.2})
+    assert "not used: sx=inf" in job.comments and "not used: keep='long'" in job.comments
+    assert "end=0.2, because start=0.8 lies after end=0.2; swap them" in report(job)["not_used"]
+    assert report(job)["settings"]["start"] == 0.8 and report(job)["merged"]
+    assert job.infotexts == ["ToMe: 0.5; start=0.8; method=cluster; only_if_it_pays=False"]
+
+
+def test_no_choice_is_refused_beside_any_strength(webui):
+    for strength in MARKS.values():
+        base = webui.part("wish").base_of(strength)
+        for field in form.FIELDS:
+            for value in field.choices or ((True, False) if isinstance(field.default, bool) else ()):
+                wish = read(webui, strength=strength, **{field.name: value})
+                assert wish.config(False) is not None and not wish.left_out, (field.name, value)
+                assert {**base, **wish.changes}[field.name] == value, "what was clicked counts"
+
+
+def test_a_seed_of_the_webuis_is_cut_to_the_engines_bits_and_a_larger_one_that_is_given_is_left_out(webui):
+    assert read(webui).config(False, seed=2**32 - 1).value("seed") == 2**31 - 1
+    (sentence,) = read(webui, merge_seed=2**32).left_out
+    assert sentence.startswith("merge_seed=4294967296 is out of range")
+
+
+def test_strength_drives_every_step_and_there_is_no_cliff_above_0(webui):
+    saved = [report(webui.job({**FREE, "strength": strength}))["passes"]["first pass"]["work_saved"]
+             for strength in (0.01, 0.25, 0.5, 0.75, 1.0)]  # fmt: skip
+    assert saved == sorted(set(saved)), "each cell of a plot differs from the others"
+    assert saved[0] <= 1 / 4, "one of four steps, which is as little as there is"
+
+
+# --- which model ------------------------------------------------------------------------------------------------------
+
+OF = {"sd": ldm_of_one_level, "sdxl": ldm_sdxl}
+each = pytest.mark.parametrize("layout", OF)
+
+
+@pytest.fixture
+def patched(webui, monkeypatch):
+    """The configs that are put on, in order, without what a job brings along."""
+    merging, configs = webui.part("merging"), []
+    put_on = merging.patch
+
+    def noted(model, config, **more):
+        configs.append(shown(config))
+        return put_on(model, config, **more)
+
+    monkeypatch.setattr(merging, "patch", noted)
+    return configs
+
+
+def shown(config):
+    return {**form.values_of(config), "merge_seed": None, "only_if_it_pays": None}
+
+
+def test_each_model_of_a_job_merges_by_the_table_of_its_layout(webui, patched):
+    job = webui.job({**FREE, "strength": 0.25}, refiner=ldm_sdxl())
+    assert patched == [shown(preset("quality", layout)) for layout in OF]
+    assert job.infotexts == ["ToMe: 0.25; only_if_it_pays=False"], "the model is named beside it"
+
+
+@each
+def test_what_an_expert_leaves_as_it_was_filled_in_is_no_deviation(webui, layout):
+    webui.load(OF[layout]())
+    wish = webui.part("wish")
+    values = (True, 0.25, wish.EVERYWHERE, True, 0.25, *{**wish.base_of(0.25, layout), "sx": 2}.values())
+    found = wish.read(values, webui.part("options").of_dial, layout=layout)
+    assert dict(found.changes) == {"sx": 2}
+    assert found.config(False, layout=layout).value("ratio") == preset("quality", layout).value("ratio"), "not rounded"
+    assert webui.part("infotext").wish_in("0.25; sx=2", layout) == found
+
+
+@pytest.mark.parametrize(("begun", "layout"), [("sd", "sd"), ("sd", "sdxl"), ("sdxl", "sd")])
+def test_the_panel_follows_strength_and_model_but_for_what_was_set_by_hand(webui, patched, begun, layout):
+    """A webui makes its page before the model is there, and a checkpoint changes while the page is open."""
+    webui.load(OF[layout]())
+    webui.script.ui(False)  # imports the panel
+    ui, wish = webui.part("ui"), webui.part("wish")
+    held, exact = wish.base_of(0.25, begun), form.values_of(preset("quality", layout))
+    untouched = (True, 0.25, wish.EVERYWHERE, True, 0.25, *held.values())
+    assert not wish.read(untouched, webui.part("options").of_dial, layout=layout).changes
+    webui.job(*{**dict(zip(wish.ARGUMENTS, untouched, strict=True)), **UNGATED}.values())
+    assert patched == [shown(preset("quality", layout))]
+    for own, sx in ((False, exact["sx"]), (True, 7)):
+        fields = {**wish.base_of(0.5, begun), "sx": 7}
+        filled_for, *updates = ui.moved(0.25, own, 0.5, *fields.values())
+        moved = {name: update.get("value", fields[name]) for name, update in zip(fields, updates, strict=True)}
+        assert filled_for == {"value": 0.25}
+        assert moved == {**exact, "ratio": round(exact["ratio"], 3), "early_ratio": 0.984, "sx": sx} != exact

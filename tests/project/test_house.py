@@ -8,8 +8,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
+
+from tests import conftest
 
 ROOT = Path(__file__).parents[2]
 # what each room of the engine may import from the others; read top to bottom, the arrows point up
@@ -84,26 +88,17 @@ def test_the_engine_imports_torch_and_the_standard_library_only():
         assert outside <= allowed, path
 
 
-def test_what_may_be_imported_stands_above_and_so_in_no_circle():
+def test_arrows_between_the_rooms_are_those_of_the_table_and_point_up():
     above: set[str] = set()
-    for module, may in MAY_IMPORT.items():
-        assert may <= above, f"{module} may import {sorted(may - above)} from below"
-        above.add(module)
-
-
-def test_arrows_between_the_rooms_point_one_way():
-    for path in MODULES:
-        room = _room(path)
-        others = {_room(imported) for imported in _imported_modules(path)} - {room}
-        assert others <= MAY_IMPORT.get(room, set()) | {BELOW_ALL}, f"{_name(path)} imports {sorted(others)}"
-
-
-def test_rooms_are_few_and_so_are_arrows_and_each_of_them_is_there():
     arrows = {(_room(path), _room(imported)) for path in MODULES for imported in _imported_modules(path)}
-    found = {room: {to for start, to in arrows if start == room} - {room, BELOW_ALL} for room in MAY_IMPORT}
-    assert found == MAY_IMPORT
+    assert {start for start, _ in arrows} <= {*MAY_IMPORT, BELOW_ALL}
+    for room, may in MAY_IMPORT.items():
+        assert may <= above, f"{room} may import {sorted(may - above)} from below"
+        above.add(room)
+        assert {end for start, end in arrows if start == room} - {room, BELOW_ALL} == may, room
+    assert BELOW_ALL not in {start for start, _ in arrows}
     rooms = set(MAY_IMPORT) - set(DOORS)
-    assert len(rooms) <= 8 and sum(map(len, (MAY_IMPORT[room] for room in rooms))) <= 25
+    assert len(rooms) <= 8 and sum(len(MAY_IMPORT[room]) for room in rooms) <= 25
 
 
 def test_whether_a_compiler_is_at_work_is_asked_in_few_places_and_of_the_thread_that_asks():
@@ -120,11 +115,6 @@ def test_modules_go_round_in_no_circle():
     """Also not inside a room. What a function imports when it is called counts as well."""
     arrows = {path: _imported_modules(path) for path in MODULES if path.name != "__init__.py"}
     list(graphlib.TopologicalSorter(arrows).static_order())  # raises CycleError, which names the circle
-
-
-def test_every_room_says_what_it_is_for():
-    for room in (ENGINE / name for name in MAY_IMPORT if name not in DOORS):
-        assert ast.get_docstring(ast.parse((room / "__init__.py").read_text(encoding="utf-8"))), room
 
 
 @pytest.mark.parametrize("host", ["comfy_nodes", "extension"])
@@ -162,3 +152,26 @@ def test_importing_the_engine_does_nothing_but_define_and_imports_nothing_option
         "assert not [name for name in set(sys.modules) - known if name.split('.')[-1].startswith('triton')]"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+class Item(NamedTuple):
+    """A collected test."""
+
+    path: str
+    name: str
+    slow: bool = False
+
+    def get_closest_marker(self, mark: str) -> bool:
+        return self.slow and mark == "slow"
+
+
+def test_quick_leaves_out_the_slow_tests_and_files_with_slow_tests_come_first():
+    def collected(quick: bool) -> list[str]:
+        items = [Item("a", "first"), Item("b", "long", slow=True), Item("b", "last")]
+        hook = SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items))
+        conftest.pytest_collection_modifyitems(SimpleNamespace(getoption=lambda name: quick, hook=hook), items)
+        return [item.name for item in items]
+
+    left_out: list[Item] = []
+    assert collected(False) == ["long", "last", "first"] and not left_out
+    assert collected(True) == ["last", "first"] and [item.name for item in left_out] == ["long"]

@@ -7,6 +7,7 @@ up by themselves.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
@@ -15,15 +16,15 @@ from comfy_nodes import asking, branch
 from comfy_nodes.host import hosting
 from tests import webui_doubles
 from tests.comfy_doubles import Guider, ModelPatcher, apply, least_checkpoint
-from tests.injected_faults import ERRORS, KINDS, MOST_ERRORS, Fault, places
-from tests.thoroughness import THOROUGH
+from tests.injected_faults import MOST_ERRORS, Fault, places
+from tests.thoroughness import some_quick
 from tests.traces import traces
 from tests.webui_doubles import FLAVOURS, Webui, custom, merges
 from tests.webui_modules import HOOKS, SAMPLING_HOOK
 from tome_core.engine.state import State
 
-MODEL_KINDS = [kind for kind in KINDS if kind not in ("AttentionSite", "SamplingScope")]
-CALLED_AGAIN = ("PartSite",)  # with all tokens, if it refuses merged ones
+# of the engine's own wraps; a PartSite that refuses merged tokens is called again with all of them
+MODEL_KINDS = ("ModelSite", "BlockAttentionSite", "PartSite")
 CALLBACKS = (*HOOKS, SAMPLING_HOOK, "postprocess", "cfg_denoiser")
 VALUES = {"level": "up to /8", "end": 0.9}
 WEBUI_ON = (custom(0.5, **VALUES, merge_crossattn=True, merge_mlp=True),)
@@ -47,20 +48,25 @@ class Failing:
 # --- the webuis ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=FLAVOURS)
+@pytest.fixture(params=some_quick(FLAVOURS))
 def webui(request, monkeypatch):
     webui_doubles.be_short(monkeypatch)
-    made = Webui(monkeypatch, request.param).start()
-    made.before = traces(made.unet)
-    made.plain = made.job(False, enable_hr=True).latents
-    made.merged = made.job(*WEBUI_ON, enable_hr=True).latents
-    assert not torch.equal(made.plain, made.merged) and not made.errors
-    yield made
-    made.call("script_unloaded")
+    webui = Webui(monkeypatch, request.param).start()
+    webui.before = traces(webui.unet)
+    webui.plain = webui.job(False, enable_hr=True).latents
+    webui.merged = webui.job(*WEBUI_ON, enable_hr=True).latents
+    assert not torch.equal(webui.plain, webui.merged) and not webui.errors
+    yield webui
+    webui.call("script_unloaded")
 
 
 def is_clean(webui) -> bool:
     return not merges(webui.unet) and traces(webui.unet) == webui.before
+
+
+def assert_next_jobs_are_as_ever(webui, where: str) -> None:
+    assert torch.equal(webui.job(False, enable_hr=True).latents, webui.plain) and is_clean(webui), where
+    assert torch.equal(webui.job(*WEBUI_ON, enable_hr=True).latents, webui.merged) and is_clean(webui), where
 
 
 def fail_at(webui, name: str, error, after: bool, monkeypatch) -> Failing:
@@ -81,12 +87,11 @@ def fail_at(webui, name: str, error, after: bool, monkeypatch) -> Failing:
     return failing
 
 
-FAULTS = [(error, after) for error in ERRORS for after in (False, True)]
-# an Exception is what the webui swallows, anything else is not
-FEW = FAULTS if THOROUGH else [(RuntimeError, False), pytest.param(KeyboardInterrupt, True, marks=pytest.mark.slow)]
+# the webui swallows an Exception, and nothing else
+FAULTS = ((RuntimeError, False), (KeyboardInterrupt, True))
 
 
-@pytest.mark.parametrize(("error", "after"), FEW)
+@pytest.mark.parametrize("error, after", FAULTS)
 def test_a_fault_in_any_callback_leaves_nothing_merged(webui, error, after, monkeypatch):
     for name in CALLBACKS:
         with monkeypatch.context() as context:
@@ -97,13 +102,10 @@ def test_a_fault_in_any_callback_leaves_nothing_merged(webui, error, after, monk
             except KeyboardInterrupt:
                 assert error is KeyboardInterrupt
             assert failing.raised
-        assert torch.equal(webui.job(False, enable_hr=True).latents, webui.plain), name
-        assert is_clean(webui), name
-        if THOROUGH or name in ("process", "postprocess", "cfg_denoiser"):
-            assert torch.equal(webui.job(*WEBUI_ON, enable_hr=True).latents, webui.merged) and is_clean(webui), name
+        assert_next_jobs_are_as_ever(webui, name)
 
 
-@pytest.mark.parametrize(("error", "after"), FEW)
+@pytest.mark.parametrize("error, after", FAULTS)
 def test_a_fault_inside_the_model_is_gone_with_the_next_job(webui, error, after):
     for kind in MODEL_KINDS:
         faults = []
@@ -112,16 +114,18 @@ def test_a_fault_inside_the_model_is_gone_with_the_next_job(webui, error, after)
             if step == 1:
                 faults.append(Fault(places(webui.part("merging").armed.handle)[kind][-1], error, after))
 
-        is_taken = error is RuntimeError and kind in CALLED_AGAIN
-        with nullcontext() if is_taken else pytest.raises(error, match="by the test"):
+        goes_on = (kind, error) == ("PartSite", RuntimeError)
+        with nullcontext() if goes_on else pytest.raises(error, match="by the test"):
             webui.job(*WEBUI_ON, enable_hr=True, at_step=break_it)
         assert faults[0].gone()
-        assert torch.equal(webui.job(False, enable_hr=True).latents, webui.plain) and is_clean(webui), kind
-        if THOROUGH or kind in ("ModelSite", "BlockAttentionSite"):
-            assert torch.equal(webui.job(*WEBUI_ON, enable_hr=True).latents, webui.merged) and is_clean(webui), kind
+        assert_next_jobs_are_as_ever(webui, kind)
 
 
 # --- ComfyUI ---------------------------------------------------------------------------------------------------------
+
+# what a call of the model, and a sampling, come by
+OURS = ((branch.Sampling, "call"), (branch.Sampling, "_make"), (branch.Sampling, "_tell_time"), (State, "begin"),
+        (asking, "call"), (hosting, "answer"), (State, "attend"), (branch.Sampling, "end"))  # fmt: skip
 
 
 def sample(patcher: ModelPatcher) -> torch.Tensor:
@@ -141,46 +145,39 @@ def comfy():
     return Comfy
 
 
-def assert_untouched(comfy) -> None:
+def assert_untouched(comfy, where: object) -> None:
     """The shared model has nothing on it, other branches do not merge, and this one goes on as before."""
-    assert traces(comfy.plain.model) == comfy.before
-    assert torch.equal(sample(comfy.plain), comfy.picture)
-    assert torch.equal(sample(comfy.applied), comfy.merged)
-    assert traces(comfy.plain.model) == comfy.before
+    assert traces(comfy.plain.model) == comfy.before, where
+    assert torch.equal(sample(comfy.plain), comfy.picture) and torch.equal(sample(comfy.applied), comfy.merged), where
+    assert traces(comfy.plain.model) == comfy.before, where
 
 
 @pytest.mark.parametrize("error", MOST_ERRORS)
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("kind", ["apply_model", "outer_sample"])
-@pytest.mark.parametrize("inside", [False, True], ids=["around us", "inside us"])
-def test_a_fault_in_a_wrapper_beside_ours_leaves_nothing(comfy, kind, inside, after, error):
-    def broken(executor, *args, **kwargs):
-        if after:
-            executor(*args, **kwargs)
-        raise error("by the test")
+def test_a_fault_in_a_wrapper_beside_ours_leaves_nothing(comfy, error):
+    for where in product(("apply_model", "outer_sample"), ("around us", "inside us"), (False, True)):
+        kind, place, after = where
 
-    patcher = comfy.applied.clone()
-    wrappers = patcher.wrappers[kind]
-    patcher.wrappers[kind] = {**wrappers, "other": [broken]} if inside else {"other": [broken], **wrappers}
-    with pytest.raises(error, match="by the test"):
-        sample(patcher)
-    assert_untouched(comfy)
+        def broken(executor, *args, after=after, **kwargs):
+            if after:
+                executor(*args, **kwargs)
+            raise error("by the test")
 
-
-# what a call of the model, and a sampling, come by
-OURS = ((branch.Sampling, "call"), (branch.Sampling, "_make"), (branch.Sampling, "_tell_time"), (State, "begin"),
-        (asking, "call"), (hosting, "answer"), (State, "attend"), (branch.Sampling, "end"))  # fmt: skip
+        patcher = comfy.applied.clone()
+        wrappers, other = patcher.wrappers[kind], {"other": [broken]}
+        patcher.wrappers[kind] = {**wrappers, **other} if place == "inside us" else {**other, **wrappers}
+        with pytest.raises(error, match="by the test"):
+            sample(patcher)
+        assert_untouched(comfy, where)
 
 
 @pytest.mark.parametrize("error", MOST_ERRORS)
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize(("owner", "name"), OURS, ids=[name for _, name in OURS])
-def test_a_fault_of_our_own_leaves_nothing(comfy, owner, name, after, error, monkeypatch):
-    """The picture fails with it, and nothing else does; of an attention that fails merged, it goes on unmerged."""
-    failing, goes_on = Failing(getattr(owner, name), error, after), (name, error) == ("attend", RuntimeError)
-    with monkeypatch.context() as context:
-        context.setattr(owner, name, lambda *args, **kwargs: failing(*args, **kwargs))
-        with nullcontext() if goes_on else pytest.raises(error, match="by the test"):
-            sample(comfy.applied)
-    assert failing.raised
-    assert_untouched(comfy)
+def test_a_fault_of_our_own_leaves_nothing(comfy, error, monkeypatch):
+    """The picture fails with it, and nothing else does; an attention that fails merged goes on unmerged."""
+    for (owner, name), after in product(OURS, (False, True)):
+        failing, goes_on = Failing(getattr(owner, name), error, after), (name, error) == ("attend", RuntimeError)
+        with monkeypatch.context() as context:
+            context.setattr(owner, name, lambda *args, failing=failing, **kwargs: failing(*args, **kwargs))
+            with nullcontext() if goes_on else pytest.raises(error, match="by the test"):
+                sample(comfy.applied)
+        assert failing.raised
+        assert_untouched(comfy, (name, after))

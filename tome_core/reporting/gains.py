@@ -117,7 +117,7 @@ class Gains:
             except (ValueError, TypeError):
                 _warn_once(f"Not all of {path} is used: not all of it are measured gains. Delete it.")
         if len(lines) > _CASES + 2 * (len(self._known) + len(self.pictures)):  # most were replaced by later ones
-            self._write([*(gain._asdict() for gain in self._known.values()), *self.pictures.items()], "w")
+            self._write([*(gain._asdict() for gain in self._known.values()), *self.pictures.items()], whole=True)
 
     def _take(self, line: Any) -> None:
         if isinstance(line, list):
@@ -169,13 +169,17 @@ class Gains:
         """Know nothing, and keep nothing in any file from now on."""
         self._known, self.pictures, self._path = {}, {}, None
 
-    def _write(self, lines: Sequence[Any], mode: str = "a") -> None:
+    def _write(self, lines: Sequence[Any], whole: bool = False) -> None:
+        """Append lines to the file. whole: they replace it at once, and nothing is lost if they cannot be written."""
         if self._path is None:
             return
+        path = self._path.with_name(f"{self._path.name}.new") if whole else self._path
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open(mode, encoding="utf-8") as file:  # another process may have written since
-                file.write("".join(f"\n{json.dumps(one)}" for one in lines))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("w" if whole else "a", encoding="utf-8") as file:  # another process may have written since
+                file.write("".join(f"\n{json.dumps(line)}" for line in lines))
+            if whole:
+                path.replace(self._path)
         except OSError as error:
             _warn_once(f"What was measured could not be kept in {self._path} ({error}); it holds until this process "
                        "ends.")

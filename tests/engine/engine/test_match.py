@@ -7,10 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-import tome_core
-from tests.models import call_unet, inputs, small
 from tests.sequences import attention
-from tome_core import MergeConfig, MergeRule
+from tome_core import MergeRule
 from tome_core.engine.match import match
 from tome_core.merging import grid as layouts
 from tome_core.merging.grid import Grid, Layout, tokens_in, windows
@@ -84,20 +82,3 @@ def test_a_films_cells_reach_over_its_frames(monkeypatch):
 def test_a_rule_that_removes_no_token_of_a_window_merges_nothing():
     own = attention(BANDS)
     assert match(own.k, own.v, BANDS, replace(RULE, ratio=0.01)) is None
-
-
-def test_a_unets_match_is_in_windows_too(monkeypatch):
-    seen, plain = [], METHODS["bipartite"].match
-
-    def note(x, grid, options):
-        seen.append(x.shape[1])
-        return plain(x, grid, options)
-
-    monkeypatch.setitem(METHODS, "bipartite", METHODS["bipartite"]._replace(match=note))
-    model, (x, text) = small(), inputs(4, 1, 32, 12)
-    with torch.no_grad(), tome_core.patch(model, MergeConfig(rules=(RULE,))) as handle:
-        handle.keep_maps()
-        call_unet(model, x, 500, text)
-    assert seen == [8 * 12] * handle.report().levels[0].blocks, "all four at once"
-    ((_, _, keys),) = handle.report().levels[0].tokens
-    assert keys == 32 * 12 // 4 and handle.maps()[0].group.shape == (1, 32 * 12)

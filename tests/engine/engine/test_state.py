@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from decimal import Decimal
+
 import pytest
 import torch
 
@@ -14,6 +17,9 @@ from tome_core.merging.grid import Grid, Layout, tokens_in
 from tome_core.merging.methods import METHODS
 
 STRONG = MergeConfig(side="kv", ratio=0.9375, sx=4, sy=4, metric="keys+values", use_rand=False, refine=1)
+TOMESD = MergeConfig(ratio=0.5, merge_crossattn=True, merge_mlp=True, proportional=False, use_rand=False)
+KEPT = MergeConfig(ratio=0.5, proportional=False, use_rand=False, keep=100.0)
+GRID = Grid(8, 8)
 
 
 def attend(config, own, layout=PICTURE, timestep=500, **facts):
@@ -23,11 +29,11 @@ def attend(config, own, layout=PICTURE, timestep=500, **facts):
     return state.attend(call, "a", 0, layout, own), state.report()
 
 
-@pytest.mark.parametrize("config", [strength(0), MergeConfig(ratio=0.0), MergeConfig(side="kv", end_percent=0.0)])
-def test_off_leaves_every_call_to_its_host(config):
-    out, report = attend(config, attention(PICTURE))
-    assert out is None
-    assert not report.merged_anything and report.work_saved == 0 and report.reasons
+def test_off_leaves_every_call_to_its_host():
+    for config in (strength(0), MergeConfig(ratio=0.0), MergeConfig(side="kv", end_percent=0.0)):
+        out, report = attend(config, attention(PICTURE))
+        assert out is None
+        assert not report.merged_anything and report.work_saved == 0 and report.reasons
 
 
 @pytest.mark.parametrize("layout", [PICTURE, FILM])
@@ -63,38 +69,32 @@ def test_where_every_token_is_a_group_of_its_own_it_gives_what_its_host_gives(mo
         torch.testing.assert_close(out, sdpa(*own[:3]))
 
 
-@pytest.mark.parametrize("layout, why", [
-    (Layout(PICTURE.grid, 1000), "the tokens are not the picture's grid"),
-    (Layout(Grid(1, 2)), "too small"),
-])  # fmt: skip
-def test_what_does_not_fit_is_left_alone_and_said(layout, why):
-    out, report = attend(MergeConfig(side="kv", ratio=0.25, use_rand=False), attention(PICTURE), layout)
-    assert out is None and any(why in reason for reason in report.reasons)
+def test_what_does_not_fit_is_left_alone_and_said():
+    gentle, own = MergeConfig(side="kv", ratio=0.25, use_rand=False), attention(PICTURE, behind=4)
+    fewer_keys = own._replace(k=own.k[:, :-4], v=own.v[:, :-4])
+    other_parts = MergeConfig(rules=(MergeRule(merge_attn=False, merge_mlp=True),))
+    for config, layout, given, why in (
+        (gentle, Layout(PICTURE.grid, 1000), own, "attn: the tokens are not the picture's grid"),
+        (gentle, Layout(Grid(1, 2)), own, "attn: the grid is too small"),
+        (STRONG, PICTURE, fewer_keys, "attn: the tokens are not the picture's grid"),
+        (other_parts, PICTURE, own, "attn: its rule merges other parts"),
+    ):
+        out, report = attend(config, given, layout)
+        assert out is None and [reason[: len(why)] for reason in report.reasons] == [why]
 
 
-def test_keys_of_other_tokens_are_left_alone():
-    own = attention(PICTURE, behind=4)
-    out, report = attend(STRONG, own._replace(k=own.k[:, :-4], v=own.v[:, :-4]))
-    assert out is None and any("not the picture's grid" in reason for reason in report.reasons)
-
-
-@pytest.mark.parametrize(("takes_bias", "proportional", "ways"), [
-    (True, True, {"bias": 1}), (False, True, {"bias, by torch's own function": 1}), (True, False, {}),
-])  # fmt: skip
-def test_the_way_of_sizes_is_reported(takes_bias, proportional, ways):
-    config = MergeConfig(side="kv", ratio=0.5, proportional=proportional, use_rand=False)
-    out, report = attend(config, attention(PICTURE, takes_bias=takes_bias))
-    assert out is not None and report.levels[0].sized_by == ways
-
-
-def test_a_rule_of_other_parts_leaves_attention_alone():
-    out, report = attend(MergeConfig(rules=(MergeRule(merge_attn=False, merge_mlp=True),)), attention(PICTURE))
-    assert out is None and list(report.reasons) == ["attn: its rule merges other parts"]
+def test_the_way_of_sizes_is_reported():
+    for takes_bias, proportional, ways in (
+        (True, True, {"bias": 1}), (False, True, {"bias, by torch's own function": 1}), (True, False, {}),
+    ):  # fmt: skip
+        config = MergeConfig(side="kv", ratio=0.5, proportional=proportional, use_rand=False)
+        out, report = attend(config, attention(PICTURE, takes_bias=takes_bias))
+        assert out is not None and report.levels[0].sized_by == ways
 
 
 def test_samples_differ_in_their_draws_if_they_differ_in_time_and_a_number_is_a_tensor():
-    one = attention(PICTURE, batch=1)
-    twice = one._replace(**{name: getattr(one, name).repeat(2, 1, 1, 1) for name in "qkv"})
+    own = attention(PICTURE, batch=1)
+    twice = own._replace(**{name: getattr(own, name).repeat(2, 1, 1, 1) for name in "qkv"})
     config = MergeConfig(side="kv", ratio=0.5, correction=False)
     same, _ = attend(config, twice, timestep=torch.tensor([500, 500]))
     assert torch.equal(same[0], same[1]) and torch.equal(same, attend(config, twice, timestep=500)[0])
@@ -111,7 +111,7 @@ def test_gradients_reach_queries_keys_and_values(method):
     own = own._replace(**{name: getattr(own, name).requires_grad_() for name in "qkv"})
     out, _ = attend(MergeConfig(side="kv", ratio=0.5, method=method), own)
     out.sum().backward()
-    assert all(one.grad.abs().sum() > 0 for one in own[:3])
+    assert all(tensor.grad.abs().sum() > 0 for tensor in own[:3])
 
 
 def test_maps_are_of_the_picture_alone_and_of_a_film_its_first_frame():
@@ -125,3 +125,108 @@ def test_maps_are_of_the_picture_alone_and_of_a_film_its_first_frame():
     assert tuple(found.grid[:2]) == (8, 12) and found.group.shape == (2, 8 * 12)
     state.reset_counts()
     assert not state.maps() and not state.report().calls
+    state.attend(state.begin(500, own.q), "a", 0, FILM, own)
+    assert state.maps(), "and they begin anew"
+
+
+# --- tomesd's way: parts of a block, called with merged tokens -------------------------------------------------------
+
+
+@pytest.fixture
+def matches(monkeypatch) -> list:
+    """Every plan of bipartite matching."""
+    plans, match = [], METHODS["bipartite"].match
+
+    def note(x, grid, options):
+        plans.append(match(x, grid, options))
+        return plans[-1]
+
+    monkeypatch.setitem(METHODS, "bipartite", METHODS["bipartite"]._replace(match=note))
+    return plans
+
+
+def tokens(seed=0, batch=2):
+    return torch.randn(batch, 64, 6, generator=torch.Generator().manual_seed(seed))
+
+
+def around(state, x, call, part="attn", function=lambda x, merge: merge(x) * 2, plans=None):
+    """What the seam gives for one part, whose function is given its tokens and what merges them."""
+    plans = {} if plans is None else plans
+    return state.around(call, "a", 0, part, GRID, x, lambda merge: function(x, merge), plans, keys=64)
+
+
+def test_the_parts_of_a_call_run_on_merged_tokens_of_one_match_and_give_all_of_them(matches):
+    state, x, plans = state_of(TOMESD, 1), tokens(), {}
+    call = state.begin(500, x)
+    for part in ("attn", "crossattn", "mlp"):
+        out = around(state, x, call, part, plans=plans)
+        (plan,) = matches
+        torch.testing.assert_close(out, plan.unmerge(plan.merge(x) * 2))
+    assert state.report().levels[0].merged == {("attn", 64, 32, 32): 1, ("crossattn", 64, 32, 64): 1,
+                                               ("mlp", 64, 32, 64): 1}  # fmt: skip
+
+
+def refuses(x, merge):
+    raise KeyError
+
+
+def starves(x, merge):
+    raise torch.cuda.OutOfMemoryError
+
+
+def test_a_part_that_cannot_is_left_alone_and_said_and_want_of_memory_is_the_hosts_to_hear_of():
+    x = tokens()
+    for function, why in (
+        (refuses, "refuses merged tokens"), (lambda x, merge: x, "what it returned cannot be unmerged"),
+        (lambda x, merge: (merge(x),), "what it returned cannot be unmerged"),
+    ):  # fmt: skip
+        state = state_of(TOMESD, 1)
+        assert around(state, x, state.begin(500, x), function=function) is None
+        assert list(state.report().reasons) == [f"attn: {why}"]
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        around(state, x, state.begin(500, x), function=starves)
+
+
+@torch.no_grad()
+def test_matches_of_a_blocks_input_are_kept_over_steps_and_those_of_its_pieces_apart(matches):
+    state, pieces = state_of(KEPT, 1), [tokens(1), tokens(2)]
+    for timestep, count in ((900, 2), (800, 2), (799, 4)):
+        state.set_time(timestep=timestep, sampling="a")
+        call = state.begin(timestep, torch.zeros(4, 4, 8, 8))
+        found = [around(state, x, call) for x in pieces]
+        assert len(matches) == count
+        for x, out, plan in zip(pieces, found, matches[-2:], strict=True):
+            torch.testing.assert_close(out, plan.unmerge(plan.merge(x) * 2))
+
+
+# --- the time, as a host tells it -------------------------------------------------------------------------------------
+
+
+def test_what_is_no_time_is_refused_with_its_range_and_what_is_no_number_with_its_type():
+    state = state_of(MergeConfig(end_percent=0.5), 1)
+    for name, most in (("percent", "to 1"), ("timestep", "up"), ("sigma", "up")):
+        for value in (math.nan, math.inf, -math.inf, -0.1, *((5, 1.0001, 10**400) if name == "percent" else ())):
+            with pytest.raises(ValueError) as caught:
+                state.set_time(**{name: value})
+            assert str(caught.value) == f"{name}={value!r} is no time; use a number from 0 {most}"
+        for value in ("0.5", True, [0.5], Decimal(1), torch.tensor(0.5)):
+            with pytest.raises(TypeError, match=rf"^{name}=.*{type(value).__name__}; use a number$"):
+                state.set_time(**{name: value})
+    for value in ([500.0, -1.0], [500.0, math.nan]):
+        with pytest.raises(ValueError, match="timesteps="):
+            state.set_time(timestep=500.0, timesteps=value)
+        with pytest.raises(ValueError, match="timesteps="), state.sampling(timesteps=value):
+            pass
+    for value in (0, -1, 1.5, "2", True):
+        with pytest.raises(ValueError, match="pictures="):
+            state.set_time(timestep=500, sampling="a", pictures=value)
+        with pytest.raises(ValueError, match="pictures="), state.sampling(pictures=value):
+            pass
+
+
+def test_times_up_to_their_ends_are_taken():
+    state = state_of(MergeConfig(end_percent=0.5), 1)
+    for times in ({}, {"percent": 0}, {"percent": 1.0}, {"timestep": 0}, {"timestep": 10_000}, {"sigma": 0.0},
+                  {"sigma": 700}, {"percent": 0.5, "timestep": 500, "sigma": 1.5, "sampling": "a"}):  # fmt: skip
+        state.set_time(**times)
+        assert state.time._is_given == bool(times)

@@ -7,15 +7,19 @@ Reload UI, after which an older copy of the engine has left its patch, is in `te
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import pickle
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import tome_core
 from tests import pipelines, transformer_pipelines
-from tests.copies import CAN_FORK, bits, drawn_by_forked, drawn_by_spawned, saved
 from tests.families import MODELS, Family, every_model, largest_difference
 from tests.models import sd15
 from tests.thoroughness import some_quick
@@ -24,6 +28,18 @@ from tests.traces import traces
 from tome_core import MergeConfig
 
 EVERYTHING = MergeConfig(ratio=0.5, merge_crossattn=True, merge_mlp=True)
+CAN_FORK = "fork" in multiprocessing.get_all_start_methods()
+
+
+def bits(picture: torch.Tensor) -> bytes:
+    """All of a picture."""
+    return picture.numpy().tobytes()
+
+
+def saved(model: Any, folder: Path) -> dict[str, bytes]:
+    """The files that `save_pretrained` writes, by their names."""
+    model.save_pretrained(folder)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 @every_model
@@ -32,8 +48,7 @@ def test_a_deep_copy_and_a_pickle_of_a_patched_model_merge_nothing(one: Family):
     vanilla = one.call(model)
     handle = tome_core.patch(model, EVERYTHING)
     merged = one.call(model)
-    others = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-    for other in others:
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(one.call(other), vanilla) and not tome_core.report(other).patched
         tome_core.remove_patch(other)
         assert torch.equal(one.call(other), vanilla) and traces(other) == traces(one.build())
@@ -51,6 +66,33 @@ def test_a_deep_copy_and_a_pickle_of_a_patched_model_merge_nothing(one: Family):
     assert largest_difference(one.call(other), vanilla) > 1e-3
 
 
+def test_a_handle_is_not_copied():
+    handle = tome_core.patch(sd15(), MergeConfig())
+    with pytest.raises(TypeError, match="patch the copy of the model"):
+        pickle.dumps(handle)
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def drawn_by_forked(draw: Callable[[], torch.Tensor]) -> bytes:
+    """The picture's bytes in a process that has inherited all memory."""
+    forking = multiprocessing.get_context("fork")
+    ours, theirs = forking.Pipe()
+
+    def send() -> None:
+        torch.set_num_threads(1)  # a thread pool of the parent's is not there
+        theirs.send_bytes(bits(draw()))
+
+    child = forking.Process(target=send)
+    child.start()
+    theirs.close()
+    try:
+        return ours.recv_bytes()
+    finally:
+        child.join()
+
+
 @every_model
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_fork_merges_as_its_parent_and_what_is_saved_says_nothing_of_it(one: Family, tmp_path):
@@ -64,36 +106,33 @@ def test_a_fork_merges_as_its_parent_and_what_is_saved_says_nothing_of_it(one: F
         assert torch.equal(one.call(model), merged) and handle.report().calls == 2
         if files is not None:
             assert saved(model, tmp_path / "patched") == files
-    assert not CAN_FORK or drawn_by_forked(lambda: one.call(model)) == bits(vanilla)
     assert torch.equal(one.call(model), vanilla)
+
+
+def draw_pickled(name: str, pickled: bytes) -> tuple[bytes, bool]:
+    """In a spawned process: the picture's bytes, and whether the model is patched."""
+    torch.set_num_threads(1)
+    model = pickle.loads(pickled)
+    return bits(MODELS[name].call(model)), tome_core.report(model).patched
 
 
 @pytest.mark.slow
 def test_a_spawned_process_merges_nothing_with_what_it_is_given():
     """The default of a DataLoader's workers on Windows and macOS."""
-    plain, pickles = {}, {}
-    for name, one in MODELS.items():
-        model = one.build()
-        plain[name] = bits(one.call(model))
-        with tome_core.patch(model, EVERYTHING):
-            one.call(model)
-            pickles[name] = pickle.dumps(model)
-    found = list(drawn_by_spawned(pickles))
-    assert len(found) == len(MODELS)
-    for name, picture, is_patched in found:
-        assert picture == plain[name] and not is_patched, name
-
-
-def test_a_handle_is_not_copied():
-    handle = tome_core.patch(sd15(), MergeConfig())
-    with pytest.raises(TypeError, match="patch the copy of the model"):
-        pickle.dumps(handle)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as spawned:
+        for name, one in MODELS.items():
+            model = one.build()
+            plain = bits(one.call(model))
+            with tome_core.patch(model, EVERYTHING):
+                one.call(model)
+                pickled = pickle.dumps(model)
+            assert spawned.submit(draw_pickled, name, pickled).result() == (plain, False), name
 
 
 # --- pipelines --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("name", some_quick(["Flux", *pipelines.KINDS, *(
-    one for one in transformer_pipelines.PRESENT if one != "Flux")]))  # fmt: skip
+    name for name in transformer_pipelines.PRESENT if name != "Flux")]))  # fmt: skip
 def test_a_pipelines_copy_is_its_own_and_from_pipe_shares_the_patch(name: str, tmp_path):
     if name in pipelines.KINDS:
         pipe, draw = pipelines.make(tmp_path, name), pipelines.draw

@@ -10,9 +10,9 @@ from diffusers import LatteTransformer3DModel, SanaTransformer2DModel
 from torch import nn
 
 import tome_core
-from tests.families import Family, every_family, every_family_in_time, every_model, largest_difference
+from tests.families import Family, every_family_in_time, every_model, largest_difference, some_models
 from tests.models import ModelCase, call_case, inputs, merge_with_self
-from tests.thoroughness import some_quick
+from tests.samplings import KEPT
 from tests.traces import attributes, is_idle, traces
 from tome_core import MergeConfig
 from tome_core.merging.grid import split_grid
@@ -25,72 +25,54 @@ EVERYTHING = {"ratio": 0.5, "merge_crossattn": True, "merge_mlp": True}
 ALL_LEVELS = MergeConfig(max_downsample=8, **EVERYTHING)
 # tokens that a mask hides are left out before a merge: other sums
 PADDED = ("Qwen-Image, padded", "HunyuanVideo", "HunyuanVideo 1.5", "HunyuanImage")
+on_either_kind = some_models("sd15", "Flux")
 
 
 # --- on ---------------------------------------------------------------------------------------------------------------
 
 
-@every_family
-@pytest.mark.parametrize("batch", some_quick([2, 1, 3]))
-def test_merging_changes_the_picture_and_says_so(case: ModelCase, batch: int):
+@every_family_in_time
+def test_merging_changes_the_picture_and_says_so(case: ModelCase):
     model = case.build()
-    vanilla = call_case(case, model, batch)
-    assert tome_core.apply_patch(model, ratio=0.5) is model
-    merged = call_case(case, model, batch)
-    report = tome_core.report(model)
-    assert merged.shape == vanilla.shape and merged.isfinite().all()
-    assert largest_difference(merged, vanilla) > 1e-3
-    level = report.levels[0]
-    assert report.calls == 1 and level.calls_merged == level.blocks and not level.reasons
-    assert level.work_saved == pytest.approx(0.75)
+    for batch in (2, 1, 3):
+        vanilla = call_case(case, model, batch)
+        assert tome_core.apply_patch(model, ratio=0.5) is model
+        merged = call_case(case, model, batch)
+        report = tome_core.report(model)
+        assert merged.shape == vanilla.shape and merged.isfinite().all()
+        assert largest_difference(merged, vanilla) > 1e-3
+        level = report.levels[0]
+        assert report.calls == 1 and level.calls_merged == level.blocks and not level.reasons
+        assert level.work_saved == pytest.approx(0.75)
+        tome_core.remove_patch(model)
 
 
 @every_model
-def test_what_lies_over_a_model_is_named_before_and_after_a_call_that_never_came_to_us(one: Family):
-    model = one.build()
-    plain = one.call(model)
-    (network,) = find_models(model)
-    with tome_core.patch(model, **EVERYTHING) as handle:
-        ours = network.forward
-
-        def kept(*args, **kwargs):
-            return one.call(one.build())
-
-        network.forward = kept
-        for _ in range(2):
-            assert f"no call counted yet; something else runs in its place: {__name__}" in handle.report().headline
-            assert torch.equal(network(), plain)
-        network.forward = ours
-        one.call(model)
-    assert handle.report().merged_anything and "counted yet" not in str(handle.report())
-
-
-@every_model
-@pytest.mark.parametrize("side", [{"side": "qkv"}, {"side": "kv"}], ids=str)
-def test_merging_each_token_with_itself_changes_no_bit(one: Family, side: dict, monkeypatch):
+def test_merging_each_token_with_itself_changes_no_bit(one: Family, monkeypatch):
     """The plumbing alone: every site merges and unmerges, and nothing but the plan may make a difference."""
     merge_with_self(monkeypatch)
     model = one.build()
     vanilla = one.call(model)
-    plain = MergeConfig(max_downsample=8, proportional=False, **side, **EVERYTHING)
-    with tome_core.patch(model, plain) as handle:
-        assert largest_difference(one.call(model), vanilla) <= (1e-5 if one.name in PADDED else 0.0)
-    with tome_core.patch(model, MergeConfig(max_downsample=8, **side, **EVERYTHING)):
-        assert largest_difference(one.call(model), vanilla) <= 1e-3  # other sums, and a UNet that amplifies them
-    assert all(level.calls_merged >= level.blocks for level in handle.report().levels)
+    for side in ("qkv", "kv"):
+        for proportional in (False, True):  # whose sums are others, and a UNet amplifies them
+            most = 1e-3 if proportional else 1e-5 if one.name in PADDED else 0.0
+            config = MergeConfig(max_downsample=8, side=side, proportional=proportional, **EVERYTHING)
+            with tome_core.patch(model, config) as handle:
+                assert largest_difference(one.call(model), vanilla) <= most
+            assert all(level.calls_merged >= level.blocks for level in handle.report().levels)
 
 
 @every_model
-@pytest.mark.parametrize("method", list(METHODS))
-def test_every_method_part_and_side_runs_at_every_level(one: Family, method: str):
+def test_every_method_part_and_side_runs_at_every_level(one: Family):
     model = one.build()
     vanilla = one.call(model)
-    for side in SIDES:
-        config = MergeConfig(method=method, side=side, max_downsample=8, merge_crossattn=True, merge_mlp=True)
-        with tome_core.patch(model, config) as handle:
-            merged = one.call(model)
-        assert merged.isfinite().all() and largest_difference(merged, vanilla) > 1e-4
-        assert all(level.calls_merged for level in handle.report().levels)
+    for method in METHODS:
+        for side in SIDES:
+            config = MergeConfig(method=method, side=side, max_downsample=8, merge_crossattn=True, merge_mlp=True)
+            with tome_core.patch(model, config) as handle:
+                merged = one.call(model)
+            assert merged.isfinite().all() and largest_difference(merged, vanilla) > 1e-4
+            assert all(level.calls_merged for level in handle.report().levels)
 
 
 @every_family_in_time
@@ -121,6 +103,26 @@ def test_the_global_rng_is_left_alone_and_equal_seeds_give_equal_bits(one: Famil
     assert not torch.equal(one.call(model, timestep=321), first)
 
 
+@on_either_kind
+def test_a_picture_does_not_depend_on_the_one_before_and_a_removed_patch_keeps_nothing_of_it(one: Family):
+    model = one.build()
+
+    def draw(handle, name, steps):
+        pictures = []
+        for timestep in steps:
+            handle.set_time(timestep=timestep, sampling=name)
+            pictures.append(one.call(model, timestep=timestep))
+        return pictures
+
+    with tome_core.patch(model, KEPT) as handle:
+        draw(handle, "other", (900, 860, 550, 500))
+        second = draw(handle, "this", (900, 600, 550))
+        assert handle.time._sampling._plans
+    assert not handle.time._sampling._plans
+    with tome_core.patch(model, KEPT) as handle:
+        assert all(map(torch.equal, second, draw(handle, "this", (900, 600, 550))))
+
+
 @every_family_in_time
 def test_conditional_and_unconditional_passes_may_run_apart(case: ModelCase, monkeypatch):
     """Same destinations, and a difference no larger than last-bit noise in the input makes."""
@@ -149,6 +151,26 @@ def _call_with_noise(case: ModelCase, model, seed: int) -> torch.Tensor:
         return case.call(model, x * (1 + bits * 2.0**-23), 500, text)
 
 
+@on_either_kind
+def test_what_lies_over_a_model_is_named_before_and_after_a_call_that_never_came_to_us(one: Family):
+    model = one.build()
+    plain = one.call(model)
+    (network,) = find_models(model)
+    with tome_core.patch(model, **EVERYTHING) as handle:
+        ours = network.forward
+
+        def kept(*args, **kwargs):
+            return one.call(one.build())
+
+        network.forward = kept
+        for _ in range(2):
+            assert f"no call counted yet; something else runs in its place: {__name__}" in handle.report().headline
+            assert torch.equal(network(), plain)
+        network.forward = ours
+        one.call(model)
+    assert handle.report().merged_anything and "counted yet" not in str(handle.report())
+
+
 # --- off --------------------------------------------------------------------------------------------------------------
 
 
@@ -158,7 +180,7 @@ def test_where_nothing_is_to_merge_no_bit_changes(one: Family):
     vanilla = one.call(model)
     for settings in (
         {"ratio": 0.0, "merge_crossattn": True, "merge_mlp": True, "max_downsample": 8}, {"merge_attn": False},
-        {"min_timestep": 999.0},
+        {"min_timestep": 999.0}, {"strength": 0},
     ):  # fmt: skip
         with tome_core.patch(model, **settings) as handle:
             assert torch.equal(one.call(model), vanilla)
@@ -185,45 +207,44 @@ def test_removing_restores_every_bit_and_leaves_nothing_behind(one: Family):
 
 
 @every_model
-def test_a_patch_over_a_patch_is_the_second_alone(one: Family):
-    once, twice = one.build(), one.build()
-    tome_core.apply_patch(once, ratio=0.25)
-    tome_core.apply_patch(twice, ratio=0.75, merge_mlp=True)
-    tome_core.apply_patch(twice, ratio=0.25)
-    assert torch.equal(one.call(once), one.call(twice))
-    assert traces(once) == traces(twice)
-
-
-@every_model
-def test_leaving_a_with_brings_back_what_was_there(one: Family):
-    model = one.build()
+def test_a_patch_over_a_patch_is_the_second_alone_and_leaving_a_with_brings_back_what_was_there(one: Family):
+    model, once = one.build(), one.build()
     vanilla = one.call(model)
+    tome_core.apply_patch(once, ratio=0.25)
+    tome_core.apply_patch(model, ratio=0.75, merge_mlp=True)
     tome_core.apply_patch(model, ratio=0.25)
     outer = one.call(model)
-    with tome_core.patch(model, MergeConfig(ratio=0.5)):
+    assert torch.equal(outer, one.call(once)) and traces(model) == traces(once)
+    with tome_core.patch(model, MergeConfig(ratio=0.5)) as handle:
         middle = one.call(model)
         with tome_core.patch(model, MergeConfig(ratio=0.75)):
             inner = one.call(model)
-        assert torch.equal(one.call(model), middle)
-        tome_core.apply_patch(model, ratio=0.6)
+            assert not handle.is_installed
+        assert handle.is_installed and torch.equal(one.call(model), middle)
+        tome_core.apply_patch(model, ratio=0.6)  # ends with the `with` in which it was put on
     assert torch.equal(one.call(model), outer)
+    handle.__enter__()
+    assert torch.equal(one.call(model), middle), "a handle that is entered again is there again"
+    handle.remove()
     tome_core.remove_patch(model)
-    assert torch.equal(one.call(model), vanilla)
+    assert not handle.is_installed and torch.equal(one.call(model), vanilla)
     assert len({picture.sum().item() for picture in (vanilla, outer, middle, inner)}) == 4
 
 
-@every_model
-def test_a_handle_that_is_entered_again_is_there_again(one: Family):
+@on_either_kind
+def test_what_was_removed_meanwhile_does_not_come_back_and_patches_in_a_row_do_not_pile_up(one: Family):
     model = one.build()
-    handle = tome_core.patch(model, MergeConfig())
-    merged = one.call(model)
-    handle.remove()
-    with handle:
-        with tome_core.patch(model, MergeConfig(ratio=0.25)):
-            pass
-        assert torch.equal(one.call(model), merged)
-    handle.remove()
-    assert not handle.is_installed and not torch.equal(one.call(model), merged)
+    plain = one.call(model)
+    with tome_core.patch(model, ratio=0.25) as outer, tome_core.patch(model, ratio=0.75):
+        outer.remove()
+    assert torch.equal(one.call(model), plain)
+    with tome_core.patch(model, ratio=0.25), tome_core.patch(model, ratio=0.75):
+        tome_core.remove_patch(model)
+        assert torch.equal(one.call(model), plain)
+    assert torch.equal(one.call(model), plain)
+    for _ in range(3):
+        latest = tome_core.patch(model, ratio=0.25)
+    assert latest._previous._previous is None
 
 
 @every_model
@@ -286,9 +307,9 @@ def test_a_model_that_is_not_known_is_refused_with_what_was_found(build, found):
         assert not tome_core.report(model).patched and tome_core.remove_patch(model) is model
 
 
-@pytest.mark.parametrize("thing", [None, 3, "runwayml/stable-diffusion-v1-5", object()])
-def test_what_is_no_model_is_a_type_error(thing):
-    with pytest.raises(TypeError, match="has to be a UNet, a diffusers pipeline or an LDM model"):
-        tome_core.apply_patch(thing)
-    assert tome_core.remove_patch(thing) is thing
-    assert str(tome_core.report(thing)) == "Token merging: not applied to this model."
+def test_what_is_no_model_is_a_type_error():
+    for thing in (None, 3, "runwayml/stable-diffusion-v1-5", object()):
+        with pytest.raises(TypeError, match="has to be a UNet, a diffusers pipeline or an LDM model"):
+            tome_core.apply_patch(thing)
+        assert tome_core.remove_patch(thing) is thing
+        assert str(tome_core.report(thing)) == "Token merging: not applied to this model."

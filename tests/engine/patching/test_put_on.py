@@ -12,11 +12,13 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from accelerate.hooks import remove_hook_from_module
 from torch import nn
 
 import tome_core
 from tests.families import Family, some_models
 from tests.models import BY_NAME, call_case, on_small
+from tests.offloading import as_a_model
 from tests.thoroughness import THOROUGH
 from tests.threads import at_once
 from tests.tiny_pipeline import stable_diffusion
@@ -111,23 +113,43 @@ def test_putting_it_on_runs_no_module(one: Family):
     assert calls
 
 
-@pytest.mark.parametrize("ended", [True, False], ids=["after the with", "still on"])
-def test_a_handle_does_not_keep_a_model_alive(words, ended: bool):
+@some_models("sd15", "Flux")
+def test_a_hook_that_is_renewed_after_every_picture_does_not_cost_the_patch(one: Family):
+    """diffusers' model offload removes and renews its hooks then; the time of a call must not get lost."""
+    config, plain = MergeConfig(min_timestep=600), one.build()
+    tome_core.patch(plain, config)
+    for steps in ((as_a_model, tome_core.patch), (tome_core.patch, as_a_model)):
+        model = one.build()
+        for put_on in steps:
+            put_on(model, *([config] if put_on is tome_core.patch else []))
+        for _ in range(3):
+            for time in (900, 500):
+                assert torch.equal(one.call(model, timestep=time), one.call(plain, timestep=time))
+            remove_hook_from_module(model, recurse=True)
+            as_a_model(model)
+        assert tome_core.report(model).calls == 6 and tome_core.report(model).merged_anything
+
+
+# --- of a pipeline ----------------------------------------------------------------------------------------------------
+
+
+def test_a_handle_does_not_keep_a_model_alive(words):
     """A name in a notebook, on a machine whose memory holds one model."""
-    pipe = stable_diffusion(words)
-    unet = pipe.unet
-    if ended:
-        with tome_core.patch(pipe, on_small("balanced")) as merging:
-            call_case(CASE, unet)
-    else:
+    for ended in (True, False):
+        pipe = stable_diffusion(words)
+        unet = pipe.unet
         merging = tome_core.patch(pipe, on_small("balanced"))
         call_case(CASE, unet)
-    known = weakref.ref(unet), weakref.ref(pipe), weakref.ref(unet.conv_in.weight)
-    del pipe, unet
-    gc.collect()
-    assert [one() for one in known] == [None] * 3
-    assert merging.report().calls == 1 and merging.report().merged_anything
-    merging.remove()
+        if ended:
+            merging.__exit__()
+        known = weakref.ref(unet), weakref.ref(pipe), weakref.ref(unet.conv_in.weight)
+        del pipe, unet
+        gc.collect()
+        assert [model() for model in known] == [None] * 3
+        assert merging.report().calls == 1 and merging.report().merged_anything
+        merging.remove()
+        with pytest.raises(RuntimeError, match="is gone; patch the new one"):
+            merging.install()
 
 
 def state(pipe: Any, unet: nn.Module, scheduler: Any) -> list:
@@ -135,17 +157,17 @@ def state(pipe: Any, unet: nn.Module, scheduler: Any) -> list:
     return [type(pipe), sorted(vars(pipe)), traces(unet), type(scheduler), sorted(vars(scheduler))]
 
 
-@pytest.mark.parametrize(("off", "swap"), [("remove_patch", ("scheduler",)), ("remove", ("scheduler",)),
-                                           ("remove", ("unet",)), ("remove", ("unet", "scheduler"))])
-def test_a_patch_comes_off_what_it_was_put_on(words, off: str, swap: tuple[str, ...]):
+def test_a_patch_comes_off_what_it_was_put_on(words):
     """Also if the pipeline has got others since."""
     pipe, other = stable_diffusion(words), stable_diffusion(words)
-    pipe.scheduler = diffusers.EulerDiscreteScheduler.from_config(pipe.scheduler.config)
-    unet, scheduler = pipe.unet, pipe.scheduler
-    plain, before = call_case(CASE, unet), state(pipe, unet, scheduler)
-    handle = tome_core.patch(pipe, LATE)
-    for name in swap:
-        setattr(pipe, name, getattr(other, name))
-    tome_core.remove_patch(pipe) if off == "remove_patch" else handle.remove()
-    assert state(pipe, unet, scheduler) == before and not handle.is_installed
-    assert torch.equal(call_case(CASE, unet), plain) and traces(pipe.unet) == traces(unet)
+    unet, scheduler = pipe.unet, diffusers.EulerDiscreteScheduler.from_config(pipe.scheduler.config)
+    plain = call_case(CASE, unet)
+    for is_by_handle, swap in ((False, ["scheduler"]), (True, ["scheduler"]), (True, ["unet", "scheduler"])):
+        pipe.unet, pipe.scheduler = unet, scheduler
+        before = state(pipe, unet, scheduler)
+        handle = tome_core.patch(pipe, LATE)
+        for name in swap:
+            setattr(pipe, name, getattr(other, name))
+        handle.remove() if is_by_handle else tome_core.remove_patch(pipe)
+        assert state(pipe, unet, scheduler) == before and not handle.is_installed
+        assert torch.equal(call_case(CASE, unet), plain) and traces(pipe.unet) == traces(unet)

@@ -46,21 +46,6 @@ def assert_merged_or_said(handle: Any) -> None:
     assert level.calls_merged or level.reasons
 
 
-def assert_like_one_of(config: MergeConfig, work: Callable, simple: Callable) -> None:
-    """A transform gives what simple calls give, those of the merged model or, with a reason, those of the plain one.
-
-    work: of a model under a transform; simple: the same in eager calls.
-    """
-    plain, merged = of(None, simple), of(config, simple)
-    torch.testing.assert_close(of(None, work), plain, **NEAR)
-    model = small()
-    with tome_core.patch(model, config) as handle:
-        found = work(model)
-        level = handle.report().levels[0]
-    assert bool(level.calls_merged) != bool(level.reasons)
-    torch.testing.assert_close(found, merged if level.calls_merged else plain, **NEAR)
-
-
 # --- dtypes and devices -----------------------------------------------------------------------------------------------
 
 
@@ -75,128 +60,123 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 @configs
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_the_default_dtype_changes_no_bit(config: MergeConfig, dtype: torch.dtype):
-    """Whether it is set before patching or after it."""
-    x, text = inputs(4, 1, 16, 16)
-    model = small()
-    with torch.no_grad():
-        expected = of(config, lambda model: run(model, x, text))
-        with tome_core.patch(model, config), default_dtype(dtype):
-            assert torch.equal(run(model, x, text), expected)
-        with default_dtype(dtype), tome_core.patch(model, config):
-            assert torch.equal(run(model, x, text), expected)
-
-
-@configs
-def test_the_default_device_changes_no_bit(config: MergeConfig):
-    """As programs set it to "cuda" and leave some model on the CPU; "meta" is one that is everywhere."""
-    x, text = inputs(4, 1, 16, 16)
-    timestep, model = torch.tensor(100), small()
+def test_the_default_dtype_and_device_change_no_bit(config: MergeConfig):
+    """Whether they are set before patching or after it. Programs set the device to "cuda" and leave a model on the CPU;
+    "meta" is a device that is everywhere.
+    """
+    (x, text), timestep, model = inputs(4, 1, 16, 16), torch.tensor(100), small()
     with torch.no_grad():
         expected = of(config, lambda model: run(model, x, text, timestep))
+        for dtype in (torch.float64, torch.bfloat16):
+            with tome_core.patch(model, config), default_dtype(dtype):
+                assert torch.equal(run(model, x, text, timestep), expected)
+            with default_dtype(dtype), tome_core.patch(model, config):
+                assert torch.equal(run(model, x, text, timestep), expected)
         with torch.device("meta"), tome_core.patch(model, config):
             assert torch.equal(run(model, x, text, timestep), expected)
 
 
-@pytest.mark.parametrize("config", [
-    MergeConfig(side="kv", ratio=0.75, metric="keys+values"), MergeConfig(side="kv", ratio=0.75, refine=1),
-    MergeConfig(method="cluster", ratio=0.75),
-], ids=["keys and values compared", "refined", "clustered"])  # fmt: skip
-def test_a_model_in_double_precision_merges(config: MergeConfig):
+def test_a_model_in_double_precision_merges():
     """Lengths were summed in float32, which torch refuses to narrow to."""
-    model = small().double()
-    x, text = inputs(4, 1, 16, 16)
-    with torch.no_grad(), tome_core.patch(model, config) as handle:
-        out = run(model, x.double(), text.double())
-    assert out.isfinite().all() and out.dtype == torch.float64 and handle.report().merged_anything
+    model, (x, text) = small().double(), inputs(4, 1, 16, 16)
+    for settings in ({"side": "kv", "metric": "keys+values"}, {"side": "kv", "refine": 1}, {"method": "cluster"}):
+        with torch.no_grad(), tome_core.patch(model, ratio=0.75, **settings) as handle:
+            out = run(model, x.double(), text.double())
+        assert out.isfinite().all() and out.dtype == torch.float64 and handle.report().merged_anything
 
 
-@pytest.mark.parametrize("layerwise", [False, True])
-def test_weights_that_are_stored_in_half_precision_merge_as_hard(layerwise: bool):
+def test_weights_that_are_stored_in_half_precision_merge_as_hard():
     """diffusers' layerwise casting: each layer casts its weights for a call, so that they do not tell what it takes."""
-    model = small()
-    if layerwise and not hasattr(model, "enable_layerwise_casting"):
+    model, (x, text) = small(), inputs(4, 1, 16, 16)
+    if not hasattr(model, "enable_layerwise_casting"):
         pytest.skip("this diffusers has no layerwise casting")
-    if layerwise:
-        model.enable_layerwise_casting(storage_dtype=torch.float16, compute_dtype=torch.float32)
-    x, text = inputs(4, 1, 16, 16)
+    model.enable_layerwise_casting(storage_dtype=torch.float16, compute_dtype=torch.float32)
     with torch.no_grad(), tome_core.patch(model, BALANCED) as handle:
         run(model, x, text)
     level = handle.report().levels[0]
     assert level.tokens == ((256, 256, 36),) and level.sized_by == {BIAS: 3}
 
 
-# --- transforms of functions -----------------------------------------------------------------------------------------
+# --- transforms of functions: each of a model gives what eager calls give, in the same order -------------------------
+
+NAME = "conv_in.weight"
 
 
 def loss(model: nn.Module, x: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
     return run(model, x, text).square().mean()
 
 
-@configs
-def test_the_gradient_of_a_function_is_that_of_autograd(config: MergeConfig):
-    x, text = inputs(4, SEVERAL, 8, 8)
-
-    def by_autograd(model: nn.Module) -> torch.Tensor:
-        leaf = x.clone().requires_grad_()
-        return torch.autograd.grad(loss(model, leaf, text), leaf)[0]
-
-    assert_like_one_of(config, lambda model: torch.func.grad(lambda x: loss(model, x, text))(x), by_autograd)
+def in_pairs(x: torch.Tensor, text: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    return zip(x.split(1), text.split(1), strict=True)
 
 
-@configs
-def test_a_mapped_call_is_the_calls_of_each_sample(config: MergeConfig):
-    x, text = inputs(4, SEVERAL, 8, 8)
-
-    @torch.no_grad()
-    def mapped(model: nn.Module) -> torch.Tensor:
-        return torch.vmap(lambda x, text: run(model, x[None], text[None])[0])(x, text)
-
-    @torch.no_grad()
-    def one_by_one(model: nn.Module) -> torch.Tensor:
-        return torch.cat([run(model, *pair) for pair in zip(x.split(1), text.split(1), strict=True)])
-
-    assert_like_one_of(config, mapped, one_by_one)
+def gradient(model, x, text):
+    return torch.func.grad(lambda x: loss(model, x, text))(x)
 
 
-@configs
-def test_gradients_of_each_sample_are_those_of_its_own_call(config: MergeConfig):
+def gradient_by_autograd(model, x, text):
+    leaf = x.clone().requires_grad_()
+    return torch.autograd.grad(loss(model, leaf, text), leaf)[0]
+
+
+@torch.no_grad()
+def mapped(model, x, text):
+    return torch.vmap(lambda x, text: run(model, x[None], text[None])[0])(x, text)
+
+
+@torch.no_grad()
+def one_by_one(model, x, text):
+    return torch.cat([run(model, *pair) for pair in in_pairs(x, text)])
+
+
+def gradients_of_samples(model, x, text):
     """What differential privacy and influence functions ask for, of one layer here."""
-    x, text = inputs(4, SEVERAL, 8, 8)
-    name = "conv_in.weight"
 
-    def mapped(model: nn.Module) -> torch.Tensor:
-        def of_one(weight: torch.Tensor, x: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-            return torch.func.functional_call(model, {name: weight}, (x[None], 100, text[None])).sample.square().mean()
+    def of_one(weight: torch.Tensor, x: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, {NAME: weight}, (x[None], 100, text[None])).sample.square().mean()
 
-        weight = model.get_parameter(name).detach()
-        return torch.vmap(torch.func.grad(of_one), (None, 0, 0))(weight, x, text)
-
-    def one_by_one(model: nn.Module) -> torch.Tensor:
-        weight, pairs = model.get_parameter(name), zip(x.split(1), text.split(1), strict=True)
-        return torch.stack([torch.autograd.grad(loss(model, *pair), weight)[0] for pair in pairs])
-
-    assert_like_one_of(config, mapped, one_by_one)
+    return torch.vmap(torch.func.grad(of_one), (None, 0, 0))(model.get_parameter(NAME).detach(), x, text)
 
 
-# --- tensors without values ------------------------------------------------------------------------------------------
+def gradients_one_by_one(model, x, text):
+    weight = model.get_parameter(NAME)
+    return torch.stack([torch.autograd.grad(loss(model, *pair), weight)[0] for pair in in_pairs(x, text)])
 
 
 @configs
-@pytest.mark.parametrize("timestep", [100, torch.tensor(100, device="meta")], ids=["a number", "a tensor"])
-@pytest.mark.parametrize("patched_before", [False, True])
-def test_a_model_on_the_meta_device_has_a_shape(config: MergeConfig, timestep: Any, patched_before: bool):
-    """How large an output is, asked before anything is loaded."""
+@pytest.mark.parametrize("transform, simple", [
+    (gradient, gradient_by_autograd), (mapped, one_by_one), (gradients_of_samples, gradients_one_by_one),
+], ids=lambda it: it.__name__)  # fmt: skip
+def test_a_transform_gives_what_eager_calls_give(config: MergeConfig, transform: Callable, simple: Callable):
+    """Those of the merged model or, with a reason, those of the plain one."""
+    given = inputs(4, SEVERAL, 8, 8)
+    plain, merged = (of(patched, lambda model: simple(model, *given)) for patched in (None, config))
+    torch.testing.assert_close(of(None, lambda model: transform(model, *given)), plain, **NEAR)
+    model = small()
+    with tome_core.patch(model, config) as handle:
+        found = transform(model, *given)
+        level = handle.report().levels[0]
+    assert bool(level.calls_merged) != bool(level.reasons)
+    torch.testing.assert_close(found, merged if level.calls_merged else plain, **NEAR)
+
+
+# --- tensors without values -------------------------------------------------------------------------------------------
+
+
+@configs
+def test_a_model_on_the_meta_device_has_a_shape(config: MergeConfig):
+    """How large an output is, asked before anything is loaded, or after a call with values."""
     x, text = inputs(4, 2, 16, 16)
-    model = small() if patched_before else small().to("meta")
-    with torch.no_grad(), tome_core.patch(model, config) as handle:
-        if patched_before:
-            run(model, x, text)
+    for is_called_before in (True, False):
+        model = small()
+        with torch.no_grad(), tome_core.patch(model, config) as handle:
+            if is_called_before:
+                run(model, x, text)
             model.to("meta")
-            handle.reset_counts()
-        assert run(model, x.to("meta"), text.to("meta"), timestep).shape == x.shape
-    assert_merged_or_said(handle)
+            for timestep in (100, torch.tensor(100, device="meta")):
+                handle.reset_counts()
+                assert run(model, x.to("meta"), text.to("meta"), timestep).shape == x.shape
+                assert_merged_or_said(handle)
 
 
 def test_fake_tensors_pass_under_a_preset():
@@ -204,7 +184,7 @@ def test_fake_tensors_pass_under_a_preset():
     x, text = inputs(4, 1, 8, 8)
     model, mode = small(), FakeTensorMode(allow_non_fake_inputs=True)
     with torch.no_grad(), tome_core.patch(model, BALANCED) as handle, mode:
-        faked = [mode.from_tensor(one) for one in (x, text, torch.tensor(100))]
+        faked = [mode.from_tensor(tensor) for tensor in (x, text, torch.tensor(100))]
         assert run(model, *faked).shape == x.shape
     assert_merged_or_said(handle)
     with torch.no_grad(), tome_core.patch(model, BALANCED):

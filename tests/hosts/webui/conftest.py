@@ -1,8 +1,8 @@
-"""Two servers for all tests of this folder, one of them without us; skipped where WEBUI_DIR is not set.
+"""Two servers for all tests of this folder, one of them without us; skipped if WEBUI_DIR is not set.
 
 WEBUI_DIR: a checkout of A1111, Forge or reForge with its dependencies. WEBUI_PYTHON: the Python that runs it.
 WEBUI_CHECKPOINT: a checkpoint that it can load; without it a small one with random weights is made. WEBUI_FLAGS:
-instead of those for a CPU. A webui takes CLIP's tokenizer from the Hugging Face cache, so without a network it has to
+replace the flags for a CPU. A webui takes CLIP's tokenizer from the Hugging Face cache, so without a network it has to
 be there (HF_HOME). The user's settings, extensions and pictures are not touched.
 """
 
@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.webui.running import kind_of
-from tests.hosts.webui.twins import Twins, serve_twins
+from tests.hosts.webui.running import Twins, Webui, kind_of, serve_twins
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +29,7 @@ def checkout() -> Path:
 
 @pytest.fixture(scope="session")
 def checkpoints(checkout, tmp_path_factory) -> Iterator[Path]:
-    """A folder with the same checkpoint under two names, for the refiner; beside a made one, ``other`` weights."""
+    """A folder with one checkpoint under two names, for the refiner, and `other` weights if the first were made."""
     folder = tmp_path_factory.mktemp("checkpoints")
     given = os.environ.get("WEBUI_CHECKPOINT")
     if given:
@@ -51,12 +50,12 @@ def checkpoints(checkout, tmp_path_factory) -> Iterator[Path]:
 def other(checkpoints) -> str:
     """The name of a checkpoint with other weights in the first one's layout."""
     if not (checkpoints / "other.safetensors").exists():
-        pytest.skip("needs a second checkpoint of the same layout, which is made where WEBUI_CHECKPOINT is not set")
+        pytest.skip("needs a second checkpoint of the same layout, which is made if WEBUI_CHECKPOINT is not set")
     return "other"
 
 
 def _link(source: Path, target: Path) -> None:
-    for suffix in (".safetensors", ".yaml"):  # the configuration, where the layout is not SD1.5's own
+    for suffix in (".safetensors", ".yaml"):  # the configuration, if the layout is not SD1.5's own
         if source.with_suffix(suffix).exists():
             target.with_suffix(suffix).symlink_to(source.with_suffix(suffix))
 
@@ -64,18 +63,18 @@ def _link(source: Path, target: Path) -> None:
 @pytest.fixture(scope="session")
 def twins(checkout, checkpoints, tmp_path_factory) -> Iterator[Twins]:
     """The running servers, without us and with us."""
-    with serve_twins(checkout, checkpoints, tmp_path_factory.mktemp("webui")) as running:
-        yield running
+    with serve_twins(checkout, checkpoints, tmp_path_factory.mktemp("webui")) as servers:
+        assert servers.without.draw().pixels == servers.without.draw_once().pixels, "it draws the same picture again"
+        yield servers
 
 
 @pytest.fixture(scope="session")
-def webui(twins):
+def webui(twins) -> Webui:
     """The running server, with us."""
     return twins.webui
 
 
 @pytest.fixture(scope="session")
-def without(twins):
+def without(twins) -> Webui:
     """The running server, without us."""
-    assert twins.without.draw().pixels == twins.without.draw_once().pixels, "it draws the same picture again"
     return twins.without

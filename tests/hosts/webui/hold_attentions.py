@@ -19,24 +19,17 @@ import torch
 
 ROOT = Path(__file__).parents[3]
 PACKAGE = "_tome_core_webui"  # as scripts/token_merging.py calls it
-
-
-def load_webui():
-    """The webui's settings, the two modules with its forwards, and the attentions of ldm and sgm."""
-    importlib.import_module("modules.shared_init").initialize()
-    importlib.import_module("modules.processing")  # before what it imports, which imports it
-    names = ("modules.shared", "modules.sd_hijack_optimizations", "modules.hypernetworks.hypernetwork",
-             "ldm.modules.attention", "sgm.modules.attention")  # fmt: skip
-    return [importlib.import_module(name) for name in names]
-
-
-shared, optimizations, hypernetwork, *libraries = load_webui()
+importlib.import_module("modules.shared_init").initialize()
+importlib.import_module("modules.processing")  # before what it imports, which imports it
+shared, optimizations, hypernetwork, *libraries = (importlib.import_module(name) for name in (
+    "modules.shared", "modules.sd_hijack_optimizations", "modules.hypernetworks.hypernetwork",
+    "ldm.modules.attention", "sgm.modules.attention",
+))  # fmt: skip
 FORWARDS = (
     "split_cross_attention_forward", "split_cross_attention_forward_v1", "split_cross_attention_forward_invokeAI",
     "sub_quad_attention_forward", "xformers_attention_forward", "scaled_dot_product_attention_forward",
     "scaled_dot_product_no_mem_attention_forward", "attention_CrossAttention_forward",
 )  # fmt: skip
-KINDS = tuple(library.CrossAttention for library in libraries)
 
 
 def load_ours():
@@ -60,41 +53,40 @@ def way(kind, dtype):
     return conformance.way(module, dtype, tolerance=tolerance, mask=None, additional_tokens=None)
 
 
-def a_hypernetwork():
+def make_hypernetwork():
     """For tokens as wide as ours."""
-    made = hypernetwork.Hypernetwork(
+    network = hypernetwork.Hypernetwork(
         name="ours", enable_sizes=[conformance.CHANNELS], layer_structure=[1, 2, 1], activation_func="relu",
         weight_init="Normal",
     )  # fmt: skip
-    made.eval()
+    network.eval()
     with torch.no_grad():
-        for weight in made.weights():
+        for weight in network.weights():
             weight.copy_(torch.randn(weight.shape) * 0.2)
-    for pair in made.layers.values():
-        for layer in pair:
-            layer.double()
-    return made
+    for layer in (layer for pair in network.layers.values() for layer in pair):
+        layer.double()
+    return network
 
 
 def main():
     """All of them on both libraries' attention: in each precision, raised to float32, behind a hypernetwork."""
     torch.manual_seed(0)
     conformance.with_xformers(conformance.LASTING, optimizations)
-    hypernetworks, found = [a_hypernetwork()], {}
+    network, ways = make_hypernetwork(), {}
     for name in FORWARDS:
-        forward = getattr(optimizations, name, None) or getattr(hypernetwork, name)
-        for kind in KINDS:
-            kind.forward = forward
+        for library in libraries:
+            kind = library.CrossAttention
+            kind.forward = getattr(optimizations, name, None) or getattr(hypernetwork, name)
             case = f"{name} on {kind.__module__.partition('.')[0]}"
             for raised in (False, True):
                 shared.opts.data["upcast_attn"] = raised
                 for dtype in conformance.DTYPES:
-                    found[f"{case} {dtype}{' raised' if raised else ''}"] = way(kind, dtype)
+                    ways[f"{case} {dtype}{' raised' if raised else ''}"] = way(kind, dtype)
             shared.opts.data["upcast_attn"] = False
-            shared.loaded_hypernetworks[:] = hypernetworks
-            found[f"{case} hypernetwork"] = way(kind, torch.float64)
+            shared.loaded_hypernetworks[:] = [network]
+            ways[f"{case} hypernetwork"] = way(kind, torch.float64)
             shared.loaded_hypernetworks.clear()
-    print(json.dumps(found))
+    print(json.dumps(ways))
 
 
 if __name__ == "__main__":

@@ -36,6 +36,8 @@ START = [
     "--api",
 ]  # fmt: skip
 ON_CPU = "WEBUI_FLAGS" not in os.environ
+OF_FORGES = "--always-cpu --attention-pytorch --all-in-fp32"
+OF_A1111 = "--no-half --precision full --use-cpu all --opt-sdp-attention"
 HALF = custom(0.5)  # of all tokens, as the engine's own defaults have it, however small the picture
 _FORGE = (Path(os.environ.get("WEBUI_DIR", HERE)) / "backend").exists()
 # by that: three quarters at the finest level, and nothing below it, where Forge has an attention more
@@ -44,16 +46,11 @@ ASKED = "strength 0.5, own settings"  # as what it came to begins
 # a picture with as many tokens as a strength asks for: on a CPU fewer than elsewhere
 PAYING = dict.fromkeys(("width", "height"), 256 if ON_CPU else 512)
 TWICE = {name: 2 * size for name, size in PAYING.items()}  # where a level at half the latent's size pays too
-ON_A_CPU = {
-    "a1111": "--no-half --precision full --use-cpu all --opt-sdp-attention",
-    "forge": "--always-cpu --attention-pytorch --all-in-fp32",
-    "reforge": "--always-cpu --attention-pytorch --all-in-fp32",
-}
 
 
 def ours(infotext: str) -> list[str]:
     """What it says of us."""
-    return [one for one in infotext.replace("\n", ", ").split(", ") if one.startswith("ToMe")]
+    return [pair for pair in infotext.replace("\n", ", ").split(", ") if pair.startswith("ToMe")]
 
 
 class Picture(NamedTuple):
@@ -74,6 +71,10 @@ class Picture(NamedTuple):
         """What API callers are told."""
         return self.facts["extra_generation_params"]["ToMe report"]
 
+    def merged(self, name: str = "first pass") -> list[tuple]:
+        """`merged_tokens` of what the API is told."""
+        return merged_tokens(self.facts["extra_generation_params"], name)
+
 
 def kind_of(checkout: Path) -> str:
     """a1111, forge or reforge."""
@@ -82,16 +83,11 @@ def kind_of(checkout: Path) -> str:
     return "forge" if (checkout / "backend").exists() else "reforge"
 
 
-def as_text(image: Image.Image) -> str:
+def picture_to_start_from(side: int = 128) -> str:
     """A picture for the API."""
     file = io.BytesIO()
-    image.convert("RGB").save(file, "PNG")
+    Image.linear_gradient("L").rotate(30).resize((side, side)).convert("RGB").save(file, "PNG")
     return base64.b64encode(file.getvalue()).decode()
-
-
-def merged_in(done: Picture, name: str = "first pass") -> list[tuple[int, int]]:
-    """`merged_tokens` of what the API is told of a picture."""
-    return merged_tokens(done.facts["extra_generation_params"], name)
 
 
 class Webui:
@@ -101,16 +97,15 @@ class Webui:
         self.url, self.log, self.kind = f"http://127.0.0.1:{port}", log, kind
         self.drawn: dict[str, Picture] = {}
 
-    def ask(self, path: str, body: Any = None, raw: tuple[str, str] = ("", "")) -> Any:
-        """The answer to a GET, or with a body to a POST, however long it takes. raw: put into its JSON, in place of."""
-        data = None if body is None else json.dumps(body).replace(*raw).encode()
+    def ask(self, path: str, body: Any = None) -> Any:
+        """The answer to a GET, or with a body to a POST, however long it takes."""
+        data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         with OPENER.open(request) as answer:
             return json.loads(answer.read() or "null")
 
-    def draw(self, *args: Any, hires: bool = False, path: str = "txt2img", raw: tuple[str, str] = ("", ""),
-             **more: Any) -> Picture:
-        """A small picture; args: of our script, left out where there are none. raw: as of `ask`."""
+    def draw(self, *args: Any, hires: bool = False, path: str = "txt2img", **more: Any) -> Picture:
+        """A small picture; args: of our script, left out if there are none."""
         body = {"prompt": "a lake", "seed": 42, "steps": 3, "width": 128, "height": 128, "sampler_name": "Euler",
                 "cfg_scale": 7, "save_images": False, **more}  # fmt: skip
         if hires:
@@ -121,11 +116,11 @@ class Webui:
         if args:
             others = body.get("alwayson_scripts", {})
             body["alwayson_scripts"] = {**others, "Token Merging (ToMe)": {"args": list(args)}}
-        answer = self.ask(f"/sdapi/v1/{path}", body, raw)
+        answer = self.ask(f"/sdapi/v1/{path}", body)
         facts = json.loads(answer["info"])
-        found = tuple(Image.open(io.BytesIO(base64.b64decode(one))).convert("RGB").tobytes()
-                      for one in answer["images"])  # fmt: skip
-        return Picture(found[0], found, facts["infotexts"][0], facts)
+        images = tuple(Image.open(io.BytesIO(base64.b64decode(image))).convert("RGB").tobytes()
+                       for image in answer["images"])  # fmt: skip
+        return Picture(images[0], images, facts["infotexts"][0], facts)
 
     def draw_once(self, **job: Any) -> Picture:
         """The same, remembered: a picture takes seconds, and many tests ask for the same one."""
@@ -136,8 +131,8 @@ class Webui:
 
     def info_of(self, script: str) -> dict:
         """What the API tells of a script in txt2img."""
-        told = self.ask("/sdapi/v1/script-info")
-        (info,) = [one for one in told if one["name"] == script and not one["is_img2img"]]
+        scripts = self.ask("/sdapi/v1/script-info")
+        (info,) = [info for info in scripts if info["name"] == script and not info["is_img2img"]]
         return info
 
     def values_of(self, script: str, **changes: Any) -> list:
@@ -146,7 +141,7 @@ class Webui:
         Labels that occur twice mean their first.
         """
         info = self.info_of(script)["args"]
-        labels, values = [(one["label"] or "").replace(" ", "_") for one in info], [one["value"] for one in info]
+        labels, values = [(arg["label"] or "").replace(" ", "_") for arg in info], [arg["value"] for arg in info]
         for label, value in changes.items():
             values[labels.index(label)] = value
         return values
@@ -155,61 +150,82 @@ class Webui:
         """What the probe extension saw since the last call."""
         return self.ask("/tome_test/state")
 
-    def has_started(self) -> bool:
-        """By the log: a request before this line breaks the start of A1111 1.10."""
-        return "Startup time" in self.said()
-
-    def said(self, start: int = 0) -> str:
+    def log_text(self, start: int = 0) -> str:
         """The log from a position on."""
         return self.log.read_text(errors="replace")[start:]
 
-    def told(self, start: int) -> list[str]:
+    def our_lines(self, start: int = 0) -> list[str]:
         """Our own lines in the log from a position on."""
-        return [line.partition("ToMe: ")[2] for line in self.said(start).splitlines() if line.startswith("ToMe: ")]
+        lines = self.log_text(start).splitlines()
+        return [line.removeprefix("ToMe: ") for line in lines if line.startswith("ToMe: ")]
+
+
+class Twins(NamedTuple):
+    """Two servers with the same options and other extensions; ``webui`` has us as well."""
+
+    without: Webui
+    webui: Webui
+
+    def law(self, *args: Any, merges: bool = True, **job: Any) -> str:
+        """What holds in every situation; gives our line on the picture that had us on, with ``args``.
+
+        On differs if it merges; off, right afterwards, is the webui without us; and nothing of ours stays.
+        """
+        expected = self.without.draw_once(**job)
+        start = len(self.webui.log_text())
+        on = self.webui.draw(*args, **job)
+        assert (on.pixels != expected.pixels) is merges
+        lines = self.webui.our_lines(start)
+        assert self.webui.draw(**job).all == expected.all, "off is not the webui without us"
+        assert self.webui.state()["patched"] == 0
+        assert "Error running" not in self.webui.log_text(start)
+        return lines[-1]
 
 
 @contextlib.contextmanager
-def serve(
-    checkout: Path, checkpoints: Path, folder: Path, with_us: bool, *options: str, extensions: Sequence[Path] = ()
+def serve_twins(
+    checkout: Path, checkpoints: Path, folder: Path, *options: str, extensions: Sequence[Path] = ()
+) -> Iterator[Twins]:
+    """The same server without us and with us."""
+    with contextlib.ExitStack() as both:
+        yield Twins(*(
+            both.enter_context(_serve(checkout, checkpoints, folder / name, [*extensions, *more], *options))
+            for name, more in (("without", []), ("with", [ROOT]))
+        ))  # fmt: skip
+
+
+@contextlib.contextmanager
+def _serve(
+    checkout: Path, checkpoints: Path, folder: Path, extensions: Sequence[Path], *options: str
 ) -> Iterator[Webui]:
     """Start the checkout's server on a data folder, wait until it is ready, and stop it at the end."""
-    kind = kind_of(checkout)
-    port = free_port()
-    _fill(folder, with_us, extensions)
-    flags = shlex.split(os.environ.get("WEBUI_FLAGS", ON_A_CPU[kind]))
+    kind, port = kind_of(checkout), free_port()
+    (folder / "extensions").mkdir(parents=True)
+    quick = QUICK if ROOT in extensions else {}
+    (folder / "config.json").write_text(json.dumps({**QUIET, **OVERRIDDEN, **quick}))
+    make_hypernetwork(folder / "models" / "hypernetworks" / "small.pt")
+    for extension in (*extensions, HERE / "probe"):
+        name = "tome_core" if extension == ROOT else extension.name
+        (folder / "extensions" / name).symlink_to(extension, target_is_directory=True)
+    known = (checkout / "modules" / "cmd_args.py").read_text()  # forks drop flags, and end at one they do not know
+    # Forge Neo takes the first checkpoint from its settings
+    models = ["--ckpt-dir", checkpoints, "--ckpt", checkpoints / "first.safetensors"] if '"--ckpt"' in known \
+        else ["--ckpt-dirs", checkpoints]  # fmt: skip
+    flags = os.environ.get("WEBUI_FLAGS", OF_A1111 if kind == "a1111" else OF_FORGES)
     command = [
-        os.environ.get("WEBUI_PYTHON", sys.executable), "launch.py", *_known_to(checkout, START), *flags,
-        "--port", str(port), "--data-dir", str(folder), *_checkpoints(checkout, checkpoints),
+        os.environ.get("WEBUI_PYTHON", sys.executable), "launch.py", *(flag for flag in START if f'"{flag}"' in known),
+        *shlex.split(flags), "--port", str(port), "--data-dir", str(folder), *map(str, models),
         "--gradio-allowed-path", str(checkout), *options,  # Forge serves its own scripts from its data folder alone
     ]  # fmt: skip
     webui = Webui(port, folder / "server.log", kind)
-    with running(command, webui.log, webui.has_started, cwd=checkout, env=environment()):
+
+    def has_started() -> bool:
+        """By the log: a request before this line breaks the start of A1111 1.10."""
+        return "Startup time" in webui.log_text()
+
+    with running(command, webui.log, has_started, cwd=checkout, env=environment()):
         webui.ask("/sdapi/v1/options")
         yield webui
-
-
-def _known_to(checkout: Path, flags: Sequence[str]) -> list[str]:
-    """Those that its sources know: forks drop some, and end at one that they do not know."""
-    known = (checkout / "modules" / "cmd_args.py").read_text()
-    return [flag for flag in flags if f'"{flag}"' in known]
-
-
-def _checkpoints(checkout: Path, folder: Path) -> list[str]:
-    """Where they are, and which is the first to be loaded; Forge Neo takes that from its settings."""
-    if not _known_to(checkout, ["--ckpt"]):
-        return ["--ckpt-dirs", str(folder)]
-    return ["--ckpt-dir", str(folder), "--ckpt", str(folder / "first.safetensors")]
-
-
-def _fill(folder: Path, with_us: bool, extensions: Sequence[Path]) -> None:
-    (folder / "extensions").mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({**QUIET, **OVERRIDDEN, **(QUICK if with_us else {})}))
-    make_hypernetwork(folder / "models" / "hypernetworks" / "small.pt")
-    for one in extensions:
-        (folder / "extensions" / one.name).symlink_to(one, target_is_directory=True)
-    (folder / "extensions" / "probe").symlink_to(HERE / "probe", target_is_directory=True)
-    if with_us:
-        (folder / "extensions" / "tome_core").symlink_to(ROOT, target_is_directory=True)
 
 
 def environment() -> dict[str, str]:

@@ -43,17 +43,14 @@ def unet():
 
 
 def patched():
+    """How many modules have something of ours. Other extensions leave methods behind as well."""
     modules = unet().modules() if unet() is not None else ()
-    return sum(any(map(is_ours, (*vars(one).values(), *hooks(one)))) for one in modules)
+    return sum(any("tome_core" in type(getattr(part, "__self__", part)).__module__ for part in parts_of(module))
+               for module in modules)  # fmt: skip
 
 
-def hooks(module):
-    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-
-
-def is_ours(found):
-    """Other extensions leave methods behind as well."""
-    return "tome_core" in type(getattr(found, "__self__", found)).__module__
+def parts_of(module):
+    return [*vars(module).values(), *module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
 def on_app(demo, app):

@@ -1,0 +1,109 @@
+"""Matches kept over the steps of a pass, and never over passes, batches, tiles or the halves of a split batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests import webui_doubles
+from tests.webui_doubles import FREE, SIGMAS, TIMESTEPS, CFGDenoiserTimesteps, Denoiser, custom, report
+from tome_core import form
+from tome_core.settings.schedule import STABLE_DIFFUSION
+
+KEPT = custom(keep=1000.0, use_rand=False)
+BALANCED = {**form.fill("balanced"), **FREE}
+
+
+class SplitDenoiser(Denoiser):
+    """Prompt and negative prompt in calls of their own: batch_cond_uncond is off, or memory is short.
+
+    shift: what the second call's latents are beside the first's; of one picture they are the same.
+    """
+
+    shift = 1.0
+
+    def guided(self, x, timestep):
+        halves = ((0.0, self.p.text), (self.shift, torch.zeros_like(self.p.text)))
+        cond, uncond = (self.run(x + shift, timestep, text) for shift, text in halves)
+        return uncond + 2 * (cond - uncond)
+
+
+class CutDenoiser(SplitDenoiser):
+    """Of one picture."""
+
+    shift = 0.0
+
+
+class TiledDenoiser(Denoiser):
+    """Tiled Diffusion: a call for each of a step's tiles, all of one shape, once the step was announced."""
+
+    place = None  # of the one tile that is computed; None computes all
+
+    def guided(self, x, timestep):
+        tiles = [tile if self.place not in (None, number) else self.run(tile, timestep, self.p.text)
+                 for number, tile in enumerate(x.split(8, dim=3))]  # fmt: skip
+        return torch.cat(tiles, dim=3)
+
+
+def let_steps_be(monkeypatch, sigmas, timesteps):
+    monkeypatch.setattr(webui_doubles, "SIGMAS", sigmas)
+    monkeypatch.setattr(webui_doubles, "TIMESTEPS", timesteps)
+
+
+@pytest.mark.parametrize(("flavour", "denoiser"), [("a1111", CFGDenoiserTimesteps), ("forge", Denoiser)])
+def test_a_match_is_kept_over_the_steps_of_a_pass(webui, monkeypatch, denoiser):
+    anew = {**KEPT, "keep": 0.001}
+    assert not torch.equal(*(webui.job(args, denoiser=denoiser).latents for args in (KEPT, anew)))
+    let_steps_be(monkeypatch, SIGMAS[:1], TIMESTEPS[:1])
+    assert torch.equal(*(webui.job(args, denoiser=denoiser).latents for args in (KEPT, anew)))
+
+
+@pytest.mark.parametrize(("flavour", "denoiser", "matches"), [
+    ("forge", Denoiser, 1), ("a1111", Denoiser, 1), ("a1111", CutDenoiser, 1), ("a1111", SplitDenoiser, 2),
+])  # fmt: skip
+def test_both_prompts_have_one_match_however_the_batch_is_cut(webui, monkeypatch, denoiser, matches):
+    let_steps_be(monkeypatch, SIGMAS[:1], TIMESTEPS[:1])
+    state, calls = webui.engine("engine.state"), []
+    match = state.match
+    monkeypatch.setattr(state, "match", lambda *args: calls.append(args) or match(*args))
+    (level,) = report(webui.job(KEPT, denoiser=denoiser, batch_size=2))["passes"]["first pass"]["levels"]
+    assert len(calls) == matches * level["blocks"] > 0
+
+
+@pytest.mark.parametrize(("denoiser", "args"), [(Denoiser, BALANCED), (SplitDenoiser, KEPT), (TiledDenoiser, KEPT)])
+def test_a_picture_is_the_same_after_another_and_after_a_fresh_start(webui, denoiser, args):
+    facts = {"enable_hr": denoiser is Denoiser, "denoiser": denoiser, "size": 16}
+    first = webui.job(args, seed=8, **facts)
+    webui.job(args, seed=3, **facts)
+    assert torch.equal(webui.job(args, seed=8, **facts).latents, first.latents)
+    webui.reload()
+    assert torch.equal(webui.job(args, seed=8, **facts).latents, first.latents)
+
+
+def test_a_batch_is_what_it_is_alone_and_draws_from_its_own_first_seed(webui):
+    args = {**KEPT, "use_rand": True}
+    both = webui.job(args, n_iter=2, seed=7).latents
+    assert torch.equal(both[1:], webui.job(args, seed=8).latents)
+
+
+@pytest.mark.parametrize("flavour", ["a1111", "forge"])
+def test_every_pass_is_a_sampling_of_its_own(webui):
+    armed, paces = webui.part("merging").armed, set()
+    webui.job(KEPT, enable_hr=True, n_iter=2, at_step=lambda step: step in range(4) and paces.add(armed._pace))
+    assert len(paces) == 4, "two batches of two passes"
+
+
+def test_a_tile_is_what_it_is_alone(webui):
+    together = webui.job(KEPT, denoiser=TiledDenoiser, size=16).latents
+    for place, columns in enumerate((slice(8), slice(8, 16))):
+        alone = webui.job(KEPT, denoiser=type("OneTile", (TiledDenoiser,), {"place": place}), size=16).latents
+        assert torch.equal(together[..., columns], alone[..., columns]) and not torch.equal(together, alone)
+
+
+@pytest.mark.parametrize(("flavour", "denoiser"), [("a1111", Denoiser), ("forge", CFGDenoiserTimesteps)])
+def test_a_hires_pass_which_begins_late_leaves_the_work_that_its_mark_promises(webui, monkeypatch, denoiser):
+    late = tuple(500.0 - 50 * step for step in range(10))
+    let_steps_be(monkeypatch, tuple(STABLE_DIFFUSION.sigma_of(time) for time in late), late)
+    levels = report(webui.job(BALANCED, enable_hr=True, denoiser=denoiser))["passes"]["hires pass"]["levels"]
+    early, late = sorted(levels[0]["merged"], key=lambda kind: kind["keys"])
+    assert late["calls"] / (early["calls"] + late["calls"]) == pytest.approx(0.4)

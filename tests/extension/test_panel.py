@@ -1,0 +1,278 @@
+"""The panel and the settings: what a page starts with, what moves what, what the line says, and *Measure*."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import threading
+import types
+
+import pytest
+import torch
+
+import tome_core
+from tests.webui_doubles import Component, Processing, merges
+from tests.webui_modules import ROOT
+from tome_core import form
+
+DIAL = ("enabled", "strength", "where")
+both_gradios = pytest.mark.parametrize("flavour", ["a1111", "forge"])
+
+
+def panel(webui):
+    """The controls by name."""
+    return dict(zip(webui.part("wish").ARGUMENTS, webui.script.ui(False), strict=True))
+
+
+def shown(controls, names=DIAL):
+    """What the page starts with."""
+    return [controls[name].get_config()["value"] for name in names]
+
+
+# --- what there is ----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_counted_is_documented(webui):
+    """Settings, infotext keys, arguments."""
+    labels = webui.shared.opts.labels
+    assert len(labels) == 4 and {info.section for info in labels.values()} == {("tome", "Token Merging (ToMe)")}
+    assert {info.category_id for info in labels.values()} == {"sd"}, "beside Optimizations"
+    webui.script.ui(False)
+    assert webui.script.paste_field_names == ["ToMe", "ToMe strength"]  # the latter is written by SD.Next alone
+    text = (ROOT / "docs" / "webui.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| (\d+) \| `(\w+)` \|", text, re.MULTILINE) == list(zip("012", DIAL, strict=True))
+    assert webui.part("wish").DIAL == DIAL and all(f"`{key}`" in text for key in labels)
+    (named,) = re.findall(r"`merge_what` is ([^,]*),", text)
+    assert tuple(re.findall(r'"([^"]+)"', named)) == form.field("merge_what").choices
+
+
+def test_every_setting_stands_once_in_its_group_at_most_three_in_a_row(webui):
+    webui.script.ui(False)  # imports the panel
+    rows = {group: webui.part("ui").rows_of(group) for group in form.GROUPS}
+    for group, of_group in rows.items():
+        assert all(len(row) <= 3 and {field.group for field in row} == {group} for row in of_group)
+    names = [field.name for of_group in rows.values() for row in of_group for field in row]
+    assert sorted(names) == sorted(form.NAMES)
+
+
+# --- what it starts with ----------------------------------------------------------------------------------------------
+
+
+def test_a_call_that_says_nothing_is_told_from_one_that_says_the_defaults(webui):
+    assert shown(panel(webui)) == [False, 0.5, "everywhere"]
+    webui.context.Context.block = webui.context.Context.root_block  # the API builds the controls so
+    assert {control.value for control in webui.script.ui(False)} == {None}
+
+
+def test_a_nonsensical_saved_setting_breaks_no_page(webui):
+    """A1111 1.10 does not start if a panel raises."""
+    for saved in (None, "much", [], float("nan"), float("inf"), 10**400):
+        webui.shared.opts.data |= {f"tome_{name}": saved for name in DIAL}
+        assert shown(panel(webui)) == [False, 0.5, "everywhere"]
+
+
+def test_a_page_starts_with_the_settings_unless_the_user_saved_a_default_of_the_panel(webui):
+    wish, controls = webui.part("wish"), panel(webui)
+    fields = (wish.FILLED_FOR, *form.NAMES)
+    webui.shared.opts.data |= {"tome_enabled": True, "tome_strength": 0.7}
+    assert shown(controls) == [True, 0.7, "everywhere"]
+    assert shown(controls, fields) == [0.7, *wish.base_of(0.7).values()]
+    controls["sx"].value, controls["strength"].value = 2, 0.3
+    # a saved strength that makes no sense is as none, and one that was never saved is the setting's
+    for saved, strength in ((0.3, 0.3), (7, 0.5), ("much", 0.5), (None, 0.7)):
+        controls["strength"].value = saved
+        assert shown(controls) == [True, strength, "everywhere"]
+        assert shown(controls, fields) == [strength, *{**wish.base_of(strength), "sx": 2}.values()]
+
+
+# --- what moves what --------------------------------------------------------------------------------------------------
+
+
+def test_a_page_made_anew_is_linked_anew_and_the_old_one_is_let_go(webui):
+    for _ in range(2):
+        webui.script.ui(False)
+        setting = Component(0.5)
+        webui.call("after_component", setting, "setting_tome_strength")
+        (link,) = setting.followed
+        assert link["inputs"] == [setting] and len(link["outputs"]) == 1, "one panel of this tab"
+        assert link["fn"](0.7) == [0.7]
+
+
+def test_what_gradio_4_makes_anew_for_an_answer_is_no_part_of_a_page(webui, monkeypatch):
+    webui.script.ui(False)
+    monkeypatch.setattr(webui.context.Context, "root_block", None)  # Forge Neo's page asks for its settings as it loads
+    for elem_id in ("setting_tome_strength", "txt2img_width"):
+        again = Component(0.5)
+        webui.call("after_component", again, elem_id)
+        assert not again.followed
+
+
+def test_what_is_typed_as_an_experts_turns_own_settings_on(webui):
+    controls = panel(webui)
+    for name in form.NAMES:
+        (turned,) = [event for event in controls[name].typed if event["outputs"] == [controls["own"]]]
+        assert turned["fn"]() is True
+
+
+def test_the_quicksettings_switch_brings_what_stands_beside_it(webui):
+    controls, switch = panel(webui), Component(False)
+    webui.call("after_component", switch, "setting_tome_enabled")
+    (brings,) = [event for event in switch.followed if event["outputs"] == [controls["strength"], controls["where"]]]
+    webui.shared.opts.data |= {"tome_strength": 0.7, "quicksettings_list": ["tome_enabled", "tome_strength"]}
+    assert brings["fn"](True) == [{"value": 0.7}, {}] and brings["fn"](False) == [{}, {}]
+
+
+# --- the line, and *Measure* ------------------------------------------------------------------------------------------
+
+TILED = "HyperTile is on, whose tiles need every token"
+FEW = "will not merge, so few tokens that merging would not pay"
+THEIRS = {"width": 128, "height": 128, "hr-checkbox": False, "hr_scale": 1.5, "hr_resize_x": 0, "hr_resize_y": 0}
+
+
+class Target(types.SimpleNamespace):
+    """StableDiffusionProcessingTxt2Img, which knows its own hires size."""
+
+    def calculate_target_resolution(self):
+        self.hr_upscale_to_x = self.hr_resize_x or int(self.width * self.hr_scale)
+        self.hr_upscale_to_y = self.hr_resize_y or int(self.height * self.hr_scale)
+
+
+@pytest.fixture
+def place(monkeypatch, tmp_path):
+    """The webui's, for files. Asked for before the webui, as it is looked for at its start."""
+    monkeypatch.setitem(sys.modules, "modules.paths_internal", types.SimpleNamespace(data_path=str(tmp_path)))
+    return tmp_path
+
+
+@pytest.fixture
+def measured(place, webui, monkeypatch):
+    """The measurements: of a call that takes 1 without merging and half with it."""
+    plain, calls = webui.engine("measuring.measure").time_calls, []
+
+    def time_calls(*args, **more):
+        calls.append(args)
+        return 1.0, 0.5, plain(*args[:3], steps=2, rounds=1)[2]
+
+    monkeypatch.setattr(webui.engine("measuring.measured"), "time_calls", time_calls)
+    return calls
+
+
+@pytest.fixture(params=[False, True], ids=["theirs before ours", "theirs after ours"])
+def line(request, webui):
+    """Gives what the panel's line says: on any change, or measured by its button; values by name."""
+    webui.put("modules.processing", StableDiffusionProcessingTxt2Img=Target)
+    theirs = {name: Component(value) for name, value in THEIRS.items()}
+    Component.made.clear()
+    steps = [lambda: [webui.call("after_component", control, f"txt2img_{name}")
+                      for name, control in reversed(theirs.items())], lambda: webui.script.ui(False)]  # fmt: skip
+    for step in reversed(steps) if request.param else steps:
+        step()
+    button = next(control for control in Component.made if control.kind == "Button")
+    (event,) = theirs["width"].followed
+    assert event["inputs"] == button.clicked["inputs"] and event["inputs"][-6:] == [*theirs.values()]
+
+    def ask(measure=False, **changes):
+        _, *ours = (control.value for control in event["inputs"])
+        values = dict(zip(webui.part("wish").ARGUMENTS, ours, strict=False)) | THEIRS
+        return (button.clicked if measure else event)["fn"](0, *(values | changes).values())
+
+    return ask
+
+
+@both_gradios
+def test_the_line_answers_for_each_pass_and_measures_on_request_alone(webui, measured, line):
+    hires, before = {"hr-checkbox": True}, webui.job().latents
+    assert line() == f"128x128: {FEW}" and not measured
+    assert line(measure=True) == line() == "128x128: about 2.0x faster" and len(measured) == 1
+    assert line(**hires) == f"first pass 128x128: about 2.0x faster; hires pass 192x192: {FEW}"
+    assert line(**hires, where="hires pass") == f"hires pass 192x192: {FEW}"
+    wide = {**hires, "hr_resize_x": 256, "hr_resize_y": 128, "where": "hires pass"}
+    assert line(**wide) == f"hires pass 256x128: {FEW}"
+    assert line(**hires, measure=True).count("about 2.0x faster") == 2 == len(measured), "each pass"
+    assert line(strength=0.9) == f"128x128: {FEW}", "another strength is another question"
+    assert not merges(webui.unet) and torch.equal(webui.job().latents, before)
+
+
+def test_the_line_says_what_stands_in_the_way(webui, measured, line):
+    assert line(strength=0) == "strength 0: off"
+    assert line(where="hires pass") == "only the hires pass is to merge: turn on Hires. fix"
+    assert "is no number from 0 to 1" in line(strength=2) and "sx=" in line(own=True, sx=99)
+    assert line(width=None).startswith("0x128: ")
+    webui.shared.opts.data["hypertile_enable_unet"] = True
+    assert line(measure=True) == f"128x128: nothing merges, {TILED}"
+    webui.shared.opts.data["hypertile_enable_unet"] = False
+    params = vars(webui.unet)["__webui_hypertile_params"] = types.SimpleNamespace(enabled=True)  # of the last job
+    assert line() == f"128x128: {FEW}"
+    assert line(measure=True) == f"128x128: not measured, {TILED}"
+    params.enabled = False
+    webui.put("modules.call_queue", queue_lock=(lock := threading.Lock()))
+    with lock:
+        assert line(measure=True) == "128x128: a picture is being made; measure when it is done"
+    with pytest.raises(ZeroDivisionError):
+        webui.part("host").on_the_card(lambda: 1 / 0)
+    assert not lock.locked()
+    webui.put("modules.sd_models", model_data=types.SimpleNamespace(sd_model=None))
+    assert line(measure=True) == "no model is loaded yet" and not measured
+
+
+def test_what_fails_is_told(webui, line, monkeypatch):
+    def fail(*args, **more):
+        raise RuntimeError("out of memory\nand more")
+
+    monkeypatch.setattr(webui.engine("measuring.measured"), "time_calls", fail)
+    assert line(measure=True) == "128x128: out of memory"
+
+
+@pytest.mark.parametrize("flavour", ["forge"])
+def test_forges_main_thread_measures_and_what_it_swallows_is_told(webui, measured, line):
+    asked = []
+
+    def run_and_wait_result(function):
+        asked.append(function)
+        with contextlib.suppress(Exception):
+            function()
+
+    webui.put("modules_forge.main_thread", run_and_wait_result=run_and_wait_result)
+    assert line(measure=True) == "128x128: about 2.0x faster" and len(measured) == len(asked) == 1
+    with pytest.raises(ZeroDivisionError):
+        webui.part("host").on_the_card(lambda: 1 / 0)
+
+
+def test_a_size_by_a_factor_is_not_told_as_the_other_tabs(webui):
+    theirs = {name: Component(128) for name in ("width", "height")}
+    tabs = {name: Component() for name in ("img2img_tab_resize_to", "img2img_tab_resize_by")}
+    for name, control in {**{f"img2img_{name}": control for name, control in theirs.items()}, **tabs}.items():
+        webui.call("after_component", control, name)
+    webui.script.ui(True)
+    assert [tab.followed[-1]["fn"]() for tab in tabs.values()] == [0, 1]
+    event = theirs["width"].followed[0]
+    values = [control.value for control in event["inputs"]]
+    assert event["fn"](*values).startswith("128x128: ")
+    assert event["fn"](1, *values[1:]) == "resized by a factor: its size is known when the picture is drawn"
+
+
+@both_gradios
+def test_what_pays_merges_from_the_next_picture_on_and_after_a_restart(place, webui, measured):
+    plain, side = webui.job().latents, Processing.size * 8
+    first = webui.job(True, 0.5)
+    assert torch.equal(first.latents, plain) and "so few tokens" in first.comments
+    assert not measured and not list(place.rglob("*.json")), "nothing is measured unasked"
+    webui.script.ui(False)  # imports it
+    wish = webui.part("wish").read((True, 0.5), webui.part("options").of_dial)
+    for _ in range(2):
+        answer = webui.part("measuring").answer(wish, {False: (side, side)}, measure=True)
+        assert answer == f"{side}x{side}: about 2.0x faster"
+    second, third = webui.job(True, 0.5), webui.job(True, 0.5)
+    assert len(measured) == 1 and "about 2.0x faster (measured here)" in second.comments
+    assert not torch.equal(second.latents, plain) and torch.equal(second.latents, third.latents)
+    (file,) = place.rglob("*.json")
+    assert file.parent.name == "cache"
+    webui.reload()
+    assert torch.equal(webui.job(True, 0.5).latents, second.latents)
+
+
+def test_a_gain_belongs_to_the_engines_version_whatever_the_webui_calls_its_package(webui):
+    site = types.SimpleNamespace(path="", halvings=0, block=None)
+    config = webui.engine("settings.config").MergeConfig()
+    assert webui.engine("measuring.pays").about(torch.nn.Module(), [site], config)[-1] == tome_core.__version__
