@@ -21,12 +21,14 @@ from benchmarks import results
 def write(paths: list[Path], table_path: Path | None, plot_path: Path | None) -> str:
     """The Markdown table of results of one kind, also written to `table_path`; the plot goes to `plot_path`.
 
-    Raises ResultError for a file that is no result, and for results of several kinds.
+    Raises ResultError for a file that is no result, and for results of several kinds, or of an older kind.
     """
     records = [results.load(path) for path in paths]
     kinds = sorted({record["kind"] for record in records})
     if len(kinds) > 1:
         raise results.ResultError(f"results of several kinds ({', '.join(kinds)}); give those of one")
+    if kinds[0] in results.OLDER_KINDS:
+        raise results.ResultError(f"results of the kind {kinds[0]!r} have their tables beside them; none is made anew")
     module = importlib.import_module(f"benchmarks.{kinds[0].replace('-', '_')}_report")
     text = module.table(records)
     if table_path:
