@@ -140,17 +140,6 @@ def test_what_is_measured_meanwhile_changes_no_patch_that_is_on(price):
     assert torch.equal(picture(model), plain) and not torch.equal(before, plain)
 
 
-def test_equal_measurements_give_equal_pictures_in_every_process(price, tmp_path):
-    gains.load(tmp_path / "gains.json")
-    gain, first, second = measured(on_host(small()), price(0.5), TABLE_LEAVES_ALONE), small(), small()
-    on_host(first)
-    KNOWN.forget()  # another process
-    gains.load(tmp_path / "gains.json")
-    handle = on_host(second)
-    assert torch.equal(picture(first, TABLE_LEAVES_ALONE), picture(second, TABLE_LEAVES_ALONE))
-    assert handle.report().merged_anything and handle.report().gains == (gain,)
-
-
 def test_a_gain_is_asked_for_without_a_call(price):
     model, calls = small(), []
     handle = on_host(model, "fast")
