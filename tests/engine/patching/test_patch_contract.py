@@ -239,6 +239,7 @@ def test_what_was_removed_meanwhile_does_not_come_back_and_patches_in_a_row_do_n
         with tome_core.patch(model, ratio=0.75):
             outer.remove()
         assert torch.equal(one.call(model), plain)
+    with tome_core.patch(model, ratio=0.25):
         tome_core.patch(model, ratio=0.75)
     assert torch.equal(one.call(model), plain), "what was put on inside a `with` ends with it"
     with tome_core.patch(model, ratio=0.25), tome_core.patch(model, ratio=0.75):
