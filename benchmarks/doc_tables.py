@@ -36,10 +36,7 @@ AT_EQUAL_TIME = {
     "4 steps": "steps-4-cpu-2026-11-25",
     "10 steps, guidance 7.5": "guidance-cpu-2026-11-25",
 }
-# results whose report's first table a page shows, and which of its columns
-SHOWN = {
-    "host_calls": (tuple(range(10)), "host-calls-cpu-2026-11-27"),
-}  # fmt: skip
+HOST_CALLS = "host-calls-cpu-2026-11-27"
 HOST_ATTENTIONS = {
     "comfyui": "ComfyUI, its own on a CPU",
     "comfyui-pytorch": "ComfyUI, PyTorch's",
@@ -97,7 +94,7 @@ def record(name: str) -> Record:
 
 def gains() -> str:
     """How many times as fast calls of a whole UNet are in real hosts, by picture size."""
-    _, _, *lines = _of_report((0, 1, 9), SHOWN["host_calls"][1]).splitlines()
+    _, _, *lines = _of_report((0, 1, 9), HOST_CALLS).splitlines()
     rows = [line.strip("| ").split(" | ") for line in lines]
     factors = {(attention, pixels): factor for attention, pixels, factor in rows}
     sizes = sorted({pixels for _, pixels in factors}, key=int)
@@ -164,7 +161,7 @@ def _card(name: str) -> str:
     return gpu_report.calls_table([one for one in found["rows"] if not tiny or one["key"].startswith(BLOCK)])
 
 
-def _of_report(columns: tuple[int, ...], name: str) -> str:
+def _of_report(columns: Iterable[int], name: str) -> str:
     """Some columns of the first table that `benchmarks.report` writes."""
     text = write([results.FOLDER / f"{name}.json"], None, None)
     head, _, *lines = re.search(r"(?:^\|.*\n)+", text, re.M)[0].splitlines()
@@ -221,7 +218,7 @@ TABLES = {
     "transformer": partial(_methods, TRANSFORMER, OF_TRANSFORMERS),
     **{one.__name__: one for one in (gains, equal_time, parts, settings, stacking)},
     **{name: partial(_card, one) for name, one in CARDS.items()},
-    **{name: partial(_of_report, *one) for name, one in SHOWN.items()},
+    "host_calls": partial(_of_report, range(10), HOST_CALLS),
 }
 
 

@@ -48,7 +48,9 @@ class ComfyUI:
         self._sample = importlib.import_module("comfy.sample").sample_custom
         self.function = importlib.import_module("comfy.ldm.modules.attention").optimized_attention.__name__
         self.version = importlib.import_module("comfyui_version").__version__
-        say_free(case["free"])
+        size = case["free"]  # by which ComfyUI cuts its work: it must not depend on who else runs
+        importlib.import_module("comfy.model_management").get_free_memory = lambda dev=None, torch_free_too=False: (
+            (size, size) if torch_free_too else size)  # fmt: skip
         self._model, self._strength = random_model(case["tiny"]), case["strength"]
         self._whole, self._samplers.calc_cond_batch = self._samplers.calc_cond_batch, self._timed
         self._seconds: list[float] = []
@@ -132,17 +134,18 @@ def _check(report: Any, pixels: int) -> None:
         raise RuntimeError(f"nothing merged: {report}")
 
 
-def say_free(size: int) -> None:
-    """Tell ComfyUI that so many bytes are free, by which it cuts its work: it must not depend on who else runs."""
-    importlib.import_module("comfy.model_management").get_free_memory = lambda dev=None, torch_free_too=False: (
-        (size, size) if torch_free_too else size)  # fmt: skip
-
-
 def random_model(tiny: bool) -> Any:
     """ComfyUI's patcher around a UNet of Stable Diffusion 1.5's shape, or around a tiny one: for tests."""
-    model = make(_TINY if tiny else _SD15, "EPS", {})
+    base, known, patcher = (importlib.import_module(f"comfy.{name}")
+                            for name in ("model_base", "supported_models", "model_patcher"))  # fmt: skip
+    config, cpu = _TINY if tiny else _SD15, torch.device("cpu")
+    heads = {"num_head_channels": -1, "use_spatial_transformer": True, "legacy": False, "image_size": 32}
+    found = known.SD15({**config, **heads, "use_linear_in_transformer": False, "dtype": torch.float32})
+    found.unet_config["num_heads"] = config["num_heads"]
+    found.latent_format.latent_channels, found.latent_format.scale_factor = config["in_channels"], 1.0
+    model = base.BaseModel(found, model_type=base.ModelType.EPS).eval().requires_grad_(False)
     randomize(model.diffusion_model)
-    return patcher(model)
+    return patcher.ModelPatcher(model, load_device=cpu, offload_device=cpu)
 
 
 def randomize(unet: nn.Module) -> nn.Module:
@@ -154,23 +157,6 @@ def randomize(unet: nn.Module) -> nn.Module:
         else:
             weight.data.fill_(float(name.endswith("weight")))
     return unet
-
-
-def make(config: dict[str, Any], prediction: str, settings: dict[str, Any]) -> nn.Module:
-    """ComfyUI's model around a UNet of this configuration. settings: of its noise schedule."""
-    base, known = importlib.import_module("comfy.model_base"), importlib.import_module("comfy.supported_models")
-    heads = {"num_head_channels": -1, "use_spatial_transformer": True, "legacy": False, "image_size": 32}
-    found = known.SD15({**config, **heads, "use_linear_in_transformer": False, "dtype": torch.float32})
-    found.unet_config["num_heads"] = config["num_heads"]
-    found.sampling_settings.update(settings)
-    found.latent_format.latent_channels, found.latent_format.scale_factor = config["in_channels"], 1.0
-    return base.BaseModel(found, model_type=base.ModelType[prediction]).eval().requires_grad_(False)
-
-
-def patcher(model: nn.Module) -> Any:
-    """ComfyUI's patcher around its model, on the CPU."""
-    cpu = torch.device("cpu")
-    return importlib.import_module("comfy.model_patcher").ModelPatcher(model, load_device=cpu, offload_device=cpu)
 
 
 def inputs(pixels: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from itertools import cycle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks import report, subjects
 from benchmarks.quality_figures import ROLES, Mean, NoiseMeans, PictureMeans, Section, at_equal_time, sections
@@ -160,70 +160,57 @@ def _mean(mean: Mean | None) -> str:
     return f"{mean.value:.{decimals}f} ± {mean.error:.{decimals}f}"
 
 
-class Panel(NamedTuple):
-    """What one row of panels shows."""
-
-    label: str
-    figures: Callable[[Section], dict[str, Any]]
-    error: Callable[[Any], Mean]
-    scale: str
-
-
+# what a row of panels shows: its label, figures by variant, the error of one, and the scale
 PANELS = (
-    Panel("dev, % of the unmerged v-loss", lambda section: section.noised, lambda one: one.dev, "log"),
-    Panel("PSNR to the unmerged pictures, dB", lambda section: section.pictures, lambda one: one.psnr, "linear"),
+    ("dev, % of the unmerged v-loss", lambda section: section.noised, lambda one: one.dev, "log"),
+    ("PSNR to the unmerged pictures, dB", lambda section: section.pictures, lambda one: one.psnr, "linear"),
 )
 
 
 def plot(records: list[Record], path: Path) -> None:
     """Error over attention work left, one line a method: measures below each other, checkpoints side by side."""
     columns = [section for record in records for section in sections(record)]
-    panels = [panel for panel in PANELS if any(panel.figures(section) for section in columns)]
-    looks = _looks(columns)
+    panels = [panel for panel in PANELS if any(panel[1](section) for section in columns)]
+    methods = dict.fromkeys(one["method"] for section in columns for one in section.variants.values()
+                            if one["role"] == "method")  # fmt: skip
+    # twelve markers and ten colours: sixty pairs before one comes again
+    looks = {method: {"color": colour, "marker": marker}
+             for method, colour, marker in zip(methods, cycle(COLOURS), cycle(MARKERS), strict=False)}  # fmt: skip
+    looks["tomesd"] = {"color": "black", "marker": "*", "markersize": 11, "linewidth": 2.5, "zorder": 5}
     figure = report.new_figure(3 + 5.5 * max(1, len(columns)), 1 + 4.5 * len(panels))
     axes = figure.subplots(len(panels), len(columns), squeeze=False, sharey="row")
-    for row, panel in zip(axes, panels, strict=True):
+    for row, (label, figures, error, scale) in zip(axes, panels, strict=True):
         for axis, section in zip(row, columns, strict=True):
-            _draw_panel(axis, panel, section, looks)
-        row[0].set_ylabel(panel.label)
+            points = {name: (one.work, error(one)) for name, one in figures(section).items()}
+            _draw_panel(axis, section, points, looks)
+            axis.set(xscale="log", yscale=scale, xlabel="attention work left", title=section.checkpoint)
+            axis.set_xticks(list(TICKS), TICKS.values())
+            axis.minorticks_off()
+            axis.set_xlim(min(TICKS) * 0.8, 1.1)
+            axis.grid(alpha=0.3, which="both")
+        row[0].set_ylabel(label)
     named = [pair for axis in axes.flat for pair in zip(*axis.get_legend_handles_labels(), strict=True)]
     handles = {label: handle for handle, label in named}
     figure.legend(handles.values(), handles, loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=110)
 
 
-def _looks(sections: list[Section]) -> dict[str, dict[str, Any]]:
-    """Method -> how its line looks, the same in every panel."""
-    methods = dict.fromkeys(one["method"] for section in sections for one in section.variants.values()
-                            if one["role"] == "method")  # fmt: skip
-    # twelve markers and ten colours: sixty pairs before one comes again
-    looks = {method: {"color": colour, "marker": marker}
-             for method, colour, marker in zip(methods, cycle(COLOURS), cycle(MARKERS), strict=False)}  # fmt: skip
-    return {**looks, "tomesd": {"color": "black", "marker": "*", "markersize": 11, "linewidth": 2.5, "zorder": 5}}
-
-
-def _draw_panel(axis: Any, panel: Panel, section: Section, looks: dict[str, dict[str, Any]]) -> None:
-    figures = panel.figures(section)
+def _draw_panel(
+    axis: Any, section: Section, points: dict[str, tuple[float, Mean]], looks: dict[str, dict[str, Any]]
+) -> None:
+    """points: work and error of each variant. Controls and yardsticks are lines across."""
     lines: dict[str, list[tuple[float, Mean]]] = {}
     beside = cycle((0.01, 0.28, 0.6))  # labels of lines that nearly coincide stand beside each other
-    for name, one in figures.items():
-        described, error = section.variants[name], panel.error(one)
+    for name, (work, error) in points.items():
+        described = section.variants[name]
         if described["role"] in STYLES:
             style = STYLES[described["role"]]
             axis.axhline(error.value, linewidth=1, **style)
             axis.annotate(described["method"], (next(beside), error.value), xycoords=("axes fraction", "data"),
                           fontsize=7, va="bottom", color=style["color"])  # fmt: skip
         else:
-            lines.setdefault(described["method"], []).append((one.work, error))
-    for method, points in lines.items():
-        points.sort(key=lambda point: point[0])
-        works, means = zip(*points, strict=True)
-        # a schedule's settings are no steps of one dial
-        style = {"linestyle": "none"} if method == "schedule" else {"linestyle": "-"}
+            lines.setdefault(described["method"], []).append((work, error))
+    for method, line in lines.items():
+        works, means = zip(*sorted(line, key=lambda point: point[0]), strict=True)
         axis.errorbar(works, [mean.value for mean in means], [mean.error or 0 for mean in means], label=method,
-                      capsize=2, **{**style, "markersize": 6, "linewidth": 1.2, **looks[method]})  # fmt: skip
-    axis.set(xscale="log", yscale=panel.scale, xlabel="attention work left", title=section.checkpoint)
-    axis.set_xticks(list(TICKS), TICKS.values())
-    axis.minorticks_off()
-    axis.set_xlim(min(TICKS) * 0.8, 1.1)
-    axis.grid(alpha=0.3, which="both")
+                      capsize=2, **{"markersize": 6, "linewidth": 1.2, **looks[method]})  # fmt: skip

@@ -21,12 +21,14 @@ from benchmarks import results
 def write(paths: list[Path], table_path: Path | None, plot_path: Path | None) -> str:
     """The Markdown table of results of one kind, also written to `table_path`; the plot goes to `plot_path`.
 
-    Raises ResultError for a file that is no result, and for results of several kinds.
+    Raises ResultError for a file that is no result, and for results of several kinds, or of an older kind.
     """
     records = [results.load(path) for path in paths]
     kinds = sorted({record["kind"] for record in records})
     if len(kinds) > 1:
         raise results.ResultError(f"results of several kinds ({', '.join(kinds)}); give those of one")
+    if kinds[0] in results.OLDER_KINDS:
+        raise results.ResultError(f"results of the kind {kinds[0]!r} have their tables beside them; none is made anew")
     module = importlib.import_module(f"benchmarks.{kinds[0].replace('-', '_')}_report")
     text = module.table(records)
     if table_path:
@@ -93,13 +95,11 @@ def main(arguments: list[str] | None = None) -> int:
                                      "results, made from their JSON alone.")  # fmt: skip
     add = parser.add_argument
     add("files", nargs="+", type=Path, metavar="FILE", help=f"results of one kind: {', '.join(results.KINDS)}")
-    add("--table", type=Path, metavar="MD", help="where the table goes (default: beside the first FILE)")
-    add("--plot", type=Path, metavar="PNG", help="where the plot goes (default: beside the first FILE)")
     add("--no-plot", action="store_true", help="only the table, which needs no matplotlib")
 
     def work(options: argparse.Namespace, command: str) -> int:
-        plot = None if options.no_plot else options.plot or options.files[0].with_suffix(".png")
-        print(write(options.files, options.table or options.files[0].with_suffix(".md"), plot))
+        first = options.files[0]
+        print(write(options.files, first.with_suffix(".md"), None if options.no_plot else first.with_suffix(".png")))
         return 0
 
     return run("report", parser, arguments, work)

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from diffusers import DDPMScheduler
-from diffusers.schedulers import AysSchedules
 from safetensors import safe_open
 
 from benchmarks.networks import TRANSFORMER, UNET
@@ -30,8 +29,7 @@ PART_NOISED = 8  # noised pictures in one row of a result; even, because tomesd 
 _SMOOTH = model.WEIGHTS.with_name("scenes128-c.safetensors")
 SCENE_MODELS = (*model.CHECKPOINTS, _SMOOTH) if _SMOOTH.exists() else model.CHECKPOINTS
 CHOOSE, SHOW = "choose", "show"
-UNIFORM, KARRAS, LATE_HALF, EXPONENTIAL, AYS = "uniform", "karras", "late-half", "exponential", "ays"
-SCHEDULES = (UNIFORM, KARRAS, LATE_HALF, EXPONENTIAL, AYS)
+UNIFORM, KARRAS, LATE_HALF = SCHEDULES = ("uniform", "karras", "late-half")
 NOISIEST = 14.6  # Stable Diffusion's highest sigma; a schedule that ends in pure noise has none
 _RHO = 7  # Karras et al. 2022, section 3
 
@@ -92,27 +90,10 @@ def timesteps(schedule: str, config: dict[str, Any], steps: int) -> list[int] | 
         return (np.arange(count / 2, 0, -count / 2 / steps).round() - 1).astype(int).tolist()[:steps]
     kept = DDPMScheduler(**config).alphas_cumprod.double().numpy()
     sigmas = np.sqrt((1 - kept[kept > 0]) / kept[kept > 0])
-    return _nearest(sigmas, _SPACED[schedule](min(NOISIEST, sigmas[-1]), sigmas[0], steps))
-
-
-def _karras(first: float, last: float, steps: int) -> np.ndarray:
-    """Evenly spaced in their `_RHO`-th root."""
-    return np.linspace(first ** (1 / _RHO), last ** (1 / _RHO), steps) ** _RHO
-
-
-def _ays(first: float, last: float, steps: int) -> np.ndarray:
-    """Align Your Steps (Sabour et al. 2024), ten of them; other numbers between those, as its authors do."""
-    ten = np.log(AysSchedules["StableDiffusionSigmas"][:-1])  # the last one is 0, the finished picture
-    return np.exp(np.interp(np.linspace(0, 1, steps), np.linspace(0, 1, len(ten)), ten))
-
-
-_SPACED = {KARRAS: _karras, EXPONENTIAL: np.geomspace, AYS: _ays}  # sigmas, from the first to the last
-
-
-def _nearest(sigmas: np.ndarray, wanted: np.ndarray) -> list[int]:
-    """Timesteps of the nearest of the model's `sigmas`, each of them once."""
-    found = np.interp(np.log(wanted), np.log(sigmas), np.arange(len(sigmas)))
-    return list(dict.fromkeys(found.round().astype(int).tolist()))
+    ends = (one ** (1 / _RHO) for one in (min(NOISIEST, sigmas[-1]), sigmas[0]))
+    wanted = np.linspace(*ends, steps) ** _RHO  # evenly spaced in their `_RHO`-th root
+    nearest = np.interp(np.log(wanted), np.log(sigmas), np.arange(len(sigmas))).round().astype(int)
+    return list(dict.fromkeys(nearest.tolist()))  # timesteps, each of them once
 
 
 class Noised(NamedTuple):

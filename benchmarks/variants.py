@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -81,29 +81,19 @@ def engine(*rules: dict[str, Any]) -> PutOn:
     return _merging(tome_core.MergeConfig(rules=tuple(tome_core.MergeRule(**settings) for settings in rules)))
 
 
-def strength(value: float, timesteps: Sequence[float] | None = None, **more: Any) -> PutOn:
-    """A strength of tome_core's, also on grids that it would leave alone.
-
-    timesteps: of all steps of the pass. more: settings that a strength does not decide.
-    """
-    return _merging(timesteps=timesteps, strength=value, only_if_it_pays=False, **more)
+def strength(value: float, **more: Any) -> PutOn:
+    """A strength of tome_core's, also on grids that it would leave alone. more: settings that it does not decide."""
+    return _merging(strength=value, only_if_it_pays=False, **more)
 
 
-def _merging(
-    config: tome_core.MergeConfig | None = None, timesteps: Sequence[float] | None = None, **asked: Any
-) -> PutOn:
-    """`tome_core.patch` of what is asked for.
-
-    What happens inside is one sampling, whose matches may be kept from step to step.
-    """
+def _merging(config: tome_core.MergeConfig | None = None, **asked: Any) -> PutOn:
+    """`tome_core.patch` of what is asked for. Inside is one sampling, whose matches may be kept from step to step."""
 
     @contextmanager
     def put_on(network: nn.Module, seed: int) -> Iterator[None]:
         with tome_core.patch(network, config, seed=seed, host_clock=True, **asked) as merging:
             sampling = object()
-            with at_each_call(network, lambda time: merging.set_time(
-                timestep=time, sampling=sampling, timesteps=timesteps
-            )):  # fmt: skip
+            with at_each_call(network, lambda time: merging.set_time(timestep=time, sampling=sampling)):
                 yield
 
     return put_on

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from itertools import pairwise
-from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -15,14 +14,13 @@ from benchmarks.variant_list import FRONT as FRONT_SETTINGS
 from tome_core.settings import presets
 from tome_core.settings.presets import LAYOUTS, SD, SDXL, TRANSFORMER
 
-FRONT = Path(__file__).parents[2] / "benchmarks/results/front-cpu-2026-11-22.json"
-SOURCES = {layout: [FRONT.with_name(name) for name in names] for layout, names in strength.SOURCES.items()}
-TODAYS = FRONT.with_name("front-cpu-2026-11-25.json")  # of the models that came after the curve was chosen
+SOURCES = {layout: [results.FOLDER / name for name in names] for layout, names in strength.SOURCES.items()}
+TODAYS = results.FOLDER / "front-cpu-2026-11-25.json"  # of the models that came after the curve was chosen
 
 
 @pytest.fixture(scope="module")
 def record():
-    return results.load(FRONT)
+    return results.load(*SOURCES[SD])
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +38,10 @@ def knots(record, loss):
     return strength.curve(loss, strength.below([record]))
 
 
-def expected(knot, loss):
-    keys, until = knot
-    return strength.deviation(keys / 64, until, loss)
+def costs(knots, loss):
+    """Deviations of knots, and of the engine's for Stable Diffusion's layout at the same strengths."""
+    theirs = [strength.deviation(keys / 64, until, loss) for keys, until in strength.CURVES[SD]]
+    return list(zip((knot.dev for knot in knots), theirs, strict=True))[1:]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -51,27 +50,25 @@ def test_a_shipped_curve_is_made_from_the_committed_results(capsys, layout):
     assert ast.literal_eval(capsys.readouterr().out.splitlines()[-1]) == strength.CURVES[layout]
 
 
-def test_a_layout_bears_its_own_curve_better_than_that_of_others(capsys):
+@pytest.mark.parametrize("layout", [SDXL, TRANSFORMER])
+def test_a_layout_bears_its_own_curve_better_than_that_of_others(capsys, layout):
     """Beside Stable Diffusion's at equal time, from the results that chose it."""
-    for layout in (SDXL, TRANSFORMER):
-        records = [results.load(path) for path in SOURCES[layout]]
-        loss = strength.front(records)
-        knots = strength.curve(loss, strength.below(records) if layout == SDXL else None)
-        theirs = strength.CURVES[SD]
-        assert strength.main([*map(str, SOURCES[layout]), "--compare"]) == 0
-        assert capsys.readouterr().out == strength.beside(loss, knots, theirs) + "\n"
-        costs = [(knot.dev, expected(other, loss)) for knot, other in zip(knots, theirs, strict=True)]
-        assert all(own <= 1.1 * other for own, other in costs[1:])
-        assert costs[5][0] < 0.7 * costs[5][1], "at the mark quality"
+    records = [results.load(path) for path in SOURCES[layout]]
+    loss = strength.front(records)
+    knots = strength.curve(loss, strength.below(records) if layout == SDXL else None)
+    assert strength.main([*map(str, SOURCES[layout]), "--compare"]) == 0
+    assert capsys.readouterr().out == strength.beside(loss, knots, strength.CURVES[SD]) + "\n"
+    found = costs(knots, loss)
+    assert all(own <= 1.1 * other for own, other in found)
+    assert found[4][0] < 0.7 * found[4][1], "at the mark quality"
 
 
 def test_models_that_it_was_not_chosen_on_bear_the_curve(todays):
     """From .65 up they would choose the same; below no knot errs by a third more than their own."""
-    loss, own = strength.front([todays]), strength.CURVES[SD]
+    loss = strength.front([todays])
     knots = strength.curve(loss, strength.below([todays]))
-    assert [(64 * knot.share, knot.until) for knot in knots[13:]] == list(own[13:])
-    costs = [(knot.dev, expected(other, loss)) for knot, other in zip(knots, own, strict=True)]
-    assert all(theirs < 1.33 * best for best, theirs in costs[1:])
+    assert [(64 * knot.share, knot.until) for knot in knots[13:]] == list(strength.CURVES[SD][13:])
+    assert all(theirs < 1.33 * best for best, theirs in costs(knots, loss))
 
 
 def test_as_many_keys_lie_in_the_cells_that_err_less(todays):
@@ -94,18 +91,15 @@ def test_a_row_that_one_result_has_not_counts_in_none(record, todays):
     assert 0.5 in both and one_lacks == {share: dev for share, dev in both.items() if share != 0.5}
 
 
-def test_more_strength_asks_more_of_every_step_and_costs_more(knots):
-    for weaker, stronger in pairwise(knots):
-        assert stronger.share <= weaker.share and stronger.until <= weaker.until
-        assert stronger.work < weaker.work and stronger.dev > weaker.dev
-
-
 def time_of(knot):
     late, early = strength.step_time(knot.share), strength.step_time(strength.FEWEST)
     return (late * knot.until + early * (1000 - knot.until)) / 1000
 
 
-def test_a_knot_leaves_the_time_that_it_promises(knots):
+def test_more_strength_asks_more_of_every_step_costs_more_and_leaves_the_time_that_it_promises(knots):
+    for weaker, stronger in pairwise(knots):
+        assert stronger.share <= weaker.share and stronger.until <= weaker.until
+        assert stronger.work < weaker.work and stronger.dev > weaker.dev
     for knot in knots:
         assert time_of(knot) == pytest.approx(strength.time_at(knot.strength), abs=5e-4)
     for mark, work in strength.WORK.items():

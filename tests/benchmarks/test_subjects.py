@@ -118,7 +118,7 @@ def test_schedules_run_from_noisy_to_clean_and_end_where_they_say():
         late = subjects.timesteps("late-half", config, steps)
         assert subjects.timesteps("uniform", config, steps) is None
         assert late == sampler.solver(made, 2 * steps).timesteps.tolist()[steps:]
-        for times in (late, *(subjects.timesteps(name, config, steps) for name in ("karras", "exponential", "ays"))):
+        for times in (late, subjects.timesteps("karras", config, steps)):
             assert len(times) == steps and times == sorted(set(times), reverse=True)
         assert max(late) < 500 < max(times)
     kept = sampler.DDPMScheduler(**config).alphas_cumprod.double()
