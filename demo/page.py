@@ -70,11 +70,7 @@ class Drawn(NamedTuple):
 
 
 class Studio:
-    """Draws pictures with one model, one at a time.
-
-    Args:
-        source: the model.
-    """
+    """Draws pictures with one model, one at a time."""
 
     def __init__(self, source: Any) -> None:
         self.source, self.ends = source, threading.Event()
@@ -85,14 +81,9 @@ class Studio:
         self._stop.set()
 
     def draw(self, wanted: Wanted, tell: Callable[[float, str], None]) -> Drawn:
-        """Draw the picture twice.
+        """Draw the picture without merging and with it. Raises Stopped, with the model as it was, after `stop`.
 
-        Args:
-            wanted: the picture.
-            tell: is called after each step with the share of all that is done, 0 to 1, and what is being done.
-
-        Raises:
-            Stopped: if `stop` was called meanwhile. The model is left as it was.
+        tell: is called after each step with the share of all that is done, 0 to 1, and what is being done.
         """
         import tome_core
 
@@ -115,8 +106,8 @@ class Studio:
                 self._picture(one_step, lambda: on_step("warming up"), merging)
                 merging.reset_counts()
                 merged, seconds = self._picture(wanted, lambda: on_step("with merging"), merging)
-                maps = self._maps(merged, merging)
-                return Drawn(plain, merged, (unmerged, seconds), str(merging.report()), maps)
+                report, maps = str(merging.report()), self._maps(merged, merging)
+        return Drawn(plain, merged, (unmerged, seconds), report, maps)
 
     def _picture(self, wanted: Wanted, on_step: Callable[[], None], merging: Any = None) -> tuple[Any, float]:
         from demo.source import tell_times
@@ -138,12 +129,9 @@ class Studio:
 
 
 def mosaic(picture: Any, grid: tuple[int, int], group: Any) -> Any:
-    """What is left of a picture if the tokens of a group have one colour, the mean of theirs.
+    """The picture, uint8 [H, W, 3], with the mean colour of its group in the place of each token.
 
-    Args:
-        picture: uint8 ``[H, W, 3]``.
-        grid: height and width in tokens.
-        group: the group of each token, whole numbers from 0 up ``[height * width]``.
+    grid: height and width in tokens. group: the group of each token, whole numbers from 0 up [height * width].
     """
     import numpy as np
 
@@ -178,15 +166,9 @@ def figures(drawn: Drawn, on_cpu: bool) -> str:
 
 
 def read(values: dict[str, Any], layout: str, checks_prompt: bool) -> Wanted:
-    """What the controls' values ask for.
+    """What the controls ask for. Raises ValueError or TypeError, with the sentence to read, for an impossible value.
 
-    Args:
-        values: by the control's name.
-        layout: of the model, for which a strength is read.
-        checks_prompt: whether the model knows few words.
-
-    Raises:
-        ValueError: for a value that is not possible, with the sentence to read.
+    values: by the control's name. layout: of the model, for a strength. checks_prompt: the model knows few words.
     """
     import tome_core
     from demo import prompt
@@ -235,12 +217,9 @@ def component(field: Any, value: Any) -> Any:
 
 
 def make_page(studio: Studio, strength: float, model: str | None = None) -> Any:
-    """The page, as gradio's Blocks.
+    """The page, as gradio's Blocks, that starts with this strength.
 
-    Args:
-        studio: what draws.
-        strength: what the page starts with.
-        model: what the script to copy names; None for the embedded model's page.
+    model: a folder or name for the script to copy; None for the page of the embedded model.
     """
     import gradio as gr
 
@@ -306,11 +285,7 @@ def make_page(studio: Studio, strength: float, model: str | None = None) -> Any:
 
 
 def serve(blocks: Any, studio: Studio, port: int | None, opens_browser: bool) -> None:
-    """Serve the page until an interrupt; then nothing of it runs any more.
-
-    Raises:
-        OSError: if the port is taken.
-    """
+    """Serve the page until an interrupt; then nothing of it runs any more. Raises OSError for a port in use."""
     import gradio as gr
     from starlette.middleware import Middleware
     from starlette.middleware.trustedhost import TrustedHostMiddleware

@@ -81,11 +81,14 @@ class UserPipeline:
 def _load_folder(checkpoint: Checkpoint, config: Path | None):
     from diffusers import AutoPipelineForText2Image, DiffusionPipeline
 
-    options = {"local_files_only": True, "use_safetensors": True, "variant": checkpoint.variant}
+    def load(kind: type):
+        return kind.from_pretrained(
+            checkpoint.path, local_files_only=True, use_safetensors=True, variant=checkpoint.variant)
+
     try:
-        return AutoPipelineForText2Image.from_pretrained(checkpoint.path, **options)
+        return load(AutoPipelineForText2Image)
     except ValueError:  # a text-to-image class that the table of AutoPipeline does not list
-        return DiffusionPipeline.from_pretrained(checkpoint.path, **options)
+        return load(DiffusionPipeline)
 
 
 def _load_file(checkpoint: Checkpoint, config: Path | None):

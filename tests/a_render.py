@@ -24,34 +24,31 @@ torch.set_num_threads(1)
 
 def webui(repository: Path) -> tuple[Render, Render]:
     """Jobs of a webui that has this repository among its extensions."""
-    made = webui_doubles.Webui(pytest.MonkeyPatch()).start(repository)
-    assert Path(made.part("script").__file__).is_relative_to(repository)
-    asked = ({"enabled": on, "only_if_it_pays": False} for on in (False, True))
-    return tuple(lambda stop, one=one: made.job(one, at_step=stop).latents for one in asked)
+    webui_doubles.be_short(pytest.MonkeyPatch(), steps=slice(None))
+    webui = webui_doubles.Webui(pytest.MonkeyPatch()).start(repository)
+    assert Path(webui.part("script").__file__).is_relative_to(repository)
+    return tuple(lambda stop, on=on: webui.job({"enabled": on, "only_if_it_pays": False}, at_step=stop).latents
+                 for on in (False, True))  # fmt: skip
 
 
 def comfyui(repository: Path) -> tuple[Render, Render]:
     """Samplings of a ComfyUI that has this repository among its custom nodes."""
-    plain = comfy_doubles.checkpoint()
+    plain = comfy_doubles.least_checkpoint()
     merged = comfy_doubles.apply(plain, nodes=load_pack(repository).NODE_CLASS_MAPPINGS, ratio=0.5)
     return tuple(lambda stop, branch=branch: comfy_doubles.Guider(branch).sample(stop=stop)
                  for branch in (plain, merged))  # fmt: skip
 
 
-def main(host: str, repository: str, last: str = "") -> None:
-    """One process's work."""
+if __name__ == "__main__":
+    host, repository, *last = sys.argv[1:]
     renders = {"webui": webui, "comfyui": comfyui}[host](Path(repository).resolve())
     for render in renders:
         print("picture", hashlib.sha256(render(lambda step: None).numpy().tobytes()).hexdigest(), flush=True)
 
     def stop(step: object) -> None:
         print(f"step {step}", flush=True)
-        while str(step) == last:
+        while [str(step)] == last:
             time.sleep(0.05)
 
     if last:
         renders[1](stop)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

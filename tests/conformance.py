@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -254,6 +254,21 @@ def way(
     return only
 
 
+def attention(processor: Any = None, dtype: torch.dtype = torch.float32, **settings: Any) -> nn.Module:
+    """A self-attention of diffusers with this processor, or with the one that diffusers chooses for it."""
+    from diffusers.models.attention_processor import Attention  # which a webui's Python may lack
+
+    module = telling(Attention(CHANNELS, **{"heads": HEADS, "dim_head": CHANNELS // HEADS, **settings}), dtype)
+    if isinstance(processor, nn.Module):
+        telling(processor, dtype)
+    if type(processor).__name__.startswith("Fused"):  # as `fuse_qkv_projections` does
+        with torch.no_grad():
+            module.fuse_projections()
+    if processor is not None:
+        module.set_processor(processor)
+    return module
+
+
 def why_left_alone(module: nn.Module, batch: int = 3, config: MergeConfig = KV, **told: Any) -> str:
     """The reason why an attention is not merged, which gives the same bits then."""
     unet, x = UNetOf(module, **told), tokens(batch, next(module.parameters()).dtype)
@@ -263,37 +278,6 @@ def why_left_alone(module: nn.Module, batch: int = 3, config: MergeConfig = KV, 
     assert not handle.report().merged_anything
     (reason,) = handle.report().levels[0].reasons
     return reason
-
-
-# --- any UNet, from outside -----------------------------------------------------------------------------------------
-
-
-class Seen(NamedTuple):
-    """One call of a self-attention, as its block saw it."""
-
-    name: str
-    args: tuple
-    told: dict[str, Any]
-    out: torch.Tensor
-
-
-@contextlib.contextmanager
-def watched(model: nn.Module, names: list[str]) -> Iterator[list[Seen]]:
-    """Everything that is asked of these modules, seen from outside of whatever was patched on."""
-    seen: list[Seen] = []
-
-    def hook(name: str, module: nn.Module, args: tuple, told: dict, out: torch.Tensor) -> None:
-        seen.append(Seen(name, args, told, out))
-
-    hooks = []
-    for name in names:
-        module = model.get_submodule(name)
-        hooks.append(module.register_forward_hook(lambda *call, name=name: hook(name, *call), with_kwargs=True))
-    try:
-        yield seen
-    finally:
-        for one in hooks:
-            one.remove()
 
 
 # --- xformers, which is for GPUs --------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """``python -m tests.kernel_code``: compile the Triton kernels for GPUs that need not be here, and look at the code.
 
-No GPU, driver or toolkit is needed, Triton brings all of it along. Says what it compiled; fails with Triton's reason.
+No GPU, driver or toolkit is needed, Triton brings all of it along. Prints what it compiled; fails with Triton's reason.
+For two GPUs, or with ``TOME_THOROUGH=1`` for all five.
 """
 
 from __future__ import annotations
@@ -12,22 +13,37 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from tome_core.merging.kernels import triton_kernels, triton_kernels_correction
+from tests.thoroughness import THOROUGH
+from tome_core.merging.kernels import triton_kernels as first
+from tome_core.merging.kernels import triton_kernels_correction as more
 
 TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
-# Ampere (A100), Ada (RTX 40), Hopper (H100, H200), AMD's MI300 and RX 7900
-TARGETS = [("cuda", 80, 32), ("cuda", 89, 32), ("cuda", 90, 32), ("hip", "gfx942", 64), ("hip", "gfx1100", 32)]
-
+# Ada (RTX 40), AMD's RX 7900; Ampere (A100), Hopper (H100, H200), AMD's MI300
+TARGETS = [("cuda", 89, 32), ("hip", "gfx1100", 32), ("cuda", 80, 32), ("cuda", 90, 32), ("hip", "gfx942", 64)]
 SHARED = 99 * 1024  # bytes of shared memory that one program may have on a desktop's Ampere or Ada
+PRODUCTS = {"_first_order", "_answer_few", "_ridge", "_correct"}  # multiply on tensor cores
+# Types of arguments by their names, if a kernel has no other: pointers to numbers of its dtype ("*") and to others.
+# Channels lie side by side, as if nothing was transposed; heads have SD1.5's 40 channels.
+NAMES = {
+    "*": "x values keys mean mean_values q out to matrix constant merged_keys merged_values",
+    "*fp32": "score exact sizes logs means found merged full first",
+    "*i64": "rows order offsets index sources destinations group",
+    "*bf16": "rounded",
+    "fp32": "scale empty",
+    1: "x_channel values_channel keys_channel q_channel out_channel",
+}
+ARGUMENTS = {name: kind for kind, names in NAMES.items() for name in names.split()}
+ARGUMENTS |= {"bias": None, "width": 40, "WIDTH": 64, "TOKENS": more._TOKENS, "QUERIES": more._TOKENS}
 
 
-def code(kernel, target, warps=4, stages=3, **arguments):
-    """Its assembly; an argument is a Triton type or, where it is not a string, a constant. Others are integers.
+def code(kernel, target, dtype, warps=4, stages=3, **others):
+    """Its assembly. An argument is a Triton type or, if it is not a string, a constant; unnamed ones are integers.
 
     Pointers and the strides of samples, rows and heads are taken for multiples of 16, as they are in a model.
     """
     names = kernel.arg_names
-    types = {name: arguments.get(name, "i32") for name in names}
+    types = {name: others.get(name, ARGUMENTS.get(name, "i32")) for name in names}
+    types = {name: TYPES[dtype] if value == "*" else value for name, value in types.items()}
     constants = {(names.index(name),): value for name, value in types.items() if not isinstance(value, str)}
     types = {name: value if isinstance(value, str) else "constexpr" for name, value in types.items()}
     even = {(number,): [["tt.divisibility", 16]] for number, name in enumerate(names)
@@ -39,50 +55,24 @@ def code(kernel, target, warps=4, stages=3, **arguments):
     return compiled.asm["ptx" if target[0] == "cuda" else "amdgcn"]
 
 
-def best_keys_code(target, dtype, rows, bias, keys=torch.float32):
-    """The assembly for channels that lie side by side, as they do where nothing was transposed. keys: their dtype."""
-    own = triton_kernels
-    return code(
-        own._best_keys, target, x=TYPES[dtype], rows=rows, keys=TYPES[keys], bias=bias, score="*fp32", index="*i64",
-        x_channel=1, keys_channel=1, PARTS=own.parts_of(dtype, keys), LENGTHS=rows is not None, QUERIES=own._QUERIES,
-        KEYS=own._KEYS, CHANNELS=own.channels_at_once(dtype),
-    )  # fmt: skip
+def best_keys(target, dtype, keys, **others):
+    tile = {"QUERIES": first._QUERIES, "KEYS": first._KEYS, "CHANNELS": first.channels_at_once(dtype)}
+    return code(first._best_keys, target, dtype, keys=TYPES[keys], PARTS=first.parts_of(dtype, keys), **tile, **others)
 
 
-PRODUCTS = {"first_order", "answer_few", "ridge", "correct"}
-
-
-def rest(target, dtype):
-    """The assembly of all the others, by name; those of a correction for half precision alone, in SD1.5's heads."""
-    own, more, pointer = triton_kernels, triton_kernels_correction, TYPES[dtype]
-    made = {
-        "mean_rows": code(own._mean_rows, target, x=pointer, values=pointer, order="*i64", offsets="*i64",
-                          mean=pointer, mean_values=pointer, exact="*fp32", bias=None, x_channel=1, values_channel=1,
-                          ROWS=own._ROWS, CHANNELS=own._WIDEST, PARTS=2),
-        "centres": code(own._mean_rows, target, 8, x=pointer, values=None, order="*i64", offsets="*i64",
-                        mean=pointer, mean_values=None, exact=None, bias="*fp32", x_channel=1, values_channel=1,
-                        ROWS=own._ROWS_ALONE, CHANNELS=own._WIDEST_ALONE, PARTS=1),
-    }  # fmt: skip
+def others(dtype):
+    """Kernels, numbers of warps and stages, and arguments; those of a correction are for half precision alone."""
+    alone = {"values": None, "mean_values": None, "exact": None, "bias": "*fp32"}
+    yield first._mean_rows, 4, 3, {"ROWS": first._ROWS, "CHANNELS": first._WIDEST, "PARTS": 2}
+    yield first._mean_rows, 8, 3, {**alone, "ROWS": first._ROWS_ALONE, "CHANNELS": first._WIDEST_ALONE, "PARTS": 1}
     if dtype == torch.float32:
-        made["segments"] = code(own._segments, target, group="*i64", order="*i64", offsets="*i64", sizes="*fp32",
-                                logs="*fp32", rounded="*bf16", empty="fp32", TOKENS=own._COUNTED_TOKENS,
-                                GROUPS=own._COUNTED_GROUPS)
-        made["place_tokens"] = code(own._place, target, score="*fp32", index="*i64", sources="*i64",
-                                    destinations="*i64", group="*i64", PLACES=own._PLACED, OTHERS=own._OTHERS)
-        return made
-    made["first_order"] = code(more._first_order, target, keys=pointer, values=pointer, group="*i64", means="*fp32",
-                               found="*fp32", scale="fp32", keys_channel=1, values_channel=1, width=40,
-                               PARTS=own.parts_of(dtype, torch.float32), WIDTH=64, TOKENS=more._TOKENS)  # fmt: skip
-    made["answer_few"] = code(more._answer_few, target, q=pointer, keys=pointer, values=pointer,
-                            merged_keys=pointer, merged_values=pointer, bias=pointer, merged="*fp32", full="*fp32",
-                            logs="*fp32", scale="fp32", q_channel=1, keys_channel=1, values_channel=1, width=40,
-                            QUERIES=more._TOKENS, WIDTH=64, TOKENS=more._TOKENS)  # fmt: skip
-    made["ridge"] = code(more._ridge, target, 8, 1, q=pointer, merged="*fp32", full="*fp32", logs="*fp32",
-                         first="*fp32", matrix=pointer, constant=pointer, q_channel=1, width=40, WIDTH=64,
-                         UNKNOWNS=128, QUERIES=more._QUERIES, SPANS=8)  # fmt: skip
-    made["correct"] = code(more._correct, target, out=pointer, q=pointer, matrix=pointer, constant=pointer,
-                             to=pointer, out_channel=1, q_channel=1, width=40, WIDTH=64, TOKENS=more._TOKENS)
-    return made
+        yield first._segments, 4, 3, {"TOKENS": first._COUNTED_TOKENS, "GROUPS": first._COUNTED_GROUPS}
+        yield first._place, 4, 3, {"PLACES": first._PLACED, "OTHERS": first._OTHERS}
+        return
+    yield more._first_order, 4, 3, {"PARTS": first.parts_of(dtype, torch.float32)}
+    yield more._answer_few, 4, 3, {"bias": "*"}
+    yield more._ridge, 8, 1, {"UNKNOWNS": 128, "QUERIES": more._QUERIES, "SPANS": 8}
+    yield more._correct, 4, 3, {}
 
 
 def main() -> None:
@@ -90,19 +80,19 @@ def main() -> None:
     if "constexprs" not in inspect.signature(ASTSource).parameters:
         print("this Triton is too old to be asked for another GPU's code")
         sys.exit(5)
-    for target in TARGETS:
+    for target in TARGETS if THOROUGH else TARGETS[:2]:
+        is_cuda = target[0] == "cuda"
         for dtype in TYPES:
-            for options in (("*i64", None), (None, "*fp32")):
-                text = best_keys_code(target, dtype, *options)
-                if target[0] == "cuda":
-                    assert "tf32" not in text, "products are to be those of float32"
-                    assert ("mma" in text) == (dtype != torch.float32), "half precision is for tensor cores"
-                own = best_keys_code(target, dtype, *options, keys=dtype)
-                assert "tf32" not in own
-                assert dtype == torch.float32 or target[0] != "cuda" or own.count("mma") < text.count("mma")
-            for name, text in rest(target, dtype).items():
+            is_half = dtype != torch.float32
+            exact = best_keys(target, dtype, torch.float32, LENGTHS=True)
+            own = best_keys(target, dtype, dtype, rows=None, bias="*fp32", LENGTHS=False)
+            assert "tf32" not in exact + own, "products are to be those of float32"
+            assert not is_cuda or ("mma" in exact) == is_half, "half precision is for tensor cores"
+            assert not is_cuda or not is_half or own.count("mma") < exact.count("mma"), "keys of halves are one part"
+            for kernel, warps, stages, arguments in others(dtype):
+                text, name = code(kernel, target, dtype, warps, stages, **arguments), kernel.__name__
                 assert "atom" not in text and "tf32" not in text, f"{name}: equal bits every time"
-                assert target[0] != "cuda" or ("mma" in text) == (name in PRODUCTS), name
+                assert not is_cuda or ("mma" in text) == (name in PRODUCTS), name
             print("compiled for", target[1], dtype, flush=True)
 
 

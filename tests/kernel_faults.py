@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import tome_core
+from benchmarks.sd_block import SpatialTransformer, UNet
 from tests import kernel_harness
-from tests.kernel_harness import DEVICE, DTYPES, NAMES, close, noise
-from tests.models import inputs, small
+from tests.kernel_harness import DEVICE, DTYPES, NAMES, close, noise, whole_numbers
 from tome_core import MergePlan
 from tome_core.attention.correction import fit_correction
 from tome_core.attention.merged import Correction, add_correction
@@ -23,35 +23,28 @@ from tome_core.merging.methods.base import best_keys
 used = kernel_harness.used  # a fixture, around every test
 
 
-def _plan():
-    """Two samples of 130 tokens in 40 groups, some of them empty."""
-    return MergePlan(torch.randint(38, (2, 130), generator=torch.Generator().manual_seed(1)).to(DEVICE), 40)
-
-
 def _best():
     keys, bias = noise(2, 70, 40, seed=1), noise(2, 70, seed=2)
     bias[:, ::3] = float("-inf")
     return best_keys(noise(2, 90, 40, dtype=torch.float16), None, keys.half().float(), bias)
 
 
-def _means():
-    return _plan().merge_pair(*noise(2, 130, 80, dtype=torch.float16).chunk(2, -1), exact=True)
-
-
-def _segments():
-    plan = _plan()
-    return (*plan._sort(), plan.sizes, plan.logits_in(torch.float32))
+def _merged():
+    """Two samples of 130 tokens in 40 groups, some of them empty."""
+    plan = MergePlan(whole_numbers(38, 2, 130, seed=1), 40)
+    means = plan.merge_pair(*noise(2, 130, 80, dtype=torch.float16).chunk(2, -1), exact=True)
+    return (*means, *plan._sort(), plan.sizes, plan.logits_in(torch.float32))
 
 
 def _placed():
-    index = torch.randint(20, (2, 60), generator=torch.Generator().manual_seed(3)).to(DEVICE)
-    order = torch.randperm(80, generator=torch.Generator().manual_seed(4)).to(DEVICE)[None]
-    return (bipartite._plan(noise(2, 60), index, order[:, :60], order[:, 60:], 25).group,)
+    index, order = whole_numbers(20, 2, 60, seed=3), torch.randperm(80, generator=torch.Generator().manual_seed(4))
+    sources, destinations = order.to(DEVICE)[None].split([60, 20], 1)
+    return (bipartite._plan(noise(2, 60), index, sources, destinations, 25).group,)
 
 
 def _fit():
-    heads, width, plan = 2, 16, MergePlan(torch.arange(700, device=DEVICE)[None] // 3, 240)
-    keys, values, q = (noise(2, 700, heads * width, seed=seed, dtype=torch.float16) for seed in range(3))
+    heads, width, plan = 2, 16, MergePlan(torch.arange(130, device=DEVICE)[None] // 3, 50)
+    keys, values, q = (noise(1, 130, heads * width, seed=seed, dtype=torch.float16) for seed in range(3))
     return fit_correction(q[:, ::9], (keys, values + 1), plan, heads, 0.25)[0][:2]
 
 
@@ -61,7 +54,7 @@ def _corrected():
     return (add_correction(out, q, Correction(*parts)),)
 
 
-WORK = {"best_keys": _best, "mean_rows": _means, "segments": _segments, "place_tokens": _placed, "first_order": _fit,
+WORK = {"best_keys": _best, "mean_rows": _merged, "segments": _merged, "place_tokens": _placed, "first_order": _fit,
         "answer_few": _fit, "ridge": _fit, "correct": _corrected}  # fmt: skip
 
 
@@ -71,7 +64,7 @@ def _given(place, change):
 
 
 def _gives(place, change):
-    """What the kernel has written is changed."""
+    """The kernel's output is changed."""
 
     def run(launch, *given):
         launch(*given)
@@ -82,7 +75,7 @@ def _gives(place, change):
 
 
 def _stale(x):
-    """A tile still holds what was there before it."""
+    """A tile still holds its last contents."""
     x = x.clone()
     x.flatten()[-16:] = x.flatten()[:16].clone()
     return x
@@ -112,78 +105,75 @@ PLANTED = {
 
 
 @pytest.fixture
-def really_give_up(monkeypatch):
-    """A fault is met as in a user's process, not as in tests of other laws."""
-    off = {}
-    monkeypatch.setattr(kernels, "_off", off)
-    monkeypatch.setattr(kernels, "_give_up", off.__setitem__)
-    return off
+def off(monkeypatch):
+    """The kernels that are off, and why. A fault is met as in a user's process, not as in tests of other laws."""
+    found = {}
+    monkeypatch.setattr(kernels, "_off", found)
+    monkeypatch.setattr(kernels, "_give_up", found.__setitem__)
+    monkeypatch.setattr(kernels, "_proven", set())
+    return found
 
 
 @pytest.mark.parametrize("planted", PLANTED)
-def test_a_wrong_kernel_is_caught_at_its_first_launch_and_torchs_operators_serve(planted, really_give_up, monkeypatch):
+def test_a_wrong_kernel_is_caught_at_its_first_launch_and_torchs_operators_serve(planted, off, monkeypatch):
     (name, wrong), module = PLANTED[planted], kernels._module()
     launch = getattr(module, name)
     monkeypatch.setattr(module, name, lambda *given: wrong(launch, *given))
     found = WORK[name]()
-    assert really_give_up.keys() == {name}
-    with tome_core.merging.kernels.without():
+    assert off.keys() == {name}
+    with kernels.without():
         expected = WORK[name]()
     for one, other in zip(found, expected, strict=True):
         close(one, other, torch.float16, 4.0)
-    (told,) = kernels.notes()
-    assert name in told and "where torch's operators have" in told and DEVICE in told
+    (note,) = kernels.notes()
+    assert name in note and "where torch's operators have" in note and DEVICE in note
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_right_kernel_proves_itself_once_and_waits_no_more(name, used, really_give_up, monkeypatch):
+def test_a_right_kernel_proves_itself_once_and_waits_no_more(used, off, monkeypatch):
     proofs, find_fault = [], kernels.find_fault
     monkeypatch.setattr(kernels, "find_fault", lambda *given: (proofs.append(given[0]), find_fault(*given))[1])
-    first = WORK[name]()
-    assert name in proofs and not really_give_up
-    seen = len(proofs)
-    assert all(map(torch.equal, first, WORK[name]())) and len(proofs) == seen
-    assert used.count(name) >= 2
+    assert sorted(proof._LAWS) == sorted(NAMES) == sorted(WORK), "a law for each kernel"
+    for work in dict.fromkeys(WORK.values()):
+        first = work()
+        seen = len(proofs)
+        assert all(map(torch.equal, first, work())) and len(proofs) == seen
+    assert set(proofs) == set(NAMES) and not off
+    assert all(used.count(name) >= 2 for name in NAMES)
 
 
-def test_what_is_not_finite_tells_nothing_of_a_kernel(really_give_up):
+def test_inputs_that_are_not_finite_tell_nothing_of_a_kernel(off):
     keys, clean = noise(1, 9, 8), noise(1, 20, 8, seed=1)
     sick = clean.clone()
     sick[0, 0, 0] = float("nan")
     with kernels.without():
         expected = best_keys(sick, None, keys)
     assert torch.equal(best_keys(sick, None, keys)[1][:, 1:], expected[1][:, 1:])
-    assert not kernels._proven and not really_give_up
-    best_keys(clean, None, keys)
-    assert len(kernels._proven) == 1 and not really_give_up
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_each_dtype_proves_itself(dtype):
-    best_keys(noise(1, 20, 8, dtype=dtype), None, noise(1, 9, 8).to(dtype))
-    assert [key[-1] for key in kernels._proven] == [dtype]
-
-
-def test_a_law_is_there_for_each_kernel():
-    best_keys(noise(1, 20, 8), None, noise(1, 9, 8))
-    assert sorted(proof._LAWS) == sorted(NAMES) == sorted(WORK)
+    assert not kernels._proven
+    for dtype in DTYPES:  # each proves itself
+        best_keys(clean.to(dtype), None, keys.to(dtype))
+    assert {key[-1] for key in kernels._proven} == set(DTYPES) and not off
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:2] if kernel_harness.INTERPRETED else DTYPES, ids=str)
-def test_with_kernels_and_without_a_models_pictures_differ_by_rounding_alone(dtype, used):
-    """New, kept and late: each of three calls of a whole UNet in one sampling."""
-    model, (x, text) = small().to(DEVICE, dtype), inputs(4, 1, 16, 16)
-    x, text = (torch.cat([one, one]).to(DEVICE, dtype) for one in (x, text))
+def test_with_kernels_and_without_a_models_pictures_differ_by_rounding_alone(dtype, used, off):
+    """New, kept and late: each of three calls of a UNet in one sampling."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = UNet([[SpatialTransformer(16, 1, 8)]]).to(DEVICE, dtype).requires_grad_(False)
+    x, text = noise(1, 16, 16, 16, dtype=dtype).repeat(2, 1, 1, 1), noise(2, 5, 8, dtype=dtype)
 
     def draw():
-        with torch.no_grad(), tome_core.patch(model, strength=0.5, only_if_it_pays=False) as handle, handle.sampling():
-            return torch.stack([model(x, time, text).sample.float() for time in (900.0, 880.0, 300.0)])
+        with tome_core.patch(model, strength=0.5, only_if_it_pays=False, host_clock=True) as handle:
+            pictures = []
+            for time in (900.0, 880.0, 300.0):
+                handle.set_time(timestep=time, sampling="a")
+                pictures.append(model(x, None, text).float())
+            return torch.stack(pictures)
 
     found = draw()
     wanted = set(NAMES) if dtype.itemsize == 2 else {"best_keys", "mean_rows", "segments", "place_tokens"}
-    assert wanted <= set(used)
+    assert wanted <= set(used) and not off
     with kernels.without():
         plain = draw()
     of_rounding = (3 if dtype.itemsize == 2 else 10) * torch.finfo(dtype).eps
     assert (found - plain).norm() <= of_rounding * plain.norm()
-

@@ -1,6 +1,6 @@
 """What the laws of the Triton kernels share: where they run, and the kernels' names.
 
-Where ``TRITON_INTERPRET=1`` Triton's interpreter runs the kernels on the CPU, else they are compiled for the GPU.
+With ``TRITON_INTERPRET=1`` Triton's interpreter runs the kernels on the CPU, else they are compiled for the GPU.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ NAMES = (
 
 
 def together(*axes):
-    """All that go together on a GPU; in the interpreter, which is slow, each value of each axis at least once."""
+    """On a GPU all combinations; in the interpreter, which is slow, each value of each axis at least once."""
     if not INTERPRETED:
         return list(itertools.product(*axes))
     longest = max(map(len, axes))
-    return list(zip(*(itertools.islice(itertools.cycle(one), longest) for one in axes), strict=True))
+    return list(zip(*(itertools.islice(itertools.cycle(axis), longest) for axis in axes), strict=True))
 
 
 def _why_not() -> str:
-    """Why Triton's interpreter cannot run a kernel with a loop here (3.6 cannot with numpy 2.4); empty where it can."""
+    """Why Triton's interpreter cannot run a kernel with a loop here (3.6 cannot with numpy 2.4); empty if it can."""
     import triton
 
     @triton.jit
@@ -50,9 +50,16 @@ if INTERPRETED and (reason := _why_not()):
     pytest.skip(reason, allow_module_level=True)
 
 
+class ProvesAlways(set):
+    """In place of the set of proven kernels: every launch is compared with torch's operators, not only the first."""
+
+    def __contains__(self, key):
+        return False
+
+
 @pytest.fixture(autouse=True)
 def used(monkeypatch):
-    """Names of the kernels that ran; a test in which none did, or one could not, has tested nothing and fails."""
+    """Names of the kernels that ran; a test in which none did, or one was wrong or could not run, fails."""
     if INTERPRETED:
         monkeypatch.setattr(kernels, "DEVICES", ("cpu",))
         _repair_the_interpreter(monkeypatch)
@@ -61,7 +68,7 @@ def used(monkeypatch):
         launch = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, launch=launch, name=name: (calls.append(name), launch(*a)))
     monkeypatch.setattr(kernels, "_give_up", _fail)
-    monkeypatch.setattr(kernels, "_proven", set())
+    monkeypatch.setattr(kernels, "_proven", ProvesAlways())
     yield calls
     assert calls
 
@@ -88,6 +95,10 @@ def _repair_the_interpreter(monkeypatch):
 
 def noise(*shape, seed=0, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def whole_numbers(most, *shape, seed):
+    return torch.randint(most, shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def close(found, expected, dtype, scale=1.0):

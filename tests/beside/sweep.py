@@ -34,7 +34,7 @@ from torch import nn
 
 import tome_core
 from benchmarks.results import save
-from tests import models, tiny_pipeline, tiny_transformers, transformer_pipelines
+from tests import models, tiny_pipeline, transformer_pipelines
 from tests.beside import own_parts
 from tests.families import MODELS, Family
 from tests.traces import traces
@@ -42,10 +42,9 @@ from tome_core.models import find_models
 from tome_core.models.transformer import NAMES
 
 Make = Callable[[], own_parts.Made]
-Ways = dict[str, list[Make]]  # by the names of pipelines
 SETTINGS = {"side": "kv", "ratio": 0.75, "max_downsample": 8, "only_if_it_pays": False}
 TAKEN = "taken, and drawn in its pipelines alone"
-LARGER = {"height": 128, "width": 128}
+LATENT, LARGER = {"output_type": "latent"}, {"height": 128, "width": 128}
 OUTCOMES = ("FAULT", "merges nothing", "merges", "refused", "not drawn", "not made", "taken", "left out")
 NEAR = 1e-3  # other sums, and UNets that amplify them; of the unmerged picture
 
@@ -61,20 +60,23 @@ def expect(holds: bool, law: str) -> None:
 
 def classes(base: type, pattern: str = "") -> list[type]:
     """diffusers' own that derive from it, each by its name; modules that lack a package are passed over."""
-    for one in pkgutil.walk_packages(diffusers.__path__, "diffusers."):
-        if one.name.startswith(("diffusers.models.", "diffusers.pipelines.")):
+    for module in pkgutil.walk_packages(diffusers.__path__, "diffusers."):
+        if module.name.startswith(("diffusers.models.", "diffusers.pipelines.")):
             try:
-                importlib.import_module(one.name)
+                importlib.import_module(module.name)
             except (ImportError, RuntimeError):
                 continue
 
     def below(kind: type) -> Iterator[type]:
-        for one in kind.__subclasses__():
-            yield one
-            yield from below(one)
+        for derived in kind.__subclasses__():
+            yield derived
+            yield from below(derived)
 
-    found = {one.__name__: one for one in below(base) if one.__module__.startswith("diffusers.")}
-    return [found[name] for name in sorted(found) if any(part in name for part in pattern.split("|"))]
+    by_name = {kind.__name__: kind for kind in below(base) if kind.__module__.startswith("diffusers.")}
+    return [by_name[name] for name in sorted(by_name) if any(part in name for part in pattern.split("|"))]
+
+
+# --- what becomes of a network, and of a pipeline ---------------------------------------------------------------------
 
 
 def hold(target: object, draw: Callable[[], torch.Tensor]) -> str:
@@ -85,7 +87,7 @@ def hold(target: object, draw: Callable[[], torch.Tensor]) -> str:
         torch.manual_seed(0)
         return draw(), torch.get_rng_state()
 
-    (plain, state), before = drawn(), [traces(one) for one in own]
+    (plain, state), before = drawn(), [traces(model) for model in own]
     with pytest.MonkeyPatch.context() as patches, tome_core.patch(target, **SETTINGS):
         models.merge_with_self(patches)
         equal, after = drawn()
@@ -94,41 +96,15 @@ def hold(target: object, draw: Callable[[], torch.Tensor]) -> str:
     expect(torch.equal(after, state), "the random generator was used")
     with tome_core.patch(target, **SETTINGS) as handle:
         merged, after = drawn()
-    told = handle.report()
+    report = handle.report()
     expect(merged.shape == plain.shape and bool(merged.isfinite().all()), "merged: not finite")
     expect(torch.equal(after, state), "merged: the random generator was used")
-    expect(told.merged_anything != torch.equal(merged, plain), "the report does not say what the picture does")
+    expect(report.merged_anything != torch.equal(merged, plain), "the report does not say what the picture does")
     expect(torch.equal(drawn()[0], plain), "removed: other bits")
-    expect([traces(one) for one in own] == before, "removed: something is left")
-    why = ", ".join(sorted({why for level in told.levels for why in level.reasons}))
-    expect(told.merged_anything or bool(why), "nothing merges, and nobody says why")
-    return ("merges" if told.merged_anything else "merges nothing") + (f"; left alone: {why}" if why else "")
-
-
-@cache
-def small() -> dict[str, list[Family]]:
-    """The small models of the tests, by the names of their networks' classes."""
-    found: dict[str, list[Family]] = {}
-    for name, one in MODELS.items():
-        tiny = tiny_transformers.MODELS.get(name)
-        kind = tiny.kind if tiny else type(find_models(one.build())[0]).__name__
-        found.setdefault(kind, []).append(one)
-    return found
-
-
-def network(kind: type) -> str:
-    """What becomes of its small ones, or of itself."""
-    found = []
-    for one in small().get(kind.__name__, ()):
-        model = one.build()
-        found.append(f"{one.name} {hold(model, lambda: one.call(model))}")  # noqa: B023, called at once
-    return "; ".join(found) or refused([kind.__name__], on_meta(kind))
-
-
-def on_meta(kind: type) -> nn.Module:
-    """As large as it is, without memory."""
-    with torch.device("meta"):
-        return kind()
+    expect([traces(model) for model in own] == before, "removed: something is left")
+    why = ", ".join(sorted({why for level in report.levels for why in level.reasons}))
+    expect(report.merged_anything or bool(why), "nothing merges, and nobody says why")
+    return ("merges" if report.merged_anything else "merges nothing") + (f"; left alone: {why}" if why else "")
 
 
 def refused(networks: list[str], target: object) -> str:
@@ -136,57 +112,76 @@ def refused(networks: list[str], target: object) -> str:
     try:
         tome_core.patch(target).remove()
     except tome_core.UnsupportedModelError as error:
-        expect(any(one in str(error) for one in networks), f"refused without its name: {error}")
+        expect(any(name in str(error) for name in networks), f"refused without its name: {error}")
         expect(not {*networks} & {*NAMES}, f"it is known, and refused: {error}")
         return f"refused: {str(error).partition('. ')[0][:120]}"
     return TAKEN
 
 
+@cache
+def small() -> dict[str, list[Family]]:
+    """The small models of the tests, by the names of their networks' classes."""
+    families: dict[str, list[Family]] = {}
+    for family in MODELS.values():
+        families.setdefault(type(find_models(family.build())[0]).__name__, []).append(family)
+    return families
+
+
+def network(kind: type) -> str:
+    """What becomes of its small ones, or of itself."""
+    outcomes = []
+    for family in small().get(kind.__name__, ()):
+        model = family.build()
+        outcomes.append(f"{family.name} {hold(model, partial(family.call, model))}")
+    if outcomes:
+        return "; ".join(outcomes)
+    with torch.device("meta"):  # as large as it is, without memory
+        return refused([kind.__name__], kind())
+
+
 def pipeline(ways: list[Make]) -> str:
     """What becomes of it by each way to make one; by those that do not work if none does."""
-    told = [line_of(lambda: pipeline_of(*make())) for make in ways]  # noqa: B023, called at once
-    works = [one for one in told if not one.startswith("not ")]
-    return "; ".join(dict.fromkeys(works or told)) or "left out: no way to make one is known"
+    outcomes = [line_of(lambda: pipeline_of(*make())) for make in ways]  # noqa: B023, called at once
+    works = [outcome for outcome in outcomes if not outcome.startswith("not ")]
+    return "; ".join(dict.fromkeys(works or outcomes)) or "left out: no way to make one is known"
 
 
 def pipeline_of(pipe: Any, call: dict[str, Any]) -> str:
-    """It merges, or what it is around is told."""
-    told = refused([type(one).__name__ for one in pipe.components.values() if isinstance(one, nn.Module)], pipe)
-    if told != TAKEN:
-        return told
-    for more in ({"output_type": "latent"}, {}):
+    """It merges, or the network that it is around is named."""
+    networks = [type(part).__name__ for part in pipe.components.values() if isinstance(part, nn.Module)]
+    outcome = refused(networks, pipe)
+    if outcome != TAKEN:
+        return outcome
+    try:
+        more, plain = LATENT, own_parts.draw(pipe, call | LATENT)
+    except Exception:  # of some there are no latents
         try:
-            plain = own_parts.draw(pipe, {**call, **more})
-            break
-        except Exception as error:  # of some there are no latents
-            failed = error
-    else:
-        return f"not drawn: {said(failed)}"
+            more, plain = {}, own_parts.draw(pipe, call)
+        except Exception as error:
+            return f"not drawn: {text_of(error)}"
     if not plain.isfinite().all():
         return "not drawn: what it gives is not finite"
-    told = hold(pipe, lambda: own_parts.draw(pipe, {**call, **more}))
-    if told.startswith("merges nothing") and "height" in inspect.signature(pipe.__call__).parameters:
+    outcome = hold(pipe, lambda: own_parts.draw(pipe, call | more))
+    if outcome.startswith("merges nothing") and "height" in inspect.signature(pipe.__call__).parameters:
         try:
-            own_parts.draw(pipe, {**call, **more, **LARGER})
+            own_parts.draw(pipe, call | more | LARGER)
         except Exception:  # what else it is called with is of another size
-            return told
-        return hold(pipe, lambda: own_parts.draw(pipe, {**call, **more, **LARGER}))
-    return told
+            return outcome
+        return hold(pipe, lambda: own_parts.draw(pipe, call | more | LARGER))
+    return outcome
 
 
-def ways_of(checkouts: list[Path]) -> Ways:
+def ways_of(checkouts: list[Path]) -> dict[str, list[Make]]:
     """How each pipeline is made, by its name: as the first checkout that knows it does, or as these tests do."""
-    found: Ways = {}
+    ways: dict[str, list[Make]] = {}
     for checkout in checkouts:
         known = own_parts.cases(checkout)
-        found = {name: [partial(own_parts.make, one) for one in ones] for name, ones in known.items()} | found
-    own = [(way.kind, partial(transformer_pipelines.make, name))
-           for name, way in transformer_pipelines.PIPELINES.items()]  # fmt: skip
-    own += [(make.__annotations__["return"], partial(_tiny, make)) for make in
-            (tiny_pipeline.stable_diffusion, tiny_pipeline.stable_diffusion_xl)]  # fmt: skip
-    for name, make in own:
-        found.setdefault(name, []).append(make)
-    return found
+        ways = {name: [partial(own_parts.make, case) for case in cases] for name, cases in known.items()} | ways
+    for name, way in transformer_pipelines.PIPELINES.items():
+        ways.setdefault(way.kind, []).append(partial(transformer_pipelines.make, name))
+    for make in (tiny_pipeline.stable_diffusion, tiny_pipeline.stable_diffusion_xl):
+        ways.setdefault(make.__annotations__["return"], []).append(partial(_tiny, make))
+    return ways
 
 
 def _tiny(make: Callable[[Path], Any]) -> own_parts.Made:
@@ -194,11 +189,11 @@ def _tiny(make: Callable[[Path], Any]) -> own_parts.Made:
         return make(Path(folder)), {"prompt": "a b", "num_inference_steps": 2}
 
 
-def said(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
-
-
 # --- the run ----------------------------------------------------------------------------------------------------------
+
+
+def text_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
 
 
 def line_of(ask: Callable[[], str]) -> str:
@@ -208,11 +203,11 @@ def line_of(ask: Callable[[], str]) -> str:
     except Fault as fault:
         return f"FAULT: {fault}"
     except Exception as error:
-        return f"not made: {said(error)}"
+        return f"not made: {text_of(error)}"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run; 1 where a law is broken."""
+    """Run; 1 if a law is broken."""
     parser = argparse.ArgumentParser(prog="python -m tests.beside.sweep", description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", help="classes whose names have this in them")
     parser.add_argument("--diffusers", type=Path, nargs="*", default=[], metavar="CHECKOUT",
@@ -223,20 +218,21 @@ def main(arguments: list[str] | None = None) -> int:
     logging.disable()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    found = json.loads(options.output.read_text("utf-8")) if options.output and options.output.exists() else {}
-    wanted = [(one, partial(network, one)) for one in classes(diffusers.ModelMixin, "UNet|Transformer|DiT")]
-    ways, kinds = ways_of(options.diffusers), classes(diffusers.DiffusionPipeline)
-    wanted += [(one, partial(pipeline, ways.get(one.__name__, []))) for one in kinds]
-    wanted, since = [one for one in wanted if options.only in one[0].__name__], time.monotonic()
-    for place, (kind, ask) in enumerate(wanted, 1):
-        if kind.__name__ not in found:
-            found[kind.__name__] = line_of(ask)
-            print(f"{place}/{len(wanted)} {kind.__name__}: {found[kind.__name__]}", flush=True)
+    lines = json.loads(options.output.read_text("utf-8")) if options.output and options.output.exists() else {}
+    ways = ways_of(options.diffusers)
+    asks = {kind.__name__: partial(network, kind) for kind in classes(diffusers.ModelMixin, "UNet|Transformer|DiT")}
+    asks |= {kind.__name__: partial(pipeline, ways.get(kind.__name__, []))
+             for kind in classes(diffusers.DiffusionPipeline)}  # fmt: skip
+    names, since = [name for name in asks if options.only in name], time.monotonic()
+    for place, name in enumerate(names, 1):
+        if name not in lines:
+            lines[name] = line_of(asks[name])
+            print(f"{place}/{len(names)} {name}: {lines[name]}", flush=True)
             if options.output:
-                save(found, options.output)
-    counts = Counter(next(what for what in OUTCOMES if what in found[kind.__name__]) for kind, _ in wanted)
-    told = ", ".join(f"{counts[what]} {what}" for what in OUTCOMES)
-    print(f"{len(wanted)} classes in {time.monotonic() - since:.0f} s: {told}")
+                save(lines, options.output)
+    counts = Counter(next(outcome for outcome in OUTCOMES if outcome in lines[name]) for name in names)
+    told = ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES)
+    print(f"{len(names)} classes in {time.monotonic() - since:.0f} s: {told}")
     return int(counts["FAULT"] > 0)
 
 

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import copy
 import functools
-import pickle
 import types
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from operator import attrgetter
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -34,35 +32,29 @@ from tests.image_prompts import image_adapter
 from tests.offloading import CPU, take_off
 
 On = Callable[[Beside], AbstractContextManager]
+Places = Callable[[Beside], list[nn.Module]]
 TORCHS = F.scaled_dot_product_attention
+PROJECTIONS = ("to_q", "to_k", "to_v")
 
 
 def changed(value: Any) -> Any:
     """By up to a fifth, each place along the second dimension by another share."""
 
-    def change(one: Any) -> Any:
-        if not torch.is_tensor(one) or one.dim() < 2 or not one.is_floating_point():
-            return one
-        share = torch.linspace(0.9, 1.1, one.shape[1], dtype=one.dtype)
-        return one * share.view(-1, *[1] * (one.dim() - 2))
+    def change(part: Any) -> Any:
+        if not torch.is_tensor(part) or part.dim() < 2 or not part.is_floating_point():
+            return part
+        share = torch.linspace(0.9, 1.1, part.shape[1], dtype=part.dtype)
+        return part * share.view(-1, *[1] * (part.dim() - 2))
 
     return tree_map(change, value)
 
 
-def _changed_input(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def changed_input(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Of the tokens, or the latent."""
     if args:
         return (changed(args[0]), *args[1:]), kwargs
-    name = next(one for one in ("hidden_states", "x", "sample") if one in kwargs)
+    name = next(name for name in ("hidden_states", "x", "sample") if name in kwargs)
     return args, {**kwargs, name: changed(kwargs[name])}
-
-
-# --- places -----------------------------------------------------------------------------------------------------------
-
-Places = Callable[[Beside], list[nn.Module]]
-
-
-attentions, blocks, around = attrgetter("attentions"), attrgetter("blocks"), attrgetter("around")
 
 
 def first_attention(beside: Beside) -> list[nn.Module]:
@@ -73,17 +65,27 @@ def model(beside: Beside) -> list[nn.Module]:
     return [beside.model]
 
 
-def layers(name: str) -> Places:
-    return lambda beside: [getattr(one, name) for one in beside.attentions]
+def projections(beside: Beside) -> list[nn.Module]:
+    return [getattr(attention, name) for attention in beside.attentions for name in PROJECTIONS]
 
 
 # --- hooks ------------------------------------------------------------------------------------------------------------
 
 
-def _hooked(places: Places, register: str, hook: Callable, **more: Any) -> On:
+def hooks(*places: Places) -> On:
+    """torch's, on what a module gives."""
+    return _hooked(places, "register_forward_hook", lambda module, args, out: changed(out))
+
+
+def pre_hooks(*places: Places) -> On:
+    """torch's, on what a module is given."""
+    return _hooked(places, "register_forward_pre_hook", changed_input, with_kwargs=True)
+
+
+def _hooked(places: tuple[Places, ...], register: str, hook: Callable, **more: Any) -> On:
     @contextmanager
     def on(beside: Beside) -> Iterator[None]:
-        handles = [getattr(one, register)(hook, **more) for one in places(beside)]
+        handles = [getattr(module, register)(hook, **more) for place in places for module in place(beside)]
         yield
         for handle in handles:
             handle.remove()
@@ -91,20 +93,9 @@ def _hooked(places: Places, register: str, hook: Callable, **more: Any) -> On:
     return on
 
 
-def hooks(places: Places) -> On:
-    """torch's, on what a module gives."""
-    return _hooked(places, "register_forward_hook", lambda module, args, out: changed(out))
-
-
-def pre_hooks(places: Places) -> On:
-    """torch's, on what a module is given."""
-    return _hooked(places, "register_forward_pre_hook", lambda module, *given: _changed_input(*given), with_kwargs=True)
-
-
 @contextmanager
 def feature_store(beside: Beside) -> Iterator[None]:
-    """Keeps what each layer gives, which has to come once a call and with all tokens; it complains where not."""
-    names = ("to_q", "to_k", "to_v")
+    """Keeps what each layer gives, which has to come once a call and with all tokens; it complains if not."""
     open_calls: list[list] = []
 
     def begin(module: nn.Module, *_: Any) -> None:
@@ -114,14 +105,13 @@ def feature_store(beside: Beside) -> Iterator[None]:
         open_calls[-1].append((id(module), out.shape[1]))
 
     def end(module: nn.Module, *_: Any) -> None:
-        kept = open_calls.pop()
-        if len({one for one, _ in kept}) != len(kept) or len({tokens for _, tokens in kept}) > 1 or len(kept) != 3:
+        layers, tokens = zip(*(kept := open_calls.pop()), strict=True)
+        if len(set(layers)) != 3 or len(kept) != 3 or len(set(tokens)) > 1:
             raise RuntimeError(f"layers gave {kept}")
 
-    handles = []
-    for one in beside.attentions:
-        handles += [one.register_forward_pre_hook(begin), one.register_forward_hook(end)]
-        handles += [getattr(one, name).register_forward_hook(keep) for name in names]
+    handles = [layer.register_forward_hook(keep) for layer in projections(beside)]
+    for attention in beside.attentions:
+        handles += [attention.register_forward_pre_hook(begin), attention.register_forward_hook(end)]
     yield
     for handle in handles:
         handle.remove()
@@ -139,21 +129,21 @@ class _DiffusersChanging(ModelHook):
 
 @contextmanager
 def accelerates_hooks(beside: Beside) -> Iterator[None]:
-    for one in (beside.model, *beside.attentions):
-        add_hook_to_module(one, _AcceleratesChanging())
+    for module in (beside.model, *beside.attentions):
+        add_hook_to_module(module, _AcceleratesChanging())
     yield
-    for one in (beside.model, *beside.attentions):
-        remove_hook_from_module(one)
+    for module in (beside.model, *beside.attentions):
+        remove_hook_from_module(module)
 
 
 @contextmanager
 def diffusers_hooks(beside: Beside) -> Iterator[None]:
-    for one in (beside.model, *beside.attentions):
-        HookRegistry.check_if_exists_or_initialize(one).register_hook(_DiffusersChanging(), "changing")
+    for module in (beside.model, *beside.attentions):
+        HookRegistry.check_if_exists_or_initialize(module).register_hook(_DiffusersChanging(), "changing")
     yield
-    for one in (beside.model, *beside.attentions):
-        one._diffusers_hook.remove_hook("changing", recurse=False)
-        del one._diffusers_hook
+    for module in (beside.model, *beside.attentions):
+        module._diffusers_hook.remove_hook("changing", recurse=False)
+        del module._diffusers_hook
 
 
 # --- in the place of forward ------------------------------------------------------------------------------------------
@@ -170,20 +160,17 @@ def twice(module: nn.Module, saved: Callable) -> Callable:
     """As a guidance that asks an attention again for other tokens."""
 
     def twice(*args: Any, **kwargs: Any) -> Any:
-        again, more = _changed_input(args, kwargs)
-        first, second = saved(*args, **kwargs), saved(*again, **more)
-        if torch.is_tensor(first):
-            return first * 0.75 + second * 0.25
-        return tuple(a * 0.75 + b * 0.25 for a, b in zip(first, second, strict=True))
+        again, more = changed_input(module, args, kwargs)
+        return tree_map(lambda a, b: a * 0.75 + b * 0.25, saved(*args, **kwargs), saved(*again, **more))
 
     return twice
 
 
 def in_pieces(module: nn.Module, saved: Callable) -> Callable:
-    """One picture of the batch after the other, as where memory is short."""
+    """One picture of the batch after the other, as if memory is short."""
 
     def in_pieces(*args: Any, **kwargs: Any) -> Any:
-        batch = next(one for one in (*args, *kwargs.values()) if torch.is_tensor(one)).shape[0]
+        batch = next(value for value in (*args, *kwargs.values()) if torch.is_tensor(value)).shape[0]
 
         def cut(number: int, value: Any) -> Any:
             is_cut = torch.is_tensor(value) and value.dim() > 1 and value.shape[0] == batch
@@ -193,7 +180,7 @@ def in_pieces(module: nn.Module, saved: Callable) -> Callable:
         for number in range(batch):
             own, more = tree_map(functools.partial(cut, number), (args, kwargs))
             outs.append(saved(*own, **more))
-        return tree_map(lambda *ones: torch.cat(ones) if torch.is_tensor(ones[0]) else ones[0], *outs)
+        return tree_map(lambda *parts: torch.cat(parts) if torch.is_tensor(parts[0]) else parts[0], *outs)
 
     return in_pieces
 
@@ -211,6 +198,19 @@ def every_second(module: nn.Module, saved: Callable) -> Callable:
     return every_second
 
 
+def within(make: Callable[[], Any]) -> Callable:
+    """While a module runs, a mode is in force."""
+
+    def wrap(module: nn.Module, saved: Callable) -> Callable:
+        def within(*args: Any, **kwargs: Any) -> Any:
+            with make():
+                return saved(*args, **kwargs)
+
+        return within
+
+    return wrap
+
+
 def wrapper(places: Places, make: Callable[[nn.Module, Callable], Callable] = changing, rebinds: bool = False) -> On:
     """Saves what is there, calls it, and puts it back on the instance, as accelerate and ControlNet do. rebinds: as a
     bound method of the module, as a cache library does.
@@ -218,35 +218,34 @@ def wrapper(places: Places, make: Callable[[nn.Module, Callable], Callable] = ch
 
     @contextmanager
     def on(beside: Beside) -> Iterator[None]:
-        saved = [(one, one.forward) for one in places(beside)]
-        for one, forward in saved:
-            one.forward = make(one, forward)
+        saved = [(module, module.forward) for module in places(beside)]
+        for module, forward in saved:
+            module.forward = make(module, forward)
         yield
-        for one, forward in reversed(saved):
-            one.forward = types.MethodType(getattr(forward, "__func__", forward), one) if rebinds else forward
+        for module, forward in reversed(saved):
+            module.forward = types.MethodType(getattr(forward, "__func__", forward), module) if rebinds else forward
 
     return on
 
 
 def own_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Somebody's own, which asks nobody what was there."""
+    """Another program's, which asks nobody what was there."""
     return changed(type(self).forward(self, *args, **kwargs))
 
 
 def exchanged(places: Places, bind: Callable = types.MethodType) -> On:
-    """A whole forward of somebody's own, taken off with what stood on top of it."""
+    """A whole forward of another program, taken off with what stood on top of it."""
 
     @contextmanager
     def on(beside: Beside) -> Iterator[None]:
-        saved = [(one, vars(one).get("forward")) for one in places(beside)]
-        for one, _ in saved:
-            one.forward = bind(own_forward, one)
+        saved = [(module, vars(module).get("forward")) for module in places(beside)]
+        for module, _ in saved:
+            module.forward = bind(own_forward, module)
         yield
-        for one, forward in saved:
-            if forward is None:
-                vars(one).pop("forward", None)
-            else:
-                one.forward = forward
+        for module, forward in saved:
+            vars(module).pop("forward", None)
+            if forward is not None:
+                module.forward = forward
 
     return on
 
@@ -261,31 +260,31 @@ def another_class(beside: Beside) -> Iterator[None]:
 
         return type(f"Another{kind.__name__}", (kind,), {"forward": of_another_class})
 
-    for one in beside.attentions:
-        one.__class__ = another(type(one))
+    for attention in beside.attentions:
+        attention.__class__ = another(type(attention))
     yield
-    for one in beside.attentions:
-        one.__class__ = type(one).__mro__[1]
+    for attention in beside.attentions:
+        attention.__class__ = type(attention).__mro__[1]
 
 
 @contextmanager
 def method_of_the_class(beside: Beside) -> Iterator[None]:
-    """As hosts that exchange it for everybody."""
-    kinds = {type(one): type(one).forward for one in beside.attentions}
-    for kind, forward in kinds.items():
+    """As hosts that exchange it for all models."""
+
+    def instead_of(forward: Callable) -> Callable:
         @functools.wraps(forward)
-        def of_the_class(self: nn.Module, *args: Any, forward: Callable = forward, **kwargs: Any) -> Any:
+        def of_the_class(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return changed(forward(self, *args, **kwargs))
 
-        kind.forward = of_the_class
-    try:
+        return of_the_class
+
+    with ExitStack() as patches:
+        for kind in {type(attention) for attention in beside.attentions}:
+            patches.enter_context(mock.patch.object(kind, "forward", instead_of(kind.forward)))
         yield
-    finally:
-        for kind, forward in kinds.items():
-            kind.forward = forward
 
 
-# --- functions, and modes that look at them ---------------------------------------------------------------------------
+# --- functions --------------------------------------------------------------------------------------------------------
 
 
 def replaced(function: Callable) -> On:
@@ -303,10 +302,10 @@ def swallowing_masks(query, key, value, attn_mask=None, *args, **kwargs):
     return TORCHS(query, key, value, None, *args, **kwargs)
 
 
-def refusing_masks(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **kwargs):
+def refusing_masks(query, key, value, attn_mask=None, *args, **kwargs):
     if attn_mask is not None:
         raise NotImplementedError("masks")
-    return TORCHS(query, key, value, None, dropout_p, is_causal, scale=scale, **kwargs)
+    return TORCHS(query, key, value, None, *args, **kwargs)
 
 
 def no_softmax(query, key, value, *args, **kwargs):
@@ -321,30 +320,17 @@ class Looking(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def in_mode(make: Callable[[], Any], places: Places) -> On:
-    """While a module runs."""
-
-    def within(module: nn.Module, saved: Callable) -> Callable:
-        def within(*args: Any, **kwargs: Any) -> Any:
-            with make():
-                return saved(*args, **kwargs)
-
-        return within
-
-    return wrapper(places, within)
-
-
-# --- processors and layers --------------------------------------------------------------------------------------------
+# --- processors, layers, weights --------------------------------------------------------------------------------------
 
 
 class Delegating:
-    """Somebody's own class around the processor that was there. more: what it does besides."""
+    """A class around the processor that was there; it changes what that gives."""
 
-    def __init__(self, inner: Any, more: Callable[[Any], Any] = lambda out: out) -> None:
-        self.inner, self.more = inner, more
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
 
     def __call__(self, attn: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self.more(self.inner(attn, *args, **kwargs))
+        return changed(self.inner(attn, *args, **kwargs))
 
 
 class ByProducts:
@@ -355,43 +341,14 @@ class ByProducts:
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, temb=None, **kwargs):
         context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        q, k, v = (attn.head_to_batch_dim(one) for one in (
-            attn.to_q(hidden_states), attn.to_k(context), attn.to_v(context)))  # fmt: skip
+        made = attn.to_q(hidden_states), attn.to_k(context), attn.to_v(context)
+        q, k, v = map(attn.head_to_batch_dim, made)
         out = torch.bmm(attn.get_attention_scores(q, k, attention_mask), v)
         return attn.to_out[1](attn.to_out[0](attn.batch_to_head_dim(out)))
 
 
-class OfValues:
-    """Attends to nothing."""
-
-    def __init__(self, before: Any) -> None:
-        pass
-
-    def __call__(self, attn, hidden_states, *args, **kwargs):
-        return attn.to_out[0](attn.to_v(hidden_states).cumsum(1) / hidden_states.shape[1])
-
-
-def exchanged_in(names: tuple[str, ...], make: Callable[[Any], Any]) -> On:
-    """What an attention holds. make: of what was there."""
-
-    @contextmanager
-    def on(beside: Beside) -> Iterator[None]:
-        found = [(one, name, getattr(one, name)) for one in beside.attentions for name in names]
-        for one, name, before in found:
-            setattr(one, name, make(before))
-        yield
-        for one, name, before in found:
-            setattr(one, name, before)
-
-    return on
-
-
-def processors(make: Callable[[Any], Any]) -> On:
-    return exchanged_in(("processor",), make)
-
-
 def derived(before: Any) -> Any:
-    """A class of somebody's own with the same code."""
+    """An object of a derived class with the same code."""
     made = copy.copy(before)
     made.__class__ = type("Derived", (type(before),), {})
     return made
@@ -408,26 +365,49 @@ class Adapted(nn.Module):
         return self.inner(x) * 1.1
 
 
+def exchanged_in(names: tuple[str, ...], make: Callable[[Any], Any]) -> On:
+    """What an attention holds. make: of what was there."""
+
+    @contextmanager
+    def on(beside: Beside) -> Iterator[None]:
+        saved = [(attention, name, getattr(attention, name)) for attention in beside.attentions for name in names]
+        for attention, name, before in saved:
+            setattr(attention, name, make(before))
+        yield
+        for attention, name, before in saved:
+            setattr(attention, name, before)
+
+    return on
+
+
 @contextmanager
-def fused(beside: Beside) -> Iterator[None]:
-    beside.model.fuse_qkv_projections()
+def other_weights(beside: Beside) -> Iterator[None]:
+    """As of a LoRA that is fused."""
+    weights = [next(attention.to_q.parameters()) for attention in beside.attentions]
+    before = [weight.detach().clone() for weight in weights]
+    for weight in weights:
+        weight.data.mul_(1.25)
     yield
-    beside.model.unfuse_qkv_projections()
+    for weight, saved in zip(weights, before, strict=True):
+        weight.data.copy_(saved)
 
 
 # --- what libraries bring ---------------------------------------------------------------------------------------------
 
 
-def offloaded(way: Callable[[nn.Module], None]) -> On:
-    """Weights live elsewhere between calls."""
-
+def switched(put_on: Callable[[nn.Module], None], take_off: Callable[[nn.Module], None]) -> On:
     @contextmanager
     def on(beside: Beside) -> Iterator[None]:
-        way(beside.model)
+        put_on(beside.model)
         yield
         take_off(beside.model)
 
     return on
+
+
+def offloaded(way: Callable[[nn.Module], None]) -> On:
+    """Weights live elsewhere between calls."""
+    return switched(way, take_off)
 
 
 class _SDNexts(AcceleratesHook):
@@ -448,6 +428,12 @@ def as_sdnext_offloads(model: nn.Module) -> None:
     model._hf_hook.execution_device = CPU
 
 
+def add_lora(model: nn.Module) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model.add_adapter(LoraConfig(r=2, target_modules=[*PROJECTIONS], init_lora_weights=False))
+
+
 def of_pipelines(put_on: PutOn) -> On:
     """What takes a pipeline, of which only the model is here."""
 
@@ -464,27 +450,6 @@ def first_block(beside: Beside) -> Iterator[None]:
     """At a threshold at which it skips nothing."""
     with first_block_cache(beside.model, 0.0), beside.model.cache_context("one"):
         yield
-
-
-@contextmanager
-def lora(beside: Beside) -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        beside.model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v"], init_lora_weights=False))
-    yield
-    beside.model.unload_lora()
-
-
-@contextmanager
-def other_weights(beside: Beside) -> Iterator[None]:
-    """As of a LoRA that is fused."""
-    weights = [next(one.to_q.parameters()) for one in beside.attentions]
-    before = [one.detach().clone() for one in weights]
-    for one in weights:
-        one.data.mul_(1.25)
-    yield
-    for one, saved in zip(weights, before, strict=True):
-        one.data.copy_(saved)
 
 
 @contextmanager
@@ -509,29 +474,27 @@ def image_prompt(beside: Beside) -> Iterator[None]:
 # --- copies and compilers ---------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def deep_copy(beside: Beside) -> Iterator[nn.Module]:
-    yield copy.deepcopy(beside.whole)
+def copied(copy: Callable[[nn.Module], nn.Module]) -> On:
+    @contextmanager
+    def on(beside: Beside) -> Iterator[nn.Module]:
+        yield copy(beside.whole)
 
-
-@contextmanager
-def pickled(beside: Beside) -> Iterator[nn.Module]:
-    yield pickle.loads(pickle.dumps(beside.whole))
+    return on
 
 
 @contextmanager
 def compiled_blocks(beside: Beside) -> Iterator[None]:
     torch._dynamo.reset()
-    for one in blocks(beside):
-        one.compile(backend="eager")
+    for block in beside.blocks:
+        block.compile(backend="eager")
     yield
-    for one in blocks(beside):
-        one._compiled_call_impl = None
+    for block in beside.blocks:
+        block._compiled_call_impl = None
     torch._dynamo.reset()
 
 
 @contextmanager
 def compiled_in_pieces(beside: Beside) -> Iterator[None]:
     """A compiler stops within attentions then, at what it reads otherwise."""
-    with in_mode(lambda: torch.device("cpu"), model)(beside), compiled_blocks(beside):
+    with wrapper(model, within(lambda: torch.device("cpu")))(beside), compiled_blocks(beside):
         yield

@@ -50,6 +50,7 @@ def test_apply_has_four_short_inputs_beside_the_model_and_a_prompt_needs_none_of
     assert [kind for kind, _ in types["optional"].values()] == ["FLOAT"] * 3 + [*ToMeSettings.RETURN_TYPES]
     facts = [facts for _, facts in types["optional"].values()]
     assert all(one["tooltip"].count(". ") <= 1 and one["display_name"].islower() for one in facts)
+    assert [one.get("step") for one in facts] == [0.05, 0.01, 0.01, None]
     inputs, problems = queued(ApplyToMe, {"model": "a model"})
     assert not problems and "strength" not in inputs and queued(ApplyToMe, {})[1] == ["model"]
     named = {name: facts["default"] for name, (_, facts) in types["optional"].items() if "default" in facts}
@@ -89,13 +90,6 @@ def test_settings_take_the_strengths_place_and_the_report_says_so(server):
     assert config(apply_strength(plain, settings=settings, start=0.5)) == MergeConfig(ratio=0.25, start_percent=0.5)
     Guider(one).sample(steps=1)
     assert server.texts[-1][1].startswith("ToMe: own settings, 1 step, ")
-
-
-def test_strength_0_replaces_an_earlier_node_and_says_that_it_is_off(server):
-    plain = least_checkpoint()
-    off = apply_strength(apply(plain), strength=0.0)
-    assert host.find_attached(off) is None and torch.equal(Guider(off).sample(), Guider(plain).sample())
-    assert "off" in server.texts[-1][1]
 
 
 def test_a_model_that_cannot_merge_passes_through_and_the_node_says_so(server):

@@ -7,11 +7,10 @@ import re
 
 import pytest
 import torch
-from torch import nn
 
 from comfy_nodes import host, picture
 from comfy_nodes.nodes import FROM_CACHE, NOT_APPLIED, NOT_WAITING, RemoveToMe, ToMePreview
-from tests.comfy_doubles import BaseModel, Guider, ModelPatcher, apply, checkpoint, least_checkpoint
+from tests.comfy_doubles import Guider, ModelPatcher, apply, checkpoint, least_checkpoint
 
 
 def sample(patcher: ModelPatcher, **options) -> torch.Tensor:
@@ -80,17 +79,6 @@ def test_of_two_passes_in_one_queue_the_node_shows_both(server, monkeypatch):
 def test_a_server_that_fails_breaks_no_picture(server, monkeypatch):
     monkeypatch.setattr(server, "send_progress_text", lambda *args: 1 / 0)
     assert sample(apply(least_checkpoint()), steps=1).isfinite().all()
-
-
-def test_a_second_model_without_such_blocks_is_sampled_as_it_is(server):
-    class Flat(nn.Module):
-        def forward(self, x, t, context, transformer_options):
-            return x * 0.5
-
-    other = BaseModel(Flat())
-    plain = sample(ModelPatcher(other))
-    assert torch.equal(Guider(apply(least_checkpoint()), other).sample(), plain)
-    assert "stepped aside" in server.texts[-1][1]
 
 
 def test_a_model_that_is_called_past_us_is_named(server):

@@ -99,9 +99,16 @@ def test_another_sampling_or_another_node_beside_it_is_another_case(drawn, monke
     assert TOLD_AGAIN in drawn(True, **options)
 
 
-def test_beside_patches_of_any_kind_nothing_is_compared(drawn):
-    options = drawn.patcher.model_options["transformer_options"]
-    options["patches"] = {"attn1_patch": [lambda q, k, v, extra: (q, k, v)]}
+@pytest.mark.parametrize("what", ["patches", "a ControlNet"])
+def test_beside_what_makes_calls_longer_nothing_is_compared(drawn, what):
+    def controlled(run, x, t, concat, context, control, options):
+        return run(x, t, concat, context, "a ControlNet", options)
+
+    if what == "patches":
+        options = drawn.patcher.model_options["transformer_options"]
+        options["patches"] = {"attn1_patch": [lambda q, k, v, extra: (q, k, v)]}
+    else:
+        drawn.patcher.add_wrapper_with_key("apply_model", "control", controlled)
     drawn(False, 3)
     assert "own pictures" not in drawn(True, 3) and not gains.KNOWN.pictures
 
@@ -130,10 +137,13 @@ def test_what_was_stopped_counts_for_nothing(drawn, is_on):
 
 
 def test_a_sampling_inside_of_another_counts_and_its_outer_one_does_not(drawn):
-    inner, outer = (ApplyToMe().apply(drawn.patcher, strength=0)[0] for _ in range(2))
-    for one in (inner, outer):
-        Guider(one).sample(steps=1, size=(16, 8), stop=lambda step, one=one: Guider(one).sample(steps=7, size=(8, 8)))
-    assert len(gains.KNOWN.pictures) == 1, "the inner ones are alike"
+    (off,) = ApplyToMe().apply(drawn.patcher, strength=0)
+
+    def sample_inside(step):
+        return step or Guider(off).sample(steps=8, size=(8, 8))
+
+    Guider(off).sample(steps=7, size=(8, 8), stop=sample_inside)
+    assert len(gains.KNOWN.pictures) == 1
 
 
 def test_times_are_kept_in_comfyuis_folder_and_outside_of_it_in_no_file(monkeypatch):

@@ -21,22 +21,33 @@ BALANCED = {**tome_core.form.fill("balanced"), "only_if_it_pays": False}  # the 
 
 
 class SplitGuider(Guider):
-    """Both prompts in calls of their own, as where memory is short. shift: of the positive one's latents."""
+    """Both prompts in calls of their own, as if memory were short.
 
-    shift = 0.0
+    shift: of the positive one's latents. swaps: at every other step the positive one comes first.
+    """
+
+    shift, swaps, is_swapped = 0.0, False, True
 
     def _call(self, pair, now):
-        outs, options = [], {**self.options, "sigmas": now[None]}
-        for which, shift, x, text in zip((1, 0), (0.0, self.shift), pair.chunk(2), self.text.chunk(2), strict=True):
+        outs, options = {}, {**self.options, "sigmas": now[None]}
+        parts = [*zip((1, 0), (0.0, self.shift), pair.chunk(2), self.text.chunk(2), strict=True)]
+        self.is_swapped = self.swaps and not self.is_swapped
+        for which, shift, x, text in reversed(parts) if self.is_swapped else parts:
             of_one = {**options, "cond_or_uncond": [which], "uuids": [self.options["uuids"][1 - which]]}
-            outs.append(self.model.apply_model(x + shift, now.expand(len(x)), text, of_one))
-        return torch.cat(outs)
+            outs[which] = self.model.apply_model(x + shift, now.expand(len(x)), text, of_one)
+        return torch.cat([outs[1], outs[0]])
 
 
 class ShiftedGuider(SplitGuider):
     """Of two pictures."""
 
     shift = 1.0
+
+
+class SwappingGuider(ShiftedGuider):
+    """In another order at each step."""
+
+    swaps = True
 
 
 class TiledGuider(Guider):
@@ -82,6 +93,10 @@ def test_both_prompts_have_one_match_however_the_batch_is_cut_and_a_perturbed_ca
     guider(patcher).sample(steps=3, batch=1 if guider is PerturbingGuider else 2)
     (level,) = host.find_attached(patcher).latest.report.levels
     assert work == ["match"] * matches * level.blocks
+
+
+def test_a_call_is_known_by_its_conditions_and_not_by_its_place_in_the_step():
+    assert torch.equal(SwappingGuider(fresh()).sample(), ShiftedGuider(fresh()).sample())
 
 
 def test_a_transformers_matches_are_kept_by_block_and_one_serves_both_conditions(work, monkeypatch):

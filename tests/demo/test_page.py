@@ -12,6 +12,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,6 +24,7 @@ from demo import page
 from demo.page import Drawn, Stopped, Studio, Wanted
 from tests import checkout
 from tests.gradio_panel.serving import OPENER, free_port, wait_until_ready
+from tests.models import small
 from tests.traces import traces
 from tome_core import form
 from tome_core.settings.presets import SD
@@ -35,106 +37,96 @@ VALUES = {"strength": 0.5, "prompt": "day sea", "seed": 5, "steps": 2.0, "own": 
 # --- by itself --------------------------------------------------------------------------------------------------------
 
 
-def test_a_strength_counts_unless_own_settings_do():
+def test_a_strength_counts_unless_own_settings_do_and_what_is_not_possible_is_told_in_a_sentence():
     assert page.read(VALUES, SD, True) == Wanted("day sea", 5, 2, {"strength": 0.5})
     own = page.read({**VALUES, "own": True, "ratio": 0.35}, SD, True).how["config"]
     assert form.values_of(own) == {**form.values_of(tome_core.strength(0.5)), "ratio": 0.35}
-
-
-@pytest.mark.parametrize("changes, words", [
-    ({"prompt": "day banana"}, "does not know the word 'banana'"), ({"seed": -1}, "'-1' is no seed"),
-    ({"seed": None}, "Seed and steps"), ({"steps": 0.5}, "'0.5' is no number of steps"),
-    ({"strength": 2}, "strength=2"), ({"own": True, "ratio": 2}, "ratio=2"),
-    ({"own": True, "start": 0.8, "end": 0.2}, "start=0.8 lies after end=0.2; swap them"),
-], ids=str)  # fmt: skip
-def test_what_is_not_possible_is_told_in_a_sentence(changes, words):
-    with pytest.raises((ValueError, TypeError), match=re.escape(words)):
-        page.read({**VALUES, **changes}, SD, True)
+    for changes, words in (
+        ({"prompt": "day banana"}, "does not know the word 'banana'"), ({"seed": -1}, "'-1' is no seed"),
+        ({"seed": None}, "Seed and steps"), ({"steps": 0.5}, "'0.5' is no number of steps"),
+        ({"strength": 2}, "strength=2"), ({"own": True, "ratio": 2}, "ratio=2"),
+        ({"own": True, "start": 0.8, "end": 0.2}, "start=0.8 lies after end=0.2; swap them"),
+    ):  # fmt: skip
+        with pytest.raises((ValueError, TypeError), match=re.escape(words)):
+            page.read({**VALUES, **changes}, SD, True)
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["strength", "own settings"])
-def test_the_script_says_all_and_can_be_read(own):
+def test_the_script_does_what_the_page_did(own):
     wanted = page.read({**VALUES, "own": own, "ratio": 0.35}, SD, True)
-    asked = []
-
-    def patch(pipe, *how, **more):
-        asked.append(how or more)
-
-    names = {"tome_core": SimpleNamespace(MergeConfig=tome_core.MergeConfig, patch=patch)}
-    told = re.search(r"tome_core\.patch\(pipe, .*\)(?= as)", page.script(wanted)).group()
-    exec(told, {**names, "pipe": None})
-    assert asked == [(wanted.how["config"],) if own else {"strength": 0.5}]
+    calls = []
+    patch = lambda pipe, *how, **more: calls.append(how or more)  # noqa: E731
+    double = SimpleNamespace(MergeConfig=tome_core.MergeConfig, patch=patch)
+    call = re.search(r"tome_core\.patch\(pipe, .*\)(?= as)", page.script(wanted)).group()
+    exec(call, {"tome_core": double, "pipe": None})
+    assert calls == [(wanted.how["config"],) if own else {"strength": 0.5}]
     assert "manual_seed(5)" in page.script(wanted) and "num_inference_steps=2" in page.script(wanted)
 
 
 def test_of_equal_pictures_it_says_so_and_of_others_how_near_they_are():
-    one, other = np.zeros((4, 4, 3), np.uint8), np.full((4, 4, 3), 16, np.uint8)
-    same = page.figures(Drawn(one, one, (4.0, 2.0), "", []), True)
+    black, grey = np.zeros((4, 4, 3), np.uint8), np.full((4, 4, 3), 16, np.uint8)
+    same = page.figures(Drawn(black, black, (4.0, 2.0), "", []), True)
     assert same.endswith("2.00 times as fast; the same picture, bit for bit.")
-    assert "4.00 s without merging, 2.00 s with it: 2.00 times as fast; PSNR 24.0 dB" in page.figures(
-        Drawn(one, other, (4.0, 2.0), "", []), False)  # fmt: skip
+    other = page.figures(Drawn(black, grey, (4.0, 2.0), "", []), False)
+    assert "4.00 s without merging, 2.00 s with it: 2.00 times as fast; PSNR 24.0 dB" in other
 
 
 def test_a_mosaic_has_the_mean_colour_of_each_group():
     picture = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
-    found = page.mosaic(picture, (2, 2), np.array([0, 1, 1, 0]))
-    for group in (slice(0, 2), slice(2, 4)), (slice(2, 4), slice(0, 2)):
-        assert (found[group] == found[0, 2]).all()
-    assert (found[0, 2] == np.stack([picture[:2, 2:], picture[2:, :2]]).mean((0, 1, 2)).round()).all()
+    mosaic = page.mosaic(picture, (2, 2), np.array([0, 1, 1, 0]))
+    for cell in (slice(0, 2), slice(2, 4)), (slice(2, 4), slice(0, 2)):
+        assert (mosaic[cell] == mosaic[0, 2]).all()
+    assert (mosaic[0, 2] == np.stack([picture[:2, 2:], picture[2:, :2]]).mean((0, 1, 2)).round()).all()
 
 
 class _Source:
-    """Draws noise with a small model."""
+    """Draws a plain colour with as many steps as it is asked for."""
 
     prompt_row, device, prompts, name = 0, torch.device("cpu"), ("day sea",), "a model"
 
     def __init__(self):
-        from tests.models import small
-
-        self.target, self.steps = small(), []
+        self.target = small()
 
     def timesteps(self, steps):
         return None
 
     def picture(self, text, seed, steps, on_step):
-        for step in range(steps):
-            self.steps.append(step)
+        for _ in range(steps):
             on_step()
         return np.full((8, 8, 3), seed, np.uint8)
 
 
 def test_a_picture_that_is_stopped_leaves_the_model_as_it_was_and_the_next_is_drawn():
-    studio, told = Studio(_Source()), []
+    studio, said = Studio(_Source()), []
     before = traces(studio.source.target)
 
     def tell(share, doing):
-        told.append((share, doing))
+        said.append((share, doing))
         if doing == "with merging":
             studio.stop()
 
     with pytest.raises(Stopped):
         studio.draw(Wanted("", 1, 3, {"strength": 0.5}), tell)
     assert traces(studio.source.target) == before
-    assert [doing for _, doing in told] == ["warming up", *["without merging"] * 3, "warming up", "with merging"]
-    shares = [share for share, _ in told]
+    assert [doing for _, doing in said] == ["warming up", *["without merging"] * 3, "warming up", "with merging"]
+    shares = [share for share, _ in said]
     assert shares == sorted(shares) and shares[0] > 0 and shares[-1] < 1
     drawn = studio.draw(Wanted("", 2, 1, {"strength": 0.5}), lambda *_: None)
     assert (drawn.plain == 2).all() and "Token merging" in drawn.report and traces(studio.source.target) == before
 
 
 def test_pictures_are_drawn_one_after_the_other():
-    studio, inside, most = Studio(_Source()), [], []
+    studio, drawing = Studio(_Source()), []
 
-    def tell(share, doing):
-        inside.append(threading.current_thread())
-        most.append(len(set(inside[-2:])))
+    def draw():
+        studio.draw(Wanted("", 1, 20, {"strength": 0.5}), lambda *_: drawing.append(threading.get_ident()))
 
-    threads = [threading.Thread(target=studio.draw, args=(Wanted("", 1, 20, {"strength": 0.5}), tell)) for _ in "ab"]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    assert most.count(2) == 1
+    threads = [threading.Thread(target=draw) for _ in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len([1 for one, other in pairwise(drawing) if one != other]) == 1
 
 
 # --- in a browser -----------------------------------------------------------------------------------------------------
@@ -172,85 +164,99 @@ def started(copy, folder, *options, **environment):
 
 @contextlib.contextmanager
 def visited(chromium, address):
-    """The page in a browser; whatever it asks for has to come from this machine."""
-    asked, failed = [], []
-    with contextlib.closing(chromium.new_page(viewport={"width": 1280, "height": 1400})) as made:
-        made.set_default_timeout(SLOW)
-        made.on("request", lambda request: asked.append(request.url))
-        made.on("pageerror", lambda error: failed.append(str(error)))
-        made.goto(address, wait_until="domcontentloaded")
-        made.locator("#generate").wait_for()
-        yield made
+    """The page in a browser; whatever it asks for comes from this machine."""
+    requests, failed = [], []
+    with contextlib.closing(chromium.new_page(viewport={"width": 1280, "height": 1400})) as tab:
+        tab.set_default_timeout(SLOW)
+        tab.on("request", lambda request: requests.append(request.url))
+        tab.on("pageerror", lambda error: failed.append(str(error)))
+        tab.goto(address, wait_until="domcontentloaded")
+        tab.locator("#generate").wait_for()
+        yield tab
     assert not failed
-    assert not [url for url in asked if not url.startswith((address, "data:", "blob:"))]
+    assert not [url for url in requests if not url.startswith((address, "data:", "blob:"))]
 
 
-def _fill(made, **values):
+def _fill(tab, **values):
     for name, value in values.items():
-        box = made.locator(f"#{name} input[type=number], #{name} textarea").first
+        box = tab.locator(f"#{name} input[type=number], #{name} textarea").first
         box.fill(str(value))
         box.press("Tab")
 
 
-def _generate(made, until):
+def _generate(tab, until):
     """Press once more if gradio has lost the click, as a user does."""
     from playwright.sync_api import TimeoutError
 
     for last in (False, True):
-        made.locator("#generate").click()
+        tab.locator("#generate").click()
         try:
-            return made.get_by_text(re.compile(until)).first.wait_for(timeout=SLOW if last else 60_000)
+            return tab.get_by_text(re.compile(until)).first.wait_for(timeout=SLOW if last else 60_000)
         except TimeoutError:
             if last:
                 raise
 
 
-@pytest.mark.slow
-def test_a_picture_is_drawn_and_told_and_what_is_wrong_is_said(chromium, installed, tmp_path, tiny_folder):
-    with started(installed, tmp_path) as (address, _), visited(chromium, address) as made:
-        _fill(made, prompt="day banana", steps=1)
-        _generate(made, "does not know the word 'banana'")
-        assert not made.locator("#slider img").count()
-        _fill(made, prompt="night snow peaks right blue cone", steps=2, strength=1)
-        _generate(made, r"times as fast; PSNR [\d.]+ dB, \d+% of the detail")
-        made.locator("#gallery").get_by_text(re.compile(r"Level 0: 4096 tokens became \d+")).first.wait_for()
-        assert made.locator("#slider img").count() >= 2
-        made.get_by_text("Report, and the same with diffusers").click()
-        assert "model calls" in made.locator("#report textarea").input_value()
-        assert "strength=1" in made.locator("#script").inner_text()
-        with pytest.raises(urllib.error.HTTPError):
-            OPENER.open(urllib.request.Request(address, headers={"Host": "elsewhere.example"}))
-        from_elsewhere = {"Content-Type": "multipart/form-data; boundary=edge", "Origin": "https://elsewhere.example"}
-        with pytest.raises(urllib.error.HTTPError):
-            OPENER.open(urllib.request.Request(f"{address}gradio_api/upload", _FILE, from_elsewhere))
-    with started(installed, tmp_path, "--model", str(tiny_folder)) as (address, _), visited(chromium, address) as made:
-        _fill(made, prompt="a cat", steps=2)
-        _generate(made, r"times as fast|bit for bit")
-        made.get_by_text("Report, and the same with diffusers").click()
-        assert str(tiny_folder) in made.locator("#script").inner_text()
+def _ends(process, address, which, temporary):
+    """The exit code; afterwards no file is left and nobody answers."""
+    os.killpg(process.pid, which)
+    code = process.wait(60)
+    assert not list(temporary.iterdir())
+    with pytest.raises(ConnectionError), socket.socket() as gone:
+        gone.connect(("127.0.0.1", int(address.rstrip("/").rpartition(":")[2])))
+    return code
 
 
 _FILE = b'--edge\r\nContent-Disposition: form-data; name="files"; filename="a.txt"\r\n\r\nhello\r\n--edge--\r\n'
+_FROM_ELSEWHERE = {"Content-Type": "multipart/form-data; boundary=edge", "Origin": "https://elsewhere.example"}
+
+
+@pytest.fixture
+def temporary(tmp_path):
+    """The page's folder for temporary files."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    return folder
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="Windows ends a program without telling it")
-@pytest.mark.parametrize(("which", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)], ids=["kill", "Ctrl-C"])
-def test_it_stops_and_leaves_nothing_behind_when_it_is_ended_with_a_picture_half_drawn(
-    installed, chromium, tmp_path, which, code
+def test_a_picture_is_drawn_stopped_and_refused_and_the_page_ends_with_a_picture_half_drawn(
+    chromium, installed, tmp_path, temporary
 ):
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    with started(installed, tmp_path, TMPDIR=str(temporary)) as (address, process):
-        with visited(chromium, address) as made:
-            _fill(made, steps=500)
-            _generate(made, "without merging")
-            made.locator("#stop").click()
-            made.get_by_text("Stopped.").first.wait_for()
-            _generate(made, "without merging")
-            os.killpg(process.pid, which)
-            ended = process.wait(60)
-        assert not list(temporary.iterdir())
-        assert ended == code
-        with pytest.raises(ConnectionError), socket.socket() as gone:
-            gone.connect(("127.0.0.1", int(address.rstrip("/").rpartition(":")[2])))
+    with started(installed, tmp_path, TMPDIR=str(temporary)) as (address, process), visited(chromium, address) as tab:
+        _fill(tab, prompt="day banana", steps=1)
+        _generate(tab, "does not know the word 'banana'")
+        assert not tab.locator("#slider img").count()
+        _fill(tab, prompt="night snow peaks right blue cone", steps=2, strength=1)
+        _generate(tab, r"times as fast; PSNR [\d.]+ dB, \d+% of the detail")
+        tab.locator("#gallery").get_by_text(re.compile(r"Level 0: 4096 tokens became \d+")).first.wait_for()
+        assert tab.locator("#slider img").count() >= 2
+        tab.get_by_text("Report, and the same with diffusers").click()
+        assert "model calls" in tab.locator("#report textarea").input_value()
+        assert "strength=1" in tab.locator("#script").inner_text()
+        for request in (urllib.request.Request(address, headers={"Host": "elsewhere.example"}),
+                        urllib.request.Request(f"{address}gradio_api/upload", _FILE, _FROM_ELSEWHERE)):  # fmt: skip
+            with pytest.raises(urllib.error.HTTPError):
+                OPENER.open(request)
+        _fill(tab, steps=500)
+        _generate(tab, "without merging")
+        tab.locator("#stop").click()
+        tab.get_by_text("Stopped.").first.wait_for()
+        _generate(tab, "without merging")
+        assert _ends(process, address, signal.SIGTERM, temporary) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="Windows ends a program without telling it")
+def test_a_folder_of_the_users_is_drawn_with_and_named_and_ctrl_c_ends_the_page(
+    chromium, installed, tmp_path, tiny_folder, temporary
+):
+    options = ("--model", str(tiny_folder))
+    with started(installed, tmp_path, *options, TMPDIR=str(temporary)) as (address, process):
+        with visited(chromium, address) as tab:
+            _fill(tab, prompt="a cat", steps=2)
+            _generate(tab, r"times as fast|bit for bit")
+            tab.get_by_text("Report, and the same with diffusers").click()
+            assert str(tiny_folder) in tab.locator("#script").inner_text()
+        assert _ends(process, address, signal.SIGINT, temporary) == 130

@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from demo import attention, train
-from demo.model import LAYOUTS, load, make, save
-from demo.prompt import NULL_TOKEN
+from demo import attention, model, train
+from demo.model import LAYOUTS, load, save
 from demo.training_loss import MEAN_BANDS, Scenes, composition_loss, noisy_times, squared_errors, stratified_times
 from demo.training_state import TrainingState
 from tests import tiny_scenes
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="training takes torch 2.9's Muon")
+TINY = {"sd": tiny_scenes.UNET, "sdxl": tiny_scenes.UNET_XL, "flux": tiny_scenes.FLUX}
 
 
 def fresh(layout="sd", seed=0):
     torch.manual_seed(seed)
-    return TrainingState(make(LAYOUTS[layout]), 1e-3)
+    return TrainingState(model.make(TINY[layout]), 1e-3)
 
 
 def advance(state, steps):
@@ -25,7 +25,11 @@ def advance(state, steps):
     return [train.train_step(state, scenes[state.step], seed=0) for _ in range(steps)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+def weights_of(module):
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("layout", ["sd", "flux"])
 def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path, layout):
     state = fresh(layout)
     advance(state, 2)
@@ -48,18 +52,31 @@ def test_a_whole_run_of_sdxls_layout_ends_with_weights_and_what_they_are_worth(t
     assert train.main(["--layout", "sdxl", "--minutes", "0.02", "--batch", "2", "--start", str(start),
                        "--state", str(tmp_path / "state.safetensors"), "--output", str(output)]) == 0
     assert load(output).pooled is not None
-    told = capsys.readouterr().out
-    assert "held-out loss" in told and "level-0 heads" in told and "begin as in the given weights" in told
+    said = capsys.readouterr().out
+    assert "held-out loss" in said and "level-0 heads" in said and "begin as in the given weights" in said
+
+
+def test_a_new_run_begins_with_the_tensors_of_other_weights_that_fit(capsys):
+    scene_model, other = tiny_scenes.make(tiny_scenes.UNET_XL), load()
+    before, theirs = weights_of(scene_model), other.state_dict()
+    train.begin_with(scene_model, other)
+    after = scene_model.state_dict()
+    linear = "unet.down_blocks.1.attentions.0.proj_in.weight"
+    assert torch.equal(after[linear], theirs[linear][..., 0, 0])
+    block = "unet.up_blocks.1.attentions.1.transformer_blocks.0.ff.net.2.bias"
+    for name in ("emb.weight", "unet.conv_in.weight", block):
+        assert torch.equal(after[name], theirs[name])
+    for name in ("unet.down_blocks.2.resnets.0.conv1.weight", "pooled.weight"):  # another width, and not there at all
+        assert torch.equal(after[name], before[name])
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_a_new_run_goes_on_with_a_models_heads_or_draws_half_of_them_anew(tmp_path, monkeypatch, kept):
+def test_a_new_run_goes_on_with_the_heads_of_a_model_or_draws_half_of_them_anew(tmp_path, monkeypatch, kept):
     monkeypatch.setitem(LAYOUTS, "sd", tiny_scenes.UNET)
-    torch.manual_seed(7)
-    save(made := tiny_scenes.make(), tmp_path / "start.safetensors")
+    save(first := fresh(seed=7).model, tmp_path / "start.safetensors")
     options = train.parser().parse_args(["--minutes", "1", "--start", str(tmp_path / "start.safetensors"), "--state",
                                          str(tmp_path / "state.safetensors"), *["--keep-heads"] * kept])
-    begun, given = (attention.level_0(one) for one in (train.prepare(options).model, made))
+    begun, given = (attention.level_0(scene_model) for scene_model in (train.prepare(options).model, first))
     assert len(begun) == len(given) > 0
     assert all(torch.equal(a.to_q.weight, b.to_q.weight.half().float()) == kept
                for a, b in zip(begun, given, strict=True))
@@ -68,10 +85,10 @@ def test_a_new_run_goes_on_with_a_models_heads_or_draws_half_of_them_anew(tmp_pa
 def test_a_step_that_goes_wrong_leaves_the_weights_and_what_was_saved(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(LAYOUTS, "sd", tiny_scenes.UNET)
     path = tmp_path / "state.safetensors"
-    state = TrainingState(tiny_scenes.make(), 1e-3)
+    state = fresh()
     with torch.no_grad():
         state.model.emb.weight.fill_(torch.inf)
-    before = {name: value.clone() for name, value in state.model.state_dict().items()}
+    before = weights_of(state.model)
     state.save(path)
     saved = path.read_bytes()
     assert train.main(["--minutes", "1", "--batch", "2", "--state", str(path)]) == 1
@@ -82,56 +99,43 @@ def test_a_step_that_goes_wrong_leaves_the_weights_and_what_was_saved(tmp_path, 
     assert all(torch.equal(value, before[name]) for name, value in state.model.state_dict().items())
 
 
-def test_every_step_has_scenes_of_its_own_that_can_be_made_again():
-    scenes = Scenes(0, 2, 16)
-    assert all(torch.equal(a, b) for a, b in zip(scenes[3], scenes[3], strict=True))
-    assert not torch.equal(scenes[3][0], scenes[4][0])
-    assert not torch.equal(scenes[3][0], Scenes(1, 2, 16)[3][0])
-
-
-def test_times_cover_the_whole_range_evenly():
+def test_times_cover_the_whole_range_evenly_and_an_eighth_of_noisy_times_is_below_half():
     times = stratified_times(10, torch.Generator().manual_seed(0))
     assert sorted(times.div(100, rounding_mode="floor").tolist()) == list(range(10))
-
-
-def test_noisy_times_are_as_many_below_half_as_make_an_eighth():
     times = noisy_times(1000, torch.Generator().manual_seed(0))
     assert 0 <= times.min() < 200 and 950 < times.max() < 1000
     assert (times < 500).float().mean() == pytest.approx(0.125, abs=0.01)
 
 
-def test_composition_counts_a_mean_bands_error_five_times_as_much_as_a_details():
-    made = tiny_scenes.make()
+def test_composition_counts_an_error_of_the_mean_bands_five_times_as_much_as_an_error_of_details():
+    scene_model = tiny_scenes.make()
     batch, times = Scenes(0, 2, 32)[0], torch.tensor([100, 900])
-    errors = squared_errors(made, batch, times, torch.Generator().manual_seed(0)).mean((0, 2, 3))
+    errors = squared_errors(scene_model, batch, times, torch.Generator().manual_seed(0)).mean((0, 2, 3))
     wanted = (5 * errors[:MEAN_BANDS].sum() + errors[MEAN_BANDS:].sum()) / (5 * 3 + 9)
-    found = composition_loss(made, batch, times, torch.Generator().manual_seed(0))
-    torch.testing.assert_close(found, wanted)
+    loss = composition_loss(scene_model, batch, times, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(loss, wanted)
 
 
-@pytest.mark.parametrize("scenes, progress, taught", [
-    (Scenes(0, 2, 16), 0.1, [True] * 6),
-    (Scenes(0, 2, 32, crop=16), 0.4, [False] * 6),
-    (Scenes(0, 2, 32), 0.79, [False] + [True] * 5),
-    (Scenes(0, 2, 32), 0.8, [False, True] * 3),
-])
-def test_half_size_pictures_teach_composition_parts_details_and_whole_ones_both(scenes, progress, taught):
-    state = TrainingState(tiny_scenes.make(), 1e-3)
-    found = []
-    for state.step in range(6):
-        found.append(train.teaches_composition(state, scenes, progress))
-    assert found == taught
+def test_half_size_pictures_teach_composition_parts_details_and_whole_pictures_both():
+    state = fresh()
+    for scenes, progress, taught in (
+        (Scenes(0, 2, 16), 0.1, [True] * 6),
+        (Scenes(0, 2, 32, crop=16), 0.4, [False] * 6),
+        (Scenes(0, 2, 32), 0.79, [False] + [True] * 5),
+        (Scenes(0, 2, 32), 0.8, [False, True] * 3),
+    ):
+        for state.step, expected in enumerate(taught):
+            assert train.teaches_composition(state, scenes, progress) == expected, (progress, state.step)
 
 
 def test_a_step_moves_every_matrix_whichever_optimizer_it_has_and_the_average_follows():
     state = fresh()
-    before = {name: value.clone() for name, value in state.model.state_dict().items()}
+    before = weights_of(state.model)
     advance(state, 1)
-    followed, moved = ((one.emb.weight - before["emb.weight"]).abs().max() for one in (state.average, state.model))
-    assert 0 < followed < moved
+    changes = [(module.emb.weight - before["emb.weight"]).abs().max() for module in (state.average, state.model)]
+    assert 0 < changes[0] < changes[1]
     advance(state, 1)
-    moved = {name: not torch.equal(value, before[name]) for name, value in state.model.state_dict().items()}
-    assert all(moved.values()), [name for name, did in moved.items() if not did]
+    assert not [name for name, value in state.model.state_dict().items() if torch.equal(value, before[name])]
     assert all(flat.data_ptr() == matrix.data_ptr() for flat, matrix in zip(state.flat, state.matrices, strict=True))
 
 
@@ -142,21 +146,11 @@ def test_the_learning_rate_warms_up_stays_and_falls():
     assert 0.3 < halfway < 0.8
 
 
-def test_a_file_that_is_no_training_state_is_refused(tmp_path, capsys):
+def test_a_file_that_is_no_training_state_and_wrong_options_are_refused(tmp_path, capsys):
     path = tmp_path / "state.safetensors"
     path.write_bytes(b"nothing")
     assert train.main(["--minutes", "1", "--state", str(path)]) == 2
-    assert "is no training state" in capsys.readouterr().err
-    assert path.read_bytes() == b"nothing"
-
-
-@pytest.mark.parametrize("option", ["--coarse=1", "--batch=0", "--seed=-1", "--keep-heads"])
-def test_wrong_options_are_refused_with_the_value(tmp_path, capsys, option):
-    assert train.main(["--minutes", "1", "--state", str(tmp_path / "s"), option]) == 2
-    assert option.replace("=", " ") in capsys.readouterr().err
-
-
-def test_prompts_are_left_out_now_and_then():
-    tokens = torch.cat([Scenes(0, 50, 2)[step][1] for step in range(4)])
-    dropped = (tokens == NULL_TOKEN).all(1).float().mean()
-    assert 0.03 < dropped < 0.2
+    assert "is no training state" in capsys.readouterr().err and path.read_bytes() == b"nothing"
+    for option in ("--coarse=1", "--batch=0", "--seed=-1", "--keep-heads"):
+        assert train.main(["--minutes", "1", "--state", str(tmp_path / "other"), option]) == 2
+        assert option.replace("=", " ") in capsys.readouterr().err

@@ -74,8 +74,9 @@ def test_a_merged_picture_has_one_key_and_one_that_did_not_merge_none(webui):
 
 
 def test_a_picture_without_us_turns_us_off_and_leaves_the_rest_alone(webui):
-    start = start_of(webui)
-    assert pasted(webui, "Steps: 3, Token merging ratio: 0.5") == start and start[0] is False
+    parameters, value = parsed("Steps: 3, Token merging ratio: 0.5"), webui.part("infotext").Paste().value
+    names = webui.part("wish").ARGUMENTS
+    assert [value(name, parameters) for name in names] == [False, *[None] * (len(names) - 1)]
 
 
 def test_a_text_that_makes_no_sense_leaves_the_page_alone_and_is_the_apis_wrong_value(webui, log):

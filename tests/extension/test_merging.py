@@ -85,7 +85,7 @@ def test_a_stranger_who_samples_after_an_exception_is_not_merged(webui):
 
 @pytest.mark.parametrize("flavour", ["a1111", "forge"])
 def test_a_job_inside_a_job_has_its_own_wish_and_the_outer_one_goes_on(webui):
-    inner = []
+    inner, goes_on = [], []
 
     def between_batches(step):
         if step == "postprocess_image":
@@ -95,13 +95,15 @@ def test_a_job_inside_a_job_has_its_own_wish_and_the_outer_one_goes_on(webui):
         # it comes after the outer step was announced: the inner job's steps take the patch off from the third on
         if step == 1:
             inner.append(webui.plain().latents)
+        elif step == 2:
+            goes_on.append(merges(webui.unet))
 
     expected, alone = webui.plain().latents, webui.job(*ON, n_iter=2)
     for look in (between_batches, between_steps):
         job = webui.job(*ON, n_iter=2, at_step=look)
         assert job.comments == alone.comments
         assert look is between_steps or torch.equal(job.latents, alone.latents)
-    assert len(inner) == 4 and all(torch.equal(latents, expected) for latents in inner)
+    assert goes_on == [True, True] and len(inner) == 4 and all(torch.equal(latents, expected) for latents in inner)
 
 
 def test_a_copy_of_a_job_does_not_merge_by_the_first_ones_wish(webui):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import shutil
 import sys
 import weakref
@@ -10,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+import install
 from install import WEBUI
-from tests.host_folders import Installed, make_folder
+from tests.host_folders import call_install, make_folder
 from tests.models import ldm_of_one_level
 from tests.webui_doubles import FREE, ON, SAVED, Component, Webui, merges
 from tests.webui_modules import ROOT
@@ -106,5 +108,13 @@ def test_a_clone_in_extensions_works(works, tmp_path):
     works(place)
 
 
-class TestInstall(Installed):
-    host = WEBUI
+@pytest.mark.parametrize("options", [(), ("--copy",)], ids=["link", "copy"])
+def test_install_py_puts_it_there_and_takes_it_away(works, tmp_path, options):
+    folder = make_folder(WEBUI, tmp_path)
+    place = folder / WEBUI.place / "tome_core"
+    done = call_install(WEBUI.command, folder, *options)
+    assert done.returncode == 0 and place.is_symlink() != bool(options), done.stderr
+    works(place)
+    assert call_install(WEBUI.command, folder, "--uninstall").returncode == 0 and not os.path.lexists(place)
+    folder.rename(tmp_path / WEBUI.below)  # the folder that was named may hold the webui's
+    assert install.target(WEBUI, tmp_path).parent == (tmp_path / WEBUI.below / WEBUI.place).resolve()

@@ -196,11 +196,13 @@ def test_each_model_of_a_job_merges_by_the_table_of_its_layout(webui, patched):
 def test_what_an_expert_leaves_as_it_was_filled_in_is_no_deviation(webui, layout):
     webui.load(OF[layout]())
     wish = webui.part("wish")
-    values = (True, 0.25, wish.EVERYWHERE, True, 0.25, *{**wish.base_of(0.25, layout), "sx": 2}.values())
+    filled = {**wish.base_of(0.25, layout), "sx": 2}
+    values = (True, 0.25, wish.EVERYWHERE, True, 0.25, *filled.values())
     found = wish.read(values, webui.part("options").of_dial, layout=layout)
     assert dict(found.changes) == {"sx": 2}
     assert found.config(False, layout=layout).value("ratio") == preset("quality", layout).value("ratio"), "not rounded"
     assert webui.part("infotext").wish_in("0.25; sx=2", layout) == found
+    assert webui.part("infotext").wish_in(f"0.25; sx=2; ratio={filled['ratio']}", layout) == found, "as it is shown"
 
 
 @pytest.mark.parametrize(("begun", "layout"), [("sd", "sd"), ("sd", "sdxl"), ("sdxl", "sd")])

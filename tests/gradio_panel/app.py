@@ -1,4 +1,4 @@
-"""Our panels and settings in a page of their own; run by the Python of an environment that holds a webui's gradio.
+"""Our panel and settings in a page of their own; run by the Python of an environment that holds a webui's gradio.
 
     app.py PORT TORCH
 
@@ -41,9 +41,10 @@ class Switch(gr.Checkbox):
     """
 
     def link(self):
-        """Make the accordion beside."""
+        """Make the accordion."""
         self.accordion = gr.Accordion(self.label, open=self.value, elem_id=self.elem_id.removesuffix(BOX))
         self.change(fn=lambda on: gr.update(open=on), inputs=[self], outputs=[self.accordion])
+        return self
 
     def __enter__(self):
         self.accordion.__enter__()
@@ -66,107 +67,91 @@ class SwitchOfA1111(Switch):
 
 def switch_of_forge(value, *, elem_id, **arguments):
     """There it is a function, because gradio 4 makes a component again for each update."""
-    made = Switch(value, elem_id=elem_id + BOX, **arguments)
-    made.link()
-    return made
-
-
-def told(facts):
-    """A text that differs from the last one, which the browser waits for."""
-    return json.dumps({"number": next(numbers), **facts})
-
-
-def changed(wish, values):
-    """What differs from the panel's start."""
-    plain = {**wish.base_of(0.5), **wish.DEFAULTS, wish.OWN: False, wish.FILLED_FOR: 0.5}
-    return {name: values[name] for name in wish.ARGUMENTS if values[name] != plain[name]}
+    return Switch(value, elem_id=elem_id + BOX, **arguments).link()
 
 
 class Processing:
     """StableDiffusionProcessing, as far as nothing is sampled."""
 
-    def __init__(self, enable_hr):
-        self.enable_hr, self.extra_generation_params = enable_hr, {}
+    enable_hr = True
+
+    def __init__(self):
+        self.extra_generation_params = {}
 
 
-class Tab:
-    """A panel, what a job would get from it, and the pasting of an infotext."""
+def answer(**facts):
+    """A text that differs from the last one, which the browser waits for."""
+    return json.dumps({"number": next(numbers), **facts})
 
-    def __init__(self, webui, is_img2img):
-        self.webui, self.wish = webui, webui.part("wish")
-        self.script = script = type(webui.script)()
-        script.is_img2img = is_img2img
-        name = "img2img" if is_img2img else "txt2img"
-        with gr.Group():
-            controls = script.ui(is_img2img)
-        generate = gr.Button("Generate", elem_id=f"{name}_generate")
-        told_here = gr.Textbox(label="What the hooks got and made of it", elem_id=f"{name}_told")
-        generate.click(fn=self.generate, inputs=controls, outputs=[told_here], **CLICKED)
-        infotext = gr.Textbox(label="Infotext, as JSON", elem_id=f"{name}_infotext")
-        paste = gr.Button("Paste", elem_id=f"{name}_paste")
-        fields = [control for control, _ in script.infotext_fields]
-        paste.click(fn=self.paste, inputs=[infotext], outputs=[*fields, told_here], **CLICKED)
 
-    def generate(self, *values):
-        """The hooks until the infotext is written."""
-        p = Processing(enable_hr=not self.script.is_img2img)
-        self.script.before_process(p, *values)
-        self.script.process(p, *values)
-        found = changed(self.wish, dict(zip(self.wish.ARGUMENTS, values, strict=True)))
+def add_panel(webui):
+    """The panel of txt2img, what a job would get from it, and the pasting of an infotext."""
+    wish, script = webui.part("wish"), webui.script
+    plain = {**wish.base_of(0.5), **wish.DEFAULTS, wish.OWN: False, wish.FILLED_FOR: 0.5}
+
+    def generate(*values):
+        """The hooks until the infotext is written: what is not as the panel starts, and the infotext."""
+        p = Processing()
+        script.before_process(p, *values)
+        script.process(p, *values)
+        named = dict(zip(wish.ARGUMENTS, values, strict=True))
         written = {key: value for key, value in p.extra_generation_params.items() if not callable(value)}
-        return told({"changed": found, "infotext": written})
+        return answer(changed={name: value for name, value in named.items() if value != plain[name]}, infotext=written)
 
-    def paste(self, text):
+    def paste(text):
         """The webui leaves a control alone for which its function gives None."""
         parameters = json.loads(text)
-        self.webui.call("infotext_pasted", text, parameters)
-        found = [read(parameters) for _, read in self.script.infotext_fields]
-        return [*(gr.update() if value is None else gr.update(value=value) for value in found), told({})]
+        webui.call("infotext_pasted", text, parameters)
+        values = [read(parameters) for _, read in script.infotext_fields]
+        return [*(gr.update() if value is None else gr.update(value=value) for value in values), answer()]
+
+    with gr.Group():
+        controls = script.ui(False)
+    generating, pasting = (gr.Button(name, elem_id=name) for name in ("generate", "paste"))
+    infotext, answered = (gr.Textbox(label=name, elem_id=name) for name in ("infotext", "answer"))
+    generating.click(fn=generate, inputs=controls, outputs=[answered], **CLICKED)
+    fields = [control for control, _ in script.infotext_fields]
+    pasting.click(fn=paste, inputs=[infotext], outputs=[*fields, answered], **CLICKED)
 
 
-class Settings:
+def add_settings(webui):
     """The settings tab, and some of its settings again as quicksettings, which are saved when they change."""
+    opts = webui.shared.opts
 
-    def __init__(self, webui):
-        self.opts = webui.shared.opts
-        for key in self.opts.labels:
-            self.row(f"setting_{key}", key)
-        for key in QUICK:
-            row = self.row(f"quick_{key}", key)
-            webui.call("after_component", row, f"setting_{key}")
-            row.change(fn=lambda value, key=key: self.save_one(key, value), inputs=[row], outputs=[row], **AT_ONCE)
-
-    def row(self, elem_id, key):
+    def row(elem_id, key):
         """The component of a setting."""
-        info = self.opts.labels[key]
+        info = opts.labels[key]
         make = info.component or BY_TYPE[type(info.default)]
-        return make(value=getattr(self.opts, key), label=info.label, elem_id=elem_id, **(info.component_args or {}))
+        return make(value=getattr(opts, key), label=info.label, elem_id=elem_id, **(info.component_args or {}))
 
-    def save_one(self, key, value):
+    def save(key, value):
         """A quicksetting's component is updated with its own arguments, but for the precision."""
-        arguments = {name: one for name, one in (self.opts.labels[key].component_args or {}).items()
-                     if name != "precision"}  # fmt: skip
-        self.opts.data[key] = value
-        return gr.update(value=value, **arguments)
+        arguments = opts.labels[key].component_args or {}
+        opts.data[key] = value
+        return gr.update(value=value, **{name: part for name, part in arguments.items() if name != "precision"})
 
-
-def build():
-    """The page."""
-    webui = webui_modules.Modules(operator.setitem, "a1111" if IS_OLD else "forge")
-    webui.put("modules.ui_components", InputAccordion=SwitchOfA1111 if IS_OLD else switch_of_forge)
-    webui.start()
-    with gr.Blocks() as page, warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # gradio 3 drops arguments that it does not know, and says only so
-        for is_img2img in (False, True):
-            Tab(webui, is_img2img)
-        Settings(webui)
-    return page
+    for key in opts.labels:
+        row(f"setting_{key}", key)
+    for key in QUICK:
+        quick = row(f"quick_{key}", key)
+        webui.call("after_component", quick, f"setting_{key}")
+        quick.change(fn=lambda value, key=key: save(key, value), inputs=[quick], outputs=[quick], **AT_ONCE)
 
 
 def main(port, torch_folder):
     """Serve the page."""
     sys.path.append(torch_folder)  # last, so that it outweighs nothing of this environment
-    page = build()
+    webui = webui_modules.Modules(operator.setitem, "a1111" if IS_OLD else "forge")
+    webui.put("modules.ui_components", InputAccordion=SwitchOfA1111 if IS_OLD else switch_of_forge)
+    webui.start()
+    with gr.Blocks() as page, warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # gradio 3 drops arguments that it does not know, and says only so
+        add_panel(webui)
+        of_img2img = type(webui.script)()
+        of_img2img.is_img2img = True
+        with gr.Group():  # in bare blocks it would be the API's
+            of_img2img.ui(True)
+        add_settings(webui)
     page.launch(server_name="127.0.0.1", server_port=int(port), prevent_thread_lock=True, show_api=False, quiet=True)
     sys.stdin.read()
 

@@ -1,15 +1,17 @@
-"""An environment with a webui's gradio, made once, and the page of app.py served by it."""
+"""An environment with a webui's gradio, made once, and the page of app.py served by it; servers of other tests too."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
+import venv
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,34 +22,29 @@ import install
 
 HERE = Path(__file__).parent
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy would not find this machine
-STAMP = "installed.txt"
 
 
-def environment(folder: Path, pins: Path) -> str:
+def environment(folder: Path, pins: Path) -> Path:
     """The interpreter of an environment in `folder` that has what the file `pins` lists, and nothing of this one.
 
-    The second call needs no pip. Raises install.Failure with pip's reason where it cannot be made.
+    The second call needs no pip. Raises install.Failure with pip's reason if it cannot be made.
     """
-    lines = pins.read_text(encoding="utf-8")
-    mark = install.fingerprint(sys.version, [lines])
-    stamp = folder / STAMP
-    if stamp.exists() and stamp.read_text() == mark and install.is_usable(folder):
-        return str(install.venv_python(folder))
-    install.make_environment(folder, None)
-    fill(folder, ["-r", str(pins)], pins.name)
-    stamp.write_text(mark)
-    return str(install.venv_python(folder))
-
-
-def fill(folder: Path, arguments: list[str], what: str) -> None:
-    """`pip install` in an environment. Raises install.Failure with pip's reason."""
-    # --only-binary: on a Python too new for the webui's pins, say so instead of compiling numpy
-    command = [str(install.venv_python(folder)), "-m", "pip", "install", "--disable-pip-version-check",
-               "--only-binary=:all:", *arguments]  # fmt: skip
+    python, stamp = install.venv_python(folder), folder / "installed.txt"
+    mark = install.fingerprint(sys.version, [pins.read_text(encoding="utf-8")])
+    if stamp.exists() and stamp.read_text() == mark and python.exists():
+        return python
+    shutil.rmtree(folder, ignore_errors=True)
+    venv.create(folder, symlinks=os.name != "nt")
+    # --only-binary: on a Python too new for the webui's pins, say so instead of compiling numpy; --no-compile: what is
+    # imported is compiled then, a small part of it
+    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--disable-pip-version-check",
+               "--only-binary=:all:", "--no-compile", "-r", str(pins)]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         reasons = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
-        raise install.Failure(f"pip could not install {what}: {' '.join(reasons[-2:])}")
+        raise install.Failure(f"pip could not install {pins.name}: {' '.join(reasons[-2:])}")
+    stamp.write_text(mark)
+    return python
 
 
 def free_port() -> int:
@@ -61,7 +58,7 @@ def free_port() -> int:
 def running(command: Sequence[str], log: Path, is_ready: Callable[[], bool], **options: Any) -> Iterator[None]:
     """A server that writes a log, from when it is ready to the end of the block, with all that it started.
 
-    AssertionError with its last words where it ends by itself.
+    AssertionError with its last words if it ends by itself.
     """
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, **options)
@@ -80,14 +77,14 @@ def running(command: Sequence[str], log: Path, is_ready: Callable[[], bool], **o
 
 
 @contextlib.contextmanager
-def serve(python: str) -> Iterator[str]:
+def serve(python: Path) -> Iterator[str]:
     """The address of the page; its server ends with the block.
 
     What the server says is put with what this process says, so that pytest shows it below the test that failed.
     """
     port = free_port()
     # -I: nothing of this environment but the torch that is asked for
-    command = [python, "-I", str(HERE / "app.py"), str(port), str(Path(torch.__file__).parents[1])]
+    command = [str(python), "-I", str(HERE / "app.py"), str(port), str(Path(torch.__file__).parents[1])]
     quiet = {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "no_proxy": "*"}
     with subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, **quiet}) as process:
         try:

@@ -11,8 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-import pytest
-
 from tests import conftest
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +29,7 @@ MAY_IMPORT = {
 }
 DOORS = ("hosting", "__init__")  # what is used of the rooms from outside
 BELOW_ALL = "compiling"  # what all of them may import, and what imports none
-# what a module may import beside torch and the standard library: its one importer does without it where it is missing
+# what a module may import besides torch and the standard library: its one importer does without it if it is missing
 OPTIONAL = {f"merging/kernels/triton_kernels{which}": {"triton"} for which in ("", "_correction")}
 # which hosts a host may import beside itself: benchmarks measure the demo's models
 HOSTS = {"extension": set(), "comfy_nodes": set(), "demo": set(), "benchmarks": {"demo"}}
@@ -39,14 +37,12 @@ HOSTS = {"extension": set(), "comfy_nodes": set(), "demo": set(), "benchmarks": 
 IN_A_HOSTS_PYTHON = {
     "benchmarks/host_inside.py": {"comfy_nodes.nodes", "extension.attentions"},
 }
-
-
 ENGINE = ROOT / "tome_core"
 MODULES = sorted(ENGINE.rglob("*.py"))
 
 
 def _name(path: Path) -> str:
-    """Of a module of the engine: where it lies in there, without `.py`."""
+    """The path of a module inside the engine, without `.py`."""
     return path.relative_to(ENGINE).with_suffix("").as_posix()
 
 
@@ -117,20 +113,19 @@ def test_modules_go_round_in_no_circle():
     list(graphlib.TopologicalSorter(arrows).static_order())  # raises CycleError, which names the circle
 
 
-@pytest.mark.parametrize("host", ["comfy_nodes", "extension"])
-def test_hosts_use_one_module_of_the_engine(host):
+def test_hosts_use_one_module_of_the_engine():
     """By import, or by name, as import_module does."""
-    for path in (ROOT / host).rglob("*.py"):
+    for path in (path for host in ("comfy_nodes", "extension") for path in (ROOT / host).rglob("*.py")):
         named = {name for _, name in _imports(path)} | {text.lstrip(".") for text in _texts(path)}
         engine = {name for name in named if re.match(r"tome_core(\.\w+)*$", name)}
         assert not {name for name in engine if not re.match(r"tome_core\.hosting\b", name)}, path
 
 
-@pytest.mark.parametrize("host", HOSTS)
-def test_hosts_do_not_import_each_other(host):
+def test_hosts_do_not_import_each_other():
     """Nor ask for each other's modules by name, as import_module does."""
-    others = set(HOSTS) - {host} - HOSTS[host]
-    for path in (ROOT / host).rglob("*.py"):
+    for path in (path for host in HOSTS for path in (ROOT / host).rglob("*.py")):
+        host = path.relative_to(ROOT).parts[0]
+        others = set(HOSTS) - {host} - HOSTS[host]
         assert not {name.split(".")[0] for _, name in _imports(path)} & others, path
         asked = {found[0] for text in _texts(path) for other in others
                  if (found := re.findall(rf"^\.?({other}\.\w+)$", text))}  # fmt: skip

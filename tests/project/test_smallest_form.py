@@ -64,17 +64,8 @@ def test_it_leaves_keys_alone_that_are_no_grid_and_at_ratio_0_those_that_are_one
     assert largest_difference(form.attend(*drawn(64), HEADS, LATENT, 0.0), plain(*drawn(64))) < 1e-6
 
 
-def test_no_group_is_empty_if_all_tokens_are_equal(form: SimpleNamespace):
-    q, k, v = drawn(64)
-    k, v = (x[:, :1].expand_as(x) for x in (k, v))
-    assert largest_difference(form.attend(q, k, v, HEADS, LATENT, 0.75), plain(q, k, v)) < 1e-5
-
-
 @torch.no_grad()
-@pytest.mark.parametrize("ratio, theirs, share", [(0.75, 0.5, 0.25), (0.9375, 0.75, 0.5)])
-def test_it_errs_a_quarter_to_a_half_as_much_as_tomesd_at_equal_attention_work(
-    form: SimpleNamespace, ratio: float, theirs: float, share: float
-):
+def test_it_errs_a_quarter_as_much_as_tomesd_at_equal_attention_work(form: SimpleNamespace):
     """On the demo's model, at its finest level; tomesd merges queries too, so its share counts twice."""
     pytest.importorskip("tomesd")
     subject = subjects.SceneSubject(subjects.SCENE_MODELS[0], torch.device("cpu"))
@@ -82,20 +73,15 @@ def test_it_errs_a_quarter_to_a_half_as_much_as_tomesd_at_equal_attention_work(
     full = subject.predict(noised)
 
     def attend(attention, ratio: float, x: torch.Tensor, **_) -> torch.Tensor:
-        made = attention.to_q(x), attention.to_k(x), attention.to_v(x)
-        return attention.to_out[0](form.attend(*made, attention.heads, noised.x.shape[-2:], ratio))
+        projected = attention.to_q(x), attention.to_k(x), attention.to_v(x)
+        return attention.to_out[0](form.attend(*projected, attention.heads, noised.x.shape[-2:], ratio))
 
     def error_under(put_on) -> float:
         with put_on:
             return (subject.predict(noised) - full).square().mean().item()
 
     attentions = [place.block.attn1 for place in finest_blocks(subject.network)]
-    ours, at_0 = (answer_by({one: partial(attend, one, kept) for one in attentions}) for kept in (ratio, 0.0))
+    ours, at_0 = (answer_by({one: partial(attend, one, kept) for one in attentions}) for kept in (0.75, 0.0))
     error = error_under(ours)
     assert error_under(at_0) < 1e-3 * error
-    assert error < share * error_under(variants.tomesd(theirs)(subject.network, 0))
-
-
-def test_the_places_that_it_names_in_the_engine_are_there():
-    named = re.findall(r"`([a-z]+/(?:\w+/)*\w+\.py)`", SECTION.split("`tome_core/`")[1])
-    assert len(named) > 10 and not [name for name in named if not (ROOT / "tome_core" / name).is_file()]
+    assert error < 0.25 * error_under(variants.tomesd(0.5)(subject.network, 0))

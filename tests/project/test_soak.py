@@ -1,4 +1,4 @@
-"""Many generations in each host: memory stays flat, and the model ends bit for bit as it began.
+"""Many generations in each host: memory stays flat, and the model ends as it began and draws the same bits.
 
 A few rounds at every run; `TOME_THOROUGH=1` makes it 500 generations (see tests/thoroughness.py).
 """
@@ -10,7 +10,6 @@ import logging
 import sys
 import tracemalloc
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -28,7 +27,6 @@ from tests.webui_doubles import Webui, custom
 pytestmark = pytest.mark.slow
 ROUNDS, WARM_UP = 125 if THOROUGH else 6, 2  # of four generations each
 MORE_OBJECTS, MORE_BYTES = 12, 48 * 2**10  # after the warm-up; an object left behind a generation is 16 at least
-assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 class Memory(NamedTuple):
@@ -68,11 +66,6 @@ def soak(generations: list[Callable[[], None]], rest: Callable[[], None]) -> Non
     assert last.objects - first.objects <= MORE_OBJECTS and last.traced - first.traced <= MORE_BYTES, seen
 
 
-def bits(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A copy of all weights."""
-    return {name: value.clone() for name, value in module.state_dict().items()}
-
-
 def test_a_pipeline_is_as_it_was_after_all_generations(tiny_folder):
     pipe = pipeline_of(tiny_folder)
 
@@ -102,9 +95,8 @@ def test_a_pipeline_is_as_it_was_after_all_generations(tiny_folder):
         picture(48)
 
     plain = picture()
-    before, weights, on_scheduler = traces(pipe.unet), bits(pipe.unet), set(vars(pipe.scheduler))
+    before, on_scheduler = traces(pipe.unet), set(vars(pipe.scheduler))
     soak([with_maps, nested, replaced, off_and_on], lambda: tome_core.remove_patch(pipe))
-    assert_equal(bits(pipe.unet), weights)
     assert traces(pipe.unet) == before and set(vars(pipe.scheduler)) == on_scheduler
     assert torch.equal(picture(), plain)
 
@@ -113,7 +105,7 @@ def test_a_comfyui_model_is_as_it_was_after_all_generations(monkeypatch):
     server = Server()
     monkeypatch.setitem(sys.modules, "server", server.module())
     plain, other = least_checkpoint(), least_checkpoint()
-    before, weights, expected = traces(plain.model), bits(plain.model), Guider(plain).sample(steps=2)
+    before, expected = traces(plain.model), Guider(plain).sample(steps=2)
     cached: list[Any] = [plain]  # the output of the graph's node
 
     def sample(model: Any = None, size: tuple[int, int] = (16, 16)) -> None:
@@ -135,10 +127,8 @@ def test_a_comfyui_model_is_as_it_was_after_all_generations(monkeypatch):
 
     soak([queued_with_other_settings, another_size_and_a_preview, lambda: sample(other.model), removed],
          lambda: cached.__setitem__(0, plain))  # fmt: skip
-    for model in (plain.model, other.model):
-        assert_equal(bits(model), weights)
-        assert traces(model) == before
-    assert torch.equal(Guider(plain).sample(steps=2), expected)
+    for patcher in (plain, other):
+        assert traces(patcher.model) == before and torch.equal(Guider(patcher).sample(steps=2), expected)
 
 
 def test_a_webui_model_is_as_it_was_after_all_generations(monkeypatch):
@@ -146,7 +136,7 @@ def test_a_webui_model_is_as_it_was_after_all_generations(monkeypatch):
     webui = Webui(monkeypatch).start()
     options, unet = webui.part("options"), webui.unet
     webui.shared.opts.data[options.REPORT] = options.PAGE
-    before, weights, expected = traces(unet), bits(unet), webui.job(False, enable_hr=True).latents
+    before, expected = traces(unet), webui.job(False, enable_hr=True).latents
 
     def job(*args: Any, **facts: Any) -> None:
         assert webui.job(*args, **facts).latents.isfinite().all() and traces(unet) == before and not webui.errors
@@ -162,5 +152,4 @@ def test_a_webui_model_is_as_it_was_after_all_generations(monkeypatch):
           lambda: job(custom(0.9, merge_mlp=True), n_iter=2)], lambda: job(False))  # fmt: skip
     assert torch.equal(webui.job(False, enable_hr=True).latents, expected)
     webui.call("script_unloaded")
-    assert_equal(bits(unet), weights)
     assert traces(unet) == before

@@ -24,16 +24,16 @@ NETWORK = {"socket", "socketserver", "ssl", "urllib", "urllib3", "http", "reques
 PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "pickletools"}
 RUNS_TEXT = {"eval", "exec", "compile", "__import__"}
 # calls that load a pickle, and the keyword without which they do
-SAFE_WITH = {"torch.load": ("weights_only", True), "np.load": ("allow_pickle", False),
-             "numpy.load": ("allow_pickle", False)}  # fmt: skip
+SAFE_WITH = {"torch.load": [("weights_only", True)], "np.load": [("allow_pickle", False)],
+             "numpy.load": [("allow_pickle", False)]}  # fmt: skip
 REFUSED = {"torch.save", "torch.hub.load", "torch.hub.download_url_to_file", "torch.hub.load_state_dict_from_url",
            "torch.package", "pandas.read_pickle"}  # fmt: skip
-FROM_A_HUB = {"from_pretrained", "from_single_file"}  # diffusers' and transformers', which may download
+# methods of diffusers and transformers, which may download, or open a pickle
+FROM_A_HUB = {"from_pretrained": [("local_files_only", True), ("use_safetensors", True)],
+              "from_single_file": [("local_files_only", True)]}  # fmt: skip
 ALLOWED = {
     ("demo/source.py", "from_single_file without local_files_only=True"):
         "a single file of the user's has weights only; diffusers has its configuration, or fetches those text files",
-    ("demo/source.py", "from_pretrained without local_files_only=True"):
-        "given in a dict of options, which the law below reads",
 }  # fmt: skip
 # other programs that our code starts, each with its reason
 STARTS_PROGRAMS = {
@@ -73,11 +73,10 @@ def offences(tree: ast.AST) -> Iterator[str]:
         name, given = dotted(node.func), {one.arg: one.value for one in node.keywords}
         if name in RUNS_TEXT or name in REFUSED:
             yield f"calls {name}"
-        keyword, value = SAFE_WITH.get(name, (None, None))
-        if name.rpartition(".")[2] in FROM_A_HUB:
-            keyword, value = "local_files_only", True
-        if keyword and getattr(given.get(keyword), "value", None) is not value:
-            yield f"{name.rpartition('.')[2]} without {keyword}={value}"
+        last = name.rpartition(".")[2]
+        for keyword, value in (*SAFE_WITH.get(name, ()), *FROM_A_HUB.get(last, ())):
+            if getattr(given.get(keyword), "value", None) is not value:
+                yield f"{last} without {keyword}={value}"
 
 
 # --- what our code may import -----------------------------------------------------------------------------------------
@@ -94,17 +93,6 @@ def test_nothing_opens_a_pickle_or_a_socket_and_programs_are_started_for_known_r
         assert starts <= (path.as_posix() in STARTS_PROGRAMS), f"{path} starts programs; say why in STARTS_PROGRAMS"
 
 
-def test_the_demo_opens_a_folder_without_the_hub_and_without_pickles():
-    """The options that the allow-list above takes on trust."""
-    tree = ast.parse((ROOT / "demo" / "source.py").read_text(encoding="utf-8"))
-    options = [{key.value: getattr(value, "value", None) for key, value in zip(node.keys, node.values, strict=True)}
-               for node in ast.walk(tree) if isinstance(node, ast.Dict) and node.keys]  # fmt: skip
-    assert any(given.get("local_files_only") is True and given.get("use_safetensors") is True for given in options)
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    loads = [call for call in calls if dotted(call.func).endswith(".from_pretrained")]
-    assert loads and all([dotted(keyword.value) for keyword in load.keywords] == ["options"] for load in loads)
-
-
 def test_the_law_sees_each_way_and_lets_others_pass():
     for line in ("import pickle", "from urllib.request import urlopen", "import http.client", "import_module('socket')",
                  "importlib.import_module('requests.api')", "torch.load(path)", "torch.load(path, weights_only=False)",
@@ -114,7 +102,7 @@ def test_the_law_sees_each_way_and_lets_others_pass():
         assert list(offences(ast.parse(line))), line
     for line in ("torch.load(path, weights_only=True)", "model.eval()", "made().eval()", "re.compile(text)",
                  "torch.compile(model)", "import copy", "from .http import x",
-                 "P.from_pretrained(path, local_files_only=True)"):  # fmt: skip
+                 "P.from_pretrained(path, local_files_only=True, use_safetensors=True)"):  # fmt: skip
         assert not list(offences(ast.parse(line))), line
 
 

@@ -22,7 +22,6 @@ KINDS: dict[str, tuple[type, str]] = {
     "ldm_xformers": (ldm_attention.MemoryEfficientCrossAttention, OWN_BIAS),  # heads lie within the batch
     "sgm": (SgmAttention, BIAS),  # its function is called by a helper
 }
-every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 @pytest.fixture(autouse=True)
@@ -40,47 +39,21 @@ def attention(kind: str, dtype: torch.dtype = torch.float32, heads: int = HEADS,
         return telling(made(CHANNELS, heads=heads, dim_head=width), dtype)
 
 
-@every_kind
-@pytest.mark.parametrize("dtype", laws.DTYPES, ids=str)
-def test_merged_keys_give_what_repeated_keys_give(kind, dtype):
-    assert way(attention(kind, dtype), dtype) == KINDS[kind][1]
-
-
-@every_kind
-def test_queries_may_merge_too(kind):
-    assert way(attention(kind), queries=True) == KINDS[kind][1]
-
-
-@pytest.mark.parametrize(("heads", "width"), [(1, 32), (8, 4), (2, 40), (3, 5)])
-@pytest.mark.parametrize("kind", ["ldm", "ldm_xformers"])
-def test_heads_may_be_wider_or_narrower_than_the_tokens(kind, heads, width):
-    assert way(attention(kind, heads=heads, width=width)) == KINDS[kind][1]
-
-
-@every_kind
-def test_under_autocast_merged_keys_give_it(kind):
+@pytest.mark.parametrize("kind", KINDS)
+def test_merged_keys_give_what_repeated_keys_give(kind):
+    expected = KINDS[kind][1]
+    for dtype in laws.DTYPES:
+        assert way(attention(kind, dtype), dtype, batches=(3,)) == expected, dtype
+    assert way(attention(kind), queries=True) == expected
+    if kind != "sgm":  # heads may be wider or narrower than the tokens
+        assert all(way(attention(kind, heads=heads, width=width)) == expected for heads, width in ((2, 40), (3, 5)))
     with torch.autocast("cpu", torch.bfloat16):
         way(attention(kind), tolerance=laws.TOLERANCE[torch.bfloat16])
-
-
-@every_kind
-def test_a_scale_that_was_changed_counts_if_the_class_asks_for_it(kind):
-    """LDM's plain attention multiplies by its attribute; the others scale by the width of their heads."""
     module = attention(kind)
-    module.scale = 0.7
+    module.scale = 0.7  # LDM's plain attention multiplies by it; the others scale by the width of their heads
     before = dict(vars(module))
-    way(module)
-    assert vars(module) == before
-
-
-@pytest.mark.parametrize("module", ["mine.attention", "sgm.modules.attention"])
-def test_code_of_another_name_is_unknown_though_it_computes_the_same(module):
-    forward = ldm_attention.CrossAttention.forward
-    own = type(forward)(forward.__code__, forward.__globals__, "forward", forward.__defaults__)
-    own.__module__, own.__qualname__ = module, "CrossAttention.forward"
-    made = attention("ldm")
-    made.__class__ = type("CrossAttention", (ldm_attention.CrossAttention,), {"forward": own})
-    assert f"{module}.CrossAttention.forward calls no attention function that is known" in why_left_alone(made)
+    assert way(module) == expected and vars(module) == before
+    assert "keys and values" in why_left_alone(module, context=tokens(3, count=9))
 
 
 def test_code_that_a_host_puts_on_the_class_counts(monkeypatch):
@@ -92,11 +65,6 @@ def test_code_that_a_host_puts_on_the_class_counts(monkeypatch):
     assert way(module) == OWN_BIAS
     monkeypatch.setattr(ldm_attention.CrossAttention, "forward", lambda self, x, context=None, mask=None: x)
     assert "calls no attention function that is known" in why_left_alone(module)
-
-
-@every_kind
-def test_other_tokens_than_the_pictures_are_left_alone(kind):
-    assert "keys and values" in why_left_alone(attention(kind), context=tokens(3, count=9))
 
 
 @pytest.mark.parametrize("kind", ["ldm", "sgm"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -37,10 +38,14 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
     return ((found - exact).pow(2).mean() / exact.pow(2).mean()).sqrt().item()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def unmerged(x: torch.Tensor, plan: MergePlan) -> torch.Tensor:
+    """Every token exchanged for its group's mean."""
+    return plan.unmerge(merge(x, plan).flatten(2)).unflatten(2, (HEADS, WIDTH))
+
+
 @pytest.mark.parametrize("layout, behind", [(PICTURE, 0), (PICTURE, 5), (FILM, 3)])
-def test_other_tokens_keep_their_keys_and_values(layout, behind, dtype):
-    own = attention(layout, behind, dtype=dtype)
+def test_other_tokens_keep_their_keys_and_values(layout, behind):
+    own = attention(layout, behind, dtype=torch.bfloat16)
     plan = match_of(own, layout)
     last, groups = layout.first + tokens_in(layout), plan.num_groups
     assert groups < own.k.shape[1] / 8 and (plan.sizes[:, : layout.first] == 1).all()
@@ -50,19 +55,17 @@ def test_other_tokens_keep_their_keys_and_values(layout, behind, dtype):
         assert torch.equal(few[:, groups - behind :], one[:, last:])
 
 
-@pytest.mark.parametrize("queries", [False, True], ids=["kv", "qkv"])
-@pytest.mark.parametrize("takes_bias, way", [(True, BIAS), (False, OWN_BIAS)])
 @pytest.mark.parametrize("layout", [PICTURE, FILM])
-def test_attention_is_that_with_every_key_as_often_as_its_group_has_tokens(layout, takes_bias, way, queries):
-    own = attention(layout, behind=2, dtype=torch.float64, takes_bias=takes_bias)
-    plan = match_of(own, layout)
-    k, v = (plan.unmerge(merge(one, plan).flatten(2)).unflatten(2, (HEADS, WIDTH)) for one in (own.k, own.v))
-    q = plan.unmerge(merge(own.q, plan).flatten(2)).unflatten(2, (HEADS, WIDTH)) if queries else own.q
-    logits = torch.einsum("bqhd,bkhd->bhqk", q, k) * WIDTH**-0.5
-    exact = torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1), v)
-    found, told = attend(own, Merge(plan, queries=queries))
-    assert told == way
-    torch.testing.assert_close(found, exact, rtol=1e-7, atol=1e-7)  # sizes' logarithms are float32
+def test_attention_is_that_with_every_key_as_often_as_its_group_has_tokens(layout):
+    for takes_bias, queries in product((True, False), (True, False)):
+        own = attention(layout, behind=2, dtype=torch.float64, takes_bias=takes_bias)
+        plan = match_of(own, layout)
+        k, v, q = unmerged(own.k, plan), unmerged(own.v, plan), unmerged(own.q, plan) if queries else own.q
+        logits = torch.einsum("bqhd,bkhd->bhqk", q, k) * WIDTH**-0.5
+        exact = torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1), v)
+        found, way = attend(own, Merge(plan, queries=queries))
+        assert way == (BIAS if takes_bias else OWN_BIAS)
+        torch.testing.assert_close(found, exact, rtol=1e-7, atol=1e-7)  # sizes' logarithms are float32
 
 
 def test_without_sizes_no_key_weighs_more_and_no_bias_is_made():
@@ -73,10 +76,9 @@ def test_without_sizes_no_key_weighs_more_and_no_bias_is_made():
     assert torch.equal(found, sdpa(own.q, merge(own.k, plan), merge(own.v, plan)))
 
 
-@pytest.mark.parametrize("takes_bias", [True, False])
 @pytest.mark.parametrize("layout", [PICTURE, FILM])
-def test_a_correction_halves_the_error_of_the_picture_and_harms_no_other_row(layout, takes_bias):
-    own = attention(layout, behind=4, takes_bias=takes_bias)
+def test_a_correction_halves_the_error_of_the_picture_and_harms_no_other_row(layout):
+    own = attention(layout, behind=4)
     exact, plan = sdpa(*own[:3]), match_of(own, layout)
     plain, unsized = (attend(own, Merge(plan, proportional=one))[0] for one in (True, False))
     found = corrected(own, plan, layout)
@@ -101,12 +103,14 @@ def test_a_correction_is_of_the_queries_that_attended(queries):
 
 
 def test_exact_answers_are_asked_of_the_picture_and_of_others():
-    layout, tokens = Layout(Grid(32, 32), first=50), 50 + 1024 + 9
-    (rows,) = merged.pick_asked_in(layout, tokens, WIDTH, torch.device("cpu"))
+    """One of the others lies right behind it."""
+    first, count = 49, 32 * 32
+    tokens = first + count + 10
+    (rows,) = merged.pick_asked_in(Layout(Grid(32, 32), first), tokens, WIDTH, torch.device("cpu"))
     assert len(set(rows.tolist())) == len(rows) and rows.max() < tokens
-    inside = (rows >= 50) & (rows < 50 + 1024)
+    inside = (rows >= first) & (rows < first + count)
     assert 32 <= inside.sum() <= 128 and (~inside).sum() == inside.sum() // 4
-    assert (rows < 50).any() and (rows >= 50 + 1024).any()
+    assert (rows < first).any() and (rows == first + count).any()
 
 
 @pytest.mark.parametrize("layout, behind", [(PICTURE, 4), (FILM, 0)])
@@ -154,7 +158,7 @@ def test_a_match_costs_less_than_a_twentieth_of_what_it_saves():
 
 
 @pytest.mark.parametrize("lying", [lambda own: own, by_head], ids=["flat", "by head"])
-def test_it_holds_little_beyond_what_attention_holds(lying, monkeypatch):
+def test_it_holds_little_beyond_attentions_own_memory(lying, monkeypatch):
     """Merged keys and values, which are a sixteenth, and some pieces of a size that does not grow."""
     layout, piece = Layout(Grid(24 * 16, 20, frames=24), first=20), 1 << 18
     monkeypatch.setattr(merged, "_HELD", piece)

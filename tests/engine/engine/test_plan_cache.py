@@ -6,16 +6,13 @@ Both halves of guidance have one match, however a host cuts them into calls, and
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import diffusers
 import pytest
 import torch
 
 import tome_core
-from benchmarks.sd_block import make_block, make_inputs
 from tests.models import on_small
-from tests.operators import VIEWS, OperatorCounter
 from tests.samplings import KEPT, blocks, pipeline_of
 from tests.sequences import FILM, PICTURE, attention
 from tome_core import MergeConfig, MergeRule
@@ -24,7 +21,6 @@ from tome_core.engine import state as states
 from tome_core.engine import time as times
 from tome_core.engine.plan_cache import Sampling
 from tome_core.hosting import state_of
-from tome_core.merging import kernels
 from tome_core.merging.grid import Grid, Layout
 from tome_core.models.unet_blocks import find_blocks
 
@@ -359,52 +355,3 @@ def test_of_a_pipelines_batch_the_prompts_half_is_matched(pipe, monkeypatch):
         drawn(pipe, 1, steps=1)
     hook.remove()
     assert torch.equal(seen[-1], whole[-1][1:]) and not torch.equal(*whole[-1].chunk(2))
-
-
-# --- what a kept match costs ------------------------------------------------------------------------------------------
-
-
-def added_by_a_kept_match(**settings: Any) -> int:
-    """Operators that a block runs beyond its own where an earlier step has matched."""
-    block, arguments = make_block(), make_inputs(32, 2, "cpu", torch.float32)
-    with torch.inference_mode(), tome_core.patch(block, replace(KEPT, **settings)) as handle:
-        counts = []
-        for timestep in (200, 180, 160, None):
-            handle.set_time(timestep=timestep, sampling="a")
-            if timestep is None:
-                handle.uninstall()
-            with OperatorCounter() as counter:
-                block(*arguments)
-            counts.append(sum(count for name, count in counter.by_name.items() if name not in VIEWS))
-    first, second, third, vanilla = counts
-    assert first > second == third
-    return second - vanilla
-
-
-@pytest.fixture
-def one_kernel_a_mean(monkeypatch):
-    """As on a GPU with Triton: one launch makes all the means."""
-    monkeypatch.setattr(kernels, "DEVICES", ("cpu",))
-    monkeypatch.setattr(kernels, "ready", lambda x: True)
-    monkeypatch.setattr(kernels, "best_keys", lambda *_: None)
-    monkeypatch.setattr(kernels, "correct", lambda *_: None)
-
-    def means(x, order, offsets, tokens, bias=False, values=None, exact=True):
-        mean = x[: x.shape[0] // tokens * (len(offsets) - 1)].clone()
-        both = values is not None
-        return kernels.Means(mean, mean[:, 0].float() if bias else None, mean if both else None,
-                             mean.float() if both and exact else None)  # fmt: skip
-
-    monkeypatch.setattr(kernels, "mean_rows", means)
-
-
-def test_a_kept_match_adds_one_kernel_to_a_small_block_on_a_gpu(one_kernel_a_mean):
-    """For keys and values. A correction adds a product, queries and answers side by side, and their sum."""
-    assert added_by_a_kept_match(correction=False) == 1
-    assert added_by_a_kept_match() == 4
-
-
-def test_a_kept_match_adds_six_operators_to_a_block_on_a_cpu():
-    """For keys and for values: zeros, the sum over each group, and its division."""
-    assert added_by_a_kept_match(correction=False) == 6
-    assert added_by_a_kept_match() == 9

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusionImg2ImgPipeline, StableDiffusionXLImg2ImgPipeline
-from torch._dynamo.testing import CompileCounter
 
 import tome_core
 from tests import models, tiny_pipeline
@@ -286,16 +285,3 @@ def test_anything_with_a_unet_and_a_scheduler_is_a_pipeline():
     model = models.ldm_wrapped()
     model.betas = torch.tensor(STABLE_DIFFUSION.betas)
     assert tome_core.patch(model, LATE).knows_schedule
-
-
-@pytest.mark.slow
-def test_a_pipeline_compiled_as_a_whole_follows_its_scheduler(pipe):
-    plain, counter = draw(pipe), CompileCounter()
-    torch._dynamo.reset()
-    with tome_core.patch(pipe, LATE):
-        expected = draw(pipe)
-        pipe.unet = torch.compile(pipe.unet, backend=counter, fullgraph=True)
-        assert torch.equal(draw(pipe), expected)
-        assert torch.equal(draw(pipe), expected)
-        assert counter.frame_count == 1, "one graph, merged and not"
-    assert not torch.equal(plain, expected)

@@ -11,15 +11,13 @@ import torch.nn.functional as F
 
 import tome_core
 from tests import tiny_transformers
-from tests.families import every_family_in_time
 from tests.host_work import make_inputs, make_unet, watch
 from tests.models import BY_NAME, call_case, call_unet, inputs, sd15, small
 from tests.most_calls import MOST_CALLS_LEFT_ALONE
-from tome_core import PRESETS, MergeConfig, gains
+from tome_core import MergeConfig, gains
 from tome_core.measuring import measure
 from tome_core.measuring.measure import steps_of
-from tome_core.measuring.pays import Pays, device_of, dtype_of
-from tome_core.merging.methods import METHODS
+from tome_core.measuring.pays import device_of, dtype_of
 from tome_core.reporting.gains import KNOWN
 
 CASE = BY_NAME["sd15"]
@@ -66,20 +64,27 @@ def price(monkeypatch):
     return make
 
 
-def picture(model, side):
-    return call_case(CASE, model, height=side, width=side)
+def picture(model, side=TABLE_MERGES, timestep=500):
+    return call_case(CASE, model, height=side, width=side, timestep=timestep)
 
 
-def measured(handle, clock, side, **more):
+def on_host(model, name="balanced", **more):
+    """A patch that asks whether it pays."""
+    return tome_core.patch(model, name, host_clock=True, **more)
+
+
+def measured(handle, clock, side=TABLE_MERGES, **more):
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(measure, "clock_for", lambda device: clock)
         return handle.measure(8 * side, 8 * side, rounds=1, **more)
 
 
-def test_where_merging_is_measured_to_pay_it_merges_whatever_the_table_says(price):
+# --- what was measured decides ----------------------------------------------------------------------------------------
+
+
+def test_if_merging_is_measured_to_pay_it_merges_whatever_the_table_says(price):
     model = small()
-    plain = picture(model, TABLE_LEAVES_ALONE)
-    handle = tome_core.patch(model, "balanced", host_clock=True)
+    plain, handle = picture(model, TABLE_LEAVES_ALONE), on_host(model)
     assert torch.equal(picture(model, TABLE_LEAVES_ALONE), plain)
     gain = measured(handle, price(0.5), TABLE_LEAVES_ALONE)
     assert gain.pays and gain.line == f"128x128: about {gain.ratio:.1f}x faster" and 0 < gain.saved < 1
@@ -87,59 +92,81 @@ def test_where_merging_is_measured_to_pay_it_merges_whatever_the_table_says(pric
     handle.reset_counts()
     with handle.sampling():
         for timestep in (900, 500, 100):
-            call_case(CASE, model, height=TABLE_LEAVES_ALONE, width=TABLE_LEAVES_ALONE, timestep=timestep)
+            picture(model, TABLE_LEAVES_ALONE, timestep)
     report = handle.report()
     assert report.gains == (gain,)
     assert f"{gain.speed} (measured here)" in str(report).partition("\n")[0]
     assert torch.equal(picture(model, 12), picture(small(), 12)), "of another size nothing is known"
-
-
-@pytest.mark.parametrize("asks", [True, False])
-def test_parts_that_merge_by_one_rule_have_one_match_whatever_decided(monkeypatch, asks):
-    found, match = [], METHODS["bipartite"].match
-    noting = METHODS["bipartite"]._replace(match=lambda *asked: found.append(asked) or match(*asked))
-    monkeypatch.setitem(METHODS, "bipartite", noting)
-    parts = {"merge_mlp": True, "merge_crossattn": True, "proportional": False}
-    model = small()
-    with tome_core.patch(model, ratio=0.5, only_if_it_pays=asks, **parts) as handle:
-        handle.pays = Pays((), (), always=True)
-        picture(model, TABLE_MERGES)
-        (level, *_) = handle.report().levels
-    assert level.calls_merged == 3 * level.blocks and len(found) == level.blocks
-
-
-def test_where_it_is_measured_not_to_pay_it_is_off_and_says_why(price):
-    model = small()
-    plain = picture(model, TABLE_MERGES)
-    handle = tome_core.patch(model, "balanced", host_clock=True)
-    assert not torch.equal(picture(model, TABLE_MERGES), plain)
-    gain = measured(handle, price(3.0), TABLE_MERGES)
     handle.reset_counts()
-    assert torch.equal(picture(model, TABLE_MERGES), plain)
+    picture(model, 12)
+    assert handle.report().gains == (), "a gain is of the pictures since the counts began"
+
+
+def test_if_it_is_measured_not_to_pay_it_is_off_and_says_why(price):
+    model = small()
+    plain, handle = picture(model), on_host(model)
+    assert not torch.equal(picture(model), plain)
+    gain = measured(handle, price(3.0))
+    handle.reset_counts()
+    assert torch.equal(picture(model), plain)
     report = handle.report()
     assert not report.merged_anything and gain.why_not in str(report) and report.gains == (gain,)
-    assert gain.why_not.endswith("at 32x32")
+    assert gain.why_not.endswith("at 32x32") and handle.why_not(256, 256) == gain.why_not
 
 
-def test_a_gain_is_what_the_clock_says(price):
-    gain = measured(tome_core.patch(small(), PLAIN), price(0.5), TABLE_MERGES)
-    blocks = 4  # three at the finest level, which merge, and one in the middle
-    assert gain.unmerged == blocks and gain.merged == pytest.approx(1 + 3 * 0.5)
-
-
-def test_rules_that_do_not_ask_merge_whatever_was_measured(price):
+def test_a_gain_is_what_the_clock_says_and_rules_that_do_not_ask_merge_whatever_it_is(price):
     model = small()
     handle = tome_core.patch(model, PLAIN)
-    before = picture(model, TABLE_MERGES)
-    gain = measured(handle, price(3.0), TABLE_MERGES)
-    assert torch.equal(picture(model, TABLE_MERGES), before) and handle.report().gains == (gain,)
+    before = picture(model)
+    blocks = 4  # three at the finest level, which merge, and one in the middle
+    for merged in (0.5, 3.0):
+        gain = measured(handle, price(merged))
+        assert gain.unmerged == blocks and gain.merged == pytest.approx(1 + 3 * merged)
+    assert torch.equal(picture(model), before) and handle.report().gains == (gain,)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+def test_what_is_measured_meanwhile_changes_no_patch_that_is_on(price):
+    """Nor a picture half way: somebody may measure, or load a file, while another's steps go on."""
+    model = small()
+    plain, handle = picture(model), on_host(model)
+    before = picture(model)
+    measured(on_host(small()), price(3.0))
+    assert KNOWN and torch.equal(picture(model), before)
+    handle.install()  # hosts do so at each step
+    assert torch.equal(picture(model), before)
+    handle.uninstall()
+    handle.install()
+    assert torch.equal(picture(model), plain) and not torch.equal(before, plain)
+
+
+def test_a_gain_is_asked_for_without_a_call(price):
+    model, calls = small(), []
+    handle = on_host(model, "fast")
+    assert handle.gain_for(256, 256) is None
+    gain = measured(handle, price(0.5))
+    model.conv_in.register_forward_hook(lambda *_: calls.append(1))
+    assert handle.gain_for(256, 256) == gain and handle.gain_for(256, 256, batch=8) == gain
+    assert handle.gain_for(256, 512) is None
+    assert on_host(model, "max").gain_for(256, 256) is None
+    assert on_host(model, "fast", seed=5).gain_for(256, 256) == gain, "a seed costs no time"
+    other = copy.deepcopy(model)
+    tome_core.remove_patch(other)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(1.5)
+    assert on_host(other, "fast").gain_for(256, 256) == gain, "weights do not count"
+    assert on_host(sd15(), "fast").gain_for(256, 256) is None, "shapes do"
+    assert not calls
+
+
+# --- the kinds of steps -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["balanced", "max"])
 def test_the_kinds_of_steps_are_those_of_a_picture(name):
     """Held against a picture's own calls, in which a match leaves a plan of that very time."""
     model, (x, text) = small(), inputs(4, 2, TABLE_MERGES, TABLE_MERGES)
-    handle = tome_core.patch(model, name, host_clock=True)
+    handle = on_host(model, name)
     told = steps_of(handle.clock, 20)
     x = x[:1].repeat(2, 1, 1, 1)
     for timestep, kind in told:
@@ -167,37 +194,39 @@ def test_kinds_count_as_often_as_a_picture_has_them(price, monkeypatch):
         if clock.now - before < 4:  # merged
             clock.now += costs[timesteps[0].item()]
 
-    gain = measured(handle, clock, TABLE_MERGES, call=call)
+    gain = measured(handle, clock, call=call)
     assert gain.unmerged == 4
     assert gain.merged == pytest.approx((1 * 11 + 18 * 2 + 1 * 4) / 20)
 
 
+# --- it disturbs nobody -----------------------------------------------------------------------------------------------
+
+
 def test_a_measurement_leaves_everything_as_it_was(price):
-    model = small()
-    hooked = []
+    """Also of a UNet that nobody called `eval` on, which draws from no generator of others."""
+    model, hooked = small().train(), []
     model.register_forward_hook(lambda *_: hooked.append(1))
     handle = tome_core.patch(model, PLAIN)
     handle.keep_maps()
-    before = picture(model, TABLE_MERGES)
+    before = picture(model)
     handle.set_time(timestep=500.0)
+    dropout = next(module for module in model.modules() if isinstance(module, torch.nn.Dropout))
+    dropout.p = 0.1
     state = {name: set(vars(module)) for name, module in model.named_modules()}
     counts, maps, hooks, generator = handle.report(), handle.maps(), len(hooked), torch.get_rng_state()
-    measured(handle, price(0.5), TABLE_MERGES)
+    measured(handle, price(0.5))
     assert len(hooked) == hooks, "what counts steps is not told of a call"
-    assert torch.equal(torch.get_rng_state(), generator)
+    assert model.training and torch.equal(torch.get_rng_state(), generator)
     after = handle.report()
     assert (after.calls, after.levels) == (counts.calls, counts.levels) and handle.maps().keys() == maps.keys()
     assert {name: set(vars(module)) for name, module in model.named_modules()} == state
-    assert handle.is_installed and torch.equal(picture(model, TABLE_MERGES), before)
-    handle.remove()
-    assert torch.equal(picture(model, TABLE_MERGES), picture(small(), TABLE_MERGES))
-    assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
+    dropout.p = 0.0
+    assert handle.is_installed and torch.equal(picture(model), before)
 
 
 def test_a_measurement_that_fails_leaves_everything_as_it_was():
     model = small()
-    plain = picture(model, TABLE_MERGES)
-    handle = tome_core.patch(model, PLAIN)
+    plain, handle = picture(model), tome_core.patch(model, PLAIN)
     handle.uninstall()
 
     def call(x, timesteps):
@@ -205,22 +234,13 @@ def test_a_measurement_that_fails_leaves_everything_as_it_was():
 
     with pytest.raises(MemoryError):
         handle.measure(256, 256, call=call)
-    assert torch.equal(picture(model, TABLE_MERGES), plain) and not KNOWN
+    assert torch.equal(picture(model), plain) and not KNOWN
     assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
 
 
-def test_a_unet_that_nobody_called_eval_on_is_measured_and_draws_from_no_generator_of_others(price):
+def test_a_measurement_is_refused_if_it_would_disturb_or_mislead():
     model = small()
-    (dropout, *_) = [one for one in model.train().modules() if isinstance(one, torch.nn.Dropout)]
-    dropout.p = 0.1
-    handle, generator = tome_core.patch(model, "balanced", host_clock=True), torch.get_rng_state()
-    assert measured(handle, price(0.5), TABLE_MERGES).ratio > 1
-    assert model.training and torch.equal(torch.get_rng_state(), generator)
-
-
-def test_a_measurement_is_refused_where_it_would_disturb_or_mislead(price):
-    model = small()
-    handle = tome_core.patch(model, "balanced", host_clock=True)
+    handle = on_host(model)
     with handle.sampling(), pytest.raises(RuntimeError, match="a sampling goes on"):
         handle.measure()
     handle.set_time(timestep=500.0, sampling="a host's")
@@ -236,19 +256,12 @@ def test_a_measurement_is_refused_where_it_would_disturb_or_mislead(price):
             handle.measure(**bad)
     with pytest.raises(ValueError, match="nothing merges at 8x8"):
         handle.measure(8, 8)
-    assert not KNOWN
-
-
-def test_a_compiled_model_is_not_measured():
-    model = small()
-    handle = tome_core.patch(model)
+    compiled = torch.compile(small(), backend="eager")
     model.compile(backend="eager")
-    with pytest.raises(RuntimeError, match="compiled"):
-        handle.measure()
-    model = small()
-    compiled = torch.compile(model, backend="eager")
-    with pytest.raises(RuntimeError, match="compiled"):
-        tome_core.patch(compiled).measure()
+    for patched in (handle, tome_core.patch(compiled)):
+        with pytest.raises(RuntimeError, match="compiled"):
+            patched.measure()
+    assert not KNOWN
 
 
 def test_a_transformer_is_not_measured_and_says_so():
@@ -262,59 +275,10 @@ def test_a_transformer_is_not_measured_and_says_so():
         handle.measure()
 
 
-def test_what_is_measured_meanwhile_changes_no_patch_that_is_on(price):
-    """Nor a picture half way: somebody may measure, or load a file, while another's steps go on."""
-    model = small()
-    handle = tome_core.patch(model, "balanced", host_clock=True)
-    before = picture(model, TABLE_MERGES)
-    measured(tome_core.patch(small(), "balanced", host_clock=True), price(3.0), TABLE_MERGES)
-    assert KNOWN and torch.equal(picture(model, TABLE_MERGES), before)
-    handle.install()  # hosts do so at each step
-    assert torch.equal(picture(model, TABLE_MERGES), before)
-    handle.uninstall()
-    plain = picture(model, TABLE_MERGES)
-    handle.install()
-    assert torch.equal(picture(model, TABLE_MERGES), plain) and not torch.equal(before, plain)
-
-
-def test_equal_measurements_give_equal_pictures_in_every_process(price, tmp_path):
-    gains.load(tmp_path / "gains.json")
-    gain = measured(tome_core.patch(small(), "balanced", host_clock=True), price(0.5), TABLE_LEAVES_ALONE)
-    first = small()
-    tome_core.patch(first, "balanced", host_clock=True)
-    KNOWN.forget()  # another process
-    gains.load(tmp_path / "gains.json")
-    second = small()
-    handle = tome_core.patch(second, "balanced", host_clock=True)
-    assert torch.equal(picture(first, TABLE_LEAVES_ALONE), picture(second, TABLE_LEAVES_ALONE))
-    assert handle.report().merged_anything and handle.report().gains == (gain,)
-
-
-def test_a_gain_is_asked_for_without_a_call(price):
-    model, calls = small(), []
-    handle = tome_core.patch(model, "fast", host_clock=True)
-    assert handle.gain_for(256, 256) is None
-    gain = measured(handle, price(0.5), TABLE_MERGES)
-    model.conv_in.register_forward_hook(lambda *_: calls.append(1))
-    assert handle.gain_for(256, 256) == gain and handle.gain_for(256, 256, batch=8) == gain
-    assert handle.gain_for(256, 512) is None
-    assert tome_core.patch(model, "max", host_clock=True).gain_for(256, 256) is None
-    assert tome_core.patch(model, "fast", seed=5).gain_for(256, 256) == gain, "a seed costs no time"
-    other = copy.deepcopy(model)
-    tome_core.remove_patch(other)
-    with torch.no_grad():
-        for weight in other.parameters():
-            weight.mul_(1.5)
-    assert tome_core.patch(other, "fast", host_clock=True).gain_for(256, 256) == gain, "weights do not count"
-    assert tome_core.patch(sd15(), "fast", host_clock=True).gain_for(256, 256) is None, "shapes do"
-    assert not calls
-
-
-@every_family_in_time
-def test_every_family_is_measured_or_says_what_it_wants(case):
-    model = case.build()
-    handle = tome_core.patch(model, MergeConfig(ratio=0.5))
-    if case.name in ("ip_adapter", "ip_adapter_masks", "motion"):
+@pytest.mark.parametrize("name", ["ldm_sd1", "sgm_double", "sdxl", "ip_adapter", "motion"])
+def test_a_family_is_measured_or_says_what_it_wants(name):
+    handle = tome_core.patch(BY_NAME[name].build(), MergeConfig(ratio=0.5))
+    if name in ("ip_adapter", "motion"):
         with pytest.raises(ValueError, match="call="):
             handle.measure(128, 128, rounds=1)
         return
@@ -327,18 +291,18 @@ def test_a_gate_that_was_measured_shut_costs_what_the_table_costs():
     """Functions called for a block and its transformer: as many as where the table leaves it alone."""
     found = {}
     for blocks in (1, 2):
-        unet, inputs = make_unet(blocks), make_inputs()
-        handle = tome_core.patch(unet, "balanced", host_clock=True)
+        unet, given = make_unet(blocks), make_inputs()
+        handle = on_host(unet)
         handle.set_time(timestep=500.0, sampling="picture")
-        unet(*inputs)
-        by_table = watch(lambda: unet(*inputs))  # noqa: B023
-        x = inputs[0]
+        unet(*given)
+        by_table = watch(lambda: unet(*given))  # noqa: B023
+        x = given[0]
         where = device_of(x.device), dtype_of(x.dtype), *x.shape[-2:], len(x)
         KNOWN.remember(gains.Gain(*handle._about(), *where, 1.0, 2.0))
         handle.uninstall()
         handle.install()
-        unet(*inputs)
-        found[blocks] = by_table, watch(lambda: unet(*inputs))  # noqa: B023
+        unet(*given)
+        found[blocks] = by_table, watch(lambda: unet(*given))  # noqa: B023
         assert not handle.report().merged_anything and handle.report().gains
     (table_one, shut_one), (table_two, shut_two) = found[1], found[2]
     assert len(shut_one) <= len(table_one) + 1, "the question itself"

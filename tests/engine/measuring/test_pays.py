@@ -6,18 +6,15 @@ import pytest
 import torch
 
 import tome_core
-from tests.models import sd15, sdxl, small
-from tome_core import gains
+from tests.models import sd15, sdxl
+from tome_core import MergeConfig, gains, preset
 from tome_core.engine.decision import decide
+from tome_core.engine.time import Clock
 from tome_core.measuring.pays import Pays
 
 LATENT = torch.empty(2, 4, 64, 64)
 BLOCKS = ((1, 320),)
-
-
-@pytest.fixture
-def clock():
-    return tome_core.patch(small(), "balanced", host_clock=True).clock
+ASKS = Clock(preset("balanced"), [1, 2])
 
 
 @pytest.fixture(autouse=True)
@@ -31,44 +28,41 @@ def gain(merged, side=64):
     return gains.Gain(*("",) * 5, "card", "float32", side, side, 2, 1.0, merged)
 
 
-def ask(pays, clock, latent=LATENT):
+def ask(pays, clock=ASKS, latent=LATENT):
     """Does anything merge in 4,096 tokens of the finest level, and why not?"""
     rules = clock.at(clock.moment(900.0)).rules
     found, why = decide(rules[0], "off", 4096, "cuda", pays.gates(rules, latent)[0])
     return any(found), why
 
 
-def test_a_card_that_waits_merges_nothing_until_it_was_measured_to_pay(clock):
-    merges, why = ask(Pays((), BLOCKS), clock)
+def test_a_card_that_waits_merges_nothing_until_it_was_measured_to_pay():
+    merges, why = ask(Pays((), BLOCKS))
     assert not merges and "waits for its host" in why
     for merged, expected in ((0.5, True), (2.0, False)):
         found = gain(merged)
         pays = Pays([found], BLOCKS)
-        merges, why = ask(pays, clock)
+        merges, why = ask(pays)
         assert merges == expected and why == ("" if expected else found.why_not)
         assert list(pays.used) == [found], "it decided"
-    assert "waits for its host" in ask(Pays([gain(0.5, side=32)], BLOCKS), clock)[1], "another size was measured"
+    assert "waits for its host" in ask(Pays([gain(0.5, side=32)], BLOCKS))[1], "another size was measured"
 
 
-def test_a_measurement_asks_nobody(clock):
-    assert ask(Pays((), BLOCKS, always=True), clock)[0]
-
-
-def test_rules_that_do_not_ask_merge_on_such_a_card():
-    clock = tome_core.patch(small(), ratio=0.5).clock
-    assert ask(Pays((), BLOCKS), clock)[0]
-
-
-def test_what_has_no_size_is_left_to_the_number_of_tokens(clock):
+def test_who_does_not_ask_merges_on_such_a_card():
+    assert ask(Pays((), BLOCKS, always=True))[0], "a measurement"
+    assert ask(Pays((), BLOCKS), Clock(MergeConfig(ratio=0.5), [1]))[0], "rules of ratios"
     for latent in (None, torch.empty(2, 4, 3, 64, 64)):
-        assert ask(Pays((), BLOCKS), clock, latent)[0]
+        assert ask(Pays((), BLOCKS), latent=latent)[0], "a latent that has no size is left to the number of tokens"
 
 
-def test_the_blocks_of_a_model_are_counted_for_it():
+def test_a_gain_opens_the_gate_of_the_finest_level_alone():
+    rules = Clock(MergeConfig(max_downsample=8, only_if_it_pays=True), [1, 2]).at(ASKS.moment(900.0)).rules
+    assert Pays([gain(0.5)], BLOCKS).gates(rules, LATENT) == (True, None)
+    assert Pays([gain(2.0)], BLOCKS).gates(rules, LATENT) == (gain(2.0).why_not,) * 2
+
+
+def test_a_models_blocks_are_counted_for_it_and_versions_make_old_gains_anothers():
     for build, level, count in ((sd15, 1, 4), (sdxl, 2, 11)):
-        blocks = tome_core.patch(build())._block_sizes()
+        handle = tome_core.patch(build())
+        blocks = handle._block_sizes()
         assert min(down for down, _ in blocks) == level and all(width for _, width in blocks) and len(blocks) == count
-
-
-def test_an_update_of_torch_or_of_the_engine_makes_old_gains_anothers():
-    assert tome_core.patch(small())._about()[-2:] == (torch.__version__, tome_core.__version__)
+        assert handle._about()[-2:] == (torch.__version__, tome_core.__version__)

@@ -68,35 +68,26 @@ def test_what_is_slower_is_said_too_and_the_latest_twelve_count(draw):
     assert [draw(3.0, CONFIG) for _ in range(3)][-1] == "no faster, from your own pictures (3 with merging, 12 without)"
 
 
-@pytest.mark.parametrize("other", [
-    {"latent": LATENT[:1]}, {"latent": LATENT.mT}, {"latent": LATENT.half()}, {"steps": 9}, {"more": ("a patch",)},
-    {"beside": ("euler", "ControlNet 0")}, {"model": nn.Sequential(nn.Linear(2, 2), nn.SiLU())},
-    {"model": nn.Sequential(nn.Linear(2, 3), nn.ReLU())},
-])  # fmt: skip
-def test_another_batch_size_precision_sampling_neighbour_or_model_is_another_case(draw, other):
-    of_both(draw, 3, 0, **other)
-    assert of_both(draw, 0, 3) == "", "there are no unmerged ones like these"
-    assert of_both(draw, 0, 3, **other) != ""
+def test_another_batch_size_precision_sampling_neighbour_or_model_is_another_case(draw):
+    of_both(draw, 3, 0)
+    for other in (
+        {"latent": LATENT[:1]}, {"latent": LATENT.mT}, {"latent": LATENT.half()}, {"steps": 9}, {"more": ("a patch",)},
+        {"beside": ("euler", "ControlNet 0")}, {"model": nn.Sequential(nn.Linear(2, 2), nn.SiLU())},
+        {"model": nn.Sequential(nn.Linear(2, 3), nn.ReLU())},
+    ):  # fmt: skip
+        assert of_both(draw, 0, 3, **other) == "", "there are no unmerged ones like these"
+        assert of_both(draw, 3, 0, **other) == "" and draw(1.0, CONFIG, **other) != ""
 
 
-@pytest.mark.parametrize("forward", [lambda x: x, SimpleNamespace(__call__=None)])
-def test_what_stands_in_a_modules_place_is_another_case(draw, forward):
-    of_both(draw, 3, 3)
-    vars(draw.model[0])["forward"] = forward
-    assert draw(1.0, CONFIG) == ""
-    del vars(draw.model[0])["forward"]
-    assert draw(1.0, CONFIG) != ""
-
-
-def test_other_rules_or_another_share_left_out_are_another_case_and_another_seed_is_none(draw):
+def test_other_code_rules_share_or_start_of_the_process_is_another_case_and_another_seed_is_none(draw, monkeypatch):
     told = of_both(draw)
     for config, saved in ((MergeConfig(ratio=0.6), 0.5), (CONFIG, 0.7)):
         assert draw(1.0, config, saved) == ""
     assert draw(1.0, MergeConfig(ratio=0.5, seed=7)) == told.replace("3 with ", "4 with ")
-
-
-def test_another_start_of_the_process_is_another_case(draw, monkeypatch):
-    of_both(draw)
+    for forward in (lambda x: x, SimpleNamespace(__call__=None)):
+        vars(draw.model[0])["forward"] = forward
+        assert draw(1.0, CONFIG) == ""
+        del vars(draw.model[0])["forward"]
     monkeypatch.setattr("sys.argv", ["main.py", "--lowvram"])
     assert draw(1.0, CONFIG) == ""
 
@@ -183,13 +174,11 @@ def test_another_process_knows_it_and_the_file_does_not_grow_for_ever(tmp_path):
     assert set(kept_in(path).pictures) >= set(known.pictures) and len(path.read_text().splitlines()) < 1400
 
 
-@pytest.mark.parametrize("line", [
-    [], [[], []], [["a", "b", "c", "d"], []], [["a", "b", "c", "d"], ["1"]], [["a", "b", "c", "d"], [0.0]],
-    [["a", "b", "c", "d"], [float("nan")]], [["a", "b", "c", []], [1.0]], [["a", "b", "c"], [1.0]], [1, 2],
-    [["a", "b", "c", "d"], 1.0],
-])  # fmt: skip
-def test_a_broken_line_costs_nothing_but_itself(tmp_path, line):
+def test_a_broken_line_costs_nothing_but_itself(tmp_path):
     path = tmp_path / "gains.json"
     kept_in(path).add_picture(("where", "how", "", ""), 1.0)
-    path.write_text(f"{path.read_text()}\n{json.dumps(line)}")
+    key = ["a", "b", "c", "d"]
+    for line in ([], [[], []], [key, []], [key, ["1"]], [key, [0.0]], [key, [float("nan")]], [key, 1.0],
+                 [["a", "b", "c", []], [1.0]], [["a", "b", "c"], [1.0]], [1, 2]):  # fmt: skip
+        path.write_text(f"{path.read_text()}\n{json.dumps(line)}")
     assert kept_in(path).pictures == {("where", "how", "", ""): (1.0,)}

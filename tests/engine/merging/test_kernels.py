@@ -1,5 +1,5 @@
 """The Triton kernels without a GPU: their laws in Triton's interpreter, compiled for GPUs that are not here, and what
-happens where Triton is missing, broken or not wanted.
+happens if Triton is missing, broken or not wanted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from tome_core.merging.methods.base import best_keys
 
 ROOT = Path(__file__).parents[3]
 PINS = Path(__file__).parents[2] / "requirements-triton.txt"
-NO_TESTS_RAN = 5  # pytest's exit code where a whole file was skipped
+LAWS = [f"tests/kernel_{name}.py" for name in ("laws", "laws_correction", "faults")]
+NO_TESTS_RAN = 5  # pytest's exit code if a whole file was skipped
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +46,16 @@ def run_with_triton(request, tmp_path_factory):
     def run(*arguments, **variables):
         paths = filter(None, (folder and str(folder), os.environ.get("PYTHONPATH")))
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **variables}
-        return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, env=environment)
+        done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, env=environment)
+        if done.returncode == NO_TESTS_RAN:
+            pytest.skip(done.stdout.strip())
+        assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
 
     return run
 
 
 def _put_triton_into(folder):
-    """Install what PINS names into `folder`, once; skips with pip's reason where that cannot be done."""
+    """Install what PINS names into `folder`, once; skips with pip's reason if that cannot be done."""
     mark, stamp = install.fingerprint(sys.version, [PINS.read_text(encoding="utf-8")]), folder / "installed.txt"
     if stamp.exists() and stamp.read_text() == mark:
         return
@@ -64,26 +68,18 @@ def _put_triton_into(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("laws", ["kernel_laws.py", "kernel_laws_correction.py", "kernel_faults.py"])
-def test_in_tritons_interpreter_the_kernels_keep_their_laws(laws, run_with_triton):
-    command = ["-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", f"tests/{laws}"]
-    assert_done(run_with_triton(*command, TRITON_INTERPRET="1"))
+def test_in_tritons_interpreter_the_kernels_keep_their_laws(run_with_triton):
+    run_with_triton("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *LAWS, TRITON_INTERPRET="1")
 
 
 @pytest.mark.slow
 def test_the_kernels_compile_for_gpus_that_are_not_here(run_with_triton, tmp_path):
-    assert_done(run_with_triton("-m", "tests.kernel_code", TRITON_CACHE_DIR=str(tmp_path)))
-
-
-def assert_done(done: subprocess.CompletedProcess) -> None:
-    if done.returncode == NO_TESTS_RAN:
-        pytest.skip(done.stdout.strip())
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
+    run_with_triton("-m", "tests.kernel_code", TRITON_CACHE_DIR=str(tmp_path))
 
 
 @pytest.fixture
-def unasked(monkeypatch):
-    """As at the first tensor of a process, and this machine's CPU taken for a device with kernels."""
+def put_in_place(monkeypatch):
+    """This machine's CPU is taken for a device with kernels, of which each launch is a call of the function given."""
     values = {"DEVICES": ("cpu",), "_asked": False, "_kernels": None, "_why_off": "", "_off": {}, "_proven": set()}
     for name, value in values.items():
         monkeypatch.setattr(kernels, name, value)
@@ -91,81 +87,71 @@ def unasked(monkeypatch):
     monkeypatch.delattr("tome_core.merging.kernels.triton_kernels", raising=False)
     monkeypatch.delenv("TOME_CORE_TRITON", raising=False)
 
+    def put(launch):
+        monkeypatch.setattr(kernels, "_asked", True)
+        monkeypatch.setattr(kernels, "_kernels", SimpleNamespace(**dict.fromkeys(NAMES, launch)))
 
-def put_in_place(monkeypatch, launch):
-    """Kernels of which each launch is a call of ``launch``."""
-    monkeypatch.setattr(kernels, "_asked", True)
-    monkeypatch.setattr(kernels, "_kernels", SimpleNamespace(**dict.fromkeys(NAMES, launch)))
+    return put
 
 
-def results():
-    """What callers get, after what torch's operators give for the same."""
-    x, keys = torch.randn(2, 20, 4), torch.randn(2, 6, 4)
+X, KEYS = (torch.randn(2, count, 4, generator=torch.Generator().manual_seed(count)) for count in (20, 6))
+
+
+def work(x=X):
+    """A match's search and a merge."""
     plan = MergePlan(torch.arange(20)[None] % 7, 7)
-    both = []
-    for _ in range(2):
-        best = best_keys(x, None, keys)
-        both.append((*best, plan.merge(x)))
-        kernels.DEVICES = ()
-    return zip(*reversed(both), strict=True)
+    return (*best_keys(x, torch.arange(5)[None], KEYS), plan.merge(x))
+
+
+def assert_as_torch():
+    found = work()
+    with kernels.without():
+        assert all(map(torch.equal, found, work()))
 
 
 @pytest.mark.parametrize("why", ["it is missing", "its import fails", "it is not wanted", "it cannot launch"])
-def test_without_triton_torchs_operators_do_the_same_and_it_is_said_once(unasked, monkeypatch, caplog, why):
+def test_without_triton_torchs_operators_do_the_same_and_it_is_said_once(put_in_place, monkeypatch, caplog, why):
     launch = Mock(side_effect=RuntimeError("no C compiler"))
     if why == "it is not wanted":
         monkeypatch.setenv("TOME_CORE_TRITON", "0")
     elif why == "it cannot launch":
-        put_in_place(monkeypatch, launch)
-    else:  # None makes an import an ImportError; an empty module lacks what is looked for in it
+        put_in_place(launch)
+    else:  # None makes an import an ImportError; an empty module lacks the names that are imported from it
         monkeypatch.setitem(sys.modules, "triton", None if why == "it is missing" else SimpleNamespace())
     with caplog.at_level(logging.DEBUG, "tome_core.merging.kernels"):
-        assert all(torch.equal(plain, given) for plain, given in results())
+        assert_as_torch()
+        assert_as_torch()
     assert len(caplog.records) == (0 if why == "it is not wanted" else launch.call_count or 1)
     assert all(record.levelno == logging.DEBUG for record in caplog.records)
     assert launch.call_count == len(kernels._off) == (3 if why == "it cannot launch" else 0)
+    with tome_core.patch(small()) as handle:
+        report = str(handle.report())
+    if why == "it cannot launch":
+        assert report.count("no C compiler") == 1 and "kernels best_keys, segments, mean_rows are off" in report
+    assert "kernels" in report, "a user is told why there are none"
 
 
-def test_a_lack_of_memory_passes(unasked, monkeypatch):
+def test_a_lack_of_memory_passes(put_in_place):
     """One launch goes to torch's operators, the next to the kernel again, and the report has nothing to say."""
     launch = Mock(side_effect=torch.cuda.OutOfMemoryError("CUDA out of memory"))
-    put_in_place(monkeypatch, launch)
-    assert all(torch.equal(plain, given) for plain, given in results())
+    put_in_place(launch)
+    assert_as_torch()
     assert launch.call_count > 1 and not kernels.notes()
 
 
-def test_the_report_says_once_that_the_kernels_are_off_and_why(unasked, monkeypatch):
-    put_in_place(monkeypatch, Mock(side_effect=RuntimeError("no C compiler")))
-    assert not kernels.notes()
-    results()
-    with tome_core.patch(small()) as handle:
-        told = str(handle.report())
-    assert told.count("no C compiler") == 1 and "kernels best_keys, segments, mean_rows are off" in told
-
-
 @pytest.mark.filterwarnings("ignore")  # torch.jit's, of being old and of sizes that become constants
-def test_a_tracer_sees_torchs_operators(unasked, monkeypatch):
-    put_in_place(monkeypatch, lambda *_: pytest.fail("launched while it traced"))
-    plan, x, keys = MergePlan(torch.arange(20)[None] % 7, 7), torch.randn(2, 20, 4), torch.randn(2, 6, 4)
-
-    def work(x):
-        return best_keys(x, torch.arange(5)[None], keys)[0], plan.merge(x)
-
+def test_a_tracer_and_other_dtypes_get_torchs_operators(put_in_place):
+    put_in_place(lambda *_: pytest.fail("launched"))
     with kernels.without():
-        expected = work(x)
-    traced = torch.jit.trace(work, x, check_trace=False)(x)
-    assert all(torch.equal(a, b) for a, b in zip(expected, traced, strict=True))
+        expected = work()
+    traced = torch.jit.trace(work, X, check_trace=False)(X)
+    assert all(map(torch.equal, expected, traced))
+    assert not any(kernels.ready(X.to(dtype)) for dtype in (torch.float64, torch.complex64))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64], ids=str)
-def test_other_dtypes_go_to_torchs_operators(unasked, monkeypatch, dtype):
-    put_in_place(monkeypatch, lambda *_: pytest.fail("launched"))
-    assert not kernels.ready(torch.zeros(1, 2, 3, dtype=dtype))
-
-
-def test_while_a_graph_is_recorded_only_what_has_been_proven_is_launched(unasked, monkeypatch):
+def test_while_a_graph_is_recorded_only_what_has_been_proven_is_launched(put_in_place, monkeypatch):
     launch = Mock()
-    put_in_place(monkeypatch, launch)
+    put_in_place(launch)
     monkeypatch.setattr(kernels, "find_fault", lambda *_: "")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     x = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float16)

@@ -1,12 +1,13 @@
 """How many kernels a merged block launches on a GPU with Triton, beyond those of the unmerged block.
 
-Counted here on the CPU: the engine is told that its kernels serve the CPU, where doubles stand for them that compute
-nothing, and every operator that would be a launch counts. A number that grows is a regression for everybody whose GPU
-waits for its host; one that falls is written down here.
+Counted here on the CPU: the engine is told that its kernels serve the CPU, doubles stand for them that compute nothing,
+and every operator that would be a launch counts. A number that grows is a regression for everyone whose GPU waits for
+its host; one that falls is written down here.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ from tests.kernel_harness import NAMES
 from tests.operators import OperatorCounter
 from tome_core.merging import kernels
 
-# What makes no kernel: views, memory that nobody has filled, and fetching a number.
+# What makes no kernel: views, memory that is not filled, and fetching a number.
 NO_LAUNCH = {
     "_local_scalar_dense", "_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "diagonal", "empty",
     "empty_like", "empty_strided", "expand", "lift_fresh", "new_empty", "permute", "reshape", "select", "slice",
@@ -41,51 +42,51 @@ class Launches(OperatorCounter):
         if not self.inside and name not in NO_LAUNCH:
             self.by_name[name] += LAUNCHES.get(name, 1)
 
+    @contextlib.contextmanager
+    def one(self, name):
+        """Inside it all is one launch of this name."""
+        self.by_name[name] += 1
+        self.inside = True
+        try:
+            yield
+        finally:
+            self.inside = False
+
 
 @pytest.fixture
 def launches(monkeypatch) -> Launches:
     """The engine's kernels are there, and attention is one launch whatever this CPU makes of it."""
-    counted = Launches()
+    counted, plain = Launches(), torch.nn.functional.scaled_dot_product_attention
 
     def double(name):
         def launch(*outputs):
-            counted.by_name[name] += 1
-            counted.inside = True
-            for place in NUMBERS.get(name, ()):
-                outputs[place].zero_()
-            counted.inside = False
+            with counted.one(name):
+                for place in NUMBERS.get(name, ()):
+                    outputs[place].zero_()
 
         return launch
 
-    plain = torch.nn.functional.scaled_dot_product_attention
-
     def attention(*args, **kwargs):
-        counted.by_name["attention"] += 1
-        counted.inside = True
-        try:
+        with counted.one("attention"):
             return plain(*args, **kwargs)
-        finally:
-            counted.inside = False
 
-    doubles = SimpleNamespace(**{name: double(name) for name in NAMES})
-    monkeypatch.setattr(kernels, "DEVICES", ("cpu",))
-    monkeypatch.setattr(kernels, "_asked", True)
-    monkeypatch.setattr(kernels, "_kernels", doubles)
-    monkeypatch.setattr(kernels, "_give_up", _fail)
-    monkeypatch.setattr(kernels, "find_fault", lambda *_: "")
+    replaced = {"DEVICES": ("cpu",), "_asked": True, "_give_up": lambda name, why: pytest.fail(f"{name}: {why}"),
+                "_kernels": SimpleNamespace(**{name: double(name) for name in NAMES}),
+                "find_fault": lambda *_: ""}  # fmt: skip
+    for name, value in replaced.items():
+        monkeypatch.setattr(kernels, name, value)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
     return counted
 
 
-def _fail(name, why):
-    raise AssertionError(f"{name}: {why}")
-
-
-def more_than_unmerged(launches, model, inputs, settings, times) -> list[dict[str, int]]:
-    """Launches of a call at each of these times, one after the other in one sampling, beyond those of the model alone.
-
-    The batch is the halves of guidance, which share one match.
+def more_than_unmerged(launches, width, depth, settings, times) -> list[dict[str, int]]:
+    """Launches of a transformer's call at each of these times, one after the other in one sampling, beyond those of the
+    model alone: on 64 x 64 tokens, for the halves of guidance, which share one match. Channels cost no launches.
     """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = UNet([[SpatialTransformer(width, 1, 8, depth)]]).to(torch.bfloat16).requires_grad_(False)
+        inputs = torch.randn(1, width, 64, 64).bfloat16().repeat(2, 1, 1, 1), None, torch.randn(2, 77, 8).bfloat16()
 
     def count() -> Counter[str]:
         launches.by_name = Counter()
@@ -105,15 +106,6 @@ def more_than_unmerged(launches, model, inputs, settings, times) -> list[dict[st
     return found[len(times) :]
 
 
-def made(side: int, heads: int, width: int, depth: int = 1):
-    """A transformer on a square of tokens, and two times one picture with two prompts. Channels cost no launches."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = UNet([[SpatialTransformer(heads * width, heads, 8, depth)]]).to(torch.bfloat16)
-        picture, prompt = torch.randn(1, heads * width, side, side).bfloat16(), torch.randn(2, 77, 8).bfloat16()
-    return model.eval().requires_grad_(False), (picture.repeat(2, 1, 1, 1), None, prompt)
-
-
 # in one sampling: the first call matches anew, the next is within 60 timesteps of it, the third is not
 EARLY, LATE = (950.0, 940.0, 850.0), (300.0, 299.0, 200.0)
 BOUNDS = {  # two of a sampling's first call are the look whether its batch is two times the same latent
@@ -128,14 +120,14 @@ BOUNDS = {  # two of a sampling's first call are the look whether its batch is t
 
 @pytest.mark.parametrize("preset, times", BOUNDS, ids=str)
 def test_a_match_new_kept_and_renewed_costs_so_many_launches(preset, times, launches):
-    found = more_than_unmerged(launches, *made(64, 1, 40), preset, times)
+    found = more_than_unmerged(launches, 40, 1, preset, times)
     assert [sum(one.values()) for one in found] == list(BOUNDS[preset, times]), found
     assert found[1].get("mean_rows") == 1 and not {"sort", "best_keys", "segments", "ridge"} & set(found[1])
 
 
 def test_blocks_of_one_transformer_each_match_for_themselves_and_no_more(launches):
     """SDXL's transformers have up to ten blocks."""
-    new, kept, renewed = more_than_unmerged(launches, *made(64, 1, 64, depth=3), "balanced", EARLY)
+    new, kept, renewed = more_than_unmerged(launches, 64, 3, "balanced", EARLY)
     for found, searches in ((new, 3), (renewed, 1)):
         assert found["best_keys"] == found["segments"] == 3 * searches and found["ridge"] == 3
     assert "best_keys" not in kept and kept["mean_rows"] == kept["correct"] == 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tome_core.merging.grid import WINDOW, Grid, cells, windows
+from tome_core.merging.grid import WINDOW, Grid, cell_of, cells, windows
 
 
 @pytest.mark.parametrize("grid", [
@@ -30,3 +30,8 @@ def test_a_films_cells_hold_tokens_that_are_near_in_time_too():
     frame, row, column = members // 48, members % 48 // 8, members % 8
     for place, side in ((frame, 2), (row, 2), (column, 4)):
         assert (place.amax(1) - place.amin(1) == side - 1).all()
+
+
+def test_a_cell_is_near_to_a_cube_and_divides_the_frames():
+    found = [cell_of(side, side, frames) for side, frames in ((8, 1), (8, 4), (4, 6), (8, 6), (2, 8))]
+    assert found == [(1, 8, 8), (4, 4, 4), (2, 2, 4), (2, 4, 8), (1, 2, 2)]

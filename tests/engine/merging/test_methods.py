@@ -1,4 +1,7 @@
-"""Laws of every matching method, whatever the grid; parity of bipartite matching with its oracle and tomesd."""
+"""Laws of every matching method, whatever the grid; parity of bipartite matching with its oracle and tomesd.
+
+The oracles are slow, obvious versions of what the engine does fast: loops over tokens, in float64.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,11 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tomesd.merge import bipartite_soft_matching_random2d
 
-from tests.oracles import bipartite_similarities, k_means, refined_groups
 from tome_core import MergePlan
 from tome_core.merging.grid import Draw, Grid, cells, draw_choices, split_cells
 from tome_core.merging.methods import METHODS, MatchOptions
@@ -18,6 +21,7 @@ from tome_core.merging.methods.bipartite import best_destination, refine_plan
 from tome_core.merging.methods.cluster import ITERATIONS
 
 GRIDS = [(1, 1), (1, 16), (16, 1), (2, 2), (3, 5), (7, 4), (5, 9), (8, 8), (3, 3)]
+every_method = pytest.mark.parametrize("name", METHODS)
 
 
 def match(name, x, grid, *, ratio=0.5, sx=2, sy=2, draw=None, refine=0):
@@ -29,11 +33,32 @@ def tokens(grid, batch=2, channels=6, seed=0):
     return torch.randn(batch, grid[0] * grid[1], channels, generator=generator)
 
 
-@pytest.mark.parametrize("stride", [(1, 1), (2, 2), (4, 4), (3, 2), (1, 8)], ids=str)
-@pytest.mark.parametrize("name", METHODS)
-def test_every_token_is_in_one_group_and_no_group_is_empty(name, stride):
-    for grid, ratio in itertools.product(GRIDS, [0.0, 0.1, 0.5, 0.75, 1.0]):
-        case, tokens_there = f"{grid}, ratio {ratio}", grid[0] * grid[1]
+def k_means(values, centres, iterations):
+    """Lloyd's algorithm on ``[N, C]``: the cluster of each value. One that loses all its values keeps its centre."""
+    values, centres, label = values.double(), centres.double().clone(), []
+    for _ in range(iterations):
+        label = [int(((centres - value) ** 2).sum(-1).argmin()) for value in values]
+        for number in set(label):
+            centres[number] = torch.stack([value for value, own in zip(values, label, strict=True) if own == number]
+                                          ).mean(0)  # fmt: skip
+    return label
+
+
+def refined_groups(x, groups, count, steps):
+    """Spherical k-means on ``[N, C]`` from a grouping; a group that loses its tokens stays empty."""
+    unit = F.normalize(x.double(), dim=-1)
+    for _ in range(steps):
+        members = [[i for i, own in enumerate(groups) if own == number] for number in range(count)]
+        centres = {number: F.normalize(unit[own].mean(0), dim=0) for number, own in enumerate(members) if own}
+        groups = [max(centres, key=lambda number: float(centres[number] @ token)) for token in unit]
+    return groups
+
+
+@every_method
+def test_every_token_is_in_one_group_and_no_group_is_empty(name):
+    strides = [(1, 1), (2, 2), (4, 4), (3, 2), (1, 8)]
+    for stride, grid, ratio in itertools.product(strides, GRIDS, [0.0, 0.1, 0.5, 0.75, 1.0]):
+        case, tokens_there = f"{grid}, cells {stride}, ratio {ratio}", grid[0] * grid[1]
         plan = match(name, tokens(grid), grid, ratio=ratio, sx=stride[0], sy=stride[1], draw=Draw(1, 0, None))
         if plan is None:  # nothing to merge; off is None, never an identity plan
             cell = min(stride[0], grid[1]) * min(stride[1], grid[0])
@@ -44,30 +69,30 @@ def test_every_token_is_in_one_group_and_no_group_is_empty(name, stride):
         assert (plan.sizes >= 1).all() and (plan.sizes.sum(1) == tokens_there).all(), case
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_split_covers_every_token_once(grid):
-    for sy, sx in [(1, 1), (2, 2), (3, 2), (4, 4), (1, 5)]:
-        time = torch.tensor([3.0, 800.0])
-        for draw in (None, Draw(7, 1, None), Draw(7, 1, time)):
-            destinations, sources = split_cells(cells(Grid(*grid), sy, sx, torch.device("cpu")), draw)
-            together = torch.cat([destinations, sources], 1).sort(dim=1).values
-            assert (together == torch.arange(grid[0] * grid[1])).all()
-            assert destinations.shape[0] == (2 if draw is not None and draw.time is not None else 1)
+def test_split_covers_every_token_once():
+    draws = (None, Draw(7, 1, None), Draw(7, 1, torch.tensor([3.0, 800.0])))
+    for grid, (sy, sx), draw in itertools.product(GRIDS, [(1, 1), (2, 2), (3, 2), (4, 4), (1, 5)], draws):
+        destinations, sources = split_cells(cells(Grid(*grid), sy, sx, torch.device("cpu")), draw)
+        together = torch.cat([destinations, sources], 1).sort(dim=1).values
+        assert (together == torch.arange(grid[0] * grid[1])).all()
+        assert destinations.shape[0] == (2 if draw is not None and draw.time is not None else 1)
 
 
 @settings(deadline=None, max_examples=25)
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 4), st.integers(1, 4), st.integers(0, 1000))
-def test_bipartite_chooses_the_similarities_of_the_slow_oracle(height, width, sy, sx, seed):
-    x = tokens((height, width), seed=seed)
-    sy, sx = min(sy, height), min(sx, width)
+def test_bipartite_chooses_the_similarities_of_all_pairs(height, width, sy, sx, seed):
+    """To the top left token of each cell."""
+    x, sy, sx = tokens((height, width), seed=seed), min(sy, height), min(sx, width)
     destinations, sources = split_cells(cells(Grid(height, width), sy, sx, x.device), None)
-    got = best_destination(x, sources, destinations)[0].sort(dim=1, descending=True).values
-    expected = torch.tensor(bipartite_similarities(x, height, width, sy, sx))
-    assert torch.allclose(got.double(), expected.double().view_as(got), atol=1e-5)
+    chosen = [r * sy * width + c * sx for r in range(height // sy) for c in range(width // sx)]
+    others = [token for token in range(height * width) if token not in chosen]
+    cosines = F.cosine_similarity(x.double()[:, others, None], x.double()[:, None, chosen], dim=-1)
+    expected = cosines.amax(2).sort(dim=1, descending=True).values if others else cosines[:, :, 0]
+    found = best_destination(x, sources, destinations)[0].sort(dim=1, descending=True).values
+    assert torch.allclose(found.double(), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("grid", [(8, 8), (33, 64), (48, 64), (65, 97), (9, 7)], ids=str)
-@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75])
+@pytest.mark.parametrize("grid, ratio", [((8, 8), 0.25), ((33, 64), 0.5), ((48, 64), 0.75), ((9, 7), 0.5)], ids=str)
 def test_bipartite_agrees_with_tomesd(grid, ratio):
     x, (height, width) = tokens(grid, channels=32), grid
     merge, unmerge = bipartite_soft_matching_random2d(x, width, height, 2, 2, int(x.shape[1] * ratio), no_rand=True)
@@ -76,23 +101,19 @@ def test_bipartite_agrees_with_tomesd(grid, ratio):
     assert (plan.unmerge(plan.merge(x)) - unmerge(merge(x))).abs().max() <= 1e-6
 
 
-@pytest.mark.parametrize("refine", [0, 2])
-@pytest.mark.parametrize("ratio, cell", [(0.3, 2), (0.75, 2), (0.9375, 4), (0.984375, 8)])
-@pytest.mark.parametrize("grid", [(16, 16), (9, 17), (8, 8), (1, 16)], ids=str)
-def test_refinement_keeps_the_laws(grid, ratio, cell, refine):
-    x = tokens(grid)
+def test_refinement_keeps_the_laws():
     draw = Draw(1, 0, torch.tensor([3.0, 800.0]))
-    plan = match("bipartite", x, grid, ratio=ratio, sx=cell, sy=cell, draw=draw, refine=refine)
-    plain = match("bipartite", x, grid, ratio=ratio, sx=cell, sy=cell, draw=draw)
-    assert plan.num_groups == plain.num_groups and plan.group.shape == plain.group.shape
-    assert plan.group.min() >= 0 and plan.group.max() < plan.num_groups
-    assert (plan.sizes.sum(1) == plan.group.shape[1]).all()
-    assert refine or (plan.sizes >= 1).all()
-    assert torch.isfinite(plan.unmerge(plan.merge(x))).all()
+    cases = itertools.product([(16, 16), (9, 17), (8, 8), (1, 16)], [(0.3, 2), (0.75, 2), (0.9375, 4), (0.984375, 8)])
+    for grid, (ratio, cell) in cases:
+        x, settings = tokens(grid), {"ratio": ratio, "sx": cell, "sy": cell, "draw": draw}
+        plan, plain = (match("bipartite", x, grid, **settings, refine=steps) for steps in (2, 0))
+        assert plan.num_groups == plain.num_groups and plan.group.shape == plain.group.shape
+        assert plan.group.min() >= 0 and plan.group.max() < plan.num_groups
+        assert (plan.sizes.sum(1) == plan.group.shape[1]).all() and (plain.sizes >= 1).all()
+        assert torch.isfinite(plan.unmerge(plan.merge(x))).all()
 
 
-@pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("ratio, cell", [(0.5, 2), (0.75, 2), (0.9375, 4)])
+@pytest.mark.parametrize("steps, ratio, cell", [(1, 0.5, 2), (3, 0.75, 2), (3, 0.9375, 4)])
 def test_refinement_is_k_means_on_directions_from_the_match(steps, ratio, cell):
     x = tokens((8, 8), channels=3)
     start = match("bipartite", x, (8, 8), ratio=ratio, sx=cell, sy=cell)
@@ -121,7 +142,7 @@ def test_similarity_is_compared_in_float32_even_under_autocast():
     assert torch.equal(plain.group, under.group)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@every_method
 def test_tokens_of_zeros_do_no_harm(name):
     x = tokens((8, 8))
     x[:, ::3] = 0
@@ -143,7 +164,7 @@ def test_a_token_of_zeros_has_similarity_zero_to_every_other():
 @pytest.mark.parametrize(("name", "ratio"), [("cluster", 0.5), ("cluster", 0.8), ("cluster-similarity", 32 / 36)])
 def test_clusters_are_lloyds_algorithm_on_tokens_or_on_their_cosines(name, ratio):
     x = tokens((6, 6), batch=1, channels=3)
-    cosine = torch.nn.functional.cosine_similarity(x[0], x[0].mean(0, keepdim=True), dim=-1)[:, None]
+    cosine = F.cosine_similarity(x[0], x[0].mean(0, keepdim=True), dim=-1)[:, None]
     values, ordered = (x[0], x[0]) if name == "cluster" else (cosine, cosine.sort(0).values)
     count = 36 - int(36 * ratio)
     expected = k_means(values, ordered[[i * 36 // count for i in range(count)]], ITERATIONS)
@@ -151,7 +172,12 @@ def test_clusters_are_lloyds_algorithm_on_tokens_or_on_their_cosines(name, ratio
     assert match(name, x, (6, 6), ratio=ratio).group[0].tolist() == expected
 
 
-@pytest.mark.parametrize("name", METHODS)
+def test_a_cluster_that_loses_its_tokens_keeps_its_centre_and_is_given_one_in_the_end():
+    x = torch.tensor([6.0, 6, 6, 6, 1, 3, 9, 9]).view(1, 8, 1)  # from centres 6, 6, 1 and 9: the second gets none
+    assert match("cluster", x, (1, 8)).group.tolist() == [[0, 0, 0, 0, 2, 1, 3, 3]]
+
+
+@every_method
 def test_equal_inputs_give_equal_maps_and_the_global_generator_is_left_alone(name):
     x = tokens((16, 16))
     before = torch.get_rng_state()
@@ -160,18 +186,16 @@ def test_equal_inputs_give_equal_maps_and_the_global_generator_is_left_alone(nam
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_destinations_depend_on_seed_level_and_time_and_on_nothing_else():
-    device = torch.device("cpu")
-    base = draw_choices(Draw(1, 0, torch.tensor([500.0])), 1024, 4, device)
-    assert torch.equal(base, draw_choices(Draw(1, 0, torch.tensor([500.3], dtype=torch.float64)), 1024, 4, device))
-    for seed, level, time in ((2, 0, 500.0), (1, 1, 500.0), (1, 0, 501.0)):
-        other = draw_choices(Draw(seed, level, torch.tensor([time])), 1024, 4, device)
-        share = (other == base).float().mean()
-        assert 0.18 < share < 0.32  # a quarter by chance
-    both = draw_choices(Draw(1, 0, torch.tensor([500.0, 20.0])), 1024, 4, device)
+def choices(seed, level, *times, count=1024, dtype=torch.float32):
+    return draw_choices(Draw(seed, level, torch.tensor(times, dtype=dtype)), count, 4, torch.device("cpu"))
+
+
+def test_destinations_depend_on_seed_level_and_time_and_are_spread_evenly_over_the_cell():
+    base = choices(1, 0, 500.0)
+    assert torch.equal(base, choices(1, 0, 500.3, dtype=torch.float64))
+    for other in (choices(2, 0, 500.0), choices(1, 1, 500.0), choices(1, 0, 501.0)):
+        assert 0.18 < (other == base).float().mean() < 0.32  # a quarter by chance
+    both = choices(1, 0, 500.0, 20.0)
     assert torch.equal(both[:1], base) and not torch.equal(both[1:], base)
-
-
-def test_destinations_are_spread_evenly_over_the_cell():
-    counts = draw_choices(Draw(3, 0, torch.arange(50.0)), 4096, 4, torch.device("cpu")).flatten().bincount(minlength=4)
+    counts = choices(3, 0, *range(50), count=4096).flatten().bincount(minlength=4)
     assert (counts / counts.sum() - 0.25).abs().max() < 0.005

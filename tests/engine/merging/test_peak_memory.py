@@ -12,8 +12,11 @@ from tomesd.merge import bipartite_soft_matching_random2d
 
 import tome_core
 from benchmarks.sd_block import CHANNELS, HEADS, make_block, make_inputs
-from tests.peak_memory import merge_once, peak_bytes
+from tests.peak_memory import peak_bytes
 from tome_core import PRESETS, MergeConfig
+from tome_core.attention import merged
+from tome_core.merging.grid import Grid
+from tome_core.merging.methods import METHODS, MatchOptions
 
 ROOT = Path(__file__).parents[3]
 
@@ -29,9 +32,11 @@ def test_the_count_sees_what_is_held():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("side", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_no_preset_holds_more_than_the_block_itself(side, dtype):
+def test_no_preset_holds_more_than_the_block_itself(dtype, monkeypatch):
+    """Of 4,096 tokens; pieces are a quarter as large, as if there were 16,384."""
+    side = 64
+    monkeypatch.setattr(merged, "_HELD", merged._HELD // 4)
     block, inputs = make_block("cpu", dtype), make_inputs(side, 1, "cpu", dtype)
     # what outlives the attention: the group of each token, of keys and of queries, what widens one query and value, and
     # the correction of each head
@@ -39,8 +44,8 @@ def test_no_preset_holds_more_than_the_block_itself(side, dtype):
     with torch.inference_mode():
         block(*inputs)  # what libraries allocate once
         vanilla = peak_bytes(lambda: block(*inputs))
-        for settings in (*PRESETS, MergeConfig(ratio=0.5), MergeConfig(ratio=0.75)):
-            for timestep in (900, 100):
+        for settings in (*PRESETS, MergeConfig(ratio=0.5)):
+            for timestep in (900, 100) if settings in PRESETS else (100,):
                 with tome_core.patch(block, settings, host_clock=True) as handle:
                     handle.set_time(timestep=timestep, sampling="a")
                     peak = peak_bytes(lambda: block(*inputs))
@@ -48,6 +53,13 @@ def test_no_preset_holds_more_than_the_block_itself(side, dtype):
                 assert peak <= vanilla + maps, (settings, timestep, peak / vanilla)
 
 
+def merge_once(x: torch.Tensor, side: int) -> None:
+    """A match of half of the tokens, a merge and an unmerge."""
+    plan = METHODS["bipartite"].match(x, Grid(side, side), MatchOptions(0.5, 2, 2))
+    plan.unmerge(plan.merge(x))
+
+
+@pytest.mark.slow
 @torch.inference_mode()
 def test_16384_tokens_need_at_most_a_quarter_of_what_tomesd_needs():
     side = 128
@@ -62,15 +74,29 @@ def test_16384_tokens_need_at_most_a_quarter_of_what_tomesd_needs():
     assert x.nbytes < ours <= theirs / 4
 
 
+# by how much a call raises the most that its process has held: memory that an allocator leaves torn counts too
 ALONE = """
-import torch
-from tests.peak_memory import merge_once, process_peak_mib
+import resource, sys, torch
+from tome_core.merging.grid import Grid
+from tome_core.merging.methods import METHODS, MatchOptions
+
+def merge_once(x, side):
+    plan = METHODS["bipartite"].match(x, Grid(side, side), MatchOptions(0.5, 2, 2))
+    plan.unmerge(plan.merge(x))
+
+def held():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 torch.set_num_threads(1)
 with torch.inference_mode():
     x = torch.randn(2, 256 * 256, 320)
     merge_once(x[:, :256].contiguous(), 16)  # what libraries allocate once
-    print(process_peak_mib(lambda: merge_once(x, 256)))
+    before, ballast = held(), []
+    while held() - before < 1:  # importing peaked higher than the memory in use now: fill up to that mark
+        ballast.append(b"1" * 2**20)
+    before = held()
+    merge_once(x, 256)
+    print(held() - before)
 """
 
 

@@ -10,7 +10,6 @@ import copy
 import multiprocessing
 import pickle
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 
 import tome_core
 from tests import pipelines, transformer_pipelines
-from tests.families import MODELS, Family, every_model, largest_difference
+from tests.families import Family, every_model, largest_difference
 from tests.models import sd15
 from tests.thoroughness import some_quick
 from tests.tiny_transformers import STRONG
@@ -107,26 +106,6 @@ def test_a_fork_merges_as_its_parent_and_what_is_saved_says_nothing_of_it(one: F
         if files is not None:
             assert saved(model, tmp_path / "patched") == files
     assert torch.equal(one.call(model), vanilla)
-
-
-def draw_pickled(name: str, pickled: bytes) -> tuple[bytes, bool]:
-    """In a spawned process: the picture's bytes, and whether the model is patched."""
-    torch.set_num_threads(1)
-    model = pickle.loads(pickled)
-    return bits(MODELS[name].call(model)), tome_core.report(model).patched
-
-
-@pytest.mark.slow
-def test_a_spawned_process_merges_nothing_with_what_it_is_given():
-    """The default of a DataLoader's workers on Windows and macOS."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as spawned:
-        for name, one in MODELS.items():
-            model = one.build()
-            plain = bits(one.call(model))
-            with tome_core.patch(model, EVERYTHING):
-                one.call(model)
-                pickled = pickle.dumps(model)
-            assert spawned.submit(draw_pickled, name, pickled).result() == (plain, False), name
 
 
 # --- pipelines --------------------------------------------------------------------------------------------------------

@@ -235,9 +235,13 @@ def test_a_patch_over_a_patch_is_the_second_alone_and_leaving_a_with_brings_back
 def test_what_was_removed_meanwhile_does_not_come_back_and_patches_in_a_row_do_not_pile_up(one: Family):
     model = one.build()
     plain = one.call(model)
-    with tome_core.patch(model, ratio=0.25) as outer, tome_core.patch(model, ratio=0.75):
-        outer.remove()
-    assert torch.equal(one.call(model), plain)
+    with tome_core.patch(model, ratio=0.25) as outer:
+        with tome_core.patch(model, ratio=0.75):
+            outer.remove()
+        assert torch.equal(one.call(model), plain)
+    with tome_core.patch(model, ratio=0.25):
+        tome_core.patch(model, ratio=0.75)
+    assert torch.equal(one.call(model), plain), "what was put on inside a `with` ends with it"
     with tome_core.patch(model, ratio=0.25), tome_core.patch(model, ratio=0.75):
         tome_core.remove_patch(model)
         assert torch.equal(one.call(model), plain)

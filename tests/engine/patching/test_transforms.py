@@ -110,15 +110,6 @@ def in_pairs(x: torch.Tensor, text: torch.Tensor) -> Iterator[tuple[torch.Tensor
     return zip(x.split(1), text.split(1), strict=True)
 
 
-def gradient(model, x, text):
-    return torch.func.grad(lambda x: loss(model, x, text))(x)
-
-
-def gradient_by_autograd(model, x, text):
-    leaf = x.clone().requires_grad_()
-    return torch.autograd.grad(loss(model, leaf, text), leaf)[0]
-
-
 @torch.no_grad()
 def mapped(model, x, text):
     return torch.vmap(lambda x, text: run(model, x[None], text[None])[0])(x, text)
@@ -144,9 +135,10 @@ def gradients_one_by_one(model, x, text):
 
 
 @configs
-@pytest.mark.parametrize("transform, simple", [
-    (gradient, gradient_by_autograd), (mapped, one_by_one), (gradients_of_samples, gradients_one_by_one),
-], ids=lambda it: it.__name__)  # fmt: skip
+@pytest.mark.parametrize(
+    "transform, simple", [(mapped, one_by_one), (gradients_of_samples, gradients_one_by_one)],
+    ids=lambda it: it.__name__,
+)  # fmt: skip
 def test_a_transform_gives_what_eager_calls_give(config: MergeConfig, transform: Callable, simple: Callable):
     """Those of the merged model or, with a reason, those of the plain one."""
     given = inputs(4, SEVERAL, 8, 8)

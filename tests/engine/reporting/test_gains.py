@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 
-import pytest
-
 from tome_core.reporting.gains import MARGIN, Gain, Gains, nearest
 
 ABOUT = ("UNet 1", "rules", "attention", "2.13", "0.1")
@@ -53,20 +51,14 @@ def test_a_batch_takes_the_measurement_that_is_nearest():
     assert nearest([four], "card", "float16", 64, 96, 1) is four
 
 
-def test_the_latest_measurement_of_a_case_counts(tmp_path):
-    known = kept_in(tmp_path / "gains.json")
+def test_another_process_knows_what_was_measured_and_the_latest_of_a_case_counts(tmp_path):
+    path = tmp_path / "folder" / "gains.json"
+    known = kept_in(path)
+    assert not path.parent.exists(), "nothing is made before there is something to keep"
     for merged in (1.0, 2.0):
         known.remember(of_size(64, merged=merged))
-    for one in (known, kept_in(tmp_path / "gains.json")):
-        assert [gain.merged for gain in one.of(ABOUT)] == [2.0]
-
-
-def test_another_process_knows_what_was_measured(tmp_path):
-    path = tmp_path / "folder" / "gains.json"
-    first = kept_in(path)
-    assert not path.parent.exists(), "nothing is made before there is something to keep"
-    first.remember(GAIN)
-    assert kept_in(path).of(ABOUT) == (GAIN,)
+    for process in (known, kept_in(path)):
+        assert [gain.merged for gain in process.of(ABOUT)] == [2.0]
 
 
 def test_two_processes_that_write_keep_what_the_other_wrote(tmp_path):
@@ -77,23 +69,22 @@ def test_two_processes_that_write_keep_what_the_other_wrote(tmp_path):
     assert {one.height for one in kept_in(path).of(ABOUT)} == {1, 2}
 
 
-@pytest.mark.parametrize(
-    "text", ["{", "[]", "{}", "3", '{"format": 1,\n "gains": []\n}', "\x00\xff",
-             *(json.dumps({**GAIN._asdict(), **wrong}) for wrong in
-               ({"merged": 0.0}, {"merged": float("nan")}, {"unmerged": "1"}, {"model": []}, {"of_tomorrow": 1}))],
-)  # fmt: skip
-def test_a_broken_line_is_told_once_and_costs_nothing_but_itself(tmp_path, caplog, text):
-    path = tmp_path / "gains.json"
-    path.write_text(text, encoding="latin-1")
-    known = Gains()
-    known.remember(of_size(1))
-    with caplog.at_level(logging.WARNING):
-        known.load(path)
-        known.load(path)
-    assert len(caplog.records) == 1 and str(path) in caplog.text
-    assert [one.height for one in known.of(ABOUT)] == [1]
-    known.remember(GAIN)
-    assert kept_in(path).of(ABOUT) == (GAIN,)
+def test_a_broken_line_is_told_once_and_costs_nothing_but_itself(tmp_path, caplog):
+    wrong_facts = ({"merged": 0.0}, {"merged": float("nan")}, {"unmerged": "1"}, {"model": []}, {"of_tomorrow": 1})
+    texts = ["{", "[]", "{}", "3", '{"format": 1,\n "gains": []\n}', "\x00\xff"]
+    for number, text in enumerate([*texts, *(json.dumps({**GAIN._asdict(), **wrong}) for wrong in wrong_facts)]):
+        path = tmp_path / f"gains {number}.json"
+        path.write_text(text, encoding="latin-1")
+        caplog.clear()
+        known = Gains()
+        known.remember(of_size(1))
+        with caplog.at_level(logging.WARNING):
+            known.load(path)
+            known.load(path)
+        assert len(caplog.records) == 1 and str(path) in caplog.text
+        assert [gain.height for gain in known.of(ABOUT)] == [1]
+        known.remember(GAIN)
+        assert kept_in(path).of(ABOUT) == (GAIN,)
 
 
 def test_where_nothing_can_be_written_the_process_knows_it_and_says_so_once(tmp_path, caplog):
@@ -106,3 +97,14 @@ def test_where_nothing_can_be_written_the_process_knows_it_and_says_so_once(tmp_
         known.remember(of_size(1))
     assert "could not be kept" in caplog.text and len(caplog.records) - told <= 2
     assert len(known.of(ABOUT)) == 2
+
+
+def test_a_file_that_is_written_anew_loses_nothing_if_that_fails(tmp_path):
+    path = tmp_path / "gains.json"
+    path.write_text("\n".join([json.dumps(GAIN._asdict())] * 2000))
+    before = path.read_text()
+    (tmp_path / "gains.json.new").mkdir()  # in the way of the new file
+    assert kept_in(path).of(ABOUT) == (GAIN,) and path.read_text() == before
+    (tmp_path / "gains.json.new").rmdir()
+    assert kept_in(path).of(ABOUT) == (GAIN,) and len(path.read_text().splitlines()) < 10
+    assert kept_in(path).of(ABOUT) == (GAIN,)

@@ -20,8 +20,9 @@ FIELD = f'''    gentleness: float = setting(
 '''
 BEFORE = {"MergeRule": "    def __post_init__", "MergeConfig": "    def __init__(self, *, rules"}
 CONFIG = Path("tome_core", "settings", "config.py")
-TABLE = Path("benchmarks", "settings_table.py")
-ASKED = '''
+HELP_PAGE = Path("comfy_nodes", "web", "docs", "ToMeSettings.md")
+LOCALES = [Path("locales", language, "nodeDefs.json") for language in ("en", "zh", "ja")]
+ASKED = """
 import json
 from tome_core import MergeConfig, form, patch, strength
 from comfy_nodes.nodes import ApplyToMe, ToMeSettings
@@ -41,25 +42,7 @@ print(json.dumps({
     "input": list(ToMeSettings.INPUT_TYPES()["optional"].items())[-1],
     "elsewhere": "gentleness" in ApplyToMe.INPUT_TYPES()["optional"],
 }))
-'''
-
-
-@pytest.fixture(scope="module", params=BEFORE)
-def copy(request, tmp_path_factory) -> Path:
-    """The product with one more setting, of a rule or of the whole; what is generated is made anew."""
-    place = tmp_path_factory.mktemp("copy")
-    for name in ("tome_core", "comfy_nodes", "locales"):
-        shutil.copytree(ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
-    (place / "tests").mkdir()
-    shutil.copy(ROOT / "tests" / "nodedefs.py", place / "tests")
-    (place / TABLE).parent.mkdir()
-    shutil.copy(ROOT / TABLE, place / TABLE)
-    text, before = (place / CONFIG).read_text(encoding="utf-8"), BEFORE[request.param]
-    assert text.count(before) == 1
-    field = FIELD % text.count("place=")
-    (place / CONFIG).write_text(text.replace(before, field + before), encoding="utf-8")
-    call(place, "-m", "tests.nodedefs")
-    return place
+"""
 
 
 def call(place: Path, *arguments: str) -> str:
@@ -70,9 +53,21 @@ def call(place: Path, *arguments: str) -> str:
 
 
 @pytest.mark.slow
-def test_it_is_in_the_form_and_in_the_node(copy):
-    found = json.loads(call(copy, "-c", ASKED))
-    assert found == {
+@pytest.mark.parametrize("owner", BEFORE)
+def test_it_is_in_the_form_the_node_and_all_that_is_generated_until_it_is_taken_out_again(owner, tmp_path):
+    """Of a copy of the product with one more setting, of a rule or of the whole; what is generated is made anew."""
+    for name in ("tome_core", "comfy_nodes", "locales"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("tests/nodedefs.py", "benchmarks/settings_table.py"):
+        (tmp_path / file).parent.mkdir()
+        shutil.copy(ROOT / file, tmp_path / file)
+    text = (tmp_path / CONFIG).read_text(encoding="utf-8")
+    assert text.count(BEFORE[owner]) == 1
+    field = FIELD % text.count("place=")
+    (tmp_path / CONFIG).write_text(text.replace(BEFORE[owner], field + BEFORE[owner]), encoding="utf-8")
+    call(tmp_path, "-m", "tests.nodedefs")
+
+    assert json.loads(call(tmp_path, "-c", ASKED)) == {
         "last of the form": "gentleness", "filled": 0.25, "set": [1.0, 0.5, 0.5],
         "refusal": "gentleness=3 is out of range; use a number from 0.0 to 2.0",
         "left out": ["gentleness=3 is out of range; use a number from 0.0 to 2.0"],
@@ -81,23 +76,14 @@ def test_it_is_in_the_form_and_in_the_node(copy):
                                            "round": 0.000001}]],
         "elsewhere": False,
     }  # fmt: skip
-
-
-@pytest.mark.slow
-def test_it_is_in_all_that_is_generated(copy):
-    table = call(copy, "-c", "from benchmarks.settings_table import settings; print(settings())")
+    table = call(tmp_path, "-c", "from benchmarks.settings_table import settings; print(settings())")
     assert f"| `gentleness` | `0.25` | from 0 to 2 | {HELP} |" in table
-    page = (copy / "comfy_nodes" / "web" / "docs" / "ToMeSettings.md").read_text(encoding="utf-8")
+    page = (tmp_path / HELP_PAGE).read_text(encoding="utf-8")
     assert f"| gentleness | {HELP} |" in page and 'behind "Show advanced inputs"' in page
-    for language in ("en", "zh", "ja"):
-        texts = json.loads((copy / "locales" / language / "nodeDefs.json").read_text(encoding="utf-8"))
+    for path in LOCALES:
+        texts = json.loads((tmp_path / path).read_text(encoding="utf-8"))
         assert texts["ToMeSettings"]["inputs"]["gentleness"] == {"name": "gentleness", "tooltip": HELP}
 
-
-@pytest.mark.slow
-def test_nothing_of_it_is_left_where_it_is_taken_out_again(copy):
-    shutil.copy(ROOT / CONFIG, copy / CONFIG)
-    call(copy, "-m", "tests.nodedefs")
-    locales = [f"locales/{one}/nodeDefs.json" for one in ("en", "zh", "ja")]
-    for name in ("comfy_nodes/web/docs/ToMeSettings.md", *locales):
-        assert (copy / name).read_bytes() == (ROOT / name).read_bytes()
+    shutil.copy(ROOT / CONFIG, tmp_path / CONFIG)
+    call(tmp_path, "-m", "tests.nodedefs")
+    assert all((tmp_path / path).read_bytes() == (ROOT / path).read_bytes() for path in (HELP_PAGE, *LOCALES))

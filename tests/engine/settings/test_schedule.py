@@ -1,13 +1,14 @@
-"""Times: the three scales of one noise schedule, and which rule holds when and where."""
+"""Times: the three scales of one noise schedule, which rule holds when and where, and what a scheduler's step means."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 from diffusers import EulerDiscreteScheduler
 
 from tome_core import MergeConfig, MergeRule, NoiseSchedule
 from tome_core.engine.time import Clock
-from tome_core.settings.schedule import STABLE_DIFFUSION, UNKNOWN, Time, choose
+from tome_core.settings.schedule import STABLE_DIFFUSION, UNKNOWN, SchedulerNoise, Time, choose
 
 SD = STABLE_DIFFUSION
 
@@ -43,17 +44,20 @@ def test_a_beta_between_two_timesteps_is_reached_between_them():
     assert SD.timestep_of_beta(beta) == pytest.approx(400.75) and SD.timestep_of_beta(SD.betas[-1]) == 999
 
 
-@pytest.mark.parametrize(("settings", "inside", "outside"), [
-    ({"end_percent": 0.5}, Time(percent=0.5), Time(percent=0.51)),
-    ({"start_percent": 0.2}, Time(percent=0.2), Time(percent=0.19)),
-    ({"min_timestep": 300}, Time(timestep=300), Time(timestep=299)),
-    ({"min_timestep": 300, "end_percent": 0.5}, Time(300, 0.5), Time(300, 0.51)),
-    ({"min_timestep": 300, "end_percent": 0.5}, Time(300, 0.5), Time(299, 0.5)),
-])  # fmt: skip
-def test_limits_hold_up_to_their_ends_and_not_where_the_time_is_unknown(settings, inside, outside):
-    clock = Clock(MergeConfig(**settings), [1])
-    assert clock.limited and clock.at(inside).live
-    assert not clock.at(outside).live and not clock.at(UNKNOWN).live
+# --- rules ------------------------------------------------------------------------------------------------------------
+
+
+def test_limits_hold_up_to_their_ends_and_not_where_the_time_is_unknown():
+    both = {"min_timestep": 300, "end_percent": 0.5}
+    for settings, inside, outside in (
+        ({"end_percent": 0.5}, Time(percent=0.5), Time(percent=0.51)),
+        ({"start_percent": 0.2}, Time(percent=0.2), Time(percent=0.19)),
+        ({"min_timestep": 300}, Time(timestep=300), Time(timestep=299)),
+        (both, Time(300, 0.5), Time(300, 0.51)), (both, Time(300, 0.5), Time(299, 0.5)),
+    ):  # fmt: skip
+        clock = Clock(MergeConfig(**settings), [1])
+        assert clock.limited and clock.at(inside).live
+        assert not clock.at(outside).live and not clock.at(UNKNOWN).live
 
 
 def test_percents_are_of_the_models_own_schedule_and_timesteps_stable_diffusions():
@@ -77,11 +81,56 @@ def test_each_part_of_a_block_has_its_own_first_rule():
     assert rules.attn is always and rules.mlp is early and rules.crossattn is None
 
 
-@pytest.mark.parametrize(("rule", "downsamples", "reached"), [
-    (MergeRule(), (1, 2, 4), [0]), (MergeRule(), (2, 4), [0]),
-    (MergeRule(max_downsample=1), (1, 2, 4), [0]), (MergeRule(max_downsample=1), (2, 4), []),
-    (MergeRule(max_downsample=2), (2, 4), [0]), (MergeRule(max_downsample=8), (1, 2, 4), [0, 1, 2]),
-])  # fmt: skip
-def test_levels_count_what_has_attention_and_max_downsample_counts_from_the_latent(rule, downsamples, reached):
-    chosen = choose((rule,), downsamples)
-    assert [level for level, rules in enumerate(chosen) if rules.attn is rule] == reached
+def test_levels_count_what_has_attention_and_max_downsample_counts_from_the_latent():
+    for rule, downsamples, reached in (
+        (MergeRule(), (1, 2, 4), [0]), (MergeRule(), (2, 4), [0]),
+        (MergeRule(max_downsample=1), (1, 2, 4), [0]), (MergeRule(max_downsample=1), (2, 4), []),
+        (MergeRule(max_downsample=2), (2, 4), [0]), (MergeRule(max_downsample=8), (1, 2, 4), [0, 1, 2]),
+    ):  # fmt: skip
+        chosen = choose((rule,), downsamples)
+        assert [level for level, rules in enumerate(chosen) if rules.attn is rule] == reached
+
+
+# --- a scheduler's steps ----------------------------------------------------------------------------------------------
+
+
+class Doubled(SchedulerNoise):
+    """Means twice what it counts; asked: how often a schedule was read."""
+
+    asked = 0
+
+    def __init__(self):
+        super().__init__(torch.nn.Module())
+
+    def steps_of(self, values):
+        self.asked += 1
+        return [2 * value for value in values]
+
+
+def test_a_timestep_is_looked_up_without_reading_it(monkeypatch):
+    known, steps = Doubled(), torch.arange(900, 100, -100)
+    meanings = known.look(steps[0])
+    assert meanings == [2 * value for value in steps.tolist()]
+    monkeypatch.setattr(torch.Tensor, "__float__", lambda self: pytest.fail("the timestep's value was read"))
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: pytest.fail("the timesteps were read again"))
+    assert [known.look(step) for step in steps] == [meanings[number:] for number in range(len(steps))]
+    assert [known.look(step[None].expand(2))[0] for step in steps[3:]] == meanings[3:]
+
+
+def test_what_is_no_element_of_a_schedule_is_not_looked_up():
+    known, meta = Doubled(), torch.tensor(1.0).to("meta")
+    for step in (torch.tensor(123), torch.full((2,), 123), torch.arange(10_000)[123], 123, meta):
+        assert known.look(step) == [] and not known.asked
+
+
+def test_a_schedule_is_asked_once_whatever_the_order_of_its_steps_and_again_once_it_is_written_into():
+    """In what order, and whether for another picture, is nothing that a schedule tells."""
+    known = Doubled()
+    steps, others = torch.arange(1000, 0, -100), torch.arange(900, 0, -90)
+    for count, order in ((1, [*steps[:4], steps[3], *steps[5:], *steps[:2]]), (2, others)):
+        assert [known.look(step)[0] for step in order] == [2 * step.item() for step in order]
+        assert known.asked == count
+    steps.sub_(50)
+    assert known.look(steps[9]) == [100] and known.asked == 3
+    with torch.inference_mode():
+        assert known.look(torch.tensor([9.0, 8.0])[1]) == [16.0]

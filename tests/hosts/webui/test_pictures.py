@@ -176,8 +176,8 @@ def test_a_job_that_ends_early_leaves_nothing(webui, without):
 
 
 def test_three_pictures_of_both_kinds_say_what_merging_gains_or_nothing_if_they_vary(webui, without):
-    # large enough for a gain that is clear on a busy CPU as well, which slows both kinds alike if they take turns
-    job, off, start = {"width": 448, "height": 448, "steps": 7, "cfg_scale": 1}, [], len(webui.log_text())
+    # they take turns, so that a busy CPU slows both kinds alike
+    job, off, start = {**PAYING, "steps": 7, "cfg_scale": 1}, [], len(webui.log_text())
     for _ in range(3):
         off.append(webui.draw(**job).pixels)
         webui.draw(HALF, **job)
