@@ -198,6 +198,16 @@ def test_strength_switches_at_its_timestep():
     assert works[0] == pytest.approx(share(1 / 64)) and works[1] > 2 * works[0]
 
 
+def test_a_picture_is_one_sampling_whose_matches_are_kept(work):
+    for _ in range(2):
+        work.clear()
+        with VARIANTS["preset-balanced"].put_on(small_model("sd").network, 0):
+            predict(800)
+            matched = len(work)
+            predict(790)
+        assert matched and len(work) == matched
+
+
 def test_representatives_are_the_greedy_choice():
     alike = torch.rand(3, 9, 9, generator=rand(0))
     alike = (alike + alike.transpose(1, 2)) / 2
