@@ -13,7 +13,7 @@ import torch
 from diffusers import DDIMScheduler, EulerDiscreteScheduler
 from torch import nn
 
-from tests import transformer_pipelines
+from tests import transformer_pipelines, webui_doubles
 from tests.models import TEXT, unet
 from tests.webui_doubles import FREE, ON, Webui, custom, merges
 
@@ -49,18 +49,15 @@ class Transformers:
         return x if self.pipe is None else transformer_pipelines.draw(self.pipe, self.call)
 
 
-class Processing:
-    """StableDiffusionProcessingTxt2Img."""
+class Processing(webui_doubles.Processing):
+    """StableDiffusionProcessingTxt2Img: it keeps the pipeline that it began with, and learns its hires size late."""
 
-    width = height = 128
+    size = 16
     hr_upscale_to_x = hr_upscale_to_y = 0
+    sd_model = get_token_merging_ratio = None  # it has no such method
 
-    def __init__(self, webui, args, enable_hr=False, n_iter=1, batch_size=1):
-        self.args, self.enable_hr, self.n_iter, self.batch_size = args, enable_hr, n_iter, batch_size
-        self.is_hr_pass, self.sd_model = False, webui.shared.sd_model
-        self.extra_generation_params = {}
-        self.all_seeds = [7 + n for n in range(n_iter * batch_size)]
-        self.firsts = []
+    def __init__(self, webui, args, **more):
+        super().__init__(webui, args, firsts=[], sd_model=webui.shared.sd_model, **more)
 
     def init_hr(self, scale=None, upscaler=None, force=False):
         self.hr_upscale_to_x = self.hr_upscale_to_y = 192
