@@ -290,7 +290,9 @@ def test_a_function_in_place_of_torchs_is_told_of_sizes_or_torchs_own_is(caller,
 BACKENDS = {"native": BIAS, "_native_math": BIAS, "flex": BIAS, "xformers": BIAS, "flash": OWN_BIAS, "sage": OWN_BIAS}
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[pytest.mark.slow] * (name == "flex")) for name in BACKENDS  # which imports a compiler
+])  # fmt: skip
 def test_backends_of_diffusers_are_tried_as_functions_are(name, monkeypatch):
     """By the dispatcher, whose backend is looked up at each call."""
     packages.put_into_diffusers(monkeypatch, attention_dispatch)
