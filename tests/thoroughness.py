@@ -15,7 +15,6 @@ from collections.abc import Iterable
 import pytest
 
 THOROUGH = os.environ.get("TOME_THOROUGH") == "1"
-GENERATIONS = 500 if THOROUGH else 60
 
 
 def some_quick(values: Iterable, quick: int = 1) -> list:

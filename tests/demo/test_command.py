@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from safetensors.torch import save_file
 import tome_core
 from demo import checkpoint, command, comparison, comparison_sheet, comparison_table, metrics, model, prompt, sampler
 from demo.page import Studio, Wanted
-from demo.source import Embedded
+from demo.source import Embedded, tell_times
 from tests import tiny_pipeline, tiny_scenes
 from tome_core.settings import presets
 
@@ -124,6 +125,16 @@ def test_the_columns_are_a_plain_run_and_what_the_page_draws_and_below_them_what
     with tome_core.patch(source.target, "balanced"):
         without_times = source.picture(source.prompts[0], 5, STEPS, lambda: None)
     assert not np.array_equal(without_times, drawn.merged), "this test does not see whether the steps' times are told"
+
+
+def test_a_merging_model_is_told_the_time_of_every_step():
+    times = []
+    source = SimpleNamespace(timesteps=lambda steps: [900.0, 500.0, 100.0])
+    merging = SimpleNamespace(set_time=lambda timestep, sampling: times.append(timestep))
+    on_step = tell_times(source, 3, merging, lambda: None)
+    for _ in range(3):
+        on_step()
+    assert times == [900.0, 500.0, 100.0]
 
 
 def test_the_readme_shows_the_sheet_of_the_demo_as_it_is():
