@@ -66,10 +66,11 @@ def test_area_prompts_merge_each_crop_on_its_own(comfy):
     assert "768 tokens -> 384; 96 tokens -> 48" in report_of(comfy.good(graph.graph), applied)
 
 
-def test_a_controlnet_and_merging_both_take_effect(comfy):
+@pytest.mark.parametrize("kind", ["TestControl", "TestGligen"])
+def test_what_comes_with_a_prompt_and_merging_both_take_effect(comfy, kind):
     graph = Graph(steps=1)
-    picture = graph.add("TestPicture", width=128, height=128)
-    controlled, applied = graph.add("TestControl", conditioning=graph.positive, image=picture), graph.apply()
+    more = {"image": graph.add("TestPicture", width=128, height=128)} if kind == "TestControl" else {}
+    controlled, applied = graph.add(kind, conditioning=graph.positive, **more), graph.apply()
     graph.sample("merged", applied)
     seen = assert_merged_and_off(comfy, graph, applied, MERGED, positive=controlled)
     assert bytes_of(seen, "merged")[0] not in (bytes_of(seen, "plain")[0], bytes_of(seen, "applied")[0])

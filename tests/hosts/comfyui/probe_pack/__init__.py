@@ -17,6 +17,7 @@ import comfy.sd
 import folder_paths
 import torch
 from aiohttp import web
+from comfy import gligen
 from comfy.cldm.cldm import ControlNet
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from safetensors import safe_open
@@ -324,6 +325,25 @@ class TestControl(Node):
         )
         control.set_cond_hint(image.movedim(-1, 1), 1.0, (0.0, 1.0))
         return ([[text, {**more, "control": control, "control_apply_to_uncond": True}] for text, more in conditioning],)
+
+
+class TestGligen(Node):
+    """GLIGEN of random weights for the model `sd1`: one box, on a prompt."""
+
+    INPUTS = {"conditioning": ("CONDITIONING",)}
+    RETURN_TYPES = ("CONDITIONING",)
+
+    def run(self, conditioning):
+        torch.manual_seed(0)
+        fusers = [gligen.GatedSelfAttentionDense(320, 768, 8, 40) for _ in range(7)]
+        position = gligen.PositionNet(768, 768)
+        model = gligen.Gligen(fusers, position, 768)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.05)
+        device = comfy.model_management.get_torch_device()
+        patcher = comfy.model_patcher.ModelPatcher(model, load_device=device, offload_device=torch.device("cpu"))
+        boxes = ("position", patcher, [(torch.randn(1, 768), 4, 4, 2, 2)])
+        return ([[text, {**more, "gligen": boxes}] for text, more in conditioning],)
 
 
 class TestVAE(Node):
