@@ -178,6 +178,7 @@ def test_a_model_is_known_as_compiled_as_a_whole_and_by_a_block():
     block[0].compile()
     model[1] = torch.compile(model[1])  # as packs do that compile by block
     assert host.is_compiled_whole(model, {}) is False and host.is_compiled_whole(block, {}) is False
+    assert host.is_compiled_whole(torch.compile(model), {}) is False, "and a part of it by itself"
 
 
 def test_a_call_is_begun_in_the_precision_in_which_the_model_computes(monkeypatch):

@@ -114,7 +114,7 @@ def test_every_text_is_there_with_its_numbers_and_hardly_any_is_left_in_english(
         assert not missing or place[-1] != "tooltip" or "inputs" not in place, place
 
 
-@pytest.mark.parametrize("flow", map(workflow, WORKFLOWS), ids=WORKFLOWS)
+@pytest.mark.parametrize("flow", [workflow(name) for name in WORKFLOWS], ids=WORKFLOWS)
 def test_an_example_workflow_fits_the_nodes(flow):
     ours = [node for node in flow["nodes"] if node["type"] in NODE_CLASS_MAPPINGS]
     assert any(node["type"] == "ApplyToMe" for node in ours)

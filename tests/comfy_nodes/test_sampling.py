@@ -92,6 +92,18 @@ def test_calls_inside_a_step_have_its_end():
     assert seen == [9, 8, 8, 7, 7, 7]
 
 
+def test_steps_that_easycache_leaves_out_are_told_of_a_sampler_that_reports_its_steps():
+    leaves_out = {"easycache": types.SimpleNamespace(name="EasyCache", skip_current_step=True)}
+    sampling = HostSampling(KNOWN, torch.ones(4))
+    sampling.note_call({})
+    assert sampling.text == "3 steps"
+    heard = sampling.heard.listening(None)
+    for step, options in enumerate(({}, leaves_out, {})):
+        sampling.note_call(options)
+        heard(step, None, None, 3)
+    assert sampling.text == "3 steps, 2 of them computed"
+
+
 @pytest.mark.parametrize(
     ("load", "guider", "first"), [(least_checkpoint, Guider, 999), (transformer, FlowGuider, 1000)]
 )

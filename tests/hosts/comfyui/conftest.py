@@ -25,9 +25,9 @@ def checkout() -> Path:
 def base(checkout, tmp_path_factory) -> Iterator[Path]:
     """A ComfyUI base directory of our own."""
     folder = tmp_path_factory.mktemp("comfyui")
-    make_base(checkout, folder, "tome-core.v1")
+    make_base(checkout, folder)
     yield folder
-    shutil.rmtree(folder / "models")  # half a gigabyte, and pytest keeps the folders of three runs
+    shutil.rmtree(folder / "models")  # a gigabyte, and pytest keeps the folders of three runs
 
 
 @pytest.fixture(scope="session")

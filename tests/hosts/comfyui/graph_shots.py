@@ -45,7 +45,7 @@ def main() -> None:
     checkout = Path(os.environ["COMFYUI_DIR"])
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
         base = Path(folder)
-        make_base(checkout, base, "tome_core")
+        make_base(checkout, base)
         run_script(checkout, "make_checkpoints.py", base / "models" / "checkpoints")
         browser = driver.chromium.launch(executable_path=chromium, headless=True, args=["--no-sandbox"])
         with serve(checkout, base) as comfy:

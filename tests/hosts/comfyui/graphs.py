@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import itertools
-import struct
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 SD1 = (768, 0)
 TEXTS = {  # widths of a prompt's tokens, and of the prompt as a whole
     "sd1": SD1, "sd1_inpainting": SD1, "sd1_wide": SD1, "sd1_growing": SD1, "sd2": (1024, 0), "sdxl": (2048, 1280),
-    "flux": (64, 768), "sd3": (4096, 2048), "wan": (4096, 0), "krea2": (64, 0),
+    "flux": (64, 768), "sd3": (4096, 2048), "wan": (4096, 0), "chroma": (64, 768), "hunyuan_video": (64, 768),
+    "hidream": (64, 64),
 }  # fmt: skip
-
+PICTURE, FILM = "16,64,64", "16,4,32,32"
+TRANSFORMERS = {  # shapes of their latents
+    "flux": PICTURE, "sd3": PICTURE, "wan": "16,8,32,32", "flux2": "128,32,32", "chroma": PICTURE,
+    "qwen_image": "16,1,64,64", "hunyuan_video": FILM, "ltxv": "128,4,16,16", "cosmos_predict2": FILM,
+    "lumina2": PICTURE, "z_image": "16,60,60", "krea2": "16,1,64,64", "hidream": PICTURE,
+}  # fmt: skip
 SEEDS = itertools.count(1000)
 
 
 class Graph:
     """Collects nodes; `add` gives the node's first output. `graph` is what is posted.
 
-    Each has a noise seed of its own, because ComfyUI would not sample again what it finds in its cache.
+    Each has a noise seed of its own, because ComfyUI would not sample again what it finds in its cache. Transformers
+    are loaded by the configuration in their files, have a latent of their own size, and are sampled without guidance.
     """
 
     def __init__(
@@ -27,13 +35,18 @@ class Graph:
         dtype: str = "default",
     ) -> None:  # fmt: skip
         self.graph: dict[str, dict] = {}
-        self.steps = steps
-        self.seed = next(SEEDS)
-        self.model = self.add("UNETLoader", unet_name=f"{model}.safetensors", weight_dtype=dtype)
-        width, pooled = TEXTS[model]
-        self.positive = self.add("TestText", width=width, pooled=pooled, seed=1)
-        self.negative = self.add("TestText", width=width, pooled=pooled, seed=2)
-        self.latent = self.add("EmptyLatentImage", width=size[0], height=size[1], batch_size=batch)
+        self.steps, self.seed = steps, next(SEEDS)
+        width, pooled = TEXTS.get(model, (64, 0))
+        texts = {"width": width, "pooled": pooled, "model": model}
+        if model in TRANSFORMERS:
+            self.cfg = 1.0
+            self.model = self.add("TestLoad", name=f"{model}.safetensors", dtype=dtype)
+            self.latent = self.add("TestLatent", shape=TRANSFORMERS[model])
+        else:
+            self.cfg = 7.0
+            self.model = self.add("UNETLoader", unet_name=f"{model}.safetensors", weight_dtype=dtype)
+            self.latent = self.add("EmptyLatentImage", width=size[0], height=size[1], batch_size=batch)
+        self.positive, self.negative = (self.add("TestText", **texts, seed=seed) for seed in (1, 2))
 
     def add(self, kind: str, **inputs: Any) -> list:
         """A node of this class; inputs are values, or what `add` gave."""
@@ -44,19 +57,22 @@ class Graph:
     def apply(self, model: list | None = None, **values: Any) -> list:
         """ApplyToMe with these settings from a ToMeSettings; `start` and `end` are its own."""
         times = {name: values.pop(name) for name in ("start", "end") if name in values}
-        settings = self.add("ToMeSettings", **values)
-        return self.add("ApplyToMe", model=model or self.model, settings=settings, **times)
+        return self.strength(model, settings=self.add("ToMeSettings", **values), **times)
 
     def strength(self, model: list | None = None, **values: Any) -> list:
         """ApplyToMe alone, with these inputs beside the model."""
         return self.add("ApplyToMe", model=model or self.model, **values)
 
+    def removed(self, model: list) -> list:
+        """Without our merging."""
+        return self.add("RemoveToMe", model=model)
+
     def sample(self, name: str, model: list | None = None, **changes: Any) -> list:
         """A KSampler whose result is kept under a name."""
         inputs = {
             "model": model or self.model, "positive": self.positive, "negative": self.negative,
-            "latent_image": self.latent, "seed": self.seed, "steps": self.steps, "cfg": 7.0, "sampler_name": "euler",
-            "scheduler": "normal", "denoise": 1.0,
+            "latent_image": self.latent, "seed": self.seed, "steps": self.steps, "cfg": self.cfg,
+            "sampler_name": "euler", "scheduler": "normal", "denoise": 1.0,
         }  # fmt: skip
         latent = self.add("KSampler", **{**inputs, **changes})
         self.add("TestKeep", latent=latent, name=name)
@@ -67,27 +83,9 @@ class Graph:
         for name, model in models.items():
             self.sample(name, model, **changes)
 
-    def grey_image(self) -> list:
-        """Of 128 pixels a side."""
-        return self.add("EmptyImage", width=128, height=128, batch_size=1, color=8421504)
-
     def probe(self, model: list, name: str, fail_at: int = 0, sleep: float = 0.0) -> list:
         """A model whose calls are noted under a name; see the probe pack."""
         return self.add("TestProbe", model=model, name=name, fail_at=fail_at, sleep=sleep)
-
-    def removed(self, model: list) -> list:
-        """Without our merging."""
-        return self.add("RemoveToMe", model=model)
-
-
-def of_transformer(kind: str, dtype: str = "default") -> Graph:
-    """A graph whose model is a tiny transformer, of a picture of 512 px or a small film; it is sampled unguided."""
-    graph = Graph(kind, (512, 512), dtype=dtype)
-    if kind == "krea2":
-        graph.model = graph.add("TestLoad", name="krea2.safetensors")
-    if kind == "wan":
-        graph.latent = graph.add("EmptyHunyuanLatentVideo", width=256, height=256, length=13, batch_size=1)
-    return graph
 
 
 def bytes_of(seen: dict, name: str) -> list[str]:
@@ -95,10 +93,11 @@ def bytes_of(seen: dict, name: str) -> list[str]:
     return seen["latents"][name]["bytes"]
 
 
-def numbers_of(seen: dict, name: str) -> tuple[float, ...]:
-    """Image 0 of a latent."""
-    raw = bytes.fromhex(bytes_of(seen, name)[0])
-    return struct.unpack(f"{len(raw) // 4}f", raw)
+def distance(seen: dict, name: str, plain: str) -> float:
+    """The difference of a latent from another one, as a share of that."""
+    ours, theirs = (torch.frombuffer(bytearray.fromhex(bytes_of(seen, one)[0]), dtype=torch.float32)
+                    for one in (name, plain))  # fmt: skip
+    return ((ours - theirs).norm() / theirs.norm()).item()
 
 
 def reports_of(seen: dict, node: list) -> list[str]:
@@ -124,6 +123,5 @@ def assert_merged_and_off(
     seen = comfy.good(graph.graph)
     assert bytes_of(seen, "plain") == bytes_of(seen, "removed") != bytes_of(seen, "applied")
     for report in reports_of(seen, applied):
-        print(report)
-        assert all(one in report for one in said)
+        assert all(one in report for one in said), report
     return seen

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import torch
 
@@ -35,39 +35,31 @@ attention = importlib.import_module("comfy.ldm.modules.attention")
 slot, way_of = importlib.import_module("comfy_nodes.slot"), load("comfy_ways").way_of
 
 
-def short_of_memory(size: int) -> None:
-    """From now on memory is said to be as short as this."""
-
-    def get_free_memory(dev=None, torch_free_too=False):
-        return (size, size) if torch_free_too else size
-
-    attention.model_management.get_free_memory = get_free_memory
-
-
 def main() -> None:
     """All of them, in every precision, and those that cut their work if memory is short."""
-    found = {}
+    ways = {}
     for name in FUNCTIONS:
         function = getattr(attention, f"attention_{name}")
-        chosen = slot.Through(attention_override(function), attention.attention_pytorch)
+        chosen = slot.Through(override_of(function), attention.attention_pytorch)
         for dtype in DTYPES:
-            found[f"{name} {dtype}"] = way_of(function, dtype)
-            found[f"{name} {dtype} raised"] = way_of(function, dtype, attn_precision=torch.float32)
-            found[f"{name} {dtype} chosen by a node"] = way_of(chosen, dtype)
+            ways[f"{name} {dtype}"] = way_of(function, dtype)
+            ways[f"{name} {dtype} raised"] = way_of(function, dtype, attn_precision=torch.float32)
+            ways[f"{name} {dtype} chosen by a node"] = way_of(chosen, dtype)
     passing = slot.Through(lambda function, *args, **kwargs: function(*args, **kwargs), attention.attention_pytorch)
-    found["pytorch behind a node"] = way_of(passing)
+    ways["pytorch behind a node"] = way_of(passing)
     for name, size in (("split", 10_000), ("sub_quad", 5_000)):
-        short_of_memory(size)
-        found[f"{name} short of memory"] = way_of(getattr(attention, f"attention_{name}"))
-    print(json.dumps(found))
+        free = [size, (size, size)]
+        attention.model_management.get_free_memory = lambda dev=None, torch_free_too=False, of=free: of[torch_free_too]
+        ways[f"{name} short of memory"] = way_of(getattr(attention, f"attention_{name}"))
+    print(json.dumps(ways))
 
 
-def attention_override(function):
+def override_of(function):
     """What ComfyUI's own node for choosing a function puts into the slot."""
     patcher = importlib.import_module("comfy.model_patcher").ModelPatcher
-    made = type("Options", (), {"model_options": {"transformer_options": {}}})()
-    patcher.set_model_optimized_attention(made, function)
-    return made.model_options["transformer_options"][slot.SLOT]
+    options = SimpleNamespace(model_options={"transformer_options": {}})
+    patcher.set_model_optimized_attention(options, function)
+    return options.model_options["transformer_options"][slot.SLOT]
 
 
 if __name__ == "__main__":

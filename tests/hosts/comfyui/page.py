@@ -20,18 +20,9 @@ NODES = """
 () => app.graph.nodes.map((node) => ({
   id: node.id, type: node.type, box: [...node.pos, ...node.size],
   values: Object.fromEntries((node.widgets ?? []).map((one) => [one.name, one.value])),
-  shown: Object.fromEntries((node.widgets ?? []).map((one) => [one.name, one._displayValue])),
 }))
 """
 DRAWN = "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))"
-# of the left end of a widget on the canvas, in pixels of the page
-PLACE = """
-(name) => {
-  const node = app.graph.nodes.find((one) => one.type === "ApplyToMe"), { scale, offset } = app.canvas.ds;
-  const x = 20, y = node.widgets.find((one) => one.name === name).y + 10;
-  return [(node.pos[0] + x + offset[0]) * scale, (node.pos[1] + y + offset[1]) * scale];
-}
-"""
 TITLE = 30  # pixels, above a node's box
 
 
@@ -41,18 +32,18 @@ class GraphPage:
     def __init__(self, browser: Any, comfy: Any, size: tuple[int, int] = (1600, 1000), vue: bool = False) -> None:
         for name, value in (("TutorialCompleted", True), ("VueNodes.Enabled", vue), ("Minimap.Visible", False)):
             comfy.ask(f"/settings/Comfy.{name}", value)
-        self.vue = vue
         self.page = browser.new_page(viewport={"width": size[0], "height": size[1]})
         self.page.set_default_timeout(10 * MINUTE)
         self.page.goto(comfy.url, wait_until="domcontentloaded")
         self.page.wait_for_function(READY)
 
     def open(self, workflow: dict) -> None:
-        """As from a file; once more where the graph that a page begins with came late and took its place."""
-        kinds = sorted(node["type"] for node in workflow["nodes"])
-        while sorted(node["type"] for node in self.nodes()) != kinds:
+        """As from a file; once more if the graph that a page begins with came late and took its place."""
+        kinds, shown = sorted(node["type"] for node in workflow["nodes"]), None
+        while shown != kinds:
             self.page.evaluate("async (flow) => { await app.loadGraphData(flow, true, true, 'test'); }", workflow)
             self._wait_for_stillness()
+            shown = sorted(node["type"] for node in self.nodes())
 
     def queue(self) -> None:
         """Run the graph. AssertionError with what ComfyUI says where that fails."""
@@ -79,25 +70,6 @@ class GraphPage:
         self.page.evaluate(f"() => {{ const {{ ds }} = app.canvas; ds.scale = 1; ds.offset = [{-left}, {-top}];"
                            "app.canvas.setDirty(true, true); }")  # fmt: skip
         self.page.wait_for_timeout(2000)
-
-    # --- what hands do to the widgets of the only ApplyToMe
-
-    def less(self, name: str) -> None:
-        """The arrow to the left, or minus."""
-        if self.vue:
-            self._field(name).get_by_test_id("decrement").click()
-        else:
-            self.page.mouse.click(*self.page.evaluate(PLACE, name))
-        self.page.wait_for_timeout(500)
-
-    def text_of(self, name: str) -> str:
-        """A number as it is drawn."""
-        if self.vue:
-            return self._field(name).locator("input").input_value()
-        return self.nodes("ApplyToMe")[0]["shown"][name]
-
-    def _field(self, name: str) -> Any:
-        return self.page.locator(f'[data-node-id="{self.nodes("ApplyToMe")[0]["id"]}"] [aria-label="{name}" i]').first
 
     def close(self) -> None:
         self.page.close()

@@ -25,8 +25,7 @@ class Comfy:
     """The server; `graph` in ComfyUI's API format everywhere."""
 
     def __init__(self, port: int, log: Path) -> None:
-        self.url = f"http://127.0.0.1:{port}"
-        self.log = log
+        self.url, self.log = f"http://127.0.0.1:{port}", log
 
     def ask(self, path: str, body: Any = None) -> Any:
         """The answer to a GET, or with a body to a POST."""
@@ -40,7 +39,7 @@ class Comfy:
             return text
 
     def queue(self, graph: dict) -> str:
-        """Post a graph; AssertionError with ComfyUI's reason where it refuses."""
+        """Post a graph; AssertionError with ComfyUI's reason if it refuses."""
         try:
             return self.ask("/prompt", {"prompt": graph})["prompt_id"]
         except urllib.error.HTTPError as error:
@@ -53,24 +52,21 @@ class Comfy:
         return history[prompt]
 
     def run(self, graph: dict) -> dict:
-        """Clear what was seen, run the graph, and give what was seen."""
+        """Clear what was seen, run the graph, and give what was seen and its history."""
         self.ask("/tome_test/clear")
         history = self.wait(self.queue(graph))
-        state = self.state()
-        state["status"] = history["status"]["status_str"]
-        state["errors"] = [one[1] for one in history["status"]["messages"] if one[0] == "execution_error"]
-        return state
+        return {**self.state(), "history": history}
 
     def good(self, graph: dict) -> dict:
         """`run`, for a graph that has to succeed and to leave the models as they were."""
         seen = self.run(graph)
-        assert seen["status"] == "success", seen["errors"]
+        assert seen["history"]["status"]["status_str"] == "success", seen["history"]["status"]["messages"]
         assert seen["patched"] == 0
         assert all(latent["finite"] for latent in seen["latents"].values())
         return seen
 
     def forget(self) -> None:
-        """Make the server drop its models and cached results; AssertionError where something keeps them."""
+        """Make the server drop its models and cached results; AssertionError if something keeps them."""
         self.ask("/free", {"unload_models": True, "free_memory": True})
         end = time.monotonic() + 600  # its worker frees when it comes to it, on a machine that may be busy
         while self.state()["unets"]:
@@ -95,48 +91,33 @@ def host_python() -> str:
 
 
 def run_script(checkout: Path, script: str, *arguments: object) -> str:
-    """What ComfyUI's Python says that runs one of the scripts beside this file; AssertionError where it fails."""
+    """What ComfyUI's Python prints that runs one of the scripts beside this file; AssertionError if it fails."""
     command = [host_python(), str(HERE / script), *map(str, arguments)]
     done = subprocess.run(command, cwd=checkout, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
-def make_transformers(checkout: Path, base: Path) -> Path:
-    """Tiny transformers among a base's models, made once; the folder."""
-    models = base / "models" / "diffusion_models"
-    if not (models / "flux.safetensors").exists():
-        run_script(checkout, "make_transformers.py", models)
-    return models
-
-
-def make_base_beside(checkout: Path, base: Path, folder: Path, packs: dict[str, Path]) -> None:
-    """Fill a folder as `make_base` does, with another base's models, and packs by their names."""
-    (folder / "models").symlink_to(base / "models", target_is_directory=True)
-    make_base(checkout, folder, "tome-core.v1")
-    for name, pack in packs.items():
-        (folder / "custom_nodes" / name).symlink_to(pack.resolve(), target_is_directory=True)
-
-
-def make_base(checkout: Path, base: Path, pack_name: str) -> None:
-    """Fill a folder with models, our pack under this name, and the probe pack."""
+def make_base(checkout: Path, folder: Path, models: Path | None = None, packs: dict[str, Path] | None = None) -> None:
+    """Fill a folder with models, our pack, the probe pack and others, by their names. models: of another base."""
     for name in ("custom_nodes", "input", "output", "temp", "user"):
-        (base / name).mkdir(parents=True, exist_ok=True)
-    shutil.copytree(HERE / "probe_pack", base / "custom_nodes" / "probe_pack", dirs_exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        (base / "custom_nodes" / pack_name).symlink_to(ROOT, target_is_directory=True)
-    models = base / "models" / "diffusion_models"
-    if not models.exists():
-        run_script(checkout, "make_models.py", models)
+        (folder / name).mkdir()
+    shutil.copytree(HERE / "probe_pack", folder / "custom_nodes" / "probe_pack")
+    for name, pack in {"tome-core.v1": ROOT, **(packs or {})}.items():
+        (folder / "custom_nodes" / name).symlink_to(pack.resolve(), target_is_directory=True)
+    if models is None:
+        run_script(checkout, "make_models.py", folder / "models" / "diffusion_models")
+    else:
+        (folder / "models").symlink_to(models, target_is_directory=True)
 
 
 @contextlib.contextmanager
-def serve(checkout: Path, base: Path, *options: str) -> Iterator[Comfy]:
+def serve(checkout: Path, base: Path, attention: str = "pytorch") -> Iterator[Comfy]:
     """Start the checkout's server on a folder, wait until it answers, and stop it at the end."""
     port = free_port()
     command = [
         host_python(), "main.py", "--cpu", "--listen", "127.0.0.1", "--port", str(port), "--disable-auto-launch",
-        "--disable-api-nodes", "--use-pytorch-cross-attention", "--base-directory", str(base), *options,
+        "--disable-api-nodes", f"--use-{attention}-cross-attention", "--base-directory", str(base),
     ]  # fmt: skip
     comfy = Comfy(port, base / "server.log")
     with running(command, comfy.log, comfy.answers, cwd=checkout, env=environment()):

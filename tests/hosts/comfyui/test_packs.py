@@ -8,7 +8,7 @@ import re
 import pytest
 
 from tests.hosts.comfyui.graphs import Graph, assert_merged_and_off, bytes_of, reports_of
-from tests.hosts.comfyui.running import make_base_beside, run_script, serve
+from tests.hosts.comfyui.running import make_base, run_script, serve
 
 LEFT_OUT = "of attention left out"
 
@@ -25,11 +25,11 @@ def beside(checkout, base, tmp_path_factory):
     def server(name):
         if name not in running:
             place = checkout / "custom_nodes"
-            found = [one for one in place.iterdir() if spelled(one.name) == spelled(name)]
-            if not found:
+            packs = [folder for folder in place.iterdir() if spelled(folder.name) == spelled(name)]
+            if not packs:
                 pytest.skip(f"looked for the pack {name} in {place}")
             folder = tmp_path_factory.mktemp("pack")
-            make_base_beside(checkout, base, folder, {name: found[0]})
+            make_base(checkout, folder, base / "models", {name: packs[0]})
             running[name] = servers.enter_context(serve(checkout, folder))
         return running[name]
 
@@ -37,26 +37,22 @@ def beside(checkout, base, tmp_path_factory):
         yield server
 
 
-@pytest.mark.parametrize("method", ["MultiDiffusion", "Mixture of Diffusers", "SpotDiffusion"])
-@pytest.mark.parametrize(("size", "batch"), [((160, 128), 1), ((168, 136), 2), ((224, 96), 1)])
+@pytest.mark.parametrize(("method", "size", "batch"), [
+    ("MultiDiffusion", (160, 128), 1), ("Mixture of Diffusers", (168, 136), 2), ("SpotDiffusion", (224, 96), 1),
+])  # fmt: skip
 def test_tiled_diffusion(beside, method, size, batch):
     """Three tiles in the last: a call of two, and a call of one."""
-    comfy = beside("ComfyUI-TiledDiffusion")
     graph = Graph(size=size, batch=batch, steps=1)
     applied = graph.apply()
     tiles = {"method": method, "tile_width": 96, "tile_height": 96, "tile_overlap": 32, "tile_batch_size": 2}
-    seen = assert_merged_and_off(
-        comfy, graph, applied, LEFT_OUT, behind=lambda model: graph.add("TiledDiffusion", model=model, **tiles)
-    )
+    seen = assert_merged_and_off(beside("ComfyUI-TiledDiffusion"), graph, applied, LEFT_OUT,
+                                 behind=lambda model: graph.add("TiledDiffusion", model=model, **tiles))  # fmt: skip
     assert any("144 tokens -> 72, " in report for report in reports_of(seen, applied))
 
 
-@pytest.mark.parametrize(
-    ("uniform", "together", "tokens"), [(True, 1, {"196 "}), (True, 2, {"196 "}), (False, 1, {"196 ", "182 ", "77 "})]
-)
+@pytest.mark.parametrize(("uniform", "together", "tokens"), [(True, 2, {"196 "}), (False, 1, {"196 ", "182 ", "77 "})])
 def test_ultimate_sd_upscale(beside, uniform, together, tokens):
     """together: tiles in a call. Without uniform tiles there are many sizes, and seams have sizes of their own."""
-    comfy = beside("ComfyUI_UltimateSDUpscale")
     graph = Graph()
     applied = graph.apply()
     picture = graph.add("TestPicture", width=160 if uniform else 168, height=128 if uniform else 136)
@@ -71,27 +67,23 @@ def test_ultimate_sd_upscale(beside, uniform, together, tokens):
     for name, model in (("plain", graph.model), ("applied", applied), ("removed", graph.removed(applied))):
         image = graph.add("UltimateSDUpscaleNoUpscale", model=model, **values)
         graph.add("TestKeepImage", image=image, name=name)
-    seen = comfy.good(graph.graph)
+    seen = beside("ComfyUI_UltimateSDUpscale").good(graph.graph)
     assert bytes_of(seen, "plain") == bytes_of(seen, "removed") != bytes_of(seen, "applied")
     reports = reports_of(seen, applied)
     assert reports and all(LEFT_OUT in report for report in reports)
     assert all(f": {number}tokens" in "\n".join(reports) for number in tokens)
 
 
-@pytest.mark.parametrize(("size", "batch"), [((128, 128), 1), ((136, 88), 3)])
-def test_ipadapter_with_a_mask(beside, size, batch):
-    comfy = beside("ComfyUI_IPAdapter_plus")
-    graph = Graph(size=size, batch=batch, steps=1)
-    applied = graph.apply()
+def test_ipadapter_with_a_mask(beside):
+    graph = Graph(size=(136, 88), batch=3, steps=1)
     random = graph.add("TestIPAdapter")
     values = {
         "ipadapter": random, "pos_embed": [random[0], 1], "neg_embed": [random[0], 2], "weight": 1.0,
         "weight_type": "linear", "start_at": 0.0, "end_at": 1.0, "embeds_scaling": "V only",
         "attn_mask": graph.add("SolidMask", value=0.5, width=64, height=64),
     }  # fmt: skip
-    assert_merged_and_off(
-        comfy, graph, applied, LEFT_OUT, behind=lambda model: graph.add("IPAdapterEmbeds", model=model, **values)
-    )
+    assert_merged_and_off(beside("ComfyUI_IPAdapter_plus"), graph, graph.apply(), LEFT_OUT,
+                          behind=lambda model: graph.add("IPAdapterEmbeds", model=model, **values))  # fmt: skip
 
 
 def test_animatediff_animates_and_the_pictures_tokens_merge(beside, checkout, base):

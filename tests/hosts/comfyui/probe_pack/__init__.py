@@ -19,12 +19,11 @@ import torch
 from aiohttp import web
 from comfy import gligen
 from comfy.cldm.cldm import ControlNet
-from comfy.ldm.modules.attention import optimized_attention
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from safetensors import safe_open
 from server import PromptServer
 
-SEEN = {"texts": [], "calls": [], "latents": {}, "swaps": []}
+SEEN = {"texts": [], "calls": [], "latents": {}, "swaps": [], "slot": []}
 
 
 def patched(unet):
@@ -70,15 +69,33 @@ class Node:
 
 
 class TestText(Node):
-    """A prompt of random numbers; pooled: its summary's width, 0 for none."""
+    """A prompt of random numbers; pooled: its summary's width, 0 for none. model: which may want more than that."""
 
-    INPUTS = {"width": ("INT", {"max": 4096}), "pooled": ("INT", {"max": 4096}), "seed": ("INT", {})}
+    INPUTS = {
+        "width": ("INT", {"max": 4096}), "pooled": ("INT", {"max": 4096}), "seed": ("INT", {}), "model": ("STRING", {}),
+    }  # fmt: skip
     RETURN_TYPES = ("CONDITIONING",)
 
-    def run(self, width, pooled, seed):
+    def run(self, width, pooled, seed, model):
         generator = torch.Generator().manual_seed(seed)
-        more = {"pooled_output": torch.randn(1, pooled, generator=generator)} if pooled else {}
-        return ([[torch.randn(1, 77, width, generator=generator), more]],)
+        text, more = torch.randn(1, 77, width, generator=generator), {}
+        if pooled:
+            more["pooled_output"] = torch.randn(1, pooled, generator=generator)
+        if model == "ltxv":
+            more["attention_mask"] = torch.ones(1, 77, dtype=torch.long)
+        if model == "hidream":
+            more["conditioning_llama3"] = torch.randn(1, 3, 20, 64, generator=generator)
+        return ([[text, more]],)
+
+
+class TestLatent(Node):
+    """An empty latent of a shape like "16,64,64"."""
+
+    INPUTS = {"shape": ("STRING", {})}
+    RETURN_TYPES = ("LATENT",)
+
+    def run(self, shape):
+        return ({"samples": torch.zeros(1, *map(int, shape.split(",")))},)
 
 
 class TestProbe(Node):
@@ -123,6 +140,8 @@ class TestKeep(Node):
 
 
 class TestKeepImage(TestKeep):
+    """And a picture's."""
+
     INPUTS = {"image": ("IMAGE",), "name": ("STRING", {})}
 
     def run(self, image, name):
@@ -143,64 +162,82 @@ class TestEncode(Node):
 
 
 class TestCompile(Node):
-    """TorchCompileModel with the back end that needs no compiler."""
+    """TorchCompileModel with any back end; eager needs no compiler."""
 
-    INPUTS = {"model": ("MODEL",)}
+    INPUTS = {"model": ("MODEL",), "backend": (["eager", "inductor"],)}
 
-    def run(self, model):
+    def run(self, model, backend):
         from comfy_api.torch_helpers import set_torch_compile_wrapper
 
         model = model.clone()
         skip = {"guard_filter_fn": lambda guards: ["transformer_options" not in guard.name for guard in guards]}
-        set_torch_compile_wrapper(model=model, backend="eager", options=skip)
+        set_torch_compile_wrapper(model=model, backend=backend, options=skip)
+        return (model,)
+
+
+class TestSlot(Node):
+    """Another node's attention: it adds masks, drops them, or does more. Notes of each call whether keys were fewer."""
+
+    INPUTS = {"model": ("MODEL",), "does": (["add", "drop", "more"],)}
+
+    def run(self, model, does):
+        def attend(function, q, k, v, heads, mask=None, **kwargs):
+            SEEN["slot"].append(k.shape[-2] < q.shape[-2] and mask is not None)
+            out = function(q, k, v, heads, mask=None if does == "drop" else mask, **kwargs)
+            return out * 2 if does == "more" else out
+
+        model = model.clone()
+        model.model_options["transformer_options"]["optimized_attention_override"] = attend
         return (model,)
 
 
 class TestLora(Node):
     """A weight patch on every projection to queries, as a LoRA makes it."""
 
-    INPUTS = {"model": ("MODEL",), "strength": ("FLOAT", {})}
+    INPUTS = {"model": ("MODEL",)}
     ENDS = ("to_q.weight", "qkv.weight", "self_attn.q.weight")
 
-    def run(self, model, strength):
+    def run(self, model):
         model = model.clone()
         keys = [key for key in model.model.state_dict() if key.endswith(self.ENDS)]
         weights = {key: (torch.ones_like(model.model.state_dict()[key], device="cpu").float() * 0.01,) for key in keys}
-        assert len(model.add_patches(weights, strength)) == len(keys) > 0
+        assert len(model.add_patches(weights, 1.0)) == len(keys) > 0
         return (model,)
 
 
+def with_swapper(model, key, begin, end=lambda patcher: None):
+    """A clone whose samplings ``begin(patcher)`` before the first step, and ``end(patcher)``."""
+    guiders = []
+
+    def outer(executor, *args, **kwargs):
+        guiders.append(executor.class_obj)
+        try:
+            return executor(*args, **kwargs)
+        finally:
+            end(guiders.pop().model_patcher)
+
+    def steps(executor, *args, **kwargs):
+        begin(guiders[-1].model_patcher)
+        return executor(*args, **kwargs)
+
+    model = model.clone()
+    model.add_wrapper_with_key("outer_sample", key, outer)
+    model.add_wrapper_with_key("sampler_sample", key, steps)
+    return (model,)
+
+
 class TestInPart(Node):
-    """From the first step of a sampling this share of the model is where models wait, as where memory is short."""
+    """From the first step of a sampling this share of the model is where models wait, as if memory were short."""
 
     INPUTS = {"model": ("MODEL",), "share": ("FLOAT", {"max": 1.0})}
 
     def run(self, model, share):
-        guiders = []
-
-        def outer(executor, *args, **kwargs):
-            guiders.append(executor.class_obj)
-            try:
-                return executor(*args, **kwargs)
-            finally:
-                guiders.pop()
-
-        def steps(executor, *args, **kwargs):
-            patcher = guiders[-1].model_patcher
+        def begin(patcher):
             freed = patcher.partially_unload(patcher.offload_device, share * patcher.model_size())
             waiting = sum(bool(getattr(one, "weight_function", ())) for one in patcher.model.modules())
             SEEN["swaps"].append([freed / patcher.model_size(), waiting])
-            return executor(*args, **kwargs)
 
-        return (with_wrappers(model, "in part", outer, steps),)
-
-
-def with_wrappers(model, key, outer, steps):
-    """A clone with a wrapper around its samplings, and one around their steps."""
-    model = model.clone()
-    model.add_wrapper_with_key("outer_sample", key, outer)
-    model.add_wrapper_with_key("sampler_sample", key, steps)
-    return model
+        return with_swapper(model, "in part", begin)
 
 
 class Away:
@@ -211,7 +248,7 @@ class Away:
         layers = (one for one in unet.modules() if isinstance(one, (torch.nn.Linear, torch.nn.Conv2d)))
         self.parts = list({"blocks": blocks, "layers": layers}[of])
 
-    def begin(self):
+    def begin(self, patcher):
         self.hooks, self.kept, self.runs = [], {}, 0
         for part in self.parts:
             self.send(part)
@@ -219,8 +256,8 @@ class Away:
             self.hooks.append(part.register_forward_hook(lambda part, args, out: self.send(part), always_call=True))
 
     def send(self, part):
-        self.kept[part] = found = [(module, dict(module._parameters)) for module in part.modules()]
-        for module, weights in found:
+        self.kept[part] = weights_of_all = [(module, dict(module._parameters)) for module in part.modules()]
+        for module, weights in weights_of_all:
             for name, weight in weights.items():
                 if weight is not None:
                     gone = torch.empty_like(weight, device="meta")
@@ -231,7 +268,7 @@ class Away:
         for module, weights in self.kept.pop(part):
             module._parameters.update(weights)
 
-    def end(self):
+    def end(self, patcher):
         for hook in self.hooks:
             hook.remove()
         SEEN["swaps"].append([len(self.parts), self.runs, len(self.kept)])
@@ -246,53 +283,24 @@ class TestSwap(Node):
 
     def run(self, model, of):
         away = Away(model.model.diffusion_model, of)
-
-        def outer(executor, *args, **kwargs):
-            try:
-                return executor(*args, **kwargs)
-            finally:
-                away.end()
-
-        def steps(executor, *args, **kwargs):
-            away.begin()
-            return executor(*args, **kwargs)
-
-        return (with_wrappers(model, "swap", outer, steps),)
+        return with_swapper(model, "swap", away.begin, away.end)
 
 
 class TestLoad(Node):
-    """A model of `make_transformers.py`, of a configuration that its file tells."""
+    """A transformer of `make_models.py`, of the configuration that its file has."""
 
-    INPUTS = {"name": ("STRING", {})}
+    INPUTS = {"name": ("STRING", {}), "dtype": ("STRING", {})}
 
-    def run(self, name):
+    def run(self, name, dtype):
         path, found = folder_paths.get_full_path_or_raise("diffusion_models", name), comfy.model_detection
         with safe_open(path, "pt") as file:
             config = json.loads(file.metadata()["config"])
         detect, found.detect_unet_config = found.detect_unet_config, lambda *args, **kwargs: config
+        options = {} if dtype == "default" else {"dtype": getattr(torch, dtype)}
         try:
-            return (comfy.sd.load_diffusion_model(path),)
+            return (comfy.sd.load_diffusion_model(path, options),)
         finally:
             found.detect_unet_config = detect
-
-
-class TestMasks(Node):
-    """Stands in for every attn2 as IPAdapter does, and needs a query for every token of a picture's grid."""
-
-    INPUTS = {"model": ("MODEL",)}
-
-    def run(self, model):
-        def attend(q, k, v, extra_options):
-            height, width = extra_options["activations_shape"][2:]
-            assert q.shape[1] == height * width, f"a mask of {height}x{width} does not fit {q.shape[1]} tokens"
-            heads = extra_options["n_heads"]
-            return optimized_attention(q, k, v, heads) * torch.linspace(0, 1, q.shape[1])[None, :, None]
-
-        model = model.clone()
-        for place in ("input", "middle", "output"):
-            for number in range(20):
-                model.set_model_attn2_replace(attend, place, number)
-        return (model,)
 
 
 class TestControl(Node):
@@ -380,17 +388,6 @@ class TestIPAdapter(Node):
         layers = {f"{2 * n + 1}.to_{side}_ip.weight": draw(320, 768) for n in range(16) for side in "kv"}
         projection = {"proj.weight": draw(4 * 768, 64), "proj.bias": torch.zeros(4 * 768), **norm}
         return {"image_proj": projection, "ip_adapter": layers}, draw(1, 64), draw(1, 64)
-
-
-class TestSink(Node):
-    """Makes ComfyUI run what leads to a model."""
-
-    INPUTS = {"model": ("MODEL",)}
-    RETURN_TYPES = ()
-    OUTPUT_NODE = True
-
-    def run(self, model):
-        return ()
 
 
 keep_texts()
