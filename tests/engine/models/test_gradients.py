@@ -57,18 +57,23 @@ def _of_diffusers(model: Any) -> None:
     model.enable_gradient_checkpointing()
 
 
-def _of_ldm(model: Any) -> None:
-    for module in model.modules():
-        for name in ("use_checkpoint", "checkpoint"):
-            if isinstance(getattr(module, name, None), bool):
-                setattr(module, name, True)
+def _by(*names: str) -> Callable[[Any], None]:
+    """The attributes of modules that switch it on."""
+
+    def switch(model: Any) -> None:
+        for module in model.modules():
+            for name in names:
+                if isinstance(getattr(module, name, None), bool):
+                    setattr(module, name, True)
+
+    return switch
 
 
 SETUPS = {
     "diffusers": Setup(sd15, _as_unet(call_unet), _of_diffusers),
     "Flux": Setup(lambda: tiny_transformers.build("Flux"), _as_flux, _of_diffusers),
-    "ldm": Setup(ldm_sd1, _as_unet(call_ldm), _of_ldm),
-    "sgm": Setup(sgm_double, _as_unet(call_ldm), _of_ldm),
+    "ldm": Setup(ldm_sd1, _as_unet(call_ldm), _by("use_checkpoint", "checkpoint")),
+    "sgm": Setup(sgm_double, _as_unet(call_ldm), _by("checkpoint")),
 }
 DRAWN, TOMESDS, KEYS, IN_TIME = (
     MergeConfig(merge_mlp=True, max_downsample=2),
