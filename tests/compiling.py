@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests import least_unet
 from tests.families import MODELS, Family
 from tests.models import ModelCase, call_case, call_unet, seeded, unet
 from tome_core.models import compiled, find_models
@@ -20,44 +21,42 @@ for_inductor = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler")  # fmt: skip
 where_compilers_were_tried = pytest.mark.skipif(not compiled._TRIED, reason="this torch's compiler is left alone")
 
-# as little as a compiler can be given: four blocks, all on the latent's level
-SMALL = ModelCase("least", seeded(
+_call = partial(call_case, ModelCase("", unet, call_unet))
+# four blocks, all on the latent's level
+LEAST = Family("least", seeded(
     unet, block_out_channels=(16,), down_block_types=("CrossAttnDownBlock2D",), up_block_types=("CrossAttnUpBlock2D",),
-), call_unet)  # fmt: skip
-LEAST = Family(SMALL.name, SMALL.build, partial(call_case, SMALL))
+), _call)  # fmt: skip
 # 12 blocks, more than a compiler makes graphs for one place
 MANY = Family("many blocks", seeded(unet, layers_per_block=2, transformer_layers_per_block=2,
-                                    block_out_channels=(16, 16), norm_num_groups=4), LEAST.call)  # fmt: skip
-COMPILED = {LEAST.name: LEAST, MANY.name: MANY, **MODELS}
-# no compiler takes their forwards whole, with us or without
-WITH_BREAKS = ("Lumina 2", "HiDream", "HunyuanImage", "HunyuanVideo 1.5")
-
-
-def whole(one: Family, model: Any, backend: Any = "eager") -> nn.Module:
-    """The model, to be called in its place; an LDM model has it inside."""
-    made = partial(torch.compile, backend=backend, fullgraph=one.name not in WITH_BREAKS)
-    if not hasattr(model, "model"):
-        return made(model)
-    model.model.diffusion_model = made(model.model.diffusion_model)
-    return model
-
-
-def in_place(one: Family, model: Any, backend: Any = "eager") -> nn.Module:
-    find_models(model)[0].compile(backend=backend, fullgraph=one.name not in WITH_BREAKS)
-    return model
-
-
-def by_blocks(one: Family, model: Any, backend: Any = "eager") -> nn.Module:
-    if not getattr(model, "_repeated_blocks", None):
-        pytest.skip("this class names no repeated blocks")
-    model.compile_repeated_blocks(backend=backend, fullgraph=True)
-    return model
-
-
-def by_attentions(one: Family, model: Any, backend: Any = "eager") -> nn.Module:
-    for attention in (one for one in model.modules() if hasattr(one, "to_q")):
-        attention.compile(backend=backend, fullgraph=True)
-    return model
-
+                                    block_out_channels=(16, 16), norm_num_groups=4), _call)  # fmt: skip
+# tests of what any model holds for take the smallest
+TINY = Family("tiny", partial(least_unet.build, 1), lambda model, timestep=500.0, **more: least_unet.call(
+    model, time=float(timestep), **more))  # fmt: skip
+COMPILED = {TINY.name: TINY, LEAST.name: LEAST, **MODELS}
+WITH_BREAKS = ("Lumina 2",)  # no compiler takes its forward as a whole, with us or without
 
 Way = Callable[..., nn.Module]
+
+
+def whole(family: Family, model: Any, backend: Any = "eager") -> nn.Module:
+    """The model, to be called in its place."""
+    return torch.compile(model, backend=backend, fullgraph=family.name not in WITH_BREAKS)
+
+
+def in_place(family: Family, model: Any, backend: Any = "eager") -> nn.Module:
+    find_models(model)[0].compile(backend=backend, fullgraph=True)
+    return model
+
+
+def by_blocks(family: Family, model: Any, backend: Any = "eager") -> nn.Module:
+    """As diffusers' `compile_repeated_blocks`."""
+    for module in model.modules():
+        if type(module).__name__ in getattr(model, "_repeated_blocks", ["BasicTransformerBlock"]):
+            module.compile(backend=backend, fullgraph=True)
+    return model
+
+
+def by_attentions(family: Family, model: Any, backend: Any = "eager") -> nn.Module:
+    for attention in [module for module in model.modules() if hasattr(module, "to_q")]:
+        attention.compile(backend=backend, fullgraph=True)
+    return model

@@ -50,7 +50,7 @@ def _wan_of_a_picture() -> dict[str, Any]:
         base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
     ).eval()
     settings = {**tiny_transformers.MODELS["Wan"].settings, "in_channels": 36, "out_channels": 16}
-    return {"vae": vae, "transformer": diffusers.WanTransformer3DModel(**settings).eval()}
+    return {"vae": vae, "transformer": tiny_transformers.sized("WanTransformer3DModel", **settings).eval()}
 
 
 def _hunyuan_video15() -> dict[str, Any]:
@@ -59,8 +59,8 @@ def _hunyuan_video15() -> dict[str, Any]:
         latent_channels=4, block_out_channels=(8, 8, 8, 8, 8), layers_per_block=1, downsample_match_channel=False,
         upsample_match_channel=False,
     )  # fmt: skip
-    settings = {**tiny_transformers.MODELS["HunyuanVideo 1.5"].settings, "in_channels": 9}
-    transformer = diffusers.HunyuanVideo15Transformer3DModel(**settings).eval()
+    kind, settings, *_ = tiny_transformers.MODELS["HunyuanVideo 1.5"]
+    transformer = tiny_transformers.sized(kind, **settings, in_channels=9).eval()
     return {"vae": vae, "transformer": transformer, "guider": diffusers.ClassifierFreeGuidance()}
 
 

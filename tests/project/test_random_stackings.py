@@ -52,7 +52,6 @@ def test_a_fault_of_the_engine_is_found(monkeypatch):
     from tome_core.models.wrap import Wrap
 
     monkeypatch.setattr(cases, "KINDS", {laws.hold: 1})
-    monkeypatch.setattr(laws, "_USED", {})
     monkeypatch.setattr(Wrap, "uninstall", lambda self: None)
     with pytest.raises(laws.Fault):
         for number in range(20):

@@ -22,14 +22,13 @@ from tests.random_stackings.cases import COMMAND, run
 
 def parser(command: str) -> argparse.ArgumentParser:
     """The options."""
-    made = argparse.ArgumentParser(prog=command, description="Random models, settings, calls and stackings.")
-    made.add_argument("--count", type=int, default=10_000, help="how many (default 10000)")
-    made.add_argument("--seed", type=int, default=0, help="what all is drawn from (default 0)")
-    made.add_argument("--first", type=int, default=0, help="the first one's number (default 0)")
-    made.add_argument("--shard", default="0/1", metavar="I/N", help="every N-th case from the I-th on (default 0/1)")
-    made.add_argument("--output", type=Path, metavar="JSON", help="where to note what was seen; the same command goes "
-                      "on from there")  # fmt: skip
-    return made
+    options = argparse.ArgumentParser(prog=command, description="Random models, settings, calls and stackings.")
+    options.add_argument("--count", type=int, default=10_000, help="how many (default 10000)")
+    options.add_argument("--seed", type=int, default=0, help="what all is drawn from (default 0)")
+    options.add_argument("--first", type=int, default=0, help="the first one's number (default 0)")
+    options.add_argument("--output", type=Path, metavar="JSON", help="a file for what was seen; the same command goes "
+                         "on from there")  # fmt: skip
+    return options
 
 
 def begun(path: Path | None, command: str) -> dict[str, Any]:
@@ -39,24 +38,20 @@ def begun(path: Path | None, command: str) -> dict[str, Any]:
         record = json.loads(path.read_text(encoding="utf-8"))
     if record["command"] != command:
         raise SystemExit(f"{path} is of another command: {record['command']}")
-    return {**record, "seen": Counter(record["seen"])}
+    return record
 
 
-def main(
-    arguments: list[str] | None = None, run: Callable[[int, int], Counter] = run, command: str = COMMAND
-) -> int:
-    """Run; 0 where every case holds, 1 where one does not. run: of a seed and a number."""
+def main(arguments: list[str] | None = None, run: Callable[[int, int], Counter] = run, command: str = COMMAND) -> int:
+    """Run; 0 if every case holds, 1 if one does not. run: of a seed and a number."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parser(command).parse_args(arguments)
     torch.set_num_threads(1)
     logging.disable()
     warnings.simplefilter("ignore")
-    shard, shards = (int(part) for part in options.shard.split("/"))
     record, since = begun(options.output, " ".join([command, *arguments])), time.monotonic()
-    seen, faults = record["seen"], record["faults"]
-    wanted = range(options.first + shard, options.first + options.count, shards)
-    numbers = [number for number in wanted if number > record["done"]]
-    for place, number in enumerate(numbers, 1):
+    seen, faults = Counter(record["seen"]), record["faults"]
+    last = options.first + options.count - 1
+    for number in range(max(options.first, record["done"] + 1), last + 1):
         try:
             seen.update(run(options.seed, number))
         except AssertionError as fault:
@@ -65,11 +60,10 @@ def main(
             if options.count == 1:
                 traceback.print_exception(fault)
             faults.append({"number": number, "fault": str(fault).splitlines()[0], "repeat": again})
-        record["done"] = number
-        if place % 25 == 0 or place == len(numbers):
+        if number % 25 == 0 or number == last:
             if options.output is not None:
-                save({**record, "seen": dict(sorted(seen.items()))}, options.output)
-            print(f"\r{place}/{len(numbers)}, {len(faults)} failed, {time.monotonic() - since:.0f} s",
+                save({**record, "done": number, "seen": dict(sorted(seen.items()))}, options.output)
+            print(f"\r{number}/{last}, {len(faults)} failed, {time.monotonic() - since:.0f} s",
                   end="", file=sys.stderr, flush=True)  # fmt: skip
     print(f"\n{len(faults)} failed; " + ", ".join(f"{count} {what}" for what, count in sorted(seen.items())))
     return int(bool(faults))

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from tests.random_stackings import comfy_graphs, laws, webui_jobs
-from tests.random_stackings.drawing import weighted
+from tests.random_stackings.sessions import weighted
 
 COMMAND = "python -m tests.random_stackings"
 KINDS: dict[Callable[[random.Random, bool], Counter], int] = {

@@ -1,14 +1,18 @@
 """A session with one UNet: patches come, calls are made, patches go, in any order.
 
-The steps are drawn first, then run; a control runs the same steps, and nothing of ours is put on. What others put on a
-model beside us is drawn in `tests.beside.pairs`.
+Everything is drawn before anything runs; a control runs the same steps without merging. What others put on a model
+beside us is drawn in `tests.beside.pairs`.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +20,27 @@ from diffusers import UNet2DConditionModel
 from torch import nn
 
 import tome_core
-from tests.models import ModelCase
-from tests.random_stackings import calling, drawing
-from tests.random_stackings.drawing import Call, Wish, a_call, a_wish, as_text, pristine, probed, weighted
+from tests import models
+from tests.models import CASES, ModelCase, inputs
+from tests.random_settings import DESCRIBED, any_config
 from tests.traces import traces
+from tome_core import PRESETS, MergeConfig, preset
 from tome_core.models.unet_blocks import find_unet
+
+FAMILIES = {case.name: case for case in (
+    *CASES,
+    ModelCase("one head", models.small, models.call_unet),
+    ModelCase("four levels", models.four_levels, models.call_unet),
+)}  # fmt: skip
+DTYPES = {torch.float32: 15, torch.bfloat16: 3, torch.float16: 2, torch.float64: 1}
+SIDES = (4, 6, 8, 8, 8, 8, 12, 12, 12, 16, 20)
+ODD_SIDES = (1, 2, 3, 5, 7, 9, 10, 11)
+MOST_TOKENS = 512  # of a batch: what takes long finds no more
+WRONG = (-1, 2**70, float("nan"), float("inf"), "x", "", None, [], {}, (1,), 1e300, True, b"", object())
+MODES = {"no_grad": 60, "inference": 15, "grad": 8, "autocast": 7, "checkpoint": 3}
+MORE = {"": 80, "encoder mask": 8, "scale": 5, "attention mask": 2}
+EVENTS = {"call": 40, "merge": 8, "unmerge": 6, "again": 3, "tell": 4, "begin": 5, "end": 3, "throw": 3, "copied": 3,
+          "look": 3}  # fmt: skip
 
 
 class Fault(AssertionError):
@@ -31,45 +51,177 @@ class Thrown(Exception):
     """What a model throws in mid-call."""
 
 
+def weighted(dice: random.Random, weights: dict[Any, int]) -> Any:
+    """One of the keys."""
+    return dice.choices(tuple(weights), tuple(weights.values()))[0]
+
+
+class Pristine(NamedTuple):
+    """A family's model as it is built: copied for each case, never called. left: what `traces` finds on it."""
+
+    model: nn.Module
+    left: list
+    probe: torch.Tensor
+
+
+def probed(case: ModelCase, model: nn.Module, dtype: torch.dtype) -> torch.Tensor:
+    """A small picture, by which two models are told apart."""
+    x, text = (tensor.to(dtype) for tensor in inputs(case.in_channels, 1, 8, 8, 3, case.frames))
+    with torch.no_grad():
+        return case.call(model, x, 321, text)
+
+
+@functools.lru_cache(maxsize=64)
+def pristine(name: str, dtype: torch.dtype) -> Pristine:
+    """The family's model, in float32 if it cannot be called in another."""
+    case = FAMILIES[name]
+    model = case.build().to(dtype)
+    try:
+        return Pristine(model, traces(model), probed(case, copy.deepcopy(model), dtype))
+    except RuntimeError:  # LDM's time, a ControlNet
+        return pristine(name, torch.float32)
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+class Call(NamedTuple):
+    """A call of the UNet. mode: how it is made; more: keywords that come along."""
+
+    batch: int
+    height: int
+    width: int
+    timestep: Any
+    mode: str
+    more: str
+    seed: int
+
+
+def a_call(dice: random.Random, takes_more: bool, like: Call | None = None) -> Call:
+    """Often another step of the picture before. takes_more: keywords that diffusers' UNets have."""
+    if like is not None and dice.random() < 0.7:
+        batch, height, width, seed = like.batch, like.height, like.width, like.seed
+    else:
+        sides, seed = ODD_SIDES if dice.random() < 0.2 else SIDES, dice.randrange(5)
+        height, width = dice.choice(sides), dice.choice(sides)
+        height = width if dice.random() < 0.4 else height
+        batch = min(dice.choice((1, 1, 2, 2, 2, 3, 4, 5, 8)), max(1, MOST_TOKENS // (height * width)))
+    return Call(batch, height, width, a_timestep(dice, batch), weighted(dice, MODES),
+                weighted(dice, MORE) if takes_more else "", seed)  # fmt: skip
+
+
+def a_timestep(dice: random.Random, batch: int) -> Any:
+    """A number, a tensor of it, or one for each sample."""
+    time = dice.choice((0, 1, 999, dice.randrange(1000), dice.uniform(0, 999)))
+    each = [dice.randrange(1000) for _ in range(batch)]
+    return dice.choice((time, time, torch.tensor(int(time)), torch.tensor(float(time)),
+                        torch.tensor([int(time)] * batch), torch.tensor(each)))  # fmt: skip
+
+
+def called(case: ModelCase, model: nn.Module, dtype: torch.dtype, call: Call) -> torch.Tensor:
+    """The picture; with gradients, the latent's gradient behind it."""
+    unet, tokens = find_unet(model), call.height * call.width
+    x, text = (tensor.to(dtype) for tensor in inputs(case.in_channels, call.batch, call.height, call.width, call.seed,
+                                                     case.frames))  # fmt: skip
+    more = {
+        "": {},
+        "encoder mask": {"encoder_attention_mask": torch.arange(7).expand(call.batch, -1) < 5},
+        "attention mask": {"attention_mask": torch.arange(tokens).expand(call.batch, -1) < max(1, tokens - 2)},
+        "scale": {"cross_attention_kwargs": {"scale": 0.5}},
+    }[call.more]
+    run = functools.partial(unet, **more)
+    if call.mode in ("grad", "checkpoint"):
+        return _with_gradients(case, unet, call, run, x, text)
+    around = torch.autocast("cpu", torch.bfloat16) if call.mode == "autocast" else nullcontext()
+    with torch.inference_mode() if call.mode == "inference" else torch.no_grad(), around:
+        return case.call(run, x, call.timestep, text)
+
+
+def _with_gradients(
+    case: ModelCase, unet: nn.Module, call: Call, run: Callable[..., Any], x: torch.Tensor, text: torch.Tensor
+) -> torch.Tensor:
+    checkpoints = call.mode == "checkpoint" and hasattr(unet, "enable_gradient_checkpointing")
+    if checkpoints:
+        unet.enable_gradient_checkpointing()
+        unet.train()
+    try:
+        out = case.call(run, x.requires_grad_(), call.timestep, text)
+        (gradient,) = torch.autograd.grad(out.float().square().sum(), x)
+        if out.dtype == torch.float16:  # whose gradients overflow without a scaler
+            return out.detach()
+        return torch.cat([out.detach(), gradient[:, : out.shape[1]].detach().to(out.dtype)])
+    finally:
+        if checkpoints:
+            unet.disable_gradient_checkpointing()
+            unet.eval()
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+class Wish(NamedTuple):
+    """What is asked to merge, and by which function. is_right: no error may come of it."""
+
+    function: Callable[..., Any]
+    settings: dict[str, Any]
+    is_right: bool = True
+
+    def __str__(self) -> str:
+        config = self.settings.get("config")
+        if not isinstance(config, MergeConfig):
+            return f"{self.function.__name__} {self.settings}"
+        values = {name: config.value(name) for name in DESCRIBED if config.value(name) != MergeConfig().value(name)}
+        return f"patch {values}, {len(config.rules)} rules"
+
+
+def a_wish(dice: random.Random) -> Wish:
+    """Settings of any kind; one in twelve has a value that is none, or does not go with another."""
+    pays = {"only_if_it_pays": False} if dice.random() < 0.8 else {}
+    kind = weighted(dice, {"config": 40, "preset": 25, "strength": 10, "tomesd's": 6, "wrong": 8})
+    if kind == "config":
+        return Wish(tome_core.patch, {"config": replace(any_config(dice, dice.randint(1, 2)), **pays)})
+    if kind == "preset":
+        return Wish(tome_core.patch, {"config": replace(preset(dice.choice([*PRESETS])), **pays)})
+    if kind == "strength":
+        return Wish(tome_core.patch, {"strength": dice.random(), **pays})
+    if kind == "wrong":
+        return Wish(tome_core.patch, {**pays, dice.choice([*DESCRIBED]): dice.choice(WRONG)}, is_right=False)
+    return Wish(tome_core.apply_patch, {
+        "ratio": dice.random(), "sx": dice.randint(1, 4), "max_downsample": dice.choice((1, 8)),
+        "merge_mlp": dice.random() < 0.5, "merge_crossattn": dice.random() < 0.5})  # fmt: skip
+
+
+# --- sessions ---------------------------------------------------------------------------------------------------------
+
+
 class Step(NamedTuple):
     """What is done: a method of `Stage`, and its argument."""
 
     kind: str
-    what: Any = None
+    what: Any
 
     def __str__(self) -> str:
-        what = self.what
-        if isinstance(what, Wish):
-            what = f"{what.door} {as_text(what.settings)}"
-        return f"{self.kind} {what}" if what is not None else self.kind
+        return f"{self.kind} {self.what}"
 
 
 class Session(NamedTuple):
-    """A drawn session."""
-
     family: str
     dtype: torch.dtype
     steps: tuple[Step, ...]
 
     def __str__(self) -> str:
-        return "\n".join([f"{self.family}, {self.dtype}", *(f"  {number}. {step}" for number, step in
-                                                               enumerate(self.steps))])  # fmt: skip
-
-
-EVENTS = {"call": 40, "merge": 8, "unmerge": 6, "again": 3, "tell": 4, "begin": 5, "end": 3, "throw": 3, "copied": 3,
-          "look": 3, "compile": 0.08}  # fmt: skip
+        return "\n  ".join([f"{self.family}, {self.dtype}", *map(str, self.steps)])
 
 
 def drawn(dice: random.Random) -> Session:
     """The session of these dice."""
-    family, dtype = dice.choice(tuple(drawing.FAMILIES)), weighted(dice, drawing.DTYPES)
+    family, dtype = dice.choice(tuple(FAMILIES)), weighted(dice, DTYPES)
     model = pristine(family, dtype).model
     takes_more = isinstance(model, UNet2DConditionModel)
     call = a_call(dice, takes_more)
     steps = [Step("merge", a_wish(dice)), Step("call", call)]
     for _ in range(dice.randint(1, 5)):
-        kind = weighted(dice, EVENTS)
-        what: Any = dice.randrange(8)
+        kind, what = weighted(dice, EVENTS), dice.randrange(8)
         if kind == "call":
             what = call = a_call(dice, takes_more, call)
         elif kind == "merge":
@@ -78,9 +230,7 @@ def drawn(dice: random.Random) -> Session:
             what = _a_time(dice)
         elif kind == "begin":
             what = dice.choice((None, None, 1, 2, call.batch))
-        elif kind == "copied":
-            what = (dice.choice(("deep copy", "pickle")), call)
-        elif kind in ("throw", "compile"):
+        elif kind in ("throw", "copied"):
             what = (what, call)
         steps.append(Step(kind, what))
     return Session(family, next(model.parameters()).dtype, (*steps, Step("leave", dice.randrange(2**32))))
@@ -93,19 +243,19 @@ def _a_time(dice: random.Random) -> dict[str, Any]:
 
 
 class Stage:
-    """Where a session runs. model: as it was built; merges: False in the control.
+    """A session that runs on a model as it was built. merges: False in the control.
 
     outcomes: of each call, a picture or what it raised.
     """
 
-    def __init__(self, session: Session, model: nn.Module, merges: bool) -> None:
-        self.case: ModelCase = drawing.FAMILIES[session.family]
-        self.session, self.model, self.merges = session, model, merges
+    def __init__(self, session: Session, merges: bool) -> None:
+        self.case: ModelCase = FAMILIES[session.family]
+        self.model = copy.deepcopy(pristine(session.family, session.dtype).model)
+        self.session, self.merges = session, merges
         self.handles: list[Any] = []
         self.scopes: list[Any] = []
-        self.outcomes: list[torch.Tensor | BaseException] = []
+        self.outcomes: list[torch.Tensor | Exception] = []
         self.refusals = self.pictures_merged = 0
-        self.is_clean = False
 
     def run(self) -> Stage:
         """All steps."""
@@ -113,41 +263,29 @@ class Stage:
             getattr(self, f"_{step.kind}")(step.what)
         return self
 
-    def _pick(self, items: list[Any], number: Any) -> Any:
-        return items[number % len(items)] if items else None
-
     def _merge(self, wish: Wish) -> None:
         if not self.merges:
             return
         try:
-            handle = wish.put_on(self.model)
+            handle = wish.function(self.model, **wish.settings)
         except (ValueError, TypeError) as error:
-            self._refused(wish, error)
+            text = str(error)
+            if wish.is_right or not any(f"{name}={value!r}" in text for name, value in wish.settings.items()):
+                raise Fault(f"refused without naming what is wrong: {type(error).__name__}: {text}") from error
+            self.refusals += 1
         else:
-            if handle is not None:
-                self.handles.append(handle)
-
-    def _refused(self, wish: Wish, error: Exception) -> None:
-        text = str(error)
-        if wish.is_right or not any(f"{name}={value!r}" in text for name, value in wish.settings.items()):
-            raise Fault(f"refused without naming what is wrong: {type(error).__name__}: {text}") from error
-        self.refusals += 1
+            self.handles += [handle] if wish.function is tome_core.patch else []
 
     def _unmerge(self, number: int) -> None:
-        if not self.merges:
-            return
-        handle = self._pick(self.handles, number)
-        if number % 4 == 0 or handle is None:
+        handle = self.handles[number % len(self.handles)] if self.handles else None
+        if self.merges and (number % 4 == 0 or handle is None):
             tome_core.remove_patch(self.model)
-        elif number % 4 == 1:
-            handle.uninstall()
-        else:
-            handle.remove()
+        elif handle is not None:
+            handle.uninstall() if number % 4 == 1 else handle.remove()
 
     def _again(self, number: int) -> None:
-        handle = self._pick(self.handles, number)
-        if handle is not None:
-            handle.install()
+        if self.handles:
+            self.handles[number % len(self.handles)].install()
 
     def _tell(self, time: dict[str, Any]) -> None:
         for handle in self.handles[-1:]:
@@ -162,11 +300,9 @@ class Stage:
         if self.scopes:
             self.scopes.pop().__exit__(None, None, None)
 
-    def _call(self, call: Call, target: Any = None, model: nn.Module | None = None) -> None:
+    def _call(self, call: Call, model: nn.Module | None = None) -> None:
         try:
-            out: Any = calling.made(self.case, model or self.model, self.session.dtype, call, target)
-        except Fault:
-            raise
+            out: Any = called(self.case, model or self.model, self.session.dtype, call)
         except Exception as error:
             out = error
         self.outcomes.append(out)
@@ -174,32 +310,31 @@ class Stage:
     def _throw(self, what: tuple[int, Call]) -> None:
         """Some module throws in the next call."""
         number, call = what
-        modules = [one for one in find_unet(self.model).modules() if not list(one.children())]
+        modules = [module for module in find_unet(self.model).modules() if not list(module.children())]
 
         def throw(*_: Any) -> None:
             raise Thrown
 
-        hook = self._pick(modules, number * 7919).register_forward_hook(throw)
-        try:
-            self._call(call)
-        finally:
-            hook.remove()
+        hook = modules[number * 7919 % len(modules)].register_forward_hook(throw)
+        self._call(call)
+        hook.remove()
 
-    def _copied(self, what: tuple[str, Call]) -> None:
+    def _copied(self, what: tuple[int, Call]) -> None:
         """A copy draws as well, and is rid of merging as the model is."""
-        kind, call = what
+        number, call = what
         try:
-            twin = copy.deepcopy(self.model) if kind == "deep copy" else pickle.loads(pickle.dumps(self.model))
+            twin = copy.deepcopy(self.model) if number % 2 else pickle.loads(pickle.dumps(self.model))
         except Exception as error:
             self.outcomes.append(error)
             return
-        self._call(call, model=twin)
+        self._call(call, twin)
         if self.merges:
             tome_core.remove_patch(twin)
-            remains = [f"{name} of {where!r}" for where, module in find_unet(twin).named_modules()
-                       for name, value in vars(module).items() if "tome_core" in f"{name} {_home(value)}"]  # fmt: skip
-            if remains:
-                raise Fault(f"the copy keeps {remains}")
+            kept = [f"{name} of {path!r}" for path, module in find_unet(twin).named_modules()
+                    for name, value in vars(module).items()
+                    if "tome_core" in f"{name} {type(getattr(value, '__self__', value)).__module__}"]  # fmt: skip
+            if kept:
+                raise Fault(f"the copy keeps {kept}")
 
     def _look(self, number: int) -> None:
         """Reports and maps."""
@@ -210,13 +345,8 @@ class Stage:
             if number % 4 == 3:
                 handle.reset_counts()
 
-    def _compile(self, what: tuple[int, Call]) -> None:
-        torch._dynamo.reset()
-        self._call(what[1], target=torch.compile(find_unet(self.model), backend="eager", dynamic=False))
-        torch._dynamo.reset()
-
     def _leave(self, seed: int) -> None:
-        """All patches go, in any order; then the model is held against what it was."""
+        """All patches go, in any order."""
         self.pictures_merged = sum(handle.report().merged_anything for handle in self.handles)
         while self.scopes:
             self._end()
@@ -228,22 +358,3 @@ class Stage:
     def left(self) -> tuple[list, torch.Tensor]:
         """What lies on the model, and a picture of it."""
         return traces(self.model), probed(self.case, self.model, self.session.dtype)
-
-
-def _home(value: Any) -> str:
-    """The module of who owns a method."""
-    return type(getattr(value, "__self__", value)).__module__
-
-
-def alike(one: Any, other: Any) -> bool:
-    """The same picture, or errors of one kind."""
-    return torch.equal(one, other) if torch.is_tensor(one) and torch.is_tensor(other) else type(one) is type(other)
-
-
-def first_difference(before: list, now: list) -> str:
-    for one, two in zip(before, now, strict=False):
-        if one != two:
-            added, gone = (sorted(set(map(str, b)) - set(map(str, a))) for a, b in (
-                ((one[2], two[2]), (two[2], one[2])) if len(one) > 2 else (([one], [two]), ([two], [one]))))
-            return f"at {two[0]!r}: {added} more, {gone} missing, hooks {one[3:]} {two[3:]}"
-    return "more or fewer modules"

@@ -12,9 +12,8 @@ import torch
 
 from tests.models import fixed, ldm_of_one_level
 from tests.random_settings import field_value
-from tests.random_stackings.drawing import WRONG
 from tests.random_stackings.laws import hold_in_host, hold_to_be_as_before
-from tests.random_stackings.sessions import Fault, Thrown
+from tests.random_stackings.sessions import WRONG, Fault, Thrown
 from tests.traces import traces
 from tests.webui_doubles import FLAVOURS, CFGDenoiserTimesteps, Denoiser, Webui, be_short
 from tome_core import form

@@ -24,7 +24,7 @@ from tests.compiling import (
     LEAST,
     MANY,
     TIMES,
-    WITH_BREAKS,
+    TINY,
     Way,
     by_attentions,
     by_blocks,
@@ -45,165 +45,160 @@ from tome_core.models import transformer
 
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), where_compilers_were_tried]
 OTHER = STRONG | {"ratio": 0.5, "metric": "input", "side": "qkv", "use_rand": True}
-_QUICK = (LEAST.name, "Flux", "SD3.5")
-_UNETS = ("sd15", "sdxl", "ip_adapter_masks", "lora", "gligen", "motion")
-NAMES = (LEAST.name, MANY.name, *_UNETS, *tiny_transformers.PRESENT)
+IN_TIME = MergeConfig(rules=tuple(MergeRule(**(STRONG | {"ratio": ratio, "min_timestep": time}))
+                                  for ratio, time in ((0.75, 600), (0.5, 300))))  # fmt: skip
+FLUX = COMPILED["Flux"]
+NOT_KNOWN = "its function is not known in a compiled model"
+
+either = pytest.mark.parametrize("family", [LEAST, FLUX], ids=lambda family: family.name)
+ways = pytest.mark.parametrize("way", some_quick([whole, by_blocks]), ids=lambda way: way.__name__)
 
 
-def _all(names) -> Any:
-    return pytest.mark.parametrize(
-        "one", [pytest.param(COMPILED[name], marks=[pytest.mark.slow] * (name not in _QUICK)) for name in names],
-        ids=lambda one: one.name,
-    )  # fmt: skip
+def quick_and_slow(quick: list[tuple[str, Way]], slow: list[tuple[str, Way]]) -> Any:
+    return pytest.mark.parametrize("family, way", [
+        pytest.param(COMPILED[name], way, id=f"{name}-{way.__name__}", marks=[pytest.mark.slow] * (place >= len(quick)))
+        for place, (name, way) in enumerate([*quick, *slow])])  # fmt: skip
 
 
-# attentions are called alike in both ways: where a compiler takes a model as a whole, that has its blocks in it
-_BOTH = (*_QUICK, MANY.name, *WITH_BREAKS)
-every = pytest.mark.parametrize("one, way", [
-    pytest.param(COMPILED[name], way, marks=[pytest.mark.slow] * (name not in _QUICK), id=f"{name}-{way.__name__}")
-    for name in NAMES for way in ((whole, by_blocks) if name in _BOTH else (whole,))])  # fmt: skip
-either = _all((LEAST.name, "Flux"))
-ways = pytest.mark.parametrize("way", [whole, by_blocks], ids=lambda way: way.__name__)
-a_quick_way = pytest.mark.parametrize("way", some_quick([whole, by_blocks]), ids=lambda way: way.__name__)
+def picture(family: Family, model: Any, time: Any = TIMES[0]) -> torch.Tensor:
+    return family.call(model, timestep=time)
 
 
-def merged_eagerly(one: Family, settings: dict[str, Any], times=TIMES[:1]) -> list[torch.Tensor]:
-    with tome_core.patch(model := one.build(), **settings):
-        return [one.call(model, timestep=time) for time in times]
+def merged_eagerly(family: Family, settings: dict[str, Any], time: Any = TIMES[0]) -> torch.Tensor:
+    with tome_core.patch(model := family.build(), **settings):
+        return picture(family, model, time)
+
+
+def attentions_of(model: nn.Module) -> list[nn.Module]:
+    """Those that are merged."""
+    return [one for name, one in model.named_modules() if hasattr(one, "to_q") and not name.endswith("attn2")]
 
 
 # --- as without a compiler --------------------------------------------------------------------------------------------
 
 
-@every
-def test_merges_and_counts_as_without_a_compiler_in_one_graph_for_all_times(one: Family, way: Way):
-    """Compiled before it is patched; off again it leaves the same bits."""
-    times = TIMES if one.name in (LEAST.name, "Flux") else TIMES[:3]
-    eager, model, backend, graphs = one.build(), one.build(), CompileCounter(), []
-    plain = one.call(model, timestep=times[0])  # Z-Image makes its frequencies once, as no compiler can
-    compiled = way(one, model, backend)
-    assert torch.equal(one.call(compiled, timestep=times[0]), plain)
+# arguments are nested (Qwen-Image, with a mask), a list (Z-Image, whose heads share keys), or in several graphs
+# (Lumina 2), and an image prompt is one more attention
+@quick_and_slow([("least", whole), ("Flux", by_blocks)], [
+    ("least", by_blocks), ("Flux", whole), ("ip_adapter_masks", whole), ("Qwen-Image, padded", whole),
+    ("Z-Image", whole), ("Lumina 2", whole)])  # fmt: skip
+def test_compiled_and_then_patched_it_merges_as_without_a_compiler_in_one_graph_for_all_times(family: Family, way: Way):
+    eager, model, backend, graphs = family.build(), family.build(), CompileCounter(), []
+    plain = picture(family, model)  # Z-Image makes its frequencies once, as no compiler can
+    compiled = way(family, model, backend)
+    assert torch.equal(picture(family, compiled), plain)
     unpatched = backend.frame_count
-    with tome_core.patch(eager, **STRONG) as wanted, tome_core.patch(compiled, **STRONG) as handle:
-        for time in times:
-            merged = one.call(compiled, timestep=time)
-            assert torch.equal(merged, one.call(eager, timestep=time))
+    with tome_core.patch(eager, IN_TIME) as wanted, tome_core.patch(compiled, IN_TIME) as handle:
+        for time in TIMES[1::4]:
+            assert torch.equal(picture(family, compiled, time), picture(family, eager, time))
             graphs.append(backend.frame_count)
-        assert handle.report() == wanted.report() and handle.report().calls == len(times)
-        assert handle.report().merged_anything and not handle.report().reasons
+        report, expected = handle.report(), wanted.report()
+        assert report.calls == expected.calls == len(graphs) and report.reasons == expected.reasons
+        assert [level.merged for level in report.levels] == [level.merged for level in expected.levels]
+        assert report.merged_anything and set(report.reasons) == {"attn: outside the rules' time range"}
     assert graphs[0] == graphs[-1] <= 2 * unpatched, "time makes no graph anew"
-    assert torch.equal(one.call(compiled, timestep=times[0]), plain) and backend.frame_count == graphs[-1]
+    assert torch.equal(picture(family, compiled), plain) and backend.frame_count == graphs[-1]
 
 
-@pytest.mark.parametrize("way", [whole, in_place, by_blocks, by_attentions], ids=lambda way: way.__name__)
-@either
-def test_patched_first_taken_off_and_patched_otherwise(one: Family, way: Way):
+@quick_and_slow([("tiny", whole), ("Flux", by_blocks)], [("least", by_attentions), ("Flux", in_place)])
+def test_patched_and_then_compiled_it_may_be_patched_otherwise_and_taken_off(family: Family, way: Way):
     """Other settings need no other graph: nothing of them is in it."""
-    (first,), (other,) = (merged_eagerly(one, settings) for settings in (STRONG, OTHER))
-    model, unpatched, backend = one.build(), one.build(), CompileCounter()
-    plain = one.call(model, timestep=TIMES[0])
-    way(one, unpatched)
+    first, other = (merged_eagerly(family, settings) for settings in (STRONG, OTHER))
+    model, unpatched, backend = family.build(), family.build(), CompileCounter()
+    plain = picture(family, model)
+    way(family, unpatched)
     tome_core.patch(model, **STRONG)
-    compiled = way(one, model, backend)
-    assert torch.equal(one.call(compiled, timestep=TIMES[0]), first)
+    compiled = way(family, model, backend)
+    assert torch.equal(picture(family, compiled), first)
     graphs = backend.frame_count
     tome_core.patch(compiled, **OTHER)
-    assert torch.equal(one.call(compiled, timestep=TIMES[0]), other)
-    assert backend.frame_count == graphs
+    assert torch.equal(picture(family, compiled), other) and backend.frame_count == graphs
     tome_core.remove_patch(compiled)
-    assert torch.equal(one.call(compiled, timestep=TIMES[0]), plain)
-    for number in range(3):
+    for number in range(2):
+        assert torch.equal(picture(family, compiled), plain)
         for settings, wanted in ((STRONG, first), (OTHER, other)):
             with tome_core.patch(compiled, **settings):
-                assert torch.equal(one.call(compiled, timestep=TIMES[0]), wanted)
-            assert torch.equal(one.call(compiled, timestep=TIMES[0]), plain)
+                assert torch.equal(picture(family, compiled), wanted)
         if number == 0:
             again = backend.frame_count
     assert backend.frame_count == again <= 3 * graphs and traces(model) == traces(unpatched)
 
 
 @pytest.mark.slow
-@ways
-def test_blocks_share_their_graphs_although_each_has_a_number_of_its_own(way: Way):
+def test_blocks_share_their_graphs_although_each_has_a_number_of_its_own():
     """With fullgraph, a compiler that makes more than eight graphs for one place raises."""
     counts = []
     for settings in ({"ratio": 0.0}, STRONG):
         torch._dynamo.reset()
         backend = CompileCounter()
         with tome_core.patch(model := MANY.build(), max_downsample=8, **settings):
-            MANY.call(way(MANY, model, backend), timestep=TIMES[0])
+            picture(MANY, by_blocks(MANY, model, backend))
         counts.append(backend.frame_count)
     assert counts[0] == counts[1] < 8
 
 
 @pytest.mark.slow
 @either
-@ways
-def test_another_size_is_no_more_graphs_than_without_a_patch(one: Family, way: Way):
-    def sizes(model) -> list[torch.Tensor]:
-        if one is LEAST:
+def test_another_size_is_no_more_graphs_than_without_a_patch(family: Family):
+    def sizes(model: nn.Module) -> list[torch.Tensor]:
+        if family is LEAST:
             return [LEAST.call(model, batch, height, timestep=TIMES[0]) for height, batch in ((16, 2), (24, 1))]
-        given = tiny_transformers.arguments_of("Flux")
-        small = {"hidden_states": given["hidden_states"][:, :256], "img_ids": tiny_transformers.flux_ids(16, 16)}
-        return [tiny_transformers.call(model, one) for one in (given, given | small)]
+        return [tiny_transformers.call(model, given) for given in of_two_sizes()]
 
-    backend, plain, counts = CompileCounter(), one.build(), []
-    with tome_core.patch(plain, **STRONG):
-        expected = sizes(plain)
+    counts = []
+    with tome_core.patch(eager := family.build(), **STRONG):
+        expected = sizes(eager)
     for settings in (None, STRONG):
         torch._dynamo.reset()
-        backend, model = CompileCounter(), one.build()
+        backend, model = CompileCounter(), family.build()
         if settings:
             tome_core.patch(model, **settings)
-        found = sizes(way(one, model, backend))
+        pictures = sizes(whole(family, model, backend))
         counts.append(backend.frame_count)
-    assert all(map(torch.equal, found, expected)) and counts[1] <= counts[0]
+    assert all(map(torch.equal, pictures, expected)) and counts[1] <= counts[0]
 
 
-@pytest.mark.parametrize("kind", some_quick([int, float]))
-@pytest.mark.parametrize("way", some_quick([by_blocks, whole]), ids=lambda way: way.__name__)
-def test_a_python_number_is_a_time_too(kind: type, way: Way):
-    settings, counts = OTHER | {"keep": 60.0}, []
-    expected = merged_eagerly(LEAST, settings, TIMES[:3])
-    for patched in (False, True):
-        torch._dynamo.reset()
-        model, backend = LEAST.build(), CompileCounter()
-        if patched:
-            tome_core.patch(model, **settings)
-        compiled = way(LEAST, model, backend)
-        found = [LEAST.call(compiled, timestep=kind(time)) for time in TIMES[:3]]
-        counts.append(backend.frame_count)
-    assert all(map(torch.equal, found, expected)) and counts[0] == counts[1]
+def of_two_sizes() -> list[dict[str, Any]]:
+    """Flux's arguments."""
+    given = tiny_transformers.arguments_of("Flux")
+    small = {"hidden_states": given["hidden_states"][:, :256], "img_ids": tiny_transformers.flux_ids(16, 16)}
+    return [given, given | small]
 
 
-@either
-def test_rules_that_hold_for_a_time_are_one_graph(one: Family):
-    early, late = MergeRule(ratio=0.75, min_timestep=600), MergeRule(ratio=0.25, min_timestep=300)
-    config, backend = MergeConfig(rules=(early, late)), CompileCounter()
-    eager, model = one.build(), one.build()
-    with tome_core.patch(eager, config) as wanted, tome_core.patch(whole(one, model, backend), config) as handle:
-        for time in TIMES[::3]:
-            assert torch.equal(one.call(model, timestep=time), one.call(eager, timestep=time))
-    assert handle.report() == wanted.report()
-    assert "outside the rules' time range" in str(handle.report()) and backend.frame_count <= 1
+@pytest.mark.slow
+def test_a_python_number_is_a_time_too():
+    settings, model, backend, graphs = OTHER | {"keep": 60.0}, LEAST.build(), CompileCounter(), []
+    compiled, eager = whole(LEAST, model, backend), LEAST.build()
+    with tome_core.patch(eager, **settings), tome_core.patch(model, **settings):
+        for kind in (float, int):
+            for time in TIMES[:3]:
+                assert torch.equal(picture(LEAST, compiled, kind(time)), picture(LEAST, eager, kind(time)))
+            graphs.append(backend.frame_count)
+    unpatched = CompileCounter()
+    torch._dynamo.reset()
+    compiled = whole(LEAST, LEAST.build(), unpatched)
+    for time in (float(TIMES[0]), float(TIMES[1]), int(TIMES[0]), int(TIMES[1])):
+        picture(LEAST, compiled, time)
+    assert graphs[-1] == unpatched.frame_count
 
 
-@ways
-@either
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, for_inductor])])
-def test_a_compiler_that_rewrites_changes_a_merged_picture_no_more_than_an_unmerged_one(one, backend, way: Way):
-    (expected,) = merged_eagerly(one, STRONG)
-    model = one.build()
-    plain = one.call(model, timestep=TIMES[0])
-    compiled = way(one, model, CompileCounterWithBackend(backend))
-    changed = distance(one.call(compiled, timestep=TIMES[0]), plain)
+@pytest.mark.parametrize("family, way, backend", [
+    (TINY, whole, "aot_eager"), (FLUX, by_blocks, "aot_eager"),
+    *(pytest.param(family, way, "inductor", marks=[pytest.mark.slow, for_inductor])
+      for family, way in ((LEAST, whole), (FLUX, by_blocks))),
+], ids=lambda value: getattr(value, "name", getattr(value, "__name__", value)))  # fmt: skip
+def test_a_compiler_that_rewrites_changes_a_merged_picture_no_more_than_an_unmerged_one(family, way, backend):
+    expected, model = merged_eagerly(family, STRONG), family.build()
+    plain = picture(family, model)
+    compiled = way(family, model, CompileCounterWithBackend(backend))
+    changed = distance(picture(family, compiled), plain)
     with tome_core.patch(compiled, **STRONG) as handle:
-        merged = one.call(compiled, timestep=TIMES[0])
+        merged = picture(family, compiled)
         assert not handle.report().reasons and handle.report().merged_anything
     assert distance(merged, expected) <= max(4 * changed, 1e-6) < distance(merged, plain)
 
 
-@pytest.mark.parametrize("whole_unet", [True, False])
+@pytest.mark.parametrize("whole_unet", some_quick([False, True]))
 def test_blocks_that_checkpoint_themselves_compile_in_pieces_and_merge(whole_unet: bool):
     """torch's checkpoint is one operator to the compiler, into which nothing may be handed on the side."""
 
@@ -214,9 +209,9 @@ def test_blocks_that_checkpoint_themselves_compile_in_pieces_and_merge(whole_une
     def build() -> nn.Module:
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            transformer = SpatialTransformer(16, 2, 24)
-            transformer.transformer_blocks = nn.ModuleList([Block(16, 2, 24)])
-            return UNet([[transformer]]).eval()
+            spatial = SpatialTransformer(16, 2, 24)
+            spatial.transformer_blocks = nn.ModuleList([Block(16, 2, 24)])
+            return UNet([[spatial]]).eval()
 
     with tome_core.patch(eager := build(), **STRONG) as wanted, tome_core.patch(model := build(), **STRONG) as handle:
         (model if whole_unet else model.input_blocks[0][0].transformer_blocks[0]).compile(backend="aot_eager")
@@ -225,240 +220,30 @@ def test_blocks_that_checkpoint_themselves_compile_in_pieces_and_merge(whole_une
         assert handle.report() == wanted.report() and handle.report().merged_anything
 
 
-# --- left alone, and said ---------------------------------------------------------------------------------------------
-
-
-@a_quick_way
-@either
-def test_where_nothing_ever_merges_the_graph_is_the_models_own(one: Family, way: Way):
-    model = one.build()
-    compiled = way(one, model, "aot_eager")
-    plain = one.call(compiled, timestep=TIMES[0])
-    with tome_core.patch(compiled, **(STRONG | {"ratio": 0.0})) as handle:
-        assert torch.equal(one.call(compiled, timestep=TIMES[0]), plain)
-        assert not handle.report().merged_anything
-
-
-@a_quick_way
-@either
-def test_what_cannot_merge_under_a_compiler_is_left_alone_and_told(one: Family, way: Way, monkeypatch):
-    model = one.build()
-    compiled = way(one, model)
-    plain = one.call(compiled, timestep=TIMES[0])
-
-    def told(changed: Callable[[], torch.Tensor]) -> str:
-        with tome_core.patch(compiled, **STRONG) as handle:
-            torch.testing.assert_close(changed(), plain, rtol=0.1, atol=0.1)
-        return str(handle.report())
-
-    def with_gradients() -> torch.Tensor:
-        with monkeypatch.context() as patched:
-            patched.setattr(torch, "no_grad", torch.enable_grad)
-            patched.setattr(tiny_transformers, "call", tiny_transformers.call.__wrapped__)
-            out = one.call(compiled, timestep=TIMES[0])
-        assert out.requires_grad
-        out.sum().backward()
-        assert all(torch.isfinite(one.grad).all() for one in model.parameters() if one.grad is not None)
-        return out.detach()
-
-    def under_autocast() -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return one.call(compiled, timestep=TIMES[0]).float()
-
-    assert "a backward pass may follow a compiled call" in told(with_gradients)
-    assert "autocast ends before what a compiled call asks for" in told(under_autocast)
-    torch._dynamo.reset()
-    monkeypatch.setattr(operators, "_TRIED", False)
-    assert "this torch's compiler was not tried with it" in told(lambda: one.call(compiled, timestep=TIMES[0]))
-
-
-def test_arguments_that_no_graph_can_be_given_are_left_alone_and_told(monkeypatch):
-    one = COMPILED["Flux"]
+def test_processors_of_other_classes_merge_by_the_function_that_they_call():
+    """diffusers' own of an image prompt, and a class that is derived from another."""
+    image = diffusers.models.transformers.transformer_flux.FluxIPAdapterAttnProcessor
     model, arguments = tiny_transformers.make("Flux")
-    plain, compiled = tiny_transformers.call(model, arguments), whole(one, model)
-    monkeypatch.setattr(transformer, "_READERS", {("img_ids", "joint_attention_kwargs"): None})
-    handle = tome_core.patch(compiled, **STRONG)
-    given = arguments | {"joint_attention_kwargs": {}}
-    assert torch.equal(tiny_transformers.call(compiled, given), plain)
-    assert "a compiled call cannot be told such arguments" in str(handle.report())
-
-
-@_all((LEAST.name, "PixArt"))
-def test_an_exported_model_asks_nobody(one: Family):
-    class Exported:
-        """Called as the model is."""
-
-        def __call__(self, *args, **kwargs):
-            made = torch.export.export(model, args, kwargs)
-            return made.module()(*args, **kwargs)
-
-    model = one.build()
-    plain = one.call(model, timestep=TIMES[0])
-    with tome_core.patch(model, **STRONG) as handle:
-        torch.testing.assert_close(one.call(Exported(), timestep=TIMES[0]), plain)
-        assert "an exported model would need it wherever it runs" in str(handle.report())
-        assert not handle.report().merged_anything
-
-
-def attentions_of(model) -> list[nn.Module]:
-    """Those that are merged."""
-    return [one for name, one in model.named_modules() if hasattr(one, "to_q") and not name.endswith("attn2")]
-
-
-@a_quick_way
-@either
-def test_an_attention_beneath_somebodys_wrapper_and_one_by_hand_are_left_alone_and_told(one: Family, way: Way):
-    def build() -> nn.Module:
-        model = one.build()
-        first, second, *_ = attentions_of(model)
-        own = first.forward
-        first.forward = lambda *args, **kwargs: _doubled(own(*args, **kwargs))
-        if one is LEAST:
-            second.set_processor(AttnProcessor())
-        return model
-
-    with tome_core.patch(model := build(), **STRONG) as handle:
-        eager = one.call(model, timestep=TIMES[0])
-        assert not handle.report().reasons, "without a compiler both merge"
-    with tome_core.patch(compiled := way(one, build()), **STRONG) as handle:
-        assert 0 < distance(one.call(compiled, timestep=TIMES[0]), eager) < 0.3
-        (level,) = handle.report().levels
-        assert 0 < level.calls_merged == level.blocks - (2 if one is LEAST else 1)
-        assert "its function is not known in a compiled model" in str(handle.report())
-
-
-@pytest.mark.parametrize("way", some_quick([whole, by_blocks]), ids=lambda way: way.__name__)
-def test_an_attention_by_xformers_is_left_alone_and_told(way: Way, monkeypatch):
-    """The operator knows the arguments of torch's function; this one's are called otherwise."""
-    with_xformers(monkeypatch, attention_processor)
-    model = LEAST.build()
-    for one in attentions_of(model):
-        one.set_processor(attention_processor.XFormersAttnProcessor())
-    plain = LEAST.call(model, timestep=TIMES[0])
-    with tome_core.patch(model, **STRONG) as handle:
-        assert not torch.equal(LEAST.call(model, timestep=TIMES[0]), plain)
-    with tome_core.patch(compiled := way(LEAST, model), **STRONG) as handle:
-        assert torch.equal(LEAST.call(compiled, timestep=TIMES[0]), plain)
-        assert "its function is not known in a compiled model" in str(handle.report())
-
-
-def _doubled(out: Any) -> Any:
-    return 2 * out if torch.is_tensor(out) else tuple(2 * one for one in out)
-
-
-@either
-def test_a_processor_of_somebody_elses_class_merges_by_the_function_it_calls(one: Family):
-    def build() -> nn.Module:
-        model = one.build()
-        first = attentions_of(model)[0]
-        first.processor = type("Mine", (type(first.processor),), {})()
-        return model
-
-    with tome_core.patch(eager := build(), **STRONG) as wanted:
-        expected = one.call(eager, timestep=TIMES[0])
-        with tome_core.patch(model := build(), **STRONG) as handle:
-            assert torch.equal(one.call(whole(one, model), timestep=TIMES[0]), expected)
-            assert handle.report() == wanted.report() and not handle.report().reasons
-
-
-@_all((LEAST.name, "PixArt"))
-def test_a_processor_that_is_exchanged_later_is_another_graph(one: Family):
-    model = one.build()
-    compiled = whole(one, model)
-    with tome_core.patch(compiled, **STRONG) as handle:
-        merged = one.call(compiled, timestep=TIMES[0])
-        model.fuse_qkv_projections()
-        torch.testing.assert_close(one.call(compiled, timestep=TIMES[0]), merged, rtol=1e-4, atol=1e-5)
-        assert not handle.report().reasons and handle.report().calls == 2
-
-
-def test_ip_adapters_processors_of_transformers_merge_compiled_too():
-    model, arguments = tiny_transformers.make("Flux")
-    kind = diffusers.models.transformers.transformer_flux.FluxIPAdapterAttnProcessor
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        model.transformer_blocks[0].attn.processor = kind(32, 32, num_tokens=(4,), scale=[0.5])
+        model.transformer_blocks[0].attn.processor = image(32, 32, num_tokens=(4,), scale=[0.5])
         arguments["joint_attention_kwargs"] = {"ip_hidden_states": [torch.randn(1, 4, 32)]}
+    attention = model.single_transformer_blocks[0].attn
+    attention.processor = type("Derived", (type(attention.processor),), {})()
     with tome_core.patch(model, **STRONG) as handle:
         expected = tiny_transformers.call(model, arguments)
-        assert torch.equal(tiny_transformers.call(whole(COMPILED["Flux"], model), arguments), expected)
+        assert torch.equal(tiny_transformers.call(whole(FLUX, model), arguments), expected)
         assert not handle.report().reasons and handle.report().work_saved > 0.8
 
 
-@a_quick_way
-@pytest.mark.parametrize("more", [{"proportional": False}, {"merge_crossattn": True, "merge_mlp": True}], ids=str)
-def test_a_compiled_block_merges_in_its_self_attention_alone_and_says_so(way: Way, more):
-    """tomesd's rule merges there as many tokens, but those whose keys are alike."""
-    settings = {"ratio": 0.5, **more}
-    with tome_core.patch(eager := LEAST.build(), **settings) as wanted:
-        LEAST.call(eager)
-    with tome_core.patch(model := LEAST.build(), **settings) as handle:
-        assert LEAST.call(way(LEAST, model)).isfinite().all()
-    (level,), (expected,) = handle.report().levels, wanted.report().levels
-    assert level.tokens == expected.tokens and level.work_saved == expected.work_saved
-    said = "its parts merge by a rule that compiled blocks do not follow"
-    assert not level.mlp_tokens and (said in level.traced) == ("merge_mlp" in more)
-
-
-# --- copies, threads --------------------------------------------------------------------------------------------------
-
-
-@a_quick_way
-@either
-def test_a_copy_of_a_patched_model_merges_nothing_until_it_is_patched_and_answers_for_itself(one: Family, way: Way):
-    (wanted,) = merged_eagerly(one, OTHER)
-    model = one.build()
-    plain = one.call(model, timestep=TIMES[0])
-    with tome_core.patch(model, **STRONG) as handle:
-        copied = copy.deepcopy(model)
-        other = way(one, copied)
-        assert torch.equal(one.call(other, timestep=TIMES[0]), plain)
-        with tome_core.patch(copied, **OTHER):
-            assert torch.equal(one.call(other, timestep=TIMES[0]), wanted)
-        assert handle.report().calls == 0
-        assert not torch.equal(one.call(way(one, model), timestep=TIMES[0]), plain)
-
-
-@a_quick_way
-def test_each_thread_has_its_own_call_of_a_transformer(way: Way):
-    """Two sizes at once through one compiled model: none takes the other's grid."""
-    model, arguments = tiny_transformers.make("Flux")
-    small = arguments | {"hidden_states": arguments["hidden_states"][:, :256],
-                         "img_ids": tiny_transformers.flux_ids(16, 16)}  # fmt: skip
-    _in_threads(way(COMPILED["Flux"], model), model, [
-        lambda one, given=given: tiny_transformers.call(one, given) for given in (arguments, small)])  # fmt: skip
-
-
-@a_quick_way
-def test_each_thread_has_its_own_call_of_a_unet(way: Way):
-    model = LEAST.build()
-    _in_threads(way(LEAST, model), model, [
-        lambda one, height=height, time=time: LEAST.call(one, height=height, timestep=time)
-        for height, time in ((16, TIMES[3]), (32, TIMES[9]))])  # fmt: skip
-
-
-def _in_threads(compiled, model, calls) -> None:
-    with tome_core.patch(model, **OTHER) as handle:
-        with torch.compiler.set_stance("force_eager"):
-            expected = [call(compiled) for call in calls]
-        assert not torch.equal(expected[0], expected[1][..., : expected[0].shape[-2], :])
-        calls[0](compiled)  # so that one thread compiles anew while the other's graph runs
-        found = at_once(*(lambda call=call: [call(compiled) for _ in range(8)] for call in calls))
-        for pictures, wanted in zip(found, expected, strict=True):
-            assert all(torch.equal(one, wanted) for one in pictures)
-        assert not handle.report().reasons
-
-
-@a_quick_way
-@either
-def test_the_first_call_may_be_a_threads(one: Family, way: Way):
-    """As in a server, each of whose requests has a thread: the graph is good for the next call and the next thread."""
-    (expected,) = merged_eagerly(one, STRONG)
-    compiled = way(one, one.build())
-    with tome_core.patch(compiled, **STRONG):
-        for _ in range(2):
-            (found,) = at_once(lambda: [one.call(compiled, timestep=TIMES[0]) for _ in range(3)])
-            assert all(torch.equal(each, expected) for each in found)
+@pytest.mark.slow
+def test_a_processor_that_is_exchanged_later_is_another_graph():
+    compiled = whole(LEAST, model := LEAST.build())
+    with tome_core.patch(compiled, **STRONG) as handle:
+        merged = picture(LEAST, compiled)
+        model.fuse_qkv_projections()
+        torch.testing.assert_close(picture(LEAST, compiled), merged, rtol=1e-4, atol=1e-5)
+        assert not handle.report().reasons and handle.report().calls == 2
 
 
 def test_an_attention_that_looks_up_torchs_function_at_each_call_is_asked_at_each_call(monkeypatch):
@@ -469,8 +254,155 @@ def test_an_attention_that_looks_up_torchs_function_at_each_call_is_asked_at_eac
         seen.append(1)
         return plain(*args, **kwargs)
 
-    with tome_core.patch(model := LEAST.build(), **STRONG):
-        merged = LEAST.call(compiled := whole(LEAST, model))
+    with tome_core.patch(model := TINY.build(), **STRONG):
+        merged = TINY.call(compiled := whole(TINY, model))
         monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
-        torch.testing.assert_close(LEAST.call(compiled), merged)
+        torch.testing.assert_close(TINY.call(compiled), merged)
     assert seen
+
+
+# --- left alone, and said ---------------------------------------------------------------------------------------------
+
+
+def test_if_nothing_ever_merges_the_graph_is_the_models_own():
+    compiled = whole(TINY, TINY.build(), "aot_eager")
+    plain = picture(TINY, compiled)
+    with tome_core.patch(compiled, **(STRONG | {"ratio": 0.0})) as handle:
+        assert torch.equal(picture(TINY, compiled), plain)
+        assert not handle.report().merged_anything
+
+
+@ways
+def test_a_call_that_cannot_merge_under_a_compiler_is_left_alone_and_the_report_says_why(way: Way, monkeypatch):
+    compiled = way(TINY, model := TINY.build())
+    plain = picture(TINY, compiled)
+
+    def report_of(call: Callable[[], torch.Tensor]) -> str:
+        with tome_core.patch(compiled, **STRONG) as handle:
+            torch.testing.assert_close(call(), plain, rtol=0.1, atol=0.1)
+        return str(handle.report())
+
+    def with_gradients() -> torch.Tensor:
+        model.requires_grad_()
+        with monkeypatch.context() as patches:
+            patches.setattr(torch, "no_grad", torch.enable_grad)
+            out = picture(TINY, compiled)
+        out.sum().backward()
+        assert all(one.grad is None or one.grad.isfinite().all() for one in model.parameters())
+        return out.detach()
+
+    def under_autocast() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return picture(TINY, compiled).float()
+
+    assert "a backward pass may follow a compiled call" in report_of(with_gradients)
+    assert "autocast ends before what a compiled call asks for" in report_of(under_autocast)
+    torch._dynamo.reset()
+    monkeypatch.setattr(operators, "_TRIED", False)
+    assert "this torch's compiler was not tried with it" in report_of(lambda: picture(TINY, compiled))
+
+
+def test_arguments_that_no_graph_can_be_given_are_left_alone_and_named(monkeypatch):
+    model, arguments = tiny_transformers.make("Flux")
+    plain, compiled = tiny_transformers.call(model, arguments), whole(FLUX, model)
+    monkeypatch.setattr(transformer, "_READERS", {("img_ids", "joint_attention_kwargs"): None})
+    handle = tome_core.patch(compiled, **STRONG)
+    given = arguments | {"joint_attention_kwargs": {}}
+    assert torch.equal(tiny_transformers.call(compiled, given), plain)
+    assert "a compiled call cannot be told such arguments" in str(handle.report())
+
+
+def test_an_exported_model_asks_nobody():
+    def exported(*args: Any, **kwargs: Any) -> Any:
+        return torch.export.export(model, args, kwargs).module()(*args, **kwargs)
+
+    plain = picture(LEAST, model := LEAST.build())
+    with tome_core.patch(model, **STRONG) as handle:
+        torch.testing.assert_close(picture(LEAST, exported), plain)
+        assert "an exported model would need it wherever it runs" in str(handle.report())
+        assert not handle.report().merged_anything
+
+
+def _wrapper(attention: nn.Module) -> None:
+    own = attention.forward
+    attention.forward = lambda *args, **kwargs: own(*args, **kwargs)
+
+
+def _by_hand(attention: nn.Module) -> None:
+    attention.set_processor(AttnProcessor())
+
+
+def _by_xformers(attention: nn.Module) -> None:
+    attention.set_processor(attention_processor.XFormersAttnProcessor())
+
+
+@pytest.mark.parametrize("change", some_quick([_wrapper, _by_hand, _by_xformers]), ids=lambda change: change.__name__)
+def test_an_attention_that_a_graph_cannot_ask_is_left_alone_and_named(change: Callable, monkeypatch):
+    """The operator knows the arguments of torch's function; those of xformers' are others."""
+    with_xformers(monkeypatch, attention_processor)
+    model = LEAST.build()
+    change(attentions_of(model)[0])
+    with tome_core.patch(model, **STRONG) as handle:
+        picture(LEAST, model)
+        assert not handle.report().reasons, "it merges without a compiler"
+        handle.reset_counts()
+        picture(LEAST, whole(LEAST, model))
+        (level,) = handle.report().levels
+        assert level.calls_merged == level.blocks - 1 and NOT_KNOWN in str(handle.report())
+
+
+@pytest.mark.parametrize("more", [{"proportional": False}, {"merge_crossattn": True, "merge_mlp": True}], ids=str)
+def test_a_compiled_block_merges_in_its_self_attention_alone_and_says_so(more):
+    """tomesd's rule merges there as many tokens, but those whose keys are alike."""
+    settings = {"ratio": 0.5, **more}
+    with tome_core.patch(eager := TINY.build(), **settings) as wanted:
+        TINY.call(eager)
+    with tome_core.patch(model := TINY.build(), **settings) as handle:
+        assert TINY.call(whole(TINY, model)).isfinite().all()
+    (level,), (expected,) = handle.report().levels, wanted.report().levels
+    assert level.tokens == expected.tokens and level.work_saved == expected.work_saved
+    reason = "its parts merge by a rule that compiled blocks do not follow"
+    assert not level.mlp_tokens and (reason in level.traced) == ("merge_mlp" in more)
+
+
+# --- copies, threads --------------------------------------------------------------------------------------------------
+
+
+@ways
+def test_a_copy_of_a_patched_model_merges_nothing_until_it_is_patched_and_answers_for_itself(way: Way):
+    wanted, plain = merged_eagerly(TINY, OTHER), picture(TINY, model := TINY.build())
+    with tome_core.patch(model, **STRONG) as handle:
+        compiled = way(TINY, copied := copy.deepcopy(model))
+        assert torch.equal(picture(TINY, compiled), plain)
+        with tome_core.patch(copied, **OTHER):
+            assert torch.equal(picture(TINY, compiled), wanted)
+        assert handle.report().calls == 0
+        assert not torch.equal(picture(TINY, way(TINY, model)), plain)
+
+
+@quick_and_slow([("Flux", whole)], [("Flux", by_blocks), ("least", whole)])
+def test_each_thread_has_its_own_call(family: Family, way: Way):
+    """Two sizes at once through one compiled model: none takes the other's grid."""
+    if family is FLUX:
+        calls = [lambda model, given=given: tiny_transformers.call(model, given) for given in of_two_sizes()]
+    else:
+        calls = [lambda model, height=height, time=time: LEAST.call(model, height=height, timestep=time)
+                 for height, time in ((16, TIMES[3]), (32, TIMES[9]))]  # fmt: skip
+    compiled = way(family, model := family.build())
+    with tome_core.patch(model, **OTHER) as handle:
+        with torch.compiler.set_stance("force_eager"):
+            expected = [call(compiled) for call in calls]
+        calls[0](compiled)  # so that one thread compiles anew while the other's graph runs
+        pictures = at_once(*(lambda call=call: [call(compiled) for _ in range(4)] for call in calls))
+        for of_thread, wanted in zip(pictures, expected, strict=True):
+            assert all(torch.equal(one, wanted) for one in of_thread)
+        assert not handle.report().reasons
+
+
+def test_the_first_call_may_be_a_threads():
+    """As in a server, each of whose requests has a thread: the graph is good for the next call and the next thread."""
+    expected, compiled = merged_eagerly(TINY, STRONG), whole(TINY, TINY.build())
+    with tome_core.patch(compiled, **STRONG):
+        for _ in range(2):
+            (pictures,) = at_once(lambda: [picture(TINY, compiled) for _ in range(2)])
+            assert all(torch.equal(one, expected) for one in pictures)

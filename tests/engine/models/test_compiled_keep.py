@@ -3,39 +3,30 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
-import diffusers
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
 import tome_core
 from tests import pipelines, transformer_pipelines
-from tests.compiling import where_compilers_were_tried
+from tests.compiling import LEAST, TINY, by_blocks, in_place, where_compilers_were_tried
 from tests.least_unet import FEW, KEPT, TIMES, WAYS, build, call, draw, same
 from tests.models import on_small
-from tests.samplings import pipeline_of
 from tests.thoroughness import some_quick
 from tests.tiny_transformers import STRONG
 from tome_core import PRESETS, MergeConfig, MergePlan
-from tome_core.models import find_models
-from tome_core.patching import handle_on
 
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), where_compilers_were_tried]
-
-
-def compiled(unet, whole=True, backend="eager"):
-    """In place, by its blocks if not whole."""
-    for module in [unet] if whole else unet.input_blocks[0][0].transformer_blocks:
-        module.compile(backend=backend, fullgraph=True)
-    return unet
+ways = pytest.mark.parametrize("way", some_quick([in_place, by_blocks]), ids=lambda way: way.__name__)
 
 
 @pytest.mark.slow
 def test_all_marks_at_three_sizes_are_a_graph_for_each_size(work):
     """What matches, what renews and what keeps is one and the same, and so are the settings."""
-    backend, plain, model = CompileCounter(), build(1), build(1)
-    compiled(model, backend=backend)
+    backend, plain = CompileCounter(), build(1)
+    model = in_place(TINY, build(1), backend)
     for name in PRESETS:
         config = on_small(name)
         with tome_core.patch(plain, config) as eager, tome_core.patch(model, config) as handle:
@@ -48,54 +39,37 @@ def test_all_marks_at_three_sizes_are_a_graph_for_each_size(work):
     assert backend.frame_count <= 3
 
 
-@pytest.mark.parametrize("whole", some_quick([True, False]))
-@pytest.mark.parametrize("way", WAYS)
-def test_whatever_is_kept_is_kept_in_graphs(way, whole):
-    config, backend, plain = WAYS[way], CompileCounter(), build()
-    model = compiled(build(), whole, backend)
-    with tome_core.patch(plain, config) as eager, tome_core.patch(model, config) as handle:
-        assert same(draw(model, handle), draw(plain, eager))
-        assert same(draw(model, handle, name="b"), draw(plain, eager, name="b"))
-        assert handle.report() == eager.report()
-    assert backend.frame_count == 1, "two blocks that look alike share a graph"
-
-
-@pytest.mark.parametrize("whole", some_quick([True, False]))
-def test_a_picture_does_not_depend_on_the_one_before(whole):
-    with tome_core.patch(model := compiled(build(), whole), KEPT) as handle:
-        draw(model, handle, (900.0, 280.0), "other")
-        second = draw(model, handle, FEW, "this")
-        handle.set_time(timestep=280.0)
-        unnamed = call(model, seed=9)
-    with tome_core.patch(model := build(), KEPT) as handle:
-        assert same(draw(model, handle, FEW, "this"), second)
-        handle.set_time(timestep=280.0)
-        assert torch.equal(call(model, seed=9), unnamed)
+@ways
+def test_what_is_kept_over_steps_is_kept_in_graphs_and_never_for_another_sampling(way):
+    backend, plain = CompileCounter(), build()
+    model = way(TINY, build(), backend)
+    for config in WAYS.values():
+        with tome_core.patch(plain, config) as eager, tome_core.patch(model, config) as handle:
+            for name in ("a", "b"):
+                assert same(draw(model, handle, name=name), draw(plain, eager, name=name))
+            guided = draw(model, handle, name="c", pictures=1, copies=2)  # whose halves have one match
+            assert same(guided, draw(plain, eager, name="c", pictures=1, copies=2))
+            for one in (eager, handle):
+                one.set_time(timestep=280.0)
+            assert torch.equal(call(model, seed=9), call(plain, seed=9)), "a call without a name"
+            assert handle.report() == eager.report()
+    assert backend.frame_count <= 3, "two blocks that look alike share a graph, for one picture and for two"
 
 
 def test_the_calls_of_one_time_keep_apart(work):
     def tiles(unet, handle, seeds):
-        found = []
+        pictures = []
         for time in (900.0, 850.0):
             for seed in seeds:
                 handle.set_time(timestep=time, sampling="tiles")
-                found.append(call(unet, seed=seed))
-        return found[seeds.index(2) :: len(seeds)]
+                pictures.append(call(unet, seed=seed))
+        return pictures[seeds.index(2) :: len(seeds)]
 
-    with tome_core.patch(model := compiled(build()), KEPT) as handle:
+    with tome_core.patch(model := in_place(TINY, build()), KEPT) as handle:
         together = tiles(model, handle, (1, 2, 3))
     assert work == ["match"] * 3 * 2
     with tome_core.patch(model := build(), KEPT) as handle:
         assert same(tiles(model, handle, (2,)), together)
-
-
-@pytest.mark.parametrize("whole", some_quick([True, False]))
-def test_both_halves_of_guidance_have_one_match(whole):
-    plain, model = build(), compiled(build(), whole)
-    with tome_core.patch(plain, KEPT) as eager, tome_core.patch(model, KEPT) as handle:
-        guided = draw(model, handle, pictures=1, copies=2)
-        assert same(guided, draw(plain, eager, pictures=1, copies=2))
-        assert not same(guided, draw(plain, eager, name="b", copies=2)), "a match can be seen"
 
 
 def _plans() -> int:
@@ -103,13 +77,14 @@ def _plans() -> int:
     return sum(isinstance(one, MergePlan) for one in gc.get_objects())
 
 
-@pytest.mark.parametrize("whole", some_quick([True, False]))
-def test_a_loop_of_ones_own_is_a_sampling_too_of_which_nothing_is_held_when_it_is_done(work, whole):
-    with tome_core.patch(model := compiled(build(), whole), KEPT) as handle:
+@ways
+def test_a_loop_of_ones_own_is_a_sampling_too_of_which_nothing_is_held_when_it_is_done(work, way):
+    with tome_core.patch(model := way(TINY, build()), KEPT) as handle:
         before = _plans()
         for _ in range(2):
             with handle.sampling():
-                call(model, time=900.0), call(model, time=850.0)
+                call(model, time=900.0)
+                call(model, time=850.0)
                 assert _plans() == before + 2
             assert _plans() == before
         assert work == ["match"] * 2 * 2, "for each of two blocks in each of two samplings"
@@ -117,81 +92,52 @@ def test_a_loop_of_ones_own_is_a_sampling_too_of_which_nothing_is_held_when_it_i
         assert work == ["match"] * 3 * 2
 
 
-def drawn(make, compiles: bool, work):
-    pipe, draw = make(compiles)
-    work.clear()
-    with tome_core.patch(pipe, **(STRONG | {"keep": 900.0})) as handle:
-        pictures = [draw(), draw()]
-        return pictures, list(work), handle.report()
-
-
-def _unet(folder):
-    def make(compiles):
-        pipe = pipeline_of(folder)
-        if compiles:
-            pipe.unet.compile(backend="eager", fullgraph=True)
-        return pipe, lambda: torch.as_tensor(pipe(
-            "a", num_inference_steps=5, generator=torch.Generator().manual_seed(1), output_type="latent").images)
-
-    return make
-
-
-def _transformers(name):
-    def make(compiles):
-        pipe, asked = transformer_pipelines.make(name)
-        for one in transformer_pipelines.transformers_of(pipe) if compiles else ():
-            one.compile(backend="eager", fullgraph=True)
-        return pipe, lambda: transformer_pipelines.draw(pipe, asked)
-
-    return make
-
-
-_NAMES = ("UNet", "Flux", "Wan 2.2, of two transformers", "Wan, image to video", "SD3.5")
-PIPELINES = [name for name in _NAMES if name in ("UNet", *transformer_pipelines.PRESENT)]
-
-
-@pytest.mark.parametrize("name", some_quick(PIPELINES, 2))
-def test_a_compiled_pipeline_keeps_over_its_steps_what_it_would_keep(name, tiny_folder, work):
-    make, before = _unet(tiny_folder) if name == "UNet" else _transformers(name), _plans()
-    (eager, wanted, counted), (pictures, done, told) = (drawn(make, compiles, work) for compiles in (False, True))
-    assert same(pictures, eager) and done == wanted and told == counted and done
-    assert torch.equal(*pictures), "equal seeds, equal pictures"
-    assert _plans() == before, "nothing of a picture is held when it is done"
-
-
 def test_an_engine_reads_the_time_of_compiled_calls_itself(work):
     """Rules that hold for a time need no host's clock."""
     config = MergeConfig(side="kv", ratio=0.75, min_timestep=500.0)
-    with tome_core.patch(model := compiled(build()), config) as handle:
+    with tome_core.patch(model := in_place(TINY, build()), config) as handle:
         for time in FEW:
             call(model, time=time)
     assert len(work) == 2 * sum(time >= 500 for time in FEW) and handle.report().calls == len(FEW)
 
 
-# --- one graph for both phases of a preset ----------------------------------------------------------------------------
+# --- pipelines --------------------------------------------------------------------------------------------------------
 
 
-def _whole(pipe, backend):
-    pipe.unet = torch.compile(pipe.unet, backend=backend, fullgraph=True)
+def drawn(name: str, words: Any, work: list[str], way: Any) -> tuple[list[torch.Tensor], list[str], tome_core.Report]:
+    if name == "UNet":
+        pipe = pipelines.make(words)
+        networks, draw = [pipe.unet], lambda: pipelines.draw(pipe)
+    else:
+        pipe, asked = transformer_pipelines.make(name)
+        networks, draw = transformer_pipelines.transformers_of(pipe), lambda: transformer_pipelines.draw(pipe, asked)
+    for network in networks if way else ():
+        way(LEAST, network)
+    work.clear()
+    with tome_core.patch(pipe, **STRONG, keep=900.0) as handle:
+        return [draw(), draw()], list(work), handle.report()
 
 
-def _by_blocks(pipe, backend):
-    if not hasattr(pipe.unet, "compile_repeated_blocks"):
-        pytest.skip(f"diffusers {diffusers.__version__} has no compile_repeated_blocks")
-    pipe.unet.compile_repeated_blocks(backend=backend, fullgraph=True)
+@pytest.mark.parametrize("name", some_quick(["Flux", "UNet", "Wan 2.2, of two transformers"]))
+def test_a_compiled_pipeline_keeps_over_its_steps_what_it_would_keep(name, words, work):
+    if name not in ("UNet", *transformer_pipelines.PRESENT):
+        pytest.skip("this diffusers has no such pipeline")
+    before = _plans()
+    way = by_blocks if name == "UNet" else in_place
+    (eager, wanted, counted), (pictures, done, report) = (drawn(name, words, work, way) for way in (None, way))
+    assert same(pictures, eager) and done == wanted and report == counted and done
+    assert torch.equal(*pictures), "equal seeds, equal pictures"
+    assert _plans() == before, "nothing of a picture is held when it is done"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("patch_first", [True, False])
-@pytest.mark.parametrize("compiles, levels", [(_whole, 1), (_by_blocks, 2)])
-def test_a_pipeline_that_diffusers_compiles_has_one_graph_for_both_phases(words, patch_first: bool, compiles, levels):
+def test_a_pipeline_that_diffusers_compiles_has_one_graph_for_both_phases(words):
     pipe, backend = pipelines.make(words), CompileCounter()
     plain, merged = pipelines.draw(pipe), pipelines.merged_alone(pipelines.make(words))
-    for is_patch in (patch_first, not patch_first):
-        tome_core.patch(pipe) if is_patch else compiles(pipe, backend)
+    tome_core.patch(pipe)
+    pipe.unet = torch.compile(pipe.unet, backend=backend, fullgraph=True)
     for _ in range(2):
         assert torch.equal(pipelines.draw(pipe), merged)
-    assert backend.frame_count == levels
-    pipelines.assert_merged(handle_on(find_models(pipe)[0]))
+    assert backend.frame_count == 1
     tome_core.remove_patch(pipe)
     assert torch.equal(pipelines.draw(pipe), plain)

@@ -8,17 +8,16 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from diffusers import UNet2DConditionModel
 from diffusers.models.unets import StableCascadeUNet
 from torch import nn
 
 import tome_core
-from tests.models import BY_NAME, call_case, ldm_sd1, on_small, small
+from tests.families import MODELS
+from tests.models import ldm_sd1, on_small, sd15, small
 from tests.traces import traces
 from tome_core import UnsupportedModelError
 
 BALANCED = on_small("balanced")
-run = partial(call_case, BY_NAME["sd15"], timestep=100)
 
 
 class Wrapper(nn.Module):
@@ -32,75 +31,21 @@ class Wrapper(nn.Module):
         return self.module(*args, **kwargs)
 
 
-WRAPPERS = {
-    "DataParallel": nn.DataParallel,
-    "DDP": Wrapper,
-    "DDP of a DataParallel": lambda model: Wrapper(nn.DataParallel(model)),
-}
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_a_wrapped_unet_merges_as_the_unet_itself_whichever_is_called(wrapper: str):
-    model = small()
-    with tome_core.patch(model, BALANCED) as handle:
-        picture, report = run(model), handle.report()
-    assert len(report.levels) == 2 and len(report.levels[0].tokens) == 1
-    whole = WRAPPERS[wrapper](small())
-    plain, before = run(whole), traces(whole)
+@pytest.mark.parametrize("wrapper", [nn.DataParallel, Wrapper, lambda model: Wrapper(nn.DataParallel(model))],
+                         ids=["DataParallel", "DDP", "both"])  # fmt: skip
+@pytest.mark.parametrize("name", ["sd15", "ldm_sd1"])
+def test_a_wrapped_unet_merges_as_the_unet_itself_whichever_is_called(name: str, wrapper: Any):
+    family = MODELS[name]
+    with tome_core.patch(model := family.build(), BALANCED) as handle:
+        picture, report = family.call(model), handle.report()
+    whole = wrapper(inner := family.build())
+    plain, before = family.call(whole), traces(whole)
     with tome_core.patch(whole, BALANCED) as handle:
-        assert tome_core.report(whole).patched
-        inner = next(one for one in whole.modules() if isinstance(one, UNet2DConditionModel))
         for each in (inner, whole):
             handle.reset_counts()
-            assert torch.equal(run(each), picture)
-            assert handle.report() == report
-    assert traces(whole) == before and torch.equal(run(whole), plain)
-
-
-def test_a_wrapped_ldm_unet_merges_as_the_unet_itself():
-    case = BY_NAME["ldm_sd1"]
-    reports = []
-    for wrapped in (lambda model: model, Wrapper):
-        model = case.build()
-        with tome_core.patch(wrapped(model), BALANCED) as handle:
-            call_case(case, model, 1)
-            reports.append(handle.report())
-    assert reports[0].calls == 1 and reports == [reports[0]] * 2
-
-
-def test_the_patch_of_a_unet_is_found_and_removed_through_its_wrapper():
-    model = small()
-    plain = run(model)
-    tome_core.patch(model, BALANCED)
-    whole = Wrapper(model)
-    run(model)
-    assert tome_core.report(whole) == tome_core.report(model)
-    tome_core.remove_patch(whole)
-    assert torch.equal(run(model), plain)
-
-
-def transformer_of(model: nn.Module) -> nn.Module:
-    return next(one for one in model.modules() if hasattr(one, "transformer_blocks"))
-
-
-REFUSED = {
-    "a transformer by itself": lambda: transformer_of(small()),
-    "an LDM transformer": lambda: transformer_of(ldm_sd1()),
-    "a stage by itself": lambda: small().down_blocks[0],
-    "stages in a list": lambda: nn.ModuleList([(model := small()).down_blocks[0], model.mid_block]),
-    "two UNets": lambda: nn.ModuleList([small(), ldm_sd1()]),
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_is_not_one_unet_is_refused(what: str):
-    """Nobody could say which level its blocks are at, or which of them was meant."""
-    whole = REFUSED[what]()
-    before = traces(whole)
-    with pytest.raises(UnsupportedModelError):
-        tome_core.patch(whole, BALANCED)
-    assert traces(whole) == before
-    assert tome_core.remove_patch(whole) is whole and not tome_core.report(whole).patched
+            assert torch.equal(family.call(each), picture)
+            assert handle.report() == report == tome_core.report(whole) == tome_core.report(inner)
+    assert traces(whole) == before and torch.equal(family.call(whole), plain)
 
 
 class Pipeline:
@@ -111,6 +56,47 @@ class Pipeline:
         vars(self).update(components)
 
 
+@pytest.mark.parametrize("name, hold, inner", [
+    ("sd15", lambda model: Pipeline(unet=model), lambda model: model),
+    ("ldm_wrapped", lambda model: model.model, lambda model: model.model.diffusion_model),
+    ("sd15", Wrapper, lambda model: model),
+], ids=["pipeline", "LDM", "DDP"])  # fmt: skip
+def test_a_patch_is_found_and_removed_through_whatever_holds_the_model(name: str, hold: Any, inner: Any):
+    family = MODELS[name]
+    model = family.build()
+    plain = family.call(model)
+    for handed, other in ((model, hold(model)), (hold(model), inner(model))):
+        assert tome_core.apply_patch(handed, ratio=0.9) is handed
+        family.call(model)
+        assert tome_core.report(handed) == tome_core.report(other) == tome_core.report(inner(model))
+        text = str(tome_core.report(other))
+        assert "settings: ratio=0.9, " in text and "over the cap 0.75" in text and "1 model call, " in text
+        tome_core.remove_patch(other)
+        assert not tome_core.report(handed).patched and torch.equal(family.call(model), plain)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def transformer_of(model: nn.Module) -> nn.Module:
+    return next(one for one in model.modules() if hasattr(one, "transformer_blocks"))
+
+
+@pytest.mark.parametrize("build", [
+    lambda: transformer_of(small()), lambda: transformer_of(ldm_sd1()), lambda: small().down_blocks[0],
+    lambda: nn.ModuleList([(model := small()).down_blocks[0], model.mid_block]),
+    lambda: nn.ModuleList([small(), sd15()]),
+], ids=["a transformer", "an LDM transformer", "a stage", "stages in a list", "two UNets"])  # fmt: skip
+def test_what_is_not_one_unet_is_refused(build: Any):
+    """Nobody could say which level its blocks are at, or which of them was meant."""
+    whole = build()
+    before = traces(whole)
+    with pytest.raises(UnsupportedModelError):
+        tome_core.patch(whole, BALANCED)
+    assert traces(whole) == before
+    assert tome_core.remove_patch(whole) is whole and not tome_core.report(whole).patched
+
+
 def cascade() -> diffusers.StableCascadeDecoderPipeline:
     sizes = {"block_out_channels": (8, 8), "num_attention_heads": (1, 1), "clip_text_pooled_in_channels": 8}
     counts = dict.fromkeys(("down_num_layers_per_block", "up_num_layers_per_block"), (1, 1))
@@ -118,39 +104,23 @@ def cascade() -> diffusers.StableCascadeDecoderPipeline:
     return diffusers.StableCascadeDecoderPipeline(decoder, None, None, None, None)
 
 
-def kandinsky_prior() -> diffusers.KandinskyPriorPipeline:
-    prior = diffusers.PriorTransformer(
-        num_attention_heads=2, attention_head_dim=8, num_layers=1, embedding_dim=8, num_embeddings=4
-    )
-    return diffusers.KandinskyPriorPipeline(prior, None, None, None, None, None)
-
-
-def upsampler() -> Any:
-    ltx = pytest.importorskip("diffusers.pipelines.ltx.modeling_latent_upsampler")  # an older diffusers lacks it
-    made = ltx.LTXLatentUpsamplerModel(in_channels=4, mid_channels=32, num_blocks_per_stage=1)
-    return diffusers.LTXLatentUpsamplePipeline(None, made)
-
-
-@pytest.mark.parametrize("make, network", [
-    (cascade, "StableCascadeUNet"), (kandinsky_prior, "PriorTransformer"), (upsampler, "LTXLatentUpsamplerModel"),
-])  # fmt: skip
-def test_a_pipeline_of_another_network_is_refused_with_its_name_and_what_is_known(make: Any, network: str):
-    pipeline = make()
-    inner = next(one for one in pipeline.components.values() if isinstance(one, nn.Module))
-    for one, said in ((pipeline, f"{type(pipeline).__name__} has neither a UNet nor a transformer, but {network}. "),
-                      (inner, f"{network} is not known: ")):  # fmt: skip
+def test_another_network_is_refused_with_its_name_and_what_is_known():
+    pipeline = cascade()
+    for model, start in ((pipeline, f"{type(pipeline).__name__} has neither a UNet nor a transformer, but "),
+                         (pipeline.decoder, "StableCascadeUNet is not known: ")):  # fmt: skip
         with pytest.raises(UnsupportedModelError) as caught:
-            tome_core.patch(one)
+            tome_core.patch(model)
         text = str(caught.value)
-        assert text.startswith(said) and "tome_core.models.transformer.NAMES, Flux, SD3 and Wan among them" in text
+        assert text.startswith(start) and "StableCascadeUNet" in text
+        assert "tome_core.models.transformer.NAMES, Flux, SD3 and Wan among them" in text
 
 
 @pytest.mark.parametrize("pipeline, found", [
-    (Pipeline(decoder=nn.Linear(2, 2), scheduler=object()), "neither a UNet nor a transformer, but Linear"),
-    (Pipeline(scheduler=object()), "no module at all"),
-    (Pipeline(transformer=transformer_of(small())), "if it is a part of a UNet, patch that"),
+    (partial(Pipeline, decoder=nn.Linear(2, 2), scheduler=object()), "neither a UNet nor a transformer, but Linear"),
+    (partial(Pipeline, scheduler=object()), "no module at all"),
+    (lambda: Pipeline(transformer=transformer_of(small())), "if it is a part of a UNet, patch that"),
 ], ids=["another network", "none", "a transformer with UNets' blocks"])  # fmt: skip
-def test_a_pipeline_that_cannot_merge_is_no_wrong_kind_of_argument(pipeline: Pipeline, found: str):
+def test_a_pipeline_that_cannot_merge_is_no_wrong_kind_of_argument(pipeline: Any, found: str):
     with pytest.raises(UnsupportedModelError, match=found):
-        tome_core.patch(pipeline)
-    assert tome_core.remove_patch(pipeline) is pipeline and not tome_core.report(pipeline).patched
+        tome_core.patch(pipe := pipeline())
+    assert tome_core.remove_patch(pipe) is pipe and not tome_core.report(pipe).patched

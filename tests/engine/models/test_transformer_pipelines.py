@@ -16,24 +16,34 @@ from tome_core.engine.time import FEW
 from tome_core.settings.schedule import PipelineSteps
 
 WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select", "aten::is_nonzero"}
+# counted in no pipeline whose masks are looked at in each attention, or whose scheduler does not count its steps
 READS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.cpu)
-pipelines = pytest.mark.parametrize("name", some_quick(PRESENT, 13))
+# one of each time's meaning, and Wan's two transformers; then other schedulers, guiders and inputs
+MERGED = ("Flux", "Z-Image", "Mochi", "Wan 2.2, of two transformers", "SD3.5", "Qwen-Image", "LTX", "DiT", "Allegro",
+          "PixArt sigma", "Wan, image to video", "Flux, image to image", "HunyuanVideo 1.5", "HiDream")  # fmt: skip
+ALIKE = ("Qwen-Image", "HunyuanVideo", "PixArt alpha", "Flux, image to image", "Wan, image to video",
+         "Wan 2.2, of two transformers")  # fmt: skip
+FIRST = ("Mochi", "Flux", "Z-Image", "PixArt sigma")
+TIMED = (*FIRST, *(name for name in PRESENT if name not in FIRST + ALIKE))  # each class tells its time in its own way
+WAITING = ("Flux", "Qwen-Image", "Z-Image", "SD3.5", "Wan, image to video", "LTX")
 
 
-@pipelines
+def pipelines(names: tuple[str, ...], quick: int) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("name", some_quick([name for name in names if name in PRESENT], quick))
+
+
+@pipelines(MERGED, 4)
 def test_a_pipeline_merges_near_to_itself_and_off_again_gives_the_same_bits(name):
     pipe, call = make(name)
     models = transformers_of(pipe)
-    plain, before = draw(pipe, call), [attributes(one) for one in models]
-    own = set(vars(pipe))
+    plain, before, own = draw(pipe, call), [attributes(model) for model in models], set(vars(pipe))
     with tome_core.patch(pipe, **STRONG, keep=600.0) as handle:
         merged = draw(pipe, call)
-        assert torch.equal(draw(pipe, call), merged), "equal seeds, equal pictures"
     assert not torch.equal(merged, plain) and distance(merged, plain) < 0.05
     assert not handle.report().reasons and handle.report().work_saved > 0.8, str(handle.report())
     assert torch.equal(draw(pipe, call), plain)
-    assert [attributes(one) for one in models] == before and set(vars(pipe)) == own
-    assert not any(tome_core.report(one).patched for one in models)
+    assert [attributes(model) for model in models] == before and set(vars(pipe)) == own
+    assert not any(tome_core.report(model).patched for model in models)
 
 
 class Waits(TorchDispatchMode):
@@ -56,11 +66,7 @@ class Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-MASKED = ("HunyuanVideo", "HunyuanVideo 1.5", "HunyuanImage", "Krea 2")  # whose masks are looked at in each attention
-UNCOUNTED = ("HunyuanDiT",)  # whose scheduler does not count its steps
-
-
-@pytest.mark.parametrize("name", some_quick([name for name in PRESENT if name not in MASKED + UNCOUNTED], 5))
+@pipelines(WAITING, 2)
 def test_no_step_but_the_first_waits_for_the_device(name):
     pipe, call = make(name)
 
@@ -69,31 +75,24 @@ def test_no_step_but_the_first_waits_for_the_device(name):
             draw(pipe, call, num_inference_steps=steps)
         return reads.count + seen.count
 
-    steps = (8, 16) if "strength" in call else (4, 8)
-    alone = waits(steps[1]) - waits(steps[0])
+    alone = waits(8) - waits(4)
     with tome_core.patch(pipe, "balanced", only_if_it_pays=False):
-        assert waits(steps[1]) - waits(steps[0]) == alone
+        assert waits(8) - waits(4) == alone
 
 
-_IN_TIME = ("Mochi", "Flux", "SD3.5", "Z-Image", "Lumina 2", "Wan", "LTX", "PixArt sigma")
-_BESIDE = ("Qwen-Image", "HunyuanVideo", "PixArt alpha", "Flux, image to image", "Wan, image to video",
-           "Wan 2.2, of two transformers")  # fmt: skip
-
-
-@pytest.mark.parametrize("name", some_quick([*_IN_TIME, *(one for one in PRESENT if one not in _IN_TIME + _BESIDE)], 8))
+@pipelines(TIMED, 4)
 def test_a_pipelines_steps_are_those_of_its_arguments(name, monkeypatch):
     """Told by the scheduler's count, and by the model's own arguments: the same pictures.
 
     But of few steps, where the early phase is fitted to what the scheduler alone tells.
     """
     pipe, call = make(name)
-    steps = FEW + 1
     config = {"ratio": 0.5, "early_ratio": 15 / 16, "early_until": 600.0, "side": "kv", "use_rand": False}
     with tome_core.patch(pipe, **config, keep=100.0):
-        counted = draw(pipe, call, num_inference_steps=steps)
+        counted = draw(pipe, call, num_inference_steps=FEW + 1)
     monkeypatch.setattr(PipelineSteps, "now", lambda steps: None)
     with tome_core.patch(pipe, **config, keep=100.0):
-        assert torch.equal(draw(pipe, call, num_inference_steps=steps), counted)
+        assert torch.equal(draw(pipe, call, num_inference_steps=FEW + 1), counted)
 
 
 def test_a_mark_leaves_as_much_of_a_pass_that_begins_late():
@@ -102,3 +101,15 @@ def test_a_mark_leaves_as_much_of_a_pass_that_begins_late():
     with tome_core.patch(pipe, "balanced", only_if_it_pays=False) as handle:
         draw(pipe, call, num_inference_steps=16, strength=0.3)
     assert len({keys for *_, keys in handle.report().levels[0].tokens}) == 2, "early ones, and late ones"
+
+
+def test_kept_matches_save_matches(work):
+    def matches_of(keep: float) -> int:
+        work.clear()
+        pipe, call = make("Flux")
+        with tome_core.patch(pipe, **STRONG, keep=keep) as handle:
+            draw(pipe, call, num_inference_steps=4)
+        assert handle.report().calls == 4
+        return len(work)
+
+    assert 0 < matches_of(400.0) < matches_of(0.0)

@@ -1,28 +1,78 @@
-"""Under, over and between other people's replacements of `forward`: whoever leaves first, nobody loses anything."""
+"""Wraps hold no model alive, come back after others have taken them off, see through wrappers that are known to be
+idle, and leave nothing. What stands beside them otherwise is held to its laws in `tests.beside`.
+"""
 
 from __future__ import annotations
 
-from types import MethodType
+import copy
+import gc
+import pickle
+import weakref
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import tome_core
-from tests.families import MODELS, Family, some_models
-from tests.foreign_wrappers import sites_of, unwrap, wrap_everything
-from tests.traces import traces
+from tests import least_unet
+from tests.families import Family, some_models
+from tests.models import ModelCase, call_case, call_ldm, ldm_of_one_level
+from tests.thoroughness import some_quick
 from tome_core import MergeConfig
-from tome_core.models import find_models
+from tome_core.models import adapter_of, find_models, wrap
+from tome_core.models.unet import BlockSite
+from tome_core.models.wrap import Wrap, drop_remains, wrap_of
 
-# one of each way to be called: checkpointed `_forward`, plain LDM names, diffusers, and transformers
-models = some_models("sd15", "ldm_sd1", "sgm_double", "comfy_double", "SD3.5", "Flux")
-BY_HAND = ("ldm_sd1",)  # its attention calls no function, so nothing of it can be told beneath another's wrapper
+# checkpointed `_forward`, and plain forwards of UNets and transformers
+models = some_models("sgm_double", "sd15", "Flux")
+QUARTER, HALF, KEYS = MergeConfig(ratio=0.25), MergeConfig(ratio=0.5), MergeConfig(side="kv", use_rand=False)
+# an attention that computes by hand can be merged only if its own code is what runs
+BY_HAND = Family("by hand", ldm_of_one_level, partial(call_case, ModelCase("", ldm_of_one_level, call_ldm)))
+BY_FUNCTION = Family("by a function", least_unet.build, least_unet.call)
+
+
+class Foreign:
+    """Replaces a module's method the way accelerate and ControlNet do: save what is there, call it, put it back."""
+
+    def __init__(self, module: nn.Module, name: str = "forward") -> None:
+        self.module, self.name, self.calls = module, name, 0
+        self.saved = getattr(module, name)
+        setattr(module, name, self.call)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self.saved(*args, **kwargs)
+
+    def put_back(self) -> None:
+        """accelerate and ControlNet put the saved method onto the instance even if it was the class's."""
+        setattr(self.module, self.name, self.saved)
+
+
+def sites_of(model: Any) -> list[tuple[nn.Module, str]]:
+    """All that a patch may wrap, and so what others may wrap as well: module and name of the method."""
+    (network,) = find_models(model)
+    adapter = adapter_of(network)
+    levels = set(range(len(adapter.downsamples)))
+
+    def site(kind: type, module: nn.Module, *_: Any) -> tuple[nn.Module, str]:
+        return module, "_forward" if kind is BlockSite and hasattr(module, "_forward") else "forward"
+
+    return list(adapter.wraps(network, levels, levels, site))
+
+
+def wrap_everything(model: Any) -> list[Foreign]:
+    return [Foreign(*site) for site in sites_of(model)]
+
+
+# --- whole models -----------------------------------------------------------------------------------------------------
 
 
 @models
 def test_a_wrap_that_comes_and_goes_at_every_picture_builds_no_chain(one: Family):
     model = one.build()
-    vanilla = one.call(model)
+    plain = one.call(model)
     tome_core.apply_patch(model)
     merged = one.call(model)
     tome_core.remove_patch(model)
@@ -30,8 +80,9 @@ def test_a_wrap_that_comes_and_goes_at_every_picture_builds_no_chain(one: Family
         tome_core.apply_patch(model)
         foreign = wrap_everything(model)
         tome_core.remove_patch(model)
-        unwrap(foreign)
-    assert torch.equal(one.call(model), vanilla)
+        for each in reversed(foreign):
+            each.put_back()
+    assert torch.equal(one.call(model), plain)
     tome_core.apply_patch(model)
     assert torch.equal(one.call(model), merged)
     depth, forward = 0, vars(find_models(model)[0])["forward"]
@@ -44,12 +95,10 @@ def test_a_wrap_that_comes_and_goes_at_every_picture_builds_no_chain(one: Family
 def test_an_old_wrap_put_back_over_a_new_patch_is_harmless(one: Family):
     """ControlNet saves a block's method once and puts that back at some later picture, whatever was patched since."""
     model = one.build()
-    vanilla = one.call(model)
-    sites = sites_of(model)
-    first = tome_core.patch(model, MergeConfig(ratio=0.25))
-    saved = [(module, name, getattr(module, name)) for module, name in sites]
-    first.remove()
-    second = tome_core.patch(model, MergeConfig(ratio=0.5))
+    plain = one.call(model)
+    with tome_core.patch(model, QUARTER):
+        saved = [(module, name, getattr(module, name)) for module, name in sites_of(model)]
+    second = tome_core.patch(model, HALF)
     merged = one.call(model)
     for module, name, method in saved:
         setattr(module, name, method)
@@ -57,52 +106,148 @@ def test_an_old_wrap_put_back_over_a_new_patch_is_harmless(one: Family):
     second.install()
     assert torch.equal(one.call(model), merged)
     second.remove()
-    assert torch.equal(one.call(model), vanilla)
+    assert torch.equal(one.call(model), plain)
 
 
 @models
-def test_a_patch_taken_back_over_somebody_elses_wrapper_merges_again(one: Family):
+def test_a_patch_taken_back_over_another_programs_wrappers_merges_again(one: Family):
     model = one.build()
-    vanilla, before = one.call(model), traces(model)
-    outer = tome_core.patch(model, MergeConfig(ratio=0.5))
+    outer = tome_core.patch(model, HALF)
     merged = one.call(model)
-    with tome_core.patch(model, MergeConfig(ratio=0.25)):
+    with tome_core.patch(model, QUARTER):
         foreign = wrap_everything(model)
-    assert all(each.calls == 0 for each in foreign)
     outer.reset_counts()
-    found, reasons = one.call(model), outer.report().reasons
-    if one.name in BY_HAND:
-        assert torch.equal(found, vanilla)
-        assert all("calls no attention function that is known" in why for why in reasons) and reasons
-    else:
-        assert torch.equal(found, merged) and not torch.equal(found, vanilla) and not reasons
+    assert torch.equal(one.call(model), merged) and not outer.report().reasons
     assert all(each.calls == 1 for each in foreign)
-    outer.remove()
-    assert torch.equal(one.call(model), vanilla)
-    for each in foreign:
-        delattr(each.module, each.name)
-    assert traces(model) == before
 
 
-def _of_unet(block, x, *args, **kwargs):
-    return x
-
-
-def _of_flux(block, hidden_states, encoder_hidden_states, temb, image_rotary_emb=None, **kwargs):
-    return encoder_hidden_states, hidden_states + block.attn.to_q(hidden_states)
-
-
-@pytest.mark.parametrize("name, replaced, forward", [
-    ("sd15", "block", _of_unet), ("sd15", "attn1", _of_unet), ("Flux", "block", _of_flux)])  # fmt: skip
-def test_code_of_somebody_elses_in_place_of_all_that_we_merge_runs_and_the_report_says_so(name, replaced, forward):
-    """A cache library replaces the whole forward of blocks."""
-    one = MODELS[name]
-    model = one.build()
-    with tome_core.patch(model, MergeConfig(ratio=0.5)) as handle:
-        for block in [module for module in model.modules() if type(module).__name__.endswith("TransformerBlock")]:
-            target = block.attn1 if replaced == "attn1" else block
-            target.forward = MethodType(forward, target)
+@models
+def test_neither_a_handle_nor_the_engine_keeps_a_model_alive(one: Family):
+    """A name in a notebook, on a machine whose memory holds one model."""
+    for is_on in (True, False):
+        model = one.build()
+        handle = tome_core.patch(model)
+        wrap_everything(model)
+        handle = tome_core.patch(model, KEYS)  # which has wraps of other kinds, over those of others
         one.call(model)
-        report = handle.report()
-    assert report.calls == 1 and not report.merged_anything
-    assert any("something else runs in its place" in why for why in report.reasons), str(report)
+        if not is_on:
+            handle.remove()
+        inner = find_models(model)[0]
+        last = [module for module in inner.modules() if hasattr(module, "to_q")][-1]
+        known = [weakref.ref(one) for one in (model, inner, last, last.to_q.weight)]
+        del model, inner, last
+        gc.collect()
+        assert [one() for one in known] == [None] * 4
+        assert handle.model is None and isinstance(handle.report(), tome_core.Report)
+        handle.remove()
+
+
+@models
+def test_a_pickled_model_with_wrappers_beneath_ours_calls_them(one: Family):
+    """It came to modules by our wraps, and a wrapper's saved method was then the wrapper itself."""
+    model = one.build()
+    plain = one.call(model)
+    foreign = wrap_everything(model)
+    tome_core.apply_patch(model)
+    twin = pickle.loads(pickle.dumps(model))
+    assert torch.equal(one.call(twin), plain) and not any(each.calls for each in foreign)
+    methods = [vars(module)[name] for module, name in sites_of(twin)]
+    theirs = [(method if wrap_of(method) is None else wrap_of(method).beneath).__self__ for method in methods]
+    assert len(theirs) == len(foreign) and all(each.calls == 1 for each in theirs)
+
+
+# --- one wrap ---------------------------------------------------------------------------------------------------------
+
+
+def wrap_kept_by_another(layer: nn.Module) -> tuple[Wrap, Foreign]:
+    """Our wrap is off and rests, and a wrapper beside it has kept it as what it found."""
+    ours = Wrap(layer).install()
+    foreign = Foreign(layer)
+    vars(layer)["forward"] = foreign.saved  # it looks elsewhere for a moment
+    ours.uninstall()
+    return ours, foreign
+
+
+def test_a_wrap_that_rests_and_is_put_back_by_another_is_taken_off_and_serves_again():
+    layer = nn.Linear(2, 2)
+    ours, foreign = wrap_kept_by_another(layer)
+    foreign.put_back()
+    drop_remains(layer)
+    assert "forward" not in vars(layer)
+    assert ours.install() is ours and ours.target is layer and ours.is_on_top()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_a_copy_with_a_wrapper_that_keeps_a_resting_wrap_runs_its_own_weights(copied):
+    layer = nn.Linear(2, 2)
+    _, foreign = wrap_kept_by_another(layer)
+    layer.forward = foreign.call
+    twin = copied(layer)
+    with torch.no_grad():
+        layer.weight.zero_()
+        layer.bias.zero_()
+        assert twin(torch.ones(1, 2)).any() and not layer(torch.ones(1, 2)).any()
+
+
+def test_a_wrap_that_was_put_back_over_another_program_is_of_the_same_kind():
+    """Else it would pass calls through, and merge nothing any more."""
+
+    class Twice(Wrap):
+        def run(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * self.original(x)
+
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2)
+    ours = Twice(layer).install()
+    foreign = Foreign(layer)
+    again = ours.install()
+    assert again is not ours and torch.equal(layer(x), 2 * type(layer).forward(layer, x)) and foreign.calls == 1
+
+
+# --- wrappers that are known to be idle -------------------------------------------------------------------------------
+
+
+class _Doubling:
+    """Another program's method in place of an attention's ``forward``."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        self.forward, self.is_on = attention.forward, False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.forward(*args, **kwargs) * (2 if self.is_on else 1)
+
+
+def _beneath(module: nn.Module, method: Any) -> Any:
+    return method.forward if isinstance(method, _Doubling) and not method.is_on else None
+
+
+def _attentions(unet: nn.Module) -> list[nn.Module]:
+    return [one for name, one in unet.named_modules() if name.endswith("attn1")]
+
+
+@pytest.mark.parametrize("one", [BY_HAND, BY_FUNCTION], ids=lambda one: one.name)
+@pytest.mark.parametrize("is_compiled", some_quick([False, True]), ids=["eager", "compiled"])
+def test_an_idle_wrapper_is_as_if_it_were_not_there_and_switched_on_it_works(one: Family, is_compiled, monkeypatch):
+    monkeypatch.setattr(wrap, "_WRAPPERS", {})
+    wrap.register_wrapper("doubling", _beneath)
+    with tome_core.patch(alone := one.build(), KEYS) as wanted:
+        merged = one.call(alone)
+    unet, doubling = one.build(), []
+    for attention in _attentions(unet):
+        attention.forward = _Doubling(attention)
+        doubling.append(attention.forward)
+    with tome_core.patch(unet, KEYS) as handle:
+        assert torch.equal(one.call(unet), merged)
+        assert handle.report().levels[0].sized_by == wanted.report().levels[0].sized_by
+        if is_compiled:
+            _attentions(unet)[0].compile(backend="eager")
+        for each in doubling:
+            each.is_on = True
+        assert not torch.equal(one.call(unet), merged)
+    assert [vars(attention)["forward"] for attention in _attentions(unet)] == doubling
+
+
+def test_a_method_of_another_class_or_object_is_not_the_modules_own():
+    attention = _attentions(least_unet.build())[0]
+    assert wrap.is_own(attention, None) and wrap.is_own(attention, attention.forward)
+    for other in (attention.__hash__, attention.extra_repr, print, object()):  # the first has no function
+        assert not wrap.is_own(attention, other)
