@@ -307,23 +307,6 @@ def test_a_loop_in_a_sampling_is_the_pipelines_picture(pipe):
     assert torch.equal(x, expected)
 
 
-def test_outside_of_a_sampling_a_call_gives_the_same_bits_whatever_was_called_before(pipe):
-    """However late in the schedule it is: an image-to-image of little strength begins anywhere."""
-    pipe.scheduler.set_timesteps(20)
-    steps, text = pipe.scheduler.timesteps, torch.randn(1, 7, 32, generator=seeded(7))
-
-    def step(timestep, seed):
-        return pipe.unet(torch.randn(1, 4, 16, 16, generator=seeded(seed)), timestep, text).sample
-
-    for make in (lambda timestep: timestep, torch.clone, torch.Tensor.item):
-        with tome_core.patch(pipe, on_small("balanced")):
-            fresh = step(make(steps[11]), 2)
-        with tome_core.patch(pipe, on_small("balanced")):
-            for place in (10, 12, 11):
-                step(make(steps[place]), place)
-                assert torch.equal(step(make(steps[11]), 2), fresh), place
-
-
 def test_a_pipeline_says_whether_it_guides_and_perturbs(tiny_folder):
     """Perturbed attention guidance takes a difference with its copy, too."""
     plain, perturbing = diffusers.StableDiffusionPipeline, diffusers.StableDiffusionPAGPipeline

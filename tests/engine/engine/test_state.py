@@ -117,6 +117,7 @@ def test_gradients_reach_queries_keys_and_values(method):
 def test_maps_are_of_the_picture_alone_and_of_a_film_its_first_frame():
     state = state_of(STRONG, 2)
     own = attention(FILM, behind=3)
+    state.reset_counts()
     state.attend(state.begin(500, own.q), "a", 0, FILM, own)
     assert not state.maps(), "nobody asked for them"
     state.keep_maps()

@@ -28,7 +28,8 @@ from tome_core.models.wrap import patch_lock
 
 CASE = BY_NAME["sd15"]
 WRITING = ("wrap.py", "patching/__init__.py")  # whatever writes to a model
-LATE = MergeConfig(ratio=0.5, start_percent=0.5)  # asks for the time, so that a scheduler matters
+# asks for the time, so that a scheduler matters, and keeps, so that the pipeline's loop does
+LATE = MergeConfig(ratio=0.5, start_percent=0.5, keep=100.0)
 
 
 def patched(model) -> bool:
@@ -165,7 +166,8 @@ def test_a_patch_comes_off_what_it_was_put_on(words):
     for is_by_handle, swap in ((False, ["scheduler"]), (True, ["scheduler"]), (True, ["unet", "scheduler"])):
         pipe.unet, pipe.scheduler = unet, scheduler
         before = state(pipe, unet, scheduler)
-        handle = tome_core.patch(pipe, LATE)
+        tome_core.patch(pipe, LATE)
+        handle = tome_core.patch(pipe, LATE)  # in the place of the first
         for name in swap:
             setattr(pipe, name, getattr(other, name))
         handle.remove() if is_by_handle else tome_core.remove_patch(pipe)

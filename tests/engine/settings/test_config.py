@@ -10,7 +10,7 @@ import pytest
 
 import tome_core
 from tome_core import MergeConfig, MergeRule, describe_settings
-from tome_core.settings.config import plain_rules
+from tome_core.settings.config import notes_on, plain_rules
 
 HUGE = 10**400
 WRONG_VALUES = {
@@ -145,6 +145,8 @@ def test_early_cells_are_as_large_as_the_ratio_needs():
         early, _ = plain_rules(MergeConfig(early_ratio=ratio), [1])
         assert (early.sx, early.sy) == (side, side)
         assert early.effective_ratio == min(ratio, 1 - 1 / 64)
+    notes = notes_on(MergeConfig(early_ratio=1.0), True, [1])
+    assert notes == ("early_ratio 1 is over the cap 0.984375 and was clamped",)
 
 
 def test_an_early_ratio_is_the_finest_levels_alone():
