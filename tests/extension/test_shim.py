@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-import install
-from install import WEBUI
+import install_hosts
+from install_hosts import WEBUI
 from tests.host_folders import call_install, make_folder
 from tests.models import ldm_of_one_level
 from tests.webui_doubles import FREE, ON, SAVED, Component, Webui, merges
@@ -117,4 +117,4 @@ def test_install_py_puts_it_there_and_takes_it_away(works, tmp_path, options):
     works(place)
     assert call_install(WEBUI.command, folder, "--uninstall").returncode == 0 and not os.path.lexists(place)
     folder.rename(tmp_path / WEBUI.below)  # the folder that was named may hold the webui's
-    assert install.target(WEBUI, tmp_path).parent == (tmp_path / WEBUI.below / WEBUI.place).resolve()
+    assert install_hosts.target(WEBUI, tmp_path).parent == (tmp_path / WEBUI.below / WEBUI.place).resolve()
