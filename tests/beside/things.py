@@ -87,6 +87,11 @@ def stops_compilers(beside: Beside) -> bool:
     return beside.name.startswith(("Wan", "Qwen-Image", "LTX"))
 
 
+def is_known_in_graphs(beside: Beside) -> bool:
+    """A block of sgm's that a compiler takes is left alone, and named: its own checkpoint stands in between."""
+    return beside.name != "sgm_double"
+
+
 has_two_pictures = attrgetter("has_two_pictures")
 attentions, blocks, around = attrgetter("attentions"), attrgetter("blocks"), attrgetter("around")
 a_device = within(lambda: torch.device("cpu"))
@@ -161,6 +166,6 @@ THINGS = {
     "FirstBlockCache": Thing(ways.first_block, reason=HOOKED, fits=knows_first_blocks),
     "a deep copy": Thing(ways.copied(copy.deepcopy)),
     "a pickle": Thing(ways.copied(lambda whole: pickle.loads(pickle.dumps(whole)))),
-    "compiled blocks": Thing(ways.compiled_blocks, BY_HAND, COMPILED, is_slow=True),
+    "compiled blocks": Thing(ways.compiled_blocks, BY_HAND, COMPILED, is_known_in_graphs, is_slow=True),
     "compiled blocks in pieces": Thing(ways.compiled_in_pieces, BY_HAND, COMPILED, stops_compilers, is_slow=True),
 }  # fmt: skip
