@@ -286,19 +286,28 @@ def test_a_function_in_place_of_torchs_is_told_of_sizes_or_torchs_own_is(caller,
         assert "no attention" in why_left_alone(module), function
 
 
-# backends of diffusers' dispatcher: torch's own function answers for merged keys if a backend adds no bias
-BACKENDS = {"native": BIAS, "_native_math": BIAS, "flex": BIAS, "xformers": BIAS, "flash": OWN_BIAS, "sage": OWN_BIAS}
+@pytest.mark.parametrize("sage", [packages.sageattn1, packages.sageattn, packages.sageattn3_blackwell])
+def test_each_of_sageattentions_signatures_in_place_of_torchs_leaves_merged_keys_to_torch(sage, torchs):
+    torchs(sage)
+    for caller in ("by a module's name", "by a helper"):
+        assert way(attention(CALLERS[caller])) == OWN_BIAS
+
+
+# backends of diffusers' dispatcher that add a bias; for the others torch's own function answers for merged keys
+ADDING = ("native", "_native_cudnn", "_native_efficient", "_native_math", "flex", "xformers")
+REGISTRY = attention_dispatch._AttentionBackendRegistry
+BACKENDS = [backend.value for backend in REGISTRY.list_backends()]
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[pytest.mark.slow] * (name == "flex")) for name in BACKENDS  # which imports a compiler
+    # flex imports a compiler
+    pytest.param(name, marks=[pytest.mark.slow] * (name == "flex")) for name in BACKENDS
 ])  # fmt: skip
-def test_backends_of_diffusers_are_tried_as_functions_are(name, monkeypatch):
+def test_every_backend_of_diffusers_is_tried_as_a_function_is(name, monkeypatch):
     """By the dispatcher, whose backend is looked up at each call."""
     packages.put_into_diffusers(monkeypatch, attention_dispatch)
-    registry, chosen = attention_dispatch._AttentionBackendRegistry, attention_dispatch.AttentionBackendName(name)
-    monkeypatch.setattr(registry, "_active_backend", chosen)
-    assert way(attention(CALLERS["by diffusers' dispatcher"])) == BACKENDS[name]
+    monkeypatch.setattr(REGISTRY, "_active_backend", attention_dispatch.AttentionBackendName(name))
+    assert way(attention(CALLERS["by diffusers' dispatcher"])) == (BIAS if name in ADDING else OWN_BIAS)
 
 
 # --- trying -----------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import copy
 import multiprocessing
 import pickle
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 
 import tome_core
 from tests import pipelines, transformer_pipelines
-from tests.families import Family, every_model, largest_difference
+from tests.families import MODELS, Family, every_model, largest_difference
 from tests.models import sd15
 from tests.thoroughness import some_quick
 from tests.tiny_transformers import STRONG
@@ -106,6 +107,27 @@ def test_a_fork_merges_as_its_parent_and_what_is_saved_says_nothing_of_it(one: F
         if files is not None:
             assert saved(model, tmp_path / "patched") == files
     assert torch.equal(one.call(model), vanilla)
+
+
+def draw_pickled(name: str, pickled: bytes) -> tuple[bytes, bool]:
+    """The picture's bytes, and whether the model is patched."""
+    torch.set_num_threads(1)
+    model = pickle.loads(pickled)
+    return bits(MODELS[name].call(model)), tome_core.report(model).patched
+
+
+@pytest.mark.slow
+def test_a_spawned_process_merges_nothing_with_a_patched_model():
+    """The default of a DataLoader's workers on Windows and macOS."""
+    plain, pickles = [], {}
+    for name in ("sd15", "Flux"):
+        model = MODELS[name].build()
+        plain.append((bits(MODELS[name].call(model)), False))
+        with tome_core.patch(model, EVERYTHING):
+            MODELS[name].call(model)
+            pickles[name] = pickle.dumps(model)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as others:
+        assert list(others.map(draw_pickled, *zip(*pickles.items(), strict=True))) == plain
 
 
 # --- pipelines --------------------------------------------------------------------------------------------------------
