@@ -46,8 +46,6 @@ def main(arguments: list[str] | None = None, run: Callable[[int, int], Counter] 
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parser(command).parse_args(arguments)
     torch.set_num_threads(1)
-    logging.disable()
-    warnings.simplefilter("ignore")
     record, since = begun(options.output, " ".join([command, *arguments])), time.monotonic()
     seen, faults = Counter(record["seen"]), record["faults"]
     last = options.first + options.count - 1
@@ -69,5 +67,12 @@ def main(arguments: list[str] | None = None, run: Callable[[int, int], Counter] 
     return int(bool(faults))
 
 
+def in_silence() -> None:
+    """For a process of its own: a long run says what failed and nothing else."""
+    logging.disable()
+    warnings.simplefilter("ignore")
+
+
 if __name__ == "__main__":
+    in_silence()
     sys.exit(main())
