@@ -119,7 +119,7 @@ def test_pictures_are_drawn_one_after_the_other():
     studio, drawing = Studio(_Source()), []
 
     def draw():
-        studio.draw(Wanted("", 1, 20, {"strength": 0.5}), lambda *_: drawing.append(threading.get_ident()))
+        studio.draw(Wanted("", 1, 20, {"strength": 0.5}), lambda *_: drawing.append(threading.current_thread().name))
 
     threads = [threading.Thread(target=draw) for _ in "ab"]
     for thread in threads:
