@@ -55,7 +55,7 @@ class Like:
         return getattr(self._inner, name)
 
 
-class _Exchanged:
+class _ReplacedFunction:
     """The replacement of a host's attention function: it passes each call to `now.answer`, if that is set.
 
     Args:
@@ -78,8 +78,8 @@ class _Exchanged:
         return self.asked(self._namespace[self._name], *args, **kwargs)
 
 
-_TORCHS = _Exchanged(vars(torch.nn.functional), "scaled_dot_product_attention", ByTorch)
-_FUNCTIONAL = Like(torch.nn.functional, scaled_dot_product_attention=_TORCHS)
+_REPLACED_TORCH = _ReplacedFunction(vars(torch.nn.functional), "scaled_dot_product_attention", ByTorch)
+_FUNCTIONAL = Like(torch.nn.functional, scaled_dot_product_attention=_REPLACED_TORCH)
 _NN = Like(torch.nn, functional=_FUNCTIONAL)
 _TORCH_MODULES = {torch.nn.functional: _FUNCTIONAL, torch.nn: _NN, torch: Like(torch, nn=_NN)}
 # Readers of calls by the global name of the attention function, see `register_name`.
@@ -123,7 +123,9 @@ class Way:
 
     processor: type | None = None
 
-    def __init__(self, inner: FunctionType, names: list[str], instead: dict[str, Any], again: _Exchanged) -> None:
+    def __init__(
+        self, inner: FunctionType, names: list[str], instead: dict[str, Any], again: _ReplacedFunction
+    ) -> None:
         self._host_globals, self.again = inner.__globals__, again
         self.names = [name for name in names if name not in instead]
         # without "__name__": a compiler would look up globals in the module of that name, not in this dictionary
@@ -166,21 +168,21 @@ def _names_in(code: CodeType) -> list[str]:
     return list(dict.fromkeys([*code.co_names, *(name for inner in functions for name in _names_in(inner))]))
 
 
-def _replacement_of(name: str, namespace: dict[str, Any], names: Sequence[str]) -> tuple[Any, _Exchanged] | None:
+def _replacement_of(name: str, namespace: dict[str, Any], names: Sequence[str]) -> tuple[Any, _ReplacedFunction] | None:
     """Return the value that replaces a global, and the function replaced behind it; None if the global can stay."""
     value = namespace[name]
     if name in _BY_NAME:
-        exchanged = _Exchanged(namespace, name, _BY_NAME[name])
+        exchanged = _ReplacedFunction(namespace, name, _BY_NAME[name])
         return exchanged, exchanged
     if value is TORCHS_OWN or value is torch.nn.functional.scaled_dot_product_attention:
-        return _TORCHS, _TORCHS
+        return _REPLACED_TORCH, _REPLACED_TORCH
     if not isinstance(value, ModuleType):
         return None
     if "scaled_dot_product_attention" in names and value in _TORCH_MODULES:
-        return _TORCH_MODULES[value], _TORCHS
+        return _TORCH_MODULES[value], _REPLACED_TORCH
     if "memory_efficient_attention" in names and value.__name__ in ("xformers", "xformers.ops"):
         ops = getattr(value, "ops", value)
-        exchanged = _Exchanged(vars(ops), "memory_efficient_attention", ByXformers)
+        exchanged = _ReplacedFunction(vars(ops), "memory_efficient_attention", ByXformers)
         replacement = Like(ops, memory_efficient_attention=exchanged)
         return (replacement if ops is value else Like(value, ops=replacement)), exchanged
     return None
@@ -252,4 +254,4 @@ class Watching(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         is_asked = func is TORCHS_OWN and now.answer is not None
-        return (_TORCHS if is_asked else func)(*args, **(kwargs or {}))
+        return (_REPLACED_TORCH if is_asked else func)(*args, **(kwargs or {}))
