@@ -75,7 +75,8 @@ def take_queries(x: torch.Tensor, rows: torch.Tensor | None, start: int, stop: i
 _SCORE_BYTES = {"cpu": 8 << 20}
 _SCORE_BYTES_ELSEWHERE = 64 << 20
 
-Best = tuple[torch.Tensor, torch.Tensor]  # score (float32) and number (int64) of each query's best key, (batch, queries)
+# Score (float32) and number (int64) of the best key of each query, both (batch, queries).
+Best = tuple[torch.Tensor, torch.Tensor]
 
 
 def best_keys(x: torch.Tensor, rows: torch.Tensor | None, keys: torch.Tensor, bias: torch.Tensor | None = None) -> Best:
