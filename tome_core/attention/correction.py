@@ -28,8 +28,8 @@ from ..merging.grid import Grid
 from ..merging.plan import MergePlan, to_exact, without_autocast
 
 _TINY = 1e-12
-_SAME = 1e-3  # relative spread below which a feature counts as constant: in half precision the rest is rounding
-_AS_GOOD_AS_ONE = 1 - 1e-6
+_LEAST_SPREAD = 1e-3  # relative spread below which a feature counts as constant: in half precision the rest is rounding
+_CONVERGED = 1 - 1e-6
 # The number of exact answers. Each output channel of a head of d channels has 2d unknowns, so an unknown has about four
 # answers at 16 channels, two at 32 and 64, one at 128; the penalty counts as one more. At most a sixteenth of the
 # tokens is answered, but at least 32. Measured on heads of up to 32 channels: 128 answers gain 10 % over 64, and 256
@@ -107,7 +107,7 @@ def fit_correction(q: Tensor, made: Pair, plan: MergePlan, heads: int, scale: fl
         queries = queries.to(first.dtype)
         flat = (tensor.flatten(0, 1) for tensor in (left, queries, first))
         left = torch.baddbmm(*flat, alpha=-1).view_as(left)
-        weights, constant = _ridge(queries, merged, left, max(_SAME, torch.finfo(q.dtype).eps))
+        weights, constant = _ridge(queries, merged, left, max(_LEAST_SPREAD, torch.finfo(q.dtype).eps))
         # 0 for heads in which merging loses nothing: there the rest is rounding
         lost = first.flatten(2).any(2)[..., None, None].to(first.dtype)
         matrix = weights * lost + F.pad(first, (0, 0, 0, first.shape[3]))
@@ -146,7 +146,7 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, heads: int, scale: float, b
     return attend(q, _by_head(keys, heads), _by_head(values, heads), bias, scale=scale)
 
 
-def _ridge(q: Tensor, merged: Tensor, left: Tensor, same: float = _SAME) -> tuple[Tensor, Tensor]:
+def _ridge(q: Tensor, merged: Tensor, left: Tensor, same: float = _LEAST_SPREAD) -> tuple[Tensor, Tensor]:
     """Fit `left` by a linear function of q and merged: weights ``(batch, heads, 2d, d)`` and a constant.
 
     q and merged are centred, and each is scaled to an average variance of 1. If its spread is below the share `same` of
@@ -181,7 +181,7 @@ def _inverse(matrix: Tensor, penalty: float, most: float) -> Tensor:
     step = 2 / (low + high)
     inverse = torch.sub(2 * step * unit, regular, alpha=step * step)
     low = 4 * low * high / (low + high) ** 2  # lower bound of the eigenvalues of `inverse @ regular`; the upper is 1
-    while low < _AS_GOOD_AS_ONE:
+    while low < _CONVERGED:
         step = 2 / (low + 1.0)
         inverse = torch.baddbmm(inverse, inverse, regular @ inverse, beta=2 * step, alpha=-step * step)
         low = 4 * low / (low + 1.0) ** 2

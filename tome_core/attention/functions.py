@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 import torch
 
 _TOKENS = 64
-_LIKE = 0.1  # allowed relative error: fast functions in half precision and less are not more exact on a few tokens
+_TOLERANCE = 0.1  # allowed relative error: fast functions in half precision and less are not more exact on a few tokens
 _MOST = 64  # results in the cache
 _TRIED: OrderedDict[Hashable, bool | None] = OrderedDict()
 
@@ -46,7 +46,7 @@ def _try(function: Callable[..., torch.Tensor], scale: float, like: torch.Tensor
         for mask, next_result in ((None, False), (bias, True)):
             exact = torch._C._nn.scaled_dot_product_attention(*by_head, mask, scale=scale).transpose(1, 2)
             out = function(q, k, v, mask)
-            if out.shape != exact.shape or not (out - exact).norm() < _LIKE * exact.norm():
+            if out.shape != exact.shape or not (out - exact).norm() < _TOLERANCE * exact.norm():
                 break
             adds_bias = next_result
     except Exception:  # any error means that the function does not support these tokens, or no bias

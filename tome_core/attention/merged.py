@@ -120,7 +120,7 @@ def correction_of(attention: Attention, plan: MergePlan, layout: Layout) -> tupl
     sample_queries = q[:, places]
     shares = q.shape[2] // k.shape[2]
     fits: list[tuple[Correction, Pair]] = []
-    for first, last in [(0, k.shape[2])] if shares == 1 and kernels.fit_whole(q) else _some_heads(k, shares):
+    for first, last in [(0, k.shape[2])] if shares == 1 and kernels.fit_whole(q) else _runs_of_heads(k, shares):
         pair = tuple(tensor[:, :, first:last] for tensor in (k, v))
         if shares > 1:
             pair = tuple(tensor.repeat_interleave(shares, 2) for tensor in pair)
@@ -158,7 +158,7 @@ def pick_asked_in(layout: Layout, tokens: int, width: int, device: torch.device)
 
 def merge(x: torch.Tensor, plan: MergePlan) -> torch.Tensor:
     """Merge ``(batch, tokens, heads, head_dim)`` to ``(batch, groups, heads, head_dim)``, some heads at a time."""
-    parts = (plan.merge(x[:, :, a:b].flatten(2)).unflatten(2, (b - a, -1)) for a, b in _some_heads(x))
+    parts = (plan.merge(x[:, :, a:b].flatten(2)).unflatten(2, (b - a, -1)) for a, b in _runs_of_heads(x))
     return _join(list(parts), 2)
 
 
@@ -205,7 +205,7 @@ def _correct(out: torch.Tensor, q: torch.Tensor, correction: Correction) -> torc
     return out
 
 
-def _some_heads(x: torch.Tensor, times: int = 1) -> Iterator[tuple[int, int]]:
+def _runs_of_heads(x: torch.Tensor, times: int = 1) -> Iterator[tuple[int, int]]:
     """Yield runs of heads that take at most `_HELD` bytes in float32 if each is repeated `times` times."""
     heads = x.shape[2]
     step = max(1, _HELD // (4 * times * x[:, :, 0].numel()))

@@ -38,7 +38,7 @@ class Layout(NamedTuple):
 
     Args:
         grid: the grid of these tokens.
-        first: number of the first one in the sequence.
+        first: number of the picture's first token in the sequence.
     """
 
     grid: Grid
@@ -165,7 +165,7 @@ def split_cells(parts: Cells, draw: Draw | None) -> tuple[torch.Tensor, torch.Te
     return destinations, torch.cat([sources.reshape(samples, -1), parts.rest.expand(samples, -1)], 1)
 
 
-_FIXED: OrderedDict[tuple, tuple[torch.Tensor, ...]] = OrderedDict()  # the cache of `reuse`
+_CACHE: OrderedDict[tuple, tuple[torch.Tensor, ...]] = OrderedDict()  # the cache of `reuse`
 _MOST = 64  # entries of that cache
 
 
@@ -183,14 +183,14 @@ def reuse(make: Callable[..., tuple[torch.Tensor, ...]], x: torch.Tensor, *args:
     if not plain or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         return make(*args, x.device)
     key = (make, *args, x.device)
-    tensors = _FIXED.get(key)
+    tensors = _CACHE.get(key)
     if tensors is None:
         with torch.inference_mode(False):  # autograd refuses to save inference tensors for a backward pass
             tensors = make(*args, x.device)
-        if len(_FIXED) >= _MOST:
-            _FIXED.popitem(last=False)
+        if len(_CACHE) >= _MOST:
+            _CACHE.popitem(last=False)
         if all(type(tensor) is torch.Tensor for tensor in tensors):
-            _FIXED[key] = tensors
+            _CACHE[key] = tensors
     return tensors
 
 

@@ -242,7 +242,7 @@ def answer(
     seen.append(is_self_attention)
     if not is_self_attention:  # attention to a prompt, or to an adapter's reference picture
         return asked.unmerged()
-    rows, why = (None, "") if asked.mask is None else _rows_seen(asked.mask, q)
+    rows, why = (None, "") if asked.mask is None else _visible_rows(asked.mask, q)
     tokens = q.shape[1] if rows is None else len(rows)
     if not isinstance(where, Layout):
         where = where(tokens)
@@ -280,7 +280,7 @@ def answer(
     return asked.give_back(out)
 
 
-def _rows_seen(mask: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor | None, str]:
+def _visible_rows(mask: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor | None, str]:
     """Return the indices of the tokens that a mask leaves visible (None for all), and why they are unknown, or "".
 
     Hidden tokens are padding, so their outputs are not used. A mask of token pairs is read in the same way if all

@@ -83,8 +83,8 @@ class NumberedSite(Wrap):
 def begin(site: torch.Tensor, form: str, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> torch.Tensor:
     """Put the operator ``begin`` into a graph: a call of a model begins.
 
-    This is a separate function because the compiler may give up on the model's forward. It then runs our caller in
-    eager mode and would look into the operator.
+    This is a separate function because the compiler may fail to compile the whole forward of the model. It then runs
+    our caller as plain Python, and would trace into the operator if the caller called that directly.
 
     Args:
         site: the number of the model's wrap.

@@ -1,7 +1,7 @@
 """The wraps that a patch puts on a model.
 
-One wrap is around the model's forward, where a call begins. One wrap is around each self-attention over the picture's
-tokens. In a UNet, one wrap is around each transformer as well, because its input shows the token grid.
+`ModelSite` wraps the model's forward, where a call begins. `AttentionSite` wraps each self-attention over the picture's
+tokens. In a UNet, `TransformerSite` wraps each transformer, whose input shows the token grid.
 
 While a compiler traces, a wrap puts an operator of `compiled` into the graph. When the graph runs, that operator calls
 the wrap.
@@ -32,7 +32,7 @@ from .wrap import Wrap, WrapSet, calling, is_own, others_on, over_hook, why_pass
 MASKS = ("mask", "attention_mask", "attn_mask")
 CONTEXTS = ("encoder_hidden_states", "context")
 LATENTS = ("x", "sample", "hidden_states")  # names of the first argument of a UNet, a transformer and a block
-_UNTOLD = "a compiled call cannot be told such arguments"
+_UNSUPPORTED_ARGUMENTS = "a compiled call cannot be told such arguments"
 
 
 class ModelSite(NumberedSite):
@@ -52,7 +52,7 @@ class ModelSite(NumberedSite):
         wraps, calls = self.wraps, self.wraps.calls
         before, now, calls.passed = calls.now, None, ""
         if wraps.handle is not None and not calls.off:
-            now = self._open(wraps.handle, wraps.adapter.pick(self.target, args, kwargs))
+            now = self._begin_call(wraps.handle, wraps.adapter.pick(self.target, args, kwargs))
         calls.now = now
         try:
             out = self.original(*args, **kwargs)
@@ -75,9 +75,9 @@ class ModelSite(NumberedSite):
         wraps, calls = self.wraps, self.wraps.calls
         calls.in_graph = None
         if wraps.handle is not None and not calls.off:
-            calls.in_graph = self._open(wraps.handle, unpack(form, tensors, numbers))
+            calls.in_graph = self._begin_call(wraps.handle, unpack(form, tensors, numbers))
 
-    def _open(self, state: State, read: list[Any]) -> Call:
+    def _begin_call(self, state: State, read: list[Any]) -> Call:
         adapter = self.wraps.adapter
         timestep, latent, facts = adapter.read(self.target, dict(zip(adapter.reads, read, strict=True)), state.time)
         call = state.begin(timestep, latent)
@@ -92,7 +92,7 @@ class ModelSite(NumberedSite):
         begun = compiled.why_not_in_graph(state)
         if begun is None:
             packed = pack(wraps.adapter.pick(self.target, args, kwargs))
-            begun = compiled.begin(self.number, *packed) if packed else _UNTOLD
+            begun = compiled.begin(self.number, *packed) if packed else _UNSUPPORTED_ARGUMENTS
         before, wraps.begun = wraps.begun, begun
         try:
             return self.original(*args, **kwargs)

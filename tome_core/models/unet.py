@@ -143,13 +143,13 @@ class BlockSite(Wrap):
         now, x = self.wraps.calls.now or self.wraps.resumed(), args[0] if args else named(kwargs, LATENTS)
         if now is None:
             return self.original(*args, **kwargs)
-        before, now.block = now.block, self._open(now, x)
+        before, now.block = now.block, self._input_of(now, x)
         try:
             return self.original(*args, **kwargs)
         finally:
             now.block = before
 
-    def _open(self, now: Call, x: Any) -> tuple[torch.Tensor, dict] | None:
+    def _input_of(self, now: Call, x: Any) -> tuple[torch.Tensor, dict] | None:
         if not torch.is_tensor(x) or x.dim() != 3:
             return None
         layout = now.layouts.get(self.level)

@@ -121,7 +121,7 @@ def find_blocks(unet: nn.Module) -> list[Place]:
         return places
     names = Counter(type(module).__name__ for module in unet.modules())
     telling = Counter({name: n for name, n in names.items() if re.search("Block|Transformer|Attention", name)})
-    found = ", ".join(f"{n} {name}" for name, n in (telling or names).most_common(4))
+    listing = ", ".join(f"{n} {name}" for name, n in (telling or names).most_common(4))
     ways = [(module, way_of(module)) for module in unet.modules()]
     unknown = [module for module, way in ways if way is None and hasattr(module, "to_q")]
     lost = [type(getattr(module, "processor", module)).__name__ for module in unknown]
@@ -130,7 +130,7 @@ def find_blocks(unet: nn.Module) -> list[Place]:
         why = "without a UNet's stages nobody knows its blocks' level; if it is a part of a UNet, patch that"
     elif lost or not any(way for _, way in ways):
         why = f"no attention function that is known is called {f'by {lost[0]}' if lost else 'in it'}"
-    raise UnsupportedModelError(f"{kind} is not known: {why}; found {found}. {_KNOWN}")
+    raise UnsupportedModelError(f"{kind} is not known: {why}; found {listing}. {_KNOWN}")
 
 
 def is_compiled(unet: nn.Module, places: Sequence[Place], handed: Any = None) -> bool:

@@ -1,6 +1,6 @@
 """The matching methods, each of which decides which tokens merge.
 
-To add one:
+To add a method:
 
 1. write ``tome_core/merging/methods/NAME.py`` with ``match(x, grid, options) -> MergePlan | None``;
 2. describe it at the end of that file as ``METHOD = Method("NAME", match)``;
