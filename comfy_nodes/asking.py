@@ -1,7 +1,7 @@
-"""The slot of ComfyUI's attentions, filled for one call of the model: who answers, in eager code and in a graph.
+"""Our function in ComfyUI's attention slot, in eager code and in a compiled graph, during one call of the model.
 
-A compiled UNet's graph asks by the engine's operator, which asks us while it runs. ComfyUI's graphs take no notice of
-transformer_options, so those that merge are told from others by a keyword of the model's forward.
+The graph of a compiled UNet calls the engine's operator, which calls our function when the graph runs. The guards of
+ComfyUI's graphs ignore transformer_options, so a keyword of the model's forward distinguishes graphs that merge.
 """
 
 from __future__ import annotations
@@ -15,26 +15,32 @@ import torch
 from .host import hosting
 from .slot import SLOT, HostCall, Through
 
-Ask = Callable[[HostCall, dict[str, Any]], torch.Tensor]  # a call, and its transformer_options
-GRAPH = {"tome": True}  # a UNet takes any keyword, and does nothing with it
-_functions: list[Callable] = []  # attention functions of ComfyUI, which graphs name by their places here
+Ask = Callable[[HostCall, dict[str, Any]], torch.Tensor]  # computes a call, given its transformer_options
+GRAPH = {"tome": True}  # a UNet accepts any keyword and ignores it
+_functions: list[Callable] = []  # ComfyUI's attention functions, which graphs identify by index
 
 
 class _Now(threading.local):
-    """This thread's call of a model. ask: what answers; beneath: what was in its slot; options: its own."""
+    """The current call of a model in this thread.
+
+    Attributes:
+        ask: computes its attentions.
+        beneath: another node's function that was in the slot.
+        options: its transformer_options.
+    """
 
     ask: Ask | None = None
     beneath: Callable | None = None
     options: dict[str, Any] = {}  # noqa: RUF012 (never changed)
 
     def answers(self, whole: bool, q: Any, k: Any, v: Any, mask: Any, by_head: bool, scale: Any, *rest: Any) -> Any:
-        """What a graph asks for, ``[B, S, H, d]``; the last argument is the text of `_attention`."""
+        """Compute a graph's attention ``[B, S, H, d]``. The last argument is the text from `_attention`."""
         place, kind, number, index, precision = rest[-1].split()
         options = {**self.options, "block": (kind, int(number)), "block_index": int(index)}
         more = {"scale": scale, "attn_precision": torch.float32 if precision != "None" else None}
         out = _attention(
             _functions[int(place)], q.flatten(2), k.flatten(2), v.flatten(2), q.shape[2], mask,
-            _inside_attn_wrapper=True, transformer_options=options, **{key: one for key, one in more.items() if one},
+            _inside_attn_wrapper=True, transformer_options=options, **{key: fact for key, fact in more.items() if fact},
         )  # fmt: skip
         return out.unflatten(-1, (q.shape[2], -1))
 
@@ -44,9 +50,9 @@ _number = hosting.number_of(_now)
 
 
 def call(run: Callable, options: dict[str, Any], ask: Ask, **more: Any) -> Any:
-    """What ``run(transformer_options, **more)`` gives, a call of the model whose attentions ``ask`` answers."""
+    """Call the model by ``run(transformer_options, **more)`` while ``ask`` computes its attentions."""
     before = _now.ask, _now.beneath, _now.options
-    if options.get(SLOT) is not _attention:  # else the model is called again inside its own call
+    if options.get(SLOT) is not _attention:  # otherwise the model is called inside its own call
         _now.beneath = options.get(SLOT)
     _now.ask, _now.options = ask, options
     try:
@@ -58,13 +64,13 @@ def call(run: Callable, options: dict[str, Any], ask: Ask, **more: Any) -> Any:
 def _attention(function, q, k, v, heads, mask=None, attn_precision=None, **more):
     options = more.get("transformer_options") or _now.options
     if torch.compiler.is_compiling() and hosting.is_tracing():
-        asked, block = HostCall(function, q, k, v, heads, mask, **more), options.get("block", ("none", 0))
-        told = f"{_place_of(function)} {block[0]} {block[1]} {options.get('block_index', 0)} {attn_precision}"
-        attend, rest = hosting.OPERATORS["attend"], (mask, False, asked.scale, False, told)
-        return asked.give_back(attend(_number, _number, asked.q, asked.k, asked.v, *rest))
-    own = Through(_now.beneath, function) if _now.beneath else function
-    asked = HostCall(own, q, k, v, heads, mask, attn_precision, **more)
-    return _now.ask(asked, options) if _now.ask else asked.unmerged()
+        call, block = HostCall(function, q, k, v, heads, mask, **more), options.get("block", ("none", 0))
+        text = f"{_place_of(function)} {block[0]} {block[1]} {options.get('block_index', 0)} {attn_precision}"
+        attend, rest = hosting.OPERATORS["attend"], (mask, False, call.scale, False, text)
+        return call.give_back(attend(_number, _number, call.q, call.k, call.v, *rest))
+    whole = Through(_now.beneath, function) if _now.beneath else function
+    call = HostCall(whole, q, k, v, heads, mask, attn_precision, **more)
+    return _now.ask(call, options) if _now.ask else call.unmerged()
 
 
 @hosting.when_traced

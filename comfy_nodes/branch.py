@@ -1,7 +1,7 @@
-"""What an ApplyToMe node puts on its branch of the graph: merging while this branch samples, and only then.
+"""The wrappers that an ApplyToMe node puts on its branch of the graph, which merge while this branch samples.
 
-Branches of a graph share one model. So nothing is put on it: while this branch samples, each of its own calls of the
-model carries a function for its attentions to ask.
+Branches of a graph share one model. So the model itself is not patched: each of this branch's model calls carries an
+attention function in its transformer_options.
 """
 
 from __future__ import annotations
@@ -19,13 +19,21 @@ from .unets import UnetMerging
 
 _TITLE = "ToMe"
 _PAST_US = "nothing merged: another node (DeepCache is one) calls the model past this one; take that node off to merge"
-# in transformer_options: what else changes how long a call takes, or stands in for one
+# keys in transformer_options of other patches that change how long a call takes
 _BESIDE = ("patches", "patches_replace", "easycache", "lazycache")
 Merging = UnetMerging | TransformerMerging
 
 
 class Outcome(NamedTuple):
-    """What is left of a sampling: a line or two, all of it as text, data; maps: (down-sampling, latest), by level."""
+    """The result of a sampling.
+
+    Args:
+        lines: one or two lines for the node.
+        details: the report as lines.
+        data: the report for programs.
+        report: the engine's.
+        maps: (down-sampling, latest merge map) by level.
+    """
 
     lines: Sequence[str]
     details: Sequence[str]
@@ -35,28 +43,34 @@ class Outcome(NamedTuple):
 
 
 class BranchMerging:
-    """The two wrappers of one ApplyToMe: around each sampling, and around each call of the model.
+    """The two wrappers of an ApplyToMe node: one around each sampling, one around each call of the model.
 
-    config: None of a node that is off, whose samplings are timed and nothing else.
-    line, facts: what it was asked for, for people and for programs, with what was "unknown" of it. node_id, name: where
-    the report is shown, and whose it is in the log. latest: what is left of the last sampling.
+    Args:
+        config: the settings; None if the node is off, whose samplings are only timed.
+        line: the node's values, as text for the report.
+        facts: the node's values for programs, and the "unknown" inputs.
+        node_id: of the node under which the report is shown.
+        name: of the node in the log.
+
+    Attributes:
+        latest: the result of the latest sampling.
     """
 
     def __init__(self, config: Any, line: str, facts: dict[str, Any], node_id: Any, name: str) -> None:
         self.config, self._asked = config, (line, facts)
         self._node_id, self._name = node_id, name
         self.latest: Outcome | None = None
-        self._shown: tuple[Any, list[str]] = (None, [])  # in one queue: two passes may sample with one node
-        self._sampling: Sampling | None = None  # the innermost that goes on
+        self._shown: tuple[Any, list[str]] = (None, [])  # lines of one prompt, because two passes may use one node
+        self._sampling: Sampling | None = None  # the innermost sampling in progress
 
     def __deepcopy__(self, memo: dict) -> BranchMerging:
-        return self  # nodes that copy a model's options mean the settings
+        return self  # a copy of a model's options keeps the same branch
 
     def apply_model(
         self, executor: Any, x: Any, t: Any, c_concat: Any = None, c_crossattn: Any = None, control: Any = None,
         transformer_options: dict[str, Any] | None = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Around BaseModel.apply_model: this call of the model merges, within a sampling and outside of any."""
+        """Wrap BaseModel.apply_model: merge in this call of the model, inside or outside a sampling."""
         sampling = self._sampling or Sampling(self.config)
         sampling.is_alone = sampling.is_alone and control is None
         return sampling.call(
@@ -68,7 +82,7 @@ class BranchMerging:
         self, executor: Any, noise: Any, latent_image: Any, sampler: Any, sigmas: Any, denoise_mask: Any = None,
         callback: Any = None, *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Around a whole sampling: counts begin with it, and the report follows."""
+        """Wrap a whole sampling: count, then report."""
         time = HostSampling(sampler, sigmas, noise)
         sampling, heard = Sampling(self.config, time), time.heard.listening(callback)
         outer, self._sampling = self._sampling, sampling
@@ -94,20 +108,33 @@ class BranchMerging:
 
 
 class Sampling:
-    """One sampling of a branch: what it merges in, and what is counted of it. time: None outside of any."""
+    """One sampling of a branch, with its models and counts.
+
+    Args:
+        config: the settings.
+        time: of the sampling; None for calls outside a sampling.
+    """
 
     def __init__(self, config: Any, time: HostSampling | None = None) -> None:
         self._config, self._time, self._name = config, time or HostSampling(), time
-        self._models: dict[Any, Merging | str] = {}  # or why it steps aside
-        self._usual: frozenset[str] | None = None  # what the first call's options had
-        self.is_alone = True  # nothing else is known to change how long a call takes
+        self._models: dict[Any, Merging | str] = {}  # or the reason why a model does not merge
+        self._usual: frozenset[str] | None = None  # the keys of the first call's options
+        self.is_alone = True  # no other patch is known that changes how long a call takes
 
     def call(self, model: Any, x: Any, t: Any, options: dict[str, Any], run: Any) -> Any:
-        """What ``run(transformer_options)`` gives, a call of the model; merged. run: takes more keywords, too."""
+        """Call the model with merging.
+
+        Args:
+            model: ComfyUI's BaseModel.
+            x: latents ``[B, C, (frames,) H, W]``.
+            t: sigmas ``[B]``.
+            options: transformer_options.
+            run: calls the model with transformer_options and further keywords.
+        """
         unet, schedule = model.diffusion_model, model.model_sampling
-        # several GPUs sample in threads, each with a model of its own
+        # several GPUs sample in threads, each with its own model
         merging = self._models.get(unet) or self._models.setdefault(unet, self._make(unet, options))
-        given = frozenset(name for name, one in options.items() if one is not None and one is not False)
+        given = frozenset(name for name, value in options.items() if value is not None and value is not False)
         self.is_alone = self.is_alone and not any(_holds(options.get(name)) for name in _BESIDE)
         names = {*map(str, given), *(str(key) for kind in options.get("wrappers", {}).values() for key in kind)}
         self._time.heard.call(x, slot.name_in_force(options), *sorted(names))
@@ -115,13 +142,13 @@ class Sampling:
             return run(options)
         if merging.state.wants_time:
             self._tell_time(merging, schedule, x, t, options)
-        # in the dtype in which a BaseModel hands them to its model
+        # in the dtype in which a BaseModel passes them to its model
         latent = x.to(getattr(model, "manual_cast_dtype", None) or model.get_dtype())
         names = options.get("uuids")
         self._usual = self._usual or given
         timestep = 1000.0 * t if merging.flows and is_flow(schedule) else schedule.timestep(t)
         call = merging.state.begin(timestep, latent, tuple(names) if names else None)
-        if given - self._usual:  # guidance that perturbs this call, may shuffle its tokens: no match but its own fits
+        if given - self._usual:  # guidance that perturbs this call may reorder its tokens, so kept plans do not fit
             call.kept = None
         with merging.answering(call, latent, options) as ask:
             out = asking.call(run, options, ask, **(asking.GRAPH if merging.is_compiled else {}))
@@ -129,13 +156,13 @@ class Sampling:
         return out
 
     def end(self, asked: str, facts: dict[str, Any]) -> Outcome:
-        """What is left of it."""
+        """Return the result of the sampling."""
         time = self._time
         strangers = [why for why in self._models.values() if isinstance(why, str)]
-        merged = [one for one in self._models.values() if not isinstance(one, str)]
-        for one in merged:
-            one.state.set_time()
-        report = hosting.Report.join(one.state.report() for one in merged)
+        merged = [merging for merging in self._models.values() if not isinstance(merging, str)]
+        for merging in merged:
+            merging.state.set_time()
+        report = hosting.Report.join(merging.state.report() for merging in merged)
         report = replace(report, patched=bool(merged), own=self.remember(report))
         if merged:
             first, more = report.headline, [report.hindered, *strangers]
@@ -147,13 +174,13 @@ class Sampling:
         data = {**facts, "line": line, "stepped_aside": strangers, **time.steps, **report.as_data()}
         maps = {}
         if merged and not time.stopped:
-            found, levels = merged[0].state.maps(), merged[0].state.report().levels
-            maps = {level: (levels[level].downsample, one) for level, one in sorted(found.items())}
+            latest, levels = merged[0].state.maps(), merged[0].state.report().levels
+            maps = {level: (levels[level].downsample, merge_map) for level, merge_map in sorted(latest.items())}
         lines = [line, *(["; ".join(more)] if more else [])]
         return Outcome(lines, details if merged else lines, data, report, maps)
 
     def remember(self, report: Any = None) -> str:
-        """What people's own pictures say, this one among them. report: on what merged in it."""
+        """Keep the time of this sampling, and return the gain in the user's own pictures as text; "" if not known."""
         if self._time.stopped or not self.is_alone or len(self._models) != 1:
             return ""
         (unet,), time = self._models, self._time
@@ -173,10 +200,10 @@ class Sampling:
     def _tell_time(self, merging: Merging, schedule: Any, x: Any, t: Any, options: dict[str, Any]) -> None:
         time, state, start = self._time, merging.state, self._config.start_percent
         sigma, percent = time.sigma(t, options), None
-        if not 0 <= sigma < math.inf:  # nobody's picture should depend on how we take it
+        if not 0 <= sigma < math.inf:  # no picture may depend on how we read a strange level
             state.set_time()
             return
-        if self._config.uses_percent:  # the engine is told a percent that is in the range or out of it as the level is
+        if self._config.uses_percent:  # the engine gets a percent that is inside the range exactly if the level is
             within = time.is_between(start, self._config.end_percent, sigma, schedule)
             percent = start if within else 0.0 if start > 0 else 1.0
         state.set_time(
@@ -186,11 +213,16 @@ class Sampling:
 
 
 def layout_of(model: Any) -> str:
-    """Whose strengths a model has, see `tome_core.strength`. Raises TypeError or ValueError where it cannot merge."""
+    """Return the layout that decides a model's strengths, see `tome_core.strength`.
+
+    Raises:
+        TypeError: the object is not a model.
+        ValueError: the model cannot merge.
+    """
     unet = hosting.find_unet(model)
     return hosting.layout_of(unet) if piece_of(unet) is None else hosting.TRANSFORMER
 
 
 def _holds(value: Any) -> bool:
-    """Is there anything in what a key of transformer_options has?"""
+    """Tell whether a value of transformer_options is not empty."""
     return any(map(_holds, value.values())) if isinstance(value, dict) else bool(value)

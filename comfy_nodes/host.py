@@ -1,4 +1,4 @@
-"""All that is asked of ComfyUI, which may be older, a fork, or a test; `hosting` is all that is used of the engine."""
+"""The interface to ComfyUI, which may be an older version or a fork. `hosting` is the interface to the engine."""
 
 from __future__ import annotations
 
@@ -9,93 +9,99 @@ import sys
 from typing import Any
 
 logger = logging.getLogger(__name__)
-# ComfyUI names a pack by its path with every dot replaced, so a dot means: this is a part of the pack
+# ComfyUI replaces dots in a pack's name, so a dot in our package's name means that we are inside the pack
 hosting = importlib.import_module("..tome_core.hosting" if "." in __package__ else "tome_core.hosting", __package__)
 
-NOTE = "tome_note"  # in a branch's model_options: why it does not merge, for nodes behind it
-KEY = "tome"  # of our wrappers; a second ApplyToMe finds and replaces the first by it
-# values of comfy.patcher_extension.WrappersMP, here since December 2024
+NOTE = "tome_note"  # in model_options: why a branch does not merge, for nodes after it
+KEY = "tome"  # of our wrappers, by which a second ApplyToMe replaces the first
+# values of comfy.patcher_extension.WrappersMP, since December 2024
 APPLY_MODEL, OUTER_SAMPLE = "apply_model", "outer_sample"
-COMPILE_KEY = "torch.compile"  # of a wrapper that holds what it puts in the place of parts of the model, by name
+COMPILE_KEY = "torch.compile"  # of ComfyUI's compiling wrapper, which holds the compiled parts by name
 COMPILED = "the model is compiled; take that node off to merge"
-# Nodes 2.0 (frontend 1.49) reads a node's text as Markdown, which joins lines that end otherwise; the canvas does not
+# Nodes 2.0 (frontend 1.49) renders a node's text as Markdown, which joins lines without two spaces at the end
 LINE_BREAK = "  \n"
 
 
 def is_new_enough(patcher: Any) -> bool:
-    """Does this ComfyUI have keyed wrappers, and attentions that ask transformer_options for another function?"""
+    """Tell whether this ComfyUI has keyed wrappers and a slot for attention functions."""
     attention = sys.modules.get("comfy.ldm.modules.attention")
     return hasattr(patcher, "remove_wrappers_with_key") and (attention is None or hasattr(attention, "wrap_attn"))
 
 
 def attach(patcher: Any, merging: Any) -> None:
-    """Put the two wrappers of one node on a ModelPatcher that has none."""
+    """Add the two wrappers of a node to a ModelPatcher without such wrappers."""
     patcher.add_wrapper_with_key(APPLY_MODEL, KEY, merging.apply_model)
     patcher.add_wrapper_with_key(OUTER_SAMPLE, KEY, merging.outer_sample)
 
 
 def detach(patcher: Any) -> bool:
-    """Take our wrappers off a ModelPatcher, and nothing else. True where there were some."""
-    found = find_attached(patcher) is not None  # else maybe what times a branch that is off
+    """Take our wrappers off a ModelPatcher. Returns whether it was merging."""
+    was_merging = find_attached(patcher) is not None  # a branch that is off may have wrappers for timing
     if NOTE in patcher.model_options:
-        patcher.model_options = {name: one for name, one in patcher.model_options.items() if name != NOTE}
+        patcher.model_options = {name: value for name, value in patcher.model_options.items() if name != NOTE}
     for kind in (APPLY_MODEL, OUTER_SAMPLE):
         patcher.remove_wrappers_with_key(kind, KEY)
-    return found
+    return was_merging
 
 
 def find_attached(patcher: Any) -> Any | None:
-    """What `attach` put on, if it merges; else None."""
+    """Return the merging that `attach` added; None if there is none or it is off."""
     wrappers = getattr(patcher, "wrappers", {}).get(APPLY_MODEL, {}).get(KEY, [])
-    found = getattr(wrappers[-1], "__self__", None) if wrappers else None
-    return None if getattr(found, "config", None) is None else found
+    merging = getattr(wrappers[-1], "__self__", None) if wrappers else None
+    return None if getattr(merging, "config", None) is None else merging
 
 
 def is_compiled_whole(model: Any, options: dict[str, Any]) -> bool | None:
-    """Is the whole model under ``torch.compile``, and no part of it by itself? None if nothing of it is."""
+    """Tell whether the model is compiled as a whole: True; only parts of it: False; not compiled: None."""
     wrappers = options.get("wrappers", {}).get(APPLY_MODEL, {}).get(COMPILE_KEY, ())
-    held = [cell.cell_contents for one in wrappers for cell in getattr(one, "__closure__", None) or ()]
+    held = [cell.cell_contents for wrapper in wrappers for cell in getattr(wrapper, "__closure__", None) or ()]
     inner = getattr(model, "_orig_mod", model)
-    is_whole = inner is not model or ["diffusion_model"] in [list(one) for one in held if isinstance(one, dict)]
-    in_part = any("_orig_mod" in one._modules or one._compiled_call_impl is not None for one in inner.modules())
+    is_whole = inner is not model or ["diffusion_model"] in [list(parts) for parts in held if isinstance(parts, dict)]
+    in_part = any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in inner.modules())
     return is_whole and not in_part if is_whole or in_part or wrappers else None
 
 
 def name_in(prompt: Any, node_id: Any) -> str:
-    """``#12:5 second pass``: a node's number, and its title where somebody has given it one."""
+    """Return a node's number and the user's title, such as ``#12:5 second pass``; "" without a number."""
     if node_id is None:
         return ""
-    own = prompt.get(str(node_id)) if isinstance(prompt, dict) else None
-    title = str(((own or {}).get("_meta") or {}).get("title") or "")
+    node = prompt.get(str(node_id)) if isinstance(prompt, dict) else None
+    title = str(((node or {}).get("_meta") or {}).get("title") or "")
     return f" #{node_id}" + (f" {title}" if title and "(Token Merging)" not in title else "")
 
 
 def server() -> Any:
-    """Of the page. Looked up instead of imported: outside ComfyUI `server` is anybody's module."""
+    """Return the server of the page; None outside ComfyUI, where a module `server` may be something else."""
     return getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
 
 
 def say(text: str, node_id: Any, name: str = "") -> None:
-    """`show` it, and in the log in one line. name: of the node, see `name_in`."""
+    """Show a text under a node, and log it in one line.
+
+    Args:
+        text: the lines.
+        node_id: of the node.
+        name: of the node in the log, see `name_in`.
+    """
     logger.info("%s", text.replace("ToMe", f"ToMe{name}", 1).replace("\n", "; "))
     show(text, node_id)
 
 
 def show(text: str, node_id: Any) -> None:
-    """In the graph, under the node and the subgraphs around it. Never fails: it runs in mid-queue."""
+    """Show a text under a node, and under the subgraphs around it. Never fails, because a queue is running."""
     send = getattr(server(), "send_progress_text", None)
     if send is None or node_id is None:
         return
     try:
-        # ``12:5`` is node 5 in the subgraph that node 12 is, and the page shows texts of the graph that is open alone
+        # ``12:5`` is node 5 in subgraph 12; the page shows texts of the open graph only
         parts = str(node_id).split(":")
         for count in range(len(parts), 0, -1):
             send(text.replace("\n", LINE_BREAK), ":".join(parts[:count]))
-    except Exception:  # a host's own transport; nobody's picture should depend on it
+    except Exception:  # the host's transport, on which no picture may depend
         logger.debug("the message could not be sent to node %s", node_id, exc_info=True)
 
 
 def gains_file() -> str | None:
-    """For what was measured, in ComfyUI's folder for what belongs to its user; None outside of ComfyUI."""
+    """Return the path for measured gains in ComfyUI's user directory; None outside ComfyUI."""
     folder = getattr(sys.modules.get("folder_paths"), "get_user_directory", None)
     return None if folder is None else os.path.join(folder(), "tome_core_gains.json")

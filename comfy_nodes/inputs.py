@@ -1,8 +1,8 @@
-"""The inputs of ApplyToMe and of ToMeSettings, made from the engine's form.
+"""The inputs of ApplyToMe and ToMeSettings, generated from the engine's form.
 
-ComfyUI checks what is typed or comes in a prompt by the ranges and choices here, and marks the one input that is wrong.
-Nothing here refuses a prompt: what no range can tell ends in a sentence. Saved workflows know widgets by their
-position: new ones are only ever appended. Every default is the engine's.
+ComfyUI checks values by these ranges and choices, and marks a wrong input. An error that a range cannot express is
+reported as text, and the prompt runs. Saved workflows identify widgets by position, so new inputs are appended. Every
+default is the engine's.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Any
 from .host import hosting
 
 form = hosting.form
-SETTINGS_TYPE = "TOME_SETTINGS"  # of the link from ToMeSettings to ApplyToMe: a MergeConfig
+SETTINGS_TYPE = "TOME_SETTINGS"  # the type of the link from ToMeSettings to ApplyToMe, a MergeConfig
 STRENGTH = hosting.MARKS[hosting.DEFAULT]
-ROUND = 0.000001  # of a typed number: a strength's rule has 0.984375
-TIMES = ("start", "end")  # of ApplyToMe; all other fields are ToMeSettings'
-_NOT_HERE = ("merge_crossattn", "merge_mlp")  # nothing in the slot can merge these parts
+ROUND = 0.000001  # rounding of typed numbers, which keeps a ratio such as 0.984375
+TIMES = ("start", "end")  # fields of ApplyToMe; all others belong to ToMeSettings
+_NOT_HERE = ("merge_crossattn", "merge_mlp")  # the attention slot cannot merge these parts
 SETTINGS = tuple(name for name in form.NAMES if name not in (*TIMES, *_NOT_HERE))
 STRENGTH_HELP = "Higher is faster and changes the picture more. 0 is off."
 SETTINGS_HELP = "From ToMe Settings: every setting by itself, in place of the strength."
 
 
 def strength_types() -> dict[str, tuple]:
-    """ApplyToMe's inputs beside the model."""
+    """Return ApplyToMe's inputs, without the model."""
     facts = {"default": STRENGTH, "min": 0.0, "max": 1.0, "step": 0.05, "round": ROUND}
     strength = ("FLOAT", {**facts, "display_name": "strength", "tooltip": STRENGTH_HELP})
     settings = (SETTINGS_TYPE, {"display_name": "settings", "tooltip": SETTINGS_HELP})
@@ -32,14 +32,23 @@ def strength_types() -> dict[str, tuple]:
 
 
 def settings_types() -> dict[str, tuple]:
-    """ToMeSettings' inputs."""
+    """Return ToMeSettings' inputs."""
     return {name: _widget(form.field(name)) for name in SETTINGS}
 
 
 def config_of(strength: Any, start: Any, end: Any, settings: Any = None, layout: str = "sd") -> Any:
-    """The MergeConfig of ApplyToMe's values, None where it merges nothing. settings: take the strength's place.
+    """Return the MergeConfig of ApplyToMe's values; None if it merges nothing.
 
-    layout: of the model. Raises ValueError or TypeError, with value, range and remedy, for what the engine refuses.
+    Args:
+        strength: from 0 to 1.
+        start: share of the schedule at which merging starts.
+        end: share of the schedule at which merging ends.
+        settings: a MergeConfig in place of the strength.
+        layout: of the model, see `tome_core.strength`.
+
+    Raises:
+        ValueError: a value is not possible.
+        TypeError: a value has the wrong type.
     """
     if settings is None:
         config = hosting.strength(strength, layout=layout)

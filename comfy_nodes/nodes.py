@@ -1,7 +1,7 @@
-"""The nodes: ApplyToMe with its ToMeSettings and RemoveToMe on a model, ToMePreview on what was sampled with it.
+"""The nodes: ApplyToMe, ToMeSettings and RemoveToMe for a model, and ToMePreview for the result of a sampling.
 
-In ComfyUI's first schema (V1): every version and fork that can wrap a model reads it, it says all that these nodes have
-to say, and nothing of the host is imported for it. The loader takes it in the place of any V3 entry beside it.
+They use ComfyUI's first schema (V1). Every version and fork that can wrap a model supports it, and it needs no import
+of the host. ComfyUI's loader prefers it to a V3 entry point.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ApplyToMe(_Node):
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, dict]:
-        """A prompt need not have any but the model."""
+        """Return the inputs. All but the model are optional in a prompt."""
         model = ("MODEL", {"tooltip": "The model to speed up. Models of other kinds pass through unchanged."})
         return {"required": {"model": model}, "optional": inputs.strength_types(), "hidden": HIDDEN_PROMPT}
 
@@ -52,7 +52,7 @@ class ApplyToMe(_Node):
         self, model: Any, strength: Any = inputs.STRENGTH, start: Any = 0.0, end: Any = 1.0, settings: Any = None,
         unique_id: Any = None, prompt: Any = None, **unknown: Any,
     ) -> tuple[Any]:  # fmt: skip
-        """A clone of the model that merges; an equal one where it cannot. unknown: of another version's node."""
+        """Return a clone of the model that merges, or an unchanged clone if it cannot. Unknown inputs are ignored."""
         clone = model.clone()
         if not host.is_new_enough(clone):
             host.say(TOO_OLD, unique_id)
@@ -61,14 +61,14 @@ class ApplyToMe(_Node):
         config, text = None, OFF_TEXT if settings is None else OFF_BY_SETTINGS
         try:
             config = inputs.config_of(strength, start, end, settings, layout_of(clone.model))
-        except (TypeError, ValueError) as error:  # another model, a start after the end, or a linked value
+        except (TypeError, ValueError) as error:  # an unsupported model, a start after the end, or a linked value
             text = f"ToMe stepped aside, the model is unchanged: {error}"
         dropped, name = _list_dropped(self, prompt, unique_id), host.name_in(prompt, unique_id)
         if config is None:
             text = "\n".join([text, *dropped])
             clone.model_options = {**clone.model_options, host.NOTE: text}
             host.say(text, unique_id, name)
-            if text.startswith(OFF_TEXT[:-1]):  # its samplings are timed, to compare with
+            if text.startswith(OFF_TEXT[:-1]):  # its samplings are timed for comparison
                 host.attach(clone, BranchMerging(None, "", {}, None, ""))
             return (clone,)
         line = "own settings" if settings is not None else f"strength {strength:g}"
@@ -79,7 +79,7 @@ class ApplyToMe(_Node):
 
 
 class ToMeSettings(_Node):
-    """Every setting by itself, for an ApplyToMe."""
+    """Provides all settings for an ApplyToMe."""
 
     DISPLAY_NAME = "ToMe Settings (Token Merging)"
     DESCRIPTION = (
@@ -92,11 +92,11 @@ class ToMeSettings(_Node):
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, dict]:
-        """Made from the engine's settings; a prompt need not have any."""
+        """Return the inputs, generated from the engine's settings. All are optional in a prompt."""
         return {"required": {}, "optional": inputs.settings_types(), "hidden": HIDDEN_PROMPT}
 
     def settings(self, unique_id: Any = None, prompt: Any = None, **values: Any) -> tuple[Any]:
-        """The settings, without those that the engine refuses, which the node then says."""
+        """Return the settings without impossible values, which the node reports."""
         config, left_out = inputs.form.settle(values)
         dropped = _list_dropped(self, prompt, unique_id)
         if left_out or dropped:
@@ -106,7 +106,7 @@ class ToMeSettings(_Node):
 
 
 class RemoveToMe(_Node):
-    """Takes our merging off a branch."""
+    """Takes ApplyToMe's merging off a branch."""
 
     DISPLAY_NAME = "Remove ToMe (Token Merging)"
     DESCRIPTION = "Takes off what Apply ToMe put on, for the samplers behind this node. Every other patch stays."
@@ -116,12 +116,12 @@ class RemoveToMe(_Node):
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, dict]:
-        """The model, and the node's own number for its message."""
+        """Return the inputs."""
         model = ("MODEL", {"tooltip": "A model that went through Apply ToMe; any other passes through unchanged."})
         return {"required": {"model": model}, "hidden": HIDDEN}
 
     def remove(self, model: Any, unique_id: Any = None) -> tuple[Any]:
-        """A clone of the model that no longer merges by us."""
+        """Return a clone of the model without ApplyToMe's merging."""
         clone = model.clone()
         removed = host.detach(clone)
         text = "ToMe was removed." if removed else "There was no Apply ToMe on this model."
@@ -146,11 +146,11 @@ class ToMePreview(_Node):
         "The pictures with each group of merged tokens in its mean colour, the levels side by side.",
         "The report on the sampling, as text.",
     )
-    OUTPUT_NODE = True  # so that its report is had without anything behind it
+    OUTPUT_NODE = True  # so that it runs without a node after it
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, dict]:
-        """A model, and the result of sampling with it: either kind makes the preview wait for the sampler."""
+        """Return the inputs: a model, and the result of a sampling, for which the preview waits."""
         model = ("MODEL", {"tooltip": "The model as it went into the sampler."})
         image = ("IMAGE", {"tooltip": "The decoded pictures, to draw over."})
         latent = ("LATENT", {"tooltip": "The sampler's result, to draw over a rough picture of it. An image is nicer."})
@@ -159,7 +159,7 @@ class ToMePreview(_Node):
     def preview(
         self, model: Any, image: torch.Tensor | None = None, latent: dict | None = None, unique_id: Any = None
     ) -> dict[str, Any]:
-        """Pictures ``[B, H, W * levels, 3]`` and the report, which goes into the host's history as JSON, too."""
+        """Return pictures ``[B, H, W * levels, 3]`` and the report as text. The host's history gets it as JSON."""
         pictures = _background(model, image, latent)
         merging = host.find_attached(model)
         latest = None if merging is None else merging.latest
@@ -170,16 +170,16 @@ class ToMePreview(_Node):
             text = model.model_options.get(host.NOTE, why)
             data, maps = {"line": text, "work_saved": None}, {}
         title = text if latest is None else f"No merge map. {latest.lines[0]}"
-        drawn = [_panels(one, number - len(pictures), maps) if maps else picture.add_title(one, title)
-                 for number, one in enumerate(pictures)]  # fmt: skip
+        drawn = [_panels(pixels, number - len(pictures), maps) if maps else picture.add_title(pixels, title)
+                 for number, pixels in enumerate(pictures)]  # fmt: skip
         host.show(text, unique_id)
         return {"ui": {"text": (text,), "tome_report": (data,)}, "result": (torch.stack(drawn), text)}
 
 
 def _list_dropped(node: Any, prompt: Any, unique_id: Any) -> list[str]:
-    """A line on inputs of the prompt that this version's node does not have. prompt: the hidden input of this type."""
-    types, own = node.INPUT_TYPES(), prompt.get(str(unique_id)) if isinstance(prompt, dict) else None
-    unknown = sorted(set(own["inputs"]) - {*types["required"], *types["optional"]}) if own else []
+    """Return a line on inputs in the prompt that this version's node does not have."""
+    types, entry = node.INPUT_TYPES(), prompt.get(str(unique_id)) if isinstance(prompt, dict) else None
+    unknown = sorted(set(entry["inputs"]) - {*types["required"], *types["optional"]}) if entry else []
     return [f"unknown to this version of the node: {', '.join(unknown)}"] if unknown else []
 
 
@@ -191,11 +191,11 @@ def _background(model: Any, image: torch.Tensor | None, latent: dict | None) -> 
     return torch.full((1, 512, 512, 3), 0.5)
 
 
-def _panels(one: torch.Tensor, row: int, maps: dict[int, tuple[int, Any]]) -> torch.Tensor:
-    """row: from the end, as a call of the model holds the batch once for each prompt, the positive one last."""
+def _panels(pixels: torch.Tensor, row: int, maps: dict[int, tuple[int, Any]]) -> torch.Tensor:
+    """Draw a picture's panels. `row` counts from the end, because a call's batch ends with the positive prompt."""
     panels = []
-    for level, (downsample, found) in maps.items():
-        group = found.group[max(row, -len(found.group))]
-        title = f"level {level} (latent /{downsample}): {len(group)} tokens -> {found.num_groups}"
-        panels.append(picture.panel(one, found.grid[:2], group, title))
+    for level, (downsample, merge_map) in maps.items():
+        group = merge_map.group[max(row, -len(merge_map.group))]
+        title = f"level {level} (latent /{downsample}): {len(group)} tokens -> {merge_map.num_groups}"
+        panels.append(picture.panel(pixels, merge_map.grid[:2], group, title))
     return torch.cat(panels, dim=1)

@@ -1,4 +1,4 @@
-"""Draws what merged: each group in its mean colour. Pictures are ``[H, W, 3]``, float, 0..1."""
+"""Drawing of merge maps: each group of tokens in its mean colour. Pictures are ``[H, W, 3]``, float, 0..1."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-_BORDER = 0.7  # brightness left where two groups meet
+_BORDER = 0.7  # brightness of the border between two groups
 
 
 def panel(picture: torch.Tensor, grid: Any, group: torch.Tensor, title: str) -> torch.Tensor:
-    """The picture with each group in the mean of its own colours; a token that merged with none keeps the picture.
+    """Draw each group in its mean colour; unmerged tokens keep the picture.
 
-    grid: (height, width) in tokens. group: int64 ``[N]``, the group of each token.
+    Args:
+        picture: ``[H, W, 3]``.
+        grid: (height, width) in tokens.
+        group: int64 ``[N]``, the group of each token.
+        title: text in the upper left corner.
     """
     height, width = picture.shape[:2]
     tokens = group.reshape(1, 1, *grid).double()  # double: nearest keeps whole numbers whole
@@ -30,7 +34,7 @@ def panel(picture: torch.Tensor, grid: Any, group: torch.Tensor, title: str) -> 
 
 
 def add_title(picture: torch.Tensor, title: str) -> torch.Tensor:
-    """The picture with a line of text in its upper left corner."""
+    """Draw a text into the picture's upper left corner."""
     from PIL import Image, ImageDraw
 
     image = Image.fromarray((picture.clamp(0, 1) * 255).round().to(torch.uint8).numpy())
@@ -44,7 +48,7 @@ def add_title(picture: torch.Tensor, title: str) -> torch.Tensor:
 
 
 def from_latent(samples: torch.Tensor, latent_format: Any) -> torch.Tensor:
-    """A rough picture ``[B, H, W, 3]`` of latents ``[B, C, h, w]``; grey where the format has no colours to offer."""
+    """Return a rough picture ``[B, H, W, 3]`` of latents ``[B, C, h, w]``; grey if their format has no RGB factors."""
     samples = samples.detach().float().cpu()
     if samples.dim() == 5:  # video: its first frame
         samples = samples[:, :, 0]

@@ -1,7 +1,7 @@
-"""The slot that ComfyUI's attentions ask, and the calls that come to it.
+"""ComfyUI's slot for a function that replaces its attention, and the attention calls that arrive there.
 
-``transformer_options["optimized_attention_override"]`` is called in the place of ComfyUI's attention function, with
-that function. What another node has put there is called by ours.
+ComfyUI calls ``transformer_options["optimized_attention_override"]`` in place of its attention function, which is the
+first argument. If another node has put a function there, ours calls it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,19 @@ import torch
 from .host import hosting
 
 SLOT = "optimized_attention_override"  # since September 2025
-# ComfyUI's functions that get no bias, though they seem to add one. Flash attention leaves it to torch, and warns at
-# each call. attention_sub_quad, short of memory, takes the maximum first and adds then: a group without tokens may hold
-# the maximum, and all others vanish.
+# ComfyUI's functions that must not get a bias, though they accept a mask. attention_flash leaves the call to torch with
+# a warning. attention_sub_quad, if memory is short, takes the maximum before it adds the mask: it may belong to a
+# group without tokens, and then all other weights become 0.
 _UNBIASED = frozenset({"attention_flash", "attention_sub_quad"})
 
 
 class Through(NamedTuple):
-    """Another node's function from the slot, and the function of ComfyUI's that it is given."""
+    """A call of another node's function in the slot.
+
+    Args:
+        override: the other node's function.
+        function: ComfyUI's attention function, its first argument.
+    """
 
     override: Callable
     function: Callable
@@ -31,21 +36,21 @@ class Through(NamedTuple):
 
 
 class HostCall(hosting.ByHeads):
-    """One call of an attention function of ComfyUI's."""
+    """One call of a ComfyUI attention function."""
 
     def takes_bias(self) -> bool | None:
-        """As of every call."""
-        found = super().takes_bias()
-        return found and not any(getattr(one, "__name__", "") in _UNBIASED for one in _parts(self._function))
+        """Tell whether the function accepts a bias, see the base class."""
+        takes = super().takes_bias()
+        return takes and not any(getattr(part, "__name__", "") in _UNBIASED for part in _parts(self._function))
 
 
 def name_in_force(options: dict[str, Any]) -> str:
-    """What another node has put into the slot: it changes how long a call takes."""
-    return " ".join(hosting.full_name(one) for one in _parts(Through(options.get(SLOT), None)) if callable(one))
+    """Return the names of another node's functions in the slot, because they change how long a call takes."""
+    return " ".join(hosting.full_name(part) for part in _parts(Through(options.get(SLOT), None)) if callable(part))
 
 
 def _parts(function: Any) -> tuple[Any, ...]:
-    """Functions that may answer a call: one by itself, or a node's, ComfyUI's, and what the node's has chosen."""
+    """Return all functions that may compute a call: another node's, those in its closure, and ComfyUI's."""
     if not isinstance(function, Through):
         return (function,)
     held = (cell.cell_contents for cell in getattr(function.override, "__closure__", None) or ())

@@ -1,4 +1,4 @@
-"""Merging in one of ComfyUI's transformers: in every attention that asks the slot and whose tokens' place is known."""
+"""Merging in ComfyUI's transformers: in each attention whose sequence is known to hold the picture's tokens."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import torch
 from . import asking, host, slot
 from .host import hosting
 
-# by name: transformers whose sequence is text, the picture, then reference pictures, of which transformer_options tell
+# transformers whose sequence is text, picture, reference pictures; transformer_options have the references' lengths
 _TEXT_FIRST = frozenset({
     "Flux", "Chroma", "MMDiT", "MMDIT", "OpenAISignatureMMDITWrapper", "QwenImageTransformer2DModel", "HunyuanVideo",
     "SingleStreamDiT",
 })  # fmt: skip
-# Z-Image's and Lumina 2's: text, references, then the picture, filled up to a multiple of `pad_tokens_multiple`
+# Z-Image and Lumina 2: text, references, picture; the picture is padded to a multiple of `pad_tokens_multiple`
 _PICTURE_LAST = frozenset({"NextDiT"})
-# these run a text by itself through attentions first, which no "block_type" in transformer_options tells
+# transformers that first refine the text in attentions of their own, without a "block_type" in transformer_options
 _REFINE_TEXT = frozenset({"HunyuanVideo", "NextDiT", "SingleStreamDiT"})
-_REFERENCES = "reference_image_num_tokens"  # in transformer_options: tokens of each
+_REFERENCES = "reference_image_num_tokens"  # in transformer_options: number of tokens of each reference
 BESIDE = "tokens beside the picture's, and nobody knows where"
 REFINED = "tokens before the model's blocks, maybe a text's"
 _NO_GRID = "the latent has no grid that is known"
 
 
 class TransformerMerging:
-    """A transformer in one sampling. Its attributes are those of `unets.UnetMerging`."""
+    """A transformer in one sampling. It has the arguments and attributes of `unets.UnetMerging`."""
 
     flows, is_compiled = True, False
 
@@ -39,19 +39,19 @@ class TransformerMerging:
 
     @contextmanager
     def answering(self, call: Any, latent: torch.Tensor, options: dict[str, Any]) -> Iterator[asking.Ask]:
-        """What answers the attentions of one call of the model, of these latents."""
+        """Yield the function that computes the attentions of one call of the model."""
         grid = grid_of(self._model, latent)
 
-        def ask(asked: slot.HostCall, told: dict[str, Any]) -> torch.Tensor:
-            place = told.get("block_type"), told.get("block_index")
-            layout_of = partial(where_tokens_lie, self._model, grid, options=told) if grid else lambda tokens: _NO_GRID
-            return hosting.answer(self.state, call, place, 0, 1, layout_of, [], asked)
+        def ask(attention: slot.HostCall, facts: dict[str, Any]) -> torch.Tensor:
+            place = facts.get("block_type"), facts.get("block_index")
+            layout_of = partial(where_tokens_lie, self._model, grid, options=facts) if grid else lambda tokens: _NO_GRID
+            return hosting.answer(self.state, call, place, 0, 1, layout_of, [], attention)
 
         yield ask
 
 
 def piece_of(model: Any) -> tuple[int, int, int] | None:
-    """Frames, height and width of the piece of a latent that is a token; None for a model that does not tell."""
+    """Return a token's frames, height and width in latent cells; None for a model without a patch size."""
     patch = getattr(model, "patch_size", None)
     if patch is None and hasattr(model, "patch_spatial"):
         patch = (getattr(model, "patch_temporal", 1), model.patch_spatial, model.patch_spatial)
@@ -59,13 +59,13 @@ def piece_of(model: Any) -> tuple[int, int, int] | None:
         patch = getattr(getattr(model, "patchifier", None), "patch_size", None) or getattr(model, "patch", None)
     if isinstance(patch, int) and not isinstance(patch, bool):
         patch = (1, patch, patch)
-    if not isinstance(patch, (tuple, list)) or not all(isinstance(one, int) and one > 0 for one in patch):
+    if not isinstance(patch, (tuple, list)) or not all(isinstance(size, int) and size > 0 for size in patch):
         return None
     return {2: (1, *patch), 3: tuple(patch)}.get(len(patch))
 
 
 def grid_of(model: Any, latent: Any) -> Any | None:
-    """The tokens of a latent ``[B, C, (frames,) H, W]``, whose borders are filled up to whole tokens."""
+    """Return the grid of a latent's tokens, padded to whole tokens; None if it is not known."""
     patch = piece_of(model)
     if patch is None or not torch.is_tensor(latent) or latent.dim() not in (4, 5):
         return None
@@ -75,7 +75,17 @@ def grid_of(model: Any, latent: Any) -> Any | None:
 
 
 def where_tokens_lie(model: Any, grid: Any, tokens: int, options: dict) -> Any | str:
-    """Of a sequence of so many tokens; a sentence where that is not known. options: transformer_options of the call."""
+    """Return the layout of a sequence.
+
+    Args:
+        model: the transformer.
+        grid: of the picture's tokens.
+        tokens: length of the sequence.
+        options: transformer_options of the call.
+
+    Returns:
+        The layout, or a reason if it is not known.
+    """
     names = {kind.__name__ for kind in type(model).__mro__}
     if names & _REFINE_TEXT and not options.get("block_type"):
         return f"{tokens} {REFINED}"
@@ -88,7 +98,7 @@ def where_tokens_lie(model: Any, grid: Any, tokens: int, options: dict) -> Any |
         first = beside - -(grid.height * grid.width) % (getattr(model, "pad_tokens_multiple", None) or 1)
     elif names & _TEXT_FIRST:
         first = beside - sum(options.get(_REFERENCES) or ())
-        # an earlier ComfyUI's HunyuanVideo: references lie before its film, of a length that nobody tells
+        # HunyuanVideo in an earlier ComfyUI: references of unknown length precede the video
         if any(getattr(block, "flipped_img_txt", False) for block in getattr(model, "double_blocks", ())):
             first = -1
     else:

@@ -1,4 +1,4 @@
-"""Merging in a UNet: which of the calls that ask the slot are self-attentions of its blocks, and at which level."""
+"""Merging in a UNet: finds the self-attentions of its blocks, and their levels, among the calls to the slot."""
 
 from __future__ import annotations
 
@@ -18,43 +18,58 @@ _OTHER_KEYS = "queries and keys are not of the same tokens"
 
 
 class UnetMerging:
-    """A UNet in one sampling. state: the engine's. Raises as `hosting.patch_of` does."""
+    """A UNet in one sampling.
+
+    Args:
+        unet: the UNet.
+        config: the settings.
+        options: transformer_options.
+
+    Attributes:
+        state: the engine's state.
+        is_compiled: see `host.is_compiled_whole`.
+        flows: the model is a flow model.
+
+    Raises:
+        UnsupportedModelError: the UNet cannot merge.
+        TypeError: it is not a model.
+    """
 
     flows = False
 
     def __init__(self, unet: Any, config: Any, options: dict[str, Any]) -> None:
         self.is_compiled = host.is_compiled_whole(unet, options)
         self.state = hosting.patch_of(unet, config)
-        adapter, covered = self.state.adapter, [one.covered for one in self.state.report().levels]
+        adapter, covered = self.state.adapter, [level.covered for level in self.state.report().levels]
         if self.is_compiled is None:
             self.state.ask_whether_it_pays()
         elif not self.is_compiled or hosting.why_not_in_graph(self.state):
             raise hosting.UnsupportedModelError(host.COMPILED)
         self._downsamples = adapter.downsamples
-        levels = {_told_of(place.path): adapter.levels[place.halvings] for place in adapter.places
+        levels = {_options_of(place.path): adapter.levels[place.halvings] for place in adapter.places
                   if not getattr(place.block, "disable_self_attn", False)}  # fmt: skip
         self._levels = {place: level for place, level in levels.items() if covered[level]}
 
     @contextmanager
     def answering(self, call: Any, latent: torch.Tensor, options: dict[str, Any]) -> Iterator[asking.Ask]:
-        """What answers the attentions of one call of the UNet, of these latents; those that never ask are counted."""
+        """Yield the function that computes the attentions of one call. Attentions that never ask are counted."""
         missing, seen, before = Counter(self._levels.values()), [], None
 
-        def ask(asked: slot.HostCall, told: dict[str, Any]) -> torch.Tensor:
+        def ask(attention: slot.HostCall, facts: dict[str, Any]) -> torch.Tensor:
             nonlocal before
-            last, before = before, (told.get("block"), told.get("block_index"))
+            last, before = before, (facts.get("block"), facts.get("block_index"))
             place = before
-            # a block asks for its self-attention, for that to the prompt, and then, in films, for those over time
+            # a block's first call is its self-attention; cross-attention and attention over time follow
             level = None if place == last else self._levels.get(place)
-            others = told.get("patches_replace", {}).get("attn1", {})  # another node's
+            others = facts.get("patches_replace", {}).get("attn1", {})  # of other nodes
             if level is None or place[0] in others or (*place[0], place[1]) in others:
-                return asked.unmerged()
+                return attention.unmerged()
             missing[level] -= 1
-            sides = told["activations_shape"][-2:] if "activations_shape" in told else self._sides(latent, level)
+            sides = facts["activations_shape"][-2:] if "activations_shape" in facts else self._sides(latent, level)
             layout = hosting.Layout(hosting.Grid(*sides))
-            out = hosting.answer(self.state, call, place, level, 1, layout, seen, asked)
+            out = hosting.answer(self.state, call, place, level, 1, layout, seen, attention)
             if not seen[-1]:
-                self.state.leave_alone(level, _OTHER_KEYS, len(asked.q), asked.q.shape[1], asked.k.shape[1])
+                self.state.leave_alone(level, _OTHER_KEYS, *attention.q.shape[:2], attention.k.shape[1])
             return out
 
         yield ask
@@ -68,8 +83,8 @@ class UnetMerging:
         return [-(-side // self._downsamples[level]) for side in latent.shape[-2:]]
 
 
-def _told_of(path: str) -> tuple[tuple[str, int], int]:
-    """Of ``input_blocks.1.1.transformer_blocks.0``: ``("input", 1), 0``, as transformer_options have it."""
+def _options_of(path: str) -> tuple[tuple[str, int], int]:
+    """Convert ``input_blocks.1.1.transformer_blocks.0`` to ``("input", 1), 0``, as transformer_options identify it."""
     stage, number, *_, index = path.split(".")
     kind = stage.partition("_")[0]
     return (kind, 0 if kind == "middle" else int(number)), int(index)

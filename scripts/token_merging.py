@@ -1,6 +1,6 @@
-"""The webui's entry when this repository lies in `extensions/`; everything is in `extension/`.
+"""The webui's entry point if this repository is in `extensions/`. The code is in `extension/`.
 
-The webui runs this file again at every Reload UI, and registers each subclass of its Script that it finds here.
+The webui runs this file again at every Reload UI, and registers each subclass of its Script that the file defines.
 """
 
 import importlib
@@ -9,11 +9,11 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = "_tome_core_webui"  # private: `extension` and `tome_core` may be taken by others
+PACKAGE = "_tome_core_webui"  # private, because other extensions may use the names `extension` and `tome_core`
 
 
 def load():
-    """Our entry module, below a package of our own whose path is the repository; None if another copy is there."""
+    """Import the extension below a private package; return None if another copy of it is loaded."""
     parent = sys.modules.get(PACKAGE)
     if parent is None:
         parent = sys.modules[PACKAGE] = ModuleType(PACKAGE)

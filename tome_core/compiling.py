@@ -1,4 +1,4 @@
-"""Whether a compiler goes through this code, and what it is told of it."""
+"""Helpers for code that torch.compile traces."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from torch._guards import TracingContext
 
 
 def is_tracing() -> bool:
-    """Asked after `torch.compiler.is_compiling`: does this thread compile or export?
+    """Tell whether this thread compiles or exports. Call it only if `torch.compiler.is_compiling` is true.
 
-    While one thread compiles, torch 2.13 says so in all of them, also to code that runs there as it stands.
+    While one thread compiles, torch 2.13's `is_compiling` is true in all threads, also in code that runs eagerly.
     """
     return torch.compiler.is_dynamo_compiling() or TracingContext.try_get() is not None
 
 
 def when_traced(method: Callable) -> Callable:
-    """Make a compiler call the method once, while it traces, instead of looking inside.
+    """Mark a method that the compiler calls once, when it traces the call, instead of tracing the method's code.
 
-    As `torch.compiler.assume_constant_result`, without its import of the compiler. Arguments have to be constants.
+    Does the same as `torch.compiler.assume_constant_result` without importing the compiler. Arguments have to be
+    constants.
     """
     method._dynamo_marked_constant = True
     return method

@@ -1,7 +1,8 @@
-"""All that a host may use: `comfy_nodes` and `extension` import nothing deeper.
+"""The interface for hosts: `comfy_nodes` and `extension` import nothing else of the engine.
 
-A host either patches a model (`patch`, `Patch`), which puts wraps on it, or stands where its attentions are called:
-then it takes a `State`, opens each call of the model with `begin`, and hands each attention to `answer`.
+A host has two ways. It patches a model (`patch`, `Patch`), which puts wraps on the model. Or the host calls the engine
+from its own attention hooks: it makes a `State`, begins each call of the model with `State.begin`, and passes each
+attention to `answer`.
 """
 # ruff: noqa: F401 (imported for hosts)
 
@@ -32,10 +33,21 @@ from .settings.schedule import STABLE_DIFFUSION
 
 
 def patch_of(model: Any, config: MergeConfig) -> Patch:
-    """A `State` with the levels of this UNet, which can be asked and measured. Raises as `patch` does."""
+    """Return a patch of a UNet that is not installed, for its state and its measurements.
+
+    Raises:
+        UnsupportedModelError: see `patch`.
+        TypeError: see `patch`.
+    """
     return Patch(find_models(model), config)
 
 
 def state_of(config: MergeConfig, downsample: int, blocks: int = 0) -> State:
-    """A `State` for a transformer of a host's own. downsample: latent places for each token, along a side."""
+    """Return a `State` for a host's own transformer.
+
+    Args:
+        config: the settings.
+        downsample: latent cells per token, along a side.
+        blocks: number of the transformer's blocks.
+    """
     return State(config, [LevelTally(downsample, blocks)])

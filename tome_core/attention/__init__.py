@@ -1,5 +1,5 @@
-"""Self-attention with merged keys and values (`merged`), its correction, and what is known of hosts' attentions.
+"""Self-attention with merged keys and values (`merged`), its correction, and support for the attentions of hosts.
 
-An attention is known by the function that it calls (`functions`); if it computes its scores by hand, by a description
-(`by_hand`).
+An attention that calls an attention function needs no description: `functions` tests that function. An attention that
+computes its scores by hand needs a description (`by_hand`).
 """

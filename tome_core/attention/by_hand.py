@@ -1,11 +1,15 @@
 """Attentions that compute their scores by hand, instead of calling a function that takes q, k and v.
 
-The module's own code is run on a `StandIn`, whose projections give the q, k and v that were made before, so nothing
-that a host computes is computed again here. To describe one more: take `ForwardOnStandIn`, or derive from `ByHand`;
-`register` it by the full name of the function that computes; hold it against attention over repeated keys, as
-``tests/conformance.py`` does.
+The module's own code runs on a `StandIn`, whose projections return given q, k and v. So this file does not repeat any
+computation of a host.
 
-Queries, keys and values are flat in this file, ``[B, N, H*d]``, as projections make them.
+To support another attention:
+
+1. use `ForwardOnStandIn`, or derive a class from `ByHand`;
+2. `register` it by the full name of the function that computes the attention;
+3. test it against attention over repeated keys, as ``tests/conformance.py`` does.
+
+Queries, keys and values are flat in this file, ``(batch, tokens, heads * head_dim)``, as projections return them.
 """
 
 from __future__ import annotations
@@ -16,80 +20,119 @@ from typing import Any
 
 from torch import Tensor, nn
 
-Kwargs = dict[str, Any]  # what a call was given besides its tokens (``x``, context and value)
-_AS_IT_IS = nn.Sequential(nn.Identity(), nn.Identity())  # a projection and a dropout that do nothing
+Kwargs = dict[str, Any]  # the keyword arguments of a call except for its tokens (``x``, context and value)
+_NO_OUTPUT_PROJECTION = nn.Sequential(nn.Identity(), nn.Identity())  # a projection and a dropout that do nothing
 
 
 class ByHand:
-    """One kind of attention. Without state: one object serves every module of its kind.
+    """The description of one kind of attention. It has no state, so one object serves every module of its kind.
 
-    by_attribute: it multiplies by ``module.scale``, not by the width of a head to the power -1/2. adds_bias: `attend`
-    adds a bias to the logits.
+    Attributes:
+        by_attribute: True if the logits are multiplied by ``module.scale``, False if by ``head_dim ** -0.5``.
+        adds_bias: True if `attend` adds a bias to the logits.
     """
 
     by_attribute = adds_bias = False
 
     def problem(self, module: nn.Module, kwargs: Kwargs) -> str | None:
-        """Why this very call is not what is known; None if it is."""
+        """Return the reason why the description does not fit a call; None if it fits.
+
+        Args:
+            module: the attention.
+            kwargs: the other arguments of the call.
+        """
         return None
 
     def keys_and_values(self, module: nn.Module, keys: Tensor, values: Tensor, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
-        """k and v ``[B, N, H*d]`` of ``keys`` and ``values [B, N, C]``, by the module's own projections."""
+        """Project tokens to keys and values.
+
+        Args:
+            module: the attention.
+            keys: the tokens of the keys, ``(batch, tokens, channels)``.
+            values: the tokens of the values, of the same shape.
+            kwargs: the other arguments of the call.
+        """
         return module.to_k(keys), module.to_v(values)
 
     def scale(self, module: nn.Module, width: int) -> float:
-        """What `attend` multiplies ``q k^T`` with. width: of a head."""
+        """Return the factor of the logits in `attend`.
+
+        Args:
+            module: the attention.
+            width: number of channels of a head.
+        """
         return float(module.scale) if self.by_attribute else width**-0.5
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kwargs: Kwargs) -> Tensor:
-        """``softmax(scale q k^T + bias) v`` by the module's own code. bias: ``[B, 1, G]`` in the dtype of ``q``."""
+        """Compute ``softmax(scale q k^T + bias) v`` with the module's own code.
+
+        Args:
+            module: the attention.
+            q: queries.
+            k: keys.
+            v: values.
+            bias: is added to the logits, ``(batch, 1, keys)`` in the dtype of `q`; None for no bias.
+            kwargs: the other arguments of the call.
+        """
         raise NotImplementedError
 
     def finish(self, module: nn.Module, out: Tensor) -> Tensor:
-        """What follows: the output projection."""
+        """Return the module's output for the output of `attend`: apply the output projection."""
         return module.to_out(out)
 
 
 class StandIn:
-    """Stands in for an attention module inside its own code: projections give the queries, keys and values that were
-    made before, the output projection gives back what it gets, and everything else is the module's.
+    """A stand-in for an attention module, to run the module's own code on given queries, keys and values.
+
+    Its projections return the given tensors, and its output projection returns its input. Every other attribute is read
+    from the module.
+
+    Args:
+        module: the attention.
+        q: queries.
+        k: keys.
+        v: values.
     """
 
     def __init__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> None:
         self._module = module
-        self.to_q, self.to_k, self.to_v = (lambda *_, made=made, **__: made for made in (q, k, v))
-        self.to_out = _AS_IT_IS
-        self.dim_head = q.shape[-1] // module.heads  # what some forwards cut their heads by
+        self.to_q, self.to_k, self.to_v = (lambda *_, tensor=tensor, **__: tensor for tensor in (q, k, v))
+        self.to_out = _NO_OUTPUT_PROJECTION
+        self.dim_head = q.shape[-1] // module.heads  # some forwards use this width to split heads
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._module, name)
-        if isinstance(found, MethodType) and found.__self__ is self._module:
-            return partial(found.__func__, self)
-        return found
+        value = getattr(self._module, name)
+        if isinstance(value, MethodType) and value.__self__ is self._module:
+            return partial(value.__func__, self)
+        return value
 
 
 class ForwardOnStandIn(ByHand):
-    """An attention that lies inside one ``forward(x, context=...)``: that very function is run on a `StandIn`."""
+    """The description of an attention that is computed in ``forward(x, context=...)``, which runs on a `StandIn`.
+
+    Args:
+        by_attribute: True if the logits are multiplied by ``module.scale``.
+    """
 
     def __init__(self, by_attribute: bool) -> None:
         self.by_attribute = by_attribute
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kwargs: Kwargs) -> Tensor:
-        """What the module's ``forward`` makes of them; a bias, of those that take one, is its mask ``[B, 1, 1, G]``."""
+        """Run the module's ``forward`` on q, k and v, see `ByHand.attend`. The bias becomes its mask."""
         mask = {} if bias is None else {"mask": bias[:, None]}
         return type(module).forward(StandIn(module, q, k, v), q, context=k, **mask)
 
 
 class _Processor(ByHand):
-    """diffusers' processors that take the scores from the module: the processor itself is run on a `StandIn`."""
+    """A processor of diffusers that takes the scores from the module: the processor runs on a `StandIn`."""
 
     by_attribute = adds_bias = True
 
     def problem(self, module: nn.Module, kwargs: Kwargs) -> str | None:
-        """Norms and residual connections, which attentions outside of transformer blocks have."""
+        """Refuse attentions outside of transformer blocks, which have norms or residual connections."""
         norms = module.group_norm is not None or module.spatial_norm is not None or module.norm_cross is not None
-        more = norms or module.residual_connection or module.rescale_output_factor != 1.0
-        return "it norms, scales or adds its input" if more else None
+        has_more = norms or module.residual_connection or module.rescale_output_factor != 1.0
+        return "it norms, scales or adds its input" if has_more else None
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kwargs: Kwargs) -> Tensor:
         mask = bias.float() if bias is not None and module.upcast_attention else bias
@@ -100,36 +143,40 @@ class _Processor(ByHand):
         return dropout(projection(out))
 
 
-OF_PROCESSORS = "diffusers.models.attention_processor.Attention.forward"  # leaves everything to its processor
+OF_PROCESSORS = "diffusers.models.attention_processor.Attention.forward"  # only calls the module's processor
 _ENTRIES: dict[str, ByHand] = {}
 
 
 def register(function: str, entry: ByHand) -> None:
-    """Make an attention known.
+    """Register the description of an attention.
 
     Args:
-        function: full name of the function that is ``type(module).forward``, or the ``__call__`` of its processor.
-        entry: the description; a second entry for a name replaces the first.
+        function: full name of the attention's ``forward``, or of the ``__call__`` of its processor.
+        entry: the description. A second entry for a name replaces the first.
     """
     _ENTRIES[function] = entry
 
 
 def known_of(function: Any) -> ByHand | None:
-    """The description of what this function computes; None if there is none."""
+    """Return the description of the attention that a function computes; None if there is none."""
     return _ENTRIES.get(full_name(function))
 
 
 def full_name(function: Any) -> str:
-    """Module and qualified name of a function, of a decorator's own: what it wraps is another one."""
+    """Return module and qualified name of a function or, for an object, of its class.
+
+    A function made by a decorator has the name of the decorator's inner function and of the function that it wraps.
+    """
     function = function.func if isinstance(function, partial) else function
     if hasattr(function, "__wrapped__") and hasattr(function, "__code__"):
-        own = f"{function.__globals__['__name__']}.{function.__code__.co_name}"
-        return f"{own} around {full_name(function.__wrapped__)}"
+        wrapper = f"{function.__globals__['__name__']}.{function.__code__.co_name}"
+        return f"{wrapper} around {full_name(function.__wrapped__)}"
     function = function if hasattr(function, "__qualname__") else type(function)
     return f"{getattr(function, '__module__', '')}.{function.__qualname__}"
 
 
-# A class of the same name is no proof, so these are full names. CompVis' attention is einsum, two others call xformers.
+# Full names, because a class of the same name may compute another thing. CompVis' attention uses einsum, its two
+# variants call xformers.
 register("ldm.modules.attention.CrossAttention.forward", ForwardOnStandIn(by_attribute=True))
 for _name in ("AttnProcessor", "SlicedAttnProcessor"):
     register(f"diffusers.models.attention_processor.{_name}.__call__", _Processor())

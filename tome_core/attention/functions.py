@@ -1,4 +1,4 @@
-"""What an attention function does is tried, once, on a few tokens: is it attention, and does it add a bias?"""
+"""Trials of attention functions on a few tokens: whether a function computes attention, and whether it adds a bias."""
 
 from __future__ import annotations
 
@@ -8,19 +8,24 @@ from collections.abc import Callable, Hashable
 import torch
 
 _TOKENS = 64
-_LIKE = 0.1  # share by which the fast functions of half and less precision miss a small attention
-_MOST = 64  # answers that are remembered
+_TOLERANCE = 0.1  # allowed relative error: fast functions in half precision and less are not more exact on a few tokens
+_MOST = 64  # results in the cache
 _TRIED: OrderedDict[Hashable, bool | None] = OrderedDict()
 
 
 def try_once(key: Hashable, function: Callable[..., torch.Tensor], scale: float, like: torch.Tensor) -> bool | None:
-    """Does the function add a bias? False if it ignores or refuses one; None if it is no attention.
+    """Return whether a function adds a bias to the logits.
+
+    Results are cached by key, shape of the heads, dtype and device.
 
     Args:
-        key: what tells this function from all others; with the heads, the device and the dtype an answer is remembered.
-        function: ``(q, k, v, bias) -> out``, as of `merged.Attention`.
-        scale: what it multiplies the logits by.
-        like: ``[B, S, H, d]``, of the device and dtype that the function is to serve.
+        key: a key that differs between functions.
+        function: takes q, k, v and a bias, see `merged.Attention`.
+        scale: the function's factor of the logits.
+        like: a tensor ``(batch, tokens, heads, head_dim)`` of the device and dtype to try.
+
+    Returns:
+        True if it adds a bias, False if it ignores or refuses a bias, None if it does not compute attention.
     """
     key = (key, *like.shape[2:], like.dtype, like.device)
     if key not in _TRIED:
@@ -34,15 +39,16 @@ def try_once(key: Hashable, function: Callable[..., torch.Tensor], scale: float,
 def _try(function: Callable[..., torch.Tensor], scale: float, like: torch.Tensor) -> bool | None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, _TOKENS, *like.shape[2:], generator=generator).to(like)
-    bias = (4.0 * (torch.arange(_TOKENS) % 3 - 1)).view(1, 1, 1, -1).to(like)  # two values may be read as yes and no
-    by_head, found = [one.transpose(1, 2) for one in (q, k, v)], None
+    # three values, because a function could take two values for a mask of visible and hidden tokens
+    bias = (4.0 * (torch.arange(_TOKENS) % 3 - 1)).view(1, 1, 1, -1).to(like)
+    by_head, adds_bias = [tensor.transpose(1, 2) for tensor in (q, k, v)], None
     try:
-        for mask, next_found in ((None, False), (bias, True)):
+        for mask, next_result in ((None, False), (bias, True)):
             exact = torch._C._nn.scaled_dot_product_attention(*by_head, mask, scale=scale).transpose(1, 2)
             out = function(q, k, v, mask)
-            if out.shape != exact.shape or not (out - exact).norm() < _LIKE * exact.norm():
+            if out.shape != exact.shape or not (out - exact).norm() < _TOLERANCE * exact.norm():
                 break
-            found = next_found
-    except Exception:  # whatever it is, it does not serve these few tokens, or not with a bias
-        return found
-    return found
+            adds_bias = next_result
+    except Exception:  # any error means that the function does not support these tokens, or no bias
+        return adds_bias
+    return adds_bias

@@ -1,1 +1,1 @@
-"""One model's merging while it runs: the time, the rules in force, matches, what is kept, and the seam."""
+"""Merging while a model runs: the time, the rules in force, token matches, and plans kept over steps."""

@@ -1,7 +1,8 @@
-"""One call of a model, and how the blocks of a level merge in it: by the rules in force, as far as they pay.
+"""The record of one model call, and the decision which rules merge in it.
 
-Without a measurement, a level with few tokens is left alone, because matching and merging would outweigh the gain. So
-is a whole call on a card that is done before its host has told it what to do: merging makes that host's work longer.
+Without a measurement, a level with few tokens is left alone, because matching and merging would cost more than they
+save. On a GPU so fast that kernel launches are the bottleneck, the whole call is left alone, because merging adds
+launches.
 """
 
 from __future__ import annotations
@@ -16,35 +17,41 @@ from ..merging.grid import Grid, Layout
 from ..settings.schedule import LevelRules
 from .plan_cache import KeptPlans
 
-# The fewest tokens at which a block was faster merged than not, whatever the preset. cpu: measured, an SD1.5 block in
-# float32, batch 2, one thread: at 576 tokens .84 to 1.06 of the unmerged speed if every step matches anew, at 1,024
-# 1.22 to 1.32 over the steps of a picture. Others: estimated, from kernels to launch.
+# The fewest tokens at which a merged block is faster than an unmerged one, at any preset. cpu: measured with an SD1.5
+# block in float32, batch 2, one thread: .84 to 1.06 of the unmerged speed at 576 tokens if every step matches again,
+# 1.22 to 1.32 at 1,024 tokens over the steps of a picture. Elsewhere: estimated from the number of kernel launches.
 _LEAST = {"cpu": 1024}
 _LEAST_ELSEWHERE = 4096
 
-# 10^12 operations a second in half precision of one multiprocessor, by compute capability: in proportion to data sheets
+# 10^12 operations per second of one multiprocessor in half precision, by compute capability, from data sheets
 _PER_PROCESSOR = {(8, 0): 1.2, (8, 6): 0.6, (8, 9): 0.76, (9, 0): 2.4, (10, 0): 4.0, (12, 0): 0.8}
-_FULL_PRECISION = 1 / 3  # of that in float32
-# Measured on an H200 (docs/gpu.md), eager calls in half precision, batch 2, by what a block's operations take at the
-# rate above. .14 ms (SD1.5 at 512 px), .45 (SDXL at 1024) and 1.1 (SD1.5 at 1024): 20 steps of `balanced` took up to a
-# third longer than unmerged. 2.6 (SDXL at 2048): 1.04 times as fast; 13 (SD1.5 at 2048): twice as fast.
+_FULL_PRECISION = 1 / 3  # float32's rate, as a share of the rate in half precision
+# The mean time of a block's operations at the rate above, below which merging does not pay. Measured on an H200
+# (docs/gpu.md) with eager calls in half precision, batch 2. At .14 ms (SD1.5 at 512 px), .45 (SDXL at 1024) and 1.1
+# (SD1.5 at 1024), 20 steps of `balanced` took up to a third longer than unmerged ones. At 2.6 (SDXL at 2048) they were
+# 1.04 times as fast, at 13 (SD1.5 at 2048) twice as fast.
 _HOST_BOUND_MS = 1.3
 
 
-Gate = bool | str | None  # see `decide`
+Gate = bool | str | None  # whether rules with `only_if_it_pays` merge, see `decide`
 
 
 @dataclass(eq=False)
 class Call:
     """One call of a model.
 
-    state: the `State` that began it. stamp: its timestep argument, what draws depend on. rules: those in force, by
-    level. why_off: by level, why there are none. gates: by level, as of `decide`. kept: plans of the calls before it in
-    the same sampling; None if nothing is kept. turns: how often each attention was called in it so far.
-
-    What follows is the adapters'. facts: what was read of it besides. layouts: of each level of a UNet, the latest.
-    block: of tomesd's way, the input of the block that runs, and its plans by rule. reached: the attentions that were
-    called so far, by name.
+    Args:
+        state: the `State` that began the call.
+        stamp: the call's timestep argument, on which random draws depend.
+        rules: the rules in force, by level.
+        why_off: the reason why no rule is in force, by level.
+        gates: the gate of each level, see `decide`.
+        kept: plans of earlier calls in the same sampling; None if no plan is kept.
+        turns: how often each attention was called in this call so far.
+        facts: further facts that the adapter has read from the call's arguments. Used by the adapters, as are the rest.
+        layouts: the latest layout of each level of a UNet.
+        block: in tomesd's way, the input of the block that runs, and the block's plans by rule.
+        reached: the names of the attentions that were called so far.
     """
 
     state: Any
@@ -61,7 +68,13 @@ class Call:
 
 
 class MergeMap(NamedTuple):
-    """What one attention merged, to be looked at. group: int64 ``[B or 1, N]`` on the CPU, the group of each token."""
+    """The groups of one attention's tokens, for display.
+
+    Args:
+        grid: the tokens' grid.
+        group: int64 ``[B or 1, N]`` on the CPU, the group of each token.
+        num_groups: how many groups there are.
+    """
 
     grid: Grid
     group: torch.Tensor
@@ -69,37 +82,47 @@ class MergeMap(NamedTuple):
 
 
 def decide(rules: LevelRules, why_off: str, tokens: int, device: str, gate: Gate = None) -> tuple[LevelRules, str]:
-    """Of the rules in force, those that pay at this size; and why there are none, "" if there are.
+    """Choose the rules that merge at this size.
 
     Args:
+        rules: the rules in force.
         why_off: the reason if no rule is in force.
-        tokens: of the picture in this level.
-        device: its type ("cpu", "cuda", ...).
-        gate: of the rules that merge only if it pays. True: they merge; a reason: they do not; None: as the number of
-            tokens says.
+        tokens: number of the picture's tokens in this level.
+        device: the device's type ("cpu", "cuda", ...).
+        gate: whether rules with `only_if_it_pays` merge. True: they do; a text: they do not, for this reason; None: the
+            number of tokens decides.
+
+    Returns:
+        The rules that merge, and the reason if there is none, else "".
     """
     if not any(rules):
         return rules, why_off
     pays = tokens >= _LEAST.get(device, _LEAST_ELSEWHERE) if gate is None else gate is True
-    found = LevelRules(*(rule if rule and (pays or not rule.only_if_it_pays) else None for rule in rules))
-    return found, "" if any(found) else gate or "so few tokens that merging would not pay"
+    merging = LevelRules(*(rule if rule and (pays or not rule.only_if_it_pays) else None for rule in rules))
+    return merging, "" if any(merging) else gate or "so few tokens that merging would not pay"
 
 
 def is_host_bound(
     blocks: Sequence[tuple[int, int]], batch: int, area: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Is a card so fast that a merged eager call would wait for its host?
+    """Tell whether a GPU is so fast that the launches of a merged eager call would take longer than its kernels.
 
-    blocks: (down-sampling, channels) each. area: tokens of the latent.
+    Args:
+        blocks: (down-sampling, channels) of each block.
+        batch: samples of the call.
+        area: number of the latent's cells, height times width.
+        dtype: of the model.
+        device: of the call.
 
-    False for what is no NVIDIA card, and for one whose kind is not known; also if a tensor only claims to be on one.
+    Returns:
+        False also for a device that is no NVIDIA card, or a card of an unknown kind.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     try:
         card = torch.cuda.get_device_properties(device)
         rate = _PER_PROCESSOR[card.major, card.minor] * card.multi_processor_count
-    except (AssertionError, RuntimeError, KeyError):  # there is none, or none that is known
+    except (AssertionError, RuntimeError, KeyError):  # no card (a fake tensor may claim one), or an unknown kind
         return False
     rate *= _FULL_PRECISION if dtype == torch.float32 else 1.0
     sizes = ((area / downsample**2, channels) for downsample, channels in blocks)

@@ -1,8 +1,8 @@
-"""Which tokens of a sequence merge: a match among the picture's keys and values, and a plan of the whole sequence.
+"""Matching: which of the picture's tokens merge, as a plan of the whole sequence.
 
-The plan gives every other token a group of its own, so that what merges, sizes and corrects knows nothing of them. A
-match looks at windows of the grid, of some 4,096 tokens: its work grows with the tokens and not with their square.
-Equal windows are matched together, as samples of one batch.
+In the plan, every token outside the picture (such as a prompt's) has a group of its own, so that merging and correcting
+need not know of these tokens. A match is made in windows of the grid, each of some 4,096 tokens, so its work grows with
+the number of tokens and not with the square. Equal windows are matched together, as samples of one batch.
 """
 
 from __future__ import annotations
@@ -24,16 +24,19 @@ def match(
     k: torch.Tensor, v: torch.Tensor, layout: Layout, rule: MergeRule, draw: Draw | None = None,
     old: MergePlan | None = None,
 ) -> MergePlan | None:  # fmt: skip
-    """Which of the sequence's tokens merge: groups of the picture's, each other token by itself.
+    """Match the picture's tokens by their keys and values.
 
     Args:
-        k, v: ``[B, S, H, d]`` of all tokens, compared as the rule's metric says; keys, by cosine, if that is the input,
-            which no attention sees.
-        draw: what random destinations depend on.
-        old: a plan of an earlier step, to take one k-means step from.
+        k: keys ``[B, S, H, d]`` of all tokens.
+        v: values ``[B, S, H, d]`` of all tokens, compared if the rule's metric is "keys+values".
+        layout: the position of the picture's tokens in the sequence.
+        rule: how tokens are matched.
+        draw: the seed and time of random destinations.
+        old: a plan of an earlier step, from which one k-means step is taken in place of a new match.
 
     Returns:
-        None if the rule removes no token of some window.
+        The plan, in which each token outside the picture is a group by itself; None if the rule removes no token of
+        some window.
     """
     by_distance, method, before = rule.metric == "keys+values", METHODS[rule.method], layout.first
     tokens, parts, counts = k.shape[1], [], []
@@ -47,9 +50,9 @@ def match(
             x = of_unit_spread(x, _apart(v[:, places], times))
         groups = next(known, None)
         if groups is not None:
-            # one k-means step from the plan of an earlier time is as good as a new match with several, and cheaper
-            own = old if size == tokens else _part(old, places, before, times, groups, x)
-            plan = refine_plan(own, x, 1, by_distance)
+            # one k-means step from an earlier plan is as good as a new match with several steps, and cheaper
+            earlier = old if size == tokens else _part(old, places, before, times, groups, x)
+            plan = refine_plan(earlier, x, 1, by_distance)
             before += times * groups
         else:
             st, sy, sx = cell_of(rule.sy, rule.sx, grid.frames if method.compares else 1)
@@ -65,26 +68,26 @@ def match(
 
 
 def _apart(x: torch.Tensor, times: int) -> torch.Tensor:
-    """``[B, times*n, H, d]`` to ``[B*times, n, H*d]``: each window is a sample. Without gradient."""
+    """Reshape ``[B, times*n, H, d]`` to ``[B*times, n, H*d]``, so that each window is a sample; without gradient."""
     return x.detach().flatten(2).unflatten(1, (times, -1)).flatten(0, 1)
 
 
 def _for_each(draw: Draw | None, times: int) -> Draw | None:
-    """The draw of windows that are samples: each window draws as its sample would."""
+    """Repeat the draw's time for the windows of each sample."""
     if draw is None or draw.time is None or draw.time.shape[0] == 1:
         return draw
     return draw._replace(time=draw.time.repeat_interleave(times))
 
 
 def _part(old: MergePlan, places: slice, before: int, times: int, groups: int, x: torch.Tensor) -> MergePlan:
-    """The plan of these windows alone: of as many samples as they are in ``x``."""
+    """Return the old plan of these windows alone, with as many samples as ``x`` has."""
     group = (old.group[:, places] - before).unflatten(1, (times, -1))
     group = group - _offsets(times, groups, group.device)
     return MergePlan(group.expand(len(x) // times, -1, -1).flatten(0, 1), groups)
 
 
 def _side_by_side(plan: MergePlan, times: int) -> MergePlan:
-    """One plan of windows that are samples of another."""
+    """Join a plan whose samples are windows into a plan of whole samples."""
     group = plan.group.expand(times, -1) if len(plan.group) == 1 else plan.group
     group = group.unflatten(0, (-1, times)) + _offsets(times, plan.num_groups, group.device)
     return MergePlan(group.flatten(1), times * plan.num_groups)
@@ -95,7 +98,7 @@ def _offsets(times: int, step: int, device: torch.device) -> torch.Tensor:
 
 
 def _join(parts: list[MergePlan], layout: Layout, tokens: int, counts: tuple[int, ...]) -> MergePlan:
-    """One plan of the sequence: tokens before the picture, the windows' groups, tokens behind it."""
+    """Return the plan of the sequence: tokens before the picture, the windows' groups, tokens after the picture."""
     first, rows = layout.first, max(len(part.group) for part in parts)
     last, before = first + tokens_in(layout), first
     numbers = torch.arange(tokens, device=parts[0].group.device).expand(rows, -1)

@@ -1,4 +1,4 @@
-"""Plans that serve several steps of one sampling, and never a step of another."""
+"""Merge plans that are kept over the steps of one sampling, and never used in another."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from ..settings.config import MergeRule
 
 
 class Plans(NamedTuple):
-    """What one match found, at which timestep, by which rule, on which device. plan: None if the grid is too small."""
+    """The result of one match.
+
+    Args:
+        plan: the merge plan; None if the grid is too small to merge.
+        timestep: of the step at which the match was made.
+        rule: by which the match was made.
+        device: of the plan's tensors.
+        correction: of the merged keys and values; None if the rule has none.
+    """
 
     plan: MergePlan | None
     timestep: float | None
@@ -23,15 +31,19 @@ class Plans(NamedTuple):
     correction: Correction | None = None
 
 
-Guidance = tuple[int, int]  # see `Sampling`
+Guidance = tuple[int, int]  # (pictures, number of the copy that is matched), see `Sampling`
 
 
 class KeptPlans(NamedTuple):
-    """What one call of a model finds of earlier ones, and leaves for later ones.
+    """The kept plans that one call of a model may use, and to which it adds.
 
-    plans: by ordinal and key. ordinal: what its host calls it by, and its number among the calls of that name at its
-    time, several if a host splits a batch or a picture. shared: samples in its batch, copies of the latents in it,
-    which of them is matched, and the name of the calls that see these latents; None if its latents are no copies.
+    Args:
+        plans: by ordinal and key.
+        ordinal: the host's name for the call, and the call's number among those of this name at its timestep. There are
+            several if a host splits a batch or a picture.
+        timestep: of the call.
+        shared: number of samples in the batch, number of copies of the latents in it, number of the copy that is
+            matched, and a name shared by all calls with these latents; None if the batch is not made of copies.
     """
 
     plans: dict[tuple, Plans]
@@ -42,31 +54,35 @@ class KeptPlans(NamedTuple):
     def serve(
         self, key: tuple, rule: MergeRule, device: torch.device, match: Callable[[MergePlan | None], MergePlan | None]
     ) -> Plans:
-        """What was kept under this key, if it is young enough; else a new match, which is kept.
+        """Return the plans kept under a key if they are young enough; else match, and keep the result.
 
-        match: makes it; its argument is the plan of this rule that is too old, or None.
+        Args:
+            key: of the attention and its shape.
+            rule: kept plans of another rule are not used.
+            device: kept plans on another device are not used.
+            match: makes a new plan from the rule's plan that is too old, or from None.
         """
-        found = self.plans.get(key)
-        if found is not None and (found.rule is not rule or found.device != device):
-            found = None
-        if found is None or abs(found.timestep - self.timestep) > rule.keep:
-            found = Plans(match(found and found.plan), self.timestep, rule, device)
-            self.plans[key] = found
-        return found
+        plans = self.plans.get(key)
+        if plans is not None and (plans.rule is not rule or plans.device != device):
+            plans = None
+        if plans is None or abs(plans.timestep - self.timestep) > rule.keep:
+            plans = Plans(match(plans and plans.plan), self.timestep, rule, device)
+            self.plans[key] = plans
+        return plans
 
 
 class Sampling:
-    """Which sampling is going on, at which time.
+    """One sampling of a picture or a batch, and the plans kept for its steps.
 
-    A picture must not depend on the one before. So plans are kept within a sampling that somebody has named, by the
-    call's shape and ordinal: tiles of one size, and the halves of a split batch, look alike otherwise.
+    A picture must not depend on the picture before. So plans are kept only within a sampling that has a name. They are
+    kept by the call's shape and ordinal, because tiles of one size and the halves of a split batch look alike.
 
     Args:
-        guidance_of: the guidance of its calls, from their latents: how many pictures a batch has copies of, in their
-            order, and which copy a match is made from; None if nobody guides. (From the prompt's PSNR was 1 to 3 dB
-            higher at a guidance of 1.5 than from the negative one's, and equal at 7.5.)
-        boundary: of the early phase in it, see `time.Clock.boundary_in`.
-        is_known: nothing is to be learned of its steps.
+        guidance_of: takes the latents of a call. Returns how many pictures the batch holds copies of, and the number of
+            the copy that is matched; None without guidance. (At a guidance of 1.5, PSNR was 1 to 3 dB higher when the
+            prompt's half was matched than when the negative prompt's was. At 7.5 they were equal.)
+        boundary: the timestep at which the early phase ends, see `time.Clock.boundary_in`.
+        is_known: the sampling's steps are known, and are not to be read from its first call.
     """
 
     def __init__(
@@ -74,17 +90,17 @@ class Sampling:
         boundary: float | None = None, is_known: bool = False,
     ) -> None:  # fmt: skip
         self.guidance_of, self.boundary, self.is_known = guidance_of, boundary, is_known
-        self.name: Hashable = None  # if there is none, nothing is kept
+        self.name: Hashable = None  # without a name no plan is kept
         self._timestep: float | None = None
-        self._calls: Counter[Hashable] = Counter()  # at this time, by name
+        self._calls: Counter[Hashable] = Counter()  # at this timestep, by name
         self._plans: dict[tuple, Plans] = {}
-        self._first: tuple[Hashable, torch.Tensor] | None = None  # the first guided call at this time
+        self._first: tuple[Hashable, torch.Tensor] | None = None  # the first guided call at this timestep
         self._shared: dict[tuple, tuple[int, int, int, Hashable] | None] = {}  # by kind of call
 
     def set(self, name: Hashable, timestep: float | None) -> None:
-        """The next calls belong to the sampling of this name, at this time. No name, or no time: nothing is kept."""
+        """Set the sampling and the timestep of the next calls. If either is None, no plan is kept."""
         if name is None or name != self.name:
-            self._plans.clear()  # which a compiled model's last call still holds
+            self._plans.clear()  # a compiled model's last call still holds this dict
             self._plans, self._shared = {}, {}
         elif timestep == self._timestep:
             return
@@ -92,9 +108,11 @@ class Sampling:
         self._calls.clear()
 
     def next_call(self, batch: Any = None, called: Hashable = None) -> KeptPlans | None:
-        """What the call that begins now may use; None if nothing is kept.
+        """Return the kept plans for a call that begins now; None if no plan is kept.
 
-        batch: its latents ``[B, C, ...]``. called: what its host calls it by, in whatever order calls come.
+        Args:
+            batch: the call's latents ``[B, C, ...]``.
+            called: the host's name for the call. Calls of different names may come in any order.
         """
         if self.name is None or self._timestep is None:
             return None
@@ -103,8 +121,8 @@ class Sampling:
         guidance = self._guidance_in(batch)
         if guidance is not None:
             self._first = self._first or (ordinal, batch)
-            # Hosts cut pictures into tiles, and put more into a step than they say. So each kind of call is looked at,
-            # once in a sampling, because a look waits for the device.
+            # Hosts cut pictures into tiles, and make more calls in a step than they announce. So the latents of each
+            # kind of call are compared, once in a sampling, because the comparison waits for the device.
             kind = (ordinal, guidance, *batch.shape)
             if kind not in self._shared:
                 self._shared[kind] = _share(batch, guidance, (self._first, (ordinal, batch)))
@@ -120,12 +138,12 @@ class Sampling:
 def _share(
     batch: torch.Tensor, guidance: Guidance, calls: Sequence[tuple[Hashable, torch.Tensor]]
 ) -> tuple[int, int, int, Hashable] | None:
-    """`KeptPlans.shared` of a call: with the first of these calls of whose latents its batch is made."""
+    """Return `KeptPlans.shared` of a batch, shared with the first of these calls whose latents it is made of."""
     pictures, matched = guidance
     copies, rest = divmod(len(batch), pictures)
     for ordinal, latents in calls:
-        one = latents[:pictures]
-        comparable = (len(one), one.shape[1:], one.device) == (pictures, batch.shape[1:], batch.device)
-        if rest == 0 and comparable and bool((batch.unflatten(0, (copies, pictures)) == one).all()):
+        first = latents[:pictures]
+        comparable = (len(first), first.shape[1:], first.device) == (pictures, batch.shape[1:], batch.device)
+        if rest == 0 and comparable and bool((batch.unflatten(0, (copies, pictures)) == first).all()):
             return len(batch), copies, min(matched, copies - 1), ("shared", ordinal)
     return None

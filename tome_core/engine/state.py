@@ -1,7 +1,7 @@
-"""The state of one patch: settings in force on one model, and everything that is remembered while it runs.
+"""The state of one patch: its settings, and all data that is kept while the model runs.
 
-An adapter opens each call of its model (`begin`), and gives every self-attention there to `attend`, as its host would
-compute it. `around` is tomesd's way, for whatever else is to run on merged tokens.
+An adapter begins each call of its model with `begin`, and passes every self-attention of the call to `attend`. `around`
+is tomesd's way, for other parts of a block that are to run on merged tokens.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ from .time import Clock, ModelTime
 
 
 class State:
-    """Settings in force on one model. It holds no module.
-
-    ever_merges: there is a rule that merges at some time, whatever the picture's size. wants_time: something hangs on
-    the time of a call.
+    """The settings of one model's patch and its state between calls. It holds no module.
 
     Args:
         config: the settings.
         levels: an empty tally for each level of the model, the finest first.
         schedule: the model's own noise schedule, if it is known.
+
+    Attributes:
+        ever_merges: some rule merges at some time, if the picture is large enough.
+        wants_time: what merges depends on the time of a call.
     """
 
     is_installed = True  # the model merges as this state says
@@ -49,7 +50,7 @@ class State:
         self, config: MergeConfig, levels: Sequence[LevelTally], schedule: NoiseSchedule | None = None
     ) -> None:
         self.config = config
-        downsamples = [one.downsample for one in levels]
+        downsamples = [tally.downsample for tally in levels]
         self.clock = Clock(config, downsamples, schedule)
         self.knows_schedule = schedule is not None
         for number, level in enumerate(levels):
@@ -58,49 +59,53 @@ class State:
         self.ledger = Ledger(list(levels), notes_on(config, self.ever_merges, downsamples))
         self.time = ModelTime(self.clock, any(rule.keep for rule in self.clock.rules))
         self.wants_time = self.time.is_wanted
-        self.refused: dict[Hashable, str] = {}  # by attention function, why it is left alone while the patch is on
-        self.pays: Any = None  # says whether merging pays, see `measuring.pays`; else the number of tokens does
+        self.refused: dict[Hashable, str] = {}  # by attention function, why it stays unmerged
+        self.pays: Any = None  # `measuring.pays.Pays`, or None: the number of tokens decides
         self._by_tokens = (None,) * len(levels)
-        self._maps: dict[int, MergeMap] | None = None  # on their device: fetching would wait
-        # of `decide`. Rules stand in its keys by their id, which no others get: the clock keeps them
+        self._maps: dict[int, MergeMap] | None = None  # by level, on the model's device: a copy to the CPU would wait
+        # the results of `decide`. Keys hold the rules' ids, which stay theirs because the clock keeps the rules
         self._decisions: dict[tuple, tuple[LevelRules, str]] = {}
 
     # --- the seam -----------------------------------------------------------------------------------------------------
 
     def begin(self, timestep: Any, latent: Any, called: Hashable = None) -> Call:
-        """A call of the model starts.
+        """Begin a call of the model.
 
         Args:
-            timestep: a number, or a tensor ``[]`` or ``[B]``; a flow model's is 1000 times its sigma.
-            latent: ``[B, C, (frames,) H, W]``. Its values are looked at only to find copies of one latent in a batch.
-            called: what the host calls it by among the calls at its time, such as the names of its conditions; else
-                their order tells them apart.
+            timestep: a number, or a tensor ``[]`` or ``[B]``; 1000 times sigma for a flow model.
+            latent: ``[B, C, (frames,) H, W]``. Its values are read only to find copies of one latent in a batch.
+            called: the host's name for the call among the calls at this timestep, such as the names of its conditions.
+                Without names, calls are distinguished by their order.
+
+        Returns:
+            The record of the call, for `attend` and `around`.
         """
         self.ledger.calls += 1
         now, kept = self.time.next_call(timestep, latent, called)
         gates = self._by_tokens if self.pays is None else self.pays.gates(now.rules, latent)
         call = Call(self, timestep, now.rules, now.why_off, gates, kept)
         if torch.is_tensor(latent) and latent.dim() == 4 and self.ever_merges:
-            for one in self.ledger.levels:
-                if not one.covered and one.blocks:  # nobody asks there, but its attention is part of the whole
-                    tokens = math.prod(-(-side // one.downsample) for side in latent.shape[2:])
-                    self.ledger.add_whole(one.level, one.blocks * len(latent) * tokens**2)
+            for tally in self.ledger.levels:
+                if not tally.covered and tally.blocks:  # `attend` is not called there, but the total counts its work
+                    tokens = math.prod(-(-side // tally.downsample) for side in latent.shape[2:])
+                    self.ledger.add_whole(tally.level, tally.blocks * len(latent) * tokens**2)
         return call
 
     def attend(
         self, call: Call, name: Hashable, level: int, layout: Layout, attention: Attention
     ) -> torch.Tensor | None:
-        """The output of a self-attention with merged keys and values.
+        """Compute a self-attention with merged keys and values.
 
         Args:
-            call: of `begin`.
-            name: of the attention, the same at every step and different from all others of its model.
-            level: of its tokens, counted from the finest.
-            layout: where the picture's tokens lie among those of the attention.
-            attention: the call, as its host would compute it.
+            call: the result of `begin`.
+            name: the attention's name, the same at every step and unique in the model.
+            level: the level of the tokens, 0 for the finest.
+            layout: the position of the picture's tokens in the sequence.
+            attention: queries, keys, values and the host's function for them.
 
         Returns:
-            ``[B, S, H, d]``; None if it is left alone, which is counted: the host computes it then.
+            The output ``[B, S, H, d]``; None if the attention is left unmerged. The reason is counted, and the host has
+            to compute the attention.
         """
         q = attention.q
         batch, tokens = q.shape[:2]
@@ -142,17 +147,21 @@ class State:
         self, call: Call, name: Hashable, level: int, part: str, grid: Grid, x: torch.Tensor,
         function: Callable[[Callable], torch.Tensor], plans: dict, keys: int = 0,
     ) -> torch.Tensor | None:  # fmt: skip
-        """tomesd's way: a part of a block called with merged tokens, its output unmerged.
+        """Run a part of a block on merged tokens and unmerge its output, as tomesd does.
 
         Args:
+            call: the result of `begin`.
+            name: the block's name.
+            level: the level of the tokens, 0 for the finest.
             part: "attn", "crossattn" or "mlp".
-            x: what the tokens are matched by, ``[B, N, C]``: the block's input.
-            function: calls the part; its argument merges a tensor ``[B, N, C]``.
-            plans: by the id of a rule, the plans that parts of the block have in this call; a missing one is added.
-            keys: how many the unmerged call has, if it is an attention.
+            grid: the tokens' grid.
+            x: the block's input ``[B, N, C]``, by which tokens are matched.
+            function: calls the part. Its argument is a function that merges a tensor ``[B, N, C]``.
+            plans: the block's plans in this call, by the id of a rule. A missing plan is added.
+            keys: the number of keys of the unmerged part, if it is an attention.
 
         Returns:
-            As `attend`.
+            The output ``[B, N, C]``; None if the part is left unmerged, as in `attend`.
         """
         rules, why = self.decide(call, level, grid.height * grid.width, x.device)
         rule, plan = getattr(rules, part), None
@@ -174,9 +183,16 @@ class State:
         return out
 
     def decide(self, call: Call, level: int, tokens: int, device: torch.device) -> tuple[LevelRules, str]:
-        """The rules by which the parts of a block merge in this call; and why there are none, "" if there are.
+        """Choose the rules by which the parts of a block merge in this call.
 
-        tokens: of the picture in this level.
+        Args:
+            call: the result of `begin`.
+            level: the block's level.
+            tokens: number of the picture's tokens in this level.
+            device: of the tokens.
+
+        Returns:
+            The rules, and the reason if there is none, else "".
         """
         rules, why_off, gate = call.rules[level], call.why_off[level], call.gates[level]
         key = (id(rules), why_off, gate, tokens, device)
@@ -185,45 +201,45 @@ class State:
         return self._decisions[key]
 
     def leave_alone(self, level: int, why: str, batch: int, queries: int, keys: int, part: str = "attn") -> None:
-        """Count a part of a block that is not to be merged, or cannot be."""
+        """Count a part of a block that stays unmerged, with the reason."""
         self.ledger.skip(level, part, why, batch * queries * keys if part == "attn" else 0)
 
     def _match(
         self, call: Call, key: tuple, level: int, layout: Layout, attention: Attention, rule: MergeRule
     ) -> tuple[Plans, Pair | None]:
-        """A new match, or one renewed; and merged keys and values ``[B, G, H*d]``, if the correction has made them.
+        """Match or renew a match. Returns also the merged keys and values ``[B, G, H*d]`` if the correction made them.
 
-        The match of one copy of the latents serves all of them, in this call and in others at its time, because
-        guidance multiplies how differently merging has changed its two predictions.
+        All copies of the latents, in this call and in others at its timestep, share the match of one copy. Otherwise
+        the two predictions of guidance would be changed differently, and guidance multiplies their difference.
         """
         (q, k, v), (name, batch, *where) = attention[:3], key
         kept = call.kept if rule.keep else None
         copies, matched, place = 1, 0, ("alone", kept and kept.ordinal)
-        if kept is not None and kept.shared is not None and batch % kept.shared[0] == 0:  # not of a piece of the batch
+        if kept is not None and kept.shared is not None and batch % kept.shared[0] == 0:  # not for a part of the batch
             copies, matched, place = kept.shared[1:]
         count, renews = batch // copies, rule.refine and METHODS[rule.method].compares
 
         def match_rows(old: MergePlan | None) -> MergePlan | None:
-            own_k, own_v = (one[matched * count : (matched + 1) * count] for one in (k, v))
-            draw = _draw(call, level, rule, own_k)
-            return match(own_k, own_v, layout, rule, draw, old if renews else None)
+            copy_k, copy_v = (rows[matched * count : (matched + 1) * count] for rows in (k, v))
+            draw = _draw(call, level, rule, copy_k)
+            return match(copy_k, copy_v, layout, rule, draw, old if renews else None)
 
         if kept is None:
-            found = Plans(match_rows(None), None, rule, q.device)
+            plans = Plans(match_rows(None), None, rule, q.device)
         else:
-            found = kept.serve((place, name, count, *where), rule, q.device, match_rows)
-        plan, correction, merged = found.plan and found.plan.repeat(copies), None, None
+            plans = kept.serve((place, name, count, *where), rule, q.device, match_rows)
+        plan, correction, merged = plans.plan and plans.plan.repeat(copies), None, None
         if plan is not None and rule.corrects and v.shape[3] == q.shape[3]:
             correction, merged = correction_of(attention, plan, layout)
-        found = found._replace(plan=plan, correction=correction)
+        plans = plans._replace(plan=plan, correction=correction)
         if kept is not None:
-            kept.plans[(kept.ordinal, *key)] = found
-        return found, merged
+            kept.plans[(kept.ordinal, *key)] = plans
+        return plans, merged
 
     def _match_input(
         self, call: Call, name: Hashable, level: int, grid: Grid, x: torch.Tensor, rule: MergeRule
     ) -> MergePlan | None:
-        """A match of a block's input, or what is kept of an earlier one."""
+        """Match a block's input, or return a kept plan."""
         turn = call.turns[name, id(rule)] = call.turns.get((name, id(rule)), -1) + 1
 
         def match_all(_: MergePlan | None) -> MergePlan | None:
@@ -236,27 +252,28 @@ class State:
         return call.kept.serve(key, rule, x.device, match_all).plan
 
     def _keep_map(self, level: int, layout: Layout, plan: MergePlan) -> None:
-        """Of a film its first frame's."""
+        """Keep the groups for `maps`; of a video, those of the first frame."""
         grid = Grid(layout.grid.height // layout.grid.frames, layout.grid.width)
         group = plan.group[:, layout.first : layout.first + grid.height * grid.width]
         self._maps[level] = MergeMap(grid, group, plan.num_groups)
 
-    # --- what a host tells, and asks ----------------------------------------------------------------------------------
+    # --- for hosts: time, maps, report --------------------------------------------------------------------------------
 
     @property
     def is_live(self) -> bool:
-        """Does any rule hold at the time that was told last?"""
+        """True if a rule is in force at the latest time."""
         return bool(self.time.now.live)
 
     @contextmanager
     def sampling(self, pictures: int | None = None, timesteps: Sequence[float] | None = None) -> Iterator[State]:
-        """While in here, this thread's calls of the model are the steps of one picture, or of one batch.
+        """Make this thread's calls of the model the steps of one picture, or of one batch, inside the ``with``.
 
-        Matches are kept inside (``keep``) and let go of at the end; outside of any sampling nothing is kept. A
-        diffusers pipeline's loop is a sampling by itself.
+        Plans are kept inside (``keep``) and dropped at the end. Outside a sampling no plan is kept. The loop of a
+        patched diffusers pipeline is a sampling without this call.
 
         Args:
-            pictures, timesteps: as of `set_time`; a diffusers pipeline tells them by itself.
+            pictures: see `set_time`.
+            timesteps: see `set_time`.
         """
         _check_pass(pictures, timesteps)
         with self.time.sample(lambda batch: (pictures, 0) if pictures else None, timesteps):
@@ -266,22 +283,23 @@ class State:
         self, *, percent: float | None = None, timestep: float | None = None, sigma: float | None = None,
         sampling: Hashable = None, pictures: int | None = None, timesteps: Sequence[float] | None = None,
     ) -> None:  # fmt: skip
-        """Tell the time before a call of the model, on whichever scale is at hand; without arguments, stop telling.
+        """Set the time of the next calls, on any of three scales. Without arguments, the model's own argument is used.
 
         Args:
-            percent: 0..1, ComfyUI's ``percent_to_sigma`` scale.
-            timestep: of Stable Diffusion's schedule.
-            sigma: the noise's standard deviation relative to data of unit variance.
-            sampling: whatever tells this picture's sampling from all others, the same at each of its steps. Matches are
-                kept over steps (``keep``) only if it is given.
-            pictures: how many are made, if calls are made of copies of their latents in the same order, in one batch or
-                in several, as guidance makes them for a prompt and a negative one. Copies share their matches then.
-            timesteps: of Stable Diffusion's schedule, of all steps of this sampling, the same object at each of them. A
-                pass that begins late, as image to image and hires passes do, then leaves the share of the work that a
-                whole picture leaves. Give none if it goes on with a picture that another sampling has begun.
+            percent: 0 to 1, on the scale of ComfyUI's ``percent_to_sigma``.
+            timestep: on Stable Diffusion's schedule, 0 to 1000.
+            sigma: the standard deviation of the noise, relative to data of unit variance.
+            sampling: a value that identifies this picture's sampling, the same at each of its steps. Plans are kept
+                over steps (``keep``) only if it is given.
+            pictures: how many pictures are made. Give it if calls hold copies of the pictures' latents in the same
+                order, in one batch or in several, as classifier-free guidance does. Copies then share their matches.
+            timesteps: of all steps of this sampling, on Stable Diffusion's schedule; the same object at each step. A
+                pass that begins late (image to image, hires fix) then has the same share of early steps as a whole
+                picture. Give None if the pass continues a picture that another sampling has begun.
 
         Raises:
-            TypeError, ValueError: for a number that is no such time.
+            TypeError: a value has the wrong type.
+            ValueError: a value is out of range.
         """
         _check_time("percent", percent, 1.0)
         _check_time("timestep", timestep)
@@ -290,25 +308,25 @@ class State:
         self.time.set(percent, timestep, sigma, sampling, pictures, timesteps)
 
     def keep_maps(self, keep: bool = True) -> None:
-        """From now on keep the latest map of each level on its device, for `maps`."""
+        """Keep the latest map of each level from now on, for `maps`; False stops this."""
         self._maps = {} if keep else None
 
     def maps(self) -> dict[int, MergeMap]:
-        """Level -> what an attention of it merged last; empty unless `keep_maps` was called before the model ran.
+        """Return the latest map of each level; empty unless `keep_maps` was called before the model ran.
 
-        Brings them to the CPU, which waits for the device.
+        Copies the maps to the CPU, which waits for the device.
         """
-        return {level: one._replace(group=one.group.cpu()) for level, one in (self._maps or {}).items()}
+        return {level: latest._replace(group=latest.group.cpu()) for level, latest in (self._maps or {}).items()}
 
     def reset_counts(self) -> None:
-        """Begin the report, and the maps, anew: for a host whose users ask about one picture at a time."""
+        """Clear the report and the maps, so that the next report is about the next picture alone."""
         self.ledger.reset()
         if self.pays is not None:
             self.pays.used.clear()
         self.keep_maps(self._maps is not None)
 
     def report(self) -> Report:
-        """What was merged so far, where, and what was skipped and why."""
+        """Return what was merged so far at each level, and what was skipped and why."""
         gains = () if self.pays is None else tuple(self.pays.used)
         ledger, notes = self.ledger, (*self.ledger.notes, *kernels.notes())
         levels = tuple(deepcopy(ledger.levels))
@@ -332,7 +350,7 @@ def _check_pass(pictures: int | None, timesteps: Sequence[float] | None) -> None
 
 
 def _draw(call: Call, level: int, rule: MergeRule, x: torch.Tensor) -> Draw | None:
-    """What a match of these samples draws from. Its time is ``[1]`` or ``[B]``; a film's frames have their sample's."""
+    """Return the seed and time of a match's random draw. The time is ``[1]`` or ``[B]``; frames have their sample's."""
     if not rule.use_rand:
         return None
     time = call.stamp
@@ -346,7 +364,7 @@ def _draw(call: Call, level: int, rule: MergeRule, x: torch.Tensor) -> Draw | No
 
 
 def _run_merged(function: Callable, x: torch.Tensor, plan: MergePlan) -> tuple[torch.Tensor | None, str]:
-    """The output of a part that is called with merged tokens, unmerged; or why it cannot be."""
+    """Call a part with merged tokens. Returns its unmerged output, or None and the reason why that is impossible."""
     try:
         out = function(plan.merge)
     except (MemoryError, torch.cuda.OutOfMemoryError):
@@ -359,10 +377,11 @@ def _run_merged(function: Callable, x: torch.Tensor, plan: MergePlan) -> tuple[t
 
 
 def foreign_mode() -> str:
-    """Why an attention must see all tokens: a function mode of another program looks at its functions. "" if none does.
+    """Return a reason if another program's torch function mode watches the attention, which then must stay unmerged.
 
-    Guidance that perturbs attention acts in one, and gives up if there are fewer keys than queries.
+    Guidance that perturbs attention is such a mode, and fails if there are fewer keys than queries. "" if there is no
+    such mode.
     """
     modes = torch.overrides._get_current_function_mode_stack()
-    names = [type(one).__name__ for one in modes if type(one).__module__ != "torch.utils._device"]
+    names = [type(mode).__name__ for mode in modes if type(mode).__module__ != "torch.utils._device"]
     return f"{' and '.join(names)} looks at its functions" if names else ""

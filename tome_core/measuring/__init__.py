@@ -1,1 +1,1 @@
-"""Timing unmerged and merged calls on the user's machine, and going by what came out."""
+"""Timing of unmerged and merged calls on the user's machine, and the decision whether merging pays."""

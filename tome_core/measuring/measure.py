@@ -1,8 +1,8 @@
-"""Unmerged and merged calls of a UNet, timed in turns: what merging gains over the steps of a picture.
+"""Timing of unmerged and merged calls of a UNet, in turns, for the gain over the steps of a picture.
 
-Some steps match anew, some use what is kept. So each kind of step is timed a few times, and its median counts as often
-as a picture has it. Nothing is timed in anybody's sampling, so the device may be waited for, and arguments are made up
-from the UNet's shape.
+Some steps make a new match, others use a kept one. So each kind of step is timed several times, and its median is
+weighted by how often the kind occurs in a picture. Timed calls are no part of the user's pictures: they may wait for
+the device, and their arguments are made from the UNet's shape.
 """
 
 from __future__ import annotations
@@ -22,15 +22,22 @@ from ..models.wrap import others_on
 from .pays import widths_of
 
 ROUNDS, STEPS = 3, 20
-_FIRST = 999.0  # timestep of a picture's first step
+_FIRST = 999.0  # the timestep of a picture's first step
 _TEXT_TOKENS = 77
-_TIMES = 6  # sizes and crops that SDXL is told
+_TIMES = 6  # the number of SDXL's size and crop conditions
 
 CallUNet = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
 def why_not_now(unet: nn.Module, places: Sequence[Place], is_called: bool, handed: Any) -> str:
-    """Why the UNet's calls cannot be timed, and what to do about it; "" if they can. handed: see `patch`."""
+    """Return why the UNet's calls cannot be timed, with a remedy; "" if they can.
+
+    Args:
+        unet: the UNet.
+        places: its blocks.
+        is_called: a sampling or a call is in progress.
+        handed: the object that was passed to `patch`.
+    """
     if is_called:
         return "a sampling goes on; measure before it or after it"
     if is_compiled(unet, places, handed):
@@ -41,19 +48,19 @@ def why_not_now(unet: nn.Module, places: Sequence[Place], is_called: bool, hande
 
 
 def whereabouts(unet: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Where the UNet computes, and in what; accelerate brings one there only for its calls."""
-    weight = next(one for one in unet.parameters() if one.is_floating_point())
+    """Return the device and dtype of the UNet's calls. accelerate may move it to this device for a call only."""
+    weight = next(parameter for parameter in unet.parameters() if parameter.is_floating_point())
     device = getattr(getattr(unet, "_hf_hook", None), "execution_device", None)
     return torch.device(weight.device if device is None else device), weight.dtype
 
 
 def steps_of(clock: Clock, steps: int) -> list[tuple[float, Hashable]]:
-    """The steps of a picture, evenly spaced, as (timestep, kind): steps of one kind take equally long.
+    """Return a picture's evenly spaced steps as (timestep, kind). Steps of one kind take equally long.
 
-    A kind is by which rules a step merges, and whether it matches anew for it; None where no rule holds. Where rules
-    keep their matches for different times, a step at which any of them matches counts as one that does.
+    A kind is the rules in force and whether the step makes a new match, renews it, or uses a kept one; None if no rule
+    is in force. If rules keep matches for different times, a step counts as renewing if any rule renews its match.
     """
-    found, before, matched = [], None, 0.0
+    picture, before, matched = [], None, 0.0
     for number in range(steps):
         timestep = _FIRST * (1 - number / steps)
         now = clock.at(clock.moment(timestep))
@@ -65,29 +72,38 @@ def steps_of(clock: Clock, steps: int) -> list[tuple[float, Hashable]]:
             matched, kind = timestep, (id(now), "renewed")
         else:
             kind = (id(now), "kept")
-        found.append((timestep, kind))
-    return found
+        picture.append((timestep, kind))
+    return picture
 
 
 def time_calls(
     patch: Any, call: CallUNet, latents: torch.Tensor, steps: int = STEPS, rounds: int = ROUNDS
 ) -> tuple[float, float, float]:
-    """Seconds of an unmerged call, and of a merged one on the average of a picture's steps; saved: see `Gain`.
+    """Time unmerged and merged calls in turns.
 
-    patch: a `Patch` that is installed. call: of (latents ``[B, C, H, W]``, timesteps ``[B]``).
+    Args:
+        patch: an installed `Patch`.
+        call: calls the UNet with latents ``[B, C, H, W]`` and timesteps ``[B]``.
+        latents: ``[B, C, H, W]``.
+        steps: number of a picture's steps.
+        rounds: how often each kind of call is timed.
+
+    Returns:
+        Seconds of an unmerged call, mean seconds of a merged call over a picture's steps, and the saved share of
+        self-attention work.
     """
     clock, pictures = clock_for(latents.device), pictures_in(len(latents))
     picture = steps_of(patch.clock, steps)
-    first: dict[Hashable, float] = {}  # the timestep at which a picture has a kind first
+    first: dict[Hashable, float] = {}  # the first timestep of each kind in a picture
     for timestep, kind in picture:
         if kind is not None:
             first.setdefault(kind, timestep)
-    seconds: dict[Hashable, list[float]] = defaultdict(list)  # of calls of a kind; None: unmerged
-    saved: Counter[Hashable] = Counter()  # by a call of a kind
+    seconds: dict[Hashable, list[float]] = defaultdict(list)  # by kind; None: unmerged
+    saved: Counter[Hashable] = Counter()  # the saved share of work, by kind
 
     def time_call(kind: Hashable, timestep: float) -> None:
         timesteps = torch.full((len(latents),), timestep, device=latents.device)
-        latents[0, 0, 0, 0].item()  # a device is waited for
+        latents[0, 0, 0, 0].item()  # waits for the device
         start = clock()
         call(latents, timesteps)
         latents[0, 0, 0, 0].item()
@@ -108,7 +124,7 @@ def time_calls(
             full, left = (now - before for now, before in zip(patch.report().work, (full, left), strict=True))
             saved[kind] = 1 - left / full if full else 0.0
 
-    # kernels of a card are chosen or compiled, and its memory is taken, at the first call of each kind
+    # a GPU selects or compiles kernels, and allocates memory, at the first call of each kind
     warm_up = time_unmerged if latents.device.type == "cpu" else time_round
     warm_up()
     seconds.clear()
@@ -122,28 +138,35 @@ def time_calls(
 
 
 def clock_for(device: torch.device) -> Callable[[], float]:
-    """On one thread of a CPU the process's own time, which another program's load costs its evenness, not its value."""
+    """Return the clock for a device. On one CPU thread it is process time, which other programs disturb least."""
     return time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 
 
 def pictures_in(batch: int) -> int:
-    """An even batch holds every picture twice, as guidance asks for a prompt and a negative one."""
+    """Return the number of pictures in a batch. An even batch holds each picture twice, for guidance."""
     return batch // 2 if batch % 2 == 0 else batch
 
 
 def noise_for(unet: nn.Module, batch: int, height: int, width: int) -> torch.Tensor:
-    """Latents ``[B, C, H, W]`` of `pictures_in` the batch, from a generator of their own."""
-    channels = next(one.in_channels for one in unet.modules() if isinstance(one, nn.Conv2d))
+    """Return random latents ``[batch, C, height, width]`` from a generator of their own; see `pictures_in`."""
+    channels = next(module.in_channels for module in unet.modules() if isinstance(module, nn.Conv2d))
     pictures = pictures_in(batch)
     noise = torch.randn(pictures, channels, height, width, generator=torch.Generator().manual_seed(0))
     return noise.repeat(batch // pictures, 1, 1, 1)
 
 
 def call_of(unet: nn.Module, place: Place, latents: torch.Tensor) -> CallUNet:
-    """``(latents [B, C, H, W], timesteps [B])`` to whatever the UNet's forward makes of them.
+    """Return a function of latents ``[B, C, H, W]`` and timesteps ``[B]`` that calls the UNet's forward.
 
-    place: any block of it. Its forward is called, so that others' hooks are told of no step.
-    Raises ValueError for a UNet that wants to be told more than prompts and sizes.
+    The forward is called without its hooks, which would take the call for a picture's step.
+
+    Args:
+        unet: the UNet.
+        place: any block of it.
+        latents: an example of its input.
+
+    Raises:
+        ValueError: the UNet needs other inputs than prompts and sizes.
     """
     batch, width = len(latents), widths_of(place.block)[1]
     text = torch.randn(batch, _TEXT_TOKENS, width, generator=torch.Generator().manual_seed(1)).to(latents)
@@ -155,31 +178,31 @@ def call_of(unet: nn.Module, place: Place, latents: torch.Tensor) -> CallUNet:
 
 
 def _added(unet: nn.Module, latents: torch.Tensor) -> dict[str, Any]:
-    """What diffusers' SDXL is told."""
+    """Return the additional conditions of diffusers' SDXL UNet."""
     config = unet.config
     kind = getattr(config, "addition_embed_type", None)
-    asks = [name for name in ("class_embed_type", "num_class_embeds", "encoder_hid_dim_type", "time_cond_proj_dim")
-            if getattr(config, name, None) is not None]  # fmt: skip
+    needs = [name for name in ("class_embed_type", "num_class_embeds", "encoder_hid_dim_type", "time_cond_proj_dim")
+             if getattr(config, name, None) is not None]  # fmt: skip
     if kind not in (None, "text_time") or "Motion" in type(unet).__name__:
-        asks.append(kind or "frames")
-    if asks:
+        needs.append(kind or "frames")
+    if needs:
         raise ValueError(
-            f"{type(unet).__name__} wants to be told more than a prompt ({', '.join(asks)}): give measure() a call= of "
-            "latents and timesteps that calls the UNet's forward"
+            f"{type(unet).__name__} wants to be told more than a prompt ({', '.join(needs)}): give measure() a call= "
+            "of latents and timesteps that calls the UNet's forward"
         )
     if kind is None:
         return {}
     width = config.projection_class_embeddings_input_dim - _TIMES * config.addition_time_embed_dim
-    text_embeds, time_ids = (latents.new_zeros(len(latents), one) for one in (width, _TIMES))
+    text_embeds, time_ids = (latents.new_zeros(len(latents), size) for size in (width, _TIMES))
     return {"added_cond_kwargs": {"text_embeds": text_embeds, "time_ids": time_ids}}
 
 
 def _classes(unet: nn.Module, latents: torch.Tensor) -> dict[str, Any]:
-    """SDXL's vector in its original form, or a class's number."""
+    """Return the class condition of an LDM UNet: SDXL's vector, or the number of a class."""
     embedding = getattr(unet, "label_emb", None)
     if embedding is None:
         return {}
-    first = next((one for one in embedding.modules() if isinstance(one, nn.Linear)), None)
+    first = next((module for module in embedding.modules() if isinstance(module, nn.Linear)), None)
     if first is None:
         return {"y": latents.new_zeros(len(latents), dtype=torch.int64)}
     return {"y": latents.new_zeros(len(latents), first.in_features)}

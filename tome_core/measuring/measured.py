@@ -1,4 +1,4 @@
-"""The part of a patch that measures whether it pays, and goes by what was measured."""
+"""The part of a patch that measures its gain, and decides by it whether merging pays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ from .pays import Pays, about, device_of, dtype_of, widths_of
 
 
 class Measured(State):
-    """What a `Patch` is besides. handed: what `patch` was handed."""
+    """A state that can measure its gain; the base of `Patch`.
+
+    Attributes:
+        adapter: of the model.
+        model: the model; None if it is gone.
+        handed: the object that was passed to `patch`.
+    """
 
     adapter: Any
     model: nn.Module | None
@@ -29,22 +35,27 @@ class Measured(State):
         self, height: int = 512, width: int = 512, batch: int = 2, *, steps: int = STEPS, rounds: int = ROUNDS,
         call: CallUNet | None = None,
     ) -> Gain:  # fmt: skip
-        """Time unmerged and merged calls of the UNet, now and with inputs of its own, and remember what was found.
+        """Time unmerged and merged calls of the UNet with random inputs, and remember the gain.
 
-        Rules that are to merge only where it pays follow it from now on (`tome_core.gains`). What is timed is what the
-        number of tokens would let merge, and the finest level in any case. No generator is touched, and none of this
-        patch's counts.
+        Rules with `only_if_it_pays` follow the gain from now on (`tome_core.gains`). The timed calls merge at every
+        level with enough tokens, and at the finest level in any case. No random generator and no count of this patch
+        changes.
 
         Args:
-            height, width: of a picture, in pixels.
-            batch: of a call, 2 for one picture with guidance.
-            steps: of a picture, in whose proportions merged calls count.
-            rounds: how often each kind of call is timed; their median counts.
-            call: of (latents ``[B, C, H, W]``, timesteps ``[B]``), for a UNet that wants to be told more than a prompt.
+            height: of a picture, in pixels.
+            width: of a picture, in pixels.
+            batch: of a call; 2 for one picture with guidance.
+            steps: number of a picture's steps.
+            rounds: how often each kind of call is timed; the median counts.
+            call: calls the UNet with latents ``[B, C, H, W]`` and timesteps ``[B]``. Needed if the UNet takes other
+                inputs than a prompt.
+
+        Returns:
+            The gain.
 
         Raises:
-            RuntimeError: inside of a sampling, and for a UNet that is compiled, or wrapped by others.
-            ValueError: for impossible sizes, where nothing would merge, and for a UNet that wants to be told more.
+            RuntimeError: a sampling is in progress, or the UNet is compiled, or another program has wrapped it.
+            ValueError: a size is impossible, nothing would merge, or the UNet needs other inputs.
         """
         unet = self.model
         if unet is None:
@@ -63,15 +74,15 @@ class Measured(State):
         device, dtype = whereabouts(unet)
         x = noise_for(unet, batch, height // PIXELS, width // PIXELS).to(device, dtype)
         call = call or call_of(unet, self._places[0], x)
-        own, in_force = type(self)([unet], self.config, self.clock.schedule), wraps and wraps.handle
+        trial, in_force = type(self)([unet], self.config, self.clock.schedule), wraps and wraps.handle
         try:
-            own.install()
-            own.pays = Pays((), (), always=True)
+            trial.install()
+            trial.pays = Pays((), (), always=True)
             with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
-                seconds = time_calls(own, call, x, steps, rounds)
-            report = own.report()
+                seconds = time_calls(trial, call, x, steps, rounds)
+            report = trial.report()
         finally:
-            own.remove()
+            trial.remove()
             if in_force is not None:
                 in_force.install()
         if not report.merged_anything:
@@ -82,9 +93,12 @@ class Measured(State):
         return gain
 
     def gain_for(self, height: int, width: int, batch: int = 2) -> Gain | None:
-        """What was measured for pictures of this size, here or in an earlier process; None where nothing was.
+        """Return the measured gain for a picture size, without calling the model; None if it was not measured.
 
-        Calls no model. height, width: in pixels.
+        Args:
+            height: in pixels.
+            width: in pixels.
+            batch: of a call.
         """
         if not KNOWN or not self._places:
             return None
@@ -93,9 +107,12 @@ class Measured(State):
         return nearest(KNOWN.of(self._about()), *where, height // PIXELS, width // PIXELS, batch)
 
     def why_not(self, height: int, width: int, batch: int = 2) -> str:
-        """Why no step of pictures of this size would merge; "" where one would, as far as is known before.
+        """Return why pictures of this size would not merge, without calling the model; "" if they would.
 
-        Calls no model. height, width: in pixels.
+        Args:
+            height: in pixels.
+            width: in pixels.
+            batch: of a call.
         """
         if not self._places:
             return ""
@@ -104,31 +121,31 @@ class Measured(State):
         device, dtype = whereabouts(self.model)
         latent = torch.empty(batch, 1, height // PIXELS, width // PIXELS, device=device, dtype=dtype)
         reasons, downsamples = [], self.clock.downsamples
-        for one in self.clock.rules:
-            rules = choose((one,), downsamples)
+        for rule in self.clock.rules:
+            rules = choose((rule,), downsamples)
             gates = (None,) * len(rules) if self.pays is None else self.pays.gates(rules, latent)
-            for own, gate, reach in zip(rules, gates, downsamples, strict=True):
-                tokens = -(-latent.shape[2] // reach) * -(-latent.shape[3] // reach)
-                reasons.append(decide(own, "no rule holds for this size", tokens, device.type, gate)[1])
+            for level_rules, gate, factor in zip(rules, gates, downsamples, strict=True):
+                tokens = -(-latent.shape[2] // factor) * -(-latent.shape[3] // factor)
+                reasons.append(decide(level_rules, "no rule holds for this size", tokens, device.type, gate)[1])
         return reasons[0] if all(reasons) else ""
 
     def ask_whether_it_pays(self) -> None:
-        """From now on calls merge as is known at this moment."""
+        """Decide by the gains known now in which calls merging pays, from the next call on."""
         self.pays = None
         asks = any(rule.only_if_it_pays for rule in self.clock.rules)
         if self._places and (asks or KNOWN) and not is_compiled(self.model, self._places):
-            # a compiled one does not wait for its host
+            # launches do not limit a compiled model
             self.pays = Pays(KNOWN.of(self._about()) if KNOWN else (), self._block_sizes())
 
     @property
     def _places(self) -> list[Place]:
-        """The blocks of the UNet; none of a transformer, and where the model is gone."""
+        """The blocks of the UNet; empty for a transformer, and if the model is gone."""
         return [] if self.model is None else getattr(self.adapter, "places", [])
 
     def _about(self) -> tuple[str, ...]:
-        """What all gains of this patch have in common: their first fields."""
+        """Return the first fields of this patch's gains."""
         return about(self.model, self._places, self.config)
 
     def _block_sizes(self) -> tuple[tuple[int, int], ...]:
-        """(down-sampling, channels) of each block."""
+        """Return (down-sampling, channels) of each block."""
         return tuple((2**place.halvings, widths_of(place.block)[0]) for place in self._places)

@@ -1,7 +1,8 @@
-"""Whether a patch merges in a kind of call: what was measured says so, else what is known of the card.
+"""The decision whether merging pays in a kind of call: by a measured gain, else by an estimate for the GPU.
 
-Asked when the patch is put on, and never again while it stays on: nobody's picture changes half way. What a gain
-belongs to is told in short texts. Weights do not count: another checkpoint or a LoRA of the same shape is as fast.
+The decision is made when the patch is put on, and holds until it is taken off, so that no picture changes half way. A
+gain is identified by short texts. Weights are not part of them, because another checkpoint or a LoRA of the same shape
+is as fast.
 """
 
 from __future__ import annotations
@@ -26,38 +27,47 @@ from ..settings.config import MergeConfig
 from ..settings.schedule import LevelRules
 
 _HOST_BOUND = "the card is so fast at this size that it waits for its host, and merging would not pay; not measured"
-_RESIDUAL = "Res"  # what every host's class of residual blocks begins with
+_RESIDUAL = "Res"  # the beginning of every host's class name of residual blocks
 
 
 class Pays:
-    """The gate of each kind of call, by what merging was measured to gain.
+    """The gate of each kind of call, by the measured gains.
 
-    gains: of this model and these rules; used: those that decided, in order. blocks: (down-sampling, channels) each.
-    always: merge in calls of every kind, without asking: that is what a measurement is made of.
+    Args:
+        gains: of this model and these rules.
+        blocks: (down-sampling, channels) of each block.
+        always: merge in every call; for a measurement.
+
+    Attributes:
+        used: the gains that decided, in order, as keys.
     """
 
     def __init__(self, gains: Sequence[Gain], blocks: Sequence[tuple[int, int]], always: bool = False) -> None:
         self._gains, self._blocks, self._always = tuple(gains), tuple(blocks), always
-        self._found: dict[tuple, tuple[Gate, Gain | None]] = {}
+        self._gates: dict[tuple, tuple[Gate, Gain | None]] = {}
         self.used: dict[Gain, None] = {}
 
     def gates(self, rules: Sequence[LevelRules], latent: Any) -> tuple[Gate, ...]:
-        """By level, for `engine.decision.decide`. rules: those in force, by level; latent: of the call.
+        """Return the gate of each level, for `engine.decision.decide`.
 
-        If merging pays, the finest level that they reach merges whatever its size.
+        If merging pays, the finest level with a rule merges at any size.
+
+        Args:
+            rules: the rules in force, by level.
+            latent: of the call.
         """
         if not torch.is_tensor(latent) or latent.dim() != 4:
             return (None,) * len(rules)
         key = latent.shape, latent.dtype, latent.device
-        if key not in self._found:
-            self._found[key] = self._ask(latent)
-        gate, gain = self._found[key]
+        if key not in self._gates:
+            self._gates[key] = self._gate_of(latent)
+        gate, gain = self._gates[key]
         if gain is not None:
             self.used[gain] = None
-        finest = next((level for level, one in enumerate(rules) if any(one)), 0)
+        finest = next((level for level, level_rules in enumerate(rules) if any(level_rules)), 0)
         return tuple(gate if gate is not True or level == finest else None for level in range(len(rules)))
 
-    def _ask(self, latent: torch.Tensor) -> tuple[Gate, Gain | None]:
+    def _gate_of(self, latent: torch.Tensor) -> tuple[Gate, Gain | None]:
         batch, _, height, width = latent.shape
         gain = nearest(self._gains, device_of(latent.device), dtype_of(latent.dtype), height, width, batch)
         if gain is not None or self._always:
@@ -67,13 +77,14 @@ class Pays:
 
 
 def about(unet: nn.Module, places: Sequence[Place], config: MergeConfig) -> tuple[str, ...]:
-    """The first fields of a `Gain`: the UNet's shape, what is merged, by what attention, versions of torch and of us.
+    """Return the first fields of a `Gain`: the UNet's shape, the rules, the attention, and the versions.
 
-    The seed, which a host may draw for each picture, costs no time.
+    The rules' seed is left out, because a host may draw it for each picture.
     """
-    blocks = [(one.path, one.halvings, *widths_of(one.block), getattr(getattr(one.block, "attn1", None), "heads", 0))
-              for one in places]  # fmt: skip
-    residual = Counter(name for name in (type(one).__name__ for one in unet.modules()) if name.startswith(_RESIDUAL))
+    blocks = [(place.path, place.halvings, *widths_of(place.block),
+               getattr(getattr(place.block, "attn1", None), "heads", 0)) for place in places]  # fmt: skip
+    classes = (type(module).__name__ for module in unet.modules())
+    residual = Counter(name for name in classes if name.startswith(_RESIDUAL))
     model = f"{type(unet).__name__} {digest(blocks, sorted(residual.items()))}"
     attention, function = getattr(places[0].block, "attn1", None), ""
     if attention is not None:
@@ -83,13 +94,13 @@ def about(unet: nn.Module, places: Sequence[Place], config: MergeConfig) -> tupl
 
 
 def widths_of(block: nn.Module) -> tuple[int, int]:
-    """Channels of a block's tokens and of the prompt's; 0 where they cannot be told."""
+    """Return the channels of a block's tokens and of the prompt's; 0 if they are not known."""
     return tuple(getattr(getattr(getattr(block, attention, None), projection, None), "in_features", 0)
                  for attention, projection in (("attn1", "to_q"), ("attn2", "to_k")))  # fmt: skip
 
 
 def device_of(device: torch.device) -> str:
-    """The name of a card; of a processor its kind and how many threads torch runs on it."""
+    """Return the name of a GPU, or a CPU's name and torch's number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "cpu":
@@ -98,15 +109,15 @@ def device_of(device: torch.device) -> str:
 
 
 def dtype_of(dtype: torch.dtype) -> str:
-    """``float16``."""
+    """Return a dtype's name, such as ``float16``."""
     return str(dtype).removeprefix("torch.")
 
 
 def version() -> str:
-    """Of this engine, whatever its package is called here."""
+    """Return this engine's version, under any name of its package."""
     return sys.modules[__package__.rpartition(".")[0]].__version__
 
 
 def digest(*parts: object) -> str:
-    """A short name for what is written out alike."""
+    """Return a short hash of the parts' representations."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]

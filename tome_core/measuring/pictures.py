@@ -1,8 +1,8 @@
-"""What merging gains in people's own pictures: steps are timed as they pass, and nobody waits, asks or goes by it.
+"""The gain in the user's own pictures: steps are timed as they happen. The times are reported, and decide nothing.
 
-A device runs behind its host, but by no more than its queue holds. So of a sampling that ended as it should counts the
-time from its first reported step to its last, for each call of the model. What loads and compiles lies before it.
-Only like is compared with like: the same model, size, sampler, number of calls, and all else that hosts tell.
+A GPU runs behind its host by at most the length of its queue. So the time from a sampling's first reported step to its
+last is divided by the number of model calls between them. Loading and compiling come before the first step. Only equal
+conditions are compared: the same model, size, sampler, number of calls, and further conditions from the host.
 """
 
 from __future__ import annotations
@@ -23,13 +23,19 @@ from ..reporting.gains import KNOWN, PIXELS
 from ..settings.config import MergeConfig
 from .pays import device_of, digest, version
 
-_CALLS = 6  # timed: of fewer, what the device is behind by would be too large a part
+_CALLS = 6  # the fewest timed calls: of fewer, the GPU's queue would be too large a part
 
 
 class Steps:
-    """The steps of one sampling, as its sampler reports them. times: of all, in the host's own terms, if it knows them.
+    """The steps of one sampling, as its sampler reports them.
 
-    follows: does the sampler call the model at these times, and report one after another?
+    Args:
+        follows: the sampler calls the model at the times of `begin`, and reports each step in order.
+
+    Attributes:
+        times: the times of all steps, in the host's terms.
+        calls: number of model calls so far.
+        done: number of reported steps.
     """
 
     clock = staticmethod(time.perf_counter)
@@ -37,27 +43,37 @@ class Steps:
     def __init__(self, follows: bool = True) -> None:
         self.begin([])
         self.follows = follows
-        self.calls, self._kinds = 0, set()  # of the model
+        self.calls, self._kinds = 0, set()
 
     def begin(self, times: list[Any]) -> None:
-        """The sampler's function is called, maybe once more, to call the model at these times."""
+        """Begin the sampler's loop over these times. A sampler may begin more than one loop."""
         self.times, self.done, self.follows = times, 0, True
-        self._reports: list[tuple[float, int]] = []  # the first and the last: when, after how many calls
+        self._reports: list[tuple[float, int]] = []  # (time, number of calls) of the first and the last report
 
     def call(self, latent: Any = None, *more: Any) -> None:
-        """The model is called. latent: ``[B, C, (frames,) H, W]``; more: what else decides how long it takes."""
+        """Count a call of the model.
+
+        Args:
+            latent: ``[B, C, (frames,) H, W]``.
+            more: further conditions on which the call's time depends.
+        """
         self.calls += 1
         if torch.is_tensor(latent):
             self._kinds.add((tuple(latent.shape), latent.dtype, latent.device, *more))
 
     def hear(self, step: Any) -> None:
-        """A step is done."""
+        """Count a finished step."""
         self.follows = self.follows and type(step) is int and step == self.done
         self.done += 1
         self._reports[1:] = [(self.clock(), self.calls)]
 
     def listening(self, callback: Callable | None, number_in: Callable = lambda told: told) -> Callable:
-        """A sampler's callback, with us listening. number_in: finds a step's number in what is told first."""
+        """Return a sampler's callback that also counts steps.
+
+        Args:
+            callback: the sampler's own, if any.
+            number_in: returns the step's number from the callback's first argument.
+        """
 
         def heard(told: Any, *args: Any, **kwargs: Any) -> Any:
             self.hear(number_in(told))
@@ -68,14 +84,20 @@ class Steps:
 
     @property
     def time(self) -> Any | None:
-        """Of the calls until the next report, the last one's behind all of them; None where it is not known."""
+        """The time of the calls until the next report; after all steps, the last time. None if it is not known."""
         return self.times[min(self.done, len(self.times) - 1)] if self.follows and self.times else None
 
     def remember(self, model: nn.Module | None, config: MergeConfig | None, report: Any, *beside: Any) -> str:
-        """The sampling has ended as it should: keep its time, and say what is known of its like, "" if too little.
+        """Keep the time of a sampling that has ended normally, and return the known gain of such pictures.
 
-        model: as it was called, without a patch. config: by which it was to merge; report: on what did, None where
-        nothing was to. beside: what else decides how long a call takes.
+        Args:
+            model: the called model, without a patch.
+            config: the settings; None for an unmerged picture.
+            report: on the picture; None for an unmerged picture.
+            beside: further conditions on which the time depends.
+
+        Returns:
+            The gain as text; "" if too few pictures are known.
         """
         (start, before), (end, after) = (*self._reports, (0.0, 0), (0.0, 0))[:2]
         did_not = config is not None and (report is None or not report.merged_anything)
@@ -84,25 +106,35 @@ class Steps:
         kinds = sorted(str((shape, dtype, device_of(device), more)) for shape, dtype, device, *more in self._kinds)
         sides = sorted({shape[-2:] for shape, *_ in self._kinds})
         where, how = _where(model, sides), digest(kinds, self.calls, self.done, beside)
-        # the same rules may leave out another share, beside something else
+        # next to another patch, the same rules may save another share
         rules = (_rules(config), f"{report.work_saved or 0:.2f}") if config else ("", "")
         KNOWN.add_picture((where, how, *rules), (end - start) / (after - before))
         return KNOWN.told(where, *rules) if config else ""
 
 
 def told(model: nn.Module, config: MergeConfig, height: int, width: int) -> str:
-    """What is known of pictures of this size that are drawn as the latest was; "" if too little. In pixels."""
+    """Return the known gain, as text, for pictures of a size under the conditions of the latest one.
+
+    Args:
+        model: the model, without a patch.
+        config: the settings.
+        height: in pixels.
+        width: in pixels.
+
+    Returns:
+        "" if too few pictures are known.
+    """
     return KNOWN.told(_where(model, [(height // PIXELS, width // PIXELS)]), _rules(config))
 
 
 def _where(model: nn.Module, sides: list[tuple[int, int]]) -> str:
-    """A model with all that stands in it, the sides of its latents, and how this process was started."""
+    """Return a hash of the model's parts, the latents' sides, and the process's command line."""
     parts: Counter[str] = Counter()
-    for one in model.modules():
-        code, processor = vars(one).get("forward", type(one).forward), type(vars(one).get("processor"))
+    for module in model.modules():
+        code, processor = vars(module).get("forward", type(module).forward), type(vars(module).get("processor"))
         parts[f"{full_name(code)} {names_known_to(code)} {processor.__name__}"] += 1
-    for one in model.parameters():
-        parts[str(one.dtype)] += one.numel()
+    for parameter in model.parameters():
+        parts[str(parameter.dtype)] += parameter.numel()
     return digest(sorted(parts.items()), sides, torch.__version__, version(), sys.argv[1:])
 
 

@@ -1,1 +1,1 @@
-"""Tensors in, a map out: which tokens merge, and the kernels that find and apply it."""
+"""Merging of tokens: methods that choose the groups of tokens, and operations and kernels that apply them."""

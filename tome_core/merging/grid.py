@@ -1,7 +1,7 @@
-"""The token grid: where it lies in a sequence, its windows, its cells, and the draw that picks one token of each cell.
+"""The grid of the picture's tokens: its place in a sequence, its windows, its cells, and the draw of destinations.
 
-A UNet's tokens are the picture's alone. A transformer's sequence also has text, references and registers, before or
-behind the picture's; these are never merged. Tokens are matched in windows.
+In a UNet, all tokens belong to the picture. The sequence of a transformer also has tokens of text, references and
+registers before or after the picture's tokens; these never merge. Tokens are matched in windows.
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ from typing import NamedTuple
 import torch
 
 _MASK = 0x7FFFFFFF  # 31 bits: a product with a 31-bit constant then fits int64 on every device
-WINDOW = 4096  # tokens, as a picture of 1024 px has them: what a match of one piece costs there is a tenth of attention
-_ROWS = 8  # bands of a picture are whole cells high
+# The most tokens of a window: a picture of 1024 px. Matching so many tokens takes a tenth of the time of attention.
+WINDOW = 4096
+_ROWS = 8  # height of a band is a multiple of this, so that bands hold whole cells
 
 
-# No properties or methods on the tuples of this package: the compiler of torch 2.4 follows their fields only.
+# No properties or methods on the named tuples of this package: the compiler of torch 2.4 supports only their fields.
 class Grid(NamedTuple):
-    """Height and width in tokens; token ``(row, column)`` is number ``row * width + column``.
+    """The size of a picture or a film in tokens; token ``(row, column)`` has the number ``row * width + column``.
 
-    frames: of a film, which lie one below the other: each has ``height / frames`` rows.
+    Args:
+        height: number of rows, of all frames together.
+        width: number of columns.
+        frames: number of frames. They are one below the other, with ``height / frames`` rows each.
     """
 
     height: int
@@ -30,23 +34,36 @@ class Grid(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Where in a sequence the picture's tokens lie: from token ``first`` on, row by row, frame by frame."""
+    """The place of the picture's tokens in a sequence, row by row, frame by frame.
+
+    Args:
+        grid: the grid of these tokens.
+        first: number of the picture's first token in the sequence.
+    """
 
     grid: Grid
     first: int = 0
 
 
 class Cells(NamedTuple):
-    """``members``: int64 ``[K, S]``, the tokens of each cell; ``rest``: int64 ``[R]``, those in no whole cell."""
+    """The tokens of a grid, cut into cells.
+
+    Args:
+        members: int64 ``(cells, cell_size)``, the tokens of each cell.
+        rest: int64 ``(others,)``, the tokens outside of whole cells.
+    """
 
     members: torch.Tensor
     rest: torch.Tensor
 
 
 class Draw(NamedTuple):
-    """What a random choice depends on, and nothing else does: seed, level and the time of each sample.
+    """The inputs of a random choice, which depends on nothing else.
 
-    ``time``: float ``[1]`` or ``[B]`` tensor of timesteps, or None (counts as 0).
+    Args:
+        seed: the seed.
+        level: the level of the tokens.
+        time: timesteps, float ``(1,)`` or ``(batch,)``; None counts as 0.
     """
 
     seed: int
@@ -55,14 +72,15 @@ class Draw(NamedTuple):
 
 
 def tokens_in(layout: Layout) -> int:
-    """How many tokens of the sequence are the picture's."""
+    """Return the number of the picture's tokens."""
     return layout.grid.height * layout.grid.width
 
 
 def windows(grid: Grid) -> Iterator[tuple[int, Grid]]:
-    """First token and grid of each window: equal runs of frames, or bands of rows, of `WINDOW` tokens or fewer.
+    """Yield the first token and the grid of each window.
 
-    A single frame, or a band as high as a cell, is a window though it has more.
+    Windows are runs of frames, or bands of rows of a large frame, of nearly equal size. They have at most `WINDOW`
+    tokens, unless a band of the least height has more.
     """
     frames, height, width = grid.frames, grid.height // grid.frames, grid.width
     frame = height * width
@@ -78,19 +96,22 @@ def windows(grid: Grid) -> Iterator[tuple[int, Grid]]:
 
 
 def _runs(count: int, most: int) -> Iterator[tuple[int, int]]:
-    """As few equal runs of ``count`` things as have ``most`` of them or fewer."""
+    """Yield start and end of the fewest runs of nearly equal length that have at most `most` of `count` items each."""
     runs = -(-count // most)
     for number in range(runs):
         yield number * count // runs, (number + 1) * count // runs
 
 
 def cell_of(sy: int, sx: int, frames: int) -> tuple[int, int, int]:
-    """Frames, height and width of a cell of ``sy * sx`` tokens: as near to a cube as halves make it.
-
-    So many frames as fit without a rest.
+    """Return frames, height and width of a cell of ``sy * sx`` tokens that is as close to a cube as halving allows.
 
     >>> cell_of(8, 8, 1), cell_of(8, 8, 4), cell_of(4, 4, 6)
     ((1, 8, 8), (4, 4, 4), (2, 2, 4))
+
+    Args:
+        sy: height of a cell of one frame.
+        sx: width of a cell of one frame.
+        frames: number of frames of the film. The frames of a cell divide it.
     """
     st = 1
     while frames % (st * 2) == 0 and st * 2 <= max(sy, sx) // 2:
@@ -99,9 +120,14 @@ def cell_of(sy: int, sx: int, frames: int) -> tuple[int, int, int]:
 
 
 def cells(grid: Grid, sy: int, sx: int, device: torch.device, st: int = 1) -> Cells:
-    """Cut the grid into ``sy x sx`` cells, row by row, of ``st`` frames.
+    """Cut a grid into cells, row by row. Tokens beyond the last whole cell go to ``rest``.
 
-    Tokens beyond the last whole cell go to ``rest``. A side that is smaller than a cell's is one cell, so there is one.
+    Args:
+        grid: the grid.
+        sy: height of a cell in tokens. A grid of less height is one cell high.
+        sx: width of a cell in tokens. A grid of less width is one cell wide.
+        device: the device of the result.
+        st: number of frames of a cell, at most all frames.
     """
     frames, height, width = grid.frames, grid.height // grid.frames, grid.width
     st, sy, sx = min(st, frames), min(sy, height), min(sx, width)
@@ -115,10 +141,15 @@ def cells(grid: Grid, sy: int, sx: int, device: torch.device, st: int = 1) -> Ce
 
 
 def split_cells(parts: Cells, draw: Draw | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """One destination per cell, and the sources: all the others.
+    """Split tokens into one destination for each cell, and sources, which are all other tokens.
 
-    draw: decides which token of the cell; None takes the first (top left).
-    Returns int64 ``[T, K]`` and ``[T, N - K]``; T is 1, or B where samples differ in time.
+    Args:
+        parts: the cells.
+        draw: decides which token of a cell is its destination; None takes the first (top left).
+
+    Returns:
+        Destinations, int64 ``(rows, cells)``, and sources, int64 ``(rows, tokens - cells)``. There is one row, or one
+        for each sample if samples have different times.
     """
     count, size = parts.members.shape
     device = parts.members.device
@@ -134,31 +165,51 @@ def split_cells(parts: Cells, draw: Draw | None) -> tuple[torch.Tensor, torch.Te
     return destinations, torch.cat([sources.reshape(samples, -1), parts.rest.expand(samples, -1)], 1)
 
 
-_FIXED: OrderedDict[tuple, tuple[torch.Tensor, ...]] = OrderedDict()
-_MOST = 64  # of what is remembered
+_CACHE: OrderedDict[tuple, tuple[torch.Tensor, ...]] = OrderedDict()  # the cache of `reuse`
+_MOST = 64  # entries of that cache
 
 
 def reuse(make: Callable[..., tuple[torch.Tensor, ...]], x: torch.Tensor, *args: Hashable) -> tuple[torch.Tensor, ...]:
-    """``make(*args, device of x)``, remembered, but not what a CUDA graph or a tracer makes."""
+    """Return ``make(*args, x.device)``, from a cache if possible.
+
+    Tensors that are made while a CUDA graph is captured or a tracer runs are not cached.
+
+    Args:
+        make: makes a tuple of tensors. Its result must depend on nothing but its arguments.
+        x: a tensor, whose device is the last argument of `make`.
+        args: the other arguments of `make`.
+    """
     plain = type(x) is torch.Tensor and not x.is_meta
     if not plain or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         return make(*args, x.device)
     key = (make, *args, x.device)
-    found = _FIXED.get(key)
-    if found is None:
-        with torch.inference_mode(False):  # what is made in it may not be saved for a backward pass
-            found = make(*args, x.device)
-        if len(_FIXED) >= _MOST:
-            _FIXED.popitem(last=False)
-        if all(type(one) is torch.Tensor for one in found):
-            _FIXED[key] = found
-    return found
+    tensors = _CACHE.get(key)
+    if tensors is None:
+        with torch.inference_mode(False):  # autograd refuses to save inference tensors for a backward pass
+            tensors = make(*args, x.device)
+        if len(_CACHE) >= _MOST:
+            _CACHE.popitem(last=False)
+        if all(type(tensor) is torch.Tensor for tensor in tensors):
+            _CACHE[key] = tensors
+    return tensors
 
 
 def split_grid(
     grid: Grid, sy: int, sx: int, draw: Draw | None, x: torch.Tensor, st: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`split_cells` of the grid's `cells`, on the device of ``x``."""
+    """Split the tokens of a grid into destinations and sources, see `cells` and `split_cells`.
+
+    Args:
+        grid: the grid.
+        sy: height of a cell in tokens.
+        sx: width of a cell in tokens.
+        draw: decides which token of a cell is its destination; None takes the first.
+        x: a tensor on the device of the result.
+        st: number of frames of a cell.
+
+    Returns:
+        Destinations and sources, as `split_cells` returns them.
+    """
     if draw is None:
         return reuse(_split_first, x, grid, sy, sx, st)
     return split_cells(cells(grid, sy, sx, x.device, st), draw)
@@ -169,12 +220,21 @@ def _split_first(grid: Grid, sy: int, sx: int, st: int, device: torch.device) ->
 
 
 def draw_choices(draw: Draw, count: int, choices: int, device: torch.device) -> torch.Tensor:
-    """``count`` numbers in ``0..choices-1`` for each time in the draw: int64 ``[T, count]``.
+    """Draw random numbers for each time of a draw.
 
-    A hash of (seed, level, round(time), position), so no generator is touched, a conditional and an
-    unconditional pass agree even when they run apart, and every device gives the same numbers.
+    A number is a hash of seed, level, rounded time and position. So no random generator changes, both halves of
+    classifier-free guidance get the same numbers even in separate calls, and so does every device.
+
+    Args:
+        draw: the inputs of the hash.
+        count: how many numbers to draw.
+        choices: numbers are from 0 to ``choices - 1``.
+        device: the device of the result.
+
+    Returns:
+        int64 ``(times, count)``.
     """
-    # to float32 before it moves: MPS takes no float64
+    # to float32 before the tensor moves, because MPS has no float64
     time = torch.zeros(1, device=device) if draw.time is None else draw.time.float()
     stamp = time.to(device).reshape(-1).round().to(torch.int64) & _MASK
     key = scramble(scramble(draw.seed & _MASK) ^ (draw.level & _MASK))
@@ -184,7 +244,10 @@ def draw_choices(draw: Draw, count: int, choices: int, device: torch.device) -> 
 
 
 def scramble(value):
-    """Mix the 31 bits of an int or an int64 tensor; every product is cut back to 31 bits. DirectML cannot shift."""
+    """Mix the 31 bits of an int or an int64 tensor.
+
+    Every product is cut to 31 bits. Divisions replace shifts, which DirectML does not support.
+    """
     value = ((value ^ value // 2**16) * 0x45D9F3B) & _MASK
     value = ((value ^ value // 2**15) * 0x2C1B3C6D) & _MASK
     return value ^ value // 2**16

@@ -1,8 +1,4 @@
-"""A merge is one integer map: which group each token belongs to.
-
-Letters, here and everywhere in this package: ``B`` batch, ``N`` tokens, ``G`` groups, ``C`` channels,
-``H`` and ``W`` the height and width of the token grid.
-"""
+"""The plan of a merge: a map from tokens to groups, and the operations that merge and unmerge tensors by it."""
 
 from __future__ import annotations
 
@@ -15,38 +11,44 @@ import torch.nn.functional as F
 
 from . import kernels
 
-_WITHOUT_INDEX_ADD = ("privateuseone",)  # DirectML, which would add on the CPU; elsewhere scatter_add takes longer
-EMPTY_LOGIT = -1000.0  # of a group without tokens: its weight is 0 after the softmax, and no kernel meets an infinity
+# DirectML, where index_add runs on the CPU. On other devices scatter_add, which replaces it there, is slower.
+_WITHOUT_INDEX_ADD = ("privateuseone",)
+EMPTY_LOGIT = -1000.0  # logit of a group without tokens: 0 after the softmax, but finite, as some kernels need it
 
 
 def without_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
-    """What is compared or summed keeps the precision it has; there is no autocast on the meta device."""
+    """Return a context without autocast on the device of `x`, so that comparisons and sums keep their precision."""
     kind = x.device.type
-    if x.is_meta or not torch.is_autocast_enabled(kind):
+    if x.is_meta or not torch.is_autocast_enabled(kind):  # the meta device has no autocast
         return nullcontext()
     return torch.autocast(kind, enabled=False)
 
 
 def to_exact(x: torch.Tensor) -> torch.Tensor:
-    """In float32, or in the float64 that it has."""
+    """Return `x` in float32, or in float64 if it has that dtype."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def take_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Rows of ``x`` picked by token index.
+    """Return some tokens of each sample.
 
-    x: ``[B, N, C]``, any dtype. index: int64 ``[B or 1, K]`` with values in ``0..N-1``. Returns ``[B, K, C]``.
-    One gather of flat rows: an index expanded over channels costs 4 times as much on a CPU.
+    Args:
+        x: ``(batch, tokens, channels)``, any dtype.
+        index: numbers of tokens, int64 ``(batch or 1, rows)``.
+
+    Returns:
+        ``(batch, rows, channels)``.
     """
-    if index.shape[0] == 1 and not (x.requires_grad and torch.is_grad_enabled()):  # as cheap, and nothing to number
-        return x.index_select(1, index[0])
+    if index.shape[0] == 1 and not (x.requires_grad and torch.is_grad_enabled()):
+        return x.index_select(1, index[0])  # as fast as a gather, and needs no flat indices
+    # One gather of flat rows: an index expanded over channels is 4 times as slow on a CPU.
     batch, tokens, channels = x.shape
     rows = _flat_rows(index, batch, tokens)
     return F.embedding(rows, x.reshape(batch * tokens, channels)).view(batch, index.shape[1], channels)
 
 
 def _flat_rows(index: torch.Tensor, batch: int, per_sample: int) -> torch.Tensor:
-    """``[B or 1, K]`` indices within a sample -> ``[B * K]`` indices into rows of all samples."""
+    """Return indices ``(batch or 1, rows)`` within a sample as flat indices into the rows of all samples."""
     if batch == 1:
         return index.reshape(-1)
     start = torch.arange(0, batch * per_sample, per_sample, device=index.device)
@@ -54,14 +56,15 @@ def _flat_rows(index: torch.Tensor, batch: int, per_sample: int) -> torch.Tensor
 
 
 class MergePlan:
-    """Which group each token belongs to, and the two operations that follow from it.
+    """The group of each token. A plan merges tensors by it and unmerges them again.
 
-    group: int64 ``[B or 1, N]``, values in ``0..num_groups-1``; one row serves every sample of a batch.
-        The values are not checked, because looking at them would stall a GPU.
-    num_groups: number of groups ``G``, at least 1. Static: shapes never depend on the data.
-    counts: of a plan that was matched in windows, the groups of a window, for each run of equal windows in order.
+    A group may be empty: its mean and its size are then 0.
 
-    A group may be empty: its mean is 0, its size 0.
+    Args:
+        group: the group of each token, int64 ``(batch or 1, tokens)``. One row serves every sample of a batch. The
+            values are not checked, because that would wait for the device.
+        num_groups: number of groups, at least 1. It never depends on the data.
+        counts: number of groups of a window for each run of equal windows, if the plan was matched in windows.
 
     >>> import torch
     >>> plan = MergePlan(torch.tensor([[0, 1, 0, 1]]), num_groups=2)
@@ -75,39 +78,54 @@ class MergePlan:
         if num_groups < 1:
             raise ValueError(f"num_groups is {num_groups}; it has to be at least 1")
         self.group, self.num_groups, self.counts = group, num_groups, counts
-        self.derived: dict[tuple, Any] = {}  # kept from its first use: one plan merges several tensors of one block
+        self.derived: dict[tuple, Any] = {}  # a cache, because one plan merges several tensors
 
     def repeat(self, times: int) -> MergePlan:
-        """The plan for so many copies of its samples, one after the other; itself where it serves any number."""
+        """Return the plan for `times` copies of its samples, one after the other."""
         if times == 1 or self.group.shape[0] == 1:
             return self
         return MergePlan(self.group.repeat(times, 1), self.num_groups, self.counts)
 
     @property
     def sizes(self) -> torch.Tensor:
-        """Tokens in each group: int64 ``[B or 1, G]``; every row sums to ``N``."""
+        """The number of tokens of each group, int64 ``(batch or 1, groups)``."""
         return self._count().to(torch.int64)
 
     @property
     def empty(self) -> torch.Tensor:
-        """Which groups have no tokens: bool ``[B or 1, G]``."""
+        """True for each group without tokens, bool ``(batch or 1, groups)``."""
         return self._count() == 0
 
     def logits_in(self, dtype: torch.dtype) -> torch.Tensor:
-        """What merged keys add to their logits so as to weigh as much as their tokens did: log of the sizes.
+        """Return the logarithm of each group's size, or `EMPTY_LOGIT` for an empty group.
 
-        ``[B or 1, G]``, `EMPTY_LOGIT` for an empty group. (Proportional attention: ToMe, arXiv 2210.09461, section 3.)
+        Added to the logits of merged keys, it lets a merged key weigh as much as its tokens did (proportional
+        attention: ToMe, arXiv 2210.09461, section 3).
+
+        Args:
+            dtype: the dtype of the result.
+
+        Returns:
+            ``(batch or 1, groups)``.
         """
-        self._count()  # a kernel gives logits with it
+        self._count()  # if a kernel counts, it stores the logits as well
         exact = self._once(("logits", torch.float32), lambda: self._count().log().clamp(min=EMPTY_LOGIT))
         return self._once(("logits", dtype), lambda: exact.to(dtype))
 
     def merge(self, x: torch.Tensor) -> torch.Tensor:
-        """Tokens to groups: the mean of each group, summed in float32 (4,096 half precision sums lose three digits).
+        """Return the mean of each group.
 
-        x: ``[B, N, C]``, any float dtype. Returns ``[B, G, C]`` in the dtype of ``x``. Differentiable. Equal inputs
-        give equal bits.
-        Law: ``merge(unmerge(y)) == y`` on every group that has a token.
+        Sums are in float32, because 4,096 sums in half precision lose three digits. Equal inputs give equal bits.
+        Differentiable. ``merge(unmerge(y)) == y`` for every group that has a token.
+
+        Args:
+            x: ``(batch, tokens, channels)``, any float dtype.
+
+        Returns:
+            ``(batch, groups, channels)`` in the dtype of `x`.
+
+        Raises:
+            ValueError: the shape of `x` does not fit the plan.
         """
         rows, count = self.group.shape
         if x.dim() != 3 or x.shape[1] != count or rows not in (1, x.shape[0]):
@@ -117,10 +135,10 @@ class MergePlan:
             if means is not None:
                 return means.mean
         batch, flat = x.shape[0], x.flatten(0, 1)
-        if x.is_cuda:  # each group is summed by one thread
+        if x.is_cuda:  # embedding_bag sums each group in one thread, so the order of additions is fixed
             order, offsets = self._flat_segments(batch)
-            found = F.embedding_bag(order, flat, offsets, mode="mean", include_last_offset=True)
-            return found.view(batch, self.num_groups, -1)
+            means = F.embedding_bag(order, flat, offsets, mode="mean", include_last_offset=True)
+            return means.view(batch, self.num_groups, -1)
         rows, divisors = self.derived.get(("adding", batch)) or self._once(("adding", batch), lambda: (
             self._flat_groups(batch), self._count().clamp(min=1).expand(batch, -1).reshape(-1, 1)
         ))  # fmt: skip
@@ -134,8 +152,16 @@ class MergePlan:
         return mean if exact is flat else mean.to(x.dtype)
 
     def centres(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The means of ``x [B, N, C]``, ``[B, G, C]``, and minus half their squared lengths, float32 ``[B, G]``, minus
-        infinity for an empty group. Not differentiable. None where no kernel gives both at once.
+        """Return the means of the groups and minus half their squared lengths; None if no kernel computes both.
+
+        Not differentiable.
+
+        Args:
+            x: ``(batch, tokens, channels)``.
+
+        Returns:
+            The means, ``(batch, groups, channels)``; minus half their squared lengths, float32 ``(batch, groups)``,
+            minus infinity for an empty group.
         """
         means = self._means_by_kernel(x.detach(), bias=True)
         return None if means is None else (means.mean, means.bias)
@@ -143,9 +169,16 @@ class MergePlan:
     def merge_pair(
         self, keys: torch.Tensor, values: torch.Tensor, exact: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """`merge` of two tensors of one shape and dtype, in one launch where there is a kernel.
+        """Merge two tensors of one shape and dtype, in one launch if there is a kernel for it.
 
-        exact: the values' means as they were summed, in float32 at least, are the third result.
+        Args:
+            keys: ``(batch, tokens, channels)``.
+            values: of the same shape and dtype.
+            exact: return the means of the values before rounding as well.
+
+        Returns:
+            Merged keys and values, ``(batch, groups, channels)``; the merged values in float32 or float64, or None if
+            `exact` is False.
         """
         if keys.device.type in kernels.DEVICES and (means := self._means_by_kernel(keys, values, exact=exact)):
             return means.mean, means.values, means.exact
@@ -155,9 +188,16 @@ class MergePlan:
         return means.to(keys.dtype), summed.to(values.dtype), summed
 
     def unmerge(self, y: torch.Tensor) -> torch.Tensor:
-        """Groups back to tokens: every token gets its group's row.
+        """Return the row of its group for every token. ``unmerge(merge(x))`` is idempotent.
 
-        y: ``[B, G, C]``. Returns ``[B, N, C]``. Law: ``unmerge(merge(x))`` is idempotent.
+        Args:
+            y: ``(batch, groups, channels)``.
+
+        Returns:
+            ``(batch, tokens, channels)``.
+
+        Raises:
+            ValueError: the shape of `y` does not fit the plan.
         """
         self._check(y, self.num_groups, "groups")
         batch, groups, channels = y.shape
@@ -170,7 +210,7 @@ class MergePlan:
         return self.derived[key]
 
     def _count(self) -> torch.Tensor:
-        """Sizes in float32, in which they are used, exact up to 2**24 tokens. (MPS adds no int64.)"""
+        """Return the sizes in float32, exact up to 2**24 tokens, because MPS cannot add int64."""
         if ("sizes",) not in self.derived and not self._count_by_kernel():
             if self.group.is_cuda:
                 # By sorting: atomics on CUDA are refused under torch.use_deterministic_algorithms.
@@ -184,31 +224,31 @@ class MergePlan:
     def _means_by_kernel(
         self, x: torch.Tensor, values: torch.Tensor | None = None, bias: bool = False, exact: bool = True
     ) -> kernels.Means | None:
-        """As `kernels.mean_rows`, of ``[B, N, C]``; None where torch's operators have to do."""
+        """Return `kernels.mean_rows` of ``(batch, tokens, channels)``; None if torch's operators have to do it."""
         if not kernels.ready(x) or kernels.needs_gradient(*filter(torch.is_tensor, (x, values))):
             return None
         self._check(x, self.group.shape[1], "tokens")
-        more = None if values is None else values.flatten(0, 1)
-        means = kernels.mean_rows(x.flatten(0, 1), *self._sort(x.dtype), self.group.numel(), bias, more, exact)
+        values = None if values is None else values.flatten(0, 1)
+        means = kernels.mean_rows(x.flatten(0, 1), *self._sort(x.dtype), self.group.numel(), bias, values, exact)
         if means is None:
             return None
-        return kernels.Means(*(one if one is None else one.unflatten(0, (x.shape[0], self.num_groups))
-                               for one in means))  # fmt: skip
+        return kernels.Means(*(rows if rows is None else rows.unflatten(0, (x.shape[0], self.num_groups))
+                               for rows in means))  # fmt: skip
 
     def _count_by_kernel(self, dtype: torch.dtype = torch.float32) -> bool:
-        """Order, offsets, sizes and their logarithms, in this dtype too, from one kernel, where there is one."""
-        found = kernels.segments(self.group, self.num_groups, EMPTY_LOGIT, dtype)
-        if found is None:
+        """Cache order, offsets, sizes and their logarithms from one kernel; False if there is no kernel for it."""
+        segments = kernels.segments(self.group, self.num_groups, EMPTY_LOGIT, dtype)
+        if segments is None:
             return False
-        self.derived |= {("segments",): found[:2], ("sizes",): found.sizes, ("logits", torch.float32): found.logs,
-                         ("logits", dtype): found.rounded}  # fmt: skip
+        self.derived |= {("segments",): segments[:2], ("sizes",): segments.sizes,
+                         ("logits", torch.float32): segments.logs, ("logits", dtype): segments.rounded}  # fmt: skip
         return True
 
-    def _check(self, x: torch.Tensor, count: int, what: str) -> None:
+    def _check(self, x: torch.Tensor, count: int, unit: str) -> None:
         rows = self.group.shape[0]
         if x.dim() != 3 or x.shape[1] != count or rows not in (1, x.shape[0]):
             raise ValueError(f"tensor is {tuple(x.shape)}, the plan's group {tuple(self.group.shape)}: "
-                             f"expected [{rows if rows > 1 else 'B'}, {count} {what}, C]")
+                             f"expected [{rows if rows > 1 else 'B'}, {count} {unit}, C]")
 
     def _flat_groups(self, batch: int) -> torch.Tensor:
         return self._once(("rows", batch), lambda: _flat_rows(self.group, batch, self.num_groups))
@@ -219,7 +259,7 @@ class MergePlan:
         return self.derived["segments",]
 
     def _flat_segments(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `_segments`, of so many samples. One row is sorted once, however many samples it serves."""
+        """Return `_segments` for this number of samples. A row that serves several samples is sorted once."""
         order, offsets = self._sort()
 
         def shifted() -> tuple[torch.Tensor, torch.Tensor]:
@@ -230,12 +270,12 @@ class MergePlan:
 
 
 def _segments(group: torch.Tensor, num_groups: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens sorted by group, and where each group starts: int64 ``[R * N]`` and ``[R * G + 1]``.
+    """Return all tokens sorted by group, int64 ``(rows * tokens,)``, and where groups start, ``(rows * groups + 1,)``.
 
-    group: ``[R, N]``; tokens and groups are counted over all R rows. In numbers as short as will do: a GPU sorts them
-    eight bits at a time, in two kernels each.
+    Tokens and groups are numbered over all rows of `group`.
     """
     rows = group.shape[0]
+    # the shortest integers that hold the numbers, because a GPU sorts eight bits at a time, in two kernels each
     short = torch.int16 if rows * num_groups < 2**15 else torch.int32
     ordered, order = _flat_rows(group, rows, num_groups).to(short).sort(stable=True)
     starts = torch.arange(rows * num_groups + 1, dtype=short, device=group.device)

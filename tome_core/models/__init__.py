@@ -1,4 +1,4 @@
-"""A host's model: where its transformer blocks lie, and how one of its methods is wrapped and set free again."""
+"""Host models: how to find their transformer blocks, and how to wrap and unwrap methods of their modules."""
 
 from __future__ import annotations
 
@@ -14,10 +14,22 @@ Adapter = UNetAdapter | TransformerAdapter
 
 
 def find_models(model: Any) -> list[nn.Module]:
-    """The known transformers of a pipeline or the one handed over, else the UNet. Raises as `find_unet` does."""
+    """Return the known transformers of a pipeline, or the model itself, or else its UNet.
+
+    Args:
+        model: a pipeline, a transformer, a UNet, or another object that `find_unet` accepts.
+
+    Raises:
+        TypeError: `model` is not a model.
+        UnsupportedModelError: `model` is a pipeline that has neither a known transformer nor a UNet.
+    """
     return find_transformers(model) or [find_unet(model)]
 
 
 def adapter_of(model: nn.Module) -> Adapter:
-    """Raises UnsupportedModelError for a model without blocks that are known."""
+    """Return the adapter of a UNet or of a known transformer.
+
+    Raises:
+        UnsupportedModelError: `model` has no known blocks.
+    """
     return UNetAdapter(model) if family_of(model) is None else TransformerAdapter(model)

@@ -1,4 +1,4 @@
-"""Calls of attention functions, each in its host's form, and what is answered in their place."""
+"""Calls of attention functions in the form of each host, and the function that answers them with merged tokens."""
 
 from __future__ import annotations
 
@@ -19,17 +19,26 @@ TORCHS_OWN = torch._C._nn.scaled_dot_product_attention
 _OPTIONS = ("dropout_p", "is_causal", "scale", "enable_gqa", "attention_kwargs")
 MORE = "it is more than attention (dropout, causal, or over several devices)"
 _FAILS = "it fails with merged keys"
-# hosts interrupt a picture by exceptions of their own, which are none of these
+# Hosts interrupt a picture by raising their own exceptions, which are none of these types.
 _REFUSALS = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 class Asked:
-    """One call of an attention function that has not been computed.
+    """A call of an attention function that was intercepted before it ran.
 
-    q, k, v: views ``[B, S, H, d]``. mask: as it came along. scale: as it came, None for the function's own. plain: the
-    call asks for nothing but attention. by_head: its function takes ``[B, H, S, d]``; gqa, backend: what an operator of
-    a compiled graph is told besides. is_flat: heads lie within the batch, until `split`. adds_bias: the function does,
-    if that is known without asking. Subclasses keep the call as it came in ``_function``, ``_own`` and ``_more``.
+    Subclasses keep the host's function in ``_function``, its tensors in ``_qkv`` and its other arguments in
+    ``_kwargs``.
+
+    Attributes:
+        q, k, v: views ``(batch, tokens, heads, head_dim)`` of the call's tensors.
+        mask: the call's attention mask, or None.
+        scale: the call's factor of the logits; None if the function uses its default.
+        plain: True if the call computes attention alone: no dropout, no causal mask, one device.
+        by_head: True if the function takes tensors ``(batch, heads, tokens, head_dim)``.
+        is_flat: True if heads are part of the batch axis until `split` separates them.
+        adds_bias: whether the function adds a bias to the logits; None if a trial has to show it, see `takes_bias`.
+        gqa: True if the call asks for grouped keys and values. Passed to the operator of a compiled graph.
+        backend: name of the backend that the call asks for, or "". Passed to the operator of a compiled graph.
     """
 
     by_head, gqa, backend, is_flat, plain = False, False, "", False, True
@@ -41,66 +50,84 @@ class Asked:
     v: torch.Tensor
 
     def unmerged(self) -> torch.Tensor:
-        """What the host's function gives, in its own form."""
-        return self._function(*self._own, self.mask, **self._more)
+        """Return the result of the host's function on all tokens, in the form in which that function returns it."""
+        return self._function(*self._qkv, self.mask, **self._kwargs)
 
     def compute(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """The host's function on other tensors, all ``[B, S, H, d]``."""
+        """Return the result of the host's function on other tensors, in the layout of `q`.
+
+        Args:
+            q: queries, ``(batch, tokens, heads, head_dim)``.
+            k: keys, of the same form.
+            v: values, of the same form.
+            bias: is added to the logits, ``(batch, 1, 1, keys)``; None for no bias.
+        """
         if not self.by_head:
-            return self._function(q, k, v, bias, **self._more)
+            return self._function(q, k, v, bias, **self._kwargs)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        return self._function(q, k, v, bias, **self._more).transpose(1, 2)
+        return self._function(q, k, v, bias, **self._kwargs).transpose(1, 2)
 
     def give_back(self, out: torch.Tensor) -> torch.Tensor:
-        """``[B, S, H, d]`` in the form in which the host's function returns it."""
+        """Return an output ``(batch, tokens, heads, head_dim)`` in the form that the host expects."""
         return out.transpose(1, 2) if self.by_head else out
 
     def takes_bias(self) -> bool | None:
-        """Does the function add a bias? None if it is no attention."""
+        """Return whether the function adds a bias to the logits, or None if it does not compute attention."""
         scale = self.q.shape[-1] ** -0.5 if self.scale is None else self.scale
         return try_once(self.key(), self.compute, scale, self.q)
 
     def key(self) -> tuple:
-        """What tells the function from all others."""
+        """Return a key that differs between functions, and between modes of one function."""
         return (self._function,)
 
 
 class ByTorch(Asked):
-    """torch's function, ``[B, H, S, d]`` or ``[B*H, S, d]``; or one like it."""
+    """A call of torch's ``scaled_dot_product_attention``, or of a function with the same arguments.
+
+    Args:
+        function: the host's function.
+        query, key, value: tensors ``(batch, heads, tokens, head_dim)`` or ``(batch * heads, tokens, head_dim)``.
+        attn_mask, dropout_p, is_causal, scale, enable_gqa: see torch's function.
+        attention_kwargs: further options of diffusers' dispatcher.
+        more: any other argument of the function, passed through.
+    """
 
     by_head = True
 
     def __init__(self, function, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
                  enable_gqa=False, attention_kwargs=None, **more):  # fmt: skip
-        self._function, self._own, self._more = function, (query, key, value), more
-        for name, one in zip(_OPTIONS, (dropout_p, is_causal, scale, enable_gqa, attention_kwargs), strict=True):
-            if one:  # a replacement may know no more than is asked
-                more[name] = one
+        self._function, self._qkv, self._kwargs = function, (query, key, value), more
+        for name, option in zip(_OPTIONS, (dropout_p, is_causal, scale, enable_gqa, attention_kwargs), strict=True):
+            if option:  # a replacement of torch's function may lack options that are off
+                more[name] = option
         self.mask, self.scale, self.gqa = attn_mask, scale, enable_gqa
         self.plain = not (dropout_p or is_causal) and query.dim() == 4
         if function is TORCHS_OWN:
             self.adds_bias = True
         if query.dim() == 3:
-            self.q, self.k, self.v = (one.unsqueeze(-2) for one in self._own)
+            self.q, self.k, self.v = (tensor.unsqueeze(-2) for tensor in self._qkv)
         elif self.by_head:
             self.q, self.k, self.v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         else:
-            self.q, self.k, self.v = self._own
+            self.q, self.k, self.v = self._qkv
 
 
 class ByDispatch(ByTorch):
-    """diffusers' `dispatch_attention_fn`, ``[B, S, H, d]``, which looks up the backend in force at each call."""
+    """A call of diffusers' ``dispatch_attention_fn``, which looks up the active backend at each call.
+
+    Its tensors are ``(batch, tokens, heads, head_dim)``. Its other arguments are those of `ByTorch`.
+    """
 
     by_head = False
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        more = self._more
+        more = self._kwargs
         self.backend = str(getattr(more.get("backend"), "value", more.get("backend") or ""))
         self.plain = self.plain and not more.get("attention_kwargs") and more.get("parallel_config") is None
 
     def key(self) -> tuple:
-        """With the backend in force."""
+        """Return a key of the dispatcher and of the backend that it uses now."""
         registry = getattr(self._function, "__globals__", {}).get("_AttentionBackendRegistry")
         active = "native" if registry is None else registry.get_active_backend()[0]
         backend = self.backend or str(getattr(active, "value", active))
@@ -108,86 +135,114 @@ class ByDispatch(ByTorch):
 
 
 class ByXformers(Asked):
-    """``xformers.ops.memory_efficient_attention``, ``[B, S, H, d]`` or ``[B*H, S, d]``; its bias is never asked for."""
+    """A call of ``xformers.ops.memory_efficient_attention``, which never gets a bias from this package.
+
+    Args:
+        function: the host's function.
+        query, key, value: tensors ``(batch, tokens, heads, head_dim)`` or ``(batch * heads, tokens, head_dim)``.
+        attn_bias: a mask or a bias of the caller.
+        p: the dropout probability.
+        scale: factor of the logits; None for the default.
+        more: any other argument of the function, passed through.
+    """
 
     adds_bias = False
 
     def __init__(self, function, query, key, value, attn_bias=None, p=0.0, scale=None, **more):
-        self._function, self._own, self._more = function, (query, key, value), {"p": p, "scale": scale, **more}
+        self._function, self._qkv, self._kwargs = function, (query, key, value), {"p": p, "scale": scale, **more}
         self.mask, self.scale = attn_bias, scale
         self.plain = not p and not set(more) - {"op"}
         self.is_flat = query.dim() == 3
-        self.q, self.k, self.v = (one.unsqueeze(-2) if self.is_flat else one for one in self._own)
+        self.q, self.k, self.v = (tensor.unsqueeze(-2) if self.is_flat else tensor for tensor in self._qkv)
 
     def split(self, heads: int) -> None:
-        """Tell apart the heads, as the function takes them too."""
-        self.q, self.k, self.v = (one.unflatten(0, (-1, heads)).transpose(1, 2) for one in self._own)
+        """Split `q`, `k` and `v` of a flat call into this number of heads."""
+        self.q, self.k, self.v = (tensor.unflatten(0, (-1, heads)).transpose(1, 2) for tensor in self._qkv)
 
     def give_back(self, out: torch.Tensor) -> torch.Tensor:
-        """As it came."""
+        """Return an output ``(batch, tokens, heads, head_dim)`` in the form of the call's own tensors."""
         return out.transpose(1, 2).flatten(0, 1) if self.is_flat else out
 
 
 class ByHeads(Asked):
-    """``function(q, k, v, heads, mask=None, ...)`` of ComfyUI, Forge and reForge: flat ``[B, S, H*d]``, or
-    ``[B, H, S, d]`` if it skips the reshape. It is already bound to whatever else stands in between.
+    """A call of an attention function of ComfyUI, Forge or reForge: ``function(q, k, v, heads, mask=None, ...)``.
+
+    Args:
+        function: the host's function, already bound to any override that runs before it.
+        q, k, v: tensors ``(batch, tokens, channels)``, or ``(batch, heads, tokens, head_dim)`` if ``skip_reshape``.
+        heads: number of heads.
+        mask: the call's attention mask, or None.
+        attn_precision: dtype of the logits, passed through.
+        skip_reshape: True if the heads of q, k and v are an axis of their own.
+        skip_output_reshape: True if the heads of the output have to be an axis of their own.
+        more: any other argument of the function, passed through.
     """
 
     def __init__(self, function, q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False,
                  skip_output_reshape=False, **more):  # fmt: skip
-        self._function, self._own, self._heads, self._more = function, (q, k, v), heads, more
-        self._in, self._out = skip_reshape, skip_output_reshape
-        asked = {"attn_precision": attn_precision, "skip_reshape": skip_reshape, "skip_output_reshape": self._out}
-        more.update((name, value) for name, value in asked.items() if value)
+        self._function, self._qkv, self._heads, self._kwargs = function, (q, k, v), heads, more
+        self._skip_reshape, self._skip_output_reshape = skip_reshape, skip_output_reshape
+        options = {
+            "attn_precision": attn_precision,
+            "skip_reshape": skip_reshape,
+            "skip_output_reshape": skip_output_reshape,
+        }
+        more.update((name, value) for name, value in options.items() if value)
         self.mask, self.scale = mask, more.get("scale")
         if skip_reshape:
             self.q, self.k, self.v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         else:
             width = q.shape[-1] // heads
-            # ComfyUI's SD3 hands over values whose heads are apart already
-            self.q, self.k, self.v = (one.reshape(*one.shape[:2], -1, width) for one in (q, k, v))
+            # reshape, because ComfyUI's SD3 passes values whose heads are already an axis of their own
+            self.q, self.k, self.v = (tensor.reshape(*tensor.shape[:2], -1, width) for tensor in (q, k, v))
 
     def unmerged(self) -> torch.Tensor:
-        """As of every call."""
-        return self._function(*self._own, self._heads, mask=self.mask, **self._more)
+        """Return the result of the host's function on all tokens, in the form in which that function returns it."""
+        return self._function(*self._qkv, self._heads, mask=self.mask, **self._kwargs)
 
     def compute(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """As of every call."""
-        q, k, v = (one.transpose(1, 2) if self._in else one.flatten(2) for one in (q, k, v))
-        out = self._function(q, k, v, self._heads, mask=bias, **self._more)
-        return out.transpose(1, 2) if self._out else out.unflatten(-1, (self._heads, -1))
+        """Return the result of the host's function on other tensors, see `Asked.compute`."""
+        q, k, v = (tensor.transpose(1, 2) if self._skip_reshape else tensor.flatten(2) for tensor in (q, k, v))
+        out = self._function(q, k, v, self._heads, mask=bias, **self._kwargs)
+        return out.transpose(1, 2) if self._skip_output_reshape else out.unflatten(-1, (self._heads, -1))
 
     def give_back(self, out: torch.Tensor) -> torch.Tensor:
-        """As it is to be returned."""
-        return out.transpose(1, 2) if self._out else out.flatten(2)
+        """Return an output ``(batch, tokens, heads, head_dim)`` in the form that the host asked for."""
+        return out.transpose(1, 2) if self._skip_output_reshape else out.flatten(2)
 
     def key(self) -> tuple:
-        """With the forms of the call."""
-        return (self._function, self._in, self._out, self._heads)
+        """Return a key of the function, of the layouts of its input and output, and of the number of heads."""
+        return (self._function, self._skip_reshape, self._skip_output_reshape, self._heads)
 
 
 def answer(
     state: State, call: Call, name: Hashable, level: int, heads: int, where: Layout | Callable[[int], Layout | str],
     seen: list[bool], asked: Asked,
 ) -> torch.Tensor:  # fmt: skip
-    """What an attention function would have given, in its host's form.
+    """Answer an intercepted attention call, with merged keys and values if it can be merged.
 
     Args:
-        state, call, name, level: as of `State.attend`.
-        heads: of the attention, if they lie within the batch.
-        where: the picture's tokens, if there are no others; else tells where they lie among so many, or why that is not
-            known.
-        seen: an entry is added: is it to the tokens themselves?
-        asked: the call.
+        state: the settings and counts of the patch.
+        call: the model call that is running.
+        name: a name of the attention, the same at every step and unique in its model.
+        level: the level of its tokens, counted from the finest.
+        heads: number of heads. Used only if heads are part of the batch axis.
+        where: the layout of the picture's tokens if the sequence has no other tokens. Otherwise a function that takes
+            the number of tokens and returns their layout, or the reason why the layout is unknown.
+        seen: gets one more entry: True for self-attention, False if the keys are of other tokens.
+        asked: the intercepted call.
+
+    Returns:
+        The output, in the form in which the host's function returns it.
     """
     if asked.is_flat:
         asked.split(heads)
     q, k, v = asked.q, asked.k, asked.v
-    is_own = k.shape[:2] == q.shape[:2]
-    seen.append(is_own)
-    if not is_own:  # to a prompt, or to a picture that an adapter has brought
+    is_self_attention = k.shape[:2] == q.shape[:2]
+    seen.append(is_self_attention)
+    if not is_self_attention:  # attention to a prompt, or to an adapter's reference picture
         return asked.unmerged()
-    rows, why = (None, "") if asked.mask is None else _rows_seen(asked.mask, q)
+    rows, why = (None, "") if asked.mask is None else _visible_rows(asked.mask, q)
     tokens = q.shape[1] if rows is None else len(rows)
     if not isinstance(where, Layout):
         where = where(tokens)
@@ -198,8 +253,8 @@ def answer(
     takes_bias = asked.adds_bias
     if takes_bias is None and not why:
         takes_bias = asked.takes_bias()
-        own = full_name([*filter(callable, asked.key())][-1])
-        why = f"the function that it calls is no attention: {own}" if takes_bias is None else ""
+        function_name = full_name([*filter(callable, asked.key())][-1])
+        why = f"the function that it calls is no attention: {function_name}" if takes_bias is None else ""
     if why:
         state.leave_alone(level, why, q.shape[0], q.shape[1], k.shape[1])
         return asked.unmerged()
@@ -211,11 +266,11 @@ def answer(
     except _REFUSALS as error:
         if isinstance(error, torch.cuda.OutOfMemoryError) or "out of memory" in str(error):
             raise
-        given = asked.unmerged()  # before it is believed: what fails unmerged too is no refusal
-        told = f"{type(error).__name__}: {' '.join(str(error).split())[:80]}"
-        why = state.refused[asked.key()] = f"{_FAILS} ({told})"
+        result = asked.unmerged()  # first: if the unmerged call fails too, merging is not the cause
+        error_text = f"{type(error).__name__}: {' '.join(str(error).split())[:80]}"
+        why = state.refused[asked.key()] = f"{_FAILS} ({error_text})"
         state.leave_alone(level, why, q.shape[0], q.shape[1], k.shape[1])
-        return given
+        return result
     if out is None:
         return asked.unmerged()
     if rows is not None:
@@ -225,11 +280,11 @@ def answer(
     return asked.give_back(out)
 
 
-def _rows_seen(mask: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor | None, str]:
-    """Which tokens a mask leaves, as indices, None for all of them; and why that is not known. It waits for the device.
+def _visible_rows(mask: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor | None, str]:
+    """Return the indices of the tokens that a mask leaves visible (None for all), and why they are unknown, or "".
 
-    Tokens that nobody sees are padding, whose own outputs nobody sees either; a mask for each pair of tokens says the
-    same where those that it leaves see all of each other and nothing else.
+    Hidden tokens are padding, so their outputs are not used. A mask of token pairs is read in the same way if all
+    visible tokens see each other and nothing else. Reading the mask waits for the device.
     """
     tokens, masks = q.shape[1], len(mask)
     is_square = mask.numel() == masks * tokens**2

@@ -1,8 +1,8 @@
-"""Compiled models: two operators that a graph runs and no compiler looks into.
+"""Support for compiled models: two custom operators that a graph runs and that no compiler looks into.
 
-One begins a call of the model, one answers an attention, from q, k and v on. A wrap, which a graph names by number,
-answers in eager code, so neither settings nor the time are in the graph, and one graph serves all steps of all
-samplings.
+The operator ``begin`` begins a call of the model. The operator ``attend`` answers an attention, given its q, k and v.
+Both look up a wrap by its number and let that wrap answer in eager code. So neither the settings nor the time are part
+of the graph, and one graph serves all steps of all samplings.
 """
 
 from __future__ import annotations
@@ -21,20 +21,29 @@ from ..compiling import when_traced
 from .wrap import Wrap
 
 _log = logging.getLogger(__name__)
-# One namespace for a process, whatever copies of this engine it holds or lets go: torch takes one once. Its number is
-# to be raised with any change of what stands behind the operators.
+# One namespace for each process, because torch registers a namespace once, however many copies of this engine the
+# process loads or unloads. Raise the number whenever the operators or what they call change.
 _NAMESPACE = "tome_core_2"
-# Compilers of older torches were not tried; 2.9's and 2.13's were.
+# The compilers of torch 2.9 and 2.13 were tried, older ones were not.
 _TRIED = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 9)
-_OTHER = "?"  # in a form: what no graph can be given
-# By name, from the first number on; compilers read them here while they trace.
-# attend: a site's attention, in its function's form. begun: of the call, or the site itself if the model's own call is
-# not compiled.
+_OTHER = "?"  # in a form: a value that cannot be passed to an operator
+# The operators by name, "begin" and "attend", filled by the first call of `number_of`. Compilers read them while they
+# trace. The first argument of "attend" is the result of "begin", or the number of the attention's own wrap if the model
+# call itself is not compiled.
 OPERATORS: dict[str, Any] = {}
 
 
 def number_of(site: Any) -> torch.Tensor:
-    """A number by which a graph names the site, int64 ``[1]`` on the CPU: its input, so that it serves other sites."""
+    """Return a new number by which a graph refers to a site.
+
+    The number is an input of the graph, not a constant, so that one graph serves several sites.
+
+    Args:
+        site: an object with the methods ``begins`` or ``answers`` of `NumberedSite`'s subclasses. It is held weakly.
+
+    Returns:
+        An int64 tensor ``(1,)`` on the CPU.
+    """
     place = f"_{_NAMESPACE}_operators"
     shared = sys.modules.setdefault(place, ModuleType(place))
     if not hasattr(shared, "sites"):
@@ -51,7 +60,15 @@ def number_of(site: Any) -> torch.Tensor:
 
 
 class NumberedSite(Wrap):
-    """A wrap that graphs ask while they run. number: by which they name it."""
+    """A wrap that compiled graphs call while they run.
+
+    Args:
+        target: the object whose method is wrapped.
+        name: the name of that method.
+
+    Attributes:
+        number: the number by which graphs refer to this wrap, see `number_of`.
+    """
 
     def __init__(self, target: Any, name: str = "forward") -> None:
         super().__init__(target, name)
@@ -64,16 +81,25 @@ class NumberedSite(Wrap):
 
 
 def begin(site: torch.Tensor, form: str, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> torch.Tensor:
-    """In a graph: a call of a model begins, with arguments as of `pack`. Returns what `attend` is given.
+    """Put the operator ``begin`` into a graph: a call of a model begins.
 
-    A function of its own: of a forward that no compiler takes whole, our caller is run as it stands, and the compiler
-    would look into the operator.
+    This is a separate function because the compiler may fail to compile the whole forward of the model. It then runs
+    our caller as plain Python, and would trace into the operator if the caller called that directly.
+
+    Args:
+        site: the number of the model's wrap.
+        form: the form of the call's arguments, see `pack`.
+        tensors: the tensors among the arguments.
+        numbers: the whole numbers among the arguments.
+
+    Returns:
+        The first argument of the operator ``attend`` in the same call.
     """
     return OPERATORS["begin"](site, form, list(tensors), list(numbers))
 
 
 def why_not_in_graph(state: Any) -> str | None:
-    """Why a graph that is being made must not ask, if it must not."""
+    """Return the reason why a graph that is being traced must not use the operators; None if it may use them."""
     if not state.ever_merges:
         return "no rule ever merges here"
     if torch.is_grad_enabled():
@@ -87,19 +113,22 @@ def why_not_in_graph(state: Any) -> str | None:
 
 @when_traced
 def _is_exporting() -> bool:
-    """Asked while it is traced: torch 2.9's compiler believes so of every graph."""
+    """Return whether torch exports. Marked constant: traced code in torch 2.9 always gets True."""
     return torch.compiler.is_exporting()
 
 
 def _define(sites: Any) -> torch.library.Library | None:
-    """None if torch, which looks through all modules, meets one that raises; the next site tries it again."""
+    """Define the operators; None if that failed, then the next call of `number_of` tries again.
+
+    It can fail because torch inspects all loaded modules, and some raise errors.
+    """
 
     def run_begin(site: torch.Tensor, form: str, tensors: list[torch.Tensor], numbers: list[int]) -> torch.Tensor:
         sites[int(site)].begins(form, tensors, numbers)
         return site.clone()
 
-    def run_attend(begun: torch.Tensor, site: torch.Tensor, *asked: Any) -> torch.Tensor:
-        return sites[int(site)].answers(int(begun) != int(site), *asked).contiguous()
+    def run_attend(begun: torch.Tensor, site: torch.Tensor, *call: Any) -> torch.Tensor:
+        return sites[int(site)].answers(int(begun) != int(site), *call).contiguous()
 
     def shape_of_attend(begun: Any, site: Any, q: torch.Tensor, k: Any, v: torch.Tensor, *_: Any) -> torch.Tensor:
         return q.new_empty(*q.shape[:3], v.shape[-1])
@@ -124,9 +153,12 @@ def _define(sites: Any) -> torch.library.Library | None:
 
 
 def pack(values: Sequence[Any]) -> tuple[str, list[torch.Tensor], list[int]] | None:
-    """Form, tensors and whole numbers of tensors, numbers, None, and lists and tuples of them.
+    """Flatten nested values into a form, a list of tensors and a list of whole numbers.
 
-    None if anything else is among them.
+    Values may be tensors, numbers, None, and lists and tuples of them.
+
+    Returns:
+        A string that describes the structure, the tensors, and the whole numbers. None if any value is of another type.
 
     >>> pack([None, 3, [(1, 4)]])
     ('ni[(ii)]', [], [3, 1, 4])
@@ -146,16 +178,16 @@ def _form(value: Any, tensors: list[torch.Tensor], numbers: list[int]) -> str:
     if isinstance(value, int):
         numbers.append(value)
         return "i"
-    if isinstance(value, float):  # as a tensor, so that a graph takes any
+    if isinstance(value, float):  # as a tensor, so that the graph accepts any float
         return _form(torch.scalar_tensor(value, dtype=torch.float64), tensors, numbers)
     if isinstance(value, (list, tuple)):
-        inside = "".join([_form(one, tensors, numbers) for one in value])
+        inside = "".join([_form(item, tensors, numbers) for item in value])
         return f"[{inside}]" if isinstance(value, list) else f"({inside})"
     return _OTHER
 
 
 def unpack(form: str, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> list[Any]:
-    """What was packed.
+    """Return the nested values that `pack` has flattened.
 
     >>> unpack("ni[(ii)]", [], [3, 1, 4])
     [None, 3, [(1, 4)]]
@@ -166,6 +198,6 @@ def unpack(form: str, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -
         if kind in "([":
             unfinished.append([])
         else:
-            found = next(sources[kind]) if kind in sources else unfinished.pop()
-            unfinished[-1].append(tuple(found) if kind == ")" else found)
+            value = next(sources[kind]) if kind in sources else unfinished.pop()
+            unfinished[-1].append(tuple(value) if kind == ")" else value)
     return unfinished[0]

@@ -1,9 +1,10 @@
-"""The attention function that a module's code calls, exchanged for one call, and for nobody else.
+"""Replace the attention function that a module's code calls, for a single call of that module only.
 
-An attention is known by the function it calls, whatever its class or its processor is called. The very code is run with
-another function under the name by which it finds its own; neither class nor module is changed, so hooks and processors
-see all tokens. If no name leads there (a wrapper of another extension stands in between, or the code calls a helper),
-torch's own function is watched instead, which is slower.
+An attention is recognised by the function that it calls, not by the name of its class or processor. A copy of its code
+runs with different globals, in which the name of the attention function refers to a replacement. Neither the class nor
+the module changes, so hooks and processors still see all tokens. Sometimes no global name leads to the function: a
+wrapper of another extension is in between, or the code calls a helper. Then torch's own function is watched instead
+(`Watching`), which is slower.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from .asked import TORCHS_OWN, Asked, ByDispatch, ByHeads, ByTorch, ByXformers
 
 
 class _Now(threading.local):
-    """answer: whom this thread's exchanged functions ask, if anybody."""
+    """The callback that answers this thread's intercepted attention calls (`answer`), or None."""
 
     def __init__(self) -> None:
-        # in each thread's own dictionary, where a graph that was made by a thread's first call looks for it again
+        # set in each thread's own dictionary, because compiled graphs look for the attribute there
         self.answer: Callable[[Asked], torch.Tensor] | None = None
 
 
@@ -38,7 +39,12 @@ now = _Now()
 
 
 class Like:
-    """Stands in for a module of Python's, an attention or a processor: the same, but for these attributes."""
+    """A stand-in for a Python module, an attention or a processor that differs from it in some attributes.
+
+    Args:
+        inner: the object to stand in for. All other attributes are read from it.
+        instead: the attributes that differ, by name.
+    """
 
     def __init__(self, inner: Any, **instead: Any) -> None:
         self._inner = inner
@@ -49,134 +55,159 @@ class Like:
         return getattr(self._inner, name)
 
 
-class _Exchanged:
-    """A host's function, which is asked of `now.answer` first. asked: makes the `Asked` of its arguments."""
+class _ReplacedFunction:
+    """The replacement of a host's attention function: it passes each call to `now.answer`, if that is set.
 
-    def __init__(self, own: dict[str, Any], name: str, asked: Callable[..., Asked]) -> None:
-        self._own, self._name, self.asked = own, name, asked
+    Args:
+        namespace: the dictionary that holds the host's function.
+        name: the name of the function there.
+        asked: makes an `Asked` of the function and of a call's arguments.
+    """
+
+    def __init__(self, namespace: dict[str, Any], name: str, asked: Callable[..., Asked]) -> None:
+        self._namespace, self._name, self.asked = namespace, name, asked
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if now.answer is None:
-            return self._own[self._name](*args, **kwargs)
-        return now.answer(self.asked(self._own[self._name], *args, **kwargs))  # looked up anew: hosts exchange it
+            return self._namespace[self._name](*args, **kwargs)
+        # the function is looked up at each call, because hosts replace it
+        return now.answer(self.asked(self._namespace[self._name], *args, **kwargs))
 
     def read(self, *args: Any, **kwargs: Any) -> Asked:
-        """A call of it."""
-        return self.asked(self._own[self._name], *args, **kwargs)
+        """Return a call of the host's function as an `Asked`, without computing it."""
+        return self.asked(self._namespace[self._name], *args, **kwargs)
 
 
-_TORCHS = _Exchanged(vars(torch.nn.functional), "scaled_dot_product_attention", ByTorch)
-_FUNCTIONAL = Like(torch.nn.functional, scaled_dot_product_attention=_TORCHS)
+_REPLACED_TORCH = _ReplacedFunction(vars(torch.nn.functional), "scaled_dot_product_attention", ByTorch)
+_FUNCTIONAL = Like(torch.nn.functional, scaled_dot_product_attention=_REPLACED_TORCH)
 _NN = Like(torch.nn, functional=_FUNCTIONAL)
 _TORCH_MODULES = {torch.nn.functional: _FUNCTIONAL, torch.nn: _NN, torch: Like(torch, nn=_NN)}
-# by the name under which code finds its function, see `register_name`
+# Readers of calls by the global name of the attention function, see `register_name`.
 _BY_NAME: dict[str, Callable[..., Asked]] = {"dispatch_attention_fn": ByDispatch}
 
 
 def register_name(name: str, asked: Callable[..., Asked] = ByHeads) -> None:
-    """Make known that a global of this name is an attention function. asked: reads its arguments."""
+    """Register a global name as the name of an attention function.
+
+    Args:
+        name: the name by which code of a host calls the function.
+        asked: makes an `Asked` of the function and of a call's arguments.
+    """
     _BY_NAME[name] = asked
     _way_of_code.cache_clear()
     _way_of_processor.cache_clear()
 
 
 def names_known_to(code: Any) -> list[str]:
-    """Full names of the functions that a function's module has under names that are known to be attention's."""
-    found = getattr(code, "__globals__", {})
-    return [full_name(found[name]) for name in _BY_NAME if name in found]
+    """Return the full names of the attention functions that are registered and are globals of a function's module."""
+    namespace = getattr(code, "__globals__", {})
+    return [full_name(namespace[name]) for name in _BY_NAME if name in namespace]
 
 
 class Way:
-    """How an attention's own code is run with another function in the place of its own.
+    """A way to run an attention's own code with another attention function.
 
-    function: the code, to be called. names: globals that it shares with its module. again: the exchanged function,
-    which the operator of a compiled graph asks. stand_in: class of what a graph calls in place of an attention, or of
-    its processor. processor: class of the exchanged processor, if the code is a processor's.
+    Args:
+        inner: the function that holds the code: a ``forward``, or the ``__call__`` of a processor.
+        names: all global names that the code looks up.
+        instead: the values of the globals that differ, by name.
+        again: the replacement of the attention function.
+
+    Attributes:
+        function: the copy of `inner` that uses the replacement.
+        names: the globals that are read from the host's module before each call.
+        again: the replacement. The operator of a compiled graph reads calls with it.
+        stand_in: a class of objects that a graph calls in place of the attention or of its processor.
+        processor: a class of processors that use the replacement; None if the code is not a processor's.
     """
 
     processor: type | None = None
 
-    def __init__(self, inner: FunctionType, names: list[str], instead: dict[str, Any], again: _Exchanged) -> None:
-        self._own, self.again = inner.__globals__, again
+    def __init__(
+        self, inner: FunctionType, names: list[str], instead: dict[str, Any], again: _ReplacedFunction
+    ) -> None:
+        self._host_globals, self.again = inner.__globals__, again
         self.names = [name for name in names if name not in instead]
-        # without its module's name, by which a compiler would look there for what is exchanged here
-        self._globals = {name: one for name, one in self._own.items() if name != "__name__"} | instead
+        # without "__name__": a compiler would look up globals in the module of that name, not in this dictionary
+        self._globals = {name: value for name, value in self._host_globals.items() if name != "__name__"} | instead
         code = _copy_of(inner.__code__)
-        made = FunctionType(code, self._globals, inner.__name__, inner.__defaults__, inner.__closure__)
-        made.__kwdefaults__, made.__annotations__ = inner.__kwdefaults__, inner.__annotations__
-        self.function = made
-        self.stand_in = type(inner.__name__, (Like,), {"__call__": made})
+        function = FunctionType(code, self._globals, inner.__name__, inner.__defaults__, inner.__closure__)
+        function.__kwdefaults__, function.__annotations__ = inner.__kwdefaults__, inner.__annotations__
+        self.function = function
+        self.stand_in = type(inner.__name__, (Like,), {"__call__": function})
 
     def run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """The attention's output, its function asked of ``now.answer``."""
-        own, mine = self._own, self._globals
-        for name in self.names:  # hosts exchange what their modules hold
-            if name in own:
-                mine[name] = own[name]
+        """Return the output of the attention module while ``now.answer`` answers its calls of the function."""
+        host_globals, own_globals = self._host_globals, self._globals
+        for name in self.names:  # hosts replace globals of their modules
+            if name in host_globals:
+                own_globals[name] = host_globals[name]
         if self.processor is None:
             return self.function(module, *args, **kwargs)
-        # the attention with an exchanged processor: other objects over the same attributes
-        processor, one = object.__new__(self.processor), object.__new__(type(module))
+        # run a copy of the attention that shares its attributes, except for the processor
+        processor, attention = object.__new__(self.processor), object.__new__(type(module))
         processor.__dict__ = vars(module.processor)
-        vars(one).update(vars(module))
-        vars(one)["processor"] = processor
-        return type(module).forward(one, *args, **kwargs)
+        vars(attention).update(vars(module))
+        vars(attention)["processor"] = processor
+        return type(module).forward(attention, *args, **kwargs)
 
 
 def _copy_of(code: CodeType) -> CodeType:
-    """With copies of the functions inside it. A compiler keeps what it makes by code, with names in its globals; and
-    equal codes are one to it, hence one more constant.
+    """Return a copy of code that a compiler does not take for the original.
+
+    A compiler caches its results by code object, and equal code objects share a cache entry. So the copy, and the copy
+    of each function inside it, has one more constant.
     """
-    inside = (_copy_of(one) if isinstance(one, CodeType) else one for one in code.co_consts)
-    return code.replace(co_consts=(*inside, __name__))
+    constants = (_copy_of(value) if isinstance(value, CodeType) else value for value in code.co_consts)
+    return code.replace(co_consts=(*constants, __name__))
 
 
 def _names_in(code: CodeType) -> list[str]:
-    """The names that code and the functions inside it look up."""
-    inside = (one for one in code.co_consts if isinstance(one, CodeType))
-    return list(dict.fromkeys([*code.co_names, *(name for one in inside for name in _names_in(one))]))
+    """Return the names that code and the functions inside it look up."""
+    functions = (value for value in code.co_consts if isinstance(value, CodeType))
+    return list(dict.fromkeys([*code.co_names, *(name for inner in functions for name in _names_in(inner))]))
 
 
-def _instead_of(name: str, own: dict[str, Any], names: Sequence[str]) -> tuple[Any, _Exchanged] | None:
-    """What a global name of a code has to mean, and the exchanged function behind it; None for its own meaning."""
-    value = own[name]
+def _replacement_of(name: str, namespace: dict[str, Any], names: Sequence[str]) -> tuple[Any, _ReplacedFunction] | None:
+    """Return the value that replaces a global, and the function replaced behind it; None if the global can stay."""
+    value = namespace[name]
     if name in _BY_NAME:
-        exchanged = _Exchanged(own, name, _BY_NAME[name])
+        exchanged = _ReplacedFunction(namespace, name, _BY_NAME[name])
         return exchanged, exchanged
     if value is TORCHS_OWN or value is torch.nn.functional.scaled_dot_product_attention:
-        return _TORCHS, _TORCHS
+        return _REPLACED_TORCH, _REPLACED_TORCH
     if not isinstance(value, ModuleType):
         return None
     if "scaled_dot_product_attention" in names and value in _TORCH_MODULES:
-        return _TORCH_MODULES[value], _TORCHS
+        return _TORCH_MODULES[value], _REPLACED_TORCH
     if "memory_efficient_attention" in names and value.__name__ in ("xformers", "xformers.ops"):
         ops = getattr(value, "ops", value)
-        exchanged = _Exchanged(vars(ops), "memory_efficient_attention", ByXformers)
-        found = Like(ops, memory_efficient_attention=exchanged)
-        return (found if ops is value else Like(value, ops=found)), exchanged
+        exchanged = _ReplacedFunction(vars(ops), "memory_efficient_attention", ByXformers)
+        replacement = Like(ops, memory_efficient_attention=exchanged)
+        return (replacement if ops is value else Like(value, ops=replacement)), exchanged
     return None
 
 
 @lru_cache(maxsize=256)
 def _way_of_code(function: Any) -> Way | None:
-    """None if no name in the function leads to an attention function, or if it writes to globals."""
+    """Return the way of a function; None if no name in it leads to an attention function or it writes to globals."""
     if not isinstance(function, FunctionType) or _writes(function.__code__, "GLOBAL"):
         return None
-    own, names = function.__globals__, _names_in(function.__code__)
+    namespace, names = function.__globals__, _names_in(function.__code__)
     instead, exchanged = {}, None
     for name in names:
-        found = _instead_of(name, own, names) if name in own else None
-        if found is not None:
-            instead[name], exchanged = found
+        replacement = _replacement_of(name, namespace, names) if name in namespace else None
+        if replacement is not None:
+            instead[name], exchanged = replacement
     return None if exchanged is None else Way(function, names, instead, exchanged)
 
 
 @lru_cache(maxsize=256)
 def _way_of_processor(kind: type) -> Way | None:
-    """By a class of processors whose code is this one's but for the attention function.
+    """Return the way of a class of processors; None if it has none.
 
-    None if that cannot be: an object without a dictionary cannot be another's, and what code writes to attributes of
-    the attention would be lost.
+    A class without an instance dictionary has none, because a copy could not share attributes with the original. Code
+    that writes to attributes of the attention has none, because it would write to a copy.
     """
     way = _way_of_code(kind.__call__)
     if way is None or not kind.__dictoffset__ or _writes(way.function.__code__, "ATTR"):
@@ -186,34 +217,41 @@ def _way_of_processor(kind: type) -> Way | None:
     return way
 
 
-def _writes(code: CodeType, what: str) -> bool:
-    """Does code write to a "GLOBAL", or to an "ATTR" of anything but its first argument?"""
+def _writes(code: CodeType, kind: str) -> bool:
+    """Return whether code writes to a "GLOBAL", or to an "ATTR" of an object other than its first argument."""
     target = None
-    for one in dis.get_instructions(code):
-        is_first = what == "ATTR" and code.co_varnames[:1] == (target,)
-        if one.opname in (f"STORE_{what}", f"DELETE_{what}") and not is_first:
+    for instruction in dis.get_instructions(code):
+        is_first = kind == "ATTR" and code.co_varnames[:1] == (target,)
+        if instruction.opname in (f"STORE_{kind}", f"DELETE_{kind}") and not is_first:
             return True
-        target = one.argval[-1] if isinstance(one.argval, tuple) and one.argval else one.argval
-    return any(_writes(one, what) for one in code.co_consts if isinstance(one, CodeType))
+        argument = instruction.argval
+        target = argument[-1] if isinstance(argument, tuple) and argument else argument
+    return any(_writes(value, kind) for value in code.co_consts if isinstance(value, CodeType))
 
 
 def way_of(module: nn.Module) -> Way | None:
-    """None if no name in the attention's code leads to its function."""
+    """Return the way to run an attention's code; None if no name in that code leads to an attention function."""
     return _way_of_code(type(module).forward) or _way_of_processor(type(getattr(module, "processor", None)))
 
 
 @when_traced
 def traced(kind: type, method: str) -> type[Like] | None:
-    """For a graph: a class of stand-ins, made of an attention or its processor, whose ``__call__`` is this method of
-    the class with another attention function; None if that cannot be, or if the operator does not know its arguments.
+    """Return a class of stand-ins that a graph calls in place of an attention or of its processor.
+
+    Args:
+        kind: the class of the attention or of the processor.
+        method: the method that the ``__call__`` of a stand-in runs, with the attention function replaced.
+
+    Returns:
+        The class; None if the function cannot be replaced, or if the operator does not support its arguments.
     """
     way = _way_of_code(getattr(kind, method))
     return way.stand_in if way is not None and way.again.asked in (ByTorch, ByDispatch) else None
 
 
 class Watching(TorchFunctionMode):
-    """While it is in force, torch's attention function is asked of `now.answer`, whoever calls it."""
+    """A mode in which `now.answer` answers every call of torch's attention function in this thread."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         is_asked = func is TORCHS_OWN and now.answer is not None
-        return (_TORCHS if is_asked else func)(*args, **(kwargs or {}))
+        return (_REPLACED_TORCH if is_asked else func)(*args, **(kwargs or {}))

@@ -1,7 +1,10 @@
-"""The wraps of one model: around its forward, where a call begins, and around each self-attention of its picture; in a
-UNet around each transformer as well, which tells the grid.
+"""The wraps that a patch puts on a model.
 
-While a compiler traces, each puts an operator of `compiled` into the graph, which asks it again when the graph runs.
+`ModelSite` wraps the model's forward, where a call begins. `AttentionSite` wraps each self-attention over the picture's
+tokens. In a UNet, `TransformerSite` wraps each transformer, whose input shows the token grid.
+
+While a compiler traces, a wrap puts an operator of `compiled` into the graph. When the graph runs, that operator calls
+the wrap.
 """
 
 from __future__ import annotations
@@ -28,23 +31,28 @@ from .wrap import Wrap, WrapSet, calling, is_own, others_on, over_hook, why_pass
 
 MASKS = ("mask", "attention_mask", "attn_mask")
 CONTEXTS = ("encoder_hidden_states", "context")
-LATENTS = ("x", "sample", "hidden_states")  # of a UNet, and what is inside
-_UNTOLD = "a compiled call cannot be told such arguments"
+LATENTS = ("x", "sample", "hidden_states")  # names of the first argument of a UNet, a transformer and a block
+_UNSUPPORTED_ARGUMENTS = "a compiled call cannot be told such arguments"
 
 
 class ModelSite(NumberedSite):
-    """Around a model's forward: begins a call, from the arguments that tell its time and its latent."""
+    """The wrap around a model's forward, which begins a call of the engine with the timestep and the latent.
+
+    Args:
+        model: the model.
+        wraps: all wraps of that model.
+    """
 
     def __init__(self, model: nn.Module, wraps: WrapSet) -> None:
         super().__init__(model)
         self.wraps = wraps
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model gives."""
+        """Return the model's output, and merge inside this call if a patch is installed."""
         wraps, calls = self.wraps, self.wraps.calls
         before, now, calls.passed = calls.now, None, ""
         if wraps.handle is not None and not calls.off:
-            now = self._open(wraps.handle, wraps.adapter.pick(self.target, args, kwargs))
+            now = self._begin_call(wraps.handle, wraps.adapter.pick(self.target, args, kwargs))
         calls.now = now
         try:
             out = self.original(*args, **kwargs)
@@ -57,13 +65,19 @@ class ModelSite(NumberedSite):
         return out
 
     def begins(self, form: str, tensors: list[torch.Tensor], numbers: list[int]) -> None:
-        """A call of the model, compiled as a whole, begins; its graph says so, with what the adapter reads."""
+        """Begin a call of a model that is compiled as a whole. The operator ``begin`` calls this.
+
+        Args:
+            form: the form of the arguments that the adapter reads, see `compiled.pack`.
+            tensors: the tensors among those arguments.
+            numbers: the whole numbers among those arguments.
+        """
         wraps, calls = self.wraps, self.wraps.calls
         calls.in_graph = None
         if wraps.handle is not None and not calls.off:
-            calls.in_graph = self._open(wraps.handle, unpack(form, tensors, numbers))
+            calls.in_graph = self._begin_call(wraps.handle, unpack(form, tensors, numbers))
 
-    def _open(self, state: State, read: list[Any]) -> Call:
+    def _begin_call(self, state: State, read: list[Any]) -> Call:
         adapter = self.wraps.adapter
         timestep, latent, facts = adapter.read(self.target, dict(zip(adapter.reads, read, strict=True)), state.time)
         call = state.begin(timestep, latent)
@@ -71,14 +85,14 @@ class ModelSite(NumberedSite):
         return call
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """The same in a graph that is being made."""
+        """Return the model's output while a compiler traces, with the operator ``begin`` in the graph if possible."""
         wraps, state = self.wraps, self.wraps.handle
         if state is None:
             return self.original(*args, **kwargs)
         begun = compiled.why_not_in_graph(state)
         if begun is None:
             packed = pack(wraps.adapter.pick(self.target, args, kwargs))
-            begun = compiled.begin(self.number, *packed) if packed else _UNTOLD
+            begun = compiled.begin(self.number, *packed) if packed else _UNSUPPORTED_ARGUMENTS
         before, wraps.begun = wraps.begun, begun
         try:
             return self.original(*args, **kwargs)
@@ -87,9 +101,13 @@ class ModelSite(NumberedSite):
 
 
 class TransformerSite(Wrap):
-    """Around a transformer of a UNet: reads the grid from its 4-D input, anew at each call.
+    """The wrap around a transformer of a UNet, which reads the token grid from the 4-D input at each call.
 
-    level: of its blocks; attentions: the names of those that have a wrap.
+    Args:
+        transformer: the module that holds the transformer blocks.
+        wraps: all wraps of the model.
+        level: the level of its blocks.
+        attentions: paths of the self-attentions in it that have a wrap.
     """
 
     def __init__(self, transformer: nn.Module, wraps: WrapSet, level: int, attentions: set[str]) -> None:
@@ -97,7 +115,7 @@ class TransformerSite(Wrap):
         self.wraps, self.level, self.attentions = wraps, level, attentions
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The transformer's output, its attentions knowing the grid."""
+        """Return the transformer's output; the wraps of its attentions know the grid meanwhile."""
         if not (isinstance(self, Wrap) and self.active) or (torch.compiler.is_compiling() and is_tracing()):
             return Wrap.forward(self, *args, **kwargs)
         now, x = self.wraps.calls.now, args[0] if args else named(kwargs, LATENTS)
@@ -112,23 +130,28 @@ class TransformerSite(Wrap):
         if missed and (len(missed) < len(self.attentions) or self.beneath is None):
             count_missed(self.wraps, now, missed, x.shape[0], x.shape[2] * x.shape[3])
             now.reached += missed
-        return out  # else another's wrapper gave what it had kept, as DeepCache's does: nothing ran
+        return out  # if no attention ran, another extension returned a cached output, as DeepCache does
 
 
 class AttentionSite(NumberedSite):
-    """Around a self-attention over the picture's tokens.
+    """The wrap around a self-attention over the picture's tokens.
 
-    path: its name in the model. level: of its tokens, from the finest. halvings: of the latent, on the way to it.
+    Args:
+        module: the attention.
+        wraps: all wraps of the model.
+        path: the name of the attention in the model.
+        level: the level of its tokens, counted from the finest.
+        halvings: how often the latent is halved before it reaches the attention.
     """
 
     def __init__(self, module: nn.Module, wraps: WrapSet, path: str, level: int, halvings: int = 0) -> None:
         super().__init__(module)
         self.wraps, self.path, self.level, self.halvings = wraps, path, level, halvings
-        self._seen: tuple[Any, Any] | None = None  # forward, and class of processor, of which is known:
+        self._way_key: tuple[Any, Any] | None = None  # the forward and the class of the processor that `_way` is for
         self._way: Way | ByHand | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the attention gives."""
+        """Return the attention's output, with merged keys and values if the rule in force and the call allow it."""
         if not (isinstance(self, Wrap) and self.active) or (torch.compiler.is_compiling() and is_tracing()):
             return Wrap.forward(self, *args, **kwargs)
         now = self.wraps.calls.now or self.wraps.resumed()
@@ -143,15 +166,17 @@ class AttentionSite(NumberedSite):
         return self.original(*args, **kwargs)
 
     def _merge(self, now: Call, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """By the function that its code calls, by its own code on a stand-in, or, if another's wrapper lies beneath or
-        no name leads to a function, by watching torch's.
+        """Merge by replacing the function that the attention's code calls.
+
+        An attention that computes its scores by hand runs its code on a stand-in instead. If another extension's
+        wrapper is below ours, or no name leads to the function, torch's function is watched.
         """
         target, way, seen = self.target, None, []
         processor, forward = type(getattr(target, "processor", None)), type(target).forward
         if self.beneath is None or is_own(target, self.beneath):
-            if (forward, processor) != self._seen:
+            if (forward, processor) != self._way_key:
                 by_hand = known_of(processor.__call__ if full_name(forward) == OF_PROCESSORS else forward)
-                self._seen, self._way = (forward, processor), by_hand or way_of(target)
+                self._way_key, self._way = (forward, processor), by_hand or way_of(target)
             way = self._way
             if isinstance(way, ByHand):
                 return self._merge_by_hand(way, now, args, kwargs)
@@ -165,7 +190,7 @@ class AttentionSite(NumberedSite):
         finally:
             intercept.now.answer = before
         if not any(seen):
-            # a processor whose scores are known is not what is unknown
+            # name the part that is unknown: the forward if the processor is known, else the processor
             method = forward if processor is type(None) or known_of(processor.__call__) else processor.__call__
             method = method if self.beneath is None else getattr(self.beneath, "__func__", self.beneath)
             why = OF_OTHERS if seen else f"{full_name(method)} calls no attention function that is known"
@@ -173,7 +198,7 @@ class AttentionSite(NumberedSite):
         return out
 
     def _answer(self, now: Call, seen: list[bool]) -> Callable[[Asked], torch.Tensor]:
-        """Answers what the attention asks of its function. seen: as of `answer`."""
+        """Return the callback that answers the attention's calls of its function. seen: see `answer`."""
         where = now.layouts.get(self.level) or partial(self.wraps.adapter.layout_of, now, self)
         heads = getattr(self.target, "heads", 1)
         return partial(answer, now.state, now, self.path, self.level, heads, where, seen)
@@ -182,19 +207,34 @@ class AttentionSite(NumberedSite):
         self, whole: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, by_head: bool,
         scale: float | None, gqa: bool, backend: str,
     ) -> torch.Tensor:  # fmt: skip
-        """What a compiled graph asks for in its call, ``[B, S, H, d]``. whole: is the model's own call in the graph?"""
+        """Answer the attention in a compiled graph. The operator ``attend`` calls this.
+
+        Args:
+            whole: True if the model's own call is part of the graph.
+            q: queries ``(batch, tokens, heads, head_dim)``, or ``(batch, heads, tokens, head_dim)`` if ``by_head``.
+            k: keys, of the same form.
+            v: values, of the same form.
+            mask: the call's attention mask, or None.
+            by_head: True if the axis of heads comes before the axis of tokens.
+            scale: factor of the logits; None for the function's default.
+            gqa: True if keys and values may have fewer heads than the queries.
+            backend: name of the backend of diffusers' dispatcher, or "".
+
+        Returns:
+            The output, of the same form as `q`.
+        """
         calls = self.wraps.calls
         now = calls.in_graph if whole else calls.now
-        q, k, v = (one.transpose(1, 2) for one in (q, k, v)) if by_head else (q, k, v)
-        more = {"backend": backend} if backend else {}
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v)) if by_head else (q, k, v)
+        options = {"backend": backend} if backend else {}
         if now is not None:
             now.reached.append(self.path)
-        asked = way_of(self.target).again.read(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa, **more)
+        asked = way_of(self.target).again.read(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa, **options)
         out = asked.unmerged() if now is None else self._answer(now, [])(asked)
         return out.transpose(1, 2) if by_head else out
 
     def _merge_by_hand(self, known: ByHand, now: Call, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """An attention without a function: its projections' results, and its own code on a stand-in."""
+        """Merge in an attention that calls no function: run its own code on a stand-in with merged keys and values."""
         target, heads = self.target, self.target.heads
         x, why = args[0] if args else named(kwargs, ("hidden_states", "x")), ""
         context = args[1] if len(args) > 1 else named(kwargs, CONTEXTS)
@@ -216,25 +256,26 @@ class AttentionSite(NumberedSite):
             return self.original(*args, **kwargs)
 
         def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            flat = (one.flatten(2) for one in (q, k, v))
+            flat = (tensor.flatten(2) for tensor in (q, k, v))
             out = known.attend(target, *flat, None if bias is None else bias[:, 0], kwargs)
             return out.unflatten(2, (heads, -1))
 
-        made = target.to_q(x), *known.keys_and_values(target, source, value, kwargs)
-        q, k, v = (one.unflatten(2, (heads, -1)) for one in made)
+        projected = target.to_q(x), *known.keys_and_values(target, source, value, kwargs)
+        q, k, v = (tensor.unflatten(2, (heads, -1)) for tensor in projected)
         attention = Attention(q, k, v, function, known.scale(target, q.shape[3]), known.adds_bias)
         out = now.state.attend(now, self.path, self.level, layout, attention)
-        if out is None:  # projections are not asked twice: they may have hooks
+        if out is None:  # reuse q, k and v: the projections must not run twice, because they may have hooks
             out = function(q, k, v, None)
         return known.finish(target, out.flatten(2))
 
     def _leave_alone(self, now: Call, why: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        x = next((one for one in (*args, *kwargs.values()) if torch.is_tensor(one) and one.dim() > 1), None)
+        arguments = (*args, *kwargs.values())
+        x = next((value for value in arguments if torch.is_tensor(value) and value.dim() > 1), None)
         batch, tokens = (0, 0) if x is None else x.shape[:2]
         now.state.leave_alone(self.level, why, batch, tokens, tokens)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """The attention in a graph that is being made."""
+        """Return the attention's output while a compiler traces, with the operator ``attend`` in the graph."""
         state, begun = self.wraps.handle, self.wraps.begun
         if state is None:
             return self.original(*args, **kwargs)
@@ -251,38 +292,50 @@ class AttentionSite(NumberedSite):
         if isinstance(why, str):
             state.ledger.note_traced(self.level, why)
             return self.original(*args, **kwargs)
-        before, intercept.now.answer = intercept.now.answer, partial(self._ask, self.number if begun is None else begun)
+        answer_in_graph = partial(self._call_operator, self.number if begun is None else begun)
+        before, intercept.now.answer = intercept.now.answer, answer_in_graph
         try:
             if forward is not None:
                 return forward(self.target)(*args, **kwargs)
-            # who asks which arguments a processor takes: a compiler cannot tell of a function that is made here
+            # Attention.forward inspects the signature of ``processor.__call__``. A compiler cannot inspect a function
+            # that was made here, so the stand-in shows the original.
             stand_in = processor(current, __call__=current.__call__)
             like = intercept.Like(self.target, processor=stand_in)
             return calling(type(self.target), "forward")()(like, *args, **kwargs)
         finally:
             intercept.now.answer = before
 
-    def _ask(self, begun: torch.Tensor, asked: Asked) -> torch.Tensor:
+    def _call_operator(self, begun: torch.Tensor, asked: Asked) -> torch.Tensor:
         if not asked.plain:
             self.wraps.handle.ledger.note_traced(self.level, MORE)
             return asked.unmerged()
-        more = asked.mask, asked.by_head, asked.scale, asked.gqa, asked.backend
-        return asked.give_back(compiled.OPERATORS["attend"](begun, self.number, asked.q, asked.k, asked.v, *more))
+        options = asked.mask, asked.by_head, asked.scale, asked.gqa, asked.backend
+        return asked.give_back(compiled.OPERATORS["attend"](begun, self.number, asked.q, asked.k, asked.v, *options))
 
 
 def count_missed(wraps: WrapSet, now: Call, names: set[str] | None = None, batch: int = 0, tokens: int = 0) -> None:
-    """Count attentions that a call did not come to, by what stands in the place of each, of its block or, if it came to
-    none, of the model. What was taken off is put back. names: those that it had to come to; None if it may pass some.
+    """Count attentions that a model call did not reach, with the reason, and put back wraps that were taken off.
+
+    The reason is a replaced ``forward`` of the attention, of its block or, if the call reached no attention, of the
+    model.
+
+    Args:
+        wraps: all wraps of the model.
+        now: the call.
+        names: paths of the attentions that the call had to reach; None if it may have skipped some on purpose.
+        batch: number of samples that count as unmerged.
+        tokens: number of tokens that count as unmerged.
     """
     model, is_lost = wraps.on[0].target if wraps.on else None, False
-    for site in (one for one in wraps.on if one.path):
+    for site in (wrap for wrap in wraps.on if wrap.path):
         is_missed = site.path not in now.reached if names is None else site.path in names
         if not is_missed or now.rules[site.level].attn is None or now.state.ledger.levels[site.level].traced:
             continue
         block = model.get_submodule(site.path.rpartition(".")[0])
         places = [] if not site.is_on_top() else [block] if now.reached else [block, model]
-        found = [full_name(one) for one in (over_hook(site.target), *map(others_on, places)) if one is not None]
-        why = f"{REPLACED}: {found[0]}" if found else REPLACED if places else why_passed(site)
+        replacements = over_hook(site.target), *map(others_on, places)
+        others = [full_name(method) for method in replacements if method is not None]
+        why = f"{REPLACED}: {others[0]}" if others else REPLACED if places else why_passed(site)
         if names is not None or why != REPLACED or not now.reached:
             now.state.leave_alone(site.level, why, batch, tokens, tokens)
         is_lost |= why == TAKEN_OFF
@@ -291,5 +344,5 @@ def count_missed(wraps: WrapSet, now: Call, names: set[str] | None = None, batch
 
 
 def named(kwargs: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """The first of these keywords that is there; None if there is none."""
+    """Return the value of the first of these names that is a keyword; None if there is none."""
     return next((kwargs[name] for name in names if name in kwargs), None)

@@ -1,7 +1,8 @@
-"""diffusers' transformers (Flux, SD3, Qwen-Image, Wan and others): which are known, and how their calls are read.
+"""diffusers' transformers (Flux, SD3, Qwen-Image, Wan and others): the known classes, and how their calls are read.
 
-They are known by the names of their classes, and with each where the picture's tokens lie in its sequences, and what
-its timestep means. The rest its modules and the names of its arguments tell. What is not here is not guessed.
+A transformer is recognised by the name of its class. For each class a table says where the picture's tokens are in its
+sequences and what its timestep means. The rest follows from its modules and from the names of its arguments. A class
+that is not in the table is not patched.
 """
 
 from __future__ import annotations
@@ -32,9 +33,13 @@ UNEVEN = "its pictures are of different sizes"
 class Tokens(NamedTuple):
     """The picture's tokens in one call.
 
-    count: the picture's and those behind it that are of its kind, as references are.
-    latent: ``[B, C, (frames,) H, W]``, or a view of as many places; its values are looked at for copies alone.
-    first: how many tokens of earlier films lie before them.
+    Args:
+        grid: their grid.
+        count: number of tokens from the picture's first token to the end of its part of the sequence. It includes
+            tokens of reference pictures, which follow the picture's.
+        latent: the latent ``(batch, channels, [frames,] height, width)``, or a view with one place for each token. Its
+            values are used only to find copies of one latent in the batch.
+        first: number of tokens of earlier frames before the picture's.
     """
 
     grid: Grid
@@ -44,10 +49,13 @@ class Tokens(NamedTuple):
 
 
 class Family(NamedTuple):
-    """A family is what neither a class's calls nor its modules tell, and its name has to.
+    """The facts of a class of transformers that neither its calls nor its modules show.
 
-    text_first: does the text lie before the picture's tokens? timestep: of a time; Stable Diffusion's, a flow model's
-    sigma times 1000. downsample: latent places a token, a side. attentions: what the paths of the modules match.
+    Args:
+        text_first: True if the text is before the picture's tokens.
+        timestep: converts the model's time to a timestep of Stable Diffusion: 1000 times the sigma of a flow model.
+        downsample: side of a token, in places of the latent.
+        attentions: regular expression for the paths of the attentions over the picture's tokens.
     """
 
     text_first: bool = False
@@ -56,28 +64,35 @@ class Family(NamedTuple):
     attentions: str = r"\w*(blocks|layers|noise_refiner)\.\d+\.(block\.)?(attn1?|attention)"
 
 
-def _of_latent(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
-    """``[B, C, H, W]``, ``[B, C, frames, H, W]`` or, in CogVideoX, ``[B, frames, C, H, W]`` in patches."""
+# Each reader takes the model and the arguments of its call by name. It returns the picture's tokens, or the reason why
+# they are unknown.
+
+
+def _read_latent(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
+    """Most classes: a latent ``(batch, channels, [frames,] height, width)``; CogVideoX's frames are before channels."""
     latent, config = given["hidden_states"], model.config
     if latent.dim() == 5 and latent.shape[1] != config.in_channels:
         latent = latent.transpose(1, 2)
-    size, along = config.patch_size, getattr(config, "patch_size_t", None) or 1
-    along, down, right = (along, size, size) if isinstance(size, int) else (1, *size)[-3:]
-    frames = 1 if latent.dim() == 4 else latent.shape[2] // along
+    size, patch_frames = config.patch_size, getattr(config, "patch_size_t", None) or 1
+    patch_frames, down, right = (patch_frames, size, size) if isinstance(size, int) else (1, *size)[-3:]
+    frames = 1 if latent.dim() == 4 else latent.shape[2] // patch_frames
     height, width = latent.shape[-2] // down, latent.shape[-1] // right
     return Tokens(Grid(frames * height, width, frames), frames * height * width, latent)
 
 
-def _of_history(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
-    """FramePack: films drawn before lie in front of this one, in larger patches the older they are."""
-    older = [(given[name], along) for name, along in zip(_HISTORY, (4, 2, 1), strict=False) if given[name] is not None]
-    patches = [(film.shape[2:], (along, 2 * along, 2 * along)) for film, along in older]
-    before = sum(prod(-(-side // size) for side, size in zip(*one, strict=True)) for one in patches)
-    return _of_latent(model, given)._replace(first=before)
+def _read_history(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
+    """FramePack: earlier frames come before the current ones, in larger patches the older they are."""
+    history = [(given[name], factor) for name, factor in zip(_HISTORY, (4, 2, 1), strict=False)]
+    patches = [(film.shape[2:], (factor, 2 * factor, 2 * factor)) for film, factor in history if film is not None]
+    before = sum(prod(-(-side // size) for side, size in zip(*sides, strict=True)) for sides in patches)
+    return _read_latent(model, given)._replace(first=before)
 
 
-def _of_ids(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
-    """Flux: ``img_ids [N, 3]``, the first another one for reference pictures, which lie behind; Krea 2: text's, too."""
+def _read_ids(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
+    """Flux, Krea 2: ids ``(tokens, 3)`` of picture, row and column.
+
+    Reference pictures follow the picture and have another first id. Krea 2's ids include those of the text.
+    """
     packed = given["hidden_states"]
     shape = _grid_of_ids(given["img_ids"] if "img_ids" in given else given["position_ids"], packed.shape[1])
     if shape is None:
@@ -89,12 +104,15 @@ def _of_ids(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
     return Tokens(Grid(*shape), packed.shape[1], latent)
 
 
-_GRIDS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of tensors of ids: version, and what was found
+_GRIDS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # for each tensor of ids: its version, and its grid or None
 
 
 def _grid_of_ids(ids: torch.Tensor, count: int) -> tuple[int, int] | None:
-    """Height and width; None if they are no grid. A pipeline gives one tensor at all steps, and one of them waits."""
-    version = None if ids.is_inference() else (ids._version, count)  # None: who writes into it cannot be told
+    """Return height and width of the picture's ids, or None if they are no grid.
+
+    Reading ids waits for the device. The result is cached, because a pipeline passes the same tensor at all steps.
+    """
+    version = None if ids.is_inference() else (ids._version, count)  # inference tensors do not count writes
     known = _GRIDS.get(ids)
     if known is None or version is None or known[0] != version:
         known = _GRIDS[ids] = version, _read_grid(ids.detach().flatten(0, -2)[-count:].cpu())
@@ -102,21 +120,21 @@ def _grid_of_ids(ids: torch.Tensor, count: int) -> tuple[int, int] | None:
 
 
 def _read_grid(ids: torch.Tensor) -> tuple[int, int] | None:
-    own = ids[: int((ids[:, 0] == ids[0, 0]).long().cumprod(0).sum())]
-    width = int((own[:, 1] == own[0, 1]).long().cumprod(0).sum())
-    if len(own) % width:
+    picture = ids[: int((ids[:, 0] == ids[0, 0]).long().cumprod(0).sum())]
+    width = int((picture[:, 1] == picture[0, 1]).long().cumprod(0).sum())
+    if len(picture) % width:
         return None
-    places = own.unflatten(0, (-1, width))
+    places = picture.unflatten(0, (-1, width))
     is_grid = (places[:, :, 1] == places[:, :1, 1]).all() and (places[:, :, 2] == places[:1, :, 2]).all()
-    return (len(own) // width, width) if is_grid else None
+    return (len(picture) // width, width) if is_grid else None
 
 
-def _of_shapes(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
-    """Qwen-Image: ``img_shapes``, for each picture ``(frames, height, width)`` of it and of its references."""
+def _read_shapes(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
+    """Qwen-Image: for each sample the shapes ``(frames, height, width)`` of its picture and its references."""
     shapes = given["img_shapes"]
     if not shapes:
         return NO_GRID
-    if any(one != shapes[0] for one in shapes):
+    if any(shape != shapes[0] for shape in shapes):
         return UNEVEN
     frames, height, width = shapes[0][0] if isinstance(shapes[0], list) else shapes[0]
     packed = given["hidden_states"]
@@ -124,21 +142,21 @@ def _of_shapes(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
     return Tokens(Grid(frames * height, width, frames), packed.shape[1], places)
 
 
-def _of_list(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
-    """Z-Image: a list of latents ``[C, frames, H, W]``."""
+def _read_list(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
+    """Z-Image: a list of latents ``(channels, frames, height, width)``."""
     latents = given["x"]
-    if not all(torch.is_tensor(one) for one in latents):
+    if not all(torch.is_tensor(latent) for latent in latents):
         return "references came along"
-    if any(one.shape != latents[0].shape for one in latents):
+    if any(latent.shape != latents[0].shape for latent in latents):
         return UNEVEN
     _, frames, height, width = latents[0].shape
-    size, along = given["patch_size"], given["f_patch_size"]
-    frames, height, width = frames // along, height // size, width // size
+    size, patch_frames = given["patch_size"], given["f_patch_size"]
+    frames, height, width = frames // patch_frames, height // size, width // size
     return Tokens(Grid(frames * height, width, frames), frames * height * width, torch.stack(list(latents)))
 
 
-def _of_film(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
-    """LTX: the film's sizes come along."""
+def _read_film(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
+    """LTX: number of frames, height and width are arguments of the call."""
     frames, height, width, packed = (given[name] for name in _FILM[:4])
     if None in (frames, height, width) or frames * height * width != packed.shape[1]:
         return NO_GRID
@@ -149,11 +167,11 @@ def _of_film(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
 _FILM = ("num_frames", "height", "width", "hidden_states")
 _HISTORY = ("latents_history_4x", "latents_history_2x", "latents_clean", "hidden_states")
 TIMES = ("timestep", "timesteps", "t")
-# how a call is read: the first whose arguments its class's forward has
+# Readers by the arguments that they need. A class is read by the first one whose arguments its forward has.
 _READERS: dict[tuple[str, ...], Callable[[nn.Module, Mapping[str, Any]], Tokens | str]] = {
-    ("img_ids", "txt_ids", "hidden_states"): _of_ids, ("position_ids", "hidden_states"): _of_ids,
-    ("img_shapes", "hidden_states"): _of_shapes, ("x", "patch_size", "f_patch_size"): _of_list,
-    _FILM: _of_film, _HISTORY: _of_history, ("hidden_states",): _of_latent,
+    ("img_ids", "txt_ids", "hidden_states"): _read_ids, ("position_ids", "hidden_states"): _read_ids,
+    ("img_shapes", "hidden_states"): _read_shapes, ("x", "patch_size", "f_patch_size"): _read_list,
+    _FILM: _read_film, _HISTORY: _read_history, ("hidden_states",): _read_latent,
 }  # fmt: skip
 _KINDS = {
     Family(True, partial(mul, 1000)): ("AuraFlowTransformer2DModel", "ChromaTransformer2DModel",
@@ -178,26 +196,30 @@ _IN_PIPELINES = ("transformer", "transformer_2")  # Wan 2.2 has two, for early a
 
 
 def family_of(model: Any) -> Family | None:
-    """By its class's name, or that of a class it is derived from."""
+    """Return the family of a transformer by the name of its class or of a base class; None if it is not known."""
     if not isinstance(model, nn.Module):
         return None
-    return next((FAMILIES[one.__name__] for one in type(model).__mro__ if one.__name__ in FAMILIES), None)
+    return next((FAMILIES[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in FAMILIES), None)
 
 
 def find_transformers(model: Any) -> list[nn.Module]:
-    """The known transformers of a pipeline, or the model itself; none where it is or has no known one."""
-    inner = (model, *(getattr(model, name, None) for name in _IN_PIPELINES))
-    found = (getattr(one, "_orig_mod", one) for one in inner)  # of a compiled one
-    return [one for one in found if family_of(one) is not None]
+    """Return the model itself or the transformers of a pipeline, as far as they are known."""
+    candidates = (model, *(getattr(model, name, None) for name in _IN_PIPELINES))
+    modules = (getattr(module, "_orig_mod", module) for module in candidates)  # without torch.compile's wrapper
+    return [module for module in modules if family_of(module) is not None]
 
 
 def find_attentions(model: nn.Module, family: Family) -> list[tuple[str, nn.Module]]:
-    """Path and module of each attention over the picture's tokens, in order."""
-    return [(path, one) for path, one in model.named_modules() if re.fullmatch(family.attentions, path)]
+    """Return path and module of each attention over the picture's tokens, in the order of the model's modules."""
+    return [(path, module) for path, module in model.named_modules() if re.fullmatch(family.attentions, path)]
 
 
 class TransformerAdapter:
-    """What the engine has to know of one transformer of a known family. For its attributes see `unet.UNetAdapter`."""
+    """The adapter of a transformer of a known family, with the attributes of `unet.UNetAdapter`.
+
+    Args:
+        model: the transformer. The adapter does not hold it.
+    """
 
     layout = "transformer"
 
@@ -206,38 +228,47 @@ class TransformerAdapter:
         self.downsamples = [self.family.downsample]
         self._blocks = len(find_attentions(model, self.family))
         parameters = inspect.signature(type(model).forward).parameters.values()
-        known = {one.name: (place - 1, one.default) for place, one in enumerate(parameters)}
-        names, self._tokens = next(one for one in _READERS.items() if known.keys() >= {*one[0]})
+        known = {parameter.name: (place - 1, parameter.default) for place, parameter in enumerate(parameters)}
+        names, self._read_tokens = next(reader for reader in _READERS.items() if known.keys() >= {*reader[0]})
         self.reads = (*names, next(name for name in TIMES if name in known))
         by_name_alone = sys.maxsize, None
         self._arguments = [(name, *known.get(name, by_name_alone)) for name in self.reads]
 
     def tallies(self) -> list[LevelTally]:
-        """One: all of its attentions are over the same tokens."""
+        """Return an empty tally of the only level: all attentions are over the same tokens."""
         return [LevelTally(self.family.downsample, self._blocks)]
 
     def wraps(self, model: nn.Module, levels: set[int], around: set[int], make: Callable[..., Wrap]) -> Iterator[Wrap]:
-        """What has to be put on the model, the outermost first. make: as of `unet.UNetAdapter.wraps`."""
+        """Yield the wraps to put on the model, the outermost first, see `unet.UNetAdapter.wraps`."""
         yield make(ModelSite, model)
         for path, module in find_attentions(model, self.family):
             yield make(AttentionSite, module, path, 0)
 
     def pick(self, model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> list[Any]:
-        """The arguments of `reads`, in a way that a compiler can follow."""
+        """Return the values of the arguments named in `reads`. A compiler can trace this."""
         return [kwargs[name] if name in kwargs else args[place] if place < len(args) else default
                 for name, place, default in self._arguments]  # fmt: skip
 
     def read(self, model: nn.Module, given: Mapping[str, Any], time: Any) -> tuple[Any, Any, Any]:
-        """Timestep as Stable Diffusion's, of the pipeline's step if it is known; latent; its tokens, or why not."""
+        """Read a call of the model.
+
+        Args:
+            model: the transformer.
+            given: the arguments named in `reads`, by name.
+            time: the engine's `ModelTime`. A known step of the pipeline's scheduler precedes the call's own time.
+
+        Returns:
+            The timestep on Stable Diffusion's scale; the latent; the `Tokens`, or the reason why they are unknown.
+        """
         step = time.noise.now() if isinstance(time.noise, PipelineSteps) and time.is_sampling else None
         timestep = self.family.timestep(given[self.reads[-1]]) if step is None else step
-        tokens = self._tokens(model, given)
+        tokens = self._read_tokens(model, given)
         if isinstance(tokens, str):
             return timestep, torch.empty(0), tokens
         return timestep, tokens.latent, tokens
 
     def layout_of(self, now: Call, site: AttentionSite, tokens: int) -> Layout | str:
-        """Text may lie before the picture's tokens."""
+        """Return where the picture's tokens are among this number of tokens, or the reason why that is unknown."""
         if isinstance(now.facts, str):
             return now.facts
         picture: Tokens = now.facts

@@ -1,9 +1,9 @@
 """UNets of LDM, sgm, Forge and diffusers: where their attentions are, and how their calls are read.
 
-Beside keys and values in their attentions, parts of their blocks may be called with merged tokens: tomesd's way, for
-`apply_patch` and its settings. Every LDM-style block runs ``x = attn1(norm1(x)) + x``, then the same with ``attn2`` and
-``ff``. Merging before such a part and unmerging after it needs no line of the block, so whatever hooks it from outside
-goes on seeing all tokens.
+In addition to merging keys and values in attentions, parts of a block can be called with merged tokens. This is how
+tomesd merges, and `apply_patch` does the same. Every LDM-style block runs ``x = attn1(norm1(x)) + x``, then the same
+with ``attn2`` and ``ff``. Tokens are merged before such a part and unmerged after it. The block's own code does not
+change, so hooks on the block still see all tokens.
 """
 
 from __future__ import annotations
@@ -26,15 +26,24 @@ from .wrap import Wrap, WrapSet
 _TIMES = ("timesteps", "timestep", "t")
 _IN_GRAPH = "its parts merge by a rule that compiled blocks do not follow"
 _UNKNOWN_CALL = "called in an unknown way"
-# parts of a block beside its self-attention, and what they are called there
+# parts of a block in addition to its self-attention: the name in a rule, and the attribute of the block
 _PARTS = (("crossattn", "attn2"), ("mlp", "ff"))
 
 
 class UNetAdapter:
-    """What the engine has to know of one UNet. Raises UnsupportedModelError as `find_blocks` does.
+    """The adapter of a UNet: what the engine has to know of the model.
 
-    layout: whose strengths it has. downsamples: of each level, the finest first. reads: the arguments that a call is
-    read from. It does not hold the UNet.
+    Args:
+        unet: the UNet. It is held weakly.
+
+    Raises:
+        UnsupportedModelError: the UNet has no known blocks.
+
+    Attributes:
+        layout: "sd" or "sdxl", the table of strengths that applies.
+        downsamples: the down-sampling factor of each level, the finest first.
+        levels: the number of each level by its count of halvings.
+        reads: names of the arguments that a call is read from.
     """
 
     reads = ("latent", "timestep")
@@ -52,18 +61,19 @@ class UNetAdapter:
         return find_blocks(self._unet())
 
     def tallies(self) -> list[LevelTally]:
-        """An empty one for each level."""
+        """Return an empty tally for each level, the finest first."""
         places = self.places
         count = [sum(place.halvings == depth for place in places) for depth in self.levels]
         return [LevelTally(down, blocks) for down, blocks in zip(self.downsamples, count, strict=True)]
 
     def wraps(self, unet: nn.Module, levels: set[int], around: set[int], make: Callable[..., Wrap]) -> Iterator[Wrap]:
-        """What has to be put on the UNet, the outermost first.
+        """Yield the wraps to put on the UNet, the outermost first.
 
         Args:
-            levels: those where something may merge.
-            around: those where parts of blocks may be called with merged tokens.
-            make: gives a wrap of a class, of its target and what else it takes.
+            unet: the UNet.
+            levels: the levels in which any rule may merge.
+            around: the levels in which parts of blocks may be called with merged tokens.
+            make: takes a class of wraps, the module to wrap and further arguments of the class, and returns a wrap.
         """
         yield make(ModelSite, unet)
         before, places = None, self.places
@@ -73,8 +83,8 @@ class UNetAdapter:
                 continue
             if place.transformer is not before:
                 before = place.transformer
-                own = (one for one in places if one.transformer is before)
-                names = {f"{one.path}.attn1" for one in own if getattr(one.block, "attn1", None) is not None}
+                siblings = (other for other in places if other.transformer is before)
+                names = {f"{other.path}.attn1" for other in siblings if getattr(other.block, "attn1", None) is not None}
                 yield make(TransformerSite, before, level, names)
             kind, parts = AttentionSite, ()
             if level in around:
@@ -87,44 +97,59 @@ class UNetAdapter:
                     yield make(PartSite, getattr(place.block, name), place.path, part, level)
 
     def pick(self, unet: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> list[Any]:
-        """The arguments of `reads`, in a way that a compiler can follow."""
+        """Return the values of the arguments named in `reads`. A compiler can trace this."""
         latent = args[0] if args else named(kwargs, LATENTS)
         return [latent, args[1] if len(args) > 1 else named(kwargs, _TIMES)]
 
     def read(self, unet: nn.Module, given: Mapping[str, Any], time: Any) -> tuple[Any, Any, Any]:
-        """Timestep, latent, and height and width of it if it is a picture."""
+        """Read a call of the UNet.
+
+        Args:
+            unet: the UNet.
+            given: the arguments named in `reads`, by name.
+            time: the engine's `ModelTime`. Not used here.
+
+        Returns:
+            The timestep; the latent; height and width of the latent, or None if it is not a picture.
+        """
         latent = given["latent"]
         is_picture = torch.is_tensor(latent) and latent.dim() >= 4
         return given["timestep"], latent, latent.shape[-2:] if is_picture else None
 
     def layout_of(self, now: Call, site: AttentionSite, tokens: int) -> Layout | str:
-        """The picture's tokens are all there are."""
+        """Return the layout of the picture's tokens, or the reason why this number of tokens does not match it."""
         layout = now.layouts.get(site.level)
-        if layout is None and now.facts is not None:  # a compiled model does not tell where it is
+        if layout is None and now.facts is not None:  # in a compiled model no `TransformerSite` reads the grid
             layout = Layout(Grid(*(-(-side // 2**site.halvings) for side in now.facts)))
         return NO_GRID if layout is None or layout.grid.height * layout.grid.width != tokens else layout
 
 
 class BlockSite(Wrap):
-    """Around a block: holds its input while its parts run."""
+    """The wrap around a block, which holds the block's input while the parts of the block run.
+
+    Args:
+        block: the block.
+        wraps: all wraps of the model.
+        level: the level of the block.
+    """
 
     def __init__(self, block: nn.Module, wraps: WrapSet, level: int) -> None:
-        # LDM blocks run `_forward` inside their own gradient checkpoint, so only that is seen when it is repeated
+        # LDM blocks run `_forward` inside their own gradient checkpoint, so only `_forward` runs again in backward
         super().__init__(block, "_forward" if hasattr(type(block), "_forward") else "forward")
         self.wraps, self.level = wraps, level
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """The block's output, its parts able to merge."""
+        """Return the block's output; the wraps of its parts find its input meanwhile."""
         now, x = self.wraps.calls.now or self.wraps.resumed(), args[0] if args else named(kwargs, LATENTS)
         if now is None:
             return self.original(*args, **kwargs)
-        before, now.block = now.block, self._open(now, x)
+        before, now.block = now.block, self._input_of(now, x)
         try:
             return self.original(*args, **kwargs)
         finally:
             now.block = before
 
-    def _open(self, now: Call, x: Any) -> tuple[torch.Tensor, dict] | None:
+    def _input_of(self, now: Call, x: Any) -> tuple[torch.Tensor, dict] | None:
         if not torch.is_tensor(x) or x.dim() != 3:
             return None
         layout = now.layouts.get(self.level)
@@ -135,9 +160,14 @@ class BlockSite(Wrap):
 
 
 class PartSite(Wrap):
-    """Around ``attn2`` or ``ff``: merges its input, unmerges its output.
+    """The wrap around ``attn2`` or ``ff``, which merges the input and unmerges the output.
 
-    block: its path. part: "crossattn" or "mlp".
+    Args:
+        module: the part.
+        wraps: all wraps of the model.
+        block: the path of the block.
+        part: "crossattn" or "mlp".
+        level: the level of the block.
     """
 
     def __init__(self, module: nn.Module, wraps: WrapSet, block: str, part: str, level: int) -> None:
@@ -145,14 +175,14 @@ class PartSite(Wrap):
         self.wraps, self.block, self.part, self.level = wraps, block, part, level
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """What the part gives."""
+        """Return the part's output, computed on merged tokens if the rule in force asks for that."""
         now = self.wraps.calls.now or self.wraps.resumed()
         if now is None or now.block is None or getattr(now.rules[self.level], self.part) is None:
             return self.original(*args, **kwargs)
         return _run_around(self, now, self.block, self.part, args, kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """In a graph nothing merges here."""
+        """Return the unmerged output while a compiler traces: no graph merges in this part."""
         state = self.wraps.handle
         if state is not None and any(getattr(rule, f"merge_{self.part}") for rule in state.clock.rules):
             state.ledger.note_traced(self.level, _IN_GRAPH)
@@ -160,7 +190,10 @@ class PartSite(Wrap):
 
 
 class BlockAttentionSite(AttentionSite):
-    """A self-attention of such a block: tomesd's way if the rule in force is tomesd's, else as every other."""
+    """The wrap around a self-attention that is called with merged tokens if the rule in force is one of tomesd's.
+
+    With any other rule it merges keys and values, as `AttentionSite` does. The arguments are the same.
+    """
 
     def _merge(self, now: Call, args: tuple, kwargs: dict[str, Any]) -> Any:
         if not now.rules[self.level].attn.is_as_tomesd:
@@ -171,7 +204,7 @@ class BlockAttentionSite(AttentionSite):
 
 
 def _run_around(site: Any, now: Call, path: str, part: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What the part of the block gives, on merged tokens if that can be. path: of the block."""
+    """Return the output of a part of a block, on merged tokens if possible. path: path of the block."""
     (x, plans), level = now.block, site.level
     tokens, context = x.shape[1], args[1] if len(args) > 1 else named(kwargs, CONTEXTS)
     problem, out = _problem_of(part, site.target, x, args, kwargs, context), None
@@ -185,17 +218,17 @@ def _run_around(site: Any, now: Call, path: str, part: str, args: tuple, kwargs:
 
 
 def _call_merged(original: Callable, args: tuple, kwargs: dict[str, Any], tokens: int, merge: Callable) -> Any:
-    """The part on tokens that ``merge`` has merged. tokens: of contexts and values that merge as well; 0 for none."""
+    """Call a part with merged tokens. tokens: contexts and values of this length merge as well; 0 for none."""
 
-    def merged(one: Any) -> Any:
-        return merge(one) if torch.is_tensor(one) and one.dim() == 3 and one.shape[1] == tokens else one
+    def merged(value: Any) -> Any:
+        return merge(value) if torch.is_tensor(value) and value.dim() == 3 and value.shape[1] == tokens else value
 
-    more = {name: merged(one) if name in (*CONTEXTS, "value") else one for name, one in kwargs.items()}
-    return original(merge(args[0]), *(merged(one) for one in args[1:2]), *args[2:], **more)
+    merged_kwargs = {name: merged(value) if name in (*CONTEXTS, "value") else value for name, value in kwargs.items()}
+    return original(merge(args[0]), *(merged(value) for value in args[1:2]), *args[2:], **merged_kwargs)
 
 
 def _problem_of(part: str, module: nn.Module, x: torch.Tensor, args: tuple, kwargs: dict, context: Any) -> str:
-    """Why a part cannot be called with merged tokens; "" if it can. x: the block's input."""
+    """Return the reason why a part cannot be called with merged tokens; "" if it can. x: the block's input."""
     if not args or not torch.is_tensor(args[0]) or args[0].dim() != 3 or (part == "attn" and len(args) > 2):
         return _UNKNOWN_CALL
     if args[0].shape[:2] != x.shape[:2]:
@@ -204,17 +237,17 @@ def _problem_of(part: str, module: nn.Module, x: torch.Tensor, args: tuple, kwar
     if part == "attn":
         if any(mask is not None for mask in masks):
             return MASKED
-        if kwargs.get("n_times_crossframe_attn_in_self"):  # sgm: keys of some samples serve others
+        if kwargs.get("n_times_crossframe_attn_in_self"):  # in sgm, queries also see the keys of other samples
             return "cross-frame attention needs every token"
         if context is not None and not (torch.is_tensor(context) and context.shape == args[0].shape):
             return OF_OTHERS
     if part == "crossattn":
         if any(torch.is_tensor(mask) and mask.dim() > 2 and mask.shape[-2] > 1 for mask in masks):
             return "an attention mask for single tokens came along"
-        if kwargs.get("ip_adapter_masks") is not None:  # cut to the number of queries as if they were a picture
+        if kwargs.get("ip_adapter_masks") is not None:  # diffusers scales these masks to the number of queries
             return "an adapter's mask needs every token"
-    # a hook of diffusers' with a state, as of pyramid attention broadcast, answers with the output of an earlier step,
-    # which would be another match's
+    # A stateful hook of diffusers, such as pyramid attention broadcast, returns the output of an earlier step. That
+    # output belongs to another match.
     hooks = getattr(getattr(module, "_diffusers_hook", None), "hooks", None) or {}
     names = [type(hook).__name__ for hook in hooks.values() if getattr(hook, "_is_stateful", False)]
     return f"{' and '.join(names)} keeps outputs for other steps; put on after merging, both work" if names else ""

@@ -1,7 +1,8 @@
-"""Where the transformer blocks of a Stable Diffusion UNet are: one table for all families.
+"""The transformer blocks of a Stable Diffusion UNet, found by one table for all families of UNets.
 
-Every LDM-style UNet has the same three stages under one of two sets of names, in which a picture's tokens come from the
-4-D input of a module that holds ``transformer_blocks``. What else is there (video models' time stacks) is left alone.
+Every LDM-style UNet has the same three stages, under one of two sets of names. In each stage, a module with
+``transformer_blocks`` makes the picture's tokens from its 4-D input. Other modules, such as the temporal layers of
+video models, are left alone.
 """
 
 from __future__ import annotations
@@ -23,13 +24,18 @@ _KNOWN = (
 
 
 class UnsupportedModelError(ValueError):
-    """The model is of no kind that is known; says what was found, which question has no answer, and what is known."""
+    """The error for a model of an unknown kind; its message says what was found, what is missing, and what is known."""
 
 
 class UNetFamily(NamedTuple):
-    """Names by which one family of UNets calls things.
+    """The names that one family of UNets uses.
 
-    down, middle, up: attributes of the UNet. transformer: class that turns a picture into tokens.
+    Args:
+        name: the name of the family.
+        down: the attribute of the down-sampling stages.
+        middle: the attribute of the middle stage.
+        up: the attribute of the up-sampling stages.
+        transformer: the class of the modules that turn a picture into tokens.
     """
 
     name: str
@@ -49,7 +55,15 @@ _RESAMPLER = re.compile(r"(?:Fir|K)?(Down|Up)sample(?:2D)?")
 
 
 class Place(NamedTuple):
-    """One transformer block: where it is, and how often the latent was halved on the way to it."""
+    """A transformer block and its position in the UNet.
+
+    Args:
+        path: the name of the block in the UNet.
+        block: the block.
+        transformer: the module that holds the block and makes its tokens.
+        halvings: how often the latent is halved before it reaches the block.
+        family: the family of the UNet.
+    """
 
     path: str
     block: nn.Module
@@ -59,40 +73,47 @@ class Place(NamedTuple):
 
 
 def find_unet(model: Any) -> nn.Module:
-    """The UNet inside what a user may hand over.
+    """Return the UNet of a model that a user passes to `patch`.
 
-    model: a UNet, a compiled one, a diffusers pipeline (``.unet``), an LDM model (``.model.diffusion_model``) or its
-    wrapper (``.diffusion_model``), or ``DataParallel``'s and its like. Of a pipeline without a UNet it is the
-    ``.transformer``, so that `find_blocks` can say what was found. Raises TypeError for anything else,
-    UnsupportedModelError (a ValueError) for a pipeline of other networks.
+    Args:
+        model: a UNet, a diffusers pipeline (``.unet``), an LDM model (``.model.diffusion_model``) or its wrapper
+            (``.diffusion_model``). Each may be wrapped by ``torch.compile``, ``DataParallel`` or a similar class.
+
+    Returns:
+        The UNet. For a pipeline without a UNet, its ``.transformer``, so that `find_blocks` can name it in an error.
+
+    Raises:
+        TypeError: `model` is not a model.
+        UnsupportedModelError: (a ValueError) `model` is a pipeline of other networks.
     """
-    found = _unwrap(model)
-    inner = [getattr(owner, name, None) for owner, name in (
-        (found, "unet"), (getattr(found, "model", None), "diffusion_model"), (found, "diffusion_model"),
-        (found, "transformer"))]  # fmt: skip
-    found = _unwrap(next((one for one in inner if isinstance(one, nn.Module)), found))
-    kind = type(found).__name__
-    if not isinstance(found, nn.Module):
+    owner = _unwrap(model)
+    candidates = [getattr(holder, name, None) for holder, name in (
+        (owner, "unet"), (getattr(owner, "model", None), "diffusion_model"), (owner, "diffusion_model"),
+        (owner, "transformer"))]  # fmt: skip
+    unet = _unwrap(next((module for module in candidates if isinstance(module, nn.Module)), owner))
+    kind = type(unet).__name__
+    if not isinstance(unet, nn.Module):
         if isinstance(getattr(model, "components", None), dict):
-            networks = [type(one).__name__ for one in model.components.values() if isinstance(one, nn.Module)]
+            networks = [type(part).__name__ for part in model.components.values() if isinstance(part, nn.Module)]
             others = ", ".join(networks) or "no module at all"
             raise UnsupportedModelError(f"{kind} has neither a UNet nor a transformer, but {others}. {_KNOWN}")
         raise TypeError(
             f"model is {kind}; it has to be a UNet, a diffusers pipeline or an LDM model (with .model.diffusion_model)"
         )
-    return found
+    return unet
 
 
 def _family_of(module: nn.Module) -> UNetFamily | None:
-    """By its stages: the way down, and what follows it."""
-    return next((one for one in FAMILIES if hasattr(module, one.down)
-                 and (hasattr(module, one.middle) or hasattr(module, one.up))), None)  # fmt: skip
+    """Return the family whose stages the module has: down, and middle or up."""
+    return next((family for family in FAMILIES if hasattr(module, family.down)
+                 and (hasattr(module, family.middle) or hasattr(module, family.up))), None)  # fmt: skip
 
 
 def find_blocks(unet: nn.Module) -> list[Place]:
-    """Every transformer block of the UNet, in the order of its stages.
+    """Return every transformer block of a UNet, in the order of its stages.
 
-    Raises UnsupportedModelError, which says why, where there is none and where no stages tell their sizes.
+    Raises:
+        UnsupportedModelError: no block was found, or no stages show the levels of the blocks.
     """
     family, kind = _family_of(unet), type(unet).__name__
     places = [] if family is None else list(_places_of(unet, family))
@@ -100,31 +121,38 @@ def find_blocks(unet: nn.Module) -> list[Place]:
         return places
     names = Counter(type(module).__name__ for module in unet.modules())
     telling = Counter({name: n for name, n in names.items() if re.search("Block|Transformer|Attention", name)})
-    found = ", ".join(f"{n} {name}" for name, n in (telling or names).most_common(4))
-    ways = [(one, way_of(one)) for one in unet.modules()]
-    lost = [type(getattr(one, "processor", one)).__name__ for one, way in ways if way is None and hasattr(one, "to_q")]
+    listing = ", ".join(f"{n} {name}" for name, n in (telling or names).most_common(4))
+    ways = [(module, way_of(module)) for module in unet.modules()]
+    unknown = [module for module, way in ways if way is None and hasattr(module, "to_q")]
+    lost = [type(getattr(module, "processor", module)).__name__ for module in unknown]
     why = "nobody has told where a picture's tokens lie in its sequences, and what its timestep means"
-    if family is None and any(is_kind(module, one.transformer) for module in unet.modules() for one in FAMILIES):
+    if family is None and any(is_kind(module, known.transformer) for module in unet.modules() for known in FAMILIES):
         why = "without a UNet's stages nobody knows its blocks' level; if it is a part of a UNet, patch that"
     elif lost or not any(way for _, way in ways):
         why = f"no attention function that is known is called {f'by {lost[0]}' if lost else 'in it'}"
-    raise UnsupportedModelError(f"{kind} is not known: {why}; found {found}. {_KNOWN}")
+    raise UnsupportedModelError(f"{kind} is not known: {why}; found {listing}. {_KNOWN}")
 
 
 def is_compiled(unet: nn.Module, places: Sequence[Place], handed: Any = None) -> bool:
-    """Is the UNet compiled in place, or a transformer or a block of it, or what was handed over, or its ``unet``?"""
+    """Return whether a UNet, a part of it or the object that holds it is compiled.
+
+    Args:
+        unet: the UNet.
+        places: its transformer blocks.
+        handed: the object that the user passed to `patch`, such as a pipeline; or None.
+    """
     parts = (unet, *(part for place in places for part in (place.transformer, place.block)))
-    is_wrapped = any(hasattr(one, "_orig_mod") for one in (handed, getattr(handed, "unet", None)))
-    return is_wrapped or any(one._compiled_call_impl is not None for one in parts)
+    is_wrapped = any(hasattr(model, "_orig_mod") for model in (handed, getattr(handed, "unet", None)))
+    return is_wrapped or any(part._compiled_call_impl is not None for part in parts)
 
 
 def is_kind(module: Any, name: str) -> bool:
-    """Is it of a class of this name, or derived from one? By name, because every host has its own copy."""
-    return any(one.__name__ == name for one in type(module).__mro__)
+    """Return whether a module's class or a base class has this name. Every host has its own copy of these classes."""
+    return any(kind.__name__ == name for kind in type(module).__mro__)
 
 
 def _unwrap(model: Any) -> Any:
-    """Without torch.compile's wrapper, and those that call what they wrap ``module``."""
+    """Remove wrappers of torch.compile (``_orig_mod``), and of DataParallel and similar classes (``module``)."""
     for name in ("_orig_mod", "module"):
         inner = getattr(model, name, None)
         if isinstance(inner, nn.Module):
@@ -133,7 +161,7 @@ def _unwrap(model: Any) -> Any:
 
 
 def _places_of(unet: nn.Module, family: UNetFamily) -> Iterator[Place]:
-    """The blocks of each stage; a resampler acts after the transformers of its stage."""
+    """Yield the blocks of each stage. A resampler changes the level of the next stages, not of its own."""
     halvings, seen = 0, set()
     for name in (family.down, family.middle, family.up):
         part = getattr(unet, name, None)
@@ -143,7 +171,7 @@ def _places_of(unet: nn.Module, family: UNetFamily) -> Iterator[Place]:
         for key, stage in stages:
             resampling = 0
             waiting = [(f"{name}.{key}".rstrip("."), stage)]
-            while waiting:  # in order, and not into what holds blocks
+            while waiting:  # depth first, in the order of the modules; not into modules that hold blocks
                 path, module = waiting.pop()
                 if id(module) in seen:
                     continue
@@ -154,10 +182,10 @@ def _places_of(unet: nn.Module, family: UNetFamily) -> Iterator[Place]:
                         if is_kind(block, BLOCK):
                             yield Place(f"{path}.transformer_blocks.{number}", block, module, halvings, family)
                     continue
-                found = _RESAMPLER.fullmatch(type(module).__name__)
-                if found is not None and not resampling:
-                    resampling = 1 if found[1] == "Down" else -1
-                children = [(f"{path}.{key}", one) for key, one in module._modules.items() if one is not None]
+                resampler = _RESAMPLER.fullmatch(type(module).__name__)
+                if resampler is not None and not resampling:
+                    resampling = 1 if resampler[1] == "Down" else -1
+                children = [(f"{path}.{key}", child) for key, child in module._modules.items() if child is not None]
                 waiting += reversed(children)
             if name != family.middle:
                 halvings = max(0, halvings + resampling)

@@ -1,6 +1,6 @@
-"""Wrapping one method of one object in place, and taking the wrap off again whatever others did meanwhile.
+"""Wraps: replace a method of one object in place, and remove the replacement even if other programs wrapped it too.
 
-A `WrapSet` is all wraps on one model: which patch they serve, the calls that go on, and how they come off again.
+A `WrapSet` holds all wraps of one model, the patch that they serve, and the calls that are running.
 """
 
 from __future__ import annotations
@@ -20,28 +20,37 @@ from ..compiling import is_tracing, when_traced
 from ..engine.decision import Call
 from ..reporting.ledger import REPLACED, TAKEN_OFF
 
-# What is put on: a bound method of the wrap, because with a callable object the compiler makes a graph of its own for
-# each block where compile_repeated_blocks needs one for all, and gives up after eight. The compilers of torch 2.4 to
-# 2.6 refuse bound methods in this place; those of 2.8, 2.10 and 2.13 were seen to take them.
+# Whether to install a bound method of the wrap instead of the wrap itself. With a callable object the compiler makes
+# one graph for each block, although compile_repeated_blocks needs one for all, and gives up after eight. The compilers
+# of torch 2.4 to 2.6 refuse bound methods here; those of 2.8, 2.10 and 2.13 accept them.
 _BOUND = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
 _MARK, _SET_MARK = "_tome_core_wrap", "_tome_core_patch"
-_WRAPPERS: dict[str, Callable[[nn.Module, Any], Any]] = {}  # what sees through wrappers that others leave, by name
+_WRAPPERS: dict[str, Callable[[nn.Module, Any], Any]] = {}  # see `register_wrapper`
 _OF_ANOTHER_PATCH = (
     "gradient checkpointing runs a call again that was merged by another patch: call backward() before a patch is "
     "put on or taken off, or turn checkpointing off"
 )
-patch_lock = threading.RLock()  # held while wraps are put on or taken off: two threads may patch one model
+patch_lock = threading.RLock()  # held while wraps are installed or removed: two threads may patch one model
 _RESTING: weakref.WeakKeyDictionary[nn.Module, WrapSet] = weakref.WeakKeyDictionary()
 
 
 class Wrap:
-    """Stands in for ``target.NAME`` on the instance; subclasses put their work into `run`.
+    """A replacement of one method of one object; subclasses do their work in `run`.
 
-    What lies beneath is fixed for life: a foreign wrapper on top may have saved this one as "the original", and a wrap
-    that later called that wrapper would call itself. Removed, or left underneath another's wrapper, it passes calls
-    through for ever. A copy or a pickle of the target gets a wrap that passes calls through to the copy.
+    The method below a wrap never changes. Another extension's wrapper on top may have saved this wrap as "the
+    original", and a wrap that later called that wrapper would call itself. A wrap that was removed, or that was left
+    below another wrapper, passes all calls through. A copy or a pickle of the target gets a wrap that passes calls
+    through to the copy.
 
-    path: of the attention that it stands around, if it does.
+    Args:
+        target: the object.
+        name: the name of the method.
+
+    Attributes:
+        target: the object; None after the wrap was removed.
+        beneath: the method of another extension that this wrap calls; None for the method of the class.
+        active: True if the wrap works, False if it passes calls through.
+        path: the name of the wrapped attention in its model; "" for other targets.
     """
 
     path = ""
@@ -49,33 +58,34 @@ class Wrap:
     def __init__(self, target: Any, name: str = "forward") -> None:
         self.target, self.name, self.beneath = target, name, None
         self.active = self._placed = False
-        self._resting: Callable[[], Any] = weakref.ref(target)
+        self._target_ref: Callable[[], Any] = weakref.ref(target)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """What callers of ``target.NAME`` get while the wrap is active."""
+        """Answer a call of the method while the wrap is active."""
         return self.original(*args, **kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """What a compiler gets, as `run`."""
+        """Answer a call of the method while the wrap is active and a compiler traces."""
         return self.original(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What is put in place of ``target.NAME``."""
-        if not isinstance(self, Wrap):  # somebody bound this function to the target, to restore "the original"
+        """Answer any call of the method. This function replaces the method."""
+        if not isinstance(self, Wrap):  # another program bound this function to the target, to restore "the original"
             wrap, kind = vars(self).get(_MARK), type(self)
-            own = partial(getattr(kind, "_forward", kind.forward), self)  # see `BlockSite`
-            return (own if wrap is None else wrap.forward)(*args, **kwargs)
+            class_method = partial(getattr(kind, "_forward", kind.forward), self)  # see `BlockSite`
+            return (class_method if wrap is None else wrap.forward)(*args, **kwargs)
         if not self.active:
             return self.original(*args, **kwargs)
         return (self.trace if torch.compiler.is_compiling() and is_tracing() else self.run)(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer any call of the method, see `forward`."""
         return self.forward(*args, **kwargs)
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
-        """What ``target.NAME`` did before: another's replacement, else the class's method.
+        """Call the method below this wrap: another extension's replacement, or else the method of the class.
 
-        The class is asked at every call, because hosts replace methods of classes, and classes of objects.
+        The class is read at every call, because hosts replace methods of classes, and classes of objects.
         """
         if self.beneath is not None:
             return self.beneath(*args, **kwargs)
@@ -85,21 +95,23 @@ class Wrap:
         return getattr(type(target), self.name)(target, *args, **kwargs)
 
     def wrapped(self) -> Any:
-        """The target, also after the wrap was taken off; None once it is gone."""
-        return self._resting() if self.target is None else self.target
+        """Return the target, even after the wrap was removed; None if the target no longer exists."""
+        return self._target_ref() if self.target is None else self.target
 
     def is_on_top(self) -> bool:
-        """Is it this object that ``target.NAME`` calls first (below accelerate's hook, if there is one)?"""
+        """Return whether a call of the method reaches this wrap first (or first below accelerate's hook)."""
         return self.target is not None and wrap_of(vars(self.target).get(self._slot())) is self
 
     def install(self) -> Wrap:
-        """Put it on top and return the wrap in force: this one, or a copy over what others have put there since.
+        """Put the wrap on top of all replacements of the method, and activate it. Idempotent.
 
-        Reusing the same object keeps a compiled graph valid; idempotent.
+        Returns:
+            This wrap, or a copy of it if another extension has replaced the method meanwhile. The same object is
+            reused if possible, because that keeps compiled graphs valid.
         """
         wrap, self.target = self, self.wrapped()
         if not self.is_on_top():
-            current = self._find()
+            current = self._find_beneath()
             if not self._placed:
                 self.beneath = current
             elif current != self.beneath:
@@ -107,20 +119,22 @@ class Wrap:
                 wrap = self._again()
                 wrap.beneath = current
             setattr(self.target, self._slot(), wrap.forward if _BOUND else wrap)
-            vars(self.target).setdefault(_MARK, wrap)  # the first: it is what others have saved, and may bind anew
+            # the mark is the first wrap: other extensions have saved its function and may bind it again
+            vars(self.target).setdefault(_MARK, wrap)
         wrap._placed = True
         wrap.active = True
         return wrap
 
     def _again(self) -> Wrap:
-        """Another like this one, on the same target."""
+        """Return a copy of this wrap for the same target."""
         wrap = object.__new__(type(self))
         vars(wrap).update(vars(self))
         return wrap
 
     def uninstall(self) -> None:
-        """Take it off, leave what was there before, and hold the target no longer; underneath another's wrapper, become
-        a pass-through.
+        """Remove the wrap, restore the method below it, and release the target.
+
+        A wrap below another extension's wrapper stays there and passes calls through.
         """
         self.active, target = False, self.target
         if target is None:
@@ -135,44 +149,51 @@ class Wrap:
         slot, method = self._slot(), without_inert(self.beneath)
         if method is None and slot != self.name:
             method = getattr(type(self.target), self.name).__get__(self.target)
-        if method is None:  # the class's own
+        if method is None:  # the method of the class, which needs no attribute
             del vars(self.target)[slot]
         else:
             vars(self.target)[slot] = method
 
     def _slot(self) -> str:
-        """The attribute to stand in.
+        """Return the attribute of the target to replace: below accelerate's hook it is ``_old_forward``.
 
-        accelerate's hook calls ``_old_forward`` and puts that back when it leaves: what stood above it would be lost.
+        That hook calls ``_old_forward`` and restores it when it is removed, so a wrap above the hook would be lost.
         """
         hooked = self.name == "forward" and {"_hf_hook", "_old_forward"} <= vars(self.target).keys()
         return "_old_forward" if hooked else self.name
 
-    def _find(self) -> Any:
-        """What others have put into the slot; None for the class's own method, which accelerate puts there."""
+    def _find_beneath(self) -> Any:
+        """Return the replacement by another extension; None for the method of the class, which accelerate stores."""
         method = without_inert(vars(self.target).get(self._slot()))
-        own = getattr(method, "__self__", None) is self.target
-        # ours, too, if another has bound it to the target after it was taken off: it comes down to the class's
-        classes = getattr(type(self.target), self.name), type(self).forward, Wrap.forward
-        return None if own and getattr(method, "__func__", None) in classes else method
+        is_bound = getattr(method, "__self__", None) is self.target
+        # Our function counts as the class's if another program bound it to the target: it calls the class's method.
+        functions = getattr(type(self.target), self.name), type(self).forward, Wrap.forward
+        return None if is_bound and getattr(method, "__func__", None) in functions else method
 
     def __reduce__(self) -> tuple:
         return object.__new__, (Wrap,), (self.name, self.wrapped(), self.beneath)
 
     def __setstate__(self, state: tuple[str, Any, Any]) -> None:
         self.name, self.target, self.beneath = state
-        self.active, self._placed, self._resting = False, True, lambda: None
+        self.active, self._placed, self._target_ref = False, True, lambda: None
 
 
 @when_traced
 def calling(kind: type, name: str) -> type:
-    """A class of what calls a class's method, because a compiler cannot follow that question for every class."""
+    """Return a class whose instances call a method of another class.
+
+    A compiler cannot trace the look-up of a method for every class, so this look-up is a constant for it.
+
+    Args:
+        kind: the class of the method.
+        name: the name of the method.
+    """
     method = getattr(kind, name)
     return type(name, (), {"__call__": lambda self, *args, **kwargs: method(*args, **kwargs)})
 
 
 def drop_remains(target: Any) -> None:
-    """Take off our wraps that another's has put back on leaving, and those of a copy."""
+    """Remove inactive wraps: those of a copy, and those that another extension restored when it was removed."""
     with patch_lock:
         for slot in ("forward", "_forward", "_old_forward", "progress_bar"):
             wrap = wrap_of(vars(target).get(slot))
@@ -185,60 +206,62 @@ def drop_remains(target: Any) -> None:
 
 
 def others_on(module: nn.Module) -> Any:
-    """What anybody but us, and accelerate, has put in the place of ``module.forward``; None if nothing."""
-    found = over_hook(module) or Wrap(module)._find()
-    ours = wrap_of(found)
-    return found if ours is None else without_inert(ours.beneath)
+    """Return the replacement of ``module.forward`` by another extension, or None. accelerate's hook does not count."""
+    method = over_hook(module) or Wrap(module)._find_beneath()
+    ours = wrap_of(method)
+    return method if ours is None else without_inert(ours.beneath)
 
 
 def over_hook(module: nn.Module | None) -> Any:
-    """What somebody has put in the place of accelerate's hook, beneath which our wrap is; None if nothing."""
-    own = {} if module is None else vars(module)
-    is_theirs = getattr(getattr(own.get("forward"), "func", None), "__name__", "") == "new_forward"
-    return None if is_theirs or not {"_hf_hook", "_old_forward"} <= own.keys() else own.get("forward")
+    """Return the replacement of accelerate's hook by another extension; None if there is no hook or no replacement."""
+    attributes = {} if module is None else vars(module)
+    is_hook = getattr(getattr(attributes.get("forward"), "func", None), "__name__", "") == "new_forward"
+    return None if is_hook or not {"_hf_hook", "_old_forward"} <= attributes.keys() else attributes.get("forward")
 
 
 def wrap_of(method: Any) -> Wrap | None:
-    """The wrap behind what was found as a method, if there is one."""
+    """Return the wrap that a method belongs to, or None."""
     owner = getattr(method, "__self__", method)
     if isinstance(owner, Wrap):
         return owner
     mark = vars(owner).get(_MARK) if hasattr(owner, "__dict__") else None
-    # the wrap's own function, bound to its target by another program
+    # another program may have bound the function of the wrap to the target
     return mark if mark is not None and getattr(method, "__func__", None) is type(mark).forward else None
 
 
 def without_inert(method: Any) -> Any:
-    """What a method comes down to below wraps that were removed; without this, chains of them would grow."""
+    """Return the first method below inactive wraps. Without this, chains of removed wraps would grow."""
     while (wrap := wrap_of(method)) is not None and not wrap.active:
         method = wrap.beneath
     return method
 
 
 def why_passed(wrap: Wrap) -> str:
-    """Why calls of a target do not come to its wrap, which is not on top."""
-    found = others_on(wrap.target)
-    return TAKEN_OFF if found is None else f"{REPLACED}: {full_name(found)}"
+    """Return the reason why calls of the target do not reach a wrap that is not on top."""
+    method = others_on(wrap.target)
+    return TAKEN_OFF if method is None else f"{REPLACED}: {full_name(method)}"
 
 
 def register_wrapper(name: str, beneath: Callable[[nn.Module, Any], Any]) -> None:
-    """Make somebody's wrappers known.
+    """Register a kind of wrappers of another extension.
 
-    beneath: of a module and what stands in place of its ``forward``: what that does nothing but call at this moment;
-    None where it does more, or is another's. A second one of a name replaces the first.
+    Args:
+        name: a name of the kind. A second call with the same name replaces the first.
+        beneath: takes a module and the replacement of its ``forward``. Returns the method that this replacement
+            calls if it does nothing else at the moment; None if it does more, or is not of this kind.
     """
     _WRAPPERS[name] = beneath
 
 
 def is_own(module: nn.Module, method: Any) -> bool:
-    """Does the method, in place of the module's ``forward``, come down to the class's? None stands for the class's."""
+    """Return whether a replacement of ``module.forward`` only calls the method of the class, or is None."""
     while method is not None:
         if getattr(method, "__self__", None) is module:
             return getattr(method, "__func__", None) is type(module).forward
-        found = [one for beneath in _WRAPPERS.values() if (one := beneath(module, method)) is not None]
-        if not found:
+        inner = [below for beneath in _WRAPPERS.values() if (below := beneath(module, method)) is not None]
+        if not inner:
             return False
-        method = without_inert(found[0])  # of ours, which they may have found when they came
+        method = without_inert(inner[0])  # other extensions may have wrapped a wrap of ours that was removed since
     return True
 
 
@@ -246,8 +269,13 @@ def is_own(module: nn.Module, method: Any) -> bool:
 
 
 class Calls(threading.local):
-    """Of one model, in each thread. in_graph: the latest that a graph has begun; off: nothing is to merge; passed: why
-    the latest was none of ours.
+    """The calls of one model in the current thread.
+
+    Attributes:
+        now: the call that is running.
+        in_graph: the latest call that a compiled graph began.
+        off: above 0 if calls must not merge, see `Patch.unmerged`.
+        passed: the reason why the latest call did not reach our wrap, or "".
     """
 
     now: Call | None = None
@@ -256,11 +284,19 @@ class Calls(threading.local):
 
 
 class WrapSet:
-    """The wraps of one model, and what they share.
+    """The wraps of one model, and the state that they share.
 
-    handle: the patch in force. While there is none the wraps rest, holding no module, and the next patch gets the same
-    objects: a compiled model knows them. adapter: reads the model's calls. begun: while a compiler traces the model's
-    own call, what its attentions are told of it, or why it is left alone. paths: of the attentions with a wrap.
+    Without a patch the wraps rest: they hold no module. The next patch gets the same objects, because compiled models
+    refer to them.
+
+    Attributes:
+        handle: the patch in force, or None.
+        adapter: the adapter that reads the model's calls.
+        begun: while a compiler traces the model's own call, the result of the operator ``begin``, or the reason why
+            the call does not merge; else None.
+        paths: paths of the attentions that have a wrap.
+        calls: the running calls.
+        on: the wraps on the model, the outermost first.
     """
 
     def __init__(self) -> None:
@@ -269,71 +305,92 @@ class WrapSet:
         self.handle: Any = None
         self.begun: torch.Tensor | str | None = None
         self.calls = Calls()
-        self._goes_back: Call | None = None  # whose backward pass goes on
+        self._backward_of: Call | None = None  # the call whose backward pass is running
         self.on: list[Wrap] = []
-        self._off: dict[tuple[type, int], Wrap] = {}
+        self._resting: dict[tuple[type, int], Wrap] = {}
 
     def change(self, model: nn.Module, adapter: Any, handle: Any, levels: set[int], around: set[int]) -> None:
-        """Have what this patch needs, and nothing else; it is not put on yet."""
+        """Prepare the wraps that a patch needs, and remove all others. `put_back` installs them.
+
+        Args:
+            model: the model.
+            adapter: its adapter.
+            handle: the patch.
+            levels: the levels in which any rule may merge.
+            around: the levels in which parts of blocks may be called with merged tokens.
+        """
         self.adapter, self.handle = adapter, handle
-        self._off |= {(type(one), id(one.target)): one for one in self.on}
+        self._resting |= {(type(wrap), id(wrap.target)): wrap for wrap in self.on}
         wraps = list(adapter.wraps(model, levels, around, self._reuse_or_make))
-        for wrap in reversed([one for one in self.on if one not in wraps]):
+        for wrap in reversed([wrap for wrap in self.on if wrap not in wraps]):
             wrap.uninstall()
-        self._off = {key: one for key, one in self._off.items() if one.target is None}  # others hold their module
+        # a wrap below another extension's wrapper still holds its module
+        self._resting = {key: wrap for key, wrap in self._resting.items() if wrap.target is None}
         self.on, self.paths = wraps, frozenset(filter(None, (wrap.path for wrap in wraps)))
 
     def _reuse_or_make(self, kind: type[Wrap], module: nn.Module, *facts: Any) -> Wrap:
-        found = self._off.pop((kind, id(module)), None)
-        return found if found is not None and found.wrapped() is module else kind(module, self, *facts)
+        wrap = self._resting.pop((kind, id(module)), None)
+        return wrap if wrap is not None and wrap.wrapped() is module else kind(module, self, *facts)
 
     def put_back(self) -> None:
-        """Have all wraps on top of what others have put on the model."""
+        """Put all wraps on top of the wrappers of other extensions."""
         self.on = [wrap.install() for wrap in self.on]
 
     def take_off(self) -> None:
-        """Leave the model as it was found; again if an interrupt has come in between."""
+        """Remove all wraps. Call this again if it was interrupted."""
         for wrap in reversed(self.on):
             target = wrap.target
             wrap.uninstall()
-            if target is not None and wrap.target is None:  # it rests
-                self._off[type(wrap), id(target)] = wrap
+            if target is not None and wrap.target is None:  # the wrap rests
+                self._resting[type(wrap), id(target)] = wrap
         self.on, self.handle = [], None
 
     def is_called(self) -> bool:
-        """Is this thread inside a call of the model?"""
+        """Return whether this thread is inside a call of the model."""
         return self.calls.now is not None or self.calls.off > 0
 
     def follow_back(self, now: Call | None, out: Any) -> None:
-        """A call has ended, None if it merged nothing. Gradient checkpointing repeats blocks in its backward pass."""
+        """Watch the backward pass of a call that has ended, in which gradient checkpointing runs blocks again.
+
+        Args:
+            now: the call; None if it merged nothing.
+            out: the model's output, any nesting of tensors.
+        """
 
         def note(_: torch.Tensor) -> None:
-            self._goes_back = now
-            torch.autograd.Variable._execution_engine.queue_callback(partial(setattr, self, "_goes_back", None))
+            self._backward_of = now
+            torch.autograd.Variable._execution_engine.queue_callback(partial(setattr, self, "_backward_of", None))
 
-        for one in tree_flatten(out)[0]:
-            if torch.is_tensor(one) and one.requires_grad:
-                one.register_hook(note)
+        for value in tree_flatten(out)[0]:
+            if torch.is_tensor(value) and value.requires_grad:
+                value.register_hook(note)
 
     def resumed(self) -> Call | None:
-        """The call of which a part runs by itself: a compiled one in several graphs, or one that checkpointing repeats.
+        """Return the call that a part of the model belongs to if that part runs outside of the model's own call.
 
-        Raises RuntimeError if another patch has merged that.
+        This happens in a model that is compiled in several graphs, and if gradient checkpointing runs a block again.
+
+        Raises:
+            RuntimeError: another patch was in force in that call.
         """
         if torch.is_tensor(self.begun):
             return self.calls.in_graph
-        now = self._goes_back
+        now = self._backward_of
         if now is not None and now.state is not self.handle:
             raise RuntimeError(_OF_ANOTHER_PATCH)
         return now
 
     def is_lost(self) -> bool:
-        """Has another program taken the model's wrap off, and put nothing in its place?"""
+        """Return whether another program removed the model's wrap without putting another wrapper there."""
         return bool(self.on) and not self.on[0].is_on_top() and others_on(self.on[0].target) is None
 
     def look_after_itself(self, level: int) -> None:
-        """An attention runs outside of any call: if another program has taken the model's wrap off, as DeepCache does
-        when it goes, or runs in its place, it is put on top for the next call.
+        """Put the model's wrap back on top for the next call, and count an attention that ran outside of any call.
+
+        The wrap is missing if another program removed it, as DeepCache does when it ends, or replaced it.
+
+        Args:
+            level: the level of the attention.
         """
         if self.handle is None or self.calls.off or not self.on:
             return
@@ -348,21 +405,32 @@ class WrapSet:
 
 
 def wraps_on(model: nn.Module | None) -> WrapSet | None:
-    """The wraps of the patch in force on the model; None if there is none."""
+    """Return the wraps of the patch in force on a model, or None."""
     return None if model is None else vars(model).get(_SET_MARK)
 
 
 def put_on(model: nn.Module, adapter: Any, handle: Any, levels: set[int], around: set[int]) -> Any:
-    """Put the handle's wraps on the model. Returns the handle that was in force before."""
+    """Put the wraps of a patch on a model.
+
+    Args:
+        model: the model.
+        adapter: its adapter.
+        handle: the patch.
+        levels: the levels in which any rule may merge.
+        around: the levels in which parts of blocks may be called with merged tokens.
+
+    Returns:
+        The patch that was in force before, or None.
+    """
     with patch_lock:
-        found = wraps_on(model)
-        if found is None:
-            found = vars(model)[_SET_MARK] = _RESTING.pop(model, None) or WrapSet()
-        before = found.handle
+        wraps = wraps_on(model)
+        if wraps is None:
+            wraps = vars(model)[_SET_MARK] = _RESTING.pop(model, None) or WrapSet()
+        before = wraps.handle
         try:
-            if before is not handle:  # hosts put it on at each step, and a walk over the model takes a while
-                found.change(model, adapter, handle, levels, around)
-            found.put_back()
+            if before is not handle:  # hosts call this at each step, and walking over the model is slow
+                wraps.change(model, adapter, handle, levels, around)
+            wraps.put_back()
         except BaseException:
             take_off(model, handle)
             raise
@@ -370,21 +438,21 @@ def put_on(model: nn.Module, adapter: Any, handle: Any, levels: set[int], around
 
 
 def take_off(model: nn.Module, handle: Any) -> None:
-    """Take the handle's wraps off the model, if it is in force there."""
+    """Remove the wraps of a patch from a model if that patch is in force there."""
     with patch_lock:
-        found = wraps_on(model)
-        if found is not None and found.handle is handle:
-            found.take_off()
+        wraps = wraps_on(model)
+        if wraps is not None and wraps.handle is handle:
+            wraps.take_off()
             vars(model).pop(_SET_MARK, None)
-            _RESTING[model] = found
+            _RESTING[model] = wraps
 
 
 def drop_mark(module: nn.Module) -> None:
-    """Take off what a copy of a patched model has brought along, or an interrupt has left."""
+    """Remove the mark of a patch that is not in force: left in a copy of a patched model, or by an interrupt."""
     if getattr(wraps_on(module), "handle", None) is None:
         vars(module).pop(_SET_MARK, None)
 
 
 def forget_all() -> None:
-    """Let go of what rests, for whoever unloads this copy of the engine."""
+    """Forget all resting wraps. For hosts that unload this copy of the engine."""
     _RESTING.clear()

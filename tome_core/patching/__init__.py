@@ -1,4 +1,4 @@
-"""Patching a model in place, and undoing it: the functions, and the handle of a patch."""
+"""Functions that put a patch on a model and take it off, and the handle of a patch."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ from ..settings.presets import DEFAULT, TRANSFORMER, config_of
 from ..settings.schedule import STABLE_DIFFUSION, NoiseSchedule, PipelineSteps, SchedulerNoise, own_schedule
 
 logger = logging.getLogger(__name__)
-_GUIDES = ("do_classifier_free_guidance", "do_perturbed_attention_guidance")  # what a pipeline says of itself
+_GUIDES = ("do_classifier_free_guidance", "do_perturbed_attention_guidance")  # a pipeline's properties
 
 
 def patch(
     model: Any, config: MergeConfig | str | None = None, *, strength: float | None = None, host_clock: bool = False,
     **settings: Any,
 ) -> Patch:  # fmt: skip
-    """Merge tokens in a model, in place, until the handle is left or removed.
+    """Merge tokens in a model, in place, until the handle is removed or its ``with`` is left.
 
     ``patch(pipe, strength=0.3)``, ``patch(pipe, "fast")``, ``patch(pipe, "fast", seed=5)``, ``patch(pipe, ratio=0.5)``
 
     Args:
-        model: a UNet, a compiled one, a diffusers pipeline, an LDM model, or one of diffusers' known transformers
-            (`models.transformer.NAMES`).
-        config: settings, or the name of a preset: "quality", "balanced" (None is that), "fast" or "max".
-        strength: instead of either, from 0, which is off, to 1; see `tome_core.strength`.
-        host_clock: the caller will use `Patch.set_time`, so rules in percent are no reason for a warning.
-        settings: keywords of `MergeConfig`, which make one, or change the one that is asked for.
+        model: a UNet, a compiled UNet, a diffusers pipeline, an LDM model, or one of the supported diffusers
+            transformers (`models.transformer.NAMES`).
+        config: settings, or the name of a preset: "quality", "balanced" (the default), "fast" or "max".
+        strength: from 0, which is off, to 1, in place of `config`; see `tome_core.strength`.
+        host_clock: the caller will call `Patch.set_time`, so limits in percent need no warning.
+        settings: keywords of `MergeConfig`. They change `config`, or make one if it is None.
 
     Returns:
-        The handle. A patch of ours that is already there is replaced; leaving the ``with`` brings it back.
+        The handle. It replaces an earlier patch on the model, which comes back when the ``with`` is left.
 
     Raises:
-        UnsupportedModelError: (a ValueError) the model has no attentions that are known.
-        TypeError: `model` is not a model.
-        ValueError: `strength` is out of range or given together with `config`. Invalid settings raise either.
+        UnsupportedModelError: a ValueError; the model has no known attention.
+        TypeError: `model` is not a model, or a setting has the wrong type.
+        ValueError: `strength` is out of range or given together with `config`, or a setting is not possible.
     """
     models = find_models(model)
     adapter = adapter_of(models[0])
@@ -58,7 +58,7 @@ def patch(
     handle = Patch(models, config, _schedule_of(model), model, adapter)
     handle._previous = before = handle_on(models[0])
     if before is not None and not before._entered:
-        before._previous = None  # nobody will leave it for what was before it; without this, the chain would grow
+        before._previous = None  # its `with` will not be left; otherwise the chain of patches would grow
     if not host_clock and config.uses_percent and not handle.knows_schedule:
         logger.warning(
             "Merging is limited in percent or beta, which a bare model does not know: call "
@@ -80,14 +80,19 @@ def _warn_once() -> None:
 
 
 def layout_of(model: Any) -> str:
-    """Whose strengths a model has that `patch` takes, of `settings.presets.LAYOUTS`. Raises as `patch` does."""
+    """Return the layout that decides a model's strengths, one of `settings.presets.LAYOUTS`.
+
+    Raises:
+        UnsupportedModelError: see `patch`.
+        TypeError: see `patch`.
+    """
     return adapter_of(find_models(model)[0]).layout
 
 
 def _config_of(
     config: MergeConfig | str | None, strength: float | None, settings: dict[str, Any], layout: str
 ) -> MergeConfig:
-    """What `patch` is asked for; a strength is that of the model's layout."""
+    """Return the settings for `patch`'s arguments, by the model's layout."""
     if strength is not None and config is not None:
         raise ValueError(f"strength={strength!r} and config={config!r} both say what merges; give one of them")
     if strength is None and config is None:
@@ -103,17 +108,26 @@ def apply_patch(
     model: Any, ratio: float = 0.5, max_downsample: int | None = None, sx: int = 2, sy: int = 2, use_rand: bool = True,
     merge_attn: bool = True, merge_crossattn: bool = False, merge_mlp: bool = False, seed: int = 0,
 ) -> Any:  # fmt: skip
-    """Merge tokens in a model, in place, and return the model. Takes tomesd's arguments and does what tomesd does.
+    """Merge tokens in a model, in place, with tomesd's arguments and method, and return the model.
 
-    `patch` does more, and by default better: with proportional attention.
+    `patch` has better defaults, such as proportional attention.
 
     Args:
-        ratio: share of tokens merged away, 0..1, clamped to ``1 - 1/(sx*sy)``.
-        max_downsample: 1, 2, 4 or 8; None, unlike tomesd, is the finest level that has attention.
-        use_rand: draw destinations from ``seed`` and the timestep.
+        model: see `patch`.
+        ratio: share of tokens merged away, 0 to 1, clamped to ``1 - 1/(sx*sy)``.
+        max_downsample: 1, 2, 4 or 8; None (not in tomesd): the finest level that has attention.
+        sx: width of a cell, in tokens.
+        sy: height of a cell, in tokens.
+        use_rand: draw destination tokens by `seed` and the timestep.
+        merge_attn: merge in self-attention.
+        merge_crossattn: merge in cross-attention.
+        merge_mlp: merge in feed-forward layers.
+        seed: of the random destinations.
 
     Raises:
-        ValueError, TypeError: for values outside; UnsupportedModelError for a model without LDM-style blocks.
+        UnsupportedModelError: the model has no LDM-style blocks.
+        ValueError: a value is out of range.
+        TypeError: a value has the wrong type.
     """
     patch(model, MergeConfig(
         ratio=ratio, max_downsample=max_downsample, sx=sx, sy=sy, use_rand=use_rand, merge_attn=merge_attn,
@@ -123,14 +137,14 @@ def apply_patch(
 
 
 def remove_patch(model: Any) -> Any:
-    """Take our merging off a model and return the model. Does nothing, and never fails, where there is none."""
+    """Take this engine's merging off a model and return the model. Never fails, also if the model is not patched."""
     try:
         models = find_models(model)
     except (UnsupportedModelError, TypeError):
         models = []
     for handle in filter(None, map(handle_on, models)):
         handle.remove()
-    modules = [one for module in models for one in module.modules()]
+    modules = [module for root in models for module in root.modules()]
     for target in (*modules, model):
         if hasattr(target, "__dict__"):
             drop_remains(target)
@@ -140,7 +154,7 @@ def remove_patch(model: Any) -> Any:
 
 
 def report(model: Any) -> Report:
-    """What the model's patch did so far; also for a wrapped model and its inner one."""
+    """Return the report of the model's patch. The model may be wrapped, or be the inner model of the patched one."""
     try:
         handle = handle_on(find_models(model)[0])
     except (TypeError, UnsupportedModelError):
@@ -149,7 +163,7 @@ def report(model: Any) -> Report:
 
 
 def _schedule_of(model: Any) -> NoiseSchedule | None:
-    """The noise schedule of a pipeline's scheduler, or of an LDM model itself; None for a bare UNet."""
+    """Return the noise schedule of a pipeline's scheduler or of an LDM model; None for a bare UNet."""
     scheduler = getattr(model, "scheduler", None)
     if scheduler is not None:
         return own_schedule(scheduler) or (STABLE_DIFFUSION if hasattr(scheduler, "scale_model_input") else None)
@@ -160,18 +174,21 @@ def _schedule_of(model: Any) -> NoiseSchedule | None:
 
 
 class Patch(Measured):
-    """The handle of one patch: a context manager that can also be kept. It does not keep its models alive.
+    """The handle of a patch, which can be used as a context manager. It does not keep its models alive.
 
         with tome_core.patch(pipe, strength=0.5) as handle:
             image = pipe("a lake").images[0]
             print(handle.report())
 
-    It is installed when `patch` returns it. Leaving the ``with`` takes it off and puts back the patch that was
-    there before, if any. Nothing else is left behind: no attribute, hook, class or state-dict key. A copy or a pickle
-    of a patched model merges nothing.
+    `patch` returns it installed. Leaving the ``with`` takes it off and brings back the earlier patch, if there was one.
+    No attribute, hook, class or state-dict key remains. Copies and pickles of a patched model do not merge.
 
-    models: the UNet, or the transformers of one pipeline, all of one family. schedule: of the model's noise, if it is
-    known. handed: what was handed to `patch`. adapter: of the first model, if it was made already.
+    Args:
+        models: the UNet, or the transformers of one pipeline, all of one family.
+        config: the settings.
+        schedule: the model's noise schedule, if it is known.
+        handed: the object that was passed to `patch`.
+        adapter: of the first model, if there is one already.
     """
 
     _removed = False
@@ -181,7 +198,7 @@ class Patch(Measured):
         self, models: Sequence[nn.Module], config: MergeConfig, schedule: NoiseSchedule | None = None,
         handed: Any = None, adapter: Adapter | None = None,
     ) -> None:  # fmt: skip
-        self._models = [weakref.ref(one) for one in models]
+        self._models = [weakref.ref(model) for model in models]
         self.adapter = adapter or adapter_of(models[0])
         super().__init__(config, self.adapter.tallies(), schedule)
         self._levels = {level.level for level in self.ledger.levels if level.covered}
@@ -189,26 +206,27 @@ class Patch(Measured):
             rule.merge_crossattn or rule.merge_mlp or (rule.merge_attn and rule.is_as_tomesd))]  # fmt: skip
         reached = enumerate(self.adapter.downsamples)
         self._around = {level for level, down in reached if any(reaches(rule, level, down) for rule in around)}
-        self._outside: list[Wrap] = []  # of a pipeline; they hold no module
-        self._previous: Patch | None = None  # what leaving this one brings back
-        with suppress(TypeError):  # nothing that can be referred to weakly
+        self._outside: list[Wrap] = []  # wraps of the pipeline, which hold no module
+        self._previous: Patch | None = None  # comes back when the `with` is left
+        with suppress(TypeError):  # not every object allows weak references
             self.handed = weakref.ref(handed)
         self._follow(handed)
 
     @property
     def model(self) -> nn.Module | None:
-        """The UNet, or the first of the transformers; None once nobody else holds it."""
+        """The UNet, or the first transformer; None after it was garbage-collected."""
         return next(self._present(), None)
 
     @property
     def is_installed(self) -> bool:
-        """True while the model merges as this handle says, and no other program has taken that off."""
-        return any(handle_on(one) is self and not wraps_on(one).is_lost() for one in self._present())
+        """True while this handle is on the model and no other program has taken it off."""
+        return any(handle_on(model) is self and not wraps_on(model).is_lost() for model in self._present())
 
     def install(self) -> Patch:
-        """Put the patch on, in place of another of ours if there is one.
+        """Put the patch on the model, in place of an earlier one. Call it again if another program removed it.
 
-        Idempotent, and also brings back what another program has overwritten. Raises RuntimeError if the model is gone.
+        Raises:
+            RuntimeError: the model is gone.
         """
         if self.model is None:
             raise RuntimeError("the model that this handle patched is gone; patch the new one")
@@ -224,13 +242,13 @@ class Patch(Measured):
         return self
 
     def uninstall(self) -> None:
-        """Take the patch off, keeping its counts. Idempotent. It waits for no call: one that goes on ends unmerged."""
+        """Take the patch off and keep its counts. Calls in progress are not waited for; they end unmerged."""
         for model in self._present():
             take_off(model, self)
         self._take_off_outside()
 
     def remove(self) -> None:
-        """Take it off for good. Idempotent; never fails."""
+        """Take the patch off and drop all kept plans. Never fails, also if called again."""
         self._removed = True
         self.uninstall()
         self.time.forget()
@@ -243,34 +261,34 @@ class Patch(Measured):
         self._entered = False
         latest, before = None if self._removed else handle_on(self.model), self._previous
         self.remove()
-        if latest is None:  # somebody has taken all of it off
+        if latest is None:  # another caller has taken all patches off
             return
         latest.remove()  # a patch put on inside this `with` ends with it
         if before is not None and not before._removed:
             before.install()
 
     def report(self) -> Report:
-        """What was merged so far, where, and what was skipped and why; if no call came here, what lies over it."""
-        found = super().report()
-        sets = () if found.calls else (one for one in map(wraps_on, self._present()) if one is not None and one.on)
-        over = [f"nothing will merge: no call counted yet; {why_passed(one.on[0])}" for one in sets
-                if one.handle is self and not one.on[0].is_on_top()]  # fmt: skip
-        return replace(found, notes=(*found.notes, *over))
+        """Return the counts; if no call was counted, also which other wrapper may be the cause."""
+        report = super().report()
+        sets = () if report.calls else (wraps for wraps in map(wraps_on, self._present()) if wraps and wraps.on)
+        over = [f"nothing will merge: no call counted yet; {why_passed(wraps.on[0])}" for wraps in sets
+                if wraps.handle is self and not wraps.on[0].is_on_top()]  # fmt: skip
+        return replace(report, notes=(*report.notes, *over))
 
     @contextmanager
     def unmerged(self) -> Iterator[Patch]:
-        """While in there, this thread's calls of the model merge nothing."""
-        calls = [found.calls for found in map(wraps_on, self._present()) if found is not None]
-        for one in calls:
-            one.off += 1
+        """Make this thread's calls of the model unmerged inside the ``with``."""
+        calls = [wraps.calls for wraps in map(wraps_on, self._present()) if wraps is not None]
+        for thread_calls in calls:
+            thread_calls.off += 1
         try:
             yield self
         finally:
-            for one in calls:
-                one.off -= 1
+            for thread_calls in calls:
+                thread_calls.off -= 1
 
     def _follow(self, handed: Any) -> None:
-        """Take the time from a pipeline's scheduler, and its pictures from its loop, if a rule asks for them."""
+        """Follow a pipeline's scheduler for the time, and its loop for its pictures, if a rule needs them."""
         scheduler, is_unet = getattr(handed, "scheduler", None), self.adapter.layout != "transformer"
         if not self.wants_time or (is_unet and not hasattr(scheduler, "scale_model_input")):
             return
@@ -286,17 +304,17 @@ class Patch(Measured):
             wrap.uninstall()
 
     def _present(self) -> Iterator[nn.Module]:
-        return (model for model in (one() for one in self._models) if model is not None)
+        return (model for model in (reference() for reference in self._models) if model is not None)
 
     def __reduce__(self) -> tuple:
         raise TypeError("a patch belongs to its model and cannot be copied or pickled; patch the copy of the model")
 
     def __deepcopy__(self, memo: dict) -> None:
-        return None  # in whatever holds a patched model
+        return None  # a copy of an object that holds this handle is not patched
 
 
 def handle_on(model: nn.Module | None) -> Patch | None:
-    """The handle in force on a UNet or a transformer."""
+    """Return the handle that is on a UNet or a transformer; None if there is none."""
     return getattr(wraps_on(model), "handle", None)
 
 
@@ -304,7 +322,12 @@ def handle_on(model: nn.Module | None) -> Patch | None:
 
 
 class SamplingScope(Wrap):
-    """Around ``pipeline.progress_bar``, which brackets every pipeline's loop: one picture, or one batch of them."""
+    """The wrap of ``pipeline.progress_bar``, which brackets every pipeline's loop over the steps of a picture.
+
+    Args:
+        pipeline: a diffusers pipeline.
+        time: in which a sampling begins with the loop.
+    """
 
     def __init__(self, pipeline: Any, time: ModelTime) -> None:
         super().__init__(pipeline, "progress_bar")
@@ -312,7 +335,7 @@ class SamplingScope(Wrap):
 
     @property
     def target(self) -> Any:
-        """The pipeline, held weakly, because it holds the UNet; None once it is gone."""
+        """The pipeline, referenced weakly because it holds the UNet; None if it is gone."""
         return None if self._target is None else self._target()
 
     @target.setter
@@ -320,21 +343,21 @@ class SamplingScope(Wrap):
         self._target = None if pipeline is None else weakref.ref(pipeline)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """The pipeline's bar, whose ``with`` or iteration is a sampling."""
+        """Return the pipeline's progress bar. Its ``with`` or iteration is a sampling."""
         bar = self.original(*args, **kwargs)
-        continues = getattr(self._target(), "denoising_start", None) is not None  # what another pipeline has begun
+        continues = getattr(self._target(), "denoising_start", None) is not None  # another pipeline began it
         return _Bar(bar, partial(self.time.sample, partial(_guidance, self._target), continues=continues))
 
 
 def _guidance(pipeline: weakref.ref[Any], batch: torch.Tensor) -> Guidance | None:
-    """Where a pipeline says that it guides, its batch is for the negative prompt, the prompt, and the perturbed one."""
+    """Return a pipeline's guidance. A batch holds the parts of the negative prompt, the prompt, and the perturbed."""
     by_prompt, by_perturbing = (bool(getattr(pipeline(), name, False)) for name in _GUIDES)
     copies = 1 + by_prompt + by_perturbing
     return (len(batch) // copies, int(by_prompt)) if copies > 1 and len(batch) % copies == 0 else None
 
 
 class _Bar:
-    """A progress bar that begins and ends a sampling with itself."""
+    """A progress bar that begins and ends a sampling together with itself."""
 
     def __init__(self, bar: Any, sampling: Callable[[], AbstractContextManager[None]]) -> None:
         self._bar, self._sampling, self._scope = bar, sampling, ExitStack()

@@ -1,1 +1,1 @@
-"""What merging did and gained: counted while a model runs, kept, and told."""
+"""Reports: counts of what merged, and measured gains."""

@@ -1,7 +1,7 @@
-"""What merging was measured to gain: kept in this process and, where somebody names a file, for those after it.
+"""Measured gains of merging, kept in this process and, if a file is given, for later processes.
 
-A gain is made on request alone (`Patch.measure`), so no clock decides about a picture in silence. By the times of
-people's own pictures nothing goes: they are only told.
+Gains are measured on request only (`Patch.measure`), so no timing changes a picture unasked. The times of the user's
+own pictures are shown in the report, and decide nothing.
 """
 
 from __future__ import annotations
@@ -16,18 +16,30 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 logger = logging.getLogger(__name__)
-MARGIN = 0.02  # merging pays from so much on: medians of a quiet machine differ by 1 % from one measurement to the next
-PIXELS = 8  # of a picture for each side of a latent's token
-_LEAST, _MOST, _CASES = 3, 12, 300  # pictures of a case that say something, and are kept; cases
-_SPREAD = 0.25  # of a gain, by which the middle halves of both kinds may vary
-_ALIKE = 0.15  # by so much may shares differ: samplers place their steps otherwise, which moves the late ones
+MARGIN = 0.02  # merging pays if it gains more: medians on a quiet machine differ by 1 % between measurements
+PIXELS = 8  # pixels per latent cell, along a side
+_LEAST, _MOST, _CASES = 3, 12, 300  # fewest pictures of a case that are shown, most that are kept; most cases
+_SPREAD = 0.25  # the spread of both kinds of times may be this share of their difference
+_ALIKE = 0.15  # saved shares may differ by this much: samplers place their steps differently
 
 
 class Gain(NamedTuple):
-    """Seconds of an unmerged call, and of a merged one on the average of a picture's steps, and all that decides them.
+    """The measured time of unmerged and merged calls, and everything on which it depends.
 
-    model, rules, attention: see `measuring.pays.about`. height, width: of the latent. saved: the share of
-    self-attention that was left out.
+    Args:
+        model: see `measuring.pays.about`.
+        rules: see `measuring.pays.about`.
+        attention: see `measuring.pays.about`.
+        torch: torch's version.
+        tome_core: this package's version.
+        device: its name.
+        dtype: of the model.
+        height: of the latent.
+        width: of the latent.
+        batch: of a call.
+        unmerged: seconds of an unmerged call.
+        merged: seconds of a merged call, the mean over a picture's steps.
+        saved: the share of self-attention work that was saved.
     """
 
     model: str
@@ -46,41 +58,41 @@ class Gain(NamedTuple):
 
     @property
     def case(self) -> tuple:
-        """What it is a gain of: all but the seconds."""
+        """All fields but the measured ones, which identify the measured case."""
         return self[:-3]
 
     @property
     def ratio(self) -> float:
-        """Speed of a merged call, of an unmerged one 1."""
+        """The speed of merged calls, relative to unmerged ones."""
         return self.unmerged / self.merged
 
     @property
     def pays(self) -> bool:
-        """Is merging faster by more than `MARGIN`?"""
+        """True if merging is faster by `MARGIN` or more."""
         return self.ratio >= 1 + MARGIN
 
     def is_of(self, saved: float | None) -> bool:
-        """Can it be told of calls that left out this share? Something else on the model would have changed that."""
+        """Tell whether the gain applies to calls that saved this share of work; other patches would have changed it."""
         return self.saved is not None and saved is not None and abs(saved - self.saved) <= _ALIKE * self.saved
 
     @property
     def size(self) -> str:
-        """``1024x1536``, of a picture, width first."""
+        """The picture's size, as ``1024x1536``, width first."""
         return f"{self.width * PIXELS}x{self.height * PIXELS}"
 
     @property
     def speed(self) -> str:
-        """``about 1.3x faster`` or ``no faster``."""
+        """The gain, as ``about 1.3x faster`` or ``no faster``."""
         return _speed(self.ratio)
 
     @property
     def line(self) -> str:
-        """``1024x1536: about 1.3x faster`` or ``512x512: no faster``."""
+        """Size and gain, as ``1024x1536: about 1.3x faster`` or ``512x512: no faster``."""
         return f"{self.size}: {self.speed}"
 
     @property
     def why_not(self) -> str:
-        """Why merging is off where it does not pay."""
+        """The reason for the report if merging does not pay."""
         times = self.merged / self.unmerged
         return f"measured: a merged call took {times:.2f} times an unmerged one at {self.width}x{self.height}"
 
@@ -90,10 +102,11 @@ class Gain(NamedTuple):
 
 
 class Gains:
-    """What is known, and the file where it is kept, if any.
+    """All known gains, and the file in which they are kept, if there is one.
 
-    pictures: seconds of a call in people's own, the latest last, by the case: model and size, what else decides, rules
-    and the share that they left out, both "" of unmerged ones.
+    Attributes:
+        pictures: seconds per model call in the user's own pictures, the latest last. Its keys are (model and size,
+            other conditions, rules, saved share); the last two are "" for unmerged pictures.
     """
 
     def __init__(self) -> None:
@@ -102,10 +115,13 @@ class Gains:
         self._path: Path | None = None
 
     def load(self, path: str | os.PathLike | None) -> None:
-        """From now on keep gains in this file, a line of JSON each, and know those that it holds. None: there is none.
+        """Read gains from a file, and keep new gains in it, one line of JSON each.
 
-        A host does it once, before it patches anything. The file's folder is made with the first gain. What cannot be
-        read is passed over and said once.
+        A host calls this once, before it patches a model. The file's folder is created with the first gain. Lines that
+        cannot be read are ignored, with one warning.
+
+        Args:
+            path: of the file; None: no file.
         """
         if path is None:
             return
@@ -122,9 +138,9 @@ class Gains:
     def _take(self, line: Any) -> None:
         if isinstance(line, list):
             (where, how, rules, saved), times = line
-            if not (times and all(isinstance(one, float) and one > 0 for one in times)):
+            if not (times and all(isinstance(seconds, float) and seconds > 0 for seconds in times)):
                 raise ValueError("it has times that are none")
-            self.pictures.pop((where, how, rules, saved), None)  # so that the latest is the last
+            self.pictures.pop((where, how, rules, saved), None)  # so that the latest case is the last
             self.pictures[where, how, rules, saved] = tuple(times)
             return
         gain = Gain(**line)
@@ -133,44 +149,48 @@ class Gains:
         self._known[gain.case] = gain
 
     def remember(self, gain: Gain) -> None:
-        """Keep it, in the file as well where there is one. Never fails: what cannot be written is said once."""
-        self._known = {**self._known, gain.case: gain}  # another thread may go through the old one
+        """Keep a gain, also in the file. Never fails: if the file cannot be written, one warning says so."""
+        self._known = {**self._known, gain.case: gain}  # another thread may iterate over the old dict
         self._write([gain._asdict()])
 
     def add_picture(self, case: tuple[str, ...], seconds: float) -> None:
-        """Keep the time of one more picture, as `remember` does. Old ones, and the oldest cases, are forgotten."""
-        seen = {one: times for one, times in self.pictures.items() if one != case}
+        """Keep the seconds per model call of one more picture, also in the file. Old pictures and cases are dropped."""
+        seen = {other: times for other, times in self.pictures.items() if other != case}
         seen[case] = (*self.pictures.get(case, ()), seconds)[-_MOST:]
         self.pictures = dict(list(seen.items())[-_CASES:])
         self._write([(case, seen[case])])
 
     def told(self, where: str, *rules: str) -> str:
-        """``about 1.5x faster, from your own pictures (9 with merging, 12 without)``, by the latest such case.
+        """Return ``about 1.5x faster, from your own pictures (9 with merging, 12 without)`` for the latest such case.
 
-        "" where one kind alone is known, or too few, or where they vary by more than a part of what there is to tell.
-        where, rules: of the case; without a share it is any.
+        Args:
+            where: the case's model and size.
+            rules: the case's rules, and optionally its saved share.
+
+        Returns:
+            "" if there are too few merged or unmerged pictures, or if their times vary too much.
         """
-        like = [one for one in self.pictures if one[0] == where and one[2:][: len(rules)] == rules][-1:]
-        kinds = [self.pictures.get(case, ()) for one in like for case in ((*one[:2], "", ""), one)] or [()]
+        latest = [case for case in self.pictures if case[0] == where and case[2:][: len(rules)] == rules][-1:]
+        kinds = [self.pictures.get(key, ()) for case in latest for key in ((*case[:2], "", ""), case)] or [()]
         if min(map(len, kinds)) < _LEAST:
             return ""
         quarters = [statistics.quantiles(times, method="inclusive") for times in kinds]
         plain, merged = (middle for _, middle, _ in quarters)
         if sum(last - first for first, _, last in quarters) > _SPREAD * abs(plain - merged):
             return ""
-        without, own = map(len, kinds)
-        return f"{_speed(plain / merged)}, from your own pictures ({own} with merging, {without} without)"
+        without, within = map(len, kinds)
+        return f"{_speed(plain / merged)}, from your own pictures ({within} with merging, {without} without)"
 
     def of(self, about: tuple[str, ...]) -> tuple[Gain, ...]:
-        """All of one model, set of rules, attention and versions: their first fields."""
+        """Return the gains with these first fields: model, rules, attention, versions, see `measuring.pays.about`."""
         return tuple(gain for case, gain in self._known.items() if case[: len(about)] == about)
 
     def forget(self) -> None:
-        """Know nothing, and keep nothing in any file from now on."""
+        """Drop all gains, and stop using the file."""
         self._known, self.pictures, self._path = {}, {}, None
 
     def _write(self, lines: Sequence[Any], whole: bool = False) -> None:
-        """Append lines to the file. whole: they replace it at once, and nothing is lost if they cannot be written."""
+        """Append lines to the file; with `whole`, replace the file atomically."""
         if self._path is None:
             return
         path = self._path.with_name(f"{self._path.name}.new") if whole else self._path
@@ -204,15 +224,15 @@ def _warn_once(text: str) -> None:
     logger.warning("%s", text)
 
 
-KNOWN = Gains()  # in this process
+KNOWN = Gains()  # of this process
 load = KNOWN.load
 
 
 def nearest(gains: Iterable[Gain], device: str, dtype: str, height: int, width: int, batch: int) -> Gain | None:
-    """The gain of a call, by the batch that is nearest to its own, the smaller of two; None where none was measured.
+    """Return the gain of a call, measured with the nearest batch (the smaller of two); None if there is none.
 
-    Hosts cut a batch by the memory that happens to be free, on which a picture must not depend.
+    The batch may differ, because hosts split a batch by the free memory, on which a picture must not depend.
     """
-    asked = (device, dtype, height, width)
-    fitting = [gain for gain in gains if (gain.device, gain.dtype, gain.height, gain.width) == asked]
+    case = (device, dtype, height, width)
+    fitting = [gain for gain in gains if (gain.device, gain.dtype, gain.height, gain.width) == case]
     return min(fitting, key=lambda gain: (abs(gain.batch - batch), gain.batch), default=None)

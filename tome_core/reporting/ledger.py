@@ -1,4 +1,4 @@
-"""Counts of a patch while it runs: what was merged, what was left alone and why."""
+"""Counts of a patch while it runs: merged calls, unmerged calls, and the reasons."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ..compiling import when_traced
 
-# why a call was left alone, in the words of more than one room
+# reasons why a call was not merged that several modules use
 NO_GRID = "the tokens are not the picture's grid"
 TOO_SMALL = "the grid is too small for the ratio to remove a token"
 MASKED = "an attention mask came along"
@@ -19,40 +19,40 @@ TIME_IS_UNKNOWN = "the time is not known"
 
 
 class Counted:
-    """What is told of the counts of ``levels``: of one, or of all."""
+    """Figures computed from the counts of ``levels``: one level, or all levels of a model."""
 
     levels: tuple[LevelTally, ...]
 
     @property
     def tokens(self) -> tuple[tuple[int, int, int], ...]:
-        """(before, queries after, keys after) of each kind of merged self-attention call."""
+        """Tokens of each kind of merged self-attention call: (before, queries after, keys after)."""
         return tuple(sorted((kind[1:] for kind in self._sum("merged") if kind[0] == "attn"), reverse=True))
 
     @property
     def mlp_tokens(self) -> tuple[tuple[int, int], ...]:
-        """(before, after) of each kind of merged call of a feed-forward layer."""
+        """Tokens of each kind of merged call of a feed-forward layer: (before, after)."""
         return tuple(sorted((kind[1:3] for kind in self._sum("merged") if kind[0] == "mlp"), reverse=True))
 
     @property
     def calls_merged(self) -> int:
-        """Calls of blocks' parts."""
+        """Number of merged calls of blocks' parts."""
         return self._sum("merged").total()
 
     @property
     def reasons(self) -> dict[str, int]:
-        """Skipped calls of blocks' parts, or of whole blocks, by "part: reason", what cost most attention first."""
+        """Number of unmerged calls of blocks' parts by "part: reason"; the reason with most attention work first."""
         lost = self._sum("lost")
-        return dict(sorted(self._sum("skipped").items(), key=lambda one: (lost[one[0]], one[1]), reverse=True))
+        return dict(sorted(self._sum("skipped").items(), key=lambda item: (lost[item[0]], item[1]), reverse=True))
 
     @property
     def work_saved(self) -> float | None:
-        """Share of the self-attention work (queries times keys) that was saved, None before any call."""
+        """Share of the self-attention work (queries times keys) that was saved; None before any call."""
         full, left = self.work
         return 1 - left / full if full else None
 
     @property
     def work(self) -> tuple[int, int]:
-        """Of all calls unmerged, and of what was left of it."""
+        """Self-attention work (queries times keys) of all calls: without merging, and with it."""
         return sum(level.work_full for level in self.levels), sum(level.work_left for level in self.levels)
 
     def _sum(self, name: str) -> Counter:
@@ -64,12 +64,23 @@ _COUNTS = ("merged", "skipped", "lost", "sized_by", "work_full", "work_left")
 
 @dataclass
 class LevelTally(Counted):
-    """One level of a model.
+    """The counts of one level of a model.
 
-    merged: calls by (part, tokens, queries left, keys left). skipped: calls by "part: reason"; lost: their work.
-    sized_by: calls by the way of proportional attention. The attention work of a call is queries times keys times
-    batch, with that of the tokens that a correction answers exactly. traced: why attentions were compiled without
-    merging, which no call of them counts. level: counted from the finest. covered: can a rule merge here at some time?
+    The work of a self-attention call is batch times queries times keys, including tokens that a correction computes
+    exactly.
+
+    Args:
+        downsample: latent cells per token, along a side.
+        blocks: number of blocks.
+        merged: calls by (part, tokens, queries left, keys left).
+        skipped: unmerged calls by "part: reason".
+        lost: the work of unmerged calls by "part: reason".
+        sized_by: calls by the implementation of proportional attention.
+        work_full: the work of all calls without merging.
+        work_left: the work of all calls with merging.
+        traced: reasons why attentions were compiled without merging. Their calls are not counted.
+        level: the level's number, 0 for the finest.
+        covered: a rule can merge at this level at some time.
     """
 
     downsample: int
@@ -86,7 +97,7 @@ class LevelTally(Counted):
 
     @property
     def levels(self) -> tuple[LevelTally, ...]:
-        """Itself."""
+        """The level itself, for `Counted`."""
         return (self,)
 
     def __add__(self, other: LevelTally) -> LevelTally:
@@ -96,7 +107,12 @@ class LevelTally(Counted):
 
 
 class Ledger:
-    """Keeps the counts of one patch while it runs."""
+    """The counts of one patch.
+
+    Args:
+        levels: an empty tally for each level.
+        notes: texts for the report.
+    """
 
     def __init__(self, levels: list[LevelTally], notes: tuple[str, ...]) -> None:
         self.levels = levels
@@ -104,19 +120,24 @@ class Ledger:
         self.calls = 0
 
     def reset(self) -> None:
-        """Count from nothing again."""
+        """Set all counts to zero."""
         self.calls = 0
-        self.levels = [LevelTally(one.downsample, one.blocks, traced=one.traced, level=one.level, covered=one.covered)
-                       for one in self.levels]  # fmt: skip
+        self.levels = [LevelTally(tally.downsample, tally.blocks, traced=tally.traced, level=tally.level,
+                                  covered=tally.covered) for tally in self.levels]  # fmt: skip
 
     def merge(
         self, level: int, part: str, before: tuple[int, int, int], after: tuple[int, int], route: str = "",
         exact: int = 0,
     ) -> None:  # fmt: skip
-        """A call merged. before: (batch, queries, keys) of the unmerged call; after: (queries, keys) left.
+        """Count a merged call.
 
-        route: the way of a self-attention's proportional attention, or that it had none; "" where it was to have none.
-        exact: tokens that were answered from all keys besides.
+        Args:
+            level: the level's number.
+            part: of a block.
+            before: (batch, queries, keys) of the unmerged call.
+            after: (queries, keys) of the merged call.
+            route: the implementation of proportional attention, or that there was none; "" if the rule wants none.
+            exact: number of tokens that were computed from all keys in addition.
         """
         batch, queries, keys = before
         tally = self.levels[level]
@@ -128,7 +149,14 @@ class Ledger:
             tally.work_left += batch * (after[0] * after[1] + exact * keys)
 
     def skip(self, level: int, part: str, reason: str, work: int = 0) -> None:
-        """A call was left unmerged. work: batch times queries times keys of a self-attention."""
+        """Count an unmerged call.
+
+        Args:
+            level: the level's number.
+            part: of a block.
+            reason: why the call was not merged.
+            work: batch times queries times keys of a self-attention.
+        """
         tally = self.levels[level]
         tally.skipped[f"{part}: {reason}"] += 1
         tally.lost[f"{part}: {reason}"] += work
@@ -136,12 +164,12 @@ class Ledger:
         tally.work_left += work
 
     def add_whole(self, level: int, work: int) -> None:
-        """Self-attention at a level at which nobody asks, because no rule reaches it."""
+        """Count self-attention work at a level that no rule reaches."""
         self.levels[level].work_full += work
         self.levels[level].work_left += work
 
     @when_traced
     def note_traced(self, level: int, reason: str) -> int:
-        """An attention is being compiled as one that does not merge, which no call of it will count."""
+        """Note an attention that is compiled without merging, whose calls will not be counted."""
         self.levels[level].traced.add(reason)
         return 0

@@ -1,4 +1,4 @@
-"""What was merged where, what it gained and saved, and why something was skipped: for programs and, as text, people."""
+"""The report of a patch, as data and as text: merged calls by level, gains, and reasons for unmerged calls."""
 
 from __future__ import annotations
 
@@ -9,21 +9,26 @@ from typing import Any
 from .gains import Gain
 from .ledger import OTHER_PARTS, TOO_SMALL, Counted, LevelTally
 
-FORMAT = 2  # of `Report.as_data`
-_KINDS = 3  # of token counts at a level, of reasons, and of sizes that were measured, that are told
-_COUNTS = 0.05  # a smaller share of attention is worth no line
+FORMAT = 2  # version of `Report.as_data`
+_KINDS = 3  # the most token counts at a level, reasons, and measured sizes that are shown
+_COUNTS = 0.05  # a smaller share of attention is not shown
 _AS_ASKED = ("outside the rules' time range", "so few tokens", "the card is so fast", "measured: ", "a rule of ratio 0",
              "the picture is smaller", OTHER_PARTS, TOO_SMALL)  # fmt: skip
-_NOTHING_WILL = "nothing will merge: "  # how a note begins that says why
+_NOTHING_WILL = "nothing will merge: "  # the beginning of notes with a reason
 
 
 @dataclass(frozen=True)
 class Report(Counted):
-    """What a patch did so far; ``str()`` of it is for people. ``calls``: calls of the UNet that were counted.
+    """The report of a patch. ``str()`` gives it as text. Its figures, such as ``work_saved``, cover all levels.
 
-    Its counts, such as ``work_saved`` and ``reasons``, are those of all levels.
-    gains: measurements of calls of these sizes, by which rules go that are to merge only where it pays. own: what
-    people's own pictures say, which is told where no measurement is of such calls.
+    Args:
+        patched: the patch is on the model.
+        settings: of the patch, as texts.
+        calls: number of counted model calls.
+        levels: the counts of each level.
+        notes: texts on clamped settings, and on reasons why nothing merges.
+        gains: measurements that decided about rules with `only_if_it_pays`.
+        own: the gain in the user's own pictures, as text. It is shown if no measurement fits.
     """
 
     patched: bool
@@ -36,7 +41,7 @@ class Report(Counted):
 
     @classmethod
     def join(cls, reports: Iterable[Report]) -> Report:
-        """One on all of them: a picture's passes, its models. Levels are the same where they are down-sampled alike."""
+        """Join reports, such as those of a picture's passes. Levels with the same down-sampling are added."""
         reports = tuple(reports)
         levels: dict[int, LevelTally] = {}
         for level in (level for report in reports for level in report.levels):
@@ -56,27 +61,28 @@ class Report(Counted):
 
     @property
     def headline(self) -> str:
-        """``about 1.4x faster (measured here)``, else ``61% of attention left out``, or why nothing merged."""
+        """The result: ``about 1.4x faster (measured here)``, ``61% of attention left out``, or why nothing merged."""
         return (self._speed() or [self._outcome()])[0]
 
     @property
     def hindered(self) -> str:
-        """What was to merge and could not, if it is a share that counts: ``9% of attention not merged: ...``; else "".
+        """Attention that should have merged and could not: ``9% of attention not merged: ...``; "" if there is little.
 
-        What the settings leave alone, or what would not pay, is as it was asked for.
+        Attention that the settings exclude, or for which merging does not pay, is not included.
         """
         full, lost = self.work[0], self._sum("lost")
-        found = [f"{percent(lost[one] / full)} of attention not merged: {_why(one)}" for one in self.reasons
-                 if full and lost[one] / full >= _COUNTS and not _why(one).startswith(_AS_ASKED)]  # fmt: skip
-        return found[0] if found and self.merged_anything else ""
+        texts = [f"{percent(lost[reason] / full)} of attention not merged: {_why(reason)}" for reason in self.reasons
+                 if full and lost[reason] / full >= _COUNTS and not _why(reason).startswith(_AS_ASKED)]  # fmt: skip
+        return texts[0] if texts and self.merged_anything else ""
 
     def lines(self, title: str = "Token merging", facts: Sequence[str] | None = None, beside: Sequence[str] = ()) \
             -> list[str]:  # fmt: skip
-        """For people; no line ends in a newline.
+        """Return the report as lines of text: the gain, the attention left out, each level, reasons, settings.
 
-        The gain in time where it was measured, then what was left out where, then each level, then why the rest was
-        not merged. facts: the host's own for the first line, in place of the calls of the UNet.
-        beside: lines of the host's own, after the first two.
+        Args:
+            title: begins the first line.
+            facts: texts for the first line, in place of the number of model calls.
+            beside: the host's own lines, after the first two.
         """
         if not self.patched and not self.levels:
             return [f"{title}: not applied to this model."]
@@ -86,17 +92,17 @@ class Report(Counted):
         more = [f"{outcome}, at latent {places}"] if speed else []
         more += beside
         more += [f"latent /{level.downsample}: {_kinds_text(level)}" for level in self.levels if level.calls_merged]
-        reasons = list(self.reasons.items())[not self.merged_anything : _KINDS]  # the first is in the outcome
+        reasons = list(self.reasons.items())[not self.merged_anything : _KINDS]  # the first reason is in the outcome
         more += [f"not merged, {count(calls, 'call')}: {_why(reason)}" for reason, calls in reasons]
         more += [f"compiled without merging, {reason}" for reason in self._traced()]
-        more += [*self.notes, *(f"settings: {one}" for one in self.settings)]
-        return [f"{title}: {', '.join(filter(None, [*facts, *(speed or [outcome])]))}", *(f"  {one}" for one in more)]
+        more += [*self.notes, *(f"settings: {settings}" for settings in self.settings)]
+        return [f"{title}: {', '.join(filter(None, [*facts, *(speed or [outcome])]))}", *(f"  {line}" for line in more)]
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
     def as_data(self) -> dict[str, Any]:
-        """All of it in JSON's own types, with the number of its format; shares from 0 to 1, sizes in latent tokens."""
+        """Return the report in JSON's types, with its version; shares are 0 to 1, sizes in latent tokens."""
         return {
             "format": FORMAT, "patched": self.patched, "settings": list(self.settings), "calls": self.calls,
             "work_saved": self.work_saved, "gains": [{**gain._asdict(), "ratio": gain.ratio} for gain in self.gains],
@@ -107,9 +113,9 @@ class Report(Counted):
         return _once(sorted(level.traced) for level in self.levels)
 
     def _speed(self) -> list[str]:
-        """``about 1.4x faster (measured here)``, of several sizes each; nothing where that is not known of a picture.
+        """Return ``about 1.4x faster (measured here)``, for each size if there are several; empty if not known.
 
-        What was measured is not told of calls in which something else was left out, see `Gain.is_of`.
+        A measurement is not used for calls that left out another share of attention, see `Gain.is_of`.
         """
         gains = [gain for gain in self.gains if gain.is_of(self.work_saved)][-_KINDS:]
         if not gains or not self.merged_anything:
@@ -127,17 +133,17 @@ class Report(Counted):
 
 
 def percent(share: float) -> str:
-    """``61%``, never 100 where something is left."""
+    """Format a share as ``61%``; 100% only if nothing is left."""
     return f"{min(share, 0.99 if share < 1 else 1.0):.0%}"
 
 
 def count(number: int, noun: str) -> str:
-    """``1 step``, ``2 steps``."""
+    """Format a number with its noun: ``1 step``, ``2 steps``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _once(several: Iterable[Iterable[Any]]) -> tuple:
-    return tuple(dict.fromkeys(one for some in several for one in some))
+    return tuple(dict.fromkeys(item for items in several for item in items))
 
 
 def _level_data(level: LevelTally) -> dict[str, Any]:
@@ -150,7 +156,7 @@ def _level_data(level: LevelTally) -> dict[str, Any]:
 
 
 def _kinds_text(level: LevelTally) -> str:
-    """``4096 tokens -> 64 or 640 keys, 98% left out``."""
+    """Format a level's calls: ``4096 tokens -> 64 or 640 keys, 98% left out``."""
     sides: dict[int, list[str]] = {}
     for tokens, queries, keys in level.tokens:
         sides.setdefault(tokens, []).append(str(keys) if queries == keys else f"{keys} keys")
@@ -163,6 +169,6 @@ def _kinds_text(level: LevelTally) -> str:
 
 
 def _why(reason: str) -> str:
-    """Without the part of a block, unless that is another than its self-attention, which everybody merges."""
+    """Return a reason without the part of the block, unless the part is another than self-attention."""
     part, _, why = reason.partition(": ")
     return why if part in ("attn", "block") else reason

@@ -1,7 +1,7 @@
-"""What to merge, where and when: rules, and what holds for all of them; frozen, and checked when it is built.
+"""All settings: rules, and the config that holds them. They are immutable, and checked when they are built.
 
-The form of all hosts and the table of docs/settings.md are made from the fields, so a new setting is written in one
-place. What is a setting of the whole, `Clock` and `plain_rules` make into what rules can say.
+The controls of all hosts and the table in docs/settings.md are generated from the fields, so a new setting is written
+in one place only.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from ..merging.methods import METHODS
 from ..merging.metric import METRICS
 
 SIDES = ("qkv", "kv")
-HOW_MUCH, WHEN, WHERE, HOW = GROUPS = ("how much", "when", "where", "how")  # what a setting is about
+HOW_MUCH, WHEN, WHERE, HOW = GROUPS = ("how much", "when", "where", "how")  # the groups of settings
 DOWNSAMPLES = (1, 2, 4, 8)
 SEED_LIMIT = 2**31 - 1
-_EARLY_CELLS = (2, 4, 8)  # sides, of which an early phase takes the smallest whose cap allows its ratio
+_EARLY_CELLS = (2, 4, 8)  # sides of cells: an early phase uses the smallest that allows its ratio
 _HIGHEST_EARLY_RATIO = 1 - 1 / _EARLY_CELLS[-1] ** 2
 _REFINED_FROM = 0.9  # from this ratio on a k-means step costs a tenth of a match at 0.5, and halves the error
-_EARLY_REFINE = 2  # of these steps
-_LARGEST_CELL = 64  # more is a slip of the hand: one token is kept of 4096, of a latent of a picture 8192 pixels wide
-_ENDLESS = 2**53 - 1  # what has no upper limit of its own ends here, before floats stop counting
+_EARLY_REFINE = 2  # k-means steps of an early phase
+_LARGEST_CELL = 64  # keeps one token of 4096; a higher value is a typing error
+_ENDLESS = 2**53 - 1  # the limit of settings without a limit: above it, floats are not exact
 
 
 def setting(default: Any, label: str, help: str, **facts: Any) -> Any:
-    """A dataclass's field with what a person needs to know of it. facts: see `describe_settings` and `form`."""
+    """Return a dataclass field with the texts and limits of its control, see `describe_settings` and `form`."""
     if "maximum" in facts:
         facts.setdefault("limit", facts["maximum"])
     return field(default=default, metadata={"label": label, "help": help, **facts})
 
 
 def _check(item: Any, value: Any) -> Any:
-    """The value in the type of its field, or an error that names the value, the range and the remedy."""
+    """Return the value in the field's type, or raise an error with the value, the range and the remedy."""
     facts, name = item.metadata, item.name
     if value is None and item.default is None:
         return None
@@ -52,7 +52,7 @@ def _check(item: Any, value: Any) -> Any:
     remedy = f"use {'a whole number' if whole else 'a number'} from {least} {end}"
     if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
         raise TypeError(f"{name}={value!r} is {type(value).__name__}; {remedy}")
-    # compared and not converted: a whole number may be past the largest float; and so that NaN is out of range
+    # compared without conversion, because an int may exceed the largest float; written so that NaN is out of range
     if not least <= value <= (_ENDLESS if most is None else most):
         raise ValueError(f"{name}={value!r} is out of range; {remedy}")
     return value if whole else float(value)
@@ -60,7 +60,7 @@ def _check(item: Any, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class MergeRule:
-    """One rule: what is merged, in which blocks, at which times. Its times are Stable Diffusion's timesteps.
+    """A rule: what merges, in which blocks, at which timesteps of Stable Diffusion's schedule.
 
     >>> MergeRule(ratio=0.9).effective_ratio  # over the cap 1 - 1/(sx*sy) of bipartite matching
     0.75
@@ -152,17 +152,17 @@ class MergeRule:
 
     @property
     def ratio_cap(self) -> float:
-        """The highest ratio the settings allow: ``1 - 1/(sx*sy)`` where every cell keeps a destination."""
+        """The highest possible ratio: ``1 - 1/(sx*sy)`` if every cell keeps a destination token."""
         return 1.0 - 1.0 / (self.sx * self.sy) if METHODS[self.method].keeps_cells else 1.0
 
     @property
     def effective_ratio(self) -> float:
-        """The ratio in force: clamped to the cap."""
+        """The ratio, clamped to `ratio_cap`."""
         return min(self.ratio, self.ratio_cap)
 
     @property
     def is_off(self) -> bool:
-        """True where the rule can merge nothing."""
+        """True if the rule merges nothing."""
         return self.effective_ratio == 0 or not (self.merge_attn or self.merge_crossattn or self.merge_mlp)
 
     @cached_property
@@ -172,30 +172,30 @@ class MergeRule:
 
     @cached_property
     def corrects(self) -> bool:
-        """True where merged keys and values get their correction, which needs those of all tokens.
+        """True if merged keys and values are corrected, which needs the keys and values of all tokens.
 
-        These are at hand where a match compares them; elsewhere making them pays where every query is kept.
+        A match by keys and values has computed them already. Otherwise they are computed if every query is kept,
+        because only then the correction pays.
         """
         at_hand = self.metric == "keys+values" and METHODS[self.method].compares
         return self.correction and self.proportional and (self.side == "kv" or at_hand)
 
     def holds_at(self, timestep: float | None) -> bool:
-        """Is the timestep, of Stable Diffusion's schedule, inside the rule's limit? Unknown, it is inside of none."""
+        """Tell whether the rule holds at a timestep of Stable Diffusion's schedule. None: the timestep is not known."""
         return self.min_timestep is None or (timestep is not None and timestep >= self.min_timestep)
 
 
 def reaches(rule: MergeRule, level: int, downsample: int) -> bool:
-    """Does the rule cover blocks of this level, down-sampled this much from the latent?"""
+    """Tell whether a rule covers a level with this down-sampling factor."""
     return level == 0 if rule.max_downsample is None else downsample <= rule.max_downsample
 
 
 @dataclass(frozen=True, init=False)
 class MergeConfig:
-    """Rules, in order; the first that fits a block, a part of it and a time is the one that counts. And what holds for
-    all of them: a part of the noise schedule, and an early phase.
+    """All settings of a patch: rules, a part of the noise schedule in which they hold, and an early phase.
 
-    Flat keywords are settings of both kinds. Those of a rule make one, or are set in each of ``rules``, so that
-    `dataclasses.replace` takes them, too:
+    The first rule that fits a block, a part of it and the time applies. Keywords may be the settings of a rule or of
+    the config. Settings of a rule make one rule, or are set in each of ``rules``, also by `dataclasses.replace`:
 
     >>> MergeConfig(ratio=0.5).rules == (MergeRule(ratio=0.5),)
     True
@@ -254,18 +254,22 @@ class MergeConfig:
                              "swap them")
 
     def value(self, name: str) -> Any:
-        """A setting's value; of a rule's, the first one's. Raises AttributeError for what is no setting."""
+        """Return a setting's value, from the first rule for a setting of rules.
+
+        Raises:
+            AttributeError: there is no such setting.
+        """
         return getattr(self if name in _OF_A_CONFIG else self.rules[0], name)
 
     @property
     def is_off(self) -> bool:
-        """True where nothing can merge."""
+        """True if no rule merges anything."""
         early = self.early_ratio and any(rule.merge_attn for rule in self.rules)
         return not early and all(rule.is_off for rule in self.rules)
 
     @property
     def uses_percent(self) -> bool:
-        """True where merging is limited to a part of the model's own noise schedule."""
+        """True if merging is limited to a part of the model's own noise schedule."""
         return self.start_percent > 0 or self.end_percent < 1 or self.max_beta is not None
 
 
@@ -273,24 +277,29 @@ _OF_A_CONFIG = tuple(item.name for item in fields(MergeConfig)[1:])
 
 
 def describe_settings() -> list[dict[str, Any]]:
-    """What there is to set: one dict a field of `MergeRule`, then one for each other keyword of `MergeConfig`.
+    """Describe all settings: a dict for each field of `MergeRule`, then for each other keyword of `MergeConfig`.
 
-    Keys: name, default, label, help, and where they apply minimum, maximum (of a control), limit (the most that is
-    taken; None: there is none), step, choices, advanced, unset (what None means, else "automatic"). Others are the
-    form's, see `form`.
+    Returns:
+        Dicts with the keys name, default, label and help. If they apply: minimum and maximum (of a control), limit (the
+        highest accepted value; None: no limit), step, choices, advanced, unset (the meaning of None, else "automatic").
+        `form` uses the others.
     """
     return [{"name": item.name, "default": item.default, **item.metadata}
             for item in (*fields(MergeRule), *fields(MergeConfig)[1:])]  # fmt: skip
 
 
 def plain_rules(config: MergeConfig, downsamples: Sequence[int]) -> dict[MergeRule, MergeRule | None]:
-    """All that merges, as rules, in order: before each of the config's own its early phase.
+    """Expand the config into plain rules: each rule is preceded by a rule for its early phase, if it has one.
 
-    downsamples: of each level, how many times smaller than the latent it is. Returns for each rule, if it is an early
-    phase, the rule that it precedes.
+    Args:
+        config: the settings.
+        downsamples: the down-sampling factor of each level.
+
+    Returns:
+        All rules in order, as keys. The value of an early phase's rule is the rule that follows it, else None.
     """
-    return {one: late for rule in config.rules
-            for one, late in ((_early(config, rule, downsamples), rule), (rule, None)) if one}  # fmt: skip
+    return {plain: late for rule in config.rules
+            for plain, late in ((_early(config, rule, downsamples), rule), (rule, None)) if plain}  # fmt: skip
 
 
 def _early(config: MergeConfig, rule: MergeRule, downsamples: Sequence[int]) -> MergeRule | None:
@@ -307,16 +316,22 @@ def _early(config: MergeConfig, rule: MergeRule, downsamples: Sequence[int]) -> 
 
 
 def describe(config: MergeConfig) -> tuple[str, ...]:
-    """The keywords of each rule, then those of the config itself; without what is at its default, but for the ratio."""
+    """Return the keywords of each rule and of the config as texts, without defaults other than the ratio."""
     owners = ((fields(MergeRule), config.rules), (fields(config)[1:], (config,)))
-    said = (", ".join(f"{item.name}={value!r}" for item in items
-                      if (value := getattr(one, item.name)) != item.default or item.name == "ratio")
-            for items, several in owners for one in several)  # fmt: skip
-    return tuple(filter(None, said))
+    texts = (", ".join(f"{item.name}={value!r}" for item in items
+                       if (value := getattr(owner, item.name)) != item.default or item.name == "ratio")
+             for items, several in owners for owner in several)  # fmt: skip
+    return tuple(filter(None, texts))
 
 
 def notes_on(config: MergeConfig, ever_merges: bool, downsamples: list[int]) -> tuple[str, ...]:
-    """What is clamped, and that nothing merges. ever_merges: some rule does, at some level and time."""
+    """Return notes on clamped settings, and on settings by which nothing merges.
+
+    Args:
+        config: the settings.
+        ever_merges: some rule merges at some level and time.
+        downsamples: the down-sampling factor of each level.
+    """
     notes = [f"ratio {rule.ratio:g} is over the cap {rule.ratio_cap:g} of cells {rule.sx}x{rule.sy} and was clamped; "
              "larger cells (sx, sy) allow more"
              for rule in config.rules if rule.ratio > rule.ratio_cap]  # fmt: skip

@@ -1,9 +1,12 @@
-"""What an expert sets, in every host: names, choices, ranges, texts, what a strength fills in, refusals in these words.
+"""The form: the expert settings as hosts show them, with names, choices, ranges, texts and error messages.
 
-Made from what each setting says of itself (`setting`), so that a new one is written in one place. Of its facts these
-are the form's: place, its number in the form (nodes and lists of values know settings by position, so a new one takes
-the next number; without a place Python alone knows the setting); known_as, its name here, where the keyword is another;
-shown, what people read for each of the choices; beside_strength, true where a strength leaves it as it is.
+The form is generated from the fields of the settings (`config.setting`). These facts of a field are the form's:
+
+* place: the setting's position in the form. Nodes and lists of values identify settings by position, so a new setting
+  takes the next number. A setting without a place is not in the form.
+* known_as: its name in the form, if it differs from the keyword.
+* shown: the text of each choice.
+* beside_strength: True if a strength does not change the setting.
 """
 
 from __future__ import annotations
@@ -17,16 +20,29 @@ from typing import Any, NamedTuple
 from .config import GROUPS, MergeConfig, describe_settings
 from .presets import SD, config_of
 
-UNSET = -1.0  # a number's way to say None, which neither a slider nor an infotext can
+UNSET = -1.0  # means None, for which sliders and infotexts have no value
 
 
 class Field(NamedTuple):
-    """One setting as people see it. name: theirs for it; setting: the engine's.
+    """One setting as users see it.
 
-    choices, meanings: what people read and what the engine takes for each; empty where anything in a range goes.
-    minimum, maximum, step: of a control; a whole step allows whole numbers alone. limit: the most that is taken; None:
-    there is none. may_be_unset: `UNSET` is None. advanced: rarely wanted. beside_strength: a strength leaves it. group:
-    what it is about, of `GROUPS`; unit: of its number.
+    Args:
+        name: in the form.
+        setting: the keyword of `MergeConfig`.
+        label: of the control.
+        help: the tooltip.
+        default: as shown.
+        group: one of `GROUPS`.
+        unit: of a number.
+        choices: the texts of the choices; empty for numbers and switches.
+        meanings: the value of each choice.
+        minimum: of the control.
+        maximum: of the control.
+        step: of the control; an int allows whole numbers only.
+        limit: the highest accepted value; None: no limit.
+        may_be_unset: `UNSET` means None.
+        advanced: rarely needed.
+        beside_strength: a strength does not change the setting.
     """
 
     name: str
@@ -47,13 +63,17 @@ class Field(NamedTuple):
     beside_strength: bool = False
 
     def show(self, value: Any) -> Any:
-        """What people read for a value of the engine."""
+        """Return the shown text or number for a value."""
         if self.choices:
             return self.choices[self.meanings.index(value)]
         return UNSET if value is None else value
 
     def read(self, value: Any) -> Any:
-        """What the engine takes for a value that people gave. Raises ValueError for what is no choice."""
+        """Return the value for a shown text or number.
+
+        Raises:
+            ValueError: there is no such choice.
+        """
         if self.choices:
             if value not in self.choices:
                 raise ValueError(f"{self.name}={value!r} is not possible; use one of {', '.join(self.choices)}")
@@ -68,71 +88,78 @@ class Field(NamedTuple):
 def _field_of(described: Mapping[str, Any]) -> Field:
     facts = {name: value for name, value in described.items() if name in Field._fields}
     meanings = facts.get("choices", ())
-    own = Field(**facts | {"name": described.get("known_as", facts["name"]), "setting": facts["name"]})
+    field = Field(**facts | {"name": described.get("known_as", facts["name"]), "setting": facts["name"]})
     if meanings:
         choices = described.get("shown", meanings)
-        return own._replace(choices=choices, meanings=meanings, default=choices[meanings.index(own.default)])
-    if own.default is None:
-        text = f"{own.help} {UNSET:g} is {described['unset']}."
-        own = own._replace(default=UNSET, minimum=UNSET, help=text, may_be_unset=True)
-    return own
+        return field._replace(choices=choices, meanings=meanings, default=choices[meanings.index(field.default)])
+    if field.default is None:
+        text = f"{field.help} {UNSET:g} is {described['unset']}."
+        field = field._replace(default=UNSET, minimum=UNSET, help=text, may_be_unset=True)
+    return field
 
 
-FIELDS = tuple(map(_field_of, sorted((one for one in describe_settings() if "place" in one), key=itemgetter("place"))))
-NAMES = tuple(one.name for one in FIELDS)
+_PLACED = (described for described in describe_settings() if "place" in described)
+FIELDS = tuple(map(_field_of, sorted(_PLACED, key=itemgetter("place"))))
+NAMES = tuple(item.name for item in FIELDS)
 
 
 def field(name: str) -> Field:
-    """The field of this name."""
+    """Return the field of this name."""
     return FIELDS[NAMES.index(name)]
 
 
 def values_of(config: MergeConfig) -> dict[str, Any]:
-    """What the form shows for a config, by name; of several rules, for the first."""
-    return {one.name: one.show(config.value(one.setting)) for one in FIELDS}
+    """Return the shown values of a config, by name; those of the first rule if there are several."""
+    return {item.name: item.show(config.value(item.setting)) for item in FIELDS}
 
 
 def fill(strength: str | float, layout: str = SD) -> dict[str, Any]:
-    """What a strength, or a preset's name, fills in on this layout, by name: all but what is `beside_strength`."""
+    """Return the shown values of a strength or a preset's name, by name; without settings it does not change."""
     values = values_of(config_of(strength, layout))
-    return {one.name: values[one.name] for one in FIELDS if not one.beside_strength}
+    return {item.name: values[item.name] for item in FIELDS if not item.beside_strength}
 
 
 def change(config: MergeConfig, values: Mapping[str, Any]) -> MergeConfig:
-    """The config with values, by the form's names, in the place of its own; None leaves one as it is.
+    """Return the config with shown values in place of its own.
 
-    Raises ValueError or TypeError, in the form's words, with value, range and remedy, for what is not possible.
+    Args:
+        config: the settings to change.
+        values: by the form's names; None leaves a setting as it is.
+
+    Raises:
+        ValueError: a name is not known, or a value is not possible. The text uses the form's names.
+        TypeError: a value has the wrong type.
     """
     unknown = set(values) - set(NAMES)
     if unknown:
         raise ValueError(f"there is no {', '.join(sorted(unknown))} to set; there are: {', '.join(NAMES)}")
-    asked = {one.setting: one.read(values[one.name]) for one in FIELDS if values.get(one.name) is not None}
+    changes = {item.setting: item.read(values[item.name]) for item in FIELDS if values.get(item.name) is not None}
     try:
-        return replace(config, **asked)
+        return replace(config, **changes)
     except (TypeError, ValueError) as error:
         raise type(error)(_in_the_forms_words(str(error))) from None
 
 
 def settle(values: Mapping[str, Any]) -> tuple[MergeConfig, list[str]]:
-    """The config of those values that are possible; and a sentence for each that was left out, in the form's words.
+    """Return the config of the possible values, and an error text for each value that was left out.
 
-    Of settings that do not go together the later one is left out, so that choosing another method is no mistake. What
-    is missing, or None, or no name of the form's, is passed over.
+    If two settings contradict each other, the later one is left out, so that choosing another method is no error.
+    Missing values, None and unknown names are ignored.
     """
     config, left_out = MergeConfig(), []
     for name in NAMES:
         try:
             config = change(config, {name: values.get(name)})
         except (TypeError, ValueError) as error:
-            said = str(error)  # of two that exclude each other it may begin with the one that stays
-            left_out.append(said if said.startswith(f"{name}=") else f"{name}={values[name]!r}, because {said}")
+            text = str(error)  # if two settings contradict each other, it may begin with the one that stays
+            left_out.append(text if text.startswith(f"{name}=") else f"{name}={values[name]!r}, because {text}")
     return config, left_out
 
 
 def _in_the_forms_words(text: str) -> str:
-    """A refusal of the engine's, with the form's names and choices in the place of its own."""
-    for one in FIELDS:
-        text = re.sub(rf"\b{one.setting}=", f"{one.name}=", text)
-        for choice, meaning in zip(one.choices, one.meanings, strict=True):
-            text = text.replace(f"{one.name}={meaning!r}", f"{one.name}={choice!r}")
+    """Replace the engine's names and values in an error text by the form's."""
+    for item in FIELDS:
+        text = re.sub(rf"\b{item.setting}=", f"{item.name}=", text)
+        for choice, meaning in zip(item.choices, item.meanings, strict=True):
+            text = text.replace(f"{item.name}={meaning!r}", f"{item.name}={choice!r}")
     return text

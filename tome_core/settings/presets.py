@@ -1,7 +1,7 @@
-"""Strength: one number for how much of the picture may change for how much time, and names for four of them.
+"""Strength: one number that trades fidelity for speed, and named presets for four values of it.
 
-It resolves to a `MergeConfig`, as was measured for each layout of models: UNets that attend at their finest level,
-UNets that do not, as SDXL's, and transformers.
+A strength resolves to a `MergeConfig`. The settings were measured for three layouts of models: UNets with attention at
+the finest level (SD1.5), UNets without (SDXL), and transformers.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from .config import MergeConfig
 MARKS = {"quality": 0.25, "balanced": 0.5, "fast": 0.75, "max": 1.0}
 PRESETS = tuple(MARKS)
 DEFAULT = "balanced"
-# kept for 60 timesteps a match serves two steps of 20, and one of 10. Whole pictures show what a prediction alone does
-# not: kept for 100, quality lost 1 to 3 dB of PSNR and max a tenth of the texture
+# Kept for 60 timesteps, a match serves two steps of 20, and one of 10. Kept for 100, whole pictures were worse, though
+# single predictions were not: `quality` lost 1 to 3 dB of PSNR, `max` a tenth of the texture.
 _ALL: dict[str, Any] = {"side": "kv", "metric": "keys+values", "use_rand": False, "keep": 60.0,
                         "only_if_it_pays": True, "max_downsample": 8}  # fmt: skip
 SD, SDXL, TRANSFORMER = LAYOUTS = ("sd", "sdxl", "transformer")
-PARTS = 64  # of the tokens: shares of keys are whole numbers of them, which are numbers that kernels like
-EARLY_SHARE = 1 / PARTS  # of the keys, which early steps keep on every curve
-MOST_MERGED = 3 / 4  # share of the keys above which a step is not merged: it would take longer than it saves
-# share of the keys from which on cells of 4x4 serve, which take no k-means step; below it those of 8x8 with three err
-# by two fifths less (benchmarks/results/front-cpu-2026-11-25.md)
+PARTS = 64  # the share of keys is a multiple of 1/64, so that kernels get round numbers
+EARLY_SHARE = 1 / PARTS  # the share of keys that early steps keep, on every curve
+MOST_MERGED = 3 / 4  # a step that keeps a larger share of keys is not merged: merging would cost more than it saves
+# From this share of keys on, cells are 4x4 tokens without a k-means step. Below it, cells of 8x8 with three k-means
+# steps have two fifths less error (benchmarks/results/front-cpu-2026-11-25.md).
 _FINE_CELLS = 5 / PARTS
-# Of equally distant strengths from 0 to 1: the keys that late steps keep, in `PARTS`, and the timestep from which on
-# steps are early and keep `EARLY_SHARE`. Chosen by ``python -m benchmarks.strength`` from what was measured.
+# At evenly spaced strengths from 0 to 1: the share of keys that late steps keep, in 1/64, and the timestep from which
+# on steps are early and keep `EARLY_SHARE`. Chosen from measurements by ``python -m benchmarks.strength``.
 _FROM_65 = ((6, 328), (5, 324), (5, 250), (4, 247), (4, 172), (3, 160), (2, 149), (1, 0))
 CURVES = {
     "sd": ((64, 1000), (64, 787), (64, 609), (41, 578), (35, 498), (26, 472), (21, 457), (17, 440), (14, 413),
@@ -40,11 +40,17 @@ CURVES = {
 
 
 def strength(value: float, layout: str = SD) -> MergeConfig:
-    """The settings of a strength: 0 is off, 1 keeps a sixty-fourth of the keys in every step.
+    """Return the settings of a strength.
 
-    What is left of the work falls with it and the error to be expected grows, whatever steps a picture has; what is
-    measured need not (docs/methods.md, "Strength"). layout: of the model, one of `LAYOUTS`; `patch` asks the model
-    itself. Raises ValueError for what is no number from 0 to 1, and for a layout that there is not.
+    With a higher strength, less work is left and the expected error is larger, at any number of steps. A measured error
+    may differ (docs/methods.md, "Strength").
+
+    Args:
+        value: from 0, which is off, to 1, which keeps a sixty-fourth of the keys in every step.
+        layout: of the model, one of `LAYOUTS`. `patch` finds it by itself.
+
+    Raises:
+        ValueError: `value` is no number from 0 to 1, or `layout` is not known.
 
     >>> strength(0).is_off
     True
@@ -64,30 +70,38 @@ def strength(value: float, layout: str = SD) -> MergeConfig:
 
 
 def refine_of(cell: int) -> int:
-    """k-means steps after a match in cells of this side: the fewer keys, the cheaper and the better a step."""
+    """Return the number of k-means steps for cells of this side: with fewer keys, a step is cheaper and gains more."""
     return 3 if cell == 8 else 0
 
 
 def preset(name: str, layout: str = SD) -> MergeConfig:
-    """The settings of a named strength, see `MARKS` and `strength`. Raises ValueError for a name that is none."""
+    """Return the settings of a named strength.
+
+    Args:
+        name: one of `PRESETS`; `MARKS` has their strengths.
+        layout: see `strength`.
+
+    Raises:
+        ValueError: there is no preset of this name.
+    """
     if name not in MARKS:
         raise ValueError(f"preset={name!r} is not known; use one of {', '.join(map(repr, PRESETS))}")
     return strength(MARKS[name], layout)
 
 
 def _between(value: float, curve: tuple[tuple[int, int], ...]) -> tuple[float, int]:
-    """The share of the keys and the timestep at a strength: a line between knots, of the share's logarithm."""
+    """Interpolate the share of keys (in its logarithm) and the timestep between the curve's knots."""
     place = value * (len(curve) - 1)
     low = min(int(place), len(curve) - 2)
     part = place - low
     (keys, until), (fewer, sooner) = curve[low], curve[low + 1]
     between = math.exp(math.log(keys / PARTS) * (1 - part) + math.log(fewer / PARTS) * part)
     late = math.ceil(between * PARTS - 1e-9) / PARTS
-    if late > MOST_MERGED:  # of all keys and the most that are worth merging the nearer: no step of strength is large
+    if late > MOST_MERGED:  # the nearer of all keys and MOST_MERGED, so that the curve has no large jump
         late = MOST_MERGED if between**2 < MOST_MERGED else 1.0
     return late, round(until * (1 - part) + sooner * part)
 
 
 def config_of(wanted: str | float, layout: str = SD) -> MergeConfig:
-    """The settings of a patch, by a preset's name or by a strength."""
+    """Return the settings of a preset's name or of a strength."""
     return preset(wanted, layout) if isinstance(wanted, str) else strength(wanted, layout)

@@ -1,12 +1,12 @@
-"""Which rule holds at which time and level, and how times are converted.
+"""The rule in force at a time and level, and the conversion of times.
 
-Rules are limited in timesteps of Stable Diffusion's schedule, a config in percent of the model's own. Schedulers
-count in training steps, in logarithms of sigma, in angles: each of their steps is read as the timestep at which Stable
-Diffusion's schedule has the same log-SNR. Three scales, all of one schedule of ``T`` training steps (1,000 for Stable
-Diffusion):
+A rule's limits are timesteps of Stable Diffusion's schedule. A config's limits are percent of the model's own schedule.
+Schedulers count steps in training steps, logarithms of sigma, or angles; each step is converted to the timestep at
+which Stable Diffusion's schedule has the same log-SNR. A schedule of ``T`` training steps (1,000 for Stable
+Diffusion) has three scales:
 
-* timestep ``t``: ``T - 1`` is pure noise, 0 the finished picture; what the UNet is called with;
-* percent ``p``: ``t = (1 - p) * (T - 1)``, ComfyUI's scale, whose ``percent_to_sigma(p)`` is that timestep's sigma;
+* timestep ``t``: the UNet's argument; ``T - 1`` is pure noise, 0 the finished picture;
+* percent ``p``: ``t = (1 - p) * (T - 1)``, ComfyUI's scale; ``percent_to_sigma(p)`` is the sigma of this timestep;
 * beta ``beta_t``: the noise that training step ``t`` adds.
 """
 
@@ -25,21 +25,21 @@ import torch
 
 from .config import MergeConfig, MergeRule, reaches
 
-_DIGITS = 1  # of a timestep; float32 schedules are good to a hundredth
+_DIGITS = 1  # decimals of a timestep; float32 schedules are exact to a hundredth
 _TINY = 1e-12
-_LONGEST = 4096  # a longer tensor is no schedule
-_MOST = 4  # schedules that are remembered
+_LONGEST = 4096  # the most elements of a schedule; a longer tensor is none
+_MOST = 4  # number of schedules that are remembered
 
 
 def value_at(values: Sequence[float], place: float) -> float:
-    """What stands at a place, linear between whole ones; clamped to both ends."""
+    """Interpolate a list linearly at a fractional index, clamped to both ends."""
     place = min(len(values) - 1.0, max(0.0, place))
     below, above = int(place), min(int(place) + 1, len(values) - 1)
     return values[below] + (place - below) * (values[above] - values[below])
 
 
 def _place_of(value: float, ascending: Sequence[float]) -> float:
-    """The inverse of `value_at`."""
+    """Return the fractional index of a value, the inverse of `value_at`."""
     above = bisect.bisect_left(ascending, value)
     if above in (0, len(ascending)):
         return float(min(above, len(ascending) - 1))
@@ -48,7 +48,7 @@ def _place_of(value: float, ascending: Sequence[float]) -> float:
 
 
 class Time(NamedTuple):
-    """A moment: timestep of Stable Diffusion's schedule, percent of the model's own; None where it is not known."""
+    """A time: timestep on Stable Diffusion's schedule, percent of the model's own schedule; None if not known."""
 
     timestep: float | None = None
     percent: float | None = None
@@ -59,7 +59,11 @@ UNKNOWN = Time()
 
 @dataclass(frozen=True)
 class NoiseSchedule:
-    """Betas of all training steps, ascending: what ties timestep, percent and beta together."""
+    """A noise schedule, which converts between timestep, percent, beta and sigma.
+
+    Args:
+        betas: of all training steps, ascending.
+    """
 
     betas: tuple[float, ...]
 
@@ -69,86 +73,91 @@ class NoiseSchedule:
         return len(self.betas) - 1
 
     def percent_of(self, timestep: float) -> float:
-        """Share of the schedule that lies behind, 0 at pure noise. Clamped to 0..1."""
+        """Return the share of the schedule that is done at a timestep: 0 at pure noise, clamped to 0..1."""
         return min(1.0, max(0.0, 1.0 - timestep / self.last))
 
     def timestep_of(self, percent: float) -> float:
-        """The timestep at a share of the schedule; the inverse of `percent_of`."""
+        """Return the timestep at a share of the schedule, the inverse of `percent_of`."""
         return (1.0 - percent) * self.last
 
     def timestep_of_beta(self, beta: float) -> float:
-        """The first timestep with so much noise, linear between whole ones; the last where none has."""
+        """Return the first timestep with this beta, interpolated linearly; the last if beta is higher than all."""
         return _place_of(beta, self.betas)
 
     def timestep_of_sigma(self, sigma: float) -> float:
-        """The timestep at which the noise has this standard deviation, relative to a picture of unit variance.
+        """Return the timestep at which the noise has this standard deviation, relative to data of unit variance.
 
-        ``sigma_t^2 = 1 / prod(1 - beta) - 1``, linear between whole timesteps in log sigma as in k-diffusion,
+        ``sigma_t^2 = 1 / prod(1 - beta) - 1``, interpolated linearly in log sigma as in k-diffusion, and
         clamped to the schedule's ends.
         """
         return _place_of(math.log(max(sigma, _TINY)), self._log_sigmas)
 
     def sigma_of(self, timestep: float) -> float:
-        """The noise's standard deviation at a timestep; the inverse of `timestep_of_sigma`."""
+        """Return the noise's standard deviation at a timestep, the inverse of `timestep_of_sigma`."""
         return math.exp(value_at(self._log_sigmas, timestep))
 
     @cached_property
     def _log_sigmas(self) -> list[float]:
-        logs_kept = accumulate(math.log(max(1.0 - beta, _TINY)) for beta in self.betas)
-        return [0.5 * math.log(max(math.expm1(-one), 1e-24)) for one in logs_kept]
+        log_alphas = accumulate(math.log(max(1.0 - beta, _TINY)) for beta in self.betas)
+        return [0.5 * math.log(max(math.expm1(-log_alpha), 1e-24)) for log_alpha in log_alphas]
 
     def time_of(self, timestep: float) -> Time:
-        """The moment of a timestep of this schedule, where it is Stable Diffusion's."""
+        """Return the time of a timestep if this is Stable Diffusion's schedule."""
         return Time(timestep, self.percent_of(timestep))
 
     def window_of(self, config: MergeConfig) -> tuple[float, float] | None:
-        """From which percent of this schedule to which a config merges, both included; None if at all times."""
+        """Return the first and last percent at which a config merges; None if it merges at all times."""
         if not config.uses_percent:
             return None
         start = config.start_percent
         if config.max_beta is not None and config.max_beta <= self.betas[-1]:
             reached = self.percent_of(self.timestep_of_beta(config.max_beta))
-            start = max(start, math.nextafter(reached, math.inf))  # below it, and not at it
+            start = max(start, math.nextafter(reached, math.inf))  # below max_beta, and not at it
         return start, config.end_percent
 
 
-# of SD1, SD2 and SDXL: the square root of beta is linear ("scaled linear")
+# The schedule of SD1, SD2 and SDXL is "scaled linear": the square root of beta is linear.
 _FIRST, _LAST = 0.00085**0.5, 0.012**0.5
 STABLE_DIFFUSION = NoiseSchedule(tuple((_FIRST + t / 999 * (_LAST - _FIRST)) ** 2 for t in range(1000)))
 
 
 class SchedulerNoise:
-    """What the steps of a pipeline's scheduler stand for. The pipeline is asked anew which scheduler it has."""
+    """The times of the steps of a pipeline's scheduler. The pipeline may get another scheduler at any time."""
 
     def __init__(self, pipeline: Any) -> None:
         self._seen: dict[tuple, tuple[torch.Tensor, list[Time]]] = {}
         self._pipeline = weakref.ref(pipeline)
 
     def steps_of(self, values: list[float]) -> list[Time]:
-        """What the scheduler's own ``values``, all that its ``timesteps`` hold, stand for.
+        """Return the times of the scheduler's timesteps.
 
-        A scheduler that tells nothing of its noise is taken to count as Stable Diffusion does.
+        A scheduler whose noise is not known is assumed to use Stable Diffusion's timesteps.
+
+        Args:
+            values: all values of the scheduler's ``timesteps``.
         """
         scheduler = self._scheduler()
         sigmas = _sigmas(scheduler, values)
         if sigmas is None:
             return [STABLE_DIFFUSION.time_of(value) for value in values]
-        own = own_schedule(scheduler) or STABLE_DIFFUSION
+        schedule = own_schedule(scheduler) or STABLE_DIFFUSION
         return [Time(round(STABLE_DIFFUSION.timestep_of_sigma(sigma), _DIGITS),
-                     own.percent_of(round(own.timestep_of_sigma(sigma), _DIGITS))) for sigma in sigmas]  # fmt: skip
+                     schedule.percent_of(round(schedule.timestep_of_sigma(sigma), _DIGITS)))
+                for sigma in sigmas]  # fmt: skip
 
     def look(self, timestep: Any) -> list[Time]:
-        """The times of the steps from this one on; none if it is no element of a schedule.
+        """Return the times of this step and all later ones; empty if the tensor is no element of a schedule.
 
-        By its place there, without waiting for the device. Pipelines hand around views of their scheduler's timesteps,
-        which are brought to the CPU once, and held, so that no other tensor comes to lie where they are.
+        The step is found by its position in memory, without waiting for the device, because pipelines pass views of
+        their scheduler's timesteps. The schedule is copied to the CPU once. Its tensor is kept, so that no other
+        tensor is allocated at its address.
         """
         if type(timestep) is not torch.Tensor or timestep.is_meta or (timestep.numel() != 1 and any(timestep.stride())):
             return []
         storage = timestep.untyped_storage()
         if not 1 < storage.nbytes() // timestep.element_size() <= _LONGEST:
             return []
-        version = None if timestep.is_inference() else timestep._version  # tells whether somebody wrote into it
+        version = None if timestep.is_inference() else timestep._version  # changes when the tensor is written to
         key = storage.data_ptr(), timestep.dtype, timestep.device, version
         known = self._seen.get(key)
         if known is None:
@@ -158,7 +167,7 @@ class SchedulerNoise:
         return known[1][timestep.storage_offset() :]
 
     def steps_from(self, value: float) -> list[Time]:
-        """The times of the scheduler's steps from this timestep on, found by its value; none if it has no such step."""
+        """Return the times of this step and all later ones, by its value; empty if there is no such step."""
         known = _list(self._scheduler(), "timesteps")
         return self.steps_of(known)[known.index(value) :] if value in known else []
 
@@ -170,13 +179,13 @@ class SchedulerNoise:
 
 
 class PipelineSteps(SchedulerNoise):
-    """At which step a pipeline is, by its scheduler's own count: a timestep among arguments would be waited for.
+    """The current step of a pipeline by its scheduler's count, because reading a timestep argument waits for the GPU.
 
-    A flow model's timesteps are 1000 times its sigma, and stand for Stable Diffusion's of the same number.
+    A flow model's timesteps are 1000 times its sigma, and are used as Stable Diffusion's timesteps.
     """
 
     def now(self) -> torch.Tensor | None:
-        """Of the next call, an element of its scheduler's timesteps; None if the scheduler does not count."""
+        """Return the next call's element of the scheduler's timesteps; None if it does not count its steps."""
         scheduler = self._scheduler()
         steps = getattr(scheduler, "timesteps", None)
         if not hasattr(scheduler, "step_index") or not torch.is_tensor(steps) or steps.dim() != 1:
@@ -187,50 +196,51 @@ class PipelineSteps(SchedulerNoise):
         return steps[index] if index < len(steps) else None
 
     def steps_of(self, values: list[float]) -> list[Time]:
-        """What the scheduler's ``values``, all that its ``timesteps`` hold, stand for; Mochi's count from noise."""
+        """Return the times of the scheduler's timesteps. Mochi's count upwards from noise."""
         counts_from_noise = getattr(self._scheduler(), "config", {}).get("invert_sigmas")
         return [STABLE_DIFFUSION.time_of(1000 - value if counts_from_noise else value) for value in values]
 
 
 def own_schedule(scheduler: Any) -> NoiseSchedule | None:
-    """The one that the model was trained with. Betas of a scheduler without ``alphas_cumprod`` are its steps' own."""
+    """Return the schedule of the model's training; None if the scheduler does not have it."""
     betas = _list(scheduler, "betas")
+    # without alphas_cumprod, betas are those of the sampling's steps
     trained = torch.is_tensor(getattr(scheduler, "alphas_cumprod", None))
     return NoiseSchedule(tuple(betas)) if trained and betas else None
 
 
 def _sigmas(scheduler: Any, values: list[float]) -> list[float] | None:
-    """The noise's deviation beside data of unit variance, of each value; None where the scheduler does not tell it."""
+    """Return sigma, relative to data of unit variance, of each timestep; None if the scheduler does not define it."""
     config = getattr(scheduler, "config", {})
-    timesteps, sigmas, kept, alphas, betas = (
+    timesteps, sigmas, alphas_cumprod, alphas, betas = (
         _list(scheduler, name) for name in ("timesteps", "sigmas", "alphas_cumprod", "alphas", "betas")
     )
-    # by place only in the schedule that the scheduler has now: another pipeline may draw by one of its own
+    # by index only if the values are the scheduler's current schedule: another pipeline may use another schedule
     count = len(timesteps) if values[: len(timesteps)] == timesteps else 0
     if 0 < count <= len(sigmas):
         is_flow = config.get("prediction_type") == "flow_prediction" or config.get("use_flow_sigmas")
-        if is_flow or "FlowMatch" in type(scheduler).__name__:  # sigma parts of noise are mixed with 1 - sigma of data
-            found = [sigma / max(1 - sigma, _TINY) for sigma in sigmas[:count]]
+        if is_flow or "FlowMatch" in type(scheduler).__name__:  # x = sigma * noise + (1 - sigma) * data
+            result = [sigma / max(1 - sigma, _TINY) for sigma in sigmas[:count]]
         else:
-            of_data = config.get("sigma_data") or 1.0  # the deviation to which noise of deviation sigma is added
-            found = [sigma / of_data for sigma in sigmas[:count]]
-    elif kept:  # the share of the picture's variance that is left at each training step
-        shares = (value_at(kept, value) for value in values)
+            sigma_data = config.get("sigma_data") or 1.0  # the data's standard deviation
+            result = [sigma / sigma_data for sigma in sigmas[:count]]
+    elif alphas_cumprod:  # the share of the picture's variance that is left at each training step
+        shares = (value_at(alphas_cumprod, value) for value in values)
         return [math.sqrt((1 - share) / max(share, _TINY)) for share in shares]
-    elif 0 < count <= min(len(alphas), len(betas)):  # of the step itself, not of training: IPNDM
-        found = [beta / max(alpha, _TINY) for alpha, beta in zip(alphas[:count], betas[:count], strict=True)]
+    elif 0 < count <= min(len(alphas), len(betas)):  # of the sampling's steps, not of training: IPNDM
+        result = [beta / max(alpha, _TINY) for alpha, beta in zip(alphas[:count], betas[:count], strict=True)]
     else:
         return None
-    return found + found[-1:] * (len(values) - count)  # its tensor may be the beginning of a longer one
+    return result + result[-1:] * (len(values) - count)  # the schedule may be the beginning of a longer tensor
 
 
 def _list(scheduler: Any, name: str) -> list[float]:
-    found = getattr(scheduler, name, None)
-    return found.tolist() if torch.is_tensor(found) and found.dim() == 1 else []
+    values = getattr(scheduler, name, None)
+    return values.tolist() if torch.is_tensor(values) and values.dim() == 1 else []
 
 
 class LevelRules(NamedTuple):
-    """The rules in force at one level, one for each part of a block; None where nothing is merged."""
+    """The rules in force at one level, by part of a block; None for a part that does not merge."""
 
     attn: MergeRule | None = None
     crossattn: MergeRule | None = None
@@ -238,20 +248,24 @@ class LevelRules(NamedTuple):
 
 
 def choose(rules: Sequence[MergeRule], downsamples: Sequence[int]) -> tuple[LevelRules, ...]:
-    """The rules in force: for each level (its down-sampling given) and part, the first of ``rules`` that fits.
+    """Choose the first rule that fits each level and part of a block.
 
-    A rule of ratio 0 fits too: it keeps its blocks and times unmerged whatever later rules say.
+    A rule of ratio 0 fits as well: its blocks stay unmerged, and later rules do not apply to them.
+
+    Args:
+        rules: the rules in force, in order.
+        downsamples: the down-sampling factor of each level.
     """
 
     def first(level: int, downsample: int, part: str) -> MergeRule | None:
         fitting = (rule for rule in rules if getattr(rule, f"merge_{part}") and reaches(rule, level, downsample))
-        found = next(fitting, None)
-        return None if found is None or found.is_off else found
+        rule = next(fitting, None)
+        return None if rule is None or rule.is_off else rule
 
     return tuple(LevelRules(*(first(level, downsample, part) for part in LevelRules._fields))
                  for level, downsample in enumerate(downsamples))  # fmt: skip
 
 
 def ever_merges(rules: Sequence[MergeRule], level: int, downsample: int) -> bool:
-    """Can any rule merge at this level at some time?"""
+    """Tell whether a rule can merge at this level at some time."""
     return any(not rule.is_off and reaches(rule, level, downsample) for rule in rules)

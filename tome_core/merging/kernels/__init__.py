@@ -1,11 +1,14 @@
-"""Steps of a match, and of a correction, as one GPU kernel each, where Triton is there.
+"""Optional Triton kernels for the steps of a match and of a correction.
 
-Optional: Triton is asked for when the first tensor on a GPU comes by. Where it is missing, fails, or is not wanted
-(``TOME_CORE_TRITON=0`` in the environment), and while torch.compile traces, torch's operators do the same, equal up to
-the order in which numbers are added.
+Triton is imported when a kernel could serve a tensor for the first time. Torch's operators do the same work if Triton
+is missing or fails, if ``TOME_CORE_TRITON=0`` is in the environment, and while torch.compile traces. Their results are
+equal up to the order in which numbers are added.
 
-A kernel proves itself where it runs: its first result on a device, for each set of constants that it is compiled for,
-is compared with that of torch's operators (`proof`). A kernel that differs, or cannot run, is off for the process.
+Each kernel is checked on the device where it runs. For each set of constants that it is compiled for, its first result
+is compared with the result of torch's operators (`proof`). A kernel that differs, or that cannot run, is off until the
+process ends.
+
+A function of this package returns None if its kernel could not run. Its caller then uses torch's operators.
 """
 
 from __future__ import annotations
@@ -25,23 +28,23 @@ from .proof import find_fault
 _log = logging.getLogger(__name__)
 DEVICES = ("cuda", "xpu")  # torch calls AMD's GPUs cuda too
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Products of tokens and groups up to which counting beats sorting: estimated, some 100 us of compares on a GPU of 132
-# processors, where a sort is 18 launches and the host's time for them. 16,384 tokens in 2,304 groups are within.
+# The largest product of tokens and groups for which counting is faster than sorting. Estimated: about 100 us of
+# comparisons on a GPU of 132 processors, whereas a sort takes 18 launches. 16,384 tokens in 2,304 groups are below it.
 _COUNTED_UP_TO = 2**26
-# Pairs of scores up to which ranking by comparing all with all beats a sort, which is 4 launches and more: estimated,
-# 16,384 tokens take 60 us on a GPU of 132 processors.
+# The largest number of pairs of scores for which comparing all pairs is faster than sorting, which takes at least 4
+# launches. Estimated: 16,384 tokens take 60 us on a GPU of 132 processors.
 _COMPARED_UP_TO = 2**28
-# channels of a head whose equations, and whose matrix, fit one program's registers
+# The most channels of a head whose equations (RIDGE_WIDEST) or matrix (WIDEST_HEAD) fit the registers of one program.
 RIDGE_WIDEST, WIDEST_HEAD = 64, 128
 _asked = False
 _kernels: ModuleType | None = None
 _why_off = ""
-_off: dict[str, str] = {}  # kernels that are not used any more, by name, and why
-_proven: set[tuple] = set()  # names, devices, and what else a kernel is compiled for
+_off: dict[str, str] = {}  # the reason why a kernel is off, by its name
+_proven: set[tuple] = set()  # kernels that were checked: name, constants, device and dtype
 
 
 def notes() -> tuple[str, ...]:
-    """For the report: that there are no kernels where there could be, or which are off, and why."""
+    """Return notes for the report: which kernels are off and why."""
     why = {**({"": _why_off} if _why_off else {}), **_off}
     names = {reason: ", ".join(name for name in why if why[name] == reason) for reason in why.values()}
     return tuple(f"Triton's kernels {name + ' ' if name else ''}are off, torch's operators do the same: {reason}"
@@ -49,62 +52,79 @@ def notes() -> tuple[str, ...]:
 
 
 def ready(x: torch.Tensor) -> bool:
-    """Whether the kernels can serve this tensor. Imports Triton where the first one asks that they could."""
+    """Return whether kernels can serve a tensor. Imports Triton if necessary."""
     return x.dtype in _DTYPES and available(x.device)
 
 
 def ready_for_halves(x: torch.Tensor) -> bool:
-    """`ready`, for the kernels that multiply half precision alone: torch's products serve float32 as well."""
+    """Return whether kernels for half precision alone can serve a tensor."""
     return x.dtype in _DTYPES[1:] and available(x.device)
 
 
 def available(device: torch.device) -> bool:
-    """Whether there are kernels for this device."""
+    """Return whether there are kernels for a device."""
     if device.type not in DEVICES or torch.jit.is_tracing():
         return False
     return _supports(device) and _module() is not None
 
 
 def fit_whole(q: torch.Tensor) -> bool:
-    """Whether kernels fit a correction to all heads of ``q [B, N, H, d]`` at once, and hold little of it in memory."""
+    """Return whether kernels can fit a correction to all heads at once, in little memory.
+
+    Args:
+        q: the queries, ``(batch, tokens, heads, head_dim)``.
+    """
     return q.shape[3] <= RIDGE_WIDEST and ready_for_halves(q) and not needs_gradient(q)
 
 
 def needs_gradient(*tensors: torch.Tensor) -> bool:
-    """Whether a backward pass may follow, which kernels have none for."""
-    return torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
+    """Return whether a backward pass may follow, which kernels do not support."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 @functools.cache
 def _supports(device: torch.device) -> bool:
-    """Triton's oldest compute capability is 8.0 (Ampere); AMD's GPUs report 9 and more."""
+    """Return whether Triton supports the device: its oldest compute capability is 8.0; AMD's GPUs report 9 or more."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def best_keys(
     x: torch.Tensor, rows: torch.Tensor | None, keys: torch.Tensor, bias: torch.Tensor | None, lengths: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Score and number of the best key of each query: float32 and int64 ``[B, Q]``; None if it could not run.
+    """Return score and number of the best key of each query.
 
-    x: ``[B or 1, N, C]``, float32, float16 or bfloat16. rows: int64 ``[B or 1, Q]``, which rows of x are queries,
-    None for all. keys: ``[B, K, C]``, float32 or x's dtype, K at least 1. bias: float32 ``[B, K]``, added to the
-    scores. Any strides. lengths: take half of each query's squared length off its score.
+    Sums are in float32. If keys are float32 and queries half precision, keys are split into several numbers of half
+    precision that together hold all digits: there is no TF32, and keys are not rounded. Of equal scores the first
+    wins. A NaN never wins. The bits of a result do not depend on the other samples of the batch.
 
-    Sums in float32. Float32 keys of half precision queries are multiplied in parts of that dtype that together hold
-    float32's digits: no TF32, and no rounding of keys to half precision. Of equal scores the first wins; one that
-    is no number never does.
-    Law: a query's result has the same bits whatever else is in the batch. With float16 queries keys have to be in
-    float16's range, as directions and means of such queries are.
+    Args:
+        x: ``(batch or 1, tokens, channels)``, float32, float16 or bfloat16, any strides.
+        rows: the tokens that are queries, int64 ``(batch or 1, queries)``; None for all.
+        keys: ``(batch, keys, channels)``, float32 or the dtype of `x`, at least one key, any strides. With float16
+            queries, keys must be in the range of float16, as directions and means of these queries are.
+        bias: is added to the scores, float32 ``(batch, keys)``; None for no bias.
+        lengths: subtract half of each query's squared length from its score.
+
+    Returns:
+        Scores, float32, and numbers of keys, int64, both ``(batch, queries)``; None if the kernel could not run.
     """
     batch, count = keys.shape[0], x.shape[1] if rows is None else rows.shape[1]
     score, index = (torch.empty(batch, count, dtype=kind, device=keys.device) for kind in (torch.float32, torch.int64))
     x, rows = x.expand(batch, -1, -1), None if rows is None else rows.expand(batch, -1)
-    which = "best_keys", keys.dtype, rows is None, bias is None, lengths
-    return (score, index) if launch(x, which, x, rows, keys, bias, score, index, lengths) else None
+    variant = "best_keys", keys.dtype, rows is None, bias is None, lengths
+    return (score, index) if launch(x, variant, x, rows, keys, bias, score, index, lengths) else None
 
 
 class Means(NamedTuple):
-    """What `mean_rows` gives: ``mean [K * G, C]`` of the rows of each group, and what else was asked for."""
+    """The result of `mean_rows`.
+
+    Args:
+        mean: the mean of the rows of each group, ``(copies * groups, channels)``.
+        bias: minus half the squared length of each rounded mean, float32 ``(copies * groups,)``, minus infinity for an
+            empty group; None if not requested.
+        values: the means of a second tensor; None if not requested.
+        exact: the means of that tensor in float32; None if not requested.
+    """
 
     mean: torch.Tensor
     bias: torch.Tensor | None
@@ -116,13 +136,21 @@ def mean_rows(
     x: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor, tokens: int, bias: bool = False,
     values: torch.Tensor | None = None, exact: bool = True,
 ) -> Means | None:  # fmt: skip
-    """Mean of the rows of each group; None if it could not run. Not differentiable.
+    """Return the mean of the rows of each group; 0 for an empty group.
 
-    x: ``[K * tokens, C]``, any strides: K copies of so many rows, to each of which the same groups apply. order: int64,
-    rows of one copy sorted by group. offsets: int64 ``[G + 1]``, where each group starts in it. An empty group has
-    mean 0. Summed in float32, each group by one program in a fixed order, some rows at a time: equal bits every time.
-    bias: minus half the squared length of each rounded mean, float32 ``[K * G]``, minus infinity for an empty group.
-    values: as x; their means too, rounded as ``values`` and, if ``exact``, in float32.
+    Sums are in float32. One program sums a group in a fixed order, so equal inputs give equal bits. Not differentiable.
+
+    Args:
+        x: ``(copies * tokens, channels)``, any strides. The same groups apply to each copy.
+        order: the rows of one copy sorted by group, int64.
+        offsets: where each group starts in `order`, int64 ``(groups + 1,)``.
+        tokens: number of rows of one copy.
+        bias: compute minus half the squared length of each mean as well.
+        values: a second tensor like `x` whose means are computed as well, or None.
+        exact: compute the means of `values` in float32 as well.
+
+    Returns:
+        The means; None if the kernel could not run.
     """
     shape, both = (x.shape[0] // tokens * (offsets.shape[0] - 1), x.shape[1]), values is not None
     means = Means(
@@ -132,15 +160,19 @@ def mean_rows(
         torch.empty(shape, dtype=torch.float32, device=x.device) if both and exact else None,
     )
     filled = means.mean, means.values, means.exact, means.bias
-    which = "mean_rows", x.shape[1], both, bias, exact
-    return means if launch(x, which, x, values, order, offsets, tokens, *filled) else None
+    variant = "mean_rows", x.shape[1], both, bias, exact
+    return means if launch(x, variant, x, values, order, offsets, tokens, *filled) else None
 
 
 class Segments(NamedTuple):
-    """The tokens sorted by group, and how many each has.
+    """The tokens sorted by group, and the sizes of the groups.
 
-    order: int64 ``[R * N]``, in their order inside of each. offsets: int64 ``[R * G + 1]``, where they start. sizes:
-    float32 ``[R, G]``. logs: of them, finite, float32 ``[R, G]``. rounded: in the dtype asked for.
+    Args:
+        order: the sorted tokens, int64 ``(rows * tokens,)``. Tokens of one group keep their order.
+        offsets: where each group starts in `order`, int64 ``(rows * groups + 1,)``.
+        sizes: float32 ``(rows, groups)``.
+        logs: logarithms of the sizes, finite, float32 ``(rows, groups)``.
+        rounded: the logarithms in the requested dtype.
     """
 
     order: torch.Tensor
@@ -151,9 +183,19 @@ class Segments(NamedTuple):
 
 
 def segments(group: torch.Tensor, num_groups: int, empty: float, dtype: torch.dtype) -> Segments | None:
-    """What follows from ``group``, int64 ``[R, N]``; None if it could not run. empty: the logarithm of no tokens.
+    """Sort tokens by group and count them.
 
-    Every program goes through all tokens of a row for a few groups, in pieces that do not change: no sort, no atomics.
+    Each program goes through all tokens of a row for a few groups, in a fixed order, without a sort and without
+    atomics.
+
+    Args:
+        group: the group of each token, int64 ``(rows, tokens)``.
+        num_groups: number of groups.
+        empty: the logarithm to use for a group without tokens.
+        dtype: the dtype of the rounded logarithms.
+
+    Returns:
+        The segments; None if the kernel could not run.
     """
     rows, tokens = group.shape
     if tokens * num_groups > _COUNTED_UP_TO or not available(group.device):
@@ -162,50 +204,74 @@ def segments(group: torch.Tensor, num_groups: int, empty: float, dtype: torch.dt
              for size in (rows * tokens, rows * num_groups + 1))  # fmt: skip
     tables = (torch.empty(rows, num_groups, dtype=kind, device=group.device)
               for kind in (torch.float32, torch.float32, dtype))  # fmt: skip
-    found = Segments(*lists, *tables)
+    result = Segments(*lists, *tables)
     group = group.contiguous()
-    return found if launch(group, ("segments", dtype), group, *found, empty) else None
+    return result if launch(group, ("segments", dtype), group, *result, empty) else None
 
 
 def place_tokens(
     score: torch.Tensor, index: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, removed: int
 ) -> torch.Tensor | None:
-    """Groups, int64 ``[B, S + D]``; None if it could not run.
+    """Return the group of each token after the sources with the highest scores have merged.
 
-    score: float32 ``[B, S]``, of the sources; the highest merge, of equal ones the first. index: int64 ``[B, S]``, the
-    destination of each source. sources, destinations: their tokens, int64 ``[B or 1, S or D]``. Destinations are
-    numbered first, then the sources that stay, from the highest score on. Every score is compared with all others.
+    Groups of destinations come first, then those of the sources that stay, by falling score. The kernel compares all
+    pairs of scores.
+
+    Args:
+        score: the score of each source, float32 ``(batch, sources)``. Of equal scores the first merges first.
+        index: the best destination of each source, as an index into `destinations`, int64 ``(batch, sources)``.
+        sources: numbers of tokens, int64 ``(batch or 1, sources)``.
+        destinations: numbers of tokens, int64 ``(batch or 1, destinations)``.
+        removed: number of sources that merge.
+
+    Returns:
+        int64 ``(batch, sources + destinations)``; None if the kernel could not run.
     """
     batch, count = index.shape
     if count * count > _COMPARED_UP_TO or not available(index.device):
         return None
     group = torch.empty(batch, count + destinations.shape[1], dtype=torch.int64, device=index.device)
     score, index = score.contiguous(), index.contiguous()
-    sources, destinations = (one.contiguous().expand(batch, -1) for one in (sources, destinations))
+    sources, destinations = (tokens.contiguous().expand(batch, -1) for tokens in (sources, destinations))
     return group if launch(index, ("place_tokens",), score, index, sources, destinations, removed, group) else None
 
 
 def first_order(
     keys: torch.Tensor, values: torch.Tensor, group: torch.Tensor, means: torch.Tensor, heads: int, scale: float
 ) -> torch.Tensor | None:
-    """Sums over tokens of ``k^T (v - v_g) scale``: float32 ``[P, B*H, d, d]``, to be added up.
+    """Return sums over tokens of ``k^T (v - v_g) scale``, where ``v_g`` is the mean value of the token's group.
 
-    None if it could not run, or heads are too wide. keys, values: ``[B, N, H*d]``, half precision, any strides. group:
-    int64 ``[B or 1, N]``. means: of the groups' values, float32 ``[B, G, H*d]``, contiguous. P spans of tokens, which
-    depend on N alone. Differences are multiplied in parts that together hold float32's digits.
+    Tokens are split into spans that depend on their number alone. Each difference is split into several numbers of half
+    precision that together hold all digits of float32.
+
+    Args:
+        keys: ``(batch, tokens, heads * head_dim)``, half precision, any strides.
+        values: of the same form.
+        group: the group of each token, int64 ``(batch or 1, tokens)``.
+        means: mean value of each group, float32 ``(batch, groups, heads * head_dim)``, contiguous.
+        heads: number of heads.
+        scale: factor of the sums.
+
+    Returns:
+        A sum for each span, float32 ``(spans, batch * heads, head_dim, head_dim)``, for the caller to add up. None if
+        the kernel could not run or heads are too wide.
     """
     batch, tokens, channels = keys.shape
     width, span = channels // heads, _span(tokens)
     if width > WIDEST_HEAD:
         return None
-    found = torch.empty(-(-tokens // span), batch * heads, width, width, dtype=torch.float32, device=keys.device)
+    sums = torch.empty(-(-tokens // span), batch * heads, width, width, dtype=torch.float32, device=keys.device)
     group = group.contiguous().expand(batch, -1)
-    return found if launch(keys, ("first_order", width), keys, values, group, means, span, scale, found) else None
+    return sums if launch(keys, ("first_order", width), keys, values, group, means, span, scale, sums) else None
 
 
 class Answers(NamedTuple):
-    """Of n queries of each head, float32: merged ``[B*H, n, d]``, from merged keys; full ``[P, B*H, n, d]``, from each
-    of P spans of all keys; logs ``[P, B*H, n]``, the logarithms of what the weights in each add up to.
+    """The outputs of attention for a few queries of each head, in float32.
+
+    Args:
+        merged: outputs over merged keys, ``(batch * heads, queries, head_dim)``.
+        full: outputs over each span of all keys, ``(spans, batch * heads, queries, head_dim)``.
+        logs: logarithm of the sum of weights in each span, ``(spans, batch * heads, queries)``.
     """
 
     merged: torch.Tensor
@@ -217,31 +283,49 @@ def answer_few(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, merged_keys: torch.Tensor,
     merged_values: torch.Tensor, bias: torch.Tensor, heads: int, scale: float,
 ) -> Answers | None:  # fmt: skip
-    """Attention of a few queries over merged and over all keys, in one kernel; None if it could not run.
+    """Compute attention of a few queries over merged keys and over all keys, in one kernel.
 
-    q: ``[B, n, H*d]``, half precision, any strides, as keys and values ``[B, N, H*d]`` are. merged_keys, merged_values:
-    ``[B, G, H*d]``, contiguous. bias: of the merged keys, ``[B or 1, G]``, finite. All of one dtype. Spans as
-    `first_order` has them, so that few queries keep a whole GPU busy.
+    All tensors have one dtype. All keys are split into the spans of `first_order`, so that a few queries keep a whole
+    GPU busy.
+
+    Args:
+        q: ``(batch, queries, heads * head_dim)``, half precision, any strides.
+        keys: ``(batch, tokens, heads * head_dim)``, any strides.
+        values: of the same form.
+        merged_keys: ``(batch, groups, heads * head_dim)``, contiguous.
+        merged_values: of the same form.
+        bias: is added to the logits of merged keys, ``(batch or 1, groups)``, finite.
+        heads: number of heads.
+        scale: factor of the logits.
+
+    Returns:
+        The answers; None if the kernel could not run.
     """
     batch, tokens, channels = keys.shape
     width, span, count = channels // heads, _span(tokens), q.shape[1]
     real = {"dtype": torch.float32, "device": q.device}
     full = torch.empty(-(-tokens // span), batch * heads, count, width, **real)
-    found = Answers(torch.empty(full.shape[1:], **real), full, torch.empty(full.shape[:3], **real))
-    made = q, keys, values, merged_keys, merged_values, bias.contiguous().expand(batch, -1)
-    return found if launch(q, ("answer_few", width), *made, span, scale, *found) else None
+    answers = Answers(torch.empty(full.shape[1:], **real), full, torch.empty(full.shape[:3], **real))
+    inputs = q, keys, values, merged_keys, merged_values, bias.contiguous().expand(batch, -1)
+    return answers if launch(q, ("answer_few", width), *inputs, span, scale, *answers) else None
 
 
 def _span(tokens: int) -> int:
-    """Eight spans of a long sequence: with a batch's heads enough for any GPU, and few to be put together again."""
+    """Return the tokens of a span. A long sequence has eight: enough to fill any GPU, and few enough to combine."""
     return max(512, -(-tokens // 8))
 
 
 def ridge(q: torch.Tensor, answers: Answers, first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The correction that `attention.correction` describes, in the dtype of q; None if it could not run.
+    """Fit the correction that `attention.correction` describes.
 
-    q: as `answer_few` has it, with its answers. first: as `first_order` gives it. d is at most `RIDGE_WIDEST`.
-    Returns ``[B*H, 2d, d]`` and ``[B*H, 1, d]``.
+    Args:
+        q: the queries of `answer_few`. Heads have at most `RIDGE_WIDEST` channels.
+        answers: the answers of `answer_few`.
+        first: the sums of `first_order`.
+
+    Returns:
+        Matrix ``(batch * heads, 2 * head_dim, head_dim)`` and constant ``(batch * heads, 1, head_dim)``, in the dtype
+        of `q`; None if the kernel could not run.
     """
     width = first.shape[2]
     matrix = torch.empty(first.shape[1], 2 * width, width, dtype=q.dtype, device=q.device)
@@ -250,21 +334,27 @@ def ridge(q: torch.Tensor, answers: Answers, first: torch.Tensor) -> tuple[torch
 
 
 def correct(out: torch.Tensor, q: torch.Tensor, matrix: torch.Tensor, constant: torch.Tensor) -> torch.Tensor | None:
-    """``out + q M1 + out M2 + b`` in each head; None if it could not run, or heads are too wide.
+    """Add a correction: return ``out + q M1 + out M2 + b`` in each head. All tensors have one dtype.
 
-    out, q: ``[B, N, H*d]``, half precision. matrix: ``[B*H, 2d, d]``, constant: ``[B*H, 1, d]``, contiguous. All of one
-    dtype.
+    Args:
+        out: the output of attention, ``(batch, tokens, heads * head_dim)``, half precision.
+        q: the queries, of the same form.
+        matrix: ``M1`` above ``M2``, ``(batch * heads, 2 * head_dim, head_dim)``, contiguous.
+        constant: ``b``, ``(batch * heads, 1, head_dim)``, contiguous.
+
+    Returns:
+        The corrected output; None if the kernel could not run or heads are too wide.
     """
     width = matrix.shape[2]
     if width > WIDEST_HEAD:
         return None
-    to = torch.empty(out.shape, dtype=out.dtype, device=out.device)
-    return to if launch(out, ("correct", width), out, q, matrix, constant, to) else None
+    corrected = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    return corrected if launch(out, ("correct", width), out, q, matrix, constant, corrected) else None
 
 
 @contextlib.contextmanager
 def without() -> Iterator[None]:
-    """Inside it torch's operators are taken, to compare with."""
+    """Turn kernels off inside this context, to compare them with torch's operators."""
     global _asked, _kernels
     before, (_asked, _kernels) = (_asked, _kernels), (True, None)
     try:
@@ -283,22 +373,24 @@ def _module() -> ModuleType | None:
         return None
     try:
         from . import triton_kernels as _kernels
-    except Exception as error:  # a Triton that does not fit this Python or driver raises anything
+    except Exception as error:  # a Triton that does not fit this Python or driver can raise any error
         _why_off = f"{type(error).__name__}: {error}"
         _log.debug("no Triton kernels here, torch's operators do the same: %s", _why_off)
     return _kernels
 
 
 def launch(x: torch.Tensor, which: tuple[Any, ...], *arguments: Any) -> bool:
-    """Launch a kernel on the tensor's device, where it has been proven, or proves itself now.
+    """Launch a kernel on the device of a tensor, and check its result if it was not checked there before.
+
+    A kernel that cannot be compiled or launched, or whose result is wrong, is not tried again.
 
     Args:
-        x: what the kernel is compiled for the dtype of.
-        which: its name, and what else it is compiled for.
-        arguments: of the function of this name in `triton_kernels`.
+        x: a tensor of the device and dtype for which the kernel is compiled.
+        which: the name of the kernel, and the other constants for which it is compiled.
+        arguments: the arguments of the function of this name in `triton_kernels`.
 
     Returns:
-        Whether its outputs can be used. What cannot be compiled or launched, or is wrong, is not tried again.
+        True if the outputs among `arguments` can be used.
     """
     kernels, name = _module(), which[0]
     if kernels is None or name in _off:
@@ -306,15 +398,15 @@ def launch(x: torch.Tensor, which: tuple[Any, ...], *arguments: Any) -> bool:
     key = (*which, x.device, x.dtype)
     is_proven = key in _proven
     if not is_proven and x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return False  # a graph that is recorded can wait for nothing
+        return False  # a check waits for the device, which is not possible while a graph is captured
     backend = torch.xpu if x.device.type == "xpu" else torch.cuda
     try:
-        with backend.device_of(x):  # Triton launches on the current device, whatever the tensors' is
+        with backend.device_of(x):  # Triton launches on the current device, not on that of the tensors
             getattr(kernels, name)(*arguments)
         return is_proven or _proves_itself(key, arguments)
-    except (torch.cuda.OutOfMemoryError, MemoryError):  # passes: torch's operators may find some, or say that none is
+    except (torch.cuda.OutOfMemoryError, MemoryError):  # the kernel stays on; torch's operators run this time
         return False
-    except Exception as error:  # no C compiler, too old a GPU, too little shared memory: each its own type
+    except Exception as error:  # no C compiler, too old a GPU, too little shared memory: each has its own type
         _give_up(name, f"{type(error).__name__}: {error}")
         return False
 

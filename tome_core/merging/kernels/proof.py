@@ -1,4 +1,4 @@
-"""Is what a kernel gave what it has to give? Each one's law, by torch's operators in float64 on the same tensors."""
+"""Checks of the results of kernels: each is computed again with torch's operators in float64, on the same tensors."""
 
 from __future__ import annotations
 
@@ -9,11 +9,18 @@ import torch
 from torch import Tensor
 
 _TINY = 1e-12
-_SCORES_AT_ONCE, _CHANNELS, _TOKENS = 2**23, 64, 4096  # so that no float64 of a large picture takes much memory
+_SCORES_AT_ONCE, _CHANNELS, _TOKENS = 2**23, 64, 4096  # sizes of pieces, which limit the memory of float64 tensors
 
 
 class Output(NamedTuple):
-    """One output, or a part of it: what was found and expected, and by how much they may differ, element by element."""
+    """One output of a kernel, or a part of it, with the expected values.
+
+    Args:
+        name: a name for messages.
+        found: the values of the kernel.
+        expected: the values of torch's operators.
+        allowed: the largest allowed difference of each element.
+    """
 
     name: str
     found: Tensor
@@ -22,30 +29,32 @@ class Output(NamedTuple):
 
 
 def find_fault(name: str, arguments: tuple[Any, ...]) -> str | None:
-    """Compare all outputs of a launch with what they have to be. Waits for the device once.
+    """Compare all outputs of a launch with the expected values. Waits for the device once.
 
     Args:
-        name: of the kernel.
-        arguments: of its launch, outputs among them.
+        name: the name of the kernel.
+        arguments: the arguments of its launch, outputs included.
 
     Returns:
-        What is wrong, in words; "" if nothing is; None if what the kernel was given is not finite, which tells nothing.
+        A message that says what is wrong; "" if nothing is wrong; None if the inputs are not finite, so that the
+        comparison means nothing.
     """
     law = _LAWS[name]
-    if arguments[0].device.type == "xpu":  # the smaller ones have no float64
-        arguments = tuple(one.cpu() if torch.is_tensor(one) else one for one in arguments)
-    excesses = [_excess(one) for one in law.outputs(*arguments)]  # one output at a time is in memory
-    is_finite = torch.stack([one.isfinite().all() for one in arguments[: law.finite] if torch.is_tensor(one)]).all()
+    if arguments[0].device.type == "xpu":  # small XPUs have no float64
+        arguments = tuple(value.cpu() if torch.is_tensor(value) else value for value in arguments)
+    excesses = [_excess(output) for output in law.outputs(*arguments)]  # one output at a time is in memory
+    inputs = [value for value in arguments[: law.finite] if torch.is_tensor(value)]
+    is_finite = torch.stack([tensor.isfinite().all() for tensor in inputs]).all()
     was_finite, *worst = torch.stack([is_finite.to(torch.float64), *excesses]).tolist()
     if not was_finite:
         return None
     if max(worst) <= 1:
         return ""
-    return next(_words(one) for one, excess in zip(law.outputs(*arguments), worst, strict=True) if excess > 1)
+    return next(_message(output) for output, excess in zip(law.outputs(*arguments), worst, strict=True) if excess > 1)
 
 
 def _excess(output: Output) -> Tensor:
-    """The largest difference, as a multiple of what is allowed."""
+    """Return the largest difference, as a multiple of the allowed one."""
     if not output.found.numel():
         return torch.zeros((), dtype=torch.float64, device=output.found.device)
     return _shares(output).max()
@@ -54,13 +63,14 @@ def _excess(output: Output) -> Tensor:
 def _shares(output: Output) -> Tensor:
     found, expected = output.found.double(), output.expected.double()
     share = (found - expected).abs() / (output.allowed + torch.zeros_like(expected))
-    share = torch.where(share.isnan(), torch.inf, share)  # also of two infinities, and of 0 / 0
+    share = torch.where(share.isnan(), torch.inf, share)  # NaN also comes from two infinities, and from 0 / 0
     return torch.where(found == expected, 0.0, share)
 
 
-def _words(output: Output) -> str:
+def _message(output: Output) -> str:
     place = int(_shares(output).argmax())
-    found, expected = (one.flatten()[place].item() for one in (output.found, output.expected.expand_as(output.found)))
+    tensors = output.found, output.expected.expand_as(output.found)
+    found, expected = (tensor.flatten()[place].item() for tensor in tensors)
     return f"its {output.name} has {found:.6g} where torch's operators have {expected:.6g}"
 
 
@@ -73,15 +83,15 @@ def _rounding(exact: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _by_head(flat: Tensor, width: int) -> Tensor:
-    """``[B, N, H*d]`` to ``[B*H, N, d]``, float64."""
+    """Return ``(batch, tokens, heads * head_dim)`` as ``(batch * heads, tokens, head_dim)``, in float64."""
     return flat.double().unflatten(2, (-1, width)).transpose(1, 2).flatten(0, 1)
 
 
-# --- the laws; for arguments see the functions of the same names beside this file -------------------------------------
+# --- the checks; for arguments see the functions of the same names in `triton_kernels` --------------------------------
 
 
 def best_keys(x, rows, keys, bias, score, index, lengths) -> Iterator[Output]:
-    """Of near ties another key may have won."""
+    """Check the best scores, and that each chosen key has the best score up to rounding: near ties may differ."""
     keys, count = keys.double(), keys.shape[1]
     longest = keys.norm(dim=2).amax(1)[:, None]
     yield Output("number of a key", index, index.clamp(0, count - 1), 0.0)
@@ -107,11 +117,11 @@ def best_keys(x, rows, keys, bias, score, index, lengths) -> Iterator[Output]:
 
 
 def mean_rows(x, values, order, offsets, tokens, mean, mean_values, exact, bias) -> Iterator[Output]:
-    """Sums of many rows may round as often."""
+    """Check the means, whose allowed difference grows with the sums of absolute values."""
     sizes, copies = offsets.diff(), len(x) // tokens
     group = torch.repeat_interleave(sizes, output_size=len(order))
-    row, group = ((one + torch.arange(copies, device=x.device)[:, None] * step).flatten()
-                  for one, step in ((order, tokens), (group, len(sizes))))  # fmt: skip
+    row, group = ((numbers + torch.arange(copies, device=x.device)[:, None] * step).flatten()
+                  for numbers, step in ((order, tokens), (group, len(sizes))))  # fmt: skip
     divisor = sizes.clamp(min=1).repeat(copies)[:, None]
 
     def means_of(rows: Tensor) -> Tensor:
@@ -119,8 +129,8 @@ def mean_rows(x, values, order, offsets, tokens, mean, mean_values, exact, bias)
         return total.index_add_(0, group, rows[row].double()) / divisor
 
     all_means = ("means", x, mean), ("values' means", values, mean_values), ("exact means", values, exact)
-    for name, given, means in all_means:
-        parts = () if means is None else zip(given.split(_CHANNELS, 1), means.split(_CHANNELS, 1), strict=True)
+    for name, tensor, means in all_means:
+        parts = () if means is None else zip(tensor.split(_CHANNELS, 1), means.split(_CHANNELS, 1), strict=True)
         for rows, found in parts:
             expected = means_of(rows)
             yield Output(name, found, expected, 2e-5 * means_of(rows.abs()) + _rounding(expected, found.dtype))
@@ -131,7 +141,7 @@ def mean_rows(x, values, order, offsets, tokens, mean, mean_values, exact, bias)
 
 
 def segments(group, order, offsets, sizes, logs, rounded, empty) -> Iterator[Output]:
-    """A sort's."""
+    """Check order, offsets and sizes against a stable sort."""
     rows, groups = sizes.shape
     ordered, places = (group + torch.arange(rows, device=group.device)[:, None] * groups).flatten().sort(stable=True)
     starts = torch.searchsorted(ordered, torch.arange(rows * groups + 1, device=group.device))
@@ -145,36 +155,34 @@ def segments(group, order, offsets, sizes, logs, rounded, empty) -> Iterator[Out
 
 
 def place_tokens(score, index, sources, destinations, removed, group) -> Iterator[Output]:
-    """A stable sort's, from the highest score on."""
+    """Check the groups against a stable sort by falling score."""
     order, cells = score.argsort(dim=1, descending=True, stable=True), destinations.shape[1]
     merged, alone = order[:, :removed], order[:, removed:]
-    own = torch.empty_like(index).scatter_(1, merged, index.gather(1, merged))
-    own.scatter_(1, alone, torch.arange(alone.shape[1], device=index.device).expand_as(alone) + cells)
+    group_of_source = torch.empty_like(index).scatter_(1, merged, index.gather(1, merged))
+    group_of_source.scatter_(1, alone, torch.arange(alone.shape[1], device=index.device).expand_as(alone) + cells)
     cell = torch.arange(cells, device=index.device).expand_as(destinations)
-    expected = torch.empty_like(group).scatter_(1, sources, own).scatter_(1, destinations, cell)
+    expected = torch.empty_like(group).scatter_(1, sources, group_of_source).scatter_(1, destinations, cell)
     yield Output("groups", group, expected, 0.0)
 
 
-def first_order(keys, values, group, means, span, scale, found) -> Iterator[Output]:
-    """Differences are as exact as float32's."""
-    width = found.shape[2]
-    spans = zip(*(one.split(span, 1) for one in (keys, values, group)), strict=True)
-    for number, (some, of, which) in enumerate(spans):
-        spread = of.double() - means.double().gather(1, which[..., None].expand(-1, -1, means.shape[2]))
-        some, spread = _by_head(some, width), _by_head(spread, width)
-        allowed = 4e-5 * (some.abs().mT @ spread.abs() * scale)
-        yield Output("sums", found[number], some.mT @ spread * scale, allowed + _TINY)
+def first_order(keys, values, group, means, span, scale, sums) -> Iterator[Output]:
+    """Check the sums, which are as exact as those of float32."""
+    width = sums.shape[2]
+    spans = zip(*(tensor.split(span, 1) for tensor in (keys, values, group)), strict=True)
+    for number, (some_keys, some_values, groups) in enumerate(spans):
+        spread = some_values.double() - means.double().gather(1, groups[..., None].expand(-1, -1, means.shape[2]))
+        some_keys, spread = _by_head(some_keys, width), _by_head(spread, width)
+        allowed = 4e-5 * (some_keys.abs().mT @ spread.abs() * scale)
+        yield Output("sums", sums[number], some_keys.mT @ spread * scale, allowed + _TINY)
 
 
-def answer_few(
-    q, keys, values, merged_keys, merged_values, bias, span, scale, merged, full, logs
-) -> Iterator[Output]:
-    """Weights are rounded to be multiplied; what they add up to is not."""
+def answer_few(q, keys, values, merged_keys, merged_values, bias, span, scale, merged, full, logs) -> Iterator[Output]:
+    """Check the answers: weights are rounded before they are multiplied, their sum is not."""
     width, eps = merged.shape[2], _eps(q.dtype)
     q, heads = _by_head(q, width), merged.shape[0] // len(q)
 
-    def answers(keys: Tensor, values: Tensor, more: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
-        scores, values = q @ _by_head(keys, width).mT * scale + more, _by_head(values, width)
+    def answers(keys: Tensor, values: Tensor, bias: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
+        scores, values = q @ _by_head(keys, width).mT * scale + bias, _by_head(values, width)
         weights = scores.softmax(2)
         return weights @ values, scores.logsumexp(2), 4 * eps * (weights @ values.abs())
 
@@ -187,40 +195,45 @@ def answer_few(
 
 
 def ridge(q, merged, full, logs, first, matrix, constant) -> Iterator[Output]:
-    """What it predicts for these queries, to a share of all that a prediction adds up."""
+    """Check the correction of the given queries, up to a share of all terms that it adds up."""
     width, eps = merged.shape[2], _eps(q.dtype)
-    asked, merged = _by_head(q, width), merged.double()
-    told = torch.cat([asked, merged], 2)
+    queries, merged = _by_head(q, width), merged.double()
+    features = torch.cat([queries, merged], 2)
     known = first.double().sum(0).to(matrix.dtype).double()
-    left = (logs.double().softmax(0)[..., None] * full).sum(0) - merged - asked @ known
-    x = told - told.mean(1, keepdim=True)
+    left = (logs.double().softmax(0)[..., None] * full).sum(0) - merged - queries @ known
+    x = features - features.mean(1, keepdim=True)
     normal, cross, unknowns = x.mT @ x, x.mT @ left, 2 * width
     energy = normal.diagonal(dim1=1, dim2=2).unflatten(1, (2, -1)).mean(2, keepdim=True).clamp(min=_TINY)
     unit = energy.rsqrt().expand(-1, -1, width).flatten(1)[..., None]
     penalty = torch.eye(unknowns, dtype=x.dtype, device=x.device) * unknowns / x.shape[1]
     weights = unit * torch.linalg.solve(normal * unit * unit.mT + penalty, unit * cross)
-    shift = left.mean(1, keepdim=True) - told.mean(1, keepdim=True) @ weights
+    shift = left.mean(1, keepdim=True) - features.mean(1, keepdim=True) @ weights
     lost = known.flatten(1).any(1)[:, None, None]
     weights, shift = weights * lost, shift * lost
     weights[:, :width] += known
-    allowed = 8 * eps * (told.abs() @ weights.abs() + shift.abs() + left.abs().amax((1, 2), keepdim=True) * lost)
-    yield Output("correction", told @ matrix.double() + constant, told @ weights + shift, allowed + _TINY)
+    allowed = 8 * eps * (features.abs() @ weights.abs() + shift.abs() + left.abs().amax((1, 2), keepdim=True) * lost)
+    yield Output("correction", features @ matrix.double() + constant, features @ weights + shift, allowed + _TINY)
 
 
-def correct(out, q, matrix, constant, to) -> Iterator[Output]:
-    """Rounded once at its end."""
+def correct(out, q, matrix, constant, corrected) -> Iterator[Output]:
+    """Check the corrected output, which is rounded once, at the end."""
     width = matrix.shape[2]
     matrix, constant = matrix.double(), constant.double()
-    for parts in zip(*(one.split(_TOKENS, 1) for one in (q, out, to)), strict=True):
-        asked, given, found = (_by_head(one, width) for one in parts)
-        told = torch.cat([asked, given], 2)
-        summed = given.abs() + told.abs() @ matrix.abs() + constant.abs()
-        expected = given + told @ matrix + constant
-        yield Output("output", found, expected, _rounding(expected, to.dtype) + 1e-5 * summed)
+    for parts in zip(*(tensor.split(_TOKENS, 1) for tensor in (q, out, corrected)), strict=True):
+        queries, answers, found = (_by_head(part, width) for part in parts)
+        features = torch.cat([queries, answers], 2)
+        summed = answers.abs() + features.abs() @ matrix.abs() + constant.abs()
+        expected = answers + features @ matrix + constant
+        yield Output("output", found, expected, _rounding(expected, corrected.dtype) + 1e-5 * summed)
 
 
 class _Law(NamedTuple):
-    """outputs: of a launch's arguments. finite: how many of these, from the first on, have to be finite."""
+    """The check of one kernel.
+
+    Args:
+        outputs: takes the arguments of a launch and yields each output with the expected values.
+        finite: the first arguments, as many as this, must be finite for the check to mean anything.
+    """
 
     outputs: Callable[..., Iterator[Output]]
     finite: int

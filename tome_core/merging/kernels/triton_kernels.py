@@ -1,5 +1,7 @@
-"""The kernels of a match in Triton (3.0 or newer, which torch 2.4 brings along). `kernels` imports this file
-when a tensor comes by that it can serve, and nobody else does. None uses atomics: equal inputs give equal bits.
+"""The Triton kernels of a match, for Triton 3.0 or newer, which torch 2.4 installs.
+
+Only `kernels` imports this file, when a tensor needs it for the first time. No kernel uses atomics, so equal inputs
+give equal bits.
 """
 
 from __future__ import annotations
@@ -13,17 +15,17 @@ from .triton_kernels_correction import answer_few, correct, first_order, parts_o
 __all__ = ["answer_few", "best_keys", "correct", "first_order", "mean_rows", "parts_of", "place_tokens",
            "ridge", "segments"]  # fmt: skip
 
-# Fixed, not tuned at run time: another tile adds in another order, and equal inputs would give other bits.
-# Small tiles, because SD1.5 at 512 px has 3,072 sources: 48 tiles a sample, on GPUs of 60 to 140 processors.
+# Tiles are fixed, not tuned at run time: another tile adds in another order, so equal inputs would give other bits.
+# They are small, because SD1.5 at 512 px has 3,072 sources: 48 tiles a sample, on GPUs of 60 to 140 processors.
 _QUERIES, _KEYS, _CHANNELS, _CHANNELS_OF_HALVES = 64, 64, 32, 64
-# Groups are few, and their programs wait for what they load: wide in what a loop goes through, narrow beside it.
+# Groups are few, and their programs wait for memory. So tiles are wide along the loop, and narrow across it.
 _ROWS, _WIDEST, _ROWS_ALONE, _WIDEST_ALONE = 32, 64, 16, 1024
 _COUNTED_TOKENS, _COUNTED_GROUPS = 2048, 4
 _PLACED, _OTHERS = 32, 128
 
 
 def channels_at_once(queries: torch.dtype) -> int:
-    """How many channels of queries of this dtype a program multiplies at once."""
+    """Return how many channels of queries of this dtype a program multiplies at a time."""
     return _CHANNELS_OF_HALVES if queries.itemsize == 2 else _CHANNELS
 
 
@@ -34,35 +36,40 @@ def _best_keys(
     keys_sample, keys_key, keys_channel, bias_sample, bias_key,
     PARTS: tl.constexpr, LENGTHS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """One program: a tile of queries of one sample, against all keys. What ends in _<axis> is a stride."""
+    """Find the best keys. A program compares a tile of queries of one sample with all keys.
+
+    Names that end in _<axis> are strides, in all kernels.
+    """
     sample = (tl.program_id(0) // tiles).to(tl.int64)
     query = (tl.program_id(0) % tiles) * QUERIES + tl.arange(0, QUERIES)
     inside = query < num_queries
     row = query.to(tl.int64)
     if rows is not None:
         row = tl.load(rows + sample * rows_sample + row * rows_query, mask=inside, other=0)
-    own = x + sample * x_sample + row[:, None] * x_row
+    sample_rows = x + sample * x_sample + row[:, None] * x_row
     best = tl.full([QUERIES], float("-inf"), tl.float32)
     best_key = tl.zeros([QUERIES], tl.int32)
     for first in range(0, num_keys, KEYS):
         key = first + tl.arange(0, KEYS)
-        there = key < num_keys
+        is_key = key < num_keys
         scores = tl.zeros([QUERIES, KEYS], tl.float32)
         for start in range(0, channels, CHANNELS):
             channel = start + tl.arange(0, CHANNELS)
-            held = channel < channels
-            tile = tl.load(own + channel[None, :] * x_channel, mask=inside[:, None] & held[None, :], other=0.0)
-            theirs = keys + sample * keys_sample + key[None, :] * keys_key + channel[:, None] * keys_channel
-            rest = tl.load(theirs, mask=held[:, None] & there[None, :], other=0.0)
-            # tensor cores multiply halves exactly; what a key loses to its first part is in the next ones
+            is_channel = channel < channels
+            tile = tl.load(
+                sample_rows + channel[None, :] * x_channel, mask=inside[:, None] & is_channel[None, :], other=0.0
+            )
+            key_tile = keys + sample * keys_sample + key[None, :] * keys_key + channel[:, None] * keys_channel
+            rest = tl.load(key_tile, mask=is_channel[:, None] & is_key[None, :], other=0.0)
+            # tensor cores multiply half precision exactly; the next parts hold the digits that the first part lacks
             for _part in tl.static_range(PARTS):
                 part = rest.to(tile.dtype)
                 scores = tl.dot(tile, part, scores, input_precision="ieee")
                 rest = rest.to(tl.float32) - part.to(tl.float32)
         if bias is not None:
-            scores += tl.load(bias + sample * bias_sample + key * bias_key, mask=there, other=0.0)[None, :]
-        # what equals itself is no NaN, which reductions order at will: the best key has to be one there is
-        scores = tl.where(there[None, :] & (scores == scores), scores, float("-inf"))
+            scores += tl.load(bias + sample * bias_sample + key * bias_key, mask=is_key, other=0.0)[None, :]
+        # scores == scores removes NaN, for which a reduction could return any key, even one that does not exist
+        scores = tl.where(is_key[None, :] & (scores == scores), scores, float("-inf"))
         top, place = tl.max(scores, 1, return_indices=True)  # the first of equals
         better = top > best
         best = tl.where(better, top, best)
@@ -72,7 +79,7 @@ def _best_keys(
         for start in range(0, channels, CHANNELS):
             channel = start + tl.arange(0, CHANNELS)
             mask = inside[:, None] & (channel < channels)[None, :]
-            tile = tl.load(own + channel[None, :] * x_channel, mask=mask, other=0.0).to(tl.float32)
+            tile = tl.load(sample_rows + channel[None, :] * x_channel, mask=mask, other=0.0).to(tl.float32)
             squared += tl.sum(tile * tile, 1)
         best -= squared * 0.5
     to = sample * num_queries + query
@@ -86,9 +93,9 @@ def _mean_rows(
     x_row, x_channel, values_row, values_channel,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One program: one group of one copy, or some of its channels where nobody asks for its length.
+    """Compute means. A program sums one group of one copy, or some of its channels if no length is requested.
 
-    Row i of the group is added to sum i % ROWS; then those are added. PARTS: 2 where there are values.
+    Row i of the group is added to the sum of number i % ROWS; then these sums are added. PARTS: 2 if there are values.
     """
     number = tl.program_id(0).to(tl.int64)
     group, copy = number % groups, number // groups * tokens
@@ -97,30 +104,30 @@ def _mean_rows(
     squared = 0.0
     for first_channel in range(tl.program_id(1) * CHANNELS, channels, CHANNELS * tl.num_programs(1)):
         channel = first_channel + tl.arange(0, CHANNELS)
-        held = channel < channels
+        is_channel = channel < channels
         for part in tl.static_range(PARTS):
-            own = x + copy * x_row + channel[None, :] * x_channel
+            source = x + copy * x_row + channel[None, :] * x_channel
             if part == 1:
-                own = values + copy * values_row + channel[None, :] * values_channel
+                source = values + copy * values_row + channel[None, :] * values_channel
             total = tl.zeros([ROWS, CHANNELS], tl.float32)
             for first in range(start, stop, ROWS):
                 place = first + tl.arange(0, ROWS)
                 row = tl.load(order + place, mask=place < stop, other=0)
-                mask = (place < stop)[:, None] & held[None, :]
+                mask = (place < stop)[:, None] & is_channel[None, :]
                 step = x_row if part == 0 else values_row
-                total += tl.load(own + row[:, None] * step, mask=mask, other=0.0).to(tl.float32)
-            found = tl.sum(total, 0) / size
-            rounded = found.to(mean.dtype.element_ty)
+                total += tl.load(source + row[:, None] * step, mask=mask, other=0.0).to(tl.float32)
+            mean_exact = tl.sum(total, 0) / size
+            rounded = mean_exact.to(mean.dtype.element_ty)
             to = number * channels + channel
             if part == 0:
-                tl.store(mean + to, rounded, mask=held)
+                tl.store(mean + to, rounded, mask=is_channel)
                 if bias is not None:
-                    kept = tl.where(held, rounded.to(tl.float32), 0.0)
-                    squared += tl.sum(kept * kept, 0)
+                    summands = tl.where(is_channel, rounded.to(tl.float32), 0.0)
+                    squared += tl.sum(summands * summands, 0)
             else:
-                tl.store(mean_values + to, rounded, mask=held)
+                tl.store(mean_values + to, rounded, mask=is_channel)
                 if exact is not None:
-                    tl.store(exact + to, found, mask=held)
+                    tl.store(exact + to, mean_exact, mask=is_channel)
     if bias is not None:
         tl.store(bias + number, tl.where(stop > start, squared * -0.5, float("-inf")))
 
@@ -130,39 +137,44 @@ def _segments(
     group, order, offsets, sizes, logs, rounded, tokens, groups, tiles, empty,
     TOKENS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """One program: some groups of one row. What lies in lower groups tells where they start, so no other is asked."""
+    """Sort tokens by group. A program serves some groups of one row.
+
+    It counts the tokens in lower groups to know where its groups start, so it needs no result of other programs.
+    """
     row = (tl.program_id(0) // tiles).to(tl.int64)
     first = tl.program_id(0) % tiles * GROUPS
     number = first + tl.arange(0, GROUPS)
-    there = number < groups
+    is_group = number < groups
     count = tl.zeros([GROUPS], tl.int32)
     lower = tl.zeros([TOKENS], tl.int32)
     for start in range(0, tokens, TOKENS):
         token = start + tl.arange(0, TOKENS)
-        its = tl.load(group + row * tokens + token, mask=token < tokens, other=2147483647).to(tl.int32)
-        count += tl.sum((its[:, None] == number[None, :]).to(tl.int32), 0)
-        lower += (its < first).to(tl.int32)
+        groups_of_tokens = tl.load(group + row * tokens + token, mask=token < tokens, other=2147483647).to(tl.int32)
+        count += tl.sum((groups_of_tokens[:, None] == number[None, :]).to(tl.int32), 0)
+        lower += (groups_of_tokens < first).to(tl.int32)
     place = row * tokens + tl.sum(lower, 0) + tl.cumsum(count, 0) - count
-    tl.store(offsets + row * groups + number, place, mask=there)
+    tl.store(offsets + row * groups + number, place, mask=is_group)
     tl.store(offsets + row * groups + number + 1, place + count, mask=number == groups - 1)
     size = count.to(tl.float32)
-    tl.store(sizes + row * groups + number, size, mask=there)
+    tl.store(sizes + row * groups + number, size, mask=is_group)
     log = tl.where(count > 0, tl.log(tl.maximum(size, 1.0)), empty)
-    tl.store(logs + row * groups + number, log, mask=there)
-    tl.store(rounded + row * groups + number, log, mask=there)
+    tl.store(logs + row * groups + number, log, mask=is_group)
+    tl.store(rounded + row * groups + number, log, mask=is_group)
     for start in range(0, tokens, TOKENS):
         token = start + tl.arange(0, TOKENS)
-        its = tl.load(group + row * tokens + token, mask=token < tokens, other=2147483647).to(tl.int32)
-        same = its[:, None] == number[None, :]
+        groups_of_tokens = tl.load(group + row * tokens + token, mask=token < tokens, other=2147483647).to(tl.int32)
+        same = groups_of_tokens[:, None] == number[None, :]
         rank = tl.cumsum(same.to(tl.int32), 0)
-        held = same & there[None, :]
-        tl.store(order + place[None, :] + (rank - 1), (row * tokens + token)[:, None] + tl.zeros_like(rank), mask=held)
+        is_member = same & is_group[None, :]
+        tl.store(
+            order + place[None, :] + (rank - 1), (row * tokens + token)[:, None] + tl.zeros_like(rank), mask=is_member
+        )
         place += tl.sum(same.to(tl.int32), 0)
 
 
 @triton.jit
 def _in_order(score):
-    """Floats as integers in the order in which torch sorts them: no number above infinity, both zeros equal."""
+    """Return floats as integers in the order in which torch sorts them: NaN above infinity, both zeros equal."""
     bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
     return tl.where(score != score, 2147483647, bits ^ ((bits >> 31) & 2147483647))
 
@@ -172,27 +184,29 @@ def _place(
     score, index, sources, destinations, group, count, cells, removed,
     score_sample, index_sample, sources_sample, destinations_sample, PLACES: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """One program: some sources, which rank by how many others merge before them, or some destinations.
+    """Assign groups. A program serves some sources or some destinations.
 
-    Of equal scores the first merges first.
+    The rank of a source is the number of sources that merge before it. Of equal scores the first merges first.
     """
     sample = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
     tokens = count + cells
     is_source = place < count
-    own = _in_order(tl.load(score + sample * score_sample + place, mask=is_source, other=0.0))
+    own_score = _in_order(tl.load(score + sample * score_sample + place, mask=is_source, other=0.0))
     before = tl.zeros([PLACES, OTHERS], tl.int32)
     stop = tl.where(tl.program_id(0) * PLACES < count, count, 0)
     for start in range(0, stop, OTHERS):
         other = start + tl.arange(0, OTHERS)
-        its = _in_order(tl.load(score + sample * score_sample + other, mask=other < count, other=float("-inf")))
-        sooner = (its[None, :] > own[:, None]) | ((its[None, :] == own[:, None]) & (other[None, :] < place[:, None]))
+        other_score = _in_order(tl.load(score + sample * score_sample + other, mask=other < count, other=float("-inf")))
+        sooner = (other_score[None, :] > own_score[:, None]) | (
+            (other_score[None, :] == own_score[:, None]) & (other[None, :] < place[:, None])
+        )
         before += (sooner & (other < count)[None, :]).to(tl.int32)
     rank = tl.sum(before, 1)
     token = tl.load(sources + sample * sources_sample + place, mask=is_source, other=0)
     merges = is_source & (rank < removed)
-    theirs = tl.load(index + sample * index_sample + place, mask=merges, other=0)
-    number = tl.where(merges, theirs, cells + rank - removed)
+    destination = tl.load(index + sample * index_sample + place, mask=merges, other=0)
+    number = tl.where(merges, destination, cells + rank - removed)
     tl.store(group + sample * tokens + token, number, mask=is_source)
     cell = place - count
     is_cell = (cell >= 0) & (cell < cells)
@@ -204,7 +218,7 @@ def best_keys(
     x: torch.Tensor, rows: torch.Tensor | None, keys: torch.Tensor, bias: torch.Tensor | None, score: torch.Tensor,
     index: torch.Tensor, lengths: bool,
 ) -> None:  # fmt: skip
-    """See `kernels.best_keys`; fills ``score`` and ``index`` ``[B, Q]``. Others expanded to batch B."""
+    """Fill ``score`` and ``index``, see `kernels.best_keys`. All tensors are expanded to the batch."""
     batch, queries = score.shape
     tiles = triton.cdiv(queries, _QUERIES)
     _best_keys[(tiles * batch,)](
@@ -220,7 +234,7 @@ def mean_rows(
     x: torch.Tensor, values: torch.Tensor | None, order: torch.Tensor, offsets: torch.Tensor, tokens: int,
     mean: torch.Tensor, mean_values: torch.Tensor | None, exact: torch.Tensor | None, bias: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """See `kernels.mean_rows`; fills ``mean``, ``mean_values``, ``exact`` and ``bias``."""
+    """Fill ``mean``, ``mean_values``, ``exact`` and ``bias``, see `kernels.mean_rows`."""
     numbers, channels = mean.shape
     alone = bias is not None
     width = min(triton.next_power_of_2(channels), _WIDEST_ALONE if alone else _WIDEST)
@@ -236,7 +250,7 @@ def segments(
     group: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor, sizes: torch.Tensor, logs: torch.Tensor,
     rounded: torch.Tensor, empty: float,
 ) -> None:  # fmt: skip
-    """See `kernels.segments`; fills all but ``group``, which lies row by row."""
+    """Fill all tensors except ``group``, which is contiguous, see `kernels.segments`."""
     (rows, tokens), groups = group.shape, sizes.shape[1]
     tiles = triton.cdiv(groups, _COUNTED_GROUPS)
     _segments[(rows * tiles,)](
@@ -249,7 +263,7 @@ def place_tokens(
     score: torch.Tensor, index: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, removed: int,
     group: torch.Tensor,
 ) -> None:  # fmt: skip
-    """See `kernels.place_tokens`; fills ``group``."""
+    """Fill ``group``, see `kernels.place_tokens`."""
     (batch, count), cells = index.shape, destinations.shape[1]
     _place[(triton.cdiv(count + cells, _PLACED), batch)](
         score, index, sources, destinations, group, count, cells, removed,

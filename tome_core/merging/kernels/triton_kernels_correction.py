@@ -1,7 +1,8 @@
-"""The kernels of a correction in Triton, and of adding it; `triton_kernels` passes them on.
+"""The Triton kernels that fit a correction and add it. `triton_kernels` exports them.
 
-For half precision, which tensor cores multiply; sums and solutions in float32. A model has few widths of heads: each
-is compiled as a constant, because rows of 40 channels can be loaded in pieces of 8 only where that is known.
+Inputs are in half precision, which tensor cores multiply; sums and solutions are in float32. The width of a head is a
+constant of a compiled kernel, because rows of 40 channels can be loaded in pieces of 8 only if the width is known. A
+model has few widths.
 """
 
 from __future__ import annotations
@@ -15,9 +16,16 @@ _TINY = tl.constexpr(1e-12)
 _PARTS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 
 
-def parts_of(one: torch.dtype, other: torch.dtype) -> int:
-    """How many numbers of one dtype another's are written as: a float32's 24 bits are 1 x 24, 2 x 11 or 3 x 8."""
-    return 1 if other == one else _PARTS[one]
+def parts_of(part: torch.dtype, whole: torch.dtype) -> int:
+    """Return how many numbers of one dtype hold all digits of a number of another dtype.
+
+    The 24 bits of a float32 are 1 x 24, 2 x 11 or 3 x 8 bits.
+
+    Args:
+        part: the dtype to split numbers into.
+        whole: the dtype of the numbers: float32, or the same as `part`.
+    """
+    return 1 if whole == part else _PARTS[part]
 
 
 @triton.jit
@@ -26,56 +34,57 @@ def _first_order(
     keys_sample, keys_row, keys_channel, values_sample, values_row, values_channel, group_sample,
     width: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """One program: one head, one span of its tokens; the sum over them of ``k^T (v - v_g) scale``."""
+    """Compute the sum of ``k^T (v - v_g) scale`` over tokens. A program serves one span of tokens of one head."""
     sample, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     channel = tl.arange(0, WIDTH)
-    held = channel < width
+    is_channel = channel < width
     column = head * width + channel
     first, stop = tl.program_id(1) * span, tl.minimum(tl.program_id(1) * span + span, tokens)
     total = tl.zeros([WIDTH, WIDTH], tl.float32)
     for start in range(first, stop, TOKENS):
         token = start + tl.arange(0, TOKENS)
-        there = token < stop
+        is_token = token < stop
         row = token.to(tl.int64)
         at_key = keys + sample * keys_sample + row[None, :] * keys_row + column[:, None] * keys_channel
-        key = tl.load(at_key, mask=held[:, None] & there[None, :], other=0.0)
-        mask = there[:, None] & held[None, :]
+        key = tl.load(at_key, mask=is_channel[:, None] & is_token[None, :], other=0.0)
+        mask = is_token[:, None] & is_channel[None, :]
         at_value = values + sample * values_sample + row[:, None] * values_row + column[None, :] * values_channel
         value = tl.load(at_value, mask=mask, other=0.0).to(tl.float32)
-        number = tl.load(group + sample * group_sample + token, mask=there, other=0) + sample * groups
+        number = tl.load(group + sample * group_sample + token, mask=is_token, other=0) + sample * groups
         rest = value - tl.load(means + number[:, None] * (heads * width) + column[None, :], mask=mask, other=0.0)
-        # tensor cores multiply halves exactly; what a value loses to its first part is in the next ones
+        # tensor cores multiply half precision exactly; the next parts hold the digits that the first part lacks
         for _part in tl.static_range(PARTS):
             part = rest.to(key.dtype)
             total = tl.dot(key, part, total)
             rest = rest - part.to(tl.float32)
     to = found + (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * width * width
-    mask = held[:, None] & held[None, :]
+    mask = is_channel[:, None] & is_channel[None, :]
     tl.store(to + channel[:, None] * width + channel[None, :], total * scale, mask=mask)
 
 
 @triton.jit
 def _attend(
-    asked, keys, values, bias, first, stop, scale, keys_row, keys_channel, values_row, values_channel, column, held,
+    queries, keys, values, bias, first, stop, scale, keys_row, keys_channel, values_row, values_channel,
+    column, is_channel,
     QUERIES: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Answers from the keys from ``first`` to ``stop``, and the logarithm of what their weights add up to."""
+    """Return the outputs over the keys from ``first`` to ``stop``, and the logarithm of the sum of weights."""
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     out = tl.zeros([QUERIES, WIDTH], tl.float32)
     for start in range(first, stop, TOKENS):
         token = start + tl.arange(0, TOKENS)
-        there = token < stop
+        is_token = token < stop
         row = token.to(tl.int64)
         at_key = keys + row[None, :] * keys_row + column[:, None] * keys_channel
-        scores = tl.dot(asked, tl.load(at_key, mask=held[:, None] & there[None, :], other=0.0)) * scale
+        scores = tl.dot(queries, tl.load(at_key, mask=is_channel[:, None] & is_token[None, :], other=0.0)) * scale
         if bias is not None:
-            scores += tl.load(bias + token, mask=there, other=0.0).to(tl.float32)[None, :]
-        scores = tl.where(there[None, :], scores, float("-inf"))
+            scores += tl.load(bias + token, mask=is_token, other=0.0).to(tl.float32)[None, :]
+        scores = tl.where(is_token[None, :], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         weight, fade = tl.exp(scores - higher[:, None]), tl.exp(top - higher)
         at_value = values + row[:, None] * values_row + column[None, :] * values_channel
-        value = tl.load(at_value, mask=there[:, None] & held[None, :], other=0.0)
+        value = tl.load(at_value, mask=is_token[:, None] & is_channel[None, :], other=0.0)
         out = tl.dot(weight.to(value.dtype), value, out * fade[:, None])
         total = total * fade + tl.sum(weight, 1)
         top = higher
@@ -89,59 +98,64 @@ def _answer_few(
     q_sample, q_row, q_channel, keys_sample, keys_row, keys_channel, values_sample, values_row, values_channel,
     bias_sample, width: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """One program: some queries of one head, and one span of all keys; after the last span, all merged ones."""
-    which = (tl.program_id(0) // tiles).to(tl.int64)
-    sample, head = which // heads, which % heads
+    """Answer queries. A program serves some queries of one head, and one span of all keys or all merged keys.
+
+    The programs of the merged keys come after those of the last span.
+    """
+    head_number = (tl.program_id(0) // tiles).to(tl.int64)
+    sample, head = head_number // heads, head_number % heads
     query = tl.program_id(0) % tiles * QUERIES + tl.arange(0, QUERIES)
     channel = tl.arange(0, WIDTH)
-    held, column = channel < width, head * width + channel
-    there = query < count
-    mask = there[:, None] & held[None, :]
-    asked = tl.load(q + sample * q_sample + query[:, None] * q_row + column[None, :] * q_channel, mask=mask, other=0.0)
+    is_channel, column = channel < width, head * width + channel
+    is_query = query < count
+    mask = is_query[:, None] & is_channel[None, :]
+    queries = tl.load(
+        q + sample * q_sample + query[:, None] * q_row + column[None, :] * q_channel, mask=mask, other=0.0
+    )
     at = query[:, None] * width + channel[None, :]
     part = tl.program_id(1)
     if part < tl.num_programs(1) - 1:
         answer, log = _attend(
-            asked, keys + sample * keys_sample, values + sample * values_sample, None, part * span,
+            queries, keys + sample * keys_sample, values + sample * values_sample, None, part * span,
             tl.minimum(part * span + span, tokens), scale, keys_row, keys_channel, values_row, values_channel, column,
-            held, QUERIES, WIDTH, TOKENS,
+            is_channel, QUERIES, WIDTH, TOKENS,
         )  # fmt: skip
-        number = part * (tl.num_programs(0) // tiles) + which
+        number = part * (tl.num_programs(0) // tiles) + head_number
         tl.store(full + number * count * width + at, answer, mask=mask)
-        tl.store(logs + number * count + query, log, mask=there)
+        tl.store(logs + number * count + query, log, mask=is_query)
     else:
-        own = sample * groups * heads * width
+        first_key = sample * groups * heads * width
         answer, log = _attend(
-            asked, merged_keys + own, merged_values + own, bias + sample * bias_sample, 0, groups, scale,
-            heads * width, 1, heads * width, 1, column, held, QUERIES, WIDTH, TOKENS,
+            queries, merged_keys + first_key, merged_values + first_key, bias + sample * bias_sample, 0, groups, scale,
+            heads * width, 1, heads * width, 1, column, is_channel, QUERIES, WIDTH, TOKENS,
         )  # fmt: skip
-        tl.store(merged + which * count * width + at, answer, mask=mask)
+        tl.store(merged + head_number * count * width + at, answer, mask=mask)
 
 
 @triton.jit
-def _tell(q, merged, query, column, mask, width: tl.constexpr, q_row, q_channel):
-    """Queries and merged answers side by side, float32."""
-    own = column < width
-    left = tl.load(q + query[:, None] * q_row + column[None, :] * q_channel, mask=mask & own[None, :], other=0.0)
+def _load_features(q, merged, query, column, mask, width: tl.constexpr, q_row, q_channel):
+    """Return queries and merged answers next to each other, in float32."""
+    of_q = column < width
+    left = tl.load(q + query[:, None] * q_row + column[None, :] * q_channel, mask=mask & of_q[None, :], other=0.0)
     at = merged + query[:, None] * width + (column - width)[None, :]
     return left.to(tl.float32) + tl.load(at, mask=mask & (column >= width)[None, :], other=0.0)
 
 
 @triton.jit
 def _join(
-    full, logs, number, programs, query, there, column, wide, count, width: tl.constexpr, SPANS: tl.constexpr
+    full, logs, number, programs, query, is_query, column, is_column, count, width: tl.constexpr, SPANS: tl.constexpr
 ):  # fmt: skip
-    """What queries are answered from all keys: each span's answer, by its share of the weights."""
-    top = tl.load(logs + number * count + query, mask=there, other=0.0)
+    """Return the outputs over all keys: the sum of the spans' outputs, each by its share of the weights."""
+    top = tl.load(logs + number * count + query, mask=is_query, other=0.0)
     for span in tl.static_range(1, SPANS):
-        top = tl.maximum(top, tl.load(logs + (span * programs + number) * count + query, mask=there, other=0.0))
+        top = tl.maximum(top, tl.load(logs + (span * programs + number) * count + query, mask=is_query, other=0.0))
     total = tl.zeros_like(top)
     answer = tl.zeros_like(query[:, None] * column[None, :]).to(tl.float32)
     for span in tl.static_range(SPANS):
-        own = span * programs + number
-        share = tl.exp(tl.load(logs + own * count + query, mask=there, other=0.0) - top)
-        at = full + own * count * width + query[:, None] * width + column[None, :]
-        answer += share[:, None] * tl.load(at, mask=there[:, None] & wide[None, :], other=0.0)
+        row = span * programs + number
+        share = tl.exp(tl.load(logs + row * count + query, mask=is_query, other=0.0) - top)
+        at = full + row * count * width + query[:, None] * width + column[None, :]
+        answer += share[:, None] * tl.load(at, mask=is_query[:, None] & is_column[None, :], other=0.0)
         total += share
     return answer / total[:, None]
 
@@ -151,18 +165,19 @@ def _ridge(
     q, merged, full, logs, first, matrix, constant, count, heads, q_sample, q_row, q_channel,
     width: tl.constexpr, WIDTH: tl.constexpr, UNKNOWNS: tl.constexpr, QUERIES: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
-    """One program: one head. Its normal equations, solved by elimination, which the penalty makes safe without pivots.
+    """Fit the correction. A program solves the normal equations of one head by elimination.
 
-    What is multiplied is rounded to the queries' dtype after it is centred: less than what rounded the answers.
+    The penalty makes elimination safe without a search for pivots. Factors are rounded to the dtype of the queries
+    after they are centred, which is a smaller error than the rounding of the answers.
     """
     number, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     q += number // heads * q_sample + number % heads * width * q_channel
     merged += number * count * width
     row, column = tl.arange(0, UNKNOWNS), tl.arange(0, WIDTH)
     unknowns = 2 * width
-    held, wide = row < unknowns, column < width
-    block = (row < width)[:, None] & wide[None, :]
-    known = tl.zeros([UNKNOWNS, WIDTH], tl.float32)  # of first order, below it zeros
+    is_unknown, is_column = row < unknowns, column < width
+    block = (row < width)[:, None] & is_column[None, :]
+    known = tl.zeros([UNKNOWNS, WIDTH], tl.float32)  # the matrix of first order, with zeros below it
     for span in tl.static_range(SPANS):
         at = first + (span * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * width * width
         known += tl.load(at + row[:, None] * width + column[None, :], mask=block, other=0.0)
@@ -170,52 +185,54 @@ def _ridge(
     mean = tl.zeros([UNKNOWNS], tl.float32)
     for start in range(0, count, QUERIES):
         query = start + tl.arange(0, QUERIES)
-        mask = (query < count)[:, None] & held[None, :]
-        mean += tl.sum(_tell(q, merged, query, row, mask, width, q_row, q_channel), 0)
+        mask = (query < count)[:, None] & is_unknown[None, :]
+        mean += tl.sum(_load_features(q, merged, query, row, mask, width, q_row, q_channel), 0)
     mean = mean / count
     normal = tl.zeros([UNKNOWNS, UNKNOWNS], tl.float32)
     cross = tl.zeros([UNKNOWNS, WIDTH], tl.float32)
     left_mean = tl.zeros([WIDTH], tl.float32)
     for start in range(0, count, QUERIES):
         query = start + tl.arange(0, QUERIES)
-        there = query < count
-        mask = there[:, None] & held[None, :]
-        told = _tell(q, merged, query, row, mask, width, q_row, q_channel)
-        left = _join(full, logs, number, programs, query, there, column, wide, count, width, SPANS)
+        is_query = query < count
+        mask = is_query[:, None] & is_unknown[None, :]
+        features = _load_features(q, merged, query, row, mask, width, q_row, q_channel)
+        left = _join(full, logs, number, programs, query, is_query, column, is_column, count, width, SPANS)
         at_merged = merged + query[:, None] * width + column[None, :]
-        left -= tl.load(at_merged, mask=there[:, None] & wide[None, :], other=0.0)
-        left -= tl.dot(told.to(rounded.dtype), rounded)
+        left -= tl.load(at_merged, mask=is_query[:, None] & is_column[None, :], other=0.0)
+        left -= tl.dot(features.to(rounded.dtype), rounded)
         left_mean += tl.sum(left, 0)
-        told = tl.where(mask, told - mean[None, :], 0.0).to(rounded.dtype)
-        across = tl.trans(told)
-        normal = tl.dot(across, told, normal)
+        features = tl.where(mask, features - mean[None, :], 0.0).to(rounded.dtype)
+        across = tl.trans(features)
+        normal = tl.dot(across, features, normal)
         cross = tl.dot(across, left.to(rounded.dtype), cross)
     left_mean = left_mean / count
     energy = tl.sum(tl.where(row[:, None] == row[None, :], normal, 0.0), 1)
     of_q = tl.sum(tl.where(row < width, energy, 0.0), 0) / width
     of_merged = tl.sum(tl.where(row < width, 0.0, energy), 0) / width
     energy = tl.maximum(tl.where(row < width, of_q, of_merged), _TINY)
-    unit = tl.where(held, 1.0 / tl.sqrt(energy), 0.0)
+    unit = tl.where(is_unknown, 1.0 / tl.sqrt(energy), 0.0)
     penalty = unknowns / (count * 1.0)
     normal = normal * unit[:, None] * unit[None, :] + tl.where(row[:, None] == row[None, :], penalty, 0.0)
     weights = cross * unit[:, None]
     for step in range(0, unknowns):
         is_pivot = row == step
-        own = tl.sum(tl.where(is_pivot[:, None], normal, 0.0), 0)
-        theirs = tl.sum(tl.where(is_pivot[None, :], normal, 0.0), 1)
-        pivot = tl.sum(tl.where(is_pivot, own, 0.0), 0)
-        share = tl.where(is_pivot, 1.0 - 1.0 / pivot, theirs / pivot)
+        pivot_row = tl.sum(tl.where(is_pivot[:, None], normal, 0.0), 0)
+        pivot_column = tl.sum(tl.where(is_pivot[None, :], normal, 0.0), 1)
+        pivot = tl.sum(tl.where(is_pivot, pivot_row, 0.0), 0)
+        share = tl.where(is_pivot, 1.0 - 1.0 / pivot, pivot_column / pivot)
         right = tl.sum(tl.where(is_pivot[:, None], weights, 0.0), 0)
-        normal -= share[:, None] * own[None, :]
+        normal -= share[:, None] * pivot_row[None, :]
         weights -= share[:, None] * right[None, :]
     weights = weights * unit[:, None]
     known = rounded.to(tl.float32)
-    lost = tl.where(tl.max(tl.max(tl.abs(known), 1), 0) > 0, 1.0, 0.0)  # nothing was: then rounding is all
+    lost = tl.where(
+        tl.max(tl.max(tl.abs(known), 1), 0) > 0, 1.0, 0.0
+    )  # if the plan loses nothing, the rest is rounding
     shift = (left_mean - tl.sum(mean[:, None] * weights, 0)) * lost
     to = matrix + tl.program_id(0).to(tl.int64) * unknowns * width
-    mask = held[:, None] & wide[None, :]
+    mask = is_unknown[:, None] & is_column[None, :]
     tl.store(to + row[:, None] * width + column[None, :], weights * lost + known, mask=mask)
-    tl.store(constant + tl.program_id(0) * width + column, shift, mask=wide)
+    tl.store(constant + tl.program_id(0) * width + column, shift, mask=is_column)
 
 
 @triton.jit
@@ -224,26 +241,26 @@ def _correct(
     out_sample, out_row, out_channel, q_sample, q_row, q_channel,
     width: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """One program: some tokens of one head. Neighbouring programs share a head's matrix."""
-    which = tl.program_id(0) // tiles
-    sample, head = (which // heads).to(tl.int64), which % heads
+    """Add the correction. A program serves some tokens of one head; neighbouring programs share a head's matrix."""
+    head_number = tl.program_id(0) // tiles
+    sample, head = (head_number // heads).to(tl.int64), head_number % heads
     token = tl.program_id(0) % tiles * TOKENS + tl.arange(0, TOKENS)
     channel = tl.arange(0, WIDTH)
-    held = channel < width
-    mask = (token < tokens)[:, None] & held[None, :]
+    is_channel = channel < width
+    mask = (token < tokens)[:, None] & is_channel[None, :]
     row, column = token.to(tl.int64)[:, None], (head * width + channel)[None, :]
-    asked = tl.load(q + sample * q_sample + row * q_row + column * q_channel, mask=mask, other=0.0)
+    queries = tl.load(q + sample * q_sample + row * q_row + column * q_channel, mask=mask, other=0.0)
     answer = tl.load(out + sample * out_sample + row * out_row + column * out_channel, mask=mask, other=0.0)
-    at = matrix + which.to(tl.int64) * 2 * width * width + channel[:, None] * width + channel[None, :]
-    square = held[:, None] & held[None, :]
-    more = tl.dot(asked, tl.load(at, mask=square, other=0.0))
-    more = tl.dot(answer, tl.load(at + width * width, mask=square, other=0.0), more)
-    more += tl.load(constant + which * width + channel, mask=held, other=0.0).to(tl.float32)[None, :]
+    at = matrix + head_number.to(tl.int64) * 2 * width * width + channel[:, None] * width + channel[None, :]
+    square = is_channel[:, None] & is_channel[None, :]
+    change = tl.dot(queries, tl.load(at, mask=square, other=0.0))
+    change = tl.dot(answer, tl.load(at + width * width, mask=square, other=0.0), change)
+    change += tl.load(constant + head_number * width + channel, mask=is_channel, other=0.0).to(tl.float32)[None, :]
     at = to + (sample * tokens + row) * (heads * width) + column
-    tl.store(at, answer.to(tl.float32) + more, mask=mask)
+    tl.store(at, answer.to(tl.float32) + change, mask=mask)
 
 
-def _wide(width: int) -> int:
+def _padded(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
 
 
@@ -255,14 +272,14 @@ def first_order(
     keys: torch.Tensor, values: torch.Tensor, group: torch.Tensor, means: torch.Tensor, span: int, scale: float,
     found: torch.Tensor,
 ) -> None:  # fmt: skip
-    """See `kernels.first_order`; fills ``found``. group: ``[B, N]``, expanded."""
+    """Fill ``found``, see `kernels.first_order`. ``group`` is expanded to the batch."""
     batch, tokens, _ = keys.shape
     spans, programs, width, _ = found.shape
     heads = programs // batch
     _first_order[(programs, spans)](
         keys, values, group, means, found, tokens, means.shape[1], heads, span, scale,
         *keys.stride(), *values.stride(), group.stride(0),
-        width=width, PARTS=parts_of(keys.dtype, means.dtype), WIDTH=_wide(width), TOKENS=_TOKENS,
+        width=width, PARTS=parts_of(keys.dtype, means.dtype), WIDTH=_padded(width), TOKENS=_TOKENS,
         num_warps=_warps(width),
     )  # fmt: skip
 
@@ -272,7 +289,7 @@ def answer_few(
     merged_values: torch.Tensor, bias: torch.Tensor, span: int, scale: float,
     merged: torch.Tensor, full: torch.Tensor, logs: torch.Tensor,
 ) -> None:  # fmt: skip
-    """See `kernels.answer_few`; fills ``merged``, ``full`` and ``logs``. bias: ``[B, G]``, expanded."""
+    """Fill ``merged``, ``full`` and ``logs``, see `kernels.answer_few`. ``bias`` is expanded to the batch."""
     spans, programs, count, width = full.shape
     heads = programs // q.shape[0]
     tiles = triton.cdiv(count, _TOKENS)
@@ -280,7 +297,7 @@ def answer_few(
         q, keys, values, merged_keys, merged_values, bias, merged, full, logs,
         count, keys.shape[1], merged_keys.shape[1], heads, tiles, span, scale,
         *q.stride(), *keys.stride(), *values.stride(), bias.stride(0),
-        width=width, QUERIES=_TOKENS, WIDTH=_wide(width), TOKENS=_TOKENS, num_warps=_warps(width),
+        width=width, QUERIES=_TOKENS, WIDTH=_padded(width), TOKENS=_TOKENS, num_warps=_warps(width),
     )  # fmt: skip
 
 
@@ -288,26 +305,21 @@ def ridge(
     q: torch.Tensor, merged: torch.Tensor, full: torch.Tensor, logs: torch.Tensor,
     first: torch.Tensor, matrix: torch.Tensor, constant: torch.Tensor,
 ) -> None:  # fmt: skip
-    """See `kernels.ridge`; fills ``matrix`` and ``constant``.
-
-    Its loop loads a tile of every span at once: several stages of that would not fit a desktop GPU's shared memory.
-    """
+    """Fill ``matrix`` and ``constant``, see `kernels.ridge`."""
     programs, count, width = merged.shape
     _ridge[(programs,)](
         q, merged, full, logs, first, matrix, constant, count, programs // q.shape[0], *q.stride(),
-        width=width, WIDTH=_wide(width), UNKNOWNS=_wide(2 * width), QUERIES=_QUERIES, SPANS=first.shape[0],
-        num_warps=8, num_stages=1,
+        width=width, WIDTH=_padded(width), UNKNOWNS=_padded(2 * width), QUERIES=_QUERIES, SPANS=first.shape[0],
+        num_warps=8, num_stages=1,  # the loop loads a tile of every span: more stages exceed a desktop's shared memory
     )  # fmt: skip
 
 
-def correct(
-    out: torch.Tensor, q: torch.Tensor, matrix: torch.Tensor, constant: torch.Tensor, to: torch.Tensor
-) -> None:
-    """See `kernels.correct`; fills ``to``."""
+def correct(out: torch.Tensor, q: torch.Tensor, matrix: torch.Tensor, constant: torch.Tensor, to: torch.Tensor) -> None:
+    """Fill ``to``, see `kernels.correct`."""
     batch, tokens, _ = out.shape
     heads, width = matrix.shape[0] // batch, matrix.shape[2]
     tiles = triton.cdiv(tokens, _TOKENS)
     _correct[(tiles * heads * batch,)](
         out, q, matrix, constant, to, tokens, heads, tiles, *out.stride(), *q.stride(),
-        width=width, WIDTH=_wide(width), TOKENS=_TOKENS, num_warps=_warps(width),
+        width=width, WIDTH=_padded(width), TOKENS=_TOKENS, num_warps=_warps(width),
     )  # fmt: skip

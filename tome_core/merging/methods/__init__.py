@@ -1,12 +1,13 @@
-"""The matching methods: each finds, in its own way, which tokens merge.
+"""The matching methods, each of which decides which tokens merge.
 
-To add one:
+To add a method:
 
 1. write ``tome_core/merging/methods/NAME.py`` with ``match(x, grid, options) -> MergePlan | None``;
 2. describe it at the end of that file as ``METHOD = Method("NAME", match)``;
 3. add it to the tuple below;
-4. run ``python install.py test``: the laws in ``tests/engine/merging/test_methods.py`` and the patch contract run over
-   every registered method; ``python -m benchmarks.doc_tables --write`` names it there.
+4. run ``python install.py test``: the tests in ``tests/engine/merging/test_methods.py`` and the patch contract run for
+   every registered method;
+5. run ``python -m benchmarks.doc_tables --write``, which adds the method to the tables in the docs.
 """
 
 from . import bipartite, cluster

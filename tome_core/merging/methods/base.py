@@ -1,4 +1,4 @@
-"""What every matching method is: one function of one signature, and a few facts about it."""
+"""The interface of matching methods, and the search for the best key that they share."""
 
 from __future__ import annotations
 
@@ -13,11 +13,18 @@ from ..plan import MergePlan, take_rows
 
 
 class MatchOptions(NamedTuple):
-    """The settings a method may use.
+    """The settings of a match.
 
-    ratio: share of tokens to remove, 0..1. sx, sy: cell size in tokens. draw: what random choices depend
-    on, None for fixed ones. refine: k-means steps after the match; by_distance: tokens are compared by distance, not by
-    cosine; st: frames of a film's cell. All of bipartite matching.
+    Only bipartite matching uses cells, `refine` and `by_distance`.
+
+    Args:
+        ratio: the share of tokens to remove, from 0 to 1.
+        sx: width of a cell in tokens.
+        sy: height of a cell in tokens.
+        draw: the inputs of random choices; None for fixed choices.
+        refine: number of k-means steps after the match.
+        by_distance: compare tokens by distance, not by cosine.
+        st: number of frames of a cell.
     """
 
     ratio: float
@@ -32,10 +39,13 @@ class MatchOptions(NamedTuple):
 class Method(NamedTuple):
     """A matching method.
 
-    match: ``(x [B, N, C], grid, options) -> MergePlan``, or None where nothing is to merge. It may look at
-        ``x`` only through operators with static shapes, and never synchronises with the device.
-    keeps_cells: True where one token of every cell stays, so that the ratio can reach ``1 - 1/(sx*sy)`` at most.
-    compares: True where it gets what `metric` names instead of the block's input, and k-means steps improve its plan.
+    Args:
+        name: the name of the method in settings.
+        match: takes features ``(batch, tokens, channels)``, their grid and the options. Returns a plan, or None if no
+            token merges. It may use only operators with static shapes, and must not wait for the device.
+        keeps_cells: True if one token of every cell stays, so that the ratio is ``1 - 1/(sx*sy)`` at most.
+        compares: True if the method supports every metric, and k-means steps improve its plan. Other methods get the
+            block's input.
     """
 
     name: str
@@ -45,7 +55,14 @@ class Method(NamedTuple):
 
 
 def take_queries(x: torch.Tensor, rows: torch.Tensor | None, start: int, stop: int) -> torch.Tensor:
-    """Queries ``start`` to ``stop`` of every sample: float32 ``[B, stop - start, C]``. x, rows: see `best_keys`."""
+    """Return some queries of every sample, float32 ``(batch, stop - start, channels)``.
+
+    Args:
+        x: ``(batch or 1, tokens, channels)``.
+        rows: the tokens that are queries, see `best_keys`.
+        start: number of the first query.
+        stop: number after the last query.
+    """
     if rows is None:
         return x[:, start:stop].float()
     rows = rows[:, start:stop]
@@ -54,36 +71,41 @@ def take_queries(x: torch.Tensor, rows: torch.Tensor | None, start: int, stop: i
     return take_rows(x, rows.reshape(1, -1)).view(*rows.shape, -1).float()
 
 
-# Largest block of scores held at once. 8 MiB stays in a CPU's cache; a GPU wants few, large products.
+# Most bytes of scores in memory at a time. 8 MiB fit a CPU's cache; a GPU is faster with few, large products.
 _SCORE_BYTES = {"cpu": 8 << 20}
 _SCORE_BYTES_ELSEWHERE = 64 << 20
 
-Best = tuple[torch.Tensor, torch.Tensor]  # of every query: the best key's score, float32, and index, int64: ``[B, Q]``
+# Score (float32) and number (int64) of the best key of each query, both (batch, queries).
+Best = tuple[torch.Tensor, torch.Tensor]
 
 
 def best_keys(x: torch.Tensor, rows: torch.Tensor | None, keys: torch.Tensor, bias: torch.Tensor | None = None) -> Best:
-    """The key with the highest dot product for each query, plus ``bias`` if given. Not differentiable.
+    """Return the key with the highest score for each query: the dot product, plus the bias.
 
-    The scores never exist as a whole: on a GPU with Triton one kernel keeps them to itself (`kernels`; half precision
-    is multiplied as it is), elsewhere queries are taken slice by slice. Equal up to rounding: near ties may resolve
-    differently.
+    The scores never exist as a whole. On a GPU with Triton one kernel computes and reduces them (see `kernels`), in the
+    dtype of `x`. Elsewhere queries are processed slice by slice. The two agree up to rounding, so near ties may resolve
+    differently. Not differentiable.
 
     Args:
-        x: ``[B or 1, N, C]``, any float dtype; a kernel takes its rows from where they are, without a copy.
-        rows: int64 ``[B or 1, Q]`` with values in ``0..N-1``, which rows of x are queries; None for all.
-        keys: ``[B, K, C]``, float32 or as x.
-        bias: float32 ``[B, K]``.
+        x: ``(batch or 1, tokens, channels)``, any float dtype. A kernel reads its rows without a copy.
+        rows: the tokens that are queries, int64 ``(batch or 1, queries)``; None for all.
+        keys: ``(batch, keys, channels)``, float32 or the dtype of `x`.
+        bias: is added to the scores, float32 ``(batch, keys)``; None for no bias.
+
+    Returns:
+        Scores, float32, and numbers of keys, int64, both ``(batch, queries)``.
     """
     if kernels.ready(keys) and kernels.ready(x):
-        found = kernels.best_keys(x, rows, keys, bias)
-        if found is not None:
-            return found
+        best = kernels.best_keys(x, rows, keys, bias)
+        if best is not None:
+            return best
     count, transposed = (x if rows is None else rows).shape[1], keys.float().transpose(1, 2)
     budget = _SCORE_BYTES.get(keys.device.type, _SCORE_BYTES_ELSEWHERE)
     step = max(1, budget // (4 * keys.shape[0] * keys.shape[1]))
     if step >= count:
         return _scores(take_queries(x, rows, 0, count), transposed, bias).max(-1)
-    # Filled in place: kept results between freed slices tear a CPU's heap apart (4.8 GiB at 65,536 tokens).
+    # The results are filled in place. Small results between freed slices would fragment a CPU's heap (4.8 GiB at
+    # 65,536 tokens).
     score = transposed.new_empty(keys.shape[0], count)
     index = torch.empty(keys.shape[0], count, dtype=torch.int64, device=keys.device)
     for start in range(0, count, step):

@@ -1,8 +1,8 @@
 """Bipartite soft matching (Bolya & Hoffman, ToMe for Stable Diffusion, arXiv 2303.17604).
 
-One token of every cell is a destination, all the others are sources; the sources that are most similar to
-their best destination merge into it. Differs from tomesd 0.1.3 in what it costs, not in what it finds: the
-score matrix never exists as a whole, and a token of zeros scores 0 instead of NaN.
+One token of every cell is a destination, all other tokens are sources. The sources that are most similar to their best
+destination merge into it. The result is that of tomesd 0.1.3 at a lower cost: the matrix of scores never exists as a
+whole. Only a token of zeros differs: its score is 0 instead of NaN.
 """
 
 from __future__ import annotations
@@ -17,19 +17,23 @@ from .base import Best, MatchOptions, Method, best_keys
 
 
 def match(x: torch.Tensor, grid: Grid, options: MatchOptions) -> MergePlan | None:
-    """Merge ``int(N * ratio)`` sources, or all there are, into their most similar destination.
+    """Merge the share `ratio` of all tokens, or all sources if there are fewer, into their most similar destinations.
 
-    x: ``[B, N, C]``, any float dtype, N the grid's tokens; compared in float32, by cosine or by distance.
-    Then the match may be refined (`refine_plan`).
-    Returns groups numbered destinations first; None where the ratio removes no token.
+    Args:
+        x: ``(batch, tokens, channels)``, any float dtype. Compared in float32.
+        grid: the grid of these tokens.
+        options: the settings of the match. With `refine`, k-means steps follow, see `refine_plan`.
+
+    Returns:
+        A plan in which the groups of destinations come first; None if the ratio removes no token.
     """
     destinations, sources = split_grid(grid, options.sy, options.sx, options.draw, x, options.st)
     removed = min(sources.shape[1], int(x.shape[1] * options.ratio))
     if removed <= 0:
         return None
-    ranked = removed < sources.shape[1]  # else all merge, in whatever order
+    ranked = removed < sources.shape[1]  # if all sources merge, their order does not matter
     with torch.no_grad(), without_autocast(x):
-        if options.refine and not ranked:  # nothing to choose: k-means from the cells
+        if options.refine and not ranked:  # all sources merge, so k-means starts from the destinations
             plan = _nearest(x, *keys_of_rows(x, destinations, options.by_distance))
         else:
             best = (best_destination if ranked else _best_anywhere)(x, sources, destinations, options.by_distance)
@@ -40,14 +44,21 @@ def match(x: torch.Tensor, grid: Grid, options: MatchOptions) -> MergePlan | Non
 def best_destination(
     x: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, by_distance: bool = False
 ) -> Best:
-    """The most similar destination of each source, with its cosine, or minus half the squared distance.
+    """Return the most similar destination of each source, with scores that can be compared between sources.
 
-    x: ``[B, N, C]``; sources ``[B or 1, S]``, destinations ``[B or 1, D]``: int64 token numbers.
+    Args:
+        x: ``(batch, tokens, channels)``.
+        sources: numbers of tokens, int64 ``(batch or 1, sources)``.
+        destinations: numbers of tokens, int64 ``(batch or 1, destinations)``.
+        by_distance: the score is minus half the squared distance, not the cosine.
+
+    Returns:
+        Scores, float32, and indices into `destinations`, int64, both ``(batch, sources)``.
     """
     if by_distance and kernels.ready(x):
-        found = kernels.best_keys(x, sources, *keys_of_rows(x, destinations, True), lengths=True)
-        if found is not None:
-            return found
+        best = kernels.best_keys(x, sources, *keys_of_rows(x, destinations, True), lengths=True)
+        if best is not None:
+            return best
     score, index = _best_anywhere(x, sources, destinations, by_distance)
     return make_comparable(score, x, sources, by_distance), index
 
@@ -57,10 +68,16 @@ def _best_anywhere(x: torch.Tensor, sources: torch.Tensor, destinations: torch.T
 
 
 def refine_plan(plan: MergePlan, x: torch.Tensor, steps: int, by_distance: bool = False) -> MergePlan:
-    """The plan after ``steps`` of k-means that start from it: every token goes to the nearest centre.
+    """Return a plan after some steps of k-means: in each step every token goes to the most similar centre.
 
-    By distance a centre is the mean of its tokens; by cosine of their directions (spherical k-means). A group that
-    loses its tokens stays empty, so the plan is for proportional attention, or for merging and unmerging.
+    A centre is the mean of its tokens or, if compared by cosine, of their directions (spherical k-means). A group that
+    loses all tokens stays empty, which proportional attention and unmerging support.
+
+    Args:
+        plan: the plan to start from.
+        x: ``(batch, tokens, channels)``.
+        steps: number of steps.
+        by_distance: compare by distance, not by cosine.
     """
     with torch.no_grad(), without_autocast(x):
         if not by_distance:
@@ -71,7 +88,7 @@ def refine_plan(plan: MergePlan, x: torch.Tensor, steps: int, by_distance: bool 
 
 
 def _nearest(x: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor | None) -> MergePlan:
-    """Every token of ``x [B, N, C]`` to the centre that is most alike, of `keys_of_rows` or `keys_of_groups`."""
+    """Return a plan in which every token is in the group of its most similar centre. keys, bias: the centres."""
     return MergePlan(best_keys(x, None, keys, bias)[1], keys.shape[1])
 
 
@@ -81,20 +98,20 @@ def _plan(
     batch, count = score.shape
     ranked = removed < count
     num_destinations = destinations.shape[1]
-    found = kernels.place_tokens(score, index, sources, destinations, removed) if ranked else None
-    if found is not None:
-        return MergePlan(found, num_destinations + count - removed)
+    group = kernels.place_tokens(score, index, sources, destinations, removed) if ranked else None
+    if group is not None:
+        return MergePlan(group, num_destinations + count - removed)
     sources, destinations = sources.expand(batch, -1), destinations.expand(batch, -1)
     tokens = num_destinations + count
     group = torch.empty(batch, tokens, dtype=torch.int64, device=sources.device)
     number = torch.arange(tokens - removed, device=sources.device).expand(batch, -1)
-    own = index  # if all merge, in whatever order
+    group_of_source = index  # if all merge, their order does not matter
     if ranked:
         order = score.argsort(dim=1, descending=True, stable=True)
         merged, alone = order[:, :removed], order[:, removed:]
-        own = torch.empty_like(sources).scatter(1, merged, index.gather(1, merged))
-        own = own.scatter(1, alone, number[:, num_destinations:])
-    group = group.scatter(1, sources, own).scatter(1, destinations, number[:, :num_destinations])
+        group_of_source = torch.empty_like(sources).scatter(1, merged, index.gather(1, merged))
+        group_of_source = group_of_source.scatter(1, alone, number[:, num_destinations:])
+    group = group.scatter(1, sources, group_of_source).scatter(1, destinations, number[:, :num_destinations])
     return MergePlan(group, tokens - removed)
 
 

@@ -1,9 +1,9 @@
-"""k-means clustering: every cluster becomes one token.
+"""Clustering by k-means: every cluster becomes one token.
 
-A loose summary of the ToMe paper describes this ("cosine similarity between the token embeddings and the
-mean embedding of the image ... k-means clustering with k equal to half of the number of tokens"). The paper
-itself does bipartite matching; this is an option beside it. Two readings of that sentence:
-``cluster`` clusters the tokens themselves, ``cluster-similarity`` only their cosine to the image's mean token.
+A loose summary of the ToMe paper describes this method: "cosine similarity between the token embeddings and the
+mean embedding of the image ... k-means clustering with k equal to half of the number of tokens". The paper itself does
+bipartite matching. That sentence can be read in two ways, and both are methods here: ``cluster`` clusters the tokens,
+``cluster-similarity`` clusters only their cosine to the mean token of the picture.
 """
 
 from __future__ import annotations
@@ -17,15 +17,23 @@ from ..grid import Grid
 from ..plan import MergePlan, take_rows, without_autocast
 from .base import MatchOptions, Method, best_keys
 
-ITERATIONS = 4  # a fixed number: stopping at convergence would need a look at the data
+ITERATIONS = 4  # a fixed number, because a test for convergence would wait for the device
 
 
 def match(x: torch.Tensor, grid: Grid, options: MatchOptions, by_similarity: bool = False) -> MergePlan | None:
-    """Cluster into ``N - int(N * ratio)`` groups (at least one), none of them empty.
+    """Cluster the tokens into as many groups as the ratio leaves, at least one, none of them empty.
 
-    x: ``[B, N, C]``, any float dtype; computed in float32 with Euclidean distance, from centres spread
-    evenly over the picture, or ``by_similarity`` over the sorted similarities.
-    Returns None where the ratio removes no token.
+    Distances are Euclidean, in float32.
+
+    Args:
+        x: ``(batch, tokens, channels)``, any float dtype.
+        grid: the grid of these tokens.
+        options: the settings of the match, of which only the ratio is used.
+        by_similarity: cluster the cosines to the mean token, with first centres evenly spread over the sorted cosines.
+            Otherwise cluster the tokens, with first centres evenly spread over the picture.
+
+    Returns:
+        A plan; None if the ratio removes no token.
     """
     tokens = grid.height * grid.width
     count = max(1, tokens - int(tokens * options.ratio))
@@ -40,7 +48,7 @@ def match(x: torch.Tensor, grid: Grid, options: MatchOptions, by_similarity: boo
         for _ in range(ITERATIONS):
             group = (_nearest_number if by_similarity else _nearest)(value, centre)
             plan = MergePlan(group, count)
-            # centres go to the mean of their tokens; one that lost all of them stays where it was
+            # a centre moves to the mean of its tokens; a centre without tokens stays
             centre = torch.where(plan.empty[..., None], centre, plan.merge(value))
             if by_similarity:
                 centre = centre.sort(dim=1).values
@@ -49,24 +57,23 @@ def match(x: torch.Tensor, grid: Grid, options: MatchOptions, by_similarity: boo
 
 
 def _nearest(value: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
-    """``|x - c|^2`` is smallest where ``x.c - |c|^2 / 2`` is largest."""
+    """Return the nearest centre of each token: ``|x - c|^2`` is smallest if ``x.c - |c|^2 / 2`` is largest."""
     return best_keys(value, None, centre, centre.square().sum(-1) / -2)[1]
 
 
 def _nearest_number(value: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
-    """In one dimension centres are sorted, so the nearest is found by bisection between the mid-points."""
+    """Return the nearest of the sorted centres of each number, by bisection between their mid-points."""
     middle = (centre[:, 1:, 0] + centre[:, :-1, 0]) / 2
     return torch.searchsorted(middle.contiguous(), value[..., 0].contiguous())
 
 
 def _fill_empty(group: torch.Tensor, distance: torch.Tensor, count: int) -> torch.Tensor:
-    """Give every empty cluster one token: those farthest from their centre, except one token per cluster.
+    """Give every empty cluster one token: the tokens farthest from their centres, but not the last token of a cluster.
 
-    With E of G clusters empty, G - E tokens stay and N - (G - E) >= E may move. group, distance: ``[B, N]``.
-    Returns ``[B, N]``.
+    There are always enough: with E of G clusters empty, G - E tokens must stay and the other N - (G - E) >= E may move.
     """
     plan = MergePlan(group, count)
-    # the nearest token of each cluster stays: sort by distance, then stably by cluster; the first of a run
+    # The nearest token of each cluster stays. Sort by distance, then stably by cluster: it is the first of its run.
     by_distance = distance.argsort(dim=1, stable=True)
     by_cluster = group.gather(1, by_distance).argsort(dim=1, stable=True)
     order = by_distance.gather(1, by_cluster)
