@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -12,7 +13,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from demo.places import PlacedConv, window_of
 from demo.prompt import VOCABULARY
 from demo.transformer import TRANSFORMER, SceneTransformer
 
@@ -63,6 +63,10 @@ SCHEDULER = {
 SCALE = ".scale"  # behind a weight's name in a file: that of its steps
 EIGHT_BITS = 4096  # numbers; smaller weights, among them the first and the last convolution and the words, have sixteen
 HAAR_GAIN = 5.0  # detail bands of these scenes are about five times weaker than the mean band
+WAVES = 3  # that tell a convolution where it is: the longest twice as long as a picture, each half as long as the one before
+FEATURES = 4 * WAVES  # a sine and a cosine of each, down and across
+Window = tuple[float, float, float, float]
+WHOLE: Window = (0.0, 0.0, 1.0, 1.0)
 
 
 def encode(pictures: torch.Tensor, gain: float = HAAR_GAIN) -> torch.Tensor:
@@ -95,6 +99,48 @@ def decode(latents: torch.Tensor, gain: float = HAAR_GAIN) -> torch.Tensor:
 def whole(height: int, width: int) -> list[int]:
     """The sizes that SDXL is told of a whole picture: its own height and width, nothing cut off, shown in full."""
     return [height, width, 0, 0, height, width]
+
+
+class PlacedConv(nn.Conv2d):
+    """A convolution that adds a linear map of the place to what it gives. Its weights begin at zero.
+
+    window: top, left, height and width of what is seen, as shares of the picture's sides; all of it by default.
+    """
+
+    def __init__(self, like: nn.Conv2d):
+        super().__init__(like.in_channels, like.out_channels, like.kernel_size, like.stride, like.padding)
+        self.load_state_dict(like.state_dict())
+        self.place = nn.Conv2d(FEATURES, like.out_channels, 1, bias=False)
+        nn.init.zeros_(self.place.weight)
+        self.window = WHOLE
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, in, h, w] to [n, out, h, w]."""
+        seen = super().forward(x)
+        return seen + self.place(features(*seen.shape[2:], self.window, seen.device).to(seen.dtype))
+
+
+def window_of(sizes: torch.Tensor | None) -> Window:
+    """Of the first row of sizes [n, 6], as `SceneModel.forward` takes them; the whole picture without any."""
+    if sizes is None:
+        return WHOLE
+    height, width, top, left, tall, wide = sizes[0].tolist()
+    return top / height, left / width, tall / height, wide / width
+
+
+def features(
+    height: int, width: int, window: Window = WHOLE, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """[1, FEATURES, height, width]: waves over the picture, at the middles of a window's cells.
+
+    All of it is made on the device: a copy to it would wait there, and cannot be captured in a CUDA graph.
+    """
+    top, left, tall, wide = window
+    waves = math.pi * 2.0 ** torch.arange(WAVES, device=device)[:, None, None]
+    down, across = ((torch.arange(count, device=device) + 0.5) / count for count in (height, width))
+    phases = ((waves * (top + tall * down[:, None])).expand(-1, -1, width),
+              (waves * (left + wide * across)).expand(-1, height, -1))
+    return torch.cat([wave for phase in phases for wave in (phase.sin(), phase.cos())])[None]
 
 
 class SceneModel(nn.Module):

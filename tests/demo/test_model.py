@@ -11,8 +11,7 @@ from safetensors import safe_open
 import tome_core
 from benchmarks.subjects import is_scene_model
 from demo import checkpoint, model, prompt, sampler
-from demo.model import SCALE
-from demo.places import FEATURES, features
+from demo.model import FEATURES, SCALE, features
 from demo.training_loss import held_out_loss
 from tests import tiny_scenes
 
