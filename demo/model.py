@@ -63,7 +63,8 @@ SCHEDULER = {
 SCALE = ".scale"  # behind a weight's name in a file: that of its steps
 EIGHT_BITS = 4096  # numbers; smaller weights, among them the first and the last convolution and the words, have sixteen
 HAAR_GAIN = 5.0  # detail bands of these scenes are about five times weaker than the mean band
-WAVES = 3  # that tell a convolution where it is: the longest twice as long as a picture, each half as long as the one before
+# waves tell a convolution where it is; the longest is twice as long as a picture, each half as long as the one before
+WAVES = 3
 FEATURES = 4 * WAVES  # a sine and a cosine of each, down and across
 Window = tuple[float, float, float, float]
 WHOLE: Window = (0.0, 0.0, 1.0, 1.0)

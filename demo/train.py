@@ -54,8 +54,9 @@ def parser() -> argparse.ArgumentParser:
         "are those of the layout; half of the level-0 heads are drawn anew all the same")
     add("--keep-heads", action="store_true", help="with --start: leave those heads as they are, to go on with a model")
     add("--device", default="cpu", help="cpu (default), cuda, ...")
-    add("--batch", type=command.number("number of pictures", 1, 4096, "such as 4"), default=4, help="pictures a step; "
-        "twice as many at first, and four times as many quarter-size parts for a transformer (default 4; a GPU takes 64)")
+    add("--batch", type=command.number("number of pictures", 1, 4096, "such as 4"), default=4,
+        help="pictures a step; twice as many at first, and four times as many quarter-size parts for a transformer "
+             "(default 4; a GPU takes 64)")
     add("--learning-rate", type=positive, default=3e-3, help="highest learning rate (default 0.003)")
     add("--coarse", type=float, default=0.3, help="share of the time spent on half-size pictures first (default 0.3)")
     add("--crops", type=float, default=0.15, help="share of the time spent on parts of full pictures after that, cheap "
