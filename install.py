@@ -24,14 +24,11 @@ from install_hosts import COMFYUI, ROOT, WEBUI, Failure, place
 OWNER = "tome_core.txt"  # this file in an environment says that it was made here and may be made again
 # MB that pip downloads for an extra, torch apart: from wheels and installed folders on Linux, rounded up
 SIZES = {"demo": 120, "page": 60, "benchmarks": 20, "test": 70}
-DOWNLOADS = """python install.py {command} fills a private environment, {folder}, and asks pip for:
-  torch: {torch}
-  the rest: up to {rest} MB, less what is there and what pip's cache has
-Ctrl-C is safe and the same command goes on: files that came whole are in pip's cache; the one under way starts again
-(torch with CUDA is the largest)."""
-TORCH_TO_COME = """0.1 to 0.2 GB on Windows and macOS; 2 to 4 GB on Linux, with CUDA, or 0.2 GB without it, where
-    PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu is set; nothing where install.py is called with a Python
-    that has torch"""
+DOWNLOADS = """python install.py {command} fills a private environment, {folder}, and asks pip for
+torch ({torch}) and up to {rest} MB more, less what is there and what pip's cache has.
+Ctrl-C is safe and the same command goes on: complete files are in pip's cache."""
+TORCH_TO_COME = """0.1 to 0.2 GB on Windows and macOS; 2 to 4 GB on Linux, with CUDA, or 0.2 GB without it, if
+PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu is set"""
 NO_VENV = (
     "this Python ({python}) cannot make environments: its 'venv' or 'ensurepip' is missing. "
     "On Debian or Ubuntu: sudo apt install python3-venv; elsewhere use the Python from python.org."
@@ -58,7 +55,7 @@ def satisfies(version, requirement):
 
 
 def fingerprint(python, lines):
-    """Says whether an environment is up to date: a hash of the interpreter's version and what was installed."""
+    """A hash of the interpreter's version and what was installed: a stamp of an environment that is up to date."""
     return hashlib.sha256("\n".join([python, *lines]).encode()).hexdigest()
 
 
@@ -96,24 +93,13 @@ def venv_python(folder):
     return folder / "Scripts" / "python.exe" if os.name == "nt" else folder / "bin" / "python"
 
 
-def answer_of(folder, code):
-    """The line that the environment's interpreter prints for this code; None if it is not there or fails."""
-    if not venv_python(folder).exists():
-        return None
-    done = subprocess.run([str(venv_python(folder)), "-c", code], capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
 def is_usable(folder):
     """Whether the environment is there, runs, has pip, and is of this Python's version."""
-    version = answer_of(folder, "import pip, sys; print('%d.%d' % sys.version_info[:2])")
-    return version == "{}.{}".format(*sys.version_info[:2])
-
-
-def has_torch(folder, requirement):
-    """Whether the environment has, or sees, a torch that meets `requirement`."""
-    version = answer_of(folder, "from importlib import metadata; print(metadata.version('torch'))")
-    return version is not None and satisfies(version, requirement)
+    if not venv_python(folder).exists():
+        return False
+    command = [str(venv_python(folder)), "-c", "import pip, sys; print('%d.%d' % sys.version_info[:2])"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() == "{}.{}".format(*sys.version_info[:2])
 
 
 def make_environment(folder, torch_folder):
@@ -164,14 +150,10 @@ def environment(extras, no_deps=(), command=None):
     if stamp.exists() and stamp.read_text() == mark and os.path.exists(python):
         return python
     try:
-        usable, torch = is_usable(folder), TORCH_TO_COME
-        if usable and has_torch(folder, torch_line):
-            torch = "there already"
-        elif torch_folder and not usable:
-            torch = f"taken from {torch_folder}, nothing to download"
+        torch = f"taken from {torch_folder}, nothing to download" if torch_folder else TORCH_TO_COME
         rest = sum(SIZES[extra] for extra in extras)
         print(DOWNLOADS.format(command=command or extras[-1], folder=folder, torch=torch, rest=rest))
-        if not usable:
+        if not is_usable(folder):
             make_environment(folder, torch_folder)
         print("Installing what is needed ...", flush=True)
         pip(python, lines)

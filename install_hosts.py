@@ -61,7 +61,13 @@ def place(host, arguments):
         raise Failure(f"usage: python install.py {host.command} DIR [--uninstall] [--copy]", 2)
     where = target(host, Path(folders[0]).expanduser())
     try:
-        print(take_out(host, where) if "--uninstall" in options else put(host, where, "--copy" in options))
+        if "--uninstall" not in options:
+            print(put(host, where, "--copy" in options))
+        elif os.path.lexists(where):
+            remove(where)
+            print(f"Removed {where}. Restart {host.name}.")
+        else:
+            print(f"{where} does not exist: there is nothing to undo.")
     except OSError as error:
         raise Failure(str(error)) from error
     return 0
@@ -93,14 +99,6 @@ def put(host, where, copy=False):
     if not linked:
         copy_to(where, host.copied)
     return f"{'Linked' if linked else 'Copied'} {ROOT} to {where}. {host.after}"
-
-
-def take_out(host, where):
-    """Undo `put`. Gives what was done."""
-    if not os.path.lexists(where):
-        return f"{where} does not exist: there is nothing to undo."
-    remove(where)
-    return f"Removed {where}. Restart {host.name}."
 
 
 def remove(where):

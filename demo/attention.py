@@ -31,18 +31,21 @@ class Gates(NamedTuple):
     keys: tuple[float, ...]
     rise: float
 
+    @property
+    def few(self) -> float:
+        """The share of heads that use few keys."""
+        return sum(share <= FEW_KEYS for share in self.keys) / len(self.keys)
+
     def __str__(self) -> str:
-        few = sum(share <= FEW_KEYS for share in self.keys) / len(self.keys)
         shares = " ".join(f"{100 * share:.0f}" for share in self.keys)
-        return (f"{_verdict(few >= HEADS_WITH_FEW_KEYS)} level-0 heads that use at most {FEW_KEYS:.0%} of the keys: "
-                f"{few:.0%}, wanted {HEADS_WITH_FEW_KEYS:.0%} (each head, %: {shares})\n"
+        return (f"{_verdict(self.few >= HEADS_WITH_FEW_KEYS)} level-0 heads that use at most {FEW_KEYS:.0%} of the "
+                f"keys: {self.few:.0%}, wanted {HEADS_WITH_FEW_KEYS:.0%} (each head, %: {shares})\n"
                 f"{_verdict(self.rise >= LOSS_RISE)} held-out v-loss without level-0 self-attention: {self.rise:+.0%}, "
                 f"wanted {LOSS_RISE:+.0%}")
 
     def passed(self) -> bool:
         """Whether both hold."""
-        few = sum(share <= FEW_KEYS for share in self.keys)
-        return few >= HEADS_WITH_FEW_KEYS * len(self.keys) and self.rise >= LOSS_RISE
+        return self.few >= HEADS_WITH_FEW_KEYS and self.rise >= LOSS_RISE
 
 
 def _verdict(passed: bool) -> str:

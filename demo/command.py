@@ -160,7 +160,7 @@ def source_of(options: argparse.Namespace, user: checkpoint.Checkpoint | None):
 def _run(options: argparse.Namespace, source) -> None:
     from tqdm import tqdm
 
-    from demo import comparison, comparison_sheet, comparison_table
+    from demo import comparison, comparison_sheet
 
     texts = options.prompt or source.prompts
     wanted = [comparison.Order(texts[i % len(texts)], options.seed + i) for i in range(options.pictures)]
@@ -169,9 +169,9 @@ def _run(options: argparse.Namespace, source) -> None:
         columns = comparison.compare(source, wanted, options.steps, strengths, bar.update, bar.set_description)
         bar.set_description("done")
     title = f"Token merging, {source.name}, {options.steps} steps on {source.device}"
-    verdict = comparison_table.verdict(columns, on_cpu=source.device.type == "cpu")
+    verdict = comparison.verdict(columns, on_cpu=source.device.type == "cpu")
     comparison_sheet.write(comparison_sheet.draw(columns, wanted, title, verdict), options.output)
-    print(f"{title}, {len(wanted)} picture{'s' * (len(wanted) > 1)} each\n\n{comparison_table.table(columns)}\n")
+    print(f"{title}, {len(wanted)} picture{'s' * (len(wanted) > 1)} each\n\n{comparison.table(columns)}\n")
     for column in columns[1:] if options.report else ():
         print(f"{column.name}: {column.report}\n")
     print(verdict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -12,8 +13,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from demo import eight_bits
-from demo.places import PlacedConv, window_of
 from demo.prompt import VOCABULARY
 from demo.transformer import TRANSFORMER, SceneTransformer
 
@@ -61,7 +60,14 @@ SCHEDULER = {
     "rescale_betas_zero_snr": True,
     "clip_sample": False,
 }
+SCALE = ".scale"  # behind a weight's name in a file: that of its steps
+EIGHT_BITS = 4096  # numbers; smaller weights, among them the first and the last convolution and the words, have sixteen
 HAAR_GAIN = 5.0  # detail bands of these scenes are about five times weaker than the mean band
+# waves tell a convolution where it is; the longest is twice as long as a picture, each half as long as the one before
+WAVES = 3
+FEATURES = 4 * WAVES  # a sine and a cosine of each, down and across
+Window = tuple[float, float, float, float]
+WHOLE: Window = (0.0, 0.0, 1.0, 1.0)
 
 
 def encode(pictures: torch.Tensor, gain: float = HAAR_GAIN) -> torch.Tensor:
@@ -94,6 +100,48 @@ def decode(latents: torch.Tensor, gain: float = HAAR_GAIN) -> torch.Tensor:
 def whole(height: int, width: int) -> list[int]:
     """The sizes that SDXL is told of a whole picture: its own height and width, nothing cut off, shown in full."""
     return [height, width, 0, 0, height, width]
+
+
+class PlacedConv(nn.Conv2d):
+    """A convolution that adds a linear map of the place to what it gives. Its weights begin at zero.
+
+    window: top, left, height and width of what is seen, as shares of the picture's sides; all of it by default.
+    """
+
+    def __init__(self, like: nn.Conv2d):
+        super().__init__(like.in_channels, like.out_channels, like.kernel_size, like.stride, like.padding)
+        self.load_state_dict(like.state_dict())
+        self.place = nn.Conv2d(FEATURES, like.out_channels, 1, bias=False)
+        nn.init.zeros_(self.place.weight)
+        self.window = WHOLE
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, in, h, w] to [n, out, h, w]."""
+        seen = super().forward(x)
+        return seen + self.place(features(*seen.shape[2:], self.window, seen.device).to(seen.dtype))
+
+
+def window_of(sizes: torch.Tensor | None) -> Window:
+    """Of the first row of sizes [n, 6], as `SceneModel.forward` takes them; the whole picture without any."""
+    if sizes is None:
+        return WHOLE
+    height, width, top, left, tall, wide = sizes[0].tolist()
+    return top / height, left / width, tall / height, wide / width
+
+
+def features(
+    height: int, width: int, window: Window = WHOLE, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """[1, FEATURES, height, width]: waves over the picture, at the middles of a window's cells.
+
+    All of it is made on the device: a copy to it would wait there, and cannot be captured in a CUDA graph.
+    """
+    top, left, tall, wide = window
+    waves = math.pi * 2.0 ** torch.arange(WAVES, device=device)[:, None, None]
+    down, across = ((torch.arange(count, device=device) + 0.5) / count for count in (height, width))
+    phases = ((waves * (top + tall * down[:, None])).expand(-1, -1, width),
+              (waves * (left + wide * across)).expand(-1, height, -1))
+    return torch.cat([wave for phase in phases for wave in (phase.sin(), phase.cos())])[None]
 
 
 class SceneModel(nn.Module):
@@ -148,15 +196,40 @@ def make(config: dict, scheduler: dict | None = None, haar_gain: float = HAAR_GA
     return kind(config, scheduler or SCHEDULER, haar_gain)
 
 
+def pack(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Large weights ``[out, ...]`` as int8 with a step of each output channel, float16 ``[out]``; others as float16."""
+    packed = {}
+    for name, value in weights.items():
+        packed[name] = value.half()
+        if value.dim() > 1 and value.numel() >= EIGHT_BITS:
+            step = (value.float().abs().flatten(1).amax(1) / 127).half().clamp(min=2**-24)
+            packed[name] = (value.float() / _beside(step, value)).round().clamp(-127, 127).to(torch.int8)
+            packed[name + SCALE] = step
+    return packed
+
+
+def unpack(packed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights as float32, whether they were packed or not."""
+    weights = {name: value.float() for name, value in packed.items() if not name.endswith(SCALE)}
+    return {
+        name: value * _beside(packed[name + SCALE], value) if name + SCALE in packed else value
+        for name, value in weights.items()
+    }
+
+
+def _beside(step: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return step.float().view(-1, *[1] * (value.dim() - 1))
+
+
 def save(model: SceneModel | SceneTransformer, path: Path) -> None:
-    """Write the weights as fp16 safetensors that carry their own configuration; replaces `path` in one move."""
+    """Write packed weights as safetensors that carry their own configuration; replaces `path` in one move."""
     metadata = {
         "unet_config": json.dumps(model.config),
         "scheduler": json.dumps(model.scheduler),
         "haar_gain": str(model.haar_gain),
     }
     unfinished = Path(f"{path}.part")
-    weights = {name: value.detach().half().cpu().contiguous() for name, value in model.state_dict().items()}
+    weights = {name: value.cpu().contiguous() for name, value in pack(model.state_dict()).items()}
     save_file(weights, unfinished, metadata)
     os.replace(unfinished, path)
 
@@ -169,7 +242,7 @@ def load(path: Path = WEIGHTS) -> SceneModel | SceneTransformer:
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
-            weights = eight_bits.unpack({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+            weights = unpack({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
         unet, scheduler = json.loads(metadata["unet_config"]), json.loads(metadata["scheduler"])
         model = make(unet, scheduler, float(metadata["haar_gain"]))
         model.load_state_dict(weights)

@@ -12,8 +12,6 @@ from demo import scene_background, scene_object, scene_wall
 from demo.prompt import ATTRIBUTES, SIZES
 from demo.scene_canvas import Canvas
 
-CHUNK = 64  # pictures painted at once
-
 
 def draw_attributes(n: int, generator: torch.Generator) -> torch.Tensor:
     """Random attributes of `n` scenes: int64 [n, 6], one column an attribute, each value equally likely."""
@@ -41,10 +39,3 @@ def render(
         scene_wall.paint(canvas, setting)
     scene_object.paint(canvas, setting)
     return canvas.image.clip(0, 1).permute(0, 3, 1, 2) * 2 - 1
-
-
-def make(n: int, seed: int, size: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
-    """`n` random scenes painted on the CPU: float32 [n, 3, size, size] in -1..1 and their attributes int64 [n, 6]."""
-    generator = torch.Generator().manual_seed(seed)
-    attributes = draw_attributes(n, generator)
-    return torch.cat([render(part, generator, size) for part in attributes.split(CHUNK)]), attributes

@@ -54,13 +54,14 @@ def parser() -> argparse.ArgumentParser:
         "are those of the layout; half of the level-0 heads are drawn anew all the same")
     add("--keep-heads", action="store_true", help="with --start: leave those heads as they are, to go on with a model")
     add("--device", default="cpu", help="cpu (default), cuda, ...")
-    add("--batch", type=int, default=4, help="pictures a step; twice as many at first, and four times as many "
-        "quarter-size parts for a transformer (default 4; a GPU takes 64)")
+    add("--batch", type=command.number("number of pictures", 1, 4096, "such as 4"), default=4,
+        help="pictures a step; twice as many at first, and four times as many quarter-size parts for a transformer "
+             "(default 4; a GPU takes 64)")
     add("--learning-rate", type=positive, default=3e-3, help="highest learning rate (default 0.003)")
     add("--coarse", type=float, default=0.3, help="share of the time spent on half-size pictures first (default 0.3)")
     add("--crops", type=float, default=0.15, help="share of the time spent on parts of full pictures after that, cheap "
         "to look things up in: half-size ones, quarter-size ones for a transformer (default 0.15)")
-    add("--seed", type=int, default=0, help="seed of the scenes and of the noise")
+    add("--seed", type=command.SEED, default=0, help="seed of the scenes and of the noise")
     return made
 
 
@@ -160,17 +161,11 @@ def begin_with(model: scene_model.SceneModel, other: scene_model.SceneModel) -> 
 
 def prepare(options: argparse.Namespace) -> TrainingState:
     """The state to go on from: the saved one, else new. Raises ValueError or OSError with a sentence to read."""
-    for name in ("coarse", "crops"):
-        if not 0 <= getattr(options, name) < 1:
-            raise ValueError(f"--{name} {getattr(options, name)} is a share of the time: at least 0 and less than 1")
-    if options.coarse + options.crops >= 1:
+    if min(options.coarse, options.crops) < 0 or options.coarse + options.crops >= 1:
         raise ValueError(f"--coarse {options.coarse} and --crops {options.crops} leave no time for full pictures; "
-                         "give shares that sum to less than 1")
+                         "give shares from 0 on that sum to less than 1")
     options.state = options.state or FOLDER / f"training-{options.layout}.safetensors"
     options.output = options.output or FOLDER / f"scenes-{options.layout}.safetensors"
-    for name, low in (("batch", 1), ("seed", 0)):
-        if getattr(options, name) < low:
-            raise ValueError(f"--{name} {getattr(options, name)} is too small; give at least {low}")
     resume = options.state.exists()
     if resume and options.start:
         raise ValueError(f"--start begins a new run, but {options.state} holds one; leave --start out to go on, "

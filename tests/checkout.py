@@ -48,9 +48,6 @@ def kept(config: pytest.Config, otherwise: Path) -> Path:
 
 
 def end(process: subprocess.Popen) -> None:
-    """End a command that was started with start_new_session, and whatever it started itself."""
-    if os.name == "nt":
-        subprocess.run(["taskkill", "/F", "/T", "/PID", str(process.pid)], capture_output=True, check=False)
-    else:
-        with contextlib.suppress(ProcessLookupError):  # it has ended, and all that it started
-            os.killpg(process.pid, signal.SIGTERM)
+    """End a command that was started with start_new_session, and whatever it started itself; not on Windows."""
+    with contextlib.suppress(ProcessLookupError):  # it has ended, and all that it started
+        os.killpg(process.pid, signal.SIGTERM)

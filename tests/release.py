@@ -12,46 +12,33 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOURCE, COPY, CHANGELOG = Path("tome_core", "__init__.py"), Path("pyproject.toml"), Path("CHANGELOG.md")
-_SOURCE = re.compile(r'^__version__ = "([^"]+)"$', re.MULTILINE)
 _COPY = re.compile(r'(?<=^version = ")([^"]+)(?="$)', re.MULTILINE)
-_NUMBER = re.compile(r"\d+\.\d+\.\d+")  # what the registry takes, and what a tag is made from
 
 
 def version(root: Path = ROOT) -> str:
-    """The version. Raises ValueError where it is missing or not of the form 1.2.3."""
-    found = _SOURCE.findall(_read(root / SOURCE))
-    if len(found) != 1 or not _NUMBER.fullmatch(found[0]):
-        raise ValueError(f'{SOURCE} has to hold one line like __version__ = "1.2.3", found {found}')
-    return found[0]
+    """The version, which has the form 1.2.3: the registry takes no other."""
+    text = (root / SOURCE).read_text(encoding="utf-8")
+    return re.search(r'^__version__ = "(\d+\.\d+\.\d+)"$', text, re.MULTILINE)[1]
 
 
 def write(root: Path = ROOT) -> None:
     """Copy the version into pyproject.toml."""
-    text = _read(root / COPY)
+    text = (root / COPY).read_text(encoding="utf-8")
     (root / COPY).write_text(_COPY.sub(version(root), text, count=1), encoding="utf-8")
 
 
 def disagreements(tag: str | None = None, root: Path = ROOT) -> list[str]:
-    """A sentence for each place that says another version; with a tag, also where the release is not described."""
+    """A sentence for each place that says another version, and if the changelog does not describe this one."""
     ours, found = version(root), []
-    copies = _COPY.findall(_read(root / COPY))
+    copies = _COPY.findall((root / COPY).read_text(encoding="utf-8"))
     if copies != [ours]:
         found.append(f"{COPY} says {copies}, {SOURCE} says {ours}: run python -m tests.release --write")
     if tag is not None and tag != f"v{ours}":
         found.append(f"the tag is {tag}, the version is {ours}: tag v{ours}, or change {SOURCE}")
-    if not entry(ours, root):
+    entry = re.compile(rf"^## +{re.escape(ours)}\b.*\n\s*[^#\s]", re.MULTILINE)
+    if not entry.search((root / CHANGELOG).read_text(encoding="utf-8")):
         found.append(f"{CHANGELOG} has no entry under '## {ours}'")
     return found
-
-
-def entry(number: str, root: Path = ROOT) -> str:
-    """What the changelog says of a version, "" where it says nothing."""
-    parts = re.split(r"^## +", _read(root / CHANGELOG), flags=re.MULTILINE)
-    return next((part.partition("\n")[2].strip() for part in parts[1:] if part.split()[0] == number), "")
-
-
-def _read(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
 
 
 def main(arguments: list[str] | None = None) -> None:

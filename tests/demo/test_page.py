@@ -6,13 +6,10 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import urllib.error
 import urllib.request
-from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -115,51 +112,19 @@ def test_a_picture_that_is_stopped_leaves_the_model_as_it_was_and_the_next_is_dr
     assert (drawn.plain == 2).all() and "Token merging" in drawn.report and traces(studio.source.target) == before
 
 
-def test_pictures_are_drawn_one_after_the_other():
-    studio, drawing = Studio(_Source()), []
-
-    def draw():
-        studio.draw(Wanted("", 1, 20, {"strength": 0.5}), lambda *_: drawing.append(threading.current_thread().name))
-
-    threads = [threading.Thread(target=draw) for _ in "ab"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len([1 for one, other in pairwise(drawing) if one != other]) == 1
-
-
 # --- in a browser -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def installed(request, tmp_path_factory):
-    """A fresh copy of the project whose `install.py page` has made itself the environment it needs."""
+@pytest.fixture
+def page_command(request, tmp_path) -> list[str]:
+    """`install.py page` of a fresh copy of the project, which has made itself the environment that it needs."""
     pytest.importorskip("playwright.sync_api", reason="needs playwright")
-    copy = checkout.kept(request.config, tmp_path_factory.mktemp("page"))
-    first = subprocess.run(_command(copy, "--help"), capture_output=True, text=True, check=False)
+    copy = checkout.kept(request.config, tmp_path)
+    command = [sys.executable, str(copy / "install.py"), "page"]
+    first = subprocess.run([*command, "--help"], capture_output=True, text=True, check=False)
     if first.returncode:
         pytest.skip(f"install.py page could not make its environment: {first.stdout[-500:]}{first.stderr[-500:]}")
-    return copy
-
-
-def _command(copy, *options):
-    return [sys.executable, str(copy / "install.py"), "page", *options]
-
-
-@contextlib.contextmanager
-def started(copy, folder, *options, **environment):
-    """The page's address and its process, as a user starts it, from a folder not ours and with no way to others."""
-    port = free_port()
-    command = _command(copy, "--no-browser", "--port", str(port), "--device", "cpu", *options)
-    away = {"HTTP_PROXY": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9", "OMP_NUM_THREADS": "1"}
-    variables = {**os.environ, **away, **environment}
-    with subprocess.Popen(command, cwd=folder, env=variables, start_new_session=True) as process:
-        try:
-            wait_until_ready(f"http://127.0.0.1:{port}", process)
-            yield f"http://127.0.0.1:{port}/", process
-        finally:
-            checkout.end(process)
+    return command
 
 
 @contextlib.contextmanager
@@ -170,93 +135,59 @@ def visited(chromium, address):
         tab.set_default_timeout(SLOW)
         tab.on("request", lambda request: requests.append(request.url))
         tab.on("pageerror", lambda error: failed.append(str(error)))
-        tab.goto(address, wait_until="domcontentloaded")
-        tab.locator("#generate").wait_for()
+        tab.goto(address, wait_until="networkidle")  # gradio loses clicks before
         yield tab
     assert not failed
     assert not [url for url in requests if not url.startswith((address, "data:", "blob:"))]
 
 
-def _fill(tab, **values):
+def generate(tab, until, **values):
+    """Fill the controls, press the button and wait for these words."""
     for name, value in values.items():
         box = tab.locator(f"#{name} input[type=number], #{name} textarea").first
         box.fill(str(value))
         box.press("Tab")
+    tab.locator("#generate").click()
+    tab.get_by_text(re.compile(until)).first.wait_for()
 
 
-def _generate(tab, until):
-    """Press once more if gradio has lost the click, as a user does."""
-    from playwright.sync_api import TimeoutError
-
-    for last in (False, True):
-        tab.locator("#generate").click()
-        try:
-            return tab.get_by_text(re.compile(until)).first.wait_for(timeout=SLOW if last else 60_000)
-        except TimeoutError:
-            if last:
-                raise
-
-
-def _ends(process, address, which, temporary):
-    """The exit code; afterwards no file is left and nobody answers."""
-    os.killpg(process.pid, which)
-    code = process.wait(60)
-    assert not list(temporary.iterdir())
-    with pytest.raises(ConnectionError), socket.socket() as gone:
-        gone.connect(("127.0.0.1", int(address.rstrip("/").rpartition(":")[2])))
-    return code
-
-
-_FILE = b'--edge\r\nContent-Disposition: form-data; name="files"; filename="a.txt"\r\n\r\nhello\r\n--edge--\r\n'
-_FROM_ELSEWHERE = {"Content-Type": "multipart/form-data; boundary=edge", "Origin": "https://elsewhere.example"}
-
-
-@pytest.fixture
-def temporary(tmp_path):
-    """The page's folder for temporary files."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    return folder
+FILE = b'--edge\r\nContent-Disposition: form-data; name="files"; filename="a.txt"\r\n\r\nhello\r\n--edge--\r\n'
+FROM_ELSEWHERE = {"Content-Type": "multipart/form-data; boundary=edge", "Origin": "https://elsewhere.example"}
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="Windows ends a program without telling it")
 def test_a_picture_is_drawn_stopped_and_refused_and_the_page_ends_with_a_picture_half_drawn(
-    chromium, installed, tmp_path, temporary
+    chromium, page_command, tmp_path
 ):
-    with started(installed, tmp_path, TMPDIR=str(temporary)) as (address, process), visited(chromium, address) as tab:
-        _fill(tab, prompt="day banana", steps=1)
-        _generate(tab, "does not know the word 'banana'")
-        assert not tab.locator("#slider img").count()
-        _fill(tab, prompt="night snow peaks right blue cone", steps=2, strength=1)
-        _generate(tab, r"times as fast; PSNR [\d.]+ dB, \d+% of the detail")
-        tab.locator("#gallery").get_by_text(re.compile(r"Level 0: 4096 tokens became \d+")).first.wait_for()
-        assert tab.locator("#slider img").count() >= 2
-        tab.get_by_text("Report, and the same with diffusers").click()
-        assert "model calls" in tab.locator("#report textarea").input_value()
-        assert "strength=1" in tab.locator("#script").inner_text()
-        for request in (urllib.request.Request(address, headers={"Host": "elsewhere.example"}),
-                        urllib.request.Request(f"{address}gradio_api/upload", _FILE, _FROM_ELSEWHERE)):  # fmt: skip
-            with pytest.raises(urllib.error.HTTPError):
-                OPENER.open(request)
-        _fill(tab, steps=500)
-        _generate(tab, "without merging")
-        tab.locator("#stop").click()
-        tab.get_by_text("Stopped.").first.wait_for()
-        _generate(tab, "without merging")
-        assert _ends(process, address, signal.SIGTERM, temporary) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name == "nt", reason="Windows ends a program without telling it")
-def test_a_folder_of_the_users_is_drawn_with_and_named_and_ctrl_c_ends_the_page(
-    chromium, installed, tmp_path, tiny_folder, temporary
-):
-    options = ("--model", str(tiny_folder))
-    with started(installed, tmp_path, *options, TMPDIR=str(temporary)) as (address, process):
-        with visited(chromium, address) as tab:
-            _fill(tab, prompt="a cat", steps=2)
-            _generate(tab, r"times as fast|bit for bit")
-            tab.get_by_text("Report, and the same with diffusers").click()
-            assert str(tiny_folder) in tab.locator("#script").inner_text()
-        assert _ends(process, address, signal.SIGINT, temporary) == 130
+    """As a user starts it, from a folder not ours and with no way to another machine."""
+    temporary, port = tmp_path / "temporary", free_port()
+    temporary.mkdir()
+    command = [*page_command, "--no-browser", "--port", str(port), "--device", "cpu"]
+    away = {"HTTP_PROXY": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9", "TMPDIR": str(temporary)}
+    address = f"http://127.0.0.1:{port}/"
+    with subprocess.Popen(command, cwd=tmp_path, env={**os.environ, **away}, start_new_session=True) as process:
+        try:
+            wait_until_ready(address, process)
+            with visited(chromium, address) as tab:
+                generate(tab, "does not know the word 'banana'", prompt="day banana", steps=1)
+                assert not tab.locator("#slider img").count()
+                generate(tab, r"times as fast; PSNR [\d.]+ dB, \d+% of the detail", prompt="night snow", steps=2)
+                tab.locator("#gallery").get_by_text(re.compile(r"Level 0: 4096 tokens became \d+")).first.wait_for()
+                assert tab.locator("#slider img").count() >= 2
+                tab.get_by_text("Report, and the same with diffusers").click()
+                assert "model calls" in tab.locator("#report textarea").input_value()
+                assert "strength=0.5" in tab.locator("#script").inner_text()
+                for request in (urllib.request.Request(address, headers={"Host": "elsewhere.example"}),
+                                urllib.request.Request(f"{address}gradio_api/upload", FILE, FROM_ELSEWHERE)):
+                    with pytest.raises(urllib.error.HTTPError):
+                        OPENER.open(request)
+                generate(tab, "without merging", steps=500)
+                tab.locator("#stop").click()
+                tab.get_by_text("Stopped.").first.wait_for()
+                generate(tab, "without merging")
+                os.killpg(process.pid, signal.SIGTERM)
+                assert process.wait(60) == 0
+        finally:
+            checkout.end(process)
+    assert not list(temporary.iterdir()), "files are left"

@@ -1,4 +1,4 @@
-"""An error, an interrupt or a full memory at every callback and wrapper of the hosts leaves nothing merged behind.
+"""An error or an interrupt at every callback and wrapper of the hosts leaves nothing merged behind.
 
 A webui calls nothing after an error in sampling, so there it is the next job that cleans up; ComfyUI's wrappers clean
 up by themselves.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,35 +16,32 @@ import torch
 from comfy_nodes import asking, branch
 from comfy_nodes.host import hosting
 from tests import webui_doubles
-from tests.comfy_doubles import Guider, ModelPatcher, apply, least_checkpoint
-from tests.injected_faults import MOST_ERRORS, Fault, places
+from tests.comfy_doubles import Guider, apply, least_checkpoint
 from tests.thoroughness import some_quick
 from tests.traces import traces
 from tests.webui_doubles import FLAVOURS, Webui, custom, merges
 from tests.webui_modules import HOOKS, SAMPLING_HOOK
 from tome_core.engine.state import State
 
-CALLBACKS = (*HOOKS, SAMPLING_HOOK, "postprocess", "cfg_denoiser")
 VALUES = {"level": "up to /8", "end": 0.9}
-WEBUI_ON = (custom(0.5, **VALUES, merge_crossattn=True, merge_mlp=True),)
-COMFY_ON = {"ratio": 0.5, **VALUES}
 
 
-class Failing:
-    """A function that raises once, before or after its work."""
-
-    def __init__(self, function, error, after):
-        self.function, self.error, self.after, self.raised = function, error, after, False
-
-    def __call__(self, *args, **kwargs):
-        out = self.function(*args, **kwargs) if self.after or self.raised else None
-        if not self.raised:
-            self.raised = True
-            raise self.error("by the test")
+def failing(function, error, after):
+    """The function, which raises once, before or after its work; `raised` says that it did."""
+    def run(*args, **kwargs):
+        out = function(*args, **kwargs) if after or run.raised else None
+        if not run.raised:
+            run.raised = True
+            raise error("by the test")
         return out
+
+    run.raised = False
+    return run
 
 
 # --- the webuis ------------------------------------------------------------------------------------------------------
+
+WEBUI_ON = custom(0.5, **VALUES, merge_crossattn=True, merge_mlp=True)
 
 
 @pytest.fixture(params=some_quick(FLAVOURS))
@@ -51,9 +49,8 @@ def webui(request, monkeypatch):
     webui_doubles.be_short(monkeypatch)
     webui = Webui(monkeypatch, request.param).start()
     webui.before = traces(webui.unet)
-    webui.plain = webui.job(False, enable_hr=True).latents
-    webui.merged = webui.job(*WEBUI_ON, enable_hr=True).latents
-    assert not torch.equal(webui.plain, webui.merged) and not webui.errors
+    webui.pictures = {on: webui.job(WEBUI_ON if on else False, enable_hr=True).latents for on in (False, True)}
+    assert not torch.equal(*webui.pictures.values()) and not webui.errors
     yield webui
     webui.call("script_unloaded")
 
@@ -63,116 +60,80 @@ def is_clean(webui) -> bool:
 
 
 def assert_next_jobs_are_as_ever(webui, where: str) -> None:
-    assert torch.equal(webui.job(False, enable_hr=True).latents, webui.plain) and is_clean(webui), where
-    assert torch.equal(webui.job(*WEBUI_ON, enable_hr=True).latents, webui.merged) and is_clean(webui), where
+    for on, picture in webui.pictures.items():
+        assert torch.equal(webui.job(WEBUI_ON if on else False, enable_hr=True).latents, picture), where
+        assert is_clean(webui), where
 
 
-def fail_at(webui, name: str, error, after: bool, monkeypatch) -> Failing:
-    """Let one callback of ours raise; the webui reports an Exception of it and goes on."""
-    if name != "cfg_denoiser":
-        failing = Failing(getattr(webui.script, name), error, after)
-        monkeypatch.setattr(webui.script, name, failing, raising=False)
-        return failing
-    failing = Failing(webui.callbacks[name][0], error, after)
-
-    def reported(params):
-        try:
-            failing(params)
-        except Exception as caught:
-            webui.errors.append(caught)
-
-    monkeypatch.setitem(webui.callbacks, name, [reported])
-    return failing
-
-
-# the webui swallows an Exception, and nothing else
-FAULTS = ((RuntimeError, False), (KeyboardInterrupt, True))
-
-
-@pytest.mark.parametrize("error, after", FAULTS)
+@pytest.mark.parametrize("error, after", [(RuntimeError, False), (KeyboardInterrupt, True)])
 def test_a_fault_in_any_callback_leaves_nothing_merged(webui, error, after, monkeypatch):
-    for name in CALLBACKS:
+    """The webui reports an Exception of a script's callback and goes on; nothing else is caught."""
+    for name in (*HOOKS, SAMPLING_HOOK, "postprocess"):
         with monkeypatch.context() as context:
-            failing = fail_at(webui, name, error, after, context)
+            broken = failing(getattr(webui.script, name), error, after)
+            context.setattr(webui.script, name, broken, raising=False)
             try:
-                webui.job(*WEBUI_ON, enable_hr=True)
+                webui.job(WEBUI_ON, enable_hr=True)
                 assert is_clean(webui), f"{name}: the job went on to its end, and something is left"
             except KeyboardInterrupt:
                 assert error is KeyboardInterrupt
-            assert failing.raised
+        assert broken.raised
         assert_next_jobs_are_as_ever(webui, name)
 
 
-def test_a_fault_inside_the_model_is_gone_with_the_next_job(webui):
-    def break_it(step):
-        if step == 1:
-            wraps = places(webui.part("merging").armed.handle)["BlockAttentionSite"]
-            faults.append(Fault(wraps[-1], RuntimeError, after=True))
-
-    faults: list[Fault] = []
+def test_a_fault_in_mid_sampling_is_gone_with_the_next_job(webui):
+    broken = failing(lambda step: None, RuntimeError, after=False)
     with pytest.raises(RuntimeError, match="by the test"):
-        webui.job(*WEBUI_ON, enable_hr=True, at_step=break_it)
-    assert faults[0].gone()
-    assert_next_jobs_are_as_ever(webui, "the model")
+        webui.job(WEBUI_ON, enable_hr=True, at_step=broken)
+    assert_next_jobs_are_as_ever(webui, "in mid-sampling")
 
 
 # --- ComfyUI ---------------------------------------------------------------------------------------------------------
 
-# what a call of the model, and a sampling, come by
+# the functions of ours that a sampling, and a call of the model, go through
 OURS = ((branch.Sampling, "call"), (branch.Sampling, "_make"), (branch.Sampling, "_tell_time"), (State, "begin"),
         (asking, "call"), (hosting, "answer"), (State, "attend"), (branch.Sampling, "end"))  # fmt: skip
 
 
-def sample(patcher: ModelPatcher) -> torch.Tensor:
+def sample(patcher) -> torch.Tensor:
     return Guider(patcher).sample(steps=2, size=(8, 8))
 
 
 @pytest.fixture(scope="module")
-def comfy():
-    class Comfy:
-        plain = least_checkpoint()
-        applied = apply(plain, **COMFY_ON)
-        before = traces(plain.model)
-        picture = sample(plain)
-        merged = sample(applied)
-
-    assert not torch.equal(Comfy.picture, Comfy.merged)
-    return Comfy
+def comfy() -> SimpleNamespace:
+    plain = least_checkpoint()
+    applied = apply(plain, ratio=0.5, **VALUES)
+    before, pictures = traces(plain.model), [sample(plain), sample(applied)]
+    assert not torch.equal(*pictures)
+    return SimpleNamespace(plain=plain, applied=applied, before=before, pictures=pictures)
 
 
 def assert_untouched(comfy, where: object) -> None:
     """The shared model has nothing on it, other branches do not merge, and this one goes on as before."""
     assert traces(comfy.plain.model) == comfy.before, where
-    assert torch.equal(sample(comfy.plain), comfy.picture) and torch.equal(sample(comfy.applied), comfy.merged), where
-    assert traces(comfy.plain.model) == comfy.before, where
+    assert all(map(torch.equal, map(sample, (comfy.plain, comfy.applied)), comfy.pictures)), where
 
 
-@pytest.mark.parametrize("error", MOST_ERRORS)
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_fault_in_a_wrapper_beside_ours_leaves_nothing(comfy, error):
-    for where in product(("apply_model", "outer_sample"), ("around us", "inside us"), (False, True)):
-        kind, place, after = where
-
-        def broken(executor, *args, after=after, **kwargs):
-            if after:
-                executor(*args, **kwargs)
-            raise error("by the test")
-
+    for kind, is_inside, after in product(("apply_model", "outer_sample"), (False, True), (False, True)):
         patcher = comfy.applied.clone()
-        wrappers, other = patcher.wrappers[kind], {"other": [broken]}
-        patcher.wrappers[kind] = {**wrappers, **other} if place == "inside us" else {**other, **wrappers}
+        ours, other = patcher.wrappers[kind], {"other": [failing(lambda run, *args, **more: run(*args, **more),
+                                                                 error, after)]}  # fmt: skip
+        patcher.wrappers[kind] = {**ours, **other} if is_inside else {**other, **ours}
         with pytest.raises(error, match="by the test"):
             sample(patcher)
-        assert_untouched(comfy, where)
+        assert_untouched(comfy, (kind, is_inside, after))
 
 
-@pytest.mark.parametrize("error", MOST_ERRORS)
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_fault_of_our_own_leaves_nothing(comfy, error, monkeypatch):
     """The picture fails with it, and nothing else does; an attention that fails merged goes on unmerged."""
     for (owner, name), after in product(OURS, (False, True)):
-        failing, goes_on = Failing(getattr(owner, name), error, after), (name, error) == ("attend", RuntimeError)
+        broken, goes_on = failing(getattr(owner, name), error, after), (name, error) == ("attend", RuntimeError)
         with monkeypatch.context() as context:
-            context.setattr(owner, name, lambda *args, failing=failing, **kwargs: failing(*args, **kwargs))
+            context.setattr(owner, name, broken)
             with nullcontext() if goes_on else pytest.raises(error, match="by the test"):
                 sample(comfy.applied)
-        assert failing.raised
+        assert broken.raised
         assert_untouched(comfy, (name, after))
