@@ -39,6 +39,8 @@ def table(records: Sequence[Record]) -> str:
         markdown(_HEAD, ((name, str(pixels), *figures(group, early)) for (name, pixels), group in groups.items())),
         "\n".join(f"- *{name}*: {meaning}." for name, meaning in flags.items()),
         "\n".join(f"- failed: {row['key']}: {row['failed']}" for row in rows if "failed" in row),
+        "\n".join(f"- failed: {row['key']}, {arm}: {why}"
+                  for row in rows for arm, why in row.get("failed_arms", {}).items()),
         f"{made['device']['name']}; {made['command']}; commit {made['commit']}.",
     ]
     return "\n\n".join(part for part in text if part)
@@ -52,12 +54,20 @@ def share_of_early(name: str) -> float:
 
 def figures(rows: Sequence[dict[str, Any]], early: float) -> list[str]:
     """The cells of rows of one attention and size. early: the share of such steps."""
-    seconds = {name: median(row["seconds"][name] for row in rows) for name in rows[0]["seconds"]}
-    early_new, early_kept, late_new, late_kept = (seconds[one] for one in OURS)
-    mean = early * fmean((early_new, early_kept)) + (1 - early) * fmean((late_new, late_kept))
-    peaks = [[row["peak_mib"][arm] for row in rows] for arm in rows[0]["peak_mib"]]
+    seconds = {name: _median([row["seconds"][name] for row in rows]) for name in rows[0]["seconds"]}
+    early_new, early_kept, late_new, late_kept = (seconds[name] for name in OURS)
+    mean = None if None in (early_new, early_kept, late_new, late_kept) else (
+        early * fmean((early_new, early_kept)) + (1 - early) * fmean((late_new, late_kept)))  # fmt: skip
+    peaks = (_median([row["peak_mib"][arm] for row in rows]) for arm in rows[0]["peak_mib"])
     spent = ((seconds[UNMERGED],), (seconds[BUILT_IN],), (early_new, late_new), (early_kept, late_kept), (mean,))
-    factors = (seconds[UNMERGED] / one for one in (seconds[BUILT_IN], mean))
-    return [str(len(rows)), *(", ".join(f"{one:.3g}" for one in many) for many in spent),
-            *(f"{one:.2f}" for one in factors),
-            ", ".join("-" if None in one else f"{max(0, median(one)):,.0f}" for one in peaks)]  # fmt: skip
+    factors = (None if None in (seconds[UNMERGED], merged) else seconds[UNMERGED] / merged
+               for merged in (seconds[BUILT_IN], mean))  # fmt: skip
+    return [str(len(rows)), *("-" if None in several else ", ".join(f"{value:.3g}" for value in several)
+                              for several in spent),
+            *("-" if factor is None else f"{factor:.2f}" for factor in factors),
+            ", ".join("-" if peak is None else f"{max(0, peak):,.0f}" for peak in peaks)]  # fmt: skip
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    """Return the median; None if a value is missing."""
+    return None if None in values else median(values)

@@ -167,16 +167,31 @@ def inputs(pixels: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def measure(run: Callable[[str, int], Sequence[float]], pixels: int) -> dict[str, Any]:
-    """One round, arm after arm. seconds: by call; peak_mib: by arm, beyond the model, None except on Linux."""
-    seconds, peaks = {}, {}
+    """Measure one round, arm after arm.
+
+    Returns:
+        seconds: by call, None if the arm failed; peak_mib: by arm, beyond the model, None if the arm failed and except
+        on Linux; failed_arms: the reason by arm.
+
+    Raises:
+        CallFailed: every arm failed.
+    """
+    seconds, peaks, failed = {}, {}, {}
     for arm, calls in ARMS.items():
         spent = torch.zeros(len(calls), dtype=torch.float64).share_memory_()  # written in a fork
         whole = lambda arm=arm, spent=spent: spent.copy_(torch.tensor(run(arm, pixels)))  # noqa: E731
-        peaks[arm] = process_peak(whole, lambda: run(UNMERGED, _SMALL))
+        try:
+            peaks[arm] = process_peak(whole, lambda: run(UNMERGED, _SMALL))
+        except CallFailed as error:
+            failed[arm], peaks[arm] = str(error), None
+            seconds |= dict.fromkeys(calls)
+            continue
         if peaks[arm] is None:
             whole()
         seconds |= zip(calls, spent.tolist(), strict=True)
-    return {"seconds": seconds, "peak_mib": peaks}
+    if len(failed) == len(ARMS):
+        raise CallFailed(next(iter(failed.values())))
+    return {"seconds": seconds, "peak_mib": peaks, "failed_arms": failed}
 
 
 def main() -> None:
