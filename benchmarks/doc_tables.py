@@ -40,8 +40,10 @@ HOST_CALLS = "host-calls-cpu-2026-11-27"
 HOST_ATTENTIONS = {
     "comfyui": "ComfyUI, its own on a CPU",
     "comfyui-pytorch": "ComfyUI, PyTorch's",
+    "comfyui-split": "ComfyUI, split",
     "webui-sub-quadratic": "AUTOMATIC1111, sub-quadratic",
     "webui-sdp": "AUTOMATIC1111, sdp (PyTorch's)",
+    "webui-doggettx": "AUTOMATIC1111, Doggettx",
 }
 STACKING = ("stacking-cpu-2026-11-25", "stacking-easycache-cpu-2026-11-26", "stacking-wan-cpu-2026-11-25")
 CARDS = {"card": "card-h200-2026-11-26", "block": "gpu-cpu-2026-11-27"}
