@@ -19,8 +19,7 @@ from tests import nodedefs
 from tests.comfy_doubles import queued
 from tests.comfy_loader import load_pack
 from tests.host_folders import Installed, call_install, make_folder
-from tests.hosts.comfyui.page import overlapping
-from tests.hosts.comfyui.workflows import WORKFLOWS, workflow
+from tests.hosts.comfyui.workflows import WORKFLOWS, overlapping, workflow
 
 ROOT = Path(__file__).parents[2]
 LANGUAGES = ("en", "zh", "ja")
