@@ -1,7 +1,7 @@
 """ComfyUI's attention, written anew from what its functions promise: who scales by what, and who adds a mask where.
 
-It goes by the module's name, as ComfyUI's own functions are known by theirs; tests/hosts/comfyui holds the same claims
-against the real module.
+They go by the module's name, as ComfyUI's own are known by theirs; tests/hosts/comfyui holds the same claims against
+the real module.
 """
 
 from __future__ import annotations
@@ -33,74 +33,50 @@ def wrap_attn(function: Any) -> Any:
     return wrapper
 
 
-def chosen(optimized_attention: Any) -> Any:
-    """The override that ComfyUI's own set_model_optimized_attention makes of a function."""
-
-    def override(_: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return optimized_attention(*args, **kwargs)
-
-    override.__module__ = "comfy.model_patcher"
-    override.__qualname__ = "ModelPatcher.set_model_optimized_attention.<locals>.optimized_attention_override"
-    return override
-
-
-def _by_products(q: Any, k: Any, v: Any, heads: int, mask: Any, precision: Any) -> torch.Tensor:
-    q, k, v = (of_heads(one, heads) for one in (q, k, v))
-    if precision is not None:
-        q, k = q.to(precision), k.to(precision)
-    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-    if mask is not None:
-        assert mask.dim() in (3, 4) and mask.shape[-2] in (1, q.shape[2])
-        scores += mask if mask.dim() == 4 else mask[:, None]
-    return (scores.softmax(-1).to(v.dtype) @ v).transpose(1, 2).flatten(2)
-
-
 @wrap_attn
 def attention_pytorch(q, k, v, heads, mask=None, attn_precision=None, **kwargs):
     """torch's function, which wants a mask of the queries' dtype, and broadcasts it."""
     return attend(q, k, v, heads, mask[:, None] if mask is not None and mask.dim() == 3 else mask)
 
 
-def _named(name: str, casts: bool = True) -> Any:
-    """Products, in the precision asked for where it ``casts``. masks: how often it was given one of many tokens."""
+def _by_products(name: str, casts: bool = True) -> Any:
+    """A function of this name, in the precision asked for if it ``casts``."""
 
     def function(q, k, v, heads, mask=None, attn_precision=None, **kwargs):
-        whole.masks += mask is not None and q.shape[1] != 64
-        return _by_products(q, k, v, heads, mask, attn_precision if casts else None)
+        q, k, v = (of_heads(one, heads) for one in (q, k, v))
+        if casts and attn_precision is not None:
+            q, k = q.to(attn_precision), k.to(attn_precision)
+        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+        if mask is not None:
+            assert mask.dim() in (3, 4) and mask.shape[-2] in (1, q.shape[2])
+            scores += mask if mask.dim() == 4 else mask[:, None]
+        return (scores.softmax(-1).to(v.dtype) @ v).transpose(1, 2).flatten(2)
 
     function.__name__ = function.__qualname__ = name
-    whole = wrap_attn(function)
-    whole.masks = 0
-    return whole
+    return wrap_attn(function)
 
 
-attention_basic, attention_split = _named("attention_basic"), _named("attention_split")
+attention_basic, attention_split = _by_products("attention_basic"), _by_products("attention_split")
 # both seem to add a mask; the one, short of memory, lets a group without tokens hold the maximum, and the other leaves
 # it to another function, with a warning
-attention_sub_quad, attention_flash = _named("attention_sub_quad"), _named("attention_flash", casts=False)
-optimized_attention = optimized_attention_masked = attention_pytorch
+attention_sub_quad, attention_flash = _by_products("attention_sub_quad"), _by_products("attention_flash", casts=False)
+optimized_attention = attention_pytorch  # the one in force, which models look up at each call
 
 
 class CrossAttention(nn.Module):
-    """Calls whichever function its module names at that moment; with a mask, by another name."""
+    """As of September 2025."""
 
-    def __init__(
-        self, channels: int, heads: int, attn_precision: torch.dtype | None = None, context: int | None = None
-    ) -> None:
+    def __init__(self, channels: int, heads: int, context: int | None = None) -> None:
         super().__init__()
-        self.heads, self.attn_precision = heads, attn_precision
+        self.heads = heads
         self.to_q = nn.Linear(channels, channels, bias=False)
         self.to_k, self.to_v = (nn.Linear(context or channels, channels, bias=False) for _ in range(2))
         self.to_out = nn.Sequential(nn.Linear(channels, channels), nn.Dropout(0.0))
 
-    def forward(self, x, context=None, value=None, mask=None, transformer_options={}):  # noqa: B006
-        """As of September 2025."""
+    def forward(self, x, context=None, value=None, transformer_options={}):  # noqa: B006
         context = x if context is None else context
         q, k, v = self.to_q(x), self.to_k(context), self.to_v(context if value is None else value)
-        more = {"attn_precision": self.attn_precision, "transformer_options": transformer_options}
-        if mask is None:
-            return self.to_out(optimized_attention(q, k, v, self.heads, **more))
-        return self.to_out(optimized_attention_masked(q, k, v, self.heads, mask, **more))
+        return self.to_out(optimized_attention(q, k, v, self.heads, transformer_options=transformer_options))
 
 
 __name__ = HERE

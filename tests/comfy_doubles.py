@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from comfy_nodes import NODE_CLASS_MAPPINGS
+from comfy_nodes import NODE_CLASS_MAPPINGS, host
 from comfy_nodes.inputs import TIMES
-from tests.comfy_unet import unet, unet_of_one_level
-from tests.models import inputs
-from tests.on_device import on_device, plain
+from tests.comfy_models import Flux, unet, unet_of_one_level
+from tests.models import fixed, inputs
+from tests.on_device import plain
 from tome_core.settings.schedule import STABLE_DIFFUSION
 
 
@@ -45,7 +45,6 @@ class DiscreteSampling:
         betas = torch.tensor(STABLE_DIFFUSION.betas, dtype=torch.float64)
         kept = torch.cumprod(1 - betas, 0)
         self.sigmas = ((1 - kept) / kept).sqrt().float()
-        self.asked = 0  # how often for a sigma of a percent
 
     def sigma(self, timestep: float) -> float:
         logs, below = self.sigmas.log(), int(timestep)
@@ -54,7 +53,6 @@ class DiscreteSampling:
 
     def percent_to_sigma(self, percent: float) -> float:
         """999999999.9 at 0 and before, 0 at 1 and after."""
-        self.asked += 1
         if percent <= 0:
             return 999999999.9
         return 0.0 if percent >= 1 else self.sigma((1 - percent) * 999)
@@ -117,22 +115,14 @@ def _copied(value: Any) -> Any:
 
 def sampler_of(name: str = "sample_euler", module: str = "comfy.k_diffusion.sampling") -> SimpleNamespace:
     """A KSAMPLER as far as it tells which function it runs; `Guider` does the steps."""
-
-    def function() -> None:
-        """Not run."""
-
-    function.__name__, function.__module__ = name, module
-    return SimpleNamespace(sampler_function=function)
+    return SimpleNamespace(sampler_function=SimpleNamespace(__name__=name, __qualname__=name, __module__=module))
 
 
 class Guider:
-    """Samples with a branch: both prompts in one call a step, a plain Euler step each.
+    """Samples with a branch: both prompts in one call a step, a plain Euler step each."""
 
-    is_on_device: whether sigmas are on the device, where reading them is counted.
-    """
-
-    is_on_device = False
     guidance, stride = 7, 0.01
+    place = staticmethod(lambda levels: levels)  # puts noise levels on a device
 
     def __init__(self, patcher: ModelPatcher, model: BaseModel | None = None) -> None:
         self.patcher = patcher
@@ -144,8 +134,7 @@ class Guider:
     ) -> Any:  # fmt: skip
         """The latent after all steps. stop: called with each step's number, and may raise."""
         noise, text = inputs(4, 2 * batch, *size, seed)
-        sigmas = torch.tensor(self.sigmas(steps))
-        sigmas = on_device(sigmas) if self.is_on_device else sigmas
+        sigmas = self.place(torch.tensor(self.sigmas(steps)))
         self.options = {**self.patcher.model_options["transformer_options"], "sample_sigmas": sigmas,
                         "wrappers": _copied(self.patcher.wrappers), "uuids": ["negative", "positive"]}  # fmt: skip
         self.text, self.stop = text, stop
@@ -171,7 +160,7 @@ class Guider:
         return x
 
     def _call(self, pair: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
-        now = on_device(now) if self.is_on_device else now
+        now = self.place(now)
         options = {**self.options, "sigmas": now[None], "cond_or_uncond": [1, 0]}
         return self.model.apply_model(pair, now.expand(len(pair)), self.text, options)
 
@@ -202,39 +191,9 @@ def apply(patcher: ModelPatcher, node: str = "5", nodes: dict[str, type] = NODE_
     return nodes["ApplyToMe"]().apply(patcher, settings=settings, unique_id=node, **times)[0]
 
 
-def queued(node: type, values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """What ComfyUI makes of a prompt: values in the types of their widgets, and the inputs that it marks."""
-    kinds = {"INT": int, "FLOAT": float, "STRING": str, "BOOLEAN": bool}
-    types, turned = node.INPUT_TYPES(), dict(values)
-    marked = [name for name in types["required"] if name not in values]
-    for name, (kind, facts) in {**types["required"], **types["optional"]}.items():
-        if name not in values:
-            continue
-        try:
-            turned[name] = value = kinds.get(str(kind), lambda value: value)(values[name])
-            is_wrong = value < facts.get("min", value) or value > facts.get("max", value)
-        except Exception:  # as ComfyUI has it
-            is_wrong = True
-        if is_wrong or (isinstance(kind, list) and value not in kind):
-            marked.append(name)
-    return turned, marked
-
-
-def with_compile(patcher: ModelPatcher, compiled: Any, name: str = "diffusion_model") -> ModelPatcher:
-    """Behind TorchCompileModel: ``compiled`` takes the place of this part of the model during this branch's calls."""
-    held = {name: compiled}  # by this dictionary in the wrapper's closure it is known what is compiled
-
-    def swap(run: Any, *args: Any, **kwargs: Any) -> Any:
-        kept = run.class_obj.get_submodule(name)
-        try:
-            run.class_obj.set_submodule(name, held[name])
-            return run(*args, **kwargs)
-        finally:
-            run.class_obj.set_submodule(name, kept)
-
-    other = patcher.clone()
-    other.add_wrapper_with_key("apply_model", "torch.compile", swap)
-    return other
+def latest(patcher: ModelPatcher) -> Any:
+    """What is left of a branch's last sampling."""
+    return host.find_attached(patcher).latest
 
 
 def checkpoint() -> ModelPatcher:
@@ -243,5 +202,37 @@ def checkpoint() -> ModelPatcher:
 
 
 def least_checkpoint() -> ModelPatcher:
-    """One of one level."""
+    """A UNet of one level."""
     return ModelPatcher(BaseModel(unet_of_one_level()))
+
+
+# --- flow models -----------------------------------------------------------------------------------------------------
+
+
+class CONST:
+    """A flow model's levels, from 1 to 0; ComfyUI's have a base of this name."""
+
+    def timestep(self, sigma: torch.Tensor) -> torch.Tensor:
+        return sigma
+
+    def percent_to_sigma(self, percent: float) -> float:
+        return 1.0 - percent
+
+
+def transformer(model: type = Flux) -> ModelPatcher:
+    """A loader's output: a flow model."""
+    base = BaseModel(fixed(model()))
+    base.model_sampling = CONST()
+    return ModelPatcher(base)
+
+
+class FlowGuider(Guider):
+    """Samples with it, from pure noise."""
+
+    guidance, stride = 3, 0.1
+
+    def sample(self, steps: int = 3, size: tuple[int, int] = (24, 32), **more: Any) -> torch.Tensor:
+        return super().sample(steps=steps, size=size, **more)
+
+    def sigmas(self, steps: int) -> list[float]:
+        return [1 - step / steps for step in range(steps + 1)]

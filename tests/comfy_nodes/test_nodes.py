@@ -10,17 +10,17 @@ import torch
 
 from comfy_nodes import host, picture
 from comfy_nodes.nodes import FROM_CACHE, NOT_APPLIED, NOT_WAITING, RemoveToMe, ToMePreview
-from tests.comfy_doubles import Guider, ModelPatcher, apply, checkpoint, least_checkpoint
+from tests.comfy_doubles import Guider, apply, checkpoint, latest, least_checkpoint
 
 
-def sample(patcher: ModelPatcher, **options) -> torch.Tensor:
-    return Guider(patcher).sample(**options)
+def sample(patcher, **options) -> torch.Tensor:
+    return Guider(patcher).sample(**{"steps": 1, **options})
 
 
 # --- the report ------------------------------------------------------------------------------------------------------
 
 
-def test_the_node_shows_what_one_sampling_merged_and_its_first_line_says_it_all(server, caplog):
+def test_the_node_shows_a_line_on_the_latest_sampling_and_the_log_has_it_too(server, caplog):
     applied = apply(least_checkpoint(), start=0.5)
     sample(applied, steps=3)
     with caplog.at_level("INFO"):
@@ -28,27 +28,35 @@ def test_the_node_shows_what_one_sampling_merged_and_its_first_line_says_it_all(
     ((node, text), (record,)) = server.texts[-1], caplog.records
     assert node == "5" and re.fullmatch(r"ToMe: own settings, 4 steps, \d+% of attention left out", text)
     assert record.getMessage() == text.replace("ToMe", "ToMe #5")
-    details = host.find_attached(applied).latest.details
+    details = latest(applied).details
     assert details[0] == text and any("256 tokens -> 128" in line for line in details)
     assert "outside the rules' time range" in "\n".join(details)
 
 
-def test_a_second_line_is_there_where_something_was_not_as_asked(server, caplog):
+def test_a_second_line_is_there_if_something_was_not_as_asked(server, caplog):
     patcher = checkpoint()
     replaced = {"attn1": {("input", 1, 0): lambda q, k, v, extra: v}}
     patcher.model_options["transformer_options"]["patches_replace"] = replaced
     with caplog.at_level("INFO"):
-        sample(apply(patcher, level="up to /8"), steps=1)
+        sample(apply(patcher, level="up to /8"))
     # Nodes 2.0 reads it as Markdown, which joins lines that end otherwise
     first, second = server.texts[-1][1].split("  \n")
     assert re.fullmatch(r"\d+% of attention not merged: something else runs in its place", second)
     assert caplog.records[-1].getMessage() == f"{first.replace('ToMe', 'ToMe #5')}; {second}"
 
 
-def test_where_nothing_merged_the_first_line_says_why(server):
-    sample(apply(least_checkpoint(), only_if_it_pays=True), steps=1)
-    why = "nothing merged: so few tokens that merging would not pay"
-    assert server.texts[-1][1].startswith(f"ToMe: own settings, 1 step, {why}")
+def test_if_nothing_merged_the_first_line_says_why(server):
+    class Past(Guider):
+        """DeepCache's node calls the UNet itself."""
+
+        def _call(self, pair, now):
+            return self.model.diffusion_model(pair, now.expand(len(pair)), context=self.text, transformer_options={})
+
+    sample(apply(least_checkpoint(), only_if_it_pays=True))
+    Past(apply(least_checkpoint())).sample(steps=2, callback=lambda *args: None)
+    (*_, (_, small), _, (_, past)) = server.texts
+    assert small.startswith("ToMe: own settings, 1 step, nothing merged: so few tokens that merging would not pay")
+    assert "2 steps, nothing merged: another node (DeepCache is one) calls the model past" in past
 
 
 def test_a_stopped_sampling_reports_the_steps_that_it_did(server):
@@ -62,7 +70,7 @@ def test_a_stopped_sampling_reports_the_steps_that_it_did(server):
 
 
 def test_in_a_subgraph_the_report_is_at_the_node_and_at_each_subgraph_around_it(server):
-    sample(apply(least_checkpoint(), node="12:7:5"), steps=1)
+    sample(apply(least_checkpoint(), node="12:7:5"))
     assert [node for node, _ in server.texts] == ["12:7:5", "12:7", "12"] * 2
     (text,) = {text for _, text in server.texts[3:]}
     assert text.startswith("ToMe: own settings, 1 step")
@@ -78,35 +86,24 @@ def test_of_two_passes_in_one_queue_the_node_shows_both(server, monkeypatch):
 
 def test_a_server_that_fails_breaks_no_picture(server, monkeypatch):
     monkeypatch.setattr(server, "send_progress_text", lambda *args: 1 / 0)
-    assert sample(apply(least_checkpoint()), steps=1).isfinite().all()
-
-
-def test_a_model_that_is_called_past_us_is_named(server):
-    """DeepCache's node calls the UNet itself."""
-
-    class Past(Guider):
-        def _call(self, pair, now):
-            return self.model.diffusion_model(pair, now.expand(len(pair)), context=self.text, transformer_options={})
-
-    Past(apply(least_checkpoint())).sample(steps=2, callback=lambda *args: None)
-    assert "2 steps, nothing merged: another node (DeepCache is one) calls the model past" in server.texts[-1][1]
+    assert sample(apply(least_checkpoint())).isfinite().all()
 
 
 # --- preview ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_panel_has_each_group_in_its_mean_colour_and_the_picture_where_nothing_merged():
-    one = torch.rand(64, 64, 3, generator=torch.Generator().manual_seed(0))
+    image = torch.rand(64, 64, 3, generator=torch.Generator().manual_seed(0))
     group = torch.tensor([0, 0, 1, 2])  # of the four quarters; the two above are one group
-    drawn = picture.panel(one, (2, 2), group, "")
-    assert torch.allclose(drawn[28, 5], one[:32].mean((0, 1)), atol=0.01)
-    assert torch.allclose(drawn[40:, 5:20], one[40:, 5:20], atol=0.01)
-    assert torch.allclose(drawn[32, 5] / one[32, 5], torch.full((3,), 0.7), atol=0.05), "a border"
+    drawn = picture.panel(image, (2, 2), group, "")
+    assert torch.allclose(drawn[28, 5], image[:32].mean((0, 1)), atol=0.01)
+    assert torch.allclose(drawn[40:, 5:20], image[40:, 5:20], atol=0.01)
+    assert torch.allclose(drawn[32, 5] / image[32, 5], torch.full((3,), 0.7), atol=0.05), "a border"
 
 
 def test_the_preview_has_a_panel_a_level_over_a_latent_or_an_image_of_any_size(server):
     applied = apply(checkpoint(), level="up to /8")
-    latent = sample(applied, steps=1, batch=2)
+    latent = sample(applied, batch=2)
     drawn = ToMePreview().preview(applied, latent={"samples": latent})["result"][0]
     assert drawn.shape == (2, 128, 128 * 2, 3) and drawn.min() >= 0 and drawn.max() <= 1
     assert len(drawn.unique()) > 50 and not torch.equal(drawn[0], drawn[1])
@@ -115,34 +112,28 @@ def test_the_preview_has_a_panel_a_level_over_a_latent_or_an_image_of_any_size(s
 
 def test_the_preview_has_the_report_for_the_history_of_the_queue_as_text_and_for_programs(server):
     applied = apply(least_checkpoint())
-    latent = sample(applied, steps=1)
+    latent = sample(applied)
     shown = ToMePreview().preview(applied, latent={"samples": latent}, unique_id="9")
     (report,), (data,) = shown["ui"]["text"], shown["ui"]["tome_report"]
     assert report == shown["result"][1] and ToMePreview.OUTPUT_NODE
     assert server.texts[-1] == ("9", report.replace("\n", host.LINE_BREAK))
     assert report.startswith("ToMe: own settings, 1 step, ") and "latent /1: 256 tokens -> 128" in report
-    assert {**data, **host.find_attached(applied).latest.report.as_data()} == data == json.loads(json.dumps(data))
+    assert {**data, **latest(applied).report.as_data()} == data == json.loads(json.dumps(data))
     assert data["patched"] and (data["steps"], data["strength"], data["start"], data["end"]) == (1, None, 0.0, 1.0)
     assert data["stepped_aside"] == data["unknown"] == [] and data["line"] == report.partition("\n")[0]
 
 
-def said(server, model, **given) -> str:
-    """What a preview says, and has for programs."""
-    shown = ToMePreview().preview(model, unique_id="9", **given)
-    text, image = shown["ui"]["text"][0], shown["result"][0]
-    assert server.texts[-1] == ("9", text) and "line" in shown["ui"]["tome_report"][0] and image.isfinite().all()
-    return text
-
-
 def test_the_preview_says_why_there_is_no_map_and_what_to_do(server):
+    def said(model, **given) -> str:
+        shown = ToMePreview().preview(model, unique_id="9", **given)
+        text, image = shown["ui"]["text"][0], shown["result"][0]
+        assert server.texts[-1] == ("9", text) and shown["ui"]["tome_report"][0]["line"] and image.isfinite().all()
+        return text
+
     latent = {"latent": {"samples": torch.zeros(1, 4, 16, 16)}}
     applied = apply(least_checkpoint())
-    removed = RemoveToMe().remove(applied)[0]
-    assert said(server, least_checkpoint(), **latent) == said(server, removed, **latent) == NOT_APPLIED
-    assert said(server, applied) == NOT_WAITING and said(server, applied, **latent) == FROM_CACHE
-    off = apply(least_checkpoint(), ratio=0.9, sx=1, sy=1)
-    assert "sx=1, sy=1" in said(server, off, **latent) and "sx=1, sy=1" in server.texts[-2][1]
-    aside = apply(least_checkpoint(), start=0.7, end=0.3)
-    assert "stepped aside" in said(server, aside, **latent) and "lies after end=0.3" in said(server, aside.clone())
-    assert said(server, apply(aside), **latent) == FROM_CACHE
-    assert said(server, RemoveToMe().remove(aside)[0]) == NOT_APPLIED
+    off, aside = apply(least_checkpoint(), ratio=0.9, sx=1, sy=1), apply(least_checkpoint(), start=0.7, end=0.3)
+    assert said(least_checkpoint(), **latent) == said(RemoveToMe().remove(applied)[0], **latent) == NOT_APPLIED
+    assert said(applied) == NOT_WAITING and said(applied, **latent) == FROM_CACHE
+    assert "sx=1, sy=1" in said(off, **latent) and "lies after end=0.3" in said(aside.clone())
+    assert said(apply(aside), **latent) == FROM_CACHE and said(RemoveToMe().remove(aside)[0]) == NOT_APPLIED

@@ -1,4 +1,4 @@
-"""The pack as ComfyUI and its users find it: three ways in, locales, docs, example workflows, registry metadata."""
+"""The pack as ComfyUI and its users find it: three ways in, locales, docs, example workflows."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import importlib
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,11 +14,9 @@ import install_hosts as install
 from comfy_nodes import NODE_CLASS_MAPPINGS
 from install import COMFYUI
 from tests import nodedefs
-from tests.comfy_doubles import queued
 from tests.comfy_loader import load_pack
-from tests.host_folders import Installed, call_install, make_folder
-from tests.hosts.comfyui.page import overlapping
-from tests.hosts.comfyui.workflows import WORKFLOWS, workflow
+from tests.host_folders import Installed, make_folder
+from tests.hosts.comfyui.workflows import WORKFLOWS, overlapping, workflow
 
 ROOT = Path(__file__).parents[2]
 LANGUAGES = ("en", "zh", "ja")
@@ -71,18 +67,6 @@ def test_a_base_directory_is_comfyui_too(tmp_path):
     assert install.target(COMFYUI, tmp_path / "base").parent == tmp_path / "base" / "custom_nodes"
 
 
-def test_a_wrong_call_gets_the_usage():
-    for arguments in ((), ("a", "b"), ("--unknown", "a")):
-        done = call_install("comfyui", *arguments)
-        assert done.returncode == 2 and "usage: python install.py comfyui DIR" in done.stderr
-
-
-def test_the_command_needs_no_torch(comfyui):
-    code = "import sys, install; install.main(['comfyui', sys.argv[1]]); assert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code, str(comfyui)], cwd=ROOT, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 # --- what lies beside it -------------------------------------------------------------------------------------------
 
 
@@ -123,7 +107,11 @@ def test_an_example_workflow_fits_the_nodes(flow):
         widgets = [name for name, (kind, _) in inputs.items() if isinstance(kind, list)
                    or kind in ("INT", "FLOAT", "BOOLEAN")]  # fmt: skip
         values = dict(zip(widgets, node.get("widgets_values", []), strict=True))
-        assert queued(NODE_CLASS_MAPPINGS[node["type"]], {**values, "model": "linked"})[1] == []
+        for name, value in values.items():
+            kind, facts = inputs[name]
+            assert (
+                value in kind if isinstance(kind, list) else facts.get("min", value) <= value <= facts.get("max", value)
+            )
         assert node.get("widgets_values_named", {}) == values
         if node["type"] == "ApplyToMe":
             assert node["size"][1] >= FRAME + WIDGET * len(widgets) + REPORT, "its report would be cut"
@@ -143,10 +131,3 @@ def test_the_help_pages_have_a_row_for_every_input_and_the_advanced_ones_in_ligh
         wanted = {facts.get("display_name", one): not facts.get("advanced", False)
                   for one, (_, facts) in nodedefs.inputs_of(node).items()}  # fmt: skip
         assert found in (wanted, {one: bold for one, bold in wanted.items() if one != "model"}), name
-
-
-def test_the_registry_is_told_a_publisher_and_a_name():
-    """Whether the publisher is the owner's, the registry alone knows."""
-    tomllib = pytest.importorskip("tomllib")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    assert project["tool"]["comfy"]["PublisherId"] and project["tool"]["comfy"]["DisplayName"]

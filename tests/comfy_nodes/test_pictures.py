@@ -1,4 +1,4 @@
-"""In ComfyUI samplings of a node that is on are compared with those of one that is off, and nobody has to ask."""
+"""In ComfyUI samplings of a node that is on are compared with those of a node that is off, without being asked to."""
 
 from __future__ import annotations
 
@@ -13,27 +13,17 @@ from comfy_nodes import host
 from comfy_nodes.nodes import OFF_BY_SETTINGS, OFF_TEXT, ApplyToMe, RemoveToMe, ToMePreview
 from comfy_nodes.slot import SLOT
 from tests import comfy_attention, step_clock
-from tests.comfy_doubles import Guider, apply, least_checkpoint, sampler_of
-from tests.comfy_transformer import FlowGuider, transformer
-from tests.traces import traces
+from tests.comfy_doubles import FlowGuider, Guider, apply, least_checkpoint, sampler_of, transformer
 from tome_core.hosting import gains
 
 TOLD = "about 2.0x faster, from your own pictures (3 with merging, 3 without)"
 TOLD_AGAIN = TOLD.replace("3 with ", "4 with ")
 
 
-@pytest.fixture(autouse=True)
-def clock(monkeypatch):
-    """Every step takes `step` seconds."""
-    gains.KNOWN.forget()
-    yield step_clock.put_on(monkeypatch)
-    gains.KNOWN.forget()
-
-
 @pytest.fixture
-def drawn(clock, server):
+def drawn(monkeypatch, server):
     """Samplings by a node that is on or off, merged ones in half of the time; the node's last text."""
-    patcher = least_checkpoint()
+    clock, patcher = step_clock.put_on(monkeypatch), least_checkpoint()
 
     def draw(is_on, times=1, patcher=patcher, guider=Guider, **more):
         applied = apply(patcher, ratio=0.5 * is_on, only_if_it_pays=False)
@@ -42,8 +32,10 @@ def drawn(clock, server):
             guider(applied).sample(**{"steps": 7, "size": (8, 8), **more})
         return server.texts[-1][1]
 
-    draw.patcher = patcher
-    return draw
+    draw.patcher, draw.options = patcher, patcher.model_options["transformer_options"]
+    gains.KNOWN.forget()
+    yield draw
+    gains.KNOWN.forget()
 
 
 def test_it_is_told_after_three_of_both_kinds(drawn):
@@ -60,10 +52,9 @@ def test_of_a_transformer_too_but_never_of_one_kind_alone(drawn):
 
 
 def test_a_branch_that_is_off_is_called_as_one_without_a_node(drawn):
-    patcher, (off,) = drawn.patcher, ApplyToMe().apply(drawn.patcher, strength=0)
-    before, reports = traces(patcher.model), []
+    patcher, (off,), reports = drawn.patcher, ApplyToMe().apply(drawn.patcher, strength=0), []
     pictures = [Guider(one).sample(callback=lambda *args: reports.append(args[0])) for one in (patcher, off)]
-    assert torch.equal(*pictures) and traces(patcher.model) == before and reports == [0, 1, 2, 3] * 2
+    assert torch.equal(*pictures) and reports == [0, 1, 2, 3] * 2
     assert OFF_TEXT in ToMePreview().preview(off, latent={"samples": pictures[0]})["ui"]["text"]
     for clone in (RemoveToMe().remove(off)[0], apply(off)):
         assert sum(map(len, clone.wrappers.get("apply_model", {}).values())) == (host.find_attached(clone) is not None)
@@ -86,8 +77,7 @@ def other_wrapper(patcher, monkeypatch):
 
 
 @pytest.mark.parametrize("other", [
-    {"size": (16, 8)}, {"batch": 2}, {"steps": 8}, {"sampler": sampler_of()}, other_attention, other_slot,
-    other_wrapper,
+    {"size": (16, 8)}, {"batch": 2}, {"sampler": sampler_of()}, other_attention, other_slot, other_wrapper,
 ])  # fmt: skip
 def test_another_sampling_or_another_node_beside_it_is_another_case(drawn, monkeypatch, other):
     drawn(False, 3)
@@ -99,28 +89,16 @@ def test_another_sampling_or_another_node_beside_it_is_another_case(drawn, monke
     assert TOLD_AGAIN in drawn(True, **options)
 
 
-@pytest.mark.parametrize("what", ["patches", "a ControlNet"])
-def test_beside_what_makes_calls_longer_nothing_is_compared(drawn, what):
+def test_beside_patches_and_a_controlnet_which_make_calls_longer_nothing_is_compared(drawn):
     def controlled(run, x, t, concat, context, control, options):
         return run(x, t, concat, context, "a ControlNet", options)
 
-    if what == "patches":
-        options = drawn.patcher.model_options["transformer_options"]
-        options["patches"] = {"attn1_patch": [lambda q, k, v, extra: (q, k, v)]}
-    else:
-        drawn.patcher.add_wrapper_with_key("apply_model", "control", controlled)
-    drawn(False, 3)
-    assert "own pictures" not in drawn(True, 3) and not gains.KNOWN.pictures
-
-
-def test_another_function_in_the_slot_is_another_case(drawn):
-    options = drawn.patcher.model_options["transformer_options"]
-    options[SLOT] = passes_on
-    drawn(False, 3)
-    options[SLOT] = lambda function, *args, **kwargs: passes_on(function, *args, **kwargs)
-    assert "own pictures" not in drawn(True, 3)
-    options[SLOT] = passes_on
-    assert TOLD in drawn(True, 3)
+    drawn.options["patches"] = {"attn1_patch": [lambda q, k, v, extra: (q, k, v)]}
+    drawn(False)
+    del drawn.options["patches"]
+    drawn.patcher.add_wrapper_with_key("apply_model", "control", controlled)
+    drawn(False)
+    assert not gains.KNOWN.pictures
 
 
 @pytest.mark.parametrize("is_on", [False, True])

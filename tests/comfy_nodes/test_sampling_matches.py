@@ -10,10 +10,9 @@ import pytest
 import torch
 
 import tome_core
-from comfy_nodes import branch, host
+from comfy_nodes import branch
 from comfy_nodes.sampling import HostSampling
-from tests.comfy_doubles import Guider, apply, least_checkpoint
-from tests.comfy_transformer import FlowGuider, transformer
+from tests.comfy_doubles import FlowGuider, Guider, apply, latest, least_checkpoint, transformer
 from tome_core.engine import state
 
 FOREVER = {"ratio": 0.5, "keep": 1000.0, "use_rand": False}
@@ -51,17 +50,10 @@ class SwappingGuider(ShiftedGuider):
 
 
 class TiledGuider(Guider):
-    """A step is a call for each tile, or for one alone: Tiled Diffusion, MultiDiffusion."""
-
-    place = None
+    """A step is a call for each tile: Tiled Diffusion, MultiDiffusion."""
 
     def _call(self, pair, now):
-        tiles = pair.split(8, dim=3) if self.place is None else [pair]
-        return torch.cat([super(TiledGuider, self)._call(tile, now) for tile in tiles], dim=3)
-
-    def _outer_sample(self, noise, *args):
-        tile = noise if self.place is None else noise[..., 8 * self.place : 8 * self.place + 8]
-        return super()._outer_sample(tile, *args)
+        return torch.cat([super(TiledGuider, self)._call(tile, now) for tile in pair.split(8, dim=3)], dim=3)
 
 
 class PerturbingGuider(Guider):
@@ -78,12 +70,6 @@ def fresh(**values):
     return apply(least_checkpoint(), **(values or FOREVER))
 
 
-def test_a_match_is_kept_over_the_steps_of_a_sampling():
-    anew = {**FOREVER, "keep": 0.001}
-    assert not torch.equal(Guider(fresh()).sample(), Guider(fresh(**anew)).sample())
-    assert torch.equal(Guider(fresh()).sample(steps=1), Guider(fresh(**anew)).sample(steps=1))
-
-
 @pytest.mark.parametrize(("guider", "matches"), [
     (Guider, 1), (SplitGuider, 1), (ShiftedGuider, 2), (PerturbingGuider, 1 + 3),
 ])  # fmt: skip
@@ -91,8 +77,7 @@ def test_both_prompts_have_one_match_however_the_batch_is_cut_and_a_perturbed_ca
     """Token Perturbation Guidance draws another order of the tokens at each step."""
     patcher = fresh()
     guider(patcher).sample(steps=3, batch=1 if guider is PerturbingGuider else 2)
-    (level,) = host.find_attached(patcher).latest.report.levels
-    assert work == ["match"] * matches * level.blocks
+    assert work == ["match"] * matches * latest(patcher).report.levels[0].blocks
 
 
 def test_a_call_is_known_by_its_conditions_and_not_by_its_place_in_the_step():
@@ -110,10 +95,9 @@ def test_a_transformers_matches_are_kept_by_block_and_one_serves_both_conditions
 def test_a_window_of_a_film_keeps_its_matches_to_itself():
     """A window of some of the frames, for both prompts, is as large a batch as all frames for one."""
     sampling = HostSampling(noise=torch.zeros(4, 4, 8, 8))
-    assert sampling.pictures_in(torch.zeros(8, 4, 8, 8), {"cond_or_uncond": [1, 0]}) == 4
-    assert sampling.pictures_in(torch.zeros(4, 4, 8, 8), {"cond_or_uncond": [1]}) == 4
-    assert sampling.pictures_in(torch.zeros(4, 4, 8, 8), {"cond_or_uncond": [1, 0]}) is None
-    assert sampling.pictures_in(torch.zeros(4, 4, 8, 8), {}) is None
+    for batch, conditions, pictures in ((8, [1, 0], 4), (4, [1], 4), (4, [1, 0], None), (4, None, None)):
+        options = {} if conditions is None else {"cond_or_uncond": conditions}
+        assert sampling.pictures_in(torch.zeros(batch, 4, 8, 8), options) == pictures
     assert HostSampling().pictures_in(torch.zeros(4, 4, 8, 8), {"cond_or_uncond": [1]}) is None
 
 
@@ -127,13 +111,14 @@ def test_a_picture_is_the_same_after_others_and_after_a_fresh_start(guider, valu
 
 
 def test_a_tile_is_what_it_is_alone():
-    size = 8, 20  # the last one is smaller
-    together, alone = TiledGuider(fresh()).sample(size=size), []
-    for place in range(3):
-        guider = TiledGuider(fresh())
-        guider.place = place
-        alone.append(guider.sample(size=size))
-    assert torch.equal(together, torch.cat(alone, dim=3))
+    class Alone(Guider):
+        def _outer_sample(self, noise, *args):
+            return super()._outer_sample(noise.split(8, dim=3)[self.place_of_tile], *args)
+
+    size, alone = (8, 20), []  # the last one is smaller
+    for Alone.place_of_tile in range(3):
+        alone.append(Alone(fresh()).sample(size=size))
+    assert torch.equal(TiledGuider(fresh()).sample(size=size), torch.cat(alone, dim=3))
 
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt])

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 
-from comfy_nodes import asking, host
+from comfy_nodes import asking
 from comfy_nodes.slot import SLOT, HostCall, Through, name_in_force
 from tests import comfy_attention as comfy
-from tests.comfy_doubles import Guider, apply, least_checkpoint
+from tests.comfy_doubles import Guider, apply, latest, least_checkpoint
 from tests.comfy_ways import DTYPES, way_of
 from tome_core.attention.merged import BIAS, OWN_BIAS
 
@@ -22,16 +23,26 @@ KV = {"merge_what": "k+v", "ratio": 0.75, "use_rand": False}
 
 
 class Noted:
-    """In the slot: attention that adds a mask, drops it, refuses it, or does more; notes what keys came by."""
+    """In the slot: attention that adds a mask, drops it, refuses it, or does more; notes how many keys came.
 
-    def __init__(self, drops: bool = False, more: float = 1.0, refuses: bool = False) -> None:
-        self.drops, self.more, self.refuses, self.keys = drops, more, refuses, []
+    error: raised at fewer keys than queries in long sequences, as block-sparse kernels do.
+    """
+
+    def __init__(self, drops: bool = False, more: float = 1.0, refuses: bool = False, error: Any = None) -> None:
+        self.drops, self.more, self.refuses, self.error, self.keys = drops, more, refuses, error, []
 
     def __call__(self, function, q, k, v, heads, mask=None, **kwargs):
         self.keys.append(k.shape[1])
         if self.refuses and mask is not None:
             raise RuntimeError("Flash attention does not support attention masks")
+        if self.error is not None and (q.shape[1], k.shape[1]) == (64, 16):
+            raise self.error
         return function(q, k, v, heads, mask=None if self.drops else mask, **kwargs) * self.more
+
+
+def chosen(optimized_attention):
+    """The override that ComfyUI's own set_model_optimized_attention makes of a function."""
+    return lambda function, *args, **kwargs: optimized_attention(*args, **kwargs)
 
 
 def sample(patcher):
@@ -44,15 +55,11 @@ def with_slot(function):
     return patcher
 
 
-def report(patcher):
-    return host.find_attached(patcher).latest.report
-
-
 def test_each_function_takes_sizes_its_own_way_by_itself_and_chosen_by_a_node():
     for (name, way), dtype, precision in itertools.product(WAYS.items(), DTYPES, (None, torch.float32)):
         function = getattr(comfy, name)
-        chosen = Through(comfy.chosen(function), comfy.attention_pytorch)
-        ways = [way_of(one, dtype, attn_precision=precision) for one in (function, chosen)]
+        through = Through(chosen(function), comfy.attention_pytorch)
+        ways = [way_of(asked, dtype, attn_precision=precision) for asked in (function, through)]
         assert ways == [way] * 2, (name, dtype, precision)
 
 
@@ -66,13 +73,9 @@ def test_a_branch_merges_by_the_function_in_force_at_each_sampling(monkeypatch):
     branch = apply(least_checkpoint(), **KV)
     expected = sample(branch)
     for name, way in WAYS.items():
-        function = getattr(comfy, name)
-        monkeypatch.setattr(comfy, "optimized_attention", function)
-        monkeypatch.setattr(comfy, "optimized_attention_masked", function)
-        before = getattr(function, "masks", 0)
+        monkeypatch.setattr(comfy, "optimized_attention", getattr(comfy, name))
         torch.testing.assert_close(sample(branch), expected, rtol=1e-4, atol=1e-4)
-        assert {one for level in report(branch).levels for one in level.sized_by} == {way}
-        assert way == BIAS or function.masks == before, "it was given masks"
+        assert {sized for level in latest(branch).report.levels for sized in level.sized_by} == {way}
 
 
 @pytest.mark.parametrize("what", [None, "drops", "refuses"])
@@ -89,29 +92,15 @@ def test_what_does_more_than_attention_in_the_slot_keeps_every_call():
     plain = with_slot(Noted(more=1.5))
     merged = apply(plain, **KV)
     assert torch.equal(sample(merged), sample(plain))
-    assert any("the function that it calls is no attention" in one for one in report(merged).reasons)
-
-
-class Strict(Noted):
-    """Wants as many keys as queries in long sequences, as block-sparse kernels do. error: what it raises then."""
-
-    def __init__(self, error: BaseException) -> None:
-        super().__init__()
-        self.error = error
-
-    def __call__(self, function, q, k, v, heads, mask=None, **kwargs):
-        out = super().__call__(function, q, k, v, heads, mask, **kwargs)
-        if q.shape[1] == 64 and k.shape[1] == 16:
-            raise self.error
-        return out
+    assert any("the function that it calls is no attention" in why for why in latest(merged).report.reasons)
 
 
 def test_attention_that_refuses_merged_keys_is_asked_once_more_unmerged_and_left_alone_from_then_on():
-    slot = Strict(RuntimeError("strict kernel: q and k differ"))
+    slot = Noted(error=RuntimeError("strict kernel: q and k differ"))
     merged = apply(with_slot(slot), **KV)
     assert torch.equal(sample(merged), sample(least_checkpoint()))
     assert slot.keys.count(16) == 1 and slot.keys.count(64) == 2 * 4 + 2, "once; it was tried twice"
-    assert list(report(merged).reasons) == [
+    assert [*latest(merged).report.reasons] == [
         "attn: it fails with merged keys (RuntimeError: strict kernel: q and k differ)"]  # fmt: skip
 
 
@@ -119,7 +108,7 @@ def test_a_full_memory_and_an_interrupt_are_no_refusal():
     for error in (torch.cuda.OutOfMemoryError(), RuntimeError("MPS backend out of memory"), MemoryError(),
                   Exception("interrupted")):  # fmt: skip
         with pytest.raises(type(error)):
-            sample(apply(with_slot(Strict(error)), **KV))
+            sample(apply(with_slot(Noted(error=error)), **KV))
 
 
 def test_what_is_in_the_slot_is_not_changed_and_ours_does_not_lie_on_ours():
@@ -127,21 +116,17 @@ def test_what_is_in_the_slot_is_not_changed_and_ours_does_not_lie_on_ours():
     options = {SLOT: slot, "other": 1}
 
     def again(told):
-        asking.call(run, told, lambda one, _: one.unmerged())
+        asking.call(run, told, lambda call, _: call.unmerged())
 
     def run(told):
         assert told["other"] == 1 and told[SLOT] is not slot
         asked.append(comfy.attention_pytorch(x, x, x, 2, transformer_options=told))
 
-    asking.call(again, options, lambda one, _: one.unmerged() * 2)
+    asking.call(again, options, lambda call, _: call.unmerged() * 2)
     assert options == {SLOT: slot, "other": 1}
     assert slot.keys == [5] and torch.equal(asked[0], comfy.attention_pytorch(x, x, x, 2))
-
-
-def test_a_call_outside_of_ours_is_answered_by_its_own_function():
-    x = torch.randn(1, 5, 8)
-    out = comfy.attention_pytorch(x, x, x, 2, transformer_options={SLOT: asking._attention})
-    assert torch.equal(out, comfy.attention_pytorch(x, x, x, 2))
+    outside = comfy.attention_pytorch(x, x, x, 2, transformer_options={SLOT: asking._attention})
+    assert torch.equal(outside, asked[0]), "outside of our calls it is answered by its own function"
 
 
 def test_values_whose_heads_are_apart_already_are_taken_as_others_are():
@@ -152,6 +137,6 @@ def test_values_whose_heads_are_apart_already_are_taken_as_others_are():
 
 
 def test_every_attention_in_force_has_a_name_of_its_own():
-    names = [name_in_force({SLOT: comfy.chosen(getattr(comfy, name))}) for name in WAYS]
+    names = [name_in_force({SLOT: chosen(getattr(comfy, name))}) for name in WAYS]
     names += [name_in_force({SLOT: sample}), name_in_force({})]
     assert len(set(names)) == len(names) and names[-1] == ""

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import torch
 
-from comfy_nodes import host, transformers
-from tests.comfy_doubles import apply
-from tests.comfy_transformer import FlowGuider, Flux, NextDiT, Unplaced, transformer
+from comfy_nodes import transformers
+from tests.comfy_doubles import FlowGuider, apply, latest, transformer
+from tests.comfy_models import Flux, NextDiT, Unplaced
 from tome_core.hosting import Grid
 
 KV = {"merge_what": "k+v", "ratio": 0.75, "metric": "keys+values", "use_rand": False, "only_if_it_pays": False}
@@ -18,10 +18,6 @@ GRID = transformers.grid_of(Flux(), torch.zeros(1, 4, 24, 32))
 
 def sample(patcher, **options) -> torch.Tensor:
     return FlowGuider(patcher).sample(**options)
-
-
-def latest(patcher):
-    return host.find_attached(patcher).latest
 
 
 def first_of(model, beside, told=None) -> int | str:

@@ -8,17 +8,14 @@ from typing import Any
 
 import torch
 
-SD1 = (768, 0)
 TEXTS = {  # widths of a prompt's tokens, and of the prompt as a whole
-    "sd1": SD1, "sd1_inpainting": SD1, "sd1_wide": SD1, "sd1_growing": SD1, "sd2": (1024, 0), "sdxl": (2048, 1280),
-    "flux": (64, 768), "sd3": (4096, 2048), "wan": (4096, 0), "chroma": (64, 768), "hunyuan_video": (64, 768),
-    "hidream": (64, 64),
+    "sd1": (768, 0), "sd1_wide": (768, 0), "sdxl": (2048, 1280), "flux": (64, 768), "sd3": (4096, 2048),
+    "wan": (4096, 0), "hunyuan_video": (64, 768), "hidream": (64, 64),
 }  # fmt: skip
 PICTURE, FILM = "16,64,64", "16,4,32,32"
 TRANSFORMERS = {  # shapes of their latents
-    "flux": PICTURE, "sd3": PICTURE, "wan": "16,8,32,32", "flux2": "128,32,32", "chroma": PICTURE,
-    "qwen_image": "16,1,64,64", "hunyuan_video": FILM, "ltxv": "128,4,16,16", "cosmos_predict2": FILM,
-    "lumina2": PICTURE, "z_image": "16,60,60", "krea2": "16,1,64,64", "hidream": PICTURE,
+    "flux": PICTURE, "sd3": PICTURE, "wan": "16,8,32,32", "qwen_image": "16,1,64,64", "hunyuan_video": FILM,
+    "ltxv": "128,4,16,16", "cosmos_predict2": FILM, "z_image": "16,60,60", "krea2": "16,1,64,64", "hidream": PICTURE,
 }  # fmt: skip
 SEEDS = itertools.count(1000)
 
@@ -30,21 +27,18 @@ class Graph:
     are loaded by the configuration in their files, have a latent of their own size, and are sampled without guidance.
     """
 
-    def __init__(
-        self, model: str = "sd1", size: tuple[int, int] = (128, 128), batch: int = 1, steps: int = 2,
-        dtype: str = "default",
-    ) -> None:  # fmt: skip
+    def __init__(self, model: str = "sd1", size: tuple[int, int] = (128, 128), batch: int = 1, steps: int = 2) -> None:
         self.graph: dict[str, dict] = {}
         self.steps, self.seed = steps, next(SEEDS)
         width, pooled = TEXTS.get(model, (64, 0))
         texts = {"width": width, "pooled": pooled, "model": model}
         if model in TRANSFORMERS:
             self.cfg = 1.0
-            self.model = self.add("TestLoad", name=f"{model}.safetensors", dtype=dtype)
+            self.model = self.add("TestLoad", name=f"{model}.safetensors")
             self.latent = self.add("TestLatent", shape=TRANSFORMERS[model])
         else:
             self.cfg = 7.0
-            self.model = self.add("UNETLoader", unet_name=f"{model}.safetensors", weight_dtype=dtype)
+            self.model = self.add("UNETLoader", unet_name=f"{model}.safetensors", weight_dtype="default")
             self.latent = self.add("EmptyLatentImage", width=size[0], height=size[1], batch_size=batch)
         self.positive, self.negative = (self.add("TestText", **texts, seed=seed) for seed in (1, 2))
 

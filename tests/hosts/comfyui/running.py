@@ -106,7 +106,7 @@ def make_base(checkout: Path, folder: Path, models: Path | None = None, packs: d
     for name, pack in {"tome-core.v1": ROOT, **(packs or {})}.items():
         (folder / "custom_nodes" / name).symlink_to(pack.resolve(), target_is_directory=True)
     if models is None:
-        run_script(checkout, "make_models.py", folder / "models" / "diffusion_models")
+        run_script(checkout, "make_models.py", "graphs", folder / "models")
     else:
         (folder / "models").symlink_to(models, target_is_directory=True)
 

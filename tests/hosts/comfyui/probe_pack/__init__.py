@@ -12,18 +12,16 @@ import time
 import comfy.controlnet
 import comfy.model_detection
 import comfy.model_management
-import comfy.model_patcher
 import comfy.sd
 import folder_paths
 import torch
 from aiohttp import web
-from comfy import gligen
 from comfy.cldm.cldm import ControlNet
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from safetensors import safe_open
 from server import PromptServer
 
-SEEN = {"texts": [], "calls": [], "latents": {}, "swaps": [], "slot": []}
+SEEN = {"texts": [], "calls": [], "latents": {}, "slot": []}
 
 
 def patched(unet):
@@ -148,19 +146,6 @@ class TestKeepImage(TestKeep):
         return super().run({"samples": image}, name)
 
 
-class TestEncode(Node):
-    """A latent to inpaint, without a VAE: random, with a mask over its half."""
-
-    INPUTS = {"image": ("IMAGE",)}
-    RETURN_TYPES = ("LATENT",)
-
-    def run(self, image):
-        size = (image.shape[0], 4, image.shape[1] // 8, image.shape[2] // 8)
-        mask = torch.zeros(size[0], 1, image.shape[1], image.shape[2])
-        mask[..., : image.shape[2] // 2] = 1
-        return ({"samples": torch.randn(size, generator=torch.Generator().manual_seed(3)), "noise_mask": mask},)
-
-
 class TestCompile(Node):
     """TorchCompileModel with any back end; eager needs no compiler."""
 
@@ -191,114 +176,18 @@ class TestSlot(Node):
         return (model,)
 
 
-class TestLora(Node):
-    """A weight patch on every projection to queries, as a LoRA makes it."""
-
-    INPUTS = {"model": ("MODEL",)}
-    ENDS = ("to_q.weight", "qkv.weight", "self_attn.q.weight")
-
-    def run(self, model):
-        model = model.clone()
-        keys = [key for key in model.model.state_dict() if key.endswith(self.ENDS)]
-        weights = {key: (torch.ones_like(model.model.state_dict()[key], device="cpu").float() * 0.01,) for key in keys}
-        assert len(model.add_patches(weights, 1.0)) == len(keys) > 0
-        return (model,)
-
-
-def with_swapper(model, key, begin, end=lambda patcher: None):
-    """A clone whose samplings ``begin(patcher)`` before the first step, and ``end(patcher)``."""
-    guiders = []
-
-    def outer(executor, *args, **kwargs):
-        guiders.append(executor.class_obj)
-        try:
-            return executor(*args, **kwargs)
-        finally:
-            end(guiders.pop().model_patcher)
-
-    def steps(executor, *args, **kwargs):
-        begin(guiders[-1].model_patcher)
-        return executor(*args, **kwargs)
-
-    model = model.clone()
-    model.add_wrapper_with_key("outer_sample", key, outer)
-    model.add_wrapper_with_key("sampler_sample", key, steps)
-    return (model,)
-
-
-class TestInPart(Node):
-    """From the first step of a sampling this share of the model is where models wait, as if memory were short."""
-
-    INPUTS = {"model": ("MODEL",), "share": ("FLOAT", {"max": 1.0})}
-
-    def run(self, model, share):
-        def begin(patcher):
-            freed = patcher.partially_unload(patcher.offload_device, share * patcher.model_size())
-            waiting = sum(bool(getattr(one, "weight_function", ())) for one in patcher.model.modules())
-            SEEN["swaps"].append([freed / patcher.model_size(), waiting])
-
-        return with_swapper(model, "in part", begin)
-
-
-class Away:
-    """Weights of a model's blocks, or of its layers, that have no numbers but while their block or layer runs."""
-
-    def __init__(self, unet, of):
-        blocks = (one for child in unet.children() if isinstance(child, torch.nn.ModuleList) for one in child)
-        layers = (one for one in unet.modules() if isinstance(one, (torch.nn.Linear, torch.nn.Conv2d)))
-        self.parts = list({"blocks": blocks, "layers": layers}[of])
-
-    def begin(self, patcher):
-        self.hooks, self.kept, self.runs = [], {}, 0
-        for part in self.parts:
-            self.send(part)
-            self.hooks.append(part.register_forward_pre_hook(lambda part, args: self.fetch(part)))
-            self.hooks.append(part.register_forward_hook(lambda part, args, out: self.send(part), always_call=True))
-
-    def send(self, part):
-        self.kept[part] = weights_of_all = [(module, dict(module._parameters)) for module in part.modules()]
-        for module, weights in weights_of_all:
-            for name, weight in weights.items():
-                if weight is not None:
-                    gone = torch.empty_like(weight, device="meta")
-                    module._parameters[name] = torch.nn.Parameter(gone, requires_grad=False)
-
-    def fetch(self, part):
-        self.runs += 1
-        for module, weights in self.kept.pop(part):
-            module._parameters.update(weights)
-
-    def end(self, patcher):
-        for hook in self.hooks:
-            hook.remove()
-        SEEN["swaps"].append([len(self.parts), self.runs, len(self.kept)])
-        for part in list(self.kept):
-            self.fetch(part)
-
-
-class TestSwap(Node):
-    """A swapper of blocks, or of layers, from the first step of a sampling to its end."""
-
-    INPUTS = {"model": ("MODEL",), "of": (["blocks", "layers"],)}
-
-    def run(self, model, of):
-        away = Away(model.model.diffusion_model, of)
-        return with_swapper(model, "swap", away.begin, away.end)
-
-
 class TestLoad(Node):
     """A transformer of `make_models.py`, of the configuration that its file has."""
 
-    INPUTS = {"name": ("STRING", {}), "dtype": ("STRING", {})}
+    INPUTS = {"name": ("STRING", {})}
 
-    def run(self, name, dtype):
+    def run(self, name):
         path, found = folder_paths.get_full_path_or_raise("diffusion_models", name), comfy.model_detection
         with safe_open(path, "pt") as file:
             config = json.loads(file.metadata()["config"])
         detect, found.detect_unet_config = found.detect_unet_config, lambda *args, **kwargs: config
-        options = {} if dtype == "default" else {"dtype": getattr(torch, dtype)}
         try:
-            return (comfy.sd.load_diffusion_model(path, options),)
+            return (comfy.sd.load_diffusion_model(path),)
         finally:
             found.detect_unet_config = detect
 
@@ -327,25 +216,6 @@ class TestControl(Node):
         return ([[text, {**more, "control": control, "control_apply_to_uncond": True}] for text, more in conditioning],)
 
 
-class TestGligen(Node):
-    """GLIGEN of random weights for the model `sd1`: one box, on a prompt."""
-
-    INPUTS = {"conditioning": ("CONDITIONING",)}
-    RETURN_TYPES = ("CONDITIONING",)
-
-    def run(self, conditioning):
-        torch.manual_seed(0)
-        fusers = [gligen.GatedSelfAttentionDense(320, 768, 8, 40) for _ in range(7)]
-        position = gligen.PositionNet(768, 768)
-        model = gligen.Gligen(fusers, position, 768)
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.05)
-        device = comfy.model_management.get_torch_device()
-        patcher = comfy.model_patcher.ModelPatcher(model, load_device=device, offload_device=torch.device("cpu"))
-        boxes = ("position", patcher, [(torch.randn(1, 768), 4, 4, 2, 2)])
-        return ([[text, {**more, "gligen": boxes}] for text, more in conditioning],)
-
-
 class TestVAE(Node):
     """A VAE without weights: boxes of colours, eight pixels wide."""
 
@@ -370,24 +240,6 @@ class TestPicture(Node):
 
     def run(self, width, height):
         return (torch.rand(2, height, width, 3, generator=torch.Generator().manual_seed(4)),)
-
-
-class TestIPAdapter(Node):
-    """IPAdapter's weights for the model `sd1`, and what it should and should not show, all random."""
-
-    INPUTS = {}
-    RETURN_TYPES = ("IPADAPTER", "EMBEDS", "EMBEDS")
-
-    def run(self):
-        generator = torch.Generator().manual_seed(6)
-
-        def draw(*shape):
-            return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
-
-        norm = {"norm.weight": torch.ones(768), "norm.bias": torch.zeros(768)}
-        layers = {f"{2 * n + 1}.to_{side}_ip.weight": draw(320, 768) for n in range(16) for side in "kv"}
-        projection = {"proj.weight": draw(4 * 768, 64), "proj.bias": torch.zeros(4 * 768), **norm}
-        return {"image_proj": projection, "ip_adapter": layers}, draw(1, 64), draw(1, 64)
 
 
 keep_texts()

@@ -1,0 +1,170 @@
+"""Stand-ins for ComfyUI's models, which tell in transformer_options where they are and let a slot answer attentions.
+
+Which facts lie there, who puts them there and when is ComfyUI's: in UNets "block" around each block,
+"activations_shape" and "block_index" in each transformer, all of them in the one dictionary of a call; in transformers
+"block_type" and "block_index".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from ldm.modules.attention import SpatialTransformer as LdmTransformer
+from ldm.modules.diffusionmodules.openaimodel import TimestepBlock, UNetModel
+from ldm.modules.diffusionmodules.util import timestep_embedding
+from torch import nn
+
+from tests import comfy_attention
+from tests.comfy_attention import CrossAttention
+from tests.models import TEXT, ldm, seeded
+
+WIDTH, HEADS = 32, 2  # of transformers
+
+
+# --- UNets -----------------------------------------------------------------------------------------------------------
+
+
+class BasicTransformerBlock(nn.Module):
+    """Self-attention, which a node may stand in for or change the tokens of; attention to the prompt; an MLP."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attn1 = CrossAttention(width, heads)
+        self.attn2 = CrossAttention(width, heads, context=TEXT)
+        self.ff = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.norm1, self.norm2, self.norm3 = nn.LayerNorm(width), nn.LayerNorm(width), nn.LayerNorm(width)
+
+    def forward(self, x: torch.Tensor, context: torch.Tensor, options: dict) -> torch.Tensor:
+        """``[B, N, C]``."""
+        patches, n = options.get("patches", {}), self.norm1(x)
+        keys, values = n, n
+        for patch in patches.get("attn1_patch", ()):
+            n, keys, values = patch(n, keys, values, options)
+        n = self._part("attn1", n, keys, values, options)
+        for patch in patches.get("attn1_output_patch", ()):
+            n = patch(n, options)
+        x = x + n
+        x = x + self._part("attn2", self.norm2(x), context, context, options)
+        return x + self.ff(self.norm3(x))
+
+    def _part(self, name: str, n: Any, keys: Any, values: Any, options: dict) -> torch.Tensor:
+        attention, others = getattr(self, name), options.get("patches_replace", {}).get(name, {})
+        other = others.get((*options["block"], options["block_index"]), others.get(options["block"]))
+        if other is None:
+            return attention(n, keys, values, options)
+        return attention.to_out(other(attention.to_q(n), attention.to_k(keys), attention.to_v(values), options))
+
+
+class SpatialTransformer(LdmTransformer):
+    """Says the shape of what it is given."""
+
+    def forward(self, x: torch.Tensor, context: torch.Tensor, options: dict) -> torch.Tensor:
+        """``[B, C, H, W]``."""
+        options["activations_shape"] = list(x.shape)
+        tokens = self.proj_in(self.norm(x)).flatten(2).mT
+        for number, block in enumerate(self.transformer_blocks):
+            options["block_index"] = number
+            tokens = block(tokens, context, options)
+        return x + self.proj_out(tokens.mT.unflatten(2, x.shape[2:]))
+
+
+class ComfyUnet(UNetModel):
+    """Says in which block it is."""
+
+    def forward(self, x, timesteps, context, transformer_options, **more):
+        """more: any keyword, for nothing; but a compiler tells calls apart by it, because it is passed on."""
+        return self._forward(x, timesteps, context, transformer_options, **more)
+
+    def _forward(self, x, timesteps, context, transformer_options, **more):
+        emb = self.time_embed(timestep_embedding(timesteps, self.model_channels).to(x.dtype))
+
+        def run(kind: str, number: int, block: nn.Module, h: torch.Tensor) -> torch.Tensor:
+            transformer_options["block"] = (kind, number)
+            for layer in block:
+                if isinstance(layer, TimestepBlock):
+                    h = layer(h, emb)
+                else:
+                    h = layer(h, context, transformer_options) if isinstance(layer, LdmTransformer) else layer(h)
+            return h
+
+        hs = [x]
+        for number, block in enumerate(self.input_blocks):
+            hs.append(run("input", number, block, hs[-1]))
+        h = run("middle", 0, self.middle_block, hs[-1])
+        for number, block in enumerate(self.output_blocks):
+            h = run("output", number, block, torch.cat([h, hs.pop()], 1))
+        return self.out(h)
+
+
+def _comfy(depth: int = 1, **changes: Any) -> ComfyUnet:
+    """depth: blocks in each transformer."""
+    model = ldm(**changes)
+    model.__class__ = ComfyUnet
+    for module in model.modules():
+        if isinstance(module, LdmTransformer):
+            module.__class__ = SpatialTransformer
+            width, heads = module.proj_in.out_channels, module.transformer_blocks[0].attn1.heads
+            module.transformer_blocks = nn.ModuleList(BasicTransformerBlock(width, heads) for _ in range(depth))
+    return model
+
+
+unet = seeded(_comfy)
+unet_of_one_level = seeded(_comfy, attention_resolutions=(1,), channel_mult=(1,))
+deep_unet = seeded(_comfy, depth=2)
+
+
+# --- transformers ----------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Joint attention, then attention from the picture to the text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, text: int, options: dict) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        attended, across = (
+            comfy_attention.optimized_attention(q, k[:, :keys], v[:, :keys], HEADS, transformer_options=options)
+            for keys in (None, text))  # fmt: skip
+        return x + self.out(attended + across)
+
+
+class Body(nn.Module):
+    """Text, then the picture."""
+
+    pad_tokens_multiple, patch_size = 1, 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.img_in, self.txt_in = nn.Linear(16, WIDTH), nn.Linear(TEXT, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.final = nn.Linear(WIDTH, 16)
+
+    def forward(self, x: torch.Tensor, t: Any, context: torch.Tensor, transformer_options: dict) -> torch.Tensor:
+        pieces = nn.functional.pixel_unshuffle(x, 2)
+        picture, text = self.img_in(pieces.flatten(2).mT), context.shape[1]
+        count = picture.shape[1]
+        picture = nn.functional.pad(picture, (0, 0, 0, -count % self.pad_tokens_multiple))
+        tokens = torch.cat([self.txt_in(context), picture], 1)
+        for number, block in enumerate(self.blocks):
+            options = {**transformer_options, "block_type": "double", "block_index": number}
+            tokens = block(tokens, text, options)
+        out = self.final(tokens[:, text : text + count]).mT
+        return nn.functional.pixel_shuffle(out.unflatten(2, pieces.shape[2:]), 2)
+
+
+class Flux(Body):
+    """Known by its name: text comes first."""
+
+
+class NextDiT(Body):
+    """Known by its name: the picture comes last, with more tokens behind it, up to a multiple of so many."""
+
+    pad_tokens_multiple = 50
+
+
+class Unplaced(Body):
+    """Has tokens beside the picture's, and a name that tells nothing."""

@@ -1,0 +1,100 @@
+"""A compiled UNet merges as it does without a compiler, beside branches that do not; other compiled models say no."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from comfy_nodes import host
+from comfy_nodes.slot import SLOT
+from tests import comfy_attention
+from tests.comfy_doubles import FlowGuider, Guider, apply, latest, least_checkpoint, transformer
+from tests.compiling import where_compilers_were_tried
+from tests.traces import traces
+
+pytestmark = [pytest.mark.usefixtures("fresh_compiler"), where_compilers_were_tried]
+HALF = {"ratio": 0.5, "use_rand": False}
+QUARTER = {**HALF, "ratio": 0.25}
+WHOLE = "diffusion_model"
+ASIDE = "stepped aside: the model is compiled; take that node off to merge"
+
+
+def compiled(patcher, part=WHOLE):
+    """Behind TorchCompileModel: a compiled part takes that part's place during this branch's calls."""
+    skip = {"guard_filter_fn": lambda guards: ["transformer_options" not in guard.name for guard in guards]}
+    # by this dictionary in the wrapper's closure it is known what is compiled
+    held = {part: torch.compile(patcher.model.get_submodule(part), backend="eager", options=skip)}
+
+    def swap(run, *args, **kwargs):
+        kept = run.class_obj.get_submodule(part)
+        try:
+            run.class_obj.set_submodule(part, held[part])
+            return run(*args, **kwargs)
+        finally:
+            run.class_obj.set_submodule(part, kept)
+
+    other = patcher.clone()
+    other.add_wrapper_with_key("apply_model", "torch.compile", swap)
+    return other
+
+
+def sample(patcher, size=(8, 8)):
+    return Guider(patcher).sample(steps=2, size=size)
+
+
+@pytest.mark.parametrize("name", ["attention_split", pytest.param("attention_sub_quad", marks=pytest.mark.slow)],
+                         ids=["with a bias", "without"])  # fmt: skip
+def test_it_merges_as_without_a_compiler_by_the_function_in_force_and_what_merged_is_counted(monkeypatch, name):
+    monkeypatch.setattr(comfy_attention, "optimized_attention", getattr(comfy_attention, name))
+    plain = least_checkpoint()
+    eager, unmerged = apply(plain, **HALF), sample(plain)
+    before = traces(compiled(plain).model)  # torch.compile notes something on the module itself
+    expected = sample(eager)
+    assert torch.equal(sample(compiled(plain)), unmerged) and not torch.equal(expected, unmerged)
+    for branch in (compiled(apply(plain, **HALF)), apply(compiled(plain), **HALF)):
+        assert torch.equal(sample(branch), expected)
+        assert latest(branch).report.as_data() == latest(eager).report.as_data()
+    assert torch.equal(sample(compiled(plain)), unmerged) and torch.equal(sample(plain), unmerged)
+    assert traces(plain.model) == before
+
+
+def test_one_graph_serves_all_settings_and_sizes():
+    plain = least_checkpoint()
+    branches = [compiled(apply(plain, **values)) for values in (HALF, QUARTER)]
+    for number, size in ((0, (8, 8)), (1, (12, 8)), (0, (12, 8))):
+        expected = sample(apply(least_checkpoint(), **(HALF, QUARTER)[number]), size)
+        assert torch.equal(sample(branches[number], size), expected)
+
+
+def test_another_nodes_attention_in_the_slot_is_asked_from_a_graph_too():
+    def noted(function, *args, **kwargs):
+        seen.append(kwargs["transformer_options"]["block"])
+        return function(*args, **kwargs)
+
+    plain, seen = least_checkpoint(), []
+    plain.model_options["transformer_options"][SLOT] = noted
+    expected = sample(apply(plain, **HALF))
+    eager = set(seen)
+    seen.clear()
+    assert torch.equal(sample(compiled(apply(plain, **HALF))), expected) and set(seen) == eager
+
+
+@pytest.mark.parametrize(("load", "guider", "part"), [
+    (least_checkpoint, Guider, "diffusion_model.out"), (transformer, FlowGuider, WHOLE),
+])  # fmt: skip
+def test_a_model_compiled_in_part_and_a_transformer_are_left_alone_in_any_order_and_say_so(load, guider, part):
+    plain = load()
+    before = guider(plain).sample(steps=2)
+    for branch in (compiled(apply(plain, **HALF), part), apply(compiled(plain, part), **HALF)):
+        assert torch.equal(guider(branch).sample(steps=2), before) and ASIDE in latest(branch).lines[0]
+    assert not torch.equal(guider(apply(plain, **HALF)).sample(steps=2), before)
+
+
+def test_a_model_is_known_as_compiled_as_a_whole_and_by_a_block():
+    model, block = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
+    assert host.is_compiled_whole(model, {}) is None and host.is_compiled_whole(torch.compile(model), {}) is True
+    block[0].compile()
+    model[1] = torch.compile(model[1])  # as packs do that compile by block
+    assert host.is_compiled_whole(model, {}) is False and host.is_compiled_whole(block, {}) is False
+    assert host.is_compiled_whole(torch.compile(model), {}) is False, "and a part of it by itself"
