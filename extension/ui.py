@@ -43,7 +43,9 @@ def note(control: Any, elem_id: str) -> None:
     if elem_id in _SETTINGS:
         ours = [panel.made[_SETTINGS[elem_id]] for panel in _panels.values()]
         if ours:
-            control.change(fn=lambda value: [value] * len(ours), inputs=[control], outputs=ours, **_QUIETLY)
+            # gradio takes the value itself if there is one output
+            control.change(fn=lambda value: [value] * len(ours) if ours[1:] else value, inputs=[control],
+                           outputs=ours, **_QUIETLY)  # fmt: skip
         if ours and elem_id == "setting_tome_enabled":  # beside it the others are seen, so that they are what counts
             others = [panel.made[name] for panel in _panels.values() for name in DIAL[1:]]
             control.change(fn=_as_quick, inputs=[control], outputs=others, **_QUIETLY)

@@ -8,13 +8,11 @@ from __future__ import annotations
 import copy
 import inspect
 import types
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from PIL import Image
 
 from tests.models import TEXT, ldm_of_one_level
-from tests.on_device import on_device
 from tests.webui_modules import SAMPLING_HOOK, Modules
 from tome_core import form
 
@@ -55,11 +53,8 @@ def be_short(monkeypatch, steps=slice(None, None, 2)):
 class Component:
     """Any gradio component, and a context like some of them; remembers what it sets off."""
 
-    made: ClassVar[list[Component]] = []
-
     def __init__(self, value=None, **arguments):
-        self.kind, self.value, self.followed, self.typed = type(self).__name__, value, [], []
-        Component.made.append(self)
+        self.value, self.followed, self.typed = value, [], []
 
     def __enter__(self):
         return self
@@ -205,12 +200,9 @@ class Processing:
 
 
 class Webui(Modules):
-    """One webui with our repository, and perhaps others, among its extensions.
+    """One webui with our repository, and perhaps others, among its extensions."""
 
-    is_on_device: whether times are on the device, where reading them is counted.
-    """
-
-    is_on_device = False
+    place = staticmethod(lambda x: x)  # a tensor to where this webui's device is
 
     def __init__(self, monkeypatch, flavour="a1111"):
         super().__init__(monkeypatch.setitem, flavour)
@@ -291,8 +283,8 @@ class Webui(Modules):
             infotexts += [self.infotext(p)] * p.batch_size
             p.at_step("postprocess_image")
         done = types.SimpleNamespace(
-            latents=torch.cat(latents), images=[Image.new("RGB", (64, 64))] * p.n_iter, infotexts=infotexts,
-            comments="", extra_generation_params=p.extra_generation_params, built_in=built_in,
+            latents=torch.cat(latents), infotexts=infotexts, comments="", built_in=built_in,
+            extra_generation_params=p.extra_generation_params,
         )  # fmt: skip
         self.hook("postprocess", p, done)
         return done
@@ -330,10 +322,6 @@ class Webui(Modules):
     def _sampler_of(self, p):
         by_timestep = issubclass(p.denoiser, CFGDenoiserTimesteps)
         return Sampler(p.sampler_function or (ddim if by_timestep else sample_euler))
-
-    def place(self, x):
-        """The tensor where this webui's device is."""
-        return on_device(x) if self.is_on_device else x
 
     def infotext(self, p):
         """create_infotext, the part about us."""

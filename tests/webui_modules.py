@@ -5,14 +5,12 @@ Everything here stands for a fact of A1111 1.10.1, Forge or reForge. The shim an
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import inspect
 import sys
 import types
 from collections import defaultdict
 from collections.abc import Callable
-from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -58,34 +56,6 @@ def elem_id(script, name):
 PACKAGE = "_tome_core_webui"  # as scripts/token_merging.py calls it
 
 
-class _CompiledOnce(SourceFileLoader):
-    """Runs a module's code anew at every import, as Python does, and reads and compiles it once.
-
-    Each webui that starts here imports the whole extension and its engine, a hundred files.
-    """
-
-    def get_code(self, fullname):
-        return _code(fullname, self.path, Path(self.path).stat().st_mtime_ns)
-
-
-@functools.cache
-def _code(fullname, path, changed):
-    return SourceFileLoader(fullname, path).get_code(fullname)
-
-
-class _Finder:
-    """Finds our extension's modules where Python would, for `_CompiledOnce`."""
-
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        if not name.startswith(f"{PACKAGE}."):
-            return None
-        spec = PathFinder.find_spec(name, path, target)
-        if spec is not None and type(spec.loader) is SourceFileLoader:
-            spec.loader = _CompiledOnce(name, spec.loader.path)
-        return spec
-
-
 class Modules:
     """modules.scripts and its like in this process, and our repository among the extensions that they load.
 
@@ -94,8 +64,6 @@ class Modules:
 
     def __init__(self, put_item: Callable, flavour="a1111"):
         self.flavour, self._put_item = flavour, put_item
-        if _Finder not in sys.meta_path:
-            sys.meta_path.insert(0, _Finder)
         self.callbacks = defaultdict(list)
         script = type("Script", (), {"is_img2img": False, "args_from": 0, "elem_id": elem_id})
         for hook in HOOKS if flavour == "sdnext" else (*HOOKS, SAMPLING_HOOK):

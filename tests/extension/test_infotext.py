@@ -14,7 +14,6 @@ from tome_core import form
 PAIR = re.compile(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')
 # whole numbers, which a page may give as 30.0
 WISHES = [(True, 1), (True, 0.33, "hires pass"), (custom(where="first pass", sx=3, keep=30, level="up to /2"),)]
-NONSENSE = ["", "much", "0.5 v1", "nan", "1e400", "2", "-1", "9" * 5000]
 
 
 def parsed(text):
@@ -26,40 +25,26 @@ def parsed(text):
 def pasted(webui, text, on_page=True):
     """Control values after a paste into a fresh panel, converted as the webui does it; the API tells no listener."""
     controls = webui.script.ui(False)
-    values, parameters = [control.value for control in controls], parsed(text)
+    values, parameters = {control: control.value for control in controls}, parsed(text)
     if on_page:
         webui.call("infotext_pasted", text, parameters)
     for control, read in webui.script.infotext_fields:
         value, kind = read(parameters), type(control.value)
         if value is not None:
-            (place,) = [number for number, other in enumerate(controls) if other is control]
-            values[place] = float(value) if kind is int else kind(value)
-    return values
-
-
-def start_of(webui):
-    return [control.value for control in webui.script.ui(False)]
+            values[control] = float(value) if kind is int else kind(value)
+    return list(values.values())
 
 
 def wished(webui, *args):
     return webui.part("wish").read(args, webui.part("options").of_dial)
 
 
-def written(webui, *args):
-    return f"Steps: 3, ToMe: {webui.part('infotext').text_of(wished(webui, *args))}"
-
-
-def test_a_pasted_picture_brings_back_the_very_same_panel_and_wish(webui, monkeypatch):
-    asked = []
-    monkeypatch.setattr(webui.part("host"), "layout", lambda: asked.append(1) or "sd")
-    for args in WISHES:
-        text = written(webui, *args)
-        asked.clear()
-        panel = pasted(webui, text)
-        assert asked == [1], "the layout of the model, once for all controls"
-        assert wished(webui, *panel) == wished(webui, *args)
-        assert written(webui, *panel) == text and pasted(webui, written(webui, *panel)) == panel
-        assert '"' not in text and len(parsed(text)) == 2, "it needs no quotes"
+@pytest.mark.parametrize("args", WISHES, ids=str)
+def test_a_pasted_picture_brings_back_the_very_same_panel_and_wish(webui, args):
+    wish = wished(webui, *args)
+    text = f"Steps: 3, ToMe: {webui.part('infotext').text_of(wish)}"
+    assert wished(webui, *pasted(webui, text)) == wish
+    assert '"' not in text and len(parsed(text)) == 2, "it needs no quotes"
 
 
 def test_a_merged_picture_has_one_key_and_one_that_did_not_merge_none(webui):
@@ -79,74 +64,45 @@ def test_a_picture_without_us_turns_us_off_and_leaves_the_rest_alone(webui):
     assert [value(name, parameters) for name in names] == [False, *[None] * (len(names) - 1)]
 
 
-def test_a_text_that_makes_no_sense_leaves_the_page_alone_and_is_the_apis_wrong_value(webui, log):
-    for text in NONSENSE:
+@pytest.mark.parametrize("text", ["", "much", "0.5 v1", "nan", "1e400", "-1", "9" * 5000], ids=lambda text: text[:9])
+def test_a_text_that_makes_no_sense_leaves_the_page_alone_and_is_the_apis_wrong_value(webui, log, text):
+    start = [control.value for control in webui.script.ui(False)]
+    assert pasted(webui, f"Steps: 3, ToMe: {text}") == start
+    assert len(log) == 1 and "in the pasted infotext is ignored" in log[0]
+    if text:
+        job = webui.job(*pasted(webui, f"Steps: 3, ToMe: {text}", on_page=False))
+        assert report(job)["merged"] is False and "strength=nan is no number from 0 to 1" in report(job)["line"]
+
+
+@pytest.mark.parametrize("field", form.FIELDS, ids=lambda field: field.name)
+def test_a_part_that_makes_no_sense_is_ignored_with_a_sentence_and_the_rest_is_pasted(webui, log, field):
+    words, numbers = ("inf", "maybe", "1"), ("inf", "nan", "1" + "0" * 400, "1e300", "-7", "much", "", "0x10")
+    for text in words if isinstance(field.default, bool) or field.choices else numbers:
         log.clear()
-        assert pasted(webui, f"Steps: 3, ToMe: {text}") == start_of(webui)
-        assert len(log) == 1 and "in the pasted infotext is ignored" in log[0]
-        if text:
-            job = webui.job(*pasted(webui, f"Steps: 3, ToMe: {text}", on_page=False))
-            assert report(job)["merged"] is False and "strength=nan is no number from 0 to 1" in report(job)["line"]
-
-
-# --- a part that makes no sense is ignored with a sentence, and the rest is pasted ------------------------------------
-
-NO_NUMBERS = ("inf", "-inf", "Infinity", "1e400", "-1e400", "nan", "1" + "0" * 400, "-" + "9" * 400, "1e300", "-7",
-              "much", "", "0x10", "2.5.1")  # fmt: skip
-NO_WORDS = ("inf", "maybe", "true", "1")
-PAST = ("sx=65", "sy=100000", "sx=2.5", "ratio=1.01", "refine=4", "early_until=1001", f"merge_seed={2**32}")
-WORDS = [field for field in form.FIELDS if isinstance(field.default, bool) or field.choices]
-NUMBERS = [field for field in form.FIELDS if field not in WORDS]
-
-
-def changes_of(webui, part):
-    """The changes of a pasted wish, of which a part is this."""
-    parameters = {"ToMe": f"0.5; {part}; hires pass"}
-    value = webui.part("infotext").Paste().value
-    assert value("enabled", parameters) is True and value("where", parameters) == "hires pass", "the rest is pasted"
-    return webui.part("infotext").wish_in(parameters["ToMe"], "sd").changes
-
-
-def test_a_number_or_word_that_makes_no_sense_is_ignored(webui, log):
-    parts = [(field, text) for fields, texts in ((NUMBERS, NO_NUMBERS), (WORDS, NO_WORDS))
-             for field in fields for text in texts]  # fmt: skip
-    for field, text in parts:
-        log.clear()
-        assert field.name not in changes_of(webui, f"{field.name}={text}")
+        parameters = {"ToMe": f"0.5; {field.name}={text}; hires pass"}
+        value = webui.part("infotext").Paste().value
+        assert value("enabled", parameters) is True and value("where", parameters) == "hires pass"
+        assert value(field.name, parameters) == webui.part("wish").base_of(0.5)[field.name]
         (sentence,) = log
         assert sentence.startswith(f"ToMe: a part of the pasted infotext is ignored: {field.name}=")
         assert "use " in sentence and len(sentence) < 700
-        assert field in NUMBERS or all(word in sentence for word in field.choices or ("True or False",))
 
 
-def test_a_number_past_its_limit_is_ignored_and_one_at_its_limits_is_pasted(webui, log):
-    for part in PAST:
-        log.clear()
-        assert part.partition("=")[0] not in changes_of(webui, part)
-        assert len(log) == 1 and part in log[0]
-    base = webui.part("wish").base_of(0.5)
-    for field in NUMBERS:
-        for value in (field.minimum, field.limit or field.maximum, field.default):
-            changes = changes_of(webui, f"{field.name}={value}")
-            # together with the strength's other values an end is not always possible, which is told
-            assert changes.get(field.name, base[field.name]) == value or f"{field.name}=" in log[-1]
-
-
-def test_what_is_no_setting_is_ignored(webui, log):
-    text = "Steps: 3, ToMe: 0.7; sx=1e400; level=up to /3; hues=2; hires pass; keep=30"
+def test_what_is_no_setting_or_past_its_limit_is_ignored(webui, log):
+    text = "Steps: 3, ToMe: 0.7; sx=65; ratio=1.01; sy=64; level=up to /3; hues=2; hires pass; keep=30"
     wish = wished(webui, *pasted(webui, text))
-    assert (wish.strength, wish.where, dict(wish.changes)) == (0.7, "hires pass", {"keep": 30.0})
+    assert (wish.strength, wish.where, dict(wish.changes)) == (0.7, "hires pass", {"keep": 30.0, "sy": 64})
     assert any("'hues=2' is no setting" in sentence for sentence in log)
 
 
 # --- the plot ---------------------------------------------------------------------------------------------------------
 
 
-class AxisOption(types.SimpleNamespace):
+class AxisOption:
     """The plot's."""
 
     def __init__(self, label, type, apply, confirm=None, choices=None):
-        super().__init__(label=label, type=type, apply=apply, confirm=confirm, choices=choices)
+        self.label, self.apply, self.confirm, self.choices = label, apply, confirm, choices
 
 
 @pytest.fixture
@@ -175,12 +131,12 @@ def test_the_plots_axes_reach_the_job(webui, axes):
     assert report(webui.process(cell))["settings"]["ratio"] == 0.25
 
 
-def test_an_axis_refuses_what_would_be_drawn_unmerged_under_its_label(webui, axes):
+@pytest.mark.parametrize(("label", "right", "wrong", "sentence"), [
+    ("Strength", [0.0, 0.5, 1.0], [0.5, 1.5], "1.5 is no number from 0 to 1"),
+    ("Where", ["hires pass"], ["hires"], "where='hires'"), ("Ratio", [0.3], [0.3, 7], "ratio=7"),
+])  # fmt: skip
+def test_an_axis_refuses_what_would_be_drawn_unmerged_under_its_label(webui, axes, label, right, wrong, sentence):
     p = Processing(webui, (False,))
-    for label, right, wrong, sentence in (
-        ("Strength", [0.0, 0.5, 1.0], [0.5, 1.5], "1.5 is no number from 0 to 1"),
-        ("Where", ["hires pass"], ["hires"], "where='hires'"), ("Ratio", [0.3], [0.3, 7], "ratio=7"),
-    ):  # fmt: skip
-        axes[label].confirm(p, right)
-        with pytest.raises(RuntimeError, match=sentence):
-            axes[label].confirm(p, wrong)
+    axes[label].confirm(p, right)
+    with pytest.raises(RuntimeError, match=sentence):
+        axes[label].confirm(p, wrong)

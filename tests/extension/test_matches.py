@@ -1,4 +1,4 @@
-"""Matches kept over the steps of a pass, and never over passes, batches, tiles or the halves of a split batch."""
+"""Matches are kept over the steps of a pass, and never over passes, batches, tiles or halves of a split batch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests import webui_doubles
-from tests.webui_doubles import FREE, SIGMAS, TIMESTEPS, CFGDenoiserTimesteps, Denoiser, custom, report
+from tests.webui_doubles import FREE, CFGDenoiserTimesteps, Denoiser, custom, report
 from tome_core import form
 from tome_core.settings.schedule import STABLE_DIFFUSION
 
@@ -45,45 +45,26 @@ class TiledDenoiser(Denoiser):
         return torch.cat(tiles, dim=3)
 
 
-def let_steps_be(monkeypatch, sigmas, timesteps):
-    monkeypatch.setattr(webui_doubles, "SIGMAS", sigmas)
-    monkeypatch.setattr(webui_doubles, "TIMESTEPS", timesteps)
-
-
-@pytest.mark.parametrize(("flavour", "denoiser"), [("a1111", CFGDenoiserTimesteps), ("forge", Denoiser)])
-def test_a_match_is_kept_over_the_steps_of_a_pass(webui, monkeypatch, denoiser):
-    anew = {**KEPT, "keep": 0.001}
-    assert not torch.equal(*(webui.job(args, denoiser=denoiser).latents for args in (KEPT, anew)))
-    let_steps_be(monkeypatch, SIGMAS[:1], TIMESTEPS[:1])
-    assert torch.equal(*(webui.job(args, denoiser=denoiser).latents for args in (KEPT, anew)))
-
-
 @pytest.mark.parametrize(("flavour", "denoiser", "matches"), [
-    ("forge", Denoiser, 1), ("a1111", Denoiser, 1), ("a1111", CutDenoiser, 1), ("a1111", SplitDenoiser, 2),
+    ("forge", Denoiser, 1), ("a1111", CFGDenoiserTimesteps, 1), ("a1111", CutDenoiser, 1), ("a1111", SplitDenoiser, 2),
+    ("a1111", TiledDenoiser, 2),
 ])  # fmt: skip
-def test_both_prompts_have_one_match_however_the_batch_is_cut(webui, monkeypatch, denoiser, matches):
-    let_steps_be(monkeypatch, SIGMAS[:1], TIMESTEPS[:1])
-    state, calls = webui.engine("engine.state"), []
+def test_all_steps_of_a_pass_and_both_prompts_have_one_match_and_other_tokens_have_their_own(
+    webui, monkeypatch, denoiser, matches
+):
+    state, done = webui.engine("engine.state"), []
     match = state.match
-    monkeypatch.setattr(state, "match", lambda *args: calls.append(args) or match(*args))
-    (level,) = report(webui.job(KEPT, denoiser=denoiser, batch_size=2))["passes"]["first pass"]["levels"]
-    assert len(calls) == matches * level["blocks"] > 0
+    monkeypatch.setattr(state, "match", lambda *args: done.append(args) or match(*args))
+    (level,) = report(webui.job(KEPT, denoiser=denoiser, size=16))["passes"]["first pass"]["levels"]
+    assert len(done) == matches * level["blocks"] > 0
 
 
 @pytest.mark.parametrize(("denoiser", "args"), [(Denoiser, BALANCED), (SplitDenoiser, KEPT), (TiledDenoiser, KEPT)])
-def test_a_picture_is_the_same_after_another_and_after_a_fresh_start(webui, denoiser, args):
+def test_a_picture_is_the_same_after_another_and_in_a_batch_of_its_own(webui, denoiser, args):
     facts = {"enable_hr": denoiser is Denoiser, "denoiser": denoiser, "size": 16}
-    first = webui.job(args, seed=8, **facts)
+    both = webui.job(args, seed=7, n_iter=2, **facts).latents
     webui.job(args, seed=3, **facts)
-    assert torch.equal(webui.job(args, seed=8, **facts).latents, first.latents)
-    webui.reload()
-    assert torch.equal(webui.job(args, seed=8, **facts).latents, first.latents)
-
-
-def test_a_batch_is_what_it_is_alone_and_draws_from_its_own_first_seed(webui):
-    args = {**KEPT, "use_rand": True}
-    both = webui.job(args, n_iter=2, seed=7).latents
-    assert torch.equal(both[1:], webui.job(args, seed=8).latents)
+    assert torch.equal(webui.job(args, seed=8, **facts).latents, both[1:])
 
 
 @pytest.mark.parametrize("flavour", ["a1111", "forge"])
@@ -104,8 +85,9 @@ def test_a_tile_is_what_it_is_alone(webui):
 
 @pytest.mark.parametrize(("flavour", "denoiser"), [("a1111", Denoiser), ("forge", CFGDenoiserTimesteps)])
 def test_a_hires_pass_which_begins_late_leaves_the_work_that_its_mark_promises(webui, monkeypatch, denoiser):
-    late = tuple(500.0 - 50 * step for step in range(10))
-    let_steps_be(monkeypatch, tuple(STABLE_DIFFUSION.sigma_of(time) for time in late), late)
+    times = tuple(500.0 - 50 * step for step in range(10))
+    monkeypatch.setattr(webui_doubles, "SIGMAS", tuple(STABLE_DIFFUSION.sigma_of(time) for time in times))
+    monkeypatch.setattr(webui_doubles, "TIMESTEPS", times)
     levels = report(webui.job(BALANCED, enable_hr=True, denoiser=denoiser))["passes"]["hires pass"]["levels"]
     early, late = sorted(levels[0]["merged"], key=lambda kind: kind["keys"])
     assert late["calls"] / (early["calls"] + late["calls"]) == pytest.approx(0.4)

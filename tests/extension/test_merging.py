@@ -2,77 +2,46 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import types
 
 import pytest
 import torch
 
-from tests.models import ldm_latent_diffusion, ldm_wrapped
+from tests.models import ldm_wrapped
 from tests.webui_doubles import ASKED, FLAVOURS, FREE, ON, SAVED, Processing, Webui, custom, merged_tokens, merges
 
-every_webui = pytest.mark.parametrize("flavour", FLAVOURS)
 # whatever is set besides; a wrong strength; and no argument that says it
 OFF = [(), (False,), ({**FREE, "strength": 0, "method": "cluster"},), (custom(0.0),), (True, 9.0)]
 WHERE = {"everywhere": (True, True), "first pass": (True, False), "hires pass": (False, True)}
 
 
-def passes(webui, p):
-    """Which passes (first, hires) of a job merge."""
-    webui.process(p)
-    records = webui.part("merging").job_of(p).records
-    return tuple(any(report.merged_anything for report in getattr(records.get(hires), "reports", ()))
-                 for hires in (False, True))  # fmt: skip
-
-
-@every_webui
-def test_off_is_bit_identical_to_no_extension(webui):
-    expected = webui.plain(enable_hr=True).latents
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_off_is_bit_identical_and_on_exactly_the_passes_that_are_asked_for_merge(webui):
+    plain = webui.plain(enable_hr=True)
     for args in OFF:
         job = webui.job(*args, enable_hr=True)
-        assert torch.equal(job.latents, expected) and job.infotexts == [""], args
-
-
-@every_webui
-def test_exactly_the_passes_that_are_asked_for_merge(webui):
-    plain = Processing(webui, (False,), enable_hr=True)
-    assert passes(webui, plain) == (False, False)
+        assert torch.equal(job.latents, plain.latents) and job.infotexts == [""], args
+    webui.process(unmerged := Processing(webui, (False,), enable_hr=True))
     for where, merged in WHERE.items():
-        p = Processing(webui, (custom(where=where),), enable_hr=True)
-        assert passes(webui, p) == merged and torch.equal(p.first, plain.first) != merged[0]
+        job = webui.process(p := Processing(webui, (custom(where=where),), enable_hr=True))
+        passes = [merged_tokens(job.extra_generation_params, name) != [] for name in ("first pass", "hires pass")]
+        assert passes == [*merged] and torch.equal(p.first, unmerged.first) != merged[0]
 
 
-@every_webui
-def test_every_step_of_every_batch_merges(webui):
-    job = webui.job(*ON, n_iter=3, batch_size=2)
-    assert job.comments == f"ToMe: {ASKED}, 12 steps, {SAVED}\n"
-    assert merged_tokens(job.extra_generation_params) == [(1, 64, 32, 32)]
-
-
-def test_all_webuis_give_the_same_picture(monkeypatch):
+def test_all_webuis_give_the_same_picture_by_every_step_of_every_batch(monkeypatch):
     pictures = []
     for flavour in FLAVOURS:
         webui = Webui(monkeypatch, flavour).start()
-        pictures.append(webui.job(*ON, enable_hr=True).latents)
+        job = webui.job(*ON, n_iter=3, batch_size=2)
+        assert job.comments == f"ToMe: {ASKED}, 12 steps, {SAVED}\n"
+        assert merged_tokens(job.extra_generation_params) == [(1, 64, 32, 32)]
+        pictures.append(job.latents)
         webui.call("script_unloaded")
     assert all(torch.equal(picture, pictures[0]) for picture in pictures)
 
 
-def test_the_report_says_what_merged_in_the_mlp(webui):
-    webui.load(ldm_wrapped())  # which has a second level
-    job = webui.job(custom(level="up to /2", merge_mlp=True), size=16)
-    assert merged_tokens(job.extra_generation_params) == [
-        (1, 256, 128, None), (1, 256, 128, 128), (2, 64, 32, None), (2, 64, 32, 32),
-    ]  # fmt: skip
-
-
-def test_a_given_destination_seed_outweighs_the_images(webui):
-    own, other, same = (webui.job(custom(merge_seed=seed)).latents for seed in (0, 123456, 7))
-    assert not torch.equal(own, other) and torch.equal(own, same)
-
-
-# --- other jobs beside ours ------------------------------------------------------------------------------------------
+# --- other jobs beside ours, and other models -------------------------------------------------------------------------
 
 
 def test_a_stranger_who_samples_after_an_exception_is_not_merged(webui):
@@ -84,7 +53,7 @@ def test_a_stranger_who_samples_after_an_exception_is_not_merged(webui):
 
 
 @pytest.mark.parametrize("flavour", ["a1111", "forge"])
-def test_a_job_inside_a_job_has_its_own_wish_and_the_outer_one_goes_on(webui):
+def test_a_job_inside_a_job_has_its_own_wish_and_the_outer_job_goes_on(webui):
     inner, goes_on = [], []
 
     def between_batches(step):
@@ -106,25 +75,6 @@ def test_a_job_inside_a_job_has_its_own_wish_and_the_outer_one_goes_on(webui):
     assert goes_on == [True, True] and len(inner) == 4 and all(torch.equal(latents, expected) for latents in inner)
 
 
-def test_a_copy_of_a_job_does_not_merge_by_the_first_ones_wish(webui):
-    p = Processing(webui, ON)
-    webui.process(p)
-    twin = copy.copy(p)
-    assert webui.part("merging").job_of(twin) is None
-    webui.hook("process_before_every_sampling", twin)
-    assert not merges(webui.unet)
-
-
-# --- other models -----------------------------------------------------------------------------------------------------
-
-
-class Unknown(torch.nn.Module):
-    """A UNet without an attention that is known."""
-
-    def forward(self, x, timesteps, context):
-        return x * 0.1
-
-
 @pytest.mark.parametrize("flavour", ["a1111", "forge"])
 def test_the_refiner_merges_too_or_is_tried_once_and_named(webui, monkeypatch):
     merging, tried = webui.part("merging"), []
@@ -134,19 +84,12 @@ def test_the_refiner_merges_too_or_is_tried_once_and_named(webui, monkeypatch):
     assert job.comments == f"ToMe: {ASKED}, 4 steps, 72% of attention left out\n", "it has a level more"
     assert not merges(second) and len(tried) == 2
     webui.shared.sd_model = first
-    second.model.diffusion_model = Unknown()
+    second.model.diffusion_model = torch.nn.Linear(2, 2)  # without an attention that is known
+    second.model.diffusion_model.forward = lambda x, timesteps, context: x * 0.1
     comments = webui.job(*ON, refiner=second).comments
     assert "is not known: no attention function" in comments and SAVED in comments
     assert len(tried) == 4
     webui.shared.sd_model = first
-
-
-def test_the_levels_of_another_family_count_from_its_finest(webui):
-    webui.load(ldm_wrapped())
-    webui.shared.sd_model.model.diffusion_model = ldm_latent_diffusion()
-    assert merged_tokens(webui.job(*ON, size=16).extra_generation_params) == [(2, 64, 32, 32)]
-    forced = webui.job(custom(level="up to /1"), size=16)
-    assert "nothing merged: nothing will merge: no rule reaches a level" in forced.comments
 
 
 # --- what has put something on the model ------------------------------------------------------------------------------
@@ -155,7 +98,8 @@ def test_the_levels_of_another_family_count_from_its_finest(webui):
 def test_an_active_sd_unet_and_hypertile_are_left_alone_and_named(webui):
     expected, settings = webui.plain().latents, webui.shared.opts.data
     settings["hypertile_enable_unet_secondpass"] = True
-    assert passes(webui, Processing(webui, ON, enable_hr=True)) == (True, False)
+    assert f"first pass: 4 steps, {SAVED}; hires pass: nothing merged: HyperTile" in webui.job(
+        *ON, enable_hr=True).comments  # fmt: skip
     settings["hypertile_enable_unet"] = True
     job = webui.job(*ON)
     assert torch.equal(job.latents, expected) and "HyperTile is on" in job.comments
@@ -189,25 +133,3 @@ def test_hypertile_that_was_on_once_changes_no_picture_of_ours(webui, while_merg
     assert torch.equal(job.latents, webui.plain().latents) and "nothing merged: HyperTile is on" in job.comments
     for attention in attentions:
         del attention.forward
-
-
-@pytest.mark.parametrize("pictures", [1, 2])
-def test_a_foreign_forward_left_on_the_blocks_keeps_working(webui, pictures):
-    """ControlNet's reference mode replaces `_forward` of every block and leaves it there; another picture's tokens may
-    come beside the own ones.
-    """
-    seen = []
-    for block in [module for module in webui.unet.modules() if type(module).__name__ == "BasicTransformerBlock"]:
-
-        def foreign(x, context=None, block=block):
-            seen.append(x.shape[1])
-            bank = block.norm1(x)
-            x = block.attn1(bank, context=torch.cat([bank] * pictures, dim=1)) + x
-            x = block.attn2(block.norm2(x), context=context) + x
-            return block.ff(block.norm3(x)) + x
-
-        block._forward = foreign
-    expected, job, merged = webui.plain().latents, webui.job(*ON), pictures == 1
-    assert set(seen) == {64} and torch.equal(job.latents, expected) != merged
-    assert (SAVED if merged else "nothing merged: keys and values are not the picture's tokens") in job.comments
-    assert torch.equal(webui.job(False).latents, expected)

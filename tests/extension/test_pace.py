@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from tests.on_device import on_device
-from tests.webui_doubles import FLAVOURS, ON, CFGDenoiserTimesteps, Denoiser, Processing, custom, ddim, sample_euler
+from tests.webui_doubles import FLAVOURS, ON, CFGDenoiserTimesteps, Denoiser, Processing, custom, sample_euler
 
 RANGE = (custom(end=0.6),)  # before it lie 999, 800 and 500 of 999
-all_webuis = pytest.mark.parametrize("flavour", FLAVOURS)
 
 
 @pytest.fixture
@@ -25,22 +24,19 @@ def flavour():
 
 @pytest.fixture(autouse=True)
 def far(webui, waits):
-    webui.is_on_device = True
+    webui.place = on_device
 
 
-@all_webuis
+@pytest.mark.parametrize("flavour", FLAVOURS)
 def test_a_pass_waits_once_at_most_however_many_steps_it_has_and_its_picture_is_the_same(webui, waits):
     once = ["tolist"] if webui.has_uncond_first else []  # A1111's list is on the CPU
     for denoiser in (Denoiser, CFGDenoiserTimesteps):
         waits.clear()
-        job = webui.job(*RANGE, denoiser=denoiser)
-        assert "own settings, 3 of 4 steps, " in job.comments and waits == once
-        webui.is_on_device = False
-        assert torch.equal(webui.job(*RANGE, denoiser=denoiser).latents, job.latents)
-        webui.is_on_device = True
-    waits.clear()
-    webui.job(*RANGE, enable_hr=True, n_iter=2)
-    assert waits == once * 4, "each pass of each batch has its own list"
+        webui.place = on_device
+        job = webui.job(*RANGE, denoiser=denoiser, enable_hr=True, n_iter=2)
+        assert "first pass: 6 of 8 steps, " in job.comments and waits == once * 4, "each pass of each batch has a list"
+        webui.place = lambda x: x
+        assert torch.equal(webui.job(*RANGE, denoiser=denoiser, enable_hr=True, n_iter=2).latents, job.latents)
 
 
 def test_settings_without_a_time_never_wait(webui, waits):
@@ -73,28 +69,17 @@ def test_a_sampler_that_is_not_known_or_leaves_its_list_is_waited_for_at_each_st
     assert "own settings, 3 of 4 steps, " in job.comments and waits == expected
 
 
-def test_the_sampler_reports_its_steps_as_ever_and_is_itself_again_afterwards(webui):
-    seen = []
-
+def test_the_sampler_reports_its_steps_as_ever_and_is_itself_again_afterwards_with_what_others_put_there(webui):
     def look(step):
-        seen.append((inspect.signature(p.sampler.func), p.sampler.func is sample_euler))
+        assert p.sampler.func is not sample_euler and inspect.signature(p.sampler.func) == inspect.signature(
+            sample_euler), "the webui looks at its parameters"  # fmt: skip
 
-    p = Processing(webui, RANGE, at_step=look)
+    p = Processing(webui, RANGE, at_step=lambda step: step == 0 and look(step))
     webui.process(p)
     assert p.sampler.steps == [0, 1, 2, 3] and p.sampler.func is sample_euler
-    assert seen[0] == (inspect.signature(sample_euler), False), "the webui looks at its parameters"
-
-
-def test_what_another_extension_puts_over_the_sampler_stays(webui):
-    def theirs(*args, **kwargs):
-        return sample_euler(*args, **kwargs)
-
-    def put(step):
-        p.sampler.func = theirs
-
-    p = Processing(webui, RANGE, at_step=put)
+    p = Processing(webui, RANGE, at_step=lambda step: setattr(p.sampler, "func", backwards))
     webui.process(p)
-    assert p.sampler.func is theirs
+    assert p.sampler.func is backwards
 
 
 def test_an_aborted_jobs_sampler_is_let_go(webui):
@@ -108,20 +93,11 @@ def test_an_aborted_jobs_sampler_is_let_go(webui):
     webui.part("merging").armed.disarm()
 
 
-@all_webuis
-def test_sigmas_are_told_as_if_pictures_varied_by_one(webui):
-    model, relative, p = webui.shared.sd_model, webui.part("host").relative, Processing(webui, ON)
-    assert relative(p, {"sigma": 3.0}) == {"sigma": 3.0}
-    if webui.has_uncond_first:
-        name = "predictor" if webui.flavour == "forge" else "model_sampling"
-        inner = types.SimpleNamespace(**{name: types.SimpleNamespace(sigma_data=0.5)})
-        objects = types.SimpleNamespace(unet=types.SimpleNamespace(model=inner))
-        webui.shared.sd_model = types.SimpleNamespace(forge_objects=objects)
-        assert relative(p, {"sigma": 3.0}) == {"sigma": 6.0} and relative(p, {"timestep": 9.0}) == {"timestep": 9.0}
-        webui.shared.sd_model = model
-
-
-def test_times_and_samplers_are_read_as_the_webuis_have_them(webui):
+@pytest.mark.parametrize(("flavour", "name"), [("reforge", "model_sampling"), ("forge", "predictor")])
+def test_sigmas_are_told_as_if_pictures_varied_by_one(webui, name):
+    host, p = webui.part("host"), Processing(webui, ON)
+    assert host.relative(p, {"sigma": 3.0}) == {"sigma": 3.0}
+    setattr(webui.shared.sd_model.forge_objects.unet.model, name, types.SimpleNamespace(sigma_data=0.5))
+    assert host.relative(p, {"sigma": 3.0}) == {"sigma": 6.0} and host.relative(p, {"timestep": 9.0}) == {"timestep": 9}
     below_zero = types.SimpleNamespace(sigma=on_device(torch.tensor([-1e-7])), denoiser=None)  # UniPC's last
-    assert webui.part("host").read_time(below_zero) == {"sigma": 0.0}
-    assert webui.part("pace")._list_of(ddim) == "timesteps" and webui.part("pace")._list_of(None) == ""
+    assert host.read_time(below_zero) == {"sigma": 0.0}

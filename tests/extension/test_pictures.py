@@ -1,4 +1,4 @@
-"""The webuis' own pictures say what merging gains, without a button: what counts as one, and where it is told."""
+"""The webuis' own pictures say what merging gains, without a button: what counts, and where it is told."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.models import ldm_of_one_level
-from tests.webui_doubles import ON, Processing, custom, merges, report
+from tests.webui_doubles import FLAVOURS, ON, Processing, custom, merges, report
 
 GAIN = "about 2.0x faster, from your own pictures (3 with merging, 3 without)"
 
@@ -30,23 +30,21 @@ def known(webui):
     return webui.engine("hosting").gains.KNOWN.pictures
 
 
-@pytest.mark.parametrize("flavour", ["a1111", "reforge", "forge"])
+@pytest.mark.parametrize("flavour", FLAVOURS)
 def test_the_report_and_the_panel_tell_it_after_three_of_both_kinds(webui):
     webui.script.ui(False)  # imports the panel
-    wishes, read = webui.part("wish"), webui.part("options").of_dial
-    answer, wish = webui.part("measuring").answer, wishes.read(ON, read)
+    answer, wish = webui.part("measuring").answer, webui.part("wish").read(ON, webui.part("options").of_dial)
     assert answer(wish, {False: (64, 64)}) == "64x64: not measured yet"
     for _ in range(3):
         assert "faster" not in webui.job().comments
     comments = [webui.job(*ON).comments for _ in range(3)]
-    assert "own pictures" not in "".join(comments[:2]) and "left out" in comments[1]
+    assert "own pictures" not in "".join(comments[:2])
     assert comments[2] == f"ToMe: strength 0.5, own settings, 4 steps, {GAIN}\n"
     assert answer(wish, {False: (64, 64)}) == f"64x64: {GAIN}"
-    assert answer(wishes.read((custom(0.6),), read), {False: (64, 64)}) == "64x64: not measured yet"
     assert answer(wish, {False: (72, 64)}) == "72x64: not measured yet"
 
 
-def test_each_pass_is_a_case_of_its_own_and_one_left_alone_an_unmerged_one(webui):
+def test_each_pass_is_a_case_of_its_own_and_a_pass_left_alone_an_unmerged_case(webui):
     for where in ("hires pass", "first pass"):
         for _ in range(3):
             job = webui.job(custom(where=where), enable_hr=True)
@@ -57,8 +55,7 @@ def test_each_pass_is_a_case_of_its_own_and_one_left_alone_an_unmerged_one(webui
 def test_off_pictures_stay_as_they_are_and_leave_nothing(webui):
     p = Processing(webui, ())
     plain = webui.process(p)
-    assert not torch.equal(plain.latents, webui.job(*ON).latents)
-    assert torch.equal(plain.latents, webui.job().latents)
+    assert torch.equal(plain.latents, webui.plain().latents)
     assert "callback_state" not in vars(p.sampler) and p.sampler.steps == [0, 1, 2, 3]
     assert "ToMe report" not in plain.extra_generation_params and plain.comments == ""
 
@@ -77,52 +74,34 @@ def test_what_was_stopped_or_failed_counts_for_nothing(webui, monkeypatch, args)
     assert len(known(webui)) == 1
 
 
-def another_samples(webui, monkeypatch):
-    """Inside of a step, which takes longer by that."""
-    other = SimpleNamespace(x=None, sigma=torch.ones(1), denoiser=SimpleNamespace(p=object()))
-    return {"at_step": lambda step: step == 1 and webui.call("cfg_denoiser", other)}
+@pytest.mark.parametrize("args", [(), ON], ids=["off", "on"])
+@pytest.mark.parametrize("disturbance", [
+    "another samples", "a refiner goes on", "HyperTile is on", "HyperTile stays on", "the webui merges better"])
+def test_what_is_not_one_models_own_time_counts_for_nothing(webui, monkeypatch, disturbance, args):
+    more, settings = {}, webui.shared.opts.data
+    if disturbance == "another samples":  # inside of a step, which takes longer by that
+        other = SimpleNamespace(x=None, sigma=torch.ones(1), denoiser=SimpleNamespace(p=object()))
+        more["at_step"] = lambda step: step == 1 and webui.call("cfg_denoiser", other)
+    elif disturbance == "a refiner goes on":
+        more["refiner"] = ldm_of_one_level()
+    elif disturbance == "HyperTile is on":
+        settings["hypertile_enable_unet"] = True
+    elif disturbance == "HyperTile stays on":
+        vars(webui.unet)["__webui_hypertile_params"] = SimpleNamespace(enabled=True)
+    else:
+        monkeypatch.setattr(webui.part("merging").Job, "why_left", lambda self, hires: "theirs is better")
+        settings["token_merging_ratio"] = 0.9
+    assert webui.job(*args, **more).latents.isfinite().all() and not known(webui)
 
 
-def a_refiner_goes_on(webui, monkeypatch):
-    return {"refiner": ldm_of_one_level()}
+def test_an_unknown_model_and_what_was_to_merge_and_did_not_are_no_unmerged_picture(webui, monkeypatch):
+    assert "so few tokens" in webui.job(True, 0.5).comments and not known(webui)
 
-
-def hypertile_is_on(webui, monkeypatch):
-    webui.shared.opts.data["hypertile_enable_unet"] = True
-    return {}
-
-
-def hypertile_stays_on(webui, monkeypatch):
-    vars(webui.unet)["__webui_hypertile_params"] = SimpleNamespace(enabled=True)
-    return {}
-
-
-def the_webui_merges(webui, monkeypatch):
-    monkeypatch.setattr(webui.part("merging").Job, "why_left", lambda self, hires: "theirs is better")
-    webui.shared.opts.data["token_merging_ratio"] = 0.9
-    return {}
-
-
-def the_model_is_unknown(webui, monkeypatch):
     def unknown(p):
         raise TypeError("no UNet")
 
     monkeypatch.setattr(webui.part("host"), "running_unet", unknown)
-    return {}
-
-
-@pytest.mark.parametrize(("disturb", "args"), [
-    (another_samples, ()), (another_samples, ON), (a_refiner_goes_on, ()), (a_refiner_goes_on, ON),
-    (hypertile_is_on, ()), (hypertile_is_on, ON), (hypertile_stays_on, ()), (hypertile_stays_on, ON),
-    (the_webui_merges, ()), (the_webui_merges, ON), (the_model_is_unknown, ()),
-])  # fmt: skip
-def test_what_is_not_one_models_own_time_counts_for_nothing(webui, monkeypatch, disturb, args):
-    assert webui.job(*args, **disturb(webui, monkeypatch)).latents.isfinite().all()
-    assert not known(webui)
-
-
-def test_what_was_to_merge_and_did_not_is_no_unmerged_picture(webui):
-    assert "so few tokens" in webui.job(True, 0.5).comments and not known(webui)
+    assert webui.job().latents.isfinite().all() and not known(webui)
 
 
 def test_other_prompts_and_extensions_are_other_cases(webui):
@@ -134,4 +113,3 @@ def test_other_prompts_and_extensions_are_other_cases(webui):
     for length in (77, 154):
         texts = {"text_cond": torch.zeros(1, length, 8), "text_uncond": {"crossattn": torch.zeros(short)}}
         assert beside(p, SimpleNamespace(**texts)) == [(1, length, 8), short]
-    assert beside(p, SimpleNamespace()) == [None, None]

@@ -6,6 +6,7 @@ Such a script goes on with the job's pictures and makes a result of its own: non
 from __future__ import annotations
 
 import copy
+import types
 
 import pytest
 
@@ -54,49 +55,36 @@ def test_steps_are_steps_and_calls_are_calls(webui, start, steps):
 # --- scripts ----------------------------------------------------------------------------------------------------------
 
 
-class Processed:
-    """modules.processing.Processed, as a script makes it of its own pictures."""
-
-    def __init__(self, p):
-        self.extra_generation_params = p.extra_generation_params
-        self.comments = "".join(f"{comment}\n" for comment in p.comments)
-
-
-class OfScript(Processing):
-    """A job that a selected script runs, in a webui of today."""
-
-    def __init__(self, *args, **more):
-        super().__init__(*args, script_args=(3, "its own"), comments={}, **more)
-
-    def comment(self, text):
-        self.comments[text] = 1
+@pytest.fixture
+def of_script(webui):
+    """A job that a selected script runs."""
+    comments = []
+    return Processing(webui, (), script_args=(3, "its own"), comments=comments, comment=comments.append)
 
 
-def test_a_script_gets_the_pictures_that_it_would_get_and_the_report_of_each_job(webui):
+def test_a_script_gets_the_pictures_that_it_would_get_and_the_report_of_each_job(webui, of_script):
     """Loopback, SD upscale, which pastes the pictures together, and Outpainting."""
-    for _ in range(2):  # a second request begins anew
-        p = OfScript(webui, ())
-        p.script_args = tuple(list(p.script_args))
+    for number in range(2):  # a second request begins anew
+        of_script.script_args = (3, f"request {number}")
+        of_script.comments.clear()
         for ratio in (0.5, 0.25):
-            p.args = [custom(ratio)]
-            job = webui.process(p)
-            assert "ToMe report" not in job.infotexts[0] and len(job.images) == 1
-        result = Processed(p)
-        fact = result.extra_generation_params["ToMe report"]
+            of_script.args = [custom(ratio)]
+            job = webui.process(of_script)
+            assert "ToMe report" not in job.infotexts[0] and not job.comments
+        fact = of_script.extra_generation_params["ToMe report"]
         assert fact["merged"] and [job["settings"]["ratio"] for job in fact["jobs"]] == [0.5, 0.25]
-        assert result.comments.count("ToMe: strength 0.5, own settings, 4 steps") == 2
+        assert len(of_script.comments) == 2 and all(", 4 steps, " in line for line in of_script.comments)
 
 
-def test_so_has_one_whose_jobs_were_copies(webui):
+def test_so_has_one_whose_jobs_were_copies(webui, of_script):
     """Prompts from file; and a plot, which goes on with a copy of its first cell's result."""
-    p, cells = OfScript(webui, ()), []
+    cells = []
     for strength in (0.0, 0.7):
-        cell = copy.copy(p)
+        cell = copy.copy(of_script)
         cell.args = [{**FREE, "strength": strength}]
         cells.append(webui.process(cell))
-    for fact in (Processed(p).extra_generation_params["ToMe report"], report(cells[0])):
-        assert fact["merged"] and [job["strength"] for job in fact["jobs"]] == [0.0, 0.7]
-    assert "strength" not in cells[0].comments, "it is not about the other cells"
-    off = copy.copy(p)
+    for result in (types.SimpleNamespace(extra_generation_params=cell.extra_generation_params), cells[0]):
+        assert report(result)["merged"] and [job["strength"] for job in report(result)["jobs"]] == [0.0, 0.7]
+    off = copy.copy(of_script)
     off.args = [False]
     assert "ToMe report" not in webui.process(off).extra_generation_params

@@ -38,15 +38,14 @@ class Pipeline:
         return x
 
 
-class Transformers:
-    """A pipeline without a UNet. pipe: one of diffusers', and its call; None: of a model that is not known."""
+class Transformer:
+    """One of diffusers' pipelines without a UNet, by its own call."""
 
-    def __init__(self, pipe=None, call=None):
-        self.pipe, self.call, self.scheduler = pipe, call, DDIMScheduler()
-        self.transformer = nn.Linear(2, 2) if pipe is None else pipe.transformer
+    def __init__(self, pipe, call):
+        self.pipe, self.call, self.transformer, self.scheduler = pipe, call, pipe.transformer, DDIMScheduler()
 
     def __call__(self, x, text):
-        return x if self.pipe is None else transformer_pipelines.draw(self.pipe, self.call)
+        return transformer_pipelines.draw(self.pipe, self.call)
 
 
 class Processing(webui_doubles.Processing):
@@ -168,47 +167,45 @@ def test_equal_seeds_give_equal_pictures_whatever_ran_before(webui):
     assert torch.equal(draw(webui, FREE, n_iter=2, batch_size=2)[1], first) and report["merged"]
 
 
-def test_a_pass_that_fails_leaves_nothing(webui):
+@pytest.mark.parametrize("name", ["base", "hires"])
+def test_a_pass_that_fails_leaves_nothing(webui, name):
     expected = draw(webui, False)[1]
-    for name in ("base", "hires"):
-        webui.fails = name
-        webui.process(Processing(webui, ON, enable_hr=True))
-        assert is_clean(webui)
-        webui.fails = ""
-        assert torch.equal(draw(webui, False)[1], expected)
+    webui.fails = name
+    webui.process(Processing(webui, ON, enable_hr=True))
+    assert is_clean(webui)
+    webui.fails = ""
+    assert torch.equal(draw(webui, False)[1], expected)
 
 
-@pytest.mark.parametrize(("settings", "reason"), [
-    ({"token_merging_method": "ToMe", "tome_ratio": 0.5}, "SD.Next's own token merging (ToMe 0.5) is on"),
-    ({"token_merging_method": "ToDo", "todo_ratio": 0.3}, "SD.Next's own token merging (ToDo 0.3) is on"),
-    ({"hypertile_unet_enabled": True}, "HyperTile is on"),
-    ({"token_merging_method": "ToMe", "tome_ratio": 0.0}, ""),
+@pytest.mark.parametrize(("settings", "lines"), [
+    ({"token_merging_method": "ToMe", "tome_ratio": 0.5}, ["SD.Next's own token merging (ToMe 0.5) is on"] * 2),
+    ({"token_merging_method": "ToDo", "todo_ratio": 0.3}, ["SD.Next's own token merging (ToDo 0.3) is on"] * 2),
+    ({"token_merging_method": "ToMe", "tome_ratio": 0.0}, ["73%", "73%"]),
+    ({"hypertile_unet_enabled": True}, ["HyperTile is on"] * 2),
+    ({"hypertile_unet_enabled": True, "hypertile_hires_only": True}, ["73%", "HyperTile is on"]),
 ], ids=lambda value: str(value)[:40])  # fmt: skip
-def test_it_steps_aside_for_the_webuis_own_that_is_on(webui, settings, reason):
+def test_it_steps_aside_for_the_webuis_own_that_is_on(webui, settings, lines):
     webui.shared.opts.data.update(settings)
-    *_, report, infotexts = draw(webui, *ON)
-    assert reason in report["line"] and report["merged"] is not bool(reason) and (infotexts == [{}]) is bool(reason)
+    *_, report, infotexts = draw(webui, *ON, enable_hr=True)
+    _, first, second = report["line"].split("; ", 2)
+    assert lines[0] in first and lines[1] in second
+    assert report["merged"] is ("73%" in lines) and (infotexts != [{}]) is report["merged"]
 
 
-def test_hypertile_of_the_hires_pass_alone_leaves_the_first_to_us(webui):
-    webui.shared.opts.data.update({"hypertile_unet_enabled": True, "hypertile_hires_only": True})
-    _, first, second = draw(webui, *ON, enable_hr=True)[2]["line"].split("; ")
-    assert "73%" in first and "HyperTile" in second
-
-
-def test_a_model_without_a_unet_is_told_and_drawn(webui):
-    webui.shared.sd_model = Transformers()
-    _, latents, report, _ = draw(webui, *ON)
-    assert len(latents) and not report["merged"] and "BasicTransformerBlock" in report["line"]
-
-
-def test_a_transformer_that_the_engine_knows_merges_by_its_own_strengths(webui, monkeypatch):
-    webui.shared.sd_model = Transformers(*transformer_pipelines.make("Flux"))
-    monkeypatch.setattr(webui, "made", webui.shared.sd_model.transformer)
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_transformer_that_the_engine_knows_merges_by_its_own_strengths_and_another_is_told(
+    webui, monkeypatch, is_known
+):
+    pipe, call = transformer_pipelines.make("Flux")
+    webui.shared.sd_model = model = Transformer(pipe, call)
+    monkeypatch.setattr(webui, "made", model.transformer)
+    if not is_known:
+        model.transformer = nn.Linear(2, 2)
     plain = draw(webui, False)[1]
     _, latents, report, infotexts = draw(webui, FREE)
-    assert webui.part("host").layout() == "transformer" and report["merged"] and infotexts != [{}]
-    assert not torch.equal(latents, plain) and torch.equal(draw(webui, False)[1], plain)
+    assert report["merged"] is (infotexts != [{}]) is (not torch.equal(latents, plain)) is is_known
+    assert webui.part("host").layout() == "transformer" if is_known else "BasicTransformerBlock" in report["line"]
+    assert torch.equal(draw(webui, False)[1], plain)
 
 
 def test_the_infotext_does_not_take_the_name_of_its_own_setting(webui):

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-import install_hosts
 from install_hosts import WEBUI
 from tests.host_folders import call_install, make_folder
 from tests.models import ldm_of_one_level
-from tests.webui_doubles import FREE, ON, SAVED, Component, Webui, merges
+from tests.webui_doubles import FREE, ON, SAVED, Webui, merges
 from tests.webui_modules import ROOT
 
 
@@ -46,12 +45,6 @@ def test_reload_runs_new_code_and_leaves_the_model_clean(webui):
     assert all(len(listeners) == 1 for listeners in webui.callbacks.values())
 
 
-def test_unload_leaves_no_module_of_ours_behind(webui):
-    webui.call("script_unloaded")
-    assert not [name for name in sys.modules if name.startswith("_tome_core_webui")]
-    webui.callbacks.clear()
-
-
 def test_being_installed_twice_is_said_and_only_one_works(webui, tmp_path, capsys):
     (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / "scripts" / "token_merging.py", tmp_path / "scripts")
@@ -76,8 +69,8 @@ def test_an_unloaded_engine_is_let_go_though_the_model_stays():
         kept = weakref.ref(webui.part("wish").strength.__globals__["MergeConfig"])
         assert kept() is not None
         webui.call("script_unloaded")
+        assert not [name for name in sys.modules if name.startswith("_tome_core_webui")]
         del webui
-    Component.made.clear()  # the double's controls know whom they call
     gc.collect()
     assert kept() is None and not merges(model.model.diffusion_model)
 
@@ -93,8 +86,8 @@ def works(monkeypatch):
     def works(place: Path) -> None:
         webui.start(place)
         assert SAVED in webui.job(*ON).comments and not webui.errors
-        assert Path(webui.part("script").__file__).samefile(place / "extension" / "script.py")
-        assert Path(webui.engine("hosting").__file__).samefile(place / "tome_core" / "hosting.py")
+        for module in (webui.part("script"), webui.engine("hosting")):
+            assert Path(module.__file__).resolve().is_relative_to(place.resolve())
 
     yield works
     webui.call("script_unloaded")
@@ -116,5 +109,3 @@ def test_install_py_puts_it_there_and_takes_it_away(works, tmp_path, options):
     assert done.returncode == 0 and place.is_symlink() != bool(options), done.stderr
     works(place)
     assert call_install(WEBUI.command, folder, "--uninstall").returncode == 0 and not os.path.lexists(place)
-    folder.rename(tmp_path / WEBUI.below)  # the folder that was named may hold the webui's
-    assert install_hosts.target(WEBUI, tmp_path).parent == (tmp_path / WEBUI.below / WEBUI.place).resolve()

@@ -25,9 +25,8 @@ ROOT = HERE.parents[2]
 QUIET = {"live_previews_enable": False, "show_progressbar": False, "samples_save": False, "grid_save": False,
          "sd_vae": "None", "sd_model_checkpoint": "first.safetensors"}  # fmt: skip
 # what tests override: A1111 1.10 puts back after a request only those settings that were saved once
-OVERRIDDEN = {"token_merging_ratio": 0.0, "batch_cond_uncond": True, "skip_early_cond": 0.0,
-              "hypertile_enable_unet": False, "hypertile_enable_unet_secondpass": False,
-              "ad_script_names": ""}  # fmt: skip
+OVERRIDDEN = {"token_merging_ratio": 0.0, "batch_cond_uncond": True, "hypertile_enable_unet": False,
+              "hypertile_enable_unet_secondpass": False, "ad_script_names": ""}  # fmt: skip
 QUICK = {name: ["sd_model_checkpoint", "tome_enabled", "tome_strength"]
          for name in ("quicksettings_list", "quick_setting_list")}  # fmt: skip  # the second in Forge
 START = [
@@ -149,6 +148,10 @@ class Webui:
     def state(self) -> dict:
         """What the probe extension saw since the last call."""
         return self.ask("/tome_test/state")
+
+    def routes(self) -> set[str]:
+        """In which ways the last picture's attentions were told of sizes."""
+        return {route for level in self.state()["routes"].values() for route in level}
 
     def log_text(self, start: int = 0) -> str:
         """The log from a position on."""

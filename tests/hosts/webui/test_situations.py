@@ -1,10 +1,12 @@
-"""In a real webui, one law for every way in which it can call its model: off is the webui without us, on says so."""
+"""In a real webui: however it calls its model, off is the webui without us and on says so; also under its scripts."""
 
 from __future__ import annotations
 
+import urllib.error
+
 import pytest
 
-from tests.hosts.webui.running import ASKED, HALF, SAVED
+from tests.hosts.webui.running import ASKED, HALF, SAVED, ours, picture_to_start_from
 
 TILED = "HyperTile is on, whose tiles need every token"
 GUIDANCE = {
@@ -12,9 +14,13 @@ GUIDANCE = {
     "texts of unequal length": {"negative_prompt": "a boat on the shore, " * 20},
     "two prompts at once, several batches": {"prompt": "a lake AND a tree :0.5", "batch_size": 2, "n_iter": 2},
     "uncond left out of every second step": {"s_min_uncond": 20, "steps": 4},
-    "uncond left out of the early steps": {"override_settings": {"skip_early_cond": 0.6}},
     "no uncond": {"cfg_scale": 1},
 }
+ATTENTIONS = (
+    "sdp - scaled dot product", "sdp-no-mem - scaled dot product without memory efficient attention", "sub-quadratic",
+    "V1 - original v1", "InvokeAI", "Doggettx", "None",
+)  # fmt: skip
+HYPERNETWORK = {"prompt": "a lake <hypernet:small:1>"}
 
 
 @pytest.mark.parametrize("job", GUIDANCE.values(), ids=GUIDANCE)
@@ -22,34 +28,89 @@ def test_however_the_conditions_come(twins, job):
     assert SAVED in twins.law(HALF, **job)
 
 
-def test_a_hypernetwork(twins):
-    if twins.webui.kind == "forge":
-        pytest.skip("Forge has no hypernetworks")
-    job = {"prompt": "a lake <hypernet:small:1>"}
-    assert twins.without.draw_once(**job).pixels != twins.without.draw_once().pixels
-    assert SAVED in twins.law(HALF, **job)
-
-
 @pytest.fixture
-def with_hypertile(twins):
-    """The twins, and after the test no trace of HyperTile in the next picture."""
+def in_a1111(twins):
+    """The twins, and after the test no trace of it in the next picture."""
     if twins.webui.kind != "a1111":
-        pytest.skip("HyperTile is a setting of A1111 alone")
+        pytest.skip("the Forges have neither hypernetworks nor HyperTile nor a choice of attentions")
     yield twins
-    assert "nothing merged" not in twins.law(HALF)
+    twins.webui.ask("/sdapi/v1/options", {"cross_attention_optimization": "Automatic"})
+    assert SAVED in twins.law(HALF)
     twins.webui.draw(HALF)
-    routes = {route for level in twins.webui.state()["routes"].values() for route in level}
-    assert routes and all(route.startswith("bias") for route in routes), "its wrappers, which stay, are seen through"
+    assert twins.webui.routes() == {"bias"}, "HyperTile's wrappers, which stay, are seen through"
 
 
-def test_hypertile_in_the_hires_pass_alone_leaves_the_first_passes_before_it_to_us(with_hypertile):
+def test_by_each_of_a1111s_attentions_and_behind_a_hypernetwork_the_picture_is_the_same(in_a1111):
+    """Each counts merged keys as often as they stand for; else another picture would come."""
+    webui = in_a1111.webui
+    for job in ({}, HYPERNETWORK):
+        pictures = []
+        for name in ATTENTIONS:
+            webui.ask("/sdapi/v1/options", {"cross_attention_optimization": name})
+            pictures.append(webui.draw(HALF, **job).pixels)
+            assert webui.routes() == {"bias" if name.startswith("sdp - ") else "bias, by torch's own function"}, name
+        assert pictures[0] != in_a1111.without.draw_once(**job).pixels
+        differences = [max(abs(a - b) for a, b in zip(pictures[0], other, strict=True)) for other in pictures]
+        assert max(differences) <= 2, dict(zip(ATTENTIONS, differences, strict=True))
+
+
+def test_hypertile_leaves_us_the_passes_that_it_leaves_alone(in_a1111):
     job = {"hires": True, "override_settings": {"hypertile_enable_unet_secondpass": True}}
-    line = with_hypertile.law(HALF, **job)
-    assert line.startswith(f"{ASKED}; first pass: 3 steps, {SAVED}; hires pass: nothing merged: HyperTile is on")
-    line = with_hypertile.law(HALF, **job, n_iter=2)  # it stays on from the first hires pass to the job's end
-    assert f"; first pass: 3 of 6 steps, {SAVED}; " in line and line.endswith(f"; first pass: {TILED}"), line
-
-
-def test_hypertile_in_both_passes_leaves_us_nothing(with_hypertile):
+    line = in_a1111.law(HALF, **job, n_iter=2)  # it stays on from the first hires pass to the job's end
+    assert line.startswith(f"{ASKED}; first pass: 3 of 6 steps, {SAVED}; hires pass: nothing merged: HyperTile is on")
+    assert line.endswith(f"; first pass: {TILED}"), line
     job = {"override_settings": {"hypertile_enable_unet": True}}
-    assert with_hypertile.law(HALF, **job, merges=False) == f"{ASKED}, nothing merged: {TILED}"
+    assert in_a1111.law(HALF, **job, merges=False) == f"{ASKED}, nothing merged: {TILED}"
+
+
+# --- scripts that the user selects, which go on with our jobs' pictures -----------------------------------------------
+
+# a script's arguments in their order, how many jobs it runs, what it begins with
+SCRIPTS = {
+    "prompts from file or textbox": ([False, False, "start", "a lake\na wall"], 2, {}),
+    "loopback": ([2, 0.5, "Linear", "None"], 2, {"init_images": [picture_to_start_from()]}),
+    "sd upscale": (["", 64, 0, 2.0], 4, {"init_images": [picture_to_start_from(192)]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_gets_the_pictures_that_it_would_get_and_tells_of_each_job(twins, script):
+    args, jobs, more = SCRIPTS[script]
+    job = {"script_name": script, "script_args": args, **more}
+    if more:
+        job |= {"path": "img2img", "denoising_strength": 0.6}
+        for webui in twins:  # the first one of a process differs, without us too: it is encoded with unseeded noise
+            webui.draw(**job)
+    merged, plain = twins.webui.draw(HALF, **job), twins.without.draw(**job)
+    assert len(merged.all) == len(plain.all) and len(merged.report["jobs"]) == jobs
+    assert twins.webui.draw(**job).all == plain.all and twins.webui.state()["patched"] == 0
+
+
+def plot(webui, **axes):
+    """The cells of a plot of pictures with `HALF`, row by row, their infotexts, and the report.
+
+    axes: by letter, our axis and its values as text.
+    """
+    choices = next(arg["choices"] for arg in webui.info_of("x/y/z plot")["args"] if arg["label"] == "X type")
+    chosen = {f"{letter}_type": choices.index("Nothing") for letter in "XYZ"}
+    for letter, (axis, values) in axes.items():
+        chosen |= {f"{letter}_type": choices.index(f"[ToMe] {axis}"), f"{letter}_values": values}
+    values = webui.values_of("x/y/z plot", **chosen, Include_Sub_Images=True,
+                             Use_text_inputs_instead_of_dropdowns=True)  # fmt: skip
+    picture = webui.draw(HALF, script_name="x/y/z plot", script_args=values)
+    cells = [image for image in picture.all if len(image) == min(map(len, picture.all))]
+    return cells, picture.facts["infotexts"][-len(cells) :], picture.report
+
+
+def test_each_cell_of_a_plot_is_the_picture_of_its_settings(twins):
+    cells, texts, report = plot(twins.webui, X=("Ratio", "0, 0.5"), Y=("Start", "0, 0.5"))
+    plain = twins.without.draw_once().pixels
+    alone = [twins.webui.draw({**HALF, "start": start}) for start in (0, 0.5)]
+    assert cells == [plain, alone[0].pixels, plain, alone[1].pixels] and len(set(cells)) == 3
+    assert [ours(text) for text in texts] == [[], alone[0].ours, [], alone[1].ours]
+    assert [job["merged"] for job in report["jobs"]] == [False, True, False, True] and report["merged"]
+    start = len(twins.webui.log_text())
+    with pytest.raises(urllib.error.HTTPError):
+        plot(twins.webui, X=("Strength", "0.5, 1.5"))
+    assert "[ToMe] strength=1.5 is no number from 0 to 1" in twins.webui.log_text(start)
+    assert not twins.webui.our_lines(start), "no cell was drawn"

@@ -1,4 +1,4 @@
-"""In a test's webui: looks whether anything is left on the model, and stops or fails a job whose prompt says so."""
+"""In a test's webui: looks whether anything is left on the model, and fails a job whose prompt says so."""
 
 import hashlib
 import os
@@ -26,8 +26,6 @@ def on_step(params):
     prompt, is_hires = params.denoiser.p.prompt, params.denoiser.p.is_hr_pass
     if params.denoiser.step == 1 and "fail" in prompt and is_hires == ("fail hires" in prompt):
         params.denoiser.step = None  # what a callback raises is swallowed; with this, the denoiser cannot go on
-    if params.denoiser.step == 1 and "interrupt" in prompt:
-        shared.state.interrupt()
     wraps = vars(unet()).get("_tome_core_patch") if unet() is not None else None
     if wraps is not None and wraps.handle is not None:
         report = wraps.handle.report()
