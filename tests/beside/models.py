@@ -68,7 +68,7 @@ class Beside:
     def _call(self, time: int) -> torch.Tensor:
         if self.name in UNETS:
             case, side = UNETS[self.name], _SIDES.get(self.name, 16)
-            x, text = inputs(case.in_channels, 2, side, side, frames=case.frames)
+            x, text = inputs(4, 2, side, side, frames=case.frames)
             return case.call(self.whole, _smooth(x), time, text)
         given = tiny_transformers.at(tiny_transformers.arguments_of(self.name), time / 500)
         name = "x" if "x" in given else "hidden_states"

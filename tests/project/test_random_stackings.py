@@ -11,11 +11,11 @@ import logging
 import pytest
 
 from tests.random_stackings import __main__ as command
-from tests.random_stackings import cases, comfy_graphs, laws, webui_jobs
+from tests.random_stackings import cases, comfy_graphs, laws
 
 pytestmark = pytest.mark.slow
 SEED = 1  # `--seed 0 --count 10000` is the long run's
-SHARE = {laws: 90, comfy_graphs: 20, webui_jobs: 4}
+SHARE = {laws: 90, comfy_graphs: 20}
 
 
 @pytest.mark.parametrize("kind", SHARE, ids=lambda kind: kind.__name__.rpartition(".")[2])
