@@ -37,10 +37,9 @@ class Case(NamedTuple):
 
 
 class Alone(NamedTuple):
-    """A model with foreign things and without us. again: one more picture. while_on, afterwards: what is on it."""
+    """A model with foreign things and without us. while_on, afterwards: what is on it."""
 
     pictures: torch.Tensor
-    again: torch.Tensor
     while_on: str
     afterwards: str
 
@@ -52,10 +51,10 @@ def alone(name: str, things: tuple[str, ...] = ()) -> Alone:
     first = beside.draw(TIMES[:1])
     for _ in range(2):  # the second time on what they have left on the model
         with Together(beside, Case(name, things, 0, 0), with_us=False):
-            pictures, again, while_on = beside.draw(), beside.draw(TIMES[:1]), str(traces(beside.model))
+            pictures, while_on = beside.draw(), str(traces(beside.model))
     assert pictures.isfinite().all() and torch.equal(beside.draw(TIMES[:1]), first)
     drop_own_methods(beside.model)
-    return Alone(pictures, again, while_on, str(traces(beside.model)))
+    return Alone(pictures, while_on, str(traces(beside.model)))
 
 
 @cache
@@ -169,8 +168,7 @@ def _judge_report(case: Case, beside: Beside, report: Any) -> None:
         assert_counted(report, 1)
         return
     assert_counted(report, calls(case.model, *case.things))
-    if things[0].left is not None:
-        assert bool(off) == ((beside.is_by_hand, case.before == 0) in things[0].left), f"{on} merged, {off}"
+    assert bool(off) == ((beside.is_by_hand, case.before == 0) in things[0].left), f"{on} merged, {off}"
 
 
 def _leave(case: Case, both: Together, its: Alone) -> None:
@@ -190,8 +188,7 @@ def _leave(case: Case, both: Together, its: Alone) -> None:
     if case.after == 0:
         if len(things) == 1:
             assert str(traces(beside.model)) == its.while_on, "we left: something is left on the model"
-        if len(things) == 1 or not any(thing.left is None for thing in things):  # caches answer every second call
-            assert torch.equal(beside.draw(TIMES[:1]), its.again), "we left: other bits"
+        assert torch.equal(beside.draw(TIMES[:1]), its.pictures[:1]), "we left: other bits"
         both.close(len(things))
         with tome_core.patch(beside.whole, **SETTINGS) as again, again.sampling():
             assert torch.equal(beside.draw(), merged), "merged again: other bits"

@@ -17,17 +17,28 @@ from torch.overrides import BaseTorchFunctionMode as Looking
 
 from tests.beside import ways
 from tests.beside.models import Beside
-from tests.beside.ways import CPU, Delegating, exchanged, first_attention, hooks, model, offloaded, processor, wrapper
+from tests.beside.ways import (
+    CPU,
+    Delegating,
+    each,
+    exchanged,
+    first_attention,
+    layers,
+    model,
+    offloaded,
+    processor,
+    wrapper,
+)
 
 
 class Thing(NamedTuple):
     """on: a context manager, inside which it is on. left: when attentions have to be left alone for it (are scores
-    computed by hand, did it come last); None if it may be so or not. reason: what the report names then, as a pattern.
-    fits: on which models it can be. is_slow: takes seconds. takes_us: if it leaves before us, with what stands on it.
+    computed by hand, did it come last). reason: what the report names then, as a pattern. fits: on which models it can
+    be. is_slow: takes seconds. takes_us: if it leaves before us, with what stands on it.
     """
 
     on: ways.On
-    left: Set[tuple[bool, bool]] | None = frozenset()
+    left: Set[tuple[bool, bool]] = frozenset()
     reason: str = "nothing"
     fits: Callable[[Beside], bool] = lambda beside: True
     is_slow: bool = False
@@ -70,7 +81,7 @@ def is_known_in_graphs(beside: Beside) -> bool:
     return beside.name != "sgm_double"
 
 
-attentions, blocks, around = attrgetter("attentions"), attrgetter("blocks"), attrgetter("around")
+attentions, around = attrgetter("attentions"), attrgetter("around")
 by_leaves = functools.partial(apply_group_offloading, onload_device=CPU, offload_type="leaf_level")
 looking, guiding, on_a_device = map(ways.within, (Looking, PAG, lambda: torch.device("cpu")))
 
@@ -84,11 +95,14 @@ OVER = {(False, True), (True, True)}  # it asks nobody what was there
 BY_FUNCTION = {(False, False), (False, True)}
 ANYWHERE = BY_HAND | BY_FUNCTION
 THINGS = {
-    "hooks on attentions and layers": Thing(hooks(attentions, ways.projections)),
-    "hooks on blocks and the model": Thing(hooks(around, model)),
-    "pre-hooks": Thing(ways.pre_hooks(attentions, model)),
-    "accelerate's hooks": Thing(ways.accelerates_hooks),
-    "diffusers' hooks": Thing(ways.diffusers_hooks, BENEATH, "new_forward", takes_us=True),
+    "hooks on attentions": Thing(each(attentions, ways.hook)),
+    "hooks on layers": Thing(each(layers, ways.hook)),
+    "hooks on blocks": Thing(each(around, ways.hook)),
+    "a hook on the model": Thing(each(model, ways.hook)),
+    "pre-hooks": Thing(each(ways.model_and_attentions, ways.pre_hook)),
+    "accelerate's hooks": Thing(each(ways.model_and_attentions, ways.accelerates_hook)),
+    "diffusers' hooks": Thing(
+        each(ways.model_and_attentions, ways.diffusers_hook), BENEATH, "new_forward", takes_us=True),
     "wrappers of attentions": Thing(wrapper(attentions), BENEATH, "changing"),
     "wrappers of blocks": Thing(wrapper(around)),
     "a wrapper of the model": Thing(wrapper(model)),
@@ -100,11 +114,9 @@ THINGS = {
         exchanged(first_attention, functools.partial), BY_HAND | OVER, "own_forward"),
     "blocks' own forward": Thing(exchanged(around)),
     "the model's own forward": Thing(exchanged(model), OVER, "own_forward"),
-    "another class of attentions": Thing(ways.another_class, BY_HAND, "of_the_class"),
+    "another class of attentions": Thing(each(attentions, ways.another_class), BY_HAND, "of_the_class"),
     "another method of the class": Thing(ways.method_of_the_class, BY_HAND, "of_the_class"),
     "attentions called twice": Thing(wrapper(attentions, ways.twice), BENEATH, "twice"),
-    "a cache of blocks": Thing(wrapper(blocks, ways.every_second), None, "every_second"),
-    "a cache of the model": Thing(wrapper(model, ways.every_second), None, "every_second"),
     "a function that is no attention": Thing(
         ways.replaced(ways.no_softmax), BY_FUNCTION, "no_softmax|forward calls no attention function"),
     "a mode around attentions": Thing(

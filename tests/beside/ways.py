@@ -59,32 +59,39 @@ def model(beside: Beside) -> list[nn.Module]:
     return [beside.model]
 
 
-def projections(beside: Beside) -> list[nn.Module]:
+def layers(beside: Beside) -> list[nn.Module]:
+    """The attentions' projections."""
     return [getattr(attention, name) for attention in beside.attentions for name in PROJECTIONS]
+
+
+def model_and_attentions(beside: Beside) -> list[nn.Module]:
+    return [beside.model, *beside.attentions]
+
+
+def each(places: Places, put_on: Callable[[nn.Module], Callable[[], Any]]) -> On:
+    """On every module of these places. put_on: puts it on, and gives what takes it off."""
+
+    @contextmanager
+    def on(beside: Beside) -> Iterator[None]:
+        undo = [put_on(module) for module in places(beside)]
+        yield
+        for take_off in reversed(undo):
+            take_off()
+
+    return on
 
 
 # --- hooks ------------------------------------------------------------------------------------------------------------
 
 
-def hooks(*places: Places) -> On:
+def hook(module: nn.Module) -> Callable[[], Any]:
     """torch's, on what a module gives."""
-    return _hooked(places, lambda module: module.register_forward_hook(lambda module, args, out: changed(out)))
+    return module.register_forward_hook(lambda module, args, out: changed(out)).remove
 
 
-def pre_hooks(*places: Places) -> On:
+def pre_hook(module: nn.Module) -> Callable[[], Any]:
     """torch's, on what a module is given."""
-    return _hooked(places, lambda module: module.register_forward_pre_hook(changed_input, with_kwargs=True))
-
-
-def _hooked(places: tuple[Places, ...], register: Callable[[nn.Module], Any]) -> On:
-    @contextmanager
-    def on(beside: Beside) -> Iterator[None]:
-        handles = [register(module) for place in places for module in place(beside)]
-        yield
-        for handle in handles:
-            handle.remove()
-
-    return on
+    return module.register_forward_pre_hook(changed_input, with_kwargs=True).remove
 
 
 class _OfAccelerate(accelerate.hooks.ModelHook):
@@ -97,23 +104,19 @@ class _OfDiffusers(ModelHook):
         return changed(output)
 
 
-@contextmanager
-def accelerates_hooks(beside: Beside) -> Iterator[None]:
-    for module in (beside.model, *beside.attentions):
-        add_hook_to_module(module, _OfAccelerate())
-    yield
-    for module in (beside.model, *beside.attentions):
-        remove_hook_from_module(module)
+def accelerates_hook(module: nn.Module) -> Callable[[], Any]:
+    add_hook_to_module(module, _OfAccelerate())
+    return lambda: remove_hook_from_module(module)
 
 
-@contextmanager
-def diffusers_hooks(beside: Beside) -> Iterator[None]:
-    for module in (beside.model, *beside.attentions):
-        HookRegistry.check_if_exists_or_initialize(module).register_hook(_OfDiffusers(), "changing")
-    yield
-    for module in (beside.model, *beside.attentions):
+def diffusers_hook(module: nn.Module) -> Callable[[], Any]:
+    HookRegistry.check_if_exists_or_initialize(module).register_hook(_OfDiffusers(), "changing")
+
+    def take_off() -> None:
         module._diffusers_hook.remove_hook("changing", recurse=False)
         del module._diffusers_hook
+
+    return take_off
 
 
 # --- in the place of forward ------------------------------------------------------------------------------------------
@@ -136,19 +139,6 @@ def twice(module: nn.Module, saved: Callable) -> Callable:
     return twice
 
 
-def every_second(module: nn.Module, saved: Callable) -> Callable:
-    """A cache: the second call is answered with what the first one gave."""
-    kept: list[Any] = []
-
-    def every_second(*args: Any, **kwargs: Any) -> Any:
-        if kept:
-            return kept.pop()
-        kept.append(saved(*args, **kwargs))
-        return kept[0]
-
-    return every_second
-
-
 def within(mode: Callable[[], Any]) -> Callable:
     """While a module runs, a mode is in force."""
 
@@ -167,16 +157,13 @@ def wrapper(places: Places, make: Callable[[nn.Module, Callable], Callable] = ch
     bound method of the module, as a cache library does.
     """
 
-    @contextmanager
-    def on(beside: Beside) -> Iterator[None]:
-        saved = [(module, module.forward) for module in places(beside)]
-        for module, forward in saved:
-            module.forward = make(module, forward)
-        yield
-        for module, forward in reversed(saved):
-            module.forward = types.MethodType(getattr(forward, "__func__", forward), module) if rebinds else forward
+    def put_on(module: nn.Module) -> Callable[[], Any]:
+        saved = module.forward
+        module.forward = make(module, saved)
+        found = types.MethodType(getattr(saved, "__func__", saved), module) if rebinds else saved
+        return lambda: setattr(module, "forward", found)
 
-    return on
+    return each(places, put_on)
 
 
 def own_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -187,18 +174,18 @@ def own_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def exchanged(places: Places, bind: Callable = types.MethodType) -> On:
     """A whole forward of another program, taken off with what stood on top of it."""
 
-    @contextmanager
-    def on(beside: Beside) -> Iterator[None]:
-        saved = [(module, vars(module).get("forward")) for module in places(beside)]
-        for module, _ in saved:
-            module.forward = bind(own_forward, module)
-        yield
-        for module, forward in saved:
-            vars(module).pop("forward", None)
-            if forward is not None:
-                module.forward = forward
+    def put_on(module: nn.Module) -> Callable[[], Any]:
+        saved = vars(module).get("forward")
+        module.forward = bind(own_forward, module)
 
-    return on
+        def take_off() -> None:
+            vars(module).pop("forward", None)
+            if saved is not None:
+                module.forward = saved
+
+        return take_off
+
+    return each(places, put_on)
 
 
 def instead_of(forward: Callable) -> Callable:
@@ -211,15 +198,11 @@ def instead_of(forward: Callable) -> Callable:
     return of_the_class
 
 
-@contextmanager
-def another_class(beside: Beside) -> Iterator[None]:
+def another_class(module: nn.Module) -> Callable[[], Any]:
     """As ToMe and HyperTile do it."""
-    for attention in beside.attentions:
-        kind = type(attention)
-        attention.__class__ = type(f"Another{kind.__name__}", (kind,), {"forward": instead_of(kind.forward)})
-    yield
-    for attention in beside.attentions:
-        attention.__class__ = type(attention).__mro__[1]
+    kind = type(module)
+    module.__class__ = type(f"Another{kind.__name__}", (kind,), {"forward": instead_of(kind.forward)})
+    return lambda: setattr(module, "__class__", kind)
 
 
 @contextmanager
@@ -274,29 +257,25 @@ def derived(before: Any) -> Any:
 def processor(make: Callable[[Any], Any]) -> On:
     """Another one. make: of what was there."""
 
-    @contextmanager
-    def on(beside: Beside) -> Iterator[None]:
-        saved = [(attention, attention.processor) for attention in beside.attentions]
-        for attention, before in saved:
-            attention.processor = make(before)
-        yield
-        for attention, before in saved:
-            attention.processor = before
+    def put_on(attention: nn.Module) -> Callable[[], Any]:
+        before = attention.processor
+        attention.processor = make(before)
+        return lambda: setattr(attention, "processor", before)
 
-    return on
+    return each(lambda beside: beside.attentions, put_on)
 
 
 # --- what libraries bring ---------------------------------------------------------------------------------------------
 
 
 def switched(put_on: Callable[[nn.Module], Any], take_off: Callable[[nn.Module], Any]) -> On:
-    @contextmanager
-    def on(beside: Beside) -> Iterator[None]:
-        put_on(beside.model)
-        yield
-        take_off(beside.model)
+    """A model's own."""
 
-    return on
+    def on(model: nn.Module) -> Callable[[], Any]:
+        put_on(model)
+        return functools.partial(take_off, model)
+
+    return each(model, on)
 
 
 def offloaded(put_on: Callable[[nn.Module], Any]) -> On:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tome_core
 from benchmarks.sd_block import BasicTransformerBlock
-from tests import least_unet, pipelines, tiny_transformers, transformer_pipelines
+from tests import least_unet, tiny_transformers, transformer_pipelines
 from tests.compiling import (
     COMPILED,
     LEAST,
@@ -249,28 +249,20 @@ def test_a_loop_of_ones_own_is_a_sampling_too_of_which_nothing_is_held_when_it_i
         assert work == ["match"] * 2 * 2, "for each of two blocks in each of two samplings"
 
 
-def drawn(name: str, words: Any, work: list[str], is_compiled: bool) -> tuple[list[torch.Tensor], list[str], Any]:
+def drawn(name: str, work: list[str], is_compiled: bool) -> tuple[list[torch.Tensor], list[str], Any]:
     """Two pictures of a pipeline, what was done for plans, and the report."""
-    if name == "UNet":
-        pipe, call = pipelines.make(words), {}
-        pipe.unet = whole(LEAST, pipe.unet) if is_compiled else pipe.unet
-        draw_one = pipelines.draw
-    else:
-        pipe, call = transformer_pipelines.make(name)
-        draw_one = transformer_pipelines.draw
-        for network in transformer_pipelines.transformers_of(pipe) if is_compiled else ():
-            in_place(FLUX, network)
+    pipe, call = transformer_pipelines.make(name)
+    for network in transformer_pipelines.transformers_of(pipe) if is_compiled else ():
+        in_place(FLUX, network)
     work.clear()
     with tome_core.patch(pipe, **STRONG, keep=900.0) as handle:
-        return [draw_one(pipe, **({"call": call} if call else {})) for _ in range(2)], list(work), handle.report()
+        return [transformer_pipelines.draw(pipe, call) for _ in range(2)], list(work), handle.report()
 
 
-@pytest.mark.parametrize("name", some_quick(["Flux", "UNet", "Wan 2.2, of two transformers"]))
-def test_a_compiled_pipeline_keeps_over_its_steps_what_it_would_keep(name, words, work):
-    if name not in ("UNet", *transformer_pipelines.PRESENT):
-        pytest.skip("this diffusers has no such pipeline")
+@pytest.mark.parametrize("name", some_quick(["Flux", "Wan 2.2, of two transformers"]))
+def test_a_compiled_pipeline_keeps_over_its_steps_what_it_would_keep(name, work):
     before = _plans()
-    (eager, wanted, counted), (pictures, done, report) = (drawn(name, words, work, way) for way in (False, True))
+    (eager, wanted, counted), (pictures, done, report) = (drawn(name, work, way) for way in (False, True))
     assert same(pictures, eager) and done == wanted and report == counted and done
     assert torch.equal(*pictures), "equal seeds, equal pictures"
     assert _plans() == before, "nothing of a picture is held when it is done"
