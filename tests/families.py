@@ -12,7 +12,7 @@ import torch
 from tests import tiny_transformers
 from tests.models import CASES, call_case
 
-_OF_ITS_OWN = ("ldm_sd1", "sgm_double", "comfy_double", "sd15", "sdxl", "gligen", "ada_norm_zero", "motion")
+_OF_ITS_OWN = ("ldm_sd1", "sgm_double", "comfy_double", "sd15", "sdxl", "gligen", "motion")
 
 # most laws' cases: one of each wiring is quick; what differs from it in weights or arguments alone is slow
 every_family_in_time = pytest.mark.parametrize(

@@ -6,15 +6,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from diffusers import ControlNetModel, UNet2DConditionModel, UNetMotionModel
-from diffusers.models.attention import BasicTransformerBlock
+from diffusers import UNet2DConditionModel, UNetMotionModel
 from ldm.modules.diffusionmodules.openaimodel import UNetModel
 from torch import nn
 
@@ -43,7 +41,7 @@ def call_case(
     case: ModelCase, model: Any, batch: int = 2, height: int = 16, width: int = 16, timestep: Any = 500, seed: int = 0
 ) -> torch.Tensor:
     """The model's picture for inputs that depend on the arguments only; no gradients, global RNG untouched."""
-    x, text = inputs(case.in_channels, batch, height, width, seed, case.frames)
+    x, text = inputs(4, batch, height, width, seed, case.frames)
     with torch.no_grad():
         return case.call(model, x, timestep, text)
 
@@ -127,26 +125,7 @@ four_levels = seeded(unet, block_out_channels=(16, 16, 32, 32),  # attention at 
                      up_block_types=("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3)  # fmt: skip
 sd2 = seeded(unet, use_linear_projection=True, attention_head_dim=(2, 4))
 sdxl = seeded(unet, **SDXL)
-inpainting = seeded(unet, in_channels=9)
 gligen = seeded(unet, attention_type="gated")
-
-
-@seeded
-def chunked() -> nn.Module:
-    model = unet()
-    for block in model.modules():
-        if type(block).__name__ == "BasicTransformerBlock":
-            block.set_chunk_feed_forward(16, dim=1)
-    return model
-
-
-@seeded
-def lora() -> nn.Module:
-    from peft import LoraConfig
-
-    model = unet()
-    model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
-    return model
 
 
 @seeded
@@ -155,26 +134,6 @@ def ip_adapter() -> nn.Module:
     model = unet()
     model._load_ip_adapter_weights([image_adapter(model, torch.Generator())])
     return model
-
-
-def _adaptive(norm_type: str, **block: Any) -> nn.Module:
-    """A UNet with blocks of another kind, whose transformers are told what the UNet itself does not pass on."""
-    model = unet()
-    for module in model.modules():
-        if type(module).__name__ != "Transformer2DModel":
-            continue
-        width = module.config.num_attention_heads * module.config.attention_head_dim
-        one = BasicTransformerBlock(width, 4, width // 4, cross_attention_dim=TEXT, norm_type=norm_type, **block)
-        module.transformer_blocks = nn.ModuleList([one])
-        module.register_forward_pre_hook(functools.partial(_tell, norm_type, width), with_kwargs=True)
-    return model
-
-
-def _tell(norm_type: str, width: int, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    batch = args[0].shape[0]
-    if norm_type == "ada_norm_zero":
-        return args, {**kwargs, "timestep": torch.full((batch,), 7), "class_labels": torch.full((batch,), 3)}
-    return args, {**kwargs, "timestep": torch.linspace(-1, 1, 6 * width).expand(batch, -1)}
 
 
 motion = seeded(
@@ -197,17 +156,6 @@ def _call_sdxl(model, x, timestep, text):
     batch = x.shape[0]
     added = {"text_embeds": text[:, 0, :16], "time_ids": torch.arange(6.0).expand(batch, -1)}
     return call_unet(model, x, timestep, text, added_cond_kwargs=added)
-
-
-@functools.cache
-def _controlnet() -> nn.Module:
-    return seeded(lambda: ControlNetModel.from_unet(unet(), conditioning_embedding_out_channels=(8, 8)))()
-
-
-def _call_with_controlnet(model, x, timestep, text):
-    hint = torch.zeros(x.shape[0], 3, 2 * x.shape[2], 2 * x.shape[3])
-    down, mid = _controlnet()(x, timestep, text, controlnet_cond=hint, return_dict=False)
-    return call_unet(model, x, timestep, text, down_block_additional_residuals=down, mid_block_additional_residual=mid)
 
 
 def _call_with_image(model, x, timestep, text, **more):
@@ -278,15 +226,9 @@ CASES = (
     ModelCase("sd15", sd15, call_unet),
     ModelCase("sd2", sd2, call_unet),
     ModelCase("sdxl", sdxl, _call_sdxl),
-    ModelCase("inpainting", inpainting, call_unet, in_channels=9),
-    ModelCase("controlnet", sd15, _call_with_controlnet),
     ModelCase("ip_adapter", ip_adapter, _call_with_image),
     ModelCase("ip_adapter_masks", ip_adapter, _call_with_masked_image),
     ModelCase("gligen", gligen, call_gligen),
-    ModelCase("lora", lora, call_unet),
-    ModelCase("ada_norm_single", seeded(_adaptive, norm_type="ada_norm_single"), call_unet),
-    ModelCase("ada_norm_zero", seeded(_adaptive, norm_type="ada_norm_zero", num_embeds_ada_norm=10), call_unet),
-    ModelCase("chunked_feed_forward", chunked, call_unet),
     ModelCase("motion", motion, _call_motion, frames=2),
 )
 BY_NAME = {case.name: case for case in CASES}

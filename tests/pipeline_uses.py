@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import diffusers
-import torch
 
 from tests.models import fixed
-from tests.pipelines import IMAGE_TIMES, an_image
+from tests.pipelines import an_image
 
 
 def _controlnet(pipe: Any, load: Any) -> tuple[Any, dict[str, Any]]:
@@ -17,20 +16,8 @@ def _controlnet(pipe: Any, load: Any) -> tuple[Any, dict[str, Any]]:
     return made, {"image": an_image(pipe), "controlnet_conditioning_scale": 0.7}
 
 
-def _guessing_controlnet(pipe: Any, load: Any) -> tuple[Any, dict[str, Any]]:
-    made, call = _controlnet(pipe, load)
-    return made, {**call, "guess_mode": True}
-
-
-def _inpainting(pipe: Any, load: Any) -> tuple[Any, dict[str, Any]]:
-    made, image = diffusers.AutoPipelineForInpainting.from_pipe(pipe), an_image(pipe)
-    mask = torch.zeros_like(image[:, :1])
-    mask[..., : mask.shape[-1] // 2] = 1
-    return made, {"image": image, "mask_image": mask, "strength": 0.8, "timesteps": IMAGE_TIMES}
-
-
 USES = {
-    "controlnet": _controlnet, "guessing controlnet": _guessing_controlnet, "inpainting": _inpainting,
+    "controlnet": _controlnet,
     "callback": lambda pipe, load: (pipe, {
         "callback_on_step_end": lambda *given: {"latents": given[-1]["latents"] * 0.9},
         "callback_on_step_end_tensor_inputs": ["latents"],

@@ -6,8 +6,6 @@ instead of at once. Equal means equal bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +16,13 @@ import torch
 import tome_core
 from tests import tiny_pipeline
 from tome_core import MergeConfig, preset
-from tome_core.patching import layout_of
 
 KINDS = {"sd15": tiny_pipeline.stable_diffusion, "sdxl": tiny_pipeline.stable_diffusion_xl}
-PRESETS = ("balanced", "fast")
 TOKENS = 1024
 TIMES = [901, 801, 401, 301]  # both phases of a preset, and a match of each is kept for a step
 IMAGE_TIMES = [951, *TIMES]  # of which a strength of .8 leaves those
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
-every_preset = pytest.mark.parametrize("name", PRESETS)
 
 
 def make(words: Path, kind: str = "sd15") -> Any:
@@ -42,20 +37,6 @@ def draw(pipe: Any, seed: int = 0, **more: Any) -> torch.Tensor:
     pipe.set_progress_bar_config(disable=True)
     call = {"prompt": "a b", "timesteps": TIMES, "guidance_scale": 3.0, "output_type": "latent"}
     return pipe(**{**call, **more}, generator=torch.Generator().manual_seed(seed)).images
-
-
-def latents(pipe: Any, after: int, change: Callable[[], Any], **more: Any) -> list[torch.Tensor]:
-    """After each step of a picture, in which something is changed after so many of them."""
-    seen = []
-
-    def look(_pipe: Any, step: int, _time: Any, held: dict[str, Any]) -> dict[str, Any]:
-        seen.append(held["latents"])
-        if step + 1 == after:
-            change()
-        return held
-
-    draw(pipe, **more, callback_on_step_end=look)
-    return seen
 
 
 def merged_alone(pipe: Any, name: str | MergeConfig = "balanced", **more: Any) -> torch.Tensor:
@@ -76,11 +57,6 @@ def assert_merged(handle: Any) -> None:
 
 def differ(*pictures: torch.Tensor) -> bool:
     return not any(torch.equal(one, two) for i, one in enumerate(pictures) for two in pictures[:i])
-
-
-def keeps_nothing(pipe: Any) -> MergeConfig:
-    """Balanced as a compiled model has it, and a loop that nobody said is one: matches do not live on there."""
-    return replace(preset("balanced", layout_of(pipe)), keep=0.0)
 
 
 def an_image(pipe: Any) -> torch.Tensor:

@@ -53,17 +53,6 @@ def _wan_of_a_picture() -> dict[str, Any]:
     return {"vae": vae, "transformer": tiny_transformers.sized("WanTransformer3DModel", **settings).eval()}
 
 
-def _hunyuan_video15() -> dict[str, Any]:
-    """Its transformer is given a picture's latent and a mask beside the noise; the sizes of all are the decoder's."""
-    vae = diffusers.AutoencoderKLHunyuanVideo15(
-        latent_channels=4, block_out_channels=(8, 8, 8, 8, 8), layers_per_block=1, downsample_match_channel=False,
-        upsample_match_channel=False,
-    )  # fmt: skip
-    kind, settings, *_ = tiny_transformers.MODELS["HunyuanVideo 1.5"]
-    transformer = tiny_transformers.sized(kind, **settings, in_channels=9).eval()
-    return {"vae": vae, "transformer": transformer, "guider": diffusers.ClassifierFreeGuidance()}
-
-
 class Way(NamedTuple):
     """kind: the pipeline's class; model: its transformer; call: what its prompt, its size and its kind want.
 
@@ -102,49 +91,19 @@ PIPELINES = {
     ),
     "Wan, image to video": Way("WanImageToVideoPipeline", "Wan",
                                {**WAN, "image": Image.new("RGB", (256, 256), "teal")}, _wan_of_a_picture),
-    "HunyuanVideo": Way("HunyuanVideoPipeline", "HunyuanVideo",
-                        {"prompt_embeds": WORDS, "pooled_prompt_embeds": POOLED, "prompt_attention_mask": ALL_SEEN,
-                         **FILM}),
     "LTX": Way("LTXPipeline", "LTX",
                {**_both(prompt_embeds=WORDS, prompt_attention_mask=ALL_SEEN), **PICTURE, "num_frames": 17}),
-    "PixArt alpha": Way("PixArtAlphaPipeline", "PixArt", PIXART,
-                        lambda: {"scheduler": diffusers.DPMSolverMultistepScheduler()}),
     "PixArt sigma": Way("PixArtSigmaPipeline", "PixArt", PIXART,
                         lambda: {"scheduler": diffusers.DPMSolverMultistepScheduler()}),
-    "Flux.2": Way("Flux2Pipeline", "Flux.2", {"prompt_embeds": WORDS, **PICTURE}, lambda: {"vae": decoder()}),
-    "Krea 2": Way("Krea2Pipeline", "Krea 2", {
-        **_both(prompt_embeds=_noise(1, tiny_transformers.WORDS, 2, 32), prompt_embeds_mask=ALL_SEEN.bool()), **PICTURE,
-    }),
-    "Bria": Way("BriaPipeline", "Bria", {**_both(prompt_embeds=WORDS), **PICTURE}, lambda: {"vae": decoder()}),
-    "Ovis": Way("OvisImagePipeline", "Ovis", {**_both(prompt_embeds=WORDS), **PICTURE, "negative_prompt": None}),
-    "AuraFlow": Way("AuraFlowPipeline", "AuraFlow", {
-        **_both(prompt_embeds=WORDS, prompt_attention_mask=ALL_SEEN), **PICTURE}, lambda: {"vae": decoder()}),
     "CogView 4": Way("CogView4Pipeline", "CogView 4", {**_both(prompt_embeds=WORDS), **PICTURE}),
-    "CogView 3": Way("CogView3PlusPipeline", "CogView 3", {**_both(prompt_embeds=WORDS), **PICTURE},
-                     lambda: {"scheduler": diffusers.CogVideoXDDIMScheduler()}),
-    "CogVideoX": Way("CogVideoXPipeline", "CogVideoX", {**_both(prompt_embeds=WORDS), **FILM},
-                     lambda: {"scheduler": diffusers.CogVideoXDDIMScheduler()}),
     "Mochi": Way("MochiPipeline", "Mochi", {
         **_both(prompt_embeds=WORDS, prompt_attention_mask=ALL_SEEN.bool()), **PICTURE, "num_frames": 13,
     }, lambda: {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True)}),
     "HiDream": Way("HiDreamImagePipeline", "HiDream", {
         **_both(prompt_embeds_t5=WORDS, prompt_embeds_llama3=_noise(2, 1, tiny_transformers.WORDS, 32),
                 pooled_prompt_embeds=POOLED), **PICTURE}, lambda: {"vae": decoder()}),
-    "HunyuanImage": Way("HunyuanImagePipeline", "HunyuanImage", {
-        **_both(prompt_embeds=WORDS, prompt_embeds_mask=ALL_SEEN, prompt_embeds_2=WORDS, prompt_embeds_mask_2=ALL_SEEN),
-        "height": 1024, "width": 1024}),
-    "Allegro": Way("AllegroPipeline", "Allegro", {
-        **_both(prompt_embeds=WORDS, prompt_attention_mask=ALL_SEEN), **FILM, "negative_prompt": None,
-    }, lambda: {"scheduler": diffusers.EulerAncestralDiscreteScheduler()}),
     "DiT": Way("DiTPipeline", "DiT", {"class_labels": [1]},
                lambda: {"vae": decoder(), "scheduler": diffusers.DDIMScheduler()}),
-    "HunyuanDiT": Way("HunyuanDiTPipeline", "HunyuanDiT", {
-        **_both(prompt_embeds=WORDS, prompt_embeds_2=WORDS, prompt_attention_mask=ALL_SEEN,
-                prompt_attention_mask_2=ALL_SEEN), **PICTURE}, lambda: {"scheduler": diffusers.DDPMScheduler()}),
-    "HunyuanVideo 1.5": Way("HunyuanVideo15Pipeline", "HunyuanVideo 1.5", {
-        **_both(prompt_embeds=WORDS, prompt_embeds_mask=ALL_SEEN, prompt_embeds_2=WORDS, prompt_embeds_mask_2=ALL_SEEN),
-        **FILM}, _hunyuan_video15),
-    "SkyReels": Way("SkyReelsV2Pipeline", "SkyReels", WAN),
 }  # fmt: skip
 PRESENT = [name for name, way in PIPELINES.items() if hasattr(diffusers, way.kind)]
 

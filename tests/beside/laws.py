@@ -37,10 +37,9 @@ class Case(NamedTuple):
 
 
 class Alone(NamedTuple):
-    """A model with foreign things and without us. again: one more picture. while_on, afterwards: what is on it."""
+    """A model with foreign things and without us. while_on, afterwards: what is on it."""
 
     pictures: torch.Tensor
-    again: torch.Tensor
     while_on: str
     afterwards: str
 
@@ -49,13 +48,13 @@ class Alone(NamedTuple):
 def alone(name: str, things: tuple[str, ...] = ()) -> Alone:
     """Raises AssertionError if the things do not leave the model as it was."""
     beside = Beside(name)
-    first = beside.draw(times=TIMES[:1])
+    first = beside.draw(TIMES[:1])
     for _ in range(2):  # the second time on what they have left on the model
-        with Together(beside, Case(name, things, 0, 0), with_us=False) as both:
-            pictures, again, while_on = both.draw(), both.draw(TIMES[:1]), str(traces(beside.model))
-    assert pictures.isfinite().all() and torch.equal(beside.draw(times=TIMES[:1]), first)
+        with Together(beside, Case(name, things, 0, 0), with_us=False):
+            pictures, while_on = beside.draw(), str(traces(beside.model))
+    assert pictures.isfinite().all() and torch.equal(beside.draw(TIMES[:1]), first)
     drop_own_methods(beside.model)
-    return Alone(pictures, again, while_on, str(traces(beside.model)))
+    return Alone(pictures, while_on, str(traces(beside.model)))
 
 
 @cache
@@ -71,37 +70,32 @@ def calls(name: str, thing: str) -> int:
     beside = Beside(name)
     if THINGS[thing].is_slow:  # a hook would make other graphs of it
         return beside.calls_of_attentions()
-    with THINGS[thing].on(beside) as model:
-        return beside.calls_of_attentions(model)
+    with THINGS[thing].on(beside):
+        return beside.calls_of_attentions()
 
 
 class Together:
-    """A model with all things, and us; each is taken off by its own stack. called: in the model's place."""
+    """A model with all things, and us; each is taken off by its own stack."""
 
     def __init__(self, beside: Beside, case: Case, with_us: bool = True) -> None:
         self.beside, self.case, self.with_us = beside, case, with_us
         self.ours, self.its = ExitStack(), [ExitStack() for _ in case.things]
-        self.called = self.patched = beside.whole
         self.handle: Any = None
 
     def __enter__(self) -> Together:
         drop_own_methods(self.beside.model)
         for place, (thing, its) in enumerate(zip(self.case.things, self.its, strict=True)):
             self._merge_before(place)
-            self.called = its.enter_context(THINGS[thing].on(self.beside)) or self.called
+            its.enter_context(THINGS[thing].on(self.beside))
         self._merge_before(len(self.its))
         return self
 
     def _merge_before(self, place: int) -> None:
         if self.with_us and place == self.case.before:
-            self.patched = self.called
-            self.handle = self.ours.enter_context(tome_core.patch(self.patched, **SETTINGS))
+            self.handle = self.ours.enter_context(tome_core.patch(self.beside.whole, **SETTINGS))
             if place == 0:
-                self.draw(TIMES[:1])
+                self.beside.draw(TIMES[:1])
                 self.handle.reset_counts()
-
-    def draw(self, times: tuple[int, ...] = TIMES) -> torch.Tensor:
-        return self.beside.draw(self.called, times)
 
     def close(self, count: int) -> None:
         """Of the things, the last ones."""
@@ -138,70 +132,63 @@ def far(picture: torch.Tensor, other: torch.Tensor, of: torch.Tensor) -> float:
 def hold(case: Case) -> str:
     """What became of it; raises AssertionError if a law is broken."""
     beside, its = Beside(case.model), alone(case.model, case.things)
-    for reference in (alone, merged_alone):  # made now: a thing may change the class of all models
-        reference(case.model)
-    with pytest.MonkeyPatch.context() as patches, Together(beside, case) as both:
+    plain, merged = alone(case.model).pictures, merged_alone(case.model)  # now: a thing may change a class of all
+    with pytest.MonkeyPatch.context() as patches, Together(beside, case):
         merge_with_self(patches)
         expected = its.pictures[:1]
-        assert far(both.draw(TIMES[:1]), expected, expected) < EQUAL, "every token its own group"
+        assert far(beside.draw(TIMES[:1]), expected, expected) < EQUAL, "every token its own group"
     with Together(beside, case) as both:
         with both.handle.sampling():
-            out, report = both.draw(), both.handle.report()
-        outcome = _judge(case, both, its, out, report)
+            out, report = beside.draw(), both.handle.report()
+        _judge_report(case, beside, report)
+        on, off = counted(report)
+        if not on:
+            assert torch.equal(out, its.pictures), "nothing merged: other bits"
+        if on and not off:
+            effect, found = its.pictures - plain, out - merged
+            size, least = effect.norm(), EQUAL * its.pictures.norm()
+            assert (found - effect).norm() <= max(PLACE * size, least), (
+                f"effect off by {far(found, effect, effect):.2f}"
+            )
+            assert abs(found.norm() - size) <= max(SIZE * size, least), f"effect times {found.norm() / size:.2f}"
         _leave(case, both, its)
     tome_core.remove_patch(beside.whole)
     drop_own_methods(beside.model)
     assert str(traces(beside.model)) == its.afterwards, "something is left on the model"
-    assert torch.equal(beside.draw(times=TIMES[:1]), alone(case.model).pictures[:1]), "all removed: other bits"
-    return outcome
+    assert torch.equal(beside.draw(TIMES[:1]), plain[:1]), "all removed: other bits"
+    return "merged" if on and not off else "in part" if on else "left alone"
 
 
-def _judge(case: Case, both: Together, its: Alone, out: torch.Tensor, report: Any) -> str:
-    """The picture is right, or is left alone and the report says so."""
-    things = [THINGS[name] for name in case.things]
-    on, off = counted(report)
-    if both.called is not both.patched and not report.calls:  # a copy of what is patched
-        assert torch.equal(out, its.pictures) and not tome_core.report(both.called).patched
-        return "a copy"
+def _judge_report(case: Case, beside: Beside, report: Any) -> None:
+    """What is left alone is so for a thing's sake, and all calls are counted."""
+    things, (on, off) = [THINGS[name] for name in case.things], counted(report)
     reasons = "|".join([thing.reason for thing in things] + ["its place: tests.beside"] * (len(things) > 1))
     assert all(re.search(reasons, why) for why in off), f"reasons {off}, expected {reasons}"
-    if len(things) == 1:
-        (thing,) = things
-        assert_counted(report, calls(case.model, *case.things))
-        if thing.left is not None:
-            is_left = (both.beside.is_by_hand, case.before == 0) in thing.left
-            assert bool(off) == is_left, f"{on} merged, {off}"
-    else:
+    if len(things) > 1:
         assert_counted(report, 1)
-    if not on:
-        assert torch.equal(out, its.pictures), "nothing merged: other bits"
-    if on and not off:
-        effect, found = its.pictures - alone(case.model).pictures, out - merged_alone(case.model)
-        size, least = effect.norm(), EQUAL * its.pictures.norm()
-        assert (found - effect).norm() <= max(PLACE * size, least), f"effect off by {far(found, effect, effect):.2f}"
-        assert abs(found.norm() - size) <= max(SIZE * size, least), f"effect times {found.norm() / size:.2f}"
-    return "merged" if on and not off else "in part" if on else "left alone"
+        return
+    assert_counted(report, calls(case.model, *case.things))
+    assert bool(off) == ((beside.is_by_hand, case.before == 0) in things[0].left), f"{on} merged, {off}"
 
 
 def _leave(case: Case, both: Together, its: Alone) -> None:
     """Nothing of us stays if we leave first; if all others leave first, we merge as if they had never been there."""
-    things, name = [THINGS[name] for name in case.things], case.model
+    things, beside, merged = [THINGS[name] for name in case.things], both.beside, merged_alone(case.model)
     both.close(case.after)
     if case.after == len(things) == 1:
         both.handle.reset_counts()
-        both.beside.draw(both.patched)
+        beside.draw()
         report = both.handle.report()
-        assert_counted(report, both.beside.calls_of_attentions(both.patched) if report.calls else 0)
+        assert_counted(report, beside.calls_of_attentions() if report.calls else 0)
         assert report.patched or things[0].takes_us
         if report.patched:
             with both.handle.sampling():
-                assert torch.equal(both.beside.draw(both.patched), merged_alone(name)), "it left: other bits"
+                assert torch.equal(beside.draw(), merged), "it left: other bits"
     both.ours.close()
     if case.after == 0:
         if len(things) == 1:
-            assert str(traces(both.beside.model)) == its.while_on, "we left: something is left on the model"
-        if len(things) == 1 or not any(thing.left is None for thing in things):  # caches answer every second call
-            assert torch.equal(both.draw(TIMES[:1]), its.again), "we left: other bits"
+            assert str(traces(beside.model)) == its.while_on, "we left: something is left on the model"
+        assert torch.equal(beside.draw(TIMES[:1]), its.pictures[:1]), "we left: other bits"
         both.close(len(things))
-        with tome_core.patch(both.beside.whole, **SETTINGS) as again, again.sampling():
-            assert torch.equal(both.beside.draw(), merged_alone(name)), "merged again: other bits"
+        with tome_core.patch(beside.whole, **SETTINGS) as again, again.sampling():
+            assert torch.equal(beside.draw(), merged), "merged again: other bits"

@@ -1,4 +1,4 @@
-"""The models beside which foreign things run, and where on them such things are put."""
+"""The models beside which foreign things run, and the parts of them on which such things are put."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tome_core.models.sites import AttentionSite
 
 @seeded
 def _by_hand() -> nn.Module:
-    made = unet()
-    made.set_attn_processor(AttnProcessor())
-    return made
+    model = unet()
+    model.set_attn_processor(AttnProcessor())
+    return model
 
 
 _OWN = ModelCase("ldm", ldm_of_one_level, call_ldm), ModelCase("sd15, by hand", _by_hand, call_unet)
@@ -45,14 +45,13 @@ class Beside:
         self.name = name
         self.whole = UNETS[name].build() if name in UNETS else tiny_transformers.build(name)
         (self.model,) = find_models(self.whole)
-        self.attentions, paths = [], {one: path for path, one in self.model.named_modules()}
         adapter = adapter_of(self.model)
-        every = set(range(len(adapter.downsamples)))
-        for kind, module in adapter.wraps(self.model, every, set(), lambda kind, module, *_: (kind, module)):
-            if kind is AttentionSite:
-                self.attentions.append(module)
-        own = [paths[one].rpartition(".")[0] for one in self.attentions]
-        self.blocks = [self.model.get_submodule(path) for path in dict.fromkeys(own)]
+        levels = set(range(len(adapter.downsamples)))
+        sites = adapter.wraps(self.model, levels, set(), lambda kind, module, *_: (kind, module))
+        self.attentions = [module for kind, module in sites if kind is AttentionSite]
+        paths = {module: path.rpartition(".")[0] for path, module in self.model.named_modules()}
+        own = list(dict.fromkeys(paths[attention] for attention in self.attentions))
+        self.blocks = [self.model.get_submodule(path) for path in own]
         outer = {path.rpartition(".transformer_blocks.")[0] for path in own} - {""}
         self.around = [*map(self.model.get_submodule, sorted(outer)), *self.blocks]
 
@@ -61,31 +60,25 @@ class Beside:
         """Does an attention compute its scores itself?"""
         return self.name in ("ldm", "ldm_sd2", "sd15, by hand")
 
-    @property
-    def has_two_pictures(self) -> bool:
-        """In a batch?"""
-        return self.name in UNETS or self.name in ("Flux, two pictures", "SD3.5", "PixArt")
-
-    def draw(self, model: nn.Module | None = None, times: tuple[int, ...] = TIMES) -> torch.Tensor:
-        """What the model, or a copy of it, gives, one after the other at these times."""
-        whole = self.whole if model is None else model
-        return torch.stack([self._call(whole, time) for time in times])
+    def draw(self, times: tuple[int, ...] = TIMES) -> torch.Tensor:
+        """What the model gives, one after the other at these times."""
+        return torch.stack([self._call(time) for time in times])
 
     @torch.no_grad()
-    def _call(self, model: nn.Module, time: int) -> torch.Tensor:
+    def _call(self, time: int) -> torch.Tensor:
         if self.name in UNETS:
             case, side = UNETS[self.name], _SIDES.get(self.name, 16)
-            x, text = inputs(case.in_channels, 2, side, side, frames=case.frames)
-            return case.call(model, _smooth(x), time, text)
+            x, text = inputs(4, 2, side, side, frames=case.frames)
+            return case.call(self.whole, _smooth(x), time, text)
         given = tiny_transformers.at(tiny_transformers.arguments_of(self.name), time / 500)
         name = "x" if "x" in given else "hidden_states"
-        return tiny_transformers.call(model, {**given, name: _smooth(given[name])})
+        return tiny_transformers.call(self.whole, {**given, name: _smooth(given[name])})
 
-    def calls_of_attentions(self, model: nn.Module | None = None) -> int:
+    def calls_of_attentions(self) -> int:
         """How many a `draw` makes."""
         calls: list[Any] = []
-        hooks = [one.register_forward_pre_hook(lambda *_: calls.append(None)) for one in self.attentions]
-        self.draw(model)
+        hooks = [module.register_forward_pre_hook(lambda *_: calls.append(None)) for module in self.attentions]
+        self.draw()
         for hook in hooks:
             hook.remove()
         return len(calls)

@@ -1,9 +1,9 @@
 """``python -m tests.beside.sweep``: every network and every pipeline of the installed diffusers, one line each.
 
-They are found by walking its modules, so that a new diffusers shows what is new. Of each network that is known here a
-small one is drawn with, and so is each pipeline around one: if every token is its own group the picture is the unmerged
-one, merged it is finite, removed it is the same bits, nobody has drawn from the random generator, nothing is left. What
-is not known has to be refused with its name. What cannot be made or drawn with says why.
+They are found by walking its modules, so that a new diffusers shows what is new. Each pipeline around a network that is
+known is drawn with: if every token is its own group the picture is the unmerged one, merged it is finite, removed it is
+the same bits, nobody has drawn from the random generator, nothing is left. What is not known has to be refused with its
+name. What cannot be made or drawn with says why.
 
 With ``--diffusers CHECKOUT [OLDER ...]`` pipelines are made of the parts that diffusers' own tests have, and called as
 these do: ten minutes of one processor. Without it those that these tests make are drawn, and the others left out.
@@ -22,7 +22,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -36,14 +36,13 @@ import tome_core
 from benchmarks.results import save
 from tests import models, tiny_pipeline, transformer_pipelines
 from tests.beside import own_parts
-from tests.families import MODELS, Family
 from tests.traces import traces
 from tome_core.models import find_models
 from tome_core.models.transformer import NAMES
 
 Make = Callable[[], own_parts.Made]
 SETTINGS = {"side": "kv", "ratio": 0.75, "max_downsample": 8, "only_if_it_pays": False}
-TAKEN = "taken, and drawn in its pipelines alone"
+TAKEN = "taken, and drawn in its pipelines"
 LATENT, LARGER = {"output_type": "latent"}, {"height": 128, "width": 128}
 OUTCOMES = ("FAULT", "merges nothing", "merges", "refused", "not drawn", "not made", "taken", "left out")
 NEAR = 1e-3  # other sums, and UNets that amplify them; of the unmerged picture
@@ -118,23 +117,8 @@ def refused(networks: list[str], target: object) -> str:
     return TAKEN
 
 
-@cache
-def small() -> dict[str, list[Family]]:
-    """The small models of the tests, by the names of their networks' classes."""
-    families: dict[str, list[Family]] = {}
-    for family in MODELS.values():
-        families.setdefault(type(find_models(family.build())[0]).__name__, []).append(family)
-    return families
-
-
 def network(kind: type) -> str:
-    """What becomes of its small ones, or of itself."""
-    outcomes = []
-    for family in small().get(kind.__name__, ()):
-        model = family.build()
-        outcomes.append(f"{family.name} {hold(model, partial(family.call, model))}")
-    if outcomes:
-        return "; ".join(outcomes)
+    """What becomes of it; the tests draw with a small one of each that is known."""
     with torch.device("meta"):  # as large as it is, without memory
         return refused([kind.__name__], kind())
 

@@ -11,9 +11,9 @@ from zlib import crc32
 
 import pytest
 
+from tests.beside.__main__ import run
 from tests.beside.laws import Case, hold
 from tests.beside.models import MODELS, QUICK, Beside
-from tests.beside.pairs import run
 from tests.beside.things import THINGS
 from tests.thoroughness import THOROUGH, some_quick
 

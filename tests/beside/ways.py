@@ -10,35 +10,29 @@ import functools
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import accelerate
 import torch
 import torch.nn.functional as F
-from accelerate import dispatch_model
-from accelerate.hooks import ModelHook as AcceleratesHook
 from accelerate.hooks import add_hook_to_module, remove_hook_from_module
 from diffusers.hooks.hooks import HookRegistry, ModelHook
 from peft import LoraConfig
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from benchmarks.networks import first_block_cache
+from benchmarks import reference
 from tests.beside.models import Beside
-from tests.beside.savers import PutOn
-from tests.image_prompts import image_adapter
-from tests.offloading import CPU, take_off
 
 On = Callable[[Beside], AbstractContextManager]
 Places = Callable[[Beside], list[nn.Module]]
-TORCHS = F.scaled_dot_product_attention
+CPU = torch.device("cpu")
 PROJECTIONS = ("to_q", "to_k", "to_v")
 
 
 def changed(value: Any) -> Any:
-    """By up to a fifth, each place along the second dimension by another share."""
+    """By up to a tenth, each place along the second dimension by another share."""
 
     def change(part: Any) -> Any:
         if not torch.is_tensor(part) or part.dim() < 2 or not part.is_floating_point():
@@ -65,85 +59,64 @@ def model(beside: Beside) -> list[nn.Module]:
     return [beside.model]
 
 
-def projections(beside: Beside) -> list[nn.Module]:
+def layers(beside: Beside) -> list[nn.Module]:
+    """The attentions' projections."""
     return [getattr(attention, name) for attention in beside.attentions for name in PROJECTIONS]
+
+
+def model_and_attentions(beside: Beside) -> list[nn.Module]:
+    return [beside.model, *beside.attentions]
+
+
+def each(places: Places, put_on: Callable[[nn.Module], Callable[[], Any]]) -> On:
+    """On every module of these places. put_on: puts it on, and gives what takes it off."""
+
+    @contextmanager
+    def on(beside: Beside) -> Iterator[None]:
+        undo = [put_on(module) for module in places(beside)]
+        yield
+        for take_off in reversed(undo):
+            take_off()
+
+    return on
 
 
 # --- hooks ------------------------------------------------------------------------------------------------------------
 
 
-def hooks(*places: Places) -> On:
+def hook(module: nn.Module) -> Callable[[], Any]:
     """torch's, on what a module gives."""
-    return _hooked(places, "register_forward_hook", lambda module, args, out: changed(out))
+    return module.register_forward_hook(lambda module, args, out: changed(out)).remove
 
 
-def pre_hooks(*places: Places) -> On:
+def pre_hook(module: nn.Module) -> Callable[[], Any]:
     """torch's, on what a module is given."""
-    return _hooked(places, "register_forward_pre_hook", changed_input, with_kwargs=True)
+    return module.register_forward_pre_hook(changed_input, with_kwargs=True).remove
 
 
-def _hooked(places: tuple[Places, ...], register: str, hook: Callable, **more: Any) -> On:
-    @contextmanager
-    def on(beside: Beside) -> Iterator[None]:
-        handles = [getattr(module, register)(hook, **more) for place in places for module in place(beside)]
-        yield
-        for handle in handles:
-            handle.remove()
-
-    return on
-
-
-@contextmanager
-def feature_store(beside: Beside) -> Iterator[None]:
-    """Keeps what each layer gives, which has to come once a call and with all tokens; it complains if not."""
-    open_calls: list[list] = []
-
-    def begin(module: nn.Module, *_: Any) -> None:
-        open_calls.append([])
-
-    def keep(module: nn.Module, args: tuple, out: torch.Tensor) -> None:
-        open_calls[-1].append((id(module), out.shape[1]))
-
-    def end(module: nn.Module, *_: Any) -> None:
-        layers, tokens = zip(*(kept := open_calls.pop()), strict=True)
-        if len(set(layers)) != 3 or len(kept) != 3 or len(set(tokens)) > 1:
-            raise RuntimeError(f"layers gave {kept}")
-
-    handles = [layer.register_forward_hook(keep) for layer in projections(beside)]
-    for attention in beside.attentions:
-        handles += [attention.register_forward_pre_hook(begin), attention.register_forward_hook(end)]
-    yield
-    for handle in handles:
-        handle.remove()
-
-
-class _AcceleratesChanging(AcceleratesHook):
+class _OfAccelerate(accelerate.hooks.ModelHook):
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         return changed(output)
 
 
-class _DiffusersChanging(ModelHook):
+class _OfDiffusers(ModelHook):
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         return changed(output)
 
 
-@contextmanager
-def accelerates_hooks(beside: Beside) -> Iterator[None]:
-    for module in (beside.model, *beside.attentions):
-        add_hook_to_module(module, _AcceleratesChanging())
-    yield
-    for module in (beside.model, *beside.attentions):
-        remove_hook_from_module(module)
+def accelerates_hook(module: nn.Module) -> Callable[[], Any]:
+    add_hook_to_module(module, _OfAccelerate())
+    return lambda: remove_hook_from_module(module)
 
 
-@contextmanager
-def diffusers_hooks(beside: Beside) -> Iterator[None]:
-    for module in (beside.model, *beside.attentions):
-        HookRegistry.check_if_exists_or_initialize(module).register_hook(_DiffusersChanging(), "changing")
-    yield
-    for module in (beside.model, *beside.attentions):
+def diffusers_hook(module: nn.Module) -> Callable[[], Any]:
+    HookRegistry.check_if_exists_or_initialize(module).register_hook(_OfDiffusers(), "changing")
+
+    def take_off() -> None:
         module._diffusers_hook.remove_hook("changing", recurse=False)
         del module._diffusers_hook
+
+    return take_off
 
 
 # --- in the place of forward ------------------------------------------------------------------------------------------
@@ -166,44 +139,12 @@ def twice(module: nn.Module, saved: Callable) -> Callable:
     return twice
 
 
-def in_pieces(module: nn.Module, saved: Callable) -> Callable:
-    """One picture of the batch after the other, as if memory is short."""
-
-    def in_pieces(*args: Any, **kwargs: Any) -> Any:
-        batch = next(value for value in (*args, *kwargs.values()) if torch.is_tensor(value)).shape[0]
-
-        def cut(number: int, value: Any) -> Any:
-            is_cut = torch.is_tensor(value) and value.dim() > 1 and value.shape[0] == batch
-            return value[number : number + 1] if is_cut else value
-
-        outs = []
-        for number in range(batch):
-            own, more = tree_map(functools.partial(cut, number), (args, kwargs))
-            outs.append(saved(*own, **more))
-        return tree_map(lambda *parts: torch.cat(parts) if torch.is_tensor(parts[0]) else parts[0], *outs)
-
-    return in_pieces
-
-
-def every_second(module: nn.Module, saved: Callable) -> Callable:
-    """A cache: the second call is answered with what the first one gave."""
-    kept: list[Any] = []
-
-    def every_second(*args: Any, **kwargs: Any) -> Any:
-        if kept:
-            return kept.pop()
-        kept.append(saved(*args, **kwargs))
-        return kept[0]
-
-    return every_second
-
-
-def within(make: Callable[[], Any]) -> Callable:
+def within(mode: Callable[[], Any]) -> Callable:
     """While a module runs, a mode is in force."""
 
     def wrap(module: nn.Module, saved: Callable) -> Callable:
         def within(*args: Any, **kwargs: Any) -> Any:
-            with make():
+            with mode():
                 return saved(*args, **kwargs)
 
         return within
@@ -216,16 +157,13 @@ def wrapper(places: Places, make: Callable[[nn.Module, Callable], Callable] = ch
     bound method of the module, as a cache library does.
     """
 
-    @contextmanager
-    def on(beside: Beside) -> Iterator[None]:
-        saved = [(module, module.forward) for module in places(beside)]
-        for module, forward in saved:
-            module.forward = make(module, forward)
-        yield
-        for module, forward in reversed(saved):
-            module.forward = types.MethodType(getattr(forward, "__func__", forward), module) if rebinds else forward
+    def put_on(module: nn.Module) -> Callable[[], Any]:
+        saved = module.forward
+        module.forward = make(module, saved)
+        found = types.MethodType(getattr(saved, "__func__", saved), module) if rebinds else saved
+        return lambda: setattr(module, "forward", found)
 
-    return on
+    return each(places, put_on)
 
 
 def own_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -236,48 +174,40 @@ def own_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def exchanged(places: Places, bind: Callable = types.MethodType) -> On:
     """A whole forward of another program, taken off with what stood on top of it."""
 
-    @contextmanager
-    def on(beside: Beside) -> Iterator[None]:
-        saved = [(module, vars(module).get("forward")) for module in places(beside)]
-        for module, _ in saved:
-            module.forward = bind(own_forward, module)
-        yield
-        for module, forward in saved:
+    def put_on(module: nn.Module) -> Callable[[], Any]:
+        saved = vars(module).get("forward")
+        module.forward = bind(own_forward, module)
+
+        def take_off() -> None:
             vars(module).pop("forward", None)
-            if forward is not None:
-                module.forward = forward
+            if saved is not None:
+                module.forward = saved
 
-    return on
+        return take_off
+
+    return each(places, put_on)
 
 
-@contextmanager
-def another_class(beside: Beside) -> Iterator[None]:
+def instead_of(forward: Callable) -> Callable:
+    """Another method of a class."""
+
+    @functools.wraps(forward)
+    def of_the_class(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return changed(forward(self, *args, **kwargs))
+
+    return of_the_class
+
+
+def another_class(module: nn.Module) -> Callable[[], Any]:
     """As ToMe and HyperTile do it."""
-
-    def another(kind: type) -> type:
-        def of_another_class(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return changed(kind.forward(self, *args, **kwargs))
-
-        return type(f"Another{kind.__name__}", (kind,), {"forward": of_another_class})
-
-    for attention in beside.attentions:
-        attention.__class__ = another(type(attention))
-    yield
-    for attention in beside.attentions:
-        attention.__class__ = type(attention).__mro__[1]
+    kind = type(module)
+    module.__class__ = type(f"Another{kind.__name__}", (kind,), {"forward": instead_of(kind.forward)})
+    return lambda: setattr(module, "__class__", kind)
 
 
 @contextmanager
 def method_of_the_class(beside: Beside) -> Iterator[None]:
     """As hosts that exchange it for all models."""
-
-    def instead_of(forward: Callable) -> Callable:
-        @functools.wraps(forward)
-        def of_the_class(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return changed(forward(self, *args, **kwargs))
-
-        return of_the_class
-
     with ExitStack() as patches:
         for kind in {type(attention) for attention in beside.attentions}:
             patches.enter_context(mock.patch.object(kind, "forward", instead_of(kind.forward)))
@@ -289,23 +219,7 @@ def method_of_the_class(beside: Beside) -> Iterator[None]:
 
 def replaced(function: Callable) -> On:
     """torch's attention function is another one, as a package's README has it."""
-
-    @contextmanager
-    def on(beside: Beside) -> Iterator[None]:
-        with mock.patch.object(F, "scaled_dot_product_attention", function):
-            yield
-
-    return on
-
-
-def swallowing_masks(query, key, value, attn_mask=None, *args, **kwargs):
-    return TORCHS(query, key, value, None, *args, **kwargs)
-
-
-def refusing_masks(query, key, value, attn_mask=None, *args, **kwargs):
-    if attn_mask is not None:
-        raise NotImplementedError("masks")
-    return TORCHS(query, key, value, None, *args, **kwargs)
+    return lambda beside: mock.patch.object(F, "scaled_dot_product_attention", function)
 
 
 def no_softmax(query, key, value, *args, **kwargs):
@@ -313,14 +227,7 @@ def no_softmax(query, key, value, *args, **kwargs):
     return query @ (key.mT @ value) / key.shape[-2]
 
 
-class Looking(TorchFunctionMode):
-    """Looks at every function and changes none."""
-
-    def __torch_function__(self, func: Any, kinds: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-# --- processors, layers, weights --------------------------------------------------------------------------------------
+# --- processors -------------------------------------------------------------------------------------------------------
 
 
 class Delegating:
@@ -333,18 +240,11 @@ class Delegating:
         return changed(self.inner(attn, *args, **kwargs))
 
 
-class ByProducts:
-    """Plain attention by products, as adapters bring it for diffusers' UNets."""
+class InTiles(Delegating):
+    """HyperTile's idea: attention within 2x2 tiles of a square grid."""
 
-    def __init__(self, before: Any) -> None:
-        pass
-
-    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, temb=None, **kwargs):
-        context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        made = attn.to_q(hidden_states), attn.to_k(context), attn.to_v(context)
-        q, k, v = map(attn.head_to_batch_dim, made)
-        out = torch.bmm(attn.get_attention_scores(q, k, attention_mask), v)
-        return attn.to_out[1](attn.to_out[0](attn.batch_to_head_dim(out)))
+    def __call__(self, attn: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return reference.join(self.inner(attn, reference.in_tiles(hidden_states, 2), *args, **kwargs), 2)
 
 
 def derived(before: Any) -> Any:
@@ -354,70 +254,53 @@ def derived(before: Any) -> Any:
     return made
 
 
-class Adapted(nn.Module):
-    """A layer in the place of another, as LoRAs have it."""
+def processor(make: Callable[[Any], Any]) -> On:
+    """Another one. make: of what was there."""
 
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
+    def put_on(attention: nn.Module) -> Callable[[], Any]:
+        before = attention.processor
+        attention.processor = make(before)
+        return lambda: setattr(attention, "processor", before)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x) * 1.1
-
-
-def exchanged_in(names: tuple[str, ...], make: Callable[[Any], Any]) -> On:
-    """What an attention holds. make: of what was there."""
-
-    @contextmanager
-    def on(beside: Beside) -> Iterator[None]:
-        saved = [(attention, name, getattr(attention, name)) for attention in beside.attentions for name in names]
-        for attention, name, before in saved:
-            setattr(attention, name, make(before))
-        yield
-        for attention, name, before in saved:
-            setattr(attention, name, before)
-
-    return on
-
-
-@contextmanager
-def other_weights(beside: Beside) -> Iterator[None]:
-    """As of a LoRA that is fused."""
-    weights = [next(attention.to_q.parameters()) for attention in beside.attentions]
-    before = [weight.detach().clone() for weight in weights]
-    for weight in weights:
-        weight.data.mul_(1.25)
-    yield
-    for weight, saved in zip(weights, before, strict=True):
-        weight.data.copy_(saved)
+    return each(lambda beside: beside.attentions, put_on)
 
 
 # --- what libraries bring ---------------------------------------------------------------------------------------------
 
 
-def switched(put_on: Callable[[nn.Module], None], take_off: Callable[[nn.Module], None]) -> On:
-    @contextmanager
-    def on(beside: Beside) -> Iterator[None]:
-        put_on(beside.model)
-        yield
-        take_off(beside.model)
+def switched(put_on: Callable[[nn.Module], Any], take_off: Callable[[nn.Module], Any]) -> On:
+    """A model's own."""
 
-    return on
+    def on(model: nn.Module) -> Callable[[], Any]:
+        put_on(model)
+        return functools.partial(take_off, model)
+
+    return each(model, on)
 
 
-def offloaded(way: Callable[[nn.Module], None]) -> On:
+def offloaded(put_on: Callable[[nn.Module], Any]) -> On:
     """Weights live elsewhere between calls."""
-    return switched(way, take_off)
+    return switched(put_on, _offload_no_more)
 
 
-class _SDNexts(AcceleratesHook):
+def _offload_no_more(model: nn.Module) -> None:
+    remove_hook_from_module(model, recurse=True)
+    registry = getattr(model, "_diffusers_hook", None)
+    of_groups = ("group_offloading", "layer_execution_tracker", "lazy_prefetch_group_offloading")
+    for name in of_groups if registry is not None else ():
+        registry.remove_hook(name, recurse=True)
+
+
+class _SDNexts(accelerate.hooks.ModelHook):
     """Its "balanced" offloading: at the first call the model's parts are dispatched anew."""
 
     is_dispatched = False
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
         if not self.is_dispatched:
-            dispatch_model(module, {name: "cpu" for name, _ in module.named_children()}, CPU, force_hooks=True)
+            accelerate.dispatch_model(
+                module, {name: "cpu" for name, _ in module.named_children()}, CPU, force_hooks=True
+            )
         self.is_dispatched = True
         return args, kwargs
 
@@ -434,54 +317,6 @@ def add_lora(model: nn.Module) -> None:
         model.add_adapter(LoraConfig(r=2, target_modules=[*PROJECTIONS], init_lora_weights=False))
 
 
-def of_pipelines(put_on: PutOn) -> On:
-    """What takes a pipeline, of which only the model is here."""
-
-    def on(beside: Beside) -> AbstractContextManager:
-        model = beside.model
-        return put_on(SimpleNamespace(
-            unet=model, enable_freeu=model.enable_freeu, disable_freeu=model.disable_freeu))  # fmt: skip
-
-    return on
-
-
-@contextmanager
-def first_block(beside: Beside) -> Iterator[None]:
-    """At a threshold at which it skips nothing."""
-    with first_block_cache(beside.model, 0.0), beside.model.cache_context("one"):
-        yield
-
-
-@contextmanager
-def image_prompt(beside: Beside) -> Iterator[None]:
-    """IP-Adapter: the prompt's attentions read an image as well."""
-    model = beside.model
-    processors, kind = model.attn_processors, model.config.encoder_hid_dim_type
-    model._load_ip_adapter_weights([image_adapter(model, torch.Generator())])
-
-    def prompted(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        image = {"image_embeds": [args[2][:, :1, :16]]}
-        return args, {**kwargs, "added_cond_kwargs": {**(kwargs.get("added_cond_kwargs") or {}), **image}}
-
-    hook = model.register_forward_pre_hook(prompted, with_kwargs=True)
-    yield
-    hook.remove()
-    model.set_attn_processor(processors)
-    model.encoder_hid_proj = None
-    model.config.encoder_hid_dim_type = kind
-
-
-# --- copies and compilers ---------------------------------------------------------------------------------------------
-
-
-def copied(copy: Callable[[nn.Module], nn.Module]) -> On:
-    @contextmanager
-    def on(beside: Beside) -> Iterator[nn.Module]:
-        yield copy(beside.whole)
-
-    return on
-
-
 @contextmanager
 def compiled_blocks(beside: Beside) -> Iterator[None]:
     torch._dynamo.reset()
@@ -491,10 +326,3 @@ def compiled_blocks(beside: Beside) -> Iterator[None]:
     for block in beside.blocks:
         block._compiled_call_impl = None
     torch._dynamo.reset()
-
-
-@contextmanager
-def compiled_in_pieces(beside: Beside) -> Iterator[None]:
-    """A compiler stops within attentions then, at what it reads otherwise."""
-    with wrapper(model, within(lambda: torch.device("cpu")))(beside), compiled_blocks(beside):
-        yield

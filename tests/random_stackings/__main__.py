@@ -1,4 +1,7 @@
-"""``python -m tests.random_stackings --count 10000``: that many random cases; one that fails says how to repeat it."""
+"""Random models, settings, calls and patches over patches, and ComfyUI graphs: a picture, or a sentence.
+
+``python -m tests.random_stackings --count 10000`` draws as many cases; one that fails says how to repeat it.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,6 @@ from benchmarks.results import save
 from tests.random_stackings.cases import COMMAND, run
 
 
-def parser(command: str) -> argparse.ArgumentParser:
-    """The options."""
-    options = argparse.ArgumentParser(prog=command, description="Random models, settings, calls and stackings.")
-    options.add_argument("--count", type=int, default=10_000, help="how many (default 10000)")
-    options.add_argument("--seed", type=int, default=0, help="what all is drawn from (default 0)")
-    options.add_argument("--first", type=int, default=0, help="the first one's number (default 0)")
-    options.add_argument("--output", type=Path, metavar="JSON", help="a file for what was seen; the same command goes "
-                         "on from there")  # fmt: skip
-    return options
-
-
 def begun(path: Path | None, command: str) -> dict[str, Any]:
     """What was seen so far: what the file holds, if there is one."""
     record = {"command": command, "done": -1, "seen": {}, "faults": []}
@@ -44,7 +36,12 @@ def begun(path: Path | None, command: str) -> dict[str, Any]:
 def main(arguments: list[str] | None = None, run: Callable[[int, int], Counter] = run, command: str = COMMAND) -> int:
     """Run; 0 if every case holds, 1 if one does not. run: of a seed and a number."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    options = parser(command).parse_args(arguments)
+    parser = argparse.ArgumentParser(prog=command, description="Random models, settings, calls and stackings.")
+    parser.add_argument("--count", type=int, default=10_000, help="how many (default 10000)")
+    parser.add_argument("--seed", type=int, default=0, help="what all is drawn from (default 0)")
+    parser.add_argument("--first", type=int, default=0, help="the first one's number (default 0)")
+    parser.add_argument("--output", type=Path, metavar="JSON", help="for what was seen; the command goes on from there")
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     record, since = begun(options.output, " ".join([command, *arguments])), time.monotonic()
     seen, faults = Counter(record["seen"]), record["faults"]

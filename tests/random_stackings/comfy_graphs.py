@@ -14,7 +14,7 @@ import torch
 from comfy_nodes.nodes import ApplyToMe, RemoveToMe, ToMePreview
 from tests.comfy_doubles import Guider, ModelPatcher, Server, apply, checkpoint, least_checkpoint
 from tests.random_settings import node_values
-from tests.random_stackings.laws import hold_in_host, hold_to_be_as_before
+from tests.random_stackings.laws import first_difference
 from tests.random_stackings.sessions import WRONG, Fault, Thrown
 from tests.traces import traces
 
@@ -31,13 +31,25 @@ def _models() -> list[Any]:
 
 def hold(dice: random.Random, repeats: bool) -> Counter:
     """Build a graph, sample its branches, hold it to the laws; raises Fault."""
-    return hold_in_host(dice, repeats, _run)
+    state, generator, pictures = dice.getstate(), torch.get_rng_state(), []
+    for _ in range(1 + repeats):
+        dice.setstate(state)
+        notes: list[str] = []
+        try:
+            with pytest.MonkeyPatch.context() as patches:
+                patches.setitem(sys.modules, "server", Server().module())
+                seen, drawn = _run(dice, notes)
+            pictures.append(drawn)
+            if not all(map(torch.equal, pictures[0], drawn)):
+                raise Fault("other bits when it is drawn again")
+            if not torch.equal(torch.get_rng_state(), generator):
+                raise Fault("the random generator was used")
+        except Exception as error:
+            raise Fault(f"{type(error).__name__}: {error}\n" + "\n".join(notes)) from error
+    return seen
 
 
-def _run(
-    dice: random.Random, patches: pytest.MonkeyPatch, notes: list[str]
-) -> tuple[Counter, list[torch.Tensor]]:  # fmt: skip
-    patches.setitem(sys.modules, "server", Server().module())
+def _run(dice: random.Random, notes: list[str]) -> tuple[Counter, list[torch.Tensor]]:
     before = [traces(model) for model in _models()]
     branches: list[Branch] = [(ModelPatcher(dice.choice(_models())), False)]
     for _ in range(dice.randint(2, 7)):
@@ -45,7 +57,9 @@ def _run(
     seen, pictures = Counter(), []
     for _ in range(dice.randint(1, 4)):
         seen[_sample(dice, dice.choice(branches), notes, pictures)] += 1
-    hold_to_be_as_before(_models(), before)
+    for model, left in zip(_models(), before, strict=True):
+        if traces(model) != left:
+            raise Fault(f"left on the model: {first_difference(left, traces(model))}")
     return seen, pictures
 
 

@@ -1,29 +1,30 @@
-"""The laws of a session with a UNet, and those of a session with a host."""
+"""The laws: what raises raises without merging too, or says with its value what is wrong; pictures have their shape and
+are finite; once all is off again the model draws the bits it drew before and nothing of ours is left on it; the random
+generators are where they were; a case that is drawn again gives the same bits.
+"""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-from torch import nn
 
 from tests.random_stackings.sessions import Fault, Session, Stage, drawn, pristine
-from tests.traces import traces
 
 
 def hold(dice: random.Random, repeats: bool) -> Counter:
-    """Draw a session, run it, hold it to the laws; raises Fault. Gives what became of its calls."""
+    """Draw a session with a UNet, run it, hold it to the laws; raises Fault. Gives what became of its calls."""
     session, generators = drawn(dice), _generators()
     try:
         stage = Stage(session, merges=True).run()
         _judge(stage, session, generators)
         if repeats:
             _set(generators)  # a model in training drops what lots decide
-            _hold_to_be_repeatable(stage, Stage(session, merges=True).run())
+            again = Stage(session, merges=True).run()
+            if not all(map(_is_same, stage.outcomes, again.outcomes)):
+                raise Fault("other bits when the case is drawn again")
     except Exception as error:
         raise Fault(f"{type(error).__name__}: {error}\n{session}") from error
     seen = Counter("what it raises raises without merging" if isinstance(outcome, Exception) else "picture"
@@ -44,6 +45,12 @@ def _set(generators: tuple[Any, Any]) -> None:
 
 def _are_at(generators: tuple[Any, Any]) -> bool:
     return torch.equal(torch.get_rng_state(), generators[0]) and random.getstate() == generators[1]
+
+
+def _is_same(outcome: Any, other: Any) -> bool:
+    if torch.is_tensor(outcome) and torch.is_tensor(other):
+        return torch.equal(outcome, other) or bool(outcome.isnan().any())
+    return type(outcome) is type(other)
 
 
 def _judge(stage: Stage, session: Session, generators: tuple[Any, Any]) -> None:
@@ -78,15 +85,6 @@ def _compare(number: int, ours: Any, theirs: Any) -> None:
         raise Fault(f"call {number} gives numbers that are not finite")
 
 
-def _hold_to_be_repeatable(stage: Stage, again: Stage) -> None:
-    for number, (outcome, other) in enumerate(zip(stage.outcomes, again.outcomes, strict=True)):
-        is_same = type(outcome) is type(other)
-        if is_same and torch.is_tensor(outcome):
-            is_same = torch.equal(outcome, other) or outcome.isnan().any()
-        if not is_same:
-            raise Fault(f"call {number} gives other bits when the case is drawn again")
-
-
 def first_difference(before: list, now: list) -> str:
     """At the module that differs, what is there more and less."""
     for old, new in zip(before, now, strict=False):
@@ -94,30 +92,3 @@ def first_difference(before: list, now: list) -> str:
             gone, added = set(map(str, old)) - set(map(str, new)), set(map(str, new)) - set(map(str, old))
             return f"at {new[0]!r}: {sorted(added)} in the place of {sorted(gone)}"
     return "more or fewer modules"
-
-
-def hold_in_host(dice: random.Random, repeats: bool, draw: Callable[..., tuple[Counter, list]]) -> Counter:
-    """Let ``draw`` run a session: it notes what it does, and gives what became of it and its pictures; raises Fault."""
-    state, generator, drawn = dice.getstate(), torch.get_rng_state(), []
-    for _ in range(1 + repeats):
-        dice.setstate(state)
-        notes: list[str] = []
-        try:
-            with pytest.MonkeyPatch.context() as patches:
-                seen, pictures = draw(dice, patches, notes)
-            drawn.append(pictures)
-            if not all(map(torch.equal, drawn[0], pictures)):
-                raise Fault("other bits when it is drawn again")
-            if not torch.equal(torch.get_rng_state(), generator):
-                raise Fault("the random generator was used")
-        except Exception as error:
-            raise Fault(f"{type(error).__name__}: {error}\n" + "\n".join(notes)) from error
-    return seen
-
-
-def hold_to_be_as_before(models: list[nn.Module], before: list[list]) -> None:
-    """before: what `traces` found on each."""
-    for model, left in zip(models, before, strict=True):
-        now = traces(model)
-        if now != left:
-            raise Fault(f"left on the model: {first_difference(left, now)}")

@@ -1,14 +1,13 @@
 """A session with one UNet: patches come, calls are made, patches go, in any order.
 
 Everything is drawn before anything runs; a control runs the same steps without merging. What others put on a model
-beside us is drawn in `tests.beside.pairs`.
+beside us is drawn in `tests.beside`.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import pickle
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,7 +15,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from diffusers import UNet2DConditionModel
 from torch import nn
 
 import tome_core
@@ -24,7 +22,7 @@ from tests import models
 from tests.models import CASES, ModelCase, inputs
 from tests.random_settings import DESCRIBED, any_config
 from tests.traces import traces
-from tome_core import PRESETS, MergeConfig, preset
+from tome_core import PRESETS, preset
 from tome_core.models.unet_blocks import find_unet
 
 FAMILIES = {case.name: case for case in (
@@ -37,10 +35,8 @@ SIDES = (4, 6, 8, 8, 8, 8, 12, 12, 12, 16, 20)
 ODD_SIDES = (1, 2, 3, 5, 7, 9, 10, 11)
 MOST_TOKENS = 512  # of a batch: what takes long finds no more
 WRONG = (-1, 2**70, float("nan"), float("inf"), "x", "", None, [], {}, (1,), 1e300, True, b"", object())
-MODES = {"no_grad": 60, "inference": 15, "grad": 8, "autocast": 7, "checkpoint": 3}
-MORE = {"": 80, "encoder mask": 8, "scale": 5, "attention mask": 2}
-EVENTS = {"call": 40, "merge": 8, "unmerge": 6, "again": 3, "tell": 4, "begin": 5, "end": 3, "throw": 3, "copied": 3,
-          "look": 3}  # fmt: skip
+MODES = {"no_grad": 60, "inference": 15, "grad": 8, "autocast": 7}
+EVENTS = {"call": 40, "merge": 8, "unmerge": 6, "again": 3, "tell": 4, "begin": 5, "end": 3, "throw": 3}
 
 
 class Fault(AssertionError):
@@ -78,85 +74,51 @@ def pristine(name: str, dtype: torch.dtype) -> Pristine:
     model = case.build().to(dtype)
     try:
         return Pristine(model, traces(model), probed(case, copy.deepcopy(model), dtype))
-    except RuntimeError:  # LDM's time, a ControlNet
+    except RuntimeError:  # LDM's time
         return pristine(name, torch.float32)
 
 
-# --- calls ------------------------------------------------------------------------------------------------------------
+# --- what is done -----------------------------------------------------------------------------------------------------
 
 
 class Call(NamedTuple):
-    """A call of the UNet. mode: how it is made; more: keywords that come along."""
+    """A call of the UNet. mode: how it is made."""
 
     batch: int
     height: int
     width: int
     timestep: Any
     mode: str
-    more: str
     seed: int
 
 
-def a_call(dice: random.Random, takes_more: bool, like: Call | None = None) -> Call:
-    """Often another step of the picture before. takes_more: keywords that diffusers' UNets have."""
+def a_call(dice: random.Random, like: Call | None = None) -> Call:
+    """Often another step of the picture before."""
     if like is not None and dice.random() < 0.7:
         batch, height, width, seed = like.batch, like.height, like.width, like.seed
     else:
         sides, seed = ODD_SIDES if dice.random() < 0.2 else SIDES, dice.randrange(5)
         height, width = dice.choice(sides), dice.choice(sides)
-        height = width if dice.random() < 0.4 else height
         batch = min(dice.choice((1, 1, 2, 2, 2, 3, 4, 5, 8)), max(1, MOST_TOKENS // (height * width)))
-    return Call(batch, height, width, a_timestep(dice, batch), weighted(dice, MODES),
-                weighted(dice, MORE) if takes_more else "", seed)  # fmt: skip
-
-
-def a_timestep(dice: random.Random, batch: int) -> Any:
-    """A number, a tensor of it, or one for each sample."""
     time = dice.choice((0, 1, 999, dice.randrange(1000), dice.uniform(0, 999)))
-    each = [dice.randrange(1000) for _ in range(batch)]
-    return dice.choice((time, time, torch.tensor(int(time)), torch.tensor(float(time)),
-                        torch.tensor([int(time)] * batch), torch.tensor(each)))  # fmt: skip
+    each = torch.tensor([dice.randrange(1000) for _ in range(batch)])  # a time for each sample
+    timestep = dice.choice((time, time, torch.tensor(int(time)), torch.tensor([float(time)] * batch), each))
+    return Call(batch, height, width, timestep, weighted(dice, MODES), seed)
 
 
 def called(case: ModelCase, model: nn.Module, dtype: torch.dtype, call: Call) -> torch.Tensor:
     """The picture; with gradients, the latent's gradient behind it."""
-    unet, tokens = find_unet(model), call.height * call.width
-    x, text = (tensor.to(dtype) for tensor in inputs(case.in_channels, call.batch, call.height, call.width, call.seed,
-                                                     case.frames))  # fmt: skip
-    more = {
-        "": {},
-        "encoder mask": {"encoder_attention_mask": torch.arange(7).expand(call.batch, -1) < 5},
-        "attention mask": {"attention_mask": torch.arange(tokens).expand(call.batch, -1) < max(1, tokens - 2)},
-        "scale": {"cross_attention_kwargs": {"scale": 0.5}},
-    }[call.more]
-    run = functools.partial(unet, **more)
-    if call.mode in ("grad", "checkpoint"):
-        return _with_gradients(case, unet, call, run, x, text)
-    around = torch.autocast("cpu", torch.bfloat16) if call.mode == "autocast" else nullcontext()
-    with torch.inference_mode() if call.mode == "inference" else torch.no_grad(), around:
-        return case.call(run, x, call.timestep, text)
-
-
-def _with_gradients(
-    case: ModelCase, unet: nn.Module, call: Call, run: Callable[..., Any], x: torch.Tensor, text: torch.Tensor
-) -> torch.Tensor:
-    checkpoints = call.mode == "checkpoint" and hasattr(unet, "enable_gradient_checkpointing")
-    if checkpoints:
-        unet.enable_gradient_checkpointing()
-        unet.train()
-    try:
-        out = case.call(run, x.requires_grad_(), call.timestep, text)
+    shape = call.batch, call.height, call.width, call.seed, case.frames
+    x, text = (tensor.to(dtype) for tensor in inputs(case.in_channels, *shape))
+    if call.mode == "grad":
+        out = case.call(model, x.requires_grad_(), call.timestep, text)
         (gradient,) = torch.autograd.grad(out.float().square().sum(), x)
         if out.dtype == torch.float16:  # whose gradients overflow without a scaler
             return out.detach()
-        return torch.cat([out.detach(), gradient[:, : out.shape[1]].detach().to(out.dtype)])
-    finally:
-        if checkpoints:
-            unet.disable_gradient_checkpointing()
-            unet.eval()
-
-
-# --- settings ---------------------------------------------------------------------------------------------------------
+        return torch.cat([out.detach(), gradient[:, : out.shape[1]].to(out.dtype)])
+    around = torch.autocast("cpu", torch.bfloat16) if call.mode == "autocast" else nullcontext()
+    with torch.inference_mode() if call.mode == "inference" else torch.no_grad(), around:
+        return case.call(model, x, call.timestep, text)
 
 
 class Wish(NamedTuple):
@@ -165,13 +127,6 @@ class Wish(NamedTuple):
     function: Callable[..., Any]
     settings: dict[str, Any]
     is_right: bool = True
-
-    def __str__(self) -> str:
-        config = self.settings.get("config")
-        if not isinstance(config, MergeConfig):
-            return f"{self.function.__name__} {self.settings}"
-        values = {name: config.value(name) for name in DESCRIBED if config.value(name) != MergeConfig().value(name)}
-        return f"patch {values}, {len(config.rules)} rules"
 
 
 def a_wish(dice: random.Random) -> Wish:
@@ -191,55 +146,46 @@ def a_wish(dice: random.Random) -> Wish:
         "merge_mlp": dice.random() < 0.5, "merge_crossattn": dice.random() < 0.5})  # fmt: skip
 
 
-# --- sessions ---------------------------------------------------------------------------------------------------------
-
-
-class Step(NamedTuple):
-    """What is done: a method of `Stage`, and its argument."""
-
-    kind: str
-    what: Any
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.what}"
+def a_time(dice: random.Random) -> dict[str, Any]:
+    time = dice.choice(({}, {"percent": dice.random()}, {"timestep": dice.uniform(0, 999)},
+                        {"sigma": dice.uniform(0, 15)}))  # fmt: skip
+    return {**time, "sampling": dice.choice((None, "a", "b")), "pictures": dice.choice((None, 1, 2))} if time else {}
 
 
 class Session(NamedTuple):
+    """steps: names of methods of `Stage`, each with its argument."""
+
     family: str
     dtype: torch.dtype
-    steps: tuple[Step, ...]
+    steps: tuple[tuple[str, Any], ...]
 
     def __str__(self) -> str:
-        return "\n  ".join([f"{self.family}, {self.dtype}", *map(str, self.steps)])
+        return "\n  ".join([f"{self.family}, {self.dtype}", *(f"{kind} {what}" for kind, what in self.steps)])
 
 
 def drawn(dice: random.Random) -> Session:
     """The session of these dice."""
     family, dtype = dice.choice(tuple(FAMILIES)), weighted(dice, DTYPES)
-    model = pristine(family, dtype).model
-    takes_more = isinstance(model, UNet2DConditionModel)
-    call = a_call(dice, takes_more)
-    steps = [Step("merge", a_wish(dice)), Step("call", call)]
+    call = a_call(dice)
+    steps = [("merge", a_wish(dice)), ("call", call)]
     for _ in range(dice.randint(1, 5)):
         kind, what = weighted(dice, EVENTS), dice.randrange(8)
         if kind == "call":
-            what = call = a_call(dice, takes_more, call)
+            what = call = a_call(dice, call)
         elif kind == "merge":
             what = a_wish(dice)
         elif kind == "tell":
-            what = _a_time(dice)
+            what = a_time(dice)
         elif kind == "begin":
             what = dice.choice((None, None, 1, 2, call.batch))
-        elif kind in ("throw", "copied"):
+        elif kind == "throw":
             what = (what, call)
-        steps.append(Step(kind, what))
-    return Session(family, next(model.parameters()).dtype, (*steps, Step("leave", dice.randrange(2**32))))
+        steps.append((kind, what))
+    steps.append(("leave", dice.randrange(2**32)))
+    return Session(family, next(pristine(family, dtype).model.parameters()).dtype, tuple(steps))
 
 
-def _a_time(dice: random.Random) -> dict[str, Any]:
-    time = dice.choice(({}, {"percent": dice.random()}, {"timestep": dice.uniform(0, 999)},
-                        {"sigma": dice.uniform(0, 15)}))  # fmt: skip
-    return {**time, "sampling": dice.choice((None, "a", "b")), "pictures": dice.choice((None, 1, 2))} if time else {}
+# --- a session that runs ----------------------------------------------------------------------------------------------
 
 
 class Stage:
@@ -259,8 +205,8 @@ class Stage:
 
     def run(self) -> Stage:
         """All steps."""
-        for step in self.session.steps:
-            getattr(self, f"_{step.kind}")(step.what)
+        for kind, what in self.session.steps:
+            getattr(self, f"_{kind}")(what)
         return self
 
     def _merge(self, wish: Wish) -> None:
@@ -300,9 +246,9 @@ class Stage:
         if self.scopes:
             self.scopes.pop().__exit__(None, None, None)
 
-    def _call(self, call: Call, model: nn.Module | None = None) -> None:
+    def _call(self, call: Call) -> None:
         try:
-            out: Any = called(self.case, model or self.model, self.session.dtype, call)
+            out: Any = called(self.case, self.model, self.session.dtype, call)
         except Exception as error:
             out = error
         self.outcomes.append(out)
@@ -318,32 +264,6 @@ class Stage:
         hook = modules[number * 7919 % len(modules)].register_forward_hook(throw)
         self._call(call)
         hook.remove()
-
-    def _copied(self, what: tuple[int, Call]) -> None:
-        """A copy draws as well, and is rid of merging as the model is."""
-        number, call = what
-        try:
-            twin = copy.deepcopy(self.model) if number % 2 else pickle.loads(pickle.dumps(self.model))
-        except Exception as error:
-            self.outcomes.append(error)
-            return
-        self._call(call, twin)
-        if self.merges:
-            tome_core.remove_patch(twin)
-            kept = [f"{name} of {path!r}" for path, module in find_unet(twin).named_modules()
-                    for name, value in vars(module).items()
-                    if "tome_core" in f"{name} {type(getattr(value, '__self__', value)).__module__}"]  # fmt: skip
-            if kept:
-                raise Fault(f"the copy keeps {kept}")
-
-    def _look(self, number: int) -> None:
-        """Reports and maps."""
-        for handle in self.handles:
-            handle.keep_maps(number % 2 == 0)
-            if not str(handle.report()) or handle.maps() is None:
-                raise Fault("an empty report")
-            if number % 4 == 3:
-                handle.reset_counts()
 
     def _leave(self, seed: int) -> None:
         """All patches go, in any order."""

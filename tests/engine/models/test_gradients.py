@@ -7,9 +7,9 @@ model may have been called at another size and time since.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -28,53 +28,7 @@ A, B = (16, 16, 10), (24, 16, 900)
 CALLS = [A, B, (32, 16, 10), (16, 32, 10), (16, 16, 900), A]
 Gradients = dict[str, torch.Tensor]
 
-
-class Setup(NamedTuple):
-    """A model, how it is called with inputs of a number's seed, and how its checkpointing is switched on."""
-
-    build: Callable[[], Any]
-    call: Callable[[Any, Call, int], torch.Tensor]
-    checkpoint: Callable[[Any], None]
-
-
-def _as_unet(call: Callable) -> Callable:
-    def run(model: Any, size: Call, number: int) -> torch.Tensor:
-        x, text = inputs(4, 2, *size[:2], seed=number)
-        return call(model, x, size[2], text)
-
-    return run
-
-
-def _as_flux(model: Any, size: Call, number: int) -> torch.Tensor:
-    height, width, timestep = size
-    given = tiny_transformers.at(tiny_transformers.arguments_of("Flux"), timestep / 500)
-    tokens = torch.randn(1, height * width, 16, generator=torch.Generator().manual_seed(number))
-    ids = tiny_transformers.flux_ids(height, width)
-    return model(**{**given, "hidden_states": tokens, "img_ids": ids}, return_dict=False)[0]
-
-
-def _of_diffusers(model: Any) -> None:
-    model.enable_gradient_checkpointing()
-
-
-def _by(*names: str) -> Callable[[Any], None]:
-    """The attributes of modules that switch it on."""
-
-    def switch(model: Any) -> None:
-        for module in model.modules():
-            for name in names:
-                if isinstance(getattr(module, name, None), bool):
-                    setattr(module, name, True)
-
-    return switch
-
-
-SETUPS = {
-    "diffusers": Setup(sd15, _as_unet(call_unet), _of_diffusers),
-    "Flux": Setup(lambda: tiny_transformers.build("Flux"), _as_flux, _of_diffusers),
-    "ldm": Setup(ldm_sd1, _as_unet(call_ldm), _by("use_checkpoint", "checkpoint")),
-    "sgm": Setup(sgm_double, _as_unet(call_ldm), _by("checkpoint")),
-}
+BUILD = {"diffusers": sd15, "Flux": partial(tiny_transformers.build, "Flux"), "ldm": ldm_sd1, "sgm": sgm_double}
 DRAWN, TOMESDS, KEYS, IN_TIME = (
     MergeConfig(merge_mlp=True, max_downsample=2),
     MergeConfig(merge_crossattn=True, merge_mlp=True, max_downsample=2, proportional=False),
@@ -82,35 +36,46 @@ DRAWN, TOMESDS, KEYS, IN_TIME = (
     MergeConfig(rules=(MergeRule(ratio=0.75, min_timestep=500), MergeRule(ratio=0.25, seed=3))),
 )
 OFF = MergeConfig(ratio=0)
-either_setup = pytest.mark.parametrize("name", some_quick(["diffusers", "Flux"]))
+either_model = pytest.mark.parametrize("name", some_quick(["diffusers", "Flux"]))
 
 
-def built(setup: Setup, checkpoints: bool, train: bool = True, only: str = "") -> Any:
+def called(name: str, model: Any, size: Call, number: int) -> torch.Tensor:
+    """What the model gives for inputs of a number's seed."""
+    height, width, timestep = size
+    if name != "Flux":
+        x, text = inputs(4, 2, height, width, seed=number)
+        return (call_unet if name == "diffusers" else call_ldm)(model, x, timestep, text)
+    given = tiny_transformers.at(tiny_transformers.arguments_of("Flux"), timestep / 500)
+    tokens = torch.randn(1, height * width, 16, generator=torch.Generator().manual_seed(number))
+    ids = tiny_transformers.flux_ids(height, width)
+    return model(**{**given, "hidden_states": tokens, "img_ids": ids}, return_dict=False)[0]
+
+
+def built(name: str, checkpoints: bool = True, train: bool = True, only: str = "") -> Any:
     """The model, with gradients for the parameters whose names contain ``only``."""
-    model = setup.build()
-    if checkpoints:
-        setup.checkpoint(model)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(only in name)
+    model = BUILD[name]()
+    if checkpoints and hasattr(model, "enable_gradient_checkpointing"):
+        model.enable_gradient_checkpointing()
+    for module in model.modules() if checkpoints else ():
+        for switch in ("use_checkpoint", "checkpoint"):
+            if isinstance(getattr(module, switch, None), bool):
+                setattr(module, switch, True)
+    for path, parameter in model.named_parameters():
+        parameter.requires_grad_(only in path)
     return model.train(train)
 
 
-def loss_of(setup: Setup, model: Any, size: Call, number: int = 0) -> torch.Tensor:
-    return (setup.call(model, size, number) * (number + 1)).square().mean()
+def loss_of(name: str, model: Any, size: Call, number: int = 0) -> torch.Tensor:
+    return (called(name, model, size, number) * (number + 1)).square().mean()
 
 
-def gradients(
-    name: str, calls: list[Call], config: MergeConfig, checkpoints: bool = False, at_once: bool = False, **how: Any
-) -> Gradients:
+def gradients(name: str, calls: list[Call], config: MergeConfig, at_once: bool = False, **how: Any) -> Gradients:
     """Of the sum of all losses: each is followed by its backward pass, or one goes through all."""
-    setup = SETUPS[name]
-    model = built(setup, checkpoints, **how)
+    model = built(name, **how)
     with patch(model, config):
-        if at_once:
-            sum(loss_of(setup, model, size, number) for number, size in enumerate(calls)).backward()
-        else:
-            for number, size in enumerate(calls):
-                loss_of(setup, model, size, number).backward()
+        losses = (loss_of(name, model, size, number) for number, size in enumerate(calls))
+        for loss in [sum(losses)] if at_once else losses:
+            loss.backward()
     return gradients_of(model)
 
 
@@ -126,71 +91,63 @@ def assert_same(some: Gradients, others: Gradients) -> None:
 
 
 @pytest.mark.parametrize("of", some_quick([
-    ("diffusers", DRAWN), ("diffusers", TOMESDS), ("Flux", KEYS), ("diffusers", KEYS), ("diffusers", IN_TIME),
-    ("ldm", TOMESDS), ("sgm", DRAWN),
-], 3), ids=["sd15, drawn", "sd15, tomesd's", "Flux, keys", "sd15, keys", "sd15, in time", "ldm", "sgm"])  # fmt: skip
+    ("diffusers", DRAWN), ("diffusers", TOMESDS), ("Flux", KEYS), ("diffusers", IN_TIME), ("ldm", TOMESDS),
+    ("sgm", DRAWN),
+], 3), ids=["sd15, drawn", "sd15, tomesd's", "Flux, keys", "sd15, in time", "ldm", "sgm"])  # fmt: skip
 def test_checkpointing_changes_no_gradient_and_one_backward_pass_may_go_through_several_calls(of):
     name, config = of
-    plain = gradients(name, CALLS, config)
-    assert_same(plain, gradients(name, CALLS, config, checkpoints=True))
-    assert_same(plain, gradients(name, CALLS, config, checkpoints=True, at_once=True))
-    unmerged = gradients(name, CALLS, OFF)
+    plain = gradients(name, CALLS, config, checkpoints=False)
+    assert_same(plain, gradients(name, CALLS, config))
+    assert_same(plain, gradients(name, CALLS, config, at_once=True))
+    unmerged = gradients(name, CALLS, OFF, checkpoints=False)
     assert any((plain[one] - unmerged[one]).abs().max() > 1e-3 * plain[one].abs().max() for one in plain)
 
 
-def _calls_without_gradients(setup: Setup, model: Any, handle: Any) -> None:
-    with torch.no_grad():
-        setup.call(model, B, 1)
-
-
-def _calls_unmerged(setup: Setup, model: Any, handle: Any) -> None:
-    with handle.unmerged():
-        setup.call(model, A, 1)
-
-
-BETWEEN = (_calls_without_gradients, _calls_unmerged, lambda setup, model, handle: setup.call(model, B, 1),
-           lambda setup, model, handle: copy.deepcopy(model))  # fmt: skip
-
-
-@either_setup
+@either_model
 def test_what_happens_between_a_call_and_its_backward_pass_changes_nothing(name: str):
-    setup, plain = SETUPS[name], gradients(name, [A], DRAWN)
-    model = built(setup, checkpoints=True)
+    def call_without_gradients() -> None:
+        with torch.no_grad():
+            called(name, model, B, 1)
+
+    def call_unmerged() -> None:
+        with handle.unmerged():
+            called(name, model, A, 1)
+
+    plain, model = gradients(name, [A], DRAWN, checkpoints=False), built(name)
     with patch(model, DRAWN) as handle:
-        for between in BETWEEN:
+        for between in (call_without_gradients, call_unmerged, partial(called, name, model, B, 1),
+                        partial(copy.deepcopy, model)):  # fmt: skip
             model.zero_grad()
-            loss = loss_of(setup, model, A)
-            between(setup, model, handle)
+            loss = loss_of(name, model, A)
+            between()
             loss.backward()
             assert_same(plain, gradients_of(model))
 
 
-@either_setup
+@either_model
 def test_a_call_of_another_patch_is_not_run_again(name: str):
-    setup = SETUPS[name]
-    model = built(setup, checkpoints=True)
+    model = built(name)
     with patch(model, TOMESDS):
-        loss = loss_of(setup, model, A)
+        loss = loss_of(name, model, A)
         with patch(model, KEYS):
             with pytest.raises(RuntimeError, match="before a patch is put on or taken off"):
                 loss.backward()
             model.zero_grad()
-            loss_of(setup, model, A).backward()
-    assert_same(gradients(name, [A], KEYS), gradients_of(model))
+            loss_of(name, model, A).backward()
+    assert_same(gradients(name, [A], KEYS, checkpoints=False), gradients_of(model))
 
 
-@either_setup
+@either_model
 @pytest.mark.parametrize("off", [False, True], ids=["no rule holds", "merging is off"])
 def test_a_call_that_merges_nothing_is_run_again_like_that_after_one_that_merged(name: str, off: bool):
-    setup, size = SETUPS[name], (16, 16, 800 if off else 300)
-    model = built(setup, checkpoints=True)
+    model, size = built(name), (16, 16, 800 if off else 300)
     with patch(model, MergeConfig(min_timestep=500)) as handle:
-        setup.call(model, (16, 16, 800), 0)
+        called(name, model, (16, 16, 800), 0)
         assert handle.report().merged_anything
         with handle.unmerged() if off else nullcontext():
-            loss = loss_of(setup, model, size)
+            loss = loss_of(name, model, size)
         loss.backward()
-    assert_same(gradients(name, [size], OFF), gradients_of(model))
+    assert_same(gradients(name, [size], OFF, checkpoints=False), gradients_of(model))
 
 
 @pytest.mark.parametrize("of", some_quick([
@@ -201,4 +158,4 @@ def test_a_call_that_merges_nothing_is_run_again_like_that_after_one_that_merged
 def test_checkpointing_changes_no_gradient_of_a_model_in_eval_mode(of: tuple[str, str]):
     """With the rest frozen, the first block's input needs no gradient itself."""
     name, how = of[0], {"train": False, "only": of[1]}
-    assert_same(gradients(name, [A, B], IN_TIME, **how), gradients(name, [A, B], IN_TIME, checkpoints=True, **how))
+    assert_same(gradients(name, [A, B], IN_TIME, checkpoints=False, **how), gradients(name, [A, B], IN_TIME, **how))

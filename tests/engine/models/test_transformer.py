@@ -97,13 +97,6 @@ def test_padding_that_a_mask_hides_changes_nothing():
     torch.testing.assert_close(*pictures, rtol=1e-4, atol=1e-5)
 
 
-def test_masks_that_differ_within_a_batch_are_left_alone_and_named():
-    model, arguments = tiny_transformers.make("Qwen-Image")
-    twice = {key: torch.cat([one, one]) if torch.is_tensor(one) else one * 2 for key, one in arguments.items()}
-    twice["encoder_hidden_states_mask"][1, 10:] = 0
-    assert_left_alone(model, twice, "a mask hides other tokens in each picture")
-
-
 def test_a_mask_of_pairs_is_read_if_the_tokens_that_it_leaves_see_all_of_each_other():
     """As HunyuanVideo 1.5's. One that hides more is left alone, and one that is added, as Chroma's pipeline's."""
     model, arguments = tiny_transformers.make("Flux")
@@ -120,6 +113,10 @@ def test_a_mask_of_pairs_is_read_if_the_tokens_that_it_leaves_see_all_of_each_ot
         assert_left_alone(model, masked_by(mask), "an attention mask came along")
 
 
-def test_grids_that_are_none_are_left_alone_and_named():
+def test_grids_that_are_none_and_masks_that_differ_within_a_batch_are_left_alone_and_named():
     model, arguments = tiny_transformers.make("Flux")
     assert_left_alone(model, arguments | {"img_ids": arguments["img_ids"].flip(0).roll(5, 0)}, NO_GRID)
+    model, arguments = tiny_transformers.make("Qwen-Image")
+    twice = {key: torch.cat([one, one]) if torch.is_tensor(one) else one * 2 for key, one in arguments.items()}
+    twice["encoder_hidden_states_mask"][1, 10:] = 0
+    assert_left_alone(model, twice, "a mask hides other tokens in each picture")

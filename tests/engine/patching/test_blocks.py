@@ -1,6 +1,6 @@
 """Blocks of a UNet keep all that they are and take: faults of tomesd 0.1.3 that were found by running it.
 
-Others are laws of every family (`test_patch_contract.py`), of odd sizes (`models/test_unet_blocks.py`), of checkpoints
+Others are laws of every family (`test_patch_contract.py`), of odd sizes (`models/test_unet.py`), of checkpoints
 (`models/test_gradients.py`) and of compilers (`models/test_compiled.py`).
 """
 

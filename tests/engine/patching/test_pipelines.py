@@ -1,6 +1,6 @@
 """`tome_core.patch(pipe)`: one line puts a preset on a diffusers pipeline, one takes it off, whatever it draws between.
 
-Real pipelines with random weights. That a LoRA or an image prompt may come and go at any time is `tests/beside`'s.
+Real pipelines with random weights. That a LoRA may come and go at any time is `tests/beside`'s.
 """
 
 from __future__ import annotations

@@ -12,13 +12,13 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from accelerate import cpu_offload_with_hook
 from accelerate.hooks import remove_hook_from_module
 from torch import nn
 
 import tome_core
 from tests.families import Family, some_models
 from tests.models import BY_NAME, call_case, on_small
-from tests.offloading import as_a_model
 from tests.thoroughness import THOROUGH
 from tests.threads import at_once
 from tests.tiny_pipeline import stable_diffusion
@@ -27,6 +27,7 @@ from tome_core import MergeConfig
 from tome_core.models.wrap import patch_lock
 
 CASE = BY_NAME["sd15"]
+as_a_model = functools.partial(cpu_offload_with_hook, execution_device="cpu")
 WRITING = ("wrap.py", "patching/__init__.py")  # whatever writes to a model
 # asks for the time, so that a scheduler matters, and keeps, so that the pipeline's loop does
 LATE = MergeConfig(ratio=0.5, start_percent=0.5, keep=100.0)
