@@ -2,7 +2,7 @@
 
 The slow and obvious thing is the module itself, unpatched and in float64, with every token's key and value, after their
 projections, exchanged for the means of its group: that is each merged key as often as it has tokens. No line of the
-engine is asked for it, and whatever the module calls comes to see what it stands for.
+engine is asked for it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import importlib
 import operator
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_map
 
 import tome_core
 from tome_core import MergeConfig, MergePlan
@@ -33,13 +34,10 @@ CHANNELS, HEADS, SIDE, GROUPS = 32, 4, 8, 13
 KV = MergeConfig(correction=False, side="kv", ratio=0.75, use_rand=False, max_downsample=8)
 
 
-# --- plans by hand --------------------------------------------------------------------------------------------------
-
-
 def ragged(batch: int, tokens: int, groups: int, seed: int = 0) -> MergePlan:
     """A plan whose sizes differ within a sample and between samples, with groups that are empty.
 
-    Of three groups or more the last has no token in any sample, and the first none in every second one.
+    Of three groups or more the last has no token in any sample, and the first none in every second sample.
     """
     generator = torch.Generator().manual_seed(seed)
     rows = []
@@ -51,14 +49,14 @@ def ragged(batch: int, tokens: int, groups: int, seed: int = 0) -> MergePlan:
 
 
 @contextlib.contextmanager
-def merging_by(groups: int = GROUPS, alike: bool = False, engine: ModuleType = tome_core) -> Iterator[None]:
-    """Inside it every match of the engine, whatever its settings, is `ragged`. alike: the same in all samples."""
+def merging_by(alike: bool = False, engine: ModuleType = tome_core) -> Iterator[None]:
+    """Inside it every match of this copy of the engine is `ragged`. alike: the same in all samples."""
     methods = importlib.import_module(f"{engine.__name__}.merging.methods").METHODS
     before = methods["bipartite"]
 
     def match(x: torch.Tensor, grid: Any, options: Any) -> Any:
-        plan = ragged(1 if alike else x.shape[0], grid.height * grid.width, groups)
-        return engine.MergePlan(plan.group, groups)
+        plan = ragged(1 if alike else x.shape[0], grid.height * grid.width, GROUPS)
+        return engine.MergePlan(plan.group, GROUPS)
 
     methods["bipartite"] = before._replace(match=match)
     try:
@@ -70,61 +68,33 @@ def merging_by(groups: int = GROUPS, alike: bool = False, engine: ModuleType = t
 # --- the oracle -----------------------------------------------------------------------------------------------------
 
 
+def means(x: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
+    """Each token's of ``[B, N, ...]`` exchanged for the mean of its group, ``[B or 1, N]``."""
+    share = F.one_hot(group).to(x)
+    return (share @ (share.mT @ x.flatten(2) / share.sum(1).clamp(min=1)[..., None])).view(x.shape)
+
+
 @contextlib.contextmanager
-def grouped(
-    layers: dict[str, nn.Module], plan: MergePlan, queries: bool = False, evenly: bool = False
-) -> Iterator[None]:
-    """Inside it every token's key and value, as an attention's function gets them, is its group's mean.
+def grouped(module: nn.Module, plan: MergePlan, roles: str) -> Iterator[None]:
+    """Inside it what an attention's projections, also a processor's own, make of each token is its group's mean.
 
-    layers: the attention's, as of `layers_called`. queries: every query is, too. evenly: keys and values are as if all
-    groups that have tokens had about equally many.
+    roles: of the projections that this holds for, "kv" or "qkv".
     """
-    own = plan.group
-    full = [one.unique() for one in own]  # the groups of each sample that have tokens
-    even = torch.stack([one[torch.arange(own.shape[1]) % len(one)] for one in full])
 
-    def exchange(role: str, is_last: bool, out: torch.Tensor) -> torch.Tensor:
-        if not is_last or (role == "q" and not queries):
-            return out
-        by_head = out.dim() == 4 and out.shape[1] != plan.group.shape[1]
-        found = means(out.transpose(1, 2) if by_head else out, own, even if evenly and role != "q" else own)
-        return found.transpose(1, 2) if by_head else found
+    def exchange(name: str, layer: nn.Module, args: tuple, out: torch.Tensor) -> torch.Tensor:
+        made = name.split("_")[1]  # "qkv", if they are fused
+        parts = zip(made, out.chunk(len(made), -1), strict=True)
+        return torch.cat([means(part, plan.group) if role in roles else part for role, part in parts], -1)
 
-    def hook(name: str, layer: nn.Module, args: tuple, out: torch.Tensor) -> torch.Tensor:
-        kind, roles = name.split("_")[:2]
-        last = [kind == "norm" or f"norm_{role}" not in layers for role in roles]  # "qkv", if they are fused
-        return torch.cat(list(map(exchange, roles, last, out.chunk(len(roles), -1))), -1)
-
-    hooks = [one.register_forward_hook(partial(hook, name)) for name, one in layers.items()]
+    hooks = [
+        layer.register_forward_hook(partial(exchange, name)) for path, layer in module.named_modules()
+        if re.match(r"to_(q|k|v|qkv)(_|$)", name := path.rpartition(".")[2])
+    ]  # fmt: skip
     try:
         yield
     finally:
-        for one in hooks:
-            one.remove()
-
-
-def means(x: torch.Tensor, group: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Each token's of ``[B, N, ...]`` exchanged for the mean of the group that is wanted; both are ``[B or 1, N]``."""
-    share = F.one_hot(group).to(x)
-    found = share.mT @ x.flatten(2) / share.sum(1).clamp(min=1)[..., None]
-    rows = wanted.expand(len(x), -1)[..., None].expand(-1, -1, found.shape[2])
-    return found.gather(1, rows).view(x.shape)
-
-
-def layers_called(module: nn.Module, call: Callable[[], Any]) -> dict[str, nn.Module]:
-    """Name -> layer from which queries, keys and values come in a call: projections, also a processor's own, and norms
-    that follow them.
-    """
-    called: dict[str, nn.Module] = {}
-    hooks = []
-    for path, one in module.named_modules():
-        name = path.rpartition(".")[2]
-        if re.match(r"to_(q|k|v|qkv)(_|$)|norm_[qk]$", name):
-            hooks.append(one.register_forward_hook(lambda layer, *_, name=name: called.update({name: layer})))
-    call()
-    for one in hooks:
-        one.remove()
-    return called
+        for hook in hooks:
+            hook.remove()
 
 
 def far(out: torch.Tensor, expected: torch.Tensor) -> float:
@@ -136,34 +106,23 @@ def far(out: torch.Tensor, expected: torch.Tensor) -> float:
 
 def assert_repeated(
     module: nn.Module, args: tuple, told: dict[str, Any], out: torch.Tensor, plan: MergePlan,
-    tolerance: float | None = None, queries: bool = False,
+    tolerance: float | None = None, roles: str = "kv",
 ) -> None:  # fmt: skip
-    """The output is what repeated keys give, by far nearer than what keys without sizes would give.
+    """The output is what repeated keys give.
 
     module: not patched; asked in float64, so that only the engine's own error is seen. args, told: of its call, whose
-    first argument are the tokens ``[B, N, C]``. queries: they merge beside keys.
+    first argument are the tokens ``[B, N, C]``. roles: what merges.
     """
-    dtype = args[0].dtype
+    tolerance = TOLERANCE[args[0].dtype] if tolerance is None else tolerance
     # what it casts by itself (``upcast_attention``) it goes on casting
-    exact, found = copy.deepcopy(module).double(), []
-    call = partial(exact, *_doubled(args), **_doubled(told))
-    with torch.no_grad():
-        layers = layers_called(exact, call)
-        for evenly in (False, True):
-            with grouped(layers, plan, queries, evenly):
-                found.append(call())
-    expected, unsized = found
-    tolerance = TOLERANCE[dtype] if tolerance is None else tolerance
-    error, blind = far(out, expected), far(unsized, expected)
-    assert error <= tolerance, f"off by {error:.1e} of the output, {tolerance:.0e} allowed; without sizes {blind:.1e}"
-    assert blind > 5 * tolerance, "the inputs do not tell proportional attention from plain attention"
+    exact = copy.deepcopy(module).double()
+    args, told = tree_map(_doubled, (args, told))
+    with torch.no_grad(), grouped(exact, plan, roles):
+        error = far(out, exact(*args, **told))
+    assert error <= tolerance, f"off by {error:.1e} of the output, {tolerance:.0e} allowed"
 
 
 def _doubled(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(map(_doubled, value))
-    if isinstance(value, dict):
-        return {name: _doubled(one) for name, one in value.items()}
     return value.double() if torch.is_tensor(value) and value.is_floating_point() else value
 
 
@@ -183,7 +142,7 @@ class BasicTransformerBlock(nn.Module):
 
 
 class SpatialTransformer(nn.Module):
-    """Its blocks alone."""
+    """Its block alone."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -229,28 +188,25 @@ def telling(module: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def way(
-    module: nn.Module, dtype: torch.dtype = torch.float32, *, batches: tuple[int, ...] = (1, 3),
-    tolerance: float | None = None, alike: bool = False, queries: bool = False, engine: ModuleType = tome_core,
-    plain: nn.Module | None = None, **told: Any,
+    module: nn.Module, dtype: torch.dtype = torch.float32, *, batch: int = 3, tolerance: float | None = None,
+    alike: bool = False, queries: bool = False, engine: ModuleType = tome_core, settings: dict[str, Any] | None = None,
+    **told: Any,
 ) -> str:  # fmt: skip
     """Hold an attention against repeated keys. Returns the way in which the engine told it of sizes.
 
-    alike: one plan serves all samples. queries: they merge too. engine: which copy of it merges. plain: the module for
-    the oracle, if others have put something on the one that merges. told: the other arguments of its call.
+    alike: one plan serves all samples. queries: they merge too. engine: which copy of it merges. settings: more of its
+    settings. told: the other arguments of the attention's call.
     """
-    unet, found = UNetOf(module, **told), set()
-    config = engine.MergeConfig(correction=False, side="qkv" if queries else "kv", ratio=0.75, use_rand=False)
-    for batch in batches:
-        x, plan = tokens(batch, dtype), ragged(1 if alike else batch, SIDE**2, GROUPS)
-        before = copy.deepcopy(module) if plain is None else plain
-        with merging_by(GROUPS, alike, engine), engine.patch(unet, config) as handle:
-            out = run(unet, x)
-        (level,) = handle.report().levels
-        left = GROUPS if queries else SIDE**2
-        assert level.calls_merged == 1 and level.tokens == ((SIDE**2, left, GROUPS),), handle.report()
-        assert_repeated(before, (x,), told, out, plan, tolerance, queries)
-        found |= level.sized_by.keys()
-    (only,) = found
+    unet, before, x = UNetOf(module, **told), copy.deepcopy(module), tokens(batch, dtype)
+    config = {"correction": False, "side": "qkv" if queries else "kv", "ratio": 0.75, "use_rand": False}
+    with merging_by(alike, engine), engine.patch(unet, **config, **(settings or {})) as handle:
+        out = run(unet, x)
+    (level,) = handle.report().levels
+    left = GROUPS if queries else SIDE**2
+    assert level.calls_merged == 1 and level.tokens == ((SIDE**2, left, GROUPS),), handle.report()
+    plan = ragged(1 if alike else batch, SIDE**2, GROUPS)
+    assert_repeated(before, (x,), told, out, plan, tolerance, config["side"])
+    (only,) = level.sized_by
     return only
 
 
@@ -292,30 +248,22 @@ def memory_efficient_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_bias: torch.Tensor | None = None,
     p: float = 0.0, scale: float | None = None, *, op: Any = None,
 ) -> torch.Tensor:  # fmt: skip
-    """What xformers computes, for ``[B, N, d]`` or ``[B, N, H, d]``, and as strict as it is with a bias.
-
-    A bias has the dtype of the queries and every one of its sizes: nothing is broadcast.
-    """
+    """What xformers computes, for ``[B, N, d]`` or ``[B, N, H, d]``, and as strict as it is with a bias."""
     assert query.dtype == key.dtype == value.dtype
-    flat = query.dim() == 3
-    q, k, v = (one[:, :, None] if flat else one for one in (query, key, value))
-    assert q.shape[2:] == k.shape[2:] and k.shape[:3] == v.shape[:3]
-    logits = torch.einsum("bnhd,bghd->bhng", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    by_head = [one[:, None] if query.dim() == 3 else one.transpose(1, 2) for one in (query, key, value)]
     if attn_bias is not None:
-        full = (q.shape[0], q.shape[1], k.shape[1]) if flat else tuple(logits.shape)
+        full = (*query.shape[:2], key.shape[1]) if query.dim() == 3 else (*by_head[0].shape[:3], key.shape[1])
         assert attn_bias.dtype == query.dtype, "xformers takes a bias in the dtype of the queries"
         assert tuple(attn_bias.shape) == full, "xformers broadcasts no bias"
-        logits = logits + attn_bias.view(logits.shape)
-    out = torch.einsum("bhng,bghd->bnhd", logits.softmax(-1), v)
-    return out[:, :, 0] if flat else out
+        attn_bias = attn_bias.view(*by_head[0].shape[:3], -1)
+    out = torch._C._nn.scaled_dot_product_attention(*by_head, attn_bias, scale=scale)
+    return out[:, 0] if query.dim() == 3 else out.transpose(1, 2)
 
 
 def with_xformers(monkeypatch: Any, *modules: ModuleType) -> None:
     """As if xformers were installed, for these modules, which asked for it when they were imported."""
-    ops = ModuleType("xformers.ops")
-    ops.memory_efficient_attention = memory_efficient_attention
-    ops.AttentionOpBase = SimpleNamespace
-    package = ModuleType("xformers")
+    ops, package = ModuleType("xformers.ops"), ModuleType("xformers")
+    ops.memory_efficient_attention, ops.AttentionOpBase = memory_efficient_attention, SimpleNamespace
     package.ops, package.__version__ = ops, "0.0.30"
     monkeypatch.setitem(sys.modules, "xformers", package)
     monkeypatch.setitem(sys.modules, "xformers.ops", ops)

@@ -84,23 +84,17 @@ def _stale(x):
 
 PLANTED = {
     "best_keys: hidden keys are not": ("best_keys", _given(3, lambda bias: None)),
-    "best_keys: the next key": ("best_keys", _gives(5, lambda index: (index + 1) % 70)),
     "best_keys: a number that no key has": ("best_keys", _gives(5, lambda index: index + 70)),
     "best_keys: the last tile of keys is left out": ("best_keys", _given(2, lambda keys: keys[:, :64])),
     "mean_rows: groups start one token late": ("mean_rows", _given(3, lambda starts: (starts + 1).clamp(max=260))),
     "mean_rows: a stale tile": ("mean_rows", _gives(5, _stale)),
-    "mean_rows: values for exact values": ("mean_rows", _gives(7, lambda x: x * (1 + 2e-3))),
     "segments: one group further": ("segments", _given(0, lambda group: (group + 1) % 40)),
-    "segments: a stale tile": ("segments", _gives(1, _stale)),
     "place_tokens: one token more merges": ("place_tokens", _given(4, lambda removed: removed + 1)),
     "first_order: groups of the tokens beside them": ("first_order", _given(2, lambda group: group.roll(1, 1))),
-    "first_order: a span is added twice": ("first_order", _gives(6, lambda x: x * 2)),
     "answer_few: sizes are forgotten": ("answer_few", _given(5, torch.zeros_like)),
     "answer_few: one head's answers for another's": ("answer_few", _gives(8, lambda x: x.roll(1, 0))),
-    "answer_few: no number": ("answer_few", _gives(10, lambda x: x * float("nan"))),
     "ridge: what is known is not taken off": ("ridge", _given(4, torch.zeros_like)),
     "ridge: the constant is lost": ("ridge", _gives(6, torch.zeros_like)),
-    "correct: of the token beside": ("correct", _given(1, lambda q: q.roll(1, 1))),
     "correct: a stale tile": ("correct", _gives(4, _stale)),
 }  # fmt: skip
 

@@ -15,8 +15,7 @@ from tests import kernel_harness
 from tests.kernel_harness import DEVICE, DTYPES, INF, close, noise, together, whole_numbers
 from tome_core import MergePlan
 from tome_core.merging import kernels
-from tome_core.merging.grid import Grid
-from tome_core.merging.methods import METHODS, MatchOptions, bipartite
+from tome_core.merging.methods import bipartite
 from tome_core.merging.methods.base import best_keys, take_queries
 from tome_core.merging.metric import keys_of_rows
 
@@ -114,16 +113,6 @@ def test_a_querys_result_has_the_same_bits_alone_as_among_others(dtype):
     alone = best_keys(x[1:], rows[:, 70:80], keys[1:])
     for first, same, few in zip(among, again, alone, strict=True):
         assert torch.equal(first, same) and torch.equal(first[1:, 70:80], few)
-
-
-@pytest.mark.parametrize("method, more", [("bipartite", {}), ("bipartite", {"refine": 1}), ("cluster", {})])
-def test_a_match_is_as_good_as_that_of_torchs_operators(method, more):
-    x, options = noise(2, 64, 40, dtype=torch.float16), MatchOptions(0.5, 2, 2, **more)
-    plan = METHODS[method].match(x, Grid(8, 8), options)
-    with kernels.without():
-        plain = METHODS[method].match(x, Grid(8, 8), options)
-        errors = [(one.unmerge(one.merge(x)) - x).float().norm().item() for one in (plan, plain)]
-    assert errors[0] == pytest.approx(errors[1], rel=1e-3)
 
 
 # --- mean_rows --------------------------------------------------------------------------------------------------------

@@ -59,23 +59,13 @@ def _kernels() -> dict[str, tuple[set[str], str]]:
     return found
 
 
-def _devices(name: str) -> set[str]:
+def _has(device: str, name: str) -> bool:
+    """Has the device a kernel for this operator, ``embedding`` or ``sort.stable``, or is it made of others?"""
     devices, delegate = _kernels()[name]
-    return devices | (_devices(delegate) if delegate else set())
-
-
-def mps_has(name: str) -> bool:
-    """``embedding``, ``sort.stable``: has MPS a kernel for it, or is it made of others?"""
-    return bool(_devices(name) & {"MPS", *_ANYWHERE})
-
-
-def directml_has(name: str) -> bool:
-    """As `mps_has`."""
     plain = name.partition(".")[0]
-    return plain in DIRECTML or plain.rstrip("_") in DIRECTML or bool(_devices(name) & set(_ANYWHERE))
-
-
-HAVE = {"MPS": mps_has, "DirectML": directml_has}
+    if devices & {device, *_ANYWHERE} or (device == "DirectML" and {plain, plain.rstrip("_")} & DIRECTML):
+        return True
+    return bool(delegate) and _has(device, delegate)
 
 
 class OperatorCounter(TorchDispatchMode):
@@ -112,6 +102,6 @@ class OperatorRecorder(OperatorCounter):
 
 
 def lacking(names: set[str]) -> dict[str, list[str]]:
-    """Device -> which of these it has not; empty where all have all."""
-    found = {device: sorted(name for name in names if not has(name)) for device, has in HAVE.items()}
-    return {device: names for device, names in found.items() if names}
+    """Device -> which of these it has not; empty if all have all."""
+    missing = {device: sorted(name for name in names if not _has(device, name)) for device in ("MPS", "DirectML")}
+    return {device: names for device, names in missing.items() if names}

@@ -1,31 +1,21 @@
-"""An attention is known by the function that its code calls, and the function by what it does."""
+"""An attention function is known by what it does, which is tried on a few tokens, also in the place of torch's."""
 
 from __future__ import annotations
-
-import functools
-import types
-from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from diffusers.models import attention_dispatch, attention_processor
+from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
-from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
-from torch.nn.functional import scaled_dot_product_attention
 
-import tome_core
 from tests import attention_packages as packages
-from tests import conformance as laws
-from tests.conformance import KV, SIDE, UNetOf, attention, merging_by, run, tokens, way, why_left_alone
+from tests.conformance import SIDE, attention, way, why_left_alone
 from tests.doubles import attend, of_heads
 from tome_core.attention import functions
 from tome_core.attention.functions import try_once
 from tome_core.attention.merged import BIAS, OWN_BIAS
 
 TORCHS = torch.nn.functional.scaled_dot_product_attention
-xformers = types.SimpleNamespace()  # a test puts one here
-_calls = 0
 
 
 @pytest.fixture(autouse=True)
@@ -39,25 +29,16 @@ def torchs(monkeypatch):
     return lambda function: monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", function)
 
 
-# --- callers ----------------------------------------------------------------------------------------------------------
+# --- functions in the place of torch's --------------------------------------------------------------------------------
 
 
-def parts(attn: Any, x: torch.Tensor) -> list[torch.Tensor]:
+def parts(attn, x):
     """``[B, H, N, d]``."""
     return [of_heads(layer(x), attn.heads) for layer in (attn.to_q, attn.to_k, attn.to_v)]
 
 
-def flat(out: torch.Tensor) -> torch.Tensor:
-    return out.transpose(1, 2).flatten(2)
-
-
-def processor(call: Any) -> Any:
-    """Of a class of its own, whose code this is."""
-    return type("Mine", (), {"__call__": call})()
-
-
 def by_module(self, attn, x, *_, **__):
-    return attn.to_out[0](flat(F.scaled_dot_product_attention(*parts(attn, x))))
+    return F.scaled_dot_product_attention(*parts(attn, x)).transpose(1, 2).flatten(2)
 
 
 def by_a_helper(self, attn, x, *_, **__):
@@ -66,192 +47,13 @@ def by_a_helper(self, attn, x, *_, **__):
 
 
 def by_dispatch(self, attn, x, *_, **__):
-    return dispatch_attention_fn(*(one.transpose(1, 2) for one in parts(attn, x))).flatten(2)
+    q, k, v = (layer(x).unflatten(-1, (attn.heads, -1)) for layer in (attn.to_q, attn.to_k, attn.to_v))
+    return dispatch_attention_fn(q, k, v).flatten(2)
 
 
-def inside_a_function(self, attn, x, *_, **__):
-    def inside(one):
-        return (lambda: F.scaled_dot_product_attention(*parts(attn, one)))()
-
-    return flat(inside(x))
-
-
-def with_an_empty_tuple(self, attn, x, sizes=None, **__):
-    sizes = () if sizes is None else sizes  # among the constants of this code
-    return flat(F.scaled_dot_product_attention(*parts(attn, x), *sizes, scale=0.7))
-
-
-def by_xformers(self, attn, x, *_, **__):
-    q, k, v = (one.transpose(1, 2) for one in parts(attn, x))
-    return xformers.ops.memory_efficient_attention(q, k, v, attn_bias=None).flatten(2)
-
-
-def by_xformers_and_flat(self, attn, x, *_, **__):
-    """Heads lie within the batch."""
-    out = xformers.ops.memory_efficient_attention(*(one.flatten(0, 1) for one in parts(attn, x)), op=None)
-    return flat(out.unflatten(0, (-1, attn.heads)))
-
-
-def a_function(attn, x, *_, **__):
-    return flat(F.scaled_dot_product_attention(*parts(attn, x)))
-
-
-def counting(self, attn, x, *_, **__):
-    """As StoryDiffusion's, in a global."""
-    global _calls
-    _calls += 1
-    return flat(F.scaled_dot_product_attention(*parts(attn, x)))
-
-
-class ByAMethod:
-    def __call__(self, attn, x, *_, **__):
-        return self.attend(attn, x)
-
-    def attend(self, attn, x):
-        return flat(F.scaled_dot_product_attention(*parts(attn, x)))
-
-
-class Named(NamedTuple):
-    factor: float = 0.5
-
-    def __call__(self, attn, x, *_, **__):
-        return flat(F.scaled_dot_product_attention(*parts(attn, x))) * self.factor
-
-
-class Halved(AttnProcessor2_0):
-    """By its name, and in part, it is diffusers'."""
-
-    __qualname__ = __name__ = "AttnProcessor2_0"
-
-    def __call__(self, attn, x, *args, **kwargs):
-        return super().__call__(attn, x, *args, **kwargs) * 0.5
-
-
-class InvokeAIs(AttnProcessor2_0):
-    """Another package's, whose arguments come with each call."""
-
-    def __call__(self, attn, x, encoder_hidden_states=None, attention_mask=None, *, percent_through):
-        assert percent_through == 0.5
-        return flat(F.scaled_dot_product_attention(*parts(attn, x)))
-
-
-CALLERS = {
-    "by a module's name": processor(by_module),
-    "by its full name": processor(lambda self, attn, x, *_, **__: flat(
-        torch.nn.functional.scaled_dot_product_attention(*parts(attn, x)))),
-    "by its own name": processor(lambda self, attn, x, *_, **__: flat(scaled_dot_product_attention(*parts(attn, x)))),
-    "by a helper": processor(by_a_helper),
-    "by a method": ByAMethod(),
-    "by diffusers' dispatcher": processor(by_dispatch),
-    "inside a function": processor(inside_a_function),
-    "decorated": processor(torch.no_grad()(by_module)),
-    "with an empty tuple": processor(with_an_empty_tuple),
-    "derived": Halved(),
-    "derived, by hand": type("Mine", (AttnProcessor,), {})(),
-    "with slots": type("Slim", (), {"__slots__": ("scale",), "__call__": by_module})(),
-    "a named tuple": Named(),
-    "a function": a_function,
-    "a partial function": functools.partial(a_function),
-    "by xformers": processor(by_xformers),
-    "by xformers and flat": processor(by_xformers_and_flat),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", CALLERS)
-def test_whatever_its_class_an_attention_is_known_by_the_function_it_calls(name, monkeypatch):
-    laws.with_xformers(monkeypatch, attention_processor)
-    monkeypatch.setitem(globals(), "xformers", attention_processor.xformers)
-    assert way(attention(CALLERS[name])) == (OWN_BIAS if "xformers" in name else BIAS)
-
-
-def test_arguments_of_a_call_get_there_and_writes_of_its_code_too(monkeypatch):
-    assert way(attention(InvokeAIs()), percent_through=0.5) == BIAS
-    monkeypatch.setitem(globals(), "_calls", 0)
-    unet = UNetOf(attention(processor(counting)))
-    with merging_by(), tome_core.patch(unet, KV) as handle:
-        for _ in range(3):
-            run(unet, tokens(1))
-    assert _calls == 3 and handle.report().merged_anything
-
-
-def test_values_of_another_width_than_keys_merge_without_a_correction():
-    def wider(attn, x, **_):
-        q, k, v = parts(attn, x)
-        return flat(F.scaled_dot_product_attention(q, k, torch.cat([v, -v], -1)).chunk(2, -1)[1])
-
-    unet, found = UNetOf(attention(wider)), []
-    for correction in (True, False):
-        with tome_core.patch(unet, side="kv", use_rand=False, correction=correction) as handle:
-            found.append(run(unet, tokens(2)))
-        assert handle.report().merged_anything
-    assert torch.equal(*found)
-
-
-@pytest.mark.parametrize("body", [AttnProcessor.__call__, AttnProcessor2_0.__call__], ids=["by hand", "by function"])
-def test_scores_by_hand_are_known_by_the_function_that_computes_them_alone(body):
-    """The name of a class is no proof."""
-
-    def __call__(self, *args, **kwargs):
-        return body(self, *args, **kwargs) * 2
-
-    kind = type("AttnProcessor", (), {"__call__": __call__, "__module__": AttnProcessor.__module__})
-    if body is AttnProcessor2_0.__call__:
-        assert way(attention(kind())) == BIAS
-    else:
-        assert "__call__ calls no attention function that is known" in why_left_alone(attention(kind()))
-
-
-def test_the_processor_that_is_in_force_at_a_call_decides():
-    """Hosts change them between steps."""
-    module, x = attention(), tokens(2)
-    unet = UNetOf(module)
-    with merging_by(), tome_core.patch(unet, KV) as handle:
-        expected = run(unet, x)
-        module.set_processor(Halved())
-        torch.testing.assert_close(run(unet, x), expected * 0.5)
-        module.set_processor(AttnProcessor())
-        torch.testing.assert_close(run(unet, x), expected, rtol=1e-4, atol=1e-5)
-        module.set_processor(AttnProcessor2_0())
-        assert torch.equal(run(unet, x), expected)
-    assert handle.report().levels[0].sized_by == {BIAS: 4}
-
-
-# --- more than attention ----------------------------------------------------------------------------------------------
-
-
-class Asking:
-    """Asks its function for more, of parts that are changed."""
-
-    def __init__(self, change=lambda *one: one, **more):
-        self.change, self.more = change, more
-
-    def __call__(self, attn, x, *_, **__):
-        torch.manual_seed(0)
-        out = F.scaled_dot_product_attention(*self.change(*parts(attn, x)), **self.more)
-        return flat(out[0] if isinstance(out, tuple) else out)
-
-
-def test_a_call_that_asks_for_more_than_attention_is_left_alone(torchs):
-    def reason(*change, **more):
-        return why_left_alone(attention(Asking(*change, **more)), config=tome_core.MergeConfig(side="kv"))
-
-    assert "more than attention" in reason(dropout_p=0.1)
-    assert "more than attention" in reason(is_causal=True)
-    assert "mask" in reason(attn_mask=torch.zeros(1, SIDE**2))
-    assert "mask" in reason(attn_mask=torch.ones(3, 1, SIDE**2, SIDE**2).tril().bool())
-    assert "keys and values" in reason(lambda q, k, v: (q, k[:1], v[:1]))  # of one sample for all
-    torchs(packages.sageattn)
-    assert "no attention: tests.attention_packages.sageattn" in reason(return_lse=True)  # logarithms as well
-
-
-def test_a_mask_that_hides_nothing_is_none():
-    def masked(attn, x, **_):
-        return flat(F.scaled_dot_product_attention(*parts(attn, x), torch.ones(len(x), 1, 1, SIDE**2).bool()))
-
-    assert way(attention(masked)) == BIAS
-
-
-# --- functions in the place of torch's --------------------------------------------------------------------------------
+def processor(call):
+    """Of a class of its own, whose code this is."""
+    return type("Mine", (), {"__call__": call})()
 
 
 def refusing(query, key, value, attn_mask=None, **more):
@@ -273,24 +75,29 @@ def of_one_size(query, *args, **kwargs):
     return TORCHS(query, *args, **kwargs)
 
 
-@pytest.mark.parametrize("caller", ["by a module's name", "by a helper", "by diffusers' dispatcher"])
-def test_a_function_in_place_of_torchs_is_told_of_sizes_or_torchs_own_is(caller, torchs):
+SAGES = (packages.sageattn1, packages.sageattn, packages.sageattn3_blackwell)  # each swallows a bias
+
+
+@pytest.mark.parametrize("call", [by_module, by_a_helper, by_dispatch])
+def test_a_function_in_place_of_torchs_is_told_of_sizes_or_torchs_own_is(call, torchs):
     """It comes and goes, and each call notices."""
-    module = attention(CALLERS[caller])
-    swallowing = refusing if "dispatcher" in caller else packages.sageattn  # the dispatcher gives a ``scale``
-    for function, expected in ((TORCHS, BIAS), (swallowing, OWN_BIAS), (refusing, OWN_BIAS), (adding, BIAS)):
+    module = attention(processor(call))
+    swallowing = () if call is by_dispatch else SAGES  # the dispatcher gives a ``scale``
+    for function in (TORCHS, *swallowing, refusing, adding):
         torchs(function)
-        assert way(module) == expected, function
+        assert way(module) == (BIAS if function in (TORCHS, adding) else OWN_BIAS), function
     for function in (linear, of_one_size):
         torchs(function)
         assert "no attention" in why_left_alone(module), function
 
 
-@pytest.mark.parametrize("sage", [packages.sageattn1, packages.sageattn, packages.sageattn3_blackwell])
-def test_each_of_sageattentions_signatures_in_place_of_torchs_leaves_merged_keys_to_torch(sage, torchs):
-    torchs(sage)
-    for caller in ("by a module's name", "by a helper"):
-        assert way(attention(CALLERS[caller])) == OWN_BIAS
+def test_a_function_that_gives_logarithms_as_well_is_left_alone_and_named(torchs):
+    def with_logarithms(self, attn, x, *_, **__):
+        return F.scaled_dot_product_attention(*parts(attn, x), return_lse=True)[0].transpose(1, 2).flatten(2)
+
+    torchs(packages.sageattn)
+    reason = why_left_alone(attention(processor(with_logarithms)))
+    assert "no attention: tests.attention_packages.sageattn" in reason
 
 
 # backends of diffusers' dispatcher that add a bias; for the others torch's own function answers for merged keys
@@ -307,7 +114,7 @@ def test_every_backend_of_diffusers_is_tried_as_a_function_is(name, monkeypatch)
     """By the dispatcher, whose backend is looked up at each call."""
     packages.put_into_diffusers(monkeypatch, attention_dispatch)
     monkeypatch.setattr(REGISTRY, "_active_backend", attention_dispatch.AttentionBackendName(name))
-    assert way(attention(CALLERS["by diffusers' dispatcher"])) == (BIAS if name in ADDING else OWN_BIAS)
+    assert way(attention(processor(by_dispatch))) == (BIAS if name in ADDING else OWN_BIAS)
 
 
 # --- trying -----------------------------------------------------------------------------------------------------------
@@ -340,7 +147,7 @@ LIKE = torch.zeros(1, 4, 2, 16)
 ])  # fmt: skip
 def test_what_a_function_does_is_found_on_a_few_tokens(function, expected):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        assert try_once("one", function, 0.25, LIKE.to(dtype)) is expected, dtype
+        assert try_once("name", function, 0.25, LIKE.to(dtype)) is expected, dtype
 
 
 def test_a_function_is_tried_once_for_its_heads_and_dtype_and_draws_from_no_generator():
@@ -350,13 +157,9 @@ def test_a_function_is_tried_once_for_its_heads_and_dtype_and_draws_from_no_gene
         calls.append(args)
         return by_products(*args)
 
-    for _ in range(3):
-        try_once("one", function, 0.25, LIKE)
-    assert len(calls) == 2 and all(len(q) == 1 for q, *_ in calls)
-    for like in (LIKE[:, :, :1], LIKE.half()):
-        try_once("one", function, 0.25, like)
-    try_once("other", function, 0.25, LIKE)
-    assert len(calls) == 8 and torch.equal(torch.get_rng_state(), state)
+    for key, like in (("name", LIKE), ("name", LIKE), ("name", LIKE[:, :, :1]), ("name", LIKE.half()), ("other", LIKE)):
+        try_once(key, function, 0.25, like)
+    assert len(calls) == 8 and torch.equal(torch.get_rng_state(), state)  # without a bias, and with one
 
 
 def test_answers_are_remembered_up_to_a_bound():

@@ -1,10 +1,11 @@
-"""Every self-attention of every family of UNets, seen from outside: merged keys give what repeated keys give."""
+"""Every self-attention of every family of models, seen from outside: merged keys give what repeated keys give."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -36,30 +37,15 @@ class Seen(NamedTuple):
     out: torch.Tensor
 
 
-def self_attentions(unet: nn.Module) -> list[str]:
-    """Paths of those over the picture's tokens."""
-    places = (place for place in find_blocks(unet) if not getattr(place.block, "disable_self_attn", False))
-    return [f"{place.path}.attn1" for place in places]
-
-
-@pytest.fixture
-def _exact(monkeypatch):
-    """LDM's plain attention casts its logits to float32, and of float64 it makes nothing."""
-    monkeypatch.setattr(ldm_attention, "_ATTN_PRECISION", "fp16")
-
-
 @contextlib.contextmanager
 def watched(model: nn.Module, names: list[str]) -> Iterator[list[Seen]]:
     """Calls of these modules, seen from outside of whatever was patched on."""
     seen: list[Seen] = []
 
-    def watch(name: str) -> Any:
-        def hook(module: nn.Module, args: tuple, told: dict, out: torch.Tensor) -> None:
-            seen.append(Seen(name, args, told, out))
+    def see(name: str, module: nn.Module, args: tuple, told: dict, out: torch.Tensor) -> None:
+        seen.append(Seen(name, args, told, out))
 
-        return model.get_submodule(name).register_forward_hook(hook, with_kwargs=True)
-
-    hooks = [watch(name) for name in names]
+    hooks = [model.get_submodule(name).register_forward_hook(partial(see, name), with_kwargs=True) for name in names]
     try:
         yield seen
     finally:
@@ -68,20 +54,20 @@ def watched(model: nn.Module, names: list[str]) -> Iterator[list[Seen]]:
 
 
 @every_family_in_time
-@pytest.mark.usefixtures("_exact")
-def test_every_self_attention_of_every_family_gives_what_repeated_keys_give(case: ModelCase):
+def test_every_self_attention_of_every_family_gives_what_repeated_keys_give(case: ModelCase, monkeypatch):
+    # LDM's plain attention casts its logits to float32, and of float64 it makes nothing
+    monkeypatch.setattr(ldm_attention, "_ATTN_PRECISION", "fp16")
     model = case.build()
     unet = find_unet(model)
-    plain, names = copy.deepcopy(unet), self_attentions(unet)
-    for config in (KV, QKV):
+    names = [f"{place.path}.attn1" for place in find_blocks(unet) if not getattr(place.block, "disable_self_attn", 0)]
+    plain = copy.deepcopy(unet)
+    for config, roles in ((KV, "kv"), (QKV, "qkv")):
         with merging_by(), tome_core.patch(model, config) as handle, watched(unet, names) as seen:
             call_case(case, model)
         assert [one.name for one in seen] == names
         for one in seen:
-            batch, count, _ = one.args[0].shape
-            plan = ragged(batch, count, GROUPS)
-            module = plain.get_submodule(one.name)
-            assert_repeated(module, one.args, one.told, one.out, plan, queries=config is QKV)
+            plan = ragged(*one.args[0].shape[:2], GROUPS)
+            assert_repeated(plain.get_submodule(one.name), one.args, one.told, one.out, plan, roles=roles)
         levels = handle.report().levels
         assert sum(level.calls_merged for level in levels) == len(names)
         way = OWN_BIAS if case.name.startswith("ldm") else BIAS  # ldm's is by hand
@@ -106,18 +92,21 @@ def test_every_self_attention_of_every_transformer_gives_what_repeated_keys_give
         group = group.unique(return_inverse=True)[1]
         given = [query, key, value]
         for place in (0, 1, 2) if config is QKV else (1, 2):
-            given[place] = means(given[place].transpose(1, 2), group, group).transpose(1, 2)
+            given[place] = means(given[place].transpose(1, 2), group).transpose(1, 2)
         return torch._C._nn.scaled_dot_product_attention(*given, attn_mask, **more)
+
+    def outputs() -> list[torch.Tensor]:
+        """Of the model that is not patched."""
+        found = [plain.get_submodule(one.name)(*one.args, **one.told) for one in seen]
+        return [x[0] if isinstance(x, tuple) else x for x in found]
 
     assert {one.name for one in seen} == set(names)
     with pytest.MonkeyPatch.context() as patched, torch.no_grad():
+        unmerged = outputs()
         patched.setattr(torch.nn.functional, "scaled_dot_product_attention", exchanged)
-        expected = [plain.get_submodule(one.name)(*one.args, **one.told) for one in seen]
-    with torch.no_grad():
-        unmerged = [plain.get_submodule(one.name)(*one.args, **one.told) for one in seen]
+        expected = outputs()
     for one, other, without in zip(seen, expected, unmerged, strict=True):
-        out, other, without = (x[0] if isinstance(x, tuple) else x for x in (one.out, other, without))
-        assert far(out, other) < 1e-5 < 1e-2 < far(without, other)
+        assert far(one.out[0] if isinstance(one.out, tuple) else one.out, other) < 1e-5 < 1e-2 < far(without, other)
     assert handle.report().levels[0].calls_merged == len(seen)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -34,13 +34,8 @@ def by_head(own: Attention) -> Attention:
     return own._replace(**{name: getattr(own, name).transpose(1, 2).contiguous().transpose(1, 2) for name in "qkv"})
 
 
-def error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return ((found - exact).pow(2).mean() / exact.pow(2).mean()).sqrt().item()
-
-
-def unmerged(x: torch.Tensor, plan: MergePlan) -> torch.Tensor:
-    """Every token exchanged for its group's mean."""
-    return plan.unmerge(merge(x, plan).flatten(2)).unflatten(2, (HEADS, WIDTH))
+def error(out: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    return (out - exact).norm() / exact.norm()
 
 
 @pytest.mark.parametrize("layout, behind", [(PICTURE, 0), (PICTURE, 5), (FILM, 3)])
@@ -60,33 +55,30 @@ def test_attention_is_that_with_every_key_as_often_as_its_group_has_tokens(layou
     for takes_bias, queries in product((True, False), (True, False)):
         own = attention(layout, behind=2, dtype=torch.float64, takes_bias=takes_bias)
         plan = match_of(own, layout)
-        k, v, q = unmerged(own.k, plan), unmerged(own.v, plan), unmerged(own.q, plan) if queries else own.q
-        logits = torch.einsum("bqhd,bkhd->bhqk", q, k) * WIDTH**-0.5
-        exact = torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1), v)
-        found, way = attend(own, Merge(plan, queries=queries))
+        q, k, v = (plan.unmerge(merge(one, plan).flatten(2)).unflatten(2, (HEADS, WIDTH)) for one in own[:3])
+        out, way = attend(own, Merge(plan, queries=queries))
         assert way == (BIAS if takes_bias else OWN_BIAS)
-        torch.testing.assert_close(found, exact, rtol=1e-7, atol=1e-7)  # sizes' logarithms are float32
+        # sizes' logarithms are float32
+        torch.testing.assert_close(out, sdpa(q if queries else own.q, k, v), rtol=1e-7, atol=1e-7)
 
 
 def test_without_sizes_no_key_weighs_more_and_no_bias_is_made():
     own = attention(PICTURE, takes_bias=False)
     plan = match_of(own, PICTURE)
-    found, way = attend(own, Merge(plan, proportional=False))
+    out, way = attend(own, Merge(plan, proportional=False))
     assert way == UNSIZED
-    assert torch.equal(found, sdpa(own.q, merge(own.k, plan), merge(own.v, plan)))
+    assert torch.equal(out, sdpa(own.q, merge(own.k, plan), merge(own.v, plan)))
 
 
 @pytest.mark.parametrize("layout", [PICTURE, FILM])
 def test_a_correction_halves_the_error_of_the_picture_and_harms_no_other_row(layout):
     own = attention(layout, behind=4)
     exact, plan = sdpa(*own[:3]), match_of(own, layout)
-    plain, unsized = (attend(own, Merge(plan, proportional=one))[0] for one in (True, False))
-    found = corrected(own, plan, layout)
+    plain, out = attend(own, Merge(plan))[0], corrected(own, plan, layout)
     picture = torch.zeros(exact.shape[1], dtype=torch.bool)
     picture[layout.first : layout.first + tokens_in(layout)] = True
-    assert error(found[:, picture], exact[:, picture]) < 0.6 * error(plain[:, picture], exact[:, picture])
-    assert error(plain, exact) < 0.6 * error(unsized, exact)
-    assert error(found[:, ~picture], exact[:, ~picture]) < error(plain[:, ~picture], exact[:, ~picture])
+    assert error(out[:, picture], exact[:, picture]) < 0.6 * error(plain[:, picture], exact[:, picture])
+    assert error(out[:, ~picture], exact[:, ~picture]) < error(plain[:, ~picture], exact[:, ~picture])
 
 
 @pytest.mark.parametrize("queries", [False, True], ids=["kv", "qkv"])
@@ -103,7 +95,7 @@ def test_a_correction_is_of_the_queries_that_attended(queries):
 
 
 def test_exact_answers_are_asked_of_the_picture_and_of_others():
-    """One of the others lies right behind it."""
+    """Another lies right behind it."""
     first, count = 49, 32 * 32
     tokens = first + count + 10
     (rows,) = merged.pick_asked_in(Layout(Grid(32, 32), first), tokens, WIDTH, torch.device("cpu"))
@@ -118,10 +110,13 @@ def test_in_pieces_and_however_heads_lie_it_gives_the_same(layout, behind, monke
     own = attention(layout, behind)
     plan = match_of(own, layout)
     with torch.no_grad():
-        expected = corrected(own, plan, layout)
+        expected = corrected(own, plan, layout), attend(own, Merge(plan))[0]
         monkeypatch.setattr(merged, "_HELD", 1 << 14)
-        found = corrected(by_head(own), match_of(by_head(own), layout), layout)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        monkeypatch.setattr(merged, "_AT_ONCE", 0)
+        assert torch.equal(match_of(by_head(own), layout).group, plan.group)
+        outputs = corrected(by_head(own), plan, layout), attend(by_head(own), Merge(plan))[0]
+    for out, whole in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(out, whole, rtol=1e-4, atol=1e-5)
 
 
 def test_fewer_heads_of_keys_are_as_if_they_were_repeated():
@@ -133,25 +128,14 @@ def test_fewer_heads_of_keys_are_as_if_they_were_repeated():
     torch.testing.assert_close(corrected(few, plan, PICTURE), corrected(many, plan, PICTURE), rtol=1e-4, atol=1e-5)
 
 
-def test_samples_match_by_themselves_and_equal_inputs_alike():
-    own = attention(PICTURE, batch=3)
-    group = match_of(own, PICTURE).group
-    assert torch.equal(group, match(own.k.clone(), own.v.clone(), PICTURE, RULE).group)
-    for sample in range(3):
-        alone = match(own.k[sample, None], own.v[sample, None], PICTURE, RULE)
-        assert torch.equal(group[sample], alone.group[0])
-    assert not torch.equal(group[0], group[1])
-
-
 def test_a_match_costs_less_than_a_twentieth_of_what_it_saves():
     """Of attention over 21 frames at 720p: products are counted, the attention's by its formula. Heads are narrow, and
     what is searched and multiplied grows with them alike."""
     layout = Layout(Grid(21 * 45, 80, frames=21))
     tokens = tokens_in(layout)
     own = Attention(*torch.randn(3, 1, tokens, 1, 16, generator=torch.Generator().manual_seed(0)), sdpa, 0.25)
-    rule = MergeRule(side="kv", ratio=0.9375, sx=4, sy=4, metric="keys+values", use_rand=False, refine=3)
     with FlopCounterMode(display=False) as counted:
-        plan = match(own.k, own.v, layout, rule)
+        plan = match(own.k, own.v, layout, replace(RULE, refine=3))
         correction_of(own, plan, layout)
     saved = 4 * tokens * (tokens - plan.num_groups) * 16
     assert 0.001 < counted.get_total_flops() / saved < 0.05
@@ -173,4 +157,4 @@ def test_it_holds_little_beyond_attentions_own_memory(lying, monkeypatch):
         plain, peak = peak_bytes(lambda: sdpa(*own[:3])), peak_bytes(merging)
     maps = 8 * 8 * own.k.shape[1]  # whole numbers for each token: groups and orders
     assert peak <= max(plain + 2 * tensor / 8, scores) + 12 * piece + maps, (peak, plain, tensor)
-    assert math.isclose(plain, tensor, rel_tol=0.5)
+    assert plain > tensor / 2, "the count sees what is held"

@@ -12,7 +12,7 @@ import tome_core
 from benchmarks.sd_block import SpatialTransformer, UNet
 from tests.families import some_models
 from tests.models import BY_NAME
-from tests.operators import DIRECTML, OperatorRecorder, directml_has, lacking, mps_has
+from tests.operators import OperatorRecorder, lacking
 from tome_core import MergeConfig
 from tome_core.merging import plan
 from tome_core.settings.presets import PRESETS
@@ -90,19 +90,3 @@ def test_patching_an_ldm_model_reads_its_noise_schedule_without_float64():
     with OperatorRecorder() as used:
         tome_core.patch(model, MergeConfig(max_beta=0.5)).remove()
     assert not used.doubles
-
-
-def test_means_are_the_same_whichever_operator_adds(monkeypatch):
-    merge = plan.MergePlan(torch.tensor([[0, 1, 1, 0, 3], [2, 2, 2, 2, 2]]), 4).merge
-    x = torch.randn(2, 5, 3)
-    expected = merge(x)
-    monkeypatch.setattr(plan, "_WITHOUT_INDEX_ADD", ("cpu",))
-    assert torch.allclose(merge(x), expected, atol=1e-6)
-
-
-def test_a_recorder_sees_what_is_not_there_and_float64():
-    with OperatorRecorder() as used:
-        torch.linalg.inv(torch.eye(2, dtype=torch.float64))
-    assert used.doubles and "DirectML" in lacking(used.names)
-    assert mps_has("sort.stable") and not mps_has("linalg_eig") and not directml_has("linalg_inv_ex")
-    assert {"scatter_add", "sort", "baddbmm"} <= DIRECTML and "index_add" not in DIRECTML

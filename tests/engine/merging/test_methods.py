@@ -1,4 +1,4 @@
-"""Laws of every matching method, whatever the grid; parity of bipartite matching with its oracle and tomesd.
+"""Laws of every matching method, whatever the grid, and of the grid's cells and windows.
 
 The oracles are slow, obvious versions of what the engine does fast: loops over tokens, in float64.
 """
@@ -10,14 +10,12 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tomesd.merge import bipartite_soft_matching_random2d
 
 from tome_core import MergePlan
-from tome_core.merging.grid import Draw, Grid, cells, draw_choices, split_cells
+from tome_core.merging.grid import WINDOW, Draw, Grid, cell_of, cells, draw_choices, windows
 from tome_core.merging.methods import METHODS, MatchOptions
-from tome_core.merging.methods.bipartite import best_destination, refine_plan
+from tome_core.merging.methods.bipartite import refine_plan
 from tome_core.merging.methods.cluster import ITERATIONS
 
 GRIDS = [(1, 1), (1, 16), (16, 1), (2, 2), (3, 5), (7, 4), (5, 9), (8, 8), (3, 3)]
@@ -69,27 +67,28 @@ def test_every_token_is_in_one_group_and_no_group_is_empty(name):
         assert (plan.sizes >= 1).all() and (plan.sizes.sum(1) == tokens_there).all(), case
 
 
-def test_split_covers_every_token_once():
-    draws = (None, Draw(7, 1, None), Draw(7, 1, torch.tensor([3.0, 800.0])))
-    for grid, (sy, sx), draw in itertools.product(GRIDS, [(1, 1), (2, 2), (3, 2), (4, 4), (1, 5)], draws):
-        destinations, sources = split_cells(cells(Grid(*grid), sy, sx, torch.device("cpu")), draw)
-        together = torch.cat([destinations, sources], 1).sort(dim=1).values
-        assert (together == torch.arange(grid[0] * grid[1])).all()
-        assert destinations.shape[0] == (2 if draw is not None and draw.time is not None else 1)
-
-
-@settings(deadline=None, max_examples=25)
-@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 4), st.integers(1, 4), st.integers(0, 1000))
-def test_bipartite_chooses_the_similarities_of_all_pairs(height, width, sy, sx, seed):
-    """To the top left token of each cell."""
-    x, sy, sx = tokens((height, width), seed=seed), min(sy, height), min(sx, width)
-    destinations, sources = split_cells(cells(Grid(height, width), sy, sx, x.device), None)
-    chosen = [r * sy * width + c * sx for r in range(height // sy) for c in range(width // sx)]
-    others = [token for token in range(height * width) if token not in chosen]
-    cosines = F.cosine_similarity(x.double()[:, others, None], x.double()[:, None, chosen], dim=-1)
-    expected = cosines.amax(2).sort(dim=1, descending=True).values if others else cosines[:, :, 0]
-    found = best_destination(x, sources, destinations)[0].sort(dim=1, descending=True).values
-    assert torch.allclose(found.double(), expected, atol=1e-5)
+@pytest.mark.parametrize("by_distance", [False, True])
+@pytest.mark.parametrize("grid, sy, sx", [((8, 8), 2, 2), ((9, 7), 2, 4), ((5, 1), 3, 1), ((3, 5), 1, 2)], ids=str)
+def test_bipartite_merges_the_sources_that_are_most_alike_to_their_best_destination(grid, sy, sx, by_distance):
+    """By the similarities of all pairs. A token of zeros has similarity 0 to every other."""
+    x, width = tokens(grid) * torch.linspace(0.5, 2, grid[0] * grid[1])[:, None] + 0.3, grid[1]
+    chosen = [r * sy * width + c * sx for r in range(grid[0] // sy) for c in range(width // sx)]  # top left
+    others = [token for token in range(grid[0] * width) if token not in chosen]
+    if not by_distance:
+        x[:, others[0]] = 0
+    if by_distance:
+        alike = -torch.cdist(x.double()[:, others], x.double()[:, chosen])
+    else:
+        alike = F.cosine_similarity(x.double()[:, others, None], x.double()[:, None, chosen], dim=-1)
+    removed = max(1, len(others) // 2)
+    options = MatchOptions((removed + 0.5) / x.shape[1], sx, sy, by_distance=by_distance)
+    plan = METHODS["bipartite"].match(x, Grid(*grid), options)
+    best, which = alike.max(2)
+    for sample in range(2):
+        expected = {tuple(sorted((chosen[which[sample, n]], others[n]))) for n in best[sample].topk(removed).indices}
+        group = plan.group[sample].tolist()
+        pairs = {tuple(sorted((there, other))) for there in chosen for other in others if group[there] == group[other]}
+        assert pairs == expected and plan.num_groups == x.shape[1] - removed
 
 
 @pytest.mark.parametrize("grid, ratio", [((8, 8), 0.25), ((33, 64), 0.5), ((48, 64), 0.75), ((9, 7), 0.5)], ids=str)
@@ -99,18 +98,6 @@ def test_bipartite_agrees_with_tomesd(grid, ratio):
     plan = match("bipartite", x, grid, ratio=ratio)
     assert plan.num_groups == merge(x).shape[1]
     assert (plan.unmerge(plan.merge(x)) - unmerge(merge(x))).abs().max() <= 1e-6
-
-
-def test_refinement_keeps_the_laws():
-    draw = Draw(1, 0, torch.tensor([3.0, 800.0]))
-    cases = itertools.product([(16, 16), (9, 17), (8, 8), (1, 16)], [(0.3, 2), (0.75, 2), (0.9375, 4), (0.984375, 8)])
-    for grid, (ratio, cell) in cases:
-        x, settings = tokens(grid), {"ratio": ratio, "sx": cell, "sy": cell, "draw": draw}
-        plan, plain = (match("bipartite", x, grid, **settings, refine=steps) for steps in (2, 0))
-        assert plan.num_groups == plain.num_groups and plan.group.shape == plain.group.shape
-        assert plan.group.min() >= 0 and plan.group.max() < plan.num_groups
-        assert (plan.sizes.sum(1) == plan.group.shape[1]).all() and (plain.sizes >= 1).all()
-        assert torch.isfinite(plan.unmerge(plan.merge(x))).all()
 
 
 @pytest.mark.parametrize("steps, ratio, cell", [(1, 0.5, 2), (3, 0.75, 2), (3, 0.9375, 4)])
@@ -152,15 +139,6 @@ def test_tokens_of_zeros_do_no_harm(name):
         assert (plan.sizes >= 1).all()  # equal tokens empty clusters, which are then given one each
 
 
-def test_a_token_of_zeros_has_similarity_zero_to_every_other():
-    x = tokens((4, 4), batch=1)
-    destinations, sources = split_cells(cells(Grid(4, 4), 2, 2, x.device), None)
-    x[:, sources[0, :5]] = 0
-    assert (best_destination(x, sources, destinations)[0][0, :5] == 0).all()
-    x[:, destinations[0]] = 0
-    assert (best_destination(x, sources, destinations)[0] == 0).all()
-
-
 @pytest.mark.parametrize(("name", "ratio"), [("cluster", 0.5), ("cluster", 0.8), ("cluster-similarity", 32 / 36)])
 def test_clusters_are_lloyds_algorithm_on_tokens_or_on_their_cosines(name, ratio):
     x = tokens((6, 6), batch=1, channels=3)
@@ -199,3 +177,35 @@ def test_destinations_depend_on_seed_level_and_time_and_are_spread_evenly_over_t
     assert torch.equal(both[:1], base) and not torch.equal(both[1:], base)
     counts = choices(3, 0, *range(50), count=4096).flatten().bincount(minlength=4)
     assert (counts / counts.sum() - 0.25).abs().max() < 0.005
+
+
+# --- where tokens lie -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grid", [
+    Grid(64, 64), Grid(256, 256), Grid(67, 131), Grid(21 * 45, 80, 21), Grid(13 * 30, 52, 13), Grid(5 * 90, 160, 5),
+    Grid(3, 5), Grid(3 * 128, 128, 3),
+])  # fmt: skip
+def test_windows_cover_the_grid_once(grid):
+    frame, end = grid.height // grid.frames * grid.width, 0
+    for start, one in windows(grid):
+        assert start == end and one.width == grid.width and one.height * one.width <= WINDOW
+        whole = one.height * one.width % frame == 0 and one.frames == one.height * one.width // frame
+        assert whole or one.frames == 1
+        end += one.height * one.width
+    assert end == grid.height * grid.width
+
+
+def test_a_films_cells_hold_tokens_that_are_near_in_time_too():
+    grid, device = Grid(4 * 6, 8, frames=4), torch.device("cpu")
+    members, rest = cells(grid, 2, 4, device, st=2)
+    assert members.shape == (4 * 6 * 8 // 16, 16) and not len(rest)
+    assert sorted(members.flatten().tolist()) == list(range(4 * 6 * 8))
+    frame, row, column = members // 48, members % 48 // 8, members % 8
+    for place, side in ((frame, 2), (row, 2), (column, 4)):
+        assert (place.amax(1) - place.amin(1) == side - 1).all()
+
+
+def test_a_cell_is_near_to_a_cube_and_divides_the_frames():
+    found = [cell_of(side, side, frames) for side, frames in ((8, 1), (8, 4), (4, 6), (8, 6), (2, 8))]
+    assert found == [(1, 8, 8), (4, 4, 4), (2, 2, 4), (2, 4, 8), (1, 2, 2)]
