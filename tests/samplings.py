@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from diffusers import StableDiffusionPipeline
 
-from tests.models import BY_NAME
 from tome_core import MergeConfig
 
-CASE = BY_NAME["sd15"]
 KEPT = MergeConfig(side="kv", ratio=0.75, use_rand=False, keep=100.0, refine=1, metric="keys+values")
-
-
-def blocks(handle) -> int:
-    return handle.report().levels[0].blocks
 
 
 def pipeline_of(folder, kind=StableDiffusionPipeline):

@@ -28,3 +28,11 @@ def load(words, tmp_path) -> Callable:
     from tests import pipelines
 
     return partial(pipelines.load, words, tmp_path)
+
+
+@pytest.fixture
+def pipe(tiny_folder):
+    """A small SD1.5 pipeline."""
+    from tests.samplings import pipeline_of
+
+    return pipeline_of(tiny_folder)

@@ -14,57 +14,40 @@ from tome_core.settings.schedule import LevelRules
 _SD15 = ((1, 320),) * 5 + ((2, 640),) * 5 + ((4, 1280),) * 5 + ((8, 1280),)
 _SDXL = ((2, 640),) * 10 + ((4, 1280),) * 60
 _CARDS = {"3060": ((8, 6), 28), "4090": ((8, 9), 128), "H200": ((9, 0), 132), "a card of tomorrow": ((99, 0), 1)}
+_HALF, _FULL = torch.float16, torch.float32
+_FEW = "so few tokens that merging would not pay"
+_ASKS, _MERGES = MergeRule(merge_mlp=True, only_if_it_pays=True), MergeRule()
+
+
 # of the H200 as measured, of the others as the model says: see `tome_core.engine.decision`
-_WAITS = [
-    ("3060", _SD15, 512, False), ("3060", _SDXL, 1024, False), ("4090", _SD15, 512, True),
-    ("4090", _SD15, 1024, False), ("4090", _SDXL, 1024, False), ("H200", _SD15, 512, True),
-    ("H200", _SD15, 1024, True), ("H200", _SD15, 2048, False), ("H200", _SDXL, 1024, True),
-    ("H200", _SDXL, 2048, False), ("a card of tomorrow", _SD15, 512, False),
-]  # fmt: skip
+@pytest.mark.parametrize("name, blocks, pixels, batch, dtype, waits", [
+    ("3060", _SD15, 512, 2, _HALF, False), ("3060", _SDXL, 1024, 2, _HALF, False), ("4090", _SD15, 512, 2, _HALF, True),
+    ("4090", _SD15, 1024, 2, _HALF, False), ("4090", _SDXL, 1024, 2, _HALF, False),
+    ("H200", _SD15, 512, 2, _HALF, True), ("H200", _SD15, 1024, 2, _HALF, True), ("H200", _SD15, 2048, 2, _HALF, False),
+    ("H200", _SDXL, 1024, 2, _HALF, True), ("H200", _SDXL, 2048, 2, _HALF, False),
+    ("H200", _SD15, 1024, 2, _FULL, False), ("H200", _SD15, 1024, 16, _HALF, False),
+    ("a card of tomorrow", _SD15, 512, 2, _HALF, False),
+])  # fmt: skip
+def test_cards_that_wait_for_their_host_are_told_from_slow_ones(monkeypatch, name, blocks, pixels, batch, dtype, waits):
+    (major, minor), processors = _CARDS[name]
+    card = SimpleNamespace(major=major, minor=minor, multi_processor_count=processors)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    area = (pixels // 8) ** 2
+    assert is_host_bound(blocks, batch, area, dtype, torch.device("cuda", 0)) == waits
+    assert not any(is_host_bound(blocks, batch, area, dtype, torch.device(kind)) for kind in ("cpu", "mps"))
 
 
-@pytest.fixture
-def card(monkeypatch):
-    """Makes torch see a card."""
-
-    def make(name):
-        (major, minor), processors = _CARDS[name]
-        seen = SimpleNamespace(major=major, minor=minor, multi_processor_count=processors)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: seen)
-        return torch.device("cuda", 0)
-
-    return make
-
-
-def test_cards_that_wait_for_their_host_are_told_from_slow_ones(card):
-    for name, blocks, pixels, waits in _WAITS:
-        found = is_host_bound(blocks, 2, (pixels // 8) ** 2, torch.float16, card(name))
-        assert found == waits, (name, len(blocks), pixels)
+@pytest.mark.parametrize("part", LevelRules._fields)
+def test_few_tokens_are_left_alone_if_a_rule_asks_whether_it_pays_and_nothing_was_measured(part):
+    asks, merges, none = LevelRules(**{part: _ASKS}), LevelRules(**{part: _MERGES}), LevelRules()
+    for rules, tokens, device, gate, expected in (
+        (asks, 4095, "cuda", None, (none, _FEW)), (asks, 4096, "cuda", None, (asks, "")),
+        (asks, 1023, "cpu", None, (none, _FEW)), (asks, 1024, "cpu", None, (asks, "")),
+        (asks, 4, "cuda", True, (asks, "")), (asks, 9999, "cuda", "measured", (none, "measured")),
+        (merges, 4, "cuda", "measured", (merges, "")), (none, 9999, "cuda", True, (none, "off")),
+    ):  # fmt: skip
+        assert decide(rules, "off", tokens, device, gate) == expected
 
 
-def test_more_work_ends_the_waiting_and_what_is_no_card_never_waits(card):
-    device = card("H200")
-    assert is_host_bound(_SD15, 2, 128**2, torch.float16, device)
-    assert not is_host_bound(_SD15, 2, 128**2, torch.float32, device)
-    assert not is_host_bound(_SD15, 16, 128**2, torch.float16, device)
-    assert not any(is_host_bound(_SD15, 2, 64**2, torch.float16, torch.device(kind)) for kind in ("cpu", "mps"))
-
-
-def test_few_tokens_are_left_alone_if_a_rule_asks_whether_it_pays():
-    asks, merges = MergeRule(merge_mlp=True, only_if_it_pays=True), MergeRule()
-    few = "so few tokens that merging would not pay"
-    for part in LevelRules._fields:
-        for tokens, device, pays in ((4095, "cuda", False), (4096, "cuda", True), (1023, "cpu", False),
-                                     (1024, "cpu", True)):  # fmt: skip
-            rules = LevelRules(**{part: asks})
-            assert decide(rules, "off", tokens, device) == ((rules, "") if pays else (LevelRules(), few))
-        assert decide(LevelRules(**{part: merges}), "off", 4, "cuda") == (LevelRules(**{part: merges}), "")
-    mixed = LevelRules(attn=asks, mlp=merges)
-    assert decide(mixed, "off", 4, "cuda") == (LevelRules(mlp=merges), "")
-    assert decide(LevelRules(), "off", 4096, "cuda") == (LevelRules(), "off")
-
-
-def test_what_was_measured_outweighs_the_number_of_tokens():
-    rules = LevelRules(attn=MergeRule(only_if_it_pays=True))
-    assert decide(rules, "off", 4, "cuda", True) == (rules, "")
-    assert decide(rules, "off", 9999, "cuda", "measured") == (LevelRules(), "measured")
+def test_of_two_parts_the_one_merges_that_does_not_ask():
+    assert decide(LevelRules(attn=_ASKS, mlp=_MERGES), "off", 4, "cuda") == (LevelRules(mlp=_MERGES), "")

@@ -13,13 +13,12 @@ import torch
 
 import tome_core
 from tests.models import on_small
-from tests.samplings import KEPT, blocks, pipeline_of
+from tests.samplings import KEPT, pipeline_of
 from tests.sequences import FILM, PICTURE, attention
-from tome_core import MergeConfig, MergeRule
+from tome_core import MergeConfig
 from tome_core.engine import plan_cache
 from tome_core.engine import state as states
 from tome_core.engine import time as times
-from tome_core.engine.plan_cache import Sampling
 from tome_core.hosting import state_of
 from tome_core.merging.grid import Grid, Layout
 from tome_core.models.unet_blocks import find_blocks
@@ -56,20 +55,17 @@ def attend(state, timestep, own=None, sampling="s", **facts):
 # --- how long a match serves, and whom --------------------------------------------------------------------------------
 
 
-def test_a_match_serves_the_steps_that_are_near_in_time(state, work):
+def test_a_match_serves_the_steps_that_are_near_in_time_and_is_renewed_then(state, work):
     for timestep, done in ((900, 2), (850, 2), (800, 2), (799, 4), (699, 4), (698, 6)):
         attend(state, timestep, names=("a", "b"))
         assert len(work) == done
     assert work == ["match"] * 2 + ["renew"] * 4
-
-
-def test_an_old_match_is_renewed_if_the_rule_refines_it(work):
-    for settings, second in (({"refine": 0}, "match"), ({"method": "cluster"}, "match"), ({}, "renew")):
-        state = state_of(replace(KEPT, **settings), 1)
+    for settings in ({"refine": 0}, {"method": "cluster"}):  # which take no k-means step from what they had
+        other = state_of(replace(KEPT, **settings), 1)
         work.clear()
         for timestep in (900, 700):
-            attend(state, timestep)
-        assert work == ["match", second]
+            attend(other, timestep)
+        assert work == ["match"] * 2
 
 
 def test_a_match_serves_no_other_sampling_and_nothing_outside_of_one(state, work):
@@ -77,7 +73,8 @@ def test_a_match_serves_no_other_sampling_and_nothing_outside_of_one(state, work
         attend(state, timestep, sampling=sampling)
     state.set_time()
     call(state, 470)
-    assert work == ["match"] * 5
+    attend(state, 460, sampling="two")
+    assert work == ["match"] * 6
 
 
 def test_a_loop_of_ones_own_says_where_a_picture_begins_and_ends(state, work):
@@ -102,22 +99,17 @@ def test_a_loop_of_ones_own_says_where_a_picture_begins_and_ends(state, work):
     assert work == ["match"] * 6
 
 
-def test_the_calls_of_one_time_keep_apart(state, work):
-    """Tiles of one size: each finds its own match again, as it would were it the only one."""
-    tiles = [attention(PICTURE, seed=seed) for seed in (1, 2, 3)]
-    first, second = ([attend(state, timestep, tile)[0] for tile in tiles] for timestep in (900, 850))
-    assert work == ["match"] * 3
-    assert all(map(torch.allclose, first, second)) and not torch.allclose(first[0], first[1])
-
-
-def test_calls_with_names_find_their_own_in_any_order(state, work):
-    one, two = attention(PICTURE, seed=1), attention(PICTURE, seed=2)
-    expected = [attend(state, 500, own, called=name)[0] for own, name in ((one, "one"), (two, "two"))]
-    found = [attend(state, 480, own, called=name)[0] for own, name in ((two, "two"), (one, "one"))]
+def test_the_calls_of_one_time_are_told_apart_by_their_order_or_by_their_names(state, work):
+    """Tiles of one size, or conditions in any order: each finds its own match again, as if it were alone."""
+    one, two = (attention(PICTURE, seed=seed) for seed in (1, 2))
+    first, second = ([attend(state, timestep, own)[0] for own in (one, two)] for timestep in (900, 850))
     assert work == ["match"] * 2
-    assert all(map(torch.allclose, found[::-1], expected))
+    assert all(map(torch.allclose, first, second)) and not torch.allclose(first[0], first[1])
+    named = [attend(state, 500, own, called=name)[0] for own, name in ((one, "one"), (two, "two"))]
+    again = [attend(state, 480, own, called=name)[0] for own, name in ((two, "two"), (one, "one"))]
+    assert work[2:] == ["match"] * 2 and all(map(torch.allclose, again[::-1], named))
     attend(state, 480, two, called="one")
-    assert work == ["match"] * 3, "another call of that name, such as a tile"
+    assert work[4:] == ["match"], "another call of that name, such as a tile"
 
 
 def test_calls_of_one_attention_in_one_call_of_the_model_keep_apart(work):
@@ -137,40 +129,27 @@ def test_calls_of_one_attention_in_one_call_of_the_model_keep_apart(work):
         assert work == ["match"] * 2
 
 
-# settings; of the second step, the picture's place in the sequence and how its tokens are made
-OTHERS = {
-    "rule": (MergeConfig(side="kv", ratio=0.5, early_ratio=0.75, early_until=890.0, keep=1000.0, use_rand=False),
-             PICTURE, {}),
-    "batch": (KEPT, PICTURE, {"batch": 1}),
-    "grid": (KEPT, Layout(Grid(24, 16), PICTURE.first), {}),
-    "place": (KEPT, Layout(PICTURE.grid, PICTURE.first - 1), {"behind": 1}),
-    "text": (KEPT, PICTURE, {"behind": 1}),
-}  # fmt: skip
+EARLY = MergeConfig(side="kv", ratio=0.5, early_ratio=0.75, early_until=890.0, keep=1000.0, use_rand=False)
 
 
-def test_another_shape_or_rule_or_device_matches_for_itself(work):
-    steps = [(config, PICTURE, layout, facts) for config, layout, facts in OTHERS.values()]
-    for config, layout, other, facts in (*steps, (KEPT, FILM, Layout(Grid(*FILM.grid[:2])), {})):
-        state = state_of(config, 1)
-        work.clear()
-        attend(state, 900, attention(layout), layout=layout)
-        attend(state, 880, attention(other, **facts), layout=other)
-        assert work == ["match"] * 2, (other, facts)
-    kept = state.time._sampling._plans  # the model may have been moved between two steps
+@pytest.mark.parametrize("config, first, second, facts", [
+    (EARLY, PICTURE, PICTURE, {}), (KEPT, PICTURE, PICTURE, {"batch": 1}), (KEPT, PICTURE, PICTURE, {"behind": 1}),
+    (KEPT, PICTURE, Layout(Grid(24, 16), PICTURE.first), {}), (KEPT, FILM, Layout(Grid(*FILM.grid[:2])), {}),
+    (KEPT, PICTURE, Layout(PICTURE.grid, PICTURE.first - 1), {"behind": 1}),
+], ids=["rule", "batch", "text", "grid", "film", "place"])  # fmt: skip
+def test_another_shape_or_rule_matches_for_itself(config, first, second, facts, work):
+    state = state_of(config, 1)
+    attend(state, 900, attention(first), layout=first)
+    attend(state, 880, attention(second, **facts), layout=second)
+    assert work == ["match"] * 2
+
+
+def test_a_model_that_was_moved_between_two_steps_matches_anew(state, work):
+    attend(state, 900)
+    kept = state.time._sampling._plans
     kept.update({key: plans._replace(device=torch.device("meta")) for key, plans in kept.items()})
-    attend(state, 870, attention(other), layout=other)
-    assert work == ["match"] * 3
-
-
-def test_giving_the_clock_back_forgets():
-    sampling, found = Sampling(), []
-    for name, time in (("a", 900.0), ("a", 850.0), (None, None), ("a", 800.0)):
-        sampling.set(name, time)
-        kept = sampling.next_call()
-        found.append(kept and dict(kept.plans))
-        if kept:
-            kept.plans["x"] = 1
-    assert found == [{}, {"x": 1}, None, {}]
+    attend(state, 870)
+    assert work == ["match"] * 2
 
 
 def test_nothing_is_kept_where_a_backward_pass_may_follow_nor_for_a_cuda_graph(state, work, monkeypatch):
@@ -199,7 +178,7 @@ def asked(state):
     """A call of the state's model: gives the groups of each sample. halves: those in its batch."""
     state.keep_maps()
 
-    def ask(halves, timestep=900, latent=None, sampling="a", pictures=2):
+    def ask(halves=(0, 1), timestep=900, latent=None, sampling="a", pictures=2):
         latent = torch.cat([latents()] * len(halves)) if latent is None else latent
         parts = {name: torch.cat([getattr(HALVES[half], name) for half in halves]) for name in "qkv"}
         state.set_time(timestep=timestep, sampling=sampling, pictures=pictures)
@@ -213,85 +192,62 @@ def is_shared(group):
     return torch.equal(*group.chunk(2))
 
 
-def test_each_step_may_be_cut_in_its_own_way(asked, work):
+def test_each_step_may_be_cut_in_its_own_way_and_the_first_alone_is_looked_at(asked, work, monkeypatch):
     """And a match is as old as it is, whichever call it serves."""
-    group = asked((0, 1))
+    looked = []
+    monkeypatch.setattr(plan_cache, "_share", lambda *args, real=plan_cache._share: looked.append(1) or real(*args))
+    group = asked()
     assert is_shared(group) and work == ["match"]
-    for timestep, done in ((850, 1), (790, 2)):
+    for timestep, done in ((850, 1), (790, 2), (780, 2)):
         one, other = (asked(halves, timestep) for halves in ((0,), (1,)))
         assert torch.equal(one, other) and len(work) == done
         assert torch.equal(one, group[:2]) == (done == 1)
+    assert len(looked) == 3, "for each kind of call"
 
 
 def test_calls_in_which_nobody_guides_have_no_halves_but_copies_of_one_latent_tell_themselves(asked):
-    assert not is_shared(asked((0, 1), pictures=None))
-    group = asked((0, 1), latent=latents()[:1].expand(4, -1, -1, -1), pictures=None)
+    assert not is_shared(asked(pictures=None))
+    group = asked(latent=latents()[:1].expand(4, -1, -1, -1), pictures=None)
     assert (group == group[:1]).all()
 
 
 def test_halves_of_other_latents_keep_apart(asked, work):
     """Of a picture in tiles the host says the same, whatever their sizes."""
-    asked((0, 1))
+    asked()
     tiles = [torch.cat([latents(seed, side)] * 2) for seed, side in ((1, 16), (1, 8))]
-    assert all(is_shared(asked((0, 1), latent=tile)) for tile in tiles)
+    assert all(is_shared(asked(latent=tile)) for tile in tiles)
     assert work == ["match"] * 3, "each a match of its own, for both of its halves"
     others = torch.cat([latents(1), latents(2)])
-    assert not is_shared(asked((0, 1), latent=others)), "what is no copy has its own"
-    assert is_shared(asked((0, 1), sampling="b"))
-    assert not is_shared(asked((0, 1), latent=others, sampling="c")), "the next sampling is looked at anew"
-
-
-def test_the_first_step_alone_is_looked_at(asked, monkeypatch):
-    looked = []
-    monkeypatch.setattr(plan_cache, "_share", lambda *args, real=plan_cache._share: looked.append(1) or real(*args))
-    for timestep in (900, 800, 700):
-        for halves in ((0,), (1,)):
-            asked(halves, timestep)
-    assert len(looked) == 2, "for each call of a step"
-
-
-def test_a_rule_that_keeps_nothing_shares_nothing():
-    early = MergeRule(side="kv", ratio=0.75, keep=100.0, min_timestep=500.0, use_rand=False)
-    state = state_of(MergeConfig(rules=(early, MergeRule(side="kv", ratio=0.5, use_rand=False))), 1)
-    for timestep, kept in ((900, True), (400, False)):
-        state.set_time(timestep=timestep, sampling=timestep, pictures=2)
-        state.attend(state.begin(timestep, latents()), "a", 0, PICTURE, HALVES[0])
-        assert bool(state.time._sampling._plans) == kept
+    assert not is_shared(asked(latent=others)), "what is no copy has its own"
+    assert is_shared(asked(sampling="b"))
+    assert not is_shared(asked(latent=others, sampling="c")), "the next sampling is looked at anew"
 
 
 # --- pipelines --------------------------------------------------------------------------------------------------------
 
 
-def drawn(pipe, seed, steps=6, **more):
+def drawn(pipe, seed=1, steps=6, **more):
     return pipe("a", num_inference_steps=steps, generator=seeded(seed), output_type="latent", **more).images
 
 
-def test_a_pipeline_names_its_samplings(pipe, work):
-    config = MergeConfig(side="kv", ratio=0.75, keep=400.0, use_rand=False, refine=1)
-    with tome_core.patch(pipe, config) as handle:
-        drawn(pipe, 1)
-        count = len(work)
-        second = drawn(pipe, 2)
-        assert work[count:] == work[:count] and work.count("match") == 2 * blocks(handle)
-    assert 0 < work.count("renew") < 5 * 2 * blocks(handle)
-    with tome_core.patch(pipe, config):
-        assert torch.equal(drawn(pipe, 2), second)
-
-
-def test_a_picture_that_is_done_leaves_no_match_behind(pipe):
+def test_a_pipeline_names_its_samplings_and_a_picture_that_is_done_leaves_no_match_behind(pipe, work):
     counts = []
 
     def note(*_):
         counts.append(len(handle.time._mine.latest._plans))
         return {}
 
-    with tome_core.patch(pipe, KEPT) as handle:
-        for _ in range(2):  # the second with a scheduler that came after the patch
-            drawn(pipe, 1, steps=3, callback_on_step_end=note)
-            shared = 2 * blocks(handle)  # what serves both halves, and the plan of the batch of both
-            assert counts == [shared] * 3 and handle.time._mine.latest is None
-            counts.clear()
-            pipe.scheduler = diffusers.DDIMScheduler.from_config(pipe.scheduler.config)
+    with tome_core.patch(pipe, replace(KEPT, keep=400.0)) as handle:
+        blocks = handle.report().levels[0].blocks
+        drawn(pipe, callback_on_step_end=note)
+        first, work[:] = list(work), []
+        assert first.count("match") == blocks and 0 < first.count("renew") < 5 * blocks
+        pipe.scheduler = diffusers.DDIMScheduler.from_config(pipe.scheduler.config)  # comes after the patch
+        second = drawn(pipe, 2, callback_on_step_end=note)
+        assert work == first and handle.time._mine.latest is None
+    assert counts == [2 * blocks] * 12, "what serves both halves, and the plan of the batch of both"
+    with tome_core.patch(pipe, replace(KEPT, keep=400.0)):
+        assert torch.equal(drawn(pipe, 2), second)
 
 
 def test_a_loop_in_a_sampling_is_the_pipelines_picture(pipe):
@@ -315,11 +271,10 @@ def test_a_pipeline_says_whether_it_guides_and_perturbs(tiny_folder):
         (perturbing, ["a"], 1.0, {"pag_scale": 3.0}), (perturbing, ["a"], 7.5, {"pag_scale": 3.0}),
     ):  # fmt: skip
         pipe = pipeline_of(tiny_folder, kind)
-        generators = [seeded(number) for number in range(len(prompts))]
-        call = {"num_inference_steps": 2, "guidance_scale": guidance, "generator": generators, **more}
+        call = {"num_inference_steps": 2, "guidance_scale": guidance, "output_type": "latent", **more}
         with tome_core.patch(pipe, KEPT) as handle:
             handle.keep_maps()
-            pipe(prompts, **call, output_type="latent")
+            pipe(prompts, generator=[seeded(number) for number in range(len(prompts))], **call)
             group = handle.maps()[0].group
         if more:
             assert (group == group[:1]).all()
@@ -333,8 +288,7 @@ def test_of_a_pipelines_batch_the_prompts_half_is_matched(pipe, monkeypatch):
     monkeypatch.setattr(states, "match", lambda k, *rest: seen.append(k.flatten(2)) or plain(k, *rest))
     places = find_blocks(pipe.unet)  # the first block has not heard of a prompt yet
     last = [place.block for place in places if place.halvings == min(one.halvings for one in places)][-1]
-    hook = last.attn1.to_k.register_forward_hook(lambda module, args, out: whole.append(out))
+    last.attn1.to_k.register_forward_hook(lambda module, args, out: whole.append(out))
     with tome_core.patch(pipe, KEPT):
-        drawn(pipe, 1, steps=1)
-    hook.remove()
+        drawn(pipe, steps=1)
     assert torch.equal(seen[-1], whole[-1][1:]) and not torch.equal(*whole[-1].chunk(2))

@@ -17,7 +17,6 @@ from tests.samplings import KEPT
 from tests.threads import at_once
 from tome_core import MergeConfig, MergeRule
 from tome_core.engine.time import FEW, WHOLE_FROM, Clock, ModelTime, boundary_in
-from tome_core.settings.schedule import STABLE_DIFFUSION
 
 STEPS = 8
 LATE = MergeConfig(ratio=0.5, start_percent=0.5)
@@ -34,7 +33,7 @@ HALF_EARLY, WHOLE_EARLY = [True] * 6 + [False] * 4, [True] * 7 + [False] * 3
 
 def late_in(timesteps, until):
     boundary = boundary_in(timesteps, until)
-    return sum(timestep < boundary for timestep in timesteps)
+    return sum(timestep < (until if boundary is None else boundary) for timestep in timesteps)
 
 
 def test_the_late_share_of_a_pass_is_a_whole_pictures_to_the_nearest_step():
@@ -42,27 +41,23 @@ def test_the_late_share_of_a_pass_is_a_whole_pictures_to_the_nearest_step():
         for until in range(0, 1001, 25):
             for count in (1, 2, 3, 5, 10, 20, 33):
                 steps = [begins * (1 - step / count) for step in range(count)]
+                assert boundary_in(steps, until) is not None
                 assert abs(late_in(steps, until) - count * until / 1000) <= 0.5, (until, count)
                 assert late_in(steps[::-1], until) == late_in(steps, until)
     assert late_in(KARRAS, 375) == 4, "however they are spread"
 
 
-def test_a_whole_picture_and_no_steps_have_no_boundary_of_their_own():
-    assert boundary_in(WHOLE, 375) is boundary_in([], 375) is boundary_in([WHOLE_FROM], 375) is None
-
-
-def test_a_whole_picture_of_few_steps_has_at_least_its_share_of_late_ones():
+def test_a_whole_picture_of_few_steps_has_at_least_its_share_of_late_ones_and_another_goes_by_time():
     for count in range(1, FEW + 1):
         trailing = [999.0 - 1000 / count * step for step in range(count)]
         for until in range(0, 1001, 25):
             by_time = sum(timestep < until for timestep in trailing)
-            late = by_time if boundary_in(trailing, until) is None else late_in(trailing, until)
             share = min(math.floor(count * until / 1000 + 0.5), count - 1)
-            assert late == max(by_time, share), (count, until)
+            assert late_in(trailing, until) == max(by_time, share), (count, until)
     assert late_in([999, 749, 499, 249], 375) == 2, "of which one is before 375"
-    assert boundary_in([999, *KARRAS[3:]], 375) is None, "so many late ones that the time leaves more than the share"
     longer = [999.0 - 1000 / (FEW + 1) * step for step in range(FEW + 1)]
-    assert boundary_in(longer, 500) is None, "rounded so little that a boundary by time does"
+    for timesteps, until in ((longer, 500), ([999, *KARRAS[3:]], 375), (WHOLE, 375), ([], 375), ([WHOLE_FROM], 375)):
+        assert boundary_in(timesteps, until) is None
 
 
 def test_a_passes_boundary_moves_the_early_phase_and_no_other_limit_in_time():
@@ -101,44 +96,42 @@ def test_a_host_says_which_steps_a_sampling_has_and_the_next_has_its_own():
 
 def test_a_schedulers_steps_are_found_and_steps_that_are_told_outweigh_them():
     """Half of a picture is drawn here, and the other half was elsewhere."""
-    pipe = Pipeline(diffusers.DDIMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear"))
-    pipe.scheduler.set_timesteps(20)
-    rest, time = pipe.scheduler.timesteps[10:], tome_core.patch(pipe, BALANCED).time
-    with time.sample():
-        assert early_in(time, rest) == HALF_EARLY
-    with time.sample(timesteps=pipe.scheduler.timesteps.tolist()):
-        assert early_in(time, rest) == [timestep >= 375 for timestep in rest]
-    with time.sample(continues=True):
-        assert early_in(time, rest) == [timestep >= 375 for timestep in rest], "of a picture begun elsewhere"
+    scheduler = diffusers.DDIMScheduler(**SD_BETAS)
+    scheduler.set_timesteps(20)
+    pipe = Pipeline(scheduler)
+    rest, time = scheduler.timesteps[10:], tome_core.patch(pipe, BALANCED).time
+    by_time = [timestep >= 375 for timestep in rest]
+    for facts, expected in (({}, HALF_EARLY), ({"timesteps": scheduler.timesteps.tolist()}, by_time),
+                            ({"continues": True}, by_time)):  # fmt: skip
+        with time.sample(**facts):
+            assert early_in(time, rest) == expected, facts
 
 
-def share_late(pipe, **call):
-    """Of the finest level's merged calls in a pipeline's picture: late ones keep more keys."""
-    pipe.set_progress_bar_config(disable=True)
-    with tome_core.patch(pipe, BALANCED) as handle:
-        pipe("a b", output_type="latent", **call)
-    merged = handle.report().levels[0].merged.items()
-    (_, early), (_, late) = sorted((keys, calls) for (*_, keys), calls in merged)
-    return late / (early + late)
-
-
-def test_diffusers_image_to_image_finds_its_steps_by_itself(words):
-    """Of 10 steps that are left of 20, and of Heun's 19 calls, which are two a step but for the last."""
-    pipe = tiny_pipeline.stable_diffusion(words)
-    picture = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
-    for scheduler, share in ((diffusers.EulerDiscreteScheduler, 0.4), (diffusers.HeunDiscreteScheduler, 6 / 19)):
-        pipe.scheduler = scheduler.from_config(pipe.scheduler.config)
-        halved = StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False)
-        assert share_late(halved, image=picture, num_inference_steps=20, strength=0.5) == pytest.approx(share)
-
-
-def test_a_refiner_of_diffusers_goes_on_with_the_picture(words):
-    """It draws the late half of one whole picture, more of whose steps are late."""
-    pipe = StableDiffusionXLImg2ImgPipeline(**tiny_pipeline.stable_diffusion_xl(words).components)
-    picture = torch.rand(1, 4, 64, 64, generator=torch.Generator().manual_seed(0))
-    call = {"image": picture, "num_inference_steps": 10, "original_size": (128, 128), "target_size": (128, 128)}
-    assert share_late(pipe, denoising_start=0.5, **call) == pytest.approx(0.6)
-    assert share_late(pipe, strength=0.5, **call) == pytest.approx(0.4)
+def test_pipelines_of_diffusers_find_the_steps_of_a_pass_that_begins_late(words):
+    """Of 10 steps that are left of 20, of Heun's 19 calls, which are two a step but for the last, and of a refiner,
+    which draws the late half of one whole picture, more of whose steps are late.
+    """
+    pipe, xl = tiny_pipeline.stable_diffusion(words), tiny_pipeline.stable_diffusion_xl(words)
+    euler, heun = (kind.from_config(pipe.scheduler.config)
+                   for kind in (diffusers.EulerDiscreteScheduler, diffusers.HeunDiscreteScheduler))  # fmt: skip
+    halved = StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False)
+    refiner = StableDiffusionXLImg2ImgPipeline(**xl.components)
+    generator = torch.Generator().manual_seed(0)
+    image, latent = torch.rand(1, 3, 64, 64, generator=generator), torch.rand(1, 4, 64, 64, generator=generator)
+    call = {"image": image, "num_inference_steps": 20, "strength": 0.5}
+    of_xl = {"image": latent, "num_inference_steps": 10, "original_size": (128, 128), "target_size": (128, 128)}
+    for own, scheduler, given, share in (
+        (halved, euler, call, 0.4), (halved, heun, call, 6 / 19),
+        (refiner, xl.scheduler, {**of_xl, "strength": 0.5}, 0.4),
+        (refiner, xl.scheduler, {**of_xl, "denoising_start": 0.5}, 0.6),
+    ):  # fmt: skip
+        own.scheduler = scheduler
+        own.set_progress_bar_config(disable=True)
+        with tome_core.patch(own, BALANCED) as handle:
+            own("a b", output_type="latent", **given)
+        kinds = handle.report().levels[0].merged.items()
+        (_, early), (_, late) = sorted((keys, calls) for (*_, keys), calls in kinds)  # late ones keep more keys
+        assert late / (early + late) == pytest.approx(share)
 
 
 # --- whose time it is -------------------------------------------------------------------------------------------------
@@ -168,6 +161,7 @@ def test_a_timestep_of_somebodys_own_making_is_read():
     assert found == [True, False, True, False, True, True, False, False, False]
 
 
+@torch.no_grad()
 def test_pictures_of_two_threads_keep_apart():
     time = ModelTime(Clock(KEPT, [1]), keeps=True)
 
@@ -180,7 +174,7 @@ def test_pictures_of_two_threads_keep_apart():
         with time.sample():
             return kept()
 
-    with torch.no_grad(), time.sample():
+    with time.sample():
         time.next_call(500, LATENT)[1].plans["x"] = 1
         assert kept() == {"x": 1}
         assert at_once(kept, draw) == [None, {}]
@@ -222,8 +216,8 @@ OF_OTHER_TIMES = [  # no timestep is one of Stable Diffusion's
     ("EDMDPMSolverMultistep", {"sigma_max": 20.0}),
 ]  # fmt: skip
 SCHEDULERS = [
-    ("DDIM", SD_BETAS), ("PNDM", {"skip_prk_steps": True, **SD_BETAS}), ("LCM", SD_BETAS), ("HeunDiscrete", SD_BETAS),
-    ("EulerDiscrete", SD_BETAS), ("EulerDiscrete", {}), ("DPMSolverMultistep", {"use_karras_sigmas": True, **SD_BETAS}),
+    ("DDIM", SD_BETAS), ("PNDM", {"skip_prk_steps": True, **SD_BETAS}), ("HeunDiscrete", SD_BETAS),
+    ("EulerDiscrete", {}), ("DPMSolverMultistep", {"use_karras_sigmas": True, **SD_BETAS}),
     ("DPMSolverMultistep", {"beta_schedule": "squaredcos_cap_v2"}), *OF_OTHER_TIMES,
 ]  # fmt: skip
 
@@ -240,6 +234,7 @@ def test_a_rule_means_the_same_noise_with_every_scheduler():
     for name, changes, limit in cases:
         pipe = Pipeline(getattr(diffusers, f"{name}Scheduler")(**changes), unet)
         pipe.scheduler.set_timesteps(STEPS)
+        before = sorted(vars(pipe.scheduler))
         expected = [stable_diffusions_timestep(sigma) for sigma in own_sigmas(pipe.scheduler)]
         assert 0 < sum(time >= 500 for time in expected) < len(expected)
         with tome_core.patch(pipe, side="kv", ratio=0.5, keep=100.0, **limit) as handle:
@@ -249,14 +244,10 @@ def test_a_rule_means_the_same_noise_with_every_scheduler():
                         now, kept = handle.time.next_call(hand_over(timestep), LATENT)
                         assert bool(now.live) == (time >= 500), (name, limit, time)
                         assert kept.timestep == pytest.approx(time, abs=1.5), name
+            assert sorted(vars(pipe.scheduler)) == before, "nothing is put on a scheduler"
 
 
-def draw(pipe, steps: int = STEPS):
-    generator = torch.Generator().manual_seed(0)
-    return pipe("a", num_inference_steps=steps, guidance_scale=2.0, generator=generator, output_type="latent").images
-
-
-def expected_merges(scheduler) -> int:
+def late_calls(scheduler) -> int:
     """UNet calls in the second half of the schedule, by the scheduler's own timesteps."""
     last = scheduler.config.num_train_timesteps - 1
     return sum(1 - float(timestep) / last >= LATE.start_percent for timestep in scheduler.timesteps)
@@ -267,21 +258,14 @@ def test_a_pipelines_rule_in_percent_merges_in_exactly_its_steps_whatever_schedu
         for name in ("DDIM", "HeunDiscrete", "PNDM"):  # after the patch, as programs do for each picture
             pipe.scheduler = getattr(diffusers, f"{name}Scheduler").from_config(pipe.scheduler.config)
             handle.reset_counts()
-            draw(pipe)
-            level = handle.report().levels[0]
-            merges, steps = expected_merges(pipe.scheduler), len(pipe.scheduler.timesteps)
-            assert 0 < merges < handle.report().calls == steps and level.calls_merged == merges * level.blocks
-            assert level.reasons == {"attn: outside the rules' time range": (steps - merges) * level.blocks}
+            pipe("a", num_inference_steps=STEPS, guidance_scale=2.0, output_type="latent")
+            level, late, steps = handle.report().levels[0], late_calls(pipe.scheduler), len(pipe.scheduler.timesteps)
+            assert 0 < late < handle.report().calls == steps and level.calls_merged == late * level.blocks
+            assert level.reasons == {"attn: outside the rules' time range": (steps - late) * level.blocks}
 
 
-def test_anything_with_a_unet_and_a_scheduler_is_a_pipeline():
-    """Also an object that allows no weak references, and an LDM model that has its betas itself."""
+def test_an_object_that_allows_no_weak_references_is_a_pipeline_too():
     scheduler = diffusers.DDIMScheduler(**SD_BETAS)
     scheduler.set_timesteps(STEPS)
-    before = dict(vars(scheduler))
     handle = tome_core.patch(SimpleNamespace(unet=models.small(), scheduler=scheduler), LATE)
-    assert sum(merges(handle.time, timestep) for timestep in scheduler.timesteps) == expected_merges(scheduler)
-    assert vars(scheduler) == before, "nothing is put on a scheduler"
-    model = models.ldm_wrapped()
-    model.betas = torch.tensor(STABLE_DIFFUSION.betas)
-    assert tome_core.patch(model, LATE).knows_schedule
+    assert sum(merges(handle.time, timestep) for timestep in scheduler.timesteps) == late_calls(scheduler)

@@ -68,15 +68,15 @@ def test_what_is_slower_is_said_too_and_the_latest_twelve_count(draw):
     assert [draw(3.0, CONFIG) for _ in range(3)][-1] == "no faster, from your own pictures (3 with merging, 12 without)"
 
 
-def test_another_batch_size_precision_sampling_neighbour_or_model_is_another_case(draw):
+@pytest.mark.parametrize("other", [
+    {"latent": LATENT[:1]}, {"latent": LATENT.mT}, {"latent": LATENT.half()}, {"steps": 9}, {"more": ("a patch",)},
+    {"beside": ("euler", "ControlNet 0")}, {"model": nn.Sequential(nn.Linear(2, 2), nn.SiLU())},
+    {"model": nn.Sequential(nn.Linear(2, 3), nn.ReLU())},
+], ids=["batch", "size", "precision", "calls", "patch", "neighbour", "activation", "width"])  # fmt: skip
+def test_another_kind_of_call_sampling_or_model_is_another_case(draw, other):
     of_both(draw, 3, 0)
-    for other in (
-        {"latent": LATENT[:1]}, {"latent": LATENT.mT}, {"latent": LATENT.half()}, {"steps": 9}, {"more": ("a patch",)},
-        {"beside": ("euler", "ControlNet 0")}, {"model": nn.Sequential(nn.Linear(2, 2), nn.SiLU())},
-        {"model": nn.Sequential(nn.Linear(2, 3), nn.ReLU())},
-    ):  # fmt: skip
-        assert of_both(draw, 0, 3, **other) == "", "there are no unmerged ones like these"
-        assert of_both(draw, 3, 0, **other) == "" and draw(1.0, CONFIG, **other) != ""
+    assert of_both(draw, 0, 3, **other) == "", "there are no unmerged ones like these"
+    assert of_both(draw, 3, 0, **other) == "" and draw(1.0, CONFIG, **other) != ""
 
 
 def test_other_code_rules_share_or_start_of_the_process_is_another_case_and_another_seed_is_none(draw, monkeypatch):
@@ -84,10 +84,9 @@ def test_other_code_rules_share_or_start_of_the_process_is_another_case_and_anot
     for config, saved in ((MergeConfig(ratio=0.6), 0.5), (CONFIG, 0.7)):
         assert draw(1.0, config, saved) == ""
     assert draw(1.0, MergeConfig(ratio=0.5, seed=7)) == told.replace("3 with ", "4 with ")
-    for forward in (lambda x: x, SimpleNamespace(__call__=None)):
-        vars(draw.model[0])["forward"] = forward
+    with monkeypatch.context() as context:
+        context.setattr(draw.model[0], "forward", lambda x: x)
         assert draw(1.0, CONFIG) == ""
-        del vars(draw.model[0])["forward"]
     monkeypatch.setattr("sys.argv", ["main.py", "--lowvram"])
     assert draw(1.0, CONFIG) == ""
 
@@ -118,21 +117,15 @@ def test_the_first_step_and_few_steps_count_for_nothing(draw, clock):
     assert of_both(draw, 3, 3, steps=6) == "" and of_both(draw, 3, 3, steps=7) != ""
 
 
-def test_what_was_to_merge_and_did_not_is_of_neither_kind(draw):
-    heard = Steps()
-    for step in range(9):
-        heard.call(LATENT)
-        heard.hear(step)
-    for told in (None, report(0.0, False)):
-        assert heard.remember(draw.model, CONFIG, told) == "" and not gains.KNOWN.pictures
-
-
-def test_what_reports_no_step_or_is_called_with_no_latent_says_nothing(draw):
-    heard = Steps()
-    for _ in range(9):
-        heard.call(LATENT)
-    assert heard.remember(draw.model, CONFIG, report(0.5)) == "" and not gains.KNOWN.pictures
+def test_what_did_not_merge_reports_no_step_or_has_no_latent_says_nothing(draw):
     assert of_both(draw, latent=None) == "" and not gains.KNOWN.pictures
+    for hears, found in ((True, None), (True, report(0.0, False)), (False, report(0.5))):
+        heard = Steps()
+        for step in range(9):
+            heard.call(LATENT)
+            if hears:
+                heard.hear(step)
+        assert heard.remember(draw.model, CONFIG, found) == "" and not gains.KNOWN.pictures
 
 
 def test_a_panel_is_told_of_the_size_as_the_latest_was_drawn(draw):
@@ -141,14 +134,10 @@ def test_a_panel_is_told_of_the_size_as_the_latest_was_drawn(draw):
 
     assert told(64, 128) == ""
     latest = of_both(draw)
+    assert not gains.KNOWN, "no patch goes by it"
     assert told(64, 128) == latest and told(128, 64) == told(64, 128, MergeConfig(ratio=0.6)) == ""
     of_both(draw, 0, 1, latent=LATENT[:1])
     assert told(64, 128) == "", "of its like there is no unmerged one"
-
-
-def test_nothing_goes_by_it(draw):
-    of_both(draw)
-    assert not gains.KNOWN and gains.KNOWN.of(()) == ()
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------
@@ -163,22 +152,19 @@ def kept_in(path):
 def test_another_process_knows_it_and_the_file_does_not_grow_for_ever(tmp_path):
     path = tmp_path / "gains.json"
     known = kept_in(path)
-    for number in range(2000):
+    for number in range(1000):
         known.add_picture(("where", "how", "", ""), float(number + 1))
-    assert kept_in(path).pictures == known.pictures and len(known.pictures["where", "how", "", ""]) == 12
+    assert kept_in(path).pictures == known.pictures == {("where", "how", "", ""): tuple(map(float, range(989, 1001)))}
     assert len(path.read_text().splitlines()) < 10
-    for number in range(999):
+    for number in range(400):
         known.add_picture((str(number), "how", "", ""), 1.0)
-    assert len(known.pictures) <= 300 and ("998", "how", "", "") in known.pictures
-    kept_in(path)
-    assert set(kept_in(path).pictures) >= set(known.pictures) and len(path.read_text().splitlines()) < 1400
+    assert len(known.pictures) == 300 and ("399", "how", "", "") in known.pictures
 
 
 def test_a_broken_line_costs_nothing_but_itself(tmp_path):
     path = tmp_path / "gains.json"
     kept_in(path).add_picture(("where", "how", "", ""), 1.0)
     key = ["a", "b", "c", "d"]
-    for line in ([], [[], []], [key, []], [key, ["1"]], [key, [0.0]], [key, [float("nan")]], [key, 1.0],
-                 [["a", "b", "c", []], [1.0]], [["a", "b", "c"], [1.0]], [1, 2]):  # fmt: skip
+    for line in ([], [key, []], [key, ["1"]], [key, [0.0]], [key, [float("nan")]], [key, 1.0], [key[:3], [1.0]]):
         path.write_text(f"{path.read_text()}\n{json.dumps(line)}")
     assert kept_in(path).pictures == {("where", "how", "", ""): (1.0,)}

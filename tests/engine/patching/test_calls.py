@@ -1,7 +1,7 @@
-"""A call is what it was when it began: who patches meanwhile, or calls the model again, changes later ones.
+"""A call is what it was when it began, and leaves nothing behind, however it ends.
 
-Two models in two threads at once give the pictures that each gives alone. Little is left to luck: a hook in the middle
-of a call lets the others act, and waits for them.
+Little is left to luck: a hook in the middle of a call lets another thread act, and waits for it. Errors, interrupts
+and a full memory are raised at every kind of wrap, which the handle is asked for: a new kind is in here without a word.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,9 @@ from torch import nn
 
 import tome_core
 from tests.families import MODELS, Family
+from tests.injected_faults import KINDS, MOST_ERRORS, Fault, places
 from tests.least_pipeline import Pipeline, picture
-from tests.models import BY_NAME, call_case, on_small
+from tests.models import on_small
 from tests.thoroughness import THOROUGH
 from tests.threads import at_once
 from tests.traces import is_idle, traces
@@ -41,11 +43,12 @@ at_every_place = pytest.mark.parametrize(
 )  # fmt: skip
 
 
-def merged(one: Family, config: MergeConfig, **call: Any) -> torch.Tensor:
-    """The picture of a fresh model with a patch that has seen no other."""
+def merged(one: Family, config: MergeConfig | None, **call: Any) -> torch.Tensor:
+    """The picture of a fresh model with a patch that has seen no other; None: without a patch."""
     model = one.build()
-    with tome_core.patch(model, config):
-        return one.call(model, **call)
+    if config is not None:
+        tome_core.patch(model, config)
+    return one.call(model, **call)
 
 
 def once_in(model: nn.Module, place: str, work: Callable[[], Any]) -> None:
@@ -71,38 +74,20 @@ def meanwhile(model: nn.Module, place: str, work: Callable[[], Any]) -> None:
 
 
 @at_every_place
-def test_a_call_that_began_without_a_patch_ends_without_it(one: Family, place: str):
+def test_a_call_during_which_another_patch_comes_or_this_one_goes_and_the_next_one(one: Family, place: str):
+    """Nothing waits for the call. Of other parts, or taken off, what it had not reached yet merges no more."""
     model = one.build()
-    plain = one.call(model)
-    for config in (BALANCED, TOMESD):
-        handles: list[Any] = []
-        meanwhile(model, place, lambda: handles.append(tome_core.patch(model, config)))  # noqa: B023
-        assert torch.equal(one.call(model), plain)
-        assert torch.equal(one.call(model), merged(one, config)) and handles[0].report().calls == 1
-        handles[0].remove()
-        assert torch.equal(one.call(model), plain)
-
-
-@at_every_place
-def test_a_call_keeps_its_settings_while_another_patch_of_the_same_parts_is_put_on(one: Family, place: str):
-    model = one.build()
-    first = tome_core.patch(model, BALANCED)
-    meanwhile(model, place, lambda: tome_core.patch(model, LESS))
-    assert torch.equal(one.call(model), merged(one, BALANCED))
-    assert torch.equal(one.call(model), merged(one, LESS)) and first.report().calls == 1
-
-
-@at_every_place
-def test_a_call_whose_patch_goes_ends_and_the_next_one_is_of_what_is_on(one: Family, place: str):
-    """Nothing waits for it; what it had not reached yet merges no more."""
-    model = one.build()
-    plain = one.call(model)
-    for before, after in ((BALANCED, None), (TOMESD, None), (TOMESD, BALANCED), (BALANCED, TOMESD)):
-        handle = tome_core.patch(model, before)
-        work = handle.uninstall if after is None else partial(tome_core.patch, model, after)
-        meanwhile(model, place, work)
-        assert one.call(model).isfinite().all() and is_idle(handle)
-        assert torch.equal(one.call(model), plain if after is None else merged(one, after))
+    for before, after, stays in (
+        (None, BALANCED, True), (None, TOMESD, True), (BALANCED, LESS, True),
+        (BALANCED, None, False), (TOMESD, None, False), (TOMESD, BALANCED, False), (BALANCED, TOMESD, False),
+    ):  # fmt: skip
+        tome_core.remove_patch(model)
+        handle = None if before is None else tome_core.patch(model, before)
+        meanwhile(model, place, handle.uninstall if after is None else partial(tome_core.patch, model, after))
+        found = one.call(model)
+        assert torch.equal(found, merged(one, before)) if stays else found.isfinite().all()
+        assert handle is None or (is_idle(handle) and handle.report().calls == 1)
+        assert torch.equal(one.call(model), merged(one, after))
 
 
 @at_every_place
@@ -119,6 +104,15 @@ def test_a_model_called_again_inside_of_its_own_call_gives_both_pictures(one: Fa
             assert torch.equal(pictures[1], merged(one, config))
 
 
+@at_every_place
+def test_a_call_keeps_its_rules_when_another_thread_tells_the_time(one: Family, place: str):
+    model, config = one.build(), MergeConfig(ratio=0.75, min_timestep=500.0)
+    with tome_core.patch(model, config) as handle:
+        meanwhile(model, place, partial(handle.set_time, timestep=900))
+        assert torch.equal(one.call(model, timestep=100), merged(one, None, timestep=100))
+        assert handle.report().levels[0].reasons and not handle.report().merged_anything
+
+
 # --- threads ----------------------------------------------------------------------------------------------------------
 
 ROUNDS = 30 if THOROUGH else 5
@@ -128,24 +122,16 @@ CONFIGS = (
 )
 
 
-@pytest.fixture
-def threads_change_often():
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
-
-
-def test_what_another_thread_compiles_changes_no_picture_and_no_count(monkeypatch):
-    for config in CONFIGS:
-        found = []
-        for compiles in (False, True):  # of which torch tells every thread
-            monkeypatch.setattr(torch.compiler, "_is_compiling_flag", compiles)
-            with tome_core.patch(pipe := Pipeline(), config) as handle:
-                found.append((picture(pipe), handle.report().as_data()))
-            assert torch.compiler.is_compiling() == compiles
-        (alone, counted), (beside, count) = found
-        assert torch.equal(alone, beside) and counted == count and counted["work_saved"]
+@pytest.mark.parametrize("config", CONFIGS)
+def test_what_another_thread_compiles_changes_no_picture_and_no_count(config, monkeypatch):
+    found = []
+    for compiles in (False, True):  # of which torch tells every thread
+        monkeypatch.setattr(torch.compiler, "_is_compiling_flag", compiles)
+        with tome_core.patch(pipe := Pipeline(), config) as handle:
+            found.append((picture(pipe), handle.report().as_data()))
+        assert torch.compiler.is_compiling() == compiles
+    (alone, counted), (beside, count) = found
+    assert torch.equal(alone, beside) and counted == count and counted["work_saved"]
 
 
 def rounds(pipe: Any, config: MergeConfig) -> list[torch.Tensor]:
@@ -158,33 +144,57 @@ def rounds(pipe: Any, config: MergeConfig) -> list[torch.Tensor]:
     return pictures
 
 
-@pytest.mark.parametrize("configs", [CONFIGS, CONFIGS[:1] * 2], ids=["two configs", "one config for both"])
-def test_two_models_in_two_threads_give_their_own_pictures(configs, threads_change_often):
-    pipes = [Pipeline() for _ in configs]
-    before = [traces(pipe.unet) for pipe in pipes]
-    works = [partial(rounds, pipe, config) for pipe, config in zip(pipes, configs, strict=True)]
-    alone = [work()[:2] for work in works]
-    assert torch.equal(alone[0][0], alone[1][0]) == (configs[0] is configs[1])
-    for (expected, plain), pictures in zip(alone, at_once(*works), strict=True):
-        assert all(torch.equal(found, expected) for found in pictures[::2])
-        assert all(torch.equal(found, plain) for found in pictures[1::2])
-    assert [traces(pipe.unet) for pipe in pipes] == before
+def test_two_models_in_two_threads_give_their_own_pictures():
+    works = [partial(rounds, Pipeline(), config) for config in CONFIGS]
+    alone, before = [work()[:2] for work in works], sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        together = at_once(*works)
+    finally:
+        sys.setswitchinterval(before)
+    for expected, pictures in zip(alone, together, strict=True):
+        assert all(torch.equal(found, expected[number % 2]) for number, found in enumerate(pictures))
 
 
-def test_a_call_keeps_its_rules_when_another_thread_tells_the_time():
-    case = BY_NAME["ldm_sd1"]
-    model = case.build()
-    with tome_core.patch(model, MergeConfig(ratio=0.75, min_timestep=500.0)) as handle:
-        look, others = handle.time._look_at, []
+# --- errors -----------------------------------------------------------------------------------------------------------
 
-        def interrupted(timestep: Any) -> Any:
-            now = look(timestep)
-            others.append(threading.Thread(target=lambda: handle.set_time(timestep=900)))
-            others[0].start()
-            others[0].join(0.2)  # time enough to do harm
-            return now
+# two rules, so that the clock matters as well, and one that keeps, so that the loop does; one is tomesd's
+CONFIG = MergeConfig(
+    rules=(
+        MergeRule(ratio=0.75, min_timestep=400, merge_crossattn=True, merge_mlp=True),
+        MergeRule(side="kv", keep=500.0, max_downsample=8),
+    )
+)
 
-        handle.time._look_at = interrupted
-        call_case(case, model, timestep=100)
-        others[0].join()
-    assert handle.report().levels[0].reasons and not handle.report().levels[0].calls_merged
+
+def left_behind(pipe: Any) -> list:
+    """All that a patch could leave: on the modules, on the scheduler, which is none, and on the pipeline."""
+    return [*traces(pipe.unet), sorted(vars(pipe.scheduler).keys() - {"num_inference_steps"}), sorted(vars(pipe))]
+
+
+@pytest.fixture(scope="module")
+def expected() -> SimpleNamespace:
+    pipe = Pipeline()
+    plain, before = picture(pipe), left_behind(pipe)
+    with tome_core.patch(pipe, CONFIG) as handle:
+        merged, kinds = picture(pipe), set(places(handle))
+    assert not torch.equal(plain, merged) and kinds == set(KINDS), "these are all that a patch consists of"
+    return SimpleNamespace(pipe=pipe, plain=plain, merged=merged, before=before)
+
+
+@pytest.mark.parametrize("error", MOST_ERRORS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fault_leaves_nothing_patched(expected, kind: str, error: type[BaseException]):
+    pipe = expected.pipe
+    with tome_core.patch(pipe, CONFIG) as handle:
+        count = len(places(handle)[kind])
+    for number in range(count) if THOROUGH else [count - 1]:
+        for after in (False, True):
+            with pytest.raises(error, match="by the test"), tome_core.patch(pipe, CONFIG) as handle:
+                fault = Fault(places(handle)[kind][number], error, after, at=0 if kind == "SamplingScope" else 1)
+                picture(pipe)
+            assert fault.gone() and is_idle(handle) and left_behind(pipe) == expected.before
+            assert not handle.time._mine.begun and torch.equal(picture(pipe), expected.plain)
+            with handle:
+                assert torch.equal(picture(pipe), expected.merged), "as on a model that has seen nothing"
+    assert left_behind(pipe) == expected.before

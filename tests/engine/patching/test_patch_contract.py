@@ -6,17 +6,14 @@ import inspect
 
 import pytest
 import torch
-from diffusers import LatteTransformer3DModel, SanaTransformer2DModel
-from torch import nn
 
 import tome_core
 from tests.families import Family, every_family_in_time, every_model, largest_difference, some_models
-from tests.models import ModelCase, call_case, inputs, merge_with_self
+from tests.models import ModelCase, call_case, merge_with_self
 from tests.samplings import KEPT
-from tests.traces import attributes, is_idle, traces
+from tests.traces import attributes, is_idle, traces, wraps_of
 from tome_core import MergeConfig
-from tome_core.merging.grid import split_grid
-from tome_core.merging.methods import METHODS, bipartite
+from tome_core.merging.methods import METHODS
 from tome_core.models import find_models
 from tome_core.models.unet_blocks import find_unet
 from tome_core.settings.config import SIDES
@@ -124,31 +121,16 @@ def test_a_picture_does_not_depend_on_the_one_before_and_a_removed_patch_keeps_n
 
 
 @every_family_in_time
-def test_conditional_and_unconditional_passes_may_run_apart(case: ModelCase, monkeypatch):
-    """Same destinations, and a difference no larger than last-bit noise in the input makes."""
-    drawn = []
-
-    def split_and_note(*args):
-        drawn.append(split_grid(*args))
-        return drawn[-1]
-
-    monkeypatch.setattr(bipartite, "split_grid", split_and_note)
+def test_a_sample_merges_alone_as_it_does_in_a_batch(case: ModelCase):
+    """As hosts ask, which run the passes of guidance together or apart: rounding alone may move a token."""
     model = case.build()
-    tome_core.apply_patch(model, ratio=0.5)
-    together = call_case(case, model)
-    apart = call_case(case, model, batch=1)
-    for (whole, _), (part, _) in zip(drawn[: len(drawn) // 2], drawn[len(drawn) // 2 :], strict=True):
-        assert torch.equal(whole[:1], part[:1])
-    difference = largest_difference(apart, together[:1])
-    noise = max(largest_difference(_call_with_noise(case, model, seed), together[:1]) for seed in range(8))
-    assert difference <= max(4 * noise, 1e-5)
-
-
-def _call_with_noise(case: ModelCase, model, seed: int) -> torch.Tensor:
-    x, text = inputs(case.in_channels, 1, 16, 16, frames=case.frames)
-    bits = torch.randint(-1, 2, x.shape, generator=torch.Generator().manual_seed(seed))
-    with torch.no_grad():
-        return case.call(model, x * (1 + bits * 2.0**-23), 500, text)
+    with tome_core.patch(model, ratio=0.75) as handle:
+        handle.keep_maps()
+        groups = []
+        for batch in (2, 1):
+            call_case(case, model, batch)
+            groups.append(handle.maps()[0].group[:1])
+    assert (groups[0] == groups[1]).float().mean() > 0.98
 
 
 @on_either_kind
@@ -186,8 +168,10 @@ def test_where_nothing_is_to_merge_no_bit_changes(one: Family):
         with tome_core.patch(model, **settings) as handle:
             assert torch.equal(one.call(model), vanilla)
         assert not handle.report().merged_anything
-    with tome_core.patch(model) as handle, handle.unmerged():
-        assert torch.equal(one.call(model), vanilla)
+    with tome_core.patch(model) as handle:
+        with handle.unmerged():
+            assert torch.equal(one.call(model), vanilla)
+        assert is_idle(handle)
 
 
 @every_model
@@ -196,15 +180,15 @@ def test_removing_restores_every_bit_and_leaves_nothing_behind(one: Family):
     before, held, vanilla = traces(model), attributes(model), one.call(model)
     with tome_core.patch(model, ALL_LEVELS) as handle:
         one.call(model)
+        ours = wraps_of(handle)
         assert model.state_dict().keys() == one.build().state_dict().keys() and handle.is_installed
     assert not handle.is_installed and not tome_core.report(model).patched
     assert traces(model) == before and torch.equal(one.call(model), vanilla)
-    for _ in range(3):
-        tome_core.apply_patch(model, **EVERYTHING)
+    for _ in range(2):
+        assert wraps_of(tome_core.patch(model, ALL_LEVELS)) == ours, "a compiler knows these objects"
         one.call(model)
-    assert tome_core.remove_patch(model) is model
+        assert tome_core.remove_patch(model) is model
     assert traces(model) == before and attributes(model) == held and torch.equal(one.call(model), vanilla)
-    assert tome_core.remove_patch(model) is model
 
 
 @every_model
@@ -216,20 +200,17 @@ def test_a_patch_over_a_patch_is_the_second_alone_and_leaving_a_with_brings_back
     tome_core.apply_patch(model, ratio=0.25)
     outer = one.call(model)
     assert torch.equal(outer, one.call(once)) and traces(model) == traces(once)
-    with tome_core.patch(model, MergeConfig(ratio=0.5)) as handle:
+    with tome_core.patch(model, ratio=0.5) as handle:
         middle = one.call(model)
-        with tome_core.patch(model, MergeConfig(ratio=0.75)):
-            inner = one.call(model)
-            assert not handle.is_installed
+        with tome_core.patch(model, ratio=0.75):
+            assert not handle.is_installed and not torch.equal(one.call(model), middle)
         assert handle.is_installed and torch.equal(one.call(model), middle)
         tome_core.apply_patch(model, ratio=0.6)  # ends with the `with` in which it was put on
     assert torch.equal(one.call(model), outer)
-    handle.__enter__()
-    assert torch.equal(one.call(model), middle), "a handle that is entered again is there again"
-    handle.remove()
+    with handle:
+        assert torch.equal(one.call(model), middle), "a handle that is entered again is there again"
     tome_core.remove_patch(model)
     assert not handle.is_installed and torch.equal(one.call(model), vanilla)
-    assert len({picture.sum().item() for picture in (vanilla, outer, middle, inner)}) == 4
 
 
 @on_either_kind
@@ -240,12 +221,8 @@ def test_what_was_removed_meanwhile_does_not_come_back_and_patches_in_a_row_do_n
         with tome_core.patch(model, ratio=0.75):
             outer.remove()
         assert torch.equal(one.call(model), plain)
-    with tome_core.patch(model, ratio=0.25):
-        tome_core.patch(model, ratio=0.75)
-    assert torch.equal(one.call(model), plain), "what was put on inside a `with` ends with it"
     with tome_core.patch(model, ratio=0.25), tome_core.patch(model, ratio=0.75):
         tome_core.remove_patch(model)
-        assert torch.equal(one.call(model), plain)
     assert torch.equal(one.call(model), plain)
     for _ in range(3):
         latest = tome_core.patch(model, ratio=0.25)
@@ -259,57 +236,16 @@ def test_an_exception_in_mid_forward_leaves_the_patch_usable(one: Family):
     handle = tome_core.patch(model, ALL_LEVELS)
     merged = one.call(model)
     last = [module for module in model.modules() if hasattr(module, "to_q")][-1]
-    hook = last.to_q.register_forward_pre_hook(_raise)
-    with pytest.raises(RuntimeError, match="interrupted"):
+    hook = last.to_q.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         one.call(model)
     hook.remove()
-    assert is_idle(handle)
-    assert torch.equal(one.call(model), merged)
+    assert is_idle(handle) and torch.equal(one.call(model), merged)
     handle.remove()
     assert torch.equal(one.call(model), vanilla)
 
 
-def _raise(*_):
-    raise RuntimeError("interrupted")
-
-
 # --- what is no model -------------------------------------------------------------------------------------------------
-
-
-def latte() -> nn.Module:
-    """Whose frames lie within its batch."""
-    return LatteTransformer3DModel(
-        in_channels=4, out_channels=4, num_layers=1, attention_head_dim=16, num_attention_heads=2, sample_size=8,
-        patch_size=2, cross_attention_dim=32, caption_channels=32, norm_type="ada_norm_single",
-        num_embeds_ada_norm=1000, video_length=2,
-    )  # fmt: skip
-
-
-def sana() -> nn.Module:
-    """Whose attention is linear."""
-    return SanaTransformer2DModel(
-        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=16, num_layers=1,
-        num_cross_attention_heads=2, cross_attention_head_dim=16, cross_attention_dim=32, caption_channels=32,
-        sample_size=8,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("build, found", [
-    (latte, "where a picture's tokens lie in its sequences, and what its timestep means; found 3 Attention"),
-    (sana, "no attention function that is known is called by SanaLinearAttnProcessor2_0; found 2 Attention"),
-    (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "no attention function that is known is called in it"),
-], ids=["Latte", "Sana", "layers"])  # fmt: skip
-def test_a_model_that_is_not_known_is_refused_with_what_was_found(build, found):
-    class Pipeline:
-        transformer = build()
-
-    for model in (Pipeline.transformer, Pipeline()):
-        with pytest.raises(tome_core.UnsupportedModelError) as caught:
-            tome_core.patch(model)
-        text = str(caught.value)
-        assert found in text and all(known in text for known in ("BasicTransformerBlock", "Stable Diffusion", "Flux"))
-        assert text.startswith(f"{type(Pipeline.transformer).__name__} is not known: ")
-        assert not tome_core.report(model).patched and tome_core.remove_patch(model) is model
 
 
 def test_what_is_no_model_is_a_type_error():

@@ -21,16 +21,14 @@ def kept_in(path):
     return known
 
 
-def test_a_gain_says_itself_in_one_line():
+def test_a_gain_says_itself_in_one_line_and_within_the_margin_is_none():
+    slow = GAIN._replace(merged=1.31 * 1.07)
     assert GAIN.line == "768x512: about 1.3x faster" and GAIN._replace(merged=1.25).speed == "about 1.05x faster"
     assert str(GAIN) == "1.31 times as fast as unmerged (96x64, batch 2, float16, card)"
-    slow = GAIN._replace(merged=1.31 * 1.07)
     assert slow.line == "768x512: no faster"
     assert slow.why_not == "measured: a merged call took 1.07 times an unmerged one at 96x64"
-
-
-def test_a_gain_within_the_margin_is_none():
-    assert not GAIN._replace(unmerged=1 + 0.9 * MARGIN).pays and GAIN._replace(unmerged=1 + 1.1 * MARGIN).pays
+    for share, pays in ((0.9, False), (1.1, True)):
+        assert GAIN._replace(unmerged=1 + share * MARGIN).pays is pays
 
 
 def test_a_gain_is_of_its_case_and_of_no_other():
@@ -51,22 +49,15 @@ def test_a_batch_takes_the_measurement_that_is_nearest():
     assert nearest([four], "card", "float16", 64, 96, 1) is four
 
 
-def test_another_process_knows_what_was_measured_and_the_latest_of_a_case_counts(tmp_path):
+def test_other_processes_know_what_was_measured_and_the_latest_of_a_case_counts(tmp_path):
     path = tmp_path / "folder" / "gains.json"
-    known = kept_in(path)
+    one, other = kept_in(path), kept_in(path)
     assert not path.parent.exists(), "nothing is made before there is something to keep"
     for merged in (1.0, 2.0):
-        known.remember(of_size(64, merged=merged))
-    for process in (known, kept_in(path)):
-        assert [gain.merged for gain in process.of(ABOUT)] == [2.0]
-
-
-def test_two_processes_that_write_keep_what_the_other_wrote(tmp_path):
-    path = tmp_path / "gains.json"
-    both = kept_in(path), kept_in(path)
-    for number, known in enumerate(both, 1):
-        known.remember(of_size(number))
-    assert {one.height for one in kept_in(path).of(ABOUT)} == {1, 2}
+        one.remember(of_size(64, merged=merged))
+    assert [gain.merged for gain in one.of(ABOUT)] == [2.0]
+    other.remember(of_size(8))
+    assert {(gain.height, gain.merged) for gain in kept_in(path).of(ABOUT)} == {(64, 2.0), (8, 1.0)}
 
 
 def test_a_broken_line_is_told_once_and_costs_nothing_but_itself(tmp_path, caplog):
