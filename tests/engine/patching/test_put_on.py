@@ -22,11 +22,6 @@ import tome_core
 from tests import models
 from tests.families import Family, some_models
 from tests.models import BY_NAME, call_case, on_small
-<<<<<<< HEAD
-from tests.thoroughness import THOROUGH
-=======
-from tests.offloading import as_a_model
->>>>>>> patching2
 from tests.threads import at_once
 from tests.tiny_pipeline import stable_diffusion
 from tests.traces import traces, wraps_of
@@ -35,12 +30,8 @@ from tome_core.models.wrap import Wrap, patch_lock
 from tome_core.settings.schedule import STABLE_DIFFUSION, own_schedule
 
 CASE = BY_NAME["sd15"]
-<<<<<<< HEAD
-as_a_model = functools.partial(cpu_offload_with_hook, execution_device="cpu")
-WRITING = ("wrap.py", "patching/__init__.py")  # whatever writes to a model
-=======
+as_a_model = partial(cpu_offload_with_hook, execution_device="cpu")
 EVERYTHING = MergeConfig(ratio=0.5, merge_crossattn=True, merge_mlp=True)
->>>>>>> patching2
 # asks for the time, so that a scheduler matters, and keeps, so that the pipeline's loop does
 LATE = MergeConfig(ratio=0.5, start_percent=0.5, keep=100.0)
 
