@@ -32,6 +32,7 @@ class Through(NamedTuple):
     function: Callable
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Compute the attention as the other node does."""
         return self.override(self.function, *args, **kwargs)
 
 
