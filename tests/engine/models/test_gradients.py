@@ -57,7 +57,7 @@ def built(name: str, checkpoints: bool = True, train: bool = True, only: str = "
     if checkpoints and hasattr(model, "enable_gradient_checkpointing"):
         model.enable_gradient_checkpointing()
     for module in model.modules() if checkpoints else ():
-        for switch in ("use_checkpoint", "checkpoint"):
+        for switch in ("checkpoint",) if name == "sgm" else ("use_checkpoint", "checkpoint"):
             if isinstance(getattr(module, switch, None), bool):
                 setattr(module, switch, True)
     for path, parameter in model.named_parameters():
