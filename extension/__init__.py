@@ -1,1 +1,1 @@
-"""Token merging for AUTOMATIC1111's webui, Forge, reForge and SD.Next. `script.register` is where it begins."""
+"""Token merging for AUTOMATIC1111's webui, Forge, reForge and SD.Next. `script.register` starts it."""

@@ -1,4 +1,4 @@
-"""All that is asked of the webui, which may be a fork: the only file here that knows its modules."""
+"""The interface to the webui, which may be a fork. No other file of the extension imports its modules."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from . import sdnext
 
 Script = scripts.Script
 ALWAYS_VISIBLE = scripts.AlwaysVisible
-HAS_SAMPLING_HOOK = hasattr(scripts.Script, "process_before_every_sampling")  # SD.Next alone has none
+HAS_SAMPLING_HOOK = hasattr(scripts.Script, "process_before_every_sampling")  # only SD.Next has none
 _WRITING = getattr(sys.modules.get("modules.processing"), "create_infotext", None)
-CALLS_FACTS = "callable" in getattr(getattr(_WRITING, "__code__", None), "co_names", ())  # and writes what comes of it
-HYPERTILE = "__webui_hypertile_params"  # on each attention that A1111's HyperTile has wrapped, for good
+# the webui calls the callables among a job's facts, and writes their results into the infotext
+CALLS_FACTS = "callable" in getattr(getattr(_WRITING, "__code__", None), "co_names", ())
+HYPERTILE = "__webui_hypertile_params"  # the attribute that A1111's HyperTile leaves on each attention
 _BUILT_IN = "get_token_merging_ratio"
-STAND_INS = (_BUILT_IN, sdnext.INIT_HIRES)  # methods of a job that may be ours for the time of it
+STAND_INS = (_BUILT_IN, sdnext.INIT_HIRES)  # methods of a job that we may replace on its object
 
 
 def set_up_console(name: str) -> None:
-    """Let our loggers, below ``name``, be heard from INFO up; the webui's may be silent below warnings. Idempotent."""
+    """Show our log messages from INFO up, because the webui may hide those below warnings. May be called again."""
     ours, handler = logging.getLogger(name), logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("ToMe: %(message)s"))
     ours.handlers, ours.propagate = [handler], False
@@ -38,7 +39,7 @@ def set_up_console(name: str) -> None:
 
 
 def listen(**callbacks: Callable) -> None:
-    """Be called back: ``cfg_denoiser=f`` is ``script_callbacks.on_cfg_denoiser(f)``, where a webui has that."""
+    """Register callbacks: ``cfg_denoiser=f`` calls ``script_callbacks.on_cfg_denoiser(f)`` if the webui has it."""
     for name, function in callbacks.items():
         register = getattr(script_callbacks, f"on_{name}", None)
         if register is not None:
@@ -46,7 +47,7 @@ def listen(**callbacks: Callable) -> None:
 
 
 def option(key: str, default: Any) -> Any:
-    """A saved setting; the default where the settings were never built (API without user interface)."""
+    """Return a saved setting; the default if the settings were never built (API without user interface)."""
     value = getattr(getattr(shared, "opts", None), key, default)
     return default if value is None else value
 
@@ -54,27 +55,36 @@ def option(key: str, default: Any) -> Any:
 def add_option(
     key: str, default: Any, label: str, help: str, arguments: dict[str, Any], section: tuple[str, str]
 ) -> None:
-    """Put a setting into the settings tab. arguments: of its radio or slider; none for what suits the default."""
+    """Add a setting to the settings tab.
+
+    Args:
+        key: of the setting.
+        default: its default.
+        label: of its control.
+        help: shown next to the label.
+        arguments: of a radio or slider; empty for the control that fits the default.
+        section: of the tab.
+    """
     import gradio
 
-    made = gradio.Radio if "choices" in arguments else gradio.Slider if arguments else None
-    info = shared.OptionInfo(default, label, made, arguments or None, section=section).info(help)
+    component = gradio.Radio if "choices" in arguments else gradio.Slider if arguments else None
+    info = shared.OptionInfo(default, label, component, arguments or None, section=section).info(help)
     info.category_id = "sd"  # with Optimizations, in A1111 and the Forges
     shared.opts.add_option(key, info)
-    shared.opts.data.setdefault(key, default)  # after a request the webuis put back only what was saved once
+    shared.opts.data.setdefault(key, default)  # after a request the webuis restore only saved settings
 
 
 def running_unet(p: Any) -> Any:
-    """The UNet that samples now, in whichever of the webuis."""
+    """Return the UNet that samples now, in any of the webuis."""
     model = _running_model(p)
     objects = getattr(model, "forge_objects", None)
     return find_unet(model if objects is None else objects.unet.model)
 
 
 def loaded_unet() -> Any | None:
-    """The UNet of the model that is loaded; None where there is none, or none that we know."""
+    """Return the UNet of the loaded model; None if there is no model, or an unknown kind."""
     data = getattr(sys.modules.get("modules.sd_models"), "model_data", None)
-    if data is not None and data.sd_model is None:  # asking the webui for its model would load it
+    if data is not None and data.sd_model is None:  # reading the webui's model would load it
         return None
     try:
         return running_unet(None)
@@ -83,7 +93,7 @@ def loaded_unet() -> Any | None:
 
 
 def layout(unet: Any = None) -> str:
-    """Whose strengths a UNet has, or that of the loaded model; see `tome_core.strength`. SD's where it is not known."""
+    """Return the layout of a UNet, or of the loaded model, see `tome_core.strength`; SD's if it is not known."""
     try:
         return layout_of(loaded_unet() if unet is None else unet)
     except (TypeError, ValueError):
@@ -91,7 +101,11 @@ def layout(unet: Any = None) -> str:
 
 
 def on_the_card(function: Callable[[], Any]) -> Any:
-    """The function's result, run as a job is: alone, on its thread. Raises RuntimeError while a job goes on."""
+    """Run a function as the webui runs a job, alone and on its thread, and return the result.
+
+    Raises:
+        RuntimeError: a job is in progress.
+    """
     lock = getattr(sys.modules.get("modules.call_queue"), "queue_lock", None) or threading.Lock()
     if not lock.acquire(blocking=False):
         raise RuntimeError("a picture is being made; measure when it is done")
@@ -100,7 +114,7 @@ def on_the_card(function: Callable[[], Any]) -> Any:
     def run() -> None:
         try:
             done.set_result(_in_its_place(function))
-        except Exception as error:  # which Forge's main thread would swallow
+        except Exception as error:  # Forge's main thread would swallow it
             done.set_exception(error)
 
     try:
@@ -127,12 +141,12 @@ def _running_model(p: Any) -> Any:
 
 
 def running_pipeline(p: Any) -> sdnext.RunningPipeline | None:
-    """Whichever pipeline samples now, in SD.Next; None in the others, whose models are none."""
+    """Return SD.Next's current pipeline; None in the other webuis."""
     return sdnext.RunningPipeline(lambda: shared.sd_model) if sdnext.is_pipeline(_running_model(p)) else None
 
 
 def reason_to_step_aside(hires: bool) -> str | None:
-    """Why the UNet's attention must be left alone in this pass; None where nothing speaks against it."""
+    """Return why a pass must not merge; None if it may."""
     if getattr(sys.modules.get("modules.sd_unet"), "current_unet", None) is not None:
         return "an SdUnet (such as TensorRT) computes in place of the UNet's own blocks"
     if option("hypertile_enable_unet", False) or (hires and option("hypertile_enable_unet_secondpass", False)):
@@ -141,26 +155,27 @@ def reason_to_step_aside(hires: bool) -> str | None:
 
 
 def reason_of_unet(unet: nn.Module) -> str | None:
-    """The same, of what is on the UNet as a pass begins: HyperTile of a hires pass stays on until its job ends."""
-    return sdnext.TILED if any(getattr(vars(one).get(HYPERTILE), "enabled", False) for one in unet.modules()) else None
+    """Return why a UNet must not merge; None if it may. A hires pass's HyperTile stays on until the job ends."""
+    return sdnext.TILED if any(getattr(vars(part).get(HYPERTILE), "enabled", False) for part in unet.modules()) else None
 
 
 def read_time(params: Any) -> dict[str, float]:
-    """The step's time by name, sigma or timestep. Waits for the device where that has it."""
-    value = max(0.0, float(params.sigma.reshape(-1)[0]))  # UniPC's last may be just below
+    """Return the step's time as ``{"sigma": ...}`` or ``{"timestep": ...}``. Waits for a GPU that has the value."""
+    value = max(0.0, float(params.sigma.reshape(-1)[0]))  # UniPC's last may be slightly negative
     denoiser = getattr(params, "denoiser", None)
-    # DDIM, PLMS and UniPC count in timesteps, which Forge has turned into sigmas by now
+    # DDIM, PLMS and UniPC use timesteps, which Forge has converted to sigmas here
     counts = is_kind(denoiser, "CFGDenoiserTimesteps") and not getattr(denoiser, "classic_ddim_eps_estimation", False)
     return {"timestep" if counts else "sigma": value}
 
 
 def beside(p: Any, params: Any) -> list[Any]:
-    """Shapes of the texts of a denoiser's call, and names of what else infotexts and the Forges' patchers tell of."""
+    """Return conditions on which a call's time depends: shapes of the texts, and names of other patches."""
     texts = (getattr(params, name, None) for name in ("text_cond", "text_uncond"))
-    shapes = [getattr(one.get("crossattn") if isinstance(one, dict) else one, "shape", None) for one in texts]
+    tensors = (text.get("crossattn") if isinstance(text, dict) else text for text in texts)
+    shapes = [getattr(tensor, "shape", None) for tensor in tensors]
     options = getattr(_patcher(p), "model_options", {}).get("transformer_options", {})
     names = {*map(str, [*(p.extra_generation_params or ()), *options, *options.get("patches", ())])}
-    return [*shapes, *sorted(one for one in names if not one.startswith("ToMe"))]
+    return [*shapes, *sorted(name for name in names if not name.startswith("ToMe"))]
 
 
 def _patcher(p: Any) -> Any:
@@ -168,12 +183,12 @@ def _patcher(p: Any) -> Any:
 
 
 def is_stopped() -> bool:
-    """Has the user ended the job, or skipped this picture?"""
+    """Tell whether the user has stopped the job or skipped this picture."""
     return any(getattr(getattr(shared, "state", None), name, False) for name in ("interrupted", "skipped"))
 
 
 def relative(p: Any, time: dict[str, float]) -> dict[str, float]:
-    """The same time, its sigma as if pictures varied by 1, which A1111 takes them to do always."""
+    """Convert a time's sigma to data of unit variance, which A1111 always assumes."""
     model = getattr(_patcher(p), "model", None)
     prediction = getattr(model, "predictor", None) or getattr(model, "model_sampling", None)
     data = getattr(prediction, "sigma_data", 1.0)
@@ -181,14 +196,14 @@ def relative(p: Any, time: dict[str, float]) -> dict[str, float]:
 
 
 def through_hypernetworks(tokens: Any) -> tuple[Any, Any]:
-    """What the loaded hypernetworks make of tokens ``[B, N, C]`` before keys and values are projected from them."""
+    """Apply the loaded hypernetworks to tokens ``[B, N, C]``. Returns the inputs of the key and value projections."""
     known = sys.modules.get("modules.hypernetworks.hypernetwork")
     loaded = getattr(shared, "loaded_hypernetworks", None)
     return known.apply_hypernetworks(loaded, tokens) if known is not None and loaded else (tokens, tokens)
 
 
 def gains_file() -> str | None:
-    """For what was measured, where the webui keeps what it can do without; None where it tells of no such place."""
+    """Return the path for measured gains in the webui's cache folder; None if the webui has no such folder."""
     data = getattr(sys.modules.get("modules.paths_internal"), "data_path", None)
     if data is None:
         return None
@@ -196,39 +211,39 @@ def gains_file() -> str | None:
 
 
 def autocast() -> AbstractContextManager:
-    """The precision in which the webui samples."""
+    """Return the autocast context in which the webui samples."""
     devices = sys.modules.get("modules.devices")
     context = getattr(devices, "without_autocast" if getattr(devices, "unet_needs_upcast", False) else "autocast", None)
     return nullcontext() if context is None else context()
 
 
 def has_hires(p: Any) -> bool:
-    """Will there be a hires pass?"""
+    """Tell whether the job has a hires pass."""
     return bool(getattr(p, "enable_hr", False))
 
 
 def size_of(p: Any, hires: bool) -> tuple[int, int]:
-    """Width and height of a pass in pixels; 0 where they are not known."""
+    """Return the width and height of a pass in pixels; 0 if not known."""
     names = ("hr_upscale_to_x", "hr_upscale_to_y") if hires else ("width", "height")
     return tuple(int(getattr(p, name, 0) or 0) for name in names)
 
 
 def hires_size(width: int, height: int, scale: float, resize_x: int, resize_y: int) -> tuple[int, int]:
-    """What the webui makes of the controls of Hires. fix."""
+    """Return the size of the hires pass that the webui computes from the controls of Hires. fix."""
     from modules.processing import StableDiffusionProcessingTxt2Img as Job
 
-    asked = {"width": width, "height": height, "hr_scale": scale, "hr_resize_x": resize_x, "hr_resize_y": resize_y}
-    if hasattr(Job, sdnext.INIT_HIRES):  # SD.Next's, of which none is made for this
-        p = SimpleNamespace(**asked, hr_upscaler="", hr_sampler_name="")
+    values = {"width": width, "height": height, "hr_scale": scale, "hr_resize_x": resize_x, "hr_resize_y": resize_y}
+    if hasattr(Job, sdnext.INIT_HIRES):  # SD.Next, whose job need not be made for this
+        p = SimpleNamespace(**values, hr_upscaler="", hr_sampler_name="")
         Job.init_hr(p)
     else:
-        p = Job(**asked, enable_hr=True)
+        p = Job(**values, enable_hr=True)
         p.calculate_target_resolution()
     return size_of(p, hires=True)
 
 
 def silence_built_in(p: Any, silences: Callable[[Any, bool], bool]) -> None:
-    """Turn the webui's own token merging, and its infotext, off in passes of this job that ``silences(p, hires)``."""
+    """Turn the webui's own token merging and its infotext off in passes for which ``silences(p, hires)`` is true."""
     this = weakref.ref(p)
 
     def ratio(for_hr: bool = False) -> float:
@@ -240,31 +255,31 @@ def silence_built_in(p: Any, silences: Callable[[Any, bool], bool]) -> None:
 
 
 def built_in_ratio(p: Any, hires: bool) -> float:
-    """The ratio of the webui's own token merging in a pass, as if we were not there; 0 is off."""
+    """Return the ratio of the webui's own token merging in a pass, without our influence; 0 is off."""
     own = getattr(type(p), _BUILT_IN, None)
     return 0.0 if own is None else own(p, for_hr=hires) or 0.0
 
 
 def plot_module() -> Any | None:
-    """The module of the X/Y/Z plot, which the webui runs anew at each reload."""
-    return next((one.module for one in getattr(scripts, "scripts_data", ())
-                 if one.script_class.__module__ in ("xyz_grid.py", "scripts.xyz_grid")), None)  # fmt: skip
+    """Return the module of the X/Y/Z plot, which the webui runs again at each reload."""
+    return next((data.module for data in getattr(scripts, "scripts_data", ())
+                 if data.script_class.__module__ in ("xyz_grid.py", "scripts.xyz_grid")), None)  # fmt: skip
 
 
 def accordion(is_on: bool, label: str, elem_id: str) -> Any:
-    """A context whose result is a checkbox, folded out while it is checked."""
+    """Return an accordion whose context value is a checkbox; it is open while the box is checked."""
     from modules.ui_components import InputAccordion
 
     return InputAccordion(is_on, label=label, elem_id=elem_id)
 
 
 def has_setting_called(key: str) -> bool:
-    """Would the webui take this key of a pasted infotext for one of its own settings?"""
+    """Tell whether the webui reads this infotext key as one of its own settings."""
     return any(name == key for name, _ in getattr(sys.modules.get("modules.infotext"), "mapping", ()))
 
 
 def add_message(p: Any, processed: Any, text: str) -> None:
-    """Put a line under the finished picture, or under whatever a script that somebody selected makes of this job."""
+    """Add a line below the finished picture, or below the result of the selected script."""
     if not is_of_script(p):
         processed.comments = f"{getattr(processed, 'comments', '') or ''}{text}\n"
     elif hasattr(p, "comment"):
@@ -272,13 +287,13 @@ def add_message(p: Any, processed: Any, text: str) -> None:
 
 
 class Fact(dict):
-    """For API callers, who get no comments. It may lie among a job's own facts: if called it stays out of infotexts."""
+    """The report for API callers, who get no comments. It is callable, because callable facts stay out of infotexts."""
 
     def __call__(self, **facts: Any) -> None:
-        """Nothing to write."""
+        """Return None, so that nothing is written."""
 
 
 def is_of_script(p: Any) -> bool:
-    """Does a script that somebody selected run this job? It goes on with the job's pictures, and makes the result."""
+    """Tell whether a selected script runs this job, and makes the result from its pictures."""
     arguments = getattr(p, "script_args", None)
     return bool(arguments and arguments[0])

@@ -1,8 +1,7 @@
-"""Infotext: how a picture remembers its settings, in one key; and the axes of the X/Y/Z plot.
+"""Infotext: the settings of a picture in one key, and the axes of the X/Y/Z plot.
 
-``0.5`` is a strength; behind it where it merged, if not everywhere, and what an expert set otherwise: ``0.5; hires
-pass; sx=2``. No comma and no colon, so that nobody has to quote it, and nothing of the form 2x2, which the webui's
-parser would split.
+The value is a strength, then the pass if not both passes merged, then changed expert settings: ``0.5; hires pass;
+sx=2``. It has no comma and no colon, which would need quotes, and no text such as 2x2, which the webui's parser splits.
 """
 
 from __future__ import annotations
@@ -19,19 +18,23 @@ from .wish import DIAL, EVERYWHERE, FILLED_FOR, OWN, WHERE, Wish, base_of, read,
 
 logger = logging.getLogger(__name__)
 KEY = "ToMe"
-KEYS = (KEY, "ToMe strength")  # the second where the webui has a setting that it calls by the first, as SD.Next has
-_LONGEST = 2000  # characters of a value that is read
+KEYS = (KEY, "ToMe strength")  # the second for SD.Next, which has a setting of the first name
+_LONGEST = 2000  # characters of a value that are read
 _CHANGES = "_tome_core_xyz"
 
 
 def text_of(wish: Wish) -> str:
-    """The key's value for pictures that this wish made."""
+    """Return the key's value for a picture of this wish."""
     where = () if wish.where == EVERYWHERE else (wish.where,)
     return "; ".join([f"{wish.strength:.12g}", *where, *(f"{name}={value}" for name, value in wish.changes.items())])
 
 
 def wish_in(text: str, layout: str) -> Wish:
-    """The inverse; parts that make no sense are told in `Wish.left_out`. Raises ValueError if the whole makes none."""
+    """Read a key's value, the inverse of `text_of`. Parts that are not possible are listed in `Wish.left_out`.
+
+    Raises:
+        ValueError: the text does not begin with a possible strength.
+    """
     first, *parts = str(text)[:_LONGEST].split("; ")
     try:
         strength = float(first)
@@ -50,11 +53,11 @@ def wish_in(text: str, layout: str) -> Wish:
     return Wish(True, wish.strength, where, wish.changes, (*left_out, *wish.left_out))
 
 
-def _value(one: form.Field, text: str) -> Any:
-    """In the type of the field, as far as it can be; the form says what it thinks of the rest."""
-    if one.choices:
+def _value(field: form.Field, text: str) -> Any:
+    """Convert a text to the field's type if possible; the form refuses other values."""
+    if field.choices:
         return text
-    if isinstance(one.default, bool):
+    if isinstance(field.default, bool):
         return {"True": True, "False": False}.get(text, text)
     try:
         return float(text)
@@ -63,13 +66,17 @@ def _value(one: form.Field, text: str) -> Any:
 
 
 class Paste:
-    """What a pasted infotext sets, read once for all controls. on_page: the latest of a page; others are the API's."""
+    """The values of a pasted infotext, read once for all controls.
+
+    Attributes:
+        on_page: the infotext that was last pasted on a page; others come from the API.
+    """
 
     on_page: Mapping[str, Any] | None = None
 
     @classmethod
     def note(cls, text: str, parameters: Mapping[str, Any]) -> None:
-        """Somebody pastes on a page; its controls are asked next."""
+        """Note a paste on a page, before the values of its controls are read."""
         cls.on_page = parameters
 
     def __init__(self) -> None:
@@ -77,15 +84,15 @@ class Paste:
         self._values: dict[str, Any] = {}
 
     def value(self, name: str, parameters: Mapping[str, Any]) -> Any:
-        """For one of `wish.ARGUMENTS`, of an infotext that the webui has read; None leaves a control as it is."""
+        """Return the value of one of `wish.ARGUMENTS` in a parsed infotext; None leaves the control unchanged."""
         if parameters is not self._parameters:
             self._parameters, self._values = parameters, _values_in(parameters)
         return self._values.get(name)
 
 
 def _values_in(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """What the panel shows: off for a picture without us. What cannot be read is told; on a page it sets nothing."""
-    key = next((key for key in reversed(KEYS) if key in parameters), None)  # the second first: nobody else uses it
+    """Return the panel's values: off without our key. Errors are logged; on a page they change nothing."""
+    key = next((key for key in reversed(KEYS) if key in parameters), None)  # the second first, because only we use it
     if key is None:
         return {"enabled": False}
     layout = host.layout()
@@ -102,17 +109,17 @@ def _values_in(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changes_of(p: Any) -> dict[str, Any]:
-    """What an X/Y/Z plot set for this cell."""
+    """Return the values that an X/Y/Z plot has set for this cell."""
     return getattr(p, _CHANGES, {})
 
 
 def _apply(name: str, p: Any, value: Any, values: Any) -> None:
-    # a new dict, because the plot's copies of p are shallow; an axis of ours means that we are on
+    # a new dict, because the plot's copies of p are shallow; our axes switch merging on
     setattr(p, _CHANGES, {**changes_of(p), "enabled": True, name: value})
 
 
 def _confirm(name: str, p: Any, values: list) -> None:
-    """Raises RuntimeError, as the plot's own axes do, for a value that would be drawn unmerged under its label."""
+    """Raise RuntimeError, as the plot's own axes do, for an impossible value."""
     for value in values:
         try:
             problem = "; ".join(read(({"enabled": True},), options.of_dial, {name: value}, host.layout()).left_out)
@@ -123,13 +130,13 @@ def _confirm(name: str, p: Any, values: list) -> None:
 
 
 def add_axes() -> None:
-    """Put our axes into the X/Y/Z plot, once: the dial's, and all that an expert sets. When every script is loaded."""
+    """Add our axes to the X/Y/Z plot once, after all scripts are loaded."""
     plot = host.plot_module()
     if plot is None:
         return
     there = {option.label for option in plot.axis_options}
     dial = [("strength", "Strength", float, ()), ("where", "Where", str, WHERE)]
-    expert = [(one.name, one.label, type(one.default), one.choices) for one in form.FIELDS]
+    expert = [(field.name, field.label, type(field.default), field.choices) for field in form.FIELDS]
     for name, label, kind, choices in (*dial, *expert):
         label = f"[ToMe] {label}"
         if label not in there and kind is not bool:

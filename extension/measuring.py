@@ -1,4 +1,4 @@
-"""Whether merging pays here, in a line: as is known before a picture, or measured on request."""
+"""The panel's line on the gain of merging: as known before a picture, or measured on request."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from .wish import HIRES, PASSES, Wish
 
 
 def answer(wish: Wish, sizes: Mapping[bool, tuple[int, int]], measure: bool = False) -> str:
-    """``1024x1536: about 1.3x faster``, for each pass that merges.
+    """Return the line, such as ``1024x1536: about 1.3x faster``, for each pass that merges.
 
-    sizes: width and height in pixels, by: is it the hires pass. measure: what is not known; else no model is called.
+    Args:
+        wish: the job's settings.
+        sizes: width and height in pixels, by whether it is the hires pass.
+        measure: measure unknown gains; otherwise the model is not called.
     """
     if not wish.strength:
         return "strength 0: off"
@@ -21,8 +24,8 @@ def answer(wish: Wish, sizes: Mapping[bool, tuple[int, int]], measure: bool = Fa
     if host.loaded_unet() is None:
         return "no model is loaded yet"
     configs = {hires: wish.config(hires, layout=host.layout()) for hires in sizes}
-    told = {hires: _answer(hires, *sizes[hires], config, measure) for hires, config in configs.items() if config}
-    return "; ".join(f"{PASSES[hires]} {text}" if len(sizes) > 1 else text for hires, text in told.items())
+    texts = {hires: _answer(hires, *sizes[hires], config, measure) for hires, config in configs.items() if config}
+    return "; ".join(f"{PASSES[hires]} {text}" if len(sizes) > 1 else text for hires, text in texts.items())
 
 
 def _answer(hires: bool, width: int, height: int, config: MergeConfig, measure: bool) -> str:
@@ -33,14 +36,14 @@ def _answer(hires: bool, width: int, height: int, config: MergeConfig, measure: 
         patch = patch_of(unet, config)
         gain = patch.gain_for(height, width)
         if gain is None and measure:
-            stayed = host.reason_of_unet(unet)  # from the last job; it is off in the next
-            if stayed:
-                return f"{size}: not measured, {stayed}"
+            reason = host.reason_of_unet(unet)  # left from the last job; the next job turns it off
+            if reason:
+                return f"{size}: not measured, {reason}"
             gain = host.on_the_card(lambda: patch.measure(height, width))
         if gain is not None:
             return gain.line
         why = patch.why_not(height, width)
         own = "" if why else pictures.told(unet, config, height, width)
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # of a model that we do not know, or a job
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # an unknown model, or a job in progress
         return f"{size}: {str(error).splitlines()[0]}"
     return f"{size}: {f'will not merge, {why}' if why else own or 'not measured yet'}"

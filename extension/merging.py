@@ -1,7 +1,7 @@
-"""Merging for exactly the passes of a job: which model is patched when, and what it came to.
+"""Merging during the passes of a job: puts the patch on the model, takes it off, and records the results.
 
-A webui calls nothing after an exception, and other extensions start jobs inside jobs, or copies of them. So what a
-job wants hangs on its ``p``, for that object alone; one patch at most is armed, and whoever comes next takes it off.
+The webui calls no hook after an exception, and other extensions start jobs, or copies of jobs, inside jobs. So a job's
+data belongs to one ``p`` object, at most one patch is armed, and the next hook takes it off.
 """
 
 from __future__ import annotations
@@ -17,44 +17,67 @@ from . import host
 from .pace import Pace
 from .wish import Wish
 
-JOB = "_tome_core_job"  # attribute of a ``p``
+JOB = "_tome_core_job"  # the attribute of a ``p`` with its `Job`
 
 
 @dataclass
 class PassRecord:
-    """What became of one pass, or of its repetitions over a job's batches. steps_merged: inside the time range."""
+    """The results of one kind of pass, over all batches of a job.
+
+    Args:
+        counts: numbers of calls, steps, and steps_merged (those inside the time range).
+        reports: of the patches.
+        refusals: reasons why a model was not patched.
+        own: the gain in the user's own pictures, as text.
+    """
 
     counts: Counter[str] = field(default_factory=lambda: Counter(calls=0, steps=0, steps_merged=0))
     reports: list[Report] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
-    own: str = ""  # what people's own pictures say of it
+    own: str = ""
 
     @property
     def report(self) -> Report:
-        """On all of it."""
+        """The report over all batches."""
         return replace(Report.join(self.reports), calls=self.counts["calls"], patched=bool(self.reports), own=self.own)
 
 
 class Job:
-    """One job's wish and records. error: how its values were wrong; then it wishes for nothing."""
+    """The wish and the records of one job.
+
+    Args:
+        p: the webui's job object.
+        wish: its settings.
+        error: the error in its values; then it does not merge.
+
+    Attributes:
+        fact: the report for API callers, over all jobs of a request.
+        merged: something merged in the current batch.
+        records: by whether it is the hires pass.
+    """
 
     def __init__(self, p: Any, wish: Wish, error: str = "") -> None:
         self.p = weakref.ref(p)
         self.wish = wish
         self.error = error
-        self.fact: Any = None  # what API callers are told, of all jobs of one request
-        self.merged = False  # something, in the batch that runs
-        self.records: defaultdict[bool, PassRecord] = defaultdict(PassRecord)  # by: is it the hires pass
+        self.fact: Any = None
+        self.merged = False
+        self.records: defaultdict[bool, PassRecord] = defaultdict(PassRecord)
         self._left: dict[bool, str] = {}
 
     def config(self, hires: bool, layout: str | None = None) -> MergeConfig | None:
-        """The engine's settings for a pass; None where it is left alone. layout: of the model that runs in it."""
+        """Return the engine's settings for a pass; None if it does not merge.
+
+        Args:
+            hires: it is the hires pass.
+            layout: of the pass's model; the loaded model's if None.
+        """
         p = self.p()
-        seeds = getattr(p, "seeds", None) or getattr(p, "all_seeds", None) or [0]  # of this batch
+        seeds = getattr(p, "seeds", None) or getattr(p, "all_seeds", None) or [0]  # of the current batch
         return self.wish.config(hires, int(seeds[0]), layout or host.layout())
 
     def why_left(self, hires: bool) -> str:
-        """Why a pass is left alone, as far as is known before it, and stays so; "" where it is ours."""
+        """Return why a pass does not merge, as known before it; "" if it merges. Asked once a job."""
         if hires not in self._left:
             self._left[hires] = self._why_left(hires)
         return self._left[hires]
@@ -71,36 +94,42 @@ class Job:
             return ""
         try:
             return patch_of(host.running_unet(p), config).why_not(height, width, 2 * p.batch_size)
-        except (AttributeError, TypeError, ValueError) as error:  # of a model that we do not know
+        except (AttributeError, TypeError, ValueError) as error:  # an unknown kind of model
             return str(error)
 
 
 def job_of(p: Any) -> Job | None:
-    """The job of this very object; a copy of ``p`` inherits the attribute, but not the job."""
+    """Return the job of this ``p``; None for a copy of a ``p``, which inherits the attribute of another object."""
     job = vars(p).get(JOB)
     return job if job is not None and job.p() is p else None
 
 
 class Armed:
-    """The one patch that is armed, if any. There is one of these for all tabs, because there is one model."""
+    """The patch of the current pass, if any. One object serves all tabs, because there is one model.
+
+    Attributes:
+        job: the job whose pass is armed; None if there is none.
+        hires: the armed pass is the hires pass.
+        handle: the patch; None if the pass does not merge.
+    """
 
     def __init__(self) -> None:
         self.job: Job | None = None
         self.hires = False
         self.handle: Patch | None = None
-        self._tried: Any = None  # weakly, the UNet that the armed pass runs on, patched or left alone
-        self._pace: Pace | None = None  # also what tells the pass that is armed from all others
-        self._models = 0  # on which it ran, and whatever else makes its time none of theirs
-        self._pass = ExitStack()  # in SD.Next, where no denoiser tells of its calls
+        self._tried: Any = None  # weak reference to the UNet of the armed pass, patched or not
+        self._pace: Pace | None = None  # also identifies the armed pass
+        self._models = 0  # models of the pass, plus disturbances of its time; only 1 is timed
+        self._pass = ExitStack()  # for SD.Next, which has no denoiser callback
 
     def arm(self, p: Any, hires: bool) -> None:
-        """From now on the pass that is about to start merges as its job wants, or is timed without. Idempotent."""
+        """Put the patch on for the next pass, or only time the pass if it does not merge. May be called again."""
         self.disarm()
         job, ratio = job_of(p), host.built_in_ratio(p, hires)
         if job is None:
             return
         wants, self._models = job.config(hires) is not None, 0
-        # in a pass of the webui's own merging only where ours is better than that
+        # if the webui's own merging is on, a reason from the engine leaves the pass to the webui
         reason = job.why_left(hires) if wants and ratio else host.reason_to_step_aside(hires)
         if reason and wants:
             job.records[hires].refusals.append(reason)
@@ -111,13 +140,13 @@ class Armed:
         self._pace = Pace(p, self.handle is not None and self.handle.wants_time)
 
     def step(self, params: Any) -> None:
-        """Before each call of the model: the right model patched, for the right job, knowing its time."""
+        """Prepare a call of the model: check the job, patch the current model, and set the time."""
         if self.job is None:
             return
         p = self.job.p()
         running = getattr(getattr(params, "denoiser", None), "p", None)
-        if p is None or (running is not None and running is not p):  # somebody samples in between
-            self._models += 1  # and costs time
+        if p is None or (running is not None and running is not p):  # another extension samples in between
+            self._models += 1  # its time must not count
             if self.handle is not None:
                 self.handle.uninstall()
             return
@@ -128,7 +157,11 @@ class Armed:
         self._note_call(getattr(params, "x", None), *host.beside(p, params))
 
     def disarm(self, is_whole: bool = False) -> None:
-        """Take the patch off, keeping what it counted. Idempotent. is_whole: the pass has come to its end."""
+        """Take the patch off and keep its counts. May be called again.
+
+        Args:
+            is_whole: the pass has ended normally.
+        """
         report = self._take_off()
         if self._pace is not None:
             self._pace.take_off()
@@ -139,12 +172,12 @@ class Armed:
         self.job = self._pace = None
 
     def _follow(self, unet: Any) -> None:
-        """The refiner, or a hires checkpoint, may have brought another model since the pass began."""
+        """Follow a change of the model within a pass, by the refiner or a hires checkpoint."""
         if self._tried() is not unet:
             self._take_off()
             self._put_on(unet)
         elif self.handle is not None:
-            self.handle.install()  # cheap where it is on; brings back what somebody else put something in place of
+            self.handle.install()  # quick if it is on; puts it back if another program has taken it off
 
     def _put_on(self, unet: Any) -> None:
         self._tried, self._models, p = weakref.ref(unet), self._models + 1, self.job.p()
@@ -163,7 +196,7 @@ class Armed:
             self.job.records[self.hires].refusals.append(str(error))
             return
         if pipeline is not None:
-            self._pipeline = pipeline  # kept, because the engine's own reference to it is weak
+            self._pipeline = pipeline  # kept alive here, because the engine's reference is weak
             self._pass.enter_context(pipeline.unet.register_forward_hook(lambda *_: self._note_call()))
             self._pass.enter_context(self.handle.sampling(p.batch_size))  # all calls are one sampling
 

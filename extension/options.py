@@ -1,7 +1,7 @@
-"""The settings tab: section "Token Merging (ToMe)", four items, readable before, and without, the tab.
+"""The section "Token Merging (ToMe)" of the settings tab, with four items. They can be read without the tab.
 
-The first three are what jobs begin with that say nothing of it, which the API's do; among the quicksettings they move
-the panels. So each acts on the next picture, and one in `override_settings` on that job.
+The first three are the defaults of jobs without these values, such as API calls. As quicksettings they change the
+panels. A setting applies to the next picture; in `override_settings` it applies to this job.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _DEFAULTS = {key: default for key, default, *_ in _ITEMS}
 
 
 def value(key: str) -> Any:
-    """A setting."""
+    """Return a setting's value."""
     return host.option(key, _DEFAULTS[key])
 
 
 def of_dial(name: str) -> Any:
-    """What a job begins with, by a name of `wish.DIAL`."""
+    """Return the default of a job for a name of `wish.DIAL`."""
     return value(f"tome_{name}")
 
 
 def is_shown(place: str) -> bool:
-    """Is the report to be shown in this one of `CONSOLE` and `PAGE`?"""
+    """Tell whether the report is shown in a place, `CONSOLE` or `PAGE`."""
     return value(REPORT) in (BOTH, place)
 
 
 def register() -> None:
-    """Put the section into the settings tab."""
+    """Add the section to the settings tab."""
     for item in _ITEMS:
         host.add_option(*item, SECTION)

@@ -1,6 +1,6 @@
-"""What SD.Next does otherwise than the other webuis: it runs diffusers' pipelines, and calls no hook between passes.
+"""The differences of SD.Next from the other webuis: it runs diffusers' pipelines, and calls no hook between passes.
 
-A job makes new pipelines as it goes (for an image, for guidance of another kind), all around one UNet.
+A job makes new pipelines (for an image, for another kind of guidance), all around one UNet.
 """
 
 from __future__ import annotations
@@ -11,35 +11,39 @@ from typing import Any
 
 INIT_HIRES = "init_hr"
 TILED = "HyperTile is on, whose tiles need every token"
-_RATIOS = {"ToMe": "tome_ratio", "ToDo": "todo_ratio"}  # of its own merging, by method
+_RATIOS = {"ToMe": "tome_ratio", "ToDo": "todo_ratio"}  # settings of its own merging, by method
 
 
 def is_pipeline(model: Any) -> bool:
-    """Is it one of diffusers' pipelines, of whatever architecture?"""
+    """Tell whether a model is a diffusers pipeline of any architecture."""
     return hasattr(model, "scheduler") and (hasattr(model, "unet") or hasattr(model, "transformer"))
 
 
 class RunningPipeline:
-    """What the engine asks a pipeline for, answered by whichever runs at that moment. running: says which."""
+    """A stand-in for the pipeline that runs at the moment, with the attributes that the engine reads.
+
+    Args:
+        running: returns the current pipeline.
+    """
 
     def __init__(self, running: Callable[[], Any]) -> None:
         self._running = running
 
     @property
     def scheduler(self) -> Any:
-        """Exchanged by each pass."""
+        """The scheduler, which each pass exchanges."""
         return getattr(self._running(), "scheduler", None)
 
     @property
     def unet(self) -> Any:
-        """The UNet, or what a model without one has in its place."""
+        """The UNet, or the transformer of a model without a UNet."""
         running = self._running()
         unet = getattr(running, "unet", None)
         return getattr(running, "transformer", None) if unet is None else unet
 
 
 def when_hires_begins(p: Any, tell: Callable[[], None]) -> None:
-    """Have ``tell`` called once the hires pass of ``p`` knows its size, just before it begins. Dies with ``p``."""
+    """Call ``tell`` just before the hires pass of ``p`` begins, when its size is known."""
     this = weakref.ref(p)
 
     def init_hires(*args: Any, **kwargs: Any) -> None:
@@ -51,7 +55,7 @@ def when_hires_begins(p: Any, tell: Callable[[], None]) -> None:
 
 
 def reason_to_step_aside(option: Callable[[str, Any], Any], hires: bool) -> str | None:
-    """As of `host`: its own merging is put on after ours, and HyperTile in its own way."""
+    """Return why a pass must not merge, see `host`: SD.Next's own merging, which comes after ours, or HyperTile."""
     method = option("token_merging_method", "None")
     ratio = option(_RATIOS.get(method, ""), 0.0)
     if ratio:

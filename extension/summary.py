@@ -1,4 +1,4 @@
-"""What is told of a job: a line or two for people, and data for API callers."""
+"""The report on a job: one or two lines for the user, and data for API callers."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from .wish import HIRES, PASSES
 
 
 def lines_of(job: Job, has_hires: bool) -> list[str]:
-    """On a job that was on: a line for whoever drew, and a second where something was not as asked."""
-    told, more = [], []
+    """Return the report's line, and a second line if something was not as requested."""
+    outcomes, more = [], []
     for hires in PASSES if has_hires else (False,):
         record, ratio = job.records.get(hires), host.built_in_ratio(job.p(), hires)
         where = f"{PASSES[hires]}: " if has_hires else ""
-        told.append(where + _outcome(job, hires, has_hires))
+        outcomes.append(where + _outcome(job, hires, has_hires))
         if record is not None:
             whole = record.report
             why = [*record.refusals, *whole.notes, whole.hindered] if whole.merged_anything else []
-            more += [where + one for one in dict.fromkeys(filter(None, why))]
+            more += [where + reason for reason in dict.fromkeys(filter(None, why))]
         if ratio:
-            became = "stays on" if job.why_left(hires) else "is off in this pass"
-            more.append(f"{where}the webui's own merging ({ratio:g}) {became}")
+            state = "stays on" if job.why_left(hires) else "is off in this pass"
+            more.append(f"{where}the webui's own merging ({ratio:g}) {state}")
     more += [f"not used: {sentence}" for sentence in job.wish.left_out]
-    asked = f"strength {job.wish.strength:g}{', own settings' if job.wish.strength and job.wish.changes else ''}"
-    first = f"{asked}; {'; '.join(told)}" if has_hires else f"{asked}, {told[0]}"
+    settings = f"strength {job.wish.strength:g}{', own settings' if job.wish.strength and job.wish.changes else ''}"
+    first = f"{settings}; {'; '.join(outcomes)}" if has_hires else f"{settings}, {outcomes[0]}"
     return [first, *(["; ".join(more)] if more else [])]
 
 
 def data_of(job: Job, lines: list[str]) -> dict[str, Any]:
-    """For programs: what was asked for, the lines, merged: did anything; passes: all of those that ran with us."""
+    """Return the report as data: the settings, the lines, whether anything merged, and all passes."""
     wish = job.wish
     return {
-        "merged": any(one.report.merged_anything for one in job.records.values()), "line": "; ".join(lines),
+        "merged": any(record.report.merged_anything for record in job.records.values()), "line": "; ".join(lines),
         "strength": wish.strength, "where": wish.where, "settings": dict(wish.changes),
         "not_used": list(wish.left_out),
         "passes": {PASSES[hires]: {

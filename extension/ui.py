@@ -1,6 +1,6 @@
-"""The panel in txt2img and img2img, and the webui's own controls that it goes by: sizes, Hires. fix, quicksettings.
+"""The panel in txt2img and img2img, and its links to the webui's controls: sizes, Hires. fix, quicksettings.
 
-Only what gradio 3.41 and 4.40 both have.
+It uses only features that gradio 3.41 and 4.40 both have.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TIPS = {
     "where": "Which pass merges. Merging in the hires pass alone leaves the composition as it is.",
     OWN: "Use the settings below. Each of them follows Strength until you change it.",
     "measure": "Time this model at this size now, with merging and without. It takes seconds and is remembered.",
-    **{one.name: one.help for one in form.FIELDS},
+    **{field.name: field.help for field in form.FIELDS},
 }  # fmt: skip
 _QUIETLY = {"show_progress": False, "queue": False}
 _HIRES = ("hr-checkbox", "hr_scale", "hr_resize_x", "hr_resize_y")
@@ -29,16 +29,16 @@ _OF_TAB = {"txt2img": ("width", "height", *_HIRES), "img2img": ("width", "height
 _IN_SDNEXT = dict(zip(("enable_hr", "scale", "resize_width", "resize_height"), _HIRES, strict=True))
 _SETTINGS = {f"setting_tome_{name}": name for name in DIAL}
 _panels: dict[str, Panel] = {}  # of the latest page, by tab
-_waiting: dict[str, Panel] = {}  # those of them that do not go by the webui's controls yet
+_waiting: dict[str, Panel] = {}  # panels that are not linked to the webui's controls yet
 _BY_FACTOR = "resized by a factor: its size is known when the picture is drawn"
 _BY = {"img2img_tab_resize_to": 0, "img2img_tab_resize_by": 1}
-_tabs: dict[str, Any] = {}  # those of a size and of a factor
-_found: dict[str, dict[str, Any]] = {tab: {} for tab in _OF_TAB}  # the webui's controls that no panel goes by yet
+_tabs: dict[str, Any] = {}  # img2img's tabs for a size and for a factor
+_found: dict[str, dict[str, Any]] = {tab: {} for tab in _OF_TAB}  # the webui's controls that are not linked yet
 
 
 def note(control: Any, elem_id: str) -> None:
-    """The webui has made a control, maybe such a one; it makes them in an order that its user can change."""
-    if Context.root_block is None:  # gradio 4 makes a control anew for an answer that changes one
+    """Note a control that the webui has made, and link it if a panel needs it. Their order may vary."""
+    if Context.root_block is None:  # gradio 4 makes a control again for an update of it
         return
     if elem_id in _SETTINGS:
         ours = [panel.made[_SETTINGS[elem_id]] for panel in _panels.values()]
@@ -46,11 +46,11 @@ def note(control: Any, elem_id: str) -> None:
             # gradio takes the value itself if there is one output
             control.change(fn=lambda value: [value] * len(ours) if ours[1:] else value, inputs=[control],
                            outputs=ours, **_QUIETLY)  # fmt: skip
-        if ours and elem_id == "setting_tome_enabled":  # beside it the others are seen, so that they are what counts
+        if ours and elem_id == "setting_tome_enabled":  # the other quicksettings next to it count, too
             others = [panel.made[name] for panel in _panels.values() for name in DIAL[1:]]
             control.change(fn=_as_quick, inputs=[control], outputs=others, **_QUIETLY)
         return
-    if elem_id in _BY:  # the other tab's width and height stay, and mean nothing
+    if elem_id in _BY:  # the other tab's width and height have no meaning
         _tabs[elem_id] = control
     tab, _, name = elem_id.partition("_")
     name = _IN_SDNEXT.get(name, name)
@@ -60,21 +60,30 @@ def note(control: Any, elem_id: str) -> None:
 
 
 def _as_quick(is_on: bool) -> list[Any]:
-    """For the other controls of the dial: what the quicksettings say as merging is switched on there."""
+    """Return updates of the dial's other controls by their quicksettings, when merging is switched on there."""
     shown = [*host.option("quicksettings_list", []), *host.option("quick_setting_list", [])] if is_on else []
     return [gr.update(value=options.of_dial(name)) if f"tome_{name}" in shown else gr.update()
             for _ in _panels for name in DIAL[1:]]  # fmt: skip
 
 
 def _link(tab: str) -> None:
-    """Let the tab's panel go by the webui's controls, as soon as all of them and the panel are there."""
+    """Link a tab's panel to the webui's controls as soon as all of them and the panel exist."""
     theirs = _found[tab]
     if tab in _waiting and len(theirs) == len(_OF_TAB[tab]):
         _waiting.pop(tab).follow({name: theirs.pop(name) for name in _OF_TAB[tab]})
 
 
 class Panel:
-    """The controls of one tab: `made`, by name, and `controls` in the order of `ARGUMENTS`. elem_id: makes names."""
+    """The controls of one tab.
+
+    Args:
+        is_img2img: the tab is img2img.
+        elem_id: returns the element id for a name.
+
+    Attributes:
+        made: the controls by name.
+        controls: the controls in the order of `ARGUMENTS`.
+    """
 
     def __init__(self, is_img2img: bool, elem_id: Any) -> None:
         self._elem_id = elem_id
@@ -83,11 +92,11 @@ class Panel:
         with host.accordion(DEFAULTS["enabled"], TITLE, elem_id("enabled")) as enabled:
             self.made["enabled"] = enabled
             self._build()
-            self._by = gr.Number(0, visible=False)  # is img2img's size a factor?
+            self._by = gr.Number(0, visible=False)  # 1 if img2img's size is a factor
         self.controls = [self.made[name] for name in ARGUMENTS]
-        if Context.block is Context.root_block:  # the API's, made in bare blocks for the values that they start with
-            for one in self.controls:  # so that a call that does not say gets what the settings say
-                one.value = None
+        if Context.block is Context.root_block:  # made for the API, which reads the initial values
+            for control in self.controls:  # None, so that a call without a value uses the setting
+                control.value = None
             return
         self._begin_as_set(enabled)
         self._connect()
@@ -95,7 +104,7 @@ class Panel:
         _link(tab)
 
     def paste_fields(self) -> list[tuple[Any, Any]]:
-        """(control, what reads its value from an infotext), for the webui."""
+        """Return pairs of a control and the function that reads its value from an infotext."""
         paste = infotext.Paste()
         return [(self.made[name], partial(paste.value, name)) for name in ARGUMENTS]
 
@@ -113,20 +122,21 @@ class Panel:
                 gr.HTML(f"<b>{group.capitalize()}</b>")
                 for row in rows_of(group):
                     with gr.Row():
-                        for one in row:
-                            self._add_field(one)
+                        for field in row:
+                            self._add_field(field)
 
     def _add(self, name: str, kind: Any, **arguments: Any) -> None:
         self.made[name] = kind(elem_id=self._elem_id(name), **arguments)
         self.made[name].webui_tooltip = _TIPS.get(name)
 
-    def _add_field(self, one: form.Field) -> None:
-        kind, facts = _component(one)
-        label, value = f"{one.label} ({one.unit})" if one.unit else one.label, base_of(DEFAULTS["strength"])[one.name]
-        self._add(one.name, kind, label=label, value=value, min_width=120, **facts)
+    def _add_field(self, field: form.Field) -> None:
+        kind, facts = _component(field)
+        label = f"{field.label} ({field.unit})" if field.unit else field.label
+        value = base_of(DEFAULTS["strength"])[field.name]
+        self._add(field.name, kind, label=label, value=value, min_width=120, **facts)
 
     def _begin_as_set(self, enabled: Any) -> None:
-        """Let the page start with the settings where the user's own defaults of the panel do not say otherwise."""
+        """Start the page with the settings tab's values, unless the user has saved other defaults of the panel."""
         for name in DIAL:
             control = self.made[name]
             _show(control, "value", lambda control=control, name=name: _start(name, control.value))
@@ -145,21 +155,25 @@ class Panel:
         fields = [self.made[name] for name in form.NAMES]
         strength, own, filled = (self.made[name] for name in ("strength", OWN, FILLED_FOR))
         along = {"fn": moved, "inputs": [strength, own, filled, *fields], "outputs": [filled, *fields], **_QUIETLY}
-        # gradio drops an event while its like is unanswered, so behind each answer is asked what came meanwhile
+        # gradio drops an event while the same one is running, so each event is followed by another
         strength.change(**along).then(**along)
-        own.change(**along)  # another model may have come since they were filled in
-        for field in fields:  # what is typed counts
+        own.change(**along)  # another model may have been loaded since they were filled in
+        for field in fields:  # a typed value switches own settings on
             field.input(fn=lambda: True, inputs=[], outputs=[own], **_QUIETLY)
 
     def follow(self, theirs: dict[str, Any]) -> None:
-        """Answer in a line, by the webui's own controls of sizes. theirs: those controls, by name."""
-        asked = {"inputs": [self._by, *self.controls, *theirs.values()], "outputs": [self._line]}
-        told = {"fn": lambda *values: _line(*values), **asked, **_QUIETLY}
+        """Update the panel's line when the webui's controls change.
+
+        Args:
+            theirs: the webui's controls, by name.
+        """
+        ends = {"inputs": [self._by, *self.controls, *theirs.values()], "outputs": [self._line]}
+        update = {"fn": lambda *values: _line(*values), **ends, **_QUIETLY}
         for control in (*(self.made[name] for name in DIAL), self.made[OWN], *theirs.values()):
-            control.change(**told).then(**told)
+            control.change(**update).then(**update)
         for name in form.NAMES:
-            self.made[name].input(**told)
-        self.made["measure"].click(fn=lambda *values: _line(*values, measure=True), **asked)
+            self.made[name].input(**update)
+        self.made["measure"].click(fn=lambda *values: _line(*values, measure=True), **ends)
         switch, where = theirs.get("hr-checkbox"), self.made["where"]
         if switch is not None:
             _show(where, "visible", lambda: bool(switch.value))
@@ -167,46 +181,46 @@ class Panel:
             return
         for name, tab in _tabs.items():
             tab.select(fn=lambda by=_BY[name]: by, inputs=[], outputs=[self._by], **_QUIETLY)
-        self._by.change(**told)
+        self._by.change(**update)
 
 
 def _show(control: Any, key: str, value: Any) -> None:
-    """Let the page start with this; the control's own value stays, which is what the webui saves as its default."""
-    made = control.get_config
-    control.get_config = lambda *args, **more: {**made(*args, **more), key: value()}
+    """Start the page with a value, but keep the control's own value, which the webui saves as its default."""
+    get_config = control.get_config
+    control.get_config = lambda *args, **more: {**get_config(*args, **more), key: value()}
 
 
 def _start(name: str, saved: Any) -> Any:
-    """What the page starts with: the user's default of the panel, which is `saved`, or else what the settings say."""
+    """Return a control's first value: the user's saved default of the panel, else the settings tab's value."""
     wanted = options.of_dial(name) if saved == DEFAULTS[name] else saved
     try:
         return getattr(read(({**DEFAULTS, "enabled": True, name: wanted},), options.of_dial), name)
-    except (TypeError, ValueError):  # files of settings can hold anything
+    except (TypeError, ValueError):  # a settings file may hold anything
         return DEFAULTS[name]
 
 
 def rows_of(group: str) -> list[list[form.Field]]:
-    """A group's fields in rows of at most three: choices, then numbers, then switches."""
+    """Return a group's fields in rows of at most three: choices, then numbers, then switches."""
     rows = []
     for kinds in ((gr.Dropdown,), (gr.Slider, gr.Number), (gr.Checkbox,)):
-        fields = [one for one in form.FIELDS if one.group == group and _component(one)[0] in kinds]
+        fields = [field for field in form.FIELDS if field.group == group and _component(field)[0] in kinds]
         rows += [fields[start : start + 3] for start in range(0, len(fields), 3)]
     return rows
 
 
-def _component(one: form.Field) -> tuple[Any, dict[str, Any]]:
-    """The gradio component of a field, and its arguments apart from value and label."""
-    if one.choices:
-        return gr.Dropdown, {"choices": list(one.choices)}
-    if isinstance(one.default, bool):
+def _component(field: form.Field) -> tuple[Any, dict[str, Any]]:
+    """Return the gradio component of a field, and its arguments without value and label."""
+    if field.choices:
+        return gr.Dropdown, {"choices": list(field.choices)}
+    if isinstance(field.default, bool):
         return gr.Checkbox, {}
-    if one.may_be_unset or one.name == "merge_seed":
-        return gr.Number, {"precision": 0} if isinstance(one.step, int) else {}
-    return gr.Slider, {"minimum": one.minimum, "maximum": one.maximum, "step": one.step}
+    if field.may_be_unset or field.name == "merge_seed":
+        return gr.Number, {"precision": 0} if isinstance(field.step, int) else {}
+    return gr.Slider, {"minimum": field.minimum, "maximum": field.maximum, "step": field.step}
 
 
 def _marks(slider: str) -> str:
-    """The names of five strengths, below their places on the slider; a click sets it."""
+    """Return the names of five strengths as HTML, below their positions on the slider; a click sets the slider."""
     set_it = "const box = document.querySelector('#{id} input[type=number]'); box.value = {value}; " \
         "box.dispatchEvent(new Event('input', {{bubbles: true}}))"  # fmt: skip
     style = "position:absolute;left:calc(8px + (100% - 16px) * {value});transform:translateX({shift}%);" \
@@ -220,26 +234,26 @@ def _marks(slider: str) -> str:
 
 
 def moved(strength: float, own: bool, filled_for: float, *values: Any) -> list[Any]:
-    """For `FILLED_FOR` and all fields: what a strength stands for, where an expert had set nothing else."""
-    held, layout = dict(zip(form.NAMES, values, strict=True)), host.layout()
+    """Return updates of `FILLED_FOR` and all fields for a new strength; fields that the user has changed stay."""
+    current, layout = dict(zip(form.NAMES, values, strict=True)), host.layout()
     try:
-        before, now = find_filled(held, filled_for, layout), base_of(strength, layout)
-    except ValueError:  # while somebody types
+        before, now = find_filled(current, filled_for, layout), base_of(strength, layout)
+    except ValueError:  # a number is being typed
         return [gr.update() for _ in (FILLED_FOR, *values)]
-    wanted = now | {name: value for name, value in held.items() if own and value != before[name]}
-    # none for what a field holds already, as something newer may have been typed by then
-    changes = [gr.update() if held[name] == value else gr.update(value=value) for name, value in wanted.items()]
+    wanted = now | {name: value for name, value in current.items() if own and value != before[name]}
+    # no update of equal values, because the user may have typed a newer value by then
+    changes = [gr.update() if current[name] == value else gr.update(value=value) for name, value in wanted.items()]
     return [gr.update(value=strength), *changes]
 
 
 def _line(by_factor: Any, *values: Any, measure: bool = False) -> str:
-    """What is known of the picture to come, or measured now. values: of the panel, then of the webui's controls."""
+    """Return the panel's line for the next picture. `values`: of the panel's controls, then of the webui's."""
     mine, theirs = values[: len(ARGUMENTS)], values[len(ARGUMENTS) :]
     if by_factor:
         return _BY_FACTOR
     try:
         wish = read((True, *mine[1:]), options.of_dial, layout=host.layout())
-        unused = (f"not used: {one}" for one in wish.left_out)
+        unused = (f"not used: {reason}" for reason in wish.left_out)
         text = "; ".join([measuring.answer(wish, _sizes(*theirs), measure), *unused])
     except (TypeError, ValueError) as error:
         text = str(error)
@@ -247,6 +261,6 @@ def _line(by_factor: Any, *values: Any, measure: bool = False) -> str:
 
 
 def _sizes(width: Any, height: Any, hires: Any = False, *scaling: Any) -> dict[bool, tuple[int, int]]:
-    """Of a picture's passes, for `measuring.answer`, by the webui's controls, which are None while somebody types."""
+    """Return the sizes of a picture's passes, for `measuring.answer`. A control is None while the user types."""
     first = int(width or 0), int(height or 0)
     return {False: first, True: host.hires_size(*first, *scaling)} if hires else {False: first}

@@ -1,6 +1,7 @@
-"""What a job wants, from the panel's values, the API's arguments, an X/Y/Z plot's and the settings.
+"""The settings of a job, read from the panel, the API's arguments, an X/Y/Z plot and the settings tab.
 
-A strength says everything; what an expert sets besides are deviations from it, by the form's names. Needs no webui.
+A strength decides every setting. Expert settings are deviations from it, by the form's names. This module does not need
+a webui.
 """
 
 from __future__ import annotations
@@ -13,17 +14,25 @@ from ..tome_core.hosting import SD, SDXL, SEED_LIMIT, MergeConfig, form, strengt
 
 TITLE = "Token Merging (ToMe)"
 EVERYWHERE, FIRST, HIRES = WHERE = ("everywhere", "first pass", "hires pass")
-PASSES = {False: FIRST, True: HIRES}  # by: is it the hires pass
+PASSES = {False: FIRST, True: HIRES}  # by whether it is the hires pass
 DIAL = ("enabled", "strength", "where")
-OWN = "own"  # the switch below which an expert's values count
-FILLED_FOR = "filled_for"  # the strength that the expert's values were last filled in for, out of sight
+OWN = "own"  # the switch that turns expert settings on
+FILLED_FOR = "filled_for"  # hidden: the strength by which the expert settings were last filled in
 ARGUMENTS = (*DIAL, OWN, FILLED_FOR, *form.NAMES)
 DEFAULTS = {"enabled": False, "strength": 0.5, "where": EVERYWHERE}
 
 
 @dataclass(frozen=True)
 class Wish:
-    """Checked values of one job. changes: from what the strength stands for; left_out: a sentence for each refused."""
+    """The checked settings of one job.
+
+    Args:
+        enabled: merging is on.
+        strength: 0 to 1.
+        where: one of `WHERE`.
+        changes: expert settings that differ from the strength's, by name.
+        left_out: an error text for each setting that is not possible.
+    """
 
     enabled: bool = False
     strength: float = 0.5
@@ -32,7 +41,13 @@ class Wish:
     left_out: tuple[str, ...] = ()
 
     def config(self, hires: bool, seed: int = 0, layout: str = SD) -> MergeConfig | None:
-        """The engine's settings for a pass; None where it is left alone. seed: the image's; layout: the model's."""
+        """Return the engine's settings for a pass; None if it does not merge.
+
+        Args:
+            hires: it is the hires pass.
+            seed: of the picture, used if the settings have seed 0.
+            layout: of the model.
+        """
         if not self.enabled or not self.strength or self.where == PASSES[not hires]:
             return None
         config = form.settle(form.values_of(strength(self.strength, layout)) | dict(self.changes))[0]
@@ -42,32 +57,44 @@ class Wish:
 
 
 def base_of(value: float, layout: str = SD) -> dict[str, Any]:
-    """What the form shows for a strength, by name, 0.859 for 0.859375. layout: of the model, see `strength`."""
+    """Return the shown values of a strength, by name, rounded to three digits."""
     exact = form.values_of(strength(value, layout))
-    return {name: round(one, 3) if isinstance(one, float) else one for name, one in exact.items()}
+    return {name: round(value, 3) if isinstance(value, float) else value for name, value in exact.items()}
 
 
 def find_filled(own: Mapping[str, Any], value: float, layout: str) -> dict[str, Any]:
-    """What the fields were filled in with for a strength, before an expert set these of them otherwise.
+    """Return the values that a strength filled in before the user changed some of them.
 
-    Another model may have been loaded then, or none: so it is the layout from which the fewest fields differ.
+    Another model may have been loaded then. So the layout is used from which the fewest fields differ.
+
+    Args:
+        own: the current values, by name.
+        value: the strength.
+        layout: of the loaded model.
     """
-    bases = [base_of(value, one) for one in dict.fromkeys((layout, SD, SDXL))]
-    return min(bases, key=lambda base: sum(base[name] != one for name, one in own.items()))
+    bases = [base_of(value, each) for each in dict.fromkeys((layout, SD, SDXL))]
+    return min(bases, key=lambda base: sum(base[name] != current for name, current in own.items()))
 
 
 def read(
     values: Sequence[Any], setting: Callable[[str], Any], plot: Mapping[str, Any] | None = None, layout: str = SD
 ) -> Wish:
-    """What the values ask for, in the order of `ARGUMENTS`, or by their names in a dict in the first place.
+    """Read and check the values of a job.
 
-    setting: what the settings say of a name of `DIAL`, where a value is None or missing. plot: by name, outweighs all.
-    layout: of the model. Raises ValueError or TypeError, naming the value, the range and the remedy.
+    Args:
+        values: in the order of `ARGUMENTS`, or a dict of names as the first value.
+        setting: returns the settings tab's value for a name of `DIAL`; used if a value is None or missing.
+        plot: values of an X/Y/Z plot by name, which override all others.
+        layout: of the model.
+
+    Raises:
+        ValueError: a value is not possible; the text has the value, the range and the remedy.
+        TypeError: a value has the wrong type.
     """
     given, plot = _by_name(values), plot or {}
     dial = {name: setting(name) if given.get(name) is None else given[name] for name in DIAL}
     dial |= {name: value for name, value in plot.items() if name in DIAL}
-    if dial["enabled"] is False:  # what is not used need not be right
+    if dial["enabled"] is False:  # unused values are not checked
         return Wish()
     if not isinstance(dial["enabled"], bool):
         raise TypeError(f"enabled={dial['enabled']!r} is {type(dial['enabled']).__name__}; use true or false")
@@ -77,26 +104,36 @@ def read(
 
 
 def wish_of(value: float, where: str, changes: Mapping[str, Any], layout: str = SD) -> Wish:
-    """A wish of a strength, and of those changes that are possible and change something. Raises as `read` does.
+    """Return the wish of a strength and of the changes that are possible and have an effect.
 
-    What the form shows rounded for the strength is no change.
+    A rounded value that the form shows for the strength is no change.
+
+    Args:
+        value: the strength.
+        where: one of `WHERE`.
+        changes: expert settings by name.
+        layout: of the model.
+
+    Raises:
+        ValueError: see `read`.
+        TypeError: see `read`.
     """
     base, shown = form.values_of(strength(value, layout)), base_of(value, layout)
-    changes = {name: one for name, one in changes.items() if one != shown[name]}
+    changes = {name: change for name, change in changes.items() if change != shown[name]}
     if where not in WHERE:
         raise ValueError(f"where={where!r} is not possible; use one of {', '.join(WHERE)}")
     config, left_out = form.settle(base | dict(changes))
-    found = form.values_of(config)
-    possible = {name: value for name, value in changes.items() if found[name] == value}
-    if len(possible) < len(changes):  # what is refused is as if it had not been said
-        found = form.values_of(form.settle(base | possible)[0])
-    told = tuple(sentence for sentence in left_out if sentence.partition("=")[0] in changes)
-    deviations = {name: value for name, value in found.items() if value != base[name]}
-    return Wish(True, float(value), where, deviations, told)
+    settled = form.values_of(config)
+    possible = {name: change for name, change in changes.items() if settled[name] == change}
+    if len(possible) < len(changes):  # an impossible change must not affect the others
+        settled = form.values_of(form.settle(base | possible)[0])
+    reasons = tuple(sentence for sentence in left_out if sentence.partition("=")[0] in changes)
+    deviations = {name: final for name, final in settled.items() if final != base[name]}
+    return Wish(True, float(value), where, deviations, reasons)
 
 
 def _by_name(values: Sequence[Any]) -> dict[str, Any]:
-    """The arguments by name. Those of a caller who names settings count as an expert's own."""
+    """Return the arguments by name. If the caller names settings, they count as expert settings."""
     if not values or not isinstance(values[0], Mapping):
         if len(values) > len(ARGUMENTS):
             raise ValueError(f"{len(values)} values were given; there are {len(ARGUMENTS)}: {', '.join(ARGUMENTS)}")
@@ -109,11 +146,11 @@ def _by_name(values: Sequence[Any]) -> dict[str, Any]:
 
 
 def _deviating(own: Mapping[str, Any], given: Mapping[str, Any], layout: str) -> dict[str, Any]:
-    """What an expert set: on the page all that differs from what it had filled in, which may be the last strength's."""
+    """Return the expert settings: on the page, all values that differ from those the strength had filled in."""
     if given.get(OWN) is not True:
         return {}
     try:
         base = find_filled(own, given.get(FILLED_FOR), layout)
-    except ValueError:  # nobody filled anything in
+    except ValueError:  # no strength had filled them in
         return dict(own)
     return {name: value for name, value in own.items() if value != base[name]}
