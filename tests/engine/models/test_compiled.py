@@ -75,6 +75,8 @@ def test_compiled_and_then_patched_it_merges_as_without_a_compiler_in_one_graph_
         for time in TIMES[1::4]:
             assert torch.equal(picture(family, compiled, time), picture(family, eager, time))
             graphs.append(backend.frame_count)
+        with handle.unmerged():
+            assert torch.equal(picture(family, compiled), plain)
         report, expected = handle.report(), wanted.report()
         assert report.calls == expected.calls == len(graphs) and report.reasons == expected.reasons
         assert [level.merged for level in report.levels] == [level.merged for level in expected.levels]
