@@ -155,8 +155,9 @@ def reason_to_step_aside(hires: bool) -> str | None:
 
 
 def reason_of_unet(unet: nn.Module) -> str | None:
-    """Return why a UNet must not merge; None if it may. A hires pass's HyperTile stays on until the job ends."""
-    return sdnext.TILED if any(getattr(vars(part).get(HYPERTILE), "enabled", False) for part in unet.modules()) else None
+    """Return why a UNet must not merge; None if it may. HyperTile of a hires pass stays on until the job's end."""
+    tiles = (vars(module).get(HYPERTILE) for module in unet.modules())
+    return sdnext.TILED if any(getattr(params, "enabled", False) for params in tiles) else None
 
 
 def read_time(params: Any) -> dict[str, float]:
