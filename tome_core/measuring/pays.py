@@ -26,7 +26,7 @@ from ..reporting.gains import Gain, nearest
 from ..settings.config import MergeConfig
 from ..settings.schedule import LevelRules
 
-_HOST_BOUND = "the card is so fast at this size that it waits for its host, and merging would not pay; not measured"
+_HOST_BOUND = "at this size the GPU waits for kernel launches, so merging would not pay (estimated, not measured)"
 _RESIDUAL = "Res"  # the beginning of every host's class name of residual blocks
 
 

@@ -67,7 +67,7 @@ class MergeRule:
     """
 
     method: str = setting(
-        "bipartite", "Method", "How alike tokens are found: bipartite is tomesd's way, the others are k-means. Those "
+        "bipartite", "Method", "How similar tokens are found: bipartite is tomesd's method, the others are k-means and "
         "cost more.", choices=tuple(METHODS), place=4, group=HOW,
     )
     ratio: float = setting(
@@ -75,26 +75,26 @@ class MergeRule:
         "more.", minimum=0.0, maximum=1.0, step=0.05, place=0, group=HOW_MUCH, unit="share of tokens",
     )
     sx: int = setting(
-        2, "Stride x", "The width of cells of which each keeps one token. Wider ones allow a higher ratio.",
+        2, "Stride x", "Width of a cell, which keeps one token. Wider cells allow a higher ratio.",
         minimum=1, maximum=8, step=1, limit=_LARGEST_CELL, advanced=True, place=8, group=HOW, unit="tokens",
     )
     sy: int = setting(
-        2, "Stride y", "The height of cells of which each keeps one token. Higher ones allow a higher ratio.",
+        2, "Stride y", "Height of a cell, which keeps one token. Higher cells allow a higher ratio.",
         minimum=1, maximum=8, step=1, limit=_LARGEST_CELL, advanced=True, place=9, group=HOW, unit="tokens",
     )
     use_rand: bool = setting(
-        True, "Random destinations", "Draw by the seed, anew at every step, which token a cell keeps. Off keeps the "
-        "top left.", advanced=True, place=10, group=HOW,
+        True, "Random destinations", "Choose the token that a cell keeps at random, again at every step. Off keeps the "
+        "top-left token.", advanced=True, place=10, group=HOW,
     )
     seed: int = setting(
-        0, "Seed", "What the random destinations are drawn from. Nothing else depends on it.", minimum=0,
+        0, "Seed", "The seed of the random destinations. It has no other effect.", minimum=0,
         maximum=SEED_LIMIT, step=1, advanced=True, place=11, group=HOW, known_as="merge_seed", beside_strength=True,
     )
     merge_attn: bool = setting(
-        True, "Self-attention", "Merge in self-attention, where nearly all of the gain is.", advanced=True
+        True, "Self-attention", "Merge in self-attention, which gives nearly all of the gain.", advanced=True
     )
     merge_crossattn: bool = setting(
-        False, "Cross-attention", "Merge in the attention to the prompt as well. Rarely worth its damage.",
+        False, "Cross-attention", "Merge in the attention to the prompt as well. It gains little and costs detail.",
         advanced=True, place=6, group=WHERE,
     )
     merge_mlp: bool = setting(
@@ -102,8 +102,8 @@ class MergeRule:
         place=7, group=WHERE,
     )
     side: str = setting(
-        "qkv", "Merge what", "What of self-attention merges: queries, keys and values, or keys and values alone. The "
-        "latter loses less detail.", choices=SIDES, shown=tuple(map("+".join, SIDES)), advanced=True, place=5,
+        "qkv", "Merge what", "Merge queries, keys and values of self-attention, or keys and values only. The latter "
+        "loses less detail.", choices=SIDES, shown=tuple(map("+".join, SIDES)), advanced=True, place=5,
         group=WHERE, known_as="merge_what",
     )
     max_downsample: int | None = setting(
@@ -113,34 +113,33 @@ class MergeRule:
         place=1, group=WHERE, known_as="level",
     )
     min_timestep: float | None = setting(
-        None, "Lowest timestep", "The rule holds at timesteps of at least this, below them the next one. Known even on "
-        "a bare UNet.",
+        None, "Lowest timestep", "The rule holds from this timestep upwards, the next rule below it.",
         minimum=0.0, maximum=1000.0, step=1.0, unset="no limit", advanced=True, limit=None,
     )
     proportional: bool = setting(
-        True, "Proportional attention", "Let a merged key weigh as much as the tokens it stands for, which costs "
-        "nothing. Off is tomesd's way, with more error.", advanced=True, place=14, group=HOW,
+        True, "Proportional attention", "Weight each merged key by its number of tokens, at no cost. Off is tomesd's "
+        "method, with more error.", advanced=True, place=14, group=HOW,
     )
     correction: bool = setting(
-        True, "Correction", "Give back part of what merged keys and values lose. Less than half the error at the same "
-        "work.", advanced=True,
+        True, "Correction", "Correct part of the error of merged keys and values. Less than half the error for the "
+        "same work.", advanced=True,
     )
     refine: int = setting(
         0, "Refinement", "Steps of k-means after a bipartite match, each as costly as the match. Worth it at high "
         "ratios.", minimum=0, maximum=3, step=1, advanced=True, place=16, group=HOW, unit="steps of k-means",
     )
     metric: str = setting(
-        "input", "Compare", "What a bipartite match compares; input is tomesd's way, keys+values "
-        "is more exact.", choices=METRICS, advanced=True, place=15, group=HOW,
+        "input", "Compare", "What a bipartite match compares: input is tomesd's method, keys+values is more exact.",
+        choices=METRICS, advanced=True, place=15, group=HOW,
     )
     keep: float = setting(
-        0.0, "Keep a match for", "How long a match serves the steps behind it; 0 matches anew at every step. One of 20 "
+        0.0, "Keep a match for", "For how many timesteps later steps reuse a match; 0 matches at every step. One of 20 "
         "steps is 50.",
         minimum=0.0, maximum=1000.0, step=10.0, advanced=True, place=17, group=HOW, unit="timesteps of 1000",
     )
     only_if_it_pays: bool = setting(
-        False, "Only where it pays", "Merge only where that saves time, as measured or else estimated. Off merges "
-        "pictures of any size.", advanced=True, place=18, group=HOW_MUCH,
+        False, "Only if it pays", "Merge only if that saves time, as measured or estimated. Off merges pictures of any "
+        "size.", advanced=True, place=18, group=HOW_MUCH,
     )
 
     def __post_init__(self) -> None:
@@ -206,12 +205,12 @@ class MergeConfig:
 
     rules: tuple[MergeRule, ...]
     start_percent: float = setting(
-        0.0, "Start", "Where on the noise schedule merging starts. 0 is pure noise, the first step.", minimum=0.0,
+        0.0, "Start", "Share of the noise schedule at which merging starts. 0 is the first step.", minimum=0.0,
         maximum=1.0, step=0.01, place=2, group=WHEN, unit="share of the schedule", known_as="start",
         beside_strength=True,
     )
     end_percent: float = setting(
-        1.0, "End", "Where on the noise schedule merging ends. 1 is the finished picture.", minimum=0.0,
+        1.0, "End", "Share of the noise schedule at which merging ends. 1 is the last step.", minimum=0.0,
         maximum=1.0, step=0.01, place=3, group=WHEN, unit="share of the schedule", known_as="end",
         beside_strength=True,
     )
@@ -221,12 +220,12 @@ class MergeConfig:
         minimum=0.0, maximum=1.0, step=0.001, unset="no limit", advanced=True,
     )
     early_ratio: float | None = setting(
-        None, "Early ratio", "Another ratio for the early, noisy steps, which bear far more.", minimum=0.0,
+        None, "Early ratio", "Another ratio for the early, noisy steps, which tolerate more merging.", minimum=0.0,
         maximum=1.0, step=0.05, unset="the same", place=12, group=HOW_MUCH, unit="share of tokens",
     )
     early_until: float = setting(
-        500.0, "Early until timestep", "Steps at this timestep or a higher one are early: 1000 is pure noise, 0 the "
-        "finished picture. A pass that begins late has as large a share of early steps.", minimum=0.0, maximum=1000.0,
+        500.0, "Early until timestep", "Steps at this timestep or above are early; 1000 is pure noise. A pass that "
+        "begins late keeps the same share of early steps.", minimum=0.0, maximum=1000.0,
         step=10.0, advanced=True, place=13, group=WHEN, unit="of 1000",
     )
 

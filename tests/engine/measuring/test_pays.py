@@ -19,7 +19,7 @@ ASKS = Clock(preset("balanced"), [1, 2])
 
 @pytest.fixture(autouse=True)
 def card(monkeypatch):
-    """One that waits for its host."""
+    """A card that waits for kernel launches."""
     monkeypatch.setattr("tome_core.measuring.pays.is_host_bound", lambda *_: True)
     monkeypatch.setattr("tome_core.measuring.pays.device_of", lambda device: "card")
 
@@ -37,14 +37,14 @@ def ask(pays, clock=ASKS, latent=LATENT):
 
 def test_a_card_that_waits_merges_nothing_until_it_was_measured_to_pay():
     merges, why = ask(Pays((), BLOCKS))
-    assert not merges and "waits for its host" in why
+    assert not merges and "waits for kernel launches" in why
     for merged, expected in ((0.5, True), (2.0, False)):
         found = gain(merged)
         pays = Pays([found], BLOCKS)
         merges, why = ask(pays)
         assert merges == expected and why == ("" if expected else found.why_not)
         assert list(pays.used) == [found], "it decided"
-    assert "waits for its host" in ask(Pays([gain(0.5, side=32)], BLOCKS))[1], "another size was measured"
+    assert "waits for kernel launches" in ask(Pays([gain(0.5, side=32)], BLOCKS))[1], "another size was measured"
 
 
 def test_who_does_not_ask_merges_on_such_a_card():
