@@ -22,7 +22,7 @@ _PICTURE_LAST = frozenset({"NextDiT"})
 # transformers that first refine the text in attentions of their own, without a "block_type" in transformer_options
 _REFINE_TEXT = frozenset({"HunyuanVideo", "NextDiT", "SingleStreamDiT"})
 _REFERENCES = "reference_image_num_tokens"  # in transformer_options: number of tokens of each reference
-BESIDE = "tokens beside the picture's, and nobody knows where"
+BESIDE = "tokens next to the picture's, at an unknown place"
 REFINED = "tokens before the model's blocks, maybe a text's"
 _NO_GRID = "the latent has no grid that is known"
 

@@ -202,7 +202,7 @@ def test_a_forges_attention_by_another_function_or_with_a_mask_is_left_alone(web
     expected = run(unet, x)
     with webui.engine().patch(unet, ratio=0.5) as handle:
         assert torch.equal(run(unet, x), expected)
-    assert list(handle.report().reasons) == ["attn: an attention mask came along"]
+    assert list(handle.report().reasons) == ["attn: the call has an attention mask"]
     for name in ("attention_function", "optimized_attention"):
         monkeypatch.setattr(sys.modules[__name__], name, lambda q, k, v, heads, mask=None, attn_precision=None: v * 0.5)
     out, report = merged(webui, module)

@@ -132,7 +132,7 @@ class _Processor(ByHand):
         """Refuse attentions outside of transformer blocks, which have norms or residual connections."""
         norms = module.group_norm is not None or module.spatial_norm is not None or module.norm_cross is not None
         has_more = norms or module.residual_connection or module.rescale_output_factor != 1.0
-        return "it norms, scales or adds its input" if has_more else None
+        return "it has a norm, an output scale or a residual connection" if has_more else None
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kwargs: Kwargs) -> Tensor:
         mask = bias.float() if bias is not None and module.upcast_attention else bias

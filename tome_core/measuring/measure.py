@@ -43,7 +43,7 @@ def why_not_now(unet: nn.Module, places: Sequence[Place], is_called: bool, hande
     if is_compiled(unet, places, handed):
         return "the UNet is compiled, and compiled calls are not measured; measure before compiling it"
     if others_on(unet) is not None:
-        return "somebody else's wrapper lies on the UNet and would take this for steps of a picture; measure before it"
+        return "another program has wrapped the UNet and would take this for steps of a picture; measure before that"
     return ""
 
 
@@ -187,7 +187,7 @@ def _added(unet: nn.Module, latents: torch.Tensor) -> dict[str, Any]:
         needs.append(kind or "frames")
     if needs:
         raise ValueError(
-            f"{type(unet).__name__} wants to be told more than a prompt ({', '.join(needs)}): give measure() a call= "
+            f"{type(unet).__name__} needs other inputs than a prompt ({', '.join(needs)}): give measure() a call= "
             "of latents and timesteps that calls the UNet's forward"
         )
     if kind is None:

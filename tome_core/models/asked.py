@@ -17,7 +17,7 @@ from ..reporting.ledger import MASKED, NO_GRID
 
 TORCHS_OWN = torch._C._nn.scaled_dot_product_attention
 _OPTIONS = ("dropout_p", "is_causal", "scale", "enable_gqa", "attention_kwargs")
-MORE = "it is more than attention (dropout, causal, or over several devices)"
+MORE = "the call also uses dropout, a causal mask or several devices"
 _FAILS = "it fails with merged keys"
 # Hosts interrupt a picture by raising their own exceptions, which are none of these types.
 _REFUSALS = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
@@ -298,4 +298,4 @@ def _visible_rows(mask: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor | N
     if rows.all():
         return None, ""
     are_equal = bool((rows == rows[:1]).all())
-    return (rows[0].nonzero()[:, 0], "") if are_equal else (None, "a mask hides other tokens in each picture")
+    return (rows[0].nonzero()[:, 0], "") if are_equal else (None, "the mask hides different tokens in each picture")

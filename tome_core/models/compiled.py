@@ -105,10 +105,10 @@ def why_not_in_graph(state: Any) -> str | None:
     if torch.is_grad_enabled():
         return "a backward pass may follow a compiled call"
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
-        return "autocast ends before what a compiled call asks for"
+        return "autocast is not supported in compiled models"
     if not (_TRIED and OPERATORS):
-        return "this torch's compiler was not tried with it"
-    return "an exported model would need it wherever it runs" if _is_exporting() else None
+        return "merging was not tested with this torch's compiler"
+    return "exported models cannot depend on this package" if _is_exporting() else None
 
 
 @when_traced

@@ -32,7 +32,7 @@ from .wrap import Wrap, WrapSet, calling, is_own, others_on, over_hook, why_pass
 MASKS = ("mask", "attention_mask", "attn_mask")
 CONTEXTS = ("encoder_hidden_states", "context")
 LATENTS = ("x", "sample", "hidden_states")  # names of the first argument of a UNet, a transformer and a block
-_UNSUPPORTED_ARGUMENTS = "a compiled call cannot be told such arguments"
+_UNSUPPORTED_ARGUMENTS = "a compiled model does not support these arguments"
 
 
 class ModelSite(NumberedSite):
@@ -242,7 +242,7 @@ class AttentionSite(NumberedSite):
         value = kwargs.get("value")
         value = source if value is None else value
         if not (torch.is_tensor(x) and torch.is_tensor(source) and x.dim() == source.dim() == value.dim() == 3):
-            why = "called in an unknown way"
+            why = "called with unsupported arguments"
         elif source.shape[1] != x.shape[1] or value.shape[1] != x.shape[1]:
             why = OF_OTHERS
         elif any(kwargs.get(name) is not None for name in MASKS):

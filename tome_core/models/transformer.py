@@ -146,7 +146,7 @@ def _read_list(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
     """Z-Image: a list of latents ``(channels, frames, height, width)``."""
     latents = given["x"]
     if not all(torch.is_tensor(latent) for latent in latents):
-        return "references came along"
+        return "the call has reference pictures"
     if any(latent.shape != latents[0].shape for latent in latents):
         return UNEVEN
     _, frames, height, width = latents[0].shape

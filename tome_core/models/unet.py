@@ -25,7 +25,7 @@ from .wrap import Wrap, WrapSet
 
 _TIMES = ("timesteps", "timestep", "t")
 _IN_GRAPH = "its parts merge by a rule that compiled blocks do not follow"
-_UNKNOWN_CALL = "called in an unknown way"
+_UNKNOWN_CALL = "called with unsupported arguments"
 # parts of a block in addition to its self-attention: the name in a rule, and the attribute of the block
 _PARTS = (("crossattn", "attn2"), ("mlp", "ff"))
 
@@ -243,7 +243,7 @@ def _problem_of(part: str, module: nn.Module, x: torch.Tensor, args: tuple, kwar
             return OF_OTHERS
     if part == "crossattn":
         if any(torch.is_tensor(mask) and mask.dim() > 2 and mask.shape[-2] > 1 for mask in masks):
-            return "an attention mask for single tokens came along"
+            return "the call has an attention mask for each query"
         if kwargs.get("ip_adapter_masks") is not None:  # diffusers scales these masks to the number of queries
             return "an adapter's mask needs every token"
     # A stateful hook of diffusers, such as pyramid attention broadcast, returns the output of an earlier step. That

@@ -125,9 +125,9 @@ def find_blocks(unet: nn.Module) -> list[Place]:
     ways = [(module, way_of(module)) for module in unet.modules()]
     unknown = [module for module, way in ways if way is None and hasattr(module, "to_q")]
     lost = [type(getattr(module, "processor", module)).__name__ for module in unknown]
-    why = "nobody has told where a picture's tokens lie in its sequences, and what its timestep means"
+    why = "the place of the picture's tokens in its sequences and the meaning of its timestep are not known"
     if family is None and any(is_kind(module, known.transformer) for module in unet.modules() for known in FAMILIES):
-        why = "without a UNet's stages nobody knows its blocks' level; if it is a part of a UNet, patch that"
+        why = "without the stages of a UNet the levels of its blocks are unknown; if it is part of a UNet, patch that"
     elif lost or not any(way for _, way in ways):
         why = f"no attention function that is known is called {f'by {lost[0]}' if lost else 'in it'}"
     raise UnsupportedModelError(f"{kind} is not known: {why}; found {listing}. {_KNOWN}")

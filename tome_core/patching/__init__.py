@@ -74,8 +74,8 @@ def patch(
 @cache
 def _warn_once() -> None:
     logger.warning(
-        "transformers' strengths and presets were chosen on one small transformer of Flux's layout; nobody has "
-        "measured what they change in this model, so look at your pictures"
+        "transformers' strengths and presets were chosen on one small transformer of Flux's layout; their effect on "
+        "this model was not measured, so look at your pictures"
     )
 
 

@@ -10,8 +10,8 @@ from ..compiling import when_traced
 # reasons why a call was not merged that several modules use
 NO_GRID = "the tokens are not the picture's grid"
 TOO_SMALL = "the grid is too small for the ratio to remove a token"
-MASKED = "an attention mask came along"
-REPLACED = "something else runs in its place"
+MASKED = "the call has an attention mask"
+REPLACED = "another program runs in its place"
 TAKEN_OFF = "another program had taken the patch off"
 OTHER_PARTS = "its rule merges other parts"
 OF_OTHERS = "keys and values are not the picture's tokens"

@@ -13,7 +13,7 @@ FORMAT = 2  # version of `Report.as_data`
 _KINDS = 3  # the most token counts at a level, reasons, and measured sizes that are shown
 _COUNTS = 0.05  # a smaller share of attention is not shown
 _AS_ASKED = ("outside the rules' time range", "so few tokens", "at this size the GPU", "measured: ",
-             "a rule of ratio 0", "the picture is smaller", OTHER_PARTS, TOO_SMALL)  # fmt: skip
+             "a rule of ratio 0", OTHER_PARTS, TOO_SMALL)  # fmt: skip
 _NOTHING_WILL = "nothing will merge: "  # the beginning of notes with a reason
 
 

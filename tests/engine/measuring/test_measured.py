@@ -219,7 +219,7 @@ def test_a_measurement_is_refused_if_it_would_disturb_or_mislead():
         handle.measure()
     handle.set_time()
     model.forward = lambda *args, **kwargs: type(model).forward(model, *args, **kwargs)  # a step cacher
-    with pytest.raises(RuntimeError, match="somebody else's wrapper"):
+    with pytest.raises(RuntimeError, match="another program has wrapped"):
         handle.measure()
     del model.forward
     for bad in ({"height": 7}, {"width": 512.0}, {"batch": 0}, {"rounds": True}, {"steps": -1}):

@@ -110,7 +110,7 @@ def test_a_mask_of_pairs_is_read_if_the_tokens_that_it_leaves_see_all_of_each_ot
     by_pairs, report = merged_with(model, masked_by(pairs))
     assert torch.equal(by_pairs, by_rows) and report.calls_merged == 3
     for mask in (pairs.tril(), pairs | pairs.roll(1, 2), rows[:, None, None].float()):
-        assert_left_alone(model, masked_by(mask), "an attention mask came along")
+        assert_left_alone(model, masked_by(mask), "the call has an attention mask")
 
 
 def test_grids_that_are_none_and_masks_that_differ_within_a_batch_are_left_alone_and_named():
@@ -119,4 +119,4 @@ def test_grids_that_are_none_and_masks_that_differ_within_a_batch_are_left_alone
     model, arguments = tiny_transformers.make("Qwen-Image")
     twice = {key: torch.cat([one, one]) if torch.is_tensor(one) else one * 2 for key, one in arguments.items()}
     twice["encoder_hidden_states_mask"][1, 10:] = 0
-    assert_left_alone(model, twice, "a mask hides other tokens in each picture")
+    assert_left_alone(model, twice, "the mask hides different tokens in each picture")

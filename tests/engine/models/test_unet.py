@@ -177,7 +177,7 @@ def test_what_cannot_be_called_with_fewer_tokens_is_left_whole(change, why):
 
 
 @pytest.mark.parametrize("told, why", [
-    ({"mask": lambda x: torch.ones(2, 1, 64)}, "an attention mask came along"),
+    ({"mask": lambda x: torch.ones(2, 1, 64)}, "the call has an attention mask"),
     ({"context": lambda x: torch.cat([x, x], 1)}, "keys and values are not the picture's tokens"),
     ({"keys": lambda x: "theirs"}, ""),  # it is passed on
 ], ids=["mask", "bank of keys", "a word of its own"])  # fmt: skip

@@ -147,7 +147,7 @@ def test_what_lies_over_a_model_is_named_before_and_after_a_call_that_never_came
 
         network.forward = kept
         for _ in range(2):
-            assert f"no call counted yet; something else runs in its place: {__name__}" in handle.report().headline
+            assert f"no call counted yet; another program runs in its place: {__name__}" in handle.report().headline
             assert torch.equal(network(), plain)
         network.forward = ours
         one.call(model)

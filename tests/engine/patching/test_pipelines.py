@@ -19,13 +19,12 @@ import pytest
 import torch
 
 import tome_core
-from tests import pipelines
 from tests.image_prompts import load_image_prompts
 from tests.pipeline_uses import USES
 from tests.pipelines import IMAGE_TIMES, an_image, assert_merged, differ, draw, every_kind, merged_alone
 from tests.traces import traces
 from tome_core import preset
-from tome_core.patching import handle_on
+from tome_core.patching import handle_on, layout_of
 
 
 @pytest.mark.slow
@@ -78,7 +77,8 @@ def test_pipelines_that_share_a_unet_share_the_patch(build, kind: str):
     image, call = diffusers.AutoPipelineForImage2Image.from_pipe(text), {"strength": 0.8, "timesteps": IMAGE_TIMES}
     image.scheduler, call["image"] = copy.deepcopy(text.scheduler), an_image(text)
     plain = draw(text), draw(image, **call)
-    alone = merged_alone(text), merged_alone(image, pipelines.keeps_nothing(image), **call)
+    keeps_nothing = replace(preset("balanced", layout_of(image)), keep=0.0)
+    alone = merged_alone(text), merged_alone(image, keeps_nothing, **call)
     handle = tome_core.patch(text)
     for _ in range(2):
         assert torch.equal(draw(text), alone[0]) and torch.equal(draw(image, **call), alone[1])

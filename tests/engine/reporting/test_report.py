@@ -93,7 +93,7 @@ def test_the_reason_is_the_one_that_cost_most_attention_and_not_the_one_of_most_
 
 
 def test_what_hindered_merging_is_told_if_it_counts_and_nobody_asked_for_it():
-    mask = "an attention mask came along"
+    mask = "the call has an attention mask"
     for why, lost, told in ((mask, 20, f"20% of attention not merged: {mask}"), (mask, 2, ""),
                             ("outside the rules' time range", 50, "")):  # fmt: skip
         found = level(left=60, skipped=Counter({f"attn: {why}": 1}), lost=Counter({f"attn: {why}": lost}))

@@ -8,7 +8,7 @@ from tests.hosts.comfyui.graphs import Graph, assert_merged_and_off, bytes_of, r
 
 SKIPS = {"reuse_threshold": 3.0, "start_percent": 0.0, "end_percent": 0.9, "verbose": False}  # all that they may
 FEWER = "queries and keys are not of the same tokens"
-ELSE = "something else runs in its place"
+ELSE = "another program runs in its place"
 OTHERS = {  # a node -> its inputs, the model, and what the report says in both orders
     "HyperTile": ({"tile_size": 64, "swap_size": 1, "max_depth": 0, "scale_depth": False}, "sd1", FEWER),
     "PatchModelAddDownscale": (

@@ -28,7 +28,7 @@ def test_a_transformer_whose_tokens_have_no_known_place_says_so_and_is_left_alon
     applied = graph.apply(**SETTINGS)
     graph.sample_all({"plain": graph.model, "applied": applied})
     seen = comfy.good(graph.graph)
-    assert "117 tokens beside the picture's, and nobody knows where" in report_of(seen, applied)
+    assert "117 tokens next to the picture's, at an unknown place" in report_of(seen, applied)
     assert bytes_of(seen, "plain") == bytes_of(seen, "applied")
 
 
