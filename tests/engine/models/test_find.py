@@ -83,7 +83,7 @@ def cascade() -> diffusers.StableCascadeDecoderPipeline:
     return diffusers.StableCascadeDecoderPipeline(decoder, None, None, None, None)
 
 
-PART = "if it is a part of a UNet, patch that"
+PART = "if it is part of a UNet, patch that"
 REFUSED = {
     "a transformer": (lambda: transformer_of(small()), PART),
     "an LDM transformer": (lambda: transformer_of(ldm_sd1()), PART),
