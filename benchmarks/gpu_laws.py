@@ -29,7 +29,7 @@ from tome_core.merging import kernels
 _RUNS = 10
 _HEADS, _TOKENS, _WIDTH = 8, {"cpu": 256, "cuda": 4096}, 64
 _BACKENDS = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH")
-KERNEL_LAWS = tuple(f"tests/kernel_{what}.py" for what in ("laws", "laws_correction", "faults"))
+KERNEL_LAWS = "tests/kernel_laws.py", "tests/kernel_faults.py"
 
 
 def device(bench: Bench) -> dict[str, Any]:

@@ -8,7 +8,6 @@ torch's own table of kernels, which is installed with it. ZLUDA runs CUDA's kern
 from __future__ import annotations
 
 import functools
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -16,9 +15,10 @@ import torch
 import torchgen
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torchgen.gen import parse_native_yaml
+from torchgen.model import BackendIndex, DispatchKey, NativeFunction
 
-_TABLE = Path(torchgen.__file__).parent / "packaged" / "ATen" / "native" / "native_functions.yaml"
-_ANYWHERE = ("CompositeImplicitAutograd", "CompositeExplicitAutograd")  # made of others, or of a view
+_FOLDER = Path(torchgen.__file__).parent / "packaged" / "ATen" / "native"
 _DIRECTML = """
 _adaptive_avg_pool2d _cdist_forward _copy_from _copy_from_and_resize _efficientzerotensor _index_put_impl_
 _local_scalar_dense _log_softmax _prelu_kernel _reshape_alias _softmax _to_sparse _unique2 _unsafe_view abs acos acosh
@@ -37,35 +37,23 @@ split_with_sizes sqrt std_mean sub sum tan tanh threshold topk tril triu unfold 
 upsample_bilinear2d upsample_nearest2d var view where zero_
 """
 DIRECTML = frozenset(_DIRECTML.split())
-# operators that compute nothing
-VIEWS = {
-    "_unsafe_view", "alias", "as_strided", "chunk", "detach", "diagonal", "expand", "flatten", "permute", "reshape",
-    "select", "slice", "split", "squeeze", "t", "to", "transpose", "unflatten", "unsqueeze", "view", "view_as",
-}  # fmt: skip
 
 
 @functools.cache
-def _kernels() -> dict[str, tuple[set[str], str]]:
-    """Operator and overload -> the devices that the table names for it, and the overload that it delegates to."""
-    found = {}
-    for entry in re.split(r"^- func: ", _TABLE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
-        dispatch = re.search(r"^  dispatch:\n((?:    .*\n)+)", entry, re.MULTILINE)
-        keys = re.findall(r"^    ([\w, ]+):", dispatch[1], re.MULTILINE) if dispatch else []
-        delegate = re.search(r"^  structured_delegate: (\S+)", entry, re.MULTILINE)
-        devices = {key for group in keys for key in re.split(r",\s*", group)}
-        if not dispatch and not delegate:
-            devices = {_ANYWHERE[0]}
-        found[entry[: entry.index("(")]] = devices, delegate[1] if delegate else ""
-    return found
+def _table() -> tuple[dict[str, NativeFunction], BackendIndex]:
+    """Operators by name and overload, and MPS's kernels."""
+    parsed = parse_native_yaml(*(str(_FOLDER / f"{name}.yaml") for name in ("native_functions", "tags")))
+    return {str(one.func.name): one for one in parsed.native_functions}, parsed.backend_indices[DispatchKey.MPS]
 
 
 def _has(device: str, name: str) -> bool:
     """Has the device a kernel for this operator, ``embedding`` or ``sort.stable``, or is it made of others?"""
-    devices, delegate = _kernels()[name]
-    plain = name.partition(".")[0]
-    if devices & {device, *_ANYWHERE} or (device == "DirectML" and {plain, plain.rstrip("_")} & DIRECTML):
+    operators, on_mps = _table()
+    one, plain = operators[name], name.partition(".")[0]
+    own = on_mps.has_kernel(one) if device == "MPS" else {plain, plain.rstrip("_")} & DIRECTML
+    if own or one.has_composite_implicit_autograd_kernel or one.has_composite_explicit_autograd_kernel:
         return True
-    return bool(delegate) and _has(device, delegate)
+    return one.structured_delegate is not None and _has(device, str(one.structured_delegate))
 
 
 class OperatorCounter(TorchDispatchMode):

@@ -5,35 +5,29 @@ On a fast GPU a call of the UNet waits for Python and for operators that are dis
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from itertools import count, cycle
+from itertools import count, pairwise
 
 import pytest
 import torch
 
+import tome_core
 from benchmarks import models
-from tests.host_work import beyond, make_inputs, make_unet, watch
-from tests.operators import VIEWS, OperatorCounter
+from benchmarks.sd_block import SpatialTransformer, UNet
+from tests.operators import OperatorCounter
 from tome_core import MergeConfig, patch
 
-# calls of our functions, and changes from file to file, of one block and its transformer; a reader follows each by hand
-MOST_CALLS, MOST_CALLS_LEFT_ALONE, MOST_CALLS_SWITCHED_OFF, MOST_CHANGES = 17, 12, 8, 10
+UNMERGED, KEPT, CLOSED, OFF = "unmerged", "kept", "left alone", "switched off"
+# calls of our functions of one block and its transformer, and changes from file to file; a reader follows each by hand
+MOST_CALLS, MOST_CHANGES = {KEPT: 17, CLOSED: 12, OFF: 8}, 10
 PUTTING_ON = {"install", "uninstall", "put_on", "take_off"}
-KEEP = 100.0
-SETTINGS = {"side": "kv", "metric": "keys+values", "refine": 1, "keep": KEEP, "ratio": 0.9375, "sx": 4, "sy": 4,
+SETTINGS = {"side": "kv", "metric": "keys+values", "refine": 1, "keep": 100.0, "ratio": 0.9375, "sx": 4, "sy": 4,
             "use_rand": False}  # fmt: skip
-UNMERGED, KEPT, RENEWED, ANEW, CLOSED, OFF = "unmerged", "kept", "renewed", "anew", "left alone", "switched off"
-
-
-def samplings_and_times(case: str) -> Iterator[tuple[object, float]]:
-    """Before each call: steps of a picture that are closer together than a match is kept, steps that are not, or
-    pictures."""
-    if case == ANEW:
-        return ((number, 500.0) for number in count())
-    return cycle([("picture", 500.0), ("picture", 500.0 - KEEP - 1 if case == RENEWED else 499.0)])
 
 
 @pytest.fixture(autouse=True)
@@ -42,18 +36,17 @@ def _no_grad():
         yield
 
 
-def make_run(case: str, blocks: int = 1, correction: bool = True) -> Callable[[], torch.Tensor]:
-    """One call of a UNet of so many blocks, as a host makes it, each time it is called; warmed up."""
-    unet, inputs, told = make_unet(blocks), make_inputs(), samplings_and_times(case)
-    handle = None
+def make_run(case: str, blocks: int = 1) -> Callable[[], torch.Tensor]:
+    """One step of a picture by a UNet of so many blocks, each time it is called; warmed up."""
+    unet = UNet([[SpatialTransformer(16, 2, 16)] for _ in range(blocks)]).eval().requires_grad_(False)
+    inputs = torch.randn(1, 16, 8, 8).expand(2, -1, -1, -1), torch.full((2,), 500.0), torch.randn(2, 8, 16)
+    handle, timesteps = None, count(500, -1)
     if case != UNMERGED:
-        config = MergeConfig(**SETTINGS, correction=correction, only_if_it_pays=case == CLOSED)
-        handle = patch(unet, config, host_clock=True)
+        handle = patch(unet, MergeConfig(**SETTINGS, only_if_it_pays=case == CLOSED), host_clock=True)
 
     def run() -> torch.Tensor:
         if handle is not None:
-            sampling, timestep = next(told)
-            handle.set_time(timestep=timestep, sampling=sampling)
+            handle.set_time(timestep=next(timesteps), sampling="picture")
         with handle.unmerged() if case == OFF else nullcontext():
             return unet(*inputs)
 
@@ -62,67 +55,64 @@ def make_run(case: str, blocks: int = 1, correction: bool = True) -> Callable[[]
     return run
 
 
-def operators(case: str, **more: bool) -> Counter:
-    run = make_run(case, **more)
-    with OperatorCounter() as counter:
+def functions_called(run: Callable) -> list[tuple[str, str]]:
+    """File and name of each function of ours that is called meanwhile; a generator counts each time it is resumed."""
+    package, called = os.path.dirname(tome_core.__file__) + os.sep, []
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            called.append((frame.f_code.co_filename, frame.f_code.co_name))
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
         run()
-    return counter.by_name
+    finally:
+        sys.setprofile(before)
+    return called
 
 
-def kernels(case: str, **more: bool) -> Counter:
-    """Operators that compute something."""
-    return Counter({name: number for name, number in operators(case, **more).items() if name not in VIEWS})
+def changes_of_file(called: list[tuple[str, str]]) -> int:
+    return sum(one[0] != other[0] for one, other in pairwise(called))
 
 
-@pytest.mark.parametrize("case, most", [
-    (KEPT, MOST_CALLS), (CLOSED, MOST_CALLS_LEFT_ALONE), (OFF, MOST_CALLS_SWITCHED_OFF),
-])  # fmt: skip
-def test_a_kept_merge_is_a_short_way_through_few_files_and_a_block_left_alone_is_passed_through(case, most):
+@pytest.mark.parametrize("case", MOST_CALLS)
+def test_a_kept_merge_is_a_short_way_through_few_files_and_a_block_left_alone_is_passed_through(case):
     """Of one block and its transformer: what a UNet of two calls beyond a UNet of one."""
-    calls, changes = beyond(watch(make_run(case, 2)), watch(make_run(case, 1)))
-    assert 0 < calls.total() <= most and changes <= MOST_CHANGES, calls.most_common()
+    two, one = (functions_called(make_run(case, blocks)) for blocks in (2, 1))
+    calls = Counter(two) - Counter(one)
+    assert 0 < calls.total() <= MOST_CALLS[case], calls.most_common()
+    assert changes_of_file(two) - changes_of_file(one) <= MOST_CHANGES
+    assert ("merge_pair" in {name for _, name in calls}) == (case == KEPT)
 
 
-def test_each_case_is_what_it_is_called():
-    unmerged, closed, off = map(operators, (UNMERGED, CLOSED, OFF))
-    assert off == unmerged and closed - unmerged == {"transpose": 3}, "views with which the attention function is asked"
-    kept, renewed, anew = (kernels(case).total() for case in (KEPT, RENEWED, ANEW))
-    assert kernels(UNMERGED).total() < kept < 2 * kept < renewed < anew
-
-
-# Of one block beyond an unpatched one, without views: what a GPU would launch a kernel for, were none of them fused.
-# Keys and values are each summed by three, the correction is three. With the correction, and without:
-MOST_KERNELS = {KEPT: (9, 6), RENEWED: (86, 33), ANEW: (98, 45)}
-
-
-@pytest.mark.parametrize("case", MOST_KERNELS)
-def test_a_match_is_few_kernels(case):
-    """Counted, so that one more is seen: whoever adds it says here what for."""
-    for correction, most in zip((True, False), MOST_KERNELS[case], strict=True):
-        found = kernels(case, correction=correction) - kernels(UNMERGED)
-        assert found.total() <= most, found.most_common()
-
-
-def called_in_a_step(name: str) -> list[list[str]]:
-    """Our functions that are called in a step that runs the UNet, and in one that does not."""
-    unet, inputs = models.make(name, "cpu", torch.float32, True), models.inputs(name, 512, "cpu", torch.float32, True)
-    handle = patch(unet, "balanced", host_clock=True)
-
-    def step(timestep: float, call: bool) -> None:
-        handle.set_time(timestep=timestep, sampling="picture")
-        with handle.unmerged():
-            pass
-        if call:
-            unet(*inputs)
-
-    step(500.0, True)
-    return [watch(partial(step, 499.0, True)), watch(partial(step, 498.0, False))]
+def test_a_block_that_is_left_alone_or_switched_off_runs_no_other_operators():
+    found = {}
+    for case in (UNMERGED, CLOSED, OFF):
+        run = make_run(case)
+        with OperatorCounter() as counter:
+            run()
+        found[case] = counter.by_name
+    assert found[OFF] == found[UNMERGED]
+    assert found[CLOSED] - found[UNMERGED] == {"transpose": 3}, "views with which the attention function is asked"
 
 
 def test_a_step_puts_nothing_on_and_tells_the_time_without_a_look_at_the_blocks():
+    """What is done before a call does not grow with the UNet."""
     sizes = set()
     for name in models.SHAPES:
-        whole, outside = called_in_a_step(name)
-        assert not PUTTING_ON & {name.rpartition(".")[2] for name in whole}
-        sizes.add(len(outside))
-    assert len(sizes) == 1, "what is done before a call does not grow with the UNet"
+        tiny = "cpu", torch.float32, True
+        unet, inputs = models.make(name, *tiny), models.inputs(name, 512, *tiny)
+        handle = patch(unet, "balanced", host_clock=True)
+
+        def step(timestep: float, call: Callable, handle=handle) -> None:
+            handle.set_time(timestep=timestep, sampling="picture")
+            with handle.unmerged():
+                pass
+            call()
+
+        call = partial(unet, *inputs)
+        step(500.0, call)
+        assert not PUTTING_ON & {name for _, name in functions_called(partial(step, 499.0, call))}
+        sizes.add(len(functions_called(partial(step, 498.0, lambda: None))))
+    assert len(sizes) == 1

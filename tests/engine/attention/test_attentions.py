@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from diffusers.models import attention_processor
+from diffusers.models import attention_dispatch, attention_processor
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from ldm.modules import attention as ldm_attention
@@ -28,10 +28,9 @@ from tests import conformance
 from tests.conformance import CHANNELS, HEADS, KV, SIDE, UNetOf, attention, run, telling, tokens, way, why_left_alone
 from tests.doubles import SgmAttention, attend, of_heads
 from tests.models import fixed
-from tome_core.attention import by_hand
+from tome_core.attention import by_hand, functions
 from tome_core.attention.by_hand import ForwardOnStandIn, full_name, register
 from tome_core.attention.merged import BIAS, OWN_BIAS
-from tome_core.models.intercept import way_of
 
 xformers = SimpleNamespace()  # a test puts one here
 UNKNOWN = "calls no attention function that is known"
@@ -39,55 +38,45 @@ UNKNOWN = "calls no attention function that is known"
 
 @pytest.fixture(autouse=True)
 def _hosts(monkeypatch):
-    """xformers is there, LDM's plain attention is as exact as its input, and a host describes attentions of its own."""
+    """xformers is there, LDM's plain attention is as exact as its input, and a host describes an attention."""
     conformance.with_xformers(monkeypatch, attention_processor, ldm_attention)
     monkeypatch.setitem(globals(), "xformers", attention_processor.xformers)
     monkeypatch.setattr(ldm_attention, "_ATTN_PRECISION", "fp16")
     monkeypatch.setattr(by_hand, "_ENTRIES", dict(by_hand._ENTRIES))
-    register(full_name(OwnScale.forward), ForwardOnStandIn(by_attribute=True))
-    register(full_name(Masked.forward), Adding(by_attribute=False))
+    monkeypatch.setattr(functions, "_TRIED", type(functions._TRIED)())
+    register(full_name(Masked.forward), Picky(by_attribute=False))
 
 
 # --- attentions of hosts ----------------------------------------------------------------------------------------------
 
 
-class Projections(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads, self.scale = HEADS, 0.3
-        self.to_q, self.to_k, self.to_v = (nn.Linear(CHANNELS, CHANNELS, bias=False) for _ in range(3))
-        self.to_out = nn.Sequential(nn.Linear(CHANNELS, CHANNELS), nn.Dropout(0.0))
-
-    def parts(self, x: torch.Tensor, context: torch.Tensor | None) -> list[torch.Tensor]:
-        context = x if context is None else context
-        return [of_heads(one, self.heads) for one in (self.to_q(x), self.to_k(context), self.to_v(context))]
+def parts(attn: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    """``[B, H, N, d]``."""
+    return [of_heads(layer(x), attn.heads) for layer in (attn.to_q, attn.to_k, attn.to_v)]
 
 
-class OwnScale(Projections):
-    """Scales by an attribute; in pieces, with k scaled before; takes the output projection apart."""
-
-    def forward(self, x, context=None):
-        q, k, v = self.parts(x, context)
-        k = k * self.scale
-        parts = [(piece @ k.transpose(-1, -2)).softmax(-1) @ v for piece in q.split(7, dim=2)]
-        projection, dropout = self.to_out
-        return dropout(projection(torch.cat(parts, 2).transpose(1, 2).flatten(2)))
+def flat(out: torch.Tensor) -> torch.Tensor:
+    return out.transpose(1, 2).flatten(2)
 
 
-class Masked(Projections):
+class Masked(nn.Module):
     """Cuts heads by the width of its input, and adds a mask."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = HEADS
+        self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(CHANNELS, CHANNELS) for _ in range(4))
+
     def forward(self, x, context=None, mask=None, picky=False):
-        q, k, v = self.parts(x, context)
-        logits = q @ k.transpose(-1, -2) * (x.shape[-1] // self.heads) ** -0.5
-        return self.to_out(((logits if mask is None else logits + mask).softmax(-1) @ v).transpose(1, 2).flatten(2))
+        context = x if context is None else context
+        q, k, v = (of_heads(one, HEADS) for one in (self.to_q(x), self.to_k(context), self.to_v(context)))
+        logits = q @ k.transpose(-1, -2) * (x.shape[-1] // HEADS) ** -0.5
+        return self.to_out(flat((logits if mask is None else logits + mask).softmax(-1) @ v))
 
 
-class Adding(ForwardOnStandIn):
+class Picky(ForwardOnStandIn):
     adds_bias = True
 
-
-class Picky(Adding):
     def problem(self, module: nn.Module, kwargs: dict[str, Any]) -> str | None:
         return "it is picky" if kwargs.get("picky") else None
 
@@ -142,8 +131,7 @@ HOSTS = OF_DIFFUSERS | {
                           {"context": OTHERS}),
     "sgm": Kind(lambda dtype: telling(SgmAttention(CHANNELS, HEADS, CHANNELS), dtype), BIAS, {"context": OTHERS},
                 {"mask": ADDED}),
-    "described, scaling by an attribute": Kind(lambda dtype: telling(OwnScale(), dtype), OWN_BIAS, {"context": OTHERS}),
-    "described, adding a mask": Kind(lambda dtype: telling(Masked(), dtype), BIAS, {"context": OTHERS},
+    "described": Kind(lambda dtype: telling(Masked(), dtype), BIAS, {"context": OTHERS},
                                      {"mask": ADDED}),
 }  # fmt: skip
 each_host = pytest.mark.parametrize("kind", [pytest.param(kind, id=name) for name, kind in HOSTS.items()])
@@ -158,12 +146,6 @@ def test_merged_keys_give_what_repeated_keys_give_in_every_precision_and_queries
         way(module, tolerance=conformance.TOLERANCE[torch.bfloat16])
     before = dict(vars(module))
     assert way(module, queries=True) == kind.way and vars(module) == before
-
-
-def test_the_oracle_sees_sizes_that_are_forgotten():
-    for dtype in conformance.DTYPES:
-        with pytest.raises(AssertionError, match="off by"):
-            way(attention(dtype=dtype), dtype, settings={"proportional": False})
 
 
 @each_host
@@ -233,15 +215,6 @@ def test_a_hook_on_a_projection_sees_all_tokens_once_and_its_output_counts(name)
 # --- known by its function, whatever its class ------------------------------------------------------------------------
 
 
-def parts(attn: Any, x: torch.Tensor) -> list[torch.Tensor]:
-    """``[B, H, N, d]``."""
-    return [of_heads(layer(x), attn.heads) for layer in (attn.to_q, attn.to_k, attn.to_v)]
-
-
-def flat(out: torch.Tensor) -> torch.Tensor:
-    return out.transpose(1, 2).flatten(2)
-
-
 def processor(call: Any, **attributes: Any) -> Any:
     """Of a class of its own, whose code this is."""
     return type("Mine", (), {"__call__": call, **attributes})()
@@ -277,15 +250,6 @@ def a_function(attn, x, *_, **__):
     return flat(F.scaled_dot_product_attention(*parts(attn, x)))
 
 
-class Halved(AttnProcessor2_0):
-    """By its name, and in part, it is diffusers'."""
-
-    __qualname__ = __name__ = "AttnProcessor2_0"
-
-    def __call__(self, attn, x, *args, **kwargs):
-        return super().__call__(attn, x, *args, **kwargs) * 0.5
-
-
 CALLERS = {
     "by a module's name": processor(by_module),
     "by its full name": processor(lambda self, attn, x, *_, **__: flat(
@@ -293,15 +257,11 @@ CALLERS = {
     "by its own name": processor(lambda self, attn, x, *_, **__: flat(scaled_dot_product_attention(*parts(attn, x)))),
     "by a helper of another module": processor(
         lambda self, attn, x, *_, **__: attend(attn.to_q(x), attn.to_k(x), attn.to_v(x), attn.heads)),
-    "by a method": processor(lambda self, *args, **more: self.attend(*args, **more), attend=by_module),
     "by diffusers' dispatcher": processor(by_dispatch),
     "inside a function": processor(inside_a_function),
-    "decorated": processor(torch.no_grad()(by_module)),
-    "derived": Halved(),
     "derived, by hand": type("Mine", (AttnProcessor,), {})(),
     "with slots": processor(by_module, __slots__=("scale",)),
     "a function": a_function,
-    "a partial function": functools.partial(a_function),
     "by xformers": processor(by_xformers),
     "by xformers and flat": processor(by_xformers_and_flat),
 }  # fmt: skip
@@ -312,22 +272,12 @@ def test_whatever_its_class_an_attention_is_known_by_the_function_it_calls(name)
     assert way(attention(CALLERS[name])) == (OWN_BIAS if "xformers" in name else BIAS)
 
 
-def test_code_that_names_its_function_is_run_with_another_in_its_place_and_is_not_watched():
-    """Which is slower, and which no compiler follows."""
-    modules = [*(kind.make(torch.float32) for name, kind in OF_DIFFUSERS.items() if name not in BY_HAND),
-               HOSTS["ldm, xformers"].make(torch.float32), attention(CALLERS["inside a function"])]  # fmt: skip
-    assert all(way_of(module) is not None for module in modules)
-
-
 def test_arguments_of_a_call_get_there():
-    """InvokeAI's come with each call."""
+    def as_invoke_ais(self, attn, x, encoder_hidden_states=None, attention_mask=None, *, percent_through):
+        assert percent_through == 0.5
+        return flat(F.scaled_dot_product_attention(*parts(attn, x)))
 
-    class InvokeAIs(AttnProcessor2_0):
-        def __call__(self, attn, x, encoder_hidden_states=None, attention_mask=None, *, percent_through):
-            assert percent_through == 0.5
-            return flat(F.scaled_dot_product_attention(*parts(attn, x)))
-
-    assert way(attention(InvokeAIs()), percent_through=0.5) == BIAS
+    assert way(attention(processor(as_invoke_ais)), percent_through=0.5) == BIAS
 
 
 _calls = 0
@@ -336,7 +286,7 @@ _calls = 0
 def to_a_global(self, attn, x, *_, **__):
     """As StoryDiffusion's."""
     global _calls
-    _calls += 1
+    _calls = 1
     return flat(F.scaled_dot_product_attention(*parts(attn, x)))
 
 
@@ -353,17 +303,20 @@ def to_the_attention(self, attn, x, *_, **__):
 @pytest.mark.parametrize("call", [to_a_global, to_itself, to_the_attention])
 def test_what_an_attentions_code_writes_is_there_after_a_merged_call(call, monkeypatch):
     monkeypatch.setitem(globals(), "_calls", 0)
-    module = attention(processor(call))
-    unet = UNetOf(module)
-    with conformance.merging_by(), tome_core.patch(unet, KV) as handle:
+    unet = UNetOf(module := attention(processor(call)))
+    with tome_core.patch(unet, KV) as handle:
         run(unet, tokens(1))
     assert handle.report().merged_anything
-    written = {to_a_global: _calls, to_itself: vars(module.processor).get("calls"), to_the_attention: vars(module)}
-    assert written[call] == 1 or written[call]["calls"] == 1
+    assert [_calls, vars(module.processor).get("calls"), vars(module).get("calls")].count(1) == 1
 
 
 def test_the_processor_that_is_in_force_at_a_call_decides():
     """Hosts change them between steps."""
+
+    class Halved(AttnProcessor2_0):
+        def __call__(self, attn, x, *args, **kwargs):
+            return super().__call__(attn, x, *args, **kwargs) * 0.5
+
     module, x = attention(), tokens(2)
     unet = UNetOf(module)
     with conformance.merging_by(), tome_core.patch(unet, KV) as handle:
@@ -399,13 +352,107 @@ def test_of_perturbed_guidance_the_part_that_attends_merges(name, parts_of_batch
     assert torch.equal(out[-2:], alone[-2:]) and conformance.far(out[:-2], expected) < 1e-5
 
 
+# --- functions in the place of torch's --------------------------------------------------------------------------------
+
+TORCHS = torch.nn.functional.scaled_dot_product_attention
+
+
+def sageattn(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None, return_lse=False, **kwargs):
+    """SageAttention 2: whatever else it is given it swallows, masks among it."""
+    q, k, v = (one.transpose(1, 2) if tensor_layout == "NHD" else one for one in (q, k, v))
+    out = TORCHS(q, k, v, is_causal=is_causal, scale=sm_scale)
+    out = out.transpose(1, 2) if tensor_layout == "NHD" else out
+    return (out, out.new_zeros(out.shape[:-1])) if return_lse else out
+
+
+def sageattn3_blackwell(q, k, v, attn_mask=None, is_causal=False, per_block_mean=True, **kwargs):
+    """Version 3: a mask is an argument, and is not looked at; nor is a scale."""
+    return TORCHS(q, k, v, is_causal=is_causal)
+
+
+def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, **more):
+    """flash-attn's, ``[B, S, H, d]``, which knows no mask."""
+    return TORCHS(*(one.transpose(1, 2) for one in (q, k, v)), is_causal=causal, scale=softmax_scale).transpose(1, 2)
+
+
+def with_mask(change):
+    """Torch's function with another mask."""
+
+    def function(query, key, value, attn_mask=None, **more):
+        return TORCHS(query, key, value, None if attn_mask is None else change(attn_mask), **more)
+
+    return function
+
+
+def refusing(query, key, value, attn_mask=None, **more):
+    assert attn_mask is None
+    return TORCHS(query, key, value, **more)
+
+
+def of_one_size(query, *args, **kwargs):
+    assert query.shape[2] == SIDE**2 and query.shape[0] == 3
+    return TORCHS(query, *args, **kwargs)
+
+
+ADDING = [TORCHS, with_mask(lambda mask: mask)]
+NOT_ADDING = [refusing, with_mask(lambda mask: mask * 0.5), with_mask(lambda mask: (mask == 0) * -1e4),
+              with_mask(lambda mask: (mask != 0) * -1e4)]  # fmt: skip
+NO_ATTENTION = [
+    lambda q, k, v, *_, **__: q @ (k.mT @ v) / k.shape[-2],  # no softmax
+    lambda q, *args, **more: TORCHS(q * 1.5, *args, **more),
+    of_one_size,
+]
+
+
+@pytest.mark.parametrize("name", ["by a module's name", "by a helper of another module", "by diffusers' dispatcher"])
+def test_a_function_in_place_of_torchs_is_told_of_sizes_or_torchs_own_is(name, monkeypatch):
+    """It comes and goes, and each call notices."""
+    module = attention(CALLERS[name])
+    swallowing = [] if name == "by diffusers' dispatcher" else [sageattn, sageattn3_blackwell]  # it gives a ``scale``
+    for functions_of_host, expected in ((ADDING, BIAS), (NOT_ADDING + swallowing, OWN_BIAS), (ADDING, BIAS)):
+        for function in functions_of_host:
+            monkeypatch.setattr(F, "scaled_dot_product_attention", function)
+            assert way(module) == expected, function
+    for function in NO_ATTENTION:
+        monkeypatch.setattr(F, "scaled_dot_product_attention", function)
+        assert "no attention" in why_left_alone(module), function
+
+
+def test_a_function_is_tried_once_for_its_heads_and_dtype_and_draws_from_no_generator():
+    calls, state, like = [], torch.get_rng_state(), torch.zeros(1, 4, 2, 16)
+
+    def function(q, k, v, bias):
+        calls.append(q)
+        return TORCHS(*(one.transpose(1, 2) for one in (q, k, v)), bias).transpose(1, 2)
+
+    for key, one in (("name", like), ("name", like), ("name", like[:, :, :1]), ("name", like.half()), ("other", like)):
+        assert functions.try_once(key, function, 0.25, one)
+    assert len(calls) == 8 and torch.equal(torch.get_rng_state(), state)  # without a bias, and with one
+
+
+def test_a_function_that_gives_logarithms_as_well_is_left_alone_and_named(monkeypatch):
+    def with_logarithms(self, attn, x, *_, **__):
+        return flat(F.scaled_dot_product_attention(*parts(attn, x), return_lse=True)[0])
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", sageattn)
+    assert f"no attention: {__name__}.sageattn" in why_left_alone(attention(processor(with_logarithms)))
+
+
+@pytest.mark.parametrize("name, expected", [
+    ("native", BIAS), ("_native_math", BIAS), ("xformers", BIAS), ("flash", OWN_BIAS), ("sage", OWN_BIAS),
+    pytest.param("flex", BIAS, marks=pytest.mark.slow),  # imports a compiler
+])  # fmt: skip
+def test_a_backend_of_diffusers_is_tried_as_a_function_is(name, expected, monkeypatch):
+    """By the dispatcher, whose backend is looked up at each call."""
+    packages = {"flash_attn_func": flash_attn_func, "sageattn": sageattn, "xops": attention_processor.xformers.ops}
+    for package, function in packages.items():
+        monkeypatch.setattr(attention_dispatch, package, function, raising=False)
+    backend = attention_dispatch.AttentionBackendName(name)
+    monkeypatch.setattr(attention_dispatch._AttentionBackendRegistry, "_active_backend", backend)
+    assert way(attention(CALLERS["by diffusers' dispatcher"])) == expected
+
+
 # --- left alone -------------------------------------------------------------------------------------------------------
-
-
-def test_scores_by_hand_without_a_description_are_left_alone_and_the_function_is_named():
-    assert f"CustomDiffusionAttnProcessor.__call__ {UNKNOWN}" in why_left_alone(
-        of_diffusers("CustomDiffusionAttnProcessor")
-    )
 
 
 @pytest.mark.parametrize("body", [AttnProcessor.__call__, AttnProcessor2_0.__call__], ids=["by hand", "by function"])
@@ -420,7 +467,7 @@ def test_scores_by_hand_are_known_by_the_function_that_computes_them_alone(body)
     if body is AttnProcessor2_0.__call__:
         assert way(module) == BIAS
     else:
-        assert UNKNOWN in why_left_alone(module)
+        assert f"AttnProcessor.__call__ {UNKNOWN}" in why_left_alone(module)
 
 
 @pytest.mark.parametrize("name", BY_HAND)
@@ -432,10 +479,10 @@ def test_by_hand_nothing_merges_beside_other_operations(name):
         assert "it has a norm, an output scale or a residual connection" in why_left_alone(module), unusual
 
 
-def test_a_second_description_takes_the_place_of_the_first_and_may_refuse_a_call():
-    register(full_name(Masked.forward), Picky(by_attribute=False))
-    assert way(telling(Masked()), picky=False) == BIAS
+def test_a_description_may_refuse_a_call_and_a_second_takes_its_place():
     assert "it is picky" in why_left_alone(telling(Masked()), picky=True)
+    register(full_name(Masked.forward), ForwardOnStandIn(by_attribute=False))
+    assert way(telling(Masked()), picky=True) == OWN_BIAS
 
 
 def test_sgms_additional_tokens_are_left_alone():
@@ -444,28 +491,19 @@ def test_sgms_additional_tokens_are_left_alone():
     assert "the tokens are not the picture's grid" in why_left_alone(module, additional_tokens=tokens(3, count=3))
 
 
-class Asking:
-    """Asks its function for more, of parts that are changed."""
-
-    def __init__(self, change=lambda *own: own, **more):
-        self.change, self.more = change, more
-
-    def __call__(self, attn, x, *_, **__):
-        torch.manual_seed(0)
-        return flat(F.scaled_dot_product_attention(*self.change(*parts(attn, x)), **self.more))
-
-
 def test_a_call_that_asks_for_more_than_attention_is_left_alone():
-    def reason(*change, **more):
-        return why_left_alone(attention(Asking(*change, **more)), config=tome_core.MergeConfig(side="kv"))
+    def asking(change=lambda *own: own, **more):
+        return attention(lambda attn, x, **_: flat(F.scaled_dot_product_attention(*change(*parts(attn, x)), **more)))
 
-    assert "the call also uses" in reason(dropout_p=0.1)
+    def reason(*change, **more):
+        return why_left_alone(asking(*change, **more), config=tome_core.MergeConfig(side="kv"))
+
     assert "the call also uses" in reason(is_causal=True)
     assert "mask" in reason(attn_mask=torch.zeros(1, SIDE**2))
     assert "mask" in reason(attn_mask=torch.ones(3, 1, SIDE**2, SIDE**2).tril().bool())
     assert "keys and values" in reason(lambda q, k, v: (q, k[:1], v[:1]))  # of one sample for all
     hides_nothing = torch.ones(3, 1, 1, SIDE**2).bool()
-    assert way(attention(Asking(attn_mask=hides_nothing))) == BIAS
+    assert way(asking(attn_mask=hides_nothing)) == BIAS
 
 
 def test_values_of_another_width_than_keys_merge_without_a_correction():

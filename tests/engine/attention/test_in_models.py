@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
-from functools import partial
-from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -28,24 +26,16 @@ from tome_core.models.unet_blocks import find_blocks, find_unet
 QKV = MergeConfig(ratio=0.75, correction=False, use_rand=False, max_downsample=8)
 
 
-class Seen(NamedTuple):
-    """One call of a self-attention, as its block saw it."""
-
-    name: str
-    args: tuple
-    told: dict[str, Any]
-    out: torch.Tensor
-
-
 @contextlib.contextmanager
-def watched(model: nn.Module, names: list[str]) -> Iterator[list[Seen]]:
-    """Calls of these modules, seen from outside of whatever was patched on."""
-    seen: list[Seen] = []
-
-    def see(name: str, module: nn.Module, args: tuple, told: dict, out: torch.Tensor) -> None:
-        seen.append(Seen(name, args, told, out))
-
-    hooks = [model.get_submodule(name).register_forward_hook(partial(see, name), with_kwargs=True) for name in names]
+def watched(model: nn.Module, names: list[str]) -> Iterator[list[tuple]]:
+    """Calls of these modules, seen from outside of whatever was patched on: name, arguments and output."""
+    seen = []
+    hooks = [
+        model.get_submodule(name).register_forward_hook(
+            lambda module, args, told, out, name=name: seen.append((name, args, told, out)), with_kwargs=True
+        )
+        for name in names
+    ]
     try:
         yield seen
     finally:
@@ -64,19 +54,23 @@ def test_every_self_attention_of_every_family_gives_what_repeated_keys_give(case
     for config, roles in ((KV, "kv"), (QKV, "qkv")):
         with merging_by(), tome_core.patch(model, config) as handle, watched(unet, names) as seen:
             call_case(case, model)
-        assert [one.name for one in seen] == names
-        for one in seen:
-            plan = ragged(*one.args[0].shape[:2], GROUPS)
-            assert_repeated(plain.get_submodule(one.name), one.args, one.told, one.out, plan, roles=roles)
+        assert [name for name, *_ in seen] == names
+        for name, args, told, out in seen:
+            plan = ragged(*args[0].shape[:2], GROUPS)
+            assert_repeated(plain.get_submodule(name), args, told, out, plan, roles=roles)
         levels = handle.report().levels
         assert sum(level.calls_merged for level in levels) == len(names)
         way = OWN_BIAS if case.name.startswith("ldm") else BIAS  # ldm's is by hand
         assert all(level.sized_by.keys() == {way} for level in levels)
 
 
+def first(out: torch.Tensor | tuple) -> torch.Tensor:
+    return out[0] if isinstance(out, tuple) else out
+
+
 @pytest.mark.parametrize("name", some_quick(tiny_transformers.PRESENT, 2))
 @pytest.mark.parametrize("config", [KV, QKV], ids=["kv", "qkv"])
-def test_every_self_attention_of_every_transformer_gives_what_repeated_keys_give(name: str, config: MergeConfig):
+def test_every_self_attention_of_every_transformer_gives_what_repeated_keys_give(name, config, monkeypatch):
     """Positions are told after projections, so what its function gets is exchanged; text is by itself."""
     model, arguments = tiny_transformers.make(name)
     plain, names = copy.deepcopy(model), [path for path, _ in find_attentions(model, family_of(model))]
@@ -86,9 +80,9 @@ def test_every_self_attention_of_every_transformer_gives_what_repeated_keys_give
 
     def exchanged(query, key, value, attn_mask=None, **more):
         tokens = key.shape[2]
-        first = before if tokens > count else 0
+        start = before if tokens > count else 0
         picture, group = ragged(len(key), count, GROUPS), torch.arange(tokens).repeat(len(key), 1)
-        group[:, first : first + count] = picture.group + tokens
+        group[:, start : start + count] = picture.group + tokens
         group = group.unique(return_inverse=True)[1]
         given = [query, key, value]
         for place in (0, 1, 2) if config is QKV else (1, 2):
@@ -97,16 +91,15 @@ def test_every_self_attention_of_every_transformer_gives_what_repeated_keys_give
 
     def outputs() -> list[torch.Tensor]:
         """Of the model that is not patched."""
-        found = [plain.get_submodule(one.name)(*one.args, **one.told) for one in seen]
-        return [x[0] if isinstance(x, tuple) else x for x in found]
+        return [first(plain.get_submodule(name)(*args, **told)) for name, args, told, _ in seen]
 
-    assert {one.name for one in seen} == set(names)
-    with pytest.MonkeyPatch.context() as patched, torch.no_grad():
+    assert {name for name, *_ in seen} == set(names)
+    with torch.no_grad():
         unmerged = outputs()
-        patched.setattr(torch.nn.functional, "scaled_dot_product_attention", exchanged)
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", exchanged)
         expected = outputs()
-    for one, other, without in zip(seen, expected, unmerged, strict=True):
-        assert far(one.out[0] if isinstance(one.out, tuple) else one.out, other) < 1e-5 < 1e-2 < far(without, other)
+    for (*_, out), other, without in zip(seen, expected, unmerged, strict=True):
+        assert far(first(out), other) < 1e-5 < 1e-2 < far(without, other)
     assert handle.report().levels[0].calls_merged == len(seen)
 
 

@@ -81,19 +81,6 @@ def test_a_correction_halves_the_error_of_the_picture_and_harms_no_other_row(lay
     assert error(out[:, ~picture], exact[:, ~picture]) < error(plain[:, ~picture], exact[:, ~picture])
 
 
-@pytest.mark.parametrize("queries", [False, True], ids=["kv", "qkv"])
-def test_a_correction_is_of_the_queries_that_attended(queries):
-    """Of merged ones, before their outputs are spread again."""
-    own = attention(PICTURE)
-    plan = match_of(own, PICTURE)
-    correction, _ = correction_of(own, plan, PICTURE)
-    q, k, v = (merge(one, plan) for one in own[:3])
-    q = q if queries else own.q
-    out = merged.add_correction(sdpa(q, k, v, plan.logits_in(q.dtype)[:, None, None]), q, correction)
-    expected = plan.unmerge(out.flatten(2)).unflatten(2, (HEADS, WIDTH)) if queries else out
-    assert torch.equal(attend(own, Merge(plan, queries=queries, correction=correction))[0], expected)
-
-
 def test_exact_answers_are_asked_of_the_picture_and_of_others():
     """Another lies right behind it."""
     first, count = 49, 32 * 32
@@ -141,12 +128,11 @@ def test_a_match_costs_less_than_a_twentieth_of_what_it_saves():
     assert 0.001 < counted.get_total_flops() / saved < 0.05
 
 
-@pytest.mark.parametrize("lying", [lambda own: own, by_head], ids=["flat", "by head"])
-def test_it_holds_little_beyond_attentions_own_memory(lying, monkeypatch):
+def test_it_holds_little_beyond_attentions_own_memory(monkeypatch):
     """Merged keys and values, which are a sixteenth, and some pieces of a size that does not grow."""
     layout, piece = Layout(Grid(24 * 16, 20, frames=24), first=20), 1 << 18
     monkeypatch.setattr(merged, "_HELD", piece)
-    own = lying(attention(layout, batch=1))
+    own = by_head(attention(layout, batch=1))
     tensor, scores = own.k.numel() * 4, 8 << 20
 
     def merging():

@@ -27,54 +27,43 @@ from tome_core.merging import kernels
 from tome_core.merging.methods.base import best_keys
 
 ROOT = Path(__file__).parents[3]
-PINS = Path(__file__).parents[2] / "requirements-triton.txt"
-LAWS = [f"tests/kernel_{name}.py" for name in ("laws", "laws_correction", "faults")]
+PINS = ROOT / "tests/requirements-triton.txt"
 NO_TESTS_RAN = 5  # pytest's exit code if a whole file was skipped
 
 
 @pytest.fixture(scope="module")
-def run_with_triton(request, tmp_path_factory):
-    """Runs this Python in a process that has Triton: torch's own, else one kept in pytest's cache folder."""
-    folder = None
-    if find_spec("triton") is None:
-        if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-            pytest.skip("needs Triton, which is not installed and whose wheels are for Linux on x86-64")
-        cache = getattr(request.config, "cache", None)  # pytest can be told to have none
-        folder = cache.mkdir("triton") if cache else tmp_path_factory.mktemp("triton")
-        _put_triton_into(folder)
-
-    def run(*arguments, **variables):
-        paths = filter(None, (folder and str(folder), os.environ.get("PYTHONPATH")))
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **variables}
-        done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, env=environment)
-        if done.returncode == NO_TESTS_RAN:
-            pytest.skip(done.stdout.strip())
-        assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
-
-    return run
-
-
-def _put_triton_into(folder):
-    """Install what PINS names into `folder`, once; skips with pip's reason if that cannot be done."""
+def triton(request, tmp_path_factory) -> str:
+    """A folder to find Triton in: none if torch brought it along, else one in pytest's cache folder."""
+    if find_spec("triton") is not None:
+        return ""
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        pytest.skip("needs Triton, which is not installed and whose wheels are for Linux on x86-64")
+    cache = getattr(request.config, "cache", None)  # pytest can be told to have none
+    folder = cache.mkdir("triton") if cache else tmp_path_factory.mktemp("triton")
     mark, stamp = install.fingerprint(sys.version, [PINS.read_text(encoding="utf-8")]), folder / "installed.txt"
-    if stamp.exists() and stamp.read_text() == mark:
-        return
-    command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--quiet", "--upgrade"]
-    command += ["--no-deps", "--only-binary=:all:", "--target", str(folder), "-r", str(PINS)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"needs Triton, and pip could not install it: {' '.join(done.stderr.splitlines()[-2:])}")
-    stamp.write_text(mark)
+    if not stamp.exists() or stamp.read_text() != mark:
+        command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--quiet", "--upgrade"]
+        command += ["--no-deps", "--only-binary=:all:", "--target", str(folder), "-r", str(PINS)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"needs Triton, and pip could not install it: {' '.join(done.stderr.splitlines()[-2:])}")
+        stamp.write_text(mark)
+    return str(folder)
 
 
 @pytest.mark.slow
-def test_in_tritons_interpreter_the_kernels_keep_their_laws(run_with_triton):
-    run_with_triton("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *LAWS, TRITON_INTERPRET="1")
-
-
-@pytest.mark.slow
-def test_the_kernels_compile_for_gpus_that_are_not_here(run_with_triton, tmp_path):
-    run_with_triton("-m", "tests.kernel_code", TRITON_CACHE_DIR=str(tmp_path))
+@pytest.mark.parametrize("arguments, interpret", [
+    (("pytest", "-q", "-rs", "-p", "no:cacheprovider", "tests/kernel_laws.py", "tests/kernel_faults.py"), "1"),
+    (("tests.kernel_code",), "0"),
+], ids=["keep their laws in Triton's interpreter", "compile for GPUs that are not here"])  # fmt: skip
+def test_the_kernels(arguments, interpret, triton, tmp_path):
+    paths = filter(None, (triton, os.environ.get("PYTHONPATH")))
+    variables = {"PYTHONPATH": os.pathsep.join(paths), "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": interpret}
+    command, environment = [sys.executable, "-m", *arguments], os.environ | variables
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    if done.returncode == NO_TESTS_RAN:
+        pytest.skip(done.stdout.strip())
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
 
 
 @pytest.fixture
@@ -154,8 +143,8 @@ def test_while_a_graph_is_recorded_only_what_has_been_proven_is_launched(put_in_
     put_in_place(launch)
     monkeypatch.setattr(kernels, "find_fault", lambda *_: "")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    x = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float16)
     monkeypatch.setattr(torch.cuda, "device_of", lambda x: nullcontext())
+    x = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float16)
     assert not kernels.launch(x, ("correct", 40)) and not launch.called
     kernels._proven.add(("correct", 40, x.device, x.dtype))
     assert kernels.launch(x, ("correct", 40)) and launch.called

@@ -1,4 +1,4 @@
-"""Laws of every matching method, whatever the grid, and of the grid's cells and windows.
+"""Laws of every matching method, whatever the grid, of what a match compares, and of the grid's cells and windows.
 
 The oracles are slow, obvious versions of what the engine does fast: loops over tokens, in float64.
 """
@@ -12,11 +12,15 @@ import torch
 import torch.nn.functional as F
 from tomesd.merge import bipartite_soft_matching_random2d
 
-from tome_core import MergePlan
-from tome_core.merging.grid import WINDOW, Draw, Grid, cell_of, cells, draw_choices, windows
+import tome_core
+from tests.models import call_unet, fixed, unet
+from tome_core import MergePlan, MergeRule
+from tome_core.engine.match import match as match_heads
+from tome_core.merging.grid import WINDOW, Draw, Grid, Layout, cell_of, cells, draw_choices, windows
 from tome_core.merging.methods import METHODS, MatchOptions
 from tome_core.merging.methods.bipartite import refine_plan
 from tome_core.merging.methods.cluster import ITERATIONS
+from tome_core.merging.metric import METRICS, of_unit_spread
 
 GRIDS = [(1, 1), (1, 16), (16, 1), (2, 2), (3, 5), (7, 4), (5, 9), (8, 8), (3, 3)]
 every_method = pytest.mark.parametrize("name", METHODS)
@@ -42,13 +46,15 @@ def k_means(values, centres, iterations):
     return label
 
 
-def refined_groups(x, groups, count, steps):
-    """Spherical k-means on ``[N, C]`` from a grouping; a group that loses its tokens stays empty."""
-    unit = F.normalize(x.double(), dim=-1)
+def refined_groups(x, groups, count, steps, by_distance):
+    """K-means on ``[N, C]``, or on its directions, from a grouping; a group that loses its tokens stays empty."""
+    x = x.double() if by_distance else F.normalize(x.double(), dim=-1)
     for _ in range(steps):
         members = [[i for i, own in enumerate(groups) if own == number] for number in range(count)]
-        centres = {number: F.normalize(unit[own].mean(0), dim=0) for number, own in enumerate(members) if own}
-        groups = [max(centres, key=lambda number: float(centres[number] @ token)) for token in unit]
+        centres = {number: x[own].mean(0) for number, own in enumerate(members) if own}
+        if not by_distance:
+            centres = {number: F.normalize(centre, dim=0) for number, centre in centres.items()}
+        groups = [min(centres, key=lambda number: float((centres[number] - token).norm())) for token in x]
     return groups
 
 
@@ -100,13 +106,15 @@ def test_bipartite_agrees_with_tomesd(grid, ratio):
     assert (plan.unmerge(plan.merge(x)) - unmerge(merge(x))).abs().max() <= 1e-6
 
 
-@pytest.mark.parametrize("steps, ratio, cell", [(1, 0.5, 2), (3, 0.75, 2), (3, 0.9375, 4)])
-def test_refinement_is_k_means_on_directions_from_the_match(steps, ratio, cell):
-    x = tokens((8, 8), channels=3)
-    start = match("bipartite", x, (8, 8), ratio=ratio, sx=cell, sy=cell)
-    plan = match("bipartite", x, (8, 8), ratio=ratio, sx=cell, sy=cell, refine=steps)
+@pytest.mark.parametrize("steps, ratio, cell, by_distance", [
+    (1, 0.5, 2, False), (3, 0.9375, 4, False), (3, 0.75, 2, True),
+])  # fmt: skip
+def test_refinement_is_k_means_from_the_match(steps, ratio, cell, by_distance):
+    x = tokens((8, 8), channels=3) + by_distance
+    start, plan = (METHODS["bipartite"].match(x, Grid(8, 8), MatchOptions(ratio, cell, cell, None, many, by_distance))
+                   for many in (0, steps))  # fmt: skip
     for sample in range(2):
-        expected = refined_groups(x[sample], start.group[sample].tolist(), start.num_groups, steps)
+        expected = refined_groups(x[sample], start.group[sample].tolist(), start.num_groups, steps, by_distance)
         assert plan.group[sample].tolist() == expected
     assert not torch.equal(plan.group, start.group)
 
@@ -179,6 +187,44 @@ def test_destinations_depend_on_seed_level_and_time_and_are_spread_evenly_over_t
     assert (counts / counts.sum() - 0.25).abs().max() < 0.005
 
 
+# --- what is compared -------------------------------------------------------------------------------------------------
+
+
+def test_keys_and_values_count_alike_whatever_their_scale_and_every_sample_as_if_alone():
+    keys, values = tokens((8, 8), 3, 32), tokens((8, 8), 3, 32, seed=1) * 7 - 3
+    both = of_unit_spread(keys, values)
+    assert both.shape == (3, 64, 64)
+    for half in both.split(32, -1):
+        assert (half.pow(2).mean((1, 2)) - 1).abs().max() < 1e-4 and half.mean(1).abs().max() < 1e-5
+    torch.testing.assert_close(both[1:2], of_unit_spread(keys[1:2], values[1:2]), rtol=0, atol=1e-5)
+    twice = of_unit_spread(values, values)
+    ratio = torch.cdist(twice, twice) / torch.cdist(values, values)
+    off_diagonal = ratio[:, ~torch.eye(64, dtype=torch.bool)]
+    assert (off_diagonal.amax(1) / off_diagonal.amin(1) - 1).max() < 1e-3, "distances are scaled by one factor"
+
+
+def test_each_metric_compares_what_it_is_called():
+    """Of keys and values; no attention sees the block's input, in whose place keys are compared by cosine."""
+    k, v = (tokens((8, 8), 2, 12, seed) + 1 for seed in range(2))
+    compared = {"input": (k, False), "keys+values": (of_unit_spread(k, v), True)}
+    for metric in METRICS:
+        x, by_distance = compared[metric]
+        expected = METHODS["bipartite"].match(x, Grid(8, 8), MatchOptions(0.75, 2, 2, by_distance=by_distance))
+        rule = MergeRule(ratio=0.75, side="kv", use_rand=False, metric=metric)
+        found = match_heads(*(one.unflatten(2, (3, 4)) for one in (k, v)), Layout(Grid(8, 8)), rule)
+        assert torch.equal(found.group, expected.group)
+
+
+def test_blocks_without_self_attention_are_left_alone_and_named():
+    """Their first attention looks at the prompt too, as in the four times upscaler: its keys are no metric."""
+    model = fixed(unet(only_cross_attention=True, cross_attention_dim=48))
+    x, text = torch.randn(1, 4, 32, 32), torch.randn(1, 7, 48)
+    plain = call_unet(model, x, 5, text)
+    with tome_core.patch(model, side="kv", ratio=0.75) as handle:
+        assert torch.equal(call_unet(model, x, 5, text), plain)
+    assert list(handle.report().levels[0].reasons) == ["attn: keys and values are not the picture's tokens"]
+
+
 # --- where tokens lie -------------------------------------------------------------------------------------------------
 
 
@@ -197,8 +243,7 @@ def test_windows_cover_the_grid_once(grid):
 
 
 def test_a_films_cells_hold_tokens_that_are_near_in_time_too():
-    grid, device = Grid(4 * 6, 8, frames=4), torch.device("cpu")
-    members, rest = cells(grid, 2, 4, device, st=2)
+    members, rest = cells(Grid(4 * 6, 8, frames=4), 2, 4, torch.device("cpu"), st=2)
     assert members.shape == (4 * 6 * 8 // 16, 16) and not len(rest)
     assert sorted(members.flatten().tolist()) == list(range(4 * 6 * 8))
     frame, row, column = members // 48, members % 48 // 8, members % 8
