@@ -6,9 +6,7 @@ scores by hand, a description of the function that does.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import io
 from collections.abc import Callable, Mapping
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -28,8 +26,7 @@ from tests import conformance
 from tests.conformance import CHANNELS, HEADS, KV, SIDE, UNetOf, attention, run, telling, tokens, way, why_left_alone
 from tests.doubles import SgmAttention, attend, of_heads
 from tests.models import fixed
-from tome_core.attention import by_hand, functions
-from tome_core.attention.by_hand import ForwardOnStandIn, full_name, register
+from tome_core.attention import functions
 from tome_core.attention.merged import BIAS, OWN_BIAS
 
 xformers = SimpleNamespace()  # a test puts one here
@@ -38,13 +35,11 @@ UNKNOWN = "calls no attention function that is known"
 
 @pytest.fixture(autouse=True)
 def _hosts(monkeypatch):
-    """xformers is there, LDM's plain attention is as exact as its input, and a host describes an attention."""
-    conformance.with_xformers(monkeypatch, attention_processor, ldm_attention)
+    """xformers is there, and LDM's plain attention is as exact as its input."""
+    conformance.with_xformers(monkeypatch, attention_processor)
     monkeypatch.setitem(globals(), "xformers", attention_processor.xformers)
     monkeypatch.setattr(ldm_attention, "_ATTN_PRECISION", "fp16")
-    monkeypatch.setattr(by_hand, "_ENTRIES", dict(by_hand._ENTRIES))
     monkeypatch.setattr(functions, "_TRIED", type(functions._TRIED)())
-    register(full_name(Masked.forward), Picky(by_attribute=False))
 
 
 # --- attentions of hosts ----------------------------------------------------------------------------------------------
@@ -59,28 +54,6 @@ def flat(out: torch.Tensor) -> torch.Tensor:
     return out.transpose(1, 2).flatten(2)
 
 
-class Masked(nn.Module):
-    """Cuts heads by the width of its input, and adds a mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = HEADS
-        self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(CHANNELS, CHANNELS) for _ in range(4))
-
-    def forward(self, x, context=None, mask=None, picky=False):
-        context = x if context is None else context
-        q, k, v = (of_heads(one, HEADS) for one in (self.to_q(x), self.to_k(context), self.to_v(context)))
-        logits = q @ k.transpose(-1, -2) * (x.shape[-1] // HEADS) ** -0.5
-        return self.to_out(flat((logits if mask is None else logits + mask).softmax(-1) @ v))
-
-
-class Picky(ForwardOnStandIn):
-    adds_bias = True
-
-    def problem(self, module: nn.Module, kwargs: dict[str, Any]) -> str | None:
-        return "it is picky" if kwargs.get("picky") else None
-
-
 class Kind(NamedTuple):
     """An attention. make: of a dtype; way: how it is told of sizes; context, mask: what its call takes, if it does."""
 
@@ -90,18 +63,11 @@ class Kind(NamedTuple):
     mask: Mapping[str, Any] = MappingProxyType({})
 
 
-def of_ldm(kind: type, dtype: torch.dtype, heads: int = HEADS, width: int = CHANNELS // HEADS) -> nn.Module:
-    with contextlib.redirect_stdout(io.StringIO()):
-        return telling(kind(CHANNELS, heads=heads, dim_head=width), dtype)
-
-
 def of_diffusers(name: str, dtype: torch.dtype = torch.float32, **settings: Any) -> nn.Module:
     """An attention with a processor of this name, which may have weights of its own."""
     kind = getattr(attention_processor, name)
-    if name.startswith("CustomDiffusion"):
-        processor = fixed(kind(train_kv=True, train_q_out=True, hidden_size=CHANNELS), seed=1)
-    else:
-        processor = kind(3) if name.startswith("Sliced") else kind()
+    weights = {"train_kv": True, "train_q_out": True, "hidden_size": CHANNELS} if "Custom" in name else {}
+    processor = kind(3) if "Sliced" in name else kind(**weights)
     return attention(processor, dtype, **{"bias": True, **settings})
 
 
@@ -115,7 +81,6 @@ PROCESSORS = {
     "XFormersAttnProcessor": OWN_BIAS,
     "FusedAttnProcessor2_0": BIAS,  # takes no context
     "CustomDiffusionAttnProcessor2_0": BIAS,  # projections of its own
-    "CustomDiffusionXFormersAttnProcessor": OWN_BIAS,
 }
 PLAIN = list(PROCESSORS)[:5]  # attention and nothing else
 BY_HAND = PLAIN[:2]
@@ -125,14 +90,10 @@ OF_DIFFUSERS = {
                {"attention_mask": ADDED[0].expand(3, -1, -1)} if name in PLAIN else {}) for name in PROCESSORS
 }  # fmt: skip
 HOSTS = OF_DIFFUSERS | {
-    "ldm": Kind(functools.partial(of_ldm, ldm_attention.CrossAttention), OWN_BIAS, {"context": OTHERS},
-                {"mask": VISIBLE.expand(3, -1)}),
-    "ldm, xformers": Kind(functools.partial(of_ldm, ldm_attention.MemoryEfficientCrossAttention), OWN_BIAS,
-                          {"context": OTHERS}),
+    "ldm": Kind(lambda dtype: telling(ldm_attention.CrossAttention(CHANNELS, heads=HEADS, dim_head=5), dtype), OWN_BIAS,
+                {"context": OTHERS}, {"mask": VISIBLE.expand(3, -1)}),
     "sgm": Kind(lambda dtype: telling(SgmAttention(CHANNELS, HEADS, CHANNELS), dtype), BIAS, {"context": OTHERS},
                 {"mask": ADDED}),
-    "described": Kind(lambda dtype: telling(Masked(), dtype), BIAS, {"context": OTHERS},
-                                     {"mask": ADDED}),
 }  # fmt: skip
 each_host = pytest.mark.parametrize("kind", [pytest.param(kind, id=name) for name, kind in HOSTS.items()])
 
@@ -167,15 +128,6 @@ def test_heads_scale_and_upcasting_are_the_attentions_own(name):
         assert way(of_diffusers(name, **settings)) == PROCESSORS[name], settings
     assert way(of_diffusers(name, torch.bfloat16, **upcast), torch.bfloat16) == PROCESSORS[name]
     assert way(of_diffusers(name), alike=True) == PROCESSORS[name]  # one plan for all samples
-
-
-@pytest.mark.parametrize("kind", [ldm_attention.CrossAttention, ldm_attention.MemoryEfficientCrossAttention])
-def test_ldms_heads_may_be_wider_or_narrower_than_its_tokens_and_its_scale_is_its_own(kind):
-    for heads, width in ((2, 40), (3, 5)):
-        assert way(of_ldm(kind, torch.float32, heads, width)) == OWN_BIAS
-    module = of_ldm(kind, torch.float32)
-    module.scale = 0.7  # the plain attention multiplies by it; the other scales by the width of its heads
-    assert way(module) == OWN_BIAS
 
 
 def test_a_correction_is_the_same_by_every_processor():
@@ -220,33 +172,11 @@ def processor(call: Any, **attributes: Any) -> Any:
     return type("Mine", (), {"__call__": call, **attributes})()
 
 
-def by_module(self, attn, x, *_, **__):
-    return attn.to_out[0](flat(F.scaled_dot_product_attention(*parts(attn, x))))
-
-
-def by_dispatch(self, attn, x, *_, **__):
-    return dispatch_attention_fn(*(one.transpose(1, 2) for one in parts(attn, x))).flatten(2)
-
-
-def inside_a_function(self, attn, x, *_, **__):
-    def inside(one):
-        return (lambda: F.scaled_dot_product_attention(*parts(attn, one), scale=0.7))()
-
-    return flat(inside(x))
-
-
-def by_xformers(self, attn, x, *_, **__):
-    q, k, v = (one.transpose(1, 2) for one in parts(attn, x))
-    return xformers.ops.memory_efficient_attention(q, k, v, attn_bias=None).flatten(2)
-
-
-def by_xformers_and_flat(self, attn, x, *_, **__):
-    """Heads lie within the batch."""
-    out = xformers.ops.memory_efficient_attention(*(one.flatten(0, 1) for one in parts(attn, x)), op=None)
-    return flat(out.unflatten(0, (-1, attn.heads)))
-
-
 def a_function(attn, x, *_, **__):
+    return flat(F.scaled_dot_product_attention(*parts(attn, x)))
+
+
+def by_module(self, attn, x, *_, **__):
     return flat(F.scaled_dot_product_attention(*parts(attn, x)))
 
 
@@ -257,13 +187,18 @@ CALLERS = {
     "by its own name": processor(lambda self, attn, x, *_, **__: flat(scaled_dot_product_attention(*parts(attn, x)))),
     "by a helper of another module": processor(
         lambda self, attn, x, *_, **__: attend(attn.to_q(x), attn.to_k(x), attn.to_v(x), attn.heads)),
-    "by diffusers' dispatcher": processor(by_dispatch),
-    "inside a function": processor(inside_a_function),
+    "by diffusers' dispatcher": processor(lambda self, attn, x, *_, **__: dispatch_attention_fn(
+        *(one.transpose(1, 2) for one in parts(attn, x))).flatten(2)),
+    "inside a function": processor(lambda self, attn, x, *_, **__: (
+        lambda one: flat(F.scaled_dot_product_attention(*parts(attn, one), scale=0.7)))(x)),
     "derived, by hand": type("Mine", (AttnProcessor,), {})(),
     "with slots": processor(by_module, __slots__=("scale",)),
     "a function": a_function,
-    "by xformers": processor(by_xformers),
-    "by xformers and flat": processor(by_xformers_and_flat),
+    "by xformers": processor(lambda self, attn, x, *_, **__: xformers.ops.memory_efficient_attention(
+        *(one.transpose(1, 2) for one in parts(attn, x)), attn_bias=None).flatten(2)),
+    "by xformers, heads within the batch": processor(
+        lambda self, attn, x, *_, **__: flat(xformers.ops.memory_efficient_attention(
+            *(one.flatten(0, 1) for one in parts(attn, x)), op=None).unflatten(0, (-1, attn.heads)))),
 }  # fmt: skip
 
 
@@ -312,31 +247,15 @@ def test_what_an_attentions_code_writes_is_there_after_a_merged_call(call, monke
 
 def test_the_processor_that_is_in_force_at_a_call_decides():
     """Hosts change them between steps."""
-
-    class Halved(AttnProcessor2_0):
-        def __call__(self, attn, x, *args, **kwargs):
-            return super().__call__(attn, x, *args, **kwargs) * 0.5
-
     module, x = attention(), tokens(2)
     unet = UNetOf(module)
     with conformance.merging_by(), tome_core.patch(unet, KV) as handle:
         expected = run(unet, x)
-        module.set_processor(Halved())
+        module.set_processor(lambda attn, x, **_: AttnProcessor2_0()(attn, x) * 0.5)
         torch.testing.assert_close(run(unet, x), expected * 0.5)
         module.set_processor(AttnProcessor())
         torch.testing.assert_close(run(unet, x), expected, rtol=1e-4, atol=1e-5)
     assert handle.report().levels[0].sized_by == {BIAS: 3}
-
-
-def test_code_that_a_host_puts_on_the_class_counts(monkeypatch):
-    """As the webui does for its choice of cross-attention optimization."""
-    kind = ldm_attention.CrossAttention
-    module = of_ldm(kind, torch.float32)
-    monkeypatch.setattr(kind, "forward", ldm_attention.MemoryEfficientCrossAttention.forward)
-    module.attention_op, module.dim_head = None, CHANNELS // HEADS
-    assert way(module) == OWN_BIAS
-    monkeypatch.setattr(kind, "forward", lambda self, x, context=None, mask=None: x)
-    assert UNKNOWN in why_left_alone(module)
 
 
 @pytest.mark.parametrize("name, parts_of_batch", [
@@ -389,6 +308,11 @@ def refusing(query, key, value, attn_mask=None, **more):
     return TORCHS(query, key, value, **more)
 
 
+def linear(query, key, value, *_, **__):
+    """No softmax."""
+    return query @ (key.mT @ value) / key.shape[-2]
+
+
 def of_one_size(query, *args, **kwargs):
     assert query.shape[2] == SIDE**2 and query.shape[0] == 3
     return TORCHS(query, *args, **kwargs)
@@ -397,11 +321,6 @@ def of_one_size(query, *args, **kwargs):
 ADDING = [TORCHS, with_mask(lambda mask: mask)]
 NOT_ADDING = [refusing, with_mask(lambda mask: mask * 0.5), with_mask(lambda mask: (mask == 0) * -1e4),
               with_mask(lambda mask: (mask != 0) * -1e4)]  # fmt: skip
-NO_ATTENTION = [
-    lambda q, k, v, *_, **__: q @ (k.mT @ v) / k.shape[-2],  # no softmax
-    lambda q, *args, **more: TORCHS(q * 1.5, *args, **more),
-    of_one_size,
-]
 
 
 @pytest.mark.parametrize("name", ["by a module's name", "by a helper of another module", "by diffusers' dispatcher"])
@@ -413,20 +332,28 @@ def test_a_function_in_place_of_torchs_is_told_of_sizes_or_torchs_own_is(name, m
         for function in functions_of_host:
             monkeypatch.setattr(F, "scaled_dot_product_attention", function)
             assert way(module) == expected, function
-    for function in NO_ATTENTION:
+    for function in (linear, of_one_size):
         monkeypatch.setattr(F, "scaled_dot_product_attention", function)
         assert "no attention" in why_left_alone(module), function
 
 
+def by_heads(q, k, v, bias):
+    return TORCHS(*(one.transpose(1, 2) for one in (q, k, v)), bias).transpose(1, 2)
+
+
+@pytest.mark.parametrize("change", [lambda out: out * 1.5, lambda out: out[:, :1], lambda out: out * float("nan"),
+                                    lambda out: 1 / 0])  # fmt: skip
+def test_a_function_that_gives_something_else_on_a_few_tokens_is_no_attention(change):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        like = torch.zeros(1, 4, 2, 16, dtype=dtype)
+        assert functions.try_once("attention", by_heads, 0.25, like)
+        assert functions.try_once("changed", lambda *given: change(by_heads(*given)), 0.25, like) is None
+
+
 def test_a_function_is_tried_once_for_its_heads_and_dtype_and_draws_from_no_generator():
     calls, state, like = [], torch.get_rng_state(), torch.zeros(1, 4, 2, 16)
-
-    def function(q, k, v, bias):
-        calls.append(q)
-        return TORCHS(*(one.transpose(1, 2) for one in (q, k, v)), bias).transpose(1, 2)
-
     for key, one in (("name", like), ("name", like), ("name", like[:, :, :1]), ("name", like.half()), ("other", like)):
-        assert functions.try_once(key, function, 0.25, one)
+        functions.try_once(key, lambda *given: calls.append(given) or by_heads(*given), 0.25, one)
     assert len(calls) == 8 and torch.equal(torch.get_rng_state(), state)  # without a bias, and with one
 
 
@@ -479,12 +406,6 @@ def test_by_hand_nothing_merges_beside_other_operations(name):
         assert "it has a norm, an output scale or a residual connection" in why_left_alone(module), unusual
 
 
-def test_a_description_may_refuse_a_call_and_a_second_takes_its_place():
-    assert "it is picky" in why_left_alone(telling(Masked()), picky=True)
-    register(full_name(Masked.forward), ForwardOnStandIn(by_attribute=False))
-    assert way(telling(Masked()), picky=True) == OWN_BIAS
-
-
 def test_sgms_additional_tokens_are_left_alone():
     """Only its own forward knows which of the tokens they are."""
     module = HOSTS["sgm"].make(torch.float32)
@@ -504,16 +425,3 @@ def test_a_call_that_asks_for_more_than_attention_is_left_alone():
     assert "keys and values" in reason(lambda q, k, v: (q, k[:1], v[:1]))  # of one sample for all
     hides_nothing = torch.ones(3, 1, 1, SIDE**2).bool()
     assert way(asking(attn_mask=hides_nothing)) == BIAS
-
-
-def test_values_of_another_width_than_keys_merge_without_a_correction():
-    def wider(attn, x, **_):
-        q, k, v = parts(attn, x)
-        return flat(F.scaled_dot_product_attention(q, k, torch.cat([v, -v], -1)).chunk(2, -1)[1])
-
-    unet, pictures = UNetOf(attention(wider)), []
-    for correction in (True, False):
-        with tome_core.patch(unet, side="kv", use_rand=False, correction=correction) as handle:
-            pictures.append(run(unet, tokens(2)))
-        assert handle.report().merged_anything
-    assert torch.equal(*pictures)

@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from tomesd.merge import bipartite_soft_matching_random2d
 
-import tome_core
-from tests.models import call_unet, fixed, unet
 from tome_core import MergePlan, MergeRule
 from tome_core.engine.match import match as match_heads
 from tome_core.merging.grid import WINDOW, Draw, Grid, Layout, cell_of, cells, draw_choices, windows
@@ -163,15 +161,6 @@ def test_a_cluster_that_loses_its_tokens_keeps_its_centre_and_is_given_one_in_th
     assert match("cluster", x, (1, 8)).group.tolist() == [[0, 0, 0, 0, 2, 1, 3, 3]]
 
 
-@every_method
-def test_equal_inputs_give_equal_maps_and_the_global_generator_is_left_alone(name):
-    x = tokens((16, 16))
-    before = torch.get_rng_state()
-    first, second = (match(name, x, (16, 16), draw=Draw(5, 0, torch.tensor([7.0]))) for _ in range(2))
-    assert torch.equal(first.group, second.group)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def choices(seed, level, *times, count=1024, dtype=torch.float32):
     return draw_choices(Draw(seed, level, torch.tensor(times, dtype=dtype)), count, 4, torch.device("cpu"))
 
@@ -213,16 +202,6 @@ def test_each_metric_compares_what_it_is_called():
         rule = MergeRule(ratio=0.75, side="kv", use_rand=False, metric=metric)
         found = match_heads(*(one.unflatten(2, (3, 4)) for one in (k, v)), Layout(Grid(8, 8)), rule)
         assert torch.equal(found.group, expected.group)
-
-
-def test_blocks_without_self_attention_are_left_alone_and_named():
-    """Their first attention looks at the prompt too, as in the four times upscaler: its keys are no metric."""
-    model = fixed(unet(only_cross_attention=True, cross_attention_dim=48))
-    x, text = torch.randn(1, 4, 32, 32), torch.randn(1, 7, 48)
-    plain = call_unet(model, x, 5, text)
-    with tome_core.patch(model, side="kv", ratio=0.75) as handle:
-        assert torch.equal(call_unet(model, x, 5, text), plain)
-    assert list(handle.report().levels[0].reasons) == ["attn: keys and values are not the picture's tokens"]
 
 
 # --- where tokens lie -------------------------------------------------------------------------------------------------
