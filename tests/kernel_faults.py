@@ -1,7 +1,4 @@
-"""Laws of a kernel's proof of itself: kernels with planted errors are caught at their first launch, right ones never.
-
-Run by test_kernels.py and test_on_cuda.py.
-"""
+"""Laws of a kernel's proof of itself: wrong kernels are caught at their first launch, right ones never."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What the laws of the Triton kernels share: where they run, and the kernels' names.
-
-With ``TRITON_INTERPRET=1`` Triton's interpreter runs the kernels on the CPU, else they are compiled for the GPU.
-"""
+"""What the laws of the Triton kernels share. With ``TRITON_INTERPRET=1`` they run on the CPU, else on the GPU."""
 
 from __future__ import annotations
 
@@ -51,10 +48,7 @@ if INTERPRETED and (reason := _why_not()):
 
 
 def _compare(key, arguments):
-    """In place of a first launch's proof: every launch is compared with torch's operators, and is used.
-
-    A launch whose inputs are not finite too, which the proof leaves to torch.
-    """
+    """In place of a first launch's proof: every launch is compared with torch's operators, and is used."""
     fault = kernels.find_fault(key[0], arguments)
     if fault:
         _fail(key[0], fault)

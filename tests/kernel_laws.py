@@ -1,8 +1,6 @@
-"""Laws of the Triton kernels: what torch's operators give, they give.
+"""Laws of the Triton kernels, each launch of which `kernel_harness.used` compares with torch's operators.
 
-Every launch in here is compared, element by element, by the kernels' own proof (`kernel_harness.used`), which
-kernel_faults.py holds to its own laws. Here are the shapes to launch, and what a proof does not see: bits, ties,
-numbers that are none, gradients. Run by test_kernels.py and test_on_cuda.py.
+Here are the shapes to launch, and what a comparison does not see: bits, ties, numbers that are none, gradients.
 """
 
 from __future__ import annotations

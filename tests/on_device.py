@@ -12,10 +12,7 @@ _WAITING = {getattr(torch.Tensor, name) for name in (
 
 
 class OnDevice(torch.Tensor):
-    """A tensor that computes on the CPU and counts each time that its values are looked at.
-
-    waits: of all of them, the names of the methods that had to wait.
-    """
+    """A tensor that computes on the CPU; waits: the names of methods that looked at values of any of them."""
 
     waits: ClassVar[list[str]] = []
 

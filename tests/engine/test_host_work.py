@@ -1,7 +1,4 @@
-"""What merging gives the host to do: calls of our functions, changes of file, operators.
-
-On a fast GPU a call of the UNet waits for Python and for operators that are dispatched. Times are nobody's law here.
-"""
+"""What merging gives the host to do, for which a fast GPU waits: calls of our functions, changes of file, operators."""
 
 from __future__ import annotations
 

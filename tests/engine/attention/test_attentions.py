@@ -1,8 +1,4 @@
-"""Every attention that hosts call, in one table: merged keys give what repeated keys give, else it is left alone.
-
-The engine knows no class of attentions or processors, but the function that their code calls; or, if they compute their
-scores by hand, a description of the function that does.
-"""
+"""Every attention that hosts call, in one table: merged keys give what repeated keys give, else it is left alone."""
 
 from __future__ import annotations
 
@@ -414,11 +410,16 @@ def test_sgms_additional_tokens_are_left_alone():
 
 def test_a_call_that_asks_for_more_than_attention_is_left_alone():
     def asking(change=lambda *own: own, **more):
-        return attention(lambda attn, x, **_: flat(F.scaled_dot_product_attention(*change(*parts(attn, x)), **more)))
+        def call(attn, x, **_):
+            torch.manual_seed(0)
+            return flat(F.scaled_dot_product_attention(*change(*parts(attn, x)), **more))
+
+        return attention(call)
 
     def reason(*change, **more):
         return why_left_alone(asking(*change, **more), config=tome_core.MergeConfig(side="kv"))
 
+    assert "the call also uses" in reason(dropout_p=0.1)
     assert "the call also uses" in reason(is_causal=True)
     assert "mask" in reason(attn_mask=torch.zeros(1, SIDE**2))
     assert "mask" in reason(attn_mask=torch.ones(3, 1, SIDE**2, SIDE**2).tril().bool())

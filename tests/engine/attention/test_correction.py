@@ -71,28 +71,22 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, log
 
 def test_where_logits_are_small_the_error_falls_with_their_square():
     """Without the correction it falls with themselves."""
-    heads, steps = 2, (3e-2, 1e-2, 3e-3)  # the logarithms of sizes are float32 to the engine
-    q, k, v = drawn(2, 60, 16, torch.float64)
-    plan, errors = ragged(2, 60, 7), []
-    for small_q in (q * step for step in steps):
+    heads, plan, (q, k, v) = 2, ragged(2, 60, 7), drawn(2, 60, 16, torch.float64)
+
+    def errors(small_q: torch.Tensor) -> list[torch.Tensor]:
         full = attention(small_q, k, v, heads)
         merged = attention(small_q, plan.merge(k), plan.merge(v), heads, plan.sizes.double().log())
         correction = fit_correction(small_q[:, ::4], (k, v), plan, heads, 8**-0.5)[0]
         parts = (one.unflatten(2, (heads, -1)) for one in (merged, small_q))
-        outputs = merged, add_correction(*parts, correction).flatten(2)
-        errors.append([(out - full).abs().max().item() for out in outputs])
-    for number in range(2):
-        for power, before, after in zip((1, 2), errors[number], errors[number + 1], strict=True):
-            expected = power * math.log(steps[number] / steps[number + 1])
-            assert math.log(before / after) == pytest.approx(expected, abs=0.15 * power)
+        return [(out - full).abs().max() for out in (merged, add_correction(*parts, correction).flatten(2))]
+
+    for power, before, after in zip((1, 2), errors(q * 3e-2), errors(q * 3e-3), strict=True):
+        assert math.log10(before / after) == pytest.approx(power, abs=0.15 * power)
 
 
 @pytest.mark.parametrize("heads, count, width", [(1, 2, 1), (3, 60, 8), (2, 5, 8), (1, 40, 3)])
 def test_the_fit_is_ridge_regression(heads, count, width):
-    """Against a solver's, on unit variances, with the penalty as many samples as unknowns; far fewer samples too.
-
-    Less than a thousandth of its size is not scaled to more than that.
-    """
+    """Against a solver's; a part that hardly varies is not scaled to more than a thousandth of its size."""
     generator = torch.Generator().manual_seed(count)
     for spread in (0.1, 1e-4):
         q, merged, left = (

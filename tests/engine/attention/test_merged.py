@@ -116,8 +116,7 @@ def test_fewer_heads_of_keys_are_as_if_they_were_repeated():
 
 
 def test_a_match_costs_less_than_a_twentieth_of_what_it_saves():
-    """Of attention over 21 frames at 720p: products are counted, the attention's by its formula. Heads are narrow, and
-    what is searched and multiplied grows with them alike."""
+    """Of 21 frames at 720p; heads are narrow, and what is searched and multiplied grows with them alike."""
     layout = Layout(Grid(21 * 45, 80, frames=21))
     tokens = tokens_in(layout)
     own = Attention(*torch.randn(3, 1, tokens, 1, 16, generator=torch.Generator().manual_seed(0)), sdpa, 0.25)

@@ -1,6 +1,4 @@
-"""The Triton kernels without a GPU: their laws in Triton's interpreter, compiled for GPUs that are not here, and what
-happens if Triton is missing, broken or not wanted.
-"""
+"""The Triton kernels without a GPU: their laws, their code, and what happens if Triton is missing or broken."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""How many kernels a merged block launches on a GPU with Triton, beyond those of the unmerged block.
-
-Counted here on the CPU: the engine is told that its kernels serve the CPU, doubles stand for them that compute nothing,
-and every operator that would be a launch counts. A number that grows is a regression for everyone whose GPU waits for
-its host; one that falls is written down here.
-"""
+"""How many kernels a merged block launches beyond the unmerged one, on a GPU with Triton: counted here on the CPU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Laws of every matching method, whatever the grid, of what a match compares, and of the grid's cells and windows.
-
-The oracles are slow, obvious versions of what the engine does fast: loops over tokens, in float64.
-"""
+"""Laws of matches, of what they compare, and of a grid's cells and windows, against slow and obvious versions."""
 
 from __future__ import annotations
 
@@ -33,18 +30,7 @@ def tokens(grid, batch=2, channels=6, seed=0):
     return torch.randn(batch, grid[0] * grid[1], channels, generator=generator)
 
 
-def k_means(values, centres, iterations):
-    """Lloyd's algorithm on ``[N, C]``: the cluster of each value. One that loses all its values keeps its centre."""
-    values, centres, label = values.double(), centres.double().clone(), []
-    for _ in range(iterations):
-        label = [int(((centres - value) ** 2).sum(-1).argmin()) for value in values]
-        for number in set(label):
-            centres[number] = torch.stack([value for value, own in zip(values, label, strict=True) if own == number]
-                                          ).mean(0)  # fmt: skip
-    return label
-
-
-def refined_groups(x, groups, count, steps, by_distance):
+def k_means(x, groups, count, steps, by_distance):
     """K-means on ``[N, C]``, or on its directions, from a grouping; a group that loses its tokens stays empty."""
     x = x.double() if by_distance else F.normalize(x.double(), dim=-1)
     for _ in range(steps):
@@ -112,7 +98,7 @@ def test_refinement_is_k_means_from_the_match(steps, ratio, cell, by_distance):
     start, plan = (METHODS["bipartite"].match(x, Grid(8, 8), MatchOptions(ratio, cell, cell, None, many, by_distance))
                    for many in (0, steps))  # fmt: skip
     for sample in range(2):
-        expected = refined_groups(x[sample], start.group[sample].tolist(), start.num_groups, steps, by_distance)
+        expected = k_means(x[sample], start.group[sample].tolist(), start.num_groups, steps, by_distance)
         assert plan.group[sample].tolist() == expected
     assert not torch.equal(plan.group, start.group)
 
@@ -151,7 +137,8 @@ def test_clusters_are_lloyds_algorithm_on_tokens_or_on_their_cosines(name, ratio
     cosine = F.cosine_similarity(x[0], x[0].mean(0, keepdim=True), dim=-1)[:, None]
     values, ordered = (x[0], x[0]) if name == "cluster" else (cosine, cosine.sort(0).values)
     count = 36 - int(36 * ratio)
-    expected = k_means(values, ordered[[i * 36 // count for i in range(count)]], ITERATIONS)
+    first = torch.cdist(values.double(), ordered[[i * 36 // count for i in range(count)]].double()).argmin(1).tolist()
+    expected = k_means(values, first, count, ITERATIONS - 1, by_distance=True)
     assert len(set(expected)) == count  # none empty here, so none was given a token
     assert match(name, x, (6, 6), ratio=ratio).group[0].tolist() == expected
 
