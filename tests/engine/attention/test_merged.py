@@ -129,17 +129,17 @@ def test_a_match_costs_less_than_a_twentieth_of_what_it_saves():
 
 def test_it_holds_little_beyond_attentions_own_memory(monkeypatch):
     """Merged keys and values, which are a sixteenth, and some pieces of a size that does not grow."""
-    layout, piece = Layout(Grid(24 * 16, 20, frames=24), first=20), 1 << 18
+    layout, piece = Layout(Grid(24 * 16, 20, frames=24), first=20), 1 << 16
     monkeypatch.setattr(merged, "_HELD", piece)
+    monkeypatch.setattr(merged, "_AT_ONCE", 0)
     own = by_head(attention(layout, batch=1))
-    tensor, scores = own.k.numel() * 4, 8 << 20
-
-    def merging():
-        return corrected(own, match_of(own, layout), layout)
-
+    plan, tensor, scores = match_of(own, layout), own.k.numel() * 4, 8 << 20
     with torch.inference_mode():
-        sdpa(*own[:3]), merging()
-        plain, peak = peak_bytes(lambda: sdpa(*own[:3])), peak_bytes(merging)
+        sdpa(*own[:3]), corrected(own, match_of(own, layout), layout)
+        plain = peak_bytes(lambda: sdpa(*own[:3]))
+        matching = peak_bytes(lambda: match_of(own, layout))
+        attending = peak_bytes(lambda: corrected(own, plan, layout))
     maps = 8 * 8 * own.k.shape[1]  # whole numbers for each token: groups and orders
-    assert peak <= max(plain + 2 * tensor / 8, scores) + 12 * piece + maps, (peak, plain, tensor)
+    assert matching <= scores + 2 * tensor + maps
+    assert attending <= plain + 2 * tensor / 8 + 12 * piece
     assert plain > tensor / 2, "the count sees what is held"
