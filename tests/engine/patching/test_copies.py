@@ -1,13 +1,11 @@
-"""Copies, pickles, files and processes of a patched model: a copy merges nothing until it is patched itself; what
-shares a network merges as the network does.
+"""Copies, pickles and files of a patched model: a copy merges nothing until it is patched itself; what shares a network
+merges as the network does.
 """
 
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import pickle
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ import torch
 
 import tome_core
 from tests import pipelines, transformer_pipelines
-from tests.families import MODELS, Family, every_model, some_models
+from tests.families import Family, every_model
 from tests.models import sd15
 from tests.thoroughness import some_quick
 from tests.tiny_transformers import STRONG
@@ -59,51 +57,6 @@ def test_a_handle_is_not_copied_and_what_holds_one_is():
     with pytest.raises(TypeError, match="patch the copy of the model"):
         pickle.dumps(handle)
     assert copy.deepcopy({"handle": handle}) == {"handle": None}
-
-
-# --- processes --------------------------------------------------------------------------------------------------------
-
-
-def drawn(name: str, model: Any) -> tuple[list, bool]:
-    """The model's picture in another process, and whether the model is patched there."""
-    torch.set_num_threads(1)  # a pool of the parent's threads is not there
-    return MODELS[name].call(model).tolist(), tome_core.report(model).patched
-
-
-def send_drawn(to: Any, name: str, model: Any) -> None:
-    to.send(drawn(name, model))
-
-
-@some_models("sd15", "Flux")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_fork_merges_as_its_parent_and_what_is_saved_says_nothing_of_it(one: Family, tmp_path):
-    """A copy of all memory has our patch as well."""
-    model = one.build()
-    files = saved(model, tmp_path / "plain")
-    with tome_core.patch(model, EVERYTHING) as handle:
-        merged = one.call(model)
-        assert saved(model, tmp_path / "patched") == files
-        if "fork" in multiprocessing.get_all_start_methods():
-            forking = multiprocessing.get_context("fork")
-            ours, theirs = forking.Pipe()
-            child = forking.Process(target=send_drawn, args=(theirs, one.name, model))
-            child.start()
-            theirs.close()
-            assert ours.recv() == (merged.tolist(), True)
-            child.join()
-        assert torch.equal(one.call(model), merged) and handle.report().calls == 2
-
-
-@pytest.mark.slow
-def test_a_spawned_process_merges_nothing_with_a_patched_model():
-    """The default of a DataLoader's workers on Windows and macOS."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as others:
-        for name in ("sd15", "Flux"):
-            model = MODELS[name].build()
-            plain = MODELS[name].call(model).tolist()
-            with tome_core.patch(model, EVERYTHING):
-                MODELS[name].call(model)
-                assert others.submit(drawn, name, model).result() == (plain, False)
 
 
 # --- pipelines --------------------------------------------------------------------------------------------------------
