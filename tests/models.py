@@ -24,15 +24,13 @@ TEXT = 32
 
 
 class ModelCase(NamedTuple):
-    """One family. build: makes the model, its weights always the same; call: ``(model, x, timestep, text)`` to picture.
-
-    in_channels: of the latent; frames: pictures of one sample.
+    """One family. build: makes the model, its weights always the same; call: ``(model, x, timestep, text)`` to picture;
+    frames: pictures of one sample.
     """
 
     name: str
     build: Callable[[], Any]
     call: Callable[[Any, torch.Tensor, Any, torch.Tensor], torch.Tensor]
-    in_channels: int = 4
     frames: int = 1
 
 

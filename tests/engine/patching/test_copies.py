@@ -18,12 +18,13 @@ from tests import pipelines, transformer_pipelines
 from tests.families import Family, every_model
 from tests.models import sd15
 from tests.thoroughness import some_quick
-from tests.tiny_transformers import STRONG
-from tests.traces import traces
+from tests.tiny_transformers import STRONG, distance
+from tests.traces import attributes, traces
 from tome_core import MergeConfig
 from tome_core.models.wrap import wraps_on
 
 EVERYTHING = MergeConfig(ratio=0.5, merge_crossattn=True, merge_mlp=True)
+SETTINGS = {**STRONG, "keep": 600.0, "only_if_it_pays": False}
 
 
 def saved(model: Any, folder: Path) -> dict[str, bytes]:
@@ -62,22 +63,31 @@ def test_a_handle_is_not_copied_and_what_holds_one_is():
 # --- pipelines --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", some_quick(
-    ["Flux", *pipelines.KINDS, *(name for name in transformer_pipelines.PRESENT if name != "Flux")]))  # fmt: skip
-def test_a_pipelines_copy_is_its_own_and_from_pipe_shares_the_patch(name: str, tmp_path):
+# one of each time's meaning, and Wan's two transformers; then UNets, other schedulers, guiders and inputs
+_FIRST = [name for name in ("Flux", "Z-Image", "Mochi", "Wan 2.2, of two transformers")
+          if name in transformer_pipelines.PRESENT]  # fmt: skip
+_OTHERS = [name for name in (*pipelines.KINDS, *transformer_pipelines.PRESENT) if name not in _FIRST]
+
+
+@pytest.mark.parametrize("name", some_quick([*_FIRST, *_OTHERS], len(_FIRST)))
+def test_a_pipeline_merges_near_to_itself_and_a_copy_is_its_own_and_from_pipe_shares_the_patch(name: str, tmp_path):
     if name in pipelines.KINDS:
         pipe, draw = pipelines.make(tmp_path, name), pipelines.draw
+        models, most = [pipe.unet], float("inf")
     else:
         pipe, call = transformer_pipelines.make(name)
         draw = partial(transformer_pipelines.draw, call=call)
-    plain, files = draw(pipe), saved(pipe, tmp_path / "plain")
-    with tome_core.patch(pipe, **STRONG, only_if_it_pays=False) as handle:
-        merged, before = draw(pipe), handle.report().calls
-        assert saved(pipe, tmp_path / "patched") == files and not torch.equal(merged, plain)
+        models, most = transformer_pipelines.transformers_of(pipe), 0.05
+    plain, files, before, own = draw(pipe), saved(pipe, tmp_path / "plain"), [*map(attributes, models)], set(vars(pipe))
+    with tome_core.patch(pipe, **SETTINGS) as handle:
+        merged, report = draw(pipe), handle.report()
+        assert not report.reasons and report.work_saved > 0.8 and 0 < distance(merged, plain) < most
+        assert saved(pipe, tmp_path / "patched") == files
         other = copy.deepcopy(pipe)
         assert torch.equal(draw(other), plain) and not tome_core.report(other).patched
-        with tome_core.patch(other, **STRONG, only_if_it_pays=False):
+        with tome_core.patch(other, **SETTINGS):
             assert torch.equal(draw(other), merged)
         sibling = type(pipe).from_pipe(pipe, **pipe.components)
-        assert not torch.equal(draw(sibling), plain) and handle.report().calls == 2 * before
+        assert not torch.equal(draw(sibling), plain) and handle.report().calls == 2 * report.calls
     assert torch.equal(draw(sibling), plain) and torch.equal(draw(pipe), plain)
+    assert [*map(attributes, models)] == before and set(vars(pipe)) == own

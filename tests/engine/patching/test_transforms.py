@@ -102,29 +102,22 @@ def test_gradients_of_samples_that_are_mapped_over_are_those_of_single_calls(con
 
 
 @configs
-def test_a_model_on_the_meta_device_has_a_shape(config: MergeConfig):
-    """How large an output is, asked before anything is loaded, or after a call with values."""
-    x, text = inputs(4, 2, 16, 16)
+def test_tensors_without_values_give_a_shape_and_none_is_kept(config: MergeConfig):
+    """What exporters and memory estimates send, and who asks how large an output is before anything is loaded."""
+    given, fake = (*inputs(4, 1, 16, 16), torch.tensor(100)), FakeTensorMode(allow_non_fake_inputs=True)
     for is_called_before in (True, False):
         model = small()
         with tome_core.patch(model, config) as handle:
             if is_called_before:
-                run(model, x, text)
-            model.to("meta")
-            for timestep in (100, torch.tensor(100, device="meta")):
+                expected = run(model, *given)
                 handle.reset_counts()
-                assert run(model, x.to("meta"), text.to("meta"), timestep).shape == x.shape
+                with fake:
+                    assert run(model, *map(fake.from_tensor, given)).shape == expected.shape
                 assert handle.report().merged_anything or handle.report().reasons
-
-
-def test_fake_tensors_pass_under_a_preset():
-    """What exporters and memory estimates send; the timestep is one of them, and has no value to look at."""
-    given = (*inputs(4, 1, 8, 8), torch.tensor(100))
-    model, mode = small(), FakeTensorMode(allow_non_fake_inputs=True)
-    with tome_core.patch(model, BALANCED) as handle:
-        expected = run(model, *given)
-        handle.reset_counts()
-        with mode:
-            assert run(model, *map(mode.from_tensor, given)).shape == given[0].shape
-        assert handle.report().merged_anything or handle.report().reasons
-        assert torch.equal(run(model, *given), expected), "no fake one is kept"
+                assert torch.equal(run(model, *given), expected)
+            model.to("meta")
+            on_meta = [one.to("meta") for one in given]
+            for timestep in (100, on_meta[2]):
+                handle.reset_counts()
+                assert run(model, *on_meta[:2], timestep).shape == given[0].shape
+                assert handle.report().merged_anything or handle.report().reasons
