@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
-import operator
 import re
 import sys
 from collections.abc import Iterator
@@ -237,11 +236,6 @@ def why_left_alone(module: nn.Module, batch: int = 3, config: MergeConfig = KV, 
 
 
 # --- xformers, which is for GPUs --------------------------------------------------------------------------------------
-
-
-LASTING = SimpleNamespace(  # patches like monkeypatch's that last
-    setitem=operator.setitem, setattr=lambda target, name, value, raising=True: setattr(target, name, value)
-)
 
 
 def memory_efficient_attention(

@@ -17,7 +17,6 @@ from ldm.modules.diffusionmodules.openaimodel import UNetModel
 from torch import nn
 
 from tests.doubles import ComfyBlock, LatentDiffusionDouble, SgmBlock
-from tests.image_prompts import image_adapter
 from tome_core import MergeConfig, MergePlan, preset
 from tome_core.merging.methods import METHODS
 
@@ -25,15 +24,13 @@ TEXT = 32
 
 
 class ModelCase(NamedTuple):
-    """One family. build: makes the model, its weights always the same; call: ``(model, x, timestep, text)`` to picture.
-
-    in_channels: of the latent; frames: pictures of one sample.
+    """One family. build: makes the model, its weights always the same; call: ``(model, x, timestep, text)`` to picture;
+    frames: pictures of one sample.
     """
 
     name: str
     build: Callable[[], Any]
     call: Callable[[Any, torch.Tensor, Any, torch.Tensor], torch.Tensor]
-    in_channels: int = 4
     frames: int = 1
 
 
@@ -131,8 +128,14 @@ gligen = seeded(unet, attention_type="gated")
 @seeded
 def ip_adapter() -> nn.Module:
     """The attention processors as diffusers' own loader sets them."""
-    model = unet()
-    model._load_ip_adapter_weights([image_adapter(model, torch.Generator())])
+    model, weights = unet(), {}
+    for number, name in enumerate(name for name in model.attn_processors if name.endswith("attn2.processor")):
+        width = model.get_submodule(name.removesuffix(".processor")).to_k.out_features
+        for part in ("to_k_ip", "to_v_ip"):
+            weights[f"{2 * number + 1}.{part}.weight"] = torch.zeros(width, TEXT)
+    image = {"proj.weight": torch.zeros(4 * TEXT, 16), "proj.bias": torch.zeros(4 * TEXT),
+             "norm.weight": torch.ones(TEXT), "norm.bias": torch.zeros(TEXT)}  # fmt: skip
+    model._load_ip_adapter_weights([{"image_proj": image, "ip_adapter": weights}])
     return model
 
 

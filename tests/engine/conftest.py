@@ -23,14 +23,6 @@ def build(words) -> Callable:
 
 
 @pytest.fixture
-def load(words, tmp_path) -> Callable:
-    """Loads adapters into a pipeline: `tests.pipelines.load`."""
-    from tests import pipelines
-
-    return partial(pipelines.load, words, tmp_path)
-
-
-@pytest.fixture
 def pipe(tiny_folder):
     """A small SD1.5 pipeline."""
     from tests.samplings import pipeline_of

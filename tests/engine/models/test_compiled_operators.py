@@ -1,6 +1,4 @@
-"""The two operators of compiled models: what they promise a compiler, one definition for a process, and the way of a
-call's arguments through a graph.
-"""
+"""The two operators of compiled models: what they promise a compiler, and one definition for a process."""
 
 from __future__ import annotations
 
@@ -16,28 +14,16 @@ from torch import nn
 import tome_core
 from tests import tiny_transformers
 from tests.compiling import TINY, where_compilers_were_tried
-from tests.least_unet import FEW, KEPT, build, call, draw, same
 from tests.tiny_transformers import STRONG
+from tests.traces import wraps_of
 from tome_core.models import compiled
-from tome_core.models.compiled import pack, unpack
-from tome_core.models.sites import AttentionSite, ModelSite
-from tome_core.models.wrap import wrap_of
+from tome_core.models.sites import AttentionSite
 
 pytestmark = where_compilers_were_tried
 
 
-def test_what_is_packed_is_unpacked():
-    tensor = torch.zeros(1)
-    values = [tensor, None, 3, [(1, 2, 3), [tensor], ()], (7,), True]
-    form, tensors, numbers = pack(values)
-    assert unpack(form, tensors, numbers) == values and len(tensors) == 2
-    assert pack([{}]) is None and pack(["word"]) is None
-    assert pack([0.5, 2]) == ("ti", [torch.tensor(0.5)], [2]), "of a fraction a graph takes any"
-
-
-def first_site(model: nn.Module, kind: type) -> Any:
-    wraps = (wrap_of(vars(module).get("forward")) for module in model.modules())
-    return next(wrap for wrap in wraps if isinstance(wrap, kind))
+def test_of_a_fraction_a_graph_takes_any():
+    assert compiled.pack([0.5, 2]) == ("ti", [torch.tensor(0.5)], [2])
 
 
 @torch.no_grad()
@@ -48,30 +34,14 @@ def check(name: str, *arguments: Any) -> None:
 @pytest.mark.parametrize("build", [TINY.build, lambda: tiny_transformers.build("Wan")], ids=["UNet", "transformer"])
 def test_operators_give_what_a_compiler_was_told(build: Any):
     """An attention's output lies as it was said, and is nobody else's memory, which a compiler may write over."""
-    tome_core.patch(model := build(), **STRONG)
-    number = first_site(model, AttentionSite).number
+    model = build()
+    wraps = wraps_of(tome_core.patch(model, **STRONG))
+    number = next(wrap.number for wrap in wraps if isinstance(wrap, AttentionSite))
     for by_head in (False, True):
         q, k, v = (torch.randn(1, 2, 24, 16) if by_head else torch.randn(1, 24, 2, 16) for _ in range(3))
         check("attend", number, number, q, k, v, None, by_head, None, False, "")
     if build is TINY.build:
-        check("begin", first_site(model, ModelSite).number, "tt", [torch.randn(1, 16, 8, 8), torch.tensor(5)], [])
-
-
-def test_a_compiler_may_write_over_what_it_was_given(monkeypatch, fresh_compiler):
-    """An operator's results are the graph's own, and memory is used again."""
-    given, plain = [], AttentionSite.answers
-    monkeypatch.setattr(AttentionSite, "answers", lambda *args: given.append(plain(*args)) or given[-1])
-    with tome_core.patch(model := build(1), KEPT) as handle:
-        expected = draw(model, handle)
-    with tome_core.patch(model := build(1), KEPT) as handle:
-        model.compile(backend="eager", fullgraph=True)
-        pictures = []
-        for number, time in enumerate(FEW):
-            handle.set_time(timestep=time, sampling="a")
-            pictures.append(call(model, seed=number))
-            for one in given:
-                one.zero_()
-    assert given and same(pictures, expected)
+        check("begin", wraps[0].number, "tt", [torch.randn(1, 16, 8, 8), torch.tensor(5)], [])
 
 
 # --- one definition for a process -------------------------------------------------------------------------------------

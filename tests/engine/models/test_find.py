@@ -36,37 +36,25 @@ def pipeline(**components: Any) -> SimpleNamespace:
     return SimpleNamespace(components=components, **components)
 
 
-@pytest.mark.parametrize("name", ["sd15", "ldm_sd1"])
-def test_a_wrapped_unet_merges_as_the_unet_itself_whichever_is_called(name: str):
+@pytest.mark.parametrize("name, hold", [
+    ("sd15", lambda model: Wrapper(nn.DataParallel(model))), ("ldm_sd1", Wrapper), ("ldm_wrapped", lambda it: it.model),
+    ("sd15", lambda model: pipeline(unet=model)),
+], ids=["DDP", "DDP, ldm", "LDM", "pipeline"])  # fmt: skip
+def test_whatever_holds_a_unet_it_merges_as_by_itself_and_is_found_and_removed_through_either(name: str, hold: Any):
     family = MODELS[name]
-    with tome_core.patch(model := family.build(), BALANCED) as handle:
-        picture, report = family.call(model), handle.report()
-    whole = Wrapper(nn.DataParallel(inner := family.build()))
-    plain, before = family.call(whole), traces(whole)
-    with tome_core.patch(whole, BALANCED) as handle:
-        for each in (inner, whole):
+    with tome_core.patch(alone := family.build(), BALANCED) as handle:
+        picture, report = family.call(alone), handle.report()
+    model = family.build()
+    plain, before, whole = family.call(model), traces(model), hold(model)
+    for handed, other in ((whole, model), (model, whole)):
+        handle = tome_core.patch(handed, BALANCED)
+        for each in (model, whole) if isinstance(whole, Wrapper) else (model,):
             handle.reset_counts()
             assert torch.equal(family.call(each), picture)
-            assert handle.report() == report == tome_core.report(whole) == tome_core.report(inner)
-    assert traces(whole) == before and torch.equal(family.call(whole), plain)
-
-
-@pytest.mark.parametrize("name, hold, inner", [
-    ("sd15", lambda model: pipeline(unet=model), lambda model: model),
-    ("ldm_wrapped", lambda model: model.model, lambda model: model.model.diffusion_model),
-    ("sd15", Wrapper, lambda model: model),
-], ids=["pipeline", "LDM", "DDP"])  # fmt: skip
-def test_a_patch_is_found_and_removed_through_whatever_holds_the_model(name: str, hold: Any, inner: Any):
-    family = MODELS[name]
-    model = family.build()
-    plain = family.call(model)
-    for handed, other in ((model, hold(model)), (hold(model), inner(model))):
-        assert tome_core.apply_patch(handed, ratio=0.9) is handed
-        family.call(model)
-        assert tome_core.report(handed) == tome_core.report(other) == tome_core.report(inner(model))
-        assert "1 model call, " in str(tome_core.report(other))
+            assert handle.report() == report == tome_core.report(handed) == tome_core.report(other)
         tome_core.remove_patch(other)
         assert not tome_core.report(handed).patched and torch.equal(family.call(model), plain)
+    assert traces(model) == before
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ OFF = MergeConfig(ratio=0)
 either_model = pytest.mark.parametrize("name", some_quick(["diffusers", "Flux"]))
 
 
-def called(name: str, model: Any, size: Call, number: int) -> torch.Tensor:
+def called(name: str, model: Any, size: Call, number: int = 0) -> torch.Tensor:
     """What the model gives for inputs of a number's seed."""
     height, width, timestep = size
     if name != "Flux":
@@ -51,8 +51,8 @@ def called(name: str, model: Any, size: Call, number: int) -> torch.Tensor:
     return model(**{**given, "hidden_states": tokens, "img_ids": ids}, return_dict=False)[0]
 
 
-def built(name: str, checkpoints: bool = True, train: bool = True, only: str = "") -> Any:
-    """The model, with gradients for the parameters whose names contain ``only``."""
+def built(name: str, checkpoints: bool = True, only: str | None = None) -> Any:
+    """The model as it is trained. only: in eval mode, with gradients for the parameters whose names contain this."""
     model = BUILD[name]()
     if checkpoints and hasattr(model, "enable_gradient_checkpointing"):
         model.enable_gradient_checkpointing()
@@ -61,26 +61,23 @@ def built(name: str, checkpoints: bool = True, train: bool = True, only: str = "
             if isinstance(getattr(module, switch, None), bool):
                 setattr(module, switch, True)
     for path, parameter in model.named_parameters():
-        parameter.requires_grad_(only in path)
-    return model.train(train)
+        parameter.requires_grad_((only or "") in path)
+    return model.train(only is None)
 
 
-def loss_of(name: str, model: Any, size: Call, number: int = 0) -> torch.Tensor:
-    return (called(name, model, size, number) * (number + 1)).square().mean()
+def gradients_of(model: Any) -> Gradients:
+    return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
 
 
 def gradients(name: str, calls: list[Call], config: MergeConfig, at_once: bool = False, **how: Any) -> Gradients:
     """Of the sum of all losses: each is followed by its backward pass, or one goes through all."""
     model = built(name, **how)
     with patch(model, config):
-        losses = (loss_of(name, model, size, number) for number, size in enumerate(calls))
+        losses = ((called(name, model, size, number) * (number + 1)).square().mean()
+                  for number, size in enumerate(calls))  # fmt: skip
         for loss in [sum(losses)] if at_once else losses:
             loss.backward()
     return gradients_of(model)
-
-
-def gradients_of(model: Any) -> Gradients:
-    return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
 
 
 def assert_same(some: Gradients, others: Gradients) -> None:
@@ -91,15 +88,18 @@ def assert_same(some: Gradients, others: Gradients) -> None:
 
 
 @pytest.mark.parametrize("of", some_quick([
-    ("diffusers", DRAWN), ("diffusers", TOMESDS), ("Flux", KEYS), ("diffusers", IN_TIME), ("ldm", TOMESDS),
-    ("sgm", DRAWN),
-], 3), ids=["sd15, drawn", "sd15, tomesd's", "Flux, keys", "sd15, in time", "ldm", "sgm"])  # fmt: skip
+    ("diffusers", DRAWN, None), ("diffusers", TOMESDS, None), ("Flux", KEYS, None), ("diffusers", IN_TIME, None),
+    ("ldm", TOMESDS, None), ("sgm", DRAWN, None),
+    # in eval mode; with the rest frozen, the first block's input needs no gradient itself
+    ("diffusers", IN_TIME, "attn1.to_q"), ("sgm", IN_TIME, "input_blocks.1.1.transformer_blocks.0.attn1"),
+    ("ldm", IN_TIME, ""),  # its checkpoint function wants a gradient of every parameter
+], 3))  # fmt: skip
 def test_checkpointing_changes_no_gradient_and_one_backward_pass_may_go_through_several_calls(of):
-    name, config = of
-    plain = gradients(name, CALLS, config, checkpoints=False)
-    assert_same(plain, gradients(name, CALLS, config))
-    assert_same(plain, gradients(name, CALLS, config, at_once=True))
-    unmerged = gradients(name, CALLS, OFF, checkpoints=False)
+    name, config, only = of
+    plain = gradients(name, CALLS, config, checkpoints=False, only=only)
+    assert_same(plain, gradients(name, CALLS, config, only=only))
+    assert_same(plain, gradients(name, CALLS, config, at_once=True, only=only))
+    unmerged = gradients(name, CALLS, OFF, checkpoints=False, only=only)
     assert any((plain[one] - unmerged[one]).abs().max() > 1e-3 * plain[one].abs().max() for one in plain)
 
 
@@ -107,18 +107,18 @@ def test_checkpointing_changes_no_gradient_and_one_backward_pass_may_go_through_
 def test_what_happens_between_a_call_and_its_backward_pass_changes_nothing(name: str):
     def call_without_gradients() -> None:
         with torch.no_grad():
-            called(name, model, B, 1)
+            called(name, model, B)
 
     def call_unmerged() -> None:
         with handle.unmerged():
-            called(name, model, A, 1)
+            called(name, model, A)
 
     plain, model = gradients(name, [A], DRAWN, checkpoints=False), built(name)
     with patch(model, DRAWN) as handle:
-        for between in (call_without_gradients, call_unmerged, partial(called, name, model, B, 1),
+        for between in (call_without_gradients, call_unmerged, partial(called, name, model, B),
                         partial(copy.deepcopy, model)):  # fmt: skip
             model.zero_grad()
-            loss = loss_of(name, model, A)
+            loss = called(name, model, A).square().mean()
             between()
             loss.backward()
             assert_same(plain, gradients_of(model))
@@ -128,34 +128,24 @@ def test_what_happens_between_a_call_and_its_backward_pass_changes_nothing(name:
 def test_a_call_of_another_patch_is_not_run_again(name: str):
     model = built(name)
     with patch(model, TOMESDS):
-        loss = loss_of(name, model, A)
+        loss = called(name, model, A).square().mean()
         with patch(model, KEYS):
             with pytest.raises(RuntimeError, match="before a patch is put on or taken off"):
                 loss.backward()
             model.zero_grad()
-            loss_of(name, model, A).backward()
+            called(name, model, A).square().mean().backward()
     assert_same(gradients(name, [A], KEYS, checkpoints=False), gradients_of(model))
 
 
 @either_model
-@pytest.mark.parametrize("off", [False, True], ids=["no rule holds", "merging is off"])
-def test_a_call_that_merges_nothing_is_run_again_like_that_after_one_that_merged(name: str, off: bool):
-    model, size = built(name), (16, 16, 800 if off else 300)
-    with patch(model, MergeConfig(min_timestep=500)) as handle:
-        called(name, model, (16, 16, 800), 0)
-        assert handle.report().merged_anything
-        with handle.unmerged() if off else nullcontext():
-            loss = loss_of(name, model, size)
-        loss.backward()
-    assert_same(gradients(name, [size], OFF, checkpoints=False), gradients_of(model))
-
-
-@pytest.mark.parametrize("of", some_quick([
-    ("diffusers", "attn1.to_q"),
-    ("ldm", ""),  # its checkpoint function wants a gradient of every parameter
-    ("sgm", "input_blocks.1.1.transformer_blocks.0.attn1"),
-]))  # fmt: skip
-def test_checkpointing_changes_no_gradient_of_a_model_in_eval_mode(of: tuple[str, str]):
-    """With the rest frozen, the first block's input needs no gradient itself."""
-    name, how = of[0], {"train": False, "only": of[1]}
-    assert_same(gradients(name, [A, B], IN_TIME, checkpoints=False, **how), gradients(name, [A, B], IN_TIME, **how))
+def test_a_call_that_merges_nothing_is_run_again_like_that_after_one_that_merged(name: str):
+    merging, closed = (16, 16, 800), (16, 16, 300)
+    for size in (merging, closed):
+        model = built(name)
+        with patch(model, MergeConfig(min_timestep=500)) as handle:
+            called(name, model, merging)
+            assert handle.report().merged_anything
+            with handle.unmerged() if size is merging else nullcontext():
+                loss = called(name, model, size).square().mean()
+            loss.backward()
+        assert_same(gradients(name, [size], OFF, checkpoints=False), gradients_of(model))

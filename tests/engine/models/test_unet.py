@@ -1,30 +1,31 @@
-"""What UNets need beyond the contract: parity with tomesd, odd sizes, levels; and tomesd's way, in which parts of a
-block are called with fewer tokens: what does not fit is left alone and named.
+"""What UNets need beyond the contract: parity with tomesd, odd sizes, levels; and parts of a block that are called with
+fewer tokens, as tomesd does it: they keep all that they are and take, and what does not fit is left alone and named.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import tomesd
 import torch
 import torch.nn.functional as F
-from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
+from diffusers.models.embeddings import SinusoidalPositionalEmbedding
 from torch import nn
 
 import tome_core
-from benchmarks.sd_block import BasicTransformerBlock, UNet, make_block, make_inputs
+from benchmarks.sd_block import make_block, make_inputs
 from tests import models
-from tests.models import BY_NAME, ModelCase, call_case, call_ldm, call_unet, four_levels, ldm, sd15, sdxl, seeded, small
+from tests.models import BY_NAME, ModelCase, call_case, call_ldm, call_unet, four_levels, ldm, sdxl, seeded, small
 from tests.thoroughness import some_quick
-from tome_core import MergeConfig, MergeRule
+from tome_core import MergeConfig
 from tome_core.models.unet_blocks import find_blocks, find_unet
 
 TOMESDS, OURS = MergeConfig(proportional=False), MergeConfig()
+EVERYTHING = MergeConfig(merge_crossattn=True, merge_mlp=True, proportional=False)
 INPUTS = make_inputs(8, 2, "cpu", torch.float32)
+SD15 = BY_NAME["sd15"]
 
 
 @pytest.mark.parametrize("name", some_quick(["sd15", "ldm_wrapped", "sd2"], 2))
@@ -75,16 +76,6 @@ def test_latents_of_every_size_merge_at_every_level(build, call, sizes, cell: in
             }
 
 
-def test_levels_are_found_in_every_shape_of_unet():
-    halvings = {case.name: {place.halvings for place in find_blocks(find_unet(case.build()))} for case in models.CASES}
-    assert halvings["sd15"] == halvings["ldm_sd1"] == {0, 1}
-    assert halvings["sdxl"] == halvings["ldm_latent_diffusion"] == {1, 2}
-    assert [place.halvings for place in find_blocks(four_levels())] == [0, 1, 2, 3, 2, 2, 1, 1, 0, 0]
-    assert {place.halvings for place in find_blocks(ldm_four_levels())} == {0, 1, 2, 3}
-    paths = [place.path for place in find_blocks(models.motion())]
-    assert paths and not any("motion_modules" in path for path in paths), "AnimateDiff's attend over time"
-
-
 def test_sdxl_merges_by_default_and_says_where_it_cannot(caplog):
     model = sdxl()
     vanilla = call_case(BY_NAME["sdxl"], model)
@@ -99,81 +90,74 @@ def test_sdxl_merges_by_default_and_says_where_it_cannot(caplog):
     assert "nothing merged: no rule reaches" in str(handle.report()) and not handle.report().levels[0].covered
 
 
-@pytest.mark.parametrize("processor", [AttnProcessor, AttnProcessor2_0])
-def test_a_transformer_that_is_given_a_smaller_picture_than_the_latent_merges_that(processor: type):
+def test_a_transformer_that_is_given_a_smaller_picture_than_the_latent_merges_that():
     """As with Kohya's deep shrink, which halves the picture on its way through the UNet."""
-    model = sd15()
-    model.set_attn_processor(processor())
+    model = small()
     for transformer in {place.transformer for place in find_blocks(model)}:
         transformer.register_forward_pre_hook(lambda _, args: (F.avg_pool2d(args[0], 2), *args[1:]))
         transformer.register_forward_hook(lambda _, args, out: (F.interpolate(out[0], scale_factor=2.0),))
     with tome_core.patch(model, MergeConfig(side="kv", use_rand=False)) as handle:
-        call_case(BY_NAME["sd15"], model)
+        call_case(SD15, model)
     assert handle.report().merged_anything and not handle.report().reasons
 
 
-def test_rules_of_the_mlp_alone_call_an_attention_as_without_them():
-    """Neither its projections are wrapped, nor called with fewer tokens or more often."""
-    model, calls = small(), []
-    layers = [one for name, one in model.mid_block.named_modules() if ".attn1." in name and not list(one.children())]
-    before = [sorted(vars(layer)) for layer in layers]
-    for layer in layers:
-        layer.register_forward_pre_hook(lambda layer, args: calls.append((layer, args[0].shape[1])))
-    call_case(BY_NAME["sd15"], model)
-    plain = list(calls)
-    calls.clear()
-    rules = MergeRule(side="kv"), MergeRule(max_downsample=8, merge_attn=False, merge_mlp=True)
-    with tome_core.patch(model, MergeConfig(rules=rules)) as handle:
-        assert [sorted(vars(layer)) for layer in layers] == before
-        call_case(BY_NAME["sd15"], model)
-    level = handle.report().levels[1]
-    assert level.mlp_tokens and not level.tokens and not level.sized_by
-    assert calls == plain and len(plain) == len(layers)
-
-
 # --- tomesd's way -----------------------------------------------------------------------------------------------------
+
+
+def blocks_of(unet: Any) -> list[nn.Module]:
+    return [place.block for place in find_blocks(find_unet(unet))]
 
 
 def reasons(handle: Any) -> dict[str, int]:
     return handle.report().levels[0].reasons
 
 
-def block_of(unet: UNet) -> BasicTransformerBlock:
-    return unet.input_blocks[0][0].transformer_blocks[0]
+def test_embeddings_of_a_block_are_given_as_without_merging(monkeypatch):
+    """Each token merges with itself alone, so any difference is a fault. tomesd leaves embeddings out."""
+    model, plain = small(), call_case(SD15, small())
+    for block in blocks_of(model):
+        block.pos_embed = SinusoidalPositionalEmbedding(block.dim, 256)
+    embedded = call_case(SD15, model)
+    models.merge_with_self(monkeypatch)
+    with tome_core.patch(model, EVERYTHING) as handle:
+        assert torch.equal(call_case(SD15, model), embedded) and not torch.equal(embedded, plain)
+    assert handle.report().merged_anything and not handle.report().reasons
+
+
+@pytest.mark.parametrize("merge_mlp", [False, True])
+def test_chunked_feed_forward_stays_chunked(merge_mlp: bool):
+    """It saves memory; tomesd switches that off without a word."""
+    model, lengths = small(), []
+    block = blocks_of(model)[0]
+    block.set_chunk_feed_forward(16, 1)
+    block.ff.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
+    with tome_core.patch(model, merge_mlp=merge_mlp) as handle:
+        call_case(SD15, model)
+    assert lengths == [16] * 16
+    assert ("mlp: the tokens are not the picture's grid" in reasons(handle)) == merge_mlp
+
+
+def test_an_adapters_mask_is_the_reason_to_leave_the_attention_to_the_prompt_alone():
+    """A mask is laid over a grid, which merged tokens are not; without one they read the image as they read words."""
+    why = "crossattn: an adapter's mask needs every token"
+    for name, is_left in (("ip_adapter", False), ("ip_adapter_masks", True)):
+        case, model = BY_NAME[name], models.ip_adapter()
+        with tome_core.patch(model, OURS):
+            expected = call_case(case, model)
+        with tome_core.patch(model, MergeConfig(merge_crossattn=True)) as handle:
+            assert torch.equal(call_case(case, model), expected) == is_left == (why in reasons(handle))
 
 
 class Changed(nn.Module):
-    """Another program's replacement of the attention; `change` is done to what it returns for fewer tokens."""
+    """Another program's replacement of the attention, which takes a word of its own."""
 
-    def __init__(self, attention: nn.Module, change: Callable = lambda out: out) -> None:
+    def __init__(self, attention: nn.Module) -> None:
         super().__init__()
-        self.attention, self.change = attention, change
+        self.attention = attention
 
     def forward(self, x, context=None, mask=None, keys=None):
-        self.keys = keys  # a word of its own
-        out = self.attention(x, context, mask)
-        return out if x.shape[1] == 64 else self.change(out)
-
-
-def refuse(out: torch.Tensor) -> None:
-    raise ValueError("all of them, please")
-
-
-@pytest.mark.parametrize("change, why", [
-    (lambda out: out[:, :5], "what it returned cannot be unmerged"),  # windows of its own
-    (lambda out: out.transpose(1, 2), "what it returned cannot be unmerged"),
-    (lambda out: (out, None), "what it returned cannot be unmerged"),
-    (refuse, "refuses merged tokens"),
-], ids=["fewer tokens", "transposed", "tuple", "raises"])  # fmt: skip
-def test_what_cannot_be_called_with_fewer_tokens_is_left_whole(change, why):
-    model = make_block()
-    block_of(model).attn1 = Changed(block_of(model).attn1, change)
-    expected = model(*INPUTS)
-    with tome_core.patch(model, TOMESDS) as handle:
-        assert torch.equal(model(*INPUTS), expected) and reasons(handle) == {f"attn: {why}": 1}
-    with tome_core.patch(model, OURS) as handle:  # which gives the module all of its tokens
-        assert not torch.equal(model(*INPUTS), expected)
-        assert reasons(handle) == {} and handle.report().merged_anything
+        self.keys = keys
+        return self.attention(x, context, mask)
 
 
 @pytest.mark.parametrize("told, why", [
@@ -183,7 +167,8 @@ def test_what_cannot_be_called_with_fewer_tokens_is_left_whole(change, why):
 ], ids=["mask", "bank of keys", "a word of its own"])  # fmt: skip
 def test_a_call_that_does_not_fit_is_left_alone_and_named(told, why):
     model = make_block()
-    block_of(model).attn1 = attention = Changed(block_of(model).attn1)
+    (block,) = blocks_of(model)
+    block.attn1 = attention = Changed(block.attn1)
     attention.register_forward_pre_hook(
         lambda _, args, kwargs: (args, kwargs | {name: make(args[0]) for name, make in told.items()}),
         with_kwargs=True)  # fmt: skip
@@ -195,17 +180,11 @@ def test_a_call_that_does_not_fit_is_left_alone_and_named(told, why):
 
 
 @pytest.mark.parametrize("config", [TOMESDS, OURS], ids=["tomesd's way", "ours"])
-def test_a_block_called_by_itself_is_left_alone_without_a_word_and_maps_are_kept_if_they_are_asked_for(config):
+def test_a_block_called_by_itself_is_left_alone_without_a_word(config):
     """A block's own call is none of the UNet's, and nobody knows whose it is."""
-    model, tokens = make_block(), INPUTS[0].flatten(2).transpose(1, 2)
-    expected = block_of(model)(tokens, INPUTS[2])
+    model, given = make_block(), (INPUTS[0].flatten(2).transpose(1, 2), INPUTS[2])
+    (block,) = blocks_of(model)
+    expected = block(*given)
     with tome_core.patch(model, config) as handle:
-        assert torch.equal(block_of(model)(tokens, INPUTS[2]), expected)
+        assert torch.equal(block(*given), expected)
         assert reasons(handle) == {} and handle.report().calls == 0
-        model(*INPUTS)
-        assert handle.maps() == {}
-        handle.keep_maps()
-        model(*INPUTS)
-        kept = handle.maps()[0]
-        assert kept.grid[:2] == (8, 8) and kept.group.shape == (2, 64) and kept.group.device.type == "cpu"
-        assert int(kept.group.max()) + 1 == kept.num_groups == 32

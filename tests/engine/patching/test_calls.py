@@ -7,7 +7,6 @@ and a full memory are raised at every kind of wrap, which the handle is asked fo
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -19,17 +18,17 @@ from torch import nn
 
 import tome_core
 from tests.families import MODELS, Family
-from tests.injected_faults import KINDS, MOST_ERRORS, Fault, places
 from tests.least_pipeline import Pipeline, picture
 from tests.models import on_small
-from tests.thoroughness import THOROUGH
+from tests.thoroughness import THOROUGH, some_quick
 from tests.threads import at_once
-from tests.traces import is_idle, traces
+from tests.traces import is_idle, traces, wraps_of
 from tome_core import MergeConfig, MergeRule
+from tome_core.models.sites import AttentionSite
+from tome_core.patching import SamplingScope
 
 BALANCED, LESS = on_small("balanced"), MergeConfig(ratio=0.3, max_downsample=8)
 TOMESD = MergeConfig(ratio=0.5, merge_mlp=True, proportional=False)
-LONG = 60  # nothing takes so long; the thread that acts ends long before
 # a place in the first block, after its first attention, and in an attention, of either kind of model
 PLACES = {
     "sd15": ("down_blocks.0.attentions.0.transformer_blocks.0.attn2",
@@ -63,14 +62,7 @@ def once_in(model: nn.Module, place: str, work: Callable[[], Any]) -> None:
 
 def meanwhile(model: nn.Module, place: str, work: Callable[[], Any]) -> None:
     """The same in another thread, which is waited for."""
-
-    def run() -> None:
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        thread.join(LONG)
-        assert not thread.is_alive(), "it waits for the call"
-
-    once_in(model, place, run)
+    once_in(model, place, lambda: at_once(work))
 
 
 @at_every_place
@@ -134,26 +126,20 @@ def test_what_another_thread_compiles_changes_no_picture_and_no_count(config, mo
     assert torch.equal(alone, beside) and counted == count and counted["work_saved"]
 
 
-def rounds(pipe: Any, config: MergeConfig) -> list[torch.Tensor]:
-    """Merged and plain pictures in turn."""
-    pictures = []
-    for _ in range(ROUNDS):
-        with tome_core.patch(pipe, config):
-            pictures.append(picture(pipe))
-        pictures.append(picture(pipe))
-    return pictures
-
-
 def test_two_models_in_two_threads_give_their_own_pictures():
-    works = [partial(rounds, Pipeline(), config) for config in CONFIGS]
-    alone, before = [work()[:2] for work in works], sys.getswitchinterval()
+    def pictures(config: MergeConfig) -> list[torch.Tensor]:
+        with tome_core.patch(pipe := Pipeline(), config):
+            return [picture(pipe) for _ in range(ROUNDS)]
+
+    works = [partial(pictures, config) for config in CONFIGS]
+    alone, before = [work()[0] for work in works], sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
         together = at_once(*works)
     finally:
         sys.setswitchinterval(before)
-    for expected, pictures in zip(alone, together, strict=True):
-        assert all(torch.equal(found, expected[number % 2]) for number, found in enumerate(pictures))
+    for expected, found in zip(alone, together, strict=True):
+        assert all(torch.equal(one, expected) for one in found)
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -165,6 +151,41 @@ CONFIG = MergeConfig(
         MergeRule(side="kv", keep=500.0, max_downsample=8),
     )
 )
+KINDS = (
+    "ModelSite", "TransformerSite", "BlockSite", "BlockAttentionSite", "AttentionSite", "PartSite", "SamplingScope",
+)  # fmt: skip
+ERRORS = some_quick((RuntimeError, KeyboardInterrupt, torch.cuda.OutOfMemoryError), 2)  # the last is a RuntimeError too
+
+
+def places(handle: Any, kind: str) -> list[Any]:
+    """Every wrap of a patch that is of the class of this name."""
+    return [wrap for wrap in wraps_of(handle) if type(wrap).__name__ == kind]
+
+
+class Fault:
+    """Stands where a wrap calls on, and raises in one of its calls: before what lies beneath has run, or after it.
+
+    It is a class of its own, because the patch asks for its targets' class at every call; a self-attention of another
+    class would have another code, so there it is its first layer, or its last.
+    """
+
+    def __init__(self, wrap: Any, error: type[BaseException], after: bool) -> None:
+        self.error, self.after = error, after
+        self.left = 1 if isinstance(wrap, SamplingScope) else 2  # calls until it raises
+        self.target, self.name = wrap.target, wrap.name
+        if isinstance(wrap, AttentionSite):
+            self.target = wrap.target.to_out[-1] if after else wrap.target.to_q
+        self.own = type(self.target)
+        calls = {self.name: lambda target, *args, **kwargs: self._call(target, *args, **kwargs)}
+        self.target.__class__ = type(self.own.__name__, (self.own,), calls)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        self.left -= 1
+        out = getattr(self.own, self.name)(*args, **kwargs) if self.left or self.after else None
+        if self.left == 0:
+            self.target.__class__ = self.own
+            raise self.error("by the test")
+        return out
 
 
 def left_behind(pipe: Any) -> list:
@@ -177,23 +198,23 @@ def expected() -> SimpleNamespace:
     pipe = Pipeline()
     plain, before = picture(pipe), left_behind(pipe)
     with tome_core.patch(pipe, CONFIG) as handle:
-        merged, kinds = picture(pipe), set(places(handle))
+        merged, kinds = picture(pipe), {type(wrap).__name__ for wrap in wraps_of(handle)}
     assert not torch.equal(plain, merged) and kinds == set(KINDS), "these are all that a patch consists of"
     return SimpleNamespace(pipe=pipe, plain=plain, merged=merged, before=before)
 
 
-@pytest.mark.parametrize("error", MOST_ERRORS)
+@pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fault_leaves_nothing_patched(expected, kind: str, error: type[BaseException]):
     pipe = expected.pipe
     with tome_core.patch(pipe, CONFIG) as handle:
-        count = len(places(handle)[kind])
+        count = len(places(handle, kind))
     for number in range(count) if THOROUGH else [count - 1]:
         for after in (False, True):
             with pytest.raises(error, match="by the test"), tome_core.patch(pipe, CONFIG) as handle:
-                fault = Fault(places(handle)[kind][number], error, after, at=0 if kind == "SamplingScope" else 1)
+                Fault(places(handle, kind)[number], error, after)
                 picture(pipe)
-            assert fault.gone() and is_idle(handle) and left_behind(pipe) == expected.before
+            assert is_idle(handle) and left_behind(pipe) == expected.before
             assert not handle.time._mine.begun and torch.equal(picture(pipe), expected.plain)
             with handle:
                 assert torch.equal(picture(pipe), expected.merged), "as on a model that has seen nothing"

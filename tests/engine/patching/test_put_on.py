@@ -1,4 +1,4 @@
-"""A patch is put on as a whole or not at all, runs nothing of the model for that, and comes off what it was put on."""
+"""A patch is put on as a whole or not at all, keeps nothing alive, and comes off what it was put on."""
 
 from __future__ import annotations
 
@@ -14,23 +14,20 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from accelerate import cpu_offload_with_hook
-from accelerate.hooks import remove_hook_from_module
-from torch import nn
 
 import tome_core
 from tests import models
-from tests.families import Family, some_models
-from tests.models import BY_NAME, call_case, on_small
+from tests.families import MODELS
+from tests.least_pipeline import Pipeline, picture
+from tests.models import BY_NAME, call_case
 from tests.threads import at_once
-from tests.tiny_pipeline import stable_diffusion
 from tests.traces import traces, wraps_of
 from tome_core import MergeConfig, NoiseSchedule
+from tome_core.models import find_models
 from tome_core.models.wrap import Wrap, patch_lock
 from tome_core.settings.schedule import STABLE_DIFFUSION, own_schedule
 
 CASE = BY_NAME["sd15"]
-as_a_model = partial(cpu_offload_with_hook, execution_device="cpu")
 EVERYTHING = MergeConfig(ratio=0.5, merge_crossattn=True, merge_mlp=True)
 # asks for the time, so that a scheduler matters, and keeps, so that the pipeline's loop does
 LATE = MergeConfig(ratio=0.5, start_percent=0.5, keep=100.0)
@@ -87,41 +84,39 @@ def test_two_threads_patch_one_model():
     assert traces(model) == found
 
 
-@some_models("sd15", "ldm_sd1", "Flux")
-def test_putting_it_on_runs_no_module(one: Family):
-    """Nothing is tried out on tokens that are no picture's."""
-    model, calls = one.build(), []
-    for module in model.modules():
-        module.register_forward_pre_hook(lambda module, _: calls.append(type(module).__name__))
-    with tome_core.patch(model, MergeConfig()):
-        assert not calls
-        one.call(model)
-    assert calls
-
-
-@some_models("sd15", "Flux")
-def test_a_hook_that_is_renewed_after_every_picture_does_not_cost_the_patch(one: Family):
-    """diffusers' model offload removes and renews its hooks then; the time of a call must not get lost."""
-    put_on, plain = partial(tome_core.patch, min_timestep=600), one.build()
-    put_on(plain)
-    for steps in ((as_a_model, put_on), (put_on, as_a_model)):
-        model = one.build()
-        for step in steps:
-            step(model)
-        for _ in range(3):
-            for time in (900, 500):
-                assert torch.equal(one.call(model, timestep=time), one.call(plain, timestep=time))
-            remove_hook_from_module(model, recurse=True)
-            as_a_model(model)
-        assert tome_core.report(model).calls == 6 and tome_core.report(model).merged_anything
-
-
 def test_what_is_clamped_is_said_when_it_is_put_on(caplog):
+    """tomesd gives other pictures, or none, without a word."""
     model = CASE.build()
     tome_core.patch(model, ratio=0.75)
+    most = call_case(CASE, model)
     assert not caplog.text
     handle = tome_core.patch(model, ratio=1.0)
+    assert torch.equal(call_case(CASE, model), most)
     assert "over the cap 0.75" in caplog.text and "over the cap 0.75" in str(handle.report())
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+@pytest.mark.parametrize("build, call", [*((MODELS[name].build, MODELS[name].call) for name in ("sd15", "Flux")),
+                                         (Pipeline, picture)], ids=["sd15", "Flux", "a pipeline"])  # fmt: skip
+def test_neither_a_handle_nor_the_engine_keeps_a_model_alive(build: Callable, call: Callable, is_on: bool):
+    """A name in a notebook, on a machine whose memory holds one model."""
+    model = build()
+    (network,) = find_models(model)
+    handle = tome_core.patch(model)
+    for module in network.modules():
+        module.forward = partial(module.forward)
+    handle = tome_core.patch(model, LATE)  # which has wraps of other kinds, over those of others
+    call(model)
+    if not is_on:
+        handle.remove()
+    last = [module for module in network.modules() if hasattr(module, "to_q")][-1]
+    known = [weakref.ref(one) for one in (model, network, last, last.to_q.weight)]
+    del model, network, module, last
+    gc.collect()
+    assert [one() for one in known] == [None] * 4
+    assert handle.model is None and handle.report().calls
+    with pytest.raises(RuntimeError, match="is gone; patch the new one"):
+        handle.install()
 
 
 # --- of a pipeline ----------------------------------------------------------------------------------------------------
@@ -142,37 +137,18 @@ def test_the_schedule_is_the_pipelines_own_or_the_models():
         assert handle.clock.schedule == (expected or STABLE_DIFFUSION)
 
 
-def test_a_handle_does_not_keep_a_pipeline_alive(words):
-    """A name in a notebook, on a machine whose memory holds one model."""
-    pipe = stable_diffusion(words)
-    merging = tome_core.patch(pipe, on_small("balanced"))
-    call_case(CASE, pipe.unet)
-    known = weakref.ref(pipe), weakref.ref(pipe.unet)
-    del pipe
-    gc.collect()
-    assert [model() for model in known] == [None, None]
-    assert merging.report().calls == 1 and merging.report().merged_anything
-    merging.remove()
-    with pytest.raises(RuntimeError, match="is gone; patch the new one"):
-        merging.install()
+@pytest.mark.parametrize("swapped", [["scheduler"], ["unet", "scheduler"]], ids=str)
+def test_a_patch_comes_off_what_it_was_put_on_if_the_pipeline_has_got_others_since(swapped: list[str]):
+    pipe, other = Pipeline(), Pipeline()
+    unet, scheduler = pipe.unet, pipe.scheduler
 
+    def state() -> list[Any]:
+        return [sorted(vars(pipe)), traces(unet), type(scheduler), sorted(vars(scheduler))]
 
-def state(pipe: Any, unet: nn.Module, scheduler: Any) -> list:
-    """All that a patch could leave on them."""
-    return [type(pipe), sorted(vars(pipe)), traces(unet), type(scheduler), sorted(vars(scheduler))]
-
-
-def test_a_patch_comes_off_what_it_was_put_on(words):
-    """Also if the pipeline has got others since."""
-    pipe, other = stable_diffusion(words), stable_diffusion(words)
-    unet, scheduler = pipe.unet, diffusers.EulerDiscreteScheduler.from_config(pipe.scheduler.config)
-    for is_by_handle, swap in ((False, ["scheduler"]), (True, ["scheduler"]), (True, ["unet", "scheduler"])):
-        pipe.unet, pipe.scheduler = unet, scheduler
-        before = state(pipe, unet, scheduler)
-        tome_core.patch(pipe, LATE)
-        handle = tome_core.patch(pipe, LATE)  # in the place of the first
-        for name in swap:
-            setattr(pipe, name, getattr(other, name))
-        handle.remove() if is_by_handle else tome_core.remove_patch(pipe)
-        assert state(pipe, unet, scheduler) == before and not handle.is_installed
-        assert traces(pipe.unet) == traces(unet)
+    before = state()
+    tome_core.patch(pipe, LATE)
+    handle = tome_core.patch(pipe, LATE)  # in the place of the first
+    for name in swapped:
+        setattr(pipe, name, getattr(other, name))
+    handle.remove() if "unet" in swapped else tome_core.remove_patch(pipe)
+    assert state() == before and not handle.is_installed and traces(pipe.unet) == traces(unet)
