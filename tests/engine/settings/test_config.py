@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from tome_core import MergeConfig, MergeRule, describe_settings
+from tome_core import MergeConfig, MergeRule
 from tome_core.settings.config import notes_on, plain_rules
 
 HUGE = 10**400
@@ -32,12 +32,6 @@ def test_an_unknown_setting_is_named_with_those_that_there_are():
         with pytest.raises(TypeError, match=f"unknown setting {unknown}; there are: method, .*early_until") as caught:
             MergeConfig(**{unknown: 0.5})
         assert ("patch(pipe, strength=0.5)" in str(caught.value)) is is_told
-
-
-def test_a_limit_itself_is_taken_and_may_be_further_than_a_user_interface_goes():
-    limits = {one["name"]: one["limit"] for one in describe_settings() if one.get("limit") != one.get("maximum")}
-    assert limits == {"sx": 64, "sy": 64, "min_timestep": None}
-    assert MergeRule(sx=64, sy=64, min_timestep=1e9).sx == 64
 
 
 def test_flat_settings_beside_rules_are_set_in_each_of_them():
@@ -83,9 +77,6 @@ def test_what_is_clamped_and_that_nothing_will_merge_is_noted():
         (note,) = notes_on(MergeConfig(**settings), ever_merges, [2, 4])
         assert note.startswith(start)
     assert notes_on(MergeConfig(ratio=0.75), True, [1]) == notes_on(MergeConfig(ratio=0.0), False, [1]) == ()
-
-
-# --- early phases are rules -------------------------------------------------------------------------------------------
 
 
 def test_an_early_phase_is_a_rule_of_self_attention_in_the_finest_level_before_the_late_one():

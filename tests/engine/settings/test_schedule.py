@@ -8,7 +8,7 @@ from diffusers import EulerDiscreteScheduler
 
 from tome_core import MergeConfig, MergeRule, NoiseSchedule
 from tome_core.engine.time import Clock
-from tome_core.settings.schedule import STABLE_DIFFUSION, UNKNOWN, SchedulerNoise, Time, choose
+from tome_core.settings.schedule import STABLE_DIFFUSION, UNKNOWN, SchedulerNoise, Time
 
 SD = STABLE_DIFFUSION
 
@@ -33,9 +33,6 @@ def test_a_beta_threshold_of_a_fifth_is_always_on_for_stable_diffusion():
         assert merging == [0, last - 1]
     for never in (0.0, SD.betas[0]):
         assert SD.window_of(MergeConfig(max_beta=never))[0] > 1, "at no percent there is"
-
-
-# --- rules ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("settings, inside, outside", [
@@ -68,18 +65,6 @@ def test_the_first_rule_that_fits_wins_for_each_part_and_one_of_ratio_zero_keeps
         assert [rules.attn, rules.mlp, rules.crossattn] == [*expected, None]
 
 
-def test_levels_count_what_has_attention_and_max_downsample_counts_from_the_latent():
-    for most, downsamples, reached in (
-        (None, (1, 2, 4), [0]), (None, (2, 4), [0]), (1, (1, 2, 4), [0]), (1, (2, 4), []), (2, (2, 4), [0]),
-        (8, (1, 2, 4), [0, 1, 2]),
-    ):  # fmt: skip
-        chosen = choose([MergeRule(max_downsample=most)], downsamples)
-        assert [level for level, rules in enumerate(chosen) if rules.attn] == reached
-
-
-# --- a scheduler's steps ----------------------------------------------------------------------------------------------
-
-
 class Doubled(SchedulerNoise):
     """Means twice what it counts; asked: how often a schedule was read."""
 
@@ -106,9 +91,3 @@ def test_a_schedule_is_read_once_whatever_the_order_of_its_steps_and_again_once_
     assert known.look(steps[7]) == [300] and known.asked == 3
     with torch.inference_mode():
         assert known.look(torch.tensor([9.0, 8.0])[1]) == [16.0]
-
-
-def test_what_is_no_element_of_a_schedule_is_not_looked_up():
-    known, meta = Doubled(), torch.tensor(1.0).to("meta")
-    for step in (torch.tensor(123), torch.full((2,), 123), torch.arange(10_000)[123], 123, meta):
-        assert known.look(step) == [] and not known.asked
