@@ -23,9 +23,9 @@ PLAIN = MergeConfig(ratio=0.5, side="kv", use_rand=False)
 
 
 @pytest.fixture
-def price(monkeypatch):
-    """Makes a clock that goes on by 1 for each self-attention, and by ``merged`` if that merges its keys."""
-    attention, clock = F.scaled_dot_product_attention, SimpleNamespace(now=0.0, merged=0.0)
+def clock(monkeypatch):
+    """Goes on by 1 for each self-attention, and by ``merged`` if that merges its keys."""
+    attention, clock = F.scaled_dot_product_attention, SimpleNamespace(now=0.0, merged=0.5)
 
     def charged(q, k, v, *args, **kwargs):
         queries, keys = q.shape[-2], k.shape[-2]
@@ -33,13 +33,9 @@ def price(monkeypatch):
             clock.now += 1.0 if keys == queries else clock.merged
         return attention(q, k, v, *args, **kwargs)
 
-    def make(merged):
-        clock.merged = merged
-        return clock
-
     monkeypatch.setattr(F, "scaled_dot_product_attention", charged)
     monkeypatch.setattr(measure, "clock_for", lambda device: lambda: clock.now)
-    return make
+    return clock
 
 
 def picture(model, side=TABLE_MERGES):
@@ -50,11 +46,10 @@ def measured(handle, side=TABLE_MERGES, **more):
     return handle.measure(8 * side, 8 * side, rounds=1, **more)
 
 
-def test_if_merging_is_measured_to_pay_it_merges_whatever_the_table_says(price):
+def test_if_merging_is_measured_to_pay_it_merges_whatever_the_table_says(clock):
     model = small()
     plain, handle = picture(model, TABLE_LEAVES_ALONE), tome_core.patch(model)
     assert torch.equal(picture(model, TABLE_LEAVES_ALONE), plain)
-    price(0.5)
     gain = measured(handle, TABLE_LEAVES_ALONE)
     assert gain.pays and gain.line == f"128x128: about {gain.ratio:.1f}x faster" and 0 < gain.saved < 1
     assert not torch.equal(picture(model, TABLE_LEAVES_ALONE), plain) and handle.report().gains == (gain,)
@@ -64,13 +59,13 @@ def test_if_merging_is_measured_to_pay_it_merges_whatever_the_table_says(price):
     assert handle.report().gains == (), "a gain is of the pictures since the counts began"
 
 
-def test_if_it_is_measured_not_to_pay_it_is_off_from_then_on_and_says_why(price):
+def test_if_it_is_measured_not_to_pay_it_is_off_from_then_on_and_says_why(clock):
     """In no other patch that is on, of which a picture may be half way, but in each that is put on afterwards."""
     model, other = small(), small()
     plain, handle, going_on = picture(model), tome_core.patch(model), tome_core.patch(other)
     before = picture(other)
     assert not torch.equal(before, plain)
-    price(3.0)
+    clock.merged = 3.0
     gain = measured(handle)
     handle.reset_counts()
     assert torch.equal(picture(model), plain)
@@ -84,9 +79,9 @@ def test_if_it_is_measured_not_to_pay_it_is_off_from_then_on_and_says_why(price)
     assert torch.equal(picture(other), plain)
 
 
-def test_a_gain_is_of_a_pictures_own_calls_and_rules_that_do_not_ask_merge_whatever_it_is(price, monkeypatch):
+def test_a_gain_is_of_a_pictures_own_calls_and_rules_that_do_not_ask_merge_whatever_it_is(clock, monkeypatch):
     """Of which few make a match, which costs much, and the others renew it or use what is kept."""
-    model, clock, match = small(), price(0.5), state.match
+    model, match = small(), state.match
     handle = tome_core.patch(model, ratio=0.5, side="kv", early_ratio=0.75, keep=60.0, refine=1, metric="keys+values")
 
     def charged(*args):
@@ -105,7 +100,7 @@ def test_a_gain_is_of_a_pictures_own_calls_and_rules_that_do_not_ask_merge_whate
     assert handle.report().merged_anything and handle.report().gains == (gain,)
 
 
-def test_a_gain_is_asked_for_without_a_call(price):
+def test_a_gain_is_asked_for_without_a_call(clock):
     model, calls, heavier = small(), [], small()
     handle = tome_core.patch(model, "fast")
     assert handle.gain_for(256, 256) is None
@@ -120,7 +115,7 @@ def test_a_gain_is_asked_for_without_a_call(price):
     assert not calls
 
 
-def test_a_measurement_leaves_everything_as_it_was(price):
+def test_a_measurement_leaves_everything_as_it_was(clock):
     """Also of a UNet that nobody called `eval` on, which draws from no generator of others."""
     model, hooked = small().train(), []
     model.register_forward_hook(lambda *_: hooked.append(1))
