@@ -16,11 +16,12 @@ from collections.abc import Iterator
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 import tome_core
 from tome_core import MergeConfig, MergePlan
@@ -51,17 +52,13 @@ def ragged(batch: int, tokens: int, groups: int, seed: int = 0) -> MergePlan:
 def merging_by(alike: bool = False, engine: ModuleType = tome_core) -> Iterator[None]:
     """Inside it every match of this copy of the engine is `ragged`. alike: the same in all samples."""
     methods = importlib.import_module(f"{engine.__name__}.merging.methods").METHODS
-    before = methods["bipartite"]
 
     def match(x: torch.Tensor, grid: Any, options: Any) -> Any:
         plan = ragged(1 if alike else x.shape[0], grid.height * grid.width, GROUPS)
         return engine.MergePlan(plan.group, GROUPS)
 
-    methods["bipartite"] = before._replace(match=match)
-    try:
+    with mock.patch.dict(methods, bipartite=methods["bipartite"]._replace(match=match)):
         yield
-    finally:
-        methods["bipartite"] = before
 
 
 # --- the oracle -----------------------------------------------------------------------------------------------------
@@ -85,15 +82,11 @@ def grouped(module: nn.Module, plan: MergePlan, roles: str) -> Iterator[None]:
         parts = zip(made, out.chunk(len(made), -1), strict=True)
         return torch.cat([means(part, plan.group) if role in roles else part for role, part in parts], -1)
 
-    hooks = [
-        layer.register_forward_hook(partial(exchange, name)) for path, layer in module.named_modules()
-        if re.match(r"to_(q|k|v|qkv)(_|$)", name := path.rpartition(".")[2])
-    ]  # fmt: skip
-    try:
+    with contextlib.ExitStack() as hooks:
+        for path, layer in module.named_modules():
+            if re.match(r"to_(q|k|v|qkv)(_|$)", name := path.rpartition(".")[2]):
+                hooks.enter_context(layer.register_forward_hook(partial(exchange, name)))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def far(out: torch.Tensor, expected: torch.Tensor) -> float:
@@ -112,17 +105,12 @@ def assert_repeated(
     module: not patched; asked in float64, so that only the engine's own error is seen. args, told: of its call, whose
     first argument are the tokens ``[B, N, C]``. roles: what merges.
     """
-    tolerance = TOLERANCE[args[0].dtype] if tolerance is None else tolerance
-    # what it casts by itself (``upcast_attention``) it goes on casting
-    exact = copy.deepcopy(module).double()
-    args, told = tree_map(_doubled, (args, told))
+    tolerance = tolerance or TOLERANCE[args[0].dtype]
+    exact = copy.deepcopy(module).double()  # what it casts by itself (``upcast_attention``) it goes on casting
+    args, told = tree_map_only(torch.Tensor, lambda it: it.double() if it.is_floating_point() else it, (args, told))
     with torch.no_grad(), grouped(exact, plan, roles):
         error = far(out, exact(*args, **told))
     assert error <= tolerance, f"off by {error:.1e} of the output, {tolerance:.0e} allowed"
-
-
-def _doubled(value: Any) -> Any:
-    return value.double() if torch.is_tensor(value) and value.is_floating_point() else value
 
 
 # --- an attention in a UNet that has nothing else ---------------------------------------------------------------------
@@ -136,24 +124,22 @@ class BasicTransformerBlock(nn.Module):
         self.attn1, self.told = attention, told
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[B, N, C]``."""
         return self.attn1(x, **self.told)
 
 
 class SpatialTransformer(nn.Module):
-    """Its block alone."""
+    """Its block alone, and what it is given: ``[B, C, H, W]``."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.transformer_blocks = nn.ModuleList([block])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[B, C, H, W]``."""
         return self.transformer_blocks[0](x.flatten(2).mT.contiguous()).mT.unflatten(2, x.shape[2:])
 
 
 class UNetOf(nn.Module):
-    """A UNet of one self-attention; for the rest see `BasicTransformerBlock`."""
+    """A UNet of one self-attention; told: what this is given beside its tokens."""
 
     def __init__(self, attention: nn.Module, **told: Any) -> None:
         super().__init__()
@@ -161,7 +147,6 @@ class UNetOf(nn.Module):
         self.middle_block = nn.Identity()
 
     def forward(self, x: torch.Tensor, timesteps: Any = None) -> torch.Tensor:
-        """``[B, C, H, W]``."""
         return self.input_blocks[0](x)
 
 
@@ -217,8 +202,7 @@ def attention(processor: Any = None, dtype: torch.dtype = torch.float32, **setti
     if isinstance(processor, nn.Module):
         telling(processor, dtype)
     if type(processor).__name__.startswith("Fused"):  # as `fuse_qkv_projections` does
-        with torch.no_grad():
-            module.fuse_projections()
+        module.fuse_projections()
     if processor is not None:
         module.set_processor(processor)
     return module

@@ -37,12 +37,8 @@ def any_config(dice: random.Random, rules: int = 1) -> MergeConfig:
             continue
 
 
-def field_value(dice: random.Random, field: Any) -> Any:
-    """Any value that a field of the form may have."""
-    return dice.choice(field.choices) if field.choices else any_value(dice, DESCRIBED[field.setting])
-
-
 def node_values(dice: random.Random) -> dict[str, Any]:
     """Widgets of ToMeSettings; not all of them go together, which the node then says."""
-    names = [name for name in SETTINGS if dice.random() < 0.5]
-    return {name: field_value(dice, form.field(name)) for name in names}
+    fields = [form.field(name) for name in SETTINGS if dice.random() < 0.5]
+    return {one.name: dice.choice(one.choices) if one.choices else any_value(dice, DESCRIBED[one.setting])
+            for one in fields}  # fmt: skip

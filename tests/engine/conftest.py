@@ -9,6 +9,15 @@ from pathlib import Path
 import pytest
 
 
+@pytest.fixture(autouse=True)
+def nothing_was_measured():
+    from tome_core.hosting import gains
+
+    gains.KNOWN.forget()
+    yield
+    gains.KNOWN.forget()
+
+
 @pytest.fixture(scope="module")
 def words(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("words")

@@ -16,7 +16,6 @@ from tome_core.merging.methods import METHODS
 
 RULE = MergeRule(side="kv", ratio=0.75, metric="keys+values", use_rand=False)
 BANDS, FILM = Layout(Grid(20, 12), first=5), Layout(Grid(6 * 4, 12, frames=6), first=5)
-in_windows = pytest.mark.parametrize("layout", [BANDS, FILM], ids=["bands of rows", "runs of frames"])
 
 
 @pytest.fixture(autouse=True)
@@ -24,47 +23,34 @@ def small_windows(monkeypatch):
     monkeypatch.setattr(layouts, "WINDOW", 8 * 12)
 
 
-def alone(own, layout, rule, old=None):
-    """What each window's own match gives: its tokens in the sequence, and its plan."""
-    found = []
+def assert_as_alone(plan, own, layout, rule, old=None):
+    """Each window's groups are its own match's, and each of the tokens around them is a group. Gives those matches."""
+    before, parts = layout.first, []
     for number, (start, grid) in enumerate(windows(layout.grid)):
-        first = layout.first + start
-        tokens = slice(first, first + tokens_in(Layout(grid)))
-        before = None if old is None else old[number][1]
-        found.append((tokens, match(own.k[:, tokens], own.v[:, tokens], Layout(grid), rule, None, before)))
-    return found
-
-
-@in_windows
-@pytest.mark.parametrize("method", METHODS)
-def test_each_window_merges_as_it_would_alone(layout, method):
-    rule, own = replace(RULE, method=method), attention(layout, behind=3)
-    plan, parts = match(own.k, own.v, layout, rule), alone(own, layout, rule)
-    assert len(parts) > 2
-    before = layout.first
-    for tokens, part in parts:
+        tokens = slice(layout.first + start, layout.first + start + tokens_in(Layout(grid)))
+        part = match(own.k[:, tokens], own.v[:, tokens], Layout(grid), rule, None, old and old[number])
         assert torch.equal(plan.group[:, tokens] - before, part.group.expand_as(plan.group[:, tokens]))
         before += part.num_groups
-    assert plan.num_groups == before + 3, "and each of the tokens around them is a group"
-    everywhere = plan.merge(own.k.flatten(2))
-    assert torch.equal(everywhere[:, : layout.first], own.k[:, : layout.first].flatten(2))
-    assert torch.equal(everywhere[:, -3:], own.k[:, -3:].flatten(2))
+        parts.append(part)
+    assert plan.num_groups == before + 3 and len(parts) > 2
+    return parts
 
 
-@in_windows
-def test_each_window_is_renewed_from_its_own_plan(layout):
+@pytest.mark.parametrize("layout", [BANDS, FILM], ids=["bands of rows", "runs of frames"])
+@pytest.mark.parametrize("method", METHODS)
+def test_each_window_merges_as_it_would_alone_and_is_renewed_from_its_own_plan(layout, method):
     """Also if the plan was made of one copy of the latents, and serves several."""
+    rule = replace(RULE, method=method)
     first, later = attention(layout, behind=3, batch=1, seed=1), attention(layout, behind=3, batch=2, seed=2)
-    plan = match(first.k, first.v, layout, RULE).repeat(2)
-    parts = [(tokens, part.repeat(2)) for tokens, part in alone(first, layout, RULE)]
-    found = match(later.k, later.v, layout, RULE, None, plan)
-    before = layout.first
-    for tokens, part in alone(later, layout, RULE, parts):
-        assert torch.equal(found.group[:, tokens] - before, part.group)
-        before += part.num_groups
-    assert found.num_groups == plan.num_groups and not torch.equal(found.group, plan.group.expand_as(found.group))
-    again = match(later.k, later.v, layout, RULE, None, found)
-    assert again.num_groups == plan.num_groups, "and renewed once more"
+    plan = match(first.k, first.v, layout, rule)
+    parts = [part.repeat(2) for part in assert_as_alone(plan, first, layout, rule)]
+    everywhere = plan.merge(first.k.flatten(2))
+    for around in (slice(layout.first), slice(-3, None)):
+        assert torch.equal(everywhere[:, around], first.k[:, around].flatten(2))
+    renewed = match(later.k, later.v, layout, rule, None, plan.repeat(2))
+    assert_as_alone(renewed, later, layout, rule, parts)
+    assert not torch.equal(renewed.group, plan.group.expand_as(renewed.group))
+    assert match(later.k, later.v, layout, rule, None, renewed).num_groups == plan.num_groups, "and once more"
 
 
 def test_a_films_cells_reach_over_its_frames(monkeypatch):
@@ -72,12 +58,6 @@ def test_a_films_cells_reach_over_its_frames(monkeypatch):
     own, seen, plain = attention(FILM), [], METHODS["bipartite"].match
     note = METHODS["bipartite"]._replace(match=lambda x, *args: seen.append(args) or plain(x, *args))
     monkeypatch.setitem(METHODS, "bipartite", note)
-    plan = match(own.k, own.v, FILM, replace(RULE, sx=4, sy=4, ratio=15 / 16))
+    match(own.k, own.v, FILM, replace(RULE, sx=4, sy=4, ratio=15 / 16))
     ((grid, options),) = seen  # windows of two frames, all at once
     assert grid.frames == 2 and (options.st, options.sy, options.sx) == (2, 2, 4)
-    assert plan.num_groups - (plan.group.shape[1] - tokens_in(FILM)) == tokens_in(FILM) // 16
-
-
-def test_a_rule_that_removes_no_token_of_a_window_merges_nothing():
-    own = attention(BANDS)
-    assert match(own.k, own.v, BANDS, replace(RULE, ratio=0.01)) is None

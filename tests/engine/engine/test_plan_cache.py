@@ -16,7 +16,6 @@ from tests.models import on_small
 from tests.samplings import KEPT, pipeline_of
 from tests.sequences import FILM, PICTURE, attention
 from tome_core import MergeConfig
-from tome_core.engine import plan_cache
 from tome_core.engine import state as states
 from tome_core.engine import time as times
 from tome_core.hosting import state_of
@@ -55,17 +54,13 @@ def attend(state, timestep, own=None, sampling="s", **facts):
 # --- how long a match serves, and whom --------------------------------------------------------------------------------
 
 
-def test_a_match_serves_the_steps_that_are_near_in_time_and_is_renewed_then(state, work):
+@pytest.mark.parametrize("settings, then", [({}, "renew"), ({"refine": 0}, "match"), ({"method": "cluster"}, "match")])
+def test_a_match_serves_the_steps_that_are_near_in_time_and_is_renewed_then_by_k_means(settings, then, work):
+    state = state_of(replace(KEPT, **settings), 1)
     for timestep, done in ((900, 2), (850, 2), (800, 2), (799, 4), (699, 4), (698, 6)):
         attend(state, timestep, names=("a", "b"))
         assert len(work) == done
-    assert work == ["match"] * 2 + ["renew"] * 4
-    for settings in ({"refine": 0}, {"method": "cluster"}):  # which take no k-means step from what they had
-        other = state_of(replace(KEPT, **settings), 1)
-        work.clear()
-        for timestep in (900, 700):
-            attend(other, timestep)
-        assert work == ["match"] * 2
+    assert work == ["match"] * 2 + [then] * 4
 
 
 def test_a_match_serves_no_other_sampling_and_nothing_outside_of_one(state, work):
@@ -85,18 +80,13 @@ def test_a_loop_of_ones_own_says_where_a_picture_begins_and_ends(state, work):
         assert len(work) == 1
         with state.sampling():
             call(state, 790)
-            assert len(work) == 2
         call(state, 780)
         assert len(work) == 3
-    call(state, 770)
-    assert len(work) == 4, "after its end nothing serves"
     with pytest.raises(KeyboardInterrupt), state.sampling():
         call(state, 770)
         raise KeyboardInterrupt
-    assert not state.time._mine.begun
-    with state.sampling():
-        call(state, 760)
-    assert work == ["match"] * 6
+    call(state, 765)
+    assert work == ["match"] * 5, "after its end nothing serves"
 
 
 def test_the_calls_of_one_time_are_told_apart_by_their_order_or_by_their_names(state, work):
@@ -112,21 +102,19 @@ def test_the_calls_of_one_time_are_told_apart_by_their_order_or_by_their_names(s
     assert work[4:] == ["match"], "another call of that name, such as a tile"
 
 
-def test_calls_of_one_attention_in_one_call_of_the_model_keep_apart(work):
+@pytest.mark.parametrize("pictures", [None, 2])
+def test_calls_of_one_attention_in_one_call_of_the_model_keep_apart(state, work, pictures):
     """A host may cut a batch inside of the model: each piece has its own match, at this step and at the next."""
-    whole, latent = attention(PICTURE, batch=4), torch.zeros(4, 4, 16, 24)
-    pieces = [whole._replace(**{name: getattr(whole, name)[rows] for name in "qkv"})
-              for rows in (slice(0, 2), slice(2, 4))]  # fmt: skip
-    expected = attend(state_of(KEPT, 1), 900, whole)[0]
-    for pictures in (None, 2):
-        state = state_of(KEPT, 1)
-        work.clear()
-        for timestep in (900, 880):
-            state.set_time(timestep=timestep, sampling="s", pictures=pictures)
-            now = state.begin(timestep, latent)
-            found = torch.cat([state.attend(now, "a", 0, PICTURE, piece) for piece in pieces])
-            torch.testing.assert_close(found, expected)
-        assert work == ["match"] * 2
+    whole = attention(PICTURE, batch=4)
+    (expected,) = attend(state_of(KEPT, 1), 900, whole)
+    work.clear()
+    for timestep in (900, 880):
+        state.set_time(timestep=timestep, sampling="s", pictures=pictures)
+        now = state.begin(timestep, torch.zeros(4, 4, 16, 24))
+        pieces = [whole._replace(q=q, k=k, v=v) for q, k, v in zip(*(one.chunk(2) for one in whole[:3]), strict=True)]
+        found = torch.cat([state.attend(now, "a", 0, PICTURE, piece) for piece in pieces])
+        torch.testing.assert_close(found, expected)
+    assert work == ["match"] * 2
 
 
 EARLY = MergeConfig(side="kv", ratio=0.5, early_ratio=0.75, early_until=890.0, keep=1000.0, use_rand=False)
@@ -146,8 +134,8 @@ def test_another_shape_or_rule_matches_for_itself(config, first, second, facts, 
 
 def test_a_model_that_was_moved_between_two_steps_matches_anew(state, work):
     attend(state, 900)
-    kept = state.time._sampling._plans
-    kept.update({key: plans._replace(device=torch.device("meta")) for key, plans in kept.items()})
+    for key, plans in state.time._sampling._plans.items():
+        state.time._sampling._plans[key] = plans._replace(device=torch.device("meta"))
     attend(state, 870)
     assert work == ["match"] * 2
 
@@ -192,17 +180,13 @@ def is_shared(group):
     return torch.equal(*group.chunk(2))
 
 
-def test_each_step_may_be_cut_in_its_own_way_and_the_first_alone_is_looked_at(asked, work, monkeypatch):
-    """And a match is as old as it is, whichever call it serves."""
-    looked = []
-    monkeypatch.setattr(plan_cache, "_share", lambda *args, real=plan_cache._share: looked.append(1) or real(*args))
+def test_each_step_may_be_cut_in_its_own_way_and_a_match_is_as_old_as_it_is(asked, work):
     group = asked()
     assert is_shared(group) and work == ["match"]
     for timestep, done in ((850, 1), (790, 2), (780, 2)):
         one, other = (asked(halves, timestep) for halves in ((0,), (1,)))
         assert torch.equal(one, other) and len(work) == done
         assert torch.equal(one, group[:2]) == (done == 1)
-    assert len(looked) == 3, "for each kind of call"
 
 
 def test_calls_in_which_nobody_guides_have_no_halves_but_copies_of_one_latent_tell_themselves(asked):
@@ -226,28 +210,22 @@ def test_halves_of_other_latents_keep_apart(asked, work):
 # --- pipelines --------------------------------------------------------------------------------------------------------
 
 
-def drawn(pipe, seed=1, steps=6, **more):
-    return pipe("a", num_inference_steps=steps, generator=seeded(seed), output_type="latent", **more).images
+def drawn(pipe, prompts=("a",), steps=6, seed=1, **more):
+    generators = [seeded(seed + number) for number in range(len(prompts))]
+    return pipe(list(prompts), num_inference_steps=steps, generator=generators, output_type="latent", **more).images
 
 
 def test_a_pipeline_names_its_samplings_and_a_picture_that_is_done_leaves_no_match_behind(pipe, work):
-    counts = []
-
-    def note(*_):
-        counts.append(len(handle.time._mine.latest._plans))
-        return {}
-
     with tome_core.patch(pipe, replace(KEPT, keep=400.0)) as handle:
         blocks = handle.report().levels[0].blocks
-        drawn(pipe, callback_on_step_end=note)
+        drawn(pipe)
         first, work[:] = list(work), []
         assert first.count("match") == blocks and 0 < first.count("renew") < 5 * blocks
         pipe.scheduler = diffusers.DDIMScheduler.from_config(pipe.scheduler.config)  # comes after the patch
-        second = drawn(pipe, 2, callback_on_step_end=note)
+        second = drawn(pipe, seed=2)
         assert work == first and handle.time._mine.latest is None
-    assert counts == [2 * blocks] * 12, "what serves both halves, and the plan of the batch of both"
     with tome_core.patch(pipe, replace(KEPT, keep=400.0)):
-        assert torch.equal(drawn(pipe, 2), second)
+        assert torch.equal(drawn(pipe, seed=2), second)
 
 
 def test_a_loop_in_a_sampling_is_the_pipelines_picture(pipe):
@@ -263,24 +241,19 @@ def test_a_loop_in_a_sampling_is_the_pipelines_picture(pipe):
     assert torch.equal(x, expected)
 
 
-def test_a_pipeline_says_whether_it_guides_and_perturbs(tiny_folder):
-    """Perturbed attention guidance takes a difference with its copy, too."""
-    plain, perturbing = diffusers.StableDiffusionPipeline, diffusers.StableDiffusionPAGPipeline
-    for kind, prompts, guidance, more in (
-        (plain, ["a", "b"], 1.0, {}), (plain, ["a", "b"], 7.5, {}),
-        (perturbing, ["a"], 1.0, {"pag_scale": 3.0}), (perturbing, ["a"], 7.5, {"pag_scale": 3.0}),
-    ):  # fmt: skip
-        pipe = pipeline_of(tiny_folder, kind)
-        call = {"num_inference_steps": 2, "guidance_scale": guidance, "output_type": "latent", **more}
-        with tome_core.patch(pipe, KEPT) as handle:
-            handle.keep_maps()
-            pipe(prompts, generator=[seeded(number) for number in range(len(prompts))], **call)
-            group = handle.maps()[0].group
-        if more:
-            assert (group == group[:1]).all()
-        else:
-            assert len(group) == (4 if guidance > 1 else 2)
-            assert is_shared(group) == (guidance > 1), "two pictures are no halves of one"
+@pytest.mark.parametrize("kind, prompts, guidance, more, matches", [
+    (diffusers.StableDiffusionPipeline, "ab", 1.0, {}, [0, 1]),
+    (diffusers.StableDiffusionPipeline, "ab", 7.5, {}, [0, 1, 0, 1]),
+    (diffusers.StableDiffusionPAGPipeline, "a", 7.5, {"pag_scale": 3.0}, [0]),
+], ids=["plain", "guided", "perturbed"])  # fmt: skip
+def test_a_pipeline_says_of_how_many_copies_its_batch_is(tiny_folder, kind, prompts, guidance, more, matches):
+    """Perturbed attention guidance takes a difference with its copy, too; two pictures are no copies of one."""
+    pipe = pipeline_of(tiny_folder, kind)
+    with tome_core.patch(pipe, KEPT) as handle:
+        handle.keep_maps()
+        drawn(pipe, prompts, steps=2, guidance_scale=guidance, **more)
+    groups = handle.maps()[0].group.tolist()
+    assert [groups.index(group) for group in groups] == matches
 
 
 def test_of_a_pipelines_batch_the_prompts_half_is_matched(pipe, monkeypatch):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import diffusers
 import numpy as np
 import pytest
 import torch
-from diffusers import StableDiffusionImg2ImgPipeline, StableDiffusionXLImg2ImgPipeline
 
 import tome_core
 from tests import models, tiny_pipeline
@@ -17,8 +15,8 @@ from tests.samplings import KEPT
 from tests.threads import at_once
 from tome_core import MergeConfig, MergeRule
 from tome_core.engine.time import FEW, WHOLE_FROM, Clock, ModelTime, boundary_in
+from tome_core.settings.schedule import SchedulerNoise
 
-STEPS = 8
 LATE = MergeConfig(ratio=0.5, start_percent=0.5)
 BALANCED = models.on_small("balanced")
 LATENT = torch.zeros(1, 4, 8, 8)
@@ -28,7 +26,7 @@ LATENT = torch.zeros(1, 4, 8, 8)
 HALF = [500.0 - 50 * step for step in range(10)]
 WHOLE = [999.0 - 100 * step for step in range(10)]
 KARRAS = [470.0, 380.0, 295.0, 225.0, 165.0, 110.0, 65.0, 30.0, 8.0, 1.0]
-HALF_EARLY, WHOLE_EARLY = [True] * 6 + [False] * 4, [True] * 7 + [False] * 3
+HALF_EARLY = [True] * 6 + [False] * 4
 
 
 def late_in(timesteps, until):
@@ -36,28 +34,19 @@ def late_in(timesteps, until):
     return sum(timestep < (until if boundary is None else boundary) for timestep in timesteps)
 
 
-def test_the_late_share_of_a_pass_is_a_whole_pictures_to_the_nearest_step():
-    for begins in (WHOLE_FROM - 1, 500.0, 50.0):
+@pytest.mark.parametrize("begins", [999.0, WHOLE_FROM - 1, 500.0, 50.0])
+def test_a_pass_has_its_share_of_late_steps_and_a_whole_picture_goes_by_time_unless_it_has_few(begins):
+    """The share is a whole picture's, to the nearest step."""
+    for count in (1, 2, 3, 5, FEW, FEW + 1, 20):
+        steps = [begins * (1 - step / count) for step in range(count)]
         for until in range(0, 1001, 25):
-            for count in (1, 2, 3, 5, 10, 20, 33):
-                steps = [begins * (1 - step / count) for step in range(count)]
-                assert boundary_in(steps, until) is not None
-                assert abs(late_in(steps, until) - count * until / 1000) <= 0.5, (until, count)
-                assert late_in(steps[::-1], until) == late_in(steps, until)
+            expected = math.floor(count * until / 1000 + 0.5)
+            if begins >= WHOLE_FROM:
+                by_time = sum(timestep < until for timestep in steps)
+                expected = by_time if count > FEW else max(by_time, min(expected, count - 1))
+            assert late_in(steps, until) == late_in(steps[::-1], until) == expected, (count, until)
     assert late_in(KARRAS, 375) == 4, "however they are spread"
-
-
-def test_a_whole_picture_of_few_steps_has_at_least_its_share_of_late_ones_and_another_goes_by_time():
-    for count in range(1, FEW + 1):
-        trailing = [999.0 - 1000 / count * step for step in range(count)]
-        for until in range(0, 1001, 25):
-            by_time = sum(timestep < until for timestep in trailing)
-            share = min(math.floor(count * until / 1000 + 0.5), count - 1)
-            assert late_in(trailing, until) == max(by_time, share), (count, until)
-    assert late_in([999, 749, 499, 249], 375) == 2, "of which one is before 375"
-    longer = [999.0 - 1000 / (FEW + 1) * step for step in range(FEW + 1)]
-    for timesteps, until in ((longer, 500), ([999, *KARRAS[3:]], 375), (WHOLE, 375), ([], 375), ([WHOLE_FROM], 375)):
-        assert boundary_in(timesteps, until) is None
+    assert boundary_in([], 375) is boundary_in([999, *KARRAS[3:]], 375) is None
 
 
 def test_a_passes_boundary_moves_the_early_phase_and_no_other_limit_in_time():
@@ -65,10 +54,14 @@ def test_a_passes_boundary_moves_the_early_phase_and_no_other_limit_in_time():
     rule = MergeRule(side="kv", ratio=0.5, min_timestep=150.0)
     clock = Clock(MergeConfig(rules=(rule,), early_ratio=0.75, early_until=300.0), [1])
     boundary = clock.boundary_in(HALF)
-    assert boundary == 175.0
     for timestep in HALF:
         live = clock.at(clock.moment(timestep), boundary).live
         assert bool(live) == (timestep >= 150) and (not live or (live[0].ratio == 0.75) == (timestep >= 175))
+
+
+@pytest.fixture
+def time():
+    return ModelTime(Clock(BALANCED, [1]), keeps=False)
 
 
 def early_in(time, timesteps) -> list[bool]:
@@ -76,59 +69,34 @@ def early_in(time, timesteps) -> list[bool]:
     return [time.next_call(timestep, LATENT)[0].live[0].ratio == BALANCED.early_ratio for timestep in timesteps]
 
 
-def test_a_loop_of_ones_own_says_which_steps_it_has():
-    time, found = ModelTime(Clock(BALANCED, [1]), keeps=False), []
-    for steps, told in ((HALF, None), (HALF, HALF), (WHOLE, None), (WHOLE, WHOLE)):
-        with time.sample(timesteps=told):
-            found.append(early_in(time, steps))
-    assert found == [[True] * 3 + [False] * 7, HALF_EARLY, WHOLE_EARLY, WHOLE_EARLY]
-
-
-def test_a_host_says_which_steps_a_sampling_has_and_the_next_has_its_own():
-    time, found = ModelTime(Clock(BALANCED, [1]), keeps=False), []
-    for timesteps in (HALF, WHOLE, None, HALF):
+def test_a_host_says_which_steps_a_sampling_has_and_the_next_has_its_own(time):
+    for timesteps, expected in ((HALF, [True]), (WHOLE, [False]), (None, [False]), (HALF, [True])):
         time.set(None, 300.0, None, object(), timesteps=timesteps)
-        found += early_in(time, [900])
+        assert early_in(time, [900]) == expected
     time.set(None, None, None)
     time.set(None, 300.0, None)
-    assert [*found, *early_in(time, [900])] == [True, False, False, True, False]
+    assert early_in(time, [900]) == [False]
 
 
 def test_a_schedulers_steps_are_found_and_steps_that_are_told_outweigh_them():
     """Half of a picture is drawn here, and the other half was elsewhere."""
-    scheduler = diffusers.DDIMScheduler(**SD_BETAS)
-    scheduler.set_timesteps(20)
-    pipe = Pipeline(scheduler)
-    rest, time = scheduler.timesteps[10:], tome_core.patch(pipe, BALANCED).time
-    by_time = [timestep >= 375 for timestep in rest]
-    for facts, expected in (({}, HALF_EARLY), ({"timesteps": scheduler.timesteps.tolist()}, by_time),
-                            ({"continues": True}, by_time)):  # fmt: skip
+    pipe = Pipeline(diffusers.DDIMScheduler(**SD_BETAS), steps=20)
+    steps = pipe.scheduler.timesteps
+    time = tome_core.patch(pipe, BALANCED).time
+    by_time = [timestep >= 375 for timestep in steps[10:]]
+    for facts, expected in (({}, HALF_EARLY), ({"timesteps": steps.tolist()}, by_time), ({"continues": True}, by_time)):
         with time.sample(**facts):
-            assert early_in(time, rest) == expected, facts
+            assert early_in(time, steps[10:]) == expected, facts
 
 
-def test_pipelines_of_diffusers_find_the_steps_of_a_pass_that_begins_late(words):
-    """Of 10 steps that are left of 20, of Heun's 19 calls, which are two a step but for the last, and of a refiner,
-    which draws the late half of one whole picture, more of whose steps are late.
-    """
-    pipe, xl = tiny_pipeline.stable_diffusion(words), tiny_pipeline.stable_diffusion_xl(words)
-    euler, heun = (kind.from_config(pipe.scheduler.config)
-                   for kind in (diffusers.EulerDiscreteScheduler, diffusers.HeunDiscreteScheduler))  # fmt: skip
-    halved = StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False)
-    refiner = StableDiffusionXLImg2ImgPipeline(**xl.components)
-    generator = torch.Generator().manual_seed(0)
-    image, latent = torch.rand(1, 3, 64, 64, generator=generator), torch.rand(1, 4, 64, 64, generator=generator)
-    call = {"image": image, "num_inference_steps": 20, "strength": 0.5}
-    of_xl = {"image": latent, "num_inference_steps": 10, "original_size": (128, 128), "target_size": (128, 128)}
-    for own, scheduler, given, share in (
-        (halved, euler, call, 0.4), (halved, heun, call, 6 / 19),
-        (refiner, xl.scheduler, {**of_xl, "strength": 0.5}, 0.4),
-        (refiner, xl.scheduler, {**of_xl, "denoising_start": 0.5}, 0.6),
-    ):  # fmt: skip
-        own.scheduler = scheduler
-        own.set_progress_bar_config(disable=True)
-        with tome_core.patch(own, BALANCED) as handle:
-            own("a b", output_type="latent", **given)
+def test_a_refiner_which_draws_the_late_half_of_a_picture_has_the_steps_of_a_whole_one(words):
+    refiner = diffusers.StableDiffusionXLImg2ImgPipeline(**tiny_pipeline.stable_diffusion_xl(words).components)
+    refiner.set_progress_bar_config(disable=True)
+    sizes = {"original_size": (128, 128), "target_size": (128, 128)}
+    for begins, share in (({"denoising_start": 0.5}, 0.6), ({"strength": 0.5}, 0.4)):
+        with tome_core.patch(refiner, BALANCED) as handle:
+            call = {"image": torch.zeros(1, 4, 64, 64), "num_inference_steps": 10, "output_type": "latent"}
+            refiner("a b", **call, **sizes, **begins)
         kinds = handle.report().levels[0].merged.items()
         (_, early), (_, late) = sorted((keys, calls) for (*_, keys), calls in kinds)  # late ones keep more keys
         assert late / (early + late) == pytest.approx(share)
@@ -145,9 +113,9 @@ def merges(time, timestep, batch: int = 1) -> bool:
 def test_a_host_outweighs_the_argument():
     time = ModelTime(Clock(LATE, [1]), keeps=False)
     assert merges(time, 100) and not merges(time, 900)
-    for given in ({"timestep": 100}, {"percent": 0.9}, {"sigma": 0.1}):
-        time.set(**{"percent": None, "timestep": None, "sigma": None, **given})
-        assert merges(time, 900), given
+    for percent, timestep, sigma in ((None, 100, None), (0.9, None, None), (None, None, 0.1)):
+        time.set(percent, timestep, sigma)
+        assert merges(time, 900)
         time.set(None, None, None)
         assert not merges(time, 900)
 
@@ -155,6 +123,7 @@ def test_a_host_outweighs_the_argument():
 def test_a_timestep_of_somebodys_own_making_is_read():
     """Several at once are no time, and a tensor without a value is none either."""
     time = ModelTime(Clock(MergeConfig(min_timestep=500), [1]), keeps=False)
+    time.noise = SchedulerNoise(models.small())
     told = (600, 123, torch.tensor(600), torch.full((2,), 123), torch.full((2,), 600.0), torch.arange(10_000)[600],
             torch.tensor([600, 601]), torch.tensor(600, device="meta"), None)  # fmt: skip
     found = [merges(time, timestep, 2) for timestep in told]
@@ -176,7 +145,6 @@ def test_pictures_of_two_threads_keep_apart():
 
     with time.sample():
         time.next_call(500, LATENT)[1].plans["x"] = 1
-        assert kept() == {"x": 1}
         assert at_once(kept, draw) == [None, {}]
         assert kept() == {"x": 1}
 
@@ -187,8 +155,9 @@ def test_pictures_of_two_threads_keep_apart():
 class Pipeline:
     """The least that has a scheduler."""
 
-    def __init__(self, scheduler, unet=None):
-        self.scheduler, self.unet = scheduler, models.small() if unet is None else unet
+    def __init__(self, scheduler, steps=8):
+        self.scheduler, self.unet = scheduler, models.small()
+        scheduler.set_timesteps(steps)
 
 
 def stable_diffusions_timestep(sigma: float) -> float:
@@ -210,62 +179,47 @@ def own_sigmas(scheduler) -> list[float]:
 
 
 SD_BETAS = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
-CONTINUOUS = {"timestep_type": "continuous", "prediction_type": "v_prediction", **SD_BETAS}
+LIMITS = {"timestep": {"min_timestep": 500}, "percent": {"end_percent": 0.5}}
 OF_OTHER_TIMES = [  # no timestep is one of Stable Diffusion's
-    ("EulerDiscrete", CONTINUOUS), ("IPNDM", {}), ("EDMEuler", {"sigma_data": 0.5, "sigma_max": 20.0}),
-    ("EDMDPMSolverMultistep", {"sigma_max": 20.0}),
+    ("EulerDiscrete", {"timestep_type": "continuous", "prediction_type": "v_prediction", **SD_BETAS}), ("IPNDM", {}),
+    ("EDMEuler", {"sigma_data": 0.5, "sigma_max": 20.0}), ("EDMDPMSolverMultistep", {"sigma_max": 20.0}),
 ]  # fmt: skip
 SCHEDULERS = [
     ("DDIM", SD_BETAS), ("PNDM", {"skip_prk_steps": True, **SD_BETAS}), ("HeunDiscrete", SD_BETAS),
     ("EulerDiscrete", {}), ("DPMSolverMultistep", {"use_karras_sigmas": True, **SD_BETAS}),
-    ("DPMSolverMultistep", {"beta_schedule": "squaredcos_cap_v2"}), *OF_OTHER_TIMES,
+    ("DPMSolverMultistep", {"beta_schedule": "squaredcos_cap_v2"}),
 ]  # fmt: skip
+CASES = [(*one, LIMITS["timestep"]) for one in SCHEDULERS + OF_OTHER_TIMES]
+CASES += [(*one, LIMITS["percent"]) for one in OF_OTHER_TIMES]
 
 
 @torch.no_grad()
-def test_a_rule_means_the_same_noise_with_every_scheduler():
+@pytest.mark.parametrize("name, changes, limit", CASES)
+def test_a_rule_means_the_same_noise_with_every_scheduler(name, changes, limit):
     """Which is what matches get old by as well. In percent, too, where timesteps are none of a schedule that is known.
 
     Pipelines hand over an element of the scheduler's timesteps, or a copy, which lies elsewhere.
     """
-    unet = models.small()
-    limits = {"min_timestep": 500}, {"end_percent": 0.5}
-    cases = [(*scheduler, limits[0]) for scheduler in SCHEDULERS] + [(*other, limits[1]) for other in OF_OTHER_TIMES]
-    for name, changes, limit in cases:
-        pipe = Pipeline(getattr(diffusers, f"{name}Scheduler")(**changes), unet)
-        pipe.scheduler.set_timesteps(STEPS)
-        before = sorted(vars(pipe.scheduler))
-        expected = [stable_diffusions_timestep(sigma) for sigma in own_sigmas(pipe.scheduler)]
-        assert 0 < sum(time >= 500 for time in expected) < len(expected)
-        with tome_core.patch(pipe, side="kv", ratio=0.5, keep=100.0, **limit) as handle:
-            for hand_over in (lambda timestep: timestep, torch.clone):
-                with handle.sampling():
-                    for timestep, time in zip(pipe.scheduler.timesteps, expected, strict=True):
-                        now, kept = handle.time.next_call(hand_over(timestep), LATENT)
-                        assert bool(now.live) == (time >= 500), (name, limit, time)
-                        assert kept.timestep == pytest.approx(time, abs=1.5), name
-            assert sorted(vars(pipe.scheduler)) == before, "nothing is put on a scheduler"
-
-
-def late_calls(scheduler) -> int:
-    """UNet calls in the second half of the schedule, by the scheduler's own timesteps."""
-    last = scheduler.config.num_train_timesteps - 1
-    return sum(1 - float(timestep) / last >= LATE.start_percent for timestep in scheduler.timesteps)
+    pipe = Pipeline(getattr(diffusers, f"{name}Scheduler")(**changes))
+    before = sorted(vars(pipe.scheduler))
+    expected = [stable_diffusions_timestep(sigma) for sigma in own_sigmas(pipe.scheduler)]
+    assert 0 < sum(time >= 500 for time in expected) < len(expected)
+    with tome_core.patch(pipe, side="kv", ratio=0.5, keep=100.0, **limit) as handle:
+        for hand_over in (lambda timestep: timestep, torch.clone):
+            with handle.sampling():
+                for timestep, time in zip(pipe.scheduler.timesteps, expected, strict=True):
+                    now, kept = handle.time.next_call(hand_over(timestep), LATENT)
+                    assert bool(now.live) == (time >= 500) and kept.timestep == pytest.approx(time, abs=1.5)
+        assert sorted(vars(pipe.scheduler)) == before, "nothing is put on a scheduler"
 
 
 def test_a_pipelines_rule_in_percent_merges_in_exactly_its_steps_whatever_scheduler_comes(pipe):
     with tome_core.patch(pipe, LATE) as handle:
-        for name in ("DDIM", "HeunDiscrete", "PNDM"):  # after the patch, as programs do for each picture
-            pipe.scheduler = getattr(diffusers, f"{name}Scheduler").from_config(pipe.scheduler.config)
+        for kind in (diffusers.HeunDiscreteScheduler, diffusers.PNDMScheduler):  # after the patch, as programs do
+            pipe.scheduler = kind.from_config(pipe.scheduler.config)
             handle.reset_counts()
-            pipe("a", num_inference_steps=STEPS, guidance_scale=2.0, output_type="latent")
-            level, late, steps = handle.report().levels[0], late_calls(pipe.scheduler), len(pipe.scheduler.timesteps)
-            assert 0 < late < handle.report().calls == steps and level.calls_merged == late * level.blocks
-            assert level.reasons == {"attn: outside the rules' time range": (steps - late) * level.blocks}
-
-
-def test_an_object_that_allows_no_weak_references_is_a_pipeline_too():
-    scheduler = diffusers.DDIMScheduler(**SD_BETAS)
-    scheduler.set_timesteps(STEPS)
-    handle = tome_core.patch(SimpleNamespace(unet=models.small(), scheduler=scheduler), LATE)
-    assert sum(merges(handle.time, timestep) for timestep in scheduler.timesteps) == late_calls(scheduler)
+            pipe("a", num_inference_steps=8, guidance_scale=2.0, output_type="latent")
+            level, steps = handle.report().levels[0], pipe.scheduler.timesteps
+            late = sum(1 - float(timestep) / 999 >= 0.5 for timestep in steps)
+            assert 0 < late < handle.report().calls == len(steps) and level.calls_merged == late * level.blocks
+            assert level.reasons == {"attn: outside the rules' time range": (len(steps) - late) * level.blocks}

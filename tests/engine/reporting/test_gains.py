@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import logging
 
+import pytest
+
 from tome_core.reporting.gains import MARGIN, Gain, Gains, nearest
 
 ABOUT = ("UNet 1", "rules", "attention", "2.13", "0.1")
 GAIN = Gain(*ABOUT, "card", "float16", 64, 96, 2, 1.31, 1.0)
+CASE = ("where", "how", "", "")
 
 
 def of_size(height, batch=2, merged=1.0):
@@ -21,6 +24,11 @@ def kept_in(path):
     return known
 
 
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "folder" / "gains.json"
+
+
 def test_a_gain_says_itself_in_one_line_and_within_the_margin_is_none():
     slow = GAIN._replace(merged=1.31 * 1.07)
     assert GAIN.line == "768x512: about 1.3x faster" and GAIN._replace(merged=1.25).speed == "about 1.05x faster"
@@ -31,58 +39,71 @@ def test_a_gain_says_itself_in_one_line_and_within_the_margin_is_none():
         assert GAIN._replace(unmerged=1 + share * MARGIN).pays is pays
 
 
-def test_a_gain_is_of_its_case_and_of_no_other():
-    known = Gains()
+def test_a_gain_is_of_its_case_and_of_no_other_but_for_the_batch_whose_nearest_counts():
+    known, one, four = Gains(), of_size(64, batch=1), of_size(64, batch=4)
     known.remember(GAIN)
     assert known.of(ABOUT) == (GAIN,)
     for place in range(len(ABOUT)):
         assert known.of((*ABOUT[:place], "another", *ABOUT[place + 1 :])) == ()
-    assert nearest([GAIN], "card", "float16", 64, 96, 2) is GAIN
     for other in (("other", "float16", 64, 96), ("card", "float32", 64, 96), ("card", "float16", 96, 64)):
         assert nearest([GAIN], *other, 2) is None
-
-
-def test_a_batch_takes_the_measurement_that_is_nearest():
-    one, four = of_size(64, batch=1), of_size(64, batch=4)
     found = [nearest([four, one], "card", "float16", 64, 96, batch).batch for batch in (1, 2, 3, 4, 9)]
     assert found == [1, 1, 4, 4, 4]
-    assert nearest([four], "card", "float16", 64, 96, 1) is four
 
 
-def test_other_processes_know_what_was_measured_and_the_latest_of_a_case_counts(tmp_path):
-    path = tmp_path / "folder" / "gains.json"
+def test_other_processes_know_what_was_measured_and_the_latest_of_a_case_counts(path):
     one, other = kept_in(path), kept_in(path)
     assert not path.parent.exists(), "nothing is made before there is something to keep"
     for merged in (1.0, 2.0):
         one.remember(of_size(64, merged=merged))
     assert [gain.merged for gain in one.of(ABOUT)] == [2.0]
     other.remember(of_size(8))
+    other.add_picture(CASE, 1.0)
     assert {(gain.height, gain.merged) for gain in kept_in(path).of(ABOUT)} == {(64, 2.0), (8, 1.0)}
+    assert kept_in(path).pictures == {CASE: (1.0,)}
 
 
-def test_a_broken_line_is_told_once_and_costs_nothing_but_itself(tmp_path, caplog):
-    wrong_facts = ({"merged": 0.0}, {"merged": float("nan")}, {"unmerged": "1"}, {"model": []}, {"of_tomorrow": 1})
-    texts = ["{", "[]", "{}", "3", '{"format": 1,\n "gains": []\n}', "\x00\xff"]
-    for number, text in enumerate([*texts, *(json.dumps({**GAIN._asdict(), **wrong}) for wrong in wrong_facts)]):
-        path = tmp_path / f"gains {number}.json"
-        path.write_text(text, encoding="latin-1")
-        caplog.clear()
-        known = Gains()
-        known.remember(of_size(1))
-        with caplog.at_level(logging.WARNING):
-            known.load(path)
-            known.load(path)
-        assert len(caplog.records) == 1 and str(path) in caplog.text
-        assert [gain.height for gain in known.of(ABOUT)] == [1]
-        known.remember(GAIN)
-        assert kept_in(path).of(ABOUT) == (GAIN,)
+def test_of_pictures_the_latest_twelve_are_kept_of_three_hundred_cases_and_the_file_does_not_grow(path):
+    known = kept_in(path)
+    for number in range(1000):
+        known.add_picture(CASE, float(number + 1))
+    assert kept_in(path).pictures == known.pictures == {CASE: tuple(map(float, range(989, 1001)))}
+    assert len(path.read_text().splitlines()) < 10
+    for number in range(400):
+        known.add_picture((str(number), *CASE[1:]), 1.0)
+    assert len(known.pictures) == 300 and ("399", *CASE[1:]) in known.pictures
 
 
-def test_where_nothing_can_be_written_the_process_knows_it_and_says_so_once(tmp_path, caplog):
-    (tmp_path / "file").write_text("no folder")
+KEY = ["a", "b", "c", "d"]
+BROKEN = [
+    "{", "3", '{"format": 1,\n "gains": []\n}', "\x00\xff",
+    *(json.dumps({**GAIN._asdict(), **wrong}) for wrong in (
+        {"merged": 0.0}, {"merged": float("nan")}, {"unmerged": "1"}, {"model": []}, {"of_tomorrow": 1})),
+    *map(json.dumps, ([], [KEY, []], [KEY, ["1"]], [KEY, [0.0]], [KEY, [float("nan")]], [KEY, 1.0], [KEY[:3], [1.0]])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_a_broken_line_is_told_once_and_costs_nothing_but_itself(tmp_path, text, caplog):
+    path = tmp_path / "gains.json"
+    path.write_text(text, encoding="latin-1")
+    known = Gains()
+    known.remember(of_size(1))
+    with caplog.at_level(logging.WARNING):
+        known.load(path)
+        known.load(path)
+    assert len(caplog.records) == 1 and str(path) in caplog.text
+    assert [gain.height for gain in known.of(ABOUT)] == [1]
+    known.remember(GAIN)
+    known.add_picture(CASE, 1.0)
+    assert (kept_in(path).of(ABOUT), kept_in(path).pictures) == ((GAIN,), {CASE: (1.0,)})
+
+
+def test_where_nothing_can_be_written_the_process_knows_it_and_says_so_once(path, caplog):
+    path.parent.write_text("no folder")
     known = Gains()
     with caplog.at_level(logging.WARNING):
-        known.load(tmp_path / "file" / "gains.json")
+        known.load(path)
         told = len(caplog.records)
         known.remember(GAIN)
         known.remember(of_size(1))
@@ -91,11 +112,11 @@ def test_where_nothing_can_be_written_the_process_knows_it_and_says_so_once(tmp_
 
 
 def test_a_file_that_is_written_anew_loses_nothing_if_that_fails(tmp_path):
-    path = tmp_path / "gains.json"
+    path, in_the_way = tmp_path / "gains.json", tmp_path / "gains.json.new"
     path.write_text("\n".join([json.dumps(GAIN._asdict())] * 2000))
     before = path.read_text()
-    (tmp_path / "gains.json.new").mkdir()  # in the way of the new file
+    in_the_way.mkdir()
     assert kept_in(path).of(ABOUT) == (GAIN,) and path.read_text() == before
-    (tmp_path / "gains.json.new").rmdir()
+    in_the_way.rmdir()
     assert kept_in(path).of(ABOUT) == (GAIN,) and len(path.read_text().splitlines()) < 10
     assert kept_in(path).of(ABOUT) == (GAIN,)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections import Counter
 from functools import cache
@@ -25,14 +24,15 @@ def model():
     return CASE.build()
 
 
-def reported(config: MergeConfig, *timesteps: float, side: int = 16) -> Report:
+@cache
+def reported(config: MergeConfig, *timesteps: float) -> Report:
     with tome_core.patch(model(), config) as handle:
         for timestep in timesteps:
-            call_case(CASE, model(), timestep=timestep, height=side, width=side)
+            call_case(CASE, model(), timestep=timestep)
     return handle.report()
 
 
-def gain(ratio: float, side: int = 64, saved: float = 0.75) -> Gain:
+def gain(ratio: float, side: int = 64, saved: float | None = 0.75) -> Gain:
     return Gain("model", "rules", "attention", "torch", "ours", "cpu", "float32", side, side, 2, ratio, 1.0, saved)
 
 
@@ -41,69 +41,59 @@ def level(downsample: int = 1, left: int = 25, **counts) -> LevelTally:
     return LevelTally(downsample, 3, merged, work_full=100, work_left=left, **counts)
 
 
-# --- what is said -----------------------------------------------------------------------------------------------------
+def of_levels(*levels: LevelTally, **facts) -> Report:
+    return Report(True, levels=levels, **facts)
 
 
 def test_the_first_line_is_the_gain_or_what_was_left_out_then_levels():
     both = reported(EARLY, 900, 100)
-    first, *_ = str(both).splitlines()
-    assert first == f"Token merging: 2 model calls, {percent(both.work_saved)} of attention left out"
+    left_out = f"{percent(both.work_saved)} of attention left out"
+    assert str(both).splitlines()[0] == f"Token merging: 2 model calls, {left_out}"
     assert "faster" not in str(both) + both.headline, "unmeasured it says nothing of time"
     measured = Report.join([both, Report(True, gains=(gain(1.42, saved=0.6),))])
     first, second, *rest = str(measured).splitlines()
     assert first == "Token merging: 2 model calls, about 1.4x faster (measured here)"
-    assert second.startswith(f"  {percent(measured.work_saved)} of attention left out, at latent /1")
-    (fine,) = [line for line in rest if line.startswith("  latent /1")]
-    assert fine == "  latent /1: 256 tokens -> 128 keys or 26 keys, 70% left out"
+    assert second.startswith(f"  {left_out}, at latent /1")
+    assert "  latent /1: 256 tokens -> 128 keys or 26 keys, 70% left out" in rest
     assert measured.headline == "about 1.4x faster (measured here)"
 
 
-def test_a_gain_is_told_only_if_as_much_was_left_out_as_when_it_was_measured():
+@pytest.mark.parametrize("own, left, is_told", [
+    (gain(2.0), 25, True), (gain(1.0), 30, True), (gain(2.0), 60, False), (gain(1.0), 93, False), (gain(2.0), 0, False),
+    (gain(2.0, saved=None), 25, False),
+])  # fmt: skip
+def test_a_gain_is_told_only_if_as_much_was_left_out_as_when_it_was_measured(own, left, is_told):
     """Of what else is on a model nobody knows, but that merging finds less to do there."""
-    for left, is_told in ((25, True), (30, True), (93, False), (60, False), (0, False)):
-        for own in (gain(2.0), gain(1.0)):
-            report = Report(True, levels=(level(left=left),), gains=(own,))
-            assert (own.speed in report.headline) == is_told, left
-    assert "faster" not in Report(True, levels=(level(),), gains=(gain(2.0)._replace(saved=None),)).headline
-    off = Report(True, levels=(LevelTally(1, 3),), gains=(gain(0.9),))
-    assert "0.90x" not in str(off) and off.headline.startswith("nothing merged")
-    several = Report(True, levels=(level(),), gains=(gain(1.5), gain(1.0, 32)))
+    assert (own.speed in of_levels(level(left=left), gains=(own,)).headline) == is_told
+
+
+def test_gains_of_several_sizes_are_told_and_none_where_nothing_merged():
+    several = of_levels(level(), gains=(gain(1.5), gain(1.0, 32)))
     assert "about 1.5x faster at 512x512, no faster at 256x256 (measured here)" in str(several).splitlines()[0]
+    assert of_levels(LevelTally(1, 3), gains=(gain(1.5),)).headline.startswith("nothing merged")
 
 
-def test_why_not_is_told_without_the_part_unless_it_is_not_self_attention():
-    skipped = Counter({"attn: why": 3, "block: why not": 2, "mlp: never": 1})
-    fine = LevelTally(1, 3, skipped=skipped, work_full=100, work_left=100, traced={"autocast"})
-    coarse = LevelTally(2, 3, traced={"autocast"}, level=1)
-    first, *rest = Report(True, levels=(fine, coarse)).lines()
-    assert first.endswith("nothing merged: why")
-    assert [line.strip() for line in rest] == [
-        "not merged, 2 calls: why not", "not merged, 1 call: mlp: never", "compiled without merging, autocast",
-    ]  # fmt: skip
-    assert Report(True, levels=(coarse,)).headline == "nothing merged: autocast"
-
-
-def test_the_reason_is_the_one_that_cost_most_attention_and_not_the_one_of_most_calls():
-    skipped = Counter({"attn: many": 9, "attn: large": 1, "mlp: rest": 99})
+def test_reasons_are_told_the_one_that_cost_most_attention_first_and_the_part_if_it_is_not_self_attention():
+    skipped = Counter({"attn: many": 9, "attn: large": 1, "mlp: never": 99})
     lost = Counter({"attn: many": 9, "attn: large": 90})
-    report = Report(True, levels=(LevelTally(1, 3, skipped=skipped, lost=lost, work_full=100, work_left=100),))
-    assert report.headline == "nothing merged: large"
-    assert list(report.reasons) == ["attn: large", "attn: many", "mlp: rest"]
+    fine = LevelTally(1, 3, skipped=skipped, lost=lost, work_full=100, work_left=100)
+    coarse = LevelTally(2, 3, traced={"autocast"}, level=1)
+    report = of_levels(fine, coarse)
+    first, *rest = report.lines()
+    assert first.endswith("nothing merged: large") and report.headline == "nothing merged: large"
+    assert [line.strip() for line in rest] == [
+        "not merged, 9 calls: many", "not merged, 99 calls: mlp: never", "compiled without merging, autocast",
+    ]  # fmt: skip
     assert report.as_data()["levels"][0]["skipped_work"] == {"attn: many": 0.09, "attn: large": 0.9}
+    assert of_levels(coarse).headline == "nothing merged: autocast"
 
 
 def test_what_hindered_merging_is_told_if_it_counts_and_nobody_asked_for_it():
     mask = "the call has an attention mask"
     for why, lost, told in ((mask, 20, f"20% of attention not merged: {mask}"), (mask, 2, ""),
                             ("outside the rules' time range", 50, "")):  # fmt: skip
-        found = level(left=60, skipped=Counter({f"attn: {why}": 1}), lost=Counter({f"attn: {why}": lost}))
-        assert Report(True, levels=(found,)).hindered == told
-
-
-def test_a_hosts_own_facts_and_lines_come_first():
-    lines = Report(True, levels=(level(),), notes=("note",)).lines("ToMe", ["20 steps"], ["own"])
-    assert lines[0].startswith("ToMe: 20 steps, 75%") and lines[1] == "  own" and lines[-1] == "  note"
-    assert not any("\n" in line for line in lines)
+        of_why = {"skipped": Counter({f"attn: {why}": 1}), "lost": Counter({f"attn: {why}": lost})}
+        assert of_levels(level(left=60, **of_why)).hindered == told
 
 
 def test_nothing_left_out_is_not_rounded_up_to_everything():
@@ -119,32 +109,23 @@ def test_the_json_form_is_json_and_has_every_count():
         {"part": "attn", "tokens": 256, "queries": 256, "keys": keys, "calls": found.levels[0].blocks}
         for keys in (26, 128)
     ]
-    calls = sum(kind["calls"] for level in data["levels"] for kind in level["merged"])
-    skipped = sum(sum(level["skipped"].values()) for level in data["levels"])
-    assert (calls, skipped) == (found.calls_merged, sum(found.reasons.values()))
-
-
-# --- what is counted --------------------------------------------------------------------------------------------------
 
 
 def test_the_share_is_of_all_attention_levels_that_no_rule_reaches_and_exact_answers_included():
-    fine, both = (reported(MergeConfig(max_downsample=down, **KV), 900) for down in (1, 8))
-    assert not fine.reasons and fine.levels[1].work_saved == 0
+    fine, both, exact = (reported(MergeConfig(**KV | more), 900) for more in (
+        {"max_downsample": 1}, {"max_downsample": 8}, {"max_downsample": 8, "correction": True}))  # fmt: skip
+    assert not fine.reasons and fine.levels[1].work_saved == 0 and fine.work[0] == both.work[0]
     assert fine.levels[0].work_saved == both.levels[0].work_saved > fine.work_saved
-    assert fine.work[0] == both.work[0]
-    exact = reported(MergeConfig(max_downsample=8, **{**KV, "correction": True}), 900)
     assert exact.levels[0].work_saved < both.levels[0].work_saved
-    weighed = Report(True, levels=(level(1, left=0), level(2, left=100)))
-    assert weighed.work_saved == 0.5 and Report(True).work_saved is None
+    assert of_levels(level(1, left=0), level(2, left=100)).work_saved == 0.5 and Report(True).work_saved is None
 
 
 def test_a_level_counts_the_work_of_early_and_late_steps_and_of_those_left_whole():
     early, late, both = (reported(EARLY, *times).levels[0] for times in ((900,), (100,), (900, 100)))
     assert (early.work_saved, late.work_saved) == (1 - 26 / 256, 0.5)
     assert both.work_saved == pytest.approx((early.work_saved + late.work_saved) / 2)
-    assert both.calls_merged == early.calls_merged + late.calls_merged == 2 * both.blocks
-    assert both.tokens == ((256, 256, 128), (256, 256, 26))
-    whole = reported(dataclasses.replace(EARLY, start_percent=0.3), 900, 100).levels[0]
+    assert both.calls_merged == 2 * both.blocks and both.tokens == ((256, 256, 128), (256, 256, 26))
+    whole = reported(MergeConfig(start_percent=0.3, **KV), 900, 100).levels[0]
     assert whole.work_full == 2 * late.work_full and whole.work_saved == 0.25
 
 
@@ -164,20 +145,8 @@ def test_a_level_is_told_the_reason_that_is_its_own():
 
 def test_reports_of_passes_are_one_with_levels_by_their_down_sampling():
     """The passes of a hires fix, or a refiner, whose finest level is another."""
-    one, two, other = (Report(True, calls=1, levels=(level(*facts),)) for facts in ((1, 25), (1, 75), (2, 50)))
+    one, two, other = (of_levels(level(*facts), calls=1) for facts in ((1, 25), (1, 75), (2, 50)))
     both = Report.join([one, two, other])
     assert both.calls == 3 and both.work_saved == pytest.approx(1 - (25 + 75 + 50) / 300)
     assert [(found.level, found.downsample, found.calls_merged) for found in both.levels] == [(0, 1, 6), (1, 2, 3)]
     assert Report.join([]) == Report(False) and Report.join([one]).as_data() == one.as_data()
-
-
-def test_counts_begin_anew_and_count_on():
-    with tome_core.patch(model(), MergeConfig(ratio=0.5)) as handle:
-        call_case(CASE, model())
-        first = handle.report()
-        assert first.calls == 1 and first.merged_anything
-        handle.reset_counts()
-        empty = handle.report()
-        assert empty.calls == 0 and not empty.merged_anything and empty.levels[0].work_saved is None
-        call_case(CASE, model())
-        assert handle.report() == first

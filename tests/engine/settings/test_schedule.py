@@ -8,24 +8,20 @@ from diffusers import EulerDiscreteScheduler
 
 from tome_core import MergeConfig, MergeRule, NoiseSchedule
 from tome_core.engine.time import Clock
-from tome_core.settings.schedule import STABLE_DIFFUSION, UNKNOWN, SchedulerNoise, Time, choose
+from tome_core.settings.schedule import STABLE_DIFFUSION, UNKNOWN, SchedulerNoise, Time
 
 SD = STABLE_DIFFUSION
 
 
-def test_percent_and_timestep_are_each_others_inverse():
-    for percent in (0.0, 0.25, 0.5, 0.9, 1.0):
-        assert SD.percent_of(SD.timestep_of(percent)) == pytest.approx(percent)
-    assert SD.timestep_of(0.0) == 999 and SD.timestep_of(1.0) == 0
-
-
-def test_betas_are_those_of_diffusers_and_sigma_and_timestep_agree_with_k_diffusion():
+def test_the_schedule_is_that_of_diffusers_and_all_scales_agree():
     scheduler = EulerDiscreteScheduler(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012)
     assert SD.betas == pytest.approx(scheduler.betas.tolist(), rel=1e-5)
     sigmas = (1 / scheduler.alphas_cumprod - 1).sqrt().tolist()
     for timestep in (0, 1, 250, 500, 998, 999):
         assert SD.timestep_of_sigma(sigmas[timestep]) == pytest.approx(timestep, abs=0.01)
-    assert SD.timestep_of_sigma(1e9) == 999 and SD.timestep_of_sigma(0.0) == 0
+        assert SD.timestep_of(SD.percent_of(timestep)) == pytest.approx(timestep)
+    assert SD.timestep_of_sigma(1e9) == SD.timestep_of(0.0) == 999 and SD.timestep_of_sigma(0.0) == 0
+    assert SD.timestep_of_beta(0.25 * SD.betas[400] + 0.75 * SD.betas[401]) == pytest.approx(400.75)
 
 
 def test_a_beta_threshold_of_a_fifth_is_always_on_for_stable_diffusion():
@@ -39,25 +35,16 @@ def test_a_beta_threshold_of_a_fifth_is_always_on_for_stable_diffusion():
         assert SD.window_of(MergeConfig(max_beta=never))[0] > 1, "at no percent there is"
 
 
-def test_a_beta_between_two_timesteps_is_reached_between_them():
-    beta = 0.25 * SD.betas[400] + 0.75 * SD.betas[401]
-    assert SD.timestep_of_beta(beta) == pytest.approx(400.75) and SD.timestep_of_beta(SD.betas[-1]) == 999
-
-
-# --- rules ------------------------------------------------------------------------------------------------------------
-
-
-def test_limits_hold_up_to_their_ends_and_not_where_the_time_is_unknown():
-    both = {"min_timestep": 300, "end_percent": 0.5}
-    for settings, inside, outside in (
-        ({"end_percent": 0.5}, Time(percent=0.5), Time(percent=0.51)),
-        ({"start_percent": 0.2}, Time(percent=0.2), Time(percent=0.19)),
-        ({"min_timestep": 300}, Time(timestep=300), Time(timestep=299)),
-        (both, Time(300, 0.5), Time(300, 0.51)), (both, Time(300, 0.5), Time(299, 0.5)),
-    ):  # fmt: skip
-        clock = Clock(MergeConfig(**settings), [1])
-        assert clock.limited and clock.at(inside).live
-        assert not clock.at(outside).live and not clock.at(UNKNOWN).live
+@pytest.mark.parametrize("settings, inside, outside", [
+    ({"end_percent": 0.5}, Time(percent=0.5), [Time(percent=0.51)]),
+    ({"start_percent": 0.2}, Time(percent=0.2), [Time(percent=0.19)]),
+    ({"min_timestep": 300}, Time(timestep=300), [Time(timestep=299)]),
+    ({"min_timestep": 300, "end_percent": 0.5}, Time(300, 0.5), [Time(300, 0.51), Time(299, 0.5)]),
+])  # fmt: skip
+def test_limits_hold_up_to_their_ends_and_not_where_the_time_is_unknown(settings, inside, outside):
+    clock = Clock(MergeConfig(**settings), [1])
+    assert clock.limited and clock.at(inside).live
+    assert not any(clock.at(time).live for time in (*outside, UNKNOWN))
 
 
 def test_percents_are_of_the_models_own_schedule_and_timesteps_stable_diffusions():
@@ -68,30 +55,14 @@ def test_percents_are_of_the_models_own_schedule_and_timesteps_stable_diffusions
     assert merging == [0.1, 0.15] and clock.moment(None, 0.1).timestep == clock.moment(None, 0.05).timestep == 999
 
 
-def test_the_first_rule_that_fits_wins_and_one_of_ratio_zero_keeps_its_times_unmerged():
+def test_the_first_rule_that_fits_wins_for_each_part_and_one_of_ratio_zero_keeps_its_times_unmerged():
     off, hard, gentle = MergeRule(ratio=0.0, min_timestep=800), MergeRule(min_timestep=500), MergeRule(ratio=0.25)
-    clock = Clock(MergeConfig(rules=(off, hard, gentle)), (1, 2))
-    for timestep, expected in ((900, None), (800, None), (799, hard), (500, hard), (400, gentle)):
-        assert clock.at(Time(timestep=timestep)).rules[0].attn is expected
-
-
-def test_each_part_of_a_block_has_its_own_first_rule():
-    early, always = MergeRule(merge_attn=False, merge_mlp=True, min_timestep=700), MergeRule(ratio=0.5)
-    rules = choose((early, always), (1,))[0]
-    assert rules.attn is always and rules.mlp is early and rules.crossattn is None
-
-
-def test_levels_count_what_has_attention_and_max_downsample_counts_from_the_latent():
-    for rule, downsamples, reached in (
-        (MergeRule(), (1, 2, 4), [0]), (MergeRule(), (2, 4), [0]),
-        (MergeRule(max_downsample=1), (1, 2, 4), [0]), (MergeRule(max_downsample=1), (2, 4), []),
-        (MergeRule(max_downsample=2), (2, 4), [0]), (MergeRule(max_downsample=8), (1, 2, 4), [0, 1, 2]),
-    ):  # fmt: skip
-        chosen = choose((rule,), downsamples)
-        assert [level for level, rules in enumerate(chosen) if rules.attn is rule] == reached
-
-
-# --- a scheduler's steps ----------------------------------------------------------------------------------------------
+    mlp = MergeRule(merge_attn=False, merge_mlp=True, min_timestep=700)
+    clock = Clock(MergeConfig(rules=(mlp, off, hard, gentle)), (1, 2))
+    for timestep, *expected in ((900, None, mlp), (800, None, mlp), (799, hard, mlp), (500, hard, None),
+                                (400, gentle, None)):  # fmt: skip
+        rules = clock.at(Time(timestep=timestep)).rules[0]
+        assert [rules.attn, rules.mlp, rules.crossattn] == [*expected, None]
 
 
 class Doubled(SchedulerNoise):
@@ -107,28 +78,16 @@ class Doubled(SchedulerNoise):
         return [2 * value for value in values]
 
 
-def test_a_timestep_is_looked_up_without_reading_it(monkeypatch):
-    known, steps = Doubled(), torch.arange(900, 100, -100)
+def test_a_schedule_is_read_once_whatever_the_order_of_its_steps_and_again_once_it_is_written_into(monkeypatch):
+    known, steps, other = Doubled(), torch.arange(900, 100, -100), torch.arange(900, 0, -90)
     meanings = known.look(steps[0])
-    assert meanings == [2 * value for value in steps.tolist()]
-    monkeypatch.setattr(torch.Tensor, "__float__", lambda self: pytest.fail("the timestep's value was read"))
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: pytest.fail("the timesteps were read again"))
-    assert [known.look(step) for step in steps] == [meanings[number:] for number in range(len(steps))]
-    assert [known.look(step[None].expand(2))[0] for step in steps[3:]] == meanings[3:]
-
-
-def test_what_is_no_element_of_a_schedule_is_not_looked_up():
-    known, meta = Doubled(), torch.tensor(1.0).to("meta")
-    for step in (torch.tensor(123), torch.full((2,), 123), torch.arange(10_000)[123], 123, meta):
-        assert known.look(step) == [] and not known.asked
-
-
-def test_a_schedule_is_asked_once_whatever_the_order_of_its_steps_and_again_once_it_is_written_into():
-    known, steps = Doubled(), torch.arange(1000, 0, -100)
-    for step in (*steps[:4], steps[3], *steps[5:], *steps[:2]):
-        assert known.look(step)[0] == 2 * step.item() and known.asked == 1
-    assert known.look(torch.arange(900, 0, -90)[9]) == [180] and known.asked == 2
+    assert meanings == [2 * value for value in steps.tolist()] and known.look(other[9]) == [180]
+    with monkeypatch.context() as context:
+        for name in ("__float__", "tolist", "item"):
+            context.setattr(torch.Tensor, name, lambda self: pytest.fail("a value was read, which waits for a device"))
+        for number in (3, 1, 7, 0):
+            assert known.look(steps[number]) == known.look(steps[number][None].expand(2)) == meanings[number:]
     steps.sub_(50)
-    assert known.look(steps[9]) == [100] and known.asked == 3
+    assert known.look(steps[7]) == [300] and known.asked == 3
     with torch.inference_mode():
         assert known.look(torch.tensor([9.0, 8.0])[1]) == [16.0]
