@@ -71,12 +71,12 @@ def changed_input(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tup
 attentions, around = attrgetter("attentions"), attrgetter("around")
 
 
-def first_attention(beside: Beside) -> list[nn.Module]:
-    return beside.attentions[:1]
-
-
 def model(beside: Beside) -> list[nn.Module]:
     return [beside.model]
+
+
+def first_attention(beside: Beside) -> list[nn.Module]:
+    return beside.attentions[:1]
 
 
 def model_and_attentions(beside: Beside) -> list[nn.Module]:
@@ -121,23 +121,17 @@ def pre_hook(module: nn.Module) -> TakeOff:
     return module.register_forward_pre_hook(changed_input, with_kwargs=True).remove
 
 
-class _OfAccelerate(accelerate.hooks.ModelHook):
-    def post_forward(self, module: nn.Module, output: Any) -> Any:
-        return changed(output)
-
-
-class _OfDiffusers(ModelHook):
-    def post_forward(self, module: nn.Module, output: Any) -> Any:
-        return changed(output)
+def hook_of(kind: type) -> Any:
+    return type("Changing", (kind,), {"post_forward": lambda hook, module, output: changed(output)})()
 
 
 def accelerates_hook(module: nn.Module) -> TakeOff:
-    add_hook_to_module(module, _OfAccelerate())
+    add_hook_to_module(module, hook_of(accelerate.hooks.ModelHook))
     return lambda: remove_hook_from_module(module)
 
 
 def diffusers_hook(module: nn.Module) -> TakeOff:
-    HookRegistry.check_if_exists_or_initialize(module).register_hook(_OfDiffusers(), "changing")
+    HookRegistry.check_if_exists_or_initialize(module).register_hook(hook_of(ModelHook), "changing")
 
     def take_off() -> None:
         module._diffusers_hook.remove_hook("changing", recurse=False)
