@@ -113,7 +113,7 @@ def cases() -> list[Any]:
                 module = importlib.import_module(f"its_tests.{name}")
         except (Exception, pytest.skip.Exception):
             continue
-        for one in vars(module).values():
+        for one in (one for one in vars(module).values() if getattr(one, "__module__", None) == module.__name__):
             if inspect.isclass(getattr(one, "pipeline_class", None)) and hasattr(one, "get_dummy_inputs"):
                 found[getattr(one, "get_dummy_components", None)] = one  # the last has all mixins
     return [pytest.param(one, id=f"{one.pipeline_class.__name__}-{one.__name__}") for one in found.values()]
