@@ -362,7 +362,6 @@ THINGS = {
                     fits=lambda beside: hasattr(beside.model, "add_adapter") and beside.name != "gligen"),
     "weights that come for each layer": Thing(
         offloaded(lambda model: accelerate.cpu_offload(model, CPU, offload_buffers=True))),
-    "weights that come for each call": Thing(offloaded(lambda model: accelerate.cpu_offload_with_hook(model, CPU))),
     # over us, if a cache has answered before we were reached
     "offloaded leaves": Thing(offloaded(by_leaves), reason="its place: diffusers.hooks"),
     # which dispatches no weights of the model's own
