@@ -41,7 +41,7 @@ ODD_SIDES = (1, 2, 3, 5, 7, 9, 10, 11)
 MOST_TOKENS = 512  # of a batch: what takes long finds no more
 MODES = {"no_grad": 60, "inference": 15, "grad": 8, "autocast": 7}
 EVENTS = {"call": 40, "patch": 8, "unpatch": 6, "install": 3, "tell": 4, "begin": 5, "end": 3, "throw": 3}
-WISHES = {"config": 40, "preset": 25, "strength": 10, "tomesd's": 6, "wrong": 8}
+WISHES = {"config": 40, "preset": 25, "strength": 16, "wrong": 8}
 
 
 def weighted(dice: random.Random, weights: dict[Any, int]) -> Any:
@@ -86,11 +86,7 @@ def a_wish(dice: random.Random) -> tuple[str, dict[str, Any]]:
         return "patch", {"config": replace(preset(dice.choice([*PRESETS])), **pays)}
     if kind == "strength":
         return "patch", {"strength": dice.random(), **pays}
-    if kind == "wrong":
-        return "patch_wrongly", {**pays, dice.choice([*DESCRIBED]): dice.choice(WRONG)}
-    return "apply_patch", {
-        "ratio": dice.random(), "sx": dice.randint(1, 4), "max_downsample": dice.choice((1, 8)),
-        "merge_mlp": dice.random() < 0.5, "merge_crossattn": dice.random() < 0.5}  # fmt: skip
+    return "patch_wrongly", {**pays, dice.choice([*DESCRIBED]): dice.choice(WRONG)}
 
 
 def a_time(dice: random.Random) -> dict[str, Any]:
@@ -142,9 +138,6 @@ class Stage:
             self.patch(settings)
         except (ValueError, TypeError) as error:
             assert any(f"{name}={value!r}" in str(error) for name, value in settings.items()), error
-
-    def apply_patch(self, settings: dict[str, Any]) -> None:
-        tome_core.apply_patch(self.model, **settings)
 
     def unpatch(self, number: int) -> None:
         if number % 4 == 0 or not self.handles:
