@@ -10,6 +10,7 @@ from comfy_nodes.inputs import SETTINGS
 from tome_core import MergeConfig, describe_settings, form
 
 DESCRIBED = {setting["name"]: setting for setting in describe_settings()}
+WRONG = (-1, 2**70, float("nan"), float("inf"), "x", "", None, [], {}, (1,), 1e300, True, b"", object())
 
 
 def any_value(dice: random.Random, setting: dict[str, Any]) -> Any:

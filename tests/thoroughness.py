@@ -1,10 +1,9 @@
 """How much the long tests do: a little at every change, and all of it with
 
-    TOME_THOROUGH=1 python -m pytest tests -k 'soak or interrupt or beside'
+    TOME_THOROUGH=1 python -m pytest tests -k 'soak or interrupt or beside or random'
 
-which is 500 generations in each host, faults at every single wrap, and every foreign thing beside every model. Pairs of
-such things are drawn by ``python -m tests.beside``, and every network and pipeline of diffusers by ``python -m
-tests.beside.sweep --diffusers CHECKOUT``, a checkout of its repository.
+which is 500 generations in each host, faults at every single wrap, every foreign thing beside every model, a thousand
+pairs of such things, and six thousand random sessions and graphs.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -38,11 +39,12 @@ _SIDES = {"sdxl": 32, "ldm_sd2": 32, "sgm_double": 32, "comfy_double": 32}  # of
 class Beside:
     """One model, and its parts as those see them who put things on it.
 
-    attentions: over the picture's tokens; blocks: what they lie in; around: those, and a UNet's transformers.
+    attentions: over the picture's tokens; around: the blocks that they lie in, and a UNet's transformers. is_by_hand:
+    does an attention compute its scores itself?
     """
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        self.name, self.is_by_hand = name, name in ("ldm", "ldm_sd2", "sd15, by hand")
         self.whole = UNETS[name].build() if name in UNETS else tiny_transformers.build(name)
         (self.model,) = find_models(self.whole)
         adapter = adapter_of(self.model)
@@ -51,14 +53,8 @@ class Beside:
         self.attentions = [module for kind, module in sites if kind is AttentionSite]
         paths = {module: path.rpartition(".")[0] for path, module in self.model.named_modules()}
         own = list(dict.fromkeys(paths[attention] for attention in self.attentions))
-        self.blocks = [self.model.get_submodule(path) for path in own]
         outer = {path.rpartition(".transformer_blocks.")[0] for path in own} - {""}
-        self.around = [*map(self.model.get_submodule, sorted(outer)), *self.blocks]
-
-    @property
-    def is_by_hand(self) -> bool:
-        """Does an attention compute its scores itself?"""
-        return self.name in ("ldm", "ldm_sd2", "sd15, by hand")
+        self.around = [self.model.get_submodule(path) for path in (*sorted(outer), *own)]
 
     def draw(self, times: tuple[int, ...] = TIMES) -> torch.Tensor:
         """What the model gives, one after the other at these times."""
@@ -77,10 +73,10 @@ class Beside:
     def calls_of_attentions(self) -> int:
         """How many a `draw` makes."""
         calls: list[Any] = []
-        hooks = [module.register_forward_pre_hook(lambda *_: calls.append(None)) for module in self.attentions]
-        self.draw()
-        for hook in hooks:
-            hook.remove()
+        with ExitStack() as hooks:
+            for module in self.attentions:
+                hooks.callback(module.register_forward_pre_hook(lambda *_: calls.append(None)).remove)
+            self.draw()
         return len(calls)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -17,11 +18,12 @@ import tome_core
 from benchmarks.networks import at_each_call, first_block_cache
 from tests import models
 from tests.beside.models import Beside
-from tome_core import MergeConfig, preset
+from tome_core import MergeConfig
 from tome_core.models.unet_blocks import find_blocks
 
+Theirs = Callable[[Any], AbstractContextManager]
 STEPS = [901, 851, 401, 351]
-either_order = pytest.mark.parametrize("ours_first", [True, False], ids=["ours first", "theirs first"])
+BALANCED = models.on_small("balanced")
 
 
 @contextmanager
@@ -73,30 +75,19 @@ def draw(pipe: Any, **call: Any) -> torch.Tensor:
                 **call).images  # fmt: skip
 
 
-def balanced(**more: Any) -> MergeConfig:
-    """The preset on any grid."""
-    return replace(preset("balanced"), only_if_it_pays=False, **more)
-
-
 @contextmanager
-def counted(unet: nn.Module) -> Iterator[list[int]]:
+def counted(unet: nn.Module) -> Iterator[Counter]:
     """How often its blocks really ran, by level."""
-    places, runs = find_blocks(unet), [0, 0]
-
-    def note(level: int) -> None:
-        runs[level] += 1
-
+    runs: Counter = Counter()
     with ExitStack() as stack:
-        for place in places:
-            hook = place.block.norm1.register_forward_hook(lambda *_, level=place.halvings: note(level))
+        for place in find_blocks(unet):
+            hook = place.block.norm1.register_forward_hook(lambda *_, level=place.halvings: runs.update([level]))
             stack.callback(hook.remove)
         yield runs
 
 
-def both(
-    theirs: Callable[[Any], AbstractContextManager], ours_first: bool, config: MergeConfig
-) -> tuple[torch.Tensor, tome_core.Report, list[int]]:
-    """The latent, the report, and how often blocks of each level ran."""
+def both(theirs: Theirs, ours_first: bool, config: MergeConfig) -> tuple[torch.Tensor, Any, list[int]]:
+    """The latent, what is reported of each level, and how often its blocks ran."""
     pipe = pipeline()
     with counted(pipe.unet) as runs, ExitStack() as stack:
         if not ours_first:
@@ -104,52 +95,46 @@ def both(
         handle = stack.enter_context(tome_core.patch(pipe, config))
         if ours_first:
             stack.enter_context(theirs(pipe))
-        return draw(pipe), handle.report(), runs
+        return draw(pipe), handle.report().levels, [runs[0], runs[1]]
+
+
+@pytest.mark.parametrize(("theirs", "config"), [
+    (deep_cache, replace(BALANCED, end_percent=0.4)), (deep_cache, replace(BALANCED, ratio=0.0, early_ratio=None)),
+    (broadcast, BALANCED),
+], ids=["DeepCache, early alone", "DeepCache, never", "broadcast"])  # fmt: skip
+def test_the_report_counts_blocks_that_ran_and_either_order_gives_the_same_bits(theirs: Theirs, config: MergeConfig):
+    first, second = both(theirs, True, config), both(theirs, False, config)
+    assert torch.equal(first[0], second[0]) and (first[1] == second[1] or theirs is broadcast)
+    for _, levels, runs in (first, second):
+        assert 0 < runs[0] < len(STEPS) * levels[0].blocks or theirs is broadcast
+        for level, ran in zip(levels, runs, strict=True):
+            assert not level.covered or level.calls_merged + sum(level.reasons.values()) in (0, ran)
+            assert 0 < level.calls_merged < ran or theirs is deep_cache, "some steps take another's output"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("theirs", [deep_cache, broadcast])
-def test_either_order_gives_the_same_bits_and_who_came_first_may_leave_first(theirs):
-    (first, report, _), (second, other, _) = (both(theirs, is_first, balanced()) for is_first in (True, False))
+def test_who_came_first_may_leave_first(theirs: Theirs):
     plain = draw(pipe := pipeline())
-    handle = tome_core.patch(pipe, balanced())
+    handle = tome_core.patch(pipe, BALANCED)
     with theirs(pipe):
+        merged = draw(pipe)
         handle.remove()
         alone = draw(pipe)
     assert torch.equal(draw(pipe), plain)
     with theirs(pipe):
-        assert torch.equal(draw(pipe), alone)
-    assert torch.equal(first, second) and not torch.equal(first, alone)
-    assert report.levels == other.levels or theirs is broadcast
-
-
-@either_order
-@pytest.mark.parametrize("config", [balanced(end_percent=0.4), balanced(ratio=0.0, early_ratio=None)],
-                         ids=["early alone", "never"])  # fmt: skip
-def test_the_report_counts_blocks_that_ran_while_deep_cache_skips_others(config, ours_first):
-    _, report, runs = both(deep_cache, ours_first, config)
-    assert 0 < runs[0] < len(STEPS) * report.levels[0].blocks
-    for level, ran in zip(report.levels, runs, strict=True):
-        assert not level.covered or level.calls_merged + sum(level.reasons.values()) in (0, ran)
-
-
-@either_order
-def test_broadcast_attention_merges_if_it_is_computed(ours_first):
-    _, report, runs = both(broadcast, ours_first, balanced())
-    for level, ran in zip(report.levels, runs, strict=True):
-        assert 0 < level.calls_merged < ran, "some steps take another's output"
-        assert level.calls_merged + sum(level.reasons.values()) == ran
+        assert torch.equal(draw(pipe), alone) and not torch.equal(alone, merged)
 
 
 def test_perturbed_layers_merge_if_they_attend():
     """Guidance's perturbed copy attends to nothing, the others are asked for in the same call."""
     pipe = pipeline("StableDiffusionPAGPipeline", pag_applied_layers=["up_blocks.1"])
-    with tome_core.patch(pipe, balanced()) as handle, counted(pipe.unet) as runs:
+    with tome_core.patch(pipe, BALANCED) as handle, counted(pipe.unet) as runs:
         draw(pipe, pag_scale=1.0)
-    assert [(level.calls_merged, level.reasons) for level in handle.report().levels] == [(ran, {}) for ran in runs]
+    assert [(level.calls_merged, level.reasons) for level in handle.report().levels] == [(runs[0], {}), (runs[1], {})]
 
 
-@either_order
+@pytest.mark.parametrize("ours_first", [True, False])
 def test_blocks_that_first_block_cache_skips_are_not_counted_as_merged(ours_first):
     """At a threshold at which only the first block of a second step runs."""
     beside = Beside("Wan")
@@ -158,7 +143,7 @@ def test_blocks_that_first_block_cache_skips_are_not_counted_as_merged(ours_firs
         theirs = first_block_cache(beside.model, 1e9)
         if not ours_first:
             stack.enter_context(theirs)
-        handle = stack.enter_context(tome_core.patch(beside.model, balanced()))
+        handle = stack.enter_context(tome_core.patch(beside.model, BALANCED))
         if ours_first:
             stack.enter_context(theirs)
         with beside.model.cache_context("one"):

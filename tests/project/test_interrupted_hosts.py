@@ -19,11 +19,16 @@ from tests import webui_doubles
 from tests.comfy_doubles import Guider, apply, least_checkpoint
 from tests.thoroughness import some_quick
 from tests.traces import traces
-from tests.webui_doubles import FLAVOURS, Webui, custom, merges
+from tests.webui_doubles import FLAVOURS, Webui, custom
 from tests.webui_modules import HOOKS, SAMPLING_HOOK
 from tome_core.engine.state import State
 
 VALUES = {"level": "up to /8", "end": 0.9}
+WEBUI_ON = custom(0.5, **VALUES, merge_crossattn=True, merge_mlp=True)
+# the functions of ours that a sampling in ComfyUI, and a call of the model there, go through
+OURS = ((branch.Sampling, "call"), (branch.Sampling, "_make"), (branch.Sampling, "_tell_time"), (State, "begin"),
+        (asking, "call"), (hosting, "answer"), (State, "attend"), (branch.Sampling, "end"))  # fmt: skip
+either_error = pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 
 
 def failing(function, error, after):
@@ -39,30 +44,22 @@ def failing(function, error, after):
     return run
 
 
-# --- the webuis ------------------------------------------------------------------------------------------------------
-
-WEBUI_ON = custom(0.5, **VALUES, merge_crossattn=True, merge_mlp=True)
-
-
 @pytest.fixture(params=some_quick(FLAVOURS))
 def webui(request, monkeypatch):
+    """Its `draw` gives the picture with merging, or without, and sees that nothing is left."""
     webui_doubles.be_short(monkeypatch)
     webui = Webui(monkeypatch, request.param).start()
-    webui.before = traces(webui.unet)
-    webui.pictures = {on: webui.job(WEBUI_ON if on else False, enable_hr=True).latents for on in (False, True)}
-    assert not torch.equal(*webui.pictures.values()) and not webui.errors
+    before = traces(webui.unet)
+
+    def draw(merges, **more):
+        latents = webui.job(WEBUI_ON if merges else False, enable_hr=True, **more).latents
+        assert traces(webui.unet) == before
+        return latents
+
+    webui.draw, webui.pictures = draw, (draw(False), draw(True))
+    assert not torch.equal(*webui.pictures) and not webui.errors
     yield webui
     webui.call("script_unloaded")
-
-
-def is_clean(webui) -> bool:
-    return not merges(webui.unet) and traces(webui.unet) == webui.before
-
-
-def assert_next_jobs_are_as_ever(webui, where: str) -> None:
-    for on, picture in webui.pictures.items():
-        assert torch.equal(webui.job(WEBUI_ON if on else False, enable_hr=True).latents, picture), where
-        assert is_clean(webui), where
 
 
 @pytest.mark.parametrize("error, after", [(RuntimeError, False), (KeyboardInterrupt, True)])
@@ -72,27 +69,16 @@ def test_a_fault_in_any_callback_leaves_nothing_merged(webui, error, after, monk
         with monkeypatch.context() as context:
             broken = failing(getattr(webui.script, name), error, after)
             context.setattr(webui.script, name, broken, raising=False)
-            try:
-                webui.job(WEBUI_ON, enable_hr=True)
-                assert is_clean(webui), f"{name}: the job went on to its end, and something is left"
-            except KeyboardInterrupt:
-                assert error is KeyboardInterrupt
+            with pytest.raises(KeyboardInterrupt) if error is KeyboardInterrupt else nullcontext():
+                webui.draw(True)
         assert broken.raised
-        assert_next_jobs_are_as_ever(webui, name)
+        assert all(map(torch.equal, map(webui.draw, (False, True)), webui.pictures)), name
 
 
 def test_a_fault_in_mid_sampling_is_gone_with_the_next_job(webui):
-    broken = failing(lambda step: None, RuntimeError, after=False)
     with pytest.raises(RuntimeError, match="by the test"):
-        webui.job(WEBUI_ON, enable_hr=True, at_step=broken)
-    assert_next_jobs_are_as_ever(webui, "in mid-sampling")
-
-
-# --- ComfyUI ---------------------------------------------------------------------------------------------------------
-
-# the functions of ours that a sampling, and a call of the model, go through
-OURS = ((branch.Sampling, "call"), (branch.Sampling, "_make"), (branch.Sampling, "_tell_time"), (State, "begin"),
-        (asking, "call"), (hosting, "answer"), (State, "attend"), (branch.Sampling, "end"))  # fmt: skip
+        webui.draw(True, at_step=failing(lambda step: None, RuntimeError, after=False))
+    assert all(map(torch.equal, map(webui.draw, (False, True)), webui.pictures))
 
 
 def sample(patcher) -> torch.Tensor:
@@ -102,31 +88,31 @@ def sample(patcher) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def comfy() -> SimpleNamespace:
     plain = least_checkpoint()
-    applied = apply(plain, ratio=0.5, **VALUES)
-    before, pictures = traces(plain.model), [sample(plain), sample(applied)]
+    branches = plain, apply(plain, ratio=0.5, **VALUES)
+    before, pictures = traces(plain.model), [*map(sample, branches)]
     assert not torch.equal(*pictures)
-    return SimpleNamespace(plain=plain, applied=applied, before=before, pictures=pictures)
+
+    def assert_untouched(where):
+        """The shared model has nothing on it, other branches do not merge, and this one goes on as before."""
+        assert traces(plain.model) == before, where
+        assert all(map(torch.equal, map(sample, branches), pictures)), where
+
+    return SimpleNamespace(merging=branches[1], assert_untouched=assert_untouched)
 
 
-def assert_untouched(comfy, where: object) -> None:
-    """The shared model has nothing on it, other branches do not merge, and this one goes on as before."""
-    assert traces(comfy.plain.model) == comfy.before, where
-    assert all(map(torch.equal, map(sample, (comfy.plain, comfy.applied)), comfy.pictures)), where
-
-
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@either_error
 def test_a_fault_in_a_wrapper_beside_ours_leaves_nothing(comfy, error):
     for kind, is_inside, after in product(("apply_model", "outer_sample"), (False, True), (False, True)):
-        patcher = comfy.applied.clone()
+        patcher = comfy.merging.clone()
         ours, other = patcher.wrappers[kind], {"other": [failing(lambda run, *args, **more: run(*args, **more),
                                                                  error, after)]}  # fmt: skip
         patcher.wrappers[kind] = {**ours, **other} if is_inside else {**other, **ours}
         with pytest.raises(error, match="by the test"):
             sample(patcher)
-        assert_untouched(comfy, (kind, is_inside, after))
+        comfy.assert_untouched((kind, is_inside, after))
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@either_error
 def test_a_fault_of_our_own_leaves_nothing(comfy, error, monkeypatch):
     """The picture fails with it, and nothing else does; an attention that fails merged goes on unmerged."""
     for (owner, name), after in product(OURS, (False, True)):
@@ -134,6 +120,6 @@ def test_a_fault_of_our_own_leaves_nothing(comfy, error, monkeypatch):
         with monkeypatch.context() as context:
             context.setattr(owner, name, broken)
             with nullcontext() if goes_on else pytest.raises(error, match="by the test"):
-                sample(comfy.applied)
+                sample(comfy.merging)
         assert broken.raised
-        assert_untouched(comfy, (name, after))
+        comfy.assert_untouched((name, after))

@@ -1,0 +1,233 @@
+"""Random sessions with one UNet: patches come, calls are made, patches go, in any order.
+
+Everything is drawn before anything runs, and a control makes the same calls without merging. What raises, raises in the
+control too, or names the wrong value; pictures have their shape and are finite; in the end the model draws its own
+picture and nothing of ours is on it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import diffusers
+import pytest
+import torch
+from torch import nn
+
+import tome_core
+from tests import models
+from tests.models import CASES, ModelCase, inputs
+from tests.random_settings import DESCRIBED, WRONG, any_config
+from tests.thoroughness import THOROUGH
+from tests.traces import traces
+from tome_core import PRESETS, preset
+from tome_core.models.unet_blocks import find_unet
+
+pytestmark = pytest.mark.slow
+SEED = 1  # of all cases: another one gives others
+FAMILIES = (
+    *CASES,
+    ModelCase("one head", models.small, models.call_unet),
+    ModelCase("four levels", models.four_levels, models.call_unet),
+)
+DTYPES = {torch.float32: 15, torch.bfloat16: 3, torch.float16: 2, torch.float64: 1}
+SIDES = (4, 6, 8, 8, 8, 8, 12, 12, 12, 16, 20)
+ODD_SIDES = (1, 2, 3, 5, 7, 9, 10, 11)
+MOST_TOKENS = 512  # of a batch: what takes long finds no more
+MODES = {"no_grad": 60, "inference": 15, "grad": 8, "autocast": 7}
+EVENTS = {"call": 40, "patch": 8, "unpatch": 6, "install": 3, "tell": 4, "begin": 5, "end": 3, "throw": 3}
+WISHES = {"config": 40, "preset": 25, "strength": 16, "wrong": 8}
+
+
+def weighted(dice: random.Random, weights: dict[Any, int]) -> Any:
+    """One of the keys."""
+    return dice.choices(tuple(weights), tuple(weights.values()))[0]
+
+
+class Call(NamedTuple):
+    """Of the UNet. mode: how it is made."""
+
+    batch: int
+    height: int
+    width: int
+    timestep: Any
+    mode: str = "no_grad"
+    seed: int = 0
+
+
+PROBE = Call(1, 8, 8, 321)
+
+
+def a_call(dice: random.Random, like: Call | None = None) -> Call:
+    """Often another step of the picture before."""
+    if like is not None and dice.random() < 0.7:
+        batch, height, width, seed = like.batch, like.height, like.width, like.seed
+    else:
+        sides, seed = ODD_SIDES if dice.random() < 0.2 else SIDES, dice.randrange(5)
+        height, width = dice.choice(sides), dice.choice(sides)
+        batch = min(dice.choice((1, 1, 2, 2, 2, 3, 4, 5, 8)), max(1, MOST_TOKENS // (height * width)))
+    time = dice.choice((0, 1, 999, dice.randrange(1000), dice.uniform(0, 999)))
+    each = torch.tensor([dice.randrange(1000) for _ in range(batch)])  # a time for each sample
+    timestep = dice.choice((time, time, torch.tensor(int(time)), torch.tensor([float(time)] * batch), each))
+    return Call(batch, height, width, timestep, weighted(dice, MODES), seed)
+
+
+def a_wish(dice: random.Random) -> tuple[str, dict[str, Any]]:
+    """A step that asks for merging, and its settings."""
+    kind, pays = weighted(dice, WISHES), {"only_if_it_pays": False} if dice.random() < 0.8 else {}
+    if kind == "config":
+        return "patch", {"config": replace(any_config(dice, dice.randint(1, 2)), **pays)}
+    if kind == "preset":
+        return "patch", {"config": replace(preset(dice.choice([*PRESETS])), **pays)}
+    if kind == "strength":
+        return "patch", {"strength": dice.random(), **pays}
+    return "patch_wrongly", {**pays, dice.choice([*DESCRIBED]): dice.choice(WRONG)}
+
+
+def a_time(dice: random.Random) -> dict[str, Any]:
+    time = dice.choice(({}, {"percent": dice.random()}, {"timestep": dice.uniform(0, 999)},
+                        {"sigma": dice.uniform(0, 15)}))  # fmt: skip
+    return {**time, "sampling": dice.choice((None, "a", "b")), "pictures": dice.choice((None, 1, 2))} if time else {}
+
+
+def a_session(dice: random.Random) -> list[tuple[str, Any]]:
+    """Names of methods of `Stage`, each with its argument."""
+    call = a_call(dice)
+    steps = [a_wish(dice), ("call", call)]
+    for _ in range(dice.randint(1, 5)):
+        kind, what = weighted(dice, EVENTS), dice.randrange(8)
+        if kind == "call":
+            what = call = a_call(dice, call)
+        elif kind == "patch":
+            kind, what = a_wish(dice)
+        elif kind == "tell":
+            what = a_time(dice)
+        elif kind == "begin":
+            what = dice.choice((None, None, 1, 2, call.batch))
+        elif kind == "throw":
+            what = what, call
+        steps.append((kind, what))
+    return [*steps, ("leave", dice.randrange(2**32)), ("call", PROBE)]
+
+
+class Stage:
+    """A model on which the steps of a session are done. outcomes: of each call, a picture or what it raised."""
+
+    def __init__(self, case: ModelCase, model: nn.Module) -> None:
+        self.case, self.model = case, copy.deepcopy(model)
+        self.handles: list[Any] = []
+        self.scopes: list[AbstractContextManager] = []
+        self.outcomes: list[torch.Tensor | Exception] = []
+
+    def run(self, steps: list[tuple[str, Any]]) -> Stage:
+        for kind, what in steps:
+            getattr(self, kind)(what)
+        return self
+
+    def patch(self, settings: dict[str, Any]) -> None:
+        self.handles.append(tome_core.patch(self.model, **settings))
+
+    def patch_wrongly(self, settings: dict[str, Any]) -> None:
+        """Some values are wrong for some settings alone."""
+        try:
+            self.patch(settings)
+        except (ValueError, TypeError) as error:
+            assert any(f"{name}={value!r}" in str(error) for name, value in settings.items()), error
+
+    def unpatch(self, number: int) -> None:
+        if number % 4 == 0 or not self.handles:
+            tome_core.remove_patch(self.model)
+        else:
+            handle = self.handles[number % len(self.handles)]
+            handle.uninstall() if number % 4 == 1 else handle.remove()
+
+    def install(self, number: int) -> None:
+        if self.handles:
+            self.handles[number % len(self.handles)].install()
+
+    def tell(self, time: dict[str, Any]) -> None:
+        for handle in self.handles[-1:]:
+            handle.set_time(**time)
+
+    def begin(self, pictures: int | None) -> None:
+        for handle in self.handles[-1:]:
+            self.scopes.append(handle.sampling(pictures))
+            self.scopes[-1].__enter__()
+
+    def end(self, _: int) -> None:
+        if self.scopes:
+            self.scopes.pop().__exit__(None, None, None)
+
+    def call(self, call: Call) -> None:
+        try:
+            self.outcomes.append(self._drawn(call))
+        except Exception as error:
+            self.outcomes.append(error)
+
+    def throw(self, what: tuple[int, Call]) -> None:
+        """Some module throws in the next call."""
+        number, call = what
+        modules = [module for module in find_unet(self.model).modules() if not list(module.children())]
+        hook = modules[number * 7919 % len(modules)].register_forward_hook(lambda *_: 1 / 0)
+        self.call(call)
+        hook.remove()
+
+    def leave(self, seed: int) -> None:
+        """All patches go, in any order."""
+        while self.scopes:
+            self.end(0)
+        for handle in random.Random(seed).sample(self.handles, len(self.handles)):
+            handle.remove()
+        tome_core.remove_patch(self.model)
+
+    def _drawn(self, call: Call) -> torch.Tensor:
+        """The picture; with gradients, the latent's gradient behind it."""
+        dtype = next(self.model.parameters()).dtype
+        given = inputs(self.case.in_channels, call.batch, call.height, call.width, call.seed, self.case.frames)
+        x, text = (tensor.to(dtype) for tensor in given)
+        if call.mode == "grad":
+            out = self.case.call(self.model, x.requires_grad_(), call.timestep, text)
+            (gradient,) = torch.autograd.grad(out.float().square().mean(), x)
+            return torch.cat([out.detach(), gradient[:, : out.shape[1]].to(out.dtype)])
+        around = torch.autocast("cpu", torch.bfloat16) if call.mode == "autocast" else nullcontext()
+        with torch.inference_mode() if call.mode == "inference" else torch.no_grad(), around:
+            return self.case.call(self.model, x, call.timestep, text)
+
+
+@functools.cache
+def built(case: ModelCase, dtype: torch.dtype) -> nn.Module:
+    """As it is built. It is copied, and never called."""
+    model = case.build()
+    takes_all = isinstance(model, diffusers.ModelMixin) and case.name != "gligen"  # some inputs are float32
+    return model.to(dtype) if takes_all else model
+
+
+def generators() -> tuple[Any, ...]:
+    return torch.get_rng_state().tolist(), random.getstate()
+
+
+@pytest.mark.parametrize("number", range(5000 if THOROUGH else 90))
+def test_a_session_ends_in_pictures_or_a_sentence_and_leaves_nothing(number: int):
+    dice = random.Random(f"{SEED} {number}")
+    case = dice.choice(FAMILIES)
+    model, steps = built(case, weighted(dice, DTYPES)), a_session(dice)
+    print(case.name, next(model.parameters()).dtype, *steps, sep="\n")
+    control = Stage(case, model).run([step for step in steps if step[0] in ("call", "throw")])
+    before = generators()
+    stage = Stage(case, model).run(steps)
+    assert generators() == before, "a random generator was used"
+    for ours, plain in zip(stage.outcomes, control.outcomes, strict=True):
+        if not isinstance(plain, Exception):
+            assert not isinstance(ours, Exception), f"it raises, and without merging it does not: {ours!r}"
+            assert ours.shape == plain.shape and (ours.isfinite().all() or not plain.isfinite().all())
+    assert traces(stage.model) == traces(control.model)
+    torch.testing.assert_close(stage.outcomes[-1], control.outcomes[-1], rtol=0, atol=0, equal_nan=True)
+    if number % 16 == 0:
+        for ours, again in zip(stage.outcomes, Stage(case, model).run(steps).outcomes, strict=True):
+            if torch.is_tensor(ours):
+                torch.testing.assert_close(ours, again, rtol=0, atol=0, equal_nan=True)
