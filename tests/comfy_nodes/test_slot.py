@@ -11,7 +11,7 @@ from comfy_nodes import asking
 from comfy_nodes.slot import SLOT, HostCall, Through, name_in_force
 from tests import comfy_attention as comfy
 from tests.comfy_doubles import Guider, apply, latest, least_checkpoint
-from tests.comfy_ways import DTYPES, way_of
+from tests.hosts.comfyui.ways import DTYPES, way_of
 from tome_core.attention.merged import BIAS, OWN_BIAS
 
 WAYS = {

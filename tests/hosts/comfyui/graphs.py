@@ -10,12 +10,12 @@ import torch
 
 TEXTS = {  # widths of a prompt's tokens, and of the prompt as a whole
     "sd1": (768, 0), "sd1_wide": (768, 0), "sdxl": (2048, 1280), "flux": (64, 768), "sd3": (4096, 2048),
-    "wan": (4096, 0), "hunyuan_video": (64, 768), "hidream": (64, 64),
+    "wan": (4096, 0), "hunyuan_video": (64, 768),
 }  # fmt: skip
 PICTURE, FILM = "16,64,64", "16,4,32,32"
 TRANSFORMERS = {  # shapes of their latents
     "flux": PICTURE, "sd3": PICTURE, "wan": "16,8,32,32", "qwen_image": "16,1,64,64", "hunyuan_video": FILM,
-    "ltxv": "128,4,16,16", "cosmos_predict2": FILM, "z_image": "16,60,60", "krea2": "16,1,64,64", "hidream": PICTURE,
+    "ltxv": "128,4,16,16", "cosmos_predict2": FILM, "z_image": "16,60,60", "krea2": "16,1,64,64",
 }  # fmt: skip
 SEEDS = itertools.count(1000)
 
@@ -69,7 +69,7 @@ class Graph:
             "sampler_name": "euler", "scheduler": "normal", "denoise": 1.0,
         }  # fmt: skip
         latent = self.add("KSampler", **{**inputs, **changes})
-        self.add("TestKeep", latent=latent, name=name)
+        self.add("TestKeep", result=latent, name=name)
         return latent
 
     def sample_all(self, models: dict[str, list], **changes: Any) -> None:
@@ -77,9 +77,9 @@ class Graph:
         for name, model in models.items():
             self.sample(name, model, **changes)
 
-    def probe(self, model: list, name: str, fail_at: int = 0, sleep: float = 0.0) -> list:
-        """A model whose calls are noted under a name; see the probe pack."""
-        return self.add("TestProbe", model=model, name=name, fail_at=fail_at, sleep=sleep)
+    def probe(self, model: list, fail_at: int = 0) -> list:
+        """A model whose calls are noted; see the probe pack."""
+        return self.add("TestProbe", model=model, fail_at=fail_at)
 
 
 def bytes_of(seen: dict, name: str) -> list[str]:

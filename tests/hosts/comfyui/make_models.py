@@ -92,19 +92,12 @@ KREA2 = {
     "image_model": "krea2", "features": 256, "tdim": 256, "txtdim": 16, "heads": 2, "kvheads": 1, "layers": 2,
     "patch": 2, "channels": 16, "txtlayers": 4, "txtheads": 2, "txtkvheads": 2,
 }  # fmt: skip
-HIDREAM = {
-    "image_model": "hidream", "attention_head_dim": 128, "axes_dims_rope": [64, 32, 32],
-    "caption_channels": [TEXT, TEXT], "max_resolution": [128, 128], "in_channels": 16, "llama_layers": [0, 1, 2, 2],
-    "num_attention_heads": 2, "num_routed_experts": 2, "num_activated_experts": 1, "num_layers": 1,
-    "num_single_layers": 2, "out_channels": 16, "patch_size": 2, "text_emb_dim": TEXT,
-}  # fmt: skip
 TRANSFORMERS = {  # module and class of comfy.ldm, and its configuration
     "flux": ("flux.model.Flux", FLUX), "sd3": ("modules.diffusionmodules.mmdit.MMDiT", SD3),
     "wan": ("wan.model.WanModel", WAN), "qwen_image": ("qwen_image.model.QwenImageTransformer2DModel", QWEN),
     "hunyuan_video": ("hunyuan_video.model.HunyuanVideo", HUNYUAN), "ltxv": ("lightricks.model.LTXVModel", LTXV),
     "cosmos_predict2": ("cosmos.predict2.MiniTrainDIT", COSMOS), "z_image": ("lumina.model.NextDiT", Z_IMAGE),
     "krea2": ("krea2.model.SingleStreamDiT", KREA2),
-    "hidream": ("hidream.model.HiDreamImageTransformer2DModel", HIDREAM),
 }  # fmt: skip
 
 

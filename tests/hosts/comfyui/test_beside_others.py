@@ -38,7 +38,7 @@ def test_before_or_after_makes_no_difference(comfy, kind):
 
 def test_a_controlnet_and_merging_both_take_effect(comfy):
     graph = Graph(steps=1)
-    picture = graph.add("TestPicture", width=128, height=128)
+    picture = graph.add("EmptyImage", width=128, height=128, batch_size=1, color=0x808080)
     controlled, applied = graph.add("TestControl", conditioning=graph.positive, image=picture), graph.apply()
     graph.sample("merged", applied)
     seen = assert_merged_and_off(comfy, graph, applied, "256 tokens -> 128", positive=controlled)
@@ -49,7 +49,7 @@ def test_a_controlnet_and_merging_both_take_effect(comfy):
 def test_the_report_counts_the_calls_that_were_computed_and_is_in_the_history(comfy, skipper):
     graph = Graph(steps=6)
     applied = graph.apply()
-    computed = graph.probe(graph.add(skipper, model=applied, **SKIPS), "computed")  # inside of the skipper
+    computed = graph.probe(graph.add(skipper, model=applied, **SKIPS))  # inside of the skipper
     preview = graph.add("ToMePreview", model=computed, latent=graph.sample("both", computed))
     seen = comfy.good(graph.graph)
     calls, shown = len(seen["calls"]), seen["history"]["outputs"][preview[0]]

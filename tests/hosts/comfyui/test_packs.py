@@ -43,7 +43,8 @@ def test_tiled_diffusion(beside):
 def test_ultimate_sd_upscale(beside):
     """Tiles of many sizes; seams have sizes of their own."""
     graph = Graph()
-    applied, picture = graph.apply(), graph.add("TestPicture", width=168, height=136)
+    applied = graph.apply()
+    picture = graph.add("EmptyImage", width=168, height=136, batch_size=2, color=0x808080)
     values = {
         "upscaled_image": picture, "positive": graph.positive, "negative": graph.negative, "vae": graph.add("TestVAE"),
         "seed": graph.seed, "steps": 2, "cfg": 7.0, "sampler_name": "euler", "scheduler": "normal", "denoise": 0.5,
@@ -54,7 +55,7 @@ def test_ultimate_sd_upscale(beside):
     }  # fmt: skip
     for name, model in (("plain", graph.model), ("applied", applied), ("removed", graph.removed(applied))):
         image = graph.add("UltimateSDUpscaleNoUpscale", model=model, **values)
-        graph.add("TestKeepImage", image=image, name=name)
+        graph.add("TestKeep", result=image, name=name)
     seen = beside.good(graph.graph)
     assert bytes_of(seen, "plain") == bytes_of(seen, "removed") != bytes_of(seen, "applied")
     reports = reports_of(seen, applied)

@@ -23,15 +23,6 @@ def test_each_merges_near_the_plain_picture_and_is_as_it_was_when_it_is_off_agai
     assert distance(seen, "applied", "plain") < MOST
 
 
-def test_a_transformer_whose_tokens_have_no_known_place_says_so_and_is_left_alone(comfy):
-    graph = Graph("hidream")
-    applied = graph.apply(**SETTINGS)
-    graph.sample_all({"plain": graph.model, "applied": applied})
-    seen = comfy.good(graph.graph)
-    assert "117 tokens next to the picture's, at an unknown place" in report_of(seen, applied)
-    assert bytes_of(seen, "plain") == bytes_of(seen, "applied")
-
-
 def test_another_nodes_attention_goes_on_being_called(comfy):
     """If it adds masks, it gets merged keys; if it drops them, as SageAttention does, none; if it does more, all."""
     for does in ("add", "drop", "more"):

@@ -7,7 +7,6 @@ What they see is kept here and asked for at /tome_test/state.
 import gc
 import json
 import sys
-import time
 
 import comfy.controlnet
 import comfy.model_detection
@@ -22,11 +21,6 @@ from safetensors import safe_open
 from server import PromptServer
 
 SEEN = {"texts": [], "calls": [], "latents": {}, "slot": []}
-
-
-def patched(unet):
-    """How many methods of the UNet's modules somebody stands in for."""
-    return sum(name in vars(module) for module in unet.modules() for name in ("forward", "_forward"))
 
 
 def keep_texts():
@@ -45,8 +39,7 @@ def keep_texts():
 @PromptServer.instance.routes.get("/tome_test/state")
 async def state(request):
     gc.collect()
-    unets = [one for one in gc.get_objects() if type(one) is UNetModel]
-    return web.json_response({**SEEN, "unets": len(unets), "patched": sum(map(patched, unets))})
+    return web.json_response({**SEEN, "unets": sum(type(one) is UNetModel for one in gc.get_objects())})
 
 
 @PromptServer.instance.routes.get("/tome_test/clear")
@@ -81,8 +74,6 @@ class TestText(Node):
             more["pooled_output"] = torch.randn(1, pooled, generator=generator)
         if model == "ltxv":
             more["attention_mask"] = torch.ones(1, 77, dtype=torch.long)
-        if model == "hidream":
-            more["conditioning_llama3"] = torch.randn(1, 3, 20, 64, generator=generator)
         return ([[text, more]],)
 
 
@@ -97,53 +88,38 @@ class TestLatent(Node):
 
 
 class TestProbe(Node):
-    """Notes each call of the UNet under `name`; raises in call number `fail_at`; sleeps at each call."""
+    """Notes of each call of the UNet its time, and whether it drew random numbers; raises in call number `fail_at`."""
 
-    INPUTS = {
-        "model": ("MODEL",), "name": ("STRING", {}), "fail_at": ("INT", {"default": 0}),
-        "sleep": ("FLOAT", {"default": 0.0}),
-    }  # fmt: skip
+    INPUTS = {"model": ("MODEL",), "fail_at": ("INT", {"default": 0})}
 
-    def run(self, model, name, fail_at, sleep):
+    def run(self, model, fail_at):
         def watch(executor, x, timesteps, *args, **kwargs):
             state = torch.get_rng_state()
             out = executor(x, timesteps, *args, **kwargs)
-            moved = not torch.equal(state, torch.get_rng_state())
-            unet = executor.class_obj
-            SEEN["calls"].append([name, float(timesteps[0]), patched(unet), list(x.shape), moved])
-            if fail_at and sum(call[0] == name for call in SEEN["calls"]) == fail_at:
+            SEEN["calls"].append([float(timesteps[0]), not torch.equal(state, torch.get_rng_state())])
+            if len(SEEN["calls"]) == fail_at:
                 raise RuntimeError("the test wanted this to fail")
-            time.sleep(sleep)
             return out
 
         model = model.clone()
-        model.add_wrapper_with_key("diffusion_model", "probe" + name, watch)
+        model.add_wrapper_with_key("diffusion_model", "probe", watch)
         return (model,)
 
 
 class TestKeep(Node):
-    """Keeps a latent's bytes, for the test to compare."""
+    """Keeps the bytes of a latent or of a picture, for the test to compare."""
 
-    INPUTS = {"latent": ("LATENT",), "name": ("STRING", {})}
+    INPUTS = {"result": ("LATENT,IMAGE",), "name": ("STRING", {})}
     RETURN_TYPES = ()
     OUTPUT_NODE = True
 
-    def run(self, latent, name):
-        samples = latent["samples"].float().cpu().contiguous()
+    def run(self, result, name):
+        samples = (result["samples"] if isinstance(result, dict) else result).float().cpu().contiguous()
         SEEN["latents"][name] = {
             "shape": list(samples.shape), "finite": bool(samples.isfinite().all()),
             "bytes": [sample.numpy().tobytes().hex() for sample in samples],
         }  # fmt: skip
         return ()
-
-
-class TestKeepImage(TestKeep):
-    """And a picture's."""
-
-    INPUTS = {"image": ("IMAGE",), "name": ("STRING", {})}
-
-    def run(self, image, name):
-        return super().run({"samples": image}, name)
 
 
 class TestCompile(Node):
@@ -232,14 +208,6 @@ class TestVAE(Node):
     def decode(self, latent):
         colours = torch.sigmoid(latent[:, :3].float())
         return torch.nn.functional.interpolate(colours, scale_factor=8).movedim(1, -1)
-
-
-class TestPicture(Node):
-    INPUTS = {"width": ("INT", {}), "height": ("INT", {})}
-    RETURN_TYPES = ("IMAGE",)
-
-    def run(self, width, height):
-        return (torch.rand(2, height, width, 3, generator=torch.Generator().manual_seed(4)),)
 
 
 keep_texts()
