@@ -14,11 +14,10 @@ import torch
 from comfy_nodes import host
 from comfy_nodes.nodes import ApplyToMe, RemoveToMe
 from comfy_nodes.slot import SLOT
-from tests.comfy_doubles import FlowGuider, Guider, apply, latest, least_checkpoint, transformer
+from tests.comfy_doubles import Executor, FlowGuider, Guider, apply, latest, least_checkpoint, transformer
 from tests.models import inputs
 from tests.threads import at_once
 from tests.traces import traces
-from tome_core.engine.state import State
 
 HALF = {"ratio": 0.5, "use_rand": False, "keep": 1000.0}
 QUARTER = {**HALF, "ratio": 0.25}
@@ -90,24 +89,13 @@ def test_two_branches_of_one_model_in_two_threads_merge_as_each_says():
     assert all(torch.equal(*pair) for pair in zip(alone, both, strict=True)) and not torch.equal(*alone)
 
 
-def test_one_sampling_may_run_copies_of_its_model_in_threads():
-    """ComfyUI's multi-GPU node: each prompt goes to a copy of the model of its own, in a thread of its own."""
-
-    class OnTwo(Guider):
-        def _call(self, pair, now):
-            def call(number):
-                x, text = pair.chunk(2)[number], self.text.chunk(2)[number]
-                options = {**self.options, "cond_or_uncond": [1 - number], "uuids": [self.options["uuids"][number]]}
-                with torch.no_grad():
-                    return copies[number].apply_model(x, now.expand(len(x)), text, options)
-
-            return torch.cat(at_once(*(partial(call, number) for number in range(2))))
-
-    applied = apply(least_checkpoint(), ratio=0.5, use_rand=False)  # matches that are kept are each copy's own
-    expected, copies = sample(applied), [least_checkpoint().model for _ in range(2)]
-    torch.testing.assert_close(OnTwo(applied).sample(steps=3, size=(8, 8)), expected)
-    report = latest(applied).report
-    assert report.calls == 6 and report.calls_merged == 6 * report.levels[0].blocks
+def test_a_call_goes_on_with_all_that_it_was_given():
+    """A ControlNet, an inpainting's mask, and what a later ComfyUI gives."""
+    patcher, seen = apply(least_checkpoint(), **HALF), []
+    given = (torch.zeros(2, 4, 8, 8), torch.ones(2), "concat", "text", "a ControlNet")
+    wrappers = patcher.wrappers["apply_model"]["tome"]
+    Executor(lambda *args, **more: seen.append((args[:5], more)), patcher.model, wrappers).execute(*given, {}, later=1)
+    assert seen == [(given, {"later": 1})]
 
 
 def test_a_call_outside_of_any_sampling_merges():
@@ -118,14 +106,3 @@ def test_a_call_outside_of_any_sampling_merges():
             options = {"wrappers": {"apply_model": wrappers}}
             outs.append(applied.model.apply_model(x, torch.full((2,), 3.0), text, options))
     assert not torch.equal(*outs) and host.find_attached(applied)._sampling is None
-
-
-def test_a_call_is_begun_in_the_precision_in_which_the_model_computes(monkeypatch):
-    """The host samples in another, and may compute in another than that of the weights."""
-    seen, begin, patcher = [], State.begin, least_checkpoint()
-    monkeypatch.setattr(State, "begin", lambda self, t, latent, *more: seen.append(latent.dtype) or begin(
-        self, t, latent, *more))  # fmt: skip
-    patcher.model.get_dtype = lambda: torch.float16
-    for patcher.model.manual_cast_dtype in (None, torch.bfloat16):
-        sample(apply(patcher, **HALF), steps=1)
-    assert seen == [torch.float16, torch.bfloat16]

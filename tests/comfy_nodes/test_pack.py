@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,7 +17,7 @@ from comfy_nodes import NODE_CLASS_MAPPINGS
 from install import COMFYUI
 from tests import nodedefs
 from tests.comfy_loader import load_pack
-from tests.host_folders import Installed, make_folder
+from tests.host_folders import call_install, make_folder
 from tests.hosts.comfyui.workflows import WORKFLOWS, workflow
 
 ROOT = Path(__file__).parents[2]
@@ -38,19 +40,55 @@ def looks_right(place: Path) -> None:
 # --- three ways in -------------------------------------------------------------------------------------------------
 
 
-def test_a_clone_in_custom_nodes_loads(tmp_path):
-    place = make_folder(COMFYUI, tmp_path) / "custom_nodes" / "ComfyUI-tome.core"
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """Like ComfyUI's."""
+    return make_folder(COMFYUI, tmp_path)
+
+
+@pytest.fixture
+def place(folder) -> Path:
+    return folder / "custom_nodes" / "tome_core"
+
+
+def test_a_clone_in_custom_nodes_loads(folder):
+    place = folder / "custom_nodes" / "ComfyUI-tome.core"
     shutil.copytree(ROOT, place, ignore=shutil.ignore_patterns(".*", "__pycache__", "tests", "demo", "shared"))
     looks_right(place)
     assert not (place / "requirements.txt").exists(), "hosts would install it; torch is theirs"
 
 
-class TestInstall(Installed):
-    host = COMFYUI
+@pytest.mark.parametrize("options", [(), ("--copy",)], ids=["link", "copy"])
+def test_install_py_puts_it_there_and_takes_it_away(folder, place, options):
+    for _ in range(2):  # again is no mistake
+        done = call_install("comfyui", folder, *options)
+        assert done.returncode == 0 and str(place) in done.stdout, done.stderr
+    assert place.is_symlink() != bool(options)
+    looks_right(place)
+    done = call_install("comfyui", folder, "--uninstall")
+    assert done.returncode == 0 and not os.path.lexists(place)
+    assert all((ROOT / name).exists() for name in COMFYUI.copied)
+    assert "nothing to undo" in call_install("comfyui", folder, "--uninstall").stdout
 
-    @pytest.fixture
-    def works(self):
-        return looks_right
+
+def test_where_links_are_not_possible_it_is_copied(folder, place, monkeypatch):
+    monkeypatch.setattr(Path, "symlink_to", Mock(side_effect=OSError("no right")))
+    assert "Copied" in install.put(COMFYUI, install.target(COMFYUI, folder))
+    looks_right(place)
+
+
+def test_a_folder_of_somebody_else_is_not_replaced(folder, place):
+    place.mkdir()
+    (place / "mine.txt").touch()
+    for options in ((), ("--uninstall",), ("--copy",)):
+        done = call_install("comfyui", folder, *options)
+        assert done.returncode == 1 and "was not made by install.py" in done.stderr
+    assert (place / "mine.txt").exists()
+
+
+def test_it_may_be_one_folder_down(folder, tmp_path):
+    folder.rename(tmp_path / COMFYUI.below)
+    assert install.target(COMFYUI, tmp_path).parent == (tmp_path / COMFYUI.below / "custom_nodes").resolve()
 
 
 def test_a_base_directory_is_comfyui_too(tmp_path):

@@ -10,7 +10,7 @@ import torch
 import tome_core
 from comfy_nodes.sampling import HostSampling, timestep_of
 from tests import comfy_doubles
-from tests.comfy_doubles import DiscreteSampling, Executor, Guider, apply, latest, least_checkpoint, sampler_of
+from tests.comfy_doubles import DiscreteSampling, Guider, apply, latest, least_checkpoint, sampler_of
 from tests.models import inputs
 from tests.on_device import on_device
 from tome_core.engine.state import State
@@ -105,25 +105,6 @@ def test_each_step_draws_by_its_timestep(load, guider, first, monkeypatch):
         self, timestep, *more))  # fmt: skip
     guider(apply(load(), ratio=0.5)).sample(steps=4, size=(8, 8))
     assert [stamp.tolist() for stamp in stamps] == [[round(first * share)] * 2 for share in (1, 0.75, 0.5, 0.25)]
-
-
-def test_the_callback_is_called_as_ever_by_place_or_by_keyword_or_is_none():
-    seen = []
-
-    def run(noise, latent, sampler, sigmas, denoise_mask=None, callback=None):
-        callback(0, None, None, 1)
-        return noise
-
-    def hear(*args):
-        seen.append(args)
-
-    chain = Executor(run, None, apply(least_checkpoint()).wrappers["outer_sample"]["tome"])
-    for by_place, by_name in (((), {}), ((None, hear), {}), ((), {"callback": hear})):
-        assert chain.execute(1, 2, None, torch.ones(2), *by_place, **by_name) == 1
-    assert seen == [(0, None, None, 1)] * 2
-
-
-# --- noise levels ----------------------------------------------------------------------------------------------------
 
 
 def test_a_range_holds_the_steps_whose_sigma_lies_in_it():

@@ -97,13 +97,12 @@ def run_script(checkout: Path, script: str, *arguments: object) -> str:
     return done.stdout
 
 
-def make_base(checkout: Path, folder: Path, models: Path | None = None, packs: dict[str, Path] | None = None) -> None:
-    """Fill a folder with models, our pack, the probe pack and others, by their names. models: of another base."""
+def make_base(checkout: Path, folder: Path, models: Path | None = None) -> None:
+    """Fill a folder with models, our pack and the probe pack. models: of another base."""
     for name in ("custom_nodes", "input", "output", "temp", "user"):
         (folder / name).mkdir()
     shutil.copytree(HERE / "probe_pack", folder / "custom_nodes" / "probe_pack")
-    for name, pack in {"tome-core.v1": ROOT, **(packs or {})}.items():
-        (folder / "custom_nodes" / name).symlink_to(pack.resolve(), target_is_directory=True)
+    (folder / "custom_nodes" / "tome-core.v1").symlink_to(ROOT.resolve(), target_is_directory=True)
     if models is None:
         run_script(checkout, "make_models.py", "graphs", folder / "models")
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.hosts.comfyui.graphs import Graph, assert_merged_and_off, bytes_of, report_of
+from tests.hosts.comfyui.graphs import Graph, bytes_of, report_of
 
 SKIPS = {"reuse_threshold": 3.0, "start_percent": 0.0, "end_percent": 0.9, "verbose": False}  # all that they may
 FEWER = "queries and keys are not of the same tokens"
@@ -34,15 +34,6 @@ def test_before_or_after_makes_no_difference(comfy, kind):
     assert bytes_of(seen, "plain") != bytes_of(seen, "other alone") == bytes_of(seen, "removed")
     assert bytes_of(seen, "before") == bytes_of(seen, "after") != bytes_of(seen, "other alone")
     assert said in report_of(seen, before) and said in report_of(seen, inner)
-
-
-def test_a_controlnet_and_merging_both_take_effect(comfy):
-    graph = Graph(steps=1)
-    picture = graph.add("EmptyImage", width=128, height=128, batch_size=1, color=0x808080)
-    controlled, applied = graph.add("TestControl", conditioning=graph.positive, image=picture), graph.apply()
-    graph.sample("merged", applied)
-    seen = assert_merged_and_off(comfy, graph, applied, "256 tokens -> 128", positive=controlled)
-    assert bytes_of(seen, "merged") not in (bytes_of(seen, "plain"), bytes_of(seen, "applied"))
 
 
 @pytest.mark.parametrize("skipper", ["EasyCache", "LazyCache"])

@@ -8,19 +8,16 @@ import gc
 import json
 import sys
 
-import comfy.controlnet
 import comfy.model_detection
-import comfy.model_management
 import comfy.sd
 import folder_paths
 import torch
 from aiohttp import web
-from comfy.cldm.cldm import ControlNet
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from safetensors import safe_open
 from server import PromptServer
 
-SEEN = {"texts": [], "calls": [], "latents": {}, "slot": []}
+SEEN = {"texts": [], "calls": [], "latents": {}}
 
 
 def keep_texts():
@@ -136,22 +133,6 @@ class TestCompile(Node):
         return (model,)
 
 
-class TestSlot(Node):
-    """Another node's attention: it adds masks, drops them, or does more. Notes of each call whether keys were fewer."""
-
-    INPUTS = {"model": ("MODEL",), "does": (["add", "drop", "more"],)}
-
-    def run(self, model, does):
-        def attend(function, q, k, v, heads, mask=None, **kwargs):
-            SEEN["slot"].append(k.shape[-2] < q.shape[-2] and mask is not None)
-            out = function(q, k, v, heads, mask=None if does == "drop" else mask, **kwargs)
-            return out * 2 if does == "more" else out
-
-        model = model.clone()
-        model.model_options["transformer_options"]["optimized_attention_override"] = attend
-        return (model,)
-
-
 class TestLoad(Node):
     """A transformer of `make_models.py`, of the configuration that its file has."""
 
@@ -166,48 +147,6 @@ class TestLoad(Node):
             return (comfy.sd.load_diffusion_model(path),)
         finally:
             found.detect_unet_config = detect
-
-
-class TestControl(Node):
-    """A ControlNet of random weights for the model `sd1`, on a prompt."""
-
-    INPUTS = {"conditioning": ("CONDITIONING",), "image": ("IMAGE",)}
-    RETURN_TYPES = ("CONDITIONING",)
-
-    def run(self, conditioning, image):
-        torch.manual_seed(0)
-        net = ControlNet(
-            image_size=32, in_channels=4, model_channels=320, hint_channels=3, num_res_blocks=[1, 1],
-            channel_mult=[1, 1], transformer_depth=[1, 1], transformer_depth_middle=1, use_spatial_transformer=True,
-            num_heads=8, num_head_channels=-1, context_dim=768, legacy=False, use_linear_in_transformer=False,
-            dtype=torch.float32, operations=comfy.ops.manual_cast,
-        )  # fmt: skip
-        for parameter in net.parameters():
-            torch.nn.init.normal_(parameter, std=0.02)
-        device = comfy.model_management.get_torch_device()
-        control = comfy.controlnet.ControlNet(
-            net, compression_ratio=8, load_device=device, manual_cast_dtype=torch.float32
-        )
-        control.set_cond_hint(image.movedim(-1, 1), 1.0, (0.0, 1.0))
-        return ([[text, {**more, "control": control, "control_apply_to_uncond": True}] for text, more in conditioning],)
-
-
-class TestVAE(Node):
-    """A VAE without weights: boxes of colours, eight pixels wide."""
-
-    INPUTS = {}
-    RETURN_TYPES = ("VAE",)
-
-    def run(self):
-        return (self,)
-
-    def encode(self, pixels):
-        boxes = torch.nn.functional.avg_pool2d(pixels[..., :3].movedim(-1, 1), 8)
-        return torch.cat([boxes, boxes.mean(1, keepdim=True)], 1)
-
-    def decode(self, latent):
-        colours = torch.sigmoid(latent[:, :3].float())
-        return torch.nn.functional.interpolate(colours, scale_factor=8).movedim(1, -1)
 
 
 keep_texts()
