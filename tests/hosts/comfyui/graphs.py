@@ -72,7 +72,7 @@ class Graph:
         return latent
 
     def sample_all(self, models: dict[str, list], **changes: Any) -> None:
-        """`sample` with each model, under its name."""
+        """Each under its name."""
         for name, model in models.items():
             self.sample(name, model, **changes)
 

@@ -45,17 +45,13 @@ class Comfy:
         except urllib.error.HTTPError as error:
             raise AssertionError(error.read().decode()) from error
 
-    def wait(self, prompt: str) -> dict:
-        """The history of a prompt, when it has ended; however long a busy machine takes."""
+    def run(self, graph: dict) -> dict:
+        """Run the graph, however long a busy machine takes; gives what was seen of it, and its history."""
+        self.ask("/tome_test/clear")
+        prompt = self.queue(graph)
         while not (history := self.ask(f"/history/{prompt}")):
             time.sleep(0.1)
-        return history[prompt]
-
-    def run(self, graph: dict) -> dict:
-        """Clear what was seen, run the graph, and give what was seen and its history."""
-        self.ask("/tome_test/clear")
-        history = self.wait(self.queue(graph))
-        return {**self.state(), "history": history}
+        return {**self.ask("/tome_test/state"), "history": history[prompt]}
 
     def good(self, graph: dict) -> dict:
         """`run`, for a graph that has to succeed."""
@@ -68,13 +64,9 @@ class Comfy:
         """Make the server drop its models and cached results; AssertionError if something keeps them."""
         self.ask("/free", {"unload_models": True, "free_memory": True})
         end = time.monotonic() + 600  # its worker frees when it comes to it, on a machine that may be busy
-        while self.state()["unets"]:
+        while self.ask("/tome_test/state")["unets"]:
             assert time.monotonic() < end, "something holds a dropped model"
             time.sleep(0.3)
-
-    def state(self) -> dict:
-        """What the probe pack saw since the last `clear`."""
-        return self.ask("/tome_test/state")
 
     def answers(self) -> bool:
         """Has it started?"""

@@ -7,7 +7,6 @@ import json
 import pytest
 
 from tests.hosts.comfyui.graphs import Graph, report_of
-from tome_core.reporting.gains import Gains
 
 
 @pytest.mark.parametrize(("kind", "values"), [
@@ -43,14 +42,3 @@ def test_a_preview_has_a_panel_a_level_of_the_latest_sampling_even_if_that_is_in
     assert picture["shape"] == [2, 128, 256, 3] and picture["bytes"][0] != picture["bytes"][1]
     assert report_of(seen, preview) == said and said.startswith("ToMe: own settings, 1 step, ")
     assert [node for node, _ in seen["texts"]] == [preview[0]], "it was sampled again"
-
-
-def test_times_of_both_kinds_of_samplings_are_kept_under_one_case_in_comfyuis_folder(comfy, base):
-    for strength in (0.0, 1.0) * 3:
-        graph = Graph(size=(72, 72), steps=7)
-        graph.sample("drawn", graph.apply(only_if_it_pays=False, ratio=0.9 * strength), cfg=1.0)
-        comfy.good(graph.graph)
-    known = Gains()
-    known.load(base / "user" / "tome_core_gains.json")
-    off, on = sorted((case for case, times in known.pictures.items() if len(times) == 3), key=lambda case: case[2])
-    assert off[:2] == on[:2] and off[2:] == ("", "") != on[2:], "alike but for what merged"

@@ -1,16 +1,32 @@
-"""Branches of one graph in a real ComfyUI: each merges as its own nodes say, and no other does."""
+"""Small random models in a real ComfyUI: merged through the nodes, and as they were when it is off again."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.hosts.comfyui.graphs import Graph, assert_merged_and_off, bytes_of, report_of
+from tests.hosts.comfyui.graphs import Graph, assert_merged_and_off, bytes_of, distance, report_of
+
+SETTINGS = {"merge_what": "k+v", "ratio": 0.9375, "sx": 4, "sy": 4, "metric": "keys+values", "use_rand": False,
+            "refine": 1, "only_if_it_pays": False}  # fmt: skip
+PICTURE, FILM = "1101 tokens -> 141 keys", "1024 tokens -> 64 keys"
+TRANSFORMERS = {  # what their reports say
+    "flux": PICTURE, "sd3": PICTURE, "wan": "2048 tokens -> 128 keys", "qwen_image": PICTURE, "hunyuan_video": PICTURE,
+    "ltxv": FILM, "cosmos_predict2": FILM, "z_image": "1024 tokens -> 181 keys", "krea2": PICTURE,
+}  # fmt: skip
+MOST = 0.06  # of a merged picture's distance from the plain one
 
 
 @pytest.mark.parametrize(("model", "text"), [("sd1", "256 tokens -> 128, 75% left out"), ("sdxl", "64 tokens -> 32")])
-def test_each_unet_merges_at_its_finest_level_and_is_as_it_was_when_it_is_off_again(comfy, model, text):
+def test_each_unet_merges_at_its_finest_level(comfy, model, text):
     graph = Graph(model, steps=1)
     assert_merged_and_off(comfy, graph, graph.apply(), text)
+
+
+@pytest.mark.parametrize("kind", TRANSFORMERS)
+def test_each_transformer_merges_near_the_plain_picture(comfy, kind):
+    graph = Graph(kind, steps=3)
+    seen = assert_merged_and_off(comfy, graph, graph.apply(**SETTINGS), TRANSFORMERS[kind])
+    assert distance(seen, "applied", "plain") < MOST
 
 
 def test_the_percent_range_counts_steps_as_comfyui_does_and_random_numbers_are_left_alone(comfy):
