@@ -45,13 +45,14 @@ def test_a_second_line_is_there_if_something_was_not_as_asked(server, caplog):
     assert caplog.records[-1].getMessage() == f"{first.replace('ToMe', 'ToMe #5')}; {second}"
 
 
+class Past(Guider):
+    """DeepCache's node calls the UNet itself."""
+
+    def _call(self, pair, now):
+        return self.model.diffusion_model(pair, now.expand(len(pair)), context=self.text, transformer_options={})
+
+
 def test_if_nothing_merged_the_first_line_says_why(server):
-    class Past(Guider):
-        """DeepCache's node calls the UNet itself."""
-
-        def _call(self, pair, now):
-            return self.model.diffusion_model(pair, now.expand(len(pair)), context=self.text, transformer_options={})
-
     sample(apply(least_checkpoint(), only_if_it_pays=True))
     Past(apply(least_checkpoint())).sample(steps=2, callback=lambda *args: None)
     (*_, (_, small), _, (_, past)) = server.texts
@@ -112,8 +113,7 @@ def test_the_preview_has_a_panel_a_level_over_a_latent_or_an_image_of_any_size(s
 
 def test_the_preview_has_the_report_for_the_history_of_the_queue_as_text_and_for_programs(server):
     applied = apply(least_checkpoint())
-    latent = sample(applied)
-    shown = ToMePreview().preview(applied, latent={"samples": latent}, unique_id="9")
+    shown = ToMePreview().preview(applied, latent={"samples": sample(applied)}, unique_id="9")
     (report,), (data,) = shown["ui"]["text"], shown["ui"]["tome_report"]
     assert report == shown["result"][1] and ToMePreview.OUTPUT_NODE
     assert server.texts[-1] == ("9", report.replace("\n", host.LINE_BREAK))
@@ -124,16 +124,15 @@ def test_the_preview_has_the_report_for_the_history_of_the_queue_as_text_and_for
 
 
 def test_the_preview_says_why_there_is_no_map_and_what_to_do(server):
-    def said(model, **given) -> str:
+    plain, latent = least_checkpoint(), {"latent": {"samples": torch.zeros(1, 4, 16, 16)}}
+    applied, off, aside = apply(plain), apply(plain, ratio=0.9, sx=1, sy=1), apply(plain, start=0.7, end=0.3)
+    for model, given, why in (
+        (plain, latent, NOT_APPLIED), (RemoveToMe().remove(applied)[0], latent, NOT_APPLIED),
+        (applied, {}, NOT_WAITING), (applied, latent, FROM_CACHE),
+        (off, latent, "sx=1, sy=1"), (aside.clone(), latent, "lies after end=0.3"),
+        (apply(aside), latent, FROM_CACHE), (RemoveToMe().remove(aside)[0], {}, NOT_APPLIED),
+    ):  # fmt: skip
         shown = ToMePreview().preview(model, unique_id="9", **given)
         text, image = shown["ui"]["text"][0], shown["result"][0]
-        assert server.texts[-1] == ("9", text) and shown["ui"]["tome_report"][0]["line"] and image.isfinite().all()
-        return text
-
-    latent = {"latent": {"samples": torch.zeros(1, 4, 16, 16)}}
-    applied = apply(least_checkpoint())
-    off, aside = apply(least_checkpoint(), ratio=0.9, sx=1, sy=1), apply(least_checkpoint(), start=0.7, end=0.3)
-    assert said(least_checkpoint(), **latent) == said(RemoveToMe().remove(applied)[0], **latent) == NOT_APPLIED
-    assert said(applied) == NOT_WAITING and said(applied, **latent) == FROM_CACHE
-    assert "sx=1, sy=1" in said(off, **latent) and "lies after end=0.3" in said(aside.clone())
-    assert said(apply(aside), **latent) == FROM_CACHE and said(RemoveToMe().remove(aside)[0]) == NOT_APPLIED
+        assert why in text and server.texts[-1] == ("9", text)
+        assert shown["ui"]["tome_report"][0]["line"] and image.isfinite().all()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,20 +17,12 @@ from comfy_nodes import NODE_CLASS_MAPPINGS
 from install import COMFYUI
 from tests import nodedefs
 from tests.comfy_loader import load_pack
-from tests.host_folders import Installed, make_folder
-from tests.hosts.comfyui.workflows import WORKFLOWS, overlapping, workflow
+from tests.host_folders import call_install, make_folder
+from tests.hosts.comfyui.workflows import WORKFLOWS, workflow
 
 ROOT = Path(__file__).parents[2]
 LANGUAGES = ("en", "zh", "ja")
-# pixels that ComfyUI 0.33.0 gives a widget, the rest of a node, and at most a report
-WIDGET, FRAME, REPORT = 24, 34, 200
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
-
-
-@pytest.fixture
-def comfyui(tmp_path) -> Path:
-    """A folder like ComfyUI's."""
-    return make_folder(COMFYUI, tmp_path)
 
 
 def looks_right(place: Path) -> None:
@@ -37,28 +31,64 @@ def looks_right(place: Path) -> None:
     assert set(pack.NODE_CLASS_MAPPINGS) == set(NODE_CLASS_MAPPINGS)
     host = importlib.import_module(pack.NODE_CLASS_MAPPINGS["ApplyToMe"].__module__.rpartition(".")[0] + ".host")
     assert Path(host.hosting.__file__).parents[1].samefile(place), "another copy of the engine was found"
-    assert all((place / pack.WEB_DIRECTORY / "docs" / f"{name}.md").is_file() for name in NODE_CLASS_MAPPINGS)
-    assert all((place / "locales" / language / "nodeDefs.json").is_file() for language in LANGUAGES)
-    files = (place / "example_workflows" / f"{name}.{kind}" for name in WORKFLOWS for kind in ("json", "jpg"))
-    assert all(file.is_file() for file in files)
+    files = [f"{pack.WEB_DIRECTORY}/docs/{name}.md" for name in NODE_CLASS_MAPPINGS]
+    files += [f"locales/{language}/nodeDefs.json" for language in LANGUAGES]
+    files += [f"example_workflows/{name}.{kind}" for name in WORKFLOWS for kind in ("json", "jpg")]
+    assert all((place / file).is_file() for file in files)
 
 
 # --- three ways in -------------------------------------------------------------------------------------------------
 
 
-def test_a_clone_in_custom_nodes_loads(comfyui):
-    place = comfyui / "custom_nodes" / "ComfyUI-tome.core"
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """Like ComfyUI's."""
+    return make_folder(COMFYUI, tmp_path)
+
+
+@pytest.fixture
+def place(folder) -> Path:
+    return folder / "custom_nodes" / "tome_core"
+
+
+def test_a_clone_in_custom_nodes_loads(folder):
+    place = folder / "custom_nodes" / "ComfyUI-tome.core"
     shutil.copytree(ROOT, place, ignore=shutil.ignore_patterns(".*", "__pycache__", "tests", "demo", "shared"))
     looks_right(place)
     assert not (place / "requirements.txt").exists(), "hosts would install it; torch is theirs"
 
 
-class TestInstall(Installed):
-    host = COMFYUI
+@pytest.mark.parametrize("options", [(), ("--copy",)], ids=["link", "copy"])
+def test_install_py_puts_it_there_and_takes_it_away(folder, place, options):
+    for _ in range(2):  # again is no mistake
+        done = call_install("comfyui", folder, *options)
+        assert done.returncode == 0 and str(place) in done.stdout, done.stderr
+    assert place.is_symlink() != bool(options)
+    looks_right(place)
+    done = call_install("comfyui", folder, "--uninstall")
+    assert done.returncode == 0 and not os.path.lexists(place)
+    assert all((ROOT / name).exists() for name in COMFYUI.copied)
+    assert "nothing to undo" in call_install("comfyui", folder, "--uninstall").stdout
 
-    @pytest.fixture
-    def works(self):
-        return looks_right
+
+def test_where_links_are_not_possible_it_is_copied(folder, place, monkeypatch):
+    monkeypatch.setattr(Path, "symlink_to", Mock(side_effect=OSError("no right")))
+    assert "Copied" in install.put(COMFYUI, install.target(COMFYUI, folder))
+    looks_right(place)
+
+
+def test_a_folder_of_somebody_else_is_not_replaced(folder, place):
+    place.mkdir()
+    (place / "mine.txt").touch()
+    for options in ((), ("--uninstall",), ("--copy",)):
+        done = call_install("comfyui", folder, *options)
+        assert done.returncode == 1 and "was not made by install.py" in done.stderr
+    assert (place / "mine.txt").exists()
+
+
+def test_it_may_be_one_folder_down(folder, tmp_path):
+    folder.rename(tmp_path / COMFYUI.below)
+    assert install.target(COMFYUI, tmp_path).parent == (tmp_path / COMFYUI.below / "custom_nodes").resolve()
 
 
 def test_a_base_directory_is_comfyui_too(tmp_path):
@@ -70,10 +100,16 @@ def test_a_base_directory_is_comfyui_too(tmp_path):
 # --- what lies beside it -------------------------------------------------------------------------------------------
 
 
-def test_the_english_texts_are_those_of_the_nodes():
+def test_the_english_texts_are_those_of_the_nodes_and_each_help_page_has_every_input_in_bold_type():
+    """All but the advanced ones, which are in the table that is made."""
     written, page = (path.read_text(encoding="utf-8") for path in (nodedefs.PATH, nodedefs.HELP_PAGE))
     assert written == nodedefs.text(nodedefs.english()), "run: python -m tests.nodedefs"
     assert page == nodedefs.help_page(page), "run: python -m tests.nodedefs"
+    for name, node in NODE_CLASS_MAPPINGS.items():
+        bold = re.findall(r"\*\*(.+?)\*\*", nodedefs.HELP_PAGE.with_name(f"{name}.md").read_text(encoding="utf-8"))
+        wanted = {facts.get("display_name", one) for one, (_, facts) in nodedefs.inputs_of(node).items()
+                  if not facts.get("advanced")}  # fmt: skip
+        assert {*bold, "model"} == {*wanted, "model"}, name
 
 
 def texts_of(texts: dict, place: tuple = ()) -> dict[tuple, str]:
@@ -89,8 +125,7 @@ def test_every_text_is_there_with_its_numbers_and_hardly_any_is_left_in_english(
     """A new text is in English until it is translated: `nodedefs` puts it in. Words for numbers may become digits."""
     written = (ROOT / "locales" / language / "nodeDefs.json").read_text(encoding="utf-8")
     translated, english = (texts_of(one) for one in (json.loads(written), nodedefs.english()))
-    assert [*translated] == [*english] and all(bool(translated[one].strip()) == bool(english[one].strip())
-                                               for one in english)  # fmt: skip
+    assert [*translated] == [*english] and all(bool(translated[one]) == bool(english[one]) for one in english)
     same = [place for place, text in english.items() if text == translated[place]]
     assert len(same) <= 2, f"left in English: {same}"
     for place, text in english.items():
@@ -98,36 +133,15 @@ def test_every_text_is_there_with_its_numbers_and_hardly_any_is_left_in_english(
         assert not missing or place[-1] != "tooltip" or "inputs" not in place, place
 
 
-@pytest.mark.parametrize("flow", [workflow(name) for name in WORKFLOWS], ids=WORKFLOWS)
-def test_an_example_workflow_fits_the_nodes(flow):
-    ours = [node for node in flow["nodes"] if node["type"] in NODE_CLASS_MAPPINGS]
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_an_example_workflow_fits_the_nodes(name):
+    ours = [node for node in workflow(name)["nodes"] if node["type"] in NODE_CLASS_MAPPINGS]
     assert any(node["type"] == "ApplyToMe" for node in ours)
     for node in ours:
         inputs = nodedefs.inputs_of(NODE_CLASS_MAPPINGS[node["type"]])
-        widgets = [name for name, (kind, _) in inputs.items() if isinstance(kind, list)
-                   or kind in ("INT", "FLOAT", "BOOLEAN")]  # fmt: skip
+        widgets = {name: (kind if isinstance(kind, list) else (), facts) for name, (kind, facts) in inputs.items()
+                   if isinstance(kind, list) or kind in ("INT", "FLOAT", "BOOLEAN")}  # fmt: skip
         values = dict(zip(widgets, node.get("widgets_values", []), strict=True))
-        for name, value in values.items():
-            kind, facts = inputs[name]
-            assert (
-                value in kind if isinstance(kind, list) else facts.get("min", value) <= value <= facts.get("max", value)
-            )
         assert node.get("widgets_values_named", {}) == values
-        if node["type"] == "ApplyToMe":
-            assert node["size"][1] >= FRAME + WIDGET * len(widgets) + REPORT, "its report would be cut"
-    assert not overlapping([{"type": node["type"], "box": [*node["pos"], *node["size"]]} for node in flow["nodes"]])
-
-
-def documented(name: str) -> dict[str, bool]:
-    """Input -> is it bold, from the first column of a help page's table."""
-    text = (ROOT / "comfy_nodes" / "web" / "docs" / f"{name}.md").read_text(encoding="utf-8")
-    cells = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")][2:]
-    return {one.strip("*"): one.startswith("**") for cell in cells for one in cell.split(", ")}
-
-
-def test_the_help_pages_have_a_row_for_every_input_and_the_advanced_ones_in_light_type():
-    for name, node in NODE_CLASS_MAPPINGS.items():
-        found = documented(name)
-        wanted = {facts.get("display_name", one): not facts.get("advanced", False)
-                  for one, (_, facts) in nodedefs.inputs_of(node).items()}  # fmt: skip
-        assert found in (wanted, {one: bold for one, bold in wanted.items() if one != "model"}), name
+        for (choices, facts), value in zip(widgets.values(), values.values(), strict=True):
+            assert value in choices if choices else facts.get("min", value) <= value <= facts.get("max", value)

@@ -13,11 +13,10 @@ from comfy_nodes import host
 from comfy_nodes.nodes import OFF_BY_SETTINGS, OFF_TEXT, ApplyToMe, RemoveToMe, ToMePreview
 from comfy_nodes.slot import SLOT
 from tests import comfy_attention, step_clock
-from tests.comfy_doubles import FlowGuider, Guider, apply, least_checkpoint, sampler_of, transformer
+from tests.comfy_doubles import Guider, apply, least_checkpoint, sampler_of
 from tome_core.hosting import gains
 
 TOLD = "about 2.0x faster, from your own pictures (3 with merging, 3 without)"
-TOLD_AGAIN = TOLD.replace("3 with ", "4 with ")
 
 
 @pytest.fixture
@@ -25,11 +24,11 @@ def drawn(monkeypatch, server):
     """Samplings by a node that is on or off, merged ones in half of the time; the node's last text."""
     clock, patcher = step_clock.put_on(monkeypatch), least_checkpoint()
 
-    def draw(is_on, times=1, patcher=patcher, guider=Guider, **more):
+    def draw(is_on, times=1, **more):
         applied = apply(patcher, ratio=0.5 * is_on, only_if_it_pays=False)
         clock.step = 0.5 if is_on else 1.0
         for _ in range(times):
-            guider(applied).sample(**{"steps": 7, "size": (8, 8), **more})
+            Guider(applied).sample(**{"steps": 7, "size": (8, 8), **more})
         return server.texts[-1][1]
 
     draw.patcher, draw.options = patcher, patcher.model_options["transformer_options"]
@@ -42,13 +41,6 @@ def test_it_is_told_after_three_of_both_kinds(drawn):
     assert drawn(False, 3) == OFF_BY_SETTINGS
     assert "left out" in drawn(True, 2)
     assert drawn(True) == f"ToMe: own settings, 7 steps, {TOLD}"
-
-
-def test_of_a_transformer_too_but_never_of_one_kind_alone(drawn):
-    patcher = transformer()
-    assert "own pictures" not in drawn(True, 3, patcher, FlowGuider)
-    drawn(False, 3, patcher, FlowGuider)
-    assert TOLD_AGAIN in drawn(True, 1, patcher, FlowGuider)
 
 
 def test_a_branch_that_is_off_is_called_as_one_without_a_node(drawn):
@@ -64,52 +56,42 @@ def passes_on(function, *args, **kwargs):
     return function(*args, **kwargs)
 
 
-def other_attention(patcher, monkeypatch):
-    monkeypatch.setattr(comfy_attention, "optimized_attention", comfy_attention.attention_basic)
-
-
-def other_slot(patcher, monkeypatch):
-    patcher.model_options["transformer_options"][SLOT] = passes_on
-
-
-def other_wrapper(patcher, monkeypatch):
-    patcher.add_wrapper_with_key("apply_model", "another's", passes_on)
+def controlled(run, x, t, concat, context, control, options):
+    return run(x, t, concat, context, "a ControlNet", options)
 
 
 @pytest.mark.parametrize("other", [
-    {"size": (16, 8)}, {"batch": 2}, {"sampler": sampler_of()}, other_attention, other_slot, other_wrapper,
+    {"size": (16, 8)}, {"batch": 2}, {"sampler": sampler_of()}, "attention", "slot", "wrapper",
 ])  # fmt: skip
 def test_another_sampling_or_another_node_beside_it_is_another_case(drawn, monkeypatch, other):
     drawn(False, 3)
-    options = other if isinstance(other, dict) else {}
-    if not options:
-        other(drawn.patcher, monkeypatch)
-    assert "own pictures" not in drawn(True, 3, **options)
-    drawn(False, 3, **options)
-    assert TOLD_AGAIN in drawn(True, **options)
-
-
-def test_beside_patches_and_a_controlnet_which_make_calls_longer_nothing_is_compared(drawn):
-    def controlled(run, x, t, concat, context, control, options):
-        return run(x, t, concat, context, "a ControlNet", options)
-
-    drawn.options["patches"] = {"attn1_patch": [lambda q, k, v, extra: (q, k, v)]}
-    drawn(False)
-    del drawn.options["patches"]
-    drawn.patcher.add_wrapper_with_key("apply_model", "control", controlled)
-    drawn(False)
-    assert not gains.KNOWN.pictures
+    if other == "attention":
+        monkeypatch.setattr(comfy_attention, "optimized_attention", comfy_attention.attention_basic)
+    elif other == "slot":
+        drawn.options[SLOT] = passes_on
+    elif other == "wrapper":
+        drawn.patcher.add_wrapper_with_key("apply_model", "another's", passes_on)
+    changes = other if isinstance(other, dict) else {}
+    assert "own pictures" not in drawn(True, 3, **changes)
+    drawn(False, 3, **changes)
+    assert TOLD.replace("3 with ", "4 with ") in drawn(True, **changes)
 
 
 @pytest.mark.parametrize("is_on", [False, True])
-def test_what_was_stopped_counts_for_nothing(drawn, is_on):
+def test_what_was_stopped_or_ran_beside_patches_or_a_controlnet_counts_for_nothing(drawn, is_on):
     def stop(step):
         if step == 7:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         drawn(is_on, steps=9, stop=stop)
+    drawn.options["patches"] = {"attn1_patch": [lambda q, k, v, extra: (q, k, v)]}
+    drawn(is_on)
+    del drawn.options["patches"]
+    drawn.patcher.add_wrapper_with_key("apply_model", "control", controlled)
+    drawn(is_on)
     assert not gains.KNOWN.pictures
+    drawn.patcher.remove_wrappers_with_key("apply_model", "control")
     drawn(is_on)
     assert len(gains.KNOWN.pictures) == 1
 

@@ -10,7 +10,7 @@ import torch
 import tome_core
 from comfy_nodes.sampling import HostSampling, timestep_of
 from tests import comfy_doubles
-from tests.comfy_doubles import DiscreteSampling, Executor, Guider, apply, latest, least_checkpoint, sampler_of
+from tests.comfy_doubles import DiscreteSampling, Guider, apply, latest, least_checkpoint, sampler_of
 from tests.models import inputs
 from tests.on_device import on_device
 from tome_core.engine.state import State
@@ -32,67 +32,54 @@ class DeviceGuider(Guider):
     place = staticmethod(on_device)
 
 
-def applied(**values):
-    return apply(least_checkpoint(), **values)
+def sample(guider=DeviceGuider, sampler=KNOWN, steps=3, **values) -> torch.Tensor:
+    return guider(apply(least_checkpoint(), **values)).sample(steps=steps, size=(8, 8), sampler=sampler)
 
 
-def levels(*values):
-    return on_device(torch.tensor(values))
-
-
-def test_a_sampling_waits_once_however_many_steps_it_has(waits):
-    for steps, values in ((2, RANGE), (6, RANGE), (3, KEPT), (3, BALANCED)):
+def test_a_sampling_waits_once_however_many_steps_it_has_and_at_each_call_if_its_sampler_is_not_known(waits):
+    for sampler, steps, values, waited in (
+        (KNOWN, 2, RANGE, ["tolist"]), (KNOWN, 6, RANGE, ["tolist"]), (KNOWN, 3, KEPT, ["tolist"]),
+        (KNOWN, 3, BALANCED, ["tolist"]), (KNOWN, 3, {"ratio": 0.5}, []),
+        *((sampler, 3, KEPT, ["__float__"] * 3) for sampler in UNKNOWN),
+    ):  # fmt: skip
         waits.clear()
-        DeviceGuider(applied(**values)).sample(steps=steps, size=(8, 8), sampler=KNOWN)
-        assert waits == ["tolist"], values
+        sample(sampler=sampler, steps=steps, **values)
+        assert waits == waited, (sampler, values)
 
 
-def test_settings_without_a_time_never_wait_and_a_sampler_that_is_not_known_is_waited_for_at_each_call(waits):
-    DeviceGuider(applied(ratio=0.5)).sample(size=(8, 8), sampler=KNOWN)
-    assert waits == []
-    for sampler in UNKNOWN:
-        DeviceGuider(applied(**KEPT)).sample(steps=3, size=(8, 8), sampler=sampler)
-        assert waits == ["__float__"] * 3, sampler
-        waits.clear()
+def test_a_picture_is_the_same_wherever_its_noise_levels_are():
+    for values in (RANGE, KEPT):
+        expected = sample(Guider, **values)
+        assert all(torch.equal(sample(sampler=sampler, **values), expected) for sampler in (KNOWN, None))
 
 
-@pytest.mark.parametrize("values", [RANGE, KEPT], ids=["range", "kept"])
-def test_the_picture_is_the_same_wherever_its_noise_levels_are(values):
-    expected = Guider(applied(**values)).sample(size=(8, 8))
-    for sampler in (KNOWN, None):
-        assert torch.equal(DeviceGuider(applied(**values)).sample(size=(8, 8), sampler=sampler), expected)
+class Odd(DeviceGuider):
+    """Reports other steps than the next ones."""
+
+    def _outer_sample(self, noise, latent, sampler, sigmas, mask, told, *more):
+        return super()._outer_sample(noise, latent, sampler, sigmas, mask, lambda step, *args: told(2 * step, *args))
 
 
 def test_a_sampler_that_leaves_its_list_is_read_from_then_on(waits):
-    class Odd(DeviceGuider):
-        """Reports other steps than the next ones."""
-
-        def _outer_sample(self, noise, latent, sampler, sigmas, mask, told, *more):
-            def odd(step, *args):
-                told(2 * step, *args)
-
-            return super()._outer_sample(noise, latent, sampler, sigmas, mask, odd, *more)
-
-    expected = Guider(applied(**RANGE)).sample(steps=6, size=(8, 8))
-    assert torch.equal(Odd(applied(**RANGE)).sample(steps=6, size=(8, 8), sampler=KNOWN), expected)
+    expected = sample(Guider, steps=6, **RANGE)
+    assert torch.equal(sample(Odd, steps=6, **RANGE), expected)
     assert waits == ["tolist"] + ["__float__"] * 4, "steps 0 and 1 fit: 0 was reported, then 2"
 
 
 def test_the_list_in_force_is_the_one_behind_all_other_wrappers():
-    sampling, listed = HostSampling(KNOWN, levels(9.0, 8.0, 0.0)), {"sample_sigmas": levels(5.0, 3.0, 0.0)}
-    assert sampling.sigma(levels(5.0), listed) == 5
-    other = {"sample_sigmas": levels(4.0, 2.0, 0.0)}  # a sampling inside, by the same callback
-    assert sampling.sigma(levels(4.0), other) == 4
-    assert sampling.sigma(levels(7.0), listed) == 7, "it is no longer relied on"
+    listed, inside, stray = (on_device(torch.tensor(levels)) for levels in ([5.0, 3.0, 0.0], [4.0, 2.0, 0.0], [7.0]))
+    sampling = HostSampling(KNOWN, on_device(torch.tensor([9.0, 8.0, 0.0])))
+    for levels, used in ((listed, listed), (inside, inside), (stray, listed)):  # from the second on it is not relied on
+        assert sampling.sigma(levels[:1], {"sample_sigmas": used}) == levels.tolist()[0]
 
 
 def test_calls_inside_a_step_have_its_end():
-    sampling = HostSampling(KNOWN, levels(9.0, 8.0, 7.0, 0.0))
+    sampling, level = HostSampling(KNOWN, on_device(torch.tensor([9.0, 8, 7, 0]))), on_device(torch.ones(1))
     heard, seen = sampling.heard.listening(None), []
     for step in range(3):
-        seen.append(sampling.sigma(levels(1.0), {}))  # the step's first call
+        seen.append(sampling.sigma(level, {}))  # the step's first call
         heard(step, None, None, 3)
-        seen.append(sampling.sigma(levels(1.0), {}))  # Heun's second
+        seen.append(sampling.sigma(level, {}))  # Heun's second
     assert seen == [9, 8, 8, 7, 7, 7]
 
 
@@ -120,23 +107,6 @@ def test_each_step_draws_by_its_timestep(load, guider, first, monkeypatch):
     assert [stamp.tolist() for stamp in stamps] == [[round(first * share)] * 2 for share in (1, 0.75, 0.5, 0.25)]
 
 
-def test_the_callback_is_called_as_ever_by_place_or_by_keyword_or_is_none():
-    branch, seen = applied(**KEPT), []
-
-    def sample(noise, latent, sampler, sigmas, denoise_mask=None, callback=None):
-        callback(0, None, None, 1)
-        return noise
-
-    chain = Executor(sample, None, branch.wrappers["outer_sample"]["tome"])
-    assert chain.execute(1, 2, None, torch.ones(2)) == 1 and not seen
-    chain.execute(1, 2, None, torch.ones(2), None, lambda *args: seen.append(args))
-    chain.execute(1, 2, None, torch.ones(2), callback=lambda *args: seen.append(args))
-    assert seen == [(0, None, None, 1)] * 2
-
-
-# --- start and end ---------------------------------------------------------------------------------------------------
-
-
 def test_a_range_holds_the_steps_whose_sigma_lies_in_it():
     """And those of the ends themselves, of which 0 and 1 are beyond every step."""
     sampling, model = HostSampling(), DiscreteSampling()
@@ -146,26 +116,6 @@ def test_a_range_holds_the_steps_whose_sigma_lies_in_it():
             assert sampling.is_between(start, end, model.sigma(time), model) == within, (start, end, time)
 
 
-def test_the_range_is_asked_for_once_a_sampling_and_only_if_rules_have_one():
-    """Each question may wait for the device."""
-    for values, times in ((RANGE, 2), (KEPT, 0)):
-        branch, asked = applied(**values), []
-        schedule, plain = branch.model.model_sampling, branch.model.model_sampling.percent_to_sigma
-        schedule.percent_to_sigma = lambda percent, asked=asked, plain=plain: asked.append(percent) or plain(percent)
-        DeviceGuider(branch).sample(steps=6, size=(8, 8), sampler=KNOWN)
-        assert len(asked) == times
-
-
-def test_the_range_is_the_asked_models_own():
-    sampling, (model, other) = HostSampling(), (DiscreteSampling(), DiscreteSampling())
-    other.sigmas = other.sigmas * 2
-    middle = model.percent_to_sigma(0.5)
-    assert [sampling.is_between(0.0, 0.5, middle, asked) for asked in (model, other, model)] == [True, False, True]
-
-
-# --- timesteps -------------------------------------------------------------------------------------------------------
-
-
 def test_a_noise_level_that_is_none_breaks_nothing():
     class Broken(Guider):
         def _call(self, pair, now):
@@ -173,20 +123,20 @@ def test_a_noise_level_that_is_none_breaks_nothing():
             return super()._call(pair, torch.tensor(self.level))
 
     for Broken.level in (float("nan"), float("inf"), -1.0):
-        assert Broken(applied(**RANGE)).sample(steps=2, size=(8, 8)).isfinite().all()
+        assert sample(Broken, **RANGE).isfinite().all()
 
 
 def test_sigmas_are_told_as_if_pictures_varied_by_one():
     eps, edm = SimpleNamespace(sigma_data=1.0), SimpleNamespace(sigma_data=0.5)
     flow = type("ModelSampling", (type("Flow", (), {}), type("CONST", (), {})), {})()
 
-    def told(sigma, model_sampling, flows=False):
-        return timestep_of(sigma, model_sampling, flows)
+    def told(sigma, model_sampling):
+        return timestep_of(sigma, model_sampling, flows=False)
 
     assert told(3.0, object()) == told(3.0, eps) and told(3.0, edm) == told(6.0, eps)
     assert told(0.75, flow) == told(3.0, eps) and told(0.0, flow) == told(0.0, eps)
     assert told(1.0, flow) == told(1e5, eps) > told(6.0, eps)
-    assert told(0.75, flow, flows=True) == 750 and told(3.0, eps, flows=True) == told(3.0, eps)
+    assert timestep_of(0.75, flow, flows=True) == 750 and timestep_of(3.0, eps, flows=True) == told(3.0, eps)
 
 
 @pytest.mark.parametrize(("continues", "share"), [(False, 0.4), (True, 0.7)])
@@ -200,7 +150,7 @@ def test_a_sampling_that_begins_late_leaves_the_work_that_its_mark_promises(cont
         def _outer_sample(self, noise, *args):
             return super()._outer_sample(inputs(4, 1, 16, 16)[0], *args)
 
-    branch = applied(**BALANCED)
+    branch = apply(least_checkpoint(), **BALANCED)
     first = {"first": [lambda run, noise, *args: run(noise * (not continues), *args)]}
     branch.wrappers["outer_sample"] = first | branch.wrappers["outer_sample"]
     Late(branch).sample(steps=10, sampler=KNOWN)

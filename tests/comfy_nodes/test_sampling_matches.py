@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import weakref
-
 import pytest
 import torch
 
 import tome_core
-from comfy_nodes import branch
 from comfy_nodes.sampling import HostSampling
 from tests.comfy_doubles import FlowGuider, Guider, apply, latest, least_checkpoint, transformer
 from tome_core.engine import state
@@ -20,21 +15,18 @@ BALANCED = {**tome_core.form.fill("balanced"), "only_if_it_pays": False}  # the 
 
 
 class SplitGuider(Guider):
-    """Both prompts in calls of their own, as if memory were short.
+    """Both prompts in calls of their own, as if memory were short."""
 
-    shift: of the positive one's latents. swaps: at every other step the positive one comes first.
-    """
-
-    shift, swaps, is_swapped = 0.0, False, True
+    shift, orders = 0.0, ((0, 1),)  # of the positive one's latents; of the calls, step by step
 
     def _call(self, pair, now):
-        outs, options = {}, {**self.options, "sigmas": now[None]}
-        parts = [*zip((1, 0), (0.0, self.shift), pair.chunk(2), self.text.chunk(2), strict=True)]
-        self.is_swapped = self.swaps and not self.is_swapped
-        for which, shift, x, text in reversed(parts) if self.is_swapped else parts:
-            of_one = {**options, "cond_or_uncond": [which], "uuids": [self.options["uuids"][1 - which]]}
-            outs[which] = self.model.apply_model(x + shift, now.expand(len(x)), text, of_one)
-        return torch.cat([outs[1], outs[0]])
+        first, *others = self.orders
+        outs, self.orders = {}, (*others, first)
+        for half in first:
+            x, text = pair.chunk(2)[half] + half * self.shift, self.text.chunk(2)[half]
+            options = {**self.options, "cond_or_uncond": [1 - half], "uuids": [self.options["uuids"][half]]}
+            outs[half] = self.model.apply_model(x, now.expand(len(x)), text, options)
+        return torch.cat([outs[0], outs[1]])
 
 
 class ShiftedGuider(SplitGuider):
@@ -46,7 +38,7 @@ class ShiftedGuider(SplitGuider):
 class SwappingGuider(ShiftedGuider):
     """In another order at each step."""
 
-    swaps = True
+    orders = ((0, 1), (1, 0))
 
 
 class TiledGuider(Guider):
@@ -60,9 +52,9 @@ class PerturbingGuider(Guider):
     """Another call of the positive prompt at each step, told by a key of its own to shuffle its tokens."""
 
     def _call(self, pair, now):
-        out, of_one = super()._call(pair, now), slice(1, 2)
-        options = {**self.options, "sigmas": now[None], "cond_or_uncond": [0], "uuids": ["positive"], "tpg": True}
-        self.model.apply_model(pair[of_one], now.expand(1), self.text[of_one], options)
+        options = {**self.options, "cond_or_uncond": [0], "uuids": ["positive"], "tpg": True}
+        out = super()._call(pair, now)
+        self.model.apply_model(pair[1:], now.expand(1), self.text[1:], options)
         return out
 
 
@@ -119,22 +111,3 @@ def test_a_tile_is_what_it_is_alone():
     for Alone.place_of_tile in range(3):
         alone.append(Alone(fresh()).sample(size=size))
     assert torch.equal(TiledGuider(fresh()).sample(size=size), torch.cat(alone, dim=3))
-
-
-@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
-def test_nothing_of_a_sampling_is_kept_nor_of_one_that_broke_off(error, monkeypatch):
-    states, make = [], branch.Sampling._make
-
-    def noted(self, *args):
-        merging = make(self, *args)
-        states.append(weakref.ref(merging.state))
-        return merging
-
-    def fail(step):
-        raise error
-
-    monkeypatch.setattr(branch.Sampling, "_make", noted)
-    with contextlib.nullcontext() if error is None else pytest.raises(error):
-        Guider(fresh()).sample(stop=error and fail)
-    gc.collect()
-    assert len(states) == 1 and states[0]() is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from comfy_nodes import asking
 from comfy_nodes.slot import SLOT, HostCall, Through, name_in_force
 from tests import comfy_attention as comfy
 from tests.comfy_doubles import Guider, apply, latest, least_checkpoint
-from tests.comfy_ways import DTYPES, way_of
+from tests.hosts.comfyui.ways import DTYPES, way_of
 from tome_core.attention.merged import BIAS, OWN_BIAS
 
 WAYS = {
@@ -25,18 +24,16 @@ KV = {"merge_what": "k+v", "ratio": 0.75, "use_rand": False}
 class Noted:
     """In the slot: attention that adds a mask, drops it, refuses it, or does more; notes how many keys came.
 
-    error: raised at fewer keys than queries in long sequences, as block-sparse kernels do.
+    strict: refuses fewer keys than queries in long sequences, as block-sparse kernels do.
     """
 
-    def __init__(self, drops: bool = False, more: float = 1.0, refuses: bool = False, error: Any = None) -> None:
-        self.drops, self.more, self.refuses, self.error, self.keys = drops, more, refuses, error, []
+    def __init__(self, drops: bool = False, more: float = 1.0, refuses: bool = False, strict: bool = False) -> None:
+        self.drops, self.more, self.refuses, self.strict, self.keys = drops, more, refuses, strict, []
 
     def __call__(self, function, q, k, v, heads, mask=None, **kwargs):
         self.keys.append(k.shape[1])
-        if self.refuses and mask is not None:
-            raise RuntimeError("Flash attention does not support attention masks")
-        if self.error is not None and (q.shape[1], k.shape[1]) == (64, 16):
-            raise self.error
+        if (self.refuses and mask is not None) or (self.strict and (q.shape[1], k.shape[1]) == (64, 16)):
+            raise RuntimeError("the kernel says no")
         return function(q, k, v, heads, mask=None if self.drops else mask, **kwargs) * self.more
 
 
@@ -85,48 +82,34 @@ def test_attention_in_the_slot_gets_merged_keys_if_it_adds_masks_and_else_gives_
     merged = apply(with_slot(slot), **KV)
     torch.testing.assert_close(sample(merged), sample(apply(least_checkpoint(), **KV)))
     assert slot.keys.count(16) == (0 if what else 2 * 4) and slot.keys.count(7) == 2 * 4, "four blocks, two steps"
-    assert what or slot.keys.count(64) == 2, "tried twice"
 
 
-def test_what_does_more_than_attention_in_the_slot_keeps_every_call():
-    plain = with_slot(Noted(more=1.5))
-    merged = apply(plain, **KV)
+@pytest.mark.parametrize(("what", "calls", "why"), [
+    ({"more": 1.5}, 0, "the function that it calls is no attention"),
+    ({"strict": True}, 1, "it fails with merged keys (RuntimeError: the kernel says no)"),
+])  # fmt: skip
+def test_what_does_more_than_attention_or_refuses_merged_keys_gets_every_call_unmerged_and_is_said(what, calls, why):
+    slot = Noted(**what)
+    merged, plain = apply(with_slot(slot), **KV), with_slot(Noted(**what))
     assert torch.equal(sample(merged), sample(plain))
-    assert any("the function that it calls is no attention" in why for why in latest(merged).report.reasons)
-
-
-def test_attention_that_refuses_merged_keys_is_asked_once_more_unmerged_and_left_alone_from_then_on():
-    slot = Noted(error=RuntimeError("strict kernel: q and k differ"))
-    merged = apply(with_slot(slot), **KV)
-    assert torch.equal(sample(merged), sample(least_checkpoint()))
-    assert slot.keys.count(16) == 1 and slot.keys.count(64) == 2 * 4 + 2, "once; it was tried twice"
-    assert [*latest(merged).report.reasons] == [
-        "attn: it fails with merged keys (RuntimeError: strict kernel: q and k differ)"]  # fmt: skip
-
-
-def test_a_full_memory_and_an_interrupt_are_no_refusal():
-    for error in (torch.cuda.OutOfMemoryError(), RuntimeError("MPS backend out of memory"), MemoryError(),
-                  Exception("interrupted")):  # fmt: skip
-        with pytest.raises(type(error)):
-            sample(apply(with_slot(Noted(error=error)), **KV))
+    assert slot.keys.count(16) == calls and any(why in one for one in latest(merged).report.reasons)
 
 
 def test_what_is_in_the_slot_is_not_changed_and_ours_does_not_lie_on_ours():
-    slot, x, asked = Noted(), torch.randn(1, 5, 8), []
-    options = {SLOT: slot, "other": 1}
-
-    def again(told):
-        asking.call(run, told, lambda call, _: call.unmerged())
+    slot, x = Noted(), torch.randn(1, 5, 8)
+    options, plain = {SLOT: slot, "other": 1}, comfy.attention_pytorch(x, x, x, 2)
 
     def run(told):
         assert told["other"] == 1 and told[SLOT] is not slot
-        asked.append(comfy.attention_pytorch(x, x, x, 2, transformer_options=told))
+        return comfy.attention_pytorch(x, x, x, 2, transformer_options=told)
 
-    asking.call(again, options, lambda call, _: call.unmerged() * 2)
-    assert options == {SLOT: slot, "other": 1}
-    assert slot.keys == [5] and torch.equal(asked[0], comfy.attention_pytorch(x, x, x, 2))
+    def again(told):
+        return asking.call(run, told, lambda call, _: call.unmerged())
+
+    assert torch.equal(asking.call(again, options, lambda call, _: call.unmerged() * 2), plain)
+    assert options == {SLOT: slot, "other": 1} and slot.keys == [5]
     outside = comfy.attention_pytorch(x, x, x, 2, transformer_options={SLOT: asking._attention})
-    assert torch.equal(outside, asked[0]), "outside of our calls it is answered by its own function"
+    assert torch.equal(outside, plain), "outside of our calls it is answered by its own function"
 
 
 def test_values_whose_heads_are_apart_already_are_taken_as_others_are():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from comfy_nodes import transformers
@@ -13,26 +14,19 @@ from tome_core.hosting import Grid
 
 KV = {"merge_what": "k+v", "ratio": 0.75, "metric": "keys+values", "use_rand": False, "only_if_it_pays": False}
 TOKENS = 12 * 16 + 7  # of a latent of 24x32, and of the text
-GRID = transformers.grid_of(Flux(), torch.zeros(1, 4, 24, 32))
+GRID = Grid(12, 16)
 
 
-def sample(patcher, **options) -> torch.Tensor:
-    return FlowGuider(patcher).sample(**options)
-
-
-def first_of(model, beside, told=None) -> int | str:
-    """Where the first token of the picture lies; or why that is not known. beside: so many other tokens."""
-    found = transformers.where_tokens_lie(model, GRID, 192 + beside, {"block_type": "double", **(told or {})})
-    return found if isinstance(found, str) else found.first
-
-
-def test_joint_attention_merges_the_picture_alone_and_the_rest_is_told():
-    plain = transformer()
-    merged, before = apply(plain, **KV), sample(plain)
-    assert 0 < (sample(merged) - before).norm() < 0.2 * before.norm()
+@pytest.mark.parametrize(("model", "tokens", "keys"), [
+    (Flux, TOKENS, 7 + 12 * 16 // 4), (NextDiT, 7 + 200, 7 + 8 + 12 * 16 // 4),
+])  # fmt: skip
+def test_joint_attention_merges_the_picture_alone_and_the_rest_is_told(model, tokens, keys):
+    plain = transformer(model)
+    merged, before = apply(plain, **KV), FlowGuider(plain).sample()
+    assert 0 < (FlowGuider(merged).sample() - before).norm() < 0.2 * before.norm()
     report = latest(merged).report
     (level,) = report.levels
-    assert level.downsample == 2 and level.tokens == ((TOKENS, TOKENS, 7 + 12 * 16 // 4),)
+    assert level.downsample == 2 and level.tokens == ((tokens, tokens, keys),)
     assert level.calls_merged == 3 * 2 and level.work_saved > 0.4
     assert not report.reasons and len(latest(merged).details) <= 10
     ((downsample, found),) = latest(merged).maps.values()
@@ -41,45 +35,39 @@ def test_joint_attention_merges_the_picture_alone_and_the_rest_is_told():
 
 def test_start_and_end_are_of_the_flows_own_schedule():
     merged = apply(transformer(), start=0.2, end=0.6, **KV)
-    sample(merged, steps=4)  # at 0, .25, .5, .75
+    FlowGuider(merged).sample(steps=4)  # at 0, .25, .5, .75
     assert latest(merged).report.levels[0].calls_merged == 2 * 2
-
-
-# --- where tokens lie ------------------------------------------------------------------------------------------------
 
 
 def test_a_picture_whose_place_is_not_known_does_not_merge():
     plain = transformer(Unplaced)
     merged = apply(plain, **KV)
-    assert torch.equal(sample(merged), sample(plain))
+    assert torch.equal(FlowGuider(merged).sample(), FlowGuider(plain).sample())
     assert f"7 {transformers.BESIDE}" in " ".join(latest(merged).report.reasons)
 
 
-def test_text_comes_first_and_references_behind_the_picture():
-    model = Flux()
-    assert first_of(model, 0) == 0 and first_of(model, 7) == 7 and isinstance(first_of(model, -1), str)
-    assert first_of(model, 7 + 50, {"reference_image_num_tokens": [20, 30]}) == 7
-    # the film of an earlier ComfyUI's HunyuanVideo is first
-    model.double_blocks = [SimpleNamespace(flipped_img_txt=True)]
-    assert first_of(model, 7) == f"7 {transformers.BESIDE}"
+FILM_FIRST = {"double_blocks": [SimpleNamespace(flipped_img_txt=True)]}  # an earlier ComfyUI's HunyuanVideo
+PLACES = (  # a model, its attributes; the tokens beside the picture's; what the model tells; the picture's first token
+    ("Flux", {}, 0, {}, 0), ("Flux", {}, 7, {}, 7), ("Flux", {}, -1, {}, "fewer tokens than the picture has"),
+    ("Flux", {}, 7 + 50, {"reference_image_num_tokens": [20, 30]}, 7),
+    ("Flux", FILM_FIRST, 7, {}, f"7 {transformers.BESIDE}"), ("Unplaced", {}, 7, {}, f"7 {transformers.BESIDE}"),
+    # the picture is last, with what fills it up behind it; a text, or references too, before it
+    ("NextDiT", {"pad_tokens_multiple": None}, 7, {}, 7), ("NextDiT", {"pad_tokens_multiple": 32}, 7 + 64, {}, 7 + 64),
+    ("NextDiT", {"pad_tokens_multiple": 50}, 7 + 8, {}, 7),
+    # before a model says in which block it is it may refine a text, which may be longer than the picture or as long
+    *((name, {}, beside, {"block_type": None}, f"{192 + beside} {transformers.REFINED}")
+      for name in ("HunyuanVideo", "NextDiT", "SingleStreamDiT") for beside in (0, 7)),
+    ("HunyuanVideo", {}, 7, {}, 7), ("SingleStreamDiT", {}, 7, {}, 7),
+)  # fmt: skip
 
 
-def test_a_text_that_is_refined_by_itself_is_not_taken_for_a_picture():
-    """Before the model says in which block it is, be the text longer than the picture or as long."""
-    for name in ("HunyuanVideo", "NextDiT", "SingleStreamDiT"):
-        model = type(name, (Flux,), {})()
-        for tokens in (192 + 7, 192):
-            assert transformers.where_tokens_lie(model, GRID, tokens, {}) == f"{tokens} {transformers.REFINED}"
-        assert first_of(model, 7) == 7
-
-
-def test_z_images_picture_comes_last_and_what_fills_it_up_is_no_token_of_it():
-    for multiple, filled in ((None, 0), (32, 0), (50, 8)):
-        model = type("NextDiT", (Flux,), {"pad_tokens_multiple": multiple})()
-        assert [first_of(model, beside + filled) for beside in (7, 7 + 64)] == [7, 7 + 64], "a text; references too"
-    merged = apply(transformer(NextDiT), **KV)
-    sample(merged)
-    assert latest(merged).report.levels[0].tokens == ((7 + 200, 7 + 200, 7 + 8 + 12 * 16 // 4),)
+@pytest.mark.parametrize(("name", "attributes", "beside", "told", "first"), PLACES)
+def test_where_a_pictures_tokens_lie_is_known_by_the_models_name_or_said_to_be_unknown(
+    name, attributes, beside, told, first
+):
+    model = type(name, (), attributes)()
+    found = transformers.where_tokens_lie(model, GRID, 192 + beside, {"block_type": "double", **told})
+    assert found == first if isinstance(first, str) else found.first == first
 
 
 PATCHES = (  # a model's attributes, a latent, its grid
@@ -93,7 +81,7 @@ PATCHES = (  # a model's attributes, a latent, its grid
 )  # fmt: skip
 
 
-def test_the_grid_is_the_latents_in_whole_tokens_whichever_name_the_model_has_for_them():
-    for names, latent, grid in PATCHES:
-        found = transformers.grid_of(SimpleNamespace(**names), torch.zeros(latent))
-        assert found == grid and (grid is None or isinstance(found, Grid)), names
+@pytest.mark.parametrize(("names", "latent", "grid"), PATCHES)
+def test_the_grid_is_the_latents_in_whole_tokens_whichever_name_the_model_has_for_them(names, latent, grid):
+    found = transformers.grid_of(SimpleNamespace(**names), torch.zeros(latent))
+    assert found == grid and (grid is None or isinstance(found, Grid))

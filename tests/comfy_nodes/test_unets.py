@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,25 +16,16 @@ from tests.models import TEXT
 from tome_core.reporting.ledger import NO_GRID, REPLACED
 
 
-def merged(patcher: ModelPatcher, guider: type = Guider, **options):
-    """The report on a sampling through the nodes."""
+def merged(patcher: ModelPatcher, guider: type = Guider, others: dict | None = None, **options):
+    """The report on a sampling through the nodes. others: what other nodes put into transformer_options."""
+    patcher.model_options["transformer_options"] = others or {}
     applied = apply(patcher, level="up to /8", use_rand=False)
     assert guider(applied).sample(**{"steps": 1, "size": (8, 8), **options}).isfinite().all()
     return latest(applied).report
 
 
-def reasons(report) -> Counter:
-    return Counter({why.removeprefix("attn: "): count for why, count in report.reasons.items()})
-
-
-def with_patches(patcher: ModelPatcher, **patches) -> ModelPatcher:
-    patcher.model_options["transformer_options"]["patches"] = patches
-    return patcher
-
-
-def replaced(patcher: ModelPatcher, name: str, function, *places) -> ModelPatcher:
-    patcher.model_options["transformer_options"]["patches_replace"] = {name: dict.fromkeys(places, function)}
-    return patcher
+def reasons(report) -> dict[str, int]:
+    return {why.removeprefix("attn: "): count for why, count in report.reasons.items()}
 
 
 def forget(h, context, values, options):
@@ -42,9 +33,9 @@ def forget(h, context, values, options):
     return h, context, values
 
 
-@pytest.mark.parametrize("patches", [{}, {"attn1_patch": [forget]}], ids=["the shape is told", "the latent's"])
-def test_each_level_merges_by_the_grid_that_its_transformer_tells_or_else_by_the_latents(patches):
-    fine, coarse = merged(with_patches(checkpoint(), **patches), size=(16, 24)).levels
+@pytest.mark.parametrize("others", [{}, {"patches": {"attn1_patch": [forget]}}], ids=["it is told", "the latent's"])
+def test_each_level_merges_by_the_grid_that_its_transformer_tells_or_else_by_the_latents(others):
+    fine, coarse = merged(checkpoint(), others=others, size=(16, 24)).levels
     assert fine.tokens == ((384, 192, 192),) and coarse.tokens == ((96, 48, 48),)
     assert fine.calls_merged == fine.blocks and coarse.calls_merged == coarse.blocks
     assert not fine.reasons and not coarse.reasons
@@ -55,45 +46,29 @@ def test_every_block_of_a_transformer_has_matches_of_its_own():
     assert all(level.calls_merged == level.blocks > 2 for level in report.levels)
 
 
-def test_a_level_that_no_rule_reaches_is_a_part_of_the_whole():
-    reports = []
-    for values in ({}, {"level": "up to /8"}):
-        applied = apply(checkpoint(), correction=False, **values)
-        Guider(applied).sample(steps=1)
-        reports.append(latest(applied).report)
-    fine, coarse = reports[0].levels
-    assert fine.calls_merged and not coarse.covered and not coarse.reasons and coarse.work_saved == 0
-    assert reports[0].work[0] == reports[1].work[0] and reports[0].work_saved < fine.work_saved == 0.75
+class Wordy(Guider):
+    """Its prompt has as many words as the picture has tokens."""
+
+    def _call(self, pair, now):
+        self.text = torch.randn(len(pair), pair.shape[2] * pair.shape[3], TEXT)
+        return super()._call(pair, now)
 
 
-def test_a_prompt_of_as_many_words_as_the_picture_has_tokens_is_no_picture():
-    """Nor is it taken for a self-attention that another node stands in for."""
-
-    class Wordy(Guider):
-        def _call(self, pair, now):
-            self.text = torch.randn(len(pair), pair.shape[2] * pair.shape[3], TEXT)
-            return super()._call(pair, now)
-
-    patcher = least_checkpoint()
-    for left_out in (0, 1):
-        report = merged(patcher, Wordy)
-        assert report.calls_merged == report.levels[0].blocks - left_out
-        assert reasons(report) == ({REPLACED: 1} if left_out else {})
-        replaced(patcher, "attn1", lambda q, k, v, extra: v, ("middle", 0))
-
-
-def test_attention_to_the_prompt_alone_is_no_self_attention():
+def test_attention_to_a_prompt_is_no_self_attention_however_long_it_is_or_if_a_block_has_no_other():
     """disable_self_attn, as upscalers have it: nothing was to merge there, so nothing is said."""
     patcher = least_checkpoint()
+    report = merged(patcher, Wordy)
+    assert report.calls_merged == report.levels[0].blocks and not report.reasons
     patcher.model.diffusion_model.middle_block[1].transformer_blocks[0].disable_self_attn = True
     report = merged(patcher)
-    assert not report.reasons and report.calls_merged == report.levels[0].blocks - 1
+    assert report.calls_merged == report.levels[0].blocks - 1 and not report.reasons
 
 
 # --- other nodes -----------------------------------------------------------------------------------------------------
 
 
-def test_a_self_attention_that_another_node_stands_in_for_is_left_alone_and_said():
+@pytest.mark.parametrize("guider", [Guider, Wordy])
+def test_a_self_attention_that_another_node_stands_in_for_is_left_alone_and_said(guider):
     """As perturbed-attention guidance does: it wants every token. An attention to the prompt is no loss."""
     asked = []
 
@@ -101,29 +76,32 @@ def test_a_self_attention_that_another_node_stands_in_for_is_left_alone_and_said
         asked.append((q.shape[1], k.shape[1]))
         return q
 
-    report = merged(replaced(least_checkpoint(), "attn1", other, ("middle", 0), ("input", 1, 0)))
-    assert asked == [(64, 64)] * 2 and reasons(report) == {REPLACED: 2}
-    assert report.calls_merged == report.levels[0].blocks - 2 and report.work_saved == pytest.approx(0.5 * 0.75)
-    report = merged(replaced(least_checkpoint(), "attn2", other, ("middle", 0)))
-    assert asked[2:] == [(64, 7)] and report.calls_merged == report.levels[0].blocks and not report.reasons
+    for name, places, calls, why in (("attn1", [("middle", 0), ("input", 1, 0)], 2, {REPLACED: 2}),
+                                     ("attn2", [("middle", 0)], 0, {})):  # fmt: skip
+        report = merged(least_checkpoint(), guider, {"patches_replace": {name: dict.fromkeys(places, other)}})
+        assert report.calls_merged == report.levels[0].blocks - calls and reasons(report) == why
+        assert report.work_saved == pytest.approx((4 - calls) / 4 * 0.75)
+    assert asked == [(64, 64)] * 2 + [(64, 64 if guider is Wordy else 7)]
 
 
-def test_tokens_that_a_node_has_changed_first_are_left_whole():
-    """HyperTile cuts tokens into tiles, TomePatchModel merges queries alone."""
+def tiles(h, context, values, options):
+    """HyperTile's."""
+    h = h.unflatten(1, (4, -1)).flatten(0, 1)
+    return h, h, h
 
-    def tiles(h, context, values, options):
-        h = h.unflatten(1, (4, -1)).flatten(0, 1)
-        return h, h, h
 
-    def halves(h, context, values, options):
-        return h[:, ::2], context, values
+def halves(h, context, values, options):
+    """As TomePatchModel merges queries alone."""
+    return h[:, ::2], context, values
 
-    for before, after, why in (
-        (tiles, lambda h, options: h.unflatten(0, (-1, 4)).flatten(1, 2), NO_GRID),
-        (halves, lambda h, options: h.repeat_interleave(2, 1), unets._OTHER_KEYS),
-    ):
-        report = merged(with_patches(least_checkpoint(), attn1_patch=[before], attn1_output_patch=[after]))
-        assert reasons(report) == {why: report.levels[0].blocks} and not report.merged_anything
+
+@pytest.mark.parametrize(("before", "after", "why"), [
+    (tiles, lambda h, options: h.unflatten(0, (-1, 4)).flatten(1, 2), NO_GRID),
+    (halves, lambda h, options: h.repeat_interleave(2, 1), unets._OTHER_KEYS),
+])  # fmt: skip
+def test_tokens_that_a_node_has_changed_first_are_left_whole(before, after, why):
+    report = merged(least_checkpoint(), others={"patches": {"attn1_patch": [before], "attn1_output_patch": [after]}})
+    assert reasons(report) == {why: report.levels[0].blocks} and not report.merged_anything
 
 
 def test_of_a_picture_that_a_node_makes_smaller_on_the_way_its_own_grid_counts():
@@ -154,12 +132,8 @@ def test_frames_do_not_merge(frames):
 
 
 def test_what_answers_in_the_models_place_is_counted_as_not_merged_unless_easycache_leaves_out_the_step():
-    class EasyCacheHolder:
-        name, skip_current_step = "EasyCache", True
-
     patcher = least_checkpoint()
     patcher.model.diffusion_model.forward = lambda x, t, context, transformer_options: x
     report = merged(patcher)
     assert reasons(report) == {REPLACED: report.levels[0].blocks}
-    patcher.model_options["transformer_options"]["easycache"] = EasyCacheHolder()
-    assert not merged(patcher).reasons
+    assert not merged(patcher, others={"easycache": SimpleNamespace(name="EasyCache", skip_current_step=True)}).reasons

@@ -6,41 +6,35 @@ as JSON which way each function took.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import os
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import torch
 
-ROOT = Path(__file__).parents[3]
-sys.path[:0] = [os.getcwd(), str(ROOT)]
+sys.path[:0] = [os.getcwd(), str(Path(__file__).parents[3])]
+importlib.import_module("comfy.options").enable_args_parsing()
+attention = importlib.import_module("comfy.ldm.modules.attention")
+patcher = importlib.import_module("comfy.model_patcher").ModelPatcher
+slot = importlib.import_module("comfy_nodes.slot")
+way_of = importlib.import_module("ways").way_of  # beside this file: ComfyUI has a package `tests` of its own
 
 FUNCTIONS = ("basic", "sub_quad", "split", "pytorch", "flash")  # flash leaves it to torch on a CPU
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def load(name: str) -> ModuleType:
-    """One of our modules, by its file: ComfyUI has a package `tests` of its own."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tests" / f"{name}.py")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-importlib.import_module("comfy.options").enable_args_parsing()
-attention = importlib.import_module("comfy.ldm.modules.attention")
-slot, way_of = importlib.import_module("comfy_nodes.slot"), load("comfy_ways").way_of
 
 
 def main() -> None:
     """All of them, in every precision, and those that cut their work if memory is short."""
     ways = {}
     for name in FUNCTIONS:
-        function = getattr(attention, f"attention_{name}")
-        chosen = slot.Through(override_of(function), attention.attention_pytorch)
+        function, options = getattr(attention, f"attention_{name}"), {}
+        # what ComfyUI's own node for choosing a function puts into the slot
+        patcher.set_model_optimized_attention(
+            SimpleNamespace(model_options={"transformer_options": options}), function)  # fmt: skip
+        chosen = slot.Through(options[slot.SLOT], attention.attention_pytorch)
         for dtype in DTYPES:
             ways[f"{name} {dtype}"] = way_of(function, dtype)
             ways[f"{name} {dtype} raised"] = way_of(function, dtype, attn_precision=torch.float32)
@@ -52,14 +46,6 @@ def main() -> None:
         attention.model_management.get_free_memory = lambda dev=None, torch_free_too=False, of=free: of[torch_free_too]
         ways[f"{name} short of memory"] = way_of(getattr(attention, f"attention_{name}"))
     print(json.dumps(ways))
-
-
-def override_of(function):
-    """What ComfyUI's own node for choosing a function puts into the slot."""
-    patcher = importlib.import_module("comfy.model_patcher").ModelPatcher
-    options = SimpleNamespace(model_options={"transformer_options": {}})
-    patcher.set_model_optimized_attention(options, function)
-    return options.model_options["transformer_options"][slot.SLOT]
 
 
 if __name__ == "__main__":

@@ -28,16 +28,8 @@ from safetensors.torch import save_file  # noqa: E402
 
 SD1 = {
     "num_heads": 8, "num_head_channels": -1, "context_dim": 768, "use_linear_in_transformer": False, "in_channels": 4,
-}  # fmt: skip
-SMALL = {
-    **SD1, "num_res_blocks": [1, 1], "channel_mult": [1, 1], "transformer_depth": [1, 1],
+    "num_res_blocks": [1, 1], "channel_mult": [1, 1], "transformer_depth": [1, 1],
     "transformer_depth_output": [1, 1, 1, 1], "transformer_depth_middle": 1,
-}  # fmt: skip
-# all of SD1.5's widths, which a motion module has to fit, but attention at the finest level only
-WIDTHS = (320, 640, 1280, 1280)
-WIDE = {
-    **SD1, "num_res_blocks": [2, 2, 2, 2], "channel_mult": [1, 2, 4, 4], "transformer_depth": [1, 1, 0, 0, 0, 0, 0, 0],
-    "transformer_depth_output": [1, 1, 1, *[0] * 9], "transformer_depth_middle": -1,
 }  # fmt: skip
 SDXL = {
     "num_heads": -1, "num_head_channels": 64, "context_dim": 2048, "use_linear_in_transformer": True, "in_channels": 4,
@@ -92,19 +84,12 @@ KREA2 = {
     "image_model": "krea2", "features": 256, "tdim": 256, "txtdim": 16, "heads": 2, "kvheads": 1, "layers": 2,
     "patch": 2, "channels": 16, "txtlayers": 4, "txtheads": 2, "txtkvheads": 2,
 }  # fmt: skip
-HIDREAM = {
-    "image_model": "hidream", "attention_head_dim": 128, "axes_dims_rope": [64, 32, 32],
-    "caption_channels": [TEXT, TEXT], "max_resolution": [128, 128], "in_channels": 16, "llama_layers": [0, 1, 2, 2],
-    "num_attention_heads": 2, "num_routed_experts": 2, "num_activated_experts": 1, "num_layers": 1,
-    "num_single_layers": 2, "out_channels": 16, "patch_size": 2, "text_emb_dim": TEXT,
-}  # fmt: skip
 TRANSFORMERS = {  # module and class of comfy.ldm, and its configuration
     "flux": ("flux.model.Flux", FLUX), "sd3": ("modules.diffusionmodules.mmdit.MMDiT", SD3),
     "wan": ("wan.model.WanModel", WAN), "qwen_image": ("qwen_image.model.QwenImageTransformer2DModel", QWEN),
     "hunyuan_video": ("hunyuan_video.model.HunyuanVideo", HUNYUAN), "ltxv": ("lightricks.model.LTXVModel", LTXV),
     "cosmos_predict2": ("cosmos.predict2.MiniTrainDIT", COSMOS), "z_image": ("lumina.model.NextDiT", Z_IMAGE),
     "krea2": ("krea2.model.SingleStreamDiT", KREA2),
-    "hidream": ("hidream.model.HiDreamImageTransformer2DModel", HIDREAM),
 }  # fmt: skip
 
 
@@ -154,22 +139,6 @@ def vae():
     return random_weights(shapes_of(TAESD()), "first_stage_model.")
 
 
-def motion_module(width):
-    """Shapes of one of AnimateDiff's temporal transformers, for 32 frames."""
-    shapes = {f"{name}.weight": (width, width) for name in ("proj_in", "proj_out")}
-    shapes |= {f"{name}.bias": (width,) for name in ("proj_in", "proj_out")}
-    norms = ["norm", *(f"transformer_blocks.0.{name}" for name in ("norms.0", "norms.1", "ff_norm"))]
-    shapes |= {f"{norm}.{part}": (width,) for norm in norms for part in ("weight", "bias")}
-    for number in range(2):
-        attention = f"transformer_blocks.0.attention_blocks.{number}"
-        shapes |= {f"{attention}.{name}.weight": (width, width) for name in ("to_q", "to_k", "to_v", "to_out.0")}
-        shapes |= {f"{attention}.to_out.0.bias": (width,), f"{attention}.pos_encoder.pe": (1, 32, width)}
-    for name, out, into in (("net.0.proj", 8 * width, width), ("net.2", width, 4 * width)):
-        linear = f"transformer_blocks.0.ff.{name}"
-        shapes |= {f"{linear}.weight": (out, into), f"{linear}.bias": (out,)}
-    return shapes
-
-
 def save(weights, place, config=None):
     path = f"{FOLDER}/{place}.safetensors"
     os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -178,7 +147,7 @@ def save(weights, place, config=None):
 
 def graphs():
     """What the graphs of the tests load."""
-    for name, config in (("sd1", SMALL), ("sdxl", SDXL)):
+    for name, config in (("sd1", SD1), ("sdxl", SDXL)):
         save(unet(config), f"diffusion_models/{name}")
     for name, (path, config) in TRANSFORMERS.items():
         save(transformer(path, config), f"diffusion_models/{name}", config)
@@ -186,16 +155,7 @@ def graphs():
 
 def checkpoint():
     """What the example workflows load."""
-    save({**unet(SMALL), **text_encoder(), **vae()}, "checkpoints/v1-5-pruned-emaonly-fp16")
+    save({**unet(SD1), **text_encoder(), **vae()}, "checkpoints/v1-5-pruned-emaonly-fp16")
 
 
-def motion():
-    """What AnimateDiff animates SD1.5 with, a gigabyte."""
-    save(unet(WIDE), "diffusion_models/sd1_wide")
-    shapes = {f"down_blocks.{block}.motion_modules.{number}.temporal_transformer.{key}": shape
-              for block, width in enumerate(WIDTHS) for number in range(2)
-              for key, shape in motion_module(width).items()}  # fmt: skip
-    save(random_weights(shapes), "animatediff_models/motion")
-
-
-{"graphs": graphs, "checkpoint": checkpoint, "motion": motion}[KIND]()
+{"graphs": graphs, "checkpoint": checkpoint}[KIND]()

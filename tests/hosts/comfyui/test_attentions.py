@@ -36,19 +36,18 @@ def test_a_compiled_unet_merges_in_any_order_and_branches_beside_it_are_as_ever(
     def compiled(model: list) -> list:
         return graph.add("TestCompile", model=model, backend=backend)
 
-    applied, more = graph.apply(), graph.apply(ratio=0.75)
-    before = graph.apply(compiled(graph.model))
-    branches = {  # each beside the one without a compiler that it ought to be
-        "compiled": (compiled(graph.model), "plain"), "after": (compiled(applied), "applied"),
-        "before": (before, "applied"), "compiled more": (compiled(more), "more"),
-        "compiled again": (compiled(graph.model), "plain"), "applied again": (graph.apply(), "applied"),
+    applied, more, before = graph.apply(), graph.apply(ratio=0.75), graph.apply(compiled(graph.model))
+    same = {  # each beside the one without a compiler that it ought to be
+        "compiled": "plain", "after": "applied", "before": "applied", "compiled more": "more",
+        "applied again": "applied",
     }  # fmt: skip
     graph.sample_all({"plain": graph.model, "applied": applied, "more": graph.apply(ratio=0.75)})
-    graph.sample_all({name: model for name, (model, _) in branches.items()})
+    graph.sample_all({"compiled": compiled(graph.model), "after": compiled(applied), "before": before,
+                      "compiled more": compiled(more), "applied again": graph.apply()})  # fmt: skip
     make_base(checkout, tmp_path, base / "models")
     with serve(checkout, tmp_path, attention) as comfy:
         seen = comfy.good(graph.graph)
     assert len({str(bytes_of(seen, name)) for name in ("plain", "applied", "more")}) == 3
     assert "256 tokens -> 128" in report_of(seen, before) and "256 tokens -> 64" in report_of(seen, more)
     least = 0 if backend == "eager" else 1e-3 * distance(seen, "applied", "plain")
-    assert all(distance(seen, name, same) <= least for name, (_, same) in branches.items())
+    assert all(distance(seen, *pair) <= least for pair in same.items())

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from tests.hosts.comfyui.running import run_script
-from tests.hosts.comfyui.workflows import made_small, overlapping, workflow
+from tests.hosts.comfyui.workflows import workflow
 
-SIZE = 256  # pixels a side; as small as merging pays on a CPU
-PATIENCE = 600_000  # milliseconds
+SIZE, STEPS = 256, 2  # as small as merging pays on a CPU
 SEEDS = itertools.count()  # of samplers, which say nothing if their result is in the cache
+TITLE = 30  # pixels, above a node's box
+PATIENCE = 600_000  # milliseconds
 READY = "window.app?.extensionManager && window.app.vueAppReady !== false && window.app.canvas && window.app.graph"
+OPEN = "async (flow) => { await app.loadGraphData(flow, true, true, 'test'); }"
 QUEUE = """
 async () => {
   window.ended = null;
@@ -32,53 +34,6 @@ NODES = """
 AT_FULL_SIZE = """
 () => { app.canvas.ds.scale = 1; app.canvas.ds.offset = [300, 0]; app.canvas.setDirty(true, true); }
 """
-INTO_A_SUBGRAPH = """
-() => { app.graph.convertToSubgraph(new Set(app.graph.nodes.filter((one) => one.type === "ApplyToMe"))); }
-"""
-
-
-class GraphPage:
-    """What a person does on the page of a running server. vue: nodes are drawn with Vue ("Nodes 2.0")."""
-
-    def __init__(self, browser: Any, comfy: Any, vue: bool) -> None:
-        for name, value in (("TutorialCompleted", True), ("VueNodes.Enabled", vue)):
-            comfy.ask(f"/settings/Comfy.{name}", value)
-        self.page = browser.new_page(viewport={"width": 1600, "height": 1000})
-        self.page.set_default_timeout(PATIENCE)
-        self.page.goto(comfy.url, wait_until="domcontentloaded")
-        self.page.wait_for_function(READY)
-
-    def open(self, flow: dict) -> None:
-        """As from a file; once more if the graph that a page begins with came late and took its place."""
-        kinds, shown = sorted(node["type"] for node in flow["nodes"]), None
-        while shown != kinds:
-            self.page.evaluate("async (flow) => { await app.loadGraphData(flow, true, true, 'test'); }", flow)
-            self._wait_for_stillness()
-            shown = sorted(node["type"] for node in self.nodes())
-
-    def queue(self) -> None:
-        """Run the graph. AssertionError with what ComfyUI says if it fails."""
-        assert self.page.evaluate(QUEUE), "the page refused to queue it"
-        self.page.wait_for_function("window.ended")
-        kind, facts = self.page.evaluate("window.ended")
-        assert kind == "execution_success", facts
-        self._wait_for_stillness()
-
-    def _wait_for_stillness(self) -> None:
-        """Nodes take their sizes when they are drawn, and texts make them grow."""
-        before = None
-        while (now := self.nodes()) != before:
-            before = now
-            self.page.wait_for_timeout(1500)
-
-    def nodes(self) -> list[dict[str, Any]]:
-        """Of each node its type, its box, and what its widgets hold and show."""
-        return self.page.evaluate(NODES)
-
-    def applied(self) -> dict[str, Any]:
-        """The ApplyToMe."""
-        (node,) = [node for node in self.nodes() if node["type"] == "ApplyToMe"]
-        return node
 
 
 @pytest.fixture(scope="module")
@@ -89,20 +44,74 @@ def furnished(checkout, base, chromium, comfy):
 
 
 @pytest.fixture(params=[False, True], ids=["canvas", "vue"])
-def page(request, furnished, chromium):
-    opened = GraphPage(chromium, furnished, request.param)
+def page(request, chromium, furnished):
+    """vue: nodes are drawn with Vue ("Nodes 2.0")."""
+    for name, value in (("TutorialCompleted", True), ("VueNodes.Enabled", request.param)):
+        furnished.ask(f"/settings/Comfy.{name}", value)
+    opened = chromium.new_page(viewport={"width": 1600, "height": 1000})
+    opened.set_default_timeout(PATIENCE)
+    opened.goto(furnished.url, wait_until="domcontentloaded")
+    opened.wait_for_function(READY)
     yield opened
-    opened.page.close()
+    opened.close()
 
 
-def assert_whole_report_is_seen(page: GraphPage) -> None:
+def nodes_of(page: Any) -> list[dict[str, Any]]:
+    """Of each node its type, its box, and what its widgets show, when drawing and texts have made them grow."""
+    before = None
+    while (now := page.evaluate(NODES)) != before:
+        before = now
+        page.wait_for_timeout(1500)
+    return now
+
+
+def open_graph(page: Any, flow: dict) -> list[dict[str, Any]]:
+    """As from a file; once more if the graph that a page begins with came late and took its place."""
+    kinds, nodes = sorted(node["type"] for node in flow["nodes"]), []
+    while sorted(node["type"] for node in nodes) != kinds:
+        page.evaluate(OPEN, flow)
+        nodes = nodes_of(page)
+    return nodes
+
+
+def applied_in(nodes: list[dict]) -> dict[str, Any]:
+    (node,) = [node for node in nodes if node["type"] == "ApplyToMe"]
+    return node
+
+
+def overlapping(nodes: list[dict]) -> list[tuple[str, str]]:
+    """Types of nodes of which one covers a part of the other."""
+
+    def meet(one: list[float], other: list[float]) -> bool:
+        (x, y, width, height), (left, top, wide, high) = one, other
+        return x < left + wide and left < x + width and y - TITLE < top + high and top - TITLE < y + height
+
+    return [(one["type"], other["type"]) for one, other in itertools.combinations(nodes, 2)
+            if meet(one["box"], other["box"])]  # fmt: skip
+
+
+def made_small(flow: dict) -> dict:
+    """Fewer steps and smaller pictures; what else is measured in pixels follows suit."""
+    scale = SIZE / next(node["widgets_values"][0] for node in flow["nodes"] if node["type"] == "EmptyLatentImage")
+    for node in flow["nodes"]:
+        values = node.get("widgets_values")
+        if node["type"] == "KSampler":
+            values[0], values[2] = next(SEEDS), STEPS
+        elif node["type"] == "EmptyLatentImage":
+            values[:2] = [SIZE, SIZE]
+        elif node["type"] == "LatentUpscale":
+            values[1:3] = [round(side * scale / 8) * 8 for side in values[1:3]]
+    return flow
+
+
+def assert_whole_report_is_seen(page: Any, node: dict) -> None:
     """It is inside of the node, each of its lines a line."""
-    left, top, width, height = page.applied()["box"]
-    (report,) = [text for text in page.applied()["values"].values() if str(text).startswith("ToMe:")]
+    left, top, width, height = node["box"]
+    (report,) = [text for text in node["values"].values() if str(text).startswith("ToMe:")]
     assert "of attention left out" in report
-    page.page.evaluate(AT_FULL_SIZE)
-    page.page.wait_for_timeout(2000)
-    texts = page.page.get_by_text(report.splitlines()[-1].strip()).all()
+    page.evaluate(AT_FULL_SIZE)
+    page.wait_for_timeout(2000)
+    texts = page.get_by_text(report.splitlines()[-1].strip()).all()
     # a preview beside it says the same
     text = [one for one in texts if one.bounding_box()["x"] - 300 < left + width][-1]
     assert [line.strip() for line in text.inner_text().splitlines()] == [line.strip() for line in report.splitlines()]
@@ -113,18 +122,13 @@ def assert_whole_report_is_seen(page: GraphPage) -> None:
 def test_example_workflows_open_as_they_were_saved_run_and_show_their_whole_report(page):
     """sdxl is txt2img by another checkpoint."""
     for name in ("txt2img", "hires_fix", "easycache"):
-        page.open(workflow(name))
-        assert not overlapping(page.nodes())
-        assert page.applied()["values"] == {"strength": 0.5, "start": 0, "end": 1}
-        page.open(made_small(workflow(name), steps=2, size=SIZE, seed=next(SEEDS)))
-        page.queue()
-        assert_whole_report_is_seen(page)
-        assert not overlapping(page.nodes())
-
-
-def test_a_node_in_a_subgraph_shows_its_report_at_the_subgraphs_node_while_that_is_in_sight(page):
-    page.open(made_small(workflow("txt2img"), steps=1, size=SIZE, seed=next(SEEDS)))
-    page.page.evaluate(INTO_A_SUBGRAPH)
-    page.queue()
-    (box,) = [node for node in page.nodes() if not node["type"].isalnum()]
-    assert any(str(text).startswith("ToMe: strength 0.5, 1 step, ") for text in box["values"].values()), box
+        nodes = open_graph(page, workflow(name))
+        assert not overlapping(nodes) and applied_in(nodes)["values"] == {"strength": 0.5, "start": 0, "end": 1}
+        open_graph(page, made_small(workflow(name)))
+        assert page.evaluate(QUEUE), "the page refused to queue it"
+        page.wait_for_function("window.ended")
+        kind, facts = page.evaluate("window.ended")
+        assert kind == "execution_success", facts
+        nodes = nodes_of(page)
+        assert_whole_report_is_seen(page, applied_in(nodes))
+        assert not overlapping(nodes)

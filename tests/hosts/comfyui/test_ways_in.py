@@ -1,11 +1,10 @@
-"""Two ways in, each in a real ComfyUI: the nodes load, and texts, docs and example workflows are found."""
+"""A clone in a real ComfyUI: the nodes load, and texts, docs and example workflows are found."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,24 +12,14 @@ from tests.hosts.comfyui.running import ROOT, serve
 from tests.hosts.comfyui.workflows import WORKFLOWS
 
 
-def clone(base: Path) -> str:
-    place = base / "custom_nodes" / "ComfyUI-tome.core"
+def test_everything_is_found(checkout, tmp_path):
+    for name in ("custom_nodes", "models", "input", "output", "temp", "user"):
+        (tmp_path / name).mkdir()
+    pack = "ComfyUI-tome.core"
+    place = tmp_path / "custom_nodes" / pack
     shutil.copytree(ROOT, place, ignore=shutil.ignore_patterns(".*", "__pycache__", "shared", "results"))
     done = subprocess.run([sys.executable, "install.py"], cwd=place, capture_output=True, text=True, check=True)
     assert done.stdout == done.stderr == ""  # ComfyUI-Manager's call after it has cloned
-    return place.name
-
-
-def link(base: Path) -> str:
-    subprocess.run([sys.executable, str(ROOT / "install.py"), "comfyui", str(base)], check=True, capture_output=True)
-    return "tome_core"
-
-
-@pytest.mark.parametrize("way", [clone, link], ids=lambda way: way.__name__)
-def test_everything_is_found(checkout, tmp_path, way):
-    for name in ("custom_nodes", "models", "input", "output", "temp", "user"):
-        (tmp_path / name).mkdir()
-    pack = way(tmp_path)
     with serve(checkout, tmp_path) as comfy:
         for node in ("ApplyToMe", "ToMeSettings", "RemoveToMe", "ToMePreview"):
             facts = comfy.ask(f"/object_info/{node}")[node]

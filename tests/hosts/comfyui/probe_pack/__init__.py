@@ -7,26 +7,17 @@ What they see is kept here and asked for at /tome_test/state.
 import gc
 import json
 import sys
-import time
 
-import comfy.controlnet
 import comfy.model_detection
-import comfy.model_management
 import comfy.sd
 import folder_paths
 import torch
 from aiohttp import web
-from comfy.cldm.cldm import ControlNet
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from safetensors import safe_open
 from server import PromptServer
 
-SEEN = {"texts": [], "calls": [], "latents": {}, "slot": []}
-
-
-def patched(unet):
-    """How many methods of the UNet's modules somebody stands in for."""
-    return sum(name in vars(module) for module in unet.modules() for name in ("forward", "_forward"))
+SEEN = {"texts": [], "calls": [], "latents": {}}
 
 
 def keep_texts():
@@ -45,8 +36,7 @@ def keep_texts():
 @PromptServer.instance.routes.get("/tome_test/state")
 async def state(request):
     gc.collect()
-    unets = [one for one in gc.get_objects() if type(one) is UNetModel]
-    return web.json_response({**SEEN, "unets": len(unets), "patched": sum(map(patched, unets))})
+    return web.json_response({**SEEN, "unets": sum(type(one) is UNetModel for one in gc.get_objects())})
 
 
 @PromptServer.instance.routes.get("/tome_test/clear")
@@ -81,8 +71,6 @@ class TestText(Node):
             more["pooled_output"] = torch.randn(1, pooled, generator=generator)
         if model == "ltxv":
             more["attention_mask"] = torch.ones(1, 77, dtype=torch.long)
-        if model == "hidream":
-            more["conditioning_llama3"] = torch.randn(1, 3, 20, 64, generator=generator)
         return ([[text, more]],)
 
 
@@ -97,53 +85,38 @@ class TestLatent(Node):
 
 
 class TestProbe(Node):
-    """Notes each call of the UNet under `name`; raises in call number `fail_at`; sleeps at each call."""
+    """Notes of each call of the UNet its time, and whether it drew random numbers; raises in call number `fail_at`."""
 
-    INPUTS = {
-        "model": ("MODEL",), "name": ("STRING", {}), "fail_at": ("INT", {"default": 0}),
-        "sleep": ("FLOAT", {"default": 0.0}),
-    }  # fmt: skip
+    INPUTS = {"model": ("MODEL",), "fail_at": ("INT", {"default": 0})}
 
-    def run(self, model, name, fail_at, sleep):
+    def run(self, model, fail_at):
         def watch(executor, x, timesteps, *args, **kwargs):
             state = torch.get_rng_state()
             out = executor(x, timesteps, *args, **kwargs)
-            moved = not torch.equal(state, torch.get_rng_state())
-            unet = executor.class_obj
-            SEEN["calls"].append([name, float(timesteps[0]), patched(unet), list(x.shape), moved])
-            if fail_at and sum(call[0] == name for call in SEEN["calls"]) == fail_at:
+            SEEN["calls"].append([float(timesteps[0]), not torch.equal(state, torch.get_rng_state())])
+            if len(SEEN["calls"]) == fail_at:
                 raise RuntimeError("the test wanted this to fail")
-            time.sleep(sleep)
             return out
 
         model = model.clone()
-        model.add_wrapper_with_key("diffusion_model", "probe" + name, watch)
+        model.add_wrapper_with_key("diffusion_model", "probe", watch)
         return (model,)
 
 
 class TestKeep(Node):
-    """Keeps a latent's bytes, for the test to compare."""
+    """Keeps the bytes of a latent or of a picture, for the test to compare."""
 
-    INPUTS = {"latent": ("LATENT",), "name": ("STRING", {})}
+    INPUTS = {"result": ("LATENT,IMAGE",), "name": ("STRING", {})}
     RETURN_TYPES = ()
     OUTPUT_NODE = True
 
-    def run(self, latent, name):
-        samples = latent["samples"].float().cpu().contiguous()
+    def run(self, result, name):
+        samples = (result["samples"] if isinstance(result, dict) else result).float().cpu().contiguous()
         SEEN["latents"][name] = {
             "shape": list(samples.shape), "finite": bool(samples.isfinite().all()),
             "bytes": [sample.numpy().tobytes().hex() for sample in samples],
         }  # fmt: skip
         return ()
-
-
-class TestKeepImage(TestKeep):
-    """And a picture's."""
-
-    INPUTS = {"image": ("IMAGE",), "name": ("STRING", {})}
-
-    def run(self, image, name):
-        return super().run({"samples": image}, name)
 
 
 class TestCompile(Node):
@@ -157,22 +130,6 @@ class TestCompile(Node):
         model = model.clone()
         skip = {"guard_filter_fn": lambda guards: ["transformer_options" not in guard.name for guard in guards]}
         set_torch_compile_wrapper(model=model, backend=backend, options=skip)
-        return (model,)
-
-
-class TestSlot(Node):
-    """Another node's attention: it adds masks, drops them, or does more. Notes of each call whether keys were fewer."""
-
-    INPUTS = {"model": ("MODEL",), "does": (["add", "drop", "more"],)}
-
-    def run(self, model, does):
-        def attend(function, q, k, v, heads, mask=None, **kwargs):
-            SEEN["slot"].append(k.shape[-2] < q.shape[-2] and mask is not None)
-            out = function(q, k, v, heads, mask=None if does == "drop" else mask, **kwargs)
-            return out * 2 if does == "more" else out
-
-        model = model.clone()
-        model.model_options["transformer_options"]["optimized_attention_override"] = attend
         return (model,)
 
 
@@ -190,56 +147,6 @@ class TestLoad(Node):
             return (comfy.sd.load_diffusion_model(path),)
         finally:
             found.detect_unet_config = detect
-
-
-class TestControl(Node):
-    """A ControlNet of random weights for the model `sd1`, on a prompt."""
-
-    INPUTS = {"conditioning": ("CONDITIONING",), "image": ("IMAGE",)}
-    RETURN_TYPES = ("CONDITIONING",)
-
-    def run(self, conditioning, image):
-        torch.manual_seed(0)
-        net = ControlNet(
-            image_size=32, in_channels=4, model_channels=320, hint_channels=3, num_res_blocks=[1, 1],
-            channel_mult=[1, 1], transformer_depth=[1, 1], transformer_depth_middle=1, use_spatial_transformer=True,
-            num_heads=8, num_head_channels=-1, context_dim=768, legacy=False, use_linear_in_transformer=False,
-            dtype=torch.float32, operations=comfy.ops.manual_cast,
-        )  # fmt: skip
-        for parameter in net.parameters():
-            torch.nn.init.normal_(parameter, std=0.02)
-        device = comfy.model_management.get_torch_device()
-        control = comfy.controlnet.ControlNet(
-            net, compression_ratio=8, load_device=device, manual_cast_dtype=torch.float32
-        )
-        control.set_cond_hint(image.movedim(-1, 1), 1.0, (0.0, 1.0))
-        return ([[text, {**more, "control": control, "control_apply_to_uncond": True}] for text, more in conditioning],)
-
-
-class TestVAE(Node):
-    """A VAE without weights: boxes of colours, eight pixels wide."""
-
-    INPUTS = {}
-    RETURN_TYPES = ("VAE",)
-
-    def run(self):
-        return (self,)
-
-    def encode(self, pixels):
-        boxes = torch.nn.functional.avg_pool2d(pixels[..., :3].movedim(-1, 1), 8)
-        return torch.cat([boxes, boxes.mean(1, keepdim=True)], 1)
-
-    def decode(self, latent):
-        colours = torch.sigmoid(latent[:, :3].float())
-        return torch.nn.functional.interpolate(colours, scale_factor=8).movedim(1, -1)
-
-
-class TestPicture(Node):
-    INPUTS = {"width": ("INT", {}), "height": ("INT", {})}
-    RETURN_TYPES = ("IMAGE",)
-
-    def run(self, width, height):
-        return (torch.rand(2, height, width, 3, generator=torch.Generator().manual_seed(4)),)
 
 
 keep_texts()
