@@ -34,7 +34,6 @@ START = [
     "--skip-install", "--skip-python-version-check", "--skip-prepare-environment", "--disable-console-progressbars",
     "--api",
 ]  # fmt: skip
-ON_CPU = "WEBUI_FLAGS" not in os.environ
 OF_FORGES = "--always-cpu --attention-pytorch --all-in-fp32"
 OF_A1111 = "--no-half --precision full --use-cpu all --opt-sdp-attention"
 HALF = custom(0.5)  # of all tokens, as the engine's own defaults have it, however small the picture
@@ -43,7 +42,7 @@ _FORGE = (Path(os.environ.get("WEBUI_DIR", HERE)) / "backend").exists()
 SAVED = f"{69 if _FORGE else 70}% of attention left out"
 ASKED = "strength 0.5, own settings"  # as what it came to begins
 # a picture with as many tokens as a strength asks for: on a CPU fewer than elsewhere
-PAYING = dict.fromkeys(("width", "height"), 256 if ON_CPU else 512)
+PAYING = dict.fromkeys(("width", "height"), 512 if "WEBUI_FLAGS" in os.environ else 256)
 TWICE = {name: 2 * size for name, size in PAYING.items()}  # where a level at half the latent's size pays too
 
 
