@@ -62,17 +62,14 @@ def answer(**facts):
 
 def add_panel(webui):
     """The panel of txt2img, what a job would get from it, and the pasting of an infotext."""
-    wish, script = webui.part("wish"), webui.script
-    plain = {**wish.base_of(0.5), **wish.DEFAULTS, wish.OWN: False, wish.FILLED_FOR: 0.5}
+    script = webui.script
 
     def generate(*values):
-        """The hooks until the infotext is written: what is not as the panel starts, and the infotext."""
+        """The infotext that the hooks have written before the first picture."""
         p = type("Processing", (), {"enable_hr": True, "extra_generation_params": {}})()
         script.before_process(p, *values)
         script.process(p, *values)
-        named = dict(zip(wish.ARGUMENTS, values, strict=True))
-        written = {key: value for key, value in p.extra_generation_params.items() if not callable(value)}
-        return answer(changed={name: value for name, value in named.items() if value != plain[name]}, infotext=written)
+        return answer(**{key: value for key, value in p.extra_generation_params.items() if not callable(value)})
 
     def paste(text):
         """The webui leaves a control alone for which its function gives None."""

@@ -24,9 +24,8 @@ def clean(webui):
 
 
 def test_the_script_is_there_and_lists_its_arguments(webui):
-    info = webui.info_of("token merging (tome)")
-    labels = [arg["label"] for arg in info["args"]]
-    assert info["is_alwayson"] and len(labels) == 24 and labels[:3] == ["Token Merging (ToMe)", "Strength", "Where"]
+    labels = [arg["label"] for arg in webui.arguments_of("token merging (tome)")]
+    assert len(labels) == 24 and labels[:3] == ["Token Merging (ToMe)", "Strength", "Where"]
     assert "Error loading script: token_merging.py" not in webui.log_text()
 
 
@@ -82,12 +81,10 @@ def test_settings_of_a_request_hold_for_its_job_and_moved_ones_from_the_next_pic
     assert webui.draw(**PAYING, **own).ours == ["ToMe: 0.7"]
     assert webui.draw(True, 0.3, **PAYING, **own).ours == ["ToMe: 0.3"], "arguments outweigh it"
     assert webui.draw(**PAYING).ours == [], "nothing of it is left"
-    try:
-        webui.ask("/sdapi/v1/options", {"tome_enabled": True, "tome_strength": 0.6})
-        assert webui.draw(**PAYING).ours == ["ToMe: 0.6"]
-    finally:
-        webui.ask("/sdapi/v1/options", {"tome_enabled": False, "tome_strength": 0.5})
-    assert webui.draw(**PAYING).ours == []
+    webui.ask("/sdapi/v1/options", {"tome_enabled": True, "tome_strength": 0.6})
+    moved = webui.draw(**PAYING)
+    webui.ask("/sdapi/v1/options", {"tome_enabled": False, "tome_strength": 0.5})
+    assert moved.ours == ["ToMe: 0.6"]
 
 
 def test_the_built_in_merging_is_off_while_ours_is_on_and_as_ever_otherwise(webui, without):

@@ -88,7 +88,7 @@ def test_a_script_gets_the_pictures_that_it_would_get_and_tells_of_each_job(twin
 
 def plot(webui, axis, texts):
     """The cells of a plot along one of our axes with `HALF`, their infotexts, and the report."""
-    choices = next(arg["choices"] for arg in webui.info_of("x/y/z plot")["args"] if arg["label"] == "X type")
+    choices = next(arg["choices"] for arg in webui.arguments_of("x/y/z plot") if arg["label"] == "X type")
     types = {"X_type": choices.index(f"[ToMe] {axis}"), **dict.fromkeys(("Y_type", "Z_type"), choices.index("Nothing"))}
     values = webui.values_of("x/y/z plot", **types, X_values=texts, Include_Sub_Images=True,
                              Use_text_inputs_instead_of_dropdowns=True)  # fmt: skip
