@@ -5,6 +5,7 @@ Everything here stands for a fact of A1111 1.10.1, Forge or reForge. The UNet is
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import types
@@ -44,23 +45,18 @@ def merged_tokens(facts, name="first pass"):
     return sorted(kinds, key=lambda kind: (kind[:3], kind[3] or 0))  # the MLP has no keys
 
 
-def be_short(monkeypatch, steps=slice(None, None, 2)):
-    """These steps alone."""
+def be_short(monkeypatch):
+    """Half of the steps."""
     for name in ("SIGMAS", "TIMESTEPS"):
-        monkeypatch.setattr(f"{__name__}.{name}", globals()[name][steps])
+        monkeypatch.setattr(f"{__name__}.{name}", globals()[name][::2])
 
 
-class Component:
+class Component(contextlib.nullcontext):
     """Any gradio component, and a context like some of them; remembers what it sets off."""
 
     def __init__(self, value=None, **arguments):
+        super().__init__(self)
         self.value, self.followed, self.typed = value, [], []
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        return None
 
     def click(self, **arguments):
         self.clicked = arguments
@@ -157,9 +153,9 @@ class Denoiser:
         uncond, cond = out.chunk(2) if self.webui.has_uncond_first else reversed(out.chunk(2))
         return uncond + 2 * (cond - uncond)
 
+    @torch.no_grad()
     def run(self, x, timestep, text):
-        with torch.no_grad():
-            return self.webui.unet(x, torch.full((x.shape[0],), timestep), text.expand(x.shape[0], -1, -1))
+        return self.webui.unet(x, torch.full((x.shape[0],), timestep), text.expand(x.shape[0], -1, -1))
 
 
 class CFGDenoiserTimesteps(Denoiser):
@@ -249,11 +245,10 @@ class Webui(Modules):
 
     def plain(self, **more):
         """The job in a webui without the extension."""
-        with_us, self.script = self.script, object()
-        try:
-            return self.job(**more)
-        finally:
-            self.script = with_us
+        with_us, self.script = self.script, None
+        job = self.job(**more)
+        self.script = with_us
+        return job
 
     def process(self, p):
         """process_images, in the order of this webui: a request's own settings hold from behind the first hook."""

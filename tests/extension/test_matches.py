@@ -15,43 +15,25 @@ BALANCED = {**form.fill("balanced"), **FREE}
 
 
 class SplitDenoiser(Denoiser):
-    """Prompt and negative prompt in calls of their own: batch_cond_uncond is off, or memory is short.
-
-    shift: what the second call's latents are beside the first's; of one picture they are the same.
-    """
-
-    shift = 1.0
+    """Prompt and negative prompt in calls of their own, as batch_cond_uncond has it if it is off."""
 
     def guided(self, x, timestep):
-        halves = ((0.0, self.p.text), (self.shift, torch.zeros_like(self.p.text)))
-        cond, uncond = (self.run(x + shift, timestep, text) for shift, text in halves)
+        cond, uncond = (self.run(x, timestep, text) for text in (self.p.text, torch.zeros_like(self.p.text)))
         return uncond + 2 * (cond - uncond)
-
-
-class CutDenoiser(SplitDenoiser):
-    """Of one picture."""
-
-    shift = 0.0
 
 
 class TiledDenoiser(Denoiser):
     """Tiled Diffusion: a call for each of a step's tiles, all of one shape, once the step was announced."""
 
-    place = None  # of the one tile that is computed; None computes all
-
     def guided(self, x, timestep):
-        tiles = [tile if self.place not in (None, number) else self.run(tile, timestep, self.p.text)
-                 for number, tile in enumerate(x.split(8, dim=3))]  # fmt: skip
-        return torch.cat(tiles, dim=3)
+        return torch.cat([self.run(tile, timestep, self.p.text) for tile in x.split(8, dim=3)], dim=3)
 
 
 @pytest.mark.parametrize(("flavour", "denoiser", "matches"), [
-    ("forge", Denoiser, 1), ("a1111", CFGDenoiserTimesteps, 1), ("a1111", CutDenoiser, 1), ("a1111", SplitDenoiser, 2),
+    ("forge", Denoiser, 1), ("a1111", CFGDenoiserTimesteps, 1), ("a1111", SplitDenoiser, 1),
     ("a1111", TiledDenoiser, 2),
 ])  # fmt: skip
-def test_all_steps_of_a_pass_and_both_prompts_have_one_match_and_other_tokens_have_their_own(
-    webui, monkeypatch, denoiser, matches
-):
+def test_a_passes_steps_and_both_prompts_have_one_match_and_each_tile_its_own(webui, monkeypatch, denoiser, matches):
     state, done = webui.engine("engine.state"), []
     match = state.match
     monkeypatch.setattr(state, "match", lambda *args: done.append(args) or match(*args))
@@ -65,22 +47,6 @@ def test_a_picture_is_the_same_after_another_and_in_a_batch_of_its_own(webui, de
     both = webui.job(args, seed=7, n_iter=2, **facts).latents
     webui.job(args, seed=3, **facts)
     assert torch.equal(webui.job(args, seed=8, **facts).latents, both[1:])
-
-
-@pytest.mark.parametrize("flavour", ["a1111", "forge"])
-def test_every_pass_is_a_sampling_of_its_own(webui, monkeypatch):
-    patch, names = webui.engine("hosting").Patch, set()
-    set_time = patch.set_time
-    monkeypatch.setattr(patch, "set_time", lambda self, **time: names.add(time["sampling"]) or set_time(self, **time))
-    webui.job(KEPT, enable_hr=True, n_iter=2)
-    assert len(names) == 4, "two batches of two passes"
-
-
-def test_a_tile_is_what_it_is_alone(webui):
-    together = webui.job(KEPT, denoiser=TiledDenoiser, size=16).latents
-    for place, columns in enumerate((slice(8), slice(8, 16))):
-        alone = webui.job(KEPT, denoiser=type("OneTile", (TiledDenoiser,), {"place": place}), size=16).latents
-        assert torch.equal(together[..., columns], alone[..., columns]) and not torch.equal(together, alone)
 
 
 @pytest.mark.parametrize(("flavour", "denoiser"), [("a1111", Denoiser), ("forge", CFGDenoiserTimesteps)])

@@ -39,11 +39,6 @@ def test_a_pass_waits_once_at_most_however_many_steps_it_has_and_its_picture_is_
         assert torch.equal(webui.job(*RANGE, denoiser=denoiser, enable_hr=True, n_iter=2).latents, job.latents)
 
 
-def test_settings_without_a_time_never_wait(webui, waits):
-    webui.job(*ON)
-    assert waits == []
-
-
 def of_another_pack(model, x, sigmas, extra_args=None, callback=None, disable=None):
     return sample_euler(model, x, sigmas, extra_args, callback, disable)
 
@@ -69,27 +64,23 @@ def test_a_sampler_that_is_not_known_or_leaves_its_list_is_waited_for_at_each_st
     assert "own settings, 3 of 4 steps, " in job.comments and waits == expected
 
 
-def test_the_sampler_reports_its_steps_as_ever_and_is_itself_again_afterwards_with_what_others_put_there(webui):
-    def look(step):
-        assert p.sampler.func is not sample_euler and inspect.signature(p.sampler.func) == inspect.signature(
-            sample_euler), "the webui looks at its parameters"  # fmt: skip
-
-    p = Processing(webui, RANGE, at_step=lambda step: step == 0 and look(step))
+def test_a_sampler_keeps_its_parameters_and_what_others_put_there_and_is_let_go(webui, waits):
+    seen = []
+    p = Processing(webui, ON, at_step=lambda step: seen.append(inspect.signature(p.sampler.func)))
     webui.process(p)
-    assert p.sampler.steps == [0, 1, 2, 3] and p.sampler.func is sample_euler
+    assert seen[0] == inspect.signature(sample_euler) and p.sampler.func is sample_euler
+    assert p.sampler.steps == [0, 1, 2, 3] and "callback_state" not in vars(p.sampler)
+    assert waits == [], "settings without a time"
     p = Processing(webui, RANGE, at_step=lambda step: setattr(p.sampler, "func", backwards))
     webui.process(p)
     assert p.sampler.func is backwards
-
-
-def test_an_aborted_jobs_sampler_is_let_go(webui):
     p = Processing(webui, RANGE, at_step=lambda step: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         webui.process(p)
     left = weakref.ref(p.sampler)
-    del p
+    p = None
     gc.collect()
-    assert left() is None
+    assert left() is None, "an aborted job's"
     webui.part("merging").armed.disarm()
 
 

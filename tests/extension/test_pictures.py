@@ -52,50 +52,38 @@ def test_each_pass_is_a_case_of_its_own_and_a_pass_left_alone_an_unmerged_case(w
     assert f"first pass: 4 steps, {GAIN}" in job.comments and len(known(webui)) == 4
 
 
-def test_off_pictures_stay_as_they_are_and_leave_nothing(webui):
-    p = Processing(webui, ())
-    plain = webui.process(p)
-    assert torch.equal(plain.latents, webui.plain().latents)
-    assert "callback_state" not in vars(p.sampler) and p.sampler.steps == [0, 1, 2, 3]
-    assert "ToMe report" not in plain.extra_generation_params and plain.comments == ""
+STRANGER = SimpleNamespace(x=None, sigma=torch.ones(1), denoiser=SimpleNamespace(p=object()))
+HYPERTILE = {"__webui_hypertile_params": SimpleNamespace(enabled=True)}
+# what each does to the webui; what the job is given besides
+SPOILING = {
+    "stopped": lambda webui: setattr(webui.shared, "state", SimpleNamespace(interrupted=True)),
+    "skipped": lambda webui: setattr(webui.shared, "state", SimpleNamespace(skipped=True)),
+    "another samples inside of a step": lambda webui: {
+        "at_step": lambda step: step == 1 and webui.call("cfg_denoiser", STRANGER)},
+    "a refiner goes on": lambda webui: {"refiner": ldm_of_one_level()},
+    "HyperTile is on": lambda webui: webui.shared.opts.data.update(hypertile_enable_unet=True),
+    "HyperTile stays on": lambda webui: vars(webui.unet).update(HYPERTILE),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("args", [(), ON], ids=["off", "on"])
-def test_what_was_stopped_or_failed_counts_for_nothing(webui, monkeypatch, args):
+@pytest.mark.parametrize("spoil", SPOILING.values(), ids=SPOILING)
+def test_what_was_not_whole_or_not_one_models_own_time_counts_for_nothing(webui, monkeypatch, spoil, args):
     monkeypatch.setattr(webui.engine("measuring.pictures"), "_CALLS", 1)
-    for flag in ("interrupted", "skipped"):
-        webui.shared.state = SimpleNamespace(**{flag: True})
-        webui.job(*args)
-    webui.shared.state = SimpleNamespace(interrupted=False, skipped=False)
-    with pytest.raises(ZeroDivisionError):
-        webui.job(*args, at_step=lambda step: step < 3 or 1 / 0)
+    more = spoil(webui) or {}
+    assert webui.job(*args, **more).latents.isfinite().all()
     assert not known(webui)
-    webui.job(*args)
-    assert len(known(webui)) == 1
 
 
-@pytest.mark.parametrize("args", [(), ON], ids=["off", "on"])
-@pytest.mark.parametrize("disturbance", [
-    "another samples", "a refiner goes on", "HyperTile is on", "HyperTile stays on", "the webui merges better"])
-def test_what_is_not_one_models_own_time_counts_for_nothing(webui, monkeypatch, disturbance, args):
-    more, settings = {}, webui.shared.opts.data
-    if disturbance == "another samples":  # inside of a step, which takes longer by that
-        other = SimpleNamespace(x=None, sigma=torch.ones(1), denoiser=SimpleNamespace(p=object()))
-        more["at_step"] = lambda step: step == 1 and webui.call("cfg_denoiser", other)
-    elif disturbance == "a refiner goes on":
-        more["refiner"] = ldm_of_one_level()
-    elif disturbance == "HyperTile is on":
-        settings["hypertile_enable_unet"] = True
-    elif disturbance == "HyperTile stays on":
-        vars(webui.unet)["__webui_hypertile_params"] = SimpleNamespace(enabled=True)
-    else:
-        monkeypatch.setattr(webui.part("merging").Job, "why_left", lambda self, hires: "theirs is better")
-        settings["token_merging_ratio"] = 0.9
-    assert webui.job(*args, **more).latents.isfinite().all() and not known(webui)
-
-
-def test_an_unknown_model_and_what_was_to_merge_and_did_not_are_no_unmerged_picture(webui, monkeypatch):
-    assert "so few tokens" in webui.job(True, 0.5).comments and not known(webui)
+def test_neither_does_what_failed_was_to_merge_and_did_not_is_merged_by_the_webui_or_unknown(webui, monkeypatch):
+    monkeypatch.setattr(webui.engine("measuring.pictures"), "_CALLS", 1)
+    for args in ((), ON):
+        with pytest.raises(ZeroDivisionError):
+            webui.job(*args, at_step=lambda step: step < 3 or 1 / 0)
+    assert "so few tokens" in webui.job(True, 0.5).comments
+    webui.shared.opts.data["token_merging_ratio"] = 0.9
+    webui.job()
+    webui.shared.opts.data["token_merging_ratio"] = 0.0
 
     def unknown(p):
         raise TypeError("no UNet")

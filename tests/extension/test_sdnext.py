@@ -18,6 +18,7 @@ from tests.models import TEXT, unet
 from tests.webui_doubles import FREE, ON, Webui, custom, merges
 
 STEPS = 3
+PROMPT = torch.randn(1, 7, TEXT, generator=torch.Generator().manual_seed(0))
 
 
 class Pipeline:
@@ -27,12 +28,12 @@ class Pipeline:
         self.unet, self.scheduler = unet, scheduler
 
     @torch.no_grad()
-    def __call__(self, x, text):
+    def __call__(self, x):
         self.scheduler.set_timesteps(STEPS)
         x = x * self.scheduler.init_noise_sigma
         for t in self.scheduler.timesteps:
             both = self.scheduler.scale_model_input(torch.cat([x, x]), t)
-            halves = torch.cat([torch.zeros_like(text), text]).repeat_interleave(len(x), 0)
+            halves = torch.cat([torch.zeros_like(PROMPT), PROMPT]).repeat_interleave(len(x), 0)
             uncond, cond = self.unet(both, t, halves).sample.chunk(2)
             x = self.scheduler.step(uncond + 2 * (cond - uncond), t, x).prev_sample
         return x
@@ -44,7 +45,7 @@ class Transformer:
     def __init__(self, pipe, call):
         self.pipe, self.call, self.transformer, self.scheduler = pipe, call, pipe.transformer, DDIMScheduler()
 
-    def __call__(self, x, text):
+    def __call__(self, x):
         return transformer_pipelines.draw(self.pipe, self.call)
 
 
@@ -55,9 +56,6 @@ class Processing(webui_doubles.Processing):
     hr_upscale_to_x = hr_upscale_to_y = 0
     sd_model = get_token_merging_ratio = None  # it has no such method
 
-    def __init__(self, webui, args, **more):
-        super().__init__(webui, args, firsts=[], sd_model=webui.shared.sd_model, **more)
-
     def init_hr(self, scale=None, upscaler=None, force=False):
         self.hr_upscale_to_x = self.hr_upscale_to_y = 192
 
@@ -65,57 +63,47 @@ class Processing(webui_doubles.Processing):
 class SdNext(Webui):
     """modules.processing and modules.processing_diffusers. fails: the pass that raises, "base" or "hires"."""
 
-    fails = ""
+    fails = unet = None
 
     def __init__(self, monkeypatch):
         super().__init__(monkeypatch, "sdnext")
-        self.made = unet().eval()
-        self.shared.sd_model = Pipeline(self.made, DDIMScheduler())
-
-    @property
-    def unet(self):
-        return self.made
+        self.unet = unet().eval()
+        self.shared.sd_model = Pipeline(self.unet, DDIMScheduler())
 
     def process(self, p):
-        done = types.SimpleNamespace(latents=[], extra_generation_params={}, images=[], infotexts=[], comments="")
+        done = types.SimpleNamespace(latents=[], firsts=[], infotexts=[], comments="", extra_generation_params={})
         self.hook("before_process", p)
         try:
             self.hook("process", p)
             for n in range(p.n_iter):
                 p.seeds = p.all_seeds[n * p.batch_size : (n + 1) * p.batch_size]
                 self.hook("process_batch", p, batch_number=n)
-                latents = self._sampled(p)
-                if latents is None:
-                    return done
-                done.latents.append(latents)
-                self.hook("postprocess_batch", p, images=latents, batch_number=n)
+                self._sample(p, done)
+                self.hook("postprocess_batch", p, images=done.latents[-1], batch_number=n)
                 done.infotexts.append(dict(p.extra_generation_params))
             self.hook("postprocess", p, done)
+        except RuntimeError:
+            done.infotexts = None  # SD.Next reports it, and makes no picture
         finally:
+            p.is_hr_pass = False
             self.call("after_process", p)
         return done
 
-    def _sampled(self, p):
+    def _sample(self, p, done):
         x = torch.cat([torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(seed)) for seed in p.seeds])
-        text = torch.randn(1, 7, TEXT, generator=torch.Generator().manual_seed(0))
-        try:
-            x = self._passed("base", DDIMScheduler(), x, text)
-            p.firsts.append(x)
-            if p.enable_hr:
-                p.is_hr_pass = True
-                p.init_hr(1.5, "Latent", force=True)
-                x = nn.functional.interpolate(x, scale_factor=1.5)
-                x = self._passed("hires", EulerDiscreteScheduler(), x, text)
-        except RuntimeError:  # SD.Next reports it, and makes no picture
-            return None
-        finally:
+        x = self._pass("base", DDIMScheduler(), x)
+        done.firsts.append(x)
+        if p.enable_hr:
+            p.is_hr_pass = True
+            p.init_hr(1.5, "Latent", force=True)
+            x = self._pass("hires", EulerDiscreteScheduler(), nn.functional.interpolate(x, scale_factor=1.5))
             p.is_hr_pass = False
-        return x
+        done.latents.append(x)
 
-    def _passed(self, name, scheduler, x, text):
+    def _pass(self, name, scheduler, x):
         if isinstance(self.shared.sd_model, Pipeline):
-            self.shared.sd_model = Pipeline(self.made, scheduler)
-        out = self.shared.sd_model(x, text)
+            self.shared.sd_model = Pipeline(self.unet, scheduler)
+        out = self.shared.sd_model(x)
         if self.fails == name:
             raise RuntimeError("out of memory")
         return out
@@ -135,10 +123,9 @@ def is_clean(webui):
 
 
 def draw(webui, *args, **more):
-    """The job, its latents, what API callers are told, and its infotexts."""
-    p = Processing(webui, args, **more)
-    job = webui.process(p)
-    return p, torch.cat(job.latents), job.extra_generation_params.get("ToMe report"), job.infotexts
+    """The finished job, all its latents, and what API callers are told."""
+    done = webui.process(Processing(webui, args, sd_model=webui.shared.sd_model, **more))
+    return done, torch.cat(done.latents), done.extra_generation_params.get("ToMe report")
 
 
 def test_off_is_bit_identical_to_no_extension_also_after_a_merged_picture(webui):
@@ -154,15 +141,15 @@ def test_each_choice_of_where_and_the_steps_of_each_pass(webui):
     plain, *_ = draw(webui, False, enable_hr=True)
     names = ("first pass", "hires pass")
     for where, passes in (("everywhere", names), *((name, (name,)) for name in names)):
-        p, _, report, _ = draw(webui, custom(where=where), enable_hr=True)
-        assert torch.equal(p.firsts[0], plain.firsts[0]) != ("first pass" in passes)
+        done, _, report = draw(webui, custom(where=where), enable_hr=True)
+        assert torch.equal(done.firsts[0], plain.firsts[0]) != ("first pass" in passes)
         lines = [f"{name}: {f'{STEPS} steps, 73% of attention left out' if name in passes else 'left alone'}"
                  for name in names]  # fmt: skip
         assert report["line"] == "; ".join(["strength 0.5, own settings", *lines])
 
 
 def test_equal_seeds_give_equal_pictures_whatever_ran_before(webui):
-    first, report = draw(webui, FREE, n_iter=2, batch_size=2)[1:3]  # which keeps its matches from step to step
+    _, first, report = draw(webui, FREE, n_iter=2, batch_size=2)  # which keeps its matches from step to step
     draw(webui, *ON)
     assert torch.equal(draw(webui, FREE, n_iter=2, batch_size=2)[1], first) and report["merged"]
 
@@ -171,9 +158,9 @@ def test_equal_seeds_give_equal_pictures_whatever_ran_before(webui):
 def test_a_pass_that_fails_leaves_nothing(webui, name):
     expected = draw(webui, False)[1]
     webui.fails = name
-    webui.process(Processing(webui, ON, enable_hr=True))
+    assert webui.process(Processing(webui, ON, sd_model=webui.shared.sd_model, enable_hr=True)).infotexts is None
     assert is_clean(webui)
-    webui.fails = ""
+    webui.fails = None
     assert torch.equal(draw(webui, False)[1], expected)
 
 
@@ -186,31 +173,29 @@ def test_a_pass_that_fails_leaves_nothing(webui, name):
 ], ids=lambda value: str(value)[:40])  # fmt: skip
 def test_it_steps_aside_for_the_webuis_own_that_is_on(webui, settings, lines):
     webui.shared.opts.data.update(settings)
-    *_, report, infotexts = draw(webui, *ON, enable_hr=True)
+    done, _, report = draw(webui, *ON, enable_hr=True)
     _, first, second = report["line"].split("; ", 2)
     assert lines[0] in first and lines[1] in second
-    assert report["merged"] is ("73%" in lines) and (infotexts != [{}]) is report["merged"]
+    assert report["merged"] is ("73%" in lines) is (done.infotexts != [{}])
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_a_transformer_that_the_engine_knows_merges_by_its_own_strengths_and_another_is_told(
-    webui, monkeypatch, is_known
-):
+def test_a_transformer_that_the_engine_knows_merges_by_its_own_strengths_and_another_is_told(webui, is_known):
     pipe, call = transformer_pipelines.make("Flux")
     webui.shared.sd_model = model = Transformer(pipe, call)
-    monkeypatch.setattr(webui, "made", model.transformer)
+    webui.unet = model.transformer
     if not is_known:
         model.transformer = nn.Linear(2, 2)
     plain = draw(webui, False)[1]
-    _, latents, report, infotexts = draw(webui, FREE)
-    assert report["merged"] is (infotexts != [{}]) is (not torch.equal(latents, plain)) is is_known
+    done, latents, report = draw(webui, FREE)
+    assert report["merged"] is (done.infotexts != [{}]) is (not torch.equal(latents, plain)) is is_known
     assert webui.part("host").layout() == "transformer" if is_known else "BasicTransformerBlock" in report["line"]
     assert torch.equal(draw(webui, False)[1], plain)
 
 
 def test_the_infotext_does_not_take_the_name_of_its_own_setting(webui):
     webui.put("modules.infotext", mapping=[("ToMe", "tome_ratio")])
-    (written,) = draw(webui, FREE)[3]
+    (written,) = draw(webui, FREE)[0].infotexts
     assert written == {"ToMe strength": "0.5; only_if_it_pays=False"}
     value = webui.part("infotext").Paste().value
     assert value("enabled", written) is True and value("strength", written) == 0.5

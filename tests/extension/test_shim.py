@@ -18,12 +18,6 @@ from tests.webui_doubles import FREE, ON, SAVED, Webui, merges
 from tests.webui_modules import ROOT
 
 
-def test_exactly_one_script_is_registered_and_it_is_always_visible(webui):
-    assert [script.__name__ for script in webui.classes] == ["TokenMerging"]
-    assert webui.script.show(False) is webui.scripts.AlwaysVisible
-    assert webui.script.title() == "Token Merging (ToMe)"
-
-
 def test_a_rival_extension_that_owns_our_names_does_no_harm(webui, monkeypatch, tmp_path):
     for name in ("extension", "tome_core", "install"):
         (tmp_path / name).mkdir()
@@ -41,6 +35,7 @@ def test_reload_runs_new_code_and_leaves_the_model_clean(webui):
     assert merges(webui.unet)
     webui.reload()
     assert not merges(webui.unet) and webui.part("merging") is not before
+    assert webui.script.show(False) is webui.scripts.AlwaysVisible and webui.script.title() == "Token Merging (ToMe)"
     assert SAVED in webui.job(*ON).comments
     assert all(len(listeners) == 1 for listeners in webui.callbacks.values())
 
@@ -78,34 +73,21 @@ def test_an_unloaded_engine_is_let_go_though_the_model_stays():
 # --- installed --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def works(monkeypatch):
-    """Looks whether the extension that lies at a place merges, with the engine that lies there."""
-    webui = Webui(monkeypatch)
-
-    def works(place: Path) -> None:
-        webui.start(place)
-        assert SAVED in webui.job(*ON).comments and not webui.errors
-        for module in (webui.part("script"), webui.engine("hosting")):
-            assert Path(module.__file__).resolve().is_relative_to(place.resolve())
-
-    yield works
-    webui.call("script_unloaded")
-
-
-def test_a_clone_in_extensions_works(works, tmp_path):
-    """As "Install from URL" makes it."""
-    place = make_folder(WEBUI, tmp_path) / "extensions" / "sd-tome.core"
-    left_out = shutil.ignore_patterns(".*", "__pycache__", "tests", "demo", "shared", "benchmarks")
-    shutil.copytree(ROOT, place, ignore=left_out)
-    works(place)
-
-
-@pytest.mark.parametrize("options", [(), ("--copy",)], ids=["link", "copy"])
-def test_install_py_puts_it_there_and_takes_it_away(works, tmp_path, options):
+@pytest.mark.parametrize("way", ["clone", "link", "copy"])
+def test_wherever_it_is_put_it_works_with_the_engine_that_lies_there(monkeypatch, tmp_path, way):
+    """As "Install from URL" makes it, and install.py."""
     folder = make_folder(WEBUI, tmp_path)
-    place = folder / WEBUI.place / "tome_core"
-    done = call_install(WEBUI.command, folder, *options)
-    assert done.returncode == 0 and place.is_symlink() != bool(options), done.stderr
-    works(place)
-    assert call_install(WEBUI.command, folder, "--uninstall").returncode == 0 and not os.path.lexists(place)
+    place = folder / WEBUI.place / ("sd-tome.core" if way == "clone" else "tome_core")
+    if way == "clone":
+        left_out = shutil.ignore_patterns(".*", "__pycache__", "tests", "demo", "shared", "benchmarks")
+        shutil.copytree(ROOT, place, ignore=left_out)
+    else:
+        done = call_install(WEBUI.command, folder, *(["--copy"] if way == "copy" else []))
+        assert done.returncode == 0 and place.is_symlink() == (way == "link"), done.stderr
+    webui = Webui(monkeypatch).start(place)
+    assert SAVED in webui.job(*ON).comments and not webui.errors
+    for module in (webui.part("script"), webui.engine("hosting")):
+        assert Path(module.__file__).resolve().is_relative_to(place.resolve())
+    webui.call("script_unloaded")
+    if way != "clone":
+        assert call_install(WEBUI.command, folder, "--uninstall").returncode == 0 and not os.path.lexists(place)

@@ -2,8 +2,8 @@
 
     app.py PORT TORCH
 
-TORCH: a folder to find torch in, which such an environment lacks. Ends with its standard input. Gradio is real and
-so is the extension; the webui's modules are doubles.
+TORCH: a folder to find torch in, which such an environment lacks. Gradio is real and so is the extension; the webui's
+modules are doubles.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import operator
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 import gradio as gr
@@ -20,9 +21,7 @@ import gradio as gr
 sys.path.append(str(Path(__file__).parents[1]))
 import webui_modules
 
-QUICK = ("tome_enabled", "tome_strength", "tome_where")
 BY_TYPE = {bool: gr.Checkbox, int: gr.Number, str: gr.Textbox}
-BOX = "-checkbox"
 IS_OLD = gr.__version__ < "4"
 # What is asked only here does not wait in gradio 4's queue: it closes its stream of answers when none is left to come,
 # and an answer to a question that is asked in that instant is lost now and then. The extension's own are in it.
@@ -35,16 +34,7 @@ if not IS_OLD:  # it writes a file beside each file that defines a component; Fo
 
 
 class Switch(gr.Checkbox):
-    """What InputAccordion makes: a checkbox, and beside it an accordion that is unfolded while it is checked.
-
-    The webui hides the checkbox and links the two by a script of its page; this one is seen and clicked.
-    """
-
-    def link(self):
-        """Make the accordion."""
-        self.accordion = gr.Accordion(self.label, open=self.value, elem_id=self.elem_id.removesuffix(BOX))
-        self.change(fn=lambda on: gr.update(open=on), inputs=[self], outputs=[self.accordion])
-        return self
+    """A checkbox, which the webui hides, and beside it an accordion that is unfolded while it is checked."""
 
     def __enter__(self):
         self.accordion.__enter__()
@@ -57,26 +47,12 @@ class Switch(gr.Checkbox):
         return "checkbox"
 
 
-class SwitchOfA1111(Switch):
-    """There it is a class."""
-
-    def __init__(self, value, *, elem_id, **arguments):
-        super().__init__(value, elem_id=elem_id + BOX, **arguments)
-        self.link()
-
-
-def switch_of_forge(value, *, elem_id, **arguments):
-    """There it is a function, because gradio 4 makes a component again for each update."""
-    return Switch(value, elem_id=elem_id + BOX, **arguments).link()
-
-
-class Processing:
-    """StableDiffusionProcessing, as far as nothing is sampled."""
-
-    enable_hr = True
-
-    def __init__(self):
-        self.extra_generation_params = {}
+def input_accordion(value, *, label, elem_id):
+    """A function as in Forge, because gradio 4 makes a component again for each update."""
+    switch = Switch(value, label=label, elem_id=f"{elem_id}-checkbox")
+    switch.accordion = gr.Accordion(label, open=value, elem_id=elem_id)
+    switch.change(fn=lambda on: gr.update(open=on), inputs=[switch], outputs=[switch.accordion])
+    return switch
 
 
 def answer(**facts):
@@ -86,17 +62,14 @@ def answer(**facts):
 
 def add_panel(webui):
     """The panel of txt2img, what a job would get from it, and the pasting of an infotext."""
-    wish, script = webui.part("wish"), webui.script
-    plain = {**wish.base_of(0.5), **wish.DEFAULTS, wish.OWN: False, wish.FILLED_FOR: 0.5}
+    script = webui.script
 
     def generate(*values):
-        """The hooks until the infotext is written: what is not as the panel starts, and the infotext."""
-        p = Processing()
+        """The infotext that the hooks have written before the first picture."""
+        p = type("Processing", (), {"enable_hr": True, "extra_generation_params": {}})()
         script.before_process(p, *values)
         script.process(p, *values)
-        named = dict(zip(wish.ARGUMENTS, values, strict=True))
-        written = {key: value for key, value in p.extra_generation_params.items() if not callable(value)}
-        return answer(changed={name: value for name, value in named.items() if value != plain[name]}, infotext=written)
+        return answer(**{key: value for key, value in p.extra_generation_params.items() if not callable(value)})
 
     def paste(text):
         """The webui leaves a control alone for which its function gives None."""
@@ -115,34 +88,26 @@ def add_panel(webui):
 
 
 def add_settings(webui):
-    """The settings tab, and some of its settings again as quicksettings, which are saved when they change."""
+    """The settings, each of which is a quicksetting that is saved when it changes."""
     opts = webui.shared.opts
 
-    def row(elem_id, key):
-        """The component of a setting."""
-        info = opts.labels[key]
-        make = info.component or BY_TYPE[type(info.default)]
-        return make(value=getattr(opts, key), label=info.label, elem_id=elem_id, **(info.component_args or {}))
-
     def save(key, value):
-        """A quicksetting's component is updated with its own arguments, but for the precision."""
-        arguments = opts.labels[key].component_args or {}
+        """A quicksetting's component is updated with its own arguments."""
         opts.data[key] = value
-        return gr.update(value=value, **{name: part for name, part in arguments.items() if name != "precision"})
+        return gr.update(value=value, **(opts.labels[key].component_args or {}))
 
-    for key in opts.labels:
-        row(f"setting_{key}", key)
-    for key in QUICK:
-        quick = row(f"quick_{key}", key)
+    for key, info in opts.labels.items():
+        make, arguments = info.component or BY_TYPE[type(info.default)], info.component_args or {}
+        quick = make(value=getattr(opts, key), label=info.label, elem_id=f"quick_{key}", **arguments)
         webui.call("after_component", quick, f"setting_{key}")
-        quick.change(fn=lambda value, key=key: save(key, value), inputs=[quick], outputs=[quick], **AT_ONCE)
+        quick.change(fn=partial(save, key), inputs=[quick], outputs=[quick], **AT_ONCE)
 
 
 def main(port, torch_folder):
     """Serve the page."""
     sys.path.append(torch_folder)  # last, so that it outweighs nothing of this environment
     webui = webui_modules.Modules(operator.setitem, "a1111" if IS_OLD else "forge")
-    webui.put("modules.ui_components", InputAccordion=SwitchOfA1111 if IS_OLD else switch_of_forge)
+    webui.put("modules.ui_components", InputAccordion=input_accordion)
     webui.start()
     with gr.Blocks() as page, warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # gradio 3 drops arguments that it does not know, and says only so
@@ -152,8 +117,7 @@ def main(port, torch_folder):
         with gr.Group():  # in bare blocks it would be the API's
             of_img2img.ui(True)
         add_settings(webui)
-    page.launch(server_name="127.0.0.1", server_port=int(port), prevent_thread_lock=True, show_api=False, quiet=True)
-    sys.stdin.read()
+    page.launch(server_name="127.0.0.1", server_port=int(port), show_api=False, quiet=True)
 
 
 if __name__ == "__main__":

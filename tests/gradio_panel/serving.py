@@ -77,26 +77,24 @@ def running(command: Sequence[str], log: Path, is_ready: Callable[[], bool], **o
 
 
 @contextlib.contextmanager
-def serve(python: Path) -> Iterator[str]:
-    """The address of the page; its server ends with the block.
-
-    What the server says is put with what this process says, so that pytest shows it below the test that failed.
-    """
+def serve(python: Path, log: Path) -> Iterator[str]:
+    """The address of the page; its server ends with the block."""
     port = free_port()
+    address = f"http://127.0.0.1:{port}"
     # -I: nothing of this environment but the torch that is asked for
     command = [str(python), "-I", str(HERE / "app.py"), str(port), str(Path(torch.__file__).parents[1])]
     quiet = {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "no_proxy": "*"}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, **quiet}) as process:
-        try:
-            wait_until_ready(f"http://127.0.0.1:{port}", process)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
+    with running(command, log, lambda: answers(address), env={**os.environ, **quiet}):
+        yield address
+
+
+def answers(address: str) -> bool:
+    with contextlib.suppress(OSError), OPENER.open(address):
+        return True
+    return False
 
 
 def wait_until_ready(address: str, process: subprocess.Popen) -> None:
-    while True:
+    while not answers(address):
         assert process.poll() is None, "the page's server ended by itself"
-        with contextlib.suppress(OSError), OPENER.open(address):
-            return
         time.sleep(0.2)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.hosts.webui.make_checkpoint import make
 from tests.hosts.webui.running import Twins, Webui, kind_of, serve_twins
 
 
@@ -35,12 +36,8 @@ def checkpoints(checkout, tmp_path_factory) -> Iterator[Path]:
     if given:
         _link(Path(given), folder / "first")
     else:
-        from tests.hosts.webui.make_checkpoint import make
-
-        is_narrow = kind_of(checkout) == "a1111"
-        make(folder / "first.safetensors", is_narrow=is_narrow)
-        make(folder / "other.safetensors", seed=2, is_narrow=is_narrow)
-        (folder / "other.yaml").unlink()  # the probe gives it the first one's: A1111 then loads into the same modules
+        for seed, name in enumerate(("first", "other"), 1):
+            make(folder / f"{name}.safetensors", checkout, seed, is_narrow=kind_of(checkout) == "a1111")
     _link(folder / "first.safetensors", folder / "second")
     yield folder
     shutil.rmtree(folder)  # half a gigabyte, and pytest keeps the folders of three runs

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
+from ldm.modules.diffusionmodules.model import Decoder, Encoder
+from ldm.modules.diffusionmodules.openaimodel import UNetModel
+from omegaconf import OmegaConf
+from safetensors.torch import save_file
 from torch import nn
+from transformers import CLIPTextConfig, CLIPTextModel
 
 UNET = {
     "image_size": 32, "in_channels": 4, "out_channels": 4, "model_channels": 320, "attention_resolutions": [1, 2],
@@ -28,34 +32,23 @@ SDXL_UNET = {
     "context_dim": 768, "use_linear_in_transformer": True, "use_checkpoint": False, "legacy": False,
 }  # fmt: skip
 SIZE_WIDTH, TIME_WIDTH = 1536, 256  # of the embedding of SDXL's sizes, and of the time's to which it is added
-LOSS = {"target": "torch.nn.Identity"}
 
 
-def make(path: Path, seed: int = 1, is_narrow: bool = False) -> None:
+def make(path: Path, checkout: Path, seed: int = 1, is_narrow: bool = False) -> None:
     """Write an SD1.5, and beside it the configuration that A1111 needs for a layout that is not SD1.5's own.
 
     is_narrow: the Forges ask no configuration and know SD1.5's widths alone.
     """
-    from ldm.modules.diffusionmodules.openaimodel import UNetModel
-
     unet, vae = (NARROW_UNET, NARROW_VAE) if is_narrow else (UNET, VAE)
     parts = {"model.diffusion_model.": UNetModel(**unet), "cond_stage_model.transformer.": _text_encoder()}
     _save(path, parts, vae, seed)
-    _configure(path, "ldm.models.diffusion.ddpm.LatentDiffusion", {
-        "linear_start": 0.00085, "linear_end": 0.012, "num_timesteps_cond": 1, "log_every_t": 200, "timesteps": 1000,
-        "first_stage_key": "jpg", "cond_stage_key": "txt", "image_size": 64, "channels": 4,
-        "cond_stage_trainable": False, "conditioning_key": "crossattn", "monitor": "val/loss_simple_ema",
-        "scale_factor": 0.18215, "use_ema": False,
-        "unet_config": {"target": "ldm.modules.diffusionmodules.openaimodel.UNetModel", "params": unet},
-        "first_stage_config": _stage("ldm.models.autoencoder.AutoencoderKL", vae),
-        "cond_stage_config": {"target": "ldm.modules.encoders.modules.FrozenCLIPEmbedder"},
-    })  # fmt: skip
+    base = checkout / "configs" / "v1-inference.yaml"
+    if base.exists():
+        _configure(path, OmegaConf.load(base), unet_config=unet, first_stage_config={"ddconfig": vae})
 
 
-def make_sdxl(path: Path) -> None:
+def make_sdxl(path: Path, checkout: Path) -> None:
     """Write a narrow SDXL for A1111, with one text encoder and little depth, and its configuration."""
-    from ldm.modules.diffusionmodules.openaimodel import UNetModel
-
     sizes = nn.Sequential(nn.Linear(SIZE_WIDTH, TIME_WIDTH), nn.SiLU(), nn.Linear(TIME_WIDTH, TIME_WIDTH))
     parts = {
         "model.diffusion_model.": UNetModel(**{**SDXL_UNET, "context_dim": [768, 768]}, image_size=32),
@@ -63,27 +56,11 @@ def make_sdxl(path: Path) -> None:
         "conditioner.embedders.0.transformer.": _text_encoder(),
     }
     _save(path, parts, NARROW_VAE)
-    steps, encoders = "sgm.modules.diffusionmodules", "sgm.modules.encoders.modules"
-    text = {"input_key": "txt", "target": f"{encoders}.FrozenCLIPEmbedder",
-            "params": {"layer": "hidden", "layer_idx": 11}}  # fmt: skip
-    numbers = [{"input_key": key, "target": f"{encoders}.ConcatTimestepEmbedderND", "params": {"outdim": 256}}
-               for key in ("original_size_as_tuple", "crop_coords_top_left", "target_size_as_tuple")]  # fmt: skip
-    denoiser = {
-        "num_idx": 1000, "weighting_config": {"target": f"{steps}.denoiser_weighting.EpsWeighting"},
-        "scaling_config": {"target": f"{steps}.denoiser_scaling.EpsScaling"},
-        "discretization_config": {"target": f"{steps}.discretizer.LegacyDDPMDiscretization"},
-    }  # fmt: skip
-    unet = {**SDXL_UNET, "spatial_transformer_attn_type": "softmax", "num_classes": "sequential",
-            "adm_in_channels": SIZE_WIDTH}  # fmt: skip
-    embedders = [{"is_trainable": False, **embedder} for embedder in (text, *numbers)]
-    stage = _stage("sgm.models.autoencoder.AutoencoderKLInferenceWrapper", {**NARROW_VAE, "attn_type": "vanilla"})
-    _configure(path, "sgm.models.diffusion.DiffusionEngine", {
-        "scale_factor": 0.13025, "disable_first_stage_autocast": True,
-        "denoiser_config": {"target": f"{steps}.denoiser.DiscreteDenoiser", "params": denoiser},
-        "network_config": {"target": f"{steps}.openaimodel.UNetModel", "params": unet},
-        "conditioner_config": {"target": "sgm.modules.GeneralConditioner", "params": {"emb_models": embedders}},
-        "first_stage_config": stage,
-    })  # fmt: skip
+    base = OmegaConf.load(checkout / "repositories/generative-models/configs/inference/sd_xl_base.yaml")
+    del base.model.params.conditioner_config.params.emb_models[1]  # the large text encoder
+    unet = {**SDXL_UNET, "adm_in_channels": SIZE_WIDTH, "spatial_transformer_attn_type": "softmax"}
+    vae = {**NARROW_VAE, "attn_type": "vanilla"}
+    _configure(path, base, network_config=unet, first_stage_config={"ddconfig": vae})
 
 
 def make_hypernetwork(path: Path) -> None:
@@ -102,29 +79,21 @@ def make_hypernetwork(path: Path) -> None:
 
 def _text_encoder() -> nn.Module:
     """CLIP's, as SD1.5 and SDXL have it."""
-    from transformers import CLIPTextConfig, CLIPTextModel
-
     return CLIPTextModel(CLIPTextConfig(
         hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12, projection_dim=768,
         vocab_size=49408, max_position_embeddings=77,
     ))  # fmt: skip
 
 
-def _stage(target: str, vae: dict) -> dict:
-    parameters = {"embed_dim": 4, "monitor": "val/rec_loss", "ddconfig": vae, "lossconfig": LOSS}
-    return {"target": target, "params": parameters}
-
-
-def _configure(path: Path, target: str, parameters: dict) -> None:
-    text = json.dumps({"model": {"target": target, "params": parameters}}, indent=1)  # YAML reads JSON
-    path.with_suffix(".yaml").write_text(text)
+def _configure(path: Path, config: OmegaConf, **changes: dict) -> None:
+    """Write the webui's own configuration with other parameters of some of its parts."""
+    for part, parameters in changes.items():
+        OmegaConf.update(config, f"model.params.{part}.params", parameters)
+    OmegaConf.save(config, path.with_suffix(".yaml"))
 
 
 def _save(path: Path, parts: dict[str, nn.Module], vae: dict, seed: int = 1) -> None:
     """Write the parts, by the beginning of their keys, and a VAE, all with random weights."""
-    from ldm.modules.diffusionmodules.model import Decoder, Encoder
-    from safetensors.torch import save_file
-
     stage = {"encoder.": Encoder(**vae), "decoder.": Decoder(**vae), "quant_conv.": nn.Conv2d(8, 8, 1),
              "post_quant_conv.": nn.Conv2d(4, 4, 1)}  # fmt: skip
     generator = torch.Generator().manual_seed(seed)

@@ -27,14 +27,11 @@ QUIET = {"live_previews_enable": False, "show_progressbar": False, "samples_save
 # what tests override: A1111 1.10 puts back after a request only those settings that were saved once
 OVERRIDDEN = {"token_merging_ratio": 0.0, "batch_cond_uncond": True, "hypertile_enable_unet": False,
               "hypertile_enable_unet_secondpass": False, "ad_script_names": ""}  # fmt: skip
-QUICK = {name: ["sd_model_checkpoint", "tome_enabled", "tome_strength"]
-         for name in ("quicksettings_list", "quick_setting_list")}  # fmt: skip  # the second in Forge
 START = [
     "--skip-torch-cuda-test", "--do-not-download-clip", "--no-download-sd-model", "--skip-version-check",
     "--skip-install", "--skip-python-version-check", "--skip-prepare-environment", "--disable-console-progressbars",
     "--api",
 ]  # fmt: skip
-ON_CPU = "WEBUI_FLAGS" not in os.environ
 OF_FORGES = "--always-cpu --attention-pytorch --all-in-fp32"
 OF_A1111 = "--no-half --precision full --use-cpu all --opt-sdp-attention"
 HALF = custom(0.5)  # of all tokens, as the engine's own defaults have it, however small the picture
@@ -43,7 +40,7 @@ _FORGE = (Path(os.environ.get("WEBUI_DIR", HERE)) / "backend").exists()
 SAVED = f"{69 if _FORGE else 70}% of attention left out"
 ASKED = "strength 0.5, own settings"  # as what it came to begins
 # a picture with as many tokens as a strength asks for: on a CPU fewer than elsewhere
-PAYING = dict.fromkeys(("width", "height"), 256 if ON_CPU else 512)
+PAYING = dict.fromkeys(("width", "height"), 512 if "WEBUI_FLAGS" in os.environ else 256)
 TWICE = {name: 2 * size for name, size in PAYING.items()}  # where a level at half the latent's size pays too
 
 
@@ -128,19 +125,16 @@ class Webui:
             self.drawn[key] = self.draw(**job)
         return self.drawn[key]
 
-    def info_of(self, script: str) -> dict:
-        """What the API tells of a script in txt2img."""
+    def arguments_of(self, script: str) -> list[dict]:
+        """What the API tells of a script's arguments in txt2img."""
         scripts = self.ask("/sdapi/v1/script-info")
         (info,) = [info for info in scripts if info["name"] == script and not info["is_img2img"]]
-        return info
+        return info["args"]
 
     def values_of(self, script: str, **changes: Any) -> list:
-        """A script's arguments for the API: its defaults, but for ``changes``, by label with _ for spaces.
-
-        Labels that occur twice mean their first.
-        """
-        info = self.info_of(script)["args"]
-        labels, values = [(arg["label"] or "").replace(" ", "_") for arg in info], [arg["value"] for arg in info]
+        """A script's arguments: its defaults, but for ``changes``, by the first label with _ for spaces."""
+        arguments = self.arguments_of(script)
+        labels, values = [str(arg["label"]).replace(" ", "_") for arg in arguments], [arg["value"] for arg in arguments]
         for label, value in changes.items():
             values[labels.index(label)] = value
         return values
@@ -151,7 +145,7 @@ class Webui:
 
     def routes(self) -> set[str]:
         """In which ways the last picture's attentions were told of sizes."""
-        return {route for level in self.state()["routes"].values() for route in level}
+        return set(self.state()["routes"])
 
     def log_text(self, start: int = 0) -> str:
         """The log from a position on."""
@@ -204,8 +198,7 @@ def _serve(
     """Start the checkout's server on a data folder, wait until it is ready, and stop it at the end."""
     kind, port = kind_of(checkout), free_port()
     (folder / "extensions").mkdir(parents=True)
-    quick = QUICK if ROOT in extensions else {}
-    (folder / "config.json").write_text(json.dumps({**QUIET, **OVERRIDDEN, **quick}))
+    (folder / "config.json").write_text(json.dumps({**QUIET, **OVERRIDDEN}))
     make_hypernetwork(folder / "models" / "hypernetworks" / "small.pt")
     for extension in (*extensions, HERE / "probe"):
         name = "tome_core" if extension == ROOT else extension.name

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-from contextlib import suppress
 
 import pytest
 
@@ -23,6 +21,7 @@ class Page:
         self.load()
 
     def load(self):
+        self.page.set_default_timeout(SLOW)
         self.page.goto(self.webui.url, wait_until="load")
         self.page.wait_for_selector("#txt2img_prompt textarea")
         self.page.wait_for_timeout(3000)
@@ -35,36 +34,22 @@ class Page:
         self.at(f"{name} .label-wrap").click()
         self.page.wait_for_timeout(1000)
 
-    def fold_hires(self):
-        self.page.locator("#txt2img_hr .label-wrap").first.click()
-
     def is_on(self):
         return self.at("enabled-visible-checkbox").is_checked()
 
     def number(self, name):
         return float(self.at(f"{name} {NUMBER}").input_value())
 
-    def set_number(self, selector, value):
-        box = self.page.locator(f"{selector} {NUMBER}").first
-        box.fill(str(value))
-        box.press("Tab")
-
     def wait(self, name, condition):
         """Until a condition holds of the control's element, which it calls `it`."""
         self.page.wait_for_function(f"(it => {condition})(document.querySelector('{PANEL}{name}'))")
 
-    def wait_until_saved(self, setting, value):
-        """Until the webui has saved it. (Forge's API does not tell of settings of extensions.)"""
-        saved = {}
-        while saved.get(setting) != value:
-            self.page.wait_for_timeout(500)
-            with suppress(ValueError):  # it is being written
-                saved = json.loads((self.webui.log.parent / "config.json").read_text(encoding="utf-8"))
-
     def be_small(self):
         """A picture that is drawn soon, and yet with as many tokens as a strength asks for."""
         for name, value in {**PAYING, "steps": 3}.items():
-            self.set_number(f"#txt2img_{name}", value)
+            box = self.page.locator(f"#txt2img_{name} {NUMBER}").first
+            box.fill(str(value))
+            box.press("Tab")
 
     def draw(self):
         """Generate, and give what stands below the picture."""
@@ -82,10 +67,8 @@ class Page:
 
 @pytest.fixture
 def page(webui, chromium):
-    tab = chromium.new_page(viewport={"width": 1280, "height": 1300})
-    tab.set_default_timeout(SLOW)
-    yield Page(tab, webui)
-    tab.close()
+    with chromium.new_page(viewport={"width": 1280, "height": 1300}) as tab:
+        yield Page(tab, webui)
 
 
 def ours(text):
@@ -113,41 +96,22 @@ def test_after_reload_ui_unfolding_is_switching_on_and_a_clicked_marks_picture_i
     assert "Error loading script: token_merging.py" not in webui.log_text() and webui.state()["patched"] == 0
 
 
-def test_at_first_sight_there_are_three_controls_and_where_with_hires_fix(page):
+def test_there_are_three_controls_and_where_with_hires_fix_and_the_line_answers_and_measures(page):
     page.unfold()
     names = ("strength", "where", "measure", "expert", "own", "sx")
     assert {name for name in names if page.at(name).is_visible()} == {"strength", "measure", "expert"}
-    page.fold_hires()
-    page.at("where").wait_for()
-    page.unfold("expert")
-    page.at("sx").wait_for()
-    assert page.number("ratio") == 0.859, "rounded"
-    settings = page.page.locator("#settings_tome [id^=setting_tome_]").evaluate_all("them => them.map(it => it.id)")
-    # those among the quicksettings are not there a second time
-    assert set(settings) == {f"setting_tome_{name}" for name in ("where", "report")}
-
-
-def test_the_line_answers_and_measure_measures_now(page):
-    page.unfold()
     page.be_small()
     size = "{width}x{height}: ".format(**PAYING)
     page.wait("line", f"it.innerText.includes('{size}')")
     page.at("measure").click()
     answer = rf"{size}(about \d+\.\d+x faster|no faster)"
     page.wait("line", f"/{answer}/.test(it.innerText)")
-    page.fold_hires()
+    page.page.locator("#txt2img_hr .label-wrap").first.click()
+    page.at("where").wait_for()
     page.wait("line", f"/first pass {answer}; hires pass /.test(it.innerText)")
-
-
-def test_the_line_of_a_size_by_a_factor_is_not_the_other_tabs(page):
-    page.page.locator("#tabs button", has_text="img2img").first.click()
-    panel = PANEL.replace("txt2img", "img2img")
-    page.page.locator(f"{panel}enabled .label-wrap").first.click()
-    by_factor = f"document.querySelector('{panel}line').innerText.includes('resized by a factor')"
-    page.page.locator("#img2img_tabs_resize button", has_text="Resize by").click()
-    page.page.wait_for_function(by_factor)
-    page.page.locator("#img2img_tabs_resize button", has_text="Resize to").click()
-    page.page.wait_for_function(f"!{by_factor}")
+    page.unfold("expert")
+    page.at("sx").wait_for()
+    assert page.number("ratio") == 0.859, "rounded"
 
 
 def test_pasting_sets_the_panel_and_pasting_a_picture_without_us_turns_it_off(page):
@@ -159,24 +123,3 @@ def test_pasting_sets_the_panel_and_pasting_a_picture_without_us_turns_it_off(pa
     assert page.at("where input:checked").evaluate("it => it.value") == "hires pass"
     page.paste(f"a lake\n{pairs}")
     assert not page.is_on() and page.number("strength") == 0.35
-
-
-def test_quicksettings_count_at_once_and_move_the_panel(page):
-    """Switching on there draws with the strength beside it, whatever the panel had."""
-    page.unfold()
-    for value in (0.3, 0.5):
-        page.set_number("#quicksettings #setting_tome_strength", value)
-        page.wait(f"strength {NUMBER}", f"it.value == {value}")
-        page.wait_until_saved("tome_strength", value)  # else the first may be set after the second
-    page.set_number(f"{PANEL}strength", 0.37)
-    box = page.page.locator("#quicksettings #setting_tome_enabled input[type=checkbox]")
-    try:
-        box.click()
-        page.wait(f"strength {NUMBER}", "it.value == 0.5")
-        page.wait_until_saved("tome_enabled", True)
-        page.be_small()
-        assert page.is_on() and ours(page.draw()) == ["ToMe: 0.5"]
-    finally:
-        box.click()
-        page.wait_until_saved("tome_enabled", False)
-    page.wait("enabled-visible-checkbox", "!it.checked")

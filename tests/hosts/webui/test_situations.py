@@ -86,16 +86,11 @@ def test_a_script_gets_the_pictures_that_it_would_get_and_tells_of_each_job(twin
     assert twins.webui.draw(**job).all == plain.all and twins.webui.state()["patched"] == 0
 
 
-def plot(webui, **axes):
-    """The cells of a plot of pictures with `HALF`, row by row, their infotexts, and the report.
-
-    axes: by letter, our axis and its values as text.
-    """
-    choices = next(arg["choices"] for arg in webui.info_of("x/y/z plot")["args"] if arg["label"] == "X type")
-    chosen = {f"{letter}_type": choices.index("Nothing") for letter in "XYZ"}
-    for letter, (axis, values) in axes.items():
-        chosen |= {f"{letter}_type": choices.index(f"[ToMe] {axis}"), f"{letter}_values": values}
-    values = webui.values_of("x/y/z plot", **chosen, Include_Sub_Images=True,
+def plot(webui, axis, texts):
+    """The cells of a plot along one of our axes with `HALF`, their infotexts, and the report."""
+    choices = next(arg["choices"] for arg in webui.arguments_of("x/y/z plot") if arg["label"] == "X type")
+    types = {"X_type": choices.index(f"[ToMe] {axis}"), **dict.fromkeys(("Y_type", "Z_type"), choices.index("Nothing"))}
+    values = webui.values_of("x/y/z plot", **types, X_values=texts, Include_Sub_Images=True,
                              Use_text_inputs_instead_of_dropdowns=True)  # fmt: skip
     picture = webui.draw(HALF, script_name="x/y/z plot", script_args=values)
     cells = [image for image in picture.all if len(image) == min(map(len, picture.all))]
@@ -103,14 +98,13 @@ def plot(webui, **axes):
 
 
 def test_each_cell_of_a_plot_is_the_picture_of_its_settings(twins):
-    cells, texts, report = plot(twins.webui, X=("Ratio", "0, 0.5"), Y=("Start", "0, 0.5"))
-    plain = twins.without.draw_once().pixels
-    alone = [twins.webui.draw({**HALF, "start": start}) for start in (0, 0.5)]
-    assert cells == [plain, alone[0].pixels, plain, alone[1].pixels] and len(set(cells)) == 3
-    assert [ours(text) for text in texts] == [[], alone[0].ours, [], alone[1].ours]
-    assert [job["merged"] for job in report["jobs"]] == [False, True, False, True] and report["merged"]
+    cells, texts, report = plot(twins.webui, "Ratio", "0, 0.5")
+    alone = twins.webui.draw(HALF)
+    assert cells == [twins.without.draw_once().pixels, alone.pixels]
+    assert [ours(text) for text in texts] == [[], alone.ours]
+    assert [job["merged"] for job in report["jobs"]] == [False, True] and report["merged"]
     start = len(twins.webui.log_text())
     with pytest.raises(urllib.error.HTTPError):
-        plot(twins.webui, X=("Strength", "0.5, 1.5"))
+        plot(twins.webui, "Strength", "0.5, 1.5")
     assert "[ToMe] strength=1.5 is no number from 0 to 1" in twins.webui.log_text(start)
     assert not twins.webui.our_lines(start), "no cell was drawn"

@@ -1,13 +1,11 @@
 """In a test's webui: looks whether anything is left on the model, and fails a job whose prompt says so."""
 
 import hashlib
-import os
-import sys
 
 import modules.scripts as scripts
 from modules import script_callbacks, shared
 
-seen = {"upscaled": [], "routes": {}}
+seen = {"upscaled": [], "routes": []}
 
 
 class Probe(scripts.Script):
@@ -28,8 +26,7 @@ def on_step(params):
         params.denoiser.step = None  # what a callback raises is swallowed; with this, the denoiser cannot go on
     wraps = vars(unet()).get("_tome_core_patch") if unet() is not None else None
     if wraps is not None and wraps.handle is not None:
-        report = wraps.handle.report()
-        seen["routes"] = {str(level.downsample): dict(level.sized_by) for level in report.levels if level.sized_by}
+        seen["routes"] = [route for level in wraps.handle.report().levels for route in level.sized_by]
 
 
 def unet():
@@ -53,27 +50,12 @@ def parts_of(module):
 
 def on_app(demo, app):
     def state():
-        answer = {"patched": patched(), "upscaled": list(seen["upscaled"]), "routes": seen["routes"]}
-        seen["upscaled"].clear()
-        seen["routes"] = {}
+        answer = {"patched": patched(), **seen}
+        seen.update(upscaled=[], routes=[])
         return answer
 
     app.add_api_route("/tome_test/state", state, methods=["GET"])
 
 
-def share_configuration():
-    """Checkpoints without a configuration of their own get the first one's: one layout, as among SD1.5's."""
-    configs = sys.modules.get("modules.sd_models_config")  # Forge Neo has none
-    find = getattr(configs, "find_checkpoint_config_near_filename", None)  # Forge has none in it
-
-    def find_or_share(info):
-        first = os.path.join(os.path.dirname(info.filename), "first.yaml")
-        return find(info) or (first if os.path.exists(first) else None)
-
-    if find is not None:
-        configs.find_checkpoint_config_near_filename = find_or_share
-
-
-share_configuration()
 script_callbacks.on_cfg_denoiser(on_step)
 script_callbacks.on_app_started(on_app)
