@@ -105,12 +105,9 @@ def check_model(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
 def _check_output(path: Path) -> None:
     if path.suffix.lower() != ".png" or path.is_dir():
         raise ValueError(f"--output {path} is no PNG file name; give one such as comparison.png")
-    existing = next(folder for folder in path.absolute().parents if folder.exists())
-    if not existing.is_dir():
-        raise ValueError(f"--output {path} lies below {existing}, which is a file; give another place")
-    path.parent.mkdir(parents=True, exist_ok=True)
     probe = path.with_name(f"{path.name}.part")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         probe.touch()
         probe.unlink()
     except OSError as error:

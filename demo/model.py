@@ -78,23 +78,28 @@ def encode(pictures: torch.Tensor, gain: float = HAAR_GAIN) -> torch.Tensor:
     if pictures.shape[-1] % 2 or pictures.shape[-2] % 2:
         raise ValueError(f"pictures of {tuple(pictures.shape[-2:])} pixels have no Haar latent; "
                          "both sides must be even")
-    a, b = pictures[..., ::2, ::2], pictures[..., ::2, 1::2]
-    c, d = pictures[..., 1::2, ::2], pictures[..., 1::2, 1::2]
-    details = [a - b + c - d, a + b - c - d, a - b - c + d]
-    return torch.cat([(a + b + c + d) / 2, *(gain * detail / 2 for detail in details)], 1)
+    mean, *details = _haar(*_corners(pictures))
+    return torch.cat([mean, *(gain * detail for detail in details)], 1)
 
 
 def decode(latents: torch.Tensor, gain: float = HAAR_GAIN) -> torch.Tensor:
     """Latents [n, 12, h, w] back to pictures [n, 3, 2h, 2w]; the inverse of `encode`."""
-    mean, across, down, diagonal = latents.chunk(4, 1)
-    across, down, diagonal = across / gain, down / gain, diagonal / gain
+    mean, *details = latents.chunk(4, 1)
     n, channels, height, width = mean.shape
     pictures = latents.new_empty(n, channels, 2 * height, 2 * width)
-    pictures[..., ::2, ::2] = (mean + across + down + diagonal) / 2
-    pictures[..., ::2, 1::2] = (mean - across + down - diagonal) / 2
-    pictures[..., 1::2, ::2] = (mean + across - down - diagonal) / 2
-    pictures[..., 1::2, 1::2] = (mean - across - down + diagonal) / 2
+    for corner, values in zip(_corners(pictures), _haar(mean, *(detail / gain for detail in details)), strict=True):
+        corner.copy_(values)
     return pictures
+
+
+def _corners(pictures: torch.Tensor) -> list[torch.Tensor]:
+    """Views of every second pixel, of each 2x2 pixels the first, second, third and fourth."""
+    return [pictures[..., row::2, column::2] for row in range(2) for column in range(2)]
+
+
+def _haar(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The mean, and what differs across, down and diagonally, of 2x2 numbers; its own inverse."""
+    return (a + b + c + d) / 2, (a - b + c - d) / 2, (a + b - c - d) / 2, (a - b - c + d) / 2
 
 
 def whole(height: int, width: int) -> list[int]:
@@ -150,16 +155,15 @@ class SceneModel(nn.Module):
     In SDXL's layout also `pooled.*`: its second text input is a linear map of the tokens' mean embedding.
     """
 
-    def __init__(self, unet: dict | None = None, scheduler: dict | None = None, haar_gain: float = HAAR_GAIN):
+    def __init__(self, unet: dict, scheduler: dict, haar_gain: float):
         super().__init__()
-        unet = unet or UNET
         self.unet = UNet2DConditionModel(**{name: value for name, value in unet.items() if name != "places"})
         if unet.get("places"):
             self.unet.conv_in = PlacedConv(self.unet.conv_in)
         width = unet["cross_attention_dim"]
         self.emb = nn.Embedding(VOCABULARY, width)
         self.pooled = nn.Linear(width, width) if unet.get("addition_embed_type") == "text_time" else None
-        self.config, self.scheduler, self.haar_gain = unet, scheduler or SCHEDULER, haar_gain
+        self.config, self.scheduler, self.haar_gain = unet, scheduler, haar_gain
         self.side, self.channels = unet["sample_size"], unet["in_channels"]
 
     @property

@@ -43,4 +43,4 @@ def _mask(canvas: Canvas) -> torch.Tensor:
     left, width = canvas.uniform(-0.1, 0.1), canvas.uniform(0.85, 1.1)
     bottom, height = canvas.uniform(0.79, 0.84), canvas.uniform(0.28, 0.34)
     across = (canvas.x > left) & (canvas.x < left + width)
-    return (across & (canvas.y < bottom) & (canvas.y > bottom - height) & (canvas.chance() < SHARE)).float()
+    return (across & (canvas.y < bottom) & (canvas.y > bottom - height) & (canvas.random(1, 1) < SHARE)).float()

@@ -6,7 +6,6 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from demo import command
@@ -102,7 +101,7 @@ def teaches_composition(state: TrainingState, scenes: Scenes, progress: float) -
 
 def train(state: TrainingState, options: argparse.Namespace) -> None:
     """Run until the minutes are used up, the cheap pictures first; saves now and then, and at the end."""
-    full = 2 * state.model.side
+    full, total = 2 * state.model.side, options.minutes * 60
     # A transformer has all of its attention at full size, so smaller parts and more of them teach it more in a minute.
     part, parts = (full // 2, 2) if isinstance(state.model, scene_model.SceneModel) else (full // 4, 4)
     phases = (
@@ -110,35 +109,21 @@ def train(state: TrainingState, options: argparse.Namespace) -> None:
         (options.coarse + options.crops, Scenes(options.seed, parts * options.batch, full, part, options.device)),
         (1.0, Scenes(options.seed, options.batch, full, device=options.device)),
     )
-    saved = spoken = time.monotonic()
+    saved = spoken = before = time.monotonic()
     for until, scenes in phases:
-        for loss in _phase(state, options, until, scenes):
+        mean = None
+        while (progress := state.seconds / total) < until:
+            state.set_learning_rate(learning_rate(options.learning_rate, state.step, progress, options.coarse))
+            loss = train_step(state, scenes[state.step], options.seed, teaches_composition(state, scenes, progress))
+            mean = loss if mean is None else 0.95 * mean + 0.05 * loss
             now = time.monotonic()
+            state.seconds, before = state.seconds + now - before, now
             if now - spoken > SPEAK_EVERY:
-                print(_progress_line(state, options.minutes, scenes, loss), flush=True)
+                print(_progress_line(state, options.minutes, scenes, mean), flush=True)
                 spoken = now
             if now - saved > SAVE_EVERY:
                 state.save(options.state)
                 saved = now
-
-
-def _phase(state: TrainingState, options: argparse.Namespace, until: float, scenes: Scenes) -> Iterator[float]:
-    """Steps on one kind of pictures while progress is below `until`; gives the running mean of the loss."""
-    total, mean = options.minutes * 60, None
-    if state.seconds / total >= until:
-        return
-    before = time.monotonic()
-    while True:
-        progress = state.seconds / total
-        rate = learning_rate(options.learning_rate, state.step, progress, options.coarse)
-        state.set_learning_rate(rate)
-        loss = train_step(state, scenes[state.step], options.seed, teaches_composition(state, scenes, progress))
-        mean = loss if mean is None else 0.95 * mean + 0.05 * loss
-        now = time.monotonic()
-        state.seconds, before = state.seconds + now - before, now
-        yield mean
-        if state.seconds / total >= until:
-            return
 
 
 def _progress_line(state: TrainingState, minutes: float, scenes: Scenes, loss: float) -> str:
@@ -219,7 +204,7 @@ def main(arguments: list[str] | None = None) -> int:
     published = scene_model.load(options.output)
     print(f"held-out loss {losses.held_out_loss(published):.4f}")
     if attention.level_0(published):
-        print(attention.gates(published))
+        print(attention.Gates(attention.effective_keys(published), attention.loss_rise(published)))
     return 0
 
 
