@@ -19,33 +19,32 @@ from demo.transformer import TRANSFORMER, SceneTransformer
 WEIGHTS = Path(__file__).with_name("scenes128.safetensors")
 # Of another seed, so that a ranking can be seen to repeat.
 CHECKPOINTS = (WEIGHTS, WEIGHTS.with_name("scenes128-b.safetensors"))
-UNET = {
-    "sample_size": 64,
+COMMON = {
     "in_channels": 12,
     "out_channels": 12,
+    "layers_per_block": 1,
+    "cross_attention_dim": 96,
+    "norm_num_groups": 16,
+}
+UNET = {
+    **COMMON,
+    "sample_size": 64,
     "block_out_channels": [32, 64, 128],
     "down_block_types": ["CrossAttnDownBlock2D"] * 3,
     "up_block_types": ["CrossAttnUpBlock2D"] * 3,
-    "layers_per_block": 1,
-    "cross_attention_dim": 96,
     "attention_head_dim": [2, 2, 4],  # diffusers means the number of heads by it: 16, 32 and 32 channels each
-    "norm_num_groups": 16,
     "places": True,  # ours: its first convolution is a `PlacedConv`
 }
 # No attention at the finest level, transformer depth 2 and 10 below it, linear projections, text_time conditioning.
 UNET_XL = {
+    **COMMON,
     "sample_size": 128,
-    "in_channels": 12,
-    "out_channels": 12,
     "block_out_channels": [32, 64, 48],
     "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
     "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
     "transformer_layers_per_block": [1, 2, 10],
     "use_linear_projection": True,
-    "layers_per_block": 1,
-    "cross_attention_dim": 96,
     "attention_head_dim": [1, 2, 2],
-    "norm_num_groups": 16,
     "addition_embed_type": "text_time",
     "addition_time_embed_dim": 32,
     "projection_class_embeddings_input_dim": 96 + 6 * 32,  # the pooled text, and six sizes of 32 channels each
@@ -73,33 +72,25 @@ WHOLE: Window = (0.0, 0.0, 1.0, 1.0)
 def encode(pictures: torch.Tensor, gain: float = HAAR_GAIN) -> torch.Tensor:
     """Pictures [n, 3, H, W] in -1..1 to latents [n, 12, H/2, W/2]: one level of the Haar transform.
 
-    decode(encode(x)) == x up to rounding. Raises ValueError for an odd side.
+    decode(encode(x)) == x up to rounding. Both sides are even.
     """
-    if pictures.shape[-1] % 2 or pictures.shape[-2] % 2:
-        raise ValueError(f"pictures of {tuple(pictures.shape[-2:])} pixels have no Haar latent; "
-                         "both sides must be even")
-    mean, *details = _haar(*_corners(pictures))
-    return torch.cat([mean, *(gain * detail for detail in details)], 1)
+    a, b = pictures[..., ::2, ::2], pictures[..., ::2, 1::2]
+    c, d = pictures[..., 1::2, ::2], pictures[..., 1::2, 1::2]
+    details = [a - b + c - d, a + b - c - d, a - b - c + d]
+    return torch.cat([(a + b + c + d) / 2, *(gain * detail / 2 for detail in details)], 1)
 
 
 def decode(latents: torch.Tensor, gain: float = HAAR_GAIN) -> torch.Tensor:
     """Latents [n, 12, h, w] back to pictures [n, 3, 2h, 2w]; the inverse of `encode`."""
-    mean, *details = latents.chunk(4, 1)
+    mean, across, down, diagonal = latents.chunk(4, 1)
+    across, down, diagonal = across / gain, down / gain, diagonal / gain
     n, channels, height, width = mean.shape
     pictures = latents.new_empty(n, channels, 2 * height, 2 * width)
-    for corner, values in zip(_corners(pictures), _haar(mean, *(detail / gain for detail in details)), strict=True):
-        corner.copy_(values)
+    pictures[..., ::2, ::2] = (mean + across + down + diagonal) / 2
+    pictures[..., ::2, 1::2] = (mean - across + down - diagonal) / 2
+    pictures[..., 1::2, ::2] = (mean + across - down - diagonal) / 2
+    pictures[..., 1::2, 1::2] = (mean - across - down + diagonal) / 2
     return pictures
-
-
-def _corners(pictures: torch.Tensor) -> list[torch.Tensor]:
-    """Views of every second pixel, of each 2x2 pixels the first, second, third and fourth."""
-    return [pictures[..., row::2, column::2] for row in range(2) for column in range(2)]
-
-
-def _haar(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The mean, and what differs across, down and diagonally, of 2x2 numbers; its own inverse."""
-    return (a + b + c + d) / 2, (a - b + c - d) / 2, (a + b - c - d) / 2, (a - b - c + d) / 2
 
 
 def whole(height: int, width: int) -> list[int]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import copy
+import json
 import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -13,13 +16,15 @@ from demo import command
 command.wait_passively()
 
 import torch  # noqa: E402
+from safetensors import safe_open  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
 
 from demo import attention  # noqa: E402
 from demo import model as scene_model  # noqa: E402
 from demo import training_loss as losses  # noqa: E402
 from demo.training_loss import Batch, Scenes  # noqa: E402
-from demo.training_state import TrainingState  # noqa: E402
 
+BLOCKS = ("down_blocks.", "mid_block.", "up_blocks.", "transformer_blocks.")  # their matrices are Muon's
 FOLDER = Path(__file__).resolve().parent.parent / "demo-output"
 SAVE_EVERY, SPEAK_EVERY = 60.0, 10.0  # seconds
 AVERAGE = 0.995
@@ -62,6 +67,90 @@ def parser() -> argparse.ArgumentParser:
         "to look things up in: half-size ones, quarter-size ones for a transformer (default 0.15)")
     add("--seed", type=command.SEED, default=0, help="seed of the scenes and of the noise")
     return made
+
+
+class TrainingState:
+    """The model, its running average, the optimizer, steps done and seconds spent.
+
+    The average is what gets sampled and published: single steps are noisy, their mean is not.
+    """
+
+    def __init__(self, model: scene_model.SceneModel, learning_rate: float):
+        self.model = model.train()
+        self.average = copy.deepcopy(model).eval().requires_grad_(False)
+        self.matrices = [p for name, p in model.named_parameters() if p.ndim > 1 and any(b in name for b in BLOCKS)]
+        # Muon takes matrices, a convolution's kernel as one; these share its memory. After equal steps its loss is
+        # less than AdamW's, where there is most noise above all.
+        self.flat = [torch.nn.Parameter(p.detach().flatten(1)) for p in self.matrices]
+        chosen = set(map(id, self.matrices))
+        others = [p for p in model.parameters() if id(p) not in chosen]
+        self.optimizers = (
+            torch.optim.Muon(self.flat, learning_rate, weight_decay=0.01, ns_steps=3, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.99), weight_decay=0.0),
+        )
+        self.step, self.seconds = 0, 0.0
+
+    def set_learning_rate(self, rate: float) -> None:
+        """Of every weight."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+
+    def descend(self) -> None:
+        """One step down the gradients that the model's weights have; takes them away."""
+        for flat, matrix in zip(self.flat, self.matrices, strict=True):
+            flat.grad = matrix.grad.flatten(1)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.model.zero_grad()
+        self.step += 1
+
+    def update_average(self, limit: float) -> None:
+        """Move the average towards the model; early on faster than `limit`, to forget the start."""
+        keep = min(limit, (1 + self.step) / (10 + self.step))
+        with torch.no_grad():
+            torch._foreach_lerp_(list(self.average.parameters()), list(self.model.parameters()), 1 - keep)
+
+    def save(self, path: Path) -> None:
+        """Write everything, in one move: a stop while writing leaves the previous state."""
+        tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
+        tensors |= {f"average.{name}": value for name, value in self.average.state_dict().items()}
+        for kind, optimizer in enumerate(self.optimizers):
+            for index, moments in optimizer.state_dict()["state"].items():
+                tensors |= {f"optimizer.{kind}.{index}.{name}": value for name, value in moments.items()}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(f"{path}.part")
+        progress = json.dumps({"step": self.step, "seconds": self.seconds})
+        save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, unfinished,
+                  {"progress": progress})
+        os.replace(unfinished, path)
+
+    def load(self, path: Path) -> None:
+        """Take over what `save` wrote. Raises ValueError where the file is of another model or no such file."""
+        try:
+            with safe_open(path, "pt") as file:
+                progress = json.loads(file.metadata()["progress"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            self.model.load_state_dict(_below("model.", tensors))
+            self.average.load_state_dict(_below("average.", tensors))
+            for kind, optimizer in enumerate(self.optimizers):
+                _load(optimizer, _below(f"optimizer.{kind}.", tensors))
+        except Exception as error:
+            raise ValueError(f"{path} is no training state of this model ({error}); give another --state, "
+                             "or remove the file to start anew") from error
+        self.step, self.seconds = progress["step"], progress["seconds"]
+
+
+def _load(optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]) -> None:
+    state: dict[int, dict] = {}
+    for key, value in tensors.items():
+        index, name = key.split(".")
+        state.setdefault(int(index), {})[name] = value
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _below(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name[len(prefix):]: value for name, value in tensors.items() if name.startswith(prefix)}
 
 
 def learning_rate(highest: float, step: int, progress: float, coarse: float) -> float:
