@@ -20,11 +20,6 @@ class Checkpoint:
     kind: str
     variant: str | None = None
 
-    @property
-    def is_embedded(self) -> bool:
-        """Of the kind in this folder, which knows a few words."""
-        return self.kind == "scenes"
-
 
 def inspect(path: Path) -> Checkpoint:
     """Say what `path` holds. Raises FileNotFoundError or ValueError, in one sentence, where it cannot be used."""

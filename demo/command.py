@@ -86,7 +86,7 @@ def check(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
                          "give at least as many, or leave --pictures out")
     options.pictures = options.pictures or len(given) or PICTURES
     user = check_model(options)
-    if user is None or user.is_embedded:
+    if user is None or user.kind == "scenes":
         for text in given:
             prompt.parse(text)
     _check_output(options.output)
@@ -146,7 +146,7 @@ def source_of(options: argparse.Namespace, user: checkpoint.Checkpoint | None):
     from demo.source import Embedded, UserPipeline
 
     device = device_of(options.device)
-    if user and not user.is_embedded:
+    if user and user.kind != "scenes":
         made = UserPipeline(user, options.config, device)
     else:
         made = Embedded(device, user.path if user else WEIGHTS)

@@ -40,13 +40,9 @@ class Column:
 
     @property
     def name(self) -> str:
-        return heading(self.strength)
-
-
-def heading(strength: float | None) -> str:
-    """Of a strength, with the preset that it is; None is no merging."""
-    preset = next((f" ({one})" for one, mark in MARKS.items() if mark == strength), "")
-    return "no merging" if strength is None else f"strength {strength:g}{preset}"
+        """The strength, with the preset that it is."""
+        preset = next((f" ({one})" for one, mark in MARKS.items() if mark == self.strength), "")
+        return "no merging" if self.strength is None else f"strength {self.strength:g}{preset}"
 
 
 def make(source: Source, order: Order, steps: int, strength: float | None, on_step: OnStep):

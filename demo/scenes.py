@@ -22,8 +22,7 @@ def draw_attributes(n: int, generator: torch.Generator) -> torch.Tensor:
 def render(attributes: torch.Tensor, generator: torch.Generator, size: int = 64, walls: bool = True) -> torch.Tensor:
     """Paint scenes: `attributes` int64 [n, 6] to float32 [n, 3, size, size] in -1..1, on the generator's device.
 
-    What the attributes leave open (positions, textures, clouds) is drawn from `generator`: equal generators on one
-    device give equal pictures. walls: may some scenes have one.
+    All else is drawn from `generator`: equal ones on one device give equal pictures. walls: may some scenes have one.
     """
     canvas = Canvas(dict(zip(ATTRIBUTES, attributes.T, strict=True)), generator, size)
     setting = scene_background.paint(canvas)

@@ -34,22 +34,11 @@ FINISH, FINISH_EVERY = 0.8, 2  # from that share of the time on, for clean edges
 FEWER = 8  # in noise level 0 looks at every 8th key of a full picture: its attention is two thirds of a step's time
 
 
-def positive(text: str) -> float:
-    """A number above 0, for argparse."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0; give one such as 90")
-    return value
-
-
 def parser() -> argparse.ArgumentParser:
     """The options of a training run."""
     made = argparse.ArgumentParser(prog="python -m demo.train", description=__doc__)
     add = made.add_argument
-    add("--minutes", type=positive, required=True, help="length of the whole run, over all its resumptions")
+    add("--minutes", type=float, required=True, help="length of the whole run, over all its resumptions")
     add("--layout", choices=tuple(scene_model.LAYOUTS), default="sd", help="Stable Diffusion's, for 128 px (default), "
         "SDXL's, for 256 px, or Flux's, for 128 px")
     add("--state", type=Path, help="where the run is kept (default demo-output/training-LAYOUT.safetensors)")
@@ -61,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     add("--batch", type=command.number("number of pictures", 1, 4096, "such as 4"), default=4,
         help="pictures a step; twice as many at first, and four times as many quarter-size parts for a transformer "
              "(default 4; a GPU takes 64)")
-    add("--learning-rate", type=positive, default=3e-3, help="highest learning rate (default 0.003)")
+    add("--learning-rate", type=float, default=3e-3, help="highest learning rate (default 0.003)")
     add("--coarse", type=float, default=0.3, help="share of the time spent on half-size pictures first (default 0.3)")
     add("--crops", type=float, default=0.15, help="share of the time spent on parts of full pictures after that, cheap "
         "to look things up in: half-size ones, quarter-size ones for a transformer (default 0.15)")
@@ -78,6 +67,7 @@ class TrainingState:
     def __init__(self, model: scene_model.SceneModel, learning_rate: float):
         self.model = model.train()
         self.average = copy.deepcopy(model).eval().requires_grad_(False)
+        self.both = torch.nn.ModuleDict({"model": self.model, "average": self.average})
         self.matrices = [p for name, p in model.named_parameters() if p.ndim > 1 and any(b in name for b in BLOCKS)]
         # Muon takes matrices, a convolution's kernel as one; these share its memory. After equal steps its loss is
         # less than AdamW's, where there is most noise above all.
@@ -89,12 +79,6 @@ class TrainingState:
             torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.99), weight_decay=0.0),
         )
         self.step, self.seconds = 0, 0.0
-
-    def set_learning_rate(self, rate: float) -> None:
-        """Of every weight."""
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate
 
     def descend(self) -> None:
         """One step down the gradients that the model's weights have; takes them away."""
@@ -113,8 +97,7 @@ class TrainingState:
 
     def save(self, path: Path) -> None:
         """Write everything, in one move: a stop while writing leaves the previous state."""
-        tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
-        tensors |= {f"average.{name}": value for name, value in self.average.state_dict().items()}
+        tensors = self.both.state_dict()
         for kind, optimizer in enumerate(self.optimizers):
             for index, moments in optimizer.state_dict()["state"].items():
                 tensors |= {f"optimizer.{kind}.{index}.{name}": value for name, value in moments.items()}
@@ -127,30 +110,21 @@ class TrainingState:
 
     def load(self, path: Path) -> None:
         """Take over what `save` wrote. Raises ValueError where the file is of another model or no such file."""
+        moments: list[dict] = [{}, {}]
         try:
             with safe_open(path, "pt") as file:
                 progress = json.loads(file.metadata()["progress"])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            self.model.load_state_dict(_below("model.", tensors))
-            self.average.load_state_dict(_below("average.", tensors))
-            for kind, optimizer in enumerate(self.optimizers):
-                _load(optimizer, _below(f"optimizer.{kind}.", tensors))
+            for name in [name for name in tensors if name.startswith("optimizer.")]:
+                _, kind, index, moment = name.split(".")
+                moments[int(kind)].setdefault(int(index), {})[moment] = tensors.pop(name)
+            self.both.load_state_dict(tensors)
+            for optimizer, state in zip(self.optimizers, moments, strict=True):
+                optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
         except Exception as error:
             raise ValueError(f"{path} is no training state of this model ({error}); give another --state, "
                              "or remove the file to start anew") from error
         self.step, self.seconds = progress["step"], progress["seconds"]
-
-
-def _load(optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]) -> None:
-    state: dict[int, dict] = {}
-    for key, value in tensors.items():
-        index, name = key.split(".")
-        state.setdefault(int(index), {})[name] = value
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def _below(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name[len(prefix):]: value for name, value in tensors.items() if name.startswith(prefix)}
 
 
 def learning_rate(highest: float, step: int, progress: float, coarse: float) -> float:
@@ -202,24 +176,20 @@ def train(state: TrainingState, options: argparse.Namespace) -> None:
     for until, scenes in phases:
         mean = None
         while (progress := state.seconds / total) < until:
-            state.set_learning_rate(learning_rate(options.learning_rate, state.step, progress, options.coarse))
+            for group in (group for optimizer in state.optimizers for group in optimizer.param_groups):
+                group["lr"] = learning_rate(options.learning_rate, state.step, progress, options.coarse)
             loss = train_step(state, scenes[state.step], options.seed, teaches_composition(state, scenes, progress))
             mean = loss if mean is None else 0.95 * mean + 0.05 * loss
             now = time.monotonic()
             state.seconds, before = state.seconds + now - before, now
             if now - spoken > SPEAK_EVERY:
-                print(_progress_line(state, options.minutes, scenes, mean), flush=True)
+                crop, left = f"{scenes.crop} of " if scenes.crop else "", max(0.0, total - state.seconds) / 60
+                print(f"{state.seconds / 60:.1f} of {options.minutes:g} min, step {state.step}, {crop}{scenes.size} "
+                      f"px, loss {mean:.4f}, {left:.1f} min left", flush=True)
                 spoken = now
             if now - saved > SAVE_EVERY:
                 state.save(options.state)
                 saved = now
-
-
-def _progress_line(state: TrainingState, minutes: float, scenes: Scenes, loss: float) -> str:
-    spent = state.seconds / 60
-    part = f"{scenes.crop} of " if scenes.crop else ""
-    return (f"{spent:.1f} of {minutes:g} min, step {state.step}, {part}{scenes.size} px, loss {loss:.4f}, "
-            f"{max(0.0, minutes - spent):.1f} min left")
 
 
 @torch.no_grad()
