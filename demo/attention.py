@@ -52,10 +52,9 @@ def level_0(model: SceneModel) -> list[Attention]:
 
 @torch.no_grad()
 def start_sharp(model: SceneModel) -> None:
-    """Every second half of the level-0 heads anew, from torch's global generator: keys that equal queries.
+    """Draw the second half of the heads anew, from torch's global generator, with keys that equal queries.
 
-    Such heads tell like tokens from unlike ones. The other half stays free to be broad, for what all of a picture has
-    in common.
+    Such heads tell like tokens from unlike ones; the others are free to be broad.
     """
     for attention in level_0(model):
         width, head = attention.to_q.in_features, attention.to_q.out_features // attention.heads

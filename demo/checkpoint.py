@@ -74,8 +74,6 @@ def read_shapes(path: Path) -> dict[str, list[int]]:
 def _inspect_folder(path: Path) -> Checkpoint:
     index = path / "model_index.json"
     if not index.is_file():
-        if any(file.suffix.lower() in PICKLED for file in path.iterdir()):
-            raise ValueError(f"{path} holds pickled weights: {WHY_NOT_PICKLED}; convert the model as .safetensors")
         raise ValueError(f"{path} has no model_index.json, so it is no diffusers folder; give the folder that has "
                          "one, or a single .safetensors file")
     # a part that is there is [library, class]

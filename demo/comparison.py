@@ -60,8 +60,8 @@ def compare(
 ) -> list[Column]:
     """Make every order at every strength; gives a column for each, in their order.
 
-    They take turns picture by picture, starting with another one each time, so that a machine that gets
-    slower or busier does so for all of them. `on_step` is called steps x orders x strengths times.
+    They take turns picture by picture, starting with another one each time, so that a machine that gets slower or
+    busier does so for all. `on_step` is called steps x orders x strengths times.
     """
     announce("warming up")
     for strength in strengths[:2]:

@@ -117,17 +117,7 @@ class PlacedConv(nn.Conv2d):
         return seen + self.place(features(*seen.shape[2:], self.window, seen.device).to(seen.dtype))
 
 
-def window_of(sizes: torch.Tensor | None) -> Window:
-    """Of the first row of sizes [n, 6], as `SceneModel.forward` takes them; the whole picture without any."""
-    if sizes is None:
-        return WHOLE
-    height, width, top, left, tall, wide = sizes[0].tolist()
-    return top / height, left / width, tall / height, wide / width
-
-
-def features(
-    height: int, width: int, window: Window = WHOLE, device: torch.device | str = "cpu"
-) -> torch.Tensor:
+def features(height: int, width: int, window: Window = WHOLE, device: torch.device | str = "cpu") -> torch.Tensor:
     """[1, FEATURES, height, width]: waves over the picture, at the middles of a window's cells.
 
     All of it is made on the device: a copy to it would wait there, and cannot be captured in a CUDA graph.
@@ -171,18 +161,15 @@ class SceneModel(nn.Module):
         much of it is cut off above and left, height and width of this part; those of a `whole` picture by default.
         SDXL's layout looks at them, and a `PlacedConv`, which takes the first row for all of them.
         """
-        words = self.emb(tokens)
+        words, added = self.emb(tokens), None
         if isinstance(self.unet.conv_in, PlacedConv):
-            self.unet.conv_in.window = window_of(sizes)
-        return self.unet(latents, timestep, words, added_cond_kwargs=self._add_sizes(words, latents, sizes),
-                         return_dict=False)[0]
-
-    def _add_sizes(self, words: torch.Tensor, latents: torch.Tensor, sizes: torch.Tensor | None) -> dict | None:
-        if self.pooled is None:
-            return None
-        if sizes is None:
-            sizes = torch.tensor([whole(2 * latents.shape[2], 2 * latents.shape[3])], device=latents.device)
-        return {"text_embeds": self.pooled(words.mean(1)), "time_ids": sizes.expand(len(words), -1)}
+            height, width, top, left, tall, wide = (1, 1, 0, 0, 1, 1) if sizes is None else sizes[0].tolist()
+            self.unet.conv_in.window = top / height, left / width, tall / height, wide / width
+        if self.pooled is not None:
+            if sizes is None:
+                sizes = torch.tensor([whole(2 * latents.shape[2], 2 * latents.shape[3])], device=latents.device)
+            added = {"text_embeds": self.pooled(words.mean(1)), "time_ids": sizes.expand(len(words), -1)}
+        return self.unet(latents, timestep, words, added_cond_kwargs=added, return_dict=False)[0]
 
 
 def make(config: dict, scheduler: dict | None = None, haar_gain: float = HAAR_GAIN) -> SceneModel | SceneTransformer:

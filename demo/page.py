@@ -1,6 +1,4 @@
-"""`python install.py page`: the same picture without merging and with it, in a browser. It listens on this machine
-alone and asks nobody else for anything.
-"""
+"""`python install.py page`: the same picture without merging and with it, in a browser, for this machine alone."""
 
 from __future__ import annotations
 
@@ -308,12 +306,11 @@ def serve(blocks: Any, studio: Studio, port: int | None, opens_browser: bool) ->
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options; `install.py page` passes everything on to them."""
     made = argparse.ArgumentParser(
         prog="page", description="A page in the browser: the same picture without merging and with it, side by side."
     )
     add = made.add_argument
-    add("--strength", type=command.strength, default=command.BALANCED, metavar="S",
+    add("--strength", type=command.STRENGTH, default=command.BALANCED, metavar="S",
         help="what the page starts with, from 0, which is off, to 1 (default %(default)s)")
     command.add_model(made)
     add("--port", type=command.number("port", 1, 65535, "such as 7870"), metavar="N",

@@ -1,7 +1,6 @@
 """A wall of bricks behind the object: bricks of few shades make tiles of few kinds, which stand in random order.
 
-Which shades there are follows from no word and from nothing beside a brick, only from the other bricks, near and far,
-that have the same one; so a model that takes noise away has to look at just these.
+Only other bricks, near and far, tell a brick's shade, so a model that takes noise away has to look at just these.
 """
 
 from __future__ import annotations

@@ -69,8 +69,7 @@ class TrainingState:
         self.average = copy.deepcopy(model).eval().requires_grad_(False)
         self.both = torch.nn.ModuleDict({"model": self.model, "average": self.average})
         self.matrices = [p for name, p in model.named_parameters() if p.ndim > 1 and any(b in name for b in BLOCKS)]
-        # Muon takes matrices, a convolution's kernel as one; these share its memory. After equal steps its loss is
-        # less than AdamW's, where there is most noise above all.
+        # Muon, which learns more in a step than AdamW, takes matrices; these share the memory of kernels
         self.flat = [torch.nn.Parameter(p.detach().flatten(1)) for p in self.matrices]
         chosen = set(map(id, self.matrices))
         others = [p for p in model.parameters() if id(p) not in chosen]
