@@ -18,7 +18,7 @@ import torch
 
 import tome_core
 from demo import page
-from demo.page import Drawn, Stopped, Studio, Wanted
+from demo.page import Stopped, Studio, Wanted
 from tests.checkout import fresh
 from tests.gradio_panel.serving import OPENER, free_port, wait_until_ready
 from tests.models import small
@@ -58,14 +58,6 @@ def test_the_script_does_what_the_page_did(own):
     exec(call, {"tome_core": double, "pipe": None})
     assert calls == [(wanted.how["config"],) if own else {"strength": 0.5}]
     assert "manual_seed(5)" in page.script(wanted) and "num_inference_steps=2" in page.script(wanted)
-
-
-def test_of_equal_pictures_it_says_so_and_of_others_how_near_they_are():
-    black, grey = np.zeros((4, 4, 3), np.uint8), np.full((4, 4, 3), 16, np.uint8)
-    same = page.figures(Drawn(black, black, (4.0, 2.0), "", []), True)
-    assert same.endswith("2.00 times as fast; the same picture, bit for bit.")
-    other = page.figures(Drawn(black, grey, (4.0, 2.0), "", []), False)
-    assert "4.00 s without merging, 2.00 s with it: 2.00 times as fast; PSNR 24.0 dB" in other
 
 
 def test_a_mosaic_has_the_mean_colour_of_each_group():

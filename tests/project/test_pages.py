@@ -13,7 +13,6 @@ import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -154,24 +153,19 @@ def test_the_python_of_a_page_runs_and_leaves_nothing_behind(page, tiny_folder):
         assert not any("forward" in vars(module) or "_forward" in vars(module) for module in pipe.unet.modules()), code
 
 
-def test_the_smallest_form_attends_as_repeated_means_do_and_leaves_other_keys_alone():
+@pytest.mark.parametrize("keys, side", [(64, 8), (16, 4), (77, None)])
+def test_the_smallest_form_attends_as_repeated_means_do_and_leaves_other_keys_alone(keys, side):
     """The functions in docs/methods.md that a reader copies."""
-    shown: dict = {}
-    exec(next(code for code in python_of("docs/methods.md") if "def attend" in code), shown)
-    form, heads, generator = SimpleNamespace(**shown), 2, torch.Generator().manual_seed(0)
-
-    def plain(*tensors):
-        q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in tensors)
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-
-    for keys, side in ((64, 8), (16, 4), (77, None)):
-        q, k, v = (torch.randn(1, count, 16, generator=generator) for count in (64, keys, keys))
-        group = form.group_tokens(k, v, side, side, 0.75)[0][0] if side else torch.arange(keys)
-        means = torch.nn.functional.one_hot(group).float()
-        means = means @ (means / means.sum(0)).T  # every token becomes the mean of its group
-        expected = plain(q, means @ k, means @ v)
-        torch.testing.assert_close(form.attend(q, k, v, heads, (8, 8), 0.75), expected, atol=1e-5, rtol=0)
-        assert len(group.unique()) == (keys // 4 if side else keys)
+    form: dict = {}
+    exec(next(code for code in python_of("docs/methods.md") if "def attend" in code), form)
+    q, k, v = (torch.randn(1, count, 16) for count in (64, keys, keys))
+    group = form["group_tokens"](k, v, side, side, 0.75)[0][0] if side else torch.arange(keys)
+    assert len(group.unique()) == (keys // 4 if side else keys)
+    alike = (group[:, None] == group).float()
+    means = alike / alike.sum(1, keepdim=True)  # every token becomes the mean of its group
+    heads = (x.unflatten(-1, (2, -1)).transpose(1, 2) for x in (q, means @ k, means @ v))
+    expected = F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(form["attend"](q, k, v, 2, (8, 8), 0.75), expected, atol=1e-5, rtol=0)
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------

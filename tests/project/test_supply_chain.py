@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-import install
 import install_hosts
 
 yaml = pytest.importorskip("yaml", reason="PyYAML comes with omegaconf: python install.py test")
@@ -25,17 +24,6 @@ PINNED = re.compile(r"[\w.-]+/[\w.-]+@[0-9a-f]{40} # v?\d+(\.\d+)*")
 # the rights of a job beyond reading the repository, and the secrets of a workflow
 WRITES = {("publish-pypi", "publish"): {"id-token": "write"}}
 SECRETS = {"publish-comfy": {"REGISTRY_ACCESS_TOKEN"}}
-
-
-def test_every_change_is_tested_on_the_oldest_and_the_newest_python_and_torch():
-    assert set(WORKFLOWS["ci"][ON]) == {"pull_request", "push", "workflow_call"}
-    tests = WORKFLOWS["ci"]["jobs"]["tests"]
-    project = install.read_project(ROOT / "pyproject.toml")["project"]
-    python, torch = project["requires-python"][2:], project["dependencies"][0].removeprefix("torch>=")
-    cases = {(case["python"], case["torch"]) for case in tests["strategy"]["matrix"]["include"]}
-    assert cases == {(python, f"{torch}.*"), (python, "newest"), ("3.13", "newest")}
-    commands = {step.get("run") for job in WORKFLOWS["ci"]["jobs"].values() for step in job["steps"]}
-    assert commands >= {"python install.py demo", "python install.py test", "ruff check ."}
 
 
 @pytest.mark.parametrize("name", ["publish-comfy", "publish-pypi"])
