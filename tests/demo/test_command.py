@@ -87,7 +87,8 @@ def test_the_sheet_has_a_label_on_every_row_and_column_and_the_judgement_below(w
     below = dark[cell(3, 2)[3]:]
     assert below.sum() > 200 and not below[-4:].any(), "no judgement, or a cut one"
     heads = [(left, comparison_sheet.TITLE, right, top) for left, top, right, _ in map(cell, (0, 0, 0), range(3))]
-    assert all(dark[top:bottom, left:right].sum() > 200 for left, top, right, bottom in (*heads, cell(1, 0), cell(3, 0)))
+    for left, top, right, bottom in (*heads, cell(1, 0), cell(3, 0)):
+        assert dark[top:bottom, left:right].sum() > 200, "no heading or prompt"
 
 
 def test_the_columns_are_a_plain_run_and_what_the_page_draws_and_below_them_what_differs(whole_run):
