@@ -38,7 +38,7 @@ def test_a_saved_model_is_of_the_layout_that_it_was_and_saving_it_again_changes_
     assert (second.config, second.scheduler, second.haar_gain) == (first.config, first.scheduler, first.haar_gain)
     assert torch.allclose(predicted(second), predicted(first), atol=0.05)
     assert not torch.allclose(predicted(second, WORDS.flip(0)), predicted(second), atol=1e-4), "words change nothing"
-    assert is_scene_model(path) and checkpoint.inspect(path).is_embedded
+    assert is_scene_model(path) and checkpoint.inspect(path).kind == "scenes"
     model.save(second, path)
     weights = model.load(path).state_dict()
     assert all(torch.equal(value, weights[name]) for name, value in second.state_dict().items())
