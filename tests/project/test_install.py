@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import signal
 import subprocess
 import sys
 import venv
@@ -52,6 +53,12 @@ def test_help_lists_every_command_and_so_does_the_refusal_of_an_unknown_command(
     shown, refused = capsys.readouterr()
     assert all(f"install.py {name}" in text for text in (shown, refused) for name in install.COMMANDS)
     assert "'demoo'" in refused
+
+
+def test_an_interrupt_ends_without_a_traceback(monkeypatch, capsys):
+    monkeypatch.setitem(install.COMMANDS, "demo", lambda arguments: signal.raise_signal(signal.SIGINT))
+    assert install.main(["demo"]) == 130
+    assert capsys.readouterr().err.strip() == "install.py: stopped."
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows ends a program without telling it")
