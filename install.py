@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import signal
-import subprocess
+import subprocess  # noqa: TID251 - environments, pip, and the command that the user asked for
 import sys
 from importlib.util import find_spec
 from pathlib import Path

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
-import subprocess
+import subprocess  # noqa: TID251 - the project's own tests of its kernels run in a process of their own
 import sys
 import traceback
 import warnings

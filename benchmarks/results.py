@@ -12,7 +12,7 @@ import importlib.metadata
 import json
 import os
 import platform
-import subprocess
+import subprocess  # noqa: TID251 - asks git for the commit
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -31,25 +31,13 @@ class Gates(NamedTuple):
     keys: tuple[float, ...]
     rise: float
 
-    @property
-    def few(self) -> float:
-        """The share of heads that use few keys."""
-        return sum(share <= FEW_KEYS for share in self.keys) / len(self.keys)
-
     def __str__(self) -> str:
+        few = sum(share <= FEW_KEYS for share in self.keys) / len(self.keys)
         shares = " ".join(f"{100 * share:.0f}" for share in self.keys)
-        return (f"{_verdict(self.few >= HEADS_WITH_FEW_KEYS)} level-0 heads that use at most {FEW_KEYS:.0%} of the "
-                f"keys: {self.few:.0%}, wanted {HEADS_WITH_FEW_KEYS:.0%} (each head, %: {shares})\n"
-                f"{_verdict(self.rise >= LOSS_RISE)} held-out v-loss without level-0 self-attention: {self.rise:+.0%}, "
-                f"wanted {LOSS_RISE:+.0%}")
-
-    def passed(self) -> bool:
-        """Whether both hold."""
-        return self.few >= HEADS_WITH_FEW_KEYS and self.rise >= LOSS_RISE
-
-
-def _verdict(passed: bool) -> str:
-    return "passed" if passed else "MISSED"
+        verdicts = ["passed" if held else "MISSED" for held in (few >= HEADS_WITH_FEW_KEYS, self.rise >= LOSS_RISE)]
+        return (f"{verdicts[0]} level-0 heads that use at most {FEW_KEYS:.0%} of the keys: {few:.0%}, wanted "
+                f"{HEADS_WITH_FEW_KEYS:.0%} (each head, %: {shares})\n{verdicts[1]} held-out v-loss without level-0 "
+                f"self-attention: {self.rise:+.0%}, wanted {LOSS_RISE:+.0%}")
 
 
 def level_0(model: SceneModel) -> list[Attention]:
@@ -64,10 +52,9 @@ def level_0(model: SceneModel) -> list[Attention]:
 
 @torch.no_grad()
 def start_sharp(model: SceneModel) -> None:
-    """Every second half of the level-0 heads anew, from torch's global generator: keys that equal queries.
+    """Draw the second half of the heads anew, from torch's global generator, with keys that equal queries.
 
-    Such heads tell like tokens from unlike ones. The other half stays free to be broad, for what all of a picture has
-    in common.
+    Such heads tell like tokens from unlike ones; the others are free to be broad.
     """
     for attention in level_0(model):
         width, head = attention.to_q.in_features, attention.to_q.out_features // attention.heads
@@ -151,8 +138,3 @@ def loss_rise(model: SceneModel, pictures: int = 16) -> float:
     with_attention = held_out_loss(model, pictures)
     with replace(model, lambda attention, x: torch.zeros_like(x)):
         return held_out_loss(model, pictures) / with_attention - 1
-
-
-def gates(model: SceneModel) -> Gates:
-    """Measure both; about a minute on a CPU."""
-    return Gates(effective_keys(model), loss_rise(model))

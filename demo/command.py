@@ -16,28 +16,21 @@ PICTURES = 1  # within a minute of a CPU
 BALANCED = 0.5  # the mark of `tome_core.settings.presets.DEFAULT`, which would need torch
 
 
-def number(name: str, low: int, high: int, remedy: str):
-    """A parser for a whole number in low..high."""
+def number(name: str, low: int, high: int, remedy: str, kind: type = int):
+    """A parser for a number in low..high, a whole one unless another kind is given."""
 
-    def parse(text: str) -> int:
+    def parse(text: str) -> float:
         with suppress(ValueError):
-            if low <= int(text) <= high:
-                return int(text)
+            if low <= kind(text) <= high:
+                return kind(text)
+        whole = "whole " * (kind is int)
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no {name}; allowed is a whole number from {low} to {high}, {remedy}")
+            f"{text!r} is no {name}; allowed is a {whole}number from {low} to {high}, {remedy}")
 
     return parse
 
 
-def strength(text: str) -> float:
-    """A parser for a strength; NaN and infinities are none."""
-    with suppress(ValueError):
-        if 0 <= float(text) <= 1:
-            return float(text)
-    raise argparse.ArgumentTypeError(
-        f"{text!r} is no strength; allowed is a number from 0, which is off, to 1, such as 0.5")
-
-
+STRENGTH = number("strength", 0, 1, "such as 0.5; 0 is off", float)
 STEPS = number("number of steps", 1, 1000, "such as 20")
 SEED = number("seed", 0, 2**31, "such as 0")
 
@@ -48,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
         prog="demo", description="Pictures from the same seeds: without merging, and at one strength or several."
     )
     add = made.add_argument
-    add("--strength", type=strength, action="append", metavar="S",
+    add("--strength", type=STRENGTH, action="append", metavar="S",
         help="how strongly to merge, from 0, which is off, to 1, which saves and changes the most; repeat it for "
              "several (default: 0.25, 0.5 and 1)")
     add("--pictures", type=number("number of pictures", 1, 64, "such as 4"), metavar="N",
@@ -86,10 +79,18 @@ def check(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
                          "give at least as many, or leave --pictures out")
     options.pictures = options.pictures or len(given) or PICTURES
     user = check_model(options)
-    if user is None or user.is_embedded:
+    if user is None or user.kind == "scenes":
         for text in given:
             prompt.parse(text)
-    _check_output(options.output)
+    path, unfinished = options.output, options.output.with_name(f"{options.output.name}.part")
+    if path.suffix.lower() != ".png" or path.is_dir():
+        raise ValueError(f"--output {path} is no PNG file name; give one such as comparison.png")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.touch()
+        unfinished.unlink()
+    except OSError as error:
+        raise ValueError(f"--output {path} cannot be written ({error.strerror}); give another place") from error
     return user
 
 
@@ -102,26 +103,10 @@ def check_model(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
     return checkpoint.inspect(options.model) if options.model else None
 
 
-def _check_output(path: Path) -> None:
-    if path.suffix.lower() != ".png" or path.is_dir():
-        raise ValueError(f"--output {path} is no PNG file name; give one such as comparison.png")
-    existing = next(folder for folder in path.absolute().parents if folder.exists())
-    if not existing.is_dir():
-        raise ValueError(f"--output {path} lies below {existing}, which is a file; give another place")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    probe = path.with_name(f"{path.name}.part")
-    try:
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ValueError(f"--output {path} cannot be written ({error.strerror}); give another place") from error
-
-
 def wait_passively() -> None:
     """Let waiting OpenMP threads sleep. Call before torch is imported; a user's own setting wins.
 
-    By default they spin. On two cores shared with other work that made one picture of 20 steps take 18-75 s
-    instead of 4-6 s, and counted the spinning as CPU time, so that nothing could be compared.
+    On two shared cores spinning ones made a picture take 18-75 s instead of 4-6 s, and counted that as CPU time.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -149,7 +134,7 @@ def source_of(options: argparse.Namespace, user: checkpoint.Checkpoint | None):
     from demo.source import Embedded, UserPipeline
 
     device = device_of(options.device)
-    if user and not user.is_embedded:
+    if user and user.kind != "scenes":
         made = UserPipeline(user, options.config, device)
     else:
         made = Embedded(device, user.path if user else WEIGHTS)

@@ -40,13 +40,9 @@ class Column:
 
     @property
     def name(self) -> str:
-        return heading(self.strength)
-
-
-def heading(strength: float | None) -> str:
-    """Of a strength, with the preset that it is; None is no merging."""
-    preset = next((f" ({one})" for one, mark in MARKS.items() if mark == strength), "")
-    return "no merging" if strength is None else f"strength {strength:g}{preset}"
+        """The strength, with the preset that it is."""
+        preset = next((f" ({one})" for one, mark in MARKS.items() if mark == self.strength), "")
+        return "no merging" if self.strength is None else f"strength {self.strength:g}{preset}"
 
 
 def make(source: Source, order: Order, steps: int, strength: float | None, on_step: OnStep):
@@ -64,8 +60,8 @@ def compare(
 ) -> list[Column]:
     """Make every order at every strength; gives a column for each, in their order.
 
-    They take turns picture by picture, starting with another one each time, so that a machine that gets
-    slower or busier does so for all of them. `on_step` is called steps x orders x strengths times.
+    They take turns picture by picture, starting with another one each time, so that a machine that gets slower or
+    busier does so for all. `on_step` is called steps x orders x strengths times.
     """
     announce("warming up")
     for strength in strengths[:2]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -40,9 +41,7 @@ def cell(row: int, column: int, size: tuple[int, int]) -> tuple[int, int, int, i
 
 
 def draw(columns: list[Column], wanted: list[Order], title: str, sentence: str) -> Image.Image:
-    """The whole sheet: each column's pictures, the unmerged ones first, below each merged one its difference to
-    the unmerged, below that of the unmerged its prompt, and the sentence below all of it.
-    """
+    """The sheet: columns of pictures, below each merged one what differs, below each unmerged one its prompt."""
     size = shown_size(*columns[0].pictures[0].shape[:2])
     right, bottom = cell(2 * len(wanted) - 1, len(columns) - 1, size)[2:]
     foot = _wrap(sentence, _font(18), right - GAP)
@@ -85,14 +84,8 @@ def _label(pen: ImageDraw.ImageDraw, order: Order, box: tuple[int, int, int, int
 
 
 def _wrap(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
-    """Lines of at most `width` px; a longer word stands alone."""
-    lines: list[str] = []
-    for word in text.split():
-        if lines and font.getlength(f"{lines[-1]} {word}") <= width:
-            lines[-1] += f" {word}"
-        else:
-            lines.append(word)
-    return lines
+    """Lines of about `width` px at most; an "n" is a little wider than letters are in the mean."""
+    return textwrap.wrap(text, int(width / font.getlength("n")))
 
 
 def _fit(picture: np.ndarray, size: tuple[int, int]) -> Image.Image:
@@ -103,7 +96,6 @@ def _fit(picture: np.ndarray, size: tuple[int, int]) -> Image.Image:
 
 def write(sheet: Image.Image, path: Path) -> None:
     """Write the PNG in one move: a crash leaves the previous file as it was."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.part")
     sheet.save(unfinished, "PNG")
     os.replace(unfinished, path)

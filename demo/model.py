@@ -19,33 +19,32 @@ from demo.transformer import TRANSFORMER, SceneTransformer
 WEIGHTS = Path(__file__).with_name("scenes128.safetensors")
 # Of another seed, so that a ranking can be seen to repeat.
 CHECKPOINTS = (WEIGHTS, WEIGHTS.with_name("scenes128-b.safetensors"))
-UNET = {
-    "sample_size": 64,
+COMMON = {
     "in_channels": 12,
     "out_channels": 12,
+    "layers_per_block": 1,
+    "cross_attention_dim": 96,
+    "norm_num_groups": 16,
+}
+UNET = {
+    **COMMON,
+    "sample_size": 64,
     "block_out_channels": [32, 64, 128],
     "down_block_types": ["CrossAttnDownBlock2D"] * 3,
     "up_block_types": ["CrossAttnUpBlock2D"] * 3,
-    "layers_per_block": 1,
-    "cross_attention_dim": 96,
     "attention_head_dim": [2, 2, 4],  # diffusers means the number of heads by it: 16, 32 and 32 channels each
-    "norm_num_groups": 16,
     "places": True,  # ours: its first convolution is a `PlacedConv`
 }
 # No attention at the finest level, transformer depth 2 and 10 below it, linear projections, text_time conditioning.
 UNET_XL = {
+    **COMMON,
     "sample_size": 128,
-    "in_channels": 12,
-    "out_channels": 12,
     "block_out_channels": [32, 64, 48],
     "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
     "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
     "transformer_layers_per_block": [1, 2, 10],
     "use_linear_projection": True,
-    "layers_per_block": 1,
-    "cross_attention_dim": 96,
     "attention_head_dim": [1, 2, 2],
-    "norm_num_groups": 16,
     "addition_embed_type": "text_time",
     "addition_time_embed_dim": 32,
     "projection_class_embeddings_input_dim": 96 + 6 * 32,  # the pooled text, and six sizes of 32 channels each
@@ -73,11 +72,8 @@ WHOLE: Window = (0.0, 0.0, 1.0, 1.0)
 def encode(pictures: torch.Tensor, gain: float = HAAR_GAIN) -> torch.Tensor:
     """Pictures [n, 3, H, W] in -1..1 to latents [n, 12, H/2, W/2]: one level of the Haar transform.
 
-    decode(encode(x)) == x up to rounding. Raises ValueError for an odd side.
+    decode(encode(x)) == x up to rounding. Both sides are even.
     """
-    if pictures.shape[-1] % 2 or pictures.shape[-2] % 2:
-        raise ValueError(f"pictures of {tuple(pictures.shape[-2:])} pixels have no Haar latent; "
-                         "both sides must be even")
     a, b = pictures[..., ::2, ::2], pictures[..., ::2, 1::2]
     c, d = pictures[..., 1::2, ::2], pictures[..., 1::2, 1::2]
     details = [a - b + c - d, a + b - c - d, a - b - c + d]
@@ -121,17 +117,7 @@ class PlacedConv(nn.Conv2d):
         return seen + self.place(features(*seen.shape[2:], self.window, seen.device).to(seen.dtype))
 
 
-def window_of(sizes: torch.Tensor | None) -> Window:
-    """Of the first row of sizes [n, 6], as `SceneModel.forward` takes them; the whole picture without any."""
-    if sizes is None:
-        return WHOLE
-    height, width, top, left, tall, wide = sizes[0].tolist()
-    return top / height, left / width, tall / height, wide / width
-
-
-def features(
-    height: int, width: int, window: Window = WHOLE, device: torch.device | str = "cpu"
-) -> torch.Tensor:
+def features(height: int, width: int, window: Window = WHOLE, device: torch.device | str = "cpu") -> torch.Tensor:
     """[1, FEATURES, height, width]: waves over the picture, at the middles of a window's cells.
 
     All of it is made on the device: a copy to it would wait there, and cannot be captured in a CUDA graph.
@@ -150,16 +136,15 @@ class SceneModel(nn.Module):
     In SDXL's layout also `pooled.*`: its second text input is a linear map of the tokens' mean embedding.
     """
 
-    def __init__(self, unet: dict | None = None, scheduler: dict | None = None, haar_gain: float = HAAR_GAIN):
+    def __init__(self, unet: dict, scheduler: dict, haar_gain: float):
         super().__init__()
-        unet = unet or UNET
         self.unet = UNet2DConditionModel(**{name: value for name, value in unet.items() if name != "places"})
         if unet.get("places"):
             self.unet.conv_in = PlacedConv(self.unet.conv_in)
         width = unet["cross_attention_dim"]
         self.emb = nn.Embedding(VOCABULARY, width)
         self.pooled = nn.Linear(width, width) if unet.get("addition_embed_type") == "text_time" else None
-        self.config, self.scheduler, self.haar_gain = unet, scheduler or SCHEDULER, haar_gain
+        self.config, self.scheduler, self.haar_gain = unet, scheduler, haar_gain
         self.side, self.channels = unet["sample_size"], unet["in_channels"]
 
     @property
@@ -176,18 +161,15 @@ class SceneModel(nn.Module):
         much of it is cut off above and left, height and width of this part; those of a `whole` picture by default.
         SDXL's layout looks at them, and a `PlacedConv`, which takes the first row for all of them.
         """
-        words = self.emb(tokens)
+        words, added = self.emb(tokens), None
         if isinstance(self.unet.conv_in, PlacedConv):
-            self.unet.conv_in.window = window_of(sizes)
-        return self.unet(latents, timestep, words, added_cond_kwargs=self._add_sizes(words, latents, sizes),
-                         return_dict=False)[0]
-
-    def _add_sizes(self, words: torch.Tensor, latents: torch.Tensor, sizes: torch.Tensor | None) -> dict | None:
-        if self.pooled is None:
-            return None
-        if sizes is None:
-            sizes = torch.tensor([whole(2 * latents.shape[2], 2 * latents.shape[3])], device=latents.device)
-        return {"text_embeds": self.pooled(words.mean(1)), "time_ids": sizes.expand(len(words), -1)}
+            height, width, top, left, tall, wide = (1, 1, 0, 0, 1, 1) if sizes is None else sizes[0].tolist()
+            self.unet.conv_in.window = top / height, left / width, tall / height, wide / width
+        if self.pooled is not None:
+            if sizes is None:
+                sizes = torch.tensor([whole(2 * latents.shape[2], 2 * latents.shape[3])], device=latents.device)
+            added = {"text_embeds": self.pooled(words.mean(1)), "time_ids": sizes.expand(len(words), -1)}
+        return self.unet(latents, timestep, words, added_cond_kwargs=added, return_dict=False)[0]
 
 
 def make(config: dict, scheduler: dict | None = None, haar_gain: float = HAAR_GAIN) -> SceneModel | SceneTransformer:

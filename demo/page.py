@@ -1,6 +1,4 @@
-"""`python install.py page`: the same picture without merging and with it, in a browser. It listens on this machine
-alone and asks nobody else for anything.
-"""
+"""`python install.py page`: the same picture without merging and with it, in a browser, for this machine alone."""
 
 from __future__ import annotations
 
@@ -70,11 +68,10 @@ class Drawn(NamedTuple):
 
 
 class Studio:
-    """Draws pictures with one model, one at a time."""
+    """Draws pictures with one model; gradio asks for one at a time."""
 
     def __init__(self, source: Any) -> None:
-        self.source, self.ends = source, threading.Event()
-        self._free, self._stop = threading.Lock(), threading.Event()
+        self.source, self.ends, self._stop = source, threading.Event(), threading.Event()
 
     def stop(self) -> None:
         """End the picture that is being drawn with its step."""
@@ -96,17 +93,16 @@ class Studio:
             if self._stop.is_set() or self.ends.is_set():
                 raise Stopped
 
-        with self._free:
-            self._stop.clear()
-            one_step = wanted._replace(steps=1)
-            self._picture(one_step, lambda: on_step("warming up"))
-            plain, unmerged = self._picture(wanted, lambda: on_step("without merging"))
-            with tome_core.patch(self.source.target, host_clock=True, **wanted.how) as merging:
-                merging.keep_maps()
-                self._picture(one_step, lambda: on_step("warming up"), merging)
-                merging.reset_counts()
-                merged, seconds = self._picture(wanted, lambda: on_step("with merging"), merging)
-                report, maps = str(merging.report()), self._maps(merged, merging)
+        self._stop.clear()
+        one_step = wanted._replace(steps=1)
+        self._picture(one_step, lambda: on_step("warming up"))
+        plain, unmerged = self._picture(wanted, lambda: on_step("without merging"))
+        with tome_core.patch(self.source.target, host_clock=True, **wanted.how) as merging:
+            merging.keep_maps()
+            self._picture(one_step, lambda: on_step("warming up"), merging)
+            merging.reset_counts()
+            merged, seconds = self._picture(wanted, lambda: on_step("with merging"), merging)
+            report, maps = str(merging.report()), self._maps(merged, merging)
         return Drawn(plain, merged, (unmerged, seconds), report, maps)
 
     def _picture(self, wanted: Wanted, on_step: Callable[[], None], merging: Any = None) -> tuple[Any, float]:
@@ -153,16 +149,16 @@ def enlarge(picture: Any) -> Any:
 
 def figures(drawn: Drawn, on_cpu: bool) -> str:
     """Speed-up, PSNR and detail beside the unmerged picture, in a sentence."""
-    from demo.metrics import gradient_energy, psnr
+    from demo.comparison import detail
+    from demo.metrics import psnr
 
     plain, merged = drawn.seconds
     of = " of processor time" * on_cpu
     told = f"{plain:.2f} s{of} without merging, {merged:.2f} s with it: {plain / merged:.2f} times as fast"
     if (drawn.plain == drawn.merged).all():
         return f"{told}; the same picture, bit for bit."
-    energy = gradient_energy(drawn.plain)
-    detail = f", {gradient_energy(drawn.merged) / energy:.0%} of the detail" if energy else ""
-    return f"{told}; PSNR {psnr(drawn.plain, drawn.merged):.1f} dB{detail}."
+    kept = detail([drawn.plain], [drawn.merged])
+    return f"{told}; PSNR {psnr(drawn.plain, drawn.merged):.1f} dB, {kept:.0%} of the detail."
 
 
 def read(values: dict[str, Any], layout: str, checks_prompt: bool) -> Wanted:
@@ -310,12 +306,11 @@ def serve(blocks: Any, studio: Studio, port: int | None, opens_browser: bool) ->
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options; `install.py page` passes everything on to them."""
     made = argparse.ArgumentParser(
         prog="page", description="A page in the browser: the same picture without merging and with it, side by side."
     )
     add = made.add_argument
-    add("--strength", type=command.strength, default=command.BALANCED, metavar="S",
+    add("--strength", type=command.STRENGTH, default=command.BALANCED, metavar="S",
         help="what the page starts with, from 0, which is off, to 1 (default %(default)s)")
     command.add_model(made)
     add("--port", type=command.number("port", 1, 65535, "such as 7870"), metavar="N",
@@ -324,17 +319,11 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _end_in_order() -> None:
-    """SIGTERM interrupts as Ctrl-C does. Once: what is then put in order is not interrupted again."""
-    signals = (signal.SIGINT, signal.SIGTERM)
-
-    def interrupt(*_: Any) -> None:
-        for one in signals:
-            signal.signal(one, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    for one in signals:
-        signal.signal(one, interrupt)
+def _interrupt(*_: Any) -> None:
+    """End in order, once: what is then put in order is not interrupted again."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -343,12 +332,13 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.update(QUIET)
     options = parser().parse_args(arguments)
     try:
-        _end_in_order()
+        signal.signal(signal.SIGINT, _interrupt)
+        signal.signal(signal.SIGTERM, _interrupt)
         with tempfile.TemporaryDirectory(prefix="tome_page_") as folder:
             os.environ["GRADIO_TEMP_DIR"] = folder  # its pictures go with it
             user = command.check_model(options)
             studio = Studio(command.source_of(options, user))
-            own = str(options.model) if user and not user.is_embedded else None
+            own = str(options.model) if user and user.kind != "scenes" else None
             serve(make_page(studio, options.strength, own), studio, options.port, not options.no_browser)
     except KeyboardInterrupt:
         print("page: stopped.", file=sys.stderr)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,17 +14,13 @@ from demo.prompt import NULL_TOKEN
 GUIDANCE = 3.0  # shapes are clear from here on; people draw with 3 to 8
 
 
-def solver_config(model: SceneModel) -> dict[str, Any]:
-    """The model's noise schedule, for any scheduler; clip_sample is DDPM's word, which not all take."""
-    return {name: value for name, value in model.scheduler.items() if name != "clip_sample"}
-
-
 def solver(model: SceneModel, steps: int, timesteps: Sequence[int] | None = None) -> DPMSolverMultistepScheduler:
     """A fresh solver for one picture; the model's own noise schedule, `steps` of it, the noisiest one first.
 
     timesteps: these instead of `steps` evenly spaced ones.
     """
-    made = DPMSolverMultistepScheduler(**solver_config(model), timestep_spacing="trailing", final_sigmas_type="zero")
+    schedule = {name: value for name, value in model.scheduler.items() if name != "clip_sample"}  # which is DDPM's
+    made = DPMSolverMultistepScheduler(**schedule, timestep_spacing="trailing", final_sigmas_type="zero")
     made.set_timesteps(steps) if timesteps is None else made.set_timesteps(timesteps=list(timesteps))
     return made
 

@@ -17,7 +17,7 @@ BODY = tensor([[1.0, 0.97, 0.80], [1.0, 0.80, 0.45], [0.92, 0.94, 1.0], [1.0, 0.
 ROCK = tensor([[0.35, 0.40, 0.48], [0.35, 0.28, 0.40], [0.30, 0.34, 0.45], [0.45, 0.42, 0.52], [0.30, 0.32, 0.35]])
 # One row for each ground: sea, meadow, desert, snow.
 GROUND = tensor([[0.10, 0.33, 0.50], [0.28, 0.52, 0.18], [0.82, 0.66, 0.40], [0.90, 0.93, 0.97]])
-NIGHT, SEA, MEADOW, DESERT, SNOW, LEFT, RIGHT = 2, 0, 1, 2, 3, 1, 2
+NIGHT, SEA, MEADOW, DESERT, SNOW, NOBODY, LEFT, RIGHT = 2, 0, 1, 2, 3, 0, 1, 2
 MOUNTAIN_HEIGHT = tensor([0.0, 0.08, 0.25])  # flat, hills, peaks
 
 
@@ -58,7 +58,7 @@ def _sky(canvas: Canvas) -> Setting:
 def _stars(canvas: Canvas, setting: Setting) -> None:
     bright = canvas.random(canvas.size, canvas.size) > 0.992
     stars = bright & (canvas.y < setting.horizon - 0.05) & canvas.has("sky", NIGHT)
-    canvas.over(stars * canvas.per_pixel(0.3, 0.9), 1.0)
+    canvas.over(stars * (0.3 + 0.6 * canvas.random(canvas.size, canvas.size)), 1.0)
 
 
 def _cloud(canvas: Canvas, setting: Setting) -> None:
@@ -66,7 +66,7 @@ def _cloud(canvas: Canvas, setting: Setting) -> None:
     centre_x, centre_y, width, height = u(0, 1), u(0.05, 0.38), u(0.10, 0.26), u(0.015, 0.04)
     distance = ((canvas.x - centre_x) / width) ** 2 + ((canvas.y - centre_y) / height) ** 2
     wobble = 0.25 * torch.sin(canvas.x * u(20, 40) + u(0, 6.3))
-    present = canvas.chance() < torch.where(canvas.has("sky", NIGHT), 0.15, 0.6)
+    present = canvas.random(1, 1) < torch.where(canvas.has("sky", NIGHT), 0.15, 0.6)
     colour = torch.clip(setting.haze * 1.05 + 0.08 * setting.light, 0, 1)
     canvas.over(torch.clip(1.1 - distance - wobble, 0, 1) * 0.75 * present, colour)
 
@@ -77,13 +77,9 @@ def _body(canvas: Canvas, setting: Setting) -> None:
     setting.body_colour = canvas.row(BODY, "sky")
     body_y, radius = u(0.17, 0.21), u(0.07, 0.085)
     distance = torch.sqrt((canvas.x - setting.body_x) ** 2 + (canvas.y - body_y) ** 2)
-    present = _body_present(canvas)
+    present = ~canvas.has("body", NOBODY)
     canvas.over(present * 0.55 * torch.exp(-torch.clip(distance - radius, min=0) / 0.09), setting.body_colour)
     canvas.over(present * smooth(radius - distance, canvas.edge), setting.body_colour)
-
-
-def _body_present(canvas: Canvas) -> torch.Tensor:
-    return (canvas.has("body", LEFT) | canvas.has("body", RIGHT)).float()
 
 
 def _mountains(canvas: Canvas, setting: Setting, layer: int) -> None:
@@ -131,7 +127,7 @@ def _waves(canvas: Canvas, setting: Setting, near: torch.Tensor, colour: torch.T
     u, x, depth = canvas.uniform, canvas.x, 1 / (near + 0.12)
     waves = torch.sin(depth * u(9, 12) + u(0, 6.3) + 0.8 * torch.sin(x * u(8, 16) / (near + 0.35) + u(0, 6.3)))
     waves = waves + 0.5 * torch.sin(depth * u(17, 23) + 1.3 * torch.sin(x * u(14, 24) / (near + 0.35)))
-    glitter = torch.exp(-(((x - setting.body_x) / (0.05 + 0.10 * near)) ** 2)) * _body_present(canvas)
+    glitter = torch.exp(-(((x - setting.body_x) / (0.05 + 0.10 * near)) ** 2)) * ~canvas.has("body", NOBODY)
     glitter = (glitter * (0.35 + 0.25 * waves))[..., None] * (setting.body_colour - colour) * 0.8
     return 0.055 * waves[..., None] * (setting.haze * 0.8 + 0.2) + glitter
 
@@ -156,7 +152,7 @@ def _drifts(canvas: Canvas, setting: Setting, near: torch.Tensor, colour: torch.
 
 def _mirror(canvas: Canvas, setting: Setting, above: torch.Tensor, mask: torch.Tensor, near: torch.Tensor) -> None:
     """A calm sea shows what stands above the horizon again: content that only far attention explains."""
-    calm = canvas.has("ground", SEA) * (canvas.chance() < 0.7)
+    calm = canvas.has("ground", SEA) * (canvas.random(1, 1) < 0.7)
     rows = torch.round((2 * setting.horizon[:, :, 0] - canvas.y[:, :, 0]) * canvas.size - 0.5)
     rows = torch.clip(rows, 0, canvas.size - 1).long()
     image = torch.take_along_dim(above, torch.broadcast_to(rows[:, :, None, None], above.shape), 1)

@@ -40,17 +40,9 @@ class Canvas:
         """One uniform value a picture, [n, 1, 1]."""
         return low + (high - low) * self.random(1, 1)
 
-    def chance(self) -> torch.Tensor:
-        """One value in 0..1 a picture, [n, 1, 1], to compare with a probability."""
-        return self.random(1, 1)
-
     def jitter(self, sigma: float) -> torch.Tensor:
         """One small random colour shift a picture, [n, 1, 1, 3]."""
         return sigma * self.normal(1, 1, 3)
-
-    def per_pixel(self, low: float, high: float) -> torch.Tensor:
-        """One uniform value a pixel, [n, size, size]."""
-        return low + (high - low) * self.random(self.size, self.size)
 
     def row(self, table: torch.Tensor, trait: str) -> torch.Tensor:
         """The table's row for each picture's value of `trait`, [n, 1, 1, ...]."""

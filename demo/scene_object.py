@@ -101,6 +101,6 @@ def _twin(canvas: Canvas, place: Place, mask: torch.Tensor, present: torch.Tenso
     inside = (source >= 0) & (source < canvas.size)
     source = torch.clip(source, 0, canvas.size - 1)[:, None, :]
     copied = torch.take_along_dim(mask, torch.broadcast_to(source, mask.shape), 2) * inside[:, None, :]
-    copied = copied * (canvas.chance() < 1 / 3)
+    copied = copied * (canvas.random(1, 1) < 1 / 3)
     pixels = torch.take_along_dim(canvas.image, torch.broadcast_to(source[..., None], canvas.image.shape), 2)
     canvas.over(copied * present, pixels)

@@ -1,7 +1,6 @@
 """A wall of bricks behind the object: bricks of few shades make tiles of few kinds, which stand in random order.
 
-Which shades there are follows from no word and from nothing beside a brick, only from the other bricks, near and far,
-that have the same one; so a model that takes noise away has to look at just these.
+Only other bricks, near and far, tell a brick's shade, so a model that takes noise away has to look at just these.
 """
 
 from __future__ import annotations
@@ -43,4 +42,4 @@ def _mask(canvas: Canvas) -> torch.Tensor:
     left, width = canvas.uniform(-0.1, 0.1), canvas.uniform(0.85, 1.1)
     bottom, height = canvas.uniform(0.79, 0.84), canvas.uniform(0.28, 0.34)
     across = (canvas.x > left) & (canvas.x < left + width)
-    return (across & (canvas.y < bottom) & (canvas.y > bottom - height) & (canvas.chance() < SHARE)).float()
+    return (across & (canvas.y < bottom) & (canvas.y > bottom - height) & (canvas.random(1, 1) < SHARE)).float()

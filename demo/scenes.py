@@ -19,20 +19,11 @@ def draw_attributes(n: int, generator: torch.Generator) -> torch.Tensor:
     return torch.stack([torch.randint(size, (n,), generator=generator, device=device) for size in SIZES], 1)
 
 
-def render(
-    attributes: torch.Tensor, generator: torch.Generator, size: int = 64, walls: bool = True
-) -> torch.Tensor:
+def render(attributes: torch.Tensor, generator: torch.Generator, size: int = 64, walls: bool = True) -> torch.Tensor:
     """Paint scenes: `attributes` int64 [n, 6] to float32 [n, 3, size, size] in -1..1, on the generator's device.
 
-    What the attributes leave open (positions, textures, clouds) is drawn from `generator`: equal generators on one
-    device give equal pictures. walls: may some scenes have one. Raises ValueError for attributes of another shape or
-    out of range.
+    All else is drawn from `generator`: equal ones on one device give equal pictures. walls: may some scenes have one.
     """
-    if attributes.ndim != 2 or attributes.shape[1] != len(SIZES):
-        raise ValueError(f"attributes have shape {tuple(attributes.shape)}; scenes need [n, {len(SIZES)}]")
-    if (attributes < 0).any() or (attributes.cpu() >= torch.tensor(SIZES)).any():
-        raise ValueError(f"attributes run from {attributes.min()} to {attributes.max()}; allowed are 0 up to "
-                         f"{[s - 1 for s in SIZES]} for {list(ATTRIBUTES)}")
     canvas = Canvas(dict(zip(ATTRIBUTES, attributes.T, strict=True)), generator, size)
     setting = scene_background.paint(canvas)
     if walls:

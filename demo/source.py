@@ -52,9 +52,8 @@ class UserPipeline:
     def __init__(self, checkpoint: Checkpoint, config: Path | None, device: torch.device):
         self.name, self.device = checkpoint.path.name, device
         dtype = torch.float32 if device.type == "cpu" else torch.float16
-        load = _load_folder if checkpoint.kind == "folder" else _load_file
         try:
-            self.target = load(checkpoint, config).to(device, dtype)
+            self.target = _load(checkpoint, config).to(device, dtype)
         except Exception as error:  # the loaders of two libraries raise whatever their depths raise
             hint = "" if config or checkpoint.kind == "folder" else (
                 "; a single file brings no configuration and no tokenizer, which are looked up online where nothing is "
@@ -78,26 +77,24 @@ class UserPipeline:
         return (made.images[0] * 255).round().astype(np.uint8)
 
 
-def _load_folder(checkpoint: Checkpoint, config: Path | None):
-    from diffusers import AutoPipelineForText2Image, DiffusionPipeline
+def _load(checkpoint: Checkpoint, config: Path | None):
+    import diffusers
+
+    if checkpoint.kind != "folder":
+        family = {"sdxl": diffusers.StableDiffusionXLPipeline, "sd": diffusers.StableDiffusionPipeline}[checkpoint.kind]
+        # A single file has weights only. Without `config`, diffusers takes the family's configuration and tokenizer
+        # from its cache or fetches them (text files of a few MB, no weights).
+        return family.from_single_file(
+            str(checkpoint.path), config=config and str(config), local_files_only=bool(config))
 
     def load(kind: type):
         return kind.from_pretrained(
             checkpoint.path, local_files_only=True, use_safetensors=True, variant=checkpoint.variant)
 
     try:
-        return load(AutoPipelineForText2Image)
+        return load(diffusers.AutoPipelineForText2Image)
     except ValueError:  # a text-to-image class that the table of AutoPipeline does not list
-        return load(DiffusionPipeline)
-
-
-def _load_file(checkpoint: Checkpoint, config: Path | None):
-    from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
-
-    family = StableDiffusionXLPipeline if checkpoint.kind == "sdxl" else StableDiffusionPipeline
-    # A single file has weights only. Without `config`, diffusers takes the family's configuration and tokenizer
-    # from its cache or fetches them (text files of a few MB, no weights).
-    return family.from_single_file(str(checkpoint.path), config=config and str(config), local_files_only=bool(config))
+        return load(diffusers.DiffusionPipeline)
 
 
 Source = Embedded | UserPipeline

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import copy
+import json
 import math
+import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from demo import command
@@ -14,13 +16,15 @@ from demo import command
 command.wait_passively()
 
 import torch  # noqa: E402
+from safetensors import safe_open  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
 
 from demo import attention  # noqa: E402
 from demo import model as scene_model  # noqa: E402
 from demo import training_loss as losses  # noqa: E402
 from demo.training_loss import Batch, Scenes  # noqa: E402
-from demo.training_state import TrainingState  # noqa: E402
 
+BLOCKS = ("down_blocks.", "mid_block.", "up_blocks.", "transformer_blocks.")  # their matrices are Muon's
 FOLDER = Path(__file__).resolve().parent.parent / "demo-output"
 SAVE_EVERY, SPEAK_EVERY = 60.0, 10.0  # seconds
 AVERAGE = 0.995
@@ -30,22 +34,11 @@ FINISH, FINISH_EVERY = 0.8, 2  # from that share of the time on, for clean edges
 FEWER = 8  # in noise level 0 looks at every 8th key of a full picture: its attention is two thirds of a step's time
 
 
-def positive(text: str) -> float:
-    """A number above 0, for argparse."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0; give one such as 90")
-    return value
-
-
 def parser() -> argparse.ArgumentParser:
     """The options of a training run."""
     made = argparse.ArgumentParser(prog="python -m demo.train", description=__doc__)
     add = made.add_argument
-    add("--minutes", type=positive, required=True, help="length of the whole run, over all its resumptions")
+    add("--minutes", type=float, required=True, help="length of the whole run, over all its resumptions")
     add("--layout", choices=tuple(scene_model.LAYOUTS), default="sd", help="Stable Diffusion's, for 128 px (default), "
         "SDXL's, for 256 px, or Flux's, for 128 px")
     add("--state", type=Path, help="where the run is kept (default demo-output/training-LAYOUT.safetensors)")
@@ -57,12 +50,80 @@ def parser() -> argparse.ArgumentParser:
     add("--batch", type=command.number("number of pictures", 1, 4096, "such as 4"), default=4,
         help="pictures a step; twice as many at first, and four times as many quarter-size parts for a transformer "
              "(default 4; a GPU takes 64)")
-    add("--learning-rate", type=positive, default=3e-3, help="highest learning rate (default 0.003)")
+    add("--learning-rate", type=float, default=3e-3, help="highest learning rate (default 0.003)")
     add("--coarse", type=float, default=0.3, help="share of the time spent on half-size pictures first (default 0.3)")
     add("--crops", type=float, default=0.15, help="share of the time spent on parts of full pictures after that, cheap "
         "to look things up in: half-size ones, quarter-size ones for a transformer (default 0.15)")
     add("--seed", type=command.SEED, default=0, help="seed of the scenes and of the noise")
     return made
+
+
+class TrainingState:
+    """The model, its running average, the optimizer, steps done and seconds spent.
+
+    The average is what gets sampled and published: single steps are noisy, their mean is not.
+    """
+
+    def __init__(self, model: scene_model.SceneModel, learning_rate: float):
+        self.model = model.train()
+        self.average = copy.deepcopy(model).eval().requires_grad_(False)
+        self.both = torch.nn.ModuleDict({"model": self.model, "average": self.average})
+        self.matrices = [p for name, p in model.named_parameters() if p.ndim > 1 and any(b in name for b in BLOCKS)]
+        # Muon, which learns more in a step than AdamW, takes matrices; these share the memory of kernels
+        self.flat = [torch.nn.Parameter(p.detach().flatten(1)) for p in self.matrices]
+        chosen = set(map(id, self.matrices))
+        others = [p for p in model.parameters() if id(p) not in chosen]
+        self.optimizers = (
+            torch.optim.Muon(self.flat, learning_rate, weight_decay=0.01, ns_steps=3, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.99), weight_decay=0.0),
+        )
+        self.step, self.seconds = 0, 0.0
+
+    def descend(self) -> None:
+        """One step down the gradients that the model's weights have; takes them away."""
+        for flat, matrix in zip(self.flat, self.matrices, strict=True):
+            flat.grad = matrix.grad.flatten(1)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.model.zero_grad()
+        self.step += 1
+
+    def update_average(self, limit: float) -> None:
+        """Move the average towards the model; early on faster than `limit`, to forget the start."""
+        keep = min(limit, (1 + self.step) / (10 + self.step))
+        with torch.no_grad():
+            torch._foreach_lerp_(list(self.average.parameters()), list(self.model.parameters()), 1 - keep)
+
+    def save(self, path: Path) -> None:
+        """Write everything, in one move: a stop while writing leaves the previous state."""
+        tensors = self.both.state_dict()
+        for kind, optimizer in enumerate(self.optimizers):
+            for index, moments in optimizer.state_dict()["state"].items():
+                tensors |= {f"optimizer.{kind}.{index}.{name}": value for name, value in moments.items()}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(f"{path}.part")
+        progress = json.dumps({"step": self.step, "seconds": self.seconds})
+        save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, unfinished,
+                  {"progress": progress})
+        os.replace(unfinished, path)
+
+    def load(self, path: Path) -> None:
+        """Take over what `save` wrote. Raises ValueError where the file is of another model or no such file."""
+        moments: list[dict] = [{}, {}]
+        try:
+            with safe_open(path, "pt") as file:
+                progress = json.loads(file.metadata()["progress"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            for name in [name for name in tensors if name.startswith("optimizer.")]:
+                _, kind, index, moment = name.split(".")
+                moments[int(kind)].setdefault(int(index), {})[moment] = tensors.pop(name)
+            self.both.load_state_dict(tensors)
+            for optimizer, state in zip(self.optimizers, moments, strict=True):
+                optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+        except Exception as error:
+            raise ValueError(f"{path} is no training state of this model ({error}); give another --state, "
+                             "or remove the file to start anew") from error
+        self.step, self.seconds = progress["step"], progress["seconds"]
 
 
 def learning_rate(highest: float, step: int, progress: float, coarse: float) -> float:
@@ -102,7 +163,7 @@ def teaches_composition(state: TrainingState, scenes: Scenes, progress: float) -
 
 def train(state: TrainingState, options: argparse.Namespace) -> None:
     """Run until the minutes are used up, the cheap pictures first; saves now and then, and at the end."""
-    full = 2 * state.model.side
+    full, total = 2 * state.model.side, options.minutes * 60
     # A transformer has all of its attention at full size, so smaller parts and more of them teach it more in a minute.
     part, parts = (full // 2, 2) if isinstance(state.model, scene_model.SceneModel) else (full // 4, 4)
     phases = (
@@ -110,42 +171,24 @@ def train(state: TrainingState, options: argparse.Namespace) -> None:
         (options.coarse + options.crops, Scenes(options.seed, parts * options.batch, full, part, options.device)),
         (1.0, Scenes(options.seed, options.batch, full, device=options.device)),
     )
-    saved = spoken = time.monotonic()
+    saved = spoken = before = time.monotonic()
     for until, scenes in phases:
-        for loss in _phase(state, options, until, scenes):
+        mean = None
+        while (progress := state.seconds / total) < until:
+            for group in (group for optimizer in state.optimizers for group in optimizer.param_groups):
+                group["lr"] = learning_rate(options.learning_rate, state.step, progress, options.coarse)
+            loss = train_step(state, scenes[state.step], options.seed, teaches_composition(state, scenes, progress))
+            mean = loss if mean is None else 0.95 * mean + 0.05 * loss
             now = time.monotonic()
+            state.seconds, before = state.seconds + now - before, now
             if now - spoken > SPEAK_EVERY:
-                print(_progress_line(state, options.minutes, scenes, loss), flush=True)
+                crop, left = f"{scenes.crop} of " if scenes.crop else "", max(0.0, total - state.seconds) / 60
+                print(f"{state.seconds / 60:.1f} of {options.minutes:g} min, step {state.step}, {crop}{scenes.size} "
+                      f"px, loss {mean:.4f}, {left:.1f} min left", flush=True)
                 spoken = now
             if now - saved > SAVE_EVERY:
                 state.save(options.state)
                 saved = now
-
-
-def _phase(state: TrainingState, options: argparse.Namespace, until: float, scenes: Scenes) -> Iterator[float]:
-    """Steps on one kind of pictures while progress is below `until`; gives the running mean of the loss."""
-    total, mean = options.minutes * 60, None
-    if state.seconds / total >= until:
-        return
-    before = time.monotonic()
-    while True:
-        progress = state.seconds / total
-        rate = learning_rate(options.learning_rate, state.step, progress, options.coarse)
-        state.set_learning_rate(rate)
-        loss = train_step(state, scenes[state.step], options.seed, teaches_composition(state, scenes, progress))
-        mean = loss if mean is None else 0.95 * mean + 0.05 * loss
-        now = time.monotonic()
-        state.seconds, before = state.seconds + now - before, now
-        yield mean
-        if state.seconds / total >= until:
-            return
-
-
-def _progress_line(state: TrainingState, minutes: float, scenes: Scenes, loss: float) -> str:
-    spent = state.seconds / 60
-    part = f"{scenes.crop} of " if scenes.crop else ""
-    return (f"{spent:.1f} of {minutes:g} min, step {state.step}, {part}{scenes.size} px, loss {loss:.4f}, "
-            f"{max(0.0, minutes - spent):.1f} min left")
 
 
 @torch.no_grad()
@@ -219,7 +262,7 @@ def main(arguments: list[str] | None = None) -> int:
     published = scene_model.load(options.output)
     print(f"held-out loss {losses.held_out_loss(published):.4f}")
     if attention.level_0(published):
-        print(attention.gates(published))
+        print(attention.Gates(attention.effective_keys(published), attention.loss_rise(published)))
     return 0
 
 

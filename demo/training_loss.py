@@ -42,10 +42,11 @@ class Scenes:
         generator = torch.Generator(self.device).manual_seed(self.seed_of(step))
         attributes = draw_attributes(self.batch, generator)
         pictures = render(attributes, generator, self.size, self.walls)
-        top, left, side = 0, 0, self.size
+        top, left, side = 0, 0, self.crop or self.size
         if self.crop:
-            top, left = self._place(torch.rand(2, generator=generator, device=self.device).tolist())
-            side = self.crop
+            down, right = torch.rand(2, generator=generator, device=self.device).tolist()
+            room = self.size - self.crop
+            top, left = round(room * (1 + down) / 4) * 2, round(room * right / 2) * 2  # even: whole tokens
         unprompted = torch.rand(self.batch, 1, generator=generator, device=self.device) < NO_PROMPT
         tokens = attributes + torch.tensor(OFFSETS, device=attributes.device)
         sizes = torch.tensor([[self.size, self.size, top, left, side, side]], device=attributes.device)
@@ -55,10 +56,6 @@ class Scenes:
     def seed_of(self, step: int) -> int:
         """Of the generator of a step. On a CPU torch reads its lowest 32 bits alone."""
         return ((self.seed * 1_000_003 + self.size) * 1_000_000_007 + step) % 2**63
-
-    def _place(self, place: list[float]) -> tuple[int, int]:
-        room = self.size - self.crop
-        return round(room * (1 + place[0]) / 4) * 2, round(room * place[1] / 2) * 2  # even: whole tokens
 
 
 def stratified_times(n: int, generator: torch.Generator) -> torch.Tensor:

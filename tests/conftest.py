@@ -1,7 +1,4 @@
-"""For every test: no network, and one thread, because small tensors on two threads only wait for each other.
-
-The repository's root holds an `__init__.py`, because ComfyUI asks for one; pytest has to overlook it.
-"""
+"""For every test: no network, and one thread, because small tensors on two threads only wait for each other."""
 
 import gc
 import os
@@ -25,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class PlainRoot:
-    """Collects the root as a folder; as a package it would be imported, under the name of the user's clone."""
+    """Collects the root as a folder, although it has ComfyUI's `__init__.py`, which must not be imported."""
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collect_directory(self, path, parent):
@@ -48,8 +45,7 @@ def pytest_collection_modifyitems(config, items):
     files = {item.path for item in slow}
     items.sort(key=lambda item: item.path not in files)
     if config.getoption("quick"):
-        left_out = set(slow)
-        items[:] = [item for item in items if item not in left_out]
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
 
 
@@ -117,18 +113,16 @@ def waits() -> list[str]:
     return OnDevice.waits
 
 
-_FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
-         "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def chromium():
     """A browser that sees this machine and no other."""
+    flags = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
+             "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]  # fmt: skip
     sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
     path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
     if path is None:
         pytest.skip("needs a Chromium: install it, or set CHROMIUM to its path")
     with sync_api.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=path, headless=True, args=_FLAGS)
+        browser = driver.chromium.launch(executable_path=path, headless=True, args=flags)
         yield browser
         browser.close()

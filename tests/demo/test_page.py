@@ -18,8 +18,8 @@ import torch
 
 import tome_core
 from demo import page
-from demo.page import Drawn, Stopped, Studio, Wanted
-from tests import checkout
+from demo.page import Stopped, Studio, Wanted
+from tests.checkout import fresh
 from tests.gradio_panel.serving import OPENER, free_port, wait_until_ready
 from tests.models import small
 from tests.traces import traces
@@ -48,54 +48,29 @@ def test_a_strength_counts_unless_own_settings_do_and_what_is_not_possible_is_to
             page.read({**VALUES, **changes}, SD, True)
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["strength", "own settings"])
-def test_the_script_does_what_the_page_did(own):
-    wanted = page.read({**VALUES, "own": own, "ratio": 0.35}, SD, True)
-    calls = []
-    patch = lambda pipe, *how, **more: calls.append(how or more)  # noqa: E731
-    double = SimpleNamespace(MergeConfig=tome_core.MergeConfig, patch=patch)
-    call = re.search(r"tome_core\.patch\(pipe, .*\)(?= as)", page.script(wanted)).group()
-    exec(call, {"tome_core": double, "pipe": None})
-    assert calls == [(wanted.how["config"],) if own else {"strength": 0.5}]
+def test_the_script_does_what_the_page_did():
+    assert "tome_core.patch(pipe, strength=0.5) as" in page.script(page.read(VALUES, SD, True))
+    wanted = page.read({**VALUES, "own": True, "ratio": 0.35}, SD, True)
+    settings = re.search(r"tome_core\.patch\(pipe, (.*)\) as", page.script(wanted))[1]
+    assert eval(settings, {"tome_core": tome_core}) == wanted.how["config"]
     assert "manual_seed(5)" in page.script(wanted) and "num_inference_steps=2" in page.script(wanted)
 
 
-def test_of_equal_pictures_it_says_so_and_of_others_how_near_they_are():
-    black, grey = np.zeros((4, 4, 3), np.uint8), np.full((4, 4, 3), 16, np.uint8)
-    same = page.figures(Drawn(black, black, (4.0, 2.0), "", []), True)
-    assert same.endswith("2.00 times as fast; the same picture, bit for bit.")
-    other = page.figures(Drawn(black, grey, (4.0, 2.0), "", []), False)
-    assert "4.00 s without merging, 2.00 s with it: 2.00 times as fast; PSNR 24.0 dB" in other
-
-
 def test_a_mosaic_has_the_mean_colour_of_each_group():
-    picture = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
-    mosaic = page.mosaic(picture, (2, 2), np.array([0, 1, 1, 0]))
-    for cell in (slice(0, 2), slice(2, 4)), (slice(2, 4), slice(0, 2)):
-        assert (mosaic[cell] == mosaic[0, 2]).all()
-    assert (mosaic[0, 2] == np.stack([picture[:2, 2:], picture[2:, :2]]).mean((0, 1, 2)).round()).all()
+    picture = np.array([[10, 20, 30, 50], [10, 20, 50, 70]], np.uint8)[..., None].repeat(3, 2)
+    assert page.mosaic(picture, (1, 2), np.array([0, 1]))[..., 0].tolist() == [[15, 15, 50, 50]] * 2
+    assert page.mosaic(picture, (1, 4), np.array([0, 1, 1, 0]))[..., 0].tolist() == [[35, 30, 30, 35]] * 2
 
 
-class _Source:
-    """Draws a plain colour with as many steps as it is asked for."""
-
-    prompt_row, device, prompts, name = 0, torch.device("cpu"), ("day sea",), "a model"
-
-    def __init__(self):
-        self.target = small()
-
-    def timesteps(self, steps):
-        return None
-
-    def picture(self, text, seed, steps, on_step):
+def test_a_picture_that_is_stopped_leaves_the_model_as_it_was_and_the_next_is_drawn():
+    def picture(text, seed, steps, on_step):
         for _ in range(steps):
             on_step()
         return np.full((8, 8, 3), seed, np.uint8)
 
-
-def test_a_picture_that_is_stopped_leaves_the_model_as_it_was_and_the_next_is_drawn():
-    studio, said = Studio(_Source()), []
-    before = traces(studio.source.target)
+    source = SimpleNamespace(
+        target=small(), device=torch.device("cpu"), prompt_row=0, timesteps=lambda steps: None, picture=picture)
+    studio, said, before = Studio(source), [], traces(source.target)
 
     def tell(share, doing):
         said.append((share, doing))
@@ -104,41 +79,36 @@ def test_a_picture_that_is_stopped_leaves_the_model_as_it_was_and_the_next_is_dr
 
     with pytest.raises(Stopped):
         studio.draw(Wanted("", 1, 3, {"strength": 0.5}), tell)
-    assert traces(studio.source.target) == before
+    assert traces(source.target) == before
     assert [doing for _, doing in said] == ["warming up", *["without merging"] * 3, "warming up", "with merging"]
     shares = [share for share, _ in said]
     assert shares == sorted(shares) and shares[0] > 0 and shares[-1] < 1
     drawn = studio.draw(Wanted("", 2, 1, {"strength": 0.5}), lambda *_: None)
-    assert (drawn.plain == 2).all() and "Token merging" in drawn.report and traces(studio.source.target) == before
+    assert (drawn.plain == 2).all() and "Token merging" in drawn.report and traces(source.target) == before
 
 
 # --- in a browser -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def page_command(request, tmp_path) -> list[str]:
-    """`install.py page` of a fresh copy of the project, which has made itself the environment that it needs."""
-    pytest.importorskip("playwright.sync_api", reason="needs playwright")
-    copy = checkout.kept(request.config, tmp_path)
+@contextlib.contextmanager
+def served(config, port, tmp_path):
+    """The process of `install.py page` in a fresh copy of the project, which makes itself its environment first."""
+    cache = getattr(config, "cache", None)  # pytest can be told to have none
+    copy = fresh((cache.mkdir("checkout") if cache else tmp_path) / "repository")
     command = [sys.executable, str(copy / "install.py"), "page"]
     first = subprocess.run([*command, "--help"], capture_output=True, text=True, check=False)
     if first.returncode:
         pytest.skip(f"install.py page could not make its environment: {first.stdout[-500:]}{first.stderr[-500:]}")
-    return command
-
-
-@contextlib.contextmanager
-def visited(chromium, address):
-    """The page in a browser; whatever it asks for comes from this machine."""
-    requests, failed = [], []
-    with contextlib.closing(chromium.new_page(viewport={"width": 1280, "height": 1400})) as tab:
-        tab.set_default_timeout(SLOW)
-        tab.on("request", lambda request: requests.append(request.url))
-        tab.on("pageerror", lambda error: failed.append(str(error)))
-        tab.goto(address, wait_until="networkidle")  # gradio loses clicks before
-        yield tab
-    assert not failed
-    assert not [url for url in requests if not url.startswith((address, "data:", "blob:"))]
+    (tmp_path / "temporary").mkdir()
+    away = {"HTTP_PROXY": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9", "TMPDIR": f"{tmp_path}/temporary"}
+    with subprocess.Popen([*command, "--no-browser", "--port", str(port), "--device", "cpu"], cwd=tmp_path,
+                          env={**os.environ, **away}, start_new_session=True) as process:  # fmt: skip
+        try:
+            wait_until_ready(f"http://127.0.0.1:{port}/", process)
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and all that it started
+                os.killpg(process.pid, signal.SIGTERM)
 
 
 def generate(tab, until, **values):
@@ -158,36 +128,34 @@ FROM_ELSEWHERE = {"Content-Type": "multipart/form-data; boundary=edge", "Origin"
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="Windows ends a program without telling it")
 def test_a_picture_is_drawn_stopped_and_refused_and_the_page_ends_with_a_picture_half_drawn(
-    chromium, page_command, tmp_path
+    chromium, request, tmp_path
 ):
     """As a user starts it, from a folder not ours and with no way to another machine."""
-    temporary, port = tmp_path / "temporary", free_port()
-    temporary.mkdir()
-    command = [*page_command, "--no-browser", "--port", str(port), "--device", "cpu"]
-    away = {"HTTP_PROXY": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9", "TMPDIR": str(temporary)}
+    port, requests, failed = free_port(), [], []
     address = f"http://127.0.0.1:{port}/"
-    with subprocess.Popen(command, cwd=tmp_path, env={**os.environ, **away}, start_new_session=True) as process:
-        try:
-            wait_until_ready(address, process)
-            with visited(chromium, address) as tab:
-                generate(tab, "does not know the word 'banana'", prompt="day banana", steps=1)
-                assert not tab.locator("#slider img").count()
-                generate(tab, r"times as fast; PSNR [\d.]+ dB, \d+% of the detail", prompt="night snow", steps=2)
-                tab.locator("#gallery").get_by_text(re.compile(r"Level 0: 4096 tokens became \d+")).first.wait_for()
-                assert tab.locator("#slider img").count() >= 2
-                tab.get_by_text("Report, and the same with diffusers").click()
-                assert "model calls" in tab.locator("#report textarea").input_value()
-                assert "strength=0.5" in tab.locator("#script").inner_text()
-                for request in (urllib.request.Request(address, headers={"Host": "elsewhere.example"}),
-                                urllib.request.Request(f"{address}gradio_api/upload", FILE, FROM_ELSEWHERE)):
-                    with pytest.raises(urllib.error.HTTPError):
-                        OPENER.open(request)
-                generate(tab, "without merging", steps=500)
-                tab.locator("#stop").click()
-                tab.get_by_text("Stopped.").first.wait_for()
-                generate(tab, "without merging")
-                os.killpg(process.pid, signal.SIGTERM)
-                assert process.wait(60) == 0
-        finally:
-            checkout.end(process)
-    assert not list(temporary.iterdir()), "files are left"
+    with served(request.config, port, tmp_path) as process, contextlib.closing(chromium.new_page()) as tab:
+        tab.set_default_timeout(SLOW)
+        tab.on("request", lambda request: requests.append(request.url))
+        tab.on("pageerror", lambda error: failed.append(str(error)))
+        tab.goto(address, wait_until="networkidle")  # gradio loses clicks before
+        generate(tab, "does not know the word 'banana'", prompt="day banana", steps=1)
+        assert not tab.locator("#slider img").count()
+        generate(tab, r"times as fast; PSNR [\d.]+ dB, \d+% of the detail", prompt="night snow", steps=2)
+        tab.locator("#gallery").get_by_text(re.compile(r"Level 0: 4096 tokens became \d+")).first.wait_for()
+        assert tab.locator("#slider img").count() >= 2
+        tab.get_by_text("Report, and the same with diffusers").click()
+        assert "model calls" in tab.locator("#report textarea").input_value()
+        assert "strength=0.5" in tab.locator("#script").inner_text()
+        for foreign in (urllib.request.Request(address, headers={"Host": "elsewhere.example"}),
+                        urllib.request.Request(f"{address}gradio_api/upload", FILE, FROM_ELSEWHERE)):
+            with pytest.raises(urllib.error.HTTPError):
+                OPENER.open(foreign)
+        generate(tab, "without merging", steps=500)
+        tab.locator("#stop").click()
+        tab.get_by_text("Stopped.").first.wait_for()
+        generate(tab, "without merging")
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(60) == 0
+    assert not failed
+    assert not [url for url in requests if not url.startswith((address, "data:", "blob:"))]
+    assert not list((tmp_path / "temporary").iterdir()), "files are left"

@@ -6,17 +6,12 @@ import pytest
 import torch
 
 from demo import attention, model, train, training_loss
-from demo.training_loss import MEAN_BANDS, Scenes
-from demo.training_state import TrainingState
+from demo.train import TrainingState
+from demo.training_loss import Scenes
 from tests import tiny_scenes
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="training takes torch 2.9's Muon")
 TINY = {"sd": tiny_scenes.UNET, "flux": tiny_scenes.FLUX}
-
-
-@pytest.fixture
-def tiny() -> model.SceneModel:
-    return tiny_scenes.make()
 
 
 def fresh(layout="sd", seed=0):
@@ -27,10 +22,6 @@ def fresh(layout="sd", seed=0):
 def advance(state, steps):
     scenes = Scenes(0, 2, 32, crop=16)
     return [train.train_step(state, scenes[state.step], seed=0) for _ in range(steps)]
-
-
-def weights_of(module):
-    return {name: value.clone() for name, value in module.state_dict().items()}
 
 
 # --- a run ------------------------------------------------------------------------------------------------------------
@@ -47,15 +38,16 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path, layout):
     assert (resumed.step, resumed.seconds) == (2, 12.5)
     assert advance(resumed, 2) == advance(state, 2)
     for module in ("model", "average"):
-        theirs = getattr(state, module).state_dict()
-        assert all(torch.equal(value, theirs[name]) for name, value in getattr(resumed, module).state_dict().items())
+        theirs, start = getattr(state, module).state_dict(), getattr(fresh(layout), module).state_dict()
+        for name, value in getattr(resumed, module).state_dict().items():
+            assert torch.equal(value, theirs[name]) and not torch.equal(value, start[name]), name
 
 
 @pytest.mark.slow
-def test_a_whole_run_of_sdxls_layout_ends_with_weights_and_what_they_are_worth(tmp_path, monkeypatch, capsys, tiny):
+def test_a_whole_run_of_sdxls_layout_ends_with_weights_and_what_they_are_worth(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(model.LAYOUTS, "sdxl", tiny_scenes.UNET_XL)
     start, output = tmp_path / "start.safetensors", tmp_path / "weights.safetensors"
-    model.save(tiny, start)
+    model.save(tiny_scenes.make(), start)
     assert train.main(["--layout", "sdxl", "--minutes", "0.02", "--batch", "2", "--start", str(start),
                        "--state", str(tmp_path / "state.safetensors"), "--output", str(output)]) == 0
     assert model.load(output).pooled is not None
@@ -80,7 +72,7 @@ def test_a_step_that_goes_wrong_leaves_the_weights_and_what_was_saved(tmp_path, 
     path, state = tmp_path / "state.safetensors", fresh()
     with torch.no_grad():
         state.model.emb.weight.fill_(torch.inf)
-    before = weights_of(state.model)
+    before = {name: value.clone() for name, value in state.model.state_dict().items()}
     state.save(path)
     saved = path.read_bytes()
     assert train.main(["--minutes", "1", "--batch", "2", "--state", str(path)]) == 1
@@ -88,16 +80,6 @@ def test_a_step_that_goes_wrong_leaves_the_weights_and_what_was_saved(tmp_path, 
     with pytest.raises(FloatingPointError):
         advance(state, 1)
     assert all(torch.equal(value, before[name]) for name, value in state.model.state_dict().items())
-
-
-def test_a_step_moves_every_matrix_whichever_optimizer_it_has_and_the_average_follows():
-    state = fresh()
-    before = weights_of(state.model)
-    advance(state, 1)
-    changes = [(module.emb.weight - before["emb.weight"]).abs().max() for module in (state.average, state.model)]
-    assert 0 < changes[0] < changes[1]
-    advance(state, 1)
-    assert not [name for name, value in state.model.state_dict().items() if torch.equal(value, before[name])]
 
 
 def test_a_file_that_is_no_training_state_and_wrong_options_are_refused(tmp_path, capsys):
@@ -110,73 +92,40 @@ def test_a_file_that_is_no_training_state_and_wrong_options_are_refused(tmp_path
         assert option.replace("=", " ") in capsys.readouterr().err
 
 
-# --- what is learned --------------------------------------------------------------------------------------------------
-
-
-def test_times_cover_the_whole_range_evenly_and_an_eighth_of_noisy_times_is_below_half():
-    times = training_loss.stratified_times(10, torch.Generator().manual_seed(0))
-    assert sorted(times.div(100, rounding_mode="floor").tolist()) == list(range(10))
-    times = training_loss.noisy_times(1000, torch.Generator().manual_seed(0))
-    assert times.min() >= 0 and times.max() < 1000 and (times < 500).float().mean() == pytest.approx(0.125, abs=0.01)
-
-
-def test_composition_counts_an_error_of_the_mean_bands_five_times_as_much_as_an_error_of_details(tiny):
-    given = tiny, Scenes(0, 2, 32)[0], torch.tensor([100, 900])
-    errors = training_loss.squared_errors(*given, torch.Generator().manual_seed(0)).mean((0, 2, 3))
-    expected = (5 * errors[:MEAN_BANDS].sum() + errors[MEAN_BANDS:].sum()) / (5 * 3 + 9)
-    torch.testing.assert_close(training_loss.composition_loss(*given, torch.Generator().manual_seed(0)), expected)
-
-
 # --- level-0 heads ----------------------------------------------------------------------------------------------------
 
 
-def uniform(scene_model):
-    """The same model with queries of zero: every head averages over all keys."""
-    with torch.no_grad():
-        for module in attention.level_0(scene_model):
-            module.to_q.weight.zero_()
-    return scene_model
-
-
-def test_a_head_that_averages_uses_all_keys_and_a_head_that_looks_up_uses_few(tiny):
-    heads = sum(module.heads for module in attention.level_0(tiny))
-    with torch.no_grad():
+@torch.no_grad()
+def test_a_head_that_averages_uses_all_keys_and_a_head_that_looks_up_uses_few():
+    tiny = tiny_scenes.make()
+    for factor, keys in ((1000, 0.0), (0, 1.0)):
         for module in attention.level_0(tiny):
-            module.to_q.weight.mul_(1000)
-    assert max(attention.effective_keys(tiny, 1)) < 0.01
-    assert attention.effective_keys(uniform(tiny), 1) == pytest.approx([1.0] * heads, abs=0.01)
+            module.to_q.weight.mul_(factor)
+        assert attention.effective_keys(tiny, 1) == pytest.approx([keys] * 6, abs=0.01)
 
 
-def test_measuring_leaves_the_model_and_attention_that_gives_nothing_is_worth_nothing(tiny):
+@torch.no_grad()
+def test_measuring_leaves_the_model_and_attention_that_gives_nothing_is_worth_nothing():
+    tiny = tiny_scenes.make()
     before = training_loss.held_out_loss(tiny, 1)
     assert attention.loss_rise(tiny, 1) != 0 and training_loss.held_out_loss(tiny, 1) == before
-    with torch.no_grad():
-        for module in attention.level_0(tiny):
-            module.to_out[0].weight.zero_()
-            module.to_out[0].bias.zero_()
+    for module in attention.level_0(tiny):
+        module.to_out[0].weight.zero_()
+        module.to_out[0].bias.zero_()
     assert attention.loss_rise(tiny, 1) == 0
 
 
-def test_training_makes_broad_heads_sharper_if_there_is_something_to_see(tiny):
-    batch, times = Scenes(0, 2, 32)[0], torch.tensor([100, 900])
-    with attention.record_breadths(uniform(tiny)) as breadths:
-        training_loss.v_loss(tiny, batch, times, torch.Generator())
-    torch.testing.assert_close(torch.cat(breadths), torch.zeros(6, 1), atol=1e-3, rtol=0)  # all of the keys
+def test_training_makes_broad_heads_sharper_if_there_is_something_to_see():
     broad, sharp = torch.zeros(2, 1, requires_grad=True), torch.full((2, 1), -5.0, requires_grad=True)
-    attention.broadness([broad, sharp], times).backward()
+    attention.broadness([broad, sharp], torch.tensor([100, 900])).backward()
     assert (broad.grad > 0).flatten().tolist() == [True, False] and not sharp.grad.any()
-
-
-def test_gates_say_what_was_missed():
-    good, bad = attention.Gates((0.1, 0.9, 0.9, 0.9, 0.9), 0.31), attention.Gates((0.21, 0.9), 0.29)
-    assert good.passed() and "MISSED" not in str(good)
-    assert not bad.passed() and str(bad).count("MISSED") == 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", model.CHECKPOINTS, ids=lambda path: path.stem)
-def test_the_shipped_models_pass_their_gates(path):
-    """On fewer pictures than `gates` takes."""
+def test_the_shipped_models_pass_their_gates_and_a_gate_that_is_missed_is_told(path):
+    """On fewer pictures than training takes."""
     scene_model = model.load(path)
     measured = attention.Gates(attention.effective_keys(scene_model, 1), attention.loss_rise(scene_model, 4))
-    assert measured.passed(), str(measured)
+    assert "MISSED" not in str(measured)
+    assert str(attention.Gates((0.21, 0.9), 0.29)).count("MISSED") == 2

@@ -1,21 +1,34 @@
-"""The pages agree with the project: links, the map of the rooms, messages that are quoted, examples in docstrings."""
+"""The pages agree with the project: links, commands, Python, the map, quoted messages, examples in docstrings."""
 
 from __future__ import annotations
 
+import argparse
 import ast
 import doctest
+import os
 import re
+import runpy
+import shlex
+import sys
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
+
+import install
+from tests.samplings import pipeline_of
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("docs", "demo", "comfy_nodes")
-PAGES = [*ROOT.glob("*.md"), *(page for name in FOLDERS for page in (ROOT / name).rglob("*.md"))]
-TROUBLESHOOTING = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-SENTENCES = (text for text in re.findall(r"`([^`\n]*)`", TROUBLESHOOTING) if len(text.split()) >= 5)
-QUOTED = {*re.findall(r"^\| `([^`]+)` \|", TROUBLESHOOTING, re.M), *(text for text in SENTENCES if "->" not in text)}
+PAGES = {page.relative_to(ROOT).as_posix(): page.read_text("utf-8") for page in (
+    *ROOT.glob("*.md"), *(page for name in ("docs", "demo", "comfy_nodes") for page in (ROOT / name).rglob("*.md")))}
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+# programs of install.py whose options are their own
+PROGRAMS = {"demo": "demo", "page": "demo.page", "gpu": "benchmarks.gpu"}
+QUOTED = {text for text in re.findall(r"`([^`\n]*)`", PAGES["docs/troubleshooting.md"])
+          if (len(text.split()) >= 5 and "->" not in text) or f"\n| `{text}` |" in PAGES["docs/troubleshooting.md"]}
 # modules that decide that a call, or a part of a call, is left alone, and say why
 REASONS = (
     *(f"tome_core/{name}.py" for name in (
@@ -24,45 +37,129 @@ REASONS = (
         "models/unet")),
     "comfy_nodes/transformers.py", "comfy_nodes/unets.py", "extension/host.py",
 )  # fmt: skip
-WITH_EXAMPLES = [path for path in sorted((ROOT / "tome_core").rglob("*.py")) if ">>>" in path.read_text("utf-8")]
 
 
-def prose(page: Path) -> str:
-    """A page without its fenced blocks."""
-    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
-
-
-def anchors(page: Path) -> set[str]:
+def anchors(page: str) -> set[str]:
     """The names by which links on GitHub find the page's headings."""
-    headings = re.findall(r"^#+ (.+)$", prose(page), re.M)
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_links_lead_somewhere_and_the_readme_leads_to_every_page_of_docs():
-    for page in PAGES:
-        links = {text or source for text, source in re.findall(r"\]\(([^)\s]+)\)|src=\"([^\"]+)\"", prose(page))}
-        for link in (link for link in links if not re.match(r"[a-z]+:", link)):
+    for name, text in PAGES.items():
+        links = {link for pair in re.findall(r"\]\(([^)\s]+)\)|src=\"([^\"]+)\"", FENCE.sub("", text)) for link in pair}
+        for link in (link for link in links if link and not re.match(r"[a-z]+:", link)):
             path, _, anchor = link.partition("#")
-            target = (page.parent / path).resolve() if path else page
-            assert target.exists() and target.is_relative_to(ROOT), f"{page} links to {link}, which is not there"
-            assert not anchor or anchor in anchors(target), f"{page} links to {link}, and there is no such heading"
-        if page == ROOT / "README.md":
-            assert links >= {f"docs/{file.name}" for file in (ROOT / "docs").glob("*.md")}
+            target = (ROOT / name).parent.joinpath(path).resolve() if path else ROOT / name
+            assert target.exists() and target.is_relative_to(ROOT), f"{name} links to {link}, which is not there"
+            assert not anchor or anchor in anchors(target.read_text("utf-8")), f"{name}: {link} has no such heading"
+        assert name != "README.md" or links >= {page for page in PAGES if page.startswith("docs/")}
 
 
-def test_the_map_names_every_room_and_files_that_exist():
-    before, after = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## The map")
+def test_the_map_describes_every_room_and_names_files_that_exist():
+    text = PAGES["CONTRIBUTING.md"].replace("/ROOM", "")
     rooms = {path.parent.name for path in (ROOT / "tome_core").glob("*/__init__.py")}
-    assert set(re.findall(r"`(\w+)/`", after.split("|---|---|")[1].split("\n\n")[0])) == rooms
-    named = re.findall(r"`((?:tests|scripts|locales)/?[\w/]*(?:\.py|\.txt)?)`", before + after.replace("/ROOM", ""))
+    assert set(re.findall(r"^\| `(\w+)/` \|", text, re.MULTILINE)) == rooms
+    named = re.findall(r"`((?:tests|scripts|locales)/?[\w/]*(?:\.py|\.txt)?)`", text)
     assert not [name for name in named if not (ROOT / name).exists()]
 
 
-@pytest.mark.parametrize("path", WITH_EXAMPLES, ids=lambda path: path.stem)
-def test_the_examples_of_a_docstring_give_what_they_say(path):
-    name = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
-    result = doctest.testmod(import_module(name))
-    assert result.attempted and not result.failed
+def test_the_examples_of_a_docstring_give_what_they_say():
+    for path in (path for path in (ROOT / "tome_core").rglob("*.py") if ">>>" in path.read_text("utf-8")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        result = doctest.testmod(import_module(name))
+        assert result.attempted and not result.failed, path
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+def commands_of(page: str) -> list[str]:
+    """The commands that a page tells its reader to run; without the map of the code, which lists files."""
+    text = PAGES[page].split("\n## The map\n")[0]
+    lines = [line for language, body in FENCE.findall(text) if not language for line in body.splitlines()]
+    quoted = re.findall(r"`((?:\w+=\S+ )*(?:python|pip|torchrun|accelerate)\s[^`]*)`", FENCE.sub("", text))
+    plain = (re.sub(r"(^|\s+)#.*$|\b[A-Z_]+=\S+ ", "", line) for line in (*lines, *quoted))
+    return [" ".join(line.split()) for line in plain if line.strip()]
+
+
+class Read(BaseException):
+    """The program has read its command line; it is not to do more."""
+
+
+def hold_options(module: str, arguments: list[str], monkeypatch) -> None:
+    """Let a program read these arguments. It ends with 2 if it does not know them."""
+    plain = argparse.ArgumentParser.parse_args
+
+    def parse(parser, *args, **kwargs):
+        plain(parser, *args, **kwargs)
+        raise Read
+
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
+    monkeypatch.setattr(sys, "argv", [module, *arguments])
+    monkeypatch.delitem(sys.modules, module, raising=False)  # runpy warns of a module that is imported already
+    with pytest.raises(Read):
+        runpy.run_module(module, run_name="__main__")
+
+
+@pytest.mark.parametrize("command", dict.fromkeys(command for page in PAGES for command in commands_of(page)))
+def test_a_command_of_a_page_is_one_that_its_program_takes(command, monkeypatch):
+    """As it stands there, but for what its placeholders stand for."""
+    words = shlex.split(command)
+    if words[0] == "pip":
+        extras = install.read_project(ROOT / "pyproject.toml")["project"]["optional-dependencies"]
+        assert {extra for names in re.findall(r"\[(.*?)\]", command) for extra in names.split(",")} <= set(extras)
+        assert all((ROOT / word).is_file() for word in words if word.endswith(".txt"))
+    elif "pytest" in words:
+        assert all((ROOT / word).exists() for word in words if word.startswith("tests/"))
+    elif "-m" in words:
+        module, *arguments = words[words.index("-m") + 1:]
+        if arguments:
+            hold_options(module, arguments, monkeypatch)
+        assert find_spec(module)
+    elif words[:2] == ["python", "install.py"]:
+        assert words[2] in install.COMMANDS
+        if words[2] in PROGRAMS:
+            hold_options(PROGRAMS[words[2]], words[3:], monkeypatch)
+    else:
+        assert os.access(ROOT / words[0], os.X_OK)
+
+
+# --- Python -----------------------------------------------------------------------------------------------------------
+
+
+def python_of(page: str) -> list[str]:
+    lines = re.findall(r"`(with tome_core\.[^`\n]*)`", PAGES[page])
+    blocks = [body for language, body in FENCE.findall(PAGES[page]) if language == "python"]
+    return [*blocks, *(f"import tome_core\n{line}" for line in lines)]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if python_of(page)])
+def test_the_python_of_a_page_runs_and_leaves_nothing_behind(page, tiny_folder):
+    for code in python_of(page):
+        pipe = pipeline_of(tiny_folder)
+        pipe.scheduler.register_to_config(num_train_timesteps=1000)
+        exec(code, {"pipe": pipe})
+        assert not any("forward" in vars(module) or "_forward" in vars(module) for module in pipe.unet.modules()), code
+
+
+@pytest.mark.parametrize("keys, side", [(64, 8), (16, 4), (77, None)])
+def test_the_smallest_form_attends_as_repeated_means_do_and_leaves_other_keys_alone(keys, side):
+    """The functions in docs/methods.md that a reader copies."""
+    form: dict = {}
+    exec(next(code for code in python_of("docs/methods.md") if "def attend" in code), form)
+    q, k, v = (torch.randn(1, count, 16) for count in (64, keys, keys))
+    group = form["group_tokens"](k, v, side, side, 0.75)[0][0] if side else torch.arange(keys)
+    assert len(group.unique()) == (keys // 4 if side else keys)
+    alike = (group[:, None] == group).float()
+    means = alike / alike.sum(1, keepdim=True)  # every token becomes the mean of its group
+    heads = (x.unflatten(-1, (2, -1)).transpose(1, 2) for x in (q, means @ k, means @ v))
+    expected = F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(form["attend"](q, k, v, 2, (8, 8), 0.75), expected, atol=1e-5, rtol=0)
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
 
 
 def said_by(path: Path, errors: bool = True) -> set[str]:
