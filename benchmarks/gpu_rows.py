@@ -1,7 +1,6 @@
 """The rows of ``benchmarks.gpu`` that time something: calls of a network, and whole samplings.
 
-A network stands beside twins of it that share its weights: one by tomesd, one for each strength. Of each call: the
-clock's milliseconds, and on a GPU those in which it worked, its launches, and peak memory beyond the model.
+A network stands beside twins of it that share its weights: one by tomesd, one for each strength.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ UNMERGED, TOMESD, STRENGTHS, STEPS = "unmerged", "tomesd", ("balanced", "max"), 
 WHEN = {"new": (900.0,), "renewed": (900.0, 800.0), "kept": (900.0, 890.0)}
 ROW = "the row"  # in a row's failures: all of it failed
 _LONG_ENOUGH, _MOST_CALLS = 0.3, 10  # seconds of a turn on a GPU; calls in it
-_ROUNDS = 5  # of a GPU's calls, 3 of all else
-_CALLS_BESIDE = 6  # of each variant: to warm up, for the profiler, and for the peak
 
 
 class OutOfTime(Exception):
@@ -36,10 +33,7 @@ class OutOfTime(Exception):
 
 
 class Patched:
-    """A network that is patched in a way: not at all, by tomesd at half of the finest level's tokens, or by a strength.
-
-    Raises ImportError without tomesd.
-    """
+    """A network that is patched: not at all, by tomesd at half of the finest level's tokens, or by a strength."""
 
     def __init__(self, network: nn.Module, way: str, compiled: bool = False) -> None:
         self.handle = None
@@ -79,12 +73,7 @@ def compile_(network: nn.Module) -> nn.Module:
 
 
 class Bench:
-    """A device, and the network that is in its memory: one at a time.
-
-    Args:
-        device: ``cuda``, or ``cpu``, which gets tiny networks.
-        end: when all has to be done, by ``time.monotonic``.
-    """
+    """A device, and the network that is in its memory. end: when all has to be done, by ``time.monotonic``."""
 
     def __init__(self, device: str, end: float) -> None:
         self.device, self.end, self.tiny = device, end, device == "cpu"
@@ -97,7 +86,7 @@ class Bench:
         return self.end - time.monotonic()
 
     def network(self, name: str) -> nn.Module:
-        """One of `models.NAMES`, as it is."""
+        """One of `models.NAMES`, as it is; the one before it goes."""
         if name not in self._made:
             self._made.clear()
             memory.free(self.device)
@@ -105,7 +94,6 @@ class Bench:
         return self._made[name]
 
     def twin(self, name: str, compiled: bool, way: str) -> Patched:
-        """Of a network, patched in a way: `UNMERGED`, `TOMESD`, or a strength. Raises ImportError without tomesd."""
         network, key = self.network(name), (compiled, way)
         if key not in self._made:
             self._made[key] = Patched(models.twin(network), way, compiled)
@@ -114,12 +102,7 @@ class Bench:
     def compare(self, makers: dict[str, Callable[[], Run]], single: bool = False) -> dict[str, Any]:
         """Times of what the makers make; one that fails has its reason in ``failed``, and the others go on.
 
-        Args:
-            makers: name -> what makes a run; the first is looked at for how long the others may take.
-            single: a turn is one run, and none before it is left untimed.
-
-        Raises:
-            OutOfTime: if this would not end in time.
+        single: a turn is one run, and none before it is left untimed. Raises OutOfTime if this would not end in time.
         """
         runs, failed, once = {}, {}, 0.0
         for name, make in makers.items():
@@ -135,7 +118,7 @@ class Bench:
                 memory.free(self.device)
             elif not once:
                 once = spent
-                if once * len(makers) * (2 if single else _CALLS_BESIDE + 2) > self.left:
+                if once * len(makers) * (2 if single else 8) > self.left:
                     raise OutOfTime
         calls = 1 if single or self.tiny else max(1, min(_MOST_CALLS, int(_LONG_ENOUGH / max(once, 1e-3))))
 
@@ -144,7 +127,7 @@ class Bench:
                 run()
             return timing.seconds(run, self.device, calls)
 
-        times = timing.in_turns(runs, 3 if single or self.tiny else _ROUNDS, turn, self.end)
+        times = timing.in_turns(runs, 3 if single or self.tiny else 5, turn, self.end)
         found = {name: {"ms": 1e3 * statistics.median(taken), "least": 1e3 * min(taken), "most": 1e3 * max(taken)}
                  for name, taken in times.items()}  # fmt: skip
         if not (single or self.tiny):

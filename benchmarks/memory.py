@@ -53,9 +53,8 @@ def cuda_peak(run: Callable[[], Any]) -> float:
 def process_peak(run: Callable[[], Any], small: Callable[[], Any]) -> float | None:
     """Peak MiB of a process beyond what it had before the call; None except on Linux.
 
-    The call is made in a fork of this process, which has the model already, and starts with a peak of its own.
-    small: a call that makes the libraries allocate what they allocate once. Raises CallFailed where the call fails,
-    for want of memory too: there the system may end the fork, which leaves this process and its results alone.
+    The call is made in a fork, which starts with a peak of its own. small: a call that makes the libraries allocate
+    what they allocate once. Raises CallFailed where it fails, also where the system ends the fork.
     """
     if sys.platform != "linux":
         return None

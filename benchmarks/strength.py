@@ -1,15 +1,10 @@
 """What strength stands for: ``python -m benchmarks.strength RESULT.json...`` makes its curve from measured fronts.
 
-How a knot is chosen is told in docs/methods.md, "Strength". No pair counts with which the keys of levels below the
-finest would add much: which of them a picture has depends on the model's family and on its size. Needs results of
-``python -m benchmarks.quality --for choose`` with the rows "merged keys", and for the latter "keys below"; prints the
-knots, and in the last line the curve as `CURVES` of ``tome_core/settings/presets.py`` has it.
-
-``--layout`` sdxl makes that of UNets without attention at their finest level, ``transformer`` that of transformers,
-which have one level and no rows of keys below.
-
-``--compare`` prints the curve that the results make, beside what the engine's own for Stable Diffusion's layout does to
-their models.
+How a knot is chosen is told in docs/methods.md, "Strength". Needs results of ``python -m benchmarks.quality --for
+choose`` with the rows "merged keys" and, but for transformers, which have one level, "keys below": no pair counts with
+which those would add much. Prints the knots, and in the last line the curve as `CURVES` of
+``tome_core/settings/presets.py`` has it; with ``--compare`` the curve beside what the engine's own for Stable
+Diffusion's layout does to the results' models.
 """
 
 from __future__ import annotations
@@ -17,7 +12,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -27,7 +22,8 @@ import numpy as np
 from benchmarks import results, subjects
 from benchmarks.quality_figures import sections
 from benchmarks.quality_rows import TIMES
-from benchmarks.variant_list import FRONT, KEYS_BELOW
+from benchmarks.report import markdown
+from benchmarks.variants import FRONT, KEYS_BELOW
 from tome_core.settings.presets import CURVES, EARLY_SHARE, LAYOUTS, MOST_MERGED, PARTS, SD, TRANSFORMER
 
 # the results that the engine's curves are made from
@@ -39,12 +35,10 @@ SOURCES = {
 KNOTS = 20  # of the curve, equally far apart
 # share of the attention work left at a strength; between them its logarithm is a line
 WORK = {0.25: 0.2, 0.5: 1 / 16, 0.75: 1 / 32, 1.0: 1 / 64}
-# What a merged step takes for matching, merging and correcting, as a share of the unmerged attention's time. Modelled
-# from its kernels, SD1.5 at 1024 px: .13 on a 3060, .27 on a 4090, .31 on an H200.
+# what a merged step takes for matching, merging and correcting, as a share of the unmerged attention's time: modelled
+# from its kernels, SD1.5 at 1024 px, .13 on a 3060, .27 on a 4090, .31 on an H200
 MERGING = 0.2
-# Of a strength's deviation: what the keys of the levels below the finest may add to it. Their MLPs add nothing: they
-# had been allowed a twentieth, and at a guidance of 7.5 whole pictures lost 6 to 8 dB of PSNR to them where heads are
-# smooth, .3 to 1 dB where they are sharp, and no time was gained.
+# of a strength's deviation: what the keys of the levels below the finest may add to it
 BELOW_SHARE = 0.2
 FEWEST = EARLY_SHARE  # which late steps keep at least
 _NOTHING = 1e-9  # has a logarithm
@@ -76,14 +70,18 @@ class Loss(NamedTuple):
 class Knot(NamedTuple):
     """One strength: the share of keys that steps before timestep ``until`` keep.
 
-    work: share of the finest attention's products left; dev: the deviation to be expected, per cent of the v-loss.
+    dev: the deviation to be expected, per cent of the v-loss.
     """
 
     strength: float
     share: float
     until: float
-    work: float
     dev: float
+
+    @property
+    def work(self) -> float:
+        """Share of the finest attention's products left."""
+        return (self.share * self.until + FEWEST * (1000 - self.until)) / 1000
 
 
 def front(records: Sequence[dict]) -> Loss:
@@ -145,29 +143,22 @@ def curve(loss: Loss, keys: Loss | None) -> tuple[Knot, ...]:
     Of all ways through the knots on which no step is ever asked for less, the one whose deviations are the least, each
     as a share of the least that its time allows. Raises ValueError where nothing that was measured leaves so little.
     """
-    ways = [_Way(0.0, (Knot(0.0, 1.0, 1000.0, 1.0, 0.0),))]
+    ways = [(0.0, (Knot(0.0, 1.0, 1000.0, 0.0),))]  # the cost of each, and its knots
     for number in range(1, KNOTS + 1):
         strength = number / KNOTS
         found = _pairs(strength, loss, keys)
         if not found:
             raise ValueError(f"nothing was measured that leaves {time_at(strength):.3g} of the time at {strength}")
         least = min(knot.dev for knot in found)
-        ways = [
-            _Way(way.cost + knot.dev / least, (*way.knots, knot))
-            for knot in found
-            if (way := _cheapest(way for way in ways if knot.share <= way.knots[-1].share
-                                 and knot.until <= way.knots[-1].until)) is not None
-        ]
-    return _cheapest(ways).knots
-
-
-class _Way(NamedTuple):
-    cost: float
-    knots: tuple[Knot, ...]
-
-
-def _cheapest(ways: Iterable[_Way]) -> _Way | None:
-    return min(ways, key=lambda way: way.cost, default=None)
+        longer = []
+        for knot in found:
+            before = [(cost, knots) for cost, knots in ways if knot.share <= knots[-1].share
+                      and knot.until <= knots[-1].until]  # fmt: skip
+            if before:
+                cost, knots = min(before)
+                longer.append((cost + knot.dev / least, (*knots, knot)))
+        ways = longer
+    return min(ways)[1]
 
 
 def _pairs(strength: float, loss: Loss, keys: Loss | None) -> list[Knot]:
@@ -184,12 +175,8 @@ def _pairs(strength: float, loss: Loss, keys: Loss | None) -> list[Knot]:
         until = round(1000 * late_part / (step_time(share) - step_time(FEWEST))) if share > FEWEST else 0
         dev = deviation(share, until, loss)
         if until <= 1000 and (keys is None or fmean(keys.at(share)) <= BELOW_SHARE * dev):
-            found.append(Knot(strength, share, until, _work(share, until), dev))
+            found.append(Knot(strength, share, until, dev))
     return found
-
-
-def _work(share: float, until: float) -> float:
-    return (share * until + FEWEST * (1000 - until)) / 1000
 
 
 def deviation(share: float, until: float, loss: Loss) -> float:
@@ -198,21 +185,17 @@ def deviation(share: float, until: float, loss: Loss) -> float:
     return fmean([own if moment < until else few for moment, own, few in pairs])
 
 
-def literal(knots: Sequence[Knot]) -> str:
-    """The curve as `presets.CURVES` has it: keys in `PARTS`, and the timestep."""
-    return ", ".join(f"({round(knot.share * PARTS)}, {knot.until:.0f})" for knot in knots)
-
-
 def beside(loss: Loss, knots: Sequence[Knot], own: Sequence[tuple[int, int]]) -> str:
     """Markdown: a curve and another one of as many knots, with the deviations of both on these models."""
-    lines = ["| strength | late share, until | work | dev % | the engine's | work | dev % |",
-             "|---|---|---:|---:|---|---:|---:|"]  # fmt: skip
+    def cells(knot: Knot) -> tuple[str, str, str]:
+        return f"{knot.share:.4g}, {knot.until:.0f}", f"{knot.work:.3f}", f"{knot.dev:.3f}"
+
+    rows = []
     for knot, (keys, until) in zip(knots, own, strict=True):
         share = keys / PARTS
-        theirs = deviation(share, until, loss) if knot.strength else 0.0
-        lines.append(f"| {knot.strength:.2f} | {knot.share:.4g}, {knot.until:.0f} | {knot.work:.3f} | {knot.dev:.3f} | "
-                     f"{share:.4g}, {until:.0f} | {_work(share, until):.3f} | {theirs:.3f} |")
-    return "\n".join(lines)
+        theirs = Knot(knot.strength, share, until, deviation(share, until, loss) if knot.strength else 0.0)
+        rows.append((f"{knot.strength:.2f}", *cells(knot), *cells(theirs)))
+    return markdown(("strength", "late share, until", "work", "dev %", "the engine's", "work", "dev %"), rows)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -239,7 +222,7 @@ def main(arguments: list[str] | None = None) -> int:
     for knot in knots:
         print(f"{knot.strength:.2f}: share {knot.share}, until {knot.until:.1f}, work {knot.work:.3f}, "
               f"deviation {knot.dev:.3f}")
-    print(literal(knots))
+    print(", ".join(f"({round(knot.share * PARTS)}, {knot.until:.0f})" for knot in knots))
     return 0
 
 

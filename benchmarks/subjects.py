@@ -1,8 +1,7 @@
 """What is measured: a scene model of this repository, or the user's own checkpoint, and which pictures of it.
 
 There are pictures to choose by, and others to show: a setting that was picked on the pictures of a table flatters
-itself. The two share nothing that is drawn: held-out scenes, noise, prompts, seeds of pictures and of methods. What
-merging may do without depends on how noisy the steps are, and samplers differ in that: so there are several schedules.
+itself. The two share nothing that is drawn: held-out scenes, noise, prompts, seeds of pictures and of methods.
 """
 
 from __future__ import annotations
@@ -145,11 +144,6 @@ class SceneSubject:
         pictures, tokens, _ = Scenes(seed, count, 2 * self.model.side, walls=self._walls)[part]
         return model.encode(pictures, self.model.haar_gain), tokens
 
-    def scene(self, number: int) -> tuple[torch.Tensor, list[int]]:
-        """A held-out scene to start from, a latent ``[1, C, h, w]``, and its tokens."""
-        latent, words = self._latents(self.purpose.scenes + 1, 1, number)
-        return latent, words[0].tolist()
-
     def predict(self, noised: Noised) -> torch.Tensor:
         """The model's velocity, float32."""
         return self.model(noised.x, noised.t, noised.tokens).float()
@@ -162,7 +156,8 @@ class SceneSubject:
         schedule, guidance = self.manner
         tokens, start = prompt.tokens(self.purpose.prompts[number % len(self.purpose.prompts)]), None
         if schedule == LATE_HALF:
-            start, tokens = self.scene(number)
+            start, words = self._latents(self.purpose.scenes + 1, 1, number)  # a held-out scene
+            tokens = words[0].tolist()
         times = timesteps(schedule, self.model.scheduler, steps)
         return sampler.sample(self.model, tokens, self.purpose.first + number, steps=steps, guidance=guidance,
                               timesteps=times, start=start)  # fmt: skip
@@ -208,9 +203,3 @@ def fingerprint(path: Path) -> str:
         with file.open("rb") as opened:
             digest.update(str(file.stat().st_size).encode() + opened.read(2**20))
     return digest.hexdigest()[:12]
-
-
-def held_out_fingerprint(purpose: Purpose, size: int = 64) -> str:
-    """Tells held-out scenes apart: a run must not go on with others, because the painting changed in between."""
-    pictures = Scenes(purpose.scenes, PART_NOISED, size)[0][0]
-    return hashlib.sha256(((pictures + 1) * 127.5).round().to(torch.uint8).numpy().tobytes()).hexdigest()[:12]

@@ -1,4 +1,4 @@
-"""What a row of the quality benchmark is about: a name, and how to make a network do what it names."""
+"""Every variant of the quality benchmark: a name, how to make a network do what it names, and who asks for it."""
 
 from __future__ import annotations
 
@@ -6,20 +6,26 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
-from unittest import mock
 
 import torch
 from torch import nn
 
 import tome_core
-from benchmarks import networks
-from benchmarks.networks import KINDS, TRANSFORMER, at_each_call, finest_blocks, kind_of
-from benchmarks.reference import Recipe, SequenceReference, as_toma, in_unet
-from tome_core.attention import correction
+from benchmarks.networks import KINDS, UNET, at_each_call, finest_blocks
+from benchmarks.reference import HALF_TIME, Recipe, Reference
+from tome_core.settings.presets import MARKS, refine_of
 
 Role = Literal["plain", "method", "tomesd", "control", "yardstick"]
 PutOn = Callable[[nn.Module, int], AbstractContextManager]
-MEASURES = ("noised", "pictures")
+
+PLAIN = "unmerged"
+# ratio and cell of keys and values, of the line that strength is chosen from
+FRONT = (
+    (0.25, 4), (0.5, 4), (0.625, 4), (0.75, 4), (0.8125, 4), (0.875, 4), (0.9375, 4),
+    (0.9375, 8), (0.96875, 8), (0.984375, 8),
+)  # fmt: skip
+BETWEEN = (0.1, 0.375, 0.625, 0.875)  # strengths without a name
+KEYS_BELOW = ((0.9375, 4), (0.984375, 8))  # of the levels below the finest, merged as hard as any preset does
 
 
 @dataclass(frozen=True)
@@ -27,8 +33,8 @@ class Variant:
     """One thing to measure.
 
     method: the line it belongs to in the plot. setting: what it is on that line. put_on: (network, seed) -> context
-    manager inside which the network does it. code: whose code runs, the "engine", "reference", "tomesd", "diffusers" or
-    "torch". solver: how many times as many solver steps as the others it takes. kinds: of networks that can do it.
+    manager inside which the network does it. code: whose code runs, the "engine", "reference", "tomesd" or "torch".
+    solver: how many times as many solver steps as the others it takes. kinds: of networks that can do it.
     """
 
     method: str
@@ -37,7 +43,6 @@ class Variant:
     role: Role = "method"
     code: str = "reference"
     solver: int = 1
-    measures: tuple[str, ...] = MEASURES
     kinds: tuple[str, ...] = KINDS
 
     @property
@@ -60,33 +65,12 @@ def in_bfloat16(network: nn.Module, seed: int) -> AbstractContextManager:
     return torch.autocast(next(network.parameters()).device.type, torch.bfloat16)
 
 
-def closed_form_alone(rule: dict[str, Any]) -> PutOn:
-    """tome_core with these settings, whose correction is told nothing by exact answers."""
-    def unfitted(q: torch.Tensor, merged: torch.Tensor, left: torch.Tensor, same: float) -> correction.Pair:
-        batch, heads, _, width = left.shape
-        return left.new_zeros(batch, heads, 2 * width, width), left.new_zeros(batch, heads, 1, width)
-
-    @contextmanager
-    def put_on(network: nn.Module, seed: int) -> Iterator[None]:
-        with mock.patch.object(correction, "_ridge", unfitted), engine(rule)(network, seed):
-            yield
-
-    return put_on
+def reference(**recipe: Any) -> PutOn:
+    """The reference code."""
+    return lambda network, seed: Reference(network, Recipe(**recipe), seed)
 
 
-def engine(*rules: dict[str, Any]) -> PutOn:
-    """tome_core with these settings; several are rules of which the first that holds counts."""
-    if len(rules) == 1:
-        return _merging(**rules[0])
-    return _merging(tome_core.MergeConfig(rules=tuple(tome_core.MergeRule(**settings) for settings in rules)))
-
-
-def strength(value: float, **more: Any) -> PutOn:
-    """A strength of tome_core's, also on grids that it would leave alone. more: settings that it does not decide."""
-    return _merging(strength=value, only_if_it_pays=False, **more)
-
-
-def _merging(config: tome_core.MergeConfig | None = None, **asked: Any) -> PutOn:
+def engine(config: tome_core.MergeConfig | None = None, **asked: Any) -> PutOn:
     """`tome_core.patch` of what is asked for. Inside is one sampling, whose matches may be kept from step to step."""
 
     @contextmanager
@@ -99,28 +83,9 @@ def _merging(config: tome_core.MergeConfig | None = None, **asked: Any) -> PutOn
     return put_on
 
 
-def reference(recipe: Recipe) -> PutOn:
-    """The reference code."""
-    def put_on(network: nn.Module, seed: int) -> AbstractContextManager:
-        return (SequenceReference if kind_of(network) == TRANSFORMER else in_unet)(network, recipe, seed)
-
-    return put_on
-
-
-def toma(ratio: float) -> PutOn:
-    """ToMA by its abstract, in a Flux transformer: see `reference`."""
-    return lambda transformer, seed: as_toma(transformer, ratio)
-
-
-def first_block_cache(threshold: float) -> PutOn:
-    """See `networks`. What happens inside is one sampling."""
-
-    @contextmanager
-    def put_on(transformer: nn.Module, seed: int) -> Iterator[None]:
-        with networks.first_block_cache(transformer, threshold), transformer.cache_context("both halves of guidance"):
-            yield
-
-    return put_on
+def strength(value: float) -> PutOn:
+    """A strength of tome_core's, also on grids that it would leave alone."""
+    return engine(strength=value, only_if_it_pays=False)
 
 
 def tomesd(ratio: float, early: float | None = None, until: float = 0) -> PutOn:
@@ -151,3 +116,62 @@ def tomesd(ratio: float, early: float | None = None, until: float = 0) -> PutOn:
                     vars(module).pop("_tome_info", None)
 
     return put_on
+
+
+def _keys(ratio: float, cell: int = 2, **more: Any) -> dict[str, Any]:
+    """Settings of the engine that merge keys and values."""
+    return {"ratio": ratio, "sx": cell, "sy": cell, "side": "kv", "use_rand": False, **more}
+
+
+def _setting(ratio: float, cell: int) -> str:
+    return str(ratio) if cell == 2 else f"{ratio} cells {cell}"
+
+
+def _merged_keys(ratio: float, cell: int) -> Variant:
+    """What strength is chosen from: keys and values compared by distance, refined if they are few."""
+    settings = _keys(ratio, cell, metric="keys+values", refine=refine_of(cell))
+    return Variant("merged keys", _setting(ratio, cell), engine(**settings), code="engine")
+
+
+def _keys_below(ratio: float, cell: int) -> Variant:
+    """What merging costs if the latent is halved and quartered."""
+    all_levels = _keys(ratio, cell, metric="keys+values", refine=1, max_downsample=8)
+    rules = tuple(tome_core.MergeRule(**settings) for settings in ({"ratio": 0.0}, all_levels))
+    put_on = engine(tome_core.MergeConfig(rules=rules))
+    return Variant("keys below", _setting(ratio, cell), put_on, code="engine", kinds=(UNET,))
+
+
+# in every table, whatever else is asked for
+_ALWAYS = (
+    Variant(PLAIN, "", nothing, "plain", "torch"),
+    Variant("bfloat16", "", in_bfloat16, "yardstick", "torch"),
+    Variant("twice the solver steps", "", nothing, "yardstick", "torch", solver=2),
+    Variant("zero attention", "", reference(zero=True), "control"),
+    Variant("random partner", "0.75", reference(ratio=0.75, together=True), "control"),
+    Variant("random partner kv", "0.9375", reference(ratio=0.9375, cell=4), "control"),
+)
+# what users get, and what they may do instead; by default
+_STANDARD = (
+    Variant("tomesd", "0.5", tomesd(0.5), "tomesd", "tomesd", kinds=(UNET,)),
+    Variant("tomesd", "0.75", tomesd(0.75), "tomesd", "tomesd", kinds=(UNET,)),
+    Variant("tomesd early and late", "0.75 then 0.35", tomesd(0.35, 0.75, HALF_TIME), code="tomesd", kinds=(UNET,)),
+    Variant("downsample", "2x2", reference(coarse=2)),
+    Variant("downsample early and late", "8x8 then 2x2", reference(coarse=2, coarse_early=8)),
+    Variant("tiles", "2x2", reference(tiles=2), kinds=(UNET,)),
+    Variant("sized", "0.5", engine(ratio=0.5, use_rand=False), code="engine"),
+    *(Variant("preset", name, strength(value), code="engine") for name, value in MARKS.items()),
+    *(Variant("strength", str(value), strength(value), code="engine") for value in BETWEEN),
+)
+_TO_CHOOSE_BY = (*(_merged_keys(*one) for one in FRONT), *(_keys_below(*one) for one in KEYS_BELOW))
+_OTHERS = (
+    Variant("sized", "0.75", engine(ratio=0.75, use_rand=False), code="engine"),
+    Variant("sized kv", "0.75", engine(**_keys(0.75)), code="engine"),
+    Variant("sized kv", "0.9375 cells 4", engine(**_keys(0.9375, 4)), code="engine"),
+)
+VARIANTS = {variant.name: variant for variant in (*_ALWAYS, *_STANDARD, *_TO_CHOOSE_BY, *_OTHERS)}
+ALWAYS = tuple(variant.name for variant in _ALWAYS)
+GROUPS = {
+    "smallest": (*ALWAYS, "tomesd-0.75", "sized-kv-0.75"),
+    "standard": (*ALWAYS, *(variant.name for variant in _STANDARD)),
+    "choose": (*ALWAYS, *(variant.name for variant in _TO_CHOOSE_BY)),
+}

@@ -9,8 +9,7 @@ from statistics import fmean
 import pytest
 
 from benchmarks import results, strength
-from benchmarks.quality_rows import TIMES
-from benchmarks.variant_list import FRONT as FRONT_SETTINGS
+from benchmarks.variants import FRONT as FRONT_SETTINGS
 from tome_core.settings import presets
 from tome_core.settings.presets import LAYOUTS, SD, SDXL, TRANSFORMER
 
@@ -118,17 +117,6 @@ def test_no_other_pair_of_as_much_time_does_less_harm(loss, knots):
                 both = zip(strength._MOMENTS, loss.at(share), fewest, strict=True)
                 free.append(sum(own if moment < until else few for moment, own, few in both) / len(fewest))
         assert knot.dev <= 1.13 * min(free), knot
-
-
-def test_between_what_was_measured_a_loss_lies_between_it(loss):
-    for low, high in pairwise(sorted(loss.by_share)):
-        middle = loss._at_times((low * high) ** 0.5)
-        for one, few, many in zip(middle, loss.by_share[low], loss.by_share[high], strict=True):
-            assert min(few, many) <= one <= max(few, many)
-    least = max(loss.by_share)
-    assert all(x < y for x, y in zip(loss._at_times((1 + least) / 2), loss.by_share[least], strict=True))
-    measured = loss.by_share[least][TIMES.index(200)]
-    assert loss.at(least)[strength._MOMENTS.index(205)] == pytest.approx(measured, rel=0.1)
 
 
 def test_keys_below_the_finest_level_add_at_most_their_share(record, knots):

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from benchmarks import quality_report, results, strength, subjects
 from benchmarks.quality_rows import TIMES, Amounts, QualityBench, Row
 from benchmarks.subjects import CHOOSE, PURPOSES, SHOW, SceneSubject
-from benchmarks.variant_list import VARIANTS
-from demo import model, prompt, sampler, scene_wall
+from benchmarks.variants import VARIANTS
+from demo import model, prompt, sampler
 from demo.training_loss import HELD_OUT_SEED, Scenes
 from tests import tiny_scenes
 
@@ -99,17 +99,9 @@ def test_a_model_that_never_saw_walls_is_judged_without_them(tmp_path):
     for path, walls in ((weights, True), (tmp_path / "smooth.safetensors", False)):
         purpose = PURPOSES[SHOW]
         painted = Scenes(purpose.scenes + 1, 1, 128, walls=walls)[3][0]
-        latent, _ = SceneSubject(path, torch.device("cpu"), purpose).scene(3)
+        latent, _ = SceneSubject(path, torch.device("cpu"), purpose)._latents(purpose.scenes + 1, 1, 3)
         assert torch.equal(latent, model.encode(painted, 5.0))
         assert not torch.equal(painted, Scenes(purpose.scenes + 1, 1, 128, walls=not walls)[3][0])
-
-
-def test_scenes_that_are_painted_otherwise_are_other_settings(monkeypatch):
-    before = subjects.held_out_fingerprint(PURPOSES[SHOW], 32)
-    assert subjects.held_out_fingerprint(PURPOSES[SHOW], 32) == before
-    assert subjects.held_out_fingerprint(PURPOSES[CHOOSE], 32) != before
-    monkeypatch.setattr(scene_wall, "paint", lambda canvas, setting: None)
-    assert subjects.held_out_fingerprint(PURPOSES[SHOW], 32) != before
 
 
 def test_schedules_run_from_noisy_to_clean_and_end_where_they_say():
