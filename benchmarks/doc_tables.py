@@ -26,7 +26,6 @@ from tome_core.settings.presets import MARKS
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 QUALITY = "quality-cpu-2026-11-25"
-TO_CHOOSE_BY, CORRECTION = "front-cpu-2026-11-25", "correction-cpu-2026-11-25"
 TRANSFORMER, SDXL = "transformer-cpu-2026-11-25", "sdxl-cpu-2026-11-25"
 AT_EQUAL_TIME = {
     "10 steps": QUALITY,
@@ -62,9 +61,6 @@ METHODS = {
     "twice-the-solver-steps": "twice the solver steps (yardstick)",
 }
 BESIDE = ("tomesd-early-and-late-0.75-then-0.35", "downsample-2x2", "tiles-2x2")
-PARTS = {"unsized": "means alone", "uncorrected": "and proportional attention", "unfitted": "and the closed form",
-         "": "and the fit: the engine's"}  # fmt: skip
-KEPT_KEYS = {"1,024": "0.75-cells-4", "256": "0.9375-cells-4", "64": "0.984375-cells-8"}  # of 4,096
 _BETWEEN = re.compile(r"(<!-- table (\w+): [^>]*-->\n)(.*?)(<!-- end of table -->)", re.S)
 
 
@@ -72,8 +68,7 @@ _BETWEEN = re.compile(r"(<!-- table (\w+): [^>]*-->\n)(.*?)(<!-- end of table --
 def record(name: str) -> Record:
     """A committed result. Raises ResultError if its pictures were there to choose by."""
     found = results.load(results.FOLDER / f"{name}.json")
-    if name != TO_CHOOSE_BY and found["kind"] == "quality":
-        subjects.check_purpose(found, subjects.SHOW, name)
+    subjects.check_purpose(found, subjects.SHOW, name)
     return found
 
 
@@ -125,16 +120,6 @@ def equal_time() -> str:
     ))  # fmt: skip
 
 
-def parts() -> str:
-    """What sizes, the closed form and the fit add to merged keys."""
-    models = sections(record(CORRECTION))
-    return markdown(("", *(f"{keys} keys" for keys in KEPT_KEYS)), (
-        (label, *(_deviations(models, "-".join(filter(None, ("merged-keys", without, setting))))
-                  for setting in KEPT_KEYS.values()))
-        for without, label in PARTS.items()
-    ))  # fmt: skip
-
-
 def settings() -> str:
     """One row a setting: name, with the hosts' where it is another, default, range, what it does."""
     rows = []
@@ -166,7 +151,7 @@ def _times(models: Iterable[Section], name: str) -> str:
 
 
 TABLES = {
-    **{one.__name__: one for one in (gains, host_calls, strength, equal_time, parts, settings)},
+    **{one.__name__: one for one in (gains, host_calls, strength, equal_time, settings)},
     "quality": partial(_methods, QUALITY),
     "sdxl": partial(_methods, SDXL),
     "transformer": partial(_methods, TRANSFORMER),
@@ -181,7 +166,6 @@ def fill(text: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the tables, or write them into the pages."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.doc_tables", description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="replace those of README and docs")
     if not parser.parse_args(arguments).write:

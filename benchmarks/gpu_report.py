@@ -27,7 +27,6 @@ def cases(rows: Rows) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
 
 
 def calls_table(rows: Rows) -> str:
-    """Calls, and samplings: by the clock, and how long of it a card worked."""
     on_card = any("card_ms" in one for of, _ in cases(rows).values() for one in of.values())
     shown = [name for name in _CALLS if name != "new"]
     heads = [f"{name}, ms{' (of the card)' if on_card else ''}" for name in shown]
@@ -109,7 +108,6 @@ def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _bars(axis: Any, title: str, names: Sequence[str], of: dict[str, dict[str, Any]]) -> None:
-    """How many times as fast as unmerged; beside each bar its milliseconds."""
     height = 0.8 / len(names)
     for place, name in enumerate(names):
         there = {case: one for case, one in enumerate(of.values()) if {name, "unmerged"} <= one.keys()}

@@ -10,6 +10,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from torch import nn
 
 import tome_core
 from benchmarks import memory, models, timing
-from benchmarks.sd_block import as_ldm_model
 from benchmarks.timing import Run
 from tome_core.measuring.pays import Pays
 
@@ -25,7 +25,6 @@ UNMERGED, TOMESD, STRENGTHS, STEPS = "unmerged", "tomesd", ("balanced", "max"), 
 # timesteps told in turn: a match is made anew in each call, renewed from an older one, or kept
 WHEN = {"new": (900.0,), "renewed": (900.0, 800.0), "kept": (900.0, 890.0)}
 ROW = "the row"  # in a row's failures: all of it failed
-_LONG_ENOUGH, _MOST_CALLS = 0.3, 10  # seconds of a turn on a GPU; calls in it
 
 
 class OutOfTime(Exception):
@@ -39,11 +38,15 @@ class Patched:
         self.handle = None
         if way == TOMESD:
             finest = 2 if hasattr(network, "label_emb") else 1  # SDXL has no attention at the latent's own size
-            importlib.import_module("tomesd").apply_patch(as_ldm_model(network), ratio=0.5, max_downsample=finest)
+            as_ldm_model = SimpleNamespace(model=SimpleNamespace(diffusion_model=network))
+            importlib.import_module("tomesd").apply_patch(as_ldm_model, ratio=0.5, max_downsample=finest)
         elif way != UNMERGED:
             self.handle = tome_core.patch(network, way, host_clock=True)
             self.handle.pays = Pays((), (), always=True)  # whether it pays is the question
-        self.network = compile_(network) if compiled else network
+        if compiled:  # each variant at each size is a graph of its own; the compiler gives up after eight
+            limit = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"
+            setattr(torch._dynamo.config, limit, 256)
+        self.network = torch.compile(network, dynamic=False) if compiled else network
 
     def call(self, arguments: tuple, when: str = "new") -> Run:
         """Calls that match anew, renew a match, or keep it; the first call of a row of them matches."""
@@ -63,13 +66,6 @@ class Patched:
         if self.handle is not None:
             self.handle.set_time(timestep=timestep, sampling=sampling, pictures=1)
         return self.network(*arguments)
-
-
-def compile_(network: nn.Module) -> nn.Module:
-    """Each variant at each size is a graph of its own for the same lines; the compiler gives up after eight."""
-    limit = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"
-    setattr(torch._dynamo.config, limit, 256)
-    return torch.compile(network, dynamic=False)
 
 
 class Bench:
@@ -120,7 +116,7 @@ class Bench:
                 once = spent
                 if once * len(makers) * (2 if single else 8) > self.left:
                     raise OutOfTime
-        calls = 1 if single or self.tiny else max(1, min(_MOST_CALLS, int(_LONG_ENOUGH / max(once, 1e-3))))
+        calls = 1 if single or self.tiny else max(1, min(10, int(0.3 / max(once, 1e-3))))
 
         def turn(run: Run) -> float:
             if not single:  # another variant may have taken the place of what was kept for this one

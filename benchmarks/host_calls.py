@@ -44,7 +44,6 @@ FREE = 8  # GiB that the hosts are told are free, by which they cut their work
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
     made = argparse.ArgumentParser(prog="python -m benchmarks.host_calls", description=__doc__.partition("\n\n")[2])
     add = made.add_argument
     for host, option in ((COMFYUI, "--comfyui"), (WEBUI, "--webui")):
@@ -61,11 +60,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def find_folders(options: argparse.Namespace) -> dict[str, Path]:
-    """Host -> its folder, of those that are there; says on stderr which is left out.
-
-    Raises:
-        ValueError: if a folder holds no such host, or if a host that is asked for, or each of them, has no folder.
-    """
+    """Host -> its folder, of those that are there; says on stderr which is left out, and refuses what is asked for."""
     named = {COMFYUI: options.comfyui, WEBUI: options.webui}
     found = {host: Path(folder).resolve() for host, folder in named.items() if folder}
     for host, folder in found.items():
@@ -151,7 +146,6 @@ def execute(options: argparse.Namespace, command: str) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run; gives the exit code: 0 done, 1 if a case failed, 2 wrong options or no host, 130 interrupted."""
     return report.run("host_calls", parser(), arguments, execute)
 
 

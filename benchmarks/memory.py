@@ -20,7 +20,7 @@ _SAID_SO = (OUT_OF_MEMORY, "can't allocate memory", "not enough memory")
 
 
 class CallFailed(RuntimeError):
-    """A call in another process failed; the message is its `reason`."""
+    """Of a call in another process; the message is its `reason`."""
 
 
 def reason(error: BaseException) -> str:

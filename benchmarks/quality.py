@@ -2,18 +2,16 @@
 
 Prints the table; the figures are kept as JSON below benchmarks/results/, and the same command goes on where a killed
 run was. Several processes: ``accelerate launch --num_processes N -m benchmarks.quality --output FILE``. They share
-nothing but a folder: each writes the rows of its own parts into a file beside the result, and the first process gathers
-them at the end.
+nothing but a folder: each writes the rows of its own parts into a file beside the result, and the one that ends last
+gathers them.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from itertools import groupby
@@ -27,7 +25,6 @@ from benchmarks import report, results, subjects
 from benchmarks.quality_rows import Amounts, QualityBench, Row, rows
 from benchmarks.results import Record, Run
 from benchmarks.subjects import PURPOSES
-from benchmarks.timing import one_thread
 from benchmarks.variants import ALWAYS, GROUPS, VARIANTS
 from demo import checkpoint
 
@@ -37,11 +34,9 @@ AMOUNTS = {
     "choose": Amounts(noised=16, pictures=0, steps=10),
 }
 OWN_PICTURES, OWN_STEPS = 8, 20  # a user's models want more steps than the scene models
-POLL = 2.0  # seconds between looks at the rows that the other processes have
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
     made = argparse.ArgumentParser(prog="python -m benchmarks.quality", description=__doc__.partition("\n\n")[2])
     add = made.add_argument
     add("--smallest", action="store_true", help="a few variants, in well under a minute: for tests")
@@ -59,8 +54,6 @@ def parser() -> argparse.ArgumentParser:
     add("--pictures", type=int, metavar="N", help="whole pictures of every variant")
     add("--noised", type=int, metavar="N", help="noised held-out pictures of every variant; an even number")
     add("--steps", type=int, metavar="N", help="solver steps of a picture")
-    add("--schedule", choices=subjects.SCHEDULES, help="of the whole pictures of a scene model (default uniform); "
-        "late-half starts as img2img does, from a picture at half of the times")  # fmt: skip
     add("--guidance", type=float, metavar="X", help="of the whole pictures of a scene model (default "
         f"{subjects.GUIDANCE})")  # fmt: skip
     add("--clock", action=argparse.BooleanOptionalAction, default=None, help="take the time of whole pictures on a "
@@ -73,11 +66,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def complete(options: argparse.Namespace) -> tuple[Amounts, list[str]]:
-    """Fill in the defaults and check everything together; gives the amounts and the prompts.
-
-    Raises:
-        ValueError, OSError: with the sentence that the user is to read.
-    """
+    """Fill in the defaults and check everything together; gives the amounts and the prompts."""
     unknown = [name for name in options.variants if name not in VARIANTS]
     if unknown:
         raise ValueError(f"no variant is called {' or '.join(unknown)}; --list prints the names")
@@ -86,25 +75,16 @@ def complete(options: argparse.Namespace) -> tuple[Amounts, list[str]]:
     own = [path for path in options.model if not subjects.is_scene_model(path)]
     for path in own:
         checkpoint.inspect(path)
-    _check_variants(options)
-    if own and (options.schedule or options.guidance is not None):
-        raise ValueError(f"--schedule and --guidance are of the scene models; {own[0]} is drawn as its pipeline does")
+    kinds = {subjects.kind_of(path): path for path in options.model}
+    for name in options.variants:
+        if not kinds.keys() & set(VARIANTS[name].kinds):
+            raise ValueError(f"{name} needs a {' or a '.join(VARIANTS[name].kinds)}, and {next(iter(kinds.values()))} "
+                             "is none; leave the variant out, or give another --model")
+    if own and options.guidance is not None:
+        raise ValueError(f"--guidance is of the scene models; {own[0]} is drawn as its pipeline does")
     if len({path.stem for path in options.model}) < len(options.model):
         raise ValueError("two of the models have the same name, by which a result tells them apart; rename one")
     return _amounts(options, bool(own)), _prompts(options.prompts, own)
-
-
-def _check_variants(options: argparse.Namespace) -> None:
-    kinds = {subjects.kind_of(path): path for path in options.model}
-    for name in options.variants:
-        can = VARIANTS[name].kinds
-        if not kinds.keys() & set(can):
-            raise ValueError(f"{name} needs a {' or a '.join(can)}, and {next(iter(kinds.values()))} is none; "
-                             "leave the variant out, or give another --model")
-    uses_tomesd = any(VARIANTS[name].code == "tomesd" and kinds.keys() & set(VARIANTS[name].kinds)
-                      for name in names(options))  # fmt: skip
-    if uses_tomesd and importlib.util.find_spec("tomesd") is None:
-        raise ValueError("tomesd, which the others are compared with, is not installed: pip install tomesd==0.1.3")
 
 
 def _amounts(options: argparse.Namespace, own: bool) -> Amounts:
@@ -133,12 +113,6 @@ def _prompts(path: Path | None, own: list[Path]) -> list[str]:
     return found
 
 
-def manner(options: argparse.Namespace) -> subjects.Manner:
-    """How the whole pictures of scene models are made."""
-    guidance = subjects.GUIDANCE if options.guidance is None else options.guidance
-    return subjects.Manner(options.schedule or subjects.UNIFORM, guidance)
-
-
 def names(options: argparse.Namespace) -> tuple[str, ...]:
     """The variants, the unmerged one first."""
     return tuple(dict.fromkeys((*ALWAYS, *options.variants))) if options.variants else GROUPS[options.group]
@@ -150,18 +124,29 @@ def share(rows: Iterable[Row], rank: int, count: int) -> list[Row]:
     return [row for group in groups[rank::count] for row in group]
 
 
-def _fill(record: Record, plan: list[Row], options: argparse.Namespace, open_bench: Callable) -> Run | None:
-    """Measure what is missing and give the finished run; None in all of several processes but the first."""
+def _fill(record: Record, plan: list[Row], output: Path | None, open_bench: Callable) -> Run | None:
+    """Measure what is missing and give the finished run; None in all of several processes but the last to end."""
     rank, count = _processes()
     if count == 1:
-        return _measure(record, plan, options.output, open_bench)
-    output = options.output
+        return _measure(record, plan, output, open_bench)
     if output.exists():
         raise results.ResultError(f"{output} is complete; give another --output to measure again, or remove this file")
-    mine, own = share(plan, rank, count), output.with_name(f"{output.name}.rank{rank}")
-    if {row.key for row in mine} - _rows_in([own]).keys():
-        _measure(record, mine, own, open_bench)
-    return None if rank else _gather(record, output, [row.key for row in plan])
+    pieces = [output.with_name(f"{output.name}.rank{number}") for number in range(count)]
+    mine = share(plan, rank, count)
+    if {row.key for row in mine} - _rows_in(pieces[rank : rank + 1]).keys():
+        _measure(record, mine, pieces[rank], open_bench)
+    found = _rows_in(pieces)
+    if any(row.key not in found for row in plan):
+        return None
+    run = Run({**record, "rows": [found[row.key] for row in plan]}, output, list(found))
+    results.save(run.record, output)
+    for path in pieces:
+        path.unlink(missing_ok=True)
+    return run
+
+
+def _rows_in(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    return {row["key"]: row for path in paths if path.exists() for row in results.load(path)["rows"]}
 
 
 def _processes() -> tuple[int, int]:
@@ -172,37 +157,14 @@ def _processes() -> tuple[int, int]:
 def _measure(record: Record, plan: list[Row], output: Path | None, open_bench: Callable) -> Run:
     run = Run.start(record, [row.key for row in plan], output)
     left = [row for row in plan if row.key in set(run.missing)]
-    quiet = not sys.stderr.isatty()
-    with tqdm(total=len(left), unit="row", mininterval=10 if quiet else 0.1, dynamic_ncols=True) as bar:
+    with tqdm(total=len(left), unit="row", mininterval=0.1 if sys.stderr.isatty() else 10) as bar:
         for name, group in groupby(left, lambda row: row.checkpoint):
             bench: QualityBench = open_bench(name)
             for row in group:
-                bar.set_description(f"{name} {row.measure} {row.first + 1}: {row.variant}", refresh=not quiet)
+                bar.set_description(row.key, refresh=False)
                 about = {field: getattr(row, field) for field in ("checkpoint", "measure", "part", "variant")}
                 run.add(row.key, {**about, **bench.measure(row)})
                 bar.update()
-    return run
-
-
-def _rows_in(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    return {row["key"]: row for path in paths if path.exists() for row in results.load(path)["rows"]}
-
-
-def _gather(record: Record, output: Path, keys: list[str]) -> Run:
-    """Wait for the rows of all processes, and move them into `output`, in the plan's order."""
-    while True:
-        pieces = [path for path in output.parent.glob(f"{output.name}.rank*") if path.suffix != ".part"]
-        for path in pieces:
-            if other := results.difference(results.load(path), record):
-                raise results.ResultError(f"{path} is of a run with other {other}; remove it, or give another --output")
-        found = _rows_in(pieces)
-        if not set(keys) - found.keys():
-            break
-        time.sleep(POLL)
-    run = Run({**record, "rows": [found[key] for key in keys]}, output, keys)
-    results.save(run.record, output)
-    for path in pieces:
-        path.unlink()
     return run
 
 
@@ -216,22 +178,7 @@ def _device(name: str | None, rank: int) -> torch.device:
     return torch.device(name)
 
 
-def _settings(options: argparse.Namespace, amounts: Amounts, prompts: list[str], plan: list[Row]) -> dict[str, Any]:
-    """What has to be equal for two runs to be one."""
-    chosen = {row.variant for row in plan}
-    return {
-        "models": {path.stem: subjects.fingerprint(path) for path in options.model},
-        "for": options.purpose,
-        **asdict(amounts),
-        **({} if prompts else manner(options)._asdict()),
-        "dtype": options.dtype,
-        "prompts": prompts,
-        "variants": [variant.describe() for name, variant in VARIANTS.items() if name in chosen],
-    }
-
-
 def execute(options: argparse.Namespace, command: str) -> int:
-    """Measure; if several processes do, the first finishes the file and prints the table."""
     if options.list:
         print("\n".join(VARIANTS))
         return 0
@@ -240,6 +187,7 @@ def execute(options: argparse.Namespace, command: str) -> int:
     if count > 1 and not options.output:
         raise ValueError("several processes need --output FILE, so that all of them know the file")
     device, paths = _device(options.device, rank), {path.stem: path for path in options.model}
+    guidance = subjects.GUIDANCE if options.guidance is None else options.guidance
     amounts = replace(amounts, clock=amounts.clock and device.type == "cpu")  # a host's time says little of a GPU's
     plan = [row for name, path in paths.items() for row in rows(
         name, names(options), amounts, can_be_noised=subjects.is_scene_model(path), kind=subjects.kind_of(path)
@@ -248,15 +196,25 @@ def execute(options: argparse.Namespace, command: str) -> int:
     def open_bench(name: str) -> QualityBench:
         path, purpose, dtype = paths[name], PURPOSES[options.purpose], getattr(torch, options.dtype)
         if subjects.is_scene_model(path):
-            subject = subjects.SceneSubject(path, device, purpose, manner(options))
+            subject = subjects.SceneSubject(path, device, purpose, guidance)
         else:
             subject = subjects.UserSubject(path, options.config, device, prompts, dtype, purpose)
         return QualityBench(subject, amounts)
 
-    with one_thread(amounts.clock):
-        settings = _settings(options, amounts, prompts, plan)
-        record = results.new_record("quality", command, settings, results.describe(str(device)))
-        run = _fill(record, plan, options, open_bench)
+    if amounts.clock:
+        torch.set_num_threads(1)  # the processor time of several counts their waiting
+    chosen = {row.variant for row in plan}
+    settings = {  # what has to be equal for two runs to be one
+        "models": {name: subjects.fingerprint(path) for name, path in paths.items()},
+        "for": options.purpose,
+        **asdict(amounts),
+        **({} if prompts else {"guidance": guidance}),
+        "dtype": options.dtype,
+        "prompts": prompts,
+        "variants": [variant.describe() for name, variant in VARIANTS.items() if name in chosen],
+    }
+    record = results.new_record("quality", command, settings, results.describe(str(device)))
+    run = _fill(record, plan, options.output, open_bench)
     if run is not None:
         print(report.write([run.path], run.path.with_suffix(".md")))
         print(f"\n{run.path}; with a plot: python -m benchmarks.report {run.path}", file=sys.stderr)
@@ -264,7 +222,6 @@ def execute(options: argparse.Namespace, command: str) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run; gives the exit code: 0 done, 2 wrong options (one sentence says which), 130 interrupted."""
     logging.basicConfig(level=logging.ERROR, format="%(message)s")  # the engine's notes of clamped ratios are known
     return report.run("quality", parser(), arguments, execute)
 

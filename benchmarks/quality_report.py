@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,9 @@ of the network for a picture, as a share of unmerged calls, taken in turns on on
 speed; "engine" is tome_core; "diffusers" what that brings; **tomesd** is tomesd itself. Sorted by work, then by error.
 Strength at equal time: on lines between the presets and strengths that were measured, as far as none of them beats
 another in time and PSNR; n/a where none is as fast."""
-MARKERS, COLOURS = "osDv^<>pPXhd", [f"C{number}" for number in range(10)]
+MARKERS = "osDv^<>pPXhd"
 TICKS = {1 / 64: "1/64", 1 / 16: "1/16", 1 / 10: "1/10", 1 / 4: "1/4", 1 / 2: "1/2", 1: "1"}
-STYLES = {"control": {"color": "firebrick", "linestyle": "--"}, "yardstick": {"color": "grey", "linestyle": ":"}}
+STYLES = {"control": "--", "yardstick": ":"}
 
 
 def table(records: list[Record]) -> str:
@@ -53,20 +52,23 @@ def _tables(record: Record) -> Iterator[str]:
         dev = {variant: mean(one.dev) for variant, one in noised.items()}
         if noised:
             order = _order(section, noised, lambda one: one.dev.value)
+            columns = {"work": {variant: f"{one.work:.3g}" for variant, one in noised.items()},
+                       "gap %": {variant: mean(one.gap) for variant, one in noised.items()}, "dev %": dev}  # fmt: skip
             yield (f"### {name}: {section.counts['noised']} noised pictures, unmerged v-loss {section.loss:.5f}\n\n"
-                   + _table(section, order, {"work": _works(noised), "gap %": {
-                       variant: mean(one.gap) for variant, one in noised.items()}, "dev %": dev}))  # fmt: skip
+                   + _table(section, order, columns))  # fmt: skip
             by_time = {f"t = {time}": {variant: mean(one.dev_at[place]) for variant, one in noised.items()}
                        for place, time in enumerate(settings["times"])}  # fmt: skip
             yield f"#### {name}: dev % by time\n\n{_table(section, order, by_time)}"
         if pictures:
             order = _order(section, pictures, lambda one: -one.psnr.value)
-            columns = {"work": _works(pictures), "dev %": dev} | {
+            columns = {"work": {variant: f"{one.work:.3g}" for variant, one in pictures.items()}, "dev %": dev} | {
                 head: {variant: mean(getattr(one, field)) for variant, one in pictures.items()}
                 for head, field in (("PSNR dB", "psnr"), ("SSIM", "ssim"), ("detail", "detail"))
             } | {"time": {variant: number(one.time, ".2f") for variant, one in pictures.items()}}
-            yield (f"### {name}: {section.counts['pictures']} whole pictures, {settings['steps']} solver steps"
-                   f"{_manner(settings)}\n\n{_table(section, order, columns)}")  # fmt: skip
+            told = (settings.get("schedule"), settings.get("guidance") and f"guidance {settings['guidance']:g}")
+            manner = ", ".join(filter(None, (f"{settings['steps']} solver steps", *told)))
+            yield (f"### {name}: {section.counts['pictures']} whole pictures, {manner}\n\n"
+                   + _table(section, order, columns))  # fmt: skip
             yield from _at_equal_time(section)
 
 
@@ -76,12 +78,6 @@ def _at_equal_time(section: Section) -> Iterator[str]:
     if rows:
         drawn = markdown(("method", "setting", "time", "PSNR dB: it, strength"), rows, left=2)
         yield f"#### {section.checkpoint}: others beside strength at equal time\n\n{drawn}"
-
-
-def _manner(settings: dict[str, Any]) -> str:
-    """How the pictures were made, as far as the result says it."""
-    schedule, guidance = settings.get("schedule"), settings.get("guidance")
-    return (f", {schedule}" if schedule else "") + (f", guidance {guidance:g}" if guidance else "")
 
 
 def _order(section: Section, figures: dict[str, Any], error: Callable[[Any], float]) -> list[str]:
@@ -110,10 +106,6 @@ def _table(section: Section, order: list[str], columns: dict[str, dict[str, str]
     return markdown(["method", "setting", "code", *columns], rows, left=3)
 
 
-def _works(figures: dict[str, Any]) -> dict[str, str]:
-    return {name: f"{one.work:.3g}" for name, one in figures.items()}
-
-
 def mean(of: Mean | None) -> str:
     """As many decimals as the error has two digits for."""
     if of is None:
@@ -126,51 +118,29 @@ def mean(of: Mean | None) -> str:
     return f"{of.value:.{decimals}f} ± {of.error:.{decimals}f}"
 
 
-# what a row of panels shows: its label, the figures, the error of one, and the scale
-PANELS = (("dev, % of the unmerged v-loss", "noised", "dev", "log"),
-          ("PSNR to the unmerged pictures, dB", "pictures", "psnr", "linear"))  # fmt: skip
-
-
 def plot(records: list[Record], path: Path) -> None:
-    """Error over attention work left, one line a method: measures below each other, checkpoints side by side."""
+    """Dev, else PSNR, over attention work left, one line a method; controls and yardsticks are lines across."""
     columns = [section for record in records for section in sections(record)]
-    panels = [panel for panel in PANELS if any(getattr(section, panel[1]) for section in columns)]
-    methods = dict.fromkeys(one["method"] for section in columns for one in section.variants.values())
-    looks = dict(zip(methods, zip(cycle(COLOURS), cycle(MARKERS), strict=False), strict=False))
-    figure = new_figure(3 + 5.5 * max(1, len(columns)), 1 + 4.5 * len(panels))
-    axes = figure.subplots(len(panels), len(columns), squeeze=False, sharey="row")
-    for row, (label, figures, error, scale) in zip(axes, panels, strict=True):
-        for axis, section in zip(row, columns, strict=True):
-            points = {name: (one.work, getattr(one, error)) for name, one in getattr(section, figures).items()}
-            _draw(axis, section, points, looks)
-            axis.set(xscale="log", yscale=scale, xlabel="attention work left", title=section.checkpoint)
-            axis.set_xticks(list(TICKS), TICKS.values())
-            axis.minorticks_off()
-            axis.set_xlim(min(TICKS) * 0.8, 1.1)
-            axis.grid(alpha=0.3, which="both")
-        row[0].set_ylabel(label)
-    named = [pair for axis in axes.flat for pair in zip(*axis.get_legend_handles_labels(), strict=True)]
-    handles = {label: handle for handle, label in named}
-    figure.legend(handles.values(), handles, loc="outside right upper", fontsize=8)
+    figure = new_figure(3 + 5.5 * max(1, len(columns)), 5.5)
+    for axis, section in zip(figure.subplots(1, max(1, len(columns)), squeeze=False)[0], columns, strict=True):
+        points = ({name: (one.work, one.dev) for name, one in section.noised.items()}
+                  or {name: (one.work, one.psnr) for name, one in section.pictures.items()})  # fmt: skip
+        lines: dict[str, list[tuple[float, Mean]]] = {}
+        for name, (work, error) in points.items():
+            one = section.variants[name]
+            if style := STYLES.get(one["role"]):
+                axis.axhline(error.value, label=one["method"], linewidth=1, linestyle=style)
+            else:
+                lines.setdefault(one["method"], []).append((work, error))
+        for place, (method, line) in enumerate(lines.items()):
+            works, means = zip(*sorted(line, key=lambda point: point[0]), strict=True)
+            axis.errorbar(works, [one.value for one in means], [one.error or 0 for one in means], label=method,
+                          capsize=2, linewidth=1.2, marker=MARKERS[place % len(MARKERS)])  # fmt: skip
+        axis.set(xscale="log", yscale="log" if section.noised else "linear", xlabel="attention work left",
+                 ylabel=f"{'dev, % of the unmerged v-loss' if section.noised else 'PSNR, dB'}",
+                 title=section.checkpoint)  # fmt: skip
+        axis.set_xticks(list(TICKS), TICKS.values())
+        axis.minorticks_off()
+        axis.grid(alpha=0.3, which="both")
+        axis.legend(fontsize=7)
     figure.savefig(path, dpi=110)
-
-
-def _draw(
-    axis: Any, section: Section, points: dict[str, tuple[float, Mean]], looks: dict[str, tuple[str, str]]
-) -> None:
-    """points: work and error of each variant. Controls and yardsticks are lines across."""
-    lines: dict[str, list[tuple[float, Mean]]] = {}
-    beside = cycle((0.01, 0.28, 0.6))  # labels of lines that nearly coincide stand beside each other
-    for name, (work, error) in points.items():
-        described = section.variants[name]
-        if style := STYLES.get(described["role"]):
-            axis.axhline(error.value, linewidth=1, **style)
-            axis.annotate(described["method"], (next(beside), error.value), xycoords=("axes fraction", "data"),
-                          fontsize=7, va="bottom", color=style["color"])  # fmt: skip
-        else:
-            lines.setdefault(described["method"], []).append((work, error))
-    for method, line in lines.items():
-        works, means = zip(*sorted(line, key=lambda point: point[0]), strict=True)
-        colour, marker = ("black", "*") if method == "tomesd" else looks[method]
-        axis.errorbar(works, [one.value for one in means], [one.error or 0 for one in means], label=method,
-                      capsize=2, linewidth=1.2, color=colour, marker=marker)  # fmt: skip

@@ -90,8 +90,7 @@ class QualityBench:
     def __init__(self, subject: Subject, amounts: Amounts) -> None:
         self.subject, self.amounts = subject, amounts
         self.work, self.times = Work(subject.network), CallTimes(subject.network)
-        self._group: tuple | None = None
-        self._plain: list = []
+        self._group, self._plain = (), []
 
     @torch.inference_mode()
     def measure(self, row: Row) -> dict[str, Any]:
@@ -100,8 +99,7 @@ class QualityBench:
         make, compare = (self._predict, _predictions) if row.measure == "noised" else (self._draw, _pictures)
         if self._group != row.group:
             self._group, self._plain = row.group, make(row, VARIANTS[PLAIN])
-        found = self._plain if variant.name == PLAIN else make(row, variant)
-        return compare(found, self._plain)
+        return compare(self._plain if variant.name == PLAIN else make(row, variant), self._plain)
 
     def _predict(self, row: Row, variant: Variant) -> list[tuple[torch.Tensor, list[float], float]]:
         """At each time the prediction, its losses, and its share of the attention work."""
@@ -114,14 +112,13 @@ class QualityBench:
         return found
 
     def _draw(self, row: Row, variant: Variant) -> list[Made]:
-        return [self._picture(variant, number) for number in range(row.first, row.first + row.count)]
-
-    def _picture(self, variant: Variant, number: int) -> Made:
-        seed = self.subject.purpose.first + number
-        with self.times, self.work, variant.put_on(self.subject.network, seed):
-            made = self.subject.picture(number, self.amounts.steps * variant.solver)
-        beside = self.times.time_unmerged() if self.amounts.clock else None
-        return Made(made, self.work.share(), self.times.seconds, beside)
+        found = []
+        for number in range(row.first, row.first + row.count):
+            with self.times, self.work, variant.put_on(self.subject.network, self.subject.purpose.first + number):
+                made = self.subject.picture(number, self.amounts.steps * variant.solver)
+            beside = self.times.time_unmerged() if self.amounts.clock else None
+            found.append(Made(made, self.work.share(), self.times.seconds, beside))
+        return found
 
 
 def _predictions(found: list, plain: list) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,54 +20,29 @@ from tome_core.merging.methods.bipartite import _plan
 HALF_TIME = 500  # the timestep at which the schedules of others switch, tomesd's and down-sampling's
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """What happens to a self-attention: the first of these that is given.
-
-    zero: it gives zeros. tiles: it stays inside tiles, this many a side, and nothing is merged. ratio: this share of
-    its keys and values merges, and of its queries where `together`, with partners drawn by lot in cells of
-    ``cell x cell`` tokens; a key's logit gets the logarithm of its group's size. coarse: of each cell of so many tokens
-    a side the first token alone is key and value; coarse_early: as many a side at the timesteps from `HALF_TIME` on.
-    """
-
-    zero: bool = False
-    tiles: int | None = None
-    coarse: int = 0
-    coarse_early: int = 0
-    ratio: float = 0.0
-    cell: int = 2
-    together: bool = False
-
-
-class Coarse:
-    """Token down-sampling (Smith et al., ToDo, arXiv 2402.13573): of each cell of a square grid the top left token."""
-
-    def __init__(self, x: torch.Tensor, cell: int) -> None:
-        side = square_side(x.shape[1], cell)
-        self.places = torch.arange(x.shape[1], device=x.device).view(side, side)[::cell, ::cell].flatten()
-        self.num_groups = len(self.places)
-        self._logits = torch.zeros(len(x), self.num_groups, device=x.device)
-
-    def logits_in(self, dtype: torch.dtype) -> torch.Tensor:
-        """Every token stands for as many."""
-        return self._logits.to(dtype)
-
-    def merge(self, x: torch.Tensor) -> torch.Tensor:
-        """``[B, N, C]`` to ``[B, G, C]``."""
-        return x[:, self.places]
-
-
 class Reference(InPlaceOfAttention):
-    """A context manager: inside it a network's attentions follow the recipe, a transformer's one without tiles.
+    """A context manager: inside it a network's attentions do what is asked for, among the picture's tokens.
 
-    Among the picture's tokens, behind projections, norm and positions; a transformer's text, which comes first, is
-    kept. What is drawn depends on seed, timestep and attention, and on nothing else.
+    Behind projections, norm and positions; a transformer's text, which comes first, is kept. What is drawn depends on
+    seed, timestep and attention, and on nothing else.
+
+    Args:
+        zero: they give zeros.
+        tiles: those of a UNet stay inside tiles, this many a side.
+        coarse: token down-sampling (ToDo, arXiv 2402.13573): of each cell of so many tokens a side the first token
+            alone is key and value; `coarse_early`: as many at the timesteps from `HALF_TIME` on.
+        ratio: this share of the tokens merges, with partners drawn by lot.
     """
 
-    def __init__(self, network: nn.Module, recipe: Recipe, seed: int) -> None:
+    def __init__(
+        self, network: nn.Module, seed: int, *, zero: bool = False, tiles: int = 0, coarse: int = 0,
+        coarse_early: int = 0, ratio: float = 0.0,
+    ) -> None:  # fmt: skip
         super().__init__(network)
-        self.recipe, self.seed = recipe, seed
-        self.timestep, self._picture = 0.0, 0
+        self.seed, self.zero, self.tiles, self.ratio = seed, zero, tiles, ratio
+        self.coarse, self.coarse_early = coarse, coarse_early or coarse
+
+    timestep, _picture = 0.0, 0
 
     def __enter__(self) -> Reference:
         super().__enter__()
@@ -81,35 +55,34 @@ class Reference(InPlaceOfAttention):
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> torch.Tensor:
         """The answer of one attention."""
-        recipe, heads = self.recipe, q.shape[1]
-        if recipe.zero:
+        if self.zero:
             return torch.zeros_like(q)
-        if recipe.tiles:
-            cut = (_by_head(in_tiles(_in_rows(one), recipe.tiles), heads) for one in (q, k, v))
-            return _by_head(join(_in_rows(self.own(*cut, **more)), recipe.tiles), heads)
+        if self.tiles:
+            cut = (_by_head(in_tiles(_in_rows(one), self.tiles), q.shape[1]) for one in (q, k, v))
+            return _by_head(join(_in_rows(self.own(*cut, **more)), self.tiles), q.shape[1])
         picture = self._picture or q.shape[2]
+        if self.coarse:
+            kept = _top_left(k, picture, self.coarse_early if self.timestep >= HALF_TIME else self.coarse)
+            return self.own(q, k[:, :, kept], v[:, :, kept], **more)
         plan = self.plan(k[:, 0, -picture:], self.number)
-        k, v = (_change(one, plan.merge, picture) for one in (k, v))
+        q, k, v = (_change(one, plan.merge, picture) for one in (q, k, v))
         more["attn_mask"] = F.pad(plan.logits_in(q.dtype), (k.shape[2] - plan.num_groups, 0))[:, None, None]
-        if not recipe.together:
-            return self.own(q, k, v, **more)
-        return _change(self.own(_change(q, plan.merge, picture), k, v, **more), plan.unmerge, plan.num_groups)
+        return _change(self.own(q, k, v, **more), plan.unmerge, plan.num_groups)
 
-    def plan(self, x: torch.Tensor, number: int) -> MergePlan | Coarse:
-        """For the tokens ``[B, N, C]`` of attention `number`, of which only the shape matters.
-
-        As the engine's matching, but that who merges and with whom is drawn.
-        """
-        recipe = self.recipe
-        if recipe.coarse:
-            early = recipe.coarse_early and self.timestep >= HALF_TIME
-            return Coarse(x, recipe.coarse_early if early else recipe.coarse)
-        side = square_side(x.shape[1], recipe.cell)
-        destinations, sources = split_grid(Grid(side, side), recipe.cell, recipe.cell, None, x)
+    def plan(self, x: torch.Tensor, number: int) -> MergePlan:
+        """For the tokens ``[B, N, C]`` of attention `number`: as the engine's, but that who merges is drawn."""
+        side = square_side(x.shape[1], 2)
+        destinations, sources = split_grid(Grid(side, side), 2, 2, None, x)
         dice = torch.Generator().manual_seed((self.seed * 1_000 + round(self.timestep)) * 100 + number)
         lots = torch.rand(len(x), sources.shape[1], destinations.shape[1], generator=dice).to(x.device)
-        removed = min(sources.shape[1], int(x.shape[1] * recipe.ratio))
+        removed = min(sources.shape[1], int(x.shape[1] * self.ratio))
         return _plan(*lots.max(2), sources.sort().values, destinations, removed)
+
+
+def _top_left(x: torch.Tensor, last: int, cell: int) -> torch.Tensor:
+    """Places of all but the `last` tokens, and of these of the top left one of each cell of their grid."""
+    places, side = torch.arange(x.shape[2], device=x.device), square_side(last, cell)
+    return torch.cat([places[:-last], places[-last:].view(side, side)[::cell, ::cell].flatten()])
 
 
 def _in_rows(x: torch.Tensor) -> torch.Tensor:

@@ -48,12 +48,10 @@ def markdown(heads: Iterable[str], rows: Iterable[Iterable[str]], left: int | No
 
 
 def number(value: float | None, how: str) -> str:
-    """A value of a table, formatted as `how` says."""
     return ABSENT if value is None else format(value, how)
 
 
 def new_figure(width: float, height: float):
-    """A matplotlib figure without a screen; save it with savefig. Raises ResultError without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -74,15 +72,12 @@ def run(
     name: str, parser: argparse.ArgumentParser, arguments: list[str] | None,
     work: Callable[[argparse.Namespace, str], int],
 ) -> int:  # fmt: skip
-    """The exit status of a command: that of its work, 2 where it is refused, 130 where somebody stops it.
-
-    arguments: None for the process's own. work: is given the options, and the command line as a result keeps it.
-    """
+    """The exit status of a command: that of its work, 2 where it is refused, 130 where somebody stops it."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(arguments)
     try:
         return work(options, shlex.join(["python", "-m", f"benchmarks.{name}", *arguments]))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         print(f"benchmarks.{name}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -97,7 +92,6 @@ def _work(options: argparse.Namespace, command: str) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the table and write both beside the first file."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description="A Markdown table and a plot of "
                                      "results, made from their JSON alone.")  # fmt: skip
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="results of one kind")

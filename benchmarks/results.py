@@ -115,7 +115,7 @@ class Run:
 
     @property
     def missing(self) -> list[str]:
-        """Keys of the rows that are planned and not there yet, in the plan's order."""
+        """Keys of the rows that are planned and not there yet."""
         return list(self.record["missing"])
 
     def add(self, key: str, row: dict[str, Any]) -> None:
@@ -141,13 +141,14 @@ def _new_path(record: Record, folder: Path) -> Path:
 
 
 def difference(before: Record, record: Record) -> str | None:
-    """The names of the fields that differ, as far as they forbid to go on with the same file."""
-    return ", ".join(field for field in IDENTITY if _tell_apart(before, field) != _tell_apart(record, field)) or None
+    """The names of the fields that differ, as far as they forbid to go on with the same file.
 
-
-def _tell_apart(record: Record, field: str) -> Any:
-    """Without our own release: a record names the commits that its rows are of, which tell more."""
-    return {**record[field], "tome_core": None} if field == "versions" else record[field]
+    Without our own release: a record names the commits that its rows are of, which tell more.
+    """
+    fields = [{name: one[name] for name in IDENTITY} for one in (before, record)]
+    for one in fields:
+        one["versions"] = {**one["versions"], "tome_core": None}
+    return ", ".join(name for name in IDENTITY if fields[0][name] != fields[1][name]) or None
 
 
 def describe(device: str) -> dict[str, Any]:
@@ -183,17 +184,12 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def _describe_device(device: str) -> dict[str, Any]:
-    kind = torch.device(device).type
+    kind, told = torch.device(device).type, Path("/proc/cpuinfo")
     if kind == "cuda":
         properties = torch.cuda.get_device_properties(device)
         memory = round(properties.total_memory / 2**30, 1)
         return {"kind": kind, "name": properties.name, "memory_gib": memory, "cuda": torch.version.cuda}
-    name = _processor() if kind == "cpu" else platform.machine()
-    return {"kind": kind, "name": name, "cores": os.cpu_count(), "threads": torch.get_num_threads()}
-
-
-def _processor() -> str:
-    """The processor's name; Python itself knows only its architecture on Linux."""
-    told = Path("/proc/cpuinfo")
+    # Python itself knows only a processor's architecture on Linux
     named = re.search(r"^model name\s*:\s*(.+)", told.read_text(encoding="utf-8"), re.M) if told.exists() else None
-    return named[1] if named else platform.processor() or platform.machine()
+    name = named[1] if named and kind == "cpu" else platform.processor() or platform.machine()
+    return {"kind": kind, "name": name, "cores": os.cpu_count(), "threads": torch.get_num_threads()}

@@ -1,10 +1,8 @@
 """What strength stands for: ``python -m benchmarks.strength RESULT.json...`` makes its curve from measured fronts.
 
 How a knot is chosen is told in docs/methods.md, "Strength". Needs results of ``python -m benchmarks.quality --for
-choose`` with the rows "merged keys" and, but for transformers, which have one level, "keys below": no pair counts with
-which those would add much. Prints the knots, and in the last line the curve as `CURVES` of
-``tome_core/settings/presets.py`` has it; with ``--compare`` the curve beside what the engine's own for Stable
-Diffusion's layout does to the results' models.
+choose``; prints the knots, and in the last line the curve as `CURVES` of ``tome_core/settings/presets.py`` has it. With
+``--compare`` the curve beside what the engine's own for Stable Diffusion's layout does to the results' models.
 """
 
 from __future__ import annotations
@@ -19,12 +17,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks import results, subjects
+from benchmarks import report, results, subjects
 from benchmarks.quality_figures import sections
 from benchmarks.quality_rows import TIMES
-from benchmarks.report import markdown
-from benchmarks.variants import FRONT, KEYS_BELOW
-from tome_core.settings.presets import CURVES, EARLY_SHARE, LAYOUTS, MOST_MERGED, PARTS, SD, TRANSFORMER
+from benchmarks.variants import FRONT
+from tome_core.settings.presets import CURVES, EARLY_SHARE, MOST_MERGED, PARTS, SD
 
 # the results that the engine's curves are made from
 SOURCES = {
@@ -38,8 +35,6 @@ WORK = {0.25: 0.2, 0.5: 1 / 16, 0.75: 1 / 32, 1.0: 1 / 64}
 # what a merged step takes for matching, merging and correcting, as a share of the unmerged attention's time: modelled
 # from its kernels, SD1.5 at 1024 px, .13 on a 3060, .27 on a 4090, .31 on an H200
 MERGING = 0.2
-# of a strength's deviation: what the keys of the levels below the finest may add to it
-BELOW_SHARE = 0.2
 FEWEST = EARLY_SHARE  # which late steps keep at least
 _NOTHING = 1e-9  # has a logarithm
 _MOMENTS = tuple(range(5, 1000, 10))  # timesteps, over which a deviation is a mean
@@ -56,22 +51,17 @@ class Loss(NamedTuple):
         Between what was measured its logarithm is a line over the share's, and over time; below the least merging
         that was measured it falls with the square of what is merged, as that of groups of two does.
         """
-        return np.exp(np.interp(_MOMENTS, TIMES, np.log(self._at_times(share)))).tolist()
-
-    def _at_times(self, share: float) -> list[float]:
         shares = sorted(self.by_share)
+        by_time = np.log([self.by_share[one] for one in shares]).T
+        at_times = [np.interp(math.log(share), np.log(shares), one) for one in by_time]
         if share >= shares[-1]:
             part = ((1 - share) / (1 - shares[-1])) ** 2
-            return [max(one * part, _NOTHING) for one in self.by_share[shares[-1]]]
-        at_times = np.log([self.by_share[one] for one in shares]).T
-        return [math.exp(np.interp(math.log(share), np.log(shares), one)) for one in at_times]
+            at_times = np.log([max(one * part, _NOTHING) for one in self.by_share[shares[-1]]])
+        return np.exp(np.interp(_MOMENTS, TIMES, at_times)).tolist()
 
 
 class Knot(NamedTuple):
-    """One strength: the share of keys that steps before timestep ``until`` keep.
-
-    dev: the deviation to be expected, per cent of the v-loss.
-    """
+    """One strength: the share of keys that steps before timestep ``until`` keep, and the deviation to be expected."""
 
     strength: float
     share: float
@@ -87,12 +77,11 @@ class Knot(NamedTuple):
 def front(records: Sequence[dict]) -> Loss:
     """Of keys and values merged at the finest level; of settings with equal work the best.
 
-    A setting that does more harm than one with less work is left out. Raises ValueError where nothing was measured on
-    every checkpoint.
+    A setting that does more harm than one with less work is left out.
     """
     found: dict[float, tuple[float, ...]] = {}
     for ratio, cell in FRONT:
-        dev = _read_means(records, "merged-keys", ratio, cell)
+        dev = read_means(records, ratio, cell)
         if dev and (ratio not in found or fmean(dev) < fmean(found[ratio])):
             found[ratio] = dev
     if not found:
@@ -103,21 +92,13 @@ def front(records: Sequence[dict]) -> Loss:
                  if not any(other > ratio and mean[other] <= mean[ratio] for other in found)})  # fmt: skip
 
 
-def below(records: Sequence[dict]) -> Loss:
-    """What merging keys below the finest level costs. Raises ValueError where the results do not say."""
-    keys = {1 - ratio: _read_means(records, "keys-below", ratio, cell) for ratio, cell in KEYS_BELOW}
-    if not all(keys.values()):
-        raise ValueError("not every result has the rows of keys below; run python -m benchmarks.quality first")
-    return Loss(keys)
-
-
-def _read_means(records: Sequence[dict], line: str, ratio: float, cell: int = 2) -> tuple[float, ...]:
+def read_means(records: Sequence[dict], ratio: float, cell: int) -> tuple[float, ...]:
     """The mean deviation at each time over the checkpoints of all results; none where one is missing.
 
     Means over other models than those of the next row could not be told apart from what merging does.
     """
-    name = f"{line}-{ratio}" + (f"-cells-{cell}" if cell != 2 else "")
-    found = [section.noised.get(name) for record in records for section in sections(record)]
+    found = [section.noised.get(f"merged-keys-{ratio}-cells-{cell}")
+             for record in records for section in sections(record)]  # fmt: skip
     if not found or not all(one is not None and len(one.dev_at) == len(TIMES) for one in found):
         return ()
     by_time = zip(*(one.dev_at for one in found), strict=True)
@@ -137,16 +118,16 @@ def step_time(share: float) -> float:
     return 1.0 if share == 1 else share + MERGING
 
 
-def curve(loss: Loss, keys: Loss | None) -> tuple[Knot, ...]:
-    """All knots, the weakest first. loss: at the finest level; keys: below it, see `below`, None where nothing is.
+def curve(loss: Loss) -> tuple[Knot, ...]:
+    """All knots, the weakest first.
 
     Of all ways through the knots on which no step is ever asked for less, the one whose deviations are the least, each
-    as a share of the least that its time allows. Raises ValueError where nothing that was measured leaves so little.
+    as a share of the least that its time allows.
     """
     ways = [(0.0, (Knot(0.0, 1.0, 1000.0, 0.0),))]  # the cost of each, and its knots
     for number in range(1, KNOTS + 1):
         strength = number / KNOTS
-        found = _pairs(strength, loss, keys)
+        found = _pairs(strength, loss)
         if not found:
             raise ValueError(f"nothing was measured that leaves {time_at(strength):.3g} of the time at {strength}")
         least = min(knot.dev for knot in found)
@@ -161,11 +142,8 @@ def curve(loss: Loss, keys: Loss | None) -> tuple[Knot, ...]:
     return min(ways)[1]
 
 
-def _pairs(strength: float, loss: Loss, keys: Loss | None) -> list[Knot]:
-    """Every share of keys in late steps with the timestep that leaves this strength's time.
-
-    Without those where levels below would add too much.
-    """
+def _pairs(strength: float, loss: Loss) -> list[Knot]:
+    """Every share of keys in late steps with the timestep that leaves this strength's time."""
     late_part = time_at(strength) - step_time(FEWEST)
     found = []
     for part in (*range(1, int(PARTS * MOST_MERGED) + 1), PARTS):
@@ -173,9 +151,8 @@ def _pairs(strength: float, loss: Loss, keys: Loss | None) -> list[Knot]:
         if (late_part < _NOTHING) != (share == FEWEST):  # what keeps the fewest keys keeps them in all steps
             continue
         until = round(1000 * late_part / (step_time(share) - step_time(FEWEST))) if share > FEWEST else 0
-        dev = deviation(share, until, loss)
-        if until <= 1000 and (keys is None or fmean(keys.at(share)) <= BELOW_SHARE * dev):
-            found.append(Knot(strength, share, until, dev))
+        if until <= 1000:
+            found.append(Knot(strength, share, until, deviation(share, until, loss)))
     return found
 
 
@@ -195,27 +172,15 @@ def beside(loss: Loss, knots: Sequence[Knot], own: Sequence[tuple[int, int]]) ->
         share = keys / PARTS
         theirs = Knot(knot.strength, share, until, deviation(share, until, loss) if knot.strength else 0.0)
         rows.append((f"{knot.strength:.2f}", *cells(knot), *cells(theirs)))
-    return markdown(("strength", "late share, until", "work", "dev %", "the engine's", "work", "dev %"), rows)
+    return report.markdown(("strength", "late share, until", "work", "dev %", "the engine's", "work", "dev %"), rows)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Choose and print; 2 with a sentence where the results do not suffice."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.strength", description=__doc__.splitlines()[0])
-    parser.add_argument("results", nargs="+", type=Path, metavar="RESULT.json")
-    parser.add_argument("--compare", action="store_true", help="print the curve beside the engine's own")
-    parser.add_argument("--layout", choices=LAYOUTS, default=SD, help="whose curve to make (default sd)")
-    options = parser.parse_args(arguments)
-    try:
-        records = [results.load(path) for path in options.results]
-        for path, record in zip(options.results, records, strict=True):
-            subjects.check_purpose(record, subjects.CHOOSE, path.name)
-        loss = front(records)
-        methods = {one["method"] for record in records for one in record["settings"]["variants"]}
-        has_none = options.layout == TRANSFORMER or (options.compare and "keys below" not in methods)
-        knots = curve(loss, None if has_none else below(records))
-    except (ValueError, OSError, results.ResultError) as error:
-        print(error, file=sys.stderr)
-        return 2
+def _choose(options: argparse.Namespace, command: str) -> int:
+    records = [results.load(path) for path in options.results]
+    for path, record in zip(options.results, records, strict=True):
+        subjects.check_purpose(record, subjects.CHOOSE, path.name)
+    loss = front(records)
+    knots = curve(loss)
     if options.compare:
         print(beside(loss, knots, CURVES[SD]))
         return 0
@@ -224,6 +189,13 @@ def main(arguments: list[str] | None = None) -> int:
               f"deviation {knot.dev:.3f}")
     print(", ".join(f"({round(knot.share * PARTS)}, {knot.until:.0f})" for knot in knots))
     return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.strength", description=__doc__.splitlines()[0])
+    parser.add_argument("results", nargs="+", type=Path, metavar="RESULT.json")
+    parser.add_argument("--compare", action="store_true", help="print the curve beside the engine's own")
+    return report.run("strength", parser, arguments, _choose)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any
 
@@ -50,36 +49,20 @@ def in_turns(
 
 
 def card_work(run: Run, calls: int = 2) -> dict[str, Any]:
-    """What a GPU does in a call, by the profiler: ``card_ms`` in which it works, its ``launches``, and ``kernels_us``,
-    microseconds of those that take longest."""
+    """What a GPU does in a call, by the profiler: ``card_ms`` in which it works, and its ``launches``."""
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         for _ in range(calls):
             run()
         torch.cuda.synchronize()
     events = [event for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    spent: dict[str, float] = {}
-    for event in events:
-        spent[event.name[:60]] = spent.get(event.name[:60], 0.0) + event.device_time / calls
-    longest = sorted(spent.items(), key=lambda item: -item[1])[:12]
-    return {"card_ms": sum(spent.values()) / 1e3, "launches": len(events) / calls,
-            "kernels_us": {name: round(us, 1) for name, us in longest}}  # fmt: skip
-
-
-@contextmanager
-def one_thread(wanted: bool) -> Iterator[None]:
-    """Torch on one thread inside it, where `wanted`: the processor time of several counts their waiting."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1 if wanted else before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    spent = sum(event.device_time for event in events) / calls
+    return {"card_ms": spent / 1e3, "launches": len(events) / calls}
 
 
 class CallTimes:
     """A context manager: inside it the processor seconds of every call of the network are noted.
 
-    Enter it before what patches the network: then its clock starts before the patch does anything.
+    Enter it before what patches the network, to time that too.
     """
 
     def __init__(self, network: nn.Module) -> None:

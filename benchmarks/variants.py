@@ -12,7 +12,7 @@ from torch import nn
 
 import tome_core
 from benchmarks.networks import KINDS, UNET, at_each_call, finest_blocks
-from benchmarks.reference import HALF_TIME, Recipe, Reference
+from benchmarks.reference import HALF_TIME, Reference
 from tome_core.settings.presets import MARKS, refine_of
 
 Role = Literal["plain", "method", "tomesd", "control", "yardstick"]
@@ -25,7 +25,6 @@ FRONT = (
     (0.9375, 8), (0.96875, 8), (0.984375, 8),
 )  # fmt: skip
 BETWEEN = (0.1, 0.375, 0.625, 0.875)  # strengths without a name
-KEYS_BELOW = ((0.9375, 4), (0.984375, 8))  # of the levels below the finest, merged as hard as any preset does
 
 
 @dataclass(frozen=True)
@@ -67,15 +66,15 @@ def in_bfloat16(network: nn.Module, seed: int) -> AbstractContextManager:
 
 def reference(**recipe: Any) -> PutOn:
     """The reference code."""
-    return lambda network, seed: Reference(network, Recipe(**recipe), seed)
+    return lambda network, seed: Reference(network, seed, **recipe)
 
 
-def engine(config: tome_core.MergeConfig | None = None, **asked: Any) -> PutOn:
+def engine(**asked: Any) -> PutOn:
     """`tome_core.patch` of what is asked for. Inside is one sampling, whose matches may be kept from step to step."""
 
     @contextmanager
     def put_on(network: nn.Module, seed: int) -> Iterator[None]:
-        with tome_core.patch(network, config, seed=seed, host_clock=True, **asked) as merging:
+        with tome_core.patch(network, seed=seed, host_clock=True, **asked) as merging:
             sampling = object()
             with at_each_call(network, lambda time: merging.set_time(timestep=time, sampling=sampling)):
                 yield
@@ -118,37 +117,13 @@ def tomesd(ratio: float, early: float | None = None, until: float = 0) -> PutOn:
     return put_on
 
 
-def _keys(ratio: float, cell: int = 2, **more: Any) -> dict[str, Any]:
-    """Settings of the engine that merge keys and values."""
-    return {"ratio": ratio, "sx": cell, "sy": cell, "side": "kv", "use_rand": False, **more}
-
-
-def _setting(ratio: float, cell: int) -> str:
-    return str(ratio) if cell == 2 else f"{ratio} cells {cell}"
-
-
-def _merged_keys(ratio: float, cell: int) -> Variant:
-    """What strength is chosen from: keys and values compared by distance, refined if they are few."""
-    settings = _keys(ratio, cell, metric="keys+values", refine=refine_of(cell))
-    return Variant("merged keys", _setting(ratio, cell), engine(**settings), code="engine")
-
-
-def _keys_below(ratio: float, cell: int) -> Variant:
-    """What merging costs if the latent is halved and quartered."""
-    all_levels = _keys(ratio, cell, metric="keys+values", refine=1, max_downsample=8)
-    rules = tuple(tome_core.MergeRule(**settings) for settings in ({"ratio": 0.0}, all_levels))
-    put_on = engine(tome_core.MergeConfig(rules=rules))
-    return Variant("keys below", _setting(ratio, cell), put_on, code="engine", kinds=(UNET,))
-
-
 # in every table, whatever else is asked for
 _ALWAYS = (
     Variant(PLAIN, "", nothing, "plain", "torch"),
     Variant("bfloat16", "", in_bfloat16, "yardstick", "torch"),
     Variant("twice the solver steps", "", nothing, "yardstick", "torch", solver=2),
     Variant("zero attention", "", reference(zero=True), "control"),
-    Variant("random partner", "0.75", reference(ratio=0.75, together=True), "control"),
-    Variant("random partner kv", "0.9375", reference(ratio=0.9375, cell=4), "control"),
+    Variant("random partner", "0.75", reference(ratio=0.75), "control"),
 )
 # what users get, and what they may do instead; by default
 _STANDARD = (
@@ -162,16 +137,17 @@ _STANDARD = (
     *(Variant("preset", name, strength(value), code="engine") for name, value in MARKS.items()),
     *(Variant("strength", str(value), strength(value), code="engine") for value in BETWEEN),
 )
-_TO_CHOOSE_BY = (*(_merged_keys(*one) for one in FRONT), *(_keys_below(*one) for one in KEYS_BELOW))
-_OTHERS = (
-    Variant("sized", "0.75", engine(ratio=0.75, use_rand=False), code="engine"),
-    Variant("sized kv", "0.75", engine(**_keys(0.75)), code="engine"),
-    Variant("sized kv", "0.9375 cells 4", engine(**_keys(0.9375, 4)), code="engine"),
-)
-VARIANTS = {variant.name: variant for variant in (*_ALWAYS, *_STANDARD, *_TO_CHOOSE_BY, *_OTHERS)}
+# keys and values compared by distance, refined if they are few
+_TO_CHOOSE_BY = tuple(
+    Variant("merged keys", f"{ratio} cells {cell}", code="engine",
+            put_on=engine(ratio=ratio, sx=cell, sy=cell, side="kv", use_rand=False, metric="keys+values",
+                          refine=refine_of(cell)))
+    for ratio, cell in FRONT
+)  # fmt: skip
+VARIANTS = {variant.name: variant for variant in (*_ALWAYS, *_STANDARD, *_TO_CHOOSE_BY)}
 ALWAYS = tuple(variant.name for variant in _ALWAYS)
 GROUPS = {
-    "smallest": (*ALWAYS, "tomesd-0.75", "sized-kv-0.75"),
+    "smallest": (*ALWAYS, "tomesd-0.75", "preset-balanced"),
     "standard": (*ALWAYS, *(variant.name for variant in _STANDARD)),
     "choose": (*ALWAYS, *(variant.name for variant in _TO_CHOOSE_BY)),
 }

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import quality_report
 from benchmarks.quality_figures import Mean, Pictured, Section, at_equal_time, sections
-from benchmarks.timing import BESIDE, CallTimes, one_thread
+from benchmarks.timing import BESIDE, CallTimes
 from benchmarks.variants import PLAIN
 from demo import sampler
 from demo.metrics import gradient_energy
@@ -108,18 +108,6 @@ def test_the_clock_sees_every_call_and_nothing_of_the_patch_in_unmerged_ones():
     unet.register_forward_hook(lambda module, args, out: calls.append(out))
     assert times.time_unmerged() < 0.01 and calls == [torch.full((1,), 2.0)] * BESIDE
     assert len(times.seconds) == 2
-
-
-def test_one_thread_is_for_the_clock_alone():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        for wanted, inside in ((True, 1), (False, 2)):
-            with one_thread(wanted):
-                assert torch.get_num_threads() == inside
-            assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
 
 
 OURS = {"quality": ("preset", 0.8, 50.0), "fast": ("preset", 0.6, 40.0)}

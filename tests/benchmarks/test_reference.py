@@ -11,7 +11,7 @@ import torch
 import tome_core
 from benchmarks import reference, variants
 from benchmarks.networks import TRANSFORMER, UNET, Work, at_each_call, kind_of
-from benchmarks.reference import Recipe, Reference
+from benchmarks.reference import Reference
 from benchmarks.variants import VARIANTS
 from demo import model, transformer
 from tests import tiny_scenes
@@ -74,32 +74,25 @@ def test_a_variant_is_the_same_each_time_and_leaves_nothing_behind(layout):
         assert torch.equal(made[0], made[1]), line
         assert torch.equal(early_and_late(layout), plain) and torch.equal(torch.get_rng_state(), state), line
         assert [*network.state_dict()] == keys and own(network) == before, line
-        assert torch.equal(made[0], plain) == (line in ("unmerged", "twice the solver steps"))
+        assert torch.equal(made[0], plain) == (line in ("unmerged", "twice the solver steps")), line
 
 
-def test_tiles_are_squares_of_the_grid_and_come_together_again():
+def test_tiles_are_squares_of_the_grid_which_come_together_again_and_keep_apart_what_they_cannot_see():
     grid = torch.arange(SIDE * SIDE, dtype=torch.float32).view(1, -1, 1).repeat(3, 1, 2)
     for tiles in (1, 2, 4):
         cut = reference.in_tiles(grid, tiles)
-        assert cut.shape == (3 * tiles**2, (SIDE // tiles) ** 2, 2)
         assert torch.equal(reference.join(cut, tiles), grid)
         first = grid[0, :, 0].view(SIDE, SIDE)[: SIDE // tiles, : SIDE // tiles]
         assert torch.equal(cut[0, :, 0].view_as(first), first)
     with pytest.raises(ValueError, match="256 tokens are no square grid that cells of 3x3 divide"):
         reference.in_tiles(tokens(), 3)
-
-
-def test_one_tile_is_the_unmerged_model_and_more_keep_apart_what_they_cannot_see():
-    plain = predict()
-    with Reference(small_model("sd").unet, Recipe(tiles=1), 3):
-        assert torch.equal(predict(), plain)
-    attention = small_model("sd").unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
+    unet, half = small_model("sd").unet, SIDE // 2
+    attention = unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
     x = torch.randn(1, SIDE * SIDE, 32, generator=rand(0))
     other = x.clone()
     other[:, 0] += 1
-    with Reference(small_model("sd").unet, Recipe(tiles=2), 3), torch.inference_mode():
+    with Reference(unet, 3, tiles=2), torch.inference_mode():
         changed = (attention(other) - attention(x)).abs().amax((0, 2)).view(SIDE, SIDE) > 0
-    half = SIDE // 2
     assert changed[:half, :half].all() and changed.sum() == half**2
 
 
@@ -117,19 +110,15 @@ def test_a_schedule_is_its_early_method_down_to_half_time_and_then_its_late_one(
 
 
 def test_random_partners_are_by_seed_and_block_whatever_the_tokens_are():
-    one, other = (Reference(small_model("sd").unet, Recipe(ratio=0.6), seed) for seed in (1, 2))
+    one, other = (Reference(small_model("sd").unet, seed, ratio=0.6) for seed in (1, 2))
     first, second = (one.plan(tokens(seed), 0).group for seed in (0, 1))
     assert torch.equal(first, second) and first.unique().tolist() == list(range(SIDE**2 - int(0.6 * SIDE**2)))
     assert not torch.equal(first, one.plan(tokens(), 1).group)
     assert not torch.equal(first, other.plan(tokens(), 0).group)
 
 
-@pytest.mark.parametrize(("settings", "recipe"), [
-    ({"ratio": 0.6}, {"ratio": 0.6, "together": True}),
-    ({"ratio": 0.9, "sx": 4, "sy": 4, "side": "kv"}, {"ratio": 0.9, "cell": 4}),
-])  # fmt: skip
 @of_layouts
-def test_partners_by_lot_merge_as_the_engine_would_merge_them(layout, settings, recipe, monkeypatch):
+def test_partners_by_lot_merge_as_the_engine_would_merge_them(layout, monkeypatch):
     numbers = itertools.count()
 
     def by_lot(x, sources, destinations, by_distance):
@@ -140,9 +129,9 @@ def test_partners_by_lot_merge_as_the_engine_would_merge_them(layout, settings, 
     for name in ("best_destination", "_best_anywhere"):
         monkeypatch.setattr(bipartite, name, by_lot)
     network = small_model(layout).network
-    with tome_core.patch(network, use_rand=False, correction=False, **settings):
+    with tome_core.patch(network, use_rand=False, correction=False, ratio=0.6):
         theirs = predict(layout=layout)
-    with variants.reference(**recipe)(network, 3):
+    with variants.reference(ratio=0.6)(network, 3):
         ours = predict(layout=layout)
     assert (ours - theirs).abs().max() < 1e-5 < 1e-2 < (ours - predict(layout=layout)).abs().max()
 
@@ -153,11 +142,10 @@ def share(kept: float) -> float:
 
 
 LEFT = {
-    "sd": {"unmerged": 1, "zero-attention": 0, "bfloat16": 1, "tomesd-0.5": 1 / 4, "sized-0.75": 1 / 16,
-           "downsample-2x2": 1 / 4, "sized-kv-0.75": 1 / 4, "random-partner-0.75": 1 / 16, "tiles-2x2": 1 / 4},
-    "flux": {"unmerged": 1, "zero-attention": 0, "bfloat16": 1, "sized-0.75": share(1 / 4) ** 2,
-             "downsample-2x2": share(1 / 4), "sized-kv-0.9375-cells-4": share(1 / 16),
-             "random-partner-0.75": share(1 / 4) ** 2, "preset-max": share(1 / 64)},
+    "sd": {"unmerged": 1, "zero-attention": 0, "bfloat16": 1, "tomesd-0.5": 1 / 4, "sized-0.5": 1 / 4,
+           "downsample-2x2": 1 / 4, "random-partner-0.75": 1 / 16, "tiles-2x2": 1 / 4, "preset-max": 1 / 64},
+    "flux": {"unmerged": 1, "zero-attention": 0, "bfloat16": 1, "sized-0.5": share(1 / 2) ** 2,
+             "downsample-2x2": share(1 / 4), "random-partner-0.75": share(1 / 4) ** 2, "preset-max": share(1 / 64)},
 }  # fmt: skip
 
 
@@ -170,24 +158,17 @@ def test_the_work_left_is_counted_whoever_merges(layout):
         assert work.share() == pytest.approx(left, abs=1e-12), name
 
 
-def test_strength_switches_at_its_timestep():
+def test_a_strength_switches_at_its_timestep_and_keeps_its_matches_through_a_picture(work):
     """Early steps keep a sixty-fourth of the keys, late ones more."""
-    works, network = [], small_model("flux").network
-    for time in (900, 100):
-        with Work(network) as work, VARIANTS["preset-balanced"].put_on(network, 0):
-            predict(time, "flux")
-        works.append(work.share())
-    assert works[0] == pytest.approx(share(1 / 64)) and works[1] > 2 * works[0]
-
-
-def test_a_picture_is_one_sampling_whose_matches_are_kept(work):
-    for _ in range(2):
-        work.clear()
-        with VARIANTS["preset-balanced"].put_on(small_model("sd").network, 0):
-            predict(800)
-            matched = len(work)
-            predict(790)
-        assert matched and len(work) == matched
+    network, shares = small_model("flux").network, []
+    with VARIANTS["preset-balanced"].put_on(network, 0):
+        for time in (900, 890, 100):
+            with Work(network) as counted:
+                predict(time, "flux")
+            shares.append((counted.share(), len(work)))
+    (early, matched), (kept, still), (late, _) = shares
+    assert early == kept == pytest.approx(share(1 / 64)) and late > 2 * early
+    assert matched and still == matched
 
 
 def test_a_transformer_is_told_its_timestep_in_thousandths():

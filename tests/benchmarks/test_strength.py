@@ -9,7 +9,7 @@ from statistics import fmean
 import pytest
 
 from benchmarks import results, strength
-from benchmarks.variants import FRONT as FRONT_SETTINGS
+from benchmarks.variants import FRONT
 from tome_core.settings import presets
 from tome_core.settings.presets import LAYOUTS, SD, SDXL, TRANSFORMER
 
@@ -33,8 +33,8 @@ def loss(record):
 
 
 @pytest.fixture(scope="module")
-def knots(record, loss):
-    return strength.curve(loss, strength.below([record]))
+def knots(loss):
+    return strength.curve(loss)
 
 
 def costs(knots, loss):
@@ -45,16 +45,15 @@ def costs(knots, loss):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_shipped_curve_is_made_from_the_committed_results(capsys, layout):
-    assert strength.main([*map(str, SOURCES[layout]), "--layout", layout]) == 0
+    assert strength.main([*map(str, SOURCES[layout])]) == 0
     assert ast.literal_eval(capsys.readouterr().out.splitlines()[-1]) == strength.CURVES[layout]
 
 
 @pytest.mark.parametrize("layout", [SDXL, TRANSFORMER])
 def test_a_layout_bears_its_own_curve_better_than_that_of_others(capsys, layout):
     """Beside Stable Diffusion's at equal time, from the results that chose it."""
-    records = [results.load(path) for path in SOURCES[layout]]
-    loss = strength.front(records)
-    knots = strength.curve(loss, strength.below(records) if layout == SDXL else None)
+    loss = strength.front([results.load(path) for path in SOURCES[layout]])
+    knots = strength.curve(loss)
     assert strength.main([*map(str, SOURCES[layout]), "--compare"]) == 0
     assert capsys.readouterr().out == strength.beside(loss, knots, strength.CURVES[SD]) + "\n"
     found = costs(knots, loss)
@@ -65,29 +64,31 @@ def test_a_layout_bears_its_own_curve_better_than_that_of_others(capsys, layout)
 def test_models_that_it_was_not_chosen_on_bear_the_curve(todays):
     """From .65 up they would choose the same; below no knot errs by a third more than their own."""
     loss = strength.front([todays])
-    knots = strength.curve(loss, strength.below([todays]))
+    knots = strength.curve(loss)
     assert [(64 * knot.share, knot.until) for knot in knots[13:]] == list(strength.CURVES[SD][13:])
     assert all(theirs < 1.33 * best for best, theirs in costs(knots, loss))
 
 
 def test_as_many_keys_lie_in_the_cells_that_err_less(todays):
     """Else the curve, which is chosen from the better ones, would promise what no picture has."""
-    several = {ratio: [cell for other, cell in FRONT_SETTINGS if other == ratio] for ratio, _ in FRONT_SETTINGS}
-    chosen = {ratio: min(cells, key=lambda cell: fmean(strength._read_means([todays], "merged-keys", ratio, cell)))
+    several = {ratio: [cell for other, cell in FRONT if other == ratio] for ratio, _ in FRONT}
+    chosen = {ratio: min(cells, key=lambda cell: fmean(strength.read_means([todays], ratio, cell)))
               for ratio, cells in several.items()}  # fmt: skip
-    assert sorted(map(len, several.values()))[-1] == 2
     late = [presets.strength(number / strength.KNOTS) for number in range(1, strength.KNOTS + 1)]
     found = [(one.value("ratio"), one.value("sx")) for one in late if one.value("ratio") in chosen]
     assert len(found) >= 5 and all(chosen[ratio] == cell for ratio, cell in found)
 
 
-def test_a_row_that_one_result_has_not_counts_in_none(record, todays):
+def test_a_row_that_one_result_has_not_counts_in_none_and_without_any_the_result_is_refused(
+    record, todays, tmp_path, capsys
+):
     """Else one share's mean would be of other models than the next one's."""
-    lacking = {name: [one for one in rows if one.get("variant", one.get("name")) != "merged-keys-0.5-cells-4"]
-               for name, rows in (("rows", todays["rows"]), ("variants", todays["settings"]["variants"]))}
-    cut = {**todays, "rows": lacking["rows"], "settings": {**todays["settings"], "variants": lacking["variants"]}}
-    both, one_lacks = (strength.front([record, other]).by_share for other in (todays, cut))
+    rows = [row for row in todays["rows"] if row["variant"] != "merged-keys-0.5-cells-4"]
+    both, one_lacks = (strength.front([record, other]).by_share for other in (todays, {**todays, "rows": rows}))
     assert 0.5 in both and one_lacks == {share: dev for share, dev in both.items() if share != 0.5}
+    results.save({**record, "rows": []}, tmp_path / "empty.json")
+    assert strength.main([str(tmp_path / "empty.json")]) == 2
+    assert "merged keys" in capsys.readouterr().err
 
 
 def time_of(knot):
@@ -107,27 +108,11 @@ def test_more_strength_asks_more_of_every_step_costs_more_and_leaves_the_time_th
 
 def test_no_other_pair_of_as_much_time_does_less_harm(loss, knots):
     """Bound to ask more of every step than weaker knots do, the curve loses up to an eighth against a free choice."""
-    fewest, least = loss.at(strength.FEWEST), strength.step_time(strength.FEWEST)
+    least = strength.step_time(strength.FEWEST)
     for knot in knots[1:-1]:
         free = []
-        for part in range(2, 65):
-            share = part / 64
+        for share in (part / 64 for part in range(2, 65)):
             until = 1000 * (time_of(knot) - least) / (strength.step_time(share) - least)
             if until <= 1000:
-                both = zip(strength._MOMENTS, loss.at(share), fewest, strict=True)
-                free.append(sum(own if moment < until else few for moment, own, few in both) / len(fewest))
+                free.append(strength.deviation(share, until, loss))
         assert knot.dev <= 1.13 * min(free), knot
-
-
-def test_keys_below_the_finest_level_add_at_most_their_share(record, knots):
-    keys = strength.below([record])
-    for knot in knots[1:]:
-        assert fmean(keys.at(knot.share)) <= strength.BELOW_SHARE * knot.dev + 1e-9, knot
-    with pytest.raises(ValueError, match="keys below"):
-        strength.below([])
-
-
-def test_results_without_the_rows_are_refused_in_a_sentence(tmp_path, record, capsys):
-    results.save({**record, "rows": []}, tmp_path / "empty.json")
-    assert strength.main([str(tmp_path / "empty.json")]) == 2
-    assert "merged keys" in capsys.readouterr().err
