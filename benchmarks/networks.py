@@ -50,8 +50,7 @@ def at_each_call(network: nn.Module, tell: Callable[[float], None]) -> Removable
 class InPlaceOfAttention:
     """A context manager: inside it `attend` stands in the place of torch's attention function, which is `own`.
 
-    In a UNet's finest self-attentions, or in all attentions of a transformer such as Flux, over one sequence. `number`
-    is that of the attention that is called.
+    In a UNet's finest self-attentions, or in all attentions, by number, of a transformer over one sequence, as Flux.
     """
 
     own: Callable[..., torch.Tensor]
@@ -88,10 +87,9 @@ class InPlaceOfAttention:
 
 
 class Work(InPlaceOfAttention):
-    """Counts queries times keys, where every method has to pass: in torch's attention function.
+    """Counts queries times keys where every method has to pass. Enter it before what is put on the network.
 
-    full: of all tokens that reached the attentions; left: of those that were attended. May be entered again, before
-    what is put on the network.
+    full: of all tokens that reached the attentions; left: of those that were attended.
     """
 
     full = left = 0

@@ -46,17 +46,13 @@ class Noised(NamedTuple):
 
 
 class Pictured(NamedTuple):
-    """Whole pictures beside the unmerged ones: PSNR in dB, SSIM, and what only some results have.
-
-    detail: gradient energy as a share of the unmerged picture's, the geometric mean. time: of all calls of a picture,
-    as a share of the unmerged ones.
-    """
+    """Whole pictures beside the unmerged ones."""
 
     work: float
-    psnr: Mean
+    psnr: Mean  # dB
     ssim: Mean
-    detail: Mean | None = None
-    time: float | None = None
+    detail: Mean | None = None  # gradient energy as a share of the unmerged picture's, the geometric mean
+    time: float | None = None  # of all calls of a picture, as a share of the unmerged ones
 
 
 class Section(NamedTuple):

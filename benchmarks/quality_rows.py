@@ -25,16 +25,13 @@ PART_PICTURES = {True: 4, False: 1}  # pictures in one row: of a scene model, of
 
 @dataclass(frozen=True)
 class Amounts:
-    """How much is measured: noised pictures and their times, whole pictures and their solver steps.
+    """How much is measured."""
 
-    clock: is the time of whole pictures' calls taken too.
-    """
-
-    noised: int
-    pictures: int
-    steps: int
-    times: tuple[int, ...] = TIMES
-    clock: bool = False
+    noised: int  # pictures
+    pictures: int  # whole ones
+    steps: int  # of the solver
+    times: tuple[int, ...] = TIMES  # of noised pictures
+    clock: bool = False  # is the time of whole pictures' calls taken too
 
 
 class Row(NamedTuple):
@@ -53,17 +50,14 @@ class Row(NamedTuple):
 
     @property
     def group(self) -> tuple[str, str, int]:
-        """Rows of one group share the unmerged prediction they are compared with."""
+        """Of rows that are compared with one unmerged prediction."""
         return self.checkpoint, self.measure, self.part
 
 
 def rows(
     checkpoint: str, names: Sequence[str], amounts: Amounts, can_be_noised: bool, kind: str = UNET
 ) -> Iterator[Row]:
-    """All rows of a checkpoint, those of a part together, the unmerged one first.
-
-    names: variants, of which those count that its network, which is of this kind, can do.
-    """
+    """All rows of a checkpoint, those of a part together; of variants that a network of this kind can do."""
     can = [name for name in names if kind in VARIANTS[name].kinds]
     for measure, total, size in (
         ("noised", amounts.noised if can_be_noised else 0, PART_NOISED),
@@ -76,12 +70,12 @@ def rows(
 
 
 class Made(NamedTuple):
-    """A picture uint8 ``[H, W, 3]``, its share of the attention work, the seconds of its calls and of unmerged ones."""
+    """A picture."""
 
-    pixels: np.ndarray
+    pixels: np.ndarray  # uint8 ``[H, W, 3]``
     work: float
-    seconds: list[float]
-    beside: float | None
+    seconds: list[float]  # of its calls
+    beside: float | None  # of an unmerged one
 
 
 class QualityBench:

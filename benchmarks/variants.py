@@ -15,9 +15,7 @@ from benchmarks.networks import KINDS, UNET, at_each_call, finest_blocks
 from benchmarks.reference import HALF_TIME, Reference
 from tome_core.settings.presets import MARKS, refine_of
 
-Role = Literal["plain", "method", "tomesd", "control", "yardstick"]
 PutOn = Callable[[nn.Module, int], AbstractContextManager]
-
 PLAIN = "unmerged"
 # ratio and cell of keys and values, of the line that strength is chosen from
 FRONT = (
@@ -29,20 +27,15 @@ BETWEEN = (0.1, 0.375, 0.625, 0.875)  # strengths without a name
 
 @dataclass(frozen=True)
 class Variant:
-    """One thing to measure.
+    """One thing to measure."""
 
-    method: the line it belongs to in the plot. setting: what it is on that line. put_on: (network, seed) -> context
-    manager inside which the network does it. code: whose code runs, the "engine", "reference", "tomesd" or "torch".
-    solver: how many times as many solver steps as the others it takes. kinds: of networks that can do it.
-    """
-
-    method: str
-    setting: str
-    put_on: PutOn
-    role: Role = "method"
-    code: str = "reference"
-    solver: int = 1
-    kinds: tuple[str, ...] = KINDS
+    method: str  # the line it belongs to in the plot
+    setting: str  # what it is on that line
+    put_on: PutOn  # takes network and seed; inside of what it gives the network does it
+    role: Literal["plain", "method", "tomesd", "control", "yardstick"] = "method"
+    code: str = "reference"  # whose code runs: or "engine", "tomesd", "torch"
+    solver: int = 1  # how many times as many solver steps as the others it takes
+    kinds: tuple[str, ...] = KINDS  # of networks that can do it
 
     @property
     def name(self) -> str:
@@ -65,7 +58,6 @@ def in_bfloat16(network: nn.Module, seed: int) -> AbstractContextManager:
 
 
 def reference(**recipe: Any) -> PutOn:
-    """The reference code."""
     return lambda network, seed: Reference(network, seed, **recipe)
 
 

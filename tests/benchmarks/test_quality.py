@@ -9,9 +9,8 @@ import pytest
 
 from benchmarks import quality, quality_report, report, results, strength
 from benchmarks.quality_figures import sections
-from benchmarks.quality_rows import Amounts, rows
 from benchmarks.subjects import SHOW
-from benchmarks.variants import ALWAYS, FRONT, GROUPS, PLAIN, VARIANTS
+from benchmarks.variants import ALWAYS, FRONT, PLAIN, VARIANTS
 from tests import tiny_pipeline
 
 ROOT = Path(__file__).parents[2]
@@ -92,15 +91,6 @@ def test_several_processes_find_what_one_finds_and_go_on_after_a_kill(small, who
     assert sorted(path.name for path in tmp_path.glob("shared*")) == ["shared.json", "shared.md"]
     assert quality.main(line) == 2 and "is complete" in capsys.readouterr().err
     assert quality.main(small) == 2 and "several processes need --output" in capsys.readouterr().err
-
-
-def test_every_row_is_some_processs_and_parts_stay_together():
-    plan = list(rows("a", GROUPS["standard"], Amounts(noised=24, pictures=9, steps=2), True))
-    for count in (1, 2, 3, 7):
-        shares = [quality.share(plan, rank, count) for rank in range(count)]
-        assert sorted(row.key for share in shares for row in share) == sorted(row.key for row in plan)
-        groups = [{row.group for row in share} for share in shares]
-        assert sum(map(len, groups)) == len(set.union(*groups))
 
 
 def test_a_table_and_a_plot_come_from_the_file_alone(whole_file, whole, tmp_path, capsys):
@@ -193,15 +183,3 @@ def test_a_run_of_a_transformer_to_choose_by_has_what_a_curve_needs(flux_file, t
     assert strength.main([str(path), "--compare"]) == 0
     assert capsys.readouterr().out.count("\n") == strength.KNOTS + 1 + 2
     assert len(FRONT) >= len(strength.front([record]).by_share) > 1
-
-
-def test_a_run_measures_the_pictures_to_choose_by_with_the_rows_that_strength_needs():
-    for line, purpose, wanted in (
-        (["--for", "choose"], "choose", {"merged keys"}),
-        ([], SHOW, {"preset", "strength", "tomesd early and late", "downsample early and late", "tiles"}),
-    ):
-        options = quality.parser().parse_args(line)
-        quality.complete(options)
-        lines = {VARIANTS[name].method for name in quality.names(options)}
-        assert options.purpose == purpose and wanted <= lines
-        assert ("preset" in lines) == (purpose == SHOW)

@@ -104,15 +104,3 @@ def test_more_strength_asks_more_of_every_step_costs_more_and_leaves_the_time_th
         assert time_of(knot) == pytest.approx(strength.time_at(knot.strength), abs=5e-4)
     for mark, work in strength.WORK.items():
         assert strength.time_at(mark) == pytest.approx(work + strength.MERGING)
-
-
-def test_no_other_pair_of_as_much_time_does_less_harm(loss, knots):
-    """Bound to ask more of every step than weaker knots do, the curve loses up to an eighth against a free choice."""
-    least = strength.step_time(strength.FEWEST)
-    for knot in knots[1:-1]:
-        free = []
-        for share in (part / 64 for part in range(2, 65)):
-            until = 1000 * (time_of(knot) - least) / (strength.step_time(share) - least)
-            if until <= 1000:
-                free.append(strength.deviation(share, until, loss))
-        assert knot.dev <= 1.13 * min(free), knot
