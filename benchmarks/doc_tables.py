@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import gpu_report, host_calls_report, results, subjects
+from benchmarks.host_calls import ATTENTIONS
 from benchmarks.models import BLOCK
 from benchmarks.quality_figures import Section, at_equal_time, sections
 from benchmarks.report import ABSENT, markdown, number
@@ -35,14 +36,6 @@ AT_EQUAL_TIME = {
     "10 steps, guidance 7.5": "guidance-cpu-2026-11-25",
 }
 HOST_CALLS = "host-calls-cpu-2026-11-27"
-HOST_ATTENTIONS = {
-    "comfyui": "ComfyUI, its own on a CPU",
-    "comfyui-pytorch": "ComfyUI, PyTorch's",
-    "comfyui-split": "ComfyUI, split",
-    "webui-sub-quadratic": "AUTOMATIC1111, sub-quadratic",
-    "webui-sdp": "AUTOMATIC1111, sdp (PyTorch's)",
-    "webui-doggettx": "AUTOMATIC1111, Doggettx",
-}
 CARD, BLOCK_ON_CPU = "card-h200-2026-11-26", "gpu-cpu-2026-11-27"
 METHODS = {
     **{f"preset-{name}": f"**`{name}`, strength {value:g}**" for name, value in MARKS.items()},
@@ -77,7 +70,8 @@ def gains() -> str:
     factors = {tuple(row[:2]): row[9] for row in host_calls_report.rows([record(HOST_CALLS)])}
     sizes = sorted({pixels for _, pixels in factors}, key=int)
     return markdown(("attention function of the host", *(f"{pixels} px" for pixels in sizes)), (
-        (label, *(factors.get((name, pixels), ABSENT) for pixels in sizes)) for name, label in HOST_ATTENTIONS.items()
+        (label, *(factors.get((name, pixels), ABSENT) for pixels in sizes))
+        for name, (_, _, label) in ATTENTIONS.items()
     ))  # fmt: skip
 
 

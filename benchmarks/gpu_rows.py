@@ -10,7 +10,6 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,8 +37,10 @@ class Patched:
         self.handle = None
         if way == TOMESD:
             finest = 2 if hasattr(network, "label_emb") else 1  # SDXL has no attention at the latent's own size
-            as_ldm_model = SimpleNamespace(model=SimpleNamespace(diffusion_model=network))
-            importlib.import_module("tomesd").apply_patch(as_ldm_model, ratio=0.5, max_downsample=finest)
+            as_ldms = nn.Module()
+            as_ldms.model = nn.Module()
+            as_ldms.model.diffusion_model = network
+            importlib.import_module("tomesd").apply_patch(as_ldms, ratio=0.5, max_downsample=finest)
         elif way != UNMERGED:
             self.handle = tome_core.patch(network, way, host_clock=True)
             self.handle.pays = Pays((), (), always=True)  # whether it pays is the question

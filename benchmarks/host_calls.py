@@ -29,14 +29,14 @@ _LOOKED_FOR = {COMFYUI: "comfy/samplers.py", WEBUI: "modules/sd_hijack_optimizat
 _PYTHONS = [f"{folder}/{python}" for folder in ("venv", ".venv") for python in ("bin/python", "Scripts/python.exe")]
 
 
-# name -> host and flag of its command line, none for what it takes on a CPU by itself
+# name -> host, flag of its command line, none for what it takes on a CPU by itself, and how a table calls it
 ATTENTIONS = {
-    "comfyui": (COMFYUI, ""),
-    "comfyui-pytorch": (COMFYUI, "--use-pytorch-cross-attention"),
-    "comfyui-split": (COMFYUI, "--use-split-cross-attention"),
-    "webui-sub-quadratic": (WEBUI, "--opt-sub-quad-attention"),
-    "webui-sdp": (WEBUI, "--opt-sdp-attention"),
-    "webui-doggettx": (WEBUI, "--opt-split-attention"),
+    "comfyui": (COMFYUI, "", "ComfyUI, its own on a CPU"),
+    "comfyui-pytorch": (COMFYUI, "--use-pytorch-cross-attention", "ComfyUI, PyTorch's"),
+    "comfyui-split": (COMFYUI, "--use-split-cross-attention", "ComfyUI, split"),
+    "webui-sub-quadratic": (WEBUI, "--opt-sub-quad-attention", "AUTOMATIC1111, sub-quadratic"),
+    "webui-sdp": (WEBUI, "--opt-sdp-attention", "AUTOMATIC1111, sdp (PyTorch's)"),
+    "webui-doggettx": (WEBUI, "--opt-split-attention", "AUTOMATIC1111, Doggettx"),
 }
 _ON_A_CPU = {COMFYUI: "--cpu", WEBUI: "--use-cpu all --no-half --precision full --skip-torch-cuda-test"}
 PRESET = "balanced"
@@ -85,7 +85,7 @@ def python_of(host: str, folder: Path) -> str:
 
 def plan_cases(options: argparse.Namespace, hosts: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Row's key -> case, round by round, those of an attention together, the small pictures first."""
-    named = options.attention or [name for name, (host, _) in ATTENTIONS.items() if host in hosts]
+    named = options.attention or [name for name, (host, *_) in ATTENTIONS.items() if host in hosts]
     return {
         f"{name}, {pixels} px, {number}": {
             "attention": name, "host": ATTENTIONS[name][0], "flag": ATTENTIONS[name][1], "pixels": pixels,

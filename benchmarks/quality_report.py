@@ -25,7 +25,7 @@ Strength at equal time: on lines between the presets and strengths that were mea
 another in time and PSNR; n/a where none is as fast."""
 MARKERS = "osDv^<>pPXhd"
 TICKS = {1 / 64: "1/64", 1 / 16: "1/16", 1 / 10: "1/10", 1 / 4: "1/4", 1 / 2: "1/2", 1: "1"}
-STYLES = {"control": "--", "yardstick": ":"}
+STYLES = {"control": {"color": "firebrick", "linestyle": "--"}, "yardstick": {"color": "grey", "linestyle": ":"}}
 
 
 def table(records: list[Record]) -> str:
@@ -129,7 +129,7 @@ def plot(records: list[Record], path: Path) -> None:
         for name, (work, error) in points.items():
             one = section.variants[name]
             if style := STYLES.get(one["role"]):
-                axis.axhline(error.value, label=one["method"], linewidth=1, linestyle=style)
+                axis.axhline(error.value, label=one["method"], linewidth=1, **style)
             else:
                 lines.setdefault(one["method"], []).append((work, error))
         for place, (method, line) in enumerate(lines.items()):
@@ -137,10 +137,10 @@ def plot(records: list[Record], path: Path) -> None:
             axis.errorbar(works, [one.value for one in means], [one.error or 0 for one in means], label=method,
                           capsize=2, linewidth=1.2, marker=MARKERS[place % len(MARKERS)])  # fmt: skip
         axis.set(xscale="log", yscale="log" if section.noised else "linear", xlabel="attention work left",
-                 ylabel=f"{'dev, % of the unmerged v-loss' if section.noised else 'PSNR, dB'}",
+                 ylabel="dev, % of the unmerged v-loss" if section.noised else "PSNR, dB",
                  title=section.checkpoint)  # fmt: skip
         axis.set_xticks(list(TICKS), TICKS.values())
         axis.minorticks_off()
         axis.grid(alpha=0.3, which="both")
-        axis.legend(fontsize=7)
+        axis.legend(fontsize=6, loc="lower left")
     figure.savefig(path, dpi=110)
