@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from benchmarks import doc_tables, results, subjects
+from benchmarks import doc_tables, results
 
 PAGES = {page.name: page.read_text(encoding="utf-8") for page in doc_tables.PAGES}
 
@@ -33,12 +33,3 @@ def test_a_figure_is_the_records():
     percent = 100 * (sum(moved) / len(moved)) / (sum(loss) / len(loss))
     row = next(line for line in doc_tables.strength().splitlines() if "`fast`" in line)
     assert row.split(" | ")[3].startswith(f"{percent:.2f}, ")
-
-
-def test_what_the_pages_link_of_quality_is_of_pictures_to_show():
-    """But for what strength may be chosen by, which says so on its page."""
-    linked = {name for text in PAGES.values() for name in re.findall(r"benchmarks/results/(quality[\w-]+)\.md", text)}
-    shown = {*linked, *doc_tables.AT_EQUAL_TIME.values(), doc_tables.SDXL, doc_tables.TRANSFORMER}
-    assert len(shown) > 5
-    for name in shown:
-        subjects.check_purpose(results.load(results.FOLDER / f"{name}.json"), subjects.SHOW, name)
