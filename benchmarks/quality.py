@@ -97,8 +97,8 @@ def _amounts(options: argparse.Namespace, own: bool) -> Amounts:
         raise ValueError(f"--noised {amounts.noised}: give an even number, because tomesd draws no random "
                          "destinations for an odd batch")
     if amounts.pictures < 0 or amounts.steps < 1:
-        raise ValueError(f"--pictures {amounts.pictures}, --steps {amounts.steps}: give a step or more, and no picture "
-                         "or more")
+        raise ValueError(f"--pictures {amounts.pictures}, --steps {amounts.steps}: give 1 step or more"
+                         " and 0 pictures or more")
     return amounts
 
 
@@ -132,6 +132,9 @@ def _fill(record: Record, plan: list[Row], output: Path | None, open_bench: Call
     if output.exists():
         raise results.ResultError(f"{output} is complete; give another --output to measure again, or remove this file")
     pieces = [output.with_name(f"{output.name}.rank{number}") for number in range(count)]
+    for path in filter(Path.exists, pieces):
+        if other := results.difference(results.load(path), record):
+            raise results.ResultError(f"{path} is of a run with other {other}; remove it, or give another --output")
     mine = share(plan, rank, count)
     if {row.key for row in mine} - _rows_in(pieces[rank : rank + 1]).keys():
         _measure(record, mine, pieces[rank], open_bench)

@@ -41,8 +41,7 @@ class Reference(InPlaceOfAttention):
         super().__init__(network)
         self.seed, self.zero, self.tiles, self.ratio = seed, zero, tiles, ratio
         self.coarse, self.coarse_early = coarse, coarse_early or coarse
-
-    timestep, _picture = 0.0, 0
+        self.timestep, self._picture = 0.0, 0
 
     def __enter__(self) -> Reference:
         super().__enter__()

@@ -86,6 +86,9 @@ def test_several_processes_find_what_one_finds_and_go_on_after_a_kill(small, who
     assert quality.main(line) == 0 and results.load(rank)["rows"] == left["rows"]
     assert quality.main(line) == 0, "a process that has all of its rows waits for nothing"
     monkeypatch.setenv("RANK", "0")
+    results.save({**left, "settings": {}}, rank)
+    assert quality.main(line) == 2 and "rank1 is of a run with other settings" in capsys.readouterr().err
+    results.save(left, rank)
     assert quality.main(line) == 0
     assert results.load(output)["rows"] == whole["rows"]
     assert sorted(path.name for path in tmp_path.glob("shared*")) == ["shared.json", "shared.md"]
@@ -120,7 +123,7 @@ WRONG = {
     "nowhere.safetensors does not exist": ["--model", "nowhere.safetensors"],
     "README.md ends in '.md'": ["--model", "README.md", "--prompts", "README.md"],
     "--noised 7: give an even number": ["--smallest", "--noised", "7"],
-    "give a step or more": ["--smallest", "--steps", "0"],
+    "give 1 step or more": ["--smallest", "--steps", "0"],
     "--device cuda:77 does not work here": ["--smallest", "--device", "cuda:77"],
     "tomesd-0.5 needs a unet": ["--variants", "tomesd-0.5", "--model", "{flux}"],
     "needs --prompts FILE": ["--smallest", "--model", "{own}"],
