@@ -13,21 +13,20 @@ import sys
 from collections.abc import Iterable
 from functools import lru_cache, partial
 from pathlib import Path
-from statistics import median
+from typing import Any
 
-from benchmarks import gpu_report, results, subjects
+from benchmarks import gpu_report, host_calls_report, results, subjects
+from benchmarks.host_calls import ATTENTIONS
 from benchmarks.models import BLOCK
 from benchmarks.quality_figures import Section, at_equal_time, sections
-from benchmarks.report import markdown, write
+from benchmarks.report import ABSENT, markdown, number
 from benchmarks.results import Record
-from benchmarks.settings_table import settings
-from benchmarks.variant_list import APART, SKIPPED, TOMA_RATIOS
+from tome_core import describe_settings
 from tome_core.settings.presets import MARKS
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 QUALITY = "quality-cpu-2026-11-25"
-TO_CHOOSE_BY, CORRECTION = "front-cpu-2026-11-25", "correction-cpu-2026-11-25"
 TRANSFORMER, SDXL = "transformer-cpu-2026-11-25", "sdxl-cpu-2026-11-25"
 AT_EQUAL_TIME = {
     "10 steps": QUALITY,
@@ -37,206 +36,130 @@ AT_EQUAL_TIME = {
     "10 steps, guidance 7.5": "guidance-cpu-2026-11-25",
 }
 HOST_CALLS = "host-calls-cpu-2026-11-27"
-HOST_ATTENTIONS = {
-    "comfyui": "ComfyUI, its own on a CPU",
-    "comfyui-pytorch": "ComfyUI, PyTorch's",
-    "comfyui-split": "ComfyUI, split",
-    "webui-sub-quadratic": "AUTOMATIC1111, sub-quadratic",
-    "webui-sdp": "AUTOMATIC1111, sdp (PyTorch's)",
-    "webui-doggettx": "AUTOMATIC1111, Doggettx",
-}
-STACKING = ("stacking-cpu-2026-11-25", "stacking-easycache-cpu-2026-11-26", "stacking-wan-cpu-2026-11-25")
-CARDS = {"card": "card-h200-2026-11-26", "block": "gpu-cpu-2026-11-27"}
-TOKENS = 4096  # of the finest level of the scene models
-PEERS = {
-    "tomesd-0.5": "tomesd, ratio .5",
-    "tomesd-early-and-late-0.75-then-0.35": "tomesd, ratio .75 early, .35 late",
-    "downsample-2x2": "token down-sampling 2x2",
-}
-TILES = {"tiles-2x2": "attention in 2x2 tiles (as HyperTile)"}
+CARD, BLOCK_ON_CPU = "card-h200-2026-11-26", "gpu-cpu-2026-11-27"
 METHODS = {
     **{f"preset-{name}": f"**`{name}`, strength {value:g}**" for name, value in MARKS.items()},
     "sized-0.5": "q+k+v merged, proportional attention, ratio .5",
     "downsample-early-and-late-8x8-then-2x2": "token down-sampling 8x8 early, 2x2 late",
-    **PEERS,
+    "tomesd-0.5": "tomesd, ratio .5",
+    "tomesd-early-and-late-0.75-then-0.35": "tomesd, ratio .75 early, .35 late",
+    "downsample-2x2": "token down-sampling 2x2",
     "tomesd-0.75": "tomesd, ratio .75",
-    **TILES,
+    "tiles-2x2": "attention in 2x2 tiles (as HyperTile)",
+    **{f"ToMA-{ratio}": f"ToMA by its abstract, ratio {ratio}" for ratio in (0.5, 0.75)},
+    **{f"first-block-cache-{most}": f"FirstBlockCache, threshold {most}" for most in (0.05, 0.1, 0.2)},
     "random-partner-0.75": "random partners (control)",
     "zero-attention": "attention set to zero (control)",
     "bfloat16": "bfloat16 (yardstick)",
     "twice-the-solver-steps": "twice the solver steps (yardstick)",
 }
-OF_TRANSFORMERS = {
-    **{f"preset-{name}": METHODS[f"preset-{name}"] for name in MARKS},
-    "downsample-2x2": METHODS["downsample-2x2"],
-    **{f"ToMA-{ratio}": f"ToMA by its abstract, ratio {ratio}" for ratio in TOMA_RATIOS},
-    **{f"first-block-cache-{most}": f"FirstBlockCache, threshold {most}" for most in SKIPPED},
-    **{name: METHODS[name] for name in ("random-partner-0.75", "zero-attention", "bfloat16",
-                                        "twice-the-solver-steps")},
-}
-BESIDE = {name: label for name, label in {**PEERS, **TILES}.items() if name != "tomesd-0.5"}  # the better one is there
-PARTS_OF_MERGING = {
-    "unsized": "means alone",
-    "uncorrected": "and proportional attention",
-    "unfitted": "and the closed form",
-    "": "and the fit: the engine's",
-}
+BESIDE = ("tomesd-early-and-late-0.75-then-0.35", "downsample-2x2", "tiles-2x2")
 _BETWEEN = re.compile(r"(<!-- table (\w+): [^>]*-->\n)(.*?)(<!-- end of table -->)", re.S)
-_ABSENT = "n/a"
 
 
 @lru_cache
 def record(name: str) -> Record:
     """A committed result. Raises ResultError if its pictures were there to choose by."""
     found = results.load(results.FOLDER / f"{name}.json")
-    if name != TO_CHOOSE_BY and found["kind"] == "quality":
-        subjects.check_purpose(found, subjects.SHOW, name)
+    subjects.check_purpose(found, subjects.SHOW, name)
     return found
 
 
 def gains() -> str:
     """How many times as fast calls of a whole UNet are in real hosts, by picture size."""
-    _, _, *lines = _of_report((0, 1, 9), HOST_CALLS).splitlines()
-    rows = [line.strip("| ").split(" | ") for line in lines]
-    factors = {(attention, pixels): factor for attention, pixels, factor in rows}
+    factors = {tuple(row[:2]): row[9] for row in host_calls_report.rows([record(HOST_CALLS)])}
     sizes = sorted({pixels for _, pixels in factors}, key=int)
     return markdown(("attention function of the host", *(f"{pixels} px" for pixels in sizes)), (
-        (label, *(factors.get((name, pixels), "") for pixels in sizes)) for name, label in HOST_ATTENTIONS.items()
+        (label, *(factors.get((name, pixels), ABSENT) for pixels in sizes))
+        for name, (_, _, label) in ATTENTIONS.items()
     ))  # fmt: skip
+
+
+def host_calls() -> str:
+    """All but the peaks."""
+    head, *rows = (row[:10] for row in (host_calls_report.HEAD, *host_calls_report.rows([record(HOST_CALLS)])))
+    return markdown(head, rows)
 
 
 def strength() -> str:
     """What each named strength takes and changes, and tomesd beside it."""
     models = sections(record(QUALITY))
     marks = {f"preset-{name}": (f"{value:g}", f"`{name}`") for name, value in MARKS.items()}
-    rows = {**marks, "tomesd-0.5": ("", PEERS["tomesd-0.5"])}
     return markdown(("strength", "", "time", "error, %"), (
-        (*first, _times(models, name), _deviations(models, name)) for name, first in rows.items()
+        (*first, _times(models, name), _deviations(models, name))
+        for name, first in {**marks, "tomesd-0.5": ("", METHODS["tomesd-0.5"])}.items()
     ))  # fmt: skip
 
 
-def _methods(name: str, methods: dict[str, str]) -> str:
+def _methods(name: str) -> str:
     """Every method's work, error and time, as far as it was measured there."""
     models = sections(record(name))
-    there = {row["variant"] for row in record(name)["rows"]}
-    return markdown(("attention work left", "method", "dev %", "PSNR dB", "detail", "time"), (
-        (_work(models, name), label, _deviations(models, name), *_psnrs_and_details(models, name), _times(models, name))
-        for name, label in methods.items() if name in there
-    ))  # fmt: skip
+    rows = []
+    for method in METHODS:
+        if method in models[0].pictures:
+            pictures = [model.pictures[method] for model in models]
+            work = (models[0].noised.get(method) or pictures[0]).work  # all models have the same
+            rows.append((f"{work:.2g}", METHODS[method], _deviations(models, method),
+                         ", ".join(f"{one.psnr.value:.1f}" for one in pictures),
+                         ", ".join(f"{one.detail.value:.2f}" for one in pictures), _times(models, method)))  # fmt: skip
+    return markdown(("attention work left", "method", "dev %", "PSNR dB", "detail", "time"), rows)
 
 
 def equal_time() -> str:
     """PSNR of others and of strength where both take the same time."""
-    columns = {head: [_beside(model) for model in sections(record(name))] for head, name in AT_EQUAL_TIME.items()}
-    return markdown(("beside", *columns), (
-        (label, *(", ".join(model.get(name, _ABSENT) for model in models) for models in columns.values()))
-        for name, label in BESIDE.items()
+    found = {head: [{one.name: f"{one.theirs:.1f} : {number(one.ours, '.1f')}" for one in at_equal_time(model)}
+                    for model in sections(record(name))] for head, name in AT_EQUAL_TIME.items()}  # fmt: skip
+    return markdown(("beside", *found), (
+        (METHODS[name], *(", ".join(model[name] for model in models) for models in found.values())) for name in BESIDE
     ))  # fmt: skip
 
 
-def _beside(model: Section) -> dict[str, str]:
-    return {one.name: f"{one.theirs.psnr:.1f} : {one.ours.psnr:.1f}" if one.ours else f"{one.theirs.psnr:.1f} : -"
-            for one in at_equal_time(model)}  # fmt: skip
+def settings() -> str:
+    """One row a setting: name, with the hosts' where it is another, default, range, what it does."""
+    rows = []
+    for setting in describe_settings():
+        default = setting.get("unset", "automatic") if setting["default"] is None else f"`{setting['default']}`"
+        known_as = f", in the hosts `{setting['known_as']}`" if "known_as" in setting else ""
+        cells = (f"`{setting['name']}`{known_as}", default, _range(setting), setting["help"])
+        rows.append([cell.replace("|", "\\|") for cell in cells])
+    return markdown(("setting", "default", "range", "what it does"), rows)
 
 
-def parts() -> str:
-    """What sizes, the closed form and the fit add to merged keys."""
-    models = sections(record(CORRECTION))
-    return markdown(("", *(f"{_keys(ratio)} keys" for ratio, _ in APART)), (
-        (label, *(_deviations(models, _merged_keys(*one, without)) for one in APART))
-        for without, label in PARTS_OF_MERGING.items()
-    ))  # fmt: skip
+def _range(setting: dict[str, Any]) -> str:
+    if "choices" in setting:
+        return ", ".join("automatic" if choice is None else f"`{choice}`" for choice in setting["choices"])
+    if "minimum" not in setting:
+        return "on, off"
+    end = "" if setting["limit"] is None else f" to {setting['limit']:.10g}"
+    return f"from {setting['minimum']:.10g}{end}"
 
 
-def _merged_keys(ratio: float, cell: int, without: str = "") -> str:
-    return f"merged-keys{without and '-'}{without}-{ratio}-cells-{cell}"
-
-
-def _keys(ratio: float) -> str:
-    return f"{TOKENS * (1 - ratio):,.0f}"
-
-
-def _card(name: str) -> str:
-    """Times on one device, but for tiny UNets."""
-    found = record(name)
-    tiny = found["settings"]["tiny_models"]
-    return gpu_report.calls_table([one for one in found["rows"] if not tiny or one["key"].startswith(BLOCK)])
-
-
-def _of_report(columns: Iterable[int], name: str) -> str:
-    """Some columns of the first table that `benchmarks.report` writes."""
-    text = write([results.FOLDER / f"{name}.json"], None, None)
-    head, _, *lines = re.search(r"(?:^\|.*\n)+", text, re.M)[0].splitlines()
-    cells, *rows = ([line.strip("| ").split(" | ")[one] for one in columns] for line in (head, *lines))
-    return markdown(cells, rows)
-
-
-def stacking() -> str:
-    """How many times as fast large models are beside other methods: medians over rounds."""
-    groups: dict[tuple[str, str], list[dict[str, float]]] = {}
-    for row in (row for name in STACKING for row in record(name)["rows"] if not row["model"].startswith("scenes")):
-        factors = {arm: row["seconds"]["plain"] / spent for arm, spent in row["seconds"].items()}
-        slower = min(factors["ours first"], factors["theirs first"])
-        factors["of the product"] = slower / (factors["alone"] * factors["merged"])
-        groups.setdefault((row["beside"], row["model"]), []).append(factors)
-    heads = ("beside", "model", "of", "times as fast alone", "merging alone", "both, ours first", "both, theirs first",
-             "of the product")  # fmt: skip
-    columns = ("alone", "merged", "ours first", "theirs first", "of the product")
-    return markdown(heads, (
-        (*pair, str(len(rounds)), *(f"{median(one[column] for one in rounds):.2f}" for column in columns))
-        for pair, rounds in groups.items()
-    ))  # fmt: skip
-
-
-def _several(values: Iterable[float]) -> str:
+def _deviations(models: Iterable[Section], name: str) -> str:
     """One value a model, with two digits below 1 and three above."""
-    return ", ".join(f"{value:#.{2 if value < 1 else 3}g}" for value in values)
-
-
-def _deviations(models: list[Section], name: str) -> str:
     there = [model.noised[name].dev.value for model in models if name in model.noised]
-    return _several(there) or _ABSENT
+    return ", ".join(f"{value:#.{2 if value < 1 else 3}g}" for value in there) or ABSENT
 
 
-def _psnrs_and_details(models: list[Section], name: str) -> tuple[str, str]:
-    found = [model.pictures[name] for model in models]
-    return ", ".join(f"{one.psnr.value:.1f}" for one in found), ", ".join(f"{one.detail.value:.2f}" for one in found)
-
-
-def _times(models: list[Section], name: str) -> str:
+def _times(models: Iterable[Section], name: str) -> str:
     return ", ".join(f"{model.pictures[name].time:.2f}" for model in models)
 
 
-def _work(models: list[Section], name: str) -> str:
-    """Over the noise schedule, where that was measured: all models have the same."""
-    one = models[0].noised.get(name) or models[0].pictures[name]
-    return f"{one.work:.2g}"
-
-
 TABLES = {
-    "strength": strength,
-    "quality": partial(_methods, QUALITY, METHODS),
-    "sdxl": partial(_methods, SDXL, METHODS),
-    "transformer": partial(_methods, TRANSFORMER, OF_TRANSFORMERS),
-    **{one.__name__: one for one in (gains, equal_time, parts, settings, stacking)},
-    **{name: partial(_card, one) for name, one in CARDS.items()},
-    "host_calls": partial(_of_report, range(10), HOST_CALLS),
+    **{one.__name__: one for one in (gains, host_calls, strength, equal_time, settings)},
+    "quality": partial(_methods, QUALITY),
+    "sdxl": partial(_methods, SDXL),
+    "transformer": partial(_methods, TRANSFORMER),
+    "card": lambda: gpu_report.calls_table(record(CARD)["rows"]),
+    "block": lambda: gpu_report.calls_table([row for row in record(BLOCK_ON_CPU)["rows"] if BLOCK in row["key"]]),
 }
 
 
 def fill(text: str) -> str:
-    """A page with its tables made anew. Raises ValueError for a table that there is not."""
-    def make(found: re.Match) -> str:
-        head, name, _, end = found.groups()
-        if name not in TABLES:
-            raise ValueError(f"there is no table {name!r}; there are {', '.join(TABLES)}")
-        return f"{head}{TABLES[name]()}\n{end}"
-
-    return _BETWEEN.sub(make, text)
+    """A page with its tables made anew. Raises KeyError for a table that there is not."""
+    return _BETWEEN.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[4]}", text)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the tables, or write them into the pages."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.doc_tables", description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="replace those of README and docs")
     if not parser.parse_args(arguments).write:

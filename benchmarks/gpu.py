@@ -1,12 +1,9 @@
 """``python install.py gpu``: what merging costs and gains on this graphics card.
 
-What the card is; laws that merging keeps there; the time of SD1.5's and SDXL's UNets with random weights from 512 to
-2048 px in half precision, a picture with its prompt and without: unmerged, by tomesd, and merged in calls that match
-anew, renew a match or keep it, and in 20 steps; eager, and compiled at last. Nothing is downloaded. It ends with two
-sentences: for which of these merging pays here, and for which not.
-
-Leaves gpu.json, written after each row, and gpu.png. Kill it whenever you like: the same command goes on. Without a
-card the same runs on tiny models, to see that the command works.
+What the card is; laws that merging keeps there; the time of SD1.5's and SDXL's UNets with random weights: unmerged, by
+tomesd, and merged in calls that match anew, renew a match or keep it, and in 20 steps; eager, and compiled at last. It
+ends with two sentences: for which of these merging pays here, and for which not. Leaves gpu.json, written after each
+row, and gpu.png. Kill it whenever you like: the same command goes on. Without a card it runs tiny models.
 """
 
 from __future__ import annotations
@@ -29,22 +26,10 @@ from benchmarks import gpu_laws, gpu_report, gpu_rows, memory, report, results
 from benchmarks.gpu_rows import ROW, STEPS, Bench, OutOfTime
 from benchmarks.models import BLOCK, SD15, SDXL
 
-MINUTES, OUTPUT = 10.0, results.ROOT / "gpu-output"
 SIZES = {"cuda": (1024, 2048, 1536, 512), "cpu": (512,)}  # the most telling first, because a run may end early
 _COMPILING = 150.0  # seconds that a compiled row takes before it measures anything
 
 Measure = Callable[[Bench], dict[str, Any]]
-
-
-def parser() -> argparse.ArgumentParser:
-    """The options; `install.py gpu` passes everything on to them."""
-    made = argparse.ArgumentParser(prog="gpu", description=__doc__.partition("\n\n")[2],
-                                   formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    made.add_argument("--minutes", type=float, default=MINUTES, metavar="M", help="end after so many, with what is "
-                      "there by then (default %(default)g)")  # fmt: skip
-    made.add_argument("--output", type=Path, default=OUTPUT, metavar="FOLDER", help="where gpu.json and gpu.png go "
-                      "(default %(default)s)")  # fmt: skip
-    return made
 
 
 def plan(device: str) -> dict[str, Measure]:
@@ -100,8 +85,8 @@ def measure(options: argparse.Namespace, command: str) -> int:
         torch.set_num_threads(1)  # the processor time of several counts their waiting
         print(f"torch {torch.__version__} sees no CUDA device. {gpu_report.TINY}", file=sys.stderr)
     rows, path = plan(device), options.output / "gpu.json"
-    if path.exists() and not results.load(path)["missing"]:
-        record = results.load(path)
+    record = results.load(path) if path.exists() else {"missing": rows}
+    if not record["missing"]:
         print(f"{path} is complete; to measure anew, move it away or give another --output", file=sys.stderr)
     else:
         record = results.new_record("gpu", command, {"tiny_models": device == "cpu"}, results.describe(device))
@@ -119,8 +104,13 @@ def measure(options: argparse.Namespace, command: str) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure and print; 0 done, 1 if a row failed, 2 for wrong options, 130 interrupted."""
-    return report.run("gpu", parser(), arguments, measure)
+    made = argparse.ArgumentParser(prog="gpu", description=__doc__.partition("\n\n")[2],
+                                   formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    made.add_argument("--minutes", type=float, default=10.0, metavar="M", help="end after so many, with what is "
+                      "there by then (default %(default)g)")  # fmt: skip
+    made.add_argument("--output", type=Path, default=results.ROOT / "gpu-output", metavar="FOLDER", help="where "
+                      "gpu.json and gpu.png go (default %(default)s)")  # fmt: skip
+    return report.run("gpu", made, arguments, measure)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,4 @@
 """The rows of ``benchmarks.gpu`` that time little: what the device is, which attention functions work on it, and laws.
-
-Laws: a merged call has equal bits in ten runs; a kept step waits for nothing; a removed patch leaves the bits of the
-unmerged call; and with Triton's kernels a call differs from one by torch's operators about as much as one attention
-function of torch's differs from another.
 """
 
 from __future__ import annotations
@@ -18,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import memory, timing
@@ -26,30 +23,25 @@ from benchmarks.models import inputs, twin
 from benchmarks.results import ROOT
 from tome_core.merging import kernels
 
-_RUNS = 10
-_HEADS, _TOKENS, _WIDTH = 8, {"cpu": 256, "cuda": 4096}, 64
 _BACKENDS = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH")
 KERNEL_LAWS = "tests/kernel_laws.py", "tests/kernel_faults.py"
 
 
 def device(bench: Bench) -> dict[str, Any]:
     """Versions, what keeps the kernels away, and each attention function: its milliseconds, or why it fails."""
-    shape = 2, _HEADS, _TOKENS[bench.device], _WIDTH
-    of = [torch.randn(shape, device=bench.device, dtype=bench.dtype) for _ in range(3)]
+    tokens = {"cpu": 256, "cuda": 4096}[bench.device]
+    of = [torch.randn(2, 8, tokens, 64, device=bench.device, dtype=bench.dtype) for _ in range(3)]
     functions = {f"torch {name.lower()}": partial(_by_backend, name) for name in _BACKENDS} | _PACKAGES
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # each backend says at length what it cannot do
         attention = {name: _attempt(partial(one, *of), bench.device) for name, one in functions.items()}
+    there = kernels.available(torch.device(bench.device))
     return {
         "triton": importlib.import_module("triton").__version__ if importlib.util.find_spec("triton") else None,
         "capability": ".".join(map(str, torch.cuda.get_device_capability())) if bench.device != "cpu" else None,
-        "kernels": "; ".join(kernels.notes()) or ("in use" if _has_kernels(bench) else "none for this device"),
+        "kernels": "; ".join(kernels.notes()) or ("in use" if there else "none for this device"),
         "attention, ms": attention,
     }
-
-
-def _has_kernels(bench: Bench) -> bool:
-    return kernels.available(torch.device(bench.device))
 
 
 def _attempt(run: timing.Run, device: str) -> float | str:
@@ -65,7 +57,7 @@ def _attempt(run: timing.Run, device: str) -> float | str:
 
 def _by_backend(name: str, *of: torch.Tensor) -> torch.Tensor:
     with sdpa_kernel(getattr(SDPBackend, name)):
-        return torch.nn.functional.scaled_dot_product_attention(*of)
+        return F.scaled_dot_product_attention(*of)
 
 
 def _tokens_first(module: str, function: str, *of: torch.Tensor) -> torch.Tensor:
@@ -81,7 +73,7 @@ _PACKAGES = {
 
 def kernel_laws(bench: Bench) -> dict[str, Any]:
     """Each kernel against torch's operators: the project's own tests of them, if pytest is there to run them."""
-    if not _has_kernels(bench):
+    if not kernels.available(torch.device(bench.device)):
         return {"skipped": "; ".join(kernels.notes()) or "no kernels for this device"}
     if importlib.util.find_spec("pytest") is None:
         return {"skipped": "pytest is not installed: pip install pytest"}
@@ -102,7 +94,7 @@ def laws(bench: Bench, name: str, pixels: int) -> dict[str, Any]:
         otherwise = _share(network(*arguments), expected, expected)
     merged = Patched(twin(network), "balanced")
     new, kept = merged.call(arguments, "new"), merged.call(arguments, "kept")
-    found = [new() for _ in range(_RUNS)]
+    found = [new() for _ in range(10)]
     with kernels.without():
         without = new()
     kept()

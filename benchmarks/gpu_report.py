@@ -9,11 +9,10 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.models import BLOCK
-from benchmarks.report import markdown, new_figure
+from benchmarks.report import ABSENT, markdown, new_figure, number
 
 _PAYS = 1.03  # times as fast; what is less is lost among a card's clocks
 _CALLS, _STEPS = ("unmerged", "tomesd", "new", "renewed", "kept"), ("unmerged", "tomesd", "balanced", "max")
-_ABSENT = "n/a"
 _WIDTH, _LINES = 190, 30  # of the text that the sheet has room for
 TINY = "Tiny models on a CPU, to see that the command works: this says nothing of a card. "
 
@@ -28,19 +27,18 @@ def cases(rows: Rows) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
 
 
 def calls_table(rows: Rows) -> str:
-    """Calls, and samplings: by the clock, and how long of it a card worked."""
     on_card = any("card_ms" in one for of, _ in cases(rows).values() for one in of.values())
     shown = [name for name in _CALLS if name != "new"]
     heads = [f"{name}, ms{' (of the card)' if on_card else ''}" for name in shown]
     return markdown(("", *heads, "20 steps: unmerged, tomesd, `balanced`, `max`, s"), (
-        (case, *(_time(of.get(name)) for name in shown),
-         ", ".join(f"{steps[one]['ms'] / 1e3:.2f}" for one in _STEPS if one in steps) or _ABSENT)
+        (case, *(_time(of.get(name, {})) for name in shown),
+         ", ".join(f"{steps[one]['ms'] / 1e3:.2f}" for one in _STEPS if one in steps) or ABSENT)
         for case, (of, steps) in cases(rows).items()
     ))  # fmt: skip
 
 
-def _time(of: dict[str, Any] | None) -> str:
-    return _ABSENT if of is None else f"{of['ms']:.0f}" + (f" ({of['card_ms']:.0f})" if "card_ms" in of else "")
+def _time(of: dict[str, Any]) -> str:
+    return number(of.get("ms"), ".0f") + (f" ({of['card_ms']:.0f})" if "card_ms" in of else "")
 
 
 def factors(rows: Rows) -> dict[str, float]:
@@ -69,8 +67,13 @@ def verdict(record: dict[str, Any]) -> str:
 
 def table(records: Sequence[dict[str, Any]]) -> str:
     """Markdown: of each record what the device is, its verdict, all calls, laws, and what failed."""
-    return "\n\n".join(one for record in records for one in (
-        f"## {record['device']['name']}", *_told(record), calls_table(record["rows"]), *_failed(record)))  # fmt: skip
+    text = []
+    for record in records:
+        failed = [f"Failed: {row['key']}: {name}: {why}." for row in record["rows"]
+                  for name, why in row.get("failed", {}).items()]  # fmt: skip
+        missing = [f"Not measured yet: {'; '.join(record['missing'])}."] if record["missing"] else []
+        text += [f"## {record['device']['name']}", *_told(record), calls_table(record["rows"]), *failed, *missing]
+    return "\n\n".join(text)
 
 
 def _told(record: dict[str, Any]) -> list[str]:
@@ -79,12 +82,6 @@ def _told(record: dict[str, Any]) -> list[str]:
              for row in record["rows"]}  # fmt: skip
     return [f"{TINY * record['settings']['tiny_models']}{verdict(record)}", f"versions: {_facts(record['versions'])}.",
             *(f"{key}: {_facts(found)}." for key, found in facts.items() if found)]  # fmt: skip
-
-
-def _failed(record: dict[str, Any]) -> list[str]:
-    failed = [f"Failed: {row['key']}: {name}: {why}." for row in record["rows"]
-              for name, why in row.get("failed", {}).items()]  # fmt: skip
-    return [*failed, *([f"Not measured yet: {'; '.join(record['missing'])}."] if record["missing"] else [])]
 
 
 def _facts(told: Any) -> str:
@@ -96,11 +93,7 @@ def _facts(told: Any) -> str:
 
 
 def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
-    """The sheet of the first record, a PNG: how many times as fast 20 steps and calls are, the verdict, and what holds.
-
-    Raises:
-        ResultError: if matplotlib is not installed.
-    """
+    """The sheet of the first record: how many times as fast 20 steps and calls are, the verdict, and what holds."""
     record = records[0]
     found = cases(record["rows"])
     figure = new_figure(14, 6 + len(found))
@@ -115,11 +108,10 @@ def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _bars(axis: Any, title: str, names: Sequence[str], of: dict[str, dict[str, Any]]) -> None:
-    """How many times as fast as unmerged; beside each bar its milliseconds."""
     height = 0.8 / len(names)
-    for number, name in enumerate(names):
-        there = {place: one for place, one in enumerate(of.values()) if {name, "unmerged"} <= one.keys()}
-        bars = axis.barh([place + number * height for place in there],
+    for place, name in enumerate(names):
+        there = {case: one for case, one in enumerate(of.values()) if {name, "unmerged"} <= one.keys()}
+        bars = axis.barh([case + place * height for case in there],
                          [one["unmerged"]["ms"] / one[name]["ms"] for one in there.values()], height, label=name)
         axis.bar_label(bars, [f" {one[name]['ms']:,.0f} ms" for one in there.values()], fontsize=7)
     axis.set(title=f"{title}, times as fast as unmerged", yticks=range(len(of)), yticklabels=list(of))

@@ -1,7 +1,6 @@
 """The rows of ``benchmarks.gpu`` that time something: calls of a network, and whole samplings.
 
-A network stands beside twins of it that share its weights: one by tomesd, one for each strength. Of each call: the
-clock's milliseconds, and on a GPU those in which it worked, its launches, and peak memory beyond the model.
+A network stands beside twins of it that share its weights: one by tomesd, one for each strength.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from torch import nn
 
 import tome_core
 from benchmarks import memory, models, timing
-from benchmarks.sd_block import as_ldm_model
 from benchmarks.timing import Run
 from tome_core.measuring.pays import Pays
 
@@ -26,9 +24,6 @@ UNMERGED, TOMESD, STRENGTHS, STEPS = "unmerged", "tomesd", ("balanced", "max"), 
 # timesteps told in turn: a match is made anew in each call, renewed from an older one, or kept
 WHEN = {"new": (900.0,), "renewed": (900.0, 800.0), "kept": (900.0, 890.0)}
 ROW = "the row"  # in a row's failures: all of it failed
-_LONG_ENOUGH, _MOST_CALLS = 0.3, 10  # seconds of a turn on a GPU; calls in it
-_ROUNDS = 5  # of a GPU's calls, 3 of all else
-_CALLS_BESIDE = 6  # of each variant: to warm up, for the profiler, and for the peak
 
 
 class OutOfTime(Exception):
@@ -36,20 +31,23 @@ class OutOfTime(Exception):
 
 
 class Patched:
-    """A network that is patched in a way: not at all, by tomesd at half of the finest level's tokens, or by a strength.
-
-    Raises ImportError without tomesd.
-    """
+    """A network that is patched: not at all, by tomesd at half of the finest level's tokens, or by a strength."""
 
     def __init__(self, network: nn.Module, way: str, compiled: bool = False) -> None:
         self.handle = None
         if way == TOMESD:
             finest = 2 if hasattr(network, "label_emb") else 1  # SDXL has no attention at the latent's own size
-            importlib.import_module("tomesd").apply_patch(as_ldm_model(network), ratio=0.5, max_downsample=finest)
+            as_ldms = nn.Module()
+            as_ldms.model = nn.Module()
+            as_ldms.model.diffusion_model = network
+            importlib.import_module("tomesd").apply_patch(as_ldms, ratio=0.5, max_downsample=finest)
         elif way != UNMERGED:
             self.handle = tome_core.patch(network, way, host_clock=True)
             self.handle.pays = Pays((), (), always=True)  # whether it pays is the question
-        self.network = compile_(network) if compiled else network
+        if compiled:  # each variant at each size is a graph of its own; the compiler gives up after eight
+            limit = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"
+            setattr(torch._dynamo.config, limit, 256)
+        self.network = torch.compile(network, dynamic=False) if compiled else network
 
     def call(self, arguments: tuple, when: str = "new") -> Run:
         """Calls that match anew, renew a match, or keep it; the first call of a row of them matches."""
@@ -71,20 +69,8 @@ class Patched:
         return self.network(*arguments)
 
 
-def compile_(network: nn.Module) -> nn.Module:
-    """Each variant at each size is a graph of its own for the same lines; the compiler gives up after eight."""
-    limit = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"
-    setattr(torch._dynamo.config, limit, 256)
-    return torch.compile(network, dynamic=False)
-
-
 class Bench:
-    """A device, and the network that is in its memory: one at a time.
-
-    Args:
-        device: ``cuda``, or ``cpu``, which gets tiny networks.
-        end: when all has to be done, by ``time.monotonic``.
-    """
+    """A device, and the network that is in its memory. end: when all has to be done, by ``time.monotonic``."""
 
     def __init__(self, device: str, end: float) -> None:
         self.device, self.end, self.tiny = device, end, device == "cpu"
@@ -97,7 +83,7 @@ class Bench:
         return self.end - time.monotonic()
 
     def network(self, name: str) -> nn.Module:
-        """One of `models.NAMES`, as it is."""
+        """One of `models.NAMES`, as it is; the one before it goes."""
         if name not in self._made:
             self._made.clear()
             memory.free(self.device)
@@ -105,7 +91,6 @@ class Bench:
         return self._made[name]
 
     def twin(self, name: str, compiled: bool, way: str) -> Patched:
-        """Of a network, patched in a way: `UNMERGED`, `TOMESD`, or a strength. Raises ImportError without tomesd."""
         network, key = self.network(name), (compiled, way)
         if key not in self._made:
             self._made[key] = Patched(models.twin(network), way, compiled)
@@ -114,12 +99,7 @@ class Bench:
     def compare(self, makers: dict[str, Callable[[], Run]], single: bool = False) -> dict[str, Any]:
         """Times of what the makers make; one that fails has its reason in ``failed``, and the others go on.
 
-        Args:
-            makers: name -> what makes a run; the first is looked at for how long the others may take.
-            single: a turn is one run, and none before it is left untimed.
-
-        Raises:
-            OutOfTime: if this would not end in time.
+        single: a turn is one run, and none before it is left untimed. Raises OutOfTime if this would not end in time.
         """
         runs, failed, once = {}, {}, 0.0
         for name, make in makers.items():
@@ -135,16 +115,16 @@ class Bench:
                 memory.free(self.device)
             elif not once:
                 once = spent
-                if once * len(makers) * (2 if single else _CALLS_BESIDE + 2) > self.left:
+                if once * len(makers) * (2 if single else 8) > self.left:
                     raise OutOfTime
-        calls = 1 if single or self.tiny else max(1, min(_MOST_CALLS, int(_LONG_ENOUGH / max(once, 1e-3))))
+        calls = 1 if single or self.tiny else max(1, min(10, int(0.3 / max(once, 1e-3))))
 
         def turn(run: Run) -> float:
             if not single:  # another variant may have taken the place of what was kept for this one
                 run()
             return timing.seconds(run, self.device, calls)
 
-        times = timing.in_turns(runs, 3 if single or self.tiny else _ROUNDS, turn, self.end)
+        times = timing.in_turns(runs, 3 if single or self.tiny else 5, turn, self.end)
         found = {name: {"ms": 1e3 * statistics.median(taken), "least": 1e3 * min(taken), "most": 1e3 * max(taken)}
                  for name, taken in times.items()}  # fmt: skip
         if not (single or self.tiny):

@@ -1,9 +1,9 @@
 """``python -m benchmarks.host_calls``: calls of whole UNets in real hosts, merged and not, by size and attention.
 
-It needs the folder of a ComfyUI (--comfyui DIR, or COMFYUI_DIR in the environment), of an A1111 (--webui DIR, or
-WEBUI_DIR), or of both, each with its Python beside it (venv, or COMFYUI_PYTHON and WEBUI_PYTHON). UNets have Stable
-Diffusion 1.5's shape and random weights; a call is one of both halves of guidance, in float32 on one thread of a CPU.
-Beside ours stands the merging that the host brings along. The same command goes on where a killed run was.
+It needs the folder of a ComfyUI, of an A1111, or of both, each with its Python beside it (venv, or COMFYUI_PYTHON and
+WEBUI_PYTHON). UNets have Stable Diffusion 1.5's shape and random weights; a call is one of both halves of guidance, in
+float32 on one thread of a CPU. Beside ours stands the merging that the host brings along. The same command goes on
+where a killed run was.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks import report, results
 from benchmarks.host_inside import ANSWER, COMFYUI, ROOT, WEBUI
@@ -29,31 +29,21 @@ _LOOKED_FOR = {COMFYUI: "comfy/samplers.py", WEBUI: "modules/sd_hijack_optimizat
 _PYTHONS = [f"{folder}/{python}" for folder in ("venv", ".venv") for python in ("bin/python", "Scripts/python.exe")]
 
 
-class Attention(NamedTuple):
-    """An attention function of a host. flag: of its command line, "" for what it takes on a CPU by itself."""
-
-    host: str
-    flag: str = ""
-
-    @property
-    def flags(self) -> list[str]:
-        """All that the host is given."""
-        on_a_cpu = {COMFYUI: "--cpu", WEBUI: "--use-cpu all --no-half --precision full --skip-torch-cuda-test"}
-        return [*on_a_cpu[self.host].split(), *self.flag.split()]
-
-
+# name -> host, flag of its command line, none for what it takes on a CPU by itself, and how a table calls it
 ATTENTIONS = {
-    "comfyui": Attention(COMFYUI),
-    "comfyui-pytorch": Attention(COMFYUI, "--use-pytorch-cross-attention"),
-    "comfyui-split": Attention(COMFYUI, "--use-split-cross-attention"),
-    "webui-sub-quadratic": Attention(WEBUI, "--opt-sub-quad-attention"),
-    "webui-sdp": Attention(WEBUI, "--opt-sdp-attention"),
-    "webui-doggettx": Attention(WEBUI, "--opt-split-attention"),
+    "comfyui": (COMFYUI, "", "ComfyUI, its own on a CPU"),
+    "comfyui-pytorch": (COMFYUI, "--use-pytorch-cross-attention", "ComfyUI, PyTorch's"),
+    "comfyui-split": (COMFYUI, "--use-split-cross-attention", "ComfyUI, split"),
+    "webui-sub-quadratic": (WEBUI, "--opt-sub-quad-attention", "AUTOMATIC1111, sub-quadratic"),
+    "webui-sdp": (WEBUI, "--opt-sdp-attention", "AUTOMATIC1111, sdp (PyTorch's)"),
+    "webui-doggettx": (WEBUI, "--opt-split-attention", "AUTOMATIC1111, Doggettx"),
 }
+_ON_A_CPU = {COMFYUI: "--cpu", WEBUI: "--use-cpu all --no-half --precision full --skip-torch-cuda-test"}
+PRESET = "balanced"
+FREE = 8  # GiB that the hosts are told are free, by which they cut their work
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
     made = argparse.ArgumentParser(prog="python -m benchmarks.host_calls", description=__doc__.partition("\n\n")[2])
     add = made.add_argument
     for host, option in ((COMFYUI, "--comfyui"), (WEBUI, "--webui")):
@@ -64,20 +54,13 @@ def parser() -> argparse.ArgumentParser:
     add("--sizes", nargs="+", type=int, default=list(PIXELS), metavar="N", help="sides of a picture in pixels (default "
         "512 768 1024; a call at 1024 may take two minutes)")  # fmt: skip
     add("--rounds", type=int, default=2, metavar="N", help="of which medians are told (default 2)")
-    add("--preset", choices=tuple(MARKS), default="balanced", metavar="NAME", help="of merging (default balanced)")
-    add("--free", type=float, default=8, metavar="GIB", help="what the hosts are told is free, by which they cut their "
-        "work (default 8)")  # fmt: skip
     add("--smoke", action="store_true", help="a tiny UNet: for tests")
     report.add_output(made)
     return made
 
 
 def find_folders(options: argparse.Namespace) -> dict[str, Path]:
-    """Host -> its folder, of those that are there; says on stderr which is left out.
-
-    Raises:
-        ValueError: if a folder holds no such host, or if a host that is asked for, or each of them, has no folder.
-    """
+    """Host -> its folder, of those that are there; says on stderr which is left out, and refuses what is asked for."""
     named = {COMFYUI: options.comfyui, WEBUI: options.webui}
     found = {host: Path(folder).resolve() for host, folder in named.items() if folder}
     for host, folder in found.items():
@@ -85,7 +68,7 @@ def find_folders(options: argparse.Namespace) -> dict[str, Path]:
             raise ValueError(f"{folder} is no folder of {host}: it has no {_LOOKED_FOR[host]}")
     how = {COMFYUI: "--comfyui DIR or COMFYUI_DIR=DIR", WEBUI: "--webui DIR or WEBUI_DIR=DIR"}
     lacking = {host: f"no folder of {host} is named ({how[host]})" for host in how if host not in found}
-    asked = [ATTENTIONS[name].host for name in options.attention or ()]
+    asked = [ATTENTIONS[name][0] for name in options.attention or ()]
     needed = [text for host, text in lacking.items() if host in asked or not found]
     if needed:
         raise ValueError("; ".join(needed))
@@ -102,12 +85,11 @@ def python_of(host: str, folder: Path) -> str:
 
 def plan_cases(options: argparse.Namespace, hosts: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Row's key -> case, round by round, those of an attention together, the small pictures first."""
-    named = options.attention or [name for name, one in ATTENTIONS.items() if one.host in hosts]
+    named = options.attention or [name for name, (host, *_) in ATTENTIONS.items() if host in hosts]
     return {
         f"{name}, {pixels} px, {number}": {
-            "attention": name, "host": ATTENTIONS[name].host, "flag": ATTENTIONS[name].flag, "pixels": pixels,
-            "round": number, "free": round(options.free * 2**30), "tiny": options.smoke,
-            "strength": MARKS[options.preset],
+            "attention": name, "host": ATTENTIONS[name][0], "flag": ATTENTIONS[name][1], "pixels": pixels,
+            "round": number, "free": FREE * 2**30, "tiny": options.smoke, "strength": MARKS[PRESET],
         }
         for number in range(options.rounds) for name in named for pixels in sorted(options.sizes)
     }  # fmt: skip
@@ -118,8 +100,9 @@ def measure(cases: Sequence[dict[str, Any]], folder: Path) -> Iterator[dict[str,
 
     If that process ends too early, the case it was at has failed, and the rest gets a new one.
     """
-    one = ATTENTIONS[cases[0]["attention"]]
-    command = [python_of(one.host, folder), "-m", "benchmarks.host_inside", json.dumps(cases), *one.flags]
+    host, flag = cases[0]["host"], cases[0]["flag"]
+    command = [python_of(host, folder), "-m", "benchmarks.host_inside", json.dumps(cases), *_ON_A_CPU[host].split(),
+               *flag.split()]  # fmt: skip
     surroundings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     answers = 0
     with (
@@ -148,7 +131,7 @@ def execute(options: argparse.Namespace, command: str) -> int:
     """Measure what is missing, and print the table; gives 1 if a case failed."""
     folders = find_folders(options)
     plan = plan_cases(options, list(folders))
-    settings = {name: getattr(options, name) for name in ("preset", "free", "smoke")}
+    settings = {"preset": PRESET, "free": FREE, "smoke": options.smoke}
     described = results.describe("cpu")
     described["device"]["threads"] = 1  # of the processes that measure
     run = results.Run.start(results.new_record("host-calls", command, settings, described), list(plan), options.output)
@@ -158,12 +141,11 @@ def execute(options: argparse.Namespace, command: str) -> int:
         for key in keys:
             print(f"[{len(plan) - len(run.missing) + 1}/{len(plan)}] {key}", file=sys.stderr, flush=True)
             run.add(key, {**plan[key], **next(found)})
-    print(report.write([run.path], run.path.with_suffix(".md"), None))
+    print(report.write([run.path], run.path.with_suffix(".md")))
     return int(any("failed" in row for row in run.record["rows"]))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run; gives the exit code: 0 done, 1 if a case failed, 2 wrong options or no host, 130 interrupted."""
     return report.run("host_calls", parser(), arguments, execute)
 
 

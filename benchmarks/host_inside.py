@@ -1,8 +1,7 @@
 """``python -m benchmarks.host_inside JSON``: calls of a host's whole UNet, measured in the host's own Python.
 
-Prints what the cases of `benchmarks.host_calls`, which calls this, took. The UNets are the hosts' own, of Stable
-Diffusion 1.5's shape with random weights, or tiny ones. Nothing of a host is in here: it runs in the host's folder,
-with flags of the host's command line, and its attention functions and its merging are the host's.
+Prints what the cases of `benchmarks.host_calls`, which calls this in the host's folder and with flags of its command
+line, took. UNet, attention functions and built-in merging are the host's own.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class ComfyUI:
         size = case["free"]  # by which ComfyUI cuts its work: it must not depend on who else runs
         importlib.import_module("comfy.model_management").get_free_memory = lambda dev=None, torch_free_too=False: (
             (size, size) if torch_free_too else size)  # fmt: skip
-        self._model, self._strength = random_model(case["tiny"]), case["strength"]
+        self._model, self._strength = _comfyui_model(case["tiny"]), case["strength"]
         self._whole, self._samplers.calc_cond_batch = self._samplers.calc_cond_batch, self._timed
         self._seconds: list[float] = []
 
@@ -134,8 +133,8 @@ def _check(report: Any, pixels: int) -> None:
         raise RuntimeError(f"nothing merged: {report}")
 
 
-def random_model(tiny: bool) -> Any:
-    """ComfyUI's patcher around a UNet of Stable Diffusion 1.5's shape, or around a tiny one: for tests."""
+def _comfyui_model(tiny: bool) -> Any:
+    """ComfyUI's patcher around a UNet."""
     base, known, patcher = (importlib.import_module(f"comfy.{name}")
                             for name in ("model_base", "supported_models", "model_patcher"))  # fmt: skip
     config, cpu = _TINY if tiny else _SD15, torch.device("cpu")
@@ -149,7 +148,7 @@ def random_model(tiny: bool) -> Any:
 
 
 def randomize(unet: nn.Module) -> nn.Module:
-    """Random weights, which keep attention alive and let nothing overflow; gives the UNet."""
+    """Random weights, which keep attention alive and let nothing overflow."""
     dice = torch.Generator().manual_seed(0)
     for name, weight in unet.named_parameters():
         if weight.dim() > 1:
@@ -167,15 +166,7 @@ def inputs(pixels: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def measure(run: Callable[[str, int], Sequence[float]], pixels: int) -> dict[str, Any]:
-    """Measure one round, arm after arm.
-
-    Returns:
-        seconds: by call, None if the arm failed; peak_mib: by arm, beyond the model, None if the arm failed and except
-        on Linux; failed_arms: the reason by arm.
-
-    Raises:
-        CallFailed: every arm failed.
-    """
+    """One round, arm after arm: seconds by call, peak_mib and failed_arms by arm. Raises CallFailed if all failed."""
     seconds, peaks, failed = {}, {}, {}
     for arm, calls in ARMS.items():
         spent = torch.zeros(len(calls), dtype=torch.float64).share_memory_()  # written in a fork

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 
 _MIB = 2**20
-_PEAK = "peak "  # how a fork's answer begins
 OUT_OF_MEMORY = "out of memory"
 _SAID_SO = (OUT_OF_MEMORY, "can't allocate memory", "not enough memory")
 
 
 class CallFailed(RuntimeError):
-    """A call in another process failed; the message is its `reason`."""
+    """Of a call in another process; the message is its `reason`."""
 
 
 def reason(error: BaseException) -> str:
@@ -53,30 +54,29 @@ def cuda_peak(run: Callable[[], Any]) -> float:
 def process_peak(run: Callable[[], Any], small: Callable[[], Any]) -> float | None:
     """Peak MiB of a process beyond what it had before the call; None except on Linux.
 
-    The call is made in a fork of this process, which has the model already, and starts with a peak of its own.
-    small: a call that makes the libraries allocate what they allocate once. Raises CallFailed where the call fails,
-    for want of memory too: there the system may end the fork, which leaves this process and its results alone.
+    The call is made in a fork, which starts with a peak of its own. small: a call that makes the libraries allocate
+    what they allocate once. Raises CallFailed where it fails, also where the system ends the fork.
     """
     if sys.platform != "linux":
         return None
     ctypes.CDLL(None).malloc_trim(0)  # what earlier calls have freed would be used again, unseen
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reading)
-        _answer(writing, run, small)
-    os.close(writing)
-    with os.fdopen(reading, encoding="utf-8") as pipe:
-        answer = pipe.read()
-    _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
-        raise CallFailed(OUT_OF_MEMORY)
-    if not answer.startswith(_PEAK):
-        raise CallFailed(answer or f"its process ended with status {status}")
-    return float(answer.removeprefix(_PEAK))
+    forks = multiprocessing.get_context("fork")
+    answer, answers = forks.Pipe(duplex=False)
+    fork = forks.Process(target=_answer, args=(answers, run, small))
+    fork.start()
+    answers.close()
+    try:
+        told = answer.recv()
+        fork.join()
+    except EOFError:
+        fork.join()
+        told = OUT_OF_MEMORY if fork.exitcode == -signal.SIGKILL else f"its process ended with {fork.exitcode}"
+    if isinstance(told, str):
+        raise CallFailed(told)
+    return told
 
 
-def _answer(writing: int, run: Callable[[], Any], small: Callable[[], Any]) -> None:
+def _answer(answers: Connection, run: Callable[[], Any], small: Callable[[], Any]) -> None:
     """In the fork: measure, tell, end; nothing of the parent's may run on here."""
     import resource  # which Windows has not
 
@@ -85,8 +85,8 @@ def _answer(writing: int, run: Callable[[], Any], small: Callable[[], Any]) -> N
         pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
         run()
         before = int(pages) * os.sysconf("SC_PAGE_SIZE")
-        text = f"{_PEAK}{(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) / _MIB}"
+        told = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) / _MIB
     except BaseException as error:
-        text = reason(error)
-    os.write(writing, text.encode())
+        told = reason(error)
+    answers.send(told)
     os._exit(0)

@@ -6,12 +6,12 @@ Nothing is downloaded, and nothing but torch is needed. ``block`` is SD1.5's fin
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks import sd_block
 
@@ -65,8 +65,7 @@ class ResBlock(nn.Module):
         self.out_layers = nn.Sequential(_norm(out), nn.SiLU(), nn.Conv2d(out, out, 3, padding=1))
         self.skip = nn.Identity() if channels == out else nn.Conv2d(channels, out, 1)
 
-    def forward(self, x: torch.Tensor, emb: torch.Tensor) -> torch.Tensor:
-        """x: ``[B, C, H, W]``; emb: ``[B, T]``. Returns ``[B, out, H, W]``."""
+    def forward(self, x: Tensor, emb: Tensor) -> Tensor:
         return self.skip(x) + self.out_layers(self.in_layers(x) + self.emb_layers(emb)[:, :, None, None])
 
 
@@ -78,8 +77,7 @@ class SpatialTransformer(sd_block.SpatialTransformer):
         self.norm = _norm(channels)
         self.proj_in, self.proj_out = nn.Conv2d(channels, channels, 1), nn.Conv2d(channels, channels, 1)
 
-    def forward(self, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
-        """x: ``[B, C, H, W]``; context: ``[B, M, D]``. Returns the shape of x."""
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
         return x + self.proj_out(super().forward(self.proj_in(self.norm(x)), context))
 
 
@@ -90,8 +88,7 @@ class Downsample(nn.Conv2d):
 class Upsample(nn.Conv2d):
     """Doubles the sides of a picture."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[B, C, H, W]`` to ``[B, C, 2 * H, 2 * W]``."""
+    def forward(self, x: Tensor) -> Tensor:
         return super().forward(F.interpolate(x, scale_factor=2.0))
 
 
@@ -100,9 +97,9 @@ class UNet(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        first, time_channels = shape.channels[0], 4 * shape.channels[0]
-        self.width = first
-        self.time_embed = _embed(first, time_channels)
+        self.width = channels = shape.channels[0]
+        time_channels = 4 * self.width
+        self.time_embed = _embed(self.width, time_channels)
         if shape.vector:
             self.label_emb = _embed(shape.vector, time_channels)
 
@@ -111,7 +108,7 @@ class UNet(nn.Module):
             attended = [SpatialTransformer(out, shape.heads[level], shape.context, shape.depths[level])]
             return [ResBlock(channels, out, time_channels), *attended[: shape.depths[level]]]
 
-        down, carried, channels = [[nn.Conv2d(_LATENT, first, 3, padding=1)]], [first], first
+        down, carried = [[nn.Conv2d(_LATENT, channels, 3, padding=1)]], [channels]
         levels = range(len(shape.channels))
         for level in levels:
             for _ in range(_RES_BLOCKS):
@@ -136,10 +133,8 @@ class UNet(nn.Module):
         self.output_blocks = nn.ModuleList(map(nn.ModuleList, up))
         self.out = nn.Sequential(_norm(channels), nn.SiLU(), nn.Conv2d(channels, _LATENT, 3, padding=1))
 
-    def forward(
-        self, x: torch.Tensor, timesteps: torch.Tensor, context: torch.Tensor, y: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """x: ``[B, 4, H, W]``; timesteps: ``[B]``; context: ``[B, M, D]``; y: ``[B, V]``, SDXL's. Returns as x."""
+    def forward(self, x: Tensor, timesteps: Tensor, context: Tensor, y: Tensor | None = None) -> Tensor:
+        """x: ``[B, 4, H, W]``; timesteps: ``[B]``; context: ``[B, M, D]``; y: ``[B, V]``, SDXL's."""
         half = self.width // 2
         scales = torch.exp(torch.arange(half, device=x.device) * (-9.2103 / half))  # down to 1 / 10,000
         angles = timesteps[:, None].float() * scales
@@ -156,29 +151,22 @@ class UNet(nn.Module):
         return self.out(x)
 
 
-def _through(stage: Iterable[nn.Module], x: torch.Tensor, emb: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+def _through(stage: Iterable[nn.Module], x: Tensor, emb: Tensor, context: Tensor) -> Tensor:
     for module in stage:
         x = module(x, *{ResBlock: (emb,), SpatialTransformer: (context,)}.get(type(module), ()))
     return x
 
 
 def make(name: str, device: str, dtype: torch.dtype, tiny: bool = False) -> nn.Module:
-    """One of `NAMES` with random weights, ready for inference; leaves the global generator alone."""
+    """One of `NAMES` with random weights, ready for inference; leaves the global generator alone.
+
+    Built without memory first: 2.6 billion weights initialised on a CPU and sent over would take a minute.
+    """
     if name == BLOCK:
         return sd_block.make_block(device, dtype)
-    return fill(lambda: UNet((TINY if tiny else SHAPES)[name]), device, dtype)
-
-
-def fill(build: Callable[[], nn.Module], device: str, dtype: torch.dtype) -> nn.Module:
-    """Built without memory first: 2.6 billion weights initialised on a CPU and sent over would take a minute."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("meta"):
-            model = build()
-    finally:
-        torch.set_default_dtype(before)
-    model = model.to_empty(device=device).eval().requires_grad_(False)
+    with torch.device("meta"):
+        model = UNet((TINY if tiny else SHAPES)[name])
+    model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
     generator = torch.Generator(device).manual_seed(0)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
@@ -195,7 +183,7 @@ def twin(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, shared)
 
 
-def inputs(name: str, pixels: int, device: str, dtype: torch.dtype, tiny: bool = False) -> tuple[torch.Tensor, ...]:
+def inputs(name: str, pixels: int, device: str, dtype: torch.dtype, tiny: bool = False) -> tuple[Tensor, ...]:
     """What a call is given: a picture of so many pixels a side, with its prompt and without: a batch of two."""
     if name == BLOCK:
         return sd_block.make_inputs(pixels // _PICTURE_TO_LATENT, 2, device, dtype)

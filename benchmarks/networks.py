@@ -1,18 +1,17 @@
-"""What the benchmarks ask of a network that they measure: is it a UNet or a transformer, and when is it called?"""
+"""What the benchmarks ask of a network that they measure, and how they reach its attention."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers import FirstBlockCacheConfig
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from tome_core.models.transformer import TIMES, family_of
+from tome_core.attention.functions import _TOKENS as TRIED
+from tome_core.models.transformer import TIMES, family_of, find_attentions
 from tome_core.models.unet_blocks import Place, find_blocks
 
 UNET, TRANSFORMER = KINDS = ("unet", "transformer")
@@ -40,33 +39,6 @@ def timestep_of(network: nn.Module, args: tuple, kwargs: dict[str, Any]) -> floa
     return float(torch.as_tensor(given).reshape(-1)[0])
 
 
-def take_apart(args: tuple, kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """Queries, keys and values ``[B, H, S, d]`` of a call of torch's attention function, and what else came along."""
-    rest = dict(zip(("attn_mask", "dropout_p", "is_causal"), args[3:], strict=False)) | kwargs
-    return list(args[:3]) + [rest.pop(name) for name in ("query", "key", "value")[len(args) :]], rest
-
-
-class InPlaceOfAttention:
-    """A context manager: inside it `attend` stands in the place of torch's attention function, which is `own`.
-
-    The engine leaves attentions alone in a torch function mode, which would see the same calls.
-    """
-
-    own: Callable[..., torch.Tensor]
-
-    def attend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As torch's attention function is called."""
-        raise NotImplementedError
-
-    def __enter__(self) -> Any:
-        self.own = F.scaled_dot_product_attention
-        F.scaled_dot_product_attention = self.attend
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        F.scaled_dot_product_attention = self.own
-
-
 def at_each_call(network: nn.Module, tell: Callable[[float], None]) -> RemovableHandle:
     """A context manager: inside it `tell` is told the timestep of each call, before anything else happens."""
     def look(network: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -75,23 +47,72 @@ def at_each_call(network: nn.Module, tell: Callable[[float], None]) -> Removable
     return network.register_forward_pre_hook(look, with_kwargs=True)
 
 
-@contextmanager
-def answer_by(forwards: dict[nn.Module, Callable]) -> Iterator[None]:
-    """Inside it these modules answer by these functions, not by their own ``forward``."""
-    for module, forward in forwards.items():
-        module.forward = forward
-    try:
-        yield
-    finally:
-        for module in forwards:
-            del module.forward
+class InPlaceOfAttention:
+    """A context manager: inside it `attend` stands in the place of torch's attention function, which is `own`.
+
+    In a UNet's finest self-attentions, or in all attentions, by number, of a transformer over one sequence, as Flux.
+    """
+
+    own: Callable[..., torch.Tensor]
+
+    def __init__(self, network: nn.Module) -> None:
+        self.network, self.is_unet, self.number = network, kind_of(network) == UNET, None
+        self.blocks = [place.block for place in finest_blocks(network)] if self.is_unet else []
+        self.attentions = [block.attn1 for block in self.blocks] or [
+            one for _, one in find_attentions(network, family_of(network))]  # fmt: skip
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> torch.Tensor:
+        """As torch's attention function is called."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Any:
+        def enter(number: int | None) -> Callable[..., None]:
+            return lambda *call: setattr(self, "number", number)
+
+        self._hooks = [one.register_forward_pre_hook(enter(place)) for place, one in enumerate(self.attentions)]
+        self._hooks += [one.register_forward_hook(enter(None)) for one in self.attentions]
+        self.own = F.scaled_dot_product_attention
+        F.scaled_dot_product_attention = self._answer
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        F.scaled_dot_product_attention = self.own
+        for hook in self._hooks:
+            hook.remove()
+
+    def _answer(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
+        q, k, v = (named.pop(name) for name in ("query", "key", "value"))
+        return (self.own if self.number is None else self.attend)(q, k, v, **named)
 
 
-@contextmanager
-def first_block_cache(transformer: nn.Module, threshold: float) -> Iterator[None]:
-    """diffusers' own step skipper: where the first block answers nearly as before, so do all others."""
-    transformer.enable_cache(FirstBlockCacheConfig(threshold=threshold))
-    try:
-        yield
-    finally:
-        transformer.disable_cache()
+class Work(InPlaceOfAttention):
+    """Counts queries times keys where every method has to pass. Enter it before what is put on the network.
+
+    full: of all tokens that reached the attentions; left: of those that were attended.
+    """
+
+    full = left = 0
+
+    def share(self) -> float:
+        """Work left, as a share of the whole, since the last call of this method."""
+        share = self.left / self.full
+        self.full = self.left = 0
+        return share
+
+    def __enter__(self) -> Work:
+        super().__enter__()
+        self._hooks += [one.register_forward_pre_hook(self._add_full, with_kwargs=True)
+                        for one in self.blocks or self.attentions]  # fmt: skip
+        return self
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> torch.Tensor:
+        """Count, and do as torch does."""
+        if (q.shape[0], q.shape[2], k.shape[2]) != (1, TRIED, TRIED):  # which the engine tries once
+            self.left += q.shape[0] * q.shape[2] * k.shape[2]
+        return self.own(q, k, v, **more)
+
+    def _add_full(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        more = () if self.is_unet else (*args[1:], kwargs.get("hidden_states"), kwargs.get("encoder_hidden_states"))
+        sequences = [one for one in (*args[:1], *more) if torch.is_tensor(one)]
+        self.full += len(sequences[0]) * sum(one.shape[1] for one in sequences) ** 2

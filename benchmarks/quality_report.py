@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report, subjects
-from benchmarks.quality_figures import ROLES, Mean, NoiseMeans, PictureMeans, Section, at_equal_time, sections
+from benchmarks import subjects
+from benchmarks.quality_figures import ROLES, Mean, Section, at_equal_time, sections
+from benchmarks.report import ABSENT, markdown, new_figure, number
 from benchmarks.results import Record
 
 LEGEND = """\
@@ -18,32 +18,19 @@ measured and averaged over their steps; of a transformer all of it, text and ski
 held-out v-loss; dev: squared distance of the prediction from the unmerged one; both in % of the unmerged v-loss, on the
 same pictures, noise and times. PSNR and SSIM: whole pictures beside the unmerged ones of equal seeds. Detail: their
 gradient energy as a share of the unmerged ones', below 1 where they are washed out. Time: processor time of all calls
-of the network for a picture, and of its dearest step, as a share of unmerged calls, taken in turns on one thread; of
-this model, at this size. ±: standard error over pictures. "Reference" methods are plain code of the benchmark, written
-for clarity and not for speed; "engine" is tome_core; "diffusers" what that brings; **tomesd** is tomesd itself. Sorted
-by work, then by error. Strength at equal time: on lines between the presets and strengths that were measured, as far as
-none of them beats another in time and PSNR; n/a where none is as fast."""
-_ABSENT = "n/a"
-_NO_POINT = (None,) * 4  # no strength is as fast
-MARKERS, COLOURS = "osDv^<>pPXhd", [f"C{number}" for number in range(10)]
+of the network for a picture, as a share of unmerged calls, taken in turns on one thread; of this model, at this size.
+±: standard error over pictures. "Reference" methods are plain code of the benchmark, written for clarity and not for
+speed; "engine" is tome_core; "diffusers" what that brings; **tomesd** is tomesd itself. Sorted by work, then by error.
+Strength at equal time: on lines between the presets and strengths that were measured, as far as none of them beats
+another in time and PSNR; n/a where none is as fast."""
+MARKERS = "osDv^<>pPXhd"
 TICKS = {1 / 64: "1/64", 1 / 16: "1/16", 1 / 10: "1/10", 1 / 4: "1/4", 1 / 2: "1/2", 1: "1"}
 STYLES = {"control": {"color": "firebrick", "linestyle": "--"}, "yardstick": {"color": "grey", "linestyle": ":"}}
-Columns = dict[str, tuple[dict[str, Any], Callable[[Any], str]]]  # head -> figures by variant, and how they are written
 
 
 def table(records: list[Record]) -> str:
     """Markdown: for every checkpoint the means, the same by time, the whole pictures, others at equal time."""
-    parts = [text for record in records for text in (_origin(record), *_record_tables(record))]
-    return "\n\n".join([LEGEND, *parts])
-
-
-def _record_tables(record: Record) -> Iterator[str]:
-    for section in sections(record):
-        if section.noised:
-            yield from _noised_tables(section, record["settings"])
-        if section.pictures:
-            yield _picture_table(section, record["settings"])
-            yield from _at_equal_time(section)
+    return "\n\n".join([LEGEND, *(text for record in records for text in (_origin(record), *_tables(record)))])
 
 
 def _origin(record: Record) -> str:
@@ -58,54 +45,39 @@ def _origin(record: Record) -> str:
     return "\n".join(lines)
 
 
-def _noised_tables(section: Section, settings: dict[str, Any]) -> Iterator[str]:
-    figures, times = section.noised, settings["times"]
-    head = (f"### {section.checkpoint}: {section.counts['noised']} noised pictures, "
-            f"unmerged v-loss {section.loss:.5f}")  # fmt: skip
-    order = _order(section, figures, lambda one: one.dev.value)
-    yield f"{head}\n\n" + _table(section, order, {
-        "work": (figures, _work), "gap %": (figures, lambda one: _mean(one.gap)), "dev %": (figures, _dev),
-    })  # fmt: skip
-    for what in ("dev", "gap"):
-        columns: Columns = {
-            f"t = {time}": (figures, lambda one, i=i, what=what: _mean(getattr(one, f"{what}_at")[i]))
-            for i, time in enumerate(times)
-        }
-        yield f"#### {section.checkpoint}: {what} % by time\n\n{_table(section, order, columns)}"
-
-
-def _picture_table(section: Section, settings: dict[str, Any]) -> str:
-    figures = section.pictures
-    order = _order(section, figures, lambda one: -one.psnr.value)
-    columns: Columns = {
-        "work": (figures, _work),
-        "dev %": (section.noised, _dev),
-        "PSNR dB": (figures, lambda one: _mean(one.psnr)),
-        "SSIM": (figures, lambda one: _mean(one.ssim)),
-        "detail": (figures, lambda one: _mean(one.detail)),
-        "time": (figures, lambda one: _share(one.time)),
-        "dearest step": (figures, lambda one: _share(one.dearest)),
-    }
-    head = f"### {section.checkpoint}: {section.counts['pictures']} whole pictures, {settings['steps']} solver steps"
-    return f"{head}{_manner(settings)}\n\n{_table(section, order, columns)}"
+def _tables(record: Record) -> Iterator[str]:
+    settings = record["settings"]
+    for section in sections(record):
+        noised, pictures, name = section.noised, section.pictures, section.checkpoint
+        dev = {variant: mean(one.dev) for variant, one in noised.items()}
+        if noised:
+            order = _order(section, noised, lambda one: one.dev.value)
+            columns = {"work": {variant: f"{one.work:.3g}" for variant, one in noised.items()},
+                       "gap %": {variant: mean(one.gap) for variant, one in noised.items()}, "dev %": dev}  # fmt: skip
+            yield (f"### {name}: {section.counts['noised']} noised pictures, unmerged v-loss {section.loss:.5f}\n\n"
+                   + _table(section, order, columns))  # fmt: skip
+            by_time = {f"t = {time}": {variant: mean(one.dev_at[place]) for variant, one in noised.items()}
+                       for place, time in enumerate(settings["times"])}  # fmt: skip
+            yield f"#### {name}: dev % by time\n\n{_table(section, order, by_time)}"
+        if pictures:
+            order = _order(section, pictures, lambda one: -one.psnr.value)
+            columns = {"work": {variant: f"{one.work:.3g}" for variant, one in pictures.items()}, "dev %": dev} | {
+                head: {variant: mean(getattr(one, field)) for variant, one in pictures.items()}
+                for head, field in (("PSNR dB", "psnr"), ("SSIM", "ssim"), ("detail", "detail"))
+            } | {"time": {variant: number(one.time, ".2f") for variant, one in pictures.items()}}
+            told = (settings.get("schedule"), settings.get("guidance") and f"guidance {settings['guidance']:g}")
+            manner = ", ".join(filter(None, (f"{settings['steps']} solver steps", *told)))
+            yield (f"### {name}: {section.counts['pictures']} whole pictures, {manner}\n\n"
+                   + _table(section, order, columns))  # fmt: skip
+            yield from _at_equal_time(section)
 
 
 def _at_equal_time(section: Section) -> Iterator[str]:
-    rows = [
-        (section.variants[one.name]["method"], section.variants[one.name]["setting"], f"{one.theirs.time:.2f}",
-         *(", ".join(_ABSENT if value is None else f"{value:.4g}" for value in pair)
-           for pair in zip(one.theirs[1:], (one.ours or _NO_POINT)[1:], strict=True)))
-        for one in at_equal_time(section)
-    ]  # fmt: skip
+    rows = [(section.variants[one.name]["method"], section.variants[one.name]["setting"], f"{one.time:.2f}",
+             f"{one.theirs:.4g}, {number(one.ours, '.4g')}") for one in at_equal_time(section)]  # fmt: skip
     if rows:
-        drawn = report.markdown(("method", "setting", "time", "PSNR dB: it, strength", "SSIM", "dev %"), rows, left=2)
+        drawn = markdown(("method", "setting", "time", "PSNR dB: it, strength"), rows, left=2)
         yield f"#### {section.checkpoint}: others beside strength at equal time\n\n{drawn}"
-
-
-def _manner(settings: dict[str, Any]) -> str:
-    """How the pictures were made, as far as the result says it."""
-    schedule, guidance = settings.get("schedule"), settings.get("guidance")
-    return (f", {schedule}" if schedule else "") + (f", guidance {guidance:g}" if guidance else "")
 
 
 def _order(section: Section, figures: dict[str, Any], error: Callable[[Any], float]) -> list[str]:
@@ -122,95 +94,53 @@ def _order(section: Section, figures: dict[str, Any], error: Callable[[Any], flo
     return sorted([*figures, *absent], key=place)
 
 
-def _table(section: Section, order: list[str], columns: Columns) -> str:
-    """Without the columns that no variant has figures for, as those of older results."""
-    cells = {head: [write(figures[name]) if name in figures else _ABSENT for name in order]
-             for head, (figures, write) in columns.items()}  # fmt: skip
-    cells = {head: many for head, many in cells.items() if set(many) != {_ABSENT}}
+def _table(section: Section, order: list[str], columns: dict[str, dict[str, str]]) -> str:
+    """Of cells by head and variant; without the columns that older results have no figures for."""
+    columns = {head: cells for head, cells in columns.items() if set(cells.values()) - {ABSENT}}
     rows = []
-    for number, name in enumerate(order):
+    for name in order:
         one = section.variants[name]
         method = {"tomesd": f"**{one['method']}**", "method": one["method"]}.get(one["role"])
         method = method or f"*{one['method']}* ({one['role']})"
-        rows.append([method, one["setting"], one["code"], *(many[number] for many in cells.values())])
-    return report.markdown(["method", "setting", "code", *cells], rows, left=3)
+        rows.append([method, one["setting"], one["code"], *(cells.get(name, ABSENT) for cells in columns.values())])
+    return markdown(["method", "setting", "code", *columns], rows, left=3)
 
 
-def _work(one: NoiseMeans | PictureMeans) -> str:
-    return f"{one.work:.3g}"
-
-
-def _dev(one: NoiseMeans) -> str:
-    return _mean(one.dev)
-
-
-def _share(share: float | None) -> str:
-    return _ABSENT if share is None else f"{share:.2f}"
-
-
-def _mean(mean: Mean | None) -> str:
+def mean(of: Mean | None) -> str:
     """As many decimals as the error has two digits for."""
-    if mean is None:
-        return _ABSENT
-    if not math.isfinite(mean.value):
+    if of is None:
+        return ABSENT
+    if not math.isfinite(of.value):
         return "equal"
-    if mean.error is None:
-        return f"{mean.value:.3g}"
-    decimals = 3 if mean.error == 0 else min(5, max(1, 1 - math.floor(math.log10(mean.error))))
-    return f"{mean.value:.{decimals}f} ± {mean.error:.{decimals}f}"
-
-
-# what a row of panels shows: its label, figures by variant, the error of one, and the scale
-PANELS = (
-    ("dev, % of the unmerged v-loss", lambda section: section.noised, lambda one: one.dev, "log"),
-    ("PSNR to the unmerged pictures, dB", lambda section: section.pictures, lambda one: one.psnr, "linear"),
-)
+    if of.error is None:
+        return f"{of.value:.3g}"
+    decimals = 3 if of.error == 0 else min(5, max(1, 1 - math.floor(math.log10(of.error))))
+    return f"{of.value:.{decimals}f} ± {of.error:.{decimals}f}"
 
 
 def plot(records: list[Record], path: Path) -> None:
-    """Error over attention work left, one line a method: measures below each other, checkpoints side by side."""
+    """Dev, else PSNR, over attention work left, one line a method; controls and yardsticks are lines across."""
     columns = [section for record in records for section in sections(record)]
-    panels = [panel for panel in PANELS if any(panel[1](section) for section in columns)]
-    methods = dict.fromkeys(one["method"] for section in columns for one in section.variants.values()
-                            if one["role"] == "method")  # fmt: skip
-    # twelve markers and ten colours: sixty pairs before one comes again
-    looks = {method: {"color": colour, "marker": marker}
-             for method, colour, marker in zip(methods, cycle(COLOURS), cycle(MARKERS), strict=False)}  # fmt: skip
-    looks["tomesd"] = {"color": "black", "marker": "*", "markersize": 11, "linewidth": 2.5, "zorder": 5}
-    figure = report.new_figure(3 + 5.5 * max(1, len(columns)), 1 + 4.5 * len(panels))
-    axes = figure.subplots(len(panels), len(columns), squeeze=False, sharey="row")
-    for row, (label, figures, error, scale) in zip(axes, panels, strict=True):
-        for axis, section in zip(row, columns, strict=True):
-            points = {name: (one.work, error(one)) for name, one in figures(section).items()}
-            _draw_panel(axis, section, points, looks)
-            axis.set(xscale="log", yscale=scale, xlabel="attention work left", title=section.checkpoint)
-            axis.set_xticks(list(TICKS), TICKS.values())
-            axis.minorticks_off()
-            axis.set_xlim(min(TICKS) * 0.8, 1.1)
-            axis.grid(alpha=0.3, which="both")
-        row[0].set_ylabel(label)
-    named = [pair for axis in axes.flat for pair in zip(*axis.get_legend_handles_labels(), strict=True)]
-    handles = {label: handle for handle, label in named}
-    figure.legend(handles.values(), handles, loc="outside right upper", fontsize=8)
+    figure = new_figure(3 + 5.5 * max(1, len(columns)), 5.5)
+    for axis, section in zip(figure.subplots(1, max(1, len(columns)), squeeze=False)[0], columns, strict=True):
+        points = ({name: (one.work, one.dev) for name, one in section.noised.items()}
+                  or {name: (one.work, one.psnr) for name, one in section.pictures.items()})  # fmt: skip
+        lines: dict[str, list[tuple[float, Mean]]] = {}
+        for name, (work, error) in points.items():
+            one = section.variants[name]
+            if style := STYLES.get(one["role"]):
+                axis.axhline(error.value, label=one["method"], linewidth=1, **style)
+            else:
+                lines.setdefault(one["method"], []).append((work, error))
+        for place, (method, line) in enumerate(lines.items()):
+            works, means = zip(*sorted(line, key=lambda point: point[0]), strict=True)
+            axis.errorbar(works, [one.value for one in means], [one.error or 0 for one in means], label=method,
+                          capsize=2, linewidth=1.2, marker=MARKERS[place % len(MARKERS)])  # fmt: skip
+        axis.set(xscale="log", yscale="log" if section.noised else "linear", xlabel="attention work left",
+                 ylabel="dev, % of the unmerged v-loss" if section.noised else "PSNR, dB",
+                 title=section.checkpoint)  # fmt: skip
+        axis.set_xticks(list(TICKS), TICKS.values())
+        axis.minorticks_off()
+        axis.grid(alpha=0.3, which="both")
+        axis.legend(fontsize=6, loc="lower left")
     figure.savefig(path, dpi=110)
-
-
-def _draw_panel(
-    axis: Any, section: Section, points: dict[str, tuple[float, Mean]], looks: dict[str, dict[str, Any]]
-) -> None:
-    """points: work and error of each variant. Controls and yardsticks are lines across."""
-    lines: dict[str, list[tuple[float, Mean]]] = {}
-    beside = cycle((0.01, 0.28, 0.6))  # labels of lines that nearly coincide stand beside each other
-    for name, (work, error) in points.items():
-        described = section.variants[name]
-        if described["role"] in STYLES:
-            style = STYLES[described["role"]]
-            axis.axhline(error.value, linewidth=1, **style)
-            axis.annotate(described["method"], (next(beside), error.value), xycoords=("axes fraction", "data"),
-                          fontsize=7, va="bottom", color=style["color"])  # fmt: skip
-        else:
-            lines.setdefault(described["method"], []).append((work, error))
-    for method, line in lines.items():
-        works, means = zip(*sorted(line, key=lambda point: point[0]), strict=True)
-        axis.errorbar(works, [mean.value for mean in means], [mean.error or 0 for mean in means], label=method,
-                      capsize=2, **{"markersize": 6, "linewidth": 1.2, **looks[method]})  # fmt: skip

@@ -6,21 +6,17 @@ Everything is paired: the rows of a part share pictures, noise, times and the se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
 
-from benchmarks import attention_work
-from benchmarks.attention_work import BESIDE, CallTimes
-from benchmarks.networks import UNET
-from benchmarks.subjects import PART_NOISED, SceneSubject, Subject
-from benchmarks.variant_list import PLAIN, VARIANTS
-from benchmarks.variants import Variant
+from benchmarks.networks import UNET, Work
+from benchmarks.subjects import PART_NOISED, Subject
+from benchmarks.timing import CallTimes
+from benchmarks.variants import PLAIN, VARIANTS, Variant
 from demo.metrics import gradient_energy, squared_error, ssim
 
 TIMES = (50, 200, 400, 600, 800, 950)
@@ -29,21 +25,16 @@ PART_PICTURES = {True: 4, False: 1}  # pictures in one row: of a scene model, of
 
 @dataclass(frozen=True)
 class Amounts:
-    """How much is measured: noised pictures and their times, whole pictures and their solver steps, and the seed.
+    """How much is measured."""
 
-    clock: is the time of whole pictures' calls taken too.
-    """
-
-    noised: int
-    pictures: int
-    steps: int
-    times: tuple[int, ...] = TIMES
-    seed: int = 0
-    clock: bool = False
+    noised: int  # pictures
+    pictures: int  # whole ones
+    steps: int  # of the solver
+    times: tuple[int, ...] = TIMES  # of noised pictures
+    clock: bool = False  # is the time of whole pictures' calls taken too
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One row to measure: pictures `first` to `first + count` of a checkpoint, of which it is part number `part`."""
 
     checkpoint: str
@@ -59,119 +50,87 @@ class Row:
 
     @property
     def group(self) -> tuple[str, str, int]:
-        """Rows of one group share the unmerged prediction they are compared with."""
+        """Of rows that are compared with one unmerged prediction."""
         return self.checkpoint, self.measure, self.part
-
-    def describe(self) -> dict[str, Any]:
-        """The part of it that a result keeps beside its figures."""
-        return {"checkpoint": self.checkpoint, "measure": self.measure, "part": self.part, "variant": self.variant}
-
-
-def calls(row: Row, amounts: Amounts) -> int:
-    """Pictures that go through the network for this row, for the time left."""
-    if row.measure == "noised":
-        return row.count * len(amounts.times)
-    a_picture = amounts.steps * VARIANTS[row.variant].solver + (BESIDE if amounts.clock else 0)
-    return row.count * 2 * a_picture
 
 
 def rows(
-    checkpoint: str, names: dict[str, tuple[str, ...]], amounts: Amounts, can_be_noised: bool, kind: str = UNET
+    checkpoint: str, names: Sequence[str], amounts: Amounts, can_be_noised: bool, kind: str = UNET
 ) -> Iterator[Row]:
-    """All rows of a checkpoint, those of a part together, the unmerged one first.
-
-    names: variants by measure; of those that its network, which is of this kind, can do. kind: as of `networks.KINDS`.
-    """
-    sizes = {"noised": PART_NOISED, "pictures": PART_PICTURES[can_be_noised]}
-    totals = {"noised": amounts.noised if can_be_noised else 0, "pictures": amounts.pictures}
-    for measure, size in sizes.items():
-        chosen = [name for name in names[measure]
-                  if measure in VARIANTS[name].measures and kind in VARIANTS[name].kinds]  # fmt: skip
-        for part, first in enumerate(range(0, totals[measure], size)):
-            count = min(size, totals[measure] - first)
-            yield from (Row(checkpoint, measure, part, first, count, name) for name in chosen)
+    """All rows of a checkpoint, those of a part together; of variants that a network of this kind can do."""
+    can = [name for name in names if kind in VARIANTS[name].kinds]
+    for measure, total, size in (
+        ("noised", amounts.noised if can_be_noised else 0, PART_NOISED),
+        ("pictures", amounts.pictures, PART_PICTURES[can_be_noised]),
+    ):
+        for part, first in enumerate(range(0, total, size)):
+            for name in can:
+                if measure == "pictures" or VARIANTS[name].solver == 1:
+                    yield Row(checkpoint, measure, part, first, min(size, total - first), name)
 
 
 class Made(NamedTuple):
-    """A picture uint8 ``[H, W, 3]``, its share of the attention work, the seconds of its calls and of unmerged ones."""
+    """A picture."""
 
-    pixels: np.ndarray
+    pixels: np.ndarray  # uint8 ``[H, W, 3]``
     work: float
-    seconds: list[float]
-    beside: float | None
+    seconds: list[float]  # of its calls
+    beside: float | None  # of an unmerged one
 
 
 class QualityBench:
     """Measures rows on one checkpoint; keeps the unmerged results of the latest group only."""
 
-    def __init__(self, subject: Subject, amounts: Amounts, save: Path | None = None) -> None:
-        self.subject, self.amounts, self.save = subject, amounts, save and save / subject.name
-        self.work, self.times = attention_work.counting(subject.network), CallTimes(subject.network)
-        self._group: tuple | None = None
-        self._plain: list = []
+    def __init__(self, subject: Subject, amounts: Amounts) -> None:
+        self.subject, self.amounts = subject, amounts
+        self.work, self.times = Work(subject.network), CallTimes(subject.network)
+        self._group, self._plain = (), []
 
     @torch.inference_mode()
     def measure(self, row: Row) -> dict[str, Any]:
         """The figures of a row: lists over pictures, for noised ones lists over times of such lists."""
-        work = self._noised if row.measure == "noised" else self._pictures
-        return work(row, VARIANTS[row.variant])
-
-    def _noised(self, row: Row, variant: Variant) -> dict[str, Any]:
-        def predict(one: Variant) -> list:
-            return [self._predict(row, one, time) for time in self.amounts.times]
-
-        found, plain = self._beside_plain(row, variant, predict)
-        apart = [_error(one[0], other[0]) for one, other in zip(found, plain, strict=True)]
-        kept = {"loss": [loss for _, loss, _ in found], "dev": apart}
-        return {"work": _round(share for *_, share in found),
-                **{name: [_round(one) for one in many] for name, many in kept.items()}}  # fmt: skip
-
-    def _beside_plain(self, row: Row, variant: Variant, make: Callable[[Variant], list]) -> tuple[list, list]:
-        """What the variant makes and what the unmerged model makes, which is made once for a group of rows."""
+        variant = VARIANTS[row.variant]
+        make, compare = (self._predict, _predictions) if row.measure == "noised" else (self._draw, _pictures)
         if self._group != row.group:
-            self._group, self._plain = row.group, make(VARIANTS[PLAIN])
-        return (self._plain if variant.name == PLAIN else make(variant)), self._plain
+            self._group, self._plain = row.group, make(row, VARIANTS[PLAIN])
+        return compare(self._plain if variant.name == PLAIN else make(row, variant), self._plain)
 
-    def _predict(self, row: Row, variant: Variant, time: int) -> tuple[torch.Tensor, list[float], float]:
-        subject: SceneSubject = self.subject
-        noised = subject.add_noise(row.part, row.count, time)
-        with self.work, variant.put_on(subject.network, self._seed(row.part)):
-            prediction = subject.predict(noised)
-        return prediction, _error(prediction, noised.velocity), self.work.share()
+    def _predict(self, row: Row, variant: Variant) -> list[tuple[torch.Tensor, list[float], float]]:
+        """At each time the prediction, its losses, and its share of the attention work."""
+        found = []
+        for time in self.amounts.times:
+            noised = self.subject.add_noise(row.part, row.count, time)
+            with self.work, variant.put_on(self.subject.network, self.subject.purpose.first + row.part):
+                prediction = self.subject.predict(noised)
+            found.append((prediction, _error(prediction, noised.velocity), self.work.share()))
+        return found
 
-    def _pictures(self, row: Row, variant: Variant) -> dict[str, Any]:
-        def make(one: Variant) -> list:
-            return [self._picture(one, number) for number in range(row.first, row.first + row.count)]
+    def _draw(self, row: Row, variant: Variant) -> list[Made]:
+        found = []
+        for number in range(row.first, row.first + row.count):
+            with self.times, self.work, variant.put_on(self.subject.network, self.subject.purpose.first + number):
+                made = self.subject.picture(number, self.amounts.steps * variant.solver)
+            beside = self.times.time_unmerged() if self.amounts.clock else None
+            found.append(Made(made, self.work.share(), self.times.seconds, beside))
+        return found
 
-        found, plain = self._beside_plain(row, variant, make)
-        pairs = [(one.pixels, other.pixels) for one, other in zip(plain, found, strict=True)]
-        kept = {
-            "work": _round([np.mean([one.work for one in found])])[0],
-            "gradient": _round([gradient_energy(one.pixels) for one in found]),
-            "squared_error": _round([squared_error(*pair) for pair in pairs]),
-            "ssim": _round([ssim(*pair) for pair in pairs]),
-        }
-        if self.amounts.clock:
-            kept["seconds"] = [_round(one.seconds) for one in found]
-            kept["beside"] = _round(one.beside for one in found)
-        return kept
 
-    def _picture(self, variant: Variant, number: int) -> Made:
-        with self.times, self.work, variant.put_on(self.subject.network, self._seed(number)):
-            made = self.subject.picture(number, self.amounts.steps * variant.solver)
-        if self.save:
-            self._keep(made, variant, number)
-        beside = self.times.time_unmerged() if self.amounts.clock else None
-        return Made(made, self.work.share(), self.times.seconds, beside)
+def _predictions(found: list, plain: list) -> dict[str, Any]:
+    return {"work": _round(share for *_, share in found),
+            "loss": [_round(loss) for _, loss, _ in found],
+            "dev": [_round(_error(one, other)) for (one, *_), (other, *_) in zip(found, plain, strict=True)]}
 
-    def _seed(self, number: int) -> int:
-        """The seed of what a method draws for a picture or a part."""
-        return self.amounts.seed + self.subject.purpose.first + number
 
-    def _keep(self, picture: np.ndarray, variant: Variant, number: int) -> None:
-        folder = self.save / variant.name
-        folder.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(picture).save(folder / f"{number:05}.png")
+def _pictures(found: list[Made], plain: list[Made]) -> dict[str, Any]:
+    def of_pairs(measure: Callable[[np.ndarray, np.ndarray], float]) -> list[float]:
+        return _round(measure(other.pixels, one.pixels) for one, other in zip(found, plain, strict=True))
+
+    kept = {"work": _round([np.mean([one.work for one in found])])[0],
+            "gradient": _round(gradient_energy(one.pixels) for one in found),
+            "squared_error": of_pairs(squared_error), "ssim": of_pairs(ssim)}  # fmt: skip
+    if found[0].beside is not None:
+        kept |= {"seconds": [_round(one.seconds) for one in found], "beside": _round(one.beside for one in found)}
+    return kept
 
 
 def _error(a: torch.Tensor, b: torch.Tensor) -> list[float]:

@@ -1,9 +1,8 @@
 """``python -m benchmarks.report FILE...``: the table and the plot of results, from their JSON alone.
 
 Each kind of result, of `results.KINDS`, has its own module, such as ``benchmarks/gpu_report.py``, with
-``table(records) -> str`` (Markdown) and, where there is a plot, ``plot(records, path)`` (a PNG); this file only finds
-the one that fits. How all commands end is here too: with a result, with a sentence on what was refused, or stopped to
-go on later.
+``table(records) -> str`` (Markdown) and, where there is a plot, ``plot(records, path)`` (a PNG). How all commands end
+is here too: with a result, with a sentence on what was refused, or stopped to go on later.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from pathlib import Path
 
 from benchmarks import results
 
+ABSENT = "n/a"  # how every table writes a value that there is not
 
-def write(paths: list[Path], table_path: Path | None, plot_path: Path | None) -> str:
+
+def write(paths: list[Path], table_path: Path | None = None, plot_path: Path | None = None) -> str:
     """The Markdown table of results of one kind, also written to `table_path`; the plot goes to `plot_path`.
 
-    Raises ResultError for a file that is no result, and for results of several kinds, or of an older kind.
+    Raises ResultError for a file that is no result, and for results of several kinds.
     """
     records = [results.load(path) for path in paths]
     kinds = sorted({record["kind"] for record in records})
     if len(kinds) > 1:
         raise results.ResultError(f"results of several kinds ({', '.join(kinds)}); give those of one")
-    if kinds[0] in results.OLDER_KINDS:
-        raise results.ResultError(f"results of the kind {kinds[0]!r} have their tables beside them; none is made anew")
     module = importlib.import_module(f"benchmarks.{kinds[0].replace('-', '_')}_report")
     text = module.table(records)
     if table_path:
@@ -40,19 +39,19 @@ def write(paths: list[Path], table_path: Path | None, plot_path: Path | None) ->
     return text
 
 
-def markdown(heads: Iterable[str], rows: Iterable[Iterable[str]], rule: str = "---", left: int | None = None) -> str:
-    """A table. rule: what stands below each head. left: so many columns stand on the left, the others on the right."""
+def markdown(heads: Iterable[str], rows: Iterable[Iterable[str]], left: int | None = None) -> str:
+    """A table. left: so many columns stand on the left, the others on the right."""
     heads = tuple(heads)
     first, *lines = (f"| {' | '.join(cells)} |" for cells in (heads, *rows))
-    rules = f"{rule}|" * len(heads) if left is None else f"{rule}|" * left + f"{rule}:|" * (len(heads) - left)
+    rules = "---|" * len(heads) if left is None else "---|" * left + "---:|" * (len(heads) - left)
     return "\n".join([first, f"|{rules}", *lines])
 
 
-def new_figure(width: float = 8, height: float = 5):
-    """A matplotlib figure that needs no screen and leaves the global state of pyplot alone; save it with savefig.
+def number(value: float | None, how: str) -> str:
+    return ABSENT if value is None else format(value, how)
 
-    Raises ResultError where matplotlib is not installed.
-    """
+
+def new_figure(width: float, height: float):
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -73,15 +72,12 @@ def run(
     name: str, parser: argparse.ArgumentParser, arguments: list[str] | None,
     work: Callable[[argparse.Namespace, str], int],
 ) -> int:  # fmt: skip
-    """The exit status of a command: that of its work, 2 where it is refused, 130 where somebody stops it.
-
-    arguments: None for the process's own. work: is given the options, and the command line as a result keeps it.
-    """
+    """The exit status of a command: that of its work, 2 where it is refused, 130 where somebody stops it."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(arguments)
     try:
         return work(options, shlex.join(["python", "-m", f"benchmarks.{name}", *arguments]))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         print(f"benchmarks.{name}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -89,20 +85,18 @@ def run(
         return 130
 
 
+def _work(options: argparse.Namespace, command: str) -> int:
+    first = options.files[0]
+    print(write(options.files, first.with_suffix(".md"), None if options.no_plot else first.with_suffix(".png")))
+    return 0
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Print the table and write both beside the first file; 0 done, 2 for a file that is no result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description="A Markdown table and a plot of "
                                      "results, made from their JSON alone.")  # fmt: skip
-    add = parser.add_argument
-    add("files", nargs="+", type=Path, metavar="FILE", help=f"results of one kind: {', '.join(results.KINDS)}")
-    add("--no-plot", action="store_true", help="only the table, which needs no matplotlib")
-
-    def work(options: argparse.Namespace, command: str) -> int:
-        first = options.files[0]
-        print(write(options.files, first.with_suffix(".md"), None if options.no_plot else first.with_suffix(".png")))
-        return 0
-
-    return run("report", parser, arguments, work)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="results of one kind")
+    parser.add_argument("--no-plot", action="store_true", help="only the table, which needs no matplotlib")
+    return run("report", parser, arguments, _work)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """Results as data: one JSON a run, written row by row, so that a killed run goes on where it was.
 
-A record is ``{"kind", "created", "command", "commit", "versions", "device", "settings", "rows", "missing"}``. A row
-is a dict whose ``key`` names its subject; ``missing`` are the keys that are planned and not there yet. A file is a
-whole record at every moment, a line a row, and says where it was made: versions, commit and device.
+A row is a dict whose ``key`` names its subject; ``missing`` are the keys that are planned and not there yet. A file is
+a whole record at every moment, a line a row, and says where it was made: versions, commit and device.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess  # noqa: TID251 - asks git for the commit
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +24,6 @@ import tome_core
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "benchmarks" / "results"
 KINDS = ("gpu", "quality", "host-calls")
-OLDER_KINDS = ("stacking", "cases")  # the code that measured them went after commit 8e51c51
 # what has to be equal for rows of two processes to stand in one table
 IDENTITY = ("kind", "settings", "versions", "device")
 _FIELDS = {"kind": str, "created": str, "command": str, "versions": dict, "device": dict, "settings": dict,
@@ -61,6 +60,11 @@ def _dump(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
+def _as_json(value: Any) -> Any:
+    """As it will be read back: tuples become lists."""
+    return json.loads(json.dumps(value, allow_nan=False))
+
+
 def load(path: Path) -> Record:
     """Read what `save` wrote. Raises ResultError, naming the file, if it is no result."""
     try:
@@ -70,33 +74,25 @@ def load(path: Path) -> Record:
     except ValueError as error:
         wrong = f"is no JSON ({error})"
     else:
-        wrong = _fault_of(record)
-    if wrong:
-        raise ResultError(f"{path} {wrong}; give a result of one of the benchmarks, such as those in {FOLDER}")
-    return record
+        if _is_result(record):
+            return record
+        wrong = "is no result"
+    raise ResultError(f"{path} {wrong}; give one of the kinds {', '.join(KINDS)}, such as those in {FOLDER}")
 
 
-def _fault_of(record: Any) -> str | None:
-    if not isinstance(record, dict):
-        return f"holds a {type(record).__name__}"
-    for field, kind in _FIELDS.items():
-        if not isinstance(record.get(field), kind):
-            return f"is no result: its {field!r} is missing or not a {kind.__name__}"
-    if record["kind"] not in (*KINDS, *OLDER_KINDS):
-        return f"is no result: its kind is {record['kind']!r}, not one of {', '.join(KINDS)}"
-    if not all(isinstance(row, dict) and isinstance(row.get("key"), str) for row in record["rows"]):
-        return "is no result: one of its rows has no key"
-    return None
+def _is_result(record: Any) -> bool:
+    return (isinstance(record, dict) and record.get("kind") in KINDS
+            and all(isinstance(record.get(name), kind) for name, kind in _FIELDS.items())
+            and all(isinstance(row, dict) and isinstance(row.get("key"), str) for row in record["rows"]))  # fmt: skip
 
 
 class Run:
     """A record and its file, filled row by row."""
 
     def __init__(self, record: Record, path: Path, keys: Sequence[str]) -> None:
-        self.record, self.path, self._keys = record, path, list(keys)
-        if len(set(self._keys)) != len(self._keys):
-            raise ValueError("two planned rows have the same key")
-        self._note_missing()
+        there = {row["key"] for row in record["rows"]}
+        record["missing"] = [key for key in keys if key not in there]
+        self.record, self.path = record, path
 
     @classmethod
     def start(cls, record: Record, keys: Sequence[str], output: Path | None = None, folder: Path = FOLDER) -> Run:
@@ -105,35 +101,29 @@ class Run:
         keys: of all planned rows, in their order. output: the file; None is a new one below `folder`, or the
         unfinished file that fits. Raises ResultError if `output` is another run's result, or complete.
         """
-        if output is None:
-            path = _find_unfinished(record, folder)
-            return cls(_go_on(load(path), record), path, keys) if path else cls(record, _new_path(record, folder), keys)
-        if not output.exists():
-            return cls(record, output, keys)
-        before = load(output)
-        other = difference(before, record)
-        if other:
-            raise ResultError(f"{output} is a run with other {other}; give another file, or remove this one")
+        path = output or _find_unfinished(record, folder) or _new_path(record, folder)
+        if not path.exists():
+            return cls(record, path, keys)
+        before = load(path)
+        if other := difference(before, record):
+            raise ResultError(f"{path} is a run with other {other}; give another file, or remove this one")
         if not set(keys) - {row["key"] for row in before["rows"]}:
-            raise ResultError(f"{output} is complete; give another file to measure again, or remove this one")
-        return cls(_go_on(before, record), output, keys)
+            raise ResultError(f"{path} is complete; give another file to measure again, or remove this one")
+        # one that grew under several commits names them all
+        commits = dict.fromkeys([*(before.get("commit") or "unknown").split(", "), record.get("commit") or "unknown"])
+        return cls({**before, "commit": ", ".join(commits)}, path, keys)
 
     @property
     def missing(self) -> list[str]:
-        """Keys of the rows that are planned and not there yet, in the plan's order."""
+        """Keys of the rows that are planned and not there yet."""
         return list(self.record["missing"])
 
     def add(self, key: str, row: dict[str, Any]) -> None:
         """Add one row and save. Raises ValueError for a row that is not missing."""
-        if key not in self.record["missing"]:
-            raise ValueError(f"row {key!r} is not missing")
-        self.record["rows"].append(_as_json({"key": key, **row}))
-        self._note_missing()
+        row = _as_json({"key": key, **row})
+        self.record["missing"].remove(key)
+        self.record["rows"].append(row)
         save(self.record, self.path)
-
-    def _note_missing(self) -> None:
-        there = {row["key"] for row in self.record["rows"]}
-        self.record["missing"] = [key for key in self._keys if key not in there]
 
 
 def _find_unfinished(record: Record, folder: Path) -> Path | None:
@@ -144,47 +134,33 @@ def _find_unfinished(record: Record, folder: Path) -> Path | None:
     return None
 
 
-def difference(before: Record, record: Record) -> str | None:
-    """The names of the fields that differ, as far as they forbid to go on with the same file."""
-    return ", ".join(field for field in IDENTITY if _tell_apart(before, field) != _tell_apart(record, field)) or None
-
-
-def _tell_apart(record: Record, field: str) -> Any:
-    """Without our own release: a record names the commits that its rows are of, which tell more."""
-    return {**record[field], "tome_core": None} if field == "versions" else record[field]
-
-
-def _go_on(before: Record, record: Record) -> Record:
-    """The earlier record; one that grew under several commits names them all."""
-    commits = dict.fromkeys([*(before.get("commit") or "unknown").split(", "), record.get("commit") or "unknown"])
-    return {**before, "commit": ", ".join(commits)}
-
-
 def _new_path(record: Record, folder: Path) -> Path:
     stem = f"{record['kind']}-{record['device'].get('kind', 'device')}-{record['created'][:10]}"
     paths = (folder / f"{stem}{'' if number == 1 else f'-{number}'}.json" for number in range(1, 10**6))
     return next(path for path in paths if not path.exists())
 
 
-def _as_json(value: Any) -> Any:
-    """As it will be read back: tuples become lists, so that a comparison with a loaded record is one of equals."""
-    return json.loads(json.dumps(value, allow_nan=False))
+def difference(before: Record, record: Record) -> str | None:
+    """The names of the fields that differ, as far as they forbid to go on with the same file.
+
+    Without our own release: a record names the commits that its rows are of, which tell more.
+    """
+    fields = [{name: one[name] for name in IDENTITY} for one in (before, record)]
+    for one in fields:
+        one["versions"] = {**one["versions"], "tome_core": None}
+    return ", ".join(name for name in IDENTITY if fields[0][name] != fields[1][name]) or None
 
 
 def describe(device: str) -> dict[str, Any]:
     """The fields ``commit``, ``versions`` and ``device`` of a result. device: what torch calls it, such as ``cpu``."""
-    return {"commit": commit(), "versions": versions(), "device": describe_device(device)}
-
-
-def versions() -> dict[str, str | None]:
-    """Of Python and every package whose speed or result is measured; None for one that is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in ("torch", "diffusers", "tomesd"):
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("diffusers", "tomesd"):
         try:
-            found[name] = torch.__version__ if name == "torch" else importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return {**found, "tome_core": tome_core.__version__}
+            versions[name] = None
+    versions["tome_core"] = tome_core.__version__
+    return {"commit": commit(), "versions": versions, "device": _describe_device(device)}
 
 
 def commit(folder: Path = ROOT) -> str | None:
@@ -207,22 +183,13 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def describe_device(device: str) -> dict[str, Any]:
-    """Its kind and name; a CPU's cores and the threads in use, a GPU's memory in GiB."""
-    kind = torch.device(device).type
+def _describe_device(device: str) -> dict[str, Any]:
+    kind, told = torch.device(device).type, Path("/proc/cpuinfo")
     if kind == "cuda":
         properties = torch.cuda.get_device_properties(device)
         memory = round(properties.total_memory / 2**30, 1)
         return {"kind": kind, "name": properties.name, "memory_gib": memory, "cuda": torch.version.cuda}
-    name = _processor() if kind == "cpu" else platform.machine()
+    # Python itself knows only a processor's architecture on Linux
+    named = re.search(r"^model name\s*:\s*(.+)", told.read_text(encoding="utf-8"), re.M) if told.exists() else None
+    name = named[1] if named and kind == "cpu" else platform.processor() or platform.machine()
     return {"kind": kind, "name": name, "cores": os.cpu_count(), "threads": torch.get_num_threads()}
-
-
-def _processor() -> str:
-    """The processor's name; Python itself knows only its architecture on Linux."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(named, "") or platform.processor() or platform.machine()

@@ -11,13 +11,13 @@ from itertools import chain
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 CHANNELS, HEADS, CONTEXT_CHANNELS, CONTEXT_TOKENS = 320, 8, 768, 77
 
 
 class CrossAttention(nn.Module):
-    """Attention from ``[B, N, C]`` to a context ``[B, M, D]``, or to itself; with a mask, as ComfyUI's takes one."""
+    """Attention from ``[B, N, C]`` to a context ``[B, M, D]``, or to itself; mask ``[B, 1 or N, M]``, as ComfyUI's."""
 
     def __init__(self, channels: int, context_channels: int, heads: int = HEADS) -> None:
         super().__init__()
@@ -27,10 +27,7 @@ class CrossAttention(nn.Module):
         self.to_v = nn.Linear(context_channels, channels, bias=False)
         self.to_out = nn.Linear(channels, channels)
 
-    def forward(
-        self, x: torch.Tensor, context: torch.Tensor | None = None, mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """``[B, N, C]`` to ``[B, N, C]``. mask: ``[B, 1 or N, M]``, added to the logits."""
+    def forward(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         context = x if context is None else context
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
                    for part in (self.to_q(x), self.to_k(context), self.to_v(context)))  # fmt: skip
@@ -46,8 +43,7 @@ class FeedForward(nn.Module):
         self.inward = nn.Linear(channels, channels * 8)
         self.outward = nn.Linear(channels * 4, channels)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[B, N, C]`` to ``[B, N, C]``."""
+    def forward(self, x: Tensor) -> Tensor:
         value, gate = self.inward(x).chunk(2, dim=-1)
         return self.outward(value * F.gelu(gate))
 
@@ -66,18 +62,17 @@ class BasicTransformerBlock(nn.Module):
         self.ff = FeedForward(channels)
         self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(channels) for _ in range(3))
 
-    def forward(self, x: torch.Tensor, context: torch.Tensor | None = None) -> torch.Tensor:
-        """``[B, N, C]`` to ``[B, N, C]``."""
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         return self._forward(x, context=context)
 
-    def _forward(self, x: torch.Tensor, context: torch.Tensor | None = None) -> torch.Tensor:
+    def _forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         x = self.attn1(self.norm1(x), context=None) + x
         x = self.attn2(self.norm2(x), context=context) + x
         return self.ff(self.norm3(x)) + x
 
 
 class SpatialTransformer(nn.Module):
-    """Blocks between picture and tokens; the projections around them are left out, merging does not touch them."""
+    """Blocks between picture ``[B, C, H, W]`` and tokens, without the projections around them."""
 
     def __init__(
         self, channels: int = CHANNELS, heads: int = HEADS, context_channels: int = CONTEXT_CHANNELS, depth: int = 1
@@ -86,8 +81,7 @@ class SpatialTransformer(nn.Module):
         blocks = [BasicTransformerBlock(channels, heads, context_channels) for _ in range(depth)]
         self.transformer_blocks = nn.ModuleList(blocks)
 
-    def forward(self, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
-        """x: ``[B, C, H, W]``; context: ``[B, M, D]``. Returns ``[B, C, H, W]``."""
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
         tokens = x.flatten(2).transpose(1, 2).contiguous()
         for block in self.transformer_blocks:
             tokens = block(tokens, context=context)
@@ -109,10 +103,7 @@ class UNet(nn.Module):
         self.middle_block = nn.ModuleList(middle)
         self.output_blocks = nn.ModuleList(nn.ModuleList(stage) for stage in up)
 
-    def forward(
-        self, x: torch.Tensor, timesteps: torch.Tensor | None = None, context: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """x: ``[B, C, H, W]``; timesteps: read by nothing in here; context: ``[B, M, D]``. Returns the shape of x."""
+    def forward(self, x: Tensor, timesteps: Tensor | None = None, context: Tensor | None = None) -> Tensor:
         for module in chain(*self.input_blocks, self.middle_block, *self.output_blocks):
             x = module(x, context) if isinstance(module, SpatialTransformer) else module(x)
         return x
@@ -125,15 +116,7 @@ def make_block(device: str = "cpu", dtype: torch.dtype = torch.float32) -> UNet:
         return UNet([[SpatialTransformer()]]).to(device, dtype).eval().requires_grad_(False)
 
 
-def as_ldm_model(unet: nn.Module) -> nn.Module:
-    """A module that has the UNet where LDM's models have theirs, in which tomesd looks for it."""
-    model = nn.Module()
-    model.model = nn.Module()
-    model.model.diffusion_model = unet
-    return model
-
-
-def make_inputs(side: int, batch: int, device: str, dtype: torch.dtype) -> tuple[torch.Tensor, None, torch.Tensor]:
+def make_inputs(side: int, batch: int, device: str, dtype: torch.dtype) -> tuple[Tensor, None, Tensor]:
     """A picture ``[batch, 320, side, side]``, no timestep, and a prompt ``[batch, 77, 768]``, from a fixed seed."""
     generator = torch.Generator().manual_seed(1)
     picture = torch.randn(batch, CHANNELS, side, side, generator=generator)

@@ -1,15 +1,8 @@
 """What strength stands for: ``python -m benchmarks.strength RESULT.json...`` makes its curve from measured fronts.
 
-How a knot is chosen is told in docs/methods.md, "Strength". No pair counts with which the keys of levels below the
-finest would add much: which of them a picture has depends on the model's family and on its size. Needs results of
-``python -m benchmarks.quality --for choose`` with the rows "merged keys", and for the latter "keys below"; prints the
-knots, and in the last line the curve as `CURVES` of ``tome_core/settings/presets.py`` has it.
-
-``--layout`` sdxl makes that of UNets without attention at their finest level, ``transformer`` that of transformers,
-which have one level and no rows of keys below.
-
-``--compare`` prints the curve that the results make, beside what the engine's own for Stable Diffusion's layout does to
-their models.
+How a knot is chosen is told in docs/methods.md, "Strength". Needs results of ``python -m benchmarks.quality --for
+choose``; prints the knots, and in the last line the curve as `CURVES` of ``tome_core/settings/presets.py`` has it. With
+``--compare`` the curve beside what the engine's own for Stable Diffusion's layout does to the results' models.
 """
 
 from __future__ import annotations
@@ -17,18 +10,18 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks import results, subjects
+from benchmarks import report, results, subjects
 from benchmarks.quality_figures import sections
 from benchmarks.quality_rows import TIMES
-from benchmarks.variant_list import FRONT, KEYS_BELOW
-from tome_core.settings.presets import CURVES, EARLY_SHARE, LAYOUTS, MOST_MERGED, PARTS, SD, TRANSFORMER
+from benchmarks.variants import FRONT
+from tome_core.settings.presets import CURVES, EARLY_SHARE, MOST_MERGED, PARTS, SD
 
 # the results that the engine's curves are made from
 SOURCES = {
@@ -39,13 +32,9 @@ SOURCES = {
 KNOTS = 20  # of the curve, equally far apart
 # share of the attention work left at a strength; between them its logarithm is a line
 WORK = {0.25: 0.2, 0.5: 1 / 16, 0.75: 1 / 32, 1.0: 1 / 64}
-# What a merged step takes for matching, merging and correcting, as a share of the unmerged attention's time. Modelled
-# from its kernels, SD1.5 at 1024 px: .13 on a 3060, .27 on a 4090, .31 on an H200.
+# what a merged step takes for matching, merging and correcting, as a share of the unmerged attention's time: modelled
+# from its kernels, SD1.5 at 1024 px, .13 on a 3060, .27 on a 4090, .31 on an H200
 MERGING = 0.2
-# Of a strength's deviation: what the keys of the levels below the finest may add to it. Their MLPs add nothing: they
-# had been allowed a twentieth, and at a guidance of 7.5 whole pictures lost 6 to 8 dB of PSNR to them where heads are
-# smooth, .3 to 1 dB where they are sharp, and no time was gained.
-BELOW_SHARE = 0.2
 FEWEST = EARLY_SHARE  # which late steps keep at least
 _NOTHING = 1e-9  # has a logarithm
 _MOMENTS = tuple(range(5, 1000, 10))  # timesteps, over which a deviation is a mean
@@ -62,39 +51,37 @@ class Loss(NamedTuple):
         Between what was measured its logarithm is a line over the share's, and over time; below the least merging
         that was measured it falls with the square of what is merged, as that of groups of two does.
         """
-        return np.exp(np.interp(_MOMENTS, TIMES, np.log(self._at_times(share)))).tolist()
-
-    def _at_times(self, share: float) -> list[float]:
         shares = sorted(self.by_share)
+        by_time = np.log([self.by_share[one] for one in shares]).T
+        at_times = [np.interp(math.log(share), np.log(shares), one) for one in by_time]
         if share >= shares[-1]:
             part = ((1 - share) / (1 - shares[-1])) ** 2
-            return [max(one * part, _NOTHING) for one in self.by_share[shares[-1]]]
-        at_times = np.log([self.by_share[one] for one in shares]).T
-        return [math.exp(np.interp(math.log(share), np.log(shares), one)) for one in at_times]
+            at_times = np.log([max(one * part, _NOTHING) for one in self.by_share[shares[-1]]])
+        return np.exp(np.interp(_MOMENTS, TIMES, at_times)).tolist()
 
 
 class Knot(NamedTuple):
-    """One strength: the share of keys that steps before timestep ``until`` keep.
-
-    work: share of the finest attention's products left; dev: the deviation to be expected, per cent of the v-loss.
-    """
+    """One strength: the share of keys that steps before timestep ``until`` keep, and the deviation to be expected."""
 
     strength: float
     share: float
     until: float
-    work: float
     dev: float
+
+    @property
+    def work(self) -> float:
+        """Share of the finest attention's products left."""
+        return (self.share * self.until + FEWEST * (1000 - self.until)) / 1000
 
 
 def front(records: Sequence[dict]) -> Loss:
     """Of keys and values merged at the finest level; of settings with equal work the best.
 
-    A setting that does more harm than one with less work is left out. Raises ValueError where nothing was measured on
-    every checkpoint.
+    A setting that does more harm than one with less work is left out.
     """
     found: dict[float, tuple[float, ...]] = {}
     for ratio, cell in FRONT:
-        dev = _read_means(records, "merged-keys", ratio, cell)
+        dev = read_means(records, ratio, cell)
         if dev and (ratio not in found or fmean(dev) < fmean(found[ratio])):
             found[ratio] = dev
     if not found:
@@ -105,21 +92,13 @@ def front(records: Sequence[dict]) -> Loss:
                  if not any(other > ratio and mean[other] <= mean[ratio] for other in found)})  # fmt: skip
 
 
-def below(records: Sequence[dict]) -> Loss:
-    """What merging keys below the finest level costs. Raises ValueError where the results do not say."""
-    keys = {1 - ratio: _read_means(records, "keys-below", ratio, cell) for ratio, cell in KEYS_BELOW}
-    if not all(keys.values()):
-        raise ValueError("not every result has the rows of keys below; run python -m benchmarks.quality first")
-    return Loss(keys)
-
-
-def _read_means(records: Sequence[dict], line: str, ratio: float, cell: int = 2) -> tuple[float, ...]:
+def read_means(records: Sequence[dict], ratio: float, cell: int) -> tuple[float, ...]:
     """The mean deviation at each time over the checkpoints of all results; none where one is missing.
 
     Means over other models than those of the next row could not be told apart from what merging does.
     """
-    name = f"{line}-{ratio}" + (f"-cells-{cell}" if cell != 2 else "")
-    found = [section.noised.get(name) for record in records for section in sections(record)]
+    found = [section.noised.get(f"merged-keys-{ratio}-cells-{cell}")
+             for record in records for section in sections(record)]  # fmt: skip
     if not found or not all(one is not None and len(one.dev_at) == len(TIMES) for one in found):
         return ()
     by_time = zip(*(one.dev_at for one in found), strict=True)
@@ -139,42 +118,32 @@ def step_time(share: float) -> float:
     return 1.0 if share == 1 else share + MERGING
 
 
-def curve(loss: Loss, keys: Loss | None) -> tuple[Knot, ...]:
-    """All knots, the weakest first. loss: at the finest level; keys: below it, see `below`, None where nothing is.
+def curve(loss: Loss) -> tuple[Knot, ...]:
+    """All knots, the weakest first.
 
     Of all ways through the knots on which no step is ever asked for less, the one whose deviations are the least, each
-    as a share of the least that its time allows. Raises ValueError where nothing that was measured leaves so little.
+    as a share of the least that its time allows.
     """
-    ways = [_Way(0.0, (Knot(0.0, 1.0, 1000.0, 1.0, 0.0),))]
+    ways = [(0.0, (Knot(0.0, 1.0, 1000.0, 0.0),))]  # the cost of each, and its knots
     for number in range(1, KNOTS + 1):
         strength = number / KNOTS
-        found = _pairs(strength, loss, keys)
+        found = _pairs(strength, loss)
         if not found:
             raise ValueError(f"nothing was measured that leaves {time_at(strength):.3g} of the time at {strength}")
         least = min(knot.dev for knot in found)
-        ways = [
-            _Way(way.cost + knot.dev / least, (*way.knots, knot))
-            for knot in found
-            if (way := _cheapest(way for way in ways if knot.share <= way.knots[-1].share
-                                 and knot.until <= way.knots[-1].until)) is not None
-        ]
-    return _cheapest(ways).knots
+        longer = []
+        for knot in found:
+            before = [(cost, knots) for cost, knots in ways if knot.share <= knots[-1].share
+                      and knot.until <= knots[-1].until]  # fmt: skip
+            if before:
+                cost, knots = min(before)
+                longer.append((cost + knot.dev / least, (*knots, knot)))
+        ways = longer
+    return min(ways)[1]
 
 
-class _Way(NamedTuple):
-    cost: float
-    knots: tuple[Knot, ...]
-
-
-def _cheapest(ways: Iterable[_Way]) -> _Way | None:
-    return min(ways, key=lambda way: way.cost, default=None)
-
-
-def _pairs(strength: float, loss: Loss, keys: Loss | None) -> list[Knot]:
-    """Every share of keys in late steps with the timestep that leaves this strength's time.
-
-    Without those where levels below would add too much.
-    """
+def _pairs(strength: float, loss: Loss) -> list[Knot]:
+    """Every share of keys in late steps with the timestep that leaves this strength's time."""
     late_part = time_at(strength) - step_time(FEWEST)
     found = []
     for part in (*range(1, int(PARTS * MOST_MERGED) + 1), PARTS):
@@ -182,14 +151,9 @@ def _pairs(strength: float, loss: Loss, keys: Loss | None) -> list[Knot]:
         if (late_part < _NOTHING) != (share == FEWEST):  # what keeps the fewest keys keeps them in all steps
             continue
         until = round(1000 * late_part / (step_time(share) - step_time(FEWEST))) if share > FEWEST else 0
-        dev = deviation(share, until, loss)
-        if until <= 1000 and (keys is None or fmean(keys.at(share)) <= BELOW_SHARE * dev):
-            found.append(Knot(strength, share, until, _work(share, until), dev))
+        if until <= 1000:
+            found.append(Knot(strength, share, until, deviation(share, until, loss)))
     return found
-
-
-def _work(share: float, until: float) -> float:
-    return (share * until + FEWEST * (1000 - until)) / 1000
 
 
 def deviation(share: float, until: float, loss: Loss) -> float:
@@ -198,49 +162,40 @@ def deviation(share: float, until: float, loss: Loss) -> float:
     return fmean([own if moment < until else few for moment, own, few in pairs])
 
 
-def literal(knots: Sequence[Knot]) -> str:
-    """The curve as `presets.CURVES` has it: keys in `PARTS`, and the timestep."""
-    return ", ".join(f"({round(knot.share * PARTS)}, {knot.until:.0f})" for knot in knots)
-
-
 def beside(loss: Loss, knots: Sequence[Knot], own: Sequence[tuple[int, int]]) -> str:
     """Markdown: a curve and another one of as many knots, with the deviations of both on these models."""
-    lines = ["| strength | late share, until | work | dev % | the engine's | work | dev % |",
-             "|---|---|---:|---:|---|---:|---:|"]  # fmt: skip
+    def cells(knot: Knot) -> tuple[str, str, str]:
+        return f"{knot.share:.4g}, {knot.until:.0f}", f"{knot.work:.3f}", f"{knot.dev:.3f}"
+
+    rows = []
     for knot, (keys, until) in zip(knots, own, strict=True):
         share = keys / PARTS
-        theirs = deviation(share, until, loss) if knot.strength else 0.0
-        lines.append(f"| {knot.strength:.2f} | {knot.share:.4g}, {knot.until:.0f} | {knot.work:.3f} | {knot.dev:.3f} | "
-                     f"{share:.4g}, {until:.0f} | {_work(share, until):.3f} | {theirs:.3f} |")
-    return "\n".join(lines)
+        theirs = Knot(knot.strength, share, until, deviation(share, until, loss) if knot.strength else 0.0)
+        rows.append((f"{knot.strength:.2f}", *cells(knot), *cells(theirs)))
+    return report.markdown(("strength", "late share, until", "work", "dev %", "the engine's", "work", "dev %"), rows)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Choose and print; 2 with a sentence where the results do not suffice."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.strength", description=__doc__.splitlines()[0])
-    parser.add_argument("results", nargs="+", type=Path, metavar="RESULT.json")
-    parser.add_argument("--compare", action="store_true", help="print the curve beside the engine's own")
-    parser.add_argument("--layout", choices=LAYOUTS, default=SD, help="whose curve to make (default sd)")
-    options = parser.parse_args(arguments)
-    try:
-        records = [results.load(path) for path in options.results]
-        for path, record in zip(options.results, records, strict=True):
-            subjects.check_purpose(record, subjects.CHOOSE, path.name)
-        loss = front(records)
-        methods = {one["method"] for record in records for one in record["settings"]["variants"]}
-        has_none = options.layout == TRANSFORMER or (options.compare and "keys below" not in methods)
-        knots = curve(loss, None if has_none else below(records))
-    except (ValueError, OSError, results.ResultError) as error:
-        print(error, file=sys.stderr)
-        return 2
+def _choose(options: argparse.Namespace, command: str) -> int:
+    records = [results.load(path) for path in options.results]
+    for path, record in zip(options.results, records, strict=True):
+        subjects.check_purpose(record, subjects.CHOOSE, path.name)
+    loss = front(records)
+    knots = curve(loss)
     if options.compare:
         print(beside(loss, knots, CURVES[SD]))
         return 0
     for knot in knots:
         print(f"{knot.strength:.2f}: share {knot.share}, until {knot.until:.1f}, work {knot.work:.3f}, "
               f"deviation {knot.dev:.3f}")
-    print(literal(knots))
+    print(", ".join(f"({round(knot.share * PARTS)}, {knot.until:.0f})" for knot in knots))
     return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.strength", description=__doc__.splitlines()[0])
+    parser.add_argument("results", nargs="+", type=Path, metavar="RESULT.json")
+    parser.add_argument("--compare", action="store_true", help="print the curve beside the engine's own")
+    return report.run("strength", parser, arguments, _choose)
 
 
 if __name__ == "__main__":

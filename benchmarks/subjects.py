@@ -1,15 +1,14 @@
 """What is measured: a scene model of this repository, or the user's own checkpoint, and which pictures of it.
 
 There are pictures to choose by, and others to show: a setting that was picked on the pictures of a table flatters
-itself. The two share nothing that is drawn: held-out scenes, noise, prompts, seeds of pictures and of methods. What
-merging may do without depends on how noisy the steps are, and samplers differ in that: so there are several schedules.
+itself. The two share nothing that is drawn: held-out scenes, noise, prompts, seeds of pictures and of methods.
 """
 
 from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,17 +28,10 @@ PART_NOISED = 8  # noised pictures in one row of a result; even, because tomesd 
 _SMOOTH = model.WEIGHTS.with_name("scenes128-c.safetensors")
 SCENE_MODELS = (*model.CHECKPOINTS, _SMOOTH) if _SMOOTH.exists() else model.CHECKPOINTS
 CHOOSE, SHOW = "choose", "show"
-UNIFORM, KARRAS, LATE_HALF = SCHEDULES = ("uniform", "karras", "late-half")
-NOISIEST = 14.6  # Stable Diffusion's highest sigma; a schedule that ends in pure noise has none
-_RHO = 7  # Karras et al. 2022, section 3
 
 
 class Purpose(NamedTuple):
-    """What is drawn from what. scenes: seed of held-out scenes, and the next one of those that img2img starts from;
-    no training sees either (torch reads 32 bits of a seed, so they differ in those); noise: of the noise added to
-    scenes at time 0; first: of the first whole picture, and added to the seed of whatever a method draws; prompts: of
-    whole pictures, in turn.
-    """
+    """Seeds of held-out scenes, of the noise added to them at time 0, and of the first whole picture; their prompts."""
 
     scenes: int
     noise: int
@@ -61,39 +53,11 @@ PURPOSES = {
 
 
 def check_purpose(record: Record, wanted: str, name: str) -> None:
-    """Raise ResultError where the record's pictures are for the other purpose.
-
-    One that does not say is from before there were two, and passes as either.
-    """
+    """Raise ResultError where the pictures are for the other purpose; an old record, that does not say, passes."""
     has = record["settings"].get("for", wanted)
     if has != wanted:
         raise ResultError(f"{name} was measured on the pictures for '{has}'; give a result of "
                           f"python -m benchmarks.quality --for {wanted}")
-
-
-class Manner(NamedTuple):
-    """One way to make pictures. late-half: a picture at half of the times, as img2img and hires passes start."""
-
-    schedule: str = UNIFORM
-    guidance: float = GUIDANCE
-
-
-AS_THE_DEMO = Manner()
-
-
-def timesteps(schedule: str, config: dict[str, Any], steps: int) -> list[int] | None:
-    """The `steps` timesteps to run, the noisiest first; None for the solver's own. config: of the noise schedule."""
-    if schedule == UNIFORM:
-        return None
-    count = config["num_train_timesteps"]
-    if schedule == LATE_HALF:
-        return (np.arange(count / 2, 0, -count / 2 / steps).round() - 1).astype(int).tolist()[:steps]
-    kept = DDPMScheduler(**config).alphas_cumprod.double().numpy()
-    sigmas = np.sqrt((1 - kept[kept > 0]) / kept[kept > 0])
-    ends = (one ** (1 / _RHO) for one in (min(NOISIEST, sigmas[-1]), sigmas[0]))
-    wanted = np.linspace(*ends, steps) ** _RHO  # evenly spaced in their `_RHO`-th root
-    nearest = np.interp(np.log(wanted), np.log(sigmas), np.arange(len(sigmas))).round().astype(int)
-    return list(dict.fromkeys(nearest.tolist()))  # timesteps, each of them once
 
 
 class Noised(NamedTuple):
@@ -106,15 +70,12 @@ class Noised(NamedTuple):
 
 
 class SceneSubject:
-    """A scene model: its v-loss on held-out scenes, and pictures made as the demo makes them.
-
-    ``network`` is what variants are put on. Equal arguments give equal pictures; another purpose gives others.
-    """
+    """A scene model: its v-loss on held-out scenes, and pictures made as the demo makes them."""
 
     def __init__(
-        self, path: Path, device: torch.device, purpose: Purpose = PURPOSES[SHOW], manner: Manner = AS_THE_DEMO
+        self, path: Path, device: torch.device, purpose: Purpose = PURPOSES[SHOW], guidance: float = GUIDANCE
     ) -> None:
-        self.name, self.purpose, self.manner = path.stem, purpose, manner
+        self.name, self.purpose, self.guidance = path.stem, purpose, guidance
         self.model = model.load(path).to(device)
         self.network, self.device = self.model.network, device
         with safe_open(path, "pt") as file:
@@ -135,37 +96,20 @@ class SceneSubject:
         return Noised(*(value[:count].to(self.device) for value in made))
 
     def _scenes(self, part: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Latents and tokens of a held-out set; the latest one is kept."""
+        """Latents and tokens of a held-out set, of the kind that the model learned; the latest one is kept."""
         if self._painted is None or self._painted[0] != part:
-            self._painted = part, *self._latents(self.purpose.scenes, PART_NOISED, part)
+            scenes = Scenes(self.purpose.scenes, PART_NOISED, 2 * self.model.side, walls=self._walls)
+            pictures, tokens, _ = scenes[part]
+            self._painted = part, model.encode(pictures, self.model.haar_gain), tokens
         return self._painted[1:]
 
-    def _latents(self, seed: int, count: int, part: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scenes of the kind that the model learned, and their tokens."""
-        pictures, tokens, _ = Scenes(seed, count, 2 * self.model.side, walls=self._walls)[part]
-        return model.encode(pictures, self.model.haar_gain), tokens
-
-    def scene(self, number: int) -> tuple[torch.Tensor, list[int]]:
-        """A held-out scene to start from, a latent ``[1, C, h, w]``, and its tokens."""
-        latent, words = self._latents(self.purpose.scenes + 1, 1, number)
-        return latent, words[0].tolist()
-
     def predict(self, noised: Noised) -> torch.Tensor:
-        """The model's velocity, float32."""
         return self.model(noised.x, noised.t, noised.tokens).float()
 
     def picture(self, number: int, steps: int) -> np.ndarray:
-        """uint8 ``[H, W, 3]``: the same prompt and start noise for equal numbers, whatever the steps.
-
-        The purpose's prompts in turn, or a scene's own where one is started from.
-        """
-        schedule, guidance = self.manner
-        tokens, start = prompt.tokens(self.purpose.prompts[number % len(self.purpose.prompts)]), None
-        if schedule == LATE_HALF:
-            start, tokens = self.scene(number)
-        times = timesteps(schedule, self.model.scheduler, steps)
-        return sampler.sample(self.model, tokens, self.purpose.first + number, steps=steps, guidance=guidance,
-                              timesteps=times, start=start)  # fmt: skip
+        """uint8 ``[H, W, 3]``: the same prompt and start noise for equal numbers, whatever the steps."""
+        tokens = prompt.tokens(self.purpose.prompts[number % len(self.purpose.prompts)])
+        return sampler.sample(self.model, tokens, self.purpose.first + number, steps=steps, guidance=self.guidance)
 
 
 class UserSubject:
@@ -179,7 +123,6 @@ class UserSubject:
         self.network = self.source.target.unet
 
     def picture(self, number: int, steps: int) -> np.ndarray:
-        """As of `SceneSubject`; the prompts in turn."""
         text = self.prompts[number % len(self.prompts)]
         return self.source.picture(text, self.purpose.first + number, steps, lambda: None)
 
@@ -208,9 +151,3 @@ def fingerprint(path: Path) -> str:
         with file.open("rb") as opened:
             digest.update(str(file.stat().st_size).encode() + opened.read(2**20))
     return digest.hexdigest()[:12]
-
-
-def held_out_fingerprint(purpose: Purpose, size: int = 64) -> str:
-    """Tells held-out scenes apart: a run must not go on with others, because the painting changed in between."""
-    pictures = Scenes(purpose.scenes, PART_NOISED, size)[0][0]
-    return hashlib.sha256(((pictures + 1) * 127.5).round().to(torch.uint8).numpy().tobytes()).hexdigest()[:12]

@@ -8,13 +8,15 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping
+from statistics import median
 from typing import Any
 
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 Run = Callable[[], Any]
-_LONGEST = 12  # kernels that are named
+BESIDE = 3  # unmerged calls after each picture
 
 
 def seconds(run: Run, device: str = "cpu", calls: int = 1) -> float:
@@ -34,11 +36,7 @@ def in_turns(
 ) -> dict[str, list[float]]:
     """Seconds of each run in each round, in another order every time.
 
-    Args:
-        runs: name -> what is timed.
-        rounds: how often each run has its turn.
-        measure: gives the seconds of one turn.
-        until: no round but the first begins after it, by ``time.monotonic``.
+    until: no round but the first begins after it, by ``time.monotonic``.
     """
     taken: dict[str, list[float]] = {name: [] for name in runs}
     order = random.Random(0)
@@ -51,21 +49,45 @@ def in_turns(
 
 
 def card_work(run: Run, calls: int = 2) -> dict[str, Any]:
-    """What a GPU does in a call, by the profiler.
-
-    Returns:
-        ``card_ms`` in which it works, its ``launches``, and ``kernels_us``: microseconds of those that take longest.
-    """
+    """What a GPU does in a call, by the profiler: ``card_ms`` in which it works, and its ``launches``."""
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         for _ in range(calls):
             run()
         torch.cuda.synchronize()
-    spent: dict[str, float] = {}
-    launches = 0
-    for event in seen.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            launches += 1
-            spent[event.name[:60]] = spent.get(event.name[:60], 0.0) + event.device_time / calls
-    longest = sorted(spent.items(), key=lambda item: -item[1])[:_LONGEST]
-    return {"card_ms": sum(spent.values()) / 1e3, "launches": launches / calls,
-            "kernels_us": {name: round(us, 1) for name, us in longest}}  # fmt: skip
+    events = [event for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    spent = sum(event.device_time for event in events) / calls
+    return {"card_ms": spent / 1e3, "launches": len(events) / calls}
+
+
+class CallTimes:
+    """A context manager: inside it the processor seconds of every call of the network are noted.
+
+    Enter it before what patches the network, to time that too.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self.network = network
+
+    def __enter__(self) -> CallTimes:
+        self.seconds: list[float] = []
+        self._hooks = [
+            self.network.register_forward_pre_hook(self._start, with_kwargs=True, prepend=True),
+            self.network.register_forward_hook(self._stop),
+        ]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def time_unmerged(self) -> float:
+        """Seconds of the latest call's like without merging: the median of `BESIDE`. Call it outside of a patch."""
+        arguments, named = self._latest
+        return median(seconds(lambda: self.network(*arguments, **named)) for _ in range(BESIDE))
+
+    def _start(self, network: nn.Module, args: tuple, kwargs: dict) -> None:
+        self._latest = args, kwargs
+        self.seconds.append(-time.process_time())
+
+    def _stop(self, network: nn.Module, args: tuple, out: object) -> None:
+        self.seconds[-1] += time.process_time()

@@ -1,4 +1,4 @@
-"""What a row of the quality benchmark is about: a name, and how to make a network do what it names."""
+"""Every variant of the quality benchmark: a name, how to make a network do what it names, and who asks for it."""
 
 from __future__ import annotations
 
@@ -6,39 +6,36 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
-from unittest import mock
 
 import torch
 from torch import nn
 
 import tome_core
-from benchmarks import networks
-from benchmarks.networks import KINDS, TRANSFORMER, at_each_call, finest_blocks, kind_of
-from benchmarks.reference import Recipe, SequenceReference, as_toma, in_unet
-from tome_core.attention import correction
+from benchmarks.networks import KINDS, UNET, at_each_call, finest_blocks
+from benchmarks.reference import HALF_TIME, Reference
+from tome_core.settings.presets import MARKS, refine_of
 
-Role = Literal["plain", "method", "tomesd", "control", "yardstick"]
 PutOn = Callable[[nn.Module, int], AbstractContextManager]
-MEASURES = ("noised", "pictures")
+PLAIN = "unmerged"
+# ratio and cell of keys and values, of the line that strength is chosen from
+FRONT = (
+    (0.25, 4), (0.5, 4), (0.625, 4), (0.75, 4), (0.8125, 4), (0.875, 4), (0.9375, 4),
+    (0.9375, 8), (0.96875, 8), (0.984375, 8),
+)  # fmt: skip
+BETWEEN = (0.1, 0.375, 0.625, 0.875)  # strengths without a name
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One thing to measure.
+    """One thing to measure."""
 
-    method: the line it belongs to in the plot. setting: what it is on that line. put_on: (network, seed) -> context
-    manager inside which the network does it. code: whose code runs, the "engine", "reference", "tomesd", "diffusers" or
-    "torch". solver: how many times as many solver steps as the others it takes. kinds: of networks that can do it.
-    """
-
-    method: str
-    setting: str
-    put_on: PutOn
-    role: Role = "method"
-    code: str = "reference"
-    solver: int = 1
-    measures: tuple[str, ...] = MEASURES
-    kinds: tuple[str, ...] = KINDS
+    method: str  # the line it belongs to in the plot
+    setting: str  # what it is on that line
+    put_on: PutOn  # takes network and seed; inside of what it gives the network does it
+    role: Literal["plain", "method", "tomesd", "control", "yardstick"] = "method"
+    code: str = "reference"  # whose code runs: or "engine", "tomesd", "torch"
+    solver: int = 1  # how many times as many solver steps as the others it takes
+    kinds: tuple[str, ...] = KINDS  # of networks that can do it
 
     @property
     def name(self) -> str:
@@ -60,38 +57,16 @@ def in_bfloat16(network: nn.Module, seed: int) -> AbstractContextManager:
     return torch.autocast(next(network.parameters()).device.type, torch.bfloat16)
 
 
-def closed_form_alone(rule: dict[str, Any]) -> PutOn:
-    """tome_core with these settings, whose correction is told nothing by exact answers."""
-    def unfitted(q: torch.Tensor, merged: torch.Tensor, left: torch.Tensor, same: float) -> correction.Pair:
-        batch, heads, _, width = left.shape
-        return left.new_zeros(batch, heads, 2 * width, width), left.new_zeros(batch, heads, 1, width)
-
-    @contextmanager
-    def put_on(network: nn.Module, seed: int) -> Iterator[None]:
-        with mock.patch.object(correction, "_ridge", unfitted), engine(rule)(network, seed):
-            yield
-
-    return put_on
+def reference(**recipe: Any) -> PutOn:
+    return lambda network, seed: Reference(network, seed, **recipe)
 
 
-def engine(*rules: dict[str, Any]) -> PutOn:
-    """tome_core with these settings; several are rules of which the first that holds counts."""
-    if len(rules) == 1:
-        return _merging(**rules[0])
-    return _merging(tome_core.MergeConfig(rules=tuple(tome_core.MergeRule(**settings) for settings in rules)))
-
-
-def strength(value: float, **more: Any) -> PutOn:
-    """A strength of tome_core's, also on grids that it would leave alone. more: settings that it does not decide."""
-    return _merging(strength=value, only_if_it_pays=False, **more)
-
-
-def _merging(config: tome_core.MergeConfig | None = None, **asked: Any) -> PutOn:
+def engine(**asked: Any) -> PutOn:
     """`tome_core.patch` of what is asked for. Inside is one sampling, whose matches may be kept from step to step."""
 
     @contextmanager
     def put_on(network: nn.Module, seed: int) -> Iterator[None]:
-        with tome_core.patch(network, config, seed=seed, host_clock=True, **asked) as merging:
+        with tome_core.patch(network, seed=seed, host_clock=True, **asked) as merging:
             sampling = object()
             with at_each_call(network, lambda time: merging.set_time(timestep=time, sampling=sampling)):
                 yield
@@ -99,28 +74,9 @@ def _merging(config: tome_core.MergeConfig | None = None, **asked: Any) -> PutOn
     return put_on
 
 
-def reference(recipe: Recipe) -> PutOn:
-    """The reference code."""
-    def put_on(network: nn.Module, seed: int) -> AbstractContextManager:
-        return (SequenceReference if kind_of(network) == TRANSFORMER else in_unet)(network, recipe, seed)
-
-    return put_on
-
-
-def toma(ratio: float) -> PutOn:
-    """ToMA by its abstract, in a Flux transformer: see `reference`."""
-    return lambda transformer, seed: as_toma(transformer, ratio)
-
-
-def first_block_cache(threshold: float) -> PutOn:
-    """See `networks`. What happens inside is one sampling."""
-
-    @contextmanager
-    def put_on(transformer: nn.Module, seed: int) -> Iterator[None]:
-        with networks.first_block_cache(transformer, threshold), transformer.cache_context("both halves of guidance"):
-            yield
-
-    return put_on
+def strength(value: float) -> PutOn:
+    """A strength of tome_core's, also on grids that it would leave alone."""
+    return engine(strength=value, only_if_it_pays=False)
 
 
 def tomesd(ratio: float, early: float | None = None, until: float = 0) -> PutOn:
@@ -151,3 +107,39 @@ def tomesd(ratio: float, early: float | None = None, until: float = 0) -> PutOn:
                     vars(module).pop("_tome_info", None)
 
     return put_on
+
+
+# in every table, whatever else is asked for
+_ALWAYS = (
+    Variant(PLAIN, "", nothing, "plain", "torch"),
+    Variant("bfloat16", "", in_bfloat16, "yardstick", "torch"),
+    Variant("twice the solver steps", "", nothing, "yardstick", "torch", solver=2),
+    Variant("zero attention", "", reference(zero=True), "control"),
+    Variant("random partner", "0.75", reference(ratio=0.75), "control"),
+)
+# what users get, and what they may do instead; by default
+_STANDARD = (
+    Variant("tomesd", "0.5", tomesd(0.5), "tomesd", "tomesd", kinds=(UNET,)),
+    Variant("tomesd", "0.75", tomesd(0.75), "tomesd", "tomesd", kinds=(UNET,)),
+    Variant("tomesd early and late", "0.75 then 0.35", tomesd(0.35, 0.75, HALF_TIME), code="tomesd", kinds=(UNET,)),
+    Variant("downsample", "2x2", reference(coarse=2)),
+    Variant("downsample early and late", "8x8 then 2x2", reference(coarse=2, coarse_early=8)),
+    Variant("tiles", "2x2", reference(tiles=2), kinds=(UNET,)),
+    Variant("sized", "0.5", engine(ratio=0.5, use_rand=False), code="engine"),
+    *(Variant("preset", name, strength(value), code="engine") for name, value in MARKS.items()),
+    *(Variant("strength", str(value), strength(value), code="engine") for value in BETWEEN),
+)
+# keys and values compared by distance, refined if they are few
+_TO_CHOOSE_BY = tuple(
+    Variant("merged keys", f"{ratio} cells {cell}", code="engine",
+            put_on=engine(ratio=ratio, sx=cell, sy=cell, side="kv", use_rand=False, metric="keys+values",
+                          refine=refine_of(cell)))
+    for ratio, cell in FRONT
+)  # fmt: skip
+VARIANTS = {variant.name: variant for variant in (*_ALWAYS, *_STANDARD, *_TO_CHOOSE_BY)}
+ALWAYS = tuple(variant.name for variant in _ALWAYS)
+GROUPS = {
+    "smallest": (*ALWAYS, "tomesd-0.75", "preset-balanced"),
+    "standard": (*ALWAYS, *(variant.name for variant in _STANDARD)),
+    "choose": (*ALWAYS, *(variant.name for variant in _TO_CHOOSE_BY)),
+}

@@ -1,4 +1,4 @@
-"""A scene model with random weights, as a file."""
+"""Scene models with random weights, as files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from demo import model
+from demo import model, transformer
 from tests import tiny_scenes
 
 
@@ -16,3 +16,13 @@ def tiny_file(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("model") / "tiny.safetensors"
     model.save(tiny_scenes.make(), path)
     return path
+
+
+@pytest.fixture(scope="module")
+def flux_file(tmp_path_factory) -> Path:
+    """Of a transformer, 256 tokens."""
+    path = tmp_path_factory.mktemp("flux") / "flux.safetensors"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(transformer, "SIDE", transformer.TOKEN * 16)
+        model.save(tiny_scenes.make(tiny_scenes.FLUX), path)
+        yield path

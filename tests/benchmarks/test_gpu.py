@@ -32,9 +32,8 @@ sys.exit(gpu.main(sys.argv[1:]))
 """
 
 
-def start(*arguments, code=None):
-    command = ["-c", code] if code else [str(ROOT / "benchmarks" / "gpu.py")]
-    return subprocess.Popen([sys.executable, *command, *map(str, arguments)], cwd=ROOT, text=True,
+def start(output):
+    return subprocess.Popen([sys.executable, "-c", WITHOUT, "--output", str(output)], cwd=ROOT, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
 
 
@@ -46,13 +45,13 @@ def rows_of(path):
 @pytest.mark.slow
 def test_it_needs_torch_alone_and_goes_on_after_a_kill_with_what_was_there(tmp_path):
     path = tmp_path / "gpu.json"
-    killed = start("--output", tmp_path, code=WITHOUT)
+    killed = start(tmp_path)
     while len(rows_of(path)) < 4 and killed.poll() is None:
         time.sleep(0.05)
     os.kill(killed.pid, signal.SIGTERM if os.name == "nt" else signal.SIGKILL)
     killed.communicate()
     before = rows_of(path)
-    whole = start("--output", tmp_path, code=WITHOUT)
+    whole = start(tmp_path)
     said = whole.communicate()[0]
     assert whole.returncode == 0, said
     record = results.load(path)
@@ -111,20 +110,20 @@ def test_the_verdict_says_where_it_pays_and_where_not():
         ({}, "Nothing measured yet says where merging pays on Card. The same command goes on."),
     ):  # fmt: skip
         assert gpu_report.verdict(record_of(**factors)) == sentences
-
-
-def test_without_samplings_a_renewed_and_a_kept_call_are_as_many_each_and_a_block_is_no_picture():
     of = {"unmerged": {"ms": 100.0}, "renewed": {"ms": 60.0}, "kept": {"ms": 40.0}}
     rows = [{"key": f"{name} call, 512 px, compiled", "of": of} for name in ("block", "sd15")]
-    assert gpu_report.factors(rows) == {"sd15 512 px, compiled": 2.0}
+    assert gpu_report.factors(rows) == {"sd15 512 px, compiled": 2.0}, "half of the steps keep; a block is no picture"
 
 
-def test_what_fails_is_told_and_the_rest_is_measured(monkeypatch, tmp_path):
+def test_what_fails_is_told_and_the_rest_is_measured_but_for_what_would_not_end_in_time(tmp_path):
     def failing(network, *arguments):
         raise IndexError("told\nat length")
 
+    def runs():
+        return sum(range(1000))
+
     bench = Bench("cpu", time.monotonic() + 100)
-    bench.tiny, plan = True, {"a": lambda bench: bench.compare({"x": lambda: partial(failing, 1), "y": lambda: abs_}),
+    bench.tiny, plan = True, {"a": lambda bench: bench.compare({"x": lambda: partial(failing, 1), "y": lambda: runs}),
                               "b": lambda bench: failing(1), "c": lambda bench: {"fact": 1}}  # fmt: skip
     record = results.new_record("gpu", "", {}, {"versions": {}, "device": {}})
     run = results.Run.start(record, list(plan), tmp_path / "gpu.json")
@@ -132,19 +131,8 @@ def test_what_fails_is_told_and_the_rest_is_measured(monkeypatch, tmp_path):
     a, b, c = rows_of(tmp_path / "gpu.json")
     assert a["failed"] == {"x": "IndexError: told"} and list(a["of"]) == ["y"]
     assert b["failed"] == {gpu_rows.ROW: "IndexError: told"} and c == {"key": "c", "fact": 1}
-
-
-def abs_():
-    """What always runs."""
-    return sum(range(1000))
-
-
-def test_a_row_that_would_not_end_in_time_is_not_begun():
-    def slow():
-        return sum(range(10**6))
-
     with pytest.raises(OutOfTime):
-        Bench("cpu", time.monotonic()).compare({"slow": lambda: slow})
+        Bench("cpu", time.monotonic()).compare({"slow": lambda: runs})
 
 
 def test_a_timed_call_does_what_its_row_says(work):

@@ -20,7 +20,7 @@ SMALL = ("--smoke", "--sizes", "64", "--rounds", "1")
 
 @pytest.fixture(autouse=True)
 def nothing_named(monkeypatch):
-    for name in NAMED.values():
+    for name in (*NAMED.values(), "COMFYUI_PYTHON"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -85,7 +85,6 @@ def test_the_readme_tells_the_best_and_the_worst_row_of_the_result():
 
 
 def test_the_python_is_the_one_that_is_named_or_lies_beside(comfyui, monkeypatch):
-    monkeypatch.delenv("COMFYUI_PYTHON", raising=False)
     assert host_calls.python_of(COMFYUI, comfyui) == sys.executable
     (comfyui / "venv/bin").mkdir(parents=True)
     (comfyui / "venv/bin/python").touch()

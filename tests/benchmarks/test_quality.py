@@ -7,11 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import quality, quality_report, report, results
+from benchmarks import quality, quality_report, report, results, strength
 from benchmarks.quality_figures import sections
-from benchmarks.quality_rows import Amounts, rows
 from benchmarks.subjects import SHOW
-from benchmarks.variant_list import ALWAYS, GROUPS, PLAIN, VARIANTS
+from benchmarks.variants import ALWAYS, FRONT, PLAIN, VARIANTS
 from tests import tiny_pipeline
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +21,7 @@ CONTROLS = [name for name, variant in VARIANTS.items() if variant.role == "contr
 def small(tiny_file) -> list[str]:
     """Arguments of a run of a few seconds: two parts of noised pictures and two of whole ones."""
     return ["--smallest", "--model", str(tiny_file), "--noised", "10", "--pictures", "5", "--steps", "1",
-            "--variants", "tomesd-0.75", "sized-kv-0.75"]  # fmt: skip
+            "--variants", "tomesd-0.75", "sized-0.5"]  # fmt: skip
 
 
 def run(arguments: list[str], output: Path) -> results.Record:
@@ -45,21 +44,21 @@ def whole(whole_file) -> results.Record:
 
 @pytest.mark.slow
 def test_on_a_trained_model_controls_are_worse_than_any_method_and_more_merging_errs_more(tmp_path, capsys):
-    chosen = ("tomesd-0.5", "tomesd-0.75", "bipartite-drawn-0.75", "sized-0.5", "sized-0.75", "sized-kv-0.75",
-              "sized-kv-0.9375-cells-4")  # fmt: skip
+    ours = [f"preset-{name}" for name in ("quality", "balanced", "fast", "max")]
+    chosen = ("tomesd-0.5", "tomesd-0.75", "sized-0.5", *ours)
     record = run(["--smallest", "--variants", *chosen], tmp_path / "result.json")
     assert record["missing"] == [] and record["kind"] == "quality"
     (section,) = sections(record)
     for figures in (section.noised, section.pictures):
         assert {*CONTROLS, *chosen, "bfloat16"} <= figures.keys()
-        assert figures["tomesd-0.75"].work == figures["bipartite-drawn-0.75"].work == 1 / 16
+        assert figures["tomesd-0.5"].work == figures["sized-0.5"].work == 1 / 4
     dev = {name: one.dev.value for name, one in section.noised.items()}
     assert max(dev[name] for name in chosen) < min(dev[name] for name in CONTROLS)
     assert dev["zero-attention"] > dev["random-partner-0.75"]
-    assert dev["bfloat16"] < dev["sized-kv-0.75"] < dev["sized-kv-0.9375-cells-4"] < dev["tomesd-0.75"]
-    assert dev["sized-0.5"] < dev["sized-0.75"] < dev["tomesd-0.75"] > dev["tomesd-0.5"]
+    by_strength = [dev[name] for name in ("bfloat16", *ours, "tomesd-0.5", "tomesd-0.75")]
+    assert by_strength == sorted(by_strength) and dev["sized-0.5"] < dev["tomesd-0.5"]
     tables = capsys.readouterr().out.split("| method ")[1:]
-    assert len(tables) == 4
+    assert len(tables) == 3
     for table in tables:
         assert all(f"*{VARIANTS[name].method}*" in table for name in ALWAYS if name != PLAIN)
         assert "**tomesd**" in table
@@ -71,7 +70,7 @@ def test_a_run_that_ended_within_a_part_goes_on_to_the_same_result(small, whole,
     resumed = run(small, cut)
     assert resumed["rows"] == whole["rows"] and resumed["created"] == "before"
     capsys.readouterr()
-    for more, sentence in ((["--seed", "1"], "other settings"), ([], "is complete")):
+    for more, sentence in ((["--steps", "2"], "other settings"), ([], "is complete")):
         assert quality.main([*small, *more, "--output", str(cut)]) == 2
         assert sentence in capsys.readouterr().err
 
@@ -87,24 +86,14 @@ def test_several_processes_find_what_one_finds_and_go_on_after_a_kill(small, who
     assert quality.main(line) == 0 and results.load(rank)["rows"] == left["rows"]
     assert quality.main(line) == 0, "a process that has all of its rows waits for nothing"
     monkeypatch.setenv("RANK", "0")
-    other = tmp_path / "shared.json.rank2"
-    results.save({**left, "settings": {}}, other)
-    assert quality.main(line) == 2 and "rank2 is of a run with other settings" in capsys.readouterr().err
-    other.unlink()
+    results.save({**left, "settings": {}}, rank)
+    assert quality.main(line) == 2 and "rank1 is of a run with other settings" in capsys.readouterr().err
+    results.save(left, rank)
     assert quality.main(line) == 0
     assert results.load(output)["rows"] == whole["rows"]
     assert sorted(path.name for path in tmp_path.glob("shared*")) == ["shared.json", "shared.md"]
     assert quality.main(line) == 2 and "is complete" in capsys.readouterr().err
     assert quality.main(small) == 2 and "several processes need --output" in capsys.readouterr().err
-
-
-def test_every_row_is_some_processs_and_parts_stay_together():
-    plan = list(rows("a", GROUPS["standard"], Amounts(noised=24, pictures=9, steps=2), True))
-    for count in (1, 2, 3, 7):
-        shares = [quality.Processes(rank, count).share(plan) for rank in range(count)]
-        assert sorted(row.key for share in shares for row in share) == sorted(row.key for row in plan)
-        groups = [{row.group for row in share} for share in shares]
-        assert sum(map(len, groups)) == len(set.union(*groups))
 
 
 def test_a_table_and_a_plot_come_from_the_file_alone(whole_file, whole, tmp_path, capsys):
@@ -116,13 +105,16 @@ def test_a_table_and_a_plot_come_from_the_file_alone(whole_file, whole, tmp_path
     assert (tmp_path / "alone.png").read_bytes().startswith(b"\x89PNG")
     kept = [row for row in whole["rows"] if row["part"] == 0 and row["variant"] != "tomesd-0.75"]
     text = quality_report.table([{**whole, "rows": kept, "missing": ["something"]}])
-    assert "Unfinished: 1 rows are missing" in text and "sized kv" in text and "**tomesd** |" not in text
+    assert "Unfinished: 1 rows are missing" in text and "sized" in text and "**tomesd** |" not in text
 
 
-def test_a_result_says_what_was_measured_where(whole, capsys):
+def test_a_result_says_what_was_measured_and_its_figures_are_of_as_many_pictures_as_a_part_has(whole, capsys):
     assert whole["versions"]["tomesd"] == "0.1.3" and whole["settings"]["models"].keys() == {"tiny"}
     assert whole["commit"] and whole["device"]["kind"] == "cpu"
     assert {one["name"] for one in whole["settings"]["variants"]} == {row["variant"] for row in whole["rows"]}
+    counts = {(row["measure"], row["part"]): np.shape(row["loss" if row["measure"] == "noised" else "ssim"])
+              for row in whole["rows"]}  # fmt: skip
+    assert counts == {("noised", 0): (2, 8), ("noised", 1): (2, 2), ("pictures", 0): (4,), ("pictures", 1): (1,)}
     assert quality.main(["--list"]) == 0 and capsys.readouterr().out.split() == list(VARIANTS)
 
 
@@ -131,19 +123,18 @@ WRONG = {
     "nowhere.safetensors does not exist": ["--model", "nowhere.safetensors"],
     "README.md ends in '.md'": ["--model", "README.md", "--prompts", "README.md"],
     "--noised 7: give an even number": ["--smallest", "--noised", "7"],
-    "give numbers from 1 up": ["--smallest", "--pictures", "0"],
+    "give 1 step or more": ["--smallest", "--steps", "0"],
     "--device cuda:77 does not work here": ["--smallest", "--device", "cuda:77"],
-    "ToMA-0.5 needs a transformer": ["--variants", "ToMA-0.5"],
+    "tomesd-0.5 needs a unet": ["--variants", "tomesd-0.5", "--model", "{flux}"],
     "needs --prompts FILE": ["--smallest", "--model", "{own}"],
-    "--schedule and --guidance are of the scene models": ["--model", "{own}", "--schedule", "karras"],
-    "of the scene models; ": ["--model", "{own}", "--guidance", "3"],
+    "--guidance is of the scene models; ": ["--model", "{own}", "--guidance", "3"],
 }
 
 
-def test_what_cannot_be_measured_is_refused_in_a_sentence(tmp_path, tiny_folder, capsys, monkeypatch):
+def test_what_cannot_be_measured_is_refused_in_a_sentence(tmp_path, tiny_folder, flux_file, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     for sentence, arguments in WRONG.items():
-        line = [one.format(own=tiny_folder) for one in arguments]
+        line = [one.format(own=tiny_folder, flux=flux_file) for one in arguments]
         assert quality.main([*line, "--output", str(tmp_path / "result.json")]) == 2
         told = capsys.readouterr().err
         assert sentence in told and told.count("\n") == 1 and not list(tmp_path.iterdir()), sentence
@@ -152,45 +143,46 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(tmp_path, tiny_folder,
 def test_ones_own_checkpoint_is_measured_on_its_prompts(tmp_path):
     folder = tiny_pipeline.write_folder(tmp_path)
     (tmp_path / "prompts.txt").write_text("a b c\n\nsea\n")
-    record = run(["--smallest", "--model", str(folder), "--prompts", str(tmp_path / "prompts.txt"), "--pictures", "2",
-                  "--save", str(tmp_path / "kept")], tmp_path / "result.json")  # fmt: skip
+    record = run(["--smallest", "--model", str(folder), "--prompts", str(tmp_path / "prompts.txt"), "--pictures", "2"],
+                 tmp_path / "result.json")  # fmt: skip
     (section,) = sections(record)
     assert not section.noised and section.pictures["tomesd-0.75"].work == 1 / 16
-    assert section.pictures["zero-attention"].psnr.value < section.pictures["sized-kv-0.75"].psnr.value
+    assert section.pictures["zero-attention"].psnr.value < section.pictures["preset-balanced"].psnr.value
     assert record["settings"]["prompts"] == ["a b c", "sea"]
-    kept = tmp_path / "kept" / "pipeline" / "sized-kv-0.75"
-    assert sorted(path.name for path in kept.iterdir()) == ["00000.png", "00001.png"]
 
 
 def test_a_run_with_the_clock_shows_time_and_detail_and_how_the_pictures_were_made(tiny_file, tmp_path, capsys):
-    record = run(["--smallest", "--clock", "--model", str(tiny_file), "--pictures", "2", "--schedule", "karras",
-                  "--guidance", "7.5"], tmp_path / "result.json")  # fmt: skip
-    assert {"for": SHOW, "schedule": "karras", "guidance": 7.5, "clock": True}.items() <= record["settings"].items()
+    record = run(["--smallest", "--clock", "--model", str(tiny_file), "--pictures", "2", "--guidance", "7.5"],
+                 tmp_path / "result.json")  # fmt: skip
+    assert {"for": SHOW, "guidance": 7.5, "clock": True}.items() <= record["settings"].items()
     assert record["device"]["threads"] == 1
     (section,) = sections(record)
     assert section.pictures["twice-the-solver-steps"].time > 1.3
-    assert all(one.detail.value > 0 and one.dearest > 0 for one in section.pictures.values())
+    assert all(one.detail.value > 0 and one.time > 0 for one in section.pictures.values())
     plain = [row for row in record["rows"] if row["variant"] == PLAIN and row["measure"] == "pictures"]
     assert [len(one) for row in plain for one in row["seconds"]] == [2, 2]
     out = capsys.readouterr().out
-    assert "| dev % | PSNR dB | SSIM | detail | time | dearest step |" in out
-    assert "2 solver steps, karras, guidance 7.5" in out
+    assert "| dev % | PSNR dB | SSIM | detail | time |" in out
+    assert "2 solver steps, guidance 7.5" in out
 
 
-def test_a_run_measures_the_pictures_to_choose_by_with_the_rows_that_strength_needs():
-    for line, purpose, wanted in (
-        (["--for", "choose"], "choose", {"merged keys", "keys below"}),
-        ([], SHOW, {"preset", "strength", "tomesd early and late", "downsample early and late", "tiles"}),
-    ):
-        options = quality.parser().parse_args(line)
-        quality.complete(options)
-        lines = {VARIANTS[name].method for name in quality.names(options)["noised"]}
-        assert options.purpose == purpose and wanted <= lines
-        assert ("preset" in lines) == (purpose == SHOW)
+def test_the_command_judges_a_transformer(flux_file, tmp_path, capsys):
+    chosen = ("preset-balanced", "downsample-2x2")
+    record = run(["--model", str(flux_file), "--noised", "2", "--pictures", "1", "--steps", "2", "--no-clock",
+                  "--variants", *chosen], tmp_path / "result.json")  # fmt: skip
+    (section,) = sections(record)
+    assert record["missing"] == [] and {*chosen, *CONTROLS} <= section.noised.keys() & section.pictures.keys()
+    dev = {name: one.dev.value for name, one in section.noised.items()}
+    assert dev["preset-balanced"] < dev["random-partner-0.75"] and dev["bfloat16"] > 0
+    assert "downsample" in capsys.readouterr().out
 
 
-def test_pictures_of_a_part_are_each_others(whole):
-    """Figures of a part are of as many pictures as it has: eight and two noised ones, four whole ones and one."""
-    counts = {(row["measure"], row["part"]): np.shape(row["loss" if row["measure"] == "noised" else "ssim"])
-              for row in whole["rows"]}  # fmt: skip
-    assert counts == {("noised", 0): (2, 8), ("noised", 1): (2, 2), ("pictures", 0): (4,), ("pictures", 1): (1,)}
+@pytest.mark.slow
+def test_a_run_of_a_transformer_to_choose_by_has_what_a_curve_needs(flux_file, tmp_path, capsys):
+    path = tmp_path / "front.json"
+    record = run(["--for", "choose", "--model", str(flux_file), "--noised", "2"], path)
+    assert {row["measure"] for row in record["rows"]} == {"noised"}
+    capsys.readouterr()
+    assert strength.main([str(path), "--compare"]) == 0
+    assert capsys.readouterr().out.count("\n") == strength.KNOTS + 1 + 2
+    assert len(FRONT) >= len(strength.front([record]).by_share) > 1

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import tome_core
-from benchmarks import attention_work, reference, variants
-from benchmarks.networks import TRANSFORMER, UNET, kind_of, timestep_of
-from benchmarks.reference import Lots, Recipe, Toma, in_unet, representatives
-from benchmarks.variant_list import VARIANTS
+from benchmarks import reference, variants
+from benchmarks.networks import TRANSFORMER, UNET, Work, at_each_call, kind_of
+from benchmarks.reference import Reference
+from benchmarks.variants import VARIANTS
 from demo import model, transformer
 from tests import tiny_scenes
 from tome_core.merging.methods import bipartite
@@ -73,41 +73,32 @@ def test_a_variant_is_the_same_each_time_and_leaves_nothing_behind(layout):
                 made.append(early_and_late(layout))
         assert torch.equal(made[0], made[1]), line
         assert torch.equal(early_and_late(layout), plain) and torch.equal(torch.get_rng_state(), state), line
-        if line == "first block cache":  # diffusers leaves a block's own forward on it, and it may compute all of it
-            before = own(network)
         assert [*network.state_dict()] == keys and own(network) == before, line
-        assert torch.equal(made[0], plain) == (line in ("unmerged", "twice the solver steps", "first block cache"))
+        assert torch.equal(made[0], plain) == (line in ("unmerged", "twice the solver steps")), line
 
 
-def test_tiles_are_squares_of_the_grid_and_come_together_again():
+def test_tiles_are_squares_of_the_grid_which_come_together_again_and_keep_apart_what_they_cannot_see():
     grid = torch.arange(SIDE * SIDE, dtype=torch.float32).view(1, -1, 1).repeat(3, 1, 2)
     for tiles in (1, 2, 4):
         cut = reference.in_tiles(grid, tiles)
-        assert cut.shape == (3 * tiles**2, (SIDE // tiles) ** 2, 2)
         assert torch.equal(reference.join(cut, tiles), grid)
         first = grid[0, :, 0].view(SIDE, SIDE)[: SIDE // tiles, : SIDE // tiles]
         assert torch.equal(cut[0, :, 0].view_as(first), first)
     with pytest.raises(ValueError, match="256 tokens are no square grid that cells of 3x3 divide"):
         reference.in_tiles(tokens(), 3)
-
-
-def test_one_tile_is_the_unmerged_model_and_more_keep_apart_what_they_cannot_see():
-    plain = predict()
-    with in_unet(small_model("sd").unet, Recipe(tiles=1), 3):
-        assert torch.equal(predict(), plain)
-    attention = small_model("sd").unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
+    unet, half = small_model("sd").unet, SIDE // 2
+    attention = unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
     x = torch.randn(1, SIDE * SIDE, 32, generator=rand(0))
     other = x.clone()
     other[:, 0] += 1
-    with in_unet(small_model("sd").unet, Recipe(tiles=2), 3), torch.inference_mode():
+    with Reference(unet, 3, tiles=2), torch.inference_mode():
         changed = (attention(other) - attention(x)).abs().amax((0, 2)).view(SIDE, SIDE) > 0
-    half = SIDE // 2
     assert changed[:half, :half].all() and changed.sum() == half**2
 
 
 @pytest.mark.parametrize(("name", "early", "late"), [
     ("tomesd-early-and-late-0.75-then-0.35", variants.tomesd(0.75), variants.tomesd(0.35)),
-    ("downsample-early-and-late-8x8-then-2x2", variants.reference(Recipe(coarse=8)), VARIANTS["downsample-2x2"].put_on),
+    ("downsample-early-and-late-8x8-then-2x2", variants.reference(coarse=8), VARIANTS["downsample-2x2"].put_on),
 ])  # fmt: skip
 def test_a_schedule_is_its_early_method_down_to_half_time_and_then_its_late_one(name, early, late):
     unet = small_model("sd").unet
@@ -119,20 +110,16 @@ def test_a_schedule_is_its_early_method_down_to_half_time_and_then_its_late_one(
 
 
 def test_random_partners_are_by_seed_and_block_whatever_the_tokens_are():
-    lots = Lots(Recipe(ratio=0.6), 1)
-    first, second = (lots.plan(tokens(seed), 0).group for seed in (0, 1))
+    one, other = (Reference(small_model("sd").unet, seed, ratio=0.6) for seed in (1, 2))
+    first, second = (one.plan(tokens(seed), 0).group for seed in (0, 1))
     assert torch.equal(first, second) and first.unique().tolist() == list(range(SIDE**2 - int(0.6 * SIDE**2)))
-    assert not torch.equal(first, lots.plan(tokens(), 1).group)
-    assert not torch.equal(first, Lots(lots.recipe, 2).plan(tokens(), 0).group)
+    assert not torch.equal(first, one.plan(tokens(), 1).group)
+    assert not torch.equal(first, other.plan(tokens(), 0).group)
 
 
-@pytest.mark.parametrize(("settings", "recipe"), [
-    ({"ratio": 0.6}, Recipe(ratio=0.6, together=True)),
-    ({"ratio": 0.9, "sx": 4, "sy": 4, "side": "kv"}, Recipe(ratio=0.9, cell=4)),
-])  # fmt: skip
-@pytest.mark.parametrize(("layout", "first"), [("sd", 0), ("flux", 1)])
-def test_partners_by_lot_merge_as_the_engine_would_merge_them(layout, first, settings, recipe, monkeypatch):
-    numbers = itertools.count(first)
+@of_layouts
+def test_partners_by_lot_merge_as_the_engine_would_merge_them(layout, monkeypatch):
+    numbers = itertools.count()
 
     def by_lot(x, sources, destinations, by_distance):
         dice = rand((3 * 1_000 + 300) * 100 + next(numbers))
@@ -142,9 +129,9 @@ def test_partners_by_lot_merge_as_the_engine_would_merge_them(layout, first, set
     for name in ("best_destination", "_best_anywhere"):
         monkeypatch.setattr(bipartite, name, by_lot)
     network = small_model(layout).network
-    with tome_core.patch(network, use_rand=False, correction=False, **settings):
+    with tome_core.patch(network, use_rand=False, correction=False, ratio=0.6):
         theirs = predict(layout=layout)
-    with variants.reference(recipe)(network, 3):
+    with variants.reference(ratio=0.6)(network, 3):
         ours = predict(layout=layout)
     assert (ours - theirs).abs().max() < 1e-5 < 1e-2 < (ours - predict(layout=layout)).abs().max()
 
@@ -155,11 +142,10 @@ def share(kept: float) -> float:
 
 
 LEFT = {
-    "sd": {"unmerged": 1, "zero-attention": 0, "bfloat16": 1, "tomesd-0.5": 1 / 4, "bipartite-drawn-0.75": 1 / 16,
-           "downsample-2x2": 1 / 4, "sized-kv-0.75": 1 / 4, "random-partner-0.75": 1 / 16, "tiles-4x4": 1 / 16},
-    "flux": {"unmerged": 1, "zero-attention": 0, "bfloat16": 1, "bipartite-drawn-0.75": share(1 / 4) ** 2,
-             "downsample-2x2": share(1 / 4), "sized-kv-0.9375-cells-4": share(1 / 16),
-             "random-partner-0.75": share(1 / 4) ** 2, "preset-max": share(1 / 64), "ToMA-0.5": share(1 / 2) ** 2},
+    "sd": {"unmerged": 1, "zero-attention": 0, "bfloat16": 1, "tomesd-0.5": 1 / 4, "sized-0.5": 1 / 4,
+           "downsample-2x2": 1 / 4, "random-partner-0.75": 1 / 16, "tiles-2x2": 1 / 4, "preset-max": 1 / 64},
+    "flux": {"unmerged": 1, "zero-attention": 0, "bfloat16": 1, "sized-0.5": share(1 / 2) ** 2,
+             "downsample-2x2": share(1 / 4), "random-partner-0.75": share(1 / 4) ** 2, "preset-max": share(1 / 64)},
 }  # fmt: skip
 
 
@@ -167,74 +153,27 @@ LEFT = {
 def test_the_work_left_is_counted_whoever_merges(layout):
     network = small_model(layout).network
     for name, left in LEFT[layout].items():
-        with attention_work.counting(network) as work, VARIANTS[name].put_on(network, 0):
+        with Work(network) as work, VARIANTS[name].put_on(network, 0):
             predict(layout=layout)
         assert work.share() == pytest.approx(left, abs=1e-12), name
 
 
-def test_the_work_of_a_schedule_is_that_of_its_times():
-    unet = small_model("sd").unet
-    with attention_work.counting(unet) as work, variants.tomesd(0.75, early=0.5, until=600)(unet, 0):
-        predict(900), predict(100), predict(50)
-    assert work.share() == pytest.approx((1 / 4 + 1 / 16 + 1 / 16) / 3)
-
-
-def test_a_block_that_is_skipped_leaves_nothing():
-    """Of three blocks the first runs at each step, the others at the first step alone."""
-    network = small_model("flux").network
-    with attention_work.counting(network) as work, variants.first_block_cache(1e9)(network, 0):
-        for time in (800, 750, 700, 650):
-            predict(time, "flux")
-    assert work.share() == pytest.approx((3 + 1 + 1 + 1) / 12)
-
-
-def test_strength_switches_at_its_timestep():
+def test_a_strength_switches_at_its_timestep_and_keeps_its_matches_through_a_picture(work):
     """Early steps keep a sixty-fourth of the keys, late ones more."""
-    works, network = [], small_model("flux").network
-    for time in (900, 100):
-        with attention_work.counting(network) as work, VARIANTS["preset-balanced"].put_on(network, 0):
-            predict(time, "flux")
-        works.append(work.share())
-    assert works[0] == pytest.approx(share(1 / 64)) and works[1] > 2 * works[0]
-
-
-def test_a_picture_is_one_sampling_whose_matches_are_kept(work):
-    for _ in range(2):
-        work.clear()
-        with VARIANTS["preset-balanced"].put_on(small_model("sd").network, 0):
-            predict(800)
-            matched = len(work)
-            predict(790)
-        assert matched and len(work) == matched
-
-
-def test_representatives_are_the_greedy_choice():
-    alike = torch.rand(3, 9, 9, generator=rand(0))
-    alike = (alike + alike.transpose(1, 2)) / 2
-    alike.diagonal(dim1=1, dim2=2).fill_(1)
-    for likeness, chosen in zip(alike, representatives(alike, 4).tolist(), strict=True):
-        slow: list[int] = []
-        for _ in range(4):
-            slow.append(max((one for one in range(9) if one not in slow),
-                            key=lambda one: likeness[[*slow, one]].max(0).values.sum()))  # fmt: skip
-        assert chosen == slow
-
-
-def test_tokens_of_one_kind_survive_toma():
-    tokens = torch.randn(2, 4, 8, generator=rand(0))[:, torch.arange(SIDE**2) % 2]
-    merge = Toma(tokens, 0.5)
-    assert merge.chosen.shape == (2, SIDE**2 // 2) and all(len(set(row)) == len(row) for row in merge.chosen.tolist())
-    constant = torch.full_like(tokens, 0.25)
-    torch.testing.assert_close(merge.unmerge(merge.merge(constant)), constant)
-    torch.testing.assert_close(merge.unmerge(merge.merge(tokens)), tokens, atol=0.05, rtol=0)
+    network, shares = small_model("flux").network, []
+    with VARIANTS["preset-balanced"].put_on(network, 0):
+        for time in (900, 890, 100):
+            with Work(network) as counted:
+                predict(time, "flux")
+            shares.append((counted.share(), len(work)))
+    (early, matched), (kept, still), (late, _) = shares
+    assert early == kept == pytest.approx(share(1 / 64)) and late > 2 * early
+    assert matched and still == matched
 
 
 def test_a_transformer_is_told_its_timestep_in_thousandths():
     seen, network = [], small_model("flux").network
-    hook = network.register_forward_pre_hook(
-        lambda network, args, kwargs: seen.append(timestep_of(network, args, kwargs)), with_kwargs=True
-    )
-    early_and_late("flux")
-    hook.remove()
+    with at_each_call(network, seen.append):
+        early_and_late("flux")
     assert seen == pytest.approx([800, 300]) and kind_of(network) == TRANSFORMER
     assert kind_of(small_model("sd").network) == UNET

@@ -9,8 +9,7 @@ from statistics import fmean
 import pytest
 
 from benchmarks import results, strength
-from benchmarks.quality_rows import TIMES
-from benchmarks.variant_list import FRONT as FRONT_SETTINGS
+from benchmarks.variants import FRONT
 from tome_core.settings import presets
 from tome_core.settings.presets import LAYOUTS, SD, SDXL, TRANSFORMER
 
@@ -34,61 +33,46 @@ def loss(record):
 
 
 @pytest.fixture(scope="module")
-def knots(record, loss):
-    return strength.curve(loss, strength.below([record]))
-
-
-def costs(knots, loss):
-    """Deviations of knots, and of the engine's for Stable Diffusion's layout at the same strengths."""
-    theirs = [strength.deviation(keys / 64, until, loss) for keys, until in strength.CURVES[SD]]
-    return list(zip((knot.dev for knot in knots), theirs, strict=True))[1:]
+def knots(loss):
+    return strength.curve(loss)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_shipped_curve_is_made_from_the_committed_results(capsys, layout):
-    assert strength.main([*map(str, SOURCES[layout]), "--layout", layout]) == 0
+    assert strength.main([*map(str, SOURCES[layout])]) == 0
     assert ast.literal_eval(capsys.readouterr().out.splitlines()[-1]) == strength.CURVES[layout]
 
 
 @pytest.mark.parametrize("layout", [SDXL, TRANSFORMER])
 def test_a_layout_bears_its_own_curve_better_than_that_of_others(capsys, layout):
     """Beside Stable Diffusion's at equal time, from the results that chose it."""
-    records = [results.load(path) for path in SOURCES[layout]]
-    loss = strength.front(records)
-    knots = strength.curve(loss, strength.below(records) if layout == SDXL else None)
     assert strength.main([*map(str, SOURCES[layout]), "--compare"]) == 0
-    assert capsys.readouterr().out == strength.beside(loss, knots, strength.CURVES[SD]) + "\n"
-    found = costs(knots, loss)
-    assert all(own <= 1.1 * other for own, other in found)
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[3:]]
+    found = [(float(row[3]), float(row[6])) for row in rows]
+    assert len(found) == strength.KNOTS and all(own <= 1.1 * other for own, other in found)
     assert found[4][0] < 0.7 * found[4][1], "at the mark quality"
-
-
-def test_models_that_it_was_not_chosen_on_bear_the_curve(todays):
-    """From .65 up they would choose the same; below no knot errs by a third more than their own."""
-    loss = strength.front([todays])
-    knots = strength.curve(loss, strength.below([todays]))
-    assert [(64 * knot.share, knot.until) for knot in knots[13:]] == list(strength.CURVES[SD][13:])
-    assert all(theirs < 1.33 * best for best, theirs in costs(knots, loss))
 
 
 def test_as_many_keys_lie_in_the_cells_that_err_less(todays):
     """Else the curve, which is chosen from the better ones, would promise what no picture has."""
-    several = {ratio: [cell for other, cell in FRONT_SETTINGS if other == ratio] for ratio, _ in FRONT_SETTINGS}
-    chosen = {ratio: min(cells, key=lambda cell: fmean(strength._read_means([todays], "merged-keys", ratio, cell)))
+    several = {ratio: [cell for other, cell in FRONT if other == ratio] for ratio, _ in FRONT}
+    chosen = {ratio: min(cells, key=lambda cell: fmean(strength.read_means([todays], ratio, cell)))
               for ratio, cells in several.items()}  # fmt: skip
-    assert sorted(map(len, several.values()))[-1] == 2
     late = [presets.strength(number / strength.KNOTS) for number in range(1, strength.KNOTS + 1)]
     found = [(one.value("ratio"), one.value("sx")) for one in late if one.value("ratio") in chosen]
     assert len(found) >= 5 and all(chosen[ratio] == cell for ratio, cell in found)
 
 
-def test_a_row_that_one_result_has_not_counts_in_none(record, todays):
+def test_a_row_that_one_result_has_not_counts_in_none_and_without_any_the_result_is_refused(
+    record, todays, tmp_path, capsys
+):
     """Else one share's mean would be of other models than the next one's."""
-    lacking = {name: [one for one in rows if one.get("variant", one.get("name")) != "merged-keys-0.5-cells-4"]
-               for name, rows in (("rows", todays["rows"]), ("variants", todays["settings"]["variants"]))}
-    cut = {**todays, "rows": lacking["rows"], "settings": {**todays["settings"], "variants": lacking["variants"]}}
-    both, one_lacks = (strength.front([record, other]).by_share for other in (todays, cut))
+    rows = [row for row in todays["rows"] if row["variant"] != "merged-keys-0.5-cells-4"]
+    both, one_lacks = (strength.front([record, other]).by_share for other in (todays, {**todays, "rows": rows}))
     assert 0.5 in both and one_lacks == {share: dev for share, dev in both.items() if share != 0.5}
+    results.save({**record, "rows": []}, tmp_path / "empty.json")
+    assert strength.main([str(tmp_path / "empty.json")]) == 2
+    assert "merged keys" in capsys.readouterr().err
 
 
 def time_of(knot):
@@ -104,42 +88,3 @@ def test_more_strength_asks_more_of_every_step_costs_more_and_leaves_the_time_th
         assert time_of(knot) == pytest.approx(strength.time_at(knot.strength), abs=5e-4)
     for mark, work in strength.WORK.items():
         assert strength.time_at(mark) == pytest.approx(work + strength.MERGING)
-
-
-def test_no_other_pair_of_as_much_time_does_less_harm(loss, knots):
-    """Bound to ask more of every step than weaker knots do, the curve loses up to an eighth against a free choice."""
-    fewest, least = loss.at(strength.FEWEST), strength.step_time(strength.FEWEST)
-    for knot in knots[1:-1]:
-        free = []
-        for part in range(2, 65):
-            share = part / 64
-            until = 1000 * (time_of(knot) - least) / (strength.step_time(share) - least)
-            if until <= 1000:
-                both = zip(strength._MOMENTS, loss.at(share), fewest, strict=True)
-                free.append(sum(own if moment < until else few for moment, own, few in both) / len(fewest))
-        assert knot.dev <= 1.13 * min(free), knot
-
-
-def test_between_what_was_measured_a_loss_lies_between_it(loss):
-    for low, high in pairwise(sorted(loss.by_share)):
-        middle = loss._at_times((low * high) ** 0.5)
-        for one, few, many in zip(middle, loss.by_share[low], loss.by_share[high], strict=True):
-            assert min(few, many) <= one <= max(few, many)
-    least = max(loss.by_share)
-    assert all(x < y for x, y in zip(loss._at_times((1 + least) / 2), loss.by_share[least], strict=True))
-    measured = loss.by_share[least][TIMES.index(200)]
-    assert loss.at(least)[strength._MOMENTS.index(205)] == pytest.approx(measured, rel=0.1)
-
-
-def test_keys_below_the_finest_level_add_at_most_their_share(record, knots):
-    keys = strength.below([record])
-    for knot in knots[1:]:
-        assert fmean(keys.at(knot.share)) <= strength.BELOW_SHARE * knot.dev + 1e-9, knot
-    with pytest.raises(ValueError, match="keys below"):
-        strength.below([])
-
-
-def test_results_without_the_rows_are_refused_in_a_sentence(tmp_path, record, capsys):
-    results.save({**record, "rows": []}, tmp_path / "empty.json")
-    assert strength.main([str(tmp_path / "empty.json")]) == 2
-    assert "merged keys" in capsys.readouterr().err

@@ -1,9 +1,6 @@
-"""Pictures to choose by and pictures to show: they share nothing, and neither stands in for the other; how they are
-made."""
+"""Pictures to choose by and pictures to show: they share nothing, and neither stands in for the other."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,12 +11,11 @@ from safetensors.torch import save_file
 from benchmarks import quality_report, results, strength, subjects
 from benchmarks.quality_rows import TIMES, Amounts, QualityBench, Row
 from benchmarks.subjects import CHOOSE, PURPOSES, SHOW, SceneSubject
-from benchmarks.variant_list import VARIANTS
-from demo import model, prompt, sampler, scene_wall
+from benchmarks.variants import VARIANTS
+from demo import model, prompt, sampler
 from demo.training_loss import HELD_OUT_SEED, Scenes
-from tests import tiny_scenes
 
-FRONT = Path(__file__).parents[2] / "benchmarks/results/front-cpu-2026-11-25.json"
+FRONT = results.FOLDER / "front-cpu-2026-11-25.json"
 MANY = range(1000)
 
 
@@ -40,7 +36,7 @@ def test_the_two_draw_from_other_seeds_and_say_other_prompts():
 
 def test_scenes_are_neither_each_others_nor_those_of_a_training():
     """A generator reads 32 bits of its seed, so seeds that differ above them paint the same."""
-    held_out = [one.scenes + more for one in PURPOSES.values() for more in (0, 1)]
+    held_out = [one.scenes for one in PURPOSES.values()]
     spans = [(seed, 1000) for seed in held_out] + [(seed, 300_000) for seed in (*range(20), HELD_OUT_SEED)]
     starts = [(Scenes(seed, 8, 128).seed_of(0) % 2**32, steps) for seed, steps in spans]
     for number, (start, steps) in enumerate(starts[:len(held_out)]):
@@ -97,60 +93,15 @@ def test_a_model_that_never_saw_walls_is_judged_without_them(tmp_path):
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         save_file(tensors, tmp_path / "smooth.safetensors", file.metadata() | {"walls": "none"})
     for path, walls in ((weights, True), (tmp_path / "smooth.safetensors", False)):
-        purpose = PURPOSES[SHOW]
-        painted = Scenes(purpose.scenes + 1, 1, 128, walls=walls)[3][0]
-        latent, _ = SceneSubject(path, torch.device("cpu"), purpose).scene(3)
-        assert torch.equal(latent, model.encode(painted, 5.0))
-        assert not torch.equal(painted, Scenes(purpose.scenes + 1, 1, 128, walls=not walls)[3][0])
+        scenes, others = (Scenes(PURPOSES[SHOW].scenes, 8, 128, walls=one)[3][0] for one in (walls, not walls))
+        latents, _ = SceneSubject(path, torch.device("cpu"))._scenes(3)
+        assert torch.equal(latents, model.encode(scenes, 5.0)) and not torch.equal(scenes, others)
 
 
-def test_scenes_that_are_painted_otherwise_are_other_settings(monkeypatch):
-    before = subjects.held_out_fingerprint(PURPOSES[SHOW], 32)
-    assert subjects.held_out_fingerprint(PURPOSES[SHOW], 32) == before
-    assert subjects.held_out_fingerprint(PURPOSES[CHOOSE], 32) != before
-    monkeypatch.setattr(scene_wall, "paint", lambda canvas, setting: None)
-    assert subjects.held_out_fingerprint(PURPOSES[SHOW], 32) != before
-
-
-def test_schedules_run_from_noisy_to_clean_and_end_where_they_say():
-    made, config = tiny_scenes.make(), model.SCHEDULER
-    for steps in (4, 20):
-        late = subjects.timesteps("late-half", config, steps)
-        assert subjects.timesteps("uniform", config, steps) is None
-        assert late == sampler.solver(made, 2 * steps).timesteps.tolist()[steps:]
-        for times in (late, subjects.timesteps("karras", config, steps)):
-            assert len(times) == steps and times == sorted(set(times), reverse=True)
-        assert max(late) < 500 < max(times)
-    kept = sampler.DDPMScheduler(**config).alphas_cumprod.double()
-    times = subjects.timesteps("karras", config, 20)
-    roots = ((1 - kept[times]) / kept[times]).sqrt() ** (1 / 7)  # in which Karras' steps are even
-    assert roots[0] ** 7 == pytest.approx(14.6, rel=0.05) and times[-1] == 0
-    apart = -roots.diff()
-    assert apart.max() < 1.2 * apart.median() and apart.min() > 0.8 * apart.median()
-
-
-def test_guidance_and_schedule_change_pictures_and_their_defaults_do_not(tiny_file):
-    loaded, tokens = model.load(tiny_file), prompt.tokens(PURPOSES[SHOW].prompts[3])
-
-    def picture(*manner) -> np.ndarray:
-        subject = SceneSubject(tiny_file, torch.device("cpu"), PURPOSES[SHOW], subjects.Manner(*manner))
-        return subject.picture(3, 2)
-
-    default, seed = picture(), PURPOSES[SHOW].first + 3
-    assert np.array_equal(default, sampler.sample(loaded, tokens, seed, steps=2))
-    own = sampler.solver(loaded, 2).timesteps.tolist()  # which change nothing if they are given to it
-    assert np.array_equal(default, sampler.sample(loaded, tokens, seed, timesteps=own))
-    others = [picture("karras"), picture("late-half"), picture("uniform", 7.5)]
-    assert all(not np.array_equal(a, b) for i, a in enumerate(others) for b in (default, *others[:i]))
-
-
-def test_a_picture_started_from_one_stays_as_near_to_it_as_the_steps_are_late():
-    loaded = model.load()
-    pictures, tokens, _ = Scenes(0, 1, 128)[1]
-    start, words = model.encode(pictures), tokens[0].tolist()
-    apart = []
-    for first in (19, 499):
-        times = np.linspace(first, 9, 2).astype(int).tolist()
-        ended = sampler.sample(loaded, words, 1, timesteps=times, start=start)
-        apart.append(np.abs(ended.astype(float) - sampler.to_bytes(pictures)[0]).mean())
-    assert apart[0] < 5 < apart[1]
+def test_guidance_changes_pictures_and_its_default_is_the_demos(tiny_file):
+    loaded, purpose = model.load(tiny_file), PURPOSES[SHOW]
+    default, other = (SceneSubject(tiny_file, torch.device("cpu"), purpose, *more).picture(3, 2)
+                      for more in ((), (7.5,)))  # fmt: skip
+    demos = sampler.sample(loaded, prompt.tokens(purpose.prompts[3]), purpose.first + 3, steps=2)
+    assert np.array_equal(default, demos)
+    assert not np.array_equal(default, other)

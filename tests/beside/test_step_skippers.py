@@ -11,11 +11,12 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from diffusers import FirstBlockCacheConfig
 from diffusers.hooks import PyramidAttentionBroadcastConfig, apply_pyramid_attention_broadcast
 from torch import nn
 
 import tome_core
-from benchmarks.networks import at_each_call, first_block_cache
+from benchmarks.networks import at_each_call
 from tests import models
 from tests.beside.models import Beside
 from tome_core import MergeConfig
@@ -140,12 +141,12 @@ def test_blocks_that_first_block_cache_skips_are_not_counted_as_merged(ours_firs
     beside = Beside("Wan")
     plain = beside.draw()
     with ExitStack() as stack:
-        theirs = first_block_cache(beside.model, 1e9)
+        stack.callback(beside.model.disable_cache)
         if not ours_first:
-            stack.enter_context(theirs)
+            beside.model.enable_cache(FirstBlockCacheConfig(threshold=1e9))
         handle = stack.enter_context(tome_core.patch(beside.model, BALANCED))
         if ours_first:
-            stack.enter_context(theirs)
+            beside.model.enable_cache(FirstBlockCacheConfig(threshold=1e9))
         with beside.model.cache_context("one"):
             skipped = beside.draw()
         (level,) = handle.report().levels
