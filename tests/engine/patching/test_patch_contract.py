@@ -192,6 +192,9 @@ def test_what_was_removed_meanwhile_does_not_come_back_and_patches_in_a_row_do_n
     with tome_core.patch(model, ratio=0.25), tome_core.patch(model, ratio=0.75):
         tome_core.remove_patch(model)
     assert torch.equal(one.call(model), plain)
+    with tome_core.patch(model, ratio=0.25):
+        tome_core.apply_patch(model, ratio=0.75)
+    assert torch.equal(one.call(model), plain), "what was put on inside of a `with` ends with it"
     for _ in range(3):
         latest = tome_core.patch(model, ratio=0.25)
     assert latest._previous._previous is None
