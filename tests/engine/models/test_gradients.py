@@ -93,7 +93,8 @@ def assert_same(some: Gradients, others: Gradients) -> None:
     # in eval mode; with the rest frozen, the first block's input needs no gradient itself
     ("diffusers", IN_TIME, "attn1.to_q"), ("sgm", IN_TIME, "input_blocks.1.1.transformer_blocks.0.attn1"),
     ("ldm", IN_TIME, ""),  # its checkpoint function wants a gradient of every parameter
-], 3))  # fmt: skip
+], 3), ids=["sd15, drawn", "sd15, tomesd's", "Flux, keys", "sd15, in time", "ldm", "sgm", "sd15, eval", "sgm, eval",
+            "ldm, eval"])  # fmt: skip
 def test_checkpointing_changes_no_gradient_and_one_backward_pass_may_go_through_several_calls(of):
     name, config, only = of
     plain = gradients(name, CALLS, config, checkpoints=False, only=only)

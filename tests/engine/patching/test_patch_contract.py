@@ -192,9 +192,28 @@ def test_what_was_removed_meanwhile_does_not_come_back_and_patches_in_a_row_do_n
     with tome_core.patch(model, ratio=0.25), tome_core.patch(model, ratio=0.75):
         tome_core.remove_patch(model)
     assert torch.equal(one.call(model), plain)
+    with tome_core.patch(model, ratio=0.25):
+        tome_core.apply_patch(model, ratio=0.75)
+    assert torch.equal(one.call(model), plain), "what was put on inside of a `with` ends with it"
     for _ in range(3):
         latest = tome_core.patch(model, ratio=0.25)
     assert latest._previous._previous is None
+
+
+@every_model
+def test_an_exception_in_mid_forward_leaves_the_patch_usable(one: Family):
+    model = one.build()
+    vanilla = one.call(model)
+    handle = tome_core.patch(model, ALL_LEVELS)
+    merged = one.call(model)
+    last = [module for module in model.modules() if hasattr(module, "to_q")][-1]
+    hook = last.to_q.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        one.call(model)
+    hook.remove()
+    assert is_idle(handle) and torch.equal(one.call(model), merged)
+    handle.remove()
+    assert torch.equal(one.call(model), vanilla)
 
 
 # --- what is no model -------------------------------------------------------------------------------------------------
