@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from comfy_nodes import NODE_CLASS_MAPPINGS, host
+from comfy_nodes import host
 from comfy_nodes.inputs import TIMES
+from comfy_nodes.nodes import ApplyToMe, ToMeSettings
 from tests.comfy_models import Flux, unet, unet_of_one_level
 from tests.models import fixed, inputs
 from tests.on_device import plain
@@ -121,7 +122,7 @@ def sampler_of(name: str = "sample_euler", module: str = "comfy.k_diffusion.samp
 class Guider:
     """Samples with a branch: both prompts in one call a step, a plain Euler step each."""
 
-    guidance, stride = 7, 0.01
+    guidance, stride, steps, size = 7, 0.01, 4, (16, 16)
     place = staticmethod(lambda levels: levels)  # puts noise levels on a device
 
     def __init__(self, patcher: ModelPatcher, model: BaseModel | None = None) -> None:
@@ -129,19 +130,18 @@ class Guider:
         self.model = model or patcher.model
 
     def sample(
-        self, steps: int = 4, batch: int = 1, size: tuple[int, int] = (16, 16), stop: Any = None, seed: int = 0,
-        sampler: Any = None, callback: Any = None,
+        self, steps: int | None = None, batch: int = 1, size: tuple[int, int] | None = None, stop: Any = None,
+        seed: int = 0, sampler: Any = None, callback: Any = None,
     ) -> Any:  # fmt: skip
         """The latent after all steps. stop: called with each step's number, and may raise."""
-        noise, text = inputs(4, 2 * batch, *size, seed)
-        sigmas = self.place(torch.tensor(self.sigmas(steps)))
+        noise, text = inputs(4, 2 * batch, *(size or self.size), seed)
+        sigmas = self.place(torch.tensor(self.sigmas(steps or self.steps)))
         self.options = {**self.patcher.model_options["transformer_options"], "sample_sigmas": sigmas,
                         "wrappers": _copied(self.patcher.wrappers), "uuids": ["negative", "positive"]}  # fmt: skip
         self.text, self.stop = text, stop
-        executor = Executor.of("outer_sample", self.options, self._outer_sample, self)
+        executor, noise = Executor.of("outer_sample", self.options, self._outer_sample, self), noise[:batch]
         with torch.no_grad():
-            latent = torch.zeros_like(noise[:batch])
-            return executor.execute(noise[:batch], latent, sampler, sigmas, None, callback, True, seed)
+            return executor.execute(noise, torch.zeros_like(noise), sampler, sigmas, None, callback, True, seed)
 
     def sigmas(self, steps: int) -> list[float]:
         return [self.model.model_sampling.sigma(999 * (1 - step / steps)) for step in range(steps)] + [0.0]
@@ -181,14 +181,11 @@ class Server:
         return module
 
 
-def apply(patcher: ModelPatcher, node: str = "5", nodes: dict[str, type] = NODE_CLASS_MAPPINGS, **values: Any) -> Any:
-    """An ApplyToMe behind a model, with a ToMeSettings of these values; `start` and `end` are its own.
-
-    nodes: the pack's, where it was loaded anew.
-    """
+def apply(patcher: ModelPatcher, node: str = "5", **values: Any) -> Any:
+    """An ApplyToMe behind a model, with a ToMeSettings of these values; `start` and `end` are its own."""
     times = {name: values.pop(name) for name in TIMES if name in values}
-    (settings,) = nodes["ToMeSettings"]().settings(**values)
-    return nodes["ApplyToMe"]().apply(patcher, settings=settings, unique_id=node, **times)[0]
+    (settings,) = ToMeSettings().settings(**values)
+    return ApplyToMe().apply(patcher, settings=settings, unique_id=node, **times)[0]
 
 
 def latest(patcher: ModelPatcher) -> Any:
@@ -229,10 +226,7 @@ def transformer(model: type = Flux) -> ModelPatcher:
 class FlowGuider(Guider):
     """Samples with it, from pure noise."""
 
-    guidance, stride = 3, 0.1
-
-    def sample(self, steps: int = 3, size: tuple[int, int] = (24, 32), **more: Any) -> torch.Tensor:
-        return super().sample(steps=steps, size=size, **more)
+    guidance, stride, steps, size = 3, 0.1, 3, (24, 32)
 
     def sigmas(self, steps: int) -> list[float]:
         return [1 - step / steps for step in range(steps + 1)]

@@ -117,30 +117,15 @@ deep_unet = seeded(_comfy, depth=2)
 # --- transformers ----------------------------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
-    """Joint attention, then attention from the picture to the text."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor, text: int, options: dict) -> torch.Tensor:
-        q, k, v = self.qkv(x).chunk(3, -1)
-        attended, across = (
-            comfy_attention.optimized_attention(q, k[:, :keys], v[:, :keys], HEADS, transformer_options=options)
-            for keys in (None, text))  # fmt: skip
-        return x + self.out(attended + across)
-
-
 class Body(nn.Module):
-    """Text, then the picture."""
+    """Text, then the picture. Each block is joint attention, then attention from the picture to the text."""
 
     pad_tokens_multiple, patch_size = 1, 2
 
     def __init__(self) -> None:
         super().__init__()
         self.img_in, self.txt_in = nn.Linear(16, WIDTH), nn.Linear(TEXT, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.qkv, self.out = (nn.ModuleList(nn.Linear(WIDTH, width) for _ in range(2)) for width in (3 * WIDTH, WIDTH))
         self.final = nn.Linear(WIDTH, 16)
 
     def forward(self, x: torch.Tensor, t: Any, context: torch.Tensor, transformer_options: dict) -> torch.Tensor:
@@ -149,11 +134,14 @@ class Body(nn.Module):
         count = picture.shape[1]
         picture = nn.functional.pad(picture, (0, 0, 0, -count % self.pad_tokens_multiple))
         tokens = torch.cat([self.txt_in(context), picture], 1)
-        for number, block in enumerate(self.blocks):
+        for number, (qkv, out) in enumerate(zip(self.qkv, self.out, strict=True)):
             options = {**transformer_options, "block_type": "double", "block_index": number}
-            tokens = block(tokens, text, options)
-        out = self.final(tokens[:, text : text + count]).mT
-        return nn.functional.pixel_shuffle(out.unflatten(2, pieces.shape[2:]), 2)
+            q, k, v = qkv(tokens).chunk(3, -1)
+            joint, across = (comfy_attention.optimized_attention(
+                q, k[:, :keys], v[:, :keys], HEADS, transformer_options=options) for keys in (None, text))  # fmt: skip
+            tokens = tokens + out(joint + across)
+        pieces_out = self.final(tokens[:, text : text + count]).mT.unflatten(2, pieces.shape[2:])
+        return nn.functional.pixel_shuffle(pieces_out, 2)
 
 
 class Flux(Body):

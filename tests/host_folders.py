@@ -13,10 +13,10 @@ ROOT = Path(__file__).parents[1]
 
 
 def call_install(
-    *arguments: object, cwd: Path = ROOT, root: Path = ROOT, options: Sequence[str] = ()
+    *arguments: object, cwd: Path = ROOT, options: Sequence[str] = ()
 ) -> subprocess.CompletedProcess:
     """options: Python's."""
-    command = [sys.executable, *options, str(root / "install.py"), *map(str, arguments)]
+    command = [sys.executable, *options, str(ROOT / "install.py"), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
 
 

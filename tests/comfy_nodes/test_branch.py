@@ -14,7 +14,7 @@ import torch
 from comfy_nodes import host
 from comfy_nodes.nodes import ApplyToMe, RemoveToMe
 from comfy_nodes.slot import SLOT
-from tests.comfy_doubles import Executor, FlowGuider, Guider, apply, latest, least_checkpoint, transformer
+from tests.comfy_doubles import Executor, FlowGuider, Guider, apply, checkpoint, latest, least_checkpoint, transformer
 from tests.models import inputs
 from tests.threads import at_once
 from tests.traces import traces
@@ -68,6 +68,22 @@ def test_the_model_of_the_call_merges_and_is_let_go_when_it_is_dropped():
     del own, other
     gc.collect()
     assert merging.latest is not None and [model() for model in left] == [None, None]
+
+
+def test_two_models_of_one_sampling_merge_in_blocks_of_their_own():
+    class InTurn(Guider):
+        def _call(self, pair, now):
+            models.reverse()
+            self.model = models[0]
+            return super()._call(pair, now)
+
+    def merged(guider, steps):
+        guider.sample(steps=steps, size=(8, 8))
+        return {level.downsample: level.calls_merged for level in latest(applied).report.levels}
+
+    applied, models = apply(least_checkpoint(), level="up to /8"), [least_checkpoint().model, checkpoint().model]
+    small, large = (merged(Guider(applied, model), steps=2) for model in models)
+    assert merged(InTurn(applied), steps=4) == {1: small[1] + large[1], 2: large[2]} and large[2] > 0
 
 
 @pytest.mark.parametrize("values", [None, QUARTER, HALF], ids=["plain", "another", "itself"])

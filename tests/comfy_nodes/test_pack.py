@@ -86,15 +86,13 @@ def test_a_folder_of_somebody_else_is_not_replaced(folder, place):
     assert (place / "mine.txt").exists()
 
 
-def test_it_may_be_one_folder_down(folder, tmp_path):
+def test_a_base_directory_and_a_folder_around_comfyui_are_taken_too(folder, tmp_path):
+    base = tmp_path / "base"
+    for name in COMFYUI.looked_for[1]:
+        (base / name).mkdir(parents=True)
+    assert install.target(COMFYUI, base).parent == base / "custom_nodes"
     folder.rename(tmp_path / COMFYUI.below)
     assert install.target(COMFYUI, tmp_path).parent == (tmp_path / COMFYUI.below / "custom_nodes").resolve()
-
-
-def test_a_base_directory_is_comfyui_too(tmp_path):
-    for name in COMFYUI.looked_for[1]:
-        (tmp_path / "base" / name).mkdir(parents=True)
-    assert install.target(COMFYUI, tmp_path / "base").parent == tmp_path / "base" / "custom_nodes"
 
 
 # --- what lies beside it -------------------------------------------------------------------------------------------

@@ -60,12 +60,6 @@ def test_each_function_takes_sizes_its_own_way_by_itself_and_chosen_by_a_node():
         assert ways == [way] * 2, (name, dtype, precision)
 
 
-def test_a_nodes_function_is_tried_around_the_function_that_it_is_given():
-    for slot, way in ((Noted(), BIAS), (Noted(drops=True), OWN_BIAS), (Noted(refuses=True), OWN_BIAS),
-                      (Noted(more=2.0), None), (Noted(), BIAS)):  # fmt: skip
-        assert way_of(Through(slot, comfy.attention_basic)) == way, vars(slot)
-
-
 def test_a_branch_merges_by_the_function_in_force_at_each_sampling(monkeypatch):
     branch = apply(least_checkpoint(), **KV)
     expected = sample(branch)

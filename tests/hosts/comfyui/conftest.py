@@ -27,7 +27,7 @@ def base(checkout, tmp_path_factory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("comfyui")
     make_base(checkout, folder)
     yield folder
-    shutil.rmtree(folder / "models")  # a gigabyte, and pytest keeps the folders of three runs
+    shutil.rmtree(folder / "models")  # they are large, and pytest keeps the folders of three runs
 
 
 @pytest.fixture(scope="session")

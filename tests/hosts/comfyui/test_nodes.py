@@ -9,17 +9,14 @@ import pytest
 from tests.hosts.comfyui.graphs import Graph, report_of
 
 
-@pytest.mark.parametrize(("kind", "values"), [
-    ("ApplyToMe", {"start": "soon"}), ("ToMeSettings", {"ratio": 1.5, "sx": 3, "early_ratio": 0.5}),
-])  # fmt: skip
-def test_one_wrong_value_is_one_error_on_one_input_before_anything_runs(comfy, kind, values):
+@pytest.mark.parametrize(("own", "settings"), [({"start": "soon"}, {}), ({}, {"ratio": 1.5, "sx": 3})])
+def test_one_wrong_value_is_one_error_on_one_input_before_anything_runs(comfy, own, settings):
     graph = Graph()
-    settings = {} if kind == "ApplyToMe" else {"settings": graph.add("ToMeSettings", **values)}
-    graph.sample("never", graph.strength(**(values if kind == "ApplyToMe" else settings)))
+    graph.sample("never", graph.strength(settings=graph.add("ToMeSettings", **settings), **own))
     with pytest.raises(AssertionError) as refused:
         comfy.queue(graph.graph)
     errors = [error for node in json.loads(str(refused.value))["node_errors"].values() for error in node["errors"]]
-    assert [error["extra_info"]["input_name"] for error in errors] == [next(iter(values))]
+    assert [error["extra_info"]["input_name"] for error in errors] == [next(iter(own or settings))]
 
 
 def test_inputs_of_another_version_are_named_and_left_out(comfy):
