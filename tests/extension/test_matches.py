@@ -49,6 +49,15 @@ def test_a_picture_is_the_same_after_another_and_in_a_batch_of_its_own(webui, de
     assert torch.equal(webui.job(args, seed=8, **facts).latents, both[1:])
 
 
+@pytest.mark.parametrize("flavour", ["a1111", "forge"])
+def test_every_pass_is_a_sampling_of_its_own(webui, monkeypatch):
+    patch, names = webui.engine("hosting").Patch, set()
+    set_time = patch.set_time
+    monkeypatch.setattr(patch, "set_time", lambda self, **time: names.add(time["sampling"]) or set_time(self, **time))
+    webui.job(KEPT, enable_hr=True, n_iter=2)
+    assert len(names) == 4, "two batches of two passes"
+
+
 @pytest.mark.parametrize(("flavour", "denoiser"), [("a1111", Denoiser), ("forge", CFGDenoiserTimesteps)])
 def test_a_hires_pass_which_begins_late_leaves_the_work_that_its_mark_promises(webui, monkeypatch, denoiser):
     times = tuple(500.0 - 50 * step for step in range(10))

@@ -65,12 +65,14 @@ def test_a_sampler_that_is_not_known_or_leaves_its_list_is_waited_for_at_each_st
 
 
 def test_a_sampler_keeps_its_parameters_and_what_others_put_there_and_is_let_go(webui, waits):
-    seen = []
-    p = Processing(webui, ON, at_step=lambda step: seen.append(inspect.signature(p.sampler.func)))
-    webui.process(p)
-    assert seen[0] == inspect.signature(sample_euler) and p.sampler.func is sample_euler
-    assert p.sampler.steps == [0, 1, 2, 3] and "callback_state" not in vars(p.sampler)
+    webui.job(*ON)
     assert waits == [], "settings without a time"
+    seen = []
+    p = Processing(webui, RANGE, at_step=lambda step: seen.append(p.sampler.func))
+    webui.process(p)
+    assert seen[0] is not sample_euler and inspect.signature(seen[0]) == inspect.signature(sample_euler)
+    assert p.sampler.func is sample_euler and p.sampler.steps == [0, 1, 2, 3]
+    assert "callback_state" not in vars(p.sampler)
     p = Processing(webui, RANGE, at_step=lambda step: setattr(p.sampler, "func", backwards))
     webui.process(p)
     assert p.sampler.func is backwards
