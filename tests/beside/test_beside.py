@@ -230,3 +230,8 @@ def test_with_two_things_as_well(number: int):
         return
     print(case)
     hold(case)
+
+
+def test_what_stands_over_a_hook_of_accelerates_is_named():
+    """We stand beneath such a hook, and it is never asked."""
+    hold(Case("sd15", ("weights that come for each layer", "attentions' own forward"), 1, 2))

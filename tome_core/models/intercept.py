@@ -253,5 +253,7 @@ class Watching(TorchFunctionMode):
     """A mode in which `now.answer` answers every call of torch's attention function in this thread."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        is_asked = func is TORCHS_OWN and now.answer is not None
-        return (_REPLACED_TORCH if is_asked else func)(*args, **(kwargs or {}))
+        if func is not TORCHS_OWN or now.answer is None:
+            return func(*args, **(kwargs or {}))
+        # not by its name: another extension's function may be there, and has called torch's own just now
+        return now.answer(ByTorch(func, *args, **(kwargs or {})))

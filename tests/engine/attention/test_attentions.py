@@ -319,7 +319,7 @@ NOT_ADDING = [refusing, with_mask(lambda mask: mask * 0.5), with_mask(lambda mas
               with_mask(lambda mask: (mask != 0) * -1e4)]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["by a module's name", "by a helper of another module", "by diffusers' dispatcher"])
+@pytest.mark.parametrize("name", ["by a module's name", "by diffusers' dispatcher"])
 def test_a_function_in_place_of_torchs_is_told_of_sizes_or_torchs_own_is(name, monkeypatch):
     """It comes and goes, and each call notices."""
     module = attention(CALLERS[name])
@@ -331,6 +331,16 @@ def test_a_function_in_place_of_torchs_is_told_of_sizes_or_torchs_own_is(name, m
     for function in (linear, of_one_size):
         monkeypatch.setattr(F, "scaled_dot_product_attention", function)
         assert "no attention" in why_left_alone(module), function
+
+
+def test_behind_a_helper_of_another_module_torchs_own_merges_with_what_the_function_in_its_place_has_made(monkeypatch):
+    """That function is called once, with all tokens."""
+    module = attention(CALLERS["by a helper of another module"])
+    for function in (*ADDING, *NOT_ADDING, of_one_size, lambda q, *rest, **more: TORCHS(q * 1.5, *rest, **more)):
+        monkeypatch.setattr(F, "scaled_dot_product_attention", function)
+        assert way(module) == BIAS, function
+    monkeypatch.setattr(F, "scaled_dot_product_attention", linear)
+    assert UNKNOWN in why_left_alone(module)
 
 
 def by_heads(q, k, v, bias):
