@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tome_core.attention.functions import _TOKENS as TRIED
 from tome_core.models.transformer import TIMES, family_of, find_attentions
-from tome_core.models.unet_blocks import Place, find_blocks
+from tome_core.models.unet_blocks import BlockPlace, find_blocks
 
 UNET, TRANSFORMER = KINDS = ("unet", "transformer")
 
@@ -22,7 +22,7 @@ def kind_of(network: nn.Module) -> str:
     return UNET if family_of(network) is None else TRANSFORMER
 
 
-def finest_blocks(unet: nn.Module) -> list[Place]:
+def finest_blocks(unet: nn.Module) -> list[BlockPlace]:
     """The transformer blocks of the finest level that has attention."""
     places = find_blocks(unet)
     finest = min(place.halvings for place in places)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from . import asking, host, slot
+from . import host, slot_calls, slot_function
 from .host import hosting
 from .sampling import HostSampling, is_flow, timestep_of
 from .transformers import TransformerMerging, piece_of
@@ -57,7 +57,7 @@ class BranchMerging:
     """
 
     def __init__(self, config: Any, line: str, facts: dict[str, Any], node_id: Any, name: str) -> None:
-        self.config, self._asked = config, (line, facts)
+        self.config, self._settings_and_facts = config, (line, facts)
         self._node_id, self._name = node_id, name
         self.latest: Outcome | None = None
         self._shown: tuple[Any, list[str]] = (None, [])  # lines of one prompt, because two passes may use one node
@@ -84,10 +84,10 @@ class BranchMerging:
     ) -> Any:  # fmt: skip
         """Wrap a whole sampling: count, then report."""
         time = HostSampling(sampler, sigmas, noise)
-        sampling, heard = Sampling(self.config, time), time.heard.listening(callback)
+        sampling, timed_steps = Sampling(self.config, time), time.timed_steps.counting_callback(callback)
         outer, self._sampling = self._sampling, sampling
         try:
-            return executor(noise, latent_image, sampler, sigmas, denoise_mask, heard, *args, **kwargs)
+            return executor(noise, latent_image, sampler, sigmas, denoise_mask, timed_steps, *args, **kwargs)
         except BaseException:
             time.stopped = True
             raise
@@ -98,9 +98,9 @@ class BranchMerging:
             if self.config is None:
                 sampling.remember()
             else:
-                self._tell(sampling.end(*self._asked))
+                self._report(sampling.end(*self._settings_and_facts))
 
-    def _tell(self, outcome: Outcome) -> None:
+    def _report(self, outcome: Outcome) -> None:
         self.latest, queue, (last, shown) = outcome, getattr(host.server(), "last_prompt_id", None), self._shown
         self._shown = queue, [*(shown if queue is not None and queue == last else ()), *outcome.lines]
         host.say("\n".join(outcome.lines), None, self._name)
@@ -137,7 +137,7 @@ class Sampling:
         given = frozenset(name for name, value in options.items() if value is not None and value is not False)
         self.is_alone = self.is_alone and not any(_holds(options.get(name)) for name in _BESIDE)
         names = {*map(str, given), *(str(key) for kind in options.get("wrappers", {}).values() for key in kind)}
-        self._time.heard.call(x, slot.name_in_force(options), *sorted(names))
+        self._time.timed_steps.call(x, slot_calls.other_names_in_slot(options), *sorted(names))
         if isinstance(merging, str):
             return run(options)
         if merging.state.wants_time:
@@ -151,11 +151,11 @@ class Sampling:
         if given - self._usual:  # guidance that perturbs this call may reorder its tokens, so kept plans do not fit
             call.kept = None
         with merging.answering(call, latent, options) as ask:
-            out = asking.call(run, options, ask, **(asking.GRAPH if merging.is_compiled else {}))
+            out = slot_function.call(run, options, ask, **(slot_function.GRAPH if merging.is_compiled else {}))
         self._time.note_call(options)
         return out
 
-    def end(self, asked: str, facts: dict[str, Any]) -> Outcome:
+    def end(self, settings: str, facts: dict[str, Any]) -> Outcome:
         """Return the result of the sampling."""
         time = self._time
         strangers = [why for why in self._models.values() if isinstance(why, str)]
@@ -169,8 +169,8 @@ class Sampling:
         else:
             first, *more = strangers or [_PAST_US if time.steps["steps"] else "the model was not called"]
         more = [*filter(None, more), *facts["unknown"]]
-        line = f"{_TITLE}: {', '.join(filter(None, [asked, time.text, first]))}"
-        details = report.lines(_TITLE, [asked, time.text], more)
+        line = f"{_TITLE}: {', '.join(filter(None, [settings, time.text, first]))}"
+        details = report.lines(_TITLE, [settings, time.text], more)
         data = {**facts, "line": line, "stepped_aside": strangers, **time.steps, **report.as_data()}
         maps = {}
         if merged and not time.stopped:
@@ -184,7 +184,7 @@ class Sampling:
         if self._time.stopped or not self.is_alone or len(self._models) != 1:
             return ""
         (unet,), time = self._models, self._time
-        return time.heard.remember(unet, self._config, report, time.sampler)
+        return time.timed_steps.remember(unet, self._config, report, time.sampler)
 
     def _make(self, model: Any, options: dict[str, Any]) -> Merging | str:
         if self._config is None:

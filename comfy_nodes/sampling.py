@@ -36,14 +36,14 @@ class HostSampling:
         self._sigmas, self._planned = sigmas, max(0, len(sigmas) - 1) if hasattr(sigmas, "__len__") else 0
         function = getattr(sampler, "sampler_function", None)
         follows = getattr(function, "__module__", "") in _KNOWN and function.__name__ not in _OF_THEIR_OWN
-        self.heard, self.sampler = hosting.Steps(follows), getattr(function, "__qualname__", "")
+        self.timed_steps, self.sampler = hosting.Steps(follows), getattr(function, "__qualname__", "")
         self._known: dict[tuple, Any] = {}  # results from the model's schedule, which may wait for the device
         self._computed: set[int] = set()  # steps that EasyCache or LazyCache did not skip
 
     @property
     def steps(self) -> dict[str, int]:
         """Numbers of steps: reported as done, planned (0 if not known), and computed by the model."""
-        return {"steps": self.heard.done, "steps_planned": self._planned, "steps_computed": len(self._computed)}
+        return {"steps": self.timed_steps.done, "steps_planned": self._planned, "steps_computed": len(self._computed)}
 
     @property
     def text(self) -> str:
@@ -58,7 +58,7 @@ class HostSampling:
     def note_call(self, options: dict[str, Any]) -> None:
         """Count a finished call of the model, unless EasyCache skipped it."""
         if not is_left_out(options):
-            self._computed.add(self.heard.done)
+            self._computed.add(self.timed_steps.done)
 
     def sigma(self, t: Any, options: dict[str, Any]) -> float:
         """Return the noise level of a model call.
@@ -68,7 +68,7 @@ class HostSampling:
             options: the call's transformer_options.
         """
         if torch.is_tensor(t) and t.device.type != "cpu" and self._levels_in(options):
-            return self.heard.time
+            return self.timed_steps.time
         return float(t.reshape(-1)[0]) if torch.is_tensor(t) else float(t)
 
     def pictures_in(self, x: Any, options: dict[str, Any]) -> int | None:
@@ -95,7 +95,7 @@ class HostSampling:
 
     def _levels_in(self, options: dict[str, Any]) -> list[float]:
         """Return the levels of all steps, from the list that reached the sampler; empty if the sampler is not known."""
-        listed, heard = options.get("sample_sigmas", self._sigmas), self.heard
+        listed, heard = options.get("sample_sigmas", self._sigmas), self.timed_steps
         if heard.follows and not heard.times and torch.is_tensor(listed):
             self._sigmas, heard.times = listed, listed.tolist()[:-1]
         heard.follows = heard.follows and listed is self._sigmas and bool(heard.times)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import asking, host, slot
+from . import host, slot_calls, slot_function
 from .host import hosting
 
 # transformers whose sequence is text, picture, reference pictures; transformer_options have the references' lengths
@@ -38,11 +38,11 @@ class TransformerMerging:
         self.state, self._model = hosting.state_of(config, piece_of(model)[2]), model
 
     @contextmanager
-    def answering(self, call: Any, latent: torch.Tensor, options: dict[str, Any]) -> Iterator[asking.Ask]:
+    def answering(self, call: Any, latent: torch.Tensor, options: dict[str, Any]) -> Iterator[slot_function.Ask]:
         """Yield the function that computes the attentions of one call of the model."""
         grid = grid_of(self._model, latent)
 
-        def ask(attention: slot.HostCall, facts: dict[str, Any]) -> torch.Tensor:
+        def ask(attention: slot_calls.HostCall, facts: dict[str, Any]) -> torch.Tensor:
             place = facts.get("block_type"), facts.get("block_index")
             layout_of = partial(where_tokens_lie, self._model, grid, options=facts) if grid else lambda tokens: _NO_GRID
             return hosting.answer(self.state, call, place, 0, 1, layout_of, [], attention)

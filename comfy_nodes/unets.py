@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import asking, host, slot
+from . import host, slot_calls, slot_function
 from .host import hosting
 from .sampling import is_left_out
 
@@ -51,11 +51,11 @@ class UnetMerging:
         self._levels = {place: level for place, level in levels.items() if covered[level]}
 
     @contextmanager
-    def answering(self, call: Any, latent: torch.Tensor, options: dict[str, Any]) -> Iterator[asking.Ask]:
+    def answering(self, call: Any, latent: torch.Tensor, options: dict[str, Any]) -> Iterator[slot_function.Ask]:
         """Yield the function that computes the attentions of one call. Attentions that never ask are counted."""
         missing, seen, before = Counter(self._levels.values()), [], None
 
-        def ask(attention: slot.HostCall, facts: dict[str, Any]) -> torch.Tensor:
+        def ask(attention: slot_calls.HostCall, facts: dict[str, Any]) -> torch.Tensor:
             nonlocal before
             last, before = before, (facts.get("block"), facts.get("block_index"))
             place = before

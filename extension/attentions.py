@@ -41,7 +41,7 @@ class _Hijacked(hosting.ForwardOnStandIn):
         return type(module).forward(hosting.StandIn(module, q, k, v), q, context=k[..., :1])
 
 
-class _OfForge(hosting.ByHeads):
+class _ForgeCall(hosting.HeadsCall):
     """A call of a Forge attention function. Some mistreat a bias: they expect a square mask, or slice it by queries."""
 
     def takes_bias(self) -> bool | None:
@@ -61,5 +61,5 @@ def describe() -> None:
     for forward, by_attribute in _BY_HAND.items():
         hosting.register(forward, _Hijacked(by_attribute))
     for name in _OF_THE_FORGES:
-        hosting.register_name(name, _OfForge)
+        hosting.register_name(name, _ForgeCall)
     hosting.register_wrapper("HyperTile", _beneath_idle_hypertile)

@@ -100,7 +100,7 @@ def layout(unet: Any = None) -> str:
         return SD
 
 
-def on_the_card(function: Callable[[], Any]) -> Any:
+def run_as_job(function: Callable[[], Any]) -> Any:
     """Run a function as the webui runs a job, alone and on its thread, and return the result.
 
     Raises:
@@ -287,7 +287,7 @@ def add_message(p: Any, processed: Any, text: str) -> None:
         p.comment(text)
 
 
-class Fact(dict):
+class CallableReport(dict):
     """The report for API callers, who get no comments. It is callable, because callable facts stay out of infotexts."""
 
     def __call__(self, **facts: Any) -> None:

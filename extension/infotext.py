@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any
 
 from ..tome_core.hosting import form
-from . import host, options
-from .wish import DIAL, EVERYWHERE, FILLED_FOR, OWN, WHERE, Wish, base_of, read, wish_of
+from . import host, settings_tab
+from .job_settings import DIAL, EVERYWHERE, FILLED_FOR, OWN, WHERE, JobSettings, base_of, read, settings_of
 
 logger = logging.getLogger(__name__)
 KEY = "ToMe"
@@ -23,14 +23,15 @@ _LONGEST = 2000  # characters of a value that are read
 _CHANGES = "_tome_core_xyz"
 
 
-def text_of(wish: Wish) -> str:
-    """Return the key's value for a picture of this wish."""
-    where = () if wish.where == EVERYWHERE else (wish.where,)
-    return "; ".join([f"{wish.strength:.12g}", *where, *(f"{name}={value}" for name, value in wish.changes.items())])
+def text_of(settings: JobSettings) -> str:
+    """Return the key's value for a picture with these settings."""
+    where = () if settings.where == EVERYWHERE else (settings.where,)
+    changes = (f"{name}={value}" for name, value in settings.changes.items())
+    return "; ".join([f"{settings.strength:.12g}", *where, *changes])
 
 
-def wish_in(text: str, layout: str) -> Wish:
-    """Read a key's value, the inverse of `text_of`. Parts that are not possible are listed in `Wish.left_out`.
+def settings_in(text: str, layout: str) -> JobSettings:
+    """Read a key's value, the inverse of `text_of`. Parts that are not possible are listed in `JobSettings.left_out`.
 
     Raises:
         ValueError: the text does not begin with a possible strength.
@@ -49,8 +50,8 @@ def wish_in(text: str, layout: str) -> Wish:
             changes[name] = _value(form.field(name), value)
         else:
             left_out.append(f"{reprlib.repr(part)} is no setting")
-    wish = wish_of(strength, where, changes, layout)
-    return Wish(True, wish.strength, where, wish.changes, (*left_out, *wish.left_out))
+    settings = settings_of(strength, where, changes, layout)
+    return JobSettings(True, settings.strength, where, settings.changes, (*left_out, *settings.left_out))
 
 
 def _value(field: form.Field, text: str) -> Any:
@@ -84,7 +85,7 @@ class Paste:
         self._values: dict[str, Any] = {}
 
     def value(self, name: str, parameters: Mapping[str, Any]) -> Any:
-        """Return the value of one of `wish.ARGUMENTS` in a parsed infotext; None leaves the control unchanged."""
+        """Return the value of a name of `job_settings.ARGUMENTS` in a parsed infotext; None changes nothing."""
         if parameters is not self._parameters:
             self._parameters, self._values = parameters, _values_in(parameters)
         return self._values.get(name)
@@ -97,15 +98,15 @@ def _values_in(parameters: Mapping[str, Any]) -> dict[str, Any]:
         return {"enabled": False}
     layout = host.layout()
     try:
-        wish = wish_in(parameters[key], layout)
+        settings = settings_in(parameters[key], layout)
     except (ValueError, TypeError, OverflowError) as error:
         logger.warning("%s: %s in the pasted infotext is ignored: %s", KEY, reprlib.repr(parameters[key]), error)
         return {} if parameters is Paste.on_page else {"enabled": True, "strength": float("nan")}
-    for sentence in wish.left_out:
+    for sentence in settings.left_out:
         logger.warning("%s: a part of the pasted infotext is ignored: %s", KEY, sentence)
-    dial = {name: getattr(wish, name) for name in DIAL}
-    own = {OWN: bool(wish.changes), FILLED_FOR: wish.strength}
-    return {**dial, **own, **base_of(wish.strength, layout), **wish.changes}
+    dial = {name: getattr(settings, name) for name in DIAL}
+    own = {OWN: bool(settings.changes), FILLED_FOR: settings.strength}
+    return {**dial, **own, **base_of(settings.strength, layout), **settings.changes}
 
 
 def changes_of(p: Any) -> dict[str, Any]:
@@ -122,7 +123,8 @@ def _confirm(name: str, p: Any, values: list) -> None:
     """Raise RuntimeError, as the plot's own axes do, for an impossible value."""
     for value in values:
         try:
-            problem = "; ".join(read(({"enabled": True},), options.of_dial, {name: value}, host.layout()).left_out)
+            settings = read(({"enabled": True},), settings_tab.default_of, {name: value}, host.layout())
+            problem = "; ".join(settings.left_out)
         except (TypeError, ValueError) as error:
             problem = str(error)
         if problem:

@@ -6,24 +6,24 @@ from collections.abc import Mapping
 
 from ..tome_core.hosting import MergeConfig, patch_of, pictures
 from . import host
-from .wish import HIRES, PASSES, Wish
+from .job_settings import HIRES, PASSES, JobSettings
 
 
-def answer(wish: Wish, sizes: Mapping[bool, tuple[int, int]], measure: bool = False) -> str:
+def answer(settings: JobSettings, sizes: Mapping[bool, tuple[int, int]], measure: bool = False) -> str:
     """Return the line, such as ``1024x1536: about 1.3x faster``, for each pass that merges.
 
     Args:
-        wish: the job's settings.
+        settings: the job's settings.
         sizes: width and height in pixels, by whether it is the hires pass.
         measure: measure unknown gains; otherwise the model is not called.
     """
-    if not wish.strength:
+    if not settings.strength:
         return "strength 0: off"
-    if wish.where == HIRES and True not in sizes:
+    if settings.where == HIRES and True not in sizes:
         return "only the hires pass is to merge: turn on Hires. fix"
     if host.loaded_unet() is None:
         return "no model is loaded yet"
-    configs = {hires: wish.config(hires, layout=host.layout()) for hires in sizes}
+    configs = {hires: settings.config(hires, layout=host.layout()) for hires in sizes}
     texts = {hires: _answer(hires, *sizes[hires], config, measure) for hires, config in configs.items() if config}
     return "; ".join(f"{PASSES[hires]} {text}" if len(sizes) > 1 else text for hires, text in texts.items())
 
@@ -39,11 +39,11 @@ def _answer(hires: bool, width: int, height: int, config: MergeConfig, measure: 
             reason = host.reason_of_unet(unet)  # left from the last job; the next job turns it off
             if reason:
                 return f"{size}: not measured, {reason}"
-            gain = host.on_the_card(lambda: patch.measure(height, width))
+            gain = host.run_as_job(lambda: patch.measure(height, width))
         if gain is not None:
             return gain.line
         why = patch.why_not(height, width)
-        own = "" if why else pictures.told(unet, config, height, width)
+        own = "" if why else pictures.known_gain(unet, config, height, width)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # an unknown model, or a job in progress
         return f"{size}: {str(error).splitlines()[0]}"
     return f"{size}: {f'will not merge, {why}' if why else own or 'not measured yet'}"

@@ -14,8 +14,8 @@ from typing import Any
 
 from ..tome_core.hosting import MergeConfig, Patch, Report, UnsupportedModelError, patch, patch_of
 from . import host
-from .pace import Pace
-from .wish import Wish
+from .job_settings import JobSettings
+from .sampler_times import SamplerTimes
 
 JOB = "_tome_core_job"  # the attribute of a ``p`` with its `Job`
 
@@ -43,11 +43,11 @@ class PassRecord:
 
 
 class Job:
-    """The wish and the records of one job.
+    """The settings and the records of one job.
 
     Args:
         p: the webui's job object.
-        wish: its settings.
+        settings: its settings.
         error: the error in its values; then it does not merge.
 
     Attributes:
@@ -56,9 +56,9 @@ class Job:
         records: by whether it is the hires pass.
     """
 
-    def __init__(self, p: Any, wish: Wish, error: str = "") -> None:
+    def __init__(self, p: Any, settings: JobSettings, error: str = "") -> None:
         self.p = weakref.ref(p)
-        self.wish = wish
+        self.settings = settings
         self.error = error
         self.fact: Any = None
         self.merged = False
@@ -74,15 +74,15 @@ class Job:
         """
         p = self.p()
         seeds = getattr(p, "seeds", None) or getattr(p, "all_seeds", None) or [0]  # of the current batch
-        return self.wish.config(hires, int(seeds[0]), layout or host.layout())
+        return self.settings.config(hires, int(seeds[0]), layout or host.layout())
 
-    def why_left(self, hires: bool) -> str:
+    def why_unmerged(self, hires: bool) -> str:
         """Return why a pass does not merge, as known before it; "" if it merges. Asked once a job."""
         if hires not in self._left:
-            self._left[hires] = self._why_left(hires)
+            self._left[hires] = self._why_unmerged(hires)
         return self._left[hires]
 
-    def _why_left(self, hires: bool) -> str:
+    def _why_unmerged(self, hires: bool) -> str:
         p, config = self.p(), self.config(hires)
         if config is None:
             return "left alone"
@@ -118,7 +118,7 @@ class Armed:
         self.hires = False
         self.handle: Patch | None = None
         self._tried: Any = None  # weak reference to the UNet of the armed pass, patched or not
-        self._pace: Pace | None = None  # also identifies the armed pass
+        self._times: SamplerTimes | None = None  # also identifies the armed pass
         self._models = 0  # models of the pass, plus disturbances of its time; only 1 is timed
         self._pass = ExitStack()  # for SD.Next, which has no denoiser callback
 
@@ -130,14 +130,14 @@ class Armed:
             return
         wants, self._models = job.config(hires) is not None, 0
         # if the webui's own merging is on, a reason from the engine leaves the pass to the webui
-        reason = job.why_left(hires) if wants and ratio else host.reason_to_step_aside(hires)
+        reason = job.why_unmerged(hires) if wants and ratio else host.reason_to_step_aside(hires)
         if reason and wants:
             job.records[hires].refusals.append(reason)
         if reason or (not wants and (ratio or host.loaded_unet() is None)):
             return
         self.job, self.hires = job, hires
         self._put_on(host.running_unet(p))
-        self._pace = Pace(p, self.handle is not None and self.handle.wants_time)
+        self._times = SamplerTimes(p, self.handle is not None and self.handle.wants_time)
 
     def step(self, params: Any) -> None:
         """Prepare a call of the model: check the job, patch the current model, and set the time."""
@@ -152,8 +152,8 @@ class Armed:
             return
         self._follow(host.running_unet(p))
         if self.handle is not None and self.handle.wants_time:
-            time, timesteps = host.relative(p, self._pace.time(params)), self._pace.timesteps(p)
-            self.handle.set_time(**time, sampling=self._pace, pictures=p.batch_size, timesteps=timesteps)
+            time, timesteps = host.relative(p, self._times.time(params)), self._times.timesteps(p)
+            self.handle.set_time(**time, sampling=self._times, pictures=p.batch_size, timesteps=timesteps)
         self._note_call(getattr(params, "x", None), *host.beside(p, params))
 
     def disarm(self, is_whole: bool = False) -> None:
@@ -163,13 +163,13 @@ class Armed:
             is_whole: the pass has ended normally.
         """
         report = self._take_off()
-        if self._pace is not None:
-            self._pace.take_off()
+        if self._times is not None:
+            self._times.take_off()
             record = PassRecord() if self._config is None else self.job.records[self.hires]
-            record.counts.update(self._pace.counts())
+            record.counts.update(self._times.counts())
             if is_whole and self._models == 1 and not host.is_stopped():
-                record.own = self._pace.heard.remember(self._tried(), self._config, report, self._pace.sampler)
-        self.job = self._pace = None
+                record.own = self._times.timed_steps.remember(self._tried(), self._config, report, self._times.sampler)
+        self.job = self._times = None
 
     def _follow(self, unet: Any) -> None:
         """Follow a change of the model within a pass, by the refiner or a hires checkpoint."""
@@ -201,7 +201,7 @@ class Armed:
             self._pass.enter_context(self.handle.sampling(p.batch_size))  # all calls are one sampling
 
     def _note_call(self, *kind: Any) -> None:
-        self._pace.note_call(self.handle is not None and self.handle.is_live, *kind)
+        self._times.note_call(self.handle is not None and self.handle.is_live, *kind)
 
     def _take_off(self) -> Report | None:
         handle, self.handle = self.handle, None

@@ -10,10 +10,10 @@ import sys
 from typing import Any
 
 from ..tome_core import hosting
-from . import attentions, host, infotext, options, sdnext
+from . import attentions, host, infotext, sdnext, settings_tab
+from .job_settings import PASSES, TITLE, JobSettings, read
 from .merging import JOB, Job, armed, job_of
-from .summary import data_of, lines_of
-from .wish import PASSES, TITLE, Wish, read
+from .report_line import data_of, lines_of
 
 logger = logging.getLogger(__name__)
 FACT = "ToMe report"  # for API callers
@@ -24,7 +24,7 @@ class TokenMerging(host.Script):
     """The panel and the hooks. There is one object for each tab; the data of a job is on its ``p``."""
 
     _request: Any = None  # the latest request, and the report of its jobs
-    _fact: host.Fact
+    _fact: host.CallableReport
 
     def title(self) -> str:
         """Return the name, which API callers use in lower case."""
@@ -48,7 +48,7 @@ class TokenMerging(host.Script):
         armed.disarm()
         for name in (JOB, *host.STAND_INS):  # also those that a copied p has inherited
             vars(p).pop(name, None)
-        host.silence_built_in(p, lambda p, hires: not _job_of(p, values).why_left(hires))
+        host.silence_built_in(p, lambda p, hires: not _job_of(p, values).why_unmerged(hires))
 
     def process(self, p: Any, *values: Any) -> None:
         """Write our part of the first infotext, before the picture is drawn."""
@@ -57,11 +57,11 @@ class TokenMerging(host.Script):
             logger.error("%s", job.error)
         request = getattr(p, "script_args", None)  # the same list for all jobs of a request
         if request is None or request is not self._request:
-            self._request, self._fact = request, host.Fact()
+            self._request, self._fact = request, host.CallableReport()
         job.fact = self._fact
-        if (job.error or job.wish.enabled) and host.CALLS_FACTS and p.extra_generation_params is not None:
+        if (job.error or job.settings.enabled) and host.CALLS_FACTS and p.extra_generation_params is not None:
             p.extra_generation_params[FACT] = job.fact  # for scripts that make a result of their own
-        _write(p, job, any(job.wish.config(hires) for hires in PASSES if host.has_hires(p) or not hires))
+        _write(p, job, any(job.settings.config(hires) for hires in PASSES if host.has_hires(p) or not hires))
 
     def process_batch(self, p: Any, *values: Any, **facts: Any) -> None:
         """Begin a batch. In SD.Next this is the last hook before the first pass."""
@@ -93,8 +93,8 @@ class TokenMerging(host.Script):
         """Report on the finished job. The webui does not call this after an exception."""
         armed.disarm()
         job = job_of(p)
-        if job is not None and (job.error or job.wish.enabled):
-            _tell(p, job, processed)
+        if job is not None and (job.error or job.settings.enabled):
+            _report(p, job, processed)
 
 
 def _job_of(p: Any, values: tuple) -> Job:
@@ -102,27 +102,27 @@ def _job_of(p: Any, values: tuple) -> Job:
     job = job_of(p)
     if job is None:
         try:
-            job = Job(p, read(values, options.of_dial, infotext.changes_of(p), host.layout()))
+            job = Job(p, read(values, settings_tab.default_of, infotext.changes_of(p), host.layout()))
         except (ValueError, TypeError) as error:
-            job = Job(p, Wish(), f"not merged, because a setting is wrong: {error}")
+            job = Job(p, JobSettings(), f"not merged, because a setting is wrong: {error}")
         setattr(p, JOB, job)
     return job
 
 
 def _write(p: Any, job: Job, merges: bool) -> None:
     """Write our key into the infotext if the picture merges; into a new dict, because cells of a plot share theirs."""
-    is_reported = job.error or job.wish.enabled
+    is_reported = job.error or job.settings.enabled
     others = {key: value for key, value in (p.extra_generation_params or {}).items()
               if key not in infotext.KEYS and (key != FACT or is_reported)}  # fmt: skip
     key = infotext.KEYS[host.has_setting_called(infotext.KEY)]
-    p.extra_generation_params = others | ({key: infotext.text_of(job.wish)} if merges else {})
+    p.extra_generation_params = others | ({key: infotext.text_of(job.settings)} if merges else {})
 
 
-def _tell(p: Any, job: Job, processed: Any) -> None:
+def _report(p: Any, job: Job, processed: Any) -> None:
     lines = [job.error] if job.error else lines_of(job, host.has_hires(p))
-    if options.is_shown(options.CONSOLE) and not job.error:
+    if settings_tab.is_shown(settings_tab.CONSOLE) and not job.error:
         logger.info("%s", "; ".join(lines))
-    if options.is_shown(options.PAGE) or job.error:
+    if settings_tab.is_shown(settings_tab.PAGE) or job.error:
         for line in lines:  # comments of a script's first job would become those of the whole script
             host.add_message(p, processed, f"ToMe: {line}")
     data, fact = data_of(job, lines), job.fact
@@ -160,7 +160,7 @@ def register() -> type[TokenMerging]:
     attentions.describe()
     hosting.gains.load(host.gains_file())  # gains measured by earlier processes
     host.listen(
-        cfg_denoiser=armed.step, ui_settings=options.register, before_ui=infotext.add_axes, script_unloaded=unload,
+        cfg_denoiser=armed.step, ui_settings=settings_tab.register, before_ui=infotext.add_axes, script_unloaded=unload,
         after_component=on_component, after_process=on_end, infotext_pasted=infotext.Paste.note,
     )  # fmt: skip
     return TokenMerging

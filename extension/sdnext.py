@@ -42,14 +42,14 @@ class RunningPipeline:
         return getattr(running, "transformer", None) if unet is None else unet
 
 
-def when_hires_begins(p: Any, tell: Callable[[], None]) -> None:
-    """Call ``tell`` just before the hires pass of ``p`` begins, when its size is known."""
+def when_hires_begins(p: Any, callback: Callable[[], None]) -> None:
+    """Call ``callback`` just before the hires pass of ``p`` begins, when its size is known."""
     this = weakref.ref(p)
 
     def init_hires(*args: Any, **kwargs: Any) -> None:
         job = this()
         type(job).init_hr(job, *args, **kwargs)
-        tell()
+        callback()
 
     setattr(p, INIT_HIRES, init_hires)
 

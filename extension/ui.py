@@ -13,8 +13,8 @@ import gradio as gr
 from gradio.context import Context
 
 from ..tome_core.hosting import MARKS, form
-from . import host, infotext, measuring, options
-from .wish import ARGUMENTS, DEFAULTS, DIAL, FILLED_FOR, OWN, TITLE, WHERE, base_of, find_filled, read
+from . import host, infotext, measuring, settings_tab
+from .job_settings import ARGUMENTS, DEFAULTS, DIAL, FILLED_FOR, OWN, TITLE, WHERE, base_of, find_filled, read
 
 _TIPS = {
     "strength": "Higher is faster and changes the picture more. 0 is off.",
@@ -48,7 +48,7 @@ def note(control: Any, elem_id: str) -> None:
                            outputs=ours, **_QUIETLY)  # fmt: skip
         if ours and elem_id == "setting_tome_enabled":  # the other quicksettings next to it count, too
             others = [panel.made[name] for panel in _panels.values() for name in DIAL[1:]]
-            control.change(fn=_as_quick, inputs=[control], outputs=others, **_QUIETLY)
+            control.change(fn=_quicksetting_updates, inputs=[control], outputs=others, **_QUIETLY)
         return
     if elem_id in _BY:  # the other tab's width and height have no meaning
         _tabs[elem_id] = control
@@ -59,10 +59,10 @@ def note(control: Any, elem_id: str) -> None:
         _link(tab)
 
 
-def _as_quick(is_on: bool) -> list[Any]:
+def _quicksetting_updates(is_on: bool) -> list[Any]:
     """Return updates of the dial's other controls by their quicksettings, when merging is switched on there."""
     shown = [*host.option("quicksettings_list", []), *host.option("quick_setting_list", [])] if is_on else []
-    return [gr.update(value=options.of_dial(name)) if f"tome_{name}" in shown else gr.update()
+    return [gr.update(value=settings_tab.default_of(name)) if f"tome_{name}" in shown else gr.update()
             for _ in _panels for name in DIAL[1:]]  # fmt: skip
 
 
@@ -98,7 +98,7 @@ class Panel:
             for control in self.controls:  # None, so that a call without a value uses the setting
                 control.value = None
             return
-        self._begin_as_set(enabled)
+        self._start_with_saved_defaults(enabled)
         self._connect()
         _panels[tab] = _waiting[tab] = self
         _link(tab)
@@ -135,7 +135,7 @@ class Panel:
         value = base_of(DEFAULTS["strength"])[field.name]
         self._add(field.name, kind, label=label, value=value, min_width=120, **facts)
 
-    def _begin_as_set(self, enabled: Any) -> None:
+    def _start_with_saved_defaults(self, enabled: Any) -> None:
         """Start the page with the settings tab's values, unless the user has saved other defaults of the panel."""
         for name in DIAL:
             control = self.made[name]
@@ -154,7 +154,8 @@ class Panel:
     def _connect(self) -> None:
         fields = [self.made[name] for name in form.NAMES]
         strength, own, filled = (self.made[name] for name in ("strength", OWN, FILLED_FOR))
-        along = {"fn": moved, "inputs": [strength, own, filled, *fields], "outputs": [filled, *fields], **_QUIETLY}
+        inputs, outputs = [strength, own, filled, *fields], [filled, *fields]
+        along = {"fn": follow_strength, "inputs": inputs, "outputs": outputs, **_QUIETLY}
         # gradio drops an event while the same one is running, so each event is followed by another
         strength.change(**along).then(**along)
         own.change(**along)  # another model may have been loaded since they were filled in
@@ -192,9 +193,9 @@ def _show(control: Any, key: str, value: Any) -> None:
 
 def _start(name: str, saved: Any) -> Any:
     """Return a control's first value: the user's saved default of the panel, else the settings tab's value."""
-    wanted = options.of_dial(name) if saved == DEFAULTS[name] else saved
+    wanted = settings_tab.default_of(name) if saved == DEFAULTS[name] else saved
     try:
-        return getattr(read(({**DEFAULTS, "enabled": True, name: wanted},), options.of_dial), name)
+        return getattr(read(({**DEFAULTS, "enabled": True, name: wanted},), settings_tab.default_of), name)
     except (TypeError, ValueError):  # a settings file may hold anything
         return DEFAULTS[name]
 
@@ -233,7 +234,7 @@ def _marks(slider: str) -> str:
     return f'<div style="position:relative;height:1.4em;font-size:.85em;opacity:.8">{marks}</div>'
 
 
-def moved(strength: float, own: bool, filled_for: float, *values: Any) -> list[Any]:
+def follow_strength(strength: float, own: bool, filled_for: float, *values: Any) -> list[Any]:
     """Return updates of `FILLED_FOR` and all fields for a new strength; fields that the user has changed stay."""
     current, layout = dict(zip(form.NAMES, values, strict=True)), host.layout()
     try:
@@ -252,9 +253,9 @@ def _line(by_factor: Any, *values: Any, measure: bool = False) -> str:
     if by_factor:
         return _BY_FACTOR
     try:
-        wish = read((True, *mine[1:]), options.of_dial, layout=host.layout())
-        unused = (f"not used: {reason}" for reason in wish.left_out)
-        text = "; ".join([measuring.answer(wish, _sizes(*theirs), measure), *unused])
+        settings = read((True, *mine[1:]), settings_tab.default_of, layout=host.layout())
+        unused = (f"not used: {reason}" for reason in settings.left_out)
+        text = "; ".join([measuring.answer(settings, _sizes(*theirs), measure), *unused])
     except (TypeError, ValueError) as error:
         text = str(error)
     return html.escape(text)

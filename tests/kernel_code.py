@@ -36,7 +36,7 @@ def launch_all(dtype):
     kernels.mean_rows(tokens.flatten(0, 1), *segments, TOKENS, values=tokens.flatten(0, 1))
     kernels.mean_rows(tokens.flatten(0, 1), *segments, TOKENS, bias=True)
     kernels.segments(numbers(2, TOKENS), GROUPS, -1000.0, torch.bfloat16)
-    kernels.place_tokens(torch.zeros(2, 768), numbers(2, 768), numbers(1, 768), numbers(1, GROUPS), 512)
+    kernels.assign_groups(torch.zeros(2, 768), numbers(2, 768), numbers(1, 768), numbers(1, GROUPS), 512)
     if dtype.itemsize == 2:
         asked, few = tokens[:, ::8], groups.to(dtype)
         first = kernels.first_order(tokens, tokens, numbers(1, TOKENS), groups, HEADS, 0.1)

@@ -52,7 +52,7 @@ def _corrected():
     return (add_correction(out, q, Correction(*parts)),)
 
 
-WORK = {"best_keys": _best, "mean_rows": _merged, "segments": _merged, "place_tokens": _placed, "first_order": _fit,
+WORK = {"best_keys": _best, "mean_rows": _merged, "segments": _merged, "assign_groups": _placed, "first_order": _fit,
         "answer_few": _fit, "ridge": _fit, "correct": _corrected}  # fmt: skip
 
 
@@ -76,7 +76,7 @@ PLANTED = {
     "best_keys: a number that no key has": ("best_keys", _gives(5, lambda index: index + 70)),
     "mean_rows: a stale tile": ("mean_rows", _gives(5, _stale)),
     "segments: one group further": ("segments", _given(0, lambda group: (group + 1) % 40)),
-    "place_tokens: one token more merges": ("place_tokens", _given(4, lambda removed: removed + 1)),
+    "assign_groups: one token more merges": ("assign_groups", _given(4, lambda removed: removed + 1)),
     "first_order: groups of the tokens beside them": ("first_order", _given(2, lambda group: group.roll(1, 1))),
     "answer_few: sizes are forgotten": ("answer_few", _given(5, torch.zeros_like)),
     "answer_few: one head's answers for another's": ("answer_few", _gives(8, lambda x: x.roll(1, 0))),
@@ -130,10 +130,10 @@ def test_inputs_that_are_not_finite_tell_nothing_of_a_kernel(off):
     with kernels.without():
         expected = best_keys(sick, None, keys)
     assert torch.equal(best_keys(sick, None, keys)[1][:, 1:], expected[1][:, 1:])
-    assert not kernels._proven
+    assert not kernels._verified
     for dtype in DTYPES:  # each proves itself
         best_keys(clean.to(dtype), None, keys.to(dtype))
-    assert {key[-1] for key in kernels._proven} == set(DTYPES) and not off
+    assert {key[-1] for key in kernels._verified} == set(DTYPES) and not off
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:2] if kernel_harness.INTERPRETED else DTYPES, ids=str)
@@ -153,7 +153,7 @@ def test_with_kernels_and_without_a_models_pictures_differ_by_rounding_alone(dty
             return torch.stack(pictures)
 
     found = draw()
-    wanted = set(NAMES) if dtype.itemsize == 2 else {"best_keys", "mean_rows", "segments", "place_tokens"}
+    wanted = set(NAMES) if dtype.itemsize == 2 else {"best_keys", "mean_rows", "segments", "assign_groups"}
     assert wanted <= set(used) and not off
     with kernels.without():
         plain = draw()

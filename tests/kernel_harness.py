@@ -15,7 +15,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 INF = float("inf")
 NAMES = (
-    "answer_few", "best_keys", "correct", "first_order", "mean_rows", "place_tokens", "ridge", "segments",
+    "answer_few", "best_keys", "correct", "first_order", "mean_rows", "assign_groups", "ridge", "segments",
 )  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def used(monkeypatch):
         launch = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, launch=launch, name=name: (calls.append(name), launch(*a)))
     monkeypatch.setattr(kernels, "_give_up", _fail)
-    monkeypatch.setattr(kernels, "_proven", set())
+    monkeypatch.setattr(kernels, "_verified", set())
     monkeypatch.setattr(kernels, "_proves_itself", _compare)
     yield calls
     assert calls

@@ -145,7 +145,7 @@ def test_centres_know_their_lengths_and_which_are_empty(dtype, channels):
     assert torch.equal(keys_of_rows(x, rows, True)[0], x[:, rows[0]])  # rows are centres of their own
 
 
-# --- segments and place_tokens ----------------------------------------------------------------------------------------
+# --- segments and assign_groups ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows, tokens, groups", [(1, 1, 1), (2, 2100, 33), (1, 20, 70), (3, 1024, 32)])

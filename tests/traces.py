@@ -24,13 +24,13 @@ def attributes(model) -> dict[str, dict]:
 def wraps_of(handle: Any) -> list[Wrap]:
     """All wraps that are on the models that the handle patched, and those it put on a pipeline."""
     sets = (wraps_on(model) for model in handle._present())
-    return [*(wrap for one in sets if one is not None for wrap in one.on), *handle._outside]
+    return [*(wrap for one in sets if one is not None for wrap in one.wraps), *handle._outside]
 
 
 def is_idle(handle: Any) -> bool:
     """Does nothing that belongs to the model hold anything of a call?"""
     calls = (one.calls for one in map(wraps_on, handle._present()) if one is not None)
-    return all((one.now, one.in_graph, one.off) == (None, None, 0) for one in calls)
+    return all((one.current, one.in_graph, one.disabled) == (None, None, 0) for one in calls)
 
 
 def drop_own_methods(model) -> None:

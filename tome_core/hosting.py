@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from .attention.by_hand import ForwardOnStandIn, StandIn, full_name, register
+from .attention.descriptions import ForwardOnStandIn, StandIn, full_name, register
 from .compiling import is_tracing, when_traced
 from .engine.state import State
 from .measuring import pictures
 from .measuring.pictures import Steps
 from .merging.grid import Grid, Layout
 from .models import find_models
-from .models.asked import ByHeads, answer
+from .models.attention_calls import HeadsCall, answer
 from .models.compiled import OPERATORS, number_of, why_not_in_graph
 from .models.intercept import register_name
 from .models.unet_blocks import UnsupportedModelError, find_unet, is_kind

@@ -13,7 +13,7 @@ import torch
 
 from comfy_nodes import host
 from comfy_nodes.nodes import ApplyToMe, RemoveToMe
-from comfy_nodes.slot import SLOT
+from comfy_nodes.slot_calls import SLOT
 from tests.comfy_doubles import Executor, FlowGuider, Guider, apply, checkpoint, latest, least_checkpoint, transformer
 from tests.models import inputs
 from tests.threads import at_once

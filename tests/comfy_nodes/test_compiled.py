@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from comfy_nodes import host
-from comfy_nodes.slot import SLOT
+from comfy_nodes.slot_calls import SLOT
 from tests import comfy_attention
 from tests.comfy_doubles import FlowGuider, Guider, apply, latest, least_checkpoint, transformer
 from tests.compiling import where_compilers_were_tried

@@ -11,7 +11,7 @@ import torch
 
 from comfy_nodes import host
 from comfy_nodes.nodes import OFF_BY_SETTINGS, OFF_TEXT, ApplyToMe, RemoveToMe, ToMePreview
-from comfy_nodes.slot import SLOT
+from comfy_nodes.slot_calls import SLOT
 from tests import comfy_attention, step_clock
 from tests.comfy_doubles import Guider, apply, least_checkpoint, sampler_of
 from tome_core.hosting import gains

@@ -75,7 +75,7 @@ def test_the_list_in_force_is_the_one_behind_all_other_wrappers():
 
 def test_calls_inside_a_step_have_its_end():
     sampling, level = HostSampling(KNOWN, on_device(torch.tensor([9.0, 8, 7, 0]))), on_device(torch.ones(1))
-    heard, seen = sampling.heard.listening(None), []
+    heard, seen = sampling.timed_steps.counting_callback(None), []
     for step in range(3):
         seen.append(sampling.sigma(level, {}))  # the step's first call
         heard(step, None, None, 3)
@@ -88,7 +88,7 @@ def test_steps_that_easycache_leaves_out_are_told_of_a_sampler_that_reports_its_
     sampling = HostSampling(KNOWN, torch.ones(4))
     sampling.note_call({})
     assert sampling.text == "3 steps"
-    heard = sampling.heard.listening(None)
+    heard = sampling.timed_steps.counting_callback(None)
     for step, options in enumerate(({}, leaves_out, {})):
         sampling.note_call(options)
         heard(step, None, None, 3)

@@ -35,7 +35,7 @@ def pasted(webui, text, on_page=True):
 
 
 def wished(webui, *args):
-    return webui.part("wish").read(args, webui.part("options").of_dial)
+    return webui.part("job_settings").read(args, webui.part("settings_tab").default_of)
 
 
 @pytest.mark.parametrize("args", WISHES, ids=str)
@@ -59,7 +59,7 @@ def test_a_merged_picture_has_one_key_and_one_that_did_not_merge_none(webui):
 
 def test_a_picture_without_us_turns_us_off_and_leaves_the_rest_alone(webui):
     parameters, value = parsed("Steps: 3, Token merging ratio: 0.5"), webui.part("infotext").Paste().value
-    names = webui.part("wish").ARGUMENTS
+    names = webui.part("job_settings").ARGUMENTS
     assert [value(name, parameters) for name in names] == [False, *[None] * (len(names) - 1)]
 
 

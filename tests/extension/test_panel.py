@@ -20,7 +20,7 @@ DIAL = ("enabled", "strength", "where")
 
 def panel(webui):
     """The controls by name."""
-    return dict(zip(webui.part("wish").ARGUMENTS, webui.script.ui(False), strict=True))
+    return dict(zip(webui.part("job_settings").ARGUMENTS, webui.script.ui(False), strict=True))
 
 
 def shown(controls, names=DIAL):
@@ -54,7 +54,7 @@ def test_a_nonsensical_saved_setting_breaks_no_page_and_the_api_is_told_of_no_va
 
 
 def test_a_page_starts_with_the_settings_unless_the_user_saved_a_default_of_the_panel(webui):
-    wish, controls = webui.part("wish"), panel(webui)
+    wish, controls = webui.part("job_settings"), panel(webui)
     fields = (wish.FILLED_FOR, *form.NAMES)
     webui.shared.opts.data |= {"tome_enabled": True, "tome_strength": 0.7}
     assert shown(controls) == [True, 0.7, "everywhere"]
@@ -148,7 +148,7 @@ def line(request, webui):
 
     def ask(measure=False, **changes):
         _, *ours = (control.value for control in event["inputs"])
-        values = dict(zip(webui.part("wish").ARGUMENTS, ours, strict=False)) | THEIRS
+        values = dict(zip(webui.part("job_settings").ARGUMENTS, ours, strict=False)) | THEIRS
         return (button.clicked if measure else event)["fn"](0, *(values | changes).values())
 
     return ask
@@ -222,7 +222,7 @@ def test_what_pays_merges_from_the_next_picture_on_and_after_a_restart(place, we
     assert torch.equal(first.latents, plain) and "so few tokens" in first.comments
     assert not measured and not list(place.rglob("*.json")), "nothing is measured unasked"
     webui.script.ui(False)  # imports it
-    wish = webui.part("wish").read((True, 0.5), webui.part("options").of_dial)
+    wish = webui.part("job_settings").read((True, 0.5), webui.part("settings_tab").default_of)
     assert webui.part("measuring").answer(wish, {False: (64, 64)}, measure=True) == "64x64: about 2.0x faster"
     second = webui.job(True, 0.5)
     assert "about 2.0x faster (measured here)" in second.comments and not torch.equal(second.latents, plain)

@@ -33,7 +33,8 @@ def known(webui):
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_the_report_and_the_panel_tell_it_after_three_of_both_kinds(webui):
     webui.script.ui(False)  # imports the panel
-    answer, wish = webui.part("measuring").answer, webui.part("wish").read(ON, webui.part("options").of_dial)
+    answer = webui.part("measuring").answer
+    wish = webui.part("job_settings").read(ON, webui.part("settings_tab").default_of)
     assert answer(wish, {False: (64, 64)}) == "64x64: not measured yet"
     for _ in range(3):
         assert "faster" not in webui.job().comments

@@ -61,7 +61,7 @@ def test_an_unloaded_engine_is_let_go_though_the_model_stays():
         webui = Webui(monkeypatch).start()
         webui.load(model)
         assert webui.job(FREE).infotexts != [""]
-        kept = weakref.ref(webui.part("wish").strength.__globals__["MergeConfig"])
+        kept = weakref.ref(webui.part("job_settings").strength.__globals__["MergeConfig"])
         assert kept() is not None
         webui.call("script_unloaded")
         assert not [name for name in sys.modules if name.startswith("_tome_core_webui")]

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from comfy_nodes import asking, branch
+from comfy_nodes import branch, slot_function
 from comfy_nodes.host import hosting
 from tests import webui_doubles
 from tests.comfy_doubles import Guider, apply, least_checkpoint
@@ -27,7 +27,7 @@ VALUES = {"level": "up to /8", "end": 0.9}
 WEBUI_ON = custom(0.5, **VALUES, merge_crossattn=True, merge_mlp=True)
 # the functions of ours that a sampling in ComfyUI, and a call of the model there, go through
 OURS = ((branch.Sampling, "call"), (branch.Sampling, "_make"), (branch.Sampling, "_tell_time"), (State, "begin"),
-        (asking, "call"), (hosting, "answer"), (State, "attend"), (branch.Sampling, "end"))  # fmt: skip
+        (slot_function, "call"), (hosting, "answer"), (State, "attend"), (branch.Sampling, "end"))  # fmt: skip
 either_error = pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 
 

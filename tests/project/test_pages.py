@@ -33,7 +33,7 @@ QUOTED = {text for text in re.findall(r"`([^`\n]*)`", PAGES["docs/troubleshootin
 REASONS = (
     *(f"tome_core/{name}.py" for name in (
         "reporting/ledger", "engine/decision", "engine/state", "engine/time", "measuring/pays",
-        "attention/by_hand", "models/asked", "models/compiled", "models/sites", "models/transformer",
+        "attention/descriptions", "models/attention_calls", "models/compiled", "models/sites", "models/transformer",
         "models/unet")),
     "comfy_nodes/transformers.py", "comfy_nodes/unets.py", "extension/host.py",
 )  # fmt: skip

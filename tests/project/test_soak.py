@@ -111,7 +111,7 @@ def test_a_comfyui_model_keeps_nothing(server):
 def test_a_webui_model_keeps_nothing(monkeypatch):
     webui_doubles.be_short(monkeypatch)
     webui = Webui(monkeypatch).start()
-    options, before = webui.part("options"), traces(webui.unet)
+    options, before = webui.part("settings_tab"), traces(webui.unet)
     webui.shared.opts.data[options.REPORT] = options.PAGE
 
     def failed():

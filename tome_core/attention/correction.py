@@ -45,15 +45,15 @@ class Correction(NamedTuple):
     Args:
         matrix: the matrix of the query above that of the answer, ``(batch * heads, 2 * head_dim, head_dim)``.
         constant: ``(batch * heads, 1, head_dim)``.
-        asked: number of tokens that were answered exactly to fit the correction.
+        num_queries: number of tokens that were answered exactly to fit the correction.
     """
 
     matrix: Tensor
     constant: Tensor
-    asked: int = 0
+    num_queries: int = 0
 
 
-def pick_asked(grid: Grid, width: int, device: torch.device) -> tuple[Tensor]:
+def pick_queries(grid: Grid, width: int, device: torch.device) -> tuple[Tensor]:
     """Return the tokens that are answered exactly: the middles of equal cells of the grid.
 
     Args:
@@ -73,14 +73,16 @@ def pick_asked(grid: Grid, width: int, device: torch.device) -> tuple[Tensor]:
     return ((down[:, None] * grid.width + right).view(1, -1),)
 
 
-def fit_correction(q: Tensor, made: Pair, plan: MergePlan, heads: int, scale: float) -> tuple[Correction, Pair]:
+def fit_correction(
+    q: Tensor, keys_and_values: Pair, plan: MergePlan, heads: int, scale: float
+) -> tuple[Correction, Pair]:
     """Fit the correction of a plan.
 
     Sums and solutions are in float32. The correction is zero if every group has a single token.
 
     Args:
-        q: queries of the tokens that `pick_asked` returns, ``(batch, queries, heads * head_dim)``.
-        made: keys and values of all tokens, ``(batch, tokens, heads * head_dim)``.
+        q: queries of the tokens that `pick_queries` returns, ``(batch, queries, heads * head_dim)``.
+        keys_and_values: keys and values of all tokens, ``(batch, tokens, heads * head_dim)``.
         plan: the plan.
         heads: number of heads.
         scale: the attention's factor of the logits.
@@ -89,7 +91,7 @@ def fit_correction(q: Tensor, made: Pair, plan: MergePlan, heads: int, scale: fl
         The correction, in the dtype of `q`; and merged keys and values, ``(batch, groups, heads * head_dim)``.
     """
     with without_autocast(q):
-        keys, values = (tensor.to(q.dtype) for tensor in made)
+        keys, values = (tensor.to(q.dtype) for tensor in keys_and_values)
         *pair, exact = plan.merge_pair(keys, values, exact=True)
         sums = _sums_by_kernel(keys, values, exact, plan, heads, scale)
         if sums is not None and sums.shape[3] <= kernels.RIDGE_WIDEST and not kernels.needs_gradient(q):

@@ -19,7 +19,7 @@ import torch
 from ..merging import kernels
 from ..merging.grid import Layout, reuse, tokens_in
 from ..merging.plan import MergePlan
-from .correction import Correction, Pair, fit_correction, pick_asked
+from .correction import Correction, Pair, fit_correction, pick_queries
 
 BIAS, OWN_BIAS, UNSIZED = "bias", "bias, by torch's own function", "without sizes"
 _HELD = 16 << 20  # bytes of an intermediate tensor for some heads or tokens, of which a few exist at a time
@@ -63,29 +63,29 @@ class Merge(NamedTuple):
     correction: Correction | None = None
 
 
-def attend(attention: Attention, how: Merge, made: Pair | None = None) -> tuple[torch.Tensor, str]:
+def attend(attention: Attention, merging: Merge, merged_pair: Pair | None = None) -> tuple[torch.Tensor, str]:
     """Compute ``softmax(scale q k^T + log n) v`` with merged keys and values, for all queries.
 
     Args:
         attention: the unmerged call.
-        how: the way to merge.
-        made: keys and values ``(batch, groups, heads * head_dim)`` that are merged already, or None.
+        merging: the way to merge.
+        merged_pair: keys and values ``(batch, groups, heads * head_dim)`` that are merged already, or None.
 
     Returns:
         The output ``(batch, tokens, heads, head_dim)``; and how sizes were used: `BIAS`, `OWN_BIAS` or `UNSIZED`.
     """
     q, k, v, function, scale, takes_bias = attention
-    plan, batch, heads = how.plan, k.shape[0], k.shape[2]
-    if made is None and (k.device.type in kernels.DEVICES or k.numel() * 4 <= _AT_ONCE):
-        made = plan.merge_pair(k.flatten(2), v.flatten(2))[:2]
-    if made is not None:
+    plan, batch, heads = merging.plan, k.shape[0], k.shape[2]
+    if merged_pair is None and (k.device.type in kernels.DEVICES or k.numel() * 4 <= _AT_ONCE):
+        merged_pair = plan.merge_pair(k.flatten(2), v.flatten(2))[:2]
+    if merged_pair is not None:
         shape = batch, plan.num_groups, heads, -1
-        k, v = made[0].view(shape), made[1].view(shape)
+        k, v = merged_pair[0].view(shape), merged_pair[1].view(shape)
     else:
         k, v = merge(k, plan), merge(v, plan)
-    if how.queries:
+    if merging.queries:
         q = merge(q, plan)
-    if not how.proportional:
+    if not merging.proportional:
         out, way = function(q, k, v, None), UNSIZED
     else:
         bias = plan.derived.get(("logits", q.dtype))
@@ -95,10 +95,10 @@ def attend(attention: Attention, how: Merge, made: Pair | None = None) -> tuple[
             out, way = function(q, k, v, bias), BIAS
         else:
             out, way = _attend_by_torch(q, k, v, bias, scale), OWN_BIAS
-    if how.correction is not None:
+    if merging.correction is not None:
         small = out.numel() * out.element_size() <= _HELD
-        out = (add_correction if small else _correct)(out, q, how.correction)
-    if how.queries:
+        out = (add_correction if small else _correct)(out, q, merging.correction)
+    if merging.queries:
         out = plan.unmerge(out.flatten(2)).unflatten(2, out.shape[2:])
     return out, way
 
@@ -116,7 +116,7 @@ def correction_of(attention: Attention, plan: MergePlan, layout: Layout) -> tupl
         heads than the queries.
     """
     q, k, v = attention[:3]
-    (places,) = reuse(pick_asked_in, q, layout, q.shape[1], q.shape[3])
+    (places,) = reuse(pick_queries_in, q, layout, q.shape[1], q.shape[3])
     sample_queries = q[:, places]
     shares = q.shape[2] // k.shape[2]
     fits: list[tuple[Correction, Pair]] = []
@@ -136,7 +136,7 @@ def correction_of(attention: Attention, plan: MergePlan, layout: Layout) -> tupl
     return Correction(matrix, constant, len(places)), merged
 
 
-def pick_asked_in(layout: Layout, tokens: int, width: int, device: torch.device) -> tuple[torch.Tensor]:
+def pick_queries_in(layout: Layout, tokens: int, width: int, device: torch.device) -> tuple[torch.Tensor]:
     """Return the tokens of a sequence whose exact answers the correction is fitted to, int64 ``(queries,)``.
 
     They are some of the picture's tokens, and up to a quarter as many others. Other tokens are included because the
@@ -148,7 +148,7 @@ def pick_asked_in(layout: Layout, tokens: int, width: int, device: torch.device)
         width: number of channels of a head.
         device: the device of the result.
     """
-    (places,) = pick_asked(layout.grid, width, device)
+    (places,) = pick_queries(layout.grid, width, device)
     last, num_others = layout.first + tokens_in(layout), tokens - tokens_in(layout)
     count = min(num_others, places.shape[1] // 4)
     others = (torch.arange(count, device=device) * 2 + 1) * num_others // max(1, 2 * count)

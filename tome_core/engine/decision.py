@@ -37,7 +37,7 @@ Gate = bool | str | None  # whether rules with `only_if_it_pays` merge, see `dec
 
 
 @dataclass(eq=False)
-class Call:
+class ModelCall:
     """One call of a model.
 
     Args:

@@ -25,7 +25,7 @@ from ..reporting.ledger import NO_GRID, OTHER_PARTS, TOO_SMALL, Ledger, LevelTal
 from ..reporting.report import Report
 from ..settings.config import MergeConfig, MergeRule, describe, notes_on
 from ..settings.schedule import LevelRules, NoiseSchedule, ever_merges
-from .decision import Call, MergeMap, decide
+from .decision import MergeMap, ModelCall, decide
 from .match import match
 from .plan_cache import Plans
 from .time import Clock, ModelTime
@@ -68,7 +68,7 @@ class State:
 
     # --- the seam -----------------------------------------------------------------------------------------------------
 
-    def begin(self, timestep: Any, latent: Any, called: Hashable = None) -> Call:
+    def begin(self, timestep: Any, latent: Any, called: Hashable = None) -> ModelCall:
         """Begin a call of the model.
 
         Args:
@@ -83,7 +83,7 @@ class State:
         self.ledger.calls += 1
         now, kept = self.time.next_call(timestep, latent, called)
         gates = self._by_tokens if self.pays is None else self.pays.gates(now.rules, latent)
-        call = Call(self, timestep, now.rules, now.why_off, gates, kept)
+        call = ModelCall(self, timestep, now.rules, now.why_off, gates, kept)
         if torch.is_tensor(latent) and latent.dim() == 4 and self.ever_merges:
             for tally in self.ledger.levels:
                 if not tally.covered and tally.blocks:  # `attend` is not called there, but the total counts its work
@@ -92,7 +92,7 @@ class State:
         return call
 
     def attend(
-        self, call: Call, name: Hashable, level: int, layout: Layout, attention: Attention
+        self, call: ModelCall, name: Hashable, level: int, layout: Layout, attention: Attention
     ) -> torch.Tensor | None:
         """Compute a self-attention with merged keys and values.
 
@@ -129,7 +129,7 @@ class State:
         is_own = plans is not None and plans.rule is rule and plans.device == q.device
         if not is_own or abs(plans.timestep - kept.timestep) > rule.keep:  # as in `KeptPlans.serve`
             plans, merged = self._match(call, key, level, layout, attention, rule)
-            exact = 0 if plans.correction is None else plans.correction.asked
+            exact = 0 if plans.correction is None else plans.correction.num_queries
         plan = plans.plan
         if plan is None:
             self.ledger.skip(level, "attn", TOO_SMALL, batch * tokens * tokens)
@@ -144,7 +144,7 @@ class State:
         return out
 
     def around(
-        self, call: Call, name: Hashable, level: int, part: str, grid: Grid, x: torch.Tensor,
+        self, call: ModelCall, name: Hashable, level: int, part: str, grid: Grid, x: torch.Tensor,
         function: Callable[[Callable], torch.Tensor], plans: dict, keys: int = 0,
     ) -> torch.Tensor | None:  # fmt: skip
         """Run a part of a block on merged tokens and unmerge its output, as tomesd does.
@@ -182,7 +182,7 @@ class State:
             self._keep_map(level, Layout(grid), plan)
         return out
 
-    def decide(self, call: Call, level: int, tokens: int, device: torch.device) -> tuple[LevelRules, str]:
+    def decide(self, call: ModelCall, level: int, tokens: int, device: torch.device) -> tuple[LevelRules, str]:
         """Choose the rules by which the parts of a block merge in this call.
 
         Args:
@@ -205,7 +205,7 @@ class State:
         self.ledger.skip(level, part, why, batch * queries * keys if part == "attn" else 0)
 
     def _match(
-        self, call: Call, key: tuple, level: int, layout: Layout, attention: Attention, rule: MergeRule
+        self, call: ModelCall, key: tuple, level: int, layout: Layout, attention: Attention, rule: MergeRule
     ) -> tuple[Plans, Pair | None]:
         """Match or renew a match. Returns also the merged keys and values ``[B, G, H*d]`` if the correction made them.
 
@@ -237,7 +237,7 @@ class State:
         return plans, merged
 
     def _match_input(
-        self, call: Call, name: Hashable, level: int, grid: Grid, x: torch.Tensor, rule: MergeRule
+        self, call: ModelCall, name: Hashable, level: int, grid: Grid, x: torch.Tensor, rule: MergeRule
     ) -> MergePlan | None:
         """Match a block's input, or return a kept plan."""
         turn = call.turns[name, id(rule)] = call.turns.get((name, id(rule)), -1) + 1
@@ -349,7 +349,7 @@ def _check_pass(pictures: int | None, timesteps: Sequence[float] | None) -> None
         _check_time("timesteps", value)
 
 
-def _draw(call: Call, level: int, rule: MergeRule, x: torch.Tensor) -> Draw | None:
+def _draw(call: ModelCall, level: int, rule: MergeRule, x: torch.Tensor) -> Draw | None:
     """Return the seed and time of a match's random draw. The time is ``[1]`` or ``[B]``; frames have their sample's."""
     if not rule.use_rand:
         return None

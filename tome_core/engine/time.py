@@ -22,7 +22,7 @@ FEW = 8  # up to this number of steps, half a step is too large a share to be ro
 _ALL = 1000.0  # the number of timesteps of Stable Diffusion's schedule
 
 
-class InForce(NamedTuple):
+class ActiveRules(NamedTuple):
     """The rules in force at one time.
 
     Args:
@@ -54,7 +54,7 @@ class Clock:
         self.schedule = schedule or STABLE_DIFFUSION
         self._window = self.schedule.window_of(config)
         self.limited = self._window is not None or not all(rule.holds_at(None) for rule in self.rules)
-        self._found: dict[tuple, InForce] = {}
+        self._found: dict[tuple, ActiveRules] = {}
 
     def moment(self, timestep: float | None, percent: float | None = None) -> Time:
         """Return the time on both scales, of which one is given.
@@ -76,7 +76,7 @@ class Clock:
         """Return the timestep at which a pass's early phase ends, for `at`; None if it ends as in a whole picture."""
         return boundary_in(timesteps, self._early_until) if self._early else None
 
-    def at(self, time: Time, boundary: float | None = None) -> InForce:
+    def at(self, time: Time, boundary: float | None = None) -> ActiveRules:
         """Return the rules in force at a time: the same object for all times with the same rules.
 
         Args:
@@ -90,7 +90,7 @@ class Clock:
         if key not in self._found:
             live = tuple(rule for rule, on in zip(self.rules, holds, strict=True) if on) if within else ()
             why_off = tuple(self._why_off(level, live, time) for level in range(len(self.downsamples)))
-            self._found[key] = InForce(choose(live, self.downsamples), live, why_off)
+            self._found[key] = ActiveRules(choose(live, self.downsamples), live, why_off)
         return self._found[key]
 
     def _holds(self, rule: MergeRule, time: Time, boundary: float | None) -> bool:
@@ -153,7 +153,7 @@ class ModelTime:
         self.clock, self.keeps = clock, keeps
         self.is_wanted = clock.limited or keeps
         self.noise: SchedulerNoise | None = None
-        self.now: InForce = clock.at(UNKNOWN)
+        self.now: ActiveRules = clock.at(UNKNOWN)
         self._is_given = False
         self._sampling = Sampling()  # the sampling that `set` named
         self._timesteps: Sequence[float] | None = None  # of this sampling's steps
@@ -203,7 +203,7 @@ class ModelTime:
             samplings.remove(sampling)
             sampling.set(None, None)
 
-    def next_call(self, timestep: Any, latent: Any, called: Hashable = None) -> tuple[InForce, KeptPlans | None]:
+    def next_call(self, timestep: Any, latent: Any, called: Hashable = None) -> tuple[ActiveRules, KeptPlans | None]:
         """Return the rules in force in a call that begins now, and the kept plans it may use; None if none is kept."""
         if is_captured(latent):  # the next replay would overwrite kept plans, and a capture must not wait
             return self.now, None
@@ -219,7 +219,7 @@ class ModelTime:
             sampling.set(None, None)
         self._mine = Samplings()
 
-    def _look_at(self, timestep: Any) -> InForce:
+    def _look_at(self, timestep: Any) -> ActiveRules:
         """Return the rules at this timestep: by its place in the scheduler's timesteps, else by its value."""
         sampling, step = self._mine.latest, self._look(timestep)
         if step is None and (self.clock.limited or (sampling is not None and self.keeps)):

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from ..engine.time import Clock
-from ..models.unet_blocks import Place, is_compiled
-from ..models.wrap import others_on
+from ..models.unet_blocks import BlockPlace, is_compiled
+from ..models.wrap import foreign_method_on
 from .pays import widths_of
 
 ROUNDS, STEPS = 3, 20
@@ -29,7 +29,7 @@ _TIMES = 6  # the number of SDXL's size and crop conditions
 CallUNet = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
-def why_not_now(unet: nn.Module, places: Sequence[Place], is_called: bool, handed: Any) -> str:
+def why_not_now(unet: nn.Module, places: Sequence[BlockPlace], is_called: bool, handed: Any) -> str:
     """Return why the UNet's calls cannot be timed, with a remedy; "" if they can.
 
     Args:
@@ -42,7 +42,7 @@ def why_not_now(unet: nn.Module, places: Sequence[Place], is_called: bool, hande
         return "a sampling goes on; measure before it or after it"
     if is_compiled(unet, places, handed):
         return "the UNet is compiled, and compiled calls are not measured; measure before compiling it"
-    if others_on(unet) is not None:
+    if foreign_method_on(unet) is not None:
         return "another program has wrapped the UNet and would take this for steps of a picture; measure before that"
     return ""
 
@@ -155,7 +155,7 @@ def noise_for(unet: nn.Module, batch: int, height: int, width: int) -> torch.Ten
     return noise.repeat(batch // pictures, 1, 1, 1)
 
 
-def call_of(unet: nn.Module, place: Place, latents: torch.Tensor) -> CallUNet:
+def call_of(unet: nn.Module, place: BlockPlace, latents: torch.Tensor) -> CallUNet:
     """Return a function of latents ``[B, C, H, W]`` and timesteps ``[B]`` that calls the UNet's forward.
 
     The forward is called without its hooks, which would take the call for a picture's step.

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..engine.decision import decide
 from ..engine.state import State
-from ..models.unet_blocks import Place, is_compiled
+from ..models.unet_blocks import BlockPlace, is_compiled
 from ..models.wrap import wraps_on
 from ..reporting.gains import KNOWN, PIXELS, Gain, nearest
 from ..settings.schedule import choose
@@ -138,7 +138,7 @@ class Measured(State):
             self.pays = Pays(KNOWN.of(self._about()) if KNOWN else (), self._block_sizes())
 
     @property
-    def _places(self) -> list[Place]:
+    def _places(self) -> list[BlockPlace]:
         """The blocks of the UNet; empty for a transformer, and if the model is gone."""
         return [] if self.model is None else getattr(self.adapter, "places", [])
 

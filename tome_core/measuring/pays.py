@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..attention.by_hand import full_name
+from ..attention.descriptions import full_name
 from ..engine.decision import Gate, is_host_bound
-from ..models.intercept import names_known_to
-from ..models.unet_blocks import Place
+from ..models.intercept import attention_names_in
+from ..models.unet_blocks import BlockPlace
 from ..reporting.gains import Gain, nearest
 from ..settings.config import MergeConfig
 from ..settings.schedule import LevelRules
@@ -76,7 +76,7 @@ class Pays:
         return _HOST_BOUND if is_bound else None, None
 
 
-def about(unet: nn.Module, places: Sequence[Place], config: MergeConfig) -> tuple[str, ...]:
+def about(unet: nn.Module, places: Sequence[BlockPlace], config: MergeConfig) -> tuple[str, ...]:
     """Return the first fields of a `Gain`: the UNet's shape, the rules, the attention, and the versions.
 
     The rules' seed is left out, because a host may draw it for each picture.
@@ -89,7 +89,7 @@ def about(unet: nn.Module, places: Sequence[Place], config: MergeConfig) -> tupl
     attention, function = getattr(places[0].block, "attn1", None), ""
     if attention is not None:
         name, code = type(getattr(attention, "processor", attention)).__name__, type(attention).forward
-        function = " ".join((name, full_name(code), *names_known_to(code)))
+        function = " ".join((name, full_name(code), *attention_names_in(code)))
     return model, digest(replace(config, seed=0)), function, torch.__version__, version()
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..attention.by_hand import full_name
-from ..models.intercept import names_known_to
+from ..attention.descriptions import full_name
+from ..models.intercept import attention_names_in
 from ..reporting.gains import KNOWN, PIXELS
 from ..settings.config import MergeConfig
 from .pays import device_of, digest, version
@@ -61,13 +61,13 @@ class Steps:
         if torch.is_tensor(latent):
             self._kinds.add((tuple(latent.shape), latent.dtype, latent.device, *more))
 
-    def hear(self, step: Any) -> None:
+    def count_step(self, step: Any) -> None:
         """Count a finished step."""
         self.follows = self.follows and type(step) is int and step == self.done
         self.done += 1
         self._reports[1:] = [(self.clock(), self.calls)]
 
-    def listening(self, callback: Callable | None, number_in: Callable = lambda told: told) -> Callable:
+    def counting_callback(self, callback: Callable | None, number_in: Callable = lambda step: step) -> Callable:
         """Return a sampler's callback that also counts steps.
 
         Args:
@@ -75,12 +75,12 @@ class Steps:
             number_in: returns the step's number from the callback's first argument.
         """
 
-        def heard(told: Any, *args: Any, **kwargs: Any) -> Any:
-            self.hear(number_in(told))
-            return None if callback is None else callback(told, *args, **kwargs)
+        def counting(step: Any, *args: Any, **kwargs: Any) -> Any:
+            self.count_step(number_in(step))
+            return None if callback is None else callback(step, *args, **kwargs)
 
-        heard.steps = self
-        return heard
+        counting.steps = self
+        return counting
 
     @property
     def time(self) -> Any | None:
@@ -109,10 +109,10 @@ class Steps:
         # next to another patch, the same rules may save another share
         rules = (_rules(config), f"{report.work_saved or 0:.2f}") if config else ("", "")
         KNOWN.add_picture((where, how, *rules), (end - start) / (after - before))
-        return KNOWN.told(where, *rules) if config else ""
+        return KNOWN.of_pictures(where, *rules) if config else ""
 
 
-def told(model: nn.Module, config: MergeConfig, height: int, width: int) -> str:
+def known_gain(model: nn.Module, config: MergeConfig, height: int, width: int) -> str:
     """Return the known gain, as text, for pictures of a size under the conditions of the latest one.
 
     Args:
@@ -124,7 +124,7 @@ def told(model: nn.Module, config: MergeConfig, height: int, width: int) -> str:
     Returns:
         "" if too few pictures are known.
     """
-    return KNOWN.told(_where(model, [(height // PIXELS, width // PIXELS)]), _rules(config))
+    return KNOWN.of_pictures(_where(model, [(height // PIXELS, width // PIXELS)]), _rules(config))
 
 
 def _where(model: nn.Module, sides: list[tuple[int, int]]) -> str:
@@ -132,7 +132,7 @@ def _where(model: nn.Module, sides: list[tuple[int, int]]) -> str:
     parts: Counter[str] = Counter()
     for module in model.modules():
         code, processor = vars(module).get("forward", type(module).forward), type(vars(module).get("processor"))
-        parts[f"{full_name(code)} {names_known_to(code)} {processor.__name__}"] += 1
+        parts[f"{full_name(code)} {attention_names_in(code)} {processor.__name__}"] += 1
     for parameter in model.parameters():
         parts[str(parameter.dtype)] += parameter.numel()
     return digest(sorted(parts.items()), sides, torch.__version__, version(), sys.argv[1:])

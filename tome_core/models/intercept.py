@@ -22,20 +22,20 @@ import torch.nn.functional
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..attention.by_hand import full_name
+from ..attention.descriptions import full_name
 from ..compiling import when_traced
-from .asked import TORCHS_OWN, Asked, ByDispatch, ByHeads, ByTorch, ByXformers
+from .attention_calls import TORCHS_OWN, AttentionCall, DispatchCall, HeadsCall, TorchCall, XformersCall
 
 
-class _Now(threading.local):
+class _Current(threading.local):
     """The callback that answers this thread's intercepted attention calls (`answer`), or None."""
 
     def __init__(self) -> None:
         # set in each thread's own dictionary, because compiled graphs look for the attribute there
-        self.answer: Callable[[Asked], torch.Tensor] | None = None
+        self.answer: Callable[[AttentionCall], torch.Tensor] | None = None
 
 
-now = _Now()
+current = _Current()
 
 
 class Like:
@@ -56,67 +56,67 @@ class Like:
 
 
 class _ReplacedFunction:
-    """The replacement of a host's attention function: it passes each call to `now.answer`, if that is set.
+    """The replacement of a host's attention function: it passes each call to `current.answer`, if that is set.
 
     Args:
         namespace: the dictionary that holds the host's function.
         name: the name of the function there.
-        asked: makes an `Asked` of the function and of a call's arguments.
+        read_call: makes an `AttentionCall` of the function and of a call's arguments.
     """
 
-    def __init__(self, namespace: dict[str, Any], name: str, asked: Callable[..., Asked]) -> None:
-        self._namespace, self._name, self.asked = namespace, name, asked
+    def __init__(self, namespace: dict[str, Any], name: str, read_call: Callable[..., AttentionCall]) -> None:
+        self._namespace, self._name, self.read_call = namespace, name, read_call
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if now.answer is None:
+        if current.answer is None:
             return self._namespace[self._name](*args, **kwargs)
         # the function is looked up at each call, because hosts replace it
-        return now.answer(self.asked(self._namespace[self._name], *args, **kwargs))
+        return current.answer(self.read_call(self._namespace[self._name], *args, **kwargs))
 
-    def read(self, *args: Any, **kwargs: Any) -> Asked:
-        """Return a call of the host's function as an `Asked`, without computing it."""
-        return self.asked(self._namespace[self._name], *args, **kwargs)
+    def read(self, *args: Any, **kwargs: Any) -> AttentionCall:
+        """Return a call of the host's function as an `AttentionCall`, without computing it."""
+        return self.read_call(self._namespace[self._name], *args, **kwargs)
 
 
-_REPLACED_TORCH = _ReplacedFunction(vars(torch.nn.functional), "scaled_dot_product_attention", ByTorch)
+_REPLACED_TORCH = _ReplacedFunction(vars(torch.nn.functional), "scaled_dot_product_attention", TorchCall)
 _FUNCTIONAL = Like(torch.nn.functional, scaled_dot_product_attention=_REPLACED_TORCH)
 _NN = Like(torch.nn, functional=_FUNCTIONAL)
 _TORCH_MODULES = {torch.nn.functional: _FUNCTIONAL, torch.nn: _NN, torch: Like(torch, nn=_NN)}
 # Readers of calls by the global name of the attention function, see `register_name`.
-_BY_NAME: dict[str, Callable[..., Asked]] = {"dispatch_attention_fn": ByDispatch}
+_BY_NAME: dict[str, Callable[..., AttentionCall]] = {"dispatch_attention_fn": DispatchCall}
 
 
-def register_name(name: str, asked: Callable[..., Asked] = ByHeads) -> None:
+def register_name(name: str, read_call: Callable[..., AttentionCall] = HeadsCall) -> None:
     """Register a global name as the name of an attention function.
 
     Args:
         name: the name by which code of a host calls the function.
-        asked: makes an `Asked` of the function and of a call's arguments.
+        read_call: makes an `AttentionCall` of the function and of a call's arguments.
     """
-    _BY_NAME[name] = asked
-    _way_of_code.cache_clear()
-    _way_of_processor.cache_clear()
+    _BY_NAME[name] = read_call
+    _replacement_in_code.cache_clear()
+    _replacement_in_processor.cache_clear()
 
 
-def names_known_to(code: Any) -> list[str]:
+def attention_names_in(code: Any) -> list[str]:
     """Return the full names of the attention functions that are registered and are globals of a function's module."""
     namespace = getattr(code, "__globals__", {})
     return [full_name(namespace[name]) for name in _BY_NAME if name in namespace]
 
 
-class Way:
+class CodeReplacement:
     """A way to run an attention's own code with another attention function.
 
     Args:
         inner: the function that holds the code: a ``forward``, or the ``__call__`` of a processor.
         names: all global names that the code looks up.
         instead: the values of the globals that differ, by name.
-        again: the replacement of the attention function.
+        replaced_function: the replacement of the attention function.
 
     Attributes:
         function: the copy of `inner` that uses the replacement.
         names: the globals that are read from the host's module before each call.
-        again: the replacement. The operator of a compiled graph reads calls with it.
+        replaced_function: the replacement. The operator of a compiled graph reads calls with it.
         stand_in: a class of objects that a graph calls in place of the attention or of its processor.
         processor: a class of processors that use the replacement; None if the code is not a processor's.
     """
@@ -124,9 +124,9 @@ class Way:
     processor: type | None = None
 
     def __init__(
-        self, inner: FunctionType, names: list[str], instead: dict[str, Any], again: _ReplacedFunction
+        self, inner: FunctionType, names: list[str], instead: dict[str, Any], replaced_function: _ReplacedFunction
     ) -> None:
-        self._host_globals, self.again = inner.__globals__, again
+        self._host_globals, self.replaced_function = inner.__globals__, replaced_function
         self.names = [name for name in names if name not in instead]
         # without "__name__": a compiler would look up globals in the module of that name, not in this dictionary
         self._globals = {name: value for name, value in self._host_globals.items() if name != "__name__"} | instead
@@ -137,7 +137,7 @@ class Way:
         self.stand_in = type(inner.__name__, (Like,), {"__call__": function})
 
     def run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of the attention module while ``now.answer`` answers its calls of the function."""
+        """Return the output of the attention module while ``current.answer`` answers its calls of the function."""
         host_globals, own_globals = self._host_globals, self._globals
         for name in self.names:  # hosts replace globals of their modules
             if name in host_globals:
@@ -182,14 +182,14 @@ def _replacement_of(name: str, namespace: dict[str, Any], names: Sequence[str]) 
         return _TORCH_MODULES[value], _REPLACED_TORCH
     if "memory_efficient_attention" in names and value.__name__ in ("xformers", "xformers.ops"):
         ops = getattr(value, "ops", value)
-        exchanged = _ReplacedFunction(vars(ops), "memory_efficient_attention", ByXformers)
+        exchanged = _ReplacedFunction(vars(ops), "memory_efficient_attention", XformersCall)
         replacement = Like(ops, memory_efficient_attention=exchanged)
         return (replacement if ops is value else Like(value, ops=replacement)), exchanged
     return None
 
 
 @lru_cache(maxsize=256)
-def _way_of_code(function: Any) -> Way | None:
+def _replacement_in_code(function: Any) -> CodeReplacement | None:
     """Return the way of a function; None if no name in it leads to an attention function or it writes to globals."""
     if not isinstance(function, FunctionType) or _writes(function.__code__, "GLOBAL"):
         return None
@@ -199,22 +199,22 @@ def _way_of_code(function: Any) -> Way | None:
         replacement = _replacement_of(name, namespace, names) if name in namespace else None
         if replacement is not None:
             instead[name], exchanged = replacement
-    return None if exchanged is None else Way(function, names, instead, exchanged)
+    return None if exchanged is None else CodeReplacement(function, names, instead, exchanged)
 
 
 @lru_cache(maxsize=256)
-def _way_of_processor(kind: type) -> Way | None:
+def _replacement_in_processor(kind: type) -> CodeReplacement | None:
     """Return the way of a class of processors; None if it has none.
 
     A class without an instance dictionary has none, because a copy could not share attributes with the original. Code
     that writes to attributes of the attention has none, because it would write to a copy.
     """
-    way = _way_of_code(kind.__call__)
-    if way is None or not kind.__dictoffset__ or _writes(way.function.__code__, "ATTR"):
+    replacement = _replacement_in_code(kind.__call__)
+    if replacement is None or not kind.__dictoffset__ or _writes(replacement.function.__code__, "ATTR"):
         return None
-    way = copy(way)
-    way.processor = type(kind.__name__, (kind,), {"__call__": way.function})
-    return way
+    replacement = copy(replacement)
+    replacement.processor = type(kind.__name__, (kind,), {"__call__": replacement.function})
+    return replacement
 
 
 def _writes(code: CodeType, kind: str) -> bool:
@@ -229,9 +229,10 @@ def _writes(code: CodeType, kind: str) -> bool:
     return any(_writes(value, kind) for value in code.co_consts if isinstance(value, CodeType))
 
 
-def way_of(module: nn.Module) -> Way | None:
+def replacement_for(module: nn.Module) -> CodeReplacement | None:
     """Return the way to run an attention's code; None if no name in that code leads to an attention function."""
-    return _way_of_code(type(module).forward) or _way_of_processor(type(getattr(module, "processor", None)))
+    processor = type(getattr(module, "processor", None))
+    return _replacement_in_code(type(module).forward) or _replacement_in_processor(processor)
 
 
 @when_traced
@@ -245,15 +246,17 @@ def traced(kind: type, method: str) -> type[Like] | None:
     Returns:
         The class; None if the function cannot be replaced, or if the operator does not support its arguments.
     """
-    way = _way_of_code(getattr(kind, method))
-    return way.stand_in if way is not None and way.again.asked in (ByTorch, ByDispatch) else None
+    replacement = _replacement_in_code(getattr(kind, method))
+    if replacement is None or replacement.replaced_function.read_call not in (TorchCall, DispatchCall):
+        return None
+    return replacement.stand_in
 
 
 class Watching(TorchFunctionMode):
-    """A mode in which `now.answer` answers every call of torch's attention function in this thread."""
+    """A mode in which `current.answer` answers every call of torch's attention function in this thread."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is not TORCHS_OWN or now.answer is None:
+        if func is not TORCHS_OWN or current.answer is None:
             return func(*args, **(kwargs or {}))
         # not by its name: another extension's function may be there, and has called torch's own just now
-        return now.answer(ByTorch(func, *args, **(kwargs or {})))
+        return current.answer(TorchCall(func, *args, **(kwargs or {})))

@@ -16,18 +16,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..attention.by_hand import OF_PROCESSORS, ByHand, full_name, known_of
+from ..attention.descriptions import OF_PROCESSORS, AttentionDescription, description_of, full_name
 from ..attention.merged import Attention
 from ..compiling import is_tracing
-from ..engine.decision import Call
+from ..engine.decision import ModelCall
 from ..engine.state import State, foreign_mode
 from ..merging.grid import Grid, Layout
 from ..reporting.ledger import MASKED, OF_OTHERS, OTHER_PARTS, REPLACED, TAKEN_OFF
 from . import compiled, intercept
-from .asked import MORE, Asked, answer
+from .attention_calls import MORE, AttentionCall, answer
 from .compiled import NumberedSite, pack, unpack
-from .intercept import Watching, Way, way_of
-from .wrap import Wrap, WrapSet, calling, is_own, others_on, over_hook, why_passed
+from .intercept import CodeReplacement, Watching, replacement_for
+from .wrap import Wrap, WrapSet, calling, foreign_method_on, is_own, over_hook, why_missed
 
 MASKS = ("mask", "attention_mask", "attn_mask")
 CONTEXTS = ("encoder_hidden_states", "context")
@@ -50,18 +50,18 @@ class ModelSite(NumberedSite):
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output, and merge inside this call if a patch is installed."""
         wraps, calls = self.wraps, self.wraps.calls
-        before, now, calls.passed = calls.now, None, ""
-        if wraps.handle is not None and not calls.off:
-            now = self._begin_call(wraps.handle, wraps.adapter.pick(self.target, args, kwargs))
-        calls.now = now
+        before, call, calls.reason_missed = calls.current, None, ""
+        if wraps.handle is not None and not calls.disabled:
+            call = self._begin_call(wraps.handle, wraps.adapter.pick(self.target, args, kwargs))
+        calls.current = call
         try:
             out = self.original(*args, **kwargs)
         finally:
-            calls.now = before
-        if now is not None and not wraps.paths.issubset(now.reached):
-            count_missed(wraps, now)
+            calls.current = before
+        if call is not None and not wraps.paths.issubset(call.reached):
+            count_missed(wraps, call)
         if torch.is_grad_enabled():
-            wraps.follow_back(now, out)
+            wraps.follow_back(call, out)
         return out
 
     def begins(self, form: str, tensors: list[torch.Tensor], numbers: list[int]) -> None:
@@ -74,10 +74,10 @@ class ModelSite(NumberedSite):
         """
         wraps, calls = self.wraps, self.wraps.calls
         calls.in_graph = None
-        if wraps.handle is not None and not calls.off:
+        if wraps.handle is not None and not calls.disabled:
             calls.in_graph = self._begin_call(wraps.handle, unpack(form, tensors, numbers))
 
-    def _begin_call(self, state: State, read: list[Any]) -> Call:
+    def _begin_call(self, state: State, read: list[Any]) -> ModelCall:
         adapter = self.wraps.adapter
         timestep, latent, facts = adapter.read(self.target, dict(zip(adapter.reads, read, strict=True)), state.time)
         call = state.begin(timestep, latent)
@@ -118,18 +118,18 @@ class TransformerSite(Wrap):
         """Return the transformer's output; the wraps of its attentions know the grid meanwhile."""
         if not (isinstance(self, Wrap) and self.active) or (torch.compiler.is_compiling() and is_tracing()):
             return Wrap.forward(self, *args, **kwargs)
-        now, x = self.wraps.calls.now, args[0] if args else named(kwargs, LATENTS)
-        if now is None or not torch.is_tensor(x) or x.dim() != 4:
+        call, x = self.wraps.calls.current, args[0] if args else named(kwargs, LATENTS)
+        if call is None or not torch.is_tensor(x) or x.dim() != 4:
             return self.original(*args, **kwargs)
-        now.layouts[self.level], reached = Layout(Grid(*x.shape[2:])), len(now.reached)
+        call.layouts[self.level], reached = Layout(Grid(*x.shape[2:])), len(call.reached)
         if self.beneath is None:
             out = type(self.target).forward(self.target, *args, **kwargs)
         else:
             out = self.beneath(*args, **kwargs)
-        missed = self.attentions - set(now.reached[reached:])
+        missed = self.attentions - set(call.reached[reached:])
         if missed and (len(missed) < len(self.attentions) or self.beneath is None):
-            count_missed(self.wraps, now, missed, x.shape[0], x.shape[2] * x.shape[3])
-            now.reached += missed
+            count_missed(self.wraps, call, missed, x.shape[0], x.shape[2] * x.shape[3])
+            call.reached += missed
         return out  # if no attention ran, another extension returned a cached output, as DeepCache does
 
 
@@ -147,61 +147,62 @@ class AttentionSite(NumberedSite):
     def __init__(self, module: nn.Module, wraps: WrapSet, path: str, level: int, halvings: int = 0) -> None:
         super().__init__(module)
         self.wraps, self.path, self.level, self.halvings = wraps, path, level, halvings
-        self._way_key: tuple[Any, Any] | None = None  # the forward and the class of the processor that `_way` is for
-        self._way: Way | ByHand | None = None
+        # the replacement for this forward and this class of processors
+        self._replacement_key: tuple[Any, Any] | None = None
+        self._replacement: CodeReplacement | AttentionDescription | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the attention's output, with merged keys and values if the rule in force and the call allow it."""
         if not (isinstance(self, Wrap) and self.active) or (torch.compiler.is_compiling() and is_tracing()):
             return Wrap.forward(self, *args, **kwargs)
-        now = self.wraps.calls.now or self.wraps.resumed()
-        if now is None:
+        call = self.wraps.calls.current or self.wraps.resumed()
+        if call is None:
             self.wraps.look_after_itself(self.level)
             return self.original(*args, **kwargs)
-        now.reached.append(self.path)
-        rules = now.rules[self.level]
+        call.reached.append(self.path)
+        rules = call.rules[self.level]
         if rules.attn is not None:
-            return self._merge(now, args, kwargs)
-        self._leave_alone(now, OTHER_PARTS if any(rules) else now.why_off[self.level], args, kwargs)
+            return self._merge(call, args, kwargs)
+        self._leave_alone(call, OTHER_PARTS if any(rules) else call.why_off[self.level], args, kwargs)
         return self.original(*args, **kwargs)
 
-    def _merge(self, now: Call, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _merge(self, call: ModelCall, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Merge by replacing the function that the attention's code calls.
 
         An attention that computes its scores by hand runs its code on a stand-in instead. If another extension's
         wrapper is below ours, or no name leads to the function, torch's function is watched.
         """
-        target, way, seen = self.target, None, []
+        target, replacement, seen = self.target, None, []
         processor, forward = type(getattr(target, "processor", None)), type(target).forward
         if self.beneath is None or is_own(target, self.beneath):
-            if (forward, processor) != self._way_key:
-                by_hand = known_of(processor.__call__ if full_name(forward) == OF_PROCESSORS else forward)
-                self._way_key, self._way = (forward, processor), by_hand or way_of(target)
-            way = self._way
-            if isinstance(way, ByHand):
-                return self._merge_by_hand(way, now, args, kwargs)
-        before, intercept.now.answer = intercept.now.answer, self._answer(now, seen)
+            if (forward, processor) != self._replacement_key:
+                by_hand = description_of(processor.__call__ if full_name(forward) == OF_PROCESSORS else forward)
+                self._replacement_key, self._replacement = (forward, processor), by_hand or replacement_for(target)
+            replacement = self._replacement
+            if isinstance(replacement, AttentionDescription):
+                return self._merge_by_description(replacement, call, args, kwargs)
+        before, intercept.current.answer = intercept.current.answer, self._answer(call, seen)
         try:
-            if way is not None:
-                out = way.run(target, *args, **kwargs)
+            if replacement is not None:
+                out = replacement.run(target, *args, **kwargs)
             else:
                 with Watching():
                     out = self.original(*args, **kwargs)
         finally:
-            intercept.now.answer = before
+            intercept.current.answer = before
         if not any(seen):
             # name the part that is unknown: the forward if the processor is known, else the processor
-            method = forward if processor is type(None) or known_of(processor.__call__) else processor.__call__
+            method = forward if processor is type(None) or description_of(processor.__call__) else processor.__call__
             method = method if self.beneath is None else getattr(self.beneath, "__func__", self.beneath)
             why = OF_OTHERS if seen else f"{full_name(method)} calls no attention function that is known"
-            self._leave_alone(now, why, args, kwargs)
+            self._leave_alone(call, why, args, kwargs)
         return out
 
-    def _answer(self, now: Call, seen: list[bool]) -> Callable[[Asked], torch.Tensor]:
+    def _answer(self, call: ModelCall, seen: list[bool]) -> Callable[[AttentionCall], torch.Tensor]:
         """Return the callback that answers the attention's calls of its function. seen: see `answer`."""
-        where = now.layouts.get(self.level) or partial(self.wraps.adapter.layout_of, now, self)
+        where = call.layouts.get(self.level) or partial(self.wraps.adapter.layout_of, call, self)
         heads = getattr(self.target, "heads", 1)
-        return partial(answer, now.state, now, self.path, self.level, heads, where, seen)
+        return partial(answer, call.state, call, self.path, self.level, heads, where, seen)
 
     def answers(
         self, whole: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, by_head: bool,
@@ -224,16 +225,19 @@ class AttentionSite(NumberedSite):
             The output, of the same form as `q`.
         """
         calls = self.wraps.calls
-        now = calls.in_graph if whole else calls.now
+        call = calls.in_graph if whole else calls.current
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v)) if by_head else (q, k, v)
         options = {"backend": backend} if backend else {}
-        if now is not None:
-            now.reached.append(self.path)
-        asked = way_of(self.target).again.read(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa, **options)
-        out = asked.unmerged() if now is None else self._answer(now, [])(asked)
+        if call is not None:
+            call.reached.append(self.path)
+        function = replacement_for(self.target).replaced_function
+        attention_call = function.read(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa, **options)
+        out = attention_call.unmerged() if call is None else self._answer(call, [])(attention_call)
         return out.transpose(1, 2) if by_head else out
 
-    def _merge_by_hand(self, known: ByHand, now: Call, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _merge_by_description(
+        self, known: AttentionDescription, call: ModelCall, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
         """Merge in an attention that calls no function: run its own code on a stand-in with merged keys and values."""
         target, heads = self.target, self.target.heads
         x, why = args[0] if args else named(kwargs, ("hidden_states", "x")), ""
@@ -249,10 +253,10 @@ class AttentionSite(NumberedSite):
             why = MASKED
         else:
             why = known.problem(target, kwargs) or ""
-            layout = self.wraps.adapter.layout_of(now, self, x.shape[1])
+            layout = self.wraps.adapter.layout_of(call, self, x.shape[1])
             why = why or (layout if isinstance(layout, str) else "")
         if why:
-            self._leave_alone(now, why, args, kwargs)
+            self._leave_alone(call, why, args, kwargs)
             return self.original(*args, **kwargs)
 
         def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -263,16 +267,16 @@ class AttentionSite(NumberedSite):
         projected = target.to_q(x), *known.keys_and_values(target, source, value, kwargs)
         q, k, v = (tensor.unflatten(2, (heads, -1)) for tensor in projected)
         attention = Attention(q, k, v, function, known.scale(target, q.shape[3]), known.adds_bias)
-        out = now.state.attend(now, self.path, self.level, layout, attention)
+        out = call.state.attend(call, self.path, self.level, layout, attention)
         if out is None:  # reuse q, k and v: the projections must not run twice, because they may have hooks
             out = function(q, k, v, None)
         return known.finish(target, out.flatten(2))
 
-    def _leave_alone(self, now: Call, why: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    def _leave_alone(self, call: ModelCall, why: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
         arguments = (*args, *kwargs.values())
         x = next((value for value in arguments if torch.is_tensor(value) and value.dim() > 1), None)
         batch, tokens = (0, 0) if x is None else x.shape[:2]
-        now.state.leave_alone(self.level, why, batch, tokens, tokens)
+        call.state.leave_alone(self.level, why, batch, tokens, tokens)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Return the attention's output while a compiler traces, with the operator ``attend`` in the graph."""
@@ -293,7 +297,7 @@ class AttentionSite(NumberedSite):
             state.ledger.note_traced(self.level, why)
             return self.original(*args, **kwargs)
         answer_in_graph = partial(self._call_operator, self.number if begun is None else begun)
-        before, intercept.now.answer = intercept.now.answer, answer_in_graph
+        before, intercept.current.answer = intercept.current.answer, answer_in_graph
         try:
             if forward is not None:
                 return forward(self.target)(*args, **kwargs)
@@ -303,17 +307,21 @@ class AttentionSite(NumberedSite):
             like = intercept.Like(self.target, processor=stand_in)
             return calling(type(self.target), "forward")()(like, *args, **kwargs)
         finally:
-            intercept.now.answer = before
+            intercept.current.answer = before
 
-    def _call_operator(self, begun: torch.Tensor, asked: Asked) -> torch.Tensor:
-        if not asked.plain:
+    def _call_operator(self, begun: torch.Tensor, attention_call: AttentionCall) -> torch.Tensor:
+        if not attention_call.plain:
             self.wraps.handle.ledger.note_traced(self.level, MORE)
-            return asked.unmerged()
-        options = asked.mask, asked.by_head, asked.scale, asked.gqa, asked.backend
-        return asked.give_back(compiled.OPERATORS["attend"](begun, self.number, asked.q, asked.k, asked.v, *options))
+            return attention_call.unmerged()
+        tensors = attention_call.q, attention_call.k, attention_call.v, attention_call.mask
+        options = attention_call.by_head, attention_call.scale, attention_call.gqa, attention_call.backend
+        out = compiled.OPERATORS["attend"](begun, self.number, *tensors, *options)
+        return attention_call.to_host_form(out)
 
 
-def count_missed(wraps: WrapSet, now: Call, names: set[str] | None = None, batch: int = 0, tokens: int = 0) -> None:
+def count_missed(
+    wraps: WrapSet, call: ModelCall, names: set[str] | None = None, batch: int = 0, tokens: int = 0
+) -> None:
     """Count attentions that a model call did not reach, with the reason, and put back wraps that were taken off.
 
     The reason is a replaced ``forward`` of the attention, of its block or, if the call reached no attention, of the
@@ -321,23 +329,23 @@ def count_missed(wraps: WrapSet, now: Call, names: set[str] | None = None, batch
 
     Args:
         wraps: all wraps of the model.
-        now: the call.
+        call: the call.
         names: paths of the attentions that the call had to reach; None if it may have skipped some on purpose.
         batch: number of samples that count as unmerged.
         tokens: number of tokens that count as unmerged.
     """
-    model, is_lost = wraps.on[0].target if wraps.on else None, False
-    for site in (wrap for wrap in wraps.on if wrap.path):
-        is_missed = site.path not in now.reached if names is None else site.path in names
-        if not is_missed or now.rules[site.level].attn is None or now.state.ledger.levels[site.level].traced:
+    model, is_lost = wraps.wraps[0].target if wraps.wraps else None, False
+    for site in (wrap for wrap in wraps.wraps if wrap.path):
+        is_missed = site.path not in call.reached if names is None else site.path in names
+        if not is_missed or call.rules[site.level].attn is None or call.state.ledger.levels[site.level].traced:
             continue
         block = model.get_submodule(site.path.rpartition(".")[0])
-        places = [] if not site.is_on_top() else [block] if now.reached else [block, model]
-        replacements = over_hook(site.target), *map(others_on, places)
+        places = [] if not site.is_on_top() else [block] if call.reached else [block, model]
+        replacements = over_hook(site.target), *map(foreign_method_on, places)
         others = [full_name(method) for method in replacements if method is not None]
-        why = f"{REPLACED}: {others[0]}" if others else REPLACED if places else why_passed(site)
-        if names is not None or why != REPLACED or not now.reached:
-            now.state.leave_alone(site.level, why, batch, tokens, tokens)
+        why = f"{REPLACED}: {others[0]}" if others else REPLACED if places else why_missed(site)
+        if names is not None or why != REPLACED or not call.reached:
+            call.state.leave_alone(site.level, why, batch, tokens, tokens)
         is_lost |= why == TAKEN_OFF
     if is_lost:
         wraps.put_back()

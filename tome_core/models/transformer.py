@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..engine.decision import Call
+from ..engine.decision import ModelCall
 from ..merging.grid import Grid, Layout
 from ..reporting.ledger import NO_GRID, LevelTally
 from ..settings.schedule import PipelineSteps
@@ -267,9 +267,9 @@ class TransformerAdapter:
             return timestep, torch.empty(0), tokens
         return timestep, tokens.latent, tokens
 
-    def layout_of(self, now: Call, site: AttentionSite, tokens: int) -> Layout | str:
+    def layout_of(self, call: ModelCall, site: AttentionSite, tokens: int) -> Layout | str:
         """Return where the picture's tokens are among this number of tokens, or the reason why that is unknown."""
-        if isinstance(now.facts, str):
-            return now.facts
-        picture: Tokens = now.facts
+        if isinstance(call.facts, str):
+            return call.facts
+        picture: Tokens = call.facts
         return Layout(picture.grid, tokens - picture.count if self.family.text_first else picture.first)

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine.decision import Call
+from ..engine.decision import ModelCall
 from ..merging.grid import Grid, Layout
 from ..reporting.ledger import MASKED, NO_GRID, OF_OTHERS, LevelTally
 from .sites import CONTEXTS, LATENTS, MASKS, AttentionSite, ModelSite, TransformerSite, named
-from .unet_blocks import Place, find_blocks
+from .unet_blocks import BlockPlace, find_blocks
 from .wrap import Wrap, WrapSet
 
 _TIMES = ("timesteps", "timestep", "t")
@@ -56,7 +56,7 @@ class UNetAdapter:
         self.layout = "sd" if 0 in self.levels else "sdxl"
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[BlockPlace]:
         """The UNet's transformer blocks."""
         return find_blocks(self._unet())
 
@@ -116,11 +116,11 @@ class UNetAdapter:
         is_picture = torch.is_tensor(latent) and latent.dim() >= 4
         return given["timestep"], latent, latent.shape[-2:] if is_picture else None
 
-    def layout_of(self, now: Call, site: AttentionSite, tokens: int) -> Layout | str:
+    def layout_of(self, call: ModelCall, site: AttentionSite, tokens: int) -> Layout | str:
         """Return the layout of the picture's tokens, or the reason why this number of tokens does not match it."""
-        layout = now.layouts.get(site.level)
-        if layout is None and now.facts is not None:  # in a compiled model no `TransformerSite` reads the grid
-            layout = Layout(Grid(*(-(-side // 2**site.halvings) for side in now.facts)))
+        layout = call.layouts.get(site.level)
+        if layout is None and call.facts is not None:  # in a compiled model no `TransformerSite` reads the grid
+            layout = Layout(Grid(*(-(-side // 2**site.halvings) for side in call.facts)))
         return NO_GRID if layout is None or layout.grid.height * layout.grid.width != tokens else layout
 
 
@@ -140,21 +140,21 @@ class BlockSite(Wrap):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Return the block's output; the wraps of its parts find its input meanwhile."""
-        now, x = self.wraps.calls.now or self.wraps.resumed(), args[0] if args else named(kwargs, LATENTS)
-        if now is None:
+        call, x = self.wraps.calls.current or self.wraps.resumed(), args[0] if args else named(kwargs, LATENTS)
+        if call is None:
             return self.original(*args, **kwargs)
-        before, now.block = now.block, self._input_of(now, x)
+        before, call.block = call.block, self._input_of(call, x)
         try:
             return self.original(*args, **kwargs)
         finally:
-            now.block = before
+            call.block = before
 
-    def _input_of(self, now: Call, x: Any) -> tuple[torch.Tensor, dict] | None:
+    def _input_of(self, call: ModelCall, x: Any) -> tuple[torch.Tensor, dict] | None:
         if not torch.is_tensor(x) or x.dim() != 3:
             return None
-        layout = now.layouts.get(self.level)
+        layout = call.layouts.get(self.level)
         if layout is None or layout.grid.height * layout.grid.width != x.shape[1]:
-            now.state.leave_alone(self.level, NO_GRID, x.shape[0], x.shape[1], x.shape[1], "block")
+            call.state.leave_alone(self.level, NO_GRID, x.shape[0], x.shape[1], x.shape[1], "block")
             return None
         return x, {}
 
@@ -176,10 +176,10 @@ class PartSite(Wrap):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Return the part's output, computed on merged tokens if the rule in force asks for that."""
-        now = self.wraps.calls.now or self.wraps.resumed()
-        if now is None or now.block is None or getattr(now.rules[self.level], self.part) is None:
+        call = self.wraps.calls.current or self.wraps.resumed()
+        if call is None or call.block is None or getattr(call.rules[self.level], self.part) is None:
             return self.original(*args, **kwargs)
-        return _run_around(self, now, self.block, self.part, args, kwargs)
+        return _run_around(self, call, self.block, self.part, args, kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Return the unmerged output while a compiler traces: no graph merges in this part."""
@@ -195,25 +195,25 @@ class BlockAttentionSite(AttentionSite):
     With any other rule it merges keys and values, as `AttentionSite` does. The arguments are the same.
     """
 
-    def _merge(self, now: Call, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if not now.rules[self.level].attn.is_as_tomesd:
-            return super()._merge(now, args, kwargs)
-        if now.block is None:
+    def _merge(self, call: ModelCall, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if not call.rules[self.level].attn.is_as_tomesd:
+            return super()._merge(call, args, kwargs)
+        if call.block is None:
             return self.original(*args, **kwargs)
-        return _run_around(self, now, self.path.removesuffix(".attn1"), "attn", args, kwargs)
+        return _run_around(self, call, self.path.removesuffix(".attn1"), "attn", args, kwargs)
 
 
-def _run_around(site: Any, now: Call, path: str, part: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _run_around(site: Any, call: ModelCall, path: str, part: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Return the output of a part of a block, on merged tokens if possible. path: path of the block."""
-    (x, plans), level = now.block, site.level
+    (x, plans), level = call.block, site.level
     tokens, context = x.shape[1], args[1] if len(args) > 1 else named(kwargs, CONTEXTS)
     problem, out = _problem_of(part, site.target, x, args, kwargs, context), None
     if problem:
-        now.state.leave_alone(level, problem, x.shape[0], tokens, tokens, part)
+        call.state.leave_alone(level, problem, x.shape[0], tokens, tokens, part)
     else:
         keys = {"attn": tokens, "mlp": 0}.get(part, context.shape[1] if torch.is_tensor(context) else 0)
         function = partial(_call_merged, site.original, args, kwargs, tokens if part == "attn" else 0)
-        out = now.state.around(now, path, level, part, now.layouts[level].grid, x, function, plans, keys)
+        out = call.state.around(call, path, level, part, call.layouts[level].grid, x, function, plans, keys)
     return site.original(*args, **kwargs) if out is None else out
 
 

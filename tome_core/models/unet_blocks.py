@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from .intercept import way_of
+from .intercept import replacement_for
 
 BLOCK = "BasicTransformerBlock"
 _KNOWN = (
@@ -54,7 +54,7 @@ FAMILIES = (
 _RESAMPLER = re.compile(r"(?:Fir|K)?(Down|Up)sample(?:2D)?")
 
 
-class Place(NamedTuple):
+class BlockPlace(NamedTuple):
     """A transformer block and its position in the UNet.
 
     Args:
@@ -109,7 +109,7 @@ def _family_of(module: nn.Module) -> UNetFamily | None:
                  and (hasattr(module, family.middle) or hasattr(module, family.up))), None)  # fmt: skip
 
 
-def find_blocks(unet: nn.Module) -> list[Place]:
+def find_blocks(unet: nn.Module) -> list[BlockPlace]:
     """Return every transformer block of a UNet, in the order of its stages.
 
     Raises:
@@ -122,7 +122,7 @@ def find_blocks(unet: nn.Module) -> list[Place]:
     names = Counter(type(module).__name__ for module in unet.modules())
     telling = Counter({name: n for name, n in names.items() if re.search("Block|Transformer|Attention", name)})
     listing = ", ".join(f"{n} {name}" for name, n in (telling or names).most_common(4))
-    ways = [(module, way_of(module)) for module in unet.modules()]
+    ways = [(module, replacement_for(module)) for module in unet.modules()]
     unknown = [module for module, way in ways if way is None and hasattr(module, "to_q")]
     lost = [type(getattr(module, "processor", module)).__name__ for module in unknown]
     why = "the place of the picture's tokens in its sequences and the meaning of its timestep are not known"
@@ -133,7 +133,7 @@ def find_blocks(unet: nn.Module) -> list[Place]:
     raise UnsupportedModelError(f"{kind} is not known: {why}; found {listing}. {_KNOWN}")
 
 
-def is_compiled(unet: nn.Module, places: Sequence[Place], handed: Any = None) -> bool:
+def is_compiled(unet: nn.Module, places: Sequence[BlockPlace], handed: Any = None) -> bool:
     """Return whether a UNet, a part of it or the object that holds it is compiled.
 
     Args:
@@ -160,7 +160,7 @@ def _unwrap(model: Any) -> Any:
     return model
 
 
-def _places_of(unet: nn.Module, family: UNetFamily) -> Iterator[Place]:
+def _places_of(unet: nn.Module, family: UNetFamily) -> Iterator[BlockPlace]:
     """Yield the blocks of each stage. A resampler changes the level of the next stages, not of its own."""
     halvings, seen = 0, set()
     for name in (family.down, family.middle, family.up):
@@ -180,7 +180,7 @@ def _places_of(unet: nn.Module, family: UNetFamily) -> Iterator[Place]:
                 if blocks is not None and is_kind(module, family.transformer):
                     for number, block in blocks.named_children():
                         if is_kind(block, BLOCK):
-                            yield Place(f"{path}.transformer_blocks.{number}", block, module, halvings, family)
+                            yield BlockPlace(f"{path}.transformer_blocks.{number}", block, module, halvings, family)
                     continue
                 resampler = _RESAMPLER.fullmatch(type(module).__name__)
                 if resampler is not None and not resampling:

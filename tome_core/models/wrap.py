@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from ..attention.by_hand import full_name
+from ..attention.descriptions import full_name
 from ..compiling import is_tracing, when_traced
-from ..engine.decision import Call
+from ..engine.decision import ModelCall
 from ..reporting.ledger import REPLACED, TAKEN_OFF
 
 # Whether to install a bound method of the wrap instead of the wrap itself. With a callable object the compiler makes
@@ -205,7 +205,7 @@ def drop_remains(target: Any) -> None:
             vars(target).pop(_MARK, None)
 
 
-def others_on(module: nn.Module) -> Any:
+def foreign_method_on(module: nn.Module) -> Any:
     """Return the replacement of ``module.forward`` by another extension, or None. accelerate's hook does not count."""
     method = over_hook(module) or Wrap(module)._find_beneath()
     ours = wrap_of(method)
@@ -236,9 +236,9 @@ def without_inert(method: Any) -> Any:
     return method
 
 
-def why_passed(wrap: Wrap) -> str:
+def why_missed(wrap: Wrap) -> str:
     """Return the reason why calls of the target do not reach a wrap that is not on top."""
-    method = others_on(wrap.target)
+    method = foreign_method_on(wrap.target)
     return TAKEN_OFF if method is None else f"{REPLACED}: {full_name(method)}"
 
 
@@ -272,15 +272,15 @@ class Calls(threading.local):
     """The calls of one model in the current thread.
 
     Attributes:
-        now: the call that is running.
+        current: the call that is running.
         in_graph: the latest call that a compiled graph began.
-        off: above 0 if calls must not merge, see `Patch.unmerged`.
-        passed: the reason why the latest call did not reach our wrap, or "".
+        disabled: above 0 if calls must not merge, see `Patch.unmerged`.
+        reason_missed: the reason why the latest call did not reach our wrap, or "".
     """
 
-    now: Call | None = None
-    in_graph: Call | None = None
-    off, passed = 0, ""
+    current: ModelCall | None = None
+    in_graph: ModelCall | None = None
+    disabled, reason_missed = 0, ""
 
 
 class WrapSet:
@@ -296,7 +296,7 @@ class WrapSet:
             the call does not merge; else None.
         paths: paths of the attentions that have a wrap.
         calls: the running calls.
-        on: the wraps on the model, the outermost first.
+        wraps: the wraps on the model, the outermost first.
     """
 
     def __init__(self) -> None:
@@ -305,28 +305,20 @@ class WrapSet:
         self.handle: Any = None
         self.begun: torch.Tensor | str | None = None
         self.calls = Calls()
-        self._backward_of: Call | None = None  # the call whose backward pass is running
-        self.on: list[Wrap] = []
+        self._backward_of: ModelCall | None = None  # the call whose backward pass is running
+        self.wraps: list[Wrap] = []
         self._resting: dict[tuple[type, int], Wrap] = {}
 
     def change(self, model: nn.Module, adapter: Any, handle: Any, levels: set[int], around: set[int]) -> None:
-        """Prepare the wraps that a patch needs, and remove all others. `put_back` installs them.
-
-        Args:
-            model: the model.
-            adapter: its adapter.
-            handle: the patch.
-            levels: the levels in which any rule may merge.
-            around: the levels in which parts of blocks may be called with merged tokens.
-        """
+        """Prepare the wraps that a patch needs, and remove all others. `put_back` installs them. Args: see `put_on`."""
         self.adapter, self.handle = adapter, handle
-        self._resting |= {(type(wrap), id(wrap.target)): wrap for wrap in self.on}
+        self._resting |= {(type(wrap), id(wrap.target)): wrap for wrap in self.wraps}
         wraps = list(adapter.wraps(model, levels, around, self._reuse_or_make))
-        for wrap in reversed([wrap for wrap in self.on if wrap not in wraps]):
+        for wrap in reversed([wrap for wrap in self.wraps if wrap not in wraps]):
             wrap.uninstall()
         # a wrap below another extension's wrapper still holds its module
         self._resting = {key: wrap for key, wrap in self._resting.items() if wrap.target is None}
-        self.on, self.paths = wraps, frozenset(filter(None, (wrap.path for wrap in wraps)))
+        self.wraps, self.paths = wraps, frozenset(filter(None, (wrap.path for wrap in wraps)))
 
     def _reuse_or_make(self, kind: type[Wrap], module: nn.Module, *facts: Any) -> Wrap:
         wrap = self._resting.pop((kind, id(module)), None)
@@ -334,38 +326,38 @@ class WrapSet:
 
     def put_back(self) -> None:
         """Put all wraps on top of the wrappers of other extensions."""
-        self.on = [wrap.install() for wrap in self.on]
+        self.wraps = [wrap.install() for wrap in self.wraps]
 
     def take_off(self) -> None:
         """Remove all wraps. Call this again if it was interrupted."""
-        for wrap in reversed(self.on):
+        for wrap in reversed(self.wraps):
             target = wrap.target
             wrap.uninstall()
             if target is not None and wrap.target is None:  # the wrap rests
                 self._resting[type(wrap), id(target)] = wrap
-        self.on, self.handle = [], None
+        self.wraps, self.handle = [], None
 
     def is_called(self) -> bool:
         """Return whether this thread is inside a call of the model."""
-        return self.calls.now is not None or self.calls.off > 0
+        return self.calls.current is not None or self.calls.disabled > 0
 
-    def follow_back(self, now: Call | None, out: Any) -> None:
+    def follow_back(self, call: ModelCall | None, out: Any) -> None:
         """Watch the backward pass of a call that has ended, in which gradient checkpointing runs blocks again.
 
         Args:
-            now: the call; None if it merged nothing.
+            call: the call; None if it merged nothing.
             out: the model's output, any nesting of tensors.
         """
 
         def note(_: torch.Tensor) -> None:
-            self._backward_of = now
+            self._backward_of = call
             torch.autograd.Variable._execution_engine.queue_callback(partial(setattr, self, "_backward_of", None))
 
         for value in tree_flatten(out)[0]:
             if torch.is_tensor(value) and value.requires_grad:
                 value.register_hook(note)
 
-    def resumed(self) -> Call | None:
+    def resumed(self) -> ModelCall | None:
         """Return the call that a part of the model belongs to if that part runs outside of the model's own call.
 
         This happens in a model that is compiled in several graphs, and if gradient checkpointing runs a block again.
@@ -375,14 +367,14 @@ class WrapSet:
         """
         if torch.is_tensor(self.begun):
             return self.calls.in_graph
-        now = self._backward_of
-        if now is not None and now.state is not self.handle:
+        call = self._backward_of
+        if call is not None and call.state is not self.handle:
             raise RuntimeError(_OF_ANOTHER_PATCH)
-        return now
+        return call
 
     def is_lost(self) -> bool:
         """Return whether another program removed the model's wrap without putting another wrapper there."""
-        return bool(self.on) and not self.on[0].is_on_top() and others_on(self.on[0].target) is None
+        return bool(self.wraps) and not self.wraps[0].is_on_top() and foreign_method_on(self.wraps[0].target) is None
 
     def look_after_itself(self, level: int) -> None:
         """Put the model's wrap back on top for the next call, and count an attention that ran outside of any call.
@@ -392,13 +384,13 @@ class WrapSet:
         Args:
             level: the level of the attention.
         """
-        if self.handle is None or self.calls.off or not self.on:
+        if self.handle is None or self.calls.disabled or not self.wraps:
             return
-        if not self.on[0].is_on_top() or over_hook(self.on[0].target) is not None:
-            self.calls.passed = why_passed(self.on[0])
+        if not self.wraps[0].is_on_top() or over_hook(self.wraps[0].target) is not None:
+            self.calls.reason_missed = why_missed(self.wraps[0])
             self.put_back()
-        if self.calls.passed:
-            self.handle.leave_alone(level, self.calls.passed, 0, 0, 0)
+        if self.calls.reason_missed:
+            self.handle.leave_alone(level, self.calls.reason_missed, 0, 0, 0)
 
     def __reduce__(self) -> tuple:
         return type(None), ()  # a copy of a patched model merges nothing

@@ -18,7 +18,7 @@ from ..engine.time import ModelTime
 from ..measuring.measured import Measured
 from ..models import Adapter, adapter_of, find_models
 from ..models.unet_blocks import UnsupportedModelError
-from ..models.wrap import Wrap, drop_mark, drop_remains, put_on, take_off, why_passed, wraps_on
+from ..models.wrap import Wrap, drop_mark, drop_remains, put_on, take_off, why_missed, wraps_on
 from ..reporting.report import Report
 from ..settings.config import MergeConfig, reaches
 from ..settings.presets import DEFAULT, TRANSFORMER, config_of
@@ -270,9 +270,9 @@ class Patch(Measured):
     def report(self) -> Report:
         """Return the counts; if no call was counted, also which other wrapper may be the cause."""
         report = super().report()
-        sets = () if report.calls else (wraps for wraps in map(wraps_on, self._present()) if wraps and wraps.on)
-        over = [f"nothing will merge: no call counted yet; {why_passed(wraps.on[0])}" for wraps in sets
-                if wraps.handle is self and not wraps.on[0].is_on_top()]  # fmt: skip
+        sets = () if report.calls else (wraps for wraps in map(wraps_on, self._present()) if wraps and wraps.wraps)
+        over = [f"nothing will merge: no call counted yet; {why_missed(wraps.wraps[0])}" for wraps in sets
+                if wraps.handle is self and not wraps.wraps[0].is_on_top()]  # fmt: skip
         return replace(report, notes=(*report.notes, *over))
 
     @contextmanager
@@ -280,12 +280,12 @@ class Patch(Measured):
         """Make this thread's calls of the model unmerged inside the ``with``."""
         calls = [wraps.calls for wraps in map(wraps_on, self._present()) if wraps is not None]
         for thread_calls in calls:
-            thread_calls.off += 1
+            thread_calls.disabled += 1
         try:
             yield self
         finally:
             for thread_calls in calls:
-                thread_calls.off -= 1
+                thread_calls.disabled -= 1
 
     def _follow(self, handed: Any) -> None:
         """Follow a pipeline's scheduler for the time, and its loop for its pictures, if a rule needs them."""

@@ -160,7 +160,7 @@ class Gains:
         self.pictures = dict(list(seen.items())[-_CASES:])
         self._write([(case, seen[case])])
 
-    def told(self, where: str, *rules: str) -> str:
+    def of_pictures(self, where: str, *rules: str) -> str:
         """Return ``about 1.5x faster, from your own pictures (9 with merging, 12 without)`` for the latest such case.
 
         Args:

@@ -15,7 +15,7 @@ from tests.conformance import means, ragged
 from tests.models import BY_NAME, call_case, call_unet, four_levels, inputs, on_small, small
 from tome_core import MergeConfig, MergePlan
 from tome_core.attention.correction import _by_head as by_head
-from tome_core.attention.correction import _ridge, first_order, fit_correction, pick_asked
+from tome_core.attention.correction import _ridge, first_order, fit_correction, pick_queries
 from tome_core.attention.merged import Merge, add_correction
 from tome_core.engine import state
 from tome_core.merging.grid import Grid
@@ -108,7 +108,7 @@ def test_the_fit_is_ridge_regression(heads, count, width):
 def test_the_tokens_that_are_asked_lie_evenly():
     grids = [(64, 64), (96, 64), (32, 128), (8, 8), (3, 5), (1, 7), (128, 128)]
     for (height, width), (channels, most) in product(grids, ((16, 128), (40, 256))):
-        places = pick_asked(Grid(height, width), channels, torch.device("cpu"))[0][0]
+        places = pick_queries(Grid(height, width), channels, torch.device("cpu"))[0][0]
         assert places.unique().numel() == len(places) <= max(32, min(most, height * width // 16))
         if min(height, width) >= 32:
             assert len(places) >= 120 * min(most // 128, height * width // 2048)

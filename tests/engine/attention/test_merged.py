@@ -85,7 +85,7 @@ def test_exact_answers_are_asked_of_the_picture_and_of_others():
     """Another lies right behind it."""
     first, count = 49, 32 * 32
     tokens = first + count + 10
-    (rows,) = merged.pick_asked_in(Layout(Grid(32, 32), first), tokens, WIDTH, torch.device("cpu"))
+    (rows,) = merged.pick_queries_in(Layout(Grid(32, 32), first), tokens, WIDTH, torch.device("cpu"))
     assert len(set(rows.tolist())) == len(rows) and rows.max() < tokens
     inside = (rows >= first) & (rows < first + count)
     assert 32 <= inside.sum() <= 128 and (~inside).sum() == inside.sum() // 4

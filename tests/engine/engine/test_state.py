@@ -9,7 +9,7 @@ import torch
 
 from tests.sequences import FILM, PICTURE, attention, sdpa
 from tome_core import MergeConfig
-from tome_core.attention.merged import pick_asked_in
+from tome_core.attention.merged import pick_queries_in
 from tome_core.hosting import state_of
 from tome_core.merging.grid import Grid, Layout
 from tome_core.merging.methods import METHODS
@@ -39,7 +39,7 @@ def test_what_it_gives_is_near_and_counted(layout):
     assert (level.downsample, level.blocks) == (2, 3)
     ((before, queries, keys),) = level.tokens
     assert before == queries == own.q.shape[1] and keys < before / 8
-    (asked,) = pick_asked_in(layout, before, own.q.shape[3], torch.device("cpu"))  # answered from all keys
+    (asked,) = pick_queries_in(layout, before, own.q.shape[3], torch.device("cpu"))  # answered from all keys
     assert level.work_saved == pytest.approx(1 - (keys + len(asked)) / before)
 
 

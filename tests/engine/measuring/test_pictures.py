@@ -29,7 +29,7 @@ def draw(monkeypatch):
             heard.call(latent, *more)
             clock.now += first * (step == 0)
             if hears:
-                heard.hear(step)
+                heard.count_step(step)
         report = SimpleNamespace(work_saved=saved, merged_anything=bool(saved))
         return heard.remember(model, config, report, *beside)
 

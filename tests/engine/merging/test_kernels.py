@@ -67,7 +67,8 @@ def test_the_kernels(arguments, interpret, triton, tmp_path):
 @pytest.fixture
 def put_in_place(monkeypatch):
     """This machine's CPU is taken for a device with kernels, of which each launch is a call of the function given."""
-    values = {"DEVICES": ("cpu",), "_asked": False, "_kernels": None, "_why_off": "", "_off": {}, "_proven": set()}
+    values = {"DEVICES": ("cpu",), "_is_loaded": False, "_kernels": None, "_why_off": "", "_off": {},
+              "_verified": set()}  # fmt: skip
     for name, value in values.items():
         monkeypatch.setattr(kernels, name, value)
     monkeypatch.delitem(sys.modules, "tome_core.merging.kernels.triton_kernels", raising=False)
@@ -75,7 +76,7 @@ def put_in_place(monkeypatch):
     monkeypatch.delenv("TOME_CORE_TRITON", raising=False)
 
     def put(launch):
-        monkeypatch.setattr(kernels, "_asked", True)
+        monkeypatch.setattr(kernels, "_is_loaded", True)
         monkeypatch.setattr(kernels, "_kernels", SimpleNamespace(**dict.fromkeys(NAMES, launch)))
 
     return put
@@ -144,5 +145,5 @@ def test_while_a_graph_is_recorded_only_what_has_been_proven_is_launched(put_in_
     monkeypatch.setattr(torch.cuda, "device_of", lambda x: nullcontext())
     x = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float16)
     assert not kernels.launch(x, ("correct", 40)) and not launch.called
-    kernels._proven.add(("correct", 40, x.device, x.dtype))
+    kernels._verified.add(("correct", 40, x.device, x.dtype))
     assert kernels.launch(x, ("correct", 40)) and launch.called

@@ -23,7 +23,7 @@ NO_LAUNCH = {
 # What makes several: a sort in segments of up to 4,096, and operators that copy first.
 LAUNCHES = {"sort": 4, "masked_fill": 2, "scatter": 2, "constant_pad_nd": 2}
 # Outputs of kernels that number groups or tokens: they have to be some that there are.
-NUMBERS = {"best_keys": (5,), "segments": (1, 2), "place_tokens": (5,)}
+NUMBERS = {"best_keys": (5,), "segments": (1, 2), "assign_groups": (5,)}
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def launches(monkeypatch) -> Counter[str]:
     def double(name):
         return as_one(name, lambda *outputs: [outputs[place].zero_() for place in NUMBERS.get(name, ())])
 
-    replaced = {"DEVICES": ("cpu",), "_asked": True, "_give_up": lambda name, why: pytest.fail(f"{name}: {why}"),
+    replaced = {"DEVICES": ("cpu",), "_is_loaded": True, "_give_up": lambda name, why: pytest.fail(f"{name}: {why}"),
                 "_kernels": SimpleNamespace(**{name: double(name) for name in NAMES}),
                 "find_fault": lambda *_: ""}  # fmt: skip
     for name, value in replaced.items():

@@ -19,7 +19,7 @@ sys.path[:0] = [os.getcwd(), str(Path(__file__).parents[3])]
 importlib.import_module("comfy.options").enable_args_parsing()
 attention = importlib.import_module("comfy.ldm.modules.attention")
 patcher = importlib.import_module("comfy.model_patcher").ModelPatcher
-slot = importlib.import_module("comfy_nodes.slot")
+slot = importlib.import_module("comfy_nodes.slot_calls")
 way_of = importlib.import_module("ways").way_of  # beside this file: ComfyUI has a package `tests` of its own
 
 FUNCTIONS = ("basic", "sub_quad", "split", "pytorch", "flash")  # flash leaves it to torch on a CPU
@@ -34,12 +34,12 @@ def main() -> None:
         # what ComfyUI's own node for choosing a function puts into the slot
         patcher.set_model_optimized_attention(
             SimpleNamespace(model_options={"transformer_options": options}), function)  # fmt: skip
-        chosen = slot.Through(options[slot.SLOT], attention.attention_pytorch)
+        chosen = slot.OtherNodesCall(options[slot.SLOT], attention.attention_pytorch)
         for dtype in DTYPES:
             ways[f"{name} {dtype}"] = way_of(function, dtype)
             ways[f"{name} {dtype} raised"] = way_of(function, dtype, attn_precision=torch.float32)
             ways[f"{name} {dtype} chosen by a node"] = way_of(chosen, dtype)
-    passing = slot.Through(lambda function, *args, **kwargs: function(*args, **kwargs), attention.attention_pytorch)
+    passing = slot.OtherNodesCall(lambda function, *args, **more: function(*args, **more), attention.attention_pytorch)
     ways["pytorch behind a node"] = way_of(passing)
     for name, size in (("split", 10_000), ("sub_quad", 5_000)):
         free = [size, (size, size)]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from comfy_nodes.slot import HostCall
+from comfy_nodes.slot_calls import HostCall
 from tome_core.attention.merged import Attention, Merge, attend
 from tome_core.merging.plan import MergePlan
 

@@ -36,11 +36,11 @@ _COUNTED_UP_TO = 2**26
 _COMPARED_UP_TO = 2**28
 # The most channels of a head whose equations (RIDGE_WIDEST) or matrix (WIDEST_HEAD) fit the registers of one program.
 RIDGE_WIDEST, WIDEST_HEAD = 64, 128
-_asked = False
+_is_loaded = False
 _kernels: ModuleType | None = None
 _why_off = ""
 _off: dict[str, str] = {}  # the reason why a kernel is off, by its name
-_proven: set[tuple] = set()  # kernels that were checked: name, constants, device and dtype
+_verified: set[tuple] = set()  # kernels that were checked: name, constants, device and dtype
 
 
 def notes() -> tuple[str, ...]:
@@ -209,7 +209,7 @@ def segments(group: torch.Tensor, num_groups: int, empty: float, dtype: torch.dt
     return result if launch(group, ("segments", dtype), group, *result, empty) else None
 
 
-def place_tokens(
+def assign_groups(
     score: torch.Tensor, index: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, removed: int
 ) -> torch.Tensor | None:
     """Return the group of each token after the sources with the highest scores have merged.
@@ -233,7 +233,7 @@ def place_tokens(
     group = torch.empty(batch, count + destinations.shape[1], dtype=torch.int64, device=index.device)
     score, index = score.contiguous(), index.contiguous()
     sources, destinations = (tokens.contiguous().expand(batch, -1) for tokens in (sources, destinations))
-    return group if launch(index, ("place_tokens",), score, index, sources, destinations, removed, group) else None
+    return group if launch(index, ("assign_groups",), score, index, sources, destinations, removed, group) else None
 
 
 def first_order(
@@ -355,19 +355,19 @@ def correct(out: torch.Tensor, q: torch.Tensor, matrix: torch.Tensor, constant: 
 @contextlib.contextmanager
 def without() -> Iterator[None]:
     """Turn kernels off inside this context, to compare them with torch's operators."""
-    global _asked, _kernels
-    before, (_asked, _kernels) = (_asked, _kernels), (True, None)
+    global _is_loaded, _kernels
+    before, (_is_loaded, _kernels) = (_is_loaded, _kernels), (True, None)
     try:
         yield
     finally:
-        _asked, _kernels = before
+        _is_loaded, _kernels = before
 
 
 def _module() -> ModuleType | None:
-    global _asked, _kernels, _why_off
-    if _asked:
+    global _is_loaded, _kernels, _why_off
+    if _is_loaded:
         return _kernels
-    _asked = True
+    _is_loaded = True
     if os.environ.get("TOME_CORE_TRITON") == "0":
         _why_off = "TOME_CORE_TRITON is 0"
         return None
@@ -379,24 +379,24 @@ def _module() -> ModuleType | None:
     return _kernels
 
 
-def launch(x: torch.Tensor, which: tuple[Any, ...], *arguments: Any) -> bool:
+def launch(x: torch.Tensor, variant: tuple[Any, ...], *arguments: Any) -> bool:
     """Launch a kernel on the device of a tensor, and check its result if it was not checked there before.
 
     A kernel that cannot be compiled or launched, or whose result is wrong, is not tried again.
 
     Args:
         x: a tensor of the device and dtype for which the kernel is compiled.
-        which: the name of the kernel, and the other constants for which it is compiled.
+        variant: the name of the kernel, and the other constants for which it is compiled.
         arguments: the arguments of the function of this name in `triton_kernels`.
 
     Returns:
         True if the outputs among `arguments` can be used.
     """
-    kernels, name = _module(), which[0]
+    kernels, name = _module(), variant[0]
     if kernels is None or name in _off:
         return False
-    key = (*which, x.device, x.dtype)
-    is_proven = key in _proven
+    key = (*variant, x.device, x.dtype)
+    is_proven = key in _verified
     if not is_proven and x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return False  # a check waits for the device, which is not possible while a graph is captured
     backend = torch.xpu if x.device.type == "xpu" else torch.cuda
@@ -414,7 +414,7 @@ def launch(x: torch.Tensor, which: tuple[Any, ...], *arguments: Any) -> bool:
 def _proves_itself(key: tuple, arguments: tuple[Any, ...]) -> bool:
     fault = find_fault(key[0], arguments)
     if fault == "":
-        _proven.add(key)
+        _verified.add(key)
     elif fault:
         _give_up(key[0], f"on {key[-2]} in {key[-1]} {fault}")
     return fault == ""

@@ -154,7 +154,7 @@ def segments(group, order, offsets, sizes, logs, rounded, empty) -> Iterator[Out
     yield Output("rounded logarithms", rounded, expected, 1e-6 + _eps(rounded.dtype) * expected.abs())
 
 
-def place_tokens(score, index, sources, destinations, removed, group) -> Iterator[Output]:
+def assign_groups(score, index, sources, destinations, removed, group) -> Iterator[Output]:
     """Check the groups against a stable sort by falling score."""
     order, cells = score.argsort(dim=1, descending=True, stable=True), destinations.shape[1]
     merged, alone = order[:, :removed], order[:, removed:]
@@ -241,6 +241,6 @@ class _Law(NamedTuple):
 
 _LAWS = {
     "best_keys": _Law(best_keys, 3), "mean_rows": _Law(mean_rows, 2), "segments": _Law(segments, 1),
-    "place_tokens": _Law(place_tokens, 1), "first_order": _Law(first_order, 4), "answer_few": _Law(answer_few, 5),
+    "assign_groups": _Law(assign_groups, 1), "first_order": _Law(first_order, 4), "answer_few": _Law(answer_few, 5),
     "ridge": _Law(ridge, 5), "correct": _Law(correct, 4),
 }  # fmt: skip

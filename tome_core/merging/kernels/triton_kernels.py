@@ -12,8 +12,17 @@ import triton.language as tl
 
 from .triton_kernels_correction import answer_few, correct, first_order, parts_of, ridge
 
-__all__ = ["answer_few", "best_keys", "correct", "first_order", "mean_rows", "parts_of", "place_tokens",
-           "ridge", "segments"]  # fmt: skip
+__all__ = [
+    "answer_few",
+    "assign_groups",
+    "best_keys",
+    "correct",
+    "first_order",
+    "mean_rows",
+    "parts_of",
+    "ridge",
+    "segments",
+]  # fmt: skip
 
 # Tiles are fixed, not tuned at run time: another tile adds in another order, so equal inputs would give other bits.
 # They are small, because SD1.5 at 512 px has 3,072 sources: 48 tiles a sample, on GPUs of 60 to 140 processors.
@@ -259,7 +268,7 @@ def segments(
     )  # fmt: skip
 
 
-def place_tokens(
+def assign_groups(
     score: torch.Tensor, index: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, removed: int,
     group: torch.Tensor,
 ) -> None:  # fmt: skip

@@ -98,7 +98,7 @@ def _plan(
     batch, count = score.shape
     ranked = removed < count
     num_destinations = destinations.shape[1]
-    group = kernels.place_tokens(score, index, sources, destinations, removed) if ranked else None
+    group = kernels.assign_groups(score, index, sources, destinations, removed) if ranked else None
     if group is not None:
         return MergePlan(group, num_destinations + count - removed)
     sources, destinations = sources.expand(batch, -1), destinations.expand(batch, -1)

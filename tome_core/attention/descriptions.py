@@ -5,7 +5,7 @@ computation of a host.
 
 To support another attention:
 
-1. use `ForwardOnStandIn`, or derive a class from `ByHand`;
+1. use `ForwardOnStandIn`, or derive a class from `AttentionDescription`;
 2. `register` it by the full name of the function that computes the attention;
 3. test it against attention over repeated keys, as ``tests/conformance.py`` does.
 
@@ -24,7 +24,7 @@ Kwargs = dict[str, Any]  # the keyword arguments of a call except for its tokens
 _NO_OUTPUT_PROJECTION = nn.Sequential(nn.Identity(), nn.Identity())  # a projection and a dropout that do nothing
 
 
-class ByHand:
+class AttentionDescription:
     """The description of one kind of attention. It has no state, so one object serves every module of its kind.
 
     Attributes:
@@ -107,7 +107,7 @@ class StandIn:
         return value
 
 
-class ForwardOnStandIn(ByHand):
+class ForwardOnStandIn(AttentionDescription):
     """The description of an attention that is computed in ``forward(x, context=...)``, which runs on a `StandIn`.
 
     Args:
@@ -118,12 +118,12 @@ class ForwardOnStandIn(ByHand):
         self.by_attribute = by_attribute
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kwargs: Kwargs) -> Tensor:
-        """Run the module's ``forward`` on q, k and v, see `ByHand.attend`. The bias becomes its mask."""
+        """Run the module's ``forward`` on q, k and v, see `AttentionDescription.attend`. The bias becomes its mask."""
         mask = {} if bias is None else {"mask": bias[:, None]}
         return type(module).forward(StandIn(module, q, k, v), q, context=k, **mask)
 
 
-class _Processor(ByHand):
+class _Processor(AttentionDescription):
     """A processor of diffusers that takes the scores from the module: the processor runs on a `StandIn`."""
 
     by_attribute = adds_bias = True
@@ -144,10 +144,10 @@ class _Processor(ByHand):
 
 
 OF_PROCESSORS = "diffusers.models.attention_processor.Attention.forward"  # only calls the module's processor
-_ENTRIES: dict[str, ByHand] = {}
+_ENTRIES: dict[str, AttentionDescription] = {}
 
 
-def register(function: str, entry: ByHand) -> None:
+def register(function: str, entry: AttentionDescription) -> None:
     """Register the description of an attention.
 
     Args:
@@ -157,7 +157,7 @@ def register(function: str, entry: ByHand) -> None:
     _ENTRIES[function] = entry
 
 
-def known_of(function: Any) -> ByHand | None:
+def description_of(function: Any) -> AttentionDescription | None:
     """Return the description of the attention that a function computes; None if there is none."""
     return _ENTRIES.get(full_name(function))
 

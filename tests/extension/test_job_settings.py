@@ -22,7 +22,7 @@ UNGATED = {"only_if_it_pays": False}
 
 def read(webui, **given):
     """The wish of arguments by name."""
-    return webui.part("wish").read(({"enabled": True, **given},), webui.part("options").of_dial)
+    return webui.part("job_settings").read(({"enabled": True, **given},), webui.part("settings_tab").default_of)
 
 
 # --- who says it ------------------------------------------------------------------------------------------------------
@@ -32,7 +32,7 @@ def test_arguments_count_by_name_and_by_place(webui):
     by_place = webui.job(True, 0.7, "hires pass", enable_hr=True)
     by_name = webui.job({"enabled": True, "strength": 0.7, "where": "hires pass"}, enable_hr=True)
     assert by_place.latents.equal(by_name.latents) and report(by_place) == report(by_name)
-    values = dict.fromkeys(webui.part("wish").ARGUMENTS) | {**FREE, "strength": 0.7, "own": True}
+    values = dict.fromkeys(webui.part("job_settings").ARGUMENTS) | {**FREE, "strength": 0.7, "own": True}
     assert webui.job(*values.values()).infotexts == webui.job({**FREE, "strength": 0.7}).infotexts
 
 
@@ -104,7 +104,7 @@ def test_a_value_that_makes_no_sense_is_left_out_and_named_or_an_error_if_it_is_
             wish = read(webui, **{field.name: value})
             (sentence,) = wish.left_out
             assert not wish.changes and sentence.startswith(f"{field.name}=")
-        for name in webui.part("wish").DIAL:
+        for name in webui.part("job_settings").DIAL:
             with pytest.raises((TypeError, ValueError), match=f"{name}="):
                 read(webui, **{name: value})
 
@@ -118,7 +118,7 @@ def test_what_does_not_go_together_is_left_out_with_a_sentence_and_the_rest_merg
 
 def test_no_choice_is_refused_beside_any_strength(webui):
     for strength in MARKS.values():
-        base = webui.part("wish").base_of(strength)
+        base = webui.part("job_settings").base_of(strength)
         for field in form.FIELDS:
             for value in field.choices or ((True, False) if isinstance(field.default, bool) else ()):
                 wish = read(webui, strength=strength, **{field.name: value})
@@ -164,13 +164,14 @@ def test_each_model_of_a_job_merges_by_the_table_of_its_layout(webui, patched):
 @pytest.mark.parametrize("layout", OF)
 def test_what_an_expert_leaves_as_it_was_filled_in_is_no_deviation(webui, layout):
     webui.load(OF[layout]())
-    wish = webui.part("wish")
+    wish = webui.part("job_settings")
     filled = {**wish.base_of(0.25, layout), "sx": 2}
     values = (True, 0.25, wish.EVERYWHERE, True, 0.25, *filled.values())
-    result = wish.read(values, webui.part("options").of_dial, layout=layout)
+    result = wish.read(values, webui.part("settings_tab").default_of, layout=layout)
     assert dict(result.changes) == {"sx": 2}
     assert result.config(False, layout=layout).value("ratio") == preset("quality", layout).value("ratio"), "unrounded"
-    assert webui.part("infotext").wish_in(f"0.25; sx=2; ratio={filled['ratio']}", layout) == result, "as it is shown"
+    shown = f"0.25; sx=2; ratio={filled['ratio']}"
+    assert webui.part("infotext").settings_in(shown, layout) == result
 
 
 @pytest.mark.parametrize(("begun", "layout"), [("sd", "sd"), ("sd", "sdxl"), ("sdxl", "sd")])
@@ -178,7 +179,7 @@ def test_the_panel_follows_strength_and_model_but_for_what_was_set_by_hand(webui
     """A webui makes its page before the model is there, and a checkpoint changes while the page is open."""
     webui.load(OF[layout]())
     webui.script.ui(False)  # imports the panel
-    wish, exact = webui.part("wish"), form.values_of(preset("quality", layout))
+    wish, exact = webui.part("job_settings"), form.values_of(preset("quality", layout))
     untouched = (True, 0.25, wish.EVERYWHERE, True, 0.25, *wish.base_of(0.25, begun).values())
     webui.job(*{**dict(zip(wish.ARGUMENTS, untouched, strict=True)), **UNGATED}.values())
     assert patched == [shown(preset("quality", layout))]

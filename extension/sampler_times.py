@@ -21,7 +21,7 @@ _BY_TIMESTEP = frozenset({"ddim", "ddim_cfgpp", "plms", "plms_cfgpp"})
 _TIMESTEP_MODULE = "modules.sd_samplers_timesteps_impl"
 
 
-class Pace:
+class SamplerTimes:
     """Replaces a sampler's function, reads its list of times once, and counts each step that the sampler reports.
 
     The middle calls of a second-order sampler count as the step's end. With an unknown sampler, each step waits for the
@@ -33,7 +33,7 @@ class Pace:
     """
 
     def __init__(self, p: Any, asks: bool) -> None:
-        self.heard = Steps()
+        self.timed_steps = Steps()
         self._timesteps: tuple[float, ...] | None = None
         self._calls_live = 0  # merged calls of the model
         self._live: dict[int, bool] = {}  # by step: its first call merged
@@ -45,14 +45,14 @@ class Pace:
         if name:
             sampler.func = self._listening(self._original, name)
         if heard is not None:
-            sampler.callback_state = self.heard.listening(heard, lambda state: state.get("i"))
+            sampler.callback_state = self.timed_steps.counting_callback(heard, lambda state: state.get("i"))
 
     def take_off(self) -> None:
         """Put the sampler's own functions back, unless another extension has replaced them."""
         sampler = self._sampler()
-        if getattr(getattr(sampler, "func", None), "pace", None) is self:
+        if getattr(getattr(sampler, "func", None), "tome_sampler_times", None) is self:
             sampler.func = self._original
-        if getattr(getattr(sampler, "callback_state", None), "steps", None) is self.heard:
+        if getattr(getattr(sampler, "callback_state", None), "steps", None) is self.timed_steps:
             del sampler.callback_state
 
     def note_call(self, is_live: bool, *kind: Any) -> None:
@@ -62,25 +62,25 @@ class Pace:
             is_live: the call merges.
             kind: see `Steps.call`.
         """
-        self.heard.call(*kind)
+        self.timed_steps.call(*kind)
         self._calls_live += is_live
-        self._live.setdefault(self.heard.done, is_live)
+        self._live.setdefault(self.timed_steps.done, is_live)
 
     def counts(self) -> dict[str, int]:
         """Return the numbers of calls and steps. If the sampler reports no steps, each call counts as a step."""
-        done, calls, live = self.heard.done, self.heard.calls, self._calls_live
+        done, calls, live = self.timed_steps.done, self.timed_steps.calls, self._calls_live
         if done:
             live = done if live == calls else min(done, sum(self._live.values()))
         return {"calls": calls, "steps": done or calls, "steps_merged": live}
 
     def time(self, params: Any) -> dict[str, float]:
         """Return the time of the denoiser's current step, as a keyword for the engine's ``set_time``."""
-        return (None if params.sigma.device.type == "cpu" else self.heard.time) or host.read_time(params)
+        return (None if params.sigma.device.type == "cpu" else self.timed_steps.time) or host.read_time(params)
 
     def timesteps(self, p: Any) -> tuple[float, ...] | None:
         """Return the timesteps of all steps, for the engine's ``set_time``; None if the sampler's list is not known."""
-        if self._timesteps is None and self.heard.times and self.heard.follows:
-            times = [host.relative(p, time) for time in self.heard.times]
+        if self._timesteps is None and self.timed_steps.times and self.timed_steps.follows:
+            times = [host.relative(p, time) for time in self.timed_steps.times]
             self._timesteps = tuple(time["timestep"] if "timestep" in time
                                     else STABLE_DIFFUSION.timestep_of_sigma(time["sigma"])
                                     for time in times)  # fmt: skip
@@ -92,11 +92,11 @@ class Pace:
             if kwargs.get(name) is not None and kwargs.get("callback") is not None:
                 listed = kwargs[name].tolist()
                 ordered = listed[:-1] if name == "sigmas" else listed[:0:-1]
-                self.heard.begin([{name[:-1]: float(time)} for time in ordered])
+                self.timed_steps.begin([{name[:-1]: float(time)} for time in ordered])
                 self._timesteps = None
             return function(*args, **kwargs)
 
-        listening.pace = self
+        listening.tome_sampler_times = self
         return listening
 
 

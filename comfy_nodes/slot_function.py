@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .host import hosting
-from .slot import SLOT, HostCall, Through
+from .slot_calls import SLOT, HostCall, OtherNodesCall
 
 Ask = Callable[[HostCall, dict[str, Any]], torch.Tensor]  # computes a call, given its transformer_options
 GRAPH = {"tome": True}  # a UNet accepts any keyword and ignores it
@@ -67,8 +67,8 @@ def _attention(function, q, k, v, heads, mask=None, attn_precision=None, **more)
         call, block = HostCall(function, q, k, v, heads, mask, **more), options.get("block", ("none", 0))
         text = f"{_place_of(function)} {block[0]} {block[1]} {options.get('block_index', 0)} {attn_precision}"
         attend, rest = hosting.OPERATORS["attend"], (mask, False, call.scale, False, text)
-        return call.give_back(attend(_number, _number, call.q, call.k, call.v, *rest))
-    whole = Through(_now.beneath, function) if _now.beneath else function
+        return call.to_host_form(attend(_number, _number, call.q, call.k, call.v, *rest))
+    whole = OtherNodesCall(_now.beneath, function) if _now.beneath else function
     call = HostCall(whole, q, k, v, heads, mask, attn_precision, **more)
     return _now.ask(call, options) if _now.ask else call.unmerged()
 

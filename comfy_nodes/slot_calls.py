@@ -20,7 +20,7 @@ SLOT = "optimized_attention_override"  # since September 2025
 _UNBIASED = frozenset({"attention_flash", "attention_sub_quad"})
 
 
-class Through(NamedTuple):
+class OtherNodesCall(NamedTuple):
     """A call of another node's function in the slot.
 
     Args:
@@ -36,7 +36,7 @@ class Through(NamedTuple):
         return self.override(self.function, *args, **kwargs)
 
 
-class HostCall(hosting.ByHeads):
+class HostCall(hosting.HeadsCall):
     """One call of a ComfyUI attention function."""
 
     def takes_bias(self) -> bool | None:
@@ -45,14 +45,15 @@ class HostCall(hosting.ByHeads):
         return takes and not any(getattr(part, "__name__", "") in _UNBIASED for part in _parts(self._function))
 
 
-def name_in_force(options: dict[str, Any]) -> str:
+def other_names_in_slot(options: dict[str, Any]) -> str:
     """Return the names of another node's functions in the slot, because they change how long a call takes."""
-    return " ".join(hosting.full_name(part) for part in _parts(Through(options.get(SLOT), None)) if callable(part))
+    parts = _parts(OtherNodesCall(options.get(SLOT), None))
+    return " ".join(hosting.full_name(part) for part in parts if callable(part))
 
 
 def _parts(function: Any) -> tuple[Any, ...]:
     """Return all functions that may compute a call: another node's, those in its closure, and ComfyUI's."""
-    if not isinstance(function, Through):
+    if not isinstance(function, OtherNodesCall):
         return (function,)
     held = (cell.cell_contents for cell in getattr(function.override, "__closure__", None) or ())
     return (*function, *held)

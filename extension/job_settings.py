@@ -23,7 +23,7 @@ DEFAULTS = {"enabled": False, "strength": 0.5, "where": EVERYWHERE}
 
 
 @dataclass(frozen=True)
-class Wish:
+class JobSettings:
     """The checked settings of one job.
 
     Args:
@@ -78,7 +78,7 @@ def find_filled(own: Mapping[str, Any], value: float, layout: str) -> dict[str, 
 
 def read(
     values: Sequence[Any], setting: Callable[[str], Any], plot: Mapping[str, Any] | None = None, layout: str = SD
-) -> Wish:
+) -> JobSettings:
     """Read and check the values of a job.
 
     Args:
@@ -95,16 +95,16 @@ def read(
     dial = {name: setting(name) if given.get(name) is None else given[name] for name in DIAL}
     dial |= {name: value for name, value in plot.items() if name in DIAL}
     if dial["enabled"] is False:  # unused values are not checked
-        return Wish()
+        return JobSettings()
     if not isinstance(dial["enabled"], bool):
         raise TypeError(f"enabled={dial['enabled']!r} is {type(dial['enabled']).__name__}; use true or false")
     own = {name: given[name] for name in form.NAMES if given.get(name) is not None}
     deviating = _deviating(own, given, layout) | {name: value for name, value in plot.items() if name in form.NAMES}
-    return wish_of(dial["strength"], dial["where"], deviating, layout)
+    return settings_of(dial["strength"], dial["where"], deviating, layout)
 
 
-def wish_of(value: float, where: str, changes: Mapping[str, Any], layout: str = SD) -> Wish:
-    """Return the wish of a strength and of the changes that are possible and have an effect.
+def settings_of(value: float, where: str, changes: Mapping[str, Any], layout: str = SD) -> JobSettings:
+    """Return the settings of a strength and of the changes that are possible and have an effect.
 
     A rounded value that the form shows for the strength is no change.
 
@@ -129,7 +129,7 @@ def wish_of(value: float, where: str, changes: Mapping[str, Any], layout: str = 
         settled = form.values_of(form.settle(base | possible)[0])
     reasons = tuple(sentence for sentence in left_out if sentence.partition("=")[0] in changes)
     deviations = {name: final for name, final in settled.items() if final != base[name]}
-    return Wish(True, float(value), where, deviations, reasons)
+    return JobSettings(True, float(value), where, deviations, reasons)
 
 
 def _by_name(values: Sequence[Any]) -> dict[str, Any]:

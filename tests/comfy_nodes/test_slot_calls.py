@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from comfy_nodes import asking
-from comfy_nodes.slot import SLOT, HostCall, Through, name_in_force
+from comfy_nodes import slot_function
+from comfy_nodes.slot_calls import SLOT, HostCall, OtherNodesCall, other_names_in_slot
 from tests import comfy_attention as comfy
 from tests.comfy_doubles import Guider, apply, latest, least_checkpoint
 from tests.hosts.comfyui.ways import DTYPES, way_of
@@ -55,7 +55,7 @@ def with_slot(function):
 def test_each_function_takes_sizes_its_own_way_by_itself_and_chosen_by_a_node():
     for (name, way), dtype, precision in itertools.product(WAYS.items(), DTYPES, (None, torch.float32)):
         function = getattr(comfy, name)
-        through = Through(chosen(function), comfy.attention_pytorch)
+        through = OtherNodesCall(chosen(function), comfy.attention_pytorch)
         ways = [way_of(asked, dtype, attn_precision=precision) for asked in (function, through)]
         assert ways == [way] * 2, (name, dtype, precision)
 
@@ -98,11 +98,11 @@ def test_what_is_in_the_slot_is_not_changed_and_ours_does_not_lie_on_ours():
         return comfy.attention_pytorch(x, x, x, 2, transformer_options=told)
 
     def again(told):
-        return asking.call(run, told, lambda call, _: call.unmerged())
+        return slot_function.call(run, told, lambda call, _: call.unmerged())
 
-    assert torch.equal(asking.call(again, options, lambda call, _: call.unmerged() * 2), plain)
+    assert torch.equal(slot_function.call(again, options, lambda call, _: call.unmerged() * 2), plain)
     assert options == {SLOT: slot, "other": 1} and slot.keys == [5]
-    outside = comfy.attention_pytorch(x, x, x, 2, transformer_options={SLOT: asking._attention})
+    outside = comfy.attention_pytorch(x, x, x, 2, transformer_options={SLOT: slot_function._attention})
     assert torch.equal(outside, plain), "outside of our calls it is answered by its own function"
 
 
@@ -114,6 +114,6 @@ def test_values_whose_heads_are_apart_already_are_taken_as_others_are():
 
 
 def test_every_attention_in_force_has_a_name_of_its_own():
-    names = [name_in_force({SLOT: chosen(getattr(comfy, name))}) for name in WAYS]
-    names += [name_in_force({SLOT: sample}), name_in_force({})]
+    names = [other_names_in_slot({SLOT: chosen(getattr(comfy, name))}) for name in WAYS]
+    names += [other_names_in_slot({SLOT: sample}), other_names_in_slot({})]
     assert len(set(names)) == len(names) and names[-1] == ""

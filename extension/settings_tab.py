@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import host
-from .wish import DEFAULTS, WHERE
+from .job_settings import DEFAULTS, WHERE
 
 SECTION = ("tome", "Token Merging (ToMe)")
 REPORT = "tome_report"
@@ -31,8 +31,8 @@ def value(key: str) -> Any:
     return host.option(key, _DEFAULTS[key])
 
 
-def of_dial(name: str) -> Any:
-    """Return the default of a job for a name of `wish.DIAL`."""
+def default_of(name: str) -> Any:
+    """Return the default of a job for a name of `job_settings.DIAL`."""
     return value(f"tome_{name}")
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Hashable
 import torch
 import torch.nn.functional
 
-from ..attention.by_hand import full_name
+from ..attention.descriptions import full_name
 from ..attention.functions import try_once
 from ..attention.merged import Attention
-from ..engine.decision import Call
+from ..engine.decision import ModelCall
 from ..engine.state import State
 from ..merging.grid import Layout
 from ..reporting.ledger import MASKED, NO_GRID
@@ -23,7 +23,7 @@ _FAILS = "it fails with merged keys"
 _REFUSALS = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
 
 
-class Asked:
+class AttentionCall:
     """A call of an attention function that was intercepted before it ran.
 
     Subclasses keep the host's function in ``_function``, its tensors in ``_qkv`` and its other arguments in
@@ -67,7 +67,7 @@ class Asked:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         return self._function(q, k, v, bias, **self._kwargs).transpose(1, 2)
 
-    def give_back(self, out: torch.Tensor) -> torch.Tensor:
+    def to_host_form(self, out: torch.Tensor) -> torch.Tensor:
         """Return an output ``(batch, tokens, heads, head_dim)`` in the form that the host expects."""
         return out.transpose(1, 2) if self.by_head else out
 
@@ -81,7 +81,7 @@ class Asked:
         return (self._function,)
 
 
-class ByTorch(Asked):
+class TorchCall(AttentionCall):
     """A call of torch's ``scaled_dot_product_attention``, or of a function with the same arguments.
 
     Args:
@@ -112,10 +112,10 @@ class ByTorch(Asked):
             self.q, self.k, self.v = self._qkv
 
 
-class ByDispatch(ByTorch):
+class DispatchCall(TorchCall):
     """A call of diffusers' ``dispatch_attention_fn``, which looks up the active backend at each call.
 
-    Its tensors are ``(batch, tokens, heads, head_dim)``. Its other arguments are those of `ByTorch`.
+    Its tensors are ``(batch, tokens, heads, head_dim)``. Its other arguments are those of `TorchCall`.
     """
 
     by_head = False
@@ -134,7 +134,7 @@ class ByDispatch(ByTorch):
         return self._function, backend, torch.nn.functional.scaled_dot_product_attention
 
 
-class ByXformers(Asked):
+class XformersCall(AttentionCall):
     """A call of ``xformers.ops.memory_efficient_attention``, which never gets a bias from this package.
 
     Args:
@@ -159,12 +159,12 @@ class ByXformers(Asked):
         """Split `q`, `k` and `v` of a flat call into this number of heads."""
         self.q, self.k, self.v = (tensor.unflatten(0, (-1, heads)).transpose(1, 2) for tensor in self._qkv)
 
-    def give_back(self, out: torch.Tensor) -> torch.Tensor:
+    def to_host_form(self, out: torch.Tensor) -> torch.Tensor:
         """Return an output ``(batch, tokens, heads, head_dim)`` in the form of the call's own tensors."""
         return out.transpose(1, 2).flatten(0, 1) if self.is_flat else out
 
 
-class ByHeads(Asked):
+class HeadsCall(AttentionCall):
     """A call of an attention function of ComfyUI, Forge or reForge: ``function(q, k, v, heads, mask=None, ...)``.
 
     Args:
@@ -201,12 +201,12 @@ class ByHeads(Asked):
         return self._function(*self._qkv, self._heads, mask=self.mask, **self._kwargs)
 
     def compute(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return the result of the host's function on other tensors, see `Asked.compute`."""
+        """Return the result of the host's function on other tensors, see `AttentionCall.compute`."""
         q, k, v = (tensor.transpose(1, 2) if self._skip_reshape else tensor.flatten(2) for tensor in (q, k, v))
         out = self._function(q, k, v, self._heads, mask=bias, **self._kwargs)
         return out.transpose(1, 2) if self._skip_output_reshape else out.unflatten(-1, (self._heads, -1))
 
-    def give_back(self, out: torch.Tensor) -> torch.Tensor:
+    def to_host_form(self, out: torch.Tensor) -> torch.Tensor:
         """Return an output ``(batch, tokens, heads, head_dim)`` in the form that the host asked for."""
         return out.transpose(1, 2) if self._skip_output_reshape else out.flatten(2)
 
@@ -216,8 +216,8 @@ class ByHeads(Asked):
 
 
 def answer(
-    state: State, call: Call, name: Hashable, level: int, heads: int, where: Layout | Callable[[int], Layout | str],
-    seen: list[bool], asked: Asked,
+    state: State, call: ModelCall, name: Hashable, level: int, heads: int,
+    where: Layout | Callable[[int], Layout | str], seen: list[bool], attention_call: AttentionCall,
 ) -> torch.Tensor:  # fmt: skip
     """Answer an intercepted attention call, with merged keys and values if it can be merged.
 
@@ -230,54 +230,54 @@ def answer(
         where: the layout of the picture's tokens if the sequence has no other tokens. Otherwise a function that takes
             the number of tokens and returns their layout, or the reason why the layout is unknown.
         seen: gets one more entry: True for self-attention, False if the keys are of other tokens.
-        asked: the intercepted call.
+        attention_call: the intercepted call.
 
     Returns:
         The output, in the form in which the host's function returns it.
     """
-    if asked.is_flat:
-        asked.split(heads)
-    q, k, v = asked.q, asked.k, asked.v
+    if attention_call.is_flat:
+        attention_call.split(heads)
+    q, k, v = attention_call.q, attention_call.k, attention_call.v
     is_self_attention = k.shape[:2] == q.shape[:2]
     seen.append(is_self_attention)
     if not is_self_attention:  # attention to a prompt, or to an adapter's reference picture
-        return asked.unmerged()
-    rows, why = (None, "") if asked.mask is None else _visible_rows(asked.mask, q)
+        return attention_call.unmerged()
+    rows, why = (None, "") if attention_call.mask is None else _visible_rows(attention_call.mask, q)
     tokens = q.shape[1] if rows is None else len(rows)
     if not isinstance(where, Layout):
         where = where(tokens)
     elif where.grid.height * where.grid.width != tokens:
         where = NO_GRID
-    why = why or (where if isinstance(where, str) else "" if asked.plain else MORE)
-    why = why or (state.refused and state.refused.get(asked.key(), ""))
-    takes_bias = asked.adds_bias
+    why = why or (where if isinstance(where, str) else "" if attention_call.plain else MORE)
+    why = why or (state.refused and state.refused.get(attention_call.key(), ""))
+    takes_bias = attention_call.adds_bias
     if takes_bias is None and not why:
-        takes_bias = asked.takes_bias()
-        function_name = full_name([*filter(callable, asked.key())][-1])
+        takes_bias = attention_call.takes_bias()
+        function_name = full_name([*filter(callable, attention_call.key())][-1])
         why = f"the function that it calls is no attention: {function_name}" if takes_bias is None else ""
     if why:
         state.leave_alone(level, why, q.shape[0], q.shape[1], k.shape[1])
-        return asked.unmerged()
+        return attention_call.unmerged()
     if rows is not None:
         q, k, v = q[:, rows], k[:, rows], v[:, rows]
-    scale = q.shape[3] ** -0.5 if asked.scale is None else asked.scale
+    scale = q.shape[3] ** -0.5 if attention_call.scale is None else attention_call.scale
     try:
-        out = state.attend(call, name, level, where, Attention(q, k, v, asked.compute, scale, takes_bias))
+        out = state.attend(call, name, level, where, Attention(q, k, v, attention_call.compute, scale, takes_bias))
     except _REFUSALS as error:
         if isinstance(error, torch.cuda.OutOfMemoryError) or "out of memory" in str(error):
             raise
-        result = asked.unmerged()  # first: if the unmerged call fails too, merging is not the cause
+        result = attention_call.unmerged()  # first: if the unmerged call fails too, merging is not the cause
         error_text = f"{type(error).__name__}: {' '.join(str(error).split())[:80]}"
-        why = state.refused[asked.key()] = f"{_FAILS} ({error_text})"
+        why = state.refused[attention_call.key()] = f"{_FAILS} ({error_text})"
         state.leave_alone(level, why, q.shape[0], q.shape[1], k.shape[1])
         return result
     if out is None:
-        return asked.unmerged()
+        return attention_call.unmerged()
     if rows is not None:
-        whole = out.new_zeros(out.shape[0], asked.q.shape[1], *out.shape[2:])
+        whole = out.new_zeros(out.shape[0], attention_call.q.shape[1], *out.shape[2:])
         whole[:, rows] = out  # DirectML has no index_copy
         out = whole
-    return asked.give_back(out)
+    return attention_call.to_host_form(out)
 
 
 def _visible_rows(mask: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor | None, str]:

@@ -6,8 +6,8 @@ from typing import Any
 
 from ..tome_core.hosting import count
 from . import host
+from .job_settings import HIRES, PASSES
 from .merging import Job
-from .wish import HIRES, PASSES
 
 
 def lines_of(job: Job, has_hires: bool) -> list[str]:
@@ -22,21 +22,22 @@ def lines_of(job: Job, has_hires: bool) -> list[str]:
             why = [*record.refusals, *whole.notes, whole.hindered] if whole.merged_anything else []
             more += [where + reason for reason in dict.fromkeys(filter(None, why))]
         if ratio:
-            state = "stays on" if job.why_left(hires) else "is off in this pass"
+            state = "stays on" if job.why_unmerged(hires) else "is off in this pass"
             more.append(f"{where}the webui's own merging ({ratio:g}) {state}")
-    more += [f"not used: {sentence}" for sentence in job.wish.left_out]
-    settings = f"strength {job.wish.strength:g}{', own settings' if job.wish.strength and job.wish.changes else ''}"
-    first = f"{settings}; {'; '.join(outcomes)}" if has_hires else f"{settings}, {outcomes[0]}"
+    more += [f"not used: {sentence}" for sentence in job.settings.left_out]
+    has_changes = job.settings.strength and job.settings.changes
+    strength = f"strength {job.settings.strength:g}{', own settings' if has_changes else ''}"
+    first = f"{strength}; {'; '.join(outcomes)}" if has_hires else f"{strength}, {outcomes[0]}"
     return [first, *(["; ".join(more)] if more else [])]
 
 
 def data_of(job: Job, lines: list[str]) -> dict[str, Any]:
     """Return the report as data: the settings, the lines, whether anything merged, and all passes."""
-    wish = job.wish
+    settings = job.settings
     return {
         "merged": any(record.report.merged_anything for record in job.records.values()), "line": "; ".join(lines),
-        "strength": wish.strength, "where": wish.where, "settings": dict(wish.changes),
-        "not_used": list(wish.left_out),
+        "strength": settings.strength, "where": settings.where, "settings": dict(settings.changes),
+        "not_used": list(settings.left_out),
         "passes": {PASSES[hires]: {
             **record.counts, "stepped_aside": list(dict.fromkeys(record.refusals)), **record.report.as_data(),
         } for hires, record in job.records.items()},
@@ -45,7 +46,7 @@ def data_of(job: Job, lines: list[str]) -> dict[str, Any]:
 
 def _outcome(job: Job, hires: bool, has_hires: bool) -> str:
     if job.config(hires) is None:
-        is_missing = job.wish.strength and job.wish.where == HIRES and not has_hires
+        is_missing = job.settings.strength and job.settings.where == HIRES and not has_hires
         return "left alone, because only the hires pass is to merge, and there is none" if is_missing else "left alone"
     record = job.records.get(hires)
     if record is None:
