@@ -18,7 +18,8 @@ from .transformers import TransformerMerging, piece_of
 from .unets import UnetMerging
 
 _TITLE = "ToMe"
-_PAST_US = "nothing merged: another node (DeepCache is one) calls the model past this one; take that node off to merge"
+_PAST_US = ("nothing merged: another node (DeepCache is one) calls the model directly, not through Apply ToMe; remove "
+            "that node to merge")  # fmt: skip
 # keys in transformer_options of other patches that change how long a call takes
 _BESIDE = ("patches", "patches_replace", "easycache", "lazycache")
 Merging = UnetMerging | TransformerMerging

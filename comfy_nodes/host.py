@@ -17,7 +17,7 @@ KEY = "tome"  # of our wrappers, by which a second ApplyToMe replaces the first
 # values of comfy.patcher_extension.WrappersMP, since December 2024
 APPLY_MODEL, OUTER_SAMPLE = "apply_model", "outer_sample"
 COMPILE_KEY = "torch.compile"  # of ComfyUI's compiling wrapper, which holds the compiled parts by name
-COMPILED = "the model is compiled; take that node off to merge"
+COMPILED = "the model is compiled; remove that node to merge"
 # Nodes 2.0 (frontend 1.49) renders a node's text as Markdown, which joins lines without two spaces at the end
 LINE_BREAK = "  \n"
 

@@ -19,7 +19,7 @@ TIMES = ("start", "end")  # fields of ApplyToMe; all others belong to ToMeSettin
 _NOT_HERE = ("merge_crossattn", "merge_mlp")  # the attention slot cannot merge these parts
 SETTINGS = tuple(name for name in form.NAMES if name not in (*TIMES, *_NOT_HERE))
 STRENGTH_HELP = "Higher is faster and changes the picture more. 0 is off."
-SETTINGS_HELP = "From ToMe Settings: every setting by itself, in place of the strength."
+SETTINGS_HELP = "From ToMe Settings: all settings. They replace the strength."
 
 
 def strength_types() -> dict[str, tuple]:
@@ -55,7 +55,7 @@ def config_of(strength: Any, start: Any, end: Any, settings: Any = None, layout:
     elif isinstance(settings, hosting.MergeConfig):
         config = settings
     else:
-        raise TypeError(f"settings is {type(settings).__name__}; connect a ToMe Settings node, or leave it open")
+        raise TypeError(f"settings is {type(settings).__name__}; connect a ToMe Settings node, or connect nothing")
     config = form.change(config, {"start": start, "end": end})
     return None if config.is_off else config
 

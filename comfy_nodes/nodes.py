@@ -18,9 +18,9 @@ HIDDEN = {"unique_id": "UNIQUE_ID"}
 HIDDEN_PROMPT = {**HIDDEN, "prompt": "PROMPT"}
 TOO_OLD = "ToMe: this ComfyUI is older than September 2025; update it to merge. The model is unchanged."
 OFF_TEXT = "ToMe is off, the model is unchanged."
-OFF_BY_SETTINGS = f"{OFF_TEXT[:-1]}: these settings merge nothing, with a ratio of 0 or one token a cell (sx=1, sy=1)."
+OFF_BY_SETTINGS = f"{OFF_TEXT[:-1]}: these settings merge nothing, with a ratio of 0 or cells of one token (sx=1, sy=1)."
 NOT_APPLIED = "No merge map: there is no Apply ToMe on this model. Connect the model as it went into the sampler."
-NOT_WAITING = "No merge map: connect the sampler's latent, or the decoded image, so that this node waits for it."
+NOT_WAITING = "No merge map: connect the sampler's latent, or the decoded image, so that this node waits for the sampler."
 FROM_CACHE = "No merge map: the sampler's result came from the cache. Change its seed and queue again."
 
 
@@ -34,13 +34,13 @@ class ApplyToMe(_Node):
 
     DISPLAY_NAME = "Apply ToMe (Token Merging)"
     DESCRIPTION = (
-        "Merges similar tokens in the model's attentions, so that sampling takes less time: the larger the picture, "
-        "the more. For SD1.x, SD2.x, SDXL, and transformers such as Flux, SD3, Qwen-Image and Wan. Only samplers "
-        "behind this node are changed. After sampling the node shows what came of it."
+        "Merges similar tokens in the model's attentions, so sampling takes less time. Large pictures gain most. "
+        "For SD1.x, SD2.x, SDXL, and transformers such as Flux, SD3, Qwen-Image and Wan. Only samplers after "
+        "this node change. After sampling the node shows the report."
     )
     FUNCTION = "apply"
     RETURN_TYPES = ("MODEL",)
-    OUTPUT_TOOLTIPS = ("The model, merging tokens while it samples.",)
+    OUTPUT_TOOLTIPS = ("The model, which merges tokens while it samples.",)
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, dict]:
@@ -74,7 +74,7 @@ class ApplyToMe(_Node):
         line = "own settings" if settings is not None else f"strength {strength:g}"
         facts = {"strength": strength if settings is None else None, "start": start, "end": end, "unknown": dropped}
         host.attach(clone, BranchMerging(config, line, facts, unique_id, name))
-        host.show(f"ToMe: {line}, waits for a sampler behind this node", unique_id)
+        host.show(f"ToMe: {line}, waits for a sampler after this node", unique_id)
         return (clone,)
 
 
@@ -83,8 +83,8 @@ class ToMeSettings(_Node):
 
     DISPLAY_NAME = "ToMe Settings (Token Merging)"
     DESCRIPTION = (
-        "Every setting of token merging by itself. Connect it to the settings input of Apply ToMe, in place of the "
-        "strength. A setting that does not go together with the others is not used, and the node says which."
+        "All settings of token merging. Connect them to the settings input of Apply ToMe, in place of the strength. "
+        "A setting that contradicts the others is ignored, and the node names it."
     )
     FUNCTION = "settings"
     RETURN_TYPES = (inputs.SETTINGS_TYPE,)
@@ -109,15 +109,15 @@ class RemoveToMe(_Node):
     """Takes ApplyToMe's merging off a branch."""
 
     DISPLAY_NAME = "Remove ToMe (Token Merging)"
-    DESCRIPTION = "Takes off what Apply ToMe put on, for the samplers behind this node. Every other patch stays."
+    DESCRIPTION = "Removes Apply ToMe from the model, for the samplers after this node. All other patches stay."
     FUNCTION = "remove"
     RETURN_TYPES = ("MODEL",)
-    OUTPUT_TOOLTIPS = ("The model without our merging.",)
+    OUTPUT_TOOLTIPS = ("The model without Apply ToMe.",)
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, dict]:
         """Return the inputs."""
-        model = ("MODEL", {"tooltip": "A model that went through Apply ToMe; any other passes through unchanged."})
+        model = ("MODEL", {"tooltip": "A model that went through Apply ToMe; other models pass unchanged."})
         return {"required": {"model": model}, "hidden": HIDDEN}
 
     def remove(self, model: Any, unique_id: Any = None) -> tuple[Any]:
@@ -135,8 +135,8 @@ class ToMePreview(_Node):
     DISPLAY_NAME = "ToMe Preview (Token Merging)"
     DESCRIPTION = (
         "Shows which tokens merged in the latest sampling with this model: each group has its mean colour, so the "
-        "picture is coarse where tokens merged that differ. It has a panel for each level that merged. The report on "
-        "the sampling is shown as well, and goes into the queue's history, there with every count, for programs."
+        "picture gets coarse if different tokens merged. It has a panel for each level that merged. The report on "
+        "the sampling is shown too, and is in the queue's history, as text and as JSON."
     )
     SEARCH_ALIASES = [*ALIASES, "merge map", "token map"]  # noqa: RUF012 (never changed)
     FUNCTION = "preview"
@@ -152,8 +152,8 @@ class ToMePreview(_Node):
     def INPUT_TYPES(cls) -> dict[str, dict]:
         """Return the inputs: a model, and the result of a sampling, for which the preview waits."""
         model = ("MODEL", {"tooltip": "The model as it went into the sampler."})
-        image = ("IMAGE", {"tooltip": "The decoded pictures, to draw over."})
-        latent = ("LATENT", {"tooltip": "The sampler's result, to draw over a rough picture of it. An image is nicer."})
+        image = ("IMAGE", {"tooltip": "The decoded pictures. The preview is drawn over them."})
+        latent = ("LATENT", {"tooltip": "The sampler's result. The preview is drawn over a rough picture of it; an image looks better."})
         return {"required": {"model": model}, "optional": {"image": image, "latent": latent}, "hidden": HIDDEN}
 
     def preview(
@@ -180,7 +180,7 @@ def _list_dropped(node: Any, prompt: Any, unique_id: Any) -> list[str]:
     """Return a line on inputs in the prompt that this version's node does not have."""
     types, entry = node.INPUT_TYPES(), prompt.get(str(unique_id)) if isinstance(prompt, dict) else None
     unknown = sorted(set(entry["inputs"]) - {*types["required"], *types["optional"]}) if entry else []
-    return [f"unknown to this version of the node: {', '.join(unknown)}"] if unknown else []
+    return [f"this version of the node does not know: {', '.join(unknown)}"] if unknown else []
 
 
 def _background(model: Any, image: torch.Tensor | None, latent: dict | None) -> torch.Tensor:

@@ -23,7 +23,7 @@ _PICTURE_LAST = frozenset({"NextDiT"})
 _REFINE_TEXT = frozenset({"HunyuanVideo", "NextDiT", "SingleStreamDiT"})
 _REFERENCES = "reference_image_num_tokens"  # in transformer_options: number of tokens of each reference
 BESIDE = "tokens next to the picture's, at an unknown place"
-REFINED = "tokens before the model's blocks, maybe a text's"
+REFINED = "tokens before the model's blocks, perhaps of a text"
 _NO_GRID = "the latent has no grid that is known"
 
 

@@ -46,4 +46,4 @@ def _answer(hires: bool, width: int, height: int, config: MergeConfig, measure: 
         own = "" if why else pictures.known_gain(unet, config, height, width)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # an unknown model, or a job in progress
         return f"{size}: {str(error).splitlines()[0]}"
-    return f"{size}: {f'will not merge, {why}' if why else own or 'not measured yet'}"
+    return f"{size}: {f'nothing merges, {why}' if why else own or 'not measured yet'}"

@@ -47,7 +47,7 @@ def data_of(job: Job, lines: list[str]) -> dict[str, Any]:
 def _outcome(job: Job, hires: bool, has_hires: bool) -> str:
     if job.config(hires) is None:
         is_missing = job.settings.strength and job.settings.where == HIRES and not has_hires
-        return "left alone, because only the hires pass is to merge, and there is none" if is_missing else "left alone"
+        return "not merged, because only the hires pass is to merge, and there is none" if is_missing else "left alone"
     record = job.records.get(hires)
     if record is None:
         return "did not run"

@@ -59,7 +59,7 @@ def reason_to_step_aside(option: Callable[[str, Any], Any], hires: bool) -> str 
     method = option("token_merging_method", "None")
     ratio = option(_RATIOS.get(method, ""), 0.0)
     if ratio:
-        return f"SD.Next's own token merging ({method} {ratio:g}) is on; set it to None to merge by this one"
+        return f"SD.Next's own token merging ({method} {ratio:g}) is on; set it to None to use this extension"
     if option("hypertile_unet_enabled", False) and (hires or not option("hypertile_hires_only", False)):
         return TILED
     return None

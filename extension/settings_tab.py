@@ -16,11 +16,11 @@ REPORT = "tome_report"
 BOTH, CONSOLE, PAGE, NOWHERE = REPORTS = ("console and page", "console", "page", "nowhere")
 _ITEMS = (
     ("tome_enabled", DEFAULTS["enabled"], "Merge tokens",
-     "for API calls that do not say; the panels follow it as it changes", {}),
+     "the default of API calls; if you change it, the panels change too", {}),
     ("tome_strength", DEFAULTS["strength"], "Strength of merging",
-     "0 is off, .25 quality, .5 balanced, .75 fast, 1 the most", {"minimum": 0.0, "maximum": 1.0, "step": 0.01}),
-    ("tome_where", DEFAULTS["where"], "Where to merge", "in pictures with Hires. fix", {"choices": list(WHERE)}),
-    (REPORT, BOTH, "Show the report in", "a line after each job; API calls get it in any case",
+     "0 is off, .25 quality, .5 balanced, .75 fast, 1 max", {"minimum": 0.0, "maximum": 1.0, "step": 0.01}),
+    ("tome_where", DEFAULTS["where"], "Where to merge", "for pictures with Hires. fix", {"choices": list(WHERE)}),
+    (REPORT, BOTH, "Show the report in", "a line after each job; API calls always get the report",
      {"choices": list(REPORTS)}),
 )  # fmt: skip
 _DEFAULTS = {key: default for key, default, *_ in _ITEMS}

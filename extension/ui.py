@@ -18,9 +18,9 @@ from .job_settings import ARGUMENTS, DEFAULTS, DIAL, FILLED_FOR, OWN, TITLE, WHE
 
 _TIPS = {
     "strength": "Higher is faster and changes the picture more. 0 is off.",
-    "where": "Which pass merges. Merging in the hires pass alone leaves the composition as it is.",
-    OWN: "Use the settings below. Each of them follows Strength until you change it.",
-    "measure": "Time this model at this size now, with merging and without. It takes seconds and is remembered.",
+    "where": "Which pass merges. Merging in the hires pass alone keeps the composition.",
+    OWN: "Use the settings below. A setting follows Strength until you change that setting.",
+    "measure": "Time this model at this size now, with merging and without. This takes seconds. The result is kept.",
     **{field.name: field.help for field in form.FIELDS},
 }  # fmt: skip
 _QUIETLY = {"show_progress": False, "queue": False}
@@ -30,7 +30,7 @@ _IN_SDNEXT = dict(zip(("enable_hr", "scale", "resize_width", "resize_height"), _
 _SETTINGS = {f"setting_tome_{name}": name for name in DIAL}
 _panels: dict[str, Panel] = {}  # of the latest page, by tab
 _waiting: dict[str, Panel] = {}  # panels that are not linked to the webui's controls yet
-_BY_FACTOR = "resized by a factor: its size is known when the picture is drawn"
+_BY_FACTOR = "resized by a factor: the size is known only when the picture is drawn"
 _BY = {"img2img_tab_resize_to": 0, "img2img_tab_resize_by": 1}
 _tabs: dict[str, Any] = {}  # img2img's tabs for a size and for a factor
 _found: dict[str, dict[str, Any]] = {tab: {} for tab in _OF_TAB}  # the webui's controls that are not linked yet

@@ -16,7 +16,7 @@ from tests.traces import traces
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), where_compilers_were_tried]
 HALF = {"ratio": 0.5, "use_rand": False}
 WHOLE = "diffusion_model"
-ASIDE = "stepped aside: the model is compiled; take that node off to merge"
+ASIDE = "stepped aside: the model is compiled; remove that node to merge"
 
 
 def compiled(patcher, part=WHOLE):

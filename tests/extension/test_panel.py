@@ -99,7 +99,7 @@ def test_the_quicksettings_switch_brings_what_stands_beside_it(webui):
 # --- the line, and *Measure* ------------------------------------------------------------------------------------------
 
 TILED = "HyperTile is on, whose tiles need every token"
-FEW = "will not merge, so few tokens that merging would not pay"
+FEW = "nothing merges, so few tokens that merging would not pay"
 THEIRS = {"width": 128, "height": 128, "hr-checkbox": False, "hr_scale": 1.5, "hr_resize_x": 0, "hr_resize_y": 0}
 
 

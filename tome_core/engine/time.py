@@ -102,7 +102,7 @@ class Clock:
     def _why_off(self, level: int, live: tuple[MergeRule, ...], time: Time) -> str:
         """Return the reason why a level does not merge if no rule is in force there."""
         if any(rule.is_off and reaches(rule, level, self.downsamples[level]) for rule in live):
-            return "a rule of ratio 0 leaves it alone"
+            return "its rule has ratio 0"
         return "outside the rules' time range" if time != UNKNOWN else TIME_IS_UNKNOWN
 
 

@@ -61,7 +61,7 @@ class Measured(State):
         if unet is None:
             raise RuntimeError("the model that this handle patched is gone; patch the new one")
         if not self._places:
-            raise RuntimeError("gains are measured of UNets alone; this is a transformer")
+            raise RuntimeError("only UNets can be measured; this is a transformer")
         wraps = wraps_on(unet)
         is_called = self.time.is_sampling or (wraps is not None and wraps.is_called())
         problem = why_not_now(unet, self._places, is_called, self.handed and self.handed())

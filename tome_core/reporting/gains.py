@@ -94,10 +94,10 @@ class Gain(NamedTuple):
     def why_not(self) -> str:
         """The reason for the report if merging does not pay."""
         times = self.merged / self.unmerged
-        return f"measured: a merged call took {times:.2f} times an unmerged one at {self.width}x{self.height}"
+        return f"measured: a merged call took {times:.2f} times as long as an unmerged call at {self.size}"
 
     def __str__(self) -> str:
-        where = f"{self.width}x{self.height}, batch {self.batch}, {self.dtype}, {self.device}"
+        where = f"{self.size}, batch {self.batch}, {self.dtype}, {self.device}"
         return f"{self.ratio:.2f} times as fast as unmerged ({where})"
 
 
@@ -131,7 +131,7 @@ class Gains:
             try:
                 self._take(json.loads(line))
             except (ValueError, TypeError):
-                _warn_once(f"Not all of {path} is used: not all of it are measured gains. Delete it.")
+                _warn_once(f"{path} has lines that are no measured gains; they are ignored. Delete the file to end this warning.")
         if len(lines) > _CASES + 2 * (len(self._known) + len(self.pictures)):  # most were replaced by later ones
             self._write([*(gain._asdict() for gain in self._known.values()), *self.pictures.items()], whole=True)
 
@@ -201,8 +201,7 @@ class Gains:
             if whole:
                 path.replace(self._path)
         except OSError as error:
-            _warn_once(f"What was measured could not be kept in {self._path} ({error}); it holds until this process "
-                       "ends.")
+            _warn_once(f"The gain could not be kept in {self._path} ({error}). It is known until this program ends.")
 
     def __bool__(self) -> bool:
         return bool(self._known)

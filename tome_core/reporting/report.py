@@ -85,7 +85,7 @@ class Report(Counted):
             beside: the host's own lines, after the first two.
         """
         if not self.patched and not self.levels:
-            return [f"{title}: not applied to this model."]
+            return [f"{title}: there is no patch on this model."]
         facts = [count(self.calls, "model call")] if facts is None else facts
         speed, outcome = self._speed(), self._outcome()
         places = " and ".join(f"/{level.downsample}" for level in self.levels if level.calls_merged)
@@ -125,10 +125,10 @@ class Report(Counted):
 
     def _outcome(self) -> str:
         if self.merged_anything:
-            return f"{percent(self.work_saved)} of attention left out" if self.work_saved else "attention left whole"
+            return f"{percent(self.work_saved)} of attention left out" if self.work_saved else "no attention left out"
         why = [*map(_why, self.reasons), *self._traced(),
                *(note.removeprefix(_NOTHING_WILL) for note in self.notes if note.startswith(_NOTHING_WILL)),
-               "no call counted yet" if self.patched else "it is not on the model"]  # fmt: skip
+               "no call counted yet" if self.patched else "the patch is not on the model"]  # fmt: skip
         return f"nothing merged: {why[0]}"
 
 

@@ -224,4 +224,4 @@ def test_what_is_no_model_is_a_type_error():
         with pytest.raises(TypeError, match="has to be a UNet, a diffusers pipeline or an LDM model"):
             tome_core.apply_patch(thing)
         assert tome_core.remove_patch(thing) is thing
-        assert str(tome_core.report(thing)) == "Token merging: not applied to this model."
+        assert str(tome_core.report(thing)) == "Token merging: there is no patch on this model."

@@ -32,9 +32,9 @@ def path(tmp_path):
 def test_a_gain_says_itself_in_one_line_and_within_the_margin_is_none():
     slow = GAIN._replace(merged=1.31 * 1.07)
     assert GAIN.line == "768x512: about 1.3x faster" and GAIN._replace(merged=1.25).speed == "about 1.05x faster"
-    assert str(GAIN) == "1.31 times as fast as unmerged (96x64, batch 2, float16, card)"
+    assert str(GAIN) == "1.31 times as fast as unmerged (768x512, batch 2, float16, card)"
     assert slow.line == "768x512: no faster"
-    assert slow.why_not == "measured: a merged call took 1.07 times an unmerged one at 96x64"
+    assert slow.why_not == "measured: a merged call took 1.07 times as long as an unmerged call at 768x512"
     for share, pays in ((0.9, False), (1.1, True)):
         assert GAIN._replace(unmerged=1 + share * MARGIN).pays is pays
 

@@ -140,7 +140,7 @@ def test_attention_that_rests_while_the_mlp_merges_counts_as_work_and_the_mlps_t
 def test_a_level_is_told_the_reason_that_is_its_own():
     config = MergeConfig(rules=(MergeRule(ratio=0.0), MergeRule(max_downsample=8)), min_timestep=800.0)
     reasons = [*reported(config, 900).levels[0].reasons, *reported(config, 500).levels[0].reasons]
-    assert reasons == ["attn: a rule of ratio 0 leaves it alone", "attn: outside the rules' time range"]
+    assert reasons == ["attn: its rule has ratio 0", "attn: outside the rules' time range"]
 
 
 def test_reports_of_passes_are_one_with_levels_by_their_down_sampling():
