@@ -18,9 +18,9 @@ HIDDEN = {"unique_id": "UNIQUE_ID"}
 HIDDEN_PROMPT = {**HIDDEN, "prompt": "PROMPT"}
 TOO_OLD = "ToMe: this ComfyUI is older than September 2025; update it to merge. The model is unchanged."
 OFF_TEXT = "ToMe is off, the model is unchanged."
-OFF_BY_SETTINGS = f"{OFF_TEXT[:-1]}: these settings merge nothing, with a ratio of 0 or cells of one token (sx=1, sy=1)."
+OFF_BY_SETTINGS = f"{OFF_TEXT[:-1]}: these settings merge nothing (ratio 0, or cells of one token: sx=1, sy=1)."
 NOT_APPLIED = "No merge map: there is no Apply ToMe on this model. Connect the model as it went into the sampler."
-NOT_WAITING = "No merge map: connect the sampler's latent, or the decoded image, so that this node waits for the sampler."
+NOT_WAITING = "No merge map: connect the sampler's latent or the decoded image, so that this node waits for it."
 FROM_CACHE = "No merge map: the sampler's result came from the cache. Change its seed and queue again."
 
 
@@ -153,7 +153,8 @@ class ToMePreview(_Node):
         """Return the inputs: a model, and the result of a sampling, for which the preview waits."""
         model = ("MODEL", {"tooltip": "The model as it went into the sampler."})
         image = ("IMAGE", {"tooltip": "The decoded pictures. The preview is drawn over them."})
-        latent = ("LATENT", {"tooltip": "The sampler's result. The preview is drawn over a rough picture of it; an image looks better."})
+        rough = "The sampler's result. The preview is drawn over a rough picture of it; an image looks better."
+        latent = ("LATENT", {"tooltip": rough})
         return {"required": {"model": model}, "optional": {"image": image, "latent": latent}, "hidden": HIDDEN}
 
     def preview(

@@ -57,7 +57,7 @@ def test_if_nothing_merged_the_first_line_says_why(server):
     Past(apply(least_checkpoint())).sample(steps=2, callback=lambda *args: None)
     (*_, (_, small), _, (_, past)) = server.texts
     assert small.startswith("ToMe: own settings, 1 step, nothing merged: so few tokens that merging would not pay")
-    assert "2 steps, nothing merged: another node (DeepCache is one) calls the model past" in past
+    assert "2 steps, nothing merged: another node (DeepCache is one) calls the model directly" in past
 
 
 def test_a_stopped_sampling_reports_the_steps_that_it_did(server):

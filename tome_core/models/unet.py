@@ -250,4 +250,5 @@ def _problem_of(part: str, module: nn.Module, x: torch.Tensor, args: tuple, kwar
     # output belongs to another match.
     hooks = getattr(getattr(module, "_diffusers_hook", None), "hooks", None) or {}
     names = [type(hook).__name__ for hook in hooks.values() if getattr(hook, "_is_stateful", False)]
-    return f"{' and '.join(names)} keeps outputs for other steps; if it is put on after the patch, both work" if names else ""
+    why = "keeps outputs for other steps; if it is put on after the patch, both work"
+    return f"{' and '.join(names)} {why}" if names else ""

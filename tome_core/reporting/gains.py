@@ -131,7 +131,8 @@ class Gains:
             try:
                 self._take(json.loads(line))
             except (ValueError, TypeError):
-                _warn_once(f"{path} has lines that are no measured gains; they are ignored. Delete the file to end this warning.")
+                _warn_once(f"{path} has lines that are no measured gains; they are ignored. Delete the file to end "
+                           "this warning.")
         if len(lines) > _CASES + 2 * (len(self._known) + len(self.pictures)):  # most were replaced by later ones
             self._write([*(gain._asdict() for gain in self._known.values()), *self.pictures.items()], whole=True)
 
