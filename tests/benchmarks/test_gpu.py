@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_report, gpu_rows, memory, models, results, sd_block, timing
+from benchmarks import gpu, gpu_report, gpu_rows, memory, models, results, timing
 from benchmarks.gpu_rows import Bench, OutOfTime, Patched
 from tome_core.models.unet_blocks import find_blocks
 
@@ -23,9 +23,8 @@ NOT_THERE = ("diffusers", "tomesd", "gradio", "matplotlib", "PIL", "safetensors"
 WITHOUT = f"""
 import sys
 sys.modules.update(dict.fromkeys({NOT_THERE}))
-from benchmarks import gpu, sd_block
-make = sd_block.make_inputs
-sd_block.make_inputs = lambda side, *more: make(side // 4, *more)  # a block is of the real width, and slow
+from benchmarks import gpu, models
+models.BLOCK_SHAPE = models.BLOCK_SHAPE._replace(shrink=4)  # a block is of the real width, and slow
 plan = gpu.plan
 gpu.plan = lambda device: dict(row for row in plan(device).items() if not row[0].startswith("sdxl"))  # many blocks
 sys.exit(gpu.main(sys.argv[1:]))
@@ -74,8 +73,8 @@ def test_few_minutes_end_with_what_is_there_and_a_sheet_and_what_is_complete_is_
 ):
     """In this process: whatever torch has, its threads are as they were."""
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
-    make = sd_block.make_inputs  # a block is of the real width, and slow
-    monkeypatch.setattr(sd_block, "make_inputs", lambda side, *more: make(side // 4, *more))
+    small = models.BLOCK_SHAPE._replace(shrink=4)  # a block is of the real width, and slow
+    monkeypatch.setattr(models, "BLOCK_SHAPE", small)
     path = tmp_path / "gpu.json"
     assert gpu.main(["--minutes", "0.02", "--output", str(tmp_path)]) == 0
     first = results.load(path)
