@@ -64,15 +64,16 @@ def test_on_a_trained_model_controls_are_worse_than_any_method_and_more_merging_
         assert "**tomesd**" in table
 
 
-def test_a_run_that_ended_within_a_part_goes_on_to_the_same_result(small, whole, tmp_path, capsys):
+def test_a_run_that_ended_within_a_part_goes_on_to_the_same_result(small, whole, tmp_path, monkeypatch, capsys):
     cut = tmp_path / "cut.json"
     results.save({**whole, "rows": whole["rows"][:5], "created": "before"}, cut)
     resumed = run(small, cut)
     assert resumed["rows"] == whole["rows"] and resumed["created"] == "before"
     capsys.readouterr()
-    for more, sentence in ((["--steps", "2"], "other settings"), ([], "is complete")):
-        assert quality.main([*small, *more, "--output", str(cut)]) == 2
-        assert sentence in capsys.readouterr().err
+    assert quality.main([*small, "--steps", "2", "--output", str(cut)]) == 2
+    assert "other settings" in capsys.readouterr().err
+    monkeypatch.setattr(quality.QualityBench, "measure", None)
+    assert run(small, cut) == resumed, "a complete result is shown again"
 
 
 def test_several_processes_find_what_one_finds_and_go_on_after_a_kill(small, whole, tmp_path, monkeypatch, capsys):
@@ -87,11 +88,11 @@ def test_several_processes_find_what_one_finds_and_go_on_after_a_kill(small, who
     assert quality.main(line) == 0, "a process that has all of its rows waits for nothing"
     monkeypatch.setenv("RANK", "0")
     results.save({**left, "settings": {}}, rank)
-    assert quality.main(line) == 2 and "rank1 is of a run with other settings" in capsys.readouterr().err
+    assert quality.main(line) == 2 and "rank1 is a run with other settings" in capsys.readouterr().err
     results.save(left, rank)
     assert quality.main(line) == 0
     assert results.load(output)["rows"] == whole["rows"]
-    assert sorted(path.name for path in tmp_path.glob("shared*")) == ["shared.json", "shared.md"]
+    assert sorted(path.name for path in tmp_path.glob("shared*")) == ["shared.json", "shared.md", "shared.png"]
     assert quality.main(line) == 2 and "is complete" in capsys.readouterr().err
     assert quality.main(small) == 2 and "several processes need --output" in capsys.readouterr().err
 
@@ -127,7 +128,7 @@ WRONG = {
     "--device cuda:77 does not work here": ["--smallest", "--device", "cuda:77"],
     "tomesd-0.5 needs a unet": ["--variants", "tomesd-0.5", "--model", "{flux}"],
     "needs --prompts FILE": ["--smallest", "--model", "{own}"],
-    "--guidance is of the scene models; ": ["--model", "{own}", "--guidance", "3"],
+    "--guidance is for the scene models; ": ["--model", "{own}", "--guidance", "3"],
 }
 
 
@@ -183,6 +184,6 @@ def test_a_run_of_a_transformer_to_choose_by_has_what_a_curve_needs(flux_file, t
     record = run(["--for", "choose", "--model", str(flux_file), "--noised", "2"], path)
     assert {row["measure"] for row in record["rows"]} == {"noised"}
     capsys.readouterr()
-    assert strength.main([str(path), "--compare"]) == 0
-    assert capsys.readouterr().out.count("\n") == strength.KNOTS + 1 + 2
+    assert strength.main([str(path)]) == 0
+    assert capsys.readouterr().out.count("\n") == strength.KNOTS + 1 + 1
     assert len(FRONT) >= len(strength.front([record]).by_share) > 1

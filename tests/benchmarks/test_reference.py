@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from benchmarks.reference import Reference
 from benchmarks.variants import VARIANTS
 from demo import model, transformer
 from tests import tiny_scenes
-from tome_core.merging.methods import bipartite
+from tome_core.merging.methods import METHODS
 
 SIDE = tiny_scenes.SIDE
 KIND = {"sd": UNET, "flux": TRANSFORMER}
@@ -109,29 +108,26 @@ def test_a_schedule_is_its_early_method_down_to_half_time_and_then_its_late_one(
             assert torch.equal(predict(time), wanted)
 
 
-def test_random_partners_are_by_seed_and_block_whatever_the_tokens_are():
-    one, other = (Reference(small_model("sd").unet, seed, ratio=0.6) for seed in (1, 2))
-    first, second = (one.plan(tokens(seed), 0).group for seed in (0, 1))
-    assert torch.equal(first, second) and first.unique().tolist() == list(range(SIDE**2 - int(0.6 * SIDE**2)))
-    assert not torch.equal(first, one.plan(tokens(), 1).group)
-    assert not torch.equal(first, other.plan(tokens(), 0).group)
+def test_random_partners_are_by_seed_and_block_and_every_group_has_a_token():
+    of_one, of_other = (Reference(small_model("sd").unet, seed, ratio=0.6) for seed in (1, 2))
+    group = of_one.plan(tokens(0), 0).group
+    assert torch.equal(group, of_one.plan(tokens(1), 0).group)
+    assert group.unique().tolist() == list(range(SIDE**2 - int(0.6 * SIDE**2)))
+    for other in (of_one.plan(tokens(), 1), of_other.plan(tokens(), 0)):
+        assert not torch.equal(group, other.group)
 
 
 @of_layouts
 def test_partners_by_lot_merge_as_the_engine_would_merge_them(layout, monkeypatch):
-    numbers = itertools.count()
-
-    def by_lot(x, sources, destinations, by_distance):
-        dice = rand((3 * 1_000 + 300) * 100 + next(numbers))
-        lots = torch.rand(len(x), sources.shape[1], destinations.shape[1], generator=dice)
-        return tuple(lots[:, sources[0].argsort().argsort()].max(2))
-
-    for name in ("best_destination", "_best_anywhere"):
-        monkeypatch.setattr(bipartite, name, by_lot)
     network = small_model(layout).network
+    drawn, draw = Reference(network, 3, ratio=0.6), Reference.plan
+    monkeypatch.setattr(drawn, "plan", lambda x, number: draw(drawn, x, 0))
+    drawn.timestep = 300.0
+    method = METHODS["bipartite"]._replace(match=lambda x, grid, options: draw(drawn, x, 0))
+    monkeypatch.setitem(METHODS, "bipartite", method)
     with tome_core.patch(network, use_rand=False, correction=False, ratio=0.6):
         theirs = predict(layout=layout)
-    with variants.reference(ratio=0.6)(network, 3):
+    with drawn:
         ours = predict(layout=layout)
     assert (ours - theirs).abs().max() < 1e-5 < 1e-2 < (ours - predict(layout=layout)).abs().max()
 
