@@ -1,4 +1,4 @@
-"""The pages' tables, made from committed results and the settings: ``python -m benchmarks.doc_tables --write``.
+"""The tables of the pages, made from committed results and the settings: ``python -m benchmarks.doc_tables --write``.
 
 The command replaces the text between ``<!-- table NAME: python -m benchmarks.doc_tables --write -->`` and ``<!-- end
 of table -->`` on each page. Without ``--write`` it prints the tables. To show a newer result, write its name below, and

@@ -46,13 +46,13 @@ def at_each_call(network: nn.Module, act: Callable[[float], None]) -> RemovableH
 
 
 class InPlaceOfAttention:
-    """A context manager that puts `attend` in the place of torch's attention function, which is `own`.
+    """A context manager that puts `attend` in the place of torch's attention function, which is `original`.
 
     It acts in a UNet's finest self-attentions, or in all attentions of a transformer over one sequence, as Flux.
     ``number`` counts these attentions; it is None outside of them.
     """
 
-    own: Callable[..., torch.Tensor]
+    original: Callable[..., torch.Tensor]
 
     def __init__(self, network: nn.Module) -> None:
         self.network, self.is_unet, self.number = network, kind_of(network) == UNET, None
@@ -70,19 +70,19 @@ class InPlaceOfAttention:
 
         self._hooks = [module.register_forward_pre_hook(enter(place)) for place, module in enumerate(self.attentions)]
         self._hooks += [module.register_forward_hook(enter(None)) for module in self.attentions]
-        self.own = F.scaled_dot_product_attention
+        self.original = F.scaled_dot_product_attention
         F.scaled_dot_product_attention = self._answer
         return self
 
     def __exit__(self, *error: object) -> None:
-        F.scaled_dot_product_attention = self.own
+        F.scaled_dot_product_attention = self.original
         for hook in self._hooks:
             hook.remove()
 
     def _answer(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
         q, k, v = (named.pop(name) for name in ("query", "key", "value"))
-        return (self.own if self.number is None else self.attend)(q, k, v, **named)
+        return (self.original if self.number is None else self.attend)(q, k, v, **named)
 
 
 class Work(InPlaceOfAttention):
@@ -109,7 +109,7 @@ class Work(InPlaceOfAttention):
         """Count, and answer as torch does."""
         if (q.shape[0], q.shape[2], k.shape[2]) != (1, TRIED, TRIED):  # the engine's own trial
             self.left += q.shape[0] * q.shape[2] * k.shape[2]
-        return self.own(q, k, v, **more)
+        return self.original(q, k, v, **more)
 
     def _add_full(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         more = () if self.is_unet else (*args[1:], kwargs.get("hidden_states"), kwargs.get("encoder_hidden_states"))

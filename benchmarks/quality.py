@@ -70,25 +70,25 @@ def complete(options: argparse.Namespace) -> tuple[Amounts, list[str]]:
         raise ValueError(f"no variant is called {' or '.join(unknown)}; --list prints the names")
     options.group = "smallest" if options.smallest else "choose" if options.purpose == subjects.CHOOSE else "standard"
     options.model = options.model or list(subjects.SCENE_MODELS[: 1 if options.smallest else None])
-    own = [path for path in options.model if not subjects.is_scene_model(path)]
-    for path in own:
+    users = [path for path in options.model if not subjects.is_scene_model(path)]
+    for path in users:
         checkpoint.inspect(path)
     kinds = {subjects.kind_of(path): path for path in options.model}
     for name in options.variants:
         if not kinds.keys() & set(VARIANTS[name].kinds):
             raise ValueError(f"{name} needs a {' or a '.join(VARIANTS[name].kinds)}, and {next(iter(kinds.values()))} "
                              "is none; leave the variant out, or give another --model")
-    if own and options.guidance is not None:
-        raise ValueError(f"--guidance is for the scene models; {own[0]} is drawn with its pipeline's own")
+    if users and options.guidance is not None:
+        raise ValueError(f"--guidance is for the scene models; {users[0]} is drawn with its pipeline's guidance")
     if len({path.stem for path in options.model}) < len(options.model):
         raise ValueError("two of the models have the same name, by which a result tells them apart; rename one")
-    return _amounts(options, bool(own)), _prompts(options.prompts, own)
+    return _amounts(options, bool(users)), _prompts(options.prompts, users)
 
 
-def _amounts(options: argparse.Namespace, own: bool) -> Amounts:
+def _amounts(options: argparse.Namespace, is_users: bool) -> Amounts:
     given = {name: getattr(options, name) for name in ("noised", "pictures", "steps", "clock")}
     given = {name: value for name, value in given.items() if value is not None}
-    amounts = replace(AMOUNTS[options.group], **{**(OWN if own and not options.smallest else {}), **given})
+    amounts = replace(AMOUNTS[options.group], **{**(OWN if is_users and not options.smallest else {}), **given})
     if amounts.noised < 2 or amounts.noised % 2:
         raise ValueError(f"--noised {amounts.noised}: give an even number, because tomesd draws no random "
                          "destinations for an odd batch")
@@ -97,11 +97,11 @@ def _amounts(options: argparse.Namespace, own: bool) -> Amounts:
     return amounts
 
 
-def _prompts(path: Path | None, own: list[Path]) -> list[str]:
-    if not own:
+def _prompts(path: Path | None, users: list[Path]) -> list[str]:
+    if not users:
         return []
     if path is None:
-        raise ValueError(f"{own[0]} needs --prompts FILE, one prompt a line; PartiPrompts (P2) is the usual choice")
+        raise ValueError(f"{users[0]} needs --prompts FILE, one prompt a line; PartiPrompts (P2) is the usual choice")
     prompts = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not prompts:
         raise ValueError(f"--prompts {path} is empty; give one prompt a line")

@@ -76,7 +76,7 @@ class Picture(NamedTuple):
     pixels: np.ndarray  # uint8 ``[H, W, 3]``
     work: float
     seconds: list[float]  # of its calls
-    beside: float | None  # of an unmerged call
+    unmerged: float | None  # seconds of an unmerged call
 
 
 class QualityBench:
@@ -111,27 +111,27 @@ class QualityBench:
         for number in range(row.first, row.first + row.count):
             with self.times, self.work, variant.put_on(self.subject.network, self.subject.purpose.first + number):
                 pixels = self.subject.picture(number, self.amounts.steps * variant.solver)
-            beside = self.times.time_unmerged() if self.amounts.clock else None
-            pictures.append(Picture(pixels, self.work.share(), self.times.seconds, beside))
+            unmerged = self.times.time_unmerged() if self.amounts.clock else None
+            pictures.append(Picture(pixels, self.work.share(), self.times.seconds, unmerged))
         return pictures
 
 
 def _predictions(merged: list, plain: list) -> dict[str, Any]:
     return {"work": _round(share for *_, share in merged),
             "loss": [_round(loss) for _, loss, _ in merged],
-            "dev": [_round(_error(own, other)) for (own, *_), (other, *_) in zip(merged, plain, strict=True)]}
+            "dev": [_round(_error(new, old)) for (new, *_), (old, *_) in zip(merged, plain, strict=True)]}
 
 
 def _pictures(merged: list[Picture], plain: list[Picture]) -> dict[str, Any]:
     def of_pairs(measure: Callable[[np.ndarray, np.ndarray], float]) -> list[float]:
-        return _round(measure(other.pixels, own.pixels) for own, other in zip(merged, plain, strict=True))
+        return _round(measure(old.pixels, new.pixels) for new, old in zip(merged, plain, strict=True))
 
     figures = {"work": _round([np.mean([picture.work for picture in merged])])[0],
                "gradient": _round(gradient_energy(picture.pixels) for picture in merged),
                "squared_error": of_pairs(squared_error), "ssim": of_pairs(ssim)}  # fmt: skip
-    if merged[0].beside is not None:
+    if merged[0].unmerged is not None:
         figures |= {"seconds": [_round(picture.seconds) for picture in merged],
-                    "beside": _round(picture.beside for picture in merged)}  # fmt: skip
+                    "beside": _round(picture.unmerged for picture in merged)}  # fmt: skip
     return figures
 
 

@@ -59,15 +59,15 @@ class Reference(InPlaceOfAttention):
             return torch.zeros_like(q)
         if self.tiles:
             cut = (_by_head(in_tiles(_in_rows(part), self.tiles), q.shape[1]) for part in (q, k, v))
-            return _by_head(join(_in_rows(self.own(*cut, **more)), self.tiles), q.shape[1])
+            return _by_head(join(_in_rows(self.original(*cut, **more)), self.tiles), q.shape[1])
         picture = self._picture or q.shape[2]
         if self.coarse:
             kept = _top_left(k, picture, self.coarse_early if self.timestep >= HALF_TIME else self.coarse)
-            return self.own(q, k[:, :, kept], v[:, :, kept], **more)
+            return self.original(q, k[:, :, kept], v[:, :, kept], **more)
         plan = self.plan(k[:, 0, -picture:], self.number)
         q, k, v = (_change(part, plan.merge, picture) for part in (q, k, v))
         more["attn_mask"] = F.pad(plan.logits_in(q.dtype), (k.shape[2] - plan.num_groups, 0))[:, None, None]
-        return _change(self.own(q, k, v, **more), plan.unmerge, plan.num_groups)
+        return _change(self.original(q, k, v, **more), plan.unmerge, plan.num_groups)
 
     def plan(self, x: torch.Tensor, number: int) -> MergePlan:
         """Draw groups for the tokens ``[B, N, C]`` of attention `number`: each merged token joins one of the others."""

@@ -61,7 +61,7 @@ def test_it_needs_torch_alone_and_goes_on_after_a_kill_with_what_was_there(tmp_p
     for row in record["rows"]:
         assert not {"unmerged", "balanced", "new", "kept", gpu_rows.ROW} & set(row.get("failed", ())), row["failed"]
         if "of" in row:
-            assert "tomesd" in row["failed"]["tomesd"] and all(one["ms"] > 0 for one in row["of"].values())
+            assert "tomesd" in row["failed"]["tomesd"] and all(figures["ms"] > 0 for figures in row["of"].values())
         if "laws" in row["key"]:
             assert row["equal bits in ten runs"] and row["finite"] and row["removed, the bits of the unmerged call"]
             assert row["merging changes"] > row["another attention function of torch's changes"]
@@ -84,8 +84,7 @@ def test_few_minutes_end_with_what_is_there_and_a_sheet_and_what_is_complete_is_
     monkeypatch.setattr(gpu, "plan", lambda device: dict.fromkeys(row["key"] for row in first["rows"]))
     results.save({**first, "missing": []}, path)
     assert gpu.main(["--output", str(tmp_path)]) == 0
-    told = capsys.readouterr()
-    assert "is complete" in told.err and results.load(path)["rows"] == first["rows"]
+    assert "is complete" in capsys.readouterr().err and results.load(path)["rows"] == first["rows"]
 
 
 def record_of(**factors):
@@ -114,9 +113,9 @@ def test_the_verdict_says_where_it_pays_and_where_not():
     assert gpu_report.factors(rows) == {"sd15 512 px, compiled": 2.0}, "half of the steps keep; a block is no picture"
 
 
-def test_what_fails_is_told_and_the_rest_is_measured_but_for_what_would_not_end_in_time(tmp_path):
+def test_what_fails_is_named_and_the_rest_is_measured_but_for_what_would_not_end_in_time(tmp_path):
     def failing(network, *arguments):
-        raise IndexError("told\nat length")
+        raise IndexError("short\nlong")
 
     def runs():
         return sum(range(1000))
@@ -128,15 +127,20 @@ def test_what_fails_is_told_and_the_rest_is_measured_but_for_what_would_not_end_
     run = results.Run.start(record, list(plan), tmp_path / "gpu.json")
     gpu.execute(run, plan, bench)
     a, b, c = rows_of(tmp_path / "gpu.json")
-    assert a["failed"] == {"x": "IndexError: told"} and list(a["of"]) == ["y"]
-    assert b["failed"] == {gpu_rows.ROW: "IndexError: told"} and c == {"key": "c", "fact": 1}
+    assert a["failed"] == {"x": "IndexError: short"} and list(a["of"]) == ["y"]
+    assert b["failed"] == {gpu_rows.ROW: "IndexError: short"} and c == {"key": "c", "fact": 1}
     with pytest.raises(OutOfTime):
         Bench("cpu", time.monotonic()).compare({"slow": lambda: runs})
 
 
+def tiny(name):
+    """A tiny network and the arguments of its call."""
+    settings = "cpu", torch.float32, True
+    return models.make(name, *settings), models.inputs(name, 512, *settings)
+
+
 def test_a_timed_call_does_what_its_row_says(work):
-    network, arguments = (one(models.SD15, *more, "cpu", torch.float32, True)
-                          for one, more in ((models.make, ()), (models.inputs, (512,))))  # fmt: skip
+    network, arguments = tiny(models.SD15)
     patched = Patched(network, "balanced")
     for when, words in (("new", {"match"}), ("renewed", {"renew"}), ("kept", set())):
         run = patched.call(arguments, when)
@@ -155,8 +159,7 @@ def test_models_have_the_real_size_and_every_way_changes_a_twin_alone(name, mill
     assert round(sum(parameter.numel() for parameter in real.parameters()) / 1e6) == millions
     halvings = [place.halvings for place in find_blocks(real)]
     assert [halvings.count(depth) for depth in range(4)] == blocks
-    network, arguments = (one(name, *more, "cpu", torch.float32, True)
-                          for one, more in ((models.make, ()), (models.inputs, (512,))))  # fmt: skip
+    network, arguments = tiny(name)
     with torch.inference_mode():
         plain = network(*arguments)
         assert torch.isfinite(plain).all() and plain.std() > 1e-3
@@ -173,7 +176,7 @@ def test_runs_take_turns_and_the_peak_of_a_call_is_seen():
     taken = timing.in_turns(runs, 4)
     assert all(len(times) == 4 for times in taken.values())
     rounds = [called[number : number + 3] for number in range(0, 12, 3)]
-    assert all(sorted(one) == ["a", "b", "c"] for one in rounds) and len(set(map(tuple, rounds))) > 1
+    assert all(sorted(names) == ["a", "b", "c"] for names in rounds) and len(set(map(tuple, rounds))) > 1
     assert len(timing.in_turns(runs, 4, until=time.monotonic() - 1)["a"]) == 1
     torch.ones(1, 2**18).sum()  # what libraries allocate once
     peak = timing.process_peak(lambda: torch.ones(64, 2**18).sum())

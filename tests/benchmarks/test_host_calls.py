@@ -1,4 +1,4 @@
-"""The benchmark of whole calls in real hosts: what it asks for, how it goes on, and what its table tells."""
+"""The benchmark of whole calls in real hosts: what it needs, how it goes on, and its table."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from benchmarks.host_inside import ARMS, COMFYUI, OURS, WEBUI
 
 NAMED = {COMFYUI: "COMFYUI_DIR", WEBUI: "WEBUI_DIR"}
 FOLDERS = {host: os.environ.get(name) for host, name in NAMED.items()}
+PYTHON = os.environ.get("COMFYUI_PYTHON")
 SPENT = {"unmerged": 8.0, "built-in": 4.0, **dict(zip(OURS, (3.0, 1.0, 4.0, 2.0), strict=True))}
 ROW = {"function": "attend", "version": "1", "torch": "2", "seconds": SPENT, "peak_mib": dict.fromkeys(ARMS, 5.0)}
 SMALL = ("--smoke", "--sizes", "64", "--rounds", "1")
@@ -63,7 +64,7 @@ def test_a_stopped_run_goes_on_with_what_is_missing(comfyui, tmp_path, monkeypat
     assert capsys.readouterr().out == (tmp_path / "a.md").read_text()
 
 
-def test_the_table_tells_medians_and_how_many_times_as_fast():
+def test_the_table_has_medians_and_how_many_times_as_fast():
     rows = [{**ROW, "seconds": {**SPENT, "unmerged": spent}} for spent in (6.0, 100.0, 8.0)]
     early = host_calls.share_of_early("balanced")
     mean = early * 2 + (1 - early) * 3
@@ -73,7 +74,7 @@ def test_the_table_tells_medians_and_how_many_times_as_fast():
     assert 0 < early < 1
 
 
-def test_the_readme_tells_the_best_and_the_worst_row_of_the_result():
+def test_the_readme_has_the_best_and_the_worst_row_of_the_result():
     text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     rows = [row.strip("| ").split(" | ") for row in doc_tables.TABLES["host_calls"]().splitlines()[2:]]
     by_gain = sorted(rows, key=lambda row: float(row[-1]))
@@ -83,7 +84,7 @@ def test_the_readme_tells_the_best_and_the_worst_row_of_the_result():
             assert figure in " ".join(text.split()), row
 
 
-def test_the_python_is_the_one_that_is_named_or_lies_beside(comfyui, monkeypatch):
+def test_the_python_is_the_one_that_is_named_or_lies_in_its_folder(comfyui, monkeypatch):
     assert host_calls.python_of(COMFYUI, comfyui) == sys.executable
     (comfyui / "venv/bin").mkdir(parents=True)
     (comfyui / "venv/bin/python").touch()
@@ -128,9 +129,11 @@ def test_a_host_that_does_not_start_fails_its_case(comfyui, monkeypatch):
     (COMFYUI, "comfyui", "attention_sub_quad"), (COMFYUI, "comfyui-split", "attention_split"),
     (WEBUI, "webui-doggettx", "split_cross_attention_forward"),
 ])  # fmt: skip
-def test_a_real_host_is_measured(host, name, function):
+def test_a_real_host_is_measured(host, name, function, monkeypatch):
     if not FOLDERS[host]:
         pytest.skip(f"needs {host}: {NAMED[host]} names its folder")
+    if PYTHON:
+        monkeypatch.setenv("COMFYUI_PYTHON", PYTHON)
     options = host_calls.parser().parse_args([*SMALL, "--sizes", "512", "--attention", name])
     (case,) = host_calls.plan_cases(options, [host]).values()
     row = host_calls.measure(case, Path(FOLDERS[host]))

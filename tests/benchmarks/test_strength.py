@@ -59,8 +59,8 @@ def test_as_many_keys_lie_in_the_cells_that_err_less(todays):
     chosen = {ratio: min(cells, key=lambda cell: fmean(strength.read_means([todays], ratio, cell)))
               for ratio, cells in several.items()}  # fmt: skip
     late = [presets.strength(number / strength.KNOTS) for number in range(1, strength.KNOTS + 1)]
-    found = [(one.value("ratio"), one.value("sx")) for one in late if one.value("ratio") in chosen]
-    assert len(found) >= 5 and all(chosen[ratio] == cell for ratio, cell in found)
+    cells = [(step.value("ratio"), step.value("sx")) for step in late if step.value("ratio") in chosen]
+    assert len(cells) >= 5 and all(chosen[ratio] == cell for ratio, cell in cells)
 
 
 def test_a_row_that_one_result_has_not_counts_in_none_and_without_any_the_result_is_refused(
