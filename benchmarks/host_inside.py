@@ -61,9 +61,9 @@ class ComfyUI:
             model = node.execute(model, THEIRS[COMFYUI])[0]
         elif arm != UNMERGED:
             model = self._nodes.ApplyToMe().apply(model, self._strength)[0]
-        sigmas = [self._model.get_model_object("model_sampling").sigma(torch.tensor(one)) for one in times]
+        sigmas = [self._model.get_model_object("model_sampling").sigma(torch.tensor(timestep)) for timestep in times]
         latent, *words = inputs(pixels)
-        positive, negative = ([[one, {}]] for one in words)
+        positive, negative = ([[prompt, {}]] for prompt in words)
         self._seconds.clear()
         self._sample(model, latent, 7.0, self._samplers.sampler_object("euler"), torch.stack([*sigmas, sigmas[-1] * 0]),
                      positive, negative, torch.zeros_like(latent), disable_pbar=True, seed=0)  # fmt: skip
@@ -91,12 +91,12 @@ class Webui:
         self._ours = importlib.import_module(".tome_core", _PACKAGE)
         known: list[Any] = []
         optimizations.list_optimizers(known)
-        next(one for one in known if one.cmd_opt == case["flag"].strip("-").replace("-", "_")).apply()
+        next(way for way in known if way.cmd_opt == case["flag"].strip("-").replace("-", "_")).apply()
         optimizations.get_available_vram = lambda: case["free"]
         self.function = importlib.import_module("ldm.modules.attention").CrossAttention.forward.__name__
         self.version = Path("CHANGELOG.md").read_text(encoding="utf-8").split(maxsplit=2)[1]  # of its first heading
-        own, self._strength = _TINY if case["tiny"] else _SD15, case["strength"]
-        shape = {key: value for key, value in own.items() if not key.startswith("transformer_depth")}
+        sizes, self._strength = _TINY if case["tiny"] else _SD15, case["strength"]
+        shape = {key: value for key, value in sizes.items() if not key.startswith("transformer_depth")}
         kind = importlib.import_module("ldm.modules.diffusionmodules.openaimodel").UNetModel
         unet = kind(**{**shape, "num_res_blocks": shape["num_res_blocks"][0]}, image_size=32, legacy=False,
                     attention_resolutions=[1, 2] if case["tiny"] else [4, 2, 1], use_spatial_transformer=True,
@@ -138,10 +138,10 @@ def _comfyui_model(tiny: bool) -> Any:
                             for name in ("model_base", "supported_models", "model_patcher"))  # fmt: skip
     config, cpu = _TINY if tiny else _SD15, torch.device("cpu")
     heads = {"num_head_channels": -1, "use_spatial_transformer": True, "legacy": False, "image_size": 32}
-    found = known.SD15({**config, **heads, "use_linear_in_transformer": False, "dtype": torch.float32})
-    found.unet_config["num_heads"] = config["num_heads"]
-    found.latent_format.latent_channels, found.latent_format.scale_factor = config["in_channels"], 1.0
-    model = base.BaseModel(found, model_type=base.ModelType.EPS).eval().requires_grad_(False)
+    settings = known.SD15({**config, **heads, "use_linear_in_transformer": False, "dtype": torch.float32})
+    settings.unet_config["num_heads"] = config["num_heads"]
+    settings.latent_format.latent_channels, settings.latent_format.scale_factor = config["in_channels"], 1.0
+    model = base.BaseModel(settings, model_type=base.ModelType.EPS).eval().requires_grad_(False)
     randomize(model.diffusion_model)
     return patcher.ModelPatcher(model, load_device=cpu, offload_device=cpu)
 
