@@ -1,8 +1,8 @@
-"""The pages' tables, made from committed results and the settings: ``python -m benchmarks.doc_tables --write``.
+"""The tables of the pages, made from committed results and the settings: ``python -m benchmarks.doc_tables --write``.
 
-A page holds ``<!-- table NAME: python -m benchmarks.doc_tables --write -->`` and ``<!-- end of table -->``; what stands
-between is made anew. Without ``--write`` the tables are printed. A newer result takes an older one's place by its name
-below; prose that links to the older one has to follow.
+The command replaces the text between ``<!-- table NAME: python -m benchmarks.doc_tables --write -->`` and ``<!-- end
+of table -->`` on each page. Without ``--write`` it prints the tables. To show a newer result, write its name below, and
+correct the prose that links to the older one.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gpu_report, host_calls_report, results, subjects
-from benchmarks.host_calls import ATTENTIONS
+from benchmarks import gpu_report, results, subjects
+from benchmarks import host_calls as calls
 from benchmarks.models import BLOCK
 from benchmarks.quality_figures import Section, at_equal_time, sections
 from benchmarks.report import ABSENT, markdown, number
@@ -59,30 +59,30 @@ _BETWEEN = re.compile(r"(<!-- table (\w+): [^>]*-->\n)(.*?)(<!-- end of table --
 
 @lru_cache
 def record(name: str) -> Record:
-    """A committed result. Raises ResultError if its pictures were there to choose by."""
-    found = results.load(results.FOLDER / f"{name}.json")
-    subjects.check_purpose(found, subjects.SHOW, name)
-    return found
+    """Load a committed result. Raises ResultError if its pictures are those to choose by."""
+    loaded = results.load(results.FOLDER / f"{name}.json")
+    subjects.check_purpose(loaded, subjects.SHOW, name)
+    return loaded
 
 
 def gains() -> str:
-    """How many times as fast calls of a whole UNet are in real hosts, by picture size."""
-    factors = {tuple(row[:2]): row[9] for row in host_calls_report.rows([record(HOST_CALLS)])}
+    """Show how many times as fast calls of a whole UNet are in real hosts, by picture size."""
+    factors = {tuple(row[:2]): row[9] for row in calls.table_rows([record(HOST_CALLS)])}
     sizes = sorted({pixels for _, pixels in factors}, key=int)
     return markdown(("attention function of the host", *(f"{pixels} px" for pixels in sizes)), (
         (label, *(factors.get((name, pixels), ABSENT) for pixels in sizes))
-        for name, (_, _, label) in ATTENTIONS.items()
+        for name, (_, _, label) in calls.ATTENTIONS.items()
     ))  # fmt: skip
 
 
 def host_calls() -> str:
-    """All but the peaks."""
-    head, *rows = (row[:10] for row in (host_calls_report.HEAD, *host_calls_report.rows([record(HOST_CALLS)])))
+    """Show the calls in real hosts, without the peaks."""
+    head, *rows = (row[:10] for row in (calls.HEAD, *calls.table_rows([record(HOST_CALLS)])))
     return markdown(head, rows)
 
 
 def strength() -> str:
-    """What each named strength takes and changes, and tomesd beside it."""
+    """Show the time and the error of each named strength and of tomesd."""
     models = sections(record(QUALITY))
     marks = {f"preset-{name}": (f"{value:g}", f"`{name}`") for name, value in MARKS.items()}
     return markdown(("strength", "", "time", "error, %"), (
@@ -92,7 +92,7 @@ def strength() -> str:
 
 
 def _methods(name: str) -> str:
-    """Every method's work, error and time, as far as it was measured there."""
+    """Show the work, the error and the time of every method of a result."""
     models = sections(record(name))
     rows = []
     for method in METHODS:
@@ -100,22 +100,25 @@ def _methods(name: str) -> str:
             pictures = [model.pictures[method] for model in models]
             work = (models[0].noised.get(method) or pictures[0]).work  # all models have the same
             rows.append((f"{work:.2g}", METHODS[method], _deviations(models, method),
-                         ", ".join(f"{one.psnr.value:.1f}" for one in pictures),
-                         ", ".join(f"{one.detail.value:.2f}" for one in pictures), _times(models, method)))  # fmt: skip
+                         ", ".join(f"{figures.psnr.value:.1f}" for figures in pictures),
+                         ", ".join(f"{figures.detail.value:.2f}" for figures in pictures),
+                         _times(models, method)))  # fmt: skip
     return markdown(("attention work left", "method", "dev %", "PSNR dB", "detail", "time"), rows)
 
 
 def equal_time() -> str:
-    """PSNR of others and of strength where both take the same time."""
-    found = {head: [{one.name: f"{one.theirs:.1f} : {number(one.ours, '.1f')}" for one in at_equal_time(model)}
-                    for model in sections(record(name))] for head, name in AT_EQUAL_TIME.items()}  # fmt: skip
-    return markdown(("beside", *found), (
-        (METHODS[name], *(", ".join(model[name] for model in models) for models in found.values())) for name in BESIDE
+    """Show the PSNR of other methods and that of strength at the same time."""
+    columns = {head: [{rival.name: f"{rival.theirs:.1f} : {number(rival.ours, '.1f')}"
+                       for rival in at_equal_time(model)} for model in sections(record(name))]
+               for head, name in AT_EQUAL_TIME.items()}  # fmt: skip
+    return markdown(("beside", *columns), (
+        (METHODS[name], *(", ".join(model[name] for model in models) for models in columns.values()))
+        for name in BESIDE
     ))  # fmt: skip
 
 
 def settings() -> str:
-    """One row a setting: name, with the hosts' where it is another, default, range, what it does."""
+    """Show each setting: its name and the hosts' name, if that differs, its default, its range and its help."""
     rows = []
     for setting in describe_settings():
         default = setting.get("unset", "automatic") if setting["default"] is None else f"`{setting['default']}`"
@@ -135,9 +138,9 @@ def _range(setting: dict[str, Any]) -> str:
 
 
 def _deviations(models: Iterable[Section], name: str) -> str:
-    """One value a model, with two digits below 1 and three above."""
-    there = [model.noised[name].dev.value for model in models if name in model.noised]
-    return ", ".join(f"{value:#.{2 if value < 1 else 3}g}" for value in there) or ABSENT
+    """Format one value a model, with two digits below 1 and three above."""
+    values = [model.noised[name].dev.value for model in models if name in model.noised]
+    return ", ".join(f"{value:#.{2 if value < 1 else 3}g}" for value in values) or ABSENT
 
 
 def _times(models: Iterable[Section], name: str) -> str:
@@ -145,7 +148,7 @@ def _times(models: Iterable[Section], name: str) -> str:
 
 
 TABLES = {
-    **{one.__name__: one for one in (gains, host_calls, strength, equal_time, settings)},
+    **{make.__name__: make for make in (gains, host_calls, strength, equal_time, settings)},
     "quality": partial(_methods, QUALITY),
     "sdxl": partial(_methods, SDXL),
     "transformer": partial(_methods, TRANSFORMER),
@@ -155,15 +158,16 @@ TABLES = {
 
 
 def fill(text: str) -> str:
-    """A page with its tables made anew. Raises KeyError for a table that there is not."""
-    return _BETWEEN.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[4]}", text)
+    """Replace the tables of a page. Raises KeyError for an unknown table."""
+    return _BETWEEN.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[4]}", text)
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.doc_tables", description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="replace those of README and docs")
+    parser.add_argument("--write", action="store_true", help="replace the tables of README and docs")
     if not parser.parse_args(arguments).write:
-        print("\n\n".join(f"{name}\n\n{one()}" for name, one in TABLES.items()))
+        print("\n\n".join(f"{name}\n\n{make()}" for name, make in TABLES.items()))
         return 0
     for page in PAGES:
         page.write_text(fill(page.read_text(encoding="utf-8")), encoding="utf-8")

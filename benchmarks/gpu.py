@@ -1,9 +1,10 @@
 """``python install.py gpu``: what merging costs and gains on this graphics card.
 
-What the card is; laws that merging keeps there; the time of SD1.5's and SDXL's UNets with random weights: unmerged, by
-tomesd, and merged in calls that match anew, renew a match or keep it, and in 20 steps; eager, and compiled at last. It
-ends with two sentences: for which of these merging pays here, and for which not. Leaves gpu.json, written after each
-row, and gpu.png. Kill it whenever you like: the same command goes on. Without a card it runs tiny models.
+It looks at the card, checks laws that merging keeps there, and times SD1.5's and SDXL's UNets with random weights:
+unmerged, by tomesd, and merged in calls with a new, a renewed or a kept match, and in 20 steps; first eager, then
+compiled. At the end two sentences say for which of these merging pays here, and for which not. It leaves gpu.json,
+written after each row, gpu.md and gpu.png. If you stop it, the same command goes on. Without a card it runs tiny
+models.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 if not __package__:
-    # Started as a file, its own folder is on the path; the package around it is wanted instead.
+    # a program that is started as a file has its own folder on the path, not the package around it
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import torch
 
-from benchmarks import gpu_laws, gpu_report, gpu_rows, memory, report, results
+from benchmarks import gpu_report, gpu_rows, report, results, timing
 from benchmarks.gpu_rows import ROW, STEPS, Bench, OutOfTime
 from benchmarks.models import BLOCK, SD15, SDXL
 
@@ -33,23 +34,23 @@ Measure = Callable[[Bench], dict[str, Any]]
 
 
 def plan(device: str) -> dict[str, Measure]:
-    """Row's key -> what measures it, in their order."""
-    rows: dict[str, Measure] = {"the device": gpu_laws.device}
+    """Plan the rows in their order: a row's key -> the function that measures it."""
+    rows: dict[str, Measure] = {"the device": gpu_rows.device}
 
     def add(name: str, pixels: int, compiled: bool = False) -> None:
-        more, of = ", compiled" if compiled else "", {"name": name, "pixels": pixels, "compiled": compiled}
-        rows[f"{name} call, {pixels} px{more}"] = partial(gpu_rows.calls, **of)
+        end, options = ", compiled" if compiled else "", {"name": name, "pixels": pixels, "compiled": compiled}
+        rows[f"{name} call, {pixels} px{end}"] = partial(gpu_rows.calls, **options)
         if name != BLOCK:
-            rows[f"{name} sampling of {STEPS} steps, {pixels} px{more}"] = partial(gpu_rows.sampling, **of)
+            rows[f"{name} sampling of {STEPS} steps, {pixels} px{end}"] = partial(gpu_rows.sampling, **options)
         if pixels == sizes[0] and not compiled:
-            rows[f"{name} laws, {pixels} px"] = partial(gpu_laws.laws, name=name, pixels=pixels)
+            rows[f"{name} laws, {pixels} px"] = partial(gpu_rows.laws, name=name, pixels=pixels)
 
     sizes, names = SIZES[device], (SD15, SDXL)
     add(BLOCK, sizes[0])
     for pixels in sizes:
         for name in names:
             add(name, pixels)
-    rows["kernels"] = gpu_laws.kernel_laws
+    rows["kernels"] = gpu_rows.kernel_laws
     for name in names if device == "cuda" else (BLOCK,):
         for pixels in sizes:
             add(name, pixels, compiled=True)
@@ -70,47 +71,40 @@ def execute(run: results.Run, rows: dict[str, Measure], bench: Bench) -> None:
             print("  would not end in time", file=sys.stderr)
             continue
         except Exception as error:
-            row = {"of": {}, "failed": {ROW: memory.reason(error)}}
-        memory.free(bench.device)
+            row = {"of": {}, "failed": {ROW: timing.reason(error)}}
+        timing.free(bench.device)
         for name, why in row.get("failed", {}).items():
             print(f"  {name}: {why}", file=sys.stderr)
         run.add(key, row)
 
 
 def measure(options: argparse.Namespace, command: str) -> int:
-    """The whole run, up to its end or to that of its minutes; gives 1 if a row failed."""
+    """Do the whole run, to its end or to that of its minutes; give 1 if a row failed."""
     end = time.monotonic() + 60 * options.minutes
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         torch.set_num_threads(1)  # the processor time of several counts their waiting
         print(f"torch {torch.__version__} sees no CUDA device. {gpu_report.TINY}", file=sys.stderr)
     rows, path = plan(device), options.output / "gpu.json"
-    record = results.load(path) if path.exists() else {"missing": rows}
-    if not record["missing"]:
-        print(f"{path} is complete; to measure anew, move it away or give another --output", file=sys.stderr)
-    else:
-        record = results.new_record("gpu", command, {"tiny_models": device == "cpu"}, results.describe(device))
-        run = results.Run.start(record, list(rows), path)
+    record = results.new_record("gpu", command, {"tiny_models": device == "cpu"}, results.describe(device))
+    run = results.Run.start(record, list(rows), path)
+    if run.missing:
         execute(run, rows, Bench(device, end))
-        record = run.record
-        results.save(record, path)  # even if there was no time for a row
-    print(gpu_report.table([record]), gpu_report.verdict(record), path.resolve(), sep="\n\n")
-    try:
-        gpu_report.plot([record], path.with_suffix(".png"))
-        print(path.with_suffix(".png").resolve())
-    except results.ResultError as error:
-        print(f"no sheet: {error.__cause__}")
-    return int(any(ROW in row.get("failed", {}) for row in record["rows"]))
+        results.save(run.record, path)  # even if there was no time for a row
+    else:
+        print(f"{path} is complete; to measure again, move it away or give another --output", file=sys.stderr)
+    print(report.write([path]), gpu_report.verdict(run.record), path.resolve(), sep="\n\n")
+    return int(any(ROW in row.get("failed", {}) for row in run.record["rows"]))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    made = argparse.ArgumentParser(prog="gpu", description=__doc__.partition("\n\n")[2],
-                                   formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    made.add_argument("--minutes", type=float, default=10.0, metavar="M", help="end after so many, with what is "
-                      "there by then (default %(default)g)")  # fmt: skip
-    made.add_argument("--output", type=Path, default=results.ROOT / "gpu-output", metavar="FOLDER", help="where "
-                      "gpu.json and gpu.png go (default %(default)s)")  # fmt: skip
-    return report.run("gpu", made, arguments, measure)
+    """Run the command."""
+    parser = argparse.ArgumentParser(prog="gpu", description=__doc__.partition("\n\n")[2])
+    parser.add_argument("--minutes", type=float, default=10.0, metavar="M", help="end after so many minutes, with the "
+                        "rows that are there by then (default %(default)g)")  # fmt: skip
+    parser.add_argument("--output", type=Path, default=results.ROOT / "gpu-output", metavar="FOLDER", help="the folder "
+                        "of gpu.json, gpu.md and gpu.png (default %(default)s)")  # fmt: skip
+    return report.run("gpu", parser, arguments, measure)
 
 
 if __name__ == "__main__":

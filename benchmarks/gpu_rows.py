@@ -1,37 +1,51 @@
-"""The rows of ``benchmarks.gpu`` that time something: calls of a network, and whole samplings.
+"""The rows of ``benchmarks.gpu``: the device and its attention functions, laws, the kernels' tests, and times.
 
-A network stands beside twins of it that share its weights: one by tomesd, one for each strength.
+Times are of calls of a network and of whole samplings, by the network and by twins that share its weights: one patched
+by tomesd, one by each strength.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import itertools
+import math
 import statistics
+import subprocess  # noqa: TID251 - the project's own tests of its kernels run in a process of their own
+import sys
 import time
+import traceback
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tome_core
-from benchmarks import memory, models, timing
+from benchmarks import models, timing
+from benchmarks.results import ROOT
 from benchmarks.timing import Run
 from tome_core.measuring.pays import Pays
+from tome_core.merging import kernels
 
 UNMERGED, TOMESD, STRENGTHS, STEPS = "unmerged", "tomesd", ("balanced", "max"), 20
-# timesteps told in turn: a match is made anew in each call, renewed from an older one, or kept
+# the match of a call -> the timesteps of such calls in turn
 WHEN = {"new": (900.0,), "renewed": (900.0, 800.0), "kept": (900.0, 890.0)}
-ROW = "the row"  # in a row's failures: all of it failed
+ROW = "the row"  # the name of a row that failed as a whole among its failures
+_BACKENDS = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH")
+KERNEL_LAWS = "tests/kernel_laws.py", "tests/kernel_faults.py"
 
 
 class OutOfTime(Exception):
-    """A row would not end in time."""
+    """The error for a row that would not end in time."""
 
 
 class Patched:
-    """A network that is patched: not at all, by tomesd at half of the finest level's tokens, or by a strength."""
+    """A network: as it is, patched by tomesd at half of the finest level's tokens, or patched by a strength."""
 
     def __init__(self, network: nn.Module, way: str, compiled: bool = False) -> None:
         self.handle = None
@@ -50,12 +64,12 @@ class Patched:
         self.network = torch.compile(network, dynamic=False) if compiled else network
 
     def call(self, arguments: tuple, when: str = "new") -> Run:
-        """Calls that match anew, renew a match, or keep it; the first call of a row of them matches."""
+        """Make a run of one call with a new, a renewed or a kept match; the first call of all makes a match."""
         numbers, times, sampling = itertools.count(), WHEN[when], object()
         return lambda: self._step(arguments, times[next(numbers) % len(times)], sampling if times[1:] else object())
 
     def steps(self, arguments: tuple) -> Run:
-        """Whole samplings, without what is not the network."""
+        """Make a run of all the network's calls of one sampling."""
         def run() -> None:
             sampling = object()
             for number in range(STEPS):
@@ -70,36 +84,46 @@ class Patched:
 
 
 class Bench:
-    """A device, and the network that is in its memory. end: when all has to be done, by ``time.monotonic``."""
+    """A device, and the network in its memory. end: the end of all work, by ``time.monotonic``."""
 
     def __init__(self, device: str, end: float) -> None:
         self.device, self.end, self.tiny = device, end, device == "cpu"
         self.dtype = torch.float32 if self.tiny else torch.float16
-        self._made: dict[Any, Any] = {}  # the network in memory by its name, its twins by what they are
+        self._networks: dict[Any, Any] = {}  # the network in memory by its name, its twins by (compiled, way)
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """The seconds that are left."""
         return self.end - time.monotonic()
 
     def network(self, name: str) -> nn.Module:
-        """One of `models.NAMES`, as it is; the one before it goes."""
-        if name not in self._made:
-            self._made.clear()
-            memory.free(self.device)
-            self._made[name] = models.make(name, self.device, self.dtype, self.tiny)
-        return self._made[name]
+        """Make one of `models.NAMES`, in place of the one before."""
+        if name not in self._networks:
+            self._networks.clear()
+            timing.free(self.device)
+            self._networks[name] = models.make(name, self.device, self.dtype, self.tiny)
+        return self._networks[name]
+
+    def inputs(self, name: str, pixels: int) -> tuple[torch.Tensor, ...]:
+        """Draw the arguments of a network's call."""
+        return models.inputs(name, pixels, self.device, self.dtype, self.tiny)
 
     def twin(self, name: str, compiled: bool, way: str) -> Patched:
+        """Make a patched twin of a network."""
         network, key = self.network(name), (compiled, way)
-        if key not in self._made:
-            self._made[key] = Patched(models.twin(network), way, compiled)
-        return self._made[key]
+        if key not in self._networks:
+            self._networks[key] = Patched(models.twin(network), way, compiled)
+        return self._networks[key]
 
     def compare(self, makers: dict[str, Callable[[], Run]], single: bool = False) -> dict[str, Any]:
-        """Times of what the makers make; one that fails has its reason in ``failed``, and the others go on.
+        """Time the runs of the makers; one that fails has its reason in ``failed``, and the others go on.
 
-        single: a turn is one run, and none before it is left untimed. Raises OutOfTime if this would not end in time.
+        Args:
+            makers: functions that make a run, by name.
+            single: a turn is one run, without an untimed run before it.
+
+        Raises:
+            OutOfTime: this would not end in time.
         """
         runs, failed, once = {}, {}, 0.0
         for name, make in makers.items():
@@ -110,9 +134,9 @@ class Bench:
                 spent = timing.seconds(run, self.device)
                 runs[name] = run
             except Exception as error:
-                failed[name] = memory.reason(error)
+                failed[name] = timing.reason(error)
             if name in failed:  # outside of the handler, whose traceback keeps the tensors of the failed call alive
-                memory.free(self.device)
+                timing.free(self.device)
             elif not once:
                 once = spent
                 if once * len(makers) * (2 if single else 8) > self.left:
@@ -120,29 +144,134 @@ class Bench:
         calls = 1 if single or self.tiny else max(1, min(10, int(0.3 / max(once, 1e-3))))
 
         def turn(run: Run) -> float:
-            if not single:  # another variant may have taken the place of what was kept for this one
+            if not single:  # the variant before may have replaced what was kept for this one
                 run()
             return timing.seconds(run, self.device, calls)
 
         times = timing.in_turns(runs, 3 if single or self.tiny else 5, turn, self.end)
-        found = {name: {"ms": 1e3 * statistics.median(taken), "least": 1e3 * min(taken), "most": 1e3 * max(taken)}
-                 for name, taken in times.items()}  # fmt: skip
+        figures = {name: {"ms": 1e3 * statistics.median(taken), "least": 1e3 * min(taken), "most": 1e3 * max(taken)}
+                   for name, taken in times.items()}  # fmt: skip
         if not (single or self.tiny):
             for name, run in runs.items():
-                found[name] |= {**timing.card_work(run), "peak_mib": memory.cuda_peak(run)}
-        return {"of": found, "failed": failed}
+                figures[name] |= {**timing.card_work(run), "peak_mib": timing.cuda_peak(run)}
+        return {"of": figures, "failed": failed}
 
 
 def calls(bench: Bench, name: str, pixels: int, compiled: bool = False) -> dict[str, Any]:
-    """Calls of a network: unmerged, by tomesd, and by ``balanced`` with a match that is new, renewed or kept."""
-    arguments = models.inputs(name, pixels, bench.device, bench.dtype, bench.tiny)
+    """Time calls of a network: unmerged, by tomesd, and by ``balanced`` with a new, a renewed or a kept match."""
+    arguments = bench.inputs(name, pixels)
     ways = {UNMERGED: (UNMERGED, "new"), TOMESD: (TOMESD, "new"), **{when: (STRENGTHS[0], when) for when in WHEN}}
     return bench.compare({row: lambda way=way, when=when: bench.twin(name, compiled, way).call(arguments, when)
                           for row, (way, when) in ways.items()})  # fmt: skip
 
 
 def sampling(bench: Bench, name: str, pixels: int, compiled: bool = False) -> dict[str, Any]:
-    """Twenty steps: unmerged, by tomesd, by ``balanced`` and by ``max``."""
-    arguments = models.inputs(name, pixels, bench.device, bench.dtype, bench.tiny)
+    """Time samplings of twenty steps: unmerged, by tomesd, by ``balanced`` and by ``max``."""
+    arguments = bench.inputs(name, pixels)
     return bench.compare({way: lambda way=way: bench.twin(name, compiled, way).steps(arguments)
                           for way in (UNMERGED, TOMESD, *STRENGTHS)}, single=True)  # fmt: skip
+
+
+def device(bench: Bench) -> dict[str, Any]:
+    """Look up versions and why kernels are missing; time each attention function, or say why it fails."""
+    tokens = {"cpu": 256, "cuda": 4096}[bench.device]
+    qkv = [torch.randn(2, 8, tokens, 64, device=bench.device, dtype=bench.dtype) for _ in range(3)]
+    functions = {f"torch {name.lower()}": partial(_by_backend, name) for name in _BACKENDS} | _PACKAGES
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # each backend says at length what it cannot do
+        attention = {name: _attempt(partial(attend, *qkv), bench.device) for name, attend in functions.items()}
+    in_use = kernels.available(torch.device(bench.device))
+    return {
+        "triton": importlib.import_module("triton").__version__ if importlib.util.find_spec("triton") else None,
+        "capability": ".".join(map(str, torch.cuda.get_device_capability())) if bench.device != "cpu" else None,
+        "kernels": "; ".join(kernels.notes()) or ("in use" if in_use else "none for this device"),
+        "attention, ms": attention,
+    }
+
+
+def _attempt(run: Run, device: str) -> float | str:
+    """Measure the milliseconds of a call, or say why it fails."""
+    try:
+        run()
+        return 1e3 * min(timing.seconds(run, device) for _ in range(3))
+    except ImportError:
+        return "not installed"
+    except Exception as error:
+        return timing.reason(error)
+
+
+def _by_backend(name: str, *qkv: torch.Tensor) -> torch.Tensor:
+    with sdpa_kernel(getattr(SDPBackend, name)):
+        return F.scaled_dot_product_attention(*qkv)
+
+
+def _tokens_first(module: str, function: str, *qkv: torch.Tensor) -> torch.Tensor:
+    return getattr(importlib.import_module(module), function)(*(tensor.transpose(1, 2) for tensor in qkv))
+
+
+_PACKAGES = {
+    "xformers": partial(_tokens_first, "xformers.ops", "memory_efficient_attention"),
+    "flash_attn": partial(_tokens_first, "flash_attn", "flash_attn_func"),
+    "sageattention": lambda *qkv: importlib.import_module("sageattention").sageattn(*qkv, tensor_layout="HND"),
+}
+
+
+def kernel_laws(bench: Bench) -> dict[str, Any]:
+    """Compare each kernel with torch's operators: run the project's own tests of them, if pytest is installed."""
+    if not kernels.available(torch.device(bench.device)):
+        return {"skipped": "; ".join(kernels.notes()) or "no kernels for this device"}
+    if importlib.util.find_spec("pytest") is None:
+        return {"skipped": "pytest is not installed: pip install pytest"}
+    try:
+        done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *KERNEL_LAWS], cwd=ROOT,
+                              capture_output=True, text=True, check=False, timeout=max(1.0, bench.left))  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise OutOfTime from None
+    lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or [""]
+    log = {"log": done.stdout[-4000:]} if done.returncode else {}
+    return {"hold": done.returncode == 0, "said": lines[-1], **log}
+
+
+def laws(bench: Bench, name: str, pixels: int) -> dict[str, Any]:
+    """Check laws of whole calls of a network. Shares are those of norms of the answers."""
+    network, arguments = bench.network(name), bench.inputs(name, pixels)
+    expected = network(*arguments)
+    with sdpa_kernel(SDPBackend.MATH):
+        otherwise = _share(network(*arguments), expected, expected)
+    merged = Patched(models.twin(network), "balanced")
+    new, kept = merged.call(arguments, "new"), merged.call(arguments, "kept")
+    answers = [new() for _ in range(10)]
+    with kernels.without():
+        without = new()
+    kept()
+    kept()
+    waits = _waits(kept, bench.device)
+    merged.handle.remove()
+    return {
+        "equal bits in ten runs": all(torch.equal(answer, answers[0]) for answer in answers),
+        "a kept step waits": waits,
+        "removed, the bits of the unmerged call": torch.equal(merged.network(*arguments), expected),
+        "finite": bool(torch.isfinite(answers[0]).all()),
+        "merging changes": _share(answers[0], expected, expected),
+        "kernels change": _share(answers[0], without, expected),
+        "another attention function of torch's changes": otherwise,
+    }
+
+
+def _share(answer: torch.Tensor, other: torch.Tensor, whole: torch.Tensor) -> float | str:
+    share = ((answer.float() - other.float()).norm() / whole.float().norm()).item()
+    return share if math.isfinite(share) else str(share)  # JSON has no number for it
+
+
+def _waits(run: timing.Run, device: str) -> str | bool:
+    """Say at which line a call waits for the GPU; False if it does not."""
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    except RuntimeError:
+        return traceback.format_exc()[-600:]
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    return False

@@ -1,7 +1,7 @@
 """``python -m benchmarks.host_inside JSON``: calls of a host's whole UNet, measured in the host's own Python.
 
-Prints what the cases of `benchmarks.host_calls`, which calls this in the host's folder and with flags of its command
-line, took. UNet, attention functions and built-in merging are the host's own.
+`benchmarks.host_calls` starts this in the host's folder, with flags of the host's command line, for one arm of a case.
+UNet, attention functions and built-in merging are the host's own.
 """
 
 from __future__ import annotations
@@ -11,22 +11,21 @@ import json
 import sys
 import time
 import types
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.memory import CallFailed, process_peak
+from benchmarks.timing import process_peak, reason
 
 ROOT = Path(__file__).resolve().parent.parent
-ANSWER = "measured: "  # how a line that is meant begins: hosts print lines of their own
+ANSWER = "measured: "  # how the line of the answer begins, because hosts print lines of their own
 COMFYUI, WEBUI = "ComfyUI", "A1111"
 THEIRS = {COMFYUI: 0.3, WEBUI: 0.5}  # ratios: as TomePatchModel starts, and tomesd's own, because A1111's starts at 0
 UNMERGED, BUILT_IN = "unmerged", "built-in"
 OURS = ("early, renewed", "early, kept", "late, renewed", "late, kept")
-_TIMES = (900.0, 890.0, 100.0, 90.0)  # timesteps of `OURS`, one after another; other arms are called at one of them
+_TIMES = (900.0, 890.0, 100.0, 90.0)  # timesteps of the calls of `OURS`; other arms are called at the first one
 ARMS = {UNMERGED: (UNMERGED,), BUILT_IN: (BUILT_IN,), "ours": OURS}  # arm -> its calls
 _PACKAGE = "_tome_core_webui"  # as scripts/token_merging.py calls it
 _WORDS, _WIDTH, _SMALL = 77, 768, 128
@@ -38,7 +37,7 @@ _TINY = {**_SD15, "model_channels": 32, "channel_mult": [1, 2], "num_res_blocks"
 
 
 class ComfyUI:
-    """ComfyUI's model, called by its sampler for both halves of guidance at once."""
+    """A model in ComfyUI, called by its sampler for both halves of guidance at once."""
 
     def __init__(self, case: dict[str, Any]) -> None:
         importlib.import_module("comfy.options").enable_args_parsing()
@@ -47,7 +46,7 @@ class ComfyUI:
         self._sample = importlib.import_module("comfy.sample").sample_custom
         self.function = importlib.import_module("comfy.ldm.modules.attention").optimized_attention.__name__
         self.version = importlib.import_module("comfyui_version").__version__
-        size = case["free"]  # by which ComfyUI cuts its work: it must not depend on who else runs
+        size = case["free"]  # ComfyUI cuts its work by it, and other programs must not change that
         importlib.import_module("comfy.model_management").get_free_memory = lambda dev=None, torch_free_too=False: (
             (size, size) if torch_free_too else size)  # fmt: skip
         self._model, self._strength = _comfyui_model(case["tiny"]), case["strength"]
@@ -55,16 +54,16 @@ class ComfyUI:
         self._seconds: list[float] = []
 
     def run(self, arm: str, pixels: int) -> list[float]:
-        """Processor seconds of an arm's calls. Raises RuntimeError if ours merges nothing."""
+        """Measure the processor seconds of an arm's calls. Raises RuntimeError if ours merges nothing."""
         model, times = self._model, _TIMES[: len(ARMS[arm])]
         if arm == BUILT_IN:
             node = importlib.import_module("comfy_extras.nodes_tomesd").TomePatchModel
             model = node.execute(model, THEIRS[COMFYUI])[0]
         elif arm != UNMERGED:
             model = self._nodes.ApplyToMe().apply(model, self._strength)[0]
-        sigmas = [self._model.get_model_object("model_sampling").sigma(torch.tensor(one)) for one in times]
+        sigmas = [self._model.get_model_object("model_sampling").sigma(torch.tensor(timestep)) for timestep in times]
         latent, *words = inputs(pixels)
-        positive, negative = ([[one, {}]] for one in words)
+        positive, negative = ([[prompt, {}]] for prompt in words)
         self._seconds.clear()
         self._sample(model, latent, 7.0, self._samplers.sampler_object("euler"), torch.stack([*sigmas, sigmas[-1] * 0]),
                      positive, negative, torch.zeros_like(latent), disable_pbar=True, seed=0)  # fmt: skip
@@ -80,7 +79,7 @@ class ComfyUI:
 
 
 class Webui:
-    """A1111's UNet, patched as the extension does it, and called with both halves of guidance at once."""
+    """A UNet in A1111, patched as the extension does it, and called with both halves of guidance at once."""
 
     def __init__(self, case: dict[str, Any]) -> None:
         importlib.import_module("modules.shared_init").initialize()
@@ -92,12 +91,12 @@ class Webui:
         self._ours = importlib.import_module(".tome_core", _PACKAGE)
         known: list[Any] = []
         optimizations.list_optimizers(known)
-        next(one for one in known if one.cmd_opt == case["flag"].strip("-").replace("-", "_")).apply()
+        next(way for way in known if way.cmd_opt == case["flag"].strip("-").replace("-", "_")).apply()
         optimizations.get_available_vram = lambda: case["free"]
         self.function = importlib.import_module("ldm.modules.attention").CrossAttention.forward.__name__
         self.version = Path("CHANGELOG.md").read_text(encoding="utf-8").split(maxsplit=2)[1]  # of its first heading
-        own, self._strength = _TINY if case["tiny"] else _SD15, case["strength"]
-        shape = {key: value for key, value in own.items() if not key.startswith("transformer_depth")}
+        sizes, self._strength = _TINY if case["tiny"] else _SD15, case["strength"]
+        shape = {key: value for key, value in sizes.items() if not key.startswith("transformer_depth")}
         kind = importlib.import_module("ldm.modules.diffusionmodules.openaimodel").UNetModel
         unet = kind(**{**shape, "num_res_blocks": shape["num_res_blocks"][0]}, image_size=32, legacy=False,
                     attention_resolutions=[1, 2] if case["tiny"] else [4, 2, 1], use_spatial_transformer=True,
@@ -108,7 +107,7 @@ class Webui:
         self._model.model.diffusion_model = self._unet = randomize(unet).eval().requires_grad_(False)
 
     def run(self, arm: str, pixels: int) -> list[float]:
-        """As ComfyUI's."""
+        """Measure the processor seconds of an arm's calls. Raises RuntimeError if ours merges nothing."""
         built_in = importlib.import_module("modules.sd_models").apply_token_merging
         built_in(self._model, THEIRS[WEBUI] if arm == BUILT_IN else 0)
         handle = None
@@ -134,21 +133,21 @@ def _check(report: Any, pixels: int) -> None:
 
 
 def _comfyui_model(tiny: bool) -> Any:
-    """ComfyUI's patcher around a UNet."""
+    """Make a UNet in ComfyUI's patcher."""
     base, known, patcher = (importlib.import_module(f"comfy.{name}")
                             for name in ("model_base", "supported_models", "model_patcher"))  # fmt: skip
     config, cpu = _TINY if tiny else _SD15, torch.device("cpu")
     heads = {"num_head_channels": -1, "use_spatial_transformer": True, "legacy": False, "image_size": 32}
-    found = known.SD15({**config, **heads, "use_linear_in_transformer": False, "dtype": torch.float32})
-    found.unet_config["num_heads"] = config["num_heads"]
-    found.latent_format.latent_channels, found.latent_format.scale_factor = config["in_channels"], 1.0
-    model = base.BaseModel(found, model_type=base.ModelType.EPS).eval().requires_grad_(False)
+    settings = known.SD15({**config, **heads, "use_linear_in_transformer": False, "dtype": torch.float32})
+    settings.unet_config["num_heads"] = config["num_heads"]
+    settings.latent_format.latent_channels, settings.latent_format.scale_factor = config["in_channels"], 1.0
+    model = base.BaseModel(settings, model_type=base.ModelType.EPS).eval().requires_grad_(False)
     randomize(model.diffusion_model)
     return patcher.ModelPatcher(model, load_device=cpu, offload_device=cpu)
 
 
 def randomize(unet: nn.Module) -> nn.Module:
-    """Random weights, which keep attention alive and let nothing overflow."""
+    """Give a UNet random weights with which attention matters and nothing overflows."""
     dice = torch.Generator().manual_seed(0)
     for name, weight in unet.named_parameters():
         if weight.dim() > 1:
@@ -159,45 +158,31 @@ def randomize(unet: nn.Module) -> nn.Module:
 
 
 def inputs(pixels: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A latent ``[1, 4, h, w]`` and two prompts ``[1, 77, 768]``."""
+    """Draw a latent ``[1, 4, h, w]`` and two prompts ``[1, 77, 768]``."""
     dice, side = torch.Generator().manual_seed(1), pixels // 8
     return (torch.randn(1, 4, side, side, generator=dice),
             *(torch.randn(1, _WORDS, _WIDTH, generator=dice) for _ in range(2)))  # fmt: skip
 
 
-def measure(run: Callable[[str, int], Sequence[float]], pixels: int) -> dict[str, Any]:
-    """One round, arm after arm: seconds by call, peak_mib and failed_arms by arm. Raises CallFailed if all failed."""
-    seconds, peaks, failed = {}, {}, {}
-    for arm, calls in ARMS.items():
-        spent = torch.zeros(len(calls), dtype=torch.float64).share_memory_()  # written in a fork
-        whole = lambda arm=arm, spent=spent: spent.copy_(torch.tensor(run(arm, pixels)))  # noqa: E731
-        try:
-            peaks[arm] = process_peak(whole, lambda: run(UNMERGED, _SMALL))
-        except CallFailed as error:
-            failed[arm], peaks[arm] = str(error), None
-            seconds |= dict.fromkeys(calls)
-            continue
-        if peaks[arm] is None:
-            whole()
-        seconds |= zip(calls, spent.tolist(), strict=True)
-    if len(failed) == len(ARMS):
-        raise CallFailed(next(iter(failed.values())))
-    return {"seconds": seconds, "peak_mib": peaks, "failed_arms": failed}
+def measure(case: dict[str, Any]) -> dict[str, Any]:
+    """Measure an arm of a case: the seconds of its calls and the peak of its memory, or why it failed."""
+    try:
+        host = {COMFYUI: ComfyUI, WEBUI: Webui}[case["host"]](case)
+        host.run(UNMERGED, _SMALL)  # libraries allocate some memory only once
+        seconds: list[float] = []
+        peak = process_peak(lambda: seconds.extend(host.run(case["arm"], case["pixels"])))
+    except Exception as error:
+        return {"failed": reason(error)}
+    return {"function": host.function, "version": host.version, "torch": torch.__version__,
+            "seconds": dict(zip(ARMS[case["arm"]], seconds, strict=True)), "peak_mib": peak}  # fmt: skip
 
 
 def main() -> None:
-    """Measure the cases that the command line names, all of one host and attention: a line of JSON each."""
-    cases = json.loads(sys.argv.pop(1))  # what is left is the host's own
+    """Print the answer of the arm that the command line names."""
+    case = json.loads(sys.argv.pop(1))  # the rest of the command line is the host's own
     torch.set_num_threads(1)
     with torch.inference_mode():
-        host = {COMFYUI: ComfyUI, WEBUI: Webui}[cases[0]["host"]](cases[0])
-        for case in cases:
-            try:
-                told = {"function": host.function, "version": host.version, "torch": torch.__version__}
-                answer = {**told, **measure(host.run, case["pixels"])}
-            except CallFailed as error:
-                answer = {"failed": str(error)}
-            print(f"{ANSWER}{json.dumps(answer)}", flush=True)
+        print(f"{ANSWER}{json.dumps(measure(case))}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """UNets of Stable Diffusion 1.5's and XL's layouts in plain torch, with LDM's names and random weights.
 
-Nothing is downloaded, and nothing but torch is needed. ``block`` is SD1.5's finest transformer block alone.
+Nothing is downloaded, and nothing but torch is needed. ``block`` is SD1.5's finest transformer alone. By the names the
+engine and tomesd patch these models as they would real ones.
 """
 
 from __future__ import annotations
@@ -13,18 +14,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks import sd_block
-
 BLOCK, SD15, SDXL = NAMES = ("block", "sd15", "sdxl")
 _LATENT, _TEXT_TOKENS, _PICTURE_TO_LATENT = 4, 77, 8
 _RES_BLOCKS = 2  # of a level on the way down; one more on the way up
 
 
 class Shape(NamedTuple):
-    """One UNet. By level: channels, blocks of a transformer (0: no transformer), heads of an attention.
+    """The sizes of one UNet.
 
-    middle: blocks of the transformer in the middle. context: channels of a prompt. vector: of what SDXL is told
-    besides; 0 without. shrink: by what a latent's sides are divided.
+    Args:
+        channels: by level.
+        depths: by level, the number of blocks in a transformer; 0 stands for no transformer.
+        heads: by level, the number of heads of an attention.
+        middle: the number of blocks in the middle's transformer.
+        context: channels of a prompt.
+        vector: channels of the vector that SDXL gets with the prompt; 0 for a UNet without it.
+        shrink: the divisor of a latent's sides.
     """
 
     channels: tuple[int, ...]
@@ -40,6 +45,7 @@ SHAPES = {
     SD15: Shape((320, 640, 1280, 1280), (1, 1, 1, 0), (8, 8, 8, 8), 1, 768),
     SDXL: Shape((320, 640, 1280), (0, 2, 10), (5, 10, 20), 10, 2048, 2816),
 }
+BLOCK_SHAPE = Shape((320,), (1,), (8,), 0, 768)
 # the same blocks, and sides in proportion; almost no channels
 TINY = {
     SD15: SHAPES[SD15]._replace(channels=(8, 8, 16, 16), heads=(2, 2, 2, 2), context=16, shrink=8),
@@ -56,7 +62,7 @@ def _embed(channels: int, out: int) -> nn.Sequential:
 
 
 class ResBlock(nn.Module):
-    """Two convolutions, between them the time, and the input added."""
+    """Two convolutions with the time added between them, and the input added at the end."""
 
     def __init__(self, channels: int, out: int, time_channels: int) -> None:
         super().__init__()
@@ -66,34 +72,98 @@ class ResBlock(nn.Module):
         self.skip = nn.Identity() if channels == out else nn.Conv2d(channels, out, 1)
 
     def forward(self, x: Tensor, emb: Tensor) -> Tensor:
+        """Return the picture; emb: the embedded time ``[B, E]``."""
         return self.skip(x) + self.out_layers(self.in_layers(x) + self.emb_layers(emb)[:, :, None, None])
 
 
-class SpatialTransformer(sd_block.SpatialTransformer):
-    """With its norm and its projections."""
+class CrossAttention(nn.Module):
+    """Attention from ``[B, N, C]`` to a context ``[B, M, D]``, or to itself; mask ``[B, 1 or N, M]``, as ComfyUI's."""
+
+    def __init__(self, channels: int, context_channels: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.to_q = nn.Linear(channels, channels, bias=False)
+        self.to_k = nn.Linear(context_channels, channels, bias=False)
+        self.to_v = nn.Linear(context_channels, channels, bias=False)
+        self.to_out = nn.Linear(channels, channels)
+
+    def forward(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """Return the answer ``[B, N, C]``."""
+        context = x if context is None else context
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+                   for part in (self.to_q(x), self.to_k(context), self.to_v(context)))  # fmt: skip
+        mask = None if mask is None else mask[:, None]
+        return self.to_out(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """GEGLU with four times the channels inside."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.inward = nn.Linear(channels, channels * 8)
+        self.outward = nn.Linear(channels * 4, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return tokens ``[B, N, C]``."""
+        value, gate = self.inward(x).chunk(2, dim=-1)
+        return self.outward(value * F.gelu(gate))
+
+
+class BasicTransformerBlock(nn.Module):
+    """Self-attention, cross-attention and feed-forward, each on a normed input and added to it."""
+
+    disable_self_attn = False
+
+    def __init__(self, channels: int, heads: int, context_channels: int) -> None:
+        super().__init__()
+        self.attn1 = CrossAttention(channels, channels, heads)
+        self.attn2 = CrossAttention(channels, context_channels, heads)
+        self.ff = FeedForward(channels)
+        self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(channels) for _ in range(3))
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        """Return tokens ``[B, N, C]``."""
+        return self._forward(x, context=context)
+
+    def _forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        x = self.attn1(self.norm1(x), context=None) + x
+        x = self.attn2(self.norm2(x), context=context) + x
+        return self.ff(self.norm3(x)) + x
+
+
+class SpatialTransformer(nn.Module):
+    """Blocks between a picture ``[B, C, H, W]`` and its tokens, with a norm and projections around them."""
 
     def __init__(self, channels: int, heads: int, context_channels: int, depth: int) -> None:
-        super().__init__(channels, heads, context_channels, depth)
+        super().__init__()
         self.norm = _norm(channels)
         self.proj_in, self.proj_out = nn.Conv2d(channels, channels, 1), nn.Conv2d(channels, channels, 1)
+        blocks = [BasicTransformerBlock(channels, heads, context_channels) for _ in range(depth)]
+        self.transformer_blocks = nn.ModuleList(blocks)
 
     def forward(self, x: Tensor, context: Tensor) -> Tensor:
-        return x + self.proj_out(super().forward(self.proj_in(self.norm(x)), context))
+        """Return the picture after all blocks."""
+        tokens = self.proj_in(self.norm(x)).flatten(2).transpose(1, 2).contiguous()
+        for block in self.transformer_blocks:
+            tokens = block(tokens, context=context)
+        return x + self.proj_out(tokens.transpose(1, 2).view_as(x))
 
 
 class Downsample(nn.Conv2d):
-    """Halves the sides of a picture, by its stride."""
+    """A convolution that halves the sides of a picture, by its stride."""
 
 
 class Upsample(nn.Conv2d):
-    """Doubles the sides of a picture."""
+    """A convolution of a picture with doubled sides."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the larger picture."""
         return super().forward(F.interpolate(x, scale_factor=2.0))
 
 
 class UNet(nn.Module):
-    """LDM's: its stages, what stands in each, and what is carried from the way down to the way up."""
+    """LDM's UNet: a way down, a middle, and a way up that also gets what the way down kept."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -134,7 +204,7 @@ class UNet(nn.Module):
         self.out = nn.Sequential(_norm(channels), nn.SiLU(), nn.Conv2d(channels, _LATENT, 3, padding=1))
 
     def forward(self, x: Tensor, timesteps: Tensor, context: Tensor, y: Tensor | None = None) -> Tensor:
-        """x: ``[B, 4, H, W]``; timesteps: ``[B]``; context: ``[B, M, D]``; y: ``[B, V]``, SDXL's."""
+        """Predict from x ``[B, 4, H, W]``, timesteps ``[B]``, context ``[B, M, D]`` and SDXL's y ``[B, V]``."""
         half = self.width // 2
         scales = torch.exp(torch.arange(half, device=x.device) * (-9.2103 / half))  # down to 1 / 10,000
         angles = timesteps[:, None].float() * scales
@@ -157,15 +227,29 @@ def _through(stage: Iterable[nn.Module], x: Tensor, emb: Tensor, context: Tensor
     return x
 
 
-def make(name: str, device: str, dtype: torch.dtype, tiny: bool = False) -> nn.Module:
-    """One of `NAMES` with random weights, ready for inference; leaves the global generator alone.
+class Block(nn.Module):
+    """A UNet of one transformer, which gets a picture of its own channels."""
 
-    Built without memory first: 2.6 billion weights initialised on a CPU and sent over would take a minute.
-    """
-    if name == BLOCK:
-        return sd_block.make_block(device, dtype)
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        transformer = SpatialTransformer(shape.channels[0], shape.heads[0], shape.context, shape.depths[0])
+        self.input_blocks = nn.ModuleList([nn.ModuleList([transformer])])
+        self.middle_block, self.output_blocks = nn.ModuleList(), nn.ModuleList()
+
+    def forward(self, x: Tensor, timesteps: Tensor, context: Tensor) -> Tensor:
+        """Return the picture; the timesteps change nothing."""
+        return self.input_blocks[0][0](x, context)
+
+
+def _shape_of(name: str, tiny: bool) -> Shape:
+    return BLOCK_SHAPE if name == BLOCK else (TINY if tiny else SHAPES)[name]
+
+
+def make(name: str, device: str, dtype: torch.dtype, tiny: bool = False) -> nn.Module:
+    """Make one of `NAMES` with random weights, ready for inference; leave the global generator alone."""
+    # built without memory first: 2.6 billion weights initialised on a CPU and sent over would take a minute
     with torch.device("meta"):
-        model = UNet((TINY if tiny else SHAPES)[name])
+        model = (Block if name == BLOCK else UNet)(_shape_of(name, tiny))
     model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
     generator = torch.Generator(device).manual_seed(0)
     for name, parameter in model.named_parameters():
@@ -178,19 +262,18 @@ def make(name: str, device: str, dtype: torch.dtype, tiny: bool = False) -> nn.M
 
 
 def twin(model: nn.Module) -> nn.Module:
-    """A copy that can be patched by itself and shares the weights: four variants of SDXL need the memory of one."""
+    """Copy a model but share its weights, so that four variants of SDXL need the memory of one."""
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, shared)
 
 
 def inputs(name: str, pixels: int, device: str, dtype: torch.dtype, tiny: bool = False) -> tuple[Tensor, ...]:
-    """What a call is given: a picture of so many pixels a side, with its prompt and without: a batch of two."""
-    if name == BLOCK:
-        return sd_block.make_inputs(pixels // _PICTURE_TO_LATENT, 2, device, dtype)
-    shape = (TINY if tiny else SHAPES)[name]
+    """Draw the arguments of a call: a picture of so many pixels a side, with its prompt and without: a batch of two."""
+    shape = _shape_of(name, tiny)
     generator = torch.Generator().manual_seed(1)
     side = pixels // _PICTURE_TO_LATENT // shape.shrink
-    latent = torch.randn(1, _LATENT, side, side, generator=generator).repeat(2, 1, 1, 1)
+    channels = shape.channels[0] if name == BLOCK else _LATENT
+    latent = torch.randn(1, channels, side, side, generator=generator).repeat(2, 1, 1, 1)
     text = torch.randn(2, _TEXT_TOKENS, shape.context, generator=generator).to(device, dtype)
     vector = [torch.zeros(2, shape.vector, device=device, dtype=dtype)] if shape.vector else []
     return latent.to(device, dtype), torch.full((2,), 500.0, device=device), text, *vector

@@ -1,9 +1,8 @@
 """``python -m benchmarks.quality``: what merging does to a trained model's predictions and pictures.
 
-Prints the table; the figures are kept as JSON below benchmarks/results/, and the same command goes on where a killed
-run was. Several processes: ``accelerate launch --num_processes N -m benchmarks.quality --output FILE``. They share
-nothing but a folder: each writes the rows of its own parts into a file beside the result, and the one that ends last
-gathers them.
+It prints the table and keeps the figures as JSON below benchmarks/results/. If you stop it, the same command goes on.
+Several processes: ``accelerate launch --num_processes N -m benchmarks.quality --output FILE``. Each process writes the
+rows of its own parts into a file beside the result, and the process that ends last gathers them.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -33,17 +31,18 @@ AMOUNTS = {
     "standard": Amounts(noised=8, pictures=4, steps=10, clock=True),  # a quarter of an hour of one core a checkpoint
     "choose": Amounts(noised=16, pictures=0, steps=10),
 }
-OWN_PICTURES, OWN_STEPS = 8, 20  # a user's models want more steps than the scene models
+OWN = {"pictures": 8, "steps": 20}  # a user's models want more steps than the scene models
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m benchmarks.quality", description=__doc__.partition("\n\n")[2])
-    add = made.add_argument
+    """Make the parser of the command line."""
+    command = argparse.ArgumentParser(prog="python -m benchmarks.quality", description=__doc__.partition("\n\n")[2])
+    add = command.add_argument
     add("--smallest", action="store_true", help="a few variants, in well under a minute: for tests")
-    add("--variants", nargs="+", default=[], metavar="NAME", help="these, beside the controls and yardsticks (default: "
+    add("--variants", nargs="+", default=[], metavar="NAME", help="these and the controls and yardsticks (default: "
         "the variants that matter)")  # fmt: skip
     add("--for", dest="purpose", choices=tuple(PURPOSES), default=subjects.SHOW, help="which pictures: those that "
-        "tables show (default), or others, by which presets are chosen")  # fmt: skip
+        "tables show (default), or others, by which strength is chosen")  # fmt: skip
     add("--list", action="store_true", help="print the names of all variants and stop")
     add("--model", nargs="+", type=Path, metavar="PATH", help="scene models of this repository (default: those in "
         "demo/), or your own checkpoints: diffusers folders or .safetensors files")  # fmt: skip
@@ -51,118 +50,105 @@ def parser() -> argparse.ArgumentParser:
         "is PartiPrompts (P2), which you get from its authors")  # fmt: skip
     add("--config", type=Path, metavar="DIR", help="with a single-file checkpoint: a local diffusers folder with its "
         "configuration and tokenizer")  # fmt: skip
-    add("--pictures", type=int, metavar="N", help="whole pictures of every variant")
-    add("--noised", type=int, metavar="N", help="noised held-out pictures of every variant; an even number")
+    add("--pictures", type=int, metavar="N", help="number of whole pictures of every variant")
+    add("--noised", type=int, metavar="N", help="number of noised held-out pictures of every variant; even")
     add("--steps", type=int, metavar="N", help="solver steps of a picture")
-    add("--guidance", type=float, metavar="X", help="of the whole pictures of a scene model (default "
+    add("--guidance", type=float, metavar="X", help="guidance of a scene model's whole pictures (default "
         f"{subjects.GUIDANCE})")  # fmt: skip
     add("--clock", action=argparse.BooleanOptionalAction, default=None, help="take the time of whole pictures on a "
         "CPU, on one thread (default, but for --smallest and --for choose)")  # fmt: skip
     add("--device", metavar="NAME", help="cpu, cuda, ... (default: a GPU if torch sees one, else cpu)")
-    add("--dtype", choices=("float32", "float16", "bfloat16"), default="float32", help="of your own checkpoint; "
+    add("--dtype", choices=("float32", "float16", "bfloat16"), default="float32", help="dtype of your own checkpoint; "
         "float32 (default) keeps rounding out of the comparison")  # fmt: skip
-    report.add_output(made)
-    return made
+    report.add_output(command)
+    return command
 
 
 def complete(options: argparse.Namespace) -> tuple[Amounts, list[str]]:
-    """Fill in the defaults and check everything together; gives the amounts and the prompts."""
-    unknown = [name for name in options.variants if name not in VARIANTS]
-    if unknown:
+    """Fill in the defaults and check all options together; give the amounts and the prompts."""
+    if unknown := [name for name in options.variants if name not in VARIANTS]:
         raise ValueError(f"no variant is called {' or '.join(unknown)}; --list prints the names")
     options.group = "smallest" if options.smallest else "choose" if options.purpose == subjects.CHOOSE else "standard"
     options.model = options.model or list(subjects.SCENE_MODELS[: 1 if options.smallest else None])
-    own = [path for path in options.model if not subjects.is_scene_model(path)]
-    for path in own:
+    users = [path for path in options.model if not subjects.is_scene_model(path)]
+    for path in users:
         checkpoint.inspect(path)
     kinds = {subjects.kind_of(path): path for path in options.model}
     for name in options.variants:
         if not kinds.keys() & set(VARIANTS[name].kinds):
             raise ValueError(f"{name} needs a {' or a '.join(VARIANTS[name].kinds)}, and {next(iter(kinds.values()))} "
                              "is none; leave the variant out, or give another --model")
-    if own and options.guidance is not None:
-        raise ValueError(f"--guidance is of the scene models; {own[0]} is drawn as its pipeline does")
+    if users and options.guidance is not None:
+        raise ValueError(f"--guidance is for the scene models; {users[0]} is drawn with its pipeline's guidance")
     if len({path.stem for path in options.model}) < len(options.model):
         raise ValueError("two of the models have the same name, by which a result tells them apart; rename one")
-    return _amounts(options, bool(own)), _prompts(options.prompts, own)
+    return _amounts(options, bool(users)), _prompts(options.prompts, users)
 
 
-def _amounts(options: argparse.Namespace, own: bool) -> Amounts:
-    amounts = AMOUNTS[options.group]
-    if own and not options.smallest:
-        amounts = replace(amounts, pictures=OWN_PICTURES, steps=OWN_STEPS)
+def _amounts(options: argparse.Namespace, is_users: bool) -> Amounts:
     given = {name: getattr(options, name) for name in ("noised", "pictures", "steps", "clock")}
-    amounts = replace(amounts, **{name: value for name, value in given.items() if value is not None})
+    given = {name: value for name, value in given.items() if value is not None}
+    amounts = replace(AMOUNTS[options.group], **{**(OWN if is_users and not options.smallest else {}), **given})
     if amounts.noised < 2 or amounts.noised % 2:
         raise ValueError(f"--noised {amounts.noised}: give an even number, because tomesd draws no random "
                          "destinations for an odd batch")
     if amounts.pictures < 0 or amounts.steps < 1:
-        raise ValueError(f"--pictures {amounts.pictures}, --steps {amounts.steps}: give 1 step or more"
-                         " and 0 pictures or more")
+        raise ValueError("give 1 step or more, and 0 pictures or more")
     return amounts
 
 
-def _prompts(path: Path | None, own: list[Path]) -> list[str]:
-    if not own:
+def _prompts(path: Path | None, users: list[Path]) -> list[str]:
+    if not users:
         return []
     if path is None:
-        raise ValueError(f"{own[0]} needs --prompts FILE, one prompt a line; PartiPrompts (P2) is the usual choice")
-    found = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if not found:
+        raise ValueError(f"{users[0]} needs --prompts FILE, one prompt a line; PartiPrompts (P2) is the usual choice")
+    prompts = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not prompts:
         raise ValueError(f"--prompts {path} is empty; give one prompt a line")
-    return found
-
-
-def names(options: argparse.Namespace) -> tuple[str, ...]:
-    """The variants, the unmerged one first."""
-    return tuple(dict.fromkeys((*ALWAYS, *options.variants))) if options.variants else GROUPS[options.group]
+    return prompts
 
 
 def share(rows: Iterable[Row], rank: int, count: int) -> list[Row]:
-    """One process's rows: every `count`-th part, because the rows of a part share their unmerged result."""
-    groups = [list(group) for _, group in groupby(rows, lambda row: row.group)]
-    return [row for group in groups[rank::count] for row in group]
+    """Choose one process's rows: every `count`-th part, because the rows of a part share their unmerged result."""
+    parts = [list(part) for _, part in groupby(rows, lambda row: row.group)]
+    return [row for part in parts[rank::count] for row in part]
 
 
 def _fill(record: Record, plan: list[Row], output: Path | None, open_bench: Callable) -> Run | None:
     """Measure what is missing and give the finished run; None in all of several processes but the last to end."""
     rank, count = _processes()
     if count == 1:
-        return _measure(record, plan, output, open_bench)
+        return _measure(Run.start(record, [row.key for row in plan], output), plan, open_bench)
     if output.exists():
         raise results.ResultError(f"{output} is complete; give another --output to measure again, or remove this file")
-    pieces = [output.with_name(f"{output.name}.rank{number}") for number in range(count)]
-    for path in filter(Path.exists, pieces):
-        if other := results.difference(results.load(path), record):
-            raise results.ResultError(f"{path} is of a run with other {other}; remove it, or give another --output")
-    mine = share(plan, rank, count)
-    if {row.key for row in mine} - _rows_in(pieces[rank : rank + 1]).keys():
-        _measure(record, mine, pieces[rank], open_bench)
-    found = _rows_in(pieces)
-    if any(row.key not in found for row in plan):
+
+    def start(number: int) -> Run:
+        keys = [row.key for row in share(plan, number, count)]
+        return Run.start(record, keys, output.with_name(f"{output.name}.rank{number}"))
+
+    _measure(start(rank), plan, open_bench)
+    pieces = [start(number) for number in range(count)]
+    if any(piece.missing for piece in pieces):
         return None
-    run = Run({**record, "rows": [found[row.key] for row in plan]}, output, list(found))
-    results.save(run.record, output)
-    for path in pieces:
-        path.unlink(missing_ok=True)
-    return run
-
-
-def _rows_in(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    return {row["key"]: row for path in paths if path.exists() for row in results.load(path)["rows"]}
+    measured = {row["key"]: row for piece in pieces for row in piece.record["rows"]}
+    whole = Run({**record, "rows": [measured[row.key] for row in plan]}, output, list(measured))
+    results.save(whole.record, output)
+    for piece in pieces:
+        piece.path.unlink(missing_ok=True)
+    return whole
 
 
 def _processes() -> tuple[int, int]:
-    """Number of this process, and how many there are, as launchers tell it."""
+    """Read the number of this process and the number of all processes, as launchers give them."""
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
-def _measure(record: Record, plan: list[Row], output: Path | None, open_bench: Callable) -> Run:
-    run = Run.start(record, [row.key for row in plan], output)
-    left = [row for row in plan if row.key in set(run.missing)]
+def _measure(run: Run, plan: list[Row], open_bench: Callable[[str], QualityBench]) -> Run:
+    missing = set(run.missing)
+    left = [row for row in plan if row.key in missing]
     with tqdm(total=len(left), unit="row", mininterval=0.1 if sys.stderr.isatty() else 10) as bar:
         for name, group in groupby(left, lambda row: row.checkpoint):
-            bench: QualityBench = open_bench(name)
+            bench = open_bench(name)
             for row in group:
                 bar.set_description(row.key, refresh=False)
                 about = {field: getattr(row, field) for field in ("checkpoint", "measure", "part", "variant")}
@@ -182,6 +168,7 @@ def _device(name: str | None, rank: int) -> torch.device:
 
 
 def execute(options: argparse.Namespace, command: str) -> int:
+    """Measure what is missing, and print the table."""
     if options.list:
         print("\n".join(VARIANTS))
         return 0
@@ -192,8 +179,9 @@ def execute(options: argparse.Namespace, command: str) -> int:
     device, paths = _device(options.device, rank), {path.stem: path for path in options.model}
     guidance = subjects.GUIDANCE if options.guidance is None else options.guidance
     amounts = replace(amounts, clock=amounts.clock and device.type == "cpu")  # a host's time says little of a GPU's
+    names = dict.fromkeys((*ALWAYS, *options.variants)) if options.variants else GROUPS[options.group]
     plan = [row for name, path in paths.items() for row in rows(
-        name, names(options), amounts, can_be_noised=subjects.is_scene_model(path), kind=subjects.kind_of(path)
+        name, tuple(names), amounts, can_be_noised=subjects.is_scene_model(path), kind=subjects.kind_of(path)
     )]  # fmt: skip
 
     def open_bench(name: str) -> QualityBench:
@@ -207,7 +195,7 @@ def execute(options: argparse.Namespace, command: str) -> int:
     if amounts.clock:
         torch.set_num_threads(1)  # the processor time of several counts their waiting
     chosen = {row.variant for row in plan}
-    settings = {  # what has to be equal for two runs to be one
+    settings = {  # equal in all rows of a result
         "models": {name: subjects.fingerprint(path) for name, path in paths.items()},
         "for": options.purpose,
         **asdict(amounts),
@@ -219,12 +207,13 @@ def execute(options: argparse.Namespace, command: str) -> int:
     record = results.new_record("quality", command, settings, results.describe(str(device)))
     run = _fill(record, plan, options.output, open_bench)
     if run is not None:
-        print(report.write([run.path], run.path.with_suffix(".md")))
-        print(f"\n{run.path}; with a plot: python -m benchmarks.report {run.path}", file=sys.stderr)
+        print(report.write([run.path]))
+        print(f"\n{run.path}", file=sys.stderr)
     return 0
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the command."""
     logging.basicConfig(level=logging.ERROR, format="%(message)s")  # the engine's notes of clamped ratios are known
     return report.run("quality", parser(), arguments, execute)
 

@@ -1,7 +1,7 @@
-"""From the rows of a quality result to its figures: means over pictures, with the standard errors of paired means.
+"""The figures of a quality result: means over pictures, with the standard errors of paired means.
 
-And others beside strength at equal time: what strength gives in the time that another method takes. Of the presets and
-strengths of a result those count which no other one beats in both, time and PSNR; between two of them a line is drawn.
+Other methods are compared with strength at equal time. Of a result's presets and strengths those count that no other
+one beats in both time and PSNR; between two of them a line is drawn.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from benchmarks.results import Record
 from benchmarks.variants import PLAIN
 from demo.metrics import decibels
 
-_NO_DETAIL = 1e-6  # the energy of a picture without any, in squared steps of 255
+_NO_DETAIL = 1e-6  # the energy of a picture without detail, in squared steps of 255
 ROLES = ("tomesd", "method", "control", "yardstick")
 OURS = ("preset", "strength")
 Parts = dict[int, dict[str, Any]]  # rows of one variant
 
 
 class Mean(NamedTuple):
-    """A mean over pictures and its standard error; None where one picture has none."""
+    """A mean over pictures and its standard error, which is None for one picture."""
 
     value: float
     error: float | None
 
     @classmethod
     def of(cls, values: np.ndarray) -> Mean:
-        """Of one value a picture."""
+        """Average one value a picture."""
         count = len(values)
         spread = float(np.std(values, ddof=1)) / math.sqrt(count) if count > 1 and np.isfinite(values).all() else None
         return cls(float(np.mean(values)), spread)
 
 
 class Noised(NamedTuple):
-    """Per cent of the unmerged v-loss: gap (its rise), and dev (squared distance), over all times and at each."""
+    """Figures of noised pictures in % of the unmerged v-loss: its rise, and the squared distance, also at each time."""
 
     work: float
     gap: Mean
@@ -46,17 +46,17 @@ class Noised(NamedTuple):
 
 
 class Pictured(NamedTuple):
-    """Whole pictures beside the unmerged ones."""
+    """Figures of whole pictures compared with the unmerged ones."""
 
     work: float
     psnr: Mean  # dB
     ssim: Mean
     detail: Mean | None = None  # gradient energy as a share of the unmerged picture's, the geometric mean
-    time: float | None = None  # of all calls of a picture, as a share of the unmerged ones
+    time: float | None = None  # the time of all calls of a picture, as a share of the unmerged ones
 
 
 class Section(NamedTuple):
-    """All figures of one checkpoint. variants: as the result describes them, by name, in its order."""
+    """All figures of one checkpoint, and the result's variants by name, in its order."""
 
     checkpoint: str
     loss: float | None
@@ -67,32 +67,32 @@ class Section(NamedTuple):
 
 
 def sections(record: Record) -> list[Section]:
-    """One section for each checkpoint of a result, finished or not."""
+    """Compute the figures of each checkpoint of a result, finished or not."""
     return [_section(record, checkpoint) for checkpoint in record["settings"]["models"]]
 
 
 def _section(record: Record, checkpoint: str) -> Section:
-    found: dict[str, dict[str, Parts]] = {"noised": {}, "pictures": {}}
+    parts_of: dict[str, dict[str, Parts]] = {"noised": {}, "pictures": {}}
     for row in record["rows"]:
         if row["checkpoint"] == checkpoint:
-            found[row["measure"]].setdefault(row["variant"], {})[row["part"]] = row
-    plain = {measure: of.get(PLAIN, {}) for measure, of in found.items()}
-    variants = {one["name"]: one for one in record["settings"]["variants"]}
+            parts_of[row["measure"]].setdefault(row["variant"], {})[row["part"]] = row
+    plain = {measure: by_variant.get(PLAIN, {}) for measure, by_variant in parts_of.items()}
+    variants = {variant["name"]: variant for variant in record["settings"]["variants"]}
     losses = _over(plain["noised"], "loss") if plain["noised"] else np.empty((0, 0))
     counts = {"noised": losses.shape[1], "pictures": sum(len(row["ssim"]) for row in plain["pictures"].values())}
     loss = float(losses.mean()) if losses.size else None
 
     def average(measure: str, make: Any, *more: Any) -> dict[str, Any]:
-        there = {name: found[measure][name] for name in variants if name != PLAIN and name in found[measure]}
-        return {name: make(parts, {part: plain[measure][part] for part in parts}, *more)
-                for name, parts in there.items()}  # fmt: skip
+        measured = parts_of[measure]
+        return {name: make(measured[name], {part: plain[measure][part] for part in measured[name]}, *more)
+                for name in variants if name != PLAIN and name in measured}  # fmt: skip
 
     noised, pictures = average("noised", _noised, loss), average("pictures", _pictured)
     return Section(checkpoint, loss, counts, variants, noised, pictures)
 
 
 def _over(parts: Parts, name: str, axis: int = -1) -> np.ndarray:
-    """Values of all parts that are there, pictures along the axis."""
+    """Join the values of all measured parts, pictures along the axis."""
     return np.concatenate([np.array(parts[part][name]) for part in sorted(parts)], axis)
 
 
@@ -125,7 +125,7 @@ def _detail(energies: np.ndarray, unmerged: np.ndarray) -> Mean:
 
 
 class Rival(NamedTuple):
-    """Another method: its time, its PSNR in dB, and that of strength at this time; None where none is as fast."""
+    """Another method's time and PSNR in dB, and the PSNR of strength at this time; None if no strength is as fast."""
 
     name: str
     time: float
@@ -134,15 +134,16 @@ class Rival(NamedTuple):
 
 
 def at_equal_time(section: Section) -> Iterator[Rival]:
-    """Every other method with whole pictures and their time, in the result's order; none without strengths."""
-    points = {name: (one.time, one.psnr.value) for name, one in section.pictures.items() if one.time is not None}
+    """Compare every other timed method with the strengths, in the result's order."""
+    points = {name: (figures.time, figures.psnr.value) for name, figures in section.pictures.items()
+              if figures.time is not None}  # fmt: skip
     ours = {name for name in points if section.variants[name]["method"] in OURS}
     front: list[tuple[float, float]] = []  # by rising time, each with a higher PSNR than those before it
-    for time, psnr in sorted((points[name] for name in ours), key=lambda one: (one[0], -one[1])):
+    for time, psnr in sorted((points[name] for name in ours), key=lambda point: (point[0], -point[1])):
         if not front or psnr > front[-1][1]:
             front.append((time, psnr))
     for name, (time, psnr) in points.items():
         if front and name not in ours and section.variants[name]["role"] in ("method", "tomesd"):
-            # where the slowest strength need not be as slow, that counts
+            # to a slower method the slowest strength compares
             yield Rival(name, time, psnr, float(np.interp(time, *zip(*front, strict=True)))
                         if time >= front[0][0] else None)  # fmt: skip

@@ -1,7 +1,7 @@
-"""The rows of a quality result: which there are, and how each is measured.
+"""The rows of a quality result: their plan, and how each is measured.
 
-A row is one variant on one part of the pictures of one checkpoint, so that little is lost when a run is killed.
-Everything is paired: the rows of a part share pictures, noise, times and the seed of whatever is drawn.
+A row is one variant on one part of the pictures of one checkpoint, so that little is lost when a run is killed. The
+rows of a part share pictures, noise, times and the seed of all draws.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from benchmarks.variants import PLAIN, VARIANTS, Variant
 from demo.metrics import gradient_energy, squared_error, ssim
 
 TIMES = (50, 200, 400, 600, 800, 950)
-PART_PICTURES = {True: 4, False: 1}  # pictures in one row: of a scene model, of a user's model, which takes minutes
+PART_PICTURES = {True: 4, False: 1}  # pictures in one row: of a scene model, and of a user's model, which is slow
 
 
 @dataclass(frozen=True)
 class Amounts:
-    """How much is measured."""
+    """The amounts that are measured."""
 
     noised: int  # pictures
     pictures: int  # whole ones
     steps: int  # of the solver
     times: tuple[int, ...] = TIMES  # of noised pictures
-    clock: bool = False  # is the time of whole pictures' calls taken too
+    clock: bool = False  # take the time of whole pictures' calls too
 
 
 class Row(NamedTuple):
-    """One row to measure: pictures `first` to `first + count` of a checkpoint, of which it is part number `part`."""
+    """One row to measure: pictures `first` to `first + count` of a checkpoint, its part number `part`."""
 
     checkpoint: str
     measure: str
@@ -46,18 +46,19 @@ class Row(NamedTuple):
 
     @property
     def key(self) -> str:
+        """The key in a result."""
         return f"{self.checkpoint}/{self.measure}/{self.part}/{self.variant}"
 
     @property
     def group(self) -> tuple[str, str, int]:
-        """Of rows that are compared with one unmerged prediction."""
+        """The key of rows that are compared with one unmerged prediction."""
         return self.checkpoint, self.measure, self.part
 
 
 def rows(
     checkpoint: str, names: Sequence[str], amounts: Amounts, can_be_noised: bool, kind: str = UNET
 ) -> Iterator[Row]:
-    """All rows of a checkpoint, those of a part together; of variants that a network of this kind can do."""
+    """Plan all rows of a checkpoint, a part at a time, for the variants that a network of this kind can do."""
     can = [name for name in names if kind in VARIANTS[name].kinds]
     for measure, total, size in (
         ("noised", amounts.noised if can_be_noised else 0, PART_NOISED),
@@ -69,17 +70,17 @@ def rows(
                     yield Row(checkpoint, measure, part, first, min(size, total - first), name)
 
 
-class Made(NamedTuple):
-    """A picture."""
+class Picture(NamedTuple):
+    """A whole picture, its work and its times."""
 
     pixels: np.ndarray  # uint8 ``[H, W, 3]``
     work: float
     seconds: list[float]  # of its calls
-    beside: float | None  # of an unmerged one
+    unmerged: float | None  # seconds of an unmerged call
 
 
 class QualityBench:
-    """Measures rows on one checkpoint; keeps the unmerged results of the latest group only."""
+    """The measuring of rows on one checkpoint; it keeps the unmerged results of the latest group only."""
 
     def __init__(self, subject: Subject, amounts: Amounts) -> None:
         self.subject, self.amounts = subject, amounts
@@ -88,7 +89,7 @@ class QualityBench:
 
     @torch.inference_mode()
     def measure(self, row: Row) -> dict[str, Any]:
-        """The figures of a row: lists over pictures, for noised ones lists over times of such lists."""
+        """Measure a row's figures: lists over pictures, for noised ones lists over times of such lists."""
         variant = VARIANTS[row.variant]
         make, compare = (self._predict, _predictions) if row.measure == "noised" else (self._draw, _pictures)
         if self._group != row.group:
@@ -96,48 +97,49 @@ class QualityBench:
         return compare(self._plain if variant.name == PLAIN else make(row, variant), self._plain)
 
     def _predict(self, row: Row, variant: Variant) -> list[tuple[torch.Tensor, list[float], float]]:
-        """At each time the prediction, its losses, and its share of the attention work."""
-        found = []
+        """Compute at each time the prediction, its losses, and its share of the attention work."""
+        predictions = []
         for time in self.amounts.times:
             noised = self.subject.add_noise(row.part, row.count, time)
             with self.work, variant.put_on(self.subject.network, self.subject.purpose.first + row.part):
                 prediction = self.subject.predict(noised)
-            found.append((prediction, _error(prediction, noised.velocity), self.work.share()))
-        return found
+            predictions.append((prediction, _error(prediction, noised.velocity), self.work.share()))
+        return predictions
 
-    def _draw(self, row: Row, variant: Variant) -> list[Made]:
-        found = []
+    def _draw(self, row: Row, variant: Variant) -> list[Picture]:
+        pictures = []
         for number in range(row.first, row.first + row.count):
             with self.times, self.work, variant.put_on(self.subject.network, self.subject.purpose.first + number):
-                made = self.subject.picture(number, self.amounts.steps * variant.solver)
-            beside = self.times.time_unmerged() if self.amounts.clock else None
-            found.append(Made(made, self.work.share(), self.times.seconds, beside))
-        return found
+                pixels = self.subject.picture(number, self.amounts.steps * variant.solver)
+            unmerged = self.times.time_unmerged() if self.amounts.clock else None
+            pictures.append(Picture(pixels, self.work.share(), self.times.seconds, unmerged))
+        return pictures
 
 
-def _predictions(found: list, plain: list) -> dict[str, Any]:
-    return {"work": _round(share for *_, share in found),
-            "loss": [_round(loss) for _, loss, _ in found],
-            "dev": [_round(_error(one, other)) for (one, *_), (other, *_) in zip(found, plain, strict=True)]}
+def _predictions(merged: list, plain: list) -> dict[str, Any]:
+    return {"work": _round(share for *_, share in merged),
+            "loss": [_round(loss) for _, loss, _ in merged],
+            "dev": [_round(_error(new, old)) for (new, *_), (old, *_) in zip(merged, plain, strict=True)]}
 
 
-def _pictures(found: list[Made], plain: list[Made]) -> dict[str, Any]:
+def _pictures(merged: list[Picture], plain: list[Picture]) -> dict[str, Any]:
     def of_pairs(measure: Callable[[np.ndarray, np.ndarray], float]) -> list[float]:
-        return _round(measure(other.pixels, one.pixels) for one, other in zip(found, plain, strict=True))
+        return _round(measure(old.pixels, new.pixels) for new, old in zip(merged, plain, strict=True))
 
-    kept = {"work": _round([np.mean([one.work for one in found])])[0],
-            "gradient": _round(gradient_energy(one.pixels) for one in found),
-            "squared_error": of_pairs(squared_error), "ssim": of_pairs(ssim)}  # fmt: skip
-    if found[0].beside is not None:
-        kept |= {"seconds": [_round(one.seconds) for one in found], "beside": _round(one.beside for one in found)}
-    return kept
+    figures = {"work": _round([np.mean([picture.work for picture in merged])])[0],
+               "gradient": _round(gradient_energy(picture.pixels) for picture in merged),
+               "squared_error": of_pairs(squared_error), "ssim": of_pairs(ssim)}  # fmt: skip
+    if merged[0].unmerged is not None:
+        figures |= {"seconds": [_round(picture.seconds) for picture in merged],
+                    "beside": _round(picture.unmerged for picture in merged)}  # fmt: skip
+    return figures
 
 
 def _error(a: torch.Tensor, b: torch.Tensor) -> list[float]:
-    """Mean squared difference of each picture."""
+    """Compute the mean squared difference of each picture."""
     return (a - b).double().pow(2).flatten(1).mean(1).tolist()
 
 
 def _round(values: Iterable) -> list[float]:
-    """Six digits: more than the figures hold, and a result that is not all noise digits."""
+    """Round to six digits, which are more than the figures hold, so that a file is not full of noise."""
     return [float(f"{float(value):.6g}") for value in values]

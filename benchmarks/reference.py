@@ -1,5 +1,5 @@
 """Plain code for what the engine has not: attention that gives zeros, stays inside tiles, or merges on a coarser grid,
-or by lot. For measuring quality, not speed. Grids are square.
+or by lot. It measures quality, not speed. Grids are square.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ from torch import nn
 
 from benchmarks.networks import InPlaceOfAttention, timestep_of
 from tome_core import MergePlan
-from tome_core.merging.grid import Grid, split_grid
-from tome_core.merging.methods.bipartite import _plan
 
-HALF_TIME = 500  # the timestep at which the schedules of others switch, tomesd's and down-sampling's
+HALF_TIME = 500  # the timestep at which the schedules of tomesd and of down-sampling switch
 
 
 class Reference(InPlaceOfAttention):
-    """A context manager: inside it a network's attentions do what is asked for, among the picture's tokens.
+    """A context manager that changes a network's attentions among the picture's tokens.
 
-    Behind projections, norm and positions; a transformer's text, which comes first, is kept. What is drawn depends on
-    seed, timestep and attention, and on nothing else.
+    It acts behind projections, norm and positions; a transformer's text, which comes first, is kept. A draw depends on
+    seed, timestep and attention only.
 
     Args:
-        zero: they give zeros.
-        tiles: those of a UNet stay inside tiles, this many a side.
+        network: a UNet or a transformer.
+        seed: of the draws.
+        zero: attentions give zeros.
+        tiles: attentions of a UNet stay inside so many tiles a side.
         coarse: token down-sampling (ToDo, arXiv 2402.13573): of each cell of so many tokens a side the first token
-            alone is key and value; `coarse_early`: as many at the timesteps from `HALF_TIME` on.
+            alone is key and value.
+        coarse_early: as `coarse`, at the timesteps from `HALF_TIME` on.
         ratio: this share of the tokens merges, with partners drawn by lot.
     """
 
@@ -53,54 +54,54 @@ class Reference(InPlaceOfAttention):
         self._picture = 0 if self.is_unet else kwargs["hidden_states"].shape[1]
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> torch.Tensor:
-        """The answer of one attention."""
+        """Answer as the variant does."""
         if self.zero:
             return torch.zeros_like(q)
         if self.tiles:
-            cut = (_by_head(in_tiles(_in_rows(one), self.tiles), q.shape[1]) for one in (q, k, v))
-            return _by_head(join(_in_rows(self.own(*cut, **more)), self.tiles), q.shape[1])
+            cut = (_by_head(in_tiles(_in_rows(part), self.tiles), q.shape[1]) for part in (q, k, v))
+            return _by_head(join(_in_rows(self.original(*cut, **more)), self.tiles), q.shape[1])
         picture = self._picture or q.shape[2]
         if self.coarse:
             kept = _top_left(k, picture, self.coarse_early if self.timestep >= HALF_TIME else self.coarse)
-            return self.own(q, k[:, :, kept], v[:, :, kept], **more)
+            return self.original(q, k[:, :, kept], v[:, :, kept], **more)
         plan = self.plan(k[:, 0, -picture:], self.number)
-        q, k, v = (_change(one, plan.merge, picture) for one in (q, k, v))
+        q, k, v = (_change(part, plan.merge, picture) for part in (q, k, v))
         more["attn_mask"] = F.pad(plan.logits_in(q.dtype), (k.shape[2] - plan.num_groups, 0))[:, None, None]
-        return _change(self.own(q, k, v, **more), plan.unmerge, plan.num_groups)
+        return _change(self.original(q, k, v, **more), plan.unmerge, plan.num_groups)
 
     def plan(self, x: torch.Tensor, number: int) -> MergePlan:
-        """For the tokens ``[B, N, C]`` of attention `number`: as the engine's, but that who merges is drawn."""
-        side = square_side(x.shape[1], 2)
-        destinations, sources = split_grid(Grid(side, side), 2, 2, None, x)
-        dice = torch.Generator().manual_seed((self.seed * 1_000 + round(self.timestep)) * 100 + number)
-        lots = torch.rand(len(x), sources.shape[1], destinations.shape[1], generator=dice).to(x.device)
-        removed = min(sources.shape[1], int(x.shape[1] * self.ratio))
-        return _plan(*lots.max(2), sources.sort().values, destinations, removed)
+        """Draw groups for the tokens ``[B, N, C]`` of attention `number`: each merged token joins one of the others."""
+        dice, (batch, tokens, _) = torch.Generator(), x.shape
+        dice.manual_seed((self.seed * 1_000 + round(self.timestep)) * 100 + number)
+        groups = tokens - int(tokens * self.ratio)
+        group = torch.cat([torch.arange(groups), torch.randint(groups, (tokens - groups,), generator=dice)])
+        group = group[torch.randperm(tokens, generator=dice)]
+        return MergePlan(group.to(x.device).repeat(batch, 1), groups)
 
 
 def _top_left(x: torch.Tensor, last: int, cell: int) -> torch.Tensor:
-    """Places of all but the `last` tokens, and of these of the top left one of each cell of their grid."""
+    """Number all but the `last` tokens, and of these the top left one of each cell of their grid."""
     places, side = torch.arange(x.shape[2], device=x.device), square_side(last, cell)
     return torch.cat([places[:-last], places[-last:].view(side, side)[::cell, ::cell].flatten()])
 
 
 def _in_rows(x: torch.Tensor) -> torch.Tensor:
-    """``[B, H, S, d]`` to ``[B, S, H * d]``."""
+    """Turn ``[B, H, S, d]`` to ``[B, S, H * d]``."""
     return x.transpose(1, 2).flatten(2)
 
 
 def _by_head(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """The inverse of `_in_rows`."""
+    """Turn ``[B, S, H * d]`` to ``[B, H, S, d]``."""
     return x.unflatten(2, (heads, -1)).transpose(1, 2)
 
 
 def _change(x: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor], last: int) -> torch.Tensor:
-    """``[B, H, S, d]`` with its `last` tokens changed to as many as `change` gives of them."""
+    """Change the `last` tokens of ``[B, H, S, d]``, which may become fewer or more."""
     return torch.cat([x[:, :, :-last], _by_head(change(_in_rows(x[:, :, -last:])), x.shape[1])], 2)
 
 
 def square_side(tokens: int, cell: int) -> int:
-    """Tokens a side of a square grid. Raises ValueError where it is none, or `cell` does not divide it."""
+    """Count the tokens a side of a square grid that `cell` divides. Raises ValueError for another grid."""
     side = math.isqrt(tokens)
     if side * side != tokens or side % cell:
         raise ValueError(f"{tokens} tokens are no square grid that cells of {cell}x{cell} divide; the reference code "
@@ -109,9 +110,9 @@ def square_side(tokens: int, cell: int) -> int:
 
 
 def in_tiles(x: torch.Tensor, tiles: int) -> torch.Tensor:
-    """``[B, N, C]`` to ``[B * tiles**2, N / tiles**2, C]``: a square grid cut in `tiles` a side.
+    """Cut a square grid in `tiles` a side: ``[B, N, C]`` to ``[B * tiles**2, N / tiles**2, C]``.
 
-    HyperTile's idea in plain code; the published one draws among several sizes, here it is fixed, so that its work is.
+    This is HyperTile's idea with tiles of one size, so that the work is always the same.
     """
     batch, tokens, channels = x.shape
     inner = square_side(tokens, tiles) // tiles
@@ -120,7 +121,7 @@ def in_tiles(x: torch.Tensor, tiles: int) -> torch.Tensor:
 
 
 def join(y: torch.Tensor, tiles: int) -> torch.Tensor:
-    """The inverse of `in_tiles`."""
+    """Join the tiles of `in_tiles`."""
     inner = square_side(y.shape[1], 1)
     cut = y.reshape(-1, tiles, tiles, inner, inner, y.shape[2]).transpose(2, 3)
     return cut.reshape(-1, (tiles * inner) ** 2, y.shape[2])

@@ -1,7 +1,7 @@
-"""Results as data: one JSON a run, written row by row, so that a killed run goes on where it was.
+"""Results as data: one JSON a run, written row by row, so that a killed run goes on later.
 
 A row is a dict whose ``key`` names its subject; ``missing`` are the keys that are planned and not there yet. A file is
-a whole record at every moment, a line a row, and says where it was made: versions, commit and device.
+a whole record at every moment, a line a row, and names the versions, the commit and the device of its run.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ import tome_core
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "benchmarks" / "results"
-KINDS = ("gpu", "quality", "host-calls")
-# what has to be equal for rows of two processes to stand in one table
+# kind -> the module that makes its table and plot
+KINDS = {"gpu": "gpu_report", "quality": "quality_report", "host-calls": "host_calls"}
+# the fields that are equal in all rows of one table
 IDENTITY = ("kind", "settings", "versions", "device")
 _FIELDS = {"kind": str, "created": str, "command": str, "versions": dict, "device": dict, "settings": dict,
            "rows": list, "missing": list}  # fmt: skip
@@ -33,40 +34,39 @@ Record = dict[str, Any]
 
 
 class ResultError(ValueError):
-    """A file that is no result, or a result of another run; the message says what to do."""
+    """The error for a file that is no result, or a result of another run; the message says what to do."""
 
 
 def new_record(kind: str, command: str, settings: dict[str, Any], environment: dict[str, Any]) -> Record:
-    """A record without rows. environment: what `describe` gives."""
+    """Make a record without rows. environment: the fields that `describe` gives."""
     created = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     record = {"kind": kind, "created": created, "command": command, **environment, "settings": settings}
     return _as_json({**record, "rows": [], "missing": []})
 
 
 def save(record: Record, path: Path) -> None:
-    """Write it in one move: a kill while writing leaves the file as it was before."""
+    """Write a record in one move, so that a kill while writing leaves the file as it was before."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.part")
     fields = {name: _dump(value) for name, value in record.items()}
-    if "rows" in record:
-        fields["rows"] = "[\n{}\n]".format(",\n".join(map(_dump, record["rows"])))
+    fields["rows"] = "[\n{}\n]".format(",\n".join(map(_dump, record["rows"])))
     lines = ",\n".join(f"{_dump(name)}: {text}" for name, text in fields.items())
     unfinished.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
     os.replace(unfinished, path)
 
 
 def _dump(value: Any) -> str:
-    """A NaN or infinity is no JSON, and no result either."""
+    """Write JSON. Raises ValueError for a NaN or infinity, which is no JSON and no result either."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def _as_json(value: Any) -> Any:
-    """As it will be read back: tuples become lists."""
+    """Return a value as it will be read back: tuples become lists."""
     return json.loads(json.dumps(value, allow_nan=False))
 
 
 def load(path: Path) -> Record:
-    """Read what `save` wrote. Raises ResultError, naming the file, if it is no result."""
+    """Read a record that `save` wrote. Raises ResultError, naming the file, if it is no result."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -90,32 +90,36 @@ class Run:
     """A record and its file, filled row by row."""
 
     def __init__(self, record: Record, path: Path, keys: Sequence[str]) -> None:
-        there = {row["key"] for row in record["rows"]}
-        record["missing"] = [key for key in keys if key not in there]
+        measured = {row["key"] for row in record["rows"]}
+        record["missing"] = [key for key in keys if key not in measured]
         self.record, self.path = record, path
 
     @classmethod
     def start(cls, record: Record, keys: Sequence[str], output: Path | None = None, folder: Path = FOLDER) -> Run:
-        """Begin a run, or go on with a killed one of the same settings, device and versions of others' packages.
+        """Begin a run, or go on with a killed one of the same settings, device and versions of other packages.
 
-        keys: of all planned rows, in their order. output: the file; None is a new one below `folder`, or the
-        unfinished file that fits. Raises ResultError if `output` is another run's result, or complete.
+        Args:
+            record: a record without rows.
+            keys: the keys of all planned rows, in their order.
+            output: the file; None is a new one below `folder`, or the unfinished file that fits.
+            folder: the folder of results.
+
+        Raises:
+            ResultError: `output` is another run's result.
         """
-        path = output or _find_unfinished(record, folder) or _new_path(record, folder)
+        path = output or _find_path(record, folder)
         if not path.exists():
             return cls(record, path, keys)
         before = load(path)
         if other := difference(before, record):
             raise ResultError(f"{path} is a run with other {other}; give another file, or remove this one")
-        if not set(keys) - {row["key"] for row in before["rows"]}:
-            raise ResultError(f"{path} is complete; give another file to measure again, or remove this one")
-        # one that grew under several commits names them all
+        # a file that grew under several commits names them all
         commits = dict.fromkeys([*(before.get("commit") or "unknown").split(", "), record.get("commit") or "unknown"])
         return cls({**before, "commit": ", ".join(commits)}, path, keys)
 
     @property
     def missing(self) -> list[str]:
-        """Keys of the rows that are planned and not there yet."""
+        """The keys of the rows that are planned and not there yet."""
         return list(self.record["missing"])
 
     def add(self, key: str, row: dict[str, Any]) -> None:
@@ -126,33 +130,30 @@ class Run:
         save(self.record, self.path)
 
 
-def _find_unfinished(record: Record, folder: Path) -> Path | None:
-    for path in sorted(folder.glob(f"{record['kind']}-*.json"), reverse=True):
+def _find_path(record: Record, folder: Path) -> Path:
+    """Find the unfinished file that fits, else a new name."""
+    kind, date = f"{record['kind']}-{record['device'].get('kind', 'device')}", record["created"][:10]
+    for path in sorted(folder.glob(f"{kind}-*.json"), reverse=True):
         before = load(path)
         if before["missing"] and not difference(before, record):
             return path
-    return None
-
-
-def _new_path(record: Record, folder: Path) -> Path:
-    stem = f"{record['kind']}-{record['device'].get('kind', 'device')}-{record['created'][:10]}"
-    paths = (folder / f"{stem}{'' if number == 1 else f'-{number}'}.json" for number in range(1, 10**6))
-    return next(path for path in paths if not path.exists())
+    numbers = ("", *(f"-{number}" for number in range(2, 1000)))
+    return next(path for number in numbers if not (path := folder / f"{kind}-{date}{number}.json").exists())
 
 
 def difference(before: Record, record: Record) -> str | None:
-    """The names of the fields that differ, as far as they forbid to go on with the same file.
+    """Name the fields that forbid to go on with the same file; None if there are none.
 
-    Without our own release: a record names the commits that its rows are of, which tell more.
+    Our own release is none of them, because a record names the commits of its rows, which say more.
     """
-    fields = [{name: one[name] for name in IDENTITY} for one in (before, record)]
-    for one in fields:
-        one["versions"] = {**one["versions"], "tome_core": None}
-    return ", ".join(name for name in IDENTITY if fields[0][name] != fields[1][name]) or None
+    def of(record: Record, name: str) -> Any:
+        return {**record[name], "tome_core": None} if name == "versions" else record[name]
+
+    return ", ".join(name for name in IDENTITY if of(before, name) != of(record, name)) or None
 
 
 def describe(device: str) -> dict[str, Any]:
-    """The fields ``commit``, ``versions`` and ``device`` of a result. device: what torch calls it, such as ``cpu``."""
+    """Make the fields ``commit``, ``versions`` and ``device`` of a result. device: torch's name of it, as ``cpu``."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     for name in ("diffusers", "tomesd"):
         try:
@@ -164,9 +165,9 @@ def describe(device: str) -> dict[str, Any]:
 
 
 def commit(folder: Path = ROOT) -> str | None:
-    """The repository's commit, with ``+changes`` where tracked files differ from it; None outside a repository.
+    """Name the repository's commit, with ``+changes`` if tracked files differ from it; None outside a repository.
 
-    Results do not count as changes: a run that saves its own would otherwise spoil the next one's commit.
+    Results are no changes: else a run that saves its own would spoil the next one's commit.
     """
     name = _git(folder, "rev-parse", "--short=12", "HEAD")
     if name is None:
@@ -184,12 +185,13 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def _describe_device(device: str) -> dict[str, Any]:
-    kind, told = torch.device(device).type, Path("/proc/cpuinfo")
+    kind, cpuinfo = torch.device(device).type, Path("/proc/cpuinfo")
     if kind == "cuda":
         properties = torch.cuda.get_device_properties(device)
         memory = round(properties.total_memory / 2**30, 1)
         return {"kind": kind, "name": properties.name, "memory_gib": memory, "cuda": torch.version.cuda}
     # Python itself knows only a processor's architecture on Linux
-    named = re.search(r"^model name\s*:\s*(.+)", told.read_text(encoding="utf-8"), re.M) if told.exists() else None
+    text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
+    named = re.search(r"^model name\s*:\s*(.+)", text, re.M)
     name = named[1] if named and kind == "cpu" else platform.processor() or platform.machine()
     return {"kind": kind, "name": name, "cores": os.cpu_count(), "threads": torch.get_num_threads()}

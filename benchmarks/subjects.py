@@ -1,7 +1,7 @@
-"""What is measured: a scene model of this repository, or the user's own checkpoint, and which pictures of it.
+"""The models that are measured, scene models of this repository or the user's own checkpoint, and their pictures.
 
-There are pictures to choose by, and others to show: a setting that was picked on the pictures of a table flatters
-itself. The two share nothing that is drawn: held-out scenes, noise, prompts, seeds of pictures and of methods.
+There are pictures to choose by, and others to show, because a setting that was chosen on the pictures of a table
+flatters itself. The two share no held-out scenes, noise, prompts, or seeds of pictures and of methods.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from demo.source import UserPipeline
 from demo.training_loss import Scenes
 
 PART_NOISED = 8  # noised pictures in one row of a result; even, because tomesd draws nothing for an odd batch
-# the demo's two, and the oldest, whose heads are smooth: what helps on all three hangs on no one way of looking. A
-# checkout is without it; demo/README.md tells where it is
+# the demo's two, and the oldest, whose heads are smooth, so that the three attend in different ways. A checkout is
+# without the oldest; demo/README.md says where it is
 _SMOOTH = model.WEIGHTS.with_name("scenes128-c.safetensors")
 SCENE_MODELS = (*model.CHECKPOINTS, _SMOOTH) if _SMOOTH.exists() else model.CHECKPOINTS
 CHOOSE, SHOW = "choose", "show"
 
 
 class Purpose(NamedTuple):
-    """Seeds of held-out scenes, of the noise added to them at time 0, and of the first whole picture; their prompts."""
+    """Seeds of held-out scenes, of their noise at time 0, and of the first whole picture; and the prompts."""
 
     scenes: int
     noise: int
@@ -53,7 +53,7 @@ PURPOSES = {
 
 
 def check_purpose(record: Record, wanted: str, name: str) -> None:
-    """Raise ResultError where the pictures are for the other purpose; an old record, that does not say, passes."""
+    """Raise ResultError if the pictures are for the other purpose; an old record without a purpose passes."""
     has = record["settings"].get("for", wanted)
     if has != wanted:
         raise ResultError(f"{name} was measured on the pictures for '{has}'; give a result of "
@@ -61,7 +61,7 @@ def check_purpose(record: Record, wanted: str, name: str) -> None:
 
 
 class Noised(NamedTuple):
-    """Noised held-out pictures ``x`` ``[n, C, h, w]`` at time ``t``, their prompts' tokens, the velocity to predict."""
+    """Noised held-out pictures ``x`` ``[n, C, h, w]`` at time ``t``, the prompts' tokens, the velocity to predict."""
 
     x: torch.Tensor
     t: torch.Tensor
@@ -70,7 +70,7 @@ class Noised(NamedTuple):
 
 
 class SceneSubject:
-    """A scene model: its v-loss on held-out scenes, and pictures made as the demo makes them."""
+    """A scene model, with its v-loss on held-out scenes, and pictures made as the demo makes them."""
 
     def __init__(
         self, path: Path, device: torch.device, purpose: Purpose = PURPOSES[SHOW], guidance: float = GUIDANCE
@@ -84,19 +84,17 @@ class SceneSubject:
         self._painted: tuple[int, torch.Tensor, torch.Tensor] | None = None
 
     def add_noise(self, part: int, count: int, time: int) -> Noised:
-        """`count` pictures (the first ones of held-out set number `part`) at one timestep; as on any device."""
+        """Noise the first `count` pictures of held-out set `part` at one timestep, equally on every device."""
         latents, tokens = self._scenes(part)
         dice = torch.Generator().manual_seed((self.purpose.noise + time) * 1000 + part)
         noise = torch.randn(latents.shape, generator=dice)
         times = torch.full((len(latents),), time)
-        made = Noised(
-            self._scheduler.add_noise(latents, noise, times), times, tokens,
-            self._scheduler.get_velocity(latents, noise, times),
-        )  # fmt: skip
-        return Noised(*(value[:count].to(self.device) for value in made))
+        noised = (self._scheduler.add_noise(latents, noise, times), times, tokens,
+                  self._scheduler.get_velocity(latents, noise, times))  # fmt: skip
+        return Noised(*(value[:count].to(self.device) for value in noised))
 
     def _scenes(self, part: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Latents and tokens of a held-out set, of the kind that the model learned; the latest one is kept."""
+        """Paint a held-out set of the kind that the model learned: latents and tokens; the latest set is kept."""
         if self._painted is None or self._painted[0] != part:
             scenes = Scenes(self.purpose.scenes, PART_NOISED, 2 * self.model.side, walls=self._walls)
             pictures, tokens, _ = scenes[part]
@@ -104,16 +102,17 @@ class SceneSubject:
         return self._painted[1:]
 
     def predict(self, noised: Noised) -> torch.Tensor:
+        """Predict the velocity."""
         return self.model(noised.x, noised.t, noised.tokens).float()
 
     def picture(self, number: int, steps: int) -> np.ndarray:
-        """uint8 ``[H, W, 3]``: the same prompt and start noise for equal numbers, whatever the steps."""
+        """Draw a picture, uint8 ``[H, W, 3]``; its number decides prompt and start noise."""
         tokens = prompt.tokens(self.purpose.prompts[number % len(self.purpose.prompts)])
         return sampler.sample(self.model, tokens, self.purpose.first + number, steps=steps, guidance=self.guidance)
 
 
 class UserSubject:
-    """A user's pipeline and prompts; pictures only, because nobody knows its held-out data."""
+    """A user's pipeline and prompts, for pictures only, because its held-out data are unknown."""
 
     def __init__(self, path: Path, config: Path | None, device: torch.device, prompts: list[str], dtype: torch.dtype,
                  purpose: Purpose):  # fmt: skip
@@ -123,6 +122,7 @@ class UserSubject:
         self.network = self.source.target.unet
 
     def picture(self, number: int, steps: int) -> np.ndarray:
+        """Draw a picture, uint8 ``[H, W, 3]``; its number decides prompt and start noise."""
         text = self.prompts[number % len(self.prompts)]
         return self.source.picture(text, self.purpose.first + number, steps, lambda: None)
 
@@ -131,20 +131,20 @@ Subject = SceneSubject | UserSubject
 
 
 def is_scene_model(path: Path) -> bool:
-    """False for anything that is no .safetensors file; what only ends like one is refused in a sentence."""
+    """Say if a path is a scene model's file. Raises ValueError for a broken .safetensors file."""
     if path.suffix != ".safetensors" or not path.is_file():
         return False
     return checkpoint.is_of_scenes(checkpoint.read_shapes(path))
 
 
 def kind_of(path: Path) -> str:
-    """As of `networks.KINDS`. Of the models that a path can name, scene models alone may be transformers."""
+    """Name the kind of a model, of `networks.KINDS`; only a scene model can be a transformer."""
     is_flux = is_scene_model(path) and checkpoint.is_transformer(checkpoint.read_shapes(path))
     return TRANSFORMER if is_flux else UNET
 
 
 def fingerprint(path: Path) -> str:
-    """Tells weights apart without reading gigabytes: of each weights file its size and first MiB, hashed."""
+    """Hash the size and the first MiB of each weights file, which tells weights apart without reading gigabytes."""
     files = [path] if path.is_file() else sorted(path.rglob("*.safetensors"))
     digest = hashlib.sha256()
     for file in files:

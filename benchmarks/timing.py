@@ -1,13 +1,18 @@
-"""How long runs take: they take turns, so that what disturbs one disturbs all, and medians are made of the rounds.
+"""The time of runs, their peak memory, and why a run failed.
 
-A CPU's time is processor time, which other programs do not lengthen; a GPU's is the clock's, up to the end of its work.
+Runs take turns, so that a disturbance hits all of them, and a time is the median of the rounds. A CPU's time is
+processor time, which other programs do not lengthen; a GPU's is the clock's, up to the end of its work.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import random
+import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -17,10 +22,12 @@ from torch.profiler import ProfilerActivity, profile
 
 Run = Callable[[], Any]
 BESIDE = 3  # unmerged calls after each picture
+OUT_OF_MEMORY = "out of memory"
+_OF_MEMORY = (OUT_OF_MEMORY, "can't allocate memory", "not enough memory")
 
 
 def seconds(run: Run, device: str = "cpu", calls: int = 1) -> float:
-    """Mean seconds of so many calls in a row."""
+    """Measure the mean seconds of so many calls in a row."""
     on_gpu = torch.device(device).type == "cuda"
     clock, wait = (time.perf_counter, torch.cuda.synchronize) if on_gpu else (time.process_time, lambda: None)
     wait()
@@ -34,9 +41,9 @@ def seconds(run: Run, device: str = "cpu", calls: int = 1) -> float:
 def in_turns(
     runs: Mapping[str, Run], rounds: int, measure: Callable[[Run], float] = seconds, until: float | None = None
 ) -> dict[str, list[float]]:
-    """Seconds of each run in each round, in another order every time.
+    """Measure the seconds of each run in each round, in another order every time.
 
-    until: no round but the first begins after it, by ``time.monotonic``.
+    until: the time, by ``time.monotonic``, after which no round but the first begins.
     """
     taken: dict[str, list[float]] = {name: [] for name in runs}
     order = random.Random(0)
@@ -49,7 +56,7 @@ def in_turns(
 
 
 def card_work(run: Run, calls: int = 2) -> dict[str, Any]:
-    """What a GPU does in a call, by the profiler: ``card_ms`` in which it works, and its ``launches``."""
+    """Profile a GPU in a call: ``card_ms`` in which it works, and its ``launches``."""
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         for _ in range(calls):
             run()
@@ -59,10 +66,53 @@ def card_work(run: Run, calls: int = 2) -> dict[str, Any]:
     return {"card_ms": spent / 1e3, "launches": len(events) / calls}
 
 
-class CallTimes:
-    """A context manager: inside it the processor seconds of every call of the network are noted.
+def reason(error: BaseException) -> str:
+    """Say why a call failed, in a few words: ``out of memory``, or the error."""
+    text = str(error).strip()
+    if isinstance(error, MemoryError) or any(words in text.lower() for words in _OF_MEMORY):
+        return OUT_OF_MEMORY
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"[:200]
 
-    Enter it before what patches the network, to time that too.
+
+def free(device: str) -> None:
+    """Give unused memory back."""
+    gc.collect()
+    if torch.device(device).type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def cuda_peak(run: Run) -> float:
+    """Measure the peak MiB of tensors on a GPU during a call, beyond those from before the call."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def process_peak(run: Run) -> float | None:
+    """Measure the peak MiB of this process during a call, beyond its memory before the call; None except on Linux."""
+    if sys.platform != "linux":
+        run()
+        return None
+    ctypes.CDLL(None).malloc_trim(0)  # memory that earlier calls freed would be used again, unseen
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins at the present memory
+    before = _resident("VmRSS")
+    run()
+    return (_resident("VmHWM") - before) / 1024
+
+
+def _resident(field: str) -> int:
+    """Read a field of this process's status, in KiB."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines())
+    return int(fields[field].split()[0])
+
+
+class CallTimes:
+    """A context manager that notes the processor seconds of every call of the network.
+
+    Enter it before the network is patched, to time the patch too.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -81,7 +131,7 @@ class CallTimes:
             hook.remove()
 
     def time_unmerged(self) -> float:
-        """Seconds of the latest call's like without merging: the median of `BESIDE`. Call it outside of a patch."""
+        """Measure the latest call without merging: the median of `BESIDE` calls. Call it outside of a patch."""
         arguments, named = self._latest
         return median(seconds(lambda: self.network(*arguments, **named)) for _ in range(BESIDE))
 

@@ -1,4 +1,4 @@
-"""Every variant of the quality benchmark: a name, how to make a network do what it names, and who asks for it."""
+"""Every variant of the quality benchmark: its name, how it patches a network, and the groups that measure it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tome_core.settings.presets import MARKS, refine_of
 
 PutOn = Callable[[nn.Module, int], AbstractContextManager]
 PLAIN = "unmerged"
-# ratio and cell of keys and values, of the line that strength is chosen from
+# ratio and cell of merged keys and values, from which strength is chosen
 FRONT = (
     (0.25, 4), (0.5, 4), (0.625, 4), (0.75, 4), (0.8125, 4), (0.875, 4), (0.9375, 4),
     (0.9375, 8), (0.96875, 8), (0.984375, 8),
@@ -27,46 +27,47 @@ BETWEEN = (0.1, 0.375, 0.625, 0.875)  # strengths without a name
 
 @dataclass(frozen=True)
 class Variant:
-    """One thing to measure."""
+    """One variant to measure."""
 
-    method: str  # the line it belongs to in the plot
-    setting: str  # what it is on that line
-    put_on: PutOn  # takes network and seed; inside of what it gives the network does it
+    method: str  # its line in the plot
+    setting: str  # its point on that line
+    put_on: PutOn  # takes network and seed, gives a context manager in which the network is so
     role: Literal["plain", "method", "tomesd", "control", "yardstick"] = "method"
-    code: str = "reference"  # whose code runs: or "engine", "tomesd", "torch"
-    solver: int = 1  # how many times as many solver steps as the others it takes
+    code: str = "reference"  # the code that runs: or "engine", "tomesd", "torch"
+    solver: int = 1  # the factor of solver steps
     kinds: tuple[str, ...] = KINDS  # of networks that can do it
 
     @property
     def name(self) -> str:
-        """As a command line calls it: no spaces."""
+        """The name on a command line, without spaces."""
         return f"{self.method} {self.setting}".strip().replace(" ", "-")
 
     def describe(self) -> dict[str, Any]:
-        """The part of it that a result keeps."""
+        """List the fields that a result keeps."""
         return {name: getattr(self, name) for name in ("name", "method", "setting", "role", "code")}
 
 
 def nothing(network: nn.Module, seed: int) -> AbstractContextManager:
-    """The network as it is."""
+    """Leave the network as it is."""
     return nullcontext()
 
 
 def in_bfloat16(network: nn.Module, seed: int) -> AbstractContextManager:
-    """Products in bfloat16, the rest as it is."""
+    """Compute products in bfloat16, the rest as it is."""
     return torch.autocast(next(network.parameters()).device.type, torch.bfloat16)
 
 
 def reference(**recipe: Any) -> PutOn:
+    """Make a variant of the reference code."""
     return lambda network, seed: Reference(network, seed, **recipe)
 
 
-def engine(**asked: Any) -> PutOn:
-    """`tome_core.patch` of what is asked for. Inside is one sampling, whose matches may be kept from step to step."""
+def engine(**settings: Any) -> PutOn:
+    """Make a variant of the engine's settings. Inside is one sampling, which may keep matches from step to step."""
 
     @contextmanager
     def put_on(network: nn.Module, seed: int) -> Iterator[None]:
-        with tome_core.patch(network, seed=seed, host_clock=True, **asked) as merging:
+        with tome_core.patch(network, seed=seed, host_clock=True, **settings) as merging:
             sampling = object()
             with at_each_call(network, lambda time: merging.set_time(timestep=time, sampling=sampling)):
                 yield
@@ -75,14 +76,14 @@ def engine(**asked: Any) -> PutOn:
 
 
 def strength(value: float) -> PutOn:
-    """A strength of tome_core's, also on grids that it would leave alone."""
+    """Make a variant of a strength, also on grids that it would leave alone."""
     return engine(strength=value, only_if_it_pays=False)
 
 
 def tomesd(ratio: float, early: float | None = None, until: float = 0) -> PutOn:
-    """tomesd itself, as its users call it, at the finest level the UNet has.
+    """Make a variant of tomesd itself, as its users call it, at the UNet's finest level.
 
-    early: the ratio of the noisy steps, down to timestep `until`; what a user gets who changes it between steps.
+    early: the ratio of the noisy steps, down to timestep `until`, as a user may change it between steps.
     """
 
     @contextmanager
@@ -90,7 +91,7 @@ def tomesd(ratio: float, early: float | None = None, until: float = 0) -> PutOn:
         import tomesd as package
 
         device = next(unet.parameters()).device
-        # its destinations come from a clone of the global generator, so equal seeds need that one set
+        # its destinations come from a clone of the global generator, so only a seed there makes them equal
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
             package.apply_patch(unet, ratio=ratio, max_downsample=2 ** finest_blocks(unet)[0].halvings)
@@ -103,13 +104,13 @@ def tomesd(ratio: float, early: float | None = None, until: float = 0) -> PutOn:
                     yield
             finally:
                 package.remove_patch(unet)
-                for module in unet.modules():  # the UNet and the patched blocks, on which it leaves that
+                for module in unet.modules():  # it leaves this on the UNet and the patched blocks
                     vars(module).pop("_tome_info", None)
 
     return put_on
 
 
-# in every table, whatever else is asked for
+# in every table
 _ALWAYS = (
     Variant(PLAIN, "", nothing, "plain", "torch"),
     Variant("bfloat16", "", in_bfloat16, "yardstick", "torch"),
@@ -117,7 +118,7 @@ _ALWAYS = (
     Variant("zero attention", "", reference(zero=True), "control"),
     Variant("random partner", "0.75", reference(ratio=0.75), "control"),
 )
-# what users get, and what they may do instead; by default
+# the strengths, and what users may do instead; measured by default
 _STANDARD = (
     Variant("tomesd", "0.5", tomesd(0.5), "tomesd", "tomesd", kinds=(UNET,)),
     Variant("tomesd", "0.75", tomesd(0.75), "tomesd", "tomesd", kinds=(UNET,)),
@@ -129,7 +130,7 @@ _STANDARD = (
     *(Variant("preset", name, strength(value), code="engine") for name, value in MARKS.items()),
     *(Variant("strength", str(value), strength(value), code="engine") for value in BETWEEN),
 )
-# keys and values compared by distance, refined if they are few
+# keys and values compared by distance, and refined if they are few
 _TO_CHOOSE_BY = tuple(
     Variant("merged keys", f"{ratio} cells {cell}", code="engine",
             put_on=engine(ratio=ratio, sx=cell, sy=cell, side="kv", use_rand=False, metric="keys+values",

@@ -1,12 +1,12 @@
-"""From a prompt and a seed to a picture, the same one every time."""
+"""The sampler, which makes the same picture of equal prompts and seeds every time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
-from diffusers import DDPMScheduler, DPMSolverMultistepScheduler
+from diffusers import DPMSolverMultistepScheduler
 
 from demo.model import SceneModel, decode
 from demo.prompt import NULL_TOKEN
@@ -14,37 +14,29 @@ from demo.prompt import NULL_TOKEN
 GUIDANCE = 3.0  # shapes are clear from here on; people draw with 3 to 8
 
 
-def solver(model: SceneModel, steps: int, timesteps: Sequence[int] | None = None) -> DPMSolverMultistepScheduler:
-    """A fresh solver for one picture; the model's own noise schedule, `steps` of it, the noisiest one first.
-
-    timesteps: these instead of `steps` evenly spaced ones.
-    """
-    schedule = {name: value for name, value in model.scheduler.items() if name != "clip_sample"}  # which is DDPM's
-    made = DPMSolverMultistepScheduler(**schedule, timestep_spacing="trailing", final_sigmas_type="zero")
-    made.set_timesteps(steps) if timesteps is None else made.set_timesteps(timesteps=list(timesteps))
-    return made
+def solver(model: SceneModel, steps: int) -> DPMSolverMultistepScheduler:
+    """Make a fresh solver for one picture: `steps` of the model's own noise schedule, the noisiest one first."""
+    schedule = {name: value for name, value in model.scheduler.items() if name != "clip_sample"}  # only DDPM has that
+    scheduler = DPMSolverMultistepScheduler(**schedule, timestep_spacing="trailing", final_sigmas_type="zero")
+    scheduler.set_timesteps(steps)
+    return scheduler
 
 
 @torch.no_grad()
 def sample(
     model: SceneModel, tokens: list[int], seed: int, *, steps: int = 20, guidance: float = GUIDANCE,
-    timesteps: Sequence[int] | None = None, start: torch.Tensor | None = None,
     on_step: Callable[[], None] | None = None,
 ) -> np.ndarray:
-    """One picture, uint8 [H, W, 3], of six `tokens`.
+    """Draw one picture, uint8 [H, W, 3], of six `tokens`; call `on_step` after every solver step.
 
     The start noise is drawn on the CPU from `seed` alone, so it does not depend on the device, on other pictures
-    or on the global random state. timesteps: see `solver`. start: a latent [1, C, h, w] to begin with instead of
-    noise alone; it gets as much of that noise as the first step expects. `on_step` is called after every solver step.
+    or on the global random state.
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     latent = torch.randn(1, model.channels, model.side, model.side, generator=generator).to(device)
     pair = torch.tensor([tokens, [NULL_TOKEN] * len(tokens)], device=device)
-    scheduler = solver(model, steps, timesteps)
-    if start is not None:
-        first = scheduler.timesteps[:1].to(device)
-        latent = DDPMScheduler(**model.scheduler).add_noise(start.to(device), latent, first)
+    scheduler = solver(model, steps)
     for timestep in scheduler.timesteps:
         with_prompt, without = model(latent.expand(2, -1, -1, -1), timestep.to(device), pair).chunk(2)
         velocity = without + guidance * (with_prompt - without)
@@ -55,6 +47,6 @@ def sample(
 
 
 def to_bytes(pictures: torch.Tensor) -> np.ndarray:
-    """Pictures [n, 3, H, W] in -1..1 (clipped to it) to uint8 [n, H, W, 3]."""
+    """Turn pictures [n, 3, H, W], clipped to -1..1, to uint8 [n, H, W, 3]."""
     scaled = (pictures.float().clamp(-1, 1) + 1) * 127.5
     return scaled.round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()

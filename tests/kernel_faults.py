@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import tome_core
-from benchmarks.sd_block import SpatialTransformer, UNet
 from tests import kernel_harness
 from tests.kernel_harness import DEVICE, DTYPES, NAMES, close, noise, whole_numbers
+from tests.sd_block import SpatialTransformer, UNet
 from tome_core import MergePlan
 from tome_core.attention.correction import fit_correction
 from tome_core.attention.merged import Correction, add_correction

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.sd_block import SpatialTransformer, UNet
 from tests.samplings import KEPT
+from tests.sd_block import SpatialTransformer, UNet
 from tome_core import MergeConfig
 
 TIMES = [999.0 - 50 * step for step in range(20)]

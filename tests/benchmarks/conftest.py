@@ -12,7 +12,7 @@ from tests import tiny_scenes
 
 @pytest.fixture(scope="module")
 def tiny_file(tmp_path_factory) -> Path:
-    """Of the small one of Stable Diffusion's layout."""
+    """The file of a small model of Stable Diffusion's layout."""
     path = tmp_path_factory.mktemp("model") / "tiny.safetensors"
     model.save(tiny_scenes.make(), path)
     return path
@@ -20,7 +20,7 @@ def tiny_file(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def flux_file(tmp_path_factory) -> Path:
-    """Of a transformer, 256 tokens."""
+    """The file of a transformer with 256 tokens."""
     path = tmp_path_factory.mktemp("flux") / "flux.safetensors"
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(transformer, "SIDE", transformer.TOKEN * 16)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_report, gpu_rows, memory, models, results, sd_block, timing
+from benchmarks import gpu, gpu_report, gpu_rows, models, results, timing
 from benchmarks.gpu_rows import Bench, OutOfTime, Patched
 from tome_core.models.unet_blocks import find_blocks
 
@@ -23,9 +23,8 @@ NOT_THERE = ("diffusers", "tomesd", "gradio", "matplotlib", "PIL", "safetensors"
 WITHOUT = f"""
 import sys
 sys.modules.update(dict.fromkeys({NOT_THERE}))
-from benchmarks import gpu, sd_block
-make = sd_block.make_inputs
-sd_block.make_inputs = lambda side, *more: make(side // 4, *more)  # a block is of the real width, and slow
+from benchmarks import gpu, models
+models.BLOCK_SHAPE = models.BLOCK_SHAPE._replace(shrink=4)  # a block is of the real width, and slow
 plan = gpu.plan
 gpu.plan = lambda device: dict(row for row in plan(device).items() if not row[0].startswith("sdxl"))  # many blocks
 sys.exit(gpu.main(sys.argv[1:]))
@@ -58,11 +57,11 @@ def test_it_needs_torch_alone_and_goes_on_after_a_kill_with_what_was_there(tmp_p
     assert 4 <= len(before) < len(record["rows"]) and record["rows"][: len(before)] == before
     planned = [key for key in gpu.plan("cpu") if not key.startswith("sdxl")]
     assert [row["key"] for row in record["rows"]] == planned and len(planned) == 8
-    assert record["missing"] == [] and "no sheet: " in said and not path.with_suffix(".png").exists()
+    assert record["missing"] == [] and "no plot (" in said and not path.with_suffix(".png").exists()
     for row in record["rows"]:
         assert not {"unmerged", "balanced", "new", "kept", gpu_rows.ROW} & set(row.get("failed", ())), row["failed"]
         if "of" in row:
-            assert "tomesd" in row["failed"]["tomesd"] and all(one["ms"] > 0 for one in row["of"].values())
+            assert "tomesd" in row["failed"]["tomesd"] and all(figures["ms"] > 0 for figures in row["of"].values())
         if "laws" in row["key"]:
             assert row["equal bits in ten runs"] and row["finite"] and row["removed, the bits of the unmerged call"]
             assert row["merging changes"] > row["another attention function of torch's changes"]
@@ -74,8 +73,8 @@ def test_few_minutes_end_with_what_is_there_and_a_sheet_and_what_is_complete_is_
 ):
     """In this process: whatever torch has, its threads are as they were."""
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
-    make = sd_block.make_inputs  # a block is of the real width, and slow
-    monkeypatch.setattr(sd_block, "make_inputs", lambda side, *more: make(side // 4, *more))
+    small = models.BLOCK_SHAPE._replace(shrink=4)  # a block is of the real width, and slow
+    monkeypatch.setattr(models, "BLOCK_SHAPE", small)
     path = tmp_path / "gpu.json"
     assert gpu.main(["--minutes", "0.02", "--output", str(tmp_path)]) == 0
     first = results.load(path)
@@ -85,8 +84,7 @@ def test_few_minutes_end_with_what_is_there_and_a_sheet_and_what_is_complete_is_
     monkeypatch.setattr(gpu, "plan", lambda device: dict.fromkeys(row["key"] for row in first["rows"]))
     results.save({**first, "missing": []}, path)
     assert gpu.main(["--output", str(tmp_path)]) == 0
-    told = capsys.readouterr()
-    assert "is complete" in told.err and results.load(path)["rows"] == first["rows"]
+    assert "is complete" in capsys.readouterr().err and results.load(path)["rows"] == first["rows"]
 
 
 def record_of(**factors):
@@ -107,7 +105,7 @@ def test_the_verdict_says_where_it_pays_and_where_not():
                          "It does not pay for sd15 512 px (1.01x as fast)."),
         ({"sd15": 2, "sdxl": 1.1}, "On Card merging by `balanced` pays for sd15 512 px (2.00x as fast), sdxl 512 px "
                                    "(1.10x as fast). There is nothing for which it does not pay."),
-        ({}, "Nothing measured yet says where merging pays on Card. The same command goes on."),
+        ({}, "Nothing measured yet says when merging pays on Card. The same command goes on."),
     ):  # fmt: skip
         assert gpu_report.verdict(record_of(**factors)) == sentences
     of = {"unmerged": {"ms": 100.0}, "renewed": {"ms": 60.0}, "kept": {"ms": 40.0}}
@@ -115,9 +113,9 @@ def test_the_verdict_says_where_it_pays_and_where_not():
     assert gpu_report.factors(rows) == {"sd15 512 px, compiled": 2.0}, "half of the steps keep; a block is no picture"
 
 
-def test_what_fails_is_told_and_the_rest_is_measured_but_for_what_would_not_end_in_time(tmp_path):
+def test_what_fails_is_named_and_the_rest_is_measured_but_for_what_would_not_end_in_time(tmp_path):
     def failing(network, *arguments):
-        raise IndexError("told\nat length")
+        raise IndexError("short\nlong")
 
     def runs():
         return sum(range(1000))
@@ -129,15 +127,20 @@ def test_what_fails_is_told_and_the_rest_is_measured_but_for_what_would_not_end_
     run = results.Run.start(record, list(plan), tmp_path / "gpu.json")
     gpu.execute(run, plan, bench)
     a, b, c = rows_of(tmp_path / "gpu.json")
-    assert a["failed"] == {"x": "IndexError: told"} and list(a["of"]) == ["y"]
-    assert b["failed"] == {gpu_rows.ROW: "IndexError: told"} and c == {"key": "c", "fact": 1}
+    assert a["failed"] == {"x": "IndexError: short"} and list(a["of"]) == ["y"]
+    assert b["failed"] == {gpu_rows.ROW: "IndexError: short"} and c == {"key": "c", "fact": 1}
     with pytest.raises(OutOfTime):
         Bench("cpu", time.monotonic()).compare({"slow": lambda: runs})
 
 
+def tiny(name):
+    """A tiny network and the arguments of its call."""
+    settings = "cpu", torch.float32, True
+    return models.make(name, *settings), models.inputs(name, 512, *settings)
+
+
 def test_a_timed_call_does_what_its_row_says(work):
-    network, arguments = (one(models.SD15, *more, "cpu", torch.float32, True)
-                          for one, more in ((models.make, ()), (models.inputs, (512,))))  # fmt: skip
+    network, arguments = tiny(models.SD15)
     patched = Patched(network, "balanced")
     for when, words in (("new", {"match"}), ("renewed", {"renew"}), ("kept", set())):
         run = patched.call(arguments, when)
@@ -156,8 +159,7 @@ def test_models_have_the_real_size_and_every_way_changes_a_twin_alone(name, mill
     assert round(sum(parameter.numel() for parameter in real.parameters()) / 1e6) == millions
     halvings = [place.halvings for place in find_blocks(real)]
     assert [halvings.count(depth) for depth in range(4)] == blocks
-    network, arguments = (one(name, *more, "cpu", torch.float32, True)
-                          for one, more in ((models.make, ()), (models.inputs, (512,))))  # fmt: skip
+    network, arguments = tiny(name)
     with torch.inference_mode():
         plain = network(*arguments)
         assert torch.isfinite(plain).all() and plain.std() > 1e-3
@@ -168,13 +170,14 @@ def test_models_have_the_real_size_and_every_way_changes_a_twin_alone(name, mill
         assert torch.equal(network(*arguments), plain)
 
 
-def test_runs_take_turns_and_the_peak_of_a_call_is_told_by_a_fork():
+def test_runs_take_turns_and_the_peak_of_a_call_is_seen():
     called = []
     runs = {name: partial(called.append, name) for name in "abc"}
     taken = timing.in_turns(runs, 4)
     assert all(len(times) == 4 for times in taken.values())
     rounds = [called[number : number + 3] for number in range(0, 12, 3)]
-    assert all(sorted(one) == ["a", "b", "c"] for one in rounds) and len(set(map(tuple, rounds))) > 1
+    assert all(sorted(names) == ["a", "b", "c"] for names in rounds) and len(set(map(tuple, rounds))) > 1
     assert len(timing.in_turns(runs, 4, until=time.monotonic() - 1)["a"]) == 1
-    peak = memory.process_peak(lambda: torch.ones(64, 2**18).sum(), lambda: torch.ones(1, 2**18).sum())
+    torch.ones(1, 2**18).sum()  # what libraries allocate once
+    peak = timing.process_peak(lambda: torch.ones(64, 2**18).sum())
     assert peak is None or 60 < peak < 70

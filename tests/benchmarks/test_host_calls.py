@@ -1,4 +1,4 @@
-"""The benchmark of whole calls in real hosts: what it asks for, how it goes on, and what its table tells."""
+"""The benchmark of whole calls in real hosts: what it needs, how it goes on, and its table."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import doc_tables, host_calls, host_calls_report
+from benchmarks import doc_tables, host_calls
 from benchmarks.host_inside import ARMS, COMFYUI, OURS, WEBUI
 
 NAMED = {COMFYUI: "COMFYUI_DIR", WEBUI: "WEBUI_DIR"}
 FOLDERS = {host: os.environ.get(name) for host, name in NAMED.items()}
+PYTHON = os.environ.get("COMFYUI_PYTHON")
 SPENT = {"unmerged": 8.0, "built-in": 4.0, **dict(zip(OURS, (3.0, 1.0, 4.0, 2.0), strict=True))}
-ANSWER = {"function": "attend", "version": "1", "torch": "2", "seconds": SPENT, "peak_mib": dict.fromkeys(ARMS, 5.0)}
+ROW = {"function": "attend", "version": "1", "torch": "2", "seconds": SPENT, "peak_mib": dict.fromkeys(ARMS, 5.0)}
 SMALL = ("--smoke", "--sizes", "64", "--rounds", "1")
 
 
@@ -44,14 +45,13 @@ def test_hosts_that_are_missing_are_named(comfyui, tmp_path, capsys):
 
 
 def test_a_stopped_run_goes_on_with_what_is_missing(comfyui, tmp_path, monkeypatch, capsys):
-    asked = []
+    measured = []
 
-    def measure(cases, folder):
-        for case in cases:
-            asked.append((case["attention"], case["pixels"]))
-            if len(asked) == 3:
-                raise KeyboardInterrupt
-            yield ANSWER
+    def measure(case, folder):
+        measured.append((case["attention"], case["pixels"]))
+        if len(measured) == 3:
+            raise KeyboardInterrupt
+        return ROW
 
     monkeypatch.setattr(host_calls, "measure", measure)
     line = ["--comfyui", str(comfyui), "--sizes", "768", "512", "--rounds", "1", "--output", str(tmp_path / "a.json")]
@@ -60,21 +60,21 @@ def test_a_stopped_run_goes_on_with_what_is_missing(comfyui, tmp_path, monkeypat
     assert "A1111 is named" in said and "its rows are left out" in said and "[2/6] comfyui, 768 px, 0" in said
     assert host_calls.main(line) == 0
     third = ("comfyui-pytorch", 512)
-    assert asked[:4] == [("comfyui", 512), ("comfyui", 768), third, third] and len(asked) == 7
+    assert measured[:4] == [("comfyui", 512), ("comfyui", 768), third, third] and len(measured) == 7
     assert capsys.readouterr().out == (tmp_path / "a.md").read_text()
 
 
-def test_the_table_tells_medians_and_how_many_times_as_fast():
-    rows = [{**ANSWER, "seconds": {**SPENT, "unmerged": spent}} for spent in (6.0, 100.0, 8.0)]
-    early = host_calls_report.share_of_early("balanced")
+def test_the_table_has_medians_and_how_many_times_as_fast():
+    rows = [{**ROW, "seconds": {**SPENT, "unmerged": spent}} for spent in (6.0, 100.0, 8.0)]
+    early = host_calls.share_of_early("balanced")
     mean = early * 2 + (1 - early) * 3
-    assert host_calls_report.figures(rows, early) == [
+    assert host_calls.figures(rows, early) == [
         "3", "8", "4", "3, 4", "1, 2", f"{mean:.3g}", "2.00", f"{8 / mean:.2f}", "5, 5, 5"
     ]  # fmt: skip
     assert 0 < early < 1
 
 
-def test_the_readme_tells_the_best_and_the_worst_row_of_the_result():
+def test_the_readme_has_the_best_and_the_worst_row_of_the_result():
     text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     rows = [row.strip("| ").split(" | ") for row in doc_tables.TABLES["host_calls"]().splitlines()[2:]]
     by_gain = sorted(rows, key=lambda row: float(row[-1]))
@@ -84,7 +84,7 @@ def test_the_readme_tells_the_best_and_the_worst_row_of_the_result():
             assert figure in " ".join(text.split()), row
 
 
-def test_the_python_is_the_one_that_is_named_or_lies_beside(comfyui, monkeypatch):
+def test_the_python_is_the_one_that_is_named_or_lies_in_its_folder(comfyui, monkeypatch):
     assert host_calls.python_of(COMFYUI, comfyui) == sys.executable
     (comfyui / "venv/bin").mkdir(parents=True)
     (comfyui / "venv/bin/python").touch()
@@ -93,12 +93,35 @@ def test_the_python_is_the_one_that_is_named_or_lies_beside(comfyui, monkeypatch
     assert host_calls.python_of(COMFYUI, comfyui) == "another"
 
 
+@pytest.mark.skipif(os.name == "nt", reason="a script is no program there")
+def test_an_arm_that_fails_or_is_killed_is_named_and_leaves_the_others(comfyui, monkeypatch, tmp_path):
+    """A Python that is a script in the place of the host's: it answers, fails, or is killed."""
+    script = tmp_path / "python"
+    script.write_text(f"""#!{sys.executable}
+import json, os, sys
+arm = json.loads(sys.argv[3])["arm"]
+if arm == "built-in":
+    os.kill(os.getpid(), 9)
+if arm == "ours":
+    sys.exit("it broke")
+print("measured: " + json.dumps(dict(function="attend", seconds=dict(unmerged=8.0), peak_mib=5.0)))
+""")
+    script.chmod(0o755)
+    monkeypatch.setenv("COMFYUI_PYTHON", str(script))
+    options = host_calls.parser().parse_args([*SMALL, "--attention", "comfyui"])
+    (case,) = host_calls.plan_cases(options, [COMFYUI]).values()
+    row = host_calls.measure(case, comfyui)
+    assert row["failed_arms"] == {"built-in": "out of memory", "ours": "it broke"}
+    assert row["seconds"] == {**dict.fromkeys(SPENT), "unmerged": 8.0} and row["peak_mib"]["unmerged"] == 5.0
+    assert host_calls.figures([row], 0.5)[1:4] == ["8", "n/a", "n/a"]
+
+
 @pytest.mark.slow
-def test_a_host_that_does_not_start_fails_its_cases(comfyui, monkeypatch):
+def test_a_host_that_does_not_start_fails_its_case(comfyui, monkeypatch):
     monkeypatch.setenv("COMFYUI_PYTHON", sys.executable)
-    options = host_calls.parser().parse_args([*SMALL, "--rounds", "2", "--attention", "comfyui"])
-    found = list(host_calls.measure(list(host_calls.plan_cases(options, [COMFYUI]).values()), comfyui))
-    assert len(found) == 2 and all("No module named 'comfy.options'" in one["failed"] for one in found)
+    options = host_calls.parser().parse_args([*SMALL, "--attention", "comfyui"])
+    (case,) = host_calls.plan_cases(options, [COMFYUI]).values()
+    assert "No module named 'comfy.options'" in host_calls.measure(case, comfyui)["failed"]
 
 
 @pytest.mark.slow
@@ -106,11 +129,14 @@ def test_a_host_that_does_not_start_fails_its_cases(comfyui, monkeypatch):
     (COMFYUI, "comfyui", "attention_sub_quad"), (COMFYUI, "comfyui-split", "attention_split"),
     (WEBUI, "webui-doggettx", "split_cross_attention_forward"),
 ])  # fmt: skip
-def test_a_real_host_is_measured(host, name, function):
+def test_a_real_host_is_measured(host, name, function, monkeypatch):
     if not FOLDERS[host]:
         pytest.skip(f"needs {host}: {NAMED[host]} names its folder")
+    if PYTHON:
+        monkeypatch.setenv("COMFYUI_PYTHON", PYTHON)
     options = host_calls.parser().parse_args([*SMALL, "--sizes", "512", "--attention", name])
-    (found,) = host_calls.measure(list(host_calls.plan_cases(options, [host]).values()), Path(FOLDERS[host]))
-    assert found.get("function") == function, found
-    assert list(found["seconds"]) == list(SPENT) and min(found["seconds"].values()) > 0
-    assert found["seconds"]["late, kept"] < found["seconds"]["unmerged"]
+    (case,) = host_calls.plan_cases(options, [host]).values()
+    row = host_calls.measure(case, Path(FOLDERS[host]))
+    assert row.get("function") == function and not row["failed_arms"], row
+    assert list(row["seconds"]) == list(SPENT) and min(row["seconds"].values()) > 0
+    assert row["seconds"]["late, kept"] < row["seconds"]["unmerged"]

@@ -31,7 +31,7 @@ def run(arguments: list[str], output: Path) -> results.Record:
 
 @pytest.fixture(scope="module")
 def whole_file(small, tmp_path_factory) -> Path:
-    """What those arguments give, in one go; copy it before changing it."""
+    """The result of those arguments in one go; copy it before changing it."""
     path = tmp_path_factory.mktemp("whole") / "result.json"
     run(small, path)
     return path
@@ -52,7 +52,7 @@ def test_on_a_trained_model_controls_are_worse_than_any_method_and_more_merging_
     for figures in (section.noised, section.pictures):
         assert {*CONTROLS, *chosen, "bfloat16"} <= figures.keys()
         assert figures["tomesd-0.5"].work == figures["sized-0.5"].work == 1 / 4
-    dev = {name: one.dev.value for name, one in section.noised.items()}
+    dev = {name: figures.dev.value for name, figures in section.noised.items()}
     assert max(dev[name] for name in chosen) < min(dev[name] for name in CONTROLS)
     assert dev["zero-attention"] > dev["random-partner-0.75"]
     by_strength = [dev[name] for name in ("bfloat16", *ours, "tomesd-0.5", "tomesd-0.75")]
@@ -64,15 +64,16 @@ def test_on_a_trained_model_controls_are_worse_than_any_method_and_more_merging_
         assert "**tomesd**" in table
 
 
-def test_a_run_that_ended_within_a_part_goes_on_to_the_same_result(small, whole, tmp_path, capsys):
+def test_a_run_that_ended_within_a_part_goes_on_to_the_same_result(small, whole, tmp_path, monkeypatch, capsys):
     cut = tmp_path / "cut.json"
     results.save({**whole, "rows": whole["rows"][:5], "created": "before"}, cut)
     resumed = run(small, cut)
     assert resumed["rows"] == whole["rows"] and resumed["created"] == "before"
     capsys.readouterr()
-    for more, sentence in ((["--steps", "2"], "other settings"), ([], "is complete")):
-        assert quality.main([*small, *more, "--output", str(cut)]) == 2
-        assert sentence in capsys.readouterr().err
+    assert quality.main([*small, "--steps", "2", "--output", str(cut)]) == 2
+    assert "other settings" in capsys.readouterr().err
+    monkeypatch.setattr(quality.QualityBench, "measure", None)
+    assert run(small, cut) == resumed, "a complete result is shown again"
 
 
 def test_several_processes_find_what_one_finds_and_go_on_after_a_kill(small, whole, tmp_path, monkeypatch, capsys):
@@ -87,11 +88,11 @@ def test_several_processes_find_what_one_finds_and_go_on_after_a_kill(small, who
     assert quality.main(line) == 0, "a process that has all of its rows waits for nothing"
     monkeypatch.setenv("RANK", "0")
     results.save({**left, "settings": {}}, rank)
-    assert quality.main(line) == 2 and "rank1 is of a run with other settings" in capsys.readouterr().err
+    assert quality.main(line) == 2 and "rank1 is a run with other settings" in capsys.readouterr().err
     results.save(left, rank)
     assert quality.main(line) == 0
     assert results.load(output)["rows"] == whole["rows"]
-    assert sorted(path.name for path in tmp_path.glob("shared*")) == ["shared.json", "shared.md"]
+    assert sorted(path.name for path in tmp_path.glob("shared*")) == ["shared.json", "shared.md", "shared.png"]
     assert quality.main(line) == 2 and "is complete" in capsys.readouterr().err
     assert quality.main(small) == 2 and "several processes need --output" in capsys.readouterr().err
 
@@ -111,7 +112,7 @@ def test_a_table_and_a_plot_come_from_the_file_alone(whole_file, whole, tmp_path
 def test_a_result_says_what_was_measured_and_its_figures_are_of_as_many_pictures_as_a_part_has(whole, capsys):
     assert whole["versions"]["tomesd"] == "0.1.3" and whole["settings"]["models"].keys() == {"tiny"}
     assert whole["commit"] and whole["device"]["kind"] == "cpu"
-    assert {one["name"] for one in whole["settings"]["variants"]} == {row["variant"] for row in whole["rows"]}
+    assert {variant["name"] for variant in whole["settings"]["variants"]} == {row["variant"] for row in whole["rows"]}
     counts = {(row["measure"], row["part"]): np.shape(row["loss" if row["measure"] == "noised" else "ssim"])
               for row in whole["rows"]}  # fmt: skip
     assert counts == {("noised", 0): (2, 8), ("noised", 1): (2, 2), ("pictures", 0): (4,), ("pictures", 1): (1,)}
@@ -127,17 +128,17 @@ WRONG = {
     "--device cuda:77 does not work here": ["--smallest", "--device", "cuda:77"],
     "tomesd-0.5 needs a unet": ["--variants", "tomesd-0.5", "--model", "{flux}"],
     "needs --prompts FILE": ["--smallest", "--model", "{own}"],
-    "--guidance is of the scene models; ": ["--model", "{own}", "--guidance", "3"],
+    "--guidance is for the scene models; ": ["--model", "{own}", "--guidance", "3"],
 }
 
 
 def test_what_cannot_be_measured_is_refused_in_a_sentence(tmp_path, tiny_folder, flux_file, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     for sentence, arguments in WRONG.items():
-        line = [one.format(own=tiny_folder, flux=flux_file) for one in arguments]
+        line = [argument.format(own=tiny_folder, flux=flux_file) for argument in arguments]
         assert quality.main([*line, "--output", str(tmp_path / "result.json")]) == 2
-        told = capsys.readouterr().err
-        assert sentence in told and told.count("\n") == 1 and not list(tmp_path.iterdir()), sentence
+        errors = capsys.readouterr().err
+        assert sentence in errors and errors.count("\n") == 1 and not list(tmp_path.iterdir()), sentence
 
 
 def test_ones_own_checkpoint_is_measured_on_its_prompts(tmp_path):
@@ -158,9 +159,9 @@ def test_a_run_with_the_clock_shows_time_and_detail_and_how_the_pictures_were_ma
     assert record["device"]["threads"] == 1
     (section,) = sections(record)
     assert section.pictures["twice-the-solver-steps"].time > 1.3
-    assert all(one.detail.value > 0 and one.time > 0 for one in section.pictures.values())
+    assert all(figures.detail.value > 0 and figures.time > 0 for figures in section.pictures.values())
     plain = [row for row in record["rows"] if row["variant"] == PLAIN and row["measure"] == "pictures"]
-    assert [len(one) for row in plain for one in row["seconds"]] == [2, 2]
+    assert [len(calls) for row in plain for calls in row["seconds"]] == [2, 2]
     out = capsys.readouterr().out
     assert "| dev % | PSNR dB | SSIM | detail | time |" in out
     assert "2 solver steps, guidance 7.5" in out
@@ -172,7 +173,7 @@ def test_the_command_judges_a_transformer(flux_file, tmp_path, capsys):
                   "--variants", *chosen], tmp_path / "result.json")  # fmt: skip
     (section,) = sections(record)
     assert record["missing"] == [] and {*chosen, *CONTROLS} <= section.noised.keys() & section.pictures.keys()
-    dev = {name: one.dev.value for name, one in section.noised.items()}
+    dev = {name: figures.dev.value for name, figures in section.noised.items()}
     assert dev["preset-balanced"] < dev["random-partner-0.75"] and dev["bfloat16"] > 0
     assert "downsample" in capsys.readouterr().out
 
@@ -183,6 +184,6 @@ def test_a_run_of_a_transformer_to_choose_by_has_what_a_curve_needs(flux_file, t
     record = run(["--for", "choose", "--model", str(flux_file), "--noised", "2"], path)
     assert {row["measure"] for row in record["rows"]} == {"noised"}
     capsys.readouterr()
-    assert strength.main([str(path), "--compare"]) == 0
-    assert capsys.readouterr().out.count("\n") == strength.KNOTS + 1 + 2
+    assert strength.main([str(path)]) == 0
+    assert capsys.readouterr().out.count("\n") == strength.KNOTS + 1 + 1
     assert len(FRONT) >= len(strength.front([record]).by_share) > 1

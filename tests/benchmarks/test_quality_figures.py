@@ -1,4 +1,4 @@
-"""From rows of a quality result to its figures: as they are defined, and others beside strength at equal time."""
+"""The figures of a quality result are as defined, and other methods are compared with strength at equal time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from demo.training_loss import Scenes
 
 
 def a_record(**rows: dict[str, Any]) -> dict[str, Any]:
-    """Of one model. rows: of each variant's only part of both measures."""
+    """A record of one model. rows: each variant's only part of both measures."""
     described = [{"name": name, "method": name, "setting": "", "role": "method", "code": ""} for name in rows]
     return {"settings": {"models": {"a": ""}, "variants": described}, "rows": [
         {"checkpoint": "a", "measure": measure, "part": 0, "variant": name, "work": 1, **row}
@@ -37,10 +37,10 @@ def test_the_figures_are_those_of_the_definitions():
         PLAIN: {"loss": loss, "dev": 0 * dev, "squared_error": 0 * errors, **of_pictures},
         "x": {"loss": changed, "dev": dev, "squared_error": errors, **of_pictures},
     }))  # fmt: skip
-    found, gap = section.noised["x"], 100 * (changed - loss) / loss.mean()
-    assert found.gap == pytest.approx((gap.mean(), gap.mean(0).std(ddof=1) / math.sqrt(10)))
+    noised, gap = section.noised["x"], 100 * (changed - loss) / loss.mean()
+    assert noised.gap == pytest.approx((gap.mean(), gap.mean(0).std(ddof=1) / math.sqrt(10)))
     scale = 100 / loss.mean()
-    assert found.dev_at[1] == pytest.approx((scale * dev[1].mean(), scale * dev[1].std(ddof=1) / math.sqrt(10)))
+    assert noised.dev_at[1] == pytest.approx((scale * dev[1].mean(), scale * dev[1].std(ddof=1) / math.sqrt(10)))
     assert section.pictures["x"].psnr.value == pytest.approx(np.mean(10 * np.log10(255**2 / errors)))
 
 
@@ -103,7 +103,7 @@ def test_the_clock_sees_every_call_and_nothing_of_the_patch_in_unmerged_ones():
     with times:
         unet(torch.ones(1), scale=2), unet(torch.ones(1), scale=2)
         unet.slow = False
-    assert len(times.seconds) == 2 and all(0.02 <= one < 1 for one in times.seconds)
+    assert len(times.seconds) == 2 and all(0.02 <= taken < 1 for taken in times.seconds)
     calls = []
     unet.register_forward_hook(lambda module, args, out: calls.append(out))
     assert times.time_unmerged() < 0.01 and calls == [torch.full((1,), 2.0)] * BESIDE
@@ -113,7 +113,7 @@ def test_the_clock_sees_every_call_and_nothing_of_the_patch_in_unmerged_ones():
 OURS = {"quality": ("preset", 0.8, 50.0), "fast": ("preset", 0.6, 40.0)}
 
 
-@pytest.mark.parametrize(("more", "beside"), [
+@pytest.mark.parametrize(("more", "row"), [
     ({"it": ("downsample", 0.65, 41.0)}, "| it | 0.65 | 41, 42.5 |"),
     ({"slower than all": ("tiles", 0.95, 60.0)}, "| slower than all | 0.95 | 60, 50 |"),
     ({"faster than all": ("tiles", 0.5, 20.0)}, "| faster than all | 0.50 | 20, n/a |"),
@@ -121,14 +121,14 @@ OURS = {"quality": ("preset", 0.8, 50.0), "fast": ("preset", 0.6, 40.0)}
     ({"untimed": ("tiles", None, 1.0)}, None),
     ({}, None),
 ])  # fmt: skip
-def test_beside_another_method_stands_what_strength_gives_in_its_time(more, beside):
-    """On a line between strengths that no other one beats in time and PSNR; no table without others or times."""
+def test_another_methods_row_has_the_psnr_of_strength_at_its_time(more, row):
+    """It is on a line between strengths that no other one beats; without others or times there is no table."""
     variants, pictures = {}, {}
     for name, (method, share, psnr) in {**OURS, **more}.items():
         variants[name] = {"method": method, "setting": name, "role": "method", "code": "engine"}
         pictures[name] = Pictured(0.1, Mean(psnr, 1.0), Mean(psnr / 100, 0.0), time=share)
     section = Section("model", 1.0, {}, variants, {}, pictures)
     text = "\n".join(quality_report._at_equal_time(section))
-    assert beside in text if beside else not text
-    without = section._replace(pictures={name: one for name, one in pictures.items() if name not in OURS})
+    assert row in text if row else not text
+    without = section._replace(pictures={name: figures for name, figures in pictures.items() if name not in OURS})
     assert "beaten" in more or not list(at_equal_time(without))

@@ -1,9 +1,8 @@
-"""What is compared: each variant is what it is called, and partners by lot merge as the engine's do."""
+"""Each variant does what its name says, and partners by lot merge as the engine's do."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from benchmarks.reference import Reference
 from benchmarks.variants import VARIANTS
 from demo import model, transformer
 from tests import tiny_scenes
-from tome_core.merging.methods import bipartite
+from tome_core.merging.methods import METHODS
 
 SIDE = tiny_scenes.SIDE
 KIND = {"sd": UNET, "flux": TRANSFORMER}
@@ -35,11 +34,11 @@ def small_model(layout: str) -> model.SceneModel:
     """Random weights, and self-attention strong enough that merging matters; 16 tokens a side."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(transformer, "SIDE", transformer.TOKEN * SIDE)
-        made = tiny_scenes.make({"sd": tiny_scenes.UNET, "flux": tiny_scenes.FLUX}[layout])
-    for name, weights in made.named_parameters():
+        scenes = tiny_scenes.make({"sd": tiny_scenes.UNET, "flux": tiny_scenes.FLUX}[layout])
+    for name, weights in scenes.named_parameters():
         if "attn1.to_out" in name:
             torch.nn.init.normal_(weights, std=0.5, generator=rand(2))
-    return made
+    return scenes
 
 
 @torch.inference_mode()
@@ -54,27 +53,27 @@ def early_and_late(layout: str) -> torch.Tensor:
     return torch.stack([predict(800, layout), predict(300, layout)])
 
 
-def own(network: torch.nn.Module) -> list:
-    """What a patch could leave on it."""
-    return [(type(one), len(one._forward_hooks) + len(one._forward_pre_hooks), set(vars(one)))
-            for one in network.modules()]  # fmt: skip
+def traces(network: torch.nn.Module) -> list:
+    """List what a patch could leave on the modules."""
+    return [(type(module), len(module._forward_hooks) + len(module._forward_pre_hooks), set(vars(module)))
+            for module in network.modules()]  # fmt: skip
 
 
 @of_layouts
 def test_a_variant_is_the_same_each_time_and_leaves_nothing_behind(layout):
-    """One of each line, the last of its settings."""
-    lines = {one.method: one for one in VARIANTS.values() if KIND[layout] in one.kinds}
+    """One variant of each line, the last one."""
+    lines = {variant.method: variant for variant in VARIANTS.values() if KIND[layout] in variant.kinds}
     network = small_model(layout).network
-    plain, state, keys, before = early_and_late(layout), torch.get_rng_state(), [*network.state_dict()], own(network)
+    plain, state, keys, before = early_and_late(layout), torch.get_rng_state(), [*network.state_dict()], traces(network)
     for line, variant in lines.items():
-        made = []
+        answers = []
         for _ in range(2):
             with variant.put_on(network, 3):
-                made.append(early_and_late(layout))
-        assert torch.equal(made[0], made[1]), line
+                answers.append(early_and_late(layout))
+        assert torch.equal(*answers), line
         assert torch.equal(early_and_late(layout), plain) and torch.equal(torch.get_rng_state(), state), line
-        assert [*network.state_dict()] == keys and own(network) == before, line
-        assert torch.equal(made[0], plain) == (line in ("unmerged", "twice the solver steps")), line
+        assert [*network.state_dict()] == keys and traces(network) == before, line
+        assert torch.equal(answers[0], plain) == (line in ("unmerged", "twice the solver steps")), line
 
 
 def test_tiles_are_squares_of_the_grid_which_come_together_again_and_keep_apart_what_they_cannot_see():
@@ -109,29 +108,26 @@ def test_a_schedule_is_its_early_method_down_to_half_time_and_then_its_late_one(
             assert torch.equal(predict(time), wanted)
 
 
-def test_random_partners_are_by_seed_and_block_whatever_the_tokens_are():
-    one, other = (Reference(small_model("sd").unet, seed, ratio=0.6) for seed in (1, 2))
-    first, second = (one.plan(tokens(seed), 0).group for seed in (0, 1))
-    assert torch.equal(first, second) and first.unique().tolist() == list(range(SIDE**2 - int(0.6 * SIDE**2)))
-    assert not torch.equal(first, one.plan(tokens(), 1).group)
-    assert not torch.equal(first, other.plan(tokens(), 0).group)
+def test_random_partners_are_by_seed_and_block_and_every_group_has_a_token():
+    of_one, of_other = (Reference(small_model("sd").unet, seed, ratio=0.6) for seed in (1, 2))
+    group = of_one.plan(tokens(0), 0).group
+    assert torch.equal(group, of_one.plan(tokens(1), 0).group)
+    assert group.unique().tolist() == list(range(SIDE**2 - int(0.6 * SIDE**2)))
+    for other in (of_one.plan(tokens(), 1), of_other.plan(tokens(), 0)):
+        assert not torch.equal(group, other.group)
 
 
 @of_layouts
 def test_partners_by_lot_merge_as_the_engine_would_merge_them(layout, monkeypatch):
-    numbers = itertools.count()
-
-    def by_lot(x, sources, destinations, by_distance):
-        dice = rand((3 * 1_000 + 300) * 100 + next(numbers))
-        lots = torch.rand(len(x), sources.shape[1], destinations.shape[1], generator=dice)
-        return tuple(lots[:, sources[0].argsort().argsort()].max(2))
-
-    for name in ("best_destination", "_best_anywhere"):
-        monkeypatch.setattr(bipartite, name, by_lot)
     network = small_model(layout).network
+    drawn, draw = Reference(network, 3, ratio=0.6), Reference.plan
+    monkeypatch.setattr(drawn, "plan", lambda x, number: draw(drawn, x, 0))
+    drawn.timestep = 300.0
+    method = METHODS["bipartite"]._replace(match=lambda x, grid, options: draw(drawn, x, 0))
+    monkeypatch.setitem(METHODS, "bipartite", method)
     with tome_core.patch(network, use_rand=False, correction=False, ratio=0.6):
         theirs = predict(layout=layout)
-    with variants.reference(ratio=0.6)(network, 3):
+    with drawn:
         ours = predict(layout=layout)
     assert (ours - theirs).abs().max() < 1e-5 < 1e-2 < (ours - predict(layout=layout)).abs().max()
 
@@ -171,7 +167,7 @@ def test_a_strength_switches_at_its_timestep_and_keeps_its_matches_through_a_pic
     assert matched and still == matched
 
 
-def test_a_transformer_is_told_its_timestep_in_thousandths():
+def test_the_timestep_of_a_transformer_is_in_thousandths():
     seen, network = [], small_model("flux").network
     with at_each_call(network, seen.append):
         early_and_late("flux")

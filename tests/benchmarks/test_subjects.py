@@ -28,15 +28,15 @@ def pair(tiny_file) -> list[SceneSubject]:
 def test_the_two_draw_from_other_seeds_and_say_other_prompts():
     choose, show = PURPOSES[CHOOSE], PURPOSES[SHOW]
     assert not {choose.first + number for number in MANY} & {show.first + number for number in MANY}
-    noise = [{(one.noise + time) * 1000 + part for time in TIMES for part in MANY} for one in (choose, show)]
+    noise = [{(purpose.noise + time) * 1000 + part for time in TIMES for part in MANY} for purpose in (choose, show)]
     assert not noise[0] & noise[1]
-    tokens = [{tuple(prompt.tokens(text)) for text in one.prompts} for one in (choose, show)]
+    tokens = [{tuple(prompt.tokens(text)) for text in purpose.prompts} for purpose in (choose, show)]
     assert len(tokens[1]) == len(show.prompts) and not tokens[0] & tokens[1]
 
 
 def test_scenes_are_neither_each_others_nor_those_of_a_training():
     """A generator reads 32 bits of its seed, so seeds that differ above them paint the same."""
-    held_out = [one.scenes for one in PURPOSES.values()]
+    held_out = [purpose.scenes for purpose in PURPOSES.values()]
     spans = [(seed, 1000) for seed in held_out] + [(seed, 300_000) for seed in (*range(20), HELD_OUT_SEED)]
     starts = [(Scenes(seed, 8, 128).seed_of(0) % 2**32, steps) for seed, steps in spans]
     for number, (start, steps) in enumerate(starts[:len(held_out)]):
@@ -93,7 +93,7 @@ def test_a_model_that_never_saw_walls_is_judged_without_them(tmp_path):
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         save_file(tensors, tmp_path / "smooth.safetensors", file.metadata() | {"walls": "none"})
     for path, walls in ((weights, True), (tmp_path / "smooth.safetensors", False)):
-        scenes, others = (Scenes(PURPOSES[SHOW].scenes, 8, 128, walls=one)[3][0] for one in (walls, not walls))
+        scenes, others = (Scenes(PURPOSES[SHOW].scenes, 8, 128, walls=painted)[3][0] for painted in (walls, not walls))
         latents, _ = SceneSubject(path, torch.device("cpu"))._scenes(3)
         assert torch.equal(latents, model.encode(scenes, 5.0)) and not torch.equal(scenes, others)
 

@@ -15,8 +15,8 @@ import torch
 
 import tome_core
 from benchmarks import models
-from benchmarks.sd_block import SpatialTransformer, UNet
 from tests.operators import OperatorCounter
+from tests.sd_block import SpatialTransformer, UNet
 from tome_core import MergeConfig, patch
 
 UNMERGED, KEPT, CLOSED, OFF = "unmerged", "kept", "left alone", "switched off"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tome_core
-from benchmarks.sd_block import make_block, make_inputs
+from tests.sd_block import make_block, make_inputs
 from tome_core.merging import kernels
 from tome_core.merging.grid import Draw, Grid, draw_choices
 from tome_core.merging.methods import METHODS, MatchOptions

@@ -12,11 +12,11 @@ from ldm.modules import attention as ldm_attention
 from torch import nn
 
 import tome_core
-from benchmarks.sd_block import make_block, make_inputs
 from tests import tiny_transformers
 from tests.conformance import GROUPS, KV, assert_repeated, far, means, merging_by, ragged
 from tests.families import every_family_in_time
 from tests.models import ModelCase, call_case
+from tests.sd_block import make_block, make_inputs
 from tests.thoroughness import some_quick
 from tome_core import MergeConfig
 from tome_core.attention.merged import BIAS, OWN_BIAS

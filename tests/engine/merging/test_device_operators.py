@@ -9,10 +9,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tome_core
-from benchmarks.sd_block import SpatialTransformer, UNet
 from tests.families import some_models
 from tests.models import BY_NAME
 from tests.operators import OperatorRecorder, lacking
+from tests.sd_block import SpatialTransformer, UNet
 from tome_core import MergeConfig
 from tome_core.merging import plan
 from tome_core.settings.presets import PRESETS

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import tome_core
-from benchmarks.sd_block import SpatialTransformer, UNet
 from tests.kernel_harness import NAMES
 from tests.operators import OperatorCounter
+from tests.sd_block import SpatialTransformer, UNet
 from tome_core.merging import kernels
 
 # What makes no kernel: views, memory that is not filled, and fetching a number.

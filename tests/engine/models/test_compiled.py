@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import tome_core
-from benchmarks.sd_block import BasicTransformerBlock
+from benchmarks.models import BasicTransformerBlock
 from tests import tiny_transformers, transformer_pipelines
 from tests.compiling import (
     COMPILED,

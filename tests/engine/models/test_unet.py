@@ -15,9 +15,9 @@ from diffusers.models.embeddings import SinusoidalPositionalEmbedding
 from torch import nn
 
 import tome_core
-from benchmarks.sd_block import make_block, make_inputs
 from tests import models
 from tests.models import BY_NAME, ModelCase, call_case, call_ldm, call_unet, four_levels, ldm, sdxl, seeded, small
+from tests.sd_block import make_block, make_inputs
 from tests.thoroughness import some_quick
 from tome_core import MergeConfig
 from tome_core.models.unet_blocks import find_blocks, find_unet
