@@ -33,10 +33,14 @@ def environment(folder: Path, pins: Path) -> Path:
     mark = sys.version + pins.read_text(encoding="utf-8")
     if not stamp.exists() or stamp.read_text(encoding="utf-8") != mark:
         shutil.rmtree(folder, ignore_errors=True)
-        venv.create(folder, symlinks=os.name != "nt", with_pip=True)
+        venv.create(folder, symlinks=os.name != "nt")
         # --only-binary: on a Python too new for the webui's pins, say so instead of compiling numpy; --no-compile: what
         # is imported is compiled then, a small part of it
-        install.pip(str(python), ["--only-binary=:all:", "--no-compile", "-r", str(pins)])
+        command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--disable-pip-version-check",
+                   "--only-binary=:all:", "--no-compile", "-r", str(pins)]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise install.Failure(f"pip could not install {pins.name}: {done.stderr[-300:]}")
         stamp.write_text(mark, encoding="utf-8")
     return python
 
