@@ -6,10 +6,9 @@ Everything here stands for a fact of A1111 1.10.1, Forge or reForge. The UNet is
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import types
-from typing import Any
+from types import MappingProxyType
 
 import torch
 
@@ -20,6 +19,7 @@ from tome_core import form
 SIGMAS = (14.61, 6.0, 2.0, 0.5)
 TIMESTEPS = (999.0, 800.0, 500.0, 150.0)
 FLAVOURS = ("a1111", "reforge", "forge")
+PROMPT = torch.randn(1, 7, TEXT, generator=torch.Generator().manual_seed(0))
 
 
 def custom(ratio=0.5, **values):
@@ -52,32 +52,25 @@ def be_short(monkeypatch):
 
 
 class Component(contextlib.nullcontext):
-    """Any gradio component, and a context like some of them; remembers what it sets off."""
+    """Any gradio component, and a context like some of them. It remembers what its changes and clicks set off."""
 
     def __init__(self, value=None, **arguments):
         super().__init__(self)
-        self.value, self.followed, self.typed = value, [], []
-
-    def click(self, **arguments):
-        self.clicked = arguments
+        self.value, self.followed = value, []
 
     def change(self, **arguments):
-        """What any change of the value sets off; a tab's `select` is the same here."""
         self.followed.append(arguments)
         return self
 
-    select = change
-
-    def input(self, **arguments):
-        """What a user's own change of it sets off."""
-        self.typed.append(arguments)
-        return self
+    click = select = change
 
     def then(self, **arguments):
         return self
 
+    input = then
+
     def get_config(self):
-        """What the page starts with; the API starts with `value`."""
+        """The page starts with this; the API starts with `value`."""
         return {"value": self.value}
 
 
@@ -85,11 +78,10 @@ GRADIO = ("Row", "Accordion", "Slider", "Radio", "Dropdown", "Checkbox", "Number
 
 
 def sample_euler(model, x, sigmas, extra_args=None, callback=None, disable=None):
-    """k-diffusion's: says after each step's call which it was."""
+    """k-diffusion's: it says after each step's call which step it was."""
     for i, (sigma, timestep) in enumerate(zip(SIGMAS, TIMESTEPS, strict=True)):
         called = model(x / (1 + sigma) ** 0.1, sigma, timestep)
-        if callback is not None:
-            callback({"x": x, "i": i, "sigma": sigmas[i], "denoised": called})
+        callback({"x": x, "i": i, "sigma": sigmas[i], "denoised": called})
         x = x - 0.2 * called
     return x
 
@@ -98,8 +90,7 @@ def ddim(model, x, timesteps, extra_args=None, callback=None, disable=None):
     """The webui's own: its list runs upwards, and its first is never called."""
     for i, (sigma, timestep) in enumerate(zip(SIGMAS, TIMESTEPS, strict=True)):
         x = x - 0.2 * model(x / (1 + sigma) ** 0.1, timestep, timestep)
-        if callback is not None:
-            callback({"x": x, "i": i, "sigma": 0, "denoised": x})
+        callback({"x": x, "i": i, "sigma": 0, "denoised": x})
     return x
 
 
@@ -117,26 +108,22 @@ class Sampler:
         self.steps.append(state["i"])
 
     def run(self, denoiser, x, place):
-        """Give the function the list that it has a parameter for. place: puts a tensor where the host has it."""
-        parameters, more = inspect.signature(self.func).parameters, {}
-        if "sigmas" in parameters:
-            more["sigmas"] = place(torch.tensor([*SIGMAS, 0.0]))
-        if "timesteps" in parameters:
-            more["timesteps"] = place(torch.tensor([1.0, *reversed(TIMESTEPS)]))
+        """Give the function the list that it has a parameter for. place: puts a tensor on the list's device."""
+        lists = {"sigmas": [*SIGMAS, 0.0], "timesteps": [1.0, *reversed(TIMESTEPS)]}
+        more = {name: place(torch.tensor(lists[name])) for name in inspect.signature(self.func).parameters
+                if name in lists}  # fmt: skip
         return self.func(denoiser, x, extra_args={}, disable=False, callback=self.callback_state, **more)
 
 
 class Denoiser:
-    """CFGDenoiser: tells its listeners, then calls the model that runs now."""
-
-    classic_ddim_eps_estimation = False
+    """CFGDenoiser: it tells its listeners, then calls the model that runs now."""
 
     def __init__(self, p, webui):
         self.p, self.webui, self.step = p, webui, 0
 
     def __call__(self, x, time, timestep):
         p, webui = self.p, self.webui
-        if p.refiner is not None and self.step >= p.refiner_at:
+        if p.refiner is not None and self.step >= 2:
             webui.load(p.refiner)
         sigma = webui.place(torch.full((x.shape[0],), time))
         webui.call("cfg_denoiser", types.SimpleNamespace(x=x, sigma=sigma, denoiser=self))
@@ -145,12 +132,8 @@ class Denoiser:
         return self.guided(x, timestep)
 
     def guided(self, x, timestep):
-        halves = [self.p.text, torch.zeros_like(self.p.text)]
-        if self.webui.has_uncond_first:
-            halves.reverse()
-        text = torch.cat([half.expand(x.shape[0], -1, -1) for half in halves])
-        out = self.run(torch.cat([x, x]), timestep, text)
-        uncond, cond = out.chunk(2) if self.webui.has_uncond_first else reversed(out.chunk(2))
+        texts = torch.cat([PROMPT] * len(x) + [torch.zeros_like(PROMPT)] * len(x))
+        cond, uncond = self.run(torch.cat([x, x]), timestep, texts).chunk(2)
         return uncond + 2 * (cond - uncond)
 
     @torch.no_grad()
@@ -163,26 +146,23 @@ class CFGDenoiserTimesteps(Denoiser):
 
 
 class Processing:
-    """StableDiffusionProcessing, with what the test wants to happen."""
+    """StableDiffusionProcessing, and what a test wants to happen in it: any attribute by its name."""
 
-    is_hr_pass = False
-    refiner = None
-    refiner_at = 2
+    is_hr_pass = enable_hr = False
+    n_iter = batch_size = 1
+    seed = 7
+    override_settings = MappingProxyType({})
+    refiner = sampler = None
     denoiser = Denoiser
     sampler_function = None  # None: the one that goes with the denoiser
-    sampler = None
     size = 8  # of the latents; 12 in the hires pass
     width = height = property(lambda self: 8 * self.size)
     hr_upscale_to_x = hr_upscale_to_y = property(lambda self: 12 * self.size)
 
-    def __init__(self, webui, args, enable_hr=False, n_iter=1, batch_size=1, seed=7, override_settings=None, **more):
-        self.override_settings = override_settings or {}
-        self.webui, self.enable_hr, self.n_iter, self.batch_size = webui, enable_hr, n_iter, batch_size
-        self.args = list(args)
-        self.extra_generation_params: dict[str, Any] = {}
-        self.all_seeds = [seed + n for n in range(n_iter * batch_size)]
-        self.text = torch.randn(1, 7, TEXT, generator=torch.Generator().manual_seed(0))
+    def __init__(self, webui, args, **more):
+        self.webui, self.args, self.extra_generation_params = webui, [*args], {}
         vars(self).update(more)
+        self.all_seeds = [self.seed + n for n in range(self.n_iter * self.batch_size)]
 
     @property
     def sd_model(self):
@@ -198,11 +178,12 @@ class Processing:
 class Webui(Modules):
     """One webui with our repository, and perhaps others, among its extensions."""
 
-    place = staticmethod(lambda x: x)  # a tensor to where this webui's device is
+    processing = Processing
+    place = staticmethod(lambda x: x)  # puts a tensor on this webui's device
 
     def __init__(self, monkeypatch, flavour="a1111"):
         super().__init__(monkeypatch.setitem, flavour)
-        self.has_uncond_first = flavour in ("forge", "reforge")
+        self.is_forge = flavour in ("forge", "reforge")
         self.errors: list[Exception] = []
         components = {name: type(name, (Component,), {}) for name in GRADIO}
         self.put("gradio", update=lambda **facts: facts, **components)
@@ -211,26 +192,19 @@ class Webui(Modules):
         self.put("modules.ui_components", InputAccordion=accordion)
         if flavour != "sdnext":
             self.put("modules.processing", create_infotext=Webui.infotext)
-        self.load(ldm_of_one_level())
+            self.load(ldm_of_one_level())
 
     def load(self, model):
-        """Make it the model that samples; the Forges keep it elsewhere."""
-        if self.has_uncond_first:
-            objects = types.SimpleNamespace(unet=types.SimpleNamespace(model=model.model))
-            model = types.SimpleNamespace() if self.flavour == "forge" else model
-            model.forge_objects = objects
+        """Make it the model that samples; the Forges keep its UNet elsewhere."""
+        if self.is_forge:
+            unet = types.SimpleNamespace(model=model.model)
+            model = types.SimpleNamespace(forge_objects=types.SimpleNamespace(unet=unet))
         self.shared.sd_model = model
 
     @property
     def unet(self):
-        objects = getattr(self.shared.sd_model, "forge_objects", None)
-        return (self.shared.sd_model if objects is None else objects.unet).model.diffusion_model
-
-    def reset_objects(self):
-        """The Forges throw their patcher away before each pass, not the UNet in it."""
-        objects = getattr(self.shared.sd_model, "forge_objects", None)
-        if objects is not None:
-            self.shared.sd_model.forge_objects = types.SimpleNamespace(unet=copy.copy(objects.unet))
+        model = self.shared.sd_model
+        return (model.forge_objects.unet if self.is_forge else model).model.diffusion_model
 
     def hook(self, name, p, *front, **facts):
         """Every hook is called so: what it raises is reported, and the job goes on."""
@@ -241,7 +215,7 @@ class Webui(Modules):
 
     def job(self, *args, **more):
         """process_images of a new p."""
-        return self.process(Processing(self, args, **more))
+        return self.process(self.processing(self, args, **more))
 
     def plain(self, **more):
         """The job in a webui without the extension."""
@@ -262,61 +236,46 @@ class Webui(Modules):
             data |= before
 
     def _process(self, p):
-        latents, infotexts, built_in = [], [], []
+        latents, infotexts, p.built_in = [], [], []
         if self.flavour == "a1111":
             p.get_token_merging_ratio()
         self.hook("process", p)
         for n in range(p.n_iter):
             p.seeds = p.all_seeds[n * p.batch_size : (n + 1) * p.batch_size]
-            self.reset_objects()
             self.hook("process_batch", p, batch_number=n)
-            built_in.append(p.get_token_merging_ratio())
             p.params_txt = self.infotext(p)
-            latents.append(self._sample(p, built_in))
+            latents.append(self._sample(p))
             self.hook("post_sample", p)
             self.hook("postprocess_batch", p, images=latents[-1], batch_number=n)
             infotexts += [self.infotext(p)] * p.batch_size
             p.at_step("postprocess_image")
         done = types.SimpleNamespace(
-            latents=torch.cat(latents), infotexts=infotexts, comments="", built_in=built_in,
+            latents=torch.cat(latents), infotexts=infotexts, comments="", built_in=p.built_in,
             extra_generation_params=p.extra_generation_params,
         )  # fmt: skip
         self.hook("postprocess", p, done)
         return done
 
-    def _sample(self, p, built_in):
+    def _sample(self, p):
         generator = torch.Generator().manual_seed(p.seeds[0])
-        x = torch.randn(p.batch_size, 4, p.size, p.size, generator=generator)
-        p.sampler = self._sampler_of(p)
-        self._before_sampling(p)
-        x = p.first = self._steps(p, x)
-        if not p.enable_hr:
-            return x
-        p.is_hr_pass = True
-        x = torch.nn.functional.interpolate(x, scale_factor=1.5) + 0.1
-        if self.flavour == "reforge":
-            self.reset_objects()
-        built_in.append(p.get_token_merging_ratio(for_hr=True))
-        p.sampler = self._sampler_of(p)
-        self.hook("before_hr", p)
-        self._before_sampling(p)
-        if self.flavour == "forge":
-            self.reset_objects()
-            self._before_sampling(p)
-        x = self._steps(p, x)
-        p.is_hr_pass = False
+        x = p.first = self.run_pass(p, torch.randn(p.batch_size, 4, p.size, p.size, generator=generator))
+        if p.enable_hr:
+            p.is_hr_pass = True
+            x = self.run_pass(p, torch.nn.functional.interpolate(x, scale_factor=1.5) + 0.1)
+            p.is_hr_pass = False
         return x
 
-    def _before_sampling(self, p):
-        self.hook(SAMPLING_HOOK, p, x=None, noise=None, c=None, uc=None)
-
-    def _steps(self, p, x):
-        # the Forges bring their list to the device, A1111 leaves it on the CPU
-        return p.sampler.run(p.denoiser(p, self), x, self.place if self.has_uncond_first else lambda x: x)
-
-    def _sampler_of(self, p):
+    def run_pass(self, p, x):
+        """One pass on these latents, with its hooks."""
+        p.built_in.append(p.get_token_merging_ratio(for_hr=p.is_hr_pass))
         by_timestep = issubclass(p.denoiser, CFGDenoiserTimesteps)
-        return Sampler(p.sampler_function or (ddim if by_timestep else sample_euler))
+        p.sampler = Sampler(p.sampler_function or (ddim if by_timestep else sample_euler))
+        if p.is_hr_pass:
+            self.hook("before_hr", p)
+        for _ in range(2 if p.is_hr_pass and self.flavour == "forge" else 1):
+            self.hook(SAMPLING_HOOK, p, x=None, noise=None, c=None, uc=None)
+        # the Forges bring their list to the device, A1111 leaves it on the CPU
+        return p.sampler.run(p.denoiser(p, self), x, self.place if self.is_forge else lambda x: x)
 
     def infotext(self, p):
         """create_infotext, the part about us."""
@@ -329,4 +288,5 @@ class Webui(Modules):
 
 def merges(model):
     """Does anything of ours lie on this UNet?"""
-    return any("_tome_core_patch" in vars(one) or "forward" in vars(one) for one in model.modules())
+    return any("_tome_core_patch" in vars(one) or "forward" in vars(one) or one._forward_hooks
+               for one in model.modules())  # fmt: skip

@@ -5,8 +5,8 @@ Everything here stands for a fact of A1111 1.10.1, Forge or reForge. The shim an
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
+import runpy
 import sys
 import types
 from collections import defaultdict
@@ -22,30 +22,23 @@ class OptionInfo:
     """modules.options.OptionInfo."""
 
     def __init__(self, default=None, label="", component=None, component_args=None, section=None):
-        self.default, self.label, self.section, self.comment = default, label, section, ""
-        self.component, self.component_args = component, component_args
+        self.default, self.label, self.component, self.component_args = default, label, component, component_args
 
     def info(self, text):
-        self.comment = text
         return self
 
 
 class Options:
-    """shared.opts: an option that was neither added nor saved is an AttributeError. data: what was saved."""
+    """shared.opts: an option that was never saved is an AttributeError. data: what was saved."""
 
     def __init__(self):
         self.labels, self.data = {}, {"token_merging_ratio": 0.0}
-
-    def add_option(self, key, info):
-        self.labels[key] = info
+        self.add_option = self.labels.__setitem__
 
     def __getattr__(self, key):
         if key in vars(self)["data"]:
             return self.data[key]
-        try:
-            return vars(self)["labels"][key].default
-        except KeyError:
-            raise AttributeError(key) from None
+        raise AttributeError(key)
 
 
 def elem_id(script, name):
@@ -74,9 +67,8 @@ class Modules:
         if flavour == "sdnext":
             told.append("after_process")
         listeners = {f"on_{name}": self.callbacks[name].append for name in told}
-        self.script_callbacks = self.put("modules.script_callbacks", **listeners)
-        package = self.put("modules", scripts=self.scripts, shared=self.shared)
-        package.script_callbacks = self.script_callbacks
+        callbacks = self.put("modules.script_callbacks", **listeners)
+        self.put("modules", scripts=self.scripts, shared=self.shared, script_callbacks=callbacks)
 
     def put(self, name, **contents):
         """Make a module that can be imported."""
@@ -92,23 +84,20 @@ class Modules:
     def start(self, root=ROOT):
         """The webui's start, as far as it concerns a script: files are run, settings and pages are built."""
         self.scripts.scripts_data.clear()
-        self.classes = []
+        classes = []
         if getattr(sys.modules.get(PACKAGE), "__path__", None) == [str(root)]:  # of a webui that ended in mid-job
             for name in [one for one in sys.modules if one.startswith(PACKAGE)]:
                 del sys.modules[name]
         path = list(sys.path)
         sys.path.insert(0, str(root))
         for file in sorted((root / "scripts").glob("*.py")):
-            spec = importlib.util.spec_from_file_location(file.name, file)  # neither in sys.modules nor named so
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            self.classes += [one for one in vars(module).values()
-                             if inspect.isclass(one) and issubclass(one, self.scripts.Script)]  # fmt: skip
+            values = runpy.run_path(str(file), run_name=file.name).values()  # it is not in sys.modules
+            classes += [one for one in values if inspect.isclass(one) and issubclass(one, self.scripts.Script)]
         if self.flavour == "a1111":  # the Forges leave every extension's root on the path
             sys.path[:] = path
         self.call("before_ui")
         self.call("ui_settings")
-        (script_class,) = self.classes
+        (script_class,) = classes
         self.script = script_class()
         return self
 

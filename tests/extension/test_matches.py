@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests import webui_doubles
-from tests.webui_doubles import FREE, CFGDenoiserTimesteps, Denoiser, custom, report
+from tests.webui_doubles import FREE, PROMPT, CFGDenoiserTimesteps, Denoiser, custom, report
 from tome_core import form
 from tome_core.settings.schedule import STABLE_DIFFUSION
 
@@ -18,7 +18,7 @@ class SplitDenoiser(Denoiser):
     """Prompt and negative prompt in calls of their own, as batch_cond_uncond has it if it is off."""
 
     def guided(self, x, timestep):
-        cond, uncond = (self.run(x, timestep, text) for text in (self.p.text, torch.zeros_like(self.p.text)))
+        cond, uncond = (self.run(x, timestep, text) for text in (PROMPT, torch.zeros_like(PROMPT)))
         return uncond + 2 * (cond - uncond)
 
 
@@ -26,7 +26,7 @@ class TiledDenoiser(Denoiser):
     """Tiled Diffusion: a call for each of a step's tiles, all of one shape, once the step was announced."""
 
     def guided(self, x, timestep):
-        return torch.cat([self.run(tile, timestep, self.p.text) for tile in x.split(8, dim=3)], dim=3)
+        return torch.cat([self.run(tile, timestep, PROMPT) for tile in x.split(8, dim=3)], dim=3)
 
 
 @pytest.mark.parametrize(("flavour", "denoiser", "matches"), [

@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -35,13 +36,11 @@ def test_what_is_counted_is_documented(webui):
     """Settings, infotext keys, arguments."""
     labels = webui.shared.opts.labels
     assert len(labels) == 4 and {info.category_id for info in labels.values()} == {"sd"}, "beside Optimizations"
-    assert list(panel(webui))[:3] == list(DIAL)
+    assert tuple(panel(webui))[:3] == DIAL
     assert webui.script.paste_field_names == ["ToMe", "ToMe strength"]  # the latter is written by SD.Next alone
     text = (ROOT / "docs" / "webui.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| (\d+) \| `(\w+)` \|", text, re.MULTILINE) == list(zip("012", DIAL, strict=True))
     assert all(f"`{key}`" in text for key in labels)
-    names = [field.name for group in form.GROUPS for row in webui.part("ui").rows_of(group) for field in row]
-    assert sorted(names) == sorted(form.NAMES), "each in one row"
 
 
 def test_a_nonsensical_saved_setting_breaks_no_page_and_the_api_is_told_of_no_value(webui):
@@ -113,45 +112,38 @@ class Target(types.SimpleNamespace):
 
 @pytest.fixture
 def place(monkeypatch, tmp_path):
-    """The webui's, for files. Asked for before the webui, as it is looked for at its start."""
+    """The webui's folder for files. A test asks for it before the webui, which looks for it at its start."""
     monkeypatch.setitem(sys.modules, "modules.paths_internal", types.SimpleNamespace(data_path=str(tmp_path)))
     return tmp_path
 
 
 @pytest.fixture
 def measured(place, webui, monkeypatch):
-    """The measurements: of a call that takes 1 without merging and half with it."""
-    plain, calls = webui.engine("measuring.measure").time_calls, []
-
-    def time_calls(*args, **more):
-        calls.append(args)
-        return 1.0, 0.5, plain(*args[:3], steps=2, rounds=1)[2]
-
-    monkeypatch.setattr(webui.engine("measuring.measured"), "time_calls", time_calls)
-    return calls
+    """The measurements: a call takes 1 without merging and half with it."""
+    plain = webui.engine("measuring.measure").time_calls
+    double = mock.Mock(side_effect=lambda *args, **more: (1.0, 0.5, plain(*args[:3], steps=2, rounds=1)[2]))
+    monkeypatch.setattr(webui.engine("measuring.measured"), "time_calls", double)
+    return double.call_args_list
 
 
-@pytest.fixture(params=[False, True], ids=["theirs before ours", "theirs after ours"])
-def line(request, webui):
-    """Gives what the panel's line says: on any change, or measured by its button; values by name."""
+def make(webui, names, tab="txt2img"):
+    """The webui makes controls of its own."""
+    made = {name: Component(THEIRS.get(name)) for name in names}
+    for name, control in made.items():
+        webui.call("after_component", control, f"{tab}_{name}")
+    return made
+
+
+@pytest.fixture
+def line(webui):
+    """It gives what the panel's line says after a change, or after a click of *Measure*; values are by name."""
     webui.put("modules.processing", StableDiffusionProcessingTxt2Img=Target)
-    theirs = {name: Component(value) for name, value in THEIRS.items()}
-    if request.param:
-        webui.script.ui(False)
-    for name, control in reversed(theirs.items()):
-        webui.call("after_component", control, f"txt2img_{name}")
-    if not request.param:
-        webui.script.ui(False)
-    button = webui.part("ui")._panels["txt2img"].made["measure"]
-    (event,) = theirs["width"].followed
-    assert event["inputs"] == button.clicked["inputs"] and event["inputs"][-6:] == [*theirs.values()]
-
-    def ask(measure=False, **changes):
-        _, *ours = (control.value for control in event["inputs"])
-        values = dict(zip(webui.part("job_settings").ARGUMENTS, ours, strict=False)) | THEIRS
-        return (button.clicked if measure else event)["fn"](0, *(values | changes).values())
-
-    return ask
+    webui.script.ui(False)
+    changed = make(webui, THEIRS)["width"].followed[0]
+    (clicked,) = webui.part("ui")._panels["txt2img"].made["measure"].followed
+    names = ("by factor", *webui.part("job_settings").ARGUMENTS, *THEIRS)
+    values = dict(zip(names, (control.value for control in changed["inputs"]), strict=True))
+    return lambda measure=False, **changes: (clicked if measure else changed)["fn"](*(values | changes).values())
 
 
 @pytest.mark.parametrize("flavour", ["a1111", "forge"])
@@ -188,9 +180,6 @@ def test_the_line_says_what_stands_in_the_way(webui, measured, line):
 
 @pytest.mark.parametrize("flavour", ["a1111", "forge"])
 def test_what_fails_is_told_and_the_card_is_free_again(webui, line, monkeypatch):
-    def fail(*args, **more):
-        raise RuntimeError("out of memory\nand more")
-
     def swallowing(run):
         with contextlib.suppress(Exception):
             run()
@@ -198,32 +187,32 @@ def test_what_fails_is_told_and_the_card_is_free_again(webui, line, monkeypatch)
     webui.put("modules.call_queue", queue_lock=(lock := threading.Lock()))
     if webui.flavour == "forge":
         webui.put("modules_forge.main_thread", run_and_wait_result=swallowing)
+    fail = mock.Mock(side_effect=RuntimeError("out of memory\nand more"))
     monkeypatch.setattr(webui.engine("measuring.measured"), "time_calls", fail)
     assert line(measure=True) == "128x128: out of memory" and not lock.locked()
 
 
-def test_a_size_by_a_factor_is_not_told_as_the_other_tabs(webui):
-    theirs = {name: Component(128) for name in ("width", "height")}
-    tabs = {name: Component() for name in ("img2img_tab_resize_to", "img2img_tab_resize_by")}
-    for name, control in {**{f"img2img_{name}": control for name, control in theirs.items()}, **tabs}.items():
-        webui.call("after_component", control, name)
-    webui.script.ui(True)
-    assert [tab.followed[-1]["fn"]() for tab in tabs.values()] == [0, 1]
-    event = theirs["width"].followed[0]
-    values = [control.value for control in event["inputs"]]
-    assert event["fn"](*values).startswith("128x128: ")
-    assert event["fn"](1, *values[1:]) == "resized by a factor: its size is known when the picture is drawn"
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_panel_is_linked_before_or_after_theirs_and_a_size_by_a_factor_is_not_told_as_the_other_tabs(webui, is_first):
+    if is_first:
+        webui.script.ui(True)
+    theirs = make(webui, ("tab_resize_to", "tab_resize_by", "height", "width"), "img2img")
+    if not is_first:
+        webui.script.ui(True)
+    by_size, by_factor = (theirs[name].followed[0]["fn"]() for name in ("tab_resize_to", "tab_resize_by"))
+    (event,) = theirs["width"].followed
+    _, *values = (control.value for control in event["inputs"])
+    assert event["fn"](by_size, *values).startswith("128x128: ")
+    assert event["fn"](by_factor, *values) == "resized by a factor: its size is known when the picture is drawn"
 
 
 @pytest.mark.parametrize("flavour", ["a1111", "forge"])
-def test_what_pays_merges_from_the_next_picture_on_and_after_a_restart(place, webui, measured):
+def test_what_pays_merges_from_the_next_picture_on_and_after_a_restart(place, webui, measured, line):
     plain = webui.job().latents
     first = webui.job(True, 0.5)
     assert torch.equal(first.latents, plain) and "so few tokens" in first.comments
     assert not measured and not list(place.rglob("*.json")), "nothing is measured unasked"
-    webui.script.ui(False)  # imports it
-    wish = webui.part("job_settings").read((True, 0.5), webui.part("settings_tab").default_of)
-    assert webui.part("measuring").answer(wish, {False: (64, 64)}, measure=True) == "64x64: about 2.0x faster"
+    assert line(measure=True, width=64, height=64) == "64x64: about 2.0x faster"
     second = webui.job(True, 0.5)
     assert "about 2.0x faster (measured here)" in second.comments and not torch.equal(second.latents, plain)
     (file,) = place.rglob("*.json")

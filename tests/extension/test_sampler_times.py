@@ -29,7 +29,7 @@ def far(webui, waits):
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_a_pass_waits_once_at_most_however_many_steps_it_has_and_its_picture_is_the_same(webui, waits):
-    once = ["tolist"] if webui.has_uncond_first else []  # A1111's list is on the CPU
+    once = ["tolist"] if webui.is_forge else []  # A1111's list is on the CPU
     for denoiser in (Denoiser, CFGDenoiserTimesteps):
         waits.clear()
         webui.place = on_device

@@ -27,23 +27,21 @@ OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy
 def environment(folder: Path, pins: Path) -> Path:
     """The interpreter of an environment in `folder` that has what the file `pins` lists, and nothing of this one.
 
-    The second call needs no pip. Raises install.Failure with pip's reason if it cannot be made.
+    The second call needs no pip. Raises install.Failure if it cannot be made.
     """
     python, stamp = install.venv_python(folder), folder / "installed.txt"
-    mark = install.fingerprint(sys.version, [pins.read_text(encoding="utf-8")])
-    if stamp.exists() and stamp.read_text() == mark and python.exists():
-        return python
-    shutil.rmtree(folder, ignore_errors=True)
-    venv.create(folder, symlinks=os.name != "nt")
-    # --only-binary: on a Python too new for the webui's pins, say so instead of compiling numpy; --no-compile: what is
-    # imported is compiled then, a small part of it
-    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--disable-pip-version-check",
-               "--only-binary=:all:", "--no-compile", "-r", str(pins)]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        reasons = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
-        raise install.Failure(f"pip could not install {pins.name}: {' '.join(reasons[-2:])}")
-    stamp.write_text(mark)
+    mark = sys.version + pins.read_text(encoding="utf-8")
+    if not stamp.exists() or stamp.read_text(encoding="utf-8") != mark:
+        shutil.rmtree(folder, ignore_errors=True)
+        venv.create(folder, symlinks=os.name != "nt")
+        # --only-binary: on a Python too new for the webui's pins, say so instead of compiling numpy; --no-compile: what
+        # is imported is compiled then, a small part of it
+        command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--disable-pip-version-check",
+                   "--only-binary=:all:", "--no-compile", "-r", str(pins)]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise install.Failure(f"pip could not install {pins.name}: {done.stderr[-300:]}")
+        stamp.write_text(mark, encoding="utf-8")
     return python
 
 
