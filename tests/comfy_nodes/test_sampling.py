@@ -111,16 +111,6 @@ def test_a_range_holds_the_steps_whose_sigma_lies_in_it():
             assert sampling.is_between(start, end, model.sigma(time), model) == within, (start, end, time)
 
 
-def test_a_noise_level_that_is_none_breaks_nothing():
-    class Broken(Guider):
-        def _call(self, pair, now):
-            self.model.model_sampling.timestep = lambda t: torch.full((len(pair),), 500.0)
-            return super()._call(pair, torch.tensor(self.level))
-
-    for Broken.level in (float("nan"), float("inf"), -1.0):
-        assert sample(Broken, **RANGE).isfinite().all()
-
-
 def test_sigmas_are_told_as_if_pictures_varied_by_one():
     eps, edm = SimpleNamespace(sigma_data=1.0), SimpleNamespace(sigma_data=0.5)
     flow = type("ModelSampling", (type("Flow", (), {}), type("CONST", (), {})), {})()

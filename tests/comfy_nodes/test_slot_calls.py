@@ -70,10 +70,11 @@ def test_a_branch_merges_by_the_function_in_force_at_each_sampling(monkeypatch):
     ({"more": 1.5}, 0, "the function that it calls is no attention"),
     ({"strict": True}, 1, "it fails with merged keys (RuntimeError: the kernel says no)"),
 ])  # fmt: skip
-def test_attention_in_the_slot_gets_merged_keys_if_it_adds_masks_and_else_gives_way_or_gets_every_call(
-    what, calls, why
-):
-    """As SageAttention's and FlashAttention's by a node give way; attention to the prompt is always the slot's."""
+def test_attention_in_the_slot_gets_merged_keys_or_gives_way_or_gets_every_call_unmerged(what, calls, why):
+    """SageAttention's and FlashAttention's by a node give way; attention to the prompt is always the slot's.
+
+    why: the reason that is told if it gets every call unmerged.
+    """
     slot = Noted(**what)
     merged = apply(with_slot(slot), **KV)
     expected = with_slot(Noted(**what)) if why else apply(least_checkpoint(), **KV)
