@@ -10,7 +10,7 @@ from torch import nn
 
 from comfy_nodes import unets
 from tests.comfy_attention import CrossAttention
-from tests.comfy_doubles import BaseModel, Guider, ModelPatcher, apply, latest, least_checkpoint
+from tests.comfy_doubles import BaseModel, Guider, ModelPatcher, apply, checkpoint, latest, least_checkpoint, sample
 from tests.comfy_models import deep_unet
 from tests.models import TEXT
 from tome_core.reporting.ledger import NO_GRID, REPLACED
@@ -26,6 +26,15 @@ def merged(patcher: ModelPatcher, guider: type = Guider, others: dict | None = N
 
 def reasons(report) -> dict[str, int]:
     return {why.removeprefix("attn: "): count for why, count in report.reasons.items()}
+
+
+def test_a_level_that_no_rule_reaches_counts_as_work_once():
+    totals = []
+    for level in ("up to /1", "up to /8"):
+        applied = apply(checkpoint(), level=level)
+        sample(applied)
+        totals.append(latest(applied).report.work[0])
+    assert totals[0] == totals[1]
 
 
 def forget(h, context, values, options):
