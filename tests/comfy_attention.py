@@ -10,9 +10,8 @@ import functools
 from typing import Any
 
 import torch
-from torch import nn
 
-from tests.doubles import attend, of_heads
+from tests.doubles import ComfyAttention, attend, of_heads
 
 HERE = __name__
 __name__ = "comfy.ldm.modules.attention"
@@ -63,15 +62,8 @@ attention_sub_quad, attention_flash = _by_products("attention_sub_quad"), _by_pr
 optimized_attention = attention_pytorch  # the one in force, which models look up at each call
 
 
-class CrossAttention(nn.Module):
-    """As of September 2025."""
-
-    def __init__(self, channels: int, heads: int, context: int | None = None) -> None:
-        super().__init__()
-        self.heads = heads
-        self.to_q = nn.Linear(channels, channels, bias=False)
-        self.to_k, self.to_v = (nn.Linear(context or channels, channels, bias=False) for _ in range(2))
-        self.to_out = nn.Sequential(nn.Linear(channels, channels), nn.Dropout(0.0))
+class CrossAttention(ComfyAttention):
+    """By the function in force."""
 
     def forward(self, x, context=None, value=None, transformer_options={}):  # noqa: B006
         context = x if context is None else context

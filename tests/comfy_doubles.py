@@ -7,7 +7,7 @@ the same claims against the real thing.
 from __future__ import annotations
 
 import itertools
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,14 +16,14 @@ from torch import nn
 from comfy_nodes import host
 from comfy_nodes.inputs import TIMES
 from comfy_nodes.nodes import ApplyToMe, ToMeSettings
-from tests.comfy_models import Flux, unet, unet_of_one_level
+from tests.comfy_models import Body, unet, unet_of_one_level
 from tests.models import fixed, inputs
 from tests.on_device import plain
 from tome_core.settings.schedule import STABLE_DIFFUSION
 
 
 class Executor:
-    """A chain of wrappers, `execute` runs the first; called, it goes on to the next, and to ``original`` at the end."""
+    """A chain of wrappers: a call runs the first one, which calls the others, and ``original`` is the last."""
 
     def __init__(self, original: Any, class_obj: Any, wrappers: list) -> None:
         self.original, self.class_obj, self.wrappers = original, class_obj, wrappers
@@ -33,24 +33,16 @@ class Executor:
         return cls(original, class_obj, [one for many in options["wrappers"].get(kind, {}).values() for one in many])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return Executor(self.original, self.class_obj, self.wrappers[1:]).execute(*args, **kwargs)
-
-    def execute(self, *args: Any, **kwargs: Any) -> Any:
-        return self.wrappers[0](self, *args, **kwargs) if self.wrappers else self.original(*args, **kwargs)
+        if not self.wrappers:
+            return self.original(*args, **kwargs)
+        first, *others = self.wrappers
+        return first(Executor(self.original, self.class_obj, others), *args, **kwargs)
 
 
 class DiscreteSampling:
     """Stable Diffusion's sigmas, with ComfyUI's sentinels beyond both ends of the scale."""
 
-    def __init__(self) -> None:
-        betas = torch.tensor(STABLE_DIFFUSION.betas, dtype=torch.float64)
-        kept = torch.cumprod(1 - betas, 0)
-        self.sigmas = ((1 - kept) / kept).sqrt().float()
-
-    def sigma(self, timestep: float) -> float:
-        logs, below = self.sigmas.log(), int(timestep)
-        share = timestep - below
-        return torch.exp((1 - share) * logs[below] + share * logs[min(below + 1, 999)]).item()
+    sigma = staticmethod(STABLE_DIFFUSION.sigma_of)
 
     def percent_to_sigma(self, percent: float) -> float:
         """999999999.9 at 0 and before, 0 at 1 and after."""
@@ -59,7 +51,7 @@ class DiscreteSampling:
         return 0.0 if percent >= 1 else self.sigma((1 - percent) * 999)
 
     def timestep(self, sigma: torch.Tensor) -> torch.Tensor:
-        return (plain(sigma).log()[:, None] - self.sigmas.log()).abs().argmin(1)
+        return torch.tensor([round(STABLE_DIFFUSION.timestep_of_sigma(one)) for one in plain(sigma).tolist()])
 
 
 class BaseModel(nn.Module):
@@ -73,7 +65,7 @@ class BaseModel(nn.Module):
 
     def apply_model(self, x: Any, t: Any, c_crossattn: Any, transformer_options: dict) -> torch.Tensor:
         executor = Executor.of("apply_model", transformer_options, self._apply_model, self)
-        return executor.execute(x, t, None, c_crossattn, None, transformer_options)
+        return executor(x, t, None, c_crossattn, None, transformer_options)
 
     def _apply_model(
         self, x: Any, t: Any, concat: Any, context: Any, control: Any, options: dict, **more: Any
@@ -83,7 +75,7 @@ class BaseModel(nn.Module):
         return self.diffusion_model(x, timesteps, context=context, transformer_options=dict(options), **more)
 
     def get_dtype(self) -> torch.dtype:
-        return next((one.dtype for one in self.parameters()), torch.float32)
+        return torch.float32
 
 
 class ModelPatcher:
@@ -122,7 +114,6 @@ def sampler_of(name: str = "sample_euler", module: str = "comfy.k_diffusion.samp
 class Guider:
     """Samples with a branch: both prompts in one call a step, a plain Euler step each."""
 
-    guidance, stride, steps, size = 7, 0.01, 4, (16, 16)
     place = staticmethod(lambda levels: levels)  # puts noise levels on a device
 
     def __init__(self, patcher: ModelPatcher, model: BaseModel | None = None) -> None:
@@ -130,18 +121,18 @@ class Guider:
         self.model = model or patcher.model
 
     def sample(
-        self, steps: int | None = None, batch: int = 1, size: tuple[int, int] | None = None, stop: Any = None,
-        seed: int = 0, sampler: Any = None, callback: Any = None,
-    ) -> Any:  # fmt: skip
+        self, steps: int = 2, batch: int = 1, size: tuple[int, int] = (8, 8), stop: Any = None, seed: int = 0,
+        sampler: Any = None, callback: Any = None,
+    ) -> torch.Tensor:  # fmt: skip
         """The latent after all steps. stop: called with each step's number, and may raise."""
-        noise, text = inputs(4, 2 * batch, *(size or self.size), seed)
-        sigmas = self.place(torch.tensor(self.sigmas(steps or self.steps)))
+        noise, text = inputs(4, 2 * batch, *size, seed)
+        sigmas = self.place(torch.tensor(self.sigmas(steps)))
         self.options = {**self.patcher.model_options["transformer_options"], "sample_sigmas": sigmas,
                         "wrappers": _copied(self.patcher.wrappers), "uuids": ["negative", "positive"]}  # fmt: skip
         self.text, self.stop = text, stop
         executor, noise = Executor.of("outer_sample", self.options, self._outer_sample, self), noise[:batch]
         with torch.no_grad():
-            return executor.execute(noise, torch.zeros_like(noise), sampler, sigmas, None, callback, True, seed)
+            return executor(noise, torch.zeros_like(noise), sampler, sigmas, None, callback, True, seed)
 
     def sigmas(self, steps: int) -> list[float]:
         return [self.model.model_sampling.sigma(999 * (1 - step / steps)) for step in range(steps)] + [0.0]
@@ -155,8 +146,8 @@ class Guider:
             if callback is not None:
                 callback(step, out, x, len(sigmas) - 1)
             negative, positive = out.chunk(2)
-            guided = negative + self.guidance * (positive - negative)
-            x = x + guided * (then - now) / now.clamp(min=1) * self.stride
+            guided = negative + 7 * (positive - negative)
+            x = x + 0.01 * guided * (then - now) / now.clamp(min=1)
         return x
 
     def _call(self, pair: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
@@ -165,20 +156,20 @@ class Guider:
         return self.model.apply_model(pair, now.expand(len(pair)), self.text, options)
 
 
+def sample(patcher: ModelPatcher, **options: Any) -> torch.Tensor:
+    """A branch's latent after two steps, unless the options say otherwise."""
+    return Guider(patcher).sample(**options)
+
+
 class Server:
-    """ComfyUI's PromptServer as nodes see it: `texts` keeps what was shown, and under which node."""
+    """ComfyUI's module `server` and its PromptServer in one. `texts`: (node, text) of all that was shown."""
 
     def __init__(self) -> None:
         self.texts: list[tuple[str, str]] = []
+        self.PromptServer = SimpleNamespace(instance=self)
 
-    def send_progress_text(self, text: str, node_id: str, sid: Any = None) -> None:
+    def send_progress_text(self, text: str, node_id: str) -> None:
         self.texts.append((node_id, text))
-
-    def module(self) -> ModuleType:
-        """What `import server` gives inside ComfyUI."""
-        module = ModuleType("server")
-        module.PromptServer = SimpleNamespace(instance=self)
-        return module
 
 
 def apply(patcher: ModelPatcher, node: str = "5", **values: Any) -> Any:
@@ -189,7 +180,7 @@ def apply(patcher: ModelPatcher, node: str = "5", **values: Any) -> Any:
 
 
 def latest(patcher: ModelPatcher) -> Any:
-    """What is left of a branch's last sampling."""
+    """The outcome of a branch's latest sampling."""
     return host.find_attached(patcher).latest
 
 
@@ -203,11 +194,11 @@ def least_checkpoint() -> ModelPatcher:
     return ModelPatcher(BaseModel(unet_of_one_level()))
 
 
-# --- flow models -----------------------------------------------------------------------------------------------------
-
-
 class CONST:
     """A flow model's levels, from 1 to 0; ComfyUI's have a base of this name."""
+
+    def sigma(self, timestep: float) -> float:
+        return timestep / 999
 
     def timestep(self, sigma: torch.Tensor) -> torch.Tensor:
         return sigma
@@ -216,17 +207,8 @@ class CONST:
         return 1.0 - percent
 
 
-def transformer(model: type = Flux) -> ModelPatcher:
-    """A loader's output: a flow model."""
-    base = BaseModel(fixed(model()))
+def transformer(name: str = "Flux", **attributes: Any) -> ModelPatcher:
+    """A loader's output: a flow model of this name, by which it is known where a picture's tokens lie."""
+    base = BaseModel(fixed(type(name, (Body,), attributes)()))
     base.model_sampling = CONST()
     return ModelPatcher(base)
-
-
-class FlowGuider(Guider):
-    """Samples with it, from pure noise."""
-
-    guidance, stride, steps, size = 3, 0.1, 3, (24, 32)
-
-    def sigmas(self, steps: int) -> list[float]:
-        return [1 - step / steps for step in range(steps + 1)]

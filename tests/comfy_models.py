@@ -17,6 +17,7 @@ from torch import nn
 
 from tests import comfy_attention
 from tests.comfy_attention import CrossAttention
+from tests.doubles import ComfyBlock
 from tests.models import TEXT, ldm, seeded
 
 WIDTH, HEADS = 32, 2  # of transformers
@@ -25,18 +26,12 @@ WIDTH, HEADS = 32, 2  # of transformers
 # --- UNets -----------------------------------------------------------------------------------------------------------
 
 
-class BasicTransformerBlock(nn.Module):
-    """Self-attention, which a node may stand in for or change the tokens of; attention to the prompt; an MLP."""
+class BasicTransformerBlock(ComfyBlock):
+    """Another node may stand in for its attentions, or change the tokens of its self-attention."""
 
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.attn1 = CrossAttention(width, heads)
-        self.attn2 = CrossAttention(width, heads, context=TEXT)
-        self.ff = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
-        self.norm1, self.norm2, self.norm3 = nn.LayerNorm(width), nn.LayerNorm(width), nn.LayerNorm(width)
+    attention = CrossAttention
 
     def forward(self, x: torch.Tensor, context: torch.Tensor, options: dict) -> torch.Tensor:
-        """``[B, N, C]``."""
         patches, n = options.get("patches", {}), self.norm1(x)
         keys, values = n, n
         for patch in patches.get("attn1_patch", ()):
@@ -60,7 +55,6 @@ class SpatialTransformer(LdmTransformer):
     """Says the shape of what it is given."""
 
     def forward(self, x: torch.Tensor, context: torch.Tensor, options: dict) -> torch.Tensor:
-        """``[B, C, H, W]``."""
         options["activations_shape"] = list(x.shape)
         tokens = self.proj_in(self.norm(x)).flatten(2).mT
         for number, block in enumerate(self.transformer_blocks):
@@ -105,7 +99,7 @@ def _comfy(depth: int = 1, **changes: Any) -> ComfyUnet:
         if isinstance(module, LdmTransformer):
             module.__class__ = SpatialTransformer
             width, heads = module.proj_in.out_channels, module.transformer_blocks[0].attn1.heads
-            module.transformer_blocks = nn.ModuleList(BasicTransformerBlock(width, heads) for _ in range(depth))
+            module.transformer_blocks = nn.ModuleList(BasicTransformerBlock(width, heads, TEXT) for _ in range(depth))
     return model
 
 
@@ -142,17 +136,3 @@ class Body(nn.Module):
             tokens = tokens + out(joint + across)
         pieces_out = self.final(tokens[:, text : text + count]).mT.unflatten(2, pieces.shape[2:])
         return nn.functional.pixel_shuffle(pieces_out, 2)
-
-
-class Flux(Body):
-    """Known by its name: text comes first."""
-
-
-class NextDiT(Body):
-    """Known by its name: the picture comes last, with more tokens behind it, up to a multiple of so many."""
-
-    pad_tokens_multiple = 50
-
-
-class Unplaced(Body):
-    """Has tokens beside the picture's, and a name that tells nothing."""

@@ -100,7 +100,7 @@ def server(monkeypatch):
     from tests.comfy_doubles import Server
 
     one = Server()
-    monkeypatch.setitem(sys.modules, "server", one.module())
+    monkeypatch.setitem(sys.modules, "server", one)
     return one
 
 

@@ -1,11 +1,13 @@
-"""install.py called as people call it, and folders like a host's."""
+"""install.py called as people call it, folders like a host's, and ComfyUI's way to load a pack."""
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 import install_hosts as install
 
@@ -30,3 +32,13 @@ def make_folder(host: install.Host, parent: Path) -> Path:
         else:
             (made / name).mkdir(parents=True)
     return made
+
+
+def load_pack(folder: Path) -> ModuleType:
+    """ComfyUI's rule: the module's name is the folder's path with every dot replaced, and it stays in sys.modules."""
+    name = str(folder).replace(".", "_x_")
+    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

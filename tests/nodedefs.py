@@ -30,19 +30,12 @@ def english() -> dict[str, Any]:
 
 
 def _describe(node: Any) -> dict[str, Any]:
+    inputs = {name: {"name": facts.get("display_name", name), "tooltip": facts["tooltip"]}
+              for name, (_, facts) in inputs_of(node).items()}  # fmt: skip
     names = getattr(node, "RETURN_NAMES", node.RETURN_TYPES)
-    return {
-        "display_name": node.DISPLAY_NAME,
-        "description": node.DESCRIPTION,
-        "inputs": {
-            name: {"name": facts.get("display_name", name), "tooltip": facts["tooltip"]}
-            for name, (_, facts) in inputs_of(node).items()
-        },
-        "outputs": {
-            str(number): {"name": name, "tooltip": tooltip}
-            for number, (name, tooltip) in enumerate(zip(names, node.OUTPUT_TOOLTIPS, strict=True))
-        },
-    }
+    outputs = {str(number): {"name": name, "tooltip": tooltip}
+               for number, (name, tooltip) in enumerate(zip(names, node.OUTPUT_TOOLTIPS, strict=True))}  # fmt: skip
+    return {"display_name": node.DISPLAY_NAME, "description": node.DESCRIPTION, "inputs": inputs, "outputs": outputs}
 
 
 def complete(translated: Any, wanted: Any) -> Any:
@@ -55,9 +48,8 @@ def complete(translated: Any, wanted: Any) -> Any:
 def help_page(page: str) -> str:
     """ToMeSettings' help page with its table made anew: a row for every input, the advanced ones in light type."""
     before, rest = page.split(_HEAD)
-    facts_of_all = [facts for _, facts in inputs_of(NODE_CLASS_MAPPINGS["ToMeSettings"]).values()]
     rows = ["| {0}{1[display_name]}{0} | {1[tooltip]} |\n".format("" if facts.get("advanced") else "**", facts)
-            for facts in facts_of_all]  # fmt: skip
+            for _, facts in inputs_of(NODE_CLASS_MAPPINGS["ToMeSettings"]).values()]  # fmt: skip
     _, _, after = rest.partition("\n\n")
     return f"{before}{_HEAD}{''.join(rows)}\n{after}"
 

@@ -16,8 +16,7 @@ import install_hosts as install
 from comfy_nodes import NODE_CLASS_MAPPINGS
 from install import COMFYUI
 from tests import nodedefs
-from tests.comfy_loader import load_pack
-from tests.host_folders import call_install, make_folder
+from tests.host_folders import call_install, load_pack, make_folder
 from tests.hosts.comfyui.workflows import WORKFLOWS, workflow
 
 ROOT = Path(__file__).parents[2]
@@ -51,8 +50,7 @@ def place(folder) -> Path:
     return folder / "custom_nodes" / "tome_core"
 
 
-def test_a_clone_in_custom_nodes_loads(folder):
-    place = folder / "custom_nodes" / "ComfyUI-tome.core"
+def test_a_clone_in_custom_nodes_loads(place):
     shutil.copytree(ROOT, place, ignore=shutil.ignore_patterns(".*", "__pycache__", "tests", "demo", "shared"))
     looks_right(place)
     assert not (place / "requirements.txt").exists(), "hosts would install it; torch is theirs"
@@ -65,8 +63,7 @@ def test_install_py_puts_it_there_and_takes_it_away(folder, place, options):
         assert done.returncode == 0 and str(place) in done.stdout, done.stderr
     assert place.is_symlink() != bool(options)
     looks_right(place)
-    done = call_install("comfyui", folder, "--uninstall")
-    assert done.returncode == 0 and not os.path.lexists(place)
+    assert call_install("comfyui", folder, "--uninstall").returncode == 0 and not os.path.lexists(place)
     assert all((ROOT / name).exists() for name in COMFYUI.copied)
     assert "nothing to undo" in call_install("comfyui", folder, "--uninstall").stdout
 
@@ -110,11 +107,11 @@ def test_the_english_texts_are_those_of_the_nodes_and_each_help_page_has_every_i
         assert {*bold, "model"} == {*wanted, "model"}, name
 
 
-def texts_of(texts: dict, place: tuple = ()) -> dict[tuple, str]:
+def texts_of(texts: dict, place: str = "") -> dict[str, str]:
     """The place of a text -> the text."""
     found = {}
     for key, one in texts.items():
-        found |= texts_of(one, (*place, key)) if isinstance(one, dict) else {(*place, key): one}
+        found |= texts_of(one, f"{place}/{key}") if isinstance(one, dict) else {f"{place}/{key}": one}
     return found
 
 
@@ -127,8 +124,8 @@ def test_every_text_is_there_with_its_numbers_and_hardly_any_is_left_in_english(
     same = [place for place, text in english.items() if text == translated[place]]
     assert len(same) <= 2, f"left in English: {same}"
     for place, text in english.items():
-        missing = set(NUMBER.findall(text)) - set(NUMBER.findall(translated[place]))
-        assert not missing or place[-1] != "tooltip" or "inputs" not in place, place
+        if re.search("/inputs/.*/tooltip$", place):
+            assert set(NUMBER.findall(text)) <= set(NUMBER.findall(translated[place])), place
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)

@@ -13,7 +13,7 @@ from comfy_nodes import host
 from comfy_nodes.nodes import OFF_BY_SETTINGS, OFF_TEXT, ApplyToMe, RemoveToMe, ToMePreview
 from comfy_nodes.slot_calls import SLOT
 from tests import comfy_attention, step_clock
-from tests.comfy_doubles import Guider, apply, least_checkpoint, sampler_of
+from tests.comfy_doubles import apply, least_checkpoint, sample, sampler_of
 from tome_core.hosting import gains
 
 TOLD = "about 2.0x faster, from your own pictures (3 with merging, 3 without)"
@@ -28,7 +28,7 @@ def drawn(monkeypatch, server):
         applied = apply(patcher, ratio=0.5 * is_on, only_if_it_pays=False)
         clock.step = 0.5 if is_on else 1.0
         for _ in range(times):
-            Guider(applied).sample(**{"steps": 7, "size": (8, 8), **more})
+            sample(applied, **{"steps": 7, **more})
         return server.texts[-1][1]
 
     draw.patcher, draw.options = patcher, patcher.model_options["transformer_options"]
@@ -45,8 +45,8 @@ def test_it_is_told_after_three_of_both_kinds(drawn):
 
 def test_a_branch_that_is_off_is_called_as_one_without_a_node(drawn):
     patcher, (off,), reports = drawn.patcher, ApplyToMe().apply(drawn.patcher, strength=0), []
-    pictures = [Guider(one).sample(callback=lambda *args: reports.append(args[0])) for one in (patcher, off)]
-    assert torch.equal(*pictures) and reports == [0, 1, 2, 3] * 2
+    pictures = [sample(one, callback=lambda *args: reports.append(args[0])) for one in (patcher, off)]
+    assert torch.equal(*pictures) and reports == [0, 1] * 2
     assert OFF_TEXT in ToMePreview().preview(off, latent={"samples": pictures[0]})["ui"]["text"]
     for clone in (RemoveToMe().remove(off)[0], apply(off)):
         assert sum(map(len, clone.wrappers.get("apply_model", {}).values())) == (host.find_attached(clone) is not None)
@@ -100,9 +100,9 @@ def test_a_sampling_inside_of_another_counts_and_its_outer_one_does_not(drawn):
     (off,) = ApplyToMe().apply(drawn.patcher, strength=0)
 
     def sample_inside(step):
-        return step or Guider(off).sample(steps=8, size=(8, 8))
+        return step or sample(off, steps=8)
 
-    Guider(off).sample(steps=7, size=(8, 8), stop=sample_inside)
+    sample(off, steps=7, stop=sample_inside)
     assert len(gains.KNOWN.pictures) == 1
 
 

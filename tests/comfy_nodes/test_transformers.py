@@ -8,26 +8,22 @@ import pytest
 import torch
 
 from comfy_nodes import transformers
-from tests.comfy_doubles import FlowGuider, apply, latest, transformer
-from tests.comfy_models import Flux, NextDiT, Unplaced
+from tests.comfy_doubles import apply, latest, sample, transformer
 from tome_core.hosting import Grid
 
 KV = {"merge_what": "k+v", "ratio": 0.75, "metric": "keys+values", "use_rand": False, "only_if_it_pays": False}
-TOKENS = 12 * 16 + 7  # of a latent of 24x32, and of the text
-GRID = Grid(12, 16)
+SIZE, GRID = (24, 32), Grid(12, 16)  # of a latent, and of its 192 tokens
 
 
-@pytest.mark.parametrize(("model", "tokens", "keys"), [
-    (Flux, TOKENS, 7 + 12 * 16 // 4), (NextDiT, 7 + 200, 7 + 8 + 12 * 16 // 4),
-])  # fmt: skip
-def test_joint_attention_merges_the_picture_alone_and_the_rest_is_told(model, tokens, keys):
-    plain = transformer(model)
-    merged, before = apply(plain, **KV), FlowGuider(plain).sample()
-    assert 0 < (FlowGuider(merged).sample() - before).norm() < 0.2 * before.norm()
+@pytest.mark.parametrize(("name", "multiple", "beside"), [("Flux", 1, 7), ("NextDiT", 50, 7 + 8)])
+def test_joint_attention_merges_the_picture_alone_and_the_rest_is_told(name, multiple, beside):
+    plain = transformer(name, pad_tokens_multiple=multiple)
+    merged, before = apply(plain, **KV), sample(plain, size=SIZE)
+    assert 0 < (sample(merged, size=SIZE) - before).norm() < 0.2 * before.norm()
     report = latest(merged).report
     (level,) = report.levels
-    assert level.downsample == 2 and level.tokens == ((tokens, tokens, keys),)
-    assert level.calls_merged == 3 * 2 and level.work_saved > 0.4
+    assert level.downsample == 2 and level.tokens == ((192 + beside, 192 + beside, 192 // 4 + beside),)
+    assert level.calls_merged == 2 * 2 and level.work_saved > 0.4
     assert not report.reasons and len(latest(merged).details) <= 10
     ((downsample, found),) = latest(merged).maps.values()
     assert downsample == 2 and tuple(found.grid[:2]) == (12, 16) and found.group.shape[-1] == 192
@@ -35,14 +31,14 @@ def test_joint_attention_merges_the_picture_alone_and_the_rest_is_told(model, to
 
 def test_start_and_end_are_of_the_flows_own_schedule():
     merged = apply(transformer(), start=0.2, end=0.6, **KV)
-    FlowGuider(merged).sample(steps=4)  # at 0, .25, .5, .75
+    sample(merged, steps=4)  # at 0, .25, .5, .75
     assert latest(merged).report.levels[0].calls_merged == 2 * 2
 
 
 def test_a_picture_whose_place_is_not_known_does_not_merge():
-    plain = transformer(Unplaced)
+    plain = transformer("Unplaced")
     merged = apply(plain, **KV)
-    assert torch.equal(FlowGuider(merged).sample(), FlowGuider(plain).sample())
+    assert torch.equal(sample(merged), sample(plain))
     assert f"7 {transformers.BESIDE}" in " ".join(latest(merged).report.reasons)
 
 

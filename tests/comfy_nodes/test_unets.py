@@ -10,7 +10,7 @@ from torch import nn
 
 from comfy_nodes import unets
 from tests.comfy_attention import CrossAttention
-from tests.comfy_doubles import BaseModel, Guider, ModelPatcher, apply, checkpoint, latest, least_checkpoint
+from tests.comfy_doubles import BaseModel, Guider, ModelPatcher, apply, checkpoint, latest, least_checkpoint, sample
 from tests.comfy_models import deep_unet
 from tests.models import TEXT
 from tome_core.reporting.ledger import NO_GRID, REPLACED
@@ -20,7 +20,7 @@ def merged(patcher: ModelPatcher, guider: type = Guider, others: dict | None = N
     """The report on a sampling through the nodes. others: what other nodes put into transformer_options."""
     patcher.model_options["transformer_options"] = others or {}
     applied = apply(patcher, level="up to /8", use_rand=False)
-    assert guider(applied).sample(**{"steps": 1, "size": (8, 8), **options}).isfinite().all()
+    assert guider(applied).sample(steps=1, **options).isfinite().all()
     return latest(applied).report
 
 
@@ -28,22 +28,25 @@ def reasons(report) -> dict[str, int]:
     return {why.removeprefix("attn: "): count for why, count in report.reasons.items()}
 
 
+def test_a_level_that_no_rule_reaches_counts_as_work_once():
+    totals = []
+    for level in ("up to /1", "up to /8"):
+        applied = apply(checkpoint(), level=level)
+        sample(applied)
+        totals.append(latest(applied).report.work[0])
+    assert totals[0] == totals[1]
+
+
 def forget(h, context, values, options):
-    del options["activations_shape"]
+    options.pop("activations_shape", None)
     return h, context, values
 
 
 @pytest.mark.parametrize("others", [{}, {"patches": {"attn1_patch": [forget]}}], ids=["it is told", "the latent's"])
-def test_each_level_merges_by_the_grid_that_its_transformer_tells_or_else_by_the_latents(others):
-    fine, coarse = merged(checkpoint(), others=others, size=(16, 24)).levels
-    assert fine.tokens == ((384, 192, 192),) and coarse.tokens == ((96, 48, 48),)
-    assert fine.calls_merged == fine.blocks and coarse.calls_merged == coarse.blocks
-    assert not fine.reasons and not coarse.reasons
-
-
-def test_every_block_of_a_transformer_has_matches_of_its_own():
-    report = merged(ModelPatcher(BaseModel(deep_unet())), size=(16, 16))
-    assert all(level.calls_merged == level.blocks > 2 for level in report.levels)
+def test_each_block_merges_by_the_grid_that_its_transformer_tells_or_else_by_the_latents(others):
+    report = merged(ModelPatcher(BaseModel(deep_unet())), others=others, size=(16, 24))
+    assert [level.tokens for level in report.levels] == [((384, 192, 192),), ((96, 48, 48),)]
+    assert all(level.calls_merged == level.blocks > 2 and not level.reasons for level in report.levels)
 
 
 class Wordy(Guider):
@@ -67,8 +70,10 @@ def test_attention_to_a_prompt_is_no_self_attention_however_long_it_is_or_if_a_b
 # --- other nodes -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("guider", [Guider, Wordy])
-def test_a_self_attention_that_another_node_stands_in_for_is_left_alone_and_said(guider):
+@pytest.mark.parametrize(("name", "places", "why"), [
+    ("attn1", [("middle", 0), ("input", 1, 0)], {REPLACED: 2}), ("attn2", [("middle", 0)], {}),
+])  # fmt: skip
+def test_a_self_attention_that_another_node_stands_in_for_is_left_alone_and_said(name, places, why):
     """As perturbed-attention guidance does: it wants every token. An attention to the prompt is no loss."""
     asked = []
 
@@ -76,12 +81,10 @@ def test_a_self_attention_that_another_node_stands_in_for_is_left_alone_and_said
         asked.append((q.shape[1], k.shape[1]))
         return q
 
-    for name, places, calls, why in (("attn1", [("middle", 0), ("input", 1, 0)], 2, {REPLACED: 2}),
-                                     ("attn2", [("middle", 0)], 0, {})):  # fmt: skip
-        report = merged(least_checkpoint(), guider, {"patches_replace": {name: dict.fromkeys(places, other)}})
-        assert report.calls_merged == report.levels[0].blocks - calls and reasons(report) == why
-        assert report.work_saved == pytest.approx((4 - calls) / 4 * 0.75)
-    assert asked == [(64, 64)] * 2 + [(64, 64 if guider is Wordy else 7)]
+    report = merged(least_checkpoint(), Wordy, {"patches_replace": {name: dict.fromkeys(places, other)}})
+    calls = sum(why.values())
+    assert report.calls_merged == report.levels[0].blocks - calls and reasons(report) == why
+    assert report.work_saved == pytest.approx((4 - calls) / 4 * 0.75) and asked == [(64, 64)] * len(places)
 
 
 def tiles(h, context, values, options):
@@ -117,7 +120,7 @@ def test_of_a_picture_that_a_node_makes_smaller_on_the_way_its_own_grid_counts()
 @pytest.mark.parametrize("frames", [4, 64], ids=["few", "as many as places"])
 def test_frames_do_not_merge(frames):
     """What films put behind a block, an attention of frames, tells the options of the block before it."""
-    patcher, over_time, seen = least_checkpoint(), CrossAttention(32, 4), []
+    patcher, over_time, seen = least_checkpoint(), CrossAttention(32, 4, 32), []
     transformer = patcher.model.diffusion_model.input_blocks[1][1]
     forward = transformer.forward
 

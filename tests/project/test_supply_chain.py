@@ -70,7 +70,7 @@ WATCH = """
 import importlib, os, sys
 from pathlib import Path
 import torch
-from tests.comfy_loader import load_pack
+from tests.host_folders import load_pack
 from tests.webui_modules import Modules
 
 REFUSED = ("socket.", "subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "urllib.")
