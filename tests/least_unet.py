@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from benchmarks.sd_block import SpatialTransformer, UNet
@@ -30,6 +32,19 @@ def call(unet, side=8, seed=0, copies=1, time=500.0):
     x, text = torch.randn(1, 16, side, side, generator=generator), torch.randn(2, 5, 24, generator=generator)
     with torch.no_grad():
         return unet(x.repeat(copies, 1, 1, 1), torch.tensor([time]), text[:copies])
+
+
+class Least(NamedTuple):
+    """The same as a case of a test, as a `tests.models.Family` is one."""
+
+    name: str
+    depth: int
+
+    def build(self) -> UNet:
+        return build(self.depth)
+
+    def call(self, model, timestep=500.0) -> torch.Tensor:
+        return call(model, time=float(timestep))
 
 
 def draw(unet, handle, times=FEW, name="a", pictures=None, **shape):

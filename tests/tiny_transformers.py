@@ -263,11 +263,6 @@ def make(name: str) -> tuple[nn.Module, Arguments]:
     return model.eval(), arguments
 
 
-def build(name: str) -> nn.Module:
-    """The model alone."""
-    return make(name)[0]
-
-
 @cache
 def arguments_of(name: str) -> Arguments:
     """Those of a call. Do not write into them."""
@@ -281,14 +276,22 @@ def call(model: nn.Module, arguments: Arguments) -> torch.Tensor:
     return out if torch.is_tensor(out) else torch.stack(list(out))
 
 
-def call_at(name: str, model: nn.Module, timestep: float = 500) -> torch.Tensor:
-    """The same at a time of Stable Diffusion's schedule."""
-    return call(model, at(arguments_of(name), timestep / 500))
-
-
 def at(arguments: Arguments, share: float) -> Arguments:
     """The same call at this share of its time."""
     return {key: one * share if key in TIMES else one for key, one in arguments.items()}
+
+
+class Transformer(NamedTuple):
+    """A family of transformers, as a `tests.models.Family` is one of UNets."""
+
+    name: str
+
+    def build(self) -> nn.Module:
+        return make(self.name)[0]
+
+    def call(self, model: nn.Module, timestep: float = 500) -> torch.Tensor:
+        """What the model gives at a time of Stable Diffusion's schedule."""
+        return call(model, at(arguments_of(self.name), timestep / 500))
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -25,10 +25,10 @@ def words(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def build(words) -> Callable:
-    """Makes pipelines of diffusers: `tests.pipelines.make`, which is imported where it is wanted."""
-    from tests import pipelines
+    """Makes pipelines of diffusers: `tests.tiny_pipeline.make`, which is imported where it is wanted."""
+    from tests import tiny_pipeline
 
-    return partial(pipelines.make, words)
+    return partial(tiny_pipeline.make, words)
 
 
 @pytest.fixture

@@ -244,9 +244,8 @@ def test_a_loop_in_a_sampling_is_the_pipelines_picture(pipe):
 @pytest.mark.parametrize("kind, prompts, guidance, more, matches", [
     (diffusers.StableDiffusionPipeline, "ab", 1.0, {}, [0, 1]),
     (diffusers.StableDiffusionPipeline, "ab", 7.5, {}, [0, 1, 0, 1]),
-    (diffusers.StableDiffusionPAGPipeline, "a", 1.0, {"pag_scale": 3.0}, [0]),
     (diffusers.StableDiffusionPAGPipeline, "a", 7.5, {"pag_scale": 3.0}, [0]),
-], ids=["plain", "guided", "perturbed", "both"])  # fmt: skip
+], ids=["plain", "guided", "perturbed"])  # fmt: skip
 def test_a_pipeline_says_of_how_many_copies_its_batch_is(tiny_folder, kind, prompts, guidance, more, matches):
     """Perturbed attention guidance takes a difference with its copy, too; two pictures are no copies of one."""
     pipe = pipeline_of(tiny_folder, kind)

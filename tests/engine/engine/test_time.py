@@ -11,6 +11,7 @@ import torch
 
 import tome_core
 from tests import models, tiny_pipeline
+from tests.least_pipeline import Pipeline
 from tests.samplings import KEPT
 from tests.threads import at_once
 from tome_core import MergeConfig, MergeRule
@@ -20,7 +21,6 @@ from tome_core.settings.schedule import SchedulerNoise
 LATE = MergeConfig(ratio=0.5, start_percent=0.5)
 BALANCED = models.on_small("balanced")
 LATENT = torch.zeros(1, 4, 8, 8)
-UNTIL = range(0, 1001, 25)
 
 # --- where the early phase of a pass ends -----------------------------------------------------------------------------
 
@@ -35,27 +35,19 @@ def late_in(timesteps, until):
     return sum(timestep < (until if boundary is None else boundary) for timestep in timesteps)
 
 
-def test_the_late_share_of_a_pass_is_a_whole_pictures_to_the_nearest_step():
-    for begins in (WHOLE_FROM - 1, 500.0, 50.0):
-        for count in (1, 2, 3, 5, 10, 20, 33):
-            steps = [begins * (1 - step / count) for step in range(count)]
-            for until in UNTIL:
-                assert boundary_in(steps, until) is not None
-                assert abs(late_in(steps, until) - count * until / 1000) <= 0.5, (until, count)
-                assert late_in(steps[::-1], until) == late_in(steps, until)
+@pytest.mark.parametrize("begins", [999.0, WHOLE_FROM - 1, 500.0, 50.0])
+def test_a_pass_has_its_share_of_late_steps_and_a_whole_picture_goes_by_time_unless_it_has_few(begins):
+    """The share is a whole picture's, to the nearest step."""
+    for count in (1, 2, 3, 5, FEW, FEW + 1, 20):
+        steps = [begins * (1 - step / count) for step in range(count)]
+        for until in range(0, 1001, 25):
+            expected = math.floor(count * until / 1000 + 0.5)
+            if begins >= WHOLE_FROM:
+                by_time = sum(timestep < until for timestep in steps)
+                expected = by_time if count > FEW else max(by_time, min(expected, count - 1))
+            assert late_in(steps, until) == late_in(steps[::-1], until) == expected, (count, until)
     assert late_in(KARRAS, 375) == 4, "however they are spread"
-
-
-def test_a_whole_picture_of_few_steps_has_at_least_its_share_of_late_ones_and_another_goes_by_time():
-    for count in range(1, FEW + 1):
-        steps = [999.0 - 1000 / count * step for step in range(count)]
-        for until in UNTIL:
-            by_time = sum(timestep < until for timestep in steps)
-            share = min(math.floor(count * until / 1000 + 0.5), count - 1)
-            assert late_in(steps, until) == max(by_time, share), (count, until)
-    longer = [999.0 - 1000 / (FEW + 1) * step for step in range(FEW + 1)]
-    for timesteps, until in ((longer, 500), ([999, *KARRAS[3:]], 375), (WHOLE, 375), ([], 375), ([WHOLE_FROM], 375)):
-        assert boundary_in(timesteps, until) is None
+    assert boundary_in([], 375) is boundary_in([999, *KARRAS[3:]], 375) is None
 
 
 def test_a_passes_boundary_moves_the_early_phase_and_no_other_limit_in_time():
@@ -89,7 +81,8 @@ def test_a_host_says_which_steps_a_sampling_has_and_the_next_has_its_own(time):
 
 def test_a_schedulers_steps_are_found_and_steps_that_are_told_outweigh_them():
     """Half of a picture is drawn here, and the other half was elsewhere."""
-    pipe = Pipeline(diffusers.DDIMScheduler(**SD_BETAS), steps=20)
+    pipe = Pipeline(diffusers.DDIMScheduler(**SD_BETAS))
+    pipe.scheduler.set_timesteps(20)
     steps = pipe.scheduler.timesteps
     time = tome_core.patch(pipe, BALANCED).time
     by_time = [timestep >= 375 for timestep in steps[10:]]
@@ -98,22 +91,14 @@ def test_a_schedulers_steps_are_found_and_steps_that_are_told_outweigh_them():
             assert early_in(time, steps[10:]) == expected, facts
 
 
-def test_pipelines_of_diffusers_find_the_steps_of_a_pass_that_begins_late(words):
-    """Of Heun's 19 calls, which are two a step but for the last, and of a refiner, which draws the late half of a
-    whole picture, more of whose steps are late.
-    """
-    pipe, xl = tiny_pipeline.stable_diffusion(words), tiny_pipeline.stable_diffusion_xl(words)
-    pipe.scheduler = diffusers.HeunDiscreteScheduler.from_config(pipe.scheduler.config)
-    image, latent = torch.zeros(1, 3, 64, 64), torch.zeros(1, 4, 64, 64)
-    of_xl = {"num_inference_steps": 10, "denoising_start": 0.5, "original_size": (128, 128), "target_size": (128, 128)}
-    for own, call, share in (
-        (diffusers.StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False),
-         {"image": image, "num_inference_steps": 20, "strength": 0.5}, 6 / 19),
-        (diffusers.StableDiffusionXLImg2ImgPipeline(**xl.components), {"image": latent, **of_xl}, 0.6),
-    ):  # fmt: skip
-        own.set_progress_bar_config(disable=True)
-        with tome_core.patch(own, BALANCED) as handle:
-            own("a b", output_type="latent", **call)
+def test_a_refiner_which_draws_the_late_half_of_a_picture_has_the_steps_of_a_whole_one(words):
+    refiner = diffusers.StableDiffusionXLImg2ImgPipeline(**tiny_pipeline.stable_diffusion_xl(words).components)
+    refiner.set_progress_bar_config(disable=True)
+    sizes = {"original_size": (128, 128), "target_size": (128, 128)}
+    for begins, share in (({"denoising_start": 0.5}, 0.6), ({"strength": 0.5}, 0.4)):
+        with tome_core.patch(refiner, BALANCED) as handle:
+            call = {"image": torch.zeros(1, 4, 64, 64), "num_inference_steps": 10, "output_type": "latent"}
+            refiner("a b", **call, **sizes, **begins)
         kinds = handle.report().levels[0].merged.items()
         (_, early), (_, late) = sorted((keys, calls) for (*_, keys), calls in kinds)  # late ones keep more keys
         assert late / (early + late) == pytest.approx(share)
@@ -169,14 +154,6 @@ def test_pictures_of_two_threads_keep_apart():
 # --- schedulers -------------------------------------------------------------------------------------------------------
 
 
-class Pipeline:
-    """The least that has a scheduler."""
-
-    def __init__(self, scheduler, steps=8):
-        self.scheduler, self.unet = scheduler, models.small()
-        scheduler.set_timesteps(steps)
-
-
 def stable_diffusions_timestep(sigma: float) -> float:
     """Where Stable Diffusion's own schedule has noise of this deviation, relative to data of unit variance."""
     betas = np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2
@@ -218,6 +195,7 @@ def test_a_rule_means_the_same_noise_with_every_scheduler(name, changes, limit):
     Pipelines hand over an element of the scheduler's timesteps, or a copy, which lies elsewhere.
     """
     pipe = Pipeline(getattr(diffusers, f"{name}Scheduler")(**changes))
+    pipe.scheduler.set_timesteps(8)
     before = sorted(vars(pipe.scheduler))
     expected = [stable_diffusions_timestep(sigma) for sigma in own_sigmas(pipe.scheduler)]
     assert 0 < sum(time >= 500 for time in expected) < len(expected)

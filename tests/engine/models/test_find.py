@@ -13,7 +13,7 @@ from torch import nn
 
 import tome_core
 from tests.families import MODELS
-from tests.models import ldm_sd1, on_small, sd15, small
+from tests.models import on_small, sd15, small
 from tests.traces import traces
 from tome_core import UnsupportedModelError
 
@@ -74,10 +74,8 @@ def cascade() -> diffusers.StableCascadeDecoderPipeline:
 PART = "if it is part of a UNet, patch that"
 REFUSED = {
     "a transformer": (lambda: transformer_of(small()), PART),
-    "an LDM transformer": (lambda: transformer_of(ldm_sd1()), PART),
     "a stage": (lambda: small().down_blocks[0], PART),
     "two UNets": (lambda: nn.ModuleList([small(), sd15()]), PART),
-    "a transformer in a pipeline": (lambda: pipeline(transformer=transformer_of(small())), PART),
     "another network": (lambda: cascade().decoder, "StableCascadeUNet is not known: "),
     "a pipeline of others": (cascade, "StableCascadeDecoderPipeline has neither a UNet nor a transformer, but "),
     "an empty pipeline": (lambda: pipeline(scheduler=object()), "no module at all"),

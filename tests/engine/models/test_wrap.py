@@ -5,7 +5,6 @@ What stands beside them otherwise is held to its laws in `tests.beside`.
 from __future__ import annotations
 
 import pickle
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,8 +13,8 @@ from torch import nn
 
 import tome_core
 from tests import least_unet
-from tests.families import Family, some_models
-from tests.models import ModelCase, call_case, call_ldm, ldm_of_one_level
+from tests.families import some_models
+from tests.models import Family, call_ldm, ldm_of_one_level
 from tests.thoroughness import some_quick
 from tome_core import MergeConfig
 from tome_core.models import adapter_of, find_models, wrap
@@ -25,8 +24,8 @@ from tome_core.models.unet import BlockSite
 models = some_models("sgm_double", "sd15", "Flux")
 QUARTER, HALF, KEYS = MergeConfig(ratio=0.25), MergeConfig(ratio=0.5), MergeConfig(side="kv", use_rand=False)
 # an attention that computes by hand can be merged only if its own code is what runs
-BY_HAND = Family("by hand", ldm_of_one_level, partial(call_case, ModelCase("", ldm_of_one_level, call_ldm)))
-BY_FUNCTION = Family("by a function", least_unet.build, least_unet.call)
+BY_HAND = Family("by hand", ldm_of_one_level, call_ldm)
+BY_FUNCTION = least_unet.Least("by a function", depth=2)
 
 
 class Foreign:

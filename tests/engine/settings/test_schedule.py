@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from diffusers import EulerDiscreteScheduler
@@ -65,21 +67,9 @@ def test_the_first_rule_that_fits_wins_for_each_part_and_one_of_ratio_zero_keeps
         assert [rules.attn, rules.mlp, rules.crossattn] == [*expected, None]
 
 
-class Doubled(SchedulerNoise):
-    """Means twice what it counts; asked: how often a schedule was read."""
-
-    asked = 0
-
-    def __init__(self):
-        super().__init__(torch.nn.Module())
-
-    def steps_of(self, values):
-        self.asked += 1
-        return [2 * value for value in values]
-
-
 def test_a_schedule_is_read_once_whatever_the_order_of_its_steps_and_again_once_it_is_written_into(monkeypatch):
-    known, steps, other = Doubled(), torch.arange(900, 100, -100), torch.arange(900, 0, -90)
+    known, steps, other = SchedulerNoise(torch.nn.Module()), torch.arange(900, 100, -100), torch.arange(900, 0, -90)
+    known.steps_of = Mock(side_effect=lambda values: [2 * value for value in values])
     meanings = known.look(steps[0])
     assert meanings == [2 * value for value in steps.tolist()] and known.look(other[9]) == [180]
     with monkeypatch.context() as context:
@@ -88,6 +78,6 @@ def test_a_schedule_is_read_once_whatever_the_order_of_its_steps_and_again_once_
         for number in (3, 1, 7, 0):
             assert known.look(steps[number]) == known.look(steps[number][None].expand(2)) == meanings[number:]
     steps.sub_(50)
-    assert known.look(steps[7]) == [300] and known.asked == 3
+    assert known.look(steps[7]) == [300] and known.steps_of.call_count == 3
     with torch.inference_mode():
         assert known.look(torch.tensor([9.0, 8.0])[1]) == [16.0]
