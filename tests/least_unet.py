@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.sd_block import SpatialTransformer, UNet
-from tests.samplings import KEPT
 from tome_core import MergeConfig
 
+KEPT = MergeConfig(side="kv", ratio=0.75, use_rand=False, keep=100.0, refine=1, metric="keys+values")
 TIMES = [999.0 - 50 * step for step in range(20)]
 FEW = (900.0, 860.0, 300.0, 280.0, 230.0)
 WAYS = {

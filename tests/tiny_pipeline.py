@@ -6,14 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
-from diffusers import (
-    AutoencoderKL,
-    DDIMScheduler,
-    EulerDiscreteScheduler,
-    StableDiffusionPipeline,
-    StableDiffusionXLPipeline,
-)
+from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, StableDiffusionXLPipeline
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from tests import models
@@ -33,6 +28,13 @@ def write_folder(folder: Path) -> Path:
     unet = models.unet(norm_num_groups=32)
     _assembled(vae, text, tokenizer, unet).save_pretrained(folder / "pipeline")
     return folder / "pipeline"
+
+
+def read_folder(folder: Path, kind: type = StableDiffusionPipeline) -> Any:
+    """The pipeline of such a folder."""
+    pipe = kind.from_pretrained(folder, local_files_only=True)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
 
 
 def stable_diffusion(folder: Path) -> StableDiffusionPipeline:
@@ -87,7 +89,7 @@ KINDS = {"sd15": stable_diffusion, "sdxl": stable_diffusion_xl}
 def make(words: Path, kind: str = "sd15") -> Any:
     """A pipeline, its weights always the same."""
     pipe = KINDS[kind](words)
-    pipe.scheduler = EulerDiscreteScheduler.from_config(pipe.scheduler.config)
+    pipe.scheduler = diffusers.EulerDiscreteScheduler.from_config(pipe.scheduler.config)
     return pipe
 
 

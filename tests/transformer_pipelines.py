@@ -82,6 +82,8 @@ PIPELINES = {
                       {**_both(prompt_embeds=WORDS, prompt_embeds_mask=ALL_SEEN), **PICTURE}),
     "Z-Image": Way("ZImagePipeline", "Z-Image",
                    {"prompt_embeds": [FLAT_WORDS], "negative_prompt_embeds": [FLAT_WORDS * 0.5], **PICTURE}),
+    "Lumina 2": Way("Lumina2Pipeline", "Lumina 2",
+                    {**_both(prompt_embeds=WORDS, prompt_attention_mask=ALL_SEEN.bool()), **PICTURE}),
     "Wan": Way("WanPipeline", "Wan", WAN),
     "Wan 2.2, of two transformers": Way(
         "WanPipeline", "Wan", WAN,

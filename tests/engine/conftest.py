@@ -34,6 +34,6 @@ def build(words) -> Callable:
 @pytest.fixture
 def pipe(tiny_folder):
     """A small SD1.5 pipeline."""
-    from tests.samplings import pipeline_of
+    from tests.tiny_pipeline import read_folder
 
-    return pipeline_of(tiny_folder)
+    return read_folder(tiny_folder)

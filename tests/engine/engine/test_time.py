@@ -12,7 +12,7 @@ import torch
 import tome_core
 from tests import models, tiny_pipeline
 from tests.least_pipeline import Pipeline
-from tests.samplings import KEPT
+from tests.least_unet import KEPT
 from tests.threads import at_once
 from tome_core import MergeConfig, MergeRule
 from tome_core.engine.time import FEW, WHOLE_FROM, Clock, ModelTime, boundary_in

@@ -18,7 +18,7 @@ WAITS = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "is_nonzero
 READS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.cpu)
 WAITING = ("Flux", "Qwen-Image", "Z-Image", "SD3.5", "Wan, image to video", "LTX")
 # a transformer's time has a meaning of its own in each family of `tome_core.models.transformer`
-TIMED = ("Mochi", "Flux", "Z-Image", "PixArt sigma", "SD3.5", "LTX", "Wan", "HiDream")
+TIMED = ("Mochi", "Flux", "Z-Image", "PixArt sigma", "Lumina 2", "SD3.5", "LTX", "Wan", "HiDream")
 
 
 def pipelines(names: tuple[str, ...], quick: int) -> pytest.MarkDecorator:

@@ -178,14 +178,3 @@ def test_a_call_that_does_not_fit_is_left_alone_and_named(told, why):
         assert torch.equal(model(*INPUTS), expected) == bool(why)
         assert reasons(handle) == ({f"attn: {why}": 1} if why else {})
     assert attention.keys == ("theirs" if "keys" in told else None)
-
-
-@pytest.mark.parametrize("config", [TOMESDS, OURS], ids=["tomesd's way", "ours"])
-def test_a_block_called_by_itself_is_left_alone_without_a_word(config):
-    """A block's own call is none of the UNet's, and nobody knows whose it is."""
-    model, given = make_block(), (INPUTS[0].flatten(2).transpose(1, 2), INPUTS[2])
-    (block,) = blocks_of(model)
-    expected = block(*given)
-    with tome_core.patch(model, config) as handle:
-        assert torch.equal(block(*given), expected)
-        assert reasons(handle) == {} and handle.report().calls == 0

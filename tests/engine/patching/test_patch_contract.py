@@ -9,8 +9,8 @@ import torch
 
 import tome_core
 from tests.families import every_model, every_unet, largest_difference, some_models
+from tests.least_unet import KEPT
 from tests.models import Family, merge_with_self
-from tests.samplings import KEPT
 from tests.traces import attributes, is_idle, traces, wraps_of
 from tome_core import MergeConfig
 from tome_core.merging.methods import METHODS
