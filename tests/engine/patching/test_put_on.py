@@ -30,30 +30,25 @@ EVERYTHING = MergeConfig(ratio=0.5, merge_crossattn=True, merge_mlp=True)
 LATE = MergeConfig(ratio=0.5, start_percent=0.5, keep=100.0)
 
 
-def interrupted(method: Callable[[Wrap], Any], number: int, is_after: bool) -> Callable[[Wrap], Any]:
-    """The method of wraps, whose call of this number is interrupted, before its work or after it."""
-    numbers = count()
-
-    def run(wrap: Wrap) -> Any:
-        is_now = next(numbers) == number
-        found = None if is_now and not is_after else method(wrap)
-        if is_now:
-            raise KeyboardInterrupt
-        return found
-
-    return run
-
-
 @pytest.mark.parametrize("is_after", [False, True])
 @pytest.mark.parametrize("change", ["install", "uninstall"])
 def test_an_interrupt_at_any_wrap_leaves_a_model_that_is_unpatched_or_can_be(change: str, is_after: bool, monkeypatch):
     model, method = CASE.build(), getattr(Wrap, change)
+
+    def interrupted(wrap: Wrap) -> None:
+        is_now = next(numbers) == number
+        if is_after or not is_now:
+            method(wrap)
+        if is_now:
+            raise KeyboardInterrupt
+
     before = traces(model)
     with tome_core.patch(model, EVERYTHING) as handle:
         wraps = wraps_of(handle)
     for number in range(len(wraps)):
+        numbers = count()
         with monkeypatch.context() as context:
-            context.setattr(Wrap, change, interrupted(method, number, is_after))
+            context.setattr(Wrap, change, interrupted)
             with pytest.raises(KeyboardInterrupt), tome_core.patch(model, EVERYTHING):
                 pass
         if change == "uninstall":
