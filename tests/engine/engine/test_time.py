@@ -8,7 +8,6 @@ import math
 from unittest.mock import Mock
 
 import diffusers
-import numpy as np
 import pytest
 import torch
 
@@ -214,13 +213,6 @@ def test_pictures_of_two_threads_keep_apart():
 # --- schedulers -------------------------------------------------------------------------------------------------------
 
 
-def stable_diffusions_timestep(sigma: float) -> float:
-    """Where Stable Diffusion's own schedule has noise of this deviation, relative to data of unit variance."""
-    betas = np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2
-    kept = np.cumprod(1 - betas)
-    return float(np.interp(np.log(sigma), np.log(((1 - kept) / kept) ** 0.5), np.arange(1000)))
-
-
 def own_sigmas(scheduler) -> list[float]:
     """Of each step, as the scheduler itself goes on with it."""
     if isinstance(scheduler, diffusers.IPNDMScheduler):
@@ -256,7 +248,7 @@ def test_a_rule_means_the_same_noise_with_every_scheduler(name, changes, limit):
     pipe = Pipeline(getattr(diffusers, f"{name}Scheduler")(**changes))
     pipe.scheduler.set_timesteps(8)
     before = sorted(vars(pipe.scheduler))
-    expected = [stable_diffusions_timestep(sigma) for sigma in own_sigmas(pipe.scheduler)]
+    expected = [SD.timestep_of_sigma(sigma) for sigma in own_sigmas(pipe.scheduler)]
     assert 0 < sum(time >= 500 for time in expected) < len(expected)
     with tome_core.patch(pipe, side="kv", ratio=0.5, keep=100.0, **limit) as handle:
         for hand_over in (lambda timestep: timestep, torch.clone):
