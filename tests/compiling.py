@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,8 +11,8 @@ import torch
 from torch import nn
 
 from tests import least_unet
-from tests.families import MODELS, Family
-from tests.models import ModelCase, call_case, call_unet, seeded, unet
+from tests.families import MODELS
+from tests.models import Family, call_unet, seeded, unet
 from tome_core.models import compiled, find_models
 
 TIMES = [torch.tensor(time) for time in range(40, 1000, 48)]
@@ -24,10 +23,9 @@ where_compilers_were_tried = pytest.mark.skipif(not compiled._TRIED, reason="thi
 # four blocks, all on the latent's level
 LEAST = Family("least", seeded(
     unet, block_out_channels=(16,), down_block_types=("CrossAttnDownBlock2D",), up_block_types=("CrossAttnUpBlock2D",),
-), partial(call_case, ModelCase("", unet, call_unet)))  # fmt: skip
+), call_unet)  # fmt: skip
 # tests of what any model holds for take the smallest
-TINY = Family("tiny", partial(least_unet.build, 1), lambda model, timestep=500.0, **more: least_unet.call(
-    model, time=float(timestep), **more))  # fmt: skip
+TINY = least_unet.Least("tiny", depth=1)
 COMPILED = {TINY.name: TINY, LEAST.name: LEAST, **MODELS}
 WITH_BREAKS = ("Lumina 2",)  # no compiler takes its forward as a whole, with us or without
 

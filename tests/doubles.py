@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.sd_block import CrossAttention, FeedForward
+
 
 def of_heads(flat: torch.Tensor, heads: int) -> torch.Tensor:
     """``[B, N, H*d]`` to ``[B, H, N, d]``."""
@@ -26,15 +28,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, mask: 
     return out.transpose(1, 2).flatten(2)
 
 
-class _Attention(nn.Module):
-    def __init__(self, width: int, heads: int, context_width: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.to_q = nn.Linear(width, width, bias=False)
-        self.to_k = nn.Linear(context_width, width, bias=False)
-        self.to_v = nn.Linear(context_width, width, bias=False)
-        self.to_out = nn.Linear(width, width)
-
+class _Attention(CrossAttention):
     def attend(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None = None):
         return self.to_out(attend(self.to_q(x), self.to_k(keys), self.to_v(values), self.heads, mask))
 
@@ -66,9 +60,9 @@ class _Block(nn.Module):
 
     def __init__(self, width: int, heads: int, context_width: int) -> None:
         super().__init__()
-        self.attn1 = self.attention(width, heads, width)
-        self.attn2 = self.attention(width, heads, context_width)
-        self.ff = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.attn1 = self.attention(width, width, heads)
+        self.attn2 = self.attention(width, context_width, heads)
+        self.ff = FeedForward(width)
         self.norm1, self.norm2, self.norm3 = nn.LayerNorm(width), nn.LayerNorm(width), nn.LayerNorm(width)
 
 
@@ -112,20 +106,16 @@ class ComfyBlock(_Block):
 SgmBlock.__name__ = ComfyBlock.__name__ = "BasicTransformerBlock"
 
 
-class DiffusionWrapper(nn.Module):
-    """What holds an LDM model's UNet; the original needs pytorch-lightning."""
-
-    def __init__(self, unet: nn.Module) -> None:
-        super().__init__()
-        self.diffusion_model = unet
-
-
 class LatentDiffusionDouble(nn.Module):
-    """An LDM model as `.model.diffusion_model` shows it; make_block replaces the blocks of the UNet."""
+    """An LDM model as `.model.diffusion_model` shows it, without pytorch-lightning.
+
+    make_block: makes what replaces the blocks of the UNet, by their width.
+    """
 
     def __init__(self, unet: nn.Module, make_block: Callable[[int], nn.Module] | None = None) -> None:
         super().__init__()
-        self.model = DiffusionWrapper(unet)
+        self.model = nn.Module()
+        self.model.diffusion_model = unet
         for module in unet.modules() if make_block else ():
             blocks: Any = getattr(module, "transformer_blocks", None)
             if blocks is not None:

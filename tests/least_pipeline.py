@@ -14,8 +14,8 @@ from tests.models import call_unet, inputs, sd15
 class Pipeline:
     """A pipeline as far as the patch sees one."""
 
-    def __init__(self) -> None:
-        self.unet, self.scheduler = sd15(), DDIMScheduler()
+    def __init__(self, scheduler: Any = None) -> None:
+        self.unet, self.scheduler = sd15(), scheduler or DDIMScheduler()
 
     def progress_bar(self, total: int) -> Any:
         return contextlib.nullcontext(range(total))

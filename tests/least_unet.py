@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from tests.samplings import KEPT
 from tests.sd_block import SpatialTransformer, UNet
 from tome_core import MergeConfig
 
+KEPT = MergeConfig(side="kv", ratio=0.75, use_rand=False, keep=100.0, refine=1, metric="keys+values")
 TIMES = [999.0 - 50 * step for step in range(20)]
 FEW = (900.0, 860.0, 300.0, 280.0, 230.0)
 WAYS = {
@@ -30,6 +32,19 @@ def call(unet, side=8, seed=0, copies=1, time=500.0):
     x, text = torch.randn(1, 16, side, side, generator=generator), torch.randn(2, 5, 24, generator=generator)
     with torch.no_grad():
         return unet(x.repeat(copies, 1, 1, 1), torch.tensor([time]), text[:copies])
+
+
+class Least(NamedTuple):
+    """The same as a case of a test, as a `tests.models.Family` is one."""
+
+    name: str
+    depth: int
+
+    def build(self) -> UNet:
+        return build(self.depth)
+
+    def call(self, model, timestep=500.0) -> torch.Tensor:
+        return call(model, time=float(timestep))
 
 
 def draw(unet, handle, times=FEW, name="a", pictures=None, **shape):

@@ -23,24 +23,23 @@ from tome_core.merging.methods import METHODS
 TEXT = 32
 
 
-class ModelCase(NamedTuple):
-    """One family. build: makes the model, its weights always the same; call: ``(model, x, timestep, text)`` to picture;
-    frames: pictures of one sample.
+class Family(NamedTuple):
+    """A family of UNets; a family of transformers is a `tests.tiny_transformers.Transformer`.
+
+    build: makes the model, its weights always the same; forward: ``(model, x, timestep, text)`` to picture; frames:
+    pictures of one sample.
     """
 
     name: str
     build: Callable[[], Any]
-    call: Callable[[Any, torch.Tensor, Any, torch.Tensor], torch.Tensor]
+    forward: Callable[[Any, torch.Tensor, Any, torch.Tensor], torch.Tensor]
     frames: int = 1
 
-
-def call_case(
-    case: ModelCase, model: Any, batch: int = 2, height: int = 16, width: int = 16, timestep: Any = 500, seed: int = 0
-) -> torch.Tensor:
-    """The model's picture for inputs that depend on the arguments only; no gradients, global RNG untouched."""
-    x, text = inputs(4, batch, height, width, seed, case.frames)
-    with torch.no_grad():
-        return case.call(model, x, timestep, text)
+    def call(self, model: Any, batch: int = 2, height: int = 16, width: int = 16, timestep: Any = 500) -> torch.Tensor:
+        """The model's picture for inputs that depend on the arguments only; no gradients, global RNG untouched."""
+        x, text = inputs(4, batch, height, width, frames=self.frames)
+        with torch.no_grad():
+            return self.forward(model, x, timestep, text)
 
 
 def inputs(channels: int, batch: int, height: int, width: int, seed: int = 0, frames: int = 1):
@@ -219,19 +218,18 @@ def call_ldm(model, x, timestep, text):
 
 
 CASES = (
-    ModelCase("ldm_sd1", ldm_sd1, call_ldm),
-    ModelCase("ldm_sd2", ldm_sd2, call_ldm),
-    ModelCase("ldm_latent_diffusion", ldm_latent_diffusion, call_ldm),
-    ModelCase("ldm_wrapped", ldm_wrapped, call_ldm),
-    ModelCase("sgm_double", sgm_double, call_ldm),
-    ModelCase("comfy_double", comfy_double, call_ldm),
-    ModelCase("comfy_double_with_patches", comfy_double_with_patches, call_ldm),
-    ModelCase("sd15", sd15, call_unet),
-    ModelCase("sd2", sd2, call_unet),
-    ModelCase("sdxl", sdxl, _call_sdxl),
-    ModelCase("ip_adapter", ip_adapter, _call_with_image),
-    ModelCase("ip_adapter_masks", ip_adapter, _call_with_masked_image),
-    ModelCase("gligen", gligen, call_gligen),
-    ModelCase("motion", motion, _call_motion, frames=2),
+    Family("ldm_sd1", ldm_sd1, call_ldm),
+    Family("ldm_sd2", ldm_sd2, call_ldm),
+    Family("ldm_latent_diffusion", ldm_latent_diffusion, call_ldm),
+    Family("ldm_wrapped", ldm_wrapped, call_ldm),
+    Family("sgm_double", sgm_double, call_ldm),
+    Family("comfy_double", comfy_double, call_ldm),
+    Family("comfy_double_with_patches", comfy_double_with_patches, call_ldm),
+    Family("sd15", sd15, call_unet),
+    Family("sd2", sd2, call_unet),
+    Family("sdxl", sdxl, _call_sdxl),
+    Family("ip_adapter", ip_adapter, _call_with_image),
+    Family("ip_adapter_masks", ip_adapter, _call_with_masked_image),
+    Family("gligen", gligen, call_gligen),
+    Family("motion", motion, _call_motion, frames=2),
 )
-BY_NAME = {case.name: case for case in CASES}

@@ -1,4 +1,4 @@
-"""A whole Stable Diffusion pipeline with random weights, small enough to write in a test and to load in a second."""
+"""Stable Diffusion pipelines with random weights, small enough to write in a test and to load in a second."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, StableDiffusionXLPipeline
-from safetensors.torch import save_file
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from tests import models
@@ -16,6 +16,7 @@ from tests import models
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 START, END = "<|startoftext|>", "<|endoftext|>"
 WIDTH = 32
+TIMES = [901, 801, 401, 301]  # both phases of a preset, and a match of each is kept for a step
 FEW_HEADS = {"attention_head_dim": 1}  # what the name means; four heads of 1,024 tokens take three times as long
 
 
@@ -27,6 +28,13 @@ def write_folder(folder: Path) -> Path:
     unet = models.unet(norm_num_groups=32)
     _assembled(vae, text, tokenizer, unet).save_pretrained(folder / "pipeline")
     return folder / "pipeline"
+
+
+def read_folder(folder: Path, kind: type = StableDiffusionPipeline) -> Any:
+    """The pipeline of such a folder."""
+    pipe = kind.from_pretrained(folder, local_files_only=True)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
 
 
 def stable_diffusion(folder: Path) -> StableDiffusionPipeline:
@@ -75,27 +83,18 @@ def _text_config(words: int) -> CLIPTextConfig:
     )  # fmt: skip
 
 
-def write_single_file(path: Path) -> Path:
-    """A checkpoint in the layout of SD1.5's single files, of the same sizes as the folder's pipeline.
+KINDS = {"sd15": stable_diffusion, "sdxl": stable_diffusion_xl}
 
-    The UNet and the autoencoder are the original classes, so that the names in the file are the original ones.
-    """
-    from ldm.modules.diffusionmodules.model import Decoder, Encoder
 
-    torch.manual_seed(1)
-    unet = models.ldm(attention_resolutions=[1])
-    sizes = {"ch": 32, "out_ch": 3, "ch_mult": (1, 2), "num_res_blocks": 1, "attn_resolutions": [], "in_channels": 3}
-    sizes |= {"resolution": 32, "z_channels": 4, "double_z": True}
-    parts = {
-        "model.diffusion_model": unet,
-        "first_stage_model.encoder": Encoder(**sizes),
-        "first_stage_model.decoder": Decoder(**sizes),
-        "first_stage_model.quant_conv": torch.nn.Conv2d(8, 8, 1),
-        "first_stage_model.post_quant_conv": torch.nn.Conv2d(4, 4, 1),
-    }
-    weights = {f"{part}.{name}": value for part, module in parts.items() for name, value in module.state_dict().items()}
-    text = CLIPTextModel(_text_config(len(LETTERS) * 2 + 2)).state_dict()
-    prefix = "cond_stage_model.transformer.text_model."
-    weights |= {prefix + name.removeprefix("text_model."): value for name, value in text.items()}
-    save_file({name: value.clone().contiguous() for name, value in weights.items()}, path)
-    return path
+def make(words: Path, kind: str = "sd15") -> Any:
+    """A pipeline, its weights always the same."""
+    pipe = KINDS[kind](words)
+    pipe.scheduler = diffusers.EulerDiscreteScheduler.from_config(pipe.scheduler.config)
+    return pipe
+
+
+def draw(pipe: Any, seed: int = 0, **more: Any) -> torch.Tensor:
+    """The finished latent, which is quicker to have than the picture."""
+    pipe.set_progress_bar_config(disable=True)
+    call = {"prompt": "a b", "timesteps": TIMES, "guidance_scale": 3.0, "output_type": "latent"}
+    return pipe(**{**call, **more}, generator=torch.Generator().manual_seed(seed)).images

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import diffusers
 import torch
 import torch.nn.functional as F
-from diffusers.models.embeddings import get_1d_rotary_pos_embed
 from torch import nn
 
 from tome_core.models.transformer import TIMES
@@ -122,14 +121,6 @@ def _ltx(**more: Any) -> Arguments:
     return _latent(1, FILM, 4, num_frames=3, height=16, width=16, **more)
 
 
-def _allegro_rotary(*sides: int) -> tuple:
-    """As its pipeline makes them."""
-    places = torch.cartesian_prod(*(torch.arange(side) for side in sides)).T.contiguous()[:, None]
-    turns = tuple(get_1d_rotary_pos_embed(8, torch.arange(side), use_real=True, repeat_interleave_real=False)
-                  for side in sides)  # fmt: skip
-    return turns, tuple(places)
-
-
 # --- models -----------------------------------------------------------------------------------------------------------
 
 _FLUX = Tiny("FluxTransformer2DModel", PACKED | {"num_single_layers": 2}, _flux, WORDS)
@@ -221,7 +212,8 @@ MODELS = {
     "Allegro": Tiny("AllegroTransformer3DModel", {
         "cross_attention_dim": 48, "sample_frames": 3, "attention_head_dim": 24,
     }, lambda: _latent(1, 4, 3, 32, 32, encoder_attention_mask=torch.ones(1, WORDS),
-                       image_rotary_emb=_allegro_rotary(3, 16, 16)), count=FILM),
+                       image_rotary_emb=([(torch.ones(16, 8), torch.zeros(16, 8))] * 3,
+                                         [torch.zeros(1, FILM, dtype=torch.long)] * 3)), count=FILM),
     "HunyuanDiT": Tiny("HunyuanDiT2DModel", {
         "hidden_size": 32, "cross_attention_dim_t5": 32, "text_len": WORDS, "text_len_t5": WORDS,
         "use_style_cond_and_image_meta_size": False,
@@ -263,11 +255,6 @@ def make(name: str) -> tuple[nn.Module, Arguments]:
     return model.eval(), arguments
 
 
-def build(name: str) -> nn.Module:
-    """The model alone."""
-    return make(name)[0]
-
-
 @cache
 def arguments_of(name: str) -> Arguments:
     """Those of a call. Do not write into them."""
@@ -281,14 +268,22 @@ def call(model: nn.Module, arguments: Arguments) -> torch.Tensor:
     return out if torch.is_tensor(out) else torch.stack(list(out))
 
 
-def call_at(name: str, model: nn.Module, timestep: float = 500) -> torch.Tensor:
-    """The same at a time of Stable Diffusion's schedule."""
-    return call(model, at(arguments_of(name), timestep / 500))
-
-
 def at(arguments: Arguments, share: float) -> Arguments:
     """The same call at this share of its time."""
     return {key: one * share if key in TIMES else one for key, one in arguments.items()}
+
+
+class Transformer(NamedTuple):
+    """A family of transformers, as a `tests.models.Family` is one of UNets."""
+
+    name: str
+
+    def build(self) -> nn.Module:
+        return make(self.name)[0]
+
+    def call(self, model: nn.Module, timestep: float = 500) -> torch.Tensor:
+        """What the model gives at a time of Stable Diffusion's schedule."""
+        return call(model, at(arguments_of(self.name), timestep / 500))
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:

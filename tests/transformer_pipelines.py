@@ -95,7 +95,6 @@ PIPELINES = {
                {**_both(prompt_embeds=WORDS, prompt_attention_mask=ALL_SEEN), **PICTURE, "num_frames": 17}),
     "PixArt sigma": Way("PixArtSigmaPipeline", "PixArt", PIXART,
                         lambda: {"scheduler": diffusers.DPMSolverMultistepScheduler()}),
-    "CogView 4": Way("CogView4Pipeline", "CogView 4", {**_both(prompt_embeds=WORDS), **PICTURE}),
     "Mochi": Way("MochiPipeline", "Mochi", {
         **_both(prompt_embeds=WORDS, prompt_attention_mask=ALL_SEEN.bool()), **PICTURE, "num_frames": 13,
     }, lambda: {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True)}),

@@ -11,7 +11,7 @@ from diffusers.models.attention_processor import AttnProcessor
 from torch import nn
 
 from tests import tiny_transformers
-from tests.models import CASES, ModelCase, call_ldm, call_unet, inputs, ldm_of_one_level, seeded, unet
+from tests.models import CASES, Family, call_ldm, call_unet, inputs, ldm_of_one_level, seeded, unet
 from tome_core.models import adapter_of, find_models
 from tome_core.models.sites import AttentionSite
 
@@ -23,7 +23,7 @@ def _by_hand() -> nn.Module:
     return model
 
 
-_OWN = ModelCase("ldm", ldm_of_one_level, call_ldm), ModelCase("sd15, by hand", _by_hand, call_unet)
+_OWN = Family("ldm", ldm_of_one_level, call_ldm), Family("sd15, by hand", _by_hand, call_unet)
 UNETS = {case.name: case for case in (*_OWN, *CASES)}
 QUICK = ("sd15", "ldm", "Qwen-Image", "Wan")
 SLOW = ("sdxl", "sd2", "sd15, by hand", "ldm_sd2", "sgm_double", "comfy_double", "gligen", "motion", "Flux",
@@ -45,7 +45,7 @@ class Beside:
 
     def __init__(self, name: str) -> None:
         self.name, self.is_by_hand = name, name in ("ldm", "ldm_sd2", "sd15, by hand")
-        self.whole = UNETS[name].build() if name in UNETS else tiny_transformers.build(name)
+        self.whole = UNETS[name].build() if name in UNETS else tiny_transformers.make(name)[0]
         (self.model,) = find_models(self.whole)
         adapter = adapter_of(self.model)
         levels = set(range(len(adapter.downsamples)))
@@ -65,7 +65,7 @@ class Beside:
         if self.name in UNETS:
             case, side = UNETS[self.name], _SIDES.get(self.name, 16)
             x, text = inputs(4, 2, side, side, frames=case.frames)
-            return case.call(self.whole, _smooth(x), time, text)
+            return case.forward(self.whole, _smooth(x), time, text)
         given = tiny_transformers.at(tiny_transformers.arguments_of(self.name), time / 500)
         name = "x" if "x" in given else "hidden_states"
         return tiny_transformers.call(self.whole, {**given, name: _smooth(given[name])})

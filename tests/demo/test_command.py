@@ -9,10 +9,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from diffusers import StableDiffusionPipeline
 from PIL import Image
 from safetensors.torch import save
 
@@ -20,7 +22,7 @@ import tome_core
 from demo import checkpoint, command, comparison, comparison_sheet, model, prompt, sampler
 from demo.page import Studio, Wanted
 from demo.source import Embedded
-from tests import tiny_pipeline, tiny_scenes
+from tests import tiny_scenes
 from tome_core.settings import presets
 
 ROOT = Path(__file__).parents[2]
@@ -109,15 +111,19 @@ def test_the_demo_starts_from_another_folder_that_has_a_demo_of_its_own(tmp_path
 
 
 @pytest.mark.slow
-def test_the_users_folder_and_file_are_compared_like_the_embedded_model(tmp_path, tiny_folder, capsys):
+def test_the_users_folder_and_file_are_compared_like_the_embedded_model(tmp_path, tiny_folder, capsys, monkeypatch):
     path = tmp_path / "mine.png"
     common = ["--steps", "2", "--report", "--output", str(path), "--device", "cpu", "--strength", ".3"]
     assert command.main(["--model", str(tiny_folder), "--prompt", "a cat", "--strength", "0", *common]) == 0
     text = capsys.readouterr().out
     assert "strength 0.3: Token merging" in text and str(path) in text
     assert re.search(r"strength 0  .* inf dB  1\.000 +100%\n", text), "strength 0 is off"
-    single = tiny_pipeline.write_single_file(tmp_path / "single.safetensors")
+    single = tmp_path / "single.safetensors"
+    single.write_bytes(save({FIRST: torch.zeros(1, 4, 1, 1)}))
+    loaded = Mock(return_value=StableDiffusionPipeline.from_pretrained(tiny_folder))
+    monkeypatch.setattr(StableDiffusionPipeline, "from_single_file", loaded)
     assert command.main(["--model", str(single), "--config", str(tiny_folder), *common]) == 0
+    loaded.assert_called_once_with(str(single), config=str(tiny_folder), local_files_only=True)
     assert "strength 0.3: Token merging" in capsys.readouterr().out
 
 

@@ -25,15 +25,15 @@ def words(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def build(words) -> Callable:
-    """Makes pipelines of diffusers: `tests.pipelines.make`, which is imported where it is wanted."""
-    from tests import pipelines
+    """Makes pipelines of diffusers: `tests.tiny_pipeline.make`, which is imported where it is wanted."""
+    from tests import tiny_pipeline
 
-    return partial(pipelines.make, words)
+    return partial(tiny_pipeline.make, words)
 
 
 @pytest.fixture
 def pipe(tiny_folder):
     """A small SD1.5 pipeline."""
-    from tests.samplings import pipeline_of
+    from tests.tiny_pipeline import read_folder
 
-    return pipeline_of(tiny_folder)
+    return read_folder(tiny_folder)

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 import install
-from tests.samplings import pipeline_of
+from tests.tiny_pipeline import read_folder
 
 ROOT = Path(__file__).parents[2]
 PAGES = {page.relative_to(ROOT).as_posix(): page.read_text("utf-8") for page in (
@@ -138,7 +138,7 @@ def python_of(page: str) -> list[str]:
 @pytest.mark.parametrize("page", [page for page in PAGES if python_of(page)])
 def test_the_python_of_a_page_runs_and_leaves_nothing_behind(page, tiny_folder):
     for code in python_of(page):
-        pipe = pipeline_of(tiny_folder)
+        pipe = read_folder(tiny_folder)
         pipe.scheduler.register_to_config(num_train_timesteps=1000)
         exec(code, {"pipe": pipe})
         assert not any("forward" in vars(module) or "_forward" in vars(module) for module in pipe.unet.modules()), code

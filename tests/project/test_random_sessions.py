@@ -21,7 +21,7 @@ from torch import nn
 
 import tome_core
 from tests import models
-from tests.models import CASES, ModelCase, inputs
+from tests.models import CASES, Family, inputs
 from tests.random_settings import DESCRIBED, WRONG, any_config
 from tests.thoroughness import THOROUGH
 from tests.traces import traces
@@ -32,8 +32,8 @@ pytestmark = pytest.mark.slow
 SEED = 1  # of all cases: another one gives others
 FAMILIES = (
     *CASES,
-    ModelCase("one head", models.small, models.call_unet),
-    ModelCase("four levels", models.four_levels, models.call_unet),
+    Family("one head", models.small, models.call_unet),
+    Family("four levels", models.four_levels, models.call_unet),
 )
 DTYPES = {torch.float32: 15, torch.bfloat16: 3, torch.float16: 2, torch.float64: 1}
 SIDES = (4, 6, 8, 8, 8, 8, 12, 12, 12, 16, 20)
@@ -118,7 +118,7 @@ def a_session(dice: random.Random) -> list[tuple[str, Any]]:
 class Stage:
     """A model on which the steps of a session are done. outcomes: of each call, a picture or what it raised."""
 
-    def __init__(self, case: ModelCase, model: nn.Module) -> None:
+    def __init__(self, case: Family, model: nn.Module) -> None:
         self.case, self.model = case, copy.deepcopy(model)
         self.handles: list[Any] = []
         self.scopes: list[AbstractContextManager] = []
@@ -188,19 +188,19 @@ class Stage:
     def _drawn(self, call: Call) -> torch.Tensor:
         """The picture; with gradients, the latent's gradient behind it."""
         dtype = next(self.model.parameters()).dtype
-        given = inputs(self.case.in_channels, call.batch, call.height, call.width, call.seed, self.case.frames)
+        given = inputs(4, call.batch, call.height, call.width, call.seed, self.case.frames)
         x, text = (tensor.to(dtype) for tensor in given)
         if call.mode == "grad":
-            out = self.case.call(self.model, x.requires_grad_(), call.timestep, text)
+            out = self.case.forward(self.model, x.requires_grad_(), call.timestep, text)
             (gradient,) = torch.autograd.grad(out.float().square().mean(), x)
             return torch.cat([out.detach(), gradient[:, : out.shape[1]].to(out.dtype)])
         around = torch.autocast("cpu", torch.bfloat16) if call.mode == "autocast" else nullcontext()
         with torch.inference_mode() if call.mode == "inference" else torch.no_grad(), around:
-            return self.case.call(self.model, x, call.timestep, text)
+            return self.case.forward(self.model, x, call.timestep, text)
 
 
 @functools.cache
-def built(case: ModelCase, dtype: torch.dtype) -> nn.Module:
+def built(case: Family, dtype: torch.dtype) -> nn.Module:
     """As it is built. It is copied, and never called."""
     model = case.build()
     takes_all = isinstance(model, diffusers.ModelMixin) and case.name != "gligen"  # some inputs are float32

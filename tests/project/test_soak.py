@@ -17,8 +17,8 @@ import tome_core
 from comfy_nodes.nodes import RemoveToMe, ToMePreview
 from tests import webui_doubles
 from tests.comfy_doubles import Guider, apply, least_checkpoint
-from tests.samplings import pipeline_of
 from tests.thoroughness import THOROUGH
+from tests.tiny_pipeline import read_folder
 from tests.traces import traces
 from tests.webui_doubles import Webui, custom
 
@@ -57,7 +57,7 @@ def soak(*generations: Callable[[], object]) -> None:
 
 
 def test_a_pipeline_keeps_nothing(tiny_folder):
-    pipe = pipeline_of(tiny_folder)
+    pipe = read_folder(tiny_folder)
 
     def picture(width: int = 32) -> None:
         pipe("a b", num_inference_steps=2, height=32, width=width, output_type="pt")

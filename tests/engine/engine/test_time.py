@@ -1,26 +1,85 @@
-"""The time of a call and the rules that hold then: from a host, else a pipeline's scheduler, else the argument."""
+"""The time of a call and the rules that hold then: from a host, else a pipeline's scheduler, else the argument;
+and the three scales of one noise schedule.
+"""
 
 from __future__ import annotations
 
 import math
+from unittest.mock import Mock
 
 import diffusers
-import numpy as np
 import pytest
 import torch
 
 import tome_core
 from tests import models, tiny_pipeline
-from tests.samplings import KEPT
+from tests.least_pipeline import Pipeline
+from tests.least_unet import KEPT
 from tests.threads import at_once
-from tome_core import MergeConfig, MergeRule
+from tome_core import MergeConfig, MergeRule, NoiseSchedule
 from tome_core.engine.time import FEW, WHOLE_FROM, Clock, ModelTime, boundary_in
-from tome_core.settings.schedule import SchedulerNoise
+from tome_core.settings.schedule import STABLE_DIFFUSION as SD
+from tome_core.settings.schedule import UNKNOWN, SchedulerNoise, Time
 
 LATE = MergeConfig(ratio=0.5, start_percent=0.5)
 BALANCED = models.on_small("balanced")
 LATENT = torch.zeros(1, 4, 8, 8)
-UNTIL = range(0, 1001, 25)
+SD_BETAS = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
+
+# --- schedules, and which rule holds when -----------------------------------------------------------------------------
+
+
+def test_the_schedule_is_that_of_diffusers_and_all_scales_agree():
+    scheduler = diffusers.EulerDiscreteScheduler(**SD_BETAS)
+    assert SD.betas == pytest.approx(scheduler.betas.tolist(), rel=1e-5)
+    sigmas = (1 / scheduler.alphas_cumprod - 1).sqrt().tolist()
+    for timestep in (0, 1, 250, 500, 998, 999):
+        assert SD.timestep_of_sigma(sigmas[timestep]) == pytest.approx(timestep, abs=0.01)
+        assert SD.timestep_of(SD.percent_of(timestep)) == pytest.approx(timestep)
+    assert SD.timestep_of_sigma(1e9) == SD.timestep_of(0.0) == 999 and SD.timestep_of_sigma(0.0) == 0
+    assert SD.timestep_of_beta(0.25 * SD.betas[400] + 0.75 * SD.betas[401]) == pytest.approx(400.75)
+
+
+def test_a_beta_threshold_of_a_fifth_is_always_on_for_stable_diffusion():
+    """The document that gives 0.2 says it is about 40 % of the steps; the betas end at 0.012."""
+    assert SD.window_of(MergeConfig(max_beta=0.2)) == (0.0, 1.0)
+    for last in range(1, 1000, 7):
+        start, end = SD.window_of(MergeConfig(max_beta=SD.betas[last]))
+        merging = [t for t in (0, last - 1, last, 999) if start <= SD.percent_of(t) <= end]
+        assert merging == [0, last - 1]
+    for never in (0.0, SD.betas[0]):
+        assert SD.window_of(MergeConfig(max_beta=never))[0] > 1, "at no percent there is"
+
+
+@pytest.mark.parametrize("settings, inside, outside", [
+    ({"end_percent": 0.5}, Time(percent=0.5), [Time(percent=0.51)]),
+    ({"start_percent": 0.2}, Time(percent=0.2), [Time(percent=0.19)]),
+    ({"min_timestep": 300}, Time(timestep=300), [Time(timestep=299)]),
+    ({"min_timestep": 300, "end_percent": 0.5}, Time(300, 0.5), [Time(300, 0.51), Time(299, 0.5)]),
+])  # fmt: skip
+def test_limits_hold_up_to_their_ends_and_not_where_the_time_is_unknown(settings, inside, outside):
+    clock = Clock(MergeConfig(**settings), [1])
+    assert clock.limited and clock.at(inside).live
+    assert not any(clock.at(time).live for time in (*outside, UNKNOWN))
+
+
+def test_percents_are_of_the_models_own_schedule_and_timesteps_stable_diffusions():
+    """Noise of which Stable Diffusion has none counts as its last step, and is a part of the other's schedule."""
+    noisier = NoiseSchedule(tuple(min(0.999, 3 * beta) for beta in SD.betas))
+    clock = Clock(MergeConfig(start_percent=0.1), [1], noisier)
+    merging = [percent for percent in (0.05, 0.099, 0.1, 0.15) if clock.at(clock.moment(None, percent)).live]
+    assert merging == [0.1, 0.15] and clock.moment(None, 0.1).timestep == clock.moment(None, 0.05).timestep == 999
+
+
+def test_the_first_rule_that_fits_wins_for_each_part_and_one_of_ratio_zero_keeps_its_times_unmerged():
+    off, hard, gentle = MergeRule(ratio=0.0, min_timestep=800), MergeRule(min_timestep=500), MergeRule(ratio=0.25)
+    mlp = MergeRule(merge_attn=False, merge_mlp=True, min_timestep=700)
+    clock = Clock(MergeConfig(rules=(mlp, off, hard, gentle)), (1, 2))
+    for timestep, *expected in ((900, None, mlp), (800, None, mlp), (799, hard, mlp), (500, hard, None),
+                                (400, gentle, None)):  # fmt: skip
+        rules = clock.at(Time(timestep=timestep)).rules[0]
+        assert [rules.attn, rules.mlp, rules.crossattn] == [*expected, None]
+
 
 # --- where the early phase of a pass ends -----------------------------------------------------------------------------
 
@@ -35,27 +94,19 @@ def late_in(timesteps, until):
     return sum(timestep < (until if boundary is None else boundary) for timestep in timesteps)
 
 
-def test_the_late_share_of_a_pass_is_a_whole_pictures_to_the_nearest_step():
-    for begins in (WHOLE_FROM - 1, 500.0, 50.0):
-        for count in (1, 2, 3, 5, 10, 20, 33):
-            steps = [begins * (1 - step / count) for step in range(count)]
-            for until in UNTIL:
-                assert boundary_in(steps, until) is not None
-                assert abs(late_in(steps, until) - count * until / 1000) <= 0.5, (until, count)
-                assert late_in(steps[::-1], until) == late_in(steps, until)
+@pytest.mark.parametrize("begins", [999.0, WHOLE_FROM - 1, 500.0, 50.0])
+def test_a_pass_has_its_share_of_late_steps_and_a_whole_picture_goes_by_time_unless_it_has_few(begins):
+    """The share is a whole picture's, to the nearest step."""
+    for count in (1, 2, 3, 5, FEW, FEW + 1, 20):
+        steps = [begins * (1 - step / count) for step in range(count)]
+        for until in range(0, 1001, 25):
+            expected = math.floor(count * until / 1000 + 0.5)
+            if begins >= WHOLE_FROM:
+                by_time = sum(timestep < until for timestep in steps)
+                expected = by_time if count > FEW else max(by_time, min(expected, count - 1))
+            assert late_in(steps, until) == late_in(steps[::-1], until) == expected, (count, until)
     assert late_in(KARRAS, 375) == 4, "however they are spread"
-
-
-def test_a_whole_picture_of_few_steps_has_at_least_its_share_of_late_ones_and_another_goes_by_time():
-    for count in range(1, FEW + 1):
-        steps = [999.0 - 1000 / count * step for step in range(count)]
-        for until in UNTIL:
-            by_time = sum(timestep < until for timestep in steps)
-            share = min(math.floor(count * until / 1000 + 0.5), count - 1)
-            assert late_in(steps, until) == max(by_time, share), (count, until)
-    longer = [999.0 - 1000 / (FEW + 1) * step for step in range(FEW + 1)]
-    for timesteps, until in ((longer, 500), ([999, *KARRAS[3:]], 375), (WHOLE, 375), ([], 375), ([WHOLE_FROM], 375)):
-        assert boundary_in(timesteps, until) is None
+    assert boundary_in([], 375) is boundary_in([999, *KARRAS[3:]], 375) is None
 
 
 def test_a_passes_boundary_moves_the_early_phase_and_no_other_limit_in_time():
@@ -89,7 +140,8 @@ def test_a_host_says_which_steps_a_sampling_has_and_the_next_has_its_own(time):
 
 def test_a_schedulers_steps_are_found_and_steps_that_are_told_outweigh_them():
     """Half of a picture is drawn here, and the other half was elsewhere."""
-    pipe = Pipeline(diffusers.DDIMScheduler(**SD_BETAS), steps=20)
+    pipe = Pipeline(diffusers.DDIMScheduler(**SD_BETAS))
+    pipe.scheduler.set_timesteps(20)
     steps = pipe.scheduler.timesteps
     time = tome_core.patch(pipe, BALANCED).time
     by_time = [timestep >= 375 for timestep in steps[10:]]
@@ -98,22 +150,14 @@ def test_a_schedulers_steps_are_found_and_steps_that_are_told_outweigh_them():
             assert early_in(time, steps[10:]) == expected, facts
 
 
-def test_pipelines_of_diffusers_find_the_steps_of_a_pass_that_begins_late(words):
-    """Of Heun's 19 calls, which are two a step but for the last, and of a refiner, which draws the late half of a
-    whole picture, more of whose steps are late.
-    """
-    pipe, xl = tiny_pipeline.stable_diffusion(words), tiny_pipeline.stable_diffusion_xl(words)
-    pipe.scheduler = diffusers.HeunDiscreteScheduler.from_config(pipe.scheduler.config)
-    image, latent = torch.zeros(1, 3, 64, 64), torch.zeros(1, 4, 64, 64)
-    of_xl = {"num_inference_steps": 10, "denoising_start": 0.5, "original_size": (128, 128), "target_size": (128, 128)}
-    for own, call, share in (
-        (diffusers.StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False),
-         {"image": image, "num_inference_steps": 20, "strength": 0.5}, 6 / 19),
-        (diffusers.StableDiffusionXLImg2ImgPipeline(**xl.components), {"image": latent, **of_xl}, 0.6),
-    ):  # fmt: skip
-        own.set_progress_bar_config(disable=True)
-        with tome_core.patch(own, BALANCED) as handle:
-            own("a b", output_type="latent", **call)
+def test_a_refiner_which_draws_the_late_half_of_a_picture_has_the_steps_of_a_whole_one(words):
+    refiner = diffusers.StableDiffusionXLImg2ImgPipeline(**tiny_pipeline.stable_diffusion_xl(words).components)
+    refiner.set_progress_bar_config(disable=True)
+    sizes = {"original_size": (128, 128), "target_size": (128, 128)}
+    for begins, share in (({"denoising_start": 0.5}, 0.6), ({"strength": 0.5}, 0.4)):
+        with tome_core.patch(refiner, BALANCED) as handle:
+            call = {"image": torch.zeros(1, 4, 64, 64), "num_inference_steps": 10, "output_type": "latent"}
+            refiner("a b", **call, **sizes, **begins)
         kinds = handle.report().levels[0].merged.items()
         (_, early), (_, late) = sorted((keys, calls) for (*_, keys), calls in kinds)  # late ones keep more keys
         assert late / (early + late) == pytest.approx(share)
@@ -169,21 +213,6 @@ def test_pictures_of_two_threads_keep_apart():
 # --- schedulers -------------------------------------------------------------------------------------------------------
 
 
-class Pipeline:
-    """The least that has a scheduler."""
-
-    def __init__(self, scheduler, steps=8):
-        self.scheduler, self.unet = scheduler, models.small()
-        scheduler.set_timesteps(steps)
-
-
-def stable_diffusions_timestep(sigma: float) -> float:
-    """Where Stable Diffusion's own schedule has noise of this deviation, relative to data of unit variance."""
-    betas = np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2
-    kept = np.cumprod(1 - betas)
-    return float(np.interp(np.log(sigma), np.log(((1 - kept) / kept) ** 0.5), np.arange(1000)))
-
-
 def own_sigmas(scheduler) -> list[float]:
     """Of each step, as the scheduler itself goes on with it."""
     if isinstance(scheduler, diffusers.IPNDMScheduler):
@@ -195,7 +224,6 @@ def own_sigmas(scheduler) -> list[float]:
     return ((1 - kept) / kept).sqrt().tolist()
 
 
-SD_BETAS = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
 LIMITS = {"timestep": {"min_timestep": 500}, "percent": {"end_percent": 0.5}}
 OF_OTHER_TIMES = [  # no timestep is one of Stable Diffusion's
     ("EulerDiscrete", {"timestep_type": "continuous", "prediction_type": "v_prediction", **SD_BETAS}), ("IPNDM", {}),
@@ -218,8 +246,9 @@ def test_a_rule_means_the_same_noise_with_every_scheduler(name, changes, limit):
     Pipelines hand over an element of the scheduler's timesteps, or a copy, which lies elsewhere.
     """
     pipe = Pipeline(getattr(diffusers, f"{name}Scheduler")(**changes))
+    pipe.scheduler.set_timesteps(8)
     before = sorted(vars(pipe.scheduler))
-    expected = [stable_diffusions_timestep(sigma) for sigma in own_sigmas(pipe.scheduler)]
+    expected = [SD.timestep_of_sigma(sigma) for sigma in own_sigmas(pipe.scheduler)]
     assert 0 < sum(time >= 500 for time in expected) < len(expected)
     with tome_core.patch(pipe, side="kv", ratio=0.5, keep=100.0, **limit) as handle:
         for hand_over in (lambda timestep: timestep, torch.clone):
@@ -240,3 +269,19 @@ def test_a_pipelines_rule_in_percent_merges_in_exactly_its_steps_whatever_schedu
             late = sum(1 - float(timestep) / 999 >= 0.5 for timestep in steps)
             assert 0 < late < handle.report().calls == len(steps) and level.calls_merged == late * level.blocks
             assert level.reasons == {"attn: outside the rules' time range": (len(steps) - late) * level.blocks}
+
+
+def test_a_schedule_is_read_once_whatever_the_order_of_its_steps_and_again_once_it_is_written_into(monkeypatch):
+    known, steps, other = SchedulerNoise(torch.nn.Module()), torch.arange(900, 100, -100), torch.arange(900, 0, -90)
+    known.steps_of = Mock(side_effect=lambda values: [2 * value for value in values])
+    meanings = known.look(steps[0])
+    assert meanings == [2 * value for value in steps.tolist()] and known.look(other[9]) == [180]
+    with monkeypatch.context() as context:
+        for name in ("__float__", "tolist", "item"):
+            context.setattr(torch.Tensor, name, lambda self: pytest.fail("a value was read, which waits for a device"))
+        for number in (3, 1, 7, 0):
+            assert known.look(steps[number]) == known.look(steps[number][None].expand(2)) == meanings[number:]
+    steps.sub_(50)
+    assert known.look(steps[7]) == [300] and known.steps_of.call_count == 3
+    with torch.inference_mode():
+        assert known.look(torch.tensor([9.0, 8.0])[1]) == [16.0]

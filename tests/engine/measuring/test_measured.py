@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 import tome_core
 from tests import tiny_transformers
-from tests.models import BY_NAME, call_case, sd15, small
+from tests.families import MODELS
+from tests.models import sd15, small
 from tests.traces import traces
 from tome_core import MergeConfig, gains
 from tome_core.engine import state
@@ -39,7 +40,7 @@ def clock(monkeypatch):
 
 
 def picture(model, side=TABLE_MERGES):
-    return call_case(BY_NAME["sd15"], model, height=side, width=side)
+    return MODELS["sd15"].call(model, height=side, width=side)
 
 
 def measured(handle, side=TABLE_MERGES, **more):
@@ -177,7 +178,7 @@ def test_a_transformer_is_not_measured_and_says_so():
     ("ldm_sd1", False), ("sgm_double", False), ("sdxl", False), ("ip_adapter", True), ("motion", True),
 ])  # fmt: skip
 def test_a_family_is_measured_or_says_what_it_wants(name, takes_more):
-    handle = tome_core.patch(BY_NAME[name].build(), MergeConfig(ratio=0.5))
+    handle = tome_core.patch(MODELS[name].build(), MergeConfig(ratio=0.5))
     if takes_more:
         with pytest.raises(ValueError, match="call="):
             handle.measure(128, 128, rounds=1)

@@ -9,8 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tome_core
-from tests.families import some_models
-from tests.models import BY_NAME
+from tests.families import MODELS, some_models
 from tests.operators import OperatorRecorder, lacking
 from tests.sd_block import SpatialTransformer, UNet
 from tome_core import MergeConfig
@@ -81,7 +80,7 @@ def test_in_a_whole_model_merging_adds_only_operators_that_those_devices_have(on
 
 
 def test_patching_an_ldm_model_reads_its_noise_schedule_without_float64():
-    model = BY_NAME["ldm_wrapped"].build()
+    model = MODELS["ldm_wrapped"].build()
     model.betas = torch.tensor(STABLE_DIFFUSION.betas)
     with OperatorRecorder() as used:
         tome_core.patch(model, MergeConfig(max_beta=0.5)).remove()

@@ -27,8 +27,8 @@ from tests.compiling import (
     where_compilers_were_tried,
     whole,
 )  # fmt: skip
-from tests.families import Family
 from tests.least_unet import KEPT, WAYS, build, call, draw, same
+from tests.models import Family
 from tests.thoroughness import some_quick
 from tests.threads import at_once
 from tests.tiny_transformers import STRONG, distance

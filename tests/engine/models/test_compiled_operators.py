@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 import tome_core
-from tests import tiny_transformers
 from tests.compiling import TINY, where_compilers_were_tried
-from tests.tiny_transformers import STRONG
+from tests.tiny_transformers import STRONG, Transformer
 from tests.traces import wraps_of
 from tome_core.models import compiled
 from tome_core.models.sites import AttentionSite
@@ -22,25 +21,20 @@ from tome_core.models.sites import AttentionSite
 pytestmark = where_compilers_were_tried
 
 
-def test_of_a_fraction_a_graph_takes_any():
-    assert compiled.pack([0.5, 2]) == ("ti", [torch.tensor(0.5)], [2])
-
-
 @torch.no_grad()
 def check(name: str, *arguments: Any) -> None:
     torch.library.opcheck(compiled.OPERATORS[name], arguments, test_utils=("test_schema", "test_faketensor"))
 
 
-@pytest.mark.parametrize("build", [TINY.build, lambda: tiny_transformers.build("Wan")], ids=["UNet", "transformer"])
-def test_operators_give_what_a_compiler_was_told(build: Any):
+@pytest.mark.parametrize("one", [TINY, Transformer("Wan")], ids=lambda one: one.name)
+def test_operators_give_what_a_compiler_was_told(one: Any):
     """An attention's output lies as it was said, and is nobody else's memory, which a compiler may write over."""
-    model = build()
-    wraps = wraps_of(tome_core.patch(model, **STRONG))
+    wraps = wraps_of(tome_core.patch(one.build(), **STRONG))
     number = next(wrap.number for wrap in wraps if isinstance(wrap, AttentionSite))
     for by_head in (False, True):
         q, k, v = (torch.randn(1, 2, 24, 16) if by_head else torch.randn(1, 24, 2, 16) for _ in range(3))
         check("attend", number, number, q, k, v, None, by_head, None, False, "")
-    if build is TINY.build:
+    if one is TINY:
         check("begin", wraps[0].number, "tt", [torch.randn(1, 16, 8, 8), torch.tensor(5)], [])
 
 

@@ -12,13 +12,11 @@ from diffusers.models.attention_processor import AttnProcessor, XFormersAttnProc
 from torch import nn
 
 import tome_core
-from tests import tiny_transformers
 from tests.compiling import LEAST, TINY, by_blocks, where_compilers_were_tried, whole
 from tests.conformance import with_xformers
 from tests.thoroughness import some_quick
 from tests.tiny_transformers import STRONG
 from tome_core.models import compiled as operators
-from tome_core.models import transformer
 
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), where_compilers_were_tried]
 
@@ -51,16 +49,6 @@ def test_a_call_that_cannot_merge_under_a_compiler_is_left_alone_and_the_report_
     torch._dynamo.reset()
     monkeypatch.setattr(operators, "_TRIED", False)
     assert "merging was not tested with this torch's compiler" in report_of(lambda: TINY.call(compiled))
-
-
-def test_arguments_that_no_graph_can_be_given_are_left_alone_and_named(monkeypatch):
-    model, arguments = tiny_transformers.make("Flux")
-    plain, compiled = tiny_transformers.call(model, arguments), torch.compile(model, backend="eager")
-    monkeypatch.setattr(transformer, "_READERS", {("img_ids", "joint_attention_kwargs"): None})
-    handle = tome_core.patch(compiled, **STRONG)
-    given = arguments | {"joint_attention_kwargs": {}}
-    assert torch.equal(tiny_transformers.call(compiled, given), plain)
-    assert "a compiled model does not support these arguments" in str(handle.report())
 
 
 def test_an_exported_model_asks_nobody():

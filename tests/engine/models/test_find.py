@@ -8,12 +8,11 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from diffusers.models.unets import StableCascadeUNet
 from torch import nn
 
 import tome_core
 from tests.families import MODELS
-from tests.models import ldm_sd1, on_small, sd15, small
+from tests.models import on_small, sd15, small
 from tests.traces import traces
 from tome_core import UnsupportedModelError
 
@@ -64,22 +63,14 @@ def transformer_of(model: nn.Module) -> nn.Module:
     return next(one for one in model.modules() if hasattr(one, "transformer_blocks"))
 
 
-def cascade() -> diffusers.StableCascadeDecoderPipeline:
-    sizes = {"block_out_channels": (8, 8), "num_attention_heads": (1, 1), "clip_text_pooled_in_channels": 8}
-    counts = dict.fromkeys(("down_num_layers_per_block", "up_num_layers_per_block"), (1, 1))
-    decoder = StableCascadeUNet(in_channels=4, out_channels=4, conditioning_dim=8, **sizes, **counts)
-    return diffusers.StableCascadeDecoderPipeline(decoder, None, None, None, None)
-
-
 PART = "if it is part of a UNet, patch that"
 REFUSED = {
     "a transformer": (lambda: transformer_of(small()), PART),
-    "an LDM transformer": (lambda: transformer_of(ldm_sd1()), PART),
     "a stage": (lambda: small().down_blocks[0], PART),
     "two UNets": (lambda: nn.ModuleList([small(), sd15()]), PART),
     "a transformer in a pipeline": (lambda: pipeline(transformer=transformer_of(small())), PART),
-    "another network": (lambda: cascade().decoder, "StableCascadeUNet is not known: "),
-    "a pipeline of others": (cascade, "StableCascadeDecoderPipeline has neither a UNet nor a transformer, but "),
+    "another network": (diffusers.AutoencoderKL, "AutoencoderKL is not known: "),
+    "a pipeline of others": (lambda: pipeline(prior=nn.Identity()), "neither a UNet nor a transformer, but Identity"),
     "an empty pipeline": (lambda: pipeline(scheduler=object()), "no module at all"),
 }
 

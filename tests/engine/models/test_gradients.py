@@ -28,7 +28,7 @@ A, B = (16, 16, 10), (24, 16, 900)
 CALLS = [A, B, (32, 16, 10), (16, 32, 10), (16, 16, 900), A]
 Gradients = dict[str, torch.Tensor]
 
-BUILD = {"diffusers": sd15, "Flux": partial(tiny_transformers.build, "Flux"), "ldm": ldm_sd1, "sgm": sgm_double}
+BUILD = {"diffusers": sd15, "Flux": tiny_transformers.Transformer("Flux").build, "ldm": ldm_sd1, "sgm": sgm_double}
 DRAWN, TOMESDS, KEYS, IN_TIME = (
     MergeConfig(merge_mlp=True, max_downsample=2),
     MergeConfig(merge_crossattn=True, merge_mlp=True, max_downsample=2, proportional=False),

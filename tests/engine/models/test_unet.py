@@ -16,7 +16,8 @@ from torch import nn
 
 import tome_core
 from tests import models
-from tests.models import BY_NAME, ModelCase, call_case, call_ldm, call_unet, four_levels, ldm, sdxl, seeded, small
+from tests.families import MODELS
+from tests.models import Family, call_ldm, call_unet, four_levels, ldm, sdxl, seeded, small
 from tests.sd_block import make_block, make_inputs
 from tests.thoroughness import some_quick
 from tome_core import MergeConfig
@@ -25,21 +26,21 @@ from tome_core.models.unet_blocks import find_blocks, find_unet
 TOMESDS, OURS = MergeConfig(proportional=False), MergeConfig()
 EVERYTHING = MergeConfig(merge_crossattn=True, merge_mlp=True, proportional=False)
 INPUTS = make_inputs(8, 2, "cpu", torch.float32)
-SD15 = BY_NAME["sd15"]
+SD15 = MODELS["sd15"]
 
 
 @pytest.mark.parametrize("name", some_quick(["sd15", "ldm_wrapped", "sd2"], 2))
 @pytest.mark.parametrize("more", [{}, {"merge_crossattn": True, "merge_mlp": True}, {"sx": 4, "sy": 4}], ids=str)
 def test_a_whole_unet_gives_tomesds_picture(name: str, more: dict):
     """With fixed destinations; random ones are drawn otherwise."""
-    case = BY_NAME[name]
-    vanilla = call_case(case, case.build(), height=24)
+    case = MODELS[name]
+    vanilla = case.call(case.build(), height=24)
     for ratio in (0.5, 0.75):
         ours, theirs = case.build(), case.build()
         settings = {"ratio": ratio, "max_downsample": 1, "use_rand": False, **more}
         tomesd.apply_patch(theirs, **settings)
         tome_core.apply_patch(ours, **settings)
-        picture, expected = (call_case(case, model, height=24) for model in (ours, theirs))
+        picture, expected = (case.call(model, height=24) for model in (ours, theirs))
         scale = expected.abs().max()
         assert (picture - expected).abs().max() <= 1e-4 * scale
         assert (picture - vanilla).abs().max() > 1e-2 * scale
@@ -59,12 +60,12 @@ HALVED = [(8, 16), (8, 72), (16, 24)]  # at others an LDM UNet's skip connection
 @pytest.mark.parametrize("cell", some_quick([2, 8]))
 def test_latents_of_every_size_merge_at_every_level(build, call, sizes, cell: int):
     """tomesd works a grid out from the number of tokens, and fails at 104 of 16,384 sizes at /8."""
-    case, model = ModelCase("", build, call), build()
+    case, model = Family("", build, call), build()
     for height, width in sizes:
         tome_core.remove_patch(model)
-        vanilla = call_case(case, model, 1, height, width)
+        vanilla = case.call(model, 1, height, width)
         tome_core.apply_patch(model, max_downsample=8, sx=cell, sy=cell, merge_mlp=True)
-        merged = call_case(case, model, 1, height, width)
+        merged = case.call(model, 1, height, width)
         assert merged.shape == vanilla.shape and merged.isfinite().all()
         assert torch.equal(merged, vanilla) == (height * width == 1)
         for level in tome_core.report(model).levels:
@@ -78,14 +79,14 @@ def test_latents_of_every_size_merge_at_every_level(build, call, sizes, cell: in
 
 def test_sdxl_merges_by_default_and_says_where_it_cannot(caplog):
     model = sdxl()
-    vanilla = call_case(BY_NAME["sdxl"], model)
+    vanilla = MODELS["sdxl"].call(model)
     with caplog.at_level(logging.WARNING):
         tome_core.apply_patch(model)
     assert not caplog.records
-    call_case(BY_NAME["sdxl"], model)
+    MODELS["sdxl"].call(model)
     assert "latent /2: 64 tokens -> 32, 75% left out" in str(tome_core.report(model))
     with caplog.at_level(logging.WARNING), tome_core.patch(model, MergeConfig(max_downsample=1)) as handle:
-        assert torch.equal(call_case(BY_NAME["sdxl"], model), vanilla)
+        assert torch.equal(MODELS["sdxl"].call(model), vanilla)
     assert len(caplog.records) == 1 and "nothing will merge" in caplog.text and "/2, /4" in caplog.text
     assert "nothing merged: no rule reaches" in str(handle.report()) and not handle.report().levels[0].covered
 
@@ -97,7 +98,7 @@ def test_a_transformer_that_is_given_a_smaller_picture_than_the_latent_merges_th
         transformer.register_forward_pre_hook(lambda _, args: (F.avg_pool2d(args[0], 2), *args[1:]))
         transformer.register_forward_hook(lambda _, args, out: (F.interpolate(out[0], scale_factor=2.0),))
     with tome_core.patch(model, MergeConfig(side="kv", use_rand=False)) as handle:
-        call_case(SD15, model)
+        SD15.call(model)
     assert handle.report().merged_anything and not handle.report().reasons
 
 
@@ -114,13 +115,13 @@ def reasons(handle: Any) -> dict[str, int]:
 
 def test_embeddings_of_a_block_are_given_as_without_merging(monkeypatch):
     """Each token merges with itself alone, so any difference is a fault. tomesd leaves embeddings out."""
-    model, plain = small(), call_case(SD15, small())
+    model, plain = small(), SD15.call(small())
     for block in blocks_of(model):
         block.pos_embed = SinusoidalPositionalEmbedding(block.dim, 256)
-    embedded = call_case(SD15, model)
+    embedded = SD15.call(model)
     models.merge_with_self(monkeypatch)
     with tome_core.patch(model, EVERYTHING) as handle:
-        assert torch.equal(call_case(SD15, model), embedded) and not torch.equal(embedded, plain)
+        assert torch.equal(SD15.call(model), embedded) and not torch.equal(embedded, plain)
     assert handle.report().merged_anything and not handle.report().reasons
 
 
@@ -132,7 +133,7 @@ def test_chunked_feed_forward_stays_chunked(merge_mlp: bool):
     block.set_chunk_feed_forward(16, 1)
     block.ff.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
     with tome_core.patch(model, merge_mlp=merge_mlp) as handle:
-        call_case(SD15, model)
+        SD15.call(model)
     assert lengths == [16] * 16
     assert ("mlp: the tokens are not the picture's grid" in reasons(handle)) == merge_mlp
 
@@ -141,11 +142,11 @@ def test_an_adapters_mask_is_the_reason_to_leave_the_attention_to_the_prompt_alo
     """A mask is laid over a grid, which merged tokens are not; without one they read the image as they read words."""
     why = "crossattn: an adapter's mask needs every token"
     for name, is_left in (("ip_adapter", False), ("ip_adapter_masks", True)):
-        case, model = BY_NAME[name], models.ip_adapter()
+        case, model = MODELS[name], models.ip_adapter()
         with tome_core.patch(model, OURS):
-            expected = call_case(case, model)
+            expected = case.call(model)
         with tome_core.patch(model, MergeConfig(merge_crossattn=True)) as handle:
-            assert torch.equal(call_case(case, model), expected) == is_left == (why in reasons(handle))
+            assert torch.equal(case.call(model), expected) == is_left == (why in reasons(handle))
 
 
 class Changed(nn.Module):
@@ -177,14 +178,3 @@ def test_a_call_that_does_not_fit_is_left_alone_and_named(told, why):
         assert torch.equal(model(*INPUTS), expected) == bool(why)
         assert reasons(handle) == ({f"attn: {why}": 1} if why else {})
     assert attention.keys == ("theirs" if "keys" in told else None)
-
-
-@pytest.mark.parametrize("config", [TOMESDS, OURS], ids=["tomesd's way", "ours"])
-def test_a_block_called_by_itself_is_left_alone_without_a_word(config):
-    """A block's own call is none of the UNet's, and nobody knows whose it is."""
-    model, given = make_block(), (INPUTS[0].flatten(2).transpose(1, 2), INPUTS[2])
-    (block,) = blocks_of(model)
-    expected = block(*given)
-    with tome_core.patch(model, config) as handle:
-        assert torch.equal(block(*given), expected)
-        assert reasons(handle) == {} and handle.report().calls == 0

@@ -5,7 +5,6 @@ What stands beside them otherwise is held to its laws in `tests.beside`.
 from __future__ import annotations
 
 import pickle
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,19 +13,19 @@ from torch import nn
 
 import tome_core
 from tests import least_unet
-from tests.families import Family, some_models
-from tests.models import ModelCase, call_case, call_ldm, ldm_of_one_level
+from tests.families import some_models
+from tests.models import Family, call_ldm, ldm_of_one_level
 from tests.thoroughness import some_quick
 from tome_core import MergeConfig
-from tome_core.models import adapter_of, find_models, wrap
-from tome_core.models.unet import BlockSite
+from tome_core.models import find_models, wrap
+from tome_core.models.wrap import wraps_on
 
 # checkpointed `_forward`, and plain forwards of UNets and transformers
 models = some_models("sgm_double", "sd15", "Flux")
 QUARTER, HALF, KEYS = MergeConfig(ratio=0.25), MergeConfig(ratio=0.5), MergeConfig(side="kv", use_rand=False)
 # an attention that computes by hand can be merged only if its own code is what runs
-BY_HAND = Family("by hand", ldm_of_one_level, partial(call_case, ModelCase("", ldm_of_one_level, call_ldm)))
-BY_FUNCTION = Family("by a function", least_unet.build, least_unet.call)
+BY_HAND = Family("by hand", ldm_of_one_level, call_ldm)
+BY_FUNCTION = least_unet.Least("by a function", depth=2)
 
 
 class Foreign:
@@ -41,30 +40,20 @@ class Foreign:
         return self.saved(*args, **kwargs)
 
 
-def sites_of(model: Any) -> list[tuple[nn.Module, str]]:
-    """All that a patch may wrap, and so what others may wrap as well: module and name of the method."""
+def methods_of(model: Any) -> list[tuple[nn.Module, str, Any]]:
+    """What the patch has wrapped, and so what others may wrap as well: module, name of the method, and the method."""
     (network,) = find_models(model)
-    adapter = adapter_of(network)
-    levels = set(range(len(adapter.downsamples)))
-
-    def site(kind: type, module: nn.Module, *_: Any) -> tuple[nn.Module, str]:
-        return module, "_forward" if kind is BlockSite and hasattr(module, "_forward") else "forward"
-
-    return list(adapter.wraps(network, levels, levels, site))
+    return [(wrap.target, wrap.name, getattr(wrap.target, wrap.name)) for wrap in wraps_on(network).wraps]
 
 
-def methods_of(model: Any) -> list[Any]:
-    return [getattr(module, name) for module, name in sites_of(model)]
-
-
-def put_back(model: Any, methods: list[Any]) -> None:
-    """Onto the instances, as accelerate and ControlNet do even with a method of the class."""
-    for (module, name), method in zip(sites_of(model), methods, strict=True):
+def put_back(methods: list[tuple[nn.Module, str, Any]]) -> None:
+    """As accelerate and ControlNet do: onto the instances, even if it is a method of the class."""
+    for module, name, method in methods:
         setattr(module, name, method)
 
 
 def wrap_everything(model: Any) -> list[Foreign]:
-    return [Foreign(*site) for site in sites_of(model)]
+    return [Foreign(module, name) for module, name, _ in methods_of(model)]
 
 
 @models
@@ -75,7 +64,7 @@ def test_a_wrap_that_comes_and_goes_at_every_picture_builds_no_chain(one: Family
         merged, saved = one.call(model), methods_of(model)
         wrap_everything(model)
         tome_core.remove_patch(model)
-        put_back(model, saved)
+        put_back(saved)
     tome_core.apply_patch(model)
     assert torch.equal(one.call(model), merged)
     depth, forward = 0, vars(find_models(model)[0])["forward"]
@@ -93,7 +82,7 @@ def test_an_old_wrap_put_back_over_a_new_patch_is_harmless(one: Family):
         saved = methods_of(model)
     second = tome_core.patch(model, HALF)
     merged = one.call(model)
-    put_back(model, saved)
+    put_back(saved)
     assert torch.equal(one.call(model), merged)  # a model's wraps are the same ones for every patch
     second.install()
     assert torch.equal(one.call(model), merged)

@@ -6,7 +6,6 @@ and a full memory are raised at every kind of wrap, which the handle is asked fo
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -17,9 +16,9 @@ import torch
 from torch import nn
 
 import tome_core
-from tests.families import MODELS, Family
+from tests.families import MODELS
 from tests.least_pipeline import Pipeline, picture
-from tests.models import on_small
+from tests.models import Family, on_small
 from tests.thoroughness import THOROUGH, some_quick
 from tests.threads import at_once
 from tests.traces import is_idle, traces, wraps_of
@@ -132,13 +131,8 @@ def test_two_models_in_two_threads_give_their_own_pictures():
             return [picture(pipe) for _ in range(ROUNDS)]
 
     works = [partial(pictures, config) for config in CONFIGS]
-    alone, before = [work()[0] for work in works], sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        together = at_once(*works)
-    finally:
-        sys.setswitchinterval(before)
-    for expected, found in zip(alone, together, strict=True):
+    alone = [work()[0] for work in works]
+    for expected, found in zip(alone, at_once(*works, interval=1e-5), strict=True):
         assert all(torch.equal(one, expected) for one in found)
 
 

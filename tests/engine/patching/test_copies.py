@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import tome_core
-from tests import pipelines, transformer_pipelines
-from tests.families import Family, every_model
-from tests.models import sd15
+from tests import tiny_pipeline, transformer_pipelines
+from tests.families import every_model
+from tests.models import Family, sd15
 from tests.thoroughness import some_quick
 from tests.tiny_transformers import STRONG, distance
 from tests.traces import attributes, traces
@@ -66,13 +66,13 @@ def test_a_handle_is_not_copied_and_what_holds_one_is():
 # one of each time's meaning, and Wan's two transformers; then UNets, other schedulers, guiders and inputs
 _FIRST = [name for name in ("Flux", "Z-Image", "Mochi", "Wan 2.2, of two transformers")
           if name in transformer_pipelines.PRESENT]  # fmt: skip
-_OTHERS = [name for name in (*pipelines.KINDS, *transformer_pipelines.PRESENT) if name not in _FIRST]
+_OTHERS = [name for name in (*tiny_pipeline.KINDS, *transformer_pipelines.PRESENT) if name not in _FIRST]
 
 
 @pytest.mark.parametrize("name", some_quick([*_FIRST, *_OTHERS], len(_FIRST)))
 def test_a_pipeline_merges_near_to_itself_and_a_copy_is_its_own_and_from_pipe_shares_the_patch(name: str, tmp_path):
-    if name in pipelines.KINDS:
-        pipe, draw = pipelines.make(tmp_path, name), pipelines.draw
+    if name in tiny_pipeline.KINDS:
+        pipe, draw = tiny_pipeline.make(tmp_path, name), tiny_pipeline.draw
         models, most = [pipe.unet], float("inf")
     else:
         pipe, call = transformer_pipelines.make(name)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import tome_core
-from tests.families import Family, every_family_in_time, every_model, largest_difference, some_models
-from tests.models import ModelCase, call_case, merge_with_self
-from tests.samplings import KEPT
+from tests.families import every_model, every_unet, largest_difference, some_models
+from tests.least_unet import KEPT
+from tests.models import Family, merge_with_self
 from tests.traces import attributes, is_idle, traces, wraps_of
 from tome_core import MergeConfig
 from tome_core.merging.methods import METHODS
@@ -27,15 +27,15 @@ on_either_kind = some_models("sd15", "Flux")
 # --- on ---------------------------------------------------------------------------------------------------------------
 
 
-@every_family_in_time
-def test_merging_changes_the_picture_and_says_so_and_a_sample_merges_alone_as_in_a_batch(case: ModelCase):
+@every_unet
+def test_merging_changes_the_picture_and_says_so_and_a_sample_merges_alone_as_in_a_batch(one: Family):
     """Hosts run the passes of guidance together or apart: rounding alone may move a token."""
-    model, groups = case.build(), []
+    model, groups = one.build(), []
     for batch in (2, 1, 3):
-        vanilla = call_case(case, model, batch)
+        vanilla = one.call(model, batch)
         with tome_core.patch(model, ratio=0.5, proportional=False) as handle:
             handle.keep_maps()
-            merged = call_case(case, model, batch)
+            merged = one.call(model, batch)
         assert merged.shape == vanilla.shape and merged.isfinite().all()
         assert largest_difference(merged, vanilla) > 1e-3
         level = handle.report().levels[0]
@@ -74,18 +74,18 @@ def test_every_method_part_and_side_runs_at_every_level(one: Family):
             assert all(level.calls_merged for level in handle.report().levels)
 
 
-@every_family_in_time
-def test_a_call_by_keywords_is_the_same_call(case: ModelCase):
-    model = case.build()
+@every_unet
+def test_a_call_by_keywords_is_the_same_call(one: Family):
+    model = one.build()
     assert tome_core.apply_patch(model, max_downsample=8, **EVERYTHING) is model
-    by_position = call_case(case, model)
+    by_position = one.call(model)
     unet = find_unet(model)
     names = list(inspect.signature(type(unet).forward).parameters)[1:]
 
     def call(*args, **kwargs):
         return unet(**dict(zip(names, args, strict=False)), **kwargs)
 
-    assert torch.equal(call_case(case, call), by_position)
+    assert torch.equal(one.call(call), by_position)
 
 
 @every_model

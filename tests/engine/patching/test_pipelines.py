@@ -19,7 +19,7 @@ import torch
 
 import tome_core
 from tests.models import fixed
-from tests.pipelines import TIMES, draw
+from tests.tiny_pipeline import TIMES, draw
 from tests.traces import traces
 from tome_core import preset
 from tome_core.patching import handle_on

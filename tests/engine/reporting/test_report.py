@@ -9,12 +9,12 @@ from functools import cache
 import pytest
 
 import tome_core
-from tests.models import BY_NAME, call_case
+from tests.families import MODELS
 from tome_core import Gain, MergeConfig, MergeRule, Report
 from tome_core.reporting.ledger import LevelTally
 from tome_core.reporting.report import percent
 
-CASE = BY_NAME["ldm_sd1"]
+CASE = MODELS["ldm_sd1"]
 KV = {"side": "kv", "ratio": 0.5, "correction": False}
 EARLY = MergeConfig(early_ratio=0.9, early_until=600.0, max_downsample=8, **KV)
 
@@ -28,7 +28,7 @@ def model():
 def reported(config: MergeConfig, *timesteps: float) -> Report:
     with tome_core.patch(model(), config) as handle:
         for timestep in timesteps:
-            call_case(CASE, model(), timestep=timestep)
+            CASE.call(model(), timestep=timestep)
     return handle.report()
 
 

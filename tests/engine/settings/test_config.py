@@ -46,12 +46,6 @@ def test_flat_settings_beside_rules_are_set_in_each_of_them():
         MergeConfig(rules=())
 
 
-def test_settings_are_frozen():
-    for frozen in (MergeConfig(), MergeRule()):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            frozen.ratio = 0.9
-
-
 @pytest.mark.parametrize("settings, is_off", [
     ({"ratio": 0.0}, True), ({"merge_attn": False}, True), ({}, False), ({"ratio": 0.0, "early_ratio": 0.5}, False),
     ({"ratio": 0.0, "early_ratio": 0.0}, True), ({"merge_attn": False, "early_ratio": 0.5}, True),

@@ -75,8 +75,3 @@ def test_a_model_gets_the_strengths_of_its_layout_and_flat_settings_change_them(
 def test_what_is_no_strength_and_no_preset_is_refused_with_those_that_are(given, settings, error, words):
     with pytest.raises(error, match=words):
         tome_core.patch(small(), *given, **settings)
-
-
-def test_what_is_no_layout_is_refused_with_those_that_are():
-    with pytest.raises(ValueError, match="layout='flux' is not known; use one of 'sd', 'sdxl', 'transformer'"):
-        strength(0.5, layout="flux")
