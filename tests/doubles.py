@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.sd_block import CrossAttention, FeedForward
+from benchmarks.models import CrossAttention, FeedForward
 
 
 def of_heads(flat: torch.Tensor, heads: int) -> torch.Tensor:
