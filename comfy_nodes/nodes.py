@@ -166,6 +166,7 @@ class ToMePreview(_Node):
         latest = None if merging is None else merging.latest
         if latest is not None:
             text, data, maps = "\n".join(latest.details), latest.data, latest.maps
+            data = {**data, "format": str(data["format"])}  # ComfyUI lists no jobs if an output's format is no text
         else:
             why = NOT_APPLIED if merging is None else NOT_WAITING if image is None and latent is None else FROM_CACHE
             text = model.model_options.get(host.NOTE, why)

@@ -112,7 +112,8 @@ def test_the_preview_has_the_report_for_the_history_of_the_queue_as_text_and_for
     (report,), (data,) = shown["ui"]["text"], shown["ui"]["tome_report"]
     assert report == shown["result"][1] == "\n".join(latest(applied).details) and ToMePreview.OUTPUT_NODE
     assert server.texts[-1] == ("9", report.replace("\n", host.LINE_BREAK))
-    assert {**data, **latest(applied).report.as_data()} == data == json.loads(json.dumps(data))
+    same = latest(applied).report.as_data()
+    assert {**data, **same, "format": str(same["format"])} == data == json.loads(json.dumps(data))
     assert data["patched"] and (data["steps"], data["strength"], data["start"], data["end"]) == (2, None, 0.0, 1.0)
     assert data["stepped_aside"] == data["unknown"] == [] and data["line"] == report.partition("\n")[0]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 TEXTS = {  # widths of a prompt's tokens, and of the prompt as a whole
-    "sd1": (768, 0), "sdxl": (2048, 1280), "flux": (64, 768), "sd3": (4096, 2048),
+    "sd1": (768, 0), "sd1_wide": (768, 0), "sdxl": (2048, 1280), "flux": (64, 768), "sd3": (4096, 2048),
     "wan": (4096, 0), "hunyuan_video": (64, 768),
 }  # fmt: skip
 PICTURE, FILM = "16,64,64", "16,4,32,32"

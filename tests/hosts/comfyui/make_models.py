@@ -31,6 +31,12 @@ SD1 = {
     "num_res_blocks": [1, 1], "channel_mult": [1, 1], "transformer_depth": [1, 1],
     "transformer_depth_output": [1, 1, 1, 1], "transformer_depth_middle": 1,
 }  # fmt: skip
+# all of SD1.5's widths, which a motion module has to fit, but attention at the finest level only
+WIDTHS = (320, 640, 1280, 1280)
+SD1_WIDE = {
+    **SD1, "num_res_blocks": [2, 2, 2, 2], "channel_mult": [1, 2, 4, 4], "transformer_depth": [1, 1, 0, 0, 0, 0, 0, 0],
+    "transformer_depth_output": [1, 1, 1, *[0] * 9], "transformer_depth_middle": -1,
+}  # fmt: skip
 SDXL = {
     "num_heads": -1, "num_head_channels": 64, "context_dim": 2048, "use_linear_in_transformer": True, "in_channels": 4,
     "num_classes": "sequential", "adm_in_channels": 2816, "num_res_blocks": [2, 2, 2], "channel_mult": [1, 1, 1],
@@ -139,6 +145,23 @@ def vae():
     return random_weights(shapes_of(TAESD()), "first_stage_model.")
 
 
+def motion_module(width):
+    """Shapes of one of AnimateDiff's temporal transformers, for 32 frames."""
+    block, square = "transformer_blocks.0", (width, width)
+    attentions = [f"{block}.attention_blocks.{number}" for number in range(2)]
+    weights = {f"{name}.{part}": square for name in attentions for part in ("to_q", "to_k", "to_v")}
+    with_bias = {
+        "proj_in": square, "proj_out": square, **{f"{name}.to_out.0": square for name in attentions},
+        f"{block}.ff.net.0.proj": (8 * width, width), f"{block}.ff.net.2": (width, 4 * width),
+        **dict.fromkeys(["norm", *(f"{block}.{name}" for name in ("norms.0", "norms.1", "ff_norm"))], (width,)),
+    }  # fmt: skip
+    return {
+        **{f"{name}.weight": shape for name, shape in (weights | with_bias).items()},
+        **{f"{name}.bias": (shape[0],) for name, shape in with_bias.items()},
+        **{f"{name}.pos_encoder.pe": (1, 32, width) for name in attentions},
+    }  # fmt: skip
+
+
 def save(weights, place, config=None):
     path = f"{FOLDER}/{place}.safetensors"
     os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -158,4 +181,13 @@ def checkpoint():
     save({**unet(SD1), **text_encoder(), **vae()}, "checkpoints/v1-5-pruned-emaonly-fp16")
 
 
-{"graphs": graphs, "checkpoint": checkpoint}[KIND]()
+def motion():
+    """What AnimateDiff animates SD1.5 with, a gigabyte."""
+    save(unet(SD1_WIDE), "diffusion_models/sd1_wide")
+    shapes = {f"down_blocks.{block}.motion_modules.{number}.temporal_transformer.{key}": shape
+              for block, width in enumerate(WIDTHS) for number in range(2)
+              for key, shape in motion_module(width).items()}  # fmt: skip
+    save(random_weights(shapes), "animatediff_models/motion")
+
+
+{"graphs": graphs, "checkpoint": checkpoint, "motion": motion}[KIND]()

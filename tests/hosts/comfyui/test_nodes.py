@@ -39,3 +39,4 @@ def test_a_preview_has_a_panel_a_level_of_the_latest_sampling_even_if_that_is_in
     assert picture["shape"] == [2, 128, 256, 3] and picture["bytes"][0] != picture["bytes"][1]
     assert report_of(seen, preview) == said and said.startswith("ToMe: own settings, 1 step, ")
     assert [node for node, _ in seen["texts"]] == [preview[0]], "it was sampled again"
+    assert comfy.ask("/api/jobs")["jobs"], "its output is more than ComfyUI can list"
