@@ -1,8 +1,12 @@
 """In a test's webui: mediapipe's face detector as far as ADetailer asks for it; it finds one, in the middle."""
 
 import contextlib
+import importlib
 import sys
 import types
+
+with contextlib.suppress(ImportError):
+    importlib.import_module("controlnet_aux")  # ControlNet's, which at import takes more of a mediapipe that it finds
 
 
 class FaceDetection(contextlib.nullcontext):
