@@ -125,7 +125,14 @@ def _detail(energies: np.ndarray, unmerged: np.ndarray) -> Mean:
 
 
 class Rival(NamedTuple):
-    """Another method's time and PSNR in dB, and the PSNR of strength at this time; None if no strength is as fast."""
+    """Another method, compared with the setting ``strength`` at equal time.
+
+    Attributes:
+        name: the method's name.
+        time: its time, as a share of the unmerged time.
+        theirs: its PSNR in dB.
+        ours: PSNR in dB of the strength that takes this time; None if no strength is as fast.
+    """
 
     name: str
     time: float

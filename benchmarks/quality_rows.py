@@ -141,5 +141,5 @@ def _error(a: torch.Tensor, b: torch.Tensor) -> list[float]:
 
 
 def _round(values: Iterable) -> list[float]:
-    """Round to six digits, which are more than the figures hold, so that a file is not full of noise."""
+    """Round to six significant digits, which are more than the figures hold, so that a file is not full of noise."""
     return [float(f"{float(value):.6g}") for value in values]

@@ -56,7 +56,11 @@ def in_turns(
 
 
 def card_work(run: Run, calls: int = 2) -> dict[str, Any]:
-    """Profile a GPU in a call: ``card_ms`` in which it works, and its ``launches``."""
+    """Profile the GPU's work, as means per call.
+
+    Returns:
+        ``card_ms``: the summed durations of all events on the GPU in ms. ``launches``: the number of these events.
+    """
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         for _ in range(calls):
             run()

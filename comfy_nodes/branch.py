@@ -109,11 +109,11 @@ class BranchMerging:
 
 
 class Sampling:
-    """One sampling of a branch, with its models and counts.
+    """One sampling of a branch of the graph: it calls the models with merging, and then reports.
 
     Args:
         config: the settings.
-        time: of the sampling; None for calls outside a sampling.
+        time: the steps and noise levels of ComfyUI's sampling; None for calls outside a sampling.
     """
 
     def __init__(self, config: Any, time: HostSampling | None = None) -> None:
@@ -136,7 +136,7 @@ class Sampling:
         # several GPUs sample in threads, each with its own model
         merging = self._models.get(unet) or self._models.setdefault(unet, self._make(unet, options))
         given = frozenset(name for name, value in options.items() if value is not None and value is not False)
-        self.is_alone = self.is_alone and not any(_holds(options.get(name)) for name in _BESIDE)
+        self.is_alone = self.is_alone and not any(_is_filled(options.get(name)) for name in _BESIDE)
         names = {*map(str, given), *(str(key) for kind in options.get("wrappers", {}).values() for key in kind)}
         self._time.timed_steps.call(x, slot_calls.other_names_in_slot(options), *sorted(names))
         if isinstance(merging, str):
@@ -224,6 +224,6 @@ def layout_of(model: Any) -> str:
     return hosting.layout_of(unet) if piece_of(unet) is None else hosting.TRANSFORMER
 
 
-def _holds(value: Any) -> bool:
-    """Tell whether a value of transformer_options is not empty."""
-    return any(map(_holds, value.values())) if isinstance(value, dict) else bool(value)
+def _is_filled(value: Any) -> bool:
+    """Tell whether a value of transformer_options is not empty. A dictionary of empty values is empty."""
+    return any(map(_is_filled, value.values())) if isinstance(value, dict) else bool(value)

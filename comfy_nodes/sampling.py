@@ -117,9 +117,9 @@ def timestep_of(sigma: float, model_sampling: Any, flows: bool) -> float:
     """Return the timestep of a noise level on Stable Diffusion's schedule.
 
     Args:
-        sigma: the noise level.
-        model_sampling: the model's.
-        flows: for a flow model, return 1000 times its share of noise.
+        sigma: the noise level; of a flow model the share of noise, 0 to 1.
+        model_sampling: ComfyUI's object ``model_sampling`` of the model.
+        flows: for a flow model, return ``1000 * sigma``, not the timestep with the same ratio of noise to picture.
     """
     if not is_flow(model_sampling):  # EDM models scale the picture to another standard deviation than 1
         relative = sigma / getattr(model_sampling, "sigma_data", 1.0)

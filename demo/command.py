@@ -69,9 +69,15 @@ def add_model(to: argparse.ArgumentParser) -> None:
 
 
 def check(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
-    """Complete the options and check them together, without torch; gives the user's checkpoint if there is one.
+    """Complete the options in place and check them together, without torch.
 
-    Raises ValueError or OSError with the sentence the user is to read.
+    The output's folder is created, and a file is written there and removed as a trial.
+
+    Returns:
+        The user's checkpoint; None if the options name none.
+
+    Raises:
+        ValueError, OSError: with the sentence for the user.
     """
     given = options.prompt or []
     if options.pictures and len(given) > options.pictures:

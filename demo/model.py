@@ -185,7 +185,7 @@ def pack(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         packed[name] = value.half()
         if value.dim() > 1 and value.numel() >= EIGHT_BITS:
             step = (value.float().abs().flatten(1).amax(1) / 127).half().clamp(min=2**-24)
-            packed[name] = (value.float() / _beside(step, value)).round().clamp(-127, 127).to(torch.int8)
+            packed[name] = (value.float() / _broadcastable(step, value)).round().clamp(-127, 127).to(torch.int8)
             packed[name + SCALE] = step
     return packed
 
@@ -194,12 +194,13 @@ def unpack(packed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The weights as float32, whether they were packed or not."""
     weights = {name: value.float() for name, value in packed.items() if not name.endswith(SCALE)}
     return {
-        name: value * _beside(packed[name + SCALE], value) if name + SCALE in packed else value
+        name: value * _broadcastable(packed[name + SCALE], value) if name + SCALE in packed else value
         for name, value in weights.items()
     }
 
 
-def _beside(step: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _broadcastable(step: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return steps ``[B]`` as floats ``[B, 1, ...]``, which broadcast against `value`."""
     return step.float().view(-1, *[1] * (value.dim() - 1))
 
 

@@ -123,7 +123,14 @@ class Armed:
         self._pass = ExitStack()  # for SD.Next, which has no denoiser callback
 
     def arm(self, p: Any, hires: bool) -> None:
-        """Put the patch on for the next pass, or only time the pass if it does not merge. May be called again."""
+        """Put the patch on for the next pass, or only time the pass if it does not merge. May be called again.
+
+        If the pass should merge and must not, the reason is recorded.
+
+        Args:
+            p: the webui's processing object.
+            hires: True for the hires pass.
+        """
         self.disarm()
         job, ratio = job_of(p), host.built_in_ratio(p, hires)
         if job is None:

@@ -22,14 +22,14 @@ _TIMESTEP_MODULE = "modules.sd_samplers_timesteps_impl"
 
 
 class SamplerTimes:
-    """Replaces a sampler's function, reads its list of times once, and counts each step that the sampler reports.
+    """Counts the steps that a sampler reports, and reads the noise levels of all steps from its arguments.
 
-    The middle calls of a second-order sampler count as the step's end. With an unknown sampler, each step waits for the
-    device.
+    The sampler's function is replaced until `take_off`. Its list of noise levels is read once, so that no step waits
+    for the device. If the list of a sampler is not known, the level is read at each step, which waits for the device.
 
     Args:
-        p: of the next pass, with its sampler.
-        asks: the times are needed.
+        p: the webui's processing object of the next pass, with its sampler.
+        asks: read the list. Steps are counted in any case.
     """
 
     def __init__(self, p: Any, asks: bool) -> None:

@@ -139,17 +139,17 @@ class Panel:
         """Start the page with the settings tab's values, unless the user has saved other defaults of the panel."""
         for name in DIAL:
             control = self.made[name]
-            _show(control, "value", lambda control=control, name=name: _start(name, control.value))
+            _show(control, "value", lambda control=control, name=name: _first_value(name, control.value))
         strength, usual = self.made["strength"], base_of(DEFAULTS["strength"])
-        _show(self.made[FILLED_FOR], "value", lambda: _start("strength", strength.value))
+        _show(self.made[FILLED_FOR], "value", lambda: _first_value("strength", strength.value))
         for name, value in usual.items():
             control = self.made[name]
             _show(control, "value", lambda control=control, name=name, value=value: (
-                base_of(_start("strength", strength.value), host.layout())[name] if control.value == value
+                base_of(_first_value("strength", strength.value), host.layout())[name] if control.value == value
                 else control.value))  # fmt: skip
         fold = getattr(enabled, "accordion", None)
         if fold is not None:
-            _show(fold, "open", lambda: _start("enabled", enabled.value))
+            _show(fold, "open", lambda: _first_value("enabled", enabled.value))
 
     def _connect(self) -> None:
         fields = [self.made[name] for name in form.NAMES]
@@ -191,8 +191,13 @@ def _show(control: Any, key: str, value: Any) -> None:
     control.get_config = lambda *args, **more: {**get_config(*args, **more), key: value()}
 
 
-def _start(name: str, saved: Any) -> Any:
-    """Return a control's first value: the user's saved default of the panel, else the settings tab's value."""
+def _first_value(name: str, saved: Any) -> Any:
+    """Return a control's first value: the panel's saved default if it differs from ours, else the settings tab's value.
+
+    Args:
+        name: the control's name.
+        saved: the panel's default as the webui has it, which equals ours if the user saved none.
+    """
     wanted = settings_tab.default_of(name) if saved == DEFAULTS[name] else saved
     try:
         return getattr(read(({**DEFAULTS, "enabled": True, name: wanted},), settings_tab.default_of), name)

@@ -76,9 +76,10 @@ def pick_queries(grid: Grid, width: int, device: torch.device) -> tuple[Tensor]:
 def fit_correction(
     q: Tensor, keys_and_values: Pair, plan: MergePlan, heads: int, scale: float
 ) -> tuple[Correction, Pair]:
-    """Fit the correction of a plan.
+    """Fit what attention loses by merged keys and values, as an affine map of a query and its merged answer.
 
-    Sums and solutions are in float32. The correction is zero if every group has a single token.
+    The map is fitted by ridge regression, one for each head. Sums and solutions are in float32. The
+    correction is zero if every group has a single token.
 
     Args:
         q: queries of the tokens that `pick_queries` returns, ``(batch, queries, heads * head_dim)``.

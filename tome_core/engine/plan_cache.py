@@ -138,7 +138,16 @@ class Sampling:
 def _share(
     batch: torch.Tensor, guidance: Guidance, calls: Sequence[tuple[Hashable, torch.Tensor]]
 ) -> tuple[int, int, int, Hashable] | None:
-    """Return `KeptPlans.shared` of a batch, shared with the first of these calls whose latents it is made of."""
+    """Find the first of the earlier calls whose latents the batch repeats, so that plans are shared with that call.
+
+    Args:
+        batch: latents ``(batch, ...)``, one copy of all pictures after another.
+        guidance: see `Sampling`.
+        calls: name and latents of each earlier call.
+
+    Returns:
+        `KeptPlans.shared` of the batch.
+    """
     pictures, matched = guidance
     copies, rest = divmod(len(batch), pictures)
     for ordinal, latents in calls:

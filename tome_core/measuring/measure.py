@@ -171,14 +171,18 @@ def call_of(unet: nn.Module, place: BlockPlace, latents: torch.Tensor) -> CallUN
     batch, width = len(latents), widths_of(place.block)[1]
     text = torch.randn(batch, _TEXT_TOKENS, width, generator=torch.Generator().manual_seed(1)).to(latents)
     if place.family.name == "diffusers":
-        more = _added(unet, latents)
+        more = _added_conditions(unet, latents)
         return lambda x, timesteps: unet.forward(x, timesteps, encoder_hidden_states=text, **more)
     classes = _classes(unet, latents)
     return lambda x, timesteps: unet.forward(x, timesteps, text, **classes)
 
 
-def _added(unet: nn.Module, latents: torch.Tensor) -> dict[str, Any]:
-    """Return the additional conditions of diffusers' SDXL UNet."""
+def _added_conditions(unet: nn.Module, latents: torch.Tensor) -> dict[str, Any]:
+    """Return the keywords of ``forward`` for SDXL's additional conditions, all zeros; {} if the UNet takes none.
+
+    Raises:
+        ValueError: the UNet needs other inputs.
+    """
     config = unet.config
     kind = getattr(config, "addition_embed_type", None)
     needs = [name for name in ("class_embed_type", "num_class_embeds", "encoder_hid_dim_type", "time_cond_proj_dim")

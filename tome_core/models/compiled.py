@@ -74,8 +74,9 @@ class NumberedSite(Wrap):
         super().__init__(target, name)
         self.number = number_of(self)
 
-    def _again(self) -> Wrap:
-        wrap = super()._again()
+    def _new_wrap(self) -> Wrap:
+        """Return a new wrap for the same target, with a number of its own."""
+        wrap = super()._new_wrap()
         wrap.number = number_of(wrap)
         return wrap
 

@@ -196,6 +196,7 @@ class BlockAttentionSite(AttentionSite):
     """
 
     def _merge(self, call: ModelCall, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Call the attention with merged tokens if the rule merges tomesd's way; else see the base class."""
         if not call.rules[self.level].attn.is_as_tomesd:
             return super()._merge(call, args, kwargs)
         if call.block is None:

@@ -116,7 +116,7 @@ class Wrap:
                 self.beneath = current
             elif current != self.beneath:
                 self.active = False
-                wrap = self._again()
+                wrap = self._new_wrap()
                 wrap.beneath = current
             setattr(self.target, self._slot(), wrap.forward if _BOUND else wrap)
             # the mark is the first wrap: other extensions have saved its function and may bind it again
@@ -125,7 +125,7 @@ class Wrap:
         wrap.active = True
         return wrap
 
-    def _again(self) -> Wrap:
+    def _new_wrap(self) -> Wrap:
         """Return a copy of this wrap for the same target."""
         wrap = object.__new__(type(self))
         vars(wrap).update(vars(self))

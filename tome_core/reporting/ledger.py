@@ -107,7 +107,7 @@ class LevelTally(Counted):
 
 
 class Ledger:
-    """The counts of one patch.
+    """The counts of one patch: calls of the model, and for each level the merged and unmerged calls of its blocks.
 
     Args:
         levels: an empty tally for each level.

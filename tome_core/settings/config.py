@@ -151,7 +151,7 @@ class MergeRule:
 
     @property
     def ratio_cap(self) -> float:
-        """The highest possible ratio: ``1 - 1/(sx*sy)`` if every cell keeps a destination token."""
+        """The highest possible ratio: ``1 - 1/(sx*sy)`` if the method keeps a token in every cell, else 1."""
         return 1.0 - 1.0 / (self.sx * self.sy) if METHODS[self.method].keeps_cells else 1.0
 
     @property
@@ -180,7 +180,10 @@ class MergeRule:
         return self.correction and self.proportional and (self.side == "kv" or at_hand)
 
     def holds_at(self, timestep: float | None) -> bool:
-        """Tell whether the rule holds at a timestep of Stable Diffusion's schedule. None: the timestep is not known."""
+        """Tell whether a timestep of Stable Diffusion's schedule is at or above ``min_timestep``, if there is one.
+
+        With ``min_timestep`` the rule does not hold at an unknown timestep (None).
+        """
         return self.min_timestep is None or (timestep is not None and timestep >= self.min_timestep)
 
 

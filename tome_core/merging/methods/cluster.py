@@ -46,7 +46,7 @@ def match(x: torch.Tensor, grid: Grid, options: MatchOptions, by_similarity: boo
             start = value.sort(dim=1).values
         centre = take_rows(start, torch.arange(count, device=x.device)[None] * tokens // count)
         for _ in range(ITERATIONS):
-            group = (_nearest_number if by_similarity else _nearest)(value, centre)
+            group = (_nearest_scalar if by_similarity else _nearest)(value, centre)
             plan = MergePlan(group, count)
             # a centre moves to the mean of its tokens; a centre without tokens stays
             centre = torch.where(plan.empty[..., None], centre, plan.merge(value))
@@ -61,8 +61,13 @@ def _nearest(value: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
     return best_keys(value, None, centre, centre.square().sum(-1) / -2)[1]
 
 
-def _nearest_number(value: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
-    """Return the nearest of the sorted centres of each number, by bisection between their mid-points."""
+def _nearest_scalar(value: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
+    """Return the number of the nearest centre of each value, ``(batch, tokens)``, by bisection between mid-points.
+
+    Args:
+        value: ``(batch, tokens, 1)``.
+        centre: ``(batch, groups, 1)``, in ascending order.
+    """
     middle = (centre[:, 1:, 0] + centre[:, :-1, 0]) / 2
     return torch.searchsorted(middle.contiguous(), value[..., 0].contiguous())
 
