@@ -34,7 +34,7 @@ class Grid(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The place of the picture's tokens in a sequence, row by row, frame by frame.
+    """The place of the picture's tokens in a sequence: one run of tokens, row by row, frame by frame.
 
     Args:
         grid: the grid of these tokens.
@@ -46,11 +46,11 @@ class Layout(NamedTuple):
 
 
 class Cells(NamedTuple):
-    """The tokens of a grid, cut into cells.
+    """The tokens of a grid, cut into cells of equal size.
 
     Args:
-        members: int64 ``(cells, cell_size)``, the tokens of each cell.
-        rest: int64 ``(others,)``, the tokens outside of whole cells.
+        members: the numbers of each cell's tokens, int64 ``(cells, cell_size)``.
+        rest: the numbers of the tokens that no whole cell holds, int64 ``(others,)``.
     """
 
     members: torch.Tensor
@@ -58,11 +58,11 @@ class Cells(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """The inputs of a random choice, which depends on nothing else.
+    """The inputs of a pseudo-random choice, see `draw_choices`. Equal inputs give equal choices.
 
     Args:
         seed: the seed.
-        level: the level of the tokens.
+        level: the down-sampling level of the tokens, 0 for the finest.
         time: timesteps, float ``(1,)`` or ``(batch,)``; None counts as 0.
     """
 
@@ -72,15 +72,18 @@ class Draw(NamedTuple):
 
 
 def tokens_in(layout: Layout) -> int:
-    """Return the number of the picture's tokens."""
+    """Return the number of the picture's tokens in a sequence."""
     return layout.grid.height * layout.grid.width
 
 
 def windows(grid: Grid) -> Iterator[tuple[int, Grid]]:
-    """Yield the first token and the grid of each window.
+    """Cut a grid into windows, whose tokens are matched separately.
 
     Windows are runs of frames, or bands of rows of a large frame, of nearly equal size. They have at most `WINDOW`
     tokens, unless a band of the least height has more.
+
+    Yields:
+        The number of the window's first token; the grid of the window. Windows follow each other without gaps.
     """
     frames, height, width = grid.frames, grid.height // grid.frames, grid.width
     frame = height * width
@@ -103,15 +106,18 @@ def _runs(count: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 def cell_of(sy: int, sx: int, frames: int) -> tuple[int, int, int]:
-    """Return frames, height and width of a cell of ``sy * sx`` tokens that is as close to a cube as halving allows.
+    """Spread a cell of ``sy * sx`` tokens over several frames of a film, as close to a cube as halving allows.
 
     >>> cell_of(8, 8, 1), cell_of(8, 8, 4), cell_of(4, 4, 6)
     ((1, 8, 8), (4, 4, 4), (2, 2, 4))
 
     Args:
-        sy: height of a cell of one frame.
-        sx: width of a cell of one frame.
-        frames: number of frames of the film. The frames of a cell divide it.
+        sy: height of a cell of one frame, in tokens.
+        sx: width of a cell of one frame, in tokens.
+        frames: number of frames of the film.
+
+    Returns:
+        Frames, height and width of the cell. The film's number of frames is a multiple of the cell's.
     """
     st = 1
     while frames % (st * 2) == 0 and st * 2 <= max(sy, sx) // 2:
@@ -141,15 +147,15 @@ def cells(grid: Grid, sy: int, sx: int, device: torch.device, st: int = 1) -> Ce
 
 
 def split_cells(parts: Cells, draw: Draw | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split tokens into one destination for each cell, and sources, which are all other tokens.
+    """Split tokens into destinations, one for each cell, and sources, which are all other tokens.
 
     Args:
         parts: the cells.
         draw: decides which token of a cell is its destination; None takes the first (top left).
 
     Returns:
-        Destinations, int64 ``(rows, cells)``, and sources, int64 ``(rows, tokens - cells)``. There is one row, or one
-        for each sample if samples have different times.
+        Destinations, int64 ``(times, cells)``, and sources, int64 ``(times, tokens - cells)``. ``times`` is the number
+        of timesteps of `draw`, or 1.
     """
     count, size = parts.members.shape
     device = parts.members.device
@@ -172,11 +178,11 @@ _MOST = 64  # entries of that cache
 def reuse(make: Callable[..., tuple[torch.Tensor, ...]], x: torch.Tensor, *args: Hashable) -> tuple[torch.Tensor, ...]:
     """Return ``make(*args, x.device)``, from a cache if possible.
 
-    Tensors that are made while a CUDA graph is captured or a tracer runs are not cached.
+    The result is not cached while a CUDA graph is captured or a tracer runs.
 
     Args:
         make: makes a tuple of tensors. Its result must depend on nothing but its arguments.
-        x: a tensor, whose device is the last argument of `make`.
+        x: a tensor, of which only the device is used.
         args: the other arguments of `make`.
     """
     plain = type(x) is torch.Tensor and not x.is_meta
@@ -216,11 +222,12 @@ def split_grid(
 
 
 def _split_first(grid: Grid, sy: int, sx: int, st: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split a grid by the first token of each cell, for `reuse`."""
     return split_cells(cells(grid, sy, sx, device, st), None)
 
 
 def draw_choices(draw: Draw, count: int, choices: int, device: torch.device) -> torch.Tensor:
-    """Draw random numbers for each time of a draw.
+    """Return pseudo-random integers for each timestep of a draw.
 
     A number is a hash of seed, level, rounded time and position. So no random generator changes, both halves of
     classifier-free guidance get the same numbers even in separate calls, and so does every device.
@@ -244,7 +251,7 @@ def draw_choices(draw: Draw, count: int, choices: int, device: torch.device) -> 
 
 
 def scramble(value):
-    """Mix the 31 bits of an int or an int64 tensor.
+    """Return a hash of 31 bits of a number of 31 bits, an int or an int64 tensor.
 
     Every product is cut to 31 bits. Divisions replace shifts, which DirectML does not support.
     """

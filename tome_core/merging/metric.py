@@ -21,16 +21,17 @@ _TINY = 1e-12  # keeps a token of zeros at similarity 0
 
 
 def of_unit_spread(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return centred keys and values side by side, each scaled to an average variance of 1 a channel.
+    """Return keys and values side by side, centred over the tokens and scaled to a variance of 1.
 
-    Keys and values then count the same in any model.
+    Keys and values then count the same in any model. The variance is an average over the channels of the keys, and over
+    those of the values.
 
     Args:
         keys: ``(batch, tokens, channels)``, without gradient.
         values: of the same shape, without gradient.
 
     Returns:
-        ``(batch, tokens, 2 * channels)``.
+        ``(batch, tokens, 2 * channels)``, in the dtype of the inputs.
     """
     features = torch.cat([keys, values], -1)
     features -= features.mean(1, keepdim=True)
@@ -43,11 +44,11 @@ def of_unit_spread(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def keys_to_search(rows: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return keys and a bias with which `best_keys` finds the most similar row.
+    """Return keys and a bias with which `methods.base.best_keys` finds the row that is most similar to a query.
 
     Args:
         rows: ``(batch, keys, channels)``, any float dtype.
-        by_distance: compare by distance, not by cosine.
+        by_distance: the most similar row is the nearest, not that of the highest cosine.
 
     Returns:
         Keys ``(batch, keys, channels)``; a bias, float32 ``(batch, keys)``, or None if compared by cosine. Keys are
@@ -61,7 +62,7 @@ def keys_to_search(rows: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor,
 
 
 def keys_of_rows(x: torch.Tensor, rows: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the keys and the bias of some tokens, see `keys_to_search`.
+    """Return some tokens as keys and a bias, see `keys_to_search`.
 
     Args:
         x: ``(batch, tokens, channels)``.
@@ -78,10 +79,10 @@ def keys_of_rows(x: torch.Tensor, rows: torch.Tensor, by_distance: bool) -> tupl
 
 
 def keys_of_groups(plan: MergePlan, x: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys and the bias of the centres of a plan's groups, see `keys_to_search`.
+    """Return the means of a plan's groups as keys and a bias, see `keys_to_search`.
 
     Args:
-        plan: the plan. Its empty groups have a bias of minus infinity, so they are never found.
+        plan: the plan. Its empty groups have a bias of minus infinity, so a search never finds them.
         x: ``(batch, tokens, channels)``.
         by_distance: compare by distance, not by cosine.
     """
@@ -93,7 +94,7 @@ def keys_of_groups(plan: MergePlan, x: torch.Tensor, by_distance: bool) -> tuple
 
 
 def _offsets_of_single_rows(count: int, device: torch.device) -> tuple[torch.Tensor]:
-    """Return where groups of one row each start, int64 ``(count + 1,)``."""
+    """Return the offsets for `kernels.mean_rows` of `count` groups of one row each, int64 ``(count + 1,)``."""
     return (torch.arange(count + 1, device=device),)
 
 
@@ -108,10 +109,13 @@ def make_comparable(score: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, by
     The scores of a search lack the length of the query. The result is the cosine, or minus half the squared distance.
 
     Args:
-        score: ``(batch, queries)``, the scores of `best_keys`.
+        score: the scores of `methods.base.best_keys`, float32 ``(batch, queries)``.
         x: ``(batch, tokens, channels)``.
         rows: the tokens that are the queries, int64 ``(batch or 1, queries)``.
         by_distance: the tokens were compared by distance, not by cosine.
+
+    Returns:
+        ``(batch, queries)``.
     """
     length = torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
     length = length.gather(1, rows.expand(x.shape[0], -1))

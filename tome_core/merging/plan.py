@@ -17,7 +17,7 @@ EMPTY_LOGIT = -1000.0  # logit of a group without tokens: 0 after the softmax, b
 
 
 def without_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
-    """Return a context without autocast on the device of `x`, so that comparisons and sums keep their precision."""
+    """Return a context without autocast on the device of `x`. Comparisons and sums then keep their precision."""
     kind = x.device.type
     if x.is_meta or not torch.is_autocast_enabled(kind):  # the meta device has no autocast
         return nullcontext()
@@ -25,7 +25,7 @@ def without_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
 
 
 def to_exact(x: torch.Tensor) -> torch.Tensor:
-    """Return `x` in float32, or in float64 if it has that dtype."""
+    """Return `x` as float32, or unchanged if it is float64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -34,7 +34,7 @@ def take_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
     Args:
         x: ``(batch, tokens, channels)``, any dtype.
-        index: numbers of tokens, int64 ``(batch or 1, rows)``.
+        index: numbers of tokens within a sample, int64 ``(batch or 1, rows)``. One row serves every sample.
 
     Returns:
         ``(batch, rows, channels)``.
@@ -48,7 +48,7 @@ def take_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def _flat_rows(index: torch.Tensor, batch: int, per_sample: int) -> torch.Tensor:
-    """Return indices ``(batch or 1, rows)`` within a sample as flat indices into the rows of all samples."""
+    """Turn indices within a sample, ``(batch or 1, rows)``, into indices over all samples, ``(batch * rows,)``."""
     if batch == 1:
         return index.reshape(-1)
     start = torch.arange(0, batch * per_sample, per_sample, device=index.device)
@@ -56,7 +56,7 @@ def _flat_rows(index: torch.Tensor, batch: int, per_sample: int) -> torch.Tensor
 
 
 class MergePlan:
-    """The group of each token. A plan merges tensors by it and unmerges them again.
+    """The group of each token, with the operations that merge and unmerge tensors by it.
 
     A group may be empty: its mean and its size are then 0.
 
@@ -64,7 +64,11 @@ class MergePlan:
         group: the group of each token, int64 ``(batch or 1, tokens)``. One row serves every sample of a batch. The
             values are not checked, because that would wait for the device.
         num_groups: number of groups, at least 1. It never depends on the data.
-        counts: number of groups of a window for each run of equal windows, if the plan was matched in windows.
+        counts: number of groups in each window, listed once for each run of windows of one size; empty if all tokens
+            were matched as one window.
+
+    Raises:
+        ValueError: `group` has another dtype or shape, or `num_groups` is less than 1.
 
     >>> import torch
     >>> plan = MergePlan(torch.tensor([[0, 1, 0, 1]]), num_groups=2)
@@ -81,7 +85,10 @@ class MergePlan:
         self.derived: dict[tuple, Any] = {}  # a cache, because one plan merges several tensors
 
     def repeat(self, times: int) -> MergePlan:
-        """Return the plan for `times` copies of its samples, one after the other."""
+        """Return the plan for `times` copies of its samples, one after the other.
+
+        The result is this plan itself if one row serves every sample.
+        """
         if times == 1 or self.group.shape[0] == 1:
             return self
         return MergePlan(self.group.repeat(times, 1), self.num_groups, self.counts)
@@ -152,16 +159,16 @@ class MergePlan:
         return mean if exact is flat else mean.to(x.dtype)
 
     def centres(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return the means of the groups and minus half their squared lengths; None if no kernel computes both.
+        """Return the means of the groups, with the bias that a search by distance adds to their scores.
 
-        Not differentiable.
+        The search is `methods.base.best_keys`. Not differentiable.
 
         Args:
             x: ``(batch, tokens, channels)``.
 
         Returns:
-            The means, ``(batch, groups, channels)``; minus half their squared lengths, float32 ``(batch, groups)``,
-            minus infinity for an empty group.
+            The means, ``(batch, groups, channels)`` in the dtype of `x`; minus half their squared lengths, float32
+            ``(batch, groups)``, minus infinity for an empty group. None if no kernel can compute both.
         """
         means = self._means_by_kernel(x.detach(), bias=True)
         return None if means is None else (means.mean, means.bias)
@@ -169,7 +176,7 @@ class MergePlan:
     def merge_pair(
         self, keys: torch.Tensor, values: torch.Tensor, exact: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Merge two tensors of one shape and dtype, in one launch if there is a kernel for it.
+        """Return the means of the groups of two tensors, from one kernel if there is one.
 
         Args:
             keys: ``(batch, tokens, channels)``.
@@ -177,8 +184,11 @@ class MergePlan:
             exact: return the means of the values before rounding as well.
 
         Returns:
-            Merged keys and values, ``(batch, groups, channels)``; the merged values in float32 or float64, or None if
-            `exact` is False.
+            Merged keys and values, ``(batch, groups, channels)`` in the inputs' dtype; the merged values in float32
+            or float64, or None if `exact` is False.
+
+        Raises:
+            ValueError: the shape does not fit the plan.
         """
         if keys.device.type in kernels.DEVICES and (means := self._means_by_kernel(keys, values, exact=exact)):
             return means.mean, means.values, means.exact
@@ -188,10 +198,12 @@ class MergePlan:
         return means.to(keys.dtype), summed.to(values.dtype), summed
 
     def unmerge(self, y: torch.Tensor) -> torch.Tensor:
-        """Return the row of its group for every token. ``unmerge(merge(x))`` is idempotent.
+        """Give every token the row of its group.
+
+        Differentiable. A second merge and unmerge changes nothing: ``unmerge(merge(x))`` is idempotent.
 
         Args:
-            y: ``(batch, groups, channels)``.
+            y: ``(batch, groups, channels)``, any dtype.
 
         Returns:
             ``(batch, tokens, channels)``.
@@ -205,12 +217,16 @@ class MergePlan:
         return flat.view(batch, self.group.shape[1], channels)
 
     def _once(self, key: tuple, make: Callable[[], Any]) -> Any:
+        """Return the cached value of a key. The first call for a key makes the value."""
         if key not in self.derived:
             self.derived[key] = make()
         return self.derived[key]
 
     def _count(self) -> torch.Tensor:
-        """Return the sizes in float32, exact up to 2**24 tokens, because MPS cannot add int64."""
+        """Return the sizes of the groups, float32 ``(batch or 1, groups)``.
+
+        They are exact up to 2**24 tokens. MPS cannot add int64.
+        """
         if ("sizes",) not in self.derived and not self._count_by_kernel():
             if self.group.is_cuda:
                 # By sorting: atomics on CUDA are refused under torch.use_deterministic_algorithms.
@@ -224,7 +240,7 @@ class MergePlan:
     def _means_by_kernel(
         self, x: torch.Tensor, values: torch.Tensor | None = None, bias: bool = False, exact: bool = True
     ) -> kernels.Means | None:
-        """Return `kernels.mean_rows` of ``(batch, tokens, channels)``; None if torch's operators have to do it."""
+        """Return `kernels.mean_rows` as ``(batch, groups, channels)``; None if torch's operators have to do it."""
         if not kernels.ready(x) or kernels.needs_gradient(*filter(torch.is_tensor, (x, values))):
             return None
         self._check(x, self.group.shape[1], "tokens")
@@ -245,21 +261,24 @@ class MergePlan:
         return True
 
     def _check(self, x: torch.Tensor, count: int, unit: str) -> None:
+        """Raise a ValueError if `x` is not ``(batch, count, channels)``, or if the plan is of another batch."""
         rows = self.group.shape[0]
         if x.dim() != 3 or x.shape[1] != count or rows not in (1, x.shape[0]):
             raise ValueError(f"tensor is {tuple(x.shape)}, the plan's group {tuple(self.group.shape)}: "
                              f"expected [{rows if rows > 1 else 'B'}, {count} {unit}, C]")
 
     def _flat_groups(self, batch: int) -> torch.Tensor:
+        """Return the group of each token of `batch` samples, numbered over all samples: int64 ``(batch * tokens,)``."""
         return self._once(("rows", batch), lambda: _flat_rows(self.group, batch, self.num_groups))
 
     def _sort(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `_segments` of the plan, cached. If a kernel sorts, it also caches the logits in `dtype`."""
         if ("segments",) not in self.derived and not self._count_by_kernel(dtype):
             self.derived["segments",] = _segments(self.group, self.num_groups)
         return self.derived["segments",]
 
     def _flat_segments(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `_segments` for this number of samples. A row that serves several samples is sorted once."""
+        """Return `_segments` for `batch` samples. A row that serves several samples is sorted once."""
         order, offsets = self._sort()
 
         def shifted() -> tuple[torch.Tensor, torch.Tensor]:
@@ -270,9 +289,15 @@ class MergePlan:
 
 
 def _segments(group: torch.Tensor, num_groups: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return all tokens sorted by group, int64 ``(rows * tokens,)``, and where groups start, ``(rows * groups + 1,)``.
+    """Sort tokens by group.
 
-    Tokens and groups are numbered over all rows of `group`.
+    Args:
+        group: the group of each token, int64 ``(rows, tokens)``.
+        num_groups: number of groups of a row.
+
+    Returns:
+        The sorted tokens, int64 ``(rows * tokens,)``; where each group starts among them, ``(rows * groups + 1,)``.
+        Tokens and groups are numbered over all rows.
     """
     rows = group.shape[0]
     # the shortest integers that hold the numbers, because a GPU sorts eight bits at a time, in two kernels each

@@ -13,7 +13,7 @@ from ..plan import MergePlan, take_rows
 
 
 class MatchOptions(NamedTuple):
-    """The settings of a match.
+    """The settings of a match, which decides the tokens that merge.
 
     Only bipartite matching uses cells, `refine` and `by_distance`.
 
@@ -21,7 +21,7 @@ class MatchOptions(NamedTuple):
         ratio: the share of tokens to remove, from 0 to 1.
         sx: width of a cell in tokens.
         sy: height of a cell in tokens.
-        draw: the inputs of random choices; None for fixed choices.
+        draw: decides which token of a cell is its destination; None takes the first.
         refine: number of k-means steps after the match.
         by_distance: compare tokens by distance, not by cosine.
         st: number of frames of a cell.
@@ -55,13 +55,15 @@ class Method(NamedTuple):
 
 
 def take_queries(x: torch.Tensor, rows: torch.Tensor | None, start: int, stop: int) -> torch.Tensor:
-    """Return some queries of every sample, float32 ``(batch, stop - start, channels)``.
+    """Return some queries of every sample as float32 ``(samples, stop - start, channels)``.
+
+    ``samples`` is the larger batch of `x` and `rows`.
 
     Args:
         x: ``(batch or 1, tokens, channels)``.
-        rows: the tokens that are queries, see `best_keys`.
-        start: number of the first query.
-        stop: number after the last query.
+        rows: the tokens that are queries, int64 ``(batch or 1, queries)``; None for all.
+        start: position of the first query to return.
+        stop: position after the last query to return.
     """
     if rows is None:
         return x[:, start:stop].float()
@@ -80,7 +82,7 @@ Best = tuple[torch.Tensor, torch.Tensor]
 
 
 def best_keys(x: torch.Tensor, rows: torch.Tensor | None, keys: torch.Tensor, bias: torch.Tensor | None = None) -> Best:
-    """Return the key with the highest score for each query: the dot product, plus the bias.
+    """Find the key with the highest score for each query. A score is a dot product plus the key's bias.
 
     The scores never exist as a whole. On a GPU with Triton one kernel computes and reduces them (see `kernels`), in the
     dtype of `x`. Elsewhere queries are processed slice by slice. The two agree up to rounding, so near ties may resolve
@@ -93,7 +95,7 @@ def best_keys(x: torch.Tensor, rows: torch.Tensor | None, keys: torch.Tensor, bi
         bias: is added to the scores, float32 ``(batch, keys)``; None for no bias.
 
     Returns:
-        Scores, float32, and numbers of keys, int64, both ``(batch, queries)``.
+        Highest scores, float32, and the numbers of their keys, int64, both ``(batch, queries)``.
     """
     if kernels.ready(keys) and kernels.ready(x):
         best = kernels.best_keys(x, rows, keys, bias)
@@ -117,4 +119,5 @@ def best_keys(x: torch.Tensor, rows: torch.Tensor | None, keys: torch.Tensor, bi
 
 
 def _scores(queries: torch.Tensor, transposed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return dot products plus bias, ``(batch, queries, keys)``. The keys are given as ``(batch, channels, keys)``."""
     return torch.bmm(queries, transposed) if bias is None else torch.baddbmm(bias[:, None], queries, transposed)

@@ -17,7 +17,9 @@ from .base import Best, MatchOptions, Method, best_keys
 
 
 def match(x: torch.Tensor, grid: Grid, options: MatchOptions) -> MergePlan | None:
-    """Merge the share `ratio` of all tokens, or all sources if there are fewer, into their most similar destinations.
+    """Return a plan that merges the sources most similar to a destination into their most similar destinations.
+
+    The plan removes the share `ratio` of all tokens, or all sources if there are fewer.
 
     Args:
         x: ``(batch, tokens, channels)``, any float dtype. Compared in float32.
@@ -44,7 +46,7 @@ def match(x: torch.Tensor, grid: Grid, options: MatchOptions) -> MergePlan | Non
 def best_destination(
     x: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, by_distance: bool = False
 ) -> Best:
-    """Return the most similar destination of each source, with scores that can be compared between sources.
+    """Find the most similar destination of each source, with scores that can be compared between sources.
 
     Args:
         x: ``(batch, tokens, channels)``.
@@ -64,14 +66,15 @@ def best_destination(
 
 
 def _best_anywhere(x: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, by_distance: bool) -> Best:
+    """Find the most similar destination of each source, with scores that lack the source's length."""
     return best_keys(x, sources, *keys_of_rows(x, destinations, by_distance))
 
 
 def refine_plan(plan: MergePlan, x: torch.Tensor, steps: int, by_distance: bool = False) -> MergePlan:
-    """Return a plan after some steps of k-means: in each step every token goes to the most similar centre.
+    """Return a new plan after some steps of k-means. In each step every token goes to the most similar centre.
 
-    A centre is the mean of its tokens or, if compared by cosine, of their directions (spherical k-means). A group that
-    loses all tokens stays empty, which proportional attention and unmerging support.
+    A centre is the mean of a group's tokens or, if compared by cosine, of their directions (spherical k-means). A group
+    that loses all tokens stays empty, which proportional attention and unmerging support.
 
     Args:
         plan: the plan to start from.
@@ -88,13 +91,14 @@ def refine_plan(plan: MergePlan, x: torch.Tensor, steps: int, by_distance: bool 
 
 
 def _nearest(x: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor | None) -> MergePlan:
-    """Return a plan in which every token is in the group of its most similar centre. keys, bias: the centres."""
+    """Return the plan in which every token is in the group of its most similar centre, given by `keys` and `bias`."""
     return MergePlan(best_keys(x, None, keys, bias)[1], keys.shape[1])
 
 
 def _plan(
     score: torch.Tensor, index: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, removed: int
 ) -> MergePlan:
+    """Return the plan in which the `removed` sources with the highest scores join the destination of their `index`."""
     batch, count = score.shape
     ranked = removed < count
     num_destinations = destinations.shape[1]

@@ -21,9 +21,9 @@ ITERATIONS = 4  # a fixed number, because a test for convergence would wait for 
 
 
 def match(x: torch.Tensor, grid: Grid, options: MatchOptions, by_similarity: bool = False) -> MergePlan | None:
-    """Cluster the tokens into as many groups as the ratio leaves, at least one, none of them empty.
+    """Return a plan that clusters the tokens by k-means, into as many groups as the ratio leaves.
 
-    Distances are Euclidean, in float32.
+    There is at least one group, and no group is empty. Distances are Euclidean, in float32.
 
     Args:
         x: ``(batch, tokens, channels)``, any float dtype.
@@ -57,7 +57,10 @@ def match(x: torch.Tensor, grid: Grid, options: MatchOptions, by_similarity: boo
 
 
 def _nearest(value: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
-    """Return the nearest centre of each token: ``|x - c|^2`` is smallest if ``x.c - |c|^2 / 2`` is largest."""
+    """Return the number of the nearest centre of each token, ``(batch, tokens)``.
+
+    ``|x - c|^2`` is smallest if ``x.c - |c|^2 / 2`` is largest.
+    """
     return best_keys(value, None, centre, centre.square().sum(-1) / -2)[1]
 
 
@@ -73,9 +76,15 @@ def _nearest_scalar(value: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
 
 
 def _fill_empty(group: torch.Tensor, distance: torch.Tensor, count: int) -> torch.Tensor:
-    """Give every empty cluster one token: the tokens farthest from their centres, but not the last token of a cluster.
+    """Return the groups after every empty cluster got one token.
 
-    There are always enough: with E of G clusters empty, G - E tokens must stay and the other N - (G - E) >= E may move.
+    These are the tokens farthest from their centres. No cluster loses its last token. There are always enough: with E
+    of G clusters empty, G - E tokens must stay and the other N - (G - E) >= E may move.
+
+    Args:
+        group: the cluster of each token, int64 ``(batch, tokens)``.
+        distance: the distance of each token from its centre, of the same shape.
+        count: number of clusters.
     """
     plan = MergePlan(group, count)
     # The nearest token of each cluster stays. Sort by distance, then stably by cluster: it is the first of its run.
