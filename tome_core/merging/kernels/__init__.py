@@ -44,7 +44,7 @@ _verified: set[tuple] = set()  # kernels that were checked: name, constants, dev
 
 
 def notes() -> tuple[str, ...]:
-    """Return notes for the report: which kernels are off and why."""
+    """Return a text for the report for each reason why kernels are off; empty if none is known to be off."""
     why = {**({"": _why_off} if _why_off else {}), **_off}
     names = {reason: ", ".join(name for name in why if why[name] == reason) for reason in why.values()}
     return tuple(f"Triton's kernels {name + ' ' if name else ''}are off, torch's operators do the same: {reason}"
@@ -52,24 +52,24 @@ def notes() -> tuple[str, ...]:
 
 
 def ready(x: torch.Tensor) -> bool:
-    """Return whether kernels can serve a tensor. Imports Triton if necessary."""
+    """Return whether kernels can serve the dtype and device of a tensor. Imports Triton if necessary."""
     return x.dtype in _DTYPES and available(x.device)
 
 
 def ready_for_halves(x: torch.Tensor) -> bool:
-    """Return whether kernels for half precision alone can serve a tensor."""
+    """Return whether kernels that serve only half precision can serve a tensor. Imports Triton if necessary."""
     return x.dtype in _DTYPES[1:] and available(x.device)
 
 
 def available(device: torch.device) -> bool:
-    """Return whether there are kernels for a device."""
+    """Return whether there are kernels for a device; False while torch.jit traces. Imports Triton if necessary."""
     if device.type not in DEVICES or torch.jit.is_tracing():
         return False
     return _supports(device) and _module() is not None
 
 
 def fit_whole(q: torch.Tensor) -> bool:
-    """Return whether kernels can fit a correction to all heads at once, in little memory.
+    """Return whether kernels can fit a correction to all heads of the queries at once, in little memory.
 
     Args:
         q: the queries, ``(batch, tokens, heads, head_dim)``.
@@ -84,14 +84,14 @@ def needs_gradient(*tensors: torch.Tensor) -> bool:
 
 @functools.cache
 def _supports(device: torch.device) -> bool:
-    """Return whether Triton supports the device: its oldest compute capability is 8.0; AMD's GPUs report 9 or more."""
+    """Return whether Triton supports a device. The oldest compute capability is 8.0; AMD's GPUs report 9 or more."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def best_keys(
     x: torch.Tensor, rows: torch.Tensor | None, keys: torch.Tensor, bias: torch.Tensor | None, lengths: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return score and number of the best key of each query.
+    """Find the key with the highest score for each query. A score is a dot product plus the key's bias.
 
     Sums are in float32. If keys are float32 and queries half precision, keys are split into several numbers of half
     precision that together hold all digits: there is no TF32, and keys are not rounded. Of equal scores the first
@@ -106,7 +106,8 @@ def best_keys(
         lengths: subtract half of each query's squared length from its score.
 
     Returns:
-        Scores, float32, and numbers of keys, int64, both ``(batch, queries)``; None if the kernel could not run.
+        Highest scores, float32, and the numbers of their keys, int64, both ``(batch, queries)``; None if the kernel
+        could not run.
     """
     batch, count = keys.shape[0], x.shape[1] if rows is None else rows.shape[1]
     score, index = (torch.empty(batch, count, dtype=kind, device=keys.device) for kind in (torch.float32, torch.int64))
@@ -119,11 +120,11 @@ class Means(NamedTuple):
     """The result of `mean_rows`.
 
     Args:
-        mean: the mean of the rows of each group, ``(copies * groups, channels)``.
+        mean: the mean of the rows of each group, ``(copies * groups, channels)`` in the dtype of the rows.
         bias: minus half the squared length of each rounded mean, float32 ``(copies * groups,)``, minus infinity for an
             empty group; None if not requested.
-        values: the means of a second tensor; None if not requested.
-        exact: the means of that tensor in float32; None if not requested.
+        values: the means of a second tensor, of the same form; None if not requested.
+        exact: the means of the second tensor in float32; None if not requested.
     """
 
     mean: torch.Tensor
@@ -143,10 +144,10 @@ def mean_rows(
     Args:
         x: ``(copies * tokens, channels)``, any strides. The same groups apply to each copy.
         order: the rows of one copy sorted by group, int64.
-        offsets: where each group starts in `order`, int64 ``(groups + 1,)``.
+        offsets: where each group starts in `order`, and its end, int64 ``(groups + 1,)``.
         tokens: number of rows of one copy.
         bias: compute minus half the squared length of each mean as well.
-        values: a second tensor like `x` whose means are computed as well, or None.
+        values: a second tensor of the form of `x`, whose means are computed as well; None for no second tensor.
         exact: compute the means of `values` in float32 as well.
 
     Returns:
@@ -165,11 +166,11 @@ def mean_rows(
 
 
 class Segments(NamedTuple):
-    """The tokens sorted by group, and the sizes of the groups.
+    """The tokens sorted by group, and the sizes of the groups. Tokens are numbered over all rows.
 
     Args:
         order: the sorted tokens, int64 ``(rows * tokens,)``. Tokens of one group keep their order.
-        offsets: where each group starts in `order`, int64 ``(rows * groups + 1,)``.
+        offsets: where each group starts in `order`, and its end, int64 ``(rows * groups + 1,)``.
         sizes: float32 ``(rows, groups)``.
         logs: logarithms of the sizes, finite, float32 ``(rows, groups)``.
         rounded: the logarithms in the requested dtype.
@@ -190,12 +191,12 @@ def segments(group: torch.Tensor, num_groups: int, empty: float, dtype: torch.dt
 
     Args:
         group: the group of each token, int64 ``(rows, tokens)``.
-        num_groups: number of groups.
+        num_groups: number of groups of a row.
         empty: the logarithm to use for a group without tokens.
-        dtype: the dtype of the rounded logarithms.
+        dtype: the dtype of `Segments.rounded`.
 
     Returns:
-        The segments; None if the kernel could not run.
+        The segments; None if the kernel could not run or there are too many tokens and groups.
     """
     rows, tokens = group.shape
     if tokens * num_groups > _COUNTED_UP_TO or not available(group.device):
@@ -225,7 +226,7 @@ def assign_groups(
         removed: number of sources that merge.
 
     Returns:
-        int64 ``(batch, sources + destinations)``; None if the kernel could not run.
+        int64 ``(batch, sources + destinations)``; None if the kernel could not run or there are too many sources.
     """
     batch, count = index.shape
     if count * count > _COMPARED_UP_TO or not available(index.device):
@@ -241,8 +242,8 @@ def first_order(
 ) -> torch.Tensor | None:
     """Return sums over tokens of ``k^T (v - v_g) scale``, where ``v_g`` is the mean value of the token's group.
 
-    Tokens are split into spans that depend on their number alone. Each difference is split into several numbers of half
-    precision that together hold all digits of float32.
+    Tokens are split into spans, runs of tokens whose length depends on the number of tokens alone. Each difference is
+    split into several numbers of half precision that together hold all digits of float32.
 
     Args:
         keys: ``(batch, tokens, heads * head_dim)``, half precision, any strides.
@@ -254,7 +255,7 @@ def first_order(
 
     Returns:
         A sum for each span, float32 ``(spans, batch * heads, head_dim, head_dim)``, for the caller to add up. None if
-        the kernel could not run or heads are too wide.
+        the kernel could not run or heads are wider than `WIDEST_HEAD`.
     """
     batch, tokens, channels = keys.shape
     width, span = channels // heads, _span(tokens)
@@ -266,12 +267,12 @@ def first_order(
 
 
 class Answers(NamedTuple):
-    """The outputs of attention for a few queries of each head, in float32.
+    """The outputs of attention for a few queries of each head, all in float32.
 
     Args:
         merged: outputs over merged keys, ``(batch * heads, queries, head_dim)``.
-        full: outputs over each span of all keys, ``(spans, batch * heads, queries, head_dim)``.
-        logs: logarithm of the sum of weights in each span, ``(spans, batch * heads, queries)``.
+        full: outputs over the keys of each span, ``(spans, batch * heads, queries, head_dim)``.
+        logs: logsumexp of the logits in each span, ``(spans, batch * heads, queries)``.
     """
 
     merged: torch.Tensor
@@ -311,12 +312,12 @@ def answer_few(
 
 
 def _span(tokens: int) -> int:
-    """Return the tokens of a span. A long sequence has eight: enough to fill any GPU, and few enough to combine."""
+    """Return the number of tokens of a span. A long sequence has eight spans: enough for a GPU, and few to combine."""
     return max(512, -(-tokens // 8))
 
 
 def ridge(q: torch.Tensor, answers: Answers, first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Fit the correction that `attention.correction` describes.
+    """Fit a correction by ridge regression, see `attention.correction`.
 
     Args:
         q: the queries of `answer_few`. Heads have at most `RIDGE_WIDEST` channels.
@@ -334,7 +335,7 @@ def ridge(q: torch.Tensor, answers: Answers, first: torch.Tensor) -> tuple[torch
 
 
 def correct(out: torch.Tensor, q: torch.Tensor, matrix: torch.Tensor, constant: torch.Tensor) -> torch.Tensor | None:
-    """Add a correction: return ``out + q M1 + out M2 + b`` in each head. All tensors have one dtype.
+    """Return ``out + q M1 + out M2 + b`` in each head, a new tensor. All tensors have one dtype.
 
     Args:
         out: the output of attention, ``(batch, tokens, heads * head_dim)``, half precision.
@@ -343,7 +344,7 @@ def correct(out: torch.Tensor, q: torch.Tensor, matrix: torch.Tensor, constant: 
         constant: ``b``, ``(batch * heads, 1, head_dim)``, contiguous.
 
     Returns:
-        The corrected output; None if the kernel could not run or heads are too wide.
+        The corrected output; None if the kernel could not run or heads are wider than `WIDEST_HEAD`.
     """
     width = matrix.shape[2]
     if width > WIDEST_HEAD:
@@ -364,6 +365,7 @@ def without() -> Iterator[None]:
 
 
 def _module() -> ModuleType | None:
+    """Return `triton_kernels`, imported by the first call; None if it cannot be imported or is turned off."""
     global _is_loaded, _kernels, _why_off
     if _is_loaded:
         return _kernels
@@ -380,7 +382,7 @@ def _module() -> ModuleType | None:
 
 
 def launch(x: torch.Tensor, variant: tuple[Any, ...], *arguments: Any) -> bool:
-    """Launch a kernel on the device of a tensor, and check its result if it was not checked there before.
+    """Run a kernel, which fills some of its arguments, and check the result if the kernel was not checked before.
 
     A kernel that cannot be compiled or launched, or whose result is wrong, is not tried again.
 
@@ -390,7 +392,7 @@ def launch(x: torch.Tensor, variant: tuple[Any, ...], *arguments: Any) -> bool:
         arguments: the arguments of the function of this name in `triton_kernels`.
 
     Returns:
-        True if the outputs among `arguments` can be used.
+        True if the filled tensors can be used.
     """
     kernels, name = _module(), variant[0]
     if kernels is None or name in _off:
@@ -412,6 +414,7 @@ def launch(x: torch.Tensor, variant: tuple[Any, ...], *arguments: Any) -> bool:
 
 
 def _proves_itself(key: tuple, arguments: tuple[Any, ...]) -> bool:
+    """Check the result of a kernel's first run, and turn the kernel off if the result is wrong. True if it is right."""
     fault = find_fault(key[0], arguments)
     if fault == "":
         _verified.add(key)
@@ -421,5 +424,6 @@ def _proves_itself(key: tuple, arguments: tuple[Any, ...]) -> bool:
 
 
 def _give_up(name: str, why: str) -> None:
+    """Turn a kernel off until the process ends."""
     _off[name] = why
     _log.debug("Triton's kernel %s is off, torch's operators do the same: %s", name, why)

@@ -29,11 +29,11 @@ class Output(NamedTuple):
 
 
 def find_fault(name: str, arguments: tuple[Any, ...]) -> str | None:
-    """Compare all outputs of a launch with the expected values. Waits for the device once.
+    """Compare what a kernel filled with what torch's operators compute. Waits for the device once.
 
     Args:
         name: the name of the kernel.
-        arguments: the arguments of its launch, outputs included.
+        arguments: the arguments of its function in `triton_kernels`, the filled tensors included.
 
     Returns:
         A message that says what is wrong; "" if nothing is wrong; None if the inputs are not finite, so that the
@@ -54,13 +54,14 @@ def find_fault(name: str, arguments: tuple[Any, ...]) -> str | None:
 
 
 def _excess(output: Output) -> Tensor:
-    """Return the largest difference, as a multiple of the allowed one."""
+    """Return the largest difference as a share of the allowed one, a float64 scalar; above 1 it is a fault."""
     if not output.found.numel():
         return torch.zeros((), dtype=torch.float64, device=output.found.device)
     return _shares(output).max()
 
 
 def _shares(output: Output) -> Tensor:
+    """Return each element's difference as a share of the allowed one: 0 for equal values, infinity for a wrong NaN."""
     found, expected = output.found.double(), output.expected.double()
     share = (found - expected).abs() / (output.allowed + torch.zeros_like(expected))
     share = torch.where(share.isnan(), torch.inf, share)  # NaN also comes from two infinities, and from 0 / 0
@@ -68,6 +69,7 @@ def _shares(output: Output) -> Tensor:
 
 
 def _message(output: Output) -> str:
+    """Describe the element with the largest share."""
     place = int(_shares(output).argmax())
     tensors = output.found, output.expected.expand_as(output.found)
     found, expected = (tensor.flatten()[place].item() for tensor in tensors)
@@ -79,6 +81,7 @@ def _eps(dtype: torch.dtype) -> float:
 
 
 def _rounding(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return how far each exact value may be rounded in a dtype."""
     return _eps(dtype) * (exact.abs() + torch.finfo(dtype).tiny)
 
 
@@ -87,11 +90,11 @@ def _by_head(flat: Tensor, width: int) -> Tensor:
     return flat.double().unflatten(2, (-1, width)).transpose(1, 2).flatten(0, 1)
 
 
-# --- the checks; for arguments see the functions of the same names in `triton_kernels` --------------------------------
+# --- the checks: each takes the arguments of the function of its name in `triton_kernels`, filled tensors included ----
 
 
 def best_keys(x, rows, keys, bias, score, index, lengths) -> Iterator[Output]:
-    """Check the best scores, and that each chosen key has the best score up to rounding: near ties may differ."""
+    """Yield the highest scores and the chosen keys. Near ties may differ, so a key is checked by its score."""
     keys, count = keys.double(), keys.shape[1]
     longest = keys.norm(dim=2).amax(1)[:, None]
     yield Output("number of a key", index, index.clamp(0, count - 1), 0.0)
@@ -117,7 +120,7 @@ def best_keys(x, rows, keys, bias, score, index, lengths) -> Iterator[Output]:
 
 
 def mean_rows(x, values, order, offsets, tokens, mean, mean_values, exact, bias) -> Iterator[Output]:
-    """Check the means, whose allowed difference grows with the sums of absolute values."""
+    """Yield the means, whose allowed difference grows with the sums of absolute values."""
     sizes, copies = offsets.diff(), len(x) // tokens
     group = torch.repeat_interleave(sizes, output_size=len(order))
     row, group = ((numbers + torch.arange(copies, device=x.device)[:, None] * step).flatten()
@@ -141,7 +144,7 @@ def mean_rows(x, values, order, offsets, tokens, mean, mean_values, exact, bias)
 
 
 def segments(group, order, offsets, sizes, logs, rounded, empty) -> Iterator[Output]:
-    """Check order, offsets and sizes against a stable sort."""
+    """Yield order, offsets, sizes and logarithms, expected from a stable sort."""
     rows, groups = sizes.shape
     ordered, places = (group + torch.arange(rows, device=group.device)[:, None] * groups).flatten().sort(stable=True)
     starts = torch.searchsorted(ordered, torch.arange(rows * groups + 1, device=group.device))
@@ -155,7 +158,7 @@ def segments(group, order, offsets, sizes, logs, rounded, empty) -> Iterator[Out
 
 
 def assign_groups(score, index, sources, destinations, removed, group) -> Iterator[Output]:
-    """Check the groups against a stable sort by falling score."""
+    """Yield the groups, expected from a stable sort by falling score."""
     order, cells = score.argsort(dim=1, descending=True, stable=True), destinations.shape[1]
     merged, alone = order[:, :removed], order[:, removed:]
     group_of_source = torch.empty_like(index).scatter_(1, merged, index.gather(1, merged))
@@ -166,7 +169,7 @@ def assign_groups(score, index, sources, destinations, removed, group) -> Iterat
 
 
 def first_order(keys, values, group, means, span, scale, sums) -> Iterator[Output]:
-    """Check the sums, which are as exact as those of float32."""
+    """Yield the sums, which have to be as exact as those of float32."""
     width = sums.shape[2]
     spans = zip(*(tensor.split(span, 1) for tensor in (keys, values, group)), strict=True)
     for number, (some_keys, some_values, groups) in enumerate(spans):
@@ -177,7 +180,7 @@ def first_order(keys, values, group, means, span, scale, sums) -> Iterator[Outpu
 
 
 def answer_few(q, keys, values, merged_keys, merged_values, bias, span, scale, merged, full, logs) -> Iterator[Output]:
-    """Check the answers: weights are rounded before they are multiplied, their sum is not."""
+    """Yield the answers. Attention weights are rounded before they are multiplied, their sum is not."""
     width, eps = merged.shape[2], _eps(q.dtype)
     q, heads = _by_head(q, width), merged.shape[0] // len(q)
 
@@ -195,7 +198,7 @@ def answer_few(q, keys, values, merged_keys, merged_values, bias, span, scale, m
 
 
 def ridge(q, merged, full, logs, first, matrix, constant) -> Iterator[Output]:
-    """Check the correction of the given queries, up to a share of all terms that it adds up."""
+    """Yield the correction of the given queries, which may differ by a share of all terms that it adds up."""
     width, eps = merged.shape[2], _eps(q.dtype)
     queries, merged = _by_head(q, width), merged.double()
     features = torch.cat([queries, merged], 2)
@@ -216,7 +219,7 @@ def ridge(q, merged, full, logs, first, matrix, constant) -> Iterator[Output]:
 
 
 def correct(out, q, matrix, constant, corrected) -> Iterator[Output]:
-    """Check the corrected output, which is rounded once, at the end."""
+    """Yield the corrected output, which is rounded once, at the end."""
     width = matrix.shape[2]
     matrix, constant = matrix.double(), constant.double()
     for parts in zip(*(tensor.split(_TOKENS, 1) for tensor in (q, out, corrected)), strict=True):
@@ -232,7 +235,7 @@ class _Law(NamedTuple):
 
     Args:
         outputs: takes the arguments of a launch and yields each output with the expected values.
-        finite: the first arguments, as many as this, must be finite for the check to mean anything.
+        finite: the check means something only if the first `finite` arguments hold finite numbers.
     """
 
     outputs: Callable[..., Iterator[Output]]

@@ -102,7 +102,7 @@ def _mean_rows(
     x_row, x_channel, values_row, values_channel,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute means. A program sums one group of one copy, or some of its channels if no length is requested.
+    """Compute means. A program sums one group of one copy, or some of its channels if ``bias`` is None.
 
     Row i of the group is added to the sum of number i % ROWS; then these sums are added. PARTS: 2 if there are values.
     """
@@ -183,7 +183,7 @@ def _segments(
 
 @triton.jit
 def _in_order(score):
-    """Return floats as integers in the order in which torch sorts them: NaN above infinity, both zeros equal."""
+    """Turn floats into integers that sort as torch sorts the floats: NaN above infinity, both zeros equal."""
     bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
     return tl.where(score != score, 2147483647, bits ^ ((bits >> 31) & 2147483647))
 
@@ -227,7 +227,7 @@ def best_keys(
     x: torch.Tensor, rows: torch.Tensor | None, keys: torch.Tensor, bias: torch.Tensor | None, score: torch.Tensor,
     index: torch.Tensor, lengths: bool,
 ) -> None:  # fmt: skip
-    """Fill ``score`` and ``index``, see `kernels.best_keys`. All tensors are expanded to the batch."""
+    """Fill ``score`` and ``index``, the results of `kernels.best_keys`. All tensors are expanded to the batch."""
     batch, queries = score.shape
     tiles = triton.cdiv(queries, _QUERIES)
     _best_keys[(tiles * batch,)](
@@ -243,7 +243,7 @@ def mean_rows(
     x: torch.Tensor, values: torch.Tensor | None, order: torch.Tensor, offsets: torch.Tensor, tokens: int,
     mean: torch.Tensor, mean_values: torch.Tensor | None, exact: torch.Tensor | None, bias: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """Fill ``mean``, ``mean_values``, ``exact`` and ``bias``, see `kernels.mean_rows`."""
+    """Fill ``mean``, ``mean_values``, ``exact`` and ``bias``, the fields of `kernels.Means`. None: not requested."""
     numbers, channels = mean.shape
     alone = bias is not None
     width = min(triton.next_power_of_2(channels), _WIDEST_ALONE if alone else _WIDEST)
@@ -259,7 +259,7 @@ def segments(
     group: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor, sizes: torch.Tensor, logs: torch.Tensor,
     rounded: torch.Tensor, empty: float,
 ) -> None:  # fmt: skip
-    """Fill all tensors except ``group``, which is contiguous, see `kernels.segments`."""
+    """Fill all tensors except ``group``, which is contiguous. They are the fields of `kernels.Segments`."""
     (rows, tokens), groups = group.shape, sizes.shape[1]
     tiles = triton.cdiv(groups, _COUNTED_GROUPS)
     _segments[(rows * tiles,)](
@@ -272,7 +272,7 @@ def assign_groups(
     score: torch.Tensor, index: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, removed: int,
     group: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Fill ``group``, see `kernels.place_tokens`."""
+    """Fill ``group``, the result of `kernels.assign_groups`."""
     (batch, count), cells = index.shape, destinations.shape[1]
     _place[(triton.cdiv(count + cells, _PLACED), batch)](
         score, index, sources, destinations, group, count, cells, removed,

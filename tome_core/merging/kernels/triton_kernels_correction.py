@@ -134,7 +134,7 @@ def _answer_few(
 
 @triton.jit
 def _load_features(q, merged, query, column, mask, width: tl.constexpr, q_row, q_channel):
-    """Return queries and merged answers next to each other, in float32."""
+    """Return queries and their outputs over merged keys side by side, in float32."""
     of_q = column < width
     left = tl.load(q + query[:, None] * q_row + column[None, :] * q_channel, mask=mask & of_q[None, :], other=0.0)
     at = merged + query[:, None] * width + (column - width)[None, :]
@@ -145,7 +145,7 @@ def _load_features(q, merged, query, column, mask, width: tl.constexpr, q_row, q
 def _join(
     full, logs, number, programs, query, is_query, column, is_column, count, width: tl.constexpr, SPANS: tl.constexpr
 ):  # fmt: skip
-    """Return the outputs over all keys: the sum of the spans' outputs, each by its share of the weights."""
+    """Return the outputs over all keys: the sum of the spans' outputs, each times the span's share of the weights."""
     top = tl.load(logs + number * count + query, mask=is_query, other=0.0)
     for span in tl.static_range(1, SPANS):
         top = tl.maximum(top, tl.load(logs + (span * programs + number) * count + query, mask=is_query, other=0.0))
@@ -261,10 +261,12 @@ def _correct(
 
 
 def _padded(width: int) -> int:
+    """Return the width of a tile for `width` channels."""
     return max(16, triton.next_power_of_2(width))
 
 
 def _warps(width: int) -> int:
+    """Return the number of warps for heads of `width` channels."""
     return 4 if width <= 64 else 8
 
 
@@ -272,7 +274,7 @@ def first_order(
     keys: torch.Tensor, values: torch.Tensor, group: torch.Tensor, means: torch.Tensor, span: int, scale: float,
     found: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Fill ``found``, see `kernels.first_order`. ``group`` is expanded to the batch."""
+    """Fill ``found``, the sums of `kernels.first_order`. ``group`` is expanded to the batch, ``span`` is in tokens."""
     batch, tokens, _ = keys.shape
     spans, programs, width, _ = found.shape
     heads = programs // batch
@@ -289,7 +291,7 @@ def answer_few(
     merged_values: torch.Tensor, bias: torch.Tensor, span: int, scale: float,
     merged: torch.Tensor, full: torch.Tensor, logs: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Fill ``merged``, ``full`` and ``logs``, see `kernels.answer_few`. ``bias`` is expanded to the batch."""
+    """Fill ``merged``, ``full`` and ``logs``, the fields of `kernels.Answers`. ``bias`` is expanded to the batch."""
     spans, programs, count, width = full.shape
     heads = programs // q.shape[0]
     tiles = triton.cdiv(count, _TOKENS)
@@ -305,7 +307,7 @@ def ridge(
     q: torch.Tensor, merged: torch.Tensor, full: torch.Tensor, logs: torch.Tensor,
     first: torch.Tensor, matrix: torch.Tensor, constant: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Fill ``matrix`` and ``constant``, see `kernels.ridge`."""
+    """Fill ``matrix`` and ``constant``, the results of `kernels.ridge`."""
     programs, count, width = merged.shape
     _ridge[(programs,)](
         q, merged, full, logs, first, matrix, constant, count, programs // q.shape[0], *q.stride(),
@@ -315,7 +317,7 @@ def ridge(
 
 
 def correct(out: torch.Tensor, q: torch.Tensor, matrix: torch.Tensor, constant: torch.Tensor, to: torch.Tensor) -> None:
-    """Fill ``to``, see `kernels.correct`."""
+    """Fill ``to``, the result of `kernels.correct`."""
     batch, tokens, _ = out.shape
     heads, width = matrix.shape[0] // batch, matrix.shape[2]
     tiles = triton.cdiv(tokens, _TOKENS)
