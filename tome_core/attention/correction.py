@@ -40,12 +40,12 @@ Pair = tuple[Tensor, Tensor]  # keys and values, (batch, tokens, heads * head_di
 
 
 class Correction(NamedTuple):
-    """A linear map of a query and its merged answer, whose result is added to that answer.
+    """An affine map, for each head, of a query and its output over merged keys. Its result is added to that output.
 
     Args:
-        matrix: the matrix of the query above that of the answer, ``(batch * heads, 2 * head_dim, head_dim)``.
+        matrix: the matrix of the query above that of the output, ``(batch * heads, 2 * head_dim, head_dim)``.
         constant: ``(batch * heads, 1, head_dim)``.
-        num_queries: number of tokens that were answered exactly to fit the correction.
+        num_queries: number of tokens that were answered exactly to fit the correction; 0 if not recorded.
     """
 
     matrix: Tensor
@@ -54,7 +54,7 @@ class Correction(NamedTuple):
 
 
 def pick_queries(grid: Grid, width: int, device: torch.device) -> tuple[Tensor]:
-    """Return the tokens that are answered exactly: the middles of equal cells of the grid.
+    """Choose the tokens that are answered exactly: the middles of equal cells of the grid.
 
     Args:
         grid: the grid of the picture's tokens.
@@ -62,7 +62,7 @@ def pick_queries(grid: Grid, width: int, device: torch.device) -> tuple[Tensor]:
         device: the device of the result.
 
     Returns:
-        int64 ``(1, queries)``, in a tuple.
+        Numbers of tokens, int64 ``(1, queries)``, in a tuple for `grid.reuse`.
     """
     tokens = grid.height * grid.width
     count = min(_MOST_IF_NARROW if width <= _NARROW else _MOST, max(_FEWEST, tokens // _TOKENS_PER_ANSWER), tokens)
@@ -76,15 +76,15 @@ def pick_queries(grid: Grid, width: int, device: torch.device) -> tuple[Tensor]:
 def fit_correction(
     q: Tensor, keys_and_values: Pair, plan: MergePlan, heads: int, scale: float
 ) -> tuple[Correction, Pair]:
-    """Fit what attention loses by merged keys and values, as an affine map of a query and its merged answer.
+    """Fit what attention loses by merged keys and values, by ridge regression in each head.
 
-    The map is fitted by ridge regression, one for each head. Sums and solutions are in float32. The
-    correction is zero if every group has a single token.
+    What is lost is predicted from a query and its output over merged keys. Sums and solutions are in float32, or
+    float64. The correction is zero if every group has a single token.
 
     Args:
         q: queries of the tokens that `pick_queries` returns, ``(batch, queries, heads * head_dim)``.
         keys_and_values: keys and values of all tokens, ``(batch, tokens, heads * head_dim)``.
-        plan: the plan.
+        plan: the plan of keys and values.
         heads: number of heads.
         scale: the attention's factor of the logits.
 
@@ -144,17 +144,30 @@ def first_order(keys: Tensor, values: Tensor, means: Tensor, plan: MergePlan, he
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, heads: int, scale: float, bias: Tensor | None = None) -> Tensor:
-    """Compute attention with torch's function, so that no hook of a host sees these queries."""
+    """Compute attention with torch's function, so that no hook of a host sees these queries.
+
+    Queries and the result are ``(batch, heads, queries, head_dim)``. Keys and values are ``(batch, tokens, heads *
+    head_dim)``.
+    """
     attend = torch._C._nn.scaled_dot_product_attention
     return attend(q, _by_head(keys, heads), _by_head(values, heads), bias, scale=scale)
 
 
 def _ridge(q: Tensor, merged: Tensor, left: Tensor, same: float = _LEAST_SPREAD) -> tuple[Tensor, Tensor]:
-    """Fit `left` by a linear function of q and merged: weights ``(batch, heads, 2d, d)`` and a constant.
+    """Fit `left`, what the outputs over merged keys lack, by an affine function of q and these outputs.
 
     q and merged are centred, and each is scaled to an average variance of 1. If its spread is below the share `same` of
     its size, the scale is limited: rounding alone would get unlimited weights and gradients. The penalty counts as many
     samples as an output has weights; the constant has no penalty.
+
+    Args:
+        q: ``(batch, heads, queries, d)``, and so are `merged` and `left`.
+        merged: outputs over merged keys.
+        left: exact outputs minus `merged`.
+        same: relative spread below which a feature counts as constant.
+
+    Returns:
+        Weights ``(batch, heads, 2d, d)`` and a constant ``(batch, heads, 1, d)``.
     """
     features = torch.cat([q, merged], -1)
     mean = features.mean(2, keepdim=True)
@@ -171,11 +184,11 @@ def _ridge(q: Tensor, merged: Tensor, left: Tensor, same: float = _LEAST_SPREAD)
 
 
 def _inverse(matrix: Tensor, penalty: float, most: float) -> Tensor:
-    """Return the inverse of ``matrix + penalty I`` for matrices whose eigenvalues are from 0 to ``most``.
+    """Return the inverse of ``matrix + penalty I``, ``(batch, heads, n, n)``; eigenvalues of `matrix`: 0 to `most`.
 
     This is Newton's iteration (Schulz 1933), with each step scaled for the known bounds of the eigenvalues (Pan and
-    Schreiber 1991, section 2). It needs only products: some backends have no solver, and some solvers wait for the
-    device.
+    Schreiber 1991, section 2). Newton's iteration needs only products: some backends have no solver, and some solvers
+    wait for the device.
     """
     places = torch.arange(matrix.shape[-1], device=matrix.device)
     unit = (places[:, None] == places).to(matrix.dtype)  # DirectML has no eye

@@ -25,7 +25,9 @@ _NO_OUTPUT_PROJECTION = nn.Sequential(nn.Identity(), nn.Identity())  # a project
 
 
 class AttentionDescription:
-    """The description of one kind of attention. It has no state, so one object serves every module of its kind.
+    """The base class of descriptions: how to run one kind of attention on given queries, keys and values.
+
+    A description has no state, so one object serves every module of its kind.
 
     Attributes:
         by_attribute: True if the logits are multiplied by ``module.scale``, False if by ``head_dim ** -0.5``.
@@ -39,18 +41,18 @@ class AttentionDescription:
 
         Args:
             module: the attention.
-            kwargs: the other arguments of the call.
+            kwargs: the keyword arguments of the call except for its tokens.
         """
         return None
 
     def keys_and_values(self, module: nn.Module, keys: Tensor, values: Tensor, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
-        """Project tokens to keys and values.
+        """Project tokens to keys and values, ``(batch, tokens, heads * head_dim)``.
 
         Args:
             module: the attention.
             keys: the tokens of the keys, ``(batch, tokens, channels)``.
             values: the tokens of the values, of the same shape.
-            kwargs: the other arguments of the call.
+            kwargs: the keyword arguments of the call except for its tokens.
         """
         return module.to_k(keys), module.to_v(values)
 
@@ -64,7 +66,9 @@ class AttentionDescription:
         return float(module.scale) if self.by_attribute else width**-0.5
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kwargs: Kwargs) -> Tensor:
-        """Compute ``softmax(scale q k^T + bias) v`` with the module's own code.
+        """Compute ``softmax(scale q k^T + bias) v`` with the module's own code, without the output projection.
+
+        Queries, keys, values and the result are ``(batch, tokens, heads * head_dim)``.
 
         Args:
             module: the attention.
@@ -72,12 +76,12 @@ class AttentionDescription:
             k: keys.
             v: values.
             bias: is added to the logits, ``(batch, 1, keys)`` in the dtype of `q`; None for no bias.
-            kwargs: the other arguments of the call.
+            kwargs: the keyword arguments of the call except for its tokens.
         """
         raise NotImplementedError
 
     def finish(self, module: nn.Module, out: Tensor) -> Tensor:
-        """Return the module's output for the output of `attend`: apply the output projection."""
+        """Apply the output projection of the module to the result of `attend`."""
         return module.to_out(out)
 
 
@@ -85,13 +89,13 @@ class StandIn:
     """A stand-in for an attention module, to run the module's own code on given queries, keys and values.
 
     Its projections return the given tensors, and its output projection returns its input. Every other attribute is read
-    from the module.
+    from the module, and the module's methods run on the stand-in.
 
     Args:
         module: the attention.
-        q: queries.
-        k: keys.
-        v: values.
+        q: queries, ``(batch, tokens, heads * head_dim)``.
+        k: keys, of the same form.
+        v: values, of the same form.
     """
 
     def __init__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -111,7 +115,7 @@ class ForwardOnStandIn(AttentionDescription):
     """The description of an attention that is computed in ``forward(x, context=...)``, which runs on a `StandIn`.
 
     Args:
-        by_attribute: True if the logits are multiplied by ``module.scale``.
+        by_attribute: True if the logits are multiplied by ``module.scale``, False if by ``head_dim ** -0.5``.
     """
 
     def __init__(self, by_attribute: bool) -> None:
@@ -124,12 +128,15 @@ class ForwardOnStandIn(AttentionDescription):
 
 
 class _Processor(AttentionDescription):
-    """A processor of diffusers that takes the scores from the module: the processor runs on a `StandIn`."""
+    """The description of a diffusers processor that takes its scores from the module: it runs on a `StandIn`."""
 
     by_attribute = adds_bias = True
 
     def problem(self, module: nn.Module, kwargs: Kwargs) -> str | None:
-        """Refuse attentions outside of transformer blocks, which have norms or residual connections."""
+        """Return a reason if the attention has a norm, an output scale or a residual connection; else None.
+
+        Attentions of transformer blocks have none of these.
+        """
         norms = module.group_norm is not None or module.spatial_norm is not None or module.norm_cross is not None
         has_more = norms or module.residual_connection or module.rescale_output_factor != 1.0
         return "it has a norm, an output scale or a residual connection" if has_more else None
@@ -148,24 +155,24 @@ _ENTRIES: dict[str, AttentionDescription] = {}
 
 
 def register(function: str, entry: AttentionDescription) -> None:
-    """Register the description of an attention.
+    """Register the description of an attention under the full name of the function that computes it.
 
     Args:
-        function: full name of the attention's ``forward``, or of the ``__call__`` of its processor.
+        function: full name (`full_name`) of the attention's ``forward``, or of the ``__call__`` of its processor.
         entry: the description. A second entry for a name replaces the first.
     """
     _ENTRIES[function] = entry
 
 
 def description_of(function: Any) -> AttentionDescription | None:
-    """Return the description of the attention that a function computes; None if there is none."""
+    """Return the registered description for a function that computes attention; None if there is none."""
     return _ENTRIES.get(full_name(function))
 
 
 def full_name(function: Any) -> str:
-    """Return module and qualified name of a function or, for an object, of its class.
+    """Return module and qualified name of a function, of the function in a `partial` or, for an object, of its class.
 
-    A function made by a decorator has the name of the decorator's inner function and of the function that it wraps.
+    A decorated function gives ``"<decorator's inner function> around <full name of the function that it wraps>"``.
     """
     function = function.func if isinstance(function, partial) else function
     if hasattr(function, "__wrapped__") and hasattr(function, "__code__"):

@@ -14,18 +14,18 @@ _TRIED: OrderedDict[Hashable, bool | None] = OrderedDict()
 
 
 def try_once(key: Hashable, function: Callable[..., torch.Tensor], scale: float, like: torch.Tensor) -> bool | None:
-    """Return whether a function adds a bias to the logits.
+    """Run an attention function on a few random tokens, and return whether it adds a bias to the logits.
 
-    Results are cached by key, shape of the heads, dtype and device.
+    Results are cached by key, shape of the heads, dtype and device. An error of the function is not raised.
 
     Args:
-        key: a key that differs between functions.
+        key: identifies the function in the cache.
         function: takes q, k, v and a bias, see `merged.Attention`.
         scale: the function's factor of the logits.
         like: a tensor ``(batch, tokens, heads, head_dim)`` of the device and dtype to try.
 
     Returns:
-        True if it adds a bias, False if it ignores or refuses a bias, None if it does not compute attention.
+        True if the function adds a bias, False if it ignores or refuses a bias, None if it does not compute attention.
     """
     key = (key, *like.shape[2:], like.dtype, like.device)
     if key not in _TRIED:
@@ -37,6 +37,7 @@ def try_once(key: Hashable, function: Callable[..., torch.Tensor], scale: float,
 
 @torch.no_grad()
 def _try(function: Callable[..., torch.Tensor], scale: float, like: torch.Tensor) -> bool | None:
+    """Do the work of `try_once`, without the cache."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, _TOKENS, *like.shape[2:], generator=generator).to(like)
     # three values, because a function could take two values for a mask of visible and hidden tokens

@@ -27,7 +27,9 @@ _AT_ONCE = 64 << 20  # bytes in float32 up to which keys merge in one piece: SDX
 
 
 class Attention(NamedTuple):
-    """A self-attention call, as its host would compute it.
+    """The tensors of a self-attention call, and the host's function that would compute its output.
+
+    The host is the program or library that runs the model.
 
     Args:
         q: queries of all tokens, after norms and position encodings: a view ``(batch, tokens, heads, head_dim)``.
@@ -35,8 +37,8 @@ class Attention(NamedTuple):
         v: values, of the same shape as `k`.
         function: the host's function. It takes q, k, v and a bias ``(batch, 1, 1, keys)`` or None, and returns an
             output of the shape of q.
-        scale: factor of the logits.
-        takes_bias: True if the function adds the bias to the logits.
+        scale: factor of the logits in `function`.
+        takes_bias: True if the function adds the bias to the logits. If False, it is only called with None.
     """
 
     q: torch.Tensor
@@ -48,11 +50,11 @@ class Attention(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """The way in which an attention merges.
+    """The settings with which an attention call merges.
 
     Args:
         plan: the plan of keys and values.
-        proportional: use proportional attention.
+        proportional: use proportional attention: add the logarithm of a group's size to the logits of its key.
         queries: merge the queries by the same plan, and unmerge the output.
         correction: the correction to add to the output, or None.
     """
@@ -64,15 +66,16 @@ class Merge(NamedTuple):
 
 
 def attend(attention: Attention, merging: Merge, merged_pair: Pair | None = None) -> tuple[torch.Tensor, str]:
-    """Compute ``softmax(scale q k^T + log n) v`` with merged keys and values, for all queries.
+    """Compute attention with merged keys and values: ``softmax(scale q k^T + log n) v``, with n the sizes of groups.
 
     Args:
         attention: the unmerged call.
         merging: the way to merge.
-        merged_pair: keys and values ``(batch, groups, heads * head_dim)`` that are merged already, or None.
+        merged_pair: keys and values ``(batch, groups, heads * head_dim)`` that are merged already; None to merge here.
 
     Returns:
-        The output ``(batch, tokens, heads, head_dim)``; and how sizes were used: `BIAS`, `OWN_BIAS` or `UNSIZED`.
+        The output ``(batch, tokens, heads, head_dim)``. The way in which sizes were used: `BIAS` if the host's function
+        added them, `OWN_BIAS` if torch's function ran in its place, `UNSIZED` without proportional attention.
     """
     q, k, v, function, scale, takes_bias = attention
     plan, batch, heads = merging.plan, k.shape[0], k.shape[2]
@@ -108,12 +111,12 @@ def correction_of(attention: Attention, plan: MergePlan, layout: Layout) -> tupl
 
     Args:
         attention: the unmerged call.
-        plan: the plan.
+        plan: the plan of keys and values.
         layout: the place of the picture's tokens in the sequence.
 
     Returns:
-        The correction; and merged keys and values ``(batch, groups, heads * head_dim)``, or None if they have fewer
-        heads than the queries.
+        The correction; and merged keys and values ``(batch, groups, heads * head_dim)``, or None if keys and values
+        have fewer heads than the queries.
     """
     q, k, v = attention[:3]
     (places,) = reuse(pick_queries_in, q, layout, q.shape[1], q.shape[3])
@@ -137,7 +140,7 @@ def correction_of(attention: Attention, plan: MergePlan, layout: Layout) -> tupl
 
 
 def pick_queries_in(layout: Layout, tokens: int, width: int, device: torch.device) -> tuple[torch.Tensor]:
-    """Return the tokens of a sequence whose exact answers the correction is fitted to, int64 ``(queries,)``.
+    """Choose the tokens of a sequence whose exact answers the correction is fitted to.
 
     They are some of the picture's tokens, and up to a quarter as many others. Other tokens are included because the
     queries of text may differ in kind from those of the picture.
@@ -147,6 +150,9 @@ def pick_queries_in(layout: Layout, tokens: int, width: int, device: torch.devic
         tokens: number of tokens of the sequence.
         width: number of channels of a head.
         device: the device of the result.
+
+    Returns:
+        Numbers of tokens, int64 ``(queries,)``, in a tuple for `grid.reuse`.
     """
     (places,) = pick_queries(layout.grid, width, device)
     last, num_others = layout.first + tokens_in(layout), tokens - tokens_in(layout)
@@ -163,12 +169,12 @@ def merge(x: torch.Tensor, plan: MergePlan) -> torch.Tensor:
 
 
 def add_correction(out: torch.Tensor, q: torch.Tensor, correction: Correction) -> torch.Tensor:
-    """Return ``out + q M1 + out M2 + b`` in each head.
+    """Return ``out + q M1 + out M2 + b`` in each head, a new tensor.
 
     Args:
         out: the output of attention, ``(batch, tokens, heads, head_dim)``.
         q: the queries, of the same shape.
-        correction: the correction, whose matrix is ``M1`` above ``M2``.
+        correction: its matrix is ``M1`` above ``M2``, its constant is ``b``.
     """
     features, (matrix, constant, _) = out, correction
     if not matrix.dtype == out.dtype == q.dtype:  # the correction is of a step with another autocast
@@ -187,6 +193,7 @@ def add_correction(out: torch.Tensor, q: torch.Tensor, correction: Correction) -
 def _attend_by_torch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, scale: float
 ) -> torch.Tensor:
+    """Compute attention with torch's function, for tensors of the form of `Attention` and a bias for the logits."""
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     shares = q.shape[1] // k.shape[1]
     if shares > 1:
@@ -195,7 +202,7 @@ def _attend_by_torch(
 
 
 def _correct(out: torch.Tensor, q: torch.Tensor, correction: Correction) -> torch.Tensor:
-    """Add a correction: in pieces and in place if no gradient is needed."""
+    """Return the output with a correction. Without a need for gradients, `out` is overwritten piece by piece."""
     if torch.is_grad_enabled() and (out.requires_grad or q.requires_grad):
         return add_correction(out, q, correction)
     step = max(1, _HELD // (out[:, :1].numel() * out.element_size()))
@@ -206,7 +213,10 @@ def _correct(out: torch.Tensor, q: torch.Tensor, correction: Correction) -> torc
 
 
 def _runs_of_heads(x: torch.Tensor, times: int = 1) -> Iterator[tuple[int, int]]:
-    """Yield runs of heads that take at most `_HELD` bytes in float32 if each is repeated `times` times."""
+    """Yield first and last (exclusive) of runs of heads, small enough for a copy in memory.
+
+    A run takes at most `_HELD` bytes in float32 if each head is repeated `times` times.
+    """
     heads = x.shape[2]
     step = max(1, _HELD // (4 * times * x[:, :, 0].numel()))
     for first in range(0, heads, step):

@@ -27,14 +27,26 @@ _ENDLESS = 2**53 - 1  # the limit of settings without a limit: above it, floats 
 
 
 def setting(default: Any, label: str, help: str, **facts: Any) -> Any:
-    """Return a dataclass field with the texts and limits of its control, see `describe_settings` and `form`."""
+    """Return a dataclass field for a setting, whose metadata describes the control of the setting.
+
+    Args:
+        default: the default value. If it is None, the setting may be None.
+        label: the label of the control.
+        help: the tooltip of the control.
+        facts: other facts, see `describe_settings` and `form`. The limit is the maximum if it is not given.
+    """
     if "maximum" in facts:
         facts.setdefault("limit", facts["maximum"])
     return field(default=default, metadata={"label": label, "help": help, **facts})
 
 
 def _check(item: Any, value: Any) -> Any:
-    """Return the value in the field's type, or raise an error with the value, the range and the remedy."""
+    """Return a setting's value in the type of its field.
+
+    Raises:
+        TypeError: the value has another type. The text names the value and the remedy.
+        ValueError: the value is out of range or no choice. The text names the value and the remedy.
+    """
     facts, name = item.metadata, item.name
     if value is None and item.default is None:
         return None
@@ -60,7 +72,11 @@ def _check(item: Any, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class MergeRule:
-    """A rule: what merges, in which blocks, at which timesteps of Stable Diffusion's schedule.
+    """A rule: settings that say what merges, in which blocks, and at which timesteps of Stable Diffusion's schedule.
+
+    Raises:
+        TypeError: a setting has the wrong type.
+        ValueError: a setting is out of range, or two settings contradict each other.
 
     >>> MergeRule(ratio=0.9).effective_ratio  # over the cap 1 - 1/(sx*sy) of bipartite matching
     0.75
@@ -166,29 +182,35 @@ class MergeRule:
 
     @cached_property
     def is_as_tomesd(self) -> bool:
-        """True if self-attention merges tomesd's way: queries, keys and values together, without sizes."""
+        """True if self-attention merges tomesd's way: queries with keys and values, without proportional attention."""
         return self.side == "qkv" and not self.proportional
 
     @cached_property
     def corrects(self) -> bool:
-        """True if merged keys and values are corrected, which needs the keys and values of all tokens.
+        """True if the error of merged keys and values is corrected, which needs the keys and values of all tokens.
 
-        A match by keys and values has computed them already. Otherwise they are computed if every query is kept,
+        A match by keys and values has computed them already. Otherwise they are computed if queries do not merge,
         because only then the correction pays.
         """
         at_hand = self.metric == "keys+values" and METHODS[self.method].compares
         return self.correction and self.proportional and (self.side == "kv" or at_hand)
 
     def holds_at(self, timestep: float | None) -> bool:
-        """Tell whether a timestep of Stable Diffusion's schedule is at or above ``min_timestep``, if there is one.
+        """Tell whether the rule holds at a timestep of Stable Diffusion's schedule: at or above ``min_timestep``.
 
-        With ``min_timestep`` the rule does not hold at an unknown timestep (None).
+        Without ``min_timestep`` the rule holds always. With it, the rule does not hold at an unknown timestep (None).
         """
         return self.min_timestep is None or (timestep is not None and timestep >= self.min_timestep)
 
 
 def reaches(rule: MergeRule, level: int, downsample: int) -> bool:
-    """Tell whether a rule covers a level with this down-sampling factor."""
+    """Tell whether a rule covers a level of the model, by its ``max_downsample``.
+
+    Args:
+        rule: the rule. With ``max_downsample=None`` it covers only level 0.
+        level: number of the level, 0 for the finest that has attention.
+        downsample: the level's down-sampling factor, relative to the latent.
+    """
     return level == 0 if rule.max_downsample is None else downsample <= rule.max_downsample
 
 
@@ -196,14 +218,19 @@ def reaches(rule: MergeRule, level: int, downsample: int) -> bool:
 class MergeConfig:
     """All settings of a patch: rules, a part of the noise schedule in which they hold, and an early phase.
 
-    The first rule that fits a block, a part of it and the time applies. Keywords may be the settings of a rule or of
-    the config. Settings of a rule make one rule, or are set in each of ``rules``, also by `dataclasses.replace`:
+    The first rule that fits a level of the model, a part of a block and the time applies. Keywords may be the settings
+    of a rule or of the config. Settings of a rule make one rule, or are set in each of ``rules``, also by
+    `dataclasses.replace`:
 
     >>> MergeConfig(ratio=0.5).rules == (MergeRule(ratio=0.5),)
     True
     >>> early, late = MergeRule(ratio=0.75, min_timestep=600), MergeRule(ratio=0.25)
     >>> [rule.ratio for rule in MergeConfig(rules=(early, late), seed=5, end_percent=0.9).rules]
     [0.75, 0.25]
+
+    Raises:
+        TypeError: a keyword is unknown, or a value has the wrong type.
+        ValueError: a value is out of range, two settings contradict each other, or there is no rule.
     """
 
     rules: tuple[MergeRule, ...]
@@ -256,7 +283,7 @@ class MergeConfig:
                              "swap them")
 
     def value(self, name: str) -> Any:
-        """Return a setting's value, from the first rule for a setting of rules.
+        """Return the value of a setting by its keyword. A setting of rules is read from the first rule.
 
         Raises:
             AttributeError: there is no such setting.
@@ -265,13 +292,13 @@ class MergeConfig:
 
     @property
     def is_off(self) -> bool:
-        """True if no rule merges anything."""
+        """True if no rule merges anything, in an early phase either."""
         early = self.early_ratio and any(rule.merge_attn for rule in self.rules)
         return not early and all(rule.is_off for rule in self.rules)
 
     @property
     def uses_percent(self) -> bool:
-        """True if merging is limited to a part of the model's own noise schedule."""
+        """True if start, end or noise threshold limit merging to a part of the noise schedule of the model."""
         return self.start_percent > 0 or self.end_percent < 1 or self.max_beta is not None
 
 
@@ -283,28 +310,30 @@ def describe_settings() -> list[dict[str, Any]]:
 
     Returns:
         Dicts with the keys name, default, label and help. If they apply: minimum and maximum (of a control), limit (the
-        highest accepted value; None: no limit), step, choices, advanced, unset (the meaning of None, else "automatic").
-        `form` uses the others.
+        highest accepted value; None: no limit), step, choices, advanced, unset (what None means; if absent, None is
+        "automatic"). Other keys are for `form`.
     """
     return [{"name": item.name, "default": item.default, **item.metadata}
             for item in (*fields(MergeRule), *fields(MergeConfig)[1:])]  # fmt: skip
 
 
 def plain_rules(config: MergeConfig, downsamples: Sequence[int]) -> dict[MergeRule, MergeRule | None]:
-    """Expand the config into plain rules: each rule is preceded by a rule for its early phase, if it has one.
+    """Return the rules of a config, with a rule for its early phase before each rule that has one.
 
     Args:
         config: the settings.
-        downsamples: the down-sampling factor of each level.
+        downsamples: the down-sampling factor of each level of the model, the finest first.
 
     Returns:
-        All rules in order, as keys. The value of an early phase's rule is the rule that follows it, else None.
+        All rules in order, as keys. The value of an early phase's rule is the rule that follows it; other values are
+        None.
     """
     return {plain: late for rule in config.rules
             for plain, late in ((_early(config, rule, downsamples), rule), (rule, None)) if plain}  # fmt: skip
 
 
 def _early(config: MergeConfig, rule: MergeRule, downsamples: Sequence[int]) -> MergeRule | None:
+    """Return the rule for the early phase of a rule; None if there is no such phase."""
     ratio = config.early_ratio
     if ratio is None or not rule.merge_attn or not reaches(rule, 0, downsamples[0]):
         return None
@@ -318,7 +347,10 @@ def _early(config: MergeConfig, rule: MergeRule, downsamples: Sequence[int]) -> 
 
 
 def describe(config: MergeConfig) -> tuple[str, ...]:
-    """Return the keywords of each rule and of the config as texts, without defaults other than the ratio."""
+    """Return the settings that differ from their defaults, and every ratio, as texts like ``"ratio=0.5, sx=4"``.
+
+    There is one text for each rule, and one for the config if it differs from the defaults.
+    """
     owners = ((fields(MergeRule), config.rules), (fields(config)[1:], (config,)))
     texts = (", ".join(f"{item.name}={value!r}" for item in items
                        if (value := getattr(owner, item.name)) != item.default or item.name == "ratio")
@@ -327,12 +359,15 @@ def describe(config: MergeConfig) -> tuple[str, ...]:
 
 
 def notes_on(config: MergeConfig, ever_merges: bool, downsamples: list[int]) -> tuple[str, ...]:
-    """Return notes on clamped settings, and on settings by which nothing merges.
+    """Return notes for the report on clamped settings, and on settings by which nothing merges.
 
     Args:
         config: the settings.
-        ever_merges: some rule merges at some level and time.
-        downsamples: the down-sampling factor of each level.
+        ever_merges: True if some rule merges at some level and time.
+        downsamples: the down-sampling factor of each level of the model.
+
+    Returns:
+        A text for each note; empty if there is nothing to note.
     """
     notes = [f"ratio {rule.ratio:g} is over the cap {rule.ratio_cap:g} of cells {rule.sx}x{rule.sy} and was clamped; "
              "larger cells (sx, sy) allow more"

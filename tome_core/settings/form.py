@@ -24,25 +24,25 @@ UNSET = -1.0  # means None, for which sliders and infotexts have no value
 
 
 class Field(NamedTuple):
-    """One setting as users see it.
+    """A setting as users see it in a form: its control, texts and range.
 
     Args:
-        name: in the form.
+        name: the setting's name in the form.
         setting: the keyword of `MergeConfig`.
-        label: of the control.
-        help: the tooltip.
-        default: as shown.
-        group: one of `GROUPS`.
-        unit: of a number.
-        choices: the texts of the choices; empty for numbers and switches.
-        meanings: the value of each choice.
-        minimum: of the control.
-        maximum: of the control.
-        step: of the control; an int allows whole numbers only.
-        limit: the highest accepted value; None: no limit.
-        may_be_unset: `UNSET` means None.
-        advanced: rarely needed.
-        beside_strength: a strength does not change the setting.
+        label: the label of the control.
+        help: the tooltip of the control.
+        default: the default as the control shows it.
+        group: the part of the form, one of `GROUPS`.
+        unit: the unit of a number; "" for none.
+        choices: the text of each choice; empty for numbers and switches.
+        meanings: the value of each choice, in the same order.
+        minimum: the lowest number of the control; None if the setting is no number.
+        maximum: the highest number of the control; None if the setting is no number.
+        step: the step of the control; an int allows whole numbers only; None if the setting is no number.
+        limit: the highest accepted number, which may be over `maximum`; None for no limit.
+        may_be_unset: True if the control's `UNSET` means None.
+        advanced: True if users rarely need the setting.
+        beside_strength: True if a strength does not change the setting.
     """
 
     name: str
@@ -63,13 +63,19 @@ class Field(NamedTuple):
     beside_strength: bool = False
 
     def show(self, value: Any) -> Any:
-        """Return the shown text or number for a value."""
+        """Return the text or number that the control shows for a setting's value.
+
+        Raises:
+            ValueError: there is no such choice.
+        """
         if self.choices:
             return self.choices[self.meanings.index(value)]
         return UNSET if value is None else value
 
     def read(self, value: Any) -> Any:
-        """Return the value for a shown text or number.
+        """Return the setting's value for a text or number of the control, the inverse of `show`.
+
+        The range of a number is not checked.
 
         Raises:
             ValueError: there is no such choice.
@@ -86,6 +92,7 @@ class Field(NamedTuple):
 
 
 def _field_of(described: Mapping[str, Any]) -> Field:
+    """Return the field of a setting, from its dict of `describe_settings`."""
     facts = {name: value for name, value in described.items() if name in Field._fields}
     meanings = facts.get("choices", ())
     field = Field(**facts | {"name": described.get("known_as", facts["name"]), "setting": facts["name"]})
@@ -104,27 +111,44 @@ NAMES = tuple(item.name for item in FIELDS)
 
 
 def field(name: str) -> Field:
-    """Return the field of this name."""
+    """Return the field of this name in the form.
+
+    Raises:
+        ValueError: there is no such field.
+    """
     return FIELDS[NAMES.index(name)]
 
 
 def values_of(config: MergeConfig) -> dict[str, Any]:
-    """Return the shown values of a config, by name; those of the first rule if there are several."""
+    """Return what the form shows for a config, a text or number for each field's name.
+
+    Settings of rules are those of the first rule.
+    """
     return {item.name: item.show(config.value(item.setting)) for item in FIELDS}
 
 
 def fill(strength: str | float, layout: str = SD) -> dict[str, Any]:
-    """Return the shown values of a strength or a preset's name, by name; without settings it does not change."""
+    """Return what the form shows for a strength or a preset, a text or number for each name of a field.
+
+    Fields that a strength does not change are left out.
+
+    Args:
+        strength: a number from 0 to 1, or the name of a preset.
+        layout: the layout of the model, one of `presets.LAYOUTS`.
+
+    Raises:
+        ValueError: there is no such strength, preset or layout.
+    """
     values = values_of(config_of(strength, layout))
     return {item.name: values[item.name] for item in FIELDS if not item.beside_strength}
 
 
 def change(config: MergeConfig, values: Mapping[str, Any]) -> MergeConfig:
-    """Return the config with shown values in place of its own.
+    """Return a copy of a config, changed by texts and numbers of the form. A setting of rules changes in every rule.
 
     Args:
         config: the settings to change.
-        values: by the form's names; None leaves a setting as it is.
+        values: what the form shows, by the names of fields; None leaves a setting as it is.
 
     Raises:
         ValueError: a name is not known, or a value is not possible. The text uses the form's names.
@@ -141,10 +165,12 @@ def change(config: MergeConfig, values: Mapping[str, Any]) -> MergeConfig:
 
 
 def settle(values: Mapping[str, Any]) -> tuple[MergeConfig, list[str]]:
-    """Return the config of the possible values, and an error text for each value that was left out.
+    """Return a config of the values that are possible, and an error text for each value that was left out.
 
     If two settings contradict each other, the later one is left out, so that choosing another method is no error.
-    Missing values, None and unknown names are ignored.
+
+    Args:
+        values: what the form shows, by the names of fields. Missing values, None and unknown names are ignored.
     """
     config, left_out = MergeConfig(), []
     for name in NAMES:
@@ -157,7 +183,7 @@ def settle(values: Mapping[str, Any]) -> tuple[MergeConfig, list[str]]:
 
 
 def _in_the_forms_words(text: str) -> str:
-    """Replace the engine's names and values in an error text by the form's."""
+    """Replace keywords and values of `MergeConfig` in an error text by those of the form."""
     for item in FIELDS:
         text = re.sub(rf"\b{item.setting}=", f"{item.name}=", text)
         for choice, meaning in zip(item.choices, item.meanings, strict=True):

@@ -47,7 +47,7 @@ def strength(value: float, layout: str = SD) -> MergeConfig:
 
     Args:
         value: from 0, which is off, to 1, which keeps a sixty-fourth of the keys in every step.
-        layout: of the model, one of `LAYOUTS`. `patch` finds it by itself.
+        layout: the layout of the model, one of `LAYOUTS`. `patch` finds the layout by itself.
 
     Raises:
         ValueError: `value` is no number from 0 to 1, or `layout` is not known.
@@ -70,7 +70,7 @@ def strength(value: float, layout: str = SD) -> MergeConfig:
 
 
 def refine_of(cell: int) -> int:
-    """Return the number of k-means steps for cells of this side: with fewer keys, a step is cheaper and gains more."""
+    """Return the number of k-means steps for square cells. With larger cells, a step is cheaper and gains more."""
     return 3 if cell == 8 else 0
 
 
@@ -79,10 +79,10 @@ def preset(name: str, layout: str = SD) -> MergeConfig:
 
     Args:
         name: one of `PRESETS`; `MARKS` has their strengths.
-        layout: see `strength`.
+        layout: the layout of the model, see `strength`.
 
     Raises:
-        ValueError: there is no preset of this name.
+        ValueError: `name` or `layout` is not known.
     """
     if name not in MARKS:
         raise ValueError(f"preset={name!r} is not known; use one of {', '.join(map(repr, PRESETS))}")
@@ -90,7 +90,15 @@ def preset(name: str, layout: str = SD) -> MergeConfig:
 
 
 def _between(value: float, curve: tuple[tuple[int, int], ...]) -> tuple[float, int]:
-    """Interpolate the share of keys (in its logarithm) and the timestep between the curve's knots."""
+    """Read a curve of `CURVES` at a strength between its knots.
+
+    Args:
+        value: the strength, from 0 to 1.
+        curve: the curve.
+
+    Returns:
+        The share of keys that late steps keep, a multiple of ``1 / PARTS``; the timestep from which on steps are early.
+    """
     place = value * (len(curve) - 1)
     low = min(int(place), len(curve) - 2)
     part = place - low
@@ -103,5 +111,13 @@ def _between(value: float, curve: tuple[tuple[int, int], ...]) -> tuple[float, i
 
 
 def config_of(wanted: str | float, layout: str = SD) -> MergeConfig:
-    """Return the settings of a preset's name or of a strength."""
+    """Return the settings of a preset, given by its name, or of a strength, given by a number.
+
+    Args:
+        wanted: the name or the number.
+        layout: the layout of the model, see `strength`.
+
+    Raises:
+        ValueError: there is no such preset, strength or layout.
+    """
     return preset(wanted, layout) if isinstance(wanted, str) else strength(wanted, layout)

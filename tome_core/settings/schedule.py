@@ -32,14 +32,14 @@ _MOST = 4  # number of schedules that are remembered
 
 
 def value_at(values: Sequence[float], place: float) -> float:
-    """Interpolate a list linearly at a fractional index, clamped to both ends."""
+    """Return the value of a list at a fractional index, interpolated linearly and clamped to both ends."""
     place = min(len(values) - 1.0, max(0.0, place))
     below, above = int(place), min(int(place) + 1, len(values) - 1)
     return values[below] + (place - below) * (values[above] - values[below])
 
 
 def _place_of(value: float, ascending: Sequence[float]) -> float:
-    """Return the fractional index of a value, the inverse of `value_at`."""
+    """Return the fractional index of a value in an ascending list, clamped to both ends: the inverse of `value_at`."""
     above = bisect.bisect_left(ascending, value)
     if above in (0, len(ascending)):
         return float(min(above, len(ascending) - 1))
@@ -48,7 +48,12 @@ def _place_of(value: float, ascending: Sequence[float]) -> float:
 
 
 class Time(NamedTuple):
-    """A time: timestep on Stable Diffusion's schedule, percent of the model's own schedule; None if not known."""
+    """A time in the sampling of a picture.
+
+    Args:
+        timestep: on Stable Diffusion's schedule, where 999 is pure noise; None if not known.
+        percent: the share of the model's own schedule that is done, from 0 to 1; None if not known.
+    """
 
     timestep: float | None = None
     percent: float | None = None
@@ -62,7 +67,7 @@ class NoiseSchedule:
     """A noise schedule, which converts between timestep, percent, beta and sigma.
 
     Args:
-        betas: of all training steps, ascending.
+        betas: the beta of each training step, ascending.
     """
 
     betas: tuple[float, ...]
@@ -77,11 +82,11 @@ class NoiseSchedule:
         return min(1.0, max(0.0, 1.0 - timestep / self.last))
 
     def timestep_of(self, percent: float) -> float:
-        """Return the timestep at a share of the schedule, the inverse of `percent_of`."""
+        """Return the timestep at a share of the schedule from 0 to 1, the inverse of `percent_of`."""
         return (1.0 - percent) * self.last
 
     def timestep_of_beta(self, beta: float) -> float:
-        """Return the first timestep with this beta, interpolated linearly; the last if beta is higher than all."""
+        """Return the first timestep with this beta, interpolated linearly and clamped to the schedule's ends."""
         return _place_of(beta, self.betas)
 
     def timestep_of_sigma(self, sigma: float) -> float:
@@ -98,15 +103,21 @@ class NoiseSchedule:
 
     @cached_property
     def _log_sigmas(self) -> list[float]:
+        """The logarithm of sigma at each timestep."""
         log_alphas = accumulate(math.log(max(1.0 - beta, _TINY)) for beta in self.betas)
         return [0.5 * math.log(max(math.expm1(-log_alpha), 1e-24)) for log_alpha in log_alphas]
 
     def time_of(self, timestep: float) -> Time:
-        """Return the time of a timestep if this is Stable Diffusion's schedule."""
+        """Return the time of a timestep of this schedule, which has to be Stable Diffusion's."""
         return Time(timestep, self.percent_of(timestep))
 
     def window_of(self, config: MergeConfig) -> tuple[float, float] | None:
-        """Return the first and last percent at which a config merges; None if it merges at all times."""
+        """Return the part of the schedule in which a config merges.
+
+        Returns:
+            The first and the last share of the schedule, from 0 to 1; None if the config does not limit merging. The
+            first may be larger than the last: nothing merges then.
+        """
         if not config.uses_percent:
             return None
         start = config.start_percent
@@ -122,7 +133,13 @@ STABLE_DIFFUSION = NoiseSchedule(tuple((_FIRST + t / 999 * (_LAST - _FIRST)) ** 
 
 
 class SchedulerNoise:
-    """The times of the steps of a pipeline's scheduler. The pipeline may get another scheduler at any time."""
+    """The times of the steps of a pipeline's scheduler.
+
+    The pipeline may get another scheduler at any time. A pickled or copied object becomes None.
+
+    Args:
+        pipeline: an object with the attribute ``scheduler``. It is held by a weak reference.
+    """
 
     def __init__(self, pipeline: Any) -> None:
         self._seen: dict[tuple, tuple[torch.Tensor, list[Time]]] = {}
@@ -135,6 +152,9 @@ class SchedulerNoise:
 
         Args:
             values: all values of the scheduler's ``timesteps``.
+
+        Returns:
+            A time for each value.
         """
         scheduler = self._scheduler()
         sigmas = _sigmas(scheduler, values)
@@ -146,11 +166,14 @@ class SchedulerNoise:
                 for sigma in sigmas]  # fmt: skip
 
     def look(self, timestep: Any) -> list[Time]:
-        """Return the times of this step and all later ones; empty if the tensor is no element of a schedule.
+        """Return the times of a step and of all later ones; empty if the tensor is no element of a schedule.
 
         The step is found by its position in memory, without waiting for the device, because pipelines pass views of
         their scheduler's timesteps. The schedule is copied to the CPU once. Its tensor is kept, so that no other
         tensor is allocated at its address.
+
+        Args:
+            timestep: the model's timestep argument, of any type.
         """
         if type(timestep) is not torch.Tensor or timestep.is_meta or (timestep.numel() != 1 and any(timestep.stride())):
             return []
@@ -167,11 +190,12 @@ class SchedulerNoise:
         return known[1][timestep.storage_offset() :]
 
     def steps_from(self, value: float) -> list[Time]:
-        """Return the times of this step and all later ones, by its value; empty if there is no such step."""
+        """Return the times of the step with this timestep and of all later ones; empty if there is no such step."""
         known = _list(self._scheduler(), "timesteps")
         return self.steps_of(known)[known.index(value) :] if value in known else []
 
     def _scheduler(self) -> Any:
+        """Return the pipeline's scheduler; None if there is no pipeline any more, or no scheduler."""
         return getattr(self._pipeline(), "scheduler", None)
 
     def __reduce__(self) -> tuple:
@@ -179,13 +203,16 @@ class SchedulerNoise:
 
 
 class PipelineSteps(SchedulerNoise):
-    """The current step of a pipeline by its scheduler's count, because reading a timestep argument waits for the GPU.
+    """The current step of a pipeline, by its scheduler's count: reading a timestep argument would wait for the GPU.
 
     A flow model's timesteps are 1000 times its sigma, and are used as Stable Diffusion's timesteps.
     """
 
     def now(self) -> torch.Tensor | None:
-        """Return the next call's element of the scheduler's timesteps; None if it does not count its steps."""
+        """Return the element of the scheduler's ``timesteps`` that the next call of the model gets.
+
+        None if the scheduler does not count its steps, or if no step is left.
+        """
         scheduler = self._scheduler()
         steps = getattr(scheduler, "timesteps", None)
         if not hasattr(scheduler, "step_index") or not torch.is_tensor(steps) or steps.dim() != 1:
@@ -196,13 +223,13 @@ class PipelineSteps(SchedulerNoise):
         return steps[index] if index < len(steps) else None
 
     def steps_of(self, values: list[float]) -> list[Time]:
-        """Return the times of the scheduler's timesteps. Mochi's count upwards from noise."""
+        """Return a time for each of the scheduler's timesteps. Those of Mochi count upwards from noise."""
         counts_from_noise = getattr(self._scheduler(), "config", {}).get("invert_sigmas")
         return [STABLE_DIFFUSION.time_of(1000 - value if counts_from_noise else value) for value in values]
 
 
 def own_schedule(scheduler: Any) -> NoiseSchedule | None:
-    """Return the schedule of the model's training; None if the scheduler does not have it."""
+    """Return the noise schedule of the model's training; None if the scheduler does not have the betas of training."""
     betas = _list(scheduler, "betas")
     # without alphas_cumprod, betas are those of the sampling's steps
     trained = torch.is_tensor(getattr(scheduler, "alphas_cumprod", None))
@@ -210,7 +237,7 @@ def own_schedule(scheduler: Any) -> NoiseSchedule | None:
 
 
 def _sigmas(scheduler: Any, values: list[float]) -> list[float] | None:
-    """Return sigma, relative to data of unit variance, of each timestep; None if the scheduler does not define it."""
+    """Return sigma of each timestep, relative to data of unit variance; None if the scheduler defines no sigma."""
     config = getattr(scheduler, "config", {})
     timesteps, sigmas, alphas_cumprod, alphas, betas = (
         _list(scheduler, name) for name in ("timesteps", "sigmas", "alphas_cumprod", "alphas", "betas")
@@ -235,12 +262,19 @@ def _sigmas(scheduler: Any, values: list[float]) -> list[float] | None:
 
 
 def _list(scheduler: Any, name: str) -> list[float]:
+    """Return a one-dimensional tensor of the scheduler as a list; empty if there is none."""
     values = getattr(scheduler, name, None)
     return values.tolist() if torch.is_tensor(values) and values.dim() == 1 else []
 
 
 class LevelRules(NamedTuple):
-    """The rules in force at one level, by part of a block; None for a part that does not merge."""
+    """The rules in force at one level of the model, by part of a block; None for a part that does not merge.
+
+    Args:
+        attn: the rule of self-attention.
+        crossattn: the rule of cross-attention.
+        mlp: the rule of the feed-forward layer.
+    """
 
     attn: MergeRule | None = None
     crossattn: MergeRule | None = None
@@ -248,13 +282,16 @@ class LevelRules(NamedTuple):
 
 
 def choose(rules: Sequence[MergeRule], downsamples: Sequence[int]) -> tuple[LevelRules, ...]:
-    """Choose the first rule that fits each level and part of a block.
+    """Choose the first rule that fits each level of the model and part of a block.
 
     A rule of ratio 0 fits as well: its blocks stay unmerged, and later rules do not apply to them.
 
     Args:
         rules: the rules in force, in order.
-        downsamples: the down-sampling factor of each level.
+        downsamples: the down-sampling factor of each level, the finest first.
+
+    Returns:
+        The rules of each level.
     """
 
     def first(level: int, downsample: int, part: str) -> MergeRule | None:
@@ -267,5 +304,5 @@ def choose(rules: Sequence[MergeRule], downsamples: Sequence[int]) -> tuple[Leve
 
 
 def ever_merges(rules: Sequence[MergeRule], level: int, downsample: int) -> bool:
-    """Tell whether a rule can merge at this level at some time."""
+    """Tell whether a rule can merge at a level at some time. For `level` and `downsample` see `config.reaches`."""
     return any(not rule.is_off and reaches(rule, level, downsample) for rule in rules)
