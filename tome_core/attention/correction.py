@@ -45,7 +45,7 @@ class Correction(NamedTuple):
     Args:
         matrix: the matrix of the query above that of the output, ``(batch * heads, 2 * head_dim, head_dim)``.
         constant: ``(batch * heads, 1, head_dim)``.
-        num_queries: number of tokens that were answered exactly to fit the correction; 0 if not recorded.
+        num_queries: number of tokens to whose exact outputs the correction was fitted; 0 if not recorded.
     """
 
     matrix: Tensor
@@ -54,7 +54,7 @@ class Correction(NamedTuple):
 
 
 def pick_queries(grid: Grid, width: int, device: torch.device) -> tuple[Tensor]:
-    """Choose the tokens that are answered exactly: the middles of equal cells of the grid.
+    """Choose the tokens to whose exact outputs the correction is fitted: the middles of equal cells of the grid.
 
     Args:
         grid: the grid of the picture's tokens.
@@ -184,7 +184,9 @@ def _ridge(q: Tensor, merged: Tensor, left: Tensor, same: float = _LEAST_SPREAD)
 
 
 def _inverse(matrix: Tensor, penalty: float, most: float) -> Tensor:
-    """Return the inverse of ``matrix + penalty I``, ``(batch, heads, n, n)``; eigenvalues of `matrix`: 0 to `most`.
+    """Return the inverse of ``matrix + penalty I``.
+
+    Matrices are ``(batch, heads, n, n)``. The eigenvalues of `matrix` must be from 0 to `most`.
 
     This is Newton's iteration (Schulz 1933), with each step scaled for the known bounds of the eigenvalues (Pan and
     Schreiber 1991, section 2). Newton's iteration needs only products: some backends have no solver, and some solvers

@@ -77,6 +77,9 @@ class AttentionDescription:
             v: values.
             bias: is added to the logits, ``(batch, 1, keys)`` in the dtype of `q`; None for no bias.
             kwargs: the keyword arguments of the call except for its tokens.
+
+        Raises:
+            NotImplementedError: a derived class does not override this method.
         """
         raise NotImplementedError
 
@@ -122,13 +125,13 @@ class ForwardOnStandIn(AttentionDescription):
         self.by_attribute = by_attribute
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kwargs: Kwargs) -> Tensor:
-        """Run the module's ``forward`` on q, k and v, see `AttentionDescription.attend`. The bias becomes its mask."""
+        """Run the module's ``forward`` on q, k and v, see `AttentionDescription.attend`. The bias is its ``mask``."""
         mask = {} if bias is None else {"mask": bias[:, None]}
         return type(module).forward(StandIn(module, q, k, v), q, context=k, **mask)
 
 
 class _Processor(AttentionDescription):
-    """The description of a diffusers processor that takes its scores from the module: it runs on a `StandIn`."""
+    """The description of a diffusers processor that takes scores from its module. It runs on a `StandIn`."""
 
     by_attribute = adds_bias = True
 

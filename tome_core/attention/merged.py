@@ -140,7 +140,7 @@ def correction_of(attention: Attention, plan: MergePlan, layout: Layout) -> tupl
 
 
 def pick_queries_in(layout: Layout, tokens: int, width: int, device: torch.device) -> tuple[torch.Tensor]:
-    """Choose the tokens of a sequence whose exact answers the correction is fitted to.
+    """Choose the tokens of a sequence to whose exact outputs the correction is fitted.
 
     They are some of the picture's tokens, and up to a quarter as many others. Other tokens are included because the
     queries of text may differ in kind from those of the picture.

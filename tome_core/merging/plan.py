@@ -120,7 +120,7 @@ class MergePlan:
         return self._once(("logits", dtype), lambda: exact.to(dtype))
 
     def merge(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the mean of each group.
+        """Return the mean of each group; 0 for an empty group.
 
         Sums are in float32, because 4,096 sums in half precision lose three digits. Equal inputs give equal bits.
         Differentiable. ``merge(unmerge(y)) == y`` for every group that has a token.

@@ -218,6 +218,8 @@ def reaches(rule: MergeRule, level: int, downsample: int) -> bool:
 class MergeConfig:
     """All settings of a patch: rules, a part of the noise schedule in which they hold, and an early phase.
 
+    In the early phase, the first and noisiest steps, self-attention may merge at another ratio (`early_ratio`).
+
     The first rule that fits a level of the model, a part of a block and the time applies. Keywords may be the settings
     of a rule or of the config. Settings of a rule make one rule, or are set in each of ``rules``, also by
     `dataclasses.replace`:

@@ -63,7 +63,7 @@ class Field(NamedTuple):
     beside_strength: bool = False
 
     def show(self, value: Any) -> Any:
-        """Return the text or number that the control shows for a setting's value.
+        """Return what the control shows for a setting's value: a text, a number or a bool.
 
         Raises:
             ValueError: there is no such choice.
@@ -73,7 +73,7 @@ class Field(NamedTuple):
         return UNSET if value is None else value
 
     def read(self, value: Any) -> Any:
-        """Return the setting's value for a text or number of the control, the inverse of `show`.
+        """Return the setting's value for what the control shows, the inverse of `show`.
 
         The range of a number is not checked.
 
@@ -120,7 +120,7 @@ def field(name: str) -> Field:
 
 
 def values_of(config: MergeConfig) -> dict[str, Any]:
-    """Return what the form shows for a config, a text or number for each field's name.
+    """Return what the form shows for a config, by the names of fields.
 
     Settings of rules are those of the first rule.
     """
@@ -128,7 +128,7 @@ def values_of(config: MergeConfig) -> dict[str, Any]:
 
 
 def fill(strength: str | float, layout: str = SD) -> dict[str, Any]:
-    """Return what the form shows for a strength or a preset, a text or number for each name of a field.
+    """Return what the form shows for a strength or a preset, by the names of fields.
 
     Fields that a strength does not change are left out.
 
@@ -144,7 +144,7 @@ def fill(strength: str | float, layout: str = SD) -> dict[str, Any]:
 
 
 def change(config: MergeConfig, values: Mapping[str, Any]) -> MergeConfig:
-    """Return a copy of a config, changed by texts and numbers of the form. A setting of rules changes in every rule.
+    """Return a copy of a config with values of the form. A setting of rules changes in every rule.
 
     Args:
         config: the settings to change.
@@ -167,7 +167,8 @@ def change(config: MergeConfig, values: Mapping[str, Any]) -> MergeConfig:
 def settle(values: Mapping[str, Any]) -> tuple[MergeConfig, list[str]]:
     """Return a config of the values that are possible, and an error text for each value that was left out.
 
-    If two settings contradict each other, the later one is left out, so that choosing another method is no error.
+    If two settings contradict each other, the one that is later in the form is left out. So choosing another method is
+    no error.
 
     Args:
         values: what the form shows, by the names of fields. Missing values, None and unknown names are ignored.

@@ -287,7 +287,7 @@ def choose(rules: Sequence[MergeRule], downsamples: Sequence[int]) -> tuple[Leve
     A rule of ratio 0 fits as well: its blocks stay unmerged, and later rules do not apply to them.
 
     Args:
-        rules: the rules in force, in order.
+        rules: the rules that hold at one time, in order.
         downsamples: the down-sampling factor of each level, the finest first.
 
     Returns:

@@ -44,7 +44,7 @@ _verified: set[tuple] = set()  # kernels that were checked: name, constants, dev
 
 
 def notes() -> tuple[str, ...]:
-    """Return a text for the report for each reason why kernels are off; empty if none is known to be off."""
+    """Return texts for the report, one for each reason why kernels are off; empty if none is known to be off."""
     why = {**({"": _why_off} if _why_off else {}), **_off}
     names = {reason: ", ".join(name for name in why if why[name] == reason) for reason in why.values()}
     return tuple(f"Triton's kernels {name + ' ' if name else ''}are off, torch's operators do the same: {reason}"

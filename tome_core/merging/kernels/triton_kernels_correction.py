@@ -68,7 +68,7 @@ def _attend(
     column, is_channel,
     QUERIES: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Return the outputs over the keys from ``first`` to ``stop``, and the logarithm of the sum of weights."""
+    """Return the outputs over the keys from ``first`` to ``stop``, and the logsumexp of the logits."""
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     out = tl.zeros([QUERIES, WIDTH], tl.float32)
@@ -98,7 +98,7 @@ def _answer_few(
     q_sample, q_row, q_channel, keys_sample, keys_row, keys_channel, values_sample, values_row, values_channel,
     bias_sample, width: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Answer queries. A program serves some queries of one head, and one span of all keys or all merged keys.
+    """Compute attention. A program serves some queries of one head, and one span of all keys or all merged keys.
 
     The programs of the merged keys come after those of the last span.
     """
