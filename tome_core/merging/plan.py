@@ -87,7 +87,7 @@ class MergePlan:
     def repeat(self, times: int) -> MergePlan:
         """Return the plan for `times` copies of its samples, one after the other.
 
-        The result is this plan itself if one row serves every sample.
+        The result is this plan itself if `times` is 1 or if one row serves every sample.
         """
         if times == 1 or self.group.shape[0] == 1:
             return self
