@@ -99,7 +99,11 @@ def register_name(name: str, read_call: Callable[..., AttentionCall] = HeadsCall
 
 
 def attention_names_in(code: Any) -> list[str]:
-    """Return the full names of the attention functions that are registered and are globals of a function's module."""
+    """Return the full names of the registered attention functions among the globals that a function can use.
+
+    Args:
+        code: the function. The list is empty for any other object.
+    """
     namespace = getattr(code, "__globals__", {})
     return [full_name(namespace[name]) for name in _BY_NAME if name in namespace]
 
@@ -169,7 +173,13 @@ def _names_in(code: CodeType) -> list[str]:
 
 
 def _replacement_of(name: str, namespace: dict[str, Any], names: Sequence[str]) -> tuple[Any, _ReplacedFunction] | None:
-    """Return the value that replaces a global, and the function replaced behind it; None if the global can stay."""
+    """Return the value that replaces a global, and the function replaced behind it; None if the global can stay.
+
+    Args:
+        name: the name of the global.
+        namespace: the globals of the code.
+        names: all names that the code looks up.
+    """
     value = namespace[name]
     if name in _BY_NAME:
         exchanged = _ReplacedFunction(namespace, name, _BY_NAME[name])
@@ -190,7 +200,11 @@ def _replacement_of(name: str, namespace: dict[str, Any], names: Sequence[str]) 
 
 @lru_cache(maxsize=256)
 def _replacement_in_code(function: Any) -> CodeReplacement | None:
-    """Return the way of a function; None if no name in it leads to an attention function or it writes to globals."""
+    """Return the replacement of a function's code.
+
+    Returns:
+        None if no name in the code leads to an attention function, or if the code writes to globals.
+    """
     if not isinstance(function, FunctionType) or _writes(function.__code__, "GLOBAL"):
         return None
     namespace, names = function.__globals__, _names_in(function.__code__)
@@ -204,10 +218,10 @@ def _replacement_in_code(function: Any) -> CodeReplacement | None:
 
 @lru_cache(maxsize=256)
 def _replacement_in_processor(kind: type) -> CodeReplacement | None:
-    """Return the way of a class of processors; None if it has none.
+    """Return the replacement of the ``__call__`` of a class of processors; None if it cannot be replaced.
 
-    A class without an instance dictionary has none, because a copy could not share attributes with the original. Code
-    that writes to attributes of the attention has none, because it would write to a copy.
+    A class without an instance dictionary cannot, because a copy could not share attributes with the original. Code
+    that writes to attributes of the attention cannot, because it would write to a copy.
     """
     replacement = _replacement_in_code(kind.__call__)
     if replacement is None or not kind.__dictoffset__ or _writes(replacement.function.__code__, "ATTR"):
@@ -230,7 +244,11 @@ def _writes(code: CodeType, kind: str) -> bool:
 
 
 def replacement_for(module: nn.Module) -> CodeReplacement | None:
-    """Return the way to run an attention's code; None if no name in that code leads to an attention function."""
+    """Return the way to run an attention's code with another attention function.
+
+    Returns:
+        None if no name in the code of the attention or of its processor leads to a known attention function.
+    """
     processor = type(getattr(module, "processor", None))
     return _replacement_in_code(type(module).forward) or _replacement_in_processor(processor)
 

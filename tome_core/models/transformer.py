@@ -108,9 +108,13 @@ _GRIDS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # for each tensor of ids: i
 
 
 def _grid_of_ids(ids: torch.Tensor, count: int) -> tuple[int, int] | None:
-    """Return height and width of the picture's ids, or None if they are no grid.
+    """Return height and width of the picture's grid in tokens; None if its ids are no grid.
 
     Reading ids waits for the device. The result is cached, because a pipeline passes the same tensor at all steps.
+
+    Args:
+        ids: ``(tokens, 3)`` or ``(batch, tokens, 3)``.
+        count: how many of the last ids belong to the picture and its references.
     """
     version = None if ids.is_inference() else (ids._version, count)  # inference tensors do not count writes
     known = _GRIDS.get(ids)
@@ -120,6 +124,7 @@ def _grid_of_ids(ids: torch.Tensor, count: int) -> tuple[int, int] | None:
 
 
 def _read_grid(ids: torch.Tensor) -> tuple[int, int] | None:
+    """Return height and width of the first picture in ids ``(tokens, 3)`` on the CPU; None if they are no grid."""
     picture = ids[: int((ids[:, 0] == ids[0, 0]).long().cumprod(0).sum())]
     width = int((picture[:, 1] == picture[0, 1]).long().cumprod(0).sum())
     if len(picture) % width:
@@ -203,7 +208,7 @@ def family_of(model: Any) -> Family | None:
 
 
 def find_transformers(model: Any) -> list[nn.Module]:
-    """Return the model itself or the transformers of a pipeline, as far as they are known."""
+    """Return the known ones among the model itself and a pipeline's transformers, without torch.compile's wrapper."""
     candidates = (model, *(getattr(model, name, None) for name in _IN_PIPELINES))
     modules = (getattr(module, "_orig_mod", module) for module in candidates)  # without torch.compile's wrapper
     return [module for module in modules if family_of(module) is not None]
@@ -215,7 +220,9 @@ def find_attentions(model: nn.Module, family: Family) -> list[tuple[str, nn.Modu
 
 
 class TransformerAdapter:
-    """The adapter of a transformer of a known family, with the attributes of `unet.UNetAdapter`.
+    """The adapter of a transformer of a known family: it finds the attentions and reads the model's calls.
+
+    The attributes `layout`, `downsamples` and `reads` are those of `unet.UNetAdapter`.
 
     Args:
         model: the transformer. The adapter does not hold it.
@@ -235,11 +242,11 @@ class TransformerAdapter:
         self._arguments = [(name, *known.get(name, by_name_alone)) for name in self.reads]
 
     def tallies(self) -> list[LevelTally]:
-        """Return an empty tally of the only level: all attentions are over the same tokens."""
+        """Return a list with one empty tally: the model has one level, because its attentions see the same tokens."""
         return [LevelTally(self.family.downsample, self._blocks)]
 
     def wraps(self, model: nn.Module, levels: set[int], around: set[int], make: Callable[..., Wrap]) -> Iterator[Wrap]:
-        """Yield the wraps to put on the model, the outermost first, see `unet.UNetAdapter.wraps`."""
+        """Yield the wraps to put on the model, the outermost first, at any `levels`; see `unet.UNetAdapter.wraps`."""
         yield make(ModelSite, model)
         for path, module in find_attentions(model, self.family):
             yield make(AttentionSite, module, path, 0)
@@ -268,7 +275,13 @@ class TransformerAdapter:
         return timestep, tokens.latent, tokens
 
     def layout_of(self, call: ModelCall, site: AttentionSite, tokens: int) -> Layout | str:
-        """Return where the picture's tokens are among this number of tokens, or the reason why that is unknown."""
+        """Return the position of the picture's tokens in an attention's sequence, or the reason why it is unknown.
+
+        Args:
+            call: the model call that is running.
+            site: the attention's wrap. Not used here.
+            tokens: number of the sequence's tokens.
+        """
         if isinstance(call.facts, str):
             return call.facts
         picture: Tokens = call.facts

@@ -104,7 +104,7 @@ def find_unet(model: Any) -> nn.Module:
 
 
 def _family_of(module: nn.Module) -> UNetFamily | None:
-    """Return the family whose stages the module has: down, and middle or up."""
+    """Return the family whose stages the module has: down, and middle or up. None if there is no such family."""
     return next((family for family in FAMILIES if hasattr(module, family.down)
                  and (hasattr(module, family.middle) or hasattr(module, family.up))), None)  # fmt: skip
 
@@ -161,7 +161,7 @@ def _unwrap(model: Any) -> Any:
 
 
 def _places_of(unet: nn.Module, family: UNetFamily) -> Iterator[BlockPlace]:
-    """Yield the blocks of each stage. A resampler changes the level of the next stages, not of its own."""
+    """Yield the blocks of each stage of a UNet. A resampler changes the level of the next stages, not of its own."""
     halvings, seen = 0, set()
     for name in (family.down, family.middle, family.up):
         part = getattr(unet, name, None)
