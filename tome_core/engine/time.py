@@ -273,7 +273,11 @@ class ModelTime:
         return steps[0] if steps else None
 
     def _note_steps(self, steps: Sequence[Time]) -> None:
-        """Set the boundary of this thread's sampling by its steps, if they are not known yet. steps: all, in order."""
+        """Set the boundary of this thread's sampling by its steps, if they are not known yet.
+
+        Args:
+            steps: the steps from this call's on, which are all at the first call.
+        """
         sampling = self._mine.latest
         if sampling is not None and not sampling.is_known:
             sampling.boundary, sampling.is_known = self.clock.boundary_in([step.timestep for step in steps]), True

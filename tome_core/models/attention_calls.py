@@ -224,8 +224,8 @@ def answer(
 ) -> torch.Tensor:  # fmt: skip
     """Answer an intercepted attention call, with merged keys and values if it can be merged.
 
-    The state counts the call, merged or not. A function that fails with merged keys is called without merging, now and
-    at all later calls. Out-of-memory errors are raised.
+    The state counts each self-attention, merged or not. A function that fails with merged keys is called without
+    merging, now and at all later calls. Out-of-memory errors are raised.
 
     Args:
         state: the settings and counts of the patch.

@@ -85,7 +85,7 @@ def begin(site: torch.Tensor, form: str, tensors: Sequence[torch.Tensor], number
     """Put the operator ``begin`` into a graph: a call of a model begins.
 
     This is a separate function because the compiler may fail to compile the whole forward of the model. It then runs
-    our caller as plain Python, and would trace into the operator if the caller called that directly.
+    the caller as plain Python, and would trace into the operator if the caller called the operator directly.
 
     Args:
         site: the number of the model's wrap.
@@ -100,7 +100,11 @@ def begin(site: torch.Tensor, form: str, tensors: Sequence[torch.Tensor], number
 
 
 def why_not_in_graph(state: Any) -> str | None:
-    """Return the reason why a graph that is being traced must not use the operators; None if it may use them."""
+    """Return the reason why a graph that is being traced must not use the operators; None if it may use them.
+
+    Args:
+        state: the `State` of the patch.
+    """
     if not state.ever_merges:
         return "no rule ever merges here"
     if torch.is_grad_enabled():
@@ -114,7 +118,7 @@ def why_not_in_graph(state: Any) -> str | None:
 
 @when_traced
 def _is_exporting() -> bool:
-    """Return whether torch exports. Marked constant: traced code in torch 2.9 always gets True."""
+    """Return whether torch exports a model. Marked as a constant: traced code in torch 2.9 always gets True."""
     return torch.compiler.is_exporting()
 
 

@@ -28,7 +28,11 @@ from .attention_calls import TORCHS_OWN, AttentionCall, DispatchCall, HeadsCall,
 
 
 class _Current(threading.local):
-    """The callback that answers this thread's intercepted attention calls (`answer`), or None."""
+    """The data of each thread for intercepted attention calls.
+
+    Attributes:
+        answer: the callback that answers the calls of the current thread; None: the host's function answers.
+    """
 
     def __init__(self) -> None:
         # set in each thread's own dictionary, because compiled graphs look for the attribute there
@@ -141,7 +145,10 @@ class CodeReplacement:
         self.stand_in = type(inner.__name__, (Like,), {"__call__": function})
 
     def run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of the attention module while ``current.answer`` answers its calls of the function."""
+        """Call an attention module with its attention function replaced, and return the module's output.
+
+        `current.answer` answers the calls of the function. The module itself does not change.
+        """
         host_globals, own_globals = self._host_globals, self._globals
         for name in self.names:  # hosts replace globals of their modules
             if name in host_globals:
@@ -232,7 +239,12 @@ def _replacement_in_processor(kind: type) -> CodeReplacement | None:
 
 
 def _writes(code: CodeType, kind: str) -> bool:
-    """Return whether code writes to a "GLOBAL", or to an "ATTR" of an object other than its first argument."""
+    """Return whether code writes to a global or an attribute.
+
+    Args:
+        code: the code. Functions inside it count too.
+        kind: "GLOBAL", or "ATTR" for an attribute of an object other than the code's first argument.
+    """
     target = None
     for instruction in dis.get_instructions(code):
         is_first = kind == "ATTR" and code.co_varnames[:1] == (target,)

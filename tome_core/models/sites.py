@@ -202,7 +202,7 @@ class AttentionSite(NumberedSite):
         return out
 
     def _answer(self, call: ModelCall, seen: list[bool]) -> Callable[[AttentionCall], torch.Tensor]:
-        """Return the callback that answers the attention's calls of its function. seen: see `answer`."""
+        """Return the callback that answers the calls of the attention's function, see `attention_calls.answer`."""
         where = call.layouts.get(self.level) or partial(self.wraps.adapter.layout_of, call, self)
         heads = getattr(self.target, "heads", 1)
         return partial(answer, call.state, call, self.path, self.level, heads, where, seen)
@@ -241,7 +241,16 @@ class AttentionSite(NumberedSite):
     def _merge_by_description(
         self, known: AttentionDescription, call: ModelCall, args: tuple, kwargs: dict[str, Any]
     ) -> Any:
-        """Merge in an attention that calls no function: run its own code on a stand-in with merged keys and values."""
+        """Return the output of an attention that computes its scores by hand, with merged keys and values if possible.
+
+        The attention's own code runs on a stand-in, which gives it the merged keys and values.
+
+        Args:
+            known: the description of the attention.
+            call: the model call that is running.
+            args: of the call of the attention.
+            kwargs: of the call of the attention.
+        """
         target, heads = self.target, self.target.heads
         x, why = args[0] if args else named(kwargs, ("hidden_states", "x")), ""
         context = args[1] if len(args) > 1 else named(kwargs, CONTEXTS)
@@ -360,5 +369,5 @@ def count_missed(
 
 
 def named(kwargs: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """Return the value of the first of these names that is a keyword; None if there is none."""
+    """Return the value of the first of these names that is in `kwargs`; None if none is."""
     return next((kwargs[name] for name in names if name in kwargs), None)

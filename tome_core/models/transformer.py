@@ -69,7 +69,10 @@ class Family(NamedTuple):
 
 
 def _read_latent(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
-    """Most classes: a latent ``(batch, channels, [frames,] height, width)``; CogVideoX's frames are before channels."""
+    """Read the call of most classes: a latent ``(batch, channels, [frames,] height, width)``.
+
+    CogVideoX's frames are before the channels.
+    """
     latent, config = given["hidden_states"], model.config
     if latent.dim() == 5 and latent.shape[1] != config.in_channels:
         latent = latent.transpose(1, 2)
@@ -81,7 +84,7 @@ def _read_latent(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
 
 
 def _read_history(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
-    """FramePack: earlier frames come before the current ones, in larger patches the older they are."""
+    """Read FramePack's call: earlier frames come before the current ones, in larger patches the older they are."""
     history = [(given[name], factor) for name, factor in zip(_HISTORY, (4, 2, 1), strict=False)]
     patches = [(film.shape[2:], (factor, 2 * factor, 2 * factor)) for film, factor in history if film is not None]
     before = sum(prod(-(-side // size) for side, size in zip(*sides, strict=True)) for sides in patches)
@@ -89,7 +92,7 @@ def _read_history(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
 
 
 def _read_ids(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
-    """Flux, Krea 2: ids ``(tokens, 3)`` of picture, row and column.
+    """Read the call of Flux or Krea 2: ids ``(tokens, 3)`` of picture, row and column.
 
     Reference pictures follow the picture and have another first id. Krea 2's ids include those of the text.
     """
@@ -135,7 +138,7 @@ def _read_grid(ids: torch.Tensor) -> tuple[int, int] | None:
 
 
 def _read_shapes(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
-    """Qwen-Image: for each sample the shapes ``(frames, height, width)`` of its picture and its references."""
+    """Read Qwen-Image's call: for each sample the shapes ``(frames, height, width)`` of picture and references."""
     shapes = given["img_shapes"]
     if not shapes:
         return NO_GRID
@@ -148,7 +151,7 @@ def _read_shapes(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
 
 
 def _read_list(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
-    """Z-Image: a list of latents ``(channels, frames, height, width)``."""
+    """Read Z-Image's call: a list of latents ``(channels, frames, height, width)``, one for each sample."""
     latents = given["x"]
     if not all(torch.is_tensor(latent) for latent in latents):
         return "the call has reference pictures"
@@ -161,7 +164,7 @@ def _read_list(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
 
 
 def _read_film(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
-    """LTX: number of frames, height and width are arguments of the call."""
+    """Read LTX's call: number of frames, height and width, in tokens, are arguments of the call."""
     frames, height, width, packed = (given[name] for name in _FILM[:4])
     if None in (frames, height, width) or frames * height * width != packed.shape[1]:
         return NO_GRID

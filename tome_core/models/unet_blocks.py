@@ -32,10 +32,10 @@ class UNetFamily(NamedTuple):
 
     Args:
         name: the name of the family.
-        down: the attribute of the down-sampling stages.
-        middle: the attribute of the middle stage.
-        up: the attribute of the up-sampling stages.
-        transformer: the class of the modules that turn a picture into tokens.
+        down: the attribute of a UNet that holds the down-sampling stages.
+        middle: the attribute that holds the middle stage.
+        up: the attribute that holds the up-sampling stages.
+        transformer: the class name of the modules that turn a picture into tokens.
     """
 
     name: str
@@ -147,12 +147,12 @@ def is_compiled(unet: nn.Module, places: Sequence[BlockPlace], handed: Any = Non
 
 
 def is_kind(module: Any, name: str) -> bool:
-    """Return whether a module's class or a base class has this name. Every host has its own copy of these classes."""
+    """Return whether a module's class or a base class has this name, because every host has copies of the classes."""
     return any(kind.__name__ == name for kind in type(module).__mro__)
 
 
 def _unwrap(model: Any) -> Any:
-    """Remove wrappers of torch.compile (``_orig_mod``), and of DataParallel and similar classes (``module``)."""
+    """Return the model inside wrappers: of torch.compile (``_orig_mod``), DataParallel and the like (``module``)."""
     for name in ("_orig_mod", "module"):
         inner = getattr(model, name, None)
         if isinstance(inner, nn.Module):

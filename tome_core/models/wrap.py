@@ -164,14 +164,14 @@ class Wrap:
         return "_old_forward" if hooked else self.name
 
     def _find_beneath(self) -> Any:
-        """Return the other extension's replacement of the method that this wrap would go on top of.
+        """Return another extension's replacement of the method, on top of which this wrap would go.
 
         Returns:
             None for the method of the class, also if the target has it as an attribute, as under accelerate's hook.
         """
         method = without_inert(vars(self.target).get(self._slot()))
         is_bound = getattr(method, "__self__", None) is self.target
-        # Our function counts as the class's if another program bound it to the target: it calls the class's method.
+        # A wrap's function that another program bound to the target counts as the class's: it calls the class's method.
         functions = getattr(type(self.target), self.name), type(self).forward, Wrap.forward
         return None if is_bound and getattr(method, "__func__", None) in functions else method
 
@@ -245,9 +245,9 @@ def wrap_of(method: Any) -> Wrap | None:
 
 
 def without_inert(method: Any) -> Any:
-    """Return the method itself, or, if it is an inactive wrap, the first method below that is none.
+    """Return the first method that is no inactive wrap: the method itself, or one below it.
 
-    Without this, chains of removed wraps would grow. None stands for the method of the class.
+    Without this, chains of removed wraps would grow. None, also as the argument, stands for the method of the class.
     """
     while (wrap := wrap_of(method)) is not None and not wrap.active:
         method = wrap.beneath
@@ -255,7 +255,7 @@ def without_inert(method: Any) -> Any:
 
 
 def why_missed(wrap: Wrap) -> str:
-    """Return the reason why calls of the target do not reach a wrap that is not on top."""
+    """Return the reason, as text for the report, why calls of the target do not reach a wrap that is not on top."""
     method = foreign_method_on(wrap.target)
     return TAKEN_OFF if method is None else f"{REPLACED}: {full_name(method)}"
 
@@ -272,7 +272,7 @@ def register_wrapper(name: str, beneath: Callable[[nn.Module, Any], Any]) -> Non
 
 
 def is_own(module: nn.Module, method: Any) -> bool:
-    """Return whether calls of a method end at once in the forward of the module's class.
+    """Return whether a replacement of ``module.forward`` does nothing but call the forward of the module's class.
 
     Args:
         module: the module.
@@ -285,7 +285,7 @@ def is_own(module: nn.Module, method: Any) -> bool:
         inner = [below for beneath in _WRAPPERS.values() if (below := beneath(module, method)) is not None]
         if not inner:
             return False
-        method = without_inert(inner[0])  # other extensions may have wrapped a wrap of ours that was removed since
+        method = without_inert(inner[0])  # other extensions may have wrapped a wrap that was removed since
     return True
 
 
