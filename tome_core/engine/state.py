@@ -168,8 +168,8 @@ class State:
             keys: the number of keys of the unmerged part, if it is an attention.
 
         Returns:
-            The output ``[B, N, C]``; None if the part is left unmerged. The reason is counted, and the host has to call
-            the part.
+            The output ``[B, N, C]``; None if the part is left unmerged. The reason is counted, unless the rules want
+            no merging there, and the host has to call the part.
         """
         rules, why = self.decide(call, level, grid.height * grid.width, x.device)
         rule, plan = getattr(rules, part), None

@@ -150,7 +150,7 @@ def clock_for(device: torch.device) -> Callable[[], float]:
 
 
 def pictures_in(batch: int) -> int:
-    """Return the number of pictures in a batch. An even batch holds each picture twice, for guidance."""
+    """Return the number of pictures in a batch. An even batch is taken to hold each picture twice, for guidance."""
     return batch // 2 if batch % 2 == 0 else batch
 
 

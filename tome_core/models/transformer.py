@@ -94,7 +94,8 @@ def _read_history(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
 def _read_ids(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
     """Read the call of Flux or Krea 2: ids ``(tokens, 3)`` of picture, row and column.
 
-    Reference pictures follow the picture and have another first id. Krea 2's ids include those of the text.
+    Reference pictures follow the picture and have another first id. Krea 2's ids include those of the text. A text as
+    the result is the reason why the tokens are unknown.
     """
     packed = given["hidden_states"]
     shape = _grid_of_ids(given["img_ids"] if "img_ids" in given else given["position_ids"], packed.shape[1])
@@ -138,7 +139,10 @@ def _read_grid(ids: torch.Tensor) -> tuple[int, int] | None:
 
 
 def _read_shapes(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
-    """Read Qwen-Image's call: for each sample the shapes ``(frames, height, width)`` of picture and references."""
+    """Read Qwen-Image's call: for each sample the shapes ``(frames, height, width)`` of picture and references.
+
+    A text as the result is the reason why the tokens are unknown.
+    """
     shapes = given["img_shapes"]
     if not shapes:
         return NO_GRID
@@ -151,7 +155,10 @@ def _read_shapes(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
 
 
 def _read_list(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
-    """Read Z-Image's call: a list of latents ``(channels, frames, height, width)``, one for each sample."""
+    """Read Z-Image's call: a list of latents ``(channels, frames, height, width)``, one for each sample.
+
+    A text as the result is the reason why the tokens are unknown.
+    """
     latents = given["x"]
     if not all(torch.is_tensor(latent) for latent in latents):
         return "the call has reference pictures"
@@ -164,7 +171,10 @@ def _read_list(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
 
 
 def _read_film(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
-    """Read LTX's call: number of frames, height and width, in tokens, are arguments of the call."""
+    """Read LTX's call: number of frames, height and width, in tokens, are arguments of the call.
+
+    A text as the result is the reason why the tokens are unknown.
+    """
     frames, height, width, packed = (given[name] for name in _FILM[:4])
     if None in (frames, height, width) or frames * height * width != packed.shape[1]:
         return NO_GRID

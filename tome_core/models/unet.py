@@ -97,7 +97,7 @@ class UNetAdapter:
                     yield make(PartSite, getattr(place.block, name), place.path, part, level)
 
     def pick(self, unet: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> list[Any]:
-        """Return the values of the arguments named in `reads`. A compiler can trace this."""
+        """Return the values of the arguments named in `reads`, None for a missing one. A compiler can trace this."""
         latent = args[0] if args else named(kwargs, LATENTS)
         return [latent, args[1] if len(args) > 1 else named(kwargs, _TIMES)]
 
@@ -156,7 +156,11 @@ class BlockSite(Wrap):
             call.block = before
 
     def _input_of(self, call: ModelCall, x: Any) -> tuple[torch.Tensor, dict] | None:
-        """Return the block's input with an empty dict for its plans; None if the input is not the picture's tokens."""
+        """Return the block's input and an empty dict for its plans.
+
+        Returns:
+            None if the input is not the picture's tokens. If it is another number of tokens, that is counted.
+        """
         if not torch.is_tensor(x) or x.dim() != 3:
             return None
         layout = call.layouts.get(self.level)

@@ -181,14 +181,15 @@ def _schedule_of(model: Any) -> NoiseSchedule | None:
 
 
 class Patch(Measured):
-    """The handle of a patch, which can be used as a context manager. It does not keep its models alive.
+    """The handle of a patch on a model: it reports, measures, and takes the patch off. It does not keep models alive.
 
         with tome_core.patch(pipe, strength=0.5) as handle:
             image = pipe("a lake").images[0]
             print(handle.report())
 
-    `patch` returns it installed. Leaving the ``with`` takes it off and brings back the earlier patch, if there was one.
-    No attribute, hook, class or state-dict key remains. Copies and pickles of a patched model do not merge.
+    `patch` returns a handle whose patch is on the model. Leaving the ``with`` takes the patch off and brings back the
+    earlier patch, if there was one. No attribute, hook, class or state-dict key remains. Copies and pickles of a
+    patched model do not merge.
 
     Args:
         models: the UNet, or the transformers of one pipeline, all of one family.
@@ -282,7 +283,7 @@ class Patch(Measured):
     def report(self) -> Report:
         """Return the counts since the start or `reset_counts`.
 
-        If no call was counted, the notes name another wrapper that may be the cause.
+        If no call was counted and another program's wrapper may be the cause, a note names that wrapper.
         """
         report = super().report()
         sets = () if report.calls else (wraps for wraps in map(wraps_on, self._present()) if wraps and wraps.wraps)

@@ -46,13 +46,13 @@ class Counted:
 
     @property
     def work_saved(self) -> float | None:
-        """Share of the self-attention work (queries times keys) that was saved; None before any call."""
+        """Share of the self-attention work that was saved, 0 to 1; None if no work was counted."""
         full, left = self.work
         return 1 - left / full if full else None
 
     @property
     def work(self) -> tuple[int, int]:
-        """Self-attention work (queries times keys) of all calls: without merging, and with it."""
+        """Self-attention work (batch times queries times keys) of all calls: without merging, and with merging."""
         return sum(level.work_full for level in self.levels), sum(level.work_left for level in self.levels)
 
     def _sum(self, name: str) -> Counter:

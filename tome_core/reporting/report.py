@@ -81,7 +81,7 @@ class Report(Counted):
 
     def lines(self, title: str = "Token merging", facts: Sequence[str] | None = None, beside: Sequence[str] = ()) \
             -> list[str]:  # fmt: skip
-        """Return the report as lines of text: the gain, the attention left out, each level, reasons, settings.
+        """Return the report as lines of text, the first with the title, the following ones indented.
 
         Args:
             title: the beginning of the first line.
