@@ -17,10 +17,13 @@ def is_tracing() -> bool:
 
 
 def when_traced(method: Callable) -> Callable:
-    """Mark a method that the compiler calls once, when it traces the call, instead of tracing the method's code.
+    """Mark a function, in place, so that the compiler runs it once while it traces and takes its result as a constant.
 
-    Does the same as `torch.compiler.assume_constant_result` without importing the compiler. Arguments have to be
-    constants.
+    The compiler does not trace the function's code. Arguments have to be constants. The mark is that of
+    `torch.compiler.assume_constant_result`, set without importing the compiler.
+
+    Returns:
+        The same function.
     """
     method._dynamo_marked_constant = True
     return method

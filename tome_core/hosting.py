@@ -33,21 +33,23 @@ from .settings.schedule import STABLE_DIFFUSION
 
 
 def patch_of(model: Any, config: MergeConfig) -> Patch:
-    """Return a patch of a UNet that is not installed, for its state and its measurements.
+    """Make a `Patch` for a UNet or a transformer without putting it on: the model does not merge.
+
+    A host uses the patch as a `State`, and for its measurements.
 
     Raises:
-        UnsupportedModelError: see `patch`.
-        TypeError: see `patch`.
+        UnsupportedModelError: the model has no known attention.
+        TypeError: `model` is not a model.
     """
     return Patch(find_models(model), config)
 
 
 def state_of(config: MergeConfig, downsample: int, blocks: int = 0) -> State:
-    """Return a `State` for a host's own transformer.
+    """Make the `State` of a host's own transformer, whose tokens are all of one size.
 
     Args:
         config: the settings.
         downsample: latent cells per token, along a side.
-        blocks: number of the transformer's blocks.
+        blocks: number of the transformer's blocks; 0 if it is not known.
     """
     return State(config, [LevelTally(downsample, blocks)])

@@ -33,24 +33,25 @@ _FULL_PRECISION = 1 / 3  # float32's rate, as a share of the rate in half precis
 _HOST_BOUND_MS = 1.3
 
 
-Gate = bool | str | None  # whether rules with `only_if_it_pays` merge, see `decide`
+Gate = bool | str | None  # whether rules with `only_if_it_pays` merge, see `decide`'s argument `gate`
 
 
 @dataclass(eq=False)
 class ModelCall:
-    """One call of a model.
+    """The record of one call of a model.
 
     Args:
         state: the `State` that began the call.
         stamp: the call's timestep argument, on which random draws depend.
         rules: the rules in force, by level.
-        why_off: the reason why no rule is in force, by level.
-        gates: the gate of each level, see `decide`.
+        why_off: the reason why no rule is in force, by level; read only if none is.
+        gates: for each level, whether rules with `only_if_it_pays` merge, see `decide`.
         kept: plans of earlier calls in the same sampling; None if no plan is kept.
         turns: how often each attention was called in this call so far.
         facts: further facts that the adapter has read from the call's arguments. Used by the adapters, as are the rest.
         layouts: the latest layout of each level of a UNet.
-        block: in tomesd's way, the input of the block that runs, and the block's plans by rule.
+        block: the input of the block that runs, and the block's plans by the id of a rule; None unless parts of that
+            block may be called with merged tokens, as tomesd does.
         reached: the names of the attentions that were called so far.
     """
 
@@ -72,7 +73,7 @@ class MergeMap(NamedTuple):
 
     Args:
         grid: the tokens' grid.
-        group: int64 ``[B or 1, N]`` on the CPU, the group of each token.
+        group: int64 ``[B or 1, N]``, the group of each token; on the CPU in the result of `State.maps`.
         num_groups: how many groups there are.
     """
 
@@ -82,10 +83,10 @@ class MergeMap(NamedTuple):
 
 
 def decide(rules: LevelRules, why_off: str, tokens: int, device: str, gate: Gate = None) -> tuple[LevelRules, str]:
-    """Choose the rules that merge at this size.
+    """Choose the rules that merge in a level with this number of tokens.
 
     Args:
-        rules: the rules in force.
+        rules: the rules in force in the level.
         why_off: the reason if no rule is in force.
         tokens: number of the picture's tokens in this level.
         device: the device's type ("cpu", "cuda", ...).
@@ -93,7 +94,7 @@ def decide(rules: LevelRules, why_off: str, tokens: int, device: str, gate: Gate
             number of tokens decides.
 
     Returns:
-        The rules that merge, and the reason if there is none, else "".
+        The rules that merge, with None for a part of a block that does not; and the reason if no rule merges, else "".
     """
     if not any(rules):
         return rules, why_off
@@ -108,7 +109,7 @@ def is_host_bound(
     """Tell whether a GPU is so fast that the launches of a merged eager call would take longer than its kernels.
 
     Args:
-        blocks: (down-sampling, channels) of each block.
+        blocks: (latent cells per token along a side, channels) of each block.
         batch: samples of the call.
         area: number of the latent's cells, height times width.
         dtype: of the model.

@@ -31,8 +31,8 @@ def match(
         v: values ``[B, S, H, d]`` of all tokens, compared if the rule's metric is "keys+values".
         layout: the position of the picture's tokens in the sequence.
         rule: how tokens are matched.
-        draw: the seed and time of random destinations.
-        old: a plan of an earlier step, from which one k-means step is taken in place of a new match.
+        draw: the seed and time of random destinations; None: destinations are not random.
+        old: a plan of an earlier step, which one k-means step adapts to the tokens; None: a new match is made.
 
     Returns:
         The plan, in which each token outside the picture is a group by itself; None if the rule removes no token of
@@ -73,32 +73,49 @@ def _apart(x: torch.Tensor, times: int) -> torch.Tensor:
 
 
 def _for_each(draw: Draw | None, times: int) -> Draw | None:
-    """Repeat the draw's time for the windows of each sample."""
+    """Return a draw with its time repeated for the windows of each sample."""
     if draw is None or draw.time is None or draw.time.shape[0] == 1:
         return draw
     return draw._replace(time=draw.time.repeat_interleave(times))
 
 
 def _part(old: MergePlan, places: slice, before: int, times: int, groups: int, x: torch.Tensor) -> MergePlan:
-    """Return the old plan of these windows alone, with as many samples as ``x`` has."""
+    """Return the part of an old plan that is about a run of equal windows, with each window as a sample.
+
+    Args:
+        old: the plan of the whole sequence.
+        places: the tokens of the windows in the sequence.
+        before: number of groups before these windows.
+        times: number of windows.
+        groups: number of groups of each window.
+        x: the tokens of the windows, ``[B*times, n, C]``.
+    """
     group = (old.group[:, places] - before).unflatten(1, (times, -1))
     group = group - _offsets(times, groups, group.device)
     return MergePlan(group.expand(len(x) // times, -1, -1).flatten(0, 1), groups)
 
 
 def _side_by_side(plan: MergePlan, times: int) -> MergePlan:
-    """Join a plan whose samples are windows into a plan of whole samples."""
+    """Join a plan ``[B*times, n]``, whose samples are windows, into a plan ``[B, times*n]`` of whole samples."""
     group = plan.group.expand(times, -1) if len(plan.group) == 1 else plan.group
     group = group.unflatten(0, (-1, times)) + _offsets(times, plan.num_groups, group.device)
     return MergePlan(group.flatten(1), times * plan.num_groups)
 
 
 def _offsets(times: int, step: int, device: torch.device) -> torch.Tensor:
+    """Return the first group of each of several equal windows, int64 ``[times, 1]``."""
     return torch.arange(0, times * step, step, device=device)[:, None]
 
 
 def _join(parts: list[MergePlan], layout: Layout, tokens: int, counts: tuple[int, ...]) -> MergePlan:
-    """Return the plan of the sequence: tokens before the picture, the windows' groups, tokens after the picture."""
+    """Return the plan of the sequence: tokens before the picture, the windows' groups, tokens after the picture.
+
+    Args:
+        parts: the plan of each run of equal windows.
+        layout: the position of the picture's tokens in the sequence.
+        tokens: number of the sequence's tokens.
+        counts: number of groups of a window, for each run.
+    """
     first, rows = layout.first, max(len(part.group) for part in parts)
     last, before = first + tokens_in(layout), first
     numbers = torch.arange(tokens, device=parts[0].group.device).expand(rows, -1)

@@ -18,10 +18,10 @@ class Plans(NamedTuple):
 
     Args:
         plan: the merge plan; None if the grid is too small to merge.
-        timestep: of the step at which the match was made.
-        rule: by which the match was made.
-        device: of the plan's tensors.
-        correction: of the merged keys and values; None if the rule has none.
+        timestep: the timestep of the step at which the match was made; None if the plan is not kept.
+        rule: the rule by which the match was made.
+        device: the device of the plan's tensors.
+        correction: the correction of the merged keys and values; None if the rule has none.
     """
 
     plan: MergePlan | None
@@ -38,10 +38,10 @@ class KeptPlans(NamedTuple):
     """The kept plans that one call of a model may use, and to which it adds.
 
     Args:
-        plans: by ordinal and key.
+        plans: the kept plans, by ordinal and key. `serve` adds to them in place.
         ordinal: the host's name for the call, and the call's number among those of this name at its timestep. There are
             several if a host splits a batch or a picture.
-        timestep: of the call.
+        timestep: the timestep of the call.
         shared: number of samples in the batch, number of copies of the latents in it, number of the copy that is
             matched, and a name shared by all calls with these latents; None if the batch is not made of copies.
     """
@@ -54,13 +54,13 @@ class KeptPlans(NamedTuple):
     def serve(
         self, key: tuple, rule: MergeRule, device: torch.device, match: Callable[[MergePlan | None], MergePlan | None]
     ) -> Plans:
-        """Return the plans kept under a key if they are young enough; else match, and keep the result.
+        """Return the plans kept under a key, if they are at most `rule.keep` timesteps old; else match and keep plans.
 
         Args:
-            key: of the attention and its shape.
+            key: identifies the attention and the shape of its tokens.
             rule: kept plans of another rule are not used.
             device: kept plans on another device are not used.
-            match: makes a new plan from the rule's plan that is too old, or from None.
+            match: makes a new plan. Its argument is the plan of the same rule and device that is too old, or None.
         """
         plans = self.plans.get(key)
         if plans is not None and (plans.rule is not rule or plans.device != device):
@@ -82,7 +82,10 @@ class Sampling:
             the copy that is matched; None without guidance. (At a guidance of 1.5, PSNR was 1 to 3 dB higher when the
             prompt's half was matched than when the negative prompt's was. At 7.5 they were equal.)
         boundary: the timestep at which the early phase ends, see `time.Clock.boundary_in`.
-        is_known: the sampling's steps are known, and are not to be read from its first call.
+        is_known: True if the sampling's steps are known; False: they are to be read from its first call.
+
+    Attributes:
+        name: identifies the sampling; None: no sampling goes on, and no plan is kept.
     """
 
     def __init__(
@@ -98,7 +101,10 @@ class Sampling:
         self._shared: dict[tuple, tuple[int, int, int, Hashable] | None] = {}  # by kind of call
 
     def set(self, name: Hashable, timestep: float | None) -> None:
-        """Set the sampling and the timestep of the next calls. If either is None, no plan is kept."""
+        """Set the sampling's name and the timestep of the next calls. If either is None, no plan is kept.
+
+        Another name, or None, drops all kept plans.
+        """
         if name is None or name != self.name:
             self._plans.clear()  # a compiled model's last call still holds this dict
             self._plans, self._shared = {}, {}
@@ -112,7 +118,7 @@ class Sampling:
 
         Args:
             batch: the call's latents ``[B, C, ...]``.
-            called: the host's name for the call. Calls of different names may come in any order.
+            called: the host's name for the call, or None. Calls of different names may come in any order.
         """
         if self.name is None or self._timestep is None:
             return None
@@ -130,6 +136,7 @@ class Sampling:
         return KeptPlans(self._plans, ordinal, self._timestep, shared)
 
     def _guidance_in(self, batch: Any) -> Guidance | None:
+        """Return the number of pictures and the number of the copy that is matched; None if a batch holds no copies."""
         if type(batch) is not torch.Tensor or batch.is_meta or batch.dim() < 2:
             return None
         return (1, 0) if len(batch) > 1 and batch.stride(0) == 0 else self.guidance_of(batch)  # one latent, expanded
@@ -143,10 +150,10 @@ def _share(
     Args:
         batch: latents ``(batch, ...)``, one copy of all pictures after another.
         guidance: see `Sampling`.
-        calls: name and latents of each earlier call.
+        calls: name and latents of each earlier call, and of the call itself.
 
     Returns:
-        `KeptPlans.shared` of the batch.
+        The value of `KeptPlans.shared` for the batch; None if the batch repeats the latents of none of these calls.
     """
     pictures, matched = guidance
     copies, rest = divmod(len(batch), pictures)

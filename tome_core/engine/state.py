@@ -1,7 +1,7 @@
 """The state of one patch: its settings, and all data that is kept while the model runs.
 
 An adapter begins each call of its model with `begin`, and passes every self-attention of the call to `attend`. `around`
-is tomesd's way, for other parts of a block that are to run on merged tokens.
+runs a part of a block on merged tokens, as tomesd does.
 """
 
 from __future__ import annotations
@@ -32,16 +32,22 @@ from .time import Clock, ModelTime
 
 
 class State:
-    """The settings of one model's patch and its state between calls. It holds no module.
+    """The settings of one model's patch and its data between calls. It holds no module.
 
     Args:
         config: the settings.
-        levels: an empty tally for each level of the model, the finest first.
-        schedule: the model's own noise schedule, if it is known.
+        levels: an empty tally for each level of the model, the finest first. A level is all blocks whose tokens have
+            one size.
+        schedule: the model's own noise schedule; None if it is not known.
 
     Attributes:
-        ever_merges: some rule merges at some time, if the picture is large enough.
-        wants_time: what merges depends on the time of a call.
+        ever_merges: True if some rule merges at some time, if the picture is large enough.
+        wants_time: True if what merges depends on the time of a call.
+        clock: the rules in force as a function of time.
+        time: the current time, and the samplings that go on.
+        ledger: the counts.
+        refused: the reason for each attention function that is never called with merged keys.
+        pays: the `Pays` that decides for rules with `only_if_it_pays`; None: the number of tokens decides.
     """
 
     is_installed = True  # the model merges as this state says
@@ -72,7 +78,8 @@ class State:
         """Begin a call of the model.
 
         Args:
-            timestep: a number, or a tensor ``[]`` or ``[B]``; 1000 times sigma for a flow model.
+            timestep: a number, or a tensor ``[]`` or ``[B]``, on Stable Diffusion's schedule (0 to 1000); 1000 times
+                sigma for a flow model. It gives the time, if `set_time` does not.
             latent: ``[B, C, (frames,) H, W]``. Its values are read only to find copies of one latent in a batch.
             called: the host's name for the call among the calls at this timestep, such as the names of its conditions.
                 Without names, calls are distinguished by their order.
@@ -157,11 +164,12 @@ class State:
             grid: the tokens' grid.
             x: the block's input ``[B, N, C]``, by which tokens are matched.
             function: calls the part. Its argument is a function that merges a tensor ``[B, N, C]``.
-            plans: the block's plans in this call, by the id of a rule. A missing plan is added.
+            plans: the block's plans in this call, by the id of a rule. A missing plan is added in place.
             keys: the number of keys of the unmerged part, if it is an attention.
 
         Returns:
-            The output ``[B, N, C]``; None if the part is left unmerged, as in `attend`.
+            The output ``[B, N, C]``; None if the part is left unmerged. The reason is counted, unless the rules want
+            no merging there, and the host has to call the part.
         """
         rules, why = self.decide(call, level, grid.height * grid.width, x.device)
         rule, plan = getattr(rules, part), None
@@ -187,12 +195,12 @@ class State:
 
         Args:
             call: the result of `begin`.
-            level: the block's level.
+            level: the block's level, 0 for the finest.
             tokens: number of the picture's tokens in this level.
-            device: of the tokens.
+            device: the device of the tokens.
 
         Returns:
-            The rules, and the reason if there is none, else "".
+            The rules, with None for a part that does not merge; and the reason if no part merges, else "".
         """
         rules, why_off, gate = call.rules[level], call.why_off[level], call.gates[level]
         key = (id(rules), why_off, gate, tokens, device)
@@ -201,16 +209,36 @@ class State:
         return self._decisions[key]
 
     def leave_alone(self, level: int, why: str, batch: int, queries: int, keys: int, part: str = "attn") -> None:
-        """Count a part of a block that stays unmerged, with the reason."""
+        """Count a part of a block that stays unmerged, with the reason `why`.
+
+        Args:
+            level: the block's level, 0 for the finest.
+            why: the reason, as text for the report.
+            batch: number of samples.
+            queries: number of queries of an attention.
+            keys: number of keys of an attention.
+            part: "attn", "crossattn", "mlp", or "block" for a whole block.
+        """
         self.ledger.skip(level, part, why, batch * queries * keys if part == "attn" else 0)
 
     def _match(
         self, call: ModelCall, key: tuple, level: int, layout: Layout, attention: Attention, rule: MergeRule
     ) -> tuple[Plans, Pair | None]:
-        """Match or renew a match. Returns also the merged keys and values ``[B, G, H*d]`` if the correction made them.
+        """Match the tokens of an attention, or return or renew a kept match.
 
         All copies of the latents, in this call and in others at its timestep, share the match of one copy. Otherwise
         the two predictions of guidance would be changed differently, and guidance multiplies their difference.
+
+        Args:
+            call: the model call.
+            key: (name of the attention and its turn in this call, batch, layout, number of tokens).
+            level: the level of the tokens, 0 for the finest.
+            layout: the position of the picture's tokens in the sequence.
+            attention: queries, keys and values ``[B, S, H, d]``.
+            rule: how tokens are matched.
+
+        Returns:
+            The plans; and the merged keys and values ``[B, G, H*d]`` if a new correction was made, else None.
         """
         (q, k, v), (name, batch, *where) = attention[:3], key
         kept = call.kept if rule.keep else None
@@ -239,7 +267,7 @@ class State:
     def _match_input(
         self, call: ModelCall, name: Hashable, level: int, grid: Grid, x: torch.Tensor, rule: MergeRule
     ) -> MergePlan | None:
-        """Match a block's input, or return a kept plan."""
+        """Match a block's input ``[B, N, C]``, or return a kept plan; None if the grid is too small to merge."""
         turn = call.turns[name, id(rule)] = call.turns.get((name, id(rule)), -1) + 1
 
         def match_all(_: MergePlan | None) -> MergePlan | None:
@@ -252,7 +280,7 @@ class State:
         return call.kept.serve(key, rule, x.device, match_all).plan
 
     def _keep_map(self, level: int, layout: Layout, plan: MergePlan) -> None:
-        """Keep the groups for `maps`; of a video, those of the first frame."""
+        """Keep a plan's groups of the picture's tokens for `maps`; of a video, those of the first frame."""
         grid = Grid(layout.grid.height // layout.grid.frames, layout.grid.width)
         group = plan.group[:, layout.first : layout.first + grid.height * grid.width]
         self._maps[level] = MergeMap(grid, group, plan.num_groups)
@@ -261,7 +289,7 @@ class State:
 
     @property
     def is_live(self) -> bool:
-        """True if a rule is in force at the latest time."""
+        """True if a rule is in force at the time of the latest call, or at the time that a host has set since."""
         return bool(self.time.now.live)
 
     @contextmanager
@@ -273,7 +301,10 @@ class State:
 
         Args:
             pictures: see `set_time`.
-            timesteps: see `set_time`.
+            timesteps: see `set_time`. None: read from the pipeline's scheduler, if it is known.
+
+        Yields:
+            This state.
         """
         _check_pass(pictures, timesteps)
         with self.time.sample(lambda batch: (pictures, 0) if pictures else None, timesteps):
@@ -283,19 +314,21 @@ class State:
         self, *, percent: float | None = None, timestep: float | None = None, sigma: float | None = None,
         sampling: Hashable = None, pictures: int | None = None, timesteps: Sequence[float] | None = None,
     ) -> None:  # fmt: skip
-        """Set the time of the next calls, on any of three scales. Without arguments, the model's own argument is used.
+        """Set the time of the next calls, on one of three scales.
+
+        Without a time, the time of each call is read from the timestep argument of the model.
 
         Args:
-            percent: 0 to 1, on the scale of ComfyUI's ``percent_to_sigma``.
+            percent: 0 at pure noise, 1 at the end; on the scale of ComfyUI's ``percent_to_sigma``.
             timestep: on Stable Diffusion's schedule, 0 to 1000.
             sigma: the standard deviation of the noise, relative to data of unit variance.
             sampling: a value that identifies this picture's sampling, the same at each of its steps. Plans are kept
                 over steps (``keep``) only if it is given.
             pictures: how many pictures are made. Give it if calls hold copies of the pictures' latents in the same
                 order, in one batch or in several, as classifier-free guidance does. Copies then share their matches.
-            timesteps: of all steps of this sampling, on Stable Diffusion's schedule; the same object at each step. A
-                pass that begins late (image to image, hires fix) then has the same share of early steps as a whole
-                picture. Give None if the pass continues a picture that another sampling has begun.
+            timesteps: the timesteps of all steps of this sampling, on Stable Diffusion's schedule; the same object at
+                each step. A sampling that begins late (image to image, hires fix) then has the same share of early
+                steps as a whole picture. Give None if this sampling continues a picture that another has begun.
 
         Raises:
             TypeError: a value has the wrong type.
@@ -308,25 +341,25 @@ class State:
         self.time.set(percent, timestep, sigma, sampling, pictures, timesteps)
 
     def keep_maps(self, keep: bool = True) -> None:
-        """Keep the latest map of each level from now on, for `maps`; False stops this."""
+        """Keep the latest map of each level from now on, for `maps`; False stops this. Earlier maps are dropped."""
         self._maps = {} if keep else None
 
     def maps(self) -> dict[int, MergeMap]:
-        """Return the latest map of each level; empty unless `keep_maps` was called before the model ran.
+        """Return the latest map of each level by its number; empty unless `keep_maps` was called before the model ran.
 
-        Copies the maps to the CPU, which waits for the device.
+        The maps are copied to the CPU, which waits for the device.
         """
         return {level: latest._replace(group=latest.group.cpu()) for level, latest in (self._maps or {}).items()}
 
     def reset_counts(self) -> None:
-        """Clear the report and the maps, so that the next report is about the next picture alone."""
+        """Clear the counts and the maps, so that the next report is about the next picture alone."""
         self.ledger.reset()
         if self.pays is not None:
             self.pays.used.clear()
         self.keep_maps(self._maps is not None)
 
     def report(self) -> Report:
-        """Return what was merged so far at each level, and what was skipped and why."""
+        """Return a copy of the counts since the start or the latest `reset_counts`, as a `Report`."""
         gains = () if self.pays is None else tuple(self.pays.used)
         ledger, notes = self.ledger, (*self.ledger.notes, *kernels.notes())
         levels = tuple(deepcopy(ledger.levels))
@@ -334,6 +367,7 @@ class State:
 
 
 def _check_time(name: str, value: float | None, most: float = math.inf) -> None:
+    """Raise a TypeError or a ValueError unless a value is None or a finite number from 0 to `most`."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -343,6 +377,7 @@ def _check_time(name: str, value: float | None, most: float = math.inf) -> None:
 
 
 def _check_pass(pictures: int | None, timesteps: Sequence[float] | None) -> None:
+    """Raise a TypeError or a ValueError unless these arguments of `State.set_time` are possible."""
     if pictures is not None and (isinstance(pictures, bool) or not isinstance(pictures, int) or pictures < 1):
         raise ValueError(f"pictures={pictures!r} is no number of pictures; use a whole number from 1 up, or None")
     for value in timesteps or ():
@@ -350,7 +385,17 @@ def _check_pass(pictures: int | None, timesteps: Sequence[float] | None) -> None
 
 
 def _draw(call: ModelCall, level: int, rule: MergeRule, x: torch.Tensor) -> Draw | None:
-    """Return the seed and time of a match's random draw. The time is ``[1]`` or ``[B]``; frames have their sample's."""
+    """Return the seed and time of a match's random draw; None if the rule does not draw.
+
+    The time is a tensor ``[1]`` or ``[B]``, in which all frames of a sample have the sample's time; None if the call
+    has no timestep.
+
+    Args:
+        call: the model call.
+        level: the level of the tokens, part of the seed.
+        rule: the rule by which the tokens are matched.
+        x: the tokens, ``[B, ...]``.
+    """
     if not rule.use_rand:
         return None
     time = call.stamp
@@ -364,7 +409,16 @@ def _draw(call: ModelCall, level: int, rule: MergeRule, x: torch.Tensor) -> Draw
 
 
 def _run_merged(function: Callable, x: torch.Tensor, plan: MergePlan) -> tuple[torch.Tensor | None, str]:
-    """Call a part with merged tokens. Returns its unmerged output, or None and the reason why that is impossible."""
+    """Call a part of a block with merged tokens.
+
+    Args:
+        function: calls the part. Its argument is a function that merges a tensor ``[B, N, C]``.
+        x: the block's input ``[B, N, C]``.
+        plan: how tokens merge.
+
+    Returns:
+        The unmerged output and ""; or None and the reason why the part cannot run on merged tokens.
+    """
     try:
         out = function(plan.merge)
     except (MemoryError, torch.cuda.OutOfMemoryError):
@@ -377,10 +431,9 @@ def _run_merged(function: Callable, x: torch.Tensor, plan: MergePlan) -> tuple[t
 
 
 def foreign_mode() -> str:
-    """Return a reason if another program's torch function mode watches the attention, which then must stay unmerged.
+    """Return the reason not to merge if another program's torch function mode is active; "" if there is no such mode.
 
-    Guidance that perturbs attention is such a mode, and fails if there are fewer keys than queries. "" if there is no
-    such mode.
+    Guidance that perturbs attention is such a mode, and fails if there are fewer keys than queries.
     """
     modes = torch.overrides._get_current_function_mode_stack()
     names = [type(mode).__name__ for mode in modes if type(mode).__module__ != "torch.utils._device"]

@@ -15,8 +15,9 @@ from ..settings.config import MergeConfig, MergeRule, plain_rules, reaches
 from ..settings.schedule import STABLE_DIFFUSION, UNKNOWN, LevelRules, NoiseSchedule, SchedulerNoise, Time, choose
 from .plan_cache import Guidance, KeptPlans, Sampling
 
-# A pass whose first timestep is this or higher is a whole picture. Schedules with leading spacing begin late (951 for
-# 20 steps); a model with zero terminal SNR begins at 880 if its sigmas begin at Stable Diffusion's 14.6 (Karras, AYS).
+# A sampling whose first timestep is this or higher makes a whole picture. Schedules with leading spacing begin late
+# (951 for 20 steps). A model with zero terminal SNR begins at 880 if its sigmas begin at Stable Diffusion's 14.6
+# (Karras, AYS).
 WHOLE_FROM = 850.0
 FEW = 8  # up to this number of steps, half a step is too large a share to be rounded away
 _ALL = 1000.0  # the number of timesteps of Stable Diffusion's schedule
@@ -26,9 +27,9 @@ class ActiveRules(NamedTuple):
     """The rules in force at one time.
 
     Args:
-        rules: by level.
-        live: the rules of all levels, in order.
-        why_off: by level, the reason why no rule is in force.
+        rules: the rules of each level, the finest first.
+        live: all rules in force, in the order of the settings.
+        why_off: for each level, the reason why no rule is in force; read only if none is.
     """
 
     rules: tuple[LevelRules, ...]
@@ -43,6 +44,10 @@ class Clock:
         config: the settings.
         downsamples: the down-sampling factor of each level.
         schedule: the model's own noise schedule; Stable Diffusion's if None.
+
+    Attributes:
+        rules: the rules of the settings.
+        limited: True if the rules in force depend on the time.
     """
 
     def __init__(self, config: MergeConfig, downsamples: Sequence[int], schedule: NoiseSchedule | None = None) -> None:
@@ -57,11 +62,11 @@ class Clock:
         self._found: dict[tuple, ActiveRules] = {}
 
     def moment(self, timestep: float | None, percent: float | None = None) -> Time:
-        """Return the time on both scales, of which one is given.
+        """Return the time on both scales. What is not given is computed; `UNKNOWN` if neither is given.
 
         Args:
-            timestep: on Stable Diffusion's schedule.
-            percent: on the model's own schedule.
+            timestep: the timestep on Stable Diffusion's schedule.
+            percent: the share of the model's own schedule that is done, 0 to 1.
         """
         schedule = self.schedule
         if timestep is None and percent is None:
@@ -73,15 +78,20 @@ class Clock:
         return Time(timestep, percent)
 
     def boundary_in(self, timesteps: Sequence[float]) -> float | None:
-        """Return the timestep at which a pass's early phase ends, for `at`; None if it ends as in a whole picture."""
+        """Return the timestep at which a sampling's early phase ends, for `at`; None if it ends as in a whole picture.
+
+        Args:
+            timesteps: the timesteps of the sampling's steps, in any order.
+        """
         return boundary_in(timesteps, self._early_until) if self._early else None
 
     def at(self, time: Time, boundary: float | None = None) -> ActiveRules:
         """Return the rules in force at a time: the same object for all times with the same rules.
 
         Args:
-            time: of the call.
-            boundary: the timestep at which the early phase of this pass ends, see `boundary_in`.
+            time: the time of the call; `UNKNOWN` is possible.
+            boundary: the timestep at which the early phase of this sampling ends, see `boundary_in`; None: as the rules
+                say.
         """
         start, end = self._window or (0.0, 1.0)
         within = self._window is None or (time.percent is not None and start <= time.percent <= end)
@@ -94,6 +104,7 @@ class Clock:
         return self._found[key]
 
     def _holds(self, rule: MergeRule, time: Time, boundary: float | None) -> bool:
+        """Return whether a rule is in force at a time, apart from the settings' limits in percent. See `at`."""
         late = self._early.get(rule) if boundary is not None else None
         if late is None:
             return rule.holds_at(time.timestep)
@@ -107,15 +118,18 @@ class Clock:
 
 
 def boundary_in(timesteps: Sequence[float], until: float) -> float | None:
-    """Return the timestep at and above which a step of a pass is early; None if the whole picture's boundary holds.
+    """Return the timestep at and above which a sampling's step is early; None if the whole picture's boundary holds.
 
-    A preset is made for a certain share of early steps. A fixed timestep does not keep this share in a pass that begins
-    late (image to image, hires fix) or has few steps. In such a pass the share is kept to the nearest step, and half a
+    A preset is made for a certain share of early steps. A fixed timestep does not keep this share in a sampling that
+    begins late (image to image, hires fix) or has few steps. There the share is kept to the nearest step, and half a
     step counts as late, because late steps change the picture less.
 
     Args:
-        timesteps: of the pass's steps, in any order.
+        timesteps: the timesteps of the sampling's steps, in any order.
         until: the boundary in a whole picture.
+
+    Returns:
+        The boundary; infinity if no step is early, 0 if all are. None also without steps.
 
     >>> boundary_in([500, 400, 300, 200, 100], 375), boundary_in([999, 749, 499, 249], 375)
     (250.0, 624.0)
@@ -141,12 +155,12 @@ class ModelTime:
 
     Args:
         clock: the rules as a function of time.
-        keeps: some rule keeps its matches over steps.
+        keeps: True if some rule keeps its matches over steps.
 
     Attributes:
-        is_wanted: what merges depends on the time.
-        noise: the noise of the pipeline's scheduler, if there is one.
-        now: the rules in force at the latest call.
+        is_wanted: True if what merges depends on the time.
+        noise: reads the steps of the pipeline's scheduler; None without a pipeline.
+        now: the rules in force at the latest call, or at the time set since.
     """
 
     def __init__(self, clock: Clock, keeps: bool) -> None:
@@ -168,7 +182,10 @@ class ModelTime:
         self, percent: float | None, timestep: float | None, sigma: float | None, sampling: Hashable = None,
         pictures: int | None = None, timesteps: Sequence[float] | None = None,
     ) -> None:  # fmt: skip
-        """Set the time of the next calls, see `State.set_time`. If all are None, the model's argument is read again."""
+        """Set the time of the next calls, see `State.set_time`.
+
+        If the first three are None, the time is read from the model's timestep argument again.
+        """
         self._is_given = not (percent is None and timestep is None and sigma is None)
         if sigma is not None and timestep is None:
             timestep = STABLE_DIFFUSION.timestep_of_sigma(sigma)
@@ -184,13 +201,15 @@ class ModelTime:
         self, guidance_of: Callable[[torch.Tensor], Guidance | None] = lambda batch: None,
         timesteps: Sequence[float] | None = None, continues: bool = False,
     ) -> Iterator[None]:  # fmt: skip
-        """Make this thread's calls the steps of one picture. Plans of a sampling begun before are dropped.
+        """Make this thread's calls the steps of one picture inside the ``with``.
+
+        Plans of this thread's samplings that began before are dropped.
 
         Args:
             guidance_of: see `Sampling`.
-            timesteps: of all steps; None: read from the pipeline's scheduler.
-            continues: the sampling continues a picture that was begun in another, so its steps are part of a whole
-                picture's.
+            timesteps: the timesteps of all steps; None: read from the pipeline's scheduler.
+            continues: True if the sampling continues a picture that was begun in another, so that its steps are part of
+                a whole picture's.
         """
         sampling = Sampling(guidance_of, self.clock.boundary_in(timesteps or ()), continues or timesteps is not None)
         samplings = self._mine.begun
@@ -204,7 +223,16 @@ class ModelTime:
             sampling.set(None, None)
 
     def next_call(self, timestep: Any, latent: Any, called: Hashable = None) -> tuple[ActiveRules, KeptPlans | None]:
-        """Return the rules in force in a call that begins now, and the kept plans it may use; None if none is kept."""
+        """Return the rules in force in a call that begins now, and the kept plans that the call may use.
+
+        Args:
+            timestep: the model's timestep argument. It is read only if no time was set.
+            latent: the call's latents ``[B, C, ...]``.
+            called: the host's name for the call, or None.
+
+        Returns:
+            The rules; and the kept plans, or None if the call must neither use nor keep plans.
+        """
         if is_captured(latent):  # the next replay would overwrite kept plans, and a capture must not wait
             return self.now, None
         now, keeps = self.now, self.keeps and not torch.is_grad_enabled()  # a backward pass would use later plans
@@ -214,13 +242,16 @@ class ModelTime:
         return now, sampling.next_call(latent, called) if keeps and sampling is not None else None
 
     def forget(self) -> None:
-        """Drop all kept plans."""
+        """Drop all kept plans, and end all samplings."""
         for sampling in (self._sampling, *self._mine.begun):
             sampling.set(None, None)
         self._mine = Samplings()
 
     def _look_at(self, timestep: Any) -> ActiveRules:
-        """Return the rules at this timestep: by its place in the scheduler's timesteps, else by its value."""
+        """Return the rules in force at a timestep argument, and set the time of this thread's sampling.
+
+        The time is known from the argument's place in the scheduler's timesteps, else from its value.
+        """
         sampling, step = self._mine.latest, self._look(timestep)
         if step is None and (self.clock.limited or (sampling is not None and self.keeps)):
             step = self._read(timestep)
@@ -231,20 +262,32 @@ class ModelTime:
         return self.now
 
     def _look(self, timestep: Any) -> Time | None:
-        """Return the time if the argument is an element of the scheduler's timesteps, without waiting for a GPU."""
+        """Return the time of a timestep argument without waiting for a GPU.
+
+        Returns:
+            None if the argument is no element of the scheduler's timesteps.
+        """
         steps = [] if self.noise is None else self.noise.look(timestep)
         if steps:
             self._note_steps(steps)
         return steps[0] if steps else None
 
     def _note_steps(self, steps: Sequence[Time]) -> None:
-        """Note all steps of this thread's sampling, at its first call."""
+        """Set the boundary of this thread's sampling by its steps, if they are not known yet.
+
+        Args:
+            steps: the steps from this call's on, which are all at the first call.
+        """
         sampling = self._mine.latest
         if sampling is not None and not sampling.is_known:
             sampling.boundary, sampling.is_known = self.clock.boundary_in([step.timestep for step in steps]), True
 
     def _read(self, timestep: Any) -> Time | None:
-        """Read a timestep's value, which waits for a GPU; None if the value cannot be read or differs in the batch."""
+        """Return the time by a timestep argument's value, which waits for a GPU.
+
+        Returns:
+            None if the value cannot be read or differs in the batch.
+        """
         if torch.is_tensor(timestep):
             is_wrapped = type(timestep) is not torch.Tensor or torch._C._functorch.is_functorch_wrapped_tensor(timestep)
             if timestep.is_meta or is_wrapped:  # by torch.func, vmap or a tracer: it has no value
@@ -261,17 +304,24 @@ class ModelTime:
 
 
 class Samplings(threading.local):
-    """The samplings that each thread has begun, the latest last. Pipelines that share a UNet may run at once."""
+    """The samplings that go on in each thread. Pipelines that share a UNet may run at once.
+
+    Attributes:
+        begun: the samplings of the current thread, the latest last.
+    """
 
     def __init__(self) -> None:
         self.begun: list[Sampling] = []
 
     @property
     def latest(self) -> Sampling | None:
-        """The sampling to which this thread's calls belong."""
+        """The sampling to which this thread's calls belong; None outside of samplings."""
         return self.begun[-1] if self.begun else None
 
 
 def is_captured(x: Any) -> bool:
-    """Tell whether a CUDA graph is being captured: then nothing may wait for the device, and no tensor be kept."""
+    """Tell whether a CUDA graph is being captured on the current stream. False if `x` is no CUDA tensor.
+
+    In a capture nothing may wait for the device, and no tensor may be kept.
+    """
     return torch.is_tensor(x) and x.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -34,9 +34,9 @@ def why_not_now(unet: nn.Module, places: Sequence[BlockPlace], is_called: bool, 
 
     Args:
         unet: the UNet.
-        places: its blocks.
-        is_called: a sampling or a call is in progress.
-        handed: the object that was passed to `patch`.
+        places: the transformer blocks of the UNet.
+        is_called: True if a sampling or a call is in progress.
+        handed: the object that was passed to `patch`, or None.
     """
     if is_called:
         return "a sampling goes on; measure before it or after it"
@@ -48,17 +48,21 @@ def why_not_now(unet: nn.Module, places: Sequence[BlockPlace], is_called: bool, 
 
 
 def whereabouts(unet: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Return the device and dtype of the UNet's calls. accelerate may move it to this device for a call only."""
+    """Return the device and dtype of a UNet's calls. accelerate may move the UNet to this device for a call only."""
     weight = next(parameter for parameter in unet.parameters() if parameter.is_floating_point())
     device = getattr(getattr(unet, "_hf_hook", None), "execution_device", None)
     return torch.device(weight.device if device is None else device), weight.dtype
 
 
 def steps_of(clock: Clock, steps: int) -> list[tuple[float, Hashable]]:
-    """Return a picture's evenly spaced steps as (timestep, kind). Steps of one kind take equally long.
+    """Return the evenly spaced steps of a picture as (timestep, kind). Steps of one kind take equally long.
 
     A kind is the rules in force and whether the step makes a new match, renews it, or uses a kept one; None if no rule
     is in force. If rules keep matches for different times, a step counts as renewing if any rule renews its match.
+
+    Args:
+        clock: the rules as a function of time.
+        steps: number of steps.
     """
     picture, before, matched = [], None, 0.0
     for number in range(steps):
@@ -82,15 +86,15 @@ def time_calls(
     """Time unmerged and merged calls in turns.
 
     Args:
-        patch: an installed `Patch`.
+        patch: an installed `Patch`. Its time and its counts change.
         call: calls the UNet with latents ``[B, C, H, W]`` and timesteps ``[B]``.
         latents: ``[B, C, H, W]``.
         steps: number of a picture's steps.
         rounds: how often each kind of call is timed.
 
     Returns:
-        Seconds of an unmerged call, mean seconds of a merged call over a picture's steps, and the saved share of
-        self-attention work.
+        Seconds of an unmerged call, mean seconds of a call over a picture's steps with the patch, and the share of
+        self-attention work that the patch saves, 0 to 1. Three zeros if no rule is in force at any step.
     """
     clock, pictures = clock_for(latents.device), pictures_in(len(latents))
     picture = steps_of(patch.clock, steps)
@@ -138,17 +142,23 @@ def time_calls(
 
 
 def clock_for(device: torch.device) -> Callable[[], float]:
-    """Return the clock for a device. On one CPU thread it is process time, which other programs disturb least."""
+    """Return the function that gives the time in seconds, for calls on a device.
+
+    On one CPU thread it is process time, which other programs disturb least.
+    """
     return time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 
 
 def pictures_in(batch: int) -> int:
-    """Return the number of pictures in a batch. An even batch holds each picture twice, for guidance."""
+    """Return the number of pictures in a batch. An even batch is taken to hold each picture twice, for guidance."""
     return batch // 2 if batch % 2 == 0 else batch
 
 
 def noise_for(unet: nn.Module, batch: int, height: int, width: int) -> torch.Tensor:
-    """Return random latents ``[batch, C, height, width]`` from a generator of their own; see `pictures_in`."""
+    """Return random latents ``[batch, C, height, width]``, float32 on the CPU, the same at each call.
+
+    An even batch holds two copies of each picture's latents, for guidance.
+    """
     channels = next(module.in_channels for module in unet.modules() if isinstance(module, nn.Conv2d))
     pictures = pictures_in(batch)
     noise = torch.randn(pictures, channels, height, width, generator=torch.Generator().manual_seed(0))
@@ -162,8 +172,8 @@ def call_of(unet: nn.Module, place: BlockPlace, latents: torch.Tensor) -> CallUN
 
     Args:
         unet: the UNet.
-        place: any block of it.
-        latents: an example of its input.
+        place: any transformer block of the UNet.
+        latents: an example of the UNet's input, ``[B, C, H, W]``.
 
     Raises:
         ValueError: the UNet needs other inputs than prompts and sizes.
@@ -202,7 +212,7 @@ def _added_conditions(unet: nn.Module, latents: torch.Tensor) -> dict[str, Any]:
 
 
 def _classes(unet: nn.Module, latents: torch.Tensor) -> dict[str, Any]:
-    """Return the class condition of an LDM UNet: SDXL's vector, or the number of a class."""
+    """Return the keyword ``y`` of an LDM UNet, SDXL's vector or the number of a class, all zeros; {} if it has none."""
     embedding = getattr(unet, "label_emb", None)
     if embedding is None:
         return {}

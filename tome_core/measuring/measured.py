@@ -22,9 +22,9 @@ class Measured(State):
     """A state that can measure its gain; the base of `Patch`.
 
     Attributes:
-        adapter: of the model.
+        adapter: the adapter of the model, a `UNetAdapter` or a `TransformerAdapter`.
         model: the model; None if it is gone.
-        handed: the object that was passed to `patch`.
+        handed: a weak reference to the object that was passed to `patch`; None if that allows no such reference.
     """
 
     adapter: Any
@@ -39,12 +39,12 @@ class Measured(State):
 
         Rules with `only_if_it_pays` follow the gain from now on (`tome_core.gains`). The timed calls merge at every
         level with enough tokens, and at the finest level in any case. No random generator and no count of this patch
-        changes.
+        changes. The patch need not be on the model.
 
         Args:
-            height: of a picture, in pixels.
-            width: of a picture, in pixels.
-            batch: of a call; 2 for one picture with guidance.
+            height: height of a picture, in pixels.
+            width: width of a picture, in pixels.
+            batch: number of samples in a call; 2 for one picture with guidance.
             steps: number of a picture's steps.
             rounds: how often each kind of call is timed; the median counts.
             call: calls the UNet with latents ``[B, C, H, W]`` and timesteps ``[B]``. Needed if the UNet takes other
@@ -54,7 +54,8 @@ class Measured(State):
             The gain.
 
         Raises:
-            RuntimeError: a sampling is in progress, or the UNet is compiled, or another program has wrapped it.
+            RuntimeError: a sampling is in progress, or the UNet is compiled, or another program has wrapped it, or the
+                model is a transformer, or it no longer exists.
             ValueError: a size is impossible, nothing would merge, or the UNet needs other inputs.
         """
         unet = self.model
@@ -96,9 +97,9 @@ class Measured(State):
         """Return the measured gain for a picture size, without calling the model; None if it was not measured.
 
         Args:
-            height: in pixels.
-            width: in pixels.
-            batch: of a call.
+            height: height of a picture, in pixels.
+            width: width of a picture, in pixels.
+            batch: number of samples in a call. A gain of another batch is taken if there is none of this.
         """
         if not KNOWN or not self._places:
             return None
@@ -109,10 +110,12 @@ class Measured(State):
     def why_not(self, height: int, width: int, batch: int = 2) -> str:
         """Return why pictures of this size would not merge, without calling the model; "" if they would.
 
+        For a transformer the result is always "".
+
         Args:
-            height: in pixels.
-            width: in pixels.
-            batch: of a call.
+            height: height of a picture, in pixels.
+            width: width of a picture, in pixels.
+            batch: number of samples in a call.
         """
         if not self._places:
             return ""
@@ -130,7 +133,7 @@ class Measured(State):
         return reasons[0] if all(reasons) else ""
 
     def ask_whether_it_pays(self) -> None:
-        """Decide by the gains known now in which calls merging pays, from the next call on."""
+        """Set `pays` by the gains known now: it decides from the next call on in which calls merging pays."""
         self.pays = None
         asks = any(rule.only_if_it_pays for rule in self.clock.rules)
         if self._places and (asks or KNOWN) and not is_compiled(self.model, self._places):
@@ -139,13 +142,13 @@ class Measured(State):
 
     @property
     def _places(self) -> list[BlockPlace]:
-        """The blocks of the UNet; empty for a transformer, and if the model is gone."""
+        """The transformer blocks of the UNet; empty for diffusers' transformers, and if the model is gone."""
         return [] if self.model is None else getattr(self.adapter, "places", [])
 
     def _about(self) -> tuple[str, ...]:
-        """Return the first fields of this patch's gains."""
+        """Return the fields by which this patch's gains are found, see `pays.about`."""
         return about(self.model, self._places, self.config)
 
     def _block_sizes(self) -> tuple[tuple[int, int], ...]:
-        """Return (down-sampling, channels) of each block."""
+        """Return (latent cells per token along a side, channels) of each block of the UNet."""
         return tuple((2**place.halvings, widths_of(place.block)[0]) for place in self._places)

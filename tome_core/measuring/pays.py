@@ -31,15 +31,15 @@ _RESIDUAL = "Res"  # the beginning of every host's class name of residual blocks
 
 
 class Pays:
-    """The gate of each kind of call, by the measured gains.
+    """The decision for each kind of call whether merging pays, by the measured gains, else by an estimate.
 
     Args:
-        gains: of this model and these rules.
-        blocks: (down-sampling, channels) of each block.
-        always: merge in every call; for a measurement.
+        gains: the gains of this model and these rules.
+        blocks: (latent cells per token along a side, channels) of each block.
+        always: True: merge in every call, for a measurement.
 
     Attributes:
-        used: the gains that decided, in order, as keys.
+        used: the gains that decided so far, in order, as keys.
     """
 
     def __init__(self, gains: Sequence[Gain], blocks: Sequence[tuple[int, int]], always: bool = False) -> None:
@@ -48,13 +48,17 @@ class Pays:
         self.used: dict[Gain, None] = {}
 
     def gates(self, rules: Sequence[LevelRules], latent: Any) -> tuple[Gate, ...]:
-        """Return the gate of each level, for `engine.decision.decide`.
+        """Return for each level whether rules with `only_if_it_pays` merge, for `engine.decision.decide`.
 
-        If merging pays, the finest level with a rule merges at any size.
+        If merging pays, the finest level with a rule merges at any size, and the number of tokens decides at the other
+        levels.
 
         Args:
             rules: the rules in force, by level.
-            latent: of the call.
+            latent: the call's latents ``[B, C, H, W]``. Anything else gives None for each level.
+
+        Returns:
+            For each level True, or the reason why merging does not pay, or None if the number of tokens decides.
         """
         if not torch.is_tensor(latent) or latent.dim() != 4:
             return (None,) * len(rules)
@@ -68,6 +72,7 @@ class Pays:
         return tuple(gate if gate is not True or level == finest else None for level in range(len(rules)))
 
     def _gate_of(self, latent: torch.Tensor) -> tuple[Gate, Gain | None]:
+        """Return the decision for calls with such latents, and the gain that has decided, or None."""
         batch, _, height, width = latent.shape
         gain = nearest(self._gains, device_of(latent.device), dtype_of(latent.dtype), height, width, batch)
         if gain is not None or self._always:
@@ -77,9 +82,15 @@ class Pays:
 
 
 def about(unet: nn.Module, places: Sequence[BlockPlace], config: MergeConfig) -> tuple[str, ...]:
-    """Return the first fields of a `Gain`: the UNet's shape, the rules, the attention, and the versions.
+    """Return the first five fields of a `Gain`: model, rules, attention, and the versions of torch and this package.
 
-    The rules' seed is left out, because a host may draw it for each picture.
+    The model is its class with a hash of its shape, the rules are a hash of the settings, and the attention is the
+    names of its processor and functions. The seed is left out, because a host may draw it for each picture.
+
+    Args:
+        unet: the UNet.
+        places: the transformer blocks of the UNet, at least one.
+        config: the settings.
     """
     blocks = [(place.path, place.halvings, *widths_of(place.block),
                getattr(getattr(place.block, "attn1", None), "heads", 0)) for place in places]  # fmt: skip
@@ -94,13 +105,13 @@ def about(unet: nn.Module, places: Sequence[BlockPlace], config: MergeConfig) ->
 
 
 def widths_of(block: nn.Module) -> tuple[int, int]:
-    """Return the channels of a block's tokens and of the prompt's; 0 if they are not known."""
+    """Return the channels of a block's tokens and those of the prompt's tokens; 0 for what is not known."""
     return tuple(getattr(getattr(getattr(block, attention, None), projection, None), "in_features", 0)
                  for attention, projection in (("attn1", "to_q"), ("attn2", "to_k")))  # fmt: skip
 
 
 def device_of(device: torch.device) -> str:
-    """Return the name of a GPU, or a CPU's name and torch's number of threads."""
+    """Return the name of a CUDA GPU, or a CPU's name and torch's number of threads, or the type of another device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "cpu":
@@ -114,10 +125,10 @@ def dtype_of(dtype: torch.dtype) -> str:
 
 
 def version() -> str:
-    """Return this engine's version, under any name of its package."""
+    """Return the version of this package, under any name by which it was imported."""
     return sys.modules[__package__.rpartition(".")[0]].__version__
 
 
 def digest(*parts: object) -> str:
-    """Return a short hash of the parts' representations."""
+    """Return a hash of the parts' representations (``repr``), 12 hexadecimal digits."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]

@@ -14,10 +14,11 @@ Adapter = UNetAdapter | TransformerAdapter
 
 
 def find_models(model: Any) -> list[nn.Module]:
-    """Return the known transformers of a pipeline, or the model itself, or else its UNet.
+    """Return the networks to patch: the known transformers of a pipeline, or else one UNet.
 
     Args:
-        model: a pipeline, a transformer, a UNet, or another object that `find_unet` accepts.
+        model: a pipeline, a transformer, a UNet, or another object that `find_unet` accepts. A network that is not in
+            a pipeline is returned itself, known or not.
 
     Raises:
         TypeError: `model` is not a model.
@@ -27,7 +28,7 @@ def find_models(model: Any) -> list[nn.Module]:
 
 
 def adapter_of(model: nn.Module) -> Adapter:
-    """Return the adapter of a UNet or of a known transformer.
+    """Make the adapter of a UNet or of a known transformer, which finds its attentions and reads its calls.
 
     Raises:
         UnsupportedModelError: `model` has no known blocks.

@@ -54,13 +54,13 @@ class AttentionCall:
         return self._function(*self._qkv, self.mask, **self._kwargs)
 
     def compute(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return the result of the host's function on other tensors, in the layout of `q`.
+        """Call the host's function with other tensors, and return its output ``(batch, tokens, heads, head_dim)``.
 
         Args:
             q: queries, ``(batch, tokens, heads, head_dim)``.
             k: keys, of the same form.
             v: values, of the same form.
-            bias: is added to the logits, ``(batch, 1, 1, keys)``; None for no bias.
+            bias: a tensor to add to the logits, ``(batch, 1, 1, keys)``; None for no bias.
         """
         if not self.by_head:
             return self._function(q, k, v, bias, **self._kwargs)
@@ -72,12 +72,15 @@ class AttentionCall:
         return out.transpose(1, 2) if self.by_head else out
 
     def takes_bias(self) -> bool | None:
-        """Return whether the function adds a bias to the logits, or None if it does not compute attention."""
+        """Tell by a trial whether the function adds a bias to the logits; None if it does not compute attention.
+
+        The trial is made once for each `key`.
+        """
         scale = self.q.shape[-1] ** -0.5 if self.scale is None else self.scale
         return try_once(self.key(), self.compute, scale, self.q)
 
     def key(self) -> tuple:
-        """Return a key that differs between functions, and between modes of one function."""
+        """Return a hashable key that differs between functions, and between modes of one function."""
         return (self._function,)
 
 
@@ -156,7 +159,7 @@ class XformersCall(AttentionCall):
         self.q, self.k, self.v = (tensor.unsqueeze(-2) if self.is_flat else tensor for tensor in self._qkv)
 
     def split(self, heads: int) -> None:
-        """Split `q`, `k` and `v` of a flat call into this number of heads."""
+        """Replace `q`, `k` and `v` of a flat call by views ``(batch, tokens, heads, head_dim)``."""
         self.q, self.k, self.v = (tensor.unflatten(0, (-1, heads)).transpose(1, 2) for tensor in self._qkv)
 
     def to_host_form(self, out: torch.Tensor) -> torch.Tensor:
@@ -221,11 +224,14 @@ def answer(
 ) -> torch.Tensor:  # fmt: skip
     """Answer an intercepted attention call, with merged keys and values if it can be merged.
 
+    The state counts each self-attention, merged or not. A function that fails with merged keys is called without
+    merging, now and at all later calls. Out-of-memory errors are raised.
+
     Args:
         state: the settings and counts of the patch.
         call: the model call that is running.
         name: a name of the attention, the same at every step and unique in its model.
-        level: the level of its tokens, counted from the finest.
+        level: the level of its tokens, 0 for the finest.
         heads: number of heads. Used only if heads are part of the batch axis.
         where: the layout of the picture's tokens if the sequence has no other tokens. Otherwise a function that takes
             the number of tokens and returns their layout, or the reason why the layout is unknown.
@@ -281,10 +287,14 @@ def answer(
 
 
 def _visible_rows(mask: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor | None, str]:
-    """Return the indices of the tokens that a mask leaves visible (None for all), and why they are unknown, or "".
+    """Find the tokens that an attention mask leaves visible.
 
     Hidden tokens are padding, so their outputs are not used. A mask of token pairs is read in the same way if all
     visible tokens see each other and nothing else. Reading the mask waits for the device.
+
+    Returns:
+        The indices of the visible tokens, or None if all are visible or the mask cannot be read. Then the reason why it
+        cannot be read, or "".
     """
     tokens, masks = q.shape[1], len(mask)
     is_square = mask.numel() == masks * tokens**2

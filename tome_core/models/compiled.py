@@ -34,7 +34,7 @@ OPERATORS: dict[str, Any] = {}
 
 
 def number_of(site: Any) -> torch.Tensor:
-    """Return a new number by which a graph refers to a site.
+    """Register a site (a wrap that graphs call), and return the new number by which graphs refer to it.
 
     The number is an input of the graph, not a constant, so that one graph serves several sites.
 
@@ -85,7 +85,7 @@ def begin(site: torch.Tensor, form: str, tensors: Sequence[torch.Tensor], number
     """Put the operator ``begin`` into a graph: a call of a model begins.
 
     This is a separate function because the compiler may fail to compile the whole forward of the model. It then runs
-    our caller as plain Python, and would trace into the operator if the caller called that directly.
+    the caller as plain Python, and would trace into the operator if the caller called the operator directly.
 
     Args:
         site: the number of the model's wrap.
@@ -100,7 +100,11 @@ def begin(site: torch.Tensor, form: str, tensors: Sequence[torch.Tensor], number
 
 
 def why_not_in_graph(state: Any) -> str | None:
-    """Return the reason why a graph that is being traced must not use the operators; None if it may use them."""
+    """Return the reason why a graph that is being traced must not use the operators; None if it may use them.
+
+    Args:
+        state: the `State` of the patch.
+    """
     if not state.ever_merges:
         return "no rule ever merges here"
     if torch.is_grad_enabled():
@@ -114,14 +118,18 @@ def why_not_in_graph(state: Any) -> str | None:
 
 @when_traced
 def _is_exporting() -> bool:
-    """Return whether torch exports. Marked constant: traced code in torch 2.9 always gets True."""
+    """Return whether torch exports a model. Marked as a constant: traced code in torch 2.9 always gets True."""
     return torch.compiler.is_exporting()
 
 
 def _define(sites: Any) -> torch.library.Library | None:
-    """Define the operators; None if that failed, then the next call of `number_of` tries again.
+    """Define the operators and return their library; None if that failed.
 
-    It can fail because torch inspects all loaded modules, and some raise errors.
+    It can fail because torch inspects all loaded modules, and some raise errors. The next call of `number_of` tries
+    again.
+
+    Args:
+        sites: the sites by number.
     """
 
     def run_begin(site: torch.Tensor, form: str, tensors: list[torch.Tensor], numbers: list[int]) -> torch.Tensor:
@@ -156,7 +164,7 @@ def _define(sites: Any) -> torch.library.Library | None:
 def pack(values: Sequence[Any]) -> tuple[str, list[torch.Tensor], list[int]] | None:
     """Flatten nested values into a form, a list of tensors and a list of whole numbers.
 
-    Values may be tensors, numbers, None, and lists and tuples of them.
+    Values may be tensors, numbers, None, and lists and tuples of them. A float becomes a float64 tensor ``[]``.
 
     Returns:
         A string that describes the structure, the tensors, and the whole numbers. None if any value is of another type.
@@ -171,6 +179,7 @@ def pack(values: Sequence[Any]) -> tuple[str, list[torch.Tensor], list[int]] | N
 
 
 def _form(value: Any, tensors: list[torch.Tensor], numbers: list[int]) -> str:
+    """Return the form of a value, and append its tensors and whole numbers to the lists."""
     if torch.is_tensor(value):
         tensors.append(value)
         return "t"
@@ -188,7 +197,7 @@ def _form(value: Any, tensors: list[torch.Tensor], numbers: list[int]) -> str:
 
 
 def unpack(form: str, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> list[Any]:
-    """Return the nested values that `pack` has flattened.
+    """Return the nested values that `pack` has flattened, floats as tensors.
 
     >>> unpack("ni[(ii)]", [], [3, 1, 4])
     [None, 3, [(1, 4)]]

@@ -28,7 +28,11 @@ from .attention_calls import TORCHS_OWN, AttentionCall, DispatchCall, HeadsCall,
 
 
 class _Current(threading.local):
-    """The callback that answers this thread's intercepted attention calls (`answer`), or None."""
+    """The data of each thread for intercepted attention calls.
+
+    Attributes:
+        answer: the callback that answers the calls of the current thread; None: the host's function answers.
+    """
 
     def __init__(self) -> None:
         # set in each thread's own dictionary, because compiled graphs look for the attribute there
@@ -99,7 +103,11 @@ def register_name(name: str, read_call: Callable[..., AttentionCall] = HeadsCall
 
 
 def attention_names_in(code: Any) -> list[str]:
-    """Return the full names of the attention functions that are registered and are globals of a function's module."""
+    """Return the full names of the registered attention functions among the globals that a function can use.
+
+    Args:
+        code: the function. The list is empty for any other object.
+    """
     namespace = getattr(code, "__globals__", {})
     return [full_name(namespace[name]) for name in _BY_NAME if name in namespace]
 
@@ -137,7 +145,10 @@ class CodeReplacement:
         self.stand_in = type(inner.__name__, (Like,), {"__call__": function})
 
     def run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of the attention module while ``current.answer`` answers its calls of the function."""
+        """Call an attention module with its attention function replaced, and return the module's output.
+
+        `current.answer` answers the calls of the function. The module itself does not change.
+        """
         host_globals, own_globals = self._host_globals, self._globals
         for name in self.names:  # hosts replace globals of their modules
             if name in host_globals:
@@ -169,7 +180,13 @@ def _names_in(code: CodeType) -> list[str]:
 
 
 def _replacement_of(name: str, namespace: dict[str, Any], names: Sequence[str]) -> tuple[Any, _ReplacedFunction] | None:
-    """Return the value that replaces a global, and the function replaced behind it; None if the global can stay."""
+    """Return the value that replaces a global, and the function replaced behind it; None if the global can stay.
+
+    Args:
+        name: the name of the global.
+        namespace: the globals of the code.
+        names: all names that the code looks up.
+    """
     value = namespace[name]
     if name in _BY_NAME:
         exchanged = _ReplacedFunction(namespace, name, _BY_NAME[name])
@@ -190,7 +207,11 @@ def _replacement_of(name: str, namespace: dict[str, Any], names: Sequence[str]) 
 
 @lru_cache(maxsize=256)
 def _replacement_in_code(function: Any) -> CodeReplacement | None:
-    """Return the way of a function; None if no name in it leads to an attention function or it writes to globals."""
+    """Return the replacement of a function's code.
+
+    Returns:
+        None if no name in the code leads to an attention function, or if the code writes to globals.
+    """
     if not isinstance(function, FunctionType) or _writes(function.__code__, "GLOBAL"):
         return None
     namespace, names = function.__globals__, _names_in(function.__code__)
@@ -204,10 +225,10 @@ def _replacement_in_code(function: Any) -> CodeReplacement | None:
 
 @lru_cache(maxsize=256)
 def _replacement_in_processor(kind: type) -> CodeReplacement | None:
-    """Return the way of a class of processors; None if it has none.
+    """Return the replacement of the ``__call__`` of a class of processors; None if it cannot be replaced.
 
-    A class without an instance dictionary has none, because a copy could not share attributes with the original. Code
-    that writes to attributes of the attention has none, because it would write to a copy.
+    A class without an instance dictionary cannot, because a copy could not share attributes with the original. Code
+    that writes to attributes of the attention cannot, because it would write to a copy.
     """
     replacement = _replacement_in_code(kind.__call__)
     if replacement is None or not kind.__dictoffset__ or _writes(replacement.function.__code__, "ATTR"):
@@ -218,7 +239,12 @@ def _replacement_in_processor(kind: type) -> CodeReplacement | None:
 
 
 def _writes(code: CodeType, kind: str) -> bool:
-    """Return whether code writes to a "GLOBAL", or to an "ATTR" of an object other than its first argument."""
+    """Return whether code writes to a global or an attribute.
+
+    Args:
+        code: the code. Functions inside it count too.
+        kind: "GLOBAL", or "ATTR" for an attribute of an object other than the code's first argument.
+    """
     target = None
     for instruction in dis.get_instructions(code):
         is_first = kind == "ATTR" and code.co_varnames[:1] == (target,)
@@ -230,7 +256,11 @@ def _writes(code: CodeType, kind: str) -> bool:
 
 
 def replacement_for(module: nn.Module) -> CodeReplacement | None:
-    """Return the way to run an attention's code; None if no name in that code leads to an attention function."""
+    """Return the way to run an attention's code with another attention function.
+
+    Returns:
+        None if no name in the code of the attention or of its processor leads to a known attention function.
+    """
     processor = type(getattr(module, "processor", None))
     return _replacement_in_code(type(module).forward) or _replacement_in_processor(processor)
 

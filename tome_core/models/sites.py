@@ -1,7 +1,7 @@
 """The wraps that a patch puts on a model.
 
-`ModelSite` wraps the model's forward, where a call begins. `AttentionSite` wraps each self-attention over the picture's
-tokens. In a UNet, `TransformerSite` wraps each transformer, whose input shows the token grid.
+`ModelSite` wraps the forward of the model, in which a model call begins. `AttentionSite` wraps each self-attention over
+the picture's tokens. In a UNet, `TransformerSite` wraps each transformer, whose input shows the token grid.
 
 While a compiler traces, a wrap puts an operator of `compiled` into the graph. When the graph runs, that operator calls
 the wrap.
@@ -36,7 +36,7 @@ _UNSUPPORTED_ARGUMENTS = "a compiled model does not support these arguments"
 
 
 class ModelSite(NumberedSite):
-    """The wrap around a model's forward, which begins a call of the engine with the timestep and the latent.
+    """The wrap around the forward of a model, which reads the timestep and the latent of each call.
 
     Args:
         model: the model.
@@ -48,7 +48,7 @@ class ModelSite(NumberedSite):
         self.wraps = wraps
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's output, and merge inside this call if a patch is installed."""
+        """Call the model and return its output; while the call runs, attentions merge if a patch is installed."""
         wraps, calls = self.wraps, self.wraps.calls
         before, call, calls.reason_missed = calls.current, None, ""
         if wraps.handle is not None and not calls.disabled:
@@ -65,7 +65,9 @@ class ModelSite(NumberedSite):
         return out
 
     def begins(self, form: str, tensors: list[torch.Tensor], numbers: list[int]) -> None:
-        """Begin a call of a model that is compiled as a whole. The operator ``begin`` calls this.
+        """Begin a call of a model that is compiled as a whole, and keep its record in `Calls.in_graph`.
+
+        The operator ``begin`` calls this.
 
         Args:
             form: the form of the arguments that the adapter reads, see `compiled.pack`.
@@ -78,6 +80,7 @@ class ModelSite(NumberedSite):
             calls.in_graph = self._begin_call(wraps.handle, unpack(form, tensors, numbers))
 
     def _begin_call(self, state: State, read: list[Any]) -> ModelCall:
+        """Begin a model call and return its record. read: the values that the adapter's `pick` has returned."""
         adapter = self.wraps.adapter
         timestep, latent, facts = adapter.read(self.target, dict(zip(adapter.reads, read, strict=True)), state.time)
         call = state.begin(timestep, latent)
@@ -85,7 +88,7 @@ class ModelSite(NumberedSite):
         return call
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's output while a compiler traces, with the operator ``begin`` in the graph if possible."""
+        """Call the model while a compiler traces, with the operator ``begin`` in the graph if possible."""
         wraps, state = self.wraps, self.wraps.handle
         if state is None:
             return self.original(*args, **kwargs)
@@ -106,7 +109,7 @@ class TransformerSite(Wrap):
     Args:
         transformer: the module that holds the transformer blocks.
         wraps: all wraps of the model.
-        level: the level of its blocks.
+        level: the level of its blocks, 0 for the finest.
         attentions: paths of the self-attentions in it that have a wrap.
     """
 
@@ -115,7 +118,7 @@ class TransformerSite(Wrap):
         self.wraps, self.level, self.attentions = wraps, level, attentions
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the transformer's output; the wraps of its attentions know the grid meanwhile."""
+        """Call the transformer and return its output; the wraps of its attentions know the token grid meanwhile."""
         if not (isinstance(self, Wrap) and self.active) or (torch.compiler.is_compiling() and is_tracing()):
             return Wrap.forward(self, *args, **kwargs)
         call, x = self.wraps.calls.current, args[0] if args else named(kwargs, LATENTS)
@@ -140,7 +143,7 @@ class AttentionSite(NumberedSite):
         module: the attention.
         wraps: all wraps of the model.
         path: the name of the attention in the model.
-        level: the level of its tokens, counted from the finest.
+        level: the level of its tokens, 0 for the finest.
         halvings: how often the latent is halved before it reaches the attention.
     """
 
@@ -167,10 +170,10 @@ class AttentionSite(NumberedSite):
         return self.original(*args, **kwargs)
 
     def _merge(self, call: ModelCall, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Merge by replacing the function that the attention's code calls.
+        """Return the attention's output, merged by replacing the attention function that its code calls.
 
         An attention that computes its scores by hand runs its code on a stand-in instead. If another extension's
-        wrapper is below ours, or no name leads to the function, torch's function is watched.
+        wrapper is below this wrap, or no name leads to the function, torch's function is watched.
         """
         target, replacement, seen = self.target, None, []
         processor, forward = type(getattr(target, "processor", None)), type(target).forward
@@ -199,7 +202,7 @@ class AttentionSite(NumberedSite):
         return out
 
     def _answer(self, call: ModelCall, seen: list[bool]) -> Callable[[AttentionCall], torch.Tensor]:
-        """Return the callback that answers the attention's calls of its function. seen: see `answer`."""
+        """Return the callback that answers the calls of the attention's function, see `attention_calls.answer`."""
         where = call.layouts.get(self.level) or partial(self.wraps.adapter.layout_of, call, self)
         heads = getattr(self.target, "heads", 1)
         return partial(answer, call.state, call, self.path, self.level, heads, where, seen)
@@ -238,7 +241,16 @@ class AttentionSite(NumberedSite):
     def _merge_by_description(
         self, known: AttentionDescription, call: ModelCall, args: tuple, kwargs: dict[str, Any]
     ) -> Any:
-        """Merge in an attention that calls no function: run its own code on a stand-in with merged keys and values."""
+        """Return the output of an attention that computes its scores by hand, with merged keys and values if possible.
+
+        The attention's own code runs on a stand-in, which gives it the merged keys and values.
+
+        Args:
+            known: the description of the attention.
+            call: the model call that is running.
+            args: of the call of the attention.
+            kwargs: of the call of the attention.
+        """
         target, heads = self.target, self.target.heads
         x, why = args[0] if args else named(kwargs, ("hidden_states", "x")), ""
         context = args[1] if len(args) > 1 else named(kwargs, CONTEXTS)
@@ -273,13 +285,17 @@ class AttentionSite(NumberedSite):
         return known.finish(target, out.flatten(2))
 
     def _leave_alone(self, call: ModelCall, why: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        """Count this attention as unmerged. args, kwargs: of its call; they show the number of samples and tokens."""
         arguments = (*args, *kwargs.values())
         x = next((value for value in arguments if torch.is_tensor(value) and value.dim() > 1), None)
         batch, tokens = (0, 0) if x is None else x.shape[:2]
         call.state.leave_alone(self.level, why, batch, tokens, tokens)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the attention's output while a compiler traces, with the operator ``attend`` in the graph."""
+        """Return the attention's output while a compiler traces, with the operator ``attend`` in the graph if possible.
+
+        If that is not possible, the attention is compiled without merging, and the reason is noted.
+        """
         state, begun = self.wraps.handle, self.wraps.begun
         if state is None:
             return self.original(*args, **kwargs)
@@ -310,6 +326,7 @@ class AttentionSite(NumberedSite):
             intercept.current.answer = before
 
     def _call_operator(self, begun: torch.Tensor, attention_call: AttentionCall) -> torch.Tensor:
+        """Answer an attention call by the operator ``attend``. begun: result of ``begin``, or this wrap's number."""
         if not attention_call.plain:
             self.wraps.handle.ledger.note_traced(self.level, MORE)
             return attention_call.unmerged()
@@ -352,5 +369,5 @@ def count_missed(
 
 
 def named(kwargs: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """Return the value of the first of these names that is a keyword; None if there is none."""
+    """Return the value of the first of these names that is in `kwargs`; None if none is."""
     return next((kwargs[name] for name in names if name in kwargs), None)

@@ -69,7 +69,10 @@ class Family(NamedTuple):
 
 
 def _read_latent(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
-    """Most classes: a latent ``(batch, channels, [frames,] height, width)``; CogVideoX's frames are before channels."""
+    """Read the call of most classes: a latent ``(batch, channels, [frames,] height, width)``.
+
+    CogVideoX's frames are before the channels.
+    """
     latent, config = given["hidden_states"], model.config
     if latent.dim() == 5 and latent.shape[1] != config.in_channels:
         latent = latent.transpose(1, 2)
@@ -81,7 +84,7 @@ def _read_latent(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
 
 
 def _read_history(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
-    """FramePack: earlier frames come before the current ones, in larger patches the older they are."""
+    """Read FramePack's call: earlier frames come before the current ones, in larger patches the older they are."""
     history = [(given[name], factor) for name, factor in zip(_HISTORY, (4, 2, 1), strict=False)]
     patches = [(film.shape[2:], (factor, 2 * factor, 2 * factor)) for film, factor in history if film is not None]
     before = sum(prod(-(-side // size) for side, size in zip(*sides, strict=True)) for sides in patches)
@@ -89,9 +92,10 @@ def _read_history(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
 
 
 def _read_ids(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
-    """Flux, Krea 2: ids ``(tokens, 3)`` of picture, row and column.
+    """Read the call of Flux or Krea 2: ids ``(tokens, 3)`` of picture, row and column.
 
-    Reference pictures follow the picture and have another first id. Krea 2's ids include those of the text.
+    Reference pictures follow the picture and have another first id. Krea 2's ids include those of the text. A text as
+    the result is the reason why the tokens are unknown.
     """
     packed = given["hidden_states"]
     shape = _grid_of_ids(given["img_ids"] if "img_ids" in given else given["position_ids"], packed.shape[1])
@@ -108,9 +112,13 @@ _GRIDS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # for each tensor of ids: i
 
 
 def _grid_of_ids(ids: torch.Tensor, count: int) -> tuple[int, int] | None:
-    """Return height and width of the picture's ids, or None if they are no grid.
+    """Return height and width of the picture's grid in tokens; None if its ids are no grid.
 
     Reading ids waits for the device. The result is cached, because a pipeline passes the same tensor at all steps.
+
+    Args:
+        ids: ``(tokens, 3)`` or ``(batch, tokens, 3)``.
+        count: how many of the last ids belong to the picture and its references.
     """
     version = None if ids.is_inference() else (ids._version, count)  # inference tensors do not count writes
     known = _GRIDS.get(ids)
@@ -120,6 +128,7 @@ def _grid_of_ids(ids: torch.Tensor, count: int) -> tuple[int, int] | None:
 
 
 def _read_grid(ids: torch.Tensor) -> tuple[int, int] | None:
+    """Return height and width of the first picture in ids ``(tokens, 3)`` on the CPU; None if they are no grid."""
     picture = ids[: int((ids[:, 0] == ids[0, 0]).long().cumprod(0).sum())]
     width = int((picture[:, 1] == picture[0, 1]).long().cumprod(0).sum())
     if len(picture) % width:
@@ -130,7 +139,10 @@ def _read_grid(ids: torch.Tensor) -> tuple[int, int] | None:
 
 
 def _read_shapes(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
-    """Qwen-Image: for each sample the shapes ``(frames, height, width)`` of its picture and its references."""
+    """Read Qwen-Image's call: for each sample the shapes ``(frames, height, width)`` of picture and references.
+
+    A text as the result is the reason why the tokens are unknown.
+    """
     shapes = given["img_shapes"]
     if not shapes:
         return NO_GRID
@@ -143,7 +155,10 @@ def _read_shapes(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
 
 
 def _read_list(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
-    """Z-Image: a list of latents ``(channels, frames, height, width)``."""
+    """Read Z-Image's call: a list of latents ``(channels, frames, height, width)``, one for each sample.
+
+    A text as the result is the reason why the tokens are unknown.
+    """
     latents = given["x"]
     if not all(torch.is_tensor(latent) for latent in latents):
         return "the call has reference pictures"
@@ -156,7 +171,10 @@ def _read_list(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
 
 
 def _read_film(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
-    """LTX: number of frames, height and width are arguments of the call."""
+    """Read LTX's call: number of frames, height and width, in tokens, are arguments of the call.
+
+    A text as the result is the reason why the tokens are unknown.
+    """
     frames, height, width, packed = (given[name] for name in _FILM[:4])
     if None in (frames, height, width) or frames * height * width != packed.shape[1]:
         return NO_GRID
@@ -203,7 +221,7 @@ def family_of(model: Any) -> Family | None:
 
 
 def find_transformers(model: Any) -> list[nn.Module]:
-    """Return the model itself or the transformers of a pipeline, as far as they are known."""
+    """Return the known ones among the model itself and a pipeline's transformers, without torch.compile's wrapper."""
     candidates = (model, *(getattr(model, name, None) for name in _IN_PIPELINES))
     modules = (getattr(module, "_orig_mod", module) for module in candidates)  # without torch.compile's wrapper
     return [module for module in modules if family_of(module) is not None]
@@ -215,7 +233,9 @@ def find_attentions(model: nn.Module, family: Family) -> list[tuple[str, nn.Modu
 
 
 class TransformerAdapter:
-    """The adapter of a transformer of a known family, with the attributes of `unet.UNetAdapter`.
+    """The adapter of a transformer of a known family: it finds the attentions and reads the model's calls.
+
+    The attributes `layout`, `downsamples` and `reads` are those of `unet.UNetAdapter`.
 
     Args:
         model: the transformer. The adapter does not hold it.
@@ -235,11 +255,11 @@ class TransformerAdapter:
         self._arguments = [(name, *known.get(name, by_name_alone)) for name in self.reads]
 
     def tallies(self) -> list[LevelTally]:
-        """Return an empty tally of the only level: all attentions are over the same tokens."""
+        """Return a list with one empty tally: the model has one level, because its attentions see the same tokens."""
         return [LevelTally(self.family.downsample, self._blocks)]
 
     def wraps(self, model: nn.Module, levels: set[int], around: set[int], make: Callable[..., Wrap]) -> Iterator[Wrap]:
-        """Yield the wraps to put on the model, the outermost first, see `unet.UNetAdapter.wraps`."""
+        """Yield the wraps to put on the model, the outermost first, at any `levels`; see `unet.UNetAdapter.wraps`."""
         yield make(ModelSite, model)
         for path, module in find_attentions(model, self.family):
             yield make(AttentionSite, module, path, 0)
@@ -268,7 +288,13 @@ class TransformerAdapter:
         return timestep, tokens.latent, tokens
 
     def layout_of(self, call: ModelCall, site: AttentionSite, tokens: int) -> Layout | str:
-        """Return where the picture's tokens are among this number of tokens, or the reason why that is unknown."""
+        """Return the position of the picture's tokens in an attention's sequence, or the reason why it is unknown.
+
+        Args:
+            call: the model call that is running.
+            site: the attention's wrap. Not used here.
+            tokens: number of the sequence's tokens.
+        """
         if isinstance(call.facts, str):
             return call.facts
         picture: Tokens = call.facts

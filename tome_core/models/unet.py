@@ -31,7 +31,7 @@ _PARTS = (("crossattn", "attn2"), ("mlp", "ff"))
 
 
 class UNetAdapter:
-    """The adapter of a UNet: what the engine has to know of the model.
+    """The adapter of a UNet: it finds the attentions and reads the model's calls.
 
     Args:
         unet: the UNet. It is held weakly.
@@ -42,7 +42,7 @@ class UNetAdapter:
     Attributes:
         layout: "sd" or "sdxl", the table of strengths that applies.
         downsamples: the down-sampling factor of each level, the finest first.
-        levels: the number of each level by its count of halvings.
+        levels: the number of each level, 0 for the finest, by how often the latent is halved there.
         reads: names of the arguments that a call is read from.
     """
 
@@ -71,8 +71,8 @@ class UNetAdapter:
 
         Args:
             unet: the UNet.
-            levels: the levels in which any rule may merge.
-            around: the levels in which parts of blocks may be called with merged tokens.
+            levels: numbers of the levels in which any rule may merge.
+            around: numbers of the levels in which parts of blocks may be called with merged tokens.
             make: takes a class of wraps, the module to wrap and further arguments of the class, and returns a wrap.
         """
         yield make(ModelSite, unet)
@@ -97,7 +97,7 @@ class UNetAdapter:
                     yield make(PartSite, getattr(place.block, name), place.path, part, level)
 
     def pick(self, unet: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> list[Any]:
-        """Return the values of the arguments named in `reads`. A compiler can trace this."""
+        """Return the values of the arguments named in `reads`, None for a missing one. A compiler can trace this."""
         latent = args[0] if args else named(kwargs, LATENTS)
         return [latent, args[1] if len(args) > 1 else named(kwargs, _TIMES)]
 
@@ -117,7 +117,13 @@ class UNetAdapter:
         return given["timestep"], latent, latent.shape[-2:] if is_picture else None
 
     def layout_of(self, call: ModelCall, site: AttentionSite, tokens: int) -> Layout | str:
-        """Return the layout of the picture's tokens, or the reason why this number of tokens does not match it."""
+        """Return the layout of the picture's tokens, or the reason why it is not known.
+
+        Args:
+            call: the model call that is running.
+            site: the wrap of the attention.
+            tokens: number of the attention's tokens. Another number than the layout's is such a reason.
+        """
         layout = call.layouts.get(site.level)
         if layout is None and call.facts is not None:  # in a compiled model no `TransformerSite` reads the grid
             layout = Layout(Grid(*(-(-side // 2**site.halvings) for side in call.facts)))
@@ -125,12 +131,12 @@ class UNetAdapter:
 
 
 class BlockSite(Wrap):
-    """The wrap around a block, which holds the block's input while the parts of the block run.
+    """The wrap around a block, which keeps the block's input in ``ModelCall.block`` while the parts of the block run.
 
     Args:
         block: the block.
         wraps: all wraps of the model.
-        level: the level of the block.
+        level: the level of the block, 0 for the finest.
     """
 
     def __init__(self, block: nn.Module, wraps: WrapSet, level: int) -> None:
@@ -139,7 +145,7 @@ class BlockSite(Wrap):
         self.wraps, self.level = wraps, level
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the block's output; the wraps of its parts find its input meanwhile."""
+        """Call the block and return its output; the wraps of its parts find the block's input meanwhile."""
         call, x = self.wraps.calls.current or self.wraps.resumed(), args[0] if args else named(kwargs, LATENTS)
         if call is None:
             return self.original(*args, **kwargs)
@@ -150,6 +156,11 @@ class BlockSite(Wrap):
             call.block = before
 
     def _input_of(self, call: ModelCall, x: Any) -> tuple[torch.Tensor, dict] | None:
+        """Return the block's input and an empty dict for its plans.
+
+        Returns:
+            None if the input is not the picture's tokens. If it is another number of tokens, that is counted.
+        """
         if not torch.is_tensor(x) or x.dim() != 3:
             return None
         layout = call.layouts.get(self.level)
@@ -160,14 +171,14 @@ class BlockSite(Wrap):
 
 
 class PartSite(Wrap):
-    """The wrap around ``attn2`` or ``ff``, which merges the input and unmerges the output.
+    """The wrap around the part ``attn2`` or ``ff`` of a block, which merges the input and unmerges the output.
 
     Args:
         module: the part.
         wraps: all wraps of the model.
         block: the path of the block.
         part: "crossattn" or "mlp".
-        level: the level of the block.
+        level: the level of the block, 0 for the finest.
     """
 
     def __init__(self, module: nn.Module, wraps: WrapSet, block: str, part: str, level: int) -> None:
@@ -175,14 +186,14 @@ class PartSite(Wrap):
         self.wraps, self.block, self.part, self.level = wraps, block, part, level
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the part's output, computed on merged tokens if the rule in force asks for that."""
+        """Return the part's output for all tokens, computed on merged tokens if the rule in force asks for that."""
         call = self.wraps.calls.current or self.wraps.resumed()
         if call is None or call.block is None or getattr(call.rules[self.level], self.part) is None:
             return self.original(*args, **kwargs)
         return _run_around(self, call, self.block, self.part, args, kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the unmerged output while a compiler traces: no graph merges in this part."""
+        """Call the part without merging while a compiler traces, because no graph merges in it, and note that."""
         state = self.wraps.handle
         if state is not None and any(getattr(rule, f"merge_{self.part}") for rule in state.clock.rules):
             state.ledger.note_traced(self.level, _IN_GRAPH)
@@ -190,13 +201,14 @@ class PartSite(Wrap):
 
 
 class BlockAttentionSite(AttentionSite):
-    """The wrap around a self-attention that is called with merged tokens if the rule in force is one of tomesd's.
+    """The wrap around a self-attention that can be called with merged tokens, as tomesd does.
 
-    With any other rule it merges keys and values, as `AttentionSite` does. The arguments are the same.
+    It is called so if the rule in force merges tomesd's way (``is_as_tomesd``). With any other rule only keys and
+    values merge, as in `AttentionSite`. The arguments are those of `AttentionSite`.
     """
 
     def _merge(self, call: ModelCall, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Call the attention with merged tokens if the rule merges tomesd's way; else see the base class."""
+        """Return the attention's output, by a call with merged tokens if the rule merges tomesd's way."""
         if not call.rules[self.level].attn.is_as_tomesd:
             return super()._merge(call, args, kwargs)
         if call.block is None:
@@ -205,7 +217,16 @@ class BlockAttentionSite(AttentionSite):
 
 
 def _run_around(site: Any, call: ModelCall, path: str, part: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Return the output of a part of a block, on merged tokens if possible. path: path of the block."""
+    """Return the output of a part of a block for all tokens, computed on merged tokens if possible.
+
+    Args:
+        site: the wrap of the part.
+        call: the model call that is running. It holds the block's input.
+        path: the path of the block.
+        part: "attn", "crossattn" or "mlp".
+        args: of the call of the part.
+        kwargs: of the call of the part.
+    """
     (x, plans), level = call.block, site.level
     tokens, context = x.shape[1], args[1] if len(args) > 1 else named(kwargs, CONTEXTS)
     problem, out = _problem_of(part, site.target, x, args, kwargs, context), None
@@ -219,7 +240,15 @@ def _run_around(site: Any, call: ModelCall, path: str, part: str, args: tuple, k
 
 
 def _call_merged(original: Callable, args: tuple, kwargs: dict[str, Any], tokens: int, merge: Callable) -> Any:
-    """Call a part with merged tokens. tokens: contexts and values of this length merge as well; 0 for none."""
+    """Call a part with merged tokens and return its merged output.
+
+    Args:
+        original: the part's method.
+        args: of the unmerged call.
+        kwargs: of the unmerged call.
+        tokens: contexts and values of this length merge as well; 0 for none.
+        merge: merges a tensor ``[B, N, C]``.
+    """
 
     def merged(value: Any) -> Any:
         return merge(value) if torch.is_tensor(value) and value.dim() == 3 and value.shape[1] == tokens else value
@@ -229,7 +258,16 @@ def _call_merged(original: Callable, args: tuple, kwargs: dict[str, Any], tokens
 
 
 def _problem_of(part: str, module: nn.Module, x: torch.Tensor, args: tuple, kwargs: dict, context: Any) -> str:
-    """Return the reason why a part cannot be called with merged tokens; "" if it can. x: the block's input."""
+    """Return the reason why a part cannot be called with merged tokens; "" if it can.
+
+    Args:
+        part: "attn", "crossattn" or "mlp".
+        module: the part.
+        x: the block's input.
+        args: of the call of the part.
+        kwargs: of the call of the part.
+        context: the tokens that the part attends to, from `args` or `kwargs`; or None.
+    """
     if not args or not torch.is_tensor(args[0]) or args[0].dim() != 3 or (part == "attn" and len(args) > 2):
         return _UNKNOWN_CALL
     if args[0].shape[:2] != x.shape[:2]:

@@ -32,10 +32,10 @@ class UNetFamily(NamedTuple):
 
     Args:
         name: the name of the family.
-        down: the attribute of the down-sampling stages.
-        middle: the attribute of the middle stage.
-        up: the attribute of the up-sampling stages.
-        transformer: the class of the modules that turn a picture into tokens.
+        down: the attribute of a UNet that holds the down-sampling stages.
+        middle: the attribute that holds the middle stage.
+        up: the attribute that holds the up-sampling stages.
+        transformer: the class name of the modules that turn a picture into tokens.
     """
 
     name: str
@@ -104,7 +104,7 @@ def find_unet(model: Any) -> nn.Module:
 
 
 def _family_of(module: nn.Module) -> UNetFamily | None:
-    """Return the family whose stages the module has: down, and middle or up."""
+    """Return the family whose stages the module has: down, and middle or up. None if there is no such family."""
     return next((family for family in FAMILIES if hasattr(module, family.down)
                  and (hasattr(module, family.middle) or hasattr(module, family.up))), None)  # fmt: skip
 
@@ -147,12 +147,12 @@ def is_compiled(unet: nn.Module, places: Sequence[BlockPlace], handed: Any = Non
 
 
 def is_kind(module: Any, name: str) -> bool:
-    """Return whether a module's class or a base class has this name. Every host has its own copy of these classes."""
+    """Return whether a module's class or a base class has this name, because every host has copies of the classes."""
     return any(kind.__name__ == name for kind in type(module).__mro__)
 
 
 def _unwrap(model: Any) -> Any:
-    """Remove wrappers of torch.compile (``_orig_mod``), and of DataParallel and similar classes (``module``)."""
+    """Return the model inside wrappers: of torch.compile (``_orig_mod``), DataParallel and the like (``module``)."""
     for name in ("_orig_mod", "module"):
         inner = getattr(model, name, None)
         if isinstance(inner, nn.Module):
@@ -161,7 +161,7 @@ def _unwrap(model: Any) -> Any:
 
 
 def _places_of(unet: nn.Module, family: UNetFamily) -> Iterator[BlockPlace]:
-    """Yield the blocks of each stage. A resampler changes the level of the next stages, not of its own."""
+    """Yield the blocks of each stage of a UNet. A resampler changes the level of the next stages, not of its own."""
     halvings, seen = 0, set()
     for name in (family.down, family.middle, family.up):
         part = getattr(unet, name, None)

@@ -69,7 +69,7 @@ class Wrap:
         return self.original(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer any call of the method. This function replaces the method."""
+        """Answer any call of the method, by `run`, `trace` or `original`. This function replaces the method."""
         if not isinstance(self, Wrap):  # another program bound this function to the target, to restore "the original"
             wrap, kind = vars(self).get(_MARK), type(self)
             class_method = partial(getattr(kind, "_forward", kind.forward), self)  # see `BlockSite`
@@ -126,7 +126,7 @@ class Wrap:
         return wrap
 
     def _new_wrap(self) -> Wrap:
-        """Return a copy of this wrap for the same target."""
+        """Return a copy of this wrap for the same target, not yet installed."""
         wrap = object.__new__(type(self))
         vars(wrap).update(vars(self))
         return wrap
@@ -146,6 +146,7 @@ class Wrap:
         vars(target).pop(_MARK, None)
 
     def _leave(self) -> None:
+        """Put the method below this wrap, which is on top, back on the target."""
         slot, method = self._slot(), without_inert(self.beneath)
         if method is None and slot != self.name:
             method = getattr(type(self.target), self.name).__get__(self.target)
@@ -163,10 +164,14 @@ class Wrap:
         return "_old_forward" if hooked else self.name
 
     def _find_beneath(self) -> Any:
-        """Return the replacement by another extension; None for the method of the class, which accelerate stores."""
+        """Return another extension's replacement of the method, on top of which this wrap would go.
+
+        Returns:
+            None for the method of the class, also if the target has it as an attribute, as under accelerate's hook.
+        """
         method = without_inert(vars(self.target).get(self._slot()))
         is_bound = getattr(method, "__self__", None) is self.target
-        # Our function counts as the class's if another program bound it to the target: it calls the class's method.
+        # A wrap's function that another program bound to the target counts as the class's: it calls the class's method.
         functions = getattr(type(self.target), self.name), type(self).forward, Wrap.forward
         return None if is_bound and getattr(method, "__func__", None) in functions else method
 
@@ -180,7 +185,7 @@ class Wrap:
 
 @when_traced
 def calling(kind: type, name: str) -> type:
-    """Return a class whose instances call a method of another class.
+    """Return a class whose instances call a method of another class. Their first argument is the method's ``self``.
 
     A compiler cannot trace the look-up of a method for every class, so this look-up is a constant for it.
 
@@ -193,7 +198,10 @@ def calling(kind: type, name: str) -> type:
 
 
 def drop_remains(target: Any) -> None:
-    """Remove inactive wraps: those of a copy, and those that another extension restored when it was removed."""
+    """Remove inactive wraps from an object.
+
+    A copy of a wrapped object has such wraps. Another extension may also have restored one when it was removed.
+    """
     with patch_lock:
         for slot in ("forward", "_forward", "_old_forward", "progress_bar"):
             wrap = wrap_of(vars(target).get(slot))
@@ -206,21 +214,28 @@ def drop_remains(target: Any) -> None:
 
 
 def foreign_method_on(module: nn.Module) -> Any:
-    """Return the replacement of ``module.forward`` by another extension, or None. accelerate's hook does not count."""
+    """Return the method by which another extension has replaced ``module.forward``; None if there is none.
+
+    accelerate's hook does not count, and wraps of this package are skipped.
+    """
     method = over_hook(module) or Wrap(module)._find_beneath()
     ours = wrap_of(method)
     return method if ours is None else without_inert(ours.beneath)
 
 
 def over_hook(module: nn.Module | None) -> Any:
-    """Return the replacement of accelerate's hook by another extension; None if there is no hook or no replacement."""
+    """Return the method by which another extension has replaced accelerate's hook on a module.
+
+    Returns:
+        None if there is no module, no such hook, or no replacement.
+    """
     attributes = {} if module is None else vars(module)
     is_hook = getattr(getattr(attributes.get("forward"), "func", None), "__name__", "") == "new_forward"
     return None if is_hook or not {"_hf_hook", "_old_forward"} <= attributes.keys() else attributes.get("forward")
 
 
 def wrap_of(method: Any) -> Wrap | None:
-    """Return the wrap that a method belongs to, or None."""
+    """Return the wrap that a method belongs to; None if it is no wrap's."""
     owner = getattr(method, "__self__", method)
     if isinstance(owner, Wrap):
         return owner
@@ -230,14 +245,17 @@ def wrap_of(method: Any) -> Wrap | None:
 
 
 def without_inert(method: Any) -> Any:
-    """Return the first method below inactive wraps. Without this, chains of removed wraps would grow."""
+    """Return the first method that is no inactive wrap: the method itself, or one below it.
+
+    Without this, chains of removed wraps would grow. None, also as the argument, stands for the method of the class.
+    """
     while (wrap := wrap_of(method)) is not None and not wrap.active:
         method = wrap.beneath
     return method
 
 
 def why_missed(wrap: Wrap) -> str:
-    """Return the reason why calls of the target do not reach a wrap that is not on top."""
+    """Return the reason, as text for the report, why calls of the target do not reach a wrap that is not on top."""
     method = foreign_method_on(wrap.target)
     return TAKEN_OFF if method is None else f"{REPLACED}: {full_name(method)}"
 
@@ -254,14 +272,20 @@ def register_wrapper(name: str, beneath: Callable[[nn.Module, Any], Any]) -> Non
 
 
 def is_own(module: nn.Module, method: Any) -> bool:
-    """Return whether a replacement of ``module.forward`` only calls the method of the class, or is None."""
+    """Return whether a replacement of ``module.forward`` does nothing but call the forward of the module's class.
+
+    Args:
+        module: the module.
+        method: the replacement of ``module.forward``. None, for no replacement, gives True. A replacement of a
+            registered kind is followed to the method that it calls, see `register_wrapper`.
+    """
     while method is not None:
         if getattr(method, "__self__", None) is module:
             return getattr(method, "__func__", None) is type(module).forward
         inner = [below for beneath in _WRAPPERS.values() if (below := beneath(module, method)) is not None]
         if not inner:
             return False
-        method = without_inert(inner[0])  # other extensions may have wrapped a wrap of ours that was removed since
+        method = without_inert(inner[0])  # other extensions may have wrapped a wrap that was removed since
     return True
 
 
@@ -272,10 +296,10 @@ class Calls(threading.local):
     """The calls of one model in the current thread.
 
     Attributes:
-        current: the call that is running.
-        in_graph: the latest call that a compiled graph began.
+        current: the call that is running; None outside of calls, and in calls that must not merge.
+        in_graph: the latest call that a compiled graph began; None if that call must not merge.
         disabled: above 0 if calls must not merge, see `Patch.unmerged`.
-        reason_missed: the reason why the latest call did not reach our wrap, or "".
+        reason_missed: the reason why the latest call did not reach the model's wrap, or "".
     """
 
     current: ModelCall | None = None
@@ -286,16 +310,16 @@ class Calls(threading.local):
 class WrapSet:
     """The wraps of one model, and the state that they share.
 
-    Without a patch the wraps rest: they hold no module. The next patch gets the same objects, because compiled models
-    refer to them.
+    Without a patch the wraps rest: they are off the model and hold no module. The next patch gets the same objects,
+    because compiled models refer to them.
 
     Attributes:
-        handle: the patch in force, or None.
+        handle: the `Patch` in force, or None.
         adapter: the adapter that reads the model's calls.
         begun: while a compiler traces the model's own call, the result of the operator ``begin``, or the reason why
             the call does not merge; else None.
         paths: paths of the attentions that have a wrap.
-        calls: the running calls.
+        calls: the model's calls in each thread.
         wraps: the wraps on the model, the outermost first.
     """
 
@@ -310,7 +334,10 @@ class WrapSet:
         self._resting: dict[tuple[type, int], Wrap] = {}
 
     def change(self, model: nn.Module, adapter: Any, handle: Any, levels: set[int], around: set[int]) -> None:
-        """Prepare the wraps that a patch needs, and remove all others. `put_back` installs them. Args: see `put_on`."""
+        """Choose the wraps that a patch needs, and remove all others; see `put_on` for the arguments.
+
+        The chosen wraps are not installed before `put_back` is called.
+        """
         self.adapter, self.handle = adapter, handle
         self._resting |= {(type(wrap), id(wrap.target)): wrap for wrap in self.wraps}
         wraps = list(adapter.wraps(model, levels, around, self._reuse_or_make))
@@ -321,15 +348,16 @@ class WrapSet:
         self.wraps, self.paths = wraps, frozenset(filter(None, (wrap.path for wrap in wraps)))
 
     def _reuse_or_make(self, kind: type[Wrap], module: nn.Module, *facts: Any) -> Wrap:
+        """Return the resting wrap of this class for a module, or make one. facts: the class's further arguments."""
         wrap = self._resting.pop((kind, id(module)), None)
         return wrap if wrap is not None and wrap.wrapped() is module else kind(module, self, *facts)
 
     def put_back(self) -> None:
-        """Put all wraps on top of the wrappers of other extensions."""
+        """Install all wraps, on top of the wrappers of other extensions. Idempotent."""
         self.wraps = [wrap.install() for wrap in self.wraps]
 
     def take_off(self) -> None:
-        """Remove all wraps. Call this again if it was interrupted."""
+        """Remove all wraps and forget the patch. Call this again if it was interrupted."""
         for wrap in reversed(self.wraps):
             target = wrap.target
             wrap.uninstall()
@@ -342,10 +370,12 @@ class WrapSet:
         return self.calls.current is not None or self.calls.disabled > 0
 
     def follow_back(self, call: ModelCall | None, out: Any) -> None:
-        """Watch the backward pass of a call that has ended, in which gradient checkpointing runs blocks again.
+        """Prepare the backward pass of a call that has ended: blocks that it runs again belong to this call.
+
+        Gradient checkpointing runs blocks again. `resumed` returns the call meanwhile.
 
         Args:
-            call: the call; None if it merged nothing.
+            call: the call; None if it was made without merging.
             out: the model's output, any nesting of tensors.
         """
 
@@ -361,6 +391,9 @@ class WrapSet:
         """Return the call that a part of the model belongs to if that part runs outside of the model's own call.
 
         This happens in a model that is compiled in several graphs, and if gradient checkpointing runs a block again.
+
+        Returns:
+            None if the part belongs to no known call.
 
         Raises:
             RuntimeError: another patch was in force in that call.
@@ -382,7 +415,7 @@ class WrapSet:
         The wrap is missing if another program removed it, as DeepCache does when it ends, or replaced it.
 
         Args:
-            level: the level of the attention.
+            level: the level of the attention, 0 for the finest.
         """
         if self.handle is None or self.calls.disabled or not self.wraps:
             return
@@ -397,19 +430,19 @@ class WrapSet:
 
 
 def wraps_on(model: nn.Module | None) -> WrapSet | None:
-    """Return the wraps of the patch in force on a model, or None."""
+    """Return the wraps on a model; None if no patch is on it, or if the model is None."""
     return None if model is None else vars(model).get(_SET_MARK)
 
 
 def put_on(model: nn.Module, adapter: Any, handle: Any, levels: set[int], around: set[int]) -> Any:
-    """Put the wraps of a patch on a model.
+    """Put the wraps of a patch on a model, in place of those of another patch. Idempotent.
 
     Args:
         model: the model.
-        adapter: its adapter.
-        handle: the patch.
-        levels: the levels in which any rule may merge.
-        around: the levels in which parts of blocks may be called with merged tokens.
+        adapter: the `UNetAdapter` or `TransformerAdapter` of the model.
+        handle: the `Patch`.
+        levels: numbers of the levels in which any rule may merge.
+        around: numbers of the levels in which parts of blocks may be called with merged tokens.
 
     Returns:
         The patch that was in force before, or None.
@@ -440,11 +473,14 @@ def take_off(model: nn.Module, handle: Any) -> None:
 
 
 def drop_mark(module: nn.Module) -> None:
-    """Remove the mark of a patch that is not in force: left in a copy of a patched model, or by an interrupt."""
+    """Remove the mark that a patch has left on a module, unless a patch is in force there.
+
+    A copy of a patched model has such a mark, and an interrupt can leave one.
+    """
     if getattr(wraps_on(module), "handle", None) is None:
         vars(module).pop(_SET_MARK, None)
 
 
 def forget_all() -> None:
-    """Forget all resting wraps. For hosts that unload this copy of the engine."""
+    """Forget the wraps that are kept for the next patch of each model. For hosts that unload this engine."""
     _RESTING.clear()

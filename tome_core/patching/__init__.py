@@ -41,11 +41,12 @@ def patch(
             transformers (`models.transformer.NAMES`).
         config: settings, or the name of a preset: "quality", "balanced" (the default), "fast" or "max".
         strength: from 0, which is off, to 1, in place of `config`; see `tome_core.strength`.
-        host_clock: the caller will call `Patch.set_time`, so limits in percent need no warning.
+        host_clock: True if the caller will call `Patch.set_time`, so that limits in percent need no warning.
         settings: keywords of `MergeConfig`. They change `config`, or make one if it is None.
 
     Returns:
-        The handle. It replaces an earlier patch on the model, which comes back when the ``with`` is left.
+        The handle, a `Patch` that is on the model. It replaces an earlier patch, which comes back when the ``with`` is
+        left.
 
     Raises:
         UnsupportedModelError: a ValueError; the model has no known attention.
@@ -73,6 +74,7 @@ def patch(
 
 @cache
 def _warn_once() -> None:
+    """Warn, once in this process, that transformers' strengths were not measured on the user's model."""
     logger.warning(
         "transformers' strengths and presets were chosen on one small transformer of Flux's layout; their effect on "
         "this model was not measured, so look at your pictures"
@@ -80,11 +82,11 @@ def _warn_once() -> None:
 
 
 def layout_of(model: Any) -> str:
-    """Return the layout that decides a model's strengths, one of `settings.presets.LAYOUTS`.
+    """Return the name of the table of strengths that applies to a model: "sd", "sdxl" or "transformer".
 
     Raises:
-        UnsupportedModelError: see `patch`.
-        TypeError: see `patch`.
+        UnsupportedModelError: the model has no known attention.
+        TypeError: `model` is not a model.
     """
     return adapter_of(find_models(model)[0]).layout
 
@@ -92,7 +94,7 @@ def layout_of(model: Any) -> str:
 def _config_of(
     config: MergeConfig | str | None, strength: float | None, settings: dict[str, Any], layout: str
 ) -> MergeConfig:
-    """Return the settings for `patch`'s arguments, by the model's layout."""
+    """Return the settings that the arguments of `patch` ask for. layout: see `layout_of`; raises as `patch` does."""
     if strength is not None and config is not None:
         raise ValueError(f"strength={strength!r} and config={config!r} both say what merges; give one of them")
     if strength is None and config is None:
@@ -115,10 +117,11 @@ def apply_patch(
     Args:
         model: see `patch`.
         ratio: share of tokens merged away, 0 to 1, clamped to ``1 - 1/(sx*sy)``.
-        max_downsample: 1, 2, 4 or 8; None (not in tomesd): the finest level that has attention.
+        max_downsample: merge where a token covers up to this many latent cells along a side: 1, 2, 4 or 8. None (not in
+            tomesd): only at the finest level that has attention.
         sx: width of a cell, in tokens.
         sy: height of a cell, in tokens.
-        use_rand: draw destination tokens by `seed` and the timestep.
+        use_rand: draw destination tokens by `seed` and the timestep; False: take a fixed token of each cell.
         merge_attn: merge in self-attention.
         merge_crossattn: merge in cross-attention.
         merge_mlp: merge in feed-forward layers.
@@ -154,7 +157,11 @@ def remove_patch(model: Any) -> Any:
 
 
 def report(model: Any) -> Report:
-    """Return the report of the model's patch. The model may be wrapped, or be the inner model of the patched one."""
+    """Return the report of the patch on a model. Without a patch, and for an unknown object, its `patched` is False.
+
+    Args:
+        model: the object that was passed to `patch`, or the UNet or transformer inside of it.
+    """
     try:
         handle = handle_on(find_models(model)[0])
     except (TypeError, UnsupportedModelError):
@@ -163,7 +170,7 @@ def report(model: Any) -> Report:
 
 
 def _schedule_of(model: Any) -> NoiseSchedule | None:
-    """Return the noise schedule of a pipeline's scheduler or of an LDM model; None for a bare UNet."""
+    """Return the noise schedule of a pipeline's scheduler or of an LDM model; None if the model shows none."""
     scheduler = getattr(model, "scheduler", None)
     if scheduler is not None:
         return own_schedule(scheduler) or (STABLE_DIFFUSION if hasattr(scheduler, "scale_model_input") else None)
@@ -174,21 +181,22 @@ def _schedule_of(model: Any) -> NoiseSchedule | None:
 
 
 class Patch(Measured):
-    """The handle of a patch, which can be used as a context manager. It does not keep its models alive.
+    """The handle of a patch on a model: it reports, measures, and takes the patch off. It does not keep models alive.
 
         with tome_core.patch(pipe, strength=0.5) as handle:
             image = pipe("a lake").images[0]
             print(handle.report())
 
-    `patch` returns it installed. Leaving the ``with`` takes it off and brings back the earlier patch, if there was one.
-    No attribute, hook, class or state-dict key remains. Copies and pickles of a patched model do not merge.
+    `patch` returns a handle whose patch is on the model. Leaving the ``with`` takes the patch off and brings back the
+    earlier patch, if there was one. No attribute, hook, class or state-dict key remains. Copies and pickles of a
+    patched model do not merge.
 
     Args:
         models: the UNet, or the transformers of one pipeline, all of one family.
         config: the settings.
-        schedule: the model's noise schedule, if it is known.
-        handed: the object that was passed to `patch`.
-        adapter: of the first model, if there is one already.
+        schedule: the model's noise schedule; None if it is not known.
+        handed: the object that was passed to `patch`, such as a pipeline; None if it is not known.
+        adapter: the adapter of the first model; None: one is made.
     """
 
     _removed = False
@@ -223,7 +231,9 @@ class Patch(Measured):
         return any(handle_on(model) is self and not wraps_on(model).is_lost() for model in self._present())
 
     def install(self) -> Patch:
-        """Put the patch on the model, in place of an earlier one. Call it again if another program removed it.
+        """Put the patch on the model, in place of an earlier one, and return this patch. Idempotent.
+
+        Call it again if another program removed the patch.
 
         Raises:
             RuntimeError: the model is gone.
@@ -242,13 +252,16 @@ class Patch(Measured):
         return self
 
     def uninstall(self) -> None:
-        """Take the patch off and keep its counts. Calls in progress are not waited for; they end unmerged."""
+        """Take the patch off the model and keep its counts and plans; `install` puts it back.
+
+        Calls in progress are not waited for; they end unmerged.
+        """
         for model in self._present():
             take_off(model, self)
         self._take_off_outside()
 
     def remove(self) -> None:
-        """Take the patch off and drop all kept plans. Never fails, also if called again."""
+        """Take the patch off the model and drop all kept plans, not the counts. Never fails, also if called again."""
         self._removed = True
         self.uninstall()
         self.time.forget()
@@ -268,7 +281,10 @@ class Patch(Measured):
             before.install()
 
     def report(self) -> Report:
-        """Return the counts; if no call was counted, also which other wrapper may be the cause."""
+        """Return the counts since the start or `reset_counts`.
+
+        If no call was counted and another program's wrapper may be the cause, a note names that wrapper.
+        """
         report = super().report()
         sets = () if report.calls else (wraps for wraps in map(wraps_on, self._present()) if wraps and wraps.wraps)
         over = [f"nothing will merge: no call counted yet; {why_missed(wraps.wraps[0])}" for wraps in sets
@@ -277,7 +293,7 @@ class Patch(Measured):
 
     @contextmanager
     def unmerged(self) -> Iterator[Patch]:
-        """Make this thread's calls of the model unmerged inside the ``with``."""
+        """Return a context manager in which this thread's calls of the model do not merge. It yields this patch."""
         calls = [wraps.calls for wraps in map(wraps_on, self._present()) if wraps is not None]
         for thread_calls in calls:
             thread_calls.disabled += 1
@@ -288,7 +304,11 @@ class Patch(Measured):
                 thread_calls.disabled -= 1
 
     def _follow(self, handed: Any) -> None:
-        """Follow a pipeline's scheduler for the time, and its loop for its pictures, if a rule needs them."""
+        """Read the time from a pipeline's scheduler, and the begin of each picture from its loop, if a rule needs them.
+
+        Args:
+            handed: the pipeline. Any other object has no effect.
+        """
         scheduler, is_unet = getattr(handed, "scheduler", None), self.adapter.layout != "transformer"
         if not self.wants_time or (is_unet and not hasattr(scheduler, "scale_model_input")):
             return
@@ -300,10 +320,12 @@ class Patch(Measured):
                 self._outside.append(SamplingScope(handed, self.time))
 
     def _take_off_outside(self) -> None:
+        """Remove the wraps of the pipeline."""
         for wrap in self._outside:
             wrap.uninstall()
 
     def _present(self) -> Iterator[nn.Module]:
+        """Return an iterator over the models that still exist."""
         return (model for model in (reference() for reference in self._models) if model is not None)
 
     def __reduce__(self) -> tuple:
@@ -314,7 +336,7 @@ class Patch(Measured):
 
 
 def handle_on(model: nn.Module | None) -> Patch | None:
-    """Return the handle that is on a UNet or a transformer; None if there is none."""
+    """Return the `Patch` that is on a UNet or a transformer; None if there is none, or if the model is None."""
     return getattr(wraps_on(model), "handle", None)
 
 
@@ -326,7 +348,7 @@ class SamplingScope(Wrap):
 
     Args:
         pipeline: a diffusers pipeline.
-        time: in which a sampling begins with the loop.
+        time: the patch's time. A sampling begins in it with the loop, and ends with the loop.
     """
 
     def __init__(self, pipeline: Any, time: ModelTime) -> None:
@@ -343,21 +365,33 @@ class SamplingScope(Wrap):
         self._target = None if pipeline is None else weakref.ref(pipeline)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the pipeline's progress bar. Its ``with`` or iteration is a sampling."""
+        """Return the pipeline's progress bar. Each ``with`` or iteration of the bar is a sampling of its own."""
         bar = self.original(*args, **kwargs)
         continues = getattr(self._target(), "denoising_start", None) is not None  # another pipeline began it
         return _Bar(bar, partial(self.time.sample, partial(_guidance, self._target), continues=continues))
 
 
 def _guidance(pipeline: weakref.ref[Any], batch: torch.Tensor) -> Guidance | None:
-    """Return a pipeline's guidance. A batch holds the parts of the negative prompt, the prompt, and the perturbed."""
+    """Return the pictures in a batch and the number of the copy that is matched; None if no guidance makes copies.
+
+    A batch holds the copies of the negative prompt, of the prompt, and of perturbed attention, in this order.
+
+    Args:
+        pipeline: shows which of these copies it makes.
+        batch: the latents of a call, ``(batch, ...)``.
+    """
     by_prompt, by_perturbing = (bool(getattr(pipeline(), name, False)) for name in _GUIDES)
     copies = 1 + by_prompt + by_perturbing
     return (len(batch) // copies, int(by_prompt)) if copies > 1 and len(batch) % copies == 0 else None
 
 
 class _Bar:
-    """A progress bar that begins and ends a sampling together with itself."""
+    """A stand-in for a progress bar, whose ``with`` or iteration also begins and ends a sampling.
+
+    Args:
+        bar: the progress bar.
+        sampling: makes a context manager that is the sampling.
+    """
 
     def __init__(self, bar: Any, sampling: Callable[[], AbstractContextManager[None]]) -> None:
         self._bar, self._sampling, self._scope = bar, sampling, ExitStack()

@@ -27,19 +27,19 @@ class Gain(NamedTuple):
     """The measured time of unmerged and merged calls, and everything on which it depends.
 
     Args:
-        model: see `measuring.pays.about`.
-        rules: see `measuring.pays.about`.
-        attention: see `measuring.pays.about`.
+        model: the class of the model, with a hash of its shape, see `measuring.pays.about`.
+        rules: a hash of the settings.
+        attention: the names of the attention's processor and functions.
         torch: torch's version.
         tome_core: this package's version.
-        device: its name.
-        dtype: of the model.
-        height: of the latent.
-        width: of the latent.
-        batch: of a call.
+        device: the device's name, see `measuring.pays.device_of`.
+        dtype: the model's dtype, such as ``float16``.
+        height: the latent's height; a picture has `PIXELS` times as many pixels.
+        width: the latent's width.
+        batch: number of samples in a call.
         unmerged: seconds of an unmerged call.
         merged: seconds of a merged call, the mean over a picture's steps.
-        saved: the share of self-attention work that was saved.
+        saved: the share of self-attention work that was saved, 0 to 1; None if it is not known.
     """
 
     model: str
@@ -63,7 +63,7 @@ class Gain(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """The speed of merged calls, relative to unmerged ones."""
+        """The speed of merged calls, relative to unmerged ones: above 1 if merged calls are faster."""
         return self.unmerged / self.merged
 
     @property
@@ -72,7 +72,10 @@ class Gain(NamedTuple):
         return self.ratio >= 1 + MARGIN
 
     def is_of(self, saved: float | None) -> bool:
-        """Tell whether the gain applies to calls that saved this share of work; other patches would have changed it."""
+        """Tell whether the gain applies to calls that saved about this share of work. False if a share is not known.
+
+        Another patch on the same model can change the share.
+        """
         return self.saved is not None and saved is not None and abs(saved - self.saved) <= _ALIKE * self.saved
 
     @property
@@ -92,7 +95,7 @@ class Gain(NamedTuple):
 
     @property
     def why_not(self) -> str:
-        """The reason for the report if merging does not pay."""
+        """The reason, as text for the report, why merging does not pay. Meant for gains whose `pays` is False."""
         times = self.merged / self.unmerged
         return f"measured: a merged call took {times:.2f} times as long as an unmerged call at {self.size}"
 
@@ -115,13 +118,13 @@ class Gains:
         self._path: Path | None = None
 
     def load(self, path: str | os.PathLike | None) -> None:
-        """Read gains from a file, and keep new gains in it, one line of JSON each.
+        """Read gains from a file, and append new gains to it from now on, one line of JSON each.
 
         A host calls this once, before it patches a model. The file's folder is created with the first gain. Lines that
         cannot be read are ignored, with one warning.
 
         Args:
-            path: of the file; None: no file.
+            path: the path of the file, which need not exist; None: nothing changes.
         """
         if path is None:
             return
@@ -137,6 +140,15 @@ class Gains:
             self._write([*(gain._asdict() for gain in self._known.values()), *self.pictures.items()], whole=True)
 
     def _take(self, line: Any) -> None:
+        """Keep the gain, or the times of pictures, that a line of the file holds.
+
+        Args:
+            line: the line's data, as JSON has given it.
+
+        Raises:
+            ValueError: the line holds neither.
+            TypeError: the line holds neither.
+        """
         if isinstance(line, list):
             (where, how, rules, saved), times = line
             if not (times and all(isinstance(seconds, float) and seconds > 0 for seconds in times)):
@@ -155,7 +167,12 @@ class Gains:
         self._write([gain._asdict()])
 
     def add_picture(self, case: tuple[str, ...], seconds: float) -> None:
-        """Keep the seconds per model call of one more picture, also in the file. Old pictures and cases are dropped."""
+        """Keep the seconds per model call of one more picture, also in the file. Old pictures and cases are dropped.
+
+        Args:
+            case: a key of `pictures`.
+            seconds: seconds per model call.
+        """
         seen = {other: times for other, times in self.pictures.items() if other != case}
         seen[case] = (*self.pictures.get(case, ()), seconds)[-_MOST:]
         self.pictures = dict(list(seen.items())[-_CASES:])
@@ -165,8 +182,8 @@ class Gains:
         """Return ``about 1.5x faster, from your own pictures (9 with merging, 12 without)`` for the latest such case.
 
         Args:
-            where: the case's model and size.
-            rules: the case's rules, and optionally its saved share.
+            where: the first entry of the case's key in `pictures`: model and size.
+            rules: the third entry, the rules; and optionally the fourth, the saved share.
 
         Returns:
             "" if there are too few merged or unmerged pictures, or if their times vary too much.
@@ -183,7 +200,7 @@ class Gains:
         return f"{_speed(plain / merged)}, from your own pictures ({within} with merging, {without} without)"
 
     def of(self, about: tuple[str, ...]) -> tuple[Gain, ...]:
-        """Return the gains with these first fields: model, rules, attention, versions, see `measuring.pays.about`."""
+        """Return the gains whose first five fields are these, see `measuring.pays.about`."""
         return tuple(gain for case, gain in self._known.items() if case[: len(about)] == about)
 
     def forget(self) -> None:
@@ -191,7 +208,7 @@ class Gains:
         self._known, self.pictures, self._path = {}, {}, None
 
     def _write(self, lines: Sequence[Any], whole: bool = False) -> None:
-        """Append lines to the file; with `whole`, replace the file atomically."""
+        """Append lines of JSON to the file, if there is one; with `whole`, replace the file atomically. Never fails."""
         if self._path is None:
             return
         path = self._path.with_name(f"{self._path.name}.new") if whole else self._path
@@ -209,10 +226,12 @@ class Gains:
 
 
 def _speed(ratio: float) -> str:
+    """Format a ratio of speeds as ``about 1.3x faster`` or ``no faster``."""
     return f"about {ratio:.{1 if ratio >= 1.1 else 2}f}x faster" if ratio >= 1 + MARGIN else "no faster"
 
 
 def _lines_of(path: Path) -> list[str]:
+    """Return a file's lines that are not blank; none without a file; the error's text if the file cannot be read."""
     try:
         return [*filter(str.strip, path.read_text(encoding="utf-8", errors="replace").split("\n"))]
     except OSError as error:
@@ -221,6 +240,7 @@ def _lines_of(path: Path) -> list[str]:
 
 @cache
 def _warn_once(text: str) -> None:
+    """Log a warning, if this process has not logged it yet."""
     logger.warning("%s", text)
 
 
@@ -231,7 +251,16 @@ load = KNOWN.load
 def nearest(gains: Iterable[Gain], device: str, dtype: str, height: int, width: int, batch: int) -> Gain | None:
     """Return the gain of a call, measured with the nearest batch (the smaller of two); None if there is none.
 
-    The batch may differ, because hosts split a batch by the free memory, on which a picture must not depend.
+    Everything but the batch has to be equal. The batch may differ, because hosts split a batch by the free memory, on
+    which a picture must not depend.
+
+    Args:
+        gains: the gains to choose from.
+        device: the device's name, see `measuring.pays.device_of`.
+        dtype: the model's dtype, such as ``float16``.
+        height: the latent's height.
+        width: the latent's width.
+        batch: number of samples in the call.
     """
     case = (device, dtype, height, width)
     fitting = [gain for gain in gains if (gain.device, gain.dtype, gain.height, gain.width) == case]

@@ -19,43 +19,44 @@ TIME_IS_UNKNOWN = "the time is not known"
 
 
 class Counted:
-    """Figures computed from the counts of ``levels``: one level, or all levels of a model."""
+    """The figures that are computed from the counts of ``levels``: one level, or all levels of a model."""
 
     levels: tuple[LevelTally, ...]
 
     @property
     def tokens(self) -> tuple[tuple[int, int, int], ...]:
-        """Tokens of each kind of merged self-attention call: (before, queries after, keys after)."""
+        """Numbers of tokens of each kind of merged self-attention call: (tokens before, queries after, keys after)."""
         return tuple(sorted((kind[1:] for kind in self._sum("merged") if kind[0] == "attn"), reverse=True))
 
     @property
     def mlp_tokens(self) -> tuple[tuple[int, int], ...]:
-        """Tokens of each kind of merged call of a feed-forward layer: (before, after)."""
+        """Numbers of tokens of each kind of merged call of a feed-forward layer: (before, after)."""
         return tuple(sorted((kind[1:3] for kind in self._sum("merged") if kind[0] == "mlp"), reverse=True))
 
     @property
     def calls_merged(self) -> int:
-        """Number of merged calls of blocks' parts."""
+        """Number of merged calls of parts of blocks, such as a self-attention."""
         return self._sum("merged").total()
 
     @property
     def reasons(self) -> dict[str, int]:
-        """Number of unmerged calls of blocks' parts by "part: reason"; the reason with most attention work first."""
+        """Number of unmerged calls by "part: reason", such as ``attn: the call has ...``; most attention work first."""
         lost = self._sum("lost")
         return dict(sorted(self._sum("skipped").items(), key=lambda item: (lost[item[0]], item[1]), reverse=True))
 
     @property
     def work_saved(self) -> float | None:
-        """Share of the self-attention work (queries times keys) that was saved; None before any call."""
+        """Share of the self-attention work that was saved, 0 to 1; None if no work was counted."""
         full, left = self.work
         return 1 - left / full if full else None
 
     @property
     def work(self) -> tuple[int, int]:
-        """Self-attention work (queries times keys) of all calls: without merging, and with it."""
+        """Self-attention work (batch times queries times keys) of all calls: without merging, and with merging."""
         return sum(level.work_full for level in self.levels), sum(level.work_left for level in self.levels)
 
     def _sum(self, name: str) -> Counter:
+        """Return the sum of one count, such as "merged", over all levels."""
         return sum((getattr(level, name) for level in self.levels), Counter())
 
 
@@ -72,15 +73,16 @@ class LevelTally(Counted):
     Args:
         downsample: latent cells per token, along a side.
         blocks: number of blocks.
-        merged: calls by (part, tokens, queries left, keys left).
+        merged: calls by (part, tokens, queries left, keys left). A part of a block is "attn", "crossattn" or "mlp".
         skipped: unmerged calls by "part: reason".
-        lost: the work of unmerged calls by "part: reason".
-        sized_by: calls by the implementation of proportional attention.
+        lost: the self-attention work of unmerged calls by "part: reason".
+        sized_by: merged calls by the implementation of proportional attention, which weights a merged key by the number
+            of its tokens.
         work_full: the work of all calls without merging.
         work_left: the work of all calls with merging.
         traced: reasons why attentions were compiled without merging. Their calls are not counted.
         level: the level's number, 0 for the finest.
-        covered: a rule can merge at this level at some time.
+        covered: True if a rule can merge at this level at some time.
     """
 
     downsample: int
@@ -112,6 +114,9 @@ class Ledger:
     Args:
         levels: an empty tally for each level.
         notes: texts for the report.
+
+    Attributes:
+        calls: number of calls of the model.
     """
 
     def __init__(self, levels: list[LevelTally], notes: tuple[str, ...]) -> None:
@@ -120,7 +125,7 @@ class Ledger:
         self.calls = 0
 
     def reset(self) -> None:
-        """Set all counts to zero."""
+        """Set all counts to zero. Notes stay, also those on attentions that were compiled without merging."""
         self.calls = 0
         self.levels = [LevelTally(tally.downsample, tally.blocks, traced=tally.traced, level=tally.level,
                                   covered=tally.covered) for tally in self.levels]  # fmt: skip
@@ -132,12 +137,13 @@ class Ledger:
         """Count a merged call.
 
         Args:
-            level: the level's number.
-            part: of a block.
+            level: the level's number, 0 for the finest.
+            part: "attn", "crossattn" or "mlp".
             before: (batch, queries, keys) of the unmerged call.
             after: (queries, keys) of the merged call.
-            route: the implementation of proportional attention, or that there was none; "" if the rule wants none.
-            exact: number of tokens that were computed from all keys in addition.
+            route: text that names the implementation of proportional attention, or says that there was none; "" if the
+                rule wants none.
+            exact: number of queries for which a correction has also computed exact attention, with all keys.
         """
         batch, queries, keys = before
         tally = self.levels[level]
@@ -152,10 +158,10 @@ class Ledger:
         """Count an unmerged call.
 
         Args:
-            level: the level's number.
-            part: of a block.
+            level: the level's number, 0 for the finest.
+            part: "attn", "crossattn", "mlp", or "block" for a whole block.
             reason: why the call was not merged.
-            work: batch times queries times keys of a self-attention.
+            work: batch times queries times keys of a self-attention; 0 for other parts.
         """
         tally = self.levels[level]
         tally.skipped[f"{part}: {reason}"] += 1
@@ -164,12 +170,12 @@ class Ledger:
         tally.work_left += work
 
     def add_whole(self, level: int, work: int) -> None:
-        """Count self-attention work at a level that no rule reaches."""
+        """Count self-attention work (batch times queries times keys) at a level that no rule reaches."""
         self.levels[level].work_full += work
         self.levels[level].work_left += work
 
     @when_traced
     def note_traced(self, level: int, reason: str) -> int:
-        """Note an attention that is compiled without merging, whose calls will not be counted."""
+        """Note why an attention is compiled without merging. Its calls will not be counted. Always returns 0."""
         self.levels[level].traced.add(reason)
         return 0

@@ -22,12 +22,12 @@ class Report(Counted):
     """The report of a patch. ``str()`` gives it as text. Its figures, such as ``work_saved``, cover all levels.
 
     Args:
-        patched: the patch is on the model.
-        settings: of the patch, as texts.
+        patched: True if the patch is on the model.
+        settings: the settings of the patch, as texts.
         calls: number of counted model calls.
         levels: the counts of each level.
         notes: texts on clamped settings, and on reasons why nothing merges.
-        gains: measurements that decided about rules with `only_if_it_pays`.
+        gains: the measurements that decided whether rules with `only_if_it_pays` merge.
         own: the gain in the user's own pictures, as text. It is shown if no measurement fits.
     """
 
@@ -41,7 +41,10 @@ class Report(Counted):
 
     @classmethod
     def join(cls, reports: Iterable[Report]) -> Report:
-        """Join reports, such as those of a picture's passes. Levels with the same down-sampling are added."""
+        """Return one report for several, such as those of a picture's two samplings with hires fix.
+
+        Counts are added, for levels with the same down-sampling. `own` is left out.
+        """
         reports = tuple(reports)
         levels: dict[int, LevelTally] = {}
         for level in (level for report in reports for level in report.levels):
@@ -66,9 +69,10 @@ class Report(Counted):
 
     @property
     def hindered(self) -> str:
-        """Attention that should have merged and could not: ``9% of attention not merged: ...``; "" if there is little.
+        """The attention that should have merged and could not, as text: ``9% of attention not merged: ...``.
 
-        Attention that the settings exclude, or for which merging does not pay, is not included.
+        "" if there is little of it, or if nothing merged. Attention that the settings exclude, or for which merging
+        does not pay, is not included.
         """
         full, lost = self.work[0], self._sum("lost")
         texts = [f"{percent(lost[reason] / full)} of attention not merged: {_why(reason)}" for reason in self.reasons
@@ -77,12 +81,12 @@ class Report(Counted):
 
     def lines(self, title: str = "Token merging", facts: Sequence[str] | None = None, beside: Sequence[str] = ()) \
             -> list[str]:  # fmt: skip
-        """Return the report as lines of text: the gain, the attention left out, each level, reasons, settings.
+        """Return the report as lines of text, the first with the title, the following ones indented.
 
         Args:
-            title: begins the first line.
-            facts: texts for the first line, in place of the number of model calls.
-            beside: the host's own lines, after the first two.
+            title: the beginning of the first line.
+            facts: texts for the first line, in place of the number of model calls; None: that number.
+            beside: the host's own lines, which follow the gain and the attention left out.
         """
         if not self.patched and not self.levels:
             return [f"{title}: there is no patch on this model."]
@@ -102,7 +106,7 @@ class Report(Counted):
         return "\n".join(self.lines())
 
     def as_data(self) -> dict[str, Any]:
-        """Return the report in JSON's types, with its version; shares are 0 to 1, sizes in latent tokens."""
+        """Return the report in JSON's types, with the version of this format. Shares are 0 to 1."""
         return {
             "format": FORMAT, "patched": self.patched, "settings": list(self.settings), "calls": self.calls,
             "work_saved": self.work_saved, "gains": [{**gain._asdict(), "ratio": gain.ratio} for gain in self.gains],
@@ -110,10 +114,11 @@ class Report(Counted):
         }  # fmt: skip
 
     def _traced(self) -> tuple[str, ...]:
+        """Return the reasons why attentions were compiled without merging."""
         return _once(sorted(level.traced) for level in self.levels)
 
     def _speed(self) -> list[str]:
-        """Return ``about 1.4x faster (measured here)``, for each size if there are several; empty if not known.
+        """Return the gain as a list of one text, ``about 1.4x faster (measured here)``; an empty list if not known.
 
         A measurement is not used for calls that left out another share of attention, see `Gain.is_of`.
         """
@@ -124,6 +129,7 @@ class Report(Counted):
         return [f"{', '.join(sizes)} (measured here)"]
 
     def _outcome(self) -> str:
+        """Return the share of attention left out, as text, or the first reason why nothing merged."""
         if self.merged_anything:
             return f"{percent(self.work_saved)} of attention left out" if self.work_saved else "no attention left out"
         why = [*map(_why, self.reasons), *self._traced(),
@@ -133,7 +139,7 @@ class Report(Counted):
 
 
 def percent(share: float) -> str:
-    """Format a share as ``61%``; 100% only if nothing is left."""
+    """Format a share, 0 to 1, as ``61%``. Below 1 it is at most ``99%``."""
     return f"{min(share, 0.99 if share < 1 else 1.0):.0%}"
 
 
@@ -143,10 +149,12 @@ def count(number: int, noun: str) -> str:
 
 
 def _once(several: Iterable[Iterable[Any]]) -> tuple:
+    """Return the items of several collections, each item once, in the order of their first occurrence."""
     return tuple(dict.fromkeys(item for items in several for item in items))
 
 
 def _level_data(level: LevelTally) -> dict[str, Any]:
+    """Return the counts of a level in JSON's types, for `Report.as_data`."""
     merged = [{"part": part, "tokens": tokens, "queries": queries, "keys": keys or None, "calls": calls}
               for (part, tokens, queries, keys), calls in level.merged.items()]  # fmt: skip
     return {"level": level.level, "downsample": level.downsample, "blocks": level.blocks, "covered": level.covered,
@@ -169,6 +177,6 @@ def _kinds_text(level: LevelTally) -> str:
 
 
 def _why(reason: str) -> str:
-    """Return a reason without the part of the block, unless the part is another than self-attention."""
+    """Return a key of `Report.reasons` without its part of the block, if that is "attn" or "block"."""
     part, _, why = reason.partition(": ")
     return why if part in ("attn", "block") else reason
