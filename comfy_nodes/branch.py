@@ -67,7 +67,8 @@ class BranchMerging:
         self._sampling: Sampling | None = None  # the innermost sampling in progress
 
     def __deepcopy__(self, memo: dict) -> BranchMerging:
-        return self  # a copy of a model's options keeps the same branch
+        """Return this object itself, so that a copy of a model's options keeps it."""
+        return self
 
     def apply_model(
         self, executor: Any, x: Any, t: Any, c_concat: Any = None, c_crossattn: Any = None, control: Any = None,

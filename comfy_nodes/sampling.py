@@ -45,12 +45,12 @@ class HostSampling:
 
     @property
     def steps(self) -> dict[str, int]:
-        """The numbers of steps, by name: reported as done, planned (0 if not known), and computed by the model."""
+        """The numbers of steps: "steps" reported as done, "steps_planned" (0 if not known), and "steps_computed"."""
         return {"steps": self.timed_steps.done, "steps_planned": self._planned, "steps_computed": len(self._computed)}
 
     @property
     def text(self) -> str:
-        """The steps as text: ``20 steps``, ``12 of 20 steps``, ``20 steps, 13 of them computed``; "" if not known."""
+        """The numbers of steps as text: ``20 steps``, ``12 of 20 steps``, ``20 steps, 13 of them computed``, or ""."""
         done, planned, computed = self.steps.values()
         count = hosting.count(planned, "step")
         if self.stopped and done < planned:
@@ -108,7 +108,7 @@ class HostSampling:
         return self._known[key]
 
     def _levels_in(self, options: dict[str, Any]) -> list[float]:
-        """Return the levels of all steps, from the list that reached the sampler; empty if the sampler is not known."""
+        """Return the noise level of each step, read once from the sampler's list; [] if the sampler is not known."""
         listed, heard = options.get("sample_sigmas", self._sigmas), self.timed_steps
         if heard.follows and not heard.times and torch.is_tensor(listed):
             self._sigmas, heard.times = listed, listed.tolist()[:-1]
@@ -117,7 +117,7 @@ class HostSampling:
 
 
 def is_left_out(options: dict[str, Any]) -> bool:
-    """Tell whether EasyCache skipped the model in the call with these transformer_options."""
+    """Tell whether ComfyUI's EasyCache skipped the model in the call with these transformer_options."""
     cache = options.get("easycache")  # LazyCache uses this key too, but skips before the model is called
     return getattr(cache, "name", "") == "EasyCache" and getattr(cache, "skip_current_step", False)
 

@@ -52,7 +52,7 @@ def other_names_in_slot(options: dict[str, Any]) -> str:
 
 
 def _parts(function: Any) -> tuple[Any, ...]:
-    """Return all functions that may compute a call: another node's, those in its closure, and ComfyUI's."""
+    """Return the parts of a function. Those of an `OtherNodesCall` include the values in the override's closure."""
     if not isinstance(function, OtherNodesCall):
         return (function,)
     held = (cell.cell_contents for cell in getattr(function.override, "__closure__", None) or ())

@@ -39,7 +39,7 @@ def set_up_console(name: str) -> None:
 
 
 def listen(**callbacks: Callable) -> None:
-    """Register callbacks: ``cfg_denoiser=f`` calls ``script_callbacks.on_cfg_denoiser(f)`` if the webui has it."""
+    """Register callbacks: ``cfg_denoiser=f`` calls ``script_callbacks.on_cfg_denoiser(f)`` if the webui has this."""
     for name, function in callbacks.items():
         register = getattr(script_callbacks, f"on_{name}", None)
         if register is not None:
@@ -238,14 +238,14 @@ def gains_file() -> str | None:
 
 
 def autocast() -> AbstractContextManager:
-    """Return the autocast context in which the webui samples."""
+    """Return the autocast context in which the webui samples; an empty context if the webui has none."""
     devices = sys.modules.get("modules.devices")
     context = getattr(devices, "without_autocast" if getattr(devices, "unet_needs_upcast", False) else "autocast", None)
     return nullcontext() if context is None else context()
 
 
 def has_hires(p: Any) -> bool:
-    """Tell whether the job has a hires pass."""
+    """Tell whether a job `p` has a hires pass, the second pass of Hires. fix."""
     return bool(getattr(p, "enable_hr", False))
 
 
@@ -318,7 +318,7 @@ def accordion(is_on: bool, label: str, elem_id: str) -> Any:
 
 
 def has_setting_called(key: str) -> bool:
-    """Tell whether the webui reads this infotext key as one of its own settings."""
+    """Tell whether the webui reads an infotext key of this name as one of its own settings."""
     return any(name == key for name, _ in getattr(sys.modules.get("modules.infotext"), "mapping", ()))
 
 
@@ -340,10 +340,10 @@ class CallableReport(dict):
     """A dict with the report for API callers. It is callable, so that the webui does not write it into infotexts."""
 
     def __call__(self, **facts: Any) -> None:
-        """Return None, so that nothing is written."""
+        """Return None, so that the webui writes nothing into the infotext."""
 
 
 def is_of_script(p: Any) -> bool:
-    """Tell whether a selected script runs this job, and makes the result from its pictures."""
+    """Tell whether a script that the user selected runs the job `p`, and makes its own result from the pictures."""
     arguments = getattr(p, "script_args", None)
     return bool(arguments and arguments[0])

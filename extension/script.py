@@ -68,7 +68,7 @@ class TokenMerging(host.Script):
         _write(p, job, any(job.settings.config(hires) for hires in PASSES if host.has_hires(p) or not hires))
 
     def process_batch(self, p: Any, *values: Any, **facts: Any) -> None:
-        """Begin a batch. In SD.Next also arm the merging of both passes, because no later hook comes before them."""
+        """Begin a batch. In SD.Next also arm the first pass, and let the job arm its hires pass: no later hook does."""
         armed.disarm()
         job = job_of(p)
         if job is not None:
@@ -82,7 +82,7 @@ class TokenMerging(host.Script):
         armed.arm(p, p.is_hr_pass)
 
     def before_hr(self, p: Any, *values: Any) -> None:
-        """End the first pass."""
+        """Disarm after the first pass, before the hires pass. The pass ended normally, so its time is kept."""
         armed.disarm(is_whole=True)
 
     def postprocess_batch(self, p: Any, *values: Any, **facts: Any) -> None:

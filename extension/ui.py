@@ -132,10 +132,12 @@ class Panel:
                             self._add_field(field)
 
     def _add(self, name: str, kind: Any, **arguments: Any) -> None:
+        """Make a gradio component of a kind, with a tooltip, and keep it in `made`."""
         self.made[name] = kind(elem_id=self._elem_id(name), **arguments)
         self.made[name].webui_tooltip = _TIPS.get(name)
 
     def _add_field(self, field: form.Field) -> None:
+        """Make the control of a field of the engine's form."""
         kind, facts = _component(field)
         label = f"{field.label} ({field.unit})" if field.unit else field.label
         value = base_of(DEFAULTS["strength"])[field.name]
@@ -222,7 +224,7 @@ def _first_value(name: str, saved: Any) -> Any:
 
 
 def rows_of(group: str) -> list[list[form.Field]]:
-    """Return a group's fields in rows of at most three: choices, then numbers, then switches."""
+    """Return a group's fields of the engine's form in rows of at most three: choices, then numbers, then switches."""
     rows = []
     for kinds in ((gr.Dropdown,), (gr.Slider, gr.Number), (gr.Checkbox,)):
         fields = [field for field in form.FIELDS if field.group == group and _component(field)[0] in kinds]
@@ -231,7 +233,7 @@ def rows_of(group: str) -> list[list[form.Field]]:
 
 
 def _component(field: form.Field) -> tuple[Any, dict[str, Any]]:
-    """Return the gradio component of a field, and its arguments without value and label."""
+    """Return the gradio class for a field, and arguments for the class without value and label."""
     if field.choices:
         return gr.Dropdown, {"choices": list(field.choices)}
     if isinstance(field.default, bool):
