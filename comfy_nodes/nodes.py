@@ -54,7 +54,9 @@ class ApplyToMe(_Node):
         self, model: Any, strength: Any = inputs.STRENGTH, start: Any = 0.0, end: Any = 1.0, settings: Any = None,
         unique_id: Any = None, prompt: Any = None, **unknown: Any,
     ) -> tuple[Any]:  # fmt: skip
-        """Return a clone of the model that merges. If a value or the model is not supported, the clone does not merge.
+        """Return a clone of the model that merges, in a tuple. The node shows its state as text.
+
+        If the strength is 0, or a value or the model is not supported, the clone does not merge.
 
         Args:
             model: ComfyUI's ModelPatcher, which stays unchanged.
@@ -183,7 +185,7 @@ class ToMePreview(_Node):
 
         Returns:
             ComfyUI's dict of a node's output. "result" has pictures ``[B, H, W * levels, 3]`` and the report as text.
-            "ui" has the report as text and as JSON values. Without a report, the pictures have a title with the reason.
+            "ui" has the report as text and as JSON values. Without maps, the pictures stay, with a title that says why.
         """
         pictures = _background(model, image, latent)
         merging = host.find_attached(model)

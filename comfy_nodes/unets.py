@@ -28,7 +28,7 @@ class UnetMerging:
     Attributes:
         state: the engine's `State`.
         is_compiled: see `host.is_compiled_whole`.
-        flows: True for a transformer, if it may be a flow model; False for a UNet.
+        flows: True if the timesteps of a flow model are 1000 times sigma, as in transformers; False in UNets.
 
     Raises:
         UnsupportedModelError: the UNet cannot merge, or is compiled in a way that cannot merge.

@@ -129,7 +129,7 @@ def changes_of(p: Any) -> dict[str, Any]:
 
 
 def _apply(name: str, p: Any, value: Any, values: Any) -> None:
-    """Set a value for a cell's job object `p`. An axis of the plot calls this."""
+    """Set a named value for a cell's job object `p`, and turn merging on. An axis of the plot calls this."""
     # a new dict, because the plot's copies of p are shallow; our axes switch merging on
     setattr(p, _CHANGES, {**changes_of(p), "enabled": True, name: value})
 

@@ -114,7 +114,7 @@ def read(
 
 
 def settings_of(value: float, where: str, changes: Mapping[str, Any], layout: str = SD) -> JobSettings:
-    """Return settings with merging on, of a strength and of those changes that are possible and have an effect.
+    """Return settings with merging on: the strength, and those changes that are possible and have an effect.
 
     A change to the rounded value that the panel shows for the strength has no effect. An impossible change is listed in
     `JobSettings.left_out`.

@@ -172,7 +172,7 @@ class Panel:
             field.input(fn=lambda: True, inputs=[], outputs=[own], **_QUIETLY)
 
     def follow(self, theirs: dict[str, Any]) -> None:
-        """Update the panel's line when the webui's or the panel's controls change.
+        """Let the panel's line follow the webui's controls and the panel's. Call this once.
 
         Args:
             theirs: the webui's controls by the names in `_OF_TAB`, in that order.
