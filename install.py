@@ -36,9 +36,10 @@ NO_VENV = (
 
 
 def requirements(project, extras):
-    """The requirement lines of a parsed pyproject.toml: dependencies, then those of each extra, without repeats.
+    """Return the requirement lines of a parsed pyproject.toml: dependencies, then those of extras, without repeats.
 
-    Raises Failure for an extra that the file does not have.
+    Raises:
+        Failure: the file does not have one of the extras.
     """
     optional = project["project"].get("optional-dependencies", {})
     missing = [extra for extra in extras if extra not in optional]
@@ -49,18 +50,22 @@ def requirements(project, extras):
 
 
 def satisfies(version, requirement):
-    """Whether a version ("2.13.0+cpu") meets a requirement line ("torch>=2.4")."""
+    """Tell whether a version ("2.13.0+cpu") meets a requirement line ("torch>=2.4")."""
     specifier = import_vendored("packaging.requirements").Requirement(requirement).specifier
     return specifier.contains(version, prereleases=True)
 
 
 def fingerprint(python, lines):
-    """A hash of the interpreter's version and what was installed: a stamp of an environment that is up to date."""
+    """Return a hash of the Python version and the installed lines, to see whether an environment is up to date."""
     return hashlib.sha256("\n".join([python, *lines]).encode()).hexdigest()
 
 
 def import_vendored(name):
-    """A module that Python 3.10 lacks and pip brings along: `name`, else pip's own copy."""
+    """Import and return a module that Python may lack; if it is missing, pip's own copy.
+
+    Raises:
+        Failure: pip is missing, too.
+    """
     for candidate in (name, f"pip._vendor.{name}"):
         try:
             return importlib.import_module(candidate)
@@ -71,14 +76,18 @@ def import_vendored(name):
 
 
 def read_project(path):
-    """A parsed pyproject.toml."""
+    """Return a parsed pyproject.toml as a dict."""
     toml = import_vendored("tomllib" if sys.version_info >= (3, 11) else "tomli")
     with open(path, "rb") as file:
         return toml.load(file)
 
 
 def reusable_torch(requirement):
-    """Folder of a torch in this interpreter that meets `requirement`, found without importing it; else None."""
+    """Return the folder with this interpreter's torch, without importing torch.
+
+    Returns:
+        The folder of packages; None if torch is missing or does not meet the requirement line.
+    """
     from importlib import metadata  # takes as long as all other imports together, and a host's call needs none of it
 
     try:
@@ -89,12 +98,12 @@ def reusable_torch(requirement):
 
 
 def venv_python(folder):
-    """Path of an environment's interpreter."""
+    """Return the path of the Python in an environment's folder."""
     return folder / "Scripts" / "python.exe" if os.name == "nt" else folder / "bin" / "python"
 
 
 def is_usable(folder):
-    """Whether the environment is there, runs, has pip, and is of this Python's version."""
+    """Tell whether an environment's folder exists, and its Python runs, has pip and has this Python's version."""
     if not venv_python(folder).exists():
         return False
     command = [str(venv_python(folder)), "-c", "import pip, sys; print('%d.%d' % sys.version_info[:2])"]
@@ -103,7 +112,15 @@ def is_usable(folder):
 
 
 def make_environment(folder, torch_folder):
-    """Make `folder` anew; with `torch_folder`, packages beside that torch are visible from inside."""
+    """Make an environment in `folder`. An earlier one there that install.py made is deleted.
+
+    Args:
+        folder: the environment's folder.
+        torch_folder: a folder of packages with torch, which the environment can import; None for none.
+
+    Raises:
+        Failure: environments cannot be made, or `folder` was not made by install.py.
+    """
     if not find_spec("venv") or not find_spec("ensurepip"):
         raise Failure(NO_VENV.format(python=sys.executable))
     if folder.exists() and not (folder / OWNER).exists():
@@ -129,17 +146,25 @@ def make_environment(folder, torch_folder):
 
 
 def path_line(folder):
-    """A line for a .pth file that makes the packages in `folder` visible; ASCII, because Pythons differ in how they
-    decode such a file.
+    """Return a line for a .pth file that lets Python import packages in `folder`.
+
+    The line is ASCII, because Pythons differ in how they decode such a file.
     """
     return f"import sys; sys.path.append({str(folder)!a})\n"
 
 
 def environment(extras, no_deps=(), command=None):
-    """The interpreter of an environment that has `extras` installed; the second call needs no pip.
+    """Return the path of a Python that has `extras` installed, in the environment `.venv`.
 
-    no_deps: requirement lines installed without their own dependencies. command: whose environment it is; without it
-    the last extra has its name.
+    Environment and packages are installed if they are missing or out of date.
+
+    Args:
+        extras: names of optional dependencies in pyproject.toml.
+        no_deps: requirement lines that are installed without their own dependencies.
+        command: the command's name, for the text; None for the last extra's name.
+
+    Raises:
+        Failure: the installation failed or was stopped.
     """
     lines = requirements(read_project(ROOT / "pyproject.toml"), extras)
     folder = ROOT / ".venv"
@@ -166,7 +191,11 @@ def environment(extras, no_deps=(), command=None):
 
 
 def pip(python, arguments):
-    """`pip install` in the environment; the user's own pip settings apply. Raises Failure if it fails."""
+    """Run ``pip install`` with arguments in the environment of a Python. The user's own pip settings apply.
+
+    Raises:
+        Failure: pip failed.
+    """
     code = run([python, "-m", "pip", "install", "--disable-pip-version-check", *arguments])
     if code:
         raise Failure(f"pip could not install what is needed (exit code {code}, its reason is above); "
@@ -174,9 +203,13 @@ def pip(python, arguments):
 
 
 def run(command, **options):
-    """Run a command to its end and give its exit code; on Ctrl-C it gets ten seconds to end by itself.
+    """Run a command to its end and return its exit code. Options are those of ``subprocess.Popen``.
 
-    SIGTERM is passed on to it, and waited for. It, too, writes letters that the output cannot show as numbers.
+    SIGTERM is passed on to the command. After Ctrl-C the command has ten seconds to end. The command's output shows
+    letters as numbers if the terminal cannot show them.
+
+    Raises:
+        KeyboardInterrupt: the user pressed Ctrl-C. The command has ended or was terminated.
     """
     environment = {"PYTHONIOENCODING": ":backslashreplace", **os.environ}
     with subprocess.Popen(command, env=environment, **options) as process:
@@ -222,8 +255,10 @@ def test(arguments):
 
 
 def tests_to_run(arguments):
-    """pytest's arguments: the quick tests, with --all every one, in as many processes as there are cores, up to four;
-    other arguments are passed on as they are.
+    """Return pytest's arguments for those of the command `test`.
+
+    Without arguments these are the quick tests; with --all, all tests. There are as many processes as cores, up to
+    four. Other arguments are returned as they are, without --all.
     """
     others = [argument for argument in arguments if argument != "--all"]
     if others:
@@ -248,13 +283,17 @@ COMMANDS = {"demo": demo, "page": page, "gpu": gpu, "test": test, "webui": webui
 
 
 def usage():
-    """The commands, a line each."""
+    """Return the help text, with a line for each command."""
     lines = "\n".join(f"  python install.py {name:8}{command.__doc__}" for name, command in COMMANDS.items())
     return f"usage:\n{lines}\n  python install.py         nothing: hosts call it so"
 
 
 def main(arguments):
-    """Gives the exit code: 0 done, 2 wrong call, 130 interrupted, else that of the command."""
+    """Run the command that the arguments name, and return the exit code.
+
+    Returns:
+        0 if done, 2 for a wrong call, 130 if interrupted, else the exit code of the command.
+    """
     if not arguments:
         return 0
     sys.stdout.reconfigure(errors="backslashreplace")  # a folder's name may have letters that the output cannot show

@@ -1,6 +1,6 @@
-"""The half of install.py that puts us into a host: a link in its folder for extensions, or a copy.
+"""The half of install.py that puts this repository into a host (ComfyUI or a webui), as a link or a copy.
 
-A host needs this file beside install.py, in a clone as in a copy. Only the standard library is needed.
+A host needs this file in the same folder as install.py. Only the standard library is needed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ COPY = "copied_by_install.txt"  # this file in a folder of a host says that we m
 
 
 class Failure(Exception):
-    """A sentence for the user; `code` is the exit code, 2 for a wrong call."""
+    """The error that ends a command with a sentence for the user.
+
+    Args:
+        sentence: what failed, and the remedy.
+        code: the exit code, 2 for a wrong call.
+    """
 
     def __init__(self, sentence, code=1):
         super().__init__(sentence)
@@ -23,8 +28,16 @@ class Failure(Exception):
 
 
 class Host:
-    """A program that takes extensions. looked_for: sets of names, any of which together are the program and nothing
-    else; below: a folder it may lie in; place: its folder for extensions; copied: what it needs of ours; after: a hint.
+    """A program that takes extensions.
+
+    Attributes:
+        command: the command of install.py for this program.
+        name: the program's name, for texts.
+        looked_for: sets of file names. A folder that has all names of a set is the program's folder.
+        below: the folder below the user's folder in which the program may be.
+        place: the program's folder for extensions.
+        copied: the files and folders of this repository that the program needs.
+        after: what the user does after the installation.
     """
 
     def __init__(self, **facts):
@@ -54,7 +67,18 @@ WEBUI = Host(
 
 
 def place(host, arguments):
-    """Put the repository into a host's folder for extensions, or take it out again."""
+    """Install the repository in a host or uninstall it, and print what was done.
+
+    Args:
+        host: the `Host`.
+        arguments: the host's folder, and --uninstall or --copy.
+
+    Returns:
+        The exit code 0.
+
+    Raises:
+        Failure: the arguments are wrong, or the folder is not the host's, or a file operation failed.
+    """
     folders = [argument for argument in arguments if not argument.startswith("-")]
     options = {argument for argument in arguments if argument.startswith("-")}
     if len(folders) != 1 or options - {"--uninstall", "--copy"}:
@@ -74,7 +98,15 @@ def place(host, arguments):
 
 
 def target(host, folder):
-    """Where in the host's folder the repository goes. Raises Failure for a folder that is not the host."""
+    """Return the path of the repository's link or copy in a host.
+
+    Args:
+        host: the `Host`.
+        folder: the host's folder, the one above it, or its folder for extensions.
+
+    Raises:
+        Failure: the folder is none of these.
+    """
     above = (folder.absolute().parent,) if folder.name == host.place else ()
     for candidate in (folder, folder / host.below, *above):
         if any(all((candidate / name).exists() for name in wanted) for wanted in host.looked_for):
@@ -88,7 +120,16 @@ def target(host, folder):
 
 
 def put(host, where, copy=False):
-    """Link the repository to `where`, or copy it where links are not possible. Gives what was done."""
+    """Link the repository to `where`, or copy it if links are not possible, and return a text on what was done.
+
+    Args:
+        host: the `Host`.
+        where: the path of the link or copy. An earlier one there is replaced.
+        copy: copy also if links are possible.
+
+    Raises:
+        Failure: at `where` is something that install.py did not make.
+    """
     if where.parent == ROOT.parent:
         return f"{ROOT} lies in {where.parent} already: there is nothing to do."
     if is_link(where) and where.resolve() == ROOT and not copy:
@@ -102,7 +143,11 @@ def put(host, where, copy=False):
 
 
 def remove(where):
-    """Take away a link, or a copy made by us. Raises Failure for anything else."""
+    """Delete a link, but not its target, or delete a copy that install.py made.
+
+    Raises:
+        Failure: it is something else.
+    """
     if is_link(where):
         # rmdir takes a junction away and leaves what it points to
         where.unlink() if where.is_symlink() else where.rmdir()
@@ -113,7 +158,7 @@ def remove(where):
 
 
 def is_link(where):
-    """A symbolic link, or a junction, which Windows has instead."""
+    """Tell whether a path is a symbolic link, or a junction of Windows. A path that does not exist is none."""
     try:
         return where.is_symlink() or (os.name == "nt" and bool(os.readlink(where)))
     except OSError:
@@ -121,7 +166,7 @@ def is_link(where):
 
 
 def link(where):
-    """Make a link to the repository; a junction on Windows, which needs no rights. False where neither is possible."""
+    """Make a link to the repository at `where`, on Windows a junction, and return whether this was possible."""
     try:
         if os.name == "nt":
             import _winapi
@@ -135,7 +180,12 @@ def link(where):
 
 
 def copy_to(where, names):
-    """Copy what a host needs, the engine inside."""
+    """Copy files and folders of the repository into a new folder `where`, and mark it as a copy.
+
+    Args:
+        where: the new folder.
+        names: the files and folders; a missing one is left out.
+    """
     ignore = shutil.ignore_patterns("__pycache__", "*.pyc")
     where.mkdir()
     (where / COPY).write_text("Made by install.py of tome_core, which may remove it and make it again.\n")

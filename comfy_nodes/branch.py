@@ -1,7 +1,7 @@
-"""The wrappers that an ApplyToMe node puts on its branch of the graph, which merge while this branch samples.
+"""The wrappers that an ApplyToMe node puts on a model, so that the samplers after the node merge.
 
-Branches of a graph share one model. So the model itself is not patched: each of this branch's model calls carries an
-attention function in its transformer_options.
+A branch is the part of ComfyUI's graph after such a node. All branches share one model, so the model itself is not
+patched. Instead, each model call of the branch carries an attention function in its transformer_options.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ Merging = UnetMerging | TransformerMerging
 
 
 class Outcome(NamedTuple):
-    """The result of a sampling.
+    """The result of one sampling, for the nodes that show it.
 
     Args:
-        lines: one or two lines for the node.
-        details: the report as lines.
-        data: the report for programs.
-        report: the engine's.
-        maps: (down-sampling, latest merge map) by level.
+        lines: one or two lines for the ApplyToMe node.
+        details: the lines of the full report; equal to `lines` if no model could merge.
+        data: the report as a dict of JSON values.
+        report: the engine's `Report`.
+        maps: (latent cells per token along a side, latest `MergeMap`) by level, from 0, the finest. Empty if nothing
+            merged, or if an exception ended the sampling.
     """
 
     lines: Sequence[str]
@@ -47,14 +48,15 @@ class BranchMerging:
     """The two wrappers of an ApplyToMe node: one around each sampling, one around each call of the model.
 
     Args:
-        config: the settings; None if the node is off, whose samplings are only timed.
+        config: the settings, a MergeConfig. If None, the node is off: samplings are timed, and do not merge.
         line: the node's values, as text for the report.
-        facts: the node's values for programs, and the "unknown" inputs.
-        node_id: of the node under which the report is shown.
-        name: of the node in the log.
+        facts: the node's values by name, for `Outcome.data`. Its "unknown" is a list of texts on inputs that the node
+            does not have.
+        node_id: the id of the node under which the report is shown; None shows the report in the log only.
+        name: the node's name in the log, see `host.name_in`.
 
     Attributes:
-        latest: the result of the latest sampling.
+        latest: the result of the latest sampling; None before the first, or if the node is off.
     """
 
     def __init__(self, config: Any, line: str, facts: dict[str, Any], node_id: Any, name: str) -> None:
@@ -65,13 +67,17 @@ class BranchMerging:
         self._sampling: Sampling | None = None  # the innermost sampling in progress
 
     def __deepcopy__(self, memo: dict) -> BranchMerging:
-        return self  # a copy of a model's options keeps the same branch
+        """Return this object itself, so that a copy of a model's options keeps it."""
+        return self
 
     def apply_model(
         self, executor: Any, x: Any, t: Any, c_concat: Any = None, c_crossattn: Any = None, control: Any = None,
         transformer_options: dict[str, Any] | None = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Wrap BaseModel.apply_model: merge in this call of the model, inside or outside a sampling."""
+        """Call the model with merging, inside or outside a sampling: a wrapper of ComfyUI's ``BaseModel.apply_model``.
+
+        The executor calls the wrapped method. All other arguments and the result are those of that method.
+        """
         sampling = self._sampling or Sampling(self.config)
         sampling.is_alone = sampling.is_alone and control is None
         return sampling.call(
@@ -83,7 +89,11 @@ class BranchMerging:
         self, executor: Any, noise: Any, latent_image: Any, sampler: Any, sigmas: Any, denoise_mask: Any = None,
         callback: Any = None, *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Wrap a whole sampling: count, then report."""
+        """Run a sampling, then report on it: a wrapper of ComfyUI's ``CFGGuider.outer_sample``.
+
+        The executor calls the wrapped method. All other arguments and the result are those of that method. An exception
+        is raised again after the report.
+        """
         time = HostSampling(sampler, sigmas, noise)
         sampling, timed_steps = Sampling(self.config, time), time.timed_steps.counting_callback(callback)
         outer, self._sampling = self._sampling, sampling
@@ -102,6 +112,7 @@ class BranchMerging:
                 self._report(sampling.end(*self._settings_and_facts))
 
     def _report(self, outcome: Outcome) -> None:
+        """Keep an outcome in `latest`, log its lines, and show them below the lines of the same prompt."""
         self.latest, queue, (last, shown) = outcome, getattr(host.server(), "last_prompt_id", None), self._shown
         self._shown = queue, [*(shown if queue is not None and queue == last else ()), *outcome.lines]
         host.say("\n".join(outcome.lines), None, self._name)
@@ -109,11 +120,14 @@ class BranchMerging:
 
 
 class Sampling:
-    """One sampling of a branch of the graph: it calls the models with merging, and then reports.
+    """One sampling of a branch: it calls the models with merging, and then reports.
 
     Args:
-        config: the settings.
-        time: the steps and noise levels of ComfyUI's sampling; None for calls outside a sampling.
+        config: the settings; None only counts the calls.
+        time: the steps and noise levels of ComfyUI's sampling; None for model calls outside a sampling.
+
+    Attributes:
+        is_alone: False if something else is known to change how long a call takes. The time is then not kept.
     """
 
     def __init__(self, config: Any, time: HostSampling | None = None) -> None:
@@ -123,14 +137,14 @@ class Sampling:
         self.is_alone = True  # no other patch is known that changes how long a call takes
 
     def call(self, model: Any, x: Any, t: Any, options: dict[str, Any], run: Any) -> Any:
-        """Call the model with merging.
+        """Call the model and return its output. The call merges if merging is on and supports the model.
 
         Args:
             model: ComfyUI's BaseModel.
             x: latents ``[B, C, (frames,) H, W]``.
             t: sigmas ``[B]``.
             options: transformer_options.
-            run: calls the model with transformer_options and further keywords.
+            run: calls the model, as ``run(transformer_options, **keywords)``.
         """
         unet, schedule = model.diffusion_model, model.model_sampling
         # several GPUs sample in threads, each with its own model
@@ -157,7 +171,12 @@ class Sampling:
         return out
 
     def end(self, settings: str, facts: dict[str, Any]) -> Outcome:
-        """Return the result of the sampling."""
+        """Return the result of the sampling, after its last call.
+
+        Args:
+            settings: the node's values as text.
+            facts: see `BranchMerging`.
+        """
         time = self._time
         strangers = [why for why in self._models.values() if isinstance(why, str)]
         merged = [merging for merging in self._models.values() if not isinstance(merging, str)]
@@ -181,13 +200,23 @@ class Sampling:
         return Outcome(lines, details if merged else lines, data, report, maps)
 
     def remember(self, report: Any = None) -> str:
-        """Keep the time of this sampling, and return the gain in the user's own pictures as text; "" if not known."""
+        """Keep the time of this sampling, to compare pictures with and without merging.
+
+        Nothing is kept if an exception ended the sampling, or if `is_alone` is False.
+
+        Args:
+            report: the engine's `Report`; None if the node is off.
+
+        Returns:
+            The factor by which merging makes the user's pictures faster, as text; "" if it is not known.
+        """
         if self._time.stopped or not self.is_alone or len(self._models) != 1:
             return ""
         (unet,), time = self._models, self._time
         return time.timed_steps.remember(unet, self._config, report, time.sampler)
 
     def _make(self, model: Any, options: dict[str, Any]) -> Merging | str:
+        """Return a new merging of a diffusion model, or the reason why the model does not merge."""
         if self._config is None:
             return "off"
         try:
@@ -199,6 +228,7 @@ class Sampling:
         return merging
 
     def _tell_time(self, merging: Merging, schedule: Any, x: Any, t: Any, options: dict[str, Any]) -> None:
+        """Set the engine's time for the next call; no time if the noise level is negative or not finite."""
         time, state, start = self._time, merging.state, self._config.start_percent
         sigma, percent = time.sigma(t, options), None
         if not 0 <= sigma < math.inf:  # no picture may depend on how we read a strange level
@@ -214,16 +244,19 @@ class Sampling:
 
 
 def layout_of(model: Any) -> str:
-    """Return the layout that decides a model's strengths, see `tome_core.strength`.
+    """Return a model's layout, "sd", "sdxl" or "transformer", see `tome_core.strength`.
+
+    Args:
+        model: ComfyUI's BaseModel.
 
     Raises:
         TypeError: the object is not a model.
-        ValueError: the model cannot merge.
+        ValueError: the model is of a kind that cannot merge.
     """
     unet = hosting.find_unet(model)
     return hosting.layout_of(unet) if piece_of(unet) is None else hosting.TRANSFORMER
 
 
 def _is_filled(value: Any) -> bool:
-    """Tell whether a value of transformer_options is not empty. A dictionary of empty values is empty."""
+    """Tell whether a value of transformer_options is not empty. A dictionary is empty if all its values are."""
     return any(map(_is_filled, value.values())) if isinstance(value, dict) else bool(value)

@@ -23,19 +23,19 @@ LINE_BREAK = "  \n"
 
 
 def is_new_enough(patcher: Any) -> bool:
-    """Tell whether this ComfyUI has keyed wrappers and a slot for attention functions."""
+    """Tell whether ComfyUI has keyed wrappers on its ModelPatcher and a slot for attention functions."""
     attention = sys.modules.get("comfy.ldm.modules.attention")
     return hasattr(patcher, "remove_wrappers_with_key") and (attention is None or hasattr(attention, "wrap_attn"))
 
 
 def attach(patcher: Any, merging: Any) -> None:
-    """Add the two wrappers of a node to a ModelPatcher without such wrappers."""
+    """Add the two wrappers of a `BranchMerging` to a ModelPatcher in place. Call `detach` first."""
     patcher.add_wrapper_with_key(APPLY_MODEL, KEY, merging.apply_model)
     patcher.add_wrapper_with_key(OUTER_SAMPLE, KEY, merging.outer_sample)
 
 
 def detach(patcher: Any) -> bool:
-    """Take our wrappers off a ModelPatcher. Returns whether it was merging."""
+    """Remove the wrappers and the note of ApplyToMe from a ModelPatcher in place, and return whether it was merging."""
     was_merging = find_attached(patcher) is not None  # a branch that is off may have wrappers for timing
     if NOTE in patcher.model_options:
         patcher.model_options = {name: value for name, value in patcher.model_options.items() if name != NOTE}
@@ -45,14 +45,22 @@ def detach(patcher: Any) -> bool:
 
 
 def find_attached(patcher: Any) -> Any | None:
-    """Return the merging that `attach` added; None if there is none or it is off."""
+    """Return the `BranchMerging` that `attach` added to a ModelPatcher; None if there is none or its node is off."""
     wrappers = getattr(patcher, "wrappers", {}).get(APPLY_MODEL, {}).get(KEY, [])
     merging = getattr(wrappers[-1], "__self__", None) if wrappers else None
     return None if getattr(merging, "config", None) is None else merging
 
 
 def is_compiled_whole(model: Any, options: dict[str, Any]) -> bool | None:
-    """Tell whether the model is compiled as a whole: True; only parts of it: False; not compiled: None."""
+    """Tell how ``torch.compile`` was applied to a diffusion model.
+
+    Args:
+        model: the diffusion model.
+        options: transformer_options, which hold the wrapper of ComfyUI's compile node.
+
+    Returns:
+        True if the model is compiled as a whole; False if parts of it are; None if it is not compiled.
+    """
     wrappers = options.get("wrappers", {}).get(APPLY_MODEL, {}).get(COMPILE_KEY, ())
     held = [cell.cell_contents for wrapper in wrappers for cell in getattr(wrapper, "__closure__", None) or ()]
     inner = getattr(model, "_orig_mod", model)
@@ -62,7 +70,12 @@ def is_compiled_whole(model: Any, options: dict[str, Any]) -> bool | None:
 
 
 def name_in(prompt: Any, node_id: Any) -> str:
-    """Return a node's number and the user's title, such as ``#12:5 second pass``; "" without a number."""
+    """Return a node's id and the user's title for the log, with a space before them: `` #12:5 second pass``.
+
+    Args:
+        prompt: ComfyUI's prompt, the nodes by id. Without a prompt, only the id is returned.
+        node_id: the id; None returns "".
+    """
     if node_id is None:
         return ""
     node = prompt.get(str(node_id)) if isinstance(prompt, dict) else None
@@ -71,7 +84,7 @@ def name_in(prompt: Any, node_id: Any) -> str:
 
 
 def server() -> Any:
-    """Return the server of the page; None outside ComfyUI, where a module `server` may be something else."""
+    """Return ComfyUI's ``PromptServer`` instance; None outside ComfyUI, also if another module is called `server`."""
     return getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
 
 
@@ -80,15 +93,20 @@ def say(text: str, node_id: Any, name: str = "") -> None:
 
     Args:
         text: the lines.
-        node_id: of the node.
-        name: of the node in the log, see `name_in`.
+        node_id: the node's id; None only logs.
+        name: the node's name in the log, see `name_in`.
     """
     logger.info("%s", text.replace("ToMe", f"ToMe{name}", 1).replace("\n", "; "))
     show(text, node_id)
 
 
 def show(text: str, node_id: Any) -> None:
-    """Show a text under a node, and under the subgraphs around it. Never fails, because a queue is running."""
+    """Show a text under a node, and under the subgraphs that contain the node. Never raises an exception.
+
+    Args:
+        text: the lines.
+        node_id: the node's id; None shows nothing.
+    """
     send = getattr(server(), "send_progress_text", None)
     if send is None or node_id is None:
         return
@@ -102,6 +120,6 @@ def show(text: str, node_id: Any) -> None:
 
 
 def gains_file() -> str | None:
-    """Return the path for measured gains in ComfyUI's user directory; None outside ComfyUI."""
+    """Return the path of the file of measured speed-ups, in ComfyUI's user directory; None outside ComfyUI."""
     folder = getattr(sys.modules.get("folder_paths"), "get_user_directory", None)
     return None if folder is None else os.path.join(folder(), "tome_core_gains.json")

@@ -23,7 +23,7 @@ SETTINGS_HELP = "From ToMe Settings: all settings. They replace the strength."
 
 
 def strength_types() -> dict[str, tuple]:
-    """Return ApplyToMe's inputs, without the model."""
+    """Return the types of ApplyToMe's inputs except the model, by name, in the form of ComfyUI's ``INPUT_TYPES``."""
     facts = {"default": STRENGTH, "min": 0.0, "max": 1.0, "step": 0.05, "round": ROUND}
     strength = ("FLOAT", {**facts, "display_name": "strength", "tooltip": STRENGTH_HELP})
     settings = (SETTINGS_TYPE, {"display_name": "settings", "tooltip": SETTINGS_HELP})
@@ -32,19 +32,19 @@ def strength_types() -> dict[str, tuple]:
 
 
 def settings_types() -> dict[str, tuple]:
-    """Return ToMeSettings' inputs."""
+    """Return the types of ToMeSettings' inputs, by name, in the form of ComfyUI's ``INPUT_TYPES``."""
     return {name: _widget(form.field(name)) for name in SETTINGS}
 
 
 def config_of(strength: Any, start: Any, end: Any, settings: Any = None, layout: str = "sd") -> Any:
-    """Return the MergeConfig of ApplyToMe's values; None if it merges nothing.
+    """Return the MergeConfig of ApplyToMe's values; None if these values merge nothing.
 
     Args:
         strength: from 0 to 1.
         start: share of the schedule at which merging starts.
         end: share of the schedule at which merging ends.
-        settings: a MergeConfig in place of the strength.
-        layout: of the model, see `tome_core.strength`.
+        settings: a MergeConfig, used in place of the strength; None for the strength.
+        layout: the model's layout, see `tome_core.strength`.
 
     Raises:
         ValueError: a value is not possible.
@@ -61,6 +61,7 @@ def config_of(strength: Any, start: Any, end: Any, settings: Any = None, layout:
 
 
 def _widget(field: Any) -> tuple:
+    """Return the input type of a field of the engine's form: (type or choices, options of the widget)."""
     facts = {"default": field.default, "display_name": field.label.lower(), "tooltip": field.help}
     if field.advanced:
         facts["advanced"] = True

@@ -25,12 +25,14 @@ FROM_CACHE = "No merge map: the sampler's result came from the cache. Change its
 
 
 class _Node:
+    """The base class of the nodes: their place in ComfyUI's menu and the words of its search."""
+
     CATEGORY = "model/patch/unet"
     SEARCH_ALIASES = ALIASES
 
 
 class ApplyToMe(_Node):
-    """Merges tokens in this branch's samplings."""
+    """The node that returns a model whose samplings merge tokens."""
 
     DISPLAY_NAME = "Apply ToMe (Token Merging)"
     DESCRIPTION = (
@@ -44,7 +46,7 @@ class ApplyToMe(_Node):
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, dict]:
-        """Return the inputs. All but the model are optional in a prompt."""
+        """Return the input types. A prompt may leave out all inputs except the model."""
         model = ("MODEL", {"tooltip": "The model to speed up. Models of other kinds pass through unchanged."})
         return {"required": {"model": model}, "optional": inputs.strength_types(), "hidden": HIDDEN_PROMPT}
 
@@ -52,7 +54,20 @@ class ApplyToMe(_Node):
         self, model: Any, strength: Any = inputs.STRENGTH, start: Any = 0.0, end: Any = 1.0, settings: Any = None,
         unique_id: Any = None, prompt: Any = None, **unknown: Any,
     ) -> tuple[Any]:  # fmt: skip
-        """Return a clone of the model that merges, or an unchanged clone if it cannot. Unknown inputs are ignored."""
+        """Return a clone of the model that merges, in a tuple. The node shows its state as text.
+
+        If the strength is 0, or a value or the model is not supported, the clone does not merge.
+
+        Args:
+            model: ComfyUI's ModelPatcher, which stays unchanged.
+            strength: from 0 to 1; not used if `settings` are given.
+            start: share of the schedule at which merging starts.
+            end: share of the schedule at which merging ends.
+            settings: a MergeConfig from ToMeSettings; None for the strength.
+            unique_id: the node's id.
+            prompt: ComfyUI's prompt, the nodes by id.
+            unknown: other inputs, which are ignored.
+        """
         clone = model.clone()
         if not host.is_new_enough(clone):
             host.say(TOO_OLD, unique_id)
@@ -79,7 +94,7 @@ class ApplyToMe(_Node):
 
 
 class ToMeSettings(_Node):
-    """Provides all settings for an ApplyToMe."""
+    """The node that provides all settings for an ApplyToMe."""
 
     DISPLAY_NAME = "ToMe Settings (Token Merging)"
     DESCRIPTION = (
@@ -92,11 +107,11 @@ class ToMeSettings(_Node):
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, dict]:
-        """Return the inputs, generated from the engine's settings. All are optional in a prompt."""
+        """Return the input types, generated from the engine's form. A prompt may leave out all inputs."""
         return {"required": {}, "optional": inputs.settings_types(), "hidden": HIDDEN_PROMPT}
 
     def settings(self, unique_id: Any = None, prompt: Any = None, **values: Any) -> tuple[Any]:
-        """Return the settings without impossible values, which the node reports."""
+        """Return a MergeConfig of the possible values, in a tuple. The node shows the values that are not possible."""
         config, left_out = inputs.form.settle(values)
         dropped = _list_dropped(self, prompt, unique_id)
         if left_out or dropped:
@@ -106,7 +121,7 @@ class ToMeSettings(_Node):
 
 
 class RemoveToMe(_Node):
-    """Takes ApplyToMe's merging off a branch."""
+    """The node that returns a model without ApplyToMe's merging."""
 
     DISPLAY_NAME = "Remove ToMe (Token Merging)"
     DESCRIPTION = "Removes Apply ToMe from the model, for the samplers after this node. All other patches stay."
@@ -116,12 +131,12 @@ class RemoveToMe(_Node):
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, dict]:
-        """Return the inputs."""
+        """Return the input types."""
         model = ("MODEL", {"tooltip": "A model that went through Apply ToMe; other models pass unchanged."})
         return {"required": {"model": model}, "hidden": HIDDEN}
 
     def remove(self, model: Any, unique_id: Any = None) -> tuple[Any]:
-        """Return a clone of the model without ApplyToMe's merging."""
+        """Return a clone of the model without ApplyToMe's merging, in a tuple. The model itself stays unchanged."""
         clone = model.clone()
         removed = host.detach(clone)
         text = "ToMe was removed." if removed else "There was no Apply ToMe on this model."
@@ -130,7 +145,7 @@ class RemoveToMe(_Node):
 
 
 class ToMePreview(_Node):
-    """Shows which tokens merged, and the report."""
+    """The node that shows which tokens merged in the latest sampling, and the report on this sampling."""
 
     DISPLAY_NAME = "ToMe Preview (Token Merging)"
     DESCRIPTION = (
@@ -150,7 +165,7 @@ class ToMePreview(_Node):
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, dict]:
-        """Return the inputs: a model, and the result of a sampling, for which the preview waits."""
+        """Return the input types: a model, and the result of a sampling, for which the preview waits."""
         model = ("MODEL", {"tooltip": "The model as it went into the sampler."})
         image = ("IMAGE", {"tooltip": "The decoded pictures. The preview is drawn over them."})
         rough = "The sampler's result. The preview is drawn over a rough picture of it; an image looks better."
@@ -160,7 +175,18 @@ class ToMePreview(_Node):
     def preview(
         self, model: Any, image: torch.Tensor | None = None, latent: dict | None = None, unique_id: Any = None
     ) -> dict[str, Any]:
-        """Return pictures ``[B, H, W * levels, 3]`` and the report as text. The host's history gets it as JSON."""
+        """Draw the groups of merged tokens over the pictures, and return them with the report.
+
+        Args:
+            model: ComfyUI's ModelPatcher that went into the sampler.
+            image: the decoded pictures ``[B, H, W, 3]``.
+            latent: ComfyUI's dict with latents in "samples"; used if there is no image.
+            unique_id: the node's id.
+
+        Returns:
+            ComfyUI's dict of a node's output. "result" has pictures ``[B, H, W * levels, 3]`` and the report as text.
+            "ui" has the report as text and as JSON values. Without maps, the pictures stay, with a title that says why.
+        """
         pictures = _background(model, image, latent)
         merging = host.find_attached(model)
         latest = None if merging is None else merging.latest
@@ -179,13 +205,14 @@ class ToMePreview(_Node):
 
 
 def _list_dropped(node: Any, prompt: Any, unique_id: Any) -> list[str]:
-    """Return a line on inputs in the prompt that this version's node does not have."""
+    """Return a line that names the node's inputs in the prompt that this version does not have; [] if it has all."""
     types, entry = node.INPUT_TYPES(), prompt.get(str(unique_id)) if isinstance(prompt, dict) else None
     unknown = sorted(set(entry["inputs"]) - {*types["required"], *types["optional"]}) if entry else []
     return [f"this version of the node does not know: {', '.join(unknown)}"] if unknown else []
 
 
 def _background(model: Any, image: torch.Tensor | None, latent: dict | None) -> torch.Tensor:
+    """Return pictures ``[B, H, W, 3]`` on the CPU: the image, else a rough picture of the latent, else a grey one."""
     if image is not None:
         return image.detach().float().cpu()[..., :3]
     if latent is not None:
@@ -194,7 +221,13 @@ def _background(model: Any, image: torch.Tensor | None, latent: dict | None) -> 
 
 
 def _panels(pixels: torch.Tensor, row: int, maps: dict[int, tuple[int, Any]]) -> torch.Tensor:
-    """Draw a picture's panels. `row` counts from the end, because a call's batch ends with the positive prompt."""
+    """Draw a picture once for each level, and return the panels next to each other, ``[H, W * levels, 3]``.
+
+    Args:
+        pixels: the picture ``[H, W, 3]``.
+        row: the picture's row of each map. It is negative, because a call's batch ends with the positive prompt.
+        maps: see `branch.Outcome`.
+    """
     panels = []
     for level, (downsample, merge_map) in maps.items():
         group = merge_map.group[max(row, -len(merge_map.group))]

@@ -12,13 +12,13 @@ _BORDER = 0.7  # brightness of the border between two groups
 
 
 def panel(picture: torch.Tensor, grid: Any, group: torch.Tensor, title: str) -> torch.Tensor:
-    """Draw each group in its mean colour; unmerged tokens keep the picture.
+    """Return a copy of a picture with each group of merged tokens in its mean colour. Other tokens stay.
 
     Args:
-        picture: ``[H, W, 3]``.
+        picture: ``[H, W, 3]``, on the CPU.
         grid: (height, width) in tokens.
-        group: int64 ``[N]``, the group of each token.
-        title: text in the upper left corner.
+        group: int64 ``[height * width]``, the number of each token's group.
+        title: text for the upper left corner.
     """
     height, width = picture.shape[:2]
     tokens = group.reshape(1, 1, *grid).double()  # double: nearest keeps whole numbers whole
@@ -34,7 +34,7 @@ def panel(picture: torch.Tensor, grid: Any, group: torch.Tensor, title: str) -> 
 
 
 def add_title(picture: torch.Tensor, title: str) -> torch.Tensor:
-    """Draw a text into the picture's upper left corner."""
+    """Return a copy of a picture ``[H, W, 3]`` with a text in its upper left corner. The picture is on the CPU."""
     from PIL import Image, ImageDraw
 
     image = Image.fromarray((picture.clamp(0, 1) * 255).round().to(torch.uint8).numpy())
@@ -48,7 +48,12 @@ def add_title(picture: torch.Tensor, title: str) -> torch.Tensor:
 
 
 def from_latent(samples: torch.Tensor, latent_format: Any) -> torch.Tensor:
-    """Return a rough picture ``[B, H, W, 3]`` of latents ``[B, C, h, w]``; grey if their format has no RGB factors."""
+    """Return rough pictures ``[B, 8 * h, 8 * w, 3]`` of latents, on the CPU.
+
+    Args:
+        samples: latents ``[B, C, h, w]``, or ``[B, C, frames, h, w]``, of which the first frame is used.
+        latent_format: ComfyUI's format of the model's latents. If it has no RGB factors, the pictures are grey.
+    """
     samples = samples.detach().float().cpu()
     if samples.dim() == 5:  # video: its first frame
         samples = samples[:, :, 0]

@@ -15,18 +15,21 @@ _PURE_NOISE = 1e6  # sigma relative to the picture, in place of infinity at pure
 
 
 class HostSampling:
-    """The noise levels of one sampling.
+    """The steps of one ComfyUI sampling, and the noise level of each model call.
 
-    The levels are read once, at the first call. A known sampler's reports give the level of the next calls; the middle
-    calls of a second-order sampler count as the step's end. With other samplers, each call waits for its level.
+    The levels of all steps are read once, at the first call. A known sampler reports its steps, which gives the level
+    of each call; the middle calls of a second-order sampler count as the step's end. With any other sampler, each call
+    reads its level, which waits for the device.
 
     Args:
-        sampler: of ``outer_sample``.
-        sigmas: of ``outer_sample``.
-        noise: of ``outer_sample``.
+        sampler: ComfyUI's sampler; None outside a sampling.
+        sigmas: the noise levels of the sampling, one more than steps.
+        noise: the noise ``[B, ...]`` that is added to the latents.
 
     Attributes:
-        stopped: the sampling ended by an exception.
+        timed_steps: the engine's `Steps`.
+        sampler: the name of the sampler's function; "" if it is not known.
+        stopped: an exception ended the sampling. The caller sets it.
     """
 
     def __init__(self, sampler: Any = None, sigmas: Any = None, noise: Any = None) -> None:
@@ -42,12 +45,12 @@ class HostSampling:
 
     @property
     def steps(self) -> dict[str, int]:
-        """Numbers of steps: reported as done, planned (0 if not known), and computed by the model."""
+        """The numbers of steps: "steps" reported as done, "steps_planned" (0 if not known), and "steps_computed"."""
         return {"steps": self.timed_steps.done, "steps_planned": self._planned, "steps_computed": len(self._computed)}
 
     @property
     def text(self) -> str:
-        """The steps as text: ``20 steps``, ``12 of 20 steps``, ``20 steps, 13 of them computed``; "" if not known."""
+        """The numbers of steps as text: ``20 steps``, ``12 of 20 steps``, ``20 steps, 13 of them computed``, or ""."""
         done, planned, computed = self.steps.values()
         count = hosting.count(planned, "step")
         if self.stopped and done < planned:
@@ -56,12 +59,12 @@ class HostSampling:
         return f"{count}, {computed} of them computed" if is_part else count if planned else ""
 
     def note_call(self, options: dict[str, Any]) -> None:
-        """Count a finished call of the model, unless EasyCache skipped it."""
+        """Count the current step as computed, after a call of the model that EasyCache did not skip."""
         if not is_left_out(options):
             self._computed.add(self.timed_steps.done)
 
     def sigma(self, t: Any, options: dict[str, Any]) -> float:
-        """Return the noise level of a model call.
+        """Return the noise level of a call, on the scale of `t`. Waits for the device if the sampler is not known.
 
         Args:
             t: the call's sigmas ``[B]``.
@@ -72,13 +75,20 @@ class HostSampling:
         return float(t.reshape(-1)[0]) if torch.is_tensor(t) else float(t)
 
     def pictures_in(self, x: Any, options: dict[str, Any]) -> int | None:
-        """Return the number of pictures if a call holds all conditions of each picture; else None."""
+        """Return how many pictures are made, if the latents `x` hold all conditions of each picture; else None."""
         conditions = options.get("cond_or_uncond")
         whole = conditions is not None and torch.is_tensor(x) and self._pictures is not None
         return self._pictures if whole and len(x) == len(conditions) * self._pictures else None
 
     def is_between(self, start: float, end: float, sigma: float, model_sampling: Any) -> bool:
-        """Tell whether a noise level is between two percents (inclusive), by ComfyUI's ``percent_to_sigma``."""
+        """Tell whether a noise level is between two shares of the schedule, by ComfyUI's ``percent_to_sigma``.
+
+        Args:
+            start: from 0 to 1, included.
+            end: from 0 to 1, included.
+            sigma: the noise level.
+            model_sampling: ComfyUI's object ``model_sampling`` of the model.
+        """
         key = id(model_sampling), start, end
         if key not in self._known:
             self._known[key] = [model_sampling.percent_to_sigma(percent) for percent in (start, end)]
@@ -86,7 +96,11 @@ class HostSampling:
         return last <= sigma <= first
 
     def timesteps(self, model_sampling: Any, options: dict[str, Any], flows: bool = False) -> tuple[float, ...] | None:
-        """Return the timesteps of all steps; None if they are not known, or if another sampling began the picture."""
+        """Return the timesteps of all steps, see `timestep_of`.
+
+        Returns:
+            None if the sampler is not known, or if another sampling began the picture.
+        """
         key = id(model_sampling), flows
         if key not in self._known:
             levels = [] if self._continues else self._levels_in(options)
@@ -94,7 +108,7 @@ class HostSampling:
         return self._known[key]
 
     def _levels_in(self, options: dict[str, Any]) -> list[float]:
-        """Return the levels of all steps, from the list that reached the sampler; empty if the sampler is not known."""
+        """Return the noise level of each step, read once from the sampler's list; [] if the sampler is not known."""
         listed, heard = options.get("sample_sigmas", self._sigmas), self.timed_steps
         if heard.follows and not heard.times and torch.is_tensor(listed):
             self._sigmas, heard.times = listed, listed.tolist()[:-1]
@@ -103,13 +117,13 @@ class HostSampling:
 
 
 def is_left_out(options: dict[str, Any]) -> bool:
-    """Tell whether EasyCache skipped the model in the call with these transformer_options."""
+    """Tell whether ComfyUI's EasyCache skipped the model in the call with these transformer_options."""
     cache = options.get("easycache")  # LazyCache uses this key too, but skips before the model is called
     return getattr(cache, "name", "") == "EasyCache" and getattr(cache, "skip_current_step", False)
 
 
 def is_flow(model_sampling: Any) -> bool:
-    """Tell whether this is a flow model's sampling, whose levels are shares of noise from 0 to 1."""
+    """Tell whether ``model_sampling`` is of a flow model, whose noise levels are shares of noise from 0 to 1."""
     return hosting.is_kind(model_sampling, "CONST")
 
 

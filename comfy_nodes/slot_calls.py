@@ -1,7 +1,7 @@
 """ComfyUI's slot for a function that replaces its attention, and the attention calls that arrive there.
 
-ComfyUI calls ``transformer_options["optimized_attention_override"]`` in place of its attention function, which is the
-first argument. If another node has put a function there, ours calls it.
+The slot is ``transformer_options["optimized_attention_override"]``. ComfyUI calls a function there in place of its own
+attention function, which becomes the first argument. If another node has put a function there, ours calls it.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ _UNBIASED = frozenset({"attention_flash", "attention_sub_quad"})
 
 
 class OtherNodesCall(NamedTuple):
-    """A call of another node's function in the slot.
+    """A function with the arguments of ComfyUI's attention, which another node's function in the slot computes.
 
     Args:
         override: the other node's function.
-        function: ComfyUI's attention function, its first argument.
+        function: ComfyUI's attention function, the first argument of `override`.
     """
 
     override: Callable
     function: Callable
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Compute the attention as the other node does."""
+        """Return the attention's output, as the other node's function computes it."""
         return self.override(self.function, *args, **kwargs)
 
 
 class HostCall(hosting.HeadsCall):
-    """One call of a ComfyUI attention function."""
+    """One call of a ComfyUI attention function, or of an `OtherNodesCall`."""
 
     def takes_bias(self) -> bool | None:
-        """Tell whether the function accepts a bias, see the base class."""
+        """Tell whether the function adds a bias to the logits; None if the function computes no attention."""
         takes = super().takes_bias()
         return takes and not any(getattr(part, "__name__", "") in _UNBIASED for part in _parts(self._function))
 
 
 def other_names_in_slot(options: dict[str, Any]) -> str:
-    """Return the names of another node's functions in the slot, because they change how long a call takes."""
+    """Return the names of another node's functions in the slot, separated by spaces; "" if there is none."""
     parts = _parts(OtherNodesCall(options.get(SLOT), None))
     return " ".join(hosting.full_name(part) for part in parts if callable(part))
 
 
 def _parts(function: Any) -> tuple[Any, ...]:
-    """Return all functions that may compute a call: another node's, those in its closure, and ComfyUI's."""
+    """Return the parts of a function. Those of an `OtherNodesCall` include the values in the override's closure."""
     if not isinstance(function, OtherNodesCall):
         return (function,)
     held = (cell.cell_contents for cell in getattr(function.override, "__closure__", None) or ())

@@ -1,4 +1,4 @@
-"""Our function in ComfyUI's attention slot, in eager code and in a compiled graph, during one call of the model.
+"""The function that merges, put into ComfyUI's attention slot during one call of the model, eager or compiled.
 
 The graph of a compiled UNet calls the engine's operator, which calls our function when the graph runs. The guards of
 ComfyUI's graphs ignore transformer_options, so a keyword of the model's forward distinguishes graphs that merge.
@@ -24,9 +24,9 @@ class _Now(threading.local):
     """The current call of a model in this thread.
 
     Attributes:
-        ask: computes its attentions.
-        beneath: another node's function that was in the slot.
-        options: its transformer_options.
+        ask: computes the call's attentions; None outside a call.
+        beneath: another node's function that was in the slot, if any.
+        options: the call's transformer_options.
     """
 
     ask: Ask | None = None
@@ -34,7 +34,11 @@ class _Now(threading.local):
     options: dict[str, Any] = {}  # noqa: RUF012 (never changed)
 
     def answers(self, whole: bool, q: Any, k: Any, v: Any, mask: Any, by_head: bool, scale: Any, *rest: Any) -> Any:
-        """Compute a graph's attention ``[B, S, H, d]``. The last argument is the text from `_attention`."""
+        """Return the output of an attention in a compiled graph. The engine's operator ``attend`` calls this.
+
+        Queries, keys, values and the output are ``[B, S, H, d]``. The last of `rest` is the text that `_attention`
+        wrote. It identifies the host's function and the block. `whole` and `by_head` are not used.
+        """
         place, kind, number, index, precision = rest[-1].split()
         options = {**self.options, "block": (kind, int(number)), "block_index": int(index)}
         more = {"scale": scale, "attn_precision": torch.float32 if precision != "None" else None}
@@ -50,7 +54,14 @@ _number = hosting.number_of(_now)
 
 
 def call(run: Callable, options: dict[str, Any], ask: Ask, **more: Any) -> Any:
-    """Call the model by ``run(transformer_options, **more)`` while ``ask`` computes its attentions."""
+    """Call the model while ``ask`` computes its attentions, and return the model's output.
+
+    Args:
+        run: calls the model, as ``run(transformer_options, **more)``.
+        options: the transformer_options, which stay unchanged.
+        ask: computes each attention that arrives in the slot.
+        more: further keywords of `run`.
+    """
     before = _now.ask, _now.beneath, _now.options
     if options.get(SLOT) is not _attention:  # otherwise the model is called inside its own call
         _now.beneath = options.get(SLOT)
@@ -62,6 +73,7 @@ def call(run: Callable, options: dict[str, Any], ask: Ask, **more: Any) -> Any:
 
 
 def _attention(function, q, k, v, heads, mask=None, attn_precision=None, **more):
+    """Return an attention's output in ComfyUI's form. ComfyUI calls this with its own function and its arguments."""
     options = more.get("transformer_options") or _now.options
     if torch.compiler.is_compiling() and hosting.is_tracing():
         call, block = HostCall(function, q, k, v, heads, mask, **more), options.get("block", ("none", 0))
@@ -75,6 +87,7 @@ def _attention(function, q, k, v, heads, mask=None, attn_precision=None, **more)
 
 @hosting.when_traced
 def _place_of(function: Callable) -> int:
+    """Return a function's index in `_functions`, to which a new function is added."""
     if function not in _functions:
         _functions.append(function)
     return _functions.index(function)

@@ -28,7 +28,7 @@ _NO_GRID = "the latent has no grid that is known"
 
 
 class TransformerMerging:
-    """A transformer in one sampling. It has the arguments and attributes of `unets.UnetMerging`."""
+    """The merging of a transformer in one sampling. Arguments, attributes and errors are those of `UnetMerging`."""
 
     flows, is_compiled = True, False
 
@@ -39,7 +39,13 @@ class TransformerMerging:
 
     @contextmanager
     def answering(self, call: Any, latent: torch.Tensor, options: dict[str, Any]) -> Iterator[slot_function.Ask]:
-        """Yield the function that computes the attentions of one call of the model."""
+        """Yield the function that computes the attentions of one call of the model.
+
+        Args:
+            call: the record that the engine's `State.begin` returned.
+            latent: the call's latents ``[B, C, (frames,) H, W]``.
+            options: the call's transformer_options.
+        """
         grid = grid_of(self._model, latent)
 
         def ask(attention: slot_calls.HostCall, facts: dict[str, Any]) -> torch.Tensor:
@@ -51,7 +57,7 @@ class TransformerMerging:
 
 
 def piece_of(model: Any) -> tuple[int, int, int] | None:
-    """Return a token's frames, height and width in latent cells; None for a model without a patch size."""
+    """Return a token's (frames, height, width) in latent cells; None for a UNet, which has no patch size."""
     patch = getattr(model, "patch_size", None)
     if patch is None and hasattr(model, "patch_spatial"):
         patch = (getattr(model, "patch_temporal", 1), model.patch_spatial, model.patch_spatial)
@@ -65,7 +71,12 @@ def piece_of(model: Any) -> tuple[int, int, int] | None:
 
 
 def grid_of(model: Any, latent: Any) -> Any | None:
-    """Return the grid of a latent's tokens, padded to whole tokens; None if it is not known."""
+    """Return the `Grid` of a latent's tokens, padded to whole tokens; None if the grid is not known.
+
+    Args:
+        model: the transformer.
+        latent: ``[B, C, (frames,) H, W]``.
+    """
     patch = piece_of(model)
     if patch is None or not torch.is_tensor(latent) or latent.dim() not in (4, 5):
         return None
@@ -75,16 +86,13 @@ def grid_of(model: Any, latent: Any) -> Any | None:
 
 
 def where_tokens_lie(model: Any, grid: Any, tokens: int, options: dict) -> Any | str:
-    """Return the layout of a sequence.
+    """Return the `Layout` of the picture's tokens in a sequence, or the reason why their place is not known.
 
     Args:
         model: the transformer.
-        grid: of the picture's tokens.
+        grid: the `Grid` of the picture's tokens.
         tokens: length of the sequence.
         options: transformer_options of the call.
-
-    Returns:
-        The layout, or a reason if it is not known.
     """
     names = {kind.__name__ for kind in type(model).__mro__}
     if names & _REFINE_TEXT and not options.get("block_type"):

@@ -18,21 +18,21 @@ _OTHER_KEYS = "queries and keys are not of the same tokens"
 
 
 class UnetMerging:
-    """A UNet in one sampling.
+    """The merging of a UNet in one sampling.
 
     Args:
         unet: the UNet.
         config: the settings.
-        options: transformer_options.
+        options: transformer_options of the first call.
 
     Attributes:
-        state: the engine's state.
+        state: the engine's `State`.
         is_compiled: see `host.is_compiled_whole`.
-        flows: the model is a flow model.
+        flows: True if the timesteps of a flow model are 1000 times sigma, as in transformers; False in UNets.
 
     Raises:
-        UnsupportedModelError: the UNet cannot merge.
-        TypeError: it is not a model.
+        UnsupportedModelError: the UNet cannot merge, or is compiled in a way that cannot merge.
+        TypeError: `unet` is not a model.
     """
 
     flows = False
@@ -52,7 +52,15 @@ class UnetMerging:
 
     @contextmanager
     def answering(self, call: Any, latent: torch.Tensor, options: dict[str, Any]) -> Iterator[slot_function.Ask]:
-        """Yield the function that computes the attentions of one call. Attentions that never ask are counted."""
+        """Yield the function that computes the attentions of one call of the model.
+
+        At the end, self-attentions that did not reach the function are counted in the report as not merged.
+
+        Args:
+            call: the record that the engine's `State.begin` returned.
+            latent: the call's latents ``[B, C, H, W]``.
+            options: the call's transformer_options.
+        """
         missing, seen, before = Counter(self._levels.values()), [], None
 
         def ask(attention: slot_calls.HostCall, facts: dict[str, Any]) -> torch.Tensor:
@@ -80,11 +88,12 @@ class UnetMerging:
                     self.state.leave_alone(level, hosting.REPLACED, len(latent), tokens, tokens)
 
     def _sides(self, latent: torch.Tensor, level: int) -> list[int]:
+        """Return the height and width of a level in tokens."""
         return [-(-side // self._downsamples[level]) for side in latent.shape[-2:]]
 
 
 def _options_of(path: str) -> tuple[tuple[str, int], int]:
-    """Convert ``input_blocks.1.1.transformer_blocks.0`` to ``("input", 1), 0``, as transformer_options identify it."""
+    """Convert the path ``input_blocks.1.1.transformer_blocks.0`` to transformer_options' ``("input", 1), 0``."""
     stage, number, *_, index = path.split(".")
     kind = stage.partition("_")[0]
     return (kind, 0 if kind == "middle" else int(number)), int(index)

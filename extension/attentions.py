@@ -26,38 +26,41 @@ _OF_THE_FORGES = ("attention_function", "optimized_attention", "optimized_attent
 
 
 class _Hijacked(hosting.ForwardOnStandIn):
-    """An A1111 forward. Hypernetworks change the tokens before the projections of keys and values."""
+    """The description of an A1111 attention, whose hypernetworks change the tokens of keys and values."""
 
     def keys_and_values(
         self, module: nn.Module, keys: torch.Tensor, values: torch.Tensor, kwargs: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute keys and values through the loaded hypernetworks. In A1111 both come from the same tokens."""
+        """Return keys and values, computed through the loaded hypernetworks, both from the tokens `keys`."""
         return super().keys_and_values(module, *host.through_hypernetworks(keys), kwargs)
 
     def attend(
         self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: None, kwargs: dict[str, Any]
     ) -> torch.Tensor:
-        """Call the current forward on given queries, keys and values. No hypernetwork fits a context of one channel."""
+        """Return the output of the class's current ``forward`` on given queries, keys and values, without a bias.
+
+        The context has one channel, which fits no hypernetwork. So none is applied twice.
+        """
         return type(module).forward(hosting.StandIn(module, q, k, v), q, context=k[..., :1])
 
 
 class _ForgeCall(hosting.HeadsCall):
-    """A call of a Forge attention function. Some mistreat a bias: they expect a square mask, or slice it by queries."""
+    """A call of a Forge attention function. It gets no bias, because some functions mistreat one that is not square."""
 
     def takes_bias(self) -> bool | None:
-        """Return False: no bias is given; None if the function is no attention."""
+        """Return False, so that no bias is given; None if the function computes no attention."""
         return None if super().takes_bias() is None else False
 
 
 def _beneath_idle_hypertile(module: nn.Module, wrapper: Any) -> Any:
-    """Return the forward under an idle HyperTile wrapper, which A1111 leaves on every attention; else None."""
+    """Return the ``forward`` below a HyperTile wrapper that is off; None if the wrapper is on or of another kind."""
     params = vars(module).get(host.HYPERTILE)
     is_idle = params is not None and not params.enabled and getattr(wrapper, "__wrapped__", None) is params.forward
     return params.forward if is_idle else None
 
 
 def describe() -> None:
-    """Register all descriptions. Those of other webuis are never used."""
+    """Register the attentions of all webuis at the engine. May be called again."""
     for forward, by_attribute in _BY_HAND.items():
         hosting.register(forward, _Hijacked(by_attribute))
     for name in _OF_THE_FORGES:

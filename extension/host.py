@@ -31,7 +31,7 @@ STAND_INS = (_BUILT_IN, sdnext.INIT_HIRES)  # methods of a job that we may repla
 
 
 def set_up_console(name: str) -> None:
-    """Show our log messages from INFO up, because the webui may hide those below warnings. May be called again."""
+    """Print the messages of the logger `name` from INFO up, also if the webui hides INFO. May be called again."""
     ours, handler = logging.getLogger(name), logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("ToMe: %(message)s"))
     ours.handlers, ours.propagate = [handler], False
@@ -39,7 +39,7 @@ def set_up_console(name: str) -> None:
 
 
 def listen(**callbacks: Callable) -> None:
-    """Register callbacks: ``cfg_denoiser=f`` calls ``script_callbacks.on_cfg_denoiser(f)`` if the webui has it."""
+    """Register callbacks: ``cfg_denoiser=f`` calls ``script_callbacks.on_cfg_denoiser(f)`` if the webui has this."""
     for name, function in callbacks.items():
         register = getattr(script_callbacks, f"on_{name}", None)
         if register is not None:
@@ -47,7 +47,7 @@ def listen(**callbacks: Callable) -> None:
 
 
 def option(key: str, default: Any) -> Any:
-    """Return a saved setting; the default if the settings were never built (API without user interface)."""
+    """Return a saved setting of the webui; the default if the setting is None or the settings were not built."""
     value = getattr(getattr(shared, "opts", None), key, default)
     return default if value is None else value
 
@@ -58,12 +58,12 @@ def add_option(
     """Add a setting to the settings tab.
 
     Args:
-        key: of the setting.
-        default: its default.
-        label: of its control.
+        key: the setting's key.
+        default: the setting's default.
+        label: the control's label.
         help: shown next to the label.
-        arguments: of a radio or slider; empty for the control that fits the default.
-        section: of the tab.
+        arguments: gradio arguments of a radio (with "choices") or a slider; empty for the default's usual control.
+        section: the tab's section, as (id, title).
     """
     import gradio
 
@@ -75,14 +75,22 @@ def add_option(
 
 
 def running_unet(p: Any) -> Any:
-    """Return the UNet that samples now, in any of the webuis."""
+    """Return the UNet that a job samples with, in any of the webuis.
+
+    Args:
+        p: the webui's job object; None for the loaded model.
+
+    Raises:
+        TypeError: there is no model.
+        ValueError: the model is of another kind.
+    """
     model = _running_model(p)
     objects = getattr(model, "forge_objects", None)
     return find_unet(model if objects is None else objects.unet.model)
 
 
 def loaded_unet() -> Any | None:
-    """Return the UNet of the loaded model; None if there is no model, or an unknown kind."""
+    """Return the UNet of the loaded model; None if no model is loaded or its kind is not known. Loads no model."""
     data = getattr(sys.modules.get("modules.sd_models"), "model_data", None)
     if data is not None and data.sd_model is None:  # reading the webui's model would load it
         return None
@@ -93,7 +101,11 @@ def loaded_unet() -> Any | None:
 
 
 def layout(unet: Any = None) -> str:
-    """Return the layout of a UNet, or of the loaded model, see `tome_core.strength`; SD's if it is not known."""
+    """Return a model's layout, see `tome_core.strength`; "sd" if it is not known.
+
+    Args:
+        unet: the model's UNet; None for the loaded model's.
+    """
     try:
         return layout_of(loaded_unet() if unet is None else unet)
     except (TypeError, ValueError):
@@ -101,7 +113,9 @@ def layout(unet: Any = None) -> str:
 
 
 def run_as_job(function: Callable[[], Any]) -> Any:
-    """Run a function as the webui runs a job, alone and on its thread, and return the result.
+    """Run a function as the webui runs a job, and return the function's result or raise its exception.
+
+    The function runs alone, on the webui's thread for jobs, with the model on the device and the webui's autocast.
 
     Raises:
         RuntimeError: a job is in progress.
@@ -126,6 +140,7 @@ def run_as_job(function: Callable[[], Any]) -> Any:
 
 
 def _in_its_place(function: Callable[[], Any]) -> Any:
+    """Return a function's result, computed with the model on the device and in the webui's autocast."""
     names = ("backend.memory_management", "ldm_patched.modules.model_management")  # Forge's, reForge's
     memory = next((sys.modules[name] for name in names if name in sys.modules), None)
     objects = getattr(shared.sd_model, "forge_objects", None)
@@ -136,17 +151,18 @@ def _in_its_place(function: Callable[[], Any]) -> Any:
 
 
 def _running_model(p: Any) -> Any:
+    """Return the model of a job; the loaded model if the job has none, or has a diffusers pipeline."""
     model = getattr(p, "sd_model", None)
     return shared.sd_model if model is None or sdnext.is_pipeline(model) else model
 
 
 def running_pipeline(p: Any) -> sdnext.RunningPipeline | None:
-    """Return SD.Next's current pipeline; None in the other webuis."""
+    """Return an object that always gives the parts of SD.Next's current pipeline; None in the other webuis."""
     return sdnext.RunningPipeline(lambda: shared.sd_model) if sdnext.is_pipeline(_running_model(p)) else None
 
 
 def reason_to_step_aside(hires: bool) -> str | None:
-    """Return why a pass must not merge; None if it may."""
+    """Return why the first pass, or the hires pass, must not merge; None if it may."""
     if getattr(sys.modules.get("modules.sd_unet"), "current_unet", None) is not None:
         return "an SdUnet (such as TensorRT) computes in place of the UNet's own blocks"
     if option("hypertile_enable_unet", False) or (hires and option("hypertile_enable_unet_secondpass", False)):
@@ -155,13 +171,17 @@ def reason_to_step_aside(hires: bool) -> str | None:
 
 
 def reason_of_unet(unet: nn.Module) -> str | None:
-    """Return why a UNet must not merge; None if it may. HyperTile of a hires pass stays on until the job's end."""
+    """Return why a UNet must not merge now: HyperTile is on, perhaps left by a hires pass. None if it may merge."""
     tiles = (vars(module).get(HYPERTILE) for module in unet.modules())
     return sdnext.TILED if any(getattr(params, "enabled", False) for params in tiles) else None
 
 
 def read_time(params: Any) -> dict[str, float]:
-    """Return the step's time as ``{"sigma": ...}`` or ``{"timestep": ...}``. Waits for a GPU that has the value."""
+    """Return the current step's time as ``{"sigma": ...}`` or ``{"timestep": ...}``. Waits for the device.
+
+    Args:
+        params: the webui's ``CFGDenoiserParams``.
+    """
     value = max(0.0, float(params.sigma.reshape(-1)[0]))  # UniPC's last may be slightly negative
     denoiser = getattr(params, "denoiser", None)
     # DDIM, PLMS and UniPC use timesteps, which Forge has converted to sigmas here
@@ -170,7 +190,12 @@ def read_time(params: Any) -> dict[str, float]:
 
 
 def beside(p: Any, params: Any) -> list[Any]:
-    """Return conditions on which a call's time depends: shapes of the texts, and names of other patches."""
+    """Return conditions on which the duration of a model call depends: shapes of the texts, and names of other patches.
+
+    Args:
+        p: the webui's job object.
+        params: the webui's ``CFGDenoiserParams``.
+    """
     texts = (getattr(params, name, None) for name in ("text_cond", "text_uncond"))
     tensors = (text.get("crossattn") if isinstance(text, dict) else text for text in texts)
     shapes = [getattr(tensor, "shape", None) for tensor in tensors]
@@ -180,6 +205,7 @@ def beside(p: Any, params: Any) -> list[Any]:
 
 
 def _patcher(p: Any) -> Any:
+    """Return the UNet's ModelPatcher of a job in the Forges; None in the other webuis."""
     return getattr(getattr(_running_model(p), "forge_objects", None), "unet", None)
 
 
@@ -189,7 +215,7 @@ def is_stopped() -> bool:
 
 
 def relative(p: Any, time: dict[str, float]) -> dict[str, float]:
-    """Convert a time's sigma to data of unit variance, which A1111 always assumes."""
+    """Return a time of `read_time` with its sigma relative to pictures of unit variance. A timestep stays."""
     model = getattr(_patcher(p), "model", None)
     prediction = getattr(model, "predictor", None) or getattr(model, "model_sampling", None)
     data = getattr(prediction, "sigma_data", 1.0)
@@ -197,14 +223,14 @@ def relative(p: Any, time: dict[str, float]) -> dict[str, float]:
 
 
 def through_hypernetworks(tokens: Any) -> tuple[Any, Any]:
-    """Apply the loaded hypernetworks to tokens ``[B, N, C]``. Returns the inputs of the key and value projections."""
+    """Return tokens ``[B, N, C]`` as the loaded hypernetworks change them, for the keys and for the values."""
     known = sys.modules.get("modules.hypernetworks.hypernetwork")
     loaded = getattr(shared, "loaded_hypernetworks", None)
     return known.apply_hypernetworks(loaded, tokens) if known is not None and loaded else (tokens, tokens)
 
 
 def gains_file() -> str | None:
-    """Return the path for measured gains in the webui's cache folder; None if the webui has no such folder."""
+    """Return the path of the file of measured speed-ups, in the webui's cache folder; None without a folder."""
     data = getattr(sys.modules.get("modules.paths_internal"), "data_path", None)
     if data is None:
         return None
@@ -212,25 +238,33 @@ def gains_file() -> str | None:
 
 
 def autocast() -> AbstractContextManager:
-    """Return the autocast context in which the webui samples."""
+    """Return the autocast context in which the webui samples; an empty context if the webui has none."""
     devices = sys.modules.get("modules.devices")
     context = getattr(devices, "without_autocast" if getattr(devices, "unet_needs_upcast", False) else "autocast", None)
     return nullcontext() if context is None else context()
 
 
 def has_hires(p: Any) -> bool:
-    """Tell whether the job has a hires pass."""
+    """Tell whether a job `p` has a hires pass, the second pass of Hires. fix."""
     return bool(getattr(p, "enable_hr", False))
 
 
 def size_of(p: Any, hires: bool) -> tuple[int, int]:
-    """Return the width and height of a pass in pixels; 0 if not known."""
+    """Return the (width, height) of a job's first pass, or of its hires pass, in pixels; 0 if not known."""
     names = ("hr_upscale_to_x", "hr_upscale_to_y") if hires else ("width", "height")
     return tuple(int(getattr(p, name, 0) or 0) for name in names)
 
 
 def hires_size(width: int, height: int, scale: float, resize_x: int, resize_y: int) -> tuple[int, int]:
-    """Return the size of the hires pass that the webui computes from the controls of Hires. fix."""
+    """Return the (width, height) in pixels that the webui computes for the hires pass.
+
+    Args:
+        width: of the first pass.
+        height: of the first pass.
+        scale: the factor; not used if one of the next two is not 0.
+        resize_x: the wanted width, or 0.
+        resize_y: the wanted height, or 0.
+    """
     from modules.processing import StableDiffusionProcessingTxt2Img as Job
 
     values = {"width": width, "height": height, "hr_scale": scale, "hr_resize_x": resize_x, "hr_resize_y": resize_y}
@@ -244,7 +278,10 @@ def hires_size(width: int, height: int, scale: float, resize_x: int, resize_y: i
 
 
 def silence_built_in(p: Any, silences: Callable[[Any, bool], bool]) -> None:
-    """Turn the webui's own token merging and its infotext off in passes for which ``silences(p, hires)`` is true."""
+    """Turn the webui's own token merging off for the passes of a job in which ``silences(p, hires)`` is true.
+
+    The method of the job object `p` is replaced on this object.
+    """
     this = weakref.ref(p)
 
     def ratio(for_hr: bool = False) -> float:
@@ -256,31 +293,43 @@ def silence_built_in(p: Any, silences: Callable[[Any, bool], bool]) -> None:
 
 
 def built_in_ratio(p: Any, hires: bool) -> float:
-    """Return the ratio of the webui's own token merging in a pass, without our influence; 0 is off."""
+    """Return the ratio that the user set for the webui's own token merging in a pass, also if silenced; 0 is off."""
     own = getattr(type(p), _BUILT_IN, None)
     return 0.0 if own is None else own(p, for_hr=hires) or 0.0
 
 
 def plot_module() -> Any | None:
-    """Return the module of the X/Y/Z plot, which the webui runs again at each reload."""
+    """Return the current module of the webui's X/Y/Z plot, which each reload makes again; None if there is none."""
     return next((data.module for data in getattr(scripts, "scripts_data", ())
                  if data.script_class.__module__ in ("xyz_grid.py", "scripts.xyz_grid")), None)  # fmt: skip
 
 
 def accordion(is_on: bool, label: str, elem_id: str) -> Any:
-    """Return an accordion whose context value is a checkbox; it is open while the box is checked."""
+    """Return the webui's accordion, which is open while its checkbox is checked. ``with`` gives the checkbox.
+
+    Args:
+        is_on: the checkbox starts checked.
+        label: the accordion's label.
+        elem_id: the checkbox's element id.
+    """
     from modules.ui_components import InputAccordion
 
     return InputAccordion(is_on, label=label, elem_id=elem_id)
 
 
 def has_setting_called(key: str) -> bool:
-    """Tell whether the webui reads this infotext key as one of its own settings."""
+    """Tell whether the webui reads an infotext key of this name as one of its own settings."""
     return any(name == key for name, _ in getattr(sys.modules.get("modules.infotext"), "mapping", ()))
 
 
 def add_message(p: Any, processed: Any, text: str) -> None:
-    """Add a line below the finished picture, or below the result of the selected script."""
+    """Add a line below the finished picture, or below the result of the selected script.
+
+    Args:
+        p: the webui's job object.
+        processed: the job's result.
+        text: the line.
+    """
     if not is_of_script(p):
         processed.comments = f"{getattr(processed, 'comments', '') or ''}{text}\n"
     elif hasattr(p, "comment"):
@@ -288,13 +337,13 @@ def add_message(p: Any, processed: Any, text: str) -> None:
 
 
 class CallableReport(dict):
-    """The report for API callers, who get no comments. It is callable, because callable facts stay out of infotexts."""
+    """A dict with the report for API callers. It is callable, so that the webui does not write it into infotexts."""
 
     def __call__(self, **facts: Any) -> None:
-        """Return None, so that nothing is written."""
+        """Return None, so that the webui writes nothing into the infotext."""
 
 
 def is_of_script(p: Any) -> bool:
-    """Tell whether a selected script runs this job, and makes the result from its pictures."""
+    """Tell whether a script that the user selected runs the job `p`, and makes its own result from the pictures."""
     arguments = getattr(p, "script_args", None)
     return bool(arguments and arguments[0])

@@ -1,4 +1,4 @@
-"""Infotext: the settings of a picture in one key, and the axes of the X/Y/Z plot.
+"""The settings of a picture as one key of the webui's infotext, and the axes of the X/Y/Z plot.
 
 The value is a strength, then the pass if not both passes merged, then changed expert settings: ``0.5; hires pass;
 sx=2``. It has no comma and no colon, which would need quotes, and no text such as 2x2, which the webui's parser splits.
@@ -24,14 +24,20 @@ _CHANGES = "_tome_core_xyz"
 
 
 def text_of(settings: JobSettings) -> str:
-    """Return the key's value for a picture with these settings."""
+    """Return the infotext key's value for settings, such as ``0.5; hires pass; sx=2``."""
     where = () if settings.where == EVERYWHERE else (settings.where,)
     changes = (f"{name}={value}" for name, value in settings.changes.items())
     return "; ".join([f"{settings.strength:.12g}", *where, *changes])
 
 
 def settings_in(text: str, layout: str) -> JobSettings:
-    """Read a key's value, the inverse of `text_of`. Parts that are not possible are listed in `JobSettings.left_out`.
+    """Return the settings in an infotext key's value, the inverse of `text_of`.
+
+    Parts that are not possible are listed in `JobSettings.left_out`.
+
+    Args:
+        text: the value.
+        layout: the model's layout, see `tome_core.strength`.
 
     Raises:
         ValueError: the text does not begin with a possible strength.
@@ -55,7 +61,7 @@ def settings_in(text: str, layout: str) -> JobSettings:
 
 
 def _value(field: form.Field, text: str) -> Any:
-    """Convert a text to the field's type if possible; the form refuses other values."""
+    """Convert a text to a field's type; a text that does not fit stays, for the form to refuse."""
     if field.choices:
         return text
     if isinstance(field.default, bool):
@@ -67,17 +73,17 @@ def _value(field: form.Field, text: str) -> Any:
 
 
 class Paste:
-    """The values of a pasted infotext, read once for all controls.
+    """The panel's values in a pasted infotext, read once for all controls.
 
     Attributes:
-        on_page: the infotext that was last pasted on a page; others come from the API.
+        on_page: the parsed infotext that was last pasted on a page; None before the first. Others come from the API.
     """
 
     on_page: Mapping[str, Any] | None = None
 
     @classmethod
     def note(cls, text: str, parameters: Mapping[str, Any]) -> None:
-        """Note a paste on a page, before the values of its controls are read."""
+        """Keep a parsed infotext in `on_page`. The webui calls this at a paste, before `value`."""
         cls.on_page = parameters
 
     def __init__(self) -> None:
@@ -85,14 +91,22 @@ class Paste:
         self._values: dict[str, Any] = {}
 
     def value(self, name: str, parameters: Mapping[str, Any]) -> Any:
-        """Return the value of a name of `job_settings.ARGUMENTS` in a parsed infotext; None changes nothing."""
+        """Return a control's value in a parsed infotext; None leaves the control as it is.
+
+        Args:
+            name: one of `job_settings.ARGUMENTS`.
+            parameters: the parsed infotext, the same object for all controls of a paste.
+        """
         if parameters is not self._parameters:
             self._parameters, self._values = parameters, _values_in(parameters)
         return self._values.get(name)
 
 
 def _values_in(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the panel's values: off without our key. Errors are logged; on a page they change nothing."""
+    """Return the panel's values in a parsed infotext, by name. Without our key, merging is off.
+
+    An impossible value is logged. On a page it changes nothing; for the API its strength is NaN, which is refused.
+    """
     key = next((key for key in reversed(KEYS) if key in parameters), None)  # the second first, because only we use it
     if key is None:
         return {"enabled": False}
@@ -110,17 +124,22 @@ def _values_in(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changes_of(p: Any) -> dict[str, Any]:
-    """Return the values that an X/Y/Z plot has set for this cell."""
+    """Return the values that an X/Y/Z plot has set for a cell's job object, by name; {} if there is no plot."""
     return getattr(p, _CHANGES, {})
 
 
 def _apply(name: str, p: Any, value: Any, values: Any) -> None:
+    """Set a named value for a cell's job object `p`, and turn merging on. An axis of the plot calls this."""
     # a new dict, because the plot's copies of p are shallow; our axes switch merging on
     setattr(p, _CHANGES, {**changes_of(p), "enabled": True, name: value})
 
 
 def _confirm(name: str, p: Any, values: list) -> None:
-    """Raise RuntimeError, as the plot's own axes do, for an impossible value."""
+    """Check all values of an axis before the plot runs.
+
+    Raises:
+        RuntimeError: a value is not possible. The plot's own axes raise it, too.
+    """
     for value in values:
         try:
             settings = read(({"enabled": True},), settings_tab.default_of, {name: value}, host.layout())
@@ -132,7 +151,10 @@ def _confirm(name: str, p: Any, values: list) -> None:
 
 
 def add_axes() -> None:
-    """Add our axes to the X/Y/Z plot once, after all scripts are loaded."""
+    """Add axes for the strength, for where to merge and for the expert settings to the X/Y/Z plot, if there is one.
+
+    May be called again. Axes that are there already are not added.
+    """
     plot = host.plot_module()
     if plot is None:
         return

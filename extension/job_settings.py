@@ -1,7 +1,7 @@
 """The settings of a job, read from the panel, the API's arguments, an X/Y/Z plot and the settings tab.
 
-A strength decides every setting. Expert settings are deviations from it, by the form's names. This module does not need
-a webui.
+A strength decides every setting. Expert settings replace single settings of the strength, by the names of the engine's
+form. A job has a first pass, and perhaps a hires pass (Hires. fix). This module does not need a webui.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class JobSettings:
         enabled: merging is on.
         strength: 0 to 1.
         where: one of `WHERE`.
-        changes: expert settings that differ from the strength's, by name.
+        changes: expert settings that differ from those of the strength, by name.
         left_out: an error text for each setting that is not possible.
     """
 
@@ -41,12 +41,12 @@ class JobSettings:
     left_out: tuple[str, ...] = ()
 
     def config(self, hires: bool, seed: int = 0, layout: str = SD) -> MergeConfig | None:
-        """Return the engine's settings for a pass; None if it does not merge.
+        """Return the engine's settings for a pass; None if the pass does not merge.
 
         Args:
-            hires: it is the hires pass.
-            seed: of the picture, used if the settings have seed 0.
-            layout: of the model.
+            hires: True for the hires pass, False for the first.
+            seed: the picture's seed, used if the settings have seed 0.
+            layout: the model's layout, see `tome_core.strength`.
         """
         if not self.enabled or not self.strength or self.where == PASSES[not hires]:
             return None
@@ -57,20 +57,27 @@ class JobSettings:
 
 
 def base_of(value: float, layout: str = SD) -> dict[str, Any]:
-    """Return the shown values of a strength, by name, rounded to three digits."""
+    """Return the values that the panel shows for a strength, by the form's names, rounded to three digits.
+
+    Raises:
+        ValueError: the strength is not possible.
+    """
     exact = form.values_of(strength(value, layout))
     return {name: round(value, 3) if isinstance(value, float) else value for name, value in exact.items()}
 
 
 def find_filled(own: Mapping[str, Any], value: float, layout: str) -> dict[str, Any]:
-    """Return the values that a strength filled in before the user changed some of them.
+    """Return the values that the panel filled in for a strength, before the user changed some of them.
 
-    Another model may have been loaded then. So the layout is used from which the fewest fields differ.
+    Another model may have been loaded then. So the layout is used from whose values the fewest fields differ.
 
     Args:
         own: the current values, by name.
         value: the strength.
-        layout: of the loaded model.
+        layout: the loaded model's layout.
+
+    Raises:
+        ValueError: the strength is not possible.
     """
     bases = [base_of(value, each) for each in dict.fromkeys((layout, SD, SDXL))]
     return min(bases, key=lambda base: sum(base[name] != current for name, current in own.items()))
@@ -85,7 +92,10 @@ def read(
         values: in the order of `ARGUMENTS`, or a dict of names as the first value.
         setting: returns the settings tab's value for a name of `DIAL`; used if a value is None or missing.
         plot: values of an X/Y/Z plot by name, which override all others.
-        layout: of the model.
+        layout: the model's layout.
+
+    Returns:
+        The settings; merging is off if "enabled" is False, and no other value is checked.
 
     Raises:
         ValueError: a value is not possible; the text has the value, the range and the remedy.
@@ -104,15 +114,16 @@ def read(
 
 
 def settings_of(value: float, where: str, changes: Mapping[str, Any], layout: str = SD) -> JobSettings:
-    """Return the settings of a strength and of the changes that are possible and have an effect.
+    """Return settings with merging on: the strength, and those changes that are possible and have an effect.
 
-    A rounded value that the form shows for the strength is no change.
+    A change to the rounded value that the panel shows for the strength has no effect. An impossible change is listed in
+    `JobSettings.left_out`.
 
     Args:
         value: the strength.
         where: one of `WHERE`.
         changes: expert settings by name.
-        layout: of the model.
+        layout: the model's layout.
 
     Raises:
         ValueError: see `read`.
@@ -133,7 +144,11 @@ def settings_of(value: float, where: str, changes: Mapping[str, Any], layout: st
 
 
 def _by_name(values: Sequence[Any]) -> dict[str, Any]:
-    """Return the arguments by name. If the caller names settings, they count as expert settings."""
+    """Return the arguments of `read` by name. A dict of names turns its expert settings on.
+
+    Raises:
+        ValueError: there are too many values, or a name is not known.
+    """
     if not values or not isinstance(values[0], Mapping):
         if len(values) > len(ARGUMENTS):
             raise ValueError(f"{len(values)} values were given; there are {len(ARGUMENTS)}: {', '.join(ARGUMENTS)}")
@@ -146,7 +161,13 @@ def _by_name(values: Sequence[Any]) -> dict[str, Any]:
 
 
 def _deviating(own: Mapping[str, Any], given: Mapping[str, Any], layout: str) -> dict[str, Any]:
-    """Return the expert settings: on the page, all values that differ from those the strength had filled in."""
+    """Return the expert settings that differ from those that a strength had filled in; {} if the switch is off.
+
+    Args:
+        own: the expert settings, by name.
+        given: all arguments, by name.
+        layout: the model's layout.
+    """
     if given.get(OWN) is not True:
         return {}
     try:

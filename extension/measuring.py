@@ -10,12 +10,14 @@ from .job_settings import HIRES, PASSES, JobSettings
 
 
 def answer(settings: JobSettings, sizes: Mapping[bool, tuple[int, int]], measure: bool = False) -> str:
-    """Return the line, such as ``1024x1536: about 1.3x faster``, for each pass that merges.
+    """Return the panel's line, such as ``1024x1536: about 1.3x faster``, with a part for each pass that merges.
+
+    If nothing merges or is known, the line says why.
 
     Args:
         settings: the job's settings.
-        sizes: width and height in pixels, by whether it is the hires pass.
-        measure: measure unknown gains; otherwise the model is not called.
+        sizes: (width, height) in pixels of each pass, by whether the pass is the hires pass.
+        measure: measure unknown gains, which takes seconds; otherwise the model is not called.
     """
     if not settings.strength:
         return "strength 0: off"
@@ -29,6 +31,7 @@ def answer(settings: JobSettings, sizes: Mapping[bool, tuple[int, int]], measure
 
 
 def _answer(hires: bool, width: int, height: int, config: MergeConfig, measure: bool) -> str:
+    """Return the part of the panel's line for one pass."""
     size, unet, aside = f"{width}x{height}", host.loaded_unet(), host.reason_to_step_aside(hires)
     if aside is not None:
         return f"{size}: nothing merges, {aside}"

@@ -1,7 +1,8 @@
 """Merging during the passes of a job: puts the patch on the model, takes it off, and records the results.
 
-The webui calls no hook after an exception, and other extensions start jobs, or copies of jobs, inside jobs. So a job's
-data belongs to one ``p`` object, at most one patch is armed, and the next hook takes it off.
+A job is one run of the webui with its processing object ``p``. The webui calls no hook after an exception, and other
+extensions start jobs, or copies of jobs, inside jobs. So a job's data belongs to one ``p``, there is at most one patch,
+and the next hook takes it off.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ JOB = "_tome_core_job"  # the attribute of a ``p`` with its `Job`
 
 @dataclass
 class PassRecord:
-    """The results of one kind of pass, over all batches of a job.
+    """The results of a job's first passes, or of its hires passes, over all batches.
 
     Args:
-        counts: numbers of calls, steps, and steps_merged (those inside the time range).
-        reports: of the patches.
+        counts: the numbers of model "calls", of "steps", and of "steps_merged", which are inside the time range.
+        reports: the engine's report on each patch.
         refusals: reasons why a model was not patched.
-        own: the gain in the user's own pictures, as text.
+        own: the factor by which merging makes the user's own pictures faster, as text; "" if it is not known.
     """
 
     counts: Counter[str] = field(default_factory=lambda: Counter(calls=0, steps=0, steps_merged=0))
@@ -38,7 +39,7 @@ class PassRecord:
 
     @property
     def report(self) -> Report:
-        """The report over all batches."""
+        """The engine's report over all batches."""
         return replace(Report.join(self.reports), calls=self.counts["calls"], patched=bool(self.reports), own=self.own)
 
 
@@ -46,14 +47,14 @@ class Job:
     """The settings and the records of one job.
 
     Args:
-        p: the webui's job object.
-        settings: its settings.
-        error: the error in its values; then it does not merge.
+        p: the webui's job object, which is held weakly.
+        settings: the job's settings.
+        error: the error in the job's values, which keeps the job from merging; "" if there is none.
 
     Attributes:
-        fact: the report for API callers, over all jobs of a request.
+        fact: the report for API callers, over all jobs of a request; None before the job begins.
         merged: something merged in the current batch.
-        records: by whether it is the hires pass.
+        records: the record of the first passes (False) and of the hires passes (True), as far as they ran.
     """
 
     def __init__(self, p: Any, settings: JobSettings, error: str = "") -> None:
@@ -66,23 +67,24 @@ class Job:
         self._left: dict[bool, str] = {}
 
     def config(self, hires: bool, layout: str | None = None) -> MergeConfig | None:
-        """Return the engine's settings for a pass; None if it does not merge.
+        """Return the engine's settings for a pass; None if the pass is not to merge.
 
         Args:
-            hires: it is the hires pass.
-            layout: of the pass's model; the loaded model's if None.
+            hires: True for the hires pass, False for the first.
+            layout: the layout of the pass's model; None for the loaded model's.
         """
         p = self.p()
         seeds = getattr(p, "seeds", None) or getattr(p, "all_seeds", None) or [0]  # of the current batch
         return self.settings.config(hires, int(seeds[0]), layout or host.layout())
 
     def why_unmerged(self, hires: bool) -> str:
-        """Return why a pass does not merge, as known before it; "" if it merges. Asked once a job."""
+        """Return why a pass will not merge; "" if it will, as far as known. The answer is kept for the job."""
         if hires not in self._left:
             self._left[hires] = self._why_unmerged(hires)
         return self._left[hires]
 
     def _why_unmerged(self, hires: bool) -> str:
+        """Return what `why_unmerged` returns, by asking the webui and the engine."""
         p, config = self.p(), self.config(hires)
         if config is None:
             return "left alone"
@@ -99,18 +101,20 @@ class Job:
 
 
 def job_of(p: Any) -> Job | None:
-    """Return the job of this ``p``; None for a copy of a ``p``, which inherits the attribute of another object."""
+    """Return the `Job` of a webui's job object; None if there is none, or if `p` is a copy of the job's object."""
     job = vars(p).get(JOB)
     return job if job is not None and job.p() is p else None
 
 
 class Armed:
-    """The patch of the current pass, if any. One object serves all tabs, because there is one model.
+    """The patch and the timing of the current pass. One object serves all tabs, because there is one model.
+
+    A pass is armed from `arm` to `disarm`.
 
     Attributes:
-        job: the job whose pass is armed; None if there is none.
+        job: the job whose pass is armed; None if no pass is armed.
         hires: the armed pass is the hires pass.
-        handle: the patch; None if the pass does not merge.
+        handle: the patch; None if the armed pass does not merge.
     """
 
     def __init__(self) -> None:
@@ -123,13 +127,13 @@ class Armed:
         self._pass = ExitStack()  # for SD.Next, which has no denoiser callback
 
     def arm(self, p: Any, hires: bool) -> None:
-        """Put the patch on for the next pass, or only time the pass if it does not merge. May be called again.
+        """Patch the model for the next pass, or only time the pass if it does not merge. May be called again.
 
-        If the pass should merge and must not, the reason is recorded.
+        If the pass is to merge and must not, the reason is recorded in the job, and nothing is armed.
 
         Args:
-            p: the webui's processing object.
-            hires: True for the hires pass.
+            p: the webui's job object. Nothing is armed if it has no `Job`.
+            hires: True for the hires pass, False for the first.
         """
         self.disarm()
         job, ratio = job_of(p), host.built_in_ratio(p, hires)
@@ -147,7 +151,13 @@ class Armed:
         self._times = SamplerTimes(p, self.handle is not None and self.handle.wants_time)
 
     def step(self, params: Any) -> None:
-        """Prepare a call of the model: check the job, patch the current model, and set the time."""
+        """Prepare the next call of the model: patch the current model, set the engine's time, and count the call.
+
+        In a call for another job, the patch is taken off. Without an armed pass, nothing happens.
+
+        Args:
+            params: the webui's ``CFGDenoiserParams``.
+        """
         if self.job is None:
             return
         p = self.job.p()
@@ -164,10 +174,10 @@ class Armed:
         self._note_call(getattr(params, "x", None), *host.beside(p, params))
 
     def disarm(self, is_whole: bool = False) -> None:
-        """Take the patch off and keep its counts. May be called again.
+        """Take the patch off the model and put its counts into the job's record. May be called again.
 
         Args:
-            is_whole: the pass has ended normally.
+            is_whole: the pass has ended normally, so its time is kept.
         """
         report = self._take_off()
         if self._times is not None:
@@ -179,7 +189,7 @@ class Armed:
         self.job = self._times = None
 
     def _follow(self, unet: Any) -> None:
-        """Follow a change of the model within a pass, by the refiner or a hires checkpoint."""
+        """Make sure that the patch is on this UNet. A refiner or a hires checkpoint changes the UNet within a pass."""
         if self._tried() is not unet:
             self._take_off()
             self._put_on(unet)
@@ -187,6 +197,7 @@ class Armed:
             self.handle.install()  # quick if it is on; puts it back if another program has taken it off
 
     def _put_on(self, unet: Any) -> None:
+        """Patch a UNet with the pass's settings, or record why not."""
         self._tried, self._models, p = weakref.ref(unet), self._models + 1, self.job.p()
         self._config = self.job.config(self.hires, host.layout(unet))
         reason = host.reason_of_unet(unet)
@@ -208,9 +219,11 @@ class Armed:
             self._pass.enter_context(self.handle.sampling(p.batch_size))  # all calls are one sampling
 
     def _note_call(self, *kind: Any) -> None:
+        """Count a call of the model, see `SamplerTimes.note_call`."""
         self._times.note_call(self.handle is not None and self.handle.is_live, *kind)
 
     def _take_off(self) -> Report | None:
+        """Remove the patch, record its report in the job, and return the report; None if there is no patch."""
         handle, self.handle = self.handle, None
         self._pass.close()
         if handle is None:

@@ -11,7 +11,12 @@ from .merging import Job
 
 
 def lines_of(job: Job, has_hires: bool) -> list[str]:
-    """Return the report's line, and a second line if something was not as requested."""
+    """Return the report's line, and a second line if something was not as requested.
+
+    Args:
+        job: the finished job.
+        has_hires: the job has a hires pass.
+    """
     outcomes, more = [], []
     for hires in PASSES if has_hires else (False,):
         record, ratio = job.records.get(hires), host.built_in_ratio(job.p(), hires)
@@ -32,7 +37,12 @@ def lines_of(job: Job, has_hires: bool) -> list[str]:
 
 
 def data_of(job: Job, lines: list[str]) -> dict[str, Any]:
-    """Return the report as data: the settings, the lines, whether anything merged, and all passes."""
+    """Return the report as JSON values: the settings, the lines, whether anything merged, and all passes.
+
+    Args:
+        job: the finished job.
+        lines: the result of `lines_of`, or the job's error.
+    """
     settings = job.settings
     return {
         "merged": any(record.report.merged_anything for record in job.records.values()), "line": "; ".join(lines),
@@ -45,6 +55,7 @@ def data_of(job: Job, lines: list[str]) -> dict[str, Any]:
 
 
 def _outcome(job: Job, hires: bool, has_hires: bool) -> str:
+    """Return the result of one pass as text: what merged, or why nothing did."""
     if job.config(hires) is None:
         is_missing = job.settings.strength and job.settings.where == HIRES and not has_hires
         return "not merged, because only the hires pass is to merge, and there is none" if is_missing else "left alone"

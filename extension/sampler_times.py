@@ -1,4 +1,4 @@
-"""The times of a pass, taken from its sampler, so that no step has to wait for the device."""
+"""The noise levels of a pass, taken from its sampler, so that no step has to wait for the device."""
 
 from __future__ import annotations
 
@@ -22,14 +22,18 @@ _TIMESTEP_MODULE = "modules.sd_samplers_timesteps_impl"
 
 
 class SamplerTimes:
-    """Counts the steps that a sampler reports, and reads the noise levels of all steps from its arguments.
+    """The counts of a pass's steps and model calls, and the noise levels of all steps.
 
-    The sampler's function is replaced until `take_off`. Its list of noise levels is read once, so that no step waits
-    for the device. If the list of a sampler is not known, the level is read at each step, which waits for the device.
+    The sampler's function and its callback are replaced until `take_off`. The function's list of noise levels is read
+    once, so that no step waits for the device. If a sampler's list is not known, the level is read at each step.
 
     Args:
-        p: the webui's processing object of the next pass, with its sampler.
-        asks: read the list. Steps are counted in any case.
+        p: the webui's job object, with the sampler of the next pass.
+        asks: True if the list is to be read. Steps are counted in any case.
+
+    Attributes:
+        timed_steps: the engine's `Steps`.
+        sampler: the name of the sampler's function; "" if there is none.
     """
 
     def __init__(self, p: Any, asks: bool) -> None:
@@ -60,25 +64,31 @@ class SamplerTimes:
 
         Args:
             is_live: the call merges.
-            kind: see `Steps.call`.
+            kind: the latents, and further conditions on which the call's duration depends, see `Steps.call`.
         """
         self.timed_steps.call(*kind)
         self._calls_live += is_live
         self._live.setdefault(self.timed_steps.done, is_live)
 
     def counts(self) -> dict[str, int]:
-        """Return the numbers of calls and steps. If the sampler reports no steps, each call counts as a step."""
+        """Return the numbers of "calls", "steps" and "steps_merged". A sampler without reports has a step per call."""
         done, calls, live = self.timed_steps.done, self.timed_steps.calls, self._calls_live
         if done:
             live = done if live == calls else min(done, sum(self._live.values()))
         return {"calls": calls, "steps": done or calls, "steps_merged": live}
 
     def time(self, params: Any) -> dict[str, float]:
-        """Return the time of the denoiser's current step, as a keyword for the engine's ``set_time``."""
+        """Return the current step's time as ``{"sigma": ...}`` or ``{"timestep": ...}``.
+
+        Waits for the device if the sampler's list is not known.
+
+        Args:
+            params: the webui's ``CFGDenoiserParams``.
+        """
         return (None if params.sigma.device.type == "cpu" else self.timed_steps.time) or host.read_time(params)
 
     def timesteps(self, p: Any) -> tuple[float, ...] | None:
-        """Return the timesteps of all steps, for the engine's ``set_time``; None if the sampler's list is not known."""
+        """Return the timesteps of all steps on Stable Diffusion's schedule; None if the sampler's list is not known."""
         if self._timesteps is None and self.timed_steps.times and self.timed_steps.follows:
             times = [host.relative(p, time) for time in self.timed_steps.times]
             self._timesteps = tuple(time["timestep"] if "timestep" in time
@@ -87,6 +97,7 @@ class SamplerTimes:
         return self._timesteps
 
     def _listening(self, function: Callable, name: str) -> Callable:
+        """Return a sampler function that first reads its argument `name`, the list of times."""
         @functools.wraps(function)  # the webui inspects its parameters
         def listening(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get(name) is not None and kwargs.get("callback") is not None:
@@ -101,7 +112,7 @@ class SamplerTimes:
 
 
 def _list_of(function: Any) -> str:
-    """Return the name of a sampler function's argument with the list of times; "" if it is not known."""
+    """Return which argument of a sampler's function lists the times, "sigmas" or "timesteps"; "" if not known."""
     module, name = getattr(function, "__module__", ""), getattr(function, "__name__", "")
     if module in _SIGMA_MODULES:
         return "sigmas"

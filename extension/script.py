@@ -21,21 +21,25 @@ PARENT = __package__.rpartition(".")[0]
 
 
 class TokenMerging(host.Script):
-    """The panel and the hooks. There is one object for each tab; the data of a job is on its ``p``."""
+    """The webui's script with the panel and the hooks, one object for each tab.
+
+    In each hook, `p` is the webui's job object, which also carries the job's data. `values` are the panel's values or
+    the API's arguments, see `job_settings.read`.
+    """
 
     _request: Any = None  # the latest request, and the report of its jobs
     _fact: host.CallableReport
 
     def title(self) -> str:
-        """Return the name, which API callers use in lower case."""
+        """Return the script's name, which API callers write in lower case."""
         return TITLE
 
     def show(self, is_img2img: bool) -> Any:
-        """Show the panel in both tabs, without selecting the script."""
+        """Return the webui's constant that shows the panel in both tabs, without selecting the script."""
         return host.ALWAYS_VISIBLE
 
     def ui(self, is_img2img: bool) -> list[Any]:
-        """Make the controls, in the order of the API's arguments. The webui calls this several times."""
+        """Make the panel and return its controls, in the order of `ARGUMENTS`. The webui calls this several times."""
         from .ui import Panel  # imports gradio, which is slow
 
         panel = Panel(is_img2img, self.elem_id)
@@ -44,14 +48,14 @@ class TokenMerging(host.Script):
         return panel.controls
 
     def before_process(self, p: Any, *values: Any) -> None:
-        """Begin a job, before its own settings apply. Remains of an aborted job are removed first."""
+        """Remove the remains of an earlier job, and turn the webui's own merging off in passes that will merge."""
         armed.disarm()
         for name in (JOB, *host.STAND_INS):  # also those that a copied p has inherited
             vars(p).pop(name, None)
         host.silence_built_in(p, lambda p, hires: not _job_of(p, values).why_unmerged(hires))
 
     def process(self, p: Any, *values: Any) -> None:
-        """Write our part of the first infotext, before the picture is drawn."""
+        """Begin a job: read its settings, and write its infotext key before the first picture is made."""
         job = _job_of(p, values)
         if job.error:
             logger.error("%s", job.error)
@@ -64,7 +68,7 @@ class TokenMerging(host.Script):
         _write(p, job, any(job.settings.config(hires) for hires in PASSES if host.has_hires(p) or not hires))
 
     def process_batch(self, p: Any, *values: Any, **facts: Any) -> None:
-        """Begin a batch. In SD.Next this is the last hook before the first pass."""
+        """Begin a batch. In SD.Next also arm the first pass, and let the job arm its hires pass: no later hook does."""
         armed.disarm()
         job = job_of(p)
         if job is not None:
@@ -74,15 +78,15 @@ class TokenMerging(host.Script):
             sdnext.when_hires_begins(p, lambda: armed.arm(p, hires=True))
 
     def process_before_every_sampling(self, p: Any, *values: Any, **facts: Any) -> None:
-        """Arm the merging of a pass. Forge calls this twice before the hires pass."""
+        """Arm the merging of the next pass, see `merging.Armed`. Forge calls this twice before the hires pass."""
         armed.arm(p, p.is_hr_pass)
 
     def before_hr(self, p: Any, *values: Any) -> None:
-        """End the first pass."""
+        """Disarm after the first pass, before the hires pass. The pass ended normally, so its time is kept."""
         armed.disarm(is_whole=True)
 
     def postprocess_batch(self, p: Any, *values: Any, **facts: Any) -> None:
-        """End a batch, before the infotexts of its pictures are written. Other extensions may start jobs after it."""
+        """End a batch: disarm, and write the infotext key if something merged, before the infotexts are written."""
         armed.disarm(is_whole=True)
         vars(p).pop(sdnext.INIT_HIRES, None)
         job = job_of(p)
@@ -90,7 +94,7 @@ class TokenMerging(host.Script):
             _write(p, job, job.merged)
 
     def postprocess(self, p: Any, processed: Any, *values: Any) -> None:
-        """Report on the finished job. The webui does not call this after an exception."""
+        """End a job and report on it. The webui does not call this after an exception."""
         armed.disarm()
         job = job_of(p)
         if job is not None and (job.error or job.settings.enabled):
@@ -98,7 +102,10 @@ class TokenMerging(host.Script):
 
 
 def _job_of(p: Any, values: tuple) -> Job:
-    """Return the job of a ``p``. It is made at the first call, when the settings of the request apply."""
+    """Return the `Job` of a webui's job object. The first call makes it, with the settings of the request.
+
+    If a value is not possible, the `Job` has the error and does not merge.
+    """
     job = job_of(p)
     if job is None:
         try:
@@ -110,7 +117,10 @@ def _job_of(p: Any, values: tuple) -> Job:
 
 
 def _write(p: Any, job: Job, merges: bool) -> None:
-    """Write our key into the infotext if the picture merges; into a new dict, because cells of a plot share theirs."""
+    """Put the infotext key into a job's ``extra_generation_params`` if the picture merges; else remove the key.
+
+    A new dict replaces the old one, which the cells of a plot share.
+    """
     is_reported = job.error or job.settings.enabled
     others = {key: value for key, value in (p.extra_generation_params or {}).items()
               if key not in infotext.KEYS and (key != FACT or is_reported)}  # fmt: skip
@@ -119,6 +129,7 @@ def _write(p: Any, job: Job, merges: bool) -> None:
 
 
 def _report(p: Any, job: Job, processed: Any) -> None:
+    """Show the report in the console and on the page, as set, and add its data to the result `processed`."""
     lines = [job.error] if job.error else lines_of(job, host.has_hires(p))
     if settings_tab.is_shown(settings_tab.CONSOLE) and not job.error:
         logger.info("%s", "; ".join(lines))
@@ -133,13 +144,13 @@ def _report(p: Any, job: Job, processed: Any) -> None:
 
 
 def on_end(p: Any) -> None:
-    """End a job in every case, also after an exception."""
+    """Disarm after a job `p`, also if the job raised an exception."""
     if armed.job is job_of(p):
         armed.disarm()
 
 
 def on_component(component: Any, elem_id: str | None = None, **facts: Any) -> None:
-    """Note a control that the webui or another extension has made."""
+    """Pass a control with an element id to `ui.note`. The webui calls this for each control that is made."""
     from .ui import note  # imports gradio, which is loaded by now
 
     if elem_id:
@@ -147,7 +158,7 @@ def on_component(component: Any, elem_id: str | None = None, **facts: Any) -> No
 
 
 def unload() -> None:
-    """Remove all our modules, so that the next load reads the current files."""
+    """Take all patches off and remove the extension's modules, so that the next load reads the current files."""
     armed.disarm()
     hosting.forget_all()
     for name in [name for name in sys.modules if name == PARENT or name.startswith(f"{PARENT}.")]:
@@ -155,7 +166,7 @@ def unload() -> None:
 
 
 def register() -> type[TokenMerging]:
-    """Register all callbacks and return the script's class. Called each time the webui runs the entry file."""
+    """Register all callbacks and return the script's class. Each run of scripts/token_merging.py calls this."""
     host.set_up_console(PARENT)
     attentions.describe()
     hosting.gains.load(host.gains_file())  # gains measured by earlier processes

@@ -1,4 +1,4 @@
-"""The differences of SD.Next from the other webuis: it runs diffusers' pipelines, and calls no hook between passes.
+"""The differences of SD.Next from the other webuis: SD.Next runs diffusers' pipelines, with no hook between passes.
 
 A job makes new pipelines (for an image, for another kind of guidance), all around one UNet.
 """
@@ -20,7 +20,7 @@ def is_pipeline(model: Any) -> bool:
 
 
 class RunningPipeline:
-    """A stand-in for the pipeline that runs at the moment, with the attributes that the engine reads.
+    """An object with the attributes of the pipeline that runs at the moment, as far as the engine reads them.
 
     Args:
         running: returns the current pipeline.
@@ -31,19 +31,22 @@ class RunningPipeline:
 
     @property
     def scheduler(self) -> Any:
-        """The scheduler, which each pass exchanges."""
+        """The current pipeline's scheduler, which changes with each pass; None if it has none."""
         return getattr(self._running(), "scheduler", None)
 
     @property
     def unet(self) -> Any:
-        """The UNet, or the transformer of a model without a UNet."""
+        """The current pipeline's UNet; its transformer if it has no UNet; None if it has neither."""
         running = self._running()
         unet = getattr(running, "unet", None)
         return getattr(running, "transformer", None) if unet is None else unet
 
 
 def when_hires_begins(p: Any, callback: Callable[[], None]) -> None:
-    """Call ``callback`` just before the hires pass of ``p`` begins, when its size is known."""
+    """Let a job call ``callback`` just before its hires pass begins, when the size is known.
+
+    The method ``init_hr`` of the job object `p` is replaced on this object. The caller deletes the replacement.
+    """
     this = weakref.ref(p)
 
     def init_hires(*args: Any, **kwargs: Any) -> None:
@@ -55,7 +58,12 @@ def when_hires_begins(p: Any, callback: Callable[[], None]) -> None:
 
 
 def reason_to_step_aside(option: Callable[[str, Any], Any], hires: bool) -> str | None:
-    """Return why a pass must not merge, see `host`: SD.Next's own merging, which comes after ours, or HyperTile."""
+    """Return why a pass must not merge: SD.Next's own merging or HyperTile is on. None if the pass may merge.
+
+    Args:
+        option: returns a setting of the webui, by key and default.
+        hires: True for the hires pass, False for the first.
+    """
     method = option("token_merging_method", "None")
     ratio = option(_RATIOS.get(method, ""), 0.0)
     if ratio:

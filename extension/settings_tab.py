@@ -27,12 +27,12 @@ _DEFAULTS = {key: default for key, default, *_ in _ITEMS}
 
 
 def value(key: str) -> Any:
-    """Return a setting's value."""
+    """Return the value of one of the section's settings, by key; the default if the settings were not built."""
     return host.option(key, _DEFAULTS[key])
 
 
 def default_of(name: str) -> Any:
-    """Return the default of a job for a name of `job_settings.DIAL`."""
+    """Return the settings tab's value for "enabled", "strength" or "where", which a job without a value uses."""
     return value(f"tome_{name}")
 
 
@@ -42,6 +42,6 @@ def is_shown(place: str) -> bool:
 
 
 def register() -> None:
-    """Add the section to the settings tab."""
+    """Add the section to the settings tab. The webui calls this when it builds the tab."""
     for item in _ITEMS:
         host.add_option(*item, SECTION)

@@ -37,7 +37,12 @@ _found: dict[str, dict[str, Any]] = {tab: {} for tab in _OF_TAB}  # the webui's 
 
 
 def note(control: Any, elem_id: str) -> None:
-    """Note a control that the webui has made, and link it if a panel needs it. Their order may vary."""
+    """Link a control of the webui to the panels if they need it. Controls and panels may be made in any order.
+
+    Args:
+        control: the gradio component.
+        elem_id: the component's element id.
+    """
     if Context.root_block is None:  # gradio 4 makes a control again for an update of it
         return
     if elem_id in _SETTINGS:
@@ -60,7 +65,7 @@ def note(control: Any, elem_id: str) -> None:
 
 
 def _quicksetting_updates(is_on: bool) -> list[Any]:
-    """Return updates of the dial's other controls by their quicksettings, when merging is switched on there."""
+    """Return updates of each panel's strength and "where" to their quicksettings, when merging is switched on."""
     shown = [*host.option("quicksettings_list", []), *host.option("quick_setting_list", [])] if is_on else []
     return [gr.update(value=settings_tab.default_of(name)) if f"tome_{name}" in shown else gr.update()
             for _ in _panels for name in DIAL[1:]]  # fmt: skip
@@ -74,14 +79,14 @@ def _link(tab: str) -> None:
 
 
 class Panel:
-    """The controls of one tab.
+    """The extension's controls in one tab, made in the current gradio context.
 
     Args:
-        is_img2img: the tab is img2img.
+        is_img2img: True for img2img, False for txt2img.
         elem_id: returns the element id for a name.
 
     Attributes:
-        made: the controls by name.
+        made: the gradio components by name.
         controls: the controls in the order of `ARGUMENTS`.
     """
 
@@ -104,11 +109,12 @@ class Panel:
         _link(tab)
 
     def paste_fields(self) -> list[tuple[Any, Any]]:
-        """Return pairs of a control and the function that reads its value from an infotext."""
+        """Return pairs of a control and a function that takes a parsed infotext and returns the control's value."""
         paste = infotext.Paste()
         return [(self.made[name], partial(paste.value, name)) for name in ARGUMENTS]
 
     def _build(self) -> None:
+        """Make all controls except the checkbox "enabled"."""
         self._add("strength", gr.Slider, label="Strength", value=DEFAULTS["strength"], minimum=0, maximum=1, step=0.01)
         gr.HTML(_marks(self._elem_id("strength")))
         self._add("where", gr.Radio, label="Where", value=DEFAULTS["where"], choices=list(WHERE), visible=False)
@@ -126,10 +132,12 @@ class Panel:
                             self._add_field(field)
 
     def _add(self, name: str, kind: Any, **arguments: Any) -> None:
+        """Make a gradio component of a kind, with a tooltip, and keep it in `made`."""
         self.made[name] = kind(elem_id=self._elem_id(name), **arguments)
         self.made[name].webui_tooltip = _TIPS.get(name)
 
     def _add_field(self, field: form.Field) -> None:
+        """Make the control of a field of the engine's form."""
         kind, facts = _component(field)
         label = f"{field.label} ({field.unit})" if field.unit else field.label
         value = base_of(DEFAULTS["strength"])[field.name]
@@ -152,6 +160,7 @@ class Panel:
             _show(fold, "open", lambda: _first_value("enabled", enabled.value))
 
     def _connect(self) -> None:
+        """Let the expert settings follow the strength, and a typed setting switch own settings on."""
         fields = [self.made[name] for name in form.NAMES]
         strength, own, filled = (self.made[name] for name in ("strength", OWN, FILLED_FOR))
         inputs, outputs = [strength, own, filled, *fields], [filled, *fields]
@@ -163,10 +172,10 @@ class Panel:
             field.input(fn=lambda: True, inputs=[], outputs=[own], **_QUIETLY)
 
     def follow(self, theirs: dict[str, Any]) -> None:
-        """Update the panel's line when the webui's controls change.
+        """Let the panel's line follow the webui's controls and the panel's. Call this once.
 
         Args:
-            theirs: the webui's controls, by name.
+            theirs: the webui's controls by the names in `_OF_TAB`, in that order.
         """
         ends = {"inputs": [self._by, *self.controls, *theirs.values()], "outputs": [self._line]}
         update = {"fn": lambda *values: _line(*values), **ends, **_QUIETLY}
@@ -186,13 +195,22 @@ class Panel:
 
 
 def _show(control: Any, key: str, value: Any) -> None:
-    """Start the page with a value, but keep the control's own value, which the webui saves as its default."""
+    """Start each page with another property of a control, but keep the control's own, which the webui saves.
+
+    Args:
+        control: the gradio component.
+        key: the property, such as "value".
+        value: returns the property for a new page.
+    """
     get_config = control.get_config
     control.get_config = lambda *args, **more: {**get_config(*args, **more), key: value()}
 
 
 def _first_value(name: str, saved: Any) -> Any:
-    """Return a control's first value: the panel's saved default if it differs from ours, else the settings tab's value.
+    """Return the value with which a control starts.
+
+    This is the panel's saved default if it differs from ours, else the settings tab's value. If that is not possible,
+    it is our default.
 
     Args:
         name: the control's name.
@@ -206,7 +224,7 @@ def _first_value(name: str, saved: Any) -> Any:
 
 
 def rows_of(group: str) -> list[list[form.Field]]:
-    """Return a group's fields in rows of at most three: choices, then numbers, then switches."""
+    """Return a group's fields of the engine's form in rows of at most three: choices, then numbers, then switches."""
     rows = []
     for kinds in ((gr.Dropdown,), (gr.Slider, gr.Number), (gr.Checkbox,)):
         fields = [field for field in form.FIELDS if field.group == group and _component(field)[0] in kinds]
@@ -215,7 +233,7 @@ def rows_of(group: str) -> list[list[form.Field]]:
 
 
 def _component(field: form.Field) -> tuple[Any, dict[str, Any]]:
-    """Return the gradio component of a field, and its arguments without value and label."""
+    """Return the gradio class for a field, and arguments for the class without value and label."""
     if field.choices:
         return gr.Dropdown, {"choices": list(field.choices)}
     if isinstance(field.default, bool):
@@ -226,7 +244,11 @@ def _component(field: form.Field) -> tuple[Any, dict[str, Any]]:
 
 
 def _marks(slider: str) -> str:
-    """Return the names of five strengths as HTML, below their positions on the slider; a click sets the slider."""
+    """Return HTML with the names of five strengths below their positions on a slider; a click sets the slider.
+
+    Args:
+        slider: the slider's element id.
+    """
     set_it = "const box = document.querySelector('#{id} input[type=number]'); box.value = {value}; " \
         "box.dispatchEvent(new Event('input', {{bubbles: true}}))"  # fmt: skip
     style = "position:absolute;left:calc(8px + (100% - 16px) * {value});transform:translateX({shift}%);" \
@@ -240,7 +262,14 @@ def _marks(slider: str) -> str:
 
 
 def follow_strength(strength: float, own: bool, filled_for: float, *values: Any) -> list[Any]:
-    """Return updates of `FILLED_FOR` and all fields for a new strength; fields that the user has changed stay."""
+    """Return gradio updates of `FILLED_FOR` and of all fields for a new strength.
+
+    Args:
+        strength: the new strength. If it is not possible, nothing changes.
+        own: fields that the user has changed stay; if False, all fields follow the strength.
+        filled_for: the strength by which the fields were last filled in.
+        values: the current values of the fields, in the order of the engine's form.
+    """
     current, layout = dict(zip(form.NAMES, values, strict=True)), host.layout()
     try:
         before, now = find_filled(current, filled_for, layout), base_of(strength, layout)
@@ -253,7 +282,13 @@ def follow_strength(strength: float, own: bool, filled_for: float, *values: Any)
 
 
 def _line(by_factor: Any, *values: Any, measure: bool = False) -> str:
-    """Return the panel's line for the next picture. `values`: of the panel's controls, then of the webui's."""
+    """Return the panel's line for the next picture, as HTML.
+
+    Args:
+        by_factor: not 0 if img2img resizes by a factor.
+        values: those of the panel's controls, then those of the webui's.
+        measure: measure a gain that is not known.
+    """
     mine, theirs = values[: len(ARGUMENTS)], values[len(ARGUMENTS) :]
     if by_factor:
         return _BY_FACTOR
@@ -267,6 +302,13 @@ def _line(by_factor: Any, *values: Any, measure: bool = False) -> str:
 
 
 def _sizes(width: Any, height: Any, hires: Any = False, *scaling: Any) -> dict[bool, tuple[int, int]]:
-    """Return the sizes of a picture's passes, for `measuring.answer`. A control is None while the user types."""
+    """Return the (width, height) of a picture's passes, for `measuring.answer`.
+
+    Args:
+        width: in pixels; None while the user types, as in all controls.
+        height: in pixels.
+        hires: there is a hires pass.
+        scaling: the arguments of `host.hires_size` after the first two.
+    """
     first = int(width or 0), int(height or 0)
     return {False: first, True: host.hires_size(*first, *scaling)} if hires else {False: first}

@@ -13,7 +13,7 @@ PACKAGE = "_tome_core_webui"  # private, because other extensions may use the na
 
 
 def load():
-    """Import the extension below a private package; return None if another copy of it is loaded."""
+    """Return the module `extension.script`, imported below a private package; None if another copy is loaded."""
     parent = sys.modules.get(PACKAGE)
     if parent is None:
         parent = sys.modules[PACKAGE] = ModuleType(PACKAGE)
