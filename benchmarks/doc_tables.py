@@ -59,7 +59,7 @@ _BETWEEN = re.compile(r"(<!-- table (\w+): [^>]*-->\n)(.*?)(<!-- end of table --
 
 @lru_cache
 def record(name: str) -> Record:
-    """Load the result ``NAME.json`` of benchmarks/results. Raises ResultError unless it is one of `subjects.SHOW`."""
+    """Load ``NAME.json`` of benchmarks/results. Raises ResultError if it is missing or of pictures to choose by."""
     loaded = results.load(results.FOLDER / f"{name}.json")
     subjects.check_purpose(loaded, subjects.SHOW, name)
     return loaded

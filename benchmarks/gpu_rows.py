@@ -169,7 +169,7 @@ class Bench:
 
 
 def calls(bench: Bench, name: str, pixels: int, compiled: bool = False) -> dict[str, Any]:
-    """`Bench.compare` calls: unmerged, by tomesd, and by ``balanced`` with a new, a renewed or a kept match."""
+    """Time calls by `Bench.compare`: unmerged, by tomesd, by ``balanced`` with a new, a renewed or a kept match."""
     arguments = bench.inputs(name, pixels)
     ways = {UNMERGED: (UNMERGED, "new"), TOMESD: (TOMESD, "new"), **{when: (STRENGTHS[0], when) for when in WHEN}}
     return bench.compare({row: lambda way=way, when=when: bench.twin(name, compiled, way).call(arguments, when)
@@ -177,7 +177,7 @@ def calls(bench: Bench, name: str, pixels: int, compiled: bool = False) -> dict[
 
 
 def sampling(bench: Bench, name: str, pixels: int, compiled: bool = False) -> dict[str, Any]:
-    """`Bench.compare` samplings of twenty steps: unmerged, by tomesd, by ``balanced`` and by ``max``."""
+    """Time samplings of twenty steps by `Bench.compare`: unmerged, by tomesd, by ``balanced`` and by ``max``."""
     arguments = bench.inputs(name, pixels)
     return bench.compare({way: lambda way=way: bench.twin(name, compiled, way).steps(arguments)
                           for way in (UNMERGED, TOMESD, *STRENGTHS)}, single=True)  # fmt: skip

@@ -58,6 +58,7 @@ def _norm(channels: int) -> nn.GroupNorm:
 
 
 def _embed(channels: int, out: int) -> nn.Sequential:
+    """Make the two layers that embed a time or SDXL's vector."""
     return nn.Sequential(nn.Linear(channels, out), nn.SiLU(), nn.Linear(out, out))
 
 

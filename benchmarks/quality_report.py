@@ -47,6 +47,7 @@ def _origin(record: Record) -> str:
 
 
 def _tables(record: Record) -> Iterator[str]:
+    """Make each checkpoint's headed tables, as far as it has noised pictures and whole ones."""
     settings = record["settings"]
     for section in sections(record):
         noised, pictures, name = section.noised, section.pictures, section.checkpoint
@@ -121,8 +122,9 @@ def mean(figure: Mean | None) -> str:
 
 
 def plot(records: list[Record], path: Path) -> None:
-    """Write a PNG of dev, or PSNR without noised pictures, over the work left: a line a method, and lines across for
-    controls and yardsticks.
+    """Write a PNG of dev, or PSNR without noised pictures, over the work left: a line for each method.
+
+    Controls and yardsticks are lines across.
     """
     columns = [section for record in records for section in sections(record)]
     figure = new_figure(3 + 5.5 * max(1, len(columns)), 5.5)

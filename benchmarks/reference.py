@@ -50,6 +50,7 @@ class Reference(InPlaceOfAttention):
         return self
 
     def _note(self, network: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Note the timestep of a call and the number of a transformer's picture tokens, 0 for a UNet."""
         self.timestep = timestep_of(network, args, kwargs)
         self._picture = 0 if self.is_unet else kwargs["hidden_states"].shape[1]
 
@@ -80,9 +81,7 @@ class Reference(InPlaceOfAttention):
 
 
 def _top_left(x: torch.Tensor, last: int, cell: int) -> torch.Tensor:
-    """List the places of the tokens of ``[B, H, S, d]`` before the `last` ones, and of the top left one of each cell
-    in the square grid of the last ones.
-    """
+    """List indices in ``[B, H, S, d]``: of the tokens before the `last` ones, and of the top left one of each cell."""
     places, side = torch.arange(x.shape[2], device=x.device), square_side(last, cell)
     return torch.cat([places[:-last], places[-last:].view(side, side)[::cell, ::cell].flatten()])
 
@@ -103,7 +102,7 @@ def _change(x: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor], las
 
 
 def square_side(tokens: int, cell: int) -> int:
-    """Return the side of a square grid of tokens. Raises ValueError if not square or `cell` does not divide it."""
+    """Return the side of a square grid of tokens. Raises ValueError unless it is square and `cell` divides its side."""
     side = math.isqrt(tokens)
     if side * side != tokens or side % cell:
         raise ValueError(f"{tokens} tokens are no square grid that cells of {cell}x{cell} divide; the reference code "

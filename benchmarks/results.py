@@ -186,6 +186,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def _describe_device(device: str) -> dict[str, Any]:
+    """Describe a device by kind, name, and a GPU's memory and CUDA, or a CPU's cores and threads."""
     kind, cpuinfo = torch.device(device).type, Path("/proc/cpuinfo")
     if kind == "cuda":
         properties = torch.cuda.get_device_properties(device)

@@ -83,7 +83,7 @@ def strength(value: float) -> PutOn:
 def tomesd(ratio: float, early: float | None = None, until: float = 0) -> PutOn:
     """Make the `PutOn` of tomesd itself, as its users call it, at the UNet's finest level.
 
-    early: the ratio at timesteps from `until` on, as a user may change it between steps; None is `ratio` at all.
+    early: the ratio at timesteps from `until` on, as a user may change it between steps; None: `ratio` at all of them.
     """
 
     @contextmanager
