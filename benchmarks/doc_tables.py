@@ -59,14 +59,14 @@ _BETWEEN = re.compile(r"(<!-- table (\w+): [^>]*-->\n)(.*?)(<!-- end of table --
 
 @lru_cache
 def record(name: str) -> Record:
-    """Load a committed result. Raises ResultError if its pictures are those to choose by."""
+    """Load ``NAME.json`` of benchmarks/results. Raises ResultError if it is missing or of pictures to choose by."""
     loaded = results.load(results.FOLDER / f"{name}.json")
     subjects.check_purpose(loaded, subjects.SHOW, name)
     return loaded
 
 
 def gains() -> str:
-    """Show how many times as fast calls of a whole UNet are in real hosts, by picture size."""
+    """Make the table of how many times as fast merged calls of a whole UNet are in real hosts, by picture size."""
     factors = {tuple(row[:2]): row[9] for row in calls.table_rows([record(HOST_CALLS)])}
     sizes = sorted({pixels for _, pixels in factors}, key=int)
     return markdown(("attention function of the host", *(f"{pixels} px" for pixels in sizes)), (
@@ -76,13 +76,13 @@ def gains() -> str:
 
 
 def host_calls() -> str:
-    """Show the calls in real hosts, without the peaks."""
+    """Make the table of calls in real hosts, without the column of peak memory."""
     head, *rows = (row[:10] for row in (calls.HEAD, *calls.table_rows([record(HOST_CALLS)])))
     return markdown(head, rows)
 
 
 def strength() -> str:
-    """Show the time and the error of each named strength and of tomesd."""
+    """Make the table of time and error of each named strength and of tomesd at ratio 0.5."""
     models = sections(record(QUALITY))
     marks = {f"preset-{name}": (f"{value:g}", f"`{name}`") for name, value in MARKS.items()}
     return markdown(("strength", "", "time", "error, %"), (
@@ -92,7 +92,7 @@ def strength() -> str:
 
 
 def _methods(name: str) -> str:
-    """Show the work, the error and the time of every method of a result."""
+    """Make the table of work, error and time of every method in the result of this name."""
     models = sections(record(name))
     rows = []
     for method in METHODS:
@@ -107,7 +107,7 @@ def _methods(name: str) -> str:
 
 
 def equal_time() -> str:
-    """Show the PSNR of other methods and that of strength at the same time."""
+    """Make the table of the PSNR of other methods and that of strength at the same time, by `AT_EQUAL_TIME`."""
     columns = {head: [{rival.name: f"{rival.theirs:.1f} : {number(rival.ours, '.1f')}"
                        for rival in at_equal_time(model)} for model in sections(record(name))]
                for head, name in AT_EQUAL_TIME.items()}  # fmt: skip
@@ -118,7 +118,7 @@ def equal_time() -> str:
 
 
 def settings() -> str:
-    """Show each setting: its name and the hosts' name, if that differs, its default, its range and its help."""
+    """Make the table of all settings: name, also the hosts' name if it differs, default, range and help."""
     rows = []
     for setting in describe_settings():
         default = setting.get("unset", "automatic") if setting["default"] is None else f"`{setting['default']}`"
@@ -129,6 +129,7 @@ def settings() -> str:
 
 
 def _range(setting: dict[str, Any]) -> str:
+    """Format the allowed values of a setting that `describe_settings` gave."""
     if "choices" in setting:
         return ", ".join("automatic" if choice is None else f"`{choice}`" for choice in setting["choices"])
     if "minimum" not in setting:
@@ -138,12 +139,13 @@ def _range(setting: dict[str, Any]) -> str:
 
 
 def _deviations(models: Iterable[Section], name: str) -> str:
-    """Format one value a model, with two digits below 1 and three above."""
+    """Format a variant's deviations, one for each model that has one; n/a if no model has one."""
     values = [model.noised[name].dev.value for model in models if name in model.noised]
     return ", ".join(f"{value:#.{2 if value < 1 else 3}g}" for value in values) or ABSENT
 
 
 def _times(models: Iterable[Section], name: str) -> str:
+    """Format a variant's times, one for each model, as shares of the unmerged time."""
     return ", ".join(f"{model.pictures[name].time:.2f}" for model in models)
 
 
@@ -158,12 +160,12 @@ TABLES = {
 
 
 def fill(text: str) -> str:
-    """Replace the tables of a page. Raises KeyError for an unknown table."""
+    """Return a page's text with all its tables made again. Raises KeyError for a name that `TABLES` lacks."""
     return _BETWEEN.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[4]}", text)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command."""
+    """Run the command and return its exit status. arguments: None stands for those of the process."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.doc_tables", description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="replace the tables of README and docs")
     if not parser.parse_args(arguments).write:

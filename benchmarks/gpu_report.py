@@ -20,14 +20,14 @@ Rows = Sequence[dict[str, Any]]
 
 
 def cases(rows: Rows) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """Collect by case, as ``sd15 1024 px``, the figures of its calls and of its 20 steps, each by name or empty."""
+    """Map each case, as ``sd15 1024 px``, to two dicts of figures by name, maybe empty: of its calls, of 20 steps."""
     figures = {row["key"]: row.get("of", {}) for row in rows}
     return {key.replace("call, ", ""): (of_calls, figures.get(key.replace("call", "sampling of 20 steps"), {}))
             for key, of_calls in figures.items() if " call, " in key}  # fmt: skip
 
 
 def calls_table(rows: Rows) -> str:
-    """Make the Markdown table of all calls."""
+    """Make the Markdown table of the times of calls and of 20 steps, a line a case."""
     on_card = any("card_ms" in figures for of, _ in cases(rows).values() for figures in of.values())
     shown = [name for name in _CALLS if name != "new"]
     heads = [f"{name}, ms{' (of the card)' if on_card else ''}" for name in shown]
@@ -39,11 +39,12 @@ def calls_table(rows: Rows) -> str:
 
 
 def _time(of: dict[str, Any]) -> str:
+    """Format the ms of a call, and in parentheses the GPU's own ms if they were measured."""
     return number(of.get("ms"), ".0f") + (f" ({of['card_ms']:.0f})" if "card_ms" in of else "")
 
 
 def factors(rows: Rows) -> dict[str, float]:
-    """Compute by case how many times as fast ``balanced`` is in 20 steps, else in a renewed and a kept call."""
+    """Map each case of a whole UNet to the speed-up by ``balanced`` in 20 steps, or in calls if only they are timed."""
     by_case = {}
     for case, (of, steps) in cases(rows).items():
         if case.startswith(BLOCK):  # which is no whole UNet
@@ -78,7 +79,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 
 
 def _facts_of(record: dict[str, Any]) -> list[str]:
-    """List the verdict, the versions, and the facts of rows beside their times."""
+    """List sentences: the verdict, the versions, and what each row says apart from times and failures."""
     facts = {row["key"]: {name: value for name, value in row.items() if name not in ("key", "of", "failed")}
              for row in record["rows"]}  # fmt: skip
     return [f"{TINY * record['settings']['tiny_models']}{verdict(record)}", f"versions: {_facts(record['versions'])}.",
@@ -86,6 +87,7 @@ def _facts_of(record: dict[str, Any]) -> list[str]:
 
 
 def _facts(value: Any) -> str:
+    """Format a value of a result for reading; a dict becomes ``name: value; ...``."""
     if isinstance(value, dict):
         return "; ".join(f"{name}: {_facts(inner)}" for name, inner in value.items())
     if isinstance(value, bool) or value is None:
@@ -94,7 +96,7 @@ def _facts(value: Any) -> str:
 
 
 def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the sheet of the first record: how many times as fast 20 steps and calls are, and the facts."""
+    """Write a PNG of the first record alone: bars of how many times as fast 20 steps and calls are, and sentences."""
     record = records[0]
     by_case = cases(record["rows"])
     figure = new_figure(14, 6 + len(by_case))
@@ -109,6 +111,7 @@ def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _bars(axis: Any, title: str, names: Sequence[str], of: dict[str, dict[str, Any]]) -> None:
+    """Draw how many times as fast as unmerged each name is in each case. of: case -> name -> figures."""
     height = 0.8 / len(names)
     for place, name in enumerate(names):
         timed = {case: by_name for case, by_name in enumerate(of.values()) if {name, "unmerged"} <= by_name.keys()}

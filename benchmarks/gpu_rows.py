@@ -41,11 +41,14 @@ KERNEL_LAWS = "tests/kernel_laws.py", "tests/kernel_faults.py"
 
 
 class OutOfTime(Exception):
-    """The error for a row that would not end in time."""
+    """The error for a row that would not end before `Bench.end`."""
 
 
 class Patched:
-    """A network: as it is, patched by tomesd at half of the finest level's tokens, or patched by a strength."""
+    """A network that the constructor patches in place. `handle` is the engine's patch, None without a strength.
+
+    way: `UNMERGED` for no patch, `TOMESD` at half of the finest level's tokens, or the name of a strength.
+    """
 
     def __init__(self, network: nn.Module, way: str, compiled: bool = False) -> None:
         self.handle = None
@@ -64,12 +67,15 @@ class Patched:
         self.network = torch.compile(network, dynamic=False) if compiled else network
 
     def call(self, arguments: tuple, when: str = "new") -> Run:
-        """Make a run of one call with a new, a renewed or a kept match; the first call of all makes a match."""
+        """Make a function that calls the network once. The first call makes a match.
+
+        when: whether later calls make a ``new`` match in a new sampling, make a ``renewed`` one, or keep it (``kept``).
+        """
         numbers, times, sampling = itertools.count(), WHEN[when], object()
         return lambda: self._step(arguments, times[next(numbers) % len(times)], sampling if times[1:] else object())
 
     def steps(self, arguments: tuple) -> Run:
-        """Make a run of all the network's calls of one sampling."""
+        """Make a function that calls the network for all `STEPS` steps of one sampling."""
         def run() -> None:
             sampling = object()
             for number in range(STEPS):
@@ -78,13 +84,14 @@ class Patched:
         return run
 
     def _step(self, arguments: tuple, timestep: float, sampling: object) -> Any:
+        """Call the network at a timestep of a sampling, which any object stands for."""
         if self.handle is not None:
             self.handle.set_time(timestep=timestep, sampling=sampling, pictures=1)
         return self.network(*arguments)
 
 
 class Bench:
-    """A device, and the network in its memory. end: the end of all work, by ``time.monotonic``."""
+    """A device, "cuda" or "cpu", with one network and its twins in memory. end: of all work, by ``time.monotonic``."""
 
     def __init__(self, device: str, end: float) -> None:
         self.device, self.end, self.tiny = device, end, device == "cpu"
@@ -93,11 +100,11 @@ class Bench:
 
     @property
     def left(self) -> float:
-        """The seconds that are left."""
+        """The seconds until `end`, negative after it."""
         return self.end - time.monotonic()
 
     def network(self, name: str) -> nn.Module:
-        """Make one of `models.NAMES`, in place of the one before."""
+        """Return the network of this name of `models.NAMES`; if it is new, free the one before and its twins."""
         if name not in self._networks:
             self._networks.clear()
             timing.free(self.device)
@@ -105,25 +112,29 @@ class Bench:
         return self._networks[name]
 
     def inputs(self, name: str, pixels: int) -> tuple[torch.Tensor, ...]:
-        """Draw the arguments of a network's call."""
+        """Draw the arguments of a call of the network of this name, as `models.inputs` does."""
         return models.inputs(name, pixels, self.device, self.dtype, self.tiny)
 
     def twin(self, name: str, compiled: bool, way: str) -> Patched:
-        """Make a patched twin of a network."""
+        """Return the twin of a network, patched by `way`; it shares the weights, and is made at the first call."""
         network, key = self.network(name), (compiled, way)
         if key not in self._networks:
             self._networks[key] = Patched(models.twin(network), way, compiled)
         return self._networks[key]
 
     def compare(self, makers: dict[str, Callable[[], Run]], single: bool = False) -> dict[str, Any]:
-        """Time the runs of the makers; one that fails has its reason in ``failed``, and the others go on.
+        """Time several runs in turns.
 
         Args:
-            makers: functions that make a run, by name.
+            makers: name -> the function that makes the run.
             single: a turn is one run, without an untimed run before it.
 
+        Returns:
+            ``of``: name -> the median, the least and the most ms of a run, and what the profiler says of a GPU.
+            ``failed``: name -> the reason, for each run that failed.
+
         Raises:
-            OutOfTime: this would not end in time.
+            OutOfTime: the turns would not end in time.
         """
         runs, failed, once = {}, {}, 0.0
         for name, make in makers.items():
@@ -158,7 +169,7 @@ class Bench:
 
 
 def calls(bench: Bench, name: str, pixels: int, compiled: bool = False) -> dict[str, Any]:
-    """Time calls of a network: unmerged, by tomesd, and by ``balanced`` with a new, a renewed or a kept match."""
+    """Time calls by `Bench.compare`: unmerged, by tomesd, by ``balanced`` with a new, a renewed or a kept match."""
     arguments = bench.inputs(name, pixels)
     ways = {UNMERGED: (UNMERGED, "new"), TOMESD: (TOMESD, "new"), **{when: (STRENGTHS[0], when) for when in WHEN}}
     return bench.compare({row: lambda way=way, when=when: bench.twin(name, compiled, way).call(arguments, when)
@@ -166,14 +177,14 @@ def calls(bench: Bench, name: str, pixels: int, compiled: bool = False) -> dict[
 
 
 def sampling(bench: Bench, name: str, pixels: int, compiled: bool = False) -> dict[str, Any]:
-    """Time samplings of twenty steps: unmerged, by tomesd, by ``balanced`` and by ``max``."""
+    """Time samplings of twenty steps by `Bench.compare`: unmerged, by tomesd, by ``balanced`` and by ``max``."""
     arguments = bench.inputs(name, pixels)
     return bench.compare({way: lambda way=way: bench.twin(name, compiled, way).steps(arguments)
                           for way in (UNMERGED, TOMESD, *STRENGTHS)}, single=True)  # fmt: skip
 
 
 def device(bench: Bench) -> dict[str, Any]:
-    """Look up versions and why kernels are missing; time each attention function, or say why it fails."""
+    """Describe the device: Triton, capability, state of the kernels, and the ms of each attention function."""
     tokens = {"cpu": 256, "cuda": 4096}[bench.device]
     qkv = [torch.randn(2, 8, tokens, 64, device=bench.device, dtype=bench.dtype) for _ in range(3)]
     functions = {f"torch {name.lower()}": partial(_by_backend, name) for name in _BACKENDS} | _PACKAGES
@@ -190,7 +201,7 @@ def device(bench: Bench) -> dict[str, Any]:
 
 
 def _attempt(run: Run, device: str) -> float | str:
-    """Measure the milliseconds of a call, or say why it fails."""
+    """Return the least ms of three runs, or the reason why the run fails."""
     try:
         run()
         return 1e3 * min(timing.seconds(run, device) for _ in range(3))
@@ -201,11 +212,13 @@ def _attempt(run: Run, device: str) -> float | str:
 
 
 def _by_backend(name: str, *qkv: torch.Tensor) -> torch.Tensor:
+    """Compute torch's attention by one of `_BACKENDS`."""
     with sdpa_kernel(getattr(SDPBackend, name)):
         return F.scaled_dot_product_attention(*qkv)
 
 
 def _tokens_first(module: str, function: str, *qkv: torch.Tensor) -> torch.Tensor:
+    """Call a package's attention function, which takes ``[B, N, H, d]``, with tensors ``[B, H, N, d]``."""
     return getattr(importlib.import_module(module), function)(*(tensor.transpose(1, 2) for tensor in qkv))
 
 
@@ -233,7 +246,7 @@ def kernel_laws(bench: Bench) -> dict[str, Any]:
 
 
 def laws(bench: Bench, name: str, pixels: int) -> dict[str, Any]:
-    """Check laws of whole calls of a network. Shares are those of norms of the answers."""
+    """Check laws of merged calls of a network; a change is the norm of the difference over that of the answer."""
     network, arguments = bench.network(name), bench.inputs(name, pixels)
     expected = network(*arguments)
     with sdpa_kernel(SDPBackend.MATH):
@@ -259,12 +272,13 @@ def laws(bench: Bench, name: str, pixels: int) -> dict[str, Any]:
 
 
 def _share(answer: torch.Tensor, other: torch.Tensor, whole: torch.Tensor) -> float | str:
+    """Return the norm of ``answer - other`` over that of `whole`, as text if it is not finite."""
     share = ((answer.float() - other.float()).norm() / whole.float().norm()).item()
     return share if math.isfinite(share) else str(share)  # JSON has no number for it
 
 
 def _waits(run: timing.Run, device: str) -> str | bool:
-    """Say at which line a call waits for the GPU; False if it does not."""
+    """Return the traceback of the line at which a run waits for the GPU; False if it does not wait."""
     if device == "cuda":
         torch.cuda.set_sync_debug_mode("error")
     try:

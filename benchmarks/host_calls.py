@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def find_folders(options: argparse.Namespace) -> dict[str, Path]:
-    """Find the folder of each host; say which host is left out. Raises ValueError if a wanted host is not there."""
+    """Map hosts to folders, and print which are left out. Raises ValueError if a needed folder is missing or wrong."""
     named = {COMFYUI: options.comfyui, WEBUI: options.webui}
     folders = {host: Path(folder).resolve() for host, folder in named.items() if folder}
     for host, folder in folders.items():
@@ -92,13 +92,13 @@ def find_folders(options: argparse.Namespace) -> dict[str, Path]:
 
 
 def python_of(host: str, folder: Path) -> str:
-    """Find the host's own Python: the one that the environment names, that of its venv, or this one."""
+    """Return the path of the host's own Python: the one that the environment names, that of its venv, or this one."""
     named = os.environ.get(f"{_HOSTS[host][0]}_PYTHON")
     return named or next((str(folder / path) for path in _PYTHONS if (folder / path).exists()), sys.executable)
 
 
 def plan_cases(options: argparse.Namespace, hosts: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Plan the cases by row's key: round by round, those of an attention together, the small pictures first."""
+    """Map the keys of all rows, in their order, to their cases: all that `host_inside` needs, except the arm."""
     names = options.attention or [name for name, (host, *_) in ATTENTIONS.items() if host in hosts]
     return {
         f"{name}, {pixels} px, {number}": {
@@ -110,7 +110,10 @@ def plan_cases(options: argparse.Namespace, hosts: Sequence[str]) -> dict[str, d
 
 
 def measure(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Measure a case's arms, or say why all of them failed."""
+    """Measure each arm (a key of `ARMS`) of a case: seconds by call, peaks and failures by arm, and versions.
+
+    If all arms failed, the result is ``failed`` alone, a reason.
+    """
     answers = {arm: _ask({**case, "arm": arm}, folder) for arm in ARMS}
     failed = {arm: answer["failed"] for arm, answer in answers.items() if "failed" in answer}
     if len(failed) == len(ARMS):
@@ -124,7 +127,7 @@ def measure(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _ask(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Measure one arm in a process of the host's Python, in the host's folder."""
+    """Return the answer of `host_inside.measure` from a process of the host's Python; ``failed`` if there is none."""
     command = [python_of(case["host"], folder), "-m", "benchmarks.host_inside", json.dumps(case),
                *_ON_A_CPU[case["host"]].split(), *case["flag"].split()]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -138,7 +141,7 @@ def _ask(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def execute(options: argparse.Namespace, command: str) -> int:
-    """Measure what is missing, and print the table; give 1 if a case failed."""
+    """Measure the missing rows and print the table of all; return 1 if all arms of a case failed, else 0."""
     folders = find_folders(options)
     cases = plan_cases(options, list(folders))
     settings = {"preset": PRESET, "free": FREE, "smoke": options.smoke}
@@ -171,7 +174,7 @@ def table(records: Sequence[Record]) -> str:
 
 
 def table_rows(records: Sequence[Record]) -> list[list[str]]:
-    """Make the cells of the table, below `HEAD`."""
+    """Make the table's lines: the cells under `HEAD` for each attention and size."""
     early = share_of_early(records[0]["settings"]["preset"])
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in (row for record in records for row in record["rows"] if "failed" not in row):
@@ -180,13 +183,13 @@ def table_rows(records: Sequence[Record]) -> list[list[str]]:
 
 
 def share_of_early(name: str) -> float:
-    """Count which share of a picture's 20 uniform steps a preset of this name merges as early steps."""
+    """Return the share of a picture's 20 uniform steps that the preset of this name merges by its early ratio."""
     config = preset(name)
     return 0.0 if config.early_ratio is None else fmean(step >= config.early_until for step in range(951, 0, -50))
 
 
 def figures(rows: Sequence[dict[str, Any]], early: float) -> list[str]:
-    """Make the cells of rows of one attention and size. early: the share of early steps."""
+    """Make the cells under `HEAD`, from the rounds on, of one attention and size. early: the share of early steps."""
     spent = {name: _median([row["seconds"][name] for row in rows]) for name in rows[0]["seconds"]}
     plain, theirs, (early_new, early_kept, late_new, late_kept) = spent[UNMERGED], spent[BUILT_IN], map(spent.get, OURS)
     mean = None if None in map(spent.get, OURS) else (
@@ -201,12 +204,12 @@ def figures(rows: Sequence[dict[str, Any]], early: float) -> list[str]:
 
 
 def _median(values: Sequence[float | None]) -> float | None:
-    """Return the median; None if a value is missing."""
+    """Return the median; None if a value is None."""
     return None if None in values else median(values)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command."""
+    """Run the command and return its exit status. arguments: None stands for those of the process."""
     return report.run("host_calls", parser(), arguments, execute)
 
 

@@ -37,7 +37,7 @@ _TINY = {**_SD15, "model_channels": 32, "channel_mult": [1, 2], "num_res_blocks"
 
 
 class ComfyUI:
-    """A model in ComfyUI, called by its sampler for both halves of guidance at once."""
+    """A random UNet in ComfyUI, called for both halves of guidance at once. case: of `host_calls.plan_cases`."""
 
     def __init__(self, case: dict[str, Any]) -> None:
         importlib.import_module("comfy.options").enable_args_parsing()
@@ -80,6 +80,7 @@ class ComfyUI:
         return list(self._seconds)
 
     def _timed(self, *args: Any, **kwargs: Any) -> Any:
+        """Stand in for the host's function that calls the model, and note the processor seconds."""
         since = time.process_time()
         out = self._whole(*args, **kwargs)
         self._seconds.append(time.process_time() - since)
@@ -87,7 +88,7 @@ class ComfyUI:
 
 
 class Webui:
-    """A UNet in A1111, patched as the extension does it, and called with both halves of guidance at once."""
+    """A random UNet in A1111, called for both halves of guidance at once. case: of `host_calls.plan_cases`."""
 
     def __init__(self, case: dict[str, Any]) -> None:
         importlib.import_module("modules.shared_init").initialize()
@@ -144,12 +145,13 @@ class Webui:
 
 
 def _check(report: Any, pixels: int) -> None:
+    """Raise RuntimeError if a picture of 512 px or more had nothing merged; smaller ones may."""
     if pixels >= 512 and not report.merged_anything:
         raise RuntimeError(f"nothing merged: {report}")
 
 
 def _comfyui_model(tiny: bool) -> Any:
-    """Make a UNet in ComfyUI's patcher."""
+    """Make a UNet with random weights in ComfyUI's ModelPatcher."""
     base, known, patcher = (importlib.import_module(f"comfy.{name}")
                             for name in ("model_base", "supported_models", "model_patcher"))  # fmt: skip
     config, cpu = _TINY if tiny else _SD15, torch.device("cpu")
@@ -163,7 +165,7 @@ def _comfyui_model(tiny: bool) -> Any:
 
 
 def randomize(unet: nn.Module) -> nn.Module:
-    """Give a UNet random weights with which attention matters and nothing overflows."""
+    """Set a UNet's weights in place to random ones with which attention matters and nothing overflows; return it."""
     dice = torch.Generator().manual_seed(0)
     for name, weight in unet.named_parameters():
         if weight.dim() > 1:
@@ -174,14 +176,14 @@ def randomize(unet: nn.Module) -> nn.Module:
 
 
 def inputs(pixels: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Draw a latent ``[1, 4, h, w]`` and two prompts ``[1, 77, 768]``."""
+    """Draw a latent ``[1, 4, pixels / 8, pixels / 8]`` and two prompts ``[1, 77, 768]``."""
     dice, side = torch.Generator().manual_seed(1), pixels // 8
     return (torch.randn(1, 4, side, side, generator=dice),
             *(torch.randn(1, _WORDS, _WIDTH, generator=dice) for _ in range(2)))  # fmt: skip
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:
-    """Measure an arm of a case: the seconds of its calls and the peak of its memory, or why it failed."""
+    """Measure the arm of a case: its ``seconds`` by call, ``peak_mib`` and versions; ``failed`` alone if it fails."""
     try:
         host = {COMFYUI: ComfyUI, WEBUI: Webui}[case["host"]](case)
         host.run(UNMERGED, _SMALL)  # libraries allocate some memory only once
@@ -194,7 +196,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print the answer of the arm that the command line names."""
+    """Measure the case that the first argument holds as JSON, and print a line of `ANSWER` and JSON."""
     case = json.loads(sys.argv.pop(1))  # the rest of the command line is the host's own
     torch.set_num_threads(1)
     with torch.inference_mode():

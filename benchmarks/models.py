@@ -23,7 +23,7 @@ class Shape(NamedTuple):
     """The sizes of one UNet.
 
     Args:
-        channels: by level.
+        channels: by level, the finest first.
         depths: by level, the number of blocks in a transformer; 0 stands for no transformer.
         heads: by level, the number of heads of an attention.
         middle: the number of blocks in the middle's transformer.
@@ -58,6 +58,7 @@ def _norm(channels: int) -> nn.GroupNorm:
 
 
 def _embed(channels: int, out: int) -> nn.Sequential:
+    """Make the two layers that embed a time or SDXL's vector."""
     return nn.Sequential(nn.Linear(channels, out), nn.SiLU(), nn.Linear(out, out))
 
 
@@ -72,7 +73,7 @@ class ResBlock(nn.Module):
         self.skip = nn.Identity() if channels == out else nn.Conv2d(channels, out, 1)
 
     def forward(self, x: Tensor, emb: Tensor) -> Tensor:
-        """Return the picture; emb: the embedded time ``[B, E]``."""
+        """Map x ``[B, channels, H, W]`` to ``[B, out, H, W]``. emb: the embedded time ``[B, E]``."""
         return self.skip(x) + self.out_layers(self.in_layers(x) + self.emb_layers(emb)[:, :, None, None])
 
 
@@ -88,7 +89,7 @@ class CrossAttention(nn.Module):
         self.to_out = nn.Linear(channels, channels)
 
     def forward(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """Return the answer ``[B, N, C]``."""
+        """Attend from x to the context, None for x itself, and return ``[B, N, C]``."""
         context = x if context is None else context
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
                    for part in (self.to_q(x), self.to_k(context), self.to_v(context)))  # fmt: skip
@@ -105,7 +106,7 @@ class FeedForward(nn.Module):
         self.outward = nn.Linear(channels * 4, channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return tokens ``[B, N, C]``."""
+        """Map tokens ``[B, N, C]`` to tokens of this shape."""
         value, gate = self.inward(x).chunk(2, dim=-1)
         return self.outward(value * F.gelu(gate))
 
@@ -123,10 +124,11 @@ class BasicTransformerBlock(nn.Module):
         self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(channels) for _ in range(3))
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        """Return tokens ``[B, N, C]``."""
+        """Map tokens ``[B, N, C]`` to tokens of this shape. context: the prompt ``[B, M, D]``."""
         return self._forward(x, context=context)
 
     def _forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        """Do the work of `forward`; tomesd replaces this method, as it replaces LDM's."""
         x = self.attn1(self.norm1(x), context=None) + x
         x = self.attn2(self.norm2(x), context=context) + x
         return self.ff(self.norm3(x)) + x
@@ -143,7 +145,7 @@ class SpatialTransformer(nn.Module):
         self.transformer_blocks = nn.ModuleList(blocks)
 
     def forward(self, x: Tensor, context: Tensor) -> Tensor:
-        """Return the picture after all blocks."""
+        """Map a picture ``[B, C, H, W]`` to one of this shape. context: the prompt ``[B, M, D]``."""
         tokens = self.proj_in(self.norm(x)).flatten(2).transpose(1, 2).contiguous()
         for block in self.transformer_blocks:
             tokens = block(tokens, context=context)
@@ -158,7 +160,7 @@ class Upsample(nn.Conv2d):
     """A convolution of a picture with doubled sides."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the larger picture."""
+        """Return the picture with doubled sides."""
         return super().forward(F.interpolate(x, scale_factor=2.0))
 
 
@@ -204,7 +206,7 @@ class UNet(nn.Module):
         self.out = nn.Sequential(_norm(channels), nn.SiLU(), nn.Conv2d(channels, _LATENT, 3, padding=1))
 
     def forward(self, x: Tensor, timesteps: Tensor, context: Tensor, y: Tensor | None = None) -> Tensor:
-        """Predict from x ``[B, 4, H, W]``, timesteps ``[B]``, context ``[B, M, D]`` and SDXL's y ``[B, V]``."""
+        """Map x ``[B, 4, H, W]``, timesteps ``[B]``, context ``[B, M, D]`` and SDXL's y ``[B, V]`` to x's shape."""
         half = self.width // 2
         scales = torch.exp(torch.arange(half, device=x.device) * (-9.2103 / half))  # down to 1 / 10,000
         angles = timesteps[:, None].float() * scales
@@ -222,6 +224,7 @@ class UNet(nn.Module):
 
 
 def _through(stage: Iterable[nn.Module], x: Tensor, emb: Tensor, context: Tensor) -> Tensor:
+    """Call the modules of a stage in turn, with the embedded time or the prompt for those that take it."""
     for module in stage:
         x = module(x, *{ResBlock: (emb,), SpatialTransformer: (context,)}.get(type(module), ()))
     return x
@@ -237,7 +240,7 @@ class Block(nn.Module):
         self.middle_block, self.output_blocks = nn.ModuleList(), nn.ModuleList()
 
     def forward(self, x: Tensor, timesteps: Tensor, context: Tensor) -> Tensor:
-        """Return the picture; the timesteps change nothing."""
+        """Map a picture ``[B, C, H, W]`` to one of this shape; the timesteps change nothing."""
         return self.input_blocks[0][0](x, context)
 
 
@@ -268,7 +271,7 @@ def twin(model: nn.Module) -> nn.Module:
 
 
 def inputs(name: str, pixels: int, device: str, dtype: torch.dtype, tiny: bool = False) -> tuple[Tensor, ...]:
-    """Draw the arguments of a call: a picture of so many pixels a side, with its prompt and without: a batch of two."""
+    """Draw latent, timesteps, prompts and SDXL's vectors of a picture, `pixels` a side, with its prompt and without."""
     shape = _shape_of(name, tiny)
     generator = torch.Generator().manual_seed(1)
     side = pixels // _PICTURE_TO_LATENT // shape.shrink

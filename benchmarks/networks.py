@@ -30,7 +30,7 @@ def finest_blocks(unet: nn.Module) -> list[BlockPlace]:
 
 
 def timestep_of(network: nn.Module, args: tuple, kwargs: dict[str, Any]) -> float:
-    """Read the timestep, of Stable Diffusion's schedule, from the arguments of a call; a transformer's are named."""
+    """Read the timestep, from 0 to 1000, from the arguments of a network's call; a transformer gets it by name."""
     family = family_of(network)
     if family is None:
         timestep = args[1] if len(args) > 1 else kwargs["timestep"]
@@ -40,7 +40,7 @@ def timestep_of(network: nn.Module, args: tuple, kwargs: dict[str, Any]) -> floa
 
 
 def at_each_call(network: nn.Module, act: Callable[[float], None]) -> RemovableHandle:
-    """Return a context manager that calls `act` with the timestep before each call of the network."""
+    """Call `act` with the timestep before each call of the network, until the returned context manager exits."""
     return network.register_forward_pre_hook(
         lambda network, args, kwargs: act(timestep_of(network, args, kwargs)), with_kwargs=True)  # fmt: skip
 
@@ -49,7 +49,7 @@ class InPlaceOfAttention:
     """A context manager that puts `attend` in the place of torch's attention function, which is `original`.
 
     It acts in a UNet's finest self-attentions, or in all attentions of a transformer over one sequence, as Flux.
-    ``number`` counts these attentions; it is None outside of them.
+    ``number`` is the index of the attention that is being called; it is None outside of them.
     """
 
     original: Callable[..., torch.Tensor]
@@ -61,7 +61,7 @@ class InPlaceOfAttention:
             module for _, module in find_attentions(network, family_of(network))]  # fmt: skip
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> torch.Tensor:
-        """Answer in the place of torch's attention function."""
+        """Compute attention of ``[B, H, N, d]``; each subclass has its own. more: torch's other arguments by name."""
         raise NotImplementedError
 
     def __enter__(self) -> Any:
@@ -80,21 +80,22 @@ class InPlaceOfAttention:
             hook.remove()
 
     def _answer(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Stand in for torch's function: call `attend` inside the chosen attentions, else `original`."""
         named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
         q, k, v = (named.pop(name) for name in ("query", "key", "value"))
         return (self.original if self.number is None else self.attend)(q, k, v, **named)
 
 
 class Work(InPlaceOfAttention):
-    """A context manager that counts queries times keys of every method. Enter it before the network is patched.
+    """A context manager that counts the attentions' work, queries times keys. Enter it before the network is patched.
 
-    ``full`` counts all tokens that reached the attentions, ``left`` those that were attended.
+    ``full`` is the work without merging, ``left`` the work that was done.
     """
 
     full = left = 0
 
     def share(self) -> float:
-        """Return the share of the work that is left, since the last call of this method."""
+        """Return ``left`` as a share of ``full`` since the last call of this method, and reset both."""
         share = self.left / self.full
         self.full = self.left = 0
         return share
@@ -106,12 +107,13 @@ class Work(InPlaceOfAttention):
         return self
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> torch.Tensor:
-        """Count, and answer as torch does."""
+        """Count the work, and compute attention as torch does."""
         if (q.shape[0], q.shape[2], k.shape[2]) != (1, TRIED, TRIED):  # the engine's own trial
             self.left += q.shape[0] * q.shape[2] * k.shape[2]
         return self.original(q, k, v, **more)
 
     def _add_full(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Add the unmerged work of one attention, whose arguments these are, to ``full``."""
         more = () if self.is_unet else (*args[1:], kwargs.get("hidden_states"), kwargs.get("encoder_hidden_states"))
         sequences = [tensor for tensor in (*args[:1], *more) if torch.is_tensor(tensor)]
         self.full += len(sequences[0]) * sum(tensor.shape[1] for tensor in sequences) ** 2

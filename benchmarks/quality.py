@@ -65,7 +65,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def complete(options: argparse.Namespace) -> tuple[Amounts, list[str]]:
-    """Fill in the defaults and check all options together; give the amounts and the prompts."""
+    """Fill in the options' defaults in place and check them together; return the amounts and a user's prompts.
+
+    Raises:
+        ValueError, OSError: the options cannot be used; the message says what to do.
+    """
     if unknown := [name for name in options.variants if name not in VARIANTS]:
         raise ValueError(f"no variant is called {' or '.join(unknown)}; --list prints the names")
     options.group = "smallest" if options.smallest else "choose" if options.purpose == subjects.CHOOSE else "standard"
@@ -86,6 +90,7 @@ def complete(options: argparse.Namespace) -> tuple[Amounts, list[str]]:
 
 
 def _amounts(options: argparse.Namespace, is_users: bool) -> Amounts:
+    """Return the amounts of the options' group, with the given ones. Raises ValueError for impossible ones."""
     given = {name: getattr(options, name) for name in ("noised", "pictures", "steps", "clock")}
     given = {name: value for name, value in given.items() if value is not None}
     amounts = replace(AMOUNTS[options.group], **{**(OWN if is_users and not options.smallest else {}), **given})
@@ -98,6 +103,7 @@ def _amounts(options: argparse.Namespace, is_users: bool) -> Amounts:
 
 
 def _prompts(path: Path | None, users: list[Path]) -> list[str]:
+    """Read the prompts, one a line, that a user's model needs; none without one. Raises ValueError if they lack."""
     if not users:
         return []
     if path is None:
@@ -109,13 +115,17 @@ def _prompts(path: Path | None, users: list[Path]) -> list[str]:
 
 
 def share(rows: Iterable[Row], rank: int, count: int) -> list[Row]:
-    """Choose one process's rows: every `count`-th part, because the rows of a part share their unmerged result."""
+    """Choose the rows of process `rank` of `count`: whole parts, because its rows share an unmerged result."""
     parts = [list(part) for _, part in groupby(rows, lambda row: row.group)]
     return [row for part in parts[rank::count] for row in part]
 
 
 def _fill(record: Record, plan: list[Row], output: Path | None, open_bench: Callable) -> Run | None:
-    """Measure what is missing and give the finished run; None in all of several processes but the last to end."""
+    """Measure the missing rows of the plan and return the finished run; None unless this process is the last to end.
+
+    Raises:
+        ResultError: `output` is another run's result, or complete while there are several processes.
+    """
     rank, count = _processes()
     if count == 1:
         return _measure(Run.start(record, [row.key for row in plan], output), plan, open_bench)
@@ -139,11 +149,12 @@ def _fill(record: Record, plan: list[Row], output: Path | None, open_bench: Call
 
 
 def _processes() -> tuple[int, int]:
-    """Read the number of this process and the number of all processes, as launchers give them."""
+    """Return this process's number, from 0, and the number of processes, from RANK and WORLD_SIZE of a launcher."""
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 def _measure(run: Run, plan: list[Row], open_bench: Callable[[str], QualityBench]) -> Run:
+    """Measure the run's missing rows, with one bench a checkpoint, add them to the run and return it."""
     missing = set(run.missing)
     left = [row for row in plan if row.key in missing]
     with tqdm(total=len(left), unit="row", mininterval=0.1 if sys.stderr.isatty() else 10) as bar:
@@ -158,6 +169,7 @@ def _measure(run: Run, plan: list[Row], open_bench: Callable[[str], QualityBench
 
 
 def _device(name: str | None, rank: int) -> torch.device:
+    """Return the device; None is the GPU of this rank, else the CPU. Raises ValueError if it does not work."""
     if name is None:
         name = f"cuda:{rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
     try:
@@ -168,7 +180,7 @@ def _device(name: str | None, rank: int) -> torch.device:
 
 
 def execute(options: argparse.Namespace, command: str) -> int:
-    """Measure what is missing, and print the table."""
+    """Measure the missing rows and print the table, or list the variants; return 0."""
     if options.list:
         print("\n".join(VARIANTS))
         return 0
@@ -213,7 +225,7 @@ def execute(options: argparse.Namespace, command: str) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command."""
+    """Run the command and return its exit status. arguments: None stands for those of the process."""
     logging.basicConfig(level=logging.ERROR, format="%(message)s")  # the engine's notes of clamped ratios are known
     return report.run("quality", parser(), arguments, execute)
 

@@ -23,7 +23,7 @@ Parts = dict[int, dict[str, Any]]  # rows of one variant
 
 
 class Mean(NamedTuple):
-    """A mean over pictures and its standard error, which is None for one picture."""
+    """A mean over pictures and its standard error, which is None for one picture or an infinite value."""
 
     value: float
     error: float | None
@@ -37,18 +37,18 @@ class Mean(NamedTuple):
 
 
 class Noised(NamedTuple):
-    """Figures of noised pictures in % of the unmerged v-loss: its rise, and the squared distance, also at each time."""
+    """A variant's figures of noised pictures; all but the work are in % of the unmerged v-loss."""
 
-    work: float
-    gap: Mean
-    dev: Mean
-    dev_at: tuple[Mean, ...]
+    work: float  # the share of the unmerged attention's products that is left
+    gap: Mean  # the rise of the v-loss
+    dev: Mean  # the squared distance of the prediction from the unmerged one
+    dev_at: tuple[Mean, ...]  # the same at each of the result's timesteps
 
 
 class Pictured(NamedTuple):
-    """Figures of whole pictures compared with the unmerged ones."""
+    """A variant's figures of whole pictures, compared with the unmerged ones."""
 
-    work: float
+    work: float  # as in `Noised`
     psnr: Mean  # dB
     ssim: Mean
     detail: Mean | None = None  # gradient energy as a share of the unmerged picture's, the geometric mean
@@ -56,12 +56,12 @@ class Pictured(NamedTuple):
 
 
 class Section(NamedTuple):
-    """All figures of one checkpoint, and the result's variants by name, in its order."""
+    """All figures of one checkpoint, by variant's name, in the result's order."""
 
     checkpoint: str
-    loss: float | None
-    counts: dict[str, int]
-    variants: dict[str, dict[str, Any]]
+    loss: float | None  # the unmerged v-loss; None without noised pictures
+    counts: dict[str, int]  # of pictures: "noised" and "pictures"
+    variants: dict[str, dict[str, Any]]  # as `Variant.describe` gives them
     noised: dict[str, Noised]
     pictures: dict[str, Pictured]
 
@@ -92,11 +92,12 @@ def _section(record: Record, checkpoint: str) -> Section:
 
 
 def _over(parts: Parts, name: str, axis: int = -1) -> np.ndarray:
-    """Join the values of all measured parts, pictures along the axis."""
+    """Join a field of all measured parts, in their order, along the axis of pictures."""
     return np.concatenate([np.array(parts[part][name]) for part in sorted(parts)], axis)
 
 
 def _noised(parts: Parts, plain: Parts, loss: float) -> Noised:
+    """Compute a variant's figures from its rows and the unmerged rows of the same parts. loss: unmerged."""
     scale = 100 / loss
     dev = scale * _over(parts, "dev")
     gap = scale * (_over(parts, "loss") - _over(plain, "loss"))
@@ -105,6 +106,7 @@ def _noised(parts: Parts, plain: Parts, loss: float) -> Noised:
 
 
 def _pictured(parts: Parts, plain: Parts) -> Pictured:
+    """Compute a variant's figures from its rows and the unmerged rows of the same parts."""
     def all_have(name: str) -> bool:
         return all(name in row for row in parts.values())
 
@@ -119,6 +121,7 @@ def _pictured(parts: Parts, plain: Parts) -> Pictured:
 
 
 def _detail(energies: np.ndarray, unmerged: np.ndarray) -> Mean:
+    """Average the ratio of gradient energies over pictures, geometrically."""
     logs = Mean.of(np.log(np.maximum(energies, _NO_DETAIL) / np.maximum(unmerged, _NO_DETAIL)))
     share = math.exp(logs.value)
     return Mean(share, None if logs.error is None else share * logs.error)
@@ -141,7 +144,7 @@ class Rival(NamedTuple):
 
 
 def at_equal_time(section: Section) -> Iterator[Rival]:
-    """Compare every other timed method with the strengths, in the result's order."""
+    """Compare each timed method of others with strength, in the result's order; without timed strengths, none."""
     points = {name: (figures.time, figures.psnr.value) for name, figures in section.pictures.items()
               if figures.time is not None}  # fmt: skip
     ours = {name for name in points if section.variants[name]["method"] in OURS}

@@ -34,6 +34,7 @@ def table(records: list[Record]) -> str:
 
 
 def _origin(record: Record) -> str:
+    """Describe a result's command, versions and device, and what to beware of: its purpose, missing rows."""
     versions = ", ".join(f"{name} {value}" for name, value in record["versions"].items() if value)
     device = ", ".join(f"{name} {value}" if name in ("cores", "threads") else str(value)
                        for name, value in record["device"].items() if name != "kind")  # fmt: skip
@@ -46,6 +47,7 @@ def _origin(record: Record) -> str:
 
 
 def _tables(record: Record) -> Iterator[str]:
+    """Make each checkpoint's headed tables, as far as it has noised pictures and whole ones."""
     settings = record["settings"]
     for section in sections(record):
         noised, pictures, name = section.noised, section.pictures, section.checkpoint
@@ -82,7 +84,7 @@ def _at_equal_time(section: Section) -> Iterator[str]:
 
 
 def _order(section: Section, figures: dict[str, Any], error: Callable[[Any], float]) -> list[str]:
-    """Sort methods from much work to little and from good to bad, then the controls, then the yardsticks.
+    """Sort variants' names: methods by falling work, then by rising error, then the controls, then the yardsticks.
 
     Every table has all yardsticks, also those without figures.
     """
@@ -95,7 +97,7 @@ def _order(section: Section, figures: dict[str, Any], error: Callable[[Any], flo
 
 
 def _table(section: Section, order: list[str], columns: dict[str, dict[str, str]]) -> str:
-    """Make a table of cells by head and variant, without the columns that an older result lacks."""
+    """Make a table of the variants in this order. columns: head -> variant -> cell; one without values is left out."""
     columns = {head: cells for head, cells in columns.items() if set(cells.values()) - {ABSENT}}
     rows = []
     for name in order:
@@ -108,7 +110,7 @@ def _table(section: Section, order: list[str], columns: dict[str, dict[str, str]
 
 
 def mean(figure: Mean | None) -> str:
-    """Format a mean with so many decimals that its error has two digits."""
+    """Format a mean and its error, which gets two digits; None is n/a, and an infinite PSNR is ``equal``."""
     if figure is None:
         return ABSENT
     if not math.isfinite(figure.value):
@@ -120,7 +122,10 @@ def mean(figure: Mean | None) -> str:
 
 
 def plot(records: list[Record], path: Path) -> None:
-    """Draw dev, else PSNR, over attention work left, a line a method; controls and yardsticks are lines across."""
+    """Write a PNG of dev, or PSNR without noised pictures, over the work left: a line for each method.
+
+    Controls and yardsticks are lines across.
+    """
     columns = [section for record in records for section in sections(record)]
     figure = new_figure(3 + 5.5 * max(1, len(columns)), 5.5)
     for axis, section in zip(figure.subplots(1, max(1, len(columns)), squeeze=False)[0], columns, strict=True):

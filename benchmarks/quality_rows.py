@@ -25,7 +25,7 @@ PART_PICTURES = {True: 4, False: 1}  # pictures in one row: of a scene model, an
 
 @dataclass(frozen=True)
 class Amounts:
-    """The amounts that are measured."""
+    """The amounts that are measured of each variant and checkpoint."""
 
     noised: int  # pictures
     pictures: int  # whole ones
@@ -35,13 +35,13 @@ class Amounts:
 
 
 class Row(NamedTuple):
-    """One row to measure: pictures `first` to `first + count` of a checkpoint, its part number `part`."""
+    """One row to measure: a variant on one part of a checkpoint's pictures."""
 
     checkpoint: str
-    measure: str
-    part: int
-    first: int
-    count: int
+    measure: str  # "noised" for predictions of noised pictures, "pictures" for whole ones
+    part: int  # its number
+    first: int  # its first picture
+    count: int  # of its pictures
     variant: str
 
     @property
@@ -51,14 +51,14 @@ class Row(NamedTuple):
 
     @property
     def group(self) -> tuple[str, str, int]:
-        """The key of rows that are compared with one unmerged prediction."""
+        """The fields that are equal in rows that are compared with the same unmerged result."""
         return self.checkpoint, self.measure, self.part
 
 
 def rows(
     checkpoint: str, names: Sequence[str], amounts: Amounts, can_be_noised: bool, kind: str = UNET
 ) -> Iterator[Row]:
-    """Plan all rows of a checkpoint, a part at a time, for the variants that a network of this kind can do."""
+    """Plan all rows of a checkpoint, a part at a time, for those variants of `names` that fit this kind of network."""
     can = [name for name in names if kind in VARIANTS[name].kinds]
     for measure, total, size in (
         ("noised", amounts.noised if can_be_noised else 0, PART_NOISED),
@@ -71,7 +71,7 @@ def rows(
 
 
 class Picture(NamedTuple):
-    """A whole picture, its work and its times."""
+    """A whole picture, the share of the attention work that was left, and the times of the network's calls."""
 
     pixels: np.ndarray  # uint8 ``[H, W, 3]``
     work: float
@@ -97,7 +97,7 @@ class QualityBench:
         return compare(self._plain if variant.name == PLAIN else make(row, variant), self._plain)
 
     def _predict(self, row: Row, variant: Variant) -> list[tuple[torch.Tensor, list[float], float]]:
-        """Compute at each time the prediction, its losses, and its share of the attention work."""
+        """Return for each time the prediction, the loss of each picture, and the share of the attention work left."""
         predictions = []
         for time in self.amounts.times:
             noised = self.subject.add_noise(row.part, row.count, time)
@@ -107,6 +107,7 @@ class QualityBench:
         return predictions
 
     def _draw(self, row: Row, variant: Variant) -> list[Picture]:
+        """Draw the row's pictures by a variant."""
         pictures = []
         for number in range(row.first, row.first + row.count):
             with self.times, self.work, variant.put_on(self.subject.network, self.subject.purpose.first + number):
@@ -117,12 +118,14 @@ class QualityBench:
 
 
 def _predictions(merged: list, plain: list) -> dict[str, Any]:
+    """Make a row's figures from what `QualityBench._predict` gave for its variant and without merging."""
     return {"work": _round(share for *_, share in merged),
             "loss": [_round(loss) for _, loss, _ in merged],
             "dev": [_round(_error(new, old)) for (new, *_), (old, *_) in zip(merged, plain, strict=True)]}
 
 
 def _pictures(merged: list[Picture], plain: list[Picture]) -> dict[str, Any]:
+    """Make a row's figures from its pictures and the same pictures without merging."""
     def of_pairs(measure: Callable[[np.ndarray, np.ndarray], float]) -> list[float]:
         return _round(measure(old.pixels, new.pixels) for new, old in zip(merged, plain, strict=True))
 

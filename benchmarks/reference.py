@@ -50,11 +50,12 @@ class Reference(InPlaceOfAttention):
         return self
 
     def _note(self, network: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Note the timestep of a call and the number of a transformer's picture tokens, 0 for a UNet."""
         self.timestep = timestep_of(network, args, kwargs)
         self._picture = 0 if self.is_unet else kwargs["hidden_states"].shape[1]
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> torch.Tensor:
-        """Answer as the variant does."""
+        """Compute attention of ``[B, H, N, d]`` in the way that the constructor's arguments choose."""
         if self.zero:
             return torch.zeros_like(q)
         if self.tiles:
@@ -80,7 +81,7 @@ class Reference(InPlaceOfAttention):
 
 
 def _top_left(x: torch.Tensor, last: int, cell: int) -> torch.Tensor:
-    """Number all but the `last` tokens, and of these the top left one of each cell of their grid."""
+    """List indices in ``[B, H, S, d]``: of the tokens before the `last` ones, and of the top left one of each cell."""
     places, side = torch.arange(x.shape[2], device=x.device), square_side(last, cell)
     return torch.cat([places[:-last], places[-last:].view(side, side)[::cell, ::cell].flatten()])
 
@@ -96,12 +97,12 @@ def _by_head(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _change(x: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor], last: int) -> torch.Tensor:
-    """Change the `last` tokens of ``[B, H, S, d]``, which may become fewer or more."""
+    """Replace the `last` tokens of ``[B, H, S, d]`` by what `change` makes of them as ``[B, last, H * d]``."""
     return torch.cat([x[:, :, :-last], _by_head(change(_in_rows(x[:, :, -last:])), x.shape[1])], 2)
 
 
 def square_side(tokens: int, cell: int) -> int:
-    """Count the tokens a side of a square grid that `cell` divides. Raises ValueError for another grid."""
+    """Return the side of a square grid of tokens. Raises ValueError unless it is square and `cell` divides its side."""
     side = math.isqrt(tokens)
     if side * side != tokens or side % cell:
         raise ValueError(f"{tokens} tokens are no square grid that cells of {cell}x{cell} divide; the reference code "
@@ -121,7 +122,7 @@ def in_tiles(x: torch.Tensor, tiles: int) -> torch.Tensor:
 
 
 def join(y: torch.Tensor, tiles: int) -> torch.Tensor:
-    """Join the tiles of `in_tiles`."""
+    """Undo `in_tiles`: ``[B * tiles**2, n, C]`` to ``[B, n * tiles**2, C]``."""
     inner = square_side(y.shape[1], 1)
     cut = y.reshape(-1, tiles, tiles, inner, inner, y.shape[2]).transpose(2, 3)
     return cut.reshape(-1, (tiles * inner) ** 2, y.shape[2])

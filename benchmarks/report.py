@@ -22,7 +22,7 @@ ABSENT = "n/a"  # a missing value in a table
 
 
 def _read(paths: list[Path]) -> tuple[ModuleType, list[Record]]:
-    """Load results of one kind, and the module that shows them."""
+    """Load results and import the module of their kind. Raises ResultError if a file is no result or kinds differ."""
     records = [results.load(path) for path in paths]
     kinds = sorted({record["kind"] for record in records})
     if len(kinds) > 1:
@@ -37,7 +37,7 @@ def table(paths: list[Path]) -> str:
 
 
 def write(paths: list[Path]) -> str:
-    """Make the table of results and write it beside the first one, and the plot if the kind has one."""
+    """Write the table of results and the plot, if the kind has one, next to the first file; return the table."""
     module, records = _read(paths)
     text = module.table(records)
     paths[0].with_suffix(".md").write_text(f"{text}\n", encoding="utf-8")
@@ -50,7 +50,7 @@ def write(paths: list[Path]) -> str:
 
 
 def markdown(heads: Iterable[str], rows: Iterable[Iterable[str]], left: int | None = None) -> str:
-    """Make a Markdown table. left: the number of columns on the left; the others stand on the right."""
+    """Make a Markdown table. left: how many columns are left-aligned, before right-aligned ones; None aligns none."""
     heads = tuple(heads)
     first, *lines = (f"| {' | '.join(cells)} |" for cells in (heads, *rows))
     rules = "---|" * len(heads) if left is None else "---|" * left + "---:|" * (len(heads) - left)
@@ -58,12 +58,12 @@ def markdown(heads: Iterable[str], rows: Iterable[Iterable[str]], left: int | No
 
 
 def number(value: float | None, how: str) -> str:
-    """Format a value that may be missing."""
+    """Format a value by `how`, a format specification such as ``.2f``; None becomes n/a."""
     return ABSENT if value is None else format(value, how)
 
 
 def new_figure(width: float, height: float):
-    """Make an empty figure. Raises ImportError without matplotlib."""
+    """Make an empty figure of so many inches. Raises ImportError without matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -82,7 +82,10 @@ def run(
     name: str, parser: argparse.ArgumentParser, arguments: list[str] | None,
     work: Callable[[argparse.Namespace, str], int],
 ) -> int:  # fmt: skip
-    """Run a command and return its exit status: that of its work, 2 if it is refused, 130 if it is stopped."""
+    """Run a command and return its exit status: that of `work`, 2 if it raises an expected error, 130 if interrupted.
+
+    work: gets the options and the text of the command line; its ValueError, OSError and ImportError are expected.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(arguments)
     try:
@@ -101,7 +104,7 @@ def _work(options: argparse.Namespace, command: str) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command."""
+    """Run the command and return its exit status. arguments: None stands for those of the process."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description="A Markdown table and a plot of "
                                      "results, made from their JSON alone.")  # fmt: skip
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="results of one kind")

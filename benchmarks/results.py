@@ -87,7 +87,7 @@ def _is_result(record: Any) -> bool:
 
 
 class Run:
-    """A record and its file, filled row by row."""
+    """A record and its file, filled row by row. keys: of all planned rows; those without a row are `missing`."""
 
     def __init__(self, record: Record, path: Path, keys: Sequence[str]) -> None:
         measured = {row["key"] for row in record["rows"]}
@@ -131,7 +131,7 @@ class Run:
 
 
 def _find_path(record: Record, folder: Path) -> Path:
-    """Find the unfinished file that fits, else a new name."""
+    """Find the folder's latest unfinished file that this record may go on with, else a name that no file has."""
     kind, date = f"{record['kind']}-{record['device'].get('kind', 'device')}", record["created"][:10]
     for path in sorted(folder.glob(f"{kind}-*.json"), reverse=True):
         before = load(path)
@@ -144,7 +144,7 @@ def _find_path(record: Record, folder: Path) -> Path:
 def difference(before: Record, record: Record) -> str | None:
     """Name the fields that forbid to go on with the same file; None if there are none.
 
-    Our own release is none of them, because a record names the commits of its rows, which say more.
+    The version of tome_core is none of them, because a record names the commits of its rows, which say more.
     """
     def of(record: Record, name: str) -> Any:
         return {**record[name], "tome_core": None} if name == "versions" else record[name]
@@ -177,6 +177,7 @@ def commit(folder: Path = ROOT) -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
+    """Return what git prints in a folder; None if git fails or is not installed."""
     try:
         done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False)
     except OSError:  # no git on this machine
@@ -185,6 +186,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def _describe_device(device: str) -> dict[str, Any]:
+    """Describe a device by kind, name, and a GPU's memory and CUDA, or a CPU's cores and threads."""
     kind, cpuinfo = torch.device(device).type, Path("/proc/cpuinfo")
     if kind == "cuda":
         properties = torch.cuda.get_device_properties(device)

@@ -41,12 +41,12 @@ _MOMENTS = tuple(range(5, 1000, 10))  # a deviation is a mean over these timeste
 
 
 class Loss(NamedTuple):
-    """The deviation by merging, per cent of the v-loss: at each of `TIMES`, by the share that is left."""
+    """The deviation by merging, in % of the v-loss: share of keys that is left -> deviation at each of `TIMES`."""
 
     by_share: dict[float, tuple[float, ...]]
 
     def at(self, share: float) -> list[float]:
-        """Interpolate the loss at each of `_MOMENTS` if this share is left.
+        """Interpolate the deviation at each of `_MOMENTS` if this share of the keys is left.
 
         Between measured shares its logarithm is a line over the share's, and over time. Below the least merging that
         was measured it falls with the square of the merged share, as that of groups of two does.
@@ -61,7 +61,7 @@ class Loss(NamedTuple):
 
 
 class Knot(NamedTuple):
-    """One strength: the share of keys that steps before timestep ``until`` keep, and the deviation to be expected."""
+    """One strength: steps at timesteps below `until` keep `share` of the keys, others `FEWEST`; `dev` is expected."""
 
     strength: float
     share: float
@@ -75,9 +75,9 @@ class Knot(NamedTuple):
 
 
 def front(records: Sequence[dict]) -> Loss:
-    """Read the loss by merged keys and values at the finest level: of settings with equal work, the best one.
+    """Read the deviations by merged keys and values from results; of settings with equal work the best one counts.
 
-    A setting that does more harm than one with less work is left out.
+    A setting that does more harm than one with less work is left out. Raises ValueError if the results have none.
     """
     best: dict[float, tuple[float, ...]] = {}
     for ratio, cell in FRONT:
@@ -106,7 +106,7 @@ def read_means(records: Sequence[dict], ratio: float, cell: int) -> tuple[float,
 
 
 def time_at(strength: float) -> float:
-    """Compute which share of the finest attention's time a strength leaves."""
+    """Compute which share of the finest attention's unmerged time a strength leaves."""
     weakest = min(WORK)
     if strength < weakest:  # the logarithm of the time is a line
         return (WORK[weakest] + MERGING) ** (strength / weakest)
@@ -119,9 +119,9 @@ def step_time(share: float) -> float:
 
 
 def curve(loss: Loss) -> tuple[Knot, ...]:
-    """Choose all knots, the weakest first.
+    """Choose the knots of all strengths, from 0 up. Raises ValueError if nothing measured leaves a strength's time.
 
-    Of all ways on which a stronger knot never merges less in any step, the best one has the least sum of deviations,
+    Of all curves on which a stronger knot never merges less in any step, the best one has the least sum of deviations,
     each as a share of the least one that its time allows.
     """
     ways = [(0.0, (Knot(0.0, 1.0, 1000.0, 0.0),))]  # the cost of each, and its knots
@@ -143,7 +143,7 @@ def curve(loss: Loss) -> tuple[Knot, ...]:
 
 
 def _pairs(strength: float, loss: Loss) -> list[Knot]:
-    """List every share of keys in late steps, with the timestep that leaves this strength's time."""
+    """List the possible knots of a strength: shares of keys, each with the `until` that leaves the strength's time."""
     late_part = time_at(strength) - step_time(FEWEST)
     pairs = []
     for part in (*range(1, int(PARTS * MOST_MERGED) + 1), PARTS):
@@ -157,12 +157,13 @@ def _pairs(strength: float, loss: Loss) -> list[Knot]:
 
 
 def deviation(share: float, until: float, loss: Loss) -> float:
-    """Average the loss of steps that keep this share of the keys before timestep ``until`` and the fewest after it."""
+    """Average the loss if steps keep `share` of the keys at timesteps below `until`, and `FEWEST` at the others."""
     both = zip(_MOMENTS, loss.at(share), loss.at(FEWEST), strict=True)
     return fmean([late if moment < until else early for moment, late, early in both])
 
 
 def _choose(options: argparse.Namespace, command: str) -> int:
+    """Print the knots and the curve that the options' results give; return 0."""
     records = [results.load(path) for path in options.results]
     for path, record in zip(options.results, records, strict=True):
         subjects.check_purpose(record, subjects.CHOOSE, path.name)
@@ -175,7 +176,7 @@ def _choose(options: argparse.Namespace, command: str) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command."""
+    """Run the command and return its exit status. arguments: None stands for those of the process."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.strength", description=__doc__.splitlines()[0])
     parser.add_argument("results", nargs="+", type=Path, metavar="RESULT.json")
     return report.run("strength", parser, arguments, _choose)

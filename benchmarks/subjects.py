@@ -31,7 +31,7 @@ CHOOSE, SHOW = "choose", "show"
 
 
 class Purpose(NamedTuple):
-    """Seeds of held-out scenes, of their noise at time 0, and of the first whole picture; and the prompts."""
+    """The pictures to choose by or to show: seeds of held-out scenes, of noise, of the first whole one; prompts."""
 
     scenes: int
     noise: int
@@ -53,7 +53,7 @@ PURPOSES = {
 
 
 def check_purpose(record: Record, wanted: str, name: str) -> None:
-    """Raise ResultError if the pictures are for the other purpose; an old record without a purpose passes."""
+    """Raise ResultError if a record's pictures are not for `wanted`, of `PURPOSES`; without a purpose it passes."""
     has = record["settings"].get("for", wanted)
     if has != wanted:
         raise ResultError(f"{name} was measured on the pictures for '{has}'; give a result of "
@@ -102,7 +102,7 @@ class SceneSubject:
         return self._painted[1:]
 
     def predict(self, noised: Noised) -> torch.Tensor:
-        """Predict the velocity."""
+        """Predict the velocity ``[n, C, h, w]``, in float32."""
         return self.model(noised.x, noised.t, noised.tokens).float()
 
     def picture(self, number: int, steps: int) -> np.ndarray:
@@ -112,7 +112,7 @@ class SceneSubject:
 
 
 class UserSubject:
-    """A user's pipeline and prompts, for pictures only, because its held-out data are unknown."""
+    """A user's pipeline and prompts, for whole pictures only, as no held-out data are known. config: as --config."""
 
     def __init__(self, path: Path, config: Path | None, device: torch.device, prompts: list[str], dtype: torch.dtype,
                  purpose: Purpose):  # fmt: skip

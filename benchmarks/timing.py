@@ -27,7 +27,7 @@ _OF_MEMORY = (OUT_OF_MEMORY, "can't allocate memory", "not enough memory")
 
 
 def seconds(run: Run, device: str = "cpu", calls: int = 1) -> float:
-    """Measure the mean seconds of so many calls in a row."""
+    """Measure the mean seconds of a run over so many calls in a row: processor time on a CPU, the clock's on a GPU."""
     on_gpu = torch.device(device).type == "cuda"
     clock, wait = (time.perf_counter, torch.cuda.synchronize) if on_gpu else (time.process_time, lambda: None)
     wait()
@@ -41,7 +41,7 @@ def seconds(run: Run, device: str = "cpu", calls: int = 1) -> float:
 def in_turns(
     runs: Mapping[str, Run], rounds: int, measure: Callable[[Run], float] = seconds, until: float | None = None
 ) -> dict[str, list[float]]:
-    """Measure the seconds of each run in each round, in another order every time.
+    """Measure each run once a round, in another order every time; return each run's seconds, one value a round.
 
     until: the time, by ``time.monotonic``, after which no round but the first begins.
     """
@@ -79,7 +79,7 @@ def reason(error: BaseException) -> str:
 
 
 def free(device: str) -> None:
-    """Give unused memory back."""
+    """Collect garbage, and give a GPU's unused memory back."""
     gc.collect()
     if torch.device(device).type == "cuda":
         torch.cuda.empty_cache()
@@ -114,9 +114,9 @@ def _resident(field: str) -> int:
 
 
 class CallTimes:
-    """A context manager that notes the processor seconds of every call of the network.
+    """A context manager that lists in `seconds` the processor seconds of every call of the network.
 
-    Enter it before the network is patched, to time the patch too.
+    Enter it before the network is patched, to time the patch too. `seconds` stays until the next entering.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -135,7 +135,7 @@ class CallTimes:
             hook.remove()
 
     def time_unmerged(self) -> float:
-        """Measure the latest call without merging: the median of `BESIDE` calls. Call it outside of a patch."""
+        """Repeat the latest call `BESIDE` times and return the median seconds. The network must not be patched."""
         arguments, named = self._latest
         return median(seconds(lambda: self.network(*arguments, **named)) for _ in range(BESIDE))
 

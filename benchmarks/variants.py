@@ -27,7 +27,7 @@ BETWEEN = (0.1, 0.375, 0.625, 0.875)  # strengths without a name
 
 @dataclass(frozen=True)
 class Variant:
-    """One variant to measure."""
+    """One way to run a network, merged or not, that the quality benchmark measures."""
 
     method: str  # its line in the plot
     setting: str  # its point on that line
@@ -48,22 +48,22 @@ class Variant:
 
 
 def nothing(network: nn.Module, seed: int) -> AbstractContextManager:
-    """Leave the network as it is."""
+    """Return a context manager that leaves the network as it is."""
     return nullcontext()
 
 
 def in_bfloat16(network: nn.Module, seed: int) -> AbstractContextManager:
-    """Compute products in bfloat16, the rest as it is."""
+    """Return a context manager in which products are computed in bfloat16, the rest as before."""
     return torch.autocast(next(network.parameters()).device.type, torch.bfloat16)
 
 
 def reference(**recipe: Any) -> PutOn:
-    """Make a variant of the reference code."""
+    """Make the `PutOn` of the reference code. recipe: the keyword arguments of `Reference`."""
     return lambda network, seed: Reference(network, seed, **recipe)
 
 
 def engine(**settings: Any) -> PutOn:
-    """Make a variant of the engine's settings. Inside is one sampling, which may keep matches from step to step."""
+    """Make the `PutOn` that merges by these settings; inside is one sampling, which may keep matches between steps."""
 
     @contextmanager
     def put_on(network: nn.Module, seed: int) -> Iterator[None]:
@@ -76,14 +76,14 @@ def engine(**settings: Any) -> PutOn:
 
 
 def strength(value: float) -> PutOn:
-    """Make a variant of a strength, also on grids that it would leave alone."""
+    """Make the `PutOn` that merges at a strength, also on grids too small for merging to pay."""
     return engine(strength=value, only_if_it_pays=False)
 
 
 def tomesd(ratio: float, early: float | None = None, until: float = 0) -> PutOn:
-    """Make a variant of tomesd itself, as its users call it, at the UNet's finest level.
+    """Make the `PutOn` of tomesd itself, as its users call it, at the UNet's finest level.
 
-    early: the ratio of the noisy steps, down to timestep `until`, as a user may change it between steps.
+    early: the ratio at timesteps from `until` on, as a user may change it between steps; None: `ratio` at all of them.
     """
 
     @contextmanager

@@ -26,7 +26,7 @@ SHARP_SHARE, CLEAR = 0.05, 500
 
 
 class Gates(NamedTuple):
-    """keys: effective keys of each level-0 head, share of all; rise: of the held-out v-loss without that attention."""
+    """A model's figures at the gates: `keys`, the `effective_keys` of level-0 heads, and `rise`, the `loss_rise`."""
 
     keys: tuple[float, ...]
     rise: float
@@ -41,7 +41,7 @@ class Gates(NamedTuple):
 
 
 def level_0(model: SceneModel) -> list[Attention]:
-    """The self-attention modules at the finest level that has attention, in the order in which they run."""
+    """List the self-attentions at the finest level that has attention, in running order; none of a transformer."""
     if not isinstance(model, SceneModel):
         return []  # a transformer has one level, whose heads normalise queries and keys
     down, up = model.unet.down_blocks, model.unet.up_blocks
@@ -52,7 +52,7 @@ def level_0(model: SceneModel) -> list[Attention]:
 
 @torch.no_grad()
 def start_sharp(model: SceneModel) -> None:
-    """Draw the second half of the heads anew, from torch's global generator, with keys that equal queries.
+    """Replace the weights of the second half of level-0 heads: random queries, by torch's generator, and equal keys.
 
     Such heads tell like tokens from unlike ones; the others are free to be broad.
     """
@@ -70,7 +70,7 @@ def _sharp_half(projection: torch.nn.Linear) -> torch.Tensor:
 
 @contextmanager
 def replace(model: SceneModel, forward: Callable[[Attention, torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Within, `forward(attention, x)` runs in place of each level-0 self-attention."""
+    """Run `forward(attention, x)` in place of each level-0 self-attention while the context lasts."""
     modules = level_0(model)
     for module in modules:
         module.forward = lambda x, *_, module=module, **__: forward(module, x)
@@ -83,9 +83,9 @@ def replace(model: SceneModel, forward: Callable[[Attention, torch.Tensor], torc
 
 @contextmanager
 def record_breadths(model: SceneModel, keys: slice | None = None) -> Iterator[list[torch.Tensor]]:
-    """Within, each level-0 self-attention says how broad its sharp heads were: adds log shares of keys [n, heads].
+    """Give a list to which each level-0 self-attention adds how broad its sharp heads were: log shares [n, heads].
 
-    keys: the only ones that it looks at, such as `slice(3, None, 8)`, which spares most of a noisy picture's time.
+    keys: the only keys of the attention, such as `slice(3, None, 8)`, which spares most of the time; None for all.
     """
     breadths: list[torch.Tensor] = []
 
@@ -99,7 +99,7 @@ def record_breadths(model: SceneModel, keys: slice | None = None) -> Iterator[li
 
 
 def broadness(breadths: list[torch.Tensor], times: torch.Tensor) -> torch.Tensor:
-    """Scalar: by how much sharp heads are too broad, squared, where there is enough to see to tell tokens apart.
+    """Average by how much sharp heads are too broad, squared; at `times` [n] with too much noise it counts as 0.
 
     Left to themselves these heads broaden while the others still learn: within 370 steps from 5, 19 and 6 % of the
     keys to 18, 42 and 38 %. Weights that are held do not help: what feeds them makes up for it.
@@ -110,7 +110,7 @@ def broadness(breadths: list[torch.Tensor], times: torch.Tensor) -> torch.Tensor
 
 
 def _entropies(attention: Attention, x: torch.Tensor, every: int, first: int = 0) -> torch.Tensor:
-    """[n, heads, queries]: of the attention over all keys, in nats, of one query in `every`; from head `first` on."""
+    """Compute entropies in nats, [n, heads, queries], of one query in `every` over all keys, from head `first` on."""
     q, k = (project(inputs).float().unflatten(-1, (attention.heads, -1)).transpose(1, 2)[:, first:]
             for project, inputs in ((attention.to_q, x[:, ::every]), (attention.to_k, x)))
     logits = q @ k.transpose(-1, -2) * attention.scale
@@ -120,7 +120,7 @@ def _entropies(attention: Attention, x: torch.Tensor, every: int, first: int = 0
 
 @torch.no_grad()
 def effective_keys(model: SceneModel, pictures: int = 4) -> tuple[float, ...]:
-    """exp(entropy) of each level-0 head's attention over all keys: median over queries, mean over pictures."""
+    """Compute exp(entropy) of each level-0 head as a share of all keys: median over queries, mean over pictures."""
     shares: list[torch.Tensor] = []
 
     def watch(attention: Attention, x: torch.Tensor) -> torch.Tensor:
@@ -134,7 +134,7 @@ def effective_keys(model: SceneModel, pictures: int = 4) -> tuple[float, ...]:
 
 
 def loss_rise(model: SceneModel, pictures: int = 16) -> float:
-    """Rise of the held-out v-loss, as a share, where level-0 self-attention gives zeros."""
+    """Compute the rise of the held-out v-loss, as a share, if level-0 self-attention gives zeros."""
     with_attention = held_out_loss(model, pictures)
     with replace(model, lambda attention, x: torch.zeros_like(x)):
         return held_out_loss(model, pictures) / with_attention - 1

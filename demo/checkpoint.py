@@ -22,7 +22,7 @@ class Checkpoint:
 
 
 def inspect(path: Path) -> Checkpoint:
-    """Say what `path` holds. Raises FileNotFoundError or ValueError, in one sentence, where it cannot be used."""
+    """Find out what `path` holds. Raises FileNotFoundError or ValueError, for the user to read, if it is of no use."""
     if not path.exists():
         raise FileNotFoundError(f"--model {path} does not exist; give a diffusers folder or a .safetensors file")
     return _inspect_folder(path) if path.is_dir() else _inspect_file(path)
@@ -52,17 +52,17 @@ def _inspect_file(path: Path) -> Checkpoint:
 
 
 def is_of_scenes(shapes: dict[str, list[int]]) -> bool:
-    """Whether a file with tensors of these names is a scene model of this demo."""
+    """Say whether a file with tensors of these names is a scene model of this demo."""
     return "emb.weight" in shapes and ("unet.conv_in.weight" in shapes or is_transformer(shapes))
 
 
 def is_transformer(shapes: dict[str, list[int]]) -> bool:
-    """Whether a scene model of these tensors is of Flux's layout."""
+    """Say whether a scene model with tensors of these names has Flux's layout."""
     return "transformer.x_embedder.weight" in shapes
 
 
 def read_shapes(path: Path) -> dict[str, list[int]]:
-    """Tensor names and shapes of a .safetensors file from its header. Raises ValueError if it is not one."""
+    """Read names and shapes of a .safetensors file's tensors from its header. Raises ValueError if it is not one."""
     try:
         with safe_open(path, "np") as file:
             return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
@@ -114,6 +114,6 @@ def _refuse_extra_channels(path: Path, channels: int, expected: int) -> None:
 
 
 def _variant(unet: Path) -> str | None:
-    """None where plain weights exist, else the tag in `diffusion_pytorch_model.fp16.safetensors`."""
+    """Return the tag in a name such as `diffusion_pytorch_model.fp16.safetensors`; None if there are plain weights."""
     tags = [file.name.split(".")[1:-1] for file in sorted(unet.glob("*.safetensors"))]
     return None if not tags or [] in tags else tags[0][0].split("-")[0]

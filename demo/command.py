@@ -17,7 +17,7 @@ BALANCED = 0.5  # the mark of `tome_core.settings.presets.DEFAULT`, which would 
 
 
 def number(name: str, low: int, high: int, remedy: str, kind: type = int):
-    """A parser for a number in low..high, a whole one unless another kind is given."""
+    """Make a parser of a number from low to high; its ArgumentTypeError has the number's name and the remedy."""
 
     def parse(text: str) -> float:
         with suppress(ValueError):
@@ -36,7 +36,7 @@ SEED = number("seed", 0, 2**31, "such as 0")
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options; `install.py demo` passes everything on to them."""
+    """Make the parser of the options, which `install.py demo` passes on unchanged."""
     made = argparse.ArgumentParser(
         prog="demo", description="Pictures from the same seeds: without merging, and at one strength or several."
     )
@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_model(to: argparse.ArgumentParser) -> None:
-    """The options that name a model and where it runs."""
+    """Add the options that name a model and where it runs."""
     add = to.add_argument
     add("--model", type=Path, metavar="DIR_OR_FILE",
         help="your own model, a diffusers folder or a single .safetensors file (pickled checkpoints are refused), or "
@@ -101,7 +101,7 @@ def check(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
 
 
 def check_model(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
-    """What --model and --config name, None without them. Raises ValueError or OSError with the sentence to read."""
+    """Return the checkpoint that --model names, None without it. Raises ValueError or OSError for the user to read."""
     if options.config and not (options.model and options.model.is_file()):
         raise ValueError(f"--config {options.config} belongs to a single-file --model FILE.safetensors; leave it out")
     if options.config and not (options.config / "model_index.json").is_file():
@@ -118,6 +118,7 @@ def wait_passively() -> None:
 
 
 def device_of(name: str | None):
+    """Return the torch device of this name, None for the best one. Raises ValueError if it does not work."""
     import torch
 
     if name is None:
@@ -132,7 +133,7 @@ def device_of(name: str | None):
 
 
 def source_of(options: argparse.Namespace, user: checkpoint.Checkpoint | None):
-    """The model that the options ask for. Raises ValueError where it does not load, or cannot be merged in."""
+    """Load the source of pictures; `user` None is the embedded model. Raises ValueError if it cannot load or merge."""
     wait_passively()
     print("Loading the model ...", file=sys.stderr)
     import tome_core
@@ -170,7 +171,7 @@ def _run(options: argparse.Namespace, source) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the demo; gives the exit code: 0 done, 2 wrong options (one sentence says which), 130 interrupted."""
+    """Run the demo and return the exit code: 0 done, 2 wrong options (one sentence says which), 130 interrupted."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     options = parser().parse_args(arguments)
     try:

@@ -15,14 +15,14 @@ from demo.source import OnStep, Source, tell_times
 from tome_core.settings.presets import DEFAULT, MARKS
 
 STRENGTHS = (MARKS["quality"], MARKS[DEFAULT], MARKS["max"])
-GAIN = 1.05  # below five per cent nobody notices, and a busy machine's noise is as large
+GAIN = 1.05  # a user notices no gain below five per cent, and a busy machine's noise is as large
 # of PSNR in dB: about 40 is where people stop to tell pictures apart side by side
 SEEN = ((40, "not to be seen"), (33, "small"), (27, "to be seen"), (float("-inf"), "large"))
 
 
 @dataclass(frozen=True)
 class Order:
-    """One picture to make; every column has it from the same seed."""
+    """One picture to make, at every strength with the same prompt and seed."""
 
     prompt: str
     seed: int
@@ -30,7 +30,7 @@ class Order:
 
 @dataclass
 class Column:
-    """What one strength made (None: no merging): uint8 [H, W, 3], seconds by the wall clock and of processor time."""
+    """The pictures of one strength (None: no merging), uint8 [H, W, 3], and their seconds, by the clock and of CPU."""
 
     strength: float | None
     pictures: list[np.ndarray] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Column:
 
 
 def make(source: Source, order: Order, steps: int, strength: float | None, on_step: OnStep):
-    """One picture and the merging report. Without merging the model is not patched at all, and nothing reported."""
+    """Return one picture and the merging report. Strength None does not patch the model and reports nothing."""
     if strength is None:
         return source.picture(order.prompt, order.seed, steps, on_step), ""
     with tome_core.patch(source.target, strength=strength, host_clock=True) as handle:
@@ -58,7 +58,7 @@ def compare(
     source: Source, wanted: list[Order], steps: int, strengths: Sequence[float | None], on_step: OnStep,
     announce: Callable[[str], None],
 ) -> list[Column]:
-    """Make every order at every strength; gives a column for each, in their order.
+    """Make every order at every strength; return a column for each strength, in their order.
 
     They take turns picture by picture, starting with another one each time, so that a machine that gets slower or
     busier does so for all. `on_step` is called steps x orders x strengths times.
@@ -82,22 +82,22 @@ def compare(
 
 
 def nearness(plain: Column, merged: Column) -> float:
-    """Mean PSNR of the merged pictures to the plain ones, dB."""
+    """Compute the mean PSNR, in dB, of the merged pictures to the plain ones."""
     return mean(psnr(a, b) for a, b in zip(plain.pictures, merged.pictures, strict=True))
 
 
 def detail(plain: Sequence[np.ndarray], merged: Sequence[np.ndarray]) -> float:
-    """Detail kept, as a share: gradient energy of the merged pictures over that of the plain ones."""
+    """Compute the share of detail kept: gradient energy of the merged pictures over that of the plain ones."""
     return sum(map(gradient_energy, merged)) / max(sum(map(gradient_energy, plain)), 1e-9)
 
 
 def speed_up(plain: list[float], merged: list[float]) -> float:
-    """How many times as fast: the median over pictures of plain / merged seconds. Above 1 is a gain."""
+    """Compute how many times as fast: the median over pictures of plain / merged seconds. Above 1 is a gain."""
     return median(a / b for a, b in zip(plain, merged, strict=True))
 
 
 def table(columns: list[Column]) -> str:
-    """A line for each column: the pictures' median times, their mean PSNR and SSIM to the unmerged ones, and detail."""
+    """Make a line for each column: median times, mean PSNR and SSIM to the first column, unmerged, and detail kept."""
     heads = ("", "time", "speed-up", "CPU time", "CPU speed-up", "PSNR", "SSIM", "detail")
     lines = [heads, *(_line(column, columns[0]) for column in columns)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
@@ -115,7 +115,7 @@ def _line(column: Column, plain: Column) -> tuple[str, ...]:
 
 
 def verdict(columns: list[Column], on_cpu: bool) -> str:
-    """What merging gained on these pictures by the clock, which a user waits for, and what it changed.
+    """Say what the fastest strength gained by the clock, which a user waits for, and what it changed.
 
     on_cpu: add processor time, which other programs disturb less.
     """

@@ -19,19 +19,19 @@ _font = ImageFont.load_default
 
 
 def difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """|a - b| of two uint8 pictures, eight times as strong, clipped: black where they agree."""
+    """Compute |a - b| of two uint8 pictures, eight times as strong, clipped: black if they agree."""
     return np.clip(np.abs(a.astype(np.int16) - b.astype(np.int16)) * AMPLIFY, 0, 255).astype(np.uint8)
 
 
 def shown_size(height: int, width: int) -> tuple[int, int]:
-    """Size of a picture on the sheet, (height, width): whole multiples up, proportionally down."""
+    """Return the (height, width) of a picture on the sheet: small ones in whole multiples, large ones scaled down."""
     side = max(height, width)
     scale = LARGEST / side if side > LARGEST else -(-SMALLEST // side)
     return round(height * scale), round(width * scale)
 
 
 def cell(row: int, column: int, size: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Box (left, top, right, bottom) of a sheet's cell for pictures shown at `size` = (height, width).
+    """Return the box (left, top, right, bottom) of a sheet's cell for pictures shown at `size` = (height, width).
 
     Picture i lies in row 2 * i, what differs in it in the row below.
     """
@@ -73,7 +73,7 @@ def draw(columns: list[Column], wanted: list[Order], title: str, sentence: str) 
 
 
 def _notes(plain: Column, column: Column) -> list[str]:
-    """What stands under a column's heading: its time, and how near its pictures come to the unmerged ones."""
+    """List the lines under a column's heading: its time, and how near its pictures come to the unmerged ones."""
     time = f"{np.median(column.wall):.2f} s"
     if column is plain:
         return [f"{time} a picture"]
@@ -82,7 +82,7 @@ def _notes(plain: Column, column: Column) -> list[str]:
 
 
 def _label(pen: ImageDraw.ImageDraw, order: Order, box: tuple[int, int, int, int]) -> None:
-    """What was asked for, and at its bottom what is to be seen right of it."""
+    """Write an order's prompt and seed into a box (left, top, right, bottom), and below what is right of the box."""
     left, top, right, bottom = box
     lines = _wrap(order.prompt, _font(18), right - left - GAP)
     text = "\n".join(lines if len(lines) <= 6 else [*lines[:5], "..."])
@@ -93,7 +93,7 @@ def _label(pen: ImageDraw.ImageDraw, order: Order, box: tuple[int, int, int, int
 
 
 def _wrap(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
-    """Lines of about `width` px at most; an "n" is a little wider than letters are in the mean."""
+    """Wrap a text to lines of about `width` px at most; an "n" is a little wider than letters are in the mean."""
     return textwrap.wrap(text, int(width / font.getlength("n")))
 
 
@@ -104,7 +104,7 @@ def _fit(picture: np.ndarray, size: tuple[int, int]) -> Image.Image:
 
 
 def write(sheet: Image.Image, path: Path) -> None:
-    """Write the PNG in one move: a crash leaves the previous file as it was."""
+    """Write the PNG in one move, so that a crash leaves the previous file as it was."""
     unfinished = path.with_name(f"{path.name}.part")
     sheet.save(unfinished, "PNG")
     os.replace(unfinished, path)

@@ -11,26 +11,26 @@ _LUMINANCE = (0.299, 0.587, 0.114)  # of red, green and blue: ITU-R BT.601
 
 
 def squared_error(a: np.ndarray, b: np.ndarray) -> float:
-    """Mean over pixels and colours, in squared steps of 255."""
+    """Compute the mean squared difference over pixels and colours, in squared steps of 255."""
     return float(np.mean((a.astype(np.float64) - b.astype(np.float64)) ** 2))
 
 
 def decibels(error: float) -> float:
-    """The peak signal-to-noise ratio of a `squared_error`; infinite for 0."""
+    """Compute the peak signal-to-noise ratio in dB of a `squared_error`; infinite for 0."""
     return math.inf if error == 0 else 10 * math.log10(255**2 / error)
 
 
 def psnr(a: np.ndarray, b: np.ndarray) -> float:
-    """Peak signal-to-noise ratio of two pictures in dB; infinite for equal ones."""
+    """Compute the peak signal-to-noise ratio of two pictures in dB; infinite for equal ones."""
     return decibels(squared_error(a, b))
 
 
 def ssim(a: np.ndarray, b: np.ndarray) -> float:
-    """Structural similarity (Wang et al. 2004), 1 for equal pictures."""
+    """Compute the structural similarity (Wang et al. 2004), 1 for equal pictures."""
     return float(structural_similarity(a, b, channel_axis=2, data_range=255))
 
 
 def gradient_energy(picture: np.ndarray) -> float:
-    """Mean squared difference of neighbours in luminance, in squared steps of 255: how much detail there is."""
+    """Compute how much detail there is: mean squared difference of neighbours in luminance, in squared steps of 255."""
     grey = picture.astype(np.float64) @ _LUMINANCE
     return float(np.mean(np.diff(grey, axis=0) ** 2) + np.mean(np.diff(grey, axis=1) ** 2))

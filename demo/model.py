@@ -70,9 +70,9 @@ WHOLE: Window = (0.0, 0.0, 1.0, 1.0)
 
 
 def encode(pictures: torch.Tensor, gain: float = HAAR_GAIN) -> torch.Tensor:
-    """Pictures [n, 3, H, W] in -1..1 to latents [n, 12, H/2, W/2]: one level of the Haar transform.
+    """Turn pictures [n, 3, H, W] in -1..1 to latents [n, 12, H/2, W/2]: one level of the Haar transform.
 
-    decode(encode(x)) == x up to rounding. Both sides are even.
+    decode(encode(x)) == x up to rounding. H and W are even. gain: the factor of the nine channels of detail.
     """
     a, b = pictures[..., ::2, ::2], pictures[..., ::2, 1::2]
     c, d = pictures[..., 1::2, ::2], pictures[..., 1::2, 1::2]
@@ -81,7 +81,7 @@ def encode(pictures: torch.Tensor, gain: float = HAAR_GAIN) -> torch.Tensor:
 
 
 def decode(latents: torch.Tensor, gain: float = HAAR_GAIN) -> torch.Tensor:
-    """Latents [n, 12, h, w] back to pictures [n, 3, 2h, 2w]; the inverse of `encode`."""
+    """Turn latents [n, 12, h, w] back to pictures [n, 3, 2h, 2w]; the inverse of `encode`."""
     mean, across, down, diagonal = latents.chunk(4, 1)
     across, down, diagonal = across / gain, down / gain, diagonal / gain
     n, channels, height, width = mean.shape
@@ -94,14 +94,14 @@ def decode(latents: torch.Tensor, gain: float = HAAR_GAIN) -> torch.Tensor:
 
 
 def whole(height: int, width: int) -> list[int]:
-    """The sizes that SDXL is told of a whole picture: its own height and width, nothing cut off, shown in full."""
+    """List the sizes that SDXL gets for a whole picture: its height and width, nothing cut off, height and width."""
     return [height, width, 0, 0, height, width]
 
 
 class PlacedConv(nn.Conv2d):
-    """A convolution that adds a linear map of the place to what it gives. Its weights begin at zero.
+    """A copy of a convolution that adds a linear map of each place's `features`; the map begins at zero.
 
-    window: top, left, height and width of what is seen, as shares of the picture's sides; all of it by default.
+    `window` is top, left, height and width of the input in the picture, as shares of its sides, `WHOLE` at first.
     """
 
     def __init__(self, like: nn.Conv2d):
@@ -112,13 +112,13 @@ class PlacedConv(nn.Conv2d):
         self.window = WHOLE
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, in, h, w] to [n, out, h, w]."""
+        """Map [n, in, h, w] to [n, out, h, w]."""
         seen = super().forward(x)
         return seen + self.place(features(*seen.shape[2:], self.window, seen.device).to(seen.dtype))
 
 
 def features(height: int, width: int, window: Window = WHOLE, device: torch.device | str = "cpu") -> torch.Tensor:
-    """[1, FEATURES, height, width]: waves over the picture, at the middles of a window's cells.
+    """Compute waves over the picture at the middles of a window's cells, [1, FEATURES, height, width].
 
     All of it is made on the device: a copy to it would wait there, and cannot be captured in a CUDA graph.
     """
@@ -131,7 +131,7 @@ def features(height: int, width: int, window: Window = WHOLE, device: torch.devi
 
 
 class SceneModel(nn.Module):
-    """UNet and prompt embedding. Its state dict has the keys `unet.*` and `emb.weight` [26, 96].
+    """A UNet with its prompt embedding. The state dict has the keys `unet.*` and `emb.weight` [26, 96].
 
     In SDXL's layout also `pooled.*`: its second text input is a linear map of the tokens' mean embedding.
     """
@@ -149,15 +149,15 @@ class SceneModel(nn.Module):
 
     @property
     def network(self) -> nn.Module:
-        """What merging is put on."""
+        """The part that merging patches."""
         return self.unet
 
     def forward(
         self, latents: torch.Tensor, timestep: torch.Tensor, tokens: torch.Tensor, sizes: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """v-prediction [n, 12, h, w] for noisy `latents`, `timestep` (0-d or [n]) and `tokens` int [n, 6].
+        """Compute the v-prediction [n, 12, h, w] of noisy `latents` at `timestep` (0-d or [n]) for `tokens` int [n, 6].
 
-        sizes: int [n, 6] in pixels, as SDXL is told them: height and width of the picture that this is a part of, how
+        sizes: int [n, 6] in pixels, as SDXL takes them: height and width of the picture that this is a part of, how
         much of it is cut off above and left, height and width of this part; those of a `whole` picture by default.
         SDXL's layout looks at them, and a `PlacedConv`, which takes the first row for all of them.
         """
@@ -173,13 +173,13 @@ class SceneModel(nn.Module):
 
 
 def make(config: dict, scheduler: dict | None = None, haar_gain: float = HAAR_GAIN) -> SceneModel | SceneTransformer:
-    """A model of this layout with random weights."""
+    """Make a model of a layout, as `LAYOUTS` has it, with random weights. scheduler: None is `SCHEDULER`."""
     kind = SceneTransformer if "num_single_layers" in config else SceneModel
     return kind(config, scheduler or SCHEDULER, haar_gain)
 
 
 def pack(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Large weights ``[out, ...]`` as int8 with a step of each output channel, float16 ``[out]``; others as float16."""
+    """Turn large weights ``[out, ...]`` to int8, with a step of each channel, float16 ``[out]``, others to float16."""
     packed = {}
     for name, value in weights.items():
         packed[name] = value.half()
@@ -191,7 +191,7 @@ def pack(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def unpack(packed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The weights as float32, whether they were packed or not."""
+    """Return weights as float32, whether `pack` made them or not."""
     weights = {name: value.float() for name, value in packed.items() if not name.endswith(SCALE)}
     return {
         name: value * _broadcastable(packed[name + SCALE], value) if name + SCALE in packed else value
@@ -200,7 +200,7 @@ def unpack(packed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _broadcastable(step: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return steps ``[B]`` as floats ``[B, 1, ...]``, which broadcast against `value`."""
+    """Return steps ``[out]`` as floats ``[out, 1, ...]``, which broadcast against `value`."""
     return step.float().view(-1, *[1] * (value.dim() - 1))
 
 
@@ -218,9 +218,9 @@ def save(model: SceneModel | SceneTransformer, path: Path) -> None:
 
 
 def load(path: Path = WEIGHTS) -> SceneModel | SceneTransformer:
-    """The model in `path`, float32, on the CPU, ready to sample.
+    """Load the model in `path`, float32, on the CPU, in eval mode.
 
-    Raises ValueError where the file is no weights file of this demo, FileNotFoundError where there is none.
+    Raises ValueError if the file is no weights file of this demo, FileNotFoundError if there is none.
     """
     try:
         with safe_open(path, "pt") as file:

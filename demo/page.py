@@ -42,11 +42,11 @@ _TICK = 1 / 64  # s; Windows counts processor time so coarsely
 
 
 class Stopped(Exception):
-    """Nobody waits for the picture any more."""
+    """The error that ends a picture that is not wanted any more."""
 
 
 class Wanted(NamedTuple):
-    """What the controls ask for. how: what `tome_core.patch` is given, a strength or settings by name."""
+    """The picture that the controls ask for. how: keyword arguments of `tome_core.patch`, a strength or a config."""
 
     prompt: str
     seed: int
@@ -57,7 +57,7 @@ class Wanted(NamedTuple):
 class Drawn(NamedTuple):
     """A picture without merging and one with it, uint8 ``[H, W, 3]``, and how long each took, in seconds.
 
-    maps: for each level that merged, what is left of the picture if the tokens of a group have one colour.
+    maps: for each level that merged, the picture with one colour for the tokens of a group, and a title.
     """
 
     plain: Any
@@ -68,19 +68,19 @@ class Drawn(NamedTuple):
 
 
 class Studio:
-    """Draws pictures with one model; gradio asks for one at a time."""
+    """The drawing of pictures, one at a time, from a source of `demo.source`. `ends` is set to end the last one."""
 
     def __init__(self, source: Any) -> None:
         self.source, self.ends, self._stop = source, threading.Event(), threading.Event()
 
     def stop(self) -> None:
-        """End the picture that is being drawn with its step."""
+        """Let a running `draw` raise Stopped after its present step."""
         self._stop.set()
 
     def draw(self, wanted: Wanted, tell: Callable[[float, str], None]) -> Drawn:
         """Draw the picture without merging and with it. Raises Stopped, with the model as it was, after `stop`.
 
-        tell: is called after each step with the share of all that is done, 0 to 1, and what is being done.
+        tell: the function that gets, after each step, the share that is done, 0 to 1, and what is being done.
         """
         import tome_core
 
@@ -106,6 +106,7 @@ class Studio:
         return Drawn(plain, merged, (unmerged, seconds), report, maps)
 
     def _picture(self, wanted: Wanted, on_step: Callable[[], None], merging: Any = None) -> tuple[Any, float]:
+        """Draw a picture and return it with its seconds. merging: the model's patch, which follows the steps."""
         from demo.source import tell_times
 
         heard = on_step if merging is None else tell_times(self.source, wanted.steps, merging, on_step)
@@ -125,7 +126,7 @@ class Studio:
 
 
 def mosaic(picture: Any, grid: tuple[int, int], group: Any) -> Any:
-    """The picture, uint8 [H, W, 3], with the mean colour of its group in the place of each token.
+    """Paint a picture, uint8 [H, W, 3], with the mean colour of its group in the place of each token.
 
     grid: height and width in tokens. group: the group of each token, whole numbers from 0 up [height * width].
     """
@@ -140,7 +141,7 @@ def mosaic(picture: Any, grid: tuple[int, int], group: Any) -> Any:
 
 
 def enlarge(picture: Any) -> Any:
-    """The picture as the page shows it: small ones by whole multiples, large ones as they are."""
+    """Return a picture as the page shows it: small ones in whole multiples, large ones as they are."""
     from demo.comparison_sheet import LARGEST
 
     times = max(1, LARGEST // max(picture.shape[:2]))
@@ -148,7 +149,7 @@ def enlarge(picture: Any) -> Any:
 
 
 def figures(drawn: Drawn, on_cpu: bool) -> str:
-    """Speed-up, PSNR and detail beside the unmerged picture, in a sentence."""
+    """Say the times, and PSNR and detail compared with the unmerged picture. on_cpu: the times are processor time."""
     from demo.comparison import detail
     from demo.metrics import psnr
 
@@ -162,9 +163,9 @@ def figures(drawn: Drawn, on_cpu: bool) -> str:
 
 
 def read(values: dict[str, Any], layout: str, checks_prompt: bool) -> Wanted:
-    """What the controls ask for. Raises ValueError or TypeError, with the sentence to read, for an impossible value.
+    """Turn controls to what they ask for. Raises ValueError or TypeError, for the user to read, for a wrong value.
 
-    values: by the control's name. layout: of the model, for a strength. checks_prompt: the model knows few words.
+    values: by the control's name. layout: of the model, for a strength. checks_prompt: refuse words that are unknown.
     """
     import tome_core
     from demo import prompt
@@ -184,7 +185,7 @@ def read(values: dict[str, Any], layout: str, checks_prompt: bool) -> Wanted:
 
 
 def script(wanted: Wanted, model: str = DEFAULT_MODEL) -> str:
-    """A Python program that draws the picture with diffusers. model: a diffusers folder or a model's name."""
+    """Write a Python program that draws the picture with diffusers. model: a diffusers folder or a model's name."""
     import tome_core
     from tome_core import form
 
@@ -199,7 +200,7 @@ def script(wanted: Wanted, model: str = DEFAULT_MODEL) -> str:
 
 
 def component(field: Any, value: Any) -> Any:
-    """The gradio component that shows a field of `tome_core.form` with this value."""
+    """Make the gradio component that shows a field of `tome_core.form` with this value."""
     import gradio as gr
 
     told = {"value": value, "label": field.label, "info": field.help, "elem_id": field.name, "interactive": True}
@@ -208,12 +209,12 @@ def component(field: Any, value: Any) -> Any:
     if isinstance(field.default, bool):
         return gr.Checkbox(**told)
     if field.may_be_unset or field.limit != field.maximum:
-        return gr.Number(step=field.step, **told)  # no bounds: what is outside is told in the form's words
+        return gr.Number(step=field.step, **told)  # no bounds: the form has its own words for a value that is outside
     return gr.Slider(field.minimum, field.maximum, step=field.step, **told)
 
 
 def make_page(studio: Studio, strength: float, model: str | None = None) -> Any:
-    """The page, as gradio's Blocks, that starts with this strength.
+    """Make the page, as gradio's Blocks, that starts with this strength.
 
     model: a folder or name for the script to copy; None for the page of the embedded model.
     """
@@ -281,7 +282,7 @@ def make_page(studio: Studio, strength: float, model: str | None = None) -> Any:
 
 
 def serve(blocks: Any, studio: Studio, port: int | None, opens_browser: bool) -> None:
-    """Serve the page until an interrupt; then nothing of it runs any more. Raises OSError for a port in use."""
+    """Serve the page until an interrupt, then close it. port: None is a free one. Raises OSError if it is in use."""
     import gradio as gr
     from starlette.middleware import Middleware
     from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -320,14 +321,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _interrupt(*_: Any) -> None:
-    """End in order, once: what is then put in order is not interrupted again."""
+    """Raise KeyboardInterrupt, and ignore later signals, so that they do not interrupt the clean-up."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serve. Returns the exit code: 0 stopped by Ctrl-C or SIGTERM, 2 wrong options (one sentence says which)."""
+    """Serve the page and return the exit code: 0 stopped by Ctrl-C or SIGTERM, 2 wrong options (one sentence says)."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     os.environ.update(QUIET)
     options = parser().parse_args(arguments)

@@ -31,12 +31,12 @@ PROMPTS = (
 
 
 def known_words() -> str:
-    """All words a prompt may use, by attribute."""
+    """List all words that a prompt may use, by attribute, for the user to read."""
     return "; ".join(f"{name}: {', '.join(words)}" for name, words in ATTRIBUTES.items())
 
 
 def parse(prompt: str) -> dict[str, str]:
-    """One word for each attribute: "night red" gives {"sky": "night", "colour": "red", "shape": "ball", ...}.
+    """Choose a word for each attribute: "night red" gives {"sky": "night", "colour": "red", "shape": "ball", ...}.
 
     Words may be separated by spaces or commas, in any order and case. What is left out gets a default; a prompt
     that names a colour and no shape means a ball, one that names neither means an empty scene. Raises ValueError,
@@ -57,6 +57,6 @@ def parse(prompt: str) -> dict[str, str]:
 
 
 def tokens(prompt: str) -> list[int]:
-    """The six token ids of a prompt; raises ValueError as `parse` does."""
+    """Return the six token ids of a prompt. Raises ValueError as `parse` does."""
     words = parse(prompt)
     return [first + ATTRIBUTES[name].index(words[name]) for name, first in zip(ATTRIBUTES, OFFSETS, strict=True)]

@@ -15,7 +15,7 @@ GUIDANCE = 3.0  # shapes are clear from here on; people draw with 3 to 8
 
 
 def solver(model: SceneModel, steps: int) -> DPMSolverMultistepScheduler:
-    """Make a fresh solver for one picture: `steps` of the model's own noise schedule, the noisiest one first."""
+    """Make a new solver for one picture: `steps` timesteps of the model's noise schedule, the noisiest one first."""
     schedule = {name: value for name, value in model.scheduler.items() if name != "clip_sample"}  # only DDPM has that
     scheduler = DPMSolverMultistepScheduler(**schedule, timestep_spacing="trailing", final_sigmas_type="zero")
     scheduler.set_timesteps(steps)

@@ -23,7 +23,7 @@ MOUNTAIN_HEIGHT = tensor([0.0, 0.08, 0.25])  # flat, hills, peaks
 
 @dataclass
 class Setting:
-    """What later layers need of earlier ones; colours [n, 1, 1, 3], the rest [n, 1, 1] in 0..1."""
+    """The values of painted layers that later ones need: colours [n, 1, 1, 3], others [n, 1, 1] in 0..1."""
 
     horizon: torch.Tensor
     light: torch.Tensor
@@ -34,7 +34,7 @@ class Setting:
 
 
 def paint(canvas: Canvas) -> Setting:
-    """Paint the whole background; gives what the object needs to be lit and placed."""
+    """Paint the whole background, and return the light and colours that later layers need."""
     setting = _sky(canvas)
     _stars(canvas, setting)
     for _ in range(3):
@@ -83,7 +83,7 @@ def _body(canvas: Canvas, setting: Setting) -> None:
 
 
 def _mountains(canvas: Canvas, setting: Setting, layer: int) -> None:
-    """One silhouette, the farther one (layer 0) first and higher; peaks are triangles, hills sines."""
+    """Paint one silhouette, the farther one (layer 0) first and higher; peaks are triangles, hills sines."""
     highest = canvas.row(MOUNTAIN_HEIGHT, "mountains")
     height = highest * (1 - 0.45 * layer) * (0.35 + 0.8 * _ridge(canvas, highest > 0.1))
     top = setting.horizon - height
@@ -98,7 +98,7 @@ def _mountains(canvas: Canvas, setting: Setting, layer: int) -> None:
 
 
 def _ridge(canvas: Canvas, peaked: torch.Tensor) -> torch.Tensor:
-    """Height of a mountain range along x, about 0..1: four octaves, each half as high."""
+    """Draw the height of a mountain range along x, about 0..1: four octaves, each half as high."""
     profile = 0
     for octave, frequency in enumerate((1.3, 2.9, 6.1, 13.0)):
         phase = canvas.uniform(0, 1)
@@ -151,7 +151,7 @@ def _drifts(canvas: Canvas, setting: Setting, near: torch.Tensor, colour: torch.
 
 
 def _mirror(canvas: Canvas, setting: Setting, above: torch.Tensor, mask: torch.Tensor, near: torch.Tensor) -> None:
-    """A calm sea shows what stands above the horizon again: content that only far attention explains."""
+    """Mirror `above`, the picture before the ground, in a calm sea: content that only far attention explains."""
     calm = canvas.has("ground", SEA) * (canvas.random(1, 1) < 0.7)
     rows = torch.round((2 * setting.horizon[:, :, 0] - canvas.y[:, :, 0]) * canvas.size - 0.5)
     rows = torch.clip(rows, 0, canvas.size - 1).long()

@@ -29,27 +29,27 @@ class Canvas:
         self.image = torch.zeros(self.n, size, size, 3, device=self.device)
 
     def random(self, *shape: int) -> torch.Tensor:
-        """Uniform values in 0..1, float32 [n, *shape]."""
+        """Draw uniform values in 0..1, float32 [n, *shape]."""
         return torch.rand(self.n, *shape, generator=self.generator, device=self.device)
 
     def normal(self, *shape: int) -> torch.Tensor:
-        """Standard normal values, float32 [n, *shape]."""
+        """Draw standard normal values, float32 [n, *shape]."""
         return torch.randn(self.n, *shape, generator=self.generator, device=self.device)
 
     def uniform(self, low: float, high: float) -> torch.Tensor:
-        """One uniform value a picture, [n, 1, 1]."""
+        """Draw one uniform value a picture, [n, 1, 1]."""
         return low + (high - low) * self.random(1, 1)
 
     def jitter(self, sigma: float) -> torch.Tensor:
-        """One small random colour shift a picture, [n, 1, 1, 3]."""
+        """Draw one small random colour shift a picture, [n, 1, 1, 3]."""
         return sigma * self.normal(1, 1, 3)
 
     def row(self, table: torch.Tensor, trait: str) -> torch.Tensor:
-        """The table's row for each picture's value of `trait`, [n, 1, 1, ...]."""
+        """Look up the table's row for each picture's value of `trait`, [n, 1, 1, ...]."""
         return table.to(self.device)[self.traits[trait]][:, None, None]
 
     def has(self, trait: str, value: int) -> torch.Tensor:
-        """Which pictures have this value of `trait`, bool [n, 1, 1]."""
+        """Say which pictures have this value of `trait`, bool [n, 1, 1]."""
         return (self.traits[trait] == value)[:, None, None]
 
     def over(self, mask: torch.Tensor, colour: torch.Tensor | float) -> None:

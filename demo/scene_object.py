@@ -18,7 +18,7 @@ EMPTY, BALL, BOX, CONE, TREE = range(5)
 
 @dataclass
 class Place:
-    """Where the object stands: foot at (x, y), half width `scale`, sun from the left (+1) or right (-1)."""
+    """The object's place, [n, 1, 1] each: foot at (x, y), half width `scale`, `side` of the sun, left 1 or right -1."""
 
     x: torch.Tensor
     y: torch.Tensor
@@ -44,7 +44,7 @@ def paint(canvas: Canvas, setting: Setting) -> None:
 
 
 def _place(canvas: Canvas) -> Place:
-    """Beside the middle, away from sun or moon: a prompt says nearly where. A twin has room on the other side."""
+    """Place the object off the middle, away from sun or moon: a prompt says nearly where. A twin has room as well."""
     left, right = canvas.has("body", LEFT).float(), canvas.has("body", RIGHT).float()
     x = 0.5 + 0.13 * (left - right) + canvas.uniform(-0.02, 0.02)
     return Place(x, canvas.uniform(0.81, 0.84), canvas.uniform(0.15, 0.165), left - right + 0.4 * (1 - left - right))
@@ -58,7 +58,7 @@ def _shadow(canvas: Canvas, place: Place, present: torch.Tensor, setting: Settin
 
 
 def _lit_colour(canvas: Canvas, setting: Setting, place: Place, dx: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-    """Colour of the surface: shaded away from the sun, over a random 6 x 6 pattern that a twin repeats."""
+    """Make the colour of the surface: shaded away from the sun, over a random 6 x 6 pattern that a twin repeats."""
     shade = 0.78 - 0.30 * place.side * dx / place.scale - 0.22 * (dy + place.scale) / place.scale
     shade = torch.clip(shade, 0.25, 1.1)
     tiles = canvas.random(6, 6)
@@ -70,7 +70,7 @@ def _lit_colour(canvas: Canvas, setting: Setting, place: Place, dx: torch.Tensor
 
 
 def _shapes(canvas: Canvas, place: Place, dx: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Opacity of every shape, [n, size, size] each; the caller picks one a picture."""
+    """Make the opacity of every shape, [n, size, size] each; the caller picks one a picture."""
     s, edge = place.scale, canvas.edge
     wavy = s * (0.88 + 0.08 * torch.sin(7 * torch.arctan2(dy + 1.85 * s, dx) + canvas.uniform(0, 6)))
     cone = torch.minimum(smooth((2.4 * s + dy) * 0.42 - torch.abs(dx), edge), smooth(-dy + 0.01, edge))
@@ -84,7 +84,7 @@ def _shapes(canvas: Canvas, place: Place, dx: torch.Tensor, dy: torch.Tensor) ->
 
 
 def _finish(canvas: Canvas, place: Place, dx: torch.Tensor, dy: torch.Tensor, mask: torch.Tensor) -> None:
-    """A ball's highlight, a box's light top and dark side."""
+    """Paint a ball's highlight, a box's light top and dark side."""
     s = place.scale
     distance = (dx + place.side * s * 0.35) ** 2 + (dy + s * 1.3) ** 2
     canvas.over(mask * torch.exp(-distance / (s * 0.22) ** 2) * 0.7 * canvas.has("shape", BALL), 1.0)

@@ -15,7 +15,7 @@ from demo.scene_canvas import Canvas
 STONE = tensor([[0.72, 0.30, 0.20], [0.85, 0.70, 0.45], [0.38, 0.46, 0.58], [0.66, 0.64, 0.62], [0.58, 0.42, 0.32]])
 SHADES, KINDS = 5, 4  # in a picture: shades of its stone, kinds of tiles
 DARKEST, LIGHTEST, TINT = 0.35, 1.3, 0.06  # of the stone's colour, and how far a shade may leave it
-SQUARES = 4  # a tile is SQUARES x SQUARES of them, a brick two beside each other, half a brick further every row
+SQUARES = 4  # a tile is SQUARES x SQUARES of them, a brick two side by side, half a brick further every row
 TILES_ACROSS = 16  # in a whole picture: 8 px each in one of 128 px, so that a square is one token of level 0
 SHARE = 1 / 3  # of the pictures
 

@@ -14,7 +14,7 @@ from demo.scene_canvas import Canvas
 
 
 def draw_attributes(n: int, generator: torch.Generator) -> torch.Tensor:
-    """Random attributes of `n` scenes: int64 [n, 6], one column an attribute, each value equally likely."""
+    """Draw attributes of `n` scenes: int64 [n, 6], one column an attribute, each value equally likely."""
     device = generator.device
     return torch.stack([torch.randint(size, (n,), generator=generator, device=device) for size in SIZES], 1)
 
@@ -22,7 +22,7 @@ def draw_attributes(n: int, generator: torch.Generator) -> torch.Tensor:
 def render(attributes: torch.Tensor, generator: torch.Generator, size: int = 64, walls: bool = True) -> torch.Tensor:
     """Paint scenes: `attributes` int64 [n, 6] to float32 [n, 3, size, size] in -1..1, on the generator's device.
 
-    All else is drawn from `generator`: equal ones on one device give equal pictures. walls: may some scenes have one.
+    All else is drawn from `generator`: equal ones on one device give equal pictures. walls: if some scenes have one.
     """
     canvas = Canvas(dict(zip(ATTRIBUTES, attributes.T, strict=True)), generator, size)
     setting = scene_background.paint(canvas)

@@ -1,8 +1,8 @@
 """Where pictures come from: the embedded model or the user's own, behind one small interface.
 
-name, device; target: what `tome_core.patch` gets; prompts: what to paint where nothing is asked for; prompt_row: which
-row of the model's batch of two is the prompt's. `timesteps` are of a picture's steps, None where the target knows them
-by itself; `picture` gives uint8 [H, W, 3], the same for equal arguments.
+name, device; target: what `tome_core.patch` gets; prompts: those to paint by default; prompt_row: which row of the
+batch of two, with the prompt and without, has the prompt. `timesteps` lists those of a picture's steps, None if the
+target's patch finds them by itself. `picture` draws uint8 [H, W, 3], the same for equal arguments.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OnStep = Callable[[], None]
 
 
 class Embedded:
-    """A small model of this folder's kind, which knows a few words."""
+    """A source whose scene model, from a weights file, knows a few words."""
 
     prompt_row, prompts = 0, prompt.PROMPTS
 
@@ -37,15 +37,17 @@ class Embedded:
         self.target = self.model.network
 
     def timesteps(self, steps: int) -> list[float]:
+        """List the timesteps of a picture of so many steps, the noisiest first."""
         return sampler.solver(self.model, steps).timesteps.tolist()
 
     def picture(self, text: str, seed: int, steps: int, on_step: OnStep):
+        """Draw a picture, uint8 [H, W, 3], and call `on_step` after each step. Raises ValueError for unknown words."""
         tokens = prompt.tokens(text)
         return sampler.sample(self.model, tokens, seed, steps=steps, on_step=on_step)
 
 
 class UserPipeline:
-    """A diffusers pipeline made from the user's files, .safetensors weights only."""
+    """A source whose diffusers pipeline is made from the user's files. Raises ValueError if these do not load."""
 
     prompt_row, prompts = -1, LONG_PROMPTS
 
@@ -101,7 +103,7 @@ Source = Embedded | UserPipeline
 
 
 def tell_times(source: Source, steps: int, merging: tome_core.Patch, on_step: OnStep) -> OnStep:
-    """An `on_step` for one picture that tells a merging model how late each step is, then calls the given one."""
+    """Set the first timestep in `merging`; return an `on_step` that calls the given one and sets the next timestep."""
     times, sampling = iter(source.timesteps(steps) or ()), object()
 
     def tell() -> None:

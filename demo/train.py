@@ -35,7 +35,7 @@ FEWER = 8  # in noise level 0 looks at every 8th key of a full picture: its atte
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options of a training run."""
+    """Make the parser of a training run's options."""
     made = argparse.ArgumentParser(prog="python -m demo.train", description=__doc__)
     add = made.add_argument
     add("--minutes", type=float, required=True, help="length of the whole run, over all its resumptions")
@@ -80,7 +80,7 @@ class TrainingState:
         self.step, self.seconds = 0, 0.0
 
     def descend(self) -> None:
-        """One step down the gradients that the model's weights have; takes them away."""
+        """Take one step down the gradients that the model's weights have, and clear them."""
         for flat, matrix in zip(self.flat, self.matrices, strict=True):
             flat.grad = matrix.grad.flatten(1)
         for optimizer in self.optimizers:
@@ -89,7 +89,7 @@ class TrainingState:
         self.step += 1
 
     def update_average(self, limit: float) -> None:
-        """Move the average towards the model; early on faster than `limit`, to forget the start."""
+        """Move the average towards the model; it keeps `limit` of itself, less early on, to forget the start."""
         keep = min(limit, (1 + self.step) / (10 + self.step))
         with torch.no_grad():
             torch._foreach_lerp_(list(self.average.parameters()), list(self.model.parameters()), 1 - keep)
@@ -108,7 +108,7 @@ class TrainingState:
         os.replace(unfinished, path)
 
     def load(self, path: Path) -> None:
-        """Take over what `save` wrote. Raises ValueError where the file is of another model or no such file."""
+        """Take over what `save` wrote. Raises ValueError if the file is missing, of another model or no such file."""
         moments: list[dict] = [{}, {}]
         try:
             with safe_open(path, "pt") as file:
@@ -127,16 +127,16 @@ class TrainingState:
 
 
 def learning_rate(highest: float, step: int, progress: float, coarse: float) -> float:
-    """Warm up for 40 steps, stay, and fall along a cosine to 2 % once the half-size pictures are done."""
+    """Compute the rate: up for 40 steps, then `highest`, and a cosine down to 2 % after the `coarse` share of time."""
     fine = max(0.0, progress - coarse) / (1 - coarse)
     return highest * min(1.0, (step + 1) / 40) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, fine))))
 
 
 def train_step(state: TrainingState, batch: Batch, seed: int, composition: bool = False) -> float:
-    """One step on a batch; gives its loss. Noise and times depend on `seed` and the step alone.
+    """Train one step on a batch and return its loss. Noise and times depend on `seed` and the step alone.
 
     composition: learn above all where things stand, see `teaches_composition`. Raises FloatingPointError, and leaves
-    the weights, where gradients are no numbers.
+    the weights, if gradients are no numbers.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + state.step)
     draw, loss_of = ((losses.noisy_times, losses.composition_loss) if composition
@@ -156,13 +156,13 @@ def train_step(state: TrainingState, batch: Batch, seed: int, composition: bool 
 
 
 def teaches_composition(state: TrainingState, scenes: Scenes, progress: float) -> bool:
-    """Half-size pictures are for where things stand, parts for details, full ones for both in turns, as time passes."""
+    """Say whether a step teaches where things stand: on half-size pictures yes, on parts no, on full ones by turns."""
     details_every = DETAILS_EVERY if progress < FINISH else FINISH_EVERY
     return scenes.size < 2 * state.model.side or (scenes.crop is None and state.step % details_every > 0)
 
 
 def train(state: TrainingState, options: argparse.Namespace) -> None:
-    """Run until the minutes are used up, the cheap pictures first; saves now and then, and at the end."""
+    """Train until the minutes are used up, with the cheap pictures first, and save now and then."""
     full, total = 2 * state.model.side, options.minutes * 60
     # A transformer has all of its attention at full size, so smaller parts and more of them teach it more in a minute.
     part, parts = (full // 2, 2) if isinstance(state.model, scene_model.SceneModel) else (full // 4, 4)
@@ -193,7 +193,7 @@ def train(state: TrainingState, options: argparse.Namespace) -> None:
 
 @torch.no_grad()
 def begin_with(model: scene_model.SceneModel, other: scene_model.SceneModel) -> None:
-    """Copy whatever `other` has under the same name in the same shape; a 1x1 convolution serves as a linear layer."""
+    """Copy into `model` what `other` has by the same name in the same shape; a 1x1 convolution fits a linear layer."""
     weights, theirs = model.state_dict(), other.state_dict()
     alike = [name for name, value in weights.items()
              if name in theirs and value.squeeze().shape == theirs[name].squeeze().shape]
@@ -203,7 +203,7 @@ def begin_with(model: scene_model.SceneModel, other: scene_model.SceneModel) -> 
 
 
 def prepare(options: argparse.Namespace) -> TrainingState:
-    """The state to go on from: the saved one, else new. Raises ValueError or OSError with a sentence to read."""
+    """Complete the options; return the saved state or a new one. Raises ValueError or OSError for the user to read."""
     if min(options.coarse, options.crops) < 0 or options.coarse + options.crops >= 1:
         raise ValueError(f"--coarse {options.coarse} and --crops {options.crops} leave no time for full pictures; "
                          "give shares from 0 on that sum to less than 1")
@@ -235,7 +235,7 @@ def prepare(options: argparse.Namespace) -> TrainingState:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train; gives the exit code: 0 done, 1 no number any more, 2 wrong options, 130 stopped (the run is kept)."""
+    """Train and return the exit code: 0 done, 1 no finite gradients, 2 wrong options, 130 stopped (the run is kept)."""
     options = parser().parse_args(arguments)
     try:
         state = prepare(options)

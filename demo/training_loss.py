@@ -18,7 +18,7 @@ HELD_OUT_SEED = 2**40  # training's seeds are small
 
 
 class Batch(NamedTuple):
-    """pictures: float32 [n, 3, H, W] in -1..1; tokens: int64 [n, 6]; sizes: int64 [n, 6], see `SceneModel.forward`."""
+    """Pictures float32 [n, 3, H, W] in -1..1, tokens int64 [n, 6], sizes int64 [n, 6] as `SceneModel.forward` has."""
 
     pictures: torch.Tensor
     tokens: torch.Tensor
@@ -54,17 +54,17 @@ class Scenes:
                      sizes.expand(self.batch, -1))
 
     def seed_of(self, step: int) -> int:
-        """Of the generator of a step. On a CPU torch reads its lowest 32 bits alone."""
+        """Return the seed of a step's generator. On a CPU torch reads its lowest 32 bits alone."""
         return ((self.seed * 1_000_003 + self.size) * 1_000_000_007 + step) % 2**63
 
 
 def stratified_times(n: int, generator: torch.Generator) -> torch.Tensor:
-    """`n` time steps in 0..999, one in each n-th of the range: evens the loss out between steps."""
+    """Draw `n` time steps in 0..999, one in each n-th of the range, which evens the loss out between steps."""
     return (_stratify(n, generator) * 1000).long()
 
 
 def noisy_times(n: int, generator: torch.Generator) -> torch.Tensor:
-    """The same, but the more often the noisier: there it is decided where things stand."""
+    """Draw `n` time steps in 0..999, the noisier the more often, because noisy ones decide where things stand."""
     return (_stratify(n, generator) ** (1 / 3) * 1000).long().clamp(max=999)
 
 
@@ -73,7 +73,7 @@ def _stratify(n: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def squared_errors(model: SceneModel, batch: Batch, times: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Of the v-prediction for a batch noised at `times` [n], [n, 12, h, w]; noise from `generator` (on the CPU)."""
+    """Compute the v-prediction's squared errors [n, 12, h, w] at `times` [n], with noise by `generator` of the CPU."""
     latents = encode(batch.pictures, model.haar_gain)
     noise, times = torch.randn(latents.shape, generator=generator).to(latents), times.to(latents.device)
     scheduler = DDPMScheduler(**model.scheduler)
@@ -85,12 +85,12 @@ def squared_errors(model: SceneModel, batch: Batch, times: torch.Tensor, generat
 
 
 def v_loss(model: SceneModel, batch: Batch, times: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Scalar mean of the squared errors."""
+    """Compute the mean of the `squared_errors`, a scalar."""
     return squared_errors(model, batch, times, generator).mean()
 
 
 def composition_loss(model: SceneModel, batch: Batch, times: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """The same, with the mean bands' errors five times as much as the details', as `encode` blew these up."""
+    """Compute `v_loss` with the mean bands' errors five times as much as the details', as `encode` blew these up."""
     errors = squared_errors(model, batch, times, generator)
     weights = torch.ones(errors.shape[1], device=errors.device)
     weights[:MEAN_BANDS] = model.haar_gain
@@ -99,7 +99,7 @@ def composition_loss(model: SceneModel, batch: Batch, times: torch.Tensor, gener
 
 @torch.no_grad()
 def held_out_loss(model: SceneModel, pictures: int = 16) -> float:
-    """Mean v-loss on fixed scenes that training never sees, of the model's own size; on the CPU."""
+    """Compute the mean v-loss on fixed scenes that training never sees, of the model's own size; on the CPU."""
     batch = Scenes(HELD_OUT_SEED, pictures, 2 * model.side)[0]
     losses = []
     for time in HELD_OUT_TIMES:
