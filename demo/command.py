@@ -71,13 +71,8 @@ def add_model(to: argparse.ArgumentParser) -> None:
 def check(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
     """Complete the options in place and check them together, without torch.
 
-    The output's folder is created, and a file is written there and removed as a trial.
-
-    Returns:
-        The user's checkpoint; None if the options name none.
-
-    Raises:
-        ValueError, OSError: with the sentence for the user.
+    Makes the output's folder, and tries to write there. Returns the user's checkpoint; None if the options name none.
+    Raises ValueError or OSError with the sentence for the user.
     """
     given = options.prompt or []
     if options.pictures and len(given) > options.pictures:

@@ -41,15 +41,9 @@ def cell(row: int, column: int, size: tuple[int, int]) -> tuple[int, int, int, i
 
 
 def draw(columns: list[Column], wanted: list[Order], title: str, sentence: str) -> Image.Image:
-    """Draw the sheet, a column for each of `columns`, of which the first is unmerged.
+    """Draw the sheet: the unmerged column, then the merged columns, between the title and the sentence.
 
     Below each unmerged picture is its prompt. Below each other picture is its difference from the unmerged picture.
-
-    Args:
-        columns: the unmerged column, then the merged columns.
-        wanted: the order of each row of pictures.
-        title: text above the columns.
-        sentence: text below the columns.
     """
     size = shown_size(*columns[0].pictures[0].shape[:2])
     right, bottom = cell(2 * len(wanted) - 1, len(columns) - 1, size)[2:]
