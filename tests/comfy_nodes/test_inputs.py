@@ -125,6 +125,6 @@ def test_inputs_of_another_version_are_named_and_do_no_harm(server, caplog):
         Guider(merged).sample(steps=1)
     line = caplog.records[-1].getMessage()
     assert line.startswith("ToMe #12:5 second: strength 0.5, 1 step, ")
-    assert line.endswith("; unknown to this version of the node: preset")
+    assert line.endswith("; this version of the node does not know: preset")
     assert ToMeSettings().settings(ratio=0.3, unique_id="6", prompt=prompt) == (MergeConfig(ratio=0.3),)
-    assert server.texts[-1] == ("6", "ToMe Settings, not used: unknown to this version of the node: of_tomorrow")
+    assert server.texts[-1] == ("6", "ToMe Settings, not used: this version of the node does not know: of_tomorrow")

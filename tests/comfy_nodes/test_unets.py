@@ -120,7 +120,7 @@ def test_of_a_picture_that_a_node_makes_smaller_on_the_way_its_own_grid_counts()
 @pytest.mark.parametrize("frames", [4, 64], ids=["few", "as many as places"])
 def test_frames_do_not_merge(frames):
     """What films put behind a block, an attention of frames, tells the options of the block before it."""
-    patcher, over_time, seen = least_checkpoint(), CrossAttention(32, 4, 32), []
+    patcher, over_time, seen = least_checkpoint(), CrossAttention(32, 32, 4), []
     transformer = patcher.model.diffusion_model.input_blocks[1][1]
     forward = transformer.forward
 

@@ -203,7 +203,7 @@ def test_a_panel_is_linked_before_or_after_theirs_and_a_size_by_a_factor_is_not_
     (event,) = theirs["width"].followed
     _, *values = (control.value for control in event["inputs"])
     assert event["fn"](by_size, *values).startswith("128x128: ")
-    assert event["fn"](by_factor, *values) == "resized by a factor: its size is known when the picture is drawn"
+    assert event["fn"](by_factor, *values) == "resized by a factor: the size is known only when the picture is drawn"
 
 
 @pytest.mark.parametrize("flavour", ["a1111", "forge"])

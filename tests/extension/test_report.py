@@ -17,7 +17,7 @@ from tests.webui_doubles import FREE, ON, Processing, custom, report
 @pytest.mark.parametrize(("args", "why"), [
     ({"enabled": True}, "so few tokens"), ({**FREE, "start": 0.99}, "outside the rules' time range"),
     ({**FREE, "strength": 0}, "strength 0, left alone"),
-    ({**FREE, "where": "hires pass"}, "left alone, because only the hires pass is to merge, and there is none"),
+    ({**FREE, "where": "hires pass"}, "not merged, because only the hires pass is to merge, and there is none"),
 ], ids=lambda value: str(value)[:20])  # fmt: skip
 def test_a_picture_equal_to_plain_claims_nothing_and_says_why(webui, args, why):
     job = webui.job(args)

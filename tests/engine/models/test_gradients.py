@@ -84,7 +84,7 @@ def assert_same(some: Gradients, others: Gradients) -> None:
     assert some.keys() == others.keys() and some
     for name, gradient in some.items():
         scale = gradient.abs().max().item()
-        assert (gradient - others[name]).abs().max().item() <= 1e-4 * scale + 1e-7, name
+        assert (gradient - others[name]).abs().max().item() <= 1e-4 * scale + 3e-7, name
 
 
 @pytest.mark.parametrize("of", some_quick([

@@ -23,7 +23,7 @@ def test_inputs_of_another_version_are_named_and_left_out(comfy):
     graph = Graph(steps=1)
     older = graph.strength(preset="fast", of_a_link=graph.latent)
     graph.sample("older", older)
-    assert "unknown to this version of the node: of_a_link, preset" in report_of(comfy.good(graph.graph), older)
+    assert "this version of the node does not know: of_a_link, preset" in report_of(comfy.good(graph.graph), older)
 
 
 def test_a_preview_has_a_panel_a_level_of_the_latest_sampling_even_if_that_is_in_the_cache(comfy):
