@@ -7,26 +7,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.attention_processor import AttnProcessor
-from torch import nn
 
 from tests import tiny_transformers
-from tests.models import CASES, Family, call_ldm, call_unet, inputs, ldm_of_one_level, seeded, unet
+from tests.models import CASES, Family, call_ldm, inputs, ldm_of_one_level
 from tome_core.models import adapter_of, find_models
 from tome_core.models.sites import AttentionSite
 
-
-@seeded
-def _by_hand() -> nn.Module:
-    model = unet()
-    model.set_attn_processor(AttnProcessor())
-    return model
-
-
-_OWN = Family("ldm", ldm_of_one_level, call_ldm), Family("sd15, by hand", _by_hand, call_unet)
-UNETS = {case.name: case for case in (*_OWN, *CASES)}
+UNETS = {case.name: case for case in (Family("ldm", ldm_of_one_level, call_ldm), *CASES)}
 QUICK = ("sd15", "ldm", "Qwen-Image", "Wan")
-SLOW = ("sdxl", "sd2", "sd15, by hand", "ldm_sd2", "sgm_double", "comfy_double", "gligen", "motion", "Flux",
+SLOW = ("sdxl", "sd2", "ldm_sd2", "sgm_double", "comfy_double", "gligen", "motion", "Flux",
         "Flux, two pictures", "SD3.5", "Qwen-Image, padded", "Z-Image", "Lumina 2", "PixArt", "LTX",
         "HunyuanVideo")  # fmt: skip
 MODELS = [name for name in (*QUICK, *SLOW) if name in UNETS or name in tiny_transformers.PRESENT]
@@ -44,7 +33,7 @@ class Beside:
     """
 
     def __init__(self, name: str) -> None:
-        self.name, self.is_by_hand = name, name in ("ldm", "ldm_sd2", "sd15, by hand")
+        self.name, self.is_by_hand = name, name in ("ldm", "ldm_sd2")
         self.whole = UNETS[name].build() if name in UNETS else tiny_transformers.make(name)[0]
         (self.model,) = find_models(self.whole)
         adapter = adapter_of(self.model)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,17 +12,14 @@ import diffusers
 import pytest
 import torch
 from diffusers import FirstBlockCacheConfig
-from diffusers.hooks import PyramidAttentionBroadcastConfig, apply_pyramid_attention_broadcast
 from torch import nn
 
 import tome_core
-from benchmarks.networks import at_each_call
 from tests import models
 from tests.beside.models import Beside
 from tome_core import MergeConfig
 from tome_core.models.unet_blocks import find_blocks
 
-Theirs = Callable[[Any], AbstractContextManager]
 STEPS = [901, 851, 401, 351]
 BALANCED = models.on_small("balanced")
 
@@ -38,26 +35,8 @@ def deep_cache(pipe: Any) -> Iterator[None]:
     helper.disable()
 
 
-@contextmanager
-def broadcast(pipe: Any) -> Iterator[None]:
-    """PyramidAttentionBroadcast: every second self-attention, every fourth attention to the prompt.
-
-    A UNet has no `enable_cache`, but the function behind it takes one.
-    """
-    latest = [0.0]
-    apply_pyramid_attention_broadcast(pipe.unet, PyramidAttentionBroadcastConfig(
-        spatial_attention_block_skip_range=2, cross_attention_block_skip_range=4,
-        current_timestep_callback=lambda: latest[-1],
-    ))  # fmt: skip
-    with at_each_call(pipe.unet, latest.append):
-        yield
-    for module in pipe.unet.modules():
-        if hasattr(module, "_diffusers_hook"):
-            module._diffusers_hook.remove_hook("pyramid_attention_broadcast", recurse=False)
-
-
 def pipeline(kind: str = "StableDiffusionPipeline", **more: Any) -> Any:
-    """Around a UNet of two levels, 16 x 16 tokens at the finest."""
+    """A pipeline around a UNet of two levels, 16 x 16 tokens at the finest."""
     pipe = getattr(diffusers, kind)(
         vae=None, text_encoder=None, tokenizer=None, safety_checker=None, feature_extractor=None,
         unet=models.fixed(models.unet(layers_per_block=2, attention_head_dim=2)), requires_safety_checker=False, **more,
@@ -87,44 +66,28 @@ def counted(unet: nn.Module) -> Iterator[Counter]:
         yield runs
 
 
-def both(theirs: Theirs, ours_first: bool, config: MergeConfig) -> tuple[torch.Tensor, Any, list[int]]:
-    """The latent, what is reported of each level, and how often its blocks ran."""
+def both(ours_first: bool, config: MergeConfig) -> tuple[torch.Tensor, Any, list[int]]:
+    """The latent with DeepCache and us, what is reported of each level, and how often its blocks ran."""
     pipe = pipeline()
     with counted(pipe.unet) as runs, ExitStack() as stack:
         if not ours_first:
-            stack.enter_context(theirs(pipe))
+            stack.enter_context(deep_cache(pipe))
         handle = stack.enter_context(tome_core.patch(pipe, config))
         if ours_first:
-            stack.enter_context(theirs(pipe))
+            stack.enter_context(deep_cache(pipe))
         return draw(pipe), handle.report().levels, [runs[0], runs[1]]
 
 
-@pytest.mark.parametrize(("theirs", "config"), [
-    (deep_cache, replace(BALANCED, end_percent=0.4)), (deep_cache, replace(BALANCED, ratio=0.0, early_ratio=None)),
-    (broadcast, BALANCED),
-], ids=["DeepCache, early alone", "DeepCache, never", "broadcast"])  # fmt: skip
-def test_the_report_counts_blocks_that_ran_and_either_order_gives_the_same_bits(theirs: Theirs, config: MergeConfig):
-    first, second = both(theirs, True, config), both(theirs, False, config)
-    assert torch.equal(first[0], second[0]) and (first[1] == second[1] or theirs is broadcast)
-    for _, levels, runs in (first, second):
-        assert 0 < runs[0] < len(STEPS) * levels[0].blocks or theirs is broadcast
-        for level, ran in zip(levels, runs, strict=True):
-            assert not level.covered or level.calls_merged + sum(level.reasons.values()) in (0, ran)
-            assert 0 < level.calls_merged < ran or theirs is deep_cache, "some steps take another's output"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("theirs", [deep_cache, broadcast])
-def test_who_came_first_may_leave_first(theirs: Theirs):
-    plain = draw(pipe := pipeline())
-    handle = tome_core.patch(pipe, BALANCED)
-    with theirs(pipe):
-        merged = draw(pipe)
-        handle.remove()
-        alone = draw(pipe)
-    assert torch.equal(draw(pipe), plain)
-    with theirs(pipe):
-        assert torch.equal(draw(pipe), alone) and not torch.equal(alone, merged)
+@pytest.mark.parametrize("changes", [{"end_percent": 0.4}, {"ratio": 0.0, "early_ratio": None}],
+                         ids=["early alone", "never"])  # fmt: skip
+def test_the_report_counts_blocks_that_ran_and_either_order_gives_the_same_bits(changes: dict[str, Any]):
+    config = replace(BALANCED, **changes)
+    first, second = both(True, config), both(False, config)
+    assert torch.equal(first[0], second[0]) and first[1:] == second[1:]
+    _, levels, runs = first
+    assert 0 < runs[0] < len(STEPS) * levels[0].blocks
+    for level, ran in zip(levels, runs, strict=True):
+        assert not level.covered or level.calls_merged + sum(level.reasons.values()) in (0, ran)
 
 
 def test_perturbed_layers_merge_if_they_attend():

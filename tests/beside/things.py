@@ -5,14 +5,12 @@ Most of it changes what it sees a little, and each place by another share, so th
 
 from __future__ import annotations
 
-import copy
 import functools
 import types
 from collections.abc import Callable, Iterator, Set
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
-from unittest import mock
 
 import accelerate
 import torch
@@ -20,10 +18,8 @@ from accelerate.hooks import add_hook_to_module, remove_hook_from_module
 from diffusers.hooks import apply_group_offloading
 from diffusers.hooks.hooks import HookRegistry, ModelHook
 from diffusers.hooks.layer_skip import AttentionScoreSkipFunctionMode as PAG
-from diffusers.models.attention_processor import AttnProcessor
 from peft import LoraConfig
 from torch import nn
-from torch.overrides import BaseTorchFunctionMode as Looking
 from torch.utils._pytree import tree_map
 
 from tests.beside.models import Beside
@@ -32,7 +28,6 @@ On = Callable[[Beside], AbstractContextManager]
 Places = Callable[[Beside], list[nn.Module]]
 TakeOff = Callable[[], Any]
 CPU = torch.device("cpu")
-PROJECTIONS = ("to_q", "to_k", "to_v")
 
 
 class Thing(NamedTuple):
@@ -60,15 +55,7 @@ def changed(value: Any) -> Any:
     return tree_map(change, value)
 
 
-def changed_input(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Of the tokens, or the latent."""
-    if args:
-        return (changed(args[0]), *args[1:]), kwargs
-    name = next(name for name in ("hidden_states", "x", "sample") if name in kwargs)
-    return args, {**kwargs, name: changed(kwargs[name])}
-
-
-attentions, around = attrgetter("attentions"), attrgetter("around")
+attentions = attrgetter("attentions")
 
 
 def model(beside: Beside) -> list[nn.Module]:
@@ -79,12 +66,12 @@ def first_attention(beside: Beside) -> list[nn.Module]:
     return beside.attentions[:1]
 
 
-def model_and_attentions(beside: Beside) -> list[nn.Module]:
-    return [beside.model, *beside.attentions]
+def around_attentions(beside: Beside) -> list[nn.Module]:
+    return [beside.model, *beside.around]
 
 
-def layers(beside: Beside) -> list[nn.Module]:
-    return [getattr(attention, name) for attention in beside.attentions for name in PROJECTIONS]
+def everywhere(beside: Beside) -> list[nn.Module]:
+    return [*around_attentions(beside), *beside.attentions]
 
 
 def each(places: Places, put_on: Callable[[nn.Module], TakeOff]) -> On:
@@ -117,10 +104,6 @@ def hook(module: nn.Module) -> TakeOff:
     return module.register_forward_hook(lambda module, args, out: changed(out)).remove
 
 
-def pre_hook(module: nn.Module) -> TakeOff:
-    return module.register_forward_pre_hook(changed_input, with_kwargs=True).remove
-
-
 def hook_of(kind: type) -> Any:
     return type("Changing", (kind,), {"post_forward": lambda hook, module, output: changed(output)})()
 
@@ -150,17 +133,7 @@ def changing(module: nn.Module, saved: Callable) -> Callable:
     return changing
 
 
-def twice(module: nn.Module, saved: Callable) -> Callable:
-    """As a guidance that asks an attention again for other tokens."""
-
-    def twice(*args: Any, **kwargs: Any) -> Any:
-        again, more = changed_input(module, args, kwargs)
-        return tree_map(lambda a, b: a * 0.75 + b * 0.25, saved(*args, **kwargs), saved(*again, **more))
-
-    return twice
-
-
-def within(mode: Callable[[], Any]) -> Callable:
+def within(mode: Callable[[], AbstractContextManager]) -> Callable:
     """While a module runs, a mode is in force."""
 
     def wrap(module: nn.Module, saved: Callable) -> Callable:
@@ -192,12 +165,12 @@ def own_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return changed(type(self).forward(self, *args, **kwargs))
 
 
-def exchanged(places: Places, bind: Callable = types.MethodType) -> On:
+def exchanged(places: Places) -> On:
     """A whole forward of another program, taken off with what stood on top of it."""
 
     def put_on(module: nn.Module) -> TakeOff:
         saved = vars(module).get("forward")
-        module.forward = bind(own_forward, module)
+        module.forward = types.MethodType(own_forward, module)
 
         def take_off() -> None:
             vars(module).pop("forward", None)
@@ -209,33 +182,19 @@ def exchanged(places: Places, bind: Callable = types.MethodType) -> On:
     return each(places, put_on)
 
 
-def instead_of(forward: Callable) -> Callable:
-    """Another method of a class."""
-
-    @functools.wraps(forward)
-    def of_the_class(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return changed(forward(self, *args, **kwargs))
-
-    return of_the_class
-
-
 def another_class(module: nn.Module) -> TakeOff:
     """As ToMe and HyperTile do it."""
     kind = type(module)
-    module.__class__ = type(f"Another{kind.__name__}", (kind,), {"forward": instead_of(kind.forward)})
+
+    @functools.wraps(kind.forward)
+    def of_the_class(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return changed(kind.forward(self, *args, **kwargs))
+
+    module.__class__ = type(f"Another{kind.__name__}", (kind,), {"forward": of_the_class})
     return lambda: setattr(module, "__class__", kind)
 
 
-@contextmanager
-def method_of_the_class(beside: Beside) -> Iterator[None]:
-    """As hosts that exchange it for all models."""
-    with ExitStack() as patches:
-        for kind in {type(attention) for attention in beside.attentions}:
-            patches.enter_context(mock.patch.object(kind, "forward", instead_of(kind.forward)))
-        yield
-
-
-# --- processors -------------------------------------------------------------------------------------------------------
+# --- what libraries bring ---------------------------------------------------------------------------------------------
 
 
 class Delegating:
@@ -248,70 +207,24 @@ class Delegating:
         return changed(self.inner(attn, *args, **kwargs))
 
 
-def derived(before: Any) -> Any:
-    """An object of a derived class with the same code."""
-    made = copy.copy(before)
-    made.__class__ = type("Derived", (type(before),), {})
-    return made
-
-
-def processor(make: Callable[[Any], Any]) -> On:
-    """Another one. make: of what was there."""
-
-    def put_on(attention: nn.Module) -> TakeOff:
-        before = attention.processor
-        attention.processor = make(before)
-        return lambda: setattr(attention, "processor", before)
-
-    return each(attentions, put_on)
-
-
-def has_processors(beside: Beside) -> bool:
-    return hasattr(beside.attentions[0], "processor")
-
-
-def has_processors_of_unets(beside: Beside) -> bool:
-    return type(getattr(beside.attentions[0], "processor", None)).__name__ == "AttnProcessor2_0"
-
-
-# --- what libraries bring ---------------------------------------------------------------------------------------------
+def delegating(attention: nn.Module) -> TakeOff:
+    before = attention.processor
+    attention.processor = Delegating(before)
+    return lambda: setattr(attention, "processor", before)
 
 
 def add_lora(model: nn.Module) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model.add_adapter(LoraConfig(r=2, target_modules=[*PROJECTIONS], init_lora_weights=False))
+        model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v"], init_lora_weights=False))
 
 
-def offloaded(put_on: Callable[[nn.Module], Any]) -> On:
-    """Weights live elsewhere between calls."""
-    return switched(put_on, _offload_no_more)
-
-
-def _offload_no_more(model: nn.Module) -> None:
+def offload_no_more(model: nn.Module) -> None:
     remove_hook_from_module(model, recurse=True)
     registry = getattr(model, "_diffusers_hook", None)
     of_groups = ("group_offloading", "layer_execution_tracker", "lazy_prefetch_group_offloading")
     for name in of_groups if registry is not None else ():
         registry.remove_hook(name, recurse=True)
-
-
-class _SDNexts(accelerate.hooks.ModelHook):
-    """Its "balanced" offloading: at the first call the model's parts are dispatched anew."""
-
-    is_dispatched = False
-
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
-        if not self.is_dispatched:
-            parts = {name: "cpu" for name, _ in module.named_children()}
-            accelerate.dispatch_model(module, parts, CPU, force_hooks=True)
-        self.is_dispatched = True
-        return args, kwargs
-
-
-def as_sdnext_offloads(model: nn.Module) -> None:
-    add_hook_to_module(model, _SDNexts(), append=True)
-    model._hf_hook.execution_device = CPU
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -321,49 +234,28 @@ BENEATH = {(True, False)}  # what computes by hand merges by its own code alone,
 BY_HAND = BENEATH | {(True, True)}
 OVER = {(False, True), (True, True)}  # it asks nobody what was there
 ANYWHERE = BY_HAND | {(False, False), (False, True)}
-looking, guiding, on_a_device = map(within, (Looking, PAG, lambda: torch.device("cpu")))
-by_leaves = functools.partial(apply_group_offloading, onload_device=CPU, offload_type="leaf_level")
 THINGS = {
-    "hooks on attentions": Thing(each(attentions, hook)),
-    "hooks on layers": Thing(each(layers, hook)),
-    "hooks on blocks": Thing(each(around, hook)),
-    "a hook on the model": Thing(each(model, hook)),
-    "pre-hooks": Thing(each(model_and_attentions, pre_hook)),
-    "accelerate's hooks": Thing(each(model_and_attentions, accelerates_hook)),
-    "diffusers' hooks": Thing(each(model_and_attentions, diffusers_hook), BENEATH, "new_forward", takes_us=True),
+    "hooks": Thing(each(everywhere, hook)),
+    "accelerate's hooks": Thing(each(everywhere, accelerates_hook)),
+    "diffusers' hooks": Thing(each(everywhere, diffusers_hook), BENEATH, "new_forward", takes_us=True),
     "wrappers of attentions": Thing(wrapper(attentions), BENEATH, "changing"),
-    "wrappers of blocks": Thing(wrapper(around)),
-    "a wrapper of the model": Thing(wrapper(model)),
     "attentions, put back as bound methods": Thing(wrapper(attentions, rebinds=True), BENEATH, "changing"),
-    "blocks, put back as bound methods": Thing(wrapper(around, rebinds=True)),
-    "a model, put back as a bound method": Thing(wrapper(model, rebinds=True)),
+    "wrappers around attentions": Thing(wrapper(around_attentions)),
     "attentions' own forward": Thing(exchanged(attentions), BY_HAND | OVER, "own_forward"),
-    "one attention's own forward, partial": Thing(
-        exchanged(first_attention, functools.partial), BY_HAND | OVER, "own_forward"),
-    "blocks' own forward": Thing(exchanged(around)),
     "the model's own forward": Thing(exchanged(model), OVER, "own_forward"),
     "another class of attentions": Thing(each(attentions, another_class), BY_HAND, "of_the_class"),
-    "another method of the class": Thing(method_of_the_class, BY_HAND, "of_the_class"),
-    "attentions called twice": Thing(wrapper(attentions, twice), BENEATH, "twice"),
-    "a mode around attentions": Thing(wrapper(attentions, looking), BY_HAND | OVER, "BaseTorchFunctionMode|within"),
-    "PAG's guider": Thing(wrapper(first_attention, guiding), ANYWHERE, "AttentionScoreSkipFunctionMode|within"),
-    "a mode around the model": Thing(wrapper(model, looking), ANYWHERE, "BaseTorchFunctionMode"),
-    "a device for new tensors": Thing(wrapper(model, on_a_device)),
-    "a derived processor": Thing(processor(derived), fits=has_processors),
-    "a processor around another": Thing(processor(Delegating), BY_HAND, "Delegating", has_processors),
-    "a processor by products": Thing(
-        processor(lambda before: Delegating(AttnProcessor())), ANYWHERE, "Delegating", has_processors_of_unets),
-    "scores by hand": Thing(processor(lambda before: AttnProcessor()), fits=has_processors_of_unets),
-    # SD3.5's second attentions raise then, unmerged as well
-    "fused projections": Thing(
-        switched(methodcaller("fuse_qkv_projections"), methodcaller("unfuse_qkv_projections")),
-        fits=lambda beside: hasattr(beside.model, "fuse_qkv_projections") and beside.name != "SD3.5"),
+    "PAG's guider": Thing(wrapper(first_attention, within(PAG)), ANYWHERE, "AttentionScoreSkipFunctionMode|within"),
+    "a device for new tensors": Thing(wrapper(model, within(lambda: CPU))),
+    "a processor around another": Thing(each(attentions, delegating), BY_HAND, "Delegating",
+                                        lambda beside: hasattr(beside.attentions[0], "processor")),
+    "FreeU": Thing(switched(methodcaller("enable_freeu", 0.9, 0.2, 1.2, 1.4), methodcaller("disable_freeu")),
+                   fits=lambda beside: hasattr(beside.model, "enable_freeu")),
     "a LoRA": Thing(switched(add_lora, methodcaller("unload_lora")),
                     fits=lambda beside: hasattr(beside.model, "add_adapter") and beside.name != "gligen"),
     "weights that come for each layer": Thing(
-        offloaded(lambda model: accelerate.cpu_offload(model, CPU, offload_buffers=True))),
+        switched(lambda model: accelerate.cpu_offload(model, CPU, offload_buffers=True), offload_no_more)),
     # over us, if a cache has answered before we were reached
-    "offloaded leaves": Thing(offloaded(by_leaves), reason="its place: diffusers.hooks"),
-    # which dispatches no weights of the model's own
-    "SD.Next's offloading": Thing(offloaded(as_sdnext_offloads), fits=lambda beside: not beside.model._parameters),
+    "offloaded leaves": Thing(
+        switched(lambda model: apply_group_offloading(model, CPU, offload_type="leaf_level"), offload_no_more),
+        reason="its place: diffusers.hooks"),
 }  # fmt: skip
