@@ -1,4 +1,4 @@
-"""The embedded models: the latent, their files, their layouts, scenes and words, and pictures from them."""
+"""The embedded models: the latent, their files, their layouts, their words, and pictures from them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from benchmarks.subjects import is_scene_model
 from demo import checkpoint, model, prompt, sampler
-from demo.training_loss import Scenes, held_out_loss
+from demo.training_loss import held_out_loss
 from tests import tiny_scenes
 
 NOISE = torch.randn(2, 12, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -18,9 +18,9 @@ WORDS = torch.tensor([prompt.tokens("night sea"), prompt.tokens("day snow red co
 LAYOUTS = {"sd": tiny_scenes.UNET, "sdxl": tiny_scenes.UNET_XL, "flux": model.LAYOUTS["flux"]}
 
 
-def predicted(scene_model, words=WORDS, sizes=None) -> torch.Tensor:
-    with torch.inference_mode():
-        return scene_model(NOISE, torch.tensor(500), words, None if sizes is None else torch.tensor([sizes]))
+@torch.inference_mode()
+def predicted(scene_model, words=WORDS) -> torch.Tensor:
+    return scene_model(NOISE, torch.tensor(500), words, None)
 
 
 def test_decoding_inverts_encoding():
@@ -72,44 +72,6 @@ def test_a_picture_depends_on_its_seed_and_leaves_the_global_random_state_alone(
     torch.rand(7)
     assert np.array_equal(sampler.sample(scene_model, tokens, 1, steps=2), first)
     assert not np.array_equal(sampler.sample(scene_model, tokens, 2, steps=2), first)
-
-
-# --- where a part of a picture is -------------------------------------------------------------------------------------
-
-
-def test_a_unets_first_convolution_adds_the_places_of_the_part_that_it_sees():
-    scene_model = tiny_scenes.make()
-    for part, window in (([32, 32, 8, 16, 16, 16], (0.25, 0.5, 0.5, 0.5)), (None, (0.0, 0.0, 1.0, 1.0))):
-        predicted(scene_model, sizes=part)
-        assert scene_model.unet.conv_in.window == window
-    places = model.features(16, 16)
-    apart = torch.cdist(places[0].flatten(1).T, places[0].flatten(1).T) + 9 * torch.eye(256)
-    assert apart.min() > 0.1, "two places look alike"
-    torch.testing.assert_close(model.features(8, 8, (0.25, 0.5, 0.5, 0.5)), places[..., 4:12, 8:])
-
-
-def test_a_transformer_places_a_part_where_it_was_cut_out_and_half_a_picture_over_a_whole_picture():
-    flux = tiny_scenes.make(LAYOUTS["flux"])
-
-    def places(height, width, sizes):
-        return flux._places(height, width, torch.tensor([sizes]), NOISE)[:, 1:].unflatten(0, (height, width))
-
-    whole = places(32, 32, model.whole(128, 128))
-    assert torch.equal(places(8, 8, [128, 128, 32, 64, 32, 32]), whole[8:16, 16:24])
-    assert torch.equal(places(16, 16, model.whole(64, 64)), (whole[::2, ::2] + whole[1::2, 1::2]) / 2)
-
-
-# --- scenes and words -------------------------------------------------------------------------------------------------
-
-
-def test_a_part_of_a_scene_comes_with_where_it_was_cut_out_and_some_scenes_without_a_prompt():
-    full, part = Scenes(0, 2, 64)[3], Scenes(0, 2, 64, crop=32)[3]
-    assert full.sizes.tolist() == [model.whole(64, 64)] * 2
-    height, width, top, left, *shown = part.sizes[0].tolist()
-    assert (height, width, shown) == (64, 64, [32, 32]) and top > 0
-    assert torch.equal(part.pictures, full.pictures[..., top:top + 32, left:left + 32])
-    tokens = torch.cat([Scenes(0, 50, 2)[step].tokens for step in range(4)])
-    assert 0.03 < (tokens == prompt.NULL_TOKEN).all(1).float().mean() < 0.2
 
 
 def test_words_come_in_any_order_and_case_and_each_has_a_token_of_its_own():
