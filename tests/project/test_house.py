@@ -1,4 +1,7 @@
-"""The shape of the house: imports follow the map in CONTRIBUTING.md, and importing the engine does nothing."""
+"""The shape of the house: imports follow the map in CONTRIBUTING.md, do nothing, and models come from safetensors.
+
+ruff refuses pickles, sockets and the start of programs in our files: `banned-api` in pyproject.toml.
+"""
 
 from __future__ import annotations
 
@@ -67,3 +70,13 @@ def test_importing_the_engine_does_nothing_but_define_and_imports_nothing_option
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_models_are_loaded_from_this_machine_and_from_safetensors_alone():
+    """A single file has weights only, so diffusers may fetch its configuration."""
+    for path in (path for top in ("tome_core", *HOSTS) for path in (ROOT / top).rglob("*.py")):
+        calls = [node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Call)
+                 and getattr(node.func, "attr", None) == "from_pretrained"]  # fmt: skip
+        for call in calls:
+            given = {keyword.arg: getattr(keyword.value, "value", None) for keyword in call.keywords}
+            assert given.get("local_files_only") is True and given.get("use_safetensors") is True, path
