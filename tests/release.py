@@ -13,21 +13,21 @@ ROOT = Path(__file__).parents[1]
 SOURCE, COPY, CHANGELOG = Path("tome_core", "__init__.py"), Path("pyproject.toml"), Path("CHANGELOG.md")
 
 
-def version(root: Path = ROOT) -> str:
+def version() -> str:
     """The version, which has the form 1.2.3: the registry takes no other."""
-    text = (root / SOURCE).read_text(encoding="utf-8")
+    text = (ROOT / SOURCE).read_text(encoding="utf-8")
     return re.search(r'^__version__ = "(\d+\.\d+\.\d+)"$', text, re.MULTILINE)[1]
 
 
-def disagreements(tag: str | None = None, root: Path = ROOT) -> list[str]:
+def disagreements(tag: str | None = None) -> list[str]:
     """A sentence for each place that says another version, and if the changelog does not describe this one."""
-    ours, found = version(root), []
-    if f'\nversion = "{ours}"\n' not in (root / COPY).read_text(encoding="utf-8"):
+    ours, found = version(), []
+    if f'\nversion = "{ours}"\n' not in (ROOT / COPY).read_text(encoding="utf-8"):
         found.append(f"{COPY} does not say {ours}, as {SOURCE} does: change one of them")
     if tag is not None and tag != f"v{ours}":
         found.append(f"the tag is {tag}, the version is {ours}: tag v{ours}, or change {SOURCE}")
     entry = re.compile(rf"^## +{re.escape(ours)}\b.*\n\s*[^#\s]", re.MULTILINE)
-    if not entry.search((root / CHANGELOG).read_text(encoding="utf-8")):
+    if not entry.search((ROOT / CHANGELOG).read_text(encoding="utf-8")):
         found.append(f"{CHANGELOG} has no entry under '## {ours}'")
     return found
 
