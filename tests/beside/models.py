@@ -15,9 +15,8 @@ from tome_core.models.sites import AttentionSite
 
 UNETS = {case.name: case for case in (Family("ldm", ldm_of_one_level, call_ldm), *CASES)}
 QUICK = ("sd15", "ldm", "Qwen-Image", "Wan")
-SLOW = ("sdxl", "sd2", "ldm_sd2", "sgm_double", "comfy_double", "gligen", "motion", "Flux",
-        "Flux, two pictures", "SD3.5", "Qwen-Image, padded", "Z-Image", "Lumina 2", "PixArt", "LTX",
-        "HunyuanVideo")  # fmt: skip
+SLOW = ("sdxl", "sd2", "ldm_sd2", "sgm_double", "comfy_double", "gligen", "motion", "Flux", "Flux, two pictures",
+        "SD3.5", "Qwen-Image, padded", "Z-Image", "Lumina 2", "PixArt", "LTX", "HunyuanVideo")  # fmt: skip
 MODELS = [name for name in (*QUICK, *SLOW) if name in UNETS or name in tiny_transformers.PRESENT]
 # two steps that have one match, late in a picture
 TIMES = (340, 320)
@@ -46,7 +45,7 @@ class Beside:
         self.around = [self.model.get_submodule(path) for path in (*sorted(outer), *own)]
 
     def draw(self, times: tuple[int, ...] = TIMES) -> torch.Tensor:
-        """What the model gives, one after the other at these times."""
+        """Return the model's outputs at these times, one call after the other."""
         return torch.stack([self._call(time) for time in times])
 
     @torch.no_grad()
@@ -60,7 +59,7 @@ class Beside:
         return tiny_transformers.call(self.whole, {**given, name: _smooth(given[name])})
 
     def calls_of_attentions(self) -> int:
-        """How many a `draw` makes."""
+        """Count the calls of attentions that a `draw` makes."""
         calls: list[Any] = []
         with ExitStack() as hooks:
             for module in self.attentions:

@@ -57,7 +57,7 @@ class Alone(NamedTuple):
 
 @cache
 def alone(name: str, things: tuple[str, ...] = ()) -> Alone:
-    """Raises AssertionError if the things do not leave the model as it was."""
+    """Draw with the things. Raises AssertionError if they do not leave the model as it was."""
     beside = Beside(name)
     first = beside.draw(TIMES[:1])
     for _ in range(2):  # the second time on what they have left on the model
@@ -80,21 +80,21 @@ def merged_alone(name: str) -> torch.Tensor:
 
 
 class Both(NamedTuple):
-    """What takes us off, and what takes each thing off."""
+    """Closing `ours` takes our patch off, closing one of `its` takes that thing off."""
 
     handle: Any
     ours: ExitStack
     its: list[ExitStack]
 
     def close(self, count: int) -> None:
-        """Of the things, the last ones."""
+        """Take off the last `count` things."""
         for its in self.its[::-1][:count]:
             its.close()
 
 
 @contextmanager
 def together(beside: Beside, case: Case) -> Iterator[Both]:
-    """A model with all things, and us."""
+    """Put all things and our patch on a model."""
     drop_own_methods(beside.model)
     ours, its = ExitStack(), [ExitStack() for _ in case.things]
     for stack, thing in zip(its[: case.before], case.things, strict=False):
@@ -117,14 +117,14 @@ def together(beside: Beside, case: Case) -> Iterator[Both]:
 
 
 def counted(report: Any) -> tuple[int, dict[str, int]]:
-    """Calls of attentions that merged, and reasons for those that did not."""
+    """Return how many calls of attentions merged, and the reasons for the others with their numbers."""
     on = sum(count for level in report.levels for (part, *_), count in level.merged.items() if part == "attn")
     off = sum((Counter(level.reasons) for level in report.levels), Counter())
     return on, {why: count for why, count in off.items() if why.startswith("attn: ")}
 
 
 def assert_counted(report: Any, calls: int) -> None:
-    """As merged, or as left with a reason; unless nothing of us is there any more that could count, or was called."""
+    """All calls are counted as merged or as left alone, unless nothing of ours was called or is still there."""
     on, off = counted(report)
     is_named = not report.calls and REPLACED in report.headline
     assert on + sum(off.values()) >= calls or is_named or not report.patched, (on, off, calls)
@@ -133,7 +133,7 @@ def assert_counted(report: Any, calls: int) -> None:
 def hold(case: Case) -> None:
     """Raises AssertionError if a law is broken."""
     beside, its = Beside(case.model), alone(case.model, case.things)
-    plain, merged = alone(case.model).pictures, merged_alone(case.model)  # now: a thing may change a class of all
+    plain, merged = alone(case.model).pictures, merged_alone(case.model)
     with pytest.MonkeyPatch.context() as patches, together(beside, case):
         merge_with_self(patches)
         far = (beside.draw(TIMES[:1]) - its.pictures[:1]).norm() / its.pictures[:1].norm()
@@ -158,7 +158,7 @@ def hold(case: Case) -> None:
 
 
 def judge_report(case: Case, beside: Beside, report: Any) -> None:
-    """What is left alone is so for a thing's sake, and all calls are counted."""
+    """A call is left alone only because of a thing, and all calls are counted."""
     things, (on, off) = [THINGS[name] for name in case.things], counted(report)
     reasons = "|".join([thing.reason for thing in things] + ["its place: tests.beside"] * (len(things) > 1))
     assert all(re.search(reasons, why) for why in off), f"reasons {off}, expected {reasons}"
@@ -216,7 +216,7 @@ def test_the_picture_is_right_or_is_left_alone_and_nothing_of_us_stays(case: Cas
 
 @pytest.mark.parametrize("number", some_quick(range(1000 if THOROUGH else 24), 6))
 def test_with_two_things_as_well(number: int):
-    """Which do together without merging: what two things do nobody can look up."""
+    """Only pairs that work together without merging count."""
     dice = random.Random(f"1 {number}")
     beside = Beside(dice.choice(MODELS))
     fitting = [name for name, thing in THINGS.items() if thing.fits(beside)]

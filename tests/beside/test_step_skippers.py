@@ -1,4 +1,4 @@
-"""Merging beside what skips parts of a picture's steps, or asks for more in a step, in whole pictures of diffusers'."""
+"""Merging beside DeepCache, FirstBlockCache and perturbed attention guidance, in whole pictures."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def pipeline(kind: str = "StableDiffusionPipeline", **more: Any) -> Any:
 
 @torch.no_grad()
 def draw(pipe: Any, **call: Any) -> torch.Tensor:
-    """The finished latent of four steps."""
+    """Return the finished latent of four steps."""
     words = torch.randn(2, 7, models.TEXT, generator=torch.Generator().manual_seed(0))[:, None]
     return pipe(prompt_embeds=words[0], negative_prompt_embeds=words[1], timesteps=STEPS, guidance_scale=3.0,
                 height=128, width=128, output_type="latent", generator=torch.Generator().manual_seed(0),
@@ -57,7 +57,7 @@ def draw(pipe: Any, **call: Any) -> torch.Tensor:
 
 @contextmanager
 def counted(unet: nn.Module) -> Iterator[Counter]:
-    """How often its blocks really ran, by level."""
+    """Count how often the blocks of a UNet run, by level."""
     runs: Counter = Counter()
     with ExitStack() as stack:
         for place in find_blocks(unet):
@@ -67,7 +67,7 @@ def counted(unet: nn.Module) -> Iterator[Counter]:
 
 
 def both(ours_first: bool, config: MergeConfig) -> tuple[torch.Tensor, Any, list[int]]:
-    """The latent with DeepCache and us, what is reported of each level, and how often its blocks ran."""
+    """Return the latent with DeepCache and us, the report on each level, and how often its blocks ran."""
     pipe = pipeline()
     with counted(pipe.unet) as runs, ExitStack() as stack:
         if not ours_first:

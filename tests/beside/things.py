@@ -44,7 +44,7 @@ class Thing(NamedTuple):
 
 
 def changed(value: Any) -> Any:
-    """By up to a tenth, each place along the second dimension by another share."""
+    """Change all tensors by up to a tenth, each place along the second dimension by another share."""
 
     def change(part: Any) -> Any:
         if not torch.is_tensor(part) or part.dim() < 2 or not part.is_floating_point():
@@ -75,7 +75,7 @@ def everywhere(beside: Beside) -> list[nn.Module]:
 
 
 def each(places: Places, put_on: Callable[[nn.Module], TakeOff]) -> On:
-    """On every module of these places. put_on: gives what takes it off."""
+    """Put a thing on every module of these places. put_on: returns the function that takes it off."""
 
     @contextmanager
     def on(beside: Beside) -> Iterator[None]:
@@ -88,7 +88,7 @@ def each(places: Places, put_on: Callable[[nn.Module], TakeOff]) -> On:
 
 
 def switched(put_on: Callable[[nn.Module], Any], take_off: Callable[[nn.Module], Any]) -> On:
-    """By a model's own methods."""
+    """Put a thing on a whole model, and take it off, by two functions of the model."""
 
     def on(model: nn.Module) -> TakeOff:
         put_on(model)
@@ -134,7 +134,7 @@ def changing(module: nn.Module, saved: Callable) -> Callable:
 
 
 def within(mode: Callable[[], AbstractContextManager]) -> Callable:
-    """While a module runs, a mode is in force."""
+    """Put a mode in force while a module runs."""
 
     def wrap(module: nn.Module, saved: Callable) -> Callable:
         def within(*args: Any, **kwargs: Any) -> Any:
@@ -161,12 +161,12 @@ def wrapper(places: Places, make: Callable[[nn.Module, Callable], Callable] = ch
 
 
 def own_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Another program's, which asks nobody what was there."""
+    """Another program's forward, which does not call the one before it."""
     return changed(type(self).forward(self, *args, **kwargs))
 
 
 def exchanged(places: Places) -> On:
-    """A whole forward of another program, taken off with what stood on top of it."""
+    """Replace the whole forward, as another program does, and later remove it with all that stands on top."""
 
     def put_on(module: nn.Module) -> TakeOff:
         saved = vars(module).get("forward")
@@ -183,7 +183,7 @@ def exchanged(places: Places) -> On:
 
 
 def another_class(module: nn.Module) -> TakeOff:
-    """As ToMe and HyperTile do it."""
+    """Give the module another class, as ToMe and HyperTile do."""
     kind = type(module)
 
     @functools.wraps(kind.forward)
@@ -198,7 +198,7 @@ def another_class(module: nn.Module) -> TakeOff:
 
 
 class Delegating:
-    """A class around the processor that was there; it changes what that gives."""
+    """A processor that calls the former one and changes its output."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
