@@ -1,6 +1,6 @@
 """A match that serves several steps: only inside one sampling, only while it is young, and never for another call.
 
-Both halves of guidance have one match, however a host cuts them into calls, and what is no half has its own.
+The tests of the hosts hold that both halves of guidance have one match, and each tile its own.
 """
 
 from __future__ import annotations
@@ -36,17 +36,18 @@ def seeded(number):
     return torch.Generator().manual_seed(number)
 
 
-def call(state, timestep, own=None, names=("a",), called=None, layout=PICTURE):
-    """A call of a model with attentions of these names; their outputs."""
-    own = attention(layout) if own is None else own
-    now = state.begin(timestep, own.q[:, layout.first :, :1, :1].transpose(1, 3), called)
-    return [state.attend(now, name, 0, layout, own) for name in names]
+def call(state, timestep, names=("a",), layout=PICTURE, **facts):
+    """A call of a model with attentions of these names."""
+    own = attention(layout, **facts)
+    now = state.begin(timestep, own.q[:, layout.first :, :1, :1].transpose(1, 3))
+    for name in names:
+        state.attend(now, name, 0, layout, own)
 
 
-def attend(state, timestep, own=None, sampling="s", **facts):
+def attend(state, timestep, sampling="s", **facts):
     """The same in a sampling that a host has named."""
     state.set_time(timestep=timestep, sampling=sampling)
-    return call(state, timestep, own, **facts)
+    call(state, timestep, **facts)
 
 
 # --- how long a match serves, and whom --------------------------------------------------------------------------------
@@ -87,19 +88,6 @@ def test_a_loop_of_ones_own_says_where_a_picture_begins_and_ends(state, work):
     assert work == ["match"] * 5, "after its end nothing serves"
 
 
-def test_the_calls_of_one_time_are_told_apart_by_their_order_or_by_their_names(state, work):
-    """Tiles of one size, or conditions in any order: each finds its own match again, as if it were alone."""
-    one, two = (attention(PICTURE, seed=seed) for seed in (1, 2))
-    first, second = ([attend(state, timestep, own)[0] for own in (one, two)] for timestep in (900, 850))
-    assert work == ["match"] * 2
-    assert all(map(torch.allclose, first, second)) and not torch.allclose(first[0], first[1])
-    named = [attend(state, 500, own, called=name)[0] for own, name in ((one, "one"), (two, "two"))]
-    again = [attend(state, 480, own, called=name)[0] for own, name in ((two, "two"), (one, "one"))]
-    assert work[2:] == ["match"] * 2 and all(map(torch.allclose, again[::-1], named))
-    attend(state, 480, two, called="one")
-    assert work[4:] == ["match"], "another call of that name, such as a tile"
-
-
 EARLY = MergeConfig(side="kv", ratio=0.5, early_ratio=0.75, early_until=890.0, keep=1000.0, use_rand=False)
 
 
@@ -110,7 +98,7 @@ EARLY = MergeConfig(side="kv", ratio=0.5, early_ratio=0.75, early_until=890.0, k
 def test_another_shape_or_rule_matches_for_itself(config, second, facts, work):
     state = state_of(config, 1)
     attend(state, 900)
-    attend(state, 880, attention(second, **facts), layout=second)
+    attend(state, 880, layout=second, **facts)
     assert work == ["match"] * 2
 
 
@@ -124,59 +112,6 @@ def test_nothing_is_kept_where_a_backward_pass_may_follow_nor_for_a_cuda_graph(s
         monkeypatch.setattr(times, "is_captured", lambda x, captured=captured: captured)
         attend(state, timestep)
         assert len(work) == done  # the last finds what was kept before the graph
-
-
-# --- both halves of guidance ------------------------------------------------------------------------------------------
-
-HALVES = [attention(PICTURE, seed=seed) for seed in (1, 2)]  # of two pictures, for a negative prompt and for a prompt
-
-
-def latents(seed=0, side=16):
-    return torch.randn(2, 4, side, 24, generator=seeded(seed))
-
-
-@pytest.fixture
-def asked(state):
-    """A call of the state's model: gives the groups of each sample. halves: those in its batch."""
-    state.keep_maps()
-
-    def ask(halves=(0, 1), timestep=900, latent=None, sampling="a", pictures=2):
-        latent = torch.cat([latents()] * len(halves)) if latent is None else latent
-        parts = {name: torch.cat([getattr(HALVES[half], name) for half in halves]) for name in "qkv"}
-        state.set_time(timestep=timestep, sampling=sampling, pictures=pictures)
-        state.attend(state.begin(timestep, latent), "a", 0, PICTURE, HALVES[0]._replace(**parts))
-        return state.maps()[0].group
-
-    return ask
-
-
-def is_shared(group):
-    return torch.equal(*group.chunk(2))
-
-
-def test_each_step_may_be_cut_in_its_own_way_and_a_match_is_as_old_as_it_is(asked, work):
-    group = asked()
-    assert is_shared(group) and work == ["match"]
-    for timestep, done in ((850, 1), (790, 2), (780, 2)):
-        one, other = (asked(halves, timestep) for halves in ((0,), (1,)))
-        assert torch.equal(one, other) and len(work) == done
-        assert torch.equal(one, group[:2]) == (done == 1)
-
-
-def test_calls_in_which_nobody_guides_have_no_halves(asked):
-    assert not is_shared(asked(pictures=None))
-
-
-def test_halves_of_other_latents_keep_apart(asked, work):
-    """Of a picture in tiles the host says the same, whatever their sizes."""
-    asked()
-    tiles = [torch.cat([latents(seed, side)] * 2) for seed, side in ((1, 16), (1, 8))]
-    assert all(is_shared(asked(latent=tile)) for tile in tiles)
-    assert work == ["match"] * 3, "each a match of its own, for both of its halves"
-    others = torch.cat([latents(1), latents(2)])
-    assert not is_shared(asked(latent=others)), "what is no copy has its own"
-    assert is_shared(asked(sampling="b"))
-    assert not is_shared(asked(latent=others, sampling="c")), "the next sampling is looked at anew"
 
 
 # --- pipelines --------------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from tome_core import MergeConfig
 from tome_core.attention.merged import pick_queries_in
 from tome_core.hosting import state_of
 from tome_core.merging.grid import Grid, Layout
-from tome_core.merging.methods import METHODS
 
 STRONG = MergeConfig(side="kv", ratio=0.9375, sx=4, sy=4, metric="keys+values", use_rand=False, refine=1)
 
@@ -57,21 +56,6 @@ def test_maps_are_of_the_picture_alone_and_of_a_film_its_first_frame():
     assert [(*found.grid[:2], *found.group.shape) for found in state.maps().values()] == [(8, 12, 2, 96)]
     state.reset_counts()
     assert not state.maps() and not state.report().calls
-
-
-@torch.no_grad()
-def test_a_part_of_a_block_runs_on_merged_tokens_by_matches_that_are_kept_over_steps(monkeypatch):
-    matches, match = [], METHODS["bipartite"].match
-    note = METHODS["bipartite"]._replace(match=lambda *given: matches.append(match(*given)) or matches[-1])
-    monkeypatch.setitem(METHODS, "bipartite", note)
-    state = state_of(MergeConfig(proportional=False, use_rand=False, keep=100.0), 1)
-    x = torch.randn(2, 64, 6, generator=torch.Generator().manual_seed(0))
-    for timestep, count in ((900, 1), (800, 1), (799, 2)):
-        state.set_time(timestep=timestep, sampling="a")
-        call = state.begin(timestep, torch.zeros(2, 4, 8, 8))
-        out = state.around(call, "a", 0, "attn", Grid(8, 8), x, lambda merge: merge(x) * 2, {}, keys=64)
-        assert len(matches) == count
-        torch.testing.assert_close(out, matches[-1].unmerge(matches[-1].merge(x) * 2))
 
 
 PERCENT, TIME = "no time; use a number from 0 to 1", "no time; use a number from 0 up"

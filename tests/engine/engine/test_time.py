@@ -16,7 +16,7 @@ from tests import models, tiny_pipeline
 from tests.least_pipeline import Pipeline
 from tests.least_unet import KEPT
 from tests.threads import at_once
-from tome_core import MergeConfig, MergeRule, NoiseSchedule
+from tome_core import MergeConfig, MergeRule
 from tome_core.engine.time import FEW, WHOLE_FROM, Clock, ModelTime, boundary_in
 from tome_core.settings.schedule import STABLE_DIFFUSION as SD
 from tome_core.settings.schedule import UNKNOWN, SchedulerNoise, Time
@@ -51,14 +51,6 @@ def test_limits_hold_up_to_their_ends_and_not_where_the_time_is_unknown(settings
     clock = Clock(MergeConfig(**settings), [1])
     assert clock.limited and clock.at(inside).live
     assert not any(clock.at(time).live for time in (*outside, UNKNOWN))
-
-
-def test_percents_are_of_the_models_own_schedule_and_timesteps_stable_diffusions():
-    """Noise of which Stable Diffusion has none counts as its last step, and is a part of the other's schedule."""
-    noisier = NoiseSchedule(tuple(min(0.999, 3 * beta) for beta in SD.betas))
-    clock = Clock(MergeConfig(start_percent=0.1), [1], noisier)
-    merging = [percent for percent in (0.05, 0.099, 0.1, 0.15) if clock.at(clock.moment(None, percent)).live]
-    assert merging == [0.1, 0.15] and clock.moment(None, 0.1).timestep == clock.moment(None, 0.05).timestep == 999
 
 
 def test_the_first_rule_that_fits_wins_for_each_part_and_one_of_ratio_zero_keeps_its_times_unmerged():

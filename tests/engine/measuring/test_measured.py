@@ -80,7 +80,7 @@ def test_if_it_is_measured_not_to_pay_it_is_off_from_then_on_and_says_why(clock)
 
 
 def test_a_gain_is_of_a_pictures_own_calls_and_rules_that_do_not_ask_merge_whatever_it_is(clock, monkeypatch):
-    """Of which few make a match, which costs much, and the others renew it or use what is kept."""
+    """A few calls make a match, which costs much; the others renew it or use a kept match."""
     model, match = small(), state.match
     handle = tome_core.patch(model, ratio=0.5, side="kv", early_ratio=0.75, keep=60.0, refine=1, metric="keys+values")
 
@@ -89,13 +89,12 @@ def test_a_gain_is_of_a_pictures_own_calls_and_rules_that_do_not_ask_merge_whate
         return match(*args)
 
     monkeypatch.setattr(state, "match", charged)
-    gain = measured(handle)
-    x, text, clock.now = torch.randn(1, 4, TABLE_MERGES, TABLE_MERGES), torch.zeros(2, _TEXT, 32), 0.0
+    gain, clock.now = measured(handle), 0.0
+    x, text = torch.randn(1, 4, TABLE_MERGES, TABLE_MERGES), torch.zeros(2, _TEXT, 32)
     for step in range(20):
-        timestep = 999.0 * (1 - step / 20)
-        handle.set_time(timestep=timestep, sampling="a", pictures=1)
+        handle.set_time(timestep=999.0 * (1 - step / 20), sampling="a", pictures=1)
         with torch.no_grad():
-            model(x.repeat(2, 1, 1, 1), timestep, text)
+            model(x.repeat(2, 1, 1, 1), 0.0, text)
     assert gain.unmerged == 4 and gain.merged == pytest.approx(clock.now / 20) and not gain.pays
     assert handle.report().merged_anything and handle.report().gains == (gain,)
 
