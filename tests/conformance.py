@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 import tome_core
+from tests.sd_block import SpatialTransformer, UNet
 from tome_core import MergeConfig, MergePlan
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -123,31 +124,17 @@ class BasicTransformerBlock(nn.Module):
         super().__init__()
         self.attn1, self.told = attention, told
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, context: None = None) -> torch.Tensor:
         return self.attn1(x, **self.told)
 
 
-class SpatialTransformer(nn.Module):
-    """Its block alone, and what it is given: ``[B, C, H, W]``."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.transformer_blocks = nn.ModuleList([block])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.transformer_blocks[0](x.flatten(2).mT.contiguous()).mT.unflatten(2, x.shape[2:])
-
-
-class UNetOf(nn.Module):
+class UNetOf(UNet):
     """A UNet of one self-attention; told: what this is given beside its tokens."""
 
     def __init__(self, attention: nn.Module, **told: Any) -> None:
-        super().__init__()
-        self.input_blocks = nn.ModuleList([SpatialTransformer(BasicTransformerBlock(attention, told))])
-        self.middle_block = nn.Identity()
-
-    def forward(self, x: torch.Tensor, timesteps: Any = None) -> torch.Tensor:
-        return self.input_blocks[0](x)
+        transformer = SpatialTransformer(depth=0)
+        transformer.transformer_blocks.append(BasicTransformerBlock(attention, told))
+        super().__init__([[transformer]])
 
 
 def tokens(batch: int, dtype: torch.dtype = torch.float32, count: int = SIDE**2, seed: int = 0) -> torch.Tensor:

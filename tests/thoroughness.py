@@ -3,7 +3,7 @@
     TOME_THOROUGH=1 python -m pytest tests -k 'soak or interrupt or beside or random'
 
 which is 500 generations in each host, faults at every single wrap, every foreign thing beside every model, a thousand
-pairs of such things, and six thousand random sessions and graphs.
+pairs of such things, and five thousand random sessions.
 """
 
 from __future__ import annotations

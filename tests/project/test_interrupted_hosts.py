@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,10 +24,10 @@ from tome_core.engine.state import State
 
 VALUES = {"level": "up to /8", "end": 0.9}
 WEBUI_ON = custom(0.5, **VALUES, merge_crossattn=True, merge_mlp=True)
-# the functions of ours that a sampling in ComfyUI, and a call of the model there, go through
-OURS = ((branch.Sampling, "call"), (branch.Sampling, "_make"), (branch.Sampling, "_tell_time"), (State, "begin"),
-        (slot_function, "call"), (hosting, "answer"), (State, "attend"), (branch.Sampling, "end"))  # fmt: skip
-either_error = pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+# the functions that a sampling in ComfyUI, and a call of the model there, go through; all but the first are ours
+IN_COMFYUI = ((Guider, "_call"), (branch.Sampling, "call"), (branch.Sampling, "_make"), (branch.Sampling, "_tell_time"),
+              (State, "begin"), (slot_function, "call"), (hosting, "answer"), (State, "attend"),
+              (branch.Sampling, "end"))  # fmt: skip
 
 
 def failing(function, error, after):
@@ -81,45 +80,21 @@ def test_a_fault_in_mid_sampling_is_gone_with_the_next_job(webui):
     assert all(map(torch.equal, map(webui.draw, (False, True)), webui.pictures))
 
 
-def sample(patcher) -> torch.Tensor:
-    return Guider(patcher).sample(steps=2, size=(8, 8))
-
-
-@pytest.fixture(scope="module")
-def comfy() -> SimpleNamespace:
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_fault_in_comfyui_leaves_nothing(error, monkeypatch):
+    """The picture fails with it, and no other picture does. An attention that fails merged goes on unmerged."""
     plain = least_checkpoint()
     branches = plain, apply(plain, ratio=0.5, **VALUES)
-    before, pictures = traces(plain.model), [*map(sample, branches)]
-    assert not torch.equal(*pictures)
 
-    def assert_untouched(where):
-        """The shared model has nothing on it, other branches do not merge, and this one goes on as before."""
-        assert traces(plain.model) == before, where
-        assert all(map(torch.equal, map(sample, branches), pictures)), where
+    def drawn():
+        return [Guider(branch).sample(steps=2, size=(8, 8)) for branch in branches]
 
-    return SimpleNamespace(merging=branches[1], assert_untouched=assert_untouched)
-
-
-@either_error
-def test_a_fault_in_a_wrapper_beside_ours_leaves_nothing(comfy, error):
-    for kind, is_inside, after in product(("apply_model", "outer_sample"), (False, True), (False, True)):
-        patcher = comfy.merging.clone()
-        ours, other = patcher.wrappers[kind], {"other": [failing(lambda run, *args, **more: run(*args, **more),
-                                                                 error, after)]}  # fmt: skip
-        patcher.wrappers[kind] = {**ours, **other} if is_inside else {**other, **ours}
-        with pytest.raises(error, match="by the test"):
-            sample(patcher)
-        comfy.assert_untouched((kind, is_inside, after))
-
-
-@either_error
-def test_a_fault_of_our_own_leaves_nothing(comfy, error, monkeypatch):
-    """The picture fails with it, and nothing else does; an attention that fails merged goes on unmerged."""
-    for (owner, name), after in product(OURS, (False, True)):
+    before, pictures = traces(plain.model), drawn()
+    for (owner, name), after in product(IN_COMFYUI, (False, True)):
         broken, goes_on = failing(getattr(owner, name), error, after), (name, error) == ("attend", RuntimeError)
         with monkeypatch.context() as context:
             context.setattr(owner, name, broken)
             with nullcontext() if goes_on else pytest.raises(error, match="by the test"):
-                sample(comfy.merging)
-        assert broken.raised
-        comfy.assert_untouched((name, after))
+                Guider(branches[1]).sample(steps=2, size=(8, 8))
+        assert broken.raised and traces(plain.model) == before
+        assert all(map(torch.equal, drawn(), pictures)), (name, after)

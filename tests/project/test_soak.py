@@ -83,28 +83,21 @@ def test_a_pipeline_keeps_nothing(tiny_folder):
 
 def test_a_comfyui_model_keeps_nothing(server):
     plain, other = least_checkpoint(), least_checkpoint()
-    before, cached = traces(plain.model), [plain]  # the output of the graph's node
+    before = traces(plain.model)
 
-    def sample(model=None, size: tuple[int, int] = (16, 16)) -> None:
-        Guider(cached[0], model).sample(steps=2, size=size)
+    def another_model_and_another_size():
+        branch = apply(plain, ratio=0.5, merge_mlp=True)
+        for model, size in ((plain.model, (16, 16)), (other.model, (8, 12))):
+            Guider(branch, model).sample(steps=2, size=size)
 
-    def queued_with_other_settings():
-        cached[0] = apply(plain, ratio=0.5, merge_mlp=True)
-        sample()
-        sample(other.model)
-
-    def another_size_and_a_preview():
-        cached[0] = apply(plain, ratio=0.8, end=0.5)
-        sample(size=(8, 12))
-        ToMePreview().preview(cached[0], latent={"samples": torch.zeros(1, 4, 8, 12)}, unique_id="9")
+    def a_preview_and_removed():
+        branch = apply(plain, ratio=0.8, end=0.5)
+        Guider(branch).sample(steps=2)
+        ToMePreview().preview(branch, latent={"samples": torch.zeros(1, 4, 8, 8)}, unique_id="9")
+        Guider(RemoveToMe().remove(branch)[0]).sample(steps=2)
         server.texts.clear()
 
-    def removed():
-        cached[0] = RemoveToMe().remove(cached[0])[0]
-        sample()
-        cached[0] = plain
-
-    soak(queued_with_other_settings, another_size_and_a_preview, removed)
+    soak(another_model_and_another_size, a_preview_and_removed)
     assert traces(plain.model) == traces(other.model) == before
 
 

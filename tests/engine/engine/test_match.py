@@ -51,13 +51,3 @@ def test_each_window_merges_as_it_would_alone_and_is_renewed_from_its_own_plan(l
     assert_as_alone(renewed, later, layout, rule, parts)
     assert not torch.equal(renewed.group, plan.group.expand_as(renewed.group))
     assert match(later.k, later.v, layout, rule, None, renewed).num_groups == plan.num_groups, "and once more"
-
-
-def test_a_films_cells_reach_over_its_frames(monkeypatch):
-    """Of two frames, two rows and four columns, if a rule's are of four by four."""
-    own, seen, plain = attention(FILM), [], METHODS["bipartite"].match
-    note = METHODS["bipartite"]._replace(match=lambda x, *args: seen.append(args) or plain(x, *args))
-    monkeypatch.setitem(METHODS, "bipartite", note)
-    match(own.k, own.v, FILM, replace(RULE, sx=4, sy=4, ratio=15 / 16))
-    ((grid, options),) = seen  # windows of two frames, all at once
-    assert grid.frames == 2 and (options.st, options.sy, options.sx) == (2, 2, 4)

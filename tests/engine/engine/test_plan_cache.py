@@ -1,6 +1,6 @@
 """A match that serves several steps: only inside one sampling, only while it is young, and never for another call.
 
-Both halves of guidance have one match, however a host cuts them into calls, and what is no half has its own.
+The tests of the hosts hold that both halves of guidance have one match, and each tile its own.
 """
 
 from __future__ import annotations
@@ -13,15 +13,12 @@ import torch
 
 import tome_core
 from tests.least_unet import KEPT
-from tests.models import on_small
-from tests.sequences import FILM, PICTURE, attention
+from tests.sequences import PICTURE, attention
 from tests.tiny_pipeline import read_folder
 from tome_core import MergeConfig
-from tome_core.engine import state as states
 from tome_core.engine import time as times
 from tome_core.hosting import state_of
 from tome_core.merging.grid import Grid, Layout
-from tome_core.models.unet_blocks import find_blocks
 
 
 @pytest.fixture(autouse=True)
@@ -39,17 +36,18 @@ def seeded(number):
     return torch.Generator().manual_seed(number)
 
 
-def call(state, timestep, own=None, names=("a",), called=None, layout=PICTURE):
-    """A call of a model with attentions of these names; their outputs."""
-    own = attention(layout) if own is None else own
-    now = state.begin(timestep, own.q[:, layout.first :, :1, :1].transpose(1, 3), called)
-    return [state.attend(now, name, 0, layout, own) for name in names]
+def call(state, timestep, names=("a",), layout=PICTURE, **facts):
+    """A call of a model with attentions of these names."""
+    own = attention(layout, **facts)
+    now = state.begin(timestep, own.q[:, layout.first :, :1, :1].transpose(1, 3))
+    for name in names:
+        state.attend(now, name, 0, layout, own)
 
 
-def attend(state, timestep, own=None, sampling="s", **facts):
+def attend(state, timestep, sampling="s", **facts):
     """The same in a sampling that a host has named."""
     state.set_time(timestep=timestep, sampling=sampling)
-    return call(state, timestep, own, **facts)
+    call(state, timestep, **facts)
 
 
 # --- how long a match serves, and whom --------------------------------------------------------------------------------
@@ -90,54 +88,17 @@ def test_a_loop_of_ones_own_says_where_a_picture_begins_and_ends(state, work):
     assert work == ["match"] * 5, "after its end nothing serves"
 
 
-def test_the_calls_of_one_time_are_told_apart_by_their_order_or_by_their_names(state, work):
-    """Tiles of one size, or conditions in any order: each finds its own match again, as if it were alone."""
-    one, two = (attention(PICTURE, seed=seed) for seed in (1, 2))
-    first, second = ([attend(state, timestep, own)[0] for own in (one, two)] for timestep in (900, 850))
-    assert work == ["match"] * 2
-    assert all(map(torch.allclose, first, second)) and not torch.allclose(first[0], first[1])
-    named = [attend(state, 500, own, called=name)[0] for own, name in ((one, "one"), (two, "two"))]
-    again = [attend(state, 480, own, called=name)[0] for own, name in ((two, "two"), (one, "one"))]
-    assert work[2:] == ["match"] * 2 and all(map(torch.allclose, again[::-1], named))
-    attend(state, 480, two, called="one")
-    assert work[4:] == ["match"], "another call of that name, such as a tile"
-
-
-@pytest.mark.parametrize("pictures", [None, 2])
-def test_calls_of_one_attention_in_one_call_of_the_model_keep_apart(state, work, pictures):
-    """A host may cut a batch inside of the model: each piece has its own match, at this step and at the next."""
-    whole = attention(PICTURE, batch=4)
-    (expected,) = attend(state_of(KEPT, 1), 900, whole)
-    work.clear()
-    for timestep in (900, 880):
-        state.set_time(timestep=timestep, sampling="s", pictures=pictures)
-        now = state.begin(timestep, torch.zeros(4, 4, 16, 24))
-        pieces = [whole._replace(q=q, k=k, v=v) for q, k, v in zip(*(one.chunk(2) for one in whole[:3]), strict=True)]
-        found = torch.cat([state.attend(now, "a", 0, PICTURE, piece) for piece in pieces])
-        torch.testing.assert_close(found, expected)
-    assert work == ["match"] * 2
-
-
 EARLY = MergeConfig(side="kv", ratio=0.5, early_ratio=0.75, early_until=890.0, keep=1000.0, use_rand=False)
 
 
-@pytest.mark.parametrize("config, first, second, facts", [
-    (EARLY, PICTURE, PICTURE, {}), (KEPT, PICTURE, PICTURE, {"batch": 1}), (KEPT, PICTURE, PICTURE, {"behind": 1}),
-    (KEPT, PICTURE, Layout(Grid(24, 16), PICTURE.first), {}), (KEPT, FILM, Layout(Grid(*FILM.grid[:2])), {}),
-    (KEPT, PICTURE, Layout(PICTURE.grid, PICTURE.first - 1), {"behind": 1}),
-], ids=["rule", "batch", "text", "grid", "film", "place"])  # fmt: skip
-def test_another_shape_or_rule_matches_for_itself(config, first, second, facts, work):
+@pytest.mark.parametrize("config, second, facts", [
+    (EARLY, PICTURE, {}), (KEPT, PICTURE, {"batch": 1}), (KEPT, PICTURE, {"behind": 1}),
+    (KEPT, Layout(Grid(24, 16), PICTURE.first), {}),
+], ids=["rule", "batch", "text", "grid"])  # fmt: skip
+def test_another_shape_or_rule_matches_for_itself(config, second, facts, work):
     state = state_of(config, 1)
-    attend(state, 900, attention(first), layout=first)
-    attend(state, 880, attention(second, **facts), layout=second)
-    assert work == ["match"] * 2
-
-
-def test_a_model_that_was_moved_between_two_steps_matches_anew(state, work):
     attend(state, 900)
-    for key, plans in state.time._sampling._plans.items():
-        state.time._sampling._plans[key] = plans._replace(device=torch.device("meta"))
-    attend(state, 870)
+    attend(state, 880, layout=second, **facts)
     assert work == ["match"] * 2
 
 
@@ -151,61 +112,6 @@ def test_nothing_is_kept_where_a_backward_pass_may_follow_nor_for_a_cuda_graph(s
         monkeypatch.setattr(times, "is_captured", lambda x, captured=captured: captured)
         attend(state, timestep)
         assert len(work) == done  # the last finds what was kept before the graph
-
-
-# --- both halves of guidance ------------------------------------------------------------------------------------------
-
-HALVES = [attention(PICTURE, seed=seed) for seed in (1, 2)]  # of two pictures, for a negative prompt and for a prompt
-
-
-def latents(seed=0, side=16):
-    return torch.randn(2, 4, side, 24, generator=seeded(seed))
-
-
-@pytest.fixture
-def asked(state):
-    """A call of the state's model: gives the groups of each sample. halves: those in its batch."""
-    state.keep_maps()
-
-    def ask(halves=(0, 1), timestep=900, latent=None, sampling="a", pictures=2):
-        latent = torch.cat([latents()] * len(halves)) if latent is None else latent
-        parts = {name: torch.cat([getattr(HALVES[half], name) for half in halves]) for name in "qkv"}
-        state.set_time(timestep=timestep, sampling=sampling, pictures=pictures)
-        state.attend(state.begin(timestep, latent), "a", 0, PICTURE, HALVES[0]._replace(**parts))
-        return state.maps()[0].group
-
-    return ask
-
-
-def is_shared(group):
-    return torch.equal(*group.chunk(2))
-
-
-def test_each_step_may_be_cut_in_its_own_way_and_a_match_is_as_old_as_it_is(asked, work):
-    group = asked()
-    assert is_shared(group) and work == ["match"]
-    for timestep, done in ((850, 1), (790, 2), (780, 2)):
-        one, other = (asked(halves, timestep) for halves in ((0,), (1,)))
-        assert torch.equal(one, other) and len(work) == done
-        assert torch.equal(one, group[:2]) == (done == 1)
-
-
-def test_calls_in_which_nobody_guides_have_no_halves_but_copies_of_one_latent_tell_themselves(asked):
-    assert not is_shared(asked(pictures=None))
-    group = asked(latent=latents()[:1].expand(4, -1, -1, -1), pictures=None)
-    assert (group == group[:1]).all()
-
-
-def test_halves_of_other_latents_keep_apart(asked, work):
-    """Of a picture in tiles the host says the same, whatever their sizes."""
-    asked()
-    tiles = [torch.cat([latents(seed, side)] * 2) for seed, side in ((1, 16), (1, 8))]
-    assert all(is_shared(asked(latent=tile)) for tile in tiles)
-    assert work == ["match"] * 3, "each a match of its own, for both of its halves"
-    others = torch.cat([latents(1), latents(2)])
-    assert not is_shared(asked(latent=others)), "what is no copy has its own"
-    assert is_shared(asked(sampling="b"))
-    assert not is_shared(asked(latent=others, sampling="c")), "the next sampling is looked at anew"
 
 
 # --- pipelines --------------------------------------------------------------------------------------------------------
@@ -229,19 +135,6 @@ def test_a_pipeline_names_its_samplings_and_a_picture_that_is_done_leaves_no_mat
         assert torch.equal(drawn(pipe, seed=2), second)
 
 
-def test_a_loop_in_a_sampling_is_the_pipelines_picture(pipe):
-    text, x = torch.randn(1, 7, 32, generator=seeded(7)), torch.randn(1, 4, 16, 16, generator=seeded(1))
-    with tome_core.patch(pipe, on_small("balanced")) as handle:
-        call = {"prompt_embeds": text, "latents": x, "num_inference_steps": 6, "guidance_scale": 1.0}
-        expected = pipe(**call, output_type="latent").images
-        x = x * pipe.scheduler.init_noise_sigma
-        with handle.sampling():
-            for timestep in pipe.scheduler.timesteps:
-                scaled = pipe.scheduler.scale_model_input(x, timestep)
-                x = pipe.scheduler.step(pipe.unet(scaled, timestep, text).sample, timestep, x).prev_sample
-    assert torch.equal(x, expected)
-
-
 @pytest.mark.parametrize("kind, prompts, guidance, more, matches", [
     (diffusers.StableDiffusionPipeline, "ab", 1.0, {}, [0, 1]),
     (diffusers.StableDiffusionPipeline, "ab", 7.5, {}, [0, 1, 0, 1]),
@@ -255,14 +148,3 @@ def test_a_pipeline_says_of_how_many_copies_its_batch_is(tiny_folder, kind, prom
         drawn(pipe, prompts, steps=2, guidance_scale=guidance, **more)
     groups = handle.maps()[0].group.tolist()
     assert [groups.index(group) for group in groups] == matches
-
-
-def test_of_a_pipelines_batch_the_prompts_half_is_matched(pipe, monkeypatch):
-    seen, whole, plain = [], [], states.match
-    monkeypatch.setattr(states, "match", lambda k, *rest: seen.append(k.flatten(2)) or plain(k, *rest))
-    places = find_blocks(pipe.unet)  # the first block has not heard of a prompt yet
-    last = [place.block for place in places if place.halvings == min(one.halvings for one in places)][-1]
-    last.attn1.to_k.register_forward_hook(lambda module, args, out: whole.append(out))
-    with tome_core.patch(pipe, KEPT):
-        drawn(pipe, steps=1)
-    assert torch.equal(seen[-1], whole[-1][1:]) and not torch.equal(*whole[-1].chunk(2))

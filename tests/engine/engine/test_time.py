@@ -16,7 +16,7 @@ from tests import models, tiny_pipeline
 from tests.least_pipeline import Pipeline
 from tests.least_unet import KEPT
 from tests.threads import at_once
-from tome_core import MergeConfig, MergeRule, NoiseSchedule
+from tome_core import MergeConfig, MergeRule
 from tome_core.engine.time import FEW, WHOLE_FROM, Clock, ModelTime, boundary_in
 from tome_core.settings.schedule import STABLE_DIFFUSION as SD
 from tome_core.settings.schedule import UNKNOWN, SchedulerNoise, Time
@@ -40,35 +40,17 @@ def test_the_schedule_is_that_of_diffusers_and_all_scales_agree():
     assert SD.timestep_of_beta(0.25 * SD.betas[400] + 0.75 * SD.betas[401]) == pytest.approx(400.75)
 
 
-def test_a_beta_threshold_of_a_fifth_is_always_on_for_stable_diffusion():
-    """The document that gives 0.2 says it is about 40 % of the steps; the betas end at 0.012."""
-    assert SD.window_of(MergeConfig(max_beta=0.2)) == (0.0, 1.0)
-    for last in range(1, 1000, 7):
-        start, end = SD.window_of(MergeConfig(max_beta=SD.betas[last]))
-        merging = [t for t in (0, last - 1, last, 999) if start <= SD.percent_of(t) <= end]
-        assert merging == [0, last - 1]
-    for never in (0.0, SD.betas[0]):
-        assert SD.window_of(MergeConfig(max_beta=never))[0] > 1, "at no percent there is"
-
-
 @pytest.mark.parametrize("settings, inside, outside", [
     ({"end_percent": 0.5}, Time(percent=0.5), [Time(percent=0.51)]),
     ({"start_percent": 0.2}, Time(percent=0.2), [Time(percent=0.19)]),
     ({"min_timestep": 300}, Time(timestep=300), [Time(timestep=299)]),
     ({"min_timestep": 300, "end_percent": 0.5}, Time(300, 0.5), [Time(300, 0.51), Time(299, 0.5)]),
+    ({"max_beta": SD.betas[400]}, SD.time_of(399), [SD.time_of(400)]), ({"max_beta": 0.2}, SD.time_of(999), []),
 ])  # fmt: skip
 def test_limits_hold_up_to_their_ends_and_not_where_the_time_is_unknown(settings, inside, outside):
     clock = Clock(MergeConfig(**settings), [1])
     assert clock.limited and clock.at(inside).live
     assert not any(clock.at(time).live for time in (*outside, UNKNOWN))
-
-
-def test_percents_are_of_the_models_own_schedule_and_timesteps_stable_diffusions():
-    """Noise of which Stable Diffusion has none counts as its last step, and is a part of the other's schedule."""
-    noisier = NoiseSchedule(tuple(min(0.999, 3 * beta) for beta in SD.betas))
-    clock = Clock(MergeConfig(start_percent=0.1), [1], noisier)
-    merging = [percent for percent in (0.05, 0.099, 0.1, 0.15) if clock.at(clock.moment(None, percent)).live]
-    assert merging == [0.1, 0.15] and clock.moment(None, 0.1).timestep == clock.moment(None, 0.05).timestep == 999
 
 
 def test_the_first_rule_that_fits_wins_for_each_part_and_one_of_ratio_zero_keeps_its_times_unmerged():
@@ -86,7 +68,6 @@ def test_the_first_rule_that_fits_wins_for_each_part_and_one_of_ratio_zero_keeps
 HALF = [500.0 - 50 * step for step in range(10)]
 WHOLE = [999.0 - 100 * step for step in range(10)]
 KARRAS = [470.0, 380.0, 295.0, 225.0, 165.0, 110.0, 65.0, 30.0, 8.0, 1.0]
-HALF_EARLY = [True] * 6 + [False] * 4
 
 
 def late_in(timesteps, until):
@@ -109,14 +90,15 @@ def test_a_pass_has_its_share_of_late_steps_and_a_whole_picture_goes_by_time_unl
     assert boundary_in([], 375) is boundary_in([999, *KARRAS[3:]], 375) is None
 
 
-def test_a_passes_boundary_moves_the_early_phase_and_no_other_limit_in_time():
+@pytest.mark.parametrize("limit", [150.0, 300.0])
+def test_a_passes_boundary_moves_the_early_phase_and_no_other_limit_in_time(limit):
     """Limits of rules are timesteps that somebody gave."""
-    rule = MergeRule(side="kv", ratio=0.5, min_timestep=150.0)
+    rule = MergeRule(side="kv", ratio=0.5, min_timestep=limit)
     clock = Clock(MergeConfig(rules=(rule,), early_ratio=0.75, early_until=300.0), [1])
     boundary = clock.boundary_in(HALF)
     for timestep in HALF:
         live = clock.at(clock.moment(timestep), boundary).live
-        assert bool(live) == (timestep >= 150) and (not live or (live[0].ratio == 0.75) == (timestep >= 175))
+        assert bool(live) == (timestep >= limit) and (not live or (live[0].ratio == 0.75) == (timestep >= 175))
 
 
 @pytest.fixture
@@ -138,16 +120,13 @@ def test_a_host_says_which_steps_a_sampling_has_and_the_next_has_its_own(time):
     assert early_in(time, [900]) == [False]
 
 
-def test_a_schedulers_steps_are_found_and_steps_that_are_told_outweigh_them():
-    """Half of a picture is drawn here, and the other half was elsewhere."""
+def test_steps_that_are_told_outweigh_those_of_the_scheduler():
     pipe = Pipeline(diffusers.DDIMScheduler(**SD_BETAS))
     pipe.scheduler.set_timesteps(20)
-    steps = pipe.scheduler.timesteps
-    time = tome_core.patch(pipe, BALANCED).time
-    by_time = [timestep >= 375 for timestep in steps[10:]]
-    for facts, expected in (({}, HALF_EARLY), ({"timesteps": steps.tolist()}, by_time), ({"continues": True}, by_time)):
-        with time.sample(**facts):
-            assert early_in(time, steps[10:]) == expected, facts
+    steps, time = pipe.scheduler.timesteps, tome_core.patch(pipe, BALANCED).time
+    for told, expected in ((None, [True] * 6 + [False] * 4), (steps.tolist(), [step >= 375 for step in steps[10:]])):
+        with time.sample(timesteps=told):
+            assert early_in(time, steps[10:]) == expected
 
 
 def test_a_refiner_which_draws_the_late_half_of_a_picture_has_the_steps_of_a_whole_one(words):
@@ -181,14 +160,14 @@ def test_a_host_outweighs_the_argument():
         assert not merges(time, 900)
 
 
-def test_a_timestep_of_somebodys_own_making_is_read():
-    """Several at once are no time, and a tensor without a value is none either."""
+def test_a_timestep_that_is_no_element_of_a_schedule_is_read():
+    """Several timesteps at once are no time, and a tensor without a value is none either."""
     time = ModelTime(Clock(MergeConfig(min_timestep=500), [1]), keeps=False)
     time.noise = SchedulerNoise(models.small())
-    told = (600, 123, torch.tensor(600), torch.full((2,), 123), torch.full((2,), 600.0), torch.arange(10_000)[600],
-            torch.tensor([600, 601]), torch.tensor(600, device="meta"), None)  # fmt: skip
-    found = [merges(time, timestep, 2) for timestep in told]
-    assert found == [True, False, True, False, True, True, False, False, False]
+    for timestep in (600, torch.tensor(600), torch.full((2,), 600.0), torch.arange(10_000)[600]):
+        assert merges(time, timestep, 2)
+    for timestep in (123, torch.full((2,), 123), torch.tensor([600, 601]), torch.tensor(600, device="meta"), None):
+        assert not merges(time, timestep, 2)
 
 
 @torch.no_grad()
@@ -196,27 +175,21 @@ def test_pictures_of_two_threads_keep_apart():
     time = ModelTime(Clock(KEPT, [1]), keeps=True)
 
     @torch.no_grad()
-    def kept():
-        found = time.next_call(500, LATENT)[1]
-        return found and dict(found.plans)
-
     def draw():
         with time.sample():
-            return kept()
+            return time.next_call(500, LATENT)[1].plans
 
     with time.sample():
-        time.next_call(500, LATENT)[1].plans["x"] = 1
-        assert at_once(kept, draw) == [None, {}]
-        assert kept() == {"x": 1}
+        kept = time.next_call(500, LATENT)[1].plans
+        (other,) = at_once(draw)
+        assert other is not kept and time.next_call(490, LATENT)[1].plans is kept
 
 
 # --- schedulers -------------------------------------------------------------------------------------------------------
 
 
 def own_sigmas(scheduler) -> list[float]:
-    """Of each step, as the scheduler itself goes on with it."""
-    if isinstance(scheduler, diffusers.IPNDMScheduler):
-        return torch.tan(scheduler.timesteps.double() * torch.pi / 2).tolist()
+    """The noise of each step, as the scheduler itself goes on with it."""
     if hasattr(scheduler, "sigmas"):
         of_data = scheduler.config.get("sigma_data", 1.0)
         return [sigma / of_data for sigma in scheduler.sigmas.tolist()[: len(scheduler.timesteps)]]
@@ -224,24 +197,18 @@ def own_sigmas(scheduler) -> list[float]:
     return ((1 - kept) / kept).sqrt().tolist()
 
 
-LIMITS = {"timestep": {"min_timestep": 500}, "percent": {"end_percent": 0.5}}
-OF_OTHER_TIMES = [  # no timestep is one of Stable Diffusion's
-    ("EulerDiscrete", {"timestep_type": "continuous", "prediction_type": "v_prediction", **SD_BETAS}), ("IPNDM", {}),
-    ("EDMEuler", {"sigma_data": 0.5, "sigma_max": 20.0}), ("EDMDPMSolverMultistep", {"sigma_max": 20.0}),
-]  # fmt: skip
-SCHEDULERS = [
-    ("DDIM", SD_BETAS), ("PNDM", {"skip_prk_steps": True, **SD_BETAS}), ("HeunDiscrete", SD_BETAS),
-    ("EulerDiscrete", {}), ("DPMSolverMultistep", {"use_karras_sigmas": True, **SD_BETAS}),
-    ("DPMSolverMultistep", {"beta_schedule": "squaredcos_cap_v2"}),
-]  # fmt: skip
-CASES = [(*one, LIMITS["timestep"]) for one in SCHEDULERS + OF_OTHER_TIMES]
-CASES += [(*one, LIMITS["percent"]) for one in OF_OTHER_TIMES]
+CONTINUOUS = {"timestep_type": "continuous", "prediction_type": "v_prediction", **SD_BETAS}
+AT_500, HALF_WAY = {"min_timestep": 500}, {"end_percent": 0.5}
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name, changes, limit", CASES)
+@pytest.mark.parametrize("name, changes, limit", [
+    ("DDIM", SD_BETAS, AT_500), ("EulerDiscrete", {}, AT_500),
+    ("DPMSolverMultistep", {"use_karras_sigmas": True, **SD_BETAS}, AT_500),
+    ("EulerDiscrete", CONTINUOUS, HALF_WAY), ("EDMEuler", {"sigma_data": 0.5, "sigma_max": 20.0}, HALF_WAY),
+])  # fmt: skip
 def test_a_rule_means_the_same_noise_with_every_scheduler(name, changes, limit):
-    """Which is what matches get old by as well. In percent, too, where timesteps are none of a schedule that is known.
+    """Matches get old by the same noise. The timesteps of the last two are none of Stable Diffusion's schedule.
 
     Pipelines hand over an element of the scheduler's timesteps, or a copy, which lies elsewhere.
     """
@@ -272,10 +239,10 @@ def test_a_pipelines_rule_in_percent_merges_in_exactly_its_steps_whatever_schedu
 
 
 def test_a_schedule_is_read_once_whatever_the_order_of_its_steps_and_again_once_it_is_written_into(monkeypatch):
-    known, steps, other = SchedulerNoise(torch.nn.Module()), torch.arange(900, 100, -100), torch.arange(900, 0, -90)
+    known, steps = SchedulerNoise(torch.nn.Module()), torch.arange(900, 100, -100)
     known.steps_of = Mock(side_effect=lambda values: [2 * value for value in values])
     meanings = known.look(steps[0])
-    assert meanings == [2 * value for value in steps.tolist()] and known.look(other[9]) == [180]
+    assert meanings == [2 * value for value in steps.tolist()] and known.look(torch.arange(900, 0, -90)[9]) == [180]
     with monkeypatch.context() as context:
         for name in ("__float__", "tolist", "item"):
             context.setattr(torch.Tensor, name, lambda self: pytest.fail("a value was read, which waits for a device"))

@@ -62,15 +62,12 @@ def test_another_kind_of_call_sampling_or_model_is_another_case(draw, other):
     assert of_both(draw, 3, 0, **other) == "" and draw(1.0, CONFIG, **other) != ""
 
 
-def test_other_code_rules_share_or_start_of_the_process_is_another_case_and_another_seed_is_none(draw, monkeypatch):
+def test_other_code_rules_or_share_is_another_case_and_another_seed_is_none(draw, monkeypatch):
     told = of_both(draw)
     for config, saved in ((MergeConfig(ratio=0.6), 0.5), (CONFIG, 0.7)):
         assert draw(1.0, config, saved) == ""
     assert draw(1.0, MergeConfig(ratio=0.5, seed=7)) == told.replace("3 with ", "4 with ")
-    with monkeypatch.context() as context:
-        context.setattr(draw.model[0], "forward", lambda x: x)
-        assert draw(1.0, CONFIG) == ""
-    monkeypatch.setattr("sys.argv", ["main.py", "--lowvram"])
+    monkeypatch.setattr(draw.model[0], "forward", lambda x: x)
     assert draw(1.0, CONFIG) == ""
 
 

@@ -46,13 +46,12 @@ def test_flat_settings_beside_rules_are_set_in_each_of_them():
         MergeConfig(rules=())
 
 
-@pytest.mark.parametrize("settings, is_off", [
-    ({"ratio": 0.0}, True), ({"merge_attn": False}, True), ({}, False), ({"ratio": 0.0, "early_ratio": 0.5}, False),
-    ({"ratio": 0.0, "early_ratio": 0.0}, True), ({"merge_attn": False, "early_ratio": 0.5}, True),
-    ({"rules": (MergeRule(ratio=0.0), MergeRule())}, False), ({"rules": (MergeRule(ratio=0.0),) * 2}, True),
-])  # fmt: skip
-def test_a_config_is_off_where_nothing_can_merge(settings, is_off):
-    assert MergeConfig(**settings).is_off is is_off
+def test_a_config_is_off_where_nothing_can_merge():
+    for settings in ({"ratio": 0.0}, {"merge_attn": False}, {"ratio": 0.0, "early_ratio": 0.0},
+                     {"merge_attn": False, "early_ratio": 0.5}, {"rules": (MergeRule(ratio=0.0),) * 2}):  # fmt: skip
+        assert MergeConfig(**settings).is_off
+    for settings in ({}, {"ratio": 0.0, "early_ratio": 0.5}, {"rules": (MergeRule(ratio=0.0), MergeRule())}):
+        assert not MergeConfig(**settings).is_off
 
 
 def test_the_ratio_in_force_follows_from_method_and_cell():
@@ -62,14 +61,12 @@ def test_the_ratio_in_force_follows_from_method_and_cell():
 
 
 def test_what_is_clamped_and_that_nothing_will_merge_is_noted():
-    for settings, ever_merges, start in (
+    for settings, ever_merges, note in (
         ({"ratio": 1.0}, True, "ratio 1 is over the cap 0.75 of cells 2x2 and was clamped"),
         ({"early_ratio": 1.0}, True, "early_ratio 1 is over the cap 0.984375 and was clamped"),
-        ({"max_downsample": 1}, False, "nothing will merge: no rule reaches a level of this model, whose attention is "
-                                       "at /2, /4"),
+        ({"max_downsample": 1}, False, "nothing will merge: no rule reaches a level of this model"),
     ):  # fmt: skip
-        (note,) = notes_on(MergeConfig(**settings), ever_merges, [2, 4])
-        assert note.startswith(start)
+        assert [text[: len(note)] for text in notes_on(MergeConfig(**settings), ever_merges, [2, 4])] == [note]
     assert notes_on(MergeConfig(ratio=0.75), True, [1]) == notes_on(MergeConfig(ratio=0.0), False, [1]) == ()
 
 
@@ -87,12 +84,3 @@ def test_early_cells_are_as_large_as_the_ratio_needs():
     for ratio, side in ((0.5, 2), (0.75, 2), (0.76, 4), (0.9375, 4), (0.95, 8), (1.0, 8)):
         early, _ = plain_rules(MergeConfig(early_ratio=ratio), [1])
         assert (early.sx, early.sy, early.effective_ratio) == (side, side, min(ratio, 1 - 1 / 64))
-
-
-def test_every_rule_of_a_config_has_its_own_early_phase():
-    """So that the first rule that holds is the one it was, in an early step as well."""
-    first, second = MergeRule(ratio=0.25, min_timestep=700), MergeRule(ratio=0.5, side="kv")
-    rules = [*plain_rules(MergeConfig(rules=(first, second), early_ratio=0.75, early_until=600.0), [2])]
-    assert [(rule.ratio, rule.min_timestep, rule.side) for rule in rules] == [
-        (0.75, 700, "qkv"), (0.25, 700, "qkv"), (0.75, 600, "kv"), (0.5, None, "kv"),
-    ]  # fmt: skip

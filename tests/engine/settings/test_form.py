@@ -57,8 +57,7 @@ def test_the_form_can_say_all_of_a_strength_and_leaves_the_rest_alone():
 @pytest.mark.parametrize("values, words", [
     ({"merge_seed": -3}, "merge_seed=-3 is out of range; use a whole number from 0 to 2147483647"),
     ({"sx": 2.5}, "sx=2.5 is float"), ({"start": 0.8, "end": 0.2}, "start=0.8 lies after end=0.2; swap them"),
-    ({"level": "up to /3"}, "level='up to /3' is not possible; use one of automatic, up to /1, up to /2, up to /4"),
-    ({"level": ["7", 0]}, "level=['7', 0] is not possible; use one of automatic"),
+    ({"level": ["7", 0]}, "level=['7', 0] is not possible; use one of automatic, up to /1, up to /2, up to /4"),
     ({"refine": 1, "proportional": False}, "refine=1 may leave groups without tokens"),
     ({"use_rand": "yes"}, "use_rand='yes' is str; use True or False"),
     ({"of_tomorrow": 1}, "there is no of_tomorrow to set; there are: ratio, level"),

@@ -54,10 +54,9 @@ def test_a_model_gets_the_strengths_of_its_layout_and_flat_settings_change_them(
     model = MODELS[layout]()
     balanced, fast = preset("balanced", layout), preset("fast", layout)
     assert (balanced == preset("balanced")) == (layout == SD)
-    changed = replace(strength(0.3, layout=layout), end_percent=0.5)
     for given, settings, expected in (
-        ((), {}, balanced), (("fast",), {}, fast), (("fast",), {"seed": 5}, replace(fast, seed=5)),
-        ((), {"strength": 0.3, "end_percent": 0.5}, changed),
+        ((), {}, balanced), (("fast",), {"seed": 5}, replace(fast, seed=5)),
+        ((), {"strength": 0.3, "end_percent": 0.5}, replace(strength(0.3, layout=layout), end_percent=0.5)),
         ((), {"ratio": 0.25, "early_ratio": 0.5}, MergeConfig(ratio=0.25, early_ratio=0.5)),
         ((MergeConfig(ratio=0.25),), {"sx": 4}, MergeConfig(ratio=0.25, sx=4)),
     ):  # fmt: skip
