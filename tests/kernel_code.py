@@ -1,11 +1,11 @@
 """``python -m tests.kernel_code``: compile the Triton kernels for GPUs that need not be here, and look at the code.
 
-No GPU, driver or toolkit is needed, Triton brings all of it along. Prints what it compiled; fails with Triton's reason.
-For two GPUs, or with ``TOME_THOROUGH=1`` for all five.
+No GPU, driver or toolkit is needed, Triton brings all of it along. For two GPUs; with ``TOME_THOROUGH=1`` for five.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -21,10 +21,7 @@ TARGETS = [("cuda", 89, 32), ("hip", "gfx1100", 32), ("cuda", 80, 32), ("cuda", 
 SHARED = 99 * 1024  # bytes of shared memory that one program may have on a desktop's Ampere or Ada
 PRODUCTS = {"_best_keys", "_first_order", "_answer_few", "_ridge", "_correct"}  # multiply on tensor cores
 HEADS, WIDTH, TOKENS, GROUPS = 8, 40, 1024, 256  # as SD1.5 has them
-
-
-def numbers(*shape):
-    return torch.zeros(shape, dtype=torch.int64)
+numbers = partial(torch.zeros, dtype=torch.int64)
 
 
 def launch_all(dtype):
@@ -66,7 +63,6 @@ def fail(name, why):
 
 
 def main() -> None:
-    """Compile each kernel for each target and dtype."""
     kernels.DEVICES, kernels._proves_itself, kernels._give_up = ("cpu",), lambda *_: True, fail
     for target in TARGETS if THOROUGH else TARGETS[:2]:
         for dtype in (torch.float32, torch.float16, torch.bfloat16):

@@ -1,8 +1,7 @@
 """Which aten operators some code runs, and which of them devices without fused attention have.
 
-DirectML's: the kernels that torch-directml 0.2.5 (September 2024, the newest) defines for its device, read in the
-symbols of its library, those of backward passes left out. What else it is asked for it computes on the CPU. MPS's:
-torch's own table of kernels, which is installed with it. ZLUDA runs CUDA's kernels, flash attention's excepted.
+DirectML's are the kernels of torch-directml 0.2.5 (September 2024, the newest), read in the symbols of its library.
+What else it is asked for it computes on the CPU. MPS's are in torch's own table of kernels, installed with it.
 """
 
 from __future__ import annotations

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from itertools import product
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import tome_core
 from tests.conformance import means, ragged
 from tests.families import MODELS
-from tests.models import call_unet, four_levels, inputs, on_small, small
+from tests.models import call_unet, inputs, on_small, small
 from tome_core import MergeConfig, MergePlan
 from tome_core.attention.correction import _by_head as by_head
-from tome_core.attention.correction import _ridge, first_order, fit_correction, pick_queries
-from tome_core.attention.merged import Merge, add_correction
+from tome_core.attention.correction import _ridge, first_order, fit_correction
+from tome_core.attention.merged import Merge
 from tome_core.engine import state
-from tome_core.merging.grid import Grid
 
 KV = {"side": "kv", "ratio": 0.75}
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -65,26 +62,6 @@ def test_it_is_what_its_definition_gives_summed_in_float32_at_least(dtype):
         assert (matrix - exact).abs().max() <= tolerance * exact.abs().max() + 1e-12
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, logs: torch.Tensor | None = None):
-    bias = None if logs is None else logs[:, None, None]
-    return F.scaled_dot_product_attention(*(by_head(x, heads) for x in (q, k, v)), bias).transpose(1, 2).flatten(2)
-
-
-def test_where_logits_are_small_the_error_falls_with_their_square():
-    """Without the correction it falls with themselves."""
-    heads, plan, (q, k, v) = 2, ragged(2, 60, 7), drawn(2, 60, 16, torch.float64)
-
-    def errors(small_q: torch.Tensor) -> list[torch.Tensor]:
-        full = attention(small_q, k, v, heads)
-        merged = attention(small_q, plan.merge(k), plan.merge(v), heads, plan.sizes.double().log())
-        correction = fit_correction(small_q[:, ::4], (k, v), plan, heads, 8**-0.5)[0]
-        parts = (one.unflatten(2, (heads, -1)) for one in (merged, small_q))
-        return [(out - full).abs().max() for out in (merged, add_correction(*parts, correction).flatten(2))]
-
-    for power, before, after in zip((1, 2), errors(q * 3e-2), errors(q * 3e-3), strict=True):
-        assert math.log10(before / after) == pytest.approx(power, abs=0.15 * power)
-
-
 @pytest.mark.parametrize("heads, count, width", [(1, 2, 1), (3, 60, 8), (2, 5, 8), (1, 40, 3)])
 def test_the_fit_is_ridge_regression(heads, count, width):
     """Against a solver's; a part that hardly varies is not scaled to more than a thousandth of its size."""
@@ -104,18 +81,6 @@ def test_the_fit_is_ridge_regression(heads, count, width):
         expected = x @ torch.linalg.solve(x.mT @ x + penalty, x.mT @ (left - mean)) + mean
         predicted = torch.cat([q, merged], 3) @ weights + constant
         torch.testing.assert_close(predicted, expected, rtol=0, atol=1e-5 * left.abs().max().item())
-
-
-def test_the_tokens_that_are_asked_lie_evenly():
-    grids = [(64, 64), (96, 64), (32, 128), (8, 8), (3, 5), (1, 7), (128, 128)]
-    for (height, width), (channels, most) in product(grids, ((16, 128), (40, 256))):
-        places = pick_queries(Grid(height, width), channels, torch.device("cpu"))[0][0]
-        assert places.unique().numel() == len(places) <= max(32, min(most, height * width // 16))
-        if min(height, width) >= 32:
-            assert len(places) >= 120 * min(most // 128, height * width // 2048)
-        for axis, length in ((places // width, height), (places % width, width)):
-            assert axis.min() >= 0 and axis.max() < length
-            assert abs(axis.double().mean() - (length - 1) / 2) <= 0.5
 
 
 # --- in a UNet --------------------------------------------------------------------------------------------------------
@@ -161,16 +126,3 @@ def test_gradients_flow_through_it():
     x, text = (one.double() for one in inputs(4, 1, 8, 8))
     with tome_core.patch(model, MergeConfig(**KV)):
         assert torch.autograd.gradcheck(lambda x: call_unet(model, x, 100, text), x.requires_grad_(), fast_mode=True)
-
-
-def test_gradients_of_half_precision_are_of_full_ones_size_if_all_keys_are_one():
-    """Rounding alone was once scaled to more than rounding, and its gradient grew level by level."""
-    norms = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        model = four_levels().to(dtype)
-        x, text = (one.to(dtype) for one in inputs(4, 1, 12, 12))
-        with tome_core.patch(model, MergeConfig(**{**KV, "ratio": 63 / 64, "sx": 8, "sy": 8, "max_downsample": 8})):
-            out = call_unet(model, x.requires_grad_(), 100, text)
-            (gradient,) = torch.autograd.grad(out.float().square().mean(), x)
-        norms[dtype] = gradient.float().norm().item()
-    assert norms[torch.bfloat16] == pytest.approx(norms[torch.float32], rel=0.2)

@@ -16,7 +16,6 @@ from tests import tiny_transformers
 from tests.conformance import GROUPS, KV, assert_repeated, far, means, merging_by, ragged
 from tests.families import every_unet
 from tests.models import Family
-from tests.sd_block import make_block, make_inputs
 from tests.thoroughness import some_quick
 from tome_core import MergeConfig
 from tome_core.attention.merged import BIAS, OWN_BIAS
@@ -101,14 +100,3 @@ def test_every_self_attention_of_every_transformer_gives_what_repeated_keys_give
     for (*_, out), other, without in zip(seen, expected, unmerged, strict=True):
         assert far(first(out), other) < 1e-5 < 1e-2 < far(without, other)
     assert handle.report().levels[0].calls_merged == len(seen)
-
-
-def test_a_model_that_gets_its_weights_after_the_patch_merges_by_them():
-    unet, inputs = make_block(), make_inputs(8, 1, "cpu", torch.float32)
-    with torch.no_grad(), tome_core.patch(unet, MergeConfig()):
-        expected = unet(*inputs)
-    weights = copy.deepcopy(unet.state_dict())
-    with torch.no_grad(), tome_core.patch(unet.to("meta"), MergeConfig()) as handle:
-        unet.to_empty(device="cpu").load_state_dict(weights)
-        assert torch.equal(unet(*inputs), expected)
-    assert handle.report().levels[0].sized_by == {BIAS: 1}

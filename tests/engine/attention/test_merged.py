@@ -1,9 +1,8 @@
-"""Attention with merged keys and values: the picture's alone, text comes out untouched, at bounded work and memory."""
+"""Attention with merged keys and values: what its correction gains, and its bounds of work and memory."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from tests.peak_memory import peak_bytes
 from tests.sequences import FILM, HEADS, PICTURE, WIDTH, attention, sdpa
 from tome_core import MergePlan, MergeRule
 from tome_core.attention import merged
-from tome_core.attention.merged import BIAS, OWN_BIAS, UNSIZED, Attention, Merge, attend, correction_of, merge
+from tome_core.attention.merged import Attention, Merge, attend, correction_of
 from tome_core.engine.match import match
 from tome_core.merging.grid import Grid, Layout, tokens_in
 
@@ -38,38 +37,6 @@ def error(out: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     return (out - exact).norm() / exact.norm()
 
 
-@pytest.mark.parametrize("layout, behind", [(PICTURE, 0), (PICTURE, 5), (FILM, 3)])
-def test_other_tokens_keep_their_keys_and_values(layout, behind):
-    own = attention(layout, behind, dtype=torch.bfloat16)
-    plan = match_of(own, layout)
-    last, groups = layout.first + tokens_in(layout), plan.num_groups
-    assert groups < own.k.shape[1] / 8 and (plan.sizes[:, : layout.first] == 1).all()
-    for one in (own.k, own.v):
-        few = merge(one, plan)
-        assert torch.equal(few[:, : layout.first], one[:, : layout.first])
-        assert torch.equal(few[:, groups - behind :], one[:, last:])
-
-
-@pytest.mark.parametrize("layout", [PICTURE, FILM])
-def test_attention_is_that_with_every_key_as_often_as_its_group_has_tokens(layout):
-    for takes_bias, queries in product((True, False), (True, False)):
-        own = attention(layout, behind=2, dtype=torch.float64, takes_bias=takes_bias)
-        plan = match_of(own, layout)
-        q, k, v = (plan.unmerge(merge(one, plan).flatten(2)).unflatten(2, (HEADS, WIDTH)) for one in own[:3])
-        out, way = attend(own, Merge(plan, queries=queries))
-        assert way == (BIAS if takes_bias else OWN_BIAS)
-        # sizes' logarithms are float32
-        torch.testing.assert_close(out, sdpa(q if queries else own.q, k, v), rtol=1e-7, atol=1e-7)
-
-
-def test_without_sizes_no_key_weighs_more_and_no_bias_is_made():
-    own = attention(PICTURE, takes_bias=False)
-    plan = match_of(own, PICTURE)
-    out, way = attend(own, Merge(plan, proportional=False))
-    assert way == UNSIZED
-    assert torch.equal(out, sdpa(own.q, merge(own.k, plan), merge(own.v, plan)))
-
-
 @pytest.mark.parametrize("layout", [PICTURE, FILM])
 def test_a_correction_halves_the_error_of_the_picture_and_harms_no_other_row(layout):
     own = attention(layout, behind=4)
@@ -81,7 +48,7 @@ def test_a_correction_halves_the_error_of_the_picture_and_harms_no_other_row(lay
     assert error(out[:, ~picture], exact[:, ~picture]) < error(plain[:, ~picture], exact[:, ~picture])
 
 
-def test_exact_answers_are_asked_of_the_picture_and_of_others():
+def test_exact_answers_are_asked_all_over_the_picture_and_of_others():
     """Another lies right behind it."""
     first, count = 49, 32 * 32
     tokens = first + count + 10
@@ -90,6 +57,9 @@ def test_exact_answers_are_asked_of_the_picture_and_of_others():
     inside = (rows >= first) & (rows < first + count)
     assert 32 <= inside.sum() <= 128 and (~inside).sum() == inside.sum() // 4
     assert (rows < first).any() and (rows == first + count).any()
+    places = rows[inside] - first
+    for axis in (places // 32, places % 32):
+        assert axis.min() < 4 and axis.max() >= 28 and abs(axis.double().mean() - 15.5) <= 0.5
 
 
 @pytest.mark.parametrize("layout, behind", [(PICTURE, 4), (FILM, 0)])

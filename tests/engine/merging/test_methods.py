@@ -11,10 +11,9 @@ from tomesd.merge import bipartite_soft_matching_random2d
 
 from tome_core import MergePlan, MergeRule
 from tome_core.engine.match import match as match_heads
-from tome_core.merging.grid import WINDOW, Draw, Grid, Layout, cell_of, cells, draw_choices, windows
+from tome_core.merging.grid import WINDOW, Draw, Grid, Layout, cells, draw_choices, windows
 from tome_core.merging.methods import METHODS, MatchOptions
 from tome_core.merging.methods.bipartite import refine_plan
-from tome_core.merging.methods.cluster import ITERATIONS
 from tome_core.merging.metric import METRICS, of_unit_spread
 
 GRIDS = [(1, 1), (1, 16), (16, 1), (2, 2), (3, 5), (7, 4), (5, 9), (8, 8), (3, 3)]
@@ -131,23 +130,6 @@ def test_tokens_of_zeros_do_no_harm(name):
         assert (plan.sizes >= 1).all()  # equal tokens empty clusters, which are then given one each
 
 
-@pytest.mark.parametrize(("name", "ratio"), [("cluster", 0.5), ("cluster", 0.8), ("cluster-similarity", 32 / 36)])
-def test_clusters_are_lloyds_algorithm_on_tokens_or_on_their_cosines(name, ratio):
-    x = tokens((6, 6), batch=1, channels=3)
-    cosine = F.cosine_similarity(x[0], x[0].mean(0, keepdim=True), dim=-1)[:, None]
-    values, ordered = (x[0], x[0]) if name == "cluster" else (cosine, cosine.sort(0).values)
-    count = 36 - int(36 * ratio)
-    first = torch.cdist(values.double(), ordered[[i * 36 // count for i in range(count)]].double()).argmin(1).tolist()
-    expected = k_means(values, first, count, ITERATIONS - 1, by_distance=True)
-    assert len(set(expected)) == count  # none empty here, so none was given a token
-    assert match(name, x, (6, 6), ratio=ratio).group[0].tolist() == expected
-
-
-def test_a_cluster_that_loses_its_tokens_keeps_its_centre_and_is_given_one_in_the_end():
-    x = torch.tensor([6.0, 6, 6, 6, 1, 3, 9, 9]).view(1, 8, 1)  # from centres 6, 6, 1 and 9: the second gets none
-    assert match("cluster", x, (1, 8)).group.tolist() == [[0, 0, 0, 0, 2, 1, 3, 3]]
-
-
 def choices(seed, level, *times, count=1024, dtype=torch.float32):
     return draw_choices(Draw(seed, level, torch.tensor(times, dtype=dtype)), count, 4, torch.device("cpu"))
 
@@ -173,10 +155,6 @@ def test_keys_and_values_count_alike_whatever_their_scale_and_every_sample_as_if
     for half in both.split(32, -1):
         assert (half.pow(2).mean((1, 2)) - 1).abs().max() < 1e-4 and half.mean(1).abs().max() < 1e-5
     torch.testing.assert_close(both[1:2], of_unit_spread(keys[1:2], values[1:2]), rtol=0, atol=1e-5)
-    twice = of_unit_spread(values, values)
-    ratio = torch.cdist(twice, twice) / torch.cdist(values, values)
-    off_diagonal = ratio[:, ~torch.eye(64, dtype=torch.bool)]
-    assert (off_diagonal.amax(1) / off_diagonal.amin(1) - 1).max() < 1e-3, "distances are scaled by one factor"
 
 
 def test_each_metric_compares_what_it_is_called():
@@ -195,8 +173,7 @@ def test_each_metric_compares_what_it_is_called():
 
 
 @pytest.mark.parametrize("grid", [
-    Grid(64, 64), Grid(256, 256), Grid(67, 131), Grid(21 * 45, 80, 21), Grid(13 * 30, 52, 13), Grid(5 * 90, 160, 5),
-    Grid(3, 5), Grid(3 * 128, 128, 3),
+    Grid(3, 5), Grid(67, 131), Grid(256, 256), Grid(13 * 30, 52, 13), Grid(5 * 90, 160, 5),
 ])  # fmt: skip
 def test_windows_cover_the_grid_once(grid):
     frame, end = grid.height // grid.frames * grid.width, 0
@@ -215,8 +192,3 @@ def test_a_films_cells_hold_tokens_that_are_near_in_time_too():
     frame, row, column = members // 48, members % 48 // 8, members % 8
     for place, side in ((frame, 2), (row, 2), (column, 4)):
         assert (place.amax(1) - place.amin(1) == side - 1).all()
-
-
-def test_a_cell_is_near_to_a_cube_and_divides_the_frames():
-    found = [cell_of(side, side, frames) for side, frames in ((8, 1), (8, 4), (4, 6), (8, 6), (2, 8))]
-    assert found == [(1, 8, 8), (4, 4, 4), (2, 2, 4), (2, 4, 8), (1, 2, 2)]
