@@ -81,16 +81,6 @@ def test_the_quick_tests_run_unless_all_or_others_are_asked_for():
 # --- a host's folder --------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_of_any_name_is_taken_and_told_if_the_output_has_few_letters(tmp_path, monkeypatch):
-    (tmp_path / ODD).mkdir()
-    comfyui = make_folder(install.COMFYUI, tmp_path / ODD)
-    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    done = call_install("comfyui", comfyui)
-    assert done.returncode == 0, done.stderr
-    assert (comfyui / "custom_nodes" / install_hosts.NAME).exists()
-    assert "with spaces \\xfcn\\xef \\u5b57" in done.stdout
-
-
 def test_the_folder_for_extensions_is_taken_as_the_host_and_a_missing_folder_is_told(tmp_path, monkeypatch):
     folder, host = make_folder(install.WEBUI, tmp_path), install.WEBUI
     expected = install_hosts.target(host, folder)
