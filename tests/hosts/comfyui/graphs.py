@@ -24,7 +24,7 @@ class Graph:
     are loaded by the configuration in their files, have a latent of their own size, and are sampled without guidance.
     """
 
-    def __init__(self, model: str = "sd1", size: tuple[int, int] = (128, 128), batch: int = 1, steps: int = 2) -> None:
+    def __init__(self, model: str = "sd1", batch: int = 1, steps: int = 2) -> None:
         self.graph: dict[str, dict] = {}
         self.steps, self.seed = steps, next(SEEDS)
         width, pooled = TEXTS[model]
@@ -35,7 +35,7 @@ class Graph:
         else:
             self.cfg = 7.0
             self.model = self.add("UNETLoader", unet_name=f"{model}.safetensors", weight_dtype="default")
-            self.latent = self.add("EmptyLatentImage", width=size[0], height=size[1], batch_size=batch)
+            self.latent = self.add("EmptyLatentImage", width=128, height=128, batch_size=batch)
         self.positive, self.negative = (self.add("TestText", width=width, pooled=pooled, seed=seed)
                                         for seed in (1, 2))  # fmt: skip
 
@@ -70,7 +70,7 @@ class Graph:
         return latent
 
     def sample_all(self, models: dict[str, list], **changes: Any) -> None:
-        """Each under its name."""
+        """A KSampler for each of the models, whose result is kept under the model's name."""
         for name, model in models.items():
             self.sample(name, model, **changes)
 
