@@ -16,7 +16,6 @@ from ldm.modules.diffusionmodules.util import timestep_embedding
 from torch import nn
 
 from tests import comfy_attention
-from tests.comfy_attention import CrossAttention
 from tests.doubles import ComfyBlock
 from tests.models import TEXT, ldm, seeded
 
@@ -29,7 +28,7 @@ WIDTH, HEADS = 32, 2  # of transformers
 class BasicTransformerBlock(ComfyBlock):
     """Another node may stand in for its attentions, or change the tokens of its self-attention."""
 
-    attention = CrossAttention
+    attention = comfy_attention.CrossAttention
 
     def forward(self, x: torch.Tensor, context: torch.Tensor, options: dict) -> torch.Tensor:
         patches, n = options.get("patches", {}), self.norm1(x)

@@ -25,9 +25,9 @@ def call_install(
 def make_folder(host: install.Host, parent: Path) -> Path:
     """A folder like the host's, in a path that no module name could be made of."""
     made = parent / "a host v0.33.0"
+    made.mkdir()
     for name in host.looked_for[0]:
         if name.endswith(".py"):
-            made.mkdir(exist_ok=True)
             (made / name).touch()
         else:
             (made / name).mkdir(parents=True)

@@ -26,16 +26,16 @@ def inputs_of(node: Any) -> dict[str, tuple]:
 
 def english() -> dict[str, Any]:
     """What belongs into nodeDefs.json: names, descriptions and tooltips of every node."""
-    return {name: _describe(node) for name, node in NODE_CLASS_MAPPINGS.items()}
-
-
-def _describe(node: Any) -> dict[str, Any]:
-    inputs = {name: {"name": facts.get("display_name", name), "tooltip": facts["tooltip"]}
-              for name, (_, facts) in inputs_of(node).items()}  # fmt: skip
-    names = getattr(node, "RETURN_NAMES", node.RETURN_TYPES)
-    outputs = {str(number): {"name": name, "tooltip": tooltip}
-               for number, (name, tooltip) in enumerate(zip(names, node.OUTPUT_TOOLTIPS, strict=True))}  # fmt: skip
-    return {"display_name": node.DISPLAY_NAME, "description": node.DESCRIPTION, "inputs": inputs, "outputs": outputs}
+    texts = {}
+    for key, node in NODE_CLASS_MAPPINGS.items():
+        inputs = {name: {"name": facts.get("display_name", name), "tooltip": facts["tooltip"]}
+                  for name, (_, facts) in inputs_of(node).items()}  # fmt: skip
+        names = getattr(node, "RETURN_NAMES", node.RETURN_TYPES)
+        outputs = {str(number): {"name": name, "tooltip": tooltip}
+                   for number, (name, tooltip) in enumerate(zip(names, node.OUTPUT_TOOLTIPS, strict=True))}  # fmt: skip
+        texts[key] = {"display_name": node.DISPLAY_NAME, "description": node.DESCRIPTION, "inputs": inputs,
+                      "outputs": outputs}  # fmt: skip
+    return texts
 
 
 def complete(translated: Any, wanted: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 from comfy_nodes import host
 from comfy_nodes.nodes import ApplyToMe, RemoveToMe
 from comfy_nodes.slot_calls import SLOT
-from tests.comfy_doubles import Executor, Guider, apply, checkpoint, latest, least_checkpoint, sample, transformer
+from tests.comfy_doubles import Executor, apply, least_checkpoint, sample, transformer
 from tests.models import inputs
 from tests.threads import at_once
 from tests.traces import traces
@@ -53,39 +53,14 @@ def test_a_second_apply_replaces_the_first_and_remove_leaves_every_other_patch(s
     assert server.texts[-1] == ("8", "There was no Apply ToMe on this model.")
 
 
-def test_each_model_of_a_sampling_merges_in_blocks_of_its_own_and_is_let_go_when_it_is_dropped():
-    """DualModelGuider runs a second model with the first one's options; a copy on another GPU is such a model too."""
-
-    class InTurn(Guider):
-        def _call(self, pair, now):
-            self.model, self.other = self.other, self.model
-            return super()._call(pair, now)
-
-    applied, large = apply(least_checkpoint(), level="up to /8"), checkpoint().model
-    both, merged = InTurn(applied), []
-    both.other = large
-    for guider, steps in ((Guider(applied), 2), (Guider(applied, large), 2), (both, 4)):
-        guider.sample(steps=steps)
-        merged.append({level.downsample: level.calls_merged for level in latest(applied).report.levels})
-    one, other, of_both = merged
-    assert of_both == {1: one[1] + other[1], 2: other[2]} and other[2] > 0
-    merging = host.find_attached(applied)
+def test_a_dropped_model_is_let_go_though_its_branch_is_kept():
+    applied = apply(least_checkpoint(), **HALF)
+    sample(applied)
+    merging, model = host.find_attached(applied), weakref.ref(applied.model.diffusion_model)
     assert copy.deepcopy(applied.wrappers)["apply_model"]["tome"][0].__self__ is merging, "it would copy a model"
-    left = [weakref.ref(model.diffusion_model) for model in (applied.model, large)]
-    del applied, large, guider, both
+    del applied
     gc.collect()
-    assert merging.latest is not None and [model() for model in left] == [None, None]
-
-
-@pytest.mark.parametrize("values", [None, QUARTER, HALF], ids=["plain", "another", "itself"])
-def test_a_sampling_inside_of_a_branchs_sampling_is_what_it_is_alone(values):
-    plain = least_checkpoint()
-    outer, innermost = apply(plain, **HALF), []
-    inner = plain if values is None else outer if values is HALF else apply(plain, **values)
-    expected, alone = sample(outer), sample(inner)
-    merged = sample(outer, stop=lambda step: innermost.append(sample(inner)))
-    assert torch.equal(merged, expected) and all(torch.equal(picture, alone) for picture in innermost)
-    assert torch.equal(alone, expected) == (inner is outer) and latest(outer).report.calls == 2
+    assert merging.latest is not None and model() is None
 
 
 def test_two_branches_of_one_model_in_two_threads_merge_as_each_says():

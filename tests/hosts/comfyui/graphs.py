@@ -7,14 +7,12 @@ from typing import Any
 
 import torch
 
-TEXTS = {  # widths of a prompt's tokens, and of the prompt as a whole
-    "sd1": (768, 0), "sd1_wide": (768, 0), "sdxl": (2048, 1280), "flux": (64, 768), "sd3": (4096, 2048),
-    "wan": (4096, 0), "hunyuan_video": (64, 768),
+TEXTS = {  # a prompt's widths: of its tokens, and of its summary, 0 for none
+    "sd1": (768, 0), "sdxl": (2048, 1280), "flux": (64, 768), "sd3": (4096, 2048), "wan": (4096, 0),
+    "qwen_image": (64, 0), "z_image": (64, 0),
 }  # fmt: skip
-PICTURE, FILM = "16,64,64", "16,4,32,32"
 TRANSFORMERS = {  # shapes of their latents
-    "flux": PICTURE, "sd3": PICTURE, "wan": "16,8,32,32", "qwen_image": "16,1,64,64", "hunyuan_video": FILM,
-    "ltxv": "128,4,16,16", "cosmos_predict2": FILM, "z_image": "16,60,60", "krea2": "16,1,64,64",
+    "flux": "16,64,64", "sd3": "16,64,64", "wan": "16,8,32,32", "qwen_image": "16,1,64,64", "z_image": "16,60,60",
 }  # fmt: skip
 SEEDS = itertools.count(1000)
 
@@ -26,11 +24,10 @@ class Graph:
     are loaded by the configuration in their files, have a latent of their own size, and are sampled without guidance.
     """
 
-    def __init__(self, model: str = "sd1", size: tuple[int, int] = (128, 128), batch: int = 1, steps: int = 2) -> None:
+    def __init__(self, model: str = "sd1", batch: int = 1, steps: int = 2) -> None:
         self.graph: dict[str, dict] = {}
         self.steps, self.seed = steps, next(SEEDS)
-        width, pooled = TEXTS.get(model, (64, 0))
-        texts = {"width": width, "pooled": pooled, "model": model}
+        width, pooled = TEXTS[model]
         if model in TRANSFORMERS:
             self.cfg = 1.0
             self.model = self.add("TestLoad", name=f"{model}.safetensors")
@@ -38,8 +35,9 @@ class Graph:
         else:
             self.cfg = 7.0
             self.model = self.add("UNETLoader", unet_name=f"{model}.safetensors", weight_dtype="default")
-            self.latent = self.add("EmptyLatentImage", width=size[0], height=size[1], batch_size=batch)
-        self.positive, self.negative = (self.add("TestText", **texts, seed=seed) for seed in (1, 2))
+            self.latent = self.add("EmptyLatentImage", width=128, height=128, batch_size=batch)
+        self.positive, self.negative = (self.add("TestText", width=width, pooled=pooled, seed=seed)
+                                        for seed in (1, 2))  # fmt: skip
 
     def add(self, kind: str, **inputs: Any) -> list:
         """A node of this class; inputs are values, or what `add` gave."""
@@ -72,13 +70,9 @@ class Graph:
         return latent
 
     def sample_all(self, models: dict[str, list], **changes: Any) -> None:
-        """Each under its name."""
+        """A KSampler for each of the models, whose result is kept under the model's name."""
         for name, model in models.items():
             self.sample(name, model, **changes)
-
-    def probe(self, model: list, fail_at: int = 0) -> list:
-        """A model whose calls are noted; see the probe pack."""
-        return self.add("TestProbe", model=model, fail_at=fail_at)
 
 
 def bytes_of(seen: dict, name: str) -> list[str]:
@@ -96,15 +90,3 @@ def distance(seen: dict, name: str, plain: str) -> float:
 def report_of(seen: dict, node: list) -> str:
     """What a node showed last, with all the details."""
     return [text for number, text in seen["texts"] if number == node[0]][-1]
-
-
-def assert_merged_and_off(comfy: Any, graph: Graph, applied: list, said: str) -> dict:
-    """``applied`` draws another picture than the graph's model, which it is when off again, and says so.
-
-    Gives what was seen.
-    """
-    graph.sample_all({"plain": graph.model, "applied": applied, "removed": graph.removed(applied)})
-    seen = comfy.good(graph.graph)
-    assert bytes_of(seen, "plain") == bytes_of(seen, "removed") != bytes_of(seen, "applied")
-    assert said in report_of(seen, applied)
-    return seen

@@ -1,46 +1,82 @@
-"""In ComfyUI's own Python: each of its attention functions, held against repeated keys.
+"""A function of ComfyUI's, held against attention over repeated keys: in a double of ComfyUI, and in a real one.
 
-Run in a checkout with ``--cpu``; no server is needed. Ends with an error where merged keys give anything else; prints
-as JSON which way each function took.
+Run by ComfyUI's Python with ``--cpu`` this holds each of its attention functions: it ends with an error if merged keys
+give anything else, and prints as JSON the way by which each function took sizes. No server is needed.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-import os
-import sys
-from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
-sys.path[:0] = [os.getcwd(), str(Path(__file__).parents[3])]
-importlib.import_module("comfy.options").enable_args_parsing()
-attention = importlib.import_module("comfy.ldm.modules.attention")
-patcher = importlib.import_module("comfy.model_patcher").ModelPatcher
-slot = importlib.import_module("comfy_nodes.slot_calls")
-way_of = importlib.import_module("ways").way_of  # beside this file: ComfyUI has a package `tests` of its own
+from comfy_nodes.slot_calls import SLOT, HostCall, OtherNodesCall
+from tome_core.attention.merged import Attention, Merge, attend
+from tome_core.merging.plan import MergePlan
 
 FUNCTIONS = ("basic", "sub_quad", "split", "pytorch", "flash")  # flash leaves it to torch on a CPU
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HEADS, WIDTH, TOKENS, GROUPS = 4, 8, 100, 9
+# of the output's length: the logarithms of sizes are float32 at best, and in half precision off by half of a last bit
+TOLERANCE = {torch.float32: 3e-6, torch.float64: 5e-7, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def way_of(function: Any, dtype: torch.dtype = torch.float32, batch: int = 2, **call: Any) -> str | None:
+    """The way by which the function takes sizes; None if it is no attention.
+
+    AssertionError if merged keys give anything else than each of them repeated, by a softmax in float64. call: what
+    else the function is given.
+    """
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, batch, TOKENS, HEADS * WIDTH, generator=generator) * 2).to(dtype)
+    group = (torch.rand(batch, TOKENS, generator=generator) ** 3 * (GROUPS - 1)).long()  # most are in few; one is empty
+    plan = MergePlan(group, GROUPS)
+    asked = HostCall(function, q, k, v, HEADS, **call)
+    takes_bias = asked.takes_bias()
+    if takes_bias is None:
+        return None
+    found, way = attend(Attention(asked.q, asked.k, asked.v, asked.compute, WIDTH**-0.5, takes_bias), Merge(plan))
+    keys, values = plan.merge(k), plan.merge(v)
+    exact, blind = (_by_softmax(q, keys, values, sizes) for sizes in (plan.sizes, plan.sizes.clamp(max=1)))
+    error, without = _far(found, exact), _far(blind, exact)
+    assert error <= TOLERANCE[dtype], f"off by {error:.1e} of the output, without sizes by {without:.1e}"
+    assert without > 5 * TOLERANCE[dtype], "the inputs do not tell proportional attention from plain attention"
+    return way
+
+
+def _by_softmax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """``[B, N, H, d]``; each key as often as its size says."""
+    outs = []
+    for one, key, value, count in zip(q, k, v, sizes, strict=True):
+        own, keys, values = (x.double().unflatten(-1, (HEADS, -1)).transpose(0, 1) for x in (
+            one, key.repeat_interleave(count, 0), value.repeat_interleave(count, 0)))  # fmt: skip
+        outs.append(((own @ keys.mT * WIDTH**-0.5).softmax(-1) @ values).transpose(0, 1))
+    return torch.stack(outs)
+
+
+def _far(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest over the samples of the difference's length, as a share of the expected output's."""
+    difference = (out.double() - expected.double()).flatten(1).norm(dim=1)
+    return (difference / expected.double().flatten(1).norm(dim=1)).max().item()
 
 
 def main() -> None:
     """All of them, in every precision, and those that cut their work if memory is short."""
-    ways = {}
+    importlib.import_module("comfy.options").enable_args_parsing()
+    attention = importlib.import_module("comfy.ldm.modules.attention")
+    patcher, ways = importlib.import_module("comfy.model_patcher").ModelPatcher, {}
     for name in FUNCTIONS:
         function, options = getattr(attention, f"attention_{name}"), {}
         # what ComfyUI's own node for choosing a function puts into the slot
         patcher.set_model_optimized_attention(
             SimpleNamespace(model_options={"transformer_options": options}), function)  # fmt: skip
-        chosen = slot.OtherNodesCall(options[slot.SLOT], attention.attention_pytorch)
-        for dtype in DTYPES:
+        chosen = OtherNodesCall(options[SLOT], attention.attention_pytorch)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
             ways[f"{name} {dtype}"] = way_of(function, dtype)
             ways[f"{name} {dtype} raised"] = way_of(function, dtype, attn_precision=torch.float32)
             ways[f"{name} {dtype} chosen by a node"] = way_of(chosen, dtype)
-    passing = slot.OtherNodesCall(lambda function, *args, **more: function(*args, **more), attention.attention_pytorch)
-    ways["pytorch behind a node"] = way_of(passing)
     for name, size in (("split", 10_000), ("sub_quad", 5_000)):
         free = [size, (size, size)]
         attention.model_management.get_free_memory = lambda dev=None, torch_free_too=False, of=free: of[torch_free_too]

@@ -19,6 +19,12 @@ from tests.gradio_panel.serving import OPENER, free_port, running
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
+WORKFLOWS = ("txt2img", "sdxl", "hires_fix", "easycache")
+
+
+def workflow(name: str) -> dict:
+    """One of our example workflows."""
+    return json.loads((ROOT / "example_workflows" / f"{name}.json").read_text(encoding="utf-8"))
 
 
 class Comfy:
@@ -60,14 +66,6 @@ class Comfy:
         assert all(latent["finite"] for latent in seen["latents"].values())
         return seen
 
-    def forget(self) -> None:
-        """Make the server drop its models and cached results; AssertionError if something keeps them."""
-        self.ask("/free", {"unload_models": True, "free_memory": True})
-        end = time.monotonic() + 600  # its worker frees when it comes to it, on a machine that may be busy
-        while self.ask("/tome_test/state")["unets"]:
-            assert time.monotonic() < end, "something holds a dropped model"
-            time.sleep(0.3)
-
     def answers(self) -> bool:
         """Has it started?"""
         with contextlib.suppress(OSError):
@@ -82,9 +80,10 @@ def host_python() -> str:
 
 
 def run_script(checkout: Path, script: str, *arguments: object) -> str:
-    """What ComfyUI's Python prints that runs one of the scripts beside this file; AssertionError if it fails."""
+    """Run one of the scripts beside this file by ComfyUI's Python, and give its output; AssertionError if it fails."""
     command = [host_python(), str(HERE / script), *map(str, arguments)]
-    done = subprocess.run(command, cwd=checkout, env=environment(), capture_output=True, text=True, check=False)
+    variables = {**environment(), "PYTHONPATH": f"{checkout.resolve()}{os.pathsep}{ROOT}"}
+    done = subprocess.run(command, cwd=checkout, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -102,12 +101,12 @@ def make_base(checkout: Path, folder: Path, models: Path | None = None) -> None:
 
 
 @contextlib.contextmanager
-def serve(checkout: Path, base: Path, attention: str = "pytorch") -> Iterator[Comfy]:
+def serve(checkout: Path, base: Path) -> Iterator[Comfy]:
     """Start the checkout's server on a folder, wait until it answers, and stop it at the end."""
     port = free_port()
     command = [
         host_python(), "main.py", "--cpu", "--listen", "127.0.0.1", "--port", str(port), "--disable-auto-launch",
-        "--disable-api-nodes", f"--use-{attention}-cross-attention", "--base-directory", str(base),
+        "--disable-api-nodes", "--use-pytorch-cross-attention", "--base-directory", str(base),
     ]  # fmt: skip
     comfy = Comfy(port, base / "server.log")
     with running(command, comfy.log, comfy.answers, cwd=checkout, env=environment()):

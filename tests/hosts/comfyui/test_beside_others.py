@@ -1,18 +1,18 @@
-"""Beside ComfyUI's own nodes that people combine it with, in a real ComfyUI: it merges, or it says why not."""
+"""Beside nodes that people combine it with, ComfyUI's own and packs, in a real ComfyUI: it merges, or says why not."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.hosts.comfyui.graphs import Graph, bytes_of, report_of
+from tests.hosts.comfyui.running import make_base, run_script, serve
 
-FEWER = "queries and keys are not of the same tokens"
 OTHERS = {  # a node -> its inputs, and what the report says in both orders
-    "HyperTile": ({"tile_size": 64, "swap_size": 1, "max_depth": 0, "scale_depth": False}, FEWER),
+    "HyperTile": ({"tile_size": 64, "swap_size": 1, "max_depth": 0, "scale_depth": False},
+                  "queries and keys are not of the same tokens"),
     "PatchModelAddDownscale": (
         {"block_number": 1, "downscale_factor": 2.0, "start_percent": 0.0, "end_percent": 1.0,
          "downscale_after_skip": True, "downscale_method": "bicubic", "upscale_method": "bicubic"}, "tokens -> "),
-    "TomePatchModel": ({"ratio": 0.5}, FEWER),
     "PerturbedAttentionGuidance": ({"scale": 3.0}, "another program runs in its place"),
     # leaves out all steps that it may
     "EasyCache": ({"reuse_threshold": 3.0, "start_percent": 0.0, "end_percent": 0.9, "verbose": False},
@@ -34,3 +34,31 @@ def test_before_or_after_makes_no_difference(comfy, kind):
     assert bytes_of(seen, "plain") != bytes_of(seen, "other alone") == bytes_of(seen, "removed")
     assert bytes_of(seen, "before") == bytes_of(seen, "after") != bytes_of(seen, "other alone")
     assert said in report_of(seen, before) and said in report_of(seen, inner)
+
+
+def test_in_ultimate_sd_upscale_it_merges_tiles_and_seams_of_every_size_and_is_off_again(checkout, base, tmp_path):
+    """On a server of its own: packs change ComfyUI."""
+    pack = checkout / "custom_nodes" / "ComfyUI_UltimateSDUpscale"
+    if not pack.is_dir():
+        pytest.skip(f"needs the pack {pack}")
+    run_script(checkout, "make_models.py", "checkpoint", base / "models")
+    graph = Graph()
+    loaded = graph.add("CheckpointLoaderSimple", ckpt_name="v1-5-pruned-emaonly-fp16.safetensors")
+    picture, applied = graph.add("EmptyImage", width=168, height=136, batch_size=1, color=0x806040), graph.apply()
+    for name, model in {"plain": graph.model, "applied": applied, "removed": graph.removed(applied)}.items():
+        image = graph.add(
+            "UltimateSDUpscaleNoUpscale", model=model, upscaled_image=picture, positive=graph.positive,
+            negative=graph.negative, vae=[loaded[0], 2], seed=graph.seed, steps=2, cfg=7.0, sampler_name="euler",
+            scheduler="normal", denoise=0.5, mode_type="Linear", tile_width=96, tile_height=96, mask_blur=8,
+            tile_padding=16, seam_fix_mode="Half Tile + Intersections", seam_fix_denoise=1.0, seam_fix_width=64,
+            seam_fix_mask_blur=8, seam_fix_padding=16, force_uniform_tiles=False, tiled_decode=False, batch_size=1,
+        )  # fmt: skip
+        graph.add("TestKeep", result=image, name=name)
+    make_base(checkout, tmp_path, base / "models")
+    (tmp_path / "custom_nodes" / pack.name).symlink_to(pack.resolve(), target_is_directory=True)
+    with serve(checkout, tmp_path) as comfy:
+        seen = comfy.good(graph.graph)
+    assert bytes_of(seen, "plain") == bytes_of(seen, "removed") != bytes_of(seen, "applied")
+    reports = [text for number, text in seen["texts"] if number == applied[0] and "waits for a sampler" not in text]
+    assert all("of attention left out" in report for report in reports)
+    assert all(said in "\n".join(reports) for said in (": 196 tokens", ": 182 tokens", ": 77 tokens")), reports

@@ -1,12 +1,39 @@
-"""The nodes in a real ComfyUI, as prompts without a page name them. Pictures are as small as merging pays on a CPU."""
+"""The pack in a real ComfyUI: a clone is found with all that belongs to it, and prompts use its nodes."""
 
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 
 import pytest
 
 from tests.hosts.comfyui.graphs import Graph, report_of
+from tests.hosts.comfyui.running import ROOT, WORKFLOWS, serve
+
+
+def test_a_clone_is_found_with_its_nodes_texts_docs_and_example_workflows(checkout, tmp_path):
+    for name in ("custom_nodes", "models", "input", "output", "temp", "user"):
+        (tmp_path / name).mkdir()
+    pack = "ComfyUI-tome.core"
+    place = tmp_path / "custom_nodes" / pack
+    shutil.copytree(ROOT, place, ignore=shutil.ignore_patterns(".*", "__pycache__", "shared", "results"))
+    done = subprocess.run([sys.executable, "install.py"], cwd=place, capture_output=True, text=True, check=True)
+    assert done.stdout == done.stderr == ""  # ComfyUI-Manager's call after it has cloned
+    with serve(checkout, tmp_path) as comfy:
+        for node in ("ApplyToMe", "ToMeSettings", "RemoveToMe", "ToMePreview"):
+            facts = comfy.ask(f"/object_info/{node}")[node]
+            assert facts["python_module"] == f"custom_nodes.{pack}"
+            assert facts["description"] and facts["output_tooltips"]
+            assert comfy.ask(f"/extensions/{pack}/docs/{node}.md").startswith("# ")
+        texts = comfy.ask("/i18n")
+        assert all("ApplyToMe" in texts[language]["nodeDefs"] for language in ("en", "zh", "ja"))
+        assert sorted(comfy.ask("/workflow_templates")[pack]) == sorted(WORKFLOWS)
+        for name in WORKFLOWS:
+            assert comfy.ask(f"/api/workflow_templates/{pack}/{name}.json")["nodes"]
+            with pytest.raises(UnicodeDecodeError):  # a picture, no text
+                comfy.ask(f"/api/workflow_templates/{pack}/{name}.jpg")
 
 
 @pytest.mark.parametrize(("own", "settings"), [({"start": "soon"}, {}), ({}, {"ratio": 1.5, "sx": 3})])
@@ -17,13 +44,6 @@ def test_one_wrong_value_is_one_error_on_one_input_before_anything_runs(comfy, o
         comfy.queue(graph.graph)
     errors = [error for node in json.loads(str(refused.value))["node_errors"].values() for error in node["errors"]]
     assert [error["extra_info"]["input_name"] for error in errors] == [next(iter(own or settings))]
-
-
-def test_inputs_of_another_version_are_named_and_left_out(comfy):
-    graph = Graph(steps=1)
-    older = graph.strength(preset="fast", of_a_link=graph.latent)
-    graph.sample("older", older)
-    assert "this version of the node does not know: of_a_link, preset" in report_of(comfy.good(graph.graph), older)
 
 
 def test_a_preview_has_a_panel_a_level_of_the_latest_sampling_even_if_that_is_in_the_cache(comfy):

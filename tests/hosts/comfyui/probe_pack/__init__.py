@@ -4,7 +4,6 @@
 What they see is kept here and asked for at /tome_test/state.
 """
 
-import gc
 import json
 import sys
 
@@ -13,11 +12,10 @@ import comfy.sd
 import folder_paths
 import torch
 from aiohttp import web
-from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from safetensors import safe_open
 from server import PromptServer
 
-SEEN = {"texts": [], "calls": [], "latents": {}}
+SEEN = {"texts": [], "latents": {}}
 
 
 def keep_texts():
@@ -35,8 +33,7 @@ def keep_texts():
 
 @PromptServer.instance.routes.get("/tome_test/state")
 async def state(request):
-    gc.collect()
-    return web.json_response({**SEEN, "unets": sum(type(one) is UNetModel for one in gc.get_objects())})
+    return web.json_response(SEEN)
 
 
 @PromptServer.instance.routes.get("/tome_test/clear")
@@ -57,21 +54,16 @@ class Node:
 
 
 class TestText(Node):
-    """A prompt of random numbers; pooled: its summary's width, 0 for none. model: which may want more than that."""
+    """A prompt of random numbers; pooled: its summary's width, 0 for none."""
 
-    INPUTS = {
-        "width": ("INT", {"max": 4096}), "pooled": ("INT", {"max": 4096}), "seed": ("INT", {}), "model": ("STRING", {}),
-    }  # fmt: skip
+    INPUTS = {"width": ("INT", {"max": 4096}), "pooled": ("INT", {"max": 4096}), "seed": ("INT", {})}
     RETURN_TYPES = ("CONDITIONING",)
 
-    def run(self, width, pooled, seed, model):
+    def run(self, width, pooled, seed):
         generator = torch.Generator().manual_seed(seed)
-        text, more = torch.randn(1, 77, width, generator=generator), {}
-        if pooled:
-            more["pooled_output"] = torch.randn(1, pooled, generator=generator)
-        if model == "ltxv":
-            more["attention_mask"] = torch.ones(1, 77, dtype=torch.long)
-        return ([[text, more]],)
+        text = torch.randn(1, 77, width, generator=generator)
+        summary = {"pooled_output": torch.randn(1, pooled, generator=generator)} if pooled else {}
+        return ([[text, summary]],)
 
 
 class TestLatent(Node):
@@ -84,22 +76,19 @@ class TestLatent(Node):
         return ({"samples": torch.zeros(1, *map(int, shape.split(",")))},)
 
 
-class TestProbe(Node):
-    """Notes of each call of the UNet its time, and whether it drew random numbers; raises in call number `fail_at`."""
+class TestFail(Node):
+    """Raises an error in the model's second call."""
 
-    INPUTS = {"model": ("MODEL",), "fail_at": ("INT", {"default": 0})}
+    INPUTS = {"model": ("MODEL",)}
 
-    def run(self, model, fail_at):
-        def watch(executor, x, timesteps, *args, **kwargs):
-            state = torch.get_rng_state()
-            out = executor(x, timesteps, *args, **kwargs)
-            SEEN["calls"].append([float(timesteps[0]), not torch.equal(state, torch.get_rng_state())])
-            if len(SEEN["calls"]) == fail_at:
-                raise RuntimeError("the test wanted this to fail")
-            return out
+    def run(self, model):
+        def fail(executor, *args, **kwargs):
+            if calls.pop():
+                return executor(*args, **kwargs)
+            raise RuntimeError("the test wanted this to fail")
 
-        model = model.clone()
-        model.add_wrapper_with_key("diffusion_model", "probe", watch)
+        model, calls = model.clone(), [False, True]
+        model.add_wrapper_with_key("diffusion_model", "fails", fail)
         return (model,)
 
 
@@ -120,16 +109,16 @@ class TestKeep(Node):
 
 
 class TestCompile(Node):
-    """TorchCompileModel with any back end; eager needs no compiler."""
+    """TorchCompileModel with the back end "eager", which needs no compiler."""
 
-    INPUTS = {"model": ("MODEL",), "backend": (["eager", "inductor"],)}
+    INPUTS = {"model": ("MODEL",)}
 
-    def run(self, model, backend):
+    def run(self, model):
         from comfy_api.torch_helpers import set_torch_compile_wrapper
 
         model = model.clone()
         skip = {"guard_filter_fn": lambda guards: ["transformer_options" not in guard.name for guard in guards]}
-        set_torch_compile_wrapper(model=model, backend=backend, options=skip)
+        set_torch_compile_wrapper(model=model, backend="eager", options=skip)
         return (model,)
 
 
