@@ -1,6 +1,6 @@
-"""A webui with doubles for gradio, and jobs in the callback orders of three webuis.
+"""A webui with doubles for gradio, and jobs in the callback orders of four webuis.
 
-Everything here stands for a fact of A1111 1.10.1, Forge or reForge. The UNet is real (LDM's own, small).
+Everything here stands for a fact of A1111 1.10.1, Forge, reForge or SD.Next. The UNets are real and small.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import types
 from types import MappingProxyType
 
 import torch
+from diffusers import DDIMScheduler, EulerDiscreteScheduler, StableDiffusionPipeline
 
+from tests import models, transformer_pipelines
 from tests.models import TEXT, ldm_of_one_level
 from tests.webui_modules import SAMPLING_HOOK, Modules
 from tome_core import form
@@ -47,8 +49,8 @@ def merged_tokens(facts, name="first pass"):
 
 def be_short(monkeypatch):
     """Half of the steps."""
-    for name in ("SIGMAS", "TIMESTEPS"):
-        monkeypatch.setattr(f"{__name__}.{name}", globals()[name][::2])
+    monkeypatch.setattr(f"{__name__}.SIGMAS", SIGMAS[::2])
+    monkeypatch.setattr(f"{__name__}.TIMESTEPS", TIMESTEPS[::2])
 
 
 class Component(contextlib.nullcontext):
@@ -63,11 +65,7 @@ class Component(contextlib.nullcontext):
         return self
 
     click = select = change
-
-    def then(self, **arguments):
-        return self
-
-    input = then
+    input = then = lambda self, **arguments: self
 
     def get_config(self):
         """The page starts with this; the API starts with `value`."""
@@ -81,17 +79,14 @@ def sample_euler(model, x, sigmas, extra_args=None, callback=None, disable=None)
     """k-diffusion's: it says after each step's call which step it was."""
     for i, (sigma, timestep) in enumerate(zip(SIGMAS, TIMESTEPS, strict=True)):
         called = model(x / (1 + sigma) ** 0.1, sigma, timestep)
-        callback({"x": x, "i": i, "sigma": sigmas[i], "denoised": called})
+        callback({"x": x, "i": i, "sigma": sigma, "denoised": called})
         x = x - 0.2 * called
     return x
 
 
 def ddim(model, x, timesteps, extra_args=None, callback=None, disable=None):
-    """The webui's own: its list runs upwards, and its first is never called."""
-    for i, (sigma, timestep) in enumerate(zip(SIGMAS, TIMESTEPS, strict=True)):
-        x = x - 0.2 * model(x / (1 + sigma) ** 0.1, timestep, timestep)
-        callback({"x": x, "i": i, "sigma": 0, "denoised": x})
-    return x
+    """The webui's own: its list runs upwards, its first is never called, and its time is the timestep."""
+    return sample_euler(lambda x, sigma, timestep: model(x, timestep, timestep), x, (), callback=callback)
 
 
 sample_euler.__module__ = "k_diffusion.sampling"
@@ -169,7 +164,7 @@ class Processing:
         return self.webui.shared.sd_model
 
     def get_token_merging_ratio(self, for_hr=False):
-        return getattr(getattr(self.webui.shared, "opts", None), "token_merging_ratio", 0.0)
+        return self.webui.shared.opts.token_merging_ratio
 
     def at_step(self, step):
         """Replaced by tests that interrupt, raise or look."""
@@ -207,7 +202,7 @@ class Webui(Modules):
         return (model.forge_objects.unet if self.is_forge else model).model.diffusion_model
 
     def hook(self, name, p, *front, **facts):
-        """Every hook is called so: what it raises is reported, and the job goes on."""
+        """Call a hook; what it raises is reported, and the job goes on."""
         try:
             getattr(self.script, name, lambda *args, **facts: None)(p, *front, *p.args, **facts)
         except Exception as error:
@@ -227,7 +222,7 @@ class Webui(Modules):
     def process(self, p):
         """process_images, in the order of this webui: a request's own settings hold from behind the first hook."""
         self.hook("before_process", p)
-        data = getattr(getattr(self.shared, "opts", None), "data", {})  # without a settings tab there may be none
+        data = self.shared.opts.data
         before = {key: data[key] for key in p.override_settings if key in data}  # what was never saved is not put back
         data |= p.override_settings
         try:
@@ -284,6 +279,76 @@ class Webui(Modules):
             pairs[key] = value() if callable(value) else value
         pairs["Token merging ratio"] = p.get_token_merging_ratio() or None
         return ", ".join(f"{key}: {value}" for key, value in pairs.items() if value is not None)
+
+
+TEXTS = {"prompt_embeds": PROMPT, "negative_prompt_embeds": torch.zeros_like(PROMPT), "num_inference_steps": 3}
+
+
+def pipeline(unet, is_hires=False):
+    """A new pipeline around this UNet, with a new scheduler."""
+    parts = dict.fromkeys(("vae", "text_encoder", "tokenizer", "safety_checker", "feature_extractor"))
+    kind, settings = (EulerDiscreteScheduler, {}) if is_hires else (DDIMScheduler, {"clip_sample": False})
+    parts |= {"unet": unet, "scheduler": kind(steps_offset=1, **settings)}
+    pipe = StableDiffusionPipeline(**parts, requires_safety_checker=False)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+class SdNextProcessing(Processing):
+    """SD.Next's: it keeps the pipeline that it began with, and learns its hires size late."""
+
+    size = 16
+    hr_upscale_to_x = hr_upscale_to_y = 0
+    sd_model = get_token_merging_ratio = None  # it has no such method
+
+    def __init__(self, webui, args, **more):
+        super().__init__(webui, args, sd_model=webui.shared.sd_model, **more)
+
+    def init_hr(self, scale=None, upscaler=None, force=False):
+        self.hr_upscale_to_x = self.hr_upscale_to_y = 192
+
+
+class SdNext(Webui):
+    """SD.Next of July 2026: its order of calls around diffusers' own pipelines.
+
+    No hook comes before the hires pass, each pass has a new pipeline and scheduler around one UNet, the webui catches a
+    pass's errors, and calls `after_process` whatever happened.
+    given: a transformer's call. failing_pass: the value of is_hr_pass in the pass that raises.
+    """
+
+    processing, given, failing_pass = SdNextProcessing, None, None
+
+    def __init__(self, monkeypatch, flavour="sdnext"):
+        super().__init__(monkeypatch, flavour)
+        self.shared.sd_model = pipeline(models.unet().eval())
+
+    @property
+    def unet(self):
+        return getattr(self.shared.sd_model, "unet", None) or self.shared.sd_model.transformer
+
+    def infotext(self, p):
+        return ", ".join(f"{key}: {value}" for key, value in p.extra_generation_params.items())
+
+    def process(self, p):
+        try:
+            return super().process(p)
+        except RuntimeError:  # SD.Next reports it, and makes no picture
+            return None
+        finally:
+            p.is_hr_pass = False
+            self.call("after_process", p)
+
+    def run_pass(self, p, x):
+        if p.is_hr_pass:
+            p.init_hr(1.5, "Latent", force=True)
+        given = self.given
+        if given is None:
+            given = {**TEXTS, "latents": x, "num_images_per_prompt": len(x)}
+            self.shared.sd_model = pipeline(self.unet, p.is_hr_pass)
+        out = transformer_pipelines.draw(self.shared.sd_model, given)
+        if self.failing_pass is p.is_hr_pass:
+            raise RuntimeError("out of memory")
+        return out
 
 
 def merges(model):

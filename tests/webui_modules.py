@@ -41,11 +41,6 @@ class Options:
         raise AttributeError(key)
 
 
-def elem_id(script, name):
-    """scripts.Script.elem_id, which has the script's title in it too."""
-    return f"script_{'img2img' if script.is_img2img else 'txt2img'}_{name}"
-
-
 PACKAGE = "_tome_core_webui"  # as scripts/token_merging.py calls it
 
 
@@ -58,7 +53,11 @@ class Modules:
     def __init__(self, put_item: Callable, flavour="a1111"):
         self.flavour, self._put_item = flavour, put_item
         self.callbacks = defaultdict(list)
-        script = type("Script", (), {"is_img2img": False, "args_from": 0, "elem_id": elem_id})
+
+        def elem_id(self, name):  # the real ones have the script's title too
+            return f"script_{'img2img' if self.is_img2img else 'txt2img'}_{name}"
+
+        script = type("Script", (), {"is_img2img": False, "elem_id": elem_id})
         for hook in HOOKS if flavour == "sdnext" else (*HOOKS, SAMPLING_HOOK):
             setattr(script, hook, lambda self, p, *args, **facts: None)
         self.scripts = self.put("modules.scripts", Script=script, AlwaysVisible=object(), scripts_data=[])

@@ -6,8 +6,7 @@ import logging
 
 import pytest
 
-from tests.extension.sdnext_double import SdNext
-from tests.webui_doubles import Webui, merges
+from tests.webui_doubles import SdNext, Webui, merges
 
 
 @pytest.fixture
@@ -19,7 +18,7 @@ def flavour() -> str:
 @pytest.fixture
 def webui(flavour, monkeypatch):
     """A running webui; after the test nothing has failed and nothing is left on its model."""
-    webui = (SdNext(monkeypatch) if flavour == "sdnext" else Webui(monkeypatch, flavour)).start()
+    webui = (SdNext if flavour == "sdnext" else Webui)(monkeypatch, flavour).start()
     yield webui
     assert not webui.errors
     assert not merges(webui.unet), "something was left on the model"

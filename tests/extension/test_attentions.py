@@ -6,13 +6,11 @@ They are written anew here, as functions of their originals' names. tests/hosts/
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from ldm.modules.attention import CrossAttention
-from torch import nn
 
 from tests import conformance
 from tests.conformance import CHANNELS, DTYPES, HEADS, UNetOf, run, telling, tokens
@@ -20,24 +18,10 @@ from tests.doubles import attend, of_heads
 from tests.thoroughness import some_quick
 
 BIAS, OWN_BIAS = "bias", "bias, by torch's own function"
-shared = SimpleNamespace(loaded_hypernetworks=[], upcasts=False)
-
-
-@pytest.fixture
-def webui(webui, monkeypatch):
-    monkeypatch.setattr(shared, "loaded_hypernetworks", [])
-    webui.shared.loaded_hypernetworks = shared.loaded_hypernetworks
-    webui.put("modules.hypernetworks.hypernetwork", apply_hypernetworks=apply_hypernetworks)
-    return webui
 
 
 def made(kind=CrossAttention, dtype=torch.float32):
     return telling(kind(CHANNELS, heads=HEADS, dim_head=CHANNELS // HEADS), dtype)
-
-
-def way(webui, module, dtype=torch.float32, **more):
-    """The way in which it is told of sizes, held against repeated keys."""
-    return conformance.way(module, dtype, engine=webui.engine(), **more)
 
 
 def left_alone(webui, module, **told):
@@ -53,18 +37,11 @@ def left_alone(webui, module, **told):
 # --- A1111 ------------------------------------------------------------------------------------------------------------
 
 
-def apply_hypernetworks(loaded, context, layer=None):
-    """Each changes the tokens of keys and values if it knows their width."""
-    keys = values = context
-    for layers in (network[keys.shape[2]] for network in loaded if keys.shape[2] in network):
-        keys, values = keys + layers[0](keys), values + layers[1](values)
-    return keys, values
-
-
 def projected(self, x, context):
-    keys, values = apply_hypernetworks(shared.loaded_hypernetworks, x if context is None else context)
-    parts = (of_heads(part, self.heads) for part in (self.to_q(x), self.to_k(keys), self.to_v(values)))
-    return [part.float() if shared.upcasts else part for part in parts]
+    """By heads; bfloat16 stands for a webui that upcasts here."""
+    context = x if context is None else context
+    parts = [of_heads(part, self.heads) for part in (self.to_q(x), self.to_k(context), self.to_v(context))]
+    return [part.float() for part in parts] if x.dtype is torch.bfloat16 else parts
 
 
 def joined(by_heads, x):
@@ -90,43 +67,25 @@ def calls_torch(self, x, context=None, mask=None, **kwargs):
 
 
 FORWARDS = {
-    "split_cross_attention_forward": (scales_by_attribute, OWN_BIAS),
-    "split_cross_attention_forward_v1": (scales_by_attribute, OWN_BIAS),
-    "split_cross_attention_forward_invokeAI": (scales_by_attribute, OWN_BIAS),
-    "sub_quad_attention_forward": (scales_by_width, OWN_BIAS),
-    "scaled_dot_product_no_mem_attention_forward": (calls_torch, OWN_BIAS),
-    "scaled_dot_product_attention_forward": (calls_torch, BIAS),
-    "attention_CrossAttention_forward": (scales_by_attribute, OWN_BIAS),
+    "modules.sd_hijack_optimizations.split_cross_attention_forward": (scales_by_attribute, OWN_BIAS),
+    "modules.sd_hijack_optimizations.split_cross_attention_forward_v1": (scales_by_attribute, OWN_BIAS),
+    "modules.sd_hijack_optimizations.split_cross_attention_forward_invokeAI": (scales_by_attribute, OWN_BIAS),
+    "modules.sd_hijack_optimizations.sub_quad_attention_forward": (scales_by_width, OWN_BIAS),
+    "modules.sd_hijack_optimizations.scaled_dot_product_no_mem_attention_forward": (calls_torch, OWN_BIAS),
+    "modules.sd_hijack_optimizations.scaled_dot_product_attention_forward": (calls_torch, BIAS),
+    "modules.hypernetworks.hypernetwork.attention_CrossAttention_forward": (scales_by_attribute, OWN_BIAS),
 }
 
 
-@pytest.fixture(params=FORWARDS)
-def expected(request, monkeypatch):
-    """One of the forwards is in force; in which way it is told of sizes."""
-    forward, expected = FORWARDS[request.param]
-    is_of_hypernetworks = request.param == "attention_CrossAttention_forward"
-    module = "modules.hypernetworks.hypernetwork" if is_of_hypernetworks else "modules.sd_hijack_optimizations"
-    monkeypatch.setattr(forward, "__module__", module)
-    monkeypatch.setattr(forward, "__qualname__", request.param)
-    monkeypatch.setattr(CrossAttention, "forward", forward)
-    return expected
-
-
 @pytest.mark.parametrize("dtype", some_quick(DTYPES), ids=str)
-def test_each_of_a1111s_forwards_is_known_also_if_it_casts(webui, expected, dtype, monkeypatch):
-    module = made(dtype=dtype)
-    assert way(webui, module, dtype, mask=None, additional_tokens=None) == expected
-    monkeypatch.setattr(shared, "upcasts", dtype.itemsize == 2)
-    assert way(webui, module, dtype, tolerance=2e-2) == expected
-
-
-def test_hypernetworks_change_tokens_once(webui, expected):
-    module, x = made(dtype=torch.float64), tokens(2, torch.float64)
-    plain = module(x)
-    layers = [telling(nn.Linear(CHANNELS, CHANNELS), torch.float64) for _ in range(2)]
-    shared.loaded_hypernetworks.append({CHANNELS: layers})
-    assert not torch.allclose(module(x), plain)
-    assert way(webui, module, torch.float64) == expected
+@pytest.mark.parametrize("name", FORWARDS)
+def test_each_of_a1111s_forwards_is_known(webui, monkeypatch, name, dtype):
+    forward, expected = FORWARDS[name]
+    for attribute, value in zip(("__module__", "__qualname__"), name.rsplit(".", 1), strict=True):
+        monkeypatch.setattr(forward, attribute, value)
+    monkeypatch.setattr(CrossAttention, "forward", forward)
+    told = {"mask": None, "additional_tokens": None}
+    assert conformance.way(made(dtype=dtype), dtype, engine=webui.engine(), **told) == expected
 
 
 # --- the Forges -------------------------------------------------------------------------------------------------------
@@ -167,7 +126,7 @@ def test_the_forges_functions_are_given_no_bias_and_what_is_no_attention_or_mask
     webui, monkeypatch, kind
 ):
     """Some cut a bias by queries if memory is short, which no trial tells."""
-    assert way(webui, made(kind), mask=None) == OWN_BIAS
+    assert conformance.way(made(kind), torch.float32, engine=webui.engine(), mask=None) == OWN_BIAS
     assert left_alone(webui, made(kind), mask=torch.randn(1, 1, 1, 64)) == "attn: the call has an attention mask"
     for name in ("attention_function", "optimized_attention"):
         monkeypatch.setattr(sys.modules[__name__], name, lambda q, k, v, heads, mask=None, attn_precision=None: v * 0.5)

@@ -5,7 +5,6 @@ What makes no sense is answered with a sentence: none of it is taken for somethi
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from unittest import mock
@@ -13,9 +12,8 @@ from unittest import mock
 import pytest
 
 from tests.models import ldm_of_one_level, ldm_sdxl
-from tests.webui_doubles import FREE, Processing, report
+from tests.webui_doubles import FREE, report
 from tome_core import form, preset
-from tome_core.settings.presets import MARKS
 
 SETTINGS = {"tome_enabled": True, "tome_strength": 0.7}
 UNGATED = {"only_if_it_pays": False}
@@ -48,18 +46,6 @@ def test_settings_count_for_what_a_job_does_not_say_and_a_requests_own_for_that_
         assert webui.job(*args).extra_generation_params == {}
 
 
-def test_nothing_leaks_into_a_copy_of_a_job(webui):
-    webui.shared.opts.data["token_merging_ratio"] = 0.5
-    first = Processing(webui, ({**FREE, "strength": 0.6},))
-    webui.process(first)
-    cell = copy.copy(first)  # as the plot does it: one dict for all cells
-    assert webui.part("merging").job_of(cell) is None
-    cell.args = [False]
-    job = webui.process(cell)
-    assert job.infotexts == ["Token merging ratio: 0.5"] and job.built_in == [0.5]
-    assert "ToMe" in first.extra_generation_params
-
-
 @pytest.mark.parametrize("flavour", ["a1111", "forge"])
 def test_the_built_in_merging_is_silent_only_if_ours_merges_and_that_is_told(webui):
     webui.shared.opts.data["token_merging_ratio"] = 0.5
@@ -79,12 +65,10 @@ def test_the_built_in_merging_is_silent_only_if_ours_merges_and_that_is_told(web
 # --- what is wrong ----------------------------------------------------------------------------------------------------
 
 WRONG = [
-    ((True, "0.5"), "is no number from 0 to 1"),
-    ((True,), "is no number from 0 to 1"),  # what the settings of the request say
+    ((True,), "is no number from 0 to 1"),  # the settings of the request say a strength
     (("yes",), "enabled='yes' is str; use true or false"),
     ((True, 0.5, "hires"), "where='hires' is not possible; use one of everywhere, first pass, hires pass"),
     (({"enabled": True, "ratios": 1},), "there is no ratios to set; there are: enabled, strength, where"),
-    ((True,) + (None,) * 30, "31 values were given; there are 24: enabled, strength"),
 ]
 
 
@@ -116,16 +100,6 @@ def test_what_does_not_go_together_is_left_out_with_a_sentence_and_the_rest_merg
     assert job.infotexts == ["ToMe: 0.5; start=0.8; method=cluster; only_if_it_pays=False"]
 
 
-def test_no_choice_is_refused_beside_any_strength(webui):
-    for strength in MARKS.values():
-        base = webui.part("job_settings").base_of(strength)
-        for field in form.FIELDS:
-            for value in field.choices or ((True, False) if isinstance(field.default, bool) else ()):
-                wish = read(webui, strength=strength, **{field.name: value})
-                assert wish.config(False) is not None and not wish.left_out, (field.name, value)
-                assert {**base, **wish.changes}[field.name] == value, "what was clicked counts"
-
-
 def test_a_seed_is_the_images_cut_to_the_engines_bits_or_a_given_one_of_those_bits(webui):
     assert read(webui).config(False, seed=2**32 - 1).value("seed") == 2**31 - 1
     assert read(webui, merge_seed=3).config(False, seed=7).value("seed") == 3
@@ -138,17 +112,15 @@ def test_a_seed_is_the_images_cut_to_the_engines_bits_or_a_given_one_of_those_bi
 OF = {"sd": ldm_of_one_level, "sdxl": ldm_sdxl}
 
 
-def test_each_model_of_a_job_merges_by_the_table_of_its_layout(webui):
+def test_a_refiner_of_another_layout_merges_by_the_table_of_its_own(webui):
     with mock.patch.object(webui.part("merging"), "patch", wraps=webui.part("merging").patch) as patch:
-        job = webui.job({**FREE, "strength": 0.25}, refiner=ldm_sdxl())
+        webui.job({**FREE, "strength": 0.25}, refiner=ldm_sdxl())
     put_on = [form.values_of(call.args[1]) for call in patch.call_args_list]
-    of_job = {"merge_seed": 7, "only_if_it_pays": False}
-    assert put_on == [form.values_of(preset("quality", layout)) | of_job for layout in OF]
-    assert job.infotexts == ["ToMe: 0.25; only_if_it_pays=False"], "the model is named beside it"
+    assert put_on == [form.values_of(preset("quality", layout)) | {"merge_seed": 7, **UNGATED} for layout in OF]
 
 
 @pytest.mark.parametrize(("begun", "layout"), [("sd", "sd"), ("sd", "sdxl"), ("sdxl", "sd")])
-def test_what_an_expert_leaves_as_it_was_filled_in_follows_strength_and_model_and_is_no_deviation(webui, begun, layout):
+def test_what_an_expert_leaves_as_it_was_filled_in_follows_the_model_and_is_no_deviation(webui, begun, layout):
     """A webui makes its page before the model is there, and a checkpoint changes while the page is open."""
     webui.load(OF[layout]())
     webui.script.ui(False)  # imports the panel
@@ -158,9 +130,3 @@ def test_what_an_expert_leaves_as_it_was_filled_in_follows_strength_and_model_an
     written = f"0.25; sx=7; ratio={settings.base_of(0.25, layout)['ratio']}"
     read_again = webui.part("infotext").settings_in(written, layout)
     assert form.values_of(read_again.config(False, layout=layout)) == {**exact, "sx": 7}, "unrounded"
-    fields = {**settings.base_of(0.5, begun), "sx": 7}
-    for own, sx in ((False, exact["sx"]), (True, 7)):
-        filled_for, *updates = webui.part("ui").follow_strength(0.25, own, 0.5, *fields.values())
-        followed = {name: update.get("value", fields[name]) for name, update in zip(fields, updates, strict=True)}
-        assert filled_for == {"value": 0.25}
-        assert followed == {**exact, "ratio": round(exact["ratio"], 3), "early_ratio": 0.984, "sx": sx}

@@ -1,15 +1,14 @@
-"""Which passes of which jobs merge, in the callback orders of the webuis, on a real LDM UNet."""
+"""Which passes of which jobs merge, and how long a match is kept, in the callback orders of the webuis."""
 
 from __future__ import annotations
-
-import functools
-import types
 
 import pytest
 import torch
 
+from tests import webui_doubles
 from tests.models import ldm_wrapped
-from tests.webui_doubles import ASKED, FLAVOURS, FREE, ON, SAVED, custom, merged_tokens, merges
+from tests.webui_doubles import ASKED, FLAVOURS, FREE, ON, SAVED, Denoiser, custom, merged_tokens, merges, report
+from tome_core import form
 
 # whatever is set besides; a wrong strength; and no argument that says it
 OFF = [(), (False,), ({**FREE, "strength": 0, "method": "cluster"},), (custom(0.0),), (True, 9.0)]
@@ -61,23 +60,15 @@ def test_a_job_inside_a_job_has_its_own_wish_and_the_outer_job_goes_on(webui):
 
 
 @pytest.mark.parametrize("flavour", ["a1111", "forge"])
-def test_the_refiner_merges_too_or_is_named(webui):
+def test_the_refiner_merges_too(webui):
     first, second = webui.shared.sd_model, ldm_wrapped()
-    job = webui.job(*ON, refiner=second)
-    assert job.comments == f"ToMe: {ASKED}, 4 steps, 72% of attention left out\n", "it has a level more"
+    comments = webui.job(*ON, refiner=second).comments
+    assert comments == f"ToMe: {ASKED}, 4 steps, 72% of attention left out\n", "it has a level more"
     assert not merges(second)
     webui.shared.sd_model = first
-    second.model.diffusion_model = torch.nn.Linear(2, 2)  # without an attention that is known
-    second.model.diffusion_model.forward = lambda x, timesteps, context: x * 0.1
-    comments = webui.job(*ON, refiner=second).comments
-    assert comments.count("is not known: no attention function") == 1 and SAVED in comments
-    webui.shared.sd_model = first
 
 
-# --- what has put something on the model ------------------------------------------------------------------------------
-
-
-def test_an_active_sd_unet_and_hypertile_are_left_alone_and_named(webui):
+def test_hypertile_and_an_active_sd_unet_are_left_alone_and_named(webui):
     expected, settings = webui.plain().latents, webui.shared.opts.data
     settings["hypertile_enable_unet_secondpass"] = True
     comments = webui.job(*ON, enable_hr=True).comments
@@ -91,24 +82,43 @@ def test_an_active_sd_unet_and_hypertile_are_left_alone_and_named(webui):
     assert torch.equal(job.latents, expected) and "an SdUnet" in job.comments
 
 
-def test_hypertile_that_was_on_once_changes_no_picture_of_ours(webui):
-    """A1111 leaves its wrappers on the attentions for good, and they what they found: one of our wraps, it may be."""
-    expected = webui.job(*ON).latents
-    handle = webui.engine("hosting").patch(webui.unet, ratio=0.5)
-    attentions = [module for name, module in webui.unet.named_modules() if name.endswith("attn1")]
-    for attention in attentions:
-        params = types.SimpleNamespace(enabled=False, forward=attention.forward)
+# --- matches are kept over the steps of a pass, and never over pictures, tiles or halves of a split batch -------------
 
-        @functools.wraps(params.forward)
-        def wrapper(*args, params=params, **kwargs):
-            return params.forward(*args, **kwargs)
+KEPT = custom(keep=1000.0, use_rand=False)
+BALANCED = {**form.fill("balanced"), **FREE}
 
-        vars(attention).update(__webui_hypertile_params=params, forward=wrapper)
-    handle.remove()
-    assert torch.equal(webui.job(*ON).latents, expected)
-    for attention in attentions:
-        vars(attention)["__webui_hypertile_params"].enabled = True  # as after the first of several pictures' hires pass
-    job = webui.job(*ON)
-    assert torch.equal(job.latents, webui.plain().latents) and "nothing merged: HyperTile is on" in job.comments
-    for attention in attentions:
-        del attention.forward
+
+class SplitDenoiser(Denoiser):
+    """Prompt and negative prompt in calls of their own, as batch_cond_uncond has it if it is off."""
+
+    def guided(self, x, timestep):
+        cond = self.run(x, timestep, webui_doubles.PROMPT)
+        uncond = self.run(x, timestep, torch.zeros_like(webui_doubles.PROMPT))
+        return uncond + 2 * (cond - uncond)
+
+
+class TiledDenoiser(Denoiser):
+    """Tiled Diffusion: a call for each of a step's tiles, all of one shape, once the step was announced."""
+
+    def guided(self, x, timestep):
+        return torch.cat([self.run(tile, timestep, webui_doubles.PROMPT) for tile in x.split(8, dim=3)], dim=3)
+
+
+@pytest.mark.parametrize(("flavour", "denoiser", "matches"), [
+    ("forge", Denoiser, 1), ("a1111", webui_doubles.CFGDenoiserTimesteps, 1), ("a1111", SplitDenoiser, 1),
+    ("a1111", TiledDenoiser, 2),
+])  # fmt: skip
+def test_a_passes_steps_and_both_prompts_have_one_match_and_each_tile_its_own(webui, monkeypatch, denoiser, matches):
+    state, done = webui.engine("engine.state"), []
+    match = state.match
+    monkeypatch.setattr(state, "match", lambda *args: done.append(args) or match(*args))
+    (level,) = report(webui.job(KEPT, denoiser=denoiser, size=16))["passes"]["first pass"]["levels"]
+    assert len(done) == matches * level["blocks"] > 0
+
+
+@pytest.mark.parametrize(("denoiser", "args"), [(Denoiser, BALANCED), (SplitDenoiser, KEPT), (TiledDenoiser, KEPT)])
+def test_a_picture_is_the_same_after_another_and_in_a_batch_of_its_own(webui, denoiser, args):
+    facts = {"enable_hr": denoiser is Denoiser, "denoiser": denoiser, "size": 16}
+    both = webui.job(args, seed=7, n_iter=2, **facts).latents
+    webui.job(args, seed=3, **facts)
+    assert torch.equal(webui.job(args, seed=8, **facts).latents, both[1:])

@@ -6,12 +6,10 @@ Such a script goes on with the job's pictures and makes a result of its own: non
 from __future__ import annotations
 
 import copy
-import types
 
 import pytest
 
-from tests import webui_doubles
-from tests.webui_doubles import FREE, ON, Processing, custom, report
+from tests.webui_doubles import FREE, ON, TIMESTEPS, Processing, custom, report, sample_euler
 
 
 @pytest.mark.parametrize(("args", "why"), [
@@ -33,18 +31,18 @@ def test_the_report_is_shown_in_the_places_of_the_setting(webui, log, place):
 
 
 def twice(model, x, sigmas, extra_args=None, callback=None, disable=None):
-    """Of second order: it calls the model twice a step."""
-    for i, (sigma, timestep) in enumerate(zip(webui_doubles.SIGMAS, webui_doubles.TIMESTEPS, strict=True)):
-        called = model(x, sigma, timestep)
-        callback({"x": x, "i": i, "sigma": sigmas[i], "denoised": called})
-        model(x, sigma, timestep)
-        x = x - 0.2 * called
-    return x
+    """Of second order: it calls the model again after each step's report."""
+    def heard(state):
+        callback(state)
+        model(state["x"], state["sigma"], TIMESTEPS[state["i"]])
+
+    return sample_euler(model, x, sigmas, callback=heard)
 
 
-@pytest.mark.parametrize("module", ["k_diffusion.sampling", "another.pack"])
-def test_steps_are_steps_and_calls_are_calls(webui, monkeypatch, module):
-    monkeypatch.setattr(twice, "__module__", module)
+twice.__module__ = sample_euler.__module__
+
+
+def test_steps_are_steps_and_calls_are_calls(webui):
     for start, steps in ((0.0, "4 steps"), (0.3, "2 of 4 steps")):
         job = webui.job(custom(start=start), sampler_function=twice)
         of_pass = report(job)["passes"]["first pass"]
@@ -77,13 +75,13 @@ def test_a_script_gets_the_pictures_that_it_would_get_and_the_report_of_each_job
 
 def test_so_has_one_whose_jobs_were_copies(webui, of_script):
     """Prompts from file; and a plot, which goes on with a copy of its first cell's result."""
-    cells = []
-    for strength in (0.0, 0.7):
-        cell = copy.copy(of_script)
-        cell.args = [{**FREE, "strength": strength}]
-        cells.append(webui.process(cell))
-    for result in (types.SimpleNamespace(extra_generation_params=cell.extra_generation_params), cells[0]):
-        assert report(result)["merged"] and [job["strength"] for job in report(result)["jobs"]] == [0.0, 0.7]
-    off = copy.copy(of_script)
+    first, second = copy.copy(of_script), copy.copy(of_script)
+    first.args, second.args = [{**FREE, "strength": 0}], [{**FREE, "strength": 0.7}]
+    of_plot = webui.process(first)
+    webui.process(second)
+    for result in (second, of_plot):
+        assert report(result)["merged"] and [job["strength"] for job in report(result)["jobs"]] == [0, 0.7]
+    off = copy.copy(second)
     off.args = [False]
-    assert "ToMe report" not in webui.process(off).extra_generation_params
+    unmerged = webui.process(off)
+    assert unmerged.infotexts == [""] and "ToMe report" not in unmerged.extra_generation_params

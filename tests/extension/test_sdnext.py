@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 import torch
-from diffusers import DDIMScheduler
-from torch import nn
 
 from tests import transformer_pipelines
-from tests.extension.sdnext_double import Processing
 from tests.webui_doubles import FREE, ON, Component, merges, report
 
 
@@ -39,8 +34,6 @@ MERGED = "3 steps, 73% of attention left out"
 
 @pytest.mark.parametrize(("settings", "lines"), [
     ({"token_merging_method": "ToDo", "todo_ratio": 0.3}, ["SD.Next's own token merging (ToDo 0.3) is on"] * 2),
-    ({"token_merging_method": "ToMe", "tome_ratio": 0.0}, [MERGED, MERGED]),
-    ({"hypertile_unet_enabled": True}, ["HyperTile is on"] * 2),
     ({"hypertile_unet_enabled": True, "hypertile_hires_only": True}, [MERGED, "HyperTile is on"]),
 ], ids=lambda value: str(value)[:40])  # fmt: skip
 def test_it_steps_aside_for_the_webuis_own_that_is_on(webui, settings, lines):
@@ -59,13 +52,6 @@ def test_a_transformer_that_the_engine_knows_merges_by_its_own_strengths(webui):
     assert torch.equal(webui.job(False).latents, plain)
 
 
-def test_another_transformer_is_told(webui):
-    parts = {"transformer": nn.Linear(2, 2), "scheduler": DDIMScheduler()}
-    webui.shared.sd_model, webui.given = mock.Mock(spec=list(parts), **parts, return_value=[[1.0]]), {}
-    job = webui.job(FREE)
-    assert "BasicTransformerBlock" in report(job)["line"] and job.infotexts == [""] and not report(job)["merged"]
-
-
 def test_the_infotext_does_not_take_the_name_of_its_own_setting(webui):
     webui.put("modules.infotext", mapping=[("ToMe", "tome_ratio")])
     assert webui.job(FREE).infotexts == ["ToMe strength: 0.5; only_if_it_pays=False"]
@@ -74,12 +60,10 @@ def test_the_infotext_does_not_take_the_name_of_its_own_setting(webui):
     assert value("enabled", {"ToMe": "0.5"}) is True, "of another webui"
 
 
-def test_the_page_knows_the_webuis_controls_by_its_own_names_and_its_hires_size(webui):
+def test_the_page_knows_the_webuis_controls_by_its_own_names(webui):
     webui.script.ui(False)
     names = ("width", "height", "enable_hr", "scale", "resize_width", "resize_height")
     theirs = {f"txt2img_{name}": Component() for name in names}
     for elem_id, control in theirs.items():
         webui.call("after_component", control, elem_id)
     assert theirs["txt2img_width"].followed[0]["inputs"][-6:] == [*theirs.values()]
-    webui.put("modules.processing", StableDiffusionProcessingTxt2Img=Processing)
-    assert webui.part("host").hires_size(128, 128, 1.5, 0, 0) == (192, 192)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 import sys
-import weakref
 from pathlib import Path
 
 import pytest
 
 from install_hosts import WEBUI
 from tests.host_folders import call_install, make_folder
-from tests.models import ldm_of_one_level
-from tests.webui_doubles import FREE, ON, SAVED, Webui, merges
+from tests.webui_doubles import ON, SAVED, Webui, merges
 from tests.webui_modules import ROOT
 
 
@@ -46,31 +43,6 @@ def test_being_installed_twice_is_said_and_only_one_works(webui, tmp_path, capsy
     with pytest.raises(ValueError, match="not enough values"):  # no script was found there
         webui.start(tmp_path)
     assert "installed twice" in capsys.readouterr().out
-
-
-def test_the_shim_works_without_the_webuis_settings(webui):
-    """Started with --nowebui, no settings tab is ever built."""
-    del webui.shared.opts
-    assert SAVED in webui.job(*ON).comments
-
-
-def test_an_unloaded_engine_is_let_go_though_the_model_stays():
-    """Reload UI after a merged picture: torch's operators held the old engine by what rested on the UNet."""
-    model = ldm_of_one_level()
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        webui = Webui(monkeypatch).start()
-        webui.load(model)
-        assert webui.job(FREE).infotexts != [""]
-        kept = weakref.ref(webui.part("job_settings").strength.__globals__["MergeConfig"])
-        assert kept() is not None
-        webui.call("script_unloaded")
-        assert not [name for name in sys.modules if name.startswith("_tome_core_webui")]
-        del webui
-    gc.collect()
-    assert kept() is None and not merges(model.model.diffusion_model)
-
-
-# --- installed --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [(), ("--copy",)], ids=["link", "copy"])

@@ -34,7 +34,7 @@ if not IS_OLD:  # it writes a file beside each file that defines a component; Fo
 
 
 class Switch(gr.Checkbox):
-    """A checkbox, which the webui hides, and beside it an accordion that is unfolded while it is checked."""
+    """A checkbox, which the webui hides; beside it is an accordion that is unfolded while it is checked."""
 
     def __enter__(self):
         self.accordion.__enter__()
@@ -55,36 +55,21 @@ def input_accordion(value, *, label, elem_id):
     return switch
 
 
-def answer(**facts):
-    """A text that differs from the last one, which the browser waits for."""
-    return json.dumps({"number": next(numbers), **facts})
-
-
 def add_panel(webui):
-    """The panel of txt2img, what a job would get from it, and the pasting of an infotext."""
+    """The panel of txt2img, and what a job would get from it."""
     script = webui.script
 
     def generate(*values):
-        """The infotext that the hooks have written before the first picture."""
+        """The infotext that the hooks have written before the first picture; it differs from the last answer."""
         p = type("Processing", (), {"enable_hr": True, "extra_generation_params": {}})()
         script.before_process(p, *values)
         script.process(p, *values)
-        return answer(**{key: value for key, value in p.extra_generation_params.items() if not callable(value)})
-
-    def paste(text):
-        """The webui leaves a control alone for which its function gives None."""
-        parameters = json.loads(text)
-        webui.call("infotext_pasted", text, parameters)
-        values = [read(parameters) for _, read in script.infotext_fields]
-        return [*(gr.update() if value is None else gr.update(value=value) for value in values), answer()]
+        return json.dumps({"number": next(numbers), "ToMe": p.extra_generation_params.get("ToMe")})
 
     with gr.Group():
         controls = script.ui(False)
-    generating, pasting = (gr.Button(name, elem_id=name) for name in ("generate", "paste"))
-    infotext, answered = (gr.Textbox(label=name, elem_id=name) for name in ("infotext", "answer"))
-    generating.click(fn=generate, inputs=controls, outputs=[answered], **CLICKED)
-    fields = [control for control, _ in script.infotext_fields]
-    pasting.click(fn=paste, inputs=[infotext], outputs=[*fields, answered], **CLICKED)
+    answered = gr.Textbox(label="answer", elem_id="answer")
+    gr.Button("generate", elem_id="generate").click(fn=generate, inputs=controls, outputs=[answered], **CLICKED)
 
 
 def add_settings(webui):

@@ -1,9 +1,8 @@
 """Two servers for all tests of this folder, one of them without us; skipped if WEBUI_DIR is not set.
 
 WEBUI_DIR: a checkout of A1111, Forge or reForge with its dependencies. WEBUI_PYTHON: the Python that runs it.
-WEBUI_CHECKPOINT: a checkpoint that it can load; without it a small one with random weights is made. WEBUI_FLAGS:
-replace the flags for a CPU. A webui takes CLIP's tokenizer from the Hugging Face cache, so without a network it has to
-be there (HF_HOME). The user's settings, extensions and pictures are not touched.
+WEBUI_FLAGS: replace the flags for a CPU. A webui takes CLIP's tokenizer from the Hugging Face cache, so without a
+network it has to be there (HF_HOME). The user's settings, extensions and pictures are not touched.
 """
 
 from __future__ import annotations
@@ -30,31 +29,14 @@ def checkout() -> Path:
 
 @pytest.fixture(scope="session")
 def checkpoints(checkout, tmp_path_factory) -> Iterator[Path]:
-    """A folder with one checkpoint under two names, for the refiner, and `other` weights if the first were made."""
+    """A folder with the checkpoint `first`, the same as `second` for the refiner, and `other` weights."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    given = os.environ.get("WEBUI_CHECKPOINT")
-    if given:
-        _link(Path(given), folder / "first")
-    else:
-        for seed, name in enumerate(("first", "other"), 1):
-            make(folder / f"{name}.safetensors", checkout, seed, is_narrow=kind_of(checkout) == "a1111")
-    _link(folder / "first.safetensors", folder / "second")
+    for seed, name in enumerate(("first", "other"), 1):
+        make(folder / f"{name}.safetensors", checkout, seed, is_narrow=kind_of(checkout) == "a1111")
+    for file in list(folder.glob("first.*")):  # the weights, and in A1111 their configuration
+        (folder / f"second{file.suffix}").symlink_to(file)
     yield folder
     shutil.rmtree(folder)  # half a gigabyte, and pytest keeps the folders of three runs
-
-
-@pytest.fixture
-def other(checkpoints) -> str:
-    """The name of a checkpoint with other weights in the first one's layout."""
-    if not (checkpoints / "other.safetensors").exists():
-        pytest.skip("needs a second checkpoint of the same layout, which is made if WEBUI_CHECKPOINT is not set")
-    return "other"
-
-
-def _link(source: Path, target: Path) -> None:
-    for suffix in (".safetensors", ".yaml"):  # the configuration, if the layout is not SD1.5's own
-        if source.with_suffix(suffix).exists():
-            target.with_suffix(suffix).symlink_to(source.with_suffix(suffix))
 
 
 @pytest.fixture(scope="session")

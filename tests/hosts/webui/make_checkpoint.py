@@ -63,20 +63,6 @@ def make_sdxl(path: Path, checkout: Path) -> None:
     _configure(path, base, network_config=unet, first_stage_config={"ddconfig": vae})
 
 
-def make_hypernetwork(path: Path) -> None:
-    """Write a hypernetwork of one linear layer each for keys and values, of the image's tokens and of the text's."""
-    generator = torch.Generator().manual_seed(3)
-    layers = {
-        width: tuple(
-            {"linear.0.weight": torch.randn(width, width, generator=generator) * width**-0.5,
-             "linear.0.bias": torch.zeros(width)} for _ in "kv"
-        ) for width in (UNET["model_channels"], NARROW_UNET["model_channels"], UNET["context_dim"])
-    }  # fmt: skip
-    path.parent.mkdir(parents=True, exist_ok=True)
-    facts = {**layers, "layer_structure": [1, 1], "activation_func": "linear", "step": 1, "name": path.stem}
-    torch.save(facts, path, _use_new_zipfile_serialization=False)  # A1111 1.10 refuses what newer torch puts into a zip
-
-
 def _text_encoder() -> nn.Module:
     """CLIP's, as SD1.5 and SDXL have it."""
     return CLIPTextModel(CLIPTextConfig(

@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shlex
 import sys
 import urllib.request
@@ -17,7 +18,6 @@ from typing import Any, NamedTuple
 from PIL import Image
 
 from tests.gradio_panel.serving import OPENER, free_port, running
-from tests.hosts.webui.make_checkpoint import make_hypernetwork
 from tests.webui_doubles import custom, merged_tokens
 
 HERE = Path(__file__).parent
@@ -32,8 +32,8 @@ START = [
     "--skip-install", "--skip-python-version-check", "--skip-prepare-environment", "--disable-console-progressbars",
     "--api",
 ]  # fmt: skip
-OF_FORGES = "--always-cpu --attention-pytorch --all-in-fp32"
-OF_A1111 = "--no-half --precision full --use-cpu all --opt-sdp-attention"
+FOR_CPU = {"a1111": "--no-half --precision full --use-cpu all --opt-sdp-attention",
+           **dict.fromkeys(("forge", "reforge"), "--always-cpu --attention-pytorch --all-in-fp32")}  # fmt: skip
 HALF = custom(0.5)  # of all tokens, as the engine's own defaults have it, however small the picture
 _FORGE = (Path(os.environ.get("WEBUI_DIR", HERE)) / "backend").exists()
 # by that: three quarters at the finest level, and nothing below it, where Forge has an attention more
@@ -44,32 +44,17 @@ PAYING = dict.fromkeys(("width", "height"), 512 if "WEBUI_FLAGS" in os.environ e
 TWICE = {name: 2 * size for name, size in PAYING.items()}  # where a level at half the latent's size pays too
 
 
-def ours(infotext: str) -> list[str]:
-    """What it says of us."""
-    return [pair for pair in infotext.replace("\n", ", ").split(", ") if pair.startswith("ToMe")]
-
-
 class Picture(NamedTuple):
-    """pixels: of the first image; all: of every image; infotext, facts: what the API says about it."""
+    """all: the pixels of every image; facts: what the API says about them."""
 
-    pixels: bytes
     all: tuple[bytes, ...]
-    infotext: str
     facts: dict
 
-    @property
-    def ours(self) -> list[str]:
-        """What the infotext says of us."""
-        return ours(self.infotext)
-
-    @property
-    def report(self) -> dict:
-        """What API callers are told."""
-        return self.facts["extra_generation_params"]["ToMe report"]
-
-    def merged(self, name: str = "first pass") -> list[tuple]:
-        """`merged_tokens` of what the API is told."""
-        return merged_tokens(self.facts["extra_generation_params"], name)
+    pixels = property(lambda self: self.all[0])
+    infotext = property(lambda self: self.facts["infotexts"][0])
+    ours = property(lambda self: [pair for pair in re.split(", |\n", self.infotext) if pair.startswith("ToMe")])
+    report = property(lambda self: self.facts["extra_generation_params"]["ToMe report"])
+    merged = property(lambda self: merged_tokens(self.facts["extra_generation_params"]))
 
 
 def kind_of(checkout: Path) -> str:
@@ -77,13 +62,6 @@ def kind_of(checkout: Path) -> str:
     if not (checkout / "modules_forge").exists():
         return "a1111"
     return "forge" if (checkout / "backend").exists() else "reforge"
-
-
-def picture_to_start_from(side: int = 128) -> str:
-    """A picture for the API."""
-    file = io.BytesIO()
-    Image.linear_gradient("L").rotate(30).resize((side, side)).convert("RGB").save(file, "PNG")
-    return base64.b64encode(file.getvalue()).decode()
 
 
 class Webui:
@@ -113,10 +91,8 @@ class Webui:
             others = body.get("alwayson_scripts", {})
             body["alwayson_scripts"] = {**others, "Token Merging (ToMe)": {"args": list(args)}}
         answer = self.ask(f"/sdapi/v1/{path}", body)
-        facts = json.loads(answer["info"])
-        images = tuple(Image.open(io.BytesIO(base64.b64decode(image))).convert("RGB").tobytes()
-                       for image in answer["images"])  # fmt: skip
-        return Picture(images[0], images, facts["infotexts"][0], facts)
+        images = (Image.open(io.BytesIO(base64.b64decode(image))) for image in answer["images"])
+        return Picture(tuple(image.convert("RGB").tobytes() for image in images), json.loads(answer["info"]))
 
     def draw_once(self, **job: Any) -> Picture:
         """The same, remembered: a picture takes seconds, and many tests ask for the same one."""
@@ -125,27 +101,9 @@ class Webui:
             self.drawn[key] = self.draw(**job)
         return self.drawn[key]
 
-    def arguments_of(self, script: str) -> list[dict]:
-        """What the API tells of a script's arguments in txt2img."""
-        scripts = self.ask("/sdapi/v1/script-info")
-        (info,) = [info for info in scripts if info["name"] == script and not info["is_img2img"]]
-        return info["args"]
-
-    def values_of(self, script: str, **changes: Any) -> list:
-        """A script's arguments: its defaults, but for ``changes``, by the first label with _ for spaces."""
-        arguments = self.arguments_of(script)
-        labels, values = [str(arg["label"]).replace(" ", "_") for arg in arguments], [arg["value"] for arg in arguments]
-        for label, value in changes.items():
-            values[labels.index(label)] = value
-        return values
-
     def state(self) -> dict:
         """What the probe extension saw since the last call."""
         return self.ask("/tome_test/state")
-
-    def routes(self) -> set[str]:
-        """In which ways the last picture's attentions were told of sizes."""
-        return set(self.state()["routes"])
 
     def log_text(self, start: int = 0) -> str:
         """The log from a position on."""
@@ -199,7 +157,6 @@ def _serve(
     kind, port = kind_of(checkout), free_port()
     (folder / "extensions").mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({**QUIET, **OVERRIDDEN}))
-    make_hypernetwork(folder / "models" / "hypernetworks" / "small.pt")
     for extension in (*extensions, HERE / "probe"):
         name = "tome_core" if extension == ROOT else extension.name
         (folder / "extensions" / name).symlink_to(extension, target_is_directory=True)
@@ -207,27 +164,18 @@ def _serve(
     # Forge Neo takes the first checkpoint from its settings
     models = ["--ckpt-dir", checkpoints, "--ckpt", checkpoints / "first.safetensors"] if '"--ckpt"' in known \
         else ["--ckpt-dirs", checkpoints]  # fmt: skip
-    flags = os.environ.get("WEBUI_FLAGS", OF_A1111 if kind == "a1111" else OF_FORGES)
     command = [
         os.environ.get("WEBUI_PYTHON", sys.executable), "launch.py", *(flag for flag in START if f'"{flag}"' in known),
-        *shlex.split(flags), "--port", str(port), "--data-dir", str(folder), *map(str, models),
-        "--gradio-allowed-path", str(checkout), *options,  # Forge serves its own scripts from its data folder alone
+        *shlex.split(os.environ.get("WEBUI_FLAGS", FOR_CPU[kind])), "--port", str(port), "--data-dir", str(folder),
+        *map(str, models), *options,
+        "--gradio-allowed-path", str(checkout),  # Forge serves its own scripts from its data folder alone
     ]  # fmt: skip
-    webui = Webui(port, folder / "server.log", kind)
-
-    def has_started() -> bool:
-        """By the log: a request before this line breaks the start of A1111 1.10."""
-        return "Startup time" in webui.log_text()
-
-    with running(command, webui.log, has_started, cwd=checkout, env=environment()):
-        webui.ask("/sdapi/v1/options")
-        yield webui
-
-
-def environment() -> dict[str, str]:
-    """What the checkout's processes see."""
     # one thread: equal bits are asked for, and they depend on how sums are split
     more = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
             "GRADIO_ANALYTICS_ENABLED": "False", "SD_WEBUI_RESTARTING": "1", "no_proxy": "*"}  # fmt: skip
     kept = {key: value for key, value in os.environ.items() if key not in ("COMMANDLINE_ARGS", "PYTHONPATH")}
-    return {**kept, **more}
+    webui = Webui(port, folder / "server.log", kind)
+    # by the log: a request before this line breaks the start of A1111 1.10
+    with running(command, webui.log, lambda: "Startup time" in webui.log_text(), cwd=checkout, env={**kept, **more}):
+        webui.ask("/sdapi/v1/options")
+        yield webui

@@ -7,15 +7,20 @@ faces.
 
 from __future__ import annotations
 
+import base64
+import io
 import os
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
-from tests.hosts.webui.running import HALF, SAVED, picture_to_start_from, serve_twins
+from tests.hosts.webui.running import HALF, SAVED, serve_twins
 
-FOLDERS = ("sd-webui-controlnet", "adetailer", "multidiffusion-upscaler", "ultimate-upscale")
-PICTURE = picture_to_start_from()
+FOLDERS = ("sd-webui-controlnet", "adetailer", "ultimate-upscale")
+FILE = io.BytesIO()
+Image.linear_gradient("L").rotate(30).resize((128, 128)).convert("RGB").save(FILE, "PNG")
+PICTURE = base64.b64encode(FILE.getvalue()).decode()
 
 
 @pytest.fixture(scope="module")
@@ -57,15 +62,6 @@ def test_adetailers_inner_jobs_merge_only_if_its_settings_name_us(neighbours):
         assert f"6 steps, {SAVED}" in neighbours.law(HALF, **job, **more)
         lines = neighbours.webui.our_lines(start)
         assert len(lines) == 1 + inner and all(SAVED in line for line in lines)
-
-
-def test_tiled_diffusions_tiles(neighbours):
-    beside(neighbours, "multidiffusion-upscaler")
-    tiles = {f"Latent_tile_{name}": value for name, value in (("width", 16), ("height", 16), ("overlap", 4))}
-    values = neighbours.without.values_of("tiled diffusion", Tiled_Diffusion=True, Method="MultiDiffusion", **tiles)
-    job = {"alwayson_scripts": {"Tiled Diffusion": {"args": values}}, "width": 192}
-    assert neighbours.without.draw_once(**job).pixels != neighbours.without.draw_once(width=192).pixels
-    assert SAVED in neighbours.law(HALF, **job)
 
 
 def test_ultimate_upscales_tiles(neighbours):

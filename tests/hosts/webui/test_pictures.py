@@ -1,8 +1,7 @@
-"""A real webui over its HTTP API: what is bit-identical, what merges, what is told, and what is refused."""
+"""A real webui over its HTTP API: which pictures are bit-identical, which merge, and what their report says."""
 
 from __future__ import annotations
 
-import math
 import re
 import threading
 import time
@@ -23,30 +22,13 @@ def clean(webui):
     assert webui.state()["patched"] == 0
 
 
-def test_the_script_is_there_and_lists_its_arguments(webui):
-    labels = [arg["label"] for arg in webui.arguments_of("token merging (tome)")]
-    assert len(labels) == 24 and labels[:3] == ["Token Merging (ToMe)", "Strength", "Where"]
-    assert "Error loading script: token_merging.py" not in webui.log_text()
-
-
 def test_on_merges_by_the_webuis_own_attention_says_so_and_repeats_itself(twins, webui):
     assert twins.law(HALF) == f"{ASKED}, 3 steps, {SAVED}"
     on = webui.draw(HALF)
-    assert "ToMe: 0.5; ratio=0.5; " in on.infotext and on.merged() == [(1, 256, 128, 128)]
-    routes = webui.routes()
+    assert "ToMe: 0.5; ratio=0.5; " in on.infotext and on.merged == [(1, 256, 128, 128)]
+    routes = webui.state()["routes"]
     assert routes and all(route.startswith("bias") for route in routes)  # Forge's are torch's own function
     assert webui.draw(HALF).pixels == on.pixels
-
-
-def test_hires_only_leaves_the_first_pass_bit_identical(webui, without):
-    without.draw(hires=True)
-    first_pass = without.state()["upscaled"][-1:]
-    picture = webui.draw({**HALF, "where": "hires pass"}, hires=True)
-    assert webui.state()["upscaled"][-1:] == first_pass
-    assert picture.report["line"] == f"{ASKED}; first pass: left alone; hires pass: 2 steps, {SAVED}"
-    assert picture.merged("hires pass") == [(1, 576, 288, 288)]
-    webui.draw(HALF, hires=True)
-    assert webui.state()["upscaled"][-1:] != first_pass
 
 
 def test_the_end_of_the_range_holds_for_every_kind_of_sampler(webui):
@@ -71,20 +53,9 @@ def test_a_strength_alone_merges_what_pays_at_the_pictures_size(twins, webui):
     outcome = r"\d+% of attention left out|.* faster \(measured here\)"  # if the button was pressed before
     assert re.fullmatch(f"strength 0.75, 3 steps, ({outcome})", line)
     on = webui.draw(True, 0.75, **PAYING)
-    assert on.ours == ["ToMe: 0.75"] and {level for level, *_ in on.merged()} == {1}
+    assert on.ours == ["ToMe: 0.75"] and {level for level, *_ in on.merged} == {1}
     large = webui.draw(True, 0.5, **TWICE, steps=2)  # one in the early phase and one behind it
-    assert {level for level, *_ in large.merged()} == {1, 2}
-
-
-def test_settings_of_a_request_hold_for_its_job_and_moved_ones_from_the_next_picture_on(webui):
-    own = {"override_settings": {"tome_enabled": True, "tome_strength": 0.7}}
-    assert webui.draw(**PAYING, **own).ours == ["ToMe: 0.7"]
-    assert webui.draw(True, 0.3, **PAYING, **own).ours == ["ToMe: 0.3"], "arguments outweigh it"
-    assert webui.draw(**PAYING).ours == [], "nothing of it is left"
-    webui.ask("/sdapi/v1/options", {"tome_enabled": True, "tome_strength": 0.6})
-    moved = webui.draw(**PAYING)
-    webui.ask("/sdapi/v1/options", {"tome_enabled": False, "tome_strength": 0.5})
-    assert moved.ours == ["ToMe: 0.6"]
+    assert {level for level, *_ in large.merged} == {1, 2}
 
 
 def test_the_built_in_merging_is_off_while_ours_is_on_and_as_ever_otherwise(webui, without):
@@ -95,15 +66,6 @@ def test_the_built_in_merging_is_off_while_ours_is_on_and_as_ever_otherwise(webu
     small = webui.draw(True, 0.75, **BUILT_IN)
     assert small.pixels == built_in and not small.ours and "Token merging ratio: 0.5" in small.infotext
     assert re.search("nothing merged: .*the webui's own merging .0.5. stays on$", small.report["line"])
-
-
-def test_no_value_is_an_error_of_the_server_and_the_picture_is_unmerged(webui, without):
-    for args in ((True, math.nan), (True, {"a": 1}, [3]), ({"enabled": True, "": None},)):  # JSON with a NaN
-        start = len(webui.log_text())
-        picture = webui.draw(*args)
-        assert picture.pixels == without.draw_once().pixels and "ToMe" not in picture.infotext
-        line = picture.report["line"]
-        assert "a setting is wrong: " in line and line in webui.log_text(start) and not picture.report["merged"]
 
 
 def test_a_job_that_ends_early_leaves_nothing(webui, without):

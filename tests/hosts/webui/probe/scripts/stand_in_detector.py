@@ -3,7 +3,7 @@
 import contextlib
 import importlib
 import sys
-import types
+from types import ModuleType, SimpleNamespace
 
 with contextlib.suppress(ImportError):
     importlib.import_module("controlnet_aux")  # ControlNet's, which at import takes more of a mediapipe that it finds
@@ -14,14 +14,11 @@ class FaceDetection(contextlib.nullcontext):
         super().__init__(self)
 
     def process(self, image):
-        box = types.SimpleNamespace(xmin=0.25, ymin=0.25, width=0.5, height=0.5)
-        face = types.SimpleNamespace(location_data=types.SimpleNamespace(relative_bounding_box=box), score=[0.9])
-        return types.SimpleNamespace(detections=[face])
+        box = SimpleNamespace(xmin=0.25, ymin=0.25, width=0.5, height=0.5)
+        face = SimpleNamespace(location_data=SimpleNamespace(relative_bounding_box=box), score=[0.9])
+        return SimpleNamespace(detections=[face])
 
 
-solutions = types.SimpleNamespace(
-    face_detection=types.SimpleNamespace(FaceDetection=FaceDetection),
-    drawing_utils=types.SimpleNamespace(draw_detection=lambda image, face: None),
-)
-sys.modules["mediapipe"] = types.ModuleType("mediapipe")
-sys.modules["mediapipe"].solutions = solutions
+module = sys.modules["mediapipe"] = ModuleType("mediapipe")
+drawing = SimpleNamespace(draw_detection=lambda image, face: None)
+module.solutions = SimpleNamespace(face_detection=SimpleNamespace(FaceDetection=FaceDetection), drawing_utils=drawing)
