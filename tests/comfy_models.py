@@ -17,7 +17,7 @@ from torch import nn
 
 from tests import comfy_attention
 from tests.comfy_attention import CrossAttention
-from tests.doubles import ComfyBlock
+from tests.doubles import Block
 from tests.models import TEXT, ldm, seeded
 
 WIDTH, HEADS = 32, 2  # of transformers
@@ -26,7 +26,7 @@ WIDTH, HEADS = 32, 2  # of transformers
 # --- UNets -----------------------------------------------------------------------------------------------------------
 
 
-class BasicTransformerBlock(ComfyBlock):
+class BasicTransformerBlock(Block):
     """Another node may stand in for its attentions, or change the tokens of its self-attention."""
 
     attention = CrossAttention

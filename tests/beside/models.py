@@ -26,14 +26,14 @@ def _by_hand() -> nn.Module:
 _OWN = Family("ldm", ldm_of_one_level, call_ldm), Family("sd15, by hand", _by_hand, call_unet)
 UNETS = {case.name: case for case in (*_OWN, *CASES)}
 QUICK = ("sd15", "ldm", "Qwen-Image", "Wan")
-SLOW = ("sdxl", "sd2", "sd15, by hand", "ldm_sd2", "sgm_double", "comfy_double", "gligen", "motion", "Flux",
+SLOW = ("sdxl", "sd2", "sd15, by hand", "ldm_sd2", "sgm_double", "gligen", "motion", "Flux",
         "Flux, two pictures", "SD3.5", "Qwen-Image, padded", "Z-Image", "Lumina 2", "PixArt", "LTX",
         "HunyuanVideo")  # fmt: skip
 MODELS = [name for name in (*QUICK, *SLOW) if name in UNETS or name in tiny_transformers.PRESENT]
 # two steps that have one match, late in a picture
 TIMES = (340, 320)
 _COARSE = 2  # places a side, between which a latent is smooth: merging is good then, and what things do shows
-_SIDES = {"sdxl": 32, "ldm_sd2": 32, "sgm_double": 32, "comfy_double": 32}  # of latents; at 16 they have few tokens
+_SIDES = {"sdxl": 32, "ldm_sd2": 32, "sgm_double": 32}  # of latents; at 16 they have few tokens
 
 
 class Beside:
