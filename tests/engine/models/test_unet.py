@@ -1,6 +1,4 @@
-"""What UNets need beyond the contract: parity with tomesd, odd sizes, levels, dtypes, and calls of an attention that do
-not fit, which are left alone and named.
-"""
+"""What UNets need beyond the contract: parity with tomesd, odd sizes, levels, dtypes and devices."""
 
 from __future__ import annotations
 
@@ -15,13 +13,11 @@ from torch import nn
 import tome_core
 from tests.families import MODELS
 from tests.models import Family, call_ldm, call_unet, four_levels, inputs, ldm, on_small, sdxl, seeded, small
-from tests.sd_block import make_block, make_inputs
 from tests.thoroughness import some_quick
 from tome_core import MergeConfig
 from tome_core.attention.merged import BIAS
 from tome_core.models.unet_blocks import find_blocks
 
-INPUTS = make_inputs(8, 2, "cpu", torch.float32)
 SD15, BALANCED = MODELS["sd15"], on_small("balanced")
 
 
@@ -131,37 +127,3 @@ def test_weights_that_are_stored_in_half_precision_merge_as_hard():
         SD15.call(model, 1, timestep=100)
     level = handle.report().levels[0]
     assert level.tokens == ((256, 256, 36),) and level.sized_by == {BIAS: 3}
-
-
-# --- calls that do not fit --------------------------------------------------------------------------------------------
-
-
-class Changed(nn.Module):
-    """Another program's replacement of the attention, which takes a word of its own."""
-
-    def __init__(self, attention: nn.Module) -> None:
-        super().__init__()
-        self.attention = attention
-
-    def forward(self, x, context=None, mask=None, keys=None):
-        self.keys = keys
-        return self.attention(x, context, mask)
-
-
-@pytest.mark.parametrize("told, why", [
-    ({"mask": lambda x: torch.ones(2, 1, 64)}, "the call has an attention mask"),
-    ({"context": lambda x: torch.cat([x, x], 1)}, "keys and values are not the picture's tokens"),
-    ({"keys": lambda x: "theirs"}, ""),  # it is passed on
-], ids=["mask", "bank of keys", "a word of its own"])  # fmt: skip
-def test_a_call_that_does_not_fit_is_left_alone_and_named(told, why):
-    model = make_block()
-    (block,) = (place.block for place in find_blocks(model))
-    block.attn1 = attention = Changed(block.attn1)
-    attention.register_forward_pre_hook(
-        lambda _, args, kwargs: (args, kwargs | {name: make(args[0]) for name, make in told.items()}),
-        with_kwargs=True)  # fmt: skip
-    expected = model(*INPUTS)
-    with tome_core.patch(model, MergeConfig(proportional=False)) as handle:
-        assert torch.equal(model(*INPUTS), expected) == bool(why)
-        assert handle.report().levels[0].reasons == ({f"attn: {why}": 1} if why else {})
-    assert attention.keys == ("theirs" if "keys" in told else None)
