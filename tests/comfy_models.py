@@ -16,7 +16,7 @@ from ldm.modules.diffusionmodules.util import timestep_embedding
 from torch import nn
 
 from tests import comfy_attention
-from tests.doubles import ComfyBlock
+from tests.doubles import Block
 from tests.models import TEXT, ldm, seeded
 
 WIDTH, HEADS = 32, 2  # of transformers
@@ -25,7 +25,7 @@ WIDTH, HEADS = 32, 2  # of transformers
 # --- UNets -----------------------------------------------------------------------------------------------------------
 
 
-class BasicTransformerBlock(ComfyBlock):
+class BasicTransformerBlock(Block):
     """Another node may stand in for its attentions, or change the tokens of its self-attention."""
 
     attention = comfy_attention.CrossAttention

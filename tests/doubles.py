@@ -1,13 +1,10 @@
-"""Stand-ins for code that cannot be installed from PyPI: the blocks of sgm and ComfyUI, and LDM's outer models.
+"""Stand-ins for code that cannot be installed from PyPI: sgm's block, and the attentions of sgm and ComfyUI.
 
 They have their originals' class names, argument names and order of calls, which is all that the patch relies on,
 and nothing else.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +52,9 @@ class ComfyAttention(_Attention):
         return self.attend(x, context, context if value is None else value, mask)
 
 
-class _Block(nn.Module):
+class Block(nn.Module):
+    """The parts of a block, of any host."""
+
     attention: type[_Attention]
 
     def __init__(self, width: int, heads: int, context_width: int) -> None:
@@ -66,7 +65,7 @@ class _Block(nn.Module):
         self.norm1, self.norm2, self.norm3 = nn.LayerNorm(width), nn.LayerNorm(width), nn.LayerNorm(width)
 
 
-class SgmBlock(_Block):
+class SgmBlock(Block):
     """The signature of sgm's BasicTransformerBlock, which is what SDXL runs on in the webui."""
 
     attention = SgmAttention
@@ -84,40 +83,5 @@ class SgmBlock(_Block):
         return x + self.ff(self.norm3(x))
 
 
-class ComfyBlock(_Block):
-    """The signature of ComfyUI's block. explicit: some attn1 patch exists, so keys and values are passed along."""
-
-    attention = ComfyAttention
-
-    def __init__(self, width: int, heads: int, context_width: int, explicit: bool = False) -> None:
-        super().__init__(width, heads, context_width)
-        self.explicit = explicit
-
-    def forward(self, x, context=None, transformer_options=None):
-        options = transformer_options or {}
-        n = self.norm1(x)
-        own = n if self.explicit else None
-        x = x + self.attn1(n, context=own, value=own, transformer_options=options)
-        x = x + self.attn2(self.norm2(x), context=context, value=None, transformer_options=options)
-        return x + self.ff(self.norm3(x))
-
-
 # the patch goes by names, because every host has its own copy of the class
-SgmBlock.__name__ = ComfyBlock.__name__ = "BasicTransformerBlock"
-
-
-class LatentDiffusionDouble(nn.Module):
-    """An LDM model as `.model.diffusion_model` shows it, without pytorch-lightning.
-
-    make_block: makes what replaces the blocks of the UNet, by their width.
-    """
-
-    def __init__(self, unet: nn.Module, make_block: Callable[[int], nn.Module] | None = None) -> None:
-        super().__init__()
-        self.model = nn.Module()
-        self.model.diffusion_model = unet
-        for module in unet.modules() if make_block else ():
-            blocks: Any = getattr(module, "transformer_blocks", None)
-            if blocks is not None:
-                width = blocks[0].norm1.normalized_shape[0]
-                module.transformer_blocks = nn.ModuleList([make_block(width)])
+SgmBlock.__name__ = "BasicTransformerBlock"

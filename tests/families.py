@@ -12,7 +12,7 @@ from tests.tiny_transformers import PRESENT, Transformer
 
 UNETS = {one.name: one for one in CASES}
 MODELS = UNETS | {name: Transformer(name) for name in PRESENT}
-_OF_ITS_OWN = ("ldm_sd1", "sgm_double", "comfy_double", "sd15", "sdxl", "gligen", "motion")
+_OF_ITS_OWN = ("ldm_sd1", "sgm_double", "sd15", "sdxl", "gligen", "motion")
 _QUICK = (*_OF_ITS_OWN, "Flux", "SD3.5", "Z-Image", "Wan")
 
 

@@ -16,7 +16,7 @@ from diffusers import UNet2DConditionModel, UNetMotionModel
 from ldm.modules.diffusionmodules.openaimodel import UNetModel
 from torch import nn
 
-from tests.doubles import ComfyBlock, LatentDiffusionDouble, SgmBlock
+from tests.doubles import SgmBlock
 from tome_core import MergeConfig, MergePlan, preset
 from tome_core.merging.methods import METHODS
 
@@ -171,13 +171,13 @@ def _call_with_masked_image(model, x, timestep, text):
     return _call_with_image(model, x, timestep, text, cross_attention_kwargs={"ip_adapter_masks": [mask]})
 
 
-def call_gligen(model, x, timestep, text):
+def _call_gligen(model, x, timestep, text):
     boxes = torch.tensor([[0.1, 0.1, 0.6, 0.6], [0.4, 0.4, 0.9, 0.9]]).expand(x.shape[0], -1, -1)
     grounding = {"boxes": boxes, "positive_embeddings": text[:, :2], "masks": torch.ones(x.shape[0], 2)}
     return call_unet(model, x, timestep, text, cross_attention_kwargs={"gligen": grounding})
 
 
-# --- LDM, and doubles of other hosts' blocks in its UNet ------------------------------------------------------------
+# --- LDM, and a double of sgm's blocks in its UNet ------------------------------------------------------------------
 
 
 def ldm(**changes: Any) -> UNetModel:
@@ -191,25 +191,25 @@ def ldm(**changes: Any) -> UNetModel:
 
 
 def host_double(make_block: Callable[[int], nn.Module] | None = None, **changes: Any) -> nn.Module:
-    """An LDM UNet as a host's model holds it."""
-    return LatentDiffusionDouble(ldm(**changes), make_block)
+    """An LDM UNet as a host's model holds it. make_block: makes what replaces its blocks, by their width."""
+    whole = nn.Module()
+    whole.model = nn.Module()
+    whole.model.diffusion_model = ldm(**changes)
+    transformers = [one for one in whole.modules() if hasattr(one, "transformer_blocks")]
+    for transformer in transformers if make_block else ():
+        width = transformer.transformer_blocks[0].norm1.normalized_shape[0]
+        transformer.transformer_blocks = nn.ModuleList([make_block(width)])
+    return whole
 
 
 ldm_sd1 = seeded(ldm)
 ldm_sd2 = seeded(ldm, num_heads=-1, num_head_channels=16, use_linear_in_transformer=True)
-# attention starts at half the latent's size, resampling by residual blocks, some blocks without self-attention
-ldm_latent_diffusion = seeded(
-    ldm, attention_resolutions=(2, 4), channel_mult=(1, 1, 2), num_heads=-1, num_head_channels=16, legacy=True,
-    resblock_updown=True, disable_self_attentions=(False, False, True),
-)  # fmt: skip
 ldm_wrapped = seeded(host_double)
 # the least that a host's double needs: half the time of `ldm_wrapped`
 ldm_of_one_level = seeded(host_double, attention_resolutions=(1,), channel_mult=(1,), num_heads=2)
 # the least of SDXL's layout: no attention on the latent's own level
 ldm_sdxl = seeded(host_double, attention_resolutions=(2,), num_heads=2)
 sgm_double = seeded(host_double, make_block=lambda width: SgmBlock(width, 4, TEXT))
-comfy_double = seeded(host_double, make_block=lambda width: ComfyBlock(width, 4, TEXT))
-comfy_double_with_patches = seeded(host_double, make_block=lambda width: ComfyBlock(width, 4, TEXT, explicit=True))
 
 
 def call_ldm(model, x, timestep, text):
@@ -220,16 +220,13 @@ def call_ldm(model, x, timestep, text):
 CASES = (
     Family("ldm_sd1", ldm_sd1, call_ldm),
     Family("ldm_sd2", ldm_sd2, call_ldm),
-    Family("ldm_latent_diffusion", ldm_latent_diffusion, call_ldm),
     Family("ldm_wrapped", ldm_wrapped, call_ldm),
     Family("sgm_double", sgm_double, call_ldm),
-    Family("comfy_double", comfy_double, call_ldm),
-    Family("comfy_double_with_patches", comfy_double_with_patches, call_ldm),
     Family("sd15", sd15, call_unet),
     Family("sd2", sd2, call_unet),
     Family("sdxl", sdxl, _call_sdxl),
     Family("ip_adapter", ip_adapter, _call_with_image),
     Family("ip_adapter_masks", ip_adapter, _call_with_masked_image),
-    Family("gligen", gligen, call_gligen),
+    Family("gligen", gligen, _call_gligen),
     Family("motion", motion, _call_motion, frames=2),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tome_core.models import intercept
 from tome_core.models.wrap import Wrap, wraps_on
 
 
@@ -28,7 +29,9 @@ def wraps_of(handle: Any) -> list[Wrap]:
 
 
 def is_idle(handle: Any) -> bool:
-    """Does nothing that belongs to the model hold anything of a call?"""
+    """Does nothing that belongs to the model or to this thread hold anything of a call?"""
+    if intercept.current.answer is not None:
+        return False
     calls = (one.calls for one in map(wraps_on, handle._present()) if one is not None)
     return all((one.current, one.in_graph, one.disabled) == (None, None, 0) for one in calls)
 

@@ -101,8 +101,6 @@ PIPELINES = {
     "HiDream": Way("HiDreamImagePipeline", "HiDream", {
         **_both(prompt_embeds_t5=WORDS, prompt_embeds_llama3=_noise(2, 1, tiny_transformers.WORDS, 32),
                 pooled_prompt_embeds=POOLED), **PICTURE}, lambda: {"vae": decoder()}),
-    "DiT": Way("DiTPipeline", "DiT", {"class_labels": [1]},
-               lambda: {"vae": decoder(), "scheduler": diffusers.DDIMScheduler()}),
 }  # fmt: skip
 PRESENT = [name for name, way in PIPELINES.items() if hasattr(diffusers, way.kind)]
 

@@ -15,13 +15,13 @@ from tome_core.models.sites import AttentionSite
 
 UNETS = {case.name: case for case in (Family("ldm", ldm_of_one_level, call_ldm), *CASES)}
 QUICK = ("sd15", "ldm", "Qwen-Image", "Wan")
-SLOW = ("sdxl", "sd2", "ldm_sd2", "sgm_double", "comfy_double", "gligen", "motion", "Flux", "Flux, two pictures",
-        "SD3.5", "Qwen-Image, padded", "Z-Image", "Lumina 2", "PixArt", "LTX", "HunyuanVideo")  # fmt: skip
+SLOW = ("sdxl", "sd2", "ldm_sd2", "sgm_double", "gligen", "motion", "Flux", "Flux, two pictures", "SD3.5",
+        "Qwen-Image, padded", "Z-Image", "Lumina 2", "PixArt", "LTX", "HunyuanVideo")  # fmt: skip
 MODELS = [name for name in (*QUICK, *SLOW) if name in UNETS or name in tiny_transformers.PRESENT]
 # two steps that have one match, late in a picture
 TIMES = (340, 320)
 _COARSE = 2  # places a side, between which a latent is smooth: merging is good then, and what things do shows
-_SIDES = {"sdxl": 32, "ldm_sd2": 32, "sgm_double": 32, "comfy_double": 32}  # of latents; at 16 they have few tokens
+_SIDES = {"sdxl": 32, "ldm_sd2": 32, "sgm_double": 32}  # of latents; at 16 they have few tokens
 
 
 class Beside:

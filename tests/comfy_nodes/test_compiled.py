@@ -8,10 +8,9 @@ import torch
 from comfy_nodes.slot_calls import SLOT
 from tests import comfy_attention
 from tests.comfy_doubles import apply, latest, least_checkpoint, sample, transformer
-from tests.compiling import where_compilers_were_tried
 from tests.traces import traces
 
-pytestmark = [pytest.mark.usefixtures("fresh_compiler"), where_compilers_were_tried]
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 HALF = {"ratio": 0.5, "use_rand": False}
 WHOLE = "diffusion_model"
 ASIDE = "stepped aside: the model is compiled; remove that node to merge"

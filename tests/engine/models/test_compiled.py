@@ -1,55 +1,79 @@
-"""Under a compiler models merge as they do without it: whole, by their blocks, in any order, whatever they are; and
-matches serve several steps, but never a step of another sampling.
-"""
+"""Under a compiler models merge as without it, or are left alone and the report says why."""
 
 from __future__ import annotations
 
 import gc
+import importlib.util
+import shutil
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from diffusers.models import attention_processor
+from diffusers.models.attention_processor import XFormersAttnProcessor
+from torch import nn
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint
 
 import tome_core
-from benchmarks.models import BasicTransformerBlock
-from tests import tiny_transformers, transformer_pipelines
-from tests.compiling import (
-    COMPILED,
-    LEAST,
-    TIMES,
-    TINY,
-    Way,
-    by_blocks,
-    for_inductor,
-    in_place,
-    where_compilers_were_tried,
-    whole,
-)  # fmt: skip
-from tests.least_unet import KEPT, WAYS, build, call, draw, same
-from tests.models import Family
+from tests import transformer_pipelines
+from tests.conformance import with_xformers
+from tests.families import MODELS
+from tests.least_unet import Least
+from tests.models import Family, call_unet, seeded, unet
 from tests.thoroughness import some_quick
 from tests.threads import at_once
 from tests.tiny_transformers import STRONG, distance
-from tests.traces import traces
+from tests.traces import traces, wraps_of
 from tome_core import MergeConfig, MergePlan, MergeRule
+from tome_core.models import compiled as operators
+from tome_core.models import find_models
+from tome_core.models.sites import AttentionSite
 
-pytestmark = [pytest.mark.usefixtures("fresh_compiler"), where_compilers_were_tried]
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+for_inductor = pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler")  # fmt: skip
+TIMES = [torch.tensor(time) for time in range(40, 1000, 48)]
 OTHER = STRONG | {"ratio": 0.5, "metric": "input", "side": "qkv", "use_rand": True}
 IN_TIME = MergeConfig(rules=tuple(MergeRule(**(STRONG | {"ratio": ratio, "min_timestep": time}))
                                   for ratio, time in ((0.75, 600), (0.5, 300))))  # fmt: skip
+# four blocks, all on the latent's level
+LEAST = Family("least", seeded(
+    unet, block_out_channels=(16,), down_block_types=("CrossAttnDownBlock2D",), up_block_types=("CrossAttnUpBlock2D",),
+), call_unet)  # fmt: skip
+TINY = Least("tiny", depth=1)
+COMPILED = {TINY.name: TINY, LEAST.name: LEAST, **MODELS}
 FLUX = COMPILED["Flux"]
+WITH_BREAKS = ("Lumina 2",)  # no compiler takes its forward as a whole, with us or without
+Way = Callable[..., nn.Module]
 
 
-def ways(*pairs: tuple[str, Way], quick: int = 2) -> pytest.MarkDecorator:
-    """Families, and how each is compiled."""
+def whole(family: Family, model: Any, backend: Any = "eager") -> nn.Module:
+    """The model, to be called in its place."""
+    return torch.compile(model, backend=backend, fullgraph=family.name not in WITH_BREAKS)
+
+
+def in_place(family: Family, model: Any, backend: Any = "eager") -> nn.Module:
+    find_models(model)[0].compile(backend=backend, fullgraph=True)
+    return model
+
+
+def by_blocks(family: Family, model: Any, backend: Any = "eager") -> nn.Module:
+    """As diffusers' `compile_repeated_blocks`."""
+    for module in model.modules():
+        if type(module).__name__ in getattr(model, "_repeated_blocks", ["BasicTransformerBlock"]):
+            module.compile(backend=backend, fullgraph=True)
+    return model
+
+
+def ways(*pairs: tuple[str, Way]) -> pytest.MarkDecorator:
+    """Families, and how each is compiled; the first two are quick."""
     return pytest.mark.parametrize("family, way", [
-        pytest.param(COMPILED[name], way, id=f"{name}-{way.__name__}", marks=[pytest.mark.slow] * (place >= quick))
+        pytest.param(COMPILED[name], way, id=f"{name}-{way.__name__}", marks=[pytest.mark.slow] * (place >= 2))
         for place, (name, way) in enumerate(pairs)])  # fmt: skip
 
 
-def picture(family: Family, model: Any, time: Any = TIMES[0]) -> torch.Tensor:
+def picture(family: Family, model: Any, time: torch.Tensor = TIMES[0]) -> torch.Tensor:
     return family.call(model, timestep=time)
 
 
@@ -122,43 +146,6 @@ def test_a_compiler_that_rewrites_changes_a_merged_picture_no_more_than_an_unmer
     assert distance(merged, expected) <= max(4 * changed, 1e-6) < distance(merged, plain)
 
 
-def test_blocks_that_checkpoint_themselves_compile_in_pieces_and_merge():
-    """torch's checkpoint is one operator to the compiler, into which nothing may be handed on the side."""
-
-    class Block(BasicTransformerBlock):
-        def forward(self, x, context=None):
-            return checkpoint(self._forward, x, context, use_reentrant=False)
-
-    eager, model = build(1), build(1)
-    for unet in (eager, model):
-        unet.input_blocks[0][0].transformer_blocks[0].__class__ = Block
-    model.compile(backend="aot_eager")
-    with tome_core.patch(eager, **STRONG) as wanted, tome_core.patch(model, **STRONG) as handle:
-        for seed in (1, 2):
-            torch.testing.assert_close(call(model, seed=seed), call(eager, seed=seed))
-        assert handle.report() == wanted.report() and handle.report().merged_anything
-
-
-# --- threads ----------------------------------------------------------------------------------------------------------
-
-
-@ways(("Flux", whole), ("Flux", by_blocks), quick=1)
-def test_each_thread_has_its_own_call(family: Family, way: Way):
-    """Two sizes at once through one compiled model: none takes the other's grid."""
-    given = tiny_transformers.arguments_of("Flux")
-    small = {"hidden_states": given["hidden_states"][:, :256], "img_ids": tiny_transformers.flux_ids(16, 16)}
-    compiled, sizes = way(family, model := family.build()), (given, given | small)
-    with tome_core.patch(model, **OTHER) as handle:
-        with torch.compiler.set_stance("force_eager"):
-            expected = [tiny_transformers.call(compiled, size) for size in sizes]
-        tiny_transformers.call(compiled, given)  # so that one thread compiles anew while the other's graph runs
-        pictures = at_once(*(lambda size=size: [tiny_transformers.call(compiled, size) for _ in range(4)]
-                             for size in sizes))  # fmt: skip
-        for of_thread, wanted in zip(pictures, expected, strict=True):
-            assert all(torch.equal(one, wanted) for one in of_thread)
-        assert not handle.report().reasons
-
-
 def test_the_first_call_may_be_a_threads():
     """As in a server, each of whose requests has a thread: the graph is good for the next call and the next thread."""
     expected, compiled = merged_eagerly(TINY, STRONG), whole(TINY, TINY.build())
@@ -168,47 +155,14 @@ def test_the_first_call_may_be_a_threads():
             assert all(torch.equal(one, expected) for one in pictures)
 
 
-# --- matches that serve several steps ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("way", some_quick([in_place, by_blocks]), ids=lambda way: way.__name__)
-def test_what_is_kept_over_steps_is_kept_in_graphs_and_never_for_another_sampling(way):
-    backend, plain = CompileCounter(), build()
-    model = way(TINY, build(), backend)
-    for config in WAYS.values():
-        with tome_core.patch(plain, config) as eager, tome_core.patch(model, config) as handle:
-            for name in ("a", "b"):
-                assert same(draw(model, handle, name=name), draw(plain, eager, name=name))
-            # of guidance, whose halves have one match, and of another size
-            for name, shape in (("c", {"pictures": 1, "copies": 2}), ("d", {"side": 16})):
-                assert same(draw(model, handle, name=name, **shape), draw(plain, eager, name=name, **shape))
-            for one in (eager, handle):
-                one.set_time(timestep=280.0)
-            assert torch.equal(call(model, seed=9), call(plain, seed=9)), "a call without a name"
-            assert handle.report() == eager.report()
-    assert backend.frame_count <= 4, "two blocks that look alike share a graph, whatever is set"
-
-
 def _plans() -> int:
     gc.collect()
     return sum(isinstance(one, MergePlan) for one in gc.get_objects())
 
 
-def test_a_loop_of_ones_own_is_a_sampling_too_of_which_nothing_is_held_when_it_is_done(work):
-    with tome_core.patch(model := in_place(TINY, build()), KEPT) as handle:
-        before = _plans()
-        for _ in range(2):
-            with handle.sampling():
-                call(model, time=900.0)
-                call(model, time=850.0)
-                assert _plans() == before + 2
-            assert _plans() == before
-        assert work == ["match"] * 2 * 2, "for each of two blocks in each of two samplings"
-
-
 @pytest.mark.parametrize("name", some_quick(["Flux", "Wan 2.2, of two transformers"]))
-def test_a_compiled_pipeline_keeps_over_its_steps_what_it_would_keep(name, work):
-    found = []
+def test_a_compiled_pipeline_keeps_over_its_steps_what_it_would_keep_and_nothing_when_it_is_done(name, work):
+    found, before = [], _plans()
     for is_compiled in (False, True):
         pipe, call = transformer_pipelines.make(name)
         for network in transformer_pipelines.transformers_of(pipe) if is_compiled else ():
@@ -216,6 +170,104 @@ def test_a_compiled_pipeline_keeps_over_its_steps_what_it_would_keep(name, work)
         work.clear()
         with tome_core.patch(pipe, **STRONG, keep=900.0) as handle:
             pictures = [transformer_pipelines.draw(pipe, call) for _ in range(2)]
+            assert _plans() == before
         assert torch.equal(*pictures), "equal seeds, equal pictures"
         found.append((pictures[0].tolist(), list(work), handle.report()))
     assert found[0] == found[1] and work
+
+
+# --- what is left alone -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", some_quick([whole, by_blocks]), ids=lambda way: way.__name__)
+def test_a_call_that_cannot_merge_under_a_compiler_is_left_alone_and_the_report_says_why(way: Way, monkeypatch):
+    compiled = way(TINY, model := TINY.build())
+    plain = TINY.call(compiled)
+
+    def report_of(call: Callable[[], torch.Tensor]) -> str:
+        with tome_core.patch(compiled, **STRONG) as handle:
+            torch.testing.assert_close(call(), plain, rtol=0.1, atol=0.1)
+        return str(handle.report())
+
+    def with_gradients() -> torch.Tensor:
+        model.requires_grad_()
+        with monkeypatch.context() as patches:
+            patches.setattr(torch, "no_grad", torch.enable_grad)
+            out = TINY.call(compiled)
+        out.sum().backward()
+        assert all(one.grad is None or one.grad.isfinite().all() for one in model.parameters())
+        return out.detach()
+
+    def under_autocast() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return TINY.call(compiled).float()
+
+    assert "a backward pass may follow a compiled call" in report_of(with_gradients)
+    assert "autocast is not supported in compiled models" in report_of(under_autocast)
+    torch._dynamo.reset()
+    monkeypatch.setattr(operators, "_TRIED", False)
+    assert "merging was not tested with this torch's compiler" in report_of(lambda: TINY.call(compiled))
+
+
+def _by_a_wrapper(attention: nn.Module) -> None:
+    own = attention.forward
+    attention.forward = lambda *args, **kwargs: own(*args, **kwargs)
+
+
+def _by_xformers(attention: nn.Module) -> None:
+    """The operator knows the arguments of torch's function; xformers' has others."""
+    attention.set_processor(XFormersAttnProcessor())
+
+
+@pytest.mark.parametrize("change", some_quick([_by_xformers, _by_a_wrapper]))
+def test_an_attention_that_a_graph_cannot_ask_is_left_alone_and_named(change: Callable, monkeypatch):
+    with_xformers(monkeypatch, attention_processor)
+    model = LEAST.build()
+    change(next(module for path, module in model.named_modules() if path.endswith("attn1")))
+    with tome_core.patch(model, **STRONG) as handle:
+        LEAST.call(model)
+        assert not handle.report().reasons, "it merges without a compiler"
+        handle.reset_counts()
+        LEAST.call(whole(LEAST, model))
+        (level,) = handle.report().levels
+        assert level.calls_merged == level.blocks - 1
+        assert "its function is not known in a compiled model" in str(handle.report())
+
+
+def test_a_compiled_block_merges_in_its_self_attention_alone_and_says_so():
+    settings = {"ratio": 0.5, "merge_crossattn": True, "merge_mlp": True}
+    with tome_core.patch(eager := TINY.build(), **settings) as wanted:
+        TINY.call(eager)
+    with tome_core.patch(model := TINY.build(), **settings) as handle:
+        assert TINY.call(whole(TINY, model)).isfinite().all()
+    (level,), (expected,) = handle.report().levels, wanted.report().levels
+    assert level.tokens == expected.tokens and level.work_saved == expected.work_saved
+    assert not level.mlp_tokens and "its parts merge by a rule that compiled blocks do not follow" in level.traced
+
+
+# --- operators --------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_operators_give_what_a_compiler_was_told():
+    """An attention's output lies as it was said, and is nobody else's memory, which a compiler may write over."""
+    model, *wraps = wraps_of(tome_core.patch(TINY.build(), **STRONG))
+    (number,) = (wrap.number for wrap in wraps if isinstance(wrap, AttentionSite))
+    qkv = [torch.randn(1, 24, 2, 16) for _ in range(3)]
+    by_head = [one.transpose(1, 2).contiguous() for one in qkv]
+    for name, call in (("attend", (number, number, *qkv, None, False, None, False, "")),
+                       ("attend", (number, number, *by_head, None, True, None, False, "")),
+                       ("begin", (model.number, "tt", [torch.randn(1, 16, 8, 8), torch.tensor(5)], []))):  # fmt: skip
+        torch.library.opcheck(operators.OPERATORS[name], call, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_copies_of_the_engine_share_the_operators_and_no_number():
+    """As if two hosts in one process bring one each, or a webui reloads it: torch takes a name once."""
+    modules, numbers = [nn.Module() for _ in range(2)], []
+    for module in modules:
+        spec = importlib.util.spec_from_file_location("tome_core.models.another", operators.__file__)
+        another = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(another)
+        numbers += [int(one.number_of(module)) for one in (another, operators)]
+        assert another.OPERATORS == operators.OPERATORS != {}
+    assert len(set(numbers)) == 4

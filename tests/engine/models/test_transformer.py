@@ -11,7 +11,6 @@ from torch import nn
 
 import tome_core
 from tests import tiny_transformers
-from tests.thoroughness import some_quick
 from tests.tiny_transformers import PRESENT, STRONG, call
 from tome_core.engine.state import State
 from tome_core.models.transformer import NAMES
@@ -20,9 +19,6 @@ from tome_core.reporting.ledger import NO_GRID
 # of each way to read a call one, text's side, and time's meaning; each class is drawn with in the contract as well
 _DIFFERENT = ("Flux", "Krea 2", "Qwen-Image, padded", "Z-Image", "Lumina 2", "LTX", "FramePack", "Wan", "CogVideoX",
               "SD3.5", "HunyuanVideo", "Mochi")  # fmt: skip
-_FIRST = [name for name in _DIFFERENT if name in PRESENT]
-families = pytest.mark.parametrize(
-    "name", some_quick([*_FIRST, *(name for name in PRESENT if name not in _FIRST)], len(_FIRST)))  # fmt: skip
 
 
 def test_each_known_class_is_tried_if_diffusers_has_it():
@@ -30,7 +26,8 @@ def test_each_known_class_is_tried_if_diffusers_has_it():
     assert tried == {name for name in NAMES if hasattr(diffusers, name)}
 
 
-@families
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in _DIFFERENT)) for name in PRESENT])
 def test_a_place_of_the_latent_is_the_token_at_that_place_of_the_grid(name, monkeypatch):
     """One place is changed, and in each attention its key most of all: grid, order and text's side are true."""
     model, arguments = tiny_transformers.make(name)

@@ -1,32 +1,24 @@
-"""What UNets need beyond the contract: parity with tomesd, odd sizes, levels; and parts of a block that are called with
-fewer tokens, as tomesd does it: they keep all that they are and take, and what does not fit is left alone and named.
-"""
+"""What UNets need beyond the contract: parity with tomesd, odd sizes, levels, dtypes and devices."""
 
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import pytest
 import tomesd
 import torch
 import torch.nn.functional as F
-from diffusers.models.embeddings import SinusoidalPositionalEmbedding
 from torch import nn
 
 import tome_core
-from tests import models
 from tests.families import MODELS
-from tests.models import Family, call_ldm, call_unet, four_levels, ldm, sdxl, seeded, small
-from tests.sd_block import make_block, make_inputs
+from tests.models import Family, call_ldm, call_unet, four_levels, inputs, ldm, on_small, sdxl, seeded, small
 from tests.thoroughness import some_quick
 from tome_core import MergeConfig
-from tome_core.models.unet_blocks import find_blocks, find_unet
+from tome_core.attention.merged import BIAS
+from tome_core.models.unet_blocks import find_blocks
 
-TOMESDS, OURS = MergeConfig(proportional=False), MergeConfig()
-EVERYTHING = MergeConfig(merge_crossattn=True, merge_mlp=True, proportional=False)
-INPUTS = make_inputs(8, 2, "cpu", torch.float32)
-SD15 = MODELS["sd15"]
+SD15, BALANCED = MODELS["sd15"], on_small("balanced")
 
 
 @pytest.mark.parametrize("name", some_quick(["sd15", "ldm_wrapped", "sd2"], 2))
@@ -102,79 +94,36 @@ def test_a_transformer_that_is_given_a_smaller_picture_than_the_latent_merges_th
     assert handle.report().merged_anything and not handle.report().reasons
 
 
-# --- tomesd's way -----------------------------------------------------------------------------------------------------
+# --- dtypes and devices -----------------------------------------------------------------------------------------------
 
 
-def blocks_of(unet: Any) -> list[nn.Module]:
-    return [place.block for place in find_blocks(find_unet(unet))]
+@pytest.mark.parametrize("config", [BALANCED, MergeConfig(ratio=0.5)], ids=["balanced", "together"])
+def test_the_default_dtype_and_device_change_no_bit(config: MergeConfig):
+    """Programs set the device to "cuda" and leave a model on the CPU; "meta" is a device that is everywhere."""
+    (x, text), time, model = inputs(4, 1, 16, 16), torch.tensor(100), small()
+
+    def draw() -> torch.Tensor:
+        with torch.no_grad(), tome_core.patch(model, config):
+            return call_unet(model, x, time, text)
+
+    expected, before = draw(), torch.get_default_dtype()
+    try:
+        for dtype in (torch.float64, torch.bfloat16):
+            torch.set_default_dtype(dtype)
+            assert torch.equal(draw(), expected)
+    finally:
+        torch.set_default_dtype(before)
+    with torch.device("meta"):
+        assert torch.equal(draw(), expected)
 
 
-def reasons(handle: Any) -> dict[str, int]:
-    return handle.report().levels[0].reasons
-
-
-def test_embeddings_of_a_block_are_given_as_without_merging(monkeypatch):
-    """Each token merges with itself alone, so any difference is a fault. tomesd leaves embeddings out."""
-    model, plain = small(), SD15.call(small())
-    for block in blocks_of(model):
-        block.pos_embed = SinusoidalPositionalEmbedding(block.dim, 256)
-    embedded = SD15.call(model)
-    models.merge_with_self(monkeypatch)
-    with tome_core.patch(model, EVERYTHING) as handle:
-        assert torch.equal(SD15.call(model), embedded) and not torch.equal(embedded, plain)
-    assert handle.report().merged_anything and not handle.report().reasons
-
-
-@pytest.mark.parametrize("merge_mlp", [False, True])
-def test_chunked_feed_forward_stays_chunked(merge_mlp: bool):
-    """It saves memory; tomesd switches that off without a word."""
-    model, lengths = small(), []
-    block = blocks_of(model)[0]
-    block.set_chunk_feed_forward(16, 1)
-    block.ff.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
-    with tome_core.patch(model, merge_mlp=merge_mlp) as handle:
-        SD15.call(model)
-    assert lengths == [16] * 16
-    assert ("mlp: the tokens are not the picture's grid" in reasons(handle)) == merge_mlp
-
-
-def test_an_adapters_mask_is_the_reason_to_leave_the_attention_to_the_prompt_alone():
-    """A mask is laid over a grid, which merged tokens are not; without one they read the image as they read words."""
-    why = "crossattn: an adapter's mask needs every token"
-    for name, is_left in (("ip_adapter", False), ("ip_adapter_masks", True)):
-        case, model = MODELS[name], models.ip_adapter()
-        with tome_core.patch(model, OURS):
-            expected = case.call(model)
-        with tome_core.patch(model, MergeConfig(merge_crossattn=True)) as handle:
-            assert torch.equal(case.call(model), expected) == is_left == (why in reasons(handle))
-
-
-class Changed(nn.Module):
-    """Another program's replacement of the attention, which takes a word of its own."""
-
-    def __init__(self, attention: nn.Module) -> None:
-        super().__init__()
-        self.attention = attention
-
-    def forward(self, x, context=None, mask=None, keys=None):
-        self.keys = keys
-        return self.attention(x, context, mask)
-
-
-@pytest.mark.parametrize("told, why", [
-    ({"mask": lambda x: torch.ones(2, 1, 64)}, "the call has an attention mask"),
-    ({"context": lambda x: torch.cat([x, x], 1)}, "keys and values are not the picture's tokens"),
-    ({"keys": lambda x: "theirs"}, ""),  # it is passed on
-], ids=["mask", "bank of keys", "a word of its own"])  # fmt: skip
-def test_a_call_that_does_not_fit_is_left_alone_and_named(told, why):
-    model = make_block()
-    (block,) = blocks_of(model)
-    block.attn1 = attention = Changed(block.attn1)
-    attention.register_forward_pre_hook(
-        lambda _, args, kwargs: (args, kwargs | {name: make(args[0]) for name, make in told.items()}),
-        with_kwargs=True)  # fmt: skip
-    expected = model(*INPUTS)
-    with tome_core.patch(model, TOMESDS) as handle:
-        assert torch.equal(model(*INPUTS), expected) == bool(why)
-        assert reasons(handle) == ({f"attn: {why}": 1} if why else {})
-    assert attention.keys == ("theirs" if "keys" in told else None)
+def test_weights_that_are_stored_in_half_precision_merge_as_hard():
+    """diffusers' layerwise casting: each layer casts its weights for a call, so that they do not tell what it takes."""
+    model = small()
+    if not hasattr(model, "enable_layerwise_casting"):
+        pytest.skip("this diffusers has no layerwise casting")
+    model.enable_layerwise_casting(storage_dtype=torch.float16, compute_dtype=torch.float32)
+    with tome_core.patch(model, BALANCED) as handle:
+        SD15.call(model, 1, timestep=100)
+    level = handle.report().levels[0]
+    assert level.tokens == ((256, 256, 36),) and level.sized_by == {BIAS: 3}

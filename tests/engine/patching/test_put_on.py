@@ -9,16 +9,17 @@ from functools import partial
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import diffusers
 import pytest
+import torch
 
 import tome_core
 from tests import models
 from tests.families import MODELS
 from tests.least_pipeline import Pipeline, picture
-from tests.threads import at_once
-from tests.traces import traces, wraps_of
+from tests.traces import is_idle, traces, wraps_of
 from tome_core import MergeConfig, NoiseSchedule
 from tome_core.models import find_models
 from tome_core.models.wrap import Wrap, patch_lock
@@ -54,22 +55,6 @@ def test_an_interrupt_at_any_wrap_leaves_a_model_that_is_unpatched_or_can_be(cha
         if change == "uninstall":
             tome_core.remove_patch(model)
         assert traces(model) == before and not patch_lock._is_owned(), number
-
-
-def test_two_threads_patch_one_model():
-    model = CASE.build()
-    found = traces(model)
-
-    def work(ratio: float) -> None:
-        for _ in range(15):
-            with tome_core.patch(model, ratio=ratio, proportional=False):
-                pass
-            tome_core.apply_patch(model, ratio=ratio)
-            tome_core.remove_patch(model)
-
-    at_once(*(partial(work, ratio) for ratio in (0.25, 0.5)), interval=1e-6)
-    tome_core.remove_patch(model)
-    assert traces(model) == found
 
 
 @pytest.mark.parametrize("is_on", [True, False])
@@ -114,18 +99,34 @@ def test_the_schedule_is_the_pipelines_own_or_the_models():
         assert handle.clock.schedule == (expected or STABLE_DIFFUSION)
 
 
+def left_on(pipe: Any, unet: Any, scheduler: Any) -> list[Any]:
+    """All that a patch could leave on a pipeline, its UNet and its scheduler."""
+    return [sorted(vars(pipe)), traces(unet), type(scheduler), sorted(vars(scheduler))]
+
+
+@pytest.mark.parametrize("method", ["scale_model_input", "step"])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_error_in_a_pipelines_loop_leaves_nothing_behind(method: str, error: type[BaseException], monkeypatch):
+    """Before and after the model's call."""
+    pipe = Pipeline()
+    plain, before = picture(pipe), left_on(pipe, pipe.unet, pipe.scheduler)
+    with tome_core.patch(pipe, LATE) as handle:
+        merged = picture(pipe)
+        with pytest.raises(error), monkeypatch.context() as broken:
+            broken.setattr(type(pipe.scheduler), method, Mock(side_effect=error))
+            picture(pipe)
+        assert is_idle(handle) and not handle.time._mine.begun and torch.equal(picture(pipe), merged)
+    assert left_on(pipe, pipe.unet, pipe.scheduler) == before and torch.equal(picture(pipe), plain)
+
+
 @pytest.mark.parametrize("swapped", [["scheduler"], ["unet", "scheduler"]], ids=str)
 def test_a_patch_comes_off_what_it_was_put_on_if_the_pipeline_has_got_others_since(swapped: list[str]):
     pipe, other = Pipeline(), Pipeline()
     unet, scheduler = pipe.unet, pipe.scheduler
-
-    def state() -> list[Any]:
-        return [sorted(vars(pipe)), traces(unet), type(scheduler), sorted(vars(scheduler))]
-
-    before = state()
+    before = left_on(pipe, unet, scheduler)
     tome_core.patch(pipe, LATE)
     handle = tome_core.patch(pipe, LATE)  # in the place of the first
     for name in swapped:
         setattr(pipe, name, getattr(other, name))
     handle.remove() if "unet" in swapped else tome_core.remove_patch(pipe)
-    assert state() == before and not handle.is_installed and traces(pipe.unet) == traces(unet)
+    assert left_on(pipe, unet, scheduler) == before and not handle.is_installed and traces(pipe.unet) == traces(unet)
