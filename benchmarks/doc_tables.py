@@ -12,20 +12,18 @@ import re
 import sys
 from collections.abc import Iterable
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any
 
 from benchmarks import gpu_report, results, subjects
 from benchmarks import host_calls as calls
 from benchmarks.models import BLOCK
-from benchmarks.quality_figures import Section, at_equal_time, sections
+from benchmarks.quality_report import Section, at_equal_time, sections
 from benchmarks.report import ABSENT, markdown, number
 from benchmarks.results import Record
 from tome_core import describe_settings
 from tome_core.settings.presets import MARKS
 
-ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (results.ROOT / "README.md", *sorted((results.ROOT / "docs").glob("*.md")))
 QUALITY = "quality-cpu-2026-11-25"
 TRANSFORMER, SDXL = "transformer-cpu-2026-11-25", "sdxl-cpu-2026-11-25"
 AT_EQUAL_TIME = {
@@ -98,8 +96,7 @@ def _methods(name: str) -> str:
     for method in METHODS:
         if method in models[0].pictures:
             pictures = [model.pictures[method] for model in models]
-            work = (models[0].noised.get(method) or pictures[0]).work  # all models have the same
-            rows.append((f"{work:.2g}", METHODS[method], _deviations(models, method),
+            rows.append((f"{models[0].work(method):.2g}", METHODS[method], _deviations(models, method),
                          ", ".join(f"{figures.psnr.value:.1f}" for figures in pictures),
                          ", ".join(f"{figures.detail.value:.2f}" for figures in pictures),
                          _times(models, method)))  # fmt: skip

@@ -116,25 +116,21 @@ class Bench:
         return models.inputs(name, pixels, self.device, self.dtype, self.tiny)
 
     def twin(self, name: str, compiled: bool, way: str) -> Patched:
-        """Return the twin of a network, patched by `way`; it shares the weights, and is made at the first call."""
+        """Return a network's twin, patched by `way`; it shares the weights, and is made at the first call."""
         network, key = self.network(name), (compiled, way)
         if key not in self._networks:
             self._networks[key] = Patched(models.twin(network), way, compiled)
         return self._networks[key]
 
     def compare(self, makers: dict[str, Callable[[], Run]], single: bool = False) -> dict[str, Any]:
-        """Time several runs in turns.
+        """Time several runs in turns; raise OutOfTime if these would not end in time.
 
         Args:
             makers: name -> the function that makes the run.
             single: a turn is one run, without an untimed run before it.
 
         Returns:
-            ``of``: name -> the median, the least and the most ms of a run, and what the profiler says of a GPU.
-            ``failed``: name -> the reason, for each run that failed.
-
-        Raises:
-            OutOfTime: the turns would not end in time.
+            ``of``: name -> the ms of a run, and what the profiler says of a GPU. ``failed``: name -> the reason.
         """
         runs, failed, once = {}, {}, 0.0
         for name, make in makers.items():
@@ -171,7 +167,7 @@ class Bench:
 def calls(bench: Bench, name: str, pixels: int, compiled: bool = False) -> dict[str, Any]:
     """Time calls by `Bench.compare`: unmerged, by tomesd, by ``balanced`` with a new, a renewed or a kept match."""
     arguments = bench.inputs(name, pixels)
-    ways = {UNMERGED: (UNMERGED, "new"), TOMESD: (TOMESD, "new"), **{when: (STRENGTHS[0], when) for when in WHEN}}
+    ways = {**{way: (way, "new") for way in (UNMERGED, TOMESD)}, **{when: (STRENGTHS[0], when) for when in WHEN}}
     return bench.compare({row: lambda way=way, when=when: bench.twin(name, compiled, way).call(arguments, when)
                           for row, (way, when) in ways.items()})  # fmt: skip
 

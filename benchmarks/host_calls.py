@@ -1,9 +1,9 @@
 """``python -m benchmarks.host_calls``: calls of whole UNets in real hosts, merged and not, by size and attention.
 
 It needs the folder of a ComfyUI, of an A1111, or of both, and the Python of each: that of its venv, or the one that
-COMFYUI_PYTHON or WEBUI_PYTHON names. UNets have Stable Diffusion 1.5's shape and random weights. A call is one of both
-halves of guidance, in float32 on one thread of a CPU. The host's own merging is measured too. If you stop the command,
-the same command goes on.
+COMFYUI_PYTHON or WEBUI_PYTHON in the environment names. UNets have Stable Diffusion 1.5's shape and random weights. A
+call is one of both halves of guidance, in float32 on one thread of a CPU. The host's own merging is measured too. If
+you stop the command, the same command goes on.
 """
 
 from __future__ import annotations
@@ -59,10 +59,8 @@ def parser() -> argparse.ArgumentParser:
     """Make the parser of the command line."""
     command = argparse.ArgumentParser(prog="python -m benchmarks.host_calls", description=__doc__.partition("\n\n")[2])
     add = command.add_argument
-    for host, option in ((COMFYUI, "--comfyui"), (WEBUI, "--webui")):
-        variable = f"{_HOSTS[host][0]}_DIR"
-        add(option, type=Path, metavar="DIR", default=os.environ.get(variable), help=f"a folder of {host} (default: "
-            f"{variable} in the environment)")  # fmt: skip
+    for host, (name, _) in _HOSTS.items():
+        add(f"--{name.lower()}", type=Path, metavar="DIR", dest=host, help=f"a folder of {host}")
     add("--attention", nargs="+", choices=tuple(ATTENTIONS), metavar="NAME", help=f"of {', '.join(ATTENTIONS)} "
         "(default: all of the hosts that are there)")  # fmt: skip
     add("--sizes", nargs="+", type=int, default=list(PIXELS), metavar="N", help="sides of a picture in pixels (default "
@@ -74,20 +72,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def find_folders(options: argparse.Namespace) -> dict[str, Path]:
-    """Map hosts to folders, and print which are left out. Raises ValueError if a needed folder is missing or wrong."""
-    named = {COMFYUI: options.comfyui, WEBUI: options.webui}
-    folders = {host: Path(folder).resolve() for host, folder in named.items() if folder}
+    """Map hosts to their folders. Raises ValueError if a needed folder is missing or wrong."""
+    folders = {host: folder.resolve() for host in _HOSTS if (folder := getattr(options, host))}
     for host, folder in folders.items():
         if not (folder / _HOSTS[host][1]).is_file():
             raise ValueError(f"{folder} is no folder of {host}: it has no {_HOSTS[host][1]}")
     wanted = {ATTENTIONS[name][0] for name in options.attention or ()}
-    lacking = {host: f"no folder of {host} is named (--{name.lower()} DIR or {name}_DIR=DIR)"
-               for host, (name, _) in _HOSTS.items() if host not in folders}  # fmt: skip
-    needed = [text for host, text in lacking.items() if host in wanted or not folders]
-    if needed:
-        raise ValueError("; ".join(needed))
-    for text in () if wanted else lacking.values():
-        print(f"benchmarks.host_calls: {text}; its rows are left out", file=sys.stderr)
+    lacking = [f"no folder of {host} is named (--{name.lower()} DIR)" for host, (name, _) in _HOSTS.items()
+               if host not in folders and (host in wanted or not folders)]  # fmt: skip
+    if lacking:
+        raise ValueError("; ".join(lacking))
     return folders
 
 

@@ -54,15 +54,7 @@ class ComfyUI:
         self._seconds: list[float] = []
 
     def run(self, arm: str, pixels: int) -> list[float]:
-        """Measure the processor seconds of each call of the model in one sampling.
-
-        Args:
-            arm: the arm's name.
-            pixels: side of the picture.
-
-        Raises:
-            RuntimeError: the arm with this package merges nothing.
-        """
+        """Measure the seconds of each call of the model in one sampling; `pixels` are a side of the picture."""
         model, times = self._model, _TIMES[: len(ARMS[arm])]
         if arm == BUILT_IN:
             node = importlib.import_module("comfy_extras.nodes_tomesd").TomePatchModel
@@ -116,15 +108,7 @@ class Webui:
         self._model.model.diffusion_model = self._unet = randomize(unet).eval().requires_grad_(False)
 
     def run(self, arm: str, pixels: int) -> list[float]:
-        """Measure the processor seconds of each call of the model in one sampling.
-
-        Args:
-            arm: the arm's name.
-            pixels: side of the picture.
-
-        Raises:
-            RuntimeError: the arm with this package merges nothing.
-        """
+        """Measure the seconds of each call of the model in one sampling; `pixels` are a side of the picture."""
         built_in = importlib.import_module("modules.sd_models").apply_token_merging
         built_in(self._model, THEIRS[WEBUI] if arm == BUILT_IN else 0)
         handle = None

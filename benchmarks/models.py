@@ -20,25 +20,15 @@ _RES_BLOCKS = 2  # of a level on the way down; one more on the way up
 
 
 class Shape(NamedTuple):
-    """The sizes of one UNet.
+    """The sizes of one UNet."""
 
-    Args:
-        channels: by level, the finest first.
-        depths: by level, the number of blocks in a transformer; 0 stands for no transformer.
-        heads: by level, the number of heads of an attention.
-        middle: the number of blocks in the middle's transformer.
-        context: channels of a prompt.
-        vector: channels of the vector that SDXL gets with the prompt; 0 for a UNet without it.
-        shrink: the divisor of a latent's sides.
-    """
-
-    channels: tuple[int, ...]
-    depths: tuple[int, ...]
-    heads: tuple[int, ...]
-    middle: int
-    context: int
-    vector: int = 0
-    shrink: int = 1
+    channels: tuple[int, ...]  # by level, the finest first
+    depths: tuple[int, ...]  # by level, the number of blocks in a transformer; 0 stands for no transformer
+    heads: tuple[int, ...]  # by level, of an attention
+    middle: int  # the number of blocks in the middle's transformer
+    context: int  # channels of a prompt
+    vector: int = 0  # channels of the vector that SDXL gets with the prompt; 0 for a UNet without it
+    shrink: int = 1  # the divisor of a latent's sides
 
 
 SHAPES = {

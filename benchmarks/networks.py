@@ -1,7 +1,8 @@
-"""Questions about a network that is measured, and the way to its attention."""
+"""Questions about a network that is measured, and other code in the place of its attention."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +15,7 @@ from tome_core.attention.functions import _TOKENS as TRIED
 from tome_core.models.transformer import TIMES, family_of, find_attentions
 from tome_core.models.unet_blocks import BlockPlace, find_blocks
 
-UNET, TRANSFORMER = KINDS = ("unet", "transformer")
-
-
-def kind_of(network: nn.Module) -> str:
-    """Name the kind of a network, one of `KINDS`."""
-    return UNET if family_of(network) is None else TRANSFORMER
+UNET, TRANSFORMER = KINDS = ("unet", "transformer")  # the kinds of a network
 
 
 def finest_blocks(unet: nn.Module) -> list[BlockPlace]:
@@ -29,33 +25,30 @@ def finest_blocks(unet: nn.Module) -> list[BlockPlace]:
     return [place for place in places if place.halvings == finest]
 
 
-def timestep_of(network: nn.Module, args: tuple, kwargs: dict[str, Any]) -> float:
-    """Read the timestep, from 0 to 1000, from the arguments of a network's call; a transformer gets it by name."""
-    family = family_of(network)
-    if family is None:
-        timestep = args[1] if len(args) > 1 else kwargs["timestep"]
-    else:
-        timestep = family.timestep(next(kwargs[name] for name in TIMES if name in kwargs))
-    return float(torch.as_tensor(timestep).reshape(-1)[0])
-
-
 def at_each_call(network: nn.Module, act: Callable[[float], None]) -> RemovableHandle:
-    """Call `act` with the timestep before each call of the network, until the returned context manager exits."""
-    return network.register_forward_pre_hook(
-        lambda network, args, kwargs: act(timestep_of(network, args, kwargs)), with_kwargs=True)  # fmt: skip
+    """Call `act` before each call of the network, with its timestep from 0 to 1000, until the returned handle exits."""
+    family = family_of(network)
+
+    def read(network: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if family is None:
+            timestep = args[1] if len(args) > 1 else kwargs["timestep"]
+        else:  # a transformer gets it by name
+            timestep = family.timestep(next(kwargs[name] for name in TIMES if name in kwargs))
+        act(float(torch.as_tensor(timestep).reshape(-1)[0]))
+
+    return network.register_forward_pre_hook(read, with_kwargs=True)
 
 
 class InPlaceOfAttention:
     """A context manager that puts `attend` in the place of torch's attention function, which is `original`.
 
     It acts in a UNet's finest self-attentions, or in all attentions of a transformer over one sequence, as Flux.
-    ``number`` is the index of the attention that is being called; it is None outside of them.
     """
 
     original: Callable[..., torch.Tensor]
 
     def __init__(self, network: nn.Module) -> None:
-        self.network, self.is_unet, self.number = network, kind_of(network) == UNET, None
+        self.network, self.is_unet, self._inside = network, family_of(network) is None, False
         self.blocks = [place.block for place in finest_blocks(network)] if self.is_unet else []
         self.attentions = [block.attn1 for block in self.blocks] or [
             module for _, module in find_attentions(network, family_of(network))]  # fmt: skip
@@ -65,11 +58,11 @@ class InPlaceOfAttention:
         raise NotImplementedError
 
     def __enter__(self) -> Any:
-        def enter(number: int | None) -> Callable[..., None]:
-            return lambda *call: setattr(self, "number", number)
+        def enter(inside: bool) -> Callable[..., None]:
+            return lambda *call: setattr(self, "_inside", inside)
 
-        self._hooks = [module.register_forward_pre_hook(enter(place)) for place, module in enumerate(self.attentions)]
-        self._hooks += [module.register_forward_hook(enter(None)) for module in self.attentions]
+        self._hooks = [module.register_forward_pre_hook(enter(True)) for module in self.attentions]
+        self._hooks += [module.register_forward_hook(enter(False)) for module in self.attentions]
         self.original = F.scaled_dot_product_attention
         F.scaled_dot_product_attention = self._answer
         return self
@@ -83,7 +76,7 @@ class InPlaceOfAttention:
         """Stand in for torch's function: call `attend` inside the chosen attentions, else `original`."""
         named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
         q, k, v = (named.pop(name) for name in ("query", "key", "value"))
-        return (self.original if self.number is None else self.attend)(q, k, v, **named)
+        return (self.attend if self._inside else self.original)(q, k, v, **named)
 
 
 class Work(InPlaceOfAttention):
@@ -117,3 +110,43 @@ class Work(InPlaceOfAttention):
         more = () if self.is_unet else (*args[1:], kwargs.get("hidden_states"), kwargs.get("encoder_hidden_states"))
         sequences = [tensor for tensor in (*args[:1], *more) if torch.is_tensor(tensor)]
         self.full += len(sequences[0]) * sum(tensor.shape[1] for tensor in sequences) ** 2
+
+
+class Zeros(InPlaceOfAttention):
+    """A context manager in which attentions give zeros."""
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> torch.Tensor:
+        """Return zeros."""
+        return torch.zeros_like(q)
+
+
+class Downsampled(InPlaceOfAttention):
+    """A context manager of token down-sampling (ToDo, arXiv 2402.13573), for square pictures.
+
+    Of each cell of `cell` tokens a side the first one alone is key and value. A transformer's text, which comes first,
+    is kept.
+    """
+
+    def __init__(self, network: nn.Module, cell: int) -> None:
+        super().__init__(network)
+        self.cell, self._picture = cell, 0
+
+    def __enter__(self) -> Downsampled:
+        super().__enter__()
+        self._hooks.append(self.network.register_forward_pre_hook(self._note, with_kwargs=True))
+        return self
+
+    def _note(self, network: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Note the number of a transformer's picture tokens, 0 for a UNet."""
+        self._picture = 0 if self.is_unet else kwargs["hidden_states"].shape[1]
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> torch.Tensor:
+        """Compute attention to the kept tokens. Raises ValueError if the picture is no square that the cells divide."""
+        places, picture = torch.arange(k.shape[2], device=k.device), self._picture or k.shape[2]
+        side = math.isqrt(picture)
+        if side * side != picture or side % self.cell:
+            raise ValueError(f"{picture} tokens are no square grid that cells of {self.cell}x{self.cell} divide; "
+                             "down-sampling is measured on square pictures only")
+        cells = places[-picture:].view(side, side)[:: self.cell, :: self.cell].flatten()
+        kept = torch.cat([places[:-picture], cells])
+        return self.original(q, k[:, :, kept], v[:, :, kept], **more)

@@ -1,34 +1,158 @@
 """``python -m benchmarks.quality``: what merging does to a trained model's predictions and pictures.
 
 It prints the table and keeps the figures as JSON below benchmarks/results/. If you stop it, the same command goes on.
-Several processes: ``accelerate launch --num_processes N -m benchmarks.quality --output FILE``. Each process writes the
-rows of its own parts into a file beside the result, and the process that ends last gathers them.
+A row is one variant on one part of the pictures of one checkpoint. The rows of a part share pictures, noise, times and
+the seed of all draws.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
 from benchmarks import report, results, subjects
-from benchmarks.quality_rows import Amounts, QualityBench, Row, rows
-from benchmarks.results import Record, Run
-from benchmarks.subjects import PURPOSES
-from benchmarks.variants import ALWAYS, GROUPS, VARIANTS
+from benchmarks.networks import UNET, Work
+from benchmarks.subjects import PART_NOISED, PURPOSES, Subject
+from benchmarks.timing import CallTimes
+from benchmarks.variants import ALWAYS, GROUPS, PLAIN, VARIANTS, Variant
 from demo import checkpoint
+from demo.metrics import gradient_energy, squared_error
+
+TIMES = (50, 200, 400, 600, 800, 950)
+PART_PICTURES = {True: 4, False: 1}  # pictures in one row: of a scene model, and of a user's model, which is slow
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """The amounts that are measured of each variant and checkpoint."""
+
+    noised: int  # pictures
+    pictures: int  # whole ones
+    steps: int  # of the solver
+    times: tuple[int, ...] = TIMES  # of noised pictures
+
+
+class Row(NamedTuple):
+    """One row to measure: a variant on one part of a checkpoint's pictures."""
+
+    checkpoint: str
+    measure: str  # "noised" for predictions of noised pictures, "pictures" for whole ones
+    part: int  # its number
+    first: int  # its first picture
+    count: int  # of its pictures
+    variant: str
+
+    @property
+    def key(self) -> str:
+        """The key in a result."""
+        return f"{self.checkpoint}/{self.measure}/{self.part}/{self.variant}"
+
+
+def rows(
+    checkpoint: str, names: Sequence[str], amounts: Amounts, can_be_noised: bool, kind: str = UNET
+) -> Iterator[Row]:
+    """Plan all rows of a checkpoint, a part at a time, for those variants of `names` that fit this kind of network."""
+    can = [name for name in names if kind in VARIANTS[name].kinds]
+    for measure, total, size in (
+        ("noised", amounts.noised if can_be_noised else 0, PART_NOISED),
+        ("pictures", amounts.pictures, PART_PICTURES[can_be_noised]),
+    ):
+        for part, first in enumerate(range(0, total, size)):
+            for name in can:
+                if measure == "pictures" or VARIANTS[name].solver == 1:
+                    yield Row(checkpoint, measure, part, first, min(size, total - first), name)
+
+
+class Picture(NamedTuple):
+    """A whole picture, the share of the attention work that was left, and on a CPU the times of the calls."""
+
+    pixels: np.ndarray  # uint8 ``[H, W, 3]``
+    work: float
+    seconds: list[float]  # of its calls
+    unmerged: float | None  # seconds of an unmerged call; None on a GPU, of which a CPU's time says little
+
+
+class QualityBench:
+    """The measuring of rows on one checkpoint; it keeps the unmerged results of the latest part only."""
+
+    def __init__(self, subject: Subject, amounts: Amounts) -> None:
+        self.subject, self.amounts = subject, amounts
+        self.work, self.times = Work(subject.network), CallTimes(subject.network)
+        self._on_cpu = next(subject.network.parameters()).device.type == "cpu"
+        self._part, self._plain = (), []
+
+    @torch.inference_mode()
+    def measure(self, row: Row) -> dict[str, Any]:
+        """Measure a row's figures: lists over pictures, for noised ones lists over times of such lists."""
+        variant = VARIANTS[row.variant]
+        make, compare = (self._predict, _predictions) if row.measure == "noised" else (self._draw, _pictures)
+        if self._part != row[:3]:
+            self._part, self._plain = row[:3], make(row, VARIANTS[PLAIN])
+        return compare(self._plain if variant.name == PLAIN else make(row, variant), self._plain)
+
+    def _predict(self, row: Row, variant: Variant) -> list[tuple[torch.Tensor, list[float], float]]:
+        """Return for each time the prediction, the loss of each picture, and the share of the attention work left."""
+        predictions = []
+        for time in self.amounts.times:
+            noised = self.subject.add_noise(row.part, row.count, time)
+            with self.work, variant.put_on(self.subject.network, self.subject.purpose.first + row.part):
+                prediction = self.subject.predict(noised)
+            predictions.append((prediction, _error(prediction, noised.velocity), self.work.share()))
+        return predictions
+
+    def _draw(self, row: Row, variant: Variant) -> list[Picture]:
+        """Draw the row's pictures by a variant."""
+        pictures = []
+        for number in range(row.first, row.first + row.count):
+            with self.times, self.work, variant.put_on(self.subject.network, self.subject.purpose.first + number):
+                pixels = self.subject.picture(number, self.amounts.steps * variant.solver)
+            unmerged = self.times.time_unmerged() if self._on_cpu else None
+            pictures.append(Picture(pixels, self.work.share(), self.times.seconds, unmerged))
+        return pictures
+
+
+def _predictions(merged: list, plain: list) -> dict[str, Any]:
+    """Make a row's figures from what `QualityBench._predict` gave for its variant and without merging."""
+    return {"work": _round(share for *_, share in merged),
+            "loss": [_round(loss) for _, loss, _ in merged],
+            "dev": [_round(_error(new, old)) for (new, *_), (old, *_) in zip(merged, plain, strict=True)]}
+
+
+def _pictures(merged: list[Picture], plain: list[Picture]) -> dict[str, Any]:
+    """Make a row's figures from its pictures and the same pictures without merging."""
+    figures = {"work": _round([np.mean([picture.work for picture in merged])])[0],
+               "gradient": _round(gradient_energy(picture.pixels) for picture in merged),
+               "squared_error": _round(squared_error(old.pixels, new.pixels)
+                                       for new, old in zip(merged, plain, strict=True))}  # fmt: skip
+    if merged[0].unmerged is not None:
+        figures |= {"seconds": [_round(picture.seconds) for picture in merged],
+                    "beside": _round(picture.unmerged for picture in merged)}  # fmt: skip
+    return figures
+
+
+def _error(a: torch.Tensor, b: torch.Tensor) -> list[float]:
+    """Compute the mean squared difference of each picture."""
+    return (a - b).double().pow(2).flatten(1).mean(1).tolist()
+
+
+def _round(values: Iterable) -> list[float]:
+    """Round to six significant digits, which are more than the figures hold, so that a file is not full of noise."""
+    return [float(f"{float(value):.6g}") for value in values]
+
 
 AMOUNTS = {
     "smallest": Amounts(noised=2, pictures=1, steps=2, times=(200, 800)),
-    "standard": Amounts(noised=8, pictures=4, steps=10, clock=True),  # a quarter of an hour of one core a checkpoint
+    "standard": Amounts(noised=8, pictures=4, steps=10),  # a quarter of an hour of one core a checkpoint
     "choose": Amounts(noised=16, pictures=0, steps=10),
 }
 OWN = {"pictures": 8, "steps": 20}  # a user's models want more steps than the scene models
@@ -55,8 +179,6 @@ def parser() -> argparse.ArgumentParser:
     add("--steps", type=int, metavar="N", help="solver steps of a picture")
     add("--guidance", type=float, metavar="X", help="guidance of a scene model's whole pictures (default "
         f"{subjects.GUIDANCE})")  # fmt: skip
-    add("--clock", action=argparse.BooleanOptionalAction, default=None, help="take the time of whole pictures on a "
-        "CPU, on one thread (default, but for --smallest and --for choose)")  # fmt: skip
     add("--device", metavar="NAME", help="cpu, cuda, ... (default: a GPU if torch sees one, else cpu)")
     add("--dtype", choices=("float32", "float16", "bfloat16"), default="float32", help="dtype of your own checkpoint; "
         "float32 (default) keeps rounding out of the comparison")  # fmt: skip
@@ -86,75 +208,26 @@ def complete(options: argparse.Namespace) -> tuple[Amounts, list[str]]:
         raise ValueError(f"--guidance is for the scene models; {users[0]} is drawn with its pipeline's guidance")
     if len({path.stem for path in options.model}) < len(options.model):
         raise ValueError("two of the models have the same name, by which a result tells them apart; rename one")
-    return _amounts(options, bool(users)), _prompts(options.prompts, users)
-
-
-def _amounts(options: argparse.Namespace, is_users: bool) -> Amounts:
-    """Return the amounts of the options' group, with the given ones. Raises ValueError for impossible ones."""
-    given = {name: getattr(options, name) for name in ("noised", "pictures", "steps", "clock")}
+    given = {name: getattr(options, name) for name in ("noised", "pictures", "steps")}
     given = {name: value for name, value in given.items() if value is not None}
-    amounts = replace(AMOUNTS[options.group], **{**(OWN if is_users and not options.smallest else {}), **given})
+    amounts = replace(AMOUNTS[options.group], **{**(OWN if users and not options.smallest else {}), **given})
     if amounts.noised < 2 or amounts.noised % 2:
         raise ValueError(f"--noised {amounts.noised}: give an even number, because tomesd draws no random "
                          "destinations for an odd batch")
     if amounts.pictures < 0 or amounts.steps < 1:
         raise ValueError("give 1 step or more, and 0 pictures or more")
-    return amounts
-
-
-def _prompts(path: Path | None, users: list[Path]) -> list[str]:
-    """Read the prompts, one a line, that a user's model needs; none without one. Raises ValueError if they lack."""
     if not users:
-        return []
-    if path is None:
+        return amounts, []
+    if options.prompts is None:
         raise ValueError(f"{users[0]} needs --prompts FILE, one prompt a line; PartiPrompts (P2) is the usual choice")
-    prompts = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    prompts = [line.strip() for line in options.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not prompts:
-        raise ValueError(f"--prompts {path} is empty; give one prompt a line")
-    return prompts
+        raise ValueError(f"--prompts {options.prompts} is empty; give one prompt a line")
+    return amounts, prompts
 
 
-def share(rows: Iterable[Row], rank: int, count: int) -> list[Row]:
-    """Choose the rows of process `rank` of `count`: whole parts, because its rows share an unmerged result."""
-    parts = [list(part) for _, part in groupby(rows, lambda row: row.group)]
-    return [row for part in parts[rank::count] for row in part]
-
-
-def _fill(record: Record, plan: list[Row], output: Path | None, open_bench: Callable) -> Run | None:
-    """Measure the missing rows of the plan and return the finished run; None unless this process is the last to end.
-
-    Raises:
-        ResultError: `output` is another run's result, or complete while there are several processes.
-    """
-    rank, count = _processes()
-    if count == 1:
-        return _measure(Run.start(record, [row.key for row in plan], output), plan, open_bench)
-    if output.exists():
-        raise results.ResultError(f"{output} is complete; give another --output to measure again, or remove this file")
-
-    def start(number: int) -> Run:
-        keys = [row.key for row in share(plan, number, count)]
-        return Run.start(record, keys, output.with_name(f"{output.name}.rank{number}"))
-
-    _measure(start(rank), plan, open_bench)
-    pieces = [start(number) for number in range(count)]
-    if any(piece.missing for piece in pieces):
-        return None
-    measured = {row["key"]: row for piece in pieces for row in piece.record["rows"]}
-    whole = Run({**record, "rows": [measured[row.key] for row in plan]}, output, list(measured))
-    results.save(whole.record, output)
-    for piece in pieces:
-        piece.path.unlink(missing_ok=True)
-    return whole
-
-
-def _processes() -> tuple[int, int]:
-    """Return this process's number, from 0, and the number of processes, from RANK and WORLD_SIZE of a launcher."""
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-
-
-def _measure(run: Run, plan: list[Row], open_bench: Callable[[str], QualityBench]) -> Run:
-    """Measure the run's missing rows, with one bench a checkpoint, add them to the run and return it."""
+def measure(run: results.Run, plan: list[Row], open_bench: Callable[[str], QualityBench]) -> None:
+    """Measure the run's missing rows, with one bench a checkpoint, and add them to the run."""
     missing = set(run.missing)
     left = [row for row in plan if row.key in missing]
     with tqdm(total=len(left), unit="row", mininterval=0.1 if sys.stderr.isatty() else 10) as bar:
@@ -165,13 +238,11 @@ def _measure(run: Run, plan: list[Row], open_bench: Callable[[str], QualityBench
                 about = {field: getattr(row, field) for field in ("checkpoint", "measure", "part", "variant")}
                 run.add(row.key, {**about, **bench.measure(row)})
                 bar.update()
-    return run
 
 
-def _device(name: str | None, rank: int) -> torch.device:
-    """Return the device; None is the GPU of this rank, else the CPU. Raises ValueError if it does not work."""
-    if name is None:
-        name = f"cuda:{rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
+def _device(name: str | None) -> torch.device:
+    """Return the device; None is a GPU if torch sees one, else the CPU. Raises ValueError if it does not work."""
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(1, device=name)
     except (RuntimeError, AssertionError) as error:
@@ -184,13 +255,9 @@ def execute(options: argparse.Namespace, command: str) -> int:
     if options.list:
         print("\n".join(VARIANTS))
         return 0
-    rank, count = _processes()
     amounts, prompts = complete(options)
-    if count > 1 and not options.output:
-        raise ValueError("several processes need --output FILE, so that all of them know the file")
-    device, paths = _device(options.device, rank), {path.stem: path for path in options.model}
+    device, paths = _device(options.device), {path.stem: path for path in options.model}
     guidance = subjects.GUIDANCE if options.guidance is None else options.guidance
-    amounts = replace(amounts, clock=amounts.clock and device.type == "cpu")  # a host's time says little of a GPU's
     names = dict.fromkeys((*ALWAYS, *options.variants)) if options.variants else GROUPS[options.group]
     plan = [row for name, path in paths.items() for row in rows(
         name, tuple(names), amounts, can_be_noised=subjects.is_scene_model(path), kind=subjects.kind_of(path)
@@ -204,7 +271,7 @@ def execute(options: argparse.Namespace, command: str) -> int:
             subject = subjects.UserSubject(path, options.config, device, prompts, dtype, purpose)
         return QualityBench(subject, amounts)
 
-    if amounts.clock:
+    if device.type == "cpu":
         torch.set_num_threads(1)  # the processor time of several counts their waiting
     chosen = {row.variant for row in plan}
     settings = {  # equal in all rows of a result
@@ -217,10 +284,10 @@ def execute(options: argparse.Namespace, command: str) -> int:
         "variants": [variant.describe() for name, variant in VARIANTS.items() if name in chosen],
     }
     record = results.new_record("quality", command, settings, results.describe(str(device)))
-    run = _fill(record, plan, options.output, open_bench)
-    if run is not None:
-        print(report.write([run.path]))
-        print(f"\n{run.path}", file=sys.stderr)
+    run = results.Run.start(record, [row.key for row in plan], options.output)
+    measure(run, plan, open_bench)
+    print(report.write([run.path]))
+    print(f"\n{run.path}", file=sys.stderr)
     return 0
 
 

@@ -1,35 +1,187 @@
-"""The tables and the plot of quality results, from their JSON alone."""
+"""The figures of quality results, their tables and their plot, from the JSON alone.
+
+Figures are means over pictures, with the standard errors of paired means. Other methods are compared with strength at
+equal time. Of a result's presets and strengths those count that no other one beats in both time and PSNR; between two
+of them a line is drawn.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks import subjects
-from benchmarks.quality_figures import ROLES, Mean, Section, at_equal_time, sections
+import numpy as np
+
 from benchmarks.report import ABSENT, markdown, new_figure, number
 from benchmarks.results import Record
+from benchmarks.subjects import CHOOSE
+from benchmarks.variants import PLAIN
+from demo.metrics import decibels
 
 LEGEND = """\
 Work: the share of the finest self-attention's products (queries times keys) that is left, counted while the rows were
-measured and averaged over their steps; for a transformer all attention counts, with text and skipped blocks. Gap: rise
-of the held-out v-loss; dev: squared distance of the prediction from the unmerged one; both in % of the unmerged v-loss,
-on the same pictures, noise and times. PSNR and SSIM: whole pictures compared with the unmerged ones of equal seeds.
-Detail: their gradient energy as a share of the unmerged ones', below 1 if they are washed out. Time: processor time of
-all calls of the network for a picture, as a share of unmerged calls, taken in turns on one thread, for this model and
-size. ±: standard error over pictures. "Reference" methods are plain code of the benchmark, written for clarity and not
-for speed; "engine" is tome_core; "diffusers" is diffusers' own; **tomesd** is tomesd itself. Rows are sorted by work,
-then by error. Strength at equal time: on lines between the presets and strengths that were measured and that no other
-one beats in time and PSNR; n/a if none is as fast."""
-MARKERS = "osDv^<>pPXhd"
-TICKS = {1 / 64: "1/64", 1 / 16: "1/16", 1 / 10: "1/10", 1 / 4: "1/4", 1 / 2: "1/2", 1: "1"}
-STYLES = {"control": {"color": "firebrick", "linestyle": "--"}, "yardstick": {"color": "grey", "linestyle": ":"}}
+measured and averaged over their steps; for a transformer all attention counts, with text and skipped blocks. Dev: the
+squared distance of a noised picture's prediction from the unmerged one, in % of the unmerged v-loss, also at each
+timestep t. PSNR: whole pictures compared with the unmerged ones of equal seeds. Detail: their gradient energy as a
+share of the unmerged ones', below 1 if they are washed out. Time: processor time of all calls of the network for a
+picture, as a share of unmerged calls, taken in turns on one thread, for this model and size. ±: standard error over
+pictures. "Reference" methods are plain code of the benchmark, written for clarity and not for speed; "engine" is
+tome_core; "diffusers" is diffusers' own; **tomesd** is tomesd itself. Rows are sorted by work, then by error. Strength
+at equal time: on lines between the presets and strengths that were measured and that no other one beats in time and
+PSNR; n/a if none is as fast."""
+ROLES = ("tomesd", "method", "control", "yardstick")
+OURS = ("preset", "strength")
+_NO_DETAIL = 1e-6  # the energy of a picture without detail, in squared steps of 255
+_MARKERS = "osDv^<>pPXhd"
+_TICKS = {1 / 64: "1/64", 1 / 16: "1/16", 1 / 10: "1/10", 1 / 4: "1/4", 1 / 2: "1/2", 1: "1"}
+_STYLES = {"control": {"color": "firebrick", "linestyle": "--"}, "yardstick": {"color": "grey", "linestyle": ":"}}
+Parts = dict[int, dict[str, Any]]  # rows of one variant
+
+
+class Mean(NamedTuple):
+    """A mean over pictures and its standard error, which is None for one picture or an infinite value."""
+
+    value: float
+    error: float | None
+
+    @classmethod
+    def of(cls, values: np.ndarray) -> Mean:
+        """Average one value a picture."""
+        count = len(values)
+        spread = float(np.std(values, ddof=1)) / math.sqrt(count) if count > 1 and np.isfinite(values).all() else None
+        return cls(float(np.mean(values)), spread)
+
+    def __str__(self) -> str:
+        """Format the mean and its error, which gets two digits; an infinite PSNR is ``equal``."""
+        if not math.isfinite(self.value):
+            return "equal"
+        if self.error is None:
+            return f"{self.value:.3g}"
+        decimals = 3 if self.error == 0 else min(5, max(1, 1 - math.floor(math.log10(self.error))))
+        return f"{self.value:.{decimals}f} ± {self.error:.{decimals}f}"
+
+
+class Noised(NamedTuple):
+    """A variant's figures of noised pictures."""
+
+    work: float  # the share of the unmerged attention's products that is left
+    dev: Mean  # the squared distance of the prediction from the unmerged one, in % of the unmerged v-loss
+    dev_at: tuple[Mean, ...]  # the same at each of the result's timesteps
+
+
+class Pictured(NamedTuple):
+    """A variant's figures of whole pictures, compared with the unmerged ones."""
+
+    work: float  # as in `Noised`
+    psnr: Mean  # dB
+    detail: Mean | None = None  # gradient energy as a share of the unmerged picture's, the geometric mean
+    time: float | None = None  # the time of all calls of a picture, as a share of the unmerged ones
+
+
+class Section(NamedTuple):
+    """All figures of one checkpoint, by variant's name, in the result's order."""
+
+    checkpoint: str
+    loss: float | None  # the unmerged v-loss; None without noised pictures
+    counts: dict[str, int]  # of pictures: "noised" and "pictures"
+    variants: dict[str, dict[str, Any]]  # as `Variant.describe` gives them
+    noised: dict[str, Noised]
+    pictures: dict[str, Pictured]
+
+    def work(self, name: str) -> float:
+        """Return the share of the work that a variant leaves, by noised pictures if there are any."""
+        return (self.noised.get(name) or self.pictures[name]).work
+
+
+def sections(record: Record) -> list[Section]:
+    """Compute the figures of each checkpoint of a result, finished or not."""
+    return [_section(record, checkpoint) for checkpoint in record["settings"]["models"]]
+
+
+def _section(record: Record, checkpoint: str) -> Section:
+    parts_of: dict[str, dict[str, Parts]] = {"noised": {}, "pictures": {}}
+    for row in record["rows"]:
+        if row["checkpoint"] == checkpoint:
+            parts_of[row["measure"]].setdefault(row["variant"], {})[row["part"]] = row
+    plain = {measure: by_variant.get(PLAIN, {}) for measure, by_variant in parts_of.items()}
+    variants = {variant["name"]: variant for variant in record["settings"]["variants"]}
+    losses = _over(plain["noised"], "loss") if plain["noised"] else np.empty((0, 0))
+    counts = {"noised": losses.shape[1],
+              "pictures": sum(len(row["squared_error"]) for row in plain["pictures"].values())}  # fmt: skip
+    loss = float(losses.mean()) if losses.size else None
+    noised, pictures = ({name: parts_of[measure][name] for name in variants if name != PLAIN
+                         and name in parts_of[measure]} for measure in parts_of)  # fmt: skip
+    return Section(checkpoint, loss, counts, variants,
+                   {name: _noised(parts, loss) for name, parts in noised.items()},
+                   {name: _pictured(parts, {part: plain["pictures"][part] for part in parts})
+                    for name, parts in pictures.items()})  # fmt: skip
+
+
+def _over(parts: Parts, name: str, axis: int = -1) -> np.ndarray:
+    """Join a field of all measured parts, in their order, along the axis of pictures."""
+    return np.concatenate([np.array(parts[part][name]) for part in sorted(parts)], axis)
+
+
+def _noised(parts: Parts, loss: float) -> Noised:
+    """Compute a variant's figures from its rows and the unmerged v-loss."""
+    dev = 100 / loss * _over(parts, "dev")
+    work = float(np.mean([row["work"] for row in parts.values()]))
+    return Noised(work, Mean.of(dev.mean(0)), tuple(Mean.of(at) for at in dev))
+
+
+def _pictured(parts: Parts, plain: Parts) -> Pictured:
+    """Compute a variant's figures from its rows and the unmerged rows of the same parts."""
+    def all_have(name: str) -> bool:
+        return all(name in row for row in parts.values())
+
+    errors = _over(parts, "squared_error")
+    work = float(np.average([row["work"] for row in parts.values()],
+                            weights=[len(row["squared_error"]) for row in parts.values()]))  # fmt: skip
+    psnr = Mean.of(np.array([decibels(error) for error in errors]))
+    detail = _detail(_over(parts, "gradient"), _over(plain, "gradient")) if all_have("gradient") else None
+    time = None
+    if all_have("seconds"):
+        steps = np.median(_over(parts, "seconds", 0) / _over(parts, "beside")[:, None], 0)
+        time = float(steps.sum() / _over(plain, "seconds", 0).shape[1])
+    return Pictured(work, psnr, detail, time)
+
+
+def _detail(energies: np.ndarray, unmerged: np.ndarray) -> Mean:
+    """Average the ratio of gradient energies over pictures, geometrically."""
+    logs = Mean.of(np.log(np.maximum(energies, _NO_DETAIL) / np.maximum(unmerged, _NO_DETAIL)))
+    share = math.exp(logs.value)
+    return Mean(share, None if logs.error is None else share * logs.error)
+
+
+class Rival(NamedTuple):
+    """Another method, compared with the setting ``strength`` at equal time."""
+
+    name: str
+    time: float  # as a share of the unmerged time
+    theirs: float  # PSNR in dB
+    ours: float | None  # PSNR of the strength that takes this time; None if no strength is as fast
+
+
+def at_equal_time(section: Section) -> Iterator[Rival]:
+    """Compare each timed method of others with strength, in the result's order; without timed strengths, none."""
+    points = {name: (figures.time, figures.psnr.value) for name, figures in section.pictures.items()
+              if figures.time is not None}  # fmt: skip
+    ours = {name for name in points if section.variants[name]["method"] in OURS}
+    front: list[tuple[float, float]] = []  # by rising time, each with a higher PSNR than those before it
+    for time, psnr in sorted((points[name] for name in ours), key=lambda point: (point[0], -point[1])):
+        if not front or psnr > front[-1][1]:
+            front.append((time, psnr))
+    for name, (time, psnr) in points.items():
+        if front and name not in ours and section.variants[name]["role"] in ("method", "tomesd"):
+            # to a slower method the slowest strength compares
+            yield Rival(name, time, psnr, float(np.interp(time, *zip(*front, strict=True)))
+                        if time >= front[0][0] else None)  # fmt: skip
 
 
 def table(records: list[Record]) -> str:
-    """Make the Markdown: for each checkpoint the means, the same by time, the whole pictures, others at equal time."""
+    """Make the Markdown: for each checkpoint all its variants, and others beside strength at equal time."""
     return "\n\n".join([LEGEND, *(text for record in records for text in (_origin(record), *_tables(record)))])
 
 
@@ -39,7 +191,7 @@ def _origin(record: Record) -> str:
     device = ", ".join(f"{name} {value}" if name in ("cores", "threads") else str(value)
                        for name, value in record["device"].items() if name != "kind")  # fmt: skip
     lines = [f"`{record['command']}`, {record['created'][:10]}, commit {record.get('commit')}; {versions}; {device}."]
-    if record["settings"].get("for") == subjects.CHOOSE:
+    if record["settings"].get("for") == CHOOSE:
         lines.append("**Pictures to choose by**, which are not those of the README's tables.")
     if record["missing"]:
         lines.append(f"**Unfinished: {len(record['missing'])} rows are missing.**")
@@ -47,78 +199,54 @@ def _origin(record: Record) -> str:
 
 
 def _tables(record: Record) -> Iterator[str]:
-    """Make each checkpoint's headed tables, as far as it has noised pictures and whole ones."""
+    """Make each checkpoint's headed tables. A result to choose by shows dev by time, others show whole pictures."""
     settings = record["settings"]
     for section in sections(record):
-        noised, pictures, name = section.noised, section.pictures, section.checkpoint
-        dev = {variant: mean(figures.dev) for variant, figures in noised.items()}
+        noised, pictures = section.noised, section.pictures
+        columns = {"dev %": {name: str(figures.dev) for name, figures in noised.items()}}
+        if settings.get("for") == CHOOSE:
+            for place, time in enumerate(settings["times"]):
+                columns[f"t = {time}"] = {name: str(figures.dev_at[place]) for name, figures in noised.items()}
+        else:
+            columns |= {
+                "PSNR dB": {name: str(figures.psnr) for name, figures in pictures.items()},
+                "detail": {name: str(figures.detail or ABSENT) for name, figures in pictures.items()},
+                "time": {name: number(figures.time, ".2f") for name, figures in pictures.items()},
+            }
+        counted = []
         if noised:
-            order = _order(section, noised, lambda figures: figures.dev.value)
-            columns = {"work": {variant: f"{figures.work:.3g}" for variant, figures in noised.items()},
-                       "gap %": {variant: mean(figures.gap) for variant, figures in noised.items()},
-                       "dev %": dev}  # fmt: skip
-            yield (f"### {name}: {section.counts['noised']} noised pictures, unmerged v-loss {section.loss:.5f}\n\n"
-                   + _table(section, order, columns))  # fmt: skip
-            by_time = {f"t = {time}": {variant: mean(figures.dev_at[place]) for variant, figures in noised.items()}
-                       for place, time in enumerate(settings["times"])}  # fmt: skip
-            yield f"#### {name}: dev % by time\n\n{_table(section, order, by_time)}"
+            counted.append(f"{section.counts['noised']} noised pictures, unmerged v-loss {section.loss:.5f}")
         if pictures:
-            order = _order(section, pictures, lambda figures: -figures.psnr.value)
-            columns = {"work": {variant: f"{figures.work:.3g}" for variant, figures in pictures.items()}, "dev %": dev}
-            for head, field in (("PSNR dB", "psnr"), ("SSIM", "ssim"), ("detail", "detail")):
-                columns[head] = {variant: mean(getattr(figures, field)) for variant, figures in pictures.items()}
-            columns["time"] = {variant: number(figures.time, ".2f") for variant, figures in pictures.items()}
             more = (settings.get("schedule"), settings.get("guidance") and f"guidance {settings['guidance']:g}")
-            manner = ", ".join(filter(None, (f"{settings['steps']} solver steps", *more)))
-            yield (f"### {name}: {section.counts['pictures']} whole pictures, {manner}\n\n"
-                   + _table(section, order, columns))  # fmt: skip
-            yield from _at_equal_time(section)
+            counted.append(", ".join(filter(None, (f"{section.counts['pictures']} whole pictures",
+                                                   f"{settings['steps']} solver steps", *more))))  # fmt: skip
+        yield f"### {section.checkpoint}: {'; '.join(counted)}\n\n{_table(section, columns)}"
+        rows = [(section.variants[rival.name]["method"], section.variants[rival.name]["setting"], f"{rival.time:.2f}",
+                 f"{rival.theirs:.4g}, {number(rival.ours, '.4g')}") for rival in at_equal_time(section)]  # fmt: skip
+        if rows:
+            drawn = markdown(("method", "setting", "time", "PSNR dB: it, strength"), rows, left=2)
+            yield f"#### {section.checkpoint}: others beside strength at equal time\n\n{drawn}"
 
 
-def _at_equal_time(section: Section) -> Iterator[str]:
-    rows = [(section.variants[rival.name]["method"], section.variants[rival.name]["setting"], f"{rival.time:.2f}",
-             f"{rival.theirs:.4g}, {number(rival.ours, '.4g')}") for rival in at_equal_time(section)]  # fmt: skip
-    if rows:
-        drawn = markdown(("method", "setting", "time", "PSNR dB: it, strength"), rows, left=2)
-        yield f"#### {section.checkpoint}: others beside strength at equal time\n\n{drawn}"
+def _table(section: Section, columns: dict[str, dict[str, str]]) -> str:
+    """Make a table: methods by falling work, then by rising error, then the controls, then the yardsticks.
 
-
-def _order(section: Section, figures: dict[str, Any], error: Callable[[Any], float]) -> list[str]:
-    """Sort variants' names: methods by falling work, then by rising error, then the controls, then the yardsticks.
-
-    Every table has all yardsticks, also those without figures.
+    columns: head -> variant -> cell; one without values is left out.
     """
     def place(name: str) -> tuple:
         role = max(1, ROLES.index(section.variants[name]["role"]))
-        return (role, -round(figures[name].work, 4), error(figures[name])) if name in figures else (role, 0, 0)
+        error = section.noised[name].dev.value if name in section.noised else -section.pictures[name].psnr.value
+        return role, -round(section.work(name), 4), error
 
-    return sorted((name for name, variant in section.variants.items()
-                   if name in figures or variant["role"] == "yardstick"), key=place)  # fmt: skip
-
-
-def _table(section: Section, order: list[str], columns: dict[str, dict[str, str]]) -> str:
-    """Make a table of the variants in this order. columns: head -> variant -> cell; one without values is left out."""
     columns = {head: cells for head, cells in columns.items() if set(cells.values()) - {ABSENT}}
     rows = []
-    for name in order:
+    for name in sorted(section.noised | section.pictures, key=place):
         variant = section.variants[name]
         method = {"tomesd": f"**{variant['method']}**", "method": variant["method"]}.get(variant["role"])
         method = method or f"*{variant['method']}* ({variant['role']})"
         cells = (by_variant.get(name, ABSENT) for by_variant in columns.values())
-        rows.append([method, variant["setting"], variant["code"], *cells])
-    return markdown(["method", "setting", "code", *columns], rows, left=3)
-
-
-def mean(figure: Mean | None) -> str:
-    """Format a mean and its error, which gets two digits; None is n/a, and an infinite PSNR is ``equal``."""
-    if figure is None:
-        return ABSENT
-    if not math.isfinite(figure.value):
-        return "equal"
-    if figure.error is None:
-        return f"{figure.value:.3g}"
-    decimals = 3 if figure.error == 0 else min(5, max(1, 1 - math.floor(math.log10(figure.error))))
-    return f"{figure.value:.{decimals}f} ± {figure.error:.{decimals}f}"
+        rows.append([method, variant["setting"], variant["code"], f"{section.work(name):.3g}", *cells])
+    return markdown(["method", "setting", "code", "work", *columns], rows, left=3)
 
 
 def plot(records: list[Record], path: Path) -> None:
@@ -134,18 +262,18 @@ def plot(records: list[Record], path: Path) -> None:
         lines: dict[str, list[tuple[float, Mean]]] = {}
         for name, (work, error) in points.items():
             variant = section.variants[name]
-            if style := STYLES.get(variant["role"]):
+            if style := _STYLES.get(variant["role"]):
                 axis.axhline(error.value, label=variant["method"], linewidth=1, **style)
             else:
                 lines.setdefault(variant["method"], []).append((work, error))
         for place, (method, line) in enumerate(lines.items()):
             works, means = zip(*sorted(line, key=lambda point: point[0]), strict=True)
             axis.errorbar(works, [figure.value for figure in means], [figure.error or 0 for figure in means],
-                          label=method, capsize=2, linewidth=1.2, marker=MARKERS[place % len(MARKERS)])  # fmt: skip
+                          label=method, capsize=2, linewidth=1.2, marker=_MARKERS[place % len(_MARKERS)])  # fmt: skip
         axis.set(xscale="log", yscale="log" if section.noised else "linear", xlabel="attention work left",
                  ylabel="dev, % of the unmerged v-loss" if section.noised else "PSNR, dB",
                  title=section.checkpoint)  # fmt: skip
-        axis.set_xticks(list(TICKS), TICKS.values())
+        axis.set_xticks(list(_TICKS), _TICKS.values())
         axis.minorticks_off()
         axis.grid(alpha=0.3, which="both")
         axis.legend(fontsize=6, loc="lower left")

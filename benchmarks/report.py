@@ -13,32 +13,23 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import ModuleType
 
 from benchmarks import results
-from benchmarks.results import KINDS, Record, ResultError
 
 ABSENT = "n/a"  # a missing value in a table
 
 
-def _read(paths: list[Path]) -> tuple[ModuleType, list[Record]]:
-    """Load results and import the module of their kind. Raises ResultError if a file is no result or kinds differ."""
+def write(paths: list[Path]) -> str:
+    """Write the table of results and the plot, if the kind has one, next to the first file; return the table.
+
+    Raises:
+        ResultError: a file is no result, or the kinds differ.
+    """
     records = [results.load(path) for path in paths]
     kinds = sorted({record["kind"] for record in records})
     if len(kinds) > 1:
-        raise ResultError(f"results of several kinds ({', '.join(kinds)}); give those of one")
-    return importlib.import_module(f"benchmarks.{KINDS[kinds[0]]}"), records
-
-
-def table(paths: list[Path]) -> str:
-    """Make the Markdown table of results. Raises ResultError for other files, and for results of several kinds."""
-    module, records = _read(paths)
-    return module.table(records)
-
-
-def write(paths: list[Path]) -> str:
-    """Write the table of results and the plot, if the kind has one, next to the first file; return the table."""
-    module, records = _read(paths)
+        raise results.ResultError(f"results of several kinds ({', '.join(kinds)}); give those of one")
+    module = importlib.import_module(f"benchmarks.{results.KINDS[kinds[0]]}")
     text = module.table(records)
     paths[0].with_suffix(".md").write_text(f"{text}\n", encoding="utf-8")
     if hasattr(module, "plot"):
@@ -80,7 +71,7 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 
 def run(
     name: str, parser: argparse.ArgumentParser, arguments: list[str] | None,
-    work: Callable[[argparse.Namespace, str], int],
+    work: Callable[[argparse.Namespace, str], int | None],
 ) -> int:  # fmt: skip
     """Run a command and return its exit status: that of `work`, 2 if it raises an expected error, 130 if interrupted.
 
@@ -89,7 +80,7 @@ def run(
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(arguments)
     try:
-        return work(options, shlex.join(["python", "-m", f"benchmarks.{name}", *arguments]))
+        return work(options, shlex.join(["python", "-m", f"benchmarks.{name}", *arguments])) or 0
     except (ValueError, OSError, ImportError) as error:
         print(f"benchmarks.{name}: {error}", file=sys.stderr)
         return 2
@@ -98,17 +89,12 @@ def run(
         return 130
 
 
-def _work(options: argparse.Namespace, command: str) -> int:
-    print(write(options.files))
-    return 0
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status. arguments: None stands for those of the process."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description="A Markdown table and a plot of "
                                      "results, made from their JSON alone.")  # fmt: skip
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="results of one kind")
-    return run("report", parser, arguments, _work)
+    return run("report", parser, arguments, lambda options, command: print(write(options.files)))
 
 
 if __name__ == "__main__":

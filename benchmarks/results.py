@@ -25,10 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "benchmarks" / "results"
 # kind -> the module that makes its table and plot
 KINDS = {"gpu": "gpu_report", "quality": "quality_report", "host-calls": "host_calls"}
-# the fields that are equal in all rows of one table
-IDENTITY = ("kind", "settings", "versions", "device")
-_FIELDS = {"kind": str, "created": str, "command": str, "versions": dict, "device": dict, "settings": dict,
-           "rows": list, "missing": list}  # fmt: skip
+_FIELDS = {"created": str, "command": str, "versions": dict, "device": dict, "settings": dict, "rows": list,
+           "missing": list}  # fmt: skip
 
 Record = dict[str, Any]
 
@@ -41,7 +39,7 @@ def new_record(kind: str, command: str, settings: dict[str, Any], environment: d
     """Make a record without rows. environment: the fields that `describe` gives."""
     created = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     record = {"kind": kind, "created": created, "command": command, **environment, "settings": settings}
-    return _as_json({**record, "rows": [], "missing": []})
+    return json.loads(_dump({**record, "rows": [], "missing": []}))  # as it will be read: tuples become lists
 
 
 def save(record: Record, path: Path) -> None:
@@ -60,30 +58,15 @@ def _dump(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
-def _as_json(value: Any) -> Any:
-    """Return a value as it will be read back: tuples become lists."""
-    return json.loads(json.dumps(value, allow_nan=False))
-
-
 def load(path: Path) -> Record:
-    """Read a record that `save` wrote. Raises ResultError, naming the file, if it is no result."""
+    """Read a record that `save` wrote. Raises ResultError if the file is no result, OSError if it cannot be read."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        wrong = f"cannot be read ({error.strerror})"
-    except ValueError as error:
-        wrong = f"is no JSON ({error})"
-    else:
-        if _is_result(record):
+        if record["kind"] in KINDS and all(isinstance(record[name], kind) for name, kind in _FIELDS.items()):
             return record
-        wrong = "is no result"
-    raise ResultError(f"{path} {wrong}; give one of the kinds {', '.join(KINDS)}, such as those in {FOLDER}")
-
-
-def _is_result(record: Any) -> bool:
-    return (isinstance(record, dict) and record.get("kind") in KINDS
-            and all(isinstance(record.get(name), kind) for name, kind in _FIELDS.items())
-            and all(isinstance(row, dict) and isinstance(row.get("key"), str) for row in record["rows"]))  # fmt: skip
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise ResultError(f"{path} is no result; give one of the kinds {', '.join(KINDS)}, such as those in {FOLDER}")
 
 
 class Run:
@@ -101,11 +84,9 @@ class Run:
         Args:
             record: a record without rows.
             keys: the keys of all planned rows, in their order.
-            output: the file; None is a new one below `folder`, or the unfinished file that fits.
+            output: the file, or None for a new one below `folder`, or the unfinished one that fits. Raises ResultError
+                if it is another run's result.
             folder: the folder of results.
-
-        Raises:
-            ResultError: `output` is another run's result.
         """
         path = output or _find_path(record, folder)
         if not path.exists():
@@ -124,7 +105,7 @@ class Run:
 
     def add(self, key: str, row: dict[str, Any]) -> None:
         """Add one row and save. Raises ValueError for a row that is not missing."""
-        row = _as_json({"key": key, **row})
+        row = json.loads(_dump({"key": key, **row}))
         self.record["missing"].remove(key)
         self.record["rows"].append(row)
         save(self.record, self.path)
@@ -149,7 +130,8 @@ def difference(before: Record, record: Record) -> str | None:
     def of(record: Record, name: str) -> Any:
         return {**record[name], "tome_core": None} if name == "versions" else record[name]
 
-    return ", ".join(name for name in IDENTITY if of(before, name) != of(record, name)) or None
+    return ", ".join(name for name in ("kind", "settings", "versions", "device")
+                     if of(before, name) != of(record, name)) or None  # fmt: skip
 
 
 def describe(device: str) -> dict[str, Any]:
@@ -169,20 +151,15 @@ def commit(folder: Path = ROOT) -> str | None:
 
     Results are no changes: else a run that saves its own would spoil the next one's commit.
     """
-    name = _git(folder, "rev-parse", "--short=12", "HEAD")
-    if name is None:
-        return None
-    changed = _git(folder, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
-    return name + ("+changes" if changed else "")
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True).stdout
 
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    """Return what git prints in a folder; None if git fails or is not installed."""
     try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False)
-    except OSError:  # no git on this machine
+        name = git("rev-parse", "--short=12", "HEAD").strip()
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
+    except (OSError, subprocess.CalledProcessError):  # no git on this machine, or no repository
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return name + ("+changes" if changed else "")
 
 
 def _describe_device(device: str) -> dict[str, Any]:

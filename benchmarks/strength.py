@@ -18,17 +18,11 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks import report, results, subjects
-from benchmarks.quality_figures import sections
-from benchmarks.quality_rows import TIMES
+from benchmarks.quality import TIMES
+from benchmarks.quality_report import sections
 from benchmarks.variants import FRONT
 from tome_core.settings.presets import EARLY_SHARE, MOST_MERGED, PARTS
 
-# the results that the engine's curves are made from
-SOURCES = {
-    "sd": ["front-cpu-2026-11-22.json"],
-    "sdxl": ["sdxl-front-cpu-2026-11-24.json"],
-    "transformer": ["transformer-front-cpu-2026-11-23.json", "transformer-front-cpu-2026-11-24.json"],
-}
 KNOTS = 20  # of the curve, equally far apart
 # strength -> the share of the attention work that it leaves; between two strengths its logarithm is a line
 WORK = {0.25: 0.2, 0.5: 1 / 16, 0.75: 1 / 32, 1.0: 1 / 64}
@@ -40,24 +34,8 @@ _NOTHING = 1e-9  # in place of 0, which has no logarithm
 _MOMENTS = tuple(range(5, 1000, 10))  # a deviation is a mean over these timesteps
 
 
-class Loss(NamedTuple):
-    """The deviation by merging, in % of the v-loss: share of keys that is left -> deviation at each of `TIMES`."""
-
-    by_share: dict[float, tuple[float, ...]]
-
-    def at(self, share: float) -> list[float]:
-        """Interpolate the deviation at each of `_MOMENTS` if this share of the keys is left.
-
-        Between measured shares its logarithm is a line over the share's, and over time. Below the least merging that
-        was measured it falls with the square of the merged share, as that of groups of two does.
-        """
-        shares = sorted(self.by_share)
-        by_time = np.log([self.by_share[measured] for measured in shares]).T
-        at_times = [np.interp(math.log(share), np.log(shares), losses) for losses in by_time]
-        if share >= shares[-1]:
-            part = ((1 - share) / (1 - shares[-1])) ** 2
-            at_times = np.log([max(loss * part, _NOTHING) for loss in self.by_share[shares[-1]]])
-        return np.exp(np.interp(_MOMENTS, TIMES, at_times)).tolist()
+# the deviation by merging, in % of the v-loss: share of keys that is left -> deviation at each of `TIMES`
+Loss = dict[float, tuple[float, ...]]
 
 
 class Knot(NamedTuple):
@@ -67,11 +45,6 @@ class Knot(NamedTuple):
     share: float
     until: float
     dev: float
-
-    @property
-    def work(self) -> float:
-        """The share of the finest attention's products that is left."""
-        return (self.share * self.until + FEWEST * (1000 - self.until)) / 1000
 
 
 def front(records: Sequence[dict]) -> Loss:
@@ -88,8 +61,8 @@ def front(records: Sequence[dict]) -> Loss:
         raise ValueError("not every result has rows of merged keys at all times; run python -m benchmarks.quality "
                          "first")
     mean = {ratio: fmean(dev) for ratio, dev in best.items()}
-    return Loss({1 - ratio: dev for ratio, dev in best.items()
-                 if not any(other > ratio and mean[other] <= mean[ratio] for other in best)})  # fmt: skip
+    return {1 - ratio: dev for ratio, dev in best.items()
+            if not any(other > ratio and mean[other] <= mean[ratio] for other in best)}  # fmt: skip
 
 
 def read_means(records: Sequence[dict], ratio: float, cell: int) -> tuple[float, ...]:
@@ -158,21 +131,34 @@ def _pairs(strength: float, loss: Loss) -> list[Knot]:
 
 def deviation(share: float, until: float, loss: Loss) -> float:
     """Average the loss if steps keep `share` of the keys at timesteps below `until`, and `FEWEST` at the others."""
-    both = zip(_MOMENTS, loss.at(share), loss.at(FEWEST), strict=True)
+    both = zip(_MOMENTS, _at(share, loss), _at(FEWEST, loss), strict=True)
     return fmean([late if moment < until else early for moment, late, early in both])
 
 
-def _choose(options: argparse.Namespace, command: str) -> int:
-    """Print the knots and the curve that the options' results give; return 0."""
+def _at(share: float, loss: Loss) -> list[float]:
+    """Interpolate the deviation at each of `_MOMENTS` if this share of the keys is left.
+
+    Between measured shares its logarithm is a line over the share's, and over time. Below the least merging that was
+    measured it falls with the square of the merged share, as that of groups of two does.
+    """
+    shares = sorted(loss)
+    by_time = np.log([loss[measured] for measured in shares]).T
+    at_times = [np.interp(math.log(share), np.log(shares), losses) for losses in by_time]
+    if share >= shares[-1]:
+        part = ((1 - share) / (1 - shares[-1])) ** 2
+        at_times = np.log([max(value * part, _NOTHING) for value in loss[shares[-1]]])
+    return np.exp(np.interp(_MOMENTS, TIMES, at_times)).tolist()
+
+
+def _choose(options: argparse.Namespace, command: str) -> None:
+    """Print the knots and the curve that the options' results give."""
     records = [results.load(path) for path in options.results]
     for path, record in zip(options.results, records, strict=True):
         subjects.check_purpose(record, subjects.CHOOSE, path.name)
     knots = curve(front(records))
     for knot in knots:
-        print(f"{knot.strength:.2f}: share {knot.share}, until {knot.until:.1f}, work {knot.work:.3f}, "
-              f"deviation {knot.dev:.3f}")
+        print(f"{knot.strength:.2f}: share {knot.share}, until {knot.until:.1f}, deviation {knot.dev:.3f}")
     print(", ".join(f"({round(knot.share * PARTS)}, {knot.until:.0f})" for knot in knots))
-    return 0
 
 
 def main(arguments: list[str] | None = None) -> int:

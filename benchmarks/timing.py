@@ -56,11 +56,7 @@ def in_turns(
 
 
 def card_work(run: Run, calls: int = 2) -> dict[str, Any]:
-    """Profile the GPU's work, as means per call.
-
-    Returns:
-        ``card_ms``: the summed durations of all events on the GPU in ms. ``launches``: the number of these events.
-    """
+    """Profile a call on the GPU: ``card_ms``, the sum of its events' durations, and ``launches``, their number."""
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         for _ in range(calls):
             run()

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 import tome_core
-from benchmarks.networks import KINDS, UNET, at_each_call, finest_blocks
-from benchmarks.reference import HALF_TIME, Reference
+from benchmarks.networks import KINDS, UNET, Downsampled, Zeros, at_each_call, finest_blocks
 from tome_core.settings.presets import MARKS, refine_of
 
 PutOn = Callable[[nn.Module, int], AbstractContextManager]
@@ -47,19 +46,9 @@ class Variant:
         return {name: getattr(self, name) for name in ("name", "method", "setting", "role", "code")}
 
 
-def nothing(network: nn.Module, seed: int) -> AbstractContextManager:
-    """Return a context manager that leaves the network as it is."""
-    return nullcontext()
-
-
 def in_bfloat16(network: nn.Module, seed: int) -> AbstractContextManager:
     """Return a context manager in which products are computed in bfloat16, the rest as before."""
     return torch.autocast(next(network.parameters()).device.type, torch.bfloat16)
-
-
-def reference(**recipe: Any) -> PutOn:
-    """Make the `PutOn` of the reference code. recipe: the keyword arguments of `Reference`."""
-    return lambda network, seed: Reference(network, seed, **recipe)
 
 
 def engine(**settings: Any) -> PutOn:
@@ -80,11 +69,8 @@ def strength(value: float) -> PutOn:
     return engine(strength=value, only_if_it_pays=False)
 
 
-def tomesd(ratio: float, early: float | None = None, until: float = 0) -> PutOn:
-    """Make the `PutOn` of tomesd itself, as its users call it, at the UNet's finest level.
-
-    early: the ratio at timesteps from `until` on, as a user may change it between steps; None: `ratio` at all of them.
-    """
+def tomesd(ratio: float) -> PutOn:
+    """Make the `PutOn` of tomesd itself, as its users call it, at the UNet's finest level."""
 
     @contextmanager
     def put_on(unet: nn.Module, seed: int) -> Iterator[None]:
@@ -95,13 +81,8 @@ def tomesd(ratio: float, early: float | None = None, until: float = 0) -> PutOn:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
             package.apply_patch(unet, ratio=ratio, max_downsample=2 ** finest_blocks(unet)[0].halvings)
-
-            def choose(time: float) -> None:
-                unet._tome_info["args"]["ratio"] = early if early is not None and time >= until else ratio
-
             try:
-                with at_each_call(unet, choose):
-                    yield
+                yield
             finally:
                 package.remove_patch(unet)
                 for module in unet.modules():  # it leaves this on the UNet and the patched blocks
@@ -112,20 +93,16 @@ def tomesd(ratio: float, early: float | None = None, until: float = 0) -> PutOn:
 
 # in every table
 _ALWAYS = (
-    Variant(PLAIN, "", nothing, "plain", "torch"),
+    Variant(PLAIN, "", lambda network, seed: nullcontext(), "plain", "torch"),
     Variant("bfloat16", "", in_bfloat16, "yardstick", "torch"),
-    Variant("twice the solver steps", "", nothing, "yardstick", "torch", solver=2),
-    Variant("zero attention", "", reference(zero=True), "control"),
-    Variant("random partner", "0.75", reference(ratio=0.75), "control"),
+    Variant("twice the solver steps", "", lambda network, seed: nullcontext(), "yardstick", "torch", solver=2),
+    Variant("zero attention", "", lambda network, seed: Zeros(network), "control"),
 )
 # the strengths, and what users may do instead; measured by default
 _STANDARD = (
     Variant("tomesd", "0.5", tomesd(0.5), "tomesd", "tomesd", kinds=(UNET,)),
     Variant("tomesd", "0.75", tomesd(0.75), "tomesd", "tomesd", kinds=(UNET,)),
-    Variant("tomesd early and late", "0.75 then 0.35", tomesd(0.35, 0.75, HALF_TIME), code="tomesd", kinds=(UNET,)),
-    Variant("downsample", "2x2", reference(coarse=2)),
-    Variant("downsample early and late", "8x8 then 2x2", reference(coarse=2, coarse_early=8)),
-    Variant("tiles", "2x2", reference(tiles=2), kinds=(UNET,)),
+    Variant("downsample", "2x2", lambda network, seed: Downsampled(network, 2)),
     Variant("sized", "0.5", engine(ratio=0.5, use_rand=False), code="engine"),
     *(Variant("preset", name, strength(value), code="engine") for name, value in MARKS.items()),
     *(Variant("strength", str(value), strength(value), code="engine") for value in BETWEEN),

@@ -1,0 +1,99 @@
+"""Each variant does what its name says and leaves nothing behind, and the work that it leaves is counted."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from benchmarks.networks import TRANSFORMER, UNET, Work
+from benchmarks.variants import VARIANTS
+from demo import model, transformer
+from tests import tiny_scenes
+
+SIDE = tiny_scenes.SIDE
+KIND = {"sd": UNET, "flux": TRANSFORMER}
+of_layouts = pytest.mark.parametrize("layout", KIND)
+
+
+@functools.cache
+def small_model(layout: str) -> model.SceneModel:
+    """Random weights, and self-attention strong enough that merging matters; 16 tokens a side."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(transformer, "SIDE", transformer.TOKEN * SIDE)
+        scenes = tiny_scenes.make({"sd": tiny_scenes.UNET, "flux": tiny_scenes.FLUX}[layout])
+    for name, weights in scenes.named_parameters():
+        if "attn1.to_out" in name:
+            torch.nn.init.normal_(weights, std=0.5, generator=torch.Generator().manual_seed(2))
+    return scenes
+
+
+@torch.inference_mode()
+def predict(layout: str, time: int = 300) -> torch.Tensor:
+    side = SIDE if layout == "sd" else transformer.TOKEN * SIDE
+    noise = torch.randn(2, 12, side, side, generator=torch.Generator().manual_seed(5))
+    return small_model(layout)(noise, torch.full((2,), time), torch.tensor([[0, 5, 9, 12, 15, 20]] * 2))
+
+
+def early_and_late(layout: str) -> torch.Tensor:
+    """Weak strengths leave late steps alone."""
+    return torch.stack([predict(layout, 800), predict(layout, 300)])
+
+
+def traces(network: torch.nn.Module) -> list:
+    """List what a patch could leave on the modules."""
+    return [(type(module), len(module._forward_hooks) + len(module._forward_pre_hooks), set(vars(module)))
+            for module in network.modules()]  # fmt: skip
+
+
+@of_layouts
+def test_a_variant_is_the_same_each_time_and_leaves_nothing_behind(layout):
+    """One variant of each line, the last one."""
+    lines = {variant.method: variant for variant in VARIANTS.values() if KIND[layout] in variant.kinds}
+    network = small_model(layout).network
+    plain, state, before = early_and_late(layout), torch.get_rng_state(), traces(network)
+    for line, variant in lines.items():
+        answers = []
+        for _ in range(2):
+            with variant.put_on(network, 3):
+                answers.append(early_and_late(layout))
+        assert torch.equal(*answers), line
+        assert torch.equal(early_and_late(layout), plain) and torch.equal(torch.get_rng_state(), state), line
+        assert traces(network) == before, line
+        assert torch.equal(answers[0], plain) == (line in ("unmerged", "twice the solver steps")), line
+
+
+def share(kept: float) -> float:
+    """The share of a sequence of six words and a picture that keeps this share of its tokens."""
+    return (6 + kept * SIDE**2) / (6 + SIDE**2)
+
+
+LEFT = {
+    "sd": {"unmerged": 1, "zero-attention": 0, "bfloat16": 1, "tomesd-0.5": 1 / 4, "sized-0.5": 1 / 4,
+           "downsample-2x2": 1 / 4, "preset-max": 1 / 64},
+    "flux": {"unmerged": 1, "zero-attention": 0, "bfloat16": 1, "sized-0.5": share(1 / 2) ** 2,
+             "downsample-2x2": share(1 / 4), "preset-max": share(1 / 64)},
+}  # fmt: skip
+
+
+@of_layouts
+def test_the_work_left_is_counted_whoever_merges(layout):
+    network = small_model(layout).network
+    for name, left in LEFT[layout].items():
+        with Work(network) as work, VARIANTS[name].put_on(network, 0):
+            predict(layout)
+        assert work.share() == pytest.approx(left, abs=1e-12), name
+
+
+def test_a_strength_switches_at_its_timestep_and_keeps_its_matches_through_a_picture(work):
+    """Early steps keep a sixty-fourth of the keys, late ones more."""
+    network, shares = small_model("flux").network, []
+    with VARIANTS["preset-balanced"].put_on(network, 0):
+        for time in (900, 890, 100):
+            with Work(network) as counted:
+                predict("flux", time)
+            shares.append((counted.share(), len(work)))
+    (early, matched), (kept, still), (late, _) = shares
+    assert early == kept == pytest.approx(share(1 / 64)) and late > 2 * early
+    assert matched and still == matched
