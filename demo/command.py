@@ -96,7 +96,10 @@ def check(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
 
 
 def check_model(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
-    """Return the checkpoint that --model names, None without it. Raises ValueError or OSError for the user to read."""
+    """Return the checkpoint that --model names, None without it.
+
+    Raises ValueError or OSError for the user to read, also if --config is given without a single-file --model.
+    """
     if options.config and not (options.model and options.model.is_file()):
         raise ValueError(f"--config {options.config} belongs to a single-file --model FILE.safetensors; leave it out")
     if options.config and not (options.config / "model_index.json").is_file():

@@ -47,7 +47,10 @@ class Embedded:
 
 
 class UserPipeline:
-    """A source whose diffusers pipeline is made from the user's files. Raises ValueError if these do not load."""
+    """A source whose diffusers pipeline is made from the user's files. Raises ValueError if these do not load.
+
+    Its methods and attributes are those of `Embedded`.
+    """
 
     prompt_row, prompts = -1, LONG_PROMPTS
 
@@ -69,6 +72,7 @@ class UserPipeline:
         return None  # a patched pipeline follows its own scheduler
 
     def picture(self, text: str, seed: int, steps: int, on_step: OnStep):
+        """Draw a picture, uint8 [H, W, 3], and call `on_step` after each step."""
         def after_step(pipe, step, timestep, tensors):
             on_step()
             return tensors

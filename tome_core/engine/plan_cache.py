@@ -76,6 +76,7 @@ class Sampling:
 
     A picture must not depend on the picture before. So plans are kept only within a sampling that has a name. They are
     kept by the call's shape and ordinal, because tiles of one size and the halves of a split batch look alike.
+    Call `set` before each step, then `next_call` before each call of the model.
 
     Args:
         guidance_of: takes the latents of a call. Returns how many pictures the batch holds copies of, and the number of

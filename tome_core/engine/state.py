@@ -101,11 +101,12 @@ class State:
     def attend(
         self, call: ModelCall, name: Hashable, level: int, layout: Layout, attention: Attention
     ) -> torch.Tensor | None:
-        """Compute a self-attention with merged keys and values.
+        """Compute a self-attention with merged keys and values; with merged queries as well if the rule's side is qkv.
 
         Args:
             call: the result of `begin`.
-            name: the attention's name, the same at every step and unique in the model.
+            name: the attention's name, the same at every step and unique in the model. If it runs several times in a
+                call, its runs are told apart by their order.
             level: the level of the tokens, 0 for the finest.
             layout: the position of the picture's tokens in the sequence.
             attention: queries, keys, values and the host's function for them.

@@ -72,7 +72,10 @@ class Pays:
         return tuple(gate if gate is not True or level == finest else None for level in range(len(rules)))
 
     def _gate_of(self, latent: torch.Tensor) -> tuple[Gate, Gain | None]:
-        """Return the decision for calls with such latents, and the gain that has decided, or None."""
+        """Return the decision for calls with such latents, and the gain that has decided, or None if none was measured.
+
+        The decision is True to merge, None to merge without having measured, or the reason not to merge.
+        """
         batch, _, height, width = latent.shape
         gain = nearest(self._gains, device_of(latent.device), dtype_of(latent.dtype), height, width, batch)
         if gain is not None or self._always:

@@ -63,7 +63,11 @@ class Steps:
             self._kinds.add((tuple(latent.shape), latent.dtype, latent.device, *more))
 
     def count_step(self, step: Any) -> None:
-        """Count a finished step, and note the time. step: its number from 0 if the sampler reports in order."""
+        """Count a finished step, and note the time.
+
+        Args:
+            step: what the sampler reports. `follows` stays True only while this is 0, 1, 2 and so on.
+        """
         self.follows = self.follows and type(step) is int and step == self.done
         self.done += 1
         self._reports[1:] = [(self.clock(), self.calls)]

@@ -170,7 +170,10 @@ def report(model: Any) -> Report:
 
 
 def _schedule_of(model: Any) -> NoiseSchedule | None:
-    """Return the noise schedule of a pipeline's scheduler or of an LDM model; None if the model shows none."""
+    """Return the noise schedule of a pipeline's scheduler or of an LDM model; None if the model shows none.
+
+    A scheduler that scales the model's input and shows no schedule counts as Stable Diffusion's.
+    """
     scheduler = getattr(model, "scheduler", None)
     if scheduler is not None:
         return own_schedule(scheduler) or (STABLE_DIFFUSION if hasattr(scheduler, "scale_model_input") else None)

@@ -43,7 +43,8 @@ class Report(Counted):
     def join(cls, reports: Iterable[Report]) -> Report:
         """Return one report for several, such as those of a picture's two samplings with hires fix.
 
-        Counts are added, for levels with the same down-sampling. `own` is left out.
+        Counts are added, for levels with the same down-sampling. Settings, notes and gains are kept once each; `own`
+        is left out.
         """
         reports = tuple(reports)
         levels: dict[int, LevelTally] = {}
@@ -118,7 +119,7 @@ class Report(Counted):
         return _once(sorted(level.traced) for level in self.levels)
 
     def _speed(self) -> list[str]:
-        """Return the gain as a list of one text, ``about 1.4x faster (measured here)``; an empty list if not known.
+        """Return the gain as a list of one text, ``about 1.4x faster (measured here)``; else `own`, else an empty list.
 
         A measurement is not used for calls that left out another share of attention, see `Gain.is_of`.
         """
