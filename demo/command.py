@@ -17,7 +17,7 @@ BALANCED = 0.5  # the mark of `tome_core.settings.presets.DEFAULT`, which would 
 
 
 def number(name: str, low: int, high: int, remedy: str, kind: type = int):
-    """Make a parser of a number from low to high; its ArgumentTypeError has the number's name and the remedy."""
+    """Return argparse's ``type`` for a number from low to high; its error has the number's name and the remedy."""
 
     def parse(text: str) -> float:
         with suppress(ValueError):
@@ -148,6 +148,7 @@ def source_of(options: argparse.Namespace, user: checkpoint.Checkpoint | None):
 
 
 def _run(options: argparse.Namespace, source) -> None:
+    """Draw the pictures, write the sheet to ``options.out`` and print the table and the verdict."""
     from tqdm import tqdm
 
     from demo import comparison, comparison_sheet

@@ -69,6 +69,7 @@ class UserPipeline:
         self.target.set_progress_bar_config(disable=True)
 
     def timesteps(self, steps: int) -> None:
+        """Return None: the patch of a pipeline reads its timesteps from the scheduler."""
         return None  # a patched pipeline follows its own scheduler
 
     def picture(self, text: str, seed: int, steps: int, on_step: OnStep):
@@ -84,6 +85,7 @@ class UserPipeline:
 
 
 def _load(checkpoint: Checkpoint, config: Path | None):
+    """Return the diffusers pipeline of a checkpoint, without a download if possible. config: its diffusers folder."""
     import diffusers
 
     if checkpoint.kind != "folder":
@@ -107,7 +109,7 @@ Source = Embedded | UserPipeline
 
 
 def tell_times(source: Source, steps: int, merging: tome_core.Patch, on_step: OnStep) -> OnStep:
-    """Set the first timestep in `merging`; return an `on_step` that calls the given one and sets the next timestep."""
+    """Set the first timestep of a picture in a patch; return a callback that sets the next and calls `on_step`."""
     times, sampling = iter(source.timesteps(steps) or ()), object()
 
     def tell() -> None:
