@@ -148,7 +148,7 @@ def source_of(options: argparse.Namespace, user: checkpoint.Checkpoint | None):
 
 
 def _run(options: argparse.Namespace, source) -> None:
-    """Draw the pictures, write the sheet to ``options.out`` and print the table and the verdict."""
+    """Draw the pictures, write the sheet to ``options.output`` and print the table and the verdict."""
     from tqdm import tqdm
 
     from demo import comparison, comparison_sheet

@@ -168,7 +168,7 @@ def teaches_composition(state: TrainingState, scenes: Scenes, progress: float) -
 def train(state: TrainingState, options: argparse.Namespace) -> None:
     """Train until the minutes are used up, with the cheap pictures first, and save now and then.
 
-    The minutes count the earlier runs of `state`. Steps after the last save are not saved.
+    The minutes count earlier runs of `state`. The caller saves the last steps.
     """
     full, total = 2 * state.model.side, options.minutes * 60
     # A transformer has all of its attention at full size, so smaller parts and more of them teach it more in a minute.
