@@ -34,8 +34,8 @@ class Pays:
     """The decision for each kind of call whether merging pays, by the measured gains, else by an estimate.
 
     Args:
-        gains: the gains of this model and these rules.
-        blocks: (latent cells per token along a side, channels) of each block.
+        gains: the gains of this model and these rules; empty if none was measured.
+        blocks: (latent cells per token along a side, channels) of each block, for the estimate.
         always: True: merge in every call, for a measurement.
 
     Attributes:
@@ -51,7 +51,7 @@ class Pays:
         """Return for each level whether rules with `only_if_it_pays` merge, for `engine.decision.decide`.
 
         If merging pays, the finest level with a rule merges at any size, and the number of tokens decides at the other
-        levels.
+        levels. The gain that decides is added to `used`.
 
         Args:
             rules: the rules in force, by level.
@@ -74,7 +74,7 @@ class Pays:
     def _gate_of(self, latent: torch.Tensor) -> tuple[Gate, Gain | None]:
         """Return the decision for calls with such latents, and the gain that has decided, or None if none was measured.
 
-        The decision is True to merge, None to merge without having measured, or the reason not to merge.
+        The decision is True to merge, the reason not to merge, or None, by which the number of tokens decides.
         """
         batch, _, height, width = latent.shape
         gain = nearest(self._gains, device_of(latent.device), dtype_of(latent.dtype), height, width, batch)
@@ -108,7 +108,7 @@ def about(unet: nn.Module, places: Sequence[BlockPlace], config: MergeConfig) ->
 
 
 def widths_of(block: nn.Module) -> tuple[int, int]:
-    """Return the channels of a block's tokens and those of the prompt's tokens; 0 for what is not known."""
+    """Return the channels of the block's tokens and of the prompt's tokens, each 0 if it is not known."""
     return tuple(getattr(getattr(getattr(block, attention, None), projection, None), "in_features", 0)
                  for attention, projection in (("attn1", "to_q"), ("attn2", "to_k")))  # fmt: skip
 
