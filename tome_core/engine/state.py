@@ -34,6 +34,9 @@ from .time import Clock, ModelTime
 class State:
     """The settings of one model's patch and its data between calls. It holds no module.
 
+    Use `begin` at each call of the model, then `attend` or `around` for its attentions. A host may call `set_time`
+    before each call.
+
     Args:
         config: the settings.
         levels: an empty tally for each level of the model, the finest first. A level is all blocks whose tokens have
@@ -46,7 +49,7 @@ class State:
         clock: the rules in force as a function of time.
         time: the current time, and the samplings that go on.
         ledger: the counts.
-        refused: the reason for each attention function that is never called with merged keys.
+        refused: for each attention function that is never called with merged keys, the reason; filled by its callers.
         pays: the `Pays` that decides for rules with `only_if_it_pays`; None: the number of tokens decides.
     """
 
@@ -164,13 +167,13 @@ class State:
             part: "attn", "crossattn" or "mlp".
             grid: the tokens' grid.
             x: the block's input ``[B, N, C]``, by which tokens are matched.
-            function: calls the part. Its argument is a function that merges a tensor ``[B, N, C]``.
+            function: calls the part, and returns its merged output. Its argument merges a tensor ``[B, N, C]``.
             plans: the block's plans in this call, by the id of a rule. A missing plan is added in place.
             keys: the number of keys of the unmerged part, if it is an attention.
 
         Returns:
-            The output ``[B, N, C]``; None if the part is left unmerged. The reason is counted, unless the rules want
-            no merging there, and the host has to call the part.
+            The output ``[B, N, C]``; None if the part is left unmerged, so that the host has to call it. The reason is
+            counted, but not if the part is no "attn" and the rules in force leave it out.
         """
         rules, why = self.decide(call, level, grid.height * grid.width, x.device)
         rule, plan = getattr(rules, part), None
@@ -268,7 +271,10 @@ class State:
     def _match_input(
         self, call: ModelCall, name: Hashable, level: int, grid: Grid, x: torch.Tensor, rule: MergeRule
     ) -> MergePlan | None:
-        """Match a block's input ``[B, N, C]``, or return a kept plan; None if the grid is too small to merge."""
+        """Match the tokens of a block's input ``[B, N, C]`` for `around`, or return a kept plan.
+
+        None if the grid is too small to merge.
+        """
         turn = call.turns[name, id(rule)] = call.turns.get((name, id(rule)), -1) + 1
 
         def match_all(_: MergePlan | None) -> MergePlan | None:
@@ -281,7 +287,7 @@ class State:
         return call.kept.serve(key, rule, x.device, match_all).plan
 
     def _keep_map(self, level: int, layout: Layout, plan: MergePlan) -> None:
-        """Keep a plan's groups of the picture's tokens for `maps`; of a video, those of the first frame."""
+        """Keep a plan's groups of the picture's tokens as the latest map of a level; of a video, the first frame's."""
         grid = Grid(layout.grid.height // layout.grid.frames, layout.grid.width)
         group = plan.group[:, layout.first : layout.first + grid.height * grid.width]
         self._maps[level] = MergeMap(grid, group, plan.num_groups)
@@ -297,7 +303,7 @@ class State:
     def sampling(self, pictures: int | None = None, timesteps: Sequence[float] | None = None) -> Iterator[State]:
         """Make this thread's calls of the model the steps of one picture, or of one batch, inside the ``with``.
 
-        Plans are kept inside (``keep``) and dropped at the end. Outside a sampling no plan is kept. The loop of a
+        Merge plans are kept inside over steps (``keep``) and dropped at the end. Outside no plan is kept. The loop of a
         patched diffusers pipeline is a sampling without this call.
 
         Args:
@@ -410,12 +416,12 @@ def _draw(call: ModelCall, level: int, rule: MergeRule, x: torch.Tensor) -> Draw
 
 
 def _run_merged(function: Callable, x: torch.Tensor, plan: MergePlan) -> tuple[torch.Tensor | None, str]:
-    """Call a part of a block with merged tokens.
+    """Call a part of a block with merged tokens. Out-of-memory errors are raised, any other gives a reason.
 
     Args:
         function: calls the part. Its argument is a function that merges a tensor ``[B, N, C]``.
-        x: the block's input ``[B, N, C]``.
-        plan: how tokens merge.
+        x: the block's input ``[B, N, C]``, of which only the shape is used.
+        plan: the groups of the tokens.
 
     Returns:
         The unmerged output and ""; or None and the reason why the part cannot run on merged tokens.
