@@ -81,7 +81,7 @@ def fit_correction(
     Args:
         q: queries of a few tokens, such as `pick_queries` returns, ``(batch, queries, heads * head_dim)``.
         keys_and_values: keys and values of all tokens, ``(batch, tokens, heads * head_dim)``.
-        plan: the plan of keys and values.
+        plan: the groups of the tokens.
         heads: number of heads.
         scale: the attention's factor of the logits.
 

@@ -40,7 +40,7 @@ class AttentionDescription:
     def problem(self, module: nn.Module, kwargs: Kwargs) -> str | None:
         """Return the reason, as text for the report, why the description does not fit a call; None if it fits.
 
-        `kwargs` has the keyword arguments of the call except for its tokens.
+        `kwargs` has the keyword arguments of the call except for its tokens. The base class always returns None.
         """
         return None
 
@@ -58,15 +58,8 @@ class AttentionDescription:
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kwargs: Kwargs) -> Tensor:
         """Compute ``softmax(scale q k^T + bias) v`` with the module's own code, without the output projection.
 
-        Queries, keys, values and the result are ``(batch, tokens, heads * head_dim)``.
-
-        Args:
-            module: the attention.
-            q: queries.
-            k: keys.
-            v: values.
-            bias: is added to the logits, ``(batch, 1, keys)`` in the dtype of `q`; None for no bias.
-            kwargs: as in `problem`.
+        Queries, keys, values and the result are ``(batch, tokens, heads * head_dim)``. The bias is ``(batch, 1, keys)``
+        in the dtype of `q`, or None. `kwargs` are as in `problem`.
 
         Raises:
             NotImplementedError: a derived class does not override this method.

@@ -106,17 +106,10 @@ def decide(rules: LevelRules, why_off: str, tokens: int, device: str, gate: Gate
 def is_host_bound(
     blocks: Sequence[tuple[int, int]], batch: int, area: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Tell whether a GPU is so fast that the launches of a merged eager call would take longer than its kernels.
+    """Estimate whether a GPU is so fast that the launches of a merged eager call would take longer than its kernels.
 
-    Args:
-        blocks: (latent cells per token along a side, channels) of each block.
-        batch: number of samples in the call.
-        area: number of the latent's cells, height times width.
-        dtype: the model's dtype.
-        device: the device of the call.
-
-    Returns:
-        The estimate; False also for a device that is no NVIDIA card, or a card of an unknown kind.
+    `blocks` holds (latent cells per token along a side, channels) of each block; `area` is the latent's height times
+    width. False also for a device that is no NVIDIA card, or a card of an unknown kind.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return False

@@ -80,7 +80,7 @@ def _for_each(draw: Draw | None, times: int) -> Draw | None:
 
 
 def _part(old: MergePlan, places: slice, before: int, times: int, groups: int, x: torch.Tensor) -> MergePlan:
-    """Return the part of an old plan that is about a run of equal windows, with each window as a sample.
+    """Return the part of an old plan that is about a run of equal windows, each a sample with groups from 0.
 
     Args:
         old: the plan of the whole sequence, from `match`.

@@ -139,7 +139,10 @@ class Sampling:
         return KeptPlans(self._plans, ordinal, self._timestep, shared)
 
     def _guidance_in(self, batch: Any) -> Guidance | None:
-        """Return `Guidance` for latents, which may be one latent expanded; None if a batch holds no copies."""
+        """Return (number of pictures, number of the copy that is matched) for latents; None if they hold no copies.
+
+        One latent expanded over the batch is copies of one picture. For other latents, `guidance_of` decides.
+        """
         if type(batch) is not torch.Tensor or batch.is_meta or batch.dim() < 2:
             return None
         return (1, 0) if len(batch) > 1 and batch.stride(0) == 0 else self.guidance_of(batch)  # one latent, expanded

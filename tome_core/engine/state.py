@@ -108,8 +108,8 @@ class State:
 
         Args:
             call: the result of `begin`.
-            name: the attention's name, the same at every step and unique in the model. If it runs several times in a
-                call, its runs are told apart by their order.
+            name: the attention's name, the same at every step and unique in the model. Several runs of it in a call are
+                distinguished by their order.
             level: the level of the tokens, 0 for the finest.
             layout: the position of the picture's tokens in the sequence.
             attention: queries, keys, values and the host's function for them.
@@ -195,13 +195,9 @@ class State:
         return out
 
     def decide(self, call: ModelCall, level: int, tokens: int, device: torch.device) -> tuple[LevelRules, str]:
-        """Choose the rules by which the parts of a block merge in this call.
+        """Choose the rules by which the parts of a block merge in a call that `begin` has returned.
 
-        Args:
-            call: the result of `begin`.
-            level: the block's level, 0 for the finest.
-            tokens: number of the picture's tokens in this level.
-            device: the device of the tokens.
+        `level` is 0 for the finest; `tokens` is the number of the picture's tokens in this level.
 
         Returns:
             The rules, with None for a part that does not merge; and the reason if no part merges, else "".
@@ -213,15 +209,10 @@ class State:
         return self._decisions[key]
 
     def leave_alone(self, level: int, why: str, batch: int, queries: int, keys: int, part: str = "attn") -> None:
-        """Count a part of a block that stays unmerged, with the reason `why`.
+        """Count a part of a block that stays unmerged, with the reason `why`, a text for the report.
 
-        Args:
-            level: the block's level, 0 for the finest.
-            why: the reason, as text for the report.
-            batch: number of samples.
-            queries: number of queries of an attention.
-            keys: number of keys of an attention.
-            part: "attn", "crossattn", "mlp", or "block" for a whole block.
+        `level` is 0 for the finest; `part` is "attn", "crossattn", "mlp", or "block" for a whole block. For "attn" its
+        work, batch times queries times keys, is counted too.
         """
         self.ledger.skip(level, part, why, batch * queries * keys if part == "attn" else 0)
 
@@ -271,10 +262,7 @@ class State:
     def _match_input(
         self, call: ModelCall, name: Hashable, level: int, grid: Grid, x: torch.Tensor, rule: MergeRule
     ) -> MergePlan | None:
-        """Match the tokens of a block's input ``[B, N, C]`` for `around`, or return a kept plan.
-
-        None if the grid is too small to merge.
-        """
+        """Match a block's input ``[B, N, C]`` for `around`, or return a kept plan; None if the grid is too small."""
         turn = call.turns[name, id(rule)] = call.turns.get((name, id(rule)), -1) + 1
 
         def match_all(_: MergePlan | None) -> MergePlan | None:
@@ -395,13 +383,7 @@ def _draw(call: ModelCall, level: int, rule: MergeRule, x: torch.Tensor) -> Draw
     """Return the seed and time of a match's random draw; None if the rule does not draw.
 
     The time is a tensor ``[1]`` or ``[B]``, in which all frames of a sample have the sample's time; None if the call
-    has no timestep.
-
-    Args:
-        call: the model call.
-        level: the level of the tokens, part of the seed.
-        rule: the rule by which the tokens are matched.
-        x: the tokens, ``[B, ...]``.
+    has no timestep. `x` are the tokens, ``[B, ...]``, of which batch and device are used.
     """
     if not rule.use_rand:
         return None

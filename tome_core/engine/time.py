@@ -111,7 +111,7 @@ class Clock:
         return time.timestep is not None and time.timestep >= boundary and late.holds_at(time.timestep)
 
     def _why_off(self, level: int, live: tuple[MergeRule, ...], time: Time) -> str:
-        """Return the reason why a level does not merge if no rule is in force there."""
+        """Return the reason why a level does not merge if no rule of it is among `live`, those in force at a time."""
         if any(rule.is_off and reaches(rule, level, self.downsamples[level]) for rule in live):
             return "its rule has ratio 0"
         return "outside the rules' time range" if time != UNKNOWN else TIME_IS_UNKNOWN

@@ -32,11 +32,8 @@ CallUNet = Callable[[torch.Tensor, torch.Tensor], Any]
 def why_not_now(unet: nn.Module, places: Sequence[BlockPlace], is_called: bool, handed: Any) -> str:
     """Return why the UNet's calls cannot be timed, with a remedy; "" if they can.
 
-    Args:
-        unet: the UNet.
-        places: the transformer blocks of the UNet.
-        is_called: True if a sampling or a call is in progress.
-        handed: the object that was passed to `patch`, or None.
+    They cannot while the UNet is in use (`is_called`), or if it is compiled, or wrapped by another program. `handed` is
+    the object that was passed to `patch`, which may be compiled too, or None.
     """
     if is_called:
         return "a sampling goes on; measure before it or after it"
@@ -144,7 +141,7 @@ def time_calls(
 def clock_for(device: torch.device) -> Callable[[], float]:
     """Return the function that gives the time in seconds, for calls on a device.
 
-    On one CPU thread it is process time, which other programs disturb least.
+    On one CPU thread it is process time, which other programs disturb least; else it is the wall clock's.
     """
     return time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 

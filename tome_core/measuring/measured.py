@@ -141,7 +141,7 @@ class Measured(State):
         return [] if self.model is None else getattr(self.adapter, "places", [])
 
     def _about(self) -> tuple[str, ...]:
-        """Return the fields by which this patch's gains are found, see `pays.about`."""
+        """Return the first five fields of this patch's gains, by which they are found, see `pays.about`."""
         return about(self.model, self._places, self.config)
 
     def _block_sizes(self) -> tuple[tuple[int, int], ...]:

@@ -31,7 +31,7 @@ _RESIDUAL = "Res"  # the beginning of every host's class name of residual blocks
 
 
 class Pays:
-    """The decision for each kind of call whether merging pays, by the measured gains, else by an estimate.
+    """The decision for each shape, dtype and device of latents whether merging pays: by a measured gain, or estimated.
 
     Args:
         gains: the gains of this model and these rules; empty if none was measured.
@@ -88,12 +88,8 @@ def about(unet: nn.Module, places: Sequence[BlockPlace], config: MergeConfig) ->
     """Return the first five fields of a `Gain`: model, rules, attention, and the versions of torch and this package.
 
     The model is its class with a hash of its shape, the rules are a hash of the settings, and the attention is the
-    names of its processor and functions. The seed is left out, because a host may draw it for each picture.
-
-    Args:
-        unet: the UNet.
-        places: the transformer blocks of the UNet, at least one.
-        config: the settings.
+    names of its processor and functions. The seed is left out, because a host may draw it for each picture. `places`
+    are the transformer blocks of the UNet, at least one.
     """
     blocks = [(place.path, place.halvings, *widths_of(place.block),
                getattr(getattr(place.block, "attn1", None), "heads", 0)) for place in places]  # fmt: skip

@@ -50,7 +50,10 @@ class Steps:
         self.calls, self._kinds = 0, set()
 
     def begin(self, times: list[Any]) -> None:
-        """Begin the sampler's loop over these times. A sampler may begin more than one loop."""
+        """Begin the sampler's loop over these times: no step of it is done. A sampler may begin more than one loop.
+
+        The noted times of earlier loops are dropped; `calls` goes on.
+        """
         self.times, self.done, self.follows = times, 0, True
         self._reports: list[tuple[float, int]] = []  # (time, number of calls) of the first and the last report
 
@@ -81,7 +84,7 @@ class Steps:
         The attribute ``steps`` of the result is this object.
 
         Args:
-            callback: the host's callback for the sampler, or None.
+            callback: the host's callback for the sampler; None: steps are only counted.
             number_in: takes the first argument of the callback and returns what `count_step` takes.
         """
 
@@ -128,13 +131,8 @@ class Steps:
 def known_gain(model: nn.Module, config: MergeConfig, height: int, width: int) -> str:
     """Return the gain for pictures of a size as text, from the user's own pictures, without calling the model.
 
-    Of all sets of conditions, such as samplers, the one of the latest such picture counts.
-
-    Args:
-        model: the model, without a patch.
-        config: the settings.
-        height: height of a picture, in pixels.
-        width: width of a picture, in pixels.
+    Of all sets of conditions, such as samplers, the one of the latest such picture counts. The model is without a
+    patch. Sizes are in pixels.
 
     Returns:
         The text, such as ``about 1.5x faster, from your own pictures (...)``; "" if too few pictures are known.

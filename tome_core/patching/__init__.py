@@ -379,6 +379,7 @@ class SamplingScope(Wrap):
 
     @target.setter
     def target(self, pipeline: Any) -> None:
+        """Set the pipeline; None: there is none."""
         self._target = None if pipeline is None else weakref.ref(pipeline)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:

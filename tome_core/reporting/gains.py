@@ -206,7 +206,7 @@ class Gains:
         self._known, self.pictures, self._path = {}, {}, None
 
     def _write(self, lines: Sequence[Any], whole: bool = False) -> None:
-        """Append lines of JSON to the file, if there is one; with `whole`, replace the file atomically. Never fails."""
+        """Append items as lines of JSON to the file, if there is one, or replace the file (`whole`). Never fails."""
         if self._path is None:
             return
         path = self._path.with_name(f"{self._path.name}.new") if whole else self._path
@@ -229,7 +229,7 @@ def _speed(ratio: float) -> str:
 
 
 def _lines_of(path: Path) -> list[str]:
-    """Return a file's lines that are not blank; none without a file; the error's text if the file cannot be read."""
+    """Return a file's lines that are not blank: none without a file, an error's text if the file cannot be read."""
     try:
         return [*filter(str.strip, path.read_text(encoding="utf-8", errors="replace").split("\n"))]
     except OSError as error:

@@ -19,7 +19,7 @@ TIME_IS_UNKNOWN = "the time is not known"
 
 
 class Counted:
-    """The figures that are computed from the counts of ``levels``: one level, or all levels of a model."""
+    """The base of `LevelTally` and `Report`: figures computed from the counts of ``levels``, one or all of a model."""
 
     levels: tuple[LevelTally, ...]
 

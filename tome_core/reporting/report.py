@@ -131,7 +131,7 @@ class Report(Counted):
         return [f"{', '.join(sizes)} (measured here)"]
 
     def _outcome(self) -> str:
-        """Return ``61% of attention left out``, or ``nothing merged:`` with the first of `reasons`, else a note."""
+        """Return ``61% of attention left out``, or ``nothing merged:`` and why: the first of `reasons`, or else."""
         if self.merged_anything:
             return f"{percent(self.work_saved)} of attention left out" if self.work_saved else "no attention left out"
         why = [*map(_why, self.reasons), *self._traced(),

@@ -76,7 +76,7 @@ def _check(item: Any, value: Any) -> Any:
 class MergeRule:
     """A rule: settings that say what merges, in which blocks, and at which timesteps of Stable Diffusion's schedule.
 
-    `describe_settings` tells the meaning of each setting. Rules are immutable and hashable.
+    `describe_settings` describes each setting. Rules are immutable and hashable.
 
     Raises:
         TypeError: a setting has the wrong type.

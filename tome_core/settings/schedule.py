@@ -66,8 +66,10 @@ UNKNOWN = Time()
 class NoiseSchedule:
     """A noise schedule, which converts between timestep, percent, beta and sigma.
 
+    Timesteps go down from ``T - 1``, which is pure noise, to 0. Percent is the share of them that is done, 0 to 1.
+
     Args:
-        betas: the beta of each training step, ascending.
+        betas: the beta of each of ``T`` training steps, ascending.
     """
 
     betas: tuple[float, ...]
