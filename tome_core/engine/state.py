@@ -49,7 +49,7 @@ class State:
         clock: the rules in force as a function of time.
         time: the current time, and the samplings that go on.
         ledger: the counts.
-        refused: for each attention function that is never called with merged keys, the reason; filled by its callers.
+        refused: the reason for each attention function that is not called with merged keys; `hosting.answer` fills it.
         pays: the `Pays` that decides for rules with `only_if_it_pays`; None: the number of tokens decides.
     """
 

@@ -231,8 +231,8 @@ class ModelTime:
             called: the host's name for the call, or None.
 
         Returns:
-            The rules; and the kept plans, or None if the call must neither use nor keep plans: outside a sampling,
-            with gradients, and while a CUDA graph is captured.
+            The rules; and the kept plans, or None if the call neither uses nor keeps plans: if no rule keeps matches,
+            outside a sampling, with gradients, and while a CUDA graph is captured.
         """
         if is_captured(latent):  # the next replay would overwrite kept plans, and a capture must not wait
             return self.now, None
@@ -249,7 +249,7 @@ class ModelTime:
         self._mine = Samplings()
 
     def _look_at(self, timestep: Any) -> ActiveRules:
-        """Return the rules in force at a timestep argument, and set the time of this thread's sampling, and `now`.
+        """Return the rules in force at a timestep argument, also as `now`, and set the time of this thread's sampling.
 
         The time is known from the argument's place in the scheduler's timesteps, else from its value, which is read
         only if it is needed.

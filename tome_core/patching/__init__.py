@@ -245,7 +245,8 @@ class Patch(Measured):
     def install(self) -> Patch:
         """Put the patch on the models, in place of an earlier one, and return this patch. Idempotent.
 
-        Call it again if another program removed the patch. `measuring.pays` decides again whether merging pays.
+        Call it again if another program removed the patch. Unless the patch is on already, its measurements and
+        estimates decide again whether merging pays.
 
         Raises:
             RuntimeError: the model is gone.
