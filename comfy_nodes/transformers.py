@@ -71,7 +71,9 @@ def piece_of(model: Any) -> tuple[int, int, int] | None:
 
 
 def grid_of(model: Any, latent: Any) -> Any | None:
-    """Return the `Grid` of a latent's tokens, padded to whole tokens; None if the grid is not known.
+    """Return the `Grid` of a latent's tokens, padded to whole tokens, a video's frames below one another; else None.
+
+    None: the model shows no patch size, or the latent has another number of dimensions.
 
     Args:
         model: the transformer.

@@ -26,7 +26,7 @@ SHARP_SHARE, CLEAR = 0.05, 500
 
 
 class Gates(NamedTuple):
-    """A model's figures at the gates: `keys`, the `effective_keys` of level-0 heads, and `rise`, the `loss_rise`."""
+    """A model's figures at the gates: `keys` is the result of `effective_keys`, `rise` the result of `loss_rise`."""
 
     keys: tuple[float, ...]
     rise: float
@@ -52,9 +52,10 @@ def level_0(model: SceneModel) -> list[Attention]:
 
 @torch.no_grad()
 def start_sharp(model: SceneModel) -> None:
-    """Replace the weights of the second half of level-0 heads: random queries, by torch's generator, and equal keys.
+    """Replace, in place, the query and key weights of the second half of each level-0 attention's heads.
 
-    Such heads tell like tokens from unlike ones; the others are free to be broad.
+    Both become the same random matrix, drawn by torch's global generator. Such heads attend to tokens that are alike;
+    the other heads are free to be broad.
     """
     for attention in level_0(model):
         width, head = attention.to_q.in_features, attention.to_q.out_features // attention.heads
@@ -83,9 +84,10 @@ def replace(model: SceneModel, forward: Callable[[Attention, torch.Tensor], torc
 
 @contextmanager
 def record_breadths(model: SceneModel, keys: slice | None = None) -> Iterator[list[torch.Tensor]]:
-    """Give a list to which each level-0 self-attention adds how broad its sharp heads were: log shares [n, heads].
+    """Yield a list to which each level-0 self-attention that runs adds how broad its sharp heads were.
 
-    keys: the only keys of the attention, such as `slice(3, None, 8)`, which spares most of the time; None for all.
+    An entry is [n, heads]: the logarithm of the share of the keys that a head uses. keys: the tokens that the attention
+    may use as keys, such as `slice(3, None, 8)` to save time; None for all.
     """
     breadths: list[torch.Tensor] = []
 
@@ -99,10 +101,10 @@ def record_breadths(model: SceneModel, keys: slice | None = None) -> Iterator[li
 
 
 def broadness(breadths: list[torch.Tensor], times: torch.Tensor) -> torch.Tensor:
-    """Average by how much sharp heads are too broad, squared; at `times` [n] with too much noise it counts as 0.
+    """Compute a loss for sharp heads that are too broad: the mean of the squared excess of the log shares.
 
-    Left to themselves these heads broaden while the others still learn: within 370 steps from 5, 19 and 6 % of the
-    keys to 18, 42 and 38 %. Weights that are held do not help: what feeds them makes up for it.
+    breadths: the list of `record_breadths`. times: [n]; samples from CLEAR on are too noisy and count as 0. Without
+    this loss the heads broaden within 370 steps from 5, 19 and 6 % of the keys to 18, 42 and 38 %.
     """
     clear = (times < CLEAR)[:, None]
     excess = torch.cat([(breadth - math.log(SHARP_SHARE)).clamp(min=0) for breadth in breadths], 1)
@@ -110,7 +112,10 @@ def broadness(breadths: list[torch.Tensor], times: torch.Tensor) -> torch.Tensor
 
 
 def _entropies(attention: Attention, x: torch.Tensor, every: int, first: int = 0) -> torch.Tensor:
-    """Compute entropies in nats, [n, heads, queries], of one query in `every` over all keys, from head `first` on."""
+    """Compute the entropies of attention over all keys, in nats, [n, heads, queries].
+
+    every: only each `every`-th token of `x` is a query. first: the first head; those before it are left out.
+    """
     q, k = (project(inputs).float().unflatten(-1, (attention.heads, -1)).transpose(1, 2)[:, first:]
             for project, inputs in ((attention.to_q, x[:, ::every]), (attention.to_k, x)))
     logits = q @ k.transpose(-1, -2) * attention.scale
@@ -120,7 +125,10 @@ def _entropies(attention: Attention, x: torch.Tensor, every: int, first: int = 0
 
 @torch.no_grad()
 def effective_keys(model: SceneModel, pictures: int = 4) -> tuple[float, ...]:
-    """Compute exp(entropy) of each level-0 head as a share of all keys: median over queries, mean over pictures."""
+    """Return for each level-0 head the share of the keys that it uses: exp(entropy) divided by the number of keys.
+
+    It is the median over queries and the mean over held-out pictures, at one noise level (TIME).
+    """
     shares: list[torch.Tensor] = []
 
     def watch(attention: Attention, x: torch.Tensor) -> torch.Tensor:
@@ -134,7 +142,7 @@ def effective_keys(model: SceneModel, pictures: int = 4) -> tuple[float, ...]:
 
 
 def loss_rise(model: SceneModel, pictures: int = 16) -> float:
-    """Compute the rise of the held-out v-loss, as a share, if level-0 self-attention gives zeros."""
+    """Return how much the held-out v-loss rises if level-0 self-attention gives zeros: 0.3 means 30 % more."""
     with_attention = held_out_loss(model, pictures)
     with replace(model, lambda attention, x: torch.zeros_like(x)):
         return held_out_loss(model, pictures) / with_attention - 1

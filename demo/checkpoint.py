@@ -14,7 +14,11 @@ WHY_NOT_PICKLED = "a pickle can run any code when it is opened, so only .safeten
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model that may be loaded. kind: "folder", "sd", "sdxl" or `demo.train`'s "scenes"; variant: such as "fp16"."""
+    """A user's model, found to be loadable.
+
+    kind: "folder" of diffusers, "sd" or "sdxl" for a single file of that family, "scenes" for weights of `demo.train`.
+    variant: the tag of a folder's weights, such as "fp16"; None for plain weights.
+    """
 
     path: Path
     kind: str
@@ -22,7 +26,7 @@ class Checkpoint:
 
 
 def inspect(path: Path) -> Checkpoint:
-    """Find out what `path` holds. Raises FileNotFoundError or ValueError, for the user to read, if it is of no use."""
+    """Find out what model a file or folder holds. Raises FileNotFoundError or ValueError if the demo cannot use it."""
     if not path.exists():
         raise FileNotFoundError(f"--model {path} does not exist; give a diffusers folder or a .safetensors file")
     return _inspect_folder(path) if path.is_dir() else _inspect_file(path)
@@ -108,6 +112,7 @@ def _read_json(path: Path) -> dict:
 
 
 def _refuse_extra_channels(path: Path, channels: int, expected: int) -> None:
+    """Raise ValueError, for an inpainting model, unless the numbers of latent channels are equal."""
     if channels != expected:
         raise ValueError(f"{path} takes {channels} latent channels where a text-to-image model takes {expected}: "
                          "an inpainting or editing model; give one that makes pictures from text alone")

@@ -17,7 +17,7 @@ BALANCED = 0.5  # the mark of `tome_core.settings.presets.DEFAULT`, which would 
 
 
 def number(name: str, low: int, high: int, remedy: str, kind: type = int):
-    """Make a parser of a number from low to high; its ArgumentTypeError has the number's name and the remedy."""
+    """Return argparse's ``type`` for a number from low to high; its error has the number's name and the remedy."""
 
     def parse(text: str) -> float:
         with suppress(ValueError):
@@ -96,7 +96,10 @@ def check(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
 
 
 def check_model(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
-    """Return the checkpoint that --model names, None without it. Raises ValueError or OSError for the user to read."""
+    """Return the checkpoint that --model names, None without it.
+
+    Raises ValueError or OSError for the user to read, also if --config is given without a single-file --model.
+    """
     if options.config and not (options.model and options.model.is_file()):
         raise ValueError(f"--config {options.config} belongs to a single-file --model FILE.safetensors; leave it out")
     if options.config and not (options.config / "model_index.json").is_file():
@@ -145,6 +148,7 @@ def source_of(options: argparse.Namespace, user: checkpoint.Checkpoint | None):
 
 
 def _run(options: argparse.Namespace, source) -> None:
+    """Draw the pictures, write the sheet to ``options.output`` and print the table and the verdict."""
     from tqdm import tqdm
 
     from demo import comparison, comparison_sheet

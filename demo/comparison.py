@@ -30,7 +30,10 @@ class Order:
 
 @dataclass
 class Column:
-    """The pictures of one strength (None: no merging), uint8 [H, W, 3], and their seconds, by the clock and of CPU."""
+    """The pictures of one strength, uint8 [H, W, 3], and the seconds of each, by the clock and of processor time.
+
+    strength: None for no merging. report: the merging report of the last picture.
+    """
 
     strength: float | None
     pictures: list[np.ndarray] = field(default_factory=list)
@@ -40,13 +43,13 @@ class Column:
 
     @property
     def name(self) -> str:
-        """The strength, with the preset that it is."""
+        """The column's heading: "no merging", or the strength and the name of its preset."""
         preset = next((f" ({one})" for one, mark in MARKS.items() if mark == self.strength), "")
         return "no merging" if self.strength is None else f"strength {self.strength:g}{preset}"
 
 
 def make(source: Source, order: Order, steps: int, strength: float | None, on_step: OnStep):
-    """Return one picture and the merging report. Strength None does not patch the model and reports nothing."""
+    """Return one picture and its merging report; with strength None the picture of the unpatched model and ""."""
     if strength is None:
         return source.picture(order.prompt, order.seed, steps, on_step), ""
     with tome_core.patch(source.target, strength=strength, host_clock=True) as handle:
@@ -97,7 +100,7 @@ def speed_up(plain: list[float], merged: list[float]) -> float:
 
 
 def table(columns: list[Column]) -> str:
-    """Make a line for each column: median times, mean PSNR and SSIM to the first column, unmerged, and detail kept."""
+    """Return a text table: of each column median times, mean PSNR and SSIM to the first (unmerged), detail kept."""
     heads = ("", "time", "speed-up", "CPU time", "CPU speed-up", "PSNR", "SSIM", "detail")
     lines = [heads, *(_line(column, columns[0]) for column in columns)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
@@ -115,7 +118,7 @@ def _line(column: Column, plain: Column) -> tuple[str, ...]:
 
 
 def verdict(columns: list[Column], on_cpu: bool) -> str:
-    """Say what the fastest strength gained by the clock, which a user waits for, and what it changed.
+    """Return a sentence: what the fastest strength gained by the clock, and how near its pictures are to unmerged ones.
 
     on_cpu: add processor time, which other programs disturb less.
     """

@@ -19,7 +19,7 @@ _font = ImageFont.load_default
 
 
 def difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Compute |a - b| of two uint8 pictures, eight times as strong, clipped: black if they agree."""
+    """Return eight times ``|a - b|`` of two uint8 pictures, clipped to 255: black if they are equal."""
     return np.clip(np.abs(a.astype(np.int16) - b.astype(np.int16)) * AMPLIFY, 0, 255).astype(np.uint8)
 
 
@@ -33,7 +33,7 @@ def shown_size(height: int, width: int) -> tuple[int, int]:
 def cell(row: int, column: int, size: tuple[int, int]) -> tuple[int, int, int, int]:
     """Return the box (left, top, right, bottom) of a sheet's cell for pictures shown at `size` = (height, width).
 
-    Picture i lies in row 2 * i, what differs in it in the row below.
+    Picture i is in row ``2 * i``, its difference from the unmerged picture in the row below.
     """
     height, width = size
     left, top = GAP + column * (width + GAP), TITLE + HEAD + row * (height + GAP)
@@ -92,6 +92,7 @@ def _wrap(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
 
 
 def _fit(picture: np.ndarray, size: tuple[int, int]) -> Image.Image:
+    """Resize a picture, uint8 [H, W, 3], to a (height, width): to larger sizes without smoothing."""
     image = Image.fromarray(picture)
     how = Image.Resampling.NEAREST if image.height < size[0] else Image.Resampling.LANCZOS
     return image.resize(size[::-1], how)

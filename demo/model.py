@@ -94,14 +94,15 @@ def decode(latents: torch.Tensor, gain: float = HAAR_GAIN) -> torch.Tensor:
 
 
 def whole(height: int, width: int) -> list[int]:
-    """List the sizes that SDXL gets for a whole picture: its height and width, nothing cut off, height and width."""
+    """Return SDXL's six size numbers for an uncropped picture: original size, crop offset (0, 0), target size."""
     return [height, width, 0, 0, height, width]
 
 
 class PlacedConv(nn.Conv2d):
-    """A copy of a convolution that adds a linear map of each place's `features`; the map begins at zero.
+    """A copy of a convolution that adds to its output a linear map, at first zero, of each position's `features`.
 
-    `window` is top, left, height and width of the input in the picture, as shares of its sides, `WHOLE` at first.
+    `window` says which part of the picture the input is: top, left, height and width as shares of the picture's sides.
+    It is the whole picture at first.
     """
 
     def __init__(self, like: nn.Conv2d):
@@ -118,9 +119,10 @@ class PlacedConv(nn.Conv2d):
 
 
 def features(height: int, width: int, window: Window = WHOLE, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Compute waves over the picture at the middles of a window's cells, [1, FEATURES, height, width].
+    """Compute position features: sines and cosines of the position in the picture, [1, FEATURES, height, width].
 
-    All of it is made on the device: a copy to it would wait there, and cannot be captured in a CUDA graph.
+    height, width: number of cells of the window. All tensors are made on the device, because a copy to the device
+    waits, and cannot be captured in a CUDA graph.
     """
     top, left, tall, wide = window
     waves = math.pi * 2.0 ** torch.arange(WAVES, device=device)[:, None, None]
@@ -131,9 +133,9 @@ def features(height: int, width: int, window: Window = WHOLE, device: torch.devi
 
 
 class SceneModel(nn.Module):
-    """A UNet with its prompt embedding. The state dict has the keys `unet.*` and `emb.weight` [26, 96].
+    """A diffusers UNet with its prompt embedding. The state dict has the keys `unet.*` and `emb.weight` [26, 96].
 
-    In SDXL's layout also `pooled.*`: its second text input is a linear map of the tokens' mean embedding.
+    In SDXL's layout it also has `pooled.*`: the second text input is a linear map of the tokens' mean embedding.
     """
 
     def __init__(self, unet: dict, scheduler: dict, haar_gain: float):
@@ -179,7 +181,7 @@ def make(config: dict, scheduler: dict | None = None, haar_gain: float = HAAR_GA
 
 
 def pack(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Turn large weights ``[out, ...]`` to int8, with a step of each channel, float16 ``[out]``, others to float16."""
+    """Compress a state dict: large weights ``[out, ...]`` to int8 and a float16 step a channel, others to float16."""
     packed = {}
     for name, value in weights.items():
         packed[name] = value.half()

@@ -42,11 +42,14 @@ _TICK = 1 / 64  # s; Windows counts processor time so coarsely
 
 
 class Stopped(Exception):
-    """The error that ends a picture that is not wanted any more."""
+    """The error by which `Studio.draw` ends after `Studio.stop`."""
 
 
 class Wanted(NamedTuple):
-    """The picture that the controls ask for. how: keyword arguments of `tome_core.patch`, a strength or a config."""
+    """The picture that the controls ask for.
+
+    how: keyword arguments of `tome_core.patch`: ``{"strength": ...}`` or ``{"config": ...}``.
+    """
 
     prompt: str
     seed: int
@@ -68,7 +71,10 @@ class Drawn(NamedTuple):
 
 
 class Studio:
-    """The drawing of pictures, one at a time, from a source of `demo.source`. `ends` is set to end the last one."""
+    """The drawing of pictures, one at a time, from a source of `demo.source`.
+
+    `ends` is an event that is set when the page closes: a drawing that runs then ends.
+    """
 
     def __init__(self, source: Any) -> None:
         self.source, self.ends, self._stop = source, threading.Event(), threading.Event()
@@ -117,6 +123,7 @@ class Studio:
         return picture, max(clock() - began, _TICK)
 
     def _maps(self, picture: Any, merging: Any) -> list[tuple[Any, str]]:
+        """Return `Drawn.maps` of a picture that was drawn with the patch `merging`."""
         found, row = [], self.source.prompt_row
         for level, one in sorted(merging.maps().items()):
             group = one.group[row if len(one.group) > 1 else 0].cpu().numpy()
@@ -163,9 +170,10 @@ def figures(drawn: Drawn, on_cpu: bool) -> str:
 
 
 def read(values: dict[str, Any], layout: str, checks_prompt: bool) -> Wanted:
-    """Turn controls to what they ask for. Raises ValueError or TypeError, for the user to read, for a wrong value.
+    """Return the picture that the controls' values ask for. Raises ValueError or TypeError for a wrong value.
 
-    values: by the control's name. layout: of the model, for a strength. checks_prompt: refuse words that are unknown.
+    values: by the control's name. layout: the model's layout, as `tome_core.strength` takes it. checks_prompt: True to
+    refuse words that the embedded model does not know.
     """
     import tome_core
     from demo import prompt

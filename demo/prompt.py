@@ -36,7 +36,7 @@ def known_words() -> str:
 
 
 def parse(prompt: str) -> dict[str, str]:
-    """Choose a word for each attribute: "night red" gives {"sky": "night", "colour": "red", "shape": "ball", ...}.
+    """Return the word for each attribute: "night red" gives {"sky": "night", "colour": "red", "shape": "ball", ...}.
 
     Words may be separated by spaces or commas, in any order and case. What is left out gets a default; a prompt
     that names a colour and no shape means a ball, one that names neither means an empty scene. Raises ValueError,

@@ -23,7 +23,10 @@ MOUNTAIN_HEIGHT = tensor([0.0, 0.08, 0.25])  # flat, hills, peaks
 
 @dataclass
 class Setting:
-    """The values of painted layers that later ones need: colours [n, 1, 1, 3], others [n, 1, 1] in 0..1."""
+    """The values of painted layers that later layers need: colours [n, 1, 1, 3], others [n, 1, 1] in 0..1.
+
+    body: the sun or the moon. Its values and the ground's are None until these are painted.
+    """
 
     horizon: torch.Tensor
     light: torch.Tensor
@@ -72,6 +75,7 @@ def _cloud(canvas: Canvas, setting: Setting) -> None:
 
 
 def _body(canvas: Canvas, setting: Setting) -> None:
+    """Paint the sun or the moon, and set its values in `setting`."""
     u = canvas.uniform
     setting.body_x = torch.where(canvas.has("body", LEFT), u(0.21, 0.25), u(0.75, 0.79))
     setting.body_colour = canvas.row(BODY, "sky")
@@ -83,7 +87,7 @@ def _body(canvas: Canvas, setting: Setting) -> None:
 
 
 def _mountains(canvas: Canvas, setting: Setting, layer: int) -> None:
-    """Paint one silhouette, the farther one (layer 0) first and higher; peaks are triangles, hills sines."""
+    """Paint one mountain range. Layer 0 is the farther and higher range; peaks are triangles, hills are sines."""
     highest = canvas.row(MOUNTAIN_HEIGHT, "mountains")
     height = highest * (1 - 0.45 * layer) * (0.35 + 0.8 * _ridge(canvas, highest > 0.1))
     top = setting.horizon - height
@@ -98,7 +102,10 @@ def _mountains(canvas: Canvas, setting: Setting, layer: int) -> None:
 
 
 def _ridge(canvas: Canvas, peaked: torch.Tensor) -> torch.Tensor:
-    """Draw the height of a mountain range along x, about 0..1: four octaves, each half as high."""
+    """Return the random height of a mountain range along x, about 0..1, [n, 1, size]. peaked: bool [n, 1, 1].
+
+    It is the sum of four octaves, each half as high as the one before.
+    """
     profile = 0
     for octave, frequency in enumerate((1.3, 2.9, 6.1, 13.0)):
         phase = canvas.uniform(0, 1)
@@ -109,6 +116,7 @@ def _ridge(canvas: Canvas, peaked: torch.Tensor) -> torch.Tensor:
 
 
 def _ground(canvas: Canvas, setting: Setting) -> None:
+    """Paint the ground with its texture, and set its colour in `setting`."""
     mask = smooth(canvas.y - setting.horizon, canvas.edge)
     near = torch.clip((canvas.y - setting.horizon) / (1 - setting.horizon), 0, 1)
     ground = (canvas.row(GROUND, "ground") + canvas.jitter(0.02)) * setting.light
@@ -124,6 +132,7 @@ def _ground(canvas: Canvas, setting: Setting) -> None:
 
 
 def _waves(canvas: Canvas, setting: Setting, near: torch.Tensor, colour: torch.Tensor) -> torch.Tensor:
+    """Return what waves add to the ground's `colour`. near: 0 at the horizon to 1 at the bottom."""
     u, x, depth = canvas.uniform, canvas.x, 1 / (near + 0.12)
     waves = torch.sin(depth * u(9, 12) + u(0, 6.3) + 0.8 * torch.sin(x * u(8, 16) / (near + 0.35) + u(0, 6.3)))
     waves = waves + 0.5 * torch.sin(depth * u(17, 23) + 1.3 * torch.sin(x * u(14, 24) / (near + 0.35)))
@@ -151,7 +160,10 @@ def _drifts(canvas: Canvas, setting: Setting, near: torch.Tensor, colour: torch.
 
 
 def _mirror(canvas: Canvas, setting: Setting, above: torch.Tensor, mask: torch.Tensor, near: torch.Tensor) -> None:
-    """Mirror `above`, the picture before the ground, in a calm sea: content that only far attention explains."""
+    """Mirror `above`, the picture before the ground was painted, in a calm sea.
+
+    Only attention between far tokens can explain such content.
+    """
     calm = canvas.has("ground", SEA) * (canvas.random(1, 1) < 0.7)
     rows = torch.round((2 * setting.horizon[:, :, 0] - canvas.y[:, :, 0]) * canvas.size - 0.5)
     rows = torch.clip(rows, 0, canvas.size - 1).long()

@@ -6,7 +6,7 @@ import torch
 
 
 def smooth(x: torch.Tensor, width: float) -> torch.Tensor:
-    """Step from 0 to 1 around x = 0, `width` wide, with no corners (smoothstep)."""
+    """Return 0 for x below ``-width / 2``, 1 for x above ``width / 2``, and smoothstep between them."""
     t = torch.clip(x / width + 0.5, 0, 1)
     return t * t * (3 - 2 * t)
 
@@ -14,8 +14,8 @@ def smooth(x: torch.Tensor, width: float) -> torch.Tensor:
 class Canvas:
     """`n` pictures of `size` x `size`, painted together on the generator's device.
 
-    `image` is [n, size, size, 3], colours in 0..1. `x` [1, 1, size] and `y` [1, size, 1] are pixel centres in
-    0..1, `y` downwards. Every random draw comes from `generator`, so equal generators give equal pictures.
+    Painting changes `image` [n, size, size, 3], colours in 0..1, in place. `x` [1, 1, size] and `y` [1, size, 1] are
+    pixel centres in 0..1, `y` downwards. Random draws come from `generator`, so equal generators give equal pictures.
     `traits` maps an attribute's name to the index of its value, int64 [n].
     """
 
@@ -53,5 +53,5 @@ class Canvas:
         return (self.traits[trait] == value)[:, None, None]
 
     def over(self, mask: torch.Tensor, colour: torch.Tensor | float) -> None:
-        """Lay `colour` (broadcastable to the image) on, with `mask` [n, size, size] as opacity in 0..1."""
+        """Paint `colour`, which broadcasts to the image, over it; `mask` [n, size, size] is the opacity, 0..1."""
         self.image += mask[..., None] * (colour - self.image)

@@ -18,7 +18,10 @@ EMPTY, BALL, BOX, CONE, TREE = range(5)
 
 @dataclass
 class Place:
-    """The object's place, [n, 1, 1] each: foot at (x, y), half width `scale`, `side` of the sun, left 1 or right -1."""
+    """The position of the object, tensors [n, 1, 1]: its foot (x, y), its half width `scale`, and `side`.
+
+    side: 1 if the light comes from the left, -1 from the right, 0.4 if there is neither sun nor moon.
+    """
 
     x: torch.Tensor
     y: torch.Tensor
@@ -44,13 +47,14 @@ def paint(canvas: Canvas, setting: Setting) -> None:
 
 
 def _place(canvas: Canvas) -> Place:
-    """Place the object off the middle, away from sun or moon: a prompt says nearly where. A twin has room as well."""
+    """Draw the object's position: off the middle, away from sun or moon, with room for a twin."""
     left, right = canvas.has("body", LEFT).float(), canvas.has("body", RIGHT).float()
     x = 0.5 + 0.13 * (left - right) + canvas.uniform(-0.02, 0.02)
     return Place(x, canvas.uniform(0.81, 0.84), canvas.uniform(0.15, 0.165), left - right + 0.4 * (1 - left - right))
 
 
 def _shadow(canvas: Canvas, place: Place, present: torch.Tensor, setting: Setting) -> None:
+    """Paint the object's shadow on the ground. present: 1 if a picture has an object, 0 if not, [n, 1, 1]."""
     across = (canvas.x - place.x - place.side * place.scale * 0.8) / (place.scale * 1.35)
     along = (canvas.y - place.y) / (place.scale * 0.28)
     mask = torch.clip(1.25 - torch.sqrt(across**2 + along**2), 0, 0.5) * 2
@@ -70,7 +74,7 @@ def _lit_colour(canvas: Canvas, setting: Setting, place: Place, dx: torch.Tensor
 
 
 def _shapes(canvas: Canvas, place: Place, dx: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Make the opacity of every shape, [n, size, size] each; the caller picks one a picture."""
+    """Return the opacity of every shape by its name, [n, size, size] each. dx, dy: distances from the object's foot."""
     s, edge = place.scale, canvas.edge
     wavy = s * (0.88 + 0.08 * torch.sin(7 * torch.arctan2(dy + 1.85 * s, dx) + canvas.uniform(0, 6)))
     cone = torch.minimum(smooth((2.4 * s + dy) * 0.42 - torch.abs(dx), edge), smooth(-dy + 0.01, edge))
@@ -84,7 +88,7 @@ def _shapes(canvas: Canvas, place: Place, dx: torch.Tensor, dy: torch.Tensor) ->
 
 
 def _finish(canvas: Canvas, place: Place, dx: torch.Tensor, dy: torch.Tensor, mask: torch.Tensor) -> None:
-    """Paint a ball's highlight, a box's light top and dark side."""
+    """Paint the highlight of balls, and the light top and dark side of boxes."""
     s = place.scale
     distance = (dx + place.side * s * 0.35) ** 2 + (dy + s * 1.3) ** 2
     canvas.over(mask * torch.exp(-distance / (s * 0.22) ** 2) * 0.7 * canvas.has("shape", BALL), 1.0)

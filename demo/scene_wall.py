@@ -39,6 +39,7 @@ def paint(canvas: Canvas, setting: Setting) -> None:
 
 
 def _mask(canvas: Canvas) -> torch.Tensor:
+    """Return which pixels are wall, 0 or 1, [n, size, size]; a random SHARE of the pictures has a wall."""
     left, width = canvas.uniform(-0.1, 0.1), canvas.uniform(0.85, 1.1)
     bottom, height = canvas.uniform(0.79, 0.84), canvas.uniform(0.28, 0.34)
     across = (canvas.x > left) & (canvas.x < left + width)

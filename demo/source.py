@@ -47,7 +47,10 @@ class Embedded:
 
 
 class UserPipeline:
-    """A source whose diffusers pipeline is made from the user's files. Raises ValueError if these do not load."""
+    """A source whose diffusers pipeline is made from the user's files. Raises ValueError if these do not load.
+
+    Its methods and attributes are those of `Embedded`.
+    """
 
     prompt_row, prompts = -1, LONG_PROMPTS
 
@@ -66,9 +69,11 @@ class UserPipeline:
         self.target.set_progress_bar_config(disable=True)
 
     def timesteps(self, steps: int) -> None:
+        """Return None: the patch of a pipeline reads its timesteps from the scheduler."""
         return None  # a patched pipeline follows its own scheduler
 
     def picture(self, text: str, seed: int, steps: int, on_step: OnStep):
+        """Draw a picture, uint8 [H, W, 3], and call `on_step` after each step."""
         def after_step(pipe, step, timestep, tensors):
             on_step()
             return tensors
@@ -80,6 +85,7 @@ class UserPipeline:
 
 
 def _load(checkpoint: Checkpoint, config: Path | None):
+    """Return the diffusers pipeline of a checkpoint, without a download if possible. config: its diffusers folder."""
     import diffusers
 
     if checkpoint.kind != "folder":
@@ -103,7 +109,7 @@ Source = Embedded | UserPipeline
 
 
 def tell_times(source: Source, steps: int, merging: tome_core.Patch, on_step: OnStep) -> OnStep:
-    """Set the first timestep in `merging`; return an `on_step` that calls the given one and sets the next timestep."""
+    """Set the first timestep of a picture in a patch; return a callback that sets the next and calls `on_step`."""
     times, sampling = iter(source.timesteps(steps) or ()), object()
 
     def tell() -> None:

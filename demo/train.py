@@ -59,9 +59,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 class TrainingState:
-    """The model, its running average, the optimizer, steps done and seconds spent.
+    """A training run: the model, its running average, the optimizers, steps done and seconds spent.
 
-    The average is what gets sampled and published: single steps are noisy, their mean is not.
+    Pictures are sampled from the average, because single steps are noisy.
     """
 
     def __init__(self, model: scene_model.SceneModel, learning_rate: float):
@@ -89,13 +89,13 @@ class TrainingState:
         self.step += 1
 
     def update_average(self, limit: float) -> None:
-        """Move the average towards the model; it keeps `limit` of itself, less early on, to forget the start."""
+        """Move the running average towards the model. It keeps the share `limit` of itself; less in the first steps."""
         keep = min(limit, (1 + self.step) / (10 + self.step))
         with torch.no_grad():
             torch._foreach_lerp_(list(self.average.parameters()), list(self.model.parameters()), 1 - keep)
 
     def save(self, path: Path) -> None:
-        """Write everything, in one move: a stop while writing leaves the previous state."""
+        """Write the whole run to a file. If writing is interrupted, the previous file stays."""
         tensors = self.both.state_dict()
         for kind, optimizer in enumerate(self.optimizers):
             for index, moments in optimizer.state_dict()["state"].items():
@@ -108,7 +108,7 @@ class TrainingState:
         os.replace(unfinished, path)
 
     def load(self, path: Path) -> None:
-        """Take over what `save` wrote. Raises ValueError if the file is missing, of another model or no such file."""
+        """Replace the state by a saved one. Raises ValueError if the file is missing, damaged or another model's."""
         moments: list[dict] = [{}, {}]
         try:
             with safe_open(path, "pt") as file:
@@ -127,7 +127,11 @@ class TrainingState:
 
 
 def learning_rate(highest: float, step: int, progress: float, coarse: float) -> float:
-    """Compute the rate: up for 40 steps, then `highest`, and a cosine down to 2 % after the `coarse` share of time."""
+    """Return the learning rate of a step.
+
+    It rises for 40 steps to `highest`. When `progress`, the share of time that is over, passes `coarse`, it falls as a
+    cosine to 2 %.
+    """
     fine = max(0.0, progress - coarse) / (1 - coarse)
     return highest * min(1.0, (step + 1) / 40) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, fine))))
 
@@ -135,8 +139,8 @@ def learning_rate(highest: float, step: int, progress: float, coarse: float) -> 
 def train_step(state: TrainingState, batch: Batch, seed: int, composition: bool = False) -> float:
     """Train one step on a batch and return its loss. Noise and times depend on `seed` and the step alone.
 
-    composition: learn above all where things stand, see `teaches_composition`. Raises FloatingPointError, and leaves
-    the weights, if gradients are no numbers.
+    composition: use `composition_loss`, see `teaches_composition`. Raises FloatingPointError, and leaves the weights as
+    they are, if gradients are not finite.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + state.step)
     draw, loss_of = ((losses.noisy_times, losses.composition_loss) if composition
@@ -156,13 +160,16 @@ def train_step(state: TrainingState, batch: Batch, seed: int, composition: bool 
 
 
 def teaches_composition(state: TrainingState, scenes: Scenes, progress: float) -> bool:
-    """Say whether a step teaches where things stand: on half-size pictures yes, on parts no, on full ones by turns."""
+    """Tell whether a step uses the composition loss: for half-size pictures yes, for parts no, else by turns."""
     details_every = DETAILS_EVERY if progress < FINISH else FINISH_EVERY
     return scenes.size < 2 * state.model.side or (scenes.crop is None and state.step % details_every > 0)
 
 
 def train(state: TrainingState, options: argparse.Namespace) -> None:
-    """Train until the minutes are used up, with the cheap pictures first, and save now and then."""
+    """Train until the minutes are used up, with the cheap pictures first, and save now and then.
+
+    The minutes count earlier runs of `state`. The caller saves the last steps.
+    """
     full, total = 2 * state.model.side, options.minutes * 60
     # A transformer has all of its attention at full size, so smaller parts and more of them teach it more in a minute.
     part, parts = (full // 2, 2) if isinstance(state.model, scene_model.SceneModel) else (full // 4, 4)
@@ -193,7 +200,7 @@ def train(state: TrainingState, options: argparse.Namespace) -> None:
 
 @torch.no_grad()
 def begin_with(model: scene_model.SceneModel, other: scene_model.SceneModel) -> None:
-    """Copy into `model` what `other` has by the same name in the same shape; a 1x1 convolution fits a linear layer."""
+    """Copy weights of `other` with equal names and shapes to `model`. A 1x1 convolution fits a linear layer."""
     weights, theirs = model.state_dict(), other.state_dict()
     alike = [name for name, value in weights.items()
              if name in theirs and value.squeeze().shape == theirs[name].squeeze().shape]

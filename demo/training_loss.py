@@ -26,10 +26,10 @@ class Batch(NamedTuple):
 
 
 class Scenes:
-    """Endless fresh scenes: item k is the batch of step k, so a resumed run sees what it would have seen.
+    """An endless sequence of batches of new scenes: item k is the `Batch` of step k, the same in a resumed run.
 
-    Painted on `device`, `size` x `size` pixels; with `crop` instead a part of each of crop x crop, from below the sky,
-    where there is most to look up. walls: as `demo.scenes.render` takes it.
+    Scenes are painted on `device`, `size` x `size` pixels. With `crop` only a part of each is given, crop x crop pixels
+    from below the sky, which has most detail. walls: as `demo.scenes.render` takes it.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Scenes:
                      sizes.expand(self.batch, -1))
 
     def seed_of(self, step: int) -> int:
-        """Return the seed of a step's generator. On a CPU torch reads its lowest 32 bits alone."""
+        """Return the seed of a step's generator. On a CPU, torch reads only its lowest 32 bits."""
         return ((self.seed * 1_000_003 + self.size) * 1_000_000_007 + step) % 2**63
 
 
@@ -64,11 +64,12 @@ def stratified_times(n: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def noisy_times(n: int, generator: torch.Generator) -> torch.Tensor:
-    """Draw `n` time steps in 0..999, the noisier the more often, because noisy ones decide where things stand."""
+    """Draw `n` time steps in 0..999, noisy (high) ones more often, because these decide the composition."""
     return (_stratify(n, generator) ** (1 / 3) * 1000).long().clamp(max=999)
 
 
 def _stratify(n: int, generator: torch.Generator) -> torch.Tensor:
+    """Draw `n` numbers in 0..1 at equal distances, from a random start."""
     return (torch.rand(1, generator=generator) + torch.arange(n) / n) % 1
 
 
@@ -90,7 +91,7 @@ def v_loss(model: SceneModel, batch: Batch, times: torch.Tensor, generator: torc
 
 
 def composition_loss(model: SceneModel, batch: Batch, times: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Compute `v_loss` with the mean bands' errors five times as much as the details', as `encode` blew these up."""
+    """Compute `v_loss` with five times the weight for the channels of means, because `encode` scales details up."""
     errors = squared_errors(model, batch, times, generator)
     weights = torch.ones(errors.shape[1], device=errors.device)
     weights[:MEAN_BANDS] = model.haar_gain

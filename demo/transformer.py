@@ -27,7 +27,7 @@ TOKEN = 2  # side of a token, in places of the latent
 
 
 class SceneTransformer(nn.Module):
-    """A transformer with its prompt embedding. The state dict has keys `transformer.*` and `emb.weight` [26, 96]."""
+    """A Flux transformer with its prompt embedding; its state dict has `transformer.*` and `emb.weight` [26, 96]."""
 
     def __init__(self, config: dict, scheduler: dict, haar_gain: float):
         super().__init__()
@@ -44,8 +44,10 @@ class SceneTransformer(nn.Module):
     def forward(
         self, latents: torch.Tensor, timestep: torch.Tensor, tokens: torch.Tensor, sizes: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Compute the v-prediction [n, 12, h, w]; arguments are those of `SceneModel.forward`. By `sizes` a part of a
-        picture, or one of another size, has its place on the tokens of a whole one."""
+        """Compute the v-prediction [n, 12, h, w]; arguments are those of `SceneModel.forward`.
+
+        `sizes` gives a part of a picture, or a picture of another size, its position on the tokens of a whole picture.
+        """
         tiles = nn.functional.pixel_unshuffle(latents, TOKEN)
         height, width = tiles.shape[2:]
         words = self.emb(tokens)
@@ -62,7 +64,10 @@ class SceneTransformer(nn.Module):
         return nn.functional.pixel_shuffle(out.transpose(1, 2).unflatten(2, (height, width)), TOKEN)
 
     def _places(self, height: int, width: int, sizes: torch.Tensor | None, tiles: torch.Tensor) -> torch.Tensor:
-        """Compute [h * w, 3]: 0, down and right, of each token's middle in tokens of a whole picture."""
+        """Return each token's position [h * w, 3]: 0, down and right, counted in tokens of a whole picture.
+
+        sizes: as in `SceneModel.forward`, or None. tiles: a tensor of the wanted device and dtype.
+        """
         top, left, unit = 0.0, 0.0, 1.0
         if sizes is not None:
             whole, _, top, left = sizes[0, :4].tolist()

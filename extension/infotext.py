@@ -76,7 +76,8 @@ class Paste:
     """The panel's values in a pasted infotext, read once for all controls.
 
     Attributes:
-        on_page: the parsed infotext that was last pasted on a page; None before the first. Others come from the API.
+        on_page: the parsed infotext that was last pasted on a page; None before the first. A parsed infotext that is
+            not this object came from the API.
     """
 
     on_page: Mapping[str, Any] | None = None

@@ -129,7 +129,10 @@ def _write(p: Any, job: Job, merges: bool) -> None:
 
 
 def _report(p: Any, job: Job, processed: Any) -> None:
-    """Show the report in the console and on the page, as set, and add its data to the result `processed`."""
+    """Show the report in the console and on the page, as the settings say, or an error on the page in any case.
+
+    The report's data go to ``processed.extra_generation_params``, which the API returns, not to the infotext.
+    """
     lines = [job.error] if job.error else lines_of(job, host.has_hires(p))
     if settings_tab.is_shown(settings_tab.CONSOLE) and not job.error:
         logger.info("%s", "; ".join(lines))

@@ -56,13 +56,10 @@ class Correction(NamedTuple):
 def pick_queries(grid: Grid, width: int, device: torch.device) -> tuple[Tensor]:
     """Choose the tokens to whose exact outputs the correction is fitted: the middles of equal cells of the grid.
 
-    Args:
-        grid: the grid of the picture's tokens.
-        width: number of channels of a head.
-        device: the device of the result.
+    There are at most 128 for heads of up to 32 channels (`width`), else at most 256.
 
     Returns:
-        Numbers of tokens, int64 ``(1, queries)``, in a tuple for `grid.reuse`.
+        Numbers of tokens of the grid, ascending, int64 ``(1, queries)``, in a tuple for `grid.reuse`.
     """
     tokens = grid.height * grid.width
     count = min(_MOST_IF_NARROW if width <= _NARROW else _MOST, max(_FEWEST, tokens // _TOKENS_PER_ANSWER), tokens)
@@ -76,20 +73,21 @@ def pick_queries(grid: Grid, width: int, device: torch.device) -> tuple[Tensor]:
 def fit_correction(
     q: Tensor, keys_and_values: Pair, plan: MergePlan, heads: int, scale: float
 ) -> tuple[Correction, Pair]:
-    """Fit what attention loses by merged keys and values, by ridge regression in each head.
+    """Merge keys and values, and fit what attention loses by this, by ridge regression in each head.
 
     What is lost is predicted from a query and its output over merged keys. Sums and solutions are in float32, or
     float64. The correction is zero if every group has a single token.
 
     Args:
-        q: queries of the tokens that `pick_queries` returns, ``(batch, queries, heads * head_dim)``.
+        q: queries of a few tokens, such as `pick_queries` returns, ``(batch, queries, heads * head_dim)``.
         keys_and_values: keys and values of all tokens, ``(batch, tokens, heads * head_dim)``.
-        plan: the plan of keys and values.
+        plan: the groups of the tokens.
         heads: number of heads.
         scale: the attention's factor of the logits.
 
     Returns:
-        The correction, in the dtype of `q`; and merged keys and values, ``(batch, groups, heads * head_dim)``.
+        The correction, in the dtype of `q`, with `num_queries` 0; and merged keys and values, ``(batch, groups, heads *
+        head_dim)``.
     """
     with without_autocast(q):
         keys, values = (tensor.to(q.dtype) for tensor in keys_and_values)
@@ -121,20 +119,26 @@ def fit_correction(
 def _sums_by_kernel(
     keys: Tensor, values: Tensor, means: Tensor, plan: MergePlan, heads: int, scale: float
 ) -> Tensor | None:
-    """Return `first_order` as sums of spans, see `kernels.first_order`; None if no kernel can compute them."""
+    """Return the terms whose sum over the first axis is `first_order`, ``(spans, batch * heads, head_dim, head_dim)``.
+
+    None if no kernel can compute them. The arguments are those of `first_order`.
+    """
     if kernels.needs_gradient(keys, values) or not kernels.ready_for_halves(keys):
         return None
     return kernels.first_order(keys, values, plan.group, means, heads, scale / keys.shape[1])
 
 
 def first_order(keys: Tensor, values: Tensor, means: Tensor, plan: MergePlan, heads: int, scale: float) -> Tensor:
-    """Return the transpose of C, the correction of first order, ``(batch, heads, head_dim, head_dim)``.
+    """Return the matrix M of each head for the correction of first order, which adds ``q M`` to a query's output.
+
+    M is ``scale / tokens`` times the sum of ``k^T (v - v_g)`` over all tokens, where ``v_g`` is the mean value of the
+    token's group: ``(batch, heads, head_dim, head_dim)``, float32 or float64.
 
     Args:
         keys: ``(batch, tokens, heads * head_dim)``.
         values: of the same shape.
         means: mean value of each group, ``(batch, groups, heads * head_dim)``, float32 or float64.
-        plan: the plan.
+        plan: the groups of the tokens.
         heads: number of heads.
         scale: the attention's factor of the logits.
     """
@@ -147,7 +151,7 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, heads: int, scale: float, b
     """Compute attention with torch's function, so that no hook of a host sees these queries.
 
     Queries and the result are ``(batch, heads, queries, head_dim)``. Keys and values are ``(batch, tokens, heads *
-    head_dim)``.
+    head_dim)``. The bias, ``(batch or 1, 1, 1, tokens)``, is added to the logits.
     """
     attend = torch._C._nn.scaled_dot_product_attention
     return attend(q, _by_head(keys, heads), _by_head(values, heads), bias, scale=scale)
@@ -207,5 +211,5 @@ def _inverse(matrix: Tensor, penalty: float, most: float) -> Tensor:
 
 
 def _by_head(flat: Tensor, heads: int) -> Tensor:
-    """Return ``(batch, tokens, heads * head_dim)`` as ``(batch, heads, tokens, head_dim)``."""
+    """Return a view of ``(batch, tokens, heads * head_dim)`` as ``(batch, heads, tokens, head_dim)``."""
     return flat.unflatten(-1, (heads, -1)).transpose(1, 2)

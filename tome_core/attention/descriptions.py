@@ -27,56 +27,39 @@ _NO_OUTPUT_PROJECTION = nn.Sequential(nn.Identity(), nn.Identity())  # a project
 class AttentionDescription:
     """The base class of descriptions: how to run one kind of attention on given queries, keys and values.
 
-    A description has no state, so one object serves every module of its kind.
+    A description has no state, so one object serves every module of its kind. If `problem` finds none, the caller
+    projects queries by ``module.to_q``, takes `keys_and_values`, merges, and uses `attend` and then `finish`.
 
     Attributes:
         by_attribute: True if the logits are multiplied by ``module.scale``, False if by ``head_dim ** -0.5``.
-        adds_bias: True if `attend` adds a bias to the logits.
+        adds_bias: True if `attend` adds a bias to the logits; False: it is called with None as bias only.
     """
 
     by_attribute = adds_bias = False
 
     def problem(self, module: nn.Module, kwargs: Kwargs) -> str | None:
-        """Return the reason why the description does not fit a call; None if it fits.
+        """Return the reason, as text for the report, why the description does not fit a call; None if it fits.
 
-        Args:
-            module: the attention.
-            kwargs: the keyword arguments of the call except for its tokens.
+        `kwargs` has the keyword arguments of the call except for its tokens. The base class always returns None.
         """
         return None
 
     def keys_and_values(self, module: nn.Module, keys: Tensor, values: Tensor, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
         """Project tokens to keys and values, ``(batch, tokens, heads * head_dim)``.
 
-        Args:
-            module: the attention.
-            keys: the tokens of the keys, ``(batch, tokens, channels)``.
-            values: the tokens of the values, of the same shape.
-            kwargs: the keyword arguments of the call except for its tokens.
+        `keys` and `values` are the tokens before projection, ``(batch, tokens, channels)``; `kwargs` as in `problem`.
         """
         return module.to_k(keys), module.to_v(values)
 
     def scale(self, module: nn.Module, width: int) -> float:
-        """Return the factor of the logits in `attend`.
-
-        Args:
-            module: the attention.
-            width: number of channels of a head.
-        """
+        """Return the factor by which `attend` multiplies the logits. `width` is the number of channels of a head."""
         return float(module.scale) if self.by_attribute else width**-0.5
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kwargs: Kwargs) -> Tensor:
         """Compute ``softmax(scale q k^T + bias) v`` with the module's own code, without the output projection.
 
-        Queries, keys, values and the result are ``(batch, tokens, heads * head_dim)``.
-
-        Args:
-            module: the attention.
-            q: queries.
-            k: keys.
-            v: values.
-            bias: is added to the logits, ``(batch, 1, keys)`` in the dtype of `q`; None for no bias.
-            kwargs: the keyword arguments of the call except for its tokens.
+        Queries, keys, values and the result are ``(batch, tokens, heads * head_dim)``. The bias is ``(batch, 1, keys)``
+        in the dtype of `q`, or None. `kwargs` are as in `problem`.
 
         Raises:
             NotImplementedError: a derived class does not override this method.
@@ -145,10 +128,12 @@ class _Processor(AttentionDescription):
         return "it has a norm, an output scale or a residual connection" if has_more else None
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kwargs: Kwargs) -> Tensor:
+        """Run the module's processor on q, k and v, see `AttentionDescription.attend`. The bias is its mask."""
         mask = bias.float() if bias is not None and module.upcast_attention else bias
         return module.processor(StandIn(module, q, k, v), q, encoder_hidden_states=k, attention_mask=mask)
 
     def finish(self, module: nn.Module, out: Tensor) -> Tensor:
+        """Apply the output projection and dropout of the module to the result of `attend`."""
         projection, dropout = module.to_out
         return dropout(projection(out))
 
@@ -168,12 +153,12 @@ def register(function: str, entry: AttentionDescription) -> None:
 
 
 def description_of(function: Any) -> AttentionDescription | None:
-    """Return the registered description for a function that computes attention; None if there is none."""
+    """Return the description that is registered under `full_name` of a function; None if there is none."""
     return _ENTRIES.get(full_name(function))
 
 
 def full_name(function: Any) -> str:
-    """Return module and qualified name of a function, of the function in a `partial` or, for an object, of its class.
+    """Return ``module.qualified_name`` of a function, of the function in a `partial` or, for an object, of its class.
 
     A decorated function gives ``"<decorator's inner function> around <full name of the function that it wraps>"``.
     """

@@ -22,7 +22,7 @@ def try_once(key: Hashable, function: Callable[..., torch.Tensor], scale: float,
         key: identifies the function in the cache.
         function: takes q, k, v and a bias, see `merged.Attention`.
         scale: the function's factor of the logits.
-        like: a tensor ``(batch, tokens, heads, head_dim)`` of the device and dtype to try.
+        like: a tensor ``(batch, tokens, heads, head_dim)`` with the heads, device and dtype to try.
 
     Returns:
         True if the function adds a bias, False if it ignores or refuses a bias, None if it does not compute attention.
@@ -37,7 +37,7 @@ def try_once(key: Hashable, function: Callable[..., torch.Tensor], scale: float,
 
 @torch.no_grad()
 def _try(function: Callable[..., torch.Tensor], scale: float, like: torch.Tensor) -> bool | None:
-    """Do the work of `try_once`, without the cache."""
+    """Return the result of `try_once` for an attention function, without the cache."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, _TOKENS, *like.shape[2:], generator=generator).to(like)
     # three values, because a function could take two values for a mask of visible and hidden tokens

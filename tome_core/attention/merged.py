@@ -53,10 +53,10 @@ class Merge(NamedTuple):
     """The settings with which an attention call merges.
 
     Args:
-        plan: the plan of keys and values.
-        proportional: use proportional attention: add the logarithm of a group's size to the logits of its key.
-        queries: merge the queries by the same plan, and unmerge the output.
-        correction: the correction to add to the output, or None.
+        plan: the groups of tokens whose keys and values merge.
+        proportional: True: use proportional attention, which adds the logarithm of a group's size to its key's logits.
+        queries: True: merge the queries by the same plan, and unmerge the output; False: keep all queries.
+        correction: the correction to add to the output; None for none.
     """
 
     plan: MergePlan
@@ -74,8 +74,9 @@ def attend(attention: Attention, merging: Merge, merged_pair: Pair | None = None
         merged_pair: keys and values ``(batch, groups, heads * head_dim)`` that are merged already; None to merge here.
 
     Returns:
-        The output ``(batch, tokens, heads, head_dim)``. The way in which sizes were used: `BIAS` if the host's function
-        added them, `OWN_BIAS` if torch's function ran in its place, `UNSIZED` without proportional attention.
+        The output ``(batch, tokens, heads, head_dim)``, for every token. The way in which sizes were used: `BIAS` if
+        the host's function added their logarithms, `OWN_BIAS` if torch's function ran in place of the host's,
+        `UNSIZED` without proportional attention.
     """
     q, k, v, function, scale, takes_bias = attention
     plan, batch, heads = merging.plan, k.shape[0], k.shape[2]
@@ -107,11 +108,11 @@ def attend(attention: Attention, merging: Merge, merged_pair: Pair | None = None
 
 
 def correction_of(attention: Attention, plan: MergePlan, layout: Layout) -> tuple[Correction, Pair | None]:
-    """Fit the correction of a plan to an attention call, see `correction.fit_correction`.
+    """Fit the correction for an attention call that merges by a plan, see `correction.fit_correction`.
 
     Args:
         attention: the unmerged call.
-        plan: the plan of keys and values.
+        plan: the groups of tokens whose keys and values merge.
         layout: the place of the picture's tokens in the sequence.
 
     Returns:
@@ -163,7 +164,7 @@ def pick_queries_in(layout: Layout, tokens: int, width: int, device: torch.devic
 
 
 def merge(x: torch.Tensor, plan: MergePlan) -> torch.Tensor:
-    """Merge ``(batch, tokens, heads, head_dim)`` to ``(batch, groups, heads, head_dim)``, some heads at a time."""
+    """Return the groups' means ``(batch, groups, heads, d)`` of ``(batch, tokens, heads, d)``, some heads at a time."""
     parts = (plan.merge(x[:, :, a:b].flatten(2)).unflatten(2, (b - a, -1)) for a, b in _runs_of_heads(x))
     return _join(list(parts), 2)
 
@@ -193,7 +194,7 @@ def add_correction(out: torch.Tensor, q: torch.Tensor, correction: Correction) -
 def _attend_by_torch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Compute attention with torch's function, for tensors of the form of `Attention` and a bias for the logits."""
+    """Compute attention with torch's function. Arguments and result are those of `Attention.function`."""
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     shares = q.shape[1] // k.shape[1]
     if shares > 1:
@@ -202,7 +203,7 @@ def _attend_by_torch(
 
 
 def _correct(out: torch.Tensor, q: torch.Tensor, correction: Correction) -> torch.Tensor:
-    """Return the output with a correction. Without a need for gradients, `out` is overwritten piece by piece."""
+    """Return the output with its correction, as `add_correction`, but in `out` itself unless gradients are needed."""
     if torch.is_grad_enabled() and (out.requires_grad or q.requires_grad):
         return add_correction(out, q, correction)
     step = max(1, _HELD // (out[:, :1].numel() * out.element_size()))
@@ -213,9 +214,9 @@ def _correct(out: torch.Tensor, q: torch.Tensor, correction: Correction) -> torc
 
 
 def _runs_of_heads(x: torch.Tensor, times: int = 1) -> Iterator[tuple[int, int]]:
-    """Yield first and last (exclusive) of runs of heads, small enough for a copy in memory.
+    """Yield first and last (exclusive) of runs of heads of ``(batch, tokens, heads, d)``, which cover all heads.
 
-    A run takes at most `_HELD` bytes in float32 if each head is repeated `times` times.
+    A run of several heads takes at most `_HELD` bytes in float32 if each head is repeated `times` times.
     """
     heads = x.shape[2]
     step = max(1, _HELD // (4 * times * x[:, :, 0].numel()))
@@ -224,4 +225,5 @@ def _runs_of_heads(x: torch.Tensor, times: int = 1) -> Iterator[tuple[int, int]]
 
 
 def _join(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+    """Concatenate tensors along a dimension. A single tensor is returned itself, without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

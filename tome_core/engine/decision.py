@@ -42,14 +42,14 @@ class ModelCall:
 
     Args:
         state: the `State` that began the call.
-        stamp: the call's timestep argument, on which random draws depend.
-        rules: the rules in force, by level.
+        stamp: the call's timestep argument, a number or a tensor, on which random draws depend.
+        rules: the rules in force, by level, 0 for the finest.
         why_off: the reason why no rule is in force, by level; read only if none is.
         gates: for each level, whether rules with `only_if_it_pays` merge, see `decide`.
-        kept: plans of earlier calls in the same sampling; None if no plan is kept.
-        turns: how often each attention was called in this call so far.
+        kept: plans of earlier calls in the same sampling; None if this call neither uses nor keeps any.
+        turns: the number, from 0, of each attention's latest run in this call, by the attention's name.
         facts: further facts that the adapter has read from the call's arguments. Used by the adapters, as are the rest.
-        layouts: the latest layout of each level of a UNet.
+        layouts: the latest place of the picture's tokens at each level of a UNet.
         block: the input of the block that runs, and the block's plans by the id of a rule; None unless parts of that
             block may be called with merged tokens, as tomesd does.
         reached: the names of the attentions that were called so far.
@@ -86,8 +86,8 @@ def decide(rules: LevelRules, why_off: str, tokens: int, device: str, gate: Gate
     """Choose the rules that merge in a level with this number of tokens.
 
     Args:
-        rules: the rules in force in the level.
-        why_off: the reason if no rule is in force.
+        rules: the rules in force in the level, by part of a block.
+        why_off: the reason that is returned if no rule is in force.
         tokens: number of the picture's tokens in this level.
         device: the device's type ("cpu", "cuda", ...).
         gate: whether rules with `only_if_it_pays` merge. True: they do; a text: they do not, for this reason; None: the
@@ -106,17 +106,10 @@ def decide(rules: LevelRules, why_off: str, tokens: int, device: str, gate: Gate
 def is_host_bound(
     blocks: Sequence[tuple[int, int]], batch: int, area: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Tell whether a GPU is so fast that the launches of a merged eager call would take longer than its kernels.
+    """Estimate whether a GPU is so fast that the launches of a merged eager call would take longer than its kernels.
 
-    Args:
-        blocks: (latent cells per token along a side, channels) of each block.
-        batch: samples of the call.
-        area: number of the latent's cells, height times width.
-        dtype: of the model.
-        device: of the call.
-
-    Returns:
-        False also for a device that is no NVIDIA card, or a card of an unknown kind.
+    `blocks` holds (latent cells per token along a side, channels) of each block; `area` is the latent's height times
+    width. False also for a device that is no NVIDIA card, or a card of an unknown kind.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return False

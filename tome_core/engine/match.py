@@ -24,11 +24,11 @@ def match(
     k: torch.Tensor, v: torch.Tensor, layout: Layout, rule: MergeRule, draw: Draw | None = None,
     old: MergePlan | None = None,
 ) -> MergePlan | None:  # fmt: skip
-    """Match the picture's tokens by their keys and values.
+    """Choose which of the picture's tokens merge, as a plan by keys and values, without gradient.
 
     Args:
-        k: keys ``[B, S, H, d]`` of all tokens.
-        v: values ``[B, S, H, d]`` of all tokens, compared if the rule's metric is "keys+values".
+        k: keys ``[B, S, H, d]`` of all tokens of the sequence, which are compared.
+        v: values of the same shape, compared too if the rule's metric is "keys+values".
         layout: the position of the picture's tokens in the sequence.
         rule: how tokens are matched.
         draw: the seed and time of random destinations; None: destinations are not random.
@@ -73,19 +73,19 @@ def _apart(x: torch.Tensor, times: int) -> torch.Tensor:
 
 
 def _for_each(draw: Draw | None, times: int) -> Draw | None:
-    """Return a draw with its time repeated for the windows of each sample."""
+    """Return a draw with each sample's time repeated for its windows. None and a time for all samples stay."""
     if draw is None or draw.time is None or draw.time.shape[0] == 1:
         return draw
     return draw._replace(time=draw.time.repeat_interleave(times))
 
 
 def _part(old: MergePlan, places: slice, before: int, times: int, groups: int, x: torch.Tensor) -> MergePlan:
-    """Return the part of an old plan that is about a run of equal windows, with each window as a sample.
+    """Return the part of an old plan that is about a run of equal windows, each a sample with groups from 0.
 
     Args:
-        old: the plan of the whole sequence.
+        old: the plan of the whole sequence, from `match`.
         places: the tokens of the windows in the sequence.
-        before: number of groups before these windows.
+        before: number of groups before those of these windows.
         times: number of windows.
         groups: number of groups of each window.
         x: the tokens of the windows, ``[B*times, n, C]``.
@@ -103,15 +103,17 @@ def _side_by_side(plan: MergePlan, times: int) -> MergePlan:
 
 
 def _offsets(times: int, step: int, device: torch.device) -> torch.Tensor:
-    """Return the first group of each of several equal windows, int64 ``[times, 1]``."""
+    """Return the first group of each of `times` windows with `step` groups each, int64 ``[times, 1]``, from 0."""
     return torch.arange(0, times * step, step, device=device)[:, None]
 
 
 def _join(parts: list[MergePlan], layout: Layout, tokens: int, counts: tuple[int, ...]) -> MergePlan:
-    """Return the plan of the sequence: tokens before the picture, the windows' groups, tokens after the picture.
+    """Join plans of windows into the plan of the sequence, in which each token outside the picture is a group.
+
+    The groups are numbered in order: tokens before the picture, the windows' groups, tokens after the picture.
 
     Args:
-        parts: the plan of each run of equal windows.
+        parts: the plan ``[B or 1, tokens of the run]`` of each run of equal windows.
         layout: the position of the picture's tokens in the sequence.
         tokens: number of the sequence's tokens.
         counts: number of groups of a window, for each run.

@@ -17,7 +17,7 @@ class Plans(NamedTuple):
     """The result of one match.
 
     Args:
-        plan: the merge plan; None if the grid is too small to merge.
+        plan: the groups of the tokens; None if the grid is too small to merge.
         timestep: the timestep of the step at which the match was made; None if the plan is not kept.
         rule: the rule by which the match was made.
         device: the device of the plan's tensors.
@@ -38,7 +38,7 @@ class KeptPlans(NamedTuple):
     """The kept plans that one call of a model may use, and to which it adds.
 
     Args:
-        plans: the kept plans, by ordinal and key. `serve` adds to them in place.
+        plans: the kept plans of the sampling. `serve` adds to them in place.
         ordinal: the host's name for the call, and the call's number among those of this name at its timestep. There are
             several if a host splits a batch or a picture.
         timestep: the timestep of the call.
@@ -56,8 +56,10 @@ class KeptPlans(NamedTuple):
     ) -> Plans:
         """Return the plans kept under a key, if they are at most `rule.keep` timesteps old; else match and keep plans.
 
+        New plans have no correction.
+
         Args:
-            key: identifies the attention and the shape of its tokens.
+            key: identifies the attention and the shape of its tokens, and holds `ordinal` or the name in `shared`.
             rule: kept plans of another rule are not used.
             device: kept plans on another device are not used.
             match: makes a new plan. Its argument is the plan of the same rule and device that is too old, or None.
@@ -76,6 +78,7 @@ class Sampling:
 
     A picture must not depend on the picture before. So plans are kept only within a sampling that has a name. They are
     kept by the call's shape and ordinal, because tiles of one size and the halves of a split batch look alike.
+    Call `set` before each step, then `next_call` before each call of the model.
 
     Args:
         guidance_of: takes the latents of a call. Returns how many pictures the batch holds copies of, and the number of
@@ -101,9 +104,9 @@ class Sampling:
         self._shared: dict[tuple, tuple[int, int, int, Hashable] | None] = {}  # by kind of call
 
     def set(self, name: Hashable, timestep: float | None) -> None:
-        """Set the sampling's name and the timestep of the next calls. If either is None, no plan is kept.
+        """Set the sampling's name and the timestep of the next calls. If either is None, no plan is used or kept.
 
-        Another name, or None, drops all kept plans.
+        Another name, or None, drops all kept plans. Another timestep restarts the count of calls (`ordinal`).
         """
         if name is None or name != self.name:
             self._plans.clear()  # a compiled model's last call still holds this dict
@@ -114,10 +117,10 @@ class Sampling:
         self._calls.clear()
 
     def next_call(self, batch: Any = None, called: Hashable = None) -> KeptPlans | None:
-        """Return the kept plans for a call that begins now; None if no plan is kept.
+        """Count a call that begins now, and return the kept plans for it; None if no plan is used or kept.
 
         Args:
-            batch: the call's latents ``[B, C, ...]``.
+            batch: the call's latents ``[B, C, ...]``; None: a call without guidance, whose plans are not shared.
             called: the host's name for the call, or None. Calls of different names may come in any order.
         """
         if self.name is None or self._timestep is None:
@@ -136,7 +139,10 @@ class Sampling:
         return KeptPlans(self._plans, ordinal, self._timestep, shared)
 
     def _guidance_in(self, batch: Any) -> Guidance | None:
-        """Return the number of pictures and the number of the copy that is matched; None if a batch holds no copies."""
+        """Return (number of pictures, number of the copy that is matched) for latents; None if they hold no copies.
+
+        One latent expanded over the batch is copies of one picture. For other latents, `guidance_of` decides.
+        """
         if type(batch) is not torch.Tensor or batch.is_meta or batch.dim() < 2:
             return None
         return (1, 0) if len(batch) > 1 and batch.stride(0) == 0 else self.guidance_of(batch)  # one latent, expanded

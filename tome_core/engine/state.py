@@ -34,6 +34,9 @@ from .time import Clock, ModelTime
 class State:
     """The settings of one model's patch and its data between calls. It holds no module.
 
+    Use `begin` at each call of the model, then `attend` or `around` for its attentions. A host may call `set_time`
+    before each call.
+
     Args:
         config: the settings.
         levels: an empty tally for each level of the model, the finest first. A level is all blocks whose tokens have
@@ -46,7 +49,7 @@ class State:
         clock: the rules in force as a function of time.
         time: the current time, and the samplings that go on.
         ledger: the counts.
-        refused: the reason for each attention function that is never called with merged keys.
+        refused: the reason for each attention function that is not called with merged keys; `hosting.answer` fills it.
         pays: the `Pays` that decides for rules with `only_if_it_pays`; None: the number of tokens decides.
     """
 
@@ -101,11 +104,12 @@ class State:
     def attend(
         self, call: ModelCall, name: Hashable, level: int, layout: Layout, attention: Attention
     ) -> torch.Tensor | None:
-        """Compute a self-attention with merged keys and values.
+        """Compute a self-attention with merged keys and values; with merged queries as well if the rule's side is qkv.
 
         Args:
             call: the result of `begin`.
-            name: the attention's name, the same at every step and unique in the model.
+            name: the attention's name, the same at every step and unique in the model. Several runs of it in a call are
+                distinguished by their order.
             level: the level of the tokens, 0 for the finest.
             layout: the position of the picture's tokens in the sequence.
             attention: queries, keys, values and the host's function for them.
@@ -163,13 +167,13 @@ class State:
             part: "attn", "crossattn" or "mlp".
             grid: the tokens' grid.
             x: the block's input ``[B, N, C]``, by which tokens are matched.
-            function: calls the part. Its argument is a function that merges a tensor ``[B, N, C]``.
+            function: calls the part, and returns its merged output. Its argument merges a tensor ``[B, N, C]``.
             plans: the block's plans in this call, by the id of a rule. A missing plan is added in place.
             keys: the number of keys of the unmerged part, if it is an attention.
 
         Returns:
-            The output ``[B, N, C]``; None if the part is left unmerged. The reason is counted, unless the rules want
-            no merging there, and the host has to call the part.
+            The output ``[B, N, C]``; None if the part is left unmerged, so that the host has to call it. The reason is
+            counted, but not if the part is no "attn" and the rules in force leave it out.
         """
         rules, why = self.decide(call, level, grid.height * grid.width, x.device)
         rule, plan = getattr(rules, part), None
@@ -191,13 +195,9 @@ class State:
         return out
 
     def decide(self, call: ModelCall, level: int, tokens: int, device: torch.device) -> tuple[LevelRules, str]:
-        """Choose the rules by which the parts of a block merge in this call.
+        """Choose the rules by which the parts of a block merge in a call that `begin` has returned.
 
-        Args:
-            call: the result of `begin`.
-            level: the block's level, 0 for the finest.
-            tokens: number of the picture's tokens in this level.
-            device: the device of the tokens.
+        `level` is 0 for the finest; `tokens` is the number of the picture's tokens in this level.
 
         Returns:
             The rules, with None for a part that does not merge; and the reason if no part merges, else "".
@@ -209,15 +209,10 @@ class State:
         return self._decisions[key]
 
     def leave_alone(self, level: int, why: str, batch: int, queries: int, keys: int, part: str = "attn") -> None:
-        """Count a part of a block that stays unmerged, with the reason `why`.
+        """Count a part of a block that stays unmerged, with the reason `why`, a text for the report.
 
-        Args:
-            level: the block's level, 0 for the finest.
-            why: the reason, as text for the report.
-            batch: number of samples.
-            queries: number of queries of an attention.
-            keys: number of keys of an attention.
-            part: "attn", "crossattn", "mlp", or "block" for a whole block.
+        `level` is 0 for the finest; `part` is "attn", "crossattn", "mlp", or "block" for a whole block. For "attn" its
+        work, batch times queries times keys, is counted too.
         """
         self.ledger.skip(level, part, why, batch * queries * keys if part == "attn" else 0)
 
@@ -267,7 +262,7 @@ class State:
     def _match_input(
         self, call: ModelCall, name: Hashable, level: int, grid: Grid, x: torch.Tensor, rule: MergeRule
     ) -> MergePlan | None:
-        """Match a block's input ``[B, N, C]``, or return a kept plan; None if the grid is too small to merge."""
+        """Match a block's input ``[B, N, C]`` for `around`, or return a kept plan; None if the grid is too small."""
         turn = call.turns[name, id(rule)] = call.turns.get((name, id(rule)), -1) + 1
 
         def match_all(_: MergePlan | None) -> MergePlan | None:
@@ -280,7 +275,7 @@ class State:
         return call.kept.serve(key, rule, x.device, match_all).plan
 
     def _keep_map(self, level: int, layout: Layout, plan: MergePlan) -> None:
-        """Keep a plan's groups of the picture's tokens for `maps`; of a video, those of the first frame."""
+        """Keep a plan's groups of the picture's tokens as the latest map of a level; of a video, the first frame's."""
         grid = Grid(layout.grid.height // layout.grid.frames, layout.grid.width)
         group = plan.group[:, layout.first : layout.first + grid.height * grid.width]
         self._maps[level] = MergeMap(grid, group, plan.num_groups)
@@ -296,7 +291,7 @@ class State:
     def sampling(self, pictures: int | None = None, timesteps: Sequence[float] | None = None) -> Iterator[State]:
         """Make this thread's calls of the model the steps of one picture, or of one batch, inside the ``with``.
 
-        Plans are kept inside (``keep``) and dropped at the end. Outside a sampling no plan is kept. The loop of a
+        Merge plans are kept inside over steps (``keep``) and dropped at the end. Outside no plan is kept. The loop of a
         patched diffusers pipeline is a sampling without this call.
 
         Args:
@@ -388,13 +383,7 @@ def _draw(call: ModelCall, level: int, rule: MergeRule, x: torch.Tensor) -> Draw
     """Return the seed and time of a match's random draw; None if the rule does not draw.
 
     The time is a tensor ``[1]`` or ``[B]``, in which all frames of a sample have the sample's time; None if the call
-    has no timestep.
-
-    Args:
-        call: the model call.
-        level: the level of the tokens, part of the seed.
-        rule: the rule by which the tokens are matched.
-        x: the tokens, ``[B, ...]``.
+    has no timestep. `x` are the tokens, ``[B, ...]``, of which batch and device are used.
     """
     if not rule.use_rand:
         return None
@@ -409,12 +398,12 @@ def _draw(call: ModelCall, level: int, rule: MergeRule, x: torch.Tensor) -> Draw
 
 
 def _run_merged(function: Callable, x: torch.Tensor, plan: MergePlan) -> tuple[torch.Tensor | None, str]:
-    """Call a part of a block with merged tokens.
+    """Call a part of a block with merged tokens. Out-of-memory errors are raised, any other gives a reason.
 
     Args:
         function: calls the part. Its argument is a function that merges a tensor ``[B, N, C]``.
-        x: the block's input ``[B, N, C]``.
-        plan: how tokens merge.
+        x: the block's input ``[B, N, C]``, of which only the shape is used.
+        plan: the groups of the tokens.
 
     Returns:
         The unmerged output and ""; or None and the reason why the part cannot run on merged tokens.

@@ -42,11 +42,11 @@ class Clock:
 
     Args:
         config: the settings.
-        downsamples: the down-sampling factor of each level.
+        downsamples: latent cells per token, along a side, of each level of the model, the finest first.
         schedule: the model's own noise schedule; Stable Diffusion's if None.
 
     Attributes:
-        rules: the rules of the settings.
+        rules: the rules of the settings, with those of early phases, see `config.plain_rules`.
         limited: True if the rules in force depend on the time.
     """
 
@@ -62,7 +62,7 @@ class Clock:
         self._found: dict[tuple, ActiveRules] = {}
 
     def moment(self, timestep: float | None, percent: float | None = None) -> Time:
-        """Return the time on both scales. What is not given is computed; `UNKNOWN` if neither is given.
+        """Return the time on both scales. The scale that is not given is computed; `UNKNOWN` if neither is given.
 
         Args:
             timestep: the timestep on Stable Diffusion's schedule.
@@ -104,14 +104,14 @@ class Clock:
         return self._found[key]
 
     def _holds(self, rule: MergeRule, time: Time, boundary: float | None) -> bool:
-        """Return whether a rule is in force at a time, apart from the settings' limits in percent. See `at`."""
+        """Return whether a rule holds at a time, without the settings' limits in percent. `boundary`: see `at`."""
         late = self._early.get(rule) if boundary is not None else None
         if late is None:
             return rule.holds_at(time.timestep)
         return time.timestep is not None and time.timestep >= boundary and late.holds_at(time.timestep)
 
     def _why_off(self, level: int, live: tuple[MergeRule, ...], time: Time) -> str:
-        """Return the reason why a level does not merge if no rule is in force there."""
+        """Return the reason why a level does not merge if no rule of it is among `live`, those in force at a time."""
         if any(rule.is_off and reaches(rule, level, self.downsamples[level]) for rule in live):
             return "its rule has ratio 0"
         return "outside the rules' time range" if time != UNKNOWN else TIME_IS_UNKNOWN
@@ -159,7 +159,7 @@ class ModelTime:
 
     Attributes:
         is_wanted: True if what merges depends on the time.
-        noise: reads the steps of the pipeline's scheduler; None without a pipeline.
+        noise: reads the steps of the pipeline's scheduler; None without a pipeline. The patch sets it.
         now: the rules in force at the latest call, or at the time set since.
     """
 
@@ -223,7 +223,7 @@ class ModelTime:
             sampling.set(None, None)
 
     def next_call(self, timestep: Any, latent: Any, called: Hashable = None) -> tuple[ActiveRules, KeptPlans | None]:
-        """Return the rules in force in a call that begins now, and the kept plans that the call may use.
+        """Return the rules in force in a call of this thread that begins now, and the kept plans that it may use.
 
         Args:
             timestep: the model's timestep argument. It is read only if no time was set.
@@ -231,7 +231,8 @@ class ModelTime:
             called: the host's name for the call, or None.
 
         Returns:
-            The rules; and the kept plans, or None if the call must neither use nor keep plans.
+            The rules; and the kept plans, or None if the call neither uses nor keeps plans: if no rule keeps matches,
+            outside a sampling, with gradients, and while a CUDA graph is captured.
         """
         if is_captured(latent):  # the next replay would overwrite kept plans, and a capture must not wait
             return self.now, None
@@ -248,9 +249,10 @@ class ModelTime:
         self._mine = Samplings()
 
     def _look_at(self, timestep: Any) -> ActiveRules:
-        """Return the rules in force at a timestep argument, and set the time of this thread's sampling.
+        """Return the rules in force at a timestep argument, also as `now`, and set the time of this thread's sampling.
 
-        The time is known from the argument's place in the scheduler's timesteps, else from its value.
+        The time is known from the argument's place in the scheduler's timesteps, else from its value, which is read
+        only if it is needed.
         """
         sampling, step = self._mine.latest, self._look(timestep)
         if step is None and (self.clock.limited or (sampling is not None and self.keeps)):
@@ -264,8 +266,7 @@ class ModelTime:
     def _look(self, timestep: Any) -> Time | None:
         """Return the time of a timestep argument without waiting for a GPU.
 
-        Returns:
-            None if the argument is no element of the scheduler's timesteps.
+        None if the argument is no view of the scheduler's timesteps, or if there is no pipeline.
         """
         steps = [] if self.noise is None else self.noise.look(timestep)
         if steps:
@@ -275,8 +276,7 @@ class ModelTime:
     def _note_steps(self, steps: Sequence[Time]) -> None:
         """Set the boundary of this thread's sampling by its steps, if they are not known yet.
 
-        Args:
-            steps: the steps from this call's on, which are all at the first call.
+        `steps` are those from the current call's on, which are all steps at the first call.
         """
         sampling = self._mine.latest
         if sampling is not None and not sampling.is_known:
@@ -285,8 +285,7 @@ class ModelTime:
     def _read(self, timestep: Any) -> Time | None:
         """Return the time by a timestep argument's value, which waits for a GPU.
 
-        Returns:
-            None if the value cannot be read or differs in the batch.
+        None if there is no value, if it cannot be read, or if it differs in the batch.
         """
         if torch.is_tensor(timestep):
             is_wrapped = type(timestep) is not torch.Tensor or torch._C._functorch.is_functorch_wrapped_tensor(timestep)

@@ -32,11 +32,8 @@ CallUNet = Callable[[torch.Tensor, torch.Tensor], Any]
 def why_not_now(unet: nn.Module, places: Sequence[BlockPlace], is_called: bool, handed: Any) -> str:
     """Return why the UNet's calls cannot be timed, with a remedy; "" if they can.
 
-    Args:
-        unet: the UNet.
-        places: the transformer blocks of the UNet.
-        is_called: True if a sampling or a call is in progress.
-        handed: the object that was passed to `patch`, or None.
+    They cannot while the UNet is in use (`is_called`), or if it is compiled, or wrapped by another program. `handed` is
+    the object that was passed to `patch`, which may be compiled too, or None.
     """
     if is_called:
         return "a sampling goes on; measure before it or after it"
@@ -48,17 +45,17 @@ def why_not_now(unet: nn.Module, places: Sequence[BlockPlace], is_called: bool, 
 
 
 def whereabouts(unet: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Return the device and dtype of a UNet's calls. accelerate may move the UNet to this device for a call only."""
+    """Return the device of a UNet's calls, which is accelerate's if it moves the UNet, and its weights' dtype."""
     weight = next(parameter for parameter in unet.parameters() if parameter.is_floating_point())
     device = getattr(getattr(unet, "_hf_hook", None), "execution_device", None)
     return torch.device(weight.device if device is None else device), weight.dtype
 
 
 def steps_of(clock: Clock, steps: int) -> list[tuple[float, Hashable]]:
-    """Return the evenly spaced steps of a picture as (timestep, kind). Steps of one kind take equally long.
+    """Return the steps of a picture in order as (timestep, kind), evenly spaced from timestep 999 down.
 
-    A kind is the rules in force and whether the step makes a new match, renews it, or uses a kept one; None if no rule
-    is in force. If rules keep matches for different times, a step counts as renewing if any rule renews its match.
+    Steps of one kind take equally long. A kind is the rules in force and whether the step makes a new match, renews it,
+    or uses a kept one; None if no rule is in force. A step renews if any rule renews its match.
 
     Args:
         clock: the rules as a function of time.
@@ -87,14 +84,14 @@ def time_calls(
 
     Args:
         patch: an installed `Patch`. Its time and its counts change.
-        call: calls the UNet with latents ``[B, C, H, W]`` and timesteps ``[B]``.
+        call: calls the UNet with `latents` and timesteps ``[B]``.
         latents: ``[B, C, H, W]``.
         steps: number of a picture's steps.
         rounds: how often each kind of call is timed.
 
     Returns:
-        Seconds of an unmerged call, mean seconds of a call over a picture's steps with the patch, and the share of
-        self-attention work that the patch saves, 0 to 1. Three zeros if no rule is in force at any step.
+        Median seconds of an unmerged call, mean seconds of a call over a picture's steps with the patch, and the share
+        of self-attention work that the patch saves, 0 to 1. Three zeros if no rule is in force at any step.
     """
     clock, pictures = clock_for(latents.device), pictures_in(len(latents))
     picture = steps_of(patch.clock, steps)
@@ -144,13 +141,13 @@ def time_calls(
 def clock_for(device: torch.device) -> Callable[[], float]:
     """Return the function that gives the time in seconds, for calls on a device.
 
-    On one CPU thread it is process time, which other programs disturb least.
+    On one CPU thread it is process time, which other programs disturb least; else it is the wall clock's.
     """
     return time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 
 
 def pictures_in(batch: int) -> int:
-    """Return the number of pictures in a batch. An even batch is taken to hold each picture twice, for guidance."""
+    """Return the number of pictures in a batch: half of an even batch, which is taken to hold each one twice."""
     return batch // 2 if batch % 2 == 0 else batch
 
 
@@ -168,12 +165,13 @@ def noise_for(unet: nn.Module, batch: int, height: int, width: int) -> torch.Ten
 def call_of(unet: nn.Module, place: BlockPlace, latents: torch.Tensor) -> CallUNet:
     """Return a function of latents ``[B, C, H, W]`` and timesteps ``[B]`` that calls the UNet's forward.
 
-    The forward is called without its hooks, which would take the call for a picture's step.
+    The prompt is random, and other conditions are zeros. The UNet's hooks, which would take the call for a picture's
+    step, do not run.
 
     Args:
         unet: the UNet.
-        place: any transformer block of the UNet.
-        latents: an example of the UNet's input, ``[B, C, H, W]``.
+        place: any transformer block of the UNet, which shows the host and the width of the prompt's tokens.
+        latents: an example of the latents, whose batch, device and dtype all calls have.
 
     Raises:
         ValueError: the UNet needs other inputs than prompts and sizes.
@@ -188,7 +186,7 @@ def call_of(unet: nn.Module, place: BlockPlace, latents: torch.Tensor) -> CallUN
 
 
 def _added_conditions(unet: nn.Module, latents: torch.Tensor) -> dict[str, Any]:
-    """Return the keywords of ``forward`` for SDXL's additional conditions, all zeros; {} if the UNet takes none.
+    """Return a diffusers UNet's keywords for SDXL's additional conditions, all zeros; {} if the UNet takes none.
 
     Raises:
         ValueError: the UNet needs other inputs.

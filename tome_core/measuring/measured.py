@@ -19,11 +19,11 @@ from .pays import Pays, about, device_of, dtype_of, widths_of
 
 
 class Measured(State):
-    """A state that can measure its gain; the base of `Patch`.
+    """A state that can measure its gain, the speed of merged calls relative to unmerged ones; the base of `Patch`.
 
     Attributes:
-        adapter: the adapter of the model, a `UNetAdapter` or a `TransformerAdapter`.
-        model: the model; None if it is gone.
+        adapter: finds the model's blocks, a `UNetAdapter` or a `TransformerAdapter`. The subclass sets it.
+        model: the patched model; None if it was garbage-collected.
         handed: a weak reference to the object that was passed to `patch`; None if that allows no such reference.
     """
 
@@ -37,9 +37,9 @@ class Measured(State):
     ) -> Gain:  # fmt: skip
         """Time unmerged and merged calls of the UNet with random inputs, and remember the gain.
 
-        Rules with `only_if_it_pays` follow the gain from now on (`tome_core.gains`). The timed calls merge at every
-        level with enough tokens, and at the finest level in any case. No random generator and no count of this patch
-        changes. The patch need not be on the model.
+        Rules with `only_if_it_pays` follow the gain from now on (`tome_core.gains`, also for its file). The timed calls
+        merge at every level with enough tokens, and at the finest level in any case. No random generator and no count
+        of this patch changes. The patch need not be on the model; what was on the model is put back.
 
         Args:
             height: height of a picture, in pixels.
@@ -49,9 +49,6 @@ class Measured(State):
             rounds: how often each kind of call is timed; the median counts.
             call: calls the UNet with latents ``[B, C, H, W]`` and timesteps ``[B]``. Needed if the UNet takes other
                 inputs than a prompt.
-
-        Returns:
-            The gain.
 
         Raises:
             RuntimeError: a sampling is in progress, or the UNet is compiled, or another program has wrapped it, or the
@@ -94,12 +91,10 @@ class Measured(State):
         return gain
 
     def gain_for(self, height: int, width: int, batch: int = 2) -> Gain | None:
-        """Return the measured gain for a picture size, without calling the model; None if it was not measured.
+        """Return the measured gain for a picture size in pixels, without calling the model; None if not measured.
 
-        Args:
-            height: height of a picture, in pixels.
-            width: width of a picture, in pixels.
-            batch: number of samples in a call. A gain of another batch is taken if there is none of this.
+        The gain of another batch, the number of samples in a call, is taken if there is none of this. None also for a
+        transformer.
         """
         if not KNOWN or not self._places:
             return None
@@ -108,14 +103,10 @@ class Measured(State):
         return nearest(KNOWN.of(self._about()), *where, height // PIXELS, width // PIXELS, batch)
 
     def why_not(self, height: int, width: int, batch: int = 2) -> str:
-        """Return why pictures of this size would not merge, without calling the model; "" if they would.
+        """Return why pictures of a size in pixels would not merge, without calling the model.
 
-        For a transformer the result is always "".
-
-        Args:
-            height: height of a picture, in pixels.
-            width: width of a picture, in pixels.
-            batch: number of samples in a call.
+        `batch` is the number of samples in a call. The result is "" if some rule would merge at some level and time,
+        and always for a transformer.
         """
         if not self._places:
             return ""
@@ -133,7 +124,11 @@ class Measured(State):
         return reasons[0] if all(reasons) else ""
 
     def ask_whether_it_pays(self) -> None:
-        """Set `pays` by the gains known now: it decides from the next call on in which calls merging pays."""
+        """Set `pays`, which decides from the next call on in which calls merging pays, by the gains known now.
+
+        It becomes None, so that the number of tokens decides, for a transformer, for a compiled UNet, and if no gain is
+        known and no rule has `only_if_it_pays`.
+        """
         self.pays = None
         asks = any(rule.only_if_it_pays for rule in self.clock.rules)
         if self._places and (asks or KNOWN) and not is_compiled(self.model, self._places):
@@ -146,7 +141,7 @@ class Measured(State):
         return [] if self.model is None else getattr(self.adapter, "places", [])
 
     def _about(self) -> tuple[str, ...]:
-        """Return the fields by which this patch's gains are found, see `pays.about`."""
+        """Return the first five fields of this patch's gains, by which they are found, see `pays.about`."""
         return about(self.model, self._places, self.config)
 
     def _block_sizes(self) -> tuple[tuple[int, int], ...]:

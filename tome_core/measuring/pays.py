@@ -31,11 +31,11 @@ _RESIDUAL = "Res"  # the beginning of every host's class name of residual blocks
 
 
 class Pays:
-    """The decision for each kind of call whether merging pays, by the measured gains, else by an estimate.
+    """The decision for each shape, dtype and device of latents whether merging pays: by a measured gain, or estimated.
 
     Args:
-        gains: the gains of this model and these rules.
-        blocks: (latent cells per token along a side, channels) of each block.
+        gains: the gains of this model and these rules; empty if none was measured.
+        blocks: (latent cells per token along a side, channels) of each block, for the estimate.
         always: True: merge in every call, for a measurement.
 
     Attributes:
@@ -51,7 +51,7 @@ class Pays:
         """Return for each level whether rules with `only_if_it_pays` merge, for `engine.decision.decide`.
 
         If merging pays, the finest level with a rule merges at any size, and the number of tokens decides at the other
-        levels.
+        levels. The gain that decides is added to `used`.
 
         Args:
             rules: the rules in force, by level.
@@ -72,7 +72,10 @@ class Pays:
         return tuple(gate if gate is not True or level == finest else None for level in range(len(rules)))
 
     def _gate_of(self, latent: torch.Tensor) -> tuple[Gate, Gain | None]:
-        """Return the decision for calls with such latents, and the gain that has decided, or None."""
+        """Return the decision for calls with such latents, and the gain that has decided, or None if none was measured.
+
+        The decision is True to merge, the reason not to merge, or None, by which the number of tokens decides.
+        """
         batch, _, height, width = latent.shape
         gain = nearest(self._gains, device_of(latent.device), dtype_of(latent.dtype), height, width, batch)
         if gain is not None or self._always:
@@ -85,12 +88,8 @@ def about(unet: nn.Module, places: Sequence[BlockPlace], config: MergeConfig) ->
     """Return the first five fields of a `Gain`: model, rules, attention, and the versions of torch and this package.
 
     The model is its class with a hash of its shape, the rules are a hash of the settings, and the attention is the
-    names of its processor and functions. The seed is left out, because a host may draw it for each picture.
-
-    Args:
-        unet: the UNet.
-        places: the transformer blocks of the UNet, at least one.
-        config: the settings.
+    names of its processor and functions. The seed is left out, because a host may draw it for each picture. `places`
+    are the transformer blocks of the UNet, at least one.
     """
     blocks = [(place.path, place.halvings, *widths_of(place.block),
                getattr(getattr(place.block, "attn1", None), "heads", 0)) for place in places]  # fmt: skip
@@ -105,7 +104,7 @@ def about(unet: nn.Module, places: Sequence[BlockPlace], config: MergeConfig) ->
 
 
 def widths_of(block: nn.Module) -> tuple[int, int]:
-    """Return the channels of a block's tokens and those of the prompt's tokens; 0 for what is not known."""
+    """Return the channels of the block's tokens and of the prompt's tokens, each 0 if it is not known."""
     return tuple(getattr(getattr(getattr(block, attention, None), projection, None), "in_features", 0)
                  for attention, projection in (("attn1", "to_q"), ("attn2", "to_k")))  # fmt: skip
 

@@ -29,9 +29,12 @@ _CALLS = 6  # the fewest timed calls: of fewer, the GPU's queue would be too lar
 class Steps:
     """The steps of one sampling, as its sampler reports them.
 
+    Use `begin` when the sampler's loop begins, `call` at each call of the model, `count_step` or the callback of
+    `counting_callback` after each step, and `remember` at the end.
+
     Args:
-        follows: True if the sampler calls the model at the times of `begin`, and reports each step in order. It becomes
-            False at a step out of order.
+        follows: True if the sampler calls the model at the times of `begin`, and reports each step in order. `begin`
+            sets it to True, and a step out of order to False.
 
     Attributes:
         times: the times of all steps, in the host's terms, such as sigmas; empty if they are not known.
@@ -47,35 +50,42 @@ class Steps:
         self.calls, self._kinds = 0, set()
 
     def begin(self, times: list[Any]) -> None:
-        """Begin the sampler's loop over these times. A sampler may begin more than one loop."""
+        """Begin the sampler's loop over these times: no step of it is done. A sampler may begin more than one loop.
+
+        The noted times of earlier loops are dropped; `calls` goes on.
+        """
         self.times, self.done, self.follows = times, 0, True
         self._reports: list[tuple[float, int]] = []  # (time, number of calls) of the first and the last report
 
     def call(self, latent: Any = None, *more: Any) -> None:
-        """Count a call of the model.
+        """Count a call of the model. `remember` compares only samplings whose calls had equal arguments.
 
         Args:
-            latent: the call's latents ``[B, C, (frames,) H, W]``.
-            more: further conditions on which the call's time depends.
+            latent: the call's latents ``[B, C, (frames,) H, W]``, of which shape, dtype and device are noted.
+            more: further conditions on which the call's time depends. Ignored if `latent` is no tensor.
         """
         self.calls += 1
         if torch.is_tensor(latent):
             self._kinds.add((tuple(latent.shape), latent.dtype, latent.device, *more))
 
     def count_step(self, step: Any) -> None:
-        """Count a finished step, and note the time. step: its number from 0 if the sampler reports in order."""
+        """Count a finished step, and note the time.
+
+        Args:
+            step: what the sampler reports. `follows` stays True only while this is 0, 1, 2 and so on.
+        """
         self.follows = self.follows and type(step) is int and step == self.done
         self.done += 1
         self._reports[1:] = [(self.clock(), self.calls)]
 
     def counting_callback(self, callback: Callable | None, number_in: Callable = lambda step: step) -> Callable:
-        """Return a callback for a sampler that counts steps and then calls the given callback.
+        """Return a callback for a sampler that counts steps and then returns what the given callback returns.
 
         The attribute ``steps`` of the result is this object.
 
         Args:
-            callback: the host's callback for the sampler, or None.
-            number_in: takes the first argument of the callback and returns the step's number.
+            callback: the host's callback for the sampler; None: steps are only counted.
+            number_in: takes the first argument of the callback and returns what `count_step` takes.
         """
 
         def counting(step: Any, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +103,8 @@ class Steps:
     def remember(self, model: nn.Module | None, config: MergeConfig | None, report: Any, *beside: Any) -> str:
         """Keep the time of a sampling that has ended normally, and return the known gain of such pictures.
 
-        Nothing is kept if the sampling had few calls, or if `config` is given and nothing merged.
+        The time is in seconds per model call, see `Gains.pictures`. Nothing is kept if the sampling had few calls or
+        none with latents, or if `config` is given and nothing merged; the result is "" then.
 
         Args:
             model: the called model, without a patch; None if it is not known, then nothing is kept.
@@ -102,7 +113,7 @@ class Steps:
             beside: further conditions on which the time depends.
 
         Returns:
-            The gain as text; "" for an unmerged picture, or if too few pictures are known.
+            The gain as text, see `known_gain`; "" for an unmerged picture, or if too few pictures are known.
         """
         (start, before), (end, after) = (*self._reports, (0.0, 0), (0.0, 0))[:2]
         did_not = config is not None and (report is None or not report.merged_anything)
@@ -120,13 +131,8 @@ class Steps:
 def known_gain(model: nn.Module, config: MergeConfig, height: int, width: int) -> str:
     """Return the gain for pictures of a size as text, from the user's own pictures, without calling the model.
 
-    Of all sets of conditions, such as samplers, the one of the latest such picture counts.
-
-    Args:
-        model: the model, without a patch.
-        config: the settings.
-        height: height of a picture, in pixels.
-        width: width of a picture, in pixels.
+    Of all sets of conditions, such as samplers, the one of the latest such picture counts. The model is without a
+    patch. Sizes are in pixels.
 
     Returns:
         The text, such as ``about 1.5x faster, from your own pictures (...)``; "" if too few pictures are known.

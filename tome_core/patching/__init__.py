@@ -32,7 +32,7 @@ def patch(
     model: Any, config: MergeConfig | str | None = None, *, strength: float | None = None, host_clock: bool = False,
     **settings: Any,
 ) -> Patch:  # fmt: skip
-    """Merge tokens in a model, in place, until the handle is removed or its ``with`` is left.
+    """Merge tokens in a model, in place, until `Patch.remove` is called or the ``with`` of the patch is left.
 
     ``patch(pipe, strength=0.3)``, ``patch(pipe, "fast")``, ``patch(pipe, "fast", seed=5)``, ``patch(pipe, ratio=0.5)``
 
@@ -41,12 +41,11 @@ def patch(
             transformers (`models.transformer.NAMES`).
         config: settings, or the name of a preset: "quality", "balanced" (the default), "fast" or "max".
         strength: from 0, which is off, to 1, in place of `config`; see `tome_core.strength`.
-        host_clock: True if the caller will call `Patch.set_time`, so that limits in percent need no warning.
+        host_clock: True if the caller will call `set_time` before each step, so that limits in percent need no warning.
         settings: keywords of `MergeConfig`. They change `config`, or make one if it is None.
 
     Returns:
-        The handle, a `Patch` that is on the model. It replaces an earlier patch, which comes back when the ``with`` is
-        left.
+        The `Patch`, which is on the model. It replaces an earlier patch, which comes back when the ``with`` is left.
 
     Raises:
         UnsupportedModelError: a ValueError; the model has no known attention.
@@ -84,6 +83,8 @@ def _warn_once() -> None:
 def layout_of(model: Any) -> str:
     """Return the name of the table of strengths that applies to a model: "sd", "sdxl" or "transformer".
 
+    `model` is any object that `patch` takes.
+
     Raises:
         UnsupportedModelError: the model has no known attention.
         TypeError: `model` is not a model.
@@ -94,7 +95,12 @@ def layout_of(model: Any) -> str:
 def _config_of(
     config: MergeConfig | str | None, strength: float | None, settings: dict[str, Any], layout: str
 ) -> MergeConfig:
-    """Return the settings that the arguments of `patch` ask for. layout: see `layout_of`; raises as `patch` does."""
+    """Return the settings that the arguments of `patch` ask for. `layout` is a name as of `layout_of`.
+
+    Raises:
+        TypeError: `config` is no MergeConfig, name or None, or a setting has the wrong type.
+        ValueError: a name or value is not possible, or both `config` and `strength` are given.
+    """
     if strength is not None and config is not None:
         raise ValueError(f"strength={strength!r} and config={config!r} both say what merges; give one of them")
     if strength is None and config is None:
@@ -140,7 +146,10 @@ def apply_patch(
 
 
 def remove_patch(model: Any) -> Any:
-    """Take this engine's merging off a model and return the model. Never fails, also if the model is not patched."""
+    """Take this engine's merging off a model and return the model. Never fails.
+
+    `model` may be any object: one that `patch` takes, a copy of a patched model, or an object that was never patched.
+    """
     try:
         models = find_models(model)
     except (UnsupportedModelError, TypeError):
@@ -170,7 +179,10 @@ def report(model: Any) -> Report:
 
 
 def _schedule_of(model: Any) -> NoiseSchedule | None:
-    """Return the noise schedule of a pipeline's scheduler or of an LDM model; None if the model shows none."""
+    """Return the noise schedule of a pipeline's scheduler or of an LDM model; None if the model shows none.
+
+    A scheduler without betas of training counts as Stable Diffusion's if it has ``scale_model_input``.
+    """
     scheduler = getattr(model, "scheduler", None)
     if scheduler is not None:
         return own_schedule(scheduler) or (STABLE_DIFFUSION if hasattr(scheduler, "scale_model_input") else None)
@@ -181,15 +193,15 @@ def _schedule_of(model: Any) -> NoiseSchedule | None:
 
 
 class Patch(Measured):
-    """The handle of a patch on a model: it reports, measures, and takes the patch off. It does not keep models alive.
+    """A patch on a model: it reports, measures, and takes itself off. It does not keep models alive.
 
         with tome_core.patch(pipe, strength=0.5) as handle:
             image = pipe("a lake").images[0]
             print(handle.report())
 
-    `patch` returns a handle whose patch is on the model. Leaving the ``with`` takes the patch off and brings back the
-    earlier patch, if there was one. No attribute, hook, class or state-dict key remains. Copies and pickles of a
-    patched model do not merge.
+    `patch` returns a patch that is on the model; a new `Patch` is not, until `install`. Leaving the ``with`` takes the
+    patch off and brings back the earlier patch, if there was one. No attribute, hook, class or state-dict key remains.
+    Copies and pickles of a patched model do not merge.
 
     Args:
         models: the UNet, or the transformers of one pipeline, all of one family.
@@ -227,13 +239,14 @@ class Patch(Measured):
 
     @property
     def is_installed(self) -> bool:
-        """True while this handle is on the model and no other program has taken it off."""
+        """True while this patch is on one of the models and no other program has taken it off."""
         return any(handle_on(model) is self and not wraps_on(model).is_lost() for model in self._present())
 
     def install(self) -> Patch:
-        """Put the patch on the model, in place of an earlier one, and return this patch. Idempotent.
+        """Put the patch on the models, in place of an earlier one, and return this patch. Idempotent.
 
-        Call it again if another program removed the patch.
+        Call it again if another program removed the patch. Unless the patch is on already, its measurements and
+        estimates decide again whether merging pays.
 
         Raises:
             RuntimeError: the model is gone.
@@ -254,7 +267,7 @@ class Patch(Measured):
     def uninstall(self) -> None:
         """Take the patch off the model and keep its counts and plans; `install` puts it back.
 
-        Calls in progress are not waited for; they end unmerged.
+        Calls of the model that are in progress are not waited for; from now on their attentions do not merge.
         """
         for model in self._present():
             take_off(model, self)
@@ -281,7 +294,7 @@ class Patch(Measured):
             before.install()
 
     def report(self) -> Report:
-        """Return the counts since the start or `reset_counts`.
+        """Return the counts since the start or `reset_counts`, as a copy.
 
         If no call was counted and another program's wrapper may be the cause, a note names that wrapper.
         """
@@ -293,7 +306,10 @@ class Patch(Measured):
 
     @contextmanager
     def unmerged(self) -> Iterator[Patch]:
-        """Return a context manager in which this thread's calls of the model do not merge. It yields this patch."""
+        """Return a context manager in which this thread's calls of the model do not merge. It yields this patch.
+
+        It may be nested. The patch stays on the model.
+        """
         calls = [wraps.calls for wraps in map(wraps_on, self._present()) if wraps is not None]
         for thread_calls in calls:
             thread_calls.disabled += 1
@@ -304,7 +320,9 @@ class Patch(Measured):
                 thread_calls.disabled -= 1
 
     def _follow(self, handed: Any) -> None:
-        """Read the time from a pipeline's scheduler, and the begin of each picture from its loop, if a rule needs them.
+        """From now on, read the time from a pipeline's scheduler, and the begin of each picture from its loop.
+
+        Both are read only if a rule needs them. The loop's `SamplingScope` is put on by `install`.
 
         Args:
             handed: the pipeline. Any other object has no effect.
@@ -320,12 +338,12 @@ class Patch(Measured):
                 self._outside.append(SamplingScope(handed, self.time))
 
     def _take_off_outside(self) -> None:
-        """Remove the wraps of the pipeline."""
+        """Restore the methods of the pipeline that `install` replaced."""
         for wrap in self._outside:
             wrap.uninstall()
 
     def _present(self) -> Iterator[nn.Module]:
-        """Return an iterator over the models that still exist."""
+        """Return an iterator over the patched models that were not garbage-collected."""
         return (model for model in (reference() for reference in self._models) if model is not None)
 
     def __reduce__(self) -> tuple:
@@ -344,11 +362,11 @@ def handle_on(model: nn.Module | None) -> Patch | None:
 
 
 class SamplingScope(Wrap):
-    """The wrap of ``pipeline.progress_bar``, which brackets every pipeline's loop over the steps of a picture.
+    """A replacement of ``pipeline.progress_bar``, which brackets every pipeline's loop over the steps of a picture.
 
     Args:
         pipeline: a diffusers pipeline.
-        time: the patch's time. A sampling begins in it with the loop, and ends with the loop.
+        time: the patch's time. `ModelTime.sample` goes on in it while the loop runs.
     """
 
     def __init__(self, pipeline: Any, time: ModelTime) -> None:
@@ -362,23 +380,22 @@ class SamplingScope(Wrap):
 
     @target.setter
     def target(self, pipeline: Any) -> None:
+        """Set the pipeline; None: there is none."""
         self._target = None if pipeline is None else weakref.ref(pipeline)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the pipeline's progress bar. Each ``with`` or iteration of the bar is a sampling of its own."""
+        """Return the pipeline's progress bar as a `_Bar`. Each ``with`` or iteration of the bar is one sampling."""
         bar = self.original(*args, **kwargs)
         continues = getattr(self._target(), "denoising_start", None) is not None  # another pipeline began it
         return _Bar(bar, partial(self.time.sample, partial(_guidance, self._target), continues=continues))
 
 
 def _guidance(pipeline: weakref.ref[Any], batch: torch.Tensor) -> Guidance | None:
-    """Return the pictures in a batch and the number of the copy that is matched; None if no guidance makes copies.
+    """Return the number of pictures in a batch, and the number of the copy by which tokens are matched, the prompt's.
 
-    A batch holds the copies of the negative prompt, of the prompt, and of perturbed attention, in this order.
-
-    Args:
-        pipeline: shows which of these copies it makes.
-        batch: the latents of a call, ``(batch, ...)``.
+    A batch holds the pictures' copies for the negative prompt, the prompt, and perturbed attention, in this order.
+    `pipeline` shows which of these it makes. None if it makes one only, or if `batch`, the latents of a call, is not
+    made of them.
     """
     by_prompt, by_perturbing = (bool(getattr(pipeline(), name, False)) for name in _GUIDES)
     copies = 1 + by_prompt + by_perturbing
@@ -388,9 +405,11 @@ def _guidance(pipeline: weakref.ref[Any], batch: torch.Tensor) -> Guidance | Non
 class _Bar:
     """A stand-in for a progress bar, whose ``with`` or iteration also begins and ends a sampling.
 
+    Every other attribute is the bar's.
+
     Args:
         bar: the progress bar.
-        sampling: makes a context manager that is the sampling.
+        sampling: makes the context manager of a sampling, entered before the bar and left after it.
     """
 
     def __init__(self, bar: Any, sampling: Callable[[], AbstractContextManager[None]]) -> None:

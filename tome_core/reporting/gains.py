@@ -58,7 +58,7 @@ class Gain(NamedTuple):
 
     @property
     def case(self) -> tuple:
-        """All fields but the measured ones, which identify the measured case."""
+        """All fields but `unmerged`, `merged` and `saved`, which identify the measured case."""
         return self[:-3]
 
     @property
@@ -72,9 +72,10 @@ class Gain(NamedTuple):
         return self.ratio >= 1 + MARGIN
 
     def is_of(self, saved: float | None) -> bool:
-        """Tell whether the gain applies to calls that saved about this share of work. False if a share is not known.
+        """Tell whether the gain applies to calls that saved this share of self-attention work, 0 to 1.
 
-        Another patch on the same model can change the share.
+        The share must be within 15 % of the measured one, because another patch on the same model can change it. None,
+        for a share that is not known, gives False.
         """
         return self.saved is not None and saved is not None and abs(saved - self.saved) <= _ALIKE * self.saved
 
@@ -105,11 +106,12 @@ class Gain(NamedTuple):
 
 
 class Gains:
-    """All known gains, and the file in which they are kept, if there is one.
+    """All known gains, and the file in which they are kept, if there is one. True if a `Gain` is known.
 
     Attributes:
-        pictures: seconds per model call in the user's own pictures, the latest last. Its keys are (model and size,
-            other conditions, rules, saved share); the last two are "" for unmerged pictures.
+        pictures: seconds per model call in the user's own pictures, which are no `Gain`; the latest last. The keys are
+            four texts: a hash of model and size, of other conditions, of the rules, and the saved share; the last two
+            are "" for unmerged pictures.
     """
 
     def __init__(self) -> None:
@@ -140,14 +142,11 @@ class Gains:
             self._write([*(gain._asdict() for gain in self._known.values()), *self.pictures.items()], whole=True)
 
     def _take(self, line: Any) -> None:
-        """Keep the gain, or the times of pictures, that a line of the file holds.
-
-        Args:
-            line: the line's data, as JSON has given it.
+        """Keep the gain, or the times of pictures, that a decoded line of the file holds.
 
         Raises:
             ValueError: the line holds neither.
-            TypeError: the line holds neither.
+            TypeError: the line holds other fields or types.
         """
         if isinstance(line, list):
             (where, how, rules, saved), times = line
@@ -167,11 +166,9 @@ class Gains:
         self._write([gain._asdict()])
 
     def add_picture(self, case: tuple[str, ...], seconds: float) -> None:
-        """Keep the seconds per model call of one more picture, also in the file. Old pictures and cases are dropped.
+        """Keep the seconds per model call of one more picture in `pictures` and in the file. Never fails.
 
-        Args:
-            case: a key of `pictures`.
-            seconds: seconds per model call.
+        `case` is a key of `pictures`. Only the latest 12 pictures of a case and the latest 300 cases stay.
         """
         seen = {other: times for other, times in self.pictures.items() if other != case}
         seen[case] = (*self.pictures.get(case, ()), seconds)[-_MOST:]
@@ -179,14 +176,15 @@ class Gains:
         self._write([(case, seen[case])])
 
     def of_pictures(self, where: str, *rules: str) -> str:
-        """Return ``about 1.5x faster, from your own pictures (9 with merging, 12 without)`` for the latest such case.
+        """Return the gain in the user's own pictures as text, in the latest case with this model, size and rules.
 
         Args:
             where: the first entry of the case's key in `pictures`: model and size.
             rules: the third entry, the rules; and optionally the fourth, the saved share.
 
         Returns:
-            "" if there are too few merged or unmerged pictures, or if their times vary too much.
+            ``about 1.5x faster, from your own pictures (9 with merging, 12 without)``; "" if there are fewer than three
+            pictures of either kind with equal other conditions, or if their times vary too much.
         """
         latest = [case for case in self.pictures if case[0] == where and case[2:][: len(rules)] == rules][-1:]
         kinds = [self.pictures.get(key, ()) for case in latest for key in ((*case[:2], "", ""), case)] or [()]
@@ -204,11 +202,11 @@ class Gains:
         return tuple(gain for case, gain in self._known.items() if case[: len(about)] == about)
 
     def forget(self) -> None:
-        """Drop all gains, and stop using the file."""
+        """Drop all gains and times of pictures, and stop using the file, which stays."""
         self._known, self.pictures, self._path = {}, {}, None
 
     def _write(self, lines: Sequence[Any], whole: bool = False) -> None:
-        """Append lines of JSON to the file, if there is one; with `whole`, replace the file atomically. Never fails."""
+        """Append items as lines of JSON to the file, if there is one, or replace the file (`whole`). Never fails."""
         if self._path is None:
             return
         path = self._path.with_name(f"{self._path.name}.new") if whole else self._path
@@ -226,12 +224,12 @@ class Gains:
 
 
 def _speed(ratio: float) -> str:
-    """Format a ratio of speeds as ``about 1.3x faster`` or ``no faster``."""
+    """Format a ratio of speeds as ``about 1.3x faster``, or as ``no faster`` below ``1 + MARGIN``."""
     return f"about {ratio:.{1 if ratio >= 1.1 else 2}f}x faster" if ratio >= 1 + MARGIN else "no faster"
 
 
 def _lines_of(path: Path) -> list[str]:
-    """Return a file's lines that are not blank; none without a file; the error's text if the file cannot be read."""
+    """Return a file's lines that are not blank: none without a file, an error's text if the file cannot be read."""
     try:
         return [*filter(str.strip, path.read_text(encoding="utf-8", errors="replace").split("\n"))]
     except OSError as error:
@@ -251,16 +249,8 @@ load = KNOWN.load
 def nearest(gains: Iterable[Gain], device: str, dtype: str, height: int, width: int, batch: int) -> Gain | None:
     """Return the gain of a call, measured with the nearest batch (the smaller of two); None if there is none.
 
-    Everything but the batch has to be equal. The batch may differ, because hosts split a batch by the free memory, on
-    which a picture must not depend.
-
-    Args:
-        gains: the gains to choose from.
-        device: the device's name, see `measuring.pays.device_of`.
-        dtype: the model's dtype, such as ``float16``.
-        height: the latent's height.
-        width: the latent's width.
-        batch: number of samples in the call.
+    Device, dtype, height and width are as in a `Gain` and have to be equal. The batch, the number of samples in the
+    call, may differ, because hosts split a batch by the free memory, on which a picture must not depend.
     """
     case = (device, dtype, height, width)
     fitting = [gain for gain in gains if (gain.device, gain.dtype, gain.height, gain.width) == case]

@@ -19,18 +19,18 @@ TIME_IS_UNKNOWN = "the time is not known"
 
 
 class Counted:
-    """The figures that are computed from the counts of ``levels``: one level, or all levels of a model."""
+    """The base of `LevelTally` and `Report`: figures computed from the counts of ``levels``, one or all of a model."""
 
     levels: tuple[LevelTally, ...]
 
     @property
     def tokens(self) -> tuple[tuple[int, int, int], ...]:
-        """Numbers of tokens of each kind of merged self-attention call: (tokens before, queries after, keys after)."""
+        """Each kind of merged self-attention call, as (tokens before, queries after, keys after), the largest first."""
         return tuple(sorted((kind[1:] for kind in self._sum("merged") if kind[0] == "attn"), reverse=True))
 
     @property
     def mlp_tokens(self) -> tuple[tuple[int, int], ...]:
-        """Numbers of tokens of each kind of merged call of a feed-forward layer: (before, after)."""
+        """Each kind of merged feed-forward call, as (tokens before, tokens after), the largest first."""
         return tuple(sorted((kind[1:3] for kind in self._sum("merged") if kind[0] == "mlp"), reverse=True))
 
     @property
@@ -56,7 +56,7 @@ class Counted:
         return sum(level.work_full for level in self.levels), sum(level.work_left for level in self.levels)
 
     def _sum(self, name: str) -> Counter:
-        """Return the sum of one count, such as "merged", over all levels."""
+        """Return the sum over all levels of a Counter of `LevelTally`, by its name, such as "merged"."""
         return sum((getattr(level, name) for level in self.levels), Counter())
 
 
@@ -65,19 +65,20 @@ _COUNTS = ("merged", "skipped", "lost", "sized_by", "work_full", "work_left")
 
 @dataclass
 class LevelTally(Counted):
-    """The counts of one level of a model.
+    """The counts of one level of a model, which is all blocks whose tokens have one size. ``+`` adds two tallies.
 
     The work of a self-attention call is batch times queries times keys, including tokens that a correction computes
     exactly.
 
     Args:
         downsample: latent cells per token, along a side.
-        blocks: number of blocks.
-        merged: calls by (part, tokens, queries left, keys left). A part of a block is "attn", "crossattn" or "mlp".
-        skipped: unmerged calls by "part: reason".
+        blocks: number of blocks; 0 if it is not known.
+        merged: number of merged calls by (part, tokens, queries left, keys left). A part of a block is "attn",
+            "crossattn" or "mlp".
+        skipped: number of unmerged calls by "part: reason".
         lost: the self-attention work of unmerged calls by "part: reason".
-        sized_by: merged calls by the implementation of proportional attention, which weights a merged key by the number
-            of its tokens.
+        sized_by: number of merged calls by the implementation of proportional attention, which weights a merged key by
+            the number of its tokens.
         work_full: the work of all calls without merging.
         work_left: the work of all calls with merging.
         traced: reasons why attentions were compiled without merging. Their calls are not counted.
@@ -99,7 +100,7 @@ class LevelTally(Counted):
 
     @property
     def levels(self) -> tuple[LevelTally, ...]:
-        """The level itself, for `Counted`."""
+        """A tuple of this tally alone, for `Counted`."""
         return (self,)
 
     def __add__(self, other: LevelTally) -> LevelTally:
@@ -112,7 +113,7 @@ class Ledger:
     """The counts of one patch: calls of the model, and for each level the merged and unmerged calls of its blocks.
 
     Args:
-        levels: an empty tally for each level.
+        levels: an empty tally for each level, the finest first. The methods count in them.
         notes: texts for the report.
 
     Attributes:
@@ -125,7 +126,7 @@ class Ledger:
         self.calls = 0
 
     def reset(self) -> None:
-        """Set all counts to zero. Notes stay, also those on attentions that were compiled without merging."""
+        """Set all counts to zero, in new tallies. Notes stay, and reasons in `LevelTally.traced` too."""
         self.calls = 0
         self.levels = [LevelTally(tally.downsample, tally.blocks, traced=tally.traced, level=tally.level,
                                   covered=tally.covered) for tally in self.levels]  # fmt: skip
@@ -139,8 +140,8 @@ class Ledger:
         Args:
             level: the level's number, 0 for the finest.
             part: "attn", "crossattn" or "mlp".
-            before: (batch, queries, keys) of the unmerged call.
-            after: (queries, keys) of the merged call.
+            before: (batch, queries, keys) of the unmerged call; keys are 0 for "mlp".
+            after: (queries, keys) of the merged call; keys are 0 for "mlp".
             route: text that names the implementation of proportional attention, or says that there was none; "" if the
                 rule wants none.
             exact: number of queries for which a correction has also computed exact attention, with all keys.
@@ -176,6 +177,10 @@ class Ledger:
 
     @when_traced
     def note_traced(self, level: int, reason: str) -> int:
-        """Note why an attention is compiled without merging. Its calls will not be counted. Always returns 0."""
+        """Note why an attention of a level is compiled without merging. Its calls will not be counted.
+
+        Returns:
+            Always 0, because the compiler needs a constant.
+        """
         self.levels[level].traced.add(reason)
         return 0

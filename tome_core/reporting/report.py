@@ -25,7 +25,7 @@ class Report(Counted):
         patched: True if the patch is on the model.
         settings: the settings of the patch, as texts.
         calls: number of counted model calls.
-        levels: the counts of each level.
+        levels: the counts of each level, the finest first.
         notes: texts on clamped settings, and on reasons why nothing merges.
         gains: the measurements that decided whether rules with `only_if_it_pays` merge.
         own: the gain in the user's own pictures, as text. It is shown if no measurement fits.
@@ -43,7 +43,8 @@ class Report(Counted):
     def join(cls, reports: Iterable[Report]) -> Report:
         """Return one report for several, such as those of a picture's two samplings with hires fix.
 
-        Counts are added, for levels with the same down-sampling. `own` is left out.
+        Counts are added, for levels with the same down-sampling. Settings, notes and gains are kept once each; `own`
+        is left out. `patched` is True if it is in one of the reports.
         """
         reports = tuple(reports)
         levels: dict[int, LevelTally] = {}
@@ -85,7 +86,7 @@ class Report(Counted):
 
         Args:
             title: the beginning of the first line.
-            facts: texts for the first line, in place of the number of model calls; None: that number.
+            facts: texts for the first line, in place of the number of model calls; None: that number. "" is left out.
             beside: the host's own lines, which follow the gain and the attention left out.
         """
         if not self.patched and not self.levels:
@@ -106,7 +107,7 @@ class Report(Counted):
         return "\n".join(self.lines())
 
     def as_data(self) -> dict[str, Any]:
-        """Return the report in JSON's types, with the version of this format. Shares are 0 to 1."""
+        """Return the report in JSON's types, with `FORMAT`, the version of this format. Shares are 0 to 1."""
         return {
             "format": FORMAT, "patched": self.patched, "settings": list(self.settings), "calls": self.calls,
             "work_saved": self.work_saved, "gains": [{**gain._asdict(), "ratio": gain.ratio} for gain in self.gains],
@@ -118,9 +119,10 @@ class Report(Counted):
         return _once(sorted(level.traced) for level in self.levels)
 
     def _speed(self) -> list[str]:
-        """Return the gain as a list of one text, ``about 1.4x faster (measured here)``; an empty list if not known.
+        """Return the gain as a list of one text, ``about 1.4x faster (measured here)``; else `own`, else an empty list.
 
-        A measurement is not used for calls that left out another share of attention, see `Gain.is_of`.
+        A measurement is not used for calls that left out another share of attention, see `Gain.is_of`. If nothing
+        merged, the list is empty.
         """
         gains = [gain for gain in self.gains if gain.is_of(self.work_saved)][-_KINDS:]
         if not gains or not self.merged_anything:
@@ -129,7 +131,7 @@ class Report(Counted):
         return [f"{', '.join(sizes)} (measured here)"]
 
     def _outcome(self) -> str:
-        """Return the share of attention left out, as text, or the first reason why nothing merged."""
+        """Return ``61% of attention left out``, or ``nothing merged:`` and why: the first of `reasons`, or else."""
         if self.merged_anything:
             return f"{percent(self.work_saved)} of attention left out" if self.work_saved else "no attention left out"
         why = [*map(_why, self.reasons), *self._traced(),
@@ -139,7 +141,7 @@ class Report(Counted):
 
 
 def percent(share: float) -> str:
-    """Format a share, 0 to 1, as ``61%``. Below 1 it is at most ``99%``."""
+    """Format a share, 0 to 1, as ``61%``. A share below 1 never shows as ``100%``."""
     return f"{min(share, 0.99 if share < 1 else 1.0):.0%}"
 
 
@@ -164,7 +166,7 @@ def _level_data(level: LevelTally) -> dict[str, Any]:
 
 
 def _kinds_text(level: LevelTally) -> str:
-    """Format a level's calls: ``4096 tokens -> 64 or 640 keys, 98% left out``."""
+    """Format a level's merged calls: ``4096 tokens -> 64 or 640 keys, 98% left out``."""
     sides: dict[int, list[str]] = {}
     for tokens, queries, keys in level.tokens:
         sides.setdefault(tokens, []).append(str(keys) if queries == keys else f"{keys} keys")
@@ -177,6 +179,6 @@ def _kinds_text(level: LevelTally) -> str:
 
 
 def _why(reason: str) -> str:
-    """Return a key of `Report.reasons` without its part of the block, if that is "attn" or "block"."""
+    """Return the reason in a key of `Report.reasons`. The part of the block stays if it is not "attn" or "block"."""
     part, _, why = reason.partition(": ")
     return why if part in ("attn", "block") else reason

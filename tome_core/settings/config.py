@@ -27,7 +27,7 @@ _ENDLESS = 2**53 - 1  # the limit of settings without a limit: above it, floats 
 
 
 def setting(default: Any, label: str, help: str, **facts: Any) -> Any:
-    """Return a dataclass field for a setting, whose metadata describes the control of the setting.
+    """Return a dataclass field for a setting, whose metadata describes the setting's control and range.
 
     Args:
         default: the default value. If it is None, the setting may be None.
@@ -41,7 +41,9 @@ def setting(default: Any, label: str, help: str, **facts: Any) -> Any:
 
 
 def _check(item: Any, value: Any) -> Any:
-    """Return a setting's value in the type of its field.
+    """Return a setting's value, with an int as a float if the setting is a float. None passes if it is the default.
+
+    `item` is the setting's dataclass field, made by `setting`.
 
     Raises:
         TypeError: the value has another type. The text names the value and the remedy.
@@ -73,6 +75,8 @@ def _check(item: Any, value: Any) -> Any:
 @dataclass(frozen=True)
 class MergeRule:
     """A rule: settings that say what merges, in which blocks, and at which timesteps of Stable Diffusion's schedule.
+
+    `describe_settings` describes each setting. Rules are immutable and hashable.
 
     Raises:
         TypeError: a setting has the wrong type.
@@ -177,7 +181,7 @@ class MergeRule:
 
     @property
     def is_off(self) -> bool:
-        """True if the rule merges nothing."""
+        """True if the rule merges nothing: its effective ratio is 0, or it covers no part of a block."""
         return self.effective_ratio == 0 or not (self.merge_attn or self.merge_crossattn or self.merge_mlp)
 
     @cached_property
@@ -187,10 +191,10 @@ class MergeRule:
 
     @cached_property
     def corrects(self) -> bool:
-        """True if the error of merged keys and values is corrected, which needs the keys and values of all tokens.
+        """True if the error of merged keys and values is corrected (`attention.correction`).
 
-        A match by keys and values has computed them already. Otherwise they are computed if queries do not merge,
-        because only then the correction pays.
+        That needs `correction`, `proportional` and the keys and values of all tokens. A match by keys and values has
+        computed them already. Otherwise they are computed only if queries do not merge.
         """
         at_hand = self.metric == "keys+values" and METHODS[self.method].compares
         return self.correction and self.proportional and (self.side == "kv" or at_hand)
@@ -204,12 +208,12 @@ class MergeRule:
 
 
 def reaches(rule: MergeRule, level: int, downsample: int) -> bool:
-    """Tell whether a rule covers a level of the model, by its ``max_downsample``.
+    """Tell whether a rule covers a level of the model, by its ``max_downsample``; if that is None, only level 0.
 
     Args:
-        rule: the rule. With ``max_downsample=None`` it covers only level 0.
+        rule: the rule.
         level: number of the level, 0 for the finest that has attention.
-        downsample: the level's down-sampling factor, relative to the latent.
+        downsample: latent cells per token of the level, along a side.
     """
     return level == 0 if rule.max_downsample is None else downsample <= rule.max_downsample
 
@@ -294,7 +298,7 @@ class MergeConfig:
 
     @property
     def is_off(self) -> bool:
-        """True if no rule merges anything, in an early phase either."""
+        """True if no rule merges anything, in an early phase either. Limits on the time are not considered."""
         early = self.early_ratio and any(rule.merge_attn for rule in self.rules)
         return not early and all(rule.is_off for rule in self.rules)
 
@@ -322,9 +326,7 @@ def describe_settings() -> list[dict[str, Any]]:
 def plain_rules(config: MergeConfig, downsamples: Sequence[int]) -> dict[MergeRule, MergeRule | None]:
     """Return the rules of a config, with a rule for its early phase before each rule that has one.
 
-    Args:
-        config: the settings.
-        downsamples: the down-sampling factor of each level of the model, the finest first.
+    `downsamples` is latent cells per token, along a side, of each level of the model, the finest first.
 
     Returns:
         All rules in order, as keys. The value of an early phase's rule is the rule that follows it; other values are
@@ -335,7 +337,10 @@ def plain_rules(config: MergeConfig, downsamples: Sequence[int]) -> dict[MergeRu
 
 
 def _early(config: MergeConfig, rule: MergeRule, downsamples: Sequence[int]) -> MergeRule | None:
-    """Return the rule for the early phase of a rule; None if there is no such phase."""
+    """Return the rule for the early phase of a rule, see `plain_rules`; None if the rule has no such phase.
+
+    That rule has the early ratio, the smallest cells that allow it, and merges only self-attention at level 0.
+    """
     ratio = config.early_ratio
     if ratio is None or not rule.merge_attn or not reaches(rule, 0, downsamples[0]):
         return None
@@ -351,7 +356,7 @@ def _early(config: MergeConfig, rule: MergeRule, downsamples: Sequence[int]) -> 
 def describe(config: MergeConfig) -> tuple[str, ...]:
     """Return the settings that differ from their defaults, and every ratio, as texts like ``"ratio=0.5, sx=4"``.
 
-    There is one text for each rule, and one for the config if it differs from the defaults.
+    There is one text for each rule, then one for the settings of the config itself if one differs from its default.
     """
     owners = ((fields(MergeRule), config.rules), (fields(config)[1:], (config,)))
     texts = (", ".join(f"{item.name}={value!r}" for item in items
@@ -361,15 +366,12 @@ def describe(config: MergeConfig) -> tuple[str, ...]:
 
 
 def notes_on(config: MergeConfig, ever_merges: bool, downsamples: list[int]) -> tuple[str, ...]:
-    """Return notes for the report on clamped settings, and on settings by which nothing merges.
+    """Return texts for the report on clamped ratios, and on settings by which nothing merges; empty if there are none.
 
     Args:
         config: the settings.
         ever_merges: True if some rule merges at some level and time.
-        downsamples: the down-sampling factor of each level of the model.
-
-    Returns:
-        A text for each note; empty if there is nothing to note.
+        downsamples: latent cells per token, along a side, of each level of the model.
     """
     notes = [f"ratio {rule.ratio:g} is over the cap {rule.ratio_cap:g} of cells {rule.sx}x{rule.sy} and was clamped; "
              "larger cells (sx, sy) allow more"

@@ -42,7 +42,7 @@ class Field(NamedTuple):
         limit: the highest accepted number, which may be over `maximum`; None for no limit.
         may_be_unset: True if the control's `UNSET` means None.
         advanced: True if users rarely need the setting.
-        beside_strength: True if a strength does not change the setting.
+        beside_strength: True if the setting is chosen next to a strength, which does not change it.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Field(NamedTuple):
     beside_strength: bool = False
 
     def show(self, value: Any) -> Any:
-        """Return what the control shows for a setting's value: a text, a number or a bool.
+        """Return what the control shows for a setting's value: a choice's text, a number (`UNSET` for None) or a bool.
 
         Raises:
             ValueError: there is no such choice.
@@ -92,7 +92,7 @@ class Field(NamedTuple):
 
 
 def _field_of(described: Mapping[str, Any]) -> Field:
-    """Return the field of a setting, from its dict of `describe_settings`."""
+    """Return the field of a setting that has a place in the form, from its dict of `describe_settings`."""
     facts = {name: value for name, value in described.items() if name in Field._fields}
     meanings = facts.get("choices", ())
     field = Field(**facts | {"name": described.get("known_as", facts["name"]), "setting": facts["name"]})
@@ -120,10 +120,7 @@ def field(name: str) -> Field:
 
 
 def values_of(config: MergeConfig) -> dict[str, Any]:
-    """Return what the form shows for a config, by the names of fields.
-
-    Settings of rules are those of the first rule.
-    """
+    """Return what the form shows for a config, by the names of fields. Settings of rules are the first rule's."""
     return {item.name: item.show(config.value(item.setting)) for item in FIELDS}
 
 
@@ -167,8 +164,8 @@ def change(config: MergeConfig, values: Mapping[str, Any]) -> MergeConfig:
 def settle(values: Mapping[str, Any]) -> tuple[MergeConfig, list[str]]:
     """Return a config of the values that are possible, and an error text for each value that was left out.
 
-    If two settings contradict each other, the one that is later in the form is left out. So choosing another method is
-    no error.
+    A value that was left out has its default in the config. If two settings contradict each other, the one that is
+    later in the form is left out.
 
     Args:
         values: what the form shows, by the names of fields. Missing values, None and unknown names are ignored.

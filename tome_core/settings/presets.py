@@ -40,14 +40,14 @@ CURVES = {
 
 
 def strength(value: float, layout: str = SD) -> MergeConfig:
-    """Return the settings of a strength.
+    """Return the settings of a strength, one number that trades fidelity for speed.
 
     With a higher strength, less work is left and the expected error is larger, at any number of steps. A measured error
     may differ (docs/methods.md, "Strength").
 
     Args:
         value: from 0, which is off, to 1, which keeps a sixty-fourth of the keys in every step.
-        layout: the layout of the model, one of `LAYOUTS`. `patch` finds the layout by itself.
+        layout: the kind of model: "sd" (UNets like SD1.5's), "sdxl" or "transformer". `patch` finds it by itself.
 
     Raises:
         ValueError: `value` is no number from 0 to 1, or `layout` is not known.
@@ -70,7 +70,7 @@ def strength(value: float, layout: str = SD) -> MergeConfig:
 
 
 def refine_of(cell: int) -> int:
-    """Return the number of k-means steps for square cells. With larger cells, a step is cheaper and gains more."""
+    """Return the number of k-means steps of a strength with cells of this side in tokens: 3 for 8, else 0."""
     return 3 if cell == 8 else 0
 
 
@@ -90,14 +90,11 @@ def preset(name: str, layout: str = SD) -> MergeConfig:
 
 
 def _between(value: float, curve: tuple[tuple[int, int], ...]) -> tuple[float, int]:
-    """Read a curve of `CURVES` at a strength between its knots.
-
-    Args:
-        value: the strength, from 0 to 1.
-        curve: the curve.
+    """Read a curve of `CURVES` at a strength, interpolated between the curve's entries.
 
     Returns:
-        The share of keys that late steps keep, a multiple of ``1 / PARTS``; the timestep from which on steps are early.
+        The share of keys that late steps keep, a multiple of ``1 / PARTS`` that is 1 or at most `MOST_MERGED`; the
+        timestep at and above which steps are early.
     """
     place = value * (len(curve) - 1)
     low = min(int(place), len(curve) - 2)
@@ -111,11 +108,7 @@ def _between(value: float, curve: tuple[tuple[int, int], ...]) -> tuple[float, i
 
 
 def config_of(wanted: str | float, layout: str = SD) -> MergeConfig:
-    """Return the settings of a preset, given by its name, or of a strength, given by a number.
-
-    Args:
-        wanted: the name or the number.
-        layout: the layout of the model, see `strength`.
+    """Return the settings of a preset, if `wanted` is its name, or of a strength, if `wanted` is a number.
 
     Raises:
         ValueError: there is no such preset, strength or layout.

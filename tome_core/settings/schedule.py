@@ -66,8 +66,10 @@ UNKNOWN = Time()
 class NoiseSchedule:
     """A noise schedule, which converts between timestep, percent, beta and sigma.
 
+    Timesteps go down from ``T - 1``, which is pure noise, to 0. Percent is the share of them that is done, 0 to 1.
+
     Args:
-        betas: the beta of each training step, ascending.
+        betas: the beta of each of ``T`` training steps, ascending.
     """
 
     betas: tuple[float, ...]
@@ -112,7 +114,7 @@ class NoiseSchedule:
         return Time(timestep, self.percent_of(timestep))
 
     def window_of(self, config: MergeConfig) -> tuple[float, float] | None:
-        """Return the part of the schedule in which a config merges.
+        """Return the part of the schedule in which a config merges, by its start, end and ``max_beta``.
 
         Returns:
             The first and the last share of the schedule, from 0 to 1; None if the config does not limit merging. The
@@ -133,9 +135,10 @@ STABLE_DIFFUSION = NoiseSchedule(tuple((_FIRST + t / 999 * (_LAST - _FIRST)) ** 
 
 
 class SchedulerNoise:
-    """The times of the steps of a pipeline's scheduler.
+    """The times of the steps of a pipeline's scheduler, for a timestep that the model was called with.
 
-    The pipeline may get another scheduler at any time. A pickled or copied object becomes None.
+    Try `look` first, which does not wait for the device, then `steps_from`. The pipeline may get another scheduler at
+    any time. A pickled or copied object becomes None.
 
     Args:
         pipeline: an object with the attribute ``scheduler``. It is held by a weak reference.
@@ -146,15 +149,9 @@ class SchedulerNoise:
         self._pipeline = weakref.ref(pipeline)
 
     def steps_of(self, values: list[float]) -> list[Time]:
-        """Return the times of the scheduler's timesteps.
+        """Return a time for each of these values, which are all of the scheduler's ``timesteps``.
 
         A scheduler whose noise is not known is assumed to use Stable Diffusion's timesteps.
-
-        Args:
-            values: all values of the scheduler's ``timesteps``.
-
-        Returns:
-            A time for each value.
         """
         scheduler = self._scheduler()
         sigmas = _sigmas(scheduler, values)
@@ -190,7 +187,10 @@ class SchedulerNoise:
         return known[1][timestep.storage_offset() :]
 
     def steps_from(self, value: float) -> list[Time]:
-        """Return the times of the step with this timestep and of all later ones; empty if there is no such step."""
+        """Return the times of the scheduler's step with this timestep and of all later ones; empty without such a step.
+
+        A timestep that occurs twice counts as its first step.
+        """
         known = _list(self._scheduler(), "timesteps")
         return self.steps_of(known)[known.index(value) :] if value in known else []
 
@@ -223,13 +223,13 @@ class PipelineSteps(SchedulerNoise):
         return steps[index] if index < len(steps) else None
 
     def steps_of(self, values: list[float]) -> list[Time]:
-        """Return a time for each of the scheduler's timesteps. Those of Mochi count upwards from noise."""
+        """Return a time for each of the scheduler's timesteps. Those of Mochi count upwards from noise: 0 is noise."""
         counts_from_noise = getattr(self._scheduler(), "config", {}).get("invert_sigmas")
         return [STABLE_DIFFUSION.time_of(1000 - value if counts_from_noise else value) for value in values]
 
 
 def own_schedule(scheduler: Any) -> NoiseSchedule | None:
-    """Return the noise schedule of the model's training; None if the scheduler does not have the betas of training."""
+    """Return the noise schedule of the model's training, from a diffusers scheduler; None if it has no such betas."""
     betas = _list(scheduler, "betas")
     # without alphas_cumprod, betas are those of the sampling's steps
     trained = torch.is_tensor(getattr(scheduler, "alphas_cumprod", None))
@@ -237,7 +237,10 @@ def own_schedule(scheduler: Any) -> NoiseSchedule | None:
 
 
 def _sigmas(scheduler: Any, values: list[float]) -> list[float] | None:
-    """Return sigma of each timestep, relative to data of unit variance; None if the scheduler defines no sigma."""
+    """Return the noise's standard deviation at each of the scheduler's timesteps, relative to data of unit variance.
+
+    `values` are these timesteps. None if the scheduler defines no noise for them.
+    """
     config = getattr(scheduler, "config", {})
     timesteps, sigmas, alphas_cumprod, alphas, betas = (
         _list(scheduler, name) for name in ("timesteps", "sigmas", "alphas_cumprod", "alphas", "betas")
@@ -262,13 +265,13 @@ def _sigmas(scheduler: Any, values: list[float]) -> list[float] | None:
 
 
 def _list(scheduler: Any, name: str) -> list[float]:
-    """Return a one-dimensional tensor of the scheduler as a list; empty if there is none."""
+    """Return an attribute of the scheduler, a one-dimensional tensor, as a list; empty if it is no such tensor."""
     values = getattr(scheduler, name, None)
     return values.tolist() if torch.is_tensor(values) and values.dim() == 1 else []
 
 
 class LevelRules(NamedTuple):
-    """The rules in force at one level of the model, by part of a block; None for a part that does not merge.
+    """The rules that apply at one time and level of the model, by part of a block; None for a part without a rule.
 
     Args:
         attn: the rule of self-attention.
@@ -284,11 +287,11 @@ class LevelRules(NamedTuple):
 def choose(rules: Sequence[MergeRule], downsamples: Sequence[int]) -> tuple[LevelRules, ...]:
     """Choose the first rule that fits each level of the model and part of a block.
 
-    A rule of ratio 0 fits as well: its blocks stay unmerged, and later rules do not apply to them.
+    A rule that is off fits as well: it gives None, and later rules do not apply to its blocks.
 
     Args:
         rules: the rules that hold at one time, in order.
-        downsamples: the down-sampling factor of each level, the finest first.
+        downsamples: latent cells per token, along a side, of each level of the model, the finest first.
 
     Returns:
         The rules of each level.
@@ -304,5 +307,5 @@ def choose(rules: Sequence[MergeRule], downsamples: Sequence[int]) -> tuple[Leve
 
 
 def ever_merges(rules: Sequence[MergeRule], level: int, downsample: int) -> bool:
-    """Tell whether a rule can merge at a level at some time. For `level` and `downsample` see `config.reaches`."""
+    """Tell whether one of the rules can merge at a level at some time. `level`, `downsample`: see `config.reaches`."""
     return any(not rule.is_off and reaches(rule, level, downsample) for rule in rules)
