@@ -36,7 +36,8 @@ OPERATORS: dict[str, Any] = {}
 def number_of(site: Any) -> torch.Tensor:
     """Register a site (a wrap that graphs call), and return the new number by which graphs refer to it.
 
-    The number is an input of the graph, not a constant, so that one graph serves several sites.
+    The first call defines the operators. The number is an input of the graph, not a constant, so that one graph serves
+    several sites.
 
     Args:
         site: an object with the methods ``begins`` or ``answers`` of `NumberedSite`'s subclasses. It is held weakly.
@@ -60,7 +61,7 @@ def number_of(site: Any) -> torch.Tensor:
 
 
 class NumberedSite(Wrap):
-    """A wrap that compiled graphs call while they run.
+    """A wrap that compiled graphs call while they run, by a subclass's method ``begins`` or ``answers``.
 
     Args:
         target: the object whose method is wrapped.
@@ -82,7 +83,7 @@ class NumberedSite(Wrap):
 
 
 def begin(site: torch.Tensor, form: str, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> torch.Tensor:
-    """Put the operator ``begin`` into a graph: a call of a model begins.
+    """Put the operator ``begin``, which begins a call of a model, into the graph that is being traced.
 
     This is a separate function because the compiler may fail to compile the whole forward of the model. It then runs
     the caller as plain Python, and would trace into the operator if the caller called the operator directly.
@@ -94,7 +95,7 @@ def begin(site: torch.Tensor, form: str, tensors: Sequence[torch.Tensor], number
         numbers: the whole numbers among the arguments.
 
     Returns:
-        The first argument of the operator ``attend`` in the same call.
+        A copy of `site`, the first argument of the operator ``attend`` in the same call.
     """
     return OPERATORS["begin"](site, form, list(tensors), list(numbers))
 
@@ -125,8 +126,9 @@ def _is_exporting() -> bool:
 def _define(sites: Any) -> torch.library.Library | None:
     """Define the operators and return their library; None if that failed.
 
-    It can fail because torch inspects all loaded modules, and some raise errors. The next call of `number_of` tries
-    again.
+    ``begin`` calls the site's ``begins`` and returns a copy of the site's number. ``attend`` calls the site's
+    ``answers``, with True if its first argument is the number of another site. Defining can fail because torch inspects
+    all loaded modules, and some raise errors. The next call of `number_of` tries again.
 
     Args:
         sites: the sites by number.
@@ -167,7 +169,8 @@ def pack(values: Sequence[Any]) -> tuple[str, list[torch.Tensor], list[int]] | N
     Values may be tensors, numbers, None, and lists and tuples of them. A float becomes a float64 tensor ``[]``.
 
     Returns:
-        A string that describes the structure, the tensors, and the whole numbers. None if any value is of another type.
+        A string that describes the structure ("t" tensor, "i" whole number, "n" None, brackets), the tensors, and the
+        whole numbers. None if any value is of another type.
 
     >>> pack([None, 3, [(1, 4)]])
     ('ni[(ii)]', [], [3, 1, 4])
@@ -179,7 +182,7 @@ def pack(values: Sequence[Any]) -> tuple[str, list[torch.Tensor], list[int]] | N
 
 
 def _form(value: Any, tensors: list[torch.Tensor], numbers: list[int]) -> str:
-    """Return the form of a value, and append its tensors and whole numbers to the lists."""
+    """Return the form of a value, "?" for an unsupported one, and append its tensors and whole numbers to the lists."""
     if torch.is_tensor(value):
         tensors.append(value)
         return "t"

@@ -36,7 +36,7 @@ _UNSUPPORTED_ARGUMENTS = "a compiled model does not support these arguments"
 
 
 class ModelSite(NumberedSite):
-    """The wrap around the forward of a model, which reads the timestep and the latent of each call.
+    """The wrap around the forward of a model. It makes a `ModelCall` of the timestep and the latent of each call.
 
     Args:
         model: the model.
@@ -48,7 +48,10 @@ class ModelSite(NumberedSite):
         self.wraps = wraps
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model and return its output; while the call runs, attentions merge if a patch is installed."""
+        """Call the model and return its output; while the call runs, its record is in `Calls.current`.
+
+        The record, by which attentions merge, is None if no patch is in force or if this thread turned merging off.
+        """
         wraps, calls = self.wraps, self.wraps.calls
         before, call, calls.reason_missed = calls.current, None, ""
         if wraps.handle is not None and not calls.disabled:
@@ -118,7 +121,10 @@ class TransformerSite(Wrap):
         self.wraps, self.level, self.attentions = wraps, level, attentions
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the transformer and return its output; the wraps of its attentions know the token grid meanwhile."""
+        """Call the transformer and return its output, after the grid of its input was put in ``ModelCall.layouts``.
+
+        Attentions of the transformer that the call did not reach are counted.
+        """
         if not (isinstance(self, Wrap) and self.active) or (torch.compiler.is_compiling() and is_tracing()):
             return Wrap.forward(self, *args, **kwargs)
         call, x = self.wraps.calls.current, args[0] if args else named(kwargs, LATENTS)
@@ -144,7 +150,7 @@ class AttentionSite(NumberedSite):
         wraps: all wraps of the model.
         path: the name of the attention in the model.
         level: the level of its tokens, 0 for the finest.
-        halvings: how often the latent is halved before it reaches the attention.
+        halvings: how often the latent is halved before it reaches an attention of a UNet.
     """
 
     def __init__(self, module: nn.Module, wraps: WrapSet, path: str, level: int, halvings: int = 0) -> None:
@@ -248,8 +254,8 @@ class AttentionSite(NumberedSite):
         Args:
             known: the description of the attention.
             call: the model call that is running.
-            args: of the call of the attention.
-            kwargs: of the call of the attention.
+            args: the arguments by position of the call of the attention.
+            kwargs: its arguments by name.
         """
         target, heads = self.target, self.target.heads
         x, why = args[0] if args else named(kwargs, ("hidden_states", "x")), ""
@@ -347,7 +353,8 @@ def count_missed(
     Args:
         wraps: all wraps of the model.
         call: the call.
-        names: paths of the attentions that the call had to reach; None if it may have skipped some on purpose.
+        names: paths of attentions that were certainly missed. None: those that are not in ``call.reached``, some of
+            which the call may have skipped on purpose.
         batch: number of samples that count as unmerged.
         tokens: number of tokens that count as unmerged.
     """

@@ -33,6 +33,8 @@ _PARTS = (("crossattn", "attn2"), ("mlp", "ff"))
 class UNetAdapter:
     """The adapter of a UNet: it finds the attentions and reads the model's calls.
 
+    The values that `pick` takes from a call's arguments go to `read`. `layout_of` serves each attention in the call.
+
     Args:
         unet: the UNet. It is held weakly.
 
@@ -43,7 +45,7 @@ class UNetAdapter:
         layout: "sd" or "sdxl", the table of strengths that applies.
         downsamples: the down-sampling factor of each level, the finest first.
         levels: the number of each level, 0 for the finest, by how often the latent is halved there.
-        reads: names of the arguments that a call is read from.
+        reads: names for the values that `pick` returns.
     """
 
     reads = ("latent", "timestep")
@@ -97,7 +99,7 @@ class UNetAdapter:
                     yield make(PartSite, getattr(place.block, name), place.path, part, level)
 
     def pick(self, unet: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> list[Any]:
-        """Return the values of the arguments named in `reads`, None for a missing one. A compiler can trace this."""
+        """Return latent and timestep from a call's arguments, None for a missing one. A compiler can trace this."""
         latent = args[0] if args else named(kwargs, LATENTS)
         return [latent, args[1] if len(args) > 1 else named(kwargs, _TIMES)]
 
@@ -106,11 +108,12 @@ class UNetAdapter:
 
         Args:
             unet: the UNet.
-            given: the arguments named in `reads`, by name.
+            given: the values of `pick`, by the names in `reads`.
             time: the engine's `ModelTime`. Not used here.
 
         Returns:
-            The timestep; the latent; height and width of the latent, or None if it is not a picture.
+            The timestep; the latent; its last two sides, height and width, or None if it has fewer than four axes. The
+            caller puts the last into ``ModelCall.facts``, from which `layout_of` reads it.
         """
         latent = given["latent"]
         is_picture = torch.is_tensor(latent) and latent.dim() >= 4
@@ -156,7 +159,7 @@ class BlockSite(Wrap):
             call.block = before
 
     def _input_of(self, call: ModelCall, x: Any) -> tuple[torch.Tensor, dict] | None:
-        """Return the block's input and an empty dict for its plans.
+        """Return the block's input and an empty dict for its plans (matches of tokens, by the id of a rule).
 
         Returns:
             None if the input is not the picture's tokens. If it is another number of tokens, that is counted.
@@ -204,7 +207,7 @@ class BlockAttentionSite(AttentionSite):
     """The wrap around a self-attention that can be called with merged tokens, as tomesd does.
 
     It is called so if the rule in force merges tomesd's way (``is_as_tomesd``). With any other rule only keys and
-    values merge, as in `AttentionSite`. The arguments are those of `AttentionSite`.
+    values merge, as in `AttentionSite`, which has the same arguments.
     """
 
     def _merge(self, call: ModelCall, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -224,8 +227,8 @@ def _run_around(site: Any, call: ModelCall, path: str, part: str, args: tuple, k
         call: the model call that is running. It holds the block's input.
         path: the path of the block.
         part: "attn", "crossattn" or "mlp".
-        args: of the call of the part.
-        kwargs: of the call of the part.
+        args: the arguments by position of the call of the part.
+        kwargs: its arguments by name.
     """
     (x, plans), level = call.block, site.level
     tokens, context = x.shape[1], args[1] if len(args) > 1 else named(kwargs, CONTEXTS)
@@ -244,10 +247,10 @@ def _call_merged(original: Callable, args: tuple, kwargs: dict[str, Any], tokens
 
     Args:
         original: the part's method.
-        args: of the unmerged call.
-        kwargs: of the unmerged call.
+        args: the arguments by position of the unmerged call.
+        kwargs: its arguments by name.
         tokens: contexts and values of this length merge as well; 0 for none.
-        merge: merges a tensor ``[B, N, C]``.
+        merge: merges a tensor ``[B, N, C]`` to ``[B, groups, C]``.
     """
 
     def merged(value: Any) -> Any:
@@ -264,8 +267,8 @@ def _problem_of(part: str, module: nn.Module, x: torch.Tensor, args: tuple, kwar
         part: "attn", "crossattn" or "mlp".
         module: the part.
         x: the block's input.
-        args: of the call of the part.
-        kwargs: of the call of the part.
+        args: the arguments by position of the call of the part.
+        kwargs: its arguments by name.
         context: the tokens that the part attends to, from `args` or `kwargs`; or None.
     """
     if not args or not torch.is_tensor(args[0]) or args[0].dim() != 3 or (part == "attn" and len(args) > 2):
