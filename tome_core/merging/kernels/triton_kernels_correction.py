@@ -34,7 +34,7 @@ def _first_order(
     keys_sample, keys_row, keys_channel, values_sample, values_row, values_channel, group_sample,
     width: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the sum of ``k^T (v - v_g) scale`` over tokens. A program serves one span of tokens of one head."""
+    """Compute the sums of `kernels.first_order`. A program serves one span of tokens of one head."""
     sample, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     channel = tl.arange(0, WIDTH)
     is_channel = channel < width
@@ -68,7 +68,7 @@ def _attend(
     column, is_channel,
     QUERIES: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Return the outputs over the keys from ``first`` to ``stop``, and the logsumexp of the logits."""
+    """Return the outputs of some queries over the keys from ``first`` to ``stop``, and the logsumexp of the logits."""
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     out = tl.zeros([QUERIES, WIDTH], tl.float32)
@@ -261,7 +261,7 @@ def _correct(
 
 
 def _padded(width: int) -> int:
-    """Return the width of a tile for `width` channels."""
+    """Return the width of a tile for `width` channels: a power of two, at least 16."""
     return max(16, triton.next_power_of_2(width))
 
 
@@ -274,7 +274,10 @@ def first_order(
     keys: torch.Tensor, values: torch.Tensor, group: torch.Tensor, means: torch.Tensor, span: int, scale: float,
     found: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Fill ``found``, the sums of `kernels.first_order`. ``group`` is expanded to the batch, ``span`` is in tokens."""
+    """Fill ``found``, the sums of `kernels.first_order`, which gives the shapes of the arguments.
+
+    ``group`` is expanded to the batch. ``span`` is the length of a span in tokens.
+    """
     batch, tokens, _ = keys.shape
     spans, programs, width, _ = found.shape
     heads = programs // batch
@@ -307,7 +310,7 @@ def ridge(
     q: torch.Tensor, merged: torch.Tensor, full: torch.Tensor, logs: torch.Tensor,
     first: torch.Tensor, matrix: torch.Tensor, constant: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Fill ``matrix`` and ``constant``, the results of `kernels.ridge`."""
+    """Fill ``matrix`` and ``constant``, the results of `kernels.ridge`, from queries, fields of `Answers` and sums."""
     programs, count, width = merged.shape
     _ridge[(programs,)](
         q, merged, full, logs, first, matrix, constant, count, programs // q.shape[0], *q.stride(),
