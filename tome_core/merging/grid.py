@@ -203,18 +203,9 @@ def reuse(make: Callable[..., tuple[torch.Tensor, ...]], x: torch.Tensor, *args:
 def split_grid(
     grid: Grid, sy: int, sx: int, draw: Draw | None, x: torch.Tensor, st: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split the tokens of a grid into destinations and sources, see `cells` and `split_cells`.
+    """Split the tokens of a grid into destinations and sources, as `split_cells` does with the result of `cells`.
 
-    Args:
-        grid: the grid.
-        sy: height of a cell in tokens.
-        sx: width of a cell in tokens.
-        draw: decides which token of a cell is its destination; None takes the first.
-        x: a tensor on the device of the result.
-        st: number of frames of a cell.
-
-    Returns:
-        Destinations and sources, as `split_cells` returns them.
+    Of `x` only the device is used.
     """
     if draw is None:
         return reuse(_split_first, x, grid, sy, sx, st)

@@ -63,10 +63,6 @@ def number_of(site: Any) -> torch.Tensor:
 class NumberedSite(Wrap):
     """A wrap that compiled graphs call while they run, by a subclass's method ``begins`` or ``answers``.
 
-    Args:
-        target: the object whose method is wrapped.
-        name: the name of that method.
-
     Attributes:
         number: the number by which graphs refer to this wrap, see `number_of`.
     """
@@ -88,14 +84,8 @@ def begin(site: torch.Tensor, form: str, tensors: Sequence[torch.Tensor], number
     This is a separate function because the compiler may fail to compile the whole forward of the model. It then runs
     the caller as plain Python, and would trace into the operator if the caller called the operator directly.
 
-    Args:
-        site: the number of the model's wrap.
-        form: the form of the call's arguments, see `pack`.
-        tensors: the tensors among the arguments.
-        numbers: the whole numbers among the arguments.
-
-    Returns:
-        A copy of `site`, the first argument of the operator ``attend`` in the same call.
+    `site` is the number of the model's wrap; the other arguments are what `pack` made of the arguments of the call. The
+    result, a copy of `site`, is the first argument of the operator ``attend`` in the same call.
     """
     return OPERATORS["begin"](site, form, list(tensors), list(numbers))
 
@@ -103,8 +93,7 @@ def begin(site: torch.Tensor, form: str, tensors: Sequence[torch.Tensor], number
 def why_not_in_graph(state: Any) -> str | None:
     """Return the reason why a graph that is being traced must not use the operators; None if it may use them.
 
-    Args:
-        state: the `State` of the patch.
+    `state` is the `State` of the patch.
     """
     if not state.ever_merges:
         return "no rule ever merges here"
@@ -126,12 +115,9 @@ def _is_exporting() -> bool:
 def _define(sites: Any) -> torch.library.Library | None:
     """Define the operators and return their library; None if that failed.
 
-    ``begin`` calls the site's ``begins`` and returns a copy of the site's number. ``attend`` calls the site's
+    ``begin`` calls the method ``begins`` of the site of a number and returns a copy of the number. ``attend`` calls
     ``answers``, with True if its first argument is the number of another site. Defining can fail because torch inspects
     all loaded modules, and some raise errors. The next call of `number_of` tries again.
-
-    Args:
-        sites: the sites by number.
     """
 
     def run_begin(site: torch.Tensor, form: str, tensors: list[torch.Tensor], numbers: list[int]) -> torch.Tensor:

@@ -183,12 +183,8 @@ def _names_in(code: CodeType) -> list[str]:
 def _replacement_of(name: str, namespace: dict[str, Any], names: Sequence[str]) -> tuple[Any, _ReplacedFunction] | None:
     """Return the value to use in place of a global, and the replaced function in it; None if the global can stay.
 
-    The value is that function, or a stand-in for the module that holds the host's function.
-
-    Args:
-        name: the name of the global.
-        namespace: the globals of the code.
-        names: all names that the code looks up.
+    The value is that function, or a stand-in for the module that holds the host's function. `namespace` holds the
+    globals of the code; `names` are all names that the code looks up.
     """
     value = namespace[name]
     if name in _BY_NAME:

@@ -36,12 +36,7 @@ _UNSUPPORTED_ARGUMENTS = "a compiled model does not support these arguments"
 
 
 class ModelSite(NumberedSite):
-    """The wrap around the forward of a model. It makes a `ModelCall` of the timestep and the latent of each call.
-
-    Args:
-        model: the model.
-        wraps: all wraps of that model.
-    """
+    """The wrap around the forward of a model. It makes a `ModelCall` of the timestep and the latent of each call."""
 
     def __init__(self, model: nn.Module, wraps: WrapSet) -> None:
         super().__init__(model)
@@ -249,13 +244,7 @@ class AttentionSite(NumberedSite):
     ) -> Any:
         """Return the output of an attention that computes its scores by hand, with merged keys and values if possible.
 
-        The attention's own code runs on a stand-in, which gives it the merged keys and values.
-
-        Args:
-            known: the description of the attention.
-            call: the model call that is running.
-            args: the arguments by position of the call of the attention.
-            kwargs: its arguments by name.
+        The attention's own code, which `known` describes, runs on a stand-in that gives it the merged keys and values.
         """
         target, heads = self.target, self.target.heads
         x, why = args[0] if args else named(kwargs, ("hidden_states", "x")), ""

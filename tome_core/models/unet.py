@@ -136,10 +136,7 @@ class UNetAdapter:
 class BlockSite(Wrap):
     """The wrap around a block, which keeps the block's input in ``ModelCall.block`` while the parts of the block run.
 
-    Args:
-        block: the block.
-        wraps: all wraps of the model.
-        level: the level of the block, 0 for the finest.
+    `level` is the level of the block, 0 for the finest.
     """
 
     def __init__(self, block: nn.Module, wraps: WrapSet, level: int) -> None:
@@ -245,12 +242,8 @@ def _run_around(site: Any, call: ModelCall, path: str, part: str, args: tuple, k
 def _call_merged(original: Callable, args: tuple, kwargs: dict[str, Any], tokens: int, merge: Callable) -> Any:
     """Call a part with merged tokens and return its merged output.
 
-    Args:
-        original: the part's method.
-        args: the arguments by position of the unmerged call.
-        kwargs: its arguments by name.
-        tokens: contexts and values of this length merge as well; 0 for none.
-        merge: merges a tensor ``[B, N, C]`` to ``[B, groups, C]``.
+    `original` is the part's method, `args` and `kwargs` are those of the unmerged call. `merge` merges a tensor
+    ``[B, N, C]``. Contexts and values of the length `tokens` merge as well; 0 for none.
     """
 
     def merged(value: Any) -> Any:
@@ -263,13 +256,8 @@ def _call_merged(original: Callable, args: tuple, kwargs: dict[str, Any], tokens
 def _problem_of(part: str, module: nn.Module, x: torch.Tensor, args: tuple, kwargs: dict, context: Any) -> str:
     """Return the reason why a part cannot be called with merged tokens; "" if it can.
 
-    Args:
-        part: "attn", "crossattn" or "mlp".
-        module: the part.
-        x: the block's input.
-        args: the arguments by position of the call of the part.
-        kwargs: its arguments by name.
-        context: the tokens that the part attends to, from `args` or `kwargs`; or None.
+    The part is "attn", "crossattn" or "mlp". `x` is the block's input; `args` and `kwargs` are those of the call of the
+    part; `context` holds the tokens that the part attends to, found among these arguments, or is None.
     """
     if not args or not torch.is_tensor(args[0]) or args[0].dim() != 3 or (part == "attn" and len(args) > 2):
         return _UNKNOWN_CALL

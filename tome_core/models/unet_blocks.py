@@ -134,12 +134,9 @@ def find_blocks(unet: nn.Module) -> list[BlockPlace]:
 
 
 def is_compiled(unet: nn.Module, places: Sequence[BlockPlace], handed: Any = None) -> bool:
-    """Return whether a UNet, a part of it or the object that holds it is compiled.
+    """Return whether a UNet, one of its blocks at `places`, or the object that holds the UNet is compiled.
 
-    Args:
-        unet: the UNet.
-        places: its transformer blocks.
-        handed: the object that the user passed to `patch`, such as a pipeline; or None.
+    `handed` is the object that the user passed to `patch`, such as a pipeline; or None.
     """
     parts = (unet, *(part for place in places for part in (place.transformer, place.block)))
     is_wrapped = any(hasattr(model, "_orig_mod") for model in (handed, getattr(handed, "unet", None)))

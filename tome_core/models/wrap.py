@@ -188,13 +188,9 @@ class Wrap:
 
 @when_traced
 def calling(kind: type, name: str) -> type:
-    """Return a class whose instances call a method of another class. Their first argument is the method's ``self``.
+    """Return a class whose instances call the method `name` of a class. Their first argument is the method's ``self``.
 
     A compiler cannot trace the look-up of a method for every class, so this look-up is a constant for it.
-
-    Args:
-        kind: the class of the method.
-        name: the name of the method.
     """
     method = getattr(kind, name)
     return type(name, (), {"__call__": lambda self, *args, **kwargs: method(*args, **kwargs)})
@@ -416,10 +412,8 @@ class WrapSet:
     def look_after_itself(self, level: int) -> None:
         """Put the model's wrap back on top for the next call if another program removed or replaced it.
 
-        An attention that ran without a call of that wrap is counted as unmerged. Without a patch nothing happens.
-
-        Args:
-            level: the level of the attention, 0 for the finest.
+        An attention of this level that ran without a call of that wrap is counted as unmerged. Without a patch nothing
+        happens.
         """
         if self.handle is None or self.calls.disabled or not self.wraps:
             return

@@ -71,8 +71,7 @@ def available(device: torch.device) -> bool:
 def fit_whole(q: torch.Tensor) -> bool:
     """Return whether `first_order`, `answer_few` and `ridge` can fit a correction to all heads of the queries at once.
 
-    Args:
-        q: the queries, ``(batch, tokens, heads, head_dim)``.
+    `q` is ``(batch, tokens, heads, head_dim)``.
     """
     return q.shape[3] <= RIDGE_WIDEST and ready_for_halves(q) and not needs_gradient(q)
 
