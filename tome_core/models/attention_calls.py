@@ -54,15 +54,10 @@ class AttentionCall:
         return self._function(*self._qkv, self.mask, **self._kwargs)
 
     def compute(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Call the host's function on other tensors, and return its output ``(batch, queries, heads, head_dim)``.
+        """Call the host's function on other tensors, with the call's other options but without its mask.
 
-        The call's other options are passed, but not its mask.
-
-        Args:
-            q: queries, ``(batch, queries, heads, head_dim)``.
-            k: keys, of the same form.
-            v: values, of the same form.
-            bias: a tensor to add to the logits, ``(batch, 1, 1, keys)``; None for no bias.
+        The tensors and the result are ``(batch, tokens, heads, head_dim)``. `bias`, ``(batch, 1, 1, keys)``, is added
+        to the logits; None for no bias.
         """
         if not self.by_head:
             return self._function(q, k, v, bias, **self._kwargs)

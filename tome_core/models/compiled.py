@@ -63,8 +63,10 @@ def number_of(site: Any) -> torch.Tensor:
 class NumberedSite(Wrap):
     """A wrap that compiled graphs call while they run, by a subclass's method ``begins`` or ``answers``.
 
+    The arguments are those of `Wrap`.
+
     Attributes:
-        number: the number by which graphs refer to this wrap, see `number_of`.
+        number: the number by which graphs refer to this wrap, an int64 tensor, see `number_of`.
     """
 
     def __init__(self, target: Any, name: str = "forward") -> None:

@@ -36,7 +36,12 @@ _UNSUPPORTED_ARGUMENTS = "a compiled model does not support these arguments"
 
 
 class ModelSite(NumberedSite):
-    """The wrap around the forward of a model. It makes a `ModelCall` of the timestep and the latent of each call."""
+    """The wrap around the forward of a model. It makes a `ModelCall` of the timestep and the latent of each call.
+
+    Args:
+        model: the model.
+        wraps: the `WrapSet` of the model.
+    """
 
     def __init__(self, model: nn.Module, wraps: WrapSet) -> None:
         super().__init__(model)
@@ -106,7 +111,7 @@ class TransformerSite(Wrap):
 
     Args:
         transformer: the module that holds the transformer blocks.
-        wraps: all wraps of the model.
+        wraps: the `WrapSet` of the model.
         level: the level of its blocks, 0 for the finest.
         attentions: paths of the self-attentions in it that have a wrap.
     """
@@ -142,7 +147,7 @@ class AttentionSite(NumberedSite):
 
     Args:
         module: the attention.
-        wraps: all wraps of the model.
+        wraps: the `WrapSet` of the model.
         path: the name of the attention in the model.
         level: the level of its tokens, 0 for the finest.
         halvings: how often the latent is halved before it reaches an attention of a UNet.
@@ -340,7 +345,7 @@ def count_missed(
     model.
 
     Args:
-        wraps: all wraps of the model.
+        wraps: the `WrapSet` of the model.
         call: the call.
         names: paths of attentions that were certainly missed. None: those that are not in ``call.reached``, some of
             which the call may have skipped on purpose.

@@ -136,7 +136,10 @@ class UNetAdapter:
 class BlockSite(Wrap):
     """The wrap around a block, which keeps the block's input in ``ModelCall.block`` while the parts of the block run.
 
-    `level` is the level of the block, 0 for the finest.
+    Args:
+        block: the block.
+        wraps: the `WrapSet` of the model.
+        level: the level of the block, 0 for the finest.
     """
 
     def __init__(self, block: nn.Module, wraps: WrapSet, level: int) -> None:
@@ -175,7 +178,7 @@ class PartSite(Wrap):
 
     Args:
         module: the part.
-        wraps: all wraps of the model.
+        wraps: the `WrapSet` of the model.
         block: the path of the block.
         part: "crossattn" or "mlp".
         level: the level of the block, 0 for the finest.
@@ -219,13 +222,8 @@ class BlockAttentionSite(AttentionSite):
 def _run_around(site: Any, call: ModelCall, path: str, part: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Return the output of a part of a block for all tokens, computed on merged tokens if possible.
 
-    Args:
-        site: the wrap of the part.
-        call: the model call that is running. It holds the block's input.
-        path: the path of the block.
-        part: "attn", "crossattn" or "mlp".
-        args: the arguments by position of the call of the part.
-        kwargs: its arguments by name.
+    The part, whose wrap is `site`, is "attn", "crossattn" or "mlp". `path` is the block's. `args` and `kwargs` are
+    those of the call of the part. `call` holds the block's input.
     """
     (x, plans), level = call.block, site.level
     tokens, context = x.shape[1], args[1] if len(args) > 1 else named(kwargs, CONTEXTS)

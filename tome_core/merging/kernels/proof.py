@@ -77,6 +77,7 @@ def _message(output: Output) -> str:
 
 
 def _eps(dtype: torch.dtype) -> float:
+    """Return the distance from 1 to the next number of a dtype."""
     return torch.finfo(dtype).eps
 
 
