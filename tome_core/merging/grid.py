@@ -80,7 +80,7 @@ def windows(grid: Grid) -> Iterator[tuple[int, Grid]]:
     """Cut a grid into windows, whose tokens are matched separately.
 
     Windows are runs of frames, or bands of rows of a large frame, of nearly equal size. They have at most `WINDOW`
-    tokens, unless a band of the least height has more.
+    (4,096) tokens, unless a band of the least height (8 rows) has more.
 
     Yields:
         The number of the window's first token; the grid of the window. Windows follow each other without gaps.
@@ -205,7 +205,7 @@ def split_grid(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Split the tokens of a grid into destinations and sources, as `split_cells` does with the result of `cells`.
 
-    Of `x` only the device is used.
+    Of `x` only the device is used. Without a draw, the tensors come from a cache and must not be changed.
     """
     if draw is None:
         return reuse(_split_first, x, grid, sy, sx, st)

@@ -64,8 +64,8 @@ class MergePlan:
         group: the group of each token, int64 ``(batch or 1, tokens)``. One row serves every sample of a batch. The
             values are not checked, because that would wait for the device.
         num_groups: number of groups, at least 1. It never depends on the data.
-        counts: number of groups in each window, listed once for each run of windows of one size; empty if all tokens
-            were matched as one window.
+        counts: number of groups in each window (see `grid.windows`), listed once for each run of windows of one size;
+            empty if all tokens were matched as one window.
 
     Raises:
         ValueError: `group` has another dtype or shape, or `num_groups` is less than 1.

@@ -158,7 +158,7 @@ class XformersCall(AttentionCall):
         self.q, self.k, self.v = (tensor.unsqueeze(-2) if self.is_flat else tensor for tensor in self._qkv)
 
     def split(self, heads: int) -> None:
-        """Replace `q`, `k` and `v` of a call with flat heads by views ``(batch, tokens, heads, head_dim)``."""
+        """Split heads off the batch axis, so that `q`, `k` and `v` are views ``(batch, tokens, heads, head_dim)``."""
         self.q, self.k, self.v = (tensor.unflatten(0, (-1, heads)).transpose(1, 2) for tensor in self._qkv)
 
     def to_host_form(self, out: torch.Tensor) -> torch.Tensor:
@@ -289,7 +289,8 @@ def _visible_rows(mask: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor | N
     """Find the tokens that a boolean attention mask leaves visible. Other masks cannot be read.
 
     Hidden tokens are padding, so their outputs are not used. A mask of token pairs is read in the same way if all
-    visible tokens see each other and nothing else. Reading the mask waits for the device.
+    visible tokens see each other and nothing else. Reading the mask waits for the device. Of `q`, ``(batch, tokens,
+    ...)``, only the shape is read.
 
     Returns:
         The indices of the visible tokens, or None if all are visible or the mask cannot be read. Then the reason why it

@@ -206,7 +206,7 @@ def _replacement_of(name: str, namespace: dict[str, Any], names: Sequence[str]) 
 
 @lru_cache(maxsize=256)
 def _replacement_in_code(function: Any) -> CodeReplacement | None:
-    """Return the replacement of a function's code.
+    """Return the `CodeReplacement` of a function.
 
     Returns:
         None if no name in the code leads to an attention function, if the code writes to globals, or if it is no Python
@@ -225,10 +225,10 @@ def _replacement_in_code(function: Any) -> CodeReplacement | None:
 
 @lru_cache(maxsize=256)
 def _replacement_in_processor(kind: type) -> CodeReplacement | None:
-    """Return the replacement of the ``__call__`` of a class of processors; None if it cannot be replaced.
+    """Return the `CodeReplacement` for a class of processors, with `processor` set; None if there can be none.
 
-    A class without an instance dictionary cannot, because a copy could not share attributes with the original. Code
-    that writes to attributes of the attention cannot, because it would write to a copy.
+    A class without an instance dictionary cannot have one, because a copy could not share attributes with the original.
+    Code that writes to attributes of the attention cannot, because it would write to a copy.
     """
     replacement = _replacement_in_code(kind.__call__)
     if replacement is None or not kind.__dictoffset__ or _writes(replacement.function.__code__, "ATTR"):

@@ -51,6 +51,7 @@ class ModelSite(NumberedSite):
         """Call the model and return its output; while the call runs, its record is in `Calls.current`.
 
         The record, by which attentions merge, is None if no patch is in force or if this thread turned merging off.
+        Attentions that the call did not reach are counted.
         """
         wraps, calls = self.wraps, self.wraps.calls
         before, call, calls.reason_missed = calls.current, None, ""
@@ -91,7 +92,10 @@ class ModelSite(NumberedSite):
         return call
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model while a compiler traces, with the operator ``begin`` in the graph if possible."""
+        """Call the model while a compiler traces, with the operator ``begin`` in the graph if possible.
+
+        Meanwhile `WrapSet.begun` holds the operator's result, or the reason why the call does not merge.
+        """
         wraps, state = self.wraps, self.wraps.handle
         if state is None:
             return self.original(*args, **kwargs)
@@ -326,7 +330,10 @@ class AttentionSite(NumberedSite):
             intercept.current.answer = before
 
     def _call_operator(self, begun: torch.Tensor, attention_call: AttentionCall) -> torch.Tensor:
-        """Answer an attention call by the operator ``attend``. begun: result of ``begin``, or this wrap's number."""
+        """Answer an attention call by the operator ``attend``, or unmerged (with a note) if it is not `plain`.
+
+        `begun` is the result of the operator ``begin``, or this wrap's number if the model is not compiled as a whole.
+        """
         if not attention_call.plain:
             self.wraps.handle.ledger.note_traced(self.level, MORE)
             return attention_call.unmerged()

@@ -69,9 +69,9 @@ class Family(NamedTuple):
 
 
 def _read_latent(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
-    """Read the call of most classes: a latent ``(batch, channels, [frames,] height, width)``. Never returns a text.
+    """Read the call of most classes: a latent ``(batch, channels, [frames,] height, width)``.
 
-    CogVideoX's frames are before the channels.
+    CogVideoX's frames are before the channels. `given` holds the arguments by name. The result is never a text.
     """
     latent, config = given["hidden_states"], model.config
     if latent.dim() == 5 and latent.shape[1] != config.in_channels:
@@ -86,7 +86,8 @@ def _read_latent(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
 def _read_history(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
     """Read FramePack's call: earlier frames come before the current ones, in larger patches the older they are.
 
-    The result, never a text, describes the current frames; `Tokens.first` counts the tokens of the earlier ones.
+    `given` holds the arguments by name. The result, never a text, describes the current frames; its `first` counts the
+    tokens of the earlier ones.
     """
     history = [(given[name], factor) for name, factor in zip(_HISTORY, (4, 2, 1), strict=False)]
     patches = [(film.shape[2:], (factor, 2 * factor, 2 * factor)) for film, factor in history if film is not None]
@@ -97,8 +98,8 @@ def _read_history(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
 def _read_ids(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
     """Read the call of Flux or Krea 2: ids ``(tokens, 3)`` of picture, row and column.
 
-    Reference pictures follow the picture and have another first id. Krea 2's ids include those of the text. A text as
-    the result is the reason why the tokens are unknown.
+    Reference pictures follow the picture and have another first id. Krea 2's ids include those of the text. `given`
+    holds the arguments by name. If the tokens are unknown, the result is the reason, a text.
     """
     packed = given["hidden_states"]
     shape = _grid_of_ids(given["img_ids"] if "img_ids" in given else given["position_ids"], packed.shape[1])
@@ -144,7 +145,7 @@ def _read_grid(ids: torch.Tensor) -> tuple[int, int] | None:
 def _read_shapes(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
     """Read Qwen-Image's call: for each sample the shapes ``(frames, height, width)`` of picture and references.
 
-    A text as the result is the reason why the tokens are unknown.
+    `given` holds the arguments by name. If the tokens are unknown, the result is the reason, a text.
     """
     shapes = given["img_shapes"]
     if not shapes:
@@ -160,7 +161,7 @@ def _read_shapes(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
 def _read_list(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
     """Read Z-Image's call: a list of latents ``(channels, frames, height, width)``, one for each sample.
 
-    A text as the result is the reason why the tokens are unknown.
+    `given` holds the arguments by name. If the tokens are unknown, the result is the reason, a text.
     """
     latents = given["x"]
     if not all(torch.is_tensor(latent) for latent in latents):
@@ -176,7 +177,7 @@ def _read_list(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
 def _read_film(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
     """Read LTX's call: number of frames, height and width, in tokens, are arguments of the call.
 
-    A text as the result is the reason why the tokens are unknown.
+    `given` holds the arguments by name. If the tokens are unknown, the result is the reason, a text.
     """
     frames, height, width, packed = (given[name] for name in _FILM[:4])
     if None in (frames, height, width) or frames * height * width != packed.shape[1]:
@@ -268,7 +269,10 @@ class TransformerAdapter:
         return [LevelTally(self.family.downsample, self._blocks)]
 
     def wraps(self, model: nn.Module, levels: set[int], around: set[int], make: Callable[..., Wrap]) -> Iterator[Wrap]:
-        """Yield the wraps to put on the model, the outermost first, at any `levels`; see `unet.UNetAdapter.wraps`."""
+        """Yield the wraps to put on the model, the outermost first.
+
+        `levels` and `around` are not used. For `make`, see `unet.UNetAdapter.wraps`.
+        """
         yield make(ModelSite, model)
         for path, module in find_attentions(model, self.family):
             yield make(AttentionSite, module, path, 0)

@@ -162,7 +162,7 @@ class BlockSite(Wrap):
         """Return the block's input and an empty dict for its plans (matches of tokens, by the id of a rule).
 
         Returns:
-            None if the input is not the picture's tokens. If it is another number of tokens, that is counted.
+            None if the input is not the picture's tokens. If it is another number of tokens, the block is counted.
         """
         if not torch.is_tensor(x) or x.dim() != 3:
             return None
@@ -240,8 +240,8 @@ def _run_around(site: Any, call: ModelCall, path: str, part: str, args: tuple, k
 def _call_merged(original: Callable, args: tuple, kwargs: dict[str, Any], tokens: int, merge: Callable) -> Any:
     """Call a part with merged tokens and return its merged output.
 
-    `original` is the part's method, `args` and `kwargs` are those of the unmerged call. `merge` merges a tensor
-    ``[B, N, C]``. Contexts and values of the length `tokens` merge as well; 0 for none.
+    `original` is the part's method, `args` and `kwargs` are those of the unmerged call. `merge` turns a tensor
+    ``[B, N, C]`` into ``[B, groups, C]``. Contexts and values of the length `tokens` merge as well; 0 for none.
     """
 
     def merged(value: Any) -> Any:

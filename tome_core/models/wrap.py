@@ -39,8 +39,8 @@ class Wrap:
 
     The method below a wrap never changes. Another extension's wrapper on top may have saved this wrap as "the
     original", and a wrap that later called that wrapper would call itself. A wrap that was removed, or that was left
-    below another wrapper, passes all calls through. A copy or a pickle of the target gets a wrap that passes calls
-    through to the copy.
+    below another wrapper, passes all calls through to `original`. A copy or a pickle of the target gets a wrap that
+    passes calls through to the copy.
 
     Args:
         target: the object.
@@ -348,7 +348,7 @@ class WrapSet:
         self.wraps, self.paths = wraps, frozenset(filter(None, (wrap.path for wrap in wraps)))
 
     def _reuse_or_make(self, kind: type[Wrap], module: nn.Module, *facts: Any) -> Wrap:
-        """Return the resting wrap of this class for a module, or make one from the module, this set and `facts`."""
+        """Return the wrap of this class that was kept for a module, or make one from module, this set and `facts`."""
         wrap = self._resting.pop((kind, id(module)), None)
         return wrap if wrap is not None and wrap.wrapped() is module else kind(module, self, *facts)
 

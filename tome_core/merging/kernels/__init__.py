@@ -71,7 +71,7 @@ def available(device: torch.device) -> bool:
 def fit_whole(q: torch.Tensor) -> bool:
     """Return whether `first_order`, `answer_few` and `ridge` can fit a correction to all heads of the queries at once.
 
-    `q` is ``(batch, tokens, heads, head_dim)``.
+    `q` is ``(batch, tokens, heads, head_dim)``. It has to be in half precision, with narrow heads and without gradient.
     """
     return q.shape[3] <= RIDGE_WIDEST and ready_for_halves(q) and not needs_gradient(q)
 

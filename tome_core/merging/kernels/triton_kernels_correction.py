@@ -34,7 +34,7 @@ def _first_order(
     keys_sample, keys_row, keys_channel, values_sample, values_row, values_channel, group_sample,
     width: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the sums of `kernels.first_order`. A program serves one span of tokens of one head."""
+    """Fill ``found``, the sums of `kernels.first_order`. A program serves one span of tokens of one head."""
     sample, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     channel = tl.arange(0, WIDTH)
     is_channel = channel < width
@@ -68,7 +68,7 @@ def _attend(
     column, is_channel,
     QUERIES: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Return the outputs of some queries over the keys from ``first`` to ``stop``, and the logsumexp of the logits."""
+    """Return the outputs of a tile of queries over keys from ``first`` to ``stop``, and the logsumexp of the logits."""
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     out = tl.zeros([QUERIES, WIDTH], tl.float32)
@@ -98,9 +98,10 @@ def _answer_few(
     q_sample, q_row, q_channel, keys_sample, keys_row, keys_channel, values_sample, values_row, values_channel,
     bias_sample, width: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention. A program serves some queries of one head, and one span of all keys or all merged keys.
+    """Fill ``merged``, ``full`` and ``logs``, the fields of `kernels.Answers`.
 
-    The programs of the merged keys come after those of the last span.
+    A program serves some queries of one head, and one span of all keys or all merged keys. The programs of the merged
+    keys come after those of the last span.
     """
     head_number = (tl.program_id(0) // tiles).to(tl.int64)
     sample, head = head_number // heads, head_number % heads
@@ -165,7 +166,7 @@ def _ridge(
     q, merged, full, logs, first, matrix, constant, count, heads, q_sample, q_row, q_channel,
     width: tl.constexpr, WIDTH: tl.constexpr, UNKNOWNS: tl.constexpr, QUERIES: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
-    """Fit the correction. A program solves the normal equations of one head by elimination.
+    """Fill ``matrix`` and ``constant``. A program solves the normal equations of one head by elimination.
 
     The penalty makes elimination safe without a search for pivots. Factors are rounded to the dtype of the queries
     after they are centred, which is a smaller error than the rounding of the answers.
