@@ -61,7 +61,7 @@ class Like:
 
 
 class _ReplacedFunction:
-    """The replacement of a host's attention function: it passes each call to `current.answer`, if that is set.
+    """The replacement of a host's attention function: calls go to `current.answer` or, without one, to the host's.
 
     Args:
         namespace: the dictionary that holds the host's function, which is looked up at each call.
@@ -106,8 +106,7 @@ def register_name(name: str, read_call: Callable[..., AttentionCall] = HeadsCall
 def attention_names_in(code: Any) -> list[str]:
     """Return the full names (module and name) of the registered attention functions among a function's globals.
 
-    Args:
-        code: the function. The list is empty for any other object.
+    The list is empty if `code` is no function.
     """
     namespace = getattr(code, "__globals__", {})
     return [full_name(namespace[name]) for name in _BY_NAME if name in namespace]
@@ -120,12 +119,11 @@ class CodeReplacement:
         inner: the function that holds the code: a ``forward``, or the ``__call__`` of a processor.
         names: all global names that the code looks up.
         instead: the values of the globals that differ, by name.
-        replaced_function: the replacement of the attention function.
+        replaced_function: the replacement of the attention function. A compiled graph's operator reads calls with it.
 
     Attributes:
         function: the copy of `inner` that uses the replacement.
         names: the globals that are read from the host's module before each call.
-        replaced_function: the replacement. The operator of a compiled graph reads calls with it.
         stand_in: a subclass of `Like` for an attention or a processor; calling an instance runs `function` on it.
         processor: a subclass of the processor's class that uses the replacement; None if the code is not a processor's.
     """

@@ -253,7 +253,8 @@ class AttentionSite(NumberedSite):
     ) -> Any:
         """Return the output of an attention that computes its scores by hand, with merged keys and values if possible.
 
-        The attention's own code, which `known` describes, runs on a stand-in that gives it the merged keys and values.
+        The attention's own code, which `known` describes, runs on a stand-in that holds the merged tensors. A call that
+        cannot merge is counted.
         """
         target, heads = self.target, self.target.heads
         x, why = args[0] if args else named(kwargs, ("hidden_states", "x")), ""

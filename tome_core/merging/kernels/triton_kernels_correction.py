@@ -17,13 +17,9 @@ _PARTS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 
 
 def parts_of(part: torch.dtype, whole: torch.dtype) -> int:
-    """Return how many numbers of one dtype hold all digits of a number of another dtype.
+    """Return how many numbers of the dtype `part` hold all digits of a number of the dtype `whole`: float32 or `part`.
 
     The 24 bits of a float32 are 1 x 24, 2 x 11 or 3 x 8 bits.
-
-    Args:
-        part: the dtype to split numbers into.
-        whole: the dtype of the numbers: float32, or the same as `part`.
     """
     return 1 if whole == part else _PARTS[part]
 
@@ -242,7 +238,7 @@ def _correct(
     out_sample, out_row, out_channel, q_sample, q_row, q_channel,
     width: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Add the correction. A program serves some tokens of one head; neighbouring programs share a head's matrix."""
+    """Fill ``to``, see `kernels.correct`. A program serves some tokens of one head; neighbours share the matrix."""
     head_number = tl.program_id(0) // tiles
     sample, head = (head_number // heads).to(tl.int64), head_number % heads
     token = tl.program_id(0) % tiles * TOKENS + tl.arange(0, TOKENS)

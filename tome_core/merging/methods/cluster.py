@@ -67,9 +67,7 @@ def _nearest(value: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
 def _nearest_scalar(value: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
     """Return the number of the nearest centre of each value, ``(batch, tokens)``, by bisection between mid-points.
 
-    Args:
-        value: ``(batch, tokens, 1)``.
-        centre: ``(batch, groups, 1)``, in ascending order.
+    Values are ``(batch, tokens, 1)``, centres ``(batch, groups, 1)`` in ascending order.
     """
     middle = (centre[:, 1:, 0] + centre[:, :-1, 0]) / 2
     return torch.searchsorted(middle.contiguous(), value[..., 0].contiguous())
