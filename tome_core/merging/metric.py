@@ -62,12 +62,9 @@ def keys_to_search(rows: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor,
 
 
 def keys_of_rows(x: torch.Tensor, rows: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return some tokens as keys and a bias, see `keys_to_search`.
+    """Return the tokens of some numbers as keys and a bias, see `keys_to_search`.
 
-    Args:
-        x: ``(batch, tokens, channels)``.
-        rows: the numbers of the tokens, int64 ``(batch or 1, keys)``.
-        by_distance: compare by distance, not by cosine.
+    `x` is ``(batch, tokens, channels)``, `rows` (the numbers) int64 ``(batch or 1, keys)``.
     """
     if by_distance and rows.shape[0] == 1 and kernels.ready(x):
         batch, tokens, channels = x.shape

@@ -104,16 +104,10 @@ class MergePlan:
         return self._count() == 0
 
     def logits_in(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the logarithm of each group's size, or `EMPTY_LOGIT` (-1000) for an empty group.
+        """Return the logarithm of each group's size, ``(batch or 1, groups)``; `EMPTY_LOGIT` for an empty group.
 
         Added to the logits of merged keys, it lets a merged key weigh as much as its tokens did (proportional
         attention: ToMe, arXiv 2210.09461, section 3).
-
-        Args:
-            dtype: the dtype of the result.
-
-        Returns:
-            ``(batch or 1, groups)``.
         """
         self._count()  # if a kernel counts, it stores the logits as well
         exact = self._once(("logits", torch.float32), lambda: self._count().log().clamp(min=EMPTY_LOGIT))

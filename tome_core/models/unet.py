@@ -33,7 +33,7 @@ _PARTS = (("crossattn", "attn2"), ("mlp", "ff"))
 class UNetAdapter:
     """The adapter of a UNet: it finds the attentions and reads the model's calls.
 
-    The values that `pick` takes from a call's arguments go to `read`. `layout_of` serves each attention in the call.
+    For each call, `read` gets the values that `pick` returns. `layout_of` serves each attention in the call.
 
     Args:
         unet: the UNet. It is held weakly.
