@@ -134,7 +134,7 @@ def find_blocks(unet: nn.Module) -> list[BlockPlace]:
 
 
 def is_compiled(unet: nn.Module, places: Sequence[BlockPlace], handed: Any = None) -> bool:
-    """Return whether a UNet, one of its blocks at `places`, or the object that holds the UNet is compiled.
+    """Return whether a UNet, a block or its transformer at `places`, or the object that holds the UNet is compiled.
 
     `handed` is the object that the user passed to `patch`, such as a pipeline; or None.
     """
