@@ -238,7 +238,7 @@ def answer(
         attention_call: the intercepted call.
 
     Returns:
-        The output, in the form in which the host's function returns it. Tokens that a mask hides get zeros.
+        The output, in the host function's form. If the call merges, tokens that a mask hides get zeros.
     """
     if attention_call.is_flat:
         attention_call.split(heads)
