@@ -46,7 +46,7 @@ class Layout(NamedTuple):
 
 
 class Cells(NamedTuple):
-    """The tokens of a grid, cut into cells of equal size.
+    """The tokens of a grid, cut into cells of equal size. Numbers of tokens are those of `Grid`.
 
     Args:
         members: the numbers of each cell's tokens, int64 ``(cells, cell_size)``.
@@ -80,7 +80,7 @@ def windows(grid: Grid) -> Iterator[tuple[int, Grid]]:
     """Cut a grid into windows, whose tokens are matched separately.
 
     Windows are runs of frames, or bands of rows of a large frame, of nearly equal size. They have at most `WINDOW`
-    tokens, unless a band of the least height has more.
+    (4,096) tokens, unless a band of the least height (8 rows) has more.
 
     Yields:
         The number of the window's first token; the grid of the window. Windows follow each other without gaps.
@@ -130,8 +130,8 @@ def cells(grid: Grid, sy: int, sx: int, device: torch.device, st: int = 1) -> Ce
 
     Args:
         grid: the grid.
-        sy: height of a cell in tokens. A grid of less height is one cell high.
-        sx: width of a cell in tokens. A grid of less width is one cell wide.
+        sy: height of a cell in tokens. A frame of less height is one cell high.
+        sx: width of a cell in tokens. A frame of less width is one cell wide.
         device: the device of the result.
         st: number of frames of a cell, at most all frames.
     """
@@ -154,8 +154,8 @@ def split_cells(parts: Cells, draw: Draw | None) -> tuple[torch.Tensor, torch.Te
         draw: decides which token of a cell is its destination; None takes the first (top left).
 
     Returns:
-        Destinations, int64 ``(times, cells)``, and sources, int64 ``(times, tokens - cells)``. ``times`` is the number
-        of timesteps of `draw`, or 1.
+        Numbers of tokens: destinations, int64 ``(times, cells)``, in the order of the cells, and sources, int64
+        ``(times, tokens - cells)``. ``times`` is the number of timesteps of `draw`, or 1.
     """
     count, size = parts.members.shape
     device = parts.members.device
@@ -176,9 +176,9 @@ _MOST = 64  # entries of that cache
 
 
 def reuse(make: Callable[..., tuple[torch.Tensor, ...]], x: torch.Tensor, *args: Hashable) -> tuple[torch.Tensor, ...]:
-    """Return ``make(*args, x.device)``, from a cache if possible.
+    """Return ``make(*args, x.device)``, from a cache of 64 results if possible.
 
-    The result is not cached while a CUDA graph is captured or a tracer runs.
+    The result is not cached while a CUDA graph is captured or a tracer runs. Callers must not change its tensors.
 
     Args:
         make: makes a tuple of tensors. Its result must depend on nothing but its arguments.
@@ -203,18 +203,9 @@ def reuse(make: Callable[..., tuple[torch.Tensor, ...]], x: torch.Tensor, *args:
 def split_grid(
     grid: Grid, sy: int, sx: int, draw: Draw | None, x: torch.Tensor, st: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split the tokens of a grid into destinations and sources, see `cells` and `split_cells`.
+    """Split the tokens of a grid into destinations and sources, as `split_cells` does with the result of `cells`.
 
-    Args:
-        grid: the grid.
-        sy: height of a cell in tokens.
-        sx: width of a cell in tokens.
-        draw: decides which token of a cell is its destination; None takes the first.
-        x: a tensor on the device of the result.
-        st: number of frames of a cell.
-
-    Returns:
-        Destinations and sources, as `split_cells` returns them.
+    Of `x` only the device is used. Without a draw, the tensors come from a cache and must not be changed.
     """
     if draw is None:
         return reuse(_split_first, x, grid, sy, sx, st)
@@ -234,7 +225,7 @@ def draw_choices(draw: Draw, count: int, choices: int, device: torch.device) -> 
 
     Args:
         draw: the inputs of the hash.
-        count: how many numbers to draw.
+        count: how many numbers to draw for each timestep.
         choices: numbers are from 0 to ``choices - 1``.
         device: the device of the result.
 

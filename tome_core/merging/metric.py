@@ -21,7 +21,7 @@ _TINY = 1e-12  # keeps a token of zeros at similarity 0
 
 
 def of_unit_spread(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return keys and values side by side, centred over the tokens and scaled to a variance of 1.
+    """Return keys and values side by side, centred over the tokens and scaled to a variance of 1 in each sample.
 
     Keys and values then count the same in any model. The variance is an average over the channels of the keys, and over
     those of the values.
@@ -62,12 +62,9 @@ def keys_to_search(rows: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor,
 
 
 def keys_of_rows(x: torch.Tensor, rows: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return some tokens as keys and a bias, see `keys_to_search`.
+    """Return the tokens of some numbers as keys and a bias, see `keys_to_search`.
 
-    Args:
-        x: ``(batch, tokens, channels)``.
-        rows: the numbers of the tokens, int64 ``(batch or 1, keys)``.
-        by_distance: compare by distance, not by cosine.
+    `x` is ``(batch, tokens, channels)``, `rows` (the numbers) int64 ``(batch or 1, keys)``.
     """
     if by_distance and rows.shape[0] == 1 and kernels.ready(x):
         batch, tokens, channels = x.shape
@@ -79,7 +76,7 @@ def keys_of_rows(x: torch.Tensor, rows: torch.Tensor, by_distance: bool) -> tupl
 
 
 def keys_of_groups(plan: MergePlan, x: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the means of a plan's groups as keys and a bias, see `keys_to_search`.
+    """Return the means of a plan's groups as keys and a bias (never None), see `keys_to_search`.
 
     Args:
         plan: the plan. Its empty groups have a bias of minus infinity, so a search never finds them.

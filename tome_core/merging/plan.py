@@ -64,8 +64,8 @@ class MergePlan:
         group: the group of each token, int64 ``(batch or 1, tokens)``. One row serves every sample of a batch. The
             values are not checked, because that would wait for the device.
         num_groups: number of groups, at least 1. It never depends on the data.
-        counts: number of groups in each window, listed once for each run of windows of one size; empty if all tokens
-            were matched as one window.
+        counts: number of groups in each window (see `grid.windows`), listed once for each run of windows of one size;
+            empty if all tokens were matched as one window.
 
     Raises:
         ValueError: `group` has another dtype or shape, or `num_groups` is less than 1.
@@ -104,16 +104,10 @@ class MergePlan:
         return self._count() == 0
 
     def logits_in(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the logarithm of each group's size, or `EMPTY_LOGIT` for an empty group.
+        """Return the logarithm of each group's size, ``(batch or 1, groups)``; `EMPTY_LOGIT` for an empty group.
 
         Added to the logits of merged keys, it lets a merged key weigh as much as its tokens did (proportional
         attention: ToMe, arXiv 2210.09461, section 3).
-
-        Args:
-            dtype: the dtype of the result.
-
-        Returns:
-            ``(batch or 1, groups)``.
         """
         self._count()  # if a kernel counts, it stores the logits as well
         exact = self._once(("logits", torch.float32), lambda: self._count().log().clamp(min=EMPTY_LOGIT))
@@ -240,7 +234,7 @@ class MergePlan:
     def _means_by_kernel(
         self, x: torch.Tensor, values: torch.Tensor | None = None, bias: bool = False, exact: bool = True
     ) -> kernels.Means | None:
-        """Return `kernels.mean_rows` as ``(batch, groups, channels)``; None if torch's operators have to do it."""
+        """Return `kernels.mean_rows` with fields ``(batch, groups, ...)``; None if torch's operators have to do it."""
         if not kernels.ready(x) or kernels.needs_gradient(*filter(torch.is_tensor, (x, values))):
             return None
         self._check(x, self.group.shape[1], "tokens")
@@ -252,7 +246,7 @@ class MergePlan:
                                for rows in means))  # fmt: skip
 
     def _count_by_kernel(self, dtype: torch.dtype = torch.float32) -> bool:
-        """Cache order, offsets, sizes and their logarithms from one kernel; False if there is no kernel for it."""
+        """Cache order, offsets, sizes and logits from one kernel. Return False if there is no kernel for it."""
         segments = kernels.segments(self.group, self.num_groups, EMPTY_LOGIT, dtype)
         if segments is None:
             return False
@@ -272,13 +266,19 @@ class MergePlan:
         return self._once(("rows", batch), lambda: _flat_rows(self.group, batch, self.num_groups))
 
     def _sort(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `_segments` of the plan, cached. If a kernel sorts, it also caches the logits in `dtype`."""
+        """Return the tokens sorted by group, and where each group starts, as `_segments` does, cached.
+
+        If a kernel sorts, it also caches the logits of `logits_in` in `dtype`.
+        """
         if ("segments",) not in self.derived and not self._count_by_kernel(dtype):
             self.derived["segments",] = _segments(self.group, self.num_groups)
         return self.derived["segments",]
 
     def _flat_segments(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `_segments` for `batch` samples. A row that serves several samples is sorted once."""
+        """Return the tokens of `batch` samples sorted by group, and where each group starts, as `_segments` does.
+
+        A row that serves several samples is sorted once.
+        """
         order, offsets = self._sort()
 
         def shifted() -> tuple[torch.Tensor, torch.Tensor]:
@@ -289,7 +289,7 @@ class MergePlan:
 
 
 def _segments(group: torch.Tensor, num_groups: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sort tokens by group.
+    """Sort tokens by group. Tokens of one group keep their order.
 
     Args:
         group: the group of each token, int64 ``(rows, tokens)``.

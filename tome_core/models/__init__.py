@@ -18,7 +18,7 @@ def find_models(model: Any) -> list[nn.Module]:
 
     Args:
         model: a pipeline, a transformer, a UNet, or another object that `find_unet` accepts. A network that is not in
-            a pipeline is returned itself, known or not.
+            a pipeline is returned itself, known or not, without wrappers such as torch.compile's.
 
     Raises:
         TypeError: `model` is not a model.
@@ -28,7 +28,7 @@ def find_models(model: Any) -> list[nn.Module]:
 
 
 def adapter_of(model: nn.Module) -> Adapter:
-    """Make the adapter of a UNet or of a known transformer, which finds its attentions and reads its calls.
+    """Make the adapter of a UNet or of a known transformer: the object that finds its attentions and reads its calls.
 
     Raises:
         UnsupportedModelError: `model` has no known blocks.

@@ -24,16 +24,16 @@ _REFUSALS = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeErr
 
 
 class AttentionCall:
-    """A call of an attention function that was intercepted before it ran.
+    """An attention call of a host (the program that runs the model), caught before the function runs.
 
-    Subclasses keep the host's function in ``_function``, its tensors in ``_qkv`` and its other arguments in
-    ``_kwargs``.
+    `answer` first calls `split` if `is_flat`. It then returns `unmerged()`, or ``to_host_form(compute(...))``.
+    Subclasses keep the function in ``_function``, its tensors in ``_qkv`` and its other arguments in ``_kwargs``.
 
     Attributes:
         q, k, v: views ``(batch, tokens, heads, head_dim)`` of the call's tensors.
         mask: the call's attention mask, or None.
         scale: the call's factor of the logits; None if the function uses its default.
-        plain: True if the call computes attention alone: no dropout, no causal mask, one device.
+        plain: False if the call must not merge: it uses dropout, a causal mask, several devices or further options.
         by_head: True if the function takes tensors ``(batch, heads, tokens, head_dim)``.
         is_flat: True if heads are part of the batch axis until `split` separates them.
         adds_bias: whether the function adds a bias to the logits; None if a trial has to show it, see `takes_bias`.
@@ -50,17 +50,14 @@ class AttentionCall:
     v: torch.Tensor
 
     def unmerged(self) -> torch.Tensor:
-        """Return the result of the host's function on all tokens, in the form in which that function returns it."""
+        """Make the call as the host made it, on all tokens, and return what the host's function returns."""
         return self._function(*self._qkv, self.mask, **self._kwargs)
 
     def compute(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Call the host's function with other tensors, and return its output ``(batch, tokens, heads, head_dim)``.
+        """Call the host's function on other tensors, with the call's other options but without its mask.
 
-        Args:
-            q: queries, ``(batch, tokens, heads, head_dim)``.
-            k: keys, of the same form.
-            v: values, of the same form.
-            bias: a tensor to add to the logits, ``(batch, 1, 1, keys)``; None for no bias.
+        The tensors and the result are ``(batch, tokens, heads, head_dim)``. `bias`, ``(batch, 1, 1, keys)``, is added
+        to the logits; None for no bias.
         """
         if not self.by_head:
             return self._function(q, k, v, bias, **self._kwargs)
@@ -72,15 +69,16 @@ class AttentionCall:
         return out.transpose(1, 2) if self.by_head else out
 
     def takes_bias(self) -> bool | None:
-        """Tell by a trial whether the function adds a bias to the logits; None if it does not compute attention.
+        """Return whether the function adds a bias to the logits, from a trial on a few tokens, one for each `key`.
 
-        The trial is made once for each `key`.
+        Returns:
+            False if the function ignores or refuses a bias; None if it does not compute attention.
         """
         scale = self.q.shape[-1] ** -0.5 if self.scale is None else self.scale
         return try_once(self.key(), self.compute, scale, self.q)
 
     def key(self) -> tuple:
-        """Return a hashable key that differs between functions, and between modes of one function."""
+        """Return a hashable key of the function and of its mode, by which results of trials are cached."""
         return (self._function,)
 
 
@@ -89,7 +87,8 @@ class TorchCall(AttentionCall):
 
     Args:
         function: the host's function.
-        query, key, value: tensors ``(batch, heads, tokens, head_dim)`` or ``(batch * heads, tokens, head_dim)``.
+        query, key, value: tensors ``(batch, heads, tokens, head_dim)``; or ``(batch * heads, tokens, head_dim)``, which
+            never merge.
         attn_mask, dropout_p, is_causal, scale, enable_gqa: see torch's function.
         attention_kwargs: further options of diffusers' dispatcher.
         more: any other argument of the function, passed through.
@@ -118,7 +117,7 @@ class TorchCall(AttentionCall):
 class DispatchCall(TorchCall):
     """A call of diffusers' ``dispatch_attention_fn``, which looks up the active backend at each call.
 
-    Its tensors are ``(batch, tokens, heads, head_dim)``. Its other arguments are those of `TorchCall`.
+    The arguments are those of `TorchCall`, but the tensors are ``(batch, tokens, heads, head_dim)``.
     """
 
     by_head = False
@@ -144,7 +143,7 @@ class XformersCall(AttentionCall):
         function: the host's function.
         query, key, value: tensors ``(batch, tokens, heads, head_dim)`` or ``(batch * heads, tokens, head_dim)``.
         attn_bias: a mask or a bias of the caller.
-        p: the dropout probability.
+        p: the dropout probability. A call with dropout or with options other than ``op`` does not merge.
         scale: factor of the logits; None for the default.
         more: any other argument of the function, passed through.
     """
@@ -159,7 +158,7 @@ class XformersCall(AttentionCall):
         self.q, self.k, self.v = (tensor.unsqueeze(-2) if self.is_flat else tensor for tensor in self._qkv)
 
     def split(self, heads: int) -> None:
-        """Replace `q`, `k` and `v` of a flat call by views ``(batch, tokens, heads, head_dim)``."""
+        """Split heads off the batch axis, so that `q`, `k` and `v` are views ``(batch, tokens, heads, head_dim)``."""
         self.q, self.k, self.v = (tensor.unflatten(0, (-1, heads)).transpose(1, 2) for tensor in self._qkv)
 
     def to_host_form(self, out: torch.Tensor) -> torch.Tensor:
@@ -200,7 +199,7 @@ class HeadsCall(AttentionCall):
             self.q, self.k, self.v = (tensor.reshape(*tensor.shape[:2], -1, width) for tensor in (q, k, v))
 
     def unmerged(self) -> torch.Tensor:
-        """Return the result of the host's function on all tokens, in the form in which that function returns it."""
+        """Make the call as the host made it, see `AttentionCall.unmerged`."""
         return self._function(*self._qkv, self._heads, mask=self.mask, **self._kwargs)
 
     def compute(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -222,7 +221,7 @@ def answer(
     state: State, call: ModelCall, name: Hashable, level: int, heads: int,
     where: Layout | Callable[[int], Layout | str], seen: list[bool], attention_call: AttentionCall,
 ) -> torch.Tensor:  # fmt: skip
-    """Answer an intercepted attention call, with merged keys and values if it can be merged.
+    """Compute the output of an intercepted attention call, with merged keys and values if it can be merged.
 
     The state counts each self-attention, merged or not. A function that fails with merged keys is called without
     merging, now and at all later calls. Out-of-memory errors are raised.
@@ -239,7 +238,7 @@ def answer(
         attention_call: the intercepted call.
 
     Returns:
-        The output, in the form in which the host's function returns it.
+        The output, in the host function's form. If the call merges, tokens that a mask hides get zeros.
     """
     if attention_call.is_flat:
         attention_call.split(heads)
@@ -287,10 +286,11 @@ def answer(
 
 
 def _visible_rows(mask: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor | None, str]:
-    """Find the tokens that an attention mask leaves visible.
+    """Find the tokens that a boolean attention mask leaves visible. Other masks cannot be read.
 
     Hidden tokens are padding, so their outputs are not used. A mask of token pairs is read in the same way if all
-    visible tokens see each other and nothing else. Reading the mask waits for the device.
+    visible tokens see each other and nothing else. Reading the mask waits for the device. Of `q`, ``(batch, tokens,
+    ...)``, only the shape is read.
 
     Returns:
         The indices of the visible tokens, or None if all are visible or the mask cannot be read. Then the reason why it

@@ -36,7 +36,8 @@ OPERATORS: dict[str, Any] = {}
 def number_of(site: Any) -> torch.Tensor:
     """Register a site (a wrap that graphs call), and return the new number by which graphs refer to it.
 
-    The number is an input of the graph, not a constant, so that one graph serves several sites.
+    The first call defines the operators. The number is an input of the graph, not a constant, so that one graph serves
+    several sites.
 
     Args:
         site: an object with the methods ``begins`` or ``answers`` of `NumberedSite`'s subclasses. It is held weakly.
@@ -60,14 +61,12 @@ def number_of(site: Any) -> torch.Tensor:
 
 
 class NumberedSite(Wrap):
-    """A wrap that compiled graphs call while they run.
+    """A wrap that compiled graphs call while they run, by a subclass's method ``begins`` or ``answers``.
 
-    Args:
-        target: the object whose method is wrapped.
-        name: the name of that method.
+    The arguments are those of `Wrap`.
 
     Attributes:
-        number: the number by which graphs refer to this wrap, see `number_of`.
+        number: the number by which graphs refer to this wrap, an int64 tensor, see `number_of`.
     """
 
     def __init__(self, target: Any, name: str = "forward") -> None:
@@ -82,19 +81,13 @@ class NumberedSite(Wrap):
 
 
 def begin(site: torch.Tensor, form: str, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> torch.Tensor:
-    """Put the operator ``begin`` into a graph: a call of a model begins.
+    """Put the operator ``begin``, which begins a call of a model, into the graph that is being traced.
 
     This is a separate function because the compiler may fail to compile the whole forward of the model. It then runs
     the caller as plain Python, and would trace into the operator if the caller called the operator directly.
 
-    Args:
-        site: the number of the model's wrap.
-        form: the form of the call's arguments, see `pack`.
-        tensors: the tensors among the arguments.
-        numbers: the whole numbers among the arguments.
-
-    Returns:
-        The first argument of the operator ``attend`` in the same call.
+    `site` is the number of the model's wrap; the other arguments are what `pack` made of the arguments of the call. The
+    result, a copy of `site`, is the first argument of the operator ``attend`` in the same call.
     """
     return OPERATORS["begin"](site, form, list(tensors), list(numbers))
 
@@ -102,8 +95,7 @@ def begin(site: torch.Tensor, form: str, tensors: Sequence[torch.Tensor], number
 def why_not_in_graph(state: Any) -> str | None:
     """Return the reason why a graph that is being traced must not use the operators; None if it may use them.
 
-    Args:
-        state: the `State` of the patch.
+    `state` is the `State` of the patch.
     """
     if not state.ever_merges:
         return "no rule ever merges here"
@@ -125,11 +117,9 @@ def _is_exporting() -> bool:
 def _define(sites: Any) -> torch.library.Library | None:
     """Define the operators and return their library; None if that failed.
 
-    It can fail because torch inspects all loaded modules, and some raise errors. The next call of `number_of` tries
-    again.
-
-    Args:
-        sites: the sites by number.
+    ``begin`` calls the method ``begins`` of the site of a number and returns a copy of the number. ``attend`` calls
+    ``answers``, with True if its first argument is the number of another site. Defining can fail because torch inspects
+    all loaded modules, and some raise errors. The next call of `number_of` tries again.
     """
 
     def run_begin(site: torch.Tensor, form: str, tensors: list[torch.Tensor], numbers: list[int]) -> torch.Tensor:
@@ -167,7 +157,8 @@ def pack(values: Sequence[Any]) -> tuple[str, list[torch.Tensor], list[int]] | N
     Values may be tensors, numbers, None, and lists and tuples of them. A float becomes a float64 tensor ``[]``.
 
     Returns:
-        A string that describes the structure, the tensors, and the whole numbers. None if any value is of another type.
+        A string that describes the structure ("t" tensor, "i" whole number, "n" None, brackets), the tensors, and the
+        whole numbers. None if any value is of another type.
 
     >>> pack([None, 3, [(1, 4)]])
     ('ni[(ii)]', [], [3, 1, 4])
@@ -179,7 +170,7 @@ def pack(values: Sequence[Any]) -> tuple[str, list[torch.Tensor], list[int]] | N
 
 
 def _form(value: Any, tensors: list[torch.Tensor], numbers: list[int]) -> str:
-    """Return the form of a value, and append its tensors and whole numbers to the lists."""
+    """Return the form of a value, "?" for an unsupported one, and append its tensors and whole numbers to the lists."""
     if torch.is_tensor(value):
         tensors.append(value)
         return "t"

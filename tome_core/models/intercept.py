@@ -31,7 +31,8 @@ class _Current(threading.local):
     """The data of each thread for intercepted attention calls.
 
     Attributes:
-        answer: the callback that answers the calls of the current thread; None: the host's function answers.
+        answer: takes an `AttentionCall` and returns its output, in the form in which the host's function returns it.
+            None: the host's function runs.
     """
 
     def __init__(self) -> None:
@@ -60,12 +61,12 @@ class Like:
 
 
 class _ReplacedFunction:
-    """The replacement of a host's attention function: it passes each call to `current.answer`, if that is set.
+    """The replacement of a host's attention function: calls go to `current.answer` or, without one, to the host's.
 
     Args:
-        namespace: the dictionary that holds the host's function.
+        namespace: the dictionary that holds the host's function, which is looked up at each call.
         name: the name of the function there.
-        read_call: makes an `AttentionCall` of the function and of a call's arguments.
+        read_call: takes the function and the arguments of a call, and returns an `AttentionCall`.
     """
 
     def __init__(self, namespace: dict[str, Any], name: str, read_call: Callable[..., AttentionCall]) -> None:
@@ -91,11 +92,11 @@ _BY_NAME: dict[str, Callable[..., AttentionCall]] = {"dispatch_attention_fn": Di
 
 
 def register_name(name: str, read_call: Callable[..., AttentionCall] = HeadsCall) -> None:
-    """Register a global name as the name of an attention function.
+    """Register a global name as that of an attention function, so that attentions whose code calls it can merge.
 
     Args:
         name: the name by which code of a host calls the function.
-        read_call: makes an `AttentionCall` of the function and of a call's arguments.
+        read_call: takes the function and the arguments of a call, and returns an `AttentionCall`.
     """
     _BY_NAME[name] = read_call
     _replacement_in_code.cache_clear()
@@ -103,30 +104,28 @@ def register_name(name: str, read_call: Callable[..., AttentionCall] = HeadsCall
 
 
 def attention_names_in(code: Any) -> list[str]:
-    """Return the full names of the registered attention functions among the globals that a function can use.
+    """Return the full names (module and name) of the registered attention functions among a function's globals.
 
-    Args:
-        code: the function. The list is empty for any other object.
+    The list is empty if `code` is no function.
     """
     namespace = getattr(code, "__globals__", {})
     return [full_name(namespace[name]) for name in _BY_NAME if name in namespace]
 
 
 class CodeReplacement:
-    """A way to run an attention's own code with another attention function.
+    """A copy of an attention's own code that calls a replacement of its attention function; `run` runs the copy.
 
     Args:
         inner: the function that holds the code: a ``forward``, or the ``__call__`` of a processor.
         names: all global names that the code looks up.
         instead: the values of the globals that differ, by name.
-        replaced_function: the replacement of the attention function.
+        replaced_function: the replacement of the attention function. A compiled graph's operator reads calls with it.
 
     Attributes:
         function: the copy of `inner` that uses the replacement.
         names: the globals that are read from the host's module before each call.
-        replaced_function: the replacement. The operator of a compiled graph reads calls with it.
-        stand_in: a class of objects that a graph calls in place of the attention or of its processor.
-        processor: a class of processors that use the replacement; None if the code is not a processor's.
+        stand_in: a subclass of `Like` for an attention or a processor; calling an instance runs `function` on it.
+        processor: a subclass of the processor's class that uses the replacement; None if the code is not a processor's.
     """
 
     processor: type | None = None
@@ -174,18 +173,16 @@ def _copy_of(code: CodeType) -> CodeType:
 
 
 def _names_in(code: CodeType) -> list[str]:
-    """Return the names that code and the functions inside it look up."""
+    """Return the names of globals and attributes that code and the functions inside it look up."""
     functions = (value for value in code.co_consts if isinstance(value, CodeType))
     return list(dict.fromkeys([*code.co_names, *(name for inner in functions for name in _names_in(inner))]))
 
 
 def _replacement_of(name: str, namespace: dict[str, Any], names: Sequence[str]) -> tuple[Any, _ReplacedFunction] | None:
-    """Return the value that replaces a global, and the function replaced behind it; None if the global can stay.
+    """Return the value to use in place of a global, and the replaced function in it; None if the global can stay.
 
-    Args:
-        name: the name of the global.
-        namespace: the globals of the code.
-        names: all names that the code looks up.
+    The value is that function, or a stand-in for the module that holds the host's function. `namespace` holds the
+    globals of the code; `names` are all names that the code looks up.
     """
     value = namespace[name]
     if name in _BY_NAME:
@@ -207,10 +204,11 @@ def _replacement_of(name: str, namespace: dict[str, Any], names: Sequence[str]) 
 
 @lru_cache(maxsize=256)
 def _replacement_in_code(function: Any) -> CodeReplacement | None:
-    """Return the replacement of a function's code.
+    """Return the `CodeReplacement` of a function.
 
     Returns:
-        None if no name in the code leads to an attention function, or if the code writes to globals.
+        None if no name in the code leads to an attention function, if the code writes to globals, or if it is no Python
+        function.
     """
     if not isinstance(function, FunctionType) or _writes(function.__code__, "GLOBAL"):
         return None
@@ -225,10 +223,10 @@ def _replacement_in_code(function: Any) -> CodeReplacement | None:
 
 @lru_cache(maxsize=256)
 def _replacement_in_processor(kind: type) -> CodeReplacement | None:
-    """Return the replacement of the ``__call__`` of a class of processors; None if it cannot be replaced.
+    """Return the `CodeReplacement` for a class of processors, with `processor` set; None if there can be none.
 
-    A class without an instance dictionary cannot, because a copy could not share attributes with the original. Code
-    that writes to attributes of the attention cannot, because it would write to a copy.
+    A class without an instance dictionary cannot have one, because a copy could not share attributes with the original.
+    Code that writes to attributes of the attention cannot, because it would write to a copy.
     """
     replacement = _replacement_in_code(kind.__call__)
     if replacement is None or not kind.__dictoffset__ or _writes(replacement.function.__code__, "ATTR"):
@@ -256,7 +254,7 @@ def _writes(code: CodeType, kind: str) -> bool:
 
 
 def replacement_for(module: nn.Module) -> CodeReplacement | None:
-    """Return the way to run an attention's code with another attention function.
+    """Return the `CodeReplacement` of an attention's ``forward`` or of its processor's ``__call__``.
 
     Returns:
         None if no name in the code of the attention or of its processor leads to a known attention function.
@@ -271,10 +269,10 @@ def traced(kind: type, method: str) -> type[Like] | None:
 
     Args:
         kind: the class of the attention or of the processor.
-        method: the method that the ``__call__`` of a stand-in runs, with the attention function replaced.
+        method: the method that runs, with the attention function replaced, when a stand-in is called.
 
     Returns:
-        The class; None if the function cannot be replaced, or if the operator does not support its arguments.
+        A subclass of `Like`; None if the function cannot be replaced, or if the graph's operator does not support it.
     """
     replacement = _replacement_in_code(getattr(kind, method))
     if replacement is None or replacement.replaced_function.read_call not in (TorchCall, DispatchCall):
@@ -283,7 +281,7 @@ def traced(kind: type, method: str) -> type[Like] | None:
 
 
 class Watching(TorchFunctionMode):
-    """A mode in which `current.answer` answers every call of torch's attention function in this thread."""
+    """A context in which `current.answer`, if set, answers every call of torch's attention function in this thread."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is not TORCHS_OWN or current.answer is None:

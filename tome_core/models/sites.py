@@ -36,11 +36,11 @@ _UNSUPPORTED_ARGUMENTS = "a compiled model does not support these arguments"
 
 
 class ModelSite(NumberedSite):
-    """The wrap around the forward of a model, which reads the timestep and the latent of each call.
+    """The wrap around the forward of a model. It makes a `ModelCall` of the timestep and the latent of each call.
 
     Args:
         model: the model.
-        wraps: all wraps of that model.
+        wraps: the `WrapSet` of the model.
     """
 
     def __init__(self, model: nn.Module, wraps: WrapSet) -> None:
@@ -48,7 +48,11 @@ class ModelSite(NumberedSite):
         self.wraps = wraps
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model and return its output; while the call runs, attentions merge if a patch is installed."""
+        """Call the model and return its output; while the call runs, its record is in `Calls.current`.
+
+        The record, by which attentions merge, is None if no patch is in force or if this thread turned merging off.
+        Attentions that the call did not reach are counted.
+        """
         wraps, calls = self.wraps, self.wraps.calls
         before, call, calls.reason_missed = calls.current, None, ""
         if wraps.handle is not None and not calls.disabled:
@@ -88,7 +92,10 @@ class ModelSite(NumberedSite):
         return call
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model while a compiler traces, with the operator ``begin`` in the graph if possible."""
+        """Call the model while a compiler traces, with the operator ``begin`` in the graph if possible.
+
+        Meanwhile `WrapSet.begun` holds the operator's result, or the reason why the call does not merge.
+        """
         wraps, state = self.wraps, self.wraps.handle
         if state is None:
             return self.original(*args, **kwargs)
@@ -108,7 +115,7 @@ class TransformerSite(Wrap):
 
     Args:
         transformer: the module that holds the transformer blocks.
-        wraps: all wraps of the model.
+        wraps: the `WrapSet` of the model.
         level: the level of its blocks, 0 for the finest.
         attentions: paths of the self-attentions in it that have a wrap.
     """
@@ -118,7 +125,10 @@ class TransformerSite(Wrap):
         self.wraps, self.level, self.attentions = wraps, level, attentions
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the transformer and return its output; the wraps of its attentions know the token grid meanwhile."""
+        """Call the transformer and return its output, after the grid of its input was put in ``ModelCall.layouts``.
+
+        Attentions of the transformer that the call did not reach are counted.
+        """
         if not (isinstance(self, Wrap) and self.active) or (torch.compiler.is_compiling() and is_tracing()):
             return Wrap.forward(self, *args, **kwargs)
         call, x = self.wraps.calls.current, args[0] if args else named(kwargs, LATENTS)
@@ -141,10 +151,10 @@ class AttentionSite(NumberedSite):
 
     Args:
         module: the attention.
-        wraps: all wraps of the model.
+        wraps: the `WrapSet` of the model.
         path: the name of the attention in the model.
         level: the level of its tokens, 0 for the finest.
-        halvings: how often the latent is halved before it reaches the attention.
+        halvings: how often the latent is halved before it reaches an attention of a UNet.
     """
 
     def __init__(self, module: nn.Module, wraps: WrapSet, path: str, level: int, halvings: int = 0) -> None:
@@ -243,13 +253,8 @@ class AttentionSite(NumberedSite):
     ) -> Any:
         """Return the output of an attention that computes its scores by hand, with merged keys and values if possible.
 
-        The attention's own code runs on a stand-in, which gives it the merged keys and values.
-
-        Args:
-            known: the description of the attention.
-            call: the model call that is running.
-            args: of the call of the attention.
-            kwargs: of the call of the attention.
+        The attention's own code, which `known` describes, runs on a stand-in that holds the merged tensors. A call that
+        cannot merge is counted.
         """
         target, heads = self.target, self.target.heads
         x, why = args[0] if args else named(kwargs, ("hidden_states", "x")), ""
@@ -326,7 +331,10 @@ class AttentionSite(NumberedSite):
             intercept.current.answer = before
 
     def _call_operator(self, begun: torch.Tensor, attention_call: AttentionCall) -> torch.Tensor:
-        """Answer an attention call by the operator ``attend``. begun: result of ``begin``, or this wrap's number."""
+        """Answer an attention call by the operator ``attend``, or unmerged (with a note) if it is not `plain`.
+
+        `begun` is the result of the operator ``begin``, or this wrap's number if the model is not compiled as a whole.
+        """
         if not attention_call.plain:
             self.wraps.handle.ledger.note_traced(self.level, MORE)
             return attention_call.unmerged()
@@ -345,9 +353,10 @@ def count_missed(
     model.
 
     Args:
-        wraps: all wraps of the model.
+        wraps: the `WrapSet` of the model.
         call: the call.
-        names: paths of the attentions that the call had to reach; None if it may have skipped some on purpose.
+        names: paths of attentions that were certainly missed. None: those that are not in ``call.reached``, some of
+            which the call may have skipped on purpose.
         batch: number of samples that count as unmerged.
         tokens: number of tokens that count as unmerged.
     """

@@ -37,7 +37,7 @@ class Tokens(NamedTuple):
         grid: their grid.
         count: number of tokens from the picture's first token to the end of its part of the sequence. It includes
             tokens of reference pictures, which follow the picture's.
-        latent: the latent ``(batch, channels, [frames,] height, width)``, or a view with one place for each token. Its
+        latent: the latent ``(batch, channels, [frames,] height, width)``, or a view with one pixel for each token. Its
             values are used only to find copies of one latent in the batch.
         first: number of tokens of earlier frames before the picture's.
     """
@@ -54,8 +54,8 @@ class Family(NamedTuple):
     Args:
         text_first: True if the text is before the picture's tokens.
         timestep: converts the model's time to a timestep of Stable Diffusion: 1000 times the sigma of a flow model.
-        downsample: side of a token, in places of the latent.
-        attentions: regular expression for the paths of the attentions over the picture's tokens.
+        downsample: side of a token, in pixels of the latent.
+        attentions: regular expression for the whole paths of the attentions over the picture's tokens.
     """
 
     text_first: bool = False
@@ -71,7 +71,7 @@ class Family(NamedTuple):
 def _read_latent(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
     """Read the call of most classes: a latent ``(batch, channels, [frames,] height, width)``.
 
-    CogVideoX's frames are before the channels.
+    CogVideoX's frames are before the channels. `given` holds the arguments by name. The result is never a text.
     """
     latent, config = given["hidden_states"], model.config
     if latent.dim() == 5 and latent.shape[1] != config.in_channels:
@@ -84,7 +84,11 @@ def _read_latent(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
 
 
 def _read_history(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
-    """Read FramePack's call: earlier frames come before the current ones, in larger patches the older they are."""
+    """Read FramePack's call: earlier frames come before the current ones, in larger patches the older they are.
+
+    `given` holds the arguments by name. The result, never a text, describes the current frames; its `first` counts the
+    tokens of the earlier ones.
+    """
     history = [(given[name], factor) for name, factor in zip(_HISTORY, (4, 2, 1), strict=False)]
     patches = [(film.shape[2:], (factor, 2 * factor, 2 * factor)) for film, factor in history if film is not None]
     before = sum(prod(-(-side // size) for side, size in zip(*sides, strict=True)) for sides in patches)
@@ -94,8 +98,8 @@ def _read_history(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
 def _read_ids(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
     """Read the call of Flux or Krea 2: ids ``(tokens, 3)`` of picture, row and column.
 
-    Reference pictures follow the picture and have another first id. Krea 2's ids include those of the text. A text as
-    the result is the reason why the tokens are unknown.
+    Reference pictures follow the picture and have another first id. Krea 2's ids include those of the text. `given`
+    holds the arguments by name. If the tokens are unknown, the result is the reason, a text.
     """
     packed = given["hidden_states"]
     shape = _grid_of_ids(given["img_ids"] if "img_ids" in given else given["position_ids"], packed.shape[1])
@@ -141,7 +145,7 @@ def _read_grid(ids: torch.Tensor) -> tuple[int, int] | None:
 def _read_shapes(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
     """Read Qwen-Image's call: for each sample the shapes ``(frames, height, width)`` of picture and references.
 
-    A text as the result is the reason why the tokens are unknown.
+    `given` holds the arguments by name. If the tokens are unknown, the result is the reason, a text.
     """
     shapes = given["img_shapes"]
     if not shapes:
@@ -157,7 +161,7 @@ def _read_shapes(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
 def _read_list(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
     """Read Z-Image's call: a list of latents ``(channels, frames, height, width)``, one for each sample.
 
-    A text as the result is the reason why the tokens are unknown.
+    `given` holds the arguments by name. If the tokens are unknown, the result is the reason, a text.
     """
     latents = given["x"]
     if not all(torch.is_tensor(latent) for latent in latents):
@@ -173,7 +177,7 @@ def _read_list(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
 def _read_film(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
     """Read LTX's call: number of frames, height and width, in tokens, are arguments of the call.
 
-    A text as the result is the reason why the tokens are unknown.
+    `given` holds the arguments by name. If the tokens are unknown, the result is the reason, a text.
     """
     frames, height, width, packed = (given[name] for name in _FILM[:4])
     if None in (frames, height, width) or frames * height * width != packed.shape[1]:
@@ -214,7 +218,7 @@ _IN_PIPELINES = ("transformer", "transformer_2")  # Wan 2.2 has two, for early a
 
 
 def family_of(model: Any) -> Family | None:
-    """Return the family of a transformer by the name of its class or of a base class; None if it is not known."""
+    """Return the family of a transformer by the name of its class or of a base class; None for any other object."""
     if not isinstance(model, nn.Module):
         return None
     return next((FAMILIES[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in FAMILIES), None)
@@ -235,10 +239,16 @@ def find_attentions(model: nn.Module, family: Family) -> list[tuple[str, nn.Modu
 class TransformerAdapter:
     """The adapter of a transformer of a known family: it finds the attentions and reads the model's calls.
 
-    The attributes `layout`, `downsamples` and `reads` are those of `unet.UNetAdapter`.
+    Its methods take the model as an argument, because the adapter does not hold it.
 
     Args:
-        model: the transformer. The adapter does not hold it.
+        model: the transformer, for which `family_of` must not be None.
+
+    Attributes:
+        family: the transformer's `Family`.
+        layout: the table of strengths that applies, always "transformer".
+        downsamples: the down-sampling factor of the only level.
+        reads: names of the arguments that a call is read from.
     """
 
     layout = "transformer"
@@ -259,13 +269,16 @@ class TransformerAdapter:
         return [LevelTally(self.family.downsample, self._blocks)]
 
     def wraps(self, model: nn.Module, levels: set[int], around: set[int], make: Callable[..., Wrap]) -> Iterator[Wrap]:
-        """Yield the wraps to put on the model, the outermost first, at any `levels`; see `unet.UNetAdapter.wraps`."""
+        """Yield the wraps to put on the model, the outermost first.
+
+        `levels` and `around` are not used. For `make`, see `unet.UNetAdapter.wraps`.
+        """
         yield make(ModelSite, model)
         for path, module in find_attentions(model, self.family):
             yield make(AttentionSite, module, path, 0)
 
     def pick(self, model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> list[Any]:
-        """Return the values of the arguments named in `reads`. A compiler can trace this."""
+        """Return the values of the arguments named in `reads`, in that order. A compiler can trace this."""
         return [kwargs[name] if name in kwargs else args[place] if place < len(args) else default
                 for name, place, default in self._arguments]  # fmt: skip
 
@@ -275,10 +288,11 @@ class TransformerAdapter:
         Args:
             model: the transformer.
             given: the arguments named in `reads`, by name.
-            time: the engine's `ModelTime`. A known step of the pipeline's scheduler precedes the call's own time.
+            time: the engine's `ModelTime`. If it knows the step of the pipeline's scheduler, that step is the timestep.
 
         Returns:
-            The timestep on Stable Diffusion's scale; the latent; the `Tokens`, or the reason why they are unknown.
+            The timestep on Stable Diffusion's scale; the latent; the `Tokens`, or the reason why they are unknown. The
+            caller puts the last into ``ModelCall.facts``, from which `layout_of` reads it.
         """
         step = time.noise.now() if isinstance(time.noise, PipelineSteps) and time.is_sampling else None
         timestep = self.family.timestep(given[self.reads[-1]]) if step is None else step

@@ -33,6 +33,8 @@ _PARTS = (("crossattn", "attn2"), ("mlp", "ff"))
 class UNetAdapter:
     """The adapter of a UNet: it finds the attentions and reads the model's calls.
 
+    For each call, `read` gets the values that `pick` returns. `layout_of` serves each attention in the call.
+
     Args:
         unet: the UNet. It is held weakly.
 
@@ -43,7 +45,7 @@ class UNetAdapter:
         layout: "sd" or "sdxl", the table of strengths that applies.
         downsamples: the down-sampling factor of each level, the finest first.
         levels: the number of each level, 0 for the finest, by how often the latent is halved there.
-        reads: names of the arguments that a call is read from.
+        reads: names for the values that `pick` returns.
     """
 
     reads = ("latent", "timestep")
@@ -97,7 +99,7 @@ class UNetAdapter:
                     yield make(PartSite, getattr(place.block, name), place.path, part, level)
 
     def pick(self, unet: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> list[Any]:
-        """Return the values of the arguments named in `reads`, None for a missing one. A compiler can trace this."""
+        """Return latent and timestep from a call's arguments, None for a missing one. A compiler can trace this."""
         latent = args[0] if args else named(kwargs, LATENTS)
         return [latent, args[1] if len(args) > 1 else named(kwargs, _TIMES)]
 
@@ -106,11 +108,12 @@ class UNetAdapter:
 
         Args:
             unet: the UNet.
-            given: the arguments named in `reads`, by name.
+            given: the values of `pick`, by the names in `reads`.
             time: the engine's `ModelTime`. Not used here.
 
         Returns:
-            The timestep; the latent; height and width of the latent, or None if it is not a picture.
+            The timestep; the latent; its last two sides, height and width, or None if it has fewer than four axes. The
+            caller puts the last into ``ModelCall.facts``, from which `layout_of` reads it.
         """
         latent = given["latent"]
         is_picture = torch.is_tensor(latent) and latent.dim() >= 4
@@ -135,7 +138,7 @@ class BlockSite(Wrap):
 
     Args:
         block: the block.
-        wraps: all wraps of the model.
+        wraps: the `WrapSet` of the model.
         level: the level of the block, 0 for the finest.
     """
 
@@ -156,10 +159,10 @@ class BlockSite(Wrap):
             call.block = before
 
     def _input_of(self, call: ModelCall, x: Any) -> tuple[torch.Tensor, dict] | None:
-        """Return the block's input and an empty dict for its plans.
+        """Return the block's input and an empty dict for its plans (matches of tokens, by the id of a rule).
 
         Returns:
-            None if the input is not the picture's tokens. If it is another number of tokens, that is counted.
+            None if the input is not the picture's tokens. If it is another number of tokens, the block is counted.
         """
         if not torch.is_tensor(x) or x.dim() != 3:
             return None
@@ -175,7 +178,7 @@ class PartSite(Wrap):
 
     Args:
         module: the part.
-        wraps: all wraps of the model.
+        wraps: the `WrapSet` of the model.
         block: the path of the block.
         part: "crossattn" or "mlp".
         level: the level of the block, 0 for the finest.
@@ -204,7 +207,7 @@ class BlockAttentionSite(AttentionSite):
     """The wrap around a self-attention that can be called with merged tokens, as tomesd does.
 
     It is called so if the rule in force merges tomesd's way (``is_as_tomesd``). With any other rule only keys and
-    values merge, as in `AttentionSite`. The arguments are those of `AttentionSite`.
+    values merge, as in `AttentionSite`, which has the same arguments.
     """
 
     def _merge(self, call: ModelCall, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -219,13 +222,8 @@ class BlockAttentionSite(AttentionSite):
 def _run_around(site: Any, call: ModelCall, path: str, part: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Return the output of a part of a block for all tokens, computed on merged tokens if possible.
 
-    Args:
-        site: the wrap of the part.
-        call: the model call that is running. It holds the block's input.
-        path: the path of the block.
-        part: "attn", "crossattn" or "mlp".
-        args: of the call of the part.
-        kwargs: of the call of the part.
+    The part, whose wrap is `site`, is "attn", "crossattn" or "mlp". `path` is the block's. `args` and `kwargs` are
+    those of the call of the part. `call` holds the block's input.
     """
     (x, plans), level = call.block, site.level
     tokens, context = x.shape[1], args[1] if len(args) > 1 else named(kwargs, CONTEXTS)
@@ -242,12 +240,8 @@ def _run_around(site: Any, call: ModelCall, path: str, part: str, args: tuple, k
 def _call_merged(original: Callable, args: tuple, kwargs: dict[str, Any], tokens: int, merge: Callable) -> Any:
     """Call a part with merged tokens and return its merged output.
 
-    Args:
-        original: the part's method.
-        args: of the unmerged call.
-        kwargs: of the unmerged call.
-        tokens: contexts and values of this length merge as well; 0 for none.
-        merge: merges a tensor ``[B, N, C]``.
+    `original` is the part's method, `args` and `kwargs` are those of the unmerged call. `merge` turns a tensor
+    ``[B, N, C]`` into ``[B, groups, C]``. Contexts and values of the length `tokens` merge as well; 0 for none.
     """
 
     def merged(value: Any) -> Any:
@@ -260,13 +254,8 @@ def _call_merged(original: Callable, args: tuple, kwargs: dict[str, Any], tokens
 def _problem_of(part: str, module: nn.Module, x: torch.Tensor, args: tuple, kwargs: dict, context: Any) -> str:
     """Return the reason why a part cannot be called with merged tokens; "" if it can.
 
-    Args:
-        part: "attn", "crossattn" or "mlp".
-        module: the part.
-        x: the block's input.
-        args: of the call of the part.
-        kwargs: of the call of the part.
-        context: the tokens that the part attends to, from `args` or `kwargs`; or None.
+    The part is "attn", "crossattn" or "mlp". `x` is the block's input; `args` and `kwargs` are those of the call of the
+    part; `context` holds the tokens that the part attends to, found among these arguments, or is None.
     """
     if not args or not torch.is_tensor(args[0]) or args[0].dim() != 3 or (part == "attn" and len(args) > 2):
         return _UNKNOWN_CALL

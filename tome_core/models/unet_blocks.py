@@ -31,7 +31,7 @@ class UNetFamily(NamedTuple):
     """The names that one family of UNets uses.
 
     Args:
-        name: the name of the family.
+        name: "ldm" or "diffusers".
         down: the attribute of a UNet that holds the down-sampling stages.
         middle: the attribute that holds the middle stage.
         up: the attribute that holds the up-sampling stages.
@@ -110,10 +110,10 @@ def _family_of(module: nn.Module) -> UNetFamily | None:
 
 
 def find_blocks(unet: nn.Module) -> list[BlockPlace]:
-    """Return every transformer block of a UNet, in the order of its stages.
+    """Return every transformer block of a UNet, in the order of its stages: down, middle, up.
 
     Raises:
-        UnsupportedModelError: no block was found, or no stages show the levels of the blocks.
+        UnsupportedModelError: no block was found, or the model has no stages, so that no block's `halvings` is known.
     """
     family, kind = _family_of(unet), type(unet).__name__
     places = [] if family is None else list(_places_of(unet, family))
@@ -134,12 +134,9 @@ def find_blocks(unet: nn.Module) -> list[BlockPlace]:
 
 
 def is_compiled(unet: nn.Module, places: Sequence[BlockPlace], handed: Any = None) -> bool:
-    """Return whether a UNet, a part of it or the object that holds it is compiled.
+    """Return whether a UNet, a block or its transformer at `places`, or the object that holds the UNet is compiled.
 
-    Args:
-        unet: the UNet.
-        places: its transformer blocks.
-        handed: the object that the user passed to `patch`, such as a pipeline; or None.
+    `handed` is the object that the user passed to `patch`, such as a pipeline; or None.
     """
     parts = (unet, *(part for place in places for part in (place.transformer, place.block)))
     is_wrapped = any(hasattr(model, "_orig_mod") for model in (handed, getattr(handed, "unet", None)))

@@ -35,12 +35,12 @@ _RESTING: weakref.WeakKeyDictionary[nn.Module, WrapSet] = weakref.WeakKeyDiction
 
 
 class Wrap:
-    """A replacement of one method of one object; subclasses do their work in `run`.
+    """A replacement of one method of one object from `install` to `uninstall`; subclasses do their work in `run`.
 
     The method below a wrap never changes. Another extension's wrapper on top may have saved this wrap as "the
     original", and a wrap that later called that wrapper would call itself. A wrap that was removed, or that was left
-    below another wrapper, passes all calls through. A copy or a pickle of the target gets a wrap that passes calls
-    through to the copy.
+    below another wrapper, passes all calls through to `original`. A copy or a pickle of the target gets a wrap that
+    passes calls through to the copy.
 
     Args:
         target: the object.
@@ -61,15 +61,18 @@ class Wrap:
         self._target_ref: Callable[[], Any] = weakref.ref(target)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer a call of the method while the wrap is active."""
+        """Answer a call of the method while the wrap is active. Subclasses replace this call of `original`."""
         return self.original(*args, **kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer a call of the method while the wrap is active and a compiler traces."""
+        """Answer a call of the method, instead of `run`, while a compiler traces: by a call of `original`."""
         return self.original(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer any call of the method, by `run`, `trace` or `original`. This function replaces the method."""
+        """Answer any call of the method, by `run` or `trace` if the wrap is active, else by `original`.
+
+        This function replaces the method.
+        """
         if not isinstance(self, Wrap):  # another program bound this function to the target, to restore "the original"
             wrap, kind = vars(self).get(_MARK), type(self)
             class_method = partial(getattr(kind, "_forward", kind.forward), self)  # see `BlockSite`
@@ -106,8 +109,8 @@ class Wrap:
         """Put the wrap on top of all replacements of the method, and activate it. Idempotent.
 
         Returns:
-            This wrap, or a copy of it if another extension has replaced the method meanwhile. The same object is
-            reused if possible, because that keeps compiled graphs valid.
+            This wrap; or, if another extension has replaced the method meanwhile, an active copy, below which this wrap
+            passes calls through. The same object is reused if possible, because that keeps compiled graphs valid.
         """
         wrap, self.target = self, self.wrapped()
         if not self.is_on_top():
@@ -146,7 +149,7 @@ class Wrap:
         vars(target).pop(_MARK, None)
 
     def _leave(self) -> None:
-        """Put the method below this wrap, which is on top, back on the target."""
+        """Put the method below this wrap, which has to be on top, back on the target."""
         slot, method = self._slot(), without_inert(self.beneath)
         if method is None and slot != self.name:
             method = getattr(type(self.target), self.name).__get__(self.target)
@@ -185,20 +188,16 @@ class Wrap:
 
 @when_traced
 def calling(kind: type, name: str) -> type:
-    """Return a class whose instances call a method of another class. Their first argument is the method's ``self``.
+    """Return a class whose instances call the method `name` of a class. Their first argument is the method's ``self``.
 
     A compiler cannot trace the look-up of a method for every class, so this look-up is a constant for it.
-
-    Args:
-        kind: the class of the method.
-        name: the name of the method.
     """
     method = getattr(kind, name)
     return type(name, (), {"__call__": lambda self, *args, **kwargs: method(*args, **kwargs)})
 
 
 def drop_remains(target: Any) -> None:
-    """Remove inactive wraps from an object.
+    """Remove inactive wraps, which pass all calls through, from an object.
 
     A copy of a wrapped object has such wraps. Another extension may also have restored one when it was removed.
     """
@@ -224,7 +223,7 @@ def foreign_method_on(module: nn.Module) -> Any:
 
 
 def over_hook(module: nn.Module | None) -> Any:
-    """Return the method by which another extension has replaced accelerate's hook on a module.
+    """Return another extension's method that replaces ``forward`` on top of accelerate's hook on a module.
 
     Returns:
         None if there is no module, no such hook, or no replacement.
@@ -235,7 +234,7 @@ def over_hook(module: nn.Module | None) -> Any:
 
 
 def wrap_of(method: Any) -> Wrap | None:
-    """Return the wrap that a method belongs to; None if it is no wrap's."""
+    """Return the wrap that a method (or a callable wrap itself) belongs to; None if it is no wrap's."""
     owner = getattr(method, "__self__", method)
     if isinstance(owner, Wrap):
         return owner
@@ -245,7 +244,7 @@ def wrap_of(method: Any) -> Wrap | None:
 
 
 def without_inert(method: Any) -> Any:
-    """Return the first method that is no inactive wrap: the method itself, or one below it.
+    """Return a method, or the first one below it that is not the method of an inactive wrap.
 
     Without this, chains of removed wraps would grow. None, also as the argument, stands for the method of the class.
     """
@@ -261,7 +260,7 @@ def why_missed(wrap: Wrap) -> str:
 
 
 def register_wrapper(name: str, beneath: Callable[[nn.Module, Any], Any]) -> None:
-    """Register a kind of wrappers of another extension.
+    """Register a kind of wrappers of another extension, so that `is_own` sees through them.
 
     Args:
         name: a name of the kind. A second call with the same name replaces the first.
@@ -310,8 +309,9 @@ class Calls(threading.local):
 class WrapSet:
     """The wraps of one model, and the state that they share.
 
-    Without a patch the wraps rest: they are off the model and hold no module. The next patch gets the same objects,
-    because compiled models refer to them.
+    The functions `put_on` (by `change`, then `put_back`) and `take_off` keep it up to date. Without a patch the wraps
+    rest: they are off the model and hold no module. The next patch gets the same objects, because compiled models
+    refer to them.
 
     Attributes:
         handle: the `Patch` in force, or None.
@@ -348,7 +348,7 @@ class WrapSet:
         self.wraps, self.paths = wraps, frozenset(filter(None, (wrap.path for wrap in wraps)))
 
     def _reuse_or_make(self, kind: type[Wrap], module: nn.Module, *facts: Any) -> Wrap:
-        """Return the resting wrap of this class for a module, or make one. facts: the class's further arguments."""
+        """Return the wrap of this class that was kept for a module, or make one from module, this set and `facts`."""
         wrap = self._resting.pop((kind, id(module)), None)
         return wrap if wrap is not None and wrap.wrapped() is module else kind(module, self, *facts)
 
@@ -366,7 +366,7 @@ class WrapSet:
         self.wraps, self.handle = [], None
 
     def is_called(self) -> bool:
-        """Return whether this thread is inside a call of the model."""
+        """Return whether this thread is inside a call that may merge, or has turned merging off by `Patch.unmerged`."""
         return self.calls.current is not None or self.calls.disabled > 0
 
     def follow_back(self, call: ModelCall | None, out: Any) -> None:
@@ -410,12 +410,10 @@ class WrapSet:
         return bool(self.wraps) and not self.wraps[0].is_on_top() and foreign_method_on(self.wraps[0].target) is None
 
     def look_after_itself(self, level: int) -> None:
-        """Put the model's wrap back on top for the next call, and count an attention that ran outside of any call.
+        """Put the model's wrap back on top for the next call if another program removed or replaced it.
 
-        The wrap is missing if another program removed it, as DeepCache does when it ends, or replaced it.
-
-        Args:
-            level: the level of the attention, 0 for the finest.
+        An attention of this level that ran without a call of that wrap is counted as unmerged. Without a patch nothing
+        happens.
         """
         if self.handle is None or self.calls.disabled or not self.wraps:
             return
@@ -435,7 +433,7 @@ def wraps_on(model: nn.Module | None) -> WrapSet | None:
 
 
 def put_on(model: nn.Module, adapter: Any, handle: Any, levels: set[int], around: set[int]) -> Any:
-    """Put the wraps of a patch on a model, in place of those of another patch. Idempotent.
+    """Put the wraps of a patch on a model, in place of those of another patch. Idempotent. An error removes them all.
 
     Args:
         model: the model.
@@ -463,7 +461,7 @@ def put_on(model: nn.Module, adapter: Any, handle: Any, levels: set[int], around
 
 
 def take_off(model: nn.Module, handle: Any) -> None:
-    """Remove the wraps of a patch from a model if that patch is in force there."""
+    """Remove the wraps of a patch from a model, and keep them for its next patch; do nothing if it is not in force."""
     with patch_lock:
         wraps = wraps_on(model)
         if wraps is not None and wraps.handle is handle:
@@ -473,14 +471,14 @@ def take_off(model: nn.Module, handle: Any) -> None:
 
 
 def drop_mark(module: nn.Module) -> None:
-    """Remove the mark that a patch has left on a module, unless a patch is in force there.
+    """Remove the attribute that `wraps_on` reads from a module, unless a patch is in force there.
 
-    A copy of a patched model has such a mark, and an interrupt can leave one.
+    A copy of a patched model has such an attribute, and an interrupt can leave one.
     """
     if getattr(wraps_on(module), "handle", None) is None:
         vars(module).pop(_SET_MARK, None)
 
 
 def forget_all() -> None:
-    """Forget the wraps that are kept for the next patch of each model. For hosts that unload this engine."""
+    """Forget the removed wraps that are kept for the next patch of each model. For hosts that unload this engine."""
     _RESTING.clear()

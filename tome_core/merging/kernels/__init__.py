@@ -69,10 +69,9 @@ def available(device: torch.device) -> bool:
 
 
 def fit_whole(q: torch.Tensor) -> bool:
-    """Return whether kernels can fit a correction to all heads of the queries at once, in little memory.
+    """Return whether `first_order`, `answer_few` and `ridge` can fit a correction to all heads of the queries at once.
 
-    Args:
-        q: the queries, ``(batch, tokens, heads, head_dim)``.
+    `q` is ``(batch, tokens, heads, head_dim)``. It has to be in half precision, with narrow heads and without gradient.
     """
     return q.shape[3] <= RIDGE_WIDEST and ready_for_halves(q) and not needs_gradient(q)
 
@@ -84,7 +83,7 @@ def needs_gradient(*tensors: torch.Tensor) -> bool:
 
 @functools.cache
 def _supports(device: torch.device) -> bool:
-    """Return whether Triton supports a device. The oldest compute capability is 8.0; AMD's GPUs report 9 or more."""
+    """Return whether Triton supports a device: every one except NVIDIA's cards of a compute capability below 8.0."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -117,7 +116,7 @@ def best_keys(
 
 
 class Means(NamedTuple):
-    """The result of `mean_rows`.
+    """The result of `mean_rows`. Rows are ordered by copy (sample), then by group.
 
     Args:
         mean: the mean of the rows of each group, ``(copies * groups, channels)`` in the dtype of the rows.
@@ -142,7 +141,7 @@ def mean_rows(
     Sums are in float32. One program sums a group in a fixed order, so equal inputs give equal bits. Not differentiable.
 
     Args:
-        x: ``(copies * tokens, channels)``, any strides. The same groups apply to each copy.
+        x: ``(copies * tokens, channels)``, any strides. The same groups apply to each copy (a sample, for instance).
         order: the rows of one copy sorted by group, int64.
         offsets: where each group starts in `order`, and its end, int64 ``(groups + 1,)``.
         tokens: number of rows of one copy.
@@ -166,7 +165,7 @@ def mean_rows(
 
 
 class Segments(NamedTuple):
-    """The tokens sorted by group, and the sizes of the groups. Tokens are numbered over all rows.
+    """The tokens sorted by group, and the sizes of the groups. Tokens are numbered over all rows (samples).
 
     Args:
         order: the sorted tokens, int64 ``(rows * tokens,)``. Tokens of one group keep their order.
@@ -267,7 +266,7 @@ def first_order(
 
 
 class Answers(NamedTuple):
-    """The outputs of attention for a few queries of each head, all in float32.
+    """The outputs of attention for a few queries of each head, all in float32. For spans, see `first_order`.
 
     Args:
         merged: outputs over merged keys, ``(batch * heads, queries, head_dim)``.
@@ -317,7 +316,7 @@ def _span(tokens: int) -> int:
 
 
 def ridge(q: torch.Tensor, answers: Answers, first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Fit a correction by ridge regression, see `attention.correction`.
+    """Fit a correction by ridge regression: the matrix and the constant that `correct` applies.
 
     Args:
         q: the queries of `answer_few`. Heads have at most `RIDGE_WIDEST` channels.
@@ -355,7 +354,7 @@ def correct(out: torch.Tensor, q: torch.Tensor, matrix: torch.Tensor, constant: 
 
 @contextlib.contextmanager
 def without() -> Iterator[None]:
-    """Turn kernels off inside this context, to compare them with torch's operators."""
+    """Turn kernels off inside this context, in all threads, to compare them with torch's operators."""
     global _is_loaded, _kernels
     before, (_is_loaded, _kernels) = (_is_loaded, _kernels), (True, None)
     try:
@@ -384,7 +383,8 @@ def _module() -> ModuleType | None:
 def launch(x: torch.Tensor, variant: tuple[Any, ...], *arguments: Any) -> bool:
     """Run a kernel, which fills some of its arguments, and check the result if the kernel was not checked before.
 
-    A kernel that cannot be compiled or launched, or whose result is wrong, is not tried again.
+    A kernel that cannot be compiled or launched, or whose result is wrong, is not tried again. If memory is too small,
+    only this run fails.
 
     Args:
         x: a tensor of the device and dtype for which the kernel is compiled.
@@ -414,7 +414,10 @@ def launch(x: torch.Tensor, variant: tuple[Any, ...], *arguments: Any) -> bool:
 
 
 def _proves_itself(key: tuple, arguments: tuple[Any, ...]) -> bool:
-    """Check the result of a kernel's first run, and turn the kernel off if the result is wrong. True if it is right."""
+    """Return whether a kernel's first result is right; turn the kernel off if it is wrong.
+
+    If inputs are not finite, the result is False, but the kernel stays on.
+    """
     fault = find_fault(key[0], arguments)
     if fault == "":
         _verified.add(key)
@@ -424,6 +427,6 @@ def _proves_itself(key: tuple, arguments: tuple[Any, ...]) -> bool:
 
 
 def _give_up(name: str, why: str) -> None:
-    """Turn a kernel off until the process ends."""
+    """Turn a kernel off until the process ends, and keep the reason for `notes`."""
     _off[name] = why
     _log.debug("Triton's kernel %s is off, torch's operators do the same: %s", name, why)

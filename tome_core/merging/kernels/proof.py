@@ -54,7 +54,7 @@ def find_fault(name: str, arguments: tuple[Any, ...]) -> str | None:
 
 
 def _excess(output: Output) -> Tensor:
-    """Return the largest difference as a share of the allowed one, a float64 scalar; above 1 it is a fault."""
+    """Return the largest of `_shares`, a float64 scalar; 0 for an empty output. Above 1 it is a fault."""
     if not output.found.numel():
         return torch.zeros((), dtype=torch.float64, device=output.found.device)
     return _shares(output).max()
@@ -69,7 +69,7 @@ def _shares(output: Output) -> Tensor:
 
 
 def _message(output: Output) -> str:
-    """Describe the element with the largest share."""
+    """Describe the element of an output with the largest share: the value found and the value expected."""
     place = int(_shares(output).argmax())
     tensors = output.found, output.expected.expand_as(output.found)
     found, expected = (tensor.flatten()[place].item() for tensor in tensors)
@@ -77,6 +77,7 @@ def _message(output: Output) -> str:
 
 
 def _eps(dtype: torch.dtype) -> float:
+    """Return the distance from 1 to the next number of a dtype."""
     return torch.finfo(dtype).eps
 
 
@@ -94,7 +95,10 @@ def _by_head(flat: Tensor, width: int) -> Tensor:
 
 
 def best_keys(x, rows, keys, bias, score, index, lengths) -> Iterator[Output]:
-    """Yield the highest scores and the chosen keys. Near ties may differ, so a key is checked by its score."""
+    """Yield the scores, the keys' numbers and the keys' own scores. Near ties may give another key of equal score.
+
+    Arguments are those of `triton_kernels.best_keys`, filled. `lengths` is a flag, see `kernels.best_keys`.
+    """
     keys, count = keys.double(), keys.shape[1]
     longest = keys.norm(dim=2).amax(1)[:, None]
     yield Output("number of a key", index, index.clamp(0, count - 1), 0.0)
@@ -120,7 +124,10 @@ def best_keys(x, rows, keys, bias, score, index, lengths) -> Iterator[Output]:
 
 
 def mean_rows(x, values, order, offsets, tokens, mean, mean_values, exact, bias) -> Iterator[Output]:
-    """Yield the means, whose allowed difference grows with the sums of absolute values."""
+    """Yield the means, whose allowed difference grows with the sums of absolute values.
+
+    Arguments are those of `triton_kernels.mean_rows`, filled. An output that was not requested is None.
+    """
     sizes, copies = offsets.diff(), len(x) // tokens
     group = torch.repeat_interleave(sizes, output_size=len(order))
     row, group = ((numbers + torch.arange(copies, device=x.device)[:, None] * step).flatten()
@@ -144,7 +151,7 @@ def mean_rows(x, values, order, offsets, tokens, mean, mean_values, exact, bias)
 
 
 def segments(group, order, offsets, sizes, logs, rounded, empty) -> Iterator[Output]:
-    """Yield order, offsets, sizes and logarithms, expected from a stable sort."""
+    """Yield the outputs of `triton_kernels.segments`, which has the same arguments, expected from a stable sort."""
     rows, groups = sizes.shape
     ordered, places = (group + torch.arange(rows, device=group.device)[:, None] * groups).flatten().sort(stable=True)
     starts = torch.searchsorted(ordered, torch.arange(rows * groups + 1, device=group.device))
@@ -158,7 +165,7 @@ def segments(group, order, offsets, sizes, logs, rounded, empty) -> Iterator[Out
 
 
 def assign_groups(score, index, sources, destinations, removed, group) -> Iterator[Output]:
-    """Yield the groups, expected from a stable sort by falling score."""
+    """Yield the groups that `triton_kernels.assign_groups` found, expected from a stable sort by falling score."""
     order, cells = score.argsort(dim=1, descending=True, stable=True), destinations.shape[1]
     merged, alone = order[:, :removed], order[:, removed:]
     group_of_source = torch.empty_like(index).scatter_(1, merged, index.gather(1, merged))
@@ -169,7 +176,7 @@ def assign_groups(score, index, sources, destinations, removed, group) -> Iterat
 
 
 def first_order(keys, values, group, means, span, scale, sums) -> Iterator[Output]:
-    """Yield the sums, which have to be as exact as those of float32."""
+    """Yield the sums of `triton_kernels.first_order` by span, which have to be as exact as those of float32."""
     width = sums.shape[2]
     spans = zip(*(tensor.split(span, 1) for tensor in (keys, values, group)), strict=True)
     for number, (some_keys, some_values, groups) in enumerate(spans):
@@ -180,7 +187,7 @@ def first_order(keys, values, group, means, span, scale, sums) -> Iterator[Outpu
 
 
 def answer_few(q, keys, values, merged_keys, merged_values, bias, span, scale, merged, full, logs) -> Iterator[Output]:
-    """Yield the answers. Attention weights are rounded before they are multiplied, their sum is not."""
+    """Yield the outputs of `triton_kernels.answer_few`. Attention weights are rounded, their sum is not."""
     width, eps = merged.shape[2], _eps(q.dtype)
     q, heads = _by_head(q, width), merged.shape[0] // len(q)
 
@@ -198,7 +205,10 @@ def answer_few(q, keys, values, merged_keys, merged_values, bias, span, scale, m
 
 
 def ridge(q, merged, full, logs, first, matrix, constant) -> Iterator[Output]:
-    """Yield the correction of the given queries, which may differ by a share of all terms that it adds up."""
+    """Yield the correction that `triton_kernels.ridge` found, applied to its queries.
+
+    It may differ by a share of all terms that it adds up.
+    """
     width, eps = merged.shape[2], _eps(q.dtype)
     queries, merged = _by_head(q, width), merged.double()
     features = torch.cat([queries, merged], 2)
@@ -219,7 +229,7 @@ def ridge(q, merged, full, logs, first, matrix, constant) -> Iterator[Output]:
 
 
 def correct(out, q, matrix, constant, corrected) -> Iterator[Output]:
-    """Yield the corrected output, which is rounded once, at the end."""
+    """Yield the output of `triton_kernels.correct`, piece by piece. It is rounded once, at the end."""
     width = matrix.shape[2]
     matrix, constant = matrix.double(), constant.double()
     for parts in zip(*(tensor.split(_TOKENS, 1) for tensor in (q, out, corrected)), strict=True):

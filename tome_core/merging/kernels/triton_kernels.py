@@ -45,9 +45,9 @@ def _best_keys(
     keys_sample, keys_key, keys_channel, bias_sample, bias_key,
     PARTS: tl.constexpr, LENGTHS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Find the best keys. A program compares a tile of queries of one sample with all keys.
+    """Fill ``score`` and ``index``. A program (an instance of the kernel) compares a tile of queries with all keys.
 
-    Names that end in _<axis> are strides, in all kernels.
+    Names that end in _<axis> are strides, in all kernels. PARTS: see `parts_of`. LENGTHS: see `kernels.best_keys`.
     """
     sample = (tl.program_id(0) // tiles).to(tl.int64)
     query = (tl.program_id(0) % tiles) * QUERIES + tl.arange(0, QUERIES)
@@ -102,7 +102,7 @@ def _mean_rows(
     x_row, x_channel, values_row, values_channel,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute means. A program sums one group of one copy, or some of its channels if ``bias`` is None.
+    """Fill the means. A program sums one group of one copy, or some of its channels if ``bias`` is None.
 
     Row i of the group is added to the sum of number i % ROWS; then these sums are added. PARTS: 2 if there are values.
     """
@@ -146,7 +146,7 @@ def _segments(
     group, order, offsets, sizes, logs, rounded, tokens, groups, tiles, empty,
     TOKENS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Sort tokens by group. A program serves some groups of one row.
+    """Fill ``order`` to ``rounded``, the fields of `kernels.Segments`. A program serves some groups of one row.
 
     It counts the tokens in lower groups to know where its groups start, so it needs no result of other programs.
     """
@@ -183,7 +183,7 @@ def _segments(
 
 @triton.jit
 def _in_order(score):
-    """Turn floats into integers that sort as torch sorts the floats: NaN above infinity, both zeros equal."""
+    """Turn float32 into int32 numbers that sort as torch sorts the floats: NaN above infinity, both zeros equal."""
     bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
     return tl.where(score != score, 2147483647, bits ^ ((bits >> 31) & 2147483647))
 
@@ -193,7 +193,7 @@ def _place(
     score, index, sources, destinations, group, count, cells, removed,
     score_sample, index_sample, sources_sample, destinations_sample, PLACES: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """Assign groups. A program serves some sources or some destinations.
+    """Fill ``group``, see `kernels.assign_groups`. A program serves some sources or some destinations.
 
     The rank of a source is the number of sources that merge before it. Of equal scores the first merges first.
     """
@@ -259,7 +259,7 @@ def segments(
     group: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor, sizes: torch.Tensor, logs: torch.Tensor,
     rounded: torch.Tensor, empty: float,
 ) -> None:  # fmt: skip
-    """Fill all tensors except ``group``, which is contiguous. They are the fields of `kernels.Segments`."""
+    """Fill all tensors, the fields of `kernels.Segments`, except ``group``, which is contiguous ``(rows, tokens)``."""
     (rows, tokens), groups = group.shape, sizes.shape[1]
     tiles = triton.cdiv(groups, _COUNTED_GROUPS)
     _segments[(rows * tiles,)](

@@ -17,13 +17,9 @@ _PARTS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 
 
 def parts_of(part: torch.dtype, whole: torch.dtype) -> int:
-    """Return how many numbers of one dtype hold all digits of a number of another dtype.
+    """Return how many numbers of the dtype `part` hold all digits of a number of the dtype `whole`: float32 or `part`.
 
     The 24 bits of a float32 are 1 x 24, 2 x 11 or 3 x 8 bits.
-
-    Args:
-        part: the dtype to split numbers into.
-        whole: the dtype of the numbers: float32, or the same as `part`.
     """
     return 1 if whole == part else _PARTS[part]
 
@@ -34,7 +30,7 @@ def _first_order(
     keys_sample, keys_row, keys_channel, values_sample, values_row, values_channel, group_sample,
     width: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the sum of ``k^T (v - v_g) scale`` over tokens. A program serves one span of tokens of one head."""
+    """Fill ``found``, the sums of `kernels.first_order`. A program serves one span of tokens of one head."""
     sample, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     channel = tl.arange(0, WIDTH)
     is_channel = channel < width
@@ -68,7 +64,7 @@ def _attend(
     column, is_channel,
     QUERIES: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Return the outputs over the keys from ``first`` to ``stop``, and the logsumexp of the logits."""
+    """Return the outputs of a tile of queries over keys from ``first`` to ``stop``, and the logsumexp of the logits."""
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     out = tl.zeros([QUERIES, WIDTH], tl.float32)
@@ -98,9 +94,10 @@ def _answer_few(
     q_sample, q_row, q_channel, keys_sample, keys_row, keys_channel, values_sample, values_row, values_channel,
     bias_sample, width: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention. A program serves some queries of one head, and one span of all keys or all merged keys.
+    """Fill ``merged``, ``full`` and ``logs``, the fields of `kernels.Answers`.
 
-    The programs of the merged keys come after those of the last span.
+    A program serves some queries of one head, and one span of all keys or all merged keys. The programs of the merged
+    keys come after those of the last span.
     """
     head_number = (tl.program_id(0) // tiles).to(tl.int64)
     sample, head = head_number // heads, head_number % heads
@@ -165,7 +162,7 @@ def _ridge(
     q, merged, full, logs, first, matrix, constant, count, heads, q_sample, q_row, q_channel,
     width: tl.constexpr, WIDTH: tl.constexpr, UNKNOWNS: tl.constexpr, QUERIES: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
-    """Fit the correction. A program solves the normal equations of one head by elimination.
+    """Fill ``matrix`` and ``constant``. A program solves the normal equations of one head by elimination.
 
     The penalty makes elimination safe without a search for pivots. Factors are rounded to the dtype of the queries
     after they are centred, which is a smaller error than the rounding of the answers.
@@ -241,7 +238,7 @@ def _correct(
     out_sample, out_row, out_channel, q_sample, q_row, q_channel,
     width: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Add the correction. A program serves some tokens of one head; neighbouring programs share a head's matrix."""
+    """Fill ``to``, see `kernels.correct`. A program serves some tokens of one head; neighbours share the matrix."""
     head_number = tl.program_id(0) // tiles
     sample, head = (head_number // heads).to(tl.int64), head_number % heads
     token = tl.program_id(0) % tiles * TOKENS + tl.arange(0, TOKENS)
@@ -261,7 +258,7 @@ def _correct(
 
 
 def _padded(width: int) -> int:
-    """Return the width of a tile for `width` channels."""
+    """Return the width of a tile for `width` channels: a power of two, at least 16."""
     return max(16, triton.next_power_of_2(width))
 
 
@@ -274,7 +271,10 @@ def first_order(
     keys: torch.Tensor, values: torch.Tensor, group: torch.Tensor, means: torch.Tensor, span: int, scale: float,
     found: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Fill ``found``, the sums of `kernels.first_order`. ``group`` is expanded to the batch, ``span`` is in tokens."""
+    """Fill ``found``, the sums of `kernels.first_order`, which gives the shapes of the arguments.
+
+    ``group`` is expanded to the batch. ``span`` is the length of a span in tokens.
+    """
     batch, tokens, _ = keys.shape
     spans, programs, width, _ = found.shape
     heads = programs // batch
@@ -307,7 +307,7 @@ def ridge(
     q: torch.Tensor, merged: torch.Tensor, full: torch.Tensor, logs: torch.Tensor,
     first: torch.Tensor, matrix: torch.Tensor, constant: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Fill ``matrix`` and ``constant``, the results of `kernels.ridge`."""
+    """Fill ``matrix`` and ``constant``, the results of `kernels.ridge`, from queries, fields of `Answers` and sums."""
     programs, count, width = merged.shape
     _ridge[(programs,)](
         q, merged, full, logs, first, matrix, constant, count, programs // q.shape[0], *q.stride(),

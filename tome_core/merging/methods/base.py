@@ -21,7 +21,7 @@ class MatchOptions(NamedTuple):
         ratio: the share of tokens to remove, from 0 to 1.
         sx: width of a cell in tokens.
         sy: height of a cell in tokens.
-        draw: decides which token of a cell is its destination; None takes the first.
+        draw: decides which token of a cell is its destination (the token that others merge into); None takes the first.
         refine: number of k-means steps after the match.
         by_distance: compare tokens by distance, not by cosine.
         st: number of frames of a cell.

@@ -66,15 +66,15 @@ def best_destination(
 
 
 def _best_anywhere(x: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, by_distance: bool) -> Best:
-    """Find the most similar destination of each source, with scores that lack the source's length."""
+    """Find the most similar destination of each source, with scores that cannot be compared between sources."""
     return best_keys(x, sources, *keys_of_rows(x, destinations, by_distance))
 
 
 def refine_plan(plan: MergePlan, x: torch.Tensor, steps: int, by_distance: bool = False) -> MergePlan:
     """Return a new plan after some steps of k-means. In each step every token goes to the most similar centre.
 
-    A centre is the mean of a group's tokens or, if compared by cosine, of their directions (spherical k-means). A group
-    that loses all tokens stays empty, which proportional attention and unmerging support.
+    A centre is the mean of a group's tokens or, if compared by cosine, of their directions (spherical k-means). The
+    number of groups stays; a group that loses all tokens is empty, which proportional attention and unmerging support.
 
     Args:
         plan: the plan to start from.
@@ -98,7 +98,10 @@ def _nearest(x: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor | None) -> 
 def _plan(
     score: torch.Tensor, index: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, removed: int
 ) -> MergePlan:
-    """Return the plan in which the `removed` sources with the highest scores join the destination of their `index`."""
+    """Return the plan in which the `removed` sources with the highest scores join the destination of their `index`.
+
+    Groups of destinations come first, then those of the sources that stay, as in `kernels.assign_groups`.
+    """
     batch, count = score.shape
     ranked = removed < count
     num_destinations = destinations.shape[1]

@@ -27,7 +27,7 @@ def match(x: torch.Tensor, grid: Grid, options: MatchOptions, by_similarity: boo
 
     Args:
         x: ``(batch, tokens, channels)``, any float dtype.
-        grid: the grid of these tokens.
+        grid: the grid of these tokens, of which only the number of tokens is used.
         options: the settings of the match, of which only the ratio is used.
         by_similarity: cluster the cosines to the mean token, with first centres evenly spread over the sorted cosines.
             Otherwise cluster the tokens, with first centres evenly spread over the picture.
@@ -67,16 +67,14 @@ def _nearest(value: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
 def _nearest_scalar(value: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
     """Return the number of the nearest centre of each value, ``(batch, tokens)``, by bisection between mid-points.
 
-    Args:
-        value: ``(batch, tokens, 1)``.
-        centre: ``(batch, groups, 1)``, in ascending order.
+    Values are ``(batch, tokens, 1)``, centres ``(batch, groups, 1)`` in ascending order.
     """
     middle = (centre[:, 1:, 0] + centre[:, :-1, 0]) / 2
     return torch.searchsorted(middle.contiguous(), value[..., 0].contiguous())
 
 
 def _fill_empty(group: torch.Tensor, distance: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the groups after every empty cluster got one token.
+    """Return the group of each token after every empty cluster got one token.
 
     These are the tokens farthest from their centres. No cluster loses its last token. There are always enough: with E
     of G clusters empty, G - E tokens must stay and the other N - (G - E) >= E may move.
