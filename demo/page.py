@@ -23,21 +23,8 @@ from demo import command
 HOST = "127.0.0.1"
 QUIET = {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
          "NO_PROXY": HOST, "no_proxy": HOST}  # fmt: skip
-SCRIPT = '''\
-import torch
-import tome_core
-from diffusers import AutoPipelineForText2Image
-
-pipe = AutoPipelineForText2Image.from_pretrained({model!r})
-with tome_core.patch(pipe, {how}) as merging:
-    generator = torch.Generator().manual_seed({seed})
-    image = pipe({prompt!r}, num_inference_steps={steps}, generator=generator).images[0]
-    print(merging.report())
-image.save("merged.png")
-'''
 # fonts that are there: no other machine is asked for one
 FONTS = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
-DEFAULT_MODEL = "stable-diffusion-v1-5/stable-diffusion-v1-5"
 _TICK = 1 / 64  # s; Windows counts processor time so coarsely
 
 
@@ -192,21 +179,6 @@ def read(values: dict[str, Any], layout: str, checks_prompt: bool) -> Wanted:
     return Wanted(values["prompt"], seed, steps, {"config": config})
 
 
-def script(wanted: Wanted, model: str = DEFAULT_MODEL) -> str:
-    """Write a Python program that draws the picture with diffusers. model: a diffusers folder or a model's name."""
-    import tome_core
-    from tome_core import form
-
-    if "strength" in wanted.how:
-        how = f"strength={wanted.how['strength']!r}"
-    else:
-        values, default = form.values_of(wanted.how["config"]), form.values_of(tome_core.MergeConfig())
-        lines = [f"{one.setting}={one.read(values[one.name])!r}" for one in form.FIELDS
-                 if values[one.name] != default[one.name]]  # fmt: skip
-        how = f"tome_core.MergeConfig({', '.join(lines)})"
-    return SCRIPT.format(model=model, how=how, prompt=wanted.prompt, seed=wanted.seed, steps=wanted.steps)
-
-
 def component(field: Any, value: Any) -> Any:
     """Make the gradio component that shows a field of `tome_core.form` with this value."""
     import gradio as gr
@@ -221,10 +193,10 @@ def component(field: Any, value: Any) -> Any:
     return gr.Slider(field.minimum, field.maximum, step=field.step, **told)
 
 
-def make_page(studio: Studio, strength: float, model: str | None = None) -> Any:
+def make_page(studio: Studio, strength: float, few_words: bool = True) -> Any:
     """Make the page, as gradio's Blocks, that starts with this strength.
 
-    model: a folder or name for the script to copy; None for the page of the embedded model.
+    few_words: True for the embedded model, whose prompts have known words alone.
     """
     import gradio as gr
 
@@ -246,7 +218,7 @@ def make_page(studio: Studio, strength: float, model: str | None = None) -> Any:
                     "strength": gr.Slider(0, 1, strength, step=0.05, label="Strength", elem_id="strength",
                                           info=f"0 is off; more saves more time and changes more. {marks}."),
                     "prompt": gr.Textbox(studio.source.prompts[0], label="Prompt", elem_id="prompt",
-                                         info=f"The embedded model knows {known_words()}." if model is None else None),
+                                         info=f"The embedded model knows {known_words()}." if few_words else None),
                     "seed": gr.Number(0, label="Seed", elem_id="seed"),
                     "steps": gr.Number(20, label="Steps", elem_id="steps"),
                 }  # fmt: skip
@@ -261,13 +233,11 @@ def make_page(studio: Studio, strength: float, model: str | None = None) -> Any:
                 said = gr.Markdown(elem_id="figures")
                 gallery = gr.Gallery(label="What differs, eight times as strong, and what merged, in one colour",
                                      columns=2, height="auto", interactive=False, elem_id="gallery")  # fmt: skip
-                with gr.Accordion("Report, and the same with diffusers", open=False):
-                    report = gr.Textbox(label="Report", lines=8, elem_id="report")
-                    code = gr.Code(language="python", label="With diffusers", interactive=False, elem_id="script")
+                report = gr.Textbox(label="Report", lines=8, elem_id="report")
 
         def drawn(*given: Any, progress: Any = gr.Progress()) -> tuple:  # noqa: B008 - how gradio asks for it
             try:
-                wanted = read(dict(zip(parts, given, strict=True)), layout, model is None)
+                wanted = read(dict(zip(parts, given, strict=True)), layout, few_words)
                 found = studio.draw(wanted, lambda share, doing: progress(share, desc=doing))
             except (TypeError, ValueError) as error:
                 raise gr.Error(str(error), print_exception=False) from None
@@ -276,13 +246,13 @@ def make_page(studio: Studio, strength: float, model: str | None = None) -> Any:
             pictures = enlarge(found.plain), enlarge(found.merged)
             shown = [(difference(*pictures), "What differs"), *((enlarge(one), told) for one, told in found.maps)]
             told = figures(found, studio.source.device.type == "cpu")
-            return pictures, told, shown, found.report, script(wanted, model or DEFAULT_MODEL)
+            return pictures, told, shown, found.report
 
         def filled(value: float) -> list:
             return list(form.fill(value, layout).values())
 
         gr.on([generate.click, parts["prompt"].submit], drawn, list(parts.values()),
-              [slider, said, gallery, report, code], concurrency_limit=1)  # fmt: skip
+              [slider, said, gallery, report], concurrency_limit=1)  # fmt: skip
         stop.click(studio.stop, queue=False)
         parts["strength"].release(filled, parts["strength"], [parts[name] for name in form.fill(strength, layout)],
                                   show_progress="hidden")  # fmt: skip
@@ -347,8 +317,8 @@ def main(arguments: list[str] | None = None) -> int:
             os.environ["GRADIO_TEMP_DIR"] = folder  # its pictures go with it
             user = command.check_model(options)
             studio = Studio(command.source_of(options, user))
-            own = str(options.model) if user and user.kind != "scenes" else None
-            serve(make_page(studio, options.strength, own), studio, options.port, not options.no_browser)
+            few_words = user is None or user.kind == "scenes"
+            serve(make_page(studio, options.strength, few_words), studio, options.port, not options.no_browser)
     except KeyboardInterrupt:
         print("page: stopped.", file=sys.stderr)
     except (ValueError, OSError) as error:
