@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ldm.modules.attention import CrossAttention
+from torch import nn
 
 from tests import conformance
 from tests.conformance import CHANNELS, DTYPES, HEADS, UNetOf, run, telling, tokens
@@ -18,6 +19,7 @@ from tests.doubles import attend, of_heads
 from tests.thoroughness import some_quick
 
 BIAS, OWN_BIAS = "bias", "bias, by torch's own function"
+loaded_hypernetworks = []
 
 
 def made(kind=CrossAttention, dtype=torch.float32):
@@ -37,10 +39,18 @@ def left_alone(webui, module, **told):
 # --- A1111 ------------------------------------------------------------------------------------------------------------
 
 
+def apply_hypernetworks(loaded, context, layer=None):
+    """Each changes the tokens of keys and values if it knows their width."""
+    keys = values = context
+    for layers in (network[keys.shape[2]] for network in loaded if keys.shape[2] in network):
+        keys, values = keys + layers[0](keys), values + layers[1](values)
+    return keys, values
+
+
 def projected(self, x, context):
     """By heads; bfloat16 stands for a webui that upcasts here."""
-    context = x if context is None else context
-    parts = [of_heads(part, self.heads) for part in (self.to_q(x), self.to_k(context), self.to_v(context))]
+    keys, values = apply_hypernetworks(loaded_hypernetworks, x if context is None else context)
+    parts = [of_heads(part, self.heads) for part in (self.to_q(x), self.to_k(keys), self.to_v(values))]
     return [part.float() for part in parts] if x.dtype is torch.bfloat16 else parts
 
 
@@ -77,15 +87,31 @@ FORWARDS = {
 }
 
 
-@pytest.mark.parametrize("dtype", some_quick(DTYPES), ids=str)
-@pytest.mark.parametrize("name", FORWARDS)
-def test_each_of_a1111s_forwards_is_known(webui, monkeypatch, name, dtype):
-    forward, expected = FORWARDS[name]
-    for attribute, value in zip(("__module__", "__qualname__"), name.rsplit(".", 1), strict=True):
+@pytest.fixture(params=FORWARDS)
+def expected(request, monkeypatch):
+    """One of the forwards is in force; the way in which it learns sizes."""
+    forward, expected = FORWARDS[request.param]
+    for attribute, value in zip(("__module__", "__qualname__"), request.param.rsplit(".", 1), strict=True):
         monkeypatch.setattr(forward, attribute, value)
     monkeypatch.setattr(CrossAttention, "forward", forward)
+    return expected
+
+
+@pytest.mark.parametrize("dtype", some_quick(DTYPES), ids=str)
+def test_each_of_a1111s_forwards_is_known(webui, expected, dtype):
     told = {"mask": None, "additional_tokens": None}
     assert conformance.way(made(dtype=dtype), dtype, engine=webui.engine(), **told) == expected
+
+
+def test_hypernetworks_change_tokens_once(webui, expected, monkeypatch):
+    module, x = made(dtype=torch.float64), tokens(2, torch.float64)
+    plain = module(x)
+    layers = [telling(nn.Linear(CHANNELS, CHANNELS), torch.float64) for _ in range(2)]
+    monkeypatch.setattr(sys.modules[__name__], "loaded_hypernetworks", [{CHANNELS: layers}])
+    webui.shared.loaded_hypernetworks = loaded_hypernetworks
+    webui.put("modules.hypernetworks.hypernetwork", apply_hypernetworks=apply_hypernetworks)
+    assert not torch.allclose(module(x), plain)
+    assert conformance.way(module, torch.float64, engine=webui.engine()) == expected
 
 
 # --- the Forges -------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from tests import webui_doubles
 from tests.models import ldm_wrapped
 from tests.webui_doubles import ASKED, FLAVOURS, FREE, ON, SAVED, Denoiser, custom, merged_tokens, merges, report
 from tome_core import form
+from tome_core.settings.schedule import STABLE_DIFFUSION
 
 # whatever is set besides; a wrong strength; and no argument that says it
 OFF = [(), (False,), ({**FREE, "strength": 0, "method": "cluster"},), (custom(0.0),), (True, 9.0)]
@@ -122,3 +123,13 @@ def test_a_picture_is_the_same_after_another_and_in_a_batch_of_its_own(webui, de
     both = webui.job(args, seed=7, n_iter=2, **facts).latents
     webui.job(args, seed=3, **facts)
     assert torch.equal(webui.job(args, seed=8, **facts).latents, both[1:])
+
+
+@pytest.mark.parametrize(("flavour", "denoiser"), [("a1111", Denoiser), ("forge", webui_doubles.CFGDenoiserTimesteps)])
+def test_a_hires_pass_that_begins_late_leaves_the_work_that_its_mark_promises(webui, monkeypatch, denoiser):
+    times = tuple(500.0 - 50 * step for step in range(10))
+    monkeypatch.setattr(webui_doubles, "SIGMAS", tuple(STABLE_DIFFUSION.sigma_of(time) for time in times))
+    monkeypatch.setattr(webui_doubles, "TIMESTEPS", times)
+    levels = report(webui.job(BALANCED, enable_hr=True, denoiser=denoiser))["passes"]["hires pass"]["levels"]
+    early, late = sorted(levels[0]["merged"], key=lambda kind: kind["keys"])
+    assert late["calls"] / (early["calls"] + late["calls"]) == pytest.approx(0.4)
