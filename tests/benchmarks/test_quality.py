@@ -131,4 +131,4 @@ def test_the_command_judges_a_transformer(flux_file, tmp_path):
     (section,) = sections(record)
     assert record["missing"] == [] and {*chosen, CONTROL} <= section.noised.keys() & section.pictures.keys()
     dev = {name: figures.dev.value for name, figures in section.noised.items()}
-    assert 0 < dev["bfloat16"] < dev["preset-balanced"] < dev[CONTROL]
+    assert dev["preset-balanced"] < dev[CONTROL] and dev["bfloat16"] > 0

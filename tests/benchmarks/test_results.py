@@ -69,9 +69,9 @@ def test_a_file_that_is_no_result_is_named(tmp_path):
         assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("module", [quality_report, host_calls])
-def test_a_committed_table_is_made_from_its_result(module):
-    kind = next(kind for kind, name in results.KINDS.items() if f"benchmarks.{name}" == module.__name__)
+@pytest.mark.parametrize(("kind", "module"), [("quality", quality_report), ("host-calls", host_calls)])
+def test_a_committed_table_is_made_from_its_result(kind, module):
+    """Tables of other kinds are of code that went after it had measured."""
     for table in results.FOLDER.glob("*.md"):
         path = table.with_suffix(".json")
         if json.loads(path.read_text(encoding="utf-8"))["kind"] == kind:

@@ -42,9 +42,10 @@ def early_and_late(layout: str) -> torch.Tensor:
 
 
 def traces(network: torch.nn.Module) -> list:
-    """List what a patch could leave on the modules."""
-    return [(type(module), len(module._forward_hooks) + len(module._forward_pre_hooks), set(vars(module)))
-            for module in network.modules()]  # fmt: skip
+    """List what a patch could leave on the modules and in torch."""
+    modules = [(type(module), len(module._forward_hooks) + len(module._forward_pre_hooks), set(vars(module)))
+               for module in network.modules()]  # fmt: skip
+    return [torch.nn.functional.scaled_dot_product_attention, *modules]
 
 
 @of_layouts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import tomesd
@@ -97,14 +98,15 @@ def test_a_transformer_that_is_given_a_smaller_picture_than_the_latent_merges_th
 # --- dtypes and devices -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("timestep", [100, torch.tensor(100)], ids=repr)
 @pytest.mark.parametrize("config", [BALANCED, MergeConfig(ratio=0.5)], ids=["balanced", "together"])
-def test_the_default_dtype_and_device_change_no_bit(config: MergeConfig):
+def test_the_default_dtype_and_device_change_no_bit(config: MergeConfig, timestep: Any):
     """Programs set the device to "cuda" and leave a model on the CPU; "meta" is a device that is everywhere."""
-    (x, text), time, model = inputs(4, 1, 16, 16), torch.tensor(100), small()
+    (x, text), model = inputs(4, 1, 16, 16), small()
 
     def draw() -> torch.Tensor:
         with torch.no_grad(), tome_core.patch(model, config):
-            return call_unet(model, x, time, text)
+            return call_unet(model, x, timestep, text)
 
     expected, before = draw(), torch.get_default_dtype()
     try:

@@ -83,6 +83,9 @@ def test_a_patch_taken_back_over_another_programs_wrappers_merges_again(one: Fam
         wrap_everything(model)
     outer.reset_counts()
     assert torch.equal(one.call(model), merged) and not outer.report().reasons
+    wrap_everything(model)
+    outer.install()
+    assert torch.equal(one.call(model), merged) and not outer.report().reasons
 
 
 class _Doubling:

@@ -182,6 +182,10 @@ def test_a_patch_over_a_patch_is_the_second_alone_and_leaving_a_with_brings_back
         assert torch.equal(one.call(model), middle), "a handle that is entered again is there again"
     tome_core.remove_patch(model)
     assert not handle.is_installed and torch.equal(one.call(model), vanilla)
+    with tome_core.patch(model, ratio=0.25) as outer:
+        with tome_core.patch(model, ratio=0.75):
+            outer.remove()
+        assert torch.equal(one.call(model), vanilla), "what was removed meanwhile does not come back"
     for _ in range(3):
         latest = tome_core.patch(model, ratio=0.25)
     assert latest._previous._previous is None, "patches in a row do not pile up"
