@@ -74,7 +74,7 @@ def test_two_branches_of_one_model_in_two_threads_merge_as_each_says():
 def test_a_call_goes_on_with_all_that_it_was_given_and_merges_outside_of_any_sampling():
     """A ControlNet, an inpainting's mask, and what a later ComfyUI gives."""
     applied, seen, (x, text) = apply(least_checkpoint(), **HALF), [], inputs(4, 2, 8, 8)
-    given = (x, torch.full((2,), 3.0), "concat", text, "a ControlNet")
+    given, shared = (x, torch.full((2,), 3.0), "concat", text, "a ControlNet"), {"other": 1}
 
     def original(*args, later):
         *front, options = args
@@ -82,7 +82,7 @@ def test_a_call_goes_on_with_all_that_it_was_given_and_merges_outside_of_any_sam
         return applied.model._apply_model(x, given[1], None, text, None, options)
 
     with torch.no_grad():
-        outs = [Executor(original, applied.model, wrappers)(*given, {}, later=1)
+        outs = [Executor(original, applied.model, wrappers)(*given, shared, later=1)
                 for wrappers in (applied.wrappers["apply_model"]["tome"], [])]  # fmt: skip
-    assert seen == [(*given, 1)] * 2 and not torch.equal(*outs)
+    assert seen == [(*given, 1)] * 2 and not torch.equal(*outs) and shared == {"other": 1}
     assert host.find_attached(applied)._sampling is None
