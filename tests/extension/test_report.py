@@ -83,5 +83,6 @@ def test_so_has_one_whose_jobs_were_copies(webui, of_script):
         assert report(result)["merged"] and [job["strength"] for job in report(result)["jobs"]] == [0, 0.7]
     off = copy.copy(second)
     off.args = [False]
+    assert webui.part("merging").job_of(off) is None, "a copy has no job yet"
     unmerged = webui.process(off)
     assert unmerged.infotexts == [""] and "ToMe report" not in unmerged.extra_generation_params
