@@ -63,7 +63,7 @@ def test_a_match_serves_the_steps_that_are_near_in_time_and_is_renewed_then_by_k
 
 
 def test_a_match_serves_no_other_sampling_and_nothing_outside_of_one(state, work):
-    for timestep, sampling in ((500, "one"), (500, "two"), (490, None), (480, None)):
+    for timestep, sampling in ((500, "one"), (495, "two"), (490, None), (480, None)):
         attend(state, timestep, sampling=sampling)
     state.set_time()
     call(state, 470)
@@ -112,6 +112,15 @@ def test_nothing_is_kept_where_a_backward_pass_may_follow_nor_for_a_cuda_graph(s
         monkeypatch.setattr(times, "is_captured", lambda x, captured=captured: captured)
         attend(state, timestep)
         assert len(work) == done  # the last finds what was kept before the graph
+
+
+def test_each_sampling_looks_anew_whether_its_batch_is_made_of_copies(state):
+    state.keep_maps()
+    one, other = torch.randn(2, 1, 4, 16, 24, generator=seeded(0))
+    for name, latents, is_shared in (("a", (one, one), True), ("b", (one, other), False)):
+        state.set_time(timestep=900, sampling=name, pictures=1)
+        state.attend(state.begin(900, torch.cat(latents)), "a", 0, PICTURE, attention(PICTURE))
+        assert torch.equal(*state.maps()[0].group.expand(2, -1)) == is_shared
 
 
 # --- pipelines --------------------------------------------------------------------------------------------------------
