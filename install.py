@@ -19,7 +19,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from install_hosts import COMFYUI, ROOT, WEBUI, Failure, place
+from install_hosts import COMFYUI, ROOT, WEBUI, Failure, install_into
 
 OWNER = "tome_core.txt"  # this file in an environment says that it was made here and may be made again
 # MB that pip downloads for an extra, torch apart: from wheels and installed folders on Linux, rounded up
@@ -270,12 +270,12 @@ def tests_to_run(arguments):
 
 def comfyui(arguments):
     """the nodes into a ComfyUI: comfyui DIR (undone by --uninstall)"""
-    return place(COMFYUI, arguments)
+    return install_into(COMFYUI, arguments)
 
 
 def webui(arguments):
     """the extension into A1111, Forge, reForge or SD.Next: webui DIR (undone by --uninstall)"""
-    return place(WEBUI, arguments)
+    return install_into(WEBUI, arguments)
 
 
 REQUIRED_PYTHON = (3, 10)

@@ -66,7 +66,7 @@ WEBUI = Host(
 )
 
 
-def place(host, arguments):
+def install_into(host, arguments):
     """Install the repository in a host or uninstall it, and print what was done.
 
     Args:
@@ -86,7 +86,7 @@ def place(host, arguments):
     where = target(host, Path(folders[0]).expanduser())
     try:
         if "--uninstall" not in options:
-            print(put(host, where, "--copy" in options))
+            print(link_or_copy(host, where, "--copy" in options))
         elif os.path.lexists(where):
             remove(where)
             print(f"Removed {where}. Restart {host.name}.")
@@ -119,7 +119,7 @@ def target(host, folder):
                   f"either; {hint}")
 
 
-def put(host, where, copy=False):
+def link_or_copy(host, where, copy=False):
     """Link the repository to `where`, or copy it if links are not possible, and return a text on what was done.
 
     Args:

@@ -250,7 +250,7 @@ def laws(bench: Bench, name: str, pixels: int) -> dict[str, Any]:
     merged = Patched(models.twin(network), "balanced")
     new, kept = merged.call(arguments, "new"), merged.call(arguments, "kept")
     answers = [new() for _ in range(10)]
-    with kernels.without():
+    with kernels.kernels_off():
         without = new()
     kept()
     kept()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from . import host, slot_calls, slot_function
 from .host import hosting
 from .sampling import HostSampling, is_flow, timestep_of
-from .transformers import TransformerMerging, piece_of
+from .transformers import TransformerMerging, patch_size_of
 from .unets import UnetMerging
 
 _TITLE = "ToMe"
@@ -161,10 +161,10 @@ class Sampling:
         latent = x.to(getattr(model, "manual_cast_dtype", None) or model.get_dtype())
         names = options.get("uuids")
         self._usual = self._usual or given
-        timestep = 1000.0 * t if merging.flows and is_flow(schedule) else schedule.timestep(t)
+        timestep = 1000.0 * t if merging.flow_timesteps and is_flow(schedule) else schedule.timestep(t)
         call = merging.state.begin(timestep, latent, tuple(names) if names else None)
         if given - self._usual:  # guidance that perturbs this call may reorder its tokens, so kept plans do not fit
-            call.kept = None
+            call.kept_plans = None
         with merging.answering(call, latent, options) as ask:
             out = slot_function.call(run, options, ask, **(slot_function.GRAPH if merging.is_compiled else {}))
         self._time.note_call(options)
@@ -220,7 +220,7 @@ class Sampling:
         if self._config is None:
             return "off"
         try:
-            kind = UnetMerging if piece_of(model) is None else TransformerMerging
+            kind = UnetMerging if patch_size_of(model) is None else TransformerMerging
             merging = kind(model, self._config, options)
         except (hosting.UnsupportedModelError, TypeError) as error:
             return f"stepped aside: {error}"
@@ -238,8 +238,8 @@ class Sampling:
             within = time.is_between(start, self._config.end_percent, sigma, schedule)
             percent = start if within else 0.0 if start > 0 else 1.0
         state.set_time(
-            percent=percent, timestep=timestep_of(sigma, schedule, merging.flows), sampling=self._name,
-            pictures=time.pictures_in(x, options), timesteps=time.timesteps(schedule, options, merging.flows),
+            percent=percent, timestep=timestep_of(sigma, schedule, merging.flow_timesteps), sampling=self._name,
+            pictures=time.pictures_in(x, options), timesteps=time.timesteps(schedule, options, merging.flow_timesteps),
         )  # fmt: skip
 
 
@@ -254,7 +254,7 @@ def layout_of(model: Any) -> str:
         ValueError: the model is of a kind that cannot merge.
     """
     unet = hosting.find_unet(model)
-    return hosting.layout_of(unet) if piece_of(unet) is None else hosting.TRANSFORMER
+    return hosting.layout_of(unet) if patch_size_of(unet) is None else hosting.TRANSFORMER
 
 
 def _is_filled(value: Any) -> bool:

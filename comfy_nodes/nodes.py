@@ -112,7 +112,7 @@ class ToMeSettings(_Node):
 
     def settings(self, unique_id: Any = None, prompt: Any = None, **values: Any) -> tuple[Any]:
         """Return a MergeConfig of the possible values, in a tuple. The node shows the values that are not possible."""
-        config, left_out = inputs.form.settle(values)
+        config, left_out = inputs.form.keep_possible(values)
         dropped = _list_dropped(self, prompt, unique_id)
         if left_out or dropped:
             text = f"ToMe Settings, not used: {'. '.join([*left_out, *dropped])}"

@@ -95,16 +95,18 @@ class HostSampling:
         first, last = self._known[key]
         return last <= sigma <= first
 
-    def timesteps(self, model_sampling: Any, options: dict[str, Any], flows: bool = False) -> tuple[float, ...] | None:
+    def timesteps(
+        self, model_sampling: Any, options: dict[str, Any], flow_timesteps: bool = False
+    ) -> tuple[float, ...] | None:
         """Return the timesteps of all steps, see `timestep_of`.
 
         Returns:
             None if the sampler is not known, or if another sampling began the picture.
         """
-        key = id(model_sampling), flows
+        key = id(model_sampling), flow_timesteps
         if key not in self._known:
             levels = [] if self._continues else self._levels_in(options)
-            self._known[key] = tuple(timestep_of(level, model_sampling, flows) for level in levels) or None
+            self._known[key] = tuple(timestep_of(level, model_sampling, flow_timesteps) for level in levels) or None
         return self._known[key]
 
     def _levels_in(self, options: dict[str, Any]) -> list[float]:
@@ -127,17 +129,18 @@ def is_flow(model_sampling: Any) -> bool:
     return hosting.is_kind(model_sampling, "CONST")
 
 
-def timestep_of(sigma: float, model_sampling: Any, flows: bool) -> float:
+def timestep_of(sigma: float, model_sampling: Any, flow_timesteps: bool) -> float:
     """Return the timestep of a noise level on Stable Diffusion's schedule.
 
     Args:
         sigma: the noise level; of a flow model the share of noise, 0 to 1.
         model_sampling: ComfyUI's object ``model_sampling`` of the model.
-        flows: for a flow model, return ``1000 * sigma``, not the timestep with the same ratio of noise to picture.
+        flow_timesteps: for a flow model, return ``1000 * sigma``, not the timestep with the same ratio of noise to
+            picture.
     """
     if not is_flow(model_sampling):  # EDM models scale the picture to another standard deviation than 1
         relative = sigma / getattr(model_sampling, "sigma_data", 1.0)
-    elif flows:  # by log-SNR, half of a video's steps would have the highest timestep
+    elif flow_timesteps:  # by log-SNR, half of a video's steps would have the highest timestep
         return 1000.0 * sigma
     else:  # x = sigma * noise + (1 - sigma) * picture
         noise = sigma * getattr(model_sampling, "noise_scale", 1.0)

@@ -20,7 +20,7 @@ SLOT = "optimized_attention_override"  # since September 2025
 _UNBIASED = frozenset({"attention_flash", "attention_sub_quad"})
 
 
-class OtherNodesCall(NamedTuple):
+class OtherNodesFunction(NamedTuple):
     """A function with the arguments of ComfyUI's attention, which another node's function in the slot computes.
 
     Args:
@@ -37,7 +37,7 @@ class OtherNodesCall(NamedTuple):
 
 
 class HostCall(hosting.HeadsCall):
-    """One call of a ComfyUI attention function, or of an `OtherNodesCall`."""
+    """One call of a ComfyUI attention function, or of an `OtherNodesFunction`."""
 
     def takes_bias(self) -> bool | None:
         """Tell whether the function adds a bias to the logits; None if the function computes no attention."""
@@ -47,13 +47,13 @@ class HostCall(hosting.HeadsCall):
 
 def other_names_in_slot(options: dict[str, Any]) -> str:
     """Return the names of another node's functions in the slot, separated by spaces; "" if there is none."""
-    parts = _parts(OtherNodesCall(options.get(SLOT), None))
+    parts = _parts(OtherNodesFunction(options.get(SLOT), None))
     return " ".join(hosting.full_name(part) for part in parts if callable(part))
 
 
 def _parts(function: Any) -> tuple[Any, ...]:
-    """Return the parts of a function. Those of an `OtherNodesCall` include the values in the override's closure."""
-    if not isinstance(function, OtherNodesCall):
+    """Return the parts of a function. Those of an `OtherNodesFunction` include the values in the override's closure."""
+    if not isinstance(function, OtherNodesFunction):
         return (function,)
     held = (cell.cell_contents for cell in getattr(function.override, "__closure__", None) or ())
     return (*function, *held)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .host import hosting
-from .slot_calls import SLOT, HostCall, OtherNodesCall
+from .slot_calls import SLOT, HostCall, OtherNodesFunction
 
 Ask = Callable[[HostCall, dict[str, Any]], torch.Tensor]  # computes a call, given its transformer_options
 GRAPH = {"tome": True}  # a UNet accepts any keyword and ignores it
@@ -33,7 +33,9 @@ class _Now(threading.local):
     beneath: Callable | None = None
     options: dict[str, Any] = {}  # noqa: RUF012 (never changed)
 
-    def answers(self, whole: bool, q: Any, k: Any, v: Any, mask: Any, by_head: bool, scale: Any, *rest: Any) -> Any:
+    def attend_in_graph(
+        self, whole: bool, q: Any, k: Any, v: Any, mask: Any, by_head: bool, scale: Any, *rest: Any
+    ) -> Any:
         """Return the output of an attention in a compiled graph. The engine's operator ``attend`` calls this.
 
         Queries, keys, values and the output are ``[B, S, H, d]``. The last of `rest` is the text that `_attention`
@@ -80,7 +82,7 @@ def _attention(function, q, k, v, heads, mask=None, attn_precision=None, **more)
         text = f"{_place_of(function)} {block[0]} {block[1]} {options.get('block_index', 0)} {attn_precision}"
         attend, rest = hosting.OPERATORS["attend"], (mask, False, call.scale, False, text)
         return call.to_host_form(attend(_number, _number, call.q, call.k, call.v, *rest))
-    whole = OtherNodesCall(_now.beneath, function) if _now.beneath else function
+    whole = OtherNodesFunction(_now.beneath, function) if _now.beneath else function
     call = HostCall(whole, q, k, v, heads, mask, attn_precision, **more)
     return _now.ask(call, options) if _now.ask else call.unmerged()
 

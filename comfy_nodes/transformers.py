@@ -30,12 +30,12 @@ _NO_GRID = "the latent has no grid that is known"
 class TransformerMerging:
     """The merging of a transformer in one sampling. Arguments, attributes and errors are those of `UnetMerging`."""
 
-    flows, is_compiled = True, False
+    flow_timesteps, is_compiled = True, False
 
     def __init__(self, model: Any, config: Any, options: dict[str, Any]) -> None:
         if host.is_compiled_whole(model, options) is not None:
             raise hosting.UnsupportedModelError(host.COMPILED)
-        self.state, self._model = hosting.state_of(config, piece_of(model)[2]), model
+        self.state, self._model = hosting.state_of(config, patch_size_of(model)[2]), model
 
     @contextmanager
     def answering(self, call: Any, latent: torch.Tensor, options: dict[str, Any]) -> Iterator[slot_function.Ask]:
@@ -51,12 +51,12 @@ class TransformerMerging:
         def ask(attention: slot_calls.HostCall, facts: dict[str, Any]) -> torch.Tensor:
             place = facts.get("block_type"), facts.get("block_index")
             layout_of = partial(where_tokens_lie, self._model, grid, options=facts) if grid else lambda tokens: _NO_GRID
-            return hosting.answer(self.state, call, place, 0, 1, layout_of, [], attention)
+            return hosting.attend_call(self.state, call, place, 0, 1, layout_of, [], attention)
 
         yield ask
 
 
-def piece_of(model: Any) -> tuple[int, int, int] | None:
+def patch_size_of(model: Any) -> tuple[int, int, int] | None:
     """Return a token's (frames, height, width) in latent cells; None for a UNet, which has no patch size."""
     patch = getattr(model, "patch_size", None)
     if patch is None and hasattr(model, "patch_spatial"):
@@ -79,7 +79,7 @@ def grid_of(model: Any, latent: Any) -> Any | None:
         model: the transformer.
         latent: ``[B, C, (frames,) H, W]``.
     """
-    patch = piece_of(model)
+    patch = patch_size_of(model)
     if patch is None or not torch.is_tensor(latent) or latent.dim() not in (4, 5):
         return None
     sides = latent.shape[2:] if latent.dim() == 5 else (1, *latent.shape[2:])

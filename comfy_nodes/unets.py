@@ -28,14 +28,14 @@ class UnetMerging:
     Attributes:
         state: the engine's `State`.
         is_compiled: see `host.is_compiled_whole`.
-        flows: True if the timesteps of a flow model are 1000 times sigma, as in transformers; False in UNets.
+        flow_timesteps: True if the timesteps of a flow model are 1000 times sigma, as in transformers; False in UNets.
 
     Raises:
         UnsupportedModelError: the UNet cannot merge, or is compiled in a way that cannot merge.
         TypeError: `unet` is not a model.
     """
 
-    flows = False
+    flow_timesteps = False
 
     def __init__(self, unet: Any, config: Any, options: dict[str, Any]) -> None:
         self.is_compiled = host.is_compiled_whole(unet, options)
@@ -75,9 +75,9 @@ class UnetMerging:
             missing[level] -= 1
             sides = facts["activations_shape"][-2:] if "activations_shape" in facts else self._sides(latent, level)
             layout = hosting.Layout(hosting.Grid(*sides))
-            out = hosting.answer(self.state, call, place, level, 1, layout, seen, attention)
+            out = hosting.attend_call(self.state, call, place, level, 1, layout, seen, attention)
             if not seen[-1]:
-                self.state.leave_alone(level, _OTHER_KEYS, *attention.q.shape[:2], attention.k.shape[1])
+                self.state.count_unmerged(level, _OTHER_KEYS, *attention.q.shape[:2], attention.k.shape[1])
             return out
 
         yield ask
@@ -85,7 +85,7 @@ class UnetMerging:
             for level in missing.elements():
                 if call.rules[level].attn is not None:
                     tokens = math.prod(self._sides(latent, level))
-                    self.state.leave_alone(level, hosting.REPLACED, len(latent), tokens, tokens)
+                    self.state.count_unmerged(level, hosting.REPLACED, len(latent), tokens, tokens)
 
     def _sides(self, latent: torch.Tensor, level: int) -> list[int]:
         """Return the height and width of a level in tokens."""

@@ -249,12 +249,12 @@ def make_page(studio: Studio, strength: float, few_words: bool = True) -> Any:
             return pictures, told, shown, found.report
 
         def filled(value: float) -> list:
-            return list(form.fill(value, layout).values())
+            return list(form.values_at(value, layout).values())
 
         gr.on([generate.click, parts["prompt"].submit], drawn, list(parts.values()),
               [slider, said, gallery, report], concurrency_limit=1)  # fmt: skip
         stop.click(studio.stop, queue=False)
-        parts["strength"].release(filled, parts["strength"], [parts[name] for name in form.fill(strength, layout)],
+        parts["strength"].release(filled, parts["strength"], [parts[name] for name in form.values_at(strength, layout)],
                                   show_progress="hidden")  # fmt: skip
     return blocks
 

@@ -189,7 +189,7 @@ def read_time(params: Any) -> dict[str, float]:
     return {"timestep" if counts else "sigma": value}
 
 
-def beside(p: Any, params: Any) -> list[Any]:
+def timing_conditions(p: Any, params: Any) -> list[Any]:
     """Return conditions on which the duration of a model call depends: shapes of the texts, and names of other patches.
 
     Args:
@@ -214,7 +214,7 @@ def is_stopped() -> bool:
     return any(getattr(getattr(shared, "state", None), name, False) for name in ("interrupted", "skipped"))
 
 
-def relative(p: Any, time: dict[str, float]) -> dict[str, float]:
+def to_unit_variance(p: Any, time: dict[str, float]) -> dict[str, float]:
     """Return a time of `read_time` with its sigma relative to pictures of unit variance. A timestep stays."""
     model = getattr(_patcher(p), "model", None)
     prediction = getattr(model, "predictor", None) or getattr(model, "model_sampling", None)

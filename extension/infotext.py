@@ -14,7 +14,7 @@ from typing import Any
 
 from ..tome_core.hosting import form
 from . import host, settings_tab
-from .job_settings import DIAL, EVERYWHERE, FILLED_FOR, OWN, WHERE, JobSettings, base_of, read, settings_of
+from .job_settings import DIAL, EVERYWHERE, EXPERT_SWITCH, FILLED_FOR, WHERE, JobSettings, base_of, read, settings_of
 
 logger = logging.getLogger(__name__)
 KEY = "ToMe"
@@ -120,7 +120,7 @@ def _values_in(parameters: Mapping[str, Any]) -> dict[str, Any]:
     for sentence in settings.left_out:
         logger.warning("%s: a part of the pasted infotext is ignored: %s", KEY, sentence)
     dial = {name: getattr(settings, name) for name in DIAL}
-    own = {OWN: bool(settings.changes), FILLED_FOR: settings.strength}
+    own = {EXPERT_SWITCH: bool(settings.changes), FILLED_FOR: settings.strength}
     return {**dial, **own, **base_of(settings.strength, layout), **settings.changes}
 
 

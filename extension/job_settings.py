@@ -16,9 +16,9 @@ TITLE = "Token Merging (ToMe)"
 EVERYWHERE, FIRST, HIRES = WHERE = ("everywhere", "first pass", "hires pass")
 PASSES = {False: FIRST, True: HIRES}  # by whether it is the hires pass
 DIAL = ("enabled", "strength", "where")
-OWN = "own"  # the switch that turns expert settings on
+EXPERT_SWITCH = "own"  # the switch that turns expert settings on
 FILLED_FOR = "filled_for"  # hidden: the strength by which the expert settings were last filled in
-ARGUMENTS = (*DIAL, OWN, FILLED_FOR, *form.NAMES)
+ARGUMENTS = (*DIAL, EXPERT_SWITCH, FILLED_FOR, *form.NAMES)
 DEFAULTS = {"enabled": False, "strength": 0.5, "where": EVERYWHERE}
 
 
@@ -50,7 +50,7 @@ class JobSettings:
         """
         if not self.enabled or not self.strength or self.where == PASSES[not hires]:
             return None
-        config = form.settle(form.values_of(strength(self.strength, layout)) | dict(self.changes))[0]
+        config = form.keep_possible(form.values_of(strength(self.strength, layout)) | dict(self.changes))[0]
         if config.is_off:
             return None
         return config if config.value("seed") else replace(config, seed=int(seed) & SEED_LIMIT)
@@ -133,11 +133,11 @@ def settings_of(value: float, where: str, changes: Mapping[str, Any], layout: st
     changes = {name: change for name, change in changes.items() if change != shown[name]}
     if where not in WHERE:
         raise ValueError(f"where={where!r} is not possible; use one of {', '.join(WHERE)}")
-    config, left_out = form.settle(base | dict(changes))
+    config, left_out = form.keep_possible(base | dict(changes))
     settled = form.values_of(config)
     possible = {name: change for name, change in changes.items() if settled[name] == change}
     if len(possible) < len(changes):  # an impossible change must not affect the others
-        settled = form.values_of(form.settle(base | possible)[0])
+        settled = form.values_of(form.keep_possible(base | possible)[0])
     reasons = tuple(sentence for sentence in left_out if sentence.partition("=")[0] in changes)
     deviations = {name: final for name, final in settled.items() if final != base[name]}
     return JobSettings(True, float(value), where, deviations, reasons)
@@ -157,7 +157,7 @@ def _by_name(values: Sequence[Any]) -> dict[str, Any]:
     unknown = [str(name) for name in named if name not in (*DIAL, *form.NAMES)]
     if unknown:
         raise ValueError(f"there is no {', '.join(unknown)} to set; there are: {', '.join((*DIAL, *form.NAMES))}")
-    return {**named, OWN: True}
+    return {**named, EXPERT_SWITCH: True}
 
 
 def _deviating(own: Mapping[str, Any], given: Mapping[str, Any], layout: str) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def _deviating(own: Mapping[str, Any], given: Mapping[str, Any], layout: str) ->
         given: all arguments, by name.
         layout: the model's layout.
     """
-    if given.get(OWN) is not True:
+    if given.get(EXPERT_SWITCH) is not True:
         return {}
     try:
         base = find_filled(own, given.get(FILLED_FOR), layout)

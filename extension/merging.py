@@ -106,7 +106,7 @@ def job_of(p: Any) -> Job | None:
     return job if job is not None and job.p() is p else None
 
 
-class Armed:
+class CurrentPass:
     """The patch and the timing of the current pass. One object serves all tabs, because there is one model.
 
     A pass is armed from `arm` to `disarm`.
@@ -169,9 +169,9 @@ class Armed:
             return
         self._follow(host.running_unet(p))
         if self.handle is not None and self.handle.wants_time:
-            time, timesteps = host.relative(p, self._times.time(params)), self._times.timesteps(p)
+            time, timesteps = host.to_unit_variance(p, self._times.time(params)), self._times.timesteps(p)
             self.handle.set_time(**time, sampling=self._times, pictures=p.batch_size, timesteps=timesteps)
-        self._note_call(getattr(params, "x", None), *host.beside(p, params))
+        self._note_call(getattr(params, "x", None), *host.timing_conditions(p, params))
 
     def disarm(self, is_whole: bool = False) -> None:
         """Take the patch off the model and put its counts into the job's record. May be called again.
@@ -237,4 +237,4 @@ class Armed:
         return report
 
 
-armed = Armed()
+armed = CurrentPass()

@@ -90,7 +90,7 @@ class SamplerTimes:
     def timesteps(self, p: Any) -> tuple[float, ...] | None:
         """Return the timesteps of all steps on Stable Diffusion's schedule; None if the sampler's list is not known."""
         if self._timesteps is None and self.timed_steps.times and self.timed_steps.follows:
-            times = [host.relative(p, time) for time in self.timed_steps.times]
+            times = [host.to_unit_variance(p, time) for time in self.timed_steps.times]
             self._timesteps = tuple(time["timestep"] if "timestep" in time
                                     else STABLE_DIFFUSION.timestep_of_sigma(time["sigma"])
                                     for time in times)  # fmt: skip

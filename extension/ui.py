@@ -14,12 +14,12 @@ from gradio.context import Context
 
 from ..tome_core.hosting import MARKS, form
 from . import host, infotext, measuring, settings_tab
-from .job_settings import ARGUMENTS, DEFAULTS, DIAL, FILLED_FOR, OWN, TITLE, WHERE, base_of, find_filled, read
+from .job_settings import ARGUMENTS, DEFAULTS, DIAL, EXPERT_SWITCH, FILLED_FOR, TITLE, WHERE, base_of, find_filled, read
 
 _TIPS = {
     "strength": "Higher is faster and changes the picture more. 0 is off.",
     "where": "Which pass merges. Merging in the hires pass alone keeps the composition.",
-    OWN: "Use the settings below. A setting follows Strength until you change that setting.",
+    EXPERT_SWITCH: "Use the settings below. A setting follows Strength until you change that setting.",
     "measure": "Time this model at this size now, with merging and without. This takes seconds. The result is kept.",
     **{field.name: field.help for field in form.FIELDS},
 }  # fmt: skip
@@ -122,7 +122,7 @@ class Panel:
             self._line = gr.HTML("", elem_id=self._elem_id("line"))
             self._add("measure", gr.Button, value="Measure", size="sm", scale=0, min_width=90)
         with gr.Accordion("Expert", open=False, elem_id=self._elem_id("expert")):
-            self._add(OWN, gr.Checkbox, label="Own settings", value=False)
+            self._add(EXPERT_SWITCH, gr.Checkbox, label="Own settings", value=False)
             self._add(FILLED_FOR, gr.Number, label="Filled for", value=DEFAULTS["strength"], visible=False)
             for group in form.GROUPS:
                 gr.HTML(f"<b>{group.capitalize()}</b>")
@@ -162,7 +162,7 @@ class Panel:
     def _connect(self) -> None:
         """Let the expert settings follow the strength, and a typed setting switch own settings on."""
         fields = [self.made[name] for name in form.NAMES]
-        strength, own, filled = (self.made[name] for name in ("strength", OWN, FILLED_FOR))
+        strength, own, filled = (self.made[name] for name in ("strength", EXPERT_SWITCH, FILLED_FOR))
         inputs, outputs = [strength, own, filled, *fields], [filled, *fields]
         along = {"fn": follow_strength, "inputs": inputs, "outputs": outputs, **_QUIETLY}
         # gradio drops an event while the same one is running, so each event is followed by another
@@ -179,7 +179,7 @@ class Panel:
         """
         ends = {"inputs": [self._by, *self.controls, *theirs.values()], "outputs": [self._line]}
         update = {"fn": lambda *values: _line(*values), **ends, **_QUIETLY}
-        for control in (*(self.made[name] for name in DIAL), self.made[OWN], *theirs.values()):
+        for control in (*(self.made[name] for name in DIAL), self.made[EXPERT_SWITCH], *theirs.values()):
             control.change(**update).then(**update)
         for name in form.NAMES:
             self.made[name].input(**update)

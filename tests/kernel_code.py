@@ -19,7 +19,7 @@ from tome_core.merging import kernels
 # Ada (RTX 40), AMD's RX 7900; Ampere (A100), Hopper (H100, H200), AMD's MI300
 TARGETS = [("cuda", 89, 32), ("hip", "gfx1100", 32), ("cuda", 80, 32), ("cuda", 90, 32), ("hip", "gfx942", 64)]
 SHARED = 99 * 1024  # bytes of shared memory that one program may have on a desktop's Ampere or Ada
-PRODUCTS = {"_best_keys", "_first_order", "_answer_few", "_ridge", "_correct"}  # multiply on tensor cores
+PRODUCTS = {"_best_keys", "_first_order", "_attend_sample", "_ridge", "_correct"}  # multiply on tensor cores
 HEADS, WIDTH, TOKENS, GROUPS = 8, 40, 1024, 256  # as SD1.5 has them
 numbers = partial(torch.zeros, dtype=torch.int64)
 
@@ -37,7 +37,7 @@ def launch_all(dtype):
     if dtype.itemsize == 2:
         asked, few = tokens[:, ::8], groups.to(dtype)
         first = kernels.first_order(tokens, tokens, numbers(1, TOKENS), groups, HEADS, 0.1)
-        answers = kernels.answer_few(asked, tokens, tokens, few, few, few[:1, :, 0], HEADS, 0.1)
+        answers = kernels.attend_sample(asked, tokens, tokens, few, few, few[:1, :, 0], HEADS, 0.1)
         kernels.correct(tokens, tokens, *kernels.ridge(asked, answers, first))
 
 

@@ -29,7 +29,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 INF = float("inf")
-NAMES = tuple(proof._LAWS)
+NAMES = tuple(proof._CHECKS)
 PROVES_ITSELF = kernels._proves_itself
 
 
@@ -209,10 +209,10 @@ def test_centres_know_their_lengths_and_which_are_empty(dtype, channels):
 @pytest.mark.parametrize("rows, tokens, groups", [(1, 1, 1), (2, 2100, 33), (1, 20, 70), (3, 1024, 32)])
 def test_tokens_are_sorted_and_counted_in_one_launch(rows, tokens, groups, used):
     plan = MergePlan(whole_numbers(groups, rows, tokens, seed=3), groups)
-    order, _ = plan._sort(torch.bfloat16)
+    order, _ = plan._sorted_segments(torch.bfloat16)
     assert plan.sizes.sum() == len(order) == rows * tokens and torch.equal(plan.empty, plan.sizes == 0)
     for dtype in (torch.bfloat16, torch.float32):
-        assert plan.logits_in(dtype).dtype == dtype
+        assert plan.log_sizes(dtype).dtype == dtype
     assert used == ["segments"]
 
 
@@ -224,7 +224,7 @@ def test_tokens_are_placed_as_torch_places_them(removed, samples):
     sources, destinations = tokens.to(DEVICE).expand(2, -1).split([300, 40], 1)
     given = score, whole_numbers(40, 2, 300, seed=3), sources, destinations, removed
     plan = bipartite._plan(*given)
-    with kernels.without():
+    with kernels.kernels_off():
         plain = bipartite._plan(*given)
     assert torch.equal(plan.group, plain.group) and plan.num_groups == plain.num_groups
 
@@ -245,7 +245,7 @@ def test_a_correction_is_made_in_three_launches_however_keys_and_values_lie_in_m
     group[0, 0] = 10
     plan = MergePlan(group, 11)
     correction, merged = fit_correction(asked, pair, plan, heads, width**-0.5)
-    assert used[-3:] == ["first_order", "answer_few", "ridge"] and correction.matrix.dtype == dtype
+    assert used[-3:] == ["first_order", "attend_sample", "ridge"] and correction.matrix.dtype == dtype
     again, _ = fit_correction(asked, torch.cat(pair, -1).chunk(2, -1), plan, heads, width**-0.5)
     assert all(map(torch.equal, correction[:2], again[:2]))
     assert all(map(torch.equal, merged, plan.merge_pair(*pair)))
@@ -253,7 +253,7 @@ def test_a_correction_is_made_in_three_launches_however_keys_and_values_lie_in_m
 
 @pytest.mark.parametrize("count, dtype", together([3, 32, 77], DTYPES[1:]), ids=str)
 def test_a_head_that_lost_nothing_is_given_nothing(count, dtype):
-    answers = kernels.Answers(
+    answers = kernels.SampleAttention(
         noise(6, count, 20, seed=1) * 0.1, noise(4, 6, count, 20, seed=2), noise(4, 6, count, seed=4) * 3
     )
     first = noise(4, 6, 20, 20, seed=3) * 0.02
@@ -285,7 +285,7 @@ def _merged():
     """Two samples of 130 tokens in 40 groups, some of them empty."""
     plan = MergePlan(whole_numbers(38, 2, 130, seed=1), 40)
     means = plan.merge_pair(*noise(2, 130, 80, dtype=torch.float16).chunk(2, -1), exact=True)
-    return (*means, *plan._sort(), plan.sizes, plan.logits_in(torch.float32))
+    return (*means, *plan._sorted_segments(), plan.sizes, plan.log_sizes(torch.float32))
 
 
 def _placed():
@@ -307,7 +307,7 @@ def _corrected():
 
 
 WORK = {"best_keys": _best, "mean_rows": _merged, "segments": _merged, "assign_groups": _placed, "first_order": _fit,
-        "answer_few": _fit, "ridge": _fit, "correct": _corrected}  # fmt: skip
+        "attend_sample": _fit, "ridge": _fit, "correct": _corrected}  # fmt: skip
 
 
 def _given(place, change):
@@ -332,8 +332,8 @@ PLANTED = {
     "segments: one group further": ("segments", _given(0, lambda group: (group + 1) % 40)),
     "assign_groups: one token more merges": ("assign_groups", _given(4, lambda removed: removed + 1)),
     "first_order: groups of the tokens beside them": ("first_order", _given(2, lambda group: group.roll(1, 1))),
-    "answer_few: sizes are forgotten": ("answer_few", _given(5, torch.zeros_like)),
-    "answer_few: one head's answers for another's": ("answer_few", _gives(8, lambda x: x.roll(1, 0))),
+    "attend_sample: sizes are forgotten": ("attend_sample", _given(5, torch.zeros_like)),
+    "attend_sample: one head's answers for another's": ("attend_sample", _gives(8, lambda x: x.roll(1, 0))),
     "ridge: what is known is not taken off": ("ridge", _given(4, torch.zeros_like)),
     "ridge: the constant is lost": ("ridge", _gives(6, torch.zeros_like)),
     "correct: a stale tile": ("correct", _gives(4, _stale)),
@@ -357,7 +357,7 @@ def test_a_wrong_kernel_is_caught_at_its_first_launch_and_torchs_operators_serve
     monkeypatch.setattr(module, name, lambda *given: wrong(launch, *given))
     found = WORK[name]()
     assert off.keys() == {name}
-    with kernels.without():
+    with kernels.kernels_off():
         expected = WORK[name]()
     eps = torch.finfo(torch.float16).eps
     for one, other in zip(found, expected, strict=True):
@@ -381,7 +381,7 @@ def test_inputs_that_are_not_finite_tell_nothing_of_a_kernel(off):
     keys, clean = noise(1, 9, 8), noise(1, 20, 8, seed=1)
     sick = clean.clone()
     sick[0, 0, 0] = float("nan")
-    with kernels.without():
+    with kernels.kernels_off():
         expected = best_keys(sick, None, keys)
     assert torch.equal(best_keys(sick, None, keys)[1][:, 1:], expected[1][:, 1:])
     assert not kernels._verified
@@ -409,7 +409,7 @@ def test_with_kernels_and_without_a_models_pictures_differ_by_rounding_alone(dty
     found = draw()
     wanted = set(NAMES) if dtype.itemsize == 2 else {"best_keys", "mean_rows", "segments", "assign_groups"}
     assert wanted <= set(used) and not off
-    with kernels.without():
+    with kernels.kernels_off():
         plain = draw()
     of_rounding = (3 if dtype.itemsize == 2 else 10) * torch.finfo(dtype).eps
     assert (found - plain).norm() <= of_rounding * plain.norm()

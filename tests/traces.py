@@ -25,7 +25,7 @@ def attributes(model) -> dict[str, dict]:
 def wraps_of(handle: Any) -> list[Wrap]:
     """All wraps that are on the models that the handle patched, and those it put on a pipeline."""
     sets = (wraps_on(model) for model in handle._present())
-    return [*(wrap for one in sets if one is not None for wrap in one.wraps), *handle._outside]
+    return [*(wrap for one in sets if one is not None for wrap in one.wraps), *handle._pipeline_wraps]
 
 
 def is_idle(handle: Any) -> bool:

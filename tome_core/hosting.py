@@ -2,7 +2,7 @@
 
 A host has two ways. It patches a model (`patch`, `Patch`), which puts wraps on the model. Or the host calls the engine
 from its own attention hooks: it makes a `State`, begins each call of the model with `State.begin`, and passes each
-attention to `answer`.
+attention to `attend_call`.
 """
 # ruff: noqa: F401 (imported for hosts)
 
@@ -17,7 +17,7 @@ from .measuring import pictures
 from .measuring.pictures import Steps
 from .merging.grid import Grid, Layout
 from .models import find_models
-from .models.attention_calls import HeadsCall, answer
+from .models.attention_calls import HeadsCall, attend_call
 from .models.compiled import OPERATORS, number_of, why_not_in_graph
 from .models.intercept import register_name
 from .models.unet_blocks import UnsupportedModelError, find_unet, is_kind

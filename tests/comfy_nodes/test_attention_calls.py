@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from comfy_nodes import transformers, unets
-from comfy_nodes.slot_calls import SLOT, HostCall, OtherNodesCall
+from comfy_nodes.slot_calls import SLOT, HostCall, OtherNodesFunction
 from tests import comfy_attention as comfy
 from tests.comfy_doubles import BaseModel, ModelPatcher, apply, latest, least_checkpoint, sample, transformer
 from tests.comfy_models import deep_unet
@@ -54,7 +54,7 @@ def with_slot(function):
 def test_each_function_takes_sizes_its_own_way_by_itself_and_chosen_by_a_node():
     for (name, way), dtype, precision in itertools.product(WAYS.items(), TOLERANCE, (None, torch.float32)):
         function = getattr(comfy, name)
-        through = OtherNodesCall(chosen(function), comfy.attention_pytorch)
+        through = OtherNodesFunction(chosen(function), comfy.attention_pytorch)
         ways = [way_of(asked, dtype, attn_precision=precision) for asked in (function, through)]
         assert ways == [way] * 2, (name, dtype, precision)
 

@@ -62,7 +62,7 @@ def test_install_py_puts_it_there_and_takes_it_away(folder, place, options, monk
 
 def test_where_links_are_not_possible_it_is_copied(folder, place, monkeypatch):
     monkeypatch.setattr(Path, "symlink_to", Mock(side_effect=OSError("no right")))
-    assert "Copied" in install.put(COMFYUI, install.target(COMFYUI, folder))
+    assert "Copied" in install.link_or_copy(COMFYUI, install.target(COMFYUI, folder))
     looks_right(place)
 
 

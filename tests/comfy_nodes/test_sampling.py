@@ -19,7 +19,7 @@ from tome_core.engine import state
 
 RANGE = {"ratio": 0.5, "start": 0.2, "end": 0.6, "use_rand": False}
 KEPT = {"ratio": 0.5, "keep": 1000.0, "use_rand": False}
-BALANCED = {**tome_core.form.fill("balanced"), "only_if_it_pays": False}  # the pictures are small ones
+BALANCED = {**tome_core.form.values_at("balanced"), "only_if_it_pays": False}  # the pictures are small ones
 KNOWN = sampler_of()
 UNKNOWN = (
     None, sampler_of("dpm_fast_function", "comfy.samplers"), sampler_of("sample_dpm_adaptive"),
@@ -71,12 +71,13 @@ def test_sigmas_are_told_as_if_pictures_varied_by_one():
     flow = type("ModelSampling", (type("Flow", (), {}), type("CONST", (), {})), {})()
 
     def told(sigma, model_sampling):
-        return timestep_of(sigma, model_sampling, flows=False)
+        return timestep_of(sigma, model_sampling, flow_timesteps=False)
 
     assert told(3.0, object()) == told(3.0, eps) and told(3.0, edm) == told(6.0, eps)
     assert told(0.75, flow) == told(3.0, eps) and told(0.0, flow) == told(0.0, eps)
     assert told(1.0, flow) == told(1e5, eps) > told(6.0, eps)
-    assert timestep_of(0.75, flow, flows=True) == 750 and timestep_of(3.0, eps, flows=True) == told(3.0, eps)
+    assert timestep_of(0.75, flow, flow_timesteps=True) == 750
+    assert timestep_of(3.0, eps, flow_timesteps=True) == told(3.0, eps)
 
 
 @pytest.mark.parametrize(("continues", "share"), [(False, 0.4), (True, 0.7)])

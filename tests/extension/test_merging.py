@@ -86,7 +86,7 @@ def test_hypertile_and_an_active_sd_unet_are_left_alone_and_named(webui):
 # --- matches are kept over the steps of a pass, and never over pictures, tiles or halves of a split batch -------------
 
 KEPT = custom(keep=1000.0, use_rand=False)
-BALANCED = {**form.fill("balanced"), **FREE}
+BALANCED = {**form.values_at("balanced"), **FREE}
 
 
 class SplitDenoiser(Denoiser):

@@ -26,7 +26,7 @@ VALUES = {"level": "up to /8", "end": 0.9}
 WEBUI_ON = custom(0.5, **VALUES, merge_crossattn=True, merge_mlp=True)
 # the functions that a sampling in ComfyUI, and a call of the model there, go through; all but the first are ours
 IN_COMFYUI = ((Guider, "_call"), (branch.Sampling, "call"), (branch.Sampling, "_make"), (branch.Sampling, "_tell_time"),
-              (State, "begin"), (slot_function, "call"), (hosting, "answer"), (State, "attend"),
+              (State, "begin"), (slot_function, "call"), (hosting, "attend_call"), (State, "attend"),
               (branch.Sampling, "end"))  # fmt: skip
 
 

@@ -59,7 +59,7 @@ def pick_queries(grid: Grid, width: int, device: torch.device) -> tuple[Tensor]:
     There are at most 128 for heads of up to 32 channels (`width`), else at most 256.
 
     Returns:
-        Numbers of tokens of the grid, ascending, int64 ``(1, queries)``, in a tuple for `grid.reuse`.
+        Numbers of tokens of the grid, ascending, int64 ``(1, queries)``, in a tuple for `grid.cached_result`.
     """
     tokens = grid.height * grid.width
     count = min(_MOST_IF_NARROW if width <= _NARROW else _MOST, max(_FEWEST, tokens // _TOKENS_PER_ANSWER), tokens)
@@ -94,12 +94,12 @@ def fit_correction(
         *pair, exact = plan.merge_pair(keys, values, exact=True)
         sums = _sums_by_kernel(keys, values, exact, plan, heads, scale)
         if sums is not None and sums.shape[3] <= kernels.RIDGE_WIDEST and not kernels.needs_gradient(q):
-            answers = kernels.answer_few(q, keys, values, *pair, plan.logits_in(q.dtype), heads, scale)
+            answers = kernels.attend_sample(q, keys, values, *pair, plan.log_sizes(q.dtype), heads, scale)
             correction = answers and kernels.ridge(q, answers, sums)
             if correction:
                 return Correction(*correction), tuple(pair)
         queries = _by_head(q, heads)
-        merged = to_exact(_attend(queries, *pair, heads, scale, plan.logits_in(q.dtype)[:, None, None]))
+        merged = to_exact(_attend(queries, *pair, heads, scale, plan.log_sizes(q.dtype)[:, None, None]))
         left = to_exact(_attend(queries, keys, values, heads, scale)) - merged
         if sums is None:
             first = first_order(keys, values, exact, plan, heads, scale)

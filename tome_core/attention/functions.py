@@ -13,7 +13,7 @@ _MOST = 64  # results in the cache
 _TRIED: OrderedDict[Hashable, bool | None] = OrderedDict()
 
 
-def try_once(key: Hashable, function: Callable[..., torch.Tensor], scale: float, like: torch.Tensor) -> bool | None:
+def probe_bias(key: Hashable, function: Callable[..., torch.Tensor], scale: float, like: torch.Tensor) -> bool | None:
     """Run an attention function on a few random tokens, and return whether it adds a bias to the logits.
 
     Results are cached by key, shape of the heads, dtype and device. An error of the function is not raised.
@@ -37,7 +37,7 @@ def try_once(key: Hashable, function: Callable[..., torch.Tensor], scale: float,
 
 @torch.no_grad()
 def _try(function: Callable[..., torch.Tensor], scale: float, like: torch.Tensor) -> bool | None:
-    """Return the result of `try_once` for an attention function, without the cache."""
+    """Return the result of `probe_bias` for an attention function, without the cache."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, _TOKENS, *like.shape[2:], generator=generator).to(like)
     # three values, because a function could take two values for a mask of visible and hidden tokens

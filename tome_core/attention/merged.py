@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from ..merging import kernels
-from ..merging.grid import Layout, reuse, tokens_in
+from ..merging.grid import Layout, cached_result, tokens_in
 from ..merging.plan import MergePlan
 from .correction import Correction, Pair, fit_correction, pick_queries
 
@@ -49,7 +49,7 @@ class Attention(NamedTuple):
     takes_bias: bool = True
 
 
-class Merge(NamedTuple):
+class MergeOptions(NamedTuple):
     """The settings with which an attention call merges.
 
     Args:
@@ -65,7 +65,7 @@ class Merge(NamedTuple):
     correction: Correction | None = None
 
 
-def attend(attention: Attention, merging: Merge, merged_pair: Pair | None = None) -> tuple[torch.Tensor, str]:
+def attend(attention: Attention, merging: MergeOptions, merged_pair: Pair | None = None) -> tuple[torch.Tensor, str]:
     """Compute attention with merged keys and values: ``softmax(scale q k^T + log n) v``, with n the sizes of groups.
 
     Args:
@@ -92,8 +92,8 @@ def attend(attention: Attention, merging: Merge, merged_pair: Pair | None = None
     if not merging.proportional:
         out, way = function(q, k, v, None), UNSIZED
     else:
-        bias = plan.derived.get(("logits", q.dtype))
-        bias = (plan.logits_in(q.dtype) if bias is None else bias)[:, None, None]
+        bias = plan.cache.get(("logits", q.dtype))
+        bias = (plan.log_sizes(q.dtype) if bias is None else bias)[:, None, None]
         bias = bias if bias.shape[0] == q.shape[0] else bias.expand(q.shape[0], -1, -1, -1)
         if takes_bias:
             out, way = function(q, k, v, bias), BIAS
@@ -120,11 +120,11 @@ def correction_of(attention: Attention, plan: MergePlan, layout: Layout) -> tupl
         have fewer heads than the queries.
     """
     q, k, v = attention[:3]
-    (places,) = reuse(pick_queries_in, q, layout, q.shape[1], q.shape[3])
+    (places,) = cached_result(pick_queries_in, q, layout, q.shape[1], q.shape[3])
     sample_queries = q[:, places]
     shares = q.shape[2] // k.shape[2]
     fits: list[tuple[Correction, Pair]] = []
-    for first, last in [(0, k.shape[2])] if shares == 1 and kernels.fit_whole(q) else _runs_of_heads(k, shares):
+    for first, last in [(0, k.shape[2])] if shares == 1 and kernels.can_fit_all_heads(q) else _runs_of_heads(k, shares):
         pair = tuple(tensor[:, :, first:last] for tensor in (k, v))
         if shares > 1:
             pair = tuple(tensor.repeat_interleave(shares, 2) for tensor in pair)
@@ -153,7 +153,7 @@ def pick_queries_in(layout: Layout, tokens: int, width: int, device: torch.devic
         device: the device of the result.
 
     Returns:
-        Numbers of tokens, int64 ``(queries,)``, in a tuple for `grid.reuse`.
+        Numbers of tokens, int64 ``(queries,)``, in a tuple for `grid.cached_result`.
     """
     (places,) = pick_queries(layout.grid, width, device)
     last, num_others = layout.first + tokens_in(layout), tokens - tokens_in(layout)

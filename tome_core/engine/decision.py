@@ -42,30 +42,30 @@ class ModelCall:
 
     Args:
         state: the `State` that began the call.
-        stamp: the call's timestep argument, a number or a tensor, on which random draws depend.
+        timestep: the call's timestep argument, a number or a tensor, on which random draws depend.
         rules: the rules in force, by level, 0 for the finest.
         why_off: the reason why no rule is in force, by level; read only if none is.
         gates: for each level, whether rules with `only_if_it_pays` merge, see `decide`.
-        kept: plans of earlier calls in the same sampling; None if this call neither uses nor keeps any.
-        turns: the number, from 0, of each attention's latest run in this call, by the attention's name.
+        kept_plans: plans of earlier calls in the same sampling; None if this call neither uses nor keeps any.
+        latest_runs: the number, from 0, of each attention's latest run in this call, by the attention's name.
         facts: further facts that the adapter has read from the call's arguments. Used by the adapters, as are the rest.
         layouts: the latest place of the picture's tokens at each level of a UNet.
         block: the input of the block that runs, and the block's plans by the id of a rule; None unless parts of that
             block may be called with merged tokens, as tomesd does.
-        reached: the names of the attentions that were called so far.
+        called_attentions: the names of the attentions that were called so far.
     """
 
     state: Any
-    stamp: Any
+    timestep: Any
     rules: tuple[LevelRules, ...]
     why_off: tuple[str, ...]
     gates: tuple[Gate, ...]
-    kept: KeptPlans | None = None
-    turns: dict[Hashable, int] = field(default_factory=dict)
+    kept_plans: KeptPlans | None = None
+    latest_runs: dict[Hashable, int] = field(default_factory=dict)
     facts: Any = None
     layouts: dict[int, Layout] = field(default_factory=dict)
     block: tuple[torch.Tensor, dict] | None = None
-    reached: list[str] = field(default_factory=list)
+    called_attentions: list[str] = field(default_factory=list)
 
 
 class MergeMap(NamedTuple):

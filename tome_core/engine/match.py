@@ -40,7 +40,7 @@ def match(
     """
     by_distance, method, before = rule.metric == "keys+values", METHODS[rule.method], layout.first
     tokens, parts, counts = k.shape[1], [], []
-    known = iter(() if old is None else old.counts or (old.num_groups,))
+    known = iter(() if old is None else old.groups_per_window or (old.num_groups,))
     for grid, run in groupby(windows(layout.grid), itemgetter(1)):
         starts = [start for start, _ in run]
         times, size = len(starts), grid.height * grid.width
@@ -56,7 +56,7 @@ def match(
             before += times * groups
         else:
             st, sy, sx = cell_of(rule.sy, rule.sx, grid.frames if method.compares else 1)
-            options = (rule.effective_ratio, sx, sy, _for_each(draw, times), rule.refine, by_distance, st)
+            options = (rule.effective_ratio, sx, sy, _repeat_time(draw, times), rule.refine, by_distance, st)
             plan = method.match(x, grid, MatchOptions(*options))
         if plan is None:
             return None
@@ -72,7 +72,7 @@ def _apart(x: torch.Tensor, times: int) -> torch.Tensor:
     return x.detach().flatten(2).unflatten(1, (times, -1)).flatten(0, 1)
 
 
-def _for_each(draw: Draw | None, times: int) -> Draw | None:
+def _repeat_time(draw: Draw | None, times: int) -> Draw | None:
     """Return a draw with each sample's time repeated for its windows. None and a time for all samples stay."""
     if draw is None or draw.time is None or draw.time.shape[0] == 1:
         return draw

@@ -38,7 +38,7 @@ class KeptPlans(NamedTuple):
     """The kept plans that one call of a model may use, and to which it adds.
 
     Args:
-        plans: the kept plans of the sampling. `serve` adds to them in place.
+        plans: the kept plans of the sampling. `plans_for` adds to them in place.
         ordinal: the host's name for the call, and the call's number among those of this name at its timestep. There are
             several if a host splits a batch or a picture.
         timestep: the timestep of the call.
@@ -51,7 +51,7 @@ class KeptPlans(NamedTuple):
     timestep: float
     shared: tuple[int, int, int, Hashable] | None
 
-    def serve(
+    def plans_for(
         self, key: tuple, rule: MergeRule, device: torch.device, match: Callable[[MergePlan | None], MergePlan | None]
     ) -> Plans:
         """Return the plans kept under a key, if they are at most `rule.keep` timesteps old; else match and keep plans.

@@ -1,7 +1,7 @@
 """The state of one patch: its settings, and all data that is kept while the model runs.
 
-An adapter begins each call of its model with `begin`, and passes every self-attention of the call to `attend`. `around`
-runs a part of a block on merged tokens, as tomesd does.
+An adapter begins each call of its model with `begin`, and passes every self-attention of the call to `attend`.
+`run_part_merged` runs a part of a block on merged tokens, as tomesd does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.overrides
 
 from ..attention.correction import Pair
-from ..attention.merged import Attention, Merge, attend, correction_of
+from ..attention.merged import Attention, MergeOptions, attend, correction_of
 from ..merging import kernels
 from ..merging.grid import Draw, Grid, Layout
 from ..merging.methods import METHODS, MatchOptions
@@ -34,8 +34,8 @@ from .time import Clock, ModelTime
 class State:
     """The settings of one model's patch and its data between calls. It holds no module.
 
-    Use `begin` at each call of the model, then `attend` or `around` for its attentions. A host may call `set_time`
-    before each call.
+    Use `begin` at each call of the model, then `attend` or `run_part_merged` for its attentions. A host may call
+    `set_time` before each call.
 
     Args:
         config: the settings.
@@ -49,7 +49,8 @@ class State:
         clock: the rules in force as a function of time.
         time: the current time, and the samplings that go on.
         ledger: the counts.
-        refused: the reason for each attention function that is not called with merged keys; `hosting.answer` fills it.
+        refused: the reason for each attention function that is not called with merged keys; `hosting.attend_call`
+            fills it.
         pays: the `Pays` that decides for rules with `only_if_it_pays`; None: the number of tokens decides.
     """
 
@@ -88,7 +89,7 @@ class State:
                 Without names, calls are distinguished by their order.
 
         Returns:
-            The record of the call, for `attend` and `around`.
+            The record of the call, for `attend` and `run_part_merged`.
         """
         self.ledger.calls += 1
         now, kept = self.time.next_call(timestep, latent, called)
@@ -120,7 +121,7 @@ class State:
         """
         q = attention.q
         batch, tokens = q.shape[:2]
-        turn = call.turns[name] = call.turns.get(name, -1) + 1
+        turn = call.latest_runs[name] = call.latest_runs.get(name, -1) + 1
         picture = layout.grid.height * layout.grid.width
         known = self._decisions.get((id(call.rules[level]), call.why_off[level], call.gates[level], picture, q.device))
         rules, why = known or self.decide(call, level, picture, q.device)
@@ -134,11 +135,11 @@ class State:
         if why:
             self.ledger.skip(level, "attn", why, batch * tokens * tokens)
             return None
-        kept, key, merged = call.kept, ((name, turn), batch, layout, tokens), None
+        kept, key, merged = call.kept_plans, ((name, turn), batch, layout, tokens), None
         exact = 0
         plans = None if kept is None or not rule.keep else kept.plans.get((kept.ordinal, *key))
         is_own = plans is not None and plans.rule is rule and plans.device == q.device
-        if not is_own or abs(plans.timestep - kept.timestep) > rule.keep:  # as in `KeptPlans.serve`
+        if not is_own or abs(plans.timestep - kept.timestep) > rule.keep:  # as in `KeptPlans.plans_for`
             plans, merged = self._match(call, key, level, layout, attention, rule)
             exact = 0 if plans.correction is None else plans.correction.num_queries
         plan = plans.plan
@@ -146,7 +147,7 @@ class State:
             self.ledger.skip(level, "attn", TOO_SMALL, batch * tokens * tokens)
             return None
         queries = rule.side == "qkv"
-        out, way = attend(attention, Merge(plan, rule.proportional, queries, plans.correction), merged)
+        out, way = attend(attention, MergeOptions(plan, rule.proportional, queries, plans.correction), merged)
         left = (plan.num_groups if queries else tokens, plan.num_groups)
         way = way if rule.proportional else ""
         self.ledger.merge(level, "attn", (batch, tokens, tokens), left, way, exact)
@@ -154,7 +155,7 @@ class State:
             self._keep_map(level, layout, plan)
         return out
 
-    def around(
+    def run_part_merged(
         self, call: ModelCall, name: Hashable, level: int, part: str, grid: Grid, x: torch.Tensor,
         function: Callable[[Callable], torch.Tensor], plans: dict, keys: int = 0,
     ) -> torch.Tensor | None:  # fmt: skip
@@ -185,7 +186,7 @@ class State:
             plan = plans[id(rule)]
             out, why = (None, TOO_SMALL) if plan is None else _run_merged(function, x, plan)
         if why:
-            self.leave_alone(level, why, x.shape[0], x.shape[1], x.shape[1], part)
+            self.count_unmerged(level, why, x.shape[0], x.shape[1], x.shape[1], part)
         if why or plan is None:
             return None
         left = plan.num_groups
@@ -208,7 +209,7 @@ class State:
             self._decisions[key] = decide(rules, why_off, tokens, device.type, gate)
         return self._decisions[key]
 
-    def leave_alone(self, level: int, why: str, batch: int, queries: int, keys: int, part: str = "attn") -> None:
+    def count_unmerged(self, level: int, why: str, batch: int, queries: int, keys: int, part: str = "attn") -> None:
         """Count a part of a block that stays unmerged, with the reason `why`, a text for the report.
 
         `level` is 0 for the finest; `part` is "attn", "crossattn", "mlp", or "block" for a whole block. For "attn" its
@@ -236,7 +237,7 @@ class State:
             The plans; and the merged keys and values ``[B, G, H*d]`` if a new correction was made, else None.
         """
         (q, k, v), (name, batch, *where) = attention[:3], key
-        kept = call.kept if rule.keep else None
+        kept = call.kept_plans if rule.keep else None
         copies, matched, place = 1, 0, ("alone", kept and kept.ordinal)
         if kept is not None and kept.shared is not None and batch % kept.shared[0] == 0:  # not for a part of the batch
             copies, matched, place = kept.shared[1:]
@@ -250,7 +251,7 @@ class State:
         if kept is None:
             plans = Plans(match_rows(None), None, rule, q.device)
         else:
-            plans = kept.serve((place, name, count, *where), rule, q.device, match_rows)
+            plans = kept.plans_for((place, name, count, *where), rule, q.device, match_rows)
         plan, correction, merged = plans.plan and plans.plan.repeat(copies), None, None
         if plan is not None and rule.corrects and v.shape[3] == q.shape[3]:
             correction, merged = correction_of(attention, plan, layout)
@@ -262,17 +263,20 @@ class State:
     def _match_input(
         self, call: ModelCall, name: Hashable, level: int, grid: Grid, x: torch.Tensor, rule: MergeRule
     ) -> MergePlan | None:
-        """Match a block's input ``[B, N, C]`` for `around`, or return a kept plan; None if the grid is too small."""
-        turn = call.turns[name, id(rule)] = call.turns.get((name, id(rule)), -1) + 1
+        """Match a block's input ``[B, N, C]`` for `run_part_merged`, or return a kept plan.
+
+        None if the grid is too small to merge.
+        """
+        turn = call.latest_runs[name, id(rule)] = call.latest_runs.get((name, id(rule)), -1) + 1
 
         def match_all(_: MergePlan | None) -> MergePlan | None:
             options = MatchOptions(rule.effective_ratio, rule.sx, rule.sy, _draw(call, level, rule, x))
             return METHODS[rule.method].match(x, grid, options)
 
-        if call.kept is None or not rule.keep:
+        if call.kept_plans is None or not rule.keep:
             return match_all(None)
-        key = (call.kept.ordinal, name, "around", turn, x.shape[0], grid)
-        return call.kept.serve(key, rule, x.device, match_all).plan
+        key = (call.kept_plans.ordinal, name, "block", turn, x.shape[0], grid)
+        return call.kept_plans.plans_for(key, rule, x.device, match_all).plan
 
     def _keep_map(self, level: int, layout: Layout, plan: MergePlan) -> None:
         """Keep a plan's groups of the picture's tokens as the latest map of a level; of a video, the first frame's."""
@@ -387,7 +391,7 @@ def _draw(call: ModelCall, level: int, rule: MergeRule, x: torch.Tensor) -> Draw
     """
     if not rule.use_rand:
         return None
-    time = call.stamp
+    time = call.timestep
     if torch.is_tensor(time):
         time = time.detach().reshape(-1)
         if len(time) > 1:

@@ -159,14 +159,14 @@ class ModelTime:
 
     Attributes:
         is_wanted: True if what merges depends on the time.
-        noise: reads the steps of the pipeline's scheduler; None without a pipeline. The patch sets it.
+        scheduler_steps: reads the steps of the pipeline's scheduler; None without a pipeline. The patch sets it.
         now: the rules in force at the latest call, or at the time set since.
     """
 
     def __init__(self, clock: Clock, keeps: bool) -> None:
         self.clock, self.keeps = clock, keeps
         self.is_wanted = clock.limited or keeps
-        self.noise: SchedulerNoise | None = None
+        self.scheduler_steps: SchedulerNoise | None = None
         self.now: ActiveRules = clock.at(UNKNOWN)
         self._is_given = False
         self._sampling = Sampling()  # the sampling that `set` named
@@ -254,7 +254,7 @@ class ModelTime:
         The time is known from the argument's place in the scheduler's timesteps, else from its value, which is read
         only if it is needed.
         """
-        sampling, step = self._mine.latest, self._look(timestep)
+        sampling, step = self._mine.latest, self._time_by_memory(timestep)
         if step is None and (self.clock.limited or (sampling is not None and self.keeps)):
             step = self._read(timestep)
         if sampling is not None:
@@ -263,12 +263,12 @@ class ModelTime:
             self.now = self.clock.at(UNKNOWN if step is None else step, sampling and sampling.boundary)
         return self.now
 
-    def _look(self, timestep: Any) -> Time | None:
+    def _time_by_memory(self, timestep: Any) -> Time | None:
         """Return the time of a timestep argument without waiting for a GPU.
 
         None if the argument is no view of the scheduler's timesteps, or if there is no pipeline.
         """
-        steps = [] if self.noise is None else self.noise.look(timestep)
+        steps = [] if self.scheduler_steps is None else self.scheduler_steps.steps_by_memory(timestep)
         if steps:
             self._note_steps(steps)
         return steps[0] if steps else None
@@ -295,7 +295,7 @@ class ModelTime:
             timestep = values.pop() if len(values) == 1 else None
         if timestep is None:
             return None
-        steps = [] if self.noise is None else self.noise.steps_from(float(timestep))
+        steps = [] if self.scheduler_steps is None else self.scheduler_steps.steps_from(float(timestep))
         if not steps:
             return STABLE_DIFFUSION.time_of(float(timestep))
         self._note_steps(steps)  # a copy of the scheduler's timestep, which offloading may make

@@ -29,22 +29,22 @@ _TIMES = 6  # the number of SDXL's size and crop conditions
 CallUNet = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
-def why_not_now(unet: nn.Module, places: Sequence[BlockPlace], is_called: bool, handed: Any) -> str:
+def why_not_now(unet: nn.Module, places: Sequence[BlockPlace], is_called: bool, patched_object: Any) -> str:
     """Return why the UNet's calls cannot be timed, with a remedy; "" if they can.
 
-    They cannot while the UNet is in use (`is_called`), or if it is compiled, or wrapped by another program. `handed` is
-    the object that was passed to `patch`, which may be compiled too, or None.
+    They cannot while the UNet is in use (`is_called`), or if it is compiled, or wrapped by another program.
+    `patched_object` is the object that was passed to `patch`, which may be compiled too, or None.
     """
     if is_called:
         return "a sampling goes on; measure before it or after it"
-    if is_compiled(unet, places, handed):
+    if is_compiled(unet, places, patched_object):
         return "the UNet is compiled, and compiled calls are not measured; measure before compiling it"
     if foreign_method_on(unet) is not None:
         return "another program has wrapped the UNet and would take this for steps of a picture; measure before that"
     return ""
 
 
-def whereabouts(unet: nn.Module) -> tuple[torch.device, torch.dtype]:
+def device_and_dtype_of(unet: nn.Module) -> tuple[torch.device, torch.dtype]:
     """Return the device of a UNet's calls, which is accelerate's if it moves the UNet, and its weights' dtype."""
     weight = next(parameter for parameter in unet.parameters() if parameter.is_floating_point())
     device = getattr(getattr(unet, "_hf_hook", None), "execution_device", None)

@@ -14,7 +14,7 @@ from ..models.unet_blocks import BlockPlace, is_compiled
 from ..models.wrap import wraps_on
 from ..reporting.gains import KNOWN, PIXELS, Gain, nearest
 from ..settings.schedule import choose
-from .measure import ROUNDS, STEPS, CallUNet, call_of, noise_for, time_calls, whereabouts, why_not_now
+from .measure import ROUNDS, STEPS, CallUNet, call_of, device_and_dtype_of, noise_for, time_calls, why_not_now
 from .pays import Pays, about, device_of, dtype_of, widths_of
 
 
@@ -24,12 +24,13 @@ class Measured(State):
     Attributes:
         adapter: finds the model's blocks, a `UNetAdapter` or a `TransformerAdapter`. The subclass sets it.
         model: the patched model; None if it was garbage-collected.
-        handed: a weak reference to the object that was passed to `patch`; None if that allows no such reference.
+        patched_object: a weak reference to the object that was passed to `patch`; None if that allows no such
+            reference.
     """
 
     adapter: Any
     model: nn.Module | None
-    handed: weakref.ref[Any] | None = None
+    patched_object: weakref.ref[Any] | None = None
 
     def measure(
         self, height: int = 512, width: int = 512, batch: int = 2, *, steps: int = STEPS, rounds: int = ROUNDS,
@@ -61,18 +62,18 @@ class Measured(State):
         if not self._places:
             raise RuntimeError("only UNets can be measured; this is a transformer")
         wraps = wraps_on(unet)
-        is_called = self.time.is_sampling or (wraps is not None and wraps.is_called())
-        problem = why_not_now(unet, self._places, is_called, self.handed and self.handed())
+        is_called = self.time.is_sampling or (wraps is not None and wraps.is_busy())
+        problem = why_not_now(unet, self._places, is_called, self.patched_object and self.patched_object())
         if problem:
             raise RuntimeError(problem)
         for name, value, least in (("height", height, PIXELS), ("width", width, PIXELS), ("batch", batch, 1),
                                    ("steps", steps, 1), ("rounds", rounds, 1)):  # fmt: skip
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}={value!r} is not possible; use a whole number from {least} up")
-        device, dtype = whereabouts(unet)
+        device, dtype = device_and_dtype_of(unet)
         x = noise_for(unet, batch, height // PIXELS, width // PIXELS).to(device, dtype)
         call = call or call_of(unet, self._places[0], x)
-        trial, in_force = type(self)([unet], self.config, self.clock.schedule), wraps and wraps.handle
+        trial, in_force = type(self)([unet], self.config, self.clock.schedule), wraps and wraps.patch
         try:
             trial.install()
             trial.pays = Pays((), (), always=True)
@@ -98,7 +99,7 @@ class Measured(State):
         """
         if not KNOWN or not self._places:
             return None
-        device, dtype = whereabouts(self.model)
+        device, dtype = device_and_dtype_of(self.model)
         where = device_of(device), dtype_of(dtype)
         return nearest(KNOWN.of(self._about()), *where, height // PIXELS, width // PIXELS, batch)
 
@@ -112,7 +113,7 @@ class Measured(State):
             return ""
         if self.pays is None:
             self.ask_whether_it_pays()
-        device, dtype = whereabouts(self.model)
+        device, dtype = device_and_dtype_of(self.model)
         latent = torch.empty(batch, 1, height // PIXELS, width // PIXELS, device=device, dtype=dtype)
         reasons, downsamples = [], self.clock.downsamples
         for rule in self.clock.rules:

@@ -50,11 +50,11 @@ class Cells(NamedTuple):
 
     Args:
         members: the numbers of each cell's tokens, int64 ``(cells, cell_size)``.
-        rest: the numbers of the tokens that no whole cell holds, int64 ``(others,)``.
+        uncovered: the numbers of the tokens that no whole cell holds, int64 ``(others,)``.
     """
 
     members: torch.Tensor
-    rest: torch.Tensor
+    uncovered: torch.Tensor
 
 
 class Draw(NamedTuple):
@@ -126,7 +126,7 @@ def cell_of(sy: int, sx: int, frames: int) -> tuple[int, int, int]:
 
 
 def cells(grid: Grid, sy: int, sx: int, device: torch.device, st: int = 1) -> Cells:
-    """Cut a grid into cells, row by row. Tokens beyond the last whole cell go to ``rest``.
+    """Cut a grid into cells, row by row. Tokens beyond the last whole cell go to ``uncovered``.
 
     Args:
         grid: the grid.
@@ -168,14 +168,16 @@ def split_cells(parts: Cells, draw: Draw | None) -> tuple[torch.Tensor, torch.Te
     destinations = members.gather(2, chosen[..., None])[..., 0]
     slot = torch.arange(size - 1, device=device).expand(samples, count, -1)
     sources = members.gather(2, slot + (slot >= chosen[..., None]))
-    return destinations, torch.cat([sources.reshape(samples, -1), parts.rest.expand(samples, -1)], 1)
+    return destinations, torch.cat([sources.reshape(samples, -1), parts.uncovered.expand(samples, -1)], 1)
 
 
-_CACHE: OrderedDict[tuple, tuple[torch.Tensor, ...]] = OrderedDict()  # the cache of `reuse`
+_CACHE: OrderedDict[tuple, tuple[torch.Tensor, ...]] = OrderedDict()  # the cache of `cached_result`
 _MOST = 64  # entries of that cache
 
 
-def reuse(make: Callable[..., tuple[torch.Tensor, ...]], x: torch.Tensor, *args: Hashable) -> tuple[torch.Tensor, ...]:
+def cached_result(
+    make: Callable[..., tuple[torch.Tensor, ...]], x: torch.Tensor, *args: Hashable
+) -> tuple[torch.Tensor, ...]:
     """Return ``make(*args, x.device)``, from a cache of 64 results if possible.
 
     The result is not cached while a CUDA graph is captured or a tracer runs. Callers must not change its tensors.
@@ -208,12 +210,12 @@ def split_grid(
     Of `x` only the device is used. Without a draw, the tensors come from a cache and must not be changed.
     """
     if draw is None:
-        return reuse(_split_first, x, grid, sy, sx, st)
+        return cached_result(_split_first, x, grid, sy, sx, st)
     return split_cells(cells(grid, sy, sx, x.device, st), draw)
 
 
 def _split_first(grid: Grid, sy: int, sx: int, st: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split a grid by the first token of each cell, for `reuse`."""
+    """Split a grid by the first token of each cell, for `cached_result`."""
     return split_cells(cells(grid, sy, sx, device, st), None)
 
 
@@ -235,13 +237,13 @@ def draw_choices(draw: Draw, count: int, choices: int, device: torch.device) -> 
     # to float32 before the tensor moves, because MPS has no float64
     time = torch.zeros(1, device=device) if draw.time is None else draw.time.float()
     stamp = time.to(device).reshape(-1).round().to(torch.int64) & _MASK
-    key = scramble(scramble(draw.seed & _MASK) ^ (draw.level & _MASK))
-    place = scramble(torch.arange(count, device=device) + 1)
-    mixed = scramble(scramble(stamp ^ key)[:, None] ^ place[None])
+    key = hash_31_bits(hash_31_bits(draw.seed & _MASK) ^ (draw.level & _MASK))
+    place = hash_31_bits(torch.arange(count, device=device) + 1)
+    mixed = hash_31_bits(hash_31_bits(stamp ^ key)[:, None] ^ place[None])
     return mixed // 2**7 % choices
 
 
-def scramble(value):
+def hash_31_bits(value):
     """Return a hash of 31 bits of a number of 31 bits, an int or an int64 tensor.
 
     Every product is cut to 31 bits. Divisions replace shifts, which DirectML does not support.

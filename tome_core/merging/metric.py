@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from . import kernels
-from .grid import reuse
+from .grid import cached_result
 from .plan import MergePlan, take_rows
 
 METRICS = ("input", "keys+values")
@@ -68,7 +68,7 @@ def keys_of_rows(x: torch.Tensor, rows: torch.Tensor, by_distance: bool) -> tupl
     """
     if by_distance and rows.shape[0] == 1 and kernels.ready(x):
         batch, tokens, channels = x.shape
-        (offsets,) = reuse(_offsets_of_single_rows, x, rows.shape[1])
+        (offsets,) = cached_result(_offsets_of_single_rows, x, rows.shape[1])
         means = kernels.mean_rows(x.reshape(-1, channels), rows[0], offsets, tokens, bias=True)
         if means is not None:
             return means.mean.view(batch, -1, channels), means.bias.view(batch, -1)

@@ -64,8 +64,8 @@ class MergePlan:
         group: the group of each token, int64 ``(batch or 1, tokens)``. One row serves every sample of a batch. The
             values are not checked, because that would wait for the device.
         num_groups: number of groups, at least 1. It never depends on the data.
-        counts: number of groups in each window (see `grid.windows`), listed once for each run of windows of one size;
-            empty if all tokens were matched as one window.
+        groups_per_window: number of groups in each window (see `grid.windows`), listed once for each run of windows
+            of one size; empty if all tokens were matched as one window.
 
     Raises:
         ValueError: `group` has another dtype or shape, or `num_groups` is less than 1.
@@ -76,13 +76,13 @@ class MergePlan:
     [2.0, 3.0]
     """
 
-    def __init__(self, group: torch.Tensor, num_groups: int, counts: tuple[int, ...] = ()) -> None:
+    def __init__(self, group: torch.Tensor, num_groups: int, groups_per_window: tuple[int, ...] = ()) -> None:
         if group.dtype != torch.int64 or group.dim() != 2:
             raise ValueError(f"group is {group.dtype} {tuple(group.shape)}; it has to be int64 [B or 1, N]")
         if num_groups < 1:
             raise ValueError(f"num_groups is {num_groups}; it has to be at least 1")
-        self.group, self.num_groups, self.counts = group, num_groups, counts
-        self.derived: dict[tuple, Any] = {}  # a cache, because one plan merges several tensors
+        self.group, self.num_groups, self.groups_per_window = group, num_groups, groups_per_window
+        self.cache: dict[tuple, Any] = {}  # because one plan merges several tensors
 
     def repeat(self, times: int) -> MergePlan:
         """Return the plan for `times` copies of its samples, one after the other.
@@ -91,7 +91,7 @@ class MergePlan:
         """
         if times == 1 or self.group.shape[0] == 1:
             return self
-        return MergePlan(self.group.repeat(times, 1), self.num_groups, self.counts)
+        return MergePlan(self.group.repeat(times, 1), self.num_groups, self.groups_per_window)
 
     @property
     def sizes(self) -> torch.Tensor:
@@ -103,7 +103,7 @@ class MergePlan:
         """True for each group without tokens, bool ``(batch or 1, groups)``."""
         return self._count() == 0
 
-    def logits_in(self, dtype: torch.dtype) -> torch.Tensor:
+    def log_sizes(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the logarithm of each group's size, ``(batch or 1, groups)``; `EMPTY_LOGIT` for an empty group.
 
         Added to the logits of merged keys, it lets a merged key weigh as much as its tokens did (proportional
@@ -140,7 +140,7 @@ class MergePlan:
             order, offsets = self._flat_segments(batch)
             means = F.embedding_bag(order, flat, offsets, mode="mean", include_last_offset=True)
             return means.view(batch, self.num_groups, -1)
-        rows, divisors = self.derived.get(("adding", batch)) or self._once(("adding", batch), lambda: (
+        rows, divisors = self.cache.get(("adding", batch)) or self._once(("adding", batch), lambda: (
             self._flat_groups(batch), self._count().clamp(min=1).expand(batch, -1).reshape(-1, 1)
         ))  # fmt: skip
         exact = flat if flat.dtype == torch.float32 else to_exact(flat)
@@ -212,24 +212,24 @@ class MergePlan:
 
     def _once(self, key: tuple, make: Callable[[], Any]) -> Any:
         """Return the cached value of a key. The first call for a key makes the value."""
-        if key not in self.derived:
-            self.derived[key] = make()
-        return self.derived[key]
+        if key not in self.cache:
+            self.cache[key] = make()
+        return self.cache[key]
 
     def _count(self) -> torch.Tensor:
         """Return the sizes of the groups, float32 ``(batch or 1, groups)``.
 
         They are exact up to 2**24 tokens. MPS cannot add int64.
         """
-        if ("sizes",) not in self.derived and not self._count_by_kernel():
+        if ("sizes",) not in self.cache and not self._count_by_kernel():
             if self.group.is_cuda:
                 # By sorting: atomics on CUDA are refused under torch.use_deterministic_algorithms.
-                sizes = self._sort()[1].diff().view(-1, self.num_groups).float()
+                sizes = self._sorted_segments()[1].diff().view(-1, self.num_groups).float()
             else:
                 ones = torch.ones_like(self.group, dtype=torch.float32)
                 sizes = ones.new_zeros(len(ones), self.num_groups).scatter_add(1, self.group, ones)
-            self.derived["sizes",] = sizes
-        return self.derived["sizes",]
+            self.cache["sizes",] = sizes
+        return self.cache["sizes",]
 
     def _means_by_kernel(
         self, x: torch.Tensor, values: torch.Tensor | None = None, bias: bool = False, exact: bool = True
@@ -239,7 +239,9 @@ class MergePlan:
             return None
         self._check(x, self.group.shape[1], "tokens")
         values = None if values is None else values.flatten(0, 1)
-        means = kernels.mean_rows(x.flatten(0, 1), *self._sort(x.dtype), self.group.numel(), bias, values, exact)
+        means = kernels.mean_rows(
+            x.flatten(0, 1), *self._sorted_segments(x.dtype), self.group.numel(), bias, values, exact
+        )
         if means is None:
             return None
         return kernels.Means(*(rows if rows is None else rows.unflatten(0, (x.shape[0], self.num_groups))
@@ -250,7 +252,7 @@ class MergePlan:
         segments = kernels.segments(self.group, self.num_groups, EMPTY_LOGIT, dtype)
         if segments is None:
             return False
-        self.derived |= {("segments",): segments[:2], ("sizes",): segments.sizes,
+        self.cache |= {("segments",): segments[:2], ("sizes",): segments.sizes,
                          ("logits", torch.float32): segments.logs, ("logits", dtype): segments.rounded}  # fmt: skip
         return True
 
@@ -265,21 +267,21 @@ class MergePlan:
         """Return the group of each token of `batch` samples, numbered over all samples: int64 ``(batch * tokens,)``."""
         return self._once(("rows", batch), lambda: _flat_rows(self.group, batch, self.num_groups))
 
-    def _sort(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    def _sorted_segments(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tokens sorted by group, and where each group starts, as `_segments` does, cached.
 
-        If a kernel sorts, it also caches the logits of `logits_in` in `dtype`.
+        If a kernel sorts, it also caches the logits of `log_sizes` in `dtype`.
         """
-        if ("segments",) not in self.derived and not self._count_by_kernel(dtype):
-            self.derived["segments",] = _segments(self.group, self.num_groups)
-        return self.derived["segments",]
+        if ("segments",) not in self.cache and not self._count_by_kernel(dtype):
+            self.cache["segments",] = _segments(self.group, self.num_groups)
+        return self.cache["segments",]
 
     def _flat_segments(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tokens of `batch` samples sorted by group, and where each group starts, as `_segments` does.
 
         A row that serves several samples is sorted once.
         """
-        order, offsets = self._sort()
+        order, offsets = self._sorted_segments()
 
         def shifted() -> tuple[torch.Tensor, torch.Tensor]:
             start = torch.arange(0, batch * self.group.shape[1], self.group.shape[1], device=order.device)[:, None]

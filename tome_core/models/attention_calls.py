@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional
 
 from ..attention.descriptions import full_name
-from ..attention.functions import try_once
+from ..attention.functions import probe_bias
 from ..attention.merged import Attention
 from ..engine.decision import ModelCall
 from ..engine.state import State
@@ -26,7 +26,7 @@ _REFUSALS = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeErr
 class AttentionCall:
     """An attention call of a host (the program that runs the model), caught before the function runs.
 
-    `answer` first calls `split` if `is_flat`. It then returns `unmerged()`, or ``to_host_form(compute(...))``.
+    `attend_call` first calls `split` if `is_flat`. It then returns `unmerged()`, or ``to_host_form(compute(...))``.
     Subclasses keep the function in ``_function``, its tensors in ``_qkv`` and its other arguments in ``_kwargs``.
 
     Attributes:
@@ -75,7 +75,7 @@ class AttentionCall:
             False if the function ignores or refuses a bias; None if it does not compute attention.
         """
         scale = self.q.shape[-1] ** -0.5 if self.scale is None else self.scale
-        return try_once(self.key(), self.compute, scale, self.q)
+        return probe_bias(self.key(), self.compute, scale, self.q)
 
     def key(self) -> tuple:
         """Return a hashable key of the function and of its mode, by which results of trials are cached."""
@@ -217,9 +217,9 @@ class HeadsCall(AttentionCall):
         return (self._function, self._skip_reshape, self._skip_output_reshape, self._heads)
 
 
-def answer(
+def attend_call(
     state: State, call: ModelCall, name: Hashable, level: int, heads: int,
-    where: Layout | Callable[[int], Layout | str], seen: list[bool], attention_call: AttentionCall,
+    layout: Layout | Callable[[int], Layout | str], seen: list[bool], attention_call: AttentionCall,
 ) -> torch.Tensor:  # fmt: skip
     """Compute the output of an intercepted attention call, with merged keys and values if it can be merged.
 
@@ -232,7 +232,7 @@ def answer(
         name: a name of the attention, the same at every step and unique in its model.
         level: the level of its tokens, 0 for the finest.
         heads: number of heads. Used only if heads are part of the batch axis.
-        where: the layout of the picture's tokens if the sequence has no other tokens. Otherwise a function that takes
+        layout: the layout of the picture's tokens if the sequence has no other tokens. Otherwise a function that takes
             the number of tokens and returns their layout, or the reason why the layout is unknown.
         seen: gets one more entry: True for self-attention, False if the keys are of other tokens.
         attention_call: the intercepted call.
@@ -249,11 +249,11 @@ def answer(
         return attention_call.unmerged()
     rows, why = (None, "") if attention_call.mask is None else _visible_rows(attention_call.mask, q)
     tokens = q.shape[1] if rows is None else len(rows)
-    if not isinstance(where, Layout):
-        where = where(tokens)
-    elif where.grid.height * where.grid.width != tokens:
-        where = NO_GRID
-    why = why or (where if isinstance(where, str) else "" if attention_call.plain else MORE)
+    if not isinstance(layout, Layout):
+        layout = layout(tokens)
+    elif layout.grid.height * layout.grid.width != tokens:
+        layout = NO_GRID
+    why = why or (layout if isinstance(layout, str) else "" if attention_call.plain else MORE)
     why = why or (state.refused and state.refused.get(attention_call.key(), ""))
     takes_bias = attention_call.adds_bias
     if takes_bias is None and not why:
@@ -261,20 +261,20 @@ def answer(
         function_name = full_name([*filter(callable, attention_call.key())][-1])
         why = f"the function that it calls is no attention: {function_name}" if takes_bias is None else ""
     if why:
-        state.leave_alone(level, why, q.shape[0], q.shape[1], k.shape[1])
+        state.count_unmerged(level, why, q.shape[0], q.shape[1], k.shape[1])
         return attention_call.unmerged()
     if rows is not None:
         q, k, v = q[:, rows], k[:, rows], v[:, rows]
     scale = q.shape[3] ** -0.5 if attention_call.scale is None else attention_call.scale
     try:
-        out = state.attend(call, name, level, where, Attention(q, k, v, attention_call.compute, scale, takes_bias))
+        out = state.attend(call, name, level, layout, Attention(q, k, v, attention_call.compute, scale, takes_bias))
     except _REFUSALS as error:
         if isinstance(error, torch.cuda.OutOfMemoryError) or "out of memory" in str(error):
             raise
         result = attention_call.unmerged()  # first: if the unmerged call fails too, merging is not the cause
         error_text = f"{type(error).__name__}: {' '.join(str(error).split())[:80]}"
         why = state.refused[attention_call.key()] = f"{_FAILS} ({error_text})"
-        state.leave_alone(level, why, q.shape[0], q.shape[1], k.shape[1])
+        state.count_unmerged(level, why, q.shape[0], q.shape[1], k.shape[1])
         return result
     if out is None:
         return attention_call.unmerged()

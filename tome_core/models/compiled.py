@@ -23,7 +23,7 @@ from .wrap import Wrap
 _log = logging.getLogger(__name__)
 # One namespace for each process, because torch registers a namespace once, however many copies of this engine the
 # process loads or unloads. Raise the number whenever the operators or what they call change.
-_NAMESPACE = "tome_core_2"
+_NAMESPACE = "tome_core_3"
 # The compilers of torch 2.9 and 2.13 were tried, older ones were not.
 _TRIED = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 9)
 _OTHER = "?"  # in a form: a value that cannot be passed to an operator
@@ -40,7 +40,8 @@ def number_of(site: Any) -> torch.Tensor:
     several sites.
 
     Args:
-        site: an object with the methods ``begins`` or ``answers`` of `NumberedSite`'s subclasses. It is held weakly.
+        site: an object with the methods ``begin_in_graph`` or ``attend_in_graph`` of `NumberedSite`'s subclasses. It is
+            held weakly.
 
     Returns:
         An int64 tensor ``(1,)`` on the CPU.
@@ -61,7 +62,7 @@ def number_of(site: Any) -> torch.Tensor:
 
 
 class NumberedSite(Wrap):
-    """A wrap that compiled graphs call while they run, by a subclass's method ``begins`` or ``answers``.
+    """A wrap that compiled graphs call while they run, by a subclass's ``begin_in_graph`` or ``attend_in_graph``.
 
     The arguments are those of `Wrap`.
 
@@ -117,17 +118,17 @@ def _is_exporting() -> bool:
 def _define(sites: Any) -> torch.library.Library | None:
     """Define the operators and return their library; None if that failed.
 
-    ``begin`` calls the method ``begins`` of the site of a number and returns a copy of the number. ``attend`` calls
-    ``answers``, with True if its first argument is the number of another site. Defining can fail because torch inspects
-    all loaded modules, and some raise errors. The next call of `number_of` tries again.
+    ``begin`` calls the method ``begin_in_graph`` of the site of a number and returns a copy of the number. ``attend``
+    calls ``attend_in_graph``, with True if its first argument is the number of another site. Defining can fail because
+    torch inspects all loaded modules, and some raise errors. The next call of `number_of` tries again.
     """
 
     def run_begin(site: torch.Tensor, form: str, tensors: list[torch.Tensor], numbers: list[int]) -> torch.Tensor:
-        sites[int(site)].begins(form, tensors, numbers)
+        sites[int(site)].begin_in_graph(form, tensors, numbers)
         return site.clone()
 
     def run_attend(begun: torch.Tensor, site: torch.Tensor, *call: Any) -> torch.Tensor:
-        return sites[int(site)].answers(int(begun) != int(site), *call).contiguous()
+        return sites[int(site)].attend_in_graph(int(begun) != int(site), *call).contiguous()
 
     def shape_of_attend(begun: Any, site: Any, q: torch.Tensor, k: Any, v: torch.Tensor, *_: Any) -> torch.Tensor:
         return q.new_empty(*q.shape[:3], v.shape[-1])

@@ -4,7 +4,7 @@ An attention is recognised by the function that it calls, not by the name of its
 runs with different globals, in which the name of the attention function refers to a replacement. Neither the class nor
 the module changes, so hooks and processors still see all tokens. Sometimes no global name leads to the function: a
 wrapper of another extension is in between, or the code calls a helper. Then torch's own function is watched instead
-(`Watching`), which is slower.
+(`InterceptTorch`), which is slower.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Current(threading.local):
 current = _Current()
 
 
-class Like:
+class Overlay:
     """A stand-in for a Python module, an attention or a processor that differs from it in some attributes.
 
     Args:
@@ -84,9 +84,9 @@ class _ReplacedFunction:
 
 
 _REPLACED_TORCH = _ReplacedFunction(vars(torch.nn.functional), "scaled_dot_product_attention", TorchCall)
-_FUNCTIONAL = Like(torch.nn.functional, scaled_dot_product_attention=_REPLACED_TORCH)
-_NN = Like(torch.nn, functional=_FUNCTIONAL)
-_TORCH_MODULES = {torch.nn.functional: _FUNCTIONAL, torch.nn: _NN, torch: Like(torch, nn=_NN)}
+_FUNCTIONAL = Overlay(torch.nn.functional, scaled_dot_product_attention=_REPLACED_TORCH)
+_NN = Overlay(torch.nn, functional=_FUNCTIONAL)
+_TORCH_MODULES = {torch.nn.functional: _FUNCTIONAL, torch.nn: _NN, torch: Overlay(torch, nn=_NN)}
 # Readers of calls by the global name of the attention function, see `register_name`.
 _BY_NAME: dict[str, Callable[..., AttentionCall]] = {"dispatch_attention_fn": DispatchCall}
 
@@ -124,7 +124,7 @@ class CodeReplacement:
     Attributes:
         function: the copy of `inner` that uses the replacement.
         names: the globals that are read from the host's module before each call.
-        stand_in: a subclass of `Like` for an attention or a processor; calling an instance runs `function` on it.
+        stand_in: a subclass of `Overlay` for an attention or a processor; calling an instance runs `function` on it.
         processor: a subclass of the processor's class that uses the replacement; None if the code is not a processor's.
     """
 
@@ -141,7 +141,7 @@ class CodeReplacement:
         function = FunctionType(code, self._globals, inner.__name__, inner.__defaults__, inner.__closure__)
         function.__kwdefaults__, function.__annotations__ = inner.__kwdefaults__, inner.__annotations__
         self.function = function
-        self.stand_in = type(inner.__name__, (Like,), {"__call__": function})
+        self.stand_in = type(inner.__name__, (Overlay,), {"__call__": function})
 
     def run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call an attention module with its attention function replaced, and return the module's output.
@@ -197,8 +197,8 @@ def _replacement_of(name: str, namespace: dict[str, Any], names: Sequence[str]) 
     if "memory_efficient_attention" in names and value.__name__ in ("xformers", "xformers.ops"):
         ops = getattr(value, "ops", value)
         exchanged = _ReplacedFunction(vars(ops), "memory_efficient_attention", XformersCall)
-        replacement = Like(ops, memory_efficient_attention=exchanged)
-        return (replacement if ops is value else Like(value, ops=replacement)), exchanged
+        replacement = Overlay(ops, memory_efficient_attention=exchanged)
+        return (replacement if ops is value else Overlay(value, ops=replacement)), exchanged
     return None
 
 
@@ -264,7 +264,7 @@ def replacement_for(module: nn.Module) -> CodeReplacement | None:
 
 
 @when_traced
-def traced(kind: type, method: str) -> type[Like] | None:
+def traced(kind: type, method: str) -> type[Overlay] | None:
     """Return a class of stand-ins that a graph calls in place of an attention or of its processor.
 
     Args:
@@ -272,7 +272,8 @@ def traced(kind: type, method: str) -> type[Like] | None:
         method: the method that runs, with the attention function replaced, when a stand-in is called.
 
     Returns:
-        A subclass of `Like`; None if the function cannot be replaced, or if the graph's operator does not support it.
+        A subclass of `Overlay`; None if the function cannot be replaced, or if the graph's operator does not
+        support it.
     """
     replacement = _replacement_in_code(getattr(kind, method))
     if replacement is None or replacement.replaced_function.read_call not in (TorchCall, DispatchCall):
@@ -280,7 +281,7 @@ def traced(kind: type, method: str) -> type[Like] | None:
     return replacement.stand_in
 
 
-class Watching(TorchFunctionMode):
+class InterceptTorch(TorchFunctionMode):
     """A context in which `current.answer`, if set, answers every call of torch's attention function in this thread."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

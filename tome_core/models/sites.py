@@ -24,9 +24,9 @@ from ..engine.state import State, foreign_mode
 from ..merging.grid import Grid, Layout
 from ..reporting.ledger import MASKED, OF_OTHERS, OTHER_PARTS, REPLACED, TAKEN_OFF
 from . import compiled, intercept
-from .attention_calls import MORE, AttentionCall, answer
+from .attention_calls import MORE, AttentionCall, attend_call
 from .compiled import NumberedSite, pack, unpack
-from .intercept import CodeReplacement, Watching, replacement_for
+from .intercept import CodeReplacement, InterceptTorch, replacement_for
 from .wrap import Wrap, WrapSet, calling, foreign_method_on, is_own, over_hook, why_missed
 
 MASKS = ("mask", "attention_mask", "attn_mask")
@@ -55,20 +55,20 @@ class ModelSite(NumberedSite):
         """
         wraps, calls = self.wraps, self.wraps.calls
         before, call, calls.reason_missed = calls.current, None, ""
-        if wraps.handle is not None and not calls.disabled:
-            call = self._begin_call(wraps.handle, wraps.adapter.pick(self.target, args, kwargs))
+        if wraps.patch is not None and not calls.disabled:
+            call = self._begin_call(wraps.patch, wraps.adapter.pick(self.target, args, kwargs))
         calls.current = call
         try:
             out = self.original(*args, **kwargs)
         finally:
             calls.current = before
-        if call is not None and not wraps.paths.issubset(call.reached):
+        if call is not None and not wraps.paths.issubset(call.called_attentions):
             count_missed(wraps, call)
         if torch.is_grad_enabled():
-            wraps.follow_back(call, out)
+            wraps.prepare_backward(call, out)
         return out
 
-    def begins(self, form: str, tensors: list[torch.Tensor], numbers: list[int]) -> None:
+    def begin_in_graph(self, form: str, tensors: list[torch.Tensor], numbers: list[int]) -> None:
         """Begin a call of a model that is compiled as a whole, and keep its record in `Calls.in_graph`.
 
         The operator ``begin`` calls this.
@@ -80,8 +80,8 @@ class ModelSite(NumberedSite):
         """
         wraps, calls = self.wraps, self.wraps.calls
         calls.in_graph = None
-        if wraps.handle is not None and not calls.disabled:
-            calls.in_graph = self._begin_call(wraps.handle, unpack(form, tensors, numbers))
+        if wraps.patch is not None and not calls.disabled:
+            calls.in_graph = self._begin_call(wraps.patch, unpack(form, tensors, numbers))
 
     def _begin_call(self, state: State, read: list[Any]) -> ModelCall:
         """Begin a model call and return its record. read: the values that the adapter's `pick` has returned."""
@@ -96,7 +96,7 @@ class ModelSite(NumberedSite):
 
         Meanwhile `WrapSet.begun` holds the operator's result, or the reason why the call does not merge.
         """
-        wraps, state = self.wraps, self.wraps.handle
+        wraps, state = self.wraps, self.wraps.patch
         if state is None:
             return self.original(*args, **kwargs)
         begun = compiled.why_not_in_graph(state)
@@ -134,15 +134,15 @@ class TransformerSite(Wrap):
         call, x = self.wraps.calls.current, args[0] if args else named(kwargs, LATENTS)
         if call is None or not torch.is_tensor(x) or x.dim() != 4:
             return self.original(*args, **kwargs)
-        call.layouts[self.level], reached = Layout(Grid(*x.shape[2:])), len(call.reached)
+        call.layouts[self.level], reached = Layout(Grid(*x.shape[2:])), len(call.called_attentions)
         if self.beneath is None:
             out = type(self.target).forward(self.target, *args, **kwargs)
         else:
             out = self.beneath(*args, **kwargs)
-        missed = self.attentions - set(call.reached[reached:])
+        missed = self.attentions - set(call.called_attentions[reached:])
         if missed and (len(missed) < len(self.attentions) or self.beneath is None):
             count_missed(self.wraps, call, missed, x.shape[0], x.shape[2] * x.shape[3])
-            call.reached += missed
+            call.called_attentions += missed  # so that they are not counted again
         return out  # if no attention ran, another extension returned a cached output, as DeepCache does
 
 
@@ -168,15 +168,15 @@ class AttentionSite(NumberedSite):
         """Return the attention's output, with merged keys and values if the rule in force and the call allow it."""
         if not (isinstance(self, Wrap) and self.active) or (torch.compiler.is_compiling() and is_tracing()):
             return Wrap.forward(self, *args, **kwargs)
-        call = self.wraps.calls.current or self.wraps.resumed()
+        call = self.wraps.calls.current or self.wraps.call_outside_forward()
         if call is None:
-            self.wraps.look_after_itself(self.level)
+            self.wraps.regain_top(self.level)
             return self.original(*args, **kwargs)
-        call.reached.append(self.path)
+        call.called_attentions.append(self.path)
         rules = call.rules[self.level]
         if rules.attn is not None:
             return self._merge(call, args, kwargs)
-        self._leave_alone(call, OTHER_PARTS if any(rules) else call.why_off[self.level], args, kwargs)
+        self._count_unmerged(call, OTHER_PARTS if any(rules) else call.why_off[self.level], args, kwargs)
         return self.original(*args, **kwargs)
 
     def _merge(self, call: ModelCall, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -199,7 +199,7 @@ class AttentionSite(NumberedSite):
             if replacement is not None:
                 out = replacement.run(target, *args, **kwargs)
             else:
-                with Watching():
+                with InterceptTorch():
                     out = self.original(*args, **kwargs)
         finally:
             intercept.current.answer = before
@@ -208,16 +208,16 @@ class AttentionSite(NumberedSite):
             method = forward if processor is type(None) or description_of(processor.__call__) else processor.__call__
             method = method if self.beneath is None else getattr(self.beneath, "__func__", self.beneath)
             why = OF_OTHERS if seen else f"{full_name(method)} calls no attention function that is known"
-            self._leave_alone(call, why, args, kwargs)
+            self._count_unmerged(call, why, args, kwargs)
         return out
 
     def _answer(self, call: ModelCall, seen: list[bool]) -> Callable[[AttentionCall], torch.Tensor]:
-        """Return the callback that answers the calls of the attention's function, see `attention_calls.answer`."""
-        where = call.layouts.get(self.level) or partial(self.wraps.adapter.layout_of, call, self)
+        """Return the callback that answers the calls of the attention's function, see `attention_calls.attend_call`."""
+        layout = call.layouts.get(self.level) or partial(self.wraps.adapter.layout_of, call, self)
         heads = getattr(self.target, "heads", 1)
-        return partial(answer, call.state, call, self.path, self.level, heads, where, seen)
+        return partial(attend_call, call.state, call, self.path, self.level, heads, layout, seen)
 
-    def answers(
+    def attend_in_graph(
         self, whole: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, by_head: bool,
         scale: float | None, gqa: bool, backend: str,
     ) -> torch.Tensor:  # fmt: skip
@@ -242,7 +242,7 @@ class AttentionSite(NumberedSite):
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v)) if by_head else (q, k, v)
         options = {"backend": backend} if backend else {}
         if call is not None:
-            call.reached.append(self.path)
+            call.called_attentions.append(self.path)
         function = replacement_for(self.target).replaced_function
         attention_call = function.read(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa, **options)
         out = attention_call.unmerged() if call is None else self._answer(call, [])(attention_call)
@@ -273,7 +273,7 @@ class AttentionSite(NumberedSite):
             layout = self.wraps.adapter.layout_of(call, self, x.shape[1])
             why = why or (layout if isinstance(layout, str) else "")
         if why:
-            self._leave_alone(call, why, args, kwargs)
+            self._count_unmerged(call, why, args, kwargs)
             return self.original(*args, **kwargs)
 
         def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -289,19 +289,19 @@ class AttentionSite(NumberedSite):
             out = function(q, k, v, None)
         return known.finish(target, out.flatten(2))
 
-    def _leave_alone(self, call: ModelCall, why: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    def _count_unmerged(self, call: ModelCall, why: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
         """Count this attention as unmerged. args, kwargs: of its call; they show the number of samples and tokens."""
         arguments = (*args, *kwargs.values())
         x = next((value for value in arguments if torch.is_tensor(value) and value.dim() > 1), None)
         batch, tokens = (0, 0) if x is None else x.shape[:2]
-        call.state.leave_alone(self.level, why, batch, tokens, tokens)
+        call.state.count_unmerged(self.level, why, batch, tokens, tokens)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Return the attention's output while a compiler traces, with the operator ``attend`` in the graph if possible.
 
         If that is not possible, the attention is compiled without merging, and the reason is noted.
         """
-        state, begun = self.wraps.handle, self.wraps.begun
+        state, begun = self.wraps.patch, self.wraps.begun
         if state is None:
             return self.original(*args, **kwargs)
         why = compiled.why_not_in_graph(state) if begun is None else begun
@@ -325,7 +325,7 @@ class AttentionSite(NumberedSite):
             # Attention.forward inspects the signature of ``processor.__call__``. A compiler cannot inspect a function
             # that was made here, so the stand-in shows the original.
             stand_in = processor(current, __call__=current.__call__)
-            like = intercept.Like(self.target, processor=stand_in)
+            like = intercept.Overlay(self.target, processor=stand_in)
             return calling(type(self.target), "forward")()(like, *args, **kwargs)
         finally:
             intercept.current.answer = before
@@ -336,7 +336,7 @@ class AttentionSite(NumberedSite):
         `begun` is the result of the operator ``begin``, or this wrap's number if the model is not compiled as a whole.
         """
         if not attention_call.plain:
-            self.wraps.handle.ledger.note_traced(self.level, MORE)
+            self.wraps.patch.ledger.note_traced(self.level, MORE)
             return attention_call.unmerged()
         tensors = attention_call.q, attention_call.k, attention_call.v, attention_call.mask
         options = attention_call.by_head, attention_call.scale, attention_call.gqa, attention_call.backend
@@ -345,7 +345,7 @@ class AttentionSite(NumberedSite):
 
 
 def count_missed(
-    wraps: WrapSet, call: ModelCall, names: set[str] | None = None, batch: int = 0, tokens: int = 0
+    wraps: WrapSet, call: ModelCall, missed: set[str] | None = None, batch: int = 0, tokens: int = 0
 ) -> None:
     """Count attentions that a model call did not reach, with the reason, and put back wraps that were taken off.
 
@@ -355,23 +355,23 @@ def count_missed(
     Args:
         wraps: the `WrapSet` of the model.
         call: the call.
-        names: paths of attentions that were certainly missed. None: those that are not in ``call.reached``, some of
-            which the call may have skipped on purpose.
+        missed: paths of attentions that were certainly missed. None: those that are not in ``call.called_attentions``,
+            some of which the call may have skipped on purpose.
         batch: number of samples that count as unmerged.
         tokens: number of tokens that count as unmerged.
     """
     model, is_lost = wraps.wraps[0].target if wraps.wraps else None, False
     for site in (wrap for wrap in wraps.wraps if wrap.path):
-        is_missed = site.path not in call.reached if names is None else site.path in names
+        is_missed = site.path not in call.called_attentions if missed is None else site.path in missed
         if not is_missed or call.rules[site.level].attn is None or call.state.ledger.levels[site.level].traced:
             continue
         block = model.get_submodule(site.path.rpartition(".")[0])
-        places = [] if not site.is_on_top() else [block] if call.reached else [block, model]
+        places = [] if not site.is_on_top() else [block] if call.called_attentions else [block, model]
         replacements = over_hook(site.target), *map(foreign_method_on, places)
         others = [full_name(method) for method in replacements if method is not None]
         why = f"{REPLACED}: {others[0]}" if others else REPLACED if places else why_missed(site)
-        if names is not None or why != REPLACED or not call.reached:
-            call.state.leave_alone(site.level, why, batch, tokens, tokens)
+        if missed is not None or why != REPLACED or not call.called_attentions:
+            call.state.count_unmerged(site.level, why, batch, tokens, tokens)
         is_lost |= why == TAKEN_OFF
     if is_lost:
         wraps.put_back()

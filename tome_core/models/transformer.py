@@ -268,10 +268,12 @@ class TransformerAdapter:
         """Return a list with one empty tally: the model has one level, because its attentions see the same tokens."""
         return [LevelTally(self.family.downsample, self._blocks)]
 
-    def wraps(self, model: nn.Module, levels: set[int], around: set[int], make: Callable[..., Wrap]) -> Iterator[Wrap]:
+    def wraps(
+        self, model: nn.Module, levels: set[int], tomesd_levels: set[int], make: Callable[..., Wrap]
+    ) -> Iterator[Wrap]:
         """Yield the wraps to put on the model, the outermost first.
 
-        `levels` and `around` are not used. For `make`, see `unet.UNetAdapter.wraps`.
+        `levels` and `tomesd_levels` are not used. For `make`, see `unet.UNetAdapter.wraps`.
         """
         yield make(ModelSite, model)
         for path, module in find_attentions(model, self.family):
@@ -294,7 +296,8 @@ class TransformerAdapter:
             The timestep on Stable Diffusion's scale; the latent; the `Tokens`, or the reason why they are unknown. The
             caller puts the last into ``ModelCall.facts``, from which `layout_of` reads it.
         """
-        step = time.noise.now() if isinstance(time.noise, PipelineSteps) and time.is_sampling else None
+        steps = time.scheduler_steps
+        step = steps.now() if isinstance(steps, PipelineSteps) and time.is_sampling else None
         timestep = self.family.timestep(given[self.reads[-1]]) if step is None else step
         tokens = self._read_tokens(model, given)
         if isinstance(tokens, str):

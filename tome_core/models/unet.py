@@ -68,13 +68,15 @@ class UNetAdapter:
         count = [sum(place.halvings == depth for place in places) for depth in self.levels]
         return [LevelTally(down, blocks) for down, blocks in zip(self.downsamples, count, strict=True)]
 
-    def wraps(self, unet: nn.Module, levels: set[int], around: set[int], make: Callable[..., Wrap]) -> Iterator[Wrap]:
+    def wraps(
+        self, unet: nn.Module, levels: set[int], tomesd_levels: set[int], make: Callable[..., Wrap]
+    ) -> Iterator[Wrap]:
         """Yield the wraps to put on the UNet, the outermost first.
 
         Args:
             unet: the UNet.
             levels: numbers of the levels in which any rule may merge.
-            around: numbers of the levels in which parts of blocks may be called with merged tokens.
+            tomesd_levels: numbers of the levels in which parts of blocks may be called with merged tokens.
             make: takes a class of wraps, the module to wrap and further arguments of the class, and returns a wrap.
         """
         yield make(ModelSite, unet)
@@ -89,7 +91,7 @@ class UNetAdapter:
                 names = {f"{other.path}.attn1" for other in siblings if getattr(other.block, "attn1", None) is not None}
                 yield make(TransformerSite, before, level, names)
             kind, parts = AttentionSite, ()
-            if level in around:
+            if level in tomesd_levels:
                 kind, parts = BlockAttentionSite, _PARTS
                 yield make(BlockSite, place.block, level)
             if getattr(place.block, "attn1", None) is not None:
@@ -149,7 +151,8 @@ class BlockSite(Wrap):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Call the block and return its output; the wraps of its parts find the block's input meanwhile."""
-        call, x = self.wraps.calls.current or self.wraps.resumed(), args[0] if args else named(kwargs, LATENTS)
+        call = self.wraps.calls.current or self.wraps.call_outside_forward()
+        x = args[0] if args else named(kwargs, LATENTS)
         if call is None:
             return self.original(*args, **kwargs)
         before, call.block = call.block, self._input_of(call, x)
@@ -168,7 +171,7 @@ class BlockSite(Wrap):
             return None
         layout = call.layouts.get(self.level)
         if layout is None or layout.grid.height * layout.grid.width != x.shape[1]:
-            call.state.leave_alone(self.level, NO_GRID, x.shape[0], x.shape[1], x.shape[1], "block")
+            call.state.count_unmerged(self.level, NO_GRID, x.shape[0], x.shape[1], x.shape[1], "block")
             return None
         return x, {}
 
@@ -190,14 +193,14 @@ class PartSite(Wrap):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Return the part's output for all tokens, computed on merged tokens if the rule in force asks for that."""
-        call = self.wraps.calls.current or self.wraps.resumed()
+        call = self.wraps.calls.current or self.wraps.call_outside_forward()
         if call is None or call.block is None or getattr(call.rules[self.level], self.part) is None:
             return self.original(*args, **kwargs)
         return _run_around(self, call, self.block, self.part, args, kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Call the part without merging while a compiler traces, because no graph merges in it, and note that."""
-        state = self.wraps.handle
+        state = self.wraps.patch
         if state is not None and any(getattr(rule, f"merge_{self.part}") for rule in state.clock.rules):
             state.ledger.note_traced(self.level, _IN_GRAPH)
         return self.original(*args, **kwargs)
@@ -229,11 +232,11 @@ def _run_around(site: Any, call: ModelCall, path: str, part: str, args: tuple, k
     tokens, context = x.shape[1], args[1] if len(args) > 1 else named(kwargs, CONTEXTS)
     problem, out = _problem_of(part, site.target, x, args, kwargs, context), None
     if problem:
-        call.state.leave_alone(level, problem, x.shape[0], tokens, tokens, part)
+        call.state.count_unmerged(level, problem, x.shape[0], tokens, tokens, part)
     else:
         keys = {"attn": tokens, "mlp": 0}.get(part, context.shape[1] if torch.is_tensor(context) else 0)
         function = partial(_call_merged, site.original, args, kwargs, tokens if part == "attn" else 0)
-        out = call.state.around(call, path, level, part, call.layouts[level].grid, x, function, plans, keys)
+        out = call.state.run_part_merged(call, path, level, part, call.layouts[level].grid, x, function, plans, keys)
     return site.original(*args, **kwargs) if out is None else out
 
 

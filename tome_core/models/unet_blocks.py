@@ -133,13 +133,13 @@ def find_blocks(unet: nn.Module) -> list[BlockPlace]:
     raise UnsupportedModelError(f"{kind} is not known: {why}; found {listing}. {_KNOWN}")
 
 
-def is_compiled(unet: nn.Module, places: Sequence[BlockPlace], handed: Any = None) -> bool:
+def is_compiled(unet: nn.Module, places: Sequence[BlockPlace], patched_object: Any = None) -> bool:
     """Return whether a UNet, a block or its transformer at `places`, or the object that holds the UNet is compiled.
 
-    `handed` is the object that the user passed to `patch`, such as a pipeline; or None.
+    `patched_object` is the object that the user passed to `patch`, such as a pipeline; or None.
     """
     parts = (unet, *(part for place in places for part in (place.transformer, place.block)))
-    is_wrapped = any(hasattr(model, "_orig_mod") for model in (handed, getattr(handed, "unet", None)))
+    is_wrapped = any(hasattr(model, "_orig_mod") for model in (patched_object, getattr(patched_object, "unet", None)))
     return is_wrapped or any(part._compiled_call_impl is not None for part in parts)
 
 

@@ -314,7 +314,7 @@ class WrapSet:
     refer to them.
 
     Attributes:
-        handle: the `Patch` in force, or None.
+        patch: the `Patch` in force, or None.
         adapter: the adapter that reads the model's calls.
         begun: while a compiler traces the model's own call, the result of the operator ``begin``, or the reason why
             the call does not merge; else None.
@@ -326,21 +326,21 @@ class WrapSet:
     def __init__(self) -> None:
         self.paths: frozenset[str] = frozenset()
         self.adapter: Any = None
-        self.handle: Any = None
+        self.patch: Any = None
         self.begun: torch.Tensor | str | None = None
         self.calls = Calls()
         self._backward_of: ModelCall | None = None  # the call whose backward pass is running
         self.wraps: list[Wrap] = []
         self._resting: dict[tuple[type, int], Wrap] = {}
 
-    def change(self, model: nn.Module, adapter: Any, handle: Any, levels: set[int], around: set[int]) -> None:
+    def change(self, model: nn.Module, adapter: Any, patch: Any, levels: set[int], tomesd_levels: set[int]) -> None:
         """Choose the wraps that a patch needs, and remove all others; see `put_on` for the arguments.
 
         The chosen wraps are not installed before `put_back` is called.
         """
-        self.adapter, self.handle = adapter, handle
+        self.adapter, self.patch = adapter, patch
         self._resting |= {(type(wrap), id(wrap.target)): wrap for wrap in self.wraps}
-        wraps = list(adapter.wraps(model, levels, around, self._reuse_or_make))
+        wraps = list(adapter.wraps(model, levels, tomesd_levels, self._reuse_or_make))
         for wrap in reversed([wrap for wrap in self.wraps if wrap not in wraps]):
             wrap.uninstall()
         # a wrap below another extension's wrapper still holds its module
@@ -363,16 +363,16 @@ class WrapSet:
             wrap.uninstall()
             if target is not None and wrap.target is None:  # the wrap rests
                 self._resting[type(wrap), id(target)] = wrap
-        self.wraps, self.handle = [], None
+        self.wraps, self.patch = [], None
 
-    def is_called(self) -> bool:
+    def is_busy(self) -> bool:
         """Return whether this thread is inside a call that may merge, or has turned merging off by `Patch.unmerged`."""
         return self.calls.current is not None or self.calls.disabled > 0
 
-    def follow_back(self, call: ModelCall | None, out: Any) -> None:
+    def prepare_backward(self, call: ModelCall | None, out: Any) -> None:
         """Prepare the backward pass of a call that has ended: blocks that it runs again belong to this call.
 
-        Gradient checkpointing runs blocks again. `resumed` returns the call meanwhile.
+        Gradient checkpointing runs blocks again. `call_outside_forward` returns the call meanwhile.
 
         Args:
             call: the call; None if it was made without merging.
@@ -387,7 +387,7 @@ class WrapSet:
             if torch.is_tensor(value) and value.requires_grad:
                 value.register_hook(note)
 
-    def resumed(self) -> ModelCall | None:
+    def call_outside_forward(self) -> ModelCall | None:
         """Return the call that a part of the model belongs to if that part runs outside of the model's own call.
 
         This happens in a model that is compiled in several graphs, and if gradient checkpointing runs a block again.
@@ -401,7 +401,7 @@ class WrapSet:
         if torch.is_tensor(self.begun):
             return self.calls.in_graph
         call = self._backward_of
-        if call is not None and call.state is not self.handle:
+        if call is not None and call.state is not self.patch:
             raise RuntimeError(_OF_ANOTHER_PATCH)
         return call
 
@@ -409,19 +409,19 @@ class WrapSet:
         """Return whether another program removed the model's wrap without putting another wrapper there."""
         return bool(self.wraps) and not self.wraps[0].is_on_top() and foreign_method_on(self.wraps[0].target) is None
 
-    def look_after_itself(self, level: int) -> None:
+    def regain_top(self, level: int) -> None:
         """Put the model's wrap back on top for the next call if another program removed or replaced it.
 
         An attention of this level that ran without a call of that wrap is counted as unmerged. Without a patch nothing
         happens.
         """
-        if self.handle is None or self.calls.disabled or not self.wraps:
+        if self.patch is None or self.calls.disabled or not self.wraps:
             return
         if not self.wraps[0].is_on_top() or over_hook(self.wraps[0].target) is not None:
             self.calls.reason_missed = why_missed(self.wraps[0])
             self.put_back()
         if self.calls.reason_missed:
-            self.handle.leave_alone(level, self.calls.reason_missed, 0, 0, 0)
+            self.patch.count_unmerged(level, self.calls.reason_missed, 0, 0, 0)
 
     def __reduce__(self) -> tuple:
         return type(None), ()  # a copy of a patched model merges nothing
@@ -432,15 +432,15 @@ def wraps_on(model: nn.Module | None) -> WrapSet | None:
     return None if model is None else vars(model).get(_SET_MARK)
 
 
-def put_on(model: nn.Module, adapter: Any, handle: Any, levels: set[int], around: set[int]) -> Any:
+def put_on(model: nn.Module, adapter: Any, patch: Any, levels: set[int], tomesd_levels: set[int]) -> Any:
     """Put the wraps of a patch on a model, in place of those of another patch. Idempotent. An error removes them all.
 
     Args:
         model: the model.
         adapter: the `UNetAdapter` or `TransformerAdapter` of the model.
-        handle: the `Patch`.
+        patch: the `Patch`.
         levels: numbers of the levels in which any rule may merge.
-        around: numbers of the levels in which parts of blocks may be called with merged tokens.
+        tomesd_levels: numbers of the levels in which parts of blocks may be called with merged tokens.
 
     Returns:
         The patch that was in force before, or None.
@@ -449,22 +449,22 @@ def put_on(model: nn.Module, adapter: Any, handle: Any, levels: set[int], around
         wraps = wraps_on(model)
         if wraps is None:
             wraps = vars(model)[_SET_MARK] = _RESTING.pop(model, None) or WrapSet()
-        before = wraps.handle
+        before = wraps.patch
         try:
-            if before is not handle:  # hosts call this at each step, and walking over the model is slow
-                wraps.change(model, adapter, handle, levels, around)
+            if before is not patch:  # hosts call this at each step, and walking over the model is slow
+                wraps.change(model, adapter, patch, levels, tomesd_levels)
             wraps.put_back()
         except BaseException:
-            take_off(model, handle)
+            take_off(model, patch)
             raise
         return before
 
 
-def take_off(model: nn.Module, handle: Any) -> None:
+def take_off(model: nn.Module, patch: Any) -> None:
     """Remove the wraps of a patch from a model, and keep them for its next patch; do nothing if it is not in force."""
     with patch_lock:
         wraps = wraps_on(model)
-        if wraps is not None and wraps.handle is handle:
+        if wraps is not None and wraps.patch is patch:
             wraps.take_off()
             vars(model).pop(_SET_MARK, None)
             _RESTING[model] = wraps
@@ -475,7 +475,7 @@ def drop_mark(module: nn.Module) -> None:
 
     A copy of a patched model has such an attribute, and an interrupt can leave one.
     """
-    if getattr(wraps_on(module), "handle", None) is None:
+    if getattr(wraps_on(module), "patch", None) is None:
         vars(module).pop(_SET_MARK, None)
 
 

@@ -22,7 +22,7 @@ from ..models.wrap import Wrap, drop_mark, drop_remains, put_on, take_off, why_m
 from ..reporting.report import Report
 from ..settings.config import MergeConfig, reaches
 from ..settings.presets import DEFAULT, TRANSFORMER, config_of
-from ..settings.schedule import STABLE_DIFFUSION, NoiseSchedule, PipelineSteps, SchedulerNoise, own_schedule
+from ..settings.schedule import STABLE_DIFFUSION, NoiseSchedule, PipelineSteps, SchedulerNoise, training_schedule
 
 logger = logging.getLogger(__name__)
 _GUIDES = ("do_classifier_free_guidance", "do_perturbed_attention_guidance")  # a pipeline's properties
@@ -56,7 +56,7 @@ def patch(
     adapter = adapter_of(models[0])
     config = _config_of(config, strength, settings, adapter.layout)
     handle = Patch(models, config, _schedule_of(model), model, adapter)
-    handle._previous = before = handle_on(models[0])
+    handle._previous = before = patch_on(models[0])
     if before is not None and not before._entered:
         before._previous = None  # its `with` will not be left; otherwise the chain of patches would grow
     if not host_clock and config.uses_percent and not handle.knows_schedule:
@@ -154,7 +154,7 @@ def remove_patch(model: Any) -> Any:
         models = find_models(model)
     except (UnsupportedModelError, TypeError):
         models = []
-    for handle in filter(None, map(handle_on, models)):
+    for handle in filter(None, map(patch_on, models)):
         handle.remove()
     modules = [module for root in models for module in root.modules()]
     for target in (*modules, model):
@@ -172,7 +172,7 @@ def report(model: Any) -> Report:
         model: the object that was passed to `patch`, or the UNet or transformer inside of it.
     """
     try:
-        handle = handle_on(find_models(model)[0])
+        handle = patch_on(find_models(model)[0])
     except (TypeError, UnsupportedModelError):
         handle = None
     return Report(patched=False) if handle is None else handle.report()
@@ -185,7 +185,7 @@ def _schedule_of(model: Any) -> NoiseSchedule | None:
     """
     scheduler = getattr(model, "scheduler", None)
     if scheduler is not None:
-        return own_schedule(scheduler) or (STABLE_DIFFUSION if hasattr(scheduler, "scale_model_input") else None)
+        return training_schedule(scheduler) or (STABLE_DIFFUSION if hasattr(scheduler, "scale_model_input") else None)
     betas = getattr(model, "betas", None)
     if torch.is_tensor(betas) and betas.dim() == 1:
         return NoiseSchedule(tuple(betas.tolist()))
@@ -207,7 +207,7 @@ class Patch(Measured):
         models: the UNet, or the transformers of one pipeline, all of one family.
         config: the settings.
         schedule: the model's noise schedule; None if it is not known.
-        handed: the object that was passed to `patch`, such as a pipeline; None if it is not known.
+        patched_object: the object that was passed to `patch`, such as a pipeline; None if it is not known.
         adapter: the adapter of the first model; None: one is made.
     """
 
@@ -216,21 +216,23 @@ class Patch(Measured):
 
     def __init__(
         self, models: Sequence[nn.Module], config: MergeConfig, schedule: NoiseSchedule | None = None,
-        handed: Any = None, adapter: Adapter | None = None,
+        patched_object: Any = None, adapter: Adapter | None = None,
     ) -> None:  # fmt: skip
         self._models = [weakref.ref(model) for model in models]
         self.adapter = adapter or adapter_of(models[0])
         super().__init__(config, self.adapter.tallies(), schedule)
         self._levels = {level.level for level in self.ledger.levels if level.covered}
-        around = [rule for rule in self.clock.rules if not rule.is_off and (
+        tomesd_rules = [rule for rule in self.clock.rules if not rule.is_off and (
             rule.merge_crossattn or rule.merge_mlp or (rule.merge_attn and rule.is_as_tomesd))]  # fmt: skip
         reached = enumerate(self.adapter.downsamples)
-        self._around = {level for level, down in reached if any(reaches(rule, level, down) for rule in around)}
-        self._outside: list[Wrap] = []  # wraps of the pipeline, which hold no module
+        self._tomesd_levels = {
+            level for level, down in reached if any(reaches(rule, level, down) for rule in tomesd_rules)
+        }
+        self._pipeline_wraps: list[Wrap] = []  # wraps of the pipeline, which hold no module
         self._previous: Patch | None = None  # comes back when the `with` is left
         with suppress(TypeError):  # not every object allows weak references
-            self.handed = weakref.ref(handed)
-        self._follow(handed)
+            self.patched_object = weakref.ref(patched_object)
+        self._follow(patched_object)
 
     @property
     def model(self) -> nn.Module | None:
@@ -240,7 +242,7 @@ class Patch(Measured):
     @property
     def is_installed(self) -> bool:
         """True while this patch is on one of the models and no other program has taken it off."""
-        return any(handle_on(model) is self and not wraps_on(model).is_lost() for model in self._present())
+        return any(patch_on(model) is self and not wraps_on(model).is_lost() for model in self._present())
 
     def install(self) -> Patch:
         """Put the patch on the models, in place of an earlier one, and return this patch. Idempotent.
@@ -258,10 +260,10 @@ class Patch(Measured):
             self.ask_whether_it_pays()
         for number, model in enumerate(self._present()):
             adapter = self.adapter if number == 0 else adapter_of(model)
-            before = put_on(model, adapter, self, self._levels, self._around)
+            before = put_on(model, adapter, self, self._levels, self._tomesd_levels)
             if before is not None and before is not self:
-                before._take_off_outside()
-        self._outside = [wrap.install() for wrap in self._outside if wrap.wrapped() is not None]
+                before._uninstall_pipeline_wraps()
+        self._pipeline_wraps = [wrap.install() for wrap in self._pipeline_wraps if wrap.wrapped() is not None]
         return self
 
     def uninstall(self) -> None:
@@ -271,7 +273,7 @@ class Patch(Measured):
         """
         for model in self._present():
             take_off(model, self)
-        self._take_off_outside()
+        self._uninstall_pipeline_wraps()
 
     def remove(self) -> None:
         """Take the patch off the model and drop all kept plans, not the counts. Never fails, also if called again."""
@@ -285,7 +287,7 @@ class Patch(Measured):
 
     def __exit__(self, *error: object) -> None:
         self._entered = False
-        latest, before = None if self._removed else handle_on(self.model), self._previous
+        latest, before = None if self._removed else patch_on(self.model), self._previous
         self.remove()
         if latest is None:  # another caller has taken all patches off
             return
@@ -301,7 +303,7 @@ class Patch(Measured):
         report = super().report()
         sets = () if report.calls else (wraps for wraps in map(wraps_on, self._present()) if wraps and wraps.wraps)
         over = [f"nothing will merge: no call counted yet; {why_missed(wraps.wraps[0])}" for wraps in sets
-                if wraps.handle is self and not wraps.wraps[0].is_on_top()]  # fmt: skip
+                if wraps.patch is self and not wraps.wraps[0].is_on_top()]  # fmt: skip
         return replace(report, notes=(*report.notes, *over))
 
     @contextmanager
@@ -319,27 +321,27 @@ class Patch(Measured):
             for thread_calls in calls:
                 thread_calls.disabled -= 1
 
-    def _follow(self, handed: Any) -> None:
+    def _follow(self, patched_object: Any) -> None:
         """From now on, read the time from a pipeline's scheduler, and the begin of each picture from its loop.
 
         Both are read only if a rule needs them. The loop's `SamplingScope` is put on by `install`.
 
         Args:
-            handed: the pipeline. Any other object has no effect.
+            patched_object: the pipeline. Any other object has no effect.
         """
-        scheduler, is_unet = getattr(handed, "scheduler", None), self.adapter.layout != "transformer"
+        scheduler, is_unet = getattr(patched_object, "scheduler", None), self.adapter.layout != "transformer"
         if not self.wants_time or (is_unet and not hasattr(scheduler, "scale_model_input")):
             return
         with suppress(TypeError):  # a class that allows no weak references
             if is_unet:
-                self.time.noise = SchedulerNoise(handed)
-            if hasattr(handed, "progress_bar") and (self.time.keeps or not is_unet):
-                self.time.noise = self.time.noise or PipelineSteps(handed)
-                self._outside.append(SamplingScope(handed, self.time))
+                self.time.scheduler_steps = SchedulerNoise(patched_object)
+            if hasattr(patched_object, "progress_bar") and (self.time.keeps or not is_unet):
+                self.time.scheduler_steps = self.time.scheduler_steps or PipelineSteps(patched_object)
+                self._pipeline_wraps.append(SamplingScope(patched_object, self.time))
 
-    def _take_off_outside(self) -> None:
+    def _uninstall_pipeline_wraps(self) -> None:
         """Restore the methods of the pipeline that `install` replaced."""
-        for wrap in self._outside:
+        for wrap in self._pipeline_wraps:
             wrap.uninstall()
 
     def _present(self) -> Iterator[nn.Module]:
@@ -353,9 +355,9 @@ class Patch(Measured):
         return None  # a copy of an object that holds this handle is not patched
 
 
-def handle_on(model: nn.Module | None) -> Patch | None:
+def patch_on(model: nn.Module | None) -> Patch | None:
     """Return the `Patch` that is on a UNet or a transformer; None if there is none, or if the model is None."""
-    return getattr(wraps_on(model), "handle", None)
+    return getattr(wraps_on(model), "patch", None)
 
 
 # --- a pipeline's loop ------------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ class Gain(NamedTuple):
         """True if merging is faster by `MARGIN` or more."""
         return self.ratio >= 1 + MARGIN
 
-    def is_of(self, saved: float | None) -> bool:
+    def fits_share(self, saved: float | None) -> bool:
         """Tell whether the gain applies to calls that saved this share of self-attention work, 0 to 1.
 
         The share must be within 15 % of the measured one, because another patch on the same model can change it. None,

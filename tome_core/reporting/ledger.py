@@ -41,7 +41,7 @@ class Counted:
     @property
     def reasons(self) -> dict[str, int]:
         """Number of unmerged calls by "part: reason", such as ``attn: the call has ...``; most attention work first."""
-        lost = self._sum("lost")
+        lost = self._sum("skipped_work")
         return dict(sorted(self._sum("skipped").items(), key=lambda item: (lost[item[0]], item[1]), reverse=True))
 
     @property
@@ -60,7 +60,7 @@ class Counted:
         return sum((getattr(level, name) for level in self.levels), Counter())
 
 
-_COUNTS = ("merged", "skipped", "lost", "sized_by", "work_full", "work_left")
+_COUNTS = ("merged", "skipped", "skipped_work", "sized_by", "work_full", "work_left")
 
 
 @dataclass
@@ -76,7 +76,7 @@ class LevelTally(Counted):
         merged: number of merged calls by (part, tokens, queries left, keys left). A part of a block is "attn",
             "crossattn" or "mlp".
         skipped: number of unmerged calls by "part: reason".
-        lost: the self-attention work of unmerged calls by "part: reason".
+        skipped_work: the self-attention work of unmerged calls by "part: reason".
         sized_by: number of merged calls by the implementation of proportional attention, which weights a merged key by
             the number of its tokens.
         work_full: the work of all calls without merging.
@@ -90,7 +90,7 @@ class LevelTally(Counted):
     blocks: int
     merged: Counter = field(default_factory=Counter)
     skipped: Counter = field(default_factory=Counter)
-    lost: Counter = field(default_factory=Counter)
+    skipped_work: Counter = field(default_factory=Counter)
     sized_by: Counter = field(default_factory=Counter)
     work_full: int = 0
     work_left: int = 0
@@ -166,7 +166,7 @@ class Ledger:
         """
         tally = self.levels[level]
         tally.skipped[f"{part}: {reason}"] += 1
-        tally.lost[f"{part}: {reason}"] += work
+        tally.skipped_work[f"{part}: {reason}"] += work
         tally.work_full += work
         tally.work_left += work
 

@@ -75,7 +75,7 @@ class Report(Counted):
         "" if there is little of it, or if nothing merged. Attention that the settings exclude, or for which merging
         does not pay, is not included.
         """
-        full, lost = self.work[0], self._sum("lost")
+        full, lost = self.work[0], self._sum("skipped_work")
         texts = [f"{percent(lost[reason] / full)} of attention not merged: {_why(reason)}" for reason in self.reasons
                  if full and lost[reason] / full >= _COUNTS and not _why(reason).startswith(_AS_ASKED)]  # fmt: skip
         return texts[0] if texts and self.merged_anything else ""
@@ -121,10 +121,10 @@ class Report(Counted):
     def _speed(self) -> list[str]:
         """Return the gain as a list of one text, ``about 1.4x faster (measured here)``; else `own`, else an empty list.
 
-        A measurement is not used for calls that left out another share of attention, see `Gain.is_of`. If nothing
+        A measurement is not used for calls that left out another share of attention, see `Gain.fits_share`. If nothing
         merged, the list is empty.
         """
-        gains = [gain for gain in self.gains if gain.is_of(self.work_saved)][-_KINDS:]
+        gains = [gain for gain in self.gains if gain.fits_share(self.work_saved)][-_KINDS:]
         if not gains or not self.merged_anything:
             return [self.own] if self.own and self.merged_anything else []
         sizes = [gain.speed + (f" at {gain.size}" if len(gains) > 1 else "") for gain in gains]
@@ -162,7 +162,8 @@ def _level_data(level: LevelTally) -> dict[str, Any]:
     return {"level": level.level, "downsample": level.downsample, "blocks": level.blocks, "covered": level.covered,
             "work_saved": level.work_saved, "merged": merged, "sized_by": dict(level.sized_by),
             "skipped": dict(level.skipped), "traced": sorted(level.traced),
-            "skipped_work": {why: work / level.work_full for why, work in level.lost.items() if work}}  # fmt: skip
+            "skipped_work": {why: work / level.work_full
+                             for why, work in level.skipped_work.items() if work}}  # fmt: skip
 
 
 def _kinds_text(level: LevelTally) -> str:

@@ -124,7 +124,7 @@ def values_of(config: MergeConfig) -> dict[str, Any]:
     return {item.name: item.show(config.value(item.setting)) for item in FIELDS}
 
 
-def fill(strength: str | float, layout: str = SD) -> dict[str, Any]:
+def values_at(strength: str | float, layout: str = SD) -> dict[str, Any]:
     """Return what the form shows for a strength or a preset, by the names of fields.
 
     Fields that a strength does not change are left out.
@@ -161,7 +161,7 @@ def change(config: MergeConfig, values: Mapping[str, Any]) -> MergeConfig:
         raise type(error)(_in_the_forms_words(str(error))) from None
 
 
-def settle(values: Mapping[str, Any]) -> tuple[MergeConfig, list[str]]:
+def keep_possible(values: Mapping[str, Any]) -> tuple[MergeConfig, list[str]]:
     """Return a config of the values that are possible, and an error text for each value that was left out.
 
     A value that was left out has its default in the config. If two settings contradict each other, the one that is

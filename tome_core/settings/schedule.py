@@ -137,8 +137,8 @@ STABLE_DIFFUSION = NoiseSchedule(tuple((_FIRST + t / 999 * (_LAST - _FIRST)) ** 
 class SchedulerNoise:
     """The times of the steps of a pipeline's scheduler, for a timestep that the model was called with.
 
-    Try `look` first, which does not wait for the device, then `steps_from`. The pipeline may get another scheduler at
-    any time. A pickled or copied object becomes None.
+    Try `steps_by_memory` first, which does not wait for the device, then `steps_from`. The pipeline may get another
+    scheduler at any time. A pickled or copied object becomes None.
 
     Args:
         pipeline: an object with the attribute ``scheduler``. It is held by a weak reference.
@@ -157,12 +157,12 @@ class SchedulerNoise:
         sigmas = _sigmas(scheduler, values)
         if sigmas is None:
             return [STABLE_DIFFUSION.time_of(value) for value in values]
-        schedule = own_schedule(scheduler) or STABLE_DIFFUSION
+        schedule = training_schedule(scheduler) or STABLE_DIFFUSION
         return [Time(round(STABLE_DIFFUSION.timestep_of_sigma(sigma), _DIGITS),
                      schedule.percent_of(round(schedule.timestep_of_sigma(sigma), _DIGITS)))
                 for sigma in sigmas]  # fmt: skip
 
-    def look(self, timestep: Any) -> list[Time]:
+    def steps_by_memory(self, timestep: Any) -> list[Time]:
         """Return the times of a step and of all later ones; empty if the tensor is no element of a schedule.
 
         The step is found by its position in memory, without waiting for the device, because pipelines pass views of
@@ -228,7 +228,7 @@ class PipelineSteps(SchedulerNoise):
         return [STABLE_DIFFUSION.time_of(1000 - value if counts_from_noise else value) for value in values]
 
 
-def own_schedule(scheduler: Any) -> NoiseSchedule | None:
+def training_schedule(scheduler: Any) -> NoiseSchedule | None:
     """Return the noise schedule of the model's training, from a diffusers scheduler; None if it has no such betas."""
     betas = _list(scheduler, "betas")
     # without alphas_cumprod, betas are those of the sampling's steps

@@ -283,14 +283,14 @@ def by_heads(q, k, v, bias):
 def test_a_function_that_gives_something_else_on_a_few_tokens_is_no_attention(change):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         like = torch.zeros(1, 4, 2, 16, dtype=dtype)
-        assert functions.try_once("attention", by_heads, 0.25, like)
-        assert functions.try_once("changed", lambda *given: change(by_heads(*given)), 0.25, like) is None
+        assert functions.probe_bias("attention", by_heads, 0.25, like)
+        assert functions.probe_bias("changed", lambda *given: change(by_heads(*given)), 0.25, like) is None
 
 
 def test_a_function_is_tried_once_for_its_heads_and_dtype_and_draws_from_no_generator():
     calls, state, like = [], torch.get_rng_state(), torch.zeros(1, 4, 2, 16)
     for key, one in (("name", like), ("name", like), ("name", like[:, :, :1]), ("name", like.half()), ("other", like)):
-        functions.try_once(key, lambda *given: calls.append(given) or by_heads(*given), 0.25, one)
+        functions.probe_bias(key, lambda *given: calls.append(given) or by_heads(*given), 0.25, one)
     assert len(calls) == 8 and torch.equal(torch.get_rng_state(), state)  # without a bias, and with one
 
 

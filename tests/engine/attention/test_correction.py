@@ -15,7 +15,7 @@ from tests.models import call_unet, inputs, on_small, small
 from tome_core import MergeConfig, MergePlan
 from tome_core.attention.correction import _by_head as by_head
 from tome_core.attention.correction import _ridge, first_order, fit_correction
-from tome_core.attention.merged import Merge
+from tome_core.attention.merged import MergeOptions
 from tome_core.engine import state
 
 KV = {"side": "kv", "ratio": 0.75}
@@ -87,7 +87,7 @@ def test_the_fit_is_ridge_regression(heads, count, width):
 
 
 @pytest.fixture
-def found(monkeypatch) -> list[Merge]:
+def found(monkeypatch) -> list[MergeOptions]:
     """How every attention merged, in the order of their calls."""
     used, attend = [], state.attend
     monkeypatch.setattr(state, "attend", lambda attention, how, made: used.append(how) or attend(attention, how, made))

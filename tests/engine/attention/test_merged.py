@@ -12,7 +12,7 @@ from tests.peak_memory import peak_bytes
 from tests.sequences import FILM, HEADS, PICTURE, WIDTH, attention, sdpa
 from tome_core import MergePlan, MergeRule
 from tome_core.attention import merged
-from tome_core.attention.merged import Attention, Merge, attend, correction_of
+from tome_core.attention.merged import Attention, MergeOptions, attend, correction_of
 from tome_core.engine.match import match
 from tome_core.merging.grid import Grid, Layout, tokens_in
 
@@ -25,7 +25,7 @@ def match_of(own: Attention, layout: Layout) -> MergePlan:
 
 def corrected(own: Attention, plan: MergePlan, layout: Layout) -> torch.Tensor:
     correction, made = correction_of(own, plan, layout)
-    return attend(own, Merge(plan, correction=correction), made)[0]
+    return attend(own, MergeOptions(plan, correction=correction), made)[0]
 
 
 def by_head(own: Attention) -> Attention:
@@ -41,7 +41,7 @@ def error(out: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
 def test_a_correction_halves_the_error_of_the_picture_and_harms_no_other_row(layout):
     own = attention(layout, behind=4)
     exact, plan = sdpa(*own[:3]), match_of(own, layout)
-    plain, out = attend(own, Merge(plan))[0], corrected(own, plan, layout)
+    plain, out = attend(own, MergeOptions(plan))[0], corrected(own, plan, layout)
     picture = torch.zeros(exact.shape[1], dtype=torch.bool)
     picture[layout.first : layout.first + tokens_in(layout)] = True
     assert error(out[:, picture], exact[:, picture]) < 0.6 * error(plain[:, picture], exact[:, picture])
@@ -67,11 +67,11 @@ def test_in_pieces_and_however_heads_lie_it_gives_the_same(layout, behind, monke
     own = attention(layout, behind)
     plan = match_of(own, layout)
     with torch.no_grad():
-        expected = corrected(own, plan, layout), attend(own, Merge(plan))[0]
+        expected = corrected(own, plan, layout), attend(own, MergeOptions(plan))[0]
         monkeypatch.setattr(merged, "_HELD", 1 << 14)
         monkeypatch.setattr(merged, "_AT_ONCE", 0)
         assert torch.equal(match_of(by_head(own), layout).group, plan.group)
-        outputs = corrected(by_head(own), plan, layout), attend(by_head(own), Merge(plan))[0]
+        outputs = corrected(by_head(own), plan, layout), attend(by_head(own), MergeOptions(plan))[0]
     for out, whole in zip(outputs, expected, strict=True):
         torch.testing.assert_close(out, whole, rtol=1e-4, atol=1e-5)
 

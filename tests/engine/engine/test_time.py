@@ -163,7 +163,7 @@ def test_a_host_outweighs_the_argument():
 def test_a_timestep_that_is_no_element_of_a_schedule_is_read():
     """Several timesteps at once are no time, and a tensor without a value is none either."""
     time = ModelTime(Clock(MergeConfig(min_timestep=500), [1]), keeps=False)
-    time.noise = SchedulerNoise(models.small())
+    time.scheduler_steps = SchedulerNoise(models.small())
     for timestep in (600, torch.tensor(600), torch.full((2,), 600.0), torch.arange(10_000)[600]):
         assert merges(time, timestep, 2)
     for timestep in (123, torch.full((2,), 123), torch.tensor([600, 601]), torch.tensor(600, device="meta"), None):
@@ -241,14 +241,19 @@ def test_a_pipelines_rule_in_percent_merges_in_exactly_its_steps_whatever_schedu
 def test_a_schedule_is_read_once_whatever_the_order_of_its_steps_and_again_once_it_is_written_into(monkeypatch):
     known, steps = SchedulerNoise(torch.nn.Module()), torch.arange(900, 100, -100)
     known.steps_of = Mock(side_effect=lambda values: [2 * value for value in values])
-    meanings = known.look(steps[0])
-    assert meanings == [2 * value for value in steps.tolist()] and known.look(torch.arange(900, 0, -90)[9]) == [180]
+    meanings = known.steps_by_memory(steps[0])
+    assert meanings == [2 * value for value in steps.tolist()]
+    assert known.steps_by_memory(torch.arange(900, 0, -90)[9]) == [180]
     with monkeypatch.context() as context:
         for name in ("__float__", "tolist", "item"):
             context.setattr(torch.Tensor, name, lambda self: pytest.fail("a value was read, which waits for a device"))
         for number in (3, 1, 7, 0):
-            assert known.look(steps[number]) == known.look(steps[number][None].expand(2)) == meanings[number:]
+            assert (
+                known.steps_by_memory(steps[number])
+                == known.steps_by_memory(steps[number][None].expand(2))
+                == meanings[number:]
+            )
     steps.sub_(50)
-    assert known.look(steps[7]) == [300] and known.steps_of.call_count == 3
+    assert known.steps_by_memory(steps[7]) == [300] and known.steps_of.call_count == 3
     with torch.inference_mode():
-        assert known.look(torch.tensor([9.0, 8.0])[1]) == [16.0]
+        assert known.steps_by_memory(torch.tensor([9.0, 8.0])[1]) == [16.0]

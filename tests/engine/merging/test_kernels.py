@@ -21,7 +21,7 @@ import tome_core
 from tests.models import small
 from tome_core import MergePlan
 from tome_core.merging import kernels
-from tome_core.merging.kernels.proof import _LAWS
+from tome_core.merging.kernels.proof import _CHECKS
 from tome_core.merging.methods.base import best_keys
 
 ROOT = Path(__file__).parents[3]
@@ -77,7 +77,7 @@ def put_in_place(monkeypatch):
 
     def put(launch):
         monkeypatch.setattr(kernels, "_is_loaded", True)
-        monkeypatch.setattr(kernels, "_kernels", SimpleNamespace(**dict.fromkeys(_LAWS, launch)))
+        monkeypatch.setattr(kernels, "_kernels", SimpleNamespace(**dict.fromkeys(_CHECKS, launch)))
 
     return put
 
@@ -93,7 +93,7 @@ def work(x=X):
 
 def assert_as_torch():
     found = work()
-    with kernels.without():
+    with kernels.kernels_off():
         assert all(map(torch.equal, found, work()))
 
 

@@ -12,7 +12,7 @@ import tome_core
 from tests.operators import OperatorCounter
 from tests.sd_block import SpatialTransformer, UNet
 from tome_core.merging import kernels
-from tome_core.merging.kernels.proof import _LAWS
+from tome_core.merging.kernels.proof import _CHECKS
 
 # What makes no kernel: views, memory that is not filled, and fetching a number.
 NO_LAUNCH = {
@@ -45,7 +45,7 @@ def launches(monkeypatch) -> Counter[str]:
         return as_one(name, lambda *outputs: [outputs[place].zero_() for place in NUMBERS.get(name, ())])
 
     replaced = {"DEVICES": ("cpu",), "_is_loaded": True, "_give_up": lambda name, why: pytest.fail(f"{name}: {why}"),
-                "_kernels": SimpleNamespace(**{name: double(name) for name in _LAWS}),
+                "_kernels": SimpleNamespace(**{name: double(name) for name in _CHECKS}),
                 "find_fault": lambda *_: ""}  # fmt: skip
     for name, value in replaced.items():
         monkeypatch.setattr(kernels, name, value)

@@ -22,7 +22,7 @@ from tests.models import fixed
 from tests.tiny_pipeline import TIMES, draw
 from tests.traces import traces
 from tome_core import preset
-from tome_core.patching import handle_on
+from tome_core.patching import patch_on
 
 TOKENS = 1024
 
@@ -94,7 +94,7 @@ def test_the_pages_file_for_sdnext_patches_what_is_loaded_whatever_sampler_comes
         assert torch.equal(draw(pipe), merged)
         pipe.scheduler = diffusers.UniPCMultistepScheduler.from_config(default.config)
         draw(pipe, seed=5, timesteps=None, num_inference_steps=4)
-    assert_merged(handle_on(pipe.unet))
+    assert_merged(patch_on(pipe.unet))
 
 
 def test_a_controlnet_is_merged_if_it_is_asked_for_and_left_alone_if_not(build):

@@ -23,7 +23,7 @@ from tests.traces import is_idle, traces, wraps_of
 from tome_core import MergeConfig, NoiseSchedule
 from tome_core.models import find_models
 from tome_core.models.wrap import Wrap, patch_lock
-from tome_core.settings.schedule import STABLE_DIFFUSION, own_schedule
+from tome_core.settings.schedule import STABLE_DIFFUSION, training_schedule
 
 CASE = MODELS["sd15"]
 EVERYTHING = MergeConfig(ratio=0.5, merge_crossattn=True, merge_mlp=True)
@@ -90,7 +90,7 @@ def test_the_schedule_is_the_pipelines_own_or_the_models():
     model = models.ldm_wrapped()
     model.betas = betas.betas
     for given, expected in (
-        (of_a_pipeline(scheduler=betas), own_schedule(betas)), (model, NoiseSchedule(tuple(betas.betas.tolist()))),
+        (of_a_pipeline(scheduler=betas), training_schedule(betas)), (model, NoiseSchedule(tuple(betas.betas.tolist()))),
         (of_a_pipeline(scheduler=SimpleNamespace(scale_model_input=None)), STABLE_DIFFUSION),
         (of_a_pipeline(scheduler=object()), None), (models.small(), None),
     ):  # fmt: skip

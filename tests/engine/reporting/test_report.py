@@ -71,7 +71,7 @@ def test_a_gain_is_told_only_if_as_much_was_left_out_as_when_it_was_measured():
 def test_reasons_are_told_the_one_that_cost_most_attention_first_and_the_part_if_it_is_not_self_attention():
     skipped = Counter({"attn: many": 9, "attn: large": 1, "mlp: never": 99})
     lost = Counter({"attn: many": 9, "attn: large": 90})
-    fine = LevelTally(1, 3, skipped=skipped, lost=lost, work_full=100, work_left=100)
+    fine = LevelTally(1, 3, skipped=skipped, skipped_work=lost, work_full=100, work_left=100)
     coarse = LevelTally(2, 3, traced={"autocast"}, level=1)
     report = of_levels(fine, coarse)
     first, *rest = report.lines()
@@ -87,7 +87,7 @@ def test_what_hindered_merging_is_told_if_it_counts_and_nobody_asked_for_it():
     mask = "the call has an attention mask"
     for why, lost, told in ((mask, 20, f"20% of attention not merged: {mask}"), (mask, 2, ""),
                             ("outside the rules' time range", 50, "")):  # fmt: skip
-        of_why = {"skipped": Counter({f"attn: {why}": 1}), "lost": Counter({f"attn: {why}": lost})}
+        of_why = {"skipped": Counter({f"attn: {why}": 1}), "skipped_work": Counter({f"attn: {why}": lost})}
         assert of_levels(level(left=60, **of_why)).hindered == told
     assert [percent(share) for share in (0.0, 0.614, 0.999, 1.0)] == ["0%", "61%", "99%", "100%"]
 

@@ -8,7 +8,7 @@ import pytest
 
 import tome_core
 from tome_core import MergeConfig, MergeRule, describe_settings
-from tome_core.settings.form import FIELDS, NAMES, change, field, fill, settle, values_of
+from tome_core.settings.form import FIELDS, NAMES, change, field, keep_possible, values_at, values_of
 from tome_core.settings.presets import MARKS
 
 config_of = partial(change, MergeConfig())
@@ -47,9 +47,11 @@ def test_the_defaults_are_the_engines_and_none_need_be_given():
 def test_the_form_can_say_all_of_a_strength_and_leaves_the_rest_alone():
     for strength in (0.1, 0.333, *MARKS.values()):
         config = tome_core.strength(strength)
-        assert config_of(values_of(config)) == config and settle(fill(strength)) == (config, [])
-    assert set(NAMES) - set(fill(0.5)) == {"start", "end", "merge_seed"}, "which pictures merge when, and by which seed"
-    assert fill("fast") == fill(MARKS["fast"])
+        assert config_of(values_of(config)) == config and keep_possible(values_at(strength)) == (config, [])
+    assert set(NAMES) - set(values_at(0.5)) == {"start", "end", "merge_seed"}, (
+        "which pictures merge when, and by which seed"
+    )
+    assert values_at("fast") == values_at(MARKS["fast"])
     start = MergeConfig(rules=(MergeRule(ratio=0.75), MergeRule(ratio=0.25)))
     assert change(start, {"start": 0.5}) == MergeConfig(rules=start.rules, start_percent=0.5)
 
@@ -71,6 +73,6 @@ def test_refusals_are_in_the_forms_words(values, words):
 def test_what_does_not_go_together_is_left_out_with_a_sentence_each():
     for values, left in (({"start": 0.9, "end": 0.2, "merge_mlp": True}, ["end"]), ({"sx": 3, "ratio": 1.5}, ["ratio"]),
                          ({"sx": 3, "level": 7}, ["level"]), ({"ratio": 0.3, "of_tomorrow": 1}, [])):  # fmt: skip
-        config, said = settle(values)
+        config, said = keep_possible(values)
         assert config == config_of({name: values[name] for name in values if name in NAMES and name not in left})
         assert [text.split("=")[0] for text in said] == left and all("; " in text for text in said)

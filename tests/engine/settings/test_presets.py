@@ -12,7 +12,7 @@ from benchmarks.strength import step_time
 from tests import tiny_transformers
 from tests.models import sdxl, small
 from tome_core import MergeConfig, preset, strength
-from tome_core.patching import handle_on
+from tome_core.patching import patch_on
 from tome_core.settings.config import plain_rules
 from tome_core.settings.presets import LAYOUTS, MARKS, SD, SDXL, TRANSFORMER
 
@@ -61,7 +61,7 @@ def test_a_model_gets_the_strengths_of_its_layout_and_flat_settings_change_them(
         ((MergeConfig(ratio=0.25),), {"sx": 4}, MergeConfig(ratio=0.25, sx=4)),
     ):  # fmt: skip
         assert tome_core.patch(model, *given, **settings).config == expected
-    config = handle_on(tome_core.apply_patch(model)).config
+    config = patch_on(tome_core.apply_patch(model)).config
     assert config == MergeConfig(proportional=False), "tomesd's way in is tomesd's way"
 
 

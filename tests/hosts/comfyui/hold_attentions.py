@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from comfy_nodes.slot_calls import SLOT, HostCall, OtherNodesCall
-from tome_core.attention.merged import Attention, Merge, attend
+from comfy_nodes.slot_calls import SLOT, HostCall, OtherNodesFunction
+from tome_core.attention.merged import Attention, MergeOptions, attend
 from tome_core.merging.plan import MergePlan
 
 FUNCTIONS = ("basic", "sub_quad", "split", "pytorch", "flash")  # flash leaves it to torch on a CPU
@@ -37,7 +37,9 @@ def way_of(function: Any, dtype: torch.dtype = torch.float32, batch: int = 2, **
     takes_bias = asked.takes_bias()
     if takes_bias is None:
         return None
-    found, way = attend(Attention(asked.q, asked.k, asked.v, asked.compute, WIDTH**-0.5, takes_bias), Merge(plan))
+    found, way = attend(
+        Attention(asked.q, asked.k, asked.v, asked.compute, WIDTH**-0.5, takes_bias), MergeOptions(plan)
+    )
     keys, values = plan.merge(k), plan.merge(v)
     exact, blind = (_by_softmax(q, keys, values, sizes) for sizes in (plan.sizes, plan.sizes.clamp(max=1)))
     error, without = _far(found, exact), _far(blind, exact)
@@ -72,7 +74,7 @@ def main() -> None:
         # what ComfyUI's own node for choosing a function puts into the slot
         patcher.set_model_optimized_attention(
             SimpleNamespace(model_options={"transformer_options": options}), function)  # fmt: skip
-        chosen = OtherNodesCall(options[SLOT], attention.attention_pytorch)
+        chosen = OtherNodesFunction(options[SLOT], attention.attention_pytorch)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             ways[f"{name} {dtype}"] = way_of(function, dtype)
             ways[f"{name} {dtype} raised"] = way_of(function, dtype, attn_precision=torch.float32)

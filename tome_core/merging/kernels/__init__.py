@@ -68,8 +68,8 @@ def available(device: torch.device) -> bool:
     return _supports(device) and _module() is not None
 
 
-def fit_whole(q: torch.Tensor) -> bool:
-    """Return whether `first_order`, `answer_few` and `ridge` can fit a correction to all heads of the queries at once.
+def can_fit_all_heads(q: torch.Tensor) -> bool:
+    """Return whether `first_order`, `attend_sample` and `ridge` can fit a correction to all heads of `q` at once.
 
     `q` is ``(batch, tokens, heads, head_dim)``. It has to be in half precision, with narrow heads and without gradient.
     """
@@ -265,7 +265,7 @@ def first_order(
     return sums if launch(keys, ("first_order", width), keys, values, group, means, span, scale, sums) else None
 
 
-class Answers(NamedTuple):
+class SampleAttention(NamedTuple):
     """The outputs of attention for a few queries of each head, all in float32. For spans, see `first_order`.
 
     Args:
@@ -279,10 +279,10 @@ class Answers(NamedTuple):
     logs: torch.Tensor
 
 
-def answer_few(
+def attend_sample(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, merged_keys: torch.Tensor,
     merged_values: torch.Tensor, bias: torch.Tensor, heads: int, scale: float,
-) -> Answers | None:  # fmt: skip
+) -> SampleAttention | None:  # fmt: skip
     """Compute attention of a few queries over merged keys and over all keys, in one kernel.
 
     All tensors have one dtype. All keys are split into the spans of `first_order`, so that a few queries keep a whole
@@ -305,9 +305,9 @@ def answer_few(
     width, span, count = channels // heads, _span(tokens), q.shape[1]
     real = {"dtype": torch.float32, "device": q.device}
     full = torch.empty(-(-tokens // span), batch * heads, count, width, **real)
-    answers = Answers(torch.empty(full.shape[1:], **real), full, torch.empty(full.shape[:3], **real))
+    answers = SampleAttention(torch.empty(full.shape[1:], **real), full, torch.empty(full.shape[:3], **real))
     inputs = q, keys, values, merged_keys, merged_values, bias.contiguous().expand(batch, -1)
-    return answers if launch(q, ("answer_few", width), *inputs, span, scale, *answers) else None
+    return answers if launch(q, ("attend_sample", width), *inputs, span, scale, *answers) else None
 
 
 def _span(tokens: int) -> int:
@@ -315,12 +315,12 @@ def _span(tokens: int) -> int:
     return max(512, -(-tokens // 8))
 
 
-def ridge(q: torch.Tensor, answers: Answers, first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+def ridge(q: torch.Tensor, answers: SampleAttention, first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Fit a correction by ridge regression: the matrix and the constant that `correct` applies.
 
     Args:
-        q: the queries of `answer_few`. Heads have at most `RIDGE_WIDEST` channels.
-        answers: the answers of `answer_few`.
+        q: the queries of `attend_sample`. Heads have at most `RIDGE_WIDEST` channels.
+        answers: the answers of `attend_sample`.
         first: the sums of `first_order`.
 
     Returns:
@@ -353,7 +353,7 @@ def correct(out: torch.Tensor, q: torch.Tensor, matrix: torch.Tensor, constant: 
 
 
 @contextlib.contextmanager
-def without() -> Iterator[None]:
+def kernels_off() -> Iterator[None]:
     """Turn kernels off inside this context, in all threads, to compare them with torch's operators."""
     global _is_loaded, _kernels
     before, (_is_loaded, _kernels) = (_is_loaded, _kernels), (True, None)

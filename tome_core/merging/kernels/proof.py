@@ -39,18 +39,18 @@ def find_fault(name: str, arguments: tuple[Any, ...]) -> str | None:
         A message that says what is wrong; "" if nothing is wrong; None if the inputs are not finite, so that the
         comparison means nothing.
     """
-    law = _LAWS[name]
+    check = _CHECKS[name]
     if arguments[0].device.type == "xpu":  # small XPUs have no float64
         arguments = tuple(value.cpu() if torch.is_tensor(value) else value for value in arguments)
-    excesses = [_excess(output) for output in law.outputs(*arguments)]  # one output at a time is in memory
-    inputs = [value for value in arguments[: law.finite] if torch.is_tensor(value)]
+    excesses = [_excess(output) for output in check.outputs(*arguments)]  # one output at a time is in memory
+    inputs = [value for value in arguments[: check.finite] if torch.is_tensor(value)]
     is_finite = torch.stack([tensor.isfinite().all() for tensor in inputs]).all()
     was_finite, *worst = torch.stack([is_finite.to(torch.float64), *excesses]).tolist()
     if not was_finite:
         return None
     if max(worst) <= 1:
         return ""
-    return next(_message(output) for output, excess in zip(law.outputs(*arguments), worst, strict=True) if excess > 1)
+    return next(_message(output) for output, excess in zip(check.outputs(*arguments), worst, strict=True) if excess > 1)
 
 
 def _excess(output: Output) -> Tensor:
@@ -186,8 +186,10 @@ def first_order(keys, values, group, means, span, scale, sums) -> Iterator[Outpu
         yield Output("sums", sums[number], some_keys.mT @ spread * scale, allowed + _TINY)
 
 
-def answer_few(q, keys, values, merged_keys, merged_values, bias, span, scale, merged, full, logs) -> Iterator[Output]:
-    """Yield the outputs of `triton_kernels.answer_few`. Attention weights are rounded, their sum is not."""
+def attend_sample(
+    q, keys, values, merged_keys, merged_values, bias, span, scale, merged, full, logs
+) -> Iterator[Output]:
+    """Yield the outputs of `triton_kernels.attend_sample`. Attention weights are rounded, their sum is not."""
     width, eps = merged.shape[2], _eps(q.dtype)
     q, heads = _by_head(q, width), merged.shape[0] // len(q)
 
@@ -240,7 +242,7 @@ def correct(out, q, matrix, constant, corrected) -> Iterator[Output]:
         yield Output("output", found, expected, _rounding(expected, corrected.dtype) + 1e-5 * summed)
 
 
-class _Law(NamedTuple):
+class _Check(NamedTuple):
     """The check of one kernel.
 
     Args:
@@ -252,8 +254,8 @@ class _Law(NamedTuple):
     finite: int
 
 
-_LAWS = {
-    "best_keys": _Law(best_keys, 3), "mean_rows": _Law(mean_rows, 2), "segments": _Law(segments, 1),
-    "assign_groups": _Law(assign_groups, 1), "first_order": _Law(first_order, 4), "answer_few": _Law(answer_few, 5),
-    "ridge": _Law(ridge, 5), "correct": _Law(correct, 4),
+_CHECKS = {
+    "best_keys": _Check(best_keys, 3), "mean_rows": _Check(mean_rows, 2), "segments": _Check(segments, 1),
+    "assign_groups": _Check(assign_groups, 1), "first_order": _Check(first_order, 4),
+    "attend_sample": _Check(attend_sample, 5), "ridge": _Check(ridge, 5), "correct": _Check(correct, 4),
 }  # fmt: skip

@@ -10,11 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
-from .triton_kernels_correction import answer_few, correct, first_order, parts_of, ridge
+from .triton_kernels_correction import attend_sample, correct, first_order, parts_of, ridge
 
 __all__ = [
-    "answer_few",
     "assign_groups",
+    "attend_sample",
     "best_keys",
     "correct",
     "first_order",

@@ -88,13 +88,13 @@ def _attend(
 
 
 @triton.jit
-def _answer_few(
+def _attend_sample(
     q, keys, values, merged_keys, merged_values, bias, merged, full, logs,
     count, tokens, groups, heads, tiles, span, scale,
     q_sample, q_row, q_channel, keys_sample, keys_row, keys_channel, values_sample, values_row, values_channel,
     bias_sample, width: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Fill ``merged``, ``full`` and ``logs``, the fields of `kernels.Answers`.
+    """Fill ``merged``, ``full`` and ``logs``, the fields of `kernels.SampleAttention`.
 
     A program serves some queries of one head, and one span of all keys or all merged keys. The programs of the merged
     keys come after those of the last span.
@@ -286,16 +286,16 @@ def first_order(
     )  # fmt: skip
 
 
-def answer_few(
+def attend_sample(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, merged_keys: torch.Tensor,
     merged_values: torch.Tensor, bias: torch.Tensor, span: int, scale: float,
     merged: torch.Tensor, full: torch.Tensor, logs: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Fill ``merged``, ``full`` and ``logs``, the fields of `kernels.Answers`. ``bias`` is expanded to the batch."""
+    """Fill ``merged``, ``full`` and ``logs``, see `kernels.SampleAttention`. ``bias`` is expanded to the batch."""
     spans, programs, count, width = full.shape
     heads = programs // q.shape[0]
     tiles = triton.cdiv(count, _TOKENS)
-    _answer_few[(programs * tiles, spans + 1)](
+    _attend_sample[(programs * tiles, spans + 1)](
         q, keys, values, merged_keys, merged_values, bias, merged, full, logs,
         count, keys.shape[1], merged_keys.shape[1], heads, tiles, span, scale,
         *q.stride(), *keys.stride(), *values.stride(), bias.stride(0),
@@ -307,7 +307,7 @@ def ridge(
     q: torch.Tensor, merged: torch.Tensor, full: torch.Tensor, logs: torch.Tensor,
     first: torch.Tensor, matrix: torch.Tensor, constant: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Fill ``matrix`` and ``constant``, the results of `kernels.ridge`, from queries, fields of `Answers` and sums."""
+    """Fill ``matrix`` and ``constant`` of `kernels.ridge` from queries, fields of `SampleAttention` and sums."""
     programs, count, width = merged.shape
     _ridge[(programs,)](
         q, merged, full, logs, first, matrix, constant, count, programs // q.shape[0], *q.stride(),

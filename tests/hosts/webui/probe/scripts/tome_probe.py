@@ -10,8 +10,8 @@ def on_step(params):
     if params.denoiser.step == 1 and "fail" in prompt and is_hires == ("fail hires" in prompt):
         params.denoiser.step = None  # what a callback raises is swallowed; with this, the denoiser cannot go on
     wraps = vars(unet()).get("_tome_core_patch") if unet() is not None else None
-    if wraps is not None and wraps.handle is not None:
-        routes[:] = sorted({route for level in wraps.handle.report().levels for route in level.sized_by})
+    if wraps is not None and wraps.patch is not None:
+        routes[:] = sorted({route for level in wraps.patch.report().levels for route in level.sized_by})
 
 
 def unet():
