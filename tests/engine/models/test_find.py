@@ -84,8 +84,8 @@ def test_what_is_not_one_unet_is_refused_and_what_is_known_is_named(kind: str):
     assert tome_core.remove_patch(whole) is whole and not tome_core.report(whole).patched
 
 
-@pytest.mark.parametrize("thing", [None, "runwayml/stable-diffusion-v1-5", object()], ids=["None", "a text", "an object"])
-def test_what_is_no_model_is_a_type_error(thing: Any):
-    with pytest.raises(TypeError, match="has to be a UNet, a diffusers pipeline or an LDM model"):
-        tome_core.apply_patch(thing)
+def test_what_is_no_model_is_a_type_error():
+    for thing in (None, "runwayml/stable-diffusion-v1-5", object()):
+        with pytest.raises(TypeError, match="has to be a UNet, a diffusers pipeline or an LDM model"):
+            tome_core.apply_patch(thing)
     assert tome_core.remove_patch(thing) is thing and not tome_core.report(thing).patched
