@@ -37,10 +37,10 @@ SEED = number("seed", 0, 2**31, "such as 0")
 
 def parser() -> argparse.ArgumentParser:
     """Make the parser of the options, which `install.py demo` passes on unchanged."""
-    made = argparse.ArgumentParser(
+    options = argparse.ArgumentParser(
         prog="demo", description="Pictures from the same seeds: without merging, and at one strength or several."
     )
-    add = made.add_argument
+    add = options.add_argument
     add("--strength", type=STRENGTH, action="append", metavar="S",
         help="how strongly to merge, from 0, which is off, to 1, which saves and changes the most; repeat it for "
              "several (default: 0.25, 0.5 and 1)")
@@ -51,10 +51,10 @@ def parser() -> argparse.ArgumentParser:
         help="seed of the first picture; the next ones count up (default 0)")
     add("--prompt", action="append", metavar="TEXT",
         help=f"what to paint; repeat it for several. The embedded model knows {prompt.known_words()}")
-    add_model(made)
+    add_model(options)
     add("--report", action="store_true", help="also say what each strength merged where")
     add("--output", type=Path, default=OUTPUT, metavar="PNG", help="where the picture goes (default %(default)s)")
-    return made
+    return options
 
 
 def add_model(to: argparse.ArgumentParser) -> None:
@@ -140,11 +140,11 @@ def source_of(options: argparse.Namespace, user: checkpoint.Checkpoint | None):
 
     device = device_of(options.device)
     if user and user.kind != "scenes":
-        made = UserPipeline(user, options.config, device)
+        source = UserPipeline(user, options.config, device)
     else:
-        made = Embedded(device, user.path if user else WEIGHTS)
-    tome_core.patch(made.target, tome_core.MergeConfig()).remove()  # unsupported: say so now
-    return made
+        source = Embedded(device, user.path if user else WEIGHTS)
+    tome_core.patch(source.target, tome_core.MergeConfig()).remove()  # unsupported: say so now
+    return source
 
 
 def _run(options: argparse.Namespace, source) -> None:

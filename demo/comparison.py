@@ -44,7 +44,7 @@ class Column:
     @property
     def name(self) -> str:
         """The column's heading: "no merging", or the strength and the name of its preset."""
-        preset = next((f" ({one})" for one, mark in MARKS.items() if mark == self.strength), "")
+        preset = next((f" ({name})" for name, mark in MARKS.items() if mark == self.strength), "")
         return "no merging" if self.strength is None else f"strength {self.strength:g}{preset}"
 
 

@@ -111,12 +111,12 @@ class Studio:
 
     def _maps(self, picture: Any, merging: Any) -> list[tuple[Any, str]]:
         """Return `Drawn.maps` of a picture that was drawn with the patch `merging`."""
-        found, row = [], self.source.prompt_row
-        for level, one in sorted(merging.maps().items()):
-            group = one.group[row if len(one.group) > 1 else 0].cpu().numpy()
-            title = f"Level {level}: {len(group)} tokens became {one.num_groups}"
-            found.append((mosaic(picture, one.grid[:2], group), title))
-        return found
+        maps, row = [], self.source.prompt_row
+        for level, groups in sorted(merging.maps().items()):
+            group = groups.group[row if len(groups.group) > 1 else 0].cpu().numpy()
+            title = f"Level {level}: {len(group)} tokens became {groups.num_groups}"
+            maps.append((mosaic(picture, groups.grid[:2], group), title))
+        return maps
 
 
 def mosaic(picture: Any, grid: tuple[int, int], group: Any) -> Any:
@@ -130,7 +130,7 @@ def mosaic(picture: Any, grid: tuple[int, int], group: Any) -> Any:
     rows, columns = np.arange(height) * down // height, np.arange(width) * across // width
     cells = group.reshape(grid)[rows][:, columns]
     count = np.maximum(np.bincount(cells.ravel()), 1)
-    means = np.stack([np.bincount(cells.ravel(), picture[..., one].ravel()) / count for one in range(3)], -1)
+    means = np.stack([np.bincount(cells.ravel(), picture[..., colour].ravel()) / count for colour in range(3)], -1)
     return means[cells].round().astype(np.uint8)
 
 
@@ -149,11 +149,11 @@ def figures(drawn: Drawn, on_cpu: bool) -> str:
 
     plain, merged = drawn.seconds
     of = " of processor time" * on_cpu
-    told = f"{plain:.2f} s{of} without merging, {merged:.2f} s with it: {plain / merged:.2f} times as fast"
+    times = f"{plain:.2f} s{of} without merging, {merged:.2f} s with it: {plain / merged:.2f} times as fast"
     if (drawn.plain == drawn.merged).all():
-        return f"{told}; the same picture, bit for bit."
+        return f"{times}; the same picture, bit for bit."
     kept = detail([drawn.plain], [drawn.merged])
-    return f"{told}; PSNR {psnr(drawn.plain, drawn.merged):.1f} dB, {kept:.0%} of the detail."
+    return f"{times}; PSNR {psnr(drawn.plain, drawn.merged):.1f} dB, {kept:.0%} of the detail."
 
 
 def read(values: dict[str, Any], layout: str, checks_prompt: bool) -> Wanted:
@@ -183,14 +183,14 @@ def component(field: Any, value: Any) -> Any:
     """Make the gradio component that shows a field of `tome_core.form` with this value."""
     import gradio as gr
 
-    told = {"value": value, "label": field.label, "info": field.help, "elem_id": field.name, "interactive": True}
+    common = {"value": value, "label": field.label, "info": field.help, "elem_id": field.name, "interactive": True}
     if field.choices:
-        return gr.Dropdown(choices=list(field.choices), **told)
+        return gr.Dropdown(choices=list(field.choices), **common)
     if isinstance(field.default, bool):
-        return gr.Checkbox(**told)
+        return gr.Checkbox(**common)
     if field.may_be_unset or field.limit != field.maximum:
-        return gr.Number(step=field.step, **told)  # no bounds: the form has its own words for a value that is outside
-    return gr.Slider(field.minimum, field.maximum, step=field.step, **told)
+        return gr.Number(step=field.step, **common)  # no bounds: the form has its own words for a value that is outside
+    return gr.Slider(field.minimum, field.maximum, step=field.step, **common)
 
 
 def make_page(studio: Studio, strength: float, few_words: bool = True) -> Any:
@@ -227,7 +227,7 @@ def make_page(studio: Studio, strength: float, few_words: bool = True) -> Any:
                     stop = gr.Button("Stop", elem_id="stop")
                 with gr.Accordion("Own settings", open=False):
                     parts["own"] = gr.Checkbox(label="Use these instead of the strength", elem_id="own")
-                    parts |= {one.name: component(one, shown[one.name]) for one in form.FIELDS}
+                    parts |= {field.name: component(field, shown[field.name]) for field in form.FIELDS}
             with gr.Column(min_width=300, scale=2):
                 slider = gr.ImageSlider(label="Without merging | with it", interactive=False, elem_id="slider")
                 said = gr.Markdown(elem_id="figures")
@@ -238,15 +238,15 @@ def make_page(studio: Studio, strength: float, few_words: bool = True) -> Any:
         def drawn(*given: Any, progress: Any = gr.Progress()) -> tuple:  # noqa: B008 - how gradio asks for it
             try:
                 wanted = read(dict(zip(parts, given, strict=True)), layout, few_words)
-                found = studio.draw(wanted, lambda share, doing: progress(share, desc=doing))
+                result = studio.draw(wanted, lambda share, doing: progress(share, desc=doing))
             except (TypeError, ValueError) as error:
                 raise gr.Error(str(error), print_exception=False) from None
             except Stopped:
                 raise gr.Error("Stopped.", print_exception=False) from None
-            pictures = enlarge(found.plain), enlarge(found.merged)
-            shown = [(difference(*pictures), "What differs"), *((enlarge(one), told) for one, told in found.maps)]
-            told = figures(found, studio.source.device.type == "cpu")
-            return pictures, told, shown, found.report
+            pictures = enlarge(result.plain), enlarge(result.merged)
+            tiles = [(enlarge(tile), title) for tile, title in result.maps]
+            times = figures(result, studio.source.device.type == "cpu")
+            return pictures, times, [(difference(*pictures), "What differs"), *tiles], result.report
 
         def filled(value: float) -> list:
             return list(form.values_at(value, layout).values())
@@ -285,17 +285,17 @@ def serve(blocks: Any, studio: Studio, port: int | None, opens_browser: bool) ->
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    options = argparse.ArgumentParser(
         prog="page", description="A page in the browser: the same picture without merging and with it, side by side."
     )
-    add = made.add_argument
+    add = options.add_argument
     add("--strength", type=command.STRENGTH, default=command.BALANCED, metavar="S",
         help="what the page starts with, from 0, which is off, to 1 (default %(default)s)")
-    command.add_model(made)
+    command.add_model(options)
     add("--port", type=command.number("port", 1, 65535, "such as 7870"), metavar="N",
         help="the page's port (default: the first free one from 7860 on)")
     add("--no-browser", action="store_true", help="only print the address")
-    return made
+    return options
 
 
 def _interrupt(*_: Any) -> None:

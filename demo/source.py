@@ -79,9 +79,9 @@ class UserPipeline:
             return tensors
 
         generator = torch.Generator().manual_seed(seed)
-        made = self.target(text, num_inference_steps=steps, generator=generator, output_type="np",
+        result = self.target(text, num_inference_steps=steps, generator=generator, output_type="np",
                            callback_on_step_end=after_step)
-        return (made.images[0] * 255).round().astype(np.uint8)
+        return (result.images[0] * 255).round().astype(np.uint8)
 
 
 def _load(checkpoint: Checkpoint, config: Path | None):

@@ -36,8 +36,8 @@ FEWER = 8  # in noise level 0 looks at every 8th key of a full picture: its atte
 
 def parser() -> argparse.ArgumentParser:
     """Make the parser of a training run's options."""
-    made = argparse.ArgumentParser(prog="python -m demo.train", description=__doc__)
-    add = made.add_argument
+    options = argparse.ArgumentParser(prog="python -m demo.train", description=__doc__)
+    add = options.add_argument
     add("--minutes", type=float, required=True, help="length of the whole run, over all its resumptions")
     add("--layout", choices=tuple(scene_model.LAYOUTS), default="sd", help="Stable Diffusion's, for 128 px (default), "
         "SDXL's, for 256 px, or Flux's, for 128 px")
@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     add("--crops", type=float, default=0.15, help="share of the time spent on parts of full pictures after that, cheap "
         "to look things up in: half-size ones, quarter-size ones for a transformer (default 0.15)")
     add("--seed", type=command.SEED, default=0, help="seed of the scenes and of the noise")
-    return made
+    return options
 
 
 class TrainingState:
