@@ -57,7 +57,7 @@ _BETWEEN = re.compile(r"(<!-- table (\w+): [^>]*-->\n)(.*?)(<!-- end of table --
 
 @lru_cache
 def record(name: str) -> Record:
-    """Load and cache ``benchmarks/results/NAME.json``. Raises OSError without it, ResultError if it is to choose by."""
+    """Load and cache ``benchmarks/results/NAME.json``. Raises OSError without it, ResultError if it is none to show."""
     loaded = results.load(results.FOLDER / f"{name}.json")
     subjects.check_purpose(loaded, subjects.SHOW, name)
     return loaded

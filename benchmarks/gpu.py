@@ -17,8 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-if not __package__:
-    # a program that is started as a file has its own folder on the path, not the package around it
+if not __package__:  # a program that is started as a file has its own folder on the path, not the package around it
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import torch
@@ -79,7 +78,7 @@ def execute(run: results.Run, rows: dict[str, Measure], bench: Bench) -> None:
 
 
 def measure(options: argparse.Namespace, command: str) -> int:
-    """Measure rows until the minutes end; write and print the report; return 1 if a whole row failed, else 0."""
+    """Measure missing rows for some minutes; write and print the report; return 1 if a whole row failed, else 0."""
     end = time.monotonic() + 60 * options.minutes
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":

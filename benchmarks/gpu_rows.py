@@ -73,7 +73,7 @@ class Patched:
         return lambda: self._step(arguments, times[next(numbers) % len(times)], sampling if times[1:] else object())
 
     def steps(self, arguments: tuple) -> Run:
-        """Make a function that calls the network at `STEPS` falling timesteps; each use is a sampling of its own."""
+        """Make a function that calls the network at `STEPS` falling timesteps, each time in a new sampling."""
         def run() -> None:
             sampling = object()
             for number in range(STEPS):
@@ -89,7 +89,10 @@ class Patched:
 
 
 class Bench:
-    """A device, "cuda" or "cpu" (tiny models), one network and its patched copies. end of work: ``time.monotonic``."""
+    """A device with one network and its patched copies in memory.
+
+    device: "cuda", or "cpu", on which the networks are tiny. end: the ``time.monotonic`` at which all work must end.
+    """
 
     def __init__(self, device: str, end: float) -> None:
         self.device, self.end, self.tiny = device, end, device == "cpu"
@@ -237,7 +240,10 @@ def kernel_laws(bench: Bench) -> dict[str, Any]:
 
 
 def laws(bench: Bench, name: str, pixels: int) -> dict[str, Any]:
-    """Map laws of merged calls to whether they hold, and changes to their norms as shares of the unmerged answer's."""
+    """Check laws of calls of a network that ``balanced`` merges; return a value for each law, by a name that states it.
+
+    A value is True or False, for a wait its traceback or False, and for a change what `_share` gives.
+    """
     network, arguments = bench.network(name), bench.inputs(name, pixels)
     expected = network(*arguments)
     with sdpa_kernel(SDPBackend.MATH):

@@ -122,7 +122,7 @@ def measure(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _ask(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return what `host_inside.measure` gives in a process of the host's Python; ``failed``, a reason, without it."""
+    """Return what `host_inside.measure` gives in a process of the host's Python; if nothing, ``failed``, a reason."""
     command = [python_of(case["host"], folder), "-m", "benchmarks.host_inside", json.dumps(case),
                *_ON_A_CPU[case["host"]].split(), *case["flag"].split()]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -152,7 +152,7 @@ def execute(options: argparse.Namespace, command: str) -> int:
 
 
 def table(records: Sequence[Record]) -> str:
-    """Make the Markdown of results of this kind: what is measured, a table, the attentions, what failed, and where."""
+    """Make the Markdown of results "host-calls": what is measured, a table, the attentions, what failed, and where."""
     first, all_rows = records[0], [row for record in records for row in record["rows"]]
     functions = {row["attention"]: f"{row['host']} {row['version']}{row['flag'] and ' ' + row['flag']}, torch "
                  f"{row['torch']}: `{row['function']}`" for row in all_rows if "failed" not in row}  # fmt: skip
@@ -184,7 +184,7 @@ def share_of_early(name: str) -> float:
 
 
 def figures(rows: Sequence[dict[str, Any]], early: float) -> list[str]:
-    """Make the cells under `HEAD` after "pixels". rows: rounds of an attention and size. early: share of its steps."""
+    """Make the cells under `HEAD` after "pixels". rows: of an attention and size. early: share of early steps."""
     spent = {name: _median([row["seconds"][name] for row in rows]) for name in rows[0]["seconds"]}
     plain, theirs, (early_new, early_kept, late_new, late_kept) = spent[UNMERGED], spent[BUILT_IN], map(spent.get, OURS)
     mean = None if None in map(spent.get, OURS) else (

@@ -167,7 +167,7 @@ def inputs(pixels: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:
-    """Return ``seconds`` by call, ``peak_mib`` and versions of a case with an ``arm``; ``failed`` alone, a reason."""
+    """Return ``seconds`` by call, ``peak_mib`` and versions of a case with an ``arm``; ``failed`` alone if it fails."""
     try:
         host = {COMFYUI: ComfyUI, WEBUI: Webui}[case["host"]](case)
         host.run(UNMERGED, _SMALL)  # libraries allocate some memory only once

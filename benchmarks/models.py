@@ -40,8 +40,7 @@ SHAPES = {
     SDXL: Shape((320, 640, 1280), (0, 2, 10), (5, 10, 20), 10, 2048, 2816),
 }
 BLOCK_SHAPE = Shape((320,), (1,), (8,), 0, 768)
-# the same blocks, and sides in proportion; almost no channels
-TINY = {
+TINY = {  # the same blocks, and sides in proportion; almost no channels
     SD15: SHAPES[SD15]._replace(channels=(8, 8, 16, 16), heads=(2, 2, 2, 2), context=16, shrink=8),
     SDXL: SHAPES[SDXL]._replace(channels=(8, 16, 16), heads=(1, 2, 2), context=16, vector=32, shrink=8),
 }
@@ -246,8 +245,7 @@ def _shape_of(name: str, tiny: bool) -> Shape:
 
 def make(name: str, device: str, dtype: torch.dtype, tiny: bool = False) -> nn.Module:
     """Make one of `NAMES`, always with the same random weights, in eval mode without gradients. tiny: few channels."""
-    # built without memory first: 2.6 billion weights initialised on a CPU and sent over would take a minute
-    with torch.device("meta"):
+    with torch.device("meta"):  # without memory: 2.6 billion weights made on a CPU and sent over would take a minute
         model = (Block if name == BLOCK else UNet)(_shape_of(name, tiny))
     model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
     generator = torch.Generator(device).manual_seed(0)

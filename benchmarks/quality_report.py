@@ -152,12 +152,16 @@ def _detail(energies: np.ndarray, unmerged: np.ndarray) -> Mean:
 
 
 class Rival(NamedTuple):
-    """A rival of strength: its `time` as a share of unmerged, its PSNR in dB, and `ours` of strength at that time."""
+    """A method of others, compared with the setting ``strength`` at equal time.
+
+    `time` is a share of the unmerged time. `theirs` is the method's PSNR in dB, and `ours` that of the strength that
+    takes this time, None if no strength is as fast.
+    """
 
     name: str
-    time: float  # as a share of the unmerged time
-    theirs: float  # PSNR in dB
-    ours: float | None  # PSNR of the strength that takes this time; None if no strength is as fast
+    time: float
+    theirs: float
+    ours: float | None
 
 
 def at_equal_time(section: Section) -> Iterator[Rival]:

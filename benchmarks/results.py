@@ -82,7 +82,7 @@ class Run:
         """Begin a run, or go on with a killed one of the same settings, device and versions of other packages.
 
         record: without rows. keys: of all planned rows, in their order. output: the file; None for the latest
-        unfinished one of `folder` that fits, or else a new one. Raises ResultError if `output` is another's.
+        unfinished one of `folder` that fits, or else a new one. Raises ResultError if `output` is another run's.
         """
         path = output or _find_path(record, folder)
         if not path.exists():
@@ -159,8 +159,7 @@ def _describe_device(device: str) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(device)
         memory = round(properties.total_memory / 2**30, 1)
         return {"kind": kind, "name": properties.name, "memory_gib": memory, "cuda": torch.version.cuda}
-    # Python itself knows only a processor's architecture on Linux
-    text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
+    text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""  # Python knows no CPU's name on Linux
     named = re.search(r"^model name\s*:\s*(.+)", text, re.M)
     name = named[1] if named and kind == "cpu" else platform.processor() or platform.machine()
     return {"kind": kind, "name": name, "cores": os.cpu_count(), "threads": torch.get_num_threads()}

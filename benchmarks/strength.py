@@ -114,7 +114,7 @@ def curve(loss: Loss) -> tuple[Knot, ...]:
 
 
 def _pairs(strength: float, loss: Loss) -> list[Knot]:
-    """List a strength's possible knots: shares of keys, each with the `until` by which its time is left; or []."""
+    """List a strength's possible knots: shares of keys, each with the timestep `until` that leaves its time; or []."""
     late_part = time_at(strength) - step_time(FEWEST)
     pairs = []
     for part in (*range(1, int(PARTS * MOST_MERGED) + 1), PARTS):

@@ -53,7 +53,7 @@ PURPOSES = {
 
 
 def check_purpose(record: Record, wanted: str, name: str) -> None:
-    """Raise ResultError, with this name, if a record names another purpose, of `PURPOSES`, than `wanted`."""
+    """Raise ResultError, with this name, if a record has a purpose of `PURPOSES`, and it is not the wanted one."""
     has = record["settings"].get("for", wanted)
     if has != wanted:
         raise ResultError(f"{name} was measured on the pictures for '{has}'; give a result of "

@@ -52,7 +52,7 @@ def in_turns(
 
 
 def card_work(run: Run, calls: int = 2) -> dict[str, Any]:
-    """Profile a run on the GPU: ``card_ms``, the sum of its events' durations, and ``launches``, their number."""
+    """Profile a run on the GPU: ``card_ms``, its events' summed durations, and ``launches``, their number; means."""
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         for _ in range(calls):
             run()

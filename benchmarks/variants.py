@@ -16,8 +16,7 @@ from tome_core.settings.presets import MARKS, refine_of
 
 PutOn = Callable[[nn.Module, int], AbstractContextManager]
 PLAIN = "unmerged"
-# ratio and cell of merged keys and values, from which strength is chosen
-FRONT = (
+FRONT = (  # ratio and cell of merged keys and values, from which strength is chosen
     (0.25, 4), (0.5, 4), (0.625, 4), (0.75, 4), (0.8125, 4), (0.875, 4), (0.9375, 4),
     (0.9375, 8), (0.96875, 8), (0.984375, 8),
 )  # fmt: skip
@@ -96,15 +95,13 @@ def tomesd(ratio: float) -> PutOn:
     return put_on
 
 
-# in every table
-_ALWAYS = (
+_ALWAYS = (  # in every table
     Variant(PLAIN, "", lambda network, seed: nullcontext(), "plain", "torch"),
     Variant("bfloat16", "", in_bfloat16, "yardstick", "torch"),
     Variant("twice the solver steps", "", lambda network, seed: nullcontext(), "yardstick", "torch", solver=2),
     Variant("zero attention", "", lambda network, seed: Zeros(network), "control"),
 )
-# the strengths, and what users may do instead; measured by default
-_STANDARD = (
+_STANDARD = (  # the strengths, and what users may do instead; measured by default
     Variant("tomesd", "0.5", tomesd(0.5), "tomesd", "tomesd", kinds=(UNET,)),
     Variant("tomesd", "0.75", tomesd(0.75), "tomesd", "tomesd", kinds=(UNET,)),
     Variant("downsample", "2x2", lambda network, seed: Downsampled(network, 2)),
@@ -112,8 +109,7 @@ _STANDARD = (
     *(Variant("preset", name, strength(value), code="engine") for name, value in MARKS.items()),
     *(Variant("strength", str(value), strength(value), code="engine") for value in BETWEEN),
 )
-# keys and values compared by distance, and refined if they are few
-_TO_CHOOSE_BY = tuple(
+_TO_CHOOSE_BY = tuple(  # keys and values compared by distance, and refined if they are few
     Variant("merged keys", f"{ratio} cells {cell}", code="engine",
             put_on=engine(ratio=ratio, sx=cell, sy=cell, side="kv", use_rand=False, metric="keys+values",
                           refine=refine_of(cell)))
