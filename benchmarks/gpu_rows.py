@@ -224,7 +224,10 @@ _PACKAGES = {
 
 
 def kernel_laws(bench: Bench) -> dict[str, Any]:
-    """Test the kernels by pytest: do they ``hold``, or why are they ``skipped``. Raises OutOfTime after `Bench.end`."""
+    """Run the project's tests of its kernels by pytest. Raises OutOfTime if they last until `Bench.end`.
+
+    Returns ``hold``, True or False, ``said``, pytest's last line, and if not ``log``; or ``skipped``, the reason.
+    """
     if not kernels.available(torch.device(bench.device)):
         return {"skipped": "; ".join(kernels.notes()) or "no kernels for this device"}
     if importlib.util.find_spec("pytest") is None:

@@ -123,8 +123,7 @@ class Zeros(InPlaceOfAttention):
 class Downsampled(InPlaceOfAttention):
     """A context manager of token down-sampling (ToDo, arXiv 2402.13573), for square pictures.
 
-    Of each square of `cell` x `cell` tokens the first alone is key and value. A transformer's text, which comes first,
-    is kept.
+    Of each square of `cell` x `cell` tokens the first alone is key and value. A transformer's text, first, is kept.
     """
 
     def __init__(self, network: nn.Module, cell: int) -> None:

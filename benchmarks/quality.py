@@ -77,7 +77,7 @@ def rows(
 
 
 class Picture(NamedTuple):
-    """A whole picture, share of attention `work` left, `seconds` of its calls, and of an `unmerged` one on a CPU."""
+    """A whole picture, the share of `work` left, `seconds` of each call, and of an `unmerged` call, None on a GPU."""
 
     pixels: np.ndarray  # uint8 ``[H, W, 3]``
     work: float
@@ -99,8 +99,8 @@ class QualityBench:
         """Measure a row, and first its part without merging if that is new; return the figures by name.
 
         Of noised pictures: ``work`` by time, ``loss`` and ``dev`` by time and picture. Of whole ones: ``work``, one
-        number, and by picture ``gradient``, ``squared_error``, and on a CPU ``seconds``, a list of the calls', and
-        ``beside``.
+        number, and by picture ``gradient``, ``squared_error``, and on a CPU ``seconds`` of each call and ``beside``,
+        those of an unmerged call.
         """
         variant = VARIANTS[row.variant]
         make, compare = (self._predict, _predictions) if row.measure == "noised" else (self._draw, _pictures)
@@ -109,7 +109,7 @@ class QualityBench:
         return compare(self._plain if variant.name == PLAIN else make(row, variant), self._plain)
 
     def _predict(self, row: Row, variant: Variant) -> list[tuple[torch.Tensor, list[float], float]]:
-        """Return for each time the prediction, the loss of each picture, and the share of the attention work left."""
+        """Return by time the prediction ``[n, C, h, w]``, each picture's loss, and the share of attention work left."""
         predictions = []
         for time in self.amounts.times:
             noised = self.subject.add_noise(row.part, row.count, time)

@@ -59,7 +59,7 @@ class Mean(NamedTuple):
 
 
 class Noised(NamedTuple):
-    """A variant's figures of noised pictures: share of `work` left, error `dev` in %, and the same at each timestep."""
+    """Figures of noised pictures: `work` left, `dev` in % of the unmerged v-loss, and the same at each timestep."""
 
     work: float  # the share of the unmerged attention's products that is left
     dev: Mean  # the squared distance of the prediction from the unmerged one, in % of the unmerged v-loss
@@ -145,7 +145,7 @@ def _pictured(parts: Parts, plain: Parts) -> Pictured:
 
 
 def _detail(energies: np.ndarray, unmerged: np.ndarray) -> Mean:
-    """Average the ratio of gradient energies over pictures, geometrically."""
+    """Average the ratio of two arrays of gradient energies, one value a picture, geometrically."""
     logs = Mean.of(np.log(np.maximum(energies, _NO_DETAIL) / np.maximum(unmerged, _NO_DETAIL)))
     share = math.exp(logs.value)
     return Mean(share, None if logs.error is None else share * logs.error)

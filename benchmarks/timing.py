@@ -52,7 +52,7 @@ def in_turns(
 
 
 def card_work(run: Run, calls: int = 2) -> dict[str, Any]:
-    """Profile a run on the GPU: ``card_ms``, its events' summed durations, and ``launches``, their number; means."""
+    """Profile runs on the GPU; return means of ``card_ms``, summed durations, and ``launches``, their number."""
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         for _ in range(calls):
             run()
