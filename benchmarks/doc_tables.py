@@ -57,14 +57,14 @@ _BETWEEN = re.compile(r"(<!-- table (\w+): [^>]*-->\n)(.*?)(<!-- end of table --
 
 @lru_cache
 def record(name: str) -> Record:
-    """Load ``NAME.json`` of benchmarks/results. Raises ResultError if it is missing or of pictures to choose by."""
+    """Load and cache ``benchmarks/results/NAME.json``. Raises OSError without it, ResultError if it is none to show."""
     loaded = results.load(results.FOLDER / f"{name}.json")
     subjects.check_purpose(loaded, subjects.SHOW, name)
     return loaded
 
 
 def gains() -> str:
-    """Make the table of how many times as fast merged calls of a whole UNet are in real hosts, by picture size."""
+    """Make the Markdown table of speed-ups by merging in real hosts: a row an attention function, a column a size."""
     factors = {tuple(row[:2]): row[9] for row in calls.table_rows([record(HOST_CALLS)])}
     sizes = sorted({pixels for _, pixels in factors}, key=int)
     return markdown(("attention function of the host", *(f"{pixels} px" for pixels in sizes)), (
@@ -74,13 +74,13 @@ def gains() -> str:
 
 
 def host_calls() -> str:
-    """Make the table of calls in real hosts, without the column of peak memory."""
+    """Make the Markdown table of calls in real hosts: all columns of `host_calls.HEAD` but the last, of peak memory."""
     head, *rows = (row[:10] for row in (calls.HEAD, *calls.table_rows([record(HOST_CALLS)])))
     return markdown(head, rows)
 
 
 def strength() -> str:
-    """Make the table of time and error of each named strength and of tomesd at ratio 0.5."""
+    """Make the Markdown table of named strengths and of tomesd at 0.5: time as a share of unmerged, and error in %."""
     models = sections(record(QUALITY))
     marks = {f"preset-{name}": (f"{value:g}", f"`{name}`") for name, value in MARKS.items()}
     return markdown(("strength", "", "time", "error, %"), (
@@ -90,7 +90,7 @@ def strength() -> str:
 
 
 def _methods(name: str) -> str:
-    """Make the table of work, error and time of every method in the result of this name."""
+    """Make the Markdown table of work, error and time of the `METHODS` in a result; name: its file's without .json."""
     models = sections(record(name))
     rows = []
     for method in METHODS:
@@ -104,7 +104,7 @@ def _methods(name: str) -> str:
 
 
 def equal_time() -> str:
-    """Make the table of the PSNR of other methods and that of strength at the same time, by `AT_EQUAL_TIME`."""
+    """Make the Markdown table of PSNR in dB at equal time, ``rival : strength``, a column for each `AT_EQUAL_TIME`."""
     columns = {head: [{rival.name: f"{rival.theirs:.1f} : {number(rival.ours, '.1f')}"
                        for rival in at_equal_time(model)} for model in sections(record(name))]
                for head, name in AT_EQUAL_TIME.items()}  # fmt: skip
@@ -115,7 +115,7 @@ def equal_time() -> str:
 
 
 def settings() -> str:
-    """Make the table of all settings: name, also the hosts' name if it differs, default, range and help."""
+    """Make the Markdown table of all settings: name, also the hosts' name if it differs, default, range and help."""
     rows = []
     for setting in describe_settings():
         default = setting.get("unset", "automatic") if setting["default"] is None else f"`{setting['default']}`"
@@ -126,7 +126,7 @@ def settings() -> str:
 
 
 def _range(setting: dict[str, Any]) -> str:
-    """Format the allowed values of a setting that `describe_settings` gave."""
+    """Format the allowed values of one of the dicts of `describe_settings`: choices, "on, off", or least and most."""
     if "choices" in setting:
         return ", ".join("automatic" if choice is None else f"`{choice}`" for choice in setting["choices"])
     if "minimum" not in setting:
@@ -136,13 +136,13 @@ def _range(setting: dict[str, Any]) -> str:
 
 
 def _deviations(models: Iterable[Section], name: str) -> str:
-    """Format a variant's deviations, one for each model that has one; n/a if no model has one."""
+    """Format a variant's mean `Noised.dev`, in %, in each model that has it; n/a if no model has it."""
     values = [model.noised[name].dev.value for model in models if name in model.noised]
     return ", ".join(f"{value:#.{2 if value < 1 else 3}g}" for value in values) or ABSENT
 
 
 def _times(models: Iterable[Section], name: str) -> str:
-    """Format a variant's times, one for each model, as shares of the unmerged time."""
+    """Format a variant's time in each model, as shares of the unmerged time. Every model must have timed it."""
     return ", ".join(f"{model.pictures[name].time:.2f}" for model in models)
 
 
@@ -157,12 +157,12 @@ TABLES = {
 
 
 def fill(text: str) -> str:
-    """Return a page's text with all its tables made again. Raises KeyError for a name that `TABLES` lacks."""
+    """Return a page's text with all marked tables made again. Raises KeyError for a name that `TABLES` lacks."""
     return _BETWEEN.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[4]}", text)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit status. arguments: None stands for those of the process."""
+    """Print all tables, or with ``--write`` put them into `PAGES`; return 0. arguments: None means ``sys.argv[1:]``."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.doc_tables", description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="replace the tables of README and docs")
     if not parser.parse_args(arguments).write:

@@ -17,8 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-if not __package__:
-    # a program that is started as a file has its own folder on the path, not the package around it
+if not __package__:  # a program that is started as a file has its own folder on the path, not the package around it
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import torch
@@ -34,7 +33,7 @@ Measure = Callable[[Bench], dict[str, Any]]
 
 
 def plan(device: str) -> dict[str, Measure]:
-    """Map the keys of all rows of a device, "cuda" or "cpu", in their order, to the functions that measure them."""
+    """Map the keys of all rows of "cuda" or "cpu", in their order, to functions that measure them with a `Bench`."""
     rows: dict[str, Measure] = {"the device": gpu_rows.device}
 
     def add(name: str, pixels: int, compiled: bool = False) -> None:
@@ -58,7 +57,7 @@ def plan(device: str) -> dict[str, Measure]:
 
 
 def execute(run: results.Run, rows: dict[str, Measure], bench: Bench) -> None:
-    """Measure the missing rows while the bench has time, and add each to the run, a failed row with the reason."""
+    """Measure and save the run's missing rows; a failed one has its reason, one without enough time stays missing."""
     for key in run.missing:
         if bench.left < (_COMPILING if "compiled" in key and not bench.tiny else 0):
             continue
@@ -79,7 +78,7 @@ def execute(run: results.Run, rows: dict[str, Measure], bench: Bench) -> None:
 
 
 def measure(options: argparse.Namespace, command: str) -> int:
-    """Measure until all rows or the minutes are done, and print the report; return 1 if a whole row failed, else 0."""
+    """Measure missing rows for some minutes; write and print the report; return 1 if a whole row failed, else 0."""
     end = time.monotonic() + 60 * options.minutes
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
@@ -98,7 +97,7 @@ def measure(options: argparse.Namespace, command: str) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit status. arguments: None stands for those of the process."""
+    """Run the command and return its exit status, as `report.run` does. arguments: None stands for ``sys.argv[1:]``."""
     parser = argparse.ArgumentParser(prog="gpu", description=__doc__.partition("\n\n")[2])
     parser.add_argument("--minutes", type=float, default=10.0, metavar="M", help="end after so many minutes, with the "
                         "rows that are there by then (default %(default)g)")  # fmt: skip

@@ -20,14 +20,14 @@ Rows = Sequence[dict[str, Any]]
 
 
 def cases(rows: Rows) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """Map each case, as ``sd15 1024 px``, to two dicts of figures by name, maybe empty: of its calls, of 20 steps."""
+    """Map each case, as ``sd15 1024 px``, to the ``of`` that `Bench.compare` gave for calls and for 20 steps, or {}."""
     figures = {row["key"]: row.get("of", {}) for row in rows}
     return {key.replace("call, ", ""): (of_calls, figures.get(key.replace("call", "sampling of 20 steps"), {}))
             for key, of_calls in figures.items() if " call, " in key}  # fmt: skip
 
 
 def calls_table(rows: Rows) -> str:
-    """Make the Markdown table of the times of calls and of 20 steps, a line a case."""
+    """Make the Markdown table, a line a case: ms of calls, the GPU's own ms if measured, and seconds of 20 steps."""
     on_card = any("card_ms" in figures for of, _ in cases(rows).values() for figures in of.values())
     shown = [name for name in _CALLS if name != "new"]
     heads = [f"{name}, ms{' (of the card)' if on_card else ''}" for name in shown]
@@ -39,12 +39,12 @@ def calls_table(rows: Rows) -> str:
 
 
 def _time(of: dict[str, Any]) -> str:
-    """Format the ms of a call, and in parentheses the GPU's own ms if they were measured."""
+    """Format the ``ms`` of a call, n/a if there is none, and in parentheses the GPU's own ms, ``card_ms``, if any."""
     return number(of.get("ms"), ".0f") + (f" ({of['card_ms']:.0f})" if "card_ms" in of else "")
 
 
 def factors(rows: Rows) -> dict[str, float]:
-    """Map each case of a whole UNet to the speed-up by ``balanced`` in 20 steps, or in calls if only they are timed."""
+    """Map cases of whole UNets to the speed-up by ``balanced`` in 20 steps, else in calls; untimed cases are absent."""
     by_case = {}
     for case, (of, steps) in cases(rows).items():
         if case.startswith(BLOCK):  # which is no whole UNet
@@ -57,7 +57,7 @@ def factors(rows: Rows) -> dict[str, float]:
 
 
 def verdict(record: dict[str, Any]) -> str:
-    """Say in two sentences for which cases merging pays on this card, and for which not."""
+    """Say for which cases of a record merging by ``balanced`` pays, and for which not, or that none is timed yet."""
     card, by_case = record["device"]["name"], factors(record["rows"])
     if not by_case:
         return f"Nothing measured yet says when merging pays on {card}. The same command goes on."
@@ -68,7 +68,7 @@ def verdict(record: dict[str, Any]) -> str:
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-    """Make the Markdown of each record: device, verdict, laws, all calls, and failures."""
+    """Make the Markdown of records of kind "gpu": device, verdict, versions, laws, calls, failures and missing rows."""
     text = []
     for record in records:
         failed = [f"Failed: {row['key']}: {name}: {why}." for row in record["rows"]
@@ -87,7 +87,7 @@ def _facts_of(record: dict[str, Any]) -> list[str]:
 
 
 def _facts(value: Any) -> str:
-    """Format a value of a result for reading; a dict becomes ``name: value; ...``."""
+    """Format a JSON value for reading: a dict becomes ``name: value; ...``, a bool yes or no, None ``none``."""
     if isinstance(value, dict):
         return "; ".join(f"{name}: {_facts(inner)}" for name, inner in value.items())
     if isinstance(value, bool) or value is None:
@@ -96,7 +96,7 @@ def _facts(value: Any) -> str:
 
 
 def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write a PNG of the first record alone: bars of how many times as fast 20 steps and calls are, and sentences."""
+    """Write a PNG of the first record alone: bars of speed-ups and facts. Raises ImportError without matplotlib."""
     record = records[0]
     by_case = cases(record["rows"])
     figure = new_figure(14, 6 + len(by_case))
@@ -111,7 +111,7 @@ def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _bars(axis: Any, title: str, names: Sequence[str], of: dict[str, dict[str, Any]]) -> None:
-    """Draw how many times as fast as unmerged each name is in each case. of: case -> name -> figures."""
+    """Draw the speed-up of each name in each case that times it and ``unmerged``. of: case -> name -> its ``ms``."""
     height = 0.8 / len(names)
     for place, name in enumerate(names):
         timed = {case: by_name for case, by_name in enumerate(of.values()) if {name, "unmerged"} <= by_name.keys()}

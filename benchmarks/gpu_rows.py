@@ -1,8 +1,4 @@
-"""The rows of ``benchmarks.gpu``: the device and its attention functions, laws, the kernels' tests, and times.
-
-Times are of calls of a network and of whole samplings, by the network and by twins that share its weights: one patched
-by tomesd, one by each strength.
-"""
+"""The rows of ``benchmarks.gpu``: the device and its attention functions, laws, the kernels' tests, and times."""
 
 from __future__ import annotations
 
@@ -45,9 +41,10 @@ class OutOfTime(Exception):
 
 
 class Patched:
-    """A network that the constructor patches in place. `handle` is the engine's patch, None without a strength.
+    """A network that the constructor patches in place, and compiles if `compiled`.
 
-    way: `UNMERGED` for no patch, `TOMESD` at half of the finest level's tokens, or the name of a strength.
+    way: `UNMERGED` for no patch, `TOMESD` at half of the finest level's tokens, or the name of a strength. `handle` is
+    the engine's patch, None for the first two; `network` is what to call.
     """
 
     def __init__(self, network: nn.Module, way: str, compiled: bool = False) -> None:
@@ -67,15 +64,16 @@ class Patched:
         self.network = torch.compile(network, dynamic=False) if compiled else network
 
     def call(self, arguments: tuple, when: str = "new") -> Run:
-        """Make a function that calls the network once. The first call makes a match.
+        """Make a function that calls the network once with these arguments. Its first call makes a match of tokens.
 
-        when: whether later calls make a ``new`` match in a new sampling, make a ``renewed`` one, or keep it (``kept``).
+        when: its later calls make a ``new`` match, each in a sampling of its own, or in one sampling make a ``renewed``
+        match, or use the one that is there (``kept``). It changes nothing without the engine's patch.
         """
         numbers, times, sampling = itertools.count(), WHEN[when], object()
         return lambda: self._step(arguments, times[next(numbers) % len(times)], sampling if times[1:] else object())
 
     def steps(self, arguments: tuple) -> Run:
-        """Make a function that calls the network for all `STEPS` steps of one sampling."""
+        """Make a function that calls the network at `STEPS` falling timesteps, each time in a new sampling."""
         def run() -> None:
             sampling = object()
             for number in range(STEPS):
@@ -84,14 +82,17 @@ class Patched:
         return run
 
     def _step(self, arguments: tuple, timestep: float, sampling: object) -> Any:
-        """Call the network at a timestep of a sampling, which any object stands for."""
+        """Call the network; first tell the engine's patch the timestep and an object that stands for the sampling."""
         if self.handle is not None:
             self.handle.set_time(timestep=timestep, sampling=sampling, pictures=1)
         return self.network(*arguments)
 
 
 class Bench:
-    """A device, "cuda" or "cpu", with one network and its twins in memory. end: of all work, by ``time.monotonic``."""
+    """A device with one network and its patched copies in memory.
+
+    device: "cuda", or "cpu", on which the networks are tiny. end: the ``time.monotonic`` at which all work must end.
+    """
 
     def __init__(self, device: str, end: float) -> None:
         self.device, self.end, self.tiny = device, end, device == "cpu"
@@ -100,11 +101,11 @@ class Bench:
 
     @property
     def left(self) -> float:
-        """The seconds until `end`, negative after it."""
+        """The seconds until the end of all work, negative after it."""
         return self.end - time.monotonic()
 
     def network(self, name: str) -> nn.Module:
-        """Return the network of this name of `models.NAMES`; if it is new, free the one before and its twins."""
+        """Return the unpatched network of this name of `models.NAMES`; a new one frees the last one and its copies."""
         if name not in self._networks:
             self._networks.clear()
             timing.free(self.device)
@@ -112,11 +113,11 @@ class Bench:
         return self._networks[name]
 
     def inputs(self, name: str, pixels: int) -> tuple[torch.Tensor, ...]:
-        """Draw the arguments of a call of the network of this name, as `models.inputs` does."""
+        """Draw the arguments of a call of this network, for a picture of `pixels` a side, as `models.inputs` does."""
         return models.inputs(name, pixels, self.device, self.dtype, self.tiny)
 
     def twin(self, name: str, compiled: bool, way: str) -> Patched:
-        """Return a network's twin, patched by `way`; it shares the weights, and is made at the first call."""
+        """Return a copy of a network with shared weights, patched in a `way` of `Patched`; the first call makes it."""
         network, key = self.network(name), (compiled, way)
         if key not in self._networks:
             self._networks[key] = Patched(models.twin(network), way, compiled)
@@ -125,12 +126,9 @@ class Bench:
     def compare(self, makers: dict[str, Callable[[], Run]], single: bool = False) -> dict[str, Any]:
         """Time several runs in turns; raise OutOfTime if these would not end in time.
 
-        Args:
-            makers: name -> the function that makes the run.
-            single: a turn is one run, without an untimed run before it.
-
-        Returns:
-            ``of``: name -> the ms of a run, and what the profiler says of a GPU. ``failed``: name -> the reason.
+        makers: name -> the function that makes the run. single: a turn is one run, without an untimed run before it.
+        Returns ``of``: name -> ``ms`` of a run (the median), ``least`` and ``most``, on a GPU and without `single` also
+        ``card_ms``, ``launches`` and ``peak_mib``; and ``failed``: name -> the reason.
         """
         runs, failed, once = {}, {}, 0.0
         for name, make in makers.items():
@@ -165,7 +163,7 @@ class Bench:
 
 
 def calls(bench: Bench, name: str, pixels: int, compiled: bool = False) -> dict[str, Any]:
-    """Time calls by `Bench.compare`: unmerged, by tomesd, by ``balanced`` with a new, a renewed or a kept match."""
+    """Return `Bench.compare` of calls: unmerged, by tomesd, by ``balanced`` with a new, renewed or kept token match."""
     arguments = bench.inputs(name, pixels)
     ways = {**{way: (way, "new") for way in (UNMERGED, TOMESD)}, **{when: (STRENGTHS[0], when) for when in WHEN}}
     return bench.compare({row: lambda way=way, when=when: bench.twin(name, compiled, way).call(arguments, when)
@@ -173,14 +171,14 @@ def calls(bench: Bench, name: str, pixels: int, compiled: bool = False) -> dict[
 
 
 def sampling(bench: Bench, name: str, pixels: int, compiled: bool = False) -> dict[str, Any]:
-    """Time samplings of twenty steps by `Bench.compare`: unmerged, by tomesd, by ``balanced`` and by ``max``."""
+    """Return `Bench.compare` of samplings of `STEPS` steps: unmerged, by tomesd, by ``balanced`` and by ``max``."""
     arguments = bench.inputs(name, pixels)
     return bench.compare({way: lambda way=way: bench.twin(name, compiled, way).steps(arguments)
                           for way in (UNMERGED, TOMESD, *STRENGTHS)}, single=True)  # fmt: skip
 
 
 def device(bench: Bench) -> dict[str, Any]:
-    """Describe the device: Triton, capability, state of the kernels, and the ms of each attention function."""
+    """Describe the device: Triton, capability, state of the kernels, and each attention's ms, or why it fails."""
     tokens = {"cpu": 256, "cuda": 4096}[bench.device]
     qkv = [torch.randn(2, 8, tokens, 64, device=bench.device, dtype=bench.dtype) for _ in range(3)]
     functions = {f"torch {name.lower()}": partial(_by_backend, name) for name in _BACKENDS} | _PACKAGES
@@ -197,7 +195,7 @@ def device(bench: Bench) -> dict[str, Any]:
 
 
 def _attempt(run: Run, device: str) -> float | str:
-    """Return the least ms of three runs, or the reason why the run fails."""
+    """Return the least ms of three runs after an untimed one, or the reason why the run fails."""
     try:
         run()
         return 1e3 * min(timing.seconds(run, device) for _ in range(3))
@@ -208,13 +206,13 @@ def _attempt(run: Run, device: str) -> float | str:
 
 
 def _by_backend(name: str, *qkv: torch.Tensor) -> torch.Tensor:
-    """Compute torch's attention by one of `_BACKENDS`."""
+    """Compute torch's attention of q, k, v by one of `_BACKENDS`. Raises RuntimeError if it cannot."""
     with sdpa_kernel(getattr(SDPBackend, name)):
         return F.scaled_dot_product_attention(*qkv)
 
 
 def _tokens_first(module: str, function: str, *qkv: torch.Tensor) -> torch.Tensor:
-    """Call a package's attention function, which takes ``[B, N, H, d]``, with tensors ``[B, H, N, d]``."""
+    """Call a package's attention function, which takes and gives ``[B, N, H, d]``, with q, k, v ``[B, H, N, d]``."""
     return getattr(importlib.import_module(module), function)(*(tensor.transpose(1, 2) for tensor in qkv))
 
 
@@ -226,7 +224,10 @@ _PACKAGES = {
 
 
 def kernel_laws(bench: Bench) -> dict[str, Any]:
-    """Compare each kernel with torch's operators: run the project's own tests of them, if pytest is installed."""
+    """Run the project's tests of its kernels by pytest. Raises OutOfTime if they last until `Bench.end`.
+
+    Returns ``hold``, True or False, ``said``, pytest's last line, and if not ``log``; or ``skipped``, the reason.
+    """
     if not kernels.available(torch.device(bench.device)):
         return {"skipped": "; ".join(kernels.notes()) or "no kernels for this device"}
     if importlib.util.find_spec("pytest") is None:
@@ -242,7 +243,10 @@ def kernel_laws(bench: Bench) -> dict[str, Any]:
 
 
 def laws(bench: Bench, name: str, pixels: int) -> dict[str, Any]:
-    """Check laws of merged calls of a network; a change is the norm of the difference over that of the answer."""
+    """Check laws of calls of a network that ``balanced`` merges; return a value for each law, by a name that states it.
+
+    A value is True or False, for a wait its traceback or False, and for a change what `_share` gives.
+    """
     network, arguments = bench.network(name), bench.inputs(name, pixels)
     expected = network(*arguments)
     with sdpa_kernel(SDPBackend.MATH):
@@ -274,7 +278,7 @@ def _share(answer: torch.Tensor, other: torch.Tensor, whole: torch.Tensor) -> fl
 
 
 def _waits(run: timing.Run, device: str) -> str | bool:
-    """Return the traceback of the line at which a run waits for the GPU; False if it does not wait."""
+    """Return the traceback of the line at which a run waits for the GPU; False if it does not wait, as on a CPU."""
     if device == "cuda":
         torch.cuda.set_sync_debug_mode("error")
     try:

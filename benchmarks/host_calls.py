@@ -56,7 +56,7 @@ functions cut their work."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """Make the parser of the command line."""
+    """Make the parser of the command line: the hosts' folders, attentions, sizes, rounds, smoke and output."""
     command = argparse.ArgumentParser(prog="python -m benchmarks.host_calls", description=__doc__.partition("\n\n")[2])
     add = command.add_argument
     for host, (name, _) in _HOSTS.items():
@@ -72,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def find_folders(options: argparse.Namespace) -> dict[str, Path]:
-    """Map hosts to their folders. Raises ValueError if a needed folder is missing or wrong."""
+    """Map the hosts that the options name to their folders. Raises ValueError if a folder is wrong or lacking."""
     folders = {host: folder.resolve() for host in _HOSTS if (folder := getattr(options, host))}
     for host, folder in folders.items():
         if not (folder / _HOSTS[host][1]).is_file():
@@ -86,13 +86,13 @@ def find_folders(options: argparse.Namespace) -> dict[str, Path]:
 
 
 def python_of(host: str, folder: Path) -> str:
-    """Return the path of the host's own Python: the one that the environment names, that of its venv, or this one."""
+    """Return the path of a host's Python: ``$COMFYUI_PYTHON``, ``$WEBUI_PYTHON``, else its venv's, else this one."""
     named = os.environ.get(f"{_HOSTS[host][0]}_PYTHON")
     return named or next((str(folder / path) for path in _PYTHONS if (folder / path).exists()), sys.executable)
 
 
 def plan_cases(options: argparse.Namespace, hosts: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Map the keys of all rows, in their order, to their cases: all that `host_inside` needs, except the arm."""
+    """Map the keys of all rows, in their order, to their cases: what `host_inside.measure` needs, without the arm."""
     names = options.attention or [name for name, (host, *_) in ATTENTIONS.items() if host in hosts]
     return {
         f"{name}, {pixels} px, {number}": {
@@ -104,8 +104,9 @@ def plan_cases(options: argparse.Namespace, hosts: Sequence[str]) -> dict[str, d
 
 
 def measure(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Measure each arm (a key of `ARMS`) of a case: seconds by call, peaks and failures by arm, and versions.
+    """Measure each arm of a case, a key of `ARMS`: unmerged, the host's own merging, and ours, each in its own process.
 
+    Returns versions, ``seconds`` by call, of a failed arm None, and ``peak_mib`` and ``failed_arms`` (reasons) by arm.
     If all arms failed, the result is ``failed`` alone, a reason.
     """
     answers = {arm: _ask({**case, "arm": arm}, folder) for arm in ARMS}
@@ -121,7 +122,7 @@ def measure(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _ask(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the answer of `host_inside.measure` from a process of the host's Python; ``failed`` if there is none."""
+    """Return what `host_inside.measure` gives in a process of the host's Python; if nothing, ``failed``, a reason."""
     command = [python_of(case["host"], folder), "-m", "benchmarks.host_inside", json.dumps(case),
                *_ON_A_CPU[case["host"]].split(), *case["flag"].split()]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -135,7 +136,7 @@ def _ask(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def execute(options: argparse.Namespace, command: str) -> int:
-    """Measure the missing rows and print the table of all; return 1 if all arms of a case failed, else 0."""
+    """Measure and save the missing rows, and print the table of all; return 1 if all arms of a case failed, else 0."""
     folders = find_folders(options)
     cases = plan_cases(options, list(folders))
     settings = {"preset": PRESET, "free": FREE, "smoke": options.smoke}
@@ -151,7 +152,7 @@ def execute(options: argparse.Namespace, command: str) -> int:
 
 
 def table(records: Sequence[Record]) -> str:
-    """Make the Markdown of results: what is measured, a table, the attentions, what failed, and where."""
+    """Make the Markdown of results "host-calls": what is measured, a table, the attentions, what failed, and where."""
     first, all_rows = records[0], [row for record in records for row in record["rows"]]
     functions = {row["attention"]: f"{row['host']} {row['version']}{row['flag'] and ' ' + row['flag']}, torch "
                  f"{row['torch']}: `{row['function']}`" for row in all_rows if "failed" not in row}  # fmt: skip
@@ -168,7 +169,7 @@ def table(records: Sequence[Record]) -> str:
 
 
 def table_rows(records: Sequence[Record]) -> list[list[str]]:
-    """Make the table's lines: the cells under `HEAD` for each attention and size."""
+    """Make the cells under `HEAD` of each attention and size, over all rounds; cases without an answer are left out."""
     early = share_of_early(records[0]["settings"]["preset"])
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in (row for record in records for row in record["rows"] if "failed" not in row):
@@ -177,13 +178,13 @@ def table_rows(records: Sequence[Record]) -> list[list[str]]:
 
 
 def share_of_early(name: str) -> float:
-    """Return the share of a picture's 20 uniform steps that the preset of this name merges by its early ratio."""
+    """Return the share, 0 to 1, of 20 uniform steps that a preset merges by its early ratio; 0 if it has none."""
     config = preset(name)
     return 0.0 if config.early_ratio is None else fmean(step >= config.early_until for step in range(951, 0, -50))
 
 
 def figures(rows: Sequence[dict[str, Any]], early: float) -> list[str]:
-    """Make the cells under `HEAD`, from the rounds on, of one attention and size. early: the share of early steps."""
+    """Make the cells under `HEAD` after "pixels". rows: of an attention and size. early: share of early steps."""
     spent = {name: _median([row["seconds"][name] for row in rows]) for name in rows[0]["seconds"]}
     plain, theirs, (early_new, early_kept, late_new, late_kept) = spent[UNMERGED], spent[BUILT_IN], map(spent.get, OURS)
     mean = None if None in map(spent.get, OURS) else (
@@ -203,7 +204,7 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit status. arguments: None stands for those of the process."""
+    """Run the command and return its exit status, as `report.run` does. arguments: None stands for ``sys.argv[1:]``."""
     return report.run("host_calls", parser(), arguments, execute)
 
 

@@ -37,7 +37,7 @@ _TINY = {**_SD15, "model_channels": 32, "channel_mult": [1, 2], "num_res_blocks"
 
 
 class ComfyUI:
-    """A random UNet in ComfyUI, called for both halves of guidance at once. case: of `host_calls.plan_cases`."""
+    """A random UNet in this process's ComfyUI. case: of `host_calls.plan_cases`. `function`: its attention's name."""
 
     def __init__(self, case: dict[str, Any]) -> None:
         importlib.import_module("comfy.options").enable_args_parsing()
@@ -54,7 +54,7 @@ class ComfyUI:
         self._seconds: list[float] = []
 
     def run(self, arm: str, pixels: int) -> list[float]:
-        """Measure the seconds of each call of the model in one sampling; `pixels` are a side of the picture."""
+        """Return the processor seconds of each call that `ARMS` lists for an arm. pixels: a side of the picture."""
         model, times = self._model, _TIMES[: len(ARMS[arm])]
         if arm == BUILT_IN:
             node = importlib.import_module("comfy_extras.nodes_tomesd").TomePatchModel
@@ -72,7 +72,7 @@ class ComfyUI:
         return list(self._seconds)
 
     def _timed(self, *args: Any, **kwargs: Any) -> Any:
-        """Stand in for the host's function that calls the model, and note the processor seconds."""
+        """Stand in for the host's function that calls the model, and add its processor seconds to `_seconds`."""
         since = time.process_time()
         out = self._whole(*args, **kwargs)
         self._seconds.append(time.process_time() - since)
@@ -80,7 +80,7 @@ class ComfyUI:
 
 
 class Webui:
-    """A random UNet in A1111, called for both halves of guidance at once. case: of `host_calls.plan_cases`."""
+    """A random UNet in this process's A1111. case: of `host_calls.plan_cases`. `function`: its attention's name."""
 
     def __init__(self, case: dict[str, Any]) -> None:
         importlib.import_module("modules.shared_init").initialize()
@@ -108,7 +108,7 @@ class Webui:
         self._model.model.diffusion_model = self._unet = randomize(unet).eval().requires_grad_(False)
 
     def run(self, arm: str, pixels: int) -> list[float]:
-        """Measure the seconds of each call of the model in one sampling; `pixels` are a side of the picture."""
+        """Return the processor seconds of each call that `ARMS` lists for an arm. pixels: a side of the picture."""
         built_in = importlib.import_module("modules.sd_models").apply_token_merging
         built_in(self._model, THEIRS[WEBUI] if arm == BUILT_IN else 0)
         handle = None
@@ -135,7 +135,7 @@ def _check(report: Any, pixels: int) -> None:
 
 
 def _comfyui_model(tiny: bool) -> Any:
-    """Make a UNet with random weights in ComfyUI's ModelPatcher."""
+    """Make a UNet of SD1.5's shape, or a tiny one, with random weights in ComfyUI's ModelPatcher, on the CPU."""
     base, known, patcher = (importlib.import_module(f"comfy.{name}")
                             for name in ("model_base", "supported_models", "model_patcher"))  # fmt: skip
     config, cpu = _TINY if tiny else _SD15, torch.device("cpu")
@@ -160,14 +160,14 @@ def randomize(unet: nn.Module) -> nn.Module:
 
 
 def inputs(pixels: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Draw a latent ``[1, 4, pixels / 8, pixels / 8]`` and two prompts ``[1, 77, 768]``."""
+    """Draw a latent ``[1, 4, pixels / 8, pixels / 8]`` and two prompts ``[1, 77, 768]``, the same ones every time."""
     dice, side = torch.Generator().manual_seed(1), pixels // 8
     return (torch.randn(1, 4, side, side, generator=dice),
             *(torch.randn(1, _WORDS, _WIDTH, generator=dice) for _ in range(2)))  # fmt: skip
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:
-    """Measure the arm of a case: its ``seconds`` by call, ``peak_mib`` and versions; ``failed`` alone if it fails."""
+    """Return ``seconds`` by call, ``peak_mib`` and versions of a case with an ``arm``; ``failed`` alone if it fails."""
     try:
         host = {COMFYUI: ComfyUI, WEBUI: Webui}[case["host"]](case)
         host.run(UNMERGED, _SMALL)  # libraries allocate some memory only once
@@ -180,7 +180,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure the case that the first argument holds as JSON, and print a line of `ANSWER` and JSON."""
+    """Measure the case that the first argument holds as JSON, and print one line: `ANSWER` and the result as JSON."""
     case = json.loads(sys.argv.pop(1))  # the rest of the command line is the host's own
     torch.set_num_threads(1)
     with torch.inference_mode():

@@ -20,15 +20,19 @@ _RES_BLOCKS = 2  # of a level on the way down; one more on the way up
 
 
 class Shape(NamedTuple):
-    """The sizes of one UNet."""
+    """The sizes of one UNet. `channels`, `depths` and `heads` (of an attention) are by level, the finest first.
 
-    channels: tuple[int, ...]  # by level, the finest first
-    depths: tuple[int, ...]  # by level, the number of blocks in a transformer; 0 stands for no transformer
-    heads: tuple[int, ...]  # by level, of an attention
-    middle: int  # the number of blocks in the middle's transformer
-    context: int  # channels of a prompt
-    vector: int = 0  # channels of the vector that SDXL gets with the prompt; 0 for a UNet without it
-    shrink: int = 1  # the divisor of a latent's sides
+    `depths`: the blocks in a transformer, 0 for no transformer; `middle`: those of the middle's. `context`: channels of
+    a prompt. `vector`: channels of SDXL's vector, 0 for a UNet without it. `shrink`: the divisor of a latent's sides.
+    """
+
+    channels: tuple[int, ...]
+    depths: tuple[int, ...]
+    heads: tuple[int, ...]
+    middle: int
+    context: int
+    vector: int = 0
+    shrink: int = 1
 
 
 SHAPES = {
@@ -36,19 +40,19 @@ SHAPES = {
     SDXL: Shape((320, 640, 1280), (0, 2, 10), (5, 10, 20), 10, 2048, 2816),
 }
 BLOCK_SHAPE = Shape((320,), (1,), (8,), 0, 768)
-# the same blocks, and sides in proportion; almost no channels
-TINY = {
+TINY = {  # the same blocks, and sides in proportion; almost no channels
     SD15: SHAPES[SD15]._replace(channels=(8, 8, 16, 16), heads=(2, 2, 2, 2), context=16, shrink=8),
     SDXL: SHAPES[SDXL]._replace(channels=(8, 16, 16), heads=(1, 2, 2), context=16, vector=32, shrink=8),
 }
 
 
 def _norm(channels: int) -> nn.GroupNorm:
+    """Make a group norm of 32 groups, or of 8 if 32 do not divide the channels."""
     return nn.GroupNorm(32 if channels % 32 == 0 else 8, channels)
 
 
 def _embed(channels: int, out: int) -> nn.Sequential:
-    """Make the two layers that embed a time or SDXL's vector."""
+    """Make the two linear layers, with SiLU between them, that embed a time or SDXL's vector."""
     return nn.Sequential(nn.Linear(channels, out), nn.SiLU(), nn.Linear(out, out))
 
 
@@ -68,7 +72,7 @@ class ResBlock(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Attention from ``[B, N, C]`` to a context ``[B, M, D]``, or to itself; mask ``[B, 1 or N, M]``, as ComfyUI's."""
+    """Attention from ``[B, N, C]`` to a context ``[B, M, D]``, or to itself; mask ``[B, 1 or N, M]``, as torch's."""
 
     def __init__(self, channels: int, context_channels: int, heads: int) -> None:
         super().__init__()
@@ -155,7 +159,7 @@ class Upsample(nn.Conv2d):
 
 
 class UNet(nn.Module):
-    """LDM's UNet: a way down, a middle, and a way up that also gets what the way down kept."""
+    """LDM's UNet: a way down, a middle, and a way up that gets the outputs of the way down too, the last one first."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -235,13 +239,13 @@ class Block(nn.Module):
 
 
 def _shape_of(name: str, tiny: bool) -> Shape:
+    """Return the sizes of one of `NAMES`; the block is never tiny."""
     return BLOCK_SHAPE if name == BLOCK else (TINY if tiny else SHAPES)[name]
 
 
 def make(name: str, device: str, dtype: torch.dtype, tiny: bool = False) -> nn.Module:
-    """Make one of `NAMES` with random weights, ready for inference; leave the global generator alone."""
-    # built without memory first: 2.6 billion weights initialised on a CPU and sent over would take a minute
-    with torch.device("meta"):
+    """Make one of `NAMES`, always with the same random weights, in eval mode without gradients. tiny: few channels."""
+    with torch.device("meta"):  # without memory: 2.6 billion weights made on a CPU and sent over would take a minute
         model = (Block if name == BLOCK else UNet)(_shape_of(name, tiny))
     model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
     generator = torch.Generator(device).manual_seed(0)
@@ -255,13 +259,16 @@ def make(name: str, device: str, dtype: torch.dtype, tiny: bool = False) -> nn.M
 
 
 def twin(model: nn.Module) -> nn.Module:
-    """Copy a model but share its weights, so that four variants of SDXL need the memory of one."""
+    """Copy a model but share its weights and buffers, so that four variants of SDXL need the memory of one."""
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, shared)
 
 
 def inputs(name: str, pixels: int, device: str, dtype: torch.dtype, tiny: bool = False) -> tuple[Tensor, ...]:
-    """Draw latent, timesteps, prompts and SDXL's vectors of a picture, `pixels` a side, with its prompt and without."""
+    """Draw the arguments of a call for one picture, `pixels` a side, with its prompt and without; always the same ones.
+
+    They are a latent ``[2, C, h, w]``, timesteps of 500 ``[2]``, prompts ``[2, 77, D]``, and for SDXL zeros ``[2, V]``.
+    """
     shape = _shape_of(name, tiny)
     generator = torch.Generator().manual_seed(1)
     side = pixels // _PICTURE_TO_LATENT // shape.shrink

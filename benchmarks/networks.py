@@ -19,14 +19,14 @@ UNET, TRANSFORMER = KINDS = ("unet", "transformer")  # the kinds of a network
 
 
 def finest_blocks(unet: nn.Module) -> list[BlockPlace]:
-    """Find the transformer blocks of the finest level that has attention."""
+    """Find the transformer blocks of the level of the most tokens, among the levels that have attention."""
     places = find_blocks(unet)
     finest = min(place.halvings for place in places)
     return [place for place in places if place.halvings == finest]
 
 
 def at_each_call(network: nn.Module, act: Callable[[float], None]) -> RemovableHandle:
-    """Call `act` before each call of the network, with its timestep from 0 to 1000, until the returned handle exits."""
+    """Call `act` with the timestep, 0 to 1000, before each call of the network, until the handle is removed."""
     family = family_of(network)
 
     def read(network: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -54,7 +54,7 @@ class InPlaceOfAttention:
             module for _, module in find_attentions(network, family_of(network))]  # fmt: skip
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> torch.Tensor:
-        """Compute attention of ``[B, H, N, d]``; each subclass has its own. more: torch's other arguments by name."""
+        """Give the attention of ``[B, H, N, d]``; each subclass has its own. more: torch's other arguments, by name."""
         raise NotImplementedError
 
     def __enter__(self) -> Any:
@@ -88,7 +88,7 @@ class Work(InPlaceOfAttention):
     full = left = 0
 
     def share(self) -> float:
-        """Return ``left`` as a share of ``full`` since the last call of this method, and reset both."""
+        """Return ``left`` as a share of ``full`` since the last call of this method, and reset both to 0."""
         share = self.left / self.full
         self.full = self.left = 0
         return share
@@ -113,7 +113,7 @@ class Work(InPlaceOfAttention):
 
 
 class Zeros(InPlaceOfAttention):
-    """A context manager in which attentions give zeros."""
+    """A context manager in which the attentions that `InPlaceOfAttention` chooses give zeros."""
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> torch.Tensor:
         """Return zeros."""
@@ -123,8 +123,7 @@ class Zeros(InPlaceOfAttention):
 class Downsampled(InPlaceOfAttention):
     """A context manager of token down-sampling (ToDo, arXiv 2402.13573), for square pictures.
 
-    Of each cell of `cell` tokens a side the first one alone is key and value. A transformer's text, which comes first,
-    is kept.
+    Of each square of `cell` x `cell` tokens the first alone is key and value. A transformer's text, first, is kept.
     """
 
     def __init__(self, network: nn.Module, cell: int) -> None:

@@ -34,34 +34,37 @@ PART_PICTURES = {True: 4, False: 1}  # pictures in one row: of a scene model, an
 
 @dataclass(frozen=True)
 class Amounts:
-    """The amounts that are measured of each variant and checkpoint."""
+    """How much is measured: `noised` pictures at each of `times`, whole `pictures` in so many solver `steps`."""
 
-    noised: int  # pictures
-    pictures: int  # whole ones
-    steps: int  # of the solver
-    times: tuple[int, ...] = TIMES  # of noised pictures
+    noised: int
+    pictures: int
+    steps: int
+    times: tuple[int, ...] = TIMES
 
 
 class Row(NamedTuple):
-    """One row to measure: a variant on one part of a checkpoint's pictures."""
+    """One row to measure: a variant, by name, on `count` pictures from number `first` on, a checkpoint's part `part`.
+
+    `measure` is "noised" for predictions of noised pictures, and "pictures" for whole ones.
+    """
 
     checkpoint: str
-    measure: str  # "noised" for predictions of noised pictures, "pictures" for whole ones
-    part: int  # its number
-    first: int  # its first picture
-    count: int  # of its pictures
+    measure: str
+    part: int
+    first: int
+    count: int
     variant: str
 
     @property
     def key(self) -> str:
-        """The key in a result."""
+        """The key in a result: checkpoint, measure, part and variant, with slashes between them."""
         return f"{self.checkpoint}/{self.measure}/{self.part}/{self.variant}"
 
 
 def rows(
     checkpoint: str, names: Sequence[str], amounts: Amounts, can_be_noised: bool, kind: str = UNET
 ) -> Iterator[Row]:
-    """Plan all rows of a checkpoint, a part at a time, for those variants of `names` that fit this kind of network."""
+    """Plan a checkpoint's rows, part by part, for the `names` that fit `kind`; noised ones only if `can_be_noised`."""
     can = [name for name in names if kind in VARIANTS[name].kinds]
     for measure, total, size in (
         ("noised", amounts.noised if can_be_noised else 0, PART_NOISED),
@@ -74,16 +77,16 @@ def rows(
 
 
 class Picture(NamedTuple):
-    """A whole picture, the share of the attention work that was left, and on a CPU the times of the calls."""
+    """A whole picture, the share of `work` left, `seconds` of each call, and of an `unmerged` call, None on a GPU."""
 
     pixels: np.ndarray  # uint8 ``[H, W, 3]``
     work: float
-    seconds: list[float]  # of its calls
+    seconds: list[float]
     unmerged: float | None  # seconds of an unmerged call; None on a GPU, of which a CPU's time says little
 
 
 class QualityBench:
-    """The measuring of rows on one checkpoint; it keeps the unmerged results of the latest part only."""
+    """The measuring of one checkpoint's rows, part by part: it keeps the unmerged results of the latest part only."""
 
     def __init__(self, subject: Subject, amounts: Amounts) -> None:
         self.subject, self.amounts = subject, amounts
@@ -93,7 +96,12 @@ class QualityBench:
 
     @torch.inference_mode()
     def measure(self, row: Row) -> dict[str, Any]:
-        """Measure a row's figures: lists over pictures, for noised ones lists over times of such lists."""
+        """Measure a row, and first its part without merging if that is new; return the figures by name.
+
+        Of noised pictures: ``work`` by time, ``loss`` and ``dev`` by time and picture. Of whole ones: ``work``, one
+        number, and by picture ``gradient``, ``squared_error``, and on a CPU ``seconds`` of each call and ``beside``,
+        those of an unmerged call.
+        """
         variant = VARIANTS[row.variant]
         make, compare = (self._predict, _predictions) if row.measure == "noised" else (self._draw, _pictures)
         if self._part != row[:3]:
@@ -101,7 +109,7 @@ class QualityBench:
         return compare(self._plain if variant.name == PLAIN else make(row, variant), self._plain)
 
     def _predict(self, row: Row, variant: Variant) -> list[tuple[torch.Tensor, list[float], float]]:
-        """Return for each time the prediction, the loss of each picture, and the share of the attention work left."""
+        """Return by time the prediction ``[n, C, h, w]``, each picture's loss, and the share of attention work left."""
         predictions = []
         for time in self.amounts.times:
             noised = self.subject.add_noise(row.part, row.count, time)
@@ -111,7 +119,7 @@ class QualityBench:
         return predictions
 
     def _draw(self, row: Row, variant: Variant) -> list[Picture]:
-        """Draw the row's pictures by a variant."""
+        """Draw the row's pictures by a variant; on a CPU also time unmerged calls after each picture."""
         pictures = []
         for number in range(row.first, row.first + row.count):
             with self.times, self.work, variant.put_on(self.subject.network, self.subject.purpose.first + number):
@@ -129,7 +137,7 @@ def _predictions(merged: list, plain: list) -> dict[str, Any]:
 
 
 def _pictures(merged: list[Picture], plain: list[Picture]) -> dict[str, Any]:
-    """Make a row's figures from its pictures and the same pictures without merging."""
+    """Make a row's figures from its pictures and the unmerged ones; ``beside``: seconds of an unmerged call."""
     figures = {"work": _round([np.mean([picture.work for picture in merged])])[0],
                "gradient": _round(gradient_energy(picture.pixels) for picture in merged),
                "squared_error": _round(squared_error(old.pixels, new.pixels)
@@ -141,7 +149,7 @@ def _pictures(merged: list[Picture], plain: list[Picture]) -> dict[str, Any]:
 
 
 def _error(a: torch.Tensor, b: torch.Tensor) -> list[float]:
-    """Compute the mean squared difference of each picture."""
+    """Compute the mean squared difference of each picture of two batches."""
     return (a - b).double().pow(2).flatten(1).mean(1).tolist()
 
 
@@ -159,7 +167,7 @@ OWN = {"pictures": 8, "steps": 20}  # a user's models want more steps than the s
 
 
 def parser() -> argparse.ArgumentParser:
-    """Make the parser of the command line."""
+    """Make the parser of the command line; `complete` fills in its defaults."""
     command = argparse.ArgumentParser(prog="python -m benchmarks.quality", description=__doc__.partition("\n\n")[2])
     add = command.add_argument
     add("--smallest", action="store_true", help="a few variants, in well under a minute: for tests")
@@ -187,10 +195,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def complete(options: argparse.Namespace) -> tuple[Amounts, list[str]]:
-    """Fill in the options' defaults in place and check them together; return the amounts and a user's prompts.
+    """Fill in the options' defaults in place, and check them; return the amounts, and prompts of a user's model or [].
 
-    Raises:
-        ValueError, OSError: the options cannot be used; the message says what to do.
+    Raises ValueError or OSError if the options cannot be used; the message says what to do.
     """
     if unknown := [name for name in options.variants if name not in VARIANTS]:
         raise ValueError(f"no variant is called {' or '.join(unknown)}; --list prints the names")
@@ -227,7 +234,7 @@ def complete(options: argparse.Namespace) -> tuple[Amounts, list[str]]:
 
 
 def measure(run: results.Run, plan: list[Row], open_bench: Callable[[str], QualityBench]) -> None:
-    """Measure the run's missing rows, with one bench a checkpoint, and add them to the run."""
+    """Measure the rows of `plan` that the run misses, and add them. open_bench: a checkpoint's name -> its bench."""
     missing = set(run.missing)
     left = [row for row in plan if row.key in missing]
     with tqdm(total=len(left), unit="row", mininterval=0.1 if sys.stderr.isatty() else 10) as bar:
@@ -251,7 +258,7 @@ def _device(name: str | None) -> torch.device:
 
 
 def execute(options: argparse.Namespace, command: str) -> int:
-    """Measure the missing rows and print the table, or list the variants; return 0."""
+    """Measure missing rows and print the table, or list the variants; return 0. Raises what `complete` raises."""
     if options.list:
         print("\n".join(VARIANTS))
         return 0
@@ -292,7 +299,7 @@ def execute(options: argparse.Namespace, command: str) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit status. arguments: None stands for those of the process."""
+    """Run the command and return its exit status, as `report.run` does. arguments: None stands for ``sys.argv[1:]``."""
     logging.basicConfig(level=logging.ERROR, format="%(message)s")  # the engine's notes of clamped ratios are known
     return report.run("quality", parser(), arguments, execute)
 

@@ -1,9 +1,4 @@
-"""The figures of quality results, their tables and their plot, from the JSON alone.
-
-Figures are means over pictures, with the standard errors of paired means. Other methods are compared with strength at
-equal time. Of a result's presets and strengths those count that no other one beats in both time and PSNR; between two
-of them a line is drawn.
-"""
+"""The figures of quality results, their tables and their plot, from the JSON alone; `LEGEND` explains them."""
 
 from __future__ import annotations
 
@@ -48,7 +43,7 @@ class Mean(NamedTuple):
 
     @classmethod
     def of(cls, values: np.ndarray) -> Mean:
-        """Average one value a picture."""
+        """Make the mean of an array with one value a picture."""
         count = len(values)
         spread = float(np.std(values, ddof=1)) / math.sqrt(count) if count > 1 and np.isfinite(values).all() else None
         return cls(float(np.mean(values)), spread)
@@ -64,7 +59,7 @@ class Mean(NamedTuple):
 
 
 class Noised(NamedTuple):
-    """A variant's figures of noised pictures."""
+    """Figures of noised pictures: `work` left, `dev` in % of the unmerged v-loss, and the same at each timestep."""
 
     work: float  # the share of the unmerged attention's products that is left
     dev: Mean  # the squared distance of the prediction from the unmerged one, in % of the unmerged v-loss
@@ -72,7 +67,7 @@ class Noised(NamedTuple):
 
 
 class Pictured(NamedTuple):
-    """A variant's figures of whole pictures, compared with the unmerged ones."""
+    """Figures of whole pictures: `work` left, `psnr` in dB, `detail` and `time` as shares of unmerged, or None."""
 
     work: float  # as in `Noised`
     psnr: Mean  # dB
@@ -81,7 +76,7 @@ class Pictured(NamedTuple):
 
 
 class Section(NamedTuple):
-    """All figures of one checkpoint, by variant's name, in the result's order."""
+    """One checkpoint's figures: unmerged v-`loss` or None, `counts` of pictures, by variant its facts and figures."""
 
     checkpoint: str
     loss: float | None  # the unmerged v-loss; None without noised pictures
@@ -96,11 +91,12 @@ class Section(NamedTuple):
 
 
 def sections(record: Record) -> list[Section]:
-    """Compute the figures of each checkpoint of a result, finished or not."""
+    """Compute the figures of each checkpoint of a result of kind "quality", finished or not."""
     return [_section(record, checkpoint) for checkpoint in record["settings"]["models"]]
 
 
 def _section(record: Record, checkpoint: str) -> Section:
+    """Compute the figures of one checkpoint, by its name."""
     parts_of: dict[str, dict[str, Parts]] = {"noised": {}, "pictures": {}}
     for row in record["rows"]:
         if row["checkpoint"] == checkpoint:
@@ -120,19 +116,19 @@ def _section(record: Record, checkpoint: str) -> Section:
 
 
 def _over(parts: Parts, name: str, axis: int = -1) -> np.ndarray:
-    """Join a field of all measured parts, in their order, along the axis of pictures."""
+    """Join a field of all measured parts, in the order of their numbers, along the axis of pictures."""
     return np.concatenate([np.array(parts[part][name]) for part in sorted(parts)], axis)
 
 
 def _noised(parts: Parts, loss: float) -> Noised:
-    """Compute a variant's figures from its rows and the unmerged v-loss."""
+    """Compute a variant's figures from its rows, by part, and the unmerged v-loss."""
     dev = 100 / loss * _over(parts, "dev")
     work = float(np.mean([row["work"] for row in parts.values()]))
     return Noised(work, Mean.of(dev.mean(0)), tuple(Mean.of(at) for at in dev))
 
 
 def _pictured(parts: Parts, plain: Parts) -> Pictured:
-    """Compute a variant's figures from its rows and the unmerged rows of the same parts."""
+    """Compute a variant's figures from its rows, by part, and the unmerged rows of the same parts."""
     def all_have(name: str) -> bool:
         return all(name in row for row in parts.values())
 
@@ -149,23 +145,27 @@ def _pictured(parts: Parts, plain: Parts) -> Pictured:
 
 
 def _detail(energies: np.ndarray, unmerged: np.ndarray) -> Mean:
-    """Average the ratio of gradient energies over pictures, geometrically."""
+    """Average the ratio of two arrays of gradient energies, one value a picture, geometrically."""
     logs = Mean.of(np.log(np.maximum(energies, _NO_DETAIL) / np.maximum(unmerged, _NO_DETAIL)))
     share = math.exp(logs.value)
     return Mean(share, None if logs.error is None else share * logs.error)
 
 
 class Rival(NamedTuple):
-    """Another method, compared with the setting ``strength`` at equal time."""
+    """A method of others, compared with the setting ``strength`` at equal time.
+
+    `time` is a share of the unmerged time. `theirs` is the method's PSNR in dB, and `ours` that of the strength that
+    takes this time, None if no strength is as fast.
+    """
 
     name: str
-    time: float  # as a share of the unmerged time
-    theirs: float  # PSNR in dB
-    ours: float | None  # PSNR of the strength that takes this time; None if no strength is as fast
+    time: float
+    theirs: float
+    ours: float | None
 
 
 def at_equal_time(section: Section) -> Iterator[Rival]:
-    """Compare each timed method of others with strength, in the result's order; without timed strengths, none."""
+    """Compare each timed method of others with strength, in the result's order; without timed strengths none."""
     points = {name: (figures.time, figures.psnr.value) for name, figures in section.pictures.items()
               if figures.time is not None}  # fmt: skip
     ours = {name for name in points if section.variants[name]["method"] in OURS}
@@ -181,7 +181,7 @@ def at_equal_time(section: Section) -> Iterator[Rival]:
 
 
 def table(records: list[Record]) -> str:
-    """Make the Markdown: for each checkpoint all its variants, and others beside strength at equal time."""
+    """Make the Markdown of results: for each checkpoint all variants, then other methods and strength at equal time."""
     return "\n\n".join([LEGEND, *(text for record in records for text in (_origin(record), *_tables(record)))])
 
 
@@ -250,10 +250,7 @@ def _table(section: Section, columns: dict[str, dict[str, str]]) -> str:
 
 
 def plot(records: list[Record], path: Path) -> None:
-    """Write a PNG of dev, or PSNR without noised pictures, over the work left: a line for each method.
-
-    Controls and yardsticks are lines across.
-    """
+    """Write a PNG: a panel a checkpoint, of dev, else PSNR, over work left. Raises ImportError without matplotlib."""
     columns = [section for record in records for section in sections(record)]
     figure = new_figure(3 + 5.5 * max(1, len(columns)), 5.5)
     for axis, section in zip(figure.subplots(1, max(1, len(columns)), squeeze=False)[0], columns, strict=True):

@@ -20,10 +20,9 @@ ABSENT = "n/a"  # a missing value in a table
 
 
 def write(paths: list[Path]) -> str:
-    """Write the table of results and the plot, if the kind has one, next to the first file; return the table.
+    """Write the table of results, and the plot if the kind has one, next to the first file; return the table.
 
-    Raises:
-        ResultError: a file is no result, or the kinds differ.
+    Raises ResultError if a file is no result or the kinds differ. Without matplotlib there is no plot.
     """
     records = [results.load(path) for path in paths]
     kinds = sorted({record["kind"] for record in records})
@@ -54,7 +53,7 @@ def number(value: float | None, how: str) -> str:
 
 
 def new_figure(width: float, height: float):
-    """Make an empty figure of so many inches. Raises ImportError without matplotlib."""
+    """Make an empty figure of matplotlib, in inches. Raises ImportError without matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -64,7 +63,7 @@ def new_figure(width: float, height: float):
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """Add the option for the file of the result, which `results.Run.start` takes."""
+    """Add ``--output``, a path or None, which `results.Run.start` takes."""
     parser.add_argument("--output", type=Path, metavar="JSON", help="the result (default: a new file below "
         "benchmarks/results/, or the unfinished one of this command)")  # fmt: skip
 
@@ -75,7 +74,8 @@ def run(
 ) -> int:  # fmt: skip
     """Run a command and return its exit status: that of `work`, 2 if it raises an expected error, 130 if interrupted.
 
-    work: gets the options and the text of the command line; its ValueError, OSError and ImportError are expected.
+    name: of the command's module in benchmarks. arguments: None stands for ``sys.argv[1:]``. work: gets the options and
+    the text of the command line; its ValueError, OSError and ImportError are expected, and its None is 0.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(arguments)
@@ -90,7 +90,7 @@ def run(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit status. arguments: None stands for those of the process."""
+    """Run the command and return its exit status, as `report.run` does. arguments: None stands for ``sys.argv[1:]``."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description="A Markdown table and a plot of "
                                      "results, made from their JSON alone.")  # fmt: skip
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="results of one kind")

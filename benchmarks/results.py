@@ -36,7 +36,7 @@ class ResultError(ValueError):
 
 
 def new_record(kind: str, command: str, settings: dict[str, Any], environment: dict[str, Any]) -> Record:
-    """Make a record without rows. environment: the fields that `describe` gives."""
+    """Make a record without rows. kind: of `KINDS`. settings: all rows share them. environment: of `describe`."""
     created = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     record = {"kind": kind, "created": created, "command": command, **environment, "settings": settings}
     return json.loads(_dump({**record, "rows": [], "missing": []}))  # as it will be read: tuples become lists
@@ -54,7 +54,7 @@ def save(record: Record, path: Path) -> None:
 
 
 def _dump(value: Any) -> str:
-    """Write JSON. Raises ValueError for a NaN or infinity, which is no JSON and no result either."""
+    """Return a value as a line of JSON. Raises ValueError for a NaN or infinity, which is no JSON and no result."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
@@ -70,7 +70,7 @@ def load(path: Path) -> Record:
 
 
 class Run:
-    """A record and its file, filled row by row. keys: of all planned rows; those without a row are `missing`."""
+    """A record and its file, filled row by row by `add`; make it by `start`. keys: of all planned rows."""
 
     def __init__(self, record: Record, path: Path, keys: Sequence[str]) -> None:
         measured = {row["key"] for row in record["rows"]}
@@ -81,12 +81,8 @@ class Run:
     def start(cls, record: Record, keys: Sequence[str], output: Path | None = None, folder: Path = FOLDER) -> Run:
         """Begin a run, or go on with a killed one of the same settings, device and versions of other packages.
 
-        Args:
-            record: a record without rows.
-            keys: the keys of all planned rows, in their order.
-            output: the file, or None for a new one below `folder`, or the unfinished one that fits. Raises ResultError
-                if it is another run's result.
-            folder: the folder of results.
+        record: without rows. keys: of all planned rows, in their order. output: the file; None for the latest
+        unfinished one of `folder` that fits, or else a new one. Raises ResultError if `output` is another run's.
         """
         path = output or _find_path(record, folder)
         if not path.exists():
@@ -104,7 +100,7 @@ class Run:
         return list(self.record["missing"])
 
     def add(self, key: str, row: dict[str, Any]) -> None:
-        """Add one row and save. Raises ValueError for a row that is not missing."""
+        """Add one row, with this key, and save. Raises ValueError for a row that is not missing, or a NaN in it."""
         row = json.loads(_dump({"key": key, **row}))
         self.record["missing"].remove(key)
         self.record["rows"].append(row)
@@ -123,19 +119,16 @@ def _find_path(record: Record, folder: Path) -> Path:
 
 
 def difference(before: Record, record: Record) -> str | None:
-    """Name the fields that forbid to go on with the same file; None if there are none.
-
-    The version of tome_core is none of them, because a record names the commits of its rows, which say more.
-    """
+    """Name those of kind, settings, versions (not tome_core's) and device that differ; None if a run may go on."""
     def of(record: Record, name: str) -> Any:
-        return {**record[name], "tome_core": None} if name == "versions" else record[name]
+        return {**record[name], "tome_core": None} if name == "versions" else record[name]  # commits say more
 
     return ", ".join(name for name in ("kind", "settings", "versions", "device")
                      if of(before, name) != of(record, name)) or None  # fmt: skip
 
 
 def describe(device: str) -> dict[str, Any]:
-    """Make the fields ``commit``, ``versions`` and ``device`` of a result. device: torch's name of it, as ``cpu``."""
+    """Make a result's ``commit``, maybe None, ``versions`` and ``device``. device: torch's name of it, as ``cpu``."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     for name in ("diffusers", "tomesd"):
         try:
@@ -147,14 +140,11 @@ def describe(device: str) -> dict[str, Any]:
 
 
 def commit(folder: Path = ROOT) -> str | None:
-    """Name the repository's commit, with ``+changes`` if tracked files differ from it; None outside a repository.
-
-    Results are no changes: else a run that saves its own would spoil the next one's commit.
-    """
+    """Name the repository's commit, ``+changes`` if tracked files but results differ; None outside a repository."""
     def git(*arguments: str) -> str:
         return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True).stdout
 
-    try:
+    try:  # results are no changes: else a run that saves its own would spoil the next one's commit
         name = git("rev-parse", "--short=12", "HEAD").strip()
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
     except (OSError, subprocess.CalledProcessError):  # no git on this machine, or no repository
@@ -169,8 +159,7 @@ def _describe_device(device: str) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(device)
         memory = round(properties.total_memory / 2**30, 1)
         return {"kind": kind, "name": properties.name, "memory_gib": memory, "cuda": torch.version.cuda}
-    # Python itself knows only a processor's architecture on Linux
-    text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
+    text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""  # Python knows no CPU's name on Linux
     named = re.search(r"^model name\s*:\s*(.+)", text, re.M)
     name = named[1] if named and kind == "cpu" else platform.processor() or platform.machine()
     return {"kind": kind, "name": name, "cores": os.cpu_count(), "threads": torch.get_num_threads()}

@@ -39,7 +39,7 @@ Loss = dict[float, tuple[float, ...]]
 
 
 class Knot(NamedTuple):
-    """One strength: steps at timesteps below `until` keep `share` of the keys, others `FEWEST`; `dev` is expected."""
+    """How a strength merges: below timestep `until` steps keep `share` of keys, else `FEWEST`; `dev`: error in %."""
 
     strength: float
     share: float
@@ -48,9 +48,10 @@ class Knot(NamedTuple):
 
 
 def front(records: Sequence[dict]) -> Loss:
-    """Read the deviations by merged keys and values from results; of settings with equal work the best one counts.
+    """Map each share of keys that is left to its deviations, in %, at each of `TIMES`, as the results have them.
 
-    A setting that does more harm than one with less work is left out. Raises ValueError if the results have none.
+    Of settings with equal work the best one counts, and one that does more harm than one with less work is left out.
+    Raises ValueError if the results have none.
     """
     best: dict[float, tuple[float, ...]] = {}
     for ratio, cell in FRONT:
@@ -66,20 +67,17 @@ def front(records: Sequence[dict]) -> Loss:
 
 
 def read_means(records: Sequence[dict], ratio: float, cell: int) -> tuple[float, ...]:
-    """Average the deviation at each time over the checkpoints of all results; empty if one of them lacks it.
-
-    Else two rows could differ by their models, and not by their merging.
-    """
+    """Average the deviation, in %, at each of `TIMES` over all checkpoints of the results; () if one lacks it."""
     figures = [section.noised.get(f"merged-keys-{ratio}-cells-{cell}")
                for record in records for section in sections(record)]  # fmt: skip
     if not figures or not all(noised is not None and len(noised.dev_at) == len(TIMES) for noised in figures):
-        return ()
+        return ()  # else two rows could differ by their models, and not by their merging
     by_time = zip(*(noised.dev_at for noised in figures), strict=True)
     return tuple(max(fmean(mean.value for mean in means), _NOTHING) for means in by_time)
 
 
 def time_at(strength: float) -> float:
-    """Compute which share of the finest attention's unmerged time a strength leaves."""
+    """Compute which share of the finest attention's unmerged time a strength, 0 to 1, leaves."""
     weakest = min(WORK)
     if strength < weakest:  # the logarithm of the time is a line
         return (WORK[weakest] + MERGING) ** (strength / weakest)
@@ -92,10 +90,10 @@ def step_time(share: float) -> float:
 
 
 def curve(loss: Loss) -> tuple[Knot, ...]:
-    """Choose the knots of all strengths, from 0 up. Raises ValueError if nothing measured leaves a strength's time.
+    """Choose the knots of strengths 0, 1 / `KNOTS`, ..., 1. Raises ValueError if nothing measured is fast enough.
 
     Of all curves on which a stronger knot never merges less in any step, the best one has the least sum of deviations,
-    each as a share of the least one that its time allows.
+    each as a share of the least one that its time allows. loss: what `front` gives.
     """
     ways = [(0.0, (Knot(0.0, 1.0, 1000.0, 0.0),))]  # the cost of each, and its knots
     for number in range(1, KNOTS + 1):
@@ -116,7 +114,7 @@ def curve(loss: Loss) -> tuple[Knot, ...]:
 
 
 def _pairs(strength: float, loss: Loss) -> list[Knot]:
-    """List the possible knots of a strength: shares of keys, each with the `until` that leaves the strength's time."""
+    """List a strength's possible knots: shares of keys, each with the timestep `until` that leaves its time; or []."""
     late_part = time_at(strength) - step_time(FEWEST)
     pairs = []
     for part in (*range(1, int(PARTS * MOST_MERGED) + 1), PARTS):
@@ -130,13 +128,13 @@ def _pairs(strength: float, loss: Loss) -> list[Knot]:
 
 
 def deviation(share: float, until: float, loss: Loss) -> float:
-    """Average the loss if steps keep `share` of the keys at timesteps below `until`, and `FEWEST` at the others."""
+    """Average the loss, in %, if steps keep `share` of the keys at timesteps below `until`, else `FEWEST`."""
     both = zip(_MOMENTS, _at(share, loss), _at(FEWEST, loss), strict=True)
     return fmean([late if moment < until else early for moment, late, early in both])
 
 
 def _at(share: float, loss: Loss) -> list[float]:
-    """Interpolate the deviation at each of `_MOMENTS` if this share of the keys is left.
+    """Interpolate the deviation, in %, at each of `_MOMENTS` if this share of the keys is left.
 
     Between measured shares its logarithm is a line over the share's, and over time. Below the least merging that was
     measured it falls with the square of the merged share, as that of groups of two does.
@@ -151,7 +149,7 @@ def _at(share: float, loss: Loss) -> list[float]:
 
 
 def _choose(options: argparse.Namespace, command: str) -> None:
-    """Print the knots and the curve that the options' results give."""
+    """Print the knots and curve of the options' results. Raises ResultError for a result that is not to choose by."""
     records = [results.load(path) for path in options.results]
     for path, record in zip(options.results, records, strict=True):
         subjects.check_purpose(record, subjects.CHOOSE, path.name)
@@ -162,7 +160,7 @@ def _choose(options: argparse.Namespace, command: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit status. arguments: None stands for those of the process."""
+    """Run the command and return its exit status, as `report.run` does. arguments: None stands for ``sys.argv[1:]``."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.strength", description=__doc__.splitlines()[0])
     parser.add_argument("results", nargs="+", type=Path, metavar="RESULT.json")
     return report.run("strength", parser, arguments, _choose)

@@ -31,7 +31,7 @@ CHOOSE, SHOW = "choose", "show"
 
 
 class Purpose(NamedTuple):
-    """The pictures to choose by or to show: seeds of held-out scenes, of noise, of the first whole one; prompts."""
+    """Pictures to choose by or to show: seeds of held-out scenes, of noise, of the `first` whole picture; prompts."""
 
     scenes: int
     noise: int
@@ -53,7 +53,7 @@ PURPOSES = {
 
 
 def check_purpose(record: Record, wanted: str, name: str) -> None:
-    """Raise ResultError if a record's pictures are not for `wanted`, of `PURPOSES`; without a purpose it passes."""
+    """Raise ResultError, with this name, if a record has a purpose of `PURPOSES`, and it is not the wanted one."""
     has = record["settings"].get("for", wanted)
     if has != wanted:
         raise ResultError(f"{name} was measured on the pictures for '{has}'; give a result of "
@@ -61,7 +61,7 @@ def check_purpose(record: Record, wanted: str, name: str) -> None:
 
 
 class Noised(NamedTuple):
-    """Noised held-out pictures ``x`` ``[n, C, h, w]`` at time ``t``, the prompts' tokens, the velocity to predict."""
+    """Noised held-out pictures ``[n, C, h, w]``, timesteps ``[n]``, prompts' tokens, and the velocity to predict."""
 
     x: torch.Tensor
     t: torch.Tensor
@@ -70,7 +70,7 @@ class Noised(NamedTuple):
 
 
 class SceneSubject:
-    """A scene model, with its v-loss on held-out scenes, and pictures made as the demo makes them."""
+    """A scene model, which the demo trains: it predicts noised held-out scenes, and draws as the demo does."""
 
     def __init__(
         self, path: Path, device: torch.device, purpose: Purpose = PURPOSES[SHOW], guidance: float = GUIDANCE
@@ -94,7 +94,7 @@ class SceneSubject:
         return Noised(*(value[:count].to(self.device) for value in noised))
 
     def _scenes(self, part: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Paint a held-out set of the kind that the model learned: latents and tokens; the latest set is kept."""
+        """Return latents and prompt tokens of a held-out set of the kind the model learned; the latest is kept."""
         if self._painted is None or self._painted[0] != part:
             scenes = Scenes(self.purpose.scenes, PART_NOISED, 2 * self.model.side, walls=self._walls)
             pictures, tokens, _ = scenes[part]
@@ -106,13 +106,13 @@ class SceneSubject:
         return self.model(noised.x, noised.t, noised.tokens).float()
 
     def picture(self, number: int, steps: int) -> np.ndarray:
-        """Draw a picture, uint8 ``[H, W, 3]``; its number decides prompt and start noise."""
+        """Draw a picture, uint8 ``[H, W, 3]``; its number, from 0 up, decides prompt and start noise."""
         tokens = prompt.tokens(self.purpose.prompts[number % len(self.purpose.prompts)])
         return sampler.sample(self.model, tokens, self.purpose.first + number, steps=steps, guidance=self.guidance)
 
 
 class UserSubject:
-    """A user's pipeline and prompts, for whole pictures only, as no held-out data are known. config: as --config."""
+    """A user's pipeline and prompts, for whole pictures only. config: a single file's diffusers folder, else None."""
 
     def __init__(self, path: Path, config: Path | None, device: torch.device, prompts: list[str], dtype: torch.dtype,
                  purpose: Purpose):  # fmt: skip
@@ -122,7 +122,7 @@ class UserSubject:
         self.network = self.source.target.unet
 
     def picture(self, number: int, steps: int) -> np.ndarray:
-        """Draw a picture, uint8 ``[H, W, 3]``; its number decides prompt and start noise."""
+        """Draw a picture, uint8 ``[H, W, 3]``; its number, from 0 up, decides prompt and start noise."""
         text = self.prompts[number % len(self.prompts)]
         return self.source.picture(text, self.purpose.first + number, steps, lambda: None)
 
@@ -131,7 +131,7 @@ Subject = SceneSubject | UserSubject
 
 
 def is_scene_model(path: Path) -> bool:
-    """Say if a path is a scene model's file. Raises ValueError for a broken .safetensors file."""
+    """Say if a path is the file of a scene model of the demo. Raises ValueError for a broken .safetensors file."""
     if path.suffix != ".safetensors" or not path.is_file():
         return False
     return checkpoint.is_of_scenes(checkpoint.read_shapes(path))
@@ -144,7 +144,7 @@ def kind_of(path: Path) -> str:
 
 
 def fingerprint(path: Path) -> str:
-    """Hash the size and the first MiB of each weights file, which tells weights apart without reading gigabytes."""
+    """Hash, to 12 hex digits, the size and first MiB of each weights file, which is fast and tells weights apart."""
     files = [path] if path.is_file() else sorted(path.rglob("*.safetensors"))
     digest = hashlib.sha256()
     for file in files:

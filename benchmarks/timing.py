@@ -1,8 +1,4 @@
-"""The time of runs, their peak memory, and why a run failed.
-
-Runs take turns, so that a disturbance hits all of them, and a time is the median of the rounds. A CPU's time is
-processor time, which other programs do not lengthen; a GPU's is the clock's, up to the end of its work.
-"""
+"""The time of runs, which take turns so that a disturbance hits all, their peak memory, and why a run failed."""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ _OF_MEMORY = (OUT_OF_MEMORY, "can't allocate memory", "not enough memory")
 
 
 def seconds(run: Run, device: str = "cpu", calls: int = 1) -> float:
-    """Measure the mean seconds of a run over so many calls in a row: processor time on a CPU, the clock's on a GPU."""
+    """Return the mean seconds of a run over `calls`: processor time on a CPU, the clock's on a GPU until it is done."""
     on_gpu = torch.device(device).type == "cuda"
     clock, wait = (time.perf_counter, torch.cuda.synchronize) if on_gpu else (time.process_time, lambda: None)
     wait()
@@ -41,9 +37,9 @@ def seconds(run: Run, device: str = "cpu", calls: int = 1) -> float:
 def in_turns(
     runs: Mapping[str, Run], rounds: int, measure: Callable[[Run], float] = seconds, until: float | None = None
 ) -> dict[str, list[float]]:
-    """Measure each run once a round, in another order every time; return each run's seconds, one value a round.
+    """Measure each run once a round, in another order every time; return the values by name, one a round.
 
-    until: the time, by ``time.monotonic``, after which no round but the first begins.
+    measure: gives the seconds of a run. until: the ``time.monotonic`` after which no round but the first begins.
     """
     taken: dict[str, list[float]] = {name: [] for name in runs}
     order = random.Random(0)
@@ -56,7 +52,7 @@ def in_turns(
 
 
 def card_work(run: Run, calls: int = 2) -> dict[str, Any]:
-    """Profile a call on the GPU: ``card_ms``, the sum of its events' durations, and ``launches``, their number."""
+    """Profile runs on the GPU; return means of ``card_ms``, summed durations, and ``launches``, their number."""
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         for _ in range(calls):
             run()
@@ -104,7 +100,7 @@ def process_peak(run: Run) -> float | None:
 
 
 def _resident(field: str) -> int:
-    """Read a field of this process's status, in KiB."""
+    """Read a field of this process's memory, as ``VmRSS``, in KiB, on Linux."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines())
     return int(fields[field].split()[0])
 
@@ -136,8 +132,10 @@ class CallTimes:
         return median(seconds(lambda: self.network(*arguments, **named)) for _ in range(BESIDE))
 
     def _start(self, network: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Note the arguments of a call, and when it begins."""
         self._latest = args, kwargs
         self.seconds.append(-time.process_time())
 
     def _stop(self, network: nn.Module, args: tuple, out: object) -> None:
+        """Complete the processor seconds of the call, without waiting for a GPU."""
         self.seconds[-1] += time.process_time()

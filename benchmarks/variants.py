@@ -16,8 +16,7 @@ from tome_core.settings.presets import MARKS, refine_of
 
 PutOn = Callable[[nn.Module, int], AbstractContextManager]
 PLAIN = "unmerged"
-# ratio and cell of merged keys and values, from which strength is chosen
-FRONT = (
+FRONT = (  # ratio and cell of merged keys and values, from which strength is chosen
     (0.25, 4), (0.5, 4), (0.625, 4), (0.75, 4), (0.8125, 4), (0.875, 4), (0.9375, 4),
     (0.9375, 8), (0.96875, 8), (0.984375, 8),
 )  # fmt: skip
@@ -26,15 +25,20 @@ BETWEEN = (0.1, 0.375, 0.625, 0.875)  # strengths without a name
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run a network, merged or not, that the quality benchmark measures."""
+    """One way to run a network, merged or not, that the quality benchmark measures.
 
-    method: str  # its line in the plot
-    setting: str  # its point on that line
-    put_on: PutOn  # takes network and seed, gives a context manager in which the network is so
+    `put_on` takes a network and a seed, and gives a context manager in which the network is so. `method` is a line in
+    the plot, `setting` a point on it, `role` its place in tables, `code` what runs ("reference", "engine", "tomesd" or
+    "torch"), `solver` the factor of solver steps, and `kinds` the networks that can do it.
+    """
+
+    method: str
+    setting: str
+    put_on: PutOn
     role: Literal["plain", "method", "tomesd", "control", "yardstick"] = "method"
-    code: str = "reference"  # the code that runs: or "engine", "tomesd", "torch"
-    solver: int = 1  # the factor of solver steps
-    kinds: tuple[str, ...] = KINDS  # of networks that can do it
+    code: str = "reference"
+    solver: int = 1
+    kinds: tuple[str, ...] = KINDS
 
     @property
     def name(self) -> str:
@@ -42,17 +46,17 @@ class Variant:
         return f"{self.method} {self.setting}".strip().replace(" ", "-")
 
     def describe(self) -> dict[str, Any]:
-        """List the fields that a result keeps."""
+        """Return the fields that a result keeps: name, method, setting, role and code."""
         return {name: getattr(self, name) for name in ("name", "method", "setting", "role", "code")}
 
 
 def in_bfloat16(network: nn.Module, seed: int) -> AbstractContextManager:
-    """Return a context manager in which products are computed in bfloat16, the rest as before."""
+    """Return a context manager in which products are computed in bfloat16, the rest as before. The seed is not used."""
     return torch.autocast(next(network.parameters()).device.type, torch.bfloat16)
 
 
 def engine(**settings: Any) -> PutOn:
-    """Make the `PutOn` that merges by these settings; inside is one sampling, which may keep matches between steps."""
+    """Make a function (network, seed) -> context manager that merges one sampling by settings of `tome_core.patch`."""
 
     @contextmanager
     def put_on(network: nn.Module, seed: int) -> Iterator[None]:
@@ -65,12 +69,12 @@ def engine(**settings: Any) -> PutOn:
 
 
 def strength(value: float) -> PutOn:
-    """Make the `PutOn` that merges at a strength, also on grids too small for merging to pay."""
+    """Make what `engine` makes, for a strength from 0 to 1; it also merges grids too small for merging to pay."""
     return engine(strength=value, only_if_it_pays=False)
 
 
 def tomesd(ratio: float) -> PutOn:
-    """Make the `PutOn` of tomesd itself, as its users call it, at the UNet's finest level."""
+    """Make a function (unet, seed) -> context manager with tomesd's own patch of the UNet's finest level."""
 
     @contextmanager
     def put_on(unet: nn.Module, seed: int) -> Iterator[None]:
@@ -91,15 +95,13 @@ def tomesd(ratio: float) -> PutOn:
     return put_on
 
 
-# in every table
-_ALWAYS = (
+_ALWAYS = (  # in every table
     Variant(PLAIN, "", lambda network, seed: nullcontext(), "plain", "torch"),
     Variant("bfloat16", "", in_bfloat16, "yardstick", "torch"),
     Variant("twice the solver steps", "", lambda network, seed: nullcontext(), "yardstick", "torch", solver=2),
     Variant("zero attention", "", lambda network, seed: Zeros(network), "control"),
 )
-# the strengths, and what users may do instead; measured by default
-_STANDARD = (
+_STANDARD = (  # the strengths, and what users may do instead; measured by default
     Variant("tomesd", "0.5", tomesd(0.5), "tomesd", "tomesd", kinds=(UNET,)),
     Variant("tomesd", "0.75", tomesd(0.75), "tomesd", "tomesd", kinds=(UNET,)),
     Variant("downsample", "2x2", lambda network, seed: Downsampled(network, 2)),
@@ -107,8 +109,7 @@ _STANDARD = (
     *(Variant("preset", name, strength(value), code="engine") for name, value in MARKS.items()),
     *(Variant("strength", str(value), strength(value), code="engine") for value in BETWEEN),
 )
-# keys and values compared by distance, and refined if they are few
-_TO_CHOOSE_BY = tuple(
+_TO_CHOOSE_BY = tuple(  # keys and values compared by distance, and refined if they are few
     Variant("merged keys", f"{ratio} cells {cell}", code="engine",
             put_on=engine(ratio=ratio, sx=cell, sy=cell, side="kv", use_rand=False, metric="keys+values",
                           refine=refine_of(cell)))
