@@ -51,12 +51,12 @@ METHODS = {
     "bfloat16": "bfloat16 (yardstick)",
     "twice-the-solver-steps": "twice the solver steps (yardstick)",
 }
-BESIDE = ("tomesd-early-and-late-0.75-then-0.35", "downsample-2x2", "tiles-2x2")
+RIVALS = ("tomesd-early-and-late-0.75-then-0.35", "downsample-2x2", "tiles-2x2")
 _BETWEEN = re.compile(r"(<!-- table (\w+): [^>]*-->\n)(.*?)(<!-- end of table -->)", re.S)
 
 
 @lru_cache
-def record(name: str) -> Record:
+def load_result(name: str) -> Record:
     """Load and cache ``benchmarks/results/NAME.json``. Raises OSError without it, ResultError if it is none to show."""
     loaded = results.load(results.FOLDER / f"{name}.json")
     subjects.check_purpose(loaded, subjects.SHOW, name)
@@ -65,7 +65,7 @@ def record(name: str) -> Record:
 
 def gains() -> str:
     """Make the Markdown table of speed-ups by merging in real hosts: a row an attention function, a column a size."""
-    factors = {tuple(row[:2]): row[9] for row in calls.table_rows([record(HOST_CALLS)])}
+    factors = {tuple(row[:2]): row[9] for row in calls.table_rows([load_result(HOST_CALLS)])}
     sizes = sorted({pixels for _, pixels in factors}, key=int)
     return markdown(("attention function of the host", *(f"{pixels} px" for pixels in sizes)), (
         (label, *(factors.get((name, pixels), ABSENT) for pixels in sizes))
@@ -75,13 +75,13 @@ def gains() -> str:
 
 def host_calls() -> str:
     """Make the Markdown table of calls in real hosts: all columns of `host_calls.HEAD` but the last, of peak memory."""
-    head, *rows = (row[:10] for row in (calls.HEAD, *calls.table_rows([record(HOST_CALLS)])))
+    head, *rows = (row[:10] for row in (calls.HEAD, *calls.table_rows([load_result(HOST_CALLS)])))
     return markdown(head, rows)
 
 
 def strength() -> str:
     """Make the Markdown table of named strengths and of tomesd at 0.5: time as a share of unmerged, and error in %."""
-    models = sections(record(QUALITY))
+    models = sections(load_result(QUALITY))
     marks = {f"preset-{name}": (f"{value:g}", f"`{name}`") for name, value in MARKS.items()}
     return markdown(("strength", "", "time", "error, %"), (
         (*first, _times(models, name), _deviations(models, name))
@@ -91,7 +91,7 @@ def strength() -> str:
 
 def _methods(name: str) -> str:
     """Make the Markdown table of work, error and time of the `METHODS` in a result; name: its file's without .json."""
-    models = sections(record(name))
+    models = sections(load_result(name))
     rows = []
     for method in METHODS:
         if method in models[0].pictures:
@@ -106,11 +106,11 @@ def _methods(name: str) -> str:
 def equal_time() -> str:
     """Make the Markdown table of PSNR in dB at equal time, ``rival : strength``, a column for each `AT_EQUAL_TIME`."""
     columns = {head: [{rival.name: f"{rival.theirs:.1f} : {number(rival.ours, '.1f')}"
-                       for rival in at_equal_time(model)} for model in sections(record(name))]
+                       for rival in at_equal_time(model)} for model in sections(load_result(name))]
                for head, name in AT_EQUAL_TIME.items()}  # fmt: skip
     return markdown(("beside", *columns), (
         (METHODS[name], *(", ".join(model[name] for model in models) for models in columns.values()))
-        for name in BESIDE
+        for name in RIVALS
     ))  # fmt: skip
 
 
@@ -151,8 +151,8 @@ TABLES = {
     "quality": partial(_methods, QUALITY),
     "sdxl": partial(_methods, SDXL),
     "transformer": partial(_methods, TRANSFORMER),
-    "card": lambda: gpu_report.calls_table(record(CARD)["rows"]),
-    "block": lambda: gpu_report.calls_table([row for row in record(BLOCK_ON_CPU)["rows"] if BLOCK in row["key"]]),
+    "card": lambda: gpu_report.calls_table(load_result(CARD)["rows"]),
+    "block": lambda: gpu_report.calls_table([row for row in load_result(BLOCK_ON_CPU)["rows"] if BLOCK in row["key"]]),
 }
 
 

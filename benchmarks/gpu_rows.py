@@ -116,11 +116,11 @@ class Bench:
         """Draw the arguments of a call of this network, for a picture of `pixels` a side, as `models.inputs` does."""
         return models.inputs(name, pixels, self.device, self.dtype, self.tiny)
 
-    def twin(self, name: str, compiled: bool, way: str) -> Patched:
+    def patched_copy(self, name: str, compiled: bool, way: str) -> Patched:
         """Return a copy of a network with shared weights, patched in a `way` of `Patched`; the first call makes it."""
         network, key = self.network(name), (compiled, way)
         if key not in self._networks:
-            self._networks[key] = Patched(models.twin(network), way, compiled)
+            self._networks[key] = Patched(models.copy_sharing_weights(network), way, compiled)
         return self._networks[key]
 
     def compare(self, makers: dict[str, Callable[[], Run]], single: bool = False) -> dict[str, Any]:
@@ -166,14 +166,14 @@ def calls(bench: Bench, name: str, pixels: int, compiled: bool = False) -> dict[
     """Return `Bench.compare` of calls: unmerged, by tomesd, by ``balanced`` with a new, renewed or kept token match."""
     arguments = bench.inputs(name, pixels)
     ways = {**{way: (way, "new") for way in (UNMERGED, TOMESD)}, **{when: (STRENGTHS[0], when) for when in WHEN}}
-    return bench.compare({row: lambda way=way, when=when: bench.twin(name, compiled, way).call(arguments, when)
+    return bench.compare({row: lambda way=way, when=when: bench.patched_copy(name, compiled, way).call(arguments, when)
                           for row, (way, when) in ways.items()})  # fmt: skip
 
 
 def sampling(bench: Bench, name: str, pixels: int, compiled: bool = False) -> dict[str, Any]:
     """Return `Bench.compare` of samplings of `STEPS` steps: unmerged, by tomesd, by ``balanced`` and by ``max``."""
     arguments = bench.inputs(name, pixels)
-    return bench.compare({way: lambda way=way: bench.twin(name, compiled, way).steps(arguments)
+    return bench.compare({way: lambda way=way: bench.patched_copy(name, compiled, way).steps(arguments)
                           for way in (UNMERGED, TOMESD, *STRENGTHS)}, single=True)  # fmt: skip
 
 
@@ -251,7 +251,7 @@ def laws(bench: Bench, name: str, pixels: int) -> dict[str, Any]:
     expected = network(*arguments)
     with sdpa_kernel(SDPBackend.MATH):
         otherwise = _share(network(*arguments), expected, expected)
-    merged = Patched(models.twin(network), "balanced")
+    merged = Patched(models.copy_sharing_weights(network), "balanced")
     new, kept = merged.call(arguments, "new"), merged.call(arguments, "kept")
     answers = [new() for _ in range(10)]
     with kernels.kernels_off():

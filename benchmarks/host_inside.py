@@ -25,7 +25,7 @@ COMFYUI, WEBUI = "ComfyUI", "A1111"
 THEIRS = {COMFYUI: 0.3, WEBUI: 0.5}  # ratios: as TomePatchModel starts, and tomesd's own, because A1111's starts at 0
 UNMERGED, BUILT_IN = "unmerged", "built-in"
 OURS = ("early, renewed", "early, kept", "late, renewed", "late, kept")
-_TIMES = (900.0, 890.0, 100.0, 90.0)  # timesteps of the calls of `OURS`; other arms are called at the first one
+_TIMESTEPS = (900.0, 890.0, 100.0, 90.0)  # timesteps of the calls of `OURS`; other arms are called at the first one
 ARMS = {UNMERGED: (UNMERGED,), BUILT_IN: (BUILT_IN,), "ours": OURS}  # arm -> its calls
 _PACKAGE = "_tome_core_webui"  # as scripts/token_merging.py calls it
 _WORDS, _WIDTH, _SMALL = 77, 768, 128
@@ -53,9 +53,9 @@ class ComfyUI:
         self._whole, self._samplers.calc_cond_batch = self._samplers.calc_cond_batch, self._timed
         self._seconds: list[float] = []
 
-    def run(self, arm: str, pixels: int) -> list[float]:
+    def time_calls(self, arm: str, pixels: int) -> list[float]:
         """Return the processor seconds of each call that `ARMS` lists for an arm. pixels: a side of the picture."""
-        model, times = self._model, _TIMES[: len(ARMS[arm])]
+        model, times = self._model, _TIMESTEPS[: len(ARMS[arm])]
         if arm == BUILT_IN:
             node = importlib.import_module("comfy_extras.nodes_tomesd").TomePatchModel
             model = node.execute(model, THEIRS[COMFYUI])[0]
@@ -107,7 +107,7 @@ class Webui:
         self._model.model = nn.Module()
         self._model.model.diffusion_model = self._unet = randomize(unet).eval().requires_grad_(False)
 
-    def run(self, arm: str, pixels: int) -> list[float]:
+    def time_calls(self, arm: str, pixels: int) -> list[float]:
         """Return the processor seconds of each call that `ARMS` lists for an arm. pixels: a side of the picture."""
         built_in = importlib.import_module("modules.sd_models").apply_token_merging
         built_in(self._model, THEIRS[WEBUI] if arm == BUILT_IN else 0)
@@ -116,7 +116,7 @@ class Webui:
             handle = self._ours.patch(self._unet, strength=self._strength, host_clock=True)
         latent, *words = inputs(pixels)
         seconds, sampling = [], object()
-        for timestep in _TIMES[: len(ARMS[arm])]:
+        for timestep in _TIMESTEPS[: len(ARMS[arm])]:
             since = time.process_time()
             if handle is not None:
                 handle.set_time(timestep=timestep, sampling=sampling, pictures=1)
@@ -170,9 +170,9 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     """Return ``seconds`` by call, ``peak_mib`` and versions of a case with an ``arm``; ``failed`` alone if it fails."""
     try:
         host = {COMFYUI: ComfyUI, WEBUI: Webui}[case["host"]](case)
-        host.run(UNMERGED, _SMALL)  # libraries allocate some memory only once
+        host.time_calls(UNMERGED, _SMALL)  # libraries allocate some memory only once
         seconds: list[float] = []
-        peak = process_peak(lambda: seconds.extend(host.run(case["arm"], case["pixels"])))
+        peak = process_peak(lambda: seconds.extend(host.time_calls(case["arm"], case["pixels"])))
     except Exception as error:
         return {"failed": reason(error)}
     return {"function": host.function, "version": host.version, "torch": torch.__version__,

@@ -258,8 +258,8 @@ def make(name: str, device: str, dtype: torch.dtype, tiny: bool = False) -> nn.M
     return model
 
 
-def twin(model: nn.Module) -> nn.Module:
-    """Copy a model but share its weights and buffers, so that four variants of SDXL need the memory of one."""
+def copy_sharing_weights(model: nn.Module) -> nn.Module:
+    """Return a copy of a model with the same weights and buffers: four variants of SDXL need the memory of one."""
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, shared)
 

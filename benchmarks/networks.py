@@ -25,7 +25,7 @@ def finest_blocks(unet: nn.Module) -> list[BlockPlace]:
     return [place for place in places if place.halvings == finest]
 
 
-def at_each_call(network: nn.Module, act: Callable[[float], None]) -> RemovableHandle:
+def before_each_call(network: nn.Module, act: Callable[[float], None]) -> RemovableHandle:
     """Call `act` with the timestep, 0 to 1000, before each call of the network, until the handle is removed."""
     family = family_of(network)
 

@@ -47,7 +47,7 @@ class Knot(NamedTuple):
     dev: float
 
 
-def front(records: Sequence[dict]) -> Loss:
+def deviation_by_share(records: Sequence[dict]) -> Loss:
     """Map each share of keys that is left to its deviations, in %, at each of `TIMES`, as the results have them.
 
     Of settings with equal work the best one counts, and one that does more harm than one with less work is left out.
@@ -93,7 +93,7 @@ def curve(loss: Loss) -> tuple[Knot, ...]:
     """Choose the knots of strengths 0, 1 / `KNOTS`, ..., 1. Raises ValueError if nothing measured is fast enough.
 
     Of all curves on which a stronger knot never merges less in any step, the best one has the least sum of deviations,
-    each as a share of the least one that its time allows. loss: what `front` gives.
+    each as a share of the least one that its time allows. loss: the result of `deviation_by_share`.
     """
     ways = [(0.0, (Knot(0.0, 1.0, 1000.0, 0.0),))]  # the cost of each, and its knots
     for number in range(1, KNOTS + 1):
@@ -129,11 +129,11 @@ def _pairs(strength: float, loss: Loss) -> list[Knot]:
 
 def deviation(share: float, until: float, loss: Loss) -> float:
     """Average the loss, in %, if steps keep `share` of the keys at timesteps below `until`, else `FEWEST`."""
-    both = zip(_MOMENTS, _at(share, loss), _at(FEWEST, loss), strict=True)
+    both = zip(_MOMENTS, _deviation_by_time(share, loss), _deviation_by_time(FEWEST, loss), strict=True)
     return fmean([late if moment < until else early for moment, late, early in both])
 
 
-def _at(share: float, loss: Loss) -> list[float]:
+def _deviation_by_time(share: float, loss: Loss) -> list[float]:
     """Interpolate the deviation, in %, at each of `_MOMENTS` if this share of the keys is left.
 
     Between measured shares its logarithm is a line over the share's, and over time. Below the least merging that was
@@ -153,7 +153,7 @@ def _choose(options: argparse.Namespace, command: str) -> None:
     records = [results.load(path) for path in options.results]
     for path, record in zip(options.results, records, strict=True):
         subjects.check_purpose(record, subjects.CHOOSE, path.name)
-    knots = curve(front(records))
+    knots = curve(deviation_by_share(records))
     for knot in knots:
         print(f"{knot.strength:.2f}: share {knot.share}, until {knot.until:.1f}, deviation {knot.dev:.3f}")
     print(", ".join(f"({round(knot.share * PARTS)}, {knot.until:.0f})" for knot in knots))

@@ -17,7 +17,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 Run = Callable[[], Any]
-BESIDE = 3  # unmerged calls after each picture
+UNMERGED_CALLS = 3  # unmerged calls after each picture
 OUT_OF_MEMORY = "out of memory"
 _OF_MEMORY = (OUT_OF_MEMORY, "can't allocate memory", "not enough memory")
 
@@ -127,9 +127,9 @@ class CallTimes:
             hook.remove()
 
     def time_unmerged(self) -> float:
-        """Repeat the latest call `BESIDE` times and return the median seconds. The network must not be patched."""
+        """Repeat the latest call, and return the median seconds. The network must not be patched."""
         arguments, named = self._latest
-        return median(seconds(lambda: self.network(*arguments, **named)) for _ in range(BESIDE))
+        return median(seconds(lambda: self.network(*arguments, **named)) for _ in range(UNMERGED_CALLS))
 
     def _start(self, network: nn.Module, args: tuple, kwargs: dict) -> None:
         """Note the arguments of a call, and when it begins."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import tome_core
-from benchmarks.networks import KINDS, UNET, Downsampled, Zeros, at_each_call, finest_blocks
+from benchmarks.networks import KINDS, UNET, Downsampled, Zeros, before_each_call, finest_blocks
 from tome_core.settings.presets import MARKS, refine_of
 
 PutOn = Callable[[nn.Module, int], AbstractContextManager]
@@ -62,7 +62,7 @@ def engine(**settings: Any) -> PutOn:
     def put_on(network: nn.Module, seed: int) -> Iterator[None]:
         with tome_core.patch(network, seed=seed, host_clock=True, **settings) as merging:
             sampling = object()
-            with at_each_call(network, lambda time: merging.set_time(timestep=time, sampling=sampling)):
+            with before_each_call(network, lambda time: merging.set_time(timestep=time, sampling=sampling)):
                 yield
 
     return put_on

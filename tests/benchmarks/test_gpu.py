@@ -144,9 +144,9 @@ def test_models_have_the_real_size_and_every_way_changes_a_twin_alone(name, mill
         plain = network(*arguments)
         assert torch.isfinite(plain).all() and plain.std() > 1e-3
         for way in (gpu_rows.TOMESD, *gpu_rows.STRENGTHS):
-            twin = models.twin(network)
-            assert not torch.equal(Patched(twin, way).call(arguments)(), plain), way
-            assert next(twin.parameters()).data_ptr() == next(network.parameters()).data_ptr()
+            copied = models.copy_sharing_weights(network)
+            assert not torch.equal(Patched(copied, way).call(arguments)(), plain), way
+            assert next(copied.parameters()).data_ptr() == next(network.parameters()).data_ptr()
         assert torch.equal(network(*arguments), plain)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.quality_report import Mean, Pictured, Section, at_equal_time, sections
-from benchmarks.timing import BESIDE, CallTimes
+from benchmarks.timing import UNMERGED_CALLS, CallTimes
 from benchmarks.variants import PLAIN
 from demo import sampler
 from demo.metrics import gradient_energy
@@ -89,7 +89,7 @@ def test_the_clock_sees_every_call_and_repeats_the_latest_one_unmerged():
     with times:
         network(torch.ones(1), scale=1), network(torch.ones(1), scale=2)
         network.slow = False
-    assert times.time_unmerged() < 0.01 and answers[2:] == [torch.full((1,), 2.0)] * BESIDE
+    assert times.time_unmerged() < 0.01 and answers[2:] == [torch.full((1,), 2.0)] * UNMERGED_CALLS
     assert len(times.seconds) == 2 and all(0.02 <= taken < 1 for taken in times.seconds)
 
 

@@ -320,6 +320,15 @@ def test_scores_by_hand_are_known_by_the_function_that_computes_them_alone():
     assert f"AttnProcessor.__call__ {UNKNOWN}" in why_left_alone(module)
 
 
+@pytest.mark.parametrize(("unusual", "value"), [
+    ("group_norm", nn.GroupNorm(4, CHANNELS)), ("residual_connection", True), ("rescale_output_factor", 2.0),
+])  # fmt: skip
+def test_by_hand_nothing_merges_beside_other_operations(unusual, value):
+    module = of_diffusers("AttnProcessor")
+    setattr(module, unusual, value)
+    assert "it has a norm, an output scale or a residual connection" in why_left_alone(module)
+
+
 def test_a_call_that_asks_for_more_than_attention_is_left_alone():
     def asking(change=lambda *own: own, **more):
         def call(attn, x, **_):

@@ -114,12 +114,14 @@ def test_nothing_is_kept_where_a_backward_pass_may_follow_nor_for_a_cuda_graph(s
         assert len(work) == done  # the last finds what was kept before the graph
 
 
-def test_each_sampling_looks_anew_whether_its_batch_is_made_of_copies(state):
+def test_each_sampling_looks_anew_whether_its_batch_is_made_of_copies_and_one_expanded_latent_says_so_itself(state):
     state.keep_maps()
     one, other = torch.randn(2, 1, 4, 16, 24, generator=seeded(0))
-    for name, latents, is_shared in (("a", (one, one), True), ("b", (one, other), False)):
-        state.set_time(timestep=900, sampling=name, pictures=1)
-        state.attend(state.begin(900, torch.cat(latents)), "a", 0, PICTURE, attention(PICTURE))
+    expanded = one.expand(2, -1, -1, -1)
+    batches = (torch.cat([one, one]), 1, True), (torch.cat([one, other]), 1, False), (expanded, None, True)
+    for name, (batch, pictures, is_shared) in enumerate(batches):
+        state.set_time(timestep=900, sampling=name, pictures=pictures)
+        state.attend(state.begin(900, batch), "a", 0, PICTURE, attention(PICTURE))
         assert torch.equal(*state.maps()[0].group.expand(2, -1)) == is_shared
 
 

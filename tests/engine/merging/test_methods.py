@@ -14,6 +14,7 @@ from tome_core.engine.match import match as match_heads
 from tome_core.merging.grid import WINDOW, Draw, Grid, Layout, cells, draw_choices, windows
 from tome_core.merging.methods import METHODS, MatchOptions
 from tome_core.merging.methods.bipartite import refine_plan
+from tome_core.merging.methods.cluster import ITERATIONS
 from tome_core.merging.metric import METRICS, of_unit_spread
 
 GRIDS = [(1, 1), (1, 16), (16, 1), (2, 2), (3, 5), (7, 4), (5, 9), (8, 8), (3, 3)]
@@ -128,6 +129,18 @@ def test_tokens_of_zeros_do_no_harm(name):
         plan = match(name, case, (8, 8))
         assert torch.isfinite(plan.merge(case)).all()
         assert (plan.sizes >= 1).all()  # equal tokens empty clusters, which are then given one each
+
+
+@pytest.mark.parametrize(("name", "ratio"), [("cluster", 0.5), ("cluster", 0.8), ("cluster-similarity", 32 / 36)])
+def test_clusters_are_lloyds_algorithm_on_tokens_or_on_their_cosines(name, ratio):
+    x = tokens((6, 6), batch=1, channels=3)
+    cosine = F.cosine_similarity(x[0], x[0].mean(0, keepdim=True), dim=-1)[:, None]
+    values, ordered = (x[0], x[0]) if name == "cluster" else (cosine, cosine.sort(0).values)
+    count = 36 - int(36 * ratio)
+    first = torch.cdist(values.double(), ordered[[i * 36 // count for i in range(count)]].double()).argmin(1).tolist()
+    expected = k_means(values, first, count, ITERATIONS - 1, by_distance=True)
+    assert len(set(expected)) == count  # none empty here, so none was given a token
+    assert match(name, x, (6, 6), ratio=ratio).group[0].tolist() == expected
 
 
 def choices(seed, level, *times, count=1024, dtype=torch.float32):
