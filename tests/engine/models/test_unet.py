@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from typing import Any
 
@@ -37,6 +38,12 @@ def test_a_whole_unet_gives_tomesds_picture(name: str, more: dict):
         scale = expected.abs().max()
         assert (picture - expected).abs().max() <= 1e-4 * scale
         assert (picture - vanilla).abs().max() > 1e-2 * scale
+
+
+def test_arguments_that_tomesd_has_too_have_its_defaults():
+    theirs, ours = (inspect.signature(module.apply_patch).parameters for module in (tomesd, tome_core))
+    assert {name: ours[name].default for name in theirs if ours[name].default != theirs[name].default} == {
+        "max_downsample": None}, "chosen by the model"  # fmt: skip
 
 
 @seeded
