@@ -42,7 +42,7 @@ def _by_products(name: str, casts: bool = True) -> Any:
     """A function of this name, in the precision asked for if it ``casts``."""
 
     def function(q, k, v, heads, mask=None, attn_precision=None, **kwargs):
-        q, k, v = (of_heads(one, heads) for one in (q, k, v))
+        q, k, v = (of_heads(tensor, heads) for tensor in (q, k, v))
         if casts and attn_precision is not None:
             q, k = q.to(attn_precision), k.to(attn_precision)
         scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5

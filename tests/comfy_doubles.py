@@ -30,7 +30,7 @@ class Executor:
 
     @classmethod
     def of(cls, kind: str, options: dict, original: Any, class_obj: Any) -> Executor:
-        return cls(original, class_obj, [one for many in options["wrappers"].get(kind, {}).values() for one in many])
+        return cls(original, class_obj, [wrap for many in options["wrappers"].get(kind, {}).values() for wrap in many])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.wrappers:
@@ -51,7 +51,7 @@ class DiscreteSampling:
         return 0.0 if percent >= 1 else self.sigma((1 - percent) * 999)
 
     def timestep(self, sigma: torch.Tensor) -> torch.Tensor:
-        return torch.tensor([round(STABLE_DIFFUSION.timestep_of_sigma(one)) for one in plain(sigma).tolist()])
+        return torch.tensor([round(STABLE_DIFFUSION.timestep_of_sigma(level)) for level in plain(sigma).tolist()])
 
 
 class BaseModel(nn.Module):
@@ -102,8 +102,8 @@ class ModelPatcher:
 
 def _copied(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _copied(one) for key, one in value.items()}
-    return [_copied(one) for one in value] if isinstance(value, list) else value
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list) else value
 
 
 def sampler_of(name: str = "sample_euler", module: str = "comfy.k_diffusion.sampling") -> SimpleNamespace:

@@ -79,8 +79,8 @@ def grouped(module: nn.Module, plan: MergePlan, roles: str) -> Iterator[None]:
     """
 
     def exchange(name: str, layer: nn.Module, args: tuple, out: torch.Tensor) -> torch.Tensor:
-        made = name.split("_")[1]  # "qkv", if they are fused
-        parts = zip(made, out.chunk(len(made), -1), strict=True)
+        letters = name.split("_")[1]  # "qkv", if they are fused
+        parts = zip(letters, out.chunk(len(letters), -1), strict=True)
         return torch.cat([means(part, plan.group) if role in roles else part for role, part in parts], -1)
 
     with contextlib.ExitStack() as hooks:
@@ -98,19 +98,19 @@ def far(out: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def assert_repeated(
-    module: nn.Module, args: tuple, told: dict[str, Any], out: torch.Tensor, plan: MergePlan,
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], out: torch.Tensor, plan: MergePlan,
     tolerance: float | None = None, roles: str = "kv",
 ) -> None:  # fmt: skip
     """The output is what repeated keys give.
 
-    module: not patched; asked in float64, so that only the engine's own error is seen. args, told: of its call, whose
+    module: not patched; asked in float64, so that only the engine's own error is seen. args, kwargs: of its call, whose
     first argument are the tokens ``[B, N, C]``. roles: what merges.
     """
     tolerance = tolerance or TOLERANCE[args[0].dtype]
     exact = copy.deepcopy(module).double()  # what it casts by itself (``upcast_attention``) it goes on casting
-    args, told = tree_map_only(torch.Tensor, lambda it: it.double() if it.is_floating_point() else it, (args, told))
+    args, kwargs = tree_map_only(torch.Tensor, lambda it: it.double() if it.is_floating_point() else it, (args, kwargs))
     with torch.no_grad(), grouped(exact, plan, roles):
-        error = far(out, exact(*args, **told))
+        error = far(out, exact(*args, **kwargs))
     assert error <= tolerance, f"off by {error:.1e} of the output, {tolerance:.0e} allowed"
 
 
@@ -118,22 +118,22 @@ def assert_repeated(
 
 
 class BasicTransformerBlock(nn.Module):
-    """Its self-attention alone. told: what this is given beside its tokens."""
+    """Its self-attention alone. kwargs: arguments besides the tokens."""
 
-    def __init__(self, attention: nn.Module, told: dict[str, Any]) -> None:
+    def __init__(self, attention: nn.Module, kwargs: dict[str, Any]) -> None:
         super().__init__()
-        self.attn1, self.told = attention, told
+        self.attn1, self.kwargs = attention, kwargs
 
     def forward(self, x: torch.Tensor, context: None = None) -> torch.Tensor:
-        return self.attn1(x, **self.told)
+        return self.attn1(x, **self.kwargs)
 
 
 class UNetOf(UNet):
-    """A UNet of one self-attention; told: what this is given beside its tokens."""
+    """A UNet of one self-attention; kwargs: arguments besides the tokens."""
 
-    def __init__(self, attention: nn.Module, **told: Any) -> None:
+    def __init__(self, attention: nn.Module, **kwargs: Any) -> None:
         transformer = SpatialTransformer(depth=0)
-        transformer.transformer_blocks.append(BasicTransformerBlock(attention, told))
+        transformer.transformer_blocks.append(BasicTransformerBlock(attention, kwargs))
         super().__init__([[transformer]])
 
 
@@ -161,14 +161,14 @@ def telling(module: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
 def way(
     module: nn.Module, dtype: torch.dtype = torch.float32, *, batch: int = 3, tolerance: float | None = None,
     alike: bool = False, queries: bool = False, engine: ModuleType = tome_core, settings: dict[str, Any] | None = None,
-    **told: Any,
+    **kwargs: Any,
 ) -> str:  # fmt: skip
     """Hold an attention against repeated keys. Returns the way in which the engine told it of sizes.
 
     alike: one plan serves all samples. queries: they merge too. engine: which copy of it merges. settings: more of its
-    settings. told: the other arguments of the attention's call.
+    settings. kwargs: the other arguments of the attention's call.
     """
-    unet, before, x = UNetOf(module, **told), copy.deepcopy(module), tokens(batch, dtype)
+    unet, before, x = UNetOf(module, **kwargs), copy.deepcopy(module), tokens(batch, dtype)
     config = {"correction": False, "side": "qkv" if queries else "kv", "ratio": 0.75, "use_rand": False}
     with merging_by(alike, engine), engine.patch(unet, **config, **(settings or {})) as handle:
         out = run(unet, x)
@@ -176,7 +176,7 @@ def way(
     left = GROUPS if queries else SIDE**2
     assert level.calls_merged == 1 and level.tokens == ((SIDE**2, left, GROUPS),), handle.report()
     plan = ragged(1 if alike else batch, SIDE**2, GROUPS)
-    assert_repeated(before, (x,), told, out, plan, tolerance, config["side"])
+    assert_repeated(before, (x,), kwargs, out, plan, tolerance, config["side"])
     (only,) = level.sized_by
     return only
 
@@ -195,9 +195,9 @@ def attention(processor: Any = None, dtype: torch.dtype = torch.float32, **setti
     return module
 
 
-def why_left_alone(module: nn.Module, batch: int = 3, config: MergeConfig = KV, **told: Any) -> str:
+def why_left_alone(module: nn.Module, batch: int = 3, config: MergeConfig = KV, **kwargs: Any) -> str:
     """The reason why an attention is not merged, which gives the same bits then."""
-    unet, x = UNetOf(module, **told), tokens(batch, next(module.parameters()).dtype)
+    unet, x = UNetOf(module, **kwargs), tokens(batch, next(module.parameters()).dtype)
     out = run(unet, x)
     with tome_core.patch(unet, config) as handle:
         assert torch.equal(run(unet, x), out)
@@ -215,7 +215,7 @@ def memory_efficient_attention(
 ) -> torch.Tensor:  # fmt: skip
     """What xformers computes, for ``[B, N, d]`` or ``[B, N, H, d]``, and as strict as it is with a bias."""
     assert query.dtype == key.dtype == value.dtype
-    by_head = [one[:, None] if query.dim() == 3 else one.transpose(1, 2) for one in (query, key, value)]
+    by_head = [tensor[:, None] if query.dim() == 3 else tensor.transpose(1, 2) for tensor in (query, key, value)]
     if attn_bias is not None:
         full = (*query.shape[:2], key.shape[1]) if query.dim() == 3 else (*by_head[0].shape[:3], key.shape[1])
         assert attn_bias.dtype == query.dtype, "xformers takes a bias in the dtype of the queries"

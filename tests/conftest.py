@@ -51,8 +51,8 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_terminal_summary(terminalreporter):
     """What was skipped, a line a reason."""
-    reasons = Counter(one.longrepr[2].removeprefix("Skipped: ") for one in terminalreporter.stats.get("skipped", ())
-                      if isinstance(one.longrepr, tuple))  # fmt: skip
+    reasons = Counter(skip.longrepr[2].removeprefix("Skipped: ") for skip in terminalreporter.stats.get("skipped", ())
+                      if isinstance(skip.longrepr, tuple))  # fmt: skip
     for reason, count in reasons.most_common():
         terminalreporter.write_line(f"skipped {count}: {reason}")
 
@@ -103,9 +103,9 @@ def server(monkeypatch):
     """ComfyUI's, to which nodes show their texts."""
     from tests.comfy_doubles import Server
 
-    one = Server()
-    monkeypatch.setitem(sys.modules, "server", one)
-    return one
+    double = Server()
+    monkeypatch.setitem(sys.modules, "server", double)
+    return double
 
 
 @pytest.fixture

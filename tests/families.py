@@ -10,7 +10,7 @@ import torch
 from tests.models import CASES
 from tests.tiny_transformers import PRESENT, Transformer
 
-UNETS = {one.name: one for one in CASES}
+UNETS = {family.name: family for family in CASES}
 MODELS = UNETS | {name: Transformer(name) for name in PRESENT}
 _OF_ITS_OWN = ("ldm_sd1", "sgm_double", "sd15", "sdxl", "gligen", "motion")
 _QUICK = (*_OF_ITS_OWN, "Flux", "SD3.5", "Z-Image", "Wan")
@@ -18,8 +18,8 @@ _QUICK = (*_OF_ITS_OWN, "Flux", "SD3.5", "Z-Image", "Wan")
 
 def _each(models: Any, quick: Any) -> pytest.MarkDecorator:
     """A test's cases, of which all but the quick ones are slow."""
-    cases = [pytest.param(one, marks=[pytest.mark.slow] * (one.name not in quick)) for one in models]
-    return pytest.mark.parametrize("one", cases, ids=lambda one: one.name)
+    cases = [pytest.param(family, marks=[pytest.mark.slow] * (family.name not in quick)) for family in models]
+    return pytest.mark.parametrize("family", cases, ids=lambda family: family.name)
 
 
 # one of each wiring is quick; what differs from it in weights or arguments alone is slow
@@ -33,6 +33,6 @@ def some_models(*names: str) -> pytest.MarkDecorator:
     return _each([MODELS[name] for name in known], [*firsts])
 
 
-def largest_difference(one: torch.Tensor, other: torch.Tensor) -> float:
+def largest_difference(picture: torch.Tensor, other: torch.Tensor) -> float:
     """The largest between values at the same place."""
-    return (one - other).abs().max().item()
+    return (picture - other).abs().max().item()

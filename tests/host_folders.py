@@ -24,14 +24,14 @@ def call_install(
 
 def make_folder(host: install.Host, parent: Path) -> Path:
     """A folder like the host's, in a path that no module name could be made of."""
-    made = parent / "a host v0.33.0"
-    made.mkdir()
+    folder = parent / "a host v0.33.0"
+    folder.mkdir()
     for name in host.looked_for[0]:
         if name.endswith(".py"):
-            (made / name).touch()
+            (folder / name).touch()
         else:
-            (made / name).mkdir(parents=True)
-    return made
+            (folder / name).mkdir(parents=True)
+    return folder
 
 
 def load_pack(folder: Path) -> ModuleType:

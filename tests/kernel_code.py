@@ -35,10 +35,10 @@ def launch_all(dtype):
     kernels.segments(numbers(2, TOKENS), GROUPS, -1000.0, torch.bfloat16)
     kernels.assign_groups(torch.zeros(2, 768), numbers(2, 768), numbers(1, 768), numbers(1, GROUPS), 512)
     if dtype.itemsize == 2:
-        asked, few = tokens[:, ::8], groups.to(dtype)
+        queries, few = tokens[:, ::8], groups.to(dtype)
         first = kernels.first_order(tokens, tokens, numbers(1, TOKENS), groups, HEADS, 0.1)
-        answers = kernels.attend_sample(asked, tokens, tokens, few, few, few[:1, :, 0], HEADS, 0.1)
-        kernels.correct(tokens, tokens, *kernels.ridge(asked, answers, first))
+        answers = kernels.attend_sample(queries, tokens, tokens, few, few, few[:1, :, 0], HEADS, 0.1)
+        kernels.correct(tokens, tokens, *kernels.ridge(queries, answers, first))
 
 
 def compiled_for(target, dtype):

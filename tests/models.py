@@ -195,7 +195,7 @@ def host_double(make_block: Callable[[int], nn.Module] | None = None, **changes:
     whole = nn.Module()
     whole.model = nn.Module()
     whole.model.diffusion_model = ldm(**changes)
-    transformers = [one for one in whole.modules() if hasattr(one, "transformer_blocks")]
+    transformers = [module for module in whole.modules() if hasattr(module, "transformer_blocks")]
     for transformer in transformers if make_block else ():
         width = transformer.transformer_blocks[0].norm1.normalized_shape[0]
         transformer.transformer_blocks = nn.ModuleList([make_block(width)])

@@ -42,7 +42,7 @@ def complete(translated: Any, wanted: Any) -> Any:
     """The translation with what is wanted and nothing else: in English, and in its order, where it is not there."""
     if not isinstance(wanted, dict):
         return translated
-    return {key: complete(translated.get(key, one), one) for key, one in wanted.items()}
+    return {key: complete(translated.get(key, entry), entry) for key, entry in wanted.items()}
 
 
 def help_page(page: str) -> str:

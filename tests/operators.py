@@ -42,17 +42,17 @@ DIRECTML = frozenset(_DIRECTML.split())
 def _table() -> tuple[dict[str, NativeFunction], BackendIndex]:
     """Operators by name and overload, and MPS's kernels."""
     parsed = parse_native_yaml(*(str(_FOLDER / f"{name}.yaml") for name in ("native_functions", "tags")))
-    return {str(one.func.name): one for one in parsed.native_functions}, parsed.backend_indices[DispatchKey.MPS]
+    return {str(row.func.name): row for row in parsed.native_functions}, parsed.backend_indices[DispatchKey.MPS]
 
 
 def _has(device: str, name: str) -> bool:
     """Has the device a kernel for this operator, ``embedding`` or ``sort.stable``, or is it made of others?"""
     operators, on_mps = _table()
-    one, plain = operators[name], name.partition(".")[0]
-    own = on_mps.has_kernel(one) if device == "MPS" else {plain, plain.rstrip("_")} & DIRECTML
-    if own or one.has_composite_implicit_autograd_kernel or one.has_composite_explicit_autograd_kernel:
+    operator, plain = operators[name], name.partition(".")[0]
+    is_there = on_mps.has_kernel(operator) if device == "MPS" else {plain, plain.rstrip("_")} & DIRECTML
+    if is_there or operator.has_composite_implicit_autograd_kernel or operator.has_composite_explicit_autograd_kernel:
         return True
-    return one.structured_delegate is not None and _has(device, str(one.structured_delegate))
+    return operator.structured_delegate is not None and _has(device, str(operator.structured_delegate))
 
 
 class OperatorCounter(TorchDispatchMode):
@@ -84,7 +84,7 @@ class OperatorRecorder(OperatorCounter):
     def note(self, func, met) -> None:
         name = func._schema.name.removeprefix("aten::")
         self.names.add(f"{name}.{func._overloadname}".removesuffix(".default"))
-        if any(torch.is_tensor(one) and one.dtype == torch.float64 for one in tree_leaves(met)):
+        if any(torch.is_tensor(value) and value.dtype == torch.float64 for value in tree_leaves(met)):
             self.doubles.add(name)
 
 

@@ -67,7 +67,7 @@ def sized(kind: str, **settings: Any) -> nn.Module:
     """A transformer of this class."""
     model = getattr(diffusers, kind)
     known = inspect.signature(model.__init__).parameters
-    return model(**{name: one for name, one in (SIZES | settings).items() if name in known or name not in SIZES})
+    return model(**{name: value for name, value in (SIZES | settings).items() if name in known or name not in SIZES})
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ MODELS = {
         1, 12, 4, 32, 32, encoder_hidden_states_image=torch.randn(1, 5, 32),
         pose_hidden_states=torch.randn(1, 4, 3, 32, 32), face_pixel_values=torch.randn(1, 3, 9, 16, 16))),
 }  # fmt: skip
-PRESENT = [name for name, one in MODELS.items() if hasattr(diffusers, one.kind)]
+PRESENT = [name for name, tiny in MODELS.items() if hasattr(diffusers, tiny.kind)]
 
 
 def make(name: str) -> tuple[nn.Module, Arguments]:
@@ -241,10 +241,10 @@ def make(name: str) -> tuple[nn.Module, Arguments]:
         torch.manual_seed(0)
         model, arguments = sized(kind, **settings), given()
         with torch.no_grad():
-            for one in model.parameters():  # some start as zeros, behind which nothing of an attention would show
-                if not one.any():
-                    one.normal_(std=0.1)
-                one.mul_(gain)
+            for parameter in model.parameters():  # some start as zeros, behind which nothing of an attention would show
+                if not parameter.any():
+                    parameter.normal_(std=0.1)
+                parameter.mul_(gain)
     return model.eval(), arguments
 
 
@@ -263,7 +263,7 @@ def call(model: nn.Module, arguments: Arguments) -> torch.Tensor:
 
 def at(arguments: Arguments, share: float) -> Arguments:
     """The same call at this share of its time."""
-    return {key: one * share if key in TIMES else one for key, one in arguments.items()}
+    return {key: value * share if key in TIMES else value for key, value in arguments.items()}
 
 
 class Transformer(NamedTuple):
@@ -279,6 +279,6 @@ class Transformer(NamedTuple):
         return call(model, at(arguments_of(self.name), timestep / 500))
 
 
-def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+def distance(picture: torch.Tensor, other: torch.Tensor) -> float:
     """Of the other's size."""
-    return float((one - other).norm() / other.norm())
+    return float((picture - other).norm() / other.norm())

@@ -31,8 +31,8 @@ ALL_SEEN = torch.ones(1, tiny_transformers.WORDS, dtype=torch.long)
 
 def _both(**given: Any) -> Call:
     """The same for the prompt and for the negative one, which is half of it."""
-    negative = {f"negative_{name}": one * 0.5 if torch.is_tensor(one) and one.is_floating_point() else one
-                for name, one in given.items()}  # fmt: skip
+    negative = {f"negative_{name}": value * 0.5 if torch.is_tensor(value) and value.is_floating_point() else value
+                for name, value in given.items()}  # fmt: skip
     return {**given, **negative}
 
 
@@ -109,7 +109,7 @@ def make(name: str) -> tuple[Any, Call]:
     """The pipeline, and what its prompt, its size and its kind want in a call."""
     way = PIPELINES[name]
     kind = getattr(diffusers, way.kind)
-    parts = {one.name: None for one in inspect.signature(kind).parameters.values() if one.default is one.empty}
+    parts = {it.name: None for it in inspect.signature(kind).parameters.values() if it.default is it.empty}
     with torch.random.fork_rng():
         torch.manual_seed(0)
         parts |= {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler(),
@@ -128,4 +128,4 @@ def draw(pipe: Any, call: Call, **more: Any) -> torch.Tensor:
 
 def transformers_of(pipe: Any) -> list[torch.nn.Module]:
     """One, or Wan 2.2's two."""
-    return [one for one in (pipe.transformer, getattr(pipe, "transformer_2", None)) if one is not None]
+    return [part for part in (pipe.transformer, getattr(pipe, "transformer_2", None)) if part is not None]

@@ -353,5 +353,5 @@ class SdNext(Webui):
 
 def merges(model):
     """Does anything of ours lie on this UNet?"""
-    return any("_tome_core_patch" in vars(one) or "forward" in vars(one) or one._forward_hooks
-               for one in model.modules())  # fmt: skip
+    return any("_tome_core_patch" in vars(module) or "forward" in vars(module) or module._forward_hooks
+               for module in model.modules())  # fmt: skip

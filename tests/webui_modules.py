@@ -62,10 +62,10 @@ class Modules:
             setattr(script, hook, lambda self, p, *args, **facts: None)
         self.scripts = self.put("modules.scripts", Script=script, AlwaysVisible=object(), scripts_data=[])
         self.shared = self.put("modules.shared", opts=Options(), sd_model=None, OptionInfo=OptionInfo)
-        told = ["cfg_denoiser", "ui_settings", "before_ui", "script_unloaded", "after_component", "infotext_pasted"]
+        events = ["cfg_denoiser", "ui_settings", "before_ui", "script_unloaded", "after_component", "infotext_pasted"]
         if flavour == "sdnext":
-            told.append("after_process")
-        listeners = {f"on_{name}": self.callbacks[name].append for name in told}
+            events.append("after_process")
+        listeners = {f"on_{name}": self.callbacks[name].append for name in events}
         callbacks = self.put("modules.script_callbacks", **listeners)
         self.put("modules", scripts=self.scripts, shared=self.shared, script_callbacks=callbacks)
 
@@ -85,13 +85,13 @@ class Modules:
         self.scripts.scripts_data.clear()
         classes = []
         if getattr(sys.modules.get(PACKAGE), "__path__", None) == [str(root)]:  # of a webui that ended in mid-job
-            for name in [one for one in sys.modules if one.startswith(PACKAGE)]:
+            for name in [module for module in sys.modules if module.startswith(PACKAGE)]:
                 del sys.modules[name]
         path = list(sys.path)
         sys.path.insert(0, str(root))
         for file in sorted((root / "scripts").glob("*.py")):
             values = runpy.run_path(str(file), run_name=file.name).values()  # it is not in sys.modules
-            classes += [one for one in values if inspect.isclass(one) and issubclass(one, self.scripts.Script)]
+            classes += [value for value in values if inspect.isclass(value) and issubclass(value, self.scripts.Script)]
         if self.flavour == "a1111":  # the Forges leave every extension's root on the path
             sys.path[:] = path
         self.call("before_ui")

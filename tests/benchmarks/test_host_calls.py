@@ -31,13 +31,13 @@ def case_of(host: str, *arguments: str) -> dict:
 
 
 def test_a_folder_that_is_missing_is_named(comfyui, tmp_path, capsys):
-    for arguments, told in (
+    for arguments, message in (
         ([], "no folder of ComfyUI is named (--comfyui DIR); no folder of A1111 is named (--webui DIR)"),
         (["--comfyui", str(comfyui), "--attention", "comfyui", "webui-sdp"], ": no folder of A1111 is named"),
         (["--webui", str(tmp_path)], "is no folder of A1111: it has no modules/"),
     ):
         assert host_calls.main(arguments) == 2
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 def test_a_stopped_run_goes_on_with_what_is_missing(comfyui, tmp_path, monkeypatch, capsys):

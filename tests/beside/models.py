@@ -40,9 +40,9 @@ class Beside:
         sites = adapter.wraps(self.model, levels, set(), lambda kind, module, *_: (kind, module))
         self.attentions = [module for kind, module in sites if kind is AttentionSite]
         paths = {module: path.rpartition(".")[0] for path, module in self.model.named_modules()}
-        own = list(dict.fromkeys(paths[attention] for attention in self.attentions))
-        outer = {path.rpartition(".transformer_blocks.")[0] for path in own} - {""}
-        self.around = [self.model.get_submodule(path) for path in (*sorted(outer), *own)]
+        block_paths = list(dict.fromkeys(paths[attention] for attention in self.attentions))
+        outer = {path.rpartition(".transformer_blocks.")[0] for path in block_paths} - {""}
+        self.around = [self.model.get_submodule(path) for path in (*sorted(outer), *block_paths)]
 
     def draw(self, times: tuple[int, ...] = TIMES) -> torch.Tensor:
         """Return the model's outputs at these times, one call after the other."""
@@ -71,7 +71,7 @@ class Beside:
 def _smooth(latent: Any) -> Any:
     """The same kind of latent, a list of them or packed tokens ``[B, N, C]``, without what lies between few places."""
     if not torch.is_tensor(latent):
-        return [_smooth(one) for one in latent]
+        return [_smooth(part) for part in latent]
     if latent.dim() == 3:
         width = 16 if latent.shape[1] == 3 * 16 * 16 else tiny_transformers.SIDE
         return _smooth(latent.mT.unflatten(2, (-1, width))).flatten(2).mT.contiguous()

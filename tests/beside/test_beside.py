@@ -146,10 +146,10 @@ def hold(case: Case) -> None:
         if not on:
             assert torch.equal(out, its.pictures), "nothing merged: other bits"
         if on and not off:
-            effect, found = its.pictures - plain, out - merged
+            effect, change = its.pictures - plain, out - merged
             size, least = effect.norm(), EQUAL * its.pictures.norm()
-            assert (found - effect).norm() <= max(PLACE * size, least), "its effect is elsewhere"
-            assert abs(found.norm() - size) <= max(SIZE * size, least), f"effect times {found.norm() / size:.2f}"
+            assert (change - effect).norm() <= max(PLACE * size, least), "its effect is elsewhere"
+            assert abs(change.norm() - size) <= max(SIZE * size, least), f"effect times {change.norm() / size:.2f}"
         leave(case, beside, both)
     tome_core.remove_patch(beside.whole)
     drop_own_methods(beside.model)

@@ -154,8 +154,8 @@ def wrapper(places: Places, make: Callable[[nn.Module, Callable], Callable] = ch
     def put_on(module: nn.Module) -> TakeOff:
         saved = module.forward
         module.forward = make(module, saved)
-        found = types.MethodType(getattr(saved, "__func__", saved), module) if rebinds else saved
-        return lambda: setattr(module, "forward", found)
+        restored = types.MethodType(getattr(saved, "__func__", saved), module) if rebinds else saved
+        return lambda: setattr(module, "forward", restored)
 
     return each(places, put_on)
 

@@ -55,7 +55,7 @@ def test_each_function_takes_sizes_its_own_way_by_itself_and_chosen_by_a_node():
     for (name, way), dtype, precision in itertools.product(WAYS.items(), TOLERANCE, (None, torch.float32)):
         function = getattr(comfy, name)
         through = OtherNodesFunction(chosen(function), comfy.attention_pytorch)
-        ways = [way_of(asked, dtype, attn_precision=precision) for asked in (function, through)]
+        ways = [way_of(attention, dtype, attn_precision=precision) for attention in (function, through)]
         assert ways == [way] * 2, (name, dtype, precision)
 
 
@@ -73,7 +73,7 @@ def test_attention_in_the_slot_gets_merged_keys_or_gives_way_or_gets_every_call_
     expected = with_slot(Noted(**what)) if why else apply(least_checkpoint(), **KV)
     torch.testing.assert_close(sample(merged), sample(expected), rtol=0, atol=0 if why else 1e-5)
     assert (slot.keys.count(16), slot.keys.count(7)) == (calls, 2 * 4), "four blocks, two steps"
-    assert any(why in one for one in latest(merged).report.reasons) or not why
+    assert any(why in reason for reason in latest(merged).report.reasons) or not why
 
 
 def test_values_whose_heads_are_apart_already_are_taken_as_others_are():
@@ -115,16 +115,16 @@ def test_each_block_merges_by_the_grid_that_its_transformer_tells_or_else_by_the
 ])  # fmt: skip
 def test_a_self_attention_that_another_node_stands_in_for_is_left_alone_and_said(name, places, keys, why):
     """As perturbed-attention guidance does: it wants every token. An attention to the prompt is no loss."""
-    asked = []
+    lengths = []
 
     def other(q, k, v, extra):
-        asked.append((q.shape[1], k.shape[1]))
+        lengths.append((q.shape[1], k.shape[1]))
         return q
 
     report = merged(least_checkpoint(), {"patches_replace": {name: dict.fromkeys(places, other)}})
     calls = sum(why.values())
     assert report.calls_merged == report.levels[0].blocks - calls and reasons(report) == why
-    assert report.work_saved == pytest.approx((4 - calls) / 4 * 0.75) and asked == [(64, keys)] * len(places)
+    assert report.work_saved == pytest.approx((4 - calls) / 4 * 0.75) and lengths == [(64, keys)] * len(places)
 
 
 def tiles(h, context, values, options):
@@ -187,8 +187,8 @@ def test_joint_attention_merges_the_picture_alone_and_the_rest_is_told(name, mul
     assert level.downsample == 2 and level.tokens == ((192 + beside, 192 + beside, 192 // 4 + beside),)
     assert level.calls_merged == 2 * 2 and level.work_saved > 0.4
     assert not report.reasons and len(latest(merged).details) <= 10
-    ((downsample, found),) = latest(merged).maps.values()
-    assert downsample == 2 and tuple(found.grid[:2]) == (12, 16) and found.group.shape[-1] == 192
+    ((downsample, merge_map),) = latest(merged).maps.values()
+    assert downsample == 2 and tuple(merge_map.grid[:2]) == (12, 16) and merge_map.group.shape[-1] == 192
 
 
 def test_start_and_end_are_of_the_flows_own_schedule():
@@ -222,8 +222,8 @@ def test_where_a_pictures_tokens_lie_is_known_by_the_models_name_or_said_to_be_u
     name, attributes, beside, told, first
 ):
     model = type(name, (), attributes)()
-    found = transformers.where_tokens_lie(model, GRID, 192 + beside, {"block_type": "double", **told})
-    assert found == first if isinstance(first, str) else found.first == first
+    place = transformers.where_tokens_lie(model, GRID, 192 + beside, {"block_type": "double", **told})
+    assert place == first if isinstance(first, str) else place.first == first
 
 
 PATCHES = (  # a model's attributes, a latent, its grid
@@ -239,5 +239,5 @@ PATCHES = (  # a model's attributes, a latent, its grid
 
 @pytest.mark.parametrize(("names", "latent", "grid"), PATCHES)
 def test_the_grid_is_the_latents_in_whole_tokens_whichever_name_the_model_has_for_them(names, latent, grid):
-    found = transformers.grid_of(SimpleNamespace(**names), torch.zeros(latent))
-    assert found == grid and (grid is None or isinstance(found, Grid))
+    computed = transformers.grid_of(SimpleNamespace(**names), torch.zeros(latent))
+    assert computed == grid and (grid is None or isinstance(computed, Grid))

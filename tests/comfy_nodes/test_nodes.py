@@ -114,7 +114,7 @@ def test_it_is_told_after_three_of_both_kinds(drawn):
 
 def test_a_branch_that_is_off_is_called_as_one_without_a_node(drawn):
     patcher, (off,), reports = drawn.patcher, ApplyToMe().apply(drawn.patcher, strength=0), []
-    pictures = [sample(one, callback=lambda *args: reports.append(args[0])) for one in (patcher, off)]
+    pictures = [sample(branch, callback=lambda *args: reports.append(args[0])) for branch in (patcher, off)]
     assert torch.equal(*pictures) and reports == [0, 1] * 2
     assert nodes.OFF_TEXT in ToMePreview().preview(off, latent={"samples": pictures[0]})["ui"]["text"]
     for clone in (RemoveToMe().remove(off)[0], apply(off)):

@@ -70,14 +70,14 @@ def test_sigmas_are_told_as_if_pictures_varied_by_one():
     eps, edm = SimpleNamespace(sigma_data=1.0), SimpleNamespace(sigma_data=0.5)
     flow = type("ModelSampling", (type("Flow", (), {}), type("CONST", (), {})), {})()
 
-    def told(sigma, model_sampling):
+    def time_of(sigma, model_sampling):
         return timestep_of(sigma, model_sampling, flow_timesteps=False)
 
-    assert told(3.0, object()) == told(3.0, eps) and told(3.0, edm) == told(6.0, eps)
-    assert told(0.75, flow) == told(3.0, eps) and told(0.0, flow) == told(0.0, eps)
-    assert told(1.0, flow) == told(1e5, eps) > told(6.0, eps)
+    assert time_of(3.0, object()) == time_of(3.0, eps) and time_of(3.0, edm) == time_of(6.0, eps)
+    assert time_of(0.75, flow) == time_of(3.0, eps) and time_of(0.0, flow) == time_of(0.0, eps)
+    assert time_of(1.0, flow) == time_of(1e5, eps) > time_of(6.0, eps)
     assert timestep_of(0.75, flow, flow_timesteps=True) == 750
-    assert timestep_of(3.0, eps, flow_timesteps=True) == told(3.0, eps)
+    assert timestep_of(3.0, eps, flow_timesteps=True) == time_of(3.0, eps)
 
 
 @pytest.mark.parametrize(("continues", "share"), [(False, 0.4), (True, 0.7)])

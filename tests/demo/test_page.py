@@ -36,8 +36,8 @@ VALUES = {"strength": 0.5, "prompt": "day sea", "seed": 5, "steps": 2.0, "own": 
 
 def test_a_strength_counts_unless_own_settings_do_and_what_is_not_possible_is_told_in_a_sentence():
     assert page.read(VALUES, SD, True) == Wanted("day sea", 5, 2, {"strength": 0.5})
-    own = page.read({**VALUES, "own": True, "ratio": 0.35}, SD, True).how["config"]
-    assert form.values_of(own) == {**form.values_of(tome_core.strength(0.5)), "ratio": 0.35}
+    config = page.read({**VALUES, "own": True, "ratio": 0.35}, SD, True).how["config"]
+    assert form.values_of(config) == {**form.values_of(tome_core.strength(0.5)), "ratio": 0.35}
     for changes, words in (
         ({"prompt": "day banana"}, "does not know the word 'banana'"), ({"seed": -1}, "'-1' is no seed"),
         ({"seed": None}, "Seed and steps"), ({"steps": 0.5}, "'0.5' is no number of steps"),

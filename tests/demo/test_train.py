@@ -35,9 +35,9 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path, layout):
     assert (resumed.step, resumed.seconds) == (2, 12.5)
     assert advance(resumed, 2) == advance(state, 2)
     for module in ("model", "average"):
-        theirs, start = getattr(state, module).state_dict(), getattr(fresh(layout), module).state_dict()
+        weights, start = getattr(state, module).state_dict(), getattr(fresh(layout), module).state_dict()
         for name, value in getattr(resumed, module).state_dict().items():
-            assert torch.equal(value, theirs[name]) and not torch.equal(value, start[name]), name
+            assert torch.equal(value, weights[name]) and not torch.equal(value, start[name]), name
 
 
 @pytest.mark.slow

@@ -68,19 +68,19 @@ def functions_called(run: Callable) -> list[str]:
 @pytest.mark.parametrize("case", MOST_CALLS)
 def test_a_kept_merge_calls_few_functions_puts_nothing_on_and_passes_through_a_block_left_alone(case):
     """Of one block and its transformer: what a UNet of two calls beyond a UNet of one, also to tell it the time."""
-    two, one = (Counter(functions_called(make_run(case, blocks))) for blocks in (2, 1))
-    calls = two - one
+    of_two, of_one = (Counter(functions_called(make_run(case, blocks))) for blocks in (2, 1))
+    calls = of_two - of_one
     assert 0 < calls.total() <= MOST_CALLS[case], calls.most_common()
     assert ("merge_pair" in calls) == (case == KEPT)
-    assert not {"install", "uninstall", "put_on", "take_off"} & set(two)
+    assert not {"install", "uninstall", "put_on", "take_off"} & set(of_two)
 
 
 def test_a_block_that_is_left_alone_or_switched_off_runs_no_other_operators():
-    found = {}
+    counts = {}
     for case in (UNMERGED, CLOSED, OFF):
         run = make_run(case)
         with OperatorCounter() as counter:
             run()
-        found[case] = counter.by_name
-    assert found[OFF] == found[UNMERGED]
-    assert found[CLOSED] - found[UNMERGED] == {"transpose": 3}, "views with which the attention function is asked"
+        counts[case] = counter.by_name
+    assert counts[OFF] == counts[UNMERGED]
+    assert counts[CLOSED] - counts[UNMERGED] == {"transpose": 3}, "views with which the attention function is asked"

@@ -74,8 +74,8 @@ def test_a_compiled_block_gives_its_own_bits_again_and_keeps_its_match_as_the_pl
                     handle.set_time(timestep=timestep, sampling=name)
                     results.append(run(*inputs).clone())
         assert all(torch.equal(result, equal[0]) for result in equal), settings
-        for eager, found in zip(results[:6], results[6:], strict=True):
-            assert (found - eager).float().norm() < 0.01 * eager.float().norm(), settings
+        for eager, by_compiler in zip(results[:6], results[6:], strict=True):
+            assert (by_compiler - eager).float().norm() < 0.01 * eager.float().norm(), settings
 
 
 def test_the_kernels_keep_their_laws_on_this_gpu():

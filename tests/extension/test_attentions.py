@@ -22,13 +22,13 @@ BIAS, OWN_BIAS = "bias", "bias, by torch's own function"
 loaded_hypernetworks = []
 
 
-def made(kind=CrossAttention, dtype=torch.float32):
+def make(kind=CrossAttention, dtype=torch.float32):
     return telling(kind(CHANNELS, heads=HEADS, dim_head=CHANNELS // HEADS), dtype)
 
 
-def left_alone(webui, module, **told):
+def left_alone(webui, module, **kwargs):
     """The reason why it does not merge."""
-    unet, x = UNetOf(module, **told), tokens(2)
+    unet, x = UNetOf(module, **kwargs), tokens(2)
     expected = run(unet, x)
     with webui.engine().patch(unet, side="kv", use_rand=False, ratio=0.5) as handle:
         assert torch.equal(run(unet, x), expected)
@@ -99,12 +99,12 @@ def expected(request, monkeypatch):
 
 @pytest.mark.parametrize("dtype", some_quick(DTYPES), ids=str)
 def test_each_of_a1111s_forwards_is_known(webui, expected, dtype):
-    told = {"mask": None, "additional_tokens": None}
-    assert conformance.way(made(dtype=dtype), dtype, engine=webui.engine(), **told) == expected
+    kwargs = {"mask": None, "additional_tokens": None}
+    assert conformance.way(make(dtype=dtype), dtype, engine=webui.engine(), **kwargs) == expected
 
 
 def test_hypernetworks_change_tokens_once(webui, expected, monkeypatch):
-    module, x = made(dtype=torch.float64), tokens(2, torch.float64)
+    module, x = make(dtype=torch.float64), tokens(2, torch.float64)
     plain = module(x)
     layers = [telling(nn.Linear(CHANNELS, CHANNELS), torch.float64) for _ in range(2)]
     monkeypatch.setattr(sys.modules[__name__], "loaded_hypernetworks", [{CHANNELS: layers}])
@@ -152,8 +152,8 @@ def test_the_forges_functions_are_given_no_bias_and_what_is_no_attention_or_mask
     webui, monkeypatch, kind
 ):
     """Some cut a bias by queries if memory is short, which no trial tells."""
-    assert conformance.way(made(kind), torch.float32, engine=webui.engine(), mask=None) == OWN_BIAS
-    assert left_alone(webui, made(kind), mask=torch.randn(1, 1, 1, 64)) == "attn: the call has an attention mask"
+    assert conformance.way(make(kind), torch.float32, engine=webui.engine(), mask=None) == OWN_BIAS
+    assert left_alone(webui, make(kind), mask=torch.randn(1, 1, 1, 64)) == "attn: the call has an attention mask"
     for name in ("attention_function", "optimized_attention"):
         monkeypatch.setattr(sys.modules[__name__], name, lambda q, k, v, heads, mask=None, attn_precision=None: v * 0.5)
-    assert left_alone(webui, made(kind)).startswith("attn: the function that it calls is no attention: ")
+    assert left_alone(webui, make(kind)).startswith("attn: the function that it calls is no attention: ")

@@ -90,10 +90,10 @@ def measured(place, webui, monkeypatch):
 
 def make(webui, names, tab="txt2img"):
     """The webui makes controls of its own."""
-    made = {name: Component(THEIRS.get(name)) for name in names}
-    for name, control in made.items():
+    controls = {name: Component(THEIRS.get(name)) for name in names}
+    for name, control in controls.items():
         webui.call("after_component", control, f"{tab}_{name}")
-    return made
+    return controls
 
 
 @pytest.fixture
@@ -145,9 +145,9 @@ def test_a_measurement_that_fails_is_told_and_the_card_is_free_again(webui, line
 
 def test_a_size_by_a_factor_is_not_told_as_the_other_tabs(webui):
     webui.script.ui(True)
-    theirs = make(webui, ("tab_resize_to", "tab_resize_by", "height", "width"), "img2img")
-    by_size, by_factor = (theirs[name].followed[0]["fn"]() for name in ("tab_resize_to", "tab_resize_by"))
-    (event,) = theirs["width"].followed
+    controls = make(webui, ("tab_resize_to", "tab_resize_by", "height", "width"), "img2img")
+    by_size, by_factor = (controls[name].followed[0]["fn"]() for name in ("tab_resize_to", "tab_resize_by"))
+    (event,) = controls["width"].followed
     _, *values = (control.value for control in event["inputs"])
     assert event["fn"](by_size, *values).startswith("128x128: ")
     assert event["fn"](by_factor, *values) == "resized by a factor: the size is known only when the picture is drawn"

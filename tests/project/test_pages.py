@@ -175,5 +175,5 @@ def test_no_word_is_misspelled():
 def test_no_phrase_that_had_to_be_read_twice_comes_back():
     texts = {**PAGES, "nodes": (ROOT / "locales" / "en" / "nodeDefs.json").read_text("utf-8")}
     texts |= {f"setting {field.name}": f"{field.label} {field.help}" for field in form.FIELDS}
-    found = {(name, hit[0]) for name, text in texts.items() for hit in STUMBLES.finditer(text)}
-    assert not found, "name who it is, and write: again, also, if it is 0, tolerates, gets, depends on, 88%"
+    stumbles = {(name, hit[0]) for name, text in texts.items() for hit in STUMBLES.finditer(text)}
+    assert not stumbles, "name who it is, and write: again, also, if it is 0, tolerates, gets, depends on, 88%"

@@ -33,8 +33,8 @@ def test_the_version_is_the_same_everywhere_and_told_without_torch():
     assert release.disagreements(f"v{tome_core.__version__}") == []
     # without our expressions, as ComfyUI's Manager and pip read it
     assert install.read_project(ROOT / "pyproject.toml")["project"]["version"] == tome_core.__version__
-    told = run([sys.executable, "-X", "importtime", "-m", "tests.release"], cwd=ROOT)
-    assert told.endswith(f"\n{tome_core.__version__}\n") and "torch" not in told
+    printed = run([sys.executable, "-X", "importtime", "-m", "tests.release"], cwd=ROOT)
+    assert printed.endswith(f"\n{tome_core.__version__}\n") and "torch" not in printed
 
 
 def test_comfyuis_registry_gets_what_the_nodes_need_and_little_else():

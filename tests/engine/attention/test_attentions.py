@@ -77,8 +77,8 @@ PROCESSORS = {
 OTHERS_OF = {name: {"encoder_hidden_states": OTHERS} for name in PROCESSORS if "Fused" not in name}
 MASK = {"attention_mask": ADDED[0].expand(3, -1, -1)}
 HOSTS = {
-    **{name: Kind(functools.partial(of_diffusers, name), own, OTHERS_OF.get(name, {}), MASK)
-       for name, own in PROCESSORS.items()},
+    **{name: Kind(functools.partial(of_diffusers, name), expected, OTHERS_OF.get(name, {}), MASK)
+       for name, expected in PROCESSORS.items()},
     "ldm": Kind(lambda dtype: telling(ldm_attention.CrossAttention(CHANNELS, heads=HEADS, dim_head=5), dtype), OWN_BIAS,
                 {"context": OTHERS}, {"mask": VISIBLE.expand(3, -1)}),
     "sgm": Kind(lambda dtype: telling(SgmAttention(CHANNELS, CHANNELS, HEADS), dtype), BIAS, {"context": OTHERS},
@@ -168,13 +168,13 @@ CALLERS = {
     "by a helper of another module": processor(
         lambda self, attn, x, *_, **__: attend(attn.to_q(x), attn.to_k(x), attn.to_v(x), attn.heads)),
     "by diffusers' dispatcher": processor(lambda self, attn, x, *_, **__: dispatch_attention_fn(
-        *(one.transpose(1, 2) for one in parts(attn, x))).flatten(2)),
+        *(tensor.transpose(1, 2) for tensor in parts(attn, x))).flatten(2)),
     "a function": lambda attn, x, *_, **__: flat(F.scaled_dot_product_attention(*parts(attn, x))),
     "by xformers": processor(lambda self, attn, x, *_, **__: xformers.ops.memory_efficient_attention(
-        *(one.transpose(1, 2) for one in parts(attn, x)), attn_bias=None).flatten(2)),
+        *(tensor.transpose(1, 2) for tensor in parts(attn, x)), attn_bias=None).flatten(2)),
     "by xformers, heads within the batch": processor(
         lambda self, attn, x, *_, **__: flat(xformers.ops.memory_efficient_attention(
-            *(one.flatten(0, 1) for one in parts(attn, x)), op=None).unflatten(0, (-1, attn.heads)))),
+            *(tensor.flatten(0, 1) for tensor in parts(attn, x)), op=None).unflatten(0, (-1, attn.heads)))),
 }  # fmt: skip
 
 
@@ -214,7 +214,7 @@ TORCHS = torch.nn.functional.scaled_dot_product_attention
 
 def flash_attn_func(q, k, v, **more):
     """flash-attn's, ``[B, S, H, d]``, which knows no mask."""
-    return TORCHS(*(one.transpose(1, 2) for one in (q, k, v))).transpose(1, 2)
+    return TORCHS(*(tensor.transpose(1, 2) for tensor in (q, k, v))).transpose(1, 2)
 
 
 def sageattn(q, k, v, tensor_layout="HND", **more):
@@ -275,7 +275,7 @@ def test_behind_a_helper_of_another_module_torchs_own_merges_with_what_the_funct
 
 
 def by_heads(q, k, v, bias):
-    return TORCHS(*(one.transpose(1, 2) for one in (q, k, v)), bias).transpose(1, 2)
+    return TORCHS(*(tensor.transpose(1, 2) for tensor in (q, k, v)), bias).transpose(1, 2)
 
 
 @pytest.mark.parametrize("change", [lambda out: out * 1.5, lambda out: out[:, :1], lambda out: out * float("nan"),
@@ -289,8 +289,8 @@ def test_a_function_that_gives_something_else_on_a_few_tokens_is_no_attention(ch
 
 def test_a_function_is_tried_once_for_its_heads_and_dtype_and_draws_from_no_generator():
     calls, state, like = [], torch.get_rng_state(), torch.zeros(1, 4, 2, 16)
-    for key, one in (("name", like), ("name", like), ("name", like[:, :, :1]), ("name", like.half()), ("other", like)):
-        functions.probe_bias(key, lambda *given: calls.append(given) or by_heads(*given), 0.25, one)
+    for key, q in (("name", like), ("name", like), ("name", like[:, :, :1]), ("name", like.half()), ("other", like)):
+        functions.probe_bias(key, lambda *given: calls.append(given) or by_heads(*given), 0.25, q)
     assert len(calls) == 8 and torch.equal(torch.get_rng_state(), state)  # without a bias, and with one
 
 
@@ -330,7 +330,7 @@ def test_by_hand_nothing_merges_beside_other_operations(unusual, value):
 
 
 def test_a_call_that_asks_for_more_than_attention_is_left_alone():
-    def asking(change=lambda *own: own, **more):
+    def asking(change=lambda *given: given, **more):
         def call(attn, x, **_):
             torch.manual_seed(0)
             return flat(F.scaled_dot_product_attention(*change(*parts(attn, x)), **more))

@@ -27,11 +27,11 @@ def drawn(batch: int, tokens: int, channels: int, dtype: torch.dtype, seed: int 
     """q, k and v; keys far from zero, as a trained model's are."""
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(batch, tokens, channels, generator=generator, dtype=torch.float64) for _ in range(3))
-    return [one.to(dtype) for one in (q, k + 3, v - 2)]
+    return [tensor.to(dtype) for tensor in (q, k + 3, v - 2)]
 
 
-def closed_form(made: tuple[torch.Tensor, torch.Tensor], plan: MergePlan, heads: int, scale: float) -> torch.Tensor:
-    return first_order(*made, plan.merge_pair(*made, exact=True)[2], plan, heads, scale)
+def closed_form(pair: tuple[torch.Tensor, torch.Tensor], plan: MergePlan, heads: int, scale: float) -> torch.Tensor:
+    return first_order(*pair, plan.merge_pair(*pair, exact=True)[2], plan, heads, scale)
 
 
 def test_groups_of_one_token_are_corrected_by_exactly_nothing():
@@ -40,10 +40,10 @@ def test_groups_of_one_token_are_corrected_by_exactly_nothing():
         q, k, v = drawn(3, 17, 12, dtype)
         plan = MergePlan(order[:rows], 17)
         assert not closed_form((k, v), plan, 3, 0.5).any()
-        assert not any(one.any() for one in fit_correction(q[:, ::3], (k, v), plan, 3, 0.5)[0][:2])
+        assert not any(part.any() for part in fit_correction(q[:, ::3], (k, v), plan, 3, 0.5)[0][:2])
         pairs = MergePlan(order.div(2, rounding_mode="floor"), 9)
         assert closed_form((k, v), pairs, 3, 0.5).all()
-        assert all(one.all() for one in fit_correction(q[:, ::3], (k, v), pairs, 3, 0.5)[0][:2])
+        assert all(part.all() for part in fit_correction(q[:, ::3], (k, v), pairs, 3, 0.5)[0][:2])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -87,10 +87,10 @@ def test_the_fit_is_ridge_regression(heads, count, width):
 
 
 @pytest.fixture
-def found(monkeypatch) -> list[MergeOptions]:
+def options(monkeypatch) -> list[MergeOptions]:
     """How every attention merged, in the order of their calls."""
     used, attend = [], state.attend
-    monkeypatch.setattr(state, "attend", lambda attention, how, made: used.append(how) or attend(attention, how, made))
+    monkeypatch.setattr(state, "attend", lambda attention, how, pair: used.append(how) or attend(attention, how, pair))
     return used
 
 
@@ -98,24 +98,24 @@ def found(monkeypatch) -> list[MergeOptions]:
     (KV, True), (KV | {"method": "cluster"}, True), ({"side": "qkv", "metric": "keys+values"}, True),
     ({}, False), (KV | {"proportional": False}, False),  # tomesd's way, and without sizes
 ], ids=str)  # fmt: skip
-def test_it_is_made_if_merged_keys_know_their_sizes(found, settings, is_made):
+def test_it_is_made_if_merged_keys_know_their_sizes(options, settings, is_made):
     model, pictures = small(), []
     for correction in (True, False):
-        found.clear()
+        options.clear()
         with tome_core.patch(model, MergeConfig(**settings, correction=correction)):
             pictures.append(run(model))
-        assert found and all((how.correction is not None) == (is_made and correction) for how in found)
+        assert options and all((how.correction is not None) == (is_made and correction) for how in options)
     assert torch.equal(*pictures) != is_made and pictures[0].isfinite().all()
 
 
-def test_it_is_kept_with_its_plan_and_made_anew_with_it(found):
+def test_it_is_kept_with_its_plan_and_made_anew_with_it(options):
     model = small()
     with tome_core.patch(model, on_small("balanced"), host_clock=True) as handle:
         for timestep in (240, 200, 40):  # late in every preset
             handle.set_time(timestep=timestep, sampling="one")
             run(model, timestep=timestep)
-    blocks = len(found) // 3
-    for first, kept, renewed in zip(found[:blocks], found[blocks : 2 * blocks], found[2 * blocks :], strict=True):
+    blocks = len(options) // 3
+    for first, kept, renewed in zip(options[:blocks], options[blocks : 2 * blocks], options[2 * blocks :], strict=True):
         assert first.correction is kept.correction is not None
         assert renewed.correction is not first.correction and renewed.plan is not first.plan
 
@@ -123,6 +123,6 @@ def test_it_is_kept_with_its_plan_and_made_anew_with_it(found):
 def test_gradients_flow_through_it():
     """As through the rest of the block: what is trained on merged tokens is trained on this function."""
     model = small().double()
-    x, text = (one.double() for one in inputs(4, 1, 8, 8))
+    x, text = (tensor.double() for tensor in inputs(4, 1, 8, 8))
     with tome_core.patch(model, MergeConfig(**KV)):
         assert torch.autograd.gradcheck(lambda x: call_unet(model, x, 100, text), x.requires_grad_(), fast_mode=True)

@@ -23,12 +23,12 @@ def small_windows(monkeypatch):
     monkeypatch.setattr(layouts, "WINDOW", 8 * 12)
 
 
-def assert_as_alone(plan, own, layout, rule, old=None):
+def assert_as_alone(plan, inputs, layout, rule, old=None):
     """Each window's groups are its own match's, and each of the tokens around them is a group. Gives those matches."""
     before, parts = layout.first, []
     for number, (start, grid) in enumerate(windows(layout.grid)):
         tokens = slice(layout.first + start, layout.first + start + tokens_in(Layout(grid)))
-        part = match(own.k[:, tokens], own.v[:, tokens], Layout(grid), rule, None, old and old[number])
+        part = match(inputs.k[:, tokens], inputs.v[:, tokens], Layout(grid), rule, None, old and old[number])
         assert torch.equal(plan.group[:, tokens] - before, part.group.expand_as(plan.group[:, tokens]))
         before += part.num_groups
         parts.append(part)

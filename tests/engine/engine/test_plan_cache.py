@@ -38,10 +38,10 @@ def seeded(number):
 
 def call(state, timestep, names=("a",), layout=PICTURE, **facts):
     """A call of a model with attentions of these names."""
-    own = attention(layout, **facts)
-    now = state.begin(timestep, own.q[:, layout.first :, :1, :1].transpose(1, 3))
+    inputs = attention(layout, **facts)
+    now = state.begin(timestep, inputs.q[:, layout.first :, :1, :1].transpose(1, 3))
     for name in names:
-        state.attend(now, name, 0, layout, own)
+        state.attend(now, name, 0, layout, inputs)
 
 
 def attend(state, timestep, sampling="s", **facts):
@@ -116,9 +116,9 @@ def test_nothing_is_kept_where_a_backward_pass_may_follow_nor_for_a_cuda_graph(s
 
 def test_each_sampling_looks_anew_whether_its_batch_is_made_of_copies_and_one_expanded_latent_says_so_itself(state):
     state.keep_maps()
-    one, other = torch.randn(2, 1, 4, 16, 24, generator=seeded(0))
-    expanded = one.expand(2, -1, -1, -1)
-    batches = (torch.cat([one, one]), 1, True), (torch.cat([one, other]), 1, False), (expanded, None, True)
+    latent, other = torch.randn(2, 1, 4, 16, 24, generator=seeded(0))
+    expanded = latent.expand(2, -1, -1, -1)
+    batches = (torch.cat([latent, latent]), 1, True), (torch.cat([latent, other]), 1, False), (expanded, None, True)
     for name, (batch, pictures, is_shared) in enumerate(batches):
         state.set_time(timestep=900, sampling=name, pictures=pictures)
         state.attend(state.begin(900, batch), "a", 0, PICTURE, attention(PICTURE))

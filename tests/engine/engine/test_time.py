@@ -124,8 +124,8 @@ def test_steps_that_are_told_outweigh_those_of_the_scheduler():
     pipe = Pipeline(diffusers.DDIMScheduler(**SD_BETAS))
     pipe.scheduler.set_timesteps(20)
     steps, time = pipe.scheduler.timesteps, tome_core.patch(pipe, BALANCED).time
-    for told, expected in ((None, [True] * 6 + [False] * 4), (steps.tolist(), [step >= 375 for step in steps[10:]])):
-        with time.sample(timesteps=told):
+    for known, expected in ((None, [True] * 6 + [False] * 4), (steps.tolist(), [step >= 375 for step in steps[10:]])):
+        with time.sample(timesteps=known):
             assert early_in(time, steps[10:]) == expected
 
 

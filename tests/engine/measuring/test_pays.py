@@ -61,8 +61,8 @@ def gates(monkeypatch):
 
     def ask(*known, shape=(2, 4, 64, 64), **more):
         pays = Pays(known, ((1, 320),), **more)
-        found = pays.gates(clock.at(clock.moment(900.0)).rules, torch.empty(shape))
-        return found, [*pays.used]
+        answer = pays.gates(clock.at(clock.moment(900.0)).rules, torch.empty(shape))
+        return answer, [*pays.used]
 
     return ask
 

@@ -67,16 +67,16 @@ def test_merged_calls_use_only_operators_that_mps_has_if_rows_are_added_by_index
 
 @some_models("sd15", "motion", "gligen", "Flux", "Wan")
 @pytest.mark.usefixtures("_as_on_directml")
-def test_in_a_whole_model_merging_adds_only_operators_that_those_devices_have(one):
+def test_in_a_whole_model_merging_adds_only_operators_that_those_devices_have(family):
     """What the model asks for itself is its own."""
-    model = one.build()
-    with sdpa_kernel(SDPBackend.MATH), OperatorRecorder() as own:
-        one.call(model, timestep=TIMES[0])
+    model = family.build()
+    with sdpa_kernel(SDPBackend.MATH), OperatorRecorder() as unmerged:
+        family.call(model, timestep=TIMES[0])
     config = replace(tome_core.preset("balanced"), only_if_it_pays=False)
-    used = operators_of(model, lambda timestep: one.call(model, timestep=timestep), config)
-    added = used.names - own.names - ON_THE_CPU
+    used = operators_of(model, lambda timestep: family.call(model, timestep=timestep), config)
+    added = used.names - unmerged.names - ON_THE_CPU
     assert added and not lacking(added)
-    assert used.doubles <= own.doubles
+    assert used.doubles <= unmerged.doubles
 
 
 def test_patching_an_ldm_model_reads_its_noise_schedule_without_float64():

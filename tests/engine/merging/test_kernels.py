@@ -92,9 +92,9 @@ def work(x=X):
 
 
 def assert_as_torch():
-    found = work()
+    results = work()
     with kernels.kernels_off():
-        assert all(map(torch.equal, found, work()))
+        assert all(map(torch.equal, results, work()))
 
 
 @pytest.mark.parametrize("why", ["it is missing", "its import fails", "it is not wanted", "it cannot launch"])

@@ -84,7 +84,7 @@ def test_a_match_new_kept_and_renewed_costs_so_many_launches(preset, times, boun
             model(*inputs)
         return launches.copy()
 
-    found = []
+    counts = []
     with torch.no_grad():  # in inference mode some operators come by in pieces, some do not
         model(*inputs)
         alone = count()
@@ -92,7 +92,7 @@ def test_a_match_new_kept_and_renewed_costs_so_many_launches(preset, times, boun
             for sampling in range(2):  # in the first what stays the same for all pictures is made
                 for time in times:
                     handle.set_time(timestep=time, sampling=sampling, pictures=1)
-                    found.append(count())
-                    found[-1].subtract(alone)
-    assert tuple(one.total() for one in found[3:]) == bounds, found
-    assert found[4]["mean_rows"] == 1 and not {"sort", "best_keys", "segments", "ridge"} & set(+found[4])
+                    counts.append(count())
+                    counts[-1].subtract(alone)
+    assert tuple(counted.total() for counted in counts[3:]) == bounds, counts
+    assert counts[4]["mean_rows"] == 1 and not {"sort", "best_keys", "segments", "ridge"} & set(+counts[4])

@@ -34,8 +34,8 @@ def k_means(x, groups, count, steps, by_distance):
     """K-means on ``[N, C]``, or on its directions, from a grouping; a group that loses its tokens stays empty."""
     x = x.double() if by_distance else F.normalize(x.double(), dim=-1)
     for _ in range(steps):
-        members = [[i for i, own in enumerate(groups) if own == number] for number in range(count)]
-        centres = {number: x[own].mean(0) for number, own in enumerate(members) if own}
+        members = [[i for i, group in enumerate(groups) if group == number] for number in range(count)]
+        centres = {number: x[indices].mean(0) for number, indices in enumerate(members) if indices}
         if not by_distance:
             centres = {number: F.normalize(centre, dim=0) for number, centre in centres.items()}
         groups = [min(centres, key=lambda number: float((centres[number] - token).norm())) for token in x]
@@ -178,8 +178,8 @@ def test_each_metric_compares_what_it_is_called():
         x, by_distance = compared[metric]
         expected = METHODS["bipartite"].match(x, Grid(8, 8), MatchOptions(0.75, 2, 2, by_distance=by_distance))
         rule = MergeRule(ratio=0.75, side="kv", use_rand=False, metric=metric)
-        found = match_heads(*(one.unflatten(2, (3, 4)) for one in (k, v)), Layout(Grid(8, 8)), rule)
-        assert torch.equal(found.group, expected.group)
+        plan = match_heads(*(tensor.unflatten(2, (3, 4)) for tensor in (k, v)), Layout(Grid(8, 8)), rule)
+        assert torch.equal(plan.group, expected.group)
 
 
 # --- where tokens lie -------------------------------------------------------------------------------------------------
@@ -190,11 +190,11 @@ def test_each_metric_compares_what_it_is_called():
 ])  # fmt: skip
 def test_windows_cover_the_grid_once(grid):
     frame, end = grid.height // grid.frames * grid.width, 0
-    for start, one in windows(grid):
-        assert start == end and one.width == grid.width and one.height * one.width <= WINDOW
-        whole = one.height * one.width % frame == 0 and one.frames == one.height * one.width // frame
-        assert whole or one.frames == 1
-        end += one.height * one.width
+    for start, window in windows(grid):
+        assert start == end and window.width == grid.width and window.height * window.width <= WINDOW
+        whole = window.height * window.width % frame == 0 and window.frames == window.height * window.width // frame
+        assert whole or window.frames == 1
+        end += window.height * window.width
     assert end == grid.height * grid.width
 
 

@@ -24,10 +24,10 @@ def test_merge_and_unmerge_are_what_loops_over_tokens_give(batch, shared, tokens
     x, group = torch.randn(batch, tokens, channels, generator=generator).to(dtype), plan.group.expand(batch, -1)
     assert plan.sizes.tolist() == [row.bincount(minlength=groups).tolist() for row in plan.group]
     merged, expected = plan.merge(x), torch.zeros(batch, groups, channels, dtype=torch.float64)
-    for sample, own in enumerate(group):
-        for number in own.unique():
-            expected[sample, number] = x[sample, own == number].double().mean(0)
-        assert torch.equal(plan.unmerge(merged)[sample], merged[sample, own])
+    for sample, numbers in enumerate(group):
+        for number in numbers.unique():
+            expected[sample, number] = x[sample, numbers == number].double().mean(0)
+        assert torch.equal(plan.unmerge(merged)[sample], merged[sample, numbers])
     assert merged.dtype == dtype
     assert (merged.double() - expected).abs().max() <= torch.finfo(dtype).eps * 4
     flat, (order, offsets) = x.float().flatten(0, 1), plan._flat_segments(batch)

@@ -152,17 +152,17 @@ def test_the_first_call_may_be_a_threads():
     with tome_core.patch(compiled, **STRONG):
         for _ in range(2):
             (pictures,) = at_once(lambda: [picture(TINY, compiled) for _ in range(2)])
-            assert all(torch.equal(one, expected) for one in pictures)
+            assert all(torch.equal(drawn, expected) for drawn in pictures)
 
 
 def _plans() -> int:
     gc.collect()
-    return sum(isinstance(one, MergePlan) for one in gc.get_objects())
+    return sum(isinstance(thing, MergePlan) for thing in gc.get_objects())
 
 
 @pytest.mark.parametrize("name", some_quick(["Flux", "Wan 2.2, of two transformers"]))
 def test_a_compiled_pipeline_keeps_over_its_steps_what_it_would_keep_and_nothing_when_it_is_done(name, work):
-    found, before = [], _plans()
+    results, before = [], _plans()
     for is_compiled in (False, True):
         pipe, call = transformer_pipelines.make(name)
         for network in transformer_pipelines.transformers_of(pipe) if is_compiled else ():
@@ -172,8 +172,8 @@ def test_a_compiled_pipeline_keeps_over_its_steps_what_it_would_keep_and_nothing
             pictures = [transformer_pipelines.draw(pipe, call) for _ in range(2)]
             assert _plans() == before
         assert torch.equal(*pictures), "equal seeds, equal pictures"
-        found.append((pictures[0].tolist(), list(work), handle.report()))
-    assert found[0] == found[1] and work
+        results.append((pictures[0].tolist(), list(work), handle.report()))
+    assert results[0] == results[1] and work
 
 
 # --- what is left alone -----------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def test_a_call_that_cannot_merge_under_a_compiler_is_left_alone_and_the_report_
             patches.setattr(torch, "no_grad", torch.enable_grad)
             out = TINY.call(compiled)
         out.sum().backward()
-        assert all(one.grad is None or one.grad.isfinite().all() for one in model.parameters())
+        assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in model.parameters())
         return out.detach()
 
     def under_autocast() -> torch.Tensor:
@@ -210,8 +210,8 @@ def test_a_call_that_cannot_merge_under_a_compiler_is_left_alone_and_the_report_
 
 
 def _by_a_wrapper(attention: nn.Module) -> None:
-    own = attention.forward
-    attention.forward = lambda *args, **kwargs: own(*args, **kwargs)
+    forward = attention.forward
+    attention.forward = lambda *args, **kwargs: forward(*args, **kwargs)
 
 
 def _by_xformers(attention: nn.Module) -> None:
@@ -248,17 +248,17 @@ def test_a_compiled_block_merges_in_its_self_attention_alone_and_says_so():
 # --- operators --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("one", [TINY, MODELS["Wan"]], ids=lambda one: one.name)
+@pytest.mark.parametrize("family", [TINY, MODELS["Wan"]], ids=lambda family: family.name)
 @torch.no_grad()
-def test_operators_give_what_a_compiler_was_told(one: Any):
+def test_operators_give_what_a_compiler_was_told(family: Any):
     """An attention's output lies as it was said, and is nobody else's memory, which a compiler may write over."""
-    wraps = wraps_of(tome_core.patch(one.build(), **STRONG))
+    wraps = wraps_of(tome_core.patch(family.build(), **STRONG))
     number = next(wrap.number for wrap in wraps if isinstance(wrap, AttentionSite))
     calls = [("begin", (wraps[0].number, "tt", [torch.randn(1, 16, 8, 8), torch.tensor(5)], []))]
     for by_head in (False, True):
         qkv = [torch.randn(1, 2, 24, 16) if by_head else torch.randn(1, 24, 2, 16) for _ in range(3)]
         calls.append(("attend", (number, number, *qkv, None, by_head, None, False, "")))
-    for name, call in calls if one is TINY else calls[1:]:
+    for name, call in calls if family is TINY else calls[1:]:
         torch.library.opcheck(operators.OPERATORS[name], call, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -269,6 +269,6 @@ def test_copies_of_the_engine_share_the_operators_and_no_number():
         spec = importlib.util.spec_from_file_location("tome_core.models.another", operators.__file__)
         another = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(another)
-        numbers += [int(one.number_of(module)) for one in (another, operators)]
+        numbers += [int(copy.number_of(module)) for copy in (another, operators)]
         assert another.OPERATORS == operators.OPERATORS != {}
     assert len(set(numbers)) == 4

@@ -60,7 +60,7 @@ def test_whatever_holds_a_unet_it_merges_as_by_itself_and_is_found_and_removed_t
 
 
 def transformer_of(model: nn.Module) -> nn.Module:
-    return next(one for one in model.modules() if hasattr(one, "transformer_blocks"))
+    return next(module for module in model.modules() if hasattr(module, "transformer_blocks"))
 
 
 REFUSED = {

@@ -31,17 +31,17 @@ def test_each_known_class_is_tried_if_diffusers_has_it():
 def test_a_place_of_the_latent_is_the_token_at_that_place_of_the_grid(name, monkeypatch):
     """One place is changed, and in each attention its key most of all: grid, order and text's side are true."""
     model, arguments = tiny_transformers.make(name)
-    asked = []
+    calls = []
 
     def attend(state, call, name, level, layout, attention):
-        asked.append((layout, attention.k))
+        calls.append((layout, attention.k))
 
     monkeypatch.setattr(State, "attend", attend)
     given = "x" if "x" in arguments else "hidden_states"
     latent = arguments[given][0].clone()  # of the first picture
     with tome_core.patch(model, **STRONG):
         call(model, arguments)
-        grid, count = asked[0][0].grid, len(asked)
+        grid, count = calls[0][0].grid, len(calls)
         frame, y, x = grid.frames - 1, 3, 6
         place = (frame * grid.height // grid.frames + y) * grid.width + x
         if latent.dim() == 2:
@@ -53,7 +53,7 @@ def test_a_place_of_the_latent_is_the_token_at_that_place_of_the_grid(name, monk
             (at.select(frames[0], frame) if grid.frames > 1 else at).add_(9)
         whole = [latent] if given == "x" else torch.cat([latent[None], arguments[given][1:]])
         call(model, arguments | {given: whole})
-    for (layout, before), (_, after) in zip(asked[:count], asked[count:], strict=True):
+    for (layout, before), (_, after) in zip(calls[:count], calls[count:], strict=True):
         assert int((after - before)[0].flatten(1).norm(dim=1).argmax()) == layout.first + place
 
 
@@ -99,6 +99,6 @@ def test_grids_that_are_none_and_masks_that_differ_within_a_batch_are_left_alone
     model, arguments = tiny_transformers.make("Flux")
     assert_left_alone(model, arguments | {"img_ids": arguments["img_ids"].flip(0).roll(5, 0)}, NO_GRID)
     model, arguments = tiny_transformers.make("Qwen-Image")
-    twice = {key: torch.cat([one, one]) if torch.is_tensor(one) else one * 2 for key, one in arguments.items()}
+    twice = {key: torch.cat([it, it]) if torch.is_tensor(it) else it * 2 for key, it in arguments.items()}
     twice["encoder_hidden_states_mask"][1, 10:] = 0
     assert_left_alone(model, twice, "the mask hides different tokens in each picture")

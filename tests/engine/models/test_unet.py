@@ -29,11 +29,11 @@ def test_a_whole_unet_gives_tomesds_picture(name: str, more: dict):
     case = MODELS[name]
     vanilla = case.call(case.build(), height=24)
     for ratio in (0.5, 0.75):
-        ours, theirs = case.build(), case.build()
+        ours, tomesds = case.build(), case.build()
         settings = {"ratio": ratio, "max_downsample": 1, "use_rand": False, **more}
-        tomesd.apply_patch(theirs, **settings)
+        tomesd.apply_patch(tomesds, **settings)
         tome_core.apply_patch(ours, **settings)
-        picture, expected = (case.call(model, height=24) for model in (ours, theirs))
+        picture, expected = (case.call(model, height=24) for model in (ours, tomesds))
         scale = expected.abs().max()
         assert (picture - expected).abs().max() <= 1e-4 * scale
         assert (picture - vanilla).abs().max() > 1e-2 * scale

@@ -112,5 +112,5 @@ def test_a_controlnet_is_merged_if_it_is_asked_for_and_left_alone_if_not(build):
         both = merged_alone(pipe, **call)
         assert torch.equal(draw(pipe, **call), net_alone), "the UNet's came off and left the ControlNet's on"
     pictures = (plain, unet_alone, net_alone, both)
-    assert not any(torch.equal(one, other) for i, one in enumerate(pictures) for other in pictures[:i])
+    assert not any(torch.equal(picture, other) for i, picture in enumerate(pictures) for other in pictures[:i])
     assert torch.equal(draw(pipe, **call), plain) and traces(net) == before

@@ -72,10 +72,10 @@ def test_neither_a_handle_nor_the_engine_keeps_a_model_alive(build: Callable, ca
     if not is_on:
         handle.remove()
     last = [module for module in network.modules() if hasattr(module, "to_q")][-1]
-    known = [weakref.ref(one) for one in (model, network, last, last.to_q.weight)]
+    known = [weakref.ref(target) for target in (model, network, last, last.to_q.weight)]
     del model, network, module, last
     gc.collect()
-    assert [one() for one in known] == [None] * 4
+    assert [reference() for reference in known] == [None] * 4
     assert handle.model is None and handle.report().calls
     with pytest.raises(RuntimeError, match="is gone; patch the new one"):
         handle.install()

@@ -82,9 +82,9 @@ def bytes_of(seen: dict, name: str) -> list[str]:
 
 def distance(seen: dict, name: str, plain: str) -> float:
     """The difference of a latent from another one, as a share of that."""
-    ours, theirs = (torch.frombuffer(bytearray.fromhex(bytes_of(seen, one)[0]), dtype=torch.float32)
-                    for one in (name, plain))  # fmt: skip
-    return ((ours - theirs).norm() / theirs.norm()).item()
+    picture, expected = (torch.frombuffer(bytearray.fromhex(bytes_of(seen, key)[0]), dtype=torch.float32)
+                    for key in (name, plain))  # fmt: skip
+    return ((picture - expected).norm() / expected.norm()).item()
 
 
 def report_of(seen: dict, node: list) -> str:

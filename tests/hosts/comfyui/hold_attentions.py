@@ -33,16 +33,16 @@ def way_of(function: Any, dtype: torch.dtype = torch.float32, batch: int = 2, **
     q, k, v = (torch.randn(3, batch, TOKENS, HEADS * WIDTH, generator=generator) * 2).to(dtype)
     group = (torch.rand(batch, TOKENS, generator=generator) ** 3 * (GROUPS - 1)).long()  # most are in few; one is empty
     plan = MergePlan(group, GROUPS)
-    asked = HostCall(function, q, k, v, HEADS, **call)
-    takes_bias = asked.takes_bias()
+    host_call = HostCall(function, q, k, v, HEADS, **call)
+    takes_bias = host_call.takes_bias()
     if takes_bias is None:
         return None
-    found, way = attend(
-        Attention(asked.q, asked.k, asked.v, asked.compute, WIDTH**-0.5, takes_bias), MergeOptions(plan)
+    merged, way = attend(
+        Attention(host_call.q, host_call.k, host_call.v, host_call.compute, WIDTH**-0.5, takes_bias), MergeOptions(plan)
     )
     keys, values = plan.merge(k), plan.merge(v)
     exact, blind = (_by_softmax(q, keys, values, sizes) for sizes in (plan.sizes, plan.sizes.clamp(max=1)))
-    error, without = _far(found, exact), _far(blind, exact)
+    error, without = _far(merged, exact), _far(blind, exact)
     assert error <= TOLERANCE[dtype], f"off by {error:.1e} of the output, without sizes by {without:.1e}"
     assert without > 5 * TOLERANCE[dtype], "the inputs do not tell proportional attention from plain attention"
     return way
@@ -51,10 +51,10 @@ def way_of(function: Any, dtype: torch.dtype = torch.float32, batch: int = 2, **
 def _by_softmax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
     """``[B, N, H, d]``; each key as often as its size says."""
     outs = []
-    for one, key, value, count in zip(q, k, v, sizes, strict=True):
-        own, keys, values = (x.double().unflatten(-1, (HEADS, -1)).transpose(0, 1) for x in (
-            one, key.repeat_interleave(count, 0), value.repeat_interleave(count, 0)))  # fmt: skip
-        outs.append(((own @ keys.mT * WIDTH**-0.5).softmax(-1) @ values).transpose(0, 1))
+    for query, key, value, count in zip(q, k, v, sizes, strict=True):
+        queries, keys, values = (x.double().unflatten(-1, (HEADS, -1)).transpose(0, 1) for x in (
+            query, key.repeat_interleave(count, 0), value.repeat_interleave(count, 0)))  # fmt: skip
+        outs.append(((queries @ keys.mT * WIDTH**-0.5).softmax(-1) @ values).transpose(0, 1))
     return torch.stack(outs)
 
 

@@ -100,7 +100,7 @@ def assert_whole_report_is_seen(page: Any, node: dict) -> None:
     page.wait_for_timeout(2000)
     texts = page.get_by_text(report.splitlines()[-1].strip()).all()
     # a preview beside it says the same
-    text = [one for one in texts if one.bounding_box()["x"] - 300 < left + width][-1]
+    text = [shown for shown in texts if shown.bounding_box()["x"] - 300 < left + width][-1]
     assert [line.strip() for line in text.inner_text().splitlines()] == [line.strip() for line in report.splitlines()]
     seen = text.bounding_box()
     assert top < seen["y"] and seen["y"] + seen["height"] < top + height, "the node has no room for its report"

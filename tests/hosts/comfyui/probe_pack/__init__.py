@@ -128,15 +128,15 @@ class TestLoad(Node):
     INPUTS = {"name": ("STRING", {})}
 
     def run(self, name):
-        path, found = folder_paths.get_full_path_or_raise("diffusion_models", name), comfy.model_detection
+        path, detection = folder_paths.get_full_path_or_raise("diffusion_models", name), comfy.model_detection
         with safe_open(path, "pt") as file:
             config = json.loads(file.metadata()["config"])
-        detect, found.detect_unet_config = found.detect_unet_config, lambda *args, **kwargs: config
+        detect, detection.detect_unet_config = detection.detect_unet_config, lambda *args, **kwargs: config
         try:
             return (comfy.sd.load_diffusion_model(path),)
         finally:
-            found.detect_unet_config = detect
+            detection.detect_unet_config = detect
 
 
 keep_texts()
-NODE_CLASS_MAPPINGS = {name: one for name, one in [*globals().items()] if name.startswith("Test")}
+NODE_CLASS_MAPPINGS = {name: value for name, value in [*globals().items()] if name.startswith("Test")}
