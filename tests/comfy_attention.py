@@ -1,6 +1,6 @@
-"""ComfyUI's attention, written anew from what its functions promise: who scales by what, and who adds a mask where.
+"""Doubles of ComfyUI's attentions, from the contract of its functions: how each scales, and where each adds a mask.
 
-They go by the module's name, as ComfyUI's own are known by theirs; tests/hosts/comfyui holds the same claims against
+The engine knows them by the module's name, like ComfyUI's own; tests/hosts/comfyui holds the same claims against
 the real module.
 """
 
@@ -18,7 +18,7 @@ __name__ = "comfy.ldm.modules.attention"
 
 
 def wrap_attn(function: Any) -> Any:
-    """Lets ``optimized_attention_override`` of the transformer_options take the call over, and that once."""
+    """Let ``optimized_attention_override`` of the transformer_options take the call over, once."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -39,7 +39,7 @@ def attention_pytorch(q, k, v, heads, mask=None, attn_precision=None, **kwargs):
 
 
 def _by_products(name: str, casts: bool = True) -> Any:
-    """A function of this name, in the precision asked for if it ``casts``."""
+    """A function of this name; if it ``casts``, it computes in the precision of the call's argument."""
 
     def function(q, k, v, heads, mask=None, attn_precision=None, **kwargs):
         q, k, v = (of_heads(tensor, heads) for tensor in (q, k, v))
@@ -63,7 +63,7 @@ optimized_attention = attention_pytorch  # the one in force, which models look u
 
 
 class CrossAttention(ComfyAttention):
-    """By the function in force."""
+    """The double of ComfyUI's class, which calls the current function."""
 
     def forward(self, x, context=None, value=None, transformer_options={}):  # noqa: B006
         context = x if context is None else context

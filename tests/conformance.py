@@ -1,8 +1,8 @@
-"""What an attention has to do to count as merged: merged keys give what their tokens, each by itself, would give.
+"""The law of a merged attention: merged keys give what their tokens, each by itself, would give.
 
-The slow and obvious thing is the module itself, unpatched and in float64, with every token's key and value, after their
+The slow and obvious version is the unpatched module in float64, with every token's key and value, after their
 projections, exchanged for the means of its group: that is each merged key as often as it has tokens. No line of the
-engine is asked for it.
+engine takes part in it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def ragged(batch: int, tokens: int, groups: int, seed: int = 0) -> MergePlan:
 
 @contextlib.contextmanager
 def merging_by(alike: bool = False, engine: ModuleType = tome_core) -> Iterator[None]:
-    """Inside it every match of this copy of the engine is `ragged`. alike: the same in all samples."""
+    """In this context every match of this copy of the engine is `ragged`. alike: the same in all samples."""
     methods = importlib.import_module(f"{engine.__name__}.merging.methods").METHODS
 
     def match(x: torch.Tensor, grid: Any, options: Any) -> Any:
@@ -66,16 +66,16 @@ def merging_by(alike: bool = False, engine: ModuleType = tome_core) -> Iterator[
 
 
 def means(x: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    """Each token's of ``[B, N, ...]`` exchanged for the mean of its group, ``[B or 1, N]``."""
+    """Exchange each token of ``[B, N, ...]`` for the mean of its group, ``[B or 1, N]``."""
     share = F.one_hot(group).to(x)
     return (share @ (share.mT @ x.flatten(2) / share.sum(1).clamp(min=1)[..., None])).view(x.shape)
 
 
 @contextlib.contextmanager
 def grouped(module: nn.Module, plan: MergePlan, roles: str) -> Iterator[None]:
-    """Inside it what an attention's projections, also a processor's own, make of each token is its group's mean.
+    """In this context an attention's projections, also a processor's own, give each token its group's mean.
 
-    roles: of the projections that this holds for, "kv" or "qkv".
+    roles: which projections do so, "kv" or "qkv".
     """
 
     def exchange(name: str, layer: nn.Module, args: tuple, out: torch.Tensor) -> torch.Tensor:
@@ -91,7 +91,7 @@ def grouped(module: nn.Module, plan: MergePlan, roles: str) -> Iterator[None]:
 
 
 def far(out: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest over the samples of the difference's length, as a share of the expected output's."""
+    """The largest distance of a sample from the expected output, as a share of that output's length."""
     assert out.shape == expected.shape and torch.isfinite(out).all()
     difference = (out.double() - expected.double()).flatten(1).norm(dim=1)
     return (difference / expected.double().flatten(1).norm(dim=1)).max().item()
@@ -101,13 +101,13 @@ def assert_repeated(
     module: nn.Module, args: tuple, kwargs: dict[str, Any], out: torch.Tensor, plan: MergePlan,
     tolerance: float | None = None, roles: str = "kv",
 ) -> None:  # fmt: skip
-    """The output is what repeated keys give.
+    """Raise AssertionError unless the output is what repeated keys give.
 
-    module: not patched; asked in float64, so that only the engine's own error is seen. args, kwargs: of its call, whose
-    first argument are the tokens ``[B, N, C]``. roles: what merges.
+    module: not patched; it runs in float64, so that only the engine's error is seen. args, kwargs: of its call, whose
+    first argument holds the tokens ``[B, N, C]``. roles: what merges.
     """
     tolerance = tolerance or TOLERANCE[args[0].dtype]
-    exact = copy.deepcopy(module).double()  # what it casts by itself (``upcast_attention``) it goes on casting
+    exact = copy.deepcopy(module).double()  # a module that casts by itself (``upcast_attention``) still casts
     args, kwargs = tree_map_only(torch.Tensor, lambda it: it.double() if it.is_floating_point() else it, (args, kwargs))
     with torch.no_grad(), grouped(exact, plan, roles):
         error = far(out, exact(*args, **kwargs))
@@ -118,7 +118,7 @@ def assert_repeated(
 
 
 class BasicTransformerBlock(nn.Module):
-    """Its self-attention alone. kwargs: arguments besides the tokens."""
+    """A block with self-attention alone. kwargs: the attention's further arguments."""
 
     def __init__(self, attention: nn.Module, kwargs: dict[str, Any]) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class BasicTransformerBlock(nn.Module):
 
 
 class UNetOf(UNet):
-    """A UNet of one self-attention; kwargs: arguments besides the tokens."""
+    """A UNet of one self-attention. kwargs: the attention's further arguments."""
 
     def __init__(self, attention: nn.Module, **kwargs: Any) -> None:
         transformer = SpatialTransformer(depth=0)
@@ -138,12 +138,12 @@ class UNetOf(UNet):
 
 
 def tokens(batch: int, dtype: torch.dtype = torch.float32, count: int = SIDE**2, seed: int = 0) -> torch.Tensor:
-    """``[batch, count, CHANNELS]``, random."""
+    """Random tokens ``[batch, count, CHANNELS]``."""
     return torch.randn(batch, count, CHANNELS, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def run(unet: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """What a `UNetOf` gives for ``tokens``, and of them."""
+    """The output of a `UNetOf` for ``tokens``, in the same shape."""
     with torch.no_grad():
         return unet(x.mT.unflatten(2, (SIDE, SIDE))).flatten(2).mT
 
@@ -163,9 +163,9 @@ def way(
     alike: bool = False, queries: bool = False, engine: ModuleType = tome_core, settings: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> str:  # fmt: skip
-    """Hold an attention against repeated keys. Returns the way in which the engine told it of sizes.
+    """Compare an attention with repeated keys. Returns the way in which the engine gave it the sizes.
 
-    alike: one plan serves all samples. queries: they merge too. engine: which copy of it merges. settings: more of its
+    alike: one plan serves all samples. queries: do they merge too? engine: the copy that merges. settings: more of its
     settings. kwargs: the other arguments of the attention's call.
     """
     unet, before, x = UNetOf(module, **kwargs), copy.deepcopy(module), tokens(batch, dtype)
@@ -182,7 +182,7 @@ def way(
 
 
 def attention(processor: Any = None, dtype: torch.dtype = torch.float32, **settings: Any) -> nn.Module:
-    """A self-attention of diffusers with this processor, or with the one that diffusers chooses for it."""
+    """A self-attention of diffusers with this processor, or with the processor that diffusers chooses."""
     from diffusers.models.attention_processor import Attention  # which a webui's Python may lack
 
     module = telling(Attention(CHANNELS, **{"heads": HEADS, "dim_head": CHANNELS // HEADS, **settings}), dtype)
@@ -196,7 +196,7 @@ def attention(processor: Any = None, dtype: torch.dtype = torch.float32, **setti
 
 
 def why_left_alone(module: nn.Module, batch: int = 3, config: MergeConfig = KV, **kwargs: Any) -> str:
-    """The reason why an attention is not merged, which gives the same bits then."""
+    """The reason why an attention is left alone; its output keeps every bit."""
     unet, x = UNetOf(module, **kwargs), tokens(batch, next(module.parameters()).dtype)
     out = run(unet, x)
     with tome_core.patch(unet, config) as handle:
@@ -213,7 +213,7 @@ def memory_efficient_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_bias: torch.Tensor | None = None,
     p: float = 0.0, scale: float | None = None, *, op: Any = None,
 ) -> torch.Tensor:  # fmt: skip
-    """What xformers computes, for ``[B, N, d]`` or ``[B, N, H, d]``, and as strict as it is with a bias."""
+    """A double of xformers' function, for ``[B, N, d]`` or ``[B, N, H, d]``, equally strict with a bias."""
     assert query.dtype == key.dtype == value.dtype
     by_head = [tensor[:, None] if query.dim() == 3 else tensor.transpose(1, 2) for tensor in (query, key, value)]
     if attn_bias is not None:
@@ -226,7 +226,7 @@ def memory_efficient_attention(
 
 
 def with_xformers(monkeypatch: Any, *modules: ModuleType) -> None:
-    """As if xformers were installed, for these modules, which asked for it when they were imported."""
+    """Pretend to these modules, which looked for xformers at their import, that it is installed."""
     ops, package = ModuleType("xformers.ops"), ModuleType("xformers")
     ops.memory_efficient_attention, ops.AttentionOpBase = memory_efficient_attention, SimpleNamespace
     package.ops, package.__version__ = ops, "0.0.30"

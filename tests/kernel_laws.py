@@ -34,7 +34,7 @@ PROVES_ITSELF = kernels._proves_itself
 
 
 def together(*axes):
-    """On a GPU all combinations; in the interpreter, which is slow, each value of each axis at least once."""
+    """Parametrize by all combinations on a GPU; in the slow interpreter, by each value of each axis at least once."""
     if not INTERPRETED:
         return list(itertools.product(*axes))
     longest = max(map(len, axes))
@@ -60,7 +60,7 @@ def _fail(name, why):
 
 
 def _compare(key, arguments):
-    """In place of a first launch's proof: every launch is compared with torch's operators, and is used."""
+    """Replace a first launch's proof: compare every launch with torch's operators, and use its result."""
     if fault := kernels.find_fault(key[0], arguments):
         _fail(key[0], fault)
     return True
@@ -68,7 +68,7 @@ def _compare(key, arguments):
 
 @pytest.fixture(autouse=True)
 def used(monkeypatch):
-    """Names of the kernels that ran; a test in which none did, or one was wrong or could not run, fails."""
+    """Names of the kernels that ran; a test fails if none ran, or if one was wrong or could not run."""
     if INTERPRETED:
         monkeypatch.setattr(kernels, "DEVICES", ("cpu",))
         _repair_the_interpreter(monkeypatch)
@@ -84,7 +84,7 @@ def used(monkeypatch):
 
 
 def _repair_the_interpreter(monkeypatch):
-    """It multiplies the bit patterns of bfloat16 (seen in 3.5.0 and 3.9.0): give it their values."""
+    """Triton's interpreter multiplies the bit patterns of bfloat16 (seen in 3.5.0 and 3.9.0): give it their values."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     dot = InterpreterBuilder.create_dot
@@ -111,7 +111,7 @@ SHAPES = [(1, 1, 1, 1, 1), (3, 80, 64, 64, 32), (2, 200, 130, 65, 33), (1, 70, 5
 
 
 def case(shape, dtype=torch.float32):
-    """Tokens, which of them are queries, and keys: directions to compare them with."""
+    """Tokens, the rows that are queries, and keys: directions to compare them with."""
     batch, tokens, queries, keys, channels = shape
     rows = whole_numbers(tokens, 1, queries, seed=1)
     return noise(batch, tokens, channels, dtype=dtype), rows, F.normalize(noise(batch, keys, channels, seed=2), dim=-1)
@@ -134,7 +134,7 @@ def test_the_best_key_is_the_same_if_lengths_count_and_keys_of_the_queries_own_d
 
 
 def test_inputs_may_lie_in_memory_by_any_strides():
-    """Each launch is compared with torch's operators, so there is nothing more to compare."""
+    """Fixture `used` compares each launch with torch's operators."""
     x, rows = noise(2, 40, 70).transpose(1, 2), torch.arange(69, -1, -1, device=DEVICE)[None, ::2].expand(2, -1)
     best_keys(x, rows, noise(1, 33, 80)[..., ::2].expand(2, -1, -1), noise(66)[::2].expand(2, -1))
 
@@ -311,17 +311,17 @@ WORK = {"best_keys": _best, "mean_rows": _merged, "segments": _merged, "assign_g
 
 
 def _given(place, change):
-    """The kernel gets another argument."""
+    """Give the kernel another argument."""
     return lambda launch, *given: launch(*given[:place], change(given[place]), *given[place + 1 :])
 
 
 def _gives(place, change):
-    """The kernel's output is changed."""
+    """Change the kernel's output."""
     return lambda launch, *given: (launch(*given), given[place] is None or given[place].copy_(change(given[place])))
 
 
 def _stale(x):
-    """A tile still holds its last contents."""
+    """Leave a tile with its last contents."""
     return torch.cat([x.flatten()[:-16], x.flatten()[:16]]).view_as(x)
 
 
@@ -342,7 +342,7 @@ PLANTED = {
 
 @pytest.fixture
 def off(monkeypatch):
-    """The kernels that are off, and why. A fault is met as in a user's process, not as in tests of other laws."""
+    """The kernels that are off, with reasons. A fault is handled as in a user's process, not as in other tests here."""
     reasons = {}
     monkeypatch.setattr(kernels, "_off", reasons)
     monkeypatch.setattr(kernels, "_give_up", reasons.__setitem__)
@@ -392,7 +392,7 @@ def test_inputs_that_are_not_finite_tell_nothing_of_a_kernel(off):
 
 @pytest.mark.parametrize("dtype", DTYPES[1:2] if INTERPRETED else DTYPES, ids=str)
 def test_with_kernels_and_without_a_models_pictures_differ_by_rounding_alone(dtype, used, off):
-    """New, kept and late: each of three calls of a UNet in one sampling."""
+    """The three calls of a UNet in one sampling have a new match, a kept one and a late one."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = UNet([[SpatialTransformer(16, 1, 8)]]).to(DEVICE, dtype).requires_grad_(False)

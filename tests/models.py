@@ -1,6 +1,6 @@
-"""Small models of every family the patch has to work on, each built from its real classes, and how each is called.
+"""Small models of every family that the patch supports, built from their real classes, and a call of each.
 
-`CASES` is what the contract runs over. Zero-initialised layers get random weights, so that every block matters.
+The contract tests run over `CASES`. Zero-initialised layers get random weights, so that every block matters.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def inputs(channels: int, batch: int, height: int, width: int, seed: int = 0, fr
 
 
 def fixed(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Weights from a generator of their own, none of them zero."""
+    """Give the model weights from its own generator, none of them zero."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -66,7 +66,7 @@ def fixed(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def seeded(build: Callable[..., nn.Module], **settings: Any) -> Callable[[], nn.Module]:
-    """The builder with these settings, leaving the global RNG as it was and its prints unheard."""
+    """The builder with these settings; the global RNG stays as it was, and its prints are dropped."""
 
     def builder() -> nn.Module:
         with torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(io.StringIO()):
@@ -76,7 +76,7 @@ def seeded(build: Callable[..., nn.Module], **settings: Any) -> Callable[[], nn.
 
 
 def merge_with_self(monkeypatch: Any) -> None:
-    """Let bipartite matching give every token a group of its own: all sites work, for nothing."""
+    """Let bipartite matching give every token its own group: all sites run, and change nothing."""
 
     def match(x: torch.Tensor, grid: Any, options: Any) -> MergePlan:
         tokens = grid.height * grid.width
@@ -101,7 +101,7 @@ def unet(**changes: Any) -> UNet2DConditionModel:
 
 
 def on_small(name: str) -> MergeConfig:
-    """The preset, also where a picture is so small that it would be left alone."""
+    """The preset, also for a picture so small that it would be left alone."""
     return replace(preset(name), only_if_it_pays=False)
 
 
@@ -191,7 +191,7 @@ def ldm(**changes: Any) -> UNetModel:
 
 
 def host_double(make_block: Callable[[int], nn.Module] | None = None, **changes: Any) -> nn.Module:
-    """An LDM UNet as a host's model holds it. make_block: makes what replaces its blocks, by their width."""
+    """An LDM UNet inside a host's model. make_block: makes a replacement of a block, by its width."""
     whole = nn.Module()
     whole.model = nn.Module()
     whole.model.diffusion_model = ldm(**changes)

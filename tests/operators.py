@@ -1,7 +1,7 @@
 """Which aten operators some code runs, and which of them devices without fused attention have.
 
 DirectML's are the kernels of torch-directml 0.2.5 (September 2024, the newest), read in the symbols of its library.
-What else it is asked for it computes on the CPU. MPS's are in torch's own table of kernels, installed with it.
+It computes other operators on the CPU. MPS's operators are in torch's table of kernels, installed with it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _has(device: str, name: str) -> bool:
 
 
 class OperatorCounter(TorchDispatchMode):
-    """Inside it operators are counted, by their names without overloads."""
+    """A context that counts operators, by their names without overloads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,12 +69,12 @@ class OperatorCounter(TorchDispatchMode):
         return out
 
     def note(self, func, met) -> None:
-        """An operator was run. met: its arguments and what it gave."""
+        """Count an operator that ran. met: its arguments and its result."""
         self.by_name[func.overloadpacket.__name__] += 1
 
 
 class OperatorRecorder(OperatorCounter):
-    """Inside it every operator's name is put into ``names``, and those that meet float64 into ``doubles``."""
+    """A context that puts every operator's name into ``names``, and those that meet float64 into ``doubles``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,6 +89,6 @@ class OperatorRecorder(OperatorCounter):
 
 
 def lacking(names: set[str]) -> dict[str, list[str]]:
-    """Device -> which of these it has not; empty if all have all."""
+    """Device -> the operators that it lacks; empty if no device lacks any."""
     missing = {device: sorted(name for name in names if not _has(device, name)) for device in ("MPS", "DirectML")}
     return {device: names for device, names in missing.items() if names}

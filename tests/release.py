@@ -20,7 +20,7 @@ def version() -> str:
 
 
 def disagreements(tag: str | None = None) -> list[str]:
-    """A sentence for each place that says another version, and if the changelog does not describe this one."""
+    """A sentence for each place with another version, and one if the changelog lacks this version."""
     ours, sentences = version(), []
     if f'\nversion = "{ours}"\n' not in (ROOT / COPY).read_text(encoding="utf-8"):
         sentences.append(f"{COPY} does not say {ours}, as {SOURCE} does: change one of them")

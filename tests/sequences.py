@@ -1,4 +1,4 @@
-"""Self-attention calls as an adapter hands them over: of a picture and of a film, with text around them."""
+"""Self-attention calls as an adapter passes them: of a picture and of a film, with text around them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def attention(
 ) -> Attention:
     """Queries, keys and values smooth over the grid, as pictures are; the tokens around it are noise.
 
-    behind: how many there are behind the picture's. takes_bias: of its function, which without wants none.
+    behind: the number of tokens after the picture's. takes_bias: does its function accept a bias?
     """
     generator = torch.Generator().manual_seed(seed)
     shape = (batch, HEADS * WIDTH, layout.grid.height // 4 + 1, layout.grid.width // 4 + 1)
@@ -33,7 +33,7 @@ def attention(
 
 
 def sdpa(q, k, v, bias=None):
-    """By torch's function, ``[B, S, H, d]``."""
+    """Attend by torch's function, for ``[B, S, H, d]``."""
     return F.scaled_dot_product_attention(*(tensor.transpose(1, 2) for tensor in (q, k, v)), bias).transpose(1, 2)
 
 

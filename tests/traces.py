@@ -1,4 +1,4 @@
-"""What a patch has put on a model, and what it could leave behind."""
+"""All that a patch puts on a model, and all that it could leave behind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def traces(model) -> list:
 
 
 def attributes(model) -> dict[str, dict]:
-    """What each of its modules holds, by path."""
+    """The attributes of each of the model's modules, by path."""
     return {path: dict(vars(module)) for path, module in model.named_modules()}
 
 
@@ -29,7 +29,7 @@ def wraps_of(handle: Any) -> list[Wrap]:
 
 
 def is_idle(handle: Any) -> bool:
-    """Does nothing that belongs to the model or to this thread hold anything of a call?"""
+    """Do the model and this thread hold nothing of a call?"""
     if intercept.current.answer is not None:
         return False
     calls = (wrapped.calls for wrapped in map(wraps_on, handle._present()) if wrapped is not None)
@@ -37,7 +37,7 @@ def is_idle(handle: Any) -> bool:
 
 
 def drop_own_methods(model) -> None:
-    """Those who put back what they found put back a method of the class as well, also one that it had for a time."""
+    """Remove methods of the class from instances; programs that restore a method leave them there."""
     for module in model.modules():
         for name in ("forward", "_forward"):
             if getattr(vars(module).get(name), "__self__", None) is module:

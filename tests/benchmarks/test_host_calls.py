@@ -1,4 +1,4 @@
-"""The benchmark of whole calls in real hosts: what it needs, how it goes on, and its table."""
+"""The benchmark of whole calls in real hosts: what it needs, how it resumes, and its table."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_readme_has_the_best_and_the_worst_row_of_the_result():
 
 @pytest.mark.skipif(os.name == "nt", reason="a script is no program there")
 def test_an_arm_that_fails_or_is_killed_is_named_and_leaves_the_others(comfyui, monkeypatch, tmp_path):
-    """A Python that is a script in the place of the host's: it answers, fails, or is killed."""
+    """A script stands for the host's Python: it answers, fails, or is killed."""
     script = tmp_path / "python"
     script.write_text(f"""#!{sys.executable}
 import json, os, sys

@@ -1,4 +1,4 @@
-"""The models beside which foreign things run, and the parts of them on which such things are put."""
+"""The models for foreign things, and the parts of them on which such things are put."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _SIDES = {"sdxl": 32, "ldm_sd2": 32, "sgm_double": 32}  # of latents; at 16 they
 
 
 class Beside:
-    """One model, and its parts as those see them who put things on it.
+    """One model, and the parts on which foreign things are put.
 
-    attentions: over the picture's tokens; around: the blocks that they lie in, and a UNet's transformers. is_by_hand:
+    attentions: those over the picture's tokens; around: their blocks, and a UNet's transformers. is_by_hand:
     does an attention compute its scores itself?
     """
 
@@ -69,7 +69,7 @@ class Beside:
 
 
 def _smooth(latent: Any) -> Any:
-    """The same kind of latent, a list of them or packed tokens ``[B, N, C]``, without what lies between few places."""
+    """Make a latent, a list of latents or packed tokens ``[B, N, C]`` vary smoothly between a few places."""
     if not torch.is_tensor(latent):
         return [_smooth(part) for part in latent]
     if latent.dim() == 3:

@@ -1,4 +1,4 @@
-"""Attention calls that arrive in ComfyUI's slot: which of them merge, by which function, and what is told of others."""
+"""Attention calls in ComfyUI's slot: which of them merge, by which function, and what the report says of others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WAYS = {
 
 
 class Noted:
-    """In the slot: attention that adds a mask, drops it, refuses it, or does more; notes how many keys came."""
+    """A function for the slot, which adds a mask, drops it, refuses it, or does more; it notes the number of keys."""
 
     def __init__(self, drops: bool = False, more: float = 1.0, refuses: bool = False) -> None:
         self.drops, self.more, self.refuses, self.keys = drops, more, refuses, []
@@ -64,9 +64,9 @@ def test_each_function_takes_sizes_its_own_way_by_itself_and_chosen_by_a_node():
     ({"more": 1.5}, 0, "the function that it calls is no attention"),
 ])  # fmt: skip
 def test_attention_in_the_slot_gets_merged_keys_or_gives_way_or_gets_every_call_unmerged(what, calls, why):
-    """SageAttention's and FlashAttention's by a node give way; attention to the prompt is always the slot's.
+    """A node's SageAttention and FlashAttention give way; the slot always serves attention to the prompt.
 
-    why: the reason that is told if it gets every call unmerged.
+    why: the report's reason, if the function gets every call unmerged.
     """
     slot = Noted(**what)
     merged = apply(with_slot(slot), **KV)
@@ -77,7 +77,7 @@ def test_attention_in_the_slot_gets_merged_keys_or_gives_way_or_gets_every_call_
 
 
 def test_values_whose_heads_are_apart_already_are_taken_as_others_are():
-    """As SD3 hands them over."""
+    """SD3 hands over such values."""
     q, k, v = (torch.randn(2, 5, 4 * 8) for _ in range(3))
     flat, apart = HostCall(torch.add, q, k, v, 4), HostCall(torch.add, q, k, v.unflatten(2, (4, 8)), 4)
     assert torch.equal(apart.v, flat.v) and flat.v.shape == (2, 5, 4, 8)
@@ -114,7 +114,7 @@ def test_each_block_merges_by_the_grid_that_its_transformer_tells_or_else_by_the
     ("attn1", [("middle", 0), ("input", 1, 0)], 64, {REPLACED: 2}), ("attn2", [("middle", 0)], 7, {}),
 ])  # fmt: skip
 def test_a_self_attention_that_another_node_stands_in_for_is_left_alone_and_said(name, places, keys, why):
-    """As perturbed-attention guidance does: it wants every token. An attention to the prompt is no loss."""
+    """Perturbed-attention guidance does so, and needs every token. An attention to the prompt is no loss."""
     lengths = []
 
     def other(q, k, v, extra):
@@ -128,13 +128,13 @@ def test_a_self_attention_that_another_node_stands_in_for_is_left_alone_and_said
 
 
 def tiles(h, context, values, options):
-    """HyperTile's."""
+    """Cut the tokens into tiles, as HyperTile does."""
     h = h.unflatten(1, (4, -1)).flatten(0, 1)
     return h, h, h
 
 
 def halves(h, context, values, options):
-    """As TomePatchModel merges queries alone."""
+    """Halve the queries alone, as TomePatchModel does."""
     return h[:, ::2], context, values
 
 
@@ -148,7 +148,7 @@ def test_tokens_that_a_node_has_changed_first_are_left_whole(before, after, why)
 
 
 def test_frames_do_not_merge():
-    """What films put behind a block, an attention of frames, tells the options of the block before it."""
+    """After a block, film models call an attention of frames, which gets the options of that block."""
     patcher, over_time, seen = least_checkpoint(), comfy.CrossAttention(32, 32, 4), []
     transformer = patcher.model.diffusion_model.input_blocks[1][1]
     forward = transformer.forward

@@ -1,4 +1,4 @@
-"""What the nodes say of a sampling in the graph, in the log and for programs, its gain too; what ToMePreview draws."""
+"""The nodes' report on a sampling, with its gain, in the graph, in the log and for programs; what ToMePreview draws."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_second_line_is_there_if_something_was_not_as_asked(server, caplog):
 
 
 class Past(Guider):
-    """DeepCache's node calls the UNet itself."""
+    """A guider that calls the UNet itself, as DeepCache's node does."""
 
     def _call(self, pair, now):
         return self.model.diffusion_model(pair, now.expand(len(pair)), context=self.text, transformer_options={})
@@ -90,7 +90,7 @@ TOLD = "about 2.0x faster, from your own pictures (3 with merging, 3 without)"
 
 @pytest.fixture
 def drawn(monkeypatch, server):
-    """Samplings by a node that is on or off, merged ones in half of the time; the node's last text."""
+    """Sample with a node that is on or off, merged in half of the time, and return the node's last text."""
     clock, patcher = step_clock.put_on(monkeypatch), least_checkpoint()
 
     def draw(is_on, times=1, **more):

@@ -1,4 +1,4 @@
-"""The pack as ComfyUI and its users find it: the ways in, locales, docs, example workflows."""
+"""The pack as ComfyUI and its users find it: loading, locales, docs, example workflows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def looks_right(place: Path) -> None:
-    """The pack loads from here, and what ComfyUI looks for beside it is there."""
+    """The pack loads from this folder, which has all that ComfyUI looks for."""
     pack = load_pack(place)
     assert set(pack.NODE_CLASS_MAPPINGS) == set(NODE_CLASS_MAPPINGS)
     host = importlib.import_module(pack.NODE_CLASS_MAPPINGS["ApplyToMe"].__module__.rpartition(".")[0] + ".host")
@@ -37,7 +37,7 @@ def looks_right(place: Path) -> None:
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """Like ComfyUI's, below a folder with a name that not every terminal can show."""
+    """A folder like ComfyUI's, in a folder whose name not every terminal can show."""
     (tmp_path / "with spaces ünï 字").mkdir()
     return make_folder(COMFYUI, tmp_path / "with spaces ünï 字")
 

@@ -1,4 +1,4 @@
-"""A sampling's noise levels, which are read once if its sampler is known, and the matches that are kept over its steps.
+"""A sampling's noise levels, read once if its sampler is known, and the matches that are kept over its steps.
 
 Matches are never kept over samplings, tiles or the halves of a split batch.
 """
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("waits")
 
 
 class DeviceGuider(Guider):
-    """Its levels are on the device, where reading them is counted."""
+    """A guider whose levels are on the device, where each read is counted."""
 
     place = staticmethod(on_device)
 
@@ -82,7 +82,7 @@ def test_sigmas_are_told_as_if_pictures_varied_by_one():
 
 @pytest.mark.parametrize(("continues", "share"), [(False, 0.4), (True, 0.7)])
 def test_a_sampling_that_begins_late_leaves_the_work_that_its_mark_promises(continues, share):
-    """At a denoise of a half; an advanced sampler goes on with a picture, without noise of its own."""
+    """The denoise is a half; an advanced sampler continues a picture and adds no noise."""
 
     class Late(Guider):
         def sigmas(self, steps):
@@ -104,7 +104,7 @@ def test_a_sampling_that_begins_late_leaves_the_work_that_its_mark_promises(cont
 
 
 class SplitGuider(Guider):
-    """Both prompts in calls of their own, as if memory were short."""
+    """A guider that calls the model once for each prompt, as if memory were short."""
 
     shift = 0.0
 
@@ -117,13 +117,13 @@ class SplitGuider(Guider):
 
 
 class ShiftedGuider(SplitGuider):
-    """The two prompts have pictures of their own."""
+    """A guider that gives each prompt another picture."""
 
     shift = 1.0
 
 
 class TiledGuider(Guider):
-    """A step is a call for each tile: Tiled Diffusion, MultiDiffusion."""
+    """A guider that calls the model once for each tile, as Tiled Diffusion and MultiDiffusion do."""
 
     def _call(self, pair, now):
         return torch.cat([super(TiledGuider, self)._call(tile, now) for tile in pair.split(8, dim=3)], dim=3)
@@ -149,7 +149,7 @@ def test_a_transformers_matches_are_kept_by_block_and_one_serves_both_conditions
 
 
 def test_a_picture_is_the_same_after_others_and_after_a_fresh_start():
-    """Ultimate SD Upscale: many samplings with one model, tile after tile."""
+    """Ultimate SD Upscale does many samplings with one model, tile after tile."""
     applied, again = (TiledGuider(apply(least_checkpoint(), **BALANCED)) for _ in range(2))
     large = {"steps": 4, "size": (8, 16)}
     applied.sample(seed=1, **large)

@@ -34,7 +34,7 @@ def test_every_step_of_every_batch_merges(webui):
     assert webui.job(*ON, n_iter=3, batch_size=2).comments == f"ToMe: {ASKED}, 12 steps, {SAVED}\n"
 
 
-# --- other jobs beside ours, and other models -------------------------------------------------------------------------
+# --- other jobs during ours, and other models -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("flavour", ["a1111", "forge"])
@@ -90,7 +90,7 @@ BALANCED = {**form.values_at("balanced"), **FREE}
 
 
 class SplitDenoiser(Denoiser):
-    """Prompt and negative prompt in calls of their own, as batch_cond_uncond has it if it is off."""
+    """A denoiser that calls the model once for each prompt, as with batch_cond_uncond off."""
 
     def guided(self, x, timestep):
         cond = self.run(x, timestep, webui_doubles.PROMPT)
@@ -99,7 +99,7 @@ class SplitDenoiser(Denoiser):
 
 
 class TiledDenoiser(Denoiser):
-    """Tiled Diffusion: a call for each of a step's tiles, all of one shape, once the step was announced."""
+    """Tiled Diffusion's denoiser: after the step's announcement one call for each tile, all of one shape."""
 
     def guided(self, x, timestep):
         return torch.cat([self.run(tile, timestep, webui_doubles.PROMPT) for tile in x.split(8, dim=3)], dim=3)

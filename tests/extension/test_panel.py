@@ -1,4 +1,4 @@
-"""The panel: with which values a page starts, its line on the next picture, and *Measure*."""
+"""The panel: the values with which a page starts, its line on the next picture, and *Measure*."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def panel(webui):
 
 
 def shown(controls, names=DIAL):
-    """What the page starts with."""
+    """The values with which the page starts."""
     return [controls[name].get_config()["value"] for name in names]
 
 
 def test_what_is_counted_is_documented(webui):
-    """Settings and arguments."""
+    """The documentation counts settings and arguments right."""
     text = (ROOT / "docs" / "webui.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| (\d+) \| `(\w+)` \|", text, re.MULTILINE) == list(zip("012", panel(webui), strict=False))
     assert all(f"`{key}`" in text for key in webui.shared.opts.labels)
@@ -65,7 +65,7 @@ THEIRS = {"width": 128, "height": 128, "hr-checkbox": False, "hr_scale": 1.5, "h
 
 
 class Target(types.SimpleNamespace):
-    """StableDiffusionProcessingTxt2Img, which knows its own hires size."""
+    """A double of StableDiffusionProcessingTxt2Img, which computes its hires size."""
 
     def calculate_target_resolution(self):
         self.hr_upscale_to_x = self.hr_resize_x or int(self.width * self.hr_scale)
@@ -74,14 +74,14 @@ class Target(types.SimpleNamespace):
 
 @pytest.fixture
 def place(monkeypatch, tmp_path):
-    """The webui's folder for files. A test asks for it before the webui, which looks for it at its start."""
+    """The webui's folder for files. A test requests it before the webui, which reads it at its start."""
     monkeypatch.setitem(sys.modules, "modules.paths_internal", types.SimpleNamespace(data_path=str(tmp_path)))
     return tmp_path
 
 
 @pytest.fixture
 def measured(place, webui, monkeypatch):
-    """The measurements: a call takes 1 without merging and half with it."""
+    """The measurements, in which a call takes 1 without merging and half with it."""
     plain = webui.engine("measuring.measure").time_calls
     double = mock.Mock(side_effect=lambda *args, **more: (1.0, 0.5, plain(*args[:3], steps=2, rounds=1)[2]))
     monkeypatch.setattr(webui.engine("measuring.measured"), "time_calls", double)
@@ -89,7 +89,7 @@ def measured(place, webui, monkeypatch):
 
 
 def make(webui, names, tab="txt2img"):
-    """The webui makes controls of its own."""
+    """Make the webui's own controls."""
     controls = {name: Component(THEIRS.get(name)) for name in names}
     for name, control in controls.items():
         webui.call("after_component", control, f"{tab}_{name}")
@@ -98,7 +98,7 @@ def make(webui, names, tab="txt2img"):
 
 @pytest.fixture
 def line(webui):
-    """It gives what the panel's line says after a change, or after a click of *Measure*; values are by name."""
+    """A function that gives the panel's line after a change, or after a click of *Measure*; values are by name."""
     webui.put("modules.processing", StableDiffusionProcessingTxt2Img=Target)
     webui.script.ui(False)
     changed = make(webui, THEIRS)["width"].followed[0]

@@ -1,4 +1,4 @@
-"""SD.Next, by what differs from the other webuis: diffusers' pipelines, no hook between passes, names of its own."""
+"""SD.Next's differences from the other webuis: diffusers' pipelines, no hook between passes, its own names."""
 
 from __future__ import annotations
 

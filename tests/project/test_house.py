@@ -1,4 +1,4 @@
-"""The shape of the house: imports follow the map in CONTRIBUTING.md, do nothing, and models come from safetensors.
+"""The project's structure: imports follow the map in CONTRIBUTING.md, do nothing, and models come from safetensors.
 
 ruff refuses pickles, sockets and the start of programs in our files: `banned-api` in pyproject.toml.
 """
@@ -22,7 +22,7 @@ HOSTS = {"extension": set(), "comfy_nodes": set(), "demo": set(), "benchmarks": 
 
 
 def imports(path: Path) -> set[str]:
-    """Full names of all that a file imports; relative ones begin with "clone."."""
+    """Full names of a file's imports; relative ones begin with "clone."."""
     package, names = ".".join(("clone", *path.relative_to(ROOT).parent.parts)), set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""install.py: quiet for hosts, clear for people. What it does in a host's folder is held by tests/host_folders.py."""
+"""install.py: quiet for hosts, clear for people. tests/host_folders.py has its calls and a host's folders."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ def test_a_torch_that_is_there_is_found_without_importing_it_unless_a_requiremen
 
 @pytest.fixture
 def pip_calls(tmp_path, monkeypatch) -> list[list[str]]:
-    """All that pip is asked for, and does not do, in a repository of its own.
+    """The arguments of all calls of pip, which does nothing, in a repository of its own.
 
-    An empty module stands for pip in the environments, which are made in a fifth of the time without it.
+    An empty module stands for pip in the environments, which takes a fifth of the time.
     """
     def without_pip(builder, context):
         (next(Path(context.env_dir).glob("**/site-packages")) / "pip.py").touch()

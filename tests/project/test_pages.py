@@ -1,4 +1,4 @@
-"""The pages agree with the project: links, commands, Python, quoted messages, examples in docstrings. And words."""
+"""The pages agree with the project: links, commands, Python, quoted messages, docstrings' examples, and words."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ def commands_of(page: str) -> list[str]:
 
 
 class Read(BaseException):
-    """The program has read its command line; it is not to do more."""
+    """Raised when the program has read its command line, to stop it."""
 
 
 def hold_options(module: str, arguments: list[str], monkeypatch) -> None:
-    """Let a program read these arguments. It ends with 2 if it does not know them."""
+    """Let a program read these arguments. The program exits with 2 if it does not know them."""
     plain = argparse.ArgumentParser.parse_args
 
     def parse(parser, *args, **kwargs):
@@ -101,7 +101,7 @@ def hold_options(module: str, arguments: list[str], monkeypatch) -> None:
 
 @pytest.mark.parametrize("command", dict.fromkeys(command for page in PAGES for command in commands_of(page)))
 def test_a_command_of_a_page_is_one_that_its_program_takes(command, monkeypatch):
-    """As it stands there, but for what its placeholders stand for."""
+    """The command is the page's, with values for its placeholders."""
     words = shlex.split(command)
     if words[0] == "pip":
         extras = install.read_project(ROOT / "pyproject.toml")["project"]["optional-dependencies"]
@@ -144,7 +144,7 @@ def test_the_python_of_a_page_runs_and_leaves_nothing_behind(page, tiny_folder):
 
 
 def said_by(path: Path, errors: bool = True) -> set[str]:
-    """The strings of a module, without docstrings. errors: with the sentences that it raises."""
+    """The strings of a module, without docstrings. errors: also the sentences of its exceptions?"""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     left_out = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     if not errors:

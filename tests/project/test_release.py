@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(command: list, **options) -> str:
-    """What a command that succeeds says."""
+    """The output of a command that succeeds."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PIP_CONSTRAINT")}
     done = subprocess.run([str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                           check=False, env=environment, **options)  # fmt: skip
@@ -47,7 +47,7 @@ def test_comfyuis_registry_gets_what_the_nodes_need_and_little_else():
 
 
 def test_the_wheel_from_the_sdist_holds_the_engine_and_requires_torch(tmp_path):
-    """Of a copy, so that the checkout stays."""
+    """The wheel is built from a copy, so that the checkout stays as it is."""
     if int(importlib.metadata.version("setuptools").split(".")[0]) < 77:
         pytest.skip("building needs setuptools 77 or newer, as pyproject.toml says")
     code = f"from setuptools.build_meta import build_sdist; build_sdist({str(tmp_path)!r})"

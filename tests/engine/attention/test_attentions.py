@@ -30,7 +30,7 @@ UNKNOWN = "calls no attention function that is known"
 
 @pytest.fixture(autouse=True)
 def _hosts(monkeypatch):
-    """xformers is there, and LDM's plain attention is as exact as its input."""
+    """Install a double of xformers, and make LDM's plain attention as exact as its input."""
     conformance.with_xformers(monkeypatch, attention_processor)
     monkeypatch.setitem(globals(), "xformers", attention_processor.xformers)
     monkeypatch.setattr(ldm_attention, "_ATTN_PRECISION", "fp16")
@@ -50,7 +50,7 @@ def flat(out: torch.Tensor) -> torch.Tensor:
 
 
 class Kind(NamedTuple):
-    """An attention. make: of a dtype; way: how it is told of sizes; context, mask: arguments of its call."""
+    """An attention. make: makes it in a dtype; way: how it gets the sizes; context, mask: arguments of its call."""
 
     make: Callable[[torch.dtype], nn.Module]
     way: str
@@ -118,7 +118,7 @@ def test_heads_scale_and_upcasting_are_the_attentions_own(name):
 
 
 def test_a_correction_is_the_same_by_every_processor():
-    """Each head's, before the output projection."""
+    """The correction is compared for each head, before the output projection."""
     x = F.interpolate(tokens(2, count=16).mT.unflatten(2, (4, 4)), (SIDE, SIDE), mode="bilinear").flatten(2).mT
 
     def merged(name: str, correction: bool) -> torch.Tensor:
@@ -133,7 +133,7 @@ def test_a_correction_is_the_same_by_every_processor():
 
 @pytest.mark.parametrize("name", ["AttnProcessor", "AttnProcessor2_0", "FusedAttnProcessor2_0"])
 def test_a_hook_on_a_projection_sees_all_tokens_once_and_its_output_counts(name):
-    """All are seen by the patched call, and all by the one without a patch to which it is compared."""
+    """The patched and the unpatched call, which are compared, each show the hook all tokens."""
     weights, seen = torch.linspace(0.5, 1.5, SIDE**2)[:, None], []
 
     def hook(layer, args, out):
@@ -154,7 +154,7 @@ def test_a_hook_on_a_projection_sees_all_tokens_once_and_its_output_counts(name)
 
 
 def processor(call: Any) -> Any:
-    """Of a class of its own, whose code this is."""
+    """Make a processor of a new class with this code."""
     return type("Mine", (), {"__call__": call})()
 
 
@@ -184,7 +184,7 @@ def test_whatever_its_class_an_attention_is_known_by_the_function_it_calls(name)
 
 
 def test_the_processor_that_is_in_force_at_a_call_decides():
-    """Hosts change them between steps."""
+    """Hosts change processors between steps."""
     module, x = attention(), tokens(2)
     unet = UNetOf(module)
     with conformance.merging_by(), tome_core.patch(unet, KV) as handle:
@@ -197,7 +197,7 @@ def test_the_processor_that_is_in_force_at_a_call_decides():
 
 
 def test_of_perturbed_guidance_the_part_that_attends_merges():
-    """The last third of a batch is not attended at all, each token as it is."""
+    """The last third of the batch skips attention, and keeps each token."""
     perturbed, other = UNetOf(of_diffusers("PAGCFGIdentitySelfAttnProcessor2_0")), UNetOf(attention(bias=True))
     x = tokens(6)
     alone = run(perturbed, x)
@@ -213,12 +213,12 @@ TORCHS = torch.nn.functional.scaled_dot_product_attention
 
 
 def flash_attn_func(q, k, v, **more):
-    """flash-attn's, ``[B, S, H, d]``, which knows no mask."""
+    """flash-attn's function for ``[B, S, H, d]``, which takes no mask."""
     return TORCHS(*(tensor.transpose(1, 2) for tensor in (q, k, v))).transpose(1, 2)
 
 
 def sageattn(q, k, v, tensor_layout="HND", **more):
-    """SageAttention's: whatever else it is given it swallows, masks among it."""
+    """SageAttention's function, which ignores all further arguments, masks too."""
     return flash_attn_func(q, k, v) if tensor_layout == "NHD" else TORCHS(q, k, v)
 
 
@@ -237,7 +237,7 @@ def refusing(query, key, value, attn_mask=None, **more):
 
 
 def linear(query, key, value, *_, **__):
-    """No softmax."""
+    """Attention without a softmax."""
     return query @ (key.mT @ value) / key.shape[-2]
 
 
@@ -252,7 +252,7 @@ NOT_ADDING = [refusing, with_mask(lambda mask: mask * 0.5), with_mask(lambda mas
 
 @pytest.mark.parametrize("name", ["by a module's name", "by diffusers' dispatcher"])
 def test_a_function_in_place_of_torchs_is_told_of_sizes_or_torchs_own_is(name, monkeypatch):
-    """It comes and goes, and each call notices."""
+    """Each call notices that the function comes or goes."""
     module = attention(CALLERS[name])
     swallowing = [] if name == "by diffusers' dispatcher" else [sageattn]  # it gives a ``scale``
     for functions_of_host, expected in ((ADDING, BIAS), (NOT_ADDING + swallowing, OWN_BIAS), (ADDING, BIAS)):
@@ -265,7 +265,7 @@ def test_a_function_in_place_of_torchs_is_told_of_sizes_or_torchs_own_is(name, m
 
 
 def test_behind_a_helper_of_another_module_torchs_own_merges_with_what_the_function_in_its_place_has_made(monkeypatch):
-    """That function is called once, with all tokens."""
+    """The other function is called once, with all tokens."""
     module = attention(CALLERS["by a helper of another module"])
     for function in (*ADDING, *NOT_ADDING, of_one_size, lambda q, *rest, **more: TORCHS(q * 1.5, *rest, **more)):
         monkeypatch.setattr(F, "scaled_dot_product_attention", function)
@@ -297,7 +297,7 @@ def test_a_function_is_tried_once_for_its_heads_and_dtype_and_draws_from_no_gene
 @pytest.mark.parametrize("name, expected", [("native", BIAS), ("xformers", BIAS), ("flash", OWN_BIAS),
                                             ("sage", OWN_BIAS)])  # fmt: skip
 def test_a_backend_of_diffusers_is_tried_as_a_function_is(name, expected, monkeypatch):
-    """By the dispatcher, whose backend is looked up at each call."""
+    """The dispatcher, which looks its backend up at each call, is tried."""
     packages = {"flash_attn_func": flash_attn_func, "sageattn": sageattn, "xops": attention_processor.xformers.ops}
     for package, function in packages.items():
         monkeypatch.setattr(attention_dispatch, package, function, raising=False)
@@ -310,7 +310,7 @@ def test_a_backend_of_diffusers_is_tried_as_a_function_is(name, expected, monkey
 
 
 def test_scores_by_hand_are_known_by_the_function_that_computes_them_alone():
-    """Neither the name of a class is a proof, nor that of a function that another one wraps."""
+    """The name of a class is no proof, nor is the name of a function that another function wraps."""
 
     @functools.wraps(AttnProcessor.__call__)
     def doubled(self, *args, **kwargs):

@@ -1,4 +1,4 @@
-"""The correction: exactly nothing where nothing was lost, of first order nothing is left, and the rest is fitted."""
+"""The correction: exactly zero if nothing was lost; the first order of the error is removed, and the rest is fitted."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_groups_of_one_token_are_corrected_by_exactly_nothing():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_it_is_what_its_definition_gives_summed_in_float32_at_least(dtype):
-    """Ragged groups, empty ones, one map for all samples. Of 4,096 tokens half precision would keep hardly a digit."""
+    """Groups are ragged or empty, or one map serves all. A half-precision sum of 4,096 tokens keeps hardly a digit."""
     for batch, tokens, groups, heads, width, rows in (
         (1, 1, 1, 1, 1, 1), (2, 40, 12, 3, 4, 2), (3, 17, 3, 1, 6, 1), (1, 4096, 64, 2, 8, 1)
     ):  # fmt: skip
@@ -64,7 +64,7 @@ def test_it_is_what_its_definition_gives_summed_in_float32_at_least(dtype):
 
 @pytest.mark.parametrize("heads, count, width", [(1, 2, 1), (3, 60, 8), (2, 5, 8), (1, 40, 3)])
 def test_the_fit_is_ridge_regression(heads, count, width):
-    """Against a solver's; a part that hardly varies is not scaled to more than a thousandth of its size."""
+    """A solver gives the same fit; a part that hardly varies is not scaled to more than a thousandth of its size."""
     generator = torch.Generator().manual_seed(count)
     for spread in (0.1, 1e-4):
         q, merged, left = (
@@ -121,7 +121,7 @@ def test_it_is_kept_with_its_plan_and_made_anew_with_it(options):
 
 
 def test_gradients_flow_through_it():
-    """As through the rest of the block: what is trained on merged tokens is trained on this function."""
+    """Training on merged tokens needs the gradient of the correction as well as of the block."""
     model = small().double()
     x, text = (tensor.double() for tensor in inputs(4, 1, 8, 8))
     with tome_core.patch(model, MergeConfig(**KV)):

@@ -1,4 +1,4 @@
-"""Every self-attention of every family of models, seen from outside: merged keys give what repeated keys give."""
+"""Every self-attention of every family of models, by hooks from outside: merged keys give what repeated keys give."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ QKV = MergeConfig(ratio=0.75, correction=False, use_rand=False, max_downsample=8
 
 @contextlib.contextmanager
 def watched(model: nn.Module, names: list[str]) -> Iterator[list[tuple]]:
-    """Calls of these modules, seen from outside of whatever was patched on: name, arguments and output."""
+    """Collect the calls of these modules, outside of all patches: name, arguments and output."""
     seen = []
     hooks = [
         model.get_submodule(name).register_forward_hook(
@@ -70,7 +70,7 @@ def first(out: torch.Tensor | tuple) -> torch.Tensor:
 @pytest.mark.parametrize("name", some_quick(tiny_transformers.PRESENT, 2))
 @pytest.mark.parametrize("config", [KV, QKV], ids=["kv", "qkv"])
 def test_every_self_attention_of_every_transformer_gives_what_repeated_keys_give(name, config, monkeypatch):
-    """Positions are told after projections, so what its function gets is exchanged; text is by itself."""
+    """Positions enter after the projections, so the function's arguments are exchanged; text tokens do not merge."""
     model, arguments = tiny_transformers.make(name)
     plain, names = copy.deepcopy(model), [path for path, _ in find_attentions(model, family_of(model))]
     with merging_by(), tome_core.patch(model, config) as handle, watched(model, names) as seen:
@@ -89,7 +89,7 @@ def test_every_self_attention_of_every_transformer_gives_what_repeated_keys_give
         return torch._C._nn.scaled_dot_product_attention(*given, attn_mask, **more)
 
     def outputs() -> list[torch.Tensor]:
-        """Of the model that is not patched."""
+        """Return the unpatched model's outputs for the same calls."""
         return [first(plain.get_submodule(name)(*args, **kwargs)) for name, args, kwargs, _ in seen]
 
     assert {name for name, *_ in seen} == set(names)

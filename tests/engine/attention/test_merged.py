@@ -29,7 +29,7 @@ def corrected(call: Attention, plan: MergePlan, layout: Layout) -> torch.Tensor:
 
 
 def by_head(call: Attention) -> Attention:
-    """The same, heads lying apart in memory, as torch's function is given them."""
+    """The same call with heads apart in memory, as torch's function gets them."""
     return call._replace(**{name: getattr(call, name).transpose(1, 2).contiguous().transpose(1, 2) for name in "qkv"})
 
 
@@ -49,7 +49,7 @@ def test_a_correction_halves_the_error_of_the_picture_and_harms_no_other_row(lay
 
 
 def test_exact_answers_are_asked_all_over_the_picture_and_of_others():
-    """Another lies right behind it."""
+    """The first token after the picture is another query."""
     first, count = 49, 32 * 32
     tokens = first + count + 10
     (rows,) = merged.pick_queries_in(Layout(Grid(32, 32), first), tokens, WIDTH, torch.device("cpu"))
@@ -86,7 +86,7 @@ def test_fewer_heads_of_keys_are_as_if_they_were_repeated():
 
 
 def test_a_match_costs_less_than_a_twentieth_of_what_it_saves():
-    """Of 21 frames at 720p; heads are narrow, and what is searched and multiplied grows with them alike."""
+    """The film has 21 frames of 720p. Heads are narrow, because search and products grow alike with their width."""
     layout = Layout(Grid(21 * 45, 80, frames=21))
     tokens = tokens_in(layout)
     call = Attention(*torch.randn(3, 1, tokens, 1, 16, generator=torch.Generator().manual_seed(0)), sdpa, 0.25)
@@ -98,7 +98,7 @@ def test_a_match_costs_less_than_a_twentieth_of_what_it_saves():
 
 
 def test_it_holds_little_beyond_attentions_own_memory(monkeypatch):
-    """Merged keys and values, which are a sixteenth, and some pieces of a size that does not grow."""
+    """It holds merged keys and values, a sixteenth of all, and pieces whose size does not grow."""
     layout, piece = Layout(Grid(24 * 16, 20, frames=24), first=20), 1 << 16
     monkeypatch.setattr(merged, "_HELD", piece)
     monkeypatch.setattr(merged, "_AT_ONCE", 0)

@@ -1,4 +1,4 @@
-"""The seam: what an adapter gives of a call, what it gets back, and what is counted and said of it."""
+"""The seam between adapters and engine: what an adapter passes for a call, what it gets, and what is reported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STRONG = MergeConfig(side="kv", ratio=0.9375, sx=4, sy=4, metric="keys+values", 
 
 
 def attend(config, inputs, layout=PICTURE, timestep=500, **facts):
-    """The output of one attention in one call, and what is reported."""
+    """The output of one attention in one call, and the report."""
     state = state_of(config, 2, **facts)
     call = state.begin(timestep, inputs.q[:, layout.first :, :1, :1].transpose(1, 3))
     return state.attend(call, "a", 0, layout, inputs), state.report()

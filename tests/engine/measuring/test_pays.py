@@ -1,4 +1,4 @@
-"""Where merging would pay: as measured for its kind of calls, else as estimated from the card and the tokens."""
+"""Does merging pay? The answer is measured for the kind of call, else estimated from the card and the tokens."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ WAITS = "at this size the GPU waits for kernel launches, so merging would not pa
 
 @pytest.fixture
 def gates(monkeypatch):
-    """The gates of two levels on such a card, for a call of 4,096 tokens in the finest, by what was measured there."""
+    """The gates of two levels on such a card, for a call of 4,096 tokens in the finest, by known measurements."""
     monkeypatch.setattr("tome_core.measuring.pays.is_host_bound", lambda *_: True)
     monkeypatch.setattr("tome_core.measuring.pays.device_of", lambda device: "card")
     clock = Clock(MergeConfig(max_downsample=8, only_if_it_pays=True), [1, 2])

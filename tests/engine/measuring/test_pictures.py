@@ -1,4 +1,4 @@
-"""A gain is told of people's own pictures where there are enough of both kinds, of one kind of call, and alike."""
+"""The gain on users' own pictures is shown if enough merged and unmerged ones have one kind of call and like times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LATENT = torch.zeros(2, 4, 8, 16)
 
 @pytest.fixture
 def draw(monkeypatch):
-    """A sampling of some steps, each of which takes so long; what is told of it."""
+    """A function that samples in steps of these seconds, and returns the gain's sentence."""
     clock, model = step_clock.put_on(monkeypatch), nn.Sequential(nn.Linear(2, 2), nn.ReLU())
 
     def draw(
@@ -38,7 +38,7 @@ def draw(monkeypatch):
 
 
 def of_both(draw, unmerged=3, merged=3, seconds=2.0, **more):
-    """What the last of some merged pictures is told, after some unmerged ones."""
+    """The sentence for the last merged picture, after some unmerged ones."""
     for _ in range(unmerged):
         assert draw(seconds, **more) == ""
     return ["", *(draw(seconds / 2, CONFIG, **more) for _ in range(merged))][-1]

@@ -28,7 +28,7 @@ NUMBERS = {"best_keys": (5,), "segments": (1, 2), "assign_groups": (5,)}
 
 @pytest.fixture
 def launches(monkeypatch) -> Counter[str]:
-    """Launches by operator or kernel. Attention is one, whatever this CPU makes of it."""
+    """Launches by operator or kernel. Attention counts as one, however this CPU computes it."""
     counted = Counter()
 
     def as_one(name, function):
@@ -55,7 +55,7 @@ def launches(monkeypatch) -> Counter[str]:
 
 
 class Launches(OperatorCounter):
-    """Inside it every operator is counted as so many launches."""
+    """A context in which each operator counts as its number of launches."""
 
     def note(self, func, met) -> None:
         name = func.overloadpacket.__name__
@@ -63,7 +63,7 @@ class Launches(OperatorCounter):
             self.by_name[name] += LAUNCHES.get(name, 1)
 
 
-# in one sampling: the first call matches anew, the next is within 60 timesteps of it, the third is not
+# in one sampling: the first call makes a match, the next is within 60 timesteps of it, the third is not
 EARLY, LATE = (950.0, 940.0, 850.0), (300.0, 299.0, 200.0)
 
 
@@ -73,7 +73,7 @@ EARLY, LATE = (950.0, 940.0, 850.0), (300.0, 299.0, 200.0)
     ("max", LATE, (29, 2, 18)),
 ], ids=str)  # fmt: skip
 def test_a_match_new_kept_and_renewed_costs_so_many_launches(preset, times, bounds, launches):
-    """On 64 x 64 tokens, for the halves of guidance, which share one match. Channels cost no launches."""
+    """The block has 64 x 64 tokens, and both halves of guidance share one match. Channels cost no launches."""
     model = UNet([[SpatialTransformer(40, 1, 8)]]).to(torch.bfloat16).requires_grad_(False)
     inputs = torch.randn(1, 40, 64, 64).bfloat16().repeat(2, 1, 1, 1), None, torch.randn(2, 77, 8).bfloat16()
 

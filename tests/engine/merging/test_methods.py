@@ -60,7 +60,7 @@ def test_every_token_is_in_one_group_and_no_group_is_empty(name):
 @pytest.mark.parametrize("by_distance", [False, True])
 @pytest.mark.parametrize("grid, sy, sx", [((8, 8), 2, 2), ((9, 7), 2, 4), ((5, 1), 3, 1), ((3, 5), 1, 2)], ids=str)
 def test_bipartite_merges_the_sources_that_are_most_alike_to_their_best_destination(grid, sy, sx, by_distance):
-    """By the similarities of all pairs. A token of zeros has similarity 0 to every other."""
+    """The slow version compares all pairs. A token of zeros has similarity 0 to every other."""
     x, width = tokens(grid) * torch.linspace(0.5, 2, grid[0] * grid[1])[:, None] + 0.3, grid[1]
     chosen = [r * sy * width + c * sx for r in range(grid[0] // sy) for c in range(width // sx)]  # top left
     others = [token for token in range(grid[0] * width) if token not in chosen]
@@ -108,7 +108,7 @@ def test_refinement_is_k_means_from_the_match(steps, ratio, cell, by_distance):
     ([[0.0], [0.1], [5.0], [5.1]], [0, 0, 2, 2], True),
 ])  # fmt: skip
 def test_a_group_without_tokens_gets_none_though_all_else_be_far(x, start, by_distance):
-    """Its centre is nowhere: at cosine 0 it would be nearer than every other to the third token."""
+    """An empty group has no centre: a centre of cosine 0 would be the nearest one to the third token."""
     plan = refine_plan(MergePlan(torch.tensor([start]), 3), torch.tensor([x]), 1, by_distance)
     assert plan.group.tolist() == [[0, 0, 2, 2]]
 
@@ -171,7 +171,7 @@ def test_keys_and_values_count_alike_whatever_their_scale_and_every_sample_as_if
 
 
 def test_each_metric_compares_what_it_is_called():
-    """Of keys and values; no attention sees the block's input, in whose place keys are compared by cosine."""
+    """Metrics compare keys and values. Attentions do not see the block's input; cosine of keys replaces it."""
     k, v = (tokens((8, 8), 2, 12, seed) + 1 for seed in range(2))
     compared = {"input": (k, False), "keys+values": (of_unit_spread(k, v), True)}
     for metric in METRICS:

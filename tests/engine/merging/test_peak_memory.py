@@ -1,4 +1,4 @@
-"""The most memory that is held at once: a merged block's is never more than the unmerged one's, a match's is small."""
+"""Peak memory: a merged block never needs more than the unmerged one, and a match needs little."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_no_preset_holds_more_than_the_block_itself(dtype, monkeypatch):
-    """Of 4,096 tokens; pieces are a quarter as large, as if there were 16,384."""
+    """The block has 4,096 tokens; pieces are a quarter as large, as if there were 16,384."""
     side = 64
     monkeypatch.setattr(merged, "_HELD", merged._HELD // 4)
     block, inputs = make_block("cpu", dtype), make_inputs(side, 1, "cpu", dtype)

@@ -46,7 +46,7 @@ def test_merge_sums_half_precision_in_float32():
 
 @pytest.mark.parametrize("groups", [2**14 - 1, 2**14, 2**14 + 1])
 def test_segments_of_as_many_groups_as_a_short_number_holds(groups):
-    """Two rows of them: the last that fit 16 bits, and the first that do not."""
+    """Two rows of segments are tested: the last that fit 16 bits, and the first that do not."""
     group = torch.stack([torch.arange(groups).flip(0), torch.arange(groups)])
     order, offsets = _segments(group, groups)
     assert torch.equal(offsets, torch.arange(2 * groups + 1))

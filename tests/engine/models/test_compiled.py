@@ -44,12 +44,12 @@ LEAST = Family("least", seeded(
 TINY = Least("tiny", depth=1)
 COMPILED = {TINY.name: TINY, LEAST.name: LEAST, **MODELS}
 FLUX = COMPILED["Flux"]
-WITH_BREAKS = ("Lumina 2",)  # no compiler takes its forward as a whole, with us or without
+WITH_BREAKS = ("Lumina 2",)  # no compiler takes its forward as a whole, patched or not
 Way = Callable[..., nn.Module]
 
 
 def whole(family: Family, model: Any, backend: Any = "eager") -> nn.Module:
-    """The model, to be called in its place."""
+    """A compiled model, to be called instead of the model."""
     return torch.compile(model, backend=backend, fullgraph=family.name not in WITH_BREAKS)
 
 
@@ -59,7 +59,7 @@ def in_place(family: Family, model: Any, backend: Any = "eager") -> nn.Module:
 
 
 def by_blocks(family: Family, model: Any, backend: Any = "eager") -> nn.Module:
-    """As diffusers' `compile_repeated_blocks`."""
+    """Compile each block, as diffusers' `compile_repeated_blocks` does."""
     for module in model.modules():
         if type(module).__name__ in getattr(model, "_repeated_blocks", ["BasicTransformerBlock"]):
             module.compile(backend=backend, fullgraph=True)
@@ -108,7 +108,7 @@ def test_compiled_and_then_patched_it_merges_as_without_a_compiler_in_one_graph_
 
 @ways(("tiny", whole), ("Flux", by_blocks), ("Flux", in_place))
 def test_patched_and_then_compiled_it_may_be_patched_otherwise_and_taken_off(family: Family, way: Way):
-    """Other settings need no other graph: nothing of them is in it."""
+    """Other settings need no other graph, because a graph contains no settings."""
     first, other = (merged_eagerly(family, settings) for settings in (STRONG, OTHER))
     model, unpatched, backend = family.build(), family.build(), CompileCounter()
     plain = picture(family, model)
@@ -147,7 +147,7 @@ def test_a_compiler_that_rewrites_changes_a_merged_picture_no_more_than_an_unmer
 
 
 def test_the_first_call_may_be_a_threads():
-    """As in a server, each of whose requests has a thread: the graph is good for the next call and the next thread."""
+    """A server runs each request in its own thread: the graph serves the next call and the next thread."""
     expected, compiled = merged_eagerly(TINY, STRONG), whole(TINY, TINY.build())
     with tome_core.patch(compiled, **STRONG):
         for _ in range(2):
@@ -251,7 +251,7 @@ def test_a_compiled_block_merges_in_its_self_attention_alone_and_says_so():
 @pytest.mark.parametrize("family", [TINY, MODELS["Wan"]], ids=lambda family: family.name)
 @torch.no_grad()
 def test_operators_give_what_a_compiler_was_told(family: Any):
-    """An attention's output lies as it was said, and is nobody else's memory, which a compiler may write over."""
+    """An attention's output has the promised layout, and shares no memory that a compiler may overwrite."""
     wraps = wraps_of(tome_core.patch(family.build(), **STRONG))
     number = next(wrap.number for wrap in wraps if isinstance(wrap, AttentionSite))
     calls = [("begin", (wraps[0].number, "tt", [torch.randn(1, 16, 8, 8), torch.tensor(5)], []))]
@@ -263,7 +263,7 @@ def test_operators_give_what_a_compiler_was_told(family: Any):
 
 
 def test_copies_of_the_engine_share_the_operators_and_no_number():
-    """As if two hosts in one process bring one each, or a webui reloads it: torch takes a name once."""
+    """Two hosts in one process may each bring a copy, or a webui reloads it; torch accepts a name once."""
     modules, numbers = [nn.Module() for _ in range(2)], []
     for module in modules:
         spec = importlib.util.spec_from_file_location("tome_core.models.another", operators.__file__)

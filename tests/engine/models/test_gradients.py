@@ -36,7 +36,7 @@ OFF = MergeConfig(ratio=0)
 
 
 def built(name: str, checkpoints: bool = True, only: str = "") -> Any:
-    """The model as it is trained. only: in the names of the parameters that are; all others are frozen."""
+    """The model in training. only: part of the names of the trained parameters; all others are frozen."""
     model = BUILD[name]().train()
     for path, parameter in model.named_parameters():
         parameter.requires_grad_(only in path)
@@ -50,7 +50,7 @@ def built(name: str, checkpoints: bool = True, only: str = "") -> Any:
 
 
 def loss_of(name: str, model: Any, size: Call, number: int = 0) -> torch.Tensor:
-    """For inputs of a number's seed."""
+    """The loss of a call with inputs of this seed."""
     height, width, timestep = size
     if name != "Flux":
         x, text = inputs(4, 2, height, width, seed=number)
@@ -68,7 +68,7 @@ def gradients_of(model: Any) -> Gradients:
 
 
 def gradients(name: str, calls: list[Call], config: MergeConfig, at_once: bool = False, **how: Any) -> Gradients:
-    """Of the sum of all losses: each is followed by its backward pass, or one goes through all."""
+    """Gradients of the sum of all losses: one backward pass for each loss, or one for all."""
     model = built(name, **how)
     with patch(model, config):
         losses = (loss_of(name, model, size, number) for number, size in enumerate(calls))
@@ -78,7 +78,7 @@ def gradients(name: str, calls: list[Call], config: MergeConfig, at_once: bool =
 
 
 def assert_same(some: Gradients, others: Gradients) -> None:
-    """But for rounding, which is a share of the largest gradient."""
+    """Assert that gradients are equal except for rounding, a share of the largest gradient."""
     assert some.keys() == others.keys() and some
     largest = max(gradient.abs().max().item() for gradient in some.values())
     for name, gradient in some.items():

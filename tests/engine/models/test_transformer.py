@@ -16,7 +16,7 @@ from tome_core.engine.state import State
 from tome_core.models.transformer import NAMES
 from tome_core.reporting.ledger import NO_GRID
 
-# of each way to read a call one, text's side, and time's meaning; each class is drawn with in the contract as well
+# one class for each way to read a call, text's side and time's meaning; the contract draws with every class
 _DIFFERENT = ("Flux", "Krea 2", "Qwen-Image, padded", "Z-Image", "Lumina 2", "LTX", "FramePack", "Wan", "CogVideoX",
               "SD3.5", "HunyuanVideo", "Mochi")  # fmt: skip
 
@@ -29,7 +29,7 @@ def test_each_known_class_is_tried_if_diffusers_has_it():
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in _DIFFERENT)) for name in PRESENT])
 def test_a_place_of_the_latent_is_the_token_at_that_place_of_the_grid(name, monkeypatch):
-    """One place is changed, and in each attention its key most of all: grid, order and text's side are true."""
+    """If one place changes, its key changes most in each attention: grid, order and text's side are right."""
     model, arguments = tiny_transformers.make(name)
     calls = []
 
@@ -71,7 +71,7 @@ def assert_left_alone(model: nn.Module, arguments: dict[str, Any], why: str) -> 
 
 
 def test_padding_that_a_mask_hides_changes_nothing():
-    """Of the text that is left, the merged model sees what it sees of a shorter text."""
+    """The merged model sees the text that is left as it sees a shorter text."""
     model, arguments = tiny_transformers.make("Qwen-Image, padded")
     shorter = arguments | {"encoder_hidden_states": arguments["encoder_hidden_states"][:, :15],
                            "encoder_hidden_states_mask": None}  # fmt: skip
@@ -80,7 +80,7 @@ def test_padding_that_a_mask_hides_changes_nothing():
 
 
 def test_a_mask_of_pairs_is_read_if_the_tokens_that_it_leaves_see_all_of_each_other():
-    """As HunyuanVideo 1.5's. One that hides more is left alone, and one that is added, as Chroma's pipeline's."""
+    """HunyuanVideo 1.5 has such masks. A mask that hides more is left alone, and so is an added mask, as Chroma's."""
     model, arguments = tiny_transformers.make("Flux")
     rows = torch.arange(tiny_transformers.WORDS + tiny_transformers.SIDE**2)[None] >= 5
     pairs = rows[:, None, :, None] & rows[:, None, None, :]

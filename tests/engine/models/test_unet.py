@@ -25,7 +25,7 @@ SD15, BALANCED = MODELS["sd15"], on_small("balanced")
 @pytest.mark.parametrize("name", some_quick(["sd15", "ldm_wrapped", "sd2"], 2))
 @pytest.mark.parametrize("more", [{}, {"merge_crossattn": True, "merge_mlp": True}, {"sx": 4, "sy": 4}], ids=str)
 def test_a_whole_unet_gives_tomesds_picture(name: str, more: dict):
-    """With fixed destinations; random ones are drawn otherwise."""
+    """Destinations are fixed, because tomesd draws random ones in another way."""
     case = MODELS[name]
     vanilla = case.call(case.build(), height=24)
     for ratio in (0.5, 0.75):
@@ -85,7 +85,7 @@ def test_sdxl_merges_by_default_and_says_where_it_cannot(caplog):
 
 
 def test_a_transformer_that_is_given_a_smaller_picture_than_the_latent_merges_that():
-    """As with Kohya's deep shrink, which halves the picture on its way through the UNet."""
+    """Kohya's deep shrink halves the picture inside the UNet."""
     model = small()
     for transformer in {place.transformer for place in find_blocks(model)}:
         transformer.register_forward_pre_hook(lambda _, args: (F.avg_pool2d(args[0], 2), *args[1:]))
@@ -120,7 +120,7 @@ def test_the_default_dtype_and_device_change_no_bit(config: MergeConfig, timeste
 
 
 def test_weights_that_are_stored_in_half_precision_merge_as_hard():
-    """diffusers' layerwise casting: each layer casts its weights for a call, so that they do not tell what it takes."""
+    """In diffusers' layerwise casting each layer casts its weights for a call, so their dtype is not the inputs'."""
     model = small()
     if not hasattr(model, "enable_layerwise_casting"):
         pytest.skip("this diffusers has no layerwise casting")

@@ -1,5 +1,5 @@
 """Wraps come back after others have taken them off, build no chain, and see through wrappers that are known to be idle.
-What stands beside them otherwise is held to its laws in `tests.beside`.
+`tests.beside` tests other things that share a model with them.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ QUARTER, HALF, KEYS = MergeConfig(ratio=0.25), MergeConfig(ratio=0.5), MergeConf
 
 
 def methods_of(model: Any) -> list[tuple[nn.Module, str, Any]]:
-    """What the patch has wrapped, and so what others may wrap as well: module, name of the method, and the method."""
+    """The methods that the patch has wrapped, and others may wrap too: module, name of the method, and the method."""
     (network,) = find_models(model)
     return [(wrap.target, wrap.name, getattr(wrap.target, wrap.name)) for wrap in wraps_on(network).wraps]
 
 
 def put_back(methods: list[tuple[nn.Module, str, Any]]) -> None:
-    """As accelerate and ControlNet do: onto the instances, even if it is a method of the class."""
+    """Put methods back on the instances, even methods of the class, as accelerate and ControlNet do."""
     for module, name, method in methods:
         setattr(module, name, method)
 
 
 def wrap_everything(model: Any) -> None:
-    """As accelerate and ControlNet do: each method is saved, and called by another one in its place."""
+    """Save each method and replace it by one that calls it, as accelerate and ControlNet do."""
     put_back([(module, name, partial(method)) for module, name, method in methods_of(model)])
 
 
@@ -60,7 +60,7 @@ def test_a_wrap_that_comes_and_goes_at_every_picture_builds_no_chain(family: Fam
 
 @models
 def test_an_old_wrap_put_back_over_a_new_patch_is_harmless(family: Family):
-    """ControlNet saves a block's method once and puts that back at some later picture, whatever was patched since."""
+    """ControlNet saves a block's method once and puts it back at a later picture, even if a patch came between."""
     model = family.build()
     plain = family.call(model)
     with tome_core.patch(model, QUARTER):

@@ -1,6 +1,6 @@
-"""A call is what it was when it began, and leaves nothing behind.
+"""A call keeps the patch and rules with which it began, and leaves nothing behind.
 
-Little is left to luck: a hook in the middle of a call lets another thread act, and waits for it.
+The tests do not depend on luck: a hook in the middle of a call lets another thread act, and waits for it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def merged(family: Family, config: MergeConfig | None, **call: Any) -> torch.Ten
 
 
 def once_in(model: nn.Module, place: str, work: Callable[[], Any]) -> None:
-    """At the next call of the module at this place, before it, do some work."""
+    """Do this work once, before the next call of the module at this place."""
 
     def hook(*_: Any) -> None:
         handle.remove()
@@ -57,7 +57,7 @@ def once_in(model: nn.Module, place: str, work: Callable[[], Any]) -> None:
 
 @at_every_place
 def test_a_call_during_which_another_patch_comes_or_this_one_goes_and_the_next_one(family: Family, place: str):
-    """Nothing waits for the call. Of other parts, or taken off, what it had not reached yet merges no more."""
+    """No patch waits for the call. After a change of parts or a removal, the rest of the call does not merge."""
     model = family.build()
     for before, after, stays in (
         (None, BALANCED, True), (None, TOMESD, True), (BALANCED, LESS, True),
@@ -75,7 +75,7 @@ def test_a_call_during_which_another_patch_comes_or_this_one_goes_and_the_next_o
 
 @at_every_place
 def test_a_model_called_again_inside_of_its_own_call_gives_both_pictures(family: Family, place: str):
-    """As hooks do that look at the same picture once more: reference-only, perturbed guidance."""
+    """Hooks of reference-only and perturbed guidance call the model so."""
     model, pictures = family.build(), []
     with tome_core.patch(model, BALANCED):
         once_in(model, place, lambda: pictures.append(family.call(model, timestep=900)))

@@ -1,4 +1,4 @@
-"""One contract, every model: what patching, calling and unpatching have to mean, whatever the model is."""
+"""One contract for every model: the effects of patching, calling and unpatching."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_merging_changes_the_picture_and_says_so_and_a_sample_merges_alone_as_in
 
 @every_model
 def test_merging_each_token_with_itself_changes_no_bit_and_nothing_is_said(family: Family, monkeypatch, caplog):
-    """The plumbing alone: every site merges and unmerges, and nothing but the plan may make a difference."""
+    """Every site merges and unmerges, and only the plan may change the output."""
     merge_with_self(monkeypatch)
     model = family.build()
     vanilla = family.call(model)
@@ -192,7 +192,7 @@ def test_a_patch_over_a_patch_is_the_second_alone_and_leaving_a_with_brings_back
 
 
 def layers_of(family: Family, model: Any) -> list[nn.Module]:
-    """Those without parts, in the order in which a call runs them."""
+    """The modules without parts, in the order in which a call runs them."""
     called: list[nn.Module] = []
     with register_module_forward_pre_hook(lambda module, _: called.append(module)):
         family.call(model)
@@ -201,7 +201,7 @@ def layers_of(family: Family, model: Any) -> list[nn.Module]:
 
 @every_model
 def test_an_error_anywhere_in_a_call_leaves_the_patch_usable_and_nothing_behind(family: Family):
-    """At every kind of wrap, before and after what lies beneath: a new kind is in here without a word."""
+    """The error comes at every kind of wrap, new kinds included, before and after the wrapped method."""
     model = family.build()
     before, vanilla, layers = traces(model), family.call(model), layers_of(family, model)
     handle = tome_core.patch(model, ALL_LEVELS)

@@ -61,7 +61,7 @@ def test_an_interrupt_at_any_wrap_leaves_a_model_that_is_unpatched_or_can_be(cha
 @pytest.mark.parametrize("build, call", [*((MODELS[name].build, MODELS[name].call) for name in ("sd15", "Flux")),
                                          (Pipeline, picture)], ids=["sd15", "Flux", "a pipeline"])  # fmt: skip
 def test_neither_a_handle_nor_the_engine_keeps_a_model_alive(build: Callable, call: Callable, is_on: bool):
-    """A name in a notebook, on a machine whose memory holds one model."""
+    """A notebook may keep the handle's name on a machine whose memory holds one model."""
     model = build()
     (network,) = find_models(model)
     handle = tome_core.patch(model)
@@ -107,7 +107,7 @@ def left_on(pipe: Any, unet: Any, scheduler: Any) -> list[Any]:
 @pytest.mark.parametrize("method", ["scale_model_input", "step"])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_an_error_in_a_pipelines_loop_leaves_nothing_behind(method: str, error: type[BaseException], monkeypatch):
-    """Before and after the model's call."""
+    """The error comes before or after the model's call."""
     pipe = Pipeline()
     plain, before = picture(pipe), left_on(pipe, pipe.unet, pipe.scheduler)
     with tome_core.patch(pipe, LATE) as handle:

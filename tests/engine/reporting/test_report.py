@@ -59,7 +59,7 @@ def test_the_first_line_is_the_gain_or_what_was_left_out_then_levels():
 
 
 def test_a_gain_is_told_only_if_as_much_was_left_out_as_when_it_was_measured():
-    """Nobody knows of other things on a model, but merging finds less to do beside them."""
+    """Other things on a model are unknown, but with them merging leaves out less."""
     for measured, left, is_told in ((gain(2.0), 25, True), (gain(1.0), 30, True), (gain(2.0), 60, False),
                                (gain(1.0), 93, False), (gain(2.0), 0, False)):  # fmt: skip
         assert (measured.speed in of_levels(level(left=left), gains=(measured,)).headline) == is_told
@@ -128,7 +128,7 @@ def test_the_mlps_tokens_are_said():
 
 
 def test_reports_of_passes_are_one_with_levels_by_their_down_sampling():
-    """The passes of a hires fix, or a refiner, whose finest level is another."""
+    """The passes are those of a hires fix, or of a refiner with another finest level."""
     first, second, other = (of_levels(level(*facts), calls=1) for facts in ((1, 25), (1, 75), (2, 50)))
     both = Report.join([first, second, other])
     assert both.calls == 3 and both.work_saved == pytest.approx(1 - (25 + 75 + 50) / 300)

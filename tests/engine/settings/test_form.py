@@ -1,4 +1,4 @@
-"""The form: what an expert sets in every host, what a strength fills in, and refusals in its words."""
+"""The form: an expert's settings in every host, the values that a strength fills in, and refusals in its words."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ config_of = partial(change, MergeConfig())
 
 
 def test_fields_are_in_their_documented_places():
-    """Nodes and lists of values know them by position: a new one in their midst would shift those behind it."""
+    """Nodes and lists of values know fields by position: a new field between them would shift the later ones."""
     first = (
         "ratio", "level", "start", "end", "method", "merge_what", "merge_crossattn", "merge_mlp", "sx",
         "sy", "use_rand", "merge_seed", "early_ratio", "early_until", "proportional", "metric", "refine",

@@ -1,7 +1,7 @@
-"""A function of ComfyUI's, held against attention over repeated keys: in a double of ComfyUI, and in a real one.
+"""Compare functions of ComfyUI with attention over repeated keys: in a double of ComfyUI, and in a real one.
 
-Run by ComfyUI's Python with ``--cpu`` this holds each of its attention functions: it ends with an error if merged keys
-give anything else, and prints as JSON the way by which each function took sizes. No server is needed.
+Run by ComfyUI's Python with ``--cpu`` this tests each of its attention functions: it ends with an error if merged keys
+give anything else, and prints as JSON the way in which each function gets the sizes. No server is needed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ TOLERANCE = {torch.float32: 3e-6, torch.float64: 5e-7, torch.bfloat16: 2e-2, tor
 
 
 def way_of(function: Any, dtype: torch.dtype = torch.float32, batch: int = 2, **call: Any) -> str | None:
-    """The way by which the function takes sizes; None if it is no attention.
+    """The way in which the function gets the sizes; None if it is no attention.
 
     AssertionError if merged keys give anything else than each of them repeated, by a softmax in float64. call: what
-    else the function is given.
+    else the function gets.
     """
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(3, batch, TOKENS, HEADS * WIDTH, generator=generator) * 2).to(dtype)
@@ -49,7 +49,7 @@ def way_of(function: Any, dtype: torch.dtype = torch.float32, batch: int = 2, **
 
 
 def _by_softmax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    """``[B, N, H, d]``; each key as often as its size says."""
+    """Attend by a softmax in float64, each key repeated by its size. The result is ``[B, N, H, d]``."""
     outs = []
     for query, key, value, count in zip(q, k, v, sizes, strict=True):
         queries, keys, values = (x.double().unflatten(-1, (HEADS, -1)).transpose(0, 1) for x in (
@@ -59,13 +59,13 @@ def _by_softmax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sizes: torch.
 
 
 def _far(out: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest over the samples of the difference's length, as a share of the expected output's."""
+    """The largest distance of a sample from the expected output, as a share of that output's length."""
     difference = (out.double() - expected.double()).flatten(1).norm(dim=1)
     return (difference / expected.double().flatten(1).norm(dim=1)).max().item()
 
 
 def main() -> None:
-    """All of them, in every precision, and those that cut their work if memory is short."""
+    """Test all functions in every precision, also those that cut their work if memory is short."""
     importlib.import_module("comfy.options").enable_args_parsing()
     attention = importlib.import_module("comfy.ldm.modules.attention")
     patcher, ways = importlib.import_module("comfy.model_patcher").ModelPatcher, {}

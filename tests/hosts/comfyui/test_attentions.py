@@ -1,4 +1,4 @@
-"""In a real ComfyUI, whichever function attends, and compiled: what merges is what merges in eager code."""
+"""Attention in a real ComfyUI: every function merges right, and compiled models merge as eager ones do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ADDING = ("basic", "split", "pytorch")  # to others torch's own function is bett
 
 
 def test_each_function_gives_what_repeated_keys_give(checkout):
-    """In every precision, raised, chosen by a node, and cutting its work if memory is short."""
+    """Each function is tested in every precision, upcast, chosen by a node, and with cut work if memory is short."""
     ways = json.loads(run_script(checkout, "hold_attentions.py", "--cpu").splitlines()[-1])
     assert len(ways) == len(FUNCTIONS) * 3 * 3 + 2
     for case, way in ways.items():

@@ -1,4 +1,4 @@
-"""Small random models in a real ComfyUI: merged through the nodes, and as they were when it is off again."""
+"""Small random models in a real ComfyUI: the nodes merge them, and without the nodes they are as before."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_the_built_in_merging_is_off_while_ours_is_on_and_as_ever_otherwise(webu
 
 
 def test_a_job_that_ends_early_leaves_nothing(webui, without):
-    """From inside, as the probe makes it, and by the buttons."""
+    """The probe ends the job from inside, and the buttons end it."""
     plain = without.draw_once().pixels
     for job in ({"prompt": "a lake, fail"}, {"prompt": "a lake, fail hires", "hires": True}):
         with pytest.raises(urllib.error.HTTPError):

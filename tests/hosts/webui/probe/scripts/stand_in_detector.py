@@ -1,4 +1,4 @@
-"""In a test's webui: mediapipe's face detector as far as ADetailer asks for it; it finds one, in the middle."""
+"""In a test's webui: the part of mediapipe's face detector that ADetailer calls; it finds one face, in the middle."""
 
 import contextlib
 import importlib
