@@ -56,10 +56,10 @@ def _by_products(name: str, casts: bool = True) -> Any:
 
 
 attention_basic, attention_split = _by_products("attention_basic"), _by_products("attention_split")
-# both seem to add a mask; the one, short of memory, lets a group without tokens hold the maximum, and the other leaves
+# both seem to add a mask; short of memory, sub_quad lets a group without tokens hold the maximum, and flash leaves
 # it to another function, with a warning
 attention_sub_quad, attention_flash = _by_products("attention_sub_quad"), _by_products("attention_flash", casts=False)
-optimized_attention = attention_pytorch  # the one in force, which models look up at each call
+optimized_attention = attention_pytorch  # the current function, which models look up at each call
 
 
 class CrossAttention(ComfyAttention):

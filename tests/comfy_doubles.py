@@ -70,7 +70,7 @@ class BaseModel(nn.Module):
     def _apply_model(
         self, x: Any, t: Any, concat: Any, context: Any, control: Any, options: dict, **more: Any
     ) -> torch.Tensor:
-        # blocks write into the options, and calls of one sampling share what is in these
+        # blocks write into the options, whose values the calls of one sampling share
         timesteps = self.model_sampling.timestep(t).float()
         return self.diffusion_model(x, timesteps, context=context, transformer_options=dict(options), **more)
 

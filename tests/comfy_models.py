@@ -19,7 +19,7 @@ from tests import comfy_attention
 from tests.doubles import Block
 from tests.models import TEXT, ldm, seeded
 
-WIDTH, HEADS = 32, 2  # of transformers
+WIDTH, HEADS = 32, 2  # sizes of transformers
 
 
 # --- UNets -----------------------------------------------------------------------------------------------------------

@@ -28,9 +28,9 @@ from tests.sd_block import SpatialTransformer, UNet
 from tome_core import MergeConfig, MergePlan
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-# of the output's length. The logarithms of sizes are float32 at best, and in half precision off by half of a last bit.
+# shares of the output's length: the logarithms of sizes are float32 at best, in half precision off by half a last bit
 TOLERANCE = {torch.float64: 5e-7, torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-# what attentions are held with: their width and heads, a square of tokens, and how many keys are left
+# the tested attentions: their width and heads, the side of a square of tokens, and the number of merged keys
 CHANNELS, HEADS, SIDE, GROUPS = 32, 4, 8, 13
 KV = MergeConfig(correction=False, side="kv", ratio=0.75, use_rand=False, max_downsample=8)
 
@@ -183,7 +183,7 @@ def way(
 
 def attention(processor: Any = None, dtype: torch.dtype = torch.float32, **settings: Any) -> nn.Module:
     """A self-attention of diffusers with this processor, or with the processor that diffusers chooses."""
-    from diffusers.models.attention_processor import Attention  # which a webui's Python may lack
+    from diffusers.models.attention_processor import Attention  # a webui's Python may lack them
 
     module = telling(Attention(CHANNELS, **{"heads": HEADS, "dim_head": CHANNELS // HEADS, **settings}), dtype)
     if isinstance(processor, nn.Module):

@@ -22,7 +22,7 @@ def _each(models: Any, quick: Any) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("family", cases, ids=lambda family: family.name)
 
 
-# one of each wiring is quick; what differs from it in weights or arguments alone is slow
+# one model of each wiring is quick; models that differ only in weights or arguments are slow
 every_unet, every_model = _each(CASES, _QUICK), _each(MODELS.values(), _QUICK)
 
 

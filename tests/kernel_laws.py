@@ -50,7 +50,7 @@ def _count(stop):
 if INTERPRETED:
     try:
         _count[(1,)](5)
-    except Exception as error:  # Triton 3.6's with numpy 2.4
+    except Exception as error:  # so fails Triton 3.6 with numpy 2.4
         why = f"Triton {triton.__version__}'s interpreter cannot run a loop with this numpy: {error}"
         pytest.skip(why, allow_module_level=True)
 
@@ -231,7 +231,7 @@ def test_tokens_are_placed_as_torch_places_them(removed, samples):
 
 # --- a correction -----------------------------------------------------------------------------------------------------
 
-HEADS = [(1, 3, 40), (2, 16, 70), (3, 40, 130), (1, 64, 1100)]  # heads, width, tokens: one span of them, and three
+HEADS = [(1, 3, 40), (2, 16, 70), (3, 40, 130), (1, 64, 1100)]  # heads, width, tokens: tokens of one span, and of three
 every_size = pytest.mark.parametrize("dtype, size", together(DTYPES[1:], HEADS), ids=str)
 
 
@@ -385,7 +385,7 @@ def test_inputs_that_are_not_finite_tell_nothing_of_a_kernel(off):
         expected = best_keys(sick, None, keys)
     assert torch.equal(best_keys(sick, None, keys)[1][:, 1:], expected[1][:, 1:])
     assert not kernels._verified
-    for dtype in DTYPES:  # each proves itself
+    for dtype in DTYPES:  # each kernel proves itself
         best_keys(clean.to(dtype), None, keys.to(dtype))
     assert {key[-1] for key in kernels._verified} == set(DTYPES) and not off
 

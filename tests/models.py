@@ -205,9 +205,9 @@ def host_double(make_block: Callable[[int], nn.Module] | None = None, **changes:
 ldm_sd1 = seeded(ldm)
 ldm_sd2 = seeded(ldm, num_heads=-1, num_head_channels=16, use_linear_in_transformer=True)
 ldm_wrapped = seeded(host_double)
-# the least that a host's double needs: half the time of `ldm_wrapped`
+# the smallest host's double: half the time of `ldm_wrapped`
 ldm_of_one_level = seeded(host_double, attention_resolutions=(1,), channel_mult=(1,), num_heads=2)
-# the least of SDXL's layout: no attention on the latent's own level
+# the smallest with SDXL's layout: no attention on the latent's own level
 ldm_sdxl = seeded(host_double, attention_resolutions=(2,), num_heads=2)
 sgm_double = seeded(host_double, make_block=lambda width: SgmBlock(width, 4, TEXT))
 

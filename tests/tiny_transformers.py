@@ -25,7 +25,7 @@ Arguments = dict[str, Any]
 
 
 class Tiny(NamedTuple):
-    """kind: the transformer's class; settings: what it is made with besides `SIZES`; arguments: makes those of a call.
+    """kind: the transformer's class; settings: its settings other than `SIZES`; arguments: makes those of a call.
 
     first, count: the picture's tokens among those of an attention with other tokens too. gain: of the weights, if
     attention would hardly show in the model's output.

@@ -150,7 +150,7 @@ class Processing:
     refiner = sampler = None
     denoiser = Denoiser
     sampler_function = None  # None: the sampler that goes with the denoiser
-    size = 8  # of the latents; 12 in the hires pass
+    size = 8  # the latents' size; 12 in the hires pass
     width = height = property(lambda self: 8 * self.size)
     hr_upscale_to_x = hr_upscale_to_y = property(lambda self: 12 * self.size)
 
@@ -223,7 +223,7 @@ class Webui(Modules):
         """process_images, in the order of this webui: a request's own settings hold after the first hook."""
         self.hook("before_process", p)
         data = self.shared.opts.data
-        before = {key: data[key] for key in p.override_settings if key in data}  # what was never saved is not put back
+        before = {key: data[key] for key in p.override_settings if key in data}  # unsaved ones are not put back
         data |= p.override_settings
         try:
             return self._process(p)
@@ -275,7 +275,7 @@ class Webui(Modules):
     def infotext(self, p):
         """The part of create_infotext about our settings."""
         pairs = dict(p.extra_generation_params)
-        for key, value in pairs.items():  # a comprehension's code would be another, and ours looks into this one
+        for key, value in pairs.items():  # no comprehension: our code looks into this frame
             pairs[key] = value() if callable(value) else value
         pairs["Token merging ratio"] = p.get_token_merging_ratio() or None
         return ", ".join(f"{key}: {value}" for key, value in pairs.items() if value is not None)

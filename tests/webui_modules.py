@@ -41,7 +41,7 @@ class Options:
         raise AttributeError(key)
 
 
-PACKAGE = "_tome_core_webui"  # as scripts/token_merging.py calls it
+PACKAGE = "_tome_core_webui"  # scripts/token_merging.py calls it so
 
 
 class Modules:
@@ -90,7 +90,7 @@ class Modules:
         path = list(sys.path)
         sys.path.insert(0, str(root))
         for file in sorted((root / "scripts").glob("*.py")):
-            values = runpy.run_path(str(file), run_name=file.name).values()  # it is not in sys.modules
+            values = runpy.run_path(str(file), run_name=file.name).values()  # the script is not in sys.modules
             classes += [value for value in values if inspect.isclass(value) and issubclass(value, self.scripts.Script)]
         if self.flavour == "a1111":  # the Forges leave every extension's root on the path
             sys.path[:] = path

@@ -156,6 +156,6 @@ def test_runs_take_turns_and_the_peak_of_a_call_is_seen():
     assert [len(times) for times in timing.in_turns(runs, 4).values()] == [4, 4, 4]
     rounds = ["".join(called[number : number + 3]) for number in range(0, 12, 3)]
     assert all(set(names) == {*"abc"} for names in rounds) and len(set(rounds)) > 1
-    torch.ones(1, 2**18).sum()  # what libraries allocate once
+    torch.ones(1, 2**18).sum()  # libraries allocate some memory once
     peak = timing.process_peak(lambda: torch.ones(64, 2**18).sum())
     assert peak is None or 60 < peak < 70

@@ -93,7 +93,7 @@ if arm == "ours":
 print("measured: " + json.dumps(dict(function="attend", seconds=dict(unmerged=8.0), peak_mib=5.0)))
 """)
     script.chmod(0o755)
-    monkeypatch.setenv("COMFYUI_PYTHON", str(script))  # goes before the one in the folder
+    monkeypatch.setenv("COMFYUI_PYTHON", str(script))  # this one outweighs the folder's
     row = host_calls.measure(case_of(COMFYUI, "--sizes", "64", "--attention", "comfyui"), comfyui)
     assert row["failed_arms"] == {"built-in": "out of memory", "ours": "it broke"}
     assert row["seconds"] == {**dict.fromkeys(SPENT), "unmerged": 8.0} and row["peak_mib"]["unmerged"] == 5.0

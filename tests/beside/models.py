@@ -20,8 +20,8 @@ SLOW = ("sdxl", "sd2", "ldm_sd2", "sgm_double", "gligen", "motion", "Flux", "Flu
 MODELS = [name for name in (*QUICK, *SLOW) if name in UNETS or name in tiny_transformers.PRESENT]
 # two steps that have one match, late in a picture
 TIMES = (340, 320)
-_COARSE = 2  # places a side, between which a latent is smooth: merging is good then, and what things do shows
-_SIDES = {"sdxl": 32, "ldm_sd2": 32, "sgm_double": 32}  # of latents; at 16 they have few tokens
+_COARSE = 2  # places a side, between which a latent is smooth: then merging is good, and effects of things show
+_SIDES = {"sdxl": 32, "ldm_sd2": 32, "sgm_double": 32}  # sides of latents; at 16 these models have few tokens
 
 
 class Beside:

@@ -174,7 +174,7 @@ def test_what_answers_in_the_models_place_is_counted_as_not_merged_unless_easyca
 # --- transformers ----------------------------------------------------------------------------------------------------
 
 JOINT = {**KV, "metric": "keys+values", "only_if_it_pays": False}
-SIZE, GRID = (24, 32), Grid(12, 16)  # of a latent, and of its 192 tokens
+SIZE, GRID = (24, 32), Grid(12, 16)  # a latent's size, and the grid of its 192 tokens
 
 
 @pytest.mark.parametrize(("name", "multiple", "beside"), [("Flux", 1, 7), ("NextDiT", 50, 7 + 8)])
@@ -193,7 +193,7 @@ def test_joint_attention_merges_the_picture_alone_and_the_rest_is_told(name, mul
 
 def test_start_and_end_are_of_the_flows_own_schedule():
     merged = apply(transformer(), start=0.2, end=0.6, **JOINT)
-    sample(merged, steps=4)  # at 0, .25, .5, .75
+    sample(merged, steps=4)  # the steps are at 0, .25, .5, .75
     assert latest(merged).report.levels[0].calls_merged == 2 * 2
 
 
@@ -204,13 +204,13 @@ def test_a_picture_whose_place_is_not_known_does_not_merge():
     assert f"7 {transformers.BESIDE}" in " ".join(latest(merged).report.reasons)
 
 
-PLACES = (  # a model, its attributes; the tokens beside the picture's; what the model tells; the picture's first token
+PLACES = (  # a model, its attributes; the number of other tokens; the model's options; the picture's first token
     ("Flux", {}, 0, {}, 0), ("Flux", {}, 7, {}, 7), ("Flux", {}, -1, {}, "fewer tokens than the picture has"),
     ("Flux", {}, 7 + 50, {"reference_image_num_tokens": [20, 30]}, 7),
-    # the picture is last, with what fills it up behind it; a text, or references too, before it
+    # the picture is last, with its padding after it; a text, or references too, come before it
     ("NextDiT", {"pad_tokens_multiple": None}, 7, {}, 7), ("NextDiT", {"pad_tokens_multiple": 32}, 7 + 64, {}, 7 + 64),
     ("NextDiT", {"pad_tokens_multiple": 50}, 7 + 8, {}, 7),
-    # before a model says in which block it is it may refine a text, which may be longer than the picture or as long
+    # before a model names its block it may refine a text, which may be longer than the picture or as long
     *((name, {}, beside, {"block_type": None}, f"{192 + beside} {transformers.REFINED}")
       for name in ("HunyuanVideo", "NextDiT", "SingleStreamDiT") for beside in (0, 7)),
     ("HunyuanVideo", {}, 7, {}, 7), ("SingleStreamDiT", {}, 7, {}, 7),

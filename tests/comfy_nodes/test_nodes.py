@@ -37,7 +37,7 @@ def test_a_second_line_is_there_if_something_was_not_as_asked(server, caplog):
     patcher.model_options["transformer_options"]["patches_replace"] = replaced
     with caplog.at_level("INFO"):
         sample(apply(patcher, level="up to /8"))
-    # Nodes 2.0 reads it as Markdown, which joins lines that end otherwise
+    # Nodes 2.0 shows Markdown, which joins lines without two spaces at their end
     first, second = server.texts[-1][1].split("  \n")
     assert re.fullmatch(r"\d+% of attention not merged: another program runs in its place", second)
     assert caplog.records[-1].getMessage() == f"{first.replace('ToMe', 'ToMe #5')}; {second}"
@@ -166,7 +166,7 @@ def test_what_was_stopped_or_ran_beside_patches_or_a_controlnet_counts_for_nothi
 
 def test_a_panel_has_each_group_in_its_mean_colour_and_the_picture_where_nothing_merged():
     image = torch.rand(64, 64, 3, generator=torch.Generator().manual_seed(0))
-    group = torch.tensor([0, 0, 1, 2])  # of the four quarters; the two above are one group
+    group = torch.tensor([0, 0, 1, 2])  # the groups of the four quarters; the upper two are one group
     drawn = picture.panel(image, (2, 2), group, "")
     assert torch.allclose(drawn[28, 5], image[:32].mean((0, 1)), atol=0.01)
     assert torch.allclose(drawn[40:, 5:20], image[40:, 5:20], atol=0.01)

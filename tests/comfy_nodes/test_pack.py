@@ -50,7 +50,7 @@ def place(folder) -> Path:
 @pytest.mark.parametrize("options", [(), ("--copy",)], ids=["link", "copy"])
 def test_install_py_puts_it_there_and_takes_it_away(folder, place, options, monkeypatch):
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    for _ in range(2):  # again is no mistake
+    for _ in range(2):  # a second call is no mistake
         done = call_install("comfyui", folder, *options)
         assert done.returncode == 0 and r"with spaces \xfcn\xef \u5b57" in done.stdout, done.stderr
     assert place.is_symlink() != bool(options)
@@ -84,7 +84,7 @@ def test_a_base_directory_and_a_folder_around_comfyui_are_taken_too(folder, tmp_
     assert install.target(COMFYUI, tmp_path).parent == (tmp_path / COMFYUI.below / "custom_nodes").resolve()
 
 
-# --- what lies beside it ---------------------------------------------------------------------------------------------
+# --- other files of the pack -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("language", ["en", "zh", "ja"])

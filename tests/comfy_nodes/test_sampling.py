@@ -144,7 +144,7 @@ def test_a_transformers_matches_are_kept_by_block_and_one_serves_both_conditions
     rows, plain = [], state.match
     monkeypatch.setattr(state, "match", lambda k, *args: rows.append(len(k)) or plain(k, *args))
     patcher = apply(transformer(), merge_what="k+v", ratio=0.75, use_rand=False, keep=400.0, refine=1)
-    Guider(patcher).sample(steps=4)  # at 1000, 750, 500, 250
+    Guider(patcher).sample(steps=4)  # the steps are at 1000, 750, 500, 250
     assert work == ["match", "match", "renew", "renew"] and rows == [1] * 4, "of two in a batch"
 
 

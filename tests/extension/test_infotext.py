@@ -9,7 +9,7 @@ import pytest
 
 from tests.webui_doubles import ON, Processing, custom, report
 
-# the webui's own pattern and its splitting of values such as 2x2, as facts
+# the webui's own pattern, and its splitting of values such as 2x2
 PAIR = re.compile(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')
 # whole numbers, which a page may give as 30.0
 WISHES = [(True, 1), (True, 0.33, "hires pass"), (custom(where="first pass", sx=3, keep=30, level="up to /2"),)]

@@ -11,7 +11,7 @@ from tests.webui_doubles import ASKED, FLAVOURS, FREE, ON, SAVED, Denoiser, cust
 from tome_core import form
 from tome_core.settings.schedule import STABLE_DIFFUSION
 
-# whatever is set besides; a wrong strength; and no argument that says it
+# off with any other settings, with a wrong strength, and without any argument
 OFF = [(), (False,), ({**FREE, "strength": 0, "method": "cluster"},), (custom(0.0),), (True, 9.0)]
 WHERE = {"everywhere": (True, True), "first pass": (True, False), "hires pass": (False, True)}
 
@@ -46,7 +46,7 @@ def test_a_job_inside_a_job_has_its_own_wish_and_the_outer_job_goes_on(webui):
             inner.append(webui.job(False).latents)
 
     def between_steps(step):
-        # it comes after the outer step was announced: the inner job's steps take the patch off from the third on
+        # the inner job begins after the outer step's announcement; from the third on its steps take the patch off
         if step == 1:
             inner.append(webui.plain().latents)
         elif step == 2:

@@ -29,7 +29,7 @@ def shown(controls, names=DIAL):
 
 
 def test_what_is_counted_is_documented(webui):
-    """The documentation counts settings and arguments right."""
+    """The page documents every argument and every setting."""
     text = (ROOT / "docs" / "webui.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| (\d+) \| `(\w+)` \|", text, re.MULTILINE) == list(zip("012", panel(webui), strict=False))
     assert all(f"`{key}`" in text for key in webui.shared.opts.labels)
@@ -40,7 +40,7 @@ def test_a_nonsensical_saved_setting_breaks_no_page_and_the_api_is_told_of_no_va
     for saved in (None, "much", [], float("nan"), 10**400):
         webui.shared.opts.data |= {f"tome_{name}": saved for name in DIAL}
         assert shown(panel(webui)) == [False, 0.5, "everywhere"]
-    webui.context.Context.block = webui.context.Context.root_block  # the API builds the controls so
+    webui.context.Context.block = webui.context.Context.root_block  # the API builds the controls in this way
     assert {control.value for control in webui.script.ui(False)} == {None}
 
 
@@ -51,7 +51,7 @@ def test_a_page_starts_with_the_settings_unless_the_user_saved_a_default_of_the_
     assert shown(controls) == [True, 0.7, "everywhere"]
     assert shown(controls, fields) == [0.7, *wish.base_of(0.7).values()]
     controls["sx"].value = 2
-    for saved, strength in ((0.3, 0.3), ("much", 0.5), (None, 0.7)):  # the panel's own, which may make no sense
+    for saved, strength in ((0.3, 0.3), ("much", 0.5), (None, 0.7)):  # the panel's own default, which may be wrong
         controls["strength"].value = saved
         assert shown(controls) == [True, strength, "everywhere"]
         assert shown(controls, fields) == [strength, *{**wish.base_of(strength), "sx": 2}.values()]

@@ -10,7 +10,7 @@ import torch
 from tests.on_device import on_device
 from tests.webui_doubles import FLAVOURS, ON, CFGDenoiserTimesteps, Denoiser, Processing, custom, sample_euler
 
-RANGE = (custom(end=0.6),)  # before it lie 999, 800 and 500 of 999
+RANGE = (custom(end=0.6),)  # timesteps 999, 800 and 500 of 999 come before its end
 
 
 @pytest.fixture

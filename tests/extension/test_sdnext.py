@@ -15,7 +15,7 @@ def flavour():
 
 
 def test_equal_seeds_give_equal_pictures_whatever_ran_before(webui):
-    first = webui.job(FREE, n_iter=2, batch_size=2)  # which keeps its matches from step to step
+    first = webui.job(FREE, n_iter=2, batch_size=2)  # this job keeps its matches from step to step
     webui.job(*ON)
     assert torch.equal(webui.job(FREE, n_iter=2, batch_size=2).latents, first.latents) and report(first)["merged"]
 

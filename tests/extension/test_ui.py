@@ -19,7 +19,7 @@ import torch
 import install
 from tests.gradio_panel.serving import answers, free_port, running
 
-pytestmark = pytest.mark.slow  # two versions of gradio, each in an environment of its own
+pytestmark = pytest.mark.slow  # two versions of gradio, each in its own environment
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 PANEL = Path(__file__).parents[1] / "gradio_panel"
 QUIET = {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "no_proxy": "*"}

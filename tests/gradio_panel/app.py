@@ -26,7 +26,7 @@ IS_OLD = gr.__version__ < "4"
 # This page's own events bypass gradio 4's queue: it closes its stream of answers when none is left to come,
 # and sometimes loses the answer to an event of that instant. The extension's own events use the queue.
 AT_ONCE = {"queue": False}
-# It drops a click of a button whose last answer was shown, but still counts as pending.
+# gradio drops a click of a button whose last answer was shown, but still counts as pending.
 CLICKED = AT_ONCE if IS_OLD else {**AT_ONCE, "trigger_mode": "multiple"}
 numbers = itertools.count()
 if not IS_OLD:  # gradio writes a file next to each file that defines a component; Forge stops it too
@@ -90,12 +90,12 @@ def add_settings(webui):
 
 def main(port, torch_folder):
     """Serve the page."""
-    sys.path.append(torch_folder)  # last, so that it outweighs nothing of this environment
+    sys.path.append(torch_folder)  # last, so that this environment's packages go first
     webui = webui_modules.Modules(operator.setitem, "a1111" if IS_OLD else "forge")
     webui.put("modules.ui_components", InputAccordion=input_accordion)
     webui.start()
     with gr.Blocks() as page, warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # gradio 3 drops arguments that it does not know, and says only so
+        warnings.simplefilter("error", UserWarning)  # gradio 3 only warns of arguments that it does not know
         add_panel(webui)
         of_img2img = type(webui.script)()
         of_img2img.is_img2img = True

@@ -17,7 +17,7 @@ ENGINE = {path.relative_to(ROOT / "tome_core"): path for path in (ROOT / "tome_c
 MAP = re.search(r"## The map\n\n```\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.DOTALL)[1]
 # the rooms of each row of the map; what follows three spaces is a comment
 ROWS = [re.findall(r"(\w+)(?:\.py)?", line.split("   ")[0]) for line in MAP.splitlines()]
-# which hosts a host may import beside itself: benchmarks measure the demo's models
+# other hosts that a host may import: benchmarks measure the demo's models
 HOSTS = {"extension": set(), "comfy_nodes": set(), "demo": set(), "benchmarks": {"demo"}}
 
 

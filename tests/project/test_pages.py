@@ -29,7 +29,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 PROGRAMS = {"demo": "demo", "page": "demo.page", "gpu": "benchmarks.gpu"}
 QUOTED = {text for text in re.findall(r"`([^`\n]*)`", PAGES["docs/troubleshooting.md"])
           if (len(text.split()) >= 5 and "->" not in text) or f"\n| `{text}` |" in PAGES["docs/troubleshooting.md"]}
-# modules that decide that a call, or a part of a call, is left alone, and say why
+# modules that decide that a call, or a part of it, is left alone, and give the reason
 REASONS = (
     *(f"tome_core/{name}.py" for name in (
         "reporting/ledger", "engine/decision", "engine/state", "engine/time", "measuring/pays",

@@ -31,7 +31,7 @@ def run(command: list, **options) -> str:
 
 def test_the_version_is_the_same_everywhere_and_told_without_torch():
     assert release.disagreements(f"v{tome_core.__version__}") == []
-    # without our expressions, as ComfyUI's Manager and pip read it
+    # read without our code, as ComfyUI's Manager and pip do
     assert install.read_project(ROOT / "pyproject.toml")["project"]["version"] == tome_core.__version__
     printed = run([sys.executable, "-X", "importtime", "-m", "tests.release"], cwd=ROOT)
     assert printed.endswith(f"\n{tome_core.__version__}\n") and "torch" not in printed

@@ -23,8 +23,8 @@ from tests.traces import traces
 from tests.webui_doubles import Webui, custom
 
 pytestmark = pytest.mark.slow
-ROUNDS, WARM_UP = 125 if THOROUGH else 6, 2  # of up to four generations each
-MORE_OBJECTS, MORE_BYTES = 12, 48 * 2**10  # after the warm-up; an object left behind a generation is 16 at least
+ROUNDS, WARM_UP = 125 if THOROUGH else 6, 2  # a round has up to four generations
+MORE_OBJECTS, MORE_BYTES = 12, 48 * 2**10  # since the warm-up; one object for each generation makes 16
 
 
 def memory() -> tuple[int, int, int]:

@@ -68,7 +68,7 @@ VISIBLE = torch.arange(SIDE**2) < 40
 ADDED = torch.where(VISIBLE, 0.0, -10.0)[None, None, None]
 OTHERS = tokens(3, count=20, seed=1)
 PROCESSORS = {
-    "AttnProcessor": BIAS,  # by hand, as the next
+    "AttnProcessor": BIAS,  # computes by hand, like the next one
     "SlicedAttnProcessor": BIAS,
     "AttnProcessor2_0": BIAS,
     "XFormersAttnProcessor": OWN_BIAS,
@@ -92,7 +92,7 @@ def test_merged_keys_give_what_repeated_keys_give_in_every_precision_and_queries
     for dtype in conformance.DTYPES:
         assert way(kind.make(dtype), dtype) == kind.way, dtype
     module = kind.make(torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):  # as trainers run it: weights in float32, products in bfloat16
+    with torch.autocast("cpu", torch.bfloat16):  # trainers have weights in float32, products in bfloat16
         way(module, tolerance=conformance.TOLERANCE[torch.bfloat16])
     before = dict(vars(module))
     assert way(module, queries=True) == kind.way and vars(module) == before
@@ -104,7 +104,7 @@ def test_a_call_with_a_mask_or_with_other_tokens_is_left_alone(kind):
     assert "mask" in why_left_alone(module, **kind.mask)
     if kind.context:
         assert "keys and values are not the picture's tokens" in why_left_alone(module, **kind.context)
-    for name in kind.context:  # the tokens themselves
+    for name in kind.context:  # a context that is the picture's own tokens
         assert way(module, **{name: tokens(3)}) == kind.way
 
 
@@ -114,7 +114,7 @@ def test_heads_scale_and_upcasting_are_the_attentions_own(name):
     for settings in ({"heads": 1, "dim_head": 40}, {"heads": 8, "dim_head": 5}, {"scale_qk": False}, upcast):
         assert way(of_diffusers(name, **settings)) == PROCESSORS[name], settings
     assert way(of_diffusers(name, torch.bfloat16, **upcast), torch.bfloat16) == PROCESSORS[name]
-    assert way(of_diffusers(name), alike=True) == PROCESSORS[name]  # one plan for all samples
+    assert way(of_diffusers(name), alike=True) == PROCESSORS[name]  # alike: one plan for all samples
 
 
 def test_a_correction_is_the_same_by_every_processor():
@@ -146,7 +146,7 @@ def test_a_hook_on_a_projection_sees_all_tokens_once_and_its_output_counts(name)
         seen.clear()
         assert way(module) == PROCESSORS[name] and seen == 2 * [(3, SIDE**2)], role
         seen.clear()
-        why_left_alone(module, config=tome_core.MergeConfig(side="kv", ratio=0.01))  # too little to begin
+        why_left_alone(module, config=tome_core.MergeConfig(side="kv", ratio=0.01))  # this ratio merges nothing
         assert seen == 2 * [(3, SIDE**2)], role
 
 
@@ -344,6 +344,6 @@ def test_a_call_that_asks_for_more_than_attention_is_left_alone():
     assert "the call also uses" in reason(is_causal=True)
     assert "mask" in reason(attn_mask=torch.zeros(1, SIDE**2))
     assert "mask" in reason(attn_mask=torch.ones(3, 1, SIDE**2, SIDE**2).tril().bool())
-    assert "keys and values" in reason(lambda q, k, v: (q, k[:1], v[:1]))  # of one sample for all
+    assert "keys and values" in reason(lambda q, k, v: (q, k[:1], v[:1]))  # one sample serves all
     hides_nothing = torch.ones(3, 1, 1, SIDE**2).bool()
     assert way(asking(attn_mask=hides_nothing)) == BIAS

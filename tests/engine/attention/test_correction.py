@@ -56,7 +56,7 @@ def test_it_is_what_its_definition_gives_summed_in_float32_at_least(dtype):
         plan = ragged(rows, tokens, groups)
         matrix = closed_form((k, v), plan, heads, 0.3)
         k, v = (by_head(x - means(x, plan.group), heads) for x in (k.double(), v.double()))
-        exact = k.mT @ v * 0.3 / tokens  # of every token's distances from its group's mean
+        exact = k.mT @ v * 0.3 / tokens  # from every token's distance from its group's mean
         assert matrix.dtype == torch.promote_types(dtype, torch.float32)
         tolerance = 1e-9 if dtype == torch.float64 else 1e-4
         assert (matrix - exact).abs().max() <= tolerance * exact.abs().max() + 1e-12
@@ -96,7 +96,7 @@ def options(monkeypatch) -> list[MergeOptions]:
 
 @pytest.mark.parametrize("settings, is_made", [
     (KV, True), (KV | {"method": "cluster"}, True), ({"side": "qkv", "metric": "keys+values"}, True),
-    ({}, False), (KV | {"proportional": False}, False),  # tomesd's way, and without sizes
+    ({}, False), (KV | {"proportional": False}, False),  # tomesd's settings, and keys without sizes
 ], ids=str)  # fmt: skip
 def test_it_is_made_if_merged_keys_know_their_sizes(options, settings, is_made):
     model, pictures = small(), []
@@ -111,7 +111,7 @@ def test_it_is_made_if_merged_keys_know_their_sizes(options, settings, is_made):
 def test_it_is_kept_with_its_plan_and_made_anew_with_it(options):
     model = small()
     with tome_core.patch(model, on_small("balanced"), host_clock=True) as handle:
-        for timestep in (240, 200, 40):  # late in every preset
+        for timestep in (240, 200, 40):  # late steps in every preset
             handle.set_time(timestep=timestep, sampling="one")
             run(model, timestep=timestep)
     blocks = len(options) // 3

@@ -59,7 +59,7 @@ def test_every_self_attention_of_every_family_gives_what_repeated_keys_give(fami
             assert_repeated(plain.get_submodule(name), args, kwargs, out, plan, roles=roles)
         levels = handle.report().levels
         assert sum(level.calls_merged for level in levels) == len(names)
-        way = OWN_BIAS if family.name.startswith("ldm") else BIAS  # ldm's is by hand
+        way = OWN_BIAS if family.name.startswith("ldm") else BIAS  # ldm's attention computes by hand
         assert all(level.sized_by.keys() == {way} for level in levels)
 
 

@@ -109,7 +109,7 @@ def test_it_holds_little_beyond_attentions_own_memory(monkeypatch):
         plain = peak_bytes(lambda: sdpa(*call[:3]))
         matching = peak_bytes(lambda: match_of(call, layout))
         attending = peak_bytes(lambda: corrected(call, plan, layout))
-    maps = 8 * 8 * call.k.shape[1]  # whole numbers for each token: groups and orders
+    maps = 8 * 8 * call.k.shape[1]  # integers for each token: groups and orders
     assert matching <= scores + 2 * tensor + maps
     assert attending <= plain + 2 * tensor / 8 + 12 * piece
     assert plain > tensor / 2, "the count sees what is held"

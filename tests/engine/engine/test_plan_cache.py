@@ -111,7 +111,7 @@ def test_nothing_is_kept_where_a_backward_pass_may_follow_nor_for_a_cuda_graph(s
     for timestep, captured, done in ((880, False, 3), (870, True, 4), (860, False, 4)):
         monkeypatch.setattr(times, "is_captured", lambda x, captured=captured: captured)
         attend(state, timestep)
-        assert len(work) == done  # the last finds what was kept before the graph
+        assert len(work) == done  # the last call uses the match from before the graph
 
 
 def test_each_sampling_looks_anew_whether_its_batch_is_made_of_copies_and_one_expanded_latent_says_so_itself(state):
@@ -139,7 +139,7 @@ def test_a_pipeline_names_its_samplings_and_a_picture_that_is_done_leaves_no_mat
         drawn(pipe)
         first, work[:] = list(work), []
         assert first.count("match") == blocks and 0 < first.count("renew") < 5 * blocks
-        pipe.scheduler = diffusers.DDIMScheduler.from_config(pipe.scheduler.config)  # comes after the patch
+        pipe.scheduler = diffusers.DDIMScheduler.from_config(pipe.scheduler.config)  # set after the patch
         second = drawn(pipe, seed=2)
         assert work == first and handle.time._mine.latest is None
     with tome_core.patch(pipe, replace(KEPT, keep=400.0)):

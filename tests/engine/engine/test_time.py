@@ -228,7 +228,7 @@ def test_a_rule_means_the_same_noise_with_every_scheduler(name, changes, limit):
 
 def test_a_pipelines_rule_in_percent_merges_in_exactly_its_steps_whatever_scheduler_comes(pipe):
     with tome_core.patch(pipe, LATE) as handle:
-        for kind in (diffusers.HeunDiscreteScheduler, diffusers.PNDMScheduler):  # after the patch, as programs do
+        for kind in (diffusers.HeunDiscreteScheduler, diffusers.PNDMScheduler):  # programs set it after the patch
             pipe.scheduler = kind.from_config(pipe.scheduler.config)
             handle.reset_counts()
             pipe("a", num_inference_steps=8, guidance_scale=2.0, output_type="latent")

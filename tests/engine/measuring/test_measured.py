@@ -30,7 +30,7 @@ def clock(monkeypatch):
 
     def charged(q, k, v, *args, **kwargs):
         queries, keys = q.shape[-2], k.shape[-2]
-        if keys != _TEXT and len(q) > 1:  # of one sample it is only tried, once
+        if keys != _TEXT and len(q) > 1:  # a call of one sample is the engine's trial
             clock.now += 1.0 if keys == queries else clock.merged
         return attention(q, k, v, *args, **kwargs)
 

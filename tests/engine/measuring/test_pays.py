@@ -20,7 +20,7 @@ _FEW = "so few tokens that merging would not pay"
 _ASKS, _MERGES = MergeRule(merge_mlp=True, only_if_it_pays=True), MergeRule()
 
 
-# of the H200 as measured, of the others as the model says: see `tome_core.engine.decision`
+# the H200's answer is measured, the others' are the model's: see `tome_core.engine.decision`
 @pytest.mark.parametrize("name, blocks, pixels, batch, dtype, waits", [
     ("3060", _SD15, 512, 2, torch.half, False), ("4090", _SD15, 512, 2, torch.half, True),
     ("4090", _SDXL, 1024, 2, torch.half, False), ("H200", _SDXL, 1024, 2, torch.half, True),

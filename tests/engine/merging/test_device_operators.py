@@ -17,7 +17,7 @@ from tome_core.merging import plan
 from tome_core.settings.presets import PRESETS
 from tome_core.settings.schedule import STABLE_DIFFUSION
 
-# a match that is new, one that is kept, one that is renewed, early and late
+# the match is new, kept, then renewed, in the early phase and in the late one
 TIMES = (900.0, 890.0, 800.0, 200.0, 190.0, 100.0)
 ON_THE_CPU = {"cumprod"}  # operators for a picture's list of positions, which is read on the CPU
 CLUSTERS = MergeConfig(method="cluster", ratio=0.9, side="kv")

@@ -14,15 +14,15 @@ from tests.sd_block import SpatialTransformer, UNet
 from tome_core.merging import kernels
 from tome_core.merging.kernels.proof import _CHECKS
 
-# What makes no kernel: views, memory that is not filled, and fetching a number.
+# These launch no kernel: views, memory that is not filled, and fetching a number.
 NO_LAUNCH = {
     "_local_scalar_dense", "_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "diagonal", "empty",
     "empty_like", "empty_strided", "expand", "lift_fresh", "new_empty", "permute", "reshape", "select", "slice",
     "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view",
 }  # fmt: skip
-# What makes several: a sort in segments of up to 4,096, and operators that copy first.
+# These launch several: a sort in segments of up to 4,096, and operators that copy first.
 LAUNCHES = {"sort": 4, "masked_fill": 2, "scatter": 2, "constant_pad_nd": 2}
-# Outputs of kernels that number groups or tokens: they have to be some that there are.
+# Outputs of kernels that hold numbers of groups or tokens, which have to be valid.
 NUMBERS = {"best_keys": (5,), "segments": (1, 2), "assign_groups": (5,)}
 
 
@@ -68,7 +68,7 @@ EARLY, LATE = (950.0, 940.0, 850.0), (300.0, 299.0, 200.0)
 
 
 @pytest.mark.parametrize("preset, times, bounds", [
-    ("balanced", EARLY, (26, 2, 18)),  # two of a first call are the look whether its batch is two times one latent
+    ("balanced", EARLY, (26, 2, 18)),  # two of a first call check whether the batch is two times one latent
     ("balanced", LATE, (21, 2, 19)),
     ("max", LATE, (29, 2, 18)),
 ], ids=str)  # fmt: skip
@@ -85,11 +85,11 @@ def test_a_match_new_kept_and_renewed_costs_so_many_launches(preset, times, boun
         return launches.copy()
 
     counts = []
-    with torch.no_grad():  # in inference mode some operators come by in pieces, some do not
+    with torch.no_grad():  # in inference mode some operators arrive in pieces
         model(*inputs)
         alone = count()
         with tome_core.patch(model, preset, host_clock=True) as handle:
-            for sampling in range(2):  # in the first what stays the same for all pictures is made
+            for sampling in range(2):  # the first sampling makes constants for all pictures
                 for time in times:
                     handle.set_time(timestep=time, sampling=sampling, pictures=1)
                     counts.append(count())

@@ -128,7 +128,7 @@ def test_tokens_of_zeros_do_no_harm(name):
     for case in (x, torch.zeros_like(x)):
         plan = match(name, case, (8, 8))
         assert torch.isfinite(plan.merge(case)).all()
-        assert (plan.sizes >= 1).all()  # equal tokens empty clusters, which are then given one each
+        assert (plan.sizes >= 1).all()  # equal tokens empty clusters, each of which then gets a token
 
 
 @pytest.mark.parametrize(("name", "ratio"), [("cluster", 0.5), ("cluster", 0.8), ("cluster-similarity", 32 / 36)])

@@ -88,7 +88,7 @@ def merged_eagerly(family: Family, settings: dict[str, Any]) -> torch.Tensor:
       ("Qwen-Image, padded", whole), ("Z-Image", whole), ("Lumina 2", whole))  # fmt: skip
 def test_compiled_and_then_patched_it_merges_as_without_a_compiler_in_one_graph_for_all_times(family: Family, way: Way):
     eager, model, backend, graphs = family.build(), family.build(), CompileCounter(), []
-    plain = picture(family, model)  # Z-Image makes its frequencies once, as no compiler can
+    plain = picture(family, model)  # Z-Image makes its frequencies once, outside of a compiler
     compiled = way(family, model, backend)
     assert torch.equal(picture(family, compiled), plain)
     unpatched = backend.frame_count

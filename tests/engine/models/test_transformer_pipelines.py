@@ -14,7 +14,7 @@ from tome_core.engine.time import FEW
 from tome_core.settings.schedule import PipelineSteps
 
 WAITS = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "is_nonzero")
-# counted in no pipeline whose masks are looked at in each attention, or whose scheduler does not count its steps
+# not counted in pipelines that read masks in each attention, or whose scheduler does not count its steps
 READS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.cpu)
 WAITING = ("Flux", "Qwen-Image", "Z-Image", "SD3.5", "Wan, image to video", "LTX")
 # a transformer's time has a meaning of its own in each family of `tome_core.models.transformer`

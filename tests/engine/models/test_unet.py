@@ -45,7 +45,7 @@ def ldm_four_levels() -> nn.Module:
 
 
 ODD = [(1, 16), (16, 1), (1, 1), (2, 2), (2, 3), (8, 72), (35, 33)]
-HALVED = [(8, 16), (8, 72), (16, 24)]  # at others an LDM UNet's skip connections do not fit
+HALVED = [(8, 16), (8, 72), (16, 24)]  # at other sizes an LDM UNet's skip connections do not fit
 
 
 @pytest.mark.parametrize("build, call, sizes", [(four_levels, call_unet, ODD), (ldm_four_levels, call_ldm, HALVED)],

@@ -42,7 +42,7 @@ def test_a_deep_copy_and_a_pickle_of_a_patched_model_merge_nothing(family: Famil
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(family.call(other), vanilla) and not tome_core.report(other).patched
         assert not any(wraps_on(module) for module in other.modules()), "it shares nothing with the first"
-        with tome_core.patch(other, EVERYTHING):  # over what the copy has brought along
+        with tome_core.patch(other, EVERYTHING):  # over the leftovers of the copied patch
             assert torch.equal(family.call(other), merged)
         tome_core.remove_patch(other)
         assert torch.equal(family.call(other), vanilla) and traces(other) == traces(family.build())
@@ -63,7 +63,7 @@ def test_a_handle_is_not_copied_and_what_holds_one_is():
 # --- pipelines --------------------------------------------------------------------------------------------------------
 
 
-# one of each time's meaning, and Wan's two transformers; then UNets, other schedulers, guiders and inputs
+# a pipeline for each meaning of time, and Wan's two transformers; then UNets, other schedulers, guiders and inputs
 _FIRST = [name for name in ("Flux", "Z-Image", "Mochi", "Wan 2.2, of two transformers")
           if name in transformer_pipelines.PRESENT]  # fmt: skip
 _OTHERS = [name for name in (*tiny_pipeline.KINDS, *transformer_pipelines.PRESENT) if name not in _FIRST]

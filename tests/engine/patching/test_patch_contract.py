@@ -22,7 +22,7 @@ from tome_core.settings.config import SIDES
 
 EVERYTHING = {"ratio": 0.5, "merge_crossattn": True, "merge_mlp": True}
 ALL_LEVELS = MergeConfig(max_downsample=8, **EVERYTHING)
-# tokens that a mask hides are left out before a merge: other sums
+# models that leave masked tokens out before a merge, which changes the sums
 PADDED = ("Qwen-Image, padded", "HunyuanVideo", "HunyuanVideo 1.5", "HunyuanImage")
 on_either_kind = some_models("sd15", "Flux")
 
@@ -55,7 +55,7 @@ def test_merging_each_token_with_itself_changes_no_bit_and_nothing_is_said(famil
     model = family.build()
     vanilla = family.call(model)
     for side in ("qkv", "kv"):
-        for proportional in (False, True):  # whose sums are others, and a UNet amplifies them
+        for proportional in (False, True):  # sizes change the sums, and a UNet amplifies that
             most = 1e-3 if proportional else 1e-5 if family.name in PADDED else 0.0
             config = MergeConfig(max_downsample=8, side=side, proportional=proportional, **EVERYTHING)
             with tome_core.patch(model, config) as handle:

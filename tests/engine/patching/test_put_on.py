@@ -27,7 +27,7 @@ from tome_core.settings.schedule import STABLE_DIFFUSION, training_schedule
 
 CASE = MODELS["sd15"]
 EVERYTHING = MergeConfig(ratio=0.5, merge_crossattn=True, merge_mlp=True)
-# asks for the time, so that a scheduler matters, and keeps, so that the pipeline's loop does
+# it needs the time, so that a scheduler matters, and keeps matches, so that the pipeline's loop matters
 LATE = MergeConfig(ratio=0.5, start_percent=0.5, keep=100.0)
 
 
@@ -67,7 +67,7 @@ def test_neither_a_handle_nor_the_engine_keeps_a_model_alive(build: Callable, ca
     handle = tome_core.patch(model)
     for module in network.modules():
         module.forward = partial(module.forward)
-    handle = tome_core.patch(model, LATE)  # which has wraps of other kinds, over those of others
+    handle = tome_core.patch(model, LATE)  # it has wraps of other kinds, over other programs' wraps
     call(model)
     if not is_on:
         handle.remove()
@@ -125,7 +125,7 @@ def test_a_patch_comes_off_what_it_was_put_on_if_the_pipeline_has_got_others_sin
     unet, scheduler = pipe.unet, pipe.scheduler
     before = left_on(pipe, unet, scheduler)
     tome_core.patch(pipe, LATE)
-    handle = tome_core.patch(pipe, LATE)  # in the place of the first
+    handle = tome_core.patch(pipe, LATE)  # replaces the first patch
     for name in swapped:
         setattr(pipe, name, getattr(other, name))
     handle.remove() if "unet" in swapped else tome_core.remove_patch(pipe)

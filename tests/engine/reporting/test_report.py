@@ -61,7 +61,7 @@ def test_the_first_line_is_the_gain_or_what_was_left_out_then_levels():
 def test_a_gain_is_told_only_if_as_much_was_left_out_as_when_it_was_measured():
     """Other things on a model are unknown, but with them merging leaves out less."""
     for measured, left, is_told in ((gain(2.0), 25, True), (gain(1.0), 30, True), (gain(2.0), 60, False),
-                               (gain(1.0), 93, False), (gain(2.0), 0, False)):  # fmt: skip
+                                    (gain(1.0), 93, False), (gain(2.0), 0, False)):  # fmt: skip
         assert (measured.speed in of_levels(level(left=left), gains=(measured,)).headline) == is_told
     several = of_levels(level(), gains=(gain(1.5), gain(1.0, 32)))
     assert "about 1.5x faster at 512x512, no faster at 256x256 (measured here)" in str(several).splitlines()[0]
@@ -86,7 +86,7 @@ def test_reasons_are_told_the_one_that_cost_most_attention_first_and_the_part_if
 def test_what_hindered_merging_is_told_if_it_counts_and_nobody_asked_for_it():
     mask = "the call has an attention mask"
     for why, lost, sentence in ((mask, 20, f"20% of attention not merged: {mask}"), (mask, 2, ""),
-                            ("outside the rules' time range", 50, "")):  # fmt: skip
+                                ("outside the rules' time range", 50, "")):  # fmt: skip
         of_why = {"skipped": Counter({f"attn: {why}": 1}), "skipped_work": Counter({f"attn: {why}": lost})}
         assert of_levels(level(left=60, **of_why)).hindered == sentence
     assert [percent(share) for share in (0.0, 0.614, 0.999, 1.0)] == ["0%", "61%", "99%", "100%"]

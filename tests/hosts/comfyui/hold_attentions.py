@@ -17,9 +17,9 @@ from comfy_nodes.slot_calls import SLOT, HostCall, OtherNodesFunction
 from tome_core.attention.merged import Attention, MergeOptions, attend
 from tome_core.merging.plan import MergePlan
 
-FUNCTIONS = ("basic", "sub_quad", "split", "pytorch", "flash")  # flash leaves it to torch on a CPU
+FUNCTIONS = ("basic", "sub_quad", "split", "pytorch", "flash")  # on a CPU flash calls torch's function
 HEADS, WIDTH, TOKENS, GROUPS = 4, 8, 100, 9
-# of the output's length: the logarithms of sizes are float32 at best, and in half precision off by half of a last bit
+# shares of the output's length: the logarithms of sizes are float32 at best, in half precision off by half a last bit
 TOLERANCE = {torch.float32: 3e-6, torch.float64: 5e-7, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
@@ -71,7 +71,7 @@ def main() -> None:
     patcher, ways = importlib.import_module("comfy.model_patcher").ModelPatcher, {}
     for name in FUNCTIONS:
         function, options = getattr(attention, f"attention_{name}"), {}
-        # what ComfyUI's own node for choosing a function puts into the slot
+        # the slot's content from ComfyUI's own node for choosing a function
         patcher.set_model_optimized_attention(
             SimpleNamespace(model_options={"transformer_options": options}), function)  # fmt: skip
         chosen = OtherNodesFunction(options[SLOT], attention.attention_pytorch)

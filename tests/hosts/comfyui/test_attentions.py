@@ -9,7 +9,7 @@ from tests.hosts.comfyui.hold_attentions import FUNCTIONS
 from tests.hosts.comfyui.running import run_script
 from tome_core.attention.merged import BIAS, OWN_BIAS
 
-ADDING = ("basic", "split", "pytorch")  # to others torch's own function is better
+ADDING = ("basic", "split", "pytorch")  # for other functions torch's own is better
 
 
 def test_each_function_gives_what_repeated_keys_give(checkout):

@@ -7,14 +7,14 @@ import pytest
 from tests.hosts.comfyui.graphs import Graph, bytes_of, report_of
 from tests.hosts.comfyui.running import make_base, run_script, serve
 
-OTHERS = {  # a node -> its inputs, and what the report says in both orders
+OTHERS = {  # a node -> its inputs, and the report's words in both orders
     "HyperTile": ({"tile_size": 64, "swap_size": 1, "max_depth": 0, "scale_depth": False},
                   "queries and keys are not of the same tokens"),
     "PatchModelAddDownscale": (
         {"block_number": 1, "downscale_factor": 2.0, "start_percent": 0.0, "end_percent": 1.0,
          "downscale_after_skip": True, "downscale_method": "bicubic", "upscale_method": "bicubic"}, "tokens -> "),
     "PerturbedAttentionGuidance": ({"scale": 3.0}, "another program runs in its place"),
-    # leaves out all steps that it may
+    # EasyCache leaves out all steps that it may
     "EasyCache": ({"reuse_threshold": 3.0, "start_percent": 0.0, "end_percent": 0.9, "verbose": False},
                   "of them computed, "),
 }  # fmt: skip

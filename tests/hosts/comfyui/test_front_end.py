@@ -9,8 +9,8 @@ import pytest
 
 from tests.hosts.comfyui.running import run_script, workflow
 
-SIZE, STEPS = 256, 2  # as small as merging pays on a CPU
-SEEDS = itertools.count()  # of samplers, which say nothing if their result is in the cache
+SIZE, STEPS = 256, 2  # the smallest picture for which merging pays on a CPU
+SEEDS = itertools.count()  # seeds of samplers, which report nothing if their result is in the cache
 PATIENCE = 600_000  # milliseconds
 READY = "window.app?.extensionManager && window.app.vueAppReady !== false && window.app.canvas && window.app.graph"
 OPEN = "async (flow) => { await app.loadGraphData(flow, true, true, 'test'); }"

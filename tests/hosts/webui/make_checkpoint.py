@@ -31,7 +31,7 @@ SDXL_UNET = {
     "channel_mult": [1, 2], "num_head_channels": 64, "use_spatial_transformer": True, "transformer_depth": 2,
     "context_dim": 768, "use_linear_in_transformer": True, "use_checkpoint": False, "legacy": False,
 }  # fmt: skip
-SIZE_WIDTH, TIME_WIDTH = 1536, 256  # of the embedding of SDXL's sizes, and of the time's to which it is added
+SIZE_WIDTH, TIME_WIDTH = 1536, 256  # widths of SDXL's embedding of sizes, and of the time's embedding
 
 
 def make(path: Path, checkout: Path, seed: int = 1, is_narrow: bool = False) -> None:

@@ -124,7 +124,7 @@ class Twins(NamedTuple):
     def law(self, *args: Any, merges: bool = True, **job: Any) -> str:
         """Assert the law of every situation; return our line on the picture with our extension on, with ``args``.
 
-        On differs if it merges; off, right afterwards, is the webui without us; and nothing of ours stays.
+        On, the picture differs if it merges; off, right afterwards, it is a webui's without us; nothing of ours stays.
         """
         expected = self.without.draw_once(**job)
         start = len(self.webui.log_text())
@@ -175,7 +175,7 @@ def _serve(
             "GRADIO_ANALYTICS_ENABLED": "False", "SD_WEBUI_RESTARTING": "1", "no_proxy": "*"}  # fmt: skip
     kept = {key: value for key, value in os.environ.items() if key not in ("COMMANDLINE_ARGS", "PYTHONPATH")}
     webui = Webui(port, folder / "server.log", kind)
-    # by the log: a request before this line breaks the start of A1111 1.10
+    # the log shows it: a request before this line breaks the start of A1111 1.10
     with running(command, webui.log, lambda: "Startup time" in webui.log_text(), cwd=checkout, env={**kept, **more}):
         webui.ask("/sdapi/v1/options")
         yield webui

@@ -70,7 +70,7 @@ def test_ultimate_upscales_tiles(neighbours):
     values = ["", 128, 128, 8, 16, 64, 0.35, 16, 0, True, 0, False, 4, 0, 2, 256, 256, 2]
     job = {"path": "img2img", "init_images": [PICTURE], "denoising_strength": 0.6,
            "script_name": "ultimate sd upscale", "script_args": values}  # fmt: skip
-    for webui in neighbours:  # the first one of a process differs, without us too: it is encoded with unseeded noise
+    for webui in neighbours:  # a process's first picture differs, without us too: it is encoded with unseeded noise
         webui.draw(**job)
     start = len(neighbours.webui.log_text())
     assert SAVED in neighbours.law(HALF, **job)

@@ -6,7 +6,7 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 with contextlib.suppress(ImportError):
-    importlib.import_module("controlnet_aux")  # ControlNet's, which at import takes more of a mediapipe that it finds
+    importlib.import_module("controlnet_aux")  # first: ControlNet's package needs more of a mediapipe that it finds
 
 
 class FaceDetection(contextlib.nullcontext):

@@ -8,7 +8,7 @@ routes = []
 def on_step(params):
     prompt, is_hires = params.denoiser.p.prompt, params.denoiser.p.is_hr_pass
     if params.denoiser.step == 1 and "fail" in prompt and is_hires == ("fail hires" in prompt):
-        params.denoiser.step = None  # the webui swallows errors of callbacks; with this, the denoiser cannot go on
+        params.denoiser.step = None  # the webui catches errors of callbacks; with this, the denoiser cannot go on
     wraps = vars(unet()).get("_tome_core_patch") if unet() is not None else None
     if wraps is not None and wraps.patch is not None:
         routes[:] = sorted({route for level in wraps.patch.report().levels for route in level.sized_by})
