@@ -183,7 +183,7 @@ def way(
 
 def attention(processor: Any = None, dtype: torch.dtype = torch.float32, **settings: Any) -> nn.Module:
     """A self-attention of diffusers with this processor, or with the processor that diffusers chooses."""
-    from diffusers.models.attention_processor import Attention  # a webui's Python may lack them
+    from diffusers.models.attention_processor import Attention  # a webui's Python may lack it
 
     module = telling(Attention(CHANNELS, **{"heads": HEADS, "dim_head": CHANNELS // HEADS, **settings}), dtype)
     if isinstance(processor, nn.Module):

@@ -29,7 +29,7 @@ from tome_core.models.unet_blocks import find_unet
 pytestmark = pytest.mark.slow
 DTYPES = {torch.float32: 15, torch.bfloat16: 3, torch.float16: 2, torch.float64: 1}
 SIDES = (1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8, 9, 10, 12, 12, 16, 20)
-MOST_TOKENS = 512  # the largest batch: longer tests find no more
+MOST_TOKENS = 512  # of a batch: longer tests find no more
 MODES = {"no_grad": 60, "inference": 15, "autocast": 7}
 EVENTS = {"call": 40, "patch": 8, "change": 9, "tell": 9, "throw": 3}
 DESCRIBED = {setting["name"]: setting for setting in describe_settings()}
