@@ -1,4 +1,4 @@
-"""A copy of the project as a newcomer has it: what git would give, and nothing that lies beside it here."""
+"""A copy of the project as a newcomer has it: only the files that git knows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tracked() -> list[str]:
 
 
 def fresh(folder: Path) -> Path:
-    """A copy in `folder`; an environment made there stays."""
+    """Make a copy in `folder`; an environment made there stays."""
     wanted = tracked()
     for old in folder.rglob("*"):
         inside = old.relative_to(folder)

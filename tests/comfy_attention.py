@@ -1,6 +1,6 @@
-"""ComfyUI's attention, written anew from what its functions promise: who scales by what, and who adds a mask where.
+"""Doubles of ComfyUI's attentions, from the contract of its functions: how each scales, and where each adds a mask.
 
-They go by the module's name, as ComfyUI's own are known by theirs; tests/hosts/comfyui holds the same claims against
+The engine knows them by the module's name, like ComfyUI's own; tests/hosts/comfyui holds the same claims against
 the real module.
 """
 
@@ -18,7 +18,7 @@ __name__ = "comfy.ldm.modules.attention"
 
 
 def wrap_attn(function: Any) -> Any:
-    """Lets ``optimized_attention_override`` of the transformer_options take the call over, and that once."""
+    """Let ``optimized_attention_override`` of the transformer_options take the call over, once."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -39,10 +39,10 @@ def attention_pytorch(q, k, v, heads, mask=None, attn_precision=None, **kwargs):
 
 
 def _by_products(name: str, casts: bool = True) -> Any:
-    """A function of this name, in the precision asked for if it ``casts``."""
+    """A function of this name; if it ``casts``, it computes in the precision of the call's argument."""
 
     def function(q, k, v, heads, mask=None, attn_precision=None, **kwargs):
-        q, k, v = (of_heads(one, heads) for one in (q, k, v))
+        q, k, v = (of_heads(tensor, heads) for tensor in (q, k, v))
         if casts and attn_precision is not None:
             q, k = q.to(attn_precision), k.to(attn_precision)
         scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
@@ -56,14 +56,14 @@ def _by_products(name: str, casts: bool = True) -> Any:
 
 
 attention_basic, attention_split = _by_products("attention_basic"), _by_products("attention_split")
-# both seem to add a mask; the one, short of memory, lets a group without tokens hold the maximum, and the other leaves
+# both seem to add a mask; short of memory, sub_quad lets a group without tokens hold the maximum, and flash leaves
 # it to another function, with a warning
 attention_sub_quad, attention_flash = _by_products("attention_sub_quad"), _by_products("attention_flash", casts=False)
-optimized_attention = attention_pytorch  # the one in force, which models look up at each call
+optimized_attention = attention_pytorch  # the current function, which models look up at each call
 
 
 class CrossAttention(ComfyAttention):
-    """By the function in force."""
+    """The double of ComfyUI's class, which calls the current function."""
 
     def forward(self, x, context=None, value=None, transformer_options={}):  # noqa: B006
         context = x if context is None else context

@@ -1,6 +1,6 @@
-"""Stand-ins for what of ComfyUI the nodes rely on: its ModelPatcher, its chain of wrappers, its sampling.
+"""Stand-ins for the parts of ComfyUI that the nodes use: its ModelPatcher, its chain of wrappers, its sampling.
 
-Written from the contract (who calls whom with what, what is copied and what is shared); tests/hosts/comfyui holds
+They follow the contract (which calls with which arguments, what is copied, what is shared); tests/hosts/comfyui holds
 the same claims against the real thing.
 """
 
@@ -30,7 +30,7 @@ class Executor:
 
     @classmethod
     def of(cls, kind: str, options: dict, original: Any, class_obj: Any) -> Executor:
-        return cls(original, class_obj, [one for many in options["wrappers"].get(kind, {}).values() for one in many])
+        return cls(original, class_obj, [wrap for many in options["wrappers"].get(kind, {}).values() for wrap in many])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.wrappers:
@@ -45,13 +45,13 @@ class DiscreteSampling:
     sigma = staticmethod(STABLE_DIFFUSION.sigma_of)
 
     def percent_to_sigma(self, percent: float) -> float:
-        """999999999.9 at 0 and before, 0 at 1 and after."""
+        """The sigma at this share: 999999999.9 up to 0, and 0 from 1 on."""
         if percent <= 0:
             return 999999999.9
         return 0.0 if percent >= 1 else self.sigma((1 - percent) * 999)
 
     def timestep(self, sigma: torch.Tensor) -> torch.Tensor:
-        return torch.tensor([round(STABLE_DIFFUSION.timestep_of_sigma(one)) for one in plain(sigma).tolist()])
+        return torch.tensor([round(STABLE_DIFFUSION.timestep_of_sigma(level)) for level in plain(sigma).tolist()])
 
 
 class BaseModel(nn.Module):
@@ -70,7 +70,7 @@ class BaseModel(nn.Module):
     def _apply_model(
         self, x: Any, t: Any, concat: Any, context: Any, control: Any, options: dict, **more: Any
     ) -> torch.Tensor:
-        # blocks write into the options, and calls of one sampling share what is in these
+        # blocks write into the options, whose values the calls of one sampling share
         timesteps = self.model_sampling.timestep(t).float()
         return self.diffusion_model(x, timesteps, context=context, transformer_options=dict(options), **more)
 
@@ -79,7 +79,7 @@ class BaseModel(nn.Module):
 
 
 class ModelPatcher:
-    """A branch: clones share the model, and have copies of the lists of wrappers, not of what is in them."""
+    """A branch: clones share the model, and copy the lists of wrappers but not their elements."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -96,23 +96,23 @@ class ModelPatcher:
         self.wrappers.setdefault(kind, {}).setdefault(key, []).append(wrapper)
 
     def remove_wrappers_with_key(self, kind: str, key: str) -> None:
-        """All under this key; the kind stays, empty."""
+        """Remove all wrappers with this key; the kind stays, empty."""
         self.wrappers.get(kind, {}).pop(key, None)
 
 
 def _copied(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _copied(one) for key, one in value.items()}
-    return [_copied(one) for one in value] if isinstance(value, list) else value
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list) else value
 
 
 def sampler_of(name: str = "sample_euler", module: str = "comfy.k_diffusion.sampling") -> SimpleNamespace:
-    """A KSAMPLER as far as it tells which function it runs; `Guider` does the steps."""
+    """A KSAMPLER that says which function it runs; `Guider` does the steps."""
     return SimpleNamespace(sampler_function=SimpleNamespace(__name__=name, __qualname__=name, __module__=module))
 
 
 class Guider:
-    """Samples with a branch: both prompts in one call a step, a plain Euler step each."""
+    """The sampling of a branch by plain Euler steps, both prompts in one call."""
 
     place = staticmethod(lambda levels: levels)  # puts noise levels on a device
 
@@ -173,7 +173,7 @@ class Server:
 
 
 def apply(patcher: ModelPatcher, node: str = "5", **values: Any) -> Any:
-    """An ApplyToMe behind a model, with a ToMeSettings of these values; `start` and `end` are its own."""
+    """An ApplyToMe after a model, with a ToMeSettings of these values; `start` and `end` are ApplyToMe's."""
     times = {name: values.pop(name) for name in TIMES if name in values}
     (settings,) = ToMeSettings().settings(**values)
     return ApplyToMe().apply(patcher, settings=settings, unique_id=node, **times)[0]
@@ -208,7 +208,7 @@ class CONST:
 
 
 def transformer(name: str = "Flux", **attributes: Any) -> ModelPatcher:
-    """A loader's output: a flow model of this name, by which it is known where a picture's tokens lie."""
+    """A loader's output: a flow model; its name says where a picture's tokens lie."""
     base = BaseModel(fixed(type(name, (Body,), attributes)()))
     base.model_sampling = CONST()
     return ModelPatcher(base)

@@ -19,14 +19,14 @@ from tests import comfy_attention
 from tests.doubles import Block
 from tests.models import TEXT, ldm, seeded
 
-WIDTH, HEADS = 32, 2  # of transformers
+WIDTH, HEADS = 32, 2  # sizes of transformers
 
 
 # --- UNets -----------------------------------------------------------------------------------------------------------
 
 
 class BasicTransformerBlock(Block):
-    """Another node may stand in for its attentions, or change the tokens of its self-attention."""
+    """A block whose attentions another node may replace, and whose self-attention's tokens it may change."""
 
     attention = comfy_attention.CrossAttention
 
@@ -51,7 +51,7 @@ class BasicTransformerBlock(Block):
 
 
 class SpatialTransformer(LdmTransformer):
-    """Says the shape of what it is given."""
+    """A transformer that writes the shape of its input into the options."""
 
     def forward(self, x: torch.Tensor, context: torch.Tensor, options: dict) -> torch.Tensor:
         options["activations_shape"] = list(x.shape)
@@ -63,10 +63,10 @@ class SpatialTransformer(LdmTransformer):
 
 
 class ComfyUnet(UNetModel):
-    """Says in which block it is."""
+    """A UNet that writes the current block into the options."""
 
     def forward(self, x, timesteps, context, transformer_options, **more):
-        """more: any keyword, for nothing; but a compiler tells calls apart by it, because it is passed on."""
+        """more: any keyword; it has no effect, but is passed on, so that a compiler tells calls apart by it."""
         return self._forward(x, timesteps, context, transformer_options, **more)
 
     def _forward(self, x, timesteps, context, transformer_options, **more):

@@ -1,8 +1,8 @@
-"""What an attention has to do to count as merged: merged keys give what their tokens, each by itself, would give.
+"""The law of a merged attention: merged keys give what their tokens, each by itself, would give.
 
-The slow and obvious thing is the module itself, unpatched and in float64, with every token's key and value, after their
+The slow and obvious version is the unpatched module in float64, with every token's key and value, after their
 projections, exchanged for the means of its group: that is each merged key as often as it has tokens. No line of the
-engine is asked for it.
+engine takes part in it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from tests.sd_block import SpatialTransformer, UNet
 from tome_core import MergeConfig, MergePlan
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-# of the output's length. The logarithms of sizes are float32 at best, and in half precision off by half of a last bit.
+# shares of the output's length: the logarithms of sizes are float32 at best, in half precision off by half a last bit
 TOLERANCE = {torch.float64: 5e-7, torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-# what attentions are held with: their width and heads, a square of tokens, and how many keys are left
+# the tested attentions: their width and heads, the side of a square of tokens, and the number of merged keys
 CHANNELS, HEADS, SIDE, GROUPS = 32, 4, 8, 13
 KV = MergeConfig(correction=False, side="kv", ratio=0.75, use_rand=False, max_downsample=8)
 
@@ -51,7 +51,7 @@ def ragged(batch: int, tokens: int, groups: int, seed: int = 0) -> MergePlan:
 
 @contextlib.contextmanager
 def merging_by(alike: bool = False, engine: ModuleType = tome_core) -> Iterator[None]:
-    """Inside it every match of this copy of the engine is `ragged`. alike: the same in all samples."""
+    """In this context every match of this copy of the engine is `ragged`. alike: the same in all samples."""
     methods = importlib.import_module(f"{engine.__name__}.merging.methods").METHODS
 
     def match(x: torch.Tensor, grid: Any, options: Any) -> Any:
@@ -66,21 +66,21 @@ def merging_by(alike: bool = False, engine: ModuleType = tome_core) -> Iterator[
 
 
 def means(x: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    """Each token's of ``[B, N, ...]`` exchanged for the mean of its group, ``[B or 1, N]``."""
+    """Exchange each token of ``[B, N, ...]`` for the mean of its group, ``[B or 1, N]``."""
     share = F.one_hot(group).to(x)
     return (share @ (share.mT @ x.flatten(2) / share.sum(1).clamp(min=1)[..., None])).view(x.shape)
 
 
 @contextlib.contextmanager
 def grouped(module: nn.Module, plan: MergePlan, roles: str) -> Iterator[None]:
-    """Inside it what an attention's projections, also a processor's own, make of each token is its group's mean.
+    """In this context an attention's projections, also a processor's own, give each token its group's mean.
 
-    roles: of the projections that this holds for, "kv" or "qkv".
+    roles: which projections do so, "kv" or "qkv".
     """
 
     def exchange(name: str, layer: nn.Module, args: tuple, out: torch.Tensor) -> torch.Tensor:
-        made = name.split("_")[1]  # "qkv", if they are fused
-        parts = zip(made, out.chunk(len(made), -1), strict=True)
+        letters = name.split("_")[1]  # "qkv", if they are fused
+        parts = zip(letters, out.chunk(len(letters), -1), strict=True)
         return torch.cat([means(part, plan.group) if role in roles else part for role, part in parts], -1)
 
     with contextlib.ExitStack() as hooks:
@@ -91,26 +91,26 @@ def grouped(module: nn.Module, plan: MergePlan, roles: str) -> Iterator[None]:
 
 
 def far(out: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest over the samples of the difference's length, as a share of the expected output's."""
+    """The largest distance of a sample from the expected output, as a share of that output's length."""
     assert out.shape == expected.shape and torch.isfinite(out).all()
     difference = (out.double() - expected.double()).flatten(1).norm(dim=1)
     return (difference / expected.double().flatten(1).norm(dim=1)).max().item()
 
 
 def assert_repeated(
-    module: nn.Module, args: tuple, told: dict[str, Any], out: torch.Tensor, plan: MergePlan,
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], out: torch.Tensor, plan: MergePlan,
     tolerance: float | None = None, roles: str = "kv",
 ) -> None:  # fmt: skip
-    """The output is what repeated keys give.
+    """Raise AssertionError unless the output is what repeated keys give.
 
-    module: not patched; asked in float64, so that only the engine's own error is seen. args, told: of its call, whose
-    first argument are the tokens ``[B, N, C]``. roles: what merges.
+    module: not patched; it runs in float64, so that only the engine's error is seen. args, kwargs: of its call, whose
+    first argument holds the tokens ``[B, N, C]``. roles: what merges.
     """
     tolerance = tolerance or TOLERANCE[args[0].dtype]
-    exact = copy.deepcopy(module).double()  # what it casts by itself (``upcast_attention``) it goes on casting
-    args, told = tree_map_only(torch.Tensor, lambda it: it.double() if it.is_floating_point() else it, (args, told))
+    exact = copy.deepcopy(module).double()  # a module that casts by itself (``upcast_attention``) still casts
+    args, kwargs = tree_map_only(torch.Tensor, lambda it: it.double() if it.is_floating_point() else it, (args, kwargs))
     with torch.no_grad(), grouped(exact, plan, roles):
-        error = far(out, exact(*args, **told))
+        error = far(out, exact(*args, **kwargs))
     assert error <= tolerance, f"off by {error:.1e} of the output, {tolerance:.0e} allowed"
 
 
@@ -118,32 +118,32 @@ def assert_repeated(
 
 
 class BasicTransformerBlock(nn.Module):
-    """Its self-attention alone. told: what this is given beside its tokens."""
+    """A block with self-attention alone. kwargs: the attention's further arguments."""
 
-    def __init__(self, attention: nn.Module, told: dict[str, Any]) -> None:
+    def __init__(self, attention: nn.Module, kwargs: dict[str, Any]) -> None:
         super().__init__()
-        self.attn1, self.told = attention, told
+        self.attn1, self.kwargs = attention, kwargs
 
     def forward(self, x: torch.Tensor, context: None = None) -> torch.Tensor:
-        return self.attn1(x, **self.told)
+        return self.attn1(x, **self.kwargs)
 
 
 class UNetOf(UNet):
-    """A UNet of one self-attention; told: what this is given beside its tokens."""
+    """A UNet of one self-attention. kwargs: the attention's further arguments."""
 
-    def __init__(self, attention: nn.Module, **told: Any) -> None:
+    def __init__(self, attention: nn.Module, **kwargs: Any) -> None:
         transformer = SpatialTransformer(depth=0)
-        transformer.transformer_blocks.append(BasicTransformerBlock(attention, told))
+        transformer.transformer_blocks.append(BasicTransformerBlock(attention, kwargs))
         super().__init__([[transformer]])
 
 
 def tokens(batch: int, dtype: torch.dtype = torch.float32, count: int = SIDE**2, seed: int = 0) -> torch.Tensor:
-    """``[batch, count, CHANNELS]``, random."""
+    """Random tokens ``[batch, count, CHANNELS]``."""
     return torch.randn(batch, count, CHANNELS, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def run(unet: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """What a `UNetOf` gives for ``tokens``, and of them."""
+    """The output of a `UNetOf` for ``tokens``, in the same shape."""
     with torch.no_grad():
         return unet(x.mT.unflatten(2, (SIDE, SIDE))).flatten(2).mT
 
@@ -161,14 +161,14 @@ def telling(module: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
 def way(
     module: nn.Module, dtype: torch.dtype = torch.float32, *, batch: int = 3, tolerance: float | None = None,
     alike: bool = False, queries: bool = False, engine: ModuleType = tome_core, settings: dict[str, Any] | None = None,
-    **told: Any,
+    **kwargs: Any,
 ) -> str:  # fmt: skip
-    """Hold an attention against repeated keys. Returns the way in which the engine told it of sizes.
+    """Compare an attention with repeated keys. Returns the way in which the engine gave it the sizes.
 
-    alike: one plan serves all samples. queries: they merge too. engine: which copy of it merges. settings: more of its
-    settings. told: the other arguments of the attention's call.
+    alike: one plan serves all samples. queries: do they merge too? engine: the copy that merges. settings: more of its
+    settings. kwargs: the other arguments of the attention's call.
     """
-    unet, before, x = UNetOf(module, **told), copy.deepcopy(module), tokens(batch, dtype)
+    unet, before, x = UNetOf(module, **kwargs), copy.deepcopy(module), tokens(batch, dtype)
     config = {"correction": False, "side": "qkv" if queries else "kv", "ratio": 0.75, "use_rand": False}
     with merging_by(alike, engine), engine.patch(unet, **config, **(settings or {})) as handle:
         out = run(unet, x)
@@ -176,14 +176,14 @@ def way(
     left = GROUPS if queries else SIDE**2
     assert level.calls_merged == 1 and level.tokens == ((SIDE**2, left, GROUPS),), handle.report()
     plan = ragged(1 if alike else batch, SIDE**2, GROUPS)
-    assert_repeated(before, (x,), told, out, plan, tolerance, config["side"])
+    assert_repeated(before, (x,), kwargs, out, plan, tolerance, config["side"])
     (only,) = level.sized_by
     return only
 
 
 def attention(processor: Any = None, dtype: torch.dtype = torch.float32, **settings: Any) -> nn.Module:
-    """A self-attention of diffusers with this processor, or with the one that diffusers chooses for it."""
-    from diffusers.models.attention_processor import Attention  # which a webui's Python may lack
+    """A self-attention of diffusers with this processor, or with the processor that diffusers chooses."""
+    from diffusers.models.attention_processor import Attention  # a webui's Python may lack it
 
     module = telling(Attention(CHANNELS, **{"heads": HEADS, "dim_head": CHANNELS // HEADS, **settings}), dtype)
     if isinstance(processor, nn.Module):
@@ -195,9 +195,9 @@ def attention(processor: Any = None, dtype: torch.dtype = torch.float32, **setti
     return module
 
 
-def why_left_alone(module: nn.Module, batch: int = 3, config: MergeConfig = KV, **told: Any) -> str:
-    """The reason why an attention is not merged, which gives the same bits then."""
-    unet, x = UNetOf(module, **told), tokens(batch, next(module.parameters()).dtype)
+def why_left_alone(module: nn.Module, batch: int = 3, config: MergeConfig = KV, **kwargs: Any) -> str:
+    """The reason why an attention is left alone; its output keeps every bit."""
+    unet, x = UNetOf(module, **kwargs), tokens(batch, next(module.parameters()).dtype)
     out = run(unet, x)
     with tome_core.patch(unet, config) as handle:
         assert torch.equal(run(unet, x), out)
@@ -213,9 +213,9 @@ def memory_efficient_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_bias: torch.Tensor | None = None,
     p: float = 0.0, scale: float | None = None, *, op: Any = None,
 ) -> torch.Tensor:  # fmt: skip
-    """What xformers computes, for ``[B, N, d]`` or ``[B, N, H, d]``, and as strict as it is with a bias."""
+    """A double of xformers' function, for ``[B, N, d]`` or ``[B, N, H, d]``, equally strict with a bias."""
     assert query.dtype == key.dtype == value.dtype
-    by_head = [one[:, None] if query.dim() == 3 else one.transpose(1, 2) for one in (query, key, value)]
+    by_head = [tensor[:, None] if query.dim() == 3 else tensor.transpose(1, 2) for tensor in (query, key, value)]
     if attn_bias is not None:
         full = (*query.shape[:2], key.shape[1]) if query.dim() == 3 else (*by_head[0].shape[:3], key.shape[1])
         assert attn_bias.dtype == query.dtype, "xformers takes a bias in the dtype of the queries"
@@ -226,7 +226,7 @@ def memory_efficient_attention(
 
 
 def with_xformers(monkeypatch: Any, *modules: ModuleType) -> None:
-    """As if xformers were installed, for these modules, which asked for it when they were imported."""
+    """Pretend to these modules, which looked for xformers at their import, that it is installed."""
     ops, package = ModuleType("xformers.ops"), ModuleType("xformers")
     ops.memory_efficient_attention, ops.AttentionOpBase = memory_efficient_attention, SimpleNamespace
     package.ops, package.__version__ = ops, "0.0.30"

@@ -1,4 +1,4 @@
-"""For every test: no network, and one thread, because small tensors on two threads only wait for each other."""
+"""Every test has no network and one thread: with small tensors two threads only wait for each other."""
 
 import gc
 import os
@@ -16,13 +16,13 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background; what tests start would inherit it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background; child processes would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 ROOT = Path(__file__).parents[1]
 
 
 class PlainRoot:
-    """Collects the root as a folder, although it has ComfyUI's `__init__.py`, which must not be imported."""
+    """The root, collected as a folder although it has ComfyUI's `__init__.py`, which must not be imported."""
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collect_directory(self, path, parent):
@@ -35,7 +35,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes seconds, or starts programs; left out by --quick")
-    # registered, because a conftest's own hooks are not asked about the folders above it
+    # registered, because pytest does not call a conftest's own hooks for the folders above it
     config.pluginmanager.register(PlainRoot())
 
 
@@ -50,22 +50,22 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """What was skipped, a line a reason."""
-    reasons = Counter(one.longrepr[2].removeprefix("Skipped: ") for one in terminalreporter.stats.get("skipped", ())
-                      if isinstance(one.longrepr, tuple))  # fmt: skip
+    """Print a line for each reason of skipped tests."""
+    reasons = Counter(skip.longrepr[2].removeprefix("Skipped: ") for skip in terminalreporter.stats.get("skipped", ())
+                      if isinstance(skip.longrepr, tuple))  # fmt: skip
     for reason, count in reasons.most_common():
         terminalreporter.write_line(f"skipped {count}: {reason}")
 
 
 def pytest_collection_finish():
-    """What is imported by now stays to the end, a million objects: no collector has to look through them again."""
+    """Imported modules stay to the end, a million objects: the garbage collector need not scan them again."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory):
-    """A diffusers folder with random weights; who changes something in it takes a copy."""
+    """A diffusers folder with random weights; copy it before changing it."""
     from tests.tiny_pipeline import write_folder
 
     return write_folder(tmp_path_factory.mktemp("tiny"))
@@ -73,7 +73,7 @@ def tiny_folder(tmp_path_factory):
 
 @pytest.fixture
 def work(monkeypatch) -> list[str]:
-    """What is done for plans: "match" or "renew", one entry an attention."""
+    """The work for plans: "match" or "renew", one entry for each attention."""
     from tome_core.engine import state
 
     done, plain = [], state.match
@@ -100,17 +100,17 @@ def fresh_compiler():
 
 @pytest.fixture
 def server(monkeypatch):
-    """ComfyUI's, to which nodes show their texts."""
+    """The double of ComfyUI's server, which receives the nodes' texts."""
     from tests.comfy_doubles import Server
 
-    one = Server()
-    monkeypatch.setitem(sys.modules, "server", one)
-    return one
+    double = Server()
+    monkeypatch.setitem(sys.modules, "server", double)
+    return double
 
 
 @pytest.fixture
 def waits() -> list[str]:
-    """What has waited for the device of `tests.on_device` since the test began."""
+    """The methods that waited for the device of `tests.on_device` since the test began."""
     from tests.on_device import OnDevice
 
     OnDevice.waits.clear()
@@ -119,7 +119,7 @@ def waits() -> list[str]:
 
 @pytest.fixture(scope="module")
 def chromium():
-    """A browser that sees this machine and no other."""
+    """A browser that reaches this machine alone."""
     flags = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
              "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]  # fmt: skip
     sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")

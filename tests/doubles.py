@@ -20,8 +20,8 @@ def of_heads(flat: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, mask: torch.Tensor | None = None):
-    """By torch's function, flat."""
-    out = F.scaled_dot_product_attention(*(of_heads(one, heads) for one in (q, k, v)), mask)
+    """Attend by torch's function, with flat heads."""
+    out = F.scaled_dot_product_attention(*(of_heads(tensor, heads) for tensor in (q, k, v)), mask)
     return out.transpose(1, 2).flatten(2)
 
 

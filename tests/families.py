@@ -1,4 +1,4 @@
-"""Every family of models as cases of a test, and how far apart two of their pictures lie."""
+"""Every family of models as cases of a test, and the difference of two pictures."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ import torch
 from tests.models import CASES
 from tests.tiny_transformers import PRESENT, Transformer
 
-UNETS = {one.name: one for one in CASES}
+UNETS = {family.name: family for family in CASES}
 MODELS = UNETS | {name: Transformer(name) for name in PRESENT}
 _OF_ITS_OWN = ("ldm_sd1", "sgm_double", "sd15", "sdxl", "gligen", "motion")
 _QUICK = (*_OF_ITS_OWN, "Flux", "SD3.5", "Z-Image", "Wan")
 
 
 def _each(models: Any, quick: Any) -> pytest.MarkDecorator:
-    """A test's cases, of which all but the quick ones are slow."""
-    cases = [pytest.param(one, marks=[pytest.mark.slow] * (one.name not in quick)) for one in models]
-    return pytest.mark.parametrize("one", cases, ids=lambda one: one.name)
+    """Parametrize a test with these models; all but the quick ones are slow."""
+    cases = [pytest.param(family, marks=[pytest.mark.slow] * (family.name not in quick)) for family in models]
+    return pytest.mark.parametrize("family", cases, ids=lambda family: family.name)
 
 
-# one of each wiring is quick; what differs from it in weights or arguments alone is slow
+# one model of each wiring is quick; models that differ only in weights or arguments are slow
 every_unet, every_model = _each(CASES, _QUICK), _each(MODELS.values(), _QUICK)
 
 
 def some_models(*names: str) -> pytest.MarkDecorator:
-    """These alone, those that this diffusers lacks left out; the first of either kind quick."""
+    """Parametrize a test with these models, if this diffusers has them; the first of either kind is quick."""
     known = [name for name in names if name in MODELS]
     firsts = (next((name for name in known if (name in UNETS) == is_unet), None) for is_unet in (True, False))
     return _each([MODELS[name] for name in known], [*firsts])
 
 
-def largest_difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest between values at the same place."""
-    return (one - other).abs().max().item()
+def largest_difference(picture: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest difference between values at the same place."""
+    return (picture - other).abs().max().item()

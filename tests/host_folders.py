@@ -1,4 +1,4 @@
-"""install.py called as people call it, folders like a host's, and ComfyUI's way to load a pack."""
+"""Calls of install.py as users make them, folders like a host's, and ComfyUI's way to load a pack."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ ROOT = Path(__file__).parents[1]
 def call_install(
     *arguments: object, cwd: Path = ROOT, options: Sequence[str] = ()
 ) -> subprocess.CompletedProcess:
-    """options: Python's."""
+    """Run install.py. options: Python's options."""
     command = [sys.executable, *options, str(ROOT / "install.py"), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
 
 
 def make_folder(host: install.Host, parent: Path) -> Path:
-    """A folder like the host's, in a path that no module name could be made of."""
-    made = parent / "a host v0.33.0"
-    made.mkdir()
+    """A folder like the host's, whose path cannot become a module name."""
+    folder = parent / "a host v0.33.0"
+    folder.mkdir()
     for name in host.looked_for[0]:
         if name.endswith(".py"):
-            (made / name).touch()
+            (folder / name).touch()
         else:
-            (made / name).mkdir(parents=True)
-    return made
+            (folder / name).mkdir(parents=True)
+    return folder
 
 
 def load_pack(folder: Path) -> ModuleType:
-    """ComfyUI's rule: the module's name is the folder's path with every dot replaced, and it stays in sys.modules."""
+    """Load a pack by ComfyUI's rule: the folder's path with dots replaced is the module's name in sys.modules."""
     name = str(folder).replace(".", "_x_")
     spec = importlib.util.spec_from_file_location(name, folder / "__init__.py")
     module = importlib.util.module_from_spec(spec)

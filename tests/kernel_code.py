@@ -1,6 +1,6 @@
 """``python -m tests.kernel_code``: compile the Triton kernels for GPUs that need not be here, and look at the code.
 
-No GPU, driver or toolkit is needed, Triton brings all of it along. For two GPUs; with ``TOME_THOROUGH=1`` for five.
+No GPU, driver or toolkit is needed, because Triton has a compiler. For two GPUs; with ``TOME_THOROUGH=1`` for five.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ numbers = partial(torch.zeros, dtype=torch.int64)
 
 
 def launch_all(dtype):
-    """Every kernel as a model launches it; those of a correction are for half precision alone."""
+    """Launch every kernel as a model does; those of a correction are for half precision alone."""
     tokens, groups = torch.zeros(2, TOKENS, HEADS * WIDTH, dtype=dtype), torch.zeros(2, GROUPS, HEADS * WIDTH)
     kernels.best_keys(tokens, numbers(1, 768), groups, None, lengths=True)
     kernels.best_keys(tokens, None, groups.to(dtype), torch.zeros(2, GROUPS))
@@ -35,14 +35,14 @@ def launch_all(dtype):
     kernels.segments(numbers(2, TOKENS), GROUPS, -1000.0, torch.bfloat16)
     kernels.assign_groups(torch.zeros(2, 768), numbers(2, 768), numbers(1, 768), numbers(1, GROUPS), 512)
     if dtype.itemsize == 2:
-        asked, few = tokens[:, ::8], groups.to(dtype)
+        queries, few = tokens[:, ::8], groups.to(dtype)
         first = kernels.first_order(tokens, tokens, numbers(1, TOKENS), groups, HEADS, 0.1)
-        answers = kernels.attend_sample(asked, tokens, tokens, few, few, few[:1, :, 0], HEADS, 0.1)
-        kernels.correct(tokens, tokens, *kernels.ridge(asked, answers, first))
+        answers = kernels.attend_sample(queries, tokens, tokens, few, few, few[:1, :, 0], HEADS, 0.1)
+        kernels.correct(tokens, tokens, *kernels.ridge(queries, answers, first))
 
 
 def compiled_for(target, dtype):
-    """Name and code of each launch."""
+    """The name and code of each launch."""
     compiled, run = [], JITFunction.run
 
     def compile_alone(self, *args, warmup, **more):

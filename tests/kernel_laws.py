@@ -34,7 +34,7 @@ PROVES_ITSELF = kernels._proves_itself
 
 
 def together(*axes):
-    """On a GPU all combinations; in the interpreter, which is slow, each value of each axis at least once."""
+    """Parametrize by all combinations on a GPU; in the slow interpreter, by each value of each axis at least once."""
     if not INTERPRETED:
         return list(itertools.product(*axes))
     longest = max(map(len, axes))
@@ -50,7 +50,7 @@ def _count(stop):
 if INTERPRETED:
     try:
         _count[(1,)](5)
-    except Exception as error:  # Triton 3.6's with numpy 2.4
+    except Exception as error:  # so fails Triton 3.6 with numpy 2.4
         why = f"Triton {triton.__version__}'s interpreter cannot run a loop with this numpy: {error}"
         pytest.skip(why, allow_module_level=True)
 
@@ -60,7 +60,7 @@ def _fail(name, why):
 
 
 def _compare(key, arguments):
-    """In place of a first launch's proof: every launch is compared with torch's operators, and is used."""
+    """Replace a first launch's proof: compare every launch with torch's operators, and use its result."""
     if fault := kernels.find_fault(key[0], arguments):
         _fail(key[0], fault)
     return True
@@ -68,7 +68,7 @@ def _compare(key, arguments):
 
 @pytest.fixture(autouse=True)
 def used(monkeypatch):
-    """Names of the kernels that ran; a test in which none did, or one was wrong or could not run, fails."""
+    """Names of the kernels that ran; a test fails if none ran, or if one was wrong or could not run."""
     if INTERPRETED:
         monkeypatch.setattr(kernels, "DEVICES", ("cpu",))
         _repair_the_interpreter(monkeypatch)
@@ -84,7 +84,7 @@ def used(monkeypatch):
 
 
 def _repair_the_interpreter(monkeypatch):
-    """It multiplies the bit patterns of bfloat16 (seen in 3.5.0 and 3.9.0): give it their values."""
+    """Triton's interpreter multiplies the bit patterns of bfloat16 (seen in 3.5.0 and 3.9.0): give it their values."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     dot = InterpreterBuilder.create_dot
@@ -111,7 +111,7 @@ SHAPES = [(1, 1, 1, 1, 1), (3, 80, 64, 64, 32), (2, 200, 130, 65, 33), (1, 70, 5
 
 
 def case(shape, dtype=torch.float32):
-    """Tokens, which of them are queries, and keys: directions to compare them with."""
+    """Tokens, the rows that are queries, and keys: directions to compare them with."""
     batch, tokens, queries, keys, channels = shape
     rows = whole_numbers(tokens, 1, queries, seed=1)
     return noise(batch, tokens, channels, dtype=dtype), rows, F.normalize(noise(batch, keys, channels, seed=2), dim=-1)
@@ -134,7 +134,7 @@ def test_the_best_key_is_the_same_if_lengths_count_and_keys_of_the_queries_own_d
 
 
 def test_inputs_may_lie_in_memory_by_any_strides():
-    """Each launch is compared with torch's operators, so there is nothing more to compare."""
+    """Fixture `used` compares each launch with torch's operators."""
     x, rows = noise(2, 40, 70).transpose(1, 2), torch.arange(69, -1, -1, device=DEVICE)[None, ::2].expand(2, -1)
     best_keys(x, rows, noise(1, 33, 80)[..., ::2].expand(2, -1, -1), noise(66)[::2].expand(2, -1))
 
@@ -143,10 +143,10 @@ def test_a_query_that_is_no_number_gets_a_key_there_is_and_harms_no_other():
     x, rows, keys = case(SHAPES[2])
     clean = best_keys(x, rows, keys)
     x[:, rows[0, 3]] = float("nan")
-    found = best_keys(x, rows, keys)
+    best = best_keys(x, rows, keys)
     others = (rows != rows[0, 3]).expand(2, -1)
-    assert ((found[1] >= 0) & (found[1] < 65)).all()
-    assert torch.equal(found[1][others], clean[1][others])
+    assert ((best[1] >= 0) & (best[1] < 65)).all()
+    assert torch.equal(best[1][others], clean[1][others])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -177,7 +177,7 @@ def test_keys_and_values_are_merged_at_once_as_each_alone_however_they_lie_in_me
     plan, both = MergePlan(GROUPS[groups].to(DEVICE), 40), noise(2, 2 * channels, 150, dtype=dtype).transpose(1, 2)
     keys, values = both.chunk(2, -1)
     of_keys, of_values, exact = plan.merge_pair(keys, values, exact=True)
-    assert used.count("mean_rows") == 1 and all(one.is_contiguous() for one in (of_keys, of_values, exact))
+    assert used.count("mean_rows") == 1 and all(tensor.is_contiguous() for tensor in (of_keys, of_values, exact))
     assert torch.equal(of_keys, plan.merge(keys.contiguous())) and torch.equal(of_values, plan.merge(values))
     assert exact.dtype == torch.float32 and torch.equal(exact, plan.merge(values.float()))
 
@@ -231,7 +231,7 @@ def test_tokens_are_placed_as_torch_places_them(removed, samples):
 
 # --- a correction -----------------------------------------------------------------------------------------------------
 
-HEADS = [(1, 3, 40), (2, 16, 70), (3, 40, 130), (1, 64, 1100)]  # heads, width, tokens: one span of them, and three
+HEADS = [(1, 3, 40), (2, 16, 70), (3, 40, 130), (1, 64, 1100)]  # heads, width, tokens: tokens of one span, and of three
 every_size = pytest.mark.parametrize("dtype, size", together(DTYPES[1:], HEADS), ids=str)
 
 
@@ -240,13 +240,13 @@ def test_a_correction_is_made_in_three_launches_however_keys_and_values_lie_in_m
     heads, width, tokens = size
     q, k, v = (noise(2, tokens, heads * width, seed=seed) for seed in range(3))
     pair = (k + 3).to(dtype), (v - 2).to(dtype)  # far from zero, as a trained model's are
-    asked = q.to(dtype)[:, torch.arange(tokens - 1, -1, -2, device=DEVICE)]
+    queries = q.to(dtype)[:, torch.arange(tokens - 1, -1, -2, device=DEVICE)]
     group = whole_numbers(9, 1, tokens, seed=4)  # group 9 is empty, group 10 has one token
     group[0, 0] = 10
     plan = MergePlan(group, 11)
-    correction, merged = fit_correction(asked, pair, plan, heads, width**-0.5)
+    correction, merged = fit_correction(queries, pair, plan, heads, width**-0.5)
     assert used[-3:] == ["first_order", "attend_sample", "ridge"] and correction.matrix.dtype == dtype
-    again, _ = fit_correction(asked, torch.cat(pair, -1).chunk(2, -1), plan, heads, width**-0.5)
+    again, _ = fit_correction(queries, torch.cat(pair, -1).chunk(2, -1), plan, heads, width**-0.5)
     assert all(map(torch.equal, correction[:2], again[:2]))
     assert all(map(torch.equal, merged, plan.merge_pair(*pair)))
 
@@ -258,8 +258,8 @@ def test_a_head_that_lost_nothing_is_given_nothing(count, dtype):
     )
     first = noise(4, 6, 20, 20, seed=3) * 0.02
     first[:, 1] = 0
-    for one in kernels.ridge((noise(2, count, 60) + 4).to(dtype), answers, first):
-        assert [head.any().item() for head in one] == [True, False, True, True, True, True]
+    for part in kernels.ridge((noise(2, count, 60) + 4).to(dtype), answers, first):
+        assert [head.any().item() for head in part] == [True, False, True, True, True, True]
 
 
 @every_size
@@ -267,9 +267,9 @@ def test_a_correction_is_added_in_one_launch_however_heads_lie_in_memory(size, d
     heads, width, tokens = size
     q, out = (noise(2, tokens, heads, width, seed=seed, dtype=dtype) for seed in (0, 1))
     correction = Correction(*(noise(2 * heads, rows, width, seed=rows, dtype=dtype) * 0.2 for rows in (2 * width, 1)))
-    found = add_correction(out, q, correction)
-    assert used == ["correct"] and found.is_contiguous()
-    assert torch.equal(found, add_correction(out.transpose(1, 2).contiguous().transpose(1, 2), q, correction))
+    corrected = add_correction(out, q, correction)
+    assert used == ["correct"] and corrected.is_contiguous()
+    assert torch.equal(corrected, add_correction(out.transpose(1, 2).contiguous().transpose(1, 2), q, correction))
 
 
 # --- a kernel's proof of itself: it catches a wrong kernel at its first launch, and no right one ----------------------
@@ -311,17 +311,17 @@ WORK = {"best_keys": _best, "mean_rows": _merged, "segments": _merged, "assign_g
 
 
 def _given(place, change):
-    """The kernel gets another argument."""
+    """Give the kernel another argument."""
     return lambda launch, *given: launch(*given[:place], change(given[place]), *given[place + 1 :])
 
 
 def _gives(place, change):
-    """The kernel's output is changed."""
+    """Change the kernel's output."""
     return lambda launch, *given: (launch(*given), given[place] is None or given[place].copy_(change(given[place])))
 
 
 def _stale(x):
-    """A tile still holds its last contents."""
+    """Leave a tile with its last contents."""
     return torch.cat([x.flatten()[:-16], x.flatten()[:16]]).view_as(x)
 
 
@@ -342,12 +342,12 @@ PLANTED = {
 
 @pytest.fixture
 def off(monkeypatch):
-    """The kernels that are off, and why. A fault is met as in a user's process, not as in tests of other laws."""
-    found = {}
-    monkeypatch.setattr(kernels, "_off", found)
-    monkeypatch.setattr(kernels, "_give_up", found.__setitem__)
+    """The kernels that are off, with reasons. A fault is handled as in a user's process, not as in other tests here."""
+    reasons = {}
+    monkeypatch.setattr(kernels, "_off", reasons)
+    monkeypatch.setattr(kernels, "_give_up", reasons.__setitem__)
     monkeypatch.setattr(kernels, "_proves_itself", PROVES_ITSELF)
-    return found
+    return reasons
 
 
 @pytest.mark.parametrize("name, wrong", PLANTED.values(), ids=PLANTED)
@@ -355,13 +355,13 @@ def test_a_wrong_kernel_is_caught_at_its_first_launch_and_torchs_operators_serve
     module = kernels._module()
     launch = getattr(module, name)
     monkeypatch.setattr(module, name, lambda *given: wrong(launch, *given))
-    found = WORK[name]()
+    results = WORK[name]()
     assert off.keys() == {name}
     with kernels.kernels_off():
         expected = WORK[name]()
     eps = torch.finfo(torch.float16).eps
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one.float(), other.float(), rtol=4 * eps, atol=16 * eps)
+    for result, other in zip(results, expected, strict=True):
+        torch.testing.assert_close(result.float(), other.float(), rtol=4 * eps, atol=16 * eps)
     (note,) = kernels.notes()
     assert name in note and "where torch's operators have" in note and DEVICE in note
 
@@ -385,14 +385,14 @@ def test_inputs_that_are_not_finite_tell_nothing_of_a_kernel(off):
         expected = best_keys(sick, None, keys)
     assert torch.equal(best_keys(sick, None, keys)[1][:, 1:], expected[1][:, 1:])
     assert not kernels._verified
-    for dtype in DTYPES:  # each proves itself
+    for dtype in DTYPES:  # each kernel proves itself
         best_keys(clean.to(dtype), None, keys.to(dtype))
     assert {key[-1] for key in kernels._verified} == set(DTYPES) and not off
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:2] if INTERPRETED else DTYPES, ids=str)
 def test_with_kernels_and_without_a_models_pictures_differ_by_rounding_alone(dtype, used, off):
-    """New, kept and late: each of three calls of a UNet in one sampling."""
+    """The three calls of a UNet in one sampling have a new match, a kept one and a late one."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = UNet([[SpatialTransformer(16, 1, 8)]]).to(DEVICE, dtype).requires_grad_(False)
@@ -406,10 +406,10 @@ def test_with_kernels_and_without_a_models_pictures_differ_by_rounding_alone(dty
                 pictures.append(model(x, None, text).float())
             return torch.stack(pictures)
 
-    found = draw()
+    merged = draw()
     wanted = set(NAMES) if dtype.itemsize == 2 else {"best_keys", "mean_rows", "segments", "assign_groups"}
     assert wanted <= set(used) and not off
     with kernels.kernels_off():
         plain = draw()
     of_rounding = (3 if dtype.itemsize == 2 else 10) * torch.finfo(dtype).eps
-    assert (found - plain).norm() <= of_rounding * plain.norm()
+    assert (merged - plain).norm() <= of_rounding * plain.norm()

@@ -1,4 +1,4 @@
-"""The least that is a diffusers pipeline to a patch: a UNet, a scheduler and a loop."""
+"""The least pipeline that a patch accepts: a UNet, a scheduler and a loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.models import call_unet, inputs, sd15
 
 
 class Pipeline:
-    """A pipeline as far as the patch sees one."""
+    """The parts of a pipeline that the patch uses."""
 
     def __init__(self, scheduler: Any = None) -> None:
         self.unet, self.scheduler = sd15(), scheduler or DDIMScheduler()
@@ -22,7 +22,7 @@ class Pipeline:
 
 
 def picture(pipe: Any, steps: int = 2) -> torch.Tensor:
-    """What a pipeline's loop does, on a small latent."""
+    """Run a pipeline's loop on a small latent."""
     x, text = inputs(4, 1, 8, 8)
     pipe.scheduler.set_timesteps(steps)
     with torch.no_grad(), pipe.progress_bar(total=steps):

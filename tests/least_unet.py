@@ -1,4 +1,4 @@
-"""The least that is a UNet, and settings under which its matches serve several steps."""
+"""The least UNet that a patch accepts, and settings under which its matches serve several steps."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Small models of every family the patch has to work on, each built from its real classes, and how each is called.
+"""Small models of every family that the patch supports, built from their real classes, and a call of each.
 
-`CASES` is what the contract runs over. Zero-initialised layers get random weights, so that every block matters.
+The contract tests run over `CASES`. Zero-initialised layers get random weights, so that every block matters.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def inputs(channels: int, batch: int, height: int, width: int, seed: int = 0, fr
 
 
 def fixed(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Weights from a generator of their own, none of them zero."""
+    """Give the model weights from its own generator, none of them zero."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -66,7 +66,7 @@ def fixed(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def seeded(build: Callable[..., nn.Module], **settings: Any) -> Callable[[], nn.Module]:
-    """The builder with these settings, leaving the global RNG as it was and its prints unheard."""
+    """The builder with these settings; the global RNG stays as it was, and its prints are dropped."""
 
     def builder() -> nn.Module:
         with torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(io.StringIO()):
@@ -76,7 +76,7 @@ def seeded(build: Callable[..., nn.Module], **settings: Any) -> Callable[[], nn.
 
 
 def merge_with_self(monkeypatch: Any) -> None:
-    """Let bipartite matching give every token a group of its own: all sites work, for nothing."""
+    """Let bipartite matching give every token its own group: all sites run, and change nothing."""
 
     def match(x: torch.Tensor, grid: Any, options: Any) -> MergePlan:
         tokens = grid.height * grid.width
@@ -101,7 +101,7 @@ def unet(**changes: Any) -> UNet2DConditionModel:
 
 
 def on_small(name: str) -> MergeConfig:
-    """The preset, also where a picture is so small that it would be left alone."""
+    """The preset, also for a picture so small that it would be left alone."""
     return replace(preset(name), only_if_it_pays=False)
 
 
@@ -191,11 +191,11 @@ def ldm(**changes: Any) -> UNetModel:
 
 
 def host_double(make_block: Callable[[int], nn.Module] | None = None, **changes: Any) -> nn.Module:
-    """An LDM UNet as a host's model holds it. make_block: makes what replaces its blocks, by their width."""
+    """An LDM UNet inside a host's model. make_block: makes a replacement of a block, by its width."""
     whole = nn.Module()
     whole.model = nn.Module()
     whole.model.diffusion_model = ldm(**changes)
-    transformers = [one for one in whole.modules() if hasattr(one, "transformer_blocks")]
+    transformers = [module for module in whole.modules() if hasattr(module, "transformer_blocks")]
     for transformer in transformers if make_block else ():
         width = transformer.transformer_blocks[0].norm1.normalized_shape[0]
         transformer.transformer_blocks = nn.ModuleList([make_block(width)])
@@ -205,9 +205,9 @@ def host_double(make_block: Callable[[int], nn.Module] | None = None, **changes:
 ldm_sd1 = seeded(ldm)
 ldm_sd2 = seeded(ldm, num_heads=-1, num_head_channels=16, use_linear_in_transformer=True)
 ldm_wrapped = seeded(host_double)
-# the least that a host's double needs: half the time of `ldm_wrapped`
+# the smallest host's double: half the time of `ldm_wrapped`
 ldm_of_one_level = seeded(host_double, attention_resolutions=(1,), channel_mult=(1,), num_heads=2)
-# the least of SDXL's layout: no attention on the latent's own level
+# the smallest with SDXL's layout: no attention on the latent's own level
 ldm_sdxl = seeded(host_double, attention_resolutions=(2,), num_heads=2)
 sgm_double = seeded(host_double, make_block=lambda width: SgmBlock(width, 4, TEXT))
 

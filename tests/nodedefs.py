@@ -1,7 +1,7 @@
 """The texts of the nodes as ComfyUI's locales and help pages want them, made from the nodes themselves.
 
 `python -m tests.nodedefs` writes `locales/en/nodeDefs.json` and the table of ToMeSettings' help page. The
-translations are written by hand: what they lack it puts in in English, and what no node has any more it takes out.
+translations are written by hand: missing texts are added in English, and texts that no node has are removed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def inputs_of(node: Any) -> dict[str, tuple]:
 
 
 def english() -> dict[str, Any]:
-    """What belongs into nodeDefs.json: names, descriptions and tooltips of every node."""
+    """The content of nodeDefs.json in English: names, descriptions and tooltips of every node."""
     texts = {}
     for key, node in NODE_CLASS_MAPPINGS.items():
         inputs = {name: {"name": facts.get("display_name", name), "tooltip": facts["tooltip"]}
@@ -39,14 +39,14 @@ def english() -> dict[str, Any]:
 
 
 def complete(translated: Any, wanted: Any) -> Any:
-    """The translation with what is wanted and nothing else: in English, and in its order, where it is not there."""
+    """The translation with exactly the wanted texts, in their order; a missing text is in English."""
     if not isinstance(wanted, dict):
         return translated
-    return {key: complete(translated.get(key, one), one) for key, one in wanted.items()}
+    return {key: complete(translated.get(key, entry), entry) for key, entry in wanted.items()}
 
 
 def help_page(page: str) -> str:
-    """ToMeSettings' help page with its table made anew: a row for every input, the advanced ones in light type."""
+    """ToMeSettings' help page with its table made again: a row for every input, the advanced ones in light type."""
     before, rest = page.split(_HEAD)
     rows = ["| {0}{1[display_name]}{0} | {1[tooltip]} |\n".format("" if facts.get("advanced") else "**", facts)
             for _, facts in inputs_of(NODE_CLASS_MAPPINGS["ToMeSettings"]).values()]  # fmt: skip
@@ -55,7 +55,7 @@ def help_page(page: str) -> str:
 
 
 def text(texts: dict[str, Any]) -> str:
-    """The content of a nodeDefs.json."""
+    """The text of a nodeDefs.json."""
     return json.dumps(texts, indent=2, ensure_ascii=False) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Tensors that say they are on a GPU, for tests of who waits for it."""
+"""Tensors that claim to be on a GPU, for tests of code that waits for it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _WAITING = {getattr(torch.Tensor, name) for name in (
 
 
 class OnDevice(torch.Tensor):
-    """A tensor that computes on the CPU; waits: the names of methods that looked at values of any of them."""
+    """A tensor that computes on the CPU; waits: the names of methods that read values of such tensors."""
 
     waits: ClassVar[list[str]] = []
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        """Torch asks here before everything that it does with such a tensor."""
+        """Torch calls this before every operation on such a tensor."""
         if function == torch.Tensor.device.__get__:
             return torch.device("cuda")
         if function in _WAITING:
@@ -27,7 +27,7 @@ class OnDevice(torch.Tensor):
 
 
 def on_device(x: torch.Tensor) -> OnDevice:
-    """The same values, on the device as it were."""
+    """The same values on the pretended device."""
     return x.as_subclass(OnDevice)
 
 

@@ -1,7 +1,7 @@
 """Which aten operators some code runs, and which of them devices without fused attention have.
 
 DirectML's are the kernels of torch-directml 0.2.5 (September 2024, the newest), read in the symbols of its library.
-What else it is asked for it computes on the CPU. MPS's are in torch's own table of kernels, installed with it.
+It computes other operators on the CPU. MPS's operators are in torch's table of kernels, installed with it.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ DIRECTML = frozenset(_DIRECTML.split())
 def _table() -> tuple[dict[str, NativeFunction], BackendIndex]:
     """Operators by name and overload, and MPS's kernels."""
     parsed = parse_native_yaml(*(str(_FOLDER / f"{name}.yaml") for name in ("native_functions", "tags")))
-    return {str(one.func.name): one for one in parsed.native_functions}, parsed.backend_indices[DispatchKey.MPS]
+    return {str(row.func.name): row for row in parsed.native_functions}, parsed.backend_indices[DispatchKey.MPS]
 
 
 def _has(device: str, name: str) -> bool:
     """Has the device a kernel for this operator, ``embedding`` or ``sort.stable``, or is it made of others?"""
     operators, on_mps = _table()
-    one, plain = operators[name], name.partition(".")[0]
-    own = on_mps.has_kernel(one) if device == "MPS" else {plain, plain.rstrip("_")} & DIRECTML
-    if own or one.has_composite_implicit_autograd_kernel or one.has_composite_explicit_autograd_kernel:
+    operator, plain = operators[name], name.partition(".")[0]
+    is_there = on_mps.has_kernel(operator) if device == "MPS" else {plain, plain.rstrip("_")} & DIRECTML
+    if is_there or operator.has_composite_implicit_autograd_kernel or operator.has_composite_explicit_autograd_kernel:
         return True
-    return one.structured_delegate is not None and _has(device, str(one.structured_delegate))
+    return operator.structured_delegate is not None and _has(device, str(operator.structured_delegate))
 
 
 class OperatorCounter(TorchDispatchMode):
-    """Inside it operators are counted, by their names without overloads."""
+    """A context that counts operators, by their names without overloads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,12 +69,12 @@ class OperatorCounter(TorchDispatchMode):
         return out
 
     def note(self, func, met) -> None:
-        """An operator was run. met: its arguments and what it gave."""
+        """Count an operator that ran. met: its arguments and its result."""
         self.by_name[func.overloadpacket.__name__] += 1
 
 
 class OperatorRecorder(OperatorCounter):
-    """Inside it every operator's name is put into ``names``, and those that meet float64 into ``doubles``."""
+    """A context that puts every operator's name into ``names``, and those that meet float64 into ``doubles``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,11 +84,11 @@ class OperatorRecorder(OperatorCounter):
     def note(self, func, met) -> None:
         name = func._schema.name.removeprefix("aten::")
         self.names.add(f"{name}.{func._overloadname}".removesuffix(".default"))
-        if any(torch.is_tensor(one) and one.dtype == torch.float64 for one in tree_leaves(met)):
+        if any(torch.is_tensor(value) and value.dtype == torch.float64 for value in tree_leaves(met)):
             self.doubles.add(name)
 
 
 def lacking(names: set[str]) -> dict[str, list[str]]:
-    """Device -> which of these it has not; empty if all have all."""
+    """Device -> the operators that it lacks; empty if no device lacks any."""
     missing = {device: sorted(name for name in names if not _has(device, name)) for device in ("MPS", "DirectML")}
     return {device: names for device, names in missing.items() if names}

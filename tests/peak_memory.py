@@ -6,7 +6,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_bytes(run) -> int:
-    """The most that a call holds at once beyond what was there before."""
+    """The most memory that a call holds at once, beyond the memory in use before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         run()
     held = most = 0

@@ -20,16 +20,16 @@ def version() -> str:
 
 
 def disagreements(tag: str | None = None) -> list[str]:
-    """A sentence for each place that says another version, and if the changelog does not describe this one."""
-    ours, found = version(), []
+    """A sentence for each place with another version, and one if the changelog lacks this version."""
+    ours, sentences = version(), []
     if f'\nversion = "{ours}"\n' not in (ROOT / COPY).read_text(encoding="utf-8"):
-        found.append(f"{COPY} does not say {ours}, as {SOURCE} does: change one of them")
+        sentences.append(f"{COPY} does not say {ours}, as {SOURCE} does: change one of them")
     if tag is not None and tag != f"v{ours}":
-        found.append(f"the tag is {tag}, the version is {ours}: tag v{ours}, or change {SOURCE}")
+        sentences.append(f"the tag is {tag}, the version is {ours}: tag v{ours}, or change {SOURCE}")
     entry = re.compile(rf"^## +{re.escape(ours)}\b.*\n\s*[^#\s]", re.MULTILINE)
     if not entry.search((ROOT / CHANGELOG).read_text(encoding="utf-8")):
-        found.append(f"{CHANGELOG} has no entry under '## {ours}'")
-    return found
+        sentences.append(f"{CHANGELOG} has no entry under '## {ours}'")
+    return sentences
 
 
 if __name__ == "__main__":

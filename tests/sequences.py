@@ -1,4 +1,4 @@
-"""Self-attention calls as an adapter hands them over: of a picture and of a film, with text around them."""
+"""Self-attention calls as an adapter passes them: of a picture and of a film, with text around them."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ def attention(
 ) -> Attention:
     """Queries, keys and values smooth over the grid, as pictures are; the tokens around it are noise.
 
-    behind: how many there are behind the picture's. takes_bias: of its function, which without wants none.
+    behind: the number of tokens after the picture's. takes_bias: does its function accept a bias?
     """
     generator = torch.Generator().manual_seed(seed)
     shape = (batch, HEADS * WIDTH, layout.grid.height // 4 + 1, layout.grid.width // 4 + 1)
-    found = []
+    tensors = []
     for _ in range(3):
         picture = F.interpolate(torch.randn(shape, generator=generator, dtype=torch.float64),
                                 (layout.grid.height, layout.grid.width), mode="bilinear").flatten(2).mT  # fmt: skip
         picture = picture + 0.3 * torch.randn(picture.shape, generator=generator, dtype=torch.float64)
         before, after = (torch.randn(batch, count, HEADS * WIDTH, generator=generator, dtype=torch.float64)
                          for count in (layout.first, behind))  # fmt: skip
-        found.append(torch.cat([before, picture, after], 1).unflatten(2, (HEADS, WIDTH)).to(dtype))
-    return Attention(*found, sdpa if takes_bias else _without_bias, WIDTH**-0.5, takes_bias)
+        tensors.append(torch.cat([before, picture, after], 1).unflatten(2, (HEADS, WIDTH)).to(dtype))
+    return Attention(*tensors, sdpa if takes_bias else _without_bias, WIDTH**-0.5, takes_bias)
 
 
 def sdpa(q, k, v, bias=None):
-    """By torch's function, ``[B, S, H, d]``."""
-    return F.scaled_dot_product_attention(*(one.transpose(1, 2) for one in (q, k, v)), bias).transpose(1, 2)
+    """Attend by torch's function, for ``[B, S, H, d]``."""
+    return F.scaled_dot_product_attention(*(tensor.transpose(1, 2) for tensor in (q, k, v)), bias).transpose(1, 2)
 
 
 def _without_bias(q, k, v, bias):

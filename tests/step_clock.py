@@ -8,7 +8,7 @@ from tome_core.hosting import Steps
 
 
 def put_on(monkeypatch, step: float = 1.0) -> SimpleNamespace:
-    """Let ``now`` pass by `step` seconds whenever a step is reported; a test may change either."""
+    """Advance ``now`` by `step` seconds at each reported step; a test may change both."""
     clock = SimpleNamespace(now=0.0, step=step)
 
     def tell():

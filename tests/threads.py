@@ -1,4 +1,4 @@
-"""Several works in threads at once."""
+"""Functions run in several threads at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def at_once(*works: Callable[[], Any], interval: float = 0.005) -> list[Any]:
-    """What each of them gives, run in a thread each from the same moment on; raises what one of them raised.
+    """Run each function in a thread, all from the same moment, and return the results; raises what one of them raised.
 
     interval: seconds after which Python goes on with another thread.
     """

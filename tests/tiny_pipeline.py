@@ -17,7 +17,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 START, END = "<|startoftext|>", "<|endoftext|>"
 WIDTH = 32
 TIMES = [901, 801, 401, 301]  # both phases of a preset, and a match of each is kept for a step
-FEW_HEADS = {"attention_head_dim": 1}  # what the name means; four heads of 1,024 tokens take three times as long
+FEW_HEADS = {"attention_head_dim": 1}  # one head; four heads of 1,024 tokens take three times as long
 
 
 def write_folder(folder: Path) -> Path:
@@ -38,7 +38,7 @@ def read_folder(folder: Path, kind: type = StableDiffusionPipeline) -> Any:
 
 
 def stable_diffusion(folder: Path) -> StableDiffusionPipeline:
-    """As SD1.5 is built; pictures of 64 px, 32 x 32 tokens at its finest level, which is where presets begin."""
+    """A pipeline like SD1.5; pictures of 64 px, 32 x 32 tokens at its finest level, where presets begin."""
     torch.manual_seed(0)
     tokenizer = _tokenizer(folder)
     text, unet = CLIPTextModel(_text_config(len(tokenizer))), models.fixed(models.unet(sample_size=32, **FEW_HEADS))
@@ -46,7 +46,7 @@ def stable_diffusion(folder: Path) -> StableDiffusionPipeline:
 
 
 def stable_diffusion_xl(folder: Path) -> StableDiffusionXLPipeline:
-    """As SDXL is built, whose attention starts at half the latent: pictures of 128 px, 32 x 32 tokens there."""
+    """A pipeline like SDXL, whose attention starts at half the latent: pictures of 128 px, 32 x 32 tokens there."""
     torch.manual_seed(0)
     tokenizer = _tokenizer(folder)
     texts = [kind(_text_config(len(tokenizer))) for kind in (CLIPTextModel, CLIPTextModelWithProjection)]
@@ -55,7 +55,7 @@ def stable_diffusion_xl(folder: Path) -> StableDiffusionXLPipeline:
 
 
 def _assembled(*parts: Any) -> StableDiffusionPipeline:
-    """Of a VAE, a text encoder, a tokenizer and a UNet."""
+    """A pipeline of a VAE, a text encoder, a tokenizer and a UNet."""
     return StableDiffusionPipeline(*parts, _scheduler(), None, None, requires_safety_checker=False)
 
 
@@ -94,7 +94,7 @@ def make(words: Path, kind: str = "sd15") -> Any:
 
 
 def draw(pipe: Any, seed: int = 0, **more: Any) -> torch.Tensor:
-    """The finished latent, which is quicker to have than the picture."""
+    """Draw the finished latent, which is quicker than the picture."""
     pipe.set_progress_bar_config(disable=True)
     call = {"prompt": "a b", "timesteps": TIMES, "guidance_scale": 3.0, "output_type": "latent"}
     return pipe(**{**call, **more}, generator=torch.Generator().manual_seed(seed)).images

@@ -20,7 +20,7 @@ UNET_XL = {**model.UNET_XL, "sample_size": SIDE}  # SDXL's layout in full, at a 
 
 
 def make(unet: dict = UNET) -> model.SceneModel:
-    """The same weights each time; leaves the global generator alone."""
+    """Make a model with the same weights each time; the global generator stays as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return model.make(unet).eval()

@@ -1,6 +1,6 @@
-"""Tiny transformers of diffusers' real classes with random weights, and how each is called.
+"""Tiny transformers of diffusers' real classes with random weights, and a call of each.
 
-By the names of their classes, because an older diffusers lacks some of them.
+The table has the names of classes, because an older diffusers lacks some of them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Arguments = dict[str, Any]
 
 
 class Tiny(NamedTuple):
-    """kind: the transformer's class; settings: what it is made with besides `SIZES`; arguments: makes those of a call.
+    """kind: the transformer's class; settings: its settings other than `SIZES`; arguments: makes those of a call.
 
-    first, count: of the picture's tokens among those of an attention that has others, too. gain: of the weights, if
-    attention would hardly show in what the model gives.
+    first, count: the picture's tokens among those of an attention with other tokens too. gain: of the weights, if
+    attention would hardly show in the model's output.
     """
 
     kind: str
@@ -39,7 +39,7 @@ class Tiny(NamedTuple):
     gain: float = 1.0
 
 
-# what every class is made with, of what it has a name for
+# settings of every class that has such parameters
 SIZES = {
     "num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2, "num_single_layers": 1,
     "num_refiner_layers": 1, "in_channels": 4, "out_channels": 4, "patch_size": 2, "axes_dims_rope": (4, 4, 8),
@@ -67,7 +67,7 @@ def sized(kind: str, **settings: Any) -> nn.Module:
     """A transformer of this class."""
     model = getattr(diffusers, kind)
     known = inspect.signature(model.__init__).parameters
-    return model(**{name: one for name, one in (SIZES | settings).items() if name in known or name not in SIZES})
+    return model(**{name: value for name, value in (SIZES | settings).items() if name in known or name not in SIZES})
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
@@ -82,19 +82,19 @@ def _mask(seen: int = WORDS) -> torch.Tensor:
 
 
 def flux_ids(height: int, width: int) -> torch.Tensor:
-    """As its pipeline makes them, ``[height * width, 3]``."""
+    """Flux's positions as its pipeline makes them, ``[height * width, 3]``."""
     grid = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     return torch.stack([torch.zeros(height, width), *grid], -1).flatten(0, 1).float()
 
 
 def _latent(*shape: int, time: float = 500, **more: Any) -> Arguments:
-    """A picture or a film of a class that is given it as it is."""
+    """Arguments of a class that takes the picture or film as it is."""
     return {"hidden_states": torch.randn(shape), "encoder_hidden_states": _text(shape[0]),
             "timestep": torch.full(shape[:1], float(time)), **more}  # fmt: skip
 
 
 def _packed(batch: int = 1, ids: torch.Tensor | None = None, **more: Any) -> Arguments:
-    """As Flux is called."""
+    """Arguments of a class that takes packed tokens, as Flux does."""
     ids = flux_ids(SIDE, SIDE) if ids is None else ids
     return _latent(batch, len(ids), 16, time=0.5, **{"img_ids": ids, "txt_ids": torch.zeros(WORDS, 3), **more})
 
@@ -231,7 +231,7 @@ MODELS = {
         1, 12, 4, 32, 32, encoder_hidden_states_image=torch.randn(1, 5, 32),
         pose_hidden_states=torch.randn(1, 4, 3, 32, 32), face_pixel_values=torch.randn(1, 3, 9, 16, 16))),
 }  # fmt: skip
-PRESENT = [name for name, one in MODELS.items() if hasattr(diffusers, one.kind)]
+PRESENT = [name for name, tiny in MODELS.items() if hasattr(diffusers, tiny.kind)]
 
 
 def make(name: str) -> tuple[nn.Module, Arguments]:
@@ -241,29 +241,29 @@ def make(name: str) -> tuple[nn.Module, Arguments]:
         torch.manual_seed(0)
         model, arguments = sized(kind, **settings), given()
         with torch.no_grad():
-            for one in model.parameters():  # some start as zeros, behind which nothing of an attention would show
-                if not one.any():
-                    one.normal_(std=0.1)
-                one.mul_(gain)
+            for parameter in model.parameters():  # some start as zeros, which would hide an attention
+                if not parameter.any():
+                    parameter.normal_(std=0.1)
+                parameter.mul_(gain)
     return model.eval(), arguments
 
 
 @cache
 def arguments_of(name: str) -> Arguments:
-    """Those of a call. Do not write into them."""
+    """The arguments of a call. Do not write into them."""
     return make(name)[1]
 
 
 @torch.no_grad()
 def call(model: nn.Module, arguments: Arguments) -> torch.Tensor:
-    """What the model gives, as one tensor."""
+    """The model's output, as one tensor."""
     out = model(**arguments, return_dict=False)[0]
     return out if torch.is_tensor(out) else torch.stack(list(out))
 
 
 def at(arguments: Arguments, share: float) -> Arguments:
-    """The same call at this share of its time."""
-    return {key: one * share if key in TIMES else one for key, one in arguments.items()}
+    """The arguments of the same call at this share of its time."""
+    return {key: value * share if key in TIMES else value for key, value in arguments.items()}
 
 
 class Transformer(NamedTuple):
@@ -275,10 +275,10 @@ class Transformer(NamedTuple):
         return make(self.name)[0]
 
     def call(self, model: nn.Module, timestep: float = 500) -> torch.Tensor:
-        """What the model gives at a time of Stable Diffusion's schedule."""
+        """The model's output at a time of Stable Diffusion's schedule."""
         return call(model, at(arguments_of(self.name), timestep / 500))
 
 
-def distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Of the other's size."""
-    return float((one - other).norm() / other.norm())
+def distance(picture: torch.Tensor, other: torch.Tensor) -> float:
+    """The distance of two pictures, as a share of the other's size."""
+    return float((picture - other).norm() / other.norm())

@@ -1,4 +1,4 @@
-"""What a patch has put on a model, and what it could leave behind."""
+"""All that a patch puts on a model, and all that it could leave behind."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ def traces(model) -> list:
 
 
 def attributes(model) -> dict[str, dict]:
-    """What each of its modules holds, by path."""
-    return {path: dict(vars(one)) for path, one in model.named_modules()}
+    """The attributes of each of the model's modules, by path."""
+    return {path: dict(vars(module)) for path, module in model.named_modules()}
 
 
 def wraps_of(handle: Any) -> list[Wrap]:
     """All wraps that are on the models that the handle patched, and those it put on a pipeline."""
     sets = (wraps_on(model) for model in handle._present())
-    return [*(wrap for one in sets if one is not None for wrap in one.wraps), *handle._pipeline_wraps]
+    return [*(wrap for wrapped in sets if wrapped is not None for wrap in wrapped.wraps), *handle._pipeline_wraps]
 
 
 def is_idle(handle: Any) -> bool:
-    """Does nothing that belongs to the model or to this thread hold anything of a call?"""
+    """Do the model and this thread hold nothing of a call?"""
     if intercept.current.answer is not None:
         return False
-    calls = (one.calls for one in map(wraps_on, handle._present()) if one is not None)
-    return all((one.current, one.in_graph, one.disabled) == (None, None, 0) for one in calls)
+    calls = (wrapped.calls for wrapped in map(wraps_on, handle._present()) if wrapped is not None)
+    return all((wrapped.current, wrapped.in_graph, wrapped.disabled) == (None, None, 0) for wrapped in calls)
 
 
 def drop_own_methods(model) -> None:
-    """Those who put back what they found put back a method of the class as well, also one that it had for a time."""
+    """Remove methods of the class from instances; programs that restore a method leave them there."""
     for module in model.modules():
         for name in ("forward", "_forward"):
             if getattr(vars(module).get(name), "__self__", None) is module:

@@ -1,6 +1,6 @@
-"""Diffusers' own pipelines around tiny transformers with random weights, told their prompts as embeddings.
+"""Diffusers' own pipelines around tiny transformers with random weights, with prompts as embeddings.
 
-By the names of their classes, because an older diffusers lacks some of them.
+The table has the names of classes, because an older diffusers lacks some of them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ ALL_SEEN = torch.ones(1, tiny_transformers.WORDS, dtype=torch.long)
 
 
 def _both(**given: Any) -> Call:
-    """The same for the prompt and for the negative one, which is half of it."""
-    negative = {f"negative_{name}": one * 0.5 if torch.is_tensor(one) and one.is_floating_point() else one
-                for name, one in given.items()}  # fmt: skip
+    """The same arguments for the prompt and for the negative prompt, which is half of it."""
+    negative = {f"negative_{name}": value * 0.5 if torch.is_tensor(value) and value.is_floating_point() else value
+                for name, value in given.items()}  # fmt: skip
     return {**given, **negative}
 
 
@@ -45,7 +45,7 @@ def decoder() -> Any:
 
 
 def _wan_of_a_picture() -> dict[str, Any]:
-    """Its transformer is given the picture's latent and a mask beside the noise."""
+    """The transformer gets the picture's latent and a mask as well as the noise."""
     vae = diffusers.AutoencoderKLWan(
         base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
     ).eval()
@@ -54,9 +54,9 @@ def _wan_of_a_picture() -> dict[str, Any]:
 
 
 class Way(NamedTuple):
-    """kind: the pipeline's class; model: its transformer; call: what its prompt, its size and its kind want.
+    """kind: the pipeline's class; model: its transformer; call: the arguments for its prompt, its size and its kind.
 
-    parts: what it is built of beside its transformer and a solver; all else is None.
+    parts: its parts other than the transformer and a solver; all others are None.
     """
 
     kind: str
@@ -106,10 +106,10 @@ PRESENT = [name for name, way in PIPELINES.items() if hasattr(diffusers, way.kin
 
 
 def make(name: str) -> tuple[Any, Call]:
-    """The pipeline, and what its prompt, its size and its kind want in a call."""
+    """The pipeline, and a call's arguments for its prompt, its size and its kind."""
     way = PIPELINES[name]
     kind = getattr(diffusers, way.kind)
-    parts = {one.name: None for one in inspect.signature(kind).parameters.values() if one.default is one.empty}
+    parts = {it.name: None for it in inspect.signature(kind).parameters.values() if it.default is it.empty}
     with torch.random.fork_rng():
         torch.manual_seed(0)
         parts |= {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler(),
@@ -127,5 +127,5 @@ def draw(pipe: Any, call: Call, **more: Any) -> torch.Tensor:
 
 
 def transformers_of(pipe: Any) -> list[torch.nn.Module]:
-    """One, or Wan 2.2's two."""
-    return [one for one in (pipe.transformer, getattr(pipe, "transformer_2", None)) if one is not None]
+    """The pipeline's transformer, or Wan 2.2's two."""
+    return [part for part in (pipe.transformer, getattr(pipe, "transformer_2", None)) if part is not None]

@@ -25,22 +25,22 @@ PROMPT = torch.randn(1, 7, TEXT, generator=torch.Generator().manual_seed(0))
 
 
 def custom(ratio=0.5, **values):
-    """A call's arguments by name: everything at the engine's defaults, but for these."""
+    """A call's arguments by name: all at the engine's defaults, except these."""
     return {field.name: field.default for field in form.FIELDS} | {"enabled": True, "ratio": ratio, **values}
 
 
 ON = (custom(),)  # half of all tokens at every step, however small the picture
-ASKED, SAVED = "strength 0.5, own settings", "75% of attention left out"  # what the report says of it
-FREE = {"enabled": True, "only_if_it_pays": False}  # the strength of the settings, though pictures have few tokens
+ASKED, SAVED = "strength 0.5, own settings", "75% of attention left out"  # the report's words for these settings
+FREE = {"enabled": True, "only_if_it_pays": False}  # the settings' strength, although pictures have few tokens
 
 
 def report(done):
-    """What API callers are told of a job."""
+    """The report of a job for API callers."""
     return done.extra_generation_params["ToMe report"]
 
 
 def merged_tokens(facts, name="first pass"):
-    """(down-sampling, tokens, queries, keys) of each kind of call that merged in a pass, by what the API is told."""
+    """(down-sampling, tokens, queries, keys) of each kind of call that merged in a pass, by the API's report."""
     levels = facts["ToMe report"]["passes"].get(name, {"levels": []})["levels"]
     kinds = {(level["downsample"], kind["tokens"], kind["queries"], kind["keys"])
              for level in levels for kind in level["merged"]}  # fmt: skip
@@ -48,13 +48,13 @@ def merged_tokens(facts, name="first pass"):
 
 
 def be_short(monkeypatch):
-    """Half of the steps."""
+    """Take half of the steps."""
     monkeypatch.setattr(f"{__name__}.SIGMAS", SIGMAS[::2])
     monkeypatch.setattr(f"{__name__}.TIMESTEPS", TIMESTEPS[::2])
 
 
 class Component(contextlib.nullcontext):
-    """Any gradio component, and a context like some of them. It remembers what its changes and clicks set off."""
+    """Any gradio component, and a context like some of them. `followed` lists handlers of its changes and clicks."""
 
     def __init__(self, value=None, **arguments):
         super().__init__(self)
@@ -68,7 +68,7 @@ class Component(contextlib.nullcontext):
     input = then = lambda self, **arguments: self
 
     def get_config(self):
-        """The page starts with this; the API starts with `value`."""
+        """The value with which the page starts; the API starts with `value`."""
         return {"value": self.value}
 
 
@@ -76,7 +76,7 @@ GRADIO = ("Row", "Accordion", "Slider", "Radio", "Dropdown", "Checkbox", "Number
 
 
 def sample_euler(model, x, sigmas, extra_args=None, callback=None, disable=None):
-    """k-diffusion's: it says after each step's call which step it was."""
+    """k-diffusion's sampler, which reports the step after each step's call."""
     for i, (sigma, timestep) in enumerate(zip(SIGMAS, TIMESTEPS, strict=True)):
         called = model(x / (1 + sigma) ** 0.1, sigma, timestep)
         callback({"x": x, "i": i, "sigma": sigma, "denoised": called})
@@ -85,7 +85,7 @@ def sample_euler(model, x, sigmas, extra_args=None, callback=None, disable=None)
 
 
 def ddim(model, x, timesteps, extra_args=None, callback=None, disable=None):
-    """The webui's own: its list runs upwards, its first is never called, and its time is the timestep."""
+    """The webui's own sampler: its list runs upwards, its first is never called, and its time is the timestep."""
     return sample_euler(lambda x, sigma, timestep: model(x, timestep, timestep), x, (), callback=callback)
 
 
@@ -94,7 +94,7 @@ ddim.__module__ = "modules.sd_samplers_timesteps_impl"
 
 
 class Sampler:
-    """sd_samplers_common.Sampler: made anew for each pass, before extensions hear of it."""
+    """sd_samplers_common.Sampler: made for each pass, before extensions learn of it."""
 
     def __init__(self, func):
         self.func, self.steps = func, []
@@ -103,7 +103,7 @@ class Sampler:
         self.steps.append(state["i"])
 
     def run(self, denoiser, x, place):
-        """Give the function the list that it has a parameter for. place: puts a tensor on the list's device."""
+        """Give the function the list for its parameter. place: puts a tensor on the list's device."""
         lists = {"sigmas": [*SIGMAS, 0.0], "timesteps": [1.0, *reversed(TIMESTEPS)]}
         more = {name: place(torch.tensor(lists[name])) for name in inspect.signature(self.func).parameters
                 if name in lists}  # fmt: skip
@@ -111,7 +111,7 @@ class Sampler:
 
 
 class Denoiser:
-    """CFGDenoiser: it tells its listeners, then calls the model that runs now."""
+    """CFGDenoiser, which calls its listeners, then the current model."""
 
     def __init__(self, p, webui):
         self.p, self.webui, self.step = p, webui, 0
@@ -137,11 +137,11 @@ class Denoiser:
 
 
 class CFGDenoiserTimesteps(Denoiser):
-    """The same for DDIM and its like, whose time is a timestep."""
+    """The denoiser of DDIM and similar samplers, whose time is a timestep."""
 
 
 class Processing:
-    """StableDiffusionProcessing, and what a test wants to happen in it: any attribute by its name."""
+    """StableDiffusionProcessing; a test sets any attribute by its name."""
 
     is_hr_pass = enable_hr = False
     n_iter = batch_size = 1
@@ -149,8 +149,8 @@ class Processing:
     override_settings = MappingProxyType({})
     refiner = sampler = None
     denoiser = Denoiser
-    sampler_function = None  # None: the one that goes with the denoiser
-    size = 8  # of the latents; 12 in the hires pass
+    sampler_function = None  # None: the sampler that goes with the denoiser
+    size = 8  # the latents' size; 12 in the hires pass
     width = height = property(lambda self: 8 * self.size)
     hr_upscale_to_x = hr_upscale_to_y = property(lambda self: 12 * self.size)
 
@@ -190,7 +190,7 @@ class Webui(Modules):
             self.load(ldm_of_one_level())
 
     def load(self, model):
-        """Make it the model that samples; the Forges keep its UNet elsewhere."""
+        """Make this the model that samples; the Forges keep its UNet elsewhere."""
         if self.is_forge:
             unet = types.SimpleNamespace(model=model.model)
             model = types.SimpleNamespace(forge_objects=types.SimpleNamespace(unet=unet))
@@ -202,14 +202,14 @@ class Webui(Modules):
         return (model.forge_objects.unet if self.is_forge else model).model.diffusion_model
 
     def hook(self, name, p, *front, **facts):
-        """Call a hook; what it raises is reported, and the job goes on."""
+        """Call a hook; its error is reported, and the job goes on."""
         try:
             getattr(self.script, name, lambda *args, **facts: None)(p, *front, *p.args, **facts)
         except Exception as error:
             self.errors.append(error)
 
     def job(self, *args, **more):
-        """process_images of a new p."""
+        """Call process_images with a new p."""
         return self.process(self.processing(self, args, **more))
 
     def plain(self, **more):
@@ -220,10 +220,10 @@ class Webui(Modules):
         return job
 
     def process(self, p):
-        """process_images, in the order of this webui: a request's own settings hold from behind the first hook."""
+        """process_images, in the order of this webui: a request's own settings hold after the first hook."""
         self.hook("before_process", p)
         data = self.shared.opts.data
-        before = {key: data[key] for key in p.override_settings if key in data}  # what was never saved is not put back
+        before = {key: data[key] for key in p.override_settings if key in data}  # unsaved ones are not put back
         data |= p.override_settings
         try:
             return self._process(p)
@@ -261,7 +261,7 @@ class Webui(Modules):
         return x
 
     def run_pass(self, p, x):
-        """One pass on these latents, with its hooks."""
+        """Run one pass on these latents, with its hooks."""
         p.built_in.append(p.get_token_merging_ratio(for_hr=p.is_hr_pass))
         by_timestep = issubclass(p.denoiser, CFGDenoiserTimesteps)
         p.sampler = Sampler(p.sampler_function or (ddim if by_timestep else sample_euler))
@@ -273,9 +273,9 @@ class Webui(Modules):
         return p.sampler.run(p.denoiser(p, self), x, self.place if self.is_forge else lambda x: x)
 
     def infotext(self, p):
-        """create_infotext, the part about us."""
+        """The part of create_infotext about our settings."""
         pairs = dict(p.extra_generation_params)
-        for key, value in pairs.items():  # a comprehension's code would be another, and ours looks into this one
+        for key, value in pairs.items():  # no comprehension: our code looks into this frame
             pairs[key] = value() if callable(value) else value
         pairs["Token merging ratio"] = p.get_token_merging_ratio() or None
         return ", ".join(f"{key}: {value}" for key, value in pairs.items() if value is not None)
@@ -295,11 +295,11 @@ def pipeline(unet, is_hires=False):
 
 
 class SdNextProcessing(Processing):
-    """SD.Next's: it keeps the pipeline that it began with, and learns its hires size late."""
+    """SD.Next's job, which keeps its first pipeline, and learns its hires size late."""
 
     size = 16
     hr_upscale_to_x = hr_upscale_to_y = 0
-    sd_model = get_token_merging_ratio = None  # it has no such method
+    sd_model = get_token_merging_ratio = None  # SD.Next has no such method
 
     def __init__(self, webui, args, **more):
         super().__init__(webui, args, sd_model=webui.shared.sd_model, **more)
@@ -309,7 +309,7 @@ class SdNextProcessing(Processing):
 
 
 class SdNext(Webui):
-    """SD.Next of July 2026: its order of calls around diffusers' own pipelines.
+    """SD.Next of July 2026, with its order of calls around diffusers' own pipelines.
 
     No hook comes before the hires pass, each pass has a new pipeline and scheduler around one UNet, the webui catches a
     pass's errors, and calls `after_process` whatever happened.
@@ -352,6 +352,6 @@ class SdNext(Webui):
 
 
 def merges(model):
-    """Does anything of ours lie on this UNet?"""
-    return any("_tome_core_patch" in vars(one) or "forward" in vars(one) or one._forward_hooks
-               for one in model.modules())  # fmt: skip
+    """Is anything of ours on this UNet?"""
+    return any("_tome_core_patch" in vars(module) or "forward" in vars(module) or module._forward_hooks
+               for module in model.modules())  # fmt: skip

@@ -1,4 +1,4 @@
-"""The webui's modules as far as an extension sees them, and how scripts are loaded. Needs neither torch nor gradio.
+"""The parts of the webui's modules that an extension uses, and its loading of scripts. Needs no torch and no gradio.
 
 Everything here stands for a fact of A1111 1.10.1, Forge or reForge. The shim and the Script are the repository's.
 """
@@ -41,11 +41,11 @@ class Options:
         raise AttributeError(key)
 
 
-PACKAGE = "_tome_core_webui"  # as scripts/token_merging.py calls it
+PACKAGE = "_tome_core_webui"  # scripts/token_merging.py calls it so
 
 
 class Modules:
-    """modules.scripts and its like in this process, and our repository among the extensions that they load.
+    """modules.scripts and related modules in this process; our repository is among the extensions that they load.
 
     put_item: puts a value into a dict; pytest's takes it out again.
     """
@@ -62,10 +62,10 @@ class Modules:
             setattr(script, hook, lambda self, p, *args, **facts: None)
         self.scripts = self.put("modules.scripts", Script=script, AlwaysVisible=object(), scripts_data=[])
         self.shared = self.put("modules.shared", opts=Options(), sd_model=None, OptionInfo=OptionInfo)
-        told = ["cfg_denoiser", "ui_settings", "before_ui", "script_unloaded", "after_component", "infotext_pasted"]
+        events = ["cfg_denoiser", "ui_settings", "before_ui", "script_unloaded", "after_component", "infotext_pasted"]
         if flavour == "sdnext":
-            told.append("after_process")
-        listeners = {f"on_{name}": self.callbacks[name].append for name in told}
+            events.append("after_process")
+        listeners = {f"on_{name}": self.callbacks[name].append for name in events}
         callbacks = self.put("modules.script_callbacks", **listeners)
         self.put("modules", scripts=self.scripts, shared=self.shared, script_callbacks=callbacks)
 
@@ -81,17 +81,17 @@ class Modules:
             function(*args)
 
     def start(self, root=ROOT):
-        """The webui's start, as far as it concerns a script: files are run, settings and pages are built."""
+        """The webui's start for a script: files run, settings and pages are built."""
         self.scripts.scripts_data.clear()
         classes = []
-        if getattr(sys.modules.get(PACKAGE), "__path__", None) == [str(root)]:  # of a webui that ended in mid-job
-            for name in [one for one in sys.modules if one.startswith(PACKAGE)]:
+        if getattr(sys.modules.get(PACKAGE), "__path__", None) == [str(root)]:  # left by an interrupted webui
+            for name in [module for module in sys.modules if module.startswith(PACKAGE)]:
                 del sys.modules[name]
         path = list(sys.path)
         sys.path.insert(0, str(root))
         for file in sorted((root / "scripts").glob("*.py")):
-            values = runpy.run_path(str(file), run_name=file.name).values()  # it is not in sys.modules
-            classes += [one for one in values if inspect.isclass(one) and issubclass(one, self.scripts.Script)]
+            values = runpy.run_path(str(file), run_name=file.name).values()  # the script is not in sys.modules
+            classes += [value for value in values if inspect.isclass(value) and issubclass(value, self.scripts.Script)]
         if self.flavour == "a1111":  # the Forges leave every extension's root on the path
             sys.path[:] = path
         self.call("before_ui")
@@ -101,7 +101,7 @@ class Modules:
         return self
 
     def reload(self):
-        """Reload UI: the files are run again, and nothing else is."""
+        """Reload UI: the files run again, and nothing else does."""
         self.call("script_unloaded")
         for listeners in self.callbacks.values():
             listeners.clear()
@@ -112,5 +112,5 @@ class Modules:
         return sys.modules[f"{PACKAGE}.extension.{name}"]
 
     def engine(self, name=""):
-        """A module of its engine, or the engine."""
+        """A module of the extension's engine, or the engine."""
         return sys.modules[f"{PACKAGE}.tome_core.{name}".rstrip(".")]

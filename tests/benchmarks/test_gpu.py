@@ -1,4 +1,4 @@
-"""What is measured of a graphics card, on the CPU with tiny models: it ends, goes on after a kill, says what pays."""
+"""The benchmark of a graphics card, on the CPU with tiny models: it ends, resumes after a kill, and says what pays."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_it_needs_torch_alone_and_goes_on_after_a_kill_with_what_was_there(tmp_p
 
 @GPU
 def test_few_minutes_end_with_what_is_there_and_a_sheet(tmp_path, monkeypatch, capsys):
-    """In this process: whatever torch has, its threads are as they were."""
+    """The run is in this process, so it may not change torch's threads."""
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
     monkeypatch.setattr(models, "BLOCK_SHAPE", models.BLOCK_SHAPE._replace(shrink=4))  # a block is of the real width
     path = tmp_path / "gpu.json"
@@ -78,7 +78,7 @@ def test_few_minutes_end_with_what_is_there_and_a_sheet(tmp_path, monkeypatch, c
 
 
 def test_the_verdict_says_where_it_pays_and_where_not():
-    """By 20 steps, or by calls if only they are timed, of which half keep their match; a block is no picture."""
+    """The verdict goes by 20 steps, or by calls of which half keep their match; a block has no verdict."""
     def rows(key, **ms):
         return {"key": key, "of": {name: {"ms": value} for name, value in ms.items()}}
 
@@ -156,6 +156,6 @@ def test_runs_take_turns_and_the_peak_of_a_call_is_seen():
     assert [len(times) for times in timing.in_turns(runs, 4).values()] == [4, 4, 4]
     rounds = ["".join(called[number : number + 3]) for number in range(0, 12, 3)]
     assert all(set(names) == {*"abc"} for names in rounds) and len(set(rounds)) > 1
-    torch.ones(1, 2**18).sum()  # what libraries allocate once
+    torch.ones(1, 2**18).sum()  # libraries allocate some memory once
     peak = timing.process_peak(lambda: torch.ones(64, 2**18).sum())
     assert peak is None or 60 < peak < 70

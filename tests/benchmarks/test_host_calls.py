@@ -1,4 +1,4 @@
-"""The benchmark of whole calls in real hosts: what it needs, how it goes on, and its table."""
+"""The benchmark of whole calls in real hosts: what it needs, how it resumes, and its table."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def case_of(host: str, *arguments: str) -> dict:
 
 
 def test_a_folder_that_is_missing_is_named(comfyui, tmp_path, capsys):
-    for arguments, told in (
+    for arguments, message in (
         ([], "no folder of ComfyUI is named (--comfyui DIR); no folder of A1111 is named (--webui DIR)"),
         (["--comfyui", str(comfyui), "--attention", "comfyui", "webui-sdp"], ": no folder of A1111 is named"),
         (["--webui", str(tmp_path)], "is no folder of A1111: it has no modules/"),
     ):
         assert host_calls.main(arguments) == 2
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 def test_a_stopped_run_goes_on_with_what_is_missing(comfyui, tmp_path, monkeypatch, capsys):
@@ -81,7 +81,7 @@ def test_the_readme_has_the_best_and_the_worst_row_of_the_result():
 
 @pytest.mark.skipif(os.name == "nt", reason="a script is no program there")
 def test_an_arm_that_fails_or_is_killed_is_named_and_leaves_the_others(comfyui, monkeypatch, tmp_path):
-    """A Python that is a script in the place of the host's: it answers, fails, or is killed."""
+    """A script stands for the host's Python: it answers, fails, or is killed."""
     script = tmp_path / "python"
     script.write_text(f"""#!{sys.executable}
 import json, os, sys
@@ -93,7 +93,7 @@ if arm == "ours":
 print("measured: " + json.dumps(dict(function="attend", seconds=dict(unmerged=8.0), peak_mib=5.0)))
 """)
     script.chmod(0o755)
-    monkeypatch.setenv("COMFYUI_PYTHON", str(script))  # goes before the one in the folder
+    monkeypatch.setenv("COMFYUI_PYTHON", str(script))  # this one outweighs the folder's
     row = host_calls.measure(case_of(COMFYUI, "--sizes", "64", "--attention", "comfyui"), comfyui)
     assert row["failed_arms"] == {"built-in": "out of memory", "ours": "it broke"}
     assert row["seconds"] == {**dict.fromkeys(SPENT), "unmerged": 8.0} and row["peak_mib"]["unmerged"] == 5.0

@@ -1,4 +1,4 @@
-"""The quality benchmark's command: what it measures, how it goes on, what it refuses."""
+"""The quality benchmark's command: what it measures, how it resumes, what it refuses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(arguments: list[str], output: Path) -> results.Record:
 
 @pytest.fixture(scope="module")
 def whole_file(small, tmp_path_factory) -> Path:
-    """The result of those arguments in one go; copy it before changing it."""
+    """The result of a run with the arguments of `small`; copy it before changing it."""
     path = tmp_path_factory.mktemp("whole") / "result.json"
     run(small, path)
     return path

@@ -19,7 +19,7 @@ from demo.training_loss import Scenes
 
 
 def section_of(**rows: dict[str, Any]) -> Section:
-    """The figures of one model. rows: each variant's only part of both measures."""
+    """The figures of one model. rows: for each variant the only part of both measures."""
     described = [{"name": name, "method": name, "setting": "", "role": "method", "code": ""} for name in rows]
     (section,) = sections({"settings": {"models": {"a": ""}, "variants": described}, "rows": [
         {"checkpoint": "a", "measure": measure, "part": 0, "variant": name, "work": 1, **row}
@@ -48,7 +48,7 @@ def test_a_picture_has_its_own_detail_a_blurred_one_less_and_a_noisy_one_more():
 
 
 def figures(gradient: list[float], seconds: list[list[float]], plain: list[float]) -> Pictured:
-    """Of pictures with this detail, and calls that took so long; unmerged ones take two seconds each."""
+    """Figures of pictures with this detail and calls of these seconds; an unmerged call takes two seconds."""
     def row(gradient: list[float], seconds: list[list[float]]) -> dict[str, Any]:
         ones = [1.0] * len(gradient)
         return {"loss": [ones], "dev": [ones], "squared_error": ones, "gradient": gradient, "seconds": seconds,
@@ -71,7 +71,7 @@ def test_time_is_of_all_calls_and_one_disturbed_call_is_none_of_the_medians(seco
 
 
 class Slow(torch.nn.Module):
-    """Takes a fiftieth of a second while it is slow, as if it were patched."""
+    """A model whose call takes a fiftieth of a second while `slow` is set, like a patched one."""
 
     slow = True
 
@@ -102,7 +102,7 @@ OURS = {"quality": ("preset", 0.8, 50.0), "fast": ("preset", 0.6, 40.0)}
     ({"beaten": ("strength", 0.7, 20.0), "it": ("tiles", 0.7, 1.0)}, ("it", 0.7, 1, 45)),
 ])  # fmt: skip
 def test_another_method_is_compared_with_the_psnr_of_strength_at_its_time(more, beside):
-    """It is on a line between strengths that no other one beats."""
+    """The PSNR lies on a line between strengths that no other strength beats."""
     both = {**OURS, **more}
     variants = {name: {"method": method, "role": "method"} for name, (method, *_) in both.items()}
     pictures = {name: Pictured(0.1, Mean(psnr, 1.0), time=share) for name, (_, share, psnr) in both.items()}

@@ -1,4 +1,4 @@
-"""Results are whole files at every moment, a killed run goes on where it was, and committed tables are theirs."""
+"""Result files are complete at every moment, a killed run resumes, and committed tables agree with the results."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_kill_while_writing_leaves_the_file_as_it_was(tmp_path, monkeypatch):
 
 
 def test_another_run_begins_a_new_file_and_never_touches_a_given_one(tmp_path):
-    """Another run has other settings, versions of other packages, or device; a complete file has nothing missing."""
+    """Another run has other settings, package versions or another device; a complete file lacks nothing."""
     killed = fill(results.Run.start(record(), KEYS, folder=tmp_path), rows=1)
     before = killed.path.read_bytes()
     for change in ({"settings": {"pixels": [512]}}, {"versions": {"torch": "3"}}, {"device": {"name": "y"}}):
@@ -71,7 +71,7 @@ def test_a_file_that_is_no_result_is_named(tmp_path):
 
 @pytest.mark.parametrize(("kind", "module"), [("quality", quality_report), ("host-calls", host_calls)])
 def test_a_committed_table_is_made_from_its_result(kind, module):
-    """Tables of other kinds are of code that went after it had measured."""
+    """Tables of other kinds come from code that was removed after its measurement."""
     for table in results.FOLDER.glob("*.md"):
         path = table.with_suffix(".json")
         if json.loads(path.read_text(encoding="utf-8"))["kind"] == kind:

@@ -29,7 +29,7 @@ def test_no_scene_noise_prompt_or_picture_of_one_is_the_others(tiny_file, monkey
     choose, show = ({tuple(prompt.tokens(text)) for text in subject.purpose.prompts} for subject in pair)
     assert not choose & show
     words = PURPOSES[SHOW].prompts
-    monkeypatch.setattr(pair[0], "purpose", pair[0].purpose._replace(prompts=words))  # what is left are the seeds
+    monkeypatch.setattr(pair[0], "purpose", pair[0].purpose._replace(prompts=words))  # the seeds are left
     whole = [subject.picture(number, 1) for subject in pair for number in range(2)]
     assert not any(np.array_equal(a, b) for i, a in enumerate(whole) for b in whole[:i])
     assert np.array_equal(pair[0].picture(0, 1), whole[0])

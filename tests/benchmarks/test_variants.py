@@ -42,7 +42,7 @@ def early_and_late(layout: str) -> torch.Tensor:
 
 
 def traces(network: torch.nn.Module) -> list:
-    """List what a patch could leave on the modules and in torch."""
+    """List all that a patch could leave on the modules and in torch."""
     modules = [(type(module), len(module._forward_hooks) + len(module._forward_pre_hooks), set(vars(module)))
                for module in network.modules()]  # fmt: skip
     return [torch.nn.functional.scaled_dot_product_attention, *modules]
@@ -66,7 +66,7 @@ def test_a_variant_is_the_same_each_time_and_leaves_nothing_behind(layout):
 
 
 def share(kept: float) -> float:
-    """The share of a sequence of six words and a picture that keeps this share of its tokens."""
+    """The kept share of a sequence of six words and a picture, if the picture keeps this share of its tokens."""
     return (6 + kept * SIDE**2) / (6 + SIDE**2)
 
 

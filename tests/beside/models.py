@@ -1,4 +1,4 @@
-"""The models beside which foreign things run, and the parts of them on which such things are put."""
+"""The models for foreign things, and the parts of them on which such things are put."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ SLOW = ("sdxl", "sd2", "ldm_sd2", "sgm_double", "gligen", "motion", "Flux", "Flu
 MODELS = [name for name in (*QUICK, *SLOW) if name in UNETS or name in tiny_transformers.PRESENT]
 # two steps that have one match, late in a picture
 TIMES = (340, 320)
-_COARSE = 2  # places a side, between which a latent is smooth: merging is good then, and what things do shows
-_SIDES = {"sdxl": 32, "ldm_sd2": 32, "sgm_double": 32}  # of latents; at 16 they have few tokens
+_COARSE = 2  # places a side, between which a latent is smooth: then merging is good, and effects of things show
+_SIDES = {"sdxl": 32, "ldm_sd2": 32, "sgm_double": 32}  # sides of latents; at 16 these models have few tokens
 
 
 class Beside:
-    """One model, and its parts as those see them who put things on it.
+    """One model, and the parts on which foreign things are put.
 
-    attentions: over the picture's tokens; around: the blocks that they lie in, and a UNet's transformers. is_by_hand:
+    attentions: those over the picture's tokens; around: their blocks, and a UNet's transformers. is_by_hand:
     does an attention compute its scores itself?
     """
 
@@ -40,9 +40,9 @@ class Beside:
         sites = adapter.wraps(self.model, levels, set(), lambda kind, module, *_: (kind, module))
         self.attentions = [module for kind, module in sites if kind is AttentionSite]
         paths = {module: path.rpartition(".")[0] for path, module in self.model.named_modules()}
-        own = list(dict.fromkeys(paths[attention] for attention in self.attentions))
-        outer = {path.rpartition(".transformer_blocks.")[0] for path in own} - {""}
-        self.around = [self.model.get_submodule(path) for path in (*sorted(outer), *own)]
+        block_paths = list(dict.fromkeys(paths[attention] for attention in self.attentions))
+        outer = {path.rpartition(".transformer_blocks.")[0] for path in block_paths} - {""}
+        self.around = [self.model.get_submodule(path) for path in (*sorted(outer), *block_paths)]
 
     def draw(self, times: tuple[int, ...] = TIMES) -> torch.Tensor:
         """Return the model's outputs at these times, one call after the other."""
@@ -69,9 +69,9 @@ class Beside:
 
 
 def _smooth(latent: Any) -> Any:
-    """The same kind of latent, a list of them or packed tokens ``[B, N, C]``, without what lies between few places."""
+    """Make a latent, a list of latents or packed tokens ``[B, N, C]`` vary smoothly between a few places."""
     if not torch.is_tensor(latent):
-        return [_smooth(one) for one in latent]
+        return [_smooth(part) for part in latent]
     if latent.dim() == 3:
         width = 16 if latent.shape[1] == 3 * 16 * 16 else tiny_transformers.SIDE
         return _smooth(latent.mT.unflatten(2, (-1, width))).flatten(2).mT.contiguous()

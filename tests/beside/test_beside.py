@@ -1,4 +1,4 @@
-"""Whatever stands beside us, on whatever model, whoever came first: the picture is right, or is left alone and named.
+"""Our patch and foreign things on one model, in any order: the picture is right, or the report names what was left out.
 
 Foreign things (`tests.beside.things`) times models (`tests.beside.models`) times orders: a case is named after all
 three. And random pairs of things.
@@ -27,16 +27,16 @@ from tests.traces import drop_own_methods, traces
 from tome_core.reporting.ledger import REPLACED
 
 SETTINGS = {"strength": 0.25, "only_if_it_pays": False}
-# shares of the unmerged picture: what other sums make of it; and of a thing's effect, by which it may differ merged
+# tolerances: a share of the unmerged picture for other sums, and shares of a thing's effect, in size and in place
 EQUAL, SIZE, PLACE = 1e-4, 0.1, 0.5
-# who comes before us, who leaves before us; and the models that have such cases in a quick run, the first that fits
+# how many come before us, how many leave before us; and the models of such cases in a quick run, the first that fits
 ORDERS = {"it came last and leaves first": (0, 1, "Wan"), "it came first and leaves last": (1, 0, "sd15"),
           "it came and leaves first": (1, 1, "ldm"), "it came and leaves last": (0, 0, "Qwen-Image")}  # fmt: skip
-SHARE = 20  # of the other models, every so many-th case; in a thorough run all
+SHARE = 20  # for the other models, one case in so many; in a thorough run all
 
 
 class Case(NamedTuple):
-    """things: in the order in which they come. before, after: how many of them come before us, and leave before us; the
+    """things: in the order in which they come. before, after: how many come before us and how many leave before us; the
     last one leaves first.
     """
 
@@ -47,7 +47,7 @@ class Case(NamedTuple):
 
 
 class Alone(NamedTuple):
-    """A model with foreign things and without us. calls: of attentions; while_on, afterwards: what is on it."""
+    """A model with foreign things and without our patch. calls: of attentions; while_on, afterwards: traces on it."""
 
     pictures: torch.Tensor
     calls: int
@@ -57,10 +57,10 @@ class Alone(NamedTuple):
 
 @cache
 def alone(name: str, things: tuple[str, ...] = ()) -> Alone:
-    """Draw with the things. Raises AssertionError if they do not leave the model as it was."""
+    """Draw with the things on the model. Raises AssertionError if they do not leave the model as it was."""
     beside = Beside(name)
     first = beside.draw(TIMES[:1])
-    for _ in range(2):  # the second time on what they have left on the model
+    for _ in range(2):  # the second round begins with what the things left on the model
         drop_own_methods(beside.model)
         with ExitStack() as stack:
             for thing in things:
@@ -124,7 +124,7 @@ def counted(report: Any) -> tuple[int, dict[str, int]]:
 
 
 def assert_counted(report: Any, calls: int) -> None:
-    """All calls are counted as merged or as left alone, unless nothing of ours was called or is still there."""
+    """All calls are counted as merged or as left alone, unless our patch was not called or is gone."""
     on, off = counted(report)
     is_named = not report.calls and REPLACED in report.headline
     assert on + sum(off.values()) >= calls or is_named or not report.patched, (on, off, calls)
@@ -146,10 +146,10 @@ def hold(case: Case) -> None:
         if not on:
             assert torch.equal(out, its.pictures), "nothing merged: other bits"
         if on and not off:
-            effect, found = its.pictures - plain, out - merged
+            effect, change = its.pictures - plain, out - merged
             size, least = effect.norm(), EQUAL * its.pictures.norm()
-            assert (found - effect).norm() <= max(PLACE * size, least), "its effect is elsewhere"
-            assert abs(found.norm() - size) <= max(SIZE * size, least), f"effect times {found.norm() / size:.2f}"
+            assert (change - effect).norm() <= max(PLACE * size, least), "its effect is elsewhere"
+            assert abs(change.norm() - size) <= max(SIZE * size, least), f"effect times {change.norm() / size:.2f}"
         leave(case, beside, both)
     tome_core.remove_patch(beside.whole)
     drop_own_methods(beside.model)
@@ -170,7 +170,7 @@ def judge_report(case: Case, beside: Beside, report: Any) -> None:
 
 
 def leave(case: Case, beside: Beside, both: Both) -> None:
-    """Nothing of us stays if we leave first; if all others leave first, we merge as if they had never been there."""
+    """If we leave first, nothing of ours stays; if all things leave first, we merge as if they had never been there."""
     things, its, merged = case.things, alone(case.model, case.things), merged_alone(case.model)
     both.close(case.after)
     if case.after == len(things) == 1:
@@ -220,7 +220,7 @@ def test_with_two_things_as_well(number: int):
     dice = random.Random(f"1 {number}")
     beside = Beside(dice.choice(MODELS))
     fitting = [name for name, thing in THINGS.items() if thing.fits(beside)]
-    # who has saved a method does not see that its object's class is another one then; through us it would
+    # a thing that saved a method does not see that the object's class changed later; through our patch it would
     things = sorted(dice.sample(fitting, 2), key="another class of attentions".__ne__)
     case = Case(beside.name, tuple(things), dice.randrange(3), dice.randrange(3))
     try:
@@ -232,5 +232,5 @@ def test_with_two_things_as_well(number: int):
 
 
 def test_what_stands_over_a_hook_of_accelerates_is_named():
-    """We stand beneath such a hook, and it is never asked."""
+    """Our wrap lies below such a hook, so the hook is never called."""
     hold(Case("sd15", ("weights that come for each layer", "attentions' own forward"), 1, 2))

@@ -1,4 +1,4 @@
-"""Merging beside DeepCache, FirstBlockCache and perturbed attention guidance, in whole pictures."""
+"""Merging with DeepCache, FirstBlockCache or perturbed attention guidance, in whole pictures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BALANCED = models.on_small("balanced")
 
 @contextmanager
 def deep_cache(pipe: Any) -> Iterator[None]:
-    """Every second step is computed deeply."""
+    """DeepCache, which computes every second step in full."""
     of_deep_cache = pytest.importorskip("DeepCache", reason="DeepCache is not installed: pip install -e '.[test]'")
     helper = of_deep_cache.DeepCacheSDHelper(pipe=pipe)
     helper.set_params(cache_interval=2, cache_branch_id=0)
@@ -67,7 +67,7 @@ def counted(unet: nn.Module) -> Iterator[Counter]:
 
 
 def both(ours_first: bool, config: MergeConfig) -> tuple[torch.Tensor, Any, list[int]]:
-    """Return the latent with DeepCache and us, the report on each level, and how often its blocks ran."""
+    """Return the latent with DeepCache and our patch, the report on each level, and how often its blocks ran."""
     pipe = pipeline()
     with counted(pipe.unet) as runs, ExitStack() as stack:
         if not ours_first:
@@ -91,7 +91,7 @@ def test_the_report_counts_blocks_that_ran_and_either_order_gives_the_same_bits(
 
 
 def test_perturbed_layers_merge_if_they_attend():
-    """Guidance's perturbed copy attends to nothing, the others are asked for in the same call."""
+    """Guidance's perturbed copy does not attend; the same call computes the other copies."""
     pipe = pipeline("StableDiffusionPAGPipeline", pag_applied_layers=["up_blocks.1"])
     with tome_core.patch(pipe, BALANCED) as handle, counted(pipe.unet) as runs:
         draw(pipe, pag_scale=1.0)
@@ -100,7 +100,7 @@ def test_perturbed_layers_merge_if_they_attend():
 
 @pytest.mark.parametrize("ours_first", [True, False])
 def test_blocks_that_first_block_cache_skips_are_not_counted_as_merged(ours_first):
-    """At a threshold at which only the first block of a second step runs."""
+    """At this threshold only the first block of a second step runs."""
     beside = Beside("Wan")
     plain = beside.draw()
     with ExitStack() as stack:

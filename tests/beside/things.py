@@ -1,6 +1,6 @@
-"""What people put on a model beside merging, each as its makers do it, and how it comes off again: a table, at the end.
+"""Things that people put on a model as well as merging, each as its makers do it, and how it comes off: a table below.
 
-Most of it changes what it sees a little, and each place by another share, so that it shows what it does.
+Most things change their input a little, each place by another share, so that their effect shows.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def changing(module: nn.Module, saved: Callable) -> Callable:
 
 
 def within(mode: Callable[[], AbstractContextManager]) -> Callable:
-    """Put a mode in force while a module runs."""
+    """Switch a mode on while a module runs."""
 
     def wrap(module: nn.Module, saved: Callable) -> Callable:
         def within(*args: Any, **kwargs: Any) -> Any:
@@ -147,26 +147,26 @@ def within(mode: Callable[[], AbstractContextManager]) -> Callable:
 
 
 def wrapper(places: Places, make: Callable[[nn.Module, Callable], Callable] = changing, rebinds: bool = False) -> On:
-    """Saves what is there, calls it, and puts it back on the instance, as accelerate and ControlNet do. rebinds: as a
+    """Save the method, call it, and put it back on the instance, as accelerate and ControlNet do. rebinds: as a
     bound method of the module, as a cache library does.
     """
 
     def put_on(module: nn.Module) -> TakeOff:
         saved = module.forward
         module.forward = make(module, saved)
-        found = types.MethodType(getattr(saved, "__func__", saved), module) if rebinds else saved
-        return lambda: setattr(module, "forward", found)
+        restored = types.MethodType(getattr(saved, "__func__", saved), module) if rebinds else saved
+        return lambda: setattr(module, "forward", restored)
 
     return each(places, put_on)
 
 
 def own_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Another program's forward, which does not call the one before it."""
+    """Another program's forward, which does not call the former one."""
     return changed(type(self).forward(self, *args, **kwargs))
 
 
 def exchanged(places: Places) -> On:
-    """Replace the whole forward, as another program does, and later remove it with all that stands on top."""
+    """Replace the whole forward, as another program does, and later remove it with all wraps on top of it."""
 
     def put_on(module: nn.Module) -> TakeOff:
         saved = vars(module).get("forward")
@@ -230,9 +230,9 @@ def offload_no_more(model: nn.Module) -> None:
 # --- the table --------------------------------------------------------------------------------------------------------
 
 # see `Thing.left`
-BENEATH = {(True, False)}  # what computes by hand merges by its own code alone, and something else runs beneath us
+BENEATH = {(True, False)}  # an attention that computes by hand merges only by its own code, but here other code runs
 BY_HAND = BENEATH | {(True, True)}
-OVER = {(False, True), (True, True)}  # it asks nobody what was there
+OVER = {(False, True), (True, True)}  # these do not call what was there
 ANYWHERE = BY_HAND | {(False, False), (False, True)}
 THINGS = {
     "hooks": Thing(each(everywhere, hook)),
@@ -254,7 +254,7 @@ THINGS = {
                     fits=lambda beside: hasattr(beside.model, "add_adapter") and beside.name != "gligen"),
     "weights that come for each layer": Thing(
         switched(lambda model: accelerate.cpu_offload(model, CPU, offload_buffers=True), offload_no_more)),
-    # over us, if a cache has answered before we were reached
+    # the cache lies over us, and may answer before our patch is reached
     "offloaded leaves": Thing(
         switched(lambda model: apply_group_offloading(model, CPU, offload_type="leaf_level"), offload_no_more),
         reason="its place: diffusers.hooks"),

@@ -1,4 +1,4 @@
-"""Attention calls that arrive in ComfyUI's slot: which of them merge, by which function, and what is told of others."""
+"""Attention calls in ComfyUI's slot: which of them merge, by which function, and what the report says of others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WAYS = {
 
 
 class Noted:
-    """In the slot: attention that adds a mask, drops it, refuses it, or does more; notes how many keys came."""
+    """A function for the slot, which adds a mask, drops it, refuses it, or does more; it notes the number of keys."""
 
     def __init__(self, drops: bool = False, more: float = 1.0, refuses: bool = False) -> None:
         self.drops, self.more, self.refuses, self.keys = drops, more, refuses, []
@@ -55,7 +55,7 @@ def test_each_function_takes_sizes_its_own_way_by_itself_and_chosen_by_a_node():
     for (name, way), dtype, precision in itertools.product(WAYS.items(), TOLERANCE, (None, torch.float32)):
         function = getattr(comfy, name)
         through = OtherNodesFunction(chosen(function), comfy.attention_pytorch)
-        ways = [way_of(asked, dtype, attn_precision=precision) for asked in (function, through)]
+        ways = [way_of(attention, dtype, attn_precision=precision) for attention in (function, through)]
         assert ways == [way] * 2, (name, dtype, precision)
 
 
@@ -64,20 +64,20 @@ def test_each_function_takes_sizes_its_own_way_by_itself_and_chosen_by_a_node():
     ({"more": 1.5}, 0, "the function that it calls is no attention"),
 ])  # fmt: skip
 def test_attention_in_the_slot_gets_merged_keys_or_gives_way_or_gets_every_call_unmerged(what, calls, why):
-    """SageAttention's and FlashAttention's by a node give way; attention to the prompt is always the slot's.
+    """A node's SageAttention and FlashAttention give way; the slot always serves attention to the prompt.
 
-    why: the reason that is told if it gets every call unmerged.
+    why: the report's reason, if the function gets every call unmerged.
     """
     slot = Noted(**what)
     merged = apply(with_slot(slot), **KV)
     expected = with_slot(Noted(**what)) if why else apply(least_checkpoint(), **KV)
     torch.testing.assert_close(sample(merged), sample(expected), rtol=0, atol=0 if why else 1e-5)
     assert (slot.keys.count(16), slot.keys.count(7)) == (calls, 2 * 4), "four blocks, two steps"
-    assert any(why in one for one in latest(merged).report.reasons) or not why
+    assert any(why in reason for reason in latest(merged).report.reasons) or not why
 
 
 def test_values_whose_heads_are_apart_already_are_taken_as_others_are():
-    """As SD3 hands them over."""
+    """SD3 hands over such values."""
     q, k, v = (torch.randn(2, 5, 4 * 8) for _ in range(3))
     flat, apart = HostCall(torch.add, q, k, v, 4), HostCall(torch.add, q, k, v.unflatten(2, (4, 8)), 4)
     assert torch.equal(apart.v, flat.v) and flat.v.shape == (2, 5, 4, 8)
@@ -114,27 +114,27 @@ def test_each_block_merges_by_the_grid_that_its_transformer_tells_or_else_by_the
     ("attn1", [("middle", 0), ("input", 1, 0)], 64, {REPLACED: 2}), ("attn2", [("middle", 0)], 7, {}),
 ])  # fmt: skip
 def test_a_self_attention_that_another_node_stands_in_for_is_left_alone_and_said(name, places, keys, why):
-    """As perturbed-attention guidance does: it wants every token. An attention to the prompt is no loss."""
-    asked = []
+    """Perturbed-attention guidance does so, and needs every token. An attention to the prompt is no loss."""
+    lengths = []
 
     def other(q, k, v, extra):
-        asked.append((q.shape[1], k.shape[1]))
+        lengths.append((q.shape[1], k.shape[1]))
         return q
 
     report = merged(least_checkpoint(), {"patches_replace": {name: dict.fromkeys(places, other)}})
     calls = sum(why.values())
     assert report.calls_merged == report.levels[0].blocks - calls and reasons(report) == why
-    assert report.work_saved == pytest.approx((4 - calls) / 4 * 0.75) and asked == [(64, keys)] * len(places)
+    assert report.work_saved == pytest.approx((4 - calls) / 4 * 0.75) and lengths == [(64, keys)] * len(places)
 
 
 def tiles(h, context, values, options):
-    """HyperTile's."""
+    """Cut the tokens into tiles, as HyperTile does."""
     h = h.unflatten(1, (4, -1)).flatten(0, 1)
     return h, h, h
 
 
 def halves(h, context, values, options):
-    """As TomePatchModel merges queries alone."""
+    """Halve the queries alone, as TomePatchModel does."""
     return h[:, ::2], context, values
 
 
@@ -148,7 +148,7 @@ def test_tokens_that_a_node_has_changed_first_are_left_whole(before, after, why)
 
 
 def test_frames_do_not_merge():
-    """What films put behind a block, an attention of frames, tells the options of the block before it."""
+    """After a block, film models call an attention of frames, which gets the options of that block."""
     patcher, over_time, seen = least_checkpoint(), comfy.CrossAttention(32, 32, 4), []
     transformer = patcher.model.diffusion_model.input_blocks[1][1]
     forward = transformer.forward
@@ -174,7 +174,7 @@ def test_what_answers_in_the_models_place_is_counted_as_not_merged_unless_easyca
 # --- transformers ----------------------------------------------------------------------------------------------------
 
 JOINT = {**KV, "metric": "keys+values", "only_if_it_pays": False}
-SIZE, GRID = (24, 32), Grid(12, 16)  # of a latent, and of its 192 tokens
+SIZE, GRID = (24, 32), Grid(12, 16)  # a latent's size, and the grid of its 192 tokens
 
 
 @pytest.mark.parametrize(("name", "multiple", "beside"), [("Flux", 1, 7), ("NextDiT", 50, 7 + 8)])
@@ -187,13 +187,13 @@ def test_joint_attention_merges_the_picture_alone_and_the_rest_is_told(name, mul
     assert level.downsample == 2 and level.tokens == ((192 + beside, 192 + beside, 192 // 4 + beside),)
     assert level.calls_merged == 2 * 2 and level.work_saved > 0.4
     assert not report.reasons and len(latest(merged).details) <= 10
-    ((downsample, found),) = latest(merged).maps.values()
-    assert downsample == 2 and tuple(found.grid[:2]) == (12, 16) and found.group.shape[-1] == 192
+    ((downsample, merge_map),) = latest(merged).maps.values()
+    assert downsample == 2 and tuple(merge_map.grid[:2]) == (12, 16) and merge_map.group.shape[-1] == 192
 
 
 def test_start_and_end_are_of_the_flows_own_schedule():
     merged = apply(transformer(), start=0.2, end=0.6, **JOINT)
-    sample(merged, steps=4)  # at 0, .25, .5, .75
+    sample(merged, steps=4)  # the steps are at 0, .25, .5, .75
     assert latest(merged).report.levels[0].calls_merged == 2 * 2
 
 
@@ -204,13 +204,13 @@ def test_a_picture_whose_place_is_not_known_does_not_merge():
     assert f"7 {transformers.BESIDE}" in " ".join(latest(merged).report.reasons)
 
 
-PLACES = (  # a model, its attributes; the tokens beside the picture's; what the model tells; the picture's first token
+PLACES = (  # a model, its attributes; the number of other tokens; the model's options; the picture's first token
     ("Flux", {}, 0, {}, 0), ("Flux", {}, 7, {}, 7), ("Flux", {}, -1, {}, "fewer tokens than the picture has"),
     ("Flux", {}, 7 + 50, {"reference_image_num_tokens": [20, 30]}, 7),
-    # the picture is last, with what fills it up behind it; a text, or references too, before it
+    # the picture is last, with its padding after it; a text, or references too, come before it
     ("NextDiT", {"pad_tokens_multiple": None}, 7, {}, 7), ("NextDiT", {"pad_tokens_multiple": 32}, 7 + 64, {}, 7 + 64),
     ("NextDiT", {"pad_tokens_multiple": 50}, 7 + 8, {}, 7),
-    # before a model says in which block it is it may refine a text, which may be longer than the picture or as long
+    # before a model names its block it may refine a text, which may be longer than the picture or as long
     *((name, {}, beside, {"block_type": None}, f"{192 + beside} {transformers.REFINED}")
       for name in ("HunyuanVideo", "NextDiT", "SingleStreamDiT") for beside in (0, 7)),
     ("HunyuanVideo", {}, 7, {}, 7), ("SingleStreamDiT", {}, 7, {}, 7),
@@ -222,8 +222,8 @@ def test_where_a_pictures_tokens_lie_is_known_by_the_models_name_or_said_to_be_u
     name, attributes, beside, told, first
 ):
     model = type(name, (), attributes)()
-    found = transformers.where_tokens_lie(model, GRID, 192 + beside, {"block_type": "double", **told})
-    assert found == first if isinstance(first, str) else found.first == first
+    place = transformers.where_tokens_lie(model, GRID, 192 + beside, {"block_type": "double", **told})
+    assert place == first if isinstance(first, str) else place.first == first
 
 
 PATCHES = (  # a model's attributes, a latent, its grid
@@ -239,5 +239,5 @@ PATCHES = (  # a model's attributes, a latent, its grid
 
 @pytest.mark.parametrize(("names", "latent", "grid"), PATCHES)
 def test_the_grid_is_the_latents_in_whole_tokens_whichever_name_the_model_has_for_them(names, latent, grid):
-    found = transformers.grid_of(SimpleNamespace(**names), torch.zeros(latent))
-    assert found == grid and (grid is None or isinstance(found, Grid))
+    computed = transformers.grid_of(SimpleNamespace(**names), torch.zeros(latent))
+    assert computed == grid and (grid is None or isinstance(computed, Grid))

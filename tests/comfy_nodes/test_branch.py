@@ -1,4 +1,4 @@
-"""A branch merges in its own calls alone: nothing lies on the model that branches share, not even while one samples."""
+"""A branch merges only in its own calls: nothing lies on the model that branches share, even while a branch samples."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_two_branches_of_one_model_in_two_threads_merge_as_each_says():
 
 
 def test_a_call_goes_on_with_all_that_it_was_given_and_merges_outside_of_any_sampling():
-    """A ControlNet, an inpainting's mask, and what a later ComfyUI gives."""
+    """The arguments are a ControlNet's, an inpainting mask, and one that a later ComfyUI may add."""
     applied, seen, (x, text) = apply(least_checkpoint(), **HALF), [], inputs(4, 2, 8, 8)
     given, shared = (x, torch.full((2,), 3.0), "concat", text, "a ControlNet"), {"other": 1}
 

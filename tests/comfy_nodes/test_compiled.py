@@ -1,4 +1,4 @@
-"""A compiled UNet merges as it does without a compiler, beside branches that do not; other compiled models say no."""
+"""A compiled UNet merges as without a compiler, other branches of it do not; other compiled models are left alone."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ ASIDE = "stepped aside: the model is compiled; remove that node to merge"
 
 
 def compiled(patcher, part=WHOLE):
-    """Behind TorchCompileModel: a compiled part takes that part's place during this branch's calls."""
+    """A branch after TorchCompileModel: a compiled part replaces that part during the branch's calls."""
     skip = {"guard_filter_fn": lambda guards: ["transformer_options" not in guard.name for guard in guards]}
-    # by this dictionary in the wrapper's closure it is known what is compiled
+    # this dictionary in the wrapper's closure says what is compiled
     held = {part: torch.compile(patcher.model.get_submodule(part), backend="eager", options=skip)}
 
     def swap(run, *args, **kwargs):

@@ -1,4 +1,4 @@
-"""Strength in ComfyUI and the settings beside it: what the inputs of ApplyToMe and ToMeSettings come to."""
+"""Strength and the other settings in ComfyUI: the configuration that the inputs of ApplyToMe and ToMeSettings give."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def test_strength_is_the_engines_between_start_and_end_for_the_models_layout_and
 
 
 def test_settings_are_the_forms_in_its_order_and_none_need_be_given():
-    """Widgets are saved by position: a new one in their midst would give each one behind it its neighbour's value."""
-    elsewhere = {"start", "end"}  # of ApplyToMe
-    not_here = {"merge_crossattn", "merge_mlp"}  # what does not come through the slot
+    """Widgets are saved by position: a new one between them would give each later one its neighbour's value."""
+    elsewhere = {"start", "end"}  # inputs of ApplyToMe
+    not_here = {"merge_crossattn", "merge_mlp"}  # the slot does not get these parts
     types = ToMeSettings.INPUT_TYPES()
     assert ToMeSettings().settings() == (MergeConfig(),) and not types["required"]
     assert [*types["optional"]] == [name for name in form.NAMES if name not in elsewhere | not_here]

@@ -1,4 +1,4 @@
-"""What the nodes say of a sampling in the graph, in the log and for programs, its gain too; what ToMePreview draws."""
+"""The nodes' report on a sampling, with its gain, in the graph, in the log and for programs; what ToMePreview draws."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def test_a_second_line_is_there_if_something_was_not_as_asked(server, caplog):
     patcher.model_options["transformer_options"]["patches_replace"] = replaced
     with caplog.at_level("INFO"):
         sample(apply(patcher, level="up to /8"))
-    # Nodes 2.0 reads it as Markdown, which joins lines that end otherwise
+    # Nodes 2.0 shows Markdown, which joins lines without two spaces at their end
     first, second = server.texts[-1][1].split("  \n")
     assert re.fullmatch(r"\d+% of attention not merged: another program runs in its place", second)
     assert caplog.records[-1].getMessage() == f"{first.replace('ToMe', 'ToMe #5')}; {second}"
 
 
 class Past(Guider):
-    """DeepCache's node calls the UNet itself."""
+    """A guider that calls the UNet itself, as DeepCache's node does."""
 
     def _call(self, pair, now):
         return self.model.diffusion_model(pair, now.expand(len(pair)), context=self.text, transformer_options={})
@@ -90,7 +90,7 @@ TOLD = "about 2.0x faster, from your own pictures (3 with merging, 3 without)"
 
 @pytest.fixture
 def drawn(monkeypatch, server):
-    """Samplings by a node that is on or off, merged ones in half of the time; the node's last text."""
+    """Sample with a node that is on or off, merged in half of the time, and return the node's last text."""
     clock, patcher = step_clock.put_on(monkeypatch), least_checkpoint()
 
     def draw(is_on, times=1, **more):
@@ -114,7 +114,7 @@ def test_it_is_told_after_three_of_both_kinds(drawn):
 
 def test_a_branch_that_is_off_is_called_as_one_without_a_node(drawn):
     patcher, (off,), reports = drawn.patcher, ApplyToMe().apply(drawn.patcher, strength=0), []
-    pictures = [sample(one, callback=lambda *args: reports.append(args[0])) for one in (patcher, off)]
+    pictures = [sample(branch, callback=lambda *args: reports.append(args[0])) for branch in (patcher, off)]
     assert torch.equal(*pictures) and reports == [0, 1] * 2
     assert nodes.OFF_TEXT in ToMePreview().preview(off, latent={"samples": pictures[0]})["ui"]["text"]
     for clone in (RemoveToMe().remove(off)[0], apply(off)):
@@ -166,7 +166,7 @@ def test_what_was_stopped_or_ran_beside_patches_or_a_controlnet_counts_for_nothi
 
 def test_a_panel_has_each_group_in_its_mean_colour_and_the_picture_where_nothing_merged():
     image = torch.rand(64, 64, 3, generator=torch.Generator().manual_seed(0))
-    group = torch.tensor([0, 0, 1, 2])  # of the four quarters; the two above are one group
+    group = torch.tensor([0, 0, 1, 2])  # the groups of the four quarters; the upper two are one group
     drawn = picture.panel(image, (2, 2), group, "")
     assert torch.allclose(drawn[28, 5], image[:32].mean((0, 1)), atol=0.01)
     assert torch.allclose(drawn[40:, 5:20], image[40:, 5:20], atol=0.01)

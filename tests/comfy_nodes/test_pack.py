@@ -1,4 +1,4 @@
-"""The pack as ComfyUI and its users find it: the ways in, locales, docs, example workflows."""
+"""The pack as ComfyUI and its users find it: loading, locales, docs, example workflows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def looks_right(place: Path) -> None:
-    """The pack loads from here, and what ComfyUI looks for beside it is there."""
+    """The pack loads from this folder, which has all that ComfyUI looks for."""
     pack = load_pack(place)
     assert set(pack.NODE_CLASS_MAPPINGS) == set(NODE_CLASS_MAPPINGS)
     host = importlib.import_module(pack.NODE_CLASS_MAPPINGS["ApplyToMe"].__module__.rpartition(".")[0] + ".host")
@@ -37,7 +37,7 @@ def looks_right(place: Path) -> None:
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """Like ComfyUI's, below a folder with a name that not every terminal can show."""
+    """A folder like ComfyUI's, in a folder whose name not every terminal can show."""
     (tmp_path / "with spaces ünï 字").mkdir()
     return make_folder(COMFYUI, tmp_path / "with spaces ünï 字")
 
@@ -50,7 +50,7 @@ def place(folder) -> Path:
 @pytest.mark.parametrize("options", [(), ("--copy",)], ids=["link", "copy"])
 def test_install_py_puts_it_there_and_takes_it_away(folder, place, options, monkeypatch):
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    for _ in range(2):  # again is no mistake
+    for _ in range(2):  # a second call is no mistake
         done = call_install("comfyui", folder, *options)
         assert done.returncode == 0 and r"with spaces \xfcn\xef \u5b57" in done.stdout, done.stderr
     assert place.is_symlink() != bool(options)
@@ -84,7 +84,7 @@ def test_a_base_directory_and_a_folder_around_comfyui_are_taken_too(folder, tmp_
     assert install.target(COMFYUI, tmp_path).parent == (tmp_path / COMFYUI.below / "custom_nodes").resolve()
 
 
-# --- what lies beside it ---------------------------------------------------------------------------------------------
+# --- other files of the pack -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("language", ["en", "zh", "ja"])

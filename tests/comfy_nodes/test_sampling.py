@@ -1,4 +1,4 @@
-"""A sampling's noise levels, which are read once if its sampler is known, and the matches that are kept over its steps.
+"""A sampling's noise levels, read once if its sampler is known, and the matches that are kept over its steps.
 
 Matches are never kept over samplings, tiles or the halves of a split batch.
 """
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("waits")
 
 
 class DeviceGuider(Guider):
-    """Its levels are on the device, where reading them is counted."""
+    """A guider whose levels are on the device, where each read is counted."""
 
     place = staticmethod(on_device)
 
@@ -70,19 +70,19 @@ def test_sigmas_are_told_as_if_pictures_varied_by_one():
     eps, edm = SimpleNamespace(sigma_data=1.0), SimpleNamespace(sigma_data=0.5)
     flow = type("ModelSampling", (type("Flow", (), {}), type("CONST", (), {})), {})()
 
-    def told(sigma, model_sampling):
+    def time_of(sigma, model_sampling):
         return timestep_of(sigma, model_sampling, flow_timesteps=False)
 
-    assert told(3.0, object()) == told(3.0, eps) and told(3.0, edm) == told(6.0, eps)
-    assert told(0.75, flow) == told(3.0, eps) and told(0.0, flow) == told(0.0, eps)
-    assert told(1.0, flow) == told(1e5, eps) > told(6.0, eps)
+    assert time_of(3.0, object()) == time_of(3.0, eps) and time_of(3.0, edm) == time_of(6.0, eps)
+    assert time_of(0.75, flow) == time_of(3.0, eps) and time_of(0.0, flow) == time_of(0.0, eps)
+    assert time_of(1.0, flow) == time_of(1e5, eps) > time_of(6.0, eps)
     assert timestep_of(0.75, flow, flow_timesteps=True) == 750
-    assert timestep_of(3.0, eps, flow_timesteps=True) == told(3.0, eps)
+    assert timestep_of(3.0, eps, flow_timesteps=True) == time_of(3.0, eps)
 
 
 @pytest.mark.parametrize(("continues", "share"), [(False, 0.4), (True, 0.7)])
 def test_a_sampling_that_begins_late_leaves_the_work_that_its_mark_promises(continues, share):
-    """At a denoise of a half; an advanced sampler goes on with a picture, without noise of its own."""
+    """The denoise is a half; an advanced sampler continues a picture and adds no noise."""
 
     class Late(Guider):
         def sigmas(self, steps):
@@ -104,7 +104,7 @@ def test_a_sampling_that_begins_late_leaves_the_work_that_its_mark_promises(cont
 
 
 class SplitGuider(Guider):
-    """Both prompts in calls of their own, as if memory were short."""
+    """A guider that calls the model once for each prompt, as if memory were short."""
 
     shift = 0.0
 
@@ -117,13 +117,13 @@ class SplitGuider(Guider):
 
 
 class ShiftedGuider(SplitGuider):
-    """The two prompts have pictures of their own."""
+    """A guider that gives each prompt another picture."""
 
     shift = 1.0
 
 
 class TiledGuider(Guider):
-    """A step is a call for each tile: Tiled Diffusion, MultiDiffusion."""
+    """A guider that calls the model once for each tile, as Tiled Diffusion and MultiDiffusion do."""
 
     def _call(self, pair, now):
         return torch.cat([super(TiledGuider, self)._call(tile, now) for tile in pair.split(8, dim=3)], dim=3)
@@ -144,12 +144,12 @@ def test_a_transformers_matches_are_kept_by_block_and_one_serves_both_conditions
     rows, plain = [], state.match
     monkeypatch.setattr(state, "match", lambda k, *args: rows.append(len(k)) or plain(k, *args))
     patcher = apply(transformer(), merge_what="k+v", ratio=0.75, use_rand=False, keep=400.0, refine=1)
-    Guider(patcher).sample(steps=4)  # at 1000, 750, 500, 250
+    Guider(patcher).sample(steps=4)  # the steps are at 1000, 750, 500, 250
     assert work == ["match", "match", "renew", "renew"] and rows == [1] * 4, "of two in a batch"
 
 
 def test_a_picture_is_the_same_after_others_and_after_a_fresh_start():
-    """Ultimate SD Upscale: many samplings with one model, tile after tile."""
+    """Ultimate SD Upscale does many samplings with one model, tile after tile."""
     applied, again = (TiledGuider(apply(least_checkpoint(), **BALANCED)) for _ in range(2))
     large = {"steps": 4, "size": (8, 16)}
     applied.sample(seed=1, **large)

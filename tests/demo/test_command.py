@@ -1,4 +1,4 @@
-"""The demo's whole run, on the embedded model and on the user's own, and what it refuses."""
+"""The demo's whole run, with the embedded model and with the user's, and what it refuses."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_verdict_calls_a_loss_a_loss_and_judges_the_change_by_nearness_and_d
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory):
-    """Two pictures in two steps at two strengths: the sheet, and the printed table and progress."""
+    """The sheet, and the printed table and progress, of two pictures in two steps at two strengths."""
     path = tmp_path_factory.mktemp("demo") / "new folder" / "comparison.png"
     table, progress = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(table), contextlib.redirect_stderr(progress):
@@ -116,7 +116,7 @@ def test_the_users_folder_and_file_are_compared_like_the_embedded_model(tmp_path
 
 
 def refusal(capsys, *arguments):
-    """The one sentence of the command line, which ends with 2."""
+    """The single sentence of a command line that exits with 2."""
     try:
         code = command.main([str(argument) for argument in arguments])
     except SystemExit as leaving:  # argparse's way
@@ -172,7 +172,7 @@ def test_a_folder_with_code_or_pickles_is_refused_and_weights_of_half_precision_
 
 
 def test_options_are_checked_before_torch_is_loaded_and_their_default_is_the_presets():
-    """Not for speed alone: torch's threads sleep while they wait only if that is said before torch is loaded."""
+    """The order matters for more than speed: a setting lets torch's threads sleep only if it precedes the import."""
     code = "import sys; from demo import command, page; command.parser().format_help(); page.parser().format_help();" \
         "sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -36,8 +36,8 @@ VALUES = {"strength": 0.5, "prompt": "day sea", "seed": 5, "steps": 2.0, "own": 
 
 def test_a_strength_counts_unless_own_settings_do_and_what_is_not_possible_is_told_in_a_sentence():
     assert page.read(VALUES, SD, True) == Wanted("day sea", 5, 2, {"strength": 0.5})
-    own = page.read({**VALUES, "own": True, "ratio": 0.35}, SD, True).how["config"]
-    assert form.values_of(own) == {**form.values_of(tome_core.strength(0.5)), "ratio": 0.35}
+    config = page.read({**VALUES, "own": True, "ratio": 0.35}, SD, True).how["config"]
+    assert form.values_of(config) == {**form.values_of(tome_core.strength(0.5)), "ratio": 0.35}
     for changes, words in (
         ({"prompt": "day banana"}, "does not know the word 'banana'"), ({"seed": -1}, "'-1' is no seed"),
         ({"seed": None}, "Seed and steps"), ({"steps": 0.5}, "'0.5' is no number of steps"),
@@ -84,8 +84,8 @@ def test_a_picture_that_is_stopped_leaves_the_model_as_it_was_and_the_next_is_dr
 
 @contextlib.contextmanager
 def served(config, port, tmp_path):
-    """The process of `install.py page` in a fresh copy of the project, which makes itself its environment first."""
-    cache = getattr(config, "cache", None)  # pytest can be told to have none
+    """The process of `install.py page` in a fresh copy of the project; it makes its environment first."""
+    cache = getattr(config, "cache", None)  # pytest may have no cache
     copy = fresh((cache.mkdir("checkout") if cache else tmp_path) / "repository")
     command = [sys.executable, str(copy / "install.py"), "page"]
     first = subprocess.run([*command, "--help"], capture_output=True, text=True, check=False)
@@ -99,7 +99,7 @@ def served(config, port, tmp_path):
             wait_until_ready(f"http://127.0.0.1:{port}/", process)
             yield process
         finally:
-            with contextlib.suppress(ProcessLookupError):  # it has ended, and all that it started
+            with contextlib.suppress(ProcessLookupError):  # the process has ended, with all that it started
                 os.killpg(process.pid, signal.SIGTERM)
 
 
@@ -122,7 +122,7 @@ FROM_ELSEWHERE = {"Content-Type": "multipart/form-data; boundary=edge", "Origin"
 def test_a_picture_is_drawn_stopped_and_refused_and_the_page_ends_with_a_picture_half_drawn(
     chromium, request, tmp_path
 ):
-    """As a user starts it, from a folder not ours and with no way to another machine."""
+    """The page starts as a user starts it, from another folder and without a network."""
     port, requests, failed = free_port(), [], []
     address = f"http://127.0.0.1:{port}/"
     with served(request.config, port, tmp_path) as process, contextlib.closing(chromium.new_page()) as tab:

@@ -35,9 +35,9 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path, layout):
     assert (resumed.step, resumed.seconds) == (2, 12.5)
     assert advance(resumed, 2) == advance(state, 2)
     for module in ("model", "average"):
-        theirs, start = getattr(state, module).state_dict(), getattr(fresh(layout), module).state_dict()
+        weights, start = getattr(state, module).state_dict(), getattr(fresh(layout), module).state_dict()
         for name, value in getattr(resumed, module).state_dict().items():
-            assert torch.equal(value, theirs[name]) and not torch.equal(value, start[name]), name
+            assert torch.equal(value, weights[name]) and not torch.equal(value, start[name]), name
 
 
 @pytest.mark.slow
@@ -62,7 +62,7 @@ def test_a_file_that_is_no_training_state_is_refused_and_kept(tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("path", model.CHECKPOINTS, ids=lambda path: path.stem)
 def test_the_shipped_models_pass_their_gates_and_a_gate_that_is_missed_is_told(path):
-    """On fewer pictures than training takes."""
+    """The gates use fewer pictures here than in training."""
     scene_model = model.load(path)
     measured = attention.Gates(attention.effective_keys(scene_model, 1), attention.loss_rise(scene_model, 4))
     assert "MISSED" not in str(measured)

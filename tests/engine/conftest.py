@@ -1,4 +1,4 @@
-"""What tests of several rooms of the engine ask for by name."""
+"""Fixtures for tests of several rooms of the engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def words(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def build(words) -> Callable:
-    """Makes pipelines of diffusers: `tests.tiny_pipeline.make`, which is imported where it is wanted."""
+    """The function `tests.tiny_pipeline.make`, imported only when a test needs a pipeline of diffusers."""
     from tests import tiny_pipeline
 
     return partial(tiny_pipeline.make, words)

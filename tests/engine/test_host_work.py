@@ -1,4 +1,4 @@
-"""What merging gives the host to do, for which a fast GPU waits: calls of our functions, and operators."""
+"""The CPU work of merging, for which a fast GPU waits: calls of our functions, and operators."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.sd_block import SpatialTransformer, UNet
 from tome_core import MergeConfig, patch
 
 UNMERGED, KEPT, CLOSED, OFF = "unmerged", "kept", "left alone", "switched off"
-MOST_CALLS = {KEPT: 17, CLOSED: 12, OFF: 8}  # of our functions, by one block and its transformer
+MOST_CALLS = {KEPT: 17, CLOSED: 12, OFF: 8}  # calls of our functions, by one block and its transformer
 SETTINGS = {"side": "kv", "metric": "keys+values", "refine": 1, "keep": 100.0, "ratio": 0.9375, "sx": 4, "sy": 4,
             "use_rand": False}  # fmt: skip
 
@@ -30,7 +30,7 @@ def _no_grad():
 
 
 def make_run(case: str, blocks: int = 1) -> Callable[[], torch.Tensor]:
-    """One step of a picture by a UNet of so many blocks, each time it is called; warmed up."""
+    """A warmed-up function that runs one step of a picture by a UNet of so many blocks."""
     unet = UNet([[SpatialTransformer(16, 2, 16)] for _ in range(blocks)]).eval().requires_grad_(False)
     inputs = torch.randn(1, 16, 8, 8).expand(2, -1, -1, -1), torch.full((2,), 500.0), torch.randn(2, 8, 16)
     handle, timesteps = None, count(500, -1)
@@ -49,7 +49,7 @@ def make_run(case: str, blocks: int = 1) -> Callable[[], torch.Tensor]:
 
 
 def functions_called(run: Callable) -> list[str]:
-    """The name of each function of ours that is called meanwhile; a generator counts each time it is resumed."""
+    """The names of our functions that the run calls; a generator counts each time it is resumed."""
     package, called = os.path.dirname(tome_core.__file__) + os.sep, []
 
     def note(frame, event, _):
@@ -67,20 +67,20 @@ def functions_called(run: Callable) -> list[str]:
 
 @pytest.mark.parametrize("case", MOST_CALLS)
 def test_a_kept_merge_calls_few_functions_puts_nothing_on_and_passes_through_a_block_left_alone(case):
-    """Of one block and its transformer: what a UNet of two calls beyond a UNet of one, also to tell it the time."""
-    two, one = (Counter(functions_called(make_run(case, blocks))) for blocks in (2, 1))
-    calls = two - one
+    """Calls of one block and its transformer, with setting the time: a UNet of two blocks minus a UNet of one."""
+    of_two, of_one = (Counter(functions_called(make_run(case, blocks))) for blocks in (2, 1))
+    calls = of_two - of_one
     assert 0 < calls.total() <= MOST_CALLS[case], calls.most_common()
     assert ("merge_pair" in calls) == (case == KEPT)
-    assert not {"install", "uninstall", "put_on", "take_off"} & set(two)
+    assert not {"install", "uninstall", "put_on", "take_off"} & set(of_two)
 
 
 def test_a_block_that_is_left_alone_or_switched_off_runs_no_other_operators():
-    found = {}
+    counts = {}
     for case in (UNMERGED, CLOSED, OFF):
         run = make_run(case)
         with OperatorCounter() as counter:
             run()
-        found[case] = counter.by_name
-    assert found[OFF] == found[UNMERGED]
-    assert found[CLOSED] - found[UNMERGED] == {"transpose": 3}, "views with which the attention function is asked"
+        counts[case] = counter.by_name
+    assert counts[OFF] == counts[UNMERGED]
+    assert counts[CLOSED] - counts[UNMERGED] == {"transpose": 3}, "views with which the attention function is asked"

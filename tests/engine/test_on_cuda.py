@@ -1,4 +1,4 @@
-"""What only a CUDA device can tell: equal bits, no waiting for the device, half precision, the CPU's destinations."""
+"""Tests that need a CUDA device: equal bits, no waiting for the device, half precision, the CPU's destinations."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_destinations_and_the_similarities_found_are_those_of_the_cpu():
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_a_compiled_block_gives_its_own_bits_again_and_keeps_its_match_as_the_plain_one(mode, half_block):
-    """In CUDA graphs too."""
+    """The same holds in CUDA graphs."""
     block, inputs = half_block
     for settings in SETTINGS:
         with tome_core.patch(block, settings, host_clock=True) as handle:
@@ -74,8 +74,8 @@ def test_a_compiled_block_gives_its_own_bits_again_and_keeps_its_match_as_the_pl
                     handle.set_time(timestep=timestep, sampling=name)
                     results.append(run(*inputs).clone())
         assert all(torch.equal(result, equal[0]) for result in equal), settings
-        for eager, found in zip(results[:6], results[6:], strict=True):
-            assert (found - eager).float().norm() < 0.01 * eager.float().norm(), settings
+        for eager, by_compiler in zip(results[:6], results[6:], strict=True):
+            assert (by_compiler - eager).float().norm() < 0.01 * eager.float().norm(), settings
 
 
 def test_the_kernels_keep_their_laws_on_this_gpu():

@@ -1,4 +1,4 @@
-"""The webui that a test asks for; a file, or a test, says of which flavours."""
+"""The webui of a test; a file, or a test, sets its flavours."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.webui_doubles import SdNext, Webui, merges
 
 @pytest.fixture
 def flavour() -> str:
-    """A1111, unless a test says another."""
+    """A1111, unless a test sets another flavour."""
     return "a1111"
 
 
@@ -27,7 +27,7 @@ def webui(flavour, monkeypatch):
 
 @pytest.fixture
 def log(webui):
-    """What our loggers say to the webui's console."""
+    """Our loggers' output on the webui's console."""
     lines, ours = [], logging.getLogger("_tome_core_webui")
     listener = logging.Handler()
     listener.emit = lambda record: lines.append(record.getMessage())

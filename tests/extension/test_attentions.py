@@ -1,6 +1,6 @@
-"""The webuis' attentions: merged keys give what repeated keys give, by whichever function is in force.
+"""The webuis' attentions: merged keys give what repeated keys give, with every attention function.
 
-They are written anew here, as functions of their originals' names. tests/hosts/webui holds the same of the real ones.
+They are doubles here, functions with their originals' names. tests/hosts/webui tests the real ones in the same way.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ BIAS, OWN_BIAS = "bias", "bias, by torch's own function"
 loaded_hypernetworks = []
 
 
-def made(kind=CrossAttention, dtype=torch.float32):
+def make(kind=CrossAttention, dtype=torch.float32):
     return telling(kind(CHANNELS, heads=HEADS, dim_head=CHANNELS // HEADS), dtype)
 
 
-def left_alone(webui, module, **told):
-    """The reason why it does not merge."""
-    unet, x = UNetOf(module, **told), tokens(2)
+def left_alone(webui, module, **kwargs):
+    """The reason why an attention does not merge."""
+    unet, x = UNetOf(module, **kwargs), tokens(2)
     expected = run(unet, x)
     with webui.engine().patch(unet, side="kv", use_rand=False, ratio=0.5) as handle:
         assert torch.equal(run(unet, x), expected)
@@ -40,7 +40,7 @@ def left_alone(webui, module, **told):
 
 
 def apply_hypernetworks(loaded, context, layer=None):
-    """Each changes the tokens of keys and values if it knows their width."""
+    """Each hypernetwork changes the tokens of keys and values if it knows their width."""
     keys = values = context
     for layers in (network[keys.shape[2]] for network in loaded if keys.shape[2] in network):
         keys, values = keys + layers[0](keys), values + layers[1](values)
@@ -48,7 +48,7 @@ def apply_hypernetworks(loaded, context, layer=None):
 
 
 def projected(self, x, context):
-    """By heads; bfloat16 stands for a webui that upcasts here."""
+    """Queries, keys and values by heads; bfloat16 stands for a webui that upcasts here."""
     keys, values = apply_hypernetworks(loaded_hypernetworks, x if context is None else context)
     parts = [of_heads(part, self.heads) for part in (self.to_q(x), self.to_k(keys), self.to_v(values))]
     return [part.float() for part in parts] if x.dtype is torch.bfloat16 else parts
@@ -64,7 +64,7 @@ def scales_by_attribute(self, x, context=None, mask=None, **kwargs):
 
 
 def scales_by_width(self, x, context=None, mask=None, **kwargs):
-    """The result has the queries' shape, and to_out is taken apart."""
+    """A forward whose result has the queries' shape, and which calls the parts of to_out."""
     q, k, v = projected(self, x, context)
     result = torch.zeros_like(q)
     result[:] = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).softmax(-1) @ v
@@ -89,7 +89,7 @@ FORWARDS = {
 
 @pytest.fixture(params=FORWARDS)
 def expected(request, monkeypatch):
-    """One of the forwards is in force; the way in which it learns sizes."""
+    """Put one of the forwards in place, and return the way in which it gets the sizes."""
     forward, expected = FORWARDS[request.param]
     for attribute, value in zip(("__module__", "__qualname__"), request.param.rsplit(".", 1), strict=True):
         monkeypatch.setattr(forward, attribute, value)
@@ -99,12 +99,12 @@ def expected(request, monkeypatch):
 
 @pytest.mark.parametrize("dtype", some_quick(DTYPES), ids=str)
 def test_each_of_a1111s_forwards_is_known(webui, expected, dtype):
-    told = {"mask": None, "additional_tokens": None}
-    assert conformance.way(made(dtype=dtype), dtype, engine=webui.engine(), **told) == expected
+    kwargs = {"mask": None, "additional_tokens": None}
+    assert conformance.way(make(dtype=dtype), dtype, engine=webui.engine(), **kwargs) == expected
 
 
 def test_hypernetworks_change_tokens_once(webui, expected, monkeypatch):
-    module, x = made(dtype=torch.float64), tokens(2, torch.float64)
+    module, x = make(dtype=torch.float64), tokens(2, torch.float64)
     plain = module(x)
     layers = [telling(nn.Linear(CHANNELS, CHANNELS), torch.float64) for _ in range(2)]
     monkeypatch.setattr(sys.modules[__name__], "loaded_hypernetworks", [{CHANNELS: layers}])
@@ -118,7 +118,7 @@ def test_hypernetworks_change_tokens_once(webui, expected, monkeypatch):
 
 
 def cutting(q, k, v, heads, mask=None, attn_precision=None):
-    """Takes a mask, and cuts it by queries if memory is short, also if it has one row for all of them."""
+    """Attend with a mask, cut by queries if memory is short, even if the mask has one row for all queries."""
     if mask is not None and len(q) > 2:
         mask = torch.cat([mask[:, :, :8], torch.zeros_like(mask[:, :, 8:])], dim=2)
     return attend(q, k, v, heads, mask)
@@ -128,7 +128,7 @@ attention_function = optimized_attention = optimized_attention_masked = cutting
 
 
 class ForgeAttention(CrossAttention):
-    """Forge's, by a global of its file."""
+    """Forge's attention, which calls a global of its file."""
 
     def forward(self, x, context=None, value=None, mask=None, transformer_options=None):
         context = x if context is None else context
@@ -137,7 +137,7 @@ class ForgeAttention(CrossAttention):
 
 
 class ReforgeAttention(CrossAttention):
-    """reForge's, by one of two globals, which are told of a precision."""
+    """reForge's attention, which calls one of two globals, with a precision."""
 
     def forward(self, x, context=None, value=None, mask=None):
         context = x if context is None else context
@@ -151,9 +151,9 @@ class ReforgeAttention(CrossAttention):
 def test_the_forges_functions_are_given_no_bias_and_what_is_no_attention_or_masked_is_left_alone(
     webui, monkeypatch, kind
 ):
-    """Some cut a bias by queries if memory is short, which no trial tells."""
-    assert conformance.way(made(kind), torch.float32, engine=webui.engine(), mask=None) == OWN_BIAS
-    assert left_alone(webui, made(kind), mask=torch.randn(1, 1, 1, 64)) == "attn: the call has an attention mask"
+    """Some functions cut a bias by queries if memory is short, which no trial shows."""
+    assert conformance.way(make(kind), torch.float32, engine=webui.engine(), mask=None) == OWN_BIAS
+    assert left_alone(webui, make(kind), mask=torch.randn(1, 1, 1, 64)) == "attn: the call has an attention mask"
     for name in ("attention_function", "optimized_attention"):
         monkeypatch.setattr(sys.modules[__name__], name, lambda q, k, v, heads, mask=None, attn_precision=None: v * 0.5)
-    assert left_alone(webui, made(kind)).startswith("attn: the function that it calls is no attention: ")
+    assert left_alone(webui, make(kind)).startswith("attn: the function that it calls is no attention: ")

@@ -1,4 +1,4 @@
-"""What a picture remembers, in one key; what becomes of the panel when it is pasted; and the axes of the X/Y/Z plot."""
+"""The settings in a picture's infotext, under one key; the panel after a paste; and the axes of the X/Y/Z plot."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.webui_doubles import ON, Processing, custom, report
 
-# the webui's own pattern and its splitting of values such as 2x2, as facts
+# the webui's own pattern, and its splitting of values such as 2x2
 PAIR = re.compile(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')
 # whole numbers, which a page may give as 30.0
 WISHES = [(True, 1), (True, 0.33, "hires pass"), (custom(where="first pass", sx=3, keep=30, level="up to /2"),)]
@@ -22,7 +22,7 @@ def parsed(text):
 
 
 def pasted(webui, text, on_page=True):
-    """Control values after a paste into a fresh panel, converted as the webui does it; the API tells no listener."""
+    """Control values after a paste into a fresh panel, converted as the webui does it; the API calls no listener."""
     controls = webui.script.ui(False)
     values, parameters = {control: control.value for control in controls}, parsed(text)
     if on_page:
@@ -86,7 +86,7 @@ def test_a_part_that_makes_no_sense_is_ignored_with_a_sentence_and_the_rest_is_p
 
 @pytest.fixture
 def axes(webui):
-    """Ours, by what follows "[ToMe]"."""
+    """Our axes, by the label after "[ToMe]"."""
     plot = types.SimpleNamespace(axis_options=[], AxisOption=lambda label, kind, apply, **more: types.SimpleNamespace(
         label=label, apply=apply, **more))  # fmt: skip
     script = type("Script", (), {"__module__": "xyz_grid.py"})

@@ -1,6 +1,6 @@
-"""What a job wants, whoever says it: arguments by place or name, a request's settings, the settings, and the model.
+"""A job's settings from each source: arguments by place or name, a request's settings, the settings, and the model.
 
-What makes no sense is answered with a sentence: none of it is taken for something else, and none of it raises.
+A wrong value gets a sentence: it neither counts as another value nor raises.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def test_the_built_in_merging_is_silent_only_if_ours_merges_and_that_is_told(web
 # --- what is wrong ----------------------------------------------------------------------------------------------------
 
 WRONG = [
-    ((True,), "is no number from 0 to 1"),  # the settings of the request say a strength
+    ((True,), "is no number from 0 to 1"),  # the request's settings set a strength
     (("yes",), "enabled='yes' is str; use true or false"),
     ((True, 0.5, "hires"), "where='hires' is not possible; use one of everywhere, first pass, hires pass"),
     (({"enabled": True, "ratios": 1},), "there is no ratios to set; there are: enabled, strength, where"),
@@ -121,7 +121,7 @@ def test_a_refiner_of_another_layout_merges_by_the_table_of_its_own(webui):
 
 @pytest.mark.parametrize(("begun", "layout"), [("sd", "sd"), ("sd", "sdxl"), ("sdxl", "sd")])
 def test_what_an_expert_leaves_as_it_was_filled_in_follows_the_model_and_is_no_deviation(webui, begun, layout):
-    """A webui makes its page before the model is there, and a checkpoint changes while the page is open."""
+    """A webui makes its page before it loads a model, and the checkpoint may change while the page is open."""
     webui.load(OF[layout]())
     webui.script.ui(False)  # imports the panel
     settings, exact = webui.part("job_settings"), form.values_of(preset("quality", layout))

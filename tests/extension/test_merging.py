@@ -11,7 +11,7 @@ from tests.webui_doubles import ASKED, FLAVOURS, FREE, ON, SAVED, Denoiser, cust
 from tome_core import form
 from tome_core.settings.schedule import STABLE_DIFFUSION
 
-# whatever is set besides; a wrong strength; and no argument that says it
+# off with any other settings, with a wrong strength, and without any argument
 OFF = [(), (False,), ({**FREE, "strength": 0, "method": "cluster"},), (custom(0.0),), (True, 9.0)]
 WHERE = {"everywhere": (True, True), "first pass": (True, False), "hires pass": (False, True)}
 
@@ -34,7 +34,7 @@ def test_every_step_of_every_batch_merges(webui):
     assert webui.job(*ON, n_iter=3, batch_size=2).comments == f"ToMe: {ASKED}, 12 steps, {SAVED}\n"
 
 
-# --- other jobs beside ours, and other models -------------------------------------------------------------------------
+# --- other jobs during ours, and other models -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("flavour", ["a1111", "forge"])
@@ -46,7 +46,7 @@ def test_a_job_inside_a_job_has_its_own_wish_and_the_outer_job_goes_on(webui):
             inner.append(webui.job(False).latents)
 
     def between_steps(step):
-        # it comes after the outer step was announced: the inner job's steps take the patch off from the third on
+        # the inner job begins after the outer step's announcement; from the third on its steps take the patch off
         if step == 1:
             inner.append(webui.plain().latents)
         elif step == 2:
@@ -90,7 +90,7 @@ BALANCED = {**form.values_at("balanced"), **FREE}
 
 
 class SplitDenoiser(Denoiser):
-    """Prompt and negative prompt in calls of their own, as batch_cond_uncond has it if it is off."""
+    """A denoiser that calls the model once for each prompt, as with batch_cond_uncond off."""
 
     def guided(self, x, timestep):
         cond = self.run(x, timestep, webui_doubles.PROMPT)
@@ -99,7 +99,7 @@ class SplitDenoiser(Denoiser):
 
 
 class TiledDenoiser(Denoiser):
-    """Tiled Diffusion: a call for each of a step's tiles, all of one shape, once the step was announced."""
+    """Tiled Diffusion's denoiser: after the step's announcement one call for each tile, all of one shape."""
 
     def guided(self, x, timestep):
         return torch.cat([self.run(tile, timestep, webui_doubles.PROMPT) for tile in x.split(8, dim=3)], dim=3)

@@ -1,4 +1,4 @@
-"""The panel: with which values a page starts, its line on the next picture, and *Measure*."""
+"""The panel: the values with which a page starts, its line on the next picture, and *Measure*."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def panel(webui):
 
 
 def shown(controls, names=DIAL):
-    """What the page starts with."""
+    """The values with which the page starts."""
     return [controls[name].get_config()["value"] for name in names]
 
 
 def test_what_is_counted_is_documented(webui):
-    """Settings and arguments."""
+    """The page documents every argument and every setting."""
     text = (ROOT / "docs" / "webui.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| (\d+) \| `(\w+)` \|", text, re.MULTILINE) == list(zip("012", panel(webui), strict=False))
     assert all(f"`{key}`" in text for key in webui.shared.opts.labels)
@@ -40,7 +40,7 @@ def test_a_nonsensical_saved_setting_breaks_no_page_and_the_api_is_told_of_no_va
     for saved in (None, "much", [], float("nan"), 10**400):
         webui.shared.opts.data |= {f"tome_{name}": saved for name in DIAL}
         assert shown(panel(webui)) == [False, 0.5, "everywhere"]
-    webui.context.Context.block = webui.context.Context.root_block  # the API builds the controls so
+    webui.context.Context.block = webui.context.Context.root_block  # the API builds the controls in this way
     assert {control.value for control in webui.script.ui(False)} == {None}
 
 
@@ -51,7 +51,7 @@ def test_a_page_starts_with_the_settings_unless_the_user_saved_a_default_of_the_
     assert shown(controls) == [True, 0.7, "everywhere"]
     assert shown(controls, fields) == [0.7, *wish.base_of(0.7).values()]
     controls["sx"].value = 2
-    for saved, strength in ((0.3, 0.3), ("much", 0.5), (None, 0.7)):  # the panel's own, which may make no sense
+    for saved, strength in ((0.3, 0.3), ("much", 0.5), (None, 0.7)):  # the panel's own default, which may be wrong
         controls["strength"].value = saved
         assert shown(controls) == [True, strength, "everywhere"]
         assert shown(controls, fields) == [strength, *{**wish.base_of(strength), "sx": 2}.values()]
@@ -65,7 +65,7 @@ THEIRS = {"width": 128, "height": 128, "hr-checkbox": False, "hr_scale": 1.5, "h
 
 
 class Target(types.SimpleNamespace):
-    """StableDiffusionProcessingTxt2Img, which knows its own hires size."""
+    """A double of StableDiffusionProcessingTxt2Img, which computes its hires size."""
 
     def calculate_target_resolution(self):
         self.hr_upscale_to_x = self.hr_resize_x or int(self.width * self.hr_scale)
@@ -74,14 +74,14 @@ class Target(types.SimpleNamespace):
 
 @pytest.fixture
 def place(monkeypatch, tmp_path):
-    """The webui's folder for files. A test asks for it before the webui, which looks for it at its start."""
+    """The webui's folder for files. A test requests it before the webui, which reads it at its start."""
     monkeypatch.setitem(sys.modules, "modules.paths_internal", types.SimpleNamespace(data_path=str(tmp_path)))
     return tmp_path
 
 
 @pytest.fixture
 def measured(place, webui, monkeypatch):
-    """The measurements: a call takes 1 without merging and half with it."""
+    """The measurements, in which a call takes 1 without merging and half with it."""
     plain = webui.engine("measuring.measure").time_calls
     double = mock.Mock(side_effect=lambda *args, **more: (1.0, 0.5, plain(*args[:3], steps=2, rounds=1)[2]))
     monkeypatch.setattr(webui.engine("measuring.measured"), "time_calls", double)
@@ -89,16 +89,16 @@ def measured(place, webui, monkeypatch):
 
 
 def make(webui, names, tab="txt2img"):
-    """The webui makes controls of its own."""
-    made = {name: Component(THEIRS.get(name)) for name in names}
-    for name, control in made.items():
+    """Make the webui's own controls."""
+    controls = {name: Component(THEIRS.get(name)) for name in names}
+    for name, control in controls.items():
         webui.call("after_component", control, f"{tab}_{name}")
-    return made
+    return controls
 
 
 @pytest.fixture
 def line(webui):
-    """It gives what the panel's line says after a change, or after a click of *Measure*; values are by name."""
+    """A function that gives the panel's line after a change, or after a click of *Measure*; values are by name."""
     webui.put("modules.processing", StableDiffusionProcessingTxt2Img=Target)
     webui.script.ui(False)
     changed = make(webui, THEIRS)["width"].followed[0]
@@ -145,9 +145,9 @@ def test_a_measurement_that_fails_is_told_and_the_card_is_free_again(webui, line
 
 def test_a_size_by_a_factor_is_not_told_as_the_other_tabs(webui):
     webui.script.ui(True)
-    theirs = make(webui, ("tab_resize_to", "tab_resize_by", "height", "width"), "img2img")
-    by_size, by_factor = (theirs[name].followed[0]["fn"]() for name in ("tab_resize_to", "tab_resize_by"))
-    (event,) = theirs["width"].followed
+    controls = make(webui, ("tab_resize_to", "tab_resize_by", "height", "width"), "img2img")
+    by_size, by_factor = (controls[name].followed[0]["fn"]() for name in ("tab_resize_to", "tab_resize_by"))
+    (event,) = controls["width"].followed
     _, *values = (control.value for control in event["inputs"])
     assert event["fn"](by_size, *values).startswith("128x128: ")
     assert event["fn"](by_factor, *values) == "resized by a factor: the size is known only when the picture is drawn"

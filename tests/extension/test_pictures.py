@@ -1,4 +1,4 @@
-"""The webuis' own pictures say what merging gains, without a button: what counts, and where it is told."""
+"""The gain of merging from the webuis' own pictures, without a button: which pictures count, and where it is shown."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GAIN = "about 2.0x faster, from your own pictures (3 with merging, 3 without)"
 
 @pytest.fixture(autouse=True)
 def timed(webui, monkeypatch):
-    """Every step takes a second, a merged one a half. The double's four steps are enough."""
+    """A clock: every step takes a second, a merged step half. The double's four steps are enough."""
     clock, pictures = SimpleNamespace(now=0.0), webui.engine("measuring.pictures")
 
     def now():
@@ -42,7 +42,7 @@ def test_the_report_and_the_panel_tell_it_after_three_of_both_kinds(webui):
 
 
 STRANGER = SimpleNamespace(x=None, sigma=torch.ones(1), denoiser=SimpleNamespace(p=object()))
-# what each does to the webui, and what the job is given besides
+# each changes the webui, or gives further arguments of the job
 SPOILING = {
     "stopped": lambda webui: setattr(webui.shared, "state", SimpleNamespace(interrupted=True)),
     "another samples inside of a step": lambda webui: {

@@ -1,6 +1,6 @@
-"""What is told of a job, to whoever drew and to API callers; also of the jobs that a selected script runs.
+"""The report of a job, on the page and for API callers, also of the jobs that a selected script runs.
 
-Such a script goes on with the job's pictures and makes a result of its own: none is added, each report is told.
+Such a script uses the job's pictures and makes its own result: no picture is added, and each report is shown.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def test_the_report_is_shown_in_the_places_of_the_setting(webui, log, place):
 
 
 def twice(model, x, sigmas, extra_args=None, callback=None, disable=None):
-    """Of second order: it calls the model again after each step's report."""
+    """A second-order sampler, which calls the model again after each step's report."""
     def heard(state):
         callback(state)
         model(state["x"], state["sigma"], TIMESTEPS[state["i"]])
@@ -60,8 +60,8 @@ def of_script(webui):
 
 
 def test_a_script_gets_the_pictures_that_it_would_get_and_the_report_of_each_job(webui, of_script):
-    """Loopback, SD upscale, which pastes the pictures together, and Outpainting."""
-    for number in range(2):  # a second request begins anew
+    """Such scripts are Loopback, SD upscale, which joins the pictures, and Outpainting."""
+    for number in range(2):  # a second request starts again
         of_script.script_args = (3, f"request {number}")
         of_script.comments.clear()
         for ratio in (0.5, 0.25):
@@ -74,7 +74,7 @@ def test_a_script_gets_the_pictures_that_it_would_get_and_the_report_of_each_job
 
 
 def test_so_has_one_whose_jobs_were_copies(webui, of_script):
-    """Prompts from file; and a plot, which goes on with a copy of its first cell's result."""
+    """Such scripts are Prompts from file, and a plot, which reuses a copy of its first cell's result."""
     first, second = copy.copy(of_script), copy.copy(of_script)
     first.args, second.args = [{**FREE, "strength": 0}], [{**FREE, "strength": 0.7}]
     of_plot = webui.process(first)

@@ -1,4 +1,4 @@
-"""A pass's times are heard from its sampler; no step waits for the device if the sampler is known."""
+"""A pass gets its times from its sampler; no step waits for the device if the sampler is known."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from tests.on_device import on_device
 from tests.webui_doubles import FLAVOURS, ON, CFGDenoiserTimesteps, Denoiser, Processing, custom, sample_euler
 
-RANGE = (custom(end=0.6),)  # before it lie 999, 800 and 500 of 999
+RANGE = (custom(end=0.6),)  # timesteps 999, 800 and 500 of 999 come before its end
 
 
 @pytest.fixture
 def flavour():
-    """Whose list is on the device."""
+    """A webui whose samplers have their list on the device."""
     return "forge"
 
 

@@ -1,4 +1,4 @@
-"""SD.Next, by what differs from the other webuis: diffusers' pipelines, no hook between passes, names of its own."""
+"""SD.Next's differences from the other webuis: diffusers' pipelines, no hook between passes, its own names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def flavour():
 
 
 def test_equal_seeds_give_equal_pictures_whatever_ran_before(webui):
-    first = webui.job(FREE, n_iter=2, batch_size=2)  # which keeps its matches from step to step
+    first = webui.job(FREE, n_iter=2, batch_size=2)  # this job keeps its matches from step to step
     webui.job(*ON)
     assert torch.equal(webui.job(FREE, n_iter=2, batch_size=2).latents, first.latents) and report(first)["merged"]
 
@@ -63,7 +63,7 @@ def test_the_infotext_does_not_take_the_name_of_its_own_setting(webui):
 def test_the_page_knows_the_webuis_controls_by_its_own_names(webui):
     webui.script.ui(False)
     names = ("width", "height", "enable_hr", "scale", "resize_width", "resize_height")
-    theirs = {f"txt2img_{name}": Component() for name in names}
-    for elem_id, control in theirs.items():
+    controls = {f"txt2img_{name}": Component() for name in names}
+    for elem_id, control in controls.items():
         webui.call("after_component", control, elem_id)
-    assert theirs["txt2img_width"].followed[0]["inputs"][-6:] == [*theirs.values()]
+    assert controls["txt2img_width"].followed[0]["inputs"][-6:] == [*controls.values()]

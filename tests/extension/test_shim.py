@@ -1,4 +1,4 @@
-"""The ways in, by the webui's own rule: once, twice, beside a rival, a second copy of itself, cloned or installed."""
+"""The webui loads the extension by its own rule: once, twice, with a rival, with a second copy, cloned or installed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The panel and the settings built and clicked in real gradio: 3.41.2 (A1111, reForge) and 4.40.0 (Forge).
 
-Each in an environment of its own with the webui's pins, made once and kept in pytest's cache folder.
+Each version has an environment with the webui's pins, made once and kept in pytest's cache folder.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import install
 from tests.gradio_panel.serving import answers, free_port, running
 
-pytestmark = pytest.mark.slow  # two versions of gradio, each in an environment of its own
+pytestmark = pytest.mark.slow  # two versions of gradio, each in its own environment
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 PANEL = Path(__file__).parents[1] / "gradio_panel"
 QUIET = {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "no_proxy": "*"}
@@ -32,7 +32,7 @@ NUMBER = "input[type=number]"
 @pytest.fixture(scope="module", params=["a1111", "forge"])
 def address(chromium, request, tmp_path_factory):
     """The address at which app.py serves its page, in an environment with the gradio of each webui."""
-    cache = getattr(request.config, "cache", None)  # pytest can be told to have none
+    cache = getattr(request.config, "cache", None)  # pytest may have no cache
     folder = (cache.mkdir("gradio") if cache else tmp_path_factory.mktemp("gradio")) / request.param
     python, stamp, pins = install.venv_python(folder), folder / "installed.txt", PANEL / f"{request.param}.txt"
     mark = sys.version + pins.read_text(encoding="utf-8")
@@ -45,7 +45,7 @@ def address(chromium, request, tmp_path_factory):
             pytest.skip(f"pip could not install {pins.name}: {done.stderr[-300:]}")
         stamp.write_text(mark, encoding="utf-8")
     port, log = free_port(), tmp_path_factory.mktemp("served") / "page.log"
-    # -I: nothing of this environment but the torch that is asked for
+    # -I: nothing of this environment except the given torch
     command = [str(python), "-I", str(PANEL / "app.py"), str(port), str(Path(torch.__file__).parents[1])]
     url = f"http://127.0.0.1:{port}"
     with running(command, log, lambda: answers(url), env={**os.environ, **QUIET}):
@@ -76,7 +76,7 @@ class Page:
         self.page.wait_for_function(ask, arg=[f"script_txt2img_{name}", value])
 
     def infotext(self):
-        """Generate, and give what the hooks write of us.
+        """Generate, and return our part of the infotext.
 
         gradio 4 loses a click now and then on a busy machine; a user presses again, and so does this.
         """
@@ -94,7 +94,7 @@ class Page:
 
 @pytest.fixture
 def page(chromium, address):
-    """The page, as it starts."""
+    """A page that has just been opened."""
     with chromium.new_page(viewport={"width": 1280, "height": 2500}) as tab:
         yield Page(tab, address)
 

@@ -23,18 +23,18 @@ import webui_modules
 
 BY_TYPE = {bool: gr.Checkbox, int: gr.Number, str: gr.Textbox}
 IS_OLD = gr.__version__ < "4"
-# What is asked only here does not wait in gradio 4's queue: it closes its stream of answers when none is left to come,
-# and an answer to a question that is asked in that instant is lost now and then. The extension's own are in it.
+# This page's own events bypass gradio 4's queue: it closes its stream of answers when none is left to come,
+# and sometimes loses the answer to an event of that instant. The extension's own events use the queue.
 AT_ONCE = {"queue": False}
-# It drops a click of a button whose last answer was shown, but still counts as pending.
+# gradio drops a click of a button whose last answer was shown, but still counts as pending.
 CLICKED = AT_ONCE if IS_OLD else {**AT_ONCE, "trigger_mode": "multiple"}
 numbers = itertools.count()
-if not IS_OLD:  # it writes a file beside each file that defines a component; Forge stops it too
+if not IS_OLD:  # gradio writes a file next to each file that defines a component; Forge stops it too
     gr.component_meta.create_or_modify_pyi = lambda *args: None
 
 
 class Switch(gr.Checkbox):
-    """A checkbox, which the webui hides; beside it is an accordion that is unfolded while it is checked."""
+    """A checkbox, which the webui hides; an accordion next to it is unfolded while it is checked."""
 
     def __enter__(self):
         self.accordion.__enter__()
@@ -56,7 +56,7 @@ def input_accordion(value, *, label, elem_id):
 
 
 def add_panel(webui):
-    """The panel of txt2img, and what a job would get from it."""
+    """The panel of txt2img, and the values that a job would get from it."""
     script = webui.script
 
     def generate(*values):
@@ -90,16 +90,16 @@ def add_settings(webui):
 
 def main(port, torch_folder):
     """Serve the page."""
-    sys.path.append(torch_folder)  # last, so that it outweighs nothing of this environment
+    sys.path.append(torch_folder)  # last, so that this environment's packages go first
     webui = webui_modules.Modules(operator.setitem, "a1111" if IS_OLD else "forge")
     webui.put("modules.ui_components", InputAccordion=input_accordion)
     webui.start()
     with gr.Blocks() as page, warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # gradio 3 drops arguments that it does not know, and says only so
+        warnings.simplefilter("error", UserWarning)  # gradio 3 only warns of arguments that it does not know
         add_panel(webui)
         of_img2img = type(webui.script)()
         of_img2img.is_img2img = True
-        with gr.Group():  # in bare blocks it would be the API's
+        with gr.Group():  # in bare blocks the panel would be the API's
             of_img2img.ui(True)
         add_settings(webui)
     page.launch(server_name="127.0.0.1", server_port=int(port), show_api=False, quiet=True)

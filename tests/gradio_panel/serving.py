@@ -17,7 +17,7 @@ OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy
 
 
 def free_port() -> int:
-    """Of this machine."""
+    """Return a free port of this machine."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
@@ -25,9 +25,9 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running(command: Sequence[str], log: Path, is_ready: Callable[[], bool], **options: Any) -> Iterator[None]:
-    """A server that writes a log, from when it is ready to the end of the block, with all that it started.
+    """Run a server that writes a log: the block begins when it is ready, and at the end its processes stop.
 
-    AssertionError with its last words if it ends by itself.
+    AssertionError with the end of its log if it ends by itself.
     """
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, **options)

@@ -1,4 +1,4 @@
-"""The shape of the house: imports follow the map in CONTRIBUTING.md, do nothing, and models come from safetensors.
+"""The project's structure: imports follow the map in CONTRIBUTING.md, do nothing, and models come from safetensors.
 
 ruff refuses pickles, sockets and the start of programs in our files: `banned-api` in pyproject.toml.
 """
@@ -17,12 +17,12 @@ ENGINE = {path.relative_to(ROOT / "tome_core"): path for path in (ROOT / "tome_c
 MAP = re.search(r"## The map\n\n```\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.DOTALL)[1]
 # the rooms of each row of the map; what follows three spaces is a comment
 ROWS = [re.findall(r"(\w+)(?:\.py)?", line.split("   ")[0]) for line in MAP.splitlines()]
-# which hosts a host may import beside itself: benchmarks measure the demo's models
+# other hosts that a host may import: benchmarks measure the demo's models
 HOSTS = {"extension": set(), "comfy_nodes": set(), "demo": set(), "benchmarks": {"demo"}}
 
 
 def imports(path: Path) -> set[str]:
-    """Full names of all that a file imports; relative ones begin with "clone."."""
+    """Full names of a file's imports; relative ones begin with "clone."."""
     package, names = ".".join(("clone", *path.relative_to(ROOT).parent.parts)), set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""install.py: quiet for hosts, clear for people. What it does in a host's folder is held by tests/host_folders.py."""
+"""install.py: quiet for hosts, clear for people. tests/host_folders.py has its calls and a host's folders."""
 
 from __future__ import annotations
 
@@ -77,33 +77,33 @@ def test_a_torch_that_is_there_is_found_without_importing_it_unless_a_requiremen
 
 
 @pytest.fixture
-def asked(tmp_path, monkeypatch) -> list[list[str]]:
-    """All that pip is asked for, and does not do, in a repository of its own.
+def pip_calls(tmp_path, monkeypatch) -> list[list[str]]:
+    """The arguments of all calls of pip, which does nothing, in a repository of its own.
 
-    An empty module stands for pip in the environments, which are made in a fifth of the time without it.
+    An empty module stands for pip in the environments, which takes a fifth of the time.
     """
     def without_pip(builder, context):
         (next(Path(context.env_dir).glob("**/site-packages")) / "pip.py").touch()
 
-    asked = []
+    pip_calls = []
     monkeypatch.setattr(venv.EnvBuilder, "_setup_pip", without_pip)
     monkeypatch.setattr(install, "ROOT", tmp_path)
-    monkeypatch.setattr(install, "pip", lambda python, arguments: asked.append(list(arguments)))
+    monkeypatch.setattr(install, "pip", lambda python, arguments: pip_calls.append(list(arguments)))
     (tmp_path / "pyproject.toml").write_text(PYPROJECT)
-    return asked
+    return pip_calls
 
 
-def test_the_environment_is_filled_once_and_again_when_the_requirements_change(tmp_path, asked, capsys):
+def test_the_environment_is_filled_once_and_again_when_the_requirements_change(tmp_path, pip_calls, capsys):
     python = install.environment(["demo", "test"], ["old-thing==1"])
-    assert asked == [["torch>=2.4", "numpy>=1", "pillow", "pytest"], ["--no-deps", "old-thing==1"]]
+    assert pip_calls == [["torch>=2.4", "numpy>=1", "pillow", "pytest"], ["--no-deps", "old-thing==1"]]
     said = capsys.readouterr().out
     assert set(install.SIZES) == set(install.read_project(ROOT / "pyproject.toml")["project"]["optional-dependencies"])
     assert "install.py test " in said and str(tmp_path / ".venv") in said and "190 MB" in said and "taken from" in said
     assert install.environment(["demo", "test"], ["old-thing==1"]) == python
-    assert len(asked) == 2 and capsys.readouterr().out == "", "the second call went to pip"
+    assert len(pip_calls) == 2 and capsys.readouterr().out == "", "the second call went to pip"
     (tmp_path / "pyproject.toml").write_text(PYPROJECT.replace("numpy>=1", "numpy>=2"))
     install.environment(["demo", "test"], ["old-thing==1"])
-    assert asked[2] == ["torch>=2.4", "numpy>=2", "pillow", "pytest"]
+    assert pip_calls[2] == ["torch>=2.4", "numpy>=2", "pillow", "pytest"]
     assert "Making" not in capsys.readouterr().out, "an environment that runs is kept"
     assert output([python, "-c", TORCH_VERSION]) == importlib.metadata.version("torch")
 
@@ -111,7 +111,7 @@ def test_the_environment_is_filled_once_and_again_when_the_requirements_change(t
 @pytest.mark.parametrize("ending, code, sentence", [
     (KeyboardInterrupt, 130, "stopped; the same command goes on"), (None, 1, "pip could not install what is needed")])
 def test_an_installation_that_ends_early_goes_on_where_it_was(
-    ending, code, sentence, tmp_path, asked, monkeypatch, capsys
+    ending, code, sentence, tmp_path, pip_calls, monkeypatch, capsys
 ):
     def ended(command):
         (tmp_path / ".venv" / "what pip had by then").touch()
@@ -130,7 +130,7 @@ def test_an_installation_that_ends_early_goes_on_where_it_was(
 
 
 @pytest.mark.slow
-def test_an_environment_made_from_an_environment_sees_the_same_torch(tmp_path, asked):
+def test_an_environment_made_from_an_environment_sees_the_same_torch(tmp_path, pip_calls):
     first = install.environment(["demo"])
     os.rename(tmp_path / ".venv", tmp_path / "parent")
     code = f"import sys, pathlib; sys.path.insert(0, {str(ROOT)!r}); import install;" \
@@ -141,18 +141,18 @@ def test_an_environment_made_from_an_environment_sees_the_same_torch(tmp_path, a
     assert install.path_line(Path("ünï 字")).isascii(), "Pythons differ in how they decode such a file"
 
 
-def test_an_environment_of_our_own_that_broke_is_made_again_and_the_users_is_never_removed(tmp_path, asked):
+def test_an_environment_of_our_own_that_broke_is_made_again_and_the_users_is_never_removed(tmp_path, pip_calls):
     content = tmp_path / ".venv" / "content"
     content.parent.mkdir()
     content.touch()
     with pytest.raises(install.Failure, match=r"was not made by install\.py"):
         install.environment(["demo"])
-    assert content.exists() and not asked
+    assert content.exists() and not pip_calls
     (tmp_path / ".venv" / install.OWNER).touch()
     assert Path(install.environment(["demo"])).exists() and not content.exists()
 
 
-def test_a_python_that_cannot_make_environments_is_told_what_to_install(asked, monkeypatch):
+def test_a_python_that_cannot_make_environments_is_told_what_to_install(pip_calls, monkeypatch):
     find_spec = install.find_spec
     monkeypatch.setattr(install, "find_spec", lambda name: None if name == "ensurepip" else find_spec(name))
     with pytest.raises(install.Failure, match="apt install python3-venv"):

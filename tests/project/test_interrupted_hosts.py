@@ -24,14 +24,14 @@ from tome_core.engine.state import State
 
 VALUES = {"level": "up to /8", "end": 0.9}
 WEBUI_ON = custom(0.5, **VALUES, merge_crossattn=True, merge_mlp=True)
-# the functions that a sampling in ComfyUI, and a call of the model there, go through; all but the first are ours
+# functions that a sampling in ComfyUI, or a model's call there, runs through; all but the first are ours
 IN_COMFYUI = ((Guider, "_call"), (branch.Sampling, "call"), (branch.Sampling, "_make"), (branch.Sampling, "_tell_time"),
               (State, "begin"), (slot_function, "call"), (hosting, "attend_call"), (State, "attend"),
               (branch.Sampling, "end"))  # fmt: skip
 
 
 def failing(function, error, after):
-    """The function, which raises once, before or after its work; `raised` says that it did."""
+    """The function, which raises once, before or after its work; then `raised` is true."""
     def run(*args, **kwargs):
         out = function(*args, **kwargs) if after or run.raised else None
         if not run.raised:
@@ -45,7 +45,7 @@ def failing(function, error, after):
 
 @pytest.fixture(params=some_quick(FLAVOURS))
 def webui(request, monkeypatch):
-    """Its `draw` gives the picture with merging, or without, and sees that nothing is left."""
+    """A webui whose `draw` returns the picture with or without merging, and asserts that nothing is left."""
     webui_doubles.be_short(monkeypatch)
     webui = Webui(monkeypatch, request.param).start()
     before = traces(webui.unet)
@@ -82,7 +82,7 @@ def test_a_fault_in_mid_sampling_is_gone_with_the_next_job(webui):
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_fault_in_comfyui_leaves_nothing(error, monkeypatch):
-    """The picture fails with it, and no other picture does. An attention that fails merged goes on unmerged."""
+    """Only the picture with the fault fails. An attention that fails merged goes on unmerged."""
     plain = least_checkpoint()
     branches = plain, apply(plain, ratio=0.5, **VALUES)
 

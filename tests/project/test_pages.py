@@ -1,4 +1,4 @@
-"""The pages agree with the project: links, commands, Python, quoted messages, examples in docstrings. And words."""
+"""The pages agree with the project: links, commands, Python, quoted messages, docstrings' examples, and words."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 PROGRAMS = {"demo": "demo", "page": "demo.page", "gpu": "benchmarks.gpu"}
 QUOTED = {text for text in re.findall(r"`([^`\n]*)`", PAGES["docs/troubleshooting.md"])
           if (len(text.split()) >= 5 and "->" not in text) or f"\n| `{text}` |" in PAGES["docs/troubleshooting.md"]}
-# modules that decide that a call, or a part of a call, is left alone, and say why
+# modules that decide that a call, or a part of it, is left alone, and give the reason
 REASONS = (
     *(f"tome_core/{name}.py" for name in (
         "reporting/ledger", "engine/decision", "engine/state", "engine/time", "measuring/pays",
@@ -80,11 +80,11 @@ def commands_of(page: str) -> list[str]:
 
 
 class Read(BaseException):
-    """The program has read its command line; it is not to do more."""
+    """Raised when the program has read its command line, to stop it."""
 
 
 def hold_options(module: str, arguments: list[str], monkeypatch) -> None:
-    """Let a program read these arguments. It ends with 2 if it does not know them."""
+    """Let a program read these arguments. The program exits with 2 if it does not know them."""
     plain = argparse.ArgumentParser.parse_args
 
     def parse(parser, *args, **kwargs):
@@ -101,7 +101,7 @@ def hold_options(module: str, arguments: list[str], monkeypatch) -> None:
 
 @pytest.mark.parametrize("command", dict.fromkeys(command for page in PAGES for command in commands_of(page)))
 def test_a_command_of_a_page_is_one_that_its_program_takes(command, monkeypatch):
-    """As it stands there, but for what its placeholders stand for."""
+    """The command is the page's, with values for its placeholders."""
     words = shlex.split(command)
     if words[0] == "pip":
         extras = install.read_project(ROOT / "pyproject.toml")["project"]["optional-dependencies"]
@@ -144,7 +144,7 @@ def test_the_python_of_a_page_runs_and_leaves_nothing_behind(page, tiny_folder):
 
 
 def said_by(path: Path, errors: bool = True) -> set[str]:
-    """The strings of a module, without docstrings. errors: with the sentences that it raises."""
+    """The strings of a module, without docstrings. errors: also the sentences of its exceptions?"""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     left_out = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     if not errors:
@@ -175,5 +175,5 @@ def test_no_word_is_misspelled():
 def test_no_phrase_that_had_to_be_read_twice_comes_back():
     texts = {**PAGES, "nodes": (ROOT / "locales" / "en" / "nodeDefs.json").read_text("utf-8")}
     texts |= {f"setting {field.name}": f"{field.label} {field.help}" for field in form.FIELDS}
-    found = {(name, hit[0]) for name, text in texts.items() for hit in STUMBLES.finditer(text)}
-    assert not found, "name who it is, and write: again, also, if it is 0, tolerates, gets, depends on, 88%"
+    stumbles = {(name, hit[0]) for name, text in texts.items() for hit in STUMBLES.finditer(text)}
+    assert not stumbles, "name who it is, and write: again, also, if it is 0, tolerates, gets, depends on, 88%"

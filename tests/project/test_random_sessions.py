@@ -1,7 +1,7 @@
 """Random sessions with one UNet: patches come, calls are made, patches go, in any order.
 
-All is drawn before anything runs, and a control makes the same calls without merging. What raises, raises in the
-control too, or names the wrong value; pictures have their shape and are finite; in the end the model draws its own
+All is drawn before any call runs, and a control makes the same calls without merging. A call that raises does so in
+the control too, or names the wrong value; pictures have their shape and are finite; in the end the model draws its own
 picture and nothing of ours is on it.
 """
 
@@ -29,7 +29,7 @@ from tome_core.models.unet_blocks import find_unet
 pytestmark = pytest.mark.slow
 DTYPES = {torch.float32: 15, torch.bfloat16: 3, torch.float16: 2, torch.float64: 1}
 SIDES = (1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8, 9, 10, 12, 12, 16, 20)
-MOST_TOKENS = 512  # of a batch: what takes long finds no more
+MOST_TOKENS = 512  # of a batch: longer tests find no more
 MODES = {"no_grad": 60, "inference": 15, "autocast": 7}
 EVENTS = {"call": 40, "patch": 8, "change": 9, "tell": 9, "throw": 3}
 DESCRIBED = {setting["name"]: setting for setting in describe_settings()}
@@ -37,12 +37,12 @@ WRONG = (-1, 2**70, float("nan"), float("inf"), "x", "", None, [], {}, (1,), 1e3
 
 
 def weighted(dice: random.Random, weights: dict[Any, int]) -> Any:
-    """One of the keys."""
+    """Draw one of the keys by its weight."""
     return dice.choices(tuple(weights), tuple(weights.values()))[0]
 
 
 def any_value(dice: random.Random, setting: dict[str, Any]) -> Any:
-    """Any value in the setting's range; whether it goes with other settings is not asked."""
+    """Any value in the setting's range, even if it does not go with other settings."""
     if "choices" in setting:
         return dice.choice(setting["choices"])
     if isinstance(setting["default"], bool):
@@ -54,7 +54,7 @@ def any_value(dice: random.Random, setting: dict[str, Any]) -> Any:
 
 
 def any_config(dice: random.Random) -> MergeConfig:
-    """Half of the settings at random, the rest as they are by default; drawn again where they do not go together."""
+    """Half of the settings at random, the rest by default; drawn again if they do not go together."""
     while True:
         names = [name for name in DESCRIBED if dice.random() < 0.5]
         try:
@@ -64,7 +64,7 @@ def any_config(dice: random.Random) -> MergeConfig:
 
 
 class Call(NamedTuple):
-    """Of the UNet. mode: how it is made."""
+    """A call of the UNet. mode: how it is made."""
 
     batch: int
     height: int
@@ -78,7 +78,7 @@ PROBE = Call(1, 8, 8, 321)
 
 
 def a_call(dice: random.Random, like: Call | None = None) -> Call:
-    """Often another step of the picture before."""
+    """Draw a call, often another step of the last picture."""
     if like is not None and dice.random() < 0.7:
         batch, height, width, seed = like.batch, like.height, like.width, like.seed
     else:
@@ -91,7 +91,7 @@ def a_call(dice: random.Random, like: Call | None = None) -> Call:
 
 
 def a_wish(dice: random.Random) -> tuple[str, dict[str, Any]]:
-    """A step that asks for merging, and its settings."""
+    """Draw a step that requests merging, with its settings."""
     pays = {"only_if_it_pays": False} if dice.random() < 0.8 else {}
     if dice.random() < 0.1:
         return "patch_wrongly", {**pays, dice.choice([*DESCRIBED]): dice.choice(WRONG)}
@@ -105,7 +105,7 @@ def a_time(dice: random.Random) -> dict[str, Any]:
 
 
 def a_session(dice: random.Random) -> list[tuple[str, Any]]:
-    """Names of methods of `Stage`, each with its argument."""
+    """Draw a session: names of methods of `Stage`, each with its argument."""
     call = a_call(dice)
     steps = [a_wish(dice), ("call", call)]
     for _ in range(dice.randint(1, 5)):
@@ -118,7 +118,7 @@ def a_session(dice: random.Random) -> list[tuple[str, Any]]:
 
 
 class Stage:
-    """A model on which the steps of a session are done. outcomes: of each call, a picture or what it raised."""
+    """A model on which a session runs. outcomes: for each call a picture or an exception."""
 
     def __init__(self, case: Family, model: nn.Module) -> None:
         self.case, self.model = case, copy.deepcopy(model)
@@ -134,14 +134,14 @@ class Stage:
         self.handles.append(tome_core.patch(self.model, **settings))
 
     def patch_wrongly(self, settings: dict[str, Any]) -> None:
-        """Some values are wrong for some settings alone."""
+        """Patch with a wrong value, which may be wrong for some settings alone."""
         try:
             self.patch(settings)
         except (ValueError, TypeError) as error:
             assert any(f"{name}={value!r}" in str(error) for name, value in settings.items()), error
 
     def change(self, number: int) -> None:
-        """A patch goes, rests or comes back."""
+        """Remove, pause or restore a patch."""
         if number % 4 == 0 or not self.handles:
             tome_core.remove_patch(self.model)
         else:
@@ -159,7 +159,7 @@ class Stage:
             self.outcomes.append(error)
 
     def throw(self, what: tuple[int, Call]) -> None:
-        """Some module throws in the next call."""
+        """Let a module raise in the next call."""
         number, call = what
         modules = [module for module in find_unet(self.model).modules() if not list(module.children())]
         hook = modules[number * 7919 % len(modules)].register_forward_hook(lambda *_: 1 / 0)
@@ -167,7 +167,7 @@ class Stage:
         hook.remove()
 
     def leave(self, seed: int) -> None:
-        """All patches go, in any order."""
+        """Remove all patches, in any order."""
         for handle in random.Random(seed).sample(self.handles, len(self.handles)):
             handle.remove()
         tome_core.remove_patch(self.model)
@@ -182,7 +182,7 @@ class Stage:
 
 @functools.cache
 def built(case: Family, dtype: torch.dtype) -> nn.Module:
-    """As it is built. It is copied, and never called."""
+    """The new model, which is copied and never called."""
     model = case.build()
     takes_all = isinstance(model, diffusers.ModelMixin) and case.name != "gligen"  # some inputs are float32
     return model.to(dtype) if takes_all else model

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(command: list, **options) -> str:
-    """What a command that succeeds says."""
+    """The output of a command that succeeds."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PIP_CONSTRAINT")}
     done = subprocess.run([str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                           check=False, env=environment, **options)  # fmt: skip
@@ -31,10 +31,10 @@ def run(command: list, **options) -> str:
 
 def test_the_version_is_the_same_everywhere_and_told_without_torch():
     assert release.disagreements(f"v{tome_core.__version__}") == []
-    # without our expressions, as ComfyUI's Manager and pip read it
+    # read without our code, as ComfyUI's Manager and pip do
     assert install.read_project(ROOT / "pyproject.toml")["project"]["version"] == tome_core.__version__
-    told = run([sys.executable, "-X", "importtime", "-m", "tests.release"], cwd=ROOT)
-    assert told.endswith(f"\n{tome_core.__version__}\n") and "torch" not in told
+    printed = run([sys.executable, "-X", "importtime", "-m", "tests.release"], cwd=ROOT)
+    assert printed.endswith(f"\n{tome_core.__version__}\n") and "torch" not in printed
 
 
 def test_comfyuis_registry_gets_what_the_nodes_need_and_little_else():
@@ -47,7 +47,7 @@ def test_comfyuis_registry_gets_what_the_nodes_need_and_little_else():
 
 
 def test_the_wheel_from_the_sdist_holds_the_engine_and_requires_torch(tmp_path):
-    """Of a copy, so that the checkout stays."""
+    """The wheel is built from a copy, so that the checkout stays as it is."""
     if int(importlib.metadata.version("setuptools").split(".")[0]) < 77:
         pytest.skip("building needs setuptools 77 or newer, as pyproject.toml says")
     code = f"from setuptools.build_meta import build_sdist; build_sdist({str(tmp_path)!r})"

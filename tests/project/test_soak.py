@@ -1,4 +1,4 @@
-"""Many generations in each host: memory stays flat, and the model ends as it began.
+"""Many generations in each host: memory stays flat, and the model is the same at the end.
 
 A few rounds at every run; `TOME_THOROUGH=1` makes it 500 generations (see tests/thoroughness.py).
 """
@@ -23,13 +23,13 @@ from tests.traces import traces
 from tests.webui_doubles import Webui, custom
 
 pytestmark = pytest.mark.slow
-ROUNDS, WARM_UP = 125 if THOROUGH else 6, 2  # of up to four generations each
-MORE_OBJECTS, MORE_BYTES = 12, 48 * 2**10  # after the warm-up; an object left behind a generation is 16 at least
+ROUNDS, WARM_UP = 125 if THOROUGH else 6, 2  # a round has up to four generations
+MORE_OBJECTS, MORE_BYTES = 12, 48 * 2**10  # since the warm-up; one object for each generation makes 16
 
 
 def memory() -> tuple[int, int, int]:
     """How many tensors and Python objects live, and how many bytes Python allocated."""
-    while gc.collect():  # objects that a thread alone knew go in a second round
+    while gc.collect():  # objects that only a thread held go in a second round
         pass
     objects = gc.get_objects()
     tensors = sum(issubclass(type(value), torch.Tensor) for value in objects)
@@ -37,7 +37,7 @@ def memory() -> tuple[int, int, int]:
 
 
 def soak(*generations: Callable[[], object]) -> None:
-    """Run these in turn, and compare memory after each round with memory after the warm-up. The last lets go of all."""
+    """Run these in turn, and compare memory after each round with memory after the warm-up. The last one frees all."""
     seen = []
     logging.disable()  # pytest keeps every record
     tracemalloc.start(1)

@@ -30,7 +30,7 @@ UNKNOWN = "calls no attention function that is known"
 
 @pytest.fixture(autouse=True)
 def _hosts(monkeypatch):
-    """xformers is there, and LDM's plain attention is as exact as its input."""
+    """Install a double of xformers, and make LDM's plain attention as exact as its input."""
     conformance.with_xformers(monkeypatch, attention_processor)
     monkeypatch.setitem(globals(), "xformers", attention_processor.xformers)
     monkeypatch.setattr(ldm_attention, "_ATTN_PRECISION", "fp16")
@@ -50,7 +50,7 @@ def flat(out: torch.Tensor) -> torch.Tensor:
 
 
 class Kind(NamedTuple):
-    """An attention. make: of a dtype; way: how it is told of sizes; context, mask: arguments of its call."""
+    """An attention. make: makes it in a dtype; way: how it gets the sizes; context, mask: arguments of its call."""
 
     make: Callable[[torch.dtype], nn.Module]
     way: str
@@ -68,7 +68,7 @@ VISIBLE = torch.arange(SIDE**2) < 40
 ADDED = torch.where(VISIBLE, 0.0, -10.0)[None, None, None]
 OTHERS = tokens(3, count=20, seed=1)
 PROCESSORS = {
-    "AttnProcessor": BIAS,  # by hand, as the next
+    "AttnProcessor": BIAS,  # computes by hand, like the next one
     "SlicedAttnProcessor": BIAS,
     "AttnProcessor2_0": BIAS,
     "XFormersAttnProcessor": OWN_BIAS,
@@ -77,8 +77,8 @@ PROCESSORS = {
 OTHERS_OF = {name: {"encoder_hidden_states": OTHERS} for name in PROCESSORS if "Fused" not in name}
 MASK = {"attention_mask": ADDED[0].expand(3, -1, -1)}
 HOSTS = {
-    **{name: Kind(functools.partial(of_diffusers, name), own, OTHERS_OF.get(name, {}), MASK)
-       for name, own in PROCESSORS.items()},
+    **{name: Kind(functools.partial(of_diffusers, name), expected, OTHERS_OF.get(name, {}), MASK)
+       for name, expected in PROCESSORS.items()},
     "ldm": Kind(lambda dtype: telling(ldm_attention.CrossAttention(CHANNELS, heads=HEADS, dim_head=5), dtype), OWN_BIAS,
                 {"context": OTHERS}, {"mask": VISIBLE.expand(3, -1)}),
     "sgm": Kind(lambda dtype: telling(SgmAttention(CHANNELS, CHANNELS, HEADS), dtype), BIAS, {"context": OTHERS},
@@ -92,7 +92,7 @@ def test_merged_keys_give_what_repeated_keys_give_in_every_precision_and_queries
     for dtype in conformance.DTYPES:
         assert way(kind.make(dtype), dtype) == kind.way, dtype
     module = kind.make(torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):  # as trainers run it: weights in float32, products in bfloat16
+    with torch.autocast("cpu", torch.bfloat16):  # trainers have weights in float32, products in bfloat16
         way(module, tolerance=conformance.TOLERANCE[torch.bfloat16])
     before = dict(vars(module))
     assert way(module, queries=True) == kind.way and vars(module) == before
@@ -104,7 +104,7 @@ def test_a_call_with_a_mask_or_with_other_tokens_is_left_alone(kind):
     assert "mask" in why_left_alone(module, **kind.mask)
     if kind.context:
         assert "keys and values are not the picture's tokens" in why_left_alone(module, **kind.context)
-    for name in kind.context:  # the tokens themselves
+    for name in kind.context:  # a context that is the picture's own tokens
         assert way(module, **{name: tokens(3)}) == kind.way
 
 
@@ -114,11 +114,11 @@ def test_heads_scale_and_upcasting_are_the_attentions_own(name):
     for settings in ({"heads": 1, "dim_head": 40}, {"heads": 8, "dim_head": 5}, {"scale_qk": False}, upcast):
         assert way(of_diffusers(name, **settings)) == PROCESSORS[name], settings
     assert way(of_diffusers(name, torch.bfloat16, **upcast), torch.bfloat16) == PROCESSORS[name]
-    assert way(of_diffusers(name), alike=True) == PROCESSORS[name]  # one plan for all samples
+    assert way(of_diffusers(name), alike=True) == PROCESSORS[name]  # alike: one plan for all samples
 
 
 def test_a_correction_is_the_same_by_every_processor():
-    """Each head's, before the output projection."""
+    """The correction is compared for each head, before the output projection."""
     x = F.interpolate(tokens(2, count=16).mT.unflatten(2, (4, 4)), (SIDE, SIDE), mode="bilinear").flatten(2).mT
 
     def merged(name: str, correction: bool) -> torch.Tensor:
@@ -133,7 +133,7 @@ def test_a_correction_is_the_same_by_every_processor():
 
 @pytest.mark.parametrize("name", ["AttnProcessor", "AttnProcessor2_0", "FusedAttnProcessor2_0"])
 def test_a_hook_on_a_projection_sees_all_tokens_once_and_its_output_counts(name):
-    """All are seen by the patched call, and all by the one without a patch to which it is compared."""
+    """The patched and the unpatched call, which are compared, each show the hook all tokens."""
     weights, seen = torch.linspace(0.5, 1.5, SIDE**2)[:, None], []
 
     def hook(layer, args, out):
@@ -146,7 +146,7 @@ def test_a_hook_on_a_projection_sees_all_tokens_once_and_its_output_counts(name)
         seen.clear()
         assert way(module) == PROCESSORS[name] and seen == 2 * [(3, SIDE**2)], role
         seen.clear()
-        why_left_alone(module, config=tome_core.MergeConfig(side="kv", ratio=0.01))  # too little to begin
+        why_left_alone(module, config=tome_core.MergeConfig(side="kv", ratio=0.01))  # this ratio merges nothing
         assert seen == 2 * [(3, SIDE**2)], role
 
 
@@ -154,7 +154,7 @@ def test_a_hook_on_a_projection_sees_all_tokens_once_and_its_output_counts(name)
 
 
 def processor(call: Any) -> Any:
-    """Of a class of its own, whose code this is."""
+    """Make a processor of a new class with this code."""
     return type("Mine", (), {"__call__": call})()
 
 
@@ -168,13 +168,13 @@ CALLERS = {
     "by a helper of another module": processor(
         lambda self, attn, x, *_, **__: attend(attn.to_q(x), attn.to_k(x), attn.to_v(x), attn.heads)),
     "by diffusers' dispatcher": processor(lambda self, attn, x, *_, **__: dispatch_attention_fn(
-        *(one.transpose(1, 2) for one in parts(attn, x))).flatten(2)),
+        *(tensor.transpose(1, 2) for tensor in parts(attn, x))).flatten(2)),
     "a function": lambda attn, x, *_, **__: flat(F.scaled_dot_product_attention(*parts(attn, x))),
     "by xformers": processor(lambda self, attn, x, *_, **__: xformers.ops.memory_efficient_attention(
-        *(one.transpose(1, 2) for one in parts(attn, x)), attn_bias=None).flatten(2)),
+        *(tensor.transpose(1, 2) for tensor in parts(attn, x)), attn_bias=None).flatten(2)),
     "by xformers, heads within the batch": processor(
         lambda self, attn, x, *_, **__: flat(xformers.ops.memory_efficient_attention(
-            *(one.flatten(0, 1) for one in parts(attn, x)), op=None).unflatten(0, (-1, attn.heads)))),
+            *(tensor.flatten(0, 1) for tensor in parts(attn, x)), op=None).unflatten(0, (-1, attn.heads)))),
 }  # fmt: skip
 
 
@@ -184,7 +184,7 @@ def test_whatever_its_class_an_attention_is_known_by_the_function_it_calls(name)
 
 
 def test_the_processor_that_is_in_force_at_a_call_decides():
-    """Hosts change them between steps."""
+    """Hosts change processors between steps."""
     module, x = attention(), tokens(2)
     unet = UNetOf(module)
     with conformance.merging_by(), tome_core.patch(unet, KV) as handle:
@@ -197,7 +197,7 @@ def test_the_processor_that_is_in_force_at_a_call_decides():
 
 
 def test_of_perturbed_guidance_the_part_that_attends_merges():
-    """The last third of a batch is not attended at all, each token as it is."""
+    """The last third of the batch skips attention, and keeps each token."""
     perturbed, other = UNetOf(of_diffusers("PAGCFGIdentitySelfAttnProcessor2_0")), UNetOf(attention(bias=True))
     x = tokens(6)
     alone = run(perturbed, x)
@@ -213,12 +213,12 @@ TORCHS = torch.nn.functional.scaled_dot_product_attention
 
 
 def flash_attn_func(q, k, v, **more):
-    """flash-attn's, ``[B, S, H, d]``, which knows no mask."""
-    return TORCHS(*(one.transpose(1, 2) for one in (q, k, v))).transpose(1, 2)
+    """flash-attn's function for ``[B, S, H, d]``, which takes no mask."""
+    return TORCHS(*(tensor.transpose(1, 2) for tensor in (q, k, v))).transpose(1, 2)
 
 
 def sageattn(q, k, v, tensor_layout="HND", **more):
-    """SageAttention's: whatever else it is given it swallows, masks among it."""
+    """SageAttention's function, which ignores all further arguments, masks too."""
     return flash_attn_func(q, k, v) if tensor_layout == "NHD" else TORCHS(q, k, v)
 
 
@@ -237,7 +237,7 @@ def refusing(query, key, value, attn_mask=None, **more):
 
 
 def linear(query, key, value, *_, **__):
-    """No softmax."""
+    """Attention without a softmax."""
     return query @ (key.mT @ value) / key.shape[-2]
 
 
@@ -252,7 +252,7 @@ NOT_ADDING = [refusing, with_mask(lambda mask: mask * 0.5), with_mask(lambda mas
 
 @pytest.mark.parametrize("name", ["by a module's name", "by diffusers' dispatcher"])
 def test_a_function_in_place_of_torchs_is_told_of_sizes_or_torchs_own_is(name, monkeypatch):
-    """It comes and goes, and each call notices."""
+    """Each call notices that the function comes or goes."""
     module = attention(CALLERS[name])
     swallowing = [] if name == "by diffusers' dispatcher" else [sageattn]  # it gives a ``scale``
     for functions_of_host, expected in ((ADDING, BIAS), (NOT_ADDING + swallowing, OWN_BIAS), (ADDING, BIAS)):
@@ -265,7 +265,7 @@ def test_a_function_in_place_of_torchs_is_told_of_sizes_or_torchs_own_is(name, m
 
 
 def test_behind_a_helper_of_another_module_torchs_own_merges_with_what_the_function_in_its_place_has_made(monkeypatch):
-    """That function is called once, with all tokens."""
+    """The other function is called once, with all tokens."""
     module = attention(CALLERS["by a helper of another module"])
     for function in (*ADDING, *NOT_ADDING, of_one_size, lambda q, *rest, **more: TORCHS(q * 1.5, *rest, **more)):
         monkeypatch.setattr(F, "scaled_dot_product_attention", function)
@@ -275,7 +275,7 @@ def test_behind_a_helper_of_another_module_torchs_own_merges_with_what_the_funct
 
 
 def by_heads(q, k, v, bias):
-    return TORCHS(*(one.transpose(1, 2) for one in (q, k, v)), bias).transpose(1, 2)
+    return TORCHS(*(tensor.transpose(1, 2) for tensor in (q, k, v)), bias).transpose(1, 2)
 
 
 @pytest.mark.parametrize("change", [lambda out: out * 1.5, lambda out: out[:, :1], lambda out: out * float("nan"),
@@ -289,15 +289,15 @@ def test_a_function_that_gives_something_else_on_a_few_tokens_is_no_attention(ch
 
 def test_a_function_is_tried_once_for_its_heads_and_dtype_and_draws_from_no_generator():
     calls, state, like = [], torch.get_rng_state(), torch.zeros(1, 4, 2, 16)
-    for key, one in (("name", like), ("name", like), ("name", like[:, :, :1]), ("name", like.half()), ("other", like)):
-        functions.probe_bias(key, lambda *given: calls.append(given) or by_heads(*given), 0.25, one)
+    for key, q in (("name", like), ("name", like), ("name", like[:, :, :1]), ("name", like.half()), ("other", like)):
+        functions.probe_bias(key, lambda *given: calls.append(given) or by_heads(*given), 0.25, q)
     assert len(calls) == 8 and torch.equal(torch.get_rng_state(), state)  # without a bias, and with one
 
 
 @pytest.mark.parametrize("name, expected", [("native", BIAS), ("xformers", BIAS), ("flash", OWN_BIAS),
                                             ("sage", OWN_BIAS)])  # fmt: skip
 def test_a_backend_of_diffusers_is_tried_as_a_function_is(name, expected, monkeypatch):
-    """By the dispatcher, whose backend is looked up at each call."""
+    """The dispatcher, which looks its backend up at each call, is tried."""
     packages = {"flash_attn_func": flash_attn_func, "sageattn": sageattn, "xops": attention_processor.xformers.ops}
     for package, function in packages.items():
         monkeypatch.setattr(attention_dispatch, package, function, raising=False)
@@ -310,7 +310,7 @@ def test_a_backend_of_diffusers_is_tried_as_a_function_is(name, expected, monkey
 
 
 def test_scores_by_hand_are_known_by_the_function_that_computes_them_alone():
-    """Neither the name of a class is a proof, nor that of a function that another one wraps."""
+    """The name of a class is no proof, nor is the name of a function that another function wraps."""
 
     @functools.wraps(AttnProcessor.__call__)
     def doubled(self, *args, **kwargs):
@@ -330,7 +330,7 @@ def test_by_hand_nothing_merges_beside_other_operations(unusual, value):
 
 
 def test_a_call_that_asks_for_more_than_attention_is_left_alone():
-    def asking(change=lambda *own: own, **more):
+    def asking(change=lambda *given: given, **more):
         def call(attn, x, **_):
             torch.manual_seed(0)
             return flat(F.scaled_dot_product_attention(*change(*parts(attn, x)), **more))
@@ -344,6 +344,6 @@ def test_a_call_that_asks_for_more_than_attention_is_left_alone():
     assert "the call also uses" in reason(is_causal=True)
     assert "mask" in reason(attn_mask=torch.zeros(1, SIDE**2))
     assert "mask" in reason(attn_mask=torch.ones(3, 1, SIDE**2, SIDE**2).tril().bool())
-    assert "keys and values" in reason(lambda q, k, v: (q, k[:1], v[:1]))  # of one sample for all
+    assert "keys and values" in reason(lambda q, k, v: (q, k[:1], v[:1]))  # one sample serves all
     hides_nothing = torch.ones(3, 1, 1, SIDE**2).bool()
     assert way(asking(attn_mask=hides_nothing)) == BIAS

@@ -1,4 +1,4 @@
-"""The correction: exactly nothing where nothing was lost, of first order nothing is left, and the rest is fitted."""
+"""The correction: exactly zero if nothing was lost; the first order of the error is removed, and the rest is fitted."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def drawn(batch: int, tokens: int, channels: int, dtype: torch.dtype, seed: int 
     """q, k and v; keys far from zero, as a trained model's are."""
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(batch, tokens, channels, generator=generator, dtype=torch.float64) for _ in range(3))
-    return [one.to(dtype) for one in (q, k + 3, v - 2)]
+    return [tensor.to(dtype) for tensor in (q, k + 3, v - 2)]
 
 
-def closed_form(made: tuple[torch.Tensor, torch.Tensor], plan: MergePlan, heads: int, scale: float) -> torch.Tensor:
-    return first_order(*made, plan.merge_pair(*made, exact=True)[2], plan, heads, scale)
+def closed_form(pair: tuple[torch.Tensor, torch.Tensor], plan: MergePlan, heads: int, scale: float) -> torch.Tensor:
+    return first_order(*pair, plan.merge_pair(*pair, exact=True)[2], plan, heads, scale)
 
 
 def test_groups_of_one_token_are_corrected_by_exactly_nothing():
@@ -40,15 +40,15 @@ def test_groups_of_one_token_are_corrected_by_exactly_nothing():
         q, k, v = drawn(3, 17, 12, dtype)
         plan = MergePlan(order[:rows], 17)
         assert not closed_form((k, v), plan, 3, 0.5).any()
-        assert not any(one.any() for one in fit_correction(q[:, ::3], (k, v), plan, 3, 0.5)[0][:2])
+        assert not any(part.any() for part in fit_correction(q[:, ::3], (k, v), plan, 3, 0.5)[0][:2])
         pairs = MergePlan(order.div(2, rounding_mode="floor"), 9)
         assert closed_form((k, v), pairs, 3, 0.5).all()
-        assert all(one.all() for one in fit_correction(q[:, ::3], (k, v), pairs, 3, 0.5)[0][:2])
+        assert all(part.all() for part in fit_correction(q[:, ::3], (k, v), pairs, 3, 0.5)[0][:2])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_it_is_what_its_definition_gives_summed_in_float32_at_least(dtype):
-    """Ragged groups, empty ones, one map for all samples. Of 4,096 tokens half precision would keep hardly a digit."""
+    """Groups are ragged or empty, or one map serves all. A half-precision sum of 4,096 tokens keeps hardly a digit."""
     for batch, tokens, groups, heads, width, rows in (
         (1, 1, 1, 1, 1, 1), (2, 40, 12, 3, 4, 2), (3, 17, 3, 1, 6, 1), (1, 4096, 64, 2, 8, 1)
     ):  # fmt: skip
@@ -56,7 +56,7 @@ def test_it_is_what_its_definition_gives_summed_in_float32_at_least(dtype):
         plan = ragged(rows, tokens, groups)
         matrix = closed_form((k, v), plan, heads, 0.3)
         k, v = (by_head(x - means(x, plan.group), heads) for x in (k.double(), v.double()))
-        exact = k.mT @ v * 0.3 / tokens  # of every token's distances from its group's mean
+        exact = k.mT @ v * 0.3 / tokens  # from every token's distance from its group's mean
         assert matrix.dtype == torch.promote_types(dtype, torch.float32)
         tolerance = 1e-9 if dtype == torch.float64 else 1e-4
         assert (matrix - exact).abs().max() <= tolerance * exact.abs().max() + 1e-12
@@ -64,7 +64,7 @@ def test_it_is_what_its_definition_gives_summed_in_float32_at_least(dtype):
 
 @pytest.mark.parametrize("heads, count, width", [(1, 2, 1), (3, 60, 8), (2, 5, 8), (1, 40, 3)])
 def test_the_fit_is_ridge_regression(heads, count, width):
-    """Against a solver's; a part that hardly varies is not scaled to more than a thousandth of its size."""
+    """A solver gives the same fit; a part that hardly varies is not scaled to more than a thousandth of its size."""
     generator = torch.Generator().manual_seed(count)
     for spread in (0.1, 1e-4):
         q, merged, left = (
@@ -87,42 +87,42 @@ def test_the_fit_is_ridge_regression(heads, count, width):
 
 
 @pytest.fixture
-def found(monkeypatch) -> list[MergeOptions]:
+def options(monkeypatch) -> list[MergeOptions]:
     """How every attention merged, in the order of their calls."""
     used, attend = [], state.attend
-    monkeypatch.setattr(state, "attend", lambda attention, how, made: used.append(how) or attend(attention, how, made))
+    monkeypatch.setattr(state, "attend", lambda attention, how, pair: used.append(how) or attend(attention, how, pair))
     return used
 
 
 @pytest.mark.parametrize("settings, is_made", [
     (KV, True), (KV | {"method": "cluster"}, True), ({"side": "qkv", "metric": "keys+values"}, True),
-    ({}, False), (KV | {"proportional": False}, False),  # tomesd's way, and without sizes
+    ({}, False), (KV | {"proportional": False}, False),  # tomesd's settings, and keys without sizes
 ], ids=str)  # fmt: skip
-def test_it_is_made_if_merged_keys_know_their_sizes(found, settings, is_made):
+def test_it_is_made_if_merged_keys_know_their_sizes(options, settings, is_made):
     model, pictures = small(), []
     for correction in (True, False):
-        found.clear()
+        options.clear()
         with tome_core.patch(model, MergeConfig(**settings, correction=correction)):
             pictures.append(run(model))
-        assert found and all((how.correction is not None) == (is_made and correction) for how in found)
+        assert options and all((how.correction is not None) == (is_made and correction) for how in options)
     assert torch.equal(*pictures) != is_made and pictures[0].isfinite().all()
 
 
-def test_it_is_kept_with_its_plan_and_made_anew_with_it(found):
+def test_it_is_kept_with_its_plan_and_made_anew_with_it(options):
     model = small()
     with tome_core.patch(model, on_small("balanced"), host_clock=True) as handle:
-        for timestep in (240, 200, 40):  # late in every preset
+        for timestep in (240, 200, 40):  # late steps in every preset
             handle.set_time(timestep=timestep, sampling="one")
             run(model, timestep=timestep)
-    blocks = len(found) // 3
-    for first, kept, renewed in zip(found[:blocks], found[blocks : 2 * blocks], found[2 * blocks :], strict=True):
+    blocks = len(options) // 3
+    for first, kept, renewed in zip(options[:blocks], options[blocks : 2 * blocks], options[2 * blocks :], strict=True):
         assert first.correction is kept.correction is not None
         assert renewed.correction is not first.correction and renewed.plan is not first.plan
 
 
 def test_gradients_flow_through_it():
-    """As through the rest of the block: what is trained on merged tokens is trained on this function."""
+    """Training on merged tokens needs the gradient of the correction as well as of the block."""
     model = small().double()
-    x, text = (one.double() for one in inputs(4, 1, 8, 8))
+    x, text = (tensor.double() for tensor in inputs(4, 1, 8, 8))
     with tome_core.patch(model, MergeConfig(**KV)):
         assert torch.autograd.gradcheck(lambda x: call_unet(model, x, 100, text), x.requires_grad_(), fast_mode=True)

@@ -1,4 +1,4 @@
-"""Every self-attention of every family of models, seen from outside: merged keys give what repeated keys give."""
+"""Every self-attention of every family of models, by hooks from outside: merged keys give what repeated keys give."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ QKV = MergeConfig(ratio=0.75, correction=False, use_rand=False, max_downsample=8
 
 @contextlib.contextmanager
 def watched(model: nn.Module, names: list[str]) -> Iterator[list[tuple]]:
-    """Calls of these modules, seen from outside of whatever was patched on: name, arguments and output."""
+    """Collect the calls of these modules, outside of all patches: name, arguments and output."""
     seen = []
     hooks = [
         model.get_submodule(name).register_forward_hook(
-            lambda module, args, told, out, name=name: seen.append((name, args, told, out)), with_kwargs=True
+            lambda module, args, kwargs, out, name=name: seen.append((name, args, kwargs, out)), with_kwargs=True
         )
         for name in names
     ]
@@ -43,23 +43,23 @@ def watched(model: nn.Module, names: list[str]) -> Iterator[list[tuple]]:
 
 
 @every_unet
-def test_every_self_attention_of_every_family_gives_what_repeated_keys_give(one: Family, monkeypatch):
+def test_every_self_attention_of_every_family_gives_what_repeated_keys_give(family: Family, monkeypatch):
     # LDM's plain attention casts its logits to float32, and of float64 it makes nothing
     monkeypatch.setattr(ldm_attention, "_ATTN_PRECISION", "fp16")
-    model = one.build()
+    model = family.build()
     unet = find_unet(model)
     names = [f"{place.path}.attn1" for place in find_blocks(unet) if not getattr(place.block, "disable_self_attn", 0)]
     plain = copy.deepcopy(unet)
     for config, roles in ((KV, "kv"), (QKV, "qkv")):
         with merging_by(), tome_core.patch(model, config) as handle, watched(unet, names) as seen:
-            one.call(model)
+            family.call(model)
         assert [name for name, *_ in seen] == names
-        for name, args, told, out in seen:
+        for name, args, kwargs, out in seen:
             plan = ragged(*args[0].shape[:2], GROUPS)
-            assert_repeated(plain.get_submodule(name), args, told, out, plan, roles=roles)
+            assert_repeated(plain.get_submodule(name), args, kwargs, out, plan, roles=roles)
         levels = handle.report().levels
         assert sum(level.calls_merged for level in levels) == len(names)
-        way = OWN_BIAS if one.name.startswith("ldm") else BIAS  # ldm's is by hand
+        way = OWN_BIAS if family.name.startswith("ldm") else BIAS  # ldm's attention computes by hand
         assert all(level.sized_by.keys() == {way} for level in levels)
 
 
@@ -70,7 +70,7 @@ def first(out: torch.Tensor | tuple) -> torch.Tensor:
 @pytest.mark.parametrize("name", some_quick(tiny_transformers.PRESENT, 2))
 @pytest.mark.parametrize("config", [KV, QKV], ids=["kv", "qkv"])
 def test_every_self_attention_of_every_transformer_gives_what_repeated_keys_give(name, config, monkeypatch):
-    """Positions are told after projections, so what its function gets is exchanged; text is by itself."""
+    """Positions enter after the projections, so the function's arguments are exchanged; text tokens do not merge."""
     model, arguments = tiny_transformers.make(name)
     plain, names = copy.deepcopy(model), [path for path, _ in find_attentions(model, family_of(model))]
     with merging_by(), tome_core.patch(model, config) as handle, watched(model, names) as seen:
@@ -89,8 +89,8 @@ def test_every_self_attention_of_every_transformer_gives_what_repeated_keys_give
         return torch._C._nn.scaled_dot_product_attention(*given, attn_mask, **more)
 
     def outputs() -> list[torch.Tensor]:
-        """Of the model that is not patched."""
-        return [first(plain.get_submodule(name)(*args, **told)) for name, args, told, _ in seen]
+        """Return the unpatched model's outputs for the same calls."""
+        return [first(plain.get_submodule(name)(*args, **kwargs)) for name, args, kwargs, _ in seen]
 
     assert {name for name, *_ in seen} == set(names)
     with torch.no_grad():

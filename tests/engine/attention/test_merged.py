@@ -19,18 +19,18 @@ from tome_core.merging.grid import Grid, Layout, tokens_in
 RULE = MergeRule(side="kv", ratio=0.9375, sx=4, sy=4, metric="keys+values", use_rand=False, refine=1)
 
 
-def match_of(own: Attention, layout: Layout) -> MergePlan:
-    return match(own.k, own.v, layout, RULE)
+def match_of(call: Attention, layout: Layout) -> MergePlan:
+    return match(call.k, call.v, layout, RULE)
 
 
-def corrected(own: Attention, plan: MergePlan, layout: Layout) -> torch.Tensor:
-    correction, made = correction_of(own, plan, layout)
-    return attend(own, MergeOptions(plan, correction=correction), made)[0]
+def corrected(call: Attention, plan: MergePlan, layout: Layout) -> torch.Tensor:
+    correction, pair = correction_of(call, plan, layout)
+    return attend(call, MergeOptions(plan, correction=correction), pair)[0]
 
 
-def by_head(own: Attention) -> Attention:
-    """The same, heads lying apart in memory, as torch's function is given them."""
-    return own._replace(**{name: getattr(own, name).transpose(1, 2).contiguous().transpose(1, 2) for name in "qkv"})
+def by_head(call: Attention) -> Attention:
+    """The same call with heads apart in memory, as torch's function gets them."""
+    return call._replace(**{name: getattr(call, name).transpose(1, 2).contiguous().transpose(1, 2) for name in "qkv"})
 
 
 def error(out: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
@@ -39,9 +39,9 @@ def error(out: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("layout", [PICTURE, FILM])
 def test_a_correction_halves_the_error_of_the_picture_and_harms_no_other_row(layout):
-    own = attention(layout, behind=4)
-    exact, plan = sdpa(*own[:3]), match_of(own, layout)
-    plain, out = attend(own, MergeOptions(plan))[0], corrected(own, plan, layout)
+    call = attention(layout, behind=4)
+    exact, plan = sdpa(*call[:3]), match_of(call, layout)
+    plain, out = attend(call, MergeOptions(plan))[0], corrected(call, plan, layout)
     picture = torch.zeros(exact.shape[1], dtype=torch.bool)
     picture[layout.first : layout.first + tokens_in(layout)] = True
     assert error(out[:, picture], exact[:, picture]) < 0.6 * error(plain[:, picture], exact[:, picture])
@@ -49,7 +49,7 @@ def test_a_correction_halves_the_error_of_the_picture_and_harms_no_other_row(lay
 
 
 def test_exact_answers_are_asked_all_over_the_picture_and_of_others():
-    """Another lies right behind it."""
+    """The first token after the picture is another query."""
     first, count = 49, 32 * 32
     tokens = first + count + 10
     (rows,) = merged.pick_queries_in(Layout(Grid(32, 32), first), tokens, WIDTH, torch.device("cpu"))
@@ -64,14 +64,14 @@ def test_exact_answers_are_asked_all_over_the_picture_and_of_others():
 
 @pytest.mark.parametrize("layout, behind", [(PICTURE, 4), (FILM, 0)])
 def test_in_pieces_and_however_heads_lie_it_gives_the_same(layout, behind, monkeypatch):
-    own = attention(layout, behind)
-    plan = match_of(own, layout)
+    call = attention(layout, behind)
+    plan = match_of(call, layout)
     with torch.no_grad():
-        expected = corrected(own, plan, layout), attend(own, MergeOptions(plan))[0]
+        expected = corrected(call, plan, layout), attend(call, MergeOptions(plan))[0]
         monkeypatch.setattr(merged, "_HELD", 1 << 14)
         monkeypatch.setattr(merged, "_AT_ONCE", 0)
-        assert torch.equal(match_of(by_head(own), layout).group, plan.group)
-        outputs = corrected(by_head(own), plan, layout), attend(by_head(own), MergeOptions(plan))[0]
+        assert torch.equal(match_of(by_head(call), layout).group, plan.group)
+        outputs = corrected(by_head(call), plan, layout), attend(by_head(call), MergeOptions(plan))[0]
     for out, whole in zip(outputs, expected, strict=True):
         torch.testing.assert_close(out, whole, rtol=1e-4, atol=1e-5)
 
@@ -86,30 +86,30 @@ def test_fewer_heads_of_keys_are_as_if_they_were_repeated():
 
 
 def test_a_match_costs_less_than_a_twentieth_of_what_it_saves():
-    """Of 21 frames at 720p; heads are narrow, and what is searched and multiplied grows with them alike."""
+    """The film has 21 frames of 720p. Heads are narrow, because search and products grow alike with their width."""
     layout = Layout(Grid(21 * 45, 80, frames=21))
     tokens = tokens_in(layout)
-    own = Attention(*torch.randn(3, 1, tokens, 1, 16, generator=torch.Generator().manual_seed(0)), sdpa, 0.25)
+    call = Attention(*torch.randn(3, 1, tokens, 1, 16, generator=torch.Generator().manual_seed(0)), sdpa, 0.25)
     with FlopCounterMode(display=False) as counted:
-        plan = match(own.k, own.v, layout, replace(RULE, refine=3))
-        correction_of(own, plan, layout)
+        plan = match(call.k, call.v, layout, replace(RULE, refine=3))
+        correction_of(call, plan, layout)
     saved = 4 * tokens * (tokens - plan.num_groups) * 16
     assert 0.001 < counted.get_total_flops() / saved < 0.05
 
 
 def test_it_holds_little_beyond_attentions_own_memory(monkeypatch):
-    """Merged keys and values, which are a sixteenth, and some pieces of a size that does not grow."""
+    """It holds merged keys and values, a sixteenth of all, and pieces whose size does not grow."""
     layout, piece = Layout(Grid(24 * 16, 20, frames=24), first=20), 1 << 16
     monkeypatch.setattr(merged, "_HELD", piece)
     monkeypatch.setattr(merged, "_AT_ONCE", 0)
-    own = by_head(attention(layout, batch=1))
-    plan, tensor, scores = match_of(own, layout), own.k.numel() * 4, 8 << 20
+    call = by_head(attention(layout, batch=1))
+    plan, tensor, scores = match_of(call, layout), call.k.numel() * 4, 8 << 20
     with torch.inference_mode():
-        sdpa(*own[:3]), corrected(own, match_of(own, layout), layout)
-        plain = peak_bytes(lambda: sdpa(*own[:3]))
-        matching = peak_bytes(lambda: match_of(own, layout))
-        attending = peak_bytes(lambda: corrected(own, plan, layout))
-    maps = 8 * 8 * own.k.shape[1]  # whole numbers for each token: groups and orders
+        sdpa(*call[:3]), corrected(call, match_of(call, layout), layout)
+        plain = peak_bytes(lambda: sdpa(*call[:3]))
+        matching = peak_bytes(lambda: match_of(call, layout))
+        attending = peak_bytes(lambda: corrected(call, plan, layout))
+    maps = 8 * 8 * call.k.shape[1]  # integers for each token: groups and orders
     assert matching <= scores + 2 * tensor + maps
     assert attending <= plain + 2 * tensor / 8 + 12 * piece
     assert plain > tensor / 2, "the count sees what is held"

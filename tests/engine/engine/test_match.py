@@ -1,4 +1,4 @@
-"""A match in windows: each window by itself, made anew and renewed, and none larger because the picture is."""
+"""A match in windows: each window is matched and renewed by itself, and a larger picture has no larger windows."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def small_windows(monkeypatch):
     monkeypatch.setattr(layouts, "WINDOW", 8 * 12)
 
 
-def assert_as_alone(plan, own, layout, rule, old=None):
-    """Each window's groups are its own match's, and each of the tokens around them is a group. Gives those matches."""
+def assert_as_alone(plan, inputs, layout, rule, old=None):
+    """Assert that each window's groups are its own match's, and each token around them a group. Return the matches."""
     before, parts = layout.first, []
     for number, (start, grid) in enumerate(windows(layout.grid)):
         tokens = slice(layout.first + start, layout.first + start + tokens_in(Layout(grid)))
-        part = match(own.k[:, tokens], own.v[:, tokens], Layout(grid), rule, None, old and old[number])
+        part = match(inputs.k[:, tokens], inputs.v[:, tokens], Layout(grid), rule, None, old and old[number])
         assert torch.equal(plan.group[:, tokens] - before, part.group.expand_as(plan.group[:, tokens]))
         before += part.num_groups
         parts.append(part)
@@ -39,7 +39,7 @@ def assert_as_alone(plan, own, layout, rule, old=None):
 @pytest.mark.parametrize("layout", [BANDS, FILM], ids=["bands of rows", "runs of frames"])
 @pytest.mark.parametrize("method", METHODS)
 def test_each_window_merges_as_it_would_alone_and_is_renewed_from_its_own_plan(layout, method):
-    """Also if the plan was made of one copy of the latents, and serves several."""
+    """The same holds if the plan was made of one copy of the latents and serves several."""
     rule = replace(RULE, method=method)
     first, later = attention(layout, behind=3, batch=1, seed=1), attention(layout, behind=3, batch=2, seed=2)
     plan = match(first.k, first.v, layout, rule)

@@ -1,6 +1,6 @@
 """A match that serves several steps: only inside one sampling, only while it is young, and never for another call.
 
-The tests of the hosts hold that both halves of guidance have one match, and each tile its own.
+The hosts' tests check that both halves of guidance share a match, and each tile has its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tome_core.merging.grid import Grid, Layout
 
 @pytest.fixture(autouse=True)
 def sampling_needs_no_gradients():
-    with torch.no_grad():  # under which alone anything is kept
+    with torch.no_grad():  # a match is kept only under this rule
         yield
 
 
@@ -37,15 +37,15 @@ def seeded(number):
 
 
 def call(state, timestep, names=("a",), layout=PICTURE, **facts):
-    """A call of a model with attentions of these names."""
-    own = attention(layout, **facts)
-    now = state.begin(timestep, own.q[:, layout.first :, :1, :1].transpose(1, 3))
+    """Call a model with attentions of these names."""
+    inputs = attention(layout, **facts)
+    now = state.begin(timestep, inputs.q[:, layout.first :, :1, :1].transpose(1, 3))
     for name in names:
-        state.attend(now, name, 0, layout, own)
+        state.attend(now, name, 0, layout, inputs)
 
 
 def attend(state, timestep, sampling="s", **facts):
-    """The same in a sampling that a host has named."""
+    """Make the same call in a sampling that the host has named."""
     state.set_time(timestep=timestep, sampling=sampling)
     call(state, timestep, **facts)
 
@@ -72,7 +72,7 @@ def test_a_match_serves_no_other_sampling_and_nothing_outside_of_one(state, work
 
 
 def test_a_loop_of_ones_own_says_where_a_picture_begins_and_ends(state, work):
-    """A sampling inside of another, such as a detailer's picture, is its own and ends the outer one's matches."""
+    """A sampling inside another, such as a detailer's, has its own matches and ends those of the outer sampling."""
     with state.sampling():
         for timestep in (900, 850, 800):
             call(state, timestep)
@@ -103,7 +103,7 @@ def test_another_shape_or_rule_matches_for_itself(config, second, facts, work):
 
 
 def test_nothing_is_kept_where_a_backward_pass_may_follow_nor_for_a_cuda_graph(state, work, monkeypatch):
-    """A graph's replays write where its tensors lie, and read what may be gone; and nothing may wait for the device."""
+    """A graph's replays use the memory of its tensors, which may be gone; and no code may wait for the device."""
     with torch.enable_grad():
         attend(state, 900)
         attend(state, 890)
@@ -111,14 +111,14 @@ def test_nothing_is_kept_where_a_backward_pass_may_follow_nor_for_a_cuda_graph(s
     for timestep, captured, done in ((880, False, 3), (870, True, 4), (860, False, 4)):
         monkeypatch.setattr(times, "is_captured", lambda x, captured=captured: captured)
         attend(state, timestep)
-        assert len(work) == done  # the last finds what was kept before the graph
+        assert len(work) == done  # the last call uses the match from before the graph
 
 
 def test_each_sampling_looks_anew_whether_its_batch_is_made_of_copies_and_one_expanded_latent_says_so_itself(state):
     state.keep_maps()
-    one, other = torch.randn(2, 1, 4, 16, 24, generator=seeded(0))
-    expanded = one.expand(2, -1, -1, -1)
-    batches = (torch.cat([one, one]), 1, True), (torch.cat([one, other]), 1, False), (expanded, None, True)
+    latent, other = torch.randn(2, 1, 4, 16, 24, generator=seeded(0))
+    expanded = latent.expand(2, -1, -1, -1)
+    batches = (torch.cat([latent, latent]), 1, True), (torch.cat([latent, other]), 1, False), (expanded, None, True)
     for name, (batch, pictures, is_shared) in enumerate(batches):
         state.set_time(timestep=900, sampling=name, pictures=pictures)
         state.attend(state.begin(900, batch), "a", 0, PICTURE, attention(PICTURE))
@@ -139,7 +139,7 @@ def test_a_pipeline_names_its_samplings_and_a_picture_that_is_done_leaves_no_mat
         drawn(pipe)
         first, work[:] = list(work), []
         assert first.count("match") == blocks and 0 < first.count("renew") < 5 * blocks
-        pipe.scheduler = diffusers.DDIMScheduler.from_config(pipe.scheduler.config)  # comes after the patch
+        pipe.scheduler = diffusers.DDIMScheduler.from_config(pipe.scheduler.config)  # set after the patch
         second = drawn(pipe, seed=2)
         assert work == first and handle.time._mine.latest is None
     with tome_core.patch(pipe, replace(KEPT, keep=400.0)):
@@ -152,7 +152,7 @@ def test_a_pipeline_names_its_samplings_and_a_picture_that_is_done_leaves_no_mat
     (diffusers.StableDiffusionPAGPipeline, "a", 7.5, {"pag_scale": 3.0}, [0]),
 ], ids=["plain", "guided", "perturbed"])  # fmt: skip
 def test_a_pipeline_says_of_how_many_copies_its_batch_is(tiny_folder, kind, prompts, guidance, more, matches):
-    """Perturbed attention guidance takes a difference with its copy, too; two pictures are no copies of one."""
+    """Perturbed attention guidance compares with its copy too; two pictures are no copies of one."""
     pipe = read_folder(tiny_folder, kind)
     with tome_core.patch(pipe, KEPT) as handle:
         handle.keep_maps()

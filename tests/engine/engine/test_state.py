@@ -1,4 +1,4 @@
-"""The seam: what an adapter gives of a call, what it gets back, and what is counted and said of it."""
+"""The seam between adapters and engine: what an adapter passes for a call, what it gets, and what is reported."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from tome_core.merging.grid import Grid, Layout
 STRONG = MergeConfig(side="kv", ratio=0.9375, sx=4, sy=4, metric="keys+values", use_rand=False, refine=1)
 
 
-def attend(config, own, layout=PICTURE, timestep=500, **facts):
-    """The output of one attention in one call, and what is reported."""
+def attend(config, inputs, layout=PICTURE, timestep=500, **facts):
+    """The output of one attention in one call, and the report."""
     state = state_of(config, 2, **facts)
-    call = state.begin(timestep, own.q[:, layout.first :, :1, :1].transpose(1, 3))
-    return state.attend(call, "a", 0, layout, own), state.report()
+    call = state.begin(timestep, inputs.q[:, layout.first :, :1, :1].transpose(1, 3))
+    return state.attend(call, "a", 0, layout, inputs), state.report()
 
 
 @pytest.mark.parametrize("layout", [PICTURE, FILM])
 def test_what_it_gives_is_near_and_counted(layout):
-    own = attention(layout, behind=2)
-    out, report = attend(STRONG, own, layout, blocks=3)
-    exact = sdpa(*own[:3])
+    inputs = attention(layout, behind=2)
+    out, report = attend(STRONG, inputs, layout, blocks=3)
+    exact = sdpa(*inputs[:3])
     assert 0 < (out - exact).norm() < 0.2 * exact.norm()
     (level,) = report.levels
     assert (level.downsample, level.blocks) == (2, 3)
     ((before, queries, keys),) = level.tokens
-    assert before == queries == own.q.shape[1] and keys < before / 8
-    (asked,) = pick_queries_in(layout, before, own.q.shape[3], torch.device("cpu"))  # answered from all keys
-    assert level.work_saved == pytest.approx(1 - (keys + len(asked)) / before)
+    assert before == queries == inputs.q.shape[1] and keys < before / 8
+    (positions,) = pick_queries_in(layout, before, inputs.q.shape[3], torch.device("cpu"))  # answered from all keys
+    assert level.work_saved == pytest.approx(1 - (keys + len(positions)) / before)
 
 
 @pytest.mark.parametrize("config, layout, keys, why", [
@@ -44,16 +44,16 @@ def test_what_it_gives_is_near_and_counted(layout):
     (MergeConfig(merge_attn=False, merge_mlp=True), PICTURE, None, "attn: its rule merges other parts"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_left_alone_and_said(config, layout, keys, why):
-    own = attention(PICTURE, behind=4)
-    out, report = attend(config, own._replace(k=own.k[:, :keys], v=own.v[:, :keys]), layout)
+    inputs = attention(PICTURE, behind=4)
+    out, report = attend(config, inputs._replace(k=inputs.k[:, :keys], v=inputs.v[:, :keys]), layout)
     assert out is None and [reason[: len(why)] for reason in report.reasons] == [why]
 
 
 def test_maps_are_of_the_picture_alone_and_of_a_film_its_first_frame():
-    state, own = state_of(STRONG, 2), attention(FILM, behind=3)
+    state, inputs = state_of(STRONG, 2), attention(FILM, behind=3)
     state.keep_maps()
-    state.attend(state.begin(500, own.q), "a", 0, FILM, own)
-    assert [(*found.grid[:2], *found.group.shape) for found in state.maps().values()] == [(8, 12, 2, 96)]
+    state.attend(state.begin(500, inputs.q), "a", 0, FILM, inputs)
+    assert [(*merge_map.grid[:2], *merge_map.group.shape) for merge_map in state.maps().values()] == [(8, 12, 2, 96)]
     state.reset_counts()
     assert not state.maps() and not state.report().calls
 

@@ -77,7 +77,7 @@ def late_in(timesteps, until):
 
 @pytest.mark.parametrize("begins", [999.0, WHOLE_FROM - 1, 500.0, 50.0])
 def test_a_pass_has_its_share_of_late_steps_and_a_whole_picture_goes_by_time_unless_it_has_few(begins):
-    """The share is a whole picture's, to the nearest step."""
+    """The share is that of a whole picture, to the nearest step."""
     for count in (1, 2, 3, 5, FEW, FEW + 1, 20):
         steps = [begins * (1 - step / count) for step in range(count)]
         for until in range(0, 1001, 25):
@@ -92,7 +92,7 @@ def test_a_pass_has_its_share_of_late_steps_and_a_whole_picture_goes_by_time_unl
 
 @pytest.mark.parametrize("limit", [150.0, 300.0])
 def test_a_passes_boundary_moves_the_early_phase_and_no_other_limit_in_time(limit):
-    """Limits of rules are timesteps that somebody gave."""
+    """Limits of rules are timesteps that the user chose."""
     rule = MergeRule(side="kv", ratio=0.5, min_timestep=limit)
     clock = Clock(MergeConfig(rules=(rule,), early_ratio=0.75, early_until=300.0), [1])
     boundary = clock.boundary_in(HALF)
@@ -107,7 +107,7 @@ def time():
 
 
 def early_in(time, timesteps) -> list[bool]:
-    """Is the rule that holds at each of these steps the early phase's?"""
+    """Does the early phase's rule hold, for each of these steps?"""
     return [time.next_call(timestep, LATENT)[0].live[0].ratio == BALANCED.early_ratio for timestep in timesteps]
 
 
@@ -124,8 +124,8 @@ def test_steps_that_are_told_outweigh_those_of_the_scheduler():
     pipe = Pipeline(diffusers.DDIMScheduler(**SD_BETAS))
     pipe.scheduler.set_timesteps(20)
     steps, time = pipe.scheduler.timesteps, tome_core.patch(pipe, BALANCED).time
-    for told, expected in ((None, [True] * 6 + [False] * 4), (steps.tolist(), [step >= 375 for step in steps[10:]])):
-        with time.sample(timesteps=told):
+    for known, expected in ((None, [True] * 6 + [False] * 4), (steps.tolist(), [step >= 375 for step in steps[10:]])):
+        with time.sample(timesteps=known):
             assert early_in(time, steps[10:]) == expected
 
 
@@ -161,7 +161,7 @@ def test_a_host_outweighs_the_argument():
 
 
 def test_a_timestep_that_is_no_element_of_a_schedule_is_read():
-    """Several timesteps at once are no time, and a tensor without a value is none either."""
+    """Several timesteps at once are no time, nor is a tensor without a value."""
     time = ModelTime(Clock(MergeConfig(min_timestep=500), [1]), keeps=False)
     time.scheduler_steps = SchedulerNoise(models.small())
     for timestep in (600, torch.tensor(600), torch.full((2,), 600.0), torch.arange(10_000)[600]):
@@ -189,7 +189,7 @@ def test_pictures_of_two_threads_keep_apart():
 
 
 def own_sigmas(scheduler) -> list[float]:
-    """The noise of each step, as the scheduler itself goes on with it."""
+    """The noise of each step, as the scheduler itself uses it."""
     if hasattr(scheduler, "sigmas"):
         of_data = scheduler.config.get("sigma_data", 1.0)
         return [sigma / of_data for sigma in scheduler.sigmas.tolist()[: len(scheduler.timesteps)]]
@@ -208,9 +208,9 @@ AT_500, HALF_WAY = {"min_timestep": 500}, {"end_percent": 0.5}
     ("EulerDiscrete", CONTINUOUS, HALF_WAY), ("EDMEuler", {"sigma_data": 0.5, "sigma_max": 20.0}, HALF_WAY),
 ])  # fmt: skip
 def test_a_rule_means_the_same_noise_with_every_scheduler(name, changes, limit):
-    """Matches get old by the same noise. The timesteps of the last two are none of Stable Diffusion's schedule.
+    """Matches age by the same noise. The last two schedulers' timesteps are not those of Stable Diffusion's schedule.
 
-    Pipelines hand over an element of the scheduler's timesteps, or a copy, which lies elsewhere.
+    Pipelines pass an element of the scheduler's timesteps, or a copy elsewhere in memory.
     """
     pipe = Pipeline(getattr(diffusers, f"{name}Scheduler")(**changes))
     pipe.scheduler.set_timesteps(8)
@@ -228,7 +228,7 @@ def test_a_rule_means_the_same_noise_with_every_scheduler(name, changes, limit):
 
 def test_a_pipelines_rule_in_percent_merges_in_exactly_its_steps_whatever_scheduler_comes(pipe):
     with tome_core.patch(pipe, LATE) as handle:
-        for kind in (diffusers.HeunDiscreteScheduler, diffusers.PNDMScheduler):  # after the patch, as programs do
+        for kind in (diffusers.HeunDiscreteScheduler, diffusers.PNDMScheduler):  # programs set it after the patch
             pipe.scheduler = kind.from_config(pipe.scheduler.config)
             handle.reset_counts()
             pipe("a", num_inference_steps=8, guidance_scale=2.0, output_type="latent")

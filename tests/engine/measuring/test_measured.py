@@ -1,4 +1,4 @@
-"""A measurement disturbs nobody, and decides from then on: merging that does not pay is off, entirely."""
+"""A measurement changes nothing else, and then decides: if merging does not pay, it is off entirely."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ PLAIN = MergeConfig(ratio=0.5, side="kv", use_rand=False)
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Goes on by 1 for each self-attention, and by ``merged`` if that merges its keys."""
+    """A clock that advances by 1 for each self-attention, or by ``merged`` if its keys merge."""
     attention, clock = F.scaled_dot_product_attention, SimpleNamespace(now=0.0, merged=0.5)
 
     def charged(q, k, v, *args, **kwargs):
         queries, keys = q.shape[-2], k.shape[-2]
-        if keys != _TEXT and len(q) > 1:  # of one sample it is only tried, once
+        if keys != _TEXT and len(q) > 1:  # a call of one sample is the engine's trial
             clock.now += 1.0 if keys == queries else clock.merged
         return attention(q, k, v, *args, **kwargs)
 
@@ -61,7 +61,7 @@ def test_if_merging_is_measured_to_pay_it_merges_whatever_the_table_says(clock):
 
 
 def test_if_it_is_measured_not_to_pay_it_is_off_from_then_on_and_says_why(clock):
-    """Another patch that is on keeps merging, because its picture may be half way, until it is put on again."""
+    """Another active patch keeps merging until it is put on again, because its picture may be half drawn."""
     model, other = small(), small()
     plain, handle, going_on = picture(model), tome_core.patch(model), tome_core.patch(other)
     merged = picture(other)
@@ -80,7 +80,7 @@ def test_if_it_is_measured_not_to_pay_it_is_off_from_then_on_and_says_why(clock)
 
 
 def test_a_gain_is_of_a_pictures_own_calls_and_rules_that_do_not_ask_merge_whatever_it_is(clock, monkeypatch):
-    """A few calls make a match, which costs much; the others renew it or use a kept match."""
+    """A few calls make a costly match; the others renew it or use a kept match."""
     model, match = small(), state.match
     handle = tome_core.patch(model, ratio=0.5, side="kv", early_ratio=0.75, keep=60.0, refine=1, metric="keys+values")
 
@@ -100,7 +100,7 @@ def test_a_gain_is_of_a_pictures_own_calls_and_rules_that_do_not_ask_merge_whate
 
 
 def test_a_gain_is_asked_for_without_a_call(clock):
-    """Neither weights nor a seed cost time, and sizes, rules and shapes do."""
+    """Weights and seeds do not change the time; sizes, rules and shapes do."""
     model, calls, gain = small(), [], measured(tome_core.patch(small(), "fast"))
     model.conv_in.register_forward_hook(lambda *_: calls.append(1))
     model.conv_in.weight.data.mul_(1.5)

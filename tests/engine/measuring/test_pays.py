@@ -1,4 +1,4 @@
-"""Where merging would pay: as measured for its kind of calls, else as estimated from the card and the tokens."""
+"""Does merging pay? The answer is measured for the kind of call, else estimated from the card and the tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FEW = "so few tokens that merging would not pay"
 _ASKS, _MERGES = MergeRule(merge_mlp=True, only_if_it_pays=True), MergeRule()
 
 
-# of the H200 as measured, of the others as the model says: see `tome_core.engine.decision`
+# the H200's answer is measured, the others' are the model's: see `tome_core.engine.decision`
 @pytest.mark.parametrize("name, blocks, pixels, batch, dtype, waits", [
     ("3060", _SD15, 512, 2, torch.half, False), ("4090", _SD15, 512, 2, torch.half, True),
     ("4090", _SDXL, 1024, 2, torch.half, False), ("H200", _SDXL, 1024, 2, torch.half, True),
@@ -54,15 +54,15 @@ WAITS = "at this size the GPU waits for kernel launches, so merging would not pa
 
 @pytest.fixture
 def gates(monkeypatch):
-    """The gates of two levels on such a card, for a call of 4,096 tokens in the finest, by what was measured there."""
+    """The gates of two levels on such a card, for a call of 4,096 tokens in the finest, by known measurements."""
     monkeypatch.setattr("tome_core.measuring.pays.is_host_bound", lambda *_: True)
     monkeypatch.setattr("tome_core.measuring.pays.device_of", lambda device: "card")
     clock = Clock(MergeConfig(max_downsample=8, only_if_it_pays=True), [1, 2])
 
     def ask(*known, shape=(2, 4, 64, 64), **more):
         pays = Pays(known, ((1, 320),), **more)
-        found = pays.gates(clock.at(clock.moment(900.0)).rules, torch.empty(shape))
-        return found, [*pays.used]
+        answer = pays.gates(clock.at(clock.moment(900.0)).rules, torch.empty(shape))
+        return answer, [*pays.used]
 
     return ask
 

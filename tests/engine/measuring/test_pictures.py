@@ -1,4 +1,4 @@
-"""A gain is told of people's own pictures where there are enough of both kinds, of one kind of call, and alike."""
+"""The gain on users' own pictures is shown if enough merged and unmerged ones have one kind of call and like times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LATENT = torch.zeros(2, 4, 8, 16)
 
 @pytest.fixture
 def draw(monkeypatch):
-    """A sampling of some steps, each of which takes so long; what is told of it."""
+    """A function that samples in steps of these seconds, and returns the gain's sentence."""
     clock, model = step_clock.put_on(monkeypatch), nn.Sequential(nn.Linear(2, 2), nn.ReLU())
 
     def draw(
@@ -38,7 +38,7 @@ def draw(monkeypatch):
 
 
 def of_both(draw, unmerged=3, merged=3, seconds=2.0, **more):
-    """What the last of some merged pictures is told, after some unmerged ones."""
+    """The sentence for the last merged picture, after some unmerged ones."""
     for _ in range(unmerged):
         assert draw(seconds, **more) == ""
     return ["", *(draw(seconds / 2, CONFIG, **more) for _ in range(merged))][-1]
@@ -63,27 +63,27 @@ def test_another_kind_of_call_sampling_or_model_is_another_case(draw, other):
 
 
 def test_other_code_rules_or_share_is_another_case_and_another_seed_is_none(draw, monkeypatch):
-    told = of_both(draw)
+    sentence = of_both(draw)
     for config, saved in ((MergeConfig(ratio=0.6), 0.5), (CONFIG, 0.7)):
         assert draw(1.0, config, saved) == ""
-    assert draw(1.0, MergeConfig(ratio=0.5, seed=7)) == told.replace("3 with ", "4 with ")
+    assert draw(1.0, MergeConfig(ratio=0.5, seed=7)) == sentence.replace("3 with ", "4 with ")
     monkeypatch.setattr(draw.model[0], "forward", lambda x: x)
     assert draw(1.0, CONFIG) == ""
 
 
-@pytest.mark.parametrize("unmerged, merged, told", [
+@pytest.mark.parametrize("unmerged, merged, sentence", [
     ((2.0, 2.2, 2.4), (1.0, 1.0, 1.0), "about 2.2x faster"), ((2.0, 2.2, 2.4), (1.4, 1.2, 0.8), ""),
     ((2.0,) * 4 + (90.0,), (1.0, 90.0, 1.0, 1.0, 1.0), "about 2.0x faster"), ((2.0,) * 3, (3.0,) * 3, "no faster"),
 ], ids=["a little", "too much", "a hiccup", "slower"])  # fmt: skip
-def test_where_times_vary_by_more_than_a_part_of_the_difference_nothing_is_said(draw, unmerged, merged, told):
+def test_where_times_vary_by_more_than_a_part_of_the_difference_nothing_is_said(draw, unmerged, merged, sentence):
     for seconds in unmerged:
         draw(seconds)
-    assert [draw(seconds, CONFIG) for seconds in merged][-1].split(",")[0] == told
+    assert [draw(seconds, CONFIG) for seconds in merged][-1].split(",")[0] == sentence
 
 
 def test_the_first_step_counts_for_nothing_and_neither_do_few_steps(draw):
-    told = of_both(draw)
-    assert draw(1.0, CONFIG, first=99.0) == told.replace("3 with ", "4 with "), "it loads and compiles"
+    sentence = of_both(draw)
+    assert draw(1.0, CONFIG, first=99.0) == sentence.replace("3 with ", "4 with "), "it loads and compiles"
     assert of_both(draw, steps=6) == "" and of_both(draw, steps=7) != ""
 
 

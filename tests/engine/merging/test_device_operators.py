@@ -1,4 +1,4 @@
-"""What merging asks of a device: operators that DirectML and MPS have, in half and single precision, no float64."""
+"""Merging uses only operators that DirectML and MPS have, in half and single precision, no float64."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tome_core.merging import plan
 from tome_core.settings.presets import PRESETS
 from tome_core.settings.schedule import STABLE_DIFFUSION
 
-# a match that is new, one that is kept, one that is renewed, early and late
+# the match is new, kept, then renewed, in the early phase and in the late one
 TIMES = (900.0, 890.0, 800.0, 200.0, 190.0, 100.0)
-ON_THE_CPU = {"cumprod"}  # of a picture's list of positions, which is read there
+ON_THE_CPU = {"cumprod"}  # operators for a picture's list of positions, which is read on the CPU
 CLUSTERS = MergeConfig(method="cluster", ratio=0.9, side="kv")
 OTHERS = {
     "as tomesd": MergeConfig(ratio=0.5, proportional=False, correction=False, merge_mlp=True), "clusters": CLUSTERS,
@@ -32,7 +32,7 @@ def _as_on_directml(monkeypatch):
 
 
 def operators_of(model, call, config) -> OperatorRecorder:
-    """Operators of calls at `TIMES`, with products instead of fused attention."""
+    """The operators of calls at `TIMES`, with products instead of fused attention."""
     with tome_core.patch(model, config, host_clock=True) as handle:
         with sdpa_kernel(SDPBackend.MATH), OperatorRecorder() as used:
             for timestep in TIMES:
@@ -43,7 +43,7 @@ def operators_of(model, call, config) -> OperatorRecorder:
 
 
 def of_a_block(config, dtype: torch.dtype) -> OperatorRecorder:
-    """On a grid of 32 x 32 tokens."""
+    """The operators of a block on a grid of 32 x 32 tokens."""
     unet = UNet([[SpatialTransformer(16, 2, 16)]]).to(dtype).eval().requires_grad_(False)
     latent, text = torch.randn(2, 16, 32, 32).to(dtype), torch.randn(2, 7, 16).to(dtype)
     return operators_of(unet, lambda timestep: unet(latent, None, text), config)
@@ -67,16 +67,16 @@ def test_merged_calls_use_only_operators_that_mps_has_if_rows_are_added_by_index
 
 @some_models("sd15", "motion", "gligen", "Flux", "Wan")
 @pytest.mark.usefixtures("_as_on_directml")
-def test_in_a_whole_model_merging_adds_only_operators_that_those_devices_have(one):
-    """What the model asks for itself is its own."""
-    model = one.build()
-    with sdpa_kernel(SDPBackend.MATH), OperatorRecorder() as own:
-        one.call(model, timestep=TIMES[0])
+def test_in_a_whole_model_merging_adds_only_operators_that_those_devices_have(family):
+    """The unmerged model's own operators are left out."""
+    model = family.build()
+    with sdpa_kernel(SDPBackend.MATH), OperatorRecorder() as unmerged:
+        family.call(model, timestep=TIMES[0])
     config = replace(tome_core.preset("balanced"), only_if_it_pays=False)
-    used = operators_of(model, lambda timestep: one.call(model, timestep=timestep), config)
-    added = used.names - own.names - ON_THE_CPU
+    used = operators_of(model, lambda timestep: family.call(model, timestep=timestep), config)
+    added = used.names - unmerged.names - ON_THE_CPU
     assert added and not lacking(added)
-    assert used.doubles <= own.doubles
+    assert used.doubles <= unmerged.doubles
 
 
 def test_patching_an_ldm_model_reads_its_noise_schedule_without_float64():

@@ -36,7 +36,7 @@ def triton(request, tmp_path_factory) -> str:
         return ""
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         pytest.skip("needs Triton, which is not installed and whose wheels are for Linux on x86-64")
-    cache = getattr(request.config, "cache", None)  # pytest can be told to have none
+    cache = getattr(request.config, "cache", None)  # pytest may have no cache
     folder = cache.mkdir("triton") if cache else tmp_path_factory.mktemp("triton")
     mark, stamp = install.fingerprint(sys.version, [PINS.read_text(encoding="utf-8")]), folder / "installed.txt"
     if not stamp.exists() or stamp.read_text() != mark:
@@ -66,7 +66,7 @@ def test_the_kernels(arguments, interpret, triton, tmp_path):
 
 @pytest.fixture
 def put_in_place(monkeypatch):
-    """This machine's CPU is taken for a device with kernels, of which each launch is a call of the function given."""
+    """Treat the CPU as a device with kernels; each launch calls the given function."""
     values = {"DEVICES": ("cpu",), "_is_loaded": False, "_kernels": None, "_why_off": "", "_off": {},
               "_verified": set()}  # fmt: skip
     for name, value in values.items():
@@ -92,9 +92,9 @@ def work(x=X):
 
 
 def assert_as_torch():
-    found = work()
+    results = work()
     with kernels.kernels_off():
-        assert all(map(torch.equal, found, work()))
+        assert all(map(torch.equal, results, work()))
 
 
 @pytest.mark.parametrize("why", ["it is missing", "its import fails", "it is not wanted", "it cannot launch"])
@@ -120,7 +120,7 @@ def test_without_triton_torchs_operators_do_the_same_and_it_is_said_once(put_in_
 
 
 def test_a_lack_of_memory_passes(put_in_place):
-    """One launch goes to torch's operators, the next to the kernel again, and the report has nothing to say."""
+    """One launch falls back on torch's operators, the next uses the kernel again, and the report has no note."""
     launch = Mock(side_effect=torch.cuda.OutOfMemoryError("CUDA out of memory"))
     put_in_place(launch)
     assert_as_torch()

@@ -14,21 +14,21 @@ from tests.sd_block import SpatialTransformer, UNet
 from tome_core.merging import kernels
 from tome_core.merging.kernels.proof import _CHECKS
 
-# What makes no kernel: views, memory that is not filled, and fetching a number.
+# These launch no kernel: views, memory that is not filled, and fetching a number.
 NO_LAUNCH = {
     "_local_scalar_dense", "_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "diagonal", "empty",
     "empty_like", "empty_strided", "expand", "lift_fresh", "new_empty", "permute", "reshape", "select", "slice",
     "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view",
 }  # fmt: skip
-# What makes several: a sort in segments of up to 4,096, and operators that copy first.
+# These launch several: a sort in segments of up to 4,096, and operators that copy first.
 LAUNCHES = {"sort": 4, "masked_fill": 2, "scatter": 2, "constant_pad_nd": 2}
-# Outputs of kernels that number groups or tokens: they have to be some that there are.
+# Outputs of kernels that hold numbers of groups or tokens, which have to be valid.
 NUMBERS = {"best_keys": (5,), "segments": (1, 2), "assign_groups": (5,)}
 
 
 @pytest.fixture
 def launches(monkeypatch) -> Counter[str]:
-    """Launches by operator or kernel. Attention is one, whatever this CPU makes of it."""
+    """Launches by operator or kernel. Attention counts as one, however this CPU computes it."""
     counted = Counter()
 
     def as_one(name, function):
@@ -55,7 +55,7 @@ def launches(monkeypatch) -> Counter[str]:
 
 
 class Launches(OperatorCounter):
-    """Inside it every operator is counted as so many launches."""
+    """A context in which each operator counts as its number of launches."""
 
     def note(self, func, met) -> None:
         name = func.overloadpacket.__name__
@@ -63,17 +63,17 @@ class Launches(OperatorCounter):
             self.by_name[name] += LAUNCHES.get(name, 1)
 
 
-# in one sampling: the first call matches anew, the next is within 60 timesteps of it, the third is not
+# in one sampling: the first call makes a match, the next is within 60 timesteps of it, the third is not
 EARLY, LATE = (950.0, 940.0, 850.0), (300.0, 299.0, 200.0)
 
 
 @pytest.mark.parametrize("preset, times, bounds", [
-    ("balanced", EARLY, (26, 2, 18)),  # two of a first call are the look whether its batch is two times one latent
+    ("balanced", EARLY, (26, 2, 18)),  # two of a first call check whether the batch is two times one latent
     ("balanced", LATE, (21, 2, 19)),
     ("max", LATE, (29, 2, 18)),
 ], ids=str)  # fmt: skip
 def test_a_match_new_kept_and_renewed_costs_so_many_launches(preset, times, bounds, launches):
-    """On 64 x 64 tokens, for the halves of guidance, which share one match. Channels cost no launches."""
+    """The block has 64 x 64 tokens, and both halves of guidance share one match. Channels cost no launches."""
     model = UNet([[SpatialTransformer(40, 1, 8)]]).to(torch.bfloat16).requires_grad_(False)
     inputs = torch.randn(1, 40, 64, 64).bfloat16().repeat(2, 1, 1, 1), None, torch.randn(2, 77, 8).bfloat16()
 
@@ -84,15 +84,15 @@ def test_a_match_new_kept_and_renewed_costs_so_many_launches(preset, times, boun
             model(*inputs)
         return launches.copy()
 
-    found = []
-    with torch.no_grad():  # in inference mode some operators come by in pieces, some do not
+    counts = []
+    with torch.no_grad():  # in inference mode some operators arrive in pieces
         model(*inputs)
         alone = count()
         with tome_core.patch(model, preset, host_clock=True) as handle:
-            for sampling in range(2):  # in the first what stays the same for all pictures is made
+            for sampling in range(2):  # the first sampling makes constants for all pictures
                 for time in times:
                     handle.set_time(timestep=time, sampling=sampling, pictures=1)
-                    found.append(count())
-                    found[-1].subtract(alone)
-    assert tuple(one.total() for one in found[3:]) == bounds, found
-    assert found[4]["mean_rows"] == 1 and not {"sort", "best_keys", "segments", "ridge"} & set(+found[4])
+                    counts.append(count())
+                    counts[-1].subtract(alone)
+    assert tuple(counted.total() for counted in counts[3:]) == bounds, counts
+    assert counts[4]["mean_rows"] == 1 and not {"sort", "best_keys", "segments", "ridge"} & set(+counts[4])

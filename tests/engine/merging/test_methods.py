@@ -34,8 +34,8 @@ def k_means(x, groups, count, steps, by_distance):
     """K-means on ``[N, C]``, or on its directions, from a grouping; a group that loses its tokens stays empty."""
     x = x.double() if by_distance else F.normalize(x.double(), dim=-1)
     for _ in range(steps):
-        members = [[i for i, own in enumerate(groups) if own == number] for number in range(count)]
-        centres = {number: x[own].mean(0) for number, own in enumerate(members) if own}
+        members = [[i for i, group in enumerate(groups) if group == number] for number in range(count)]
+        centres = {number: x[indices].mean(0) for number, indices in enumerate(members) if indices}
         if not by_distance:
             centres = {number: F.normalize(centre, dim=0) for number, centre in centres.items()}
         groups = [min(centres, key=lambda number: float((centres[number] - token).norm())) for token in x]
@@ -60,7 +60,7 @@ def test_every_token_is_in_one_group_and_no_group_is_empty(name):
 @pytest.mark.parametrize("by_distance", [False, True])
 @pytest.mark.parametrize("grid, sy, sx", [((8, 8), 2, 2), ((9, 7), 2, 4), ((5, 1), 3, 1), ((3, 5), 1, 2)], ids=str)
 def test_bipartite_merges_the_sources_that_are_most_alike_to_their_best_destination(grid, sy, sx, by_distance):
-    """By the similarities of all pairs. A token of zeros has similarity 0 to every other."""
+    """The slow version compares all pairs. A token of zeros has similarity 0 to every other."""
     x, width = tokens(grid) * torch.linspace(0.5, 2, grid[0] * grid[1])[:, None] + 0.3, grid[1]
     chosen = [r * sy * width + c * sx for r in range(grid[0] // sy) for c in range(width // sx)]  # top left
     others = [token for token in range(grid[0] * width) if token not in chosen]
@@ -108,7 +108,7 @@ def test_refinement_is_k_means_from_the_match(steps, ratio, cell, by_distance):
     ([[0.0], [0.1], [5.0], [5.1]], [0, 0, 2, 2], True),
 ])  # fmt: skip
 def test_a_group_without_tokens_gets_none_though_all_else_be_far(x, start, by_distance):
-    """Its centre is nowhere: at cosine 0 it would be nearer than every other to the third token."""
+    """An empty group has no centre: a centre of cosine 0 would be the nearest one to the third token."""
     plan = refine_plan(MergePlan(torch.tensor([start]), 3), torch.tensor([x]), 1, by_distance)
     assert plan.group.tolist() == [[0, 0, 2, 2]]
 
@@ -128,7 +128,7 @@ def test_tokens_of_zeros_do_no_harm(name):
     for case in (x, torch.zeros_like(x)):
         plan = match(name, case, (8, 8))
         assert torch.isfinite(plan.merge(case)).all()
-        assert (plan.sizes >= 1).all()  # equal tokens empty clusters, which are then given one each
+        assert (plan.sizes >= 1).all()  # equal tokens empty clusters, each of which then gets a token
 
 
 @pytest.mark.parametrize(("name", "ratio"), [("cluster", 0.5), ("cluster", 0.8), ("cluster-similarity", 32 / 36)])
@@ -171,15 +171,15 @@ def test_keys_and_values_count_alike_whatever_their_scale_and_every_sample_as_if
 
 
 def test_each_metric_compares_what_it_is_called():
-    """Of keys and values; no attention sees the block's input, in whose place keys are compared by cosine."""
+    """Metrics compare keys and values. Attentions do not see the block's input; cosine of keys replaces it."""
     k, v = (tokens((8, 8), 2, 12, seed) + 1 for seed in range(2))
     compared = {"input": (k, False), "keys+values": (of_unit_spread(k, v), True)}
     for metric in METRICS:
         x, by_distance = compared[metric]
         expected = METHODS["bipartite"].match(x, Grid(8, 8), MatchOptions(0.75, 2, 2, by_distance=by_distance))
         rule = MergeRule(ratio=0.75, side="kv", use_rand=False, metric=metric)
-        found = match_heads(*(one.unflatten(2, (3, 4)) for one in (k, v)), Layout(Grid(8, 8)), rule)
-        assert torch.equal(found.group, expected.group)
+        plan = match_heads(*(tensor.unflatten(2, (3, 4)) for tensor in (k, v)), Layout(Grid(8, 8)), rule)
+        assert torch.equal(plan.group, expected.group)
 
 
 # --- where tokens lie -------------------------------------------------------------------------------------------------
@@ -190,11 +190,11 @@ def test_each_metric_compares_what_it_is_called():
 ])  # fmt: skip
 def test_windows_cover_the_grid_once(grid):
     frame, end = grid.height // grid.frames * grid.width, 0
-    for start, one in windows(grid):
-        assert start == end and one.width == grid.width and one.height * one.width <= WINDOW
-        whole = one.height * one.width % frame == 0 and one.frames == one.height * one.width // frame
-        assert whole or one.frames == 1
-        end += one.height * one.width
+    for start, window in windows(grid):
+        assert start == end and window.width == grid.width and window.height * window.width <= WINDOW
+        whole = window.height * window.width % frame == 0 and window.frames == window.height * window.width // frame
+        assert whole or window.frames == 1
+        end += window.height * window.width
     assert end == grid.height * grid.width
 
 

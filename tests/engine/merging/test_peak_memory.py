@@ -1,4 +1,4 @@
-"""The most memory that is held at once: a merged block's is never more than the unmerged one's, a match's is small."""
+"""Peak memory: a merged block never needs more than the unmerged one, and a match needs little."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_no_preset_holds_more_than_the_block_itself(dtype, monkeypatch):
-    """Of 4,096 tokens; pieces are a quarter as large, as if there were 16,384."""
+    """The block has 4,096 tokens; pieces are a quarter as large, as if there were 16,384."""
     side = 64
     monkeypatch.setattr(merged, "_HELD", merged._HELD // 4)
     block, inputs = make_block("cpu", dtype), make_inputs(side, 1, "cpu", dtype)
-    # what outlives the attention: the group of each token, of keys and of queries, what widens one query and value, and
+    # memory that outlives the attention: groups of all tokens, of keys and of queries, one wider query and value, and
     # the correction of each head
     maps = 4 * 8 * side * side + 2 * 8 * dtype.itemsize + (2 * CHANNELS // HEADS + 1) * CHANNELS * dtype.itemsize
     with torch.inference_mode():
-        block(*inputs)  # what libraries allocate once
+        block(*inputs)  # libraries allocate some memory once
         vanilla = peak_bytes(lambda: block(*inputs))
         for settings in (*PRESETS, MergeConfig(ratio=0.5)):
             for timestep in (900, 100) if settings in PRESETS else (100,):

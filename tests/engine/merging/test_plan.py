@@ -24,10 +24,10 @@ def test_merge_and_unmerge_are_what_loops_over_tokens_give(batch, shared, tokens
     x, group = torch.randn(batch, tokens, channels, generator=generator).to(dtype), plan.group.expand(batch, -1)
     assert plan.sizes.tolist() == [row.bincount(minlength=groups).tolist() for row in plan.group]
     merged, expected = plan.merge(x), torch.zeros(batch, groups, channels, dtype=torch.float64)
-    for sample, own in enumerate(group):
-        for number in own.unique():
-            expected[sample, number] = x[sample, own == number].double().mean(0)
-        assert torch.equal(plan.unmerge(merged)[sample], merged[sample, own])
+    for sample, numbers in enumerate(group):
+        for number in numbers.unique():
+            expected[sample, number] = x[sample, numbers == number].double().mean(0)
+        assert torch.equal(plan.unmerge(merged)[sample], merged[sample, numbers])
     assert merged.dtype == dtype
     assert (merged.double() - expected).abs().max() <= torch.finfo(dtype).eps * 4
     flat, (order, offsets) = x.float().flatten(0, 1), plan._flat_segments(batch)
@@ -46,7 +46,7 @@ def test_merge_sums_half_precision_in_float32():
 
 @pytest.mark.parametrize("groups", [2**14 - 1, 2**14, 2**14 + 1])
 def test_segments_of_as_many_groups_as_a_short_number_holds(groups):
-    """Two rows of them: the last that fit 16 bits, and the first that do not."""
+    """Two rows of segments are tested: the last that fit 16 bits, and the first that do not."""
     group = torch.stack([torch.arange(groups).flip(0), torch.arange(groups)])
     order, offsets = _segments(group, groups)
     assert torch.equal(offsets, torch.arange(2 * groups + 1))

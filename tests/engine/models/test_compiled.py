@@ -44,12 +44,12 @@ LEAST = Family("least", seeded(
 TINY = Least("tiny", depth=1)
 COMPILED = {TINY.name: TINY, LEAST.name: LEAST, **MODELS}
 FLUX = COMPILED["Flux"]
-WITH_BREAKS = ("Lumina 2",)  # no compiler takes its forward as a whole, with us or without
+WITH_BREAKS = ("Lumina 2",)  # no compiler takes its forward as a whole, patched or not
 Way = Callable[..., nn.Module]
 
 
 def whole(family: Family, model: Any, backend: Any = "eager") -> nn.Module:
-    """The model, to be called in its place."""
+    """A compiled model, to be called instead of the model."""
     return torch.compile(model, backend=backend, fullgraph=family.name not in WITH_BREAKS)
 
 
@@ -59,7 +59,7 @@ def in_place(family: Family, model: Any, backend: Any = "eager") -> nn.Module:
 
 
 def by_blocks(family: Family, model: Any, backend: Any = "eager") -> nn.Module:
-    """As diffusers' `compile_repeated_blocks`."""
+    """Compile each block, as diffusers' `compile_repeated_blocks` does."""
     for module in model.modules():
         if type(module).__name__ in getattr(model, "_repeated_blocks", ["BasicTransformerBlock"]):
             module.compile(backend=backend, fullgraph=True)
@@ -88,7 +88,7 @@ def merged_eagerly(family: Family, settings: dict[str, Any]) -> torch.Tensor:
       ("Qwen-Image, padded", whole), ("Z-Image", whole), ("Lumina 2", whole))  # fmt: skip
 def test_compiled_and_then_patched_it_merges_as_without_a_compiler_in_one_graph_for_all_times(family: Family, way: Way):
     eager, model, backend, graphs = family.build(), family.build(), CompileCounter(), []
-    plain = picture(family, model)  # Z-Image makes its frequencies once, as no compiler can
+    plain = picture(family, model)  # Z-Image makes its frequencies once, outside of a compiler
     compiled = way(family, model, backend)
     assert torch.equal(picture(family, compiled), plain)
     unpatched = backend.frame_count
@@ -108,7 +108,7 @@ def test_compiled_and_then_patched_it_merges_as_without_a_compiler_in_one_graph_
 
 @ways(("tiny", whole), ("Flux", by_blocks), ("Flux", in_place))
 def test_patched_and_then_compiled_it_may_be_patched_otherwise_and_taken_off(family: Family, way: Way):
-    """Other settings need no other graph: nothing of them is in it."""
+    """Other settings need no other graph, because a graph contains no settings."""
     first, other = (merged_eagerly(family, settings) for settings in (STRONG, OTHER))
     model, unpatched, backend = family.build(), family.build(), CompileCounter()
     plain = picture(family, model)
@@ -147,22 +147,22 @@ def test_a_compiler_that_rewrites_changes_a_merged_picture_no_more_than_an_unmer
 
 
 def test_the_first_call_may_be_a_threads():
-    """As in a server, each of whose requests has a thread: the graph is good for the next call and the next thread."""
+    """A server runs each request in its own thread: the graph serves the next call and the next thread."""
     expected, compiled = merged_eagerly(TINY, STRONG), whole(TINY, TINY.build())
     with tome_core.patch(compiled, **STRONG):
         for _ in range(2):
             (pictures,) = at_once(lambda: [picture(TINY, compiled) for _ in range(2)])
-            assert all(torch.equal(one, expected) for one in pictures)
+            assert all(torch.equal(drawn, expected) for drawn in pictures)
 
 
 def _plans() -> int:
     gc.collect()
-    return sum(isinstance(one, MergePlan) for one in gc.get_objects())
+    return sum(isinstance(thing, MergePlan) for thing in gc.get_objects())
 
 
 @pytest.mark.parametrize("name", some_quick(["Flux", "Wan 2.2, of two transformers"]))
 def test_a_compiled_pipeline_keeps_over_its_steps_what_it_would_keep_and_nothing_when_it_is_done(name, work):
-    found, before = [], _plans()
+    results, before = [], _plans()
     for is_compiled in (False, True):
         pipe, call = transformer_pipelines.make(name)
         for network in transformer_pipelines.transformers_of(pipe) if is_compiled else ():
@@ -172,8 +172,8 @@ def test_a_compiled_pipeline_keeps_over_its_steps_what_it_would_keep_and_nothing
             pictures = [transformer_pipelines.draw(pipe, call) for _ in range(2)]
             assert _plans() == before
         assert torch.equal(*pictures), "equal seeds, equal pictures"
-        found.append((pictures[0].tolist(), list(work), handle.report()))
-    assert found[0] == found[1] and work
+        results.append((pictures[0].tolist(), list(work), handle.report()))
+    assert results[0] == results[1] and work
 
 
 # --- what is left alone -----------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def test_a_call_that_cannot_merge_under_a_compiler_is_left_alone_and_the_report_
             patches.setattr(torch, "no_grad", torch.enable_grad)
             out = TINY.call(compiled)
         out.sum().backward()
-        assert all(one.grad is None or one.grad.isfinite().all() for one in model.parameters())
+        assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in model.parameters())
         return out.detach()
 
     def under_autocast() -> torch.Tensor:
@@ -210,8 +210,8 @@ def test_a_call_that_cannot_merge_under_a_compiler_is_left_alone_and_the_report_
 
 
 def _by_a_wrapper(attention: nn.Module) -> None:
-    own = attention.forward
-    attention.forward = lambda *args, **kwargs: own(*args, **kwargs)
+    forward = attention.forward
+    attention.forward = lambda *args, **kwargs: forward(*args, **kwargs)
 
 
 def _by_xformers(attention: nn.Module) -> None:
@@ -248,27 +248,27 @@ def test_a_compiled_block_merges_in_its_self_attention_alone_and_says_so():
 # --- operators --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("one", [TINY, MODELS["Wan"]], ids=lambda one: one.name)
+@pytest.mark.parametrize("family", [TINY, MODELS["Wan"]], ids=lambda family: family.name)
 @torch.no_grad()
-def test_operators_give_what_a_compiler_was_told(one: Any):
-    """An attention's output lies as it was said, and is nobody else's memory, which a compiler may write over."""
-    wraps = wraps_of(tome_core.patch(one.build(), **STRONG))
+def test_operators_give_what_a_compiler_was_told(family: Any):
+    """An attention's output has the promised layout, and shares no memory that a compiler may overwrite."""
+    wraps = wraps_of(tome_core.patch(family.build(), **STRONG))
     number = next(wrap.number for wrap in wraps if isinstance(wrap, AttentionSite))
     calls = [("begin", (wraps[0].number, "tt", [torch.randn(1, 16, 8, 8), torch.tensor(5)], []))]
     for by_head in (False, True):
         qkv = [torch.randn(1, 2, 24, 16) if by_head else torch.randn(1, 24, 2, 16) for _ in range(3)]
         calls.append(("attend", (number, number, *qkv, None, by_head, None, False, "")))
-    for name, call in calls if one is TINY else calls[1:]:
+    for name, call in calls if family is TINY else calls[1:]:
         torch.library.opcheck(operators.OPERATORS[name], call, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_copies_of_the_engine_share_the_operators_and_no_number():
-    """As if two hosts in one process bring one each, or a webui reloads it: torch takes a name once."""
+    """Two hosts in one process may each bring a copy, or a webui reloads it; torch accepts a name once."""
     modules, numbers = [nn.Module() for _ in range(2)], []
     for module in modules:
         spec = importlib.util.spec_from_file_location("tome_core.models.another", operators.__file__)
         another = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(another)
-        numbers += [int(one.number_of(module)) for one in (another, operators)]
+        numbers += [int(copy.number_of(module)) for copy in (another, operators)]
         assert another.OPERATORS == operators.OPERATORS != {}
     assert len(set(numbers)) == 4

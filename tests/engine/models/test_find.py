@@ -20,7 +20,7 @@ BALANCED = on_small("balanced")
 
 
 class Wrapper(nn.Module):
-    """As DistributedDataParallel: the model under the name `module`, and its calls passed on."""
+    """A module like DistributedDataParallel: it holds the model as `module` and passes calls on."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Wrapper(nn.Module):
 
 
 def pipeline(**components: Any) -> SimpleNamespace:
-    """As diffusers' pipelines hold their networks."""
+    """An object that holds networks as diffusers' pipelines do."""
     return SimpleNamespace(components=components, **components)
 
 
@@ -60,7 +60,7 @@ def test_whatever_holds_a_unet_it_merges_as_by_itself_and_is_found_and_removed_t
 
 
 def transformer_of(model: nn.Module) -> nn.Module:
-    return next(one for one in model.modules() if hasattr(one, "transformer_blocks"))
+    return next(module for module in model.modules() if hasattr(module, "transformer_blocks"))
 
 
 REFUSED = {
@@ -75,7 +75,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_is_not_one_unet_is_refused_and_what_is_known_is_named(kind: str):
-    """Nobody could say which level its blocks are at, or which of them was meant."""
+    """The level of its blocks, or the intended UNet, would be unknown."""
     whole = REFUSED[kind]()
     before = traces(whole) if isinstance(whole, nn.Module) else None
     with pytest.raises(UnsupportedModelError, match="NAMES, Flux, SD3 and Wan among them"):

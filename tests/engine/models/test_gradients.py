@@ -36,7 +36,7 @@ OFF = MergeConfig(ratio=0)
 
 
 def built(name: str, checkpoints: bool = True, only: str = "") -> Any:
-    """The model as it is trained. only: in the names of the parameters that are; all others are frozen."""
+    """The model in training. only: part of the names of the trained parameters; all others are frozen."""
     model = BUILD[name]().train()
     for path, parameter in model.named_parameters():
         parameter.requires_grad_(only in path)
@@ -50,7 +50,7 @@ def built(name: str, checkpoints: bool = True, only: str = "") -> Any:
 
 
 def loss_of(name: str, model: Any, size: Call, number: int = 0) -> torch.Tensor:
-    """For inputs of a number's seed."""
+    """The loss of a call with inputs of this seed."""
     height, width, timestep = size
     if name != "Flux":
         x, text = inputs(4, 2, height, width, seed=number)
@@ -64,11 +64,11 @@ def loss_of(name: str, model: Any, size: Call, number: int = 0) -> torch.Tensor:
 
 
 def gradients_of(model: Any) -> Gradients:
-    return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 def gradients(name: str, calls: list[Call], config: MergeConfig, at_once: bool = False, **how: Any) -> Gradients:
-    """Of the sum of all losses: each is followed by its backward pass, or one goes through all."""
+    """Gradients of the sum of all losses: one backward pass for each loss, or one for all."""
     model = built(name, **how)
     with patch(model, config):
         losses = (loss_of(name, model, size, number) for number, size in enumerate(calls))
@@ -78,9 +78,9 @@ def gradients(name: str, calls: list[Call], config: MergeConfig, at_once: bool =
 
 
 def assert_same(some: Gradients, others: Gradients) -> None:
-    """But for rounding, which is a share of the largest gradient."""
+    """Assert that gradients are equal except for rounding, a share of the largest gradient."""
     assert some.keys() == others.keys() and some
-    largest = max(one.abs().max().item() for one in some.values())
+    largest = max(gradient.abs().max().item() for gradient in some.values())
     for name, gradient in some.items():
         scale = gradient.abs().max().item()
         assert (gradient - others[name]).abs().max().item() <= 1e-4 * scale + 3e-8 * largest, name
@@ -96,7 +96,7 @@ def test_checkpointing_changes_no_gradient_and_one_backward_pass_may_go_through_
     assert_same(plain, gradients(name, CALLS, config, only=only))
     assert_same(plain, gradients(name, CALLS, config, at_once=True, only=only))
     unmerged = gradients(name, CALLS, OFF, checkpoints=False, only=only)
-    assert any((plain[one] - unmerged[one]).abs().max() > 1e-3 * plain[one].abs().max() for one in plain)
+    assert any((plain[path] - unmerged[path]).abs().max() > 1e-3 * plain[path].abs().max() for path in plain)
 
 
 @pytest.mark.parametrize("name", some_quick(["diffusers", "Flux"]))

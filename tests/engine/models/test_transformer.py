@@ -16,7 +16,7 @@ from tome_core.engine.state import State
 from tome_core.models.transformer import NAMES
 from tome_core.reporting.ledger import NO_GRID
 
-# of each way to read a call one, text's side, and time's meaning; each class is drawn with in the contract as well
+# one class for each way to read a call, text's side and time's meaning; the contract draws with every class
 _DIFFERENT = ("Flux", "Krea 2", "Qwen-Image, padded", "Z-Image", "Lumina 2", "LTX", "FramePack", "Wan", "CogVideoX",
               "SD3.5", "HunyuanVideo", "Mochi")  # fmt: skip
 
@@ -29,19 +29,19 @@ def test_each_known_class_is_tried_if_diffusers_has_it():
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in _DIFFERENT)) for name in PRESENT])
 def test_a_place_of_the_latent_is_the_token_at_that_place_of_the_grid(name, monkeypatch):
-    """One place is changed, and in each attention its key most of all: grid, order and text's side are true."""
+    """If one place changes, its key changes most in each attention: grid, order and text's side are right."""
     model, arguments = tiny_transformers.make(name)
-    asked = []
+    calls = []
 
     def attend(state, call, name, level, layout, attention):
-        asked.append((layout, attention.k))
+        calls.append((layout, attention.k))
 
     monkeypatch.setattr(State, "attend", attend)
     given = "x" if "x" in arguments else "hidden_states"
     latent = arguments[given][0].clone()  # of the first picture
     with tome_core.patch(model, **STRONG):
         call(model, arguments)
-        grid, count = asked[0][0].grid, len(asked)
+        grid, count = calls[0][0].grid, len(calls)
         frame, y, x = grid.frames - 1, 3, 6
         place = (frame * grid.height // grid.frames + y) * grid.width + x
         if latent.dim() == 2:
@@ -53,7 +53,7 @@ def test_a_place_of_the_latent_is_the_token_at_that_place_of_the_grid(name, monk
             (at.select(frames[0], frame) if grid.frames > 1 else at).add_(9)
         whole = [latent] if given == "x" else torch.cat([latent[None], arguments[given][1:]])
         call(model, arguments | {given: whole})
-    for (layout, before), (_, after) in zip(asked[:count], asked[count:], strict=True):
+    for (layout, before), (_, after) in zip(calls[:count], calls[count:], strict=True):
         assert int((after - before)[0].flatten(1).norm(dim=1).argmax()) == layout.first + place
 
 
@@ -71,7 +71,7 @@ def assert_left_alone(model: nn.Module, arguments: dict[str, Any], why: str) -> 
 
 
 def test_padding_that_a_mask_hides_changes_nothing():
-    """Of the text that is left, the merged model sees what it sees of a shorter text."""
+    """The merged model sees the text that is left as it sees a shorter text."""
     model, arguments = tiny_transformers.make("Qwen-Image, padded")
     shorter = arguments | {"encoder_hidden_states": arguments["encoder_hidden_states"][:, :15],
                            "encoder_hidden_states_mask": None}  # fmt: skip
@@ -80,7 +80,7 @@ def test_padding_that_a_mask_hides_changes_nothing():
 
 
 def test_a_mask_of_pairs_is_read_if_the_tokens_that_it_leaves_see_all_of_each_other():
-    """As HunyuanVideo 1.5's. One that hides more is left alone, and one that is added, as Chroma's pipeline's."""
+    """HunyuanVideo 1.5 has such masks. A mask that hides more is left alone, and so is an added mask, as Chroma's."""
     model, arguments = tiny_transformers.make("Flux")
     rows = torch.arange(tiny_transformers.WORDS + tiny_transformers.SIDE**2)[None] >= 5
     pairs = rows[:, None, :, None] & rows[:, None, None, :]
@@ -99,6 +99,6 @@ def test_grids_that_are_none_and_masks_that_differ_within_a_batch_are_left_alone
     model, arguments = tiny_transformers.make("Flux")
     assert_left_alone(model, arguments | {"img_ids": arguments["img_ids"].flip(0).roll(5, 0)}, NO_GRID)
     model, arguments = tiny_transformers.make("Qwen-Image")
-    twice = {key: torch.cat([one, one]) if torch.is_tensor(one) else one * 2 for key, one in arguments.items()}
+    twice = {key: torch.cat([it, it]) if torch.is_tensor(it) else it * 2 for key, it in arguments.items()}
     twice["encoder_hidden_states_mask"][1, 10:] = 0
     assert_left_alone(model, twice, "the mask hides different tokens in each picture")

@@ -14,7 +14,7 @@ from tome_core.engine.time import FEW
 from tome_core.settings.schedule import PipelineSteps
 
 WAITS = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "is_nonzero")
-# counted in no pipeline whose masks are looked at in each attention, or whose scheduler does not count its steps
+# not counted in pipelines that read masks in each attention, or whose scheduler does not count its steps
 READS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.cpu)
 WAITING = ("Flux", "Qwen-Image", "Z-Image", "SD3.5", "Wan, image to video", "LTX")
 # a transformer's time has a meaning of its own in each family of `tome_core.models.transformer`
@@ -26,7 +26,7 @@ def pipelines(names: tuple[str, ...], quick: int) -> pytest.MarkDecorator:
 
 
 class Reads(TorchFunctionMode):
-    """Counts what is read without an operator; `.cpu()` too, which on a CPU does nothing."""
+    """A counter of reads that run no operator, including `.cpu()`, which does nothing on a CPU."""
 
     count = 0
 
@@ -51,9 +51,9 @@ def test_no_step_but_the_first_waits_for_the_device(name):
 
 @pipelines(TIMED, 4)
 def test_a_pipelines_steps_are_those_of_its_arguments(name, monkeypatch):
-    """Told by the scheduler's count, and by the model's own arguments: the same pictures.
+    """The scheduler's count and the model's own arguments give the same pictures.
 
-    But of few steps, where the early phase is fitted to what the scheduler alone tells.
+    With few steps they differ: the early phase is fitted to the steps that only the scheduler knows.
     """
     pipe, call = make(name)
     config = {"ratio": 0.5, "early_ratio": 15 / 16, "early_until": 600.0, "side": "kv", "use_rand": False}
@@ -65,7 +65,7 @@ def test_a_pipelines_steps_are_those_of_its_arguments(name, monkeypatch):
 
 
 def test_a_mark_leaves_as_much_of_a_pass_that_begins_late():
-    """Image to image below `balanced`'s boundary: the early phase is fitted to its own steps, as on UNets."""
+    """Image to image starts below `balanced`'s boundary: the early phase is fitted to its own steps, as on UNets."""
     pipe, call = make("Flux, image to image")
     with tome_core.patch(pipe, "balanced", only_if_it_pays=False) as handle:
         draw(pipe, call, num_inference_steps=16, strength=0.3)

@@ -26,15 +26,15 @@ SD15, BALANCED = MODELS["sd15"], on_small("balanced")
 @pytest.mark.parametrize("name", some_quick(["sd15", "ldm_wrapped", "sd2"], 2))
 @pytest.mark.parametrize("more", [{}, {"merge_crossattn": True, "merge_mlp": True}, {"sx": 4, "sy": 4}], ids=str)
 def test_a_whole_unet_gives_tomesds_picture(name: str, more: dict):
-    """With fixed destinations; random ones are drawn otherwise."""
+    """Destinations are fixed, because tomesd draws random ones in another way."""
     case = MODELS[name]
     vanilla = case.call(case.build(), height=24)
     for ratio in (0.5, 0.75):
-        ours, theirs = case.build(), case.build()
+        ours, tomesds = case.build(), case.build()
         settings = {"ratio": ratio, "max_downsample": 1, "use_rand": False, **more}
-        tomesd.apply_patch(theirs, **settings)
+        tomesd.apply_patch(tomesds, **settings)
         tome_core.apply_patch(ours, **settings)
-        picture, expected = (case.call(model, height=24) for model in (ours, theirs))
+        picture, expected = (case.call(model, height=24) for model in (ours, tomesds))
         scale = expected.abs().max()
         assert (picture - expected).abs().max() <= 1e-4 * scale
         assert (picture - vanilla).abs().max() > 1e-2 * scale
@@ -52,7 +52,7 @@ def ldm_four_levels() -> nn.Module:
 
 
 ODD = [(1, 16), (16, 1), (1, 1), (2, 2), (2, 3), (8, 72), (35, 33)]
-HALVED = [(8, 16), (8, 72), (16, 24)]  # at others an LDM UNet's skip connections do not fit
+HALVED = [(8, 16), (8, 72), (16, 24)]  # at other sizes an LDM UNet's skip connections do not fit
 
 
 @pytest.mark.parametrize("build, call, sizes", [(four_levels, call_unet, ODD), (ldm_four_levels, call_ldm, HALVED)],
@@ -92,7 +92,7 @@ def test_sdxl_merges_by_default_and_says_where_it_cannot(caplog):
 
 
 def test_a_transformer_that_is_given_a_smaller_picture_than_the_latent_merges_that():
-    """As with Kohya's deep shrink, which halves the picture on its way through the UNet."""
+    """Kohya's deep shrink halves the picture inside the UNet."""
     model = small()
     for transformer in {place.transformer for place in find_blocks(model)}:
         transformer.register_forward_pre_hook(lambda _, args: (F.avg_pool2d(args[0], 2), *args[1:]))
@@ -127,7 +127,7 @@ def test_the_default_dtype_and_device_change_no_bit(config: MergeConfig, timeste
 
 
 def test_weights_that_are_stored_in_half_precision_merge_as_hard():
-    """diffusers' layerwise casting: each layer casts its weights for a call, so that they do not tell what it takes."""
+    """In diffusers' layerwise casting each layer casts its weights for a call, so their dtype is not the inputs'."""
     model = small()
     if not hasattr(model, "enable_layerwise_casting"):
         pytest.skip("this diffusers has no layerwise casting")

@@ -1,5 +1,5 @@
 """Wraps come back after others have taken them off, build no chain, and see through wrappers that are known to be idle.
-What stands beside them otherwise is held to its laws in `tests.beside`.
+`tests.beside` tests other things that share a model with them.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ QUARTER, HALF, KEYS = MergeConfig(ratio=0.25), MergeConfig(ratio=0.5), MergeConf
 
 
 def methods_of(model: Any) -> list[tuple[nn.Module, str, Any]]:
-    """What the patch has wrapped, and so what others may wrap as well: module, name of the method, and the method."""
+    """The methods that the patch has wrapped, and others may wrap too: module, name of the method, and the method."""
     (network,) = find_models(model)
     return [(wrap.target, wrap.name, getattr(wrap.target, wrap.name)) for wrap in wraps_on(network).wraps]
 
 
 def put_back(methods: list[tuple[nn.Module, str, Any]]) -> None:
-    """As accelerate and ControlNet do: onto the instances, even if it is a method of the class."""
+    """Put methods back on the instances, even methods of the class, as accelerate and ControlNet do."""
     for module, name, method in methods:
         setattr(module, name, method)
 
 
 def wrap_everything(model: Any) -> None:
-    """As accelerate and ControlNet do: each method is saved, and called by another one in its place."""
+    """Save each method and replace it by one that calls it, as accelerate and ControlNet do."""
     put_back([(module, name, partial(method)) for module, name, method in methods_of(model)])
 
 
 @models
-def test_a_wrap_that_comes_and_goes_at_every_picture_builds_no_chain(one: Family):
-    model = one.build()
+def test_a_wrap_that_comes_and_goes_at_every_picture_builds_no_chain(family: Family):
+    model = family.build()
     for _ in range(5):
         tome_core.apply_patch(model)
-        merged, saved = one.call(model), methods_of(model)
+        merged, saved = family.call(model), methods_of(model)
         wrap_everything(model)
         tome_core.remove_patch(model)
         put_back(saved)
     tome_core.apply_patch(model)
-    assert torch.equal(one.call(model), merged)
+    assert torch.equal(family.call(model), merged)
     depth, forward = 0, vars(find_models(model)[0])["forward"]
     while forward is not None:
         depth, forward = depth + 1, getattr(getattr(forward, "__self__", forward), "beneath", None)
@@ -59,33 +59,33 @@ def test_a_wrap_that_comes_and_goes_at_every_picture_builds_no_chain(one: Family
 
 
 @models
-def test_an_old_wrap_put_back_over_a_new_patch_is_harmless(one: Family):
-    """ControlNet saves a block's method once and puts that back at some later picture, whatever was patched since."""
-    model = one.build()
-    plain = one.call(model)
+def test_an_old_wrap_put_back_over_a_new_patch_is_harmless(family: Family):
+    """ControlNet saves a block's method once and puts it back at a later picture, even if a patch came between."""
+    model = family.build()
+    plain = family.call(model)
     with tome_core.patch(model, QUARTER):
         saved = methods_of(model)
     second = tome_core.patch(model, HALF)
-    merged = one.call(model)
+    merged = family.call(model)
     put_back(saved)
-    assert torch.equal(one.call(model), merged)  # a model's wraps are the same ones for every patch
+    assert torch.equal(family.call(model), merged)  # a model's wraps are the same ones for every patch
     second.install()
-    assert torch.equal(one.call(model), merged)
+    assert torch.equal(family.call(model), merged)
     second.remove()
-    assert torch.equal(one.call(model), plain)
+    assert torch.equal(family.call(model), plain)
 
 
 @models
-def test_a_patch_taken_back_over_another_programs_wrappers_merges_again(one: Family):
-    outer = tome_core.patch(model := one.build(), HALF)
-    merged = one.call(model)
+def test_a_patch_taken_back_over_another_programs_wrappers_merges_again(family: Family):
+    outer = tome_core.patch(model := family.build(), HALF)
+    merged = family.call(model)
     with tome_core.patch(model, QUARTER):
         wrap_everything(model)
     outer.reset_counts()
-    assert torch.equal(one.call(model), merged) and not outer.report().reasons
+    assert torch.equal(family.call(model), merged) and not outer.report().reasons
     wrap_everything(model)
     outer.install()
-    assert torch.equal(one.call(model), merged) and not outer.report().reasons
+    assert torch.equal(family.call(model), merged) and not outer.report().reasons
 
 
 class _Doubling:
@@ -103,22 +103,22 @@ def _beneath(module: nn.Module, method: Any) -> Any:
 
 
 # an attention that computes by hand can be merged only if its own code is what runs
-@pytest.mark.parametrize("one", [Family("by hand", ldm_of_one_level, call_ldm), Least("by a function", depth=2)],
-                         ids=lambda one: one.name)  # fmt: skip
-def test_an_idle_wrapper_is_as_if_it_were_not_there_and_switched_on_it_works(one: Family, monkeypatch):
+@pytest.mark.parametrize("family", [Family("by hand", ldm_of_one_level, call_ldm), Least("by a function", depth=2)],
+                         ids=lambda family: family.name)  # fmt: skip
+def test_an_idle_wrapper_is_as_if_it_were_not_there_and_switched_on_it_works(family: Family, monkeypatch):
     monkeypatch.setattr(wrap, "_WRAPPERS", {})
     wrap.register_wrapper("doubling", _beneath)
-    with tome_core.patch(alone := one.build(), KEYS) as wanted:
-        merged = one.call(alone)
-    unet = one.build()
+    with tome_core.patch(alone := family.build(), KEYS) as wanted:
+        merged = family.call(alone)
+    unet = family.build()
     attentions = [module for path, module in unet.named_modules() if path.endswith("attn1")]
     for attention in attentions:
         attention.forward = _Doubling(attention)
     doubling = [attention.forward for attention in attentions]
     with tome_core.patch(unet, KEYS) as handle:
-        assert torch.equal(one.call(unet), merged)
+        assert torch.equal(family.call(unet), merged)
         assert handle.report().levels[0].sized_by == wanted.report().levels[0].sized_by
         for each in doubling:
             each.is_on = True
-        assert not torch.equal(one.call(unet), merged)
+        assert not torch.equal(family.call(unet), merged)
     assert [vars(attention)["forward"] for attention in attentions] == doubling

@@ -1,6 +1,6 @@
-"""A call is what it was when it began, and leaves nothing behind.
+"""A call keeps the patch and rules with which it began, and leaves nothing behind.
 
-Little is left to luck: a hook in the middle of a call lets another thread act, and waits for it.
+The tests do not depend on luck: a hook in the middle of a call lets another thread act, and waits for it.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ PLACES = {
 }  # fmt: skip
 
 at_every_place = pytest.mark.parametrize(
-    ("one", "place"), [(MODELS[name], place) for name, places in PLACES.items() for place in places],
+    ("family", "place"), [(MODELS[name], place) for name, places in PLACES.items() for place in places],
     ids=lambda it: getattr(it, "name", it),
 )  # fmt: skip
 
 
-def merged(one: Family, config: MergeConfig | None, **call: Any) -> torch.Tensor:
+def merged(family: Family, config: MergeConfig | None, **call: Any) -> torch.Tensor:
     """The picture of a fresh model with a patch that has seen no other; None: without a patch."""
-    model = one.build()
+    model = family.build()
     if config is not None:
         tome_core.patch(model, config)
-    return one.call(model, **call)
+    return family.call(model, **call)
 
 
 def once_in(model: nn.Module, place: str, work: Callable[[], Any]) -> None:
-    """At the next call of the module at this place, before it, do some work."""
+    """Do this work once, before the next call of the module at this place."""
 
     def hook(*_: Any) -> None:
         handle.remove()
@@ -56,9 +56,9 @@ def once_in(model: nn.Module, place: str, work: Callable[[], Any]) -> None:
 
 
 @at_every_place
-def test_a_call_during_which_another_patch_comes_or_this_one_goes_and_the_next_one(one: Family, place: str):
-    """Nothing waits for the call. Of other parts, or taken off, what it had not reached yet merges no more."""
-    model = one.build()
+def test_a_call_during_which_another_patch_comes_or_this_one_goes_and_the_next_one(family: Family, place: str):
+    """No patch waits for the call. After a change of parts or a removal, the rest of the call does not merge."""
+    model = family.build()
     for before, after, stays in (
         (None, BALANCED, True), (None, TOMESD, True), (BALANCED, LESS, True),
         (BALANCED, None, False), (TOMESD, None, False), (TOMESD, BALANCED, False), (BALANCED, TOMESD, False),
@@ -67,29 +67,29 @@ def test_a_call_during_which_another_patch_comes_or_this_one_goes_and_the_next_o
         handle = None if before is None else tome_core.patch(model, before)
         change = handle.uninstall if after is None else partial(tome_core.patch, model, after)
         once_in(model, place, partial(at_once, change))
-        found = one.call(model)
-        assert torch.equal(found, merged(one, before)) if stays else found.isfinite().all()
+        drawn = family.call(model)
+        assert torch.equal(drawn, merged(family, before)) if stays else drawn.isfinite().all()
         assert handle is None or (is_idle(handle) and handle.report().calls == 1)
-        assert torch.equal(one.call(model), merged(one, after))
+        assert torch.equal(family.call(model), merged(family, after))
 
 
 @at_every_place
-def test_a_model_called_again_inside_of_its_own_call_gives_both_pictures(one: Family, place: str):
-    """As hooks do that look at the same picture once more: reference-only, perturbed guidance."""
-    model, pictures = one.build(), []
+def test_a_model_called_again_inside_of_its_own_call_gives_both_pictures(family: Family, place: str):
+    """Hooks of reference-only and perturbed guidance call the model so."""
+    model, pictures = family.build(), []
     with tome_core.patch(model, BALANCED):
-        once_in(model, place, lambda: pictures.append(one.call(model, timestep=900)))
-        pictures.append(one.call(model))
-    for found, timestep in zip(pictures, (900, 500), strict=True):
-        assert torch.equal(found, merged(one, BALANCED, timestep=timestep))
+        once_in(model, place, lambda: pictures.append(family.call(model, timestep=900)))
+        pictures.append(family.call(model))
+    for drawn, timestep in zip(pictures, (900, 500), strict=True):
+        assert torch.equal(drawn, merged(family, BALANCED, timestep=timestep))
 
 
 @at_every_place
-def test_a_call_keeps_its_rules_when_another_thread_tells_the_time(one: Family, place: str):
-    model, config = one.build(), MergeConfig(ratio=0.75, min_timestep=500.0)
+def test_a_call_keeps_its_rules_when_another_thread_tells_the_time(family: Family, place: str):
+    model, config = family.build(), MergeConfig(ratio=0.75, min_timestep=500.0)
     with tome_core.patch(model, config) as handle:
         once_in(model, place, partial(at_once, partial(handle.set_time, timestep=900)))
-        assert torch.equal(one.call(model, timestep=100), merged(one, None, timestep=100))
+        assert torch.equal(family.call(model, timestep=100), merged(family, None, timestep=100))
         assert handle.report().levels[0].reasons and not handle.report().merged_anything
 
 
@@ -101,5 +101,5 @@ def test_two_models_in_two_threads_give_their_own_pictures():
     kept = MergeRule(side="kv", sx=4, sy=4, ratio=0.9, refine=1, seed=5)
     works = [partial(pictures, config) for config in (TOMESD, MergeConfig(rules=(kept,)))]
     alone = [work()[0] for work in works]
-    for expected, found in zip(alone, at_once(*works, interval=1e-5), strict=True):
-        assert all(torch.equal(one, expected) for one in found)
+    for expected, together in zip(alone, at_once(*works, interval=1e-5), strict=True):
+        assert all(torch.equal(drawn, expected) for drawn in together)

@@ -34,23 +34,23 @@ def saved(model: Any, folder: Path) -> dict[str, bytes]:
 
 
 @every_model
-def test_a_deep_copy_and_a_pickle_of_a_patched_model_merge_nothing(one: Family):
-    model = one.build()
-    vanilla = one.call(model)
+def test_a_deep_copy_and_a_pickle_of_a_patched_model_merge_nothing(family: Family):
+    model = family.build()
+    vanilla = family.call(model)
     handle = tome_core.patch(model, EVERYTHING)
-    merged = one.call(model)
+    merged = family.call(model)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(one.call(other), vanilla) and not tome_core.report(other).patched
+        assert torch.equal(family.call(other), vanilla) and not tome_core.report(other).patched
         assert not any(wraps_on(module) for module in other.modules()), "it shares nothing with the first"
-        with tome_core.patch(other, EVERYTHING):  # over what the copy has brought along
-            assert torch.equal(one.call(other), merged)
+        with tome_core.patch(other, EVERYTHING):  # over the leftovers of the copied patch
+            assert torch.equal(family.call(other), merged)
         tome_core.remove_patch(other)
-        assert torch.equal(one.call(other), vanilla) and traces(other) == traces(one.build())
-    assert torch.equal(one.call(model), merged) and handle.report().calls == 2
+        assert torch.equal(family.call(other), vanilla) and traces(other) == traces(family.build())
+    assert torch.equal(family.call(model), merged) and handle.report().calls == 2
     other = copy.deepcopy(model)
     for weight in model.parameters():
         weight.data.zero_()
-    assert torch.equal(one.call(other), vanilla), "it runs its own weights"
+    assert torch.equal(family.call(other), vanilla), "it runs its own weights"
 
 
 def test_a_handle_is_not_copied_and_what_holds_one_is():
@@ -63,7 +63,7 @@ def test_a_handle_is_not_copied_and_what_holds_one_is():
 # --- pipelines --------------------------------------------------------------------------------------------------------
 
 
-# one of each time's meaning, and Wan's two transformers; then UNets, other schedulers, guiders and inputs
+# a pipeline for each meaning of time, and Wan's two transformers; then UNets, other schedulers, guiders and inputs
 _FIRST = [name for name in ("Flux", "Z-Image", "Mochi", "Wan 2.2, of two transformers")
           if name in transformer_pipelines.PRESENT]  # fmt: skip
 _OTHERS = [name for name in (*tiny_pipeline.KINDS, *transformer_pipelines.PRESENT) if name not in _FIRST]
@@ -78,7 +78,8 @@ def test_a_pipeline_merges_near_to_itself_and_a_copy_is_its_own_and_from_pipe_sh
         pipe, call = transformer_pipelines.make(name)
         draw = partial(transformer_pipelines.draw, call=call)
         models, most = transformer_pipelines.transformers_of(pipe), 0.05
-    plain, files, before, own = draw(pipe), saved(pipe, tmp_path / "plain"), [*map(attributes, models)], set(vars(pipe))
+    plain, files = draw(pipe), saved(pipe, tmp_path / "plain")
+    before, held = [*map(attributes, models)], set(vars(pipe))
     with tome_core.patch(pipe, **SETTINGS) as handle:
         merged, report = draw(pipe), handle.report()
         assert not report.reasons and report.levels[0].work_saved > 0.8 and 0 < distance(merged, plain) < most
@@ -90,4 +91,4 @@ def test_a_pipeline_merges_near_to_itself_and_a_copy_is_its_own_and_from_pipe_sh
         sibling = type(pipe).from_pipe(pipe, **pipe.components)
         assert not torch.equal(draw(sibling), plain) and handle.report().calls == 2 * report.calls
     assert torch.equal(draw(sibling), plain) and torch.equal(draw(pipe), plain)
-    assert [*map(attributes, models)] == before and set(vars(pipe)) == own
+    assert [*map(attributes, models)] == before and set(vars(pipe)) == held

@@ -1,6 +1,6 @@
-"""`tome_core.patch(pipe)`: one line puts a preset on a diffusers pipeline, one takes it off, whatever it draws between.
+"""`tome_core.patch(pipe)`: one line puts a preset on a diffusers pipeline, one takes it off, for all kinds of pictures.
 
-Real pipelines with random weights. That a LoRA may come and go at any time is `tests/beside`'s.
+Real pipelines with random weights. `tests/beside` tests that a LoRA may come and go at any time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def merged_alone(pipe: Any, **more: Any) -> torch.Tensor:
 
 
 def assert_merged(handle: Any) -> None:
-    """Every call of the finest level was, and as hard as the default preset does in late steps."""
+    """Assert that every call of the finest level merged, as much as the default preset merges in late steps."""
     finest = handle.report().levels[0]
     assert finest.calls_merged and not finest.reasons and finest.work_saved > 0.8
     most = TOKENS * (1 - preset("balanced").rules[0].ratio)
@@ -47,7 +47,7 @@ def an_image() -> torch.Tensor:
     return torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(7))
 
 
-# what people do beside drawing from words, by what the pipeline's call is given then
+# other uses than drawing from words, by the arguments of the pipeline's call
 USES = {
     "callback": {
         "callback_on_step_end": lambda *given: {"latents": given[-1]["latents"] * 0.9},
@@ -77,7 +77,7 @@ def test_every_call_merges_and_is_the_same_again(build, use: str):
 
 
 def test_the_pages_file_for_sdnext_patches_what_is_loaded_whatever_sampler_comes(build, monkeypatch):
-    """Its scripts register what is called with every pipeline that it loads; each picture has a sampler of its own."""
+    """SD.Next's scripts register a function for every pipeline that it loads; each picture has its own sampler."""
     loaded: list[Callable[[Any], Any]] = []
     modules, callbacks = ModuleType("modules"), ModuleType("modules.script_callbacks")
     callbacks.on_model_loaded = loaded.append
@@ -98,7 +98,7 @@ def test_the_pages_file_for_sdnext_patches_what_is_loaded_whatever_sampler_comes
 
 
 def test_a_controlnet_is_merged_if_it_is_asked_for_and_left_alone_if_not(build):
-    """By a patch of its own, beside the UNet's or alone, and taken off alone."""
+    """A ControlNet has a patch of its own, with or without the UNet's, and that patch comes off by itself."""
     pipe = build()
     net = fixed(diffusers.ControlNetModel.from_unet(pipe.unet, conditioning_embedding_out_channels=(8, 8)))
     pipe = diffusers.StableDiffusionControlNetPipeline.from_pipe(pipe, controlnet=net)
@@ -112,5 +112,5 @@ def test_a_controlnet_is_merged_if_it_is_asked_for_and_left_alone_if_not(build):
         both = merged_alone(pipe, **call)
         assert torch.equal(draw(pipe, **call), net_alone), "the UNet's came off and left the ControlNet's on"
     pictures = (plain, unet_alone, net_alone, both)
-    assert not any(torch.equal(one, other) for i, one in enumerate(pictures) for other in pictures[:i])
+    assert not any(torch.equal(picture, other) for i, picture in enumerate(pictures) for other in pictures[:i])
     assert torch.equal(draw(pipe, **call), plain) and traces(net) == before

@@ -27,7 +27,7 @@ from tome_core.settings.schedule import STABLE_DIFFUSION, training_schedule
 
 CASE = MODELS["sd15"]
 EVERYTHING = MergeConfig(ratio=0.5, merge_crossattn=True, merge_mlp=True)
-# asks for the time, so that a scheduler matters, and keeps, so that the pipeline's loop does
+# it needs the time, so that a scheduler matters, and keeps matches, so that the pipeline's loop matters
 LATE = MergeConfig(ratio=0.5, start_percent=0.5, keep=100.0)
 
 
@@ -61,21 +61,21 @@ def test_an_interrupt_at_any_wrap_leaves_a_model_that_is_unpatched_or_can_be(cha
 @pytest.mark.parametrize("build, call", [*((MODELS[name].build, MODELS[name].call) for name in ("sd15", "Flux")),
                                          (Pipeline, picture)], ids=["sd15", "Flux", "a pipeline"])  # fmt: skip
 def test_neither_a_handle_nor_the_engine_keeps_a_model_alive(build: Callable, call: Callable, is_on: bool):
-    """A name in a notebook, on a machine whose memory holds one model."""
+    """A notebook may keep the handle's name on a machine whose memory holds one model."""
     model = build()
     (network,) = find_models(model)
     handle = tome_core.patch(model)
     for module in network.modules():
         module.forward = partial(module.forward)
-    handle = tome_core.patch(model, LATE)  # which has wraps of other kinds, over those of others
+    handle = tome_core.patch(model, LATE)  # it has wraps of other kinds, over other programs' wraps
     call(model)
     if not is_on:
         handle.remove()
     last = [module for module in network.modules() if hasattr(module, "to_q")][-1]
-    known = [weakref.ref(one) for one in (model, network, last, last.to_q.weight)]
+    known = [weakref.ref(target) for target in (model, network, last, last.to_q.weight)]
     del model, network, module, last
     gc.collect()
-    assert [one() for one in known] == [None] * 4
+    assert [reference() for reference in known] == [None] * 4
     assert handle.model is None and handle.report().calls
     with pytest.raises(RuntimeError, match="is gone; patch the new one"):
         handle.install()
@@ -107,7 +107,7 @@ def left_on(pipe: Any, unet: Any, scheduler: Any) -> list[Any]:
 @pytest.mark.parametrize("method", ["scale_model_input", "step"])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_an_error_in_a_pipelines_loop_leaves_nothing_behind(method: str, error: type[BaseException], monkeypatch):
-    """Before and after the model's call."""
+    """The error comes before or after the model's call."""
     pipe = Pipeline()
     plain, before = picture(pipe), left_on(pipe, pipe.unet, pipe.scheduler)
     with tome_core.patch(pipe, LATE) as handle:
@@ -125,7 +125,7 @@ def test_a_patch_comes_off_what_it_was_put_on_if_the_pipeline_has_got_others_sin
     unet, scheduler = pipe.unet, pipe.scheduler
     before = left_on(pipe, unet, scheduler)
     tome_core.patch(pipe, LATE)
-    handle = tome_core.patch(pipe, LATE)  # in the place of the first
+    handle = tome_core.patch(pipe, LATE)  # replaces the first patch
     for name in swapped:
         setattr(pipe, name, getattr(other, name))
     handle.remove() if "unet" in swapped else tome_core.remove_patch(pipe)

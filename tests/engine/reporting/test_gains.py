@@ -40,23 +40,23 @@ def test_a_gain_says_itself_in_one_line_and_within_the_margin_is_none():
 
 
 def test_a_gain_is_of_its_case_and_of_no_other_but_for_the_batch_whose_nearest_counts():
-    known, one, four = Gains(), of_size(64, batch=1), of_size(64, batch=4)
+    known, of_one, of_four = Gains(), of_size(64, batch=1), of_size(64, batch=4)
     known.remember(GAIN)
     assert known.of(ABOUT) == (GAIN,)
     for place in range(len(ABOUT)):
         assert known.of((*ABOUT[:place], "another", *ABOUT[place + 1 :])) == ()
     for other in (("other", "float16", 64, 96), ("card", "float32", 64, 96), ("card", "float16", 96, 64)):
         assert nearest([GAIN], *other, 2) is None
-    found = [nearest([four, one], "card", "float16", 64, 96, batch).batch for batch in (1, 2, 3, 4, 9)]
-    assert found == [1, 1, 4, 4, 4]
+    batches = [nearest([of_four, of_one], "card", "float16", 64, 96, batch).batch for batch in (1, 2, 3, 4, 9)]
+    assert batches == [1, 1, 4, 4, 4]
 
 
 def test_other_processes_know_what_was_measured_and_the_latest_of_a_case_counts(path):
-    one, other = kept_in(path), kept_in(path)
+    gains, other = kept_in(path), kept_in(path)
     assert not path.parent.exists(), "nothing is made before there is something to keep"
     for merged in (1.0, 2.0):
-        one.remember(of_size(64, merged=merged))
-    assert [gain.merged for gain in one.of(ABOUT)] == [2.0]
+        gains.remember(of_size(64, merged=merged))
+    assert [gain.merged for gain in gains.of(ABOUT)] == [2.0]
     other.remember(of_size(8))
     other.add_picture(CASE, 1.0)
     assert {(gain.height, gain.merged) for gain in kept_in(path).of(ABOUT)} == {(64, 2.0), (8, 1.0)}
@@ -101,8 +101,8 @@ def test_where_nothing_can_be_written_the_process_knows_it_and_says_so_once(path
     known = Gains()
     with caplog.at_level(logging.WARNING):
         known.load(path)
-        told = len(caplog.records)
+        before = len(caplog.records)
         known.remember(GAIN)
         known.remember(of_size(1))
-    assert "could not be kept" in caplog.text and len(caplog.records) - told <= 2
+    assert "could not be kept" in caplog.text and len(caplog.records) - before <= 2
     assert len(known.of(ABOUT)) == 2

@@ -59,10 +59,10 @@ def test_the_first_line_is_the_gain_or_what_was_left_out_then_levels():
 
 
 def test_a_gain_is_told_only_if_as_much_was_left_out_as_when_it_was_measured():
-    """Nobody knows of other things on a model, but merging finds less to do beside them."""
-    for own, left, is_told in ((gain(2.0), 25, True), (gain(1.0), 30, True), (gain(2.0), 60, False),
-                               (gain(1.0), 93, False), (gain(2.0), 0, False)):  # fmt: skip
-        assert (own.speed in of_levels(level(left=left), gains=(own,)).headline) == is_told
+    """Other things on a model are unknown, but with them merging leaves out less."""
+    for measured, left, is_told in ((gain(2.0), 25, True), (gain(1.0), 30, True), (gain(2.0), 60, False),
+                                    (gain(1.0), 93, False), (gain(2.0), 0, False)):  # fmt: skip
+        assert (measured.speed in of_levels(level(left=left), gains=(measured,)).headline) == is_told
     several = of_levels(level(), gains=(gain(1.5), gain(1.0, 32)))
     assert "about 1.5x faster at 512x512, no faster at 256x256 (measured here)" in str(several).splitlines()[0]
     assert of_levels(LevelTally(1, 3), gains=(gain(1.5),)).headline.startswith("nothing merged")
@@ -85,20 +85,20 @@ def test_reasons_are_told_the_one_that_cost_most_attention_first_and_the_part_if
 
 def test_what_hindered_merging_is_told_if_it_counts_and_nobody_asked_for_it():
     mask = "the call has an attention mask"
-    for why, lost, told in ((mask, 20, f"20% of attention not merged: {mask}"), (mask, 2, ""),
-                            ("outside the rules' time range", 50, "")):  # fmt: skip
+    for why, lost, sentence in ((mask, 20, f"20% of attention not merged: {mask}"), (mask, 2, ""),
+                                ("outside the rules' time range", 50, "")):  # fmt: skip
         of_why = {"skipped": Counter({f"attn: {why}": 1}), "skipped_work": Counter({f"attn: {why}": lost})}
-        assert of_levels(level(left=60, **of_why)).hindered == told
+        assert of_levels(level(left=60, **of_why)).hindered == sentence
     assert [percent(share) for share in (0.0, 0.614, 0.999, 1.0)] == ["0%", "61%", "99%", "100%"]
 
 
 def test_the_json_form_is_json_and_has_every_count():
-    found = Report.join([reported(EARLY, 900, 100), Report(True, gains=(gain(1.42),))])
-    data = found.as_data()
+    report = Report.join([reported(EARLY, 900, 100), Report(True, gains=(gain(1.42),))])
+    data = report.as_data()
     assert json.loads(json.dumps(data)) == data and data["format"] == 2
-    assert data["work_saved"] == found.work_saved and data["gains"][0]["ratio"] == 1.42
+    assert data["work_saved"] == report.work_saved and data["gains"][0]["ratio"] == 1.42
     assert data["levels"][0]["merged"] == [
-        {"part": "attn", "tokens": 256, "queries": 256, "keys": keys, "calls": found.levels[0].blocks}
+        {"part": "attn", "tokens": 256, "queries": 256, "keys": keys, "calls": report.levels[0].blocks}
         for keys in (26, 128)
     ]
 
@@ -128,9 +128,9 @@ def test_the_mlps_tokens_are_said():
 
 
 def test_reports_of_passes_are_one_with_levels_by_their_down_sampling():
-    """The passes of a hires fix, or a refiner, whose finest level is another."""
-    one, two, other = (of_levels(level(*facts), calls=1) for facts in ((1, 25), (1, 75), (2, 50)))
-    both = Report.join([one, two, other])
+    """The passes are those of a hires fix, or of a refiner with another finest level."""
+    first, second, other = (of_levels(level(*facts), calls=1) for facts in ((1, 25), (1, 75), (2, 50)))
+    both = Report.join([first, second, other])
     assert both.calls == 3 and both.work_saved == pytest.approx(1 - (25 + 75 + 50) / 300)
-    assert [(found.level, found.downsample, found.calls_merged) for found in both.levels] == [(0, 1, 6), (1, 2, 3)]
-    assert Report.join([]) == Report(False) and Report.join([one]).as_data() == one.as_data()
+    assert [(merged.level, merged.downsample, merged.calls_merged) for merged in both.levels] == [(0, 1, 6), (1, 2, 3)]
+    assert Report.join([]) == Report(False) and Report.join([first]).as_data() == first.as_data()

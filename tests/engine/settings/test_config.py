@@ -1,4 +1,4 @@
-"""Settings: what is refused and how, what follows from what, and how an early phase becomes a rule."""
+"""Settings: which are refused, with which words, which follow from others, and how an early phase becomes a rule."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_what_is_clamped_and_that_nothing_will_merge_is_noted():
 
 
 def test_an_early_phase_is_a_rule_of_self_attention_in_the_finest_level_before_the_late_one():
-    """Below the finest level early steps are where merging shows: .98 costs .25 % of the v-loss at 800 there."""
+    """Below the finest level merging shows in early steps: a ratio of .98 costs 0.25% of the v-loss at 800 there."""
     more = {"merge_mlp": True, "merge_crossattn": True, "max_downsample": 8}
     config = MergeConfig(ratio=0.5, early_ratio=0.9, early_until=600.0, **more)
     late = MergeRule(ratio=0.5, **more)

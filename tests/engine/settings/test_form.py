@@ -1,4 +1,4 @@
-"""The form: what an expert sets in every host, what a strength fills in, and refusals in its words."""
+"""The form: an expert's settings in every host, the values that a strength fills in, and refusals in its words."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ config_of = partial(change, MergeConfig())
 
 
 def test_fields_are_in_their_documented_places():
-    """Nodes and lists of values know them by position: a new one in their midst would shift those behind it."""
+    """Nodes and lists of values know fields by position: a new field between them would shift the later ones."""
     first = (
         "ratio", "level", "start", "end", "method", "merge_what", "merge_crossattn", "merge_mlp", "sx",
         "sy", "use_rand", "merge_seed", "early_ratio", "early_until", "proportional", "metric", "refine",
@@ -26,17 +26,17 @@ def test_fields_are_in_their_documented_places():
 
 def test_a_field_is_its_setting_in_words_that_a_person_can_choose():
     described = {setting["name"]: setting for setting in describe_settings()}
-    for own in FIELDS:
-        setting = described[own.setting]
-        assert (own.label, own.step, own.maximum) == tuple(setting.get(name) for name in ("label", "step", "maximum"))
-        assert own.read(own.default) == setting["default"]
-        assert all(type(choice) is str for choice in own.choices) and (not own.choices or own.default in own.choices)
-        assert [own.show(own.read(choice)) for choice in own.choices] == list(own.choices)
-        assert own.help.startswith(setting["help"]) and own.help.endswith(".") and len(own.help) <= 160, own.help
+    for row in FIELDS:
+        setting = described[row.setting]
+        assert (row.label, row.step, row.maximum) == tuple(setting.get(name) for name in ("label", "step", "maximum"))
+        assert row.read(row.default) == setting["default"]
+        assert all(type(choice) is str for choice in row.choices) and (not row.choices or row.default in row.choices)
+        assert [row.show(row.read(choice)) for choice in row.choices] == list(row.choices)
+        assert row.help.startswith(setting["help"]) and row.help.endswith(".") and len(row.help) <= 160, row.help
 
 
 def test_the_defaults_are_the_engines_and_none_need_be_given():
-    defaults = {own.name: own.default for own in FIELDS}
+    defaults = {row.name: row.default for row in FIELDS}
     assert config_of(defaults) == config_of({}) == MergeConfig() and values_of(MergeConfig()) == defaults
     assert config_of({"sx": 3.0, "merge_seed": 5.0}) == MergeConfig(sx=3, seed=5), "whole numbers, as sliders have them"
     early = field("early_ratio")

@@ -1,4 +1,4 @@
-"""One number from 0, which is off, to 1: whatever lies between asks more of every step, and nothing jumps."""
+"""Strength from 0, which is off, to 1: a larger strength merges more in every step, and nothing jumps."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ of_each = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 def shares(config: MergeConfig) -> list[float]:
-    """Of the finest level's keys, what is kept at each moment."""
+    """The share of the finest level's keys that is kept at each moment."""
     rules = [] if config.is_off else plain_rules(config, [1])
     return [1 - next((rule.effective_ratio for rule in rules if rule.holds_at(moment)), 0.0) for moment in MOMENTS]
 
 
 @of_each
 def test_more_strength_asks_more_of_every_step_and_nothing_jumps(layout):
-    """A hundredth changes the time of attention by a few per cent. No step merges so little that it takes longer."""
+    """A hundredth changes the time of attention by a few percent. No step merges so little that it takes longer."""
     kept = [shares(strength(number / 100, layout=layout)) for number in range(101)]
-    times = [sum(map(step_time, one)) / len(MOMENTS) for one in kept]
+    times = [sum(map(step_time, curve)) / len(MOMENTS) for curve in kept]
     assert set(kept[0]) == {1.0} and kept[-1] == pytest.approx([1 / 64] * len(MOMENTS))
     assert times[1] > 0.9, "the first hundredth changes hardly anything"
     for weaker, stronger in pairwise(kept):
         assert all(more <= less for less, more in zip(weaker, stronger, strict=True))
     assert all(longer < 1.1 * shorter for longer, shorter in pairwise(times))
-    assert all(step_time(share) < 1 for one in kept for share in one if share < 1) and step_time(1.0) == 1
+    assert all(step_time(share) < 1 for curve in kept for share in curve if share < 1) and step_time(1.0) == 1
 
 
 def test_marks_are_strengths_and_nothing_is_off():

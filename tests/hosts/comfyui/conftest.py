@@ -23,11 +23,11 @@ def checkout() -> Path:
 
 @pytest.fixture(scope="session")
 def base(checkout, tmp_path_factory) -> Iterator[Path]:
-    """A ComfyUI base directory of our own."""
+    """A ComfyUI base directory for these tests."""
     folder = tmp_path_factory.mktemp("comfyui")
     make_base(checkout, folder)
     yield folder
-    shutil.rmtree(folder / "models")  # they are large, and pytest keeps the folders of three runs
+    shutil.rmtree(folder / "models")  # models are large, and pytest keeps the folders of three runs
 
 
 @pytest.fixture(scope="session")

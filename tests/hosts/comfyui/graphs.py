@@ -1,4 +1,4 @@
-"""Graphs in ComfyUI's API format, and what was seen when they ran."""
+"""Graphs in ComfyUI's API format, and the results of their runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-TEXTS = {  # a prompt's widths: of its tokens, and of its summary, 0 for none
+TEXTS = {  # a prompt's widths: its tokens' and its summary's, 0 for none
     "sd1": (768, 0), "sdxl": (2048, 1280), "flux": (64, 768), "sd3": (4096, 2048), "wan": (4096, 0),
     "qwen_image": (64, 0), "z_image": (64, 0),
 }  # fmt: skip
@@ -20,7 +20,7 @@ SEEDS = itertools.count(1000)
 class Graph:
     """Collects nodes; `add` gives the node's first output. `graph` is what is posted.
 
-    Each has a noise seed of its own, because ComfyUI would not sample again what it finds in its cache. Transformers
+    Each graph has its own noise seed, because ComfyUI does not sample again what is in its cache. Transformers
     are loaded by the configuration in their files, have a latent of their own size, and are sampled without guidance.
     """
 
@@ -46,16 +46,16 @@ class Graph:
         return [number, 0]
 
     def apply(self, model: list | None = None, **values: Any) -> list:
-        """ApplyToMe with these settings from a ToMeSettings; `start` and `end` are its own."""
+        """ApplyToMe with these settings from a ToMeSettings; `start` and `end` are ApplyToMe's."""
         times = {name: values.pop(name) for name in ("start", "end") if name in values}
         return self.strength(model, settings=self.add("ToMeSettings", **values), **times)
 
     def strength(self, model: list | None = None, **values: Any) -> list:
-        """ApplyToMe alone, with these inputs beside the model."""
+        """ApplyToMe alone, with the model and these inputs."""
         return self.add("ApplyToMe", model=model or self.model, **values)
 
     def removed(self, model: list) -> list:
-        """Without our merging."""
+        """The model without our merging."""
         return self.add("RemoveToMe", model=model)
 
     def sample(self, name: str, model: list | None = None, **changes: Any) -> list:
@@ -81,12 +81,12 @@ def bytes_of(seen: dict, name: str) -> list[str]:
 
 
 def distance(seen: dict, name: str, plain: str) -> float:
-    """The difference of a latent from another one, as a share of that."""
-    ours, theirs = (torch.frombuffer(bytearray.fromhex(bytes_of(seen, one)[0]), dtype=torch.float32)
-                    for one in (name, plain))  # fmt: skip
-    return ((ours - theirs).norm() / theirs.norm()).item()
+    """The difference of a latent from another one, as a share of the other."""
+    picture, expected = (torch.frombuffer(bytearray.fromhex(bytes_of(seen, key)[0]), dtype=torch.float32)
+                    for key in (name, plain))  # fmt: skip
+    return ((picture - expected).norm() / expected.norm()).item()
 
 
 def report_of(seen: dict, node: list) -> str:
-    """What a node showed last, with all the details."""
+    """The last text of a node, with all the details."""
     return [text for number, text in seen["texts"] if number == node[0]][-1]

@@ -1,7 +1,7 @@
-"""A function of ComfyUI's, held against attention over repeated keys: in a double of ComfyUI, and in a real one.
+"""Compare functions of ComfyUI with attention over repeated keys: in a double of ComfyUI, and in a real one.
 
-Run by ComfyUI's Python with ``--cpu`` this holds each of its attention functions: it ends with an error if merged keys
-give anything else, and prints as JSON the way by which each function took sizes. No server is needed.
+Run by ComfyUI's Python with ``--cpu`` this tests each of its attention functions: it ends with an error if merged keys
+give anything else, and prints as JSON the way in which each function gets the sizes. No server is needed.
 """
 
 from __future__ import annotations
@@ -17,61 +17,61 @@ from comfy_nodes.slot_calls import SLOT, HostCall, OtherNodesFunction
 from tome_core.attention.merged import Attention, MergeOptions, attend
 from tome_core.merging.plan import MergePlan
 
-FUNCTIONS = ("basic", "sub_quad", "split", "pytorch", "flash")  # flash leaves it to torch on a CPU
+FUNCTIONS = ("basic", "sub_quad", "split", "pytorch", "flash")  # on a CPU flash calls torch's function
 HEADS, WIDTH, TOKENS, GROUPS = 4, 8, 100, 9
-# of the output's length: the logarithms of sizes are float32 at best, and in half precision off by half of a last bit
+# shares of the output's length: the logarithms of sizes are float32 at best, in half precision off by half a last bit
 TOLERANCE = {torch.float32: 3e-6, torch.float64: 5e-7, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
 def way_of(function: Any, dtype: torch.dtype = torch.float32, batch: int = 2, **call: Any) -> str | None:
-    """The way by which the function takes sizes; None if it is no attention.
+    """The way in which the function gets the sizes; None if it is no attention.
 
     AssertionError if merged keys give anything else than each of them repeated, by a softmax in float64. call: what
-    else the function is given.
+    else the function gets.
     """
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(3, batch, TOKENS, HEADS * WIDTH, generator=generator) * 2).to(dtype)
     group = (torch.rand(batch, TOKENS, generator=generator) ** 3 * (GROUPS - 1)).long()  # most are in few; one is empty
     plan = MergePlan(group, GROUPS)
-    asked = HostCall(function, q, k, v, HEADS, **call)
-    takes_bias = asked.takes_bias()
+    host_call = HostCall(function, q, k, v, HEADS, **call)
+    takes_bias = host_call.takes_bias()
     if takes_bias is None:
         return None
-    found, way = attend(
-        Attention(asked.q, asked.k, asked.v, asked.compute, WIDTH**-0.5, takes_bias), MergeOptions(plan)
+    merged, way = attend(
+        Attention(host_call.q, host_call.k, host_call.v, host_call.compute, WIDTH**-0.5, takes_bias), MergeOptions(plan)
     )
     keys, values = plan.merge(k), plan.merge(v)
     exact, blind = (_by_softmax(q, keys, values, sizes) for sizes in (plan.sizes, plan.sizes.clamp(max=1)))
-    error, without = _far(found, exact), _far(blind, exact)
+    error, without = _far(merged, exact), _far(blind, exact)
     assert error <= TOLERANCE[dtype], f"off by {error:.1e} of the output, without sizes by {without:.1e}"
     assert without > 5 * TOLERANCE[dtype], "the inputs do not tell proportional attention from plain attention"
     return way
 
 
 def _by_softmax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    """``[B, N, H, d]``; each key as often as its size says."""
+    """Attend by a softmax in float64, each key repeated by its size. The result is ``[B, N, H, d]``."""
     outs = []
-    for one, key, value, count in zip(q, k, v, sizes, strict=True):
-        own, keys, values = (x.double().unflatten(-1, (HEADS, -1)).transpose(0, 1) for x in (
-            one, key.repeat_interleave(count, 0), value.repeat_interleave(count, 0)))  # fmt: skip
-        outs.append(((own @ keys.mT * WIDTH**-0.5).softmax(-1) @ values).transpose(0, 1))
+    for query, key, value, count in zip(q, k, v, sizes, strict=True):
+        queries, keys, values = (x.double().unflatten(-1, (HEADS, -1)).transpose(0, 1) for x in (
+            query, key.repeat_interleave(count, 0), value.repeat_interleave(count, 0)))  # fmt: skip
+        outs.append(((queries @ keys.mT * WIDTH**-0.5).softmax(-1) @ values).transpose(0, 1))
     return torch.stack(outs)
 
 
 def _far(out: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest over the samples of the difference's length, as a share of the expected output's."""
+    """The largest distance of a sample from the expected output, as a share of that output's length."""
     difference = (out.double() - expected.double()).flatten(1).norm(dim=1)
     return (difference / expected.double().flatten(1).norm(dim=1)).max().item()
 
 
 def main() -> None:
-    """All of them, in every precision, and those that cut their work if memory is short."""
+    """Test all functions in every precision, also those that cut their work if memory is short."""
     importlib.import_module("comfy.options").enable_args_parsing()
     attention = importlib.import_module("comfy.ldm.modules.attention")
     patcher, ways = importlib.import_module("comfy.model_patcher").ModelPatcher, {}
     for name in FUNCTIONS:
         function, options = getattr(attention, f"attention_{name}"), {}
-        # what ComfyUI's own node for choosing a function puts into the slot
+        # the slot's content from ComfyUI's own node for choosing a function
         patcher.set_model_optimized_attention(
             SimpleNamespace(model_options={"transformer_options": options}), function)  # fmt: skip
         chosen = OtherNodesFunction(options[SLOT], attention.attention_pytorch)

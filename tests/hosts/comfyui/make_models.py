@@ -71,7 +71,7 @@ TRANSFORMERS = {  # module and class of comfy.ldm, and its configuration
 
 
 def random_weights(model, prefix=""):
-    """Attention stays alive and nothing overflows: deviation 1/sqrt(fan in), norms 1, biases 0."""
+    """Draw weights with which attention matters and nothing overflows: deviation 1/sqrt(fan in), norms 1, biases 0."""
     generator, weights = torch.Generator().manual_seed(0), {}
     for key, shape in ((key, value.shape) for key, value in model.state_dict().items() if value.dim()):
         if len(shape) > 1:
@@ -104,7 +104,7 @@ def save(weights, place, config=None):
 
 
 def graphs():
-    """What the graphs of the tests load."""
+    """Write the models that the tests' graphs load."""
     for name, config in (("sd1", SD1), ("sdxl", SDXL)):
         save(unet(config), f"diffusion_models/{name}")
     for name, (path, config) in TRANSFORMERS.items():
@@ -112,7 +112,7 @@ def graphs():
 
 
 def checkpoint():
-    """What the example workflows load, with TAESD, the smallest VAE that ComfyUI knows."""
+    """Write the checkpoint of the example workflows, with TAESD, the smallest VAE that ComfyUI knows."""
     with open(os.path.join(os.path.dirname(comfy.ops.__file__), "sd1_clip_config.json")) as facts:
         text = CLIPTextModel(json.load(facts), torch.float16, "meta", comfy.ops.disable_weight_init)
     parts = {"cond_stage_model.transformer.": text, "first_stage_model.": TAESD()}

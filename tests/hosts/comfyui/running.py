@@ -1,4 +1,4 @@
-"""A real ComfyUI on a free port of this machine, with models, packs and outputs in a folder of the tests' own."""
+"""A real ComfyUI on a free port of this machine, with models, packs and outputs in a folder of the tests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def workflow(name: str) -> dict:
 
 
 class Comfy:
-    """The server; `graph` in ComfyUI's API format everywhere."""
+    """The running server; each `graph` is in ComfyUI's API format."""
 
     def __init__(self, port: int, log: Path) -> None:
         self.url, self.log = f"http://127.0.0.1:{port}", log
@@ -52,7 +52,7 @@ class Comfy:
             raise AssertionError(error.read().decode()) from error
 
     def run(self, graph: dict) -> dict:
-        """Run the graph, however long a busy machine takes; gives what was seen of it, and its history."""
+        """Run the graph, without a time limit; return the probe's results and the history."""
         self.ask("/tome_test/clear")
         prompt = self.queue(graph)
         while not (history := self.ask(f"/history/{prompt}")):
@@ -67,7 +67,7 @@ class Comfy:
         return seen
 
     def answers(self) -> bool:
-        """Has it started?"""
+        """Has the server started?"""
         with contextlib.suppress(OSError):
             self.ask("/system_stats")
             return True
@@ -80,7 +80,7 @@ def host_python() -> str:
 
 
 def run_script(checkout: Path, script: str, *arguments: object) -> str:
-    """Run one of the scripts beside this file by ComfyUI's Python, and give its output; AssertionError if it fails."""
+    """Run a script of this folder by ComfyUI's Python, and return its output; AssertionError if it fails."""
     command = [host_python(), str(HERE / script), *map(str, arguments)]
     variables = {**environment(), "PYTHONPATH": f"{checkout.resolve()}{os.pathsep}{ROOT}"}
     done = subprocess.run(command, cwd=checkout, env=variables, capture_output=True, text=True, check=False)
@@ -89,7 +89,7 @@ def run_script(checkout: Path, script: str, *arguments: object) -> str:
 
 
 def make_base(checkout: Path, folder: Path, models: Path | None = None) -> None:
-    """Fill a folder with models, our pack and the probe pack. models: of another base."""
+    """Fill a folder with models, our pack and the probe pack. models: the models' folder of another base."""
     for name in ("custom_nodes", "input", "output", "temp", "user"):
         (folder / name).mkdir()
     shutil.copytree(HERE / "probe_pack", folder / "custom_nodes" / "probe_pack")
@@ -114,6 +114,6 @@ def serve(checkout: Path, base: Path) -> Iterator[Comfy]:
 
 
 def environment() -> dict[str, str]:
-    """What the checkout's processes see."""
-    # one thread: equal bits are asked for, and they depend on how sums are split
+    """The environment variables of the checkout's processes."""
+    # one thread: equal bits are expected, and they depend on how sums are split
     return {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}

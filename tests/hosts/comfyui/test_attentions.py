@@ -1,4 +1,4 @@
-"""In a real ComfyUI, whichever function attends, and compiled: what merges is what merges in eager code."""
+"""Attention in a real ComfyUI: every function merges right, and compiled models merge as eager ones do."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tests.hosts.comfyui.hold_attentions import FUNCTIONS
 from tests.hosts.comfyui.running import run_script
 from tome_core.attention.merged import BIAS, OWN_BIAS
 
-ADDING = ("basic", "split", "pytorch")  # to others torch's own function is better
+ADDING = ("basic", "split", "pytorch")  # for other functions torch's own is better
 
 
 def test_each_function_gives_what_repeated_keys_give(checkout):
-    """In every precision, raised, chosen by a node, and cutting its work if memory is short."""
+    """Each function is tested in every precision, upcast, chosen by a node, and with cut work if memory is short."""
     ways = json.loads(run_script(checkout, "hold_attentions.py", "--cpu").splitlines()[-1])
     assert len(ways) == len(FUNCTIONS) * 3 * 3 + 2
     for case, way in ways.items():

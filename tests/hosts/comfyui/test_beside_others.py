@@ -1,4 +1,4 @@
-"""Beside nodes that people combine it with, ComfyUI's own and packs, in a real ComfyUI: it merges, or says why not."""
+"""Our nodes with ComfyUI's other nodes and popular packs, in a real ComfyUI: they merge, or say why not."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import pytest
 from tests.hosts.comfyui.graphs import Graph, bytes_of, report_of
 from tests.hosts.comfyui.running import make_base, run_script, serve
 
-OTHERS = {  # a node -> its inputs, and what the report says in both orders
+OTHERS = {  # a node -> its inputs, and the report's words in both orders
     "HyperTile": ({"tile_size": 64, "swap_size": 1, "max_depth": 0, "scale_depth": False},
                   "queries and keys are not of the same tokens"),
     "PatchModelAddDownscale": (
         {"block_number": 1, "downscale_factor": 2.0, "start_percent": 0.0, "end_percent": 1.0,
          "downscale_after_skip": True, "downscale_method": "bicubic", "upscale_method": "bicubic"}, "tokens -> "),
     "PerturbedAttentionGuidance": ({"scale": 3.0}, "another program runs in its place"),
-    # leaves out all steps that it may
+    # EasyCache leaves out all steps that it may
     "EasyCache": ({"reuse_threshold": 3.0, "start_percent": 0.0, "end_percent": 0.9, "verbose": False},
                   "of them computed, "),
 }  # fmt: skip
@@ -23,7 +23,7 @@ OTHERS = {  # a node -> its inputs, and what the report says in both orders
 @pytest.mark.parametrize("kind", OTHERS)
 def test_before_or_after_makes_no_difference(comfy, kind):
     inputs, said = OTHERS[kind]
-    # some of them take the finest level alone; EasyCache needs steps to leave out
+    # some nodes need the finest level alone; EasyCache needs steps to leave out
     graph, settings = Graph("flux", steps=5) if kind == "EasyCache" else Graph(steps=1), {"level": "up to /2"}
     alone = graph.add(kind, model=graph.model, **inputs)
     before, inner = graph.apply(alone, **settings), graph.apply(**settings)
@@ -37,7 +37,7 @@ def test_before_or_after_makes_no_difference(comfy, kind):
 
 
 def test_in_ultimate_sd_upscale_it_merges_tiles_and_seams_of_every_size_and_is_off_again(checkout, base, tmp_path):
-    """On a server of its own: packs change ComfyUI."""
+    """The test has its own server, because packs change ComfyUI."""
     pack = checkout / "custom_nodes" / "ComfyUI_UltimateSDUpscale"
     if not pack.is_dir():
         pytest.skip(f"needs the pack {pack}")

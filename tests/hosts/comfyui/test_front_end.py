@@ -1,4 +1,4 @@
-"""Example workflows on a real ComfyUI's page, in a browser: they open as saved, run, and show the whole report."""
+"""Example workflows on a real ComfyUI's page, in a browser: each opens as saved, runs, and shows the whole report."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from tests.hosts.comfyui.running import run_script, workflow
 
-SIZE, STEPS = 256, 2  # as small as merging pays on a CPU
-SEEDS = itertools.count()  # of samplers, which say nothing if their result is in the cache
+SIZE, STEPS = 256, 2  # the smallest picture for which merging pays on a CPU
+SEEDS = itertools.count()  # seeds of samplers, which report nothing if their result is in the cache
 PATIENCE = 600_000  # milliseconds
 READY = "window.app?.extensionManager && window.app.vueAppReady !== false && window.app.canvas && window.app.graph"
 OPEN = "async (flow) => { await app.loadGraphData(flow, true, true, 'test'); }"
@@ -55,7 +55,7 @@ def page(request, chromium, furnished):
 
 
 def nodes_of(page: Any) -> list[dict[str, Any]]:
-    """Of each node its type, its box, and what its widgets show, when drawing and texts have made them grow."""
+    """The type, box and widgets' texts of each node, after drawing and texts have enlarged it."""
     before = None
     while (now := page.evaluate(NODES)) != before:
         before = now
@@ -64,7 +64,7 @@ def nodes_of(page: Any) -> list[dict[str, Any]]:
 
 
 def open_graph(page: Any, flow: dict) -> list[dict[str, Any]]:
-    """As from a file; once more if the graph that a page begins with came late and took its place."""
+    """Open a graph as from a file; again if the page's first graph loaded late and replaced it."""
     kinds, nodes = sorted(node["type"] for node in flow["nodes"]), []
     while sorted(node["type"] for node in nodes) != kinds:
         page.evaluate(OPEN, flow)
@@ -78,7 +78,7 @@ def applied_in(nodes: list[dict]) -> dict[str, Any]:
 
 
 def made_small(flow: dict) -> dict:
-    """Fewer steps and smaller pictures; what else is measured in pixels follows suit."""
+    """The workflow with fewer steps and smaller pictures; other sizes in pixels shrink too."""
     scale = SIZE / next(node["widgets_values"][0] for node in flow["nodes"] if node["type"] == "EmptyLatentImage")
     for node in flow["nodes"]:
         values = node.get("widgets_values")
@@ -92,22 +92,22 @@ def made_small(flow: dict) -> dict:
 
 
 def assert_whole_report_is_seen(page: Any, node: dict) -> None:
-    """It is inside of the node, each of its lines a line."""
+    """Assert that the report lies inside the node, and that no line is wrapped."""
     left, top, width, height = node["box"]
     (report,) = [text for text in node["values"].values() if str(text).startswith("ToMe:")]
     assert "of attention left out" in report
     page.evaluate(AT_FULL_SIZE)
     page.wait_for_timeout(2000)
     texts = page.get_by_text(report.splitlines()[-1].strip()).all()
-    # a preview beside it says the same
-    text = [one for one in texts if one.bounding_box()["x"] - 300 < left + width][-1]
+    # a preview to the right has the same text
+    text = [shown for shown in texts if shown.bounding_box()["x"] - 300 < left + width][-1]
     assert [line.strip() for line in text.inner_text().splitlines()] == [line.strip() for line in report.splitlines()]
     seen = text.bounding_box()
     assert top < seen["y"] and seen["y"] + seen["height"] < top + height, "the node has no room for its report"
 
 
 def test_example_workflows_open_as_they_were_saved_run_and_show_their_whole_report(page):
-    """sdxl is txt2img by another checkpoint."""
+    """The workflow sdxl is left out: it is txt2img with another checkpoint."""
     for name in ("txt2img", "hires_fix", "easycache"):
         nodes = open_graph(page, workflow(name))
         assert applied_in(nodes)["values"] == {"strength": 0.5, "start": 0, "end": 1}

@@ -1,4 +1,4 @@
-"""Small random models in a real ComfyUI: merged through the nodes, and as they were when it is off again."""
+"""Small random models in a real ComfyUI: the nodes merge them, and without the nodes they are as before."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.hosts.comfyui.running import Comfy
 
 SETTINGS = {"merge_what": "k+v", "ratio": 0.9375, "sx": 4, "sy": 4, "metric": "keys+values", "use_rand": False,
             "refine": 1, "only_if_it_pays": False}  # fmt: skip
-MODELS = {  # settings, what the report says, and the most of a merged picture's distance from the plain one
+MODELS = {  # settings, the report's words, and the largest distance of a merged picture from the plain one
     "sd1": ({}, "256 tokens -> 128, 75% left out", 1.0), "sdxl": ({}, "64 tokens -> 32", 1.0),
     **dict.fromkeys(("flux", "sd3", "qwen_image"), (SETTINGS, "1101 tokens -> 141 keys", 0.06)),
     "wan": (SETTINGS, "2048 tokens -> 128 keys", 0.06), "z_image": (SETTINGS, "1024 tokens -> 181 keys", 0.06),

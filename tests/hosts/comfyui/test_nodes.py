@@ -1,4 +1,4 @@
-"""The pack in a real ComfyUI: a clone is found with all that belongs to it, and prompts use its nodes."""
+"""The pack in a real ComfyUI: a clone is loaded with all its files, and prompts use its nodes."""
 
 from __future__ import annotations
 

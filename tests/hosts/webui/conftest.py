@@ -1,4 +1,4 @@
-"""Two servers for all tests of this folder, one of them without us; skipped if WEBUI_DIR is not set.
+"""Two servers for all tests of this folder, one of them without our extension; skipped if WEBUI_DIR is not set.
 
 WEBUI_DIR: a checkout of A1111, Forge or reForge with its dependencies. WEBUI_PYTHON: the Python that runs it.
 WEBUI_FLAGS: replace the flags for a CPU. A webui takes CLIP's tokenizer from the Hugging Face cache, so without a
@@ -41,7 +41,7 @@ def checkpoints(checkout, tmp_path_factory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def twins(checkout, checkpoints, tmp_path_factory) -> Iterator[Twins]:
-    """The running servers, without us and with us."""
+    """The running servers, without and with our extension."""
     with serve_twins(checkout, checkpoints, tmp_path_factory.mktemp("webui")) as servers:
         assert servers.without.draw().pixels == servers.without.draw_once().pixels, "it draws the same picture again"
         yield servers
@@ -49,11 +49,11 @@ def twins(checkout, checkpoints, tmp_path_factory) -> Iterator[Twins]:
 
 @pytest.fixture(scope="session")
 def webui(twins) -> Webui:
-    """The running server, with us."""
+    """The running server with our extension."""
     return twins.webui
 
 
 @pytest.fixture(scope="session")
 def without(twins) -> Webui:
-    """The running server, without us."""
+    """The running server without our extension."""
     return twins.without

@@ -1,4 +1,4 @@
-"""Small checkpoints with random weights: in SD1.5's layout, narrow or as wide and with two levels, and in SDXL's."""
+"""Small checkpoints with random weights: SD1.5's layout, narrow or at full width with two levels, and SDXL's."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ SDXL_UNET = {
     "channel_mult": [1, 2], "num_head_channels": 64, "use_spatial_transformer": True, "transformer_depth": 2,
     "context_dim": 768, "use_linear_in_transformer": True, "use_checkpoint": False, "legacy": False,
 }  # fmt: skip
-SIZE_WIDTH, TIME_WIDTH = 1536, 256  # of the embedding of SDXL's sizes, and of the time's to which it is added
+SIZE_WIDTH, TIME_WIDTH = 1536, 256  # widths of SDXL's embedding of sizes, and of the time's embedding
 
 
 def make(path: Path, checkout: Path, seed: int = 1, is_narrow: bool = False) -> None:
-    """Write an SD1.5, and beside it the configuration that A1111 needs for a layout that is not SD1.5's own.
+    """Write an SD1.5, with the configuration that A1111 needs for another layout than SD1.5's.
 
-    is_narrow: the Forges ask no configuration and know SD1.5's widths alone.
+    is_narrow: not for the Forges, which read no configuration and know only SD1.5's widths.
     """
     unet, vae = (NARROW_UNET, NARROW_VAE) if is_narrow else (UNET, VAE)
     parts = {"model.diffusion_model.": UNetModel(**unet), "cond_stage_model.transformer.": _text_encoder()}
@@ -64,7 +64,7 @@ def make_sdxl(path: Path, checkout: Path) -> None:
 
 
 def _text_encoder() -> nn.Module:
-    """CLIP's, as SD1.5 and SDXL have it."""
+    """CLIP's text encoder, as in SD1.5 and SDXL."""
     return CLIPTextModel(CLIPTextConfig(
         hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12, projection_dim=768,
         vocab_size=49408, max_position_embeddings=77,

@@ -1,4 +1,4 @@
-"""A real webui on a free port of this machine, its settings, extensions and pictures in a folder of the tests' own."""
+"""A real webui on a free port of this machine, with settings, extensions and pictures in a folder of the tests."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ START = [
 ]  # fmt: skip
 FOR_CPU = {"a1111": "--no-half --precision full --use-cpu all --opt-sdp-attention",
            **dict.fromkeys(("forge", "reforge"), "--always-cpu --attention-pytorch --all-in-fp32")}  # fmt: skip
-HALF = custom(0.5)  # of all tokens, as the engine's own defaults have it, however small the picture
+HALF = custom(0.5)  # half of all tokens, the engine's default, however small the picture
 _FORGE = (Path(os.environ.get("WEBUI_DIR", HERE)) / "backend").exists()
-# by that: three quarters at the finest level, and nothing below it, where Forge has an attention more
+# HALF saves three quarters at the finest level, and nothing below it, where Forge has one more attention
 SAVED = f"{69 if _FORGE else 70}% of attention left out"
-ASKED = "strength 0.5, own settings"  # as what it came to begins
-# a picture with as many tokens as a strength asks for: on a CPU fewer than elsewhere
+ASKED = "strength 0.5, own settings"  # the beginning of our line
+# a picture with as many tokens as a strength needs: on a CPU fewer than elsewhere
 PAYING = dict.fromkeys(("width", "height"), 512 if "WEBUI_FLAGS" in os.environ else 256)
-TWICE = {name: 2 * size for name, size in PAYING.items()}  # where a level at half the latent's size pays too
+TWICE = {name: 2 * size for name, size in PAYING.items()}  # here a level at half the latent's size pays too
 
 
 class Picture(NamedTuple):
@@ -58,14 +58,14 @@ class Picture(NamedTuple):
 
 
 def kind_of(checkout: Path) -> str:
-    """a1111, forge or reforge."""
+    """The kind of the checkout: a1111, forge or reforge."""
     if not (checkout / "modules_forge").exists():
         return "a1111"
     return "forge" if (checkout / "backend").exists() else "reforge"
 
 
 class Webui:
-    """The server."""
+    """The running server, with a log and a memory of pictures."""
 
     def __init__(self, port: int, log: Path, kind: str) -> None:
         self.url, self.log, self.kind = f"http://127.0.0.1:{port}", log, kind
@@ -79,7 +79,7 @@ class Webui:
             return json.loads(answer.read() or "null")
 
     def draw(self, *args: Any, hires: bool = False, path: str = "txt2img", **more: Any) -> Picture:
-        """A small picture; args: of our script, left out if there are none."""
+        """Draw a small picture. args: those of our script, left out if there are none."""
         body = {"prompt": "a lake", "seed": 42, "steps": 3, "width": 128, "height": 128, "sampler_name": "Euler",
                 "cfg_scale": 7, "save_images": False, **more}  # fmt: skip
         if hires:
@@ -95,14 +95,14 @@ class Webui:
         return Picture(tuple(image.convert("RGB").tobytes() for image in images), json.loads(answer["info"]))
 
     def draw_once(self, **job: Any) -> Picture:
-        """The same, remembered: a picture takes seconds, and many tests ask for the same one."""
+        """Draw, or return the same picture again: drawing takes seconds, and many tests need equal pictures."""
         key = json.dumps(job)
         if key not in self.drawn:
             self.drawn[key] = self.draw(**job)
         return self.drawn[key]
 
     def state(self) -> dict:
-        """What the probe extension saw since the last call."""
+        """The probe extension's record since the last call."""
         return self.ask("/tome_test/state")
 
     def log_text(self, start: int = 0) -> str:
@@ -116,15 +116,15 @@ class Webui:
 
 
 class Twins(NamedTuple):
-    """Two servers with the same options and other extensions; ``webui`` has us as well."""
+    """Two servers with the same options; ``webui`` has our extension as well."""
 
     without: Webui
     webui: Webui
 
     def law(self, *args: Any, merges: bool = True, **job: Any) -> str:
-        """What holds in every situation; gives our line on the picture that had us on, with ``args``.
+        """Assert the law of every situation; return our line on the picture with our extension on, with ``args``.
 
-        On differs if it merges; off, right afterwards, is the webui without us; and nothing of ours stays.
+        On, the picture differs if it merges; off, right afterwards, it is a webui's without us; nothing of ours stays.
         """
         expected = self.without.draw_once(**job)
         start = len(self.webui.log_text())
@@ -141,7 +141,7 @@ class Twins(NamedTuple):
 def serve_twins(
     checkout: Path, checkpoints: Path, folder: Path, *options: str, extensions: Sequence[Path] = ()
 ) -> Iterator[Twins]:
-    """The same server without us and with us."""
+    """Start the same server without and with our extension."""
     with contextlib.ExitStack() as both:
         yield Twins(*(
             both.enter_context(_serve(checkout, checkpoints, folder / name, [*extensions, *more], *options))
@@ -170,12 +170,12 @@ def _serve(
         *map(str, models), *options,
         "--gradio-allowed-path", str(checkout),  # Forge serves its own scripts from its data folder alone
     ]  # fmt: skip
-    # one thread: equal bits are asked for, and they depend on how sums are split
+    # one thread: equal bits are expected, and they depend on how sums are split
     more = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
             "GRADIO_ANALYTICS_ENABLED": "False", "SD_WEBUI_RESTARTING": "1", "no_proxy": "*"}  # fmt: skip
     kept = {key: value for key, value in os.environ.items() if key not in ("COMMANDLINE_ARGS", "PYTHONPATH")}
     webui = Webui(port, folder / "server.log", kind)
-    # by the log: a request before this line breaks the start of A1111 1.10
+    # the log shows it: a request before this line breaks the start of A1111 1.10
     with running(command, webui.log, lambda: "Startup time" in webui.log_text(), cwd=checkout, env={**kept, **more}):
         webui.ask("/sdapi/v1/options")
         yield webui

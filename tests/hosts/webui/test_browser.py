@@ -1,4 +1,4 @@
-"""The panel of a real webui, clicked in a real browser: A1111 and reForge bring gradio 3.41, Forge 4.40."""
+"""The panel of a real webui, clicked in a real browser: A1111 and reForge have gradio 3.41, Forge has 4.40."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class Page:
         self.page.wait_for_function(f"(it => {condition})(document.querySelector('{PANEL}{name}'))")
 
     def be_small(self):
-        """A picture that is drawn soon, and yet with as many tokens as a strength asks for."""
+        """Set a picture that is small, but has as many tokens as a strength needs."""
         for name, value in {**PAYING, "steps": 3}.items():
             box = self.page.locator(f"#txt2img_{name} {NUMBER}").first
             box.fill(str(value))
             box.press("Tab")
 
     def draw(self):
-        """Generate, and give what stands below the picture."""
+        """Generate, and return the text below the picture."""
         self.page.locator("#txt2img_generate").click()
         self.page.wait_for_function("document.querySelector('#html_info_txt2img').innerText.includes('Steps:')")
         self.page.wait_for_timeout(1000)
@@ -72,7 +72,7 @@ def page(webui, chromium):
 
 
 def test_after_reload_ui_unfolding_is_switching_on_and_a_clicked_marks_picture_is_the_apis(page, webui):
-    """The first, because gradio's server waits for whatever closed pages had asked, now and then for ever."""
+    """This test comes first, because gradio's server waits for requests of closed pages, sometimes for ever."""
     start = len(webui.log_text())
     page.page.evaluate("gradioApp().querySelector('#settings_restart_gradio').click()")
     while "Startup time" not in webui.log_text(start):

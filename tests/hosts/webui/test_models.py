@@ -1,6 +1,6 @@
-"""In a real webui, whichever model runs and wherever it lies: SDXL, another checkpoint, a refiner, moved in parts.
+"""Every kind of model in a real webui: SDXL, another checkpoint, a refiner, and a model moved in parts.
 
-The Forges know SDXL in its own size alone, and move models by a memory manager of their own, whatever the flags.
+The Forges know SDXL only in its full size, and move models by their own memory manager, whatever the flags.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Beside other people's extensions, in a real webui.
+"""Our extension with other people's extensions, in a real webui.
 
-WEBUI_EXTENSIONS_DIR: a folder with their checkouts, whose names begin as in FOLDERS. What they need has to be in the
+WEBUI_EXTENSIONS_DIR: a folder with their checkouts, whose names begin as in FOLDERS. Their requirements must be in the
 webui's Python. ADetailer's detector is a stand-in, which the probe extension brings, because random weights draw no
 faces.
 """
@@ -25,7 +25,7 @@ PICTURE = base64.b64encode(FILE.getvalue()).decode()
 
 @pytest.fixture(scope="module")
 def neighbours(checkout, checkpoints, tmp_path_factory):
-    """Twins that have all extensions that are there."""
+    """Twins with all extensions of the folder."""
     named = os.environ.get("WEBUI_EXTENSIONS_DIR")
     if not named:
         pytest.skip("needs other extensions: set WEBUI_EXTENSIONS_DIR to a folder with their checkouts")
@@ -35,7 +35,7 @@ def neighbours(checkout, checkpoints, tmp_path_factory):
 
 
 def beside(twins, name):
-    """Skips where an extension is not there, or not to be used in this webui."""
+    """Skip a test if its extension is missing or does not fit this webui."""
     if not any(folder.startswith(name) for folder in os.listdir(os.environ["WEBUI_EXTENSIONS_DIR"])):
         pytest.skip(f"no {name}* in WEBUI_EXTENSIONS_DIR")
     if twins.webui.kind != "a1111" and name != "ultimate-upscale":
@@ -70,7 +70,7 @@ def test_ultimate_upscales_tiles(neighbours):
     values = ["", 128, 128, 8, 16, 64, 0.35, 16, 0, True, 0, False, 4, 0, 2, 256, 256, 2]
     job = {"path": "img2img", "init_images": [PICTURE], "denoising_strength": 0.6,
            "script_name": "ultimate sd upscale", "script_args": values}  # fmt: skip
-    for webui in neighbours:  # the first one of a process differs, without us too: it is encoded with unseeded noise
+    for webui in neighbours:  # a process's first picture differs, without us too: it is encoded with unseeded noise
         webui.draw(**job)
     start = len(neighbours.webui.log_text())
     assert SAVED in neighbours.law(HALF, **job)

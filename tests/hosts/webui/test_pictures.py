@@ -27,7 +27,7 @@ def test_on_merges_by_the_webuis_own_attention_says_so_and_repeats_itself(twins,
     on = webui.draw(HALF)
     assert "ToMe: 0.5; ratio=0.5; " in on.infotext and on.merged == [(1, 256, 128, 128)]
     routes = webui.state()["routes"]
-    assert routes and all(route.startswith("bias") for route in routes)  # Forge's are torch's own function
+    assert routes and all(route.startswith("bias") for route in routes)  # Forge's attentions are torch's function
     assert webui.draw(HALF).pixels == on.pixels
 
 
@@ -42,7 +42,7 @@ def test_the_end_of_the_range_holds_for_every_kind_of_sampler(webui):
 def test_a_pasted_infotext_makes_the_same_picture(webui):
     wish = custom(where="hires pass", strength=0.33, level="up to /2", end=0.9, merge_what="k+v", sx=3, merge_seed=5)
     on = webui.draw(wish, hires=True)
-    # what is given is not read from the infotext: A1111 1.10 would read "Use same sampler" there and then know no such
+    # given settings are not read from the infotext: A1111 1.10 would read "Use same sampler" there and not know that
     # sampler, Forge fails over its own lists
     pasted = webui.draw(hires=True, infotext=on.infotext, hr_sampler_name="Euler", styles=[])
     assert pasted.pixels == on.pixels and pasted.ours == on.ours and len(on.ours) == 1
@@ -50,11 +50,11 @@ def test_a_pasted_infotext_makes_the_same_picture(webui):
 
 def test_a_strength_alone_merges_what_pays_at_the_pictures_size(twins, webui):
     line = twins.law(True, 0.75, **PAYING)
-    outcome = r"\d+% of attention left out|.* faster \(measured here\)"  # if the button was pressed before
+    outcome = r"\d+% of attention left out|.* faster \(measured here\)"  # the latter after *Measure*
     assert re.fullmatch(f"strength 0.75, 3 steps, ({outcome})", line)
     on = webui.draw(True, 0.75, **PAYING)
     assert on.ours == ["ToMe: 0.75"] and {level for level, *_ in on.merged} == {1}
-    large = webui.draw(True, 0.5, **TWICE, steps=2)  # one in the early phase and one behind it
+    large = webui.draw(True, 0.5, **TWICE, steps=2)  # a step in the early phase, and one after it
     assert {level for level, *_ in large.merged} == {1, 2}
 
 
@@ -69,7 +69,7 @@ def test_the_built_in_merging_is_off_while_ours_is_on_and_as_ever_otherwise(webu
 
 
 def test_a_job_that_ends_early_leaves_nothing(webui, without):
-    """From inside, as the probe makes it, and by the buttons."""
+    """The probe ends the job from inside, and the buttons end it."""
     plain = without.draw_once().pixels
     for job in ({"prompt": "a lake, fail"}, {"prompt": "a lake, fail hires", "hires": True}):
         with pytest.raises(urllib.error.HTTPError):

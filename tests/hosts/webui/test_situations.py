@@ -1,4 +1,4 @@
-"""In a real webui: however it calls its model, off is the webui without us and on says so."""
+"""However a real webui calls its model, off it draws as without us, and on it reports the merging."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_however_the_conditions_come(twins, job):
 
 @pytest.fixture
 def in_a1111(twins):
-    """The twins, and after the test no trace of it in the next picture."""
+    """The twins in A1111; after the test the next picture has no trace of it."""
     if twins.webui.kind != "a1111":
         pytest.skip("the Forges have neither HyperTile nor a choice of attentions")
     yield twins
@@ -38,7 +38,7 @@ def in_a1111(twins):
 
 
 def test_by_each_of_a1111s_attentions_the_picture_is_the_same(in_a1111):
-    """Each counts merged keys as often as they stand for; else another picture would come."""
+    """Each attention counts a merged key once for each of its tokens; otherwise the picture would differ."""
     webui, pictures = in_a1111.webui, []
     for name in ATTENTIONS:
         webui.ask("/sdapi/v1/options", {"cross_attention_optimization": name})
@@ -52,7 +52,7 @@ def test_by_each_of_a1111s_attentions_the_picture_is_the_same(in_a1111):
 
 def test_hypertile_leaves_us_the_passes_that_it_leaves_alone(in_a1111):
     job = {"hires": True, "override_settings": {"hypertile_enable_unet_secondpass": True}}
-    line = in_a1111.law(HALF, **job, n_iter=2)  # it stays on from the first hires pass to the job's end
+    line = in_a1111.law(HALF, **job, n_iter=2)  # merging stays on from the first hires pass to the job's end
     assert line.startswith(f"{ASKED}; first pass: 3 of 6 steps, {SAVED}; hires pass: nothing merged: HyperTile is on")
     assert line.endswith(f"; first pass: {TILED}"), line
     job = {"override_settings": {"hypertile_enable_unet": True}}

@@ -1,7 +1,7 @@
 # ruff: noqa: RUF012 (a node of ComfyUI is a class with such attributes)
-"""Nodes that the tests load into ComfyUI beside ours: prompts without a text encoder, and things that go wrong.
+"""Nodes that the tests load into ComfyUI with ours: prompts without a text encoder, and errors.
 
-What they see is kept here and asked for at /tome_test/state.
+The nodes keep results here, which a test reads at /tome_test/state.
 """
 
 import json
@@ -23,7 +23,7 @@ def keep_texts():
     send = server.send_progress_text
 
     def keep(text, node_id, *args, **kwargs):
-        teller = sys._getframe(2).f_locals.get("self")  # of a sampling it shows a line; the rest is for whoever asks
+        teller = sys._getframe(2).f_locals.get("self")  # the node shows one line; its details have the rest
         details = getattr(getattr(teller, "latest", None), "details", ())
         SEEN["texts"].append([str(node_id), "  \n".join([text, *details[1:]])])
         return send(text, node_id, *args, **kwargs)
@@ -77,7 +77,7 @@ class TestLatent(Node):
 
 
 class TestFail(Node):
-    """Raises an error in the model's second call."""
+    """A node whose model raises an error in its second call."""
 
     INPUTS = {"model": ("MODEL",)}
 
@@ -93,7 +93,7 @@ class TestFail(Node):
 
 
 class TestKeep(Node):
-    """Keeps the bytes of a latent or of a picture, for the test to compare."""
+    """A node that keeps the bytes of a latent or of a picture, for the test to compare."""
 
     INPUTS = {"result": ("LATENT,IMAGE",), "name": ("STRING", {})}
     RETURN_TYPES = ()
@@ -123,20 +123,20 @@ class TestCompile(Node):
 
 
 class TestLoad(Node):
-    """A transformer of `make_models.py`, of the configuration that its file has."""
+    """A loader of a transformer of `make_models.py`, with the configuration in its file."""
 
     INPUTS = {"name": ("STRING", {})}
 
     def run(self, name):
-        path, found = folder_paths.get_full_path_or_raise("diffusion_models", name), comfy.model_detection
+        path, detection = folder_paths.get_full_path_or_raise("diffusion_models", name), comfy.model_detection
         with safe_open(path, "pt") as file:
             config = json.loads(file.metadata()["config"])
-        detect, found.detect_unet_config = found.detect_unet_config, lambda *args, **kwargs: config
+        detect, detection.detect_unet_config = detection.detect_unet_config, lambda *args, **kwargs: config
         try:
             return (comfy.sd.load_diffusion_model(path),)
         finally:
-            found.detect_unet_config = detect
+            detection.detect_unet_config = detect
 
 
 keep_texts()
-NODE_CLASS_MAPPINGS = {name: one for name, one in [*globals().items()] if name.startswith("Test")}
+NODE_CLASS_MAPPINGS = {name: value for name, value in [*globals().items()] if name.startswith("Test")}

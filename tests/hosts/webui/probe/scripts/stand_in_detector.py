@@ -1,4 +1,4 @@
-"""In a test's webui: mediapipe's face detector as far as ADetailer asks for it; it finds one, in the middle."""
+"""In a test's webui: the part of mediapipe's face detector that ADetailer calls; it finds one face, in the middle."""
 
 import contextlib
 import importlib
@@ -6,7 +6,7 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 with contextlib.suppress(ImportError):
-    importlib.import_module("controlnet_aux")  # ControlNet's, which at import takes more of a mediapipe that it finds
+    importlib.import_module("controlnet_aux")  # first: ControlNet's package needs more of a mediapipe that it finds
 
 
 class FaceDetection(contextlib.nullcontext):

@@ -1,4 +1,4 @@
-"""In a test's webui: looks whether anything is left on the model, and fails a job whose prompt says so."""
+"""In a test's webui: checks that nothing is left on the model, and fails a job if its prompt says so."""
 
 from modules import script_callbacks, shared
 
@@ -8,7 +8,7 @@ routes = []
 def on_step(params):
     prompt, is_hires = params.denoiser.p.prompt, params.denoiser.p.is_hr_pass
     if params.denoiser.step == 1 and "fail" in prompt and is_hires == ("fail hires" in prompt):
-        params.denoiser.step = None  # what a callback raises is swallowed; with this, the denoiser cannot go on
+        params.denoiser.step = None  # the webui catches errors of callbacks; with this, the denoiser cannot go on
     wraps = vars(unet()).get("_tome_core_patch") if unet() is not None else None
     if wraps is not None and wraps.patch is not None:
         routes[:] = sorted({route for level in wraps.patch.report().levels for route in level.sized_by})
@@ -23,7 +23,7 @@ def unet():
 
 
 def patched():
-    """How many modules have something of ours. Other extensions leave methods behind as well."""
+    """The number of modules with an attribute of ours. Other extensions leave methods behind as well."""
     modules = unet().modules() if unet() is not None else ()
     return sum(any("tome_core" in type(getattr(part, "__self__", part)).__module__ for part in parts_of(module))
                for module in modules)  # fmt: skip
