@@ -203,7 +203,7 @@ class Sampling:
     def remember(self, report: Any = None) -> str:
         """Keep the time of this sampling, to compare pictures with and without merging.
 
-        Nothing is kept if an exception ended the sampling, if `is_alone` is False, or unless one model was called.
+        Nothing is kept if an exception ended the sampling, if `is_alone` is False, or if several models ran.
 
         Args:
             report: the engine's `Report`; None if the node is off.

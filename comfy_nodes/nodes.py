@@ -205,7 +205,7 @@ class ToMePreview(_Node):
 
 
 def _list_dropped(node: Any, prompt: Any, unique_id: Any) -> list[str]:
-    """Return a list of one line on the inputs in the prompt that this version of the node lacks; [] if none is."""
+    """Return a list of one line on the inputs in the prompt that this version of the node lacks; [] without any."""
     types, entry = node.INPUT_TYPES(), prompt.get(str(unique_id)) if isinstance(prompt, dict) else None
     unknown = sorted(set(entry["inputs"]) - {*types["required"], *types["optional"]}) if entry else []
     return [f"this version of the node does not know: {', '.join(unknown)}"] if unknown else []

@@ -54,7 +54,7 @@ def from_latent(samples: torch.Tensor, latent_format: Any) -> torch.Tensor:
 
     Args:
         samples: latents ``[B, C, h, w]``, or ``[B, C, frames, h, w]``, of which the first frame is used.
-        latent_format: ComfyUI's format of the model's latents. If it has no RGB factors for C channels, they are grey.
+        latent_format: ComfyUI's format of the model's latents. Without RGB factors for C channels, pictures are grey.
     """
     samples = samples.detach().float().cpu()
     if samples.dim() == 5:  # video: its first frame

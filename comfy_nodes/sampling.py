@@ -113,7 +113,7 @@ class HostSampling:
         return self._known[key]
 
     def _levels_in(self, options: dict[str, Any]) -> list[float]:
-        """Return each step's noise level, read once from the sampler's list; [] if the sampler or the list is unknown."""
+        """Return each step's noise level, read once from the sampler's list; [] if the sampler or list is not known."""
         listed, heard = options.get("sample_sigmas", self._sigmas), self.timed_steps
         if heard.follows and not heard.times and torch.is_tensor(listed):
             self._sigmas, heard.times = listed, listed.tolist()[:-1]
