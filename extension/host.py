@@ -194,8 +194,8 @@ def read_time(params: Any) -> dict[str, float]:
 def timing_conditions(p: Any, params: Any) -> list[Any]:
     """Return conditions on which the duration of a model call depends.
 
-    They are the shapes of the positive and the negative text, then the sorted names of other extensions' infotext keys,
-    transformer_options and patches.
+    They are the shapes of the positive and the negative text, then the sorted names of infotext keys, of
+    transformer_options and of patches, without ours.
 
     Args:
         p: the webui's job object.
