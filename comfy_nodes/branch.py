@@ -74,9 +74,10 @@ class BranchMerging:
         self, executor: Any, x: Any, t: Any, c_concat: Any = None, c_crossattn: Any = None, control: Any = None,
         transformer_options: dict[str, Any] | None = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Call the model with merging, inside or outside a sampling: a wrapper of ComfyUI's ``BaseModel.apply_model``.
+        """Call the model, in or outside a sampling, with merging if the node is on.
 
-        The executor calls the wrapped method. All other arguments and the result are those of that method.
+        A wrapper of ComfyUI's ``BaseModel.apply_model``. The executor calls the wrapped method. All other arguments and
+        the result are those of that method.
         """
         sampling = self._sampling or Sampling(self.config)
         sampling.is_alone = sampling.is_alone and control is None
@@ -89,10 +90,10 @@ class BranchMerging:
         self, executor: Any, noise: Any, latent_image: Any, sampler: Any, sigmas: Any, denoise_mask: Any = None,
         callback: Any = None, *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Run a sampling, then report on it: a wrapper of ComfyUI's ``CFGGuider.outer_sample``.
+        """Run a sampling, then report on it, or only keep its time if the node is off.
 
-        The executor calls the wrapped method. All other arguments and the result are those of that method. An exception
-        is raised again after the report.
+        A wrapper of ComfyUI's ``CFGGuider.outer_sample``. The executor calls the wrapped method. All other arguments
+        and the result are those of that method. An exception is raised again after the report.
         """
         time = HostSampling(sampler, sigmas, noise)
         sampling, timed_steps = Sampling(self.config, time), time.timed_steps.counting_callback(callback)
@@ -112,7 +113,7 @@ class BranchMerging:
                 self._report(sampling.end(*self._settings_and_facts))
 
     def _report(self, outcome: Outcome) -> None:
-        """Keep an outcome in `latest`, log its lines, and show them below the lines of the same prompt."""
+        """Keep an outcome in `latest`, log its lines, and show them below the node's other lines of the same prompt."""
         self.latest, queue, (last, shown) = outcome, getattr(host.server(), "last_prompt_id", None), self._shown
         self._shown = queue, [*(shown if queue is not None and queue == last else ()), *outcome.lines]
         host.say("\n".join(outcome.lines), None, self._name)
@@ -202,7 +203,7 @@ class Sampling:
     def remember(self, report: Any = None) -> str:
         """Keep the time of this sampling, to compare pictures with and without merging.
 
-        Nothing is kept if an exception ended the sampling, or if `is_alone` is False.
+        Nothing is kept if an exception ended the sampling, if `is_alone` is False, or if several models ran.
 
         Args:
             report: the engine's `Report`; None if the node is off.
@@ -216,7 +217,7 @@ class Sampling:
         return time.timed_steps.remember(unet, self._config, report, time.sampler)
 
     def _make(self, model: Any, options: dict[str, Any]) -> Merging | str:
-        """Return a new merging of a diffusion model, or the reason why the model does not merge."""
+        """Return a new merging of a diffusion model, or why it does not merge: "off" if there are no settings."""
         if self._config is None:
             return "off"
         try:
@@ -228,7 +229,7 @@ class Sampling:
         return merging
 
     def _tell_time(self, merging: Merging, schedule: Any, x: Any, t: Any, options: dict[str, Any]) -> None:
-        """Set the engine's time for the next call; no time if the noise level is negative or not finite."""
+        """Set the engine's time for the next call; clear it if the noise level is negative or not finite."""
         time, state, start = self._time, merging.state, self._config.start_percent
         sigma, percent = time.sigma(t, options), None
         if not 0 <= sigma < math.inf:  # no picture may depend on how we read a strange level

@@ -35,7 +35,7 @@ def attach(patcher: Any, merging: Any) -> None:
 
 
 def detach(patcher: Any) -> bool:
-    """Remove the wrappers and the note of ApplyToMe from a ModelPatcher in place, and return whether it was merging."""
+    """Remove ApplyToMe's wrappers and note from a ModelPatcher in place; return whether a node that is on was there."""
     was_merging = find_attached(patcher) is not None  # a branch that is off may have wrappers for timing
     if NOTE in patcher.model_options:
         patcher.model_options = {name: value for name, value in patcher.model_options.items() if name != NOTE}
@@ -70,7 +70,7 @@ def is_compiled_whole(model: Any, options: dict[str, Any]) -> bool | None:
 
 
 def name_in(prompt: Any, node_id: Any) -> str:
-    """Return a node's id and the user's title for the log, with a space before them: `` #12:5 second pass``.
+    """Return a node's id and, if the user gave it one, its title for the log, after a space: `` #12:5 second pass``.
 
     Args:
         prompt: ComfyUI's prompt, the nodes by id. Without a prompt, only the id is returned.
@@ -94,7 +94,7 @@ def say(text: str, node_id: Any, name: str = "") -> None:
     Args:
         text: the lines.
         node_id: the node's id; None only logs.
-        name: the node's name in the log, see `name_in`.
+        name: put after the first "ToMe" of the logged text, see `name_in`.
     """
     logger.info("%s", text.replace("ToMe", f"ToMe{name}", 1).replace("\n", "; "))
     show(text, node_id)

@@ -41,8 +41,8 @@ def config_of(strength: Any, start: Any, end: Any, settings: Any = None, layout:
 
     Args:
         strength: from 0 to 1.
-        start: share of the schedule at which merging starts.
-        end: share of the schedule at which merging ends.
+        start: share of the schedule at which merging starts, also with `settings`.
+        end: share of the schedule at which merging ends, also with `settings`.
         settings: a MergeConfig, used in place of the strength; None for the strength.
         layout: the model's layout, see `tome_core.strength`.
 

@@ -66,7 +66,7 @@ class ApplyToMe(_Node):
             settings: a MergeConfig from ToMeSettings; None for the strength.
             unique_id: the node's id.
             prompt: ComfyUI's prompt, the nodes by id.
-            unknown: other inputs, which are ignored.
+            unknown: other inputs, which are ignored; those in the prompt are named in the node's text.
         """
         clone = model.clone()
         if not host.is_new_enough(clone):
@@ -111,7 +111,7 @@ class ToMeSettings(_Node):
         return {"required": {}, "optional": inputs.settings_types(), "hidden": HIDDEN_PROMPT}
 
     def settings(self, unique_id: Any = None, prompt: Any = None, **values: Any) -> tuple[Any]:
-        """Return a MergeConfig of the possible values, in a tuple. The node shows the values that are not possible."""
+        """Return a MergeConfig of the possible values, else defaults, in a tuple. The node shows impossible values."""
         config, left_out = inputs.form.keep_possible(values)
         dropped = _list_dropped(self, prompt, unique_id)
         if left_out or dropped:
@@ -136,7 +136,7 @@ class RemoveToMe(_Node):
         return {"required": {"model": model}, "hidden": HIDDEN}
 
     def remove(self, model: Any, unique_id: Any = None) -> tuple[Any]:
-        """Return a clone of the model without ApplyToMe's merging, in a tuple. The model itself stays unchanged."""
+        """Return a clone of the model without ApplyToMe's merging, in a tuple. The node shows whether there was any."""
         clone = model.clone()
         removed = host.detach(clone)
         text = "ToMe was removed." if removed else "There was no Apply ToMe on this model."
@@ -180,7 +180,7 @@ class ToMePreview(_Node):
         Args:
             model: ComfyUI's ModelPatcher that went into the sampler.
             image: the decoded pictures ``[B, H, W, 3]``.
-            latent: ComfyUI's dict with latents in "samples"; used if there is no image.
+            latent: ComfyUI's dict with latents in "samples"; used if there is no image. Without both: a grey picture.
             unique_id: the node's id.
 
         Returns:
@@ -205,7 +205,7 @@ class ToMePreview(_Node):
 
 
 def _list_dropped(node: Any, prompt: Any, unique_id: Any) -> list[str]:
-    """Return a line that names the node's inputs in the prompt that this version does not have; [] if it has all."""
+    """Return a list of one line on the inputs in the prompt that this version of the node lacks; [] without any."""
     types, entry = node.INPUT_TYPES(), prompt.get(str(unique_id)) if isinstance(prompt, dict) else None
     unknown = sorted(set(entry["inputs"]) - {*types["required"], *types["optional"]}) if entry else []
     return [f"this version of the node does not know: {', '.join(unknown)}"] if unknown else []

@@ -12,7 +12,9 @@ _BORDER = 0.7  # brightness of the border between two groups
 
 
 def panel(picture: torch.Tensor, grid: Any, group: torch.Tensor, title: str) -> torch.Tensor:
-    """Return a copy of a picture with each group of merged tokens in its mean colour. Other tokens stay.
+    """Return a copy of a picture with each group of merged tokens in its mean colour and dark borders between groups.
+
+    Tokens that are alone in their group keep their picture within the borders.
 
     Args:
         picture: ``[H, W, 3]``, on the CPU.
@@ -52,7 +54,7 @@ def from_latent(samples: torch.Tensor, latent_format: Any) -> torch.Tensor:
 
     Args:
         samples: latents ``[B, C, h, w]``, or ``[B, C, frames, h, w]``, of which the first frame is used.
-        latent_format: ComfyUI's format of the model's latents. If it has no RGB factors, the pictures are grey.
+        latent_format: ComfyUI's format of the model's latents. Without RGB factors for C channels, pictures are grey.
     """
     samples = samples.detach().float().cpu()
     if samples.dim() == 5:  # video: its first frame

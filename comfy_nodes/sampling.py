@@ -50,7 +50,10 @@ class HostSampling:
 
     @property
     def text(self) -> str:
-        """The numbers of steps as text: ``20 steps``, ``12 of 20 steps``, ``20 steps, 13 of them computed``, or ""."""
+        """The number of planned steps as text, such as ``20 steps``; "" if not known.
+
+        After an exception: ``12 of 20 steps``. If a cache skipped whole steps: ``20 steps, 13 of them computed``.
+        """
         done, planned, computed = self.steps.values()
         count = hosting.count(planned, "step")
         if self.stopped and done < planned:
@@ -59,7 +62,7 @@ class HostSampling:
         return f"{count}, {computed} of them computed" if is_part else count if planned else ""
 
     def note_call(self, options: dict[str, Any]) -> None:
-        """Count the current step as computed, after a call of the model that EasyCache did not skip."""
+        """Count the current step as computed, unless EasyCache skipped the model in this call."""
         if not is_left_out(options):
             self._computed.add(self.timed_steps.done)
 
@@ -75,7 +78,7 @@ class HostSampling:
         return float(t.reshape(-1)[0]) if torch.is_tensor(t) else float(t)
 
     def pictures_in(self, x: Any, options: dict[str, Any]) -> int | None:
-        """Return how many pictures are made, if the latents `x` hold all conditions of each picture; else None."""
+        """Return how many pictures are made; None if not known, or if `x` lacks some for a condition of the call."""
         conditions = options.get("cond_or_uncond")
         whole = conditions is not None and torch.is_tensor(x) and self._pictures is not None
         return self._pictures if whole and len(x) == len(conditions) * self._pictures else None
@@ -110,7 +113,7 @@ class HostSampling:
         return self._known[key]
 
     def _levels_in(self, options: dict[str, Any]) -> list[float]:
-        """Return the noise level of each step, read once from the sampler's list; [] if the sampler is not known."""
+        """Return each step's noise level, read once from the sampler's list; [] if the sampler or list is not known."""
         listed, heard = options.get("sample_sigmas", self._sigmas), self.timed_steps
         if heard.follows and not heard.times and torch.is_tensor(listed):
             self._sigmas, heard.times = listed, listed.tolist()[:-1]

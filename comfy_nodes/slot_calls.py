@@ -40,19 +40,19 @@ class HostCall(hosting.HeadsCall):
     """One call of a ComfyUI attention function, or of an `OtherNodesFunction`."""
 
     def takes_bias(self) -> bool | None:
-        """Tell whether the function adds a bias to the logits; None if the function computes no attention."""
+        """Tell whether the function may get a bias, and adds it to the logits; None if it computes no attention."""
         takes = super().takes_bias()
         return takes and not any(getattr(part, "__name__", "") in _UNBIASED for part in _parts(self._function))
 
 
 def other_names_in_slot(options: dict[str, Any]) -> str:
-    """Return the names of another node's functions in the slot, separated by spaces; "" if there is none."""
+    """Return names of another node's function in the slot and those in its closure, joined by spaces; "" if none."""
     parts = _parts(OtherNodesFunction(options.get(SLOT), None))
     return " ".join(hosting.full_name(part) for part in parts if callable(part))
 
 
 def _parts(function: Any) -> tuple[Any, ...]:
-    """Return the parts of a function. Those of an `OtherNodesFunction` include the values in the override's closure."""
+    """Return the function; of an `OtherNodesFunction` its two functions and the values in the override's closure."""
     if not isinstance(function, OtherNodesFunction):
         return (function,)
     held = (cell.cell_contents for cell in getattr(function.override, "__closure__", None) or ())

@@ -75,7 +75,10 @@ def call(run: Callable, options: dict[str, Any], ask: Ask, **more: Any) -> Any:
 
 
 def _attention(function, q, k, v, heads, mask=None, attn_precision=None, **more):
-    """Return an attention's output in ComfyUI's form. ComfyUI calls this with its own function and its arguments."""
+    """Return an attention's output in ComfyUI's form, from the current call's ``ask``; outside a call, unmerged.
+
+    ComfyUI calls this with its own function and its arguments. In a compiled graph, the engine's operator is called.
+    """
     options = more.get("transformer_options") or _now.options
     if torch.compiler.is_compiling() and hosting.is_tracing():
         call, block = HostCall(function, q, k, v, heads, mask, **more), options.get("block", ("none", 0))

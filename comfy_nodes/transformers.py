@@ -57,7 +57,7 @@ class TransformerMerging:
 
 
 def patch_size_of(model: Any) -> tuple[int, int, int] | None:
-    """Return a token's (frames, height, width) in latent cells; None for a UNet, which has no patch size."""
+    """Return a token's (frames, height, width) in latent cells; None if the model shows none, as a UNet."""
     patch = getattr(model, "patch_size", None)
     if patch is None and hasattr(model, "patch_spatial"):
         patch = (getattr(model, "patch_temporal", 1), model.patch_spatial, model.patch_spatial)
@@ -94,7 +94,7 @@ def where_tokens_lie(model: Any, grid: Any, tokens: int, options: dict) -> Any |
         model: the transformer.
         grid: the `Grid` of the picture's tokens.
         tokens: length of the sequence.
-        options: transformer_options of the call.
+        options: transformer_options of the call, with the block's type and the references' lengths.
     """
     names = {kind.__name__ for kind in type(model).__mro__}
     if names & _REFINE_TEXT and not options.get("block_type"):

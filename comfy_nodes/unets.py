@@ -88,12 +88,15 @@ class UnetMerging:
                     self.state.count_unmerged(level, hosting.REPLACED, len(latent), tokens, tokens)
 
     def _sides(self, latent: torch.Tensor, level: int) -> list[int]:
-        """Return the height and width of a level in tokens."""
+        """Return [height, width] of a level in tokens, rounded up."""
         return [-(-side // self._downsamples[level]) for side in latent.shape[-2:]]
 
 
 def _options_of(path: str) -> tuple[tuple[str, int], int]:
-    """Convert the path ``input_blocks.1.1.transformer_blocks.0`` to transformer_options' ``("input", 1), 0``."""
+    """Convert the path ``input_blocks.1.1.transformer_blocks.0`` to transformer_options' ``("input", 1), 0``.
+
+    These are the block's kind and number, here 1, and the transformer block's index. The middle block's number is 0.
+    """
     stage, number, *_, index = path.split(".")
     kind = stage.partition("_")[0]
     return (kind, 0 if kind == "middle" else int(number)), int(index)

@@ -31,7 +31,7 @@ class _Hijacked(hosting.ForwardOnStandIn):
     def keys_and_values(
         self, module: nn.Module, keys: torch.Tensor, values: torch.Tensor, kwargs: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values, computed through the loaded hypernetworks, both from the tokens `keys`."""
+        """Project the tokens `keys`, changed by the loaded hypernetworks, to keys and values. `values` is not used."""
         return super().keys_and_values(module, *host.through_hypernetworks(keys), kwargs)
 
     def attend(
@@ -48,7 +48,7 @@ class _ForgeCall(hosting.HeadsCall):
     """A call of a Forge attention function. It gets no bias, because some functions mistreat one that is not square."""
 
     def takes_bias(self) -> bool | None:
-        """Return False, so that no bias is given; None if the function computes no attention."""
+        """Return None if the function computes no attention, else False: a bias is never given."""
         return None if super().takes_bias() is None else False
 
 

@@ -31,7 +31,7 @@ STAND_INS = (_BUILT_IN, sdnext.INIT_HIRES)  # methods of a job that we may repla
 
 
 def set_up_console(name: str) -> None:
-    """Print the messages of the logger `name` from INFO up, also if the webui hides INFO. May be called again."""
+    """Print the messages of the logger `name` from INFO up on stdout alone. The logger's other handlers are removed."""
     ours, handler = logging.getLogger(name), logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("ToMe: %(message)s"))
     ours.handlers, ours.propagate = [handler], False
@@ -39,7 +39,7 @@ def set_up_console(name: str) -> None:
 
 
 def listen(**callbacks: Callable) -> None:
-    """Register callbacks: ``cfg_denoiser=f`` calls ``script_callbacks.on_cfg_denoiser(f)`` if the webui has this."""
+    """Register callbacks: ``cfg_denoiser=f`` calls ``script_callbacks.on_cfg_denoiser(f)`` if that exists."""
     for name, function in callbacks.items():
         register = getattr(script_callbacks, f"on_{name}", None)
         if register is not None:
@@ -47,7 +47,7 @@ def listen(**callbacks: Callable) -> None:
 
 
 def option(key: str, default: Any) -> Any:
-    """Return a saved setting of the webui; the default if the setting is None or the settings were not built."""
+    """Return a setting of the webui; the default if the setting is None or missing."""
     value = getattr(getattr(shared, "opts", None), key, default)
     return default if value is None else value
 
@@ -55,7 +55,7 @@ def option(key: str, default: Any) -> Any:
 def add_option(
     key: str, default: Any, label: str, help: str, arguments: dict[str, Any], section: tuple[str, str]
 ) -> None:
-    """Add a setting to the settings tab.
+    """Add a setting to the settings tab. A value that was saved for the key stays.
 
     Args:
         key: the setting's key.
@@ -101,7 +101,7 @@ def loaded_unet() -> Any | None:
 
 
 def layout(unet: Any = None) -> str:
-    """Return a model's layout, see `tome_core.strength`; "sd" if it is not known.
+    """Return a model's layout, see `tome_core.strength`; "sd" if its kind is not known or no model is loaded.
 
     Args:
         unet: the model's UNet; None for the loaded model's.
@@ -140,7 +140,7 @@ def run_as_job(function: Callable[[], Any]) -> Any:
 
 
 def _in_its_place(function: Callable[[], Any]) -> Any:
-    """Return a function's result, computed with the model on the device and in the webui's autocast."""
+    """Return a function's result, computed in the webui's autocast. The Forges load the UNet to the device before."""
     names = ("backend.memory_management", "ldm_patched.modules.model_management")  # Forge's, reForge's
     memory = next((sys.modules[name] for name in names if name in sys.modules), None)
     objects = getattr(shared.sd_model, "forge_objects", None)
@@ -162,7 +162,7 @@ def running_pipeline(p: Any) -> sdnext.RunningPipeline | None:
 
 
 def reason_to_step_aside(hires: bool) -> str | None:
-    """Return why the first pass, or the hires pass, must not merge; None if it may."""
+    """Return why a pass must not merge: an SdUnet, HyperTile or SD.Next's own merging is on in it; else None."""
     if getattr(sys.modules.get("modules.sd_unet"), "current_unet", None) is not None:
         return "an SdUnet (such as TensorRT) computes in place of the UNet's own blocks"
     if option("hypertile_enable_unet", False) or (hires and option("hypertile_enable_unet_secondpass", False)):
@@ -177,7 +177,9 @@ def reason_of_unet(unet: nn.Module) -> str | None:
 
 
 def read_time(params: Any) -> dict[str, float]:
-    """Return the current step's time as ``{"sigma": ...}`` or ``{"timestep": ...}``. Waits for the device.
+    """Return the time of the current step, at least 0, as ``{"sigma": ...}`` or ``{"timestep": ...}``.
+
+    It is a timestep if the webui samples by timesteps: with DDIM, PLMS and UniPC, not in Forge. Waits for the device.
 
     Args:
         params: the webui's ``CFGDenoiserParams``.
@@ -190,7 +192,10 @@ def read_time(params: Any) -> dict[str, float]:
 
 
 def timing_conditions(p: Any, params: Any) -> list[Any]:
-    """Return conditions on which the duration of a model call depends: shapes of the texts, and names of other patches.
+    """Return conditions on which the duration of a model call depends.
+
+    They are the shapes of the positive and the negative text, then the sorted names of infotext keys, of
+    transformer_options and of patches, without ours.
 
     Args:
         p: the webui's job object.
@@ -215,7 +220,7 @@ def is_stopped() -> bool:
 
 
 def to_unit_variance(p: Any, time: dict[str, float]) -> dict[str, float]:
-    """Return a time of `read_time` with its sigma relative to pictures of unit variance. A timestep stays."""
+    """Divide the sigma in a time of `read_time` by the standard deviation of the model's pictures. A timestep stays."""
     model = getattr(_patcher(p), "model", None)
     prediction = getattr(model, "predictor", None) or getattr(model, "model_sampling", None)
     data = getattr(prediction, "sigma_data", 1.0)
@@ -223,14 +228,14 @@ def to_unit_variance(p: Any, time: dict[str, float]) -> dict[str, float]:
 
 
 def through_hypernetworks(tokens: Any) -> tuple[Any, Any]:
-    """Return tokens ``[B, N, C]`` as the loaded hypernetworks change them, for the keys and for the values."""
+    """Return tokens ``[B, N, C]`` for keys and for values: changed by hypernetworks, or as given if none is loaded."""
     known = sys.modules.get("modules.hypernetworks.hypernetwork")
     loaded = getattr(shared, "loaded_hypernetworks", None)
     return known.apply_hypernetworks(loaded, tokens) if known is not None and loaded else (tokens, tokens)
 
 
 def gains_file() -> str | None:
-    """Return the path of the file of measured speed-ups, in the webui's cache folder; None without a folder."""
+    """Return the path of the file of measured speed-ups, in the webui's cache folder; None if the webui names none."""
     data = getattr(sys.modules.get("modules.paths_internal"), "data_path", None)
     if data is None:
         return None
@@ -238,7 +243,7 @@ def gains_file() -> str | None:
 
 
 def autocast() -> AbstractContextManager:
-    """Return the autocast context in which the webui samples; an empty context if the webui has none."""
+    """Return the context in which the webui samples, with or without autocast; an empty one if the webui has none."""
     devices = sys.modules.get("modules.devices")
     context = getattr(devices, "without_autocast" if getattr(devices, "unet_needs_upcast", False) else "autocast", None)
     return nullcontext() if context is None else context()
@@ -250,7 +255,7 @@ def has_hires(p: Any) -> bool:
 
 
 def size_of(p: Any, hires: bool) -> tuple[int, int]:
-    """Return the (width, height) of a job's first pass, or of its hires pass, in pixels; 0 if not known."""
+    """Return the (width, height) of a job's first pass, or of its hires pass, in pixels; 0 for each side not known."""
     names = ("hr_upscale_to_x", "hr_upscale_to_y") if hires else ("width", "height")
     return tuple(int(getattr(p, name, 0) or 0) for name in names)
 
@@ -280,7 +285,7 @@ def hires_size(width: int, height: int, scale: float, resize_x: int, resize_y: i
 def silence_built_in(p: Any, silences: Callable[[Any, bool], bool]) -> None:
     """Turn the webui's own token merging off for the passes of a job in which ``silences(p, hires)`` is true.
 
-    The method of the job object `p` is replaced on this object.
+    `silences` is asked at each call of ``get_token_merging_ratio``, which is replaced on the job object `p`.
     """
     this = weakref.ref(p)
 
@@ -293,7 +298,7 @@ def silence_built_in(p: Any, silences: Callable[[Any, bool], bool]) -> None:
 
 
 def built_in_ratio(p: Any, hires: bool) -> float:
-    """Return the ratio that the user set for the webui's own token merging in a pass, also if silenced; 0 is off."""
+    """Return the user's ratio of the webui's own token merging in a pass, also if silenced; 0 if off or absent."""
     own = getattr(type(p), _BUILT_IN, None)
     return 0.0 if own is None else own(p, for_hr=hires) or 0.0
 
@@ -323,7 +328,7 @@ def has_setting_called(key: str) -> bool:
 
 
 def add_message(p: Any, processed: Any, text: str) -> None:
-    """Add a line below the finished picture, or below the result of the selected script.
+    """Add a line below the finished picture; if a selected script runs the job, below the script's result, if possible.
 
     Args:
         p: the webui's job object.
@@ -344,6 +349,6 @@ class CallableReport(dict):
 
 
 def is_of_script(p: Any) -> bool:
-    """Tell whether a script that the user selected runs the job `p`, and makes its own result from the pictures."""
+    """Tell whether a script that the user selected, such as X/Y/Z plot, runs the job `p` and makes its own result."""
     arguments = getattr(p, "script_args", None)
     return bool(arguments and arguments[0])

@@ -24,7 +24,7 @@ _CHANGES = "_tome_core_xyz"
 
 
 def text_of(settings: JobSettings) -> str:
-    """Return the infotext key's value for settings, such as ``0.5; hires pass; sx=2``."""
+    """Return the infotext key's value: strength, the pass if only one merges, changes; as ``0.5; hires pass; sx=2``."""
     where = () if settings.where == EVERYWHERE else (settings.where,)
     changes = (f"{name}={value}" for name, value in settings.changes.items())
     return "; ".join([f"{settings.strength:.12g}", *where, *changes])
@@ -61,7 +61,7 @@ def settings_in(text: str, layout: str) -> JobSettings:
 
 
 def _value(field: form.Field, text: str) -> Any:
-    """Convert a text to a field's type; a text that does not fit stays, for the form to refuse."""
+    """Convert a text to a bool or float if the field is a switch or number. A text that does not fit stays."""
     if field.choices:
         return text
     if isinstance(field.default, bool):
@@ -84,7 +84,7 @@ class Paste:
 
     @classmethod
     def note(cls, text: str, parameters: Mapping[str, Any]) -> None:
-        """Keep a parsed infotext in `on_page`. The webui calls this at a paste, before `value`."""
+        """Keep a parsed infotext in `on_page`. The webui calls this at a paste, before `value`. `text` is not used."""
         cls.on_page = parameters
 
     def __init__(self) -> None:
@@ -104,9 +104,10 @@ class Paste:
 
 
 def _values_in(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the panel's values in a parsed infotext, by name. Without our key, merging is off.
+    """Return the panel's values in a parsed infotext, by name; ``{"enabled": False}`` without our key.
 
-    An impossible value is logged. On a page it changes nothing; for the API its strength is NaN, which is refused.
+    If our key's value is not possible, that is logged. On a page the result is then {}, so that no control changes; for
+    the API, merging is on with a strength of NaN, which is refused later.
     """
     key = next((key for key in reversed(KEYS) if key in parameters), None)  # the second first, because only we use it
     if key is None:
@@ -125,12 +126,12 @@ def _values_in(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changes_of(p: Any) -> dict[str, Any]:
-    """Return the values that an X/Y/Z plot has set for a cell's job object, by name; {} if there is no plot."""
+    """Return the values that our axes of an X/Y/Z plot have set for a cell's job object, by name; {} if none has."""
     return getattr(p, _CHANGES, {})
 
 
 def _apply(name: str, p: Any, value: Any, values: Any) -> None:
-    """Set a named value for a cell's job object `p`, and turn merging on. An axis of the plot calls this."""
+    """Set a named value for a cell's job object `p`, and turn merging on. A plot calls this; `values` is not used."""
     # a new dict, because the plot's copies of p are shallow; our axes switch merging on
     setattr(p, _CHANGES, {**changes_of(p), "enabled": True, name: value})
 
@@ -152,9 +153,9 @@ def _confirm(name: str, p: Any, values: list) -> None:
 
 
 def add_axes() -> None:
-    """Add axes for the strength, for where to merge and for the expert settings to the X/Y/Z plot, if there is one.
+    """Add axes for the strength, where to merge and the expert settings, except switches, to the webui's X/Y/Z plot.
 
-    May be called again. Axes that are there already are not added.
+    Axes that are there already are not added. Nothing happens if there is no X/Y/Z plot.
     """
     plot = host.plot_module()
     if plot is None:

@@ -69,7 +69,8 @@ def base_of(value: float, layout: str = SD) -> dict[str, Any]:
 def find_filled(own: Mapping[str, Any], value: float, layout: str) -> dict[str, Any]:
     """Return the values that the panel filled in for a strength, before the user changed some of them.
 
-    Another model may have been loaded then. So the layout is used from whose values the fewest fields differ.
+    Another model may have been loaded then. So of `layout`, "sd" and "sdxl", that is used whose values differ in the
+    fewest fields.
 
     Args:
         own: the current values, by name.
@@ -89,16 +90,18 @@ def read(
     """Read and check the values of a job.
 
     Args:
-        values: in the order of `ARGUMENTS`, or a dict of names as the first value.
-        setting: returns the settings tab's value for a name of `DIAL`; used if a value is None or missing.
+        values: in the order of `ARGUMENTS`, or a dict of names as the first value. An expert setting that is None or
+            missing follows the strength.
+        setting: returns the settings tab's "enabled", "strength" or "where"; used if that value is None or missing.
         plot: values of an X/Y/Z plot by name, which override all others.
         layout: the model's layout.
 
     Returns:
-        The settings; merging is off if "enabled" is False, and no other value is checked.
+        The settings; the default ones, which do not merge, if "enabled" is False. No other value is then checked.
 
     Raises:
-        ValueError: a value is not possible; the text has the value, the range and the remedy.
+        ValueError: the strength or "where" is not possible, or the values are too many or have an unknown name. An
+            impossible expert setting is listed in `JobSettings.left_out`.
         TypeError: a value has the wrong type.
     """
     given, plot = _by_name(values), plot or {}
@@ -144,7 +147,7 @@ def settings_of(value: float, where: str, changes: Mapping[str, Any], layout: st
 
 
 def _by_name(values: Sequence[Any]) -> dict[str, Any]:
-    """Return the arguments of `read` by name. A dict of names turns its expert settings on.
+    """Return the arguments of `read` by name. To a dict of names, the switch of the expert settings is added as on.
 
     Raises:
         ValueError: there are too many values, or a name is not known.
@@ -162,6 +165,8 @@ def _by_name(values: Sequence[Any]) -> dict[str, Any]:
 
 def _deviating(own: Mapping[str, Any], given: Mapping[str, Any], layout: str) -> dict[str, Any]:
     """Return the expert settings that differ from those that a strength had filled in; {} if the switch is off.
+
+    All of them if `given` has no possible strength that filled them in, as with a dict of names.
 
     Args:
         own: the expert settings, by name.

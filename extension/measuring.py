@@ -12,7 +12,7 @@ from .job_settings import HIRES, PASSES, JobSettings
 def answer(settings: JobSettings, sizes: Mapping[bool, tuple[int, int]], measure: bool = False) -> str:
     """Return the panel's line, such as ``1024x1536: about 1.3x faster``, with a part for each pass that merges.
 
-    If nothing merges or is known, the line says why.
+    With two sizes, each part begins with the name of its pass. If nothing merges or is known, the line says why.
 
     Args:
         settings: the job's settings.
@@ -31,7 +31,7 @@ def answer(settings: JobSettings, sizes: Mapping[bool, tuple[int, int]], measure
 
 
 def _answer(hires: bool, width: int, height: int, config: MergeConfig, measure: bool) -> str:
-    """Return the part of the panel's line for one pass."""
+    """Return one pass's part of the panel's line: the size, then the gain or why none is known, be it an error."""
     size, unet, aside = f"{width}x{height}", host.loaded_unet(), host.reason_to_step_aside(hires)
     if aside is not None:
         return f"{size}: nothing merges, {aside}"

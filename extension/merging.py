@@ -39,7 +39,7 @@ class PassRecord:
 
     @property
     def report(self) -> Report:
-        """The engine's report over all batches."""
+        """The engine's report over all batches, with the calls and `own` of this record."""
         return replace(Report.join(self.reports), calls=self.counts["calls"], patched=bool(self.reports), own=self.own)
 
 
@@ -67,7 +67,7 @@ class Job:
         self._left: dict[bool, str] = {}
 
     def config(self, hires: bool, layout: str | None = None) -> MergeConfig | None:
-        """Return the engine's settings for a pass; None if the pass is not to merge.
+        """Return the engine's settings for a pass, with the batch's first seed; None if the pass is not to merge.
 
         Args:
             hires: True for the hires pass, False for the first.
@@ -78,13 +78,13 @@ class Job:
         return self.settings.config(hires, int(seeds[0]), layout or host.layout())
 
     def why_unmerged(self, hires: bool) -> str:
-        """Return why a pass will not merge; "" if it will, as far as known. The answer is kept for the job."""
+        """Return why a pass will not merge, wanted or not; "" if it will or its size is unknown. The answer is kept."""
         if hires not in self._left:
             self._left[hires] = self._why_unmerged(hires)
         return self._left[hires]
 
     def _why_unmerged(self, hires: bool) -> str:
-        """Return what `why_unmerged` returns, by asking the webui and the engine."""
+        """Return what `why_unmerged` returns, computed anew from the settings, the webui and the engine."""
         p, config = self.p(), self.config(hires)
         if config is None:
             return "left alone"
@@ -127,9 +127,10 @@ class CurrentPass:
         self._pass = ExitStack()  # for SD.Next, which has no denoiser callback
 
     def arm(self, p: Any, hires: bool) -> None:
-        """Patch the model for the next pass, or only time the pass if it does not merge. May be called again.
+        """Disarm, then patch the model for the next pass, or only time the pass if the settings leave it unmerged.
 
-        If the pass is to merge and must not, the reason is recorded in the job, and nothing is armed.
+        Nothing is armed if the pass must not merge; the reason is recorded in the job if the settings merge. If they do
+        not merge, nothing is armed either if the webui's own merging is on or no model is loaded.
 
         Args:
             p: the webui's job object. Nothing is armed if it has no `Job`.
@@ -153,7 +154,7 @@ class CurrentPass:
     def step(self, params: Any) -> None:
         """Prepare the next call of the model: patch the current model, set the engine's time, and count the call.
 
-        In a call for another job, the patch is taken off. Without an armed pass, nothing happens.
+        Before a call for another job, only the patch is taken off. Without an armed pass, nothing happens.
 
         Args:
             params: the webui's ``CFGDenoiserParams``.
@@ -177,7 +178,8 @@ class CurrentPass:
         """Take the patch off the model and put its counts into the job's record. May be called again.
 
         Args:
-            is_whole: the pass has ended normally, so its time is kept.
+            is_whole: the pass has ended normally. Its time is then kept for comparison, unless the user stopped it, or
+                several models or another job ran in it.
         """
         report = self._take_off()
         if self._times is not None:
@@ -189,7 +191,10 @@ class CurrentPass:
         self.job = self._times = None
 
     def _follow(self, unet: Any) -> None:
-        """Make sure that the patch is on this UNet. A refiner or a hires checkpoint changes the UNet within a pass."""
+        """Put the patch on this UNet, and off the UNet tried before if a refiner or hires checkpoint has replaced that.
+
+        If it is the UNet tried before, its patch, if any, is installed again: a call for another job takes it off.
+        """
         if self._tried() is not unet:
             self._take_off()
             self._put_on(unet)
@@ -197,7 +202,7 @@ class CurrentPass:
             self.handle.install()  # quick if it is on; puts it back if another program has taken it off
 
     def _put_on(self, unet: Any) -> None:
-        """Patch a UNet with the pass's settings, or record why not."""
+        """Patch a UNet with the pass's settings, or record in the job why not. A pass not to merge stays unpatched."""
         self._tried, self._models, p = weakref.ref(unet), self._models + 1, self.job.p()
         self._config = self.job.config(self.hires, host.layout(unet))
         reason = host.reason_of_unet(unet)
@@ -219,11 +224,11 @@ class CurrentPass:
             self._pass.enter_context(self.handle.sampling(p.batch_size))  # all calls are one sampling
 
     def _note_call(self, *kind: Any) -> None:
-        """Count a call of the model, see `SamplerTimes.note_call`."""
+        """Count a call of the model as merged or not. `kind` goes to `SamplerTimes.note_call`."""
         self._times.note_call(self.handle is not None and self.handle.is_live, *kind)
 
     def _take_off(self) -> Report | None:
-        """Remove the patch, record its report in the job, and return the report; None if there is no patch."""
+        """Remove the patch and return its report; None without one. A report on calls or with notes goes to the job."""
         handle, self.handle = self.handle, None
         self._pass.close()
         if handle is None:

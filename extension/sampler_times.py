@@ -97,7 +97,7 @@ class SamplerTimes:
         return self._timesteps
 
     def _listening(self, function: Callable, name: str) -> Callable:
-        """Return a sampler function that first reads its argument `name`, the list of times."""
+        """Return a sampler function that first reads its argument `name`, the list of times, into `timed_steps`."""
         @functools.wraps(function)  # the webui inspects its parameters
         def listening(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get(name) is not None and kwargs.get("callback") is not None:
@@ -112,7 +112,7 @@ class SamplerTimes:
 
 
 def _list_of(function: Any) -> str:
-    """Return which argument of a sampler's function lists the times, "sigmas" or "timesteps"; "" if not known."""
+    """Return which argument of a sampler's function lists the times, "sigmas" or "timesteps"; "" for one not known."""
     module, name = getattr(function, "__module__", ""), getattr(function, "__name__", "")
     if module in _SIGMA_MODULES:
         return "sigmas"

@@ -55,7 +55,7 @@ class TokenMerging(host.Script):
         host.silence_built_in(p, lambda p, hires: not _job_of(p, values).why_unmerged(hires))
 
     def process(self, p: Any, *values: Any) -> None:
-        """Begin a job: read its settings, and write its infotext key before the first picture is made."""
+        """Begin a job before its first picture: log an error in its values; write its infotext key if it may merge."""
         job = _job_of(p, values)
         if job.error:
             logger.error("%s", job.error)
@@ -86,7 +86,7 @@ class TokenMerging(host.Script):
         armed.disarm(is_whole=True)
 
     def postprocess_batch(self, p: Any, *values: Any, **facts: Any) -> None:
-        """End a batch: disarm, and write the infotext key if something merged, before the infotexts are written."""
+        """End a batch before the infotexts are written: disarm; write our key if something merged, else remove it."""
         armed.disarm(is_whole=True)
         vars(p).pop(sdnext.INIT_HIRES, None)
         job = job_of(p)
@@ -94,7 +94,7 @@ class TokenMerging(host.Script):
             _write(p, job, job.merged)
 
     def postprocess(self, p: Any, processed: Any, *values: Any) -> None:
-        """End a job and report on it. The webui does not call this after an exception."""
+        """End a job; report on it if merging is on or a value is wrong. Not called by the webui after an exception."""
         armed.disarm()
         job = job_of(p)
         if job is not None and (job.error or job.settings.enabled):
@@ -119,7 +119,8 @@ def _job_of(p: Any, values: tuple) -> Job:
 def _write(p: Any, job: Job, merges: bool) -> None:
     """Put the infotext key into a job's ``extra_generation_params`` if the picture merges; else remove the key.
 
-    A new dict replaces the old one, which the cells of a plot share.
+    The report stays there only if merging is on or a value is wrong. A new dict replaces the old one, which the cells
+    of a plot share.
     """
     is_reported = job.error or job.settings.enabled
     others = {key: value for key, value in (p.extra_generation_params or {}).items()
@@ -131,7 +132,8 @@ def _write(p: Any, job: Job, merges: bool) -> None:
 def _report(p: Any, job: Job, processed: Any) -> None:
     """Show the report in the console and on the page, as the settings say, or an error on the page in any case.
 
-    The report's data go to ``processed.extra_generation_params``, which the API returns, not to the infotext.
+    The data go to ``processed.extra_generation_params``, which the API returns, not to the infotext. After the first
+    job of a request, "jobs" in them lists the data of all its jobs so far.
     """
     lines = [job.error] if job.error else lines_of(job, host.has_hires(p))
     if settings_tab.is_shown(settings_tab.CONSOLE) and not job.error:
@@ -147,7 +149,7 @@ def _report(p: Any, job: Job, processed: Any) -> None:
 
 
 def on_end(p: Any) -> None:
-    """Disarm after a job `p`, also if the job raised an exception."""
+    """Disarm after a job `p` if its pass is armed. Called by the webui, also if the job raised an exception."""
     if armed.job is job_of(p):
         armed.disarm()
 
@@ -169,7 +171,7 @@ def unload() -> None:
 
 
 def register() -> type[TokenMerging]:
-    """Register all callbacks and return the script's class. Each run of scripts/token_merging.py calls this."""
+    """Set up console, attentions, gains and callbacks, and return the script's class, for scripts/token_merging.py."""
     host.set_up_console(PARENT)
     attentions.describe()
     hosting.gains.load(host.gains_file())  # gains measured by earlier processes

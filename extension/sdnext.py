@@ -15,7 +15,7 @@ _RATIOS = {"ToMe": "tome_ratio", "ToDo": "todo_ratio"}  # settings of its own me
 
 
 def is_pipeline(model: Any) -> bool:
-    """Tell whether a model is a diffusers pipeline of any architecture."""
+    """Tell whether a model is like a diffusers pipeline: it has a scheduler, and a UNet or a transformer."""
     return hasattr(model, "scheduler") and (hasattr(model, "unet") or hasattr(model, "transformer"))
 
 
@@ -58,7 +58,7 @@ def when_hires_begins(p: Any, callback: Callable[[], None]) -> None:
 
 
 def reason_to_step_aside(option: Callable[[str, Any], Any], hires: bool) -> str | None:
-    """Return why a pass must not merge: SD.Next's own merging or HyperTile is on. None if the pass may merge.
+    """Return why a pass must not merge: SD.Next's own merging or HyperTile is on in it. None if it may merge.
 
     Args:
         option: returns a setting of the webui, by key and default.

@@ -27,7 +27,7 @@ _DEFAULTS = {key: default for key, default, *_ in _ITEMS}
 
 
 def value(key: str) -> Any:
-    """Return the value of one of the section's settings, by key; the default if the settings were not built."""
+    """Return the value of one of the section's settings, by key; the default if it is None or missing."""
     return host.option(key, _DEFAULTS[key])
 
 

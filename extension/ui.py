@@ -37,7 +37,9 @@ _found: dict[str, dict[str, Any]] = {tab: {} for tab in _OF_TAB}  # the webui's 
 
 
 def note(control: Any, elem_id: str) -> None:
-    """Link a control of the webui to the panels if they need it. Controls and panels may be made in any order.
+    """Link a control of the webui to the panels if they need it; controls and panels may be made in any order.
+
+    Our settings change the panels. Controls of the size, and img2img's tabs for size and factor, change the line.
 
     Args:
         control: the gradio component.
@@ -65,7 +67,10 @@ def note(control: Any, elem_id: str) -> None:
 
 
 def _quicksetting_updates(is_on: bool) -> list[Any]:
-    """Return updates of each panel's strength and "where" to their quicksettings, when merging is switched on."""
+    """Return updates of all panels' "strength" and "where" to their settings if `is_on` and these are quicksettings.
+
+    The other updates change nothing.
+    """
     shown = [*host.option("quicksettings_list", []), *host.option("quick_setting_list", [])] if is_on else []
     return [gr.update(value=settings_tab.default_of(name)) if f"tome_{name}" in shown else gr.update()
             for _ in _panels for name in DIAL[1:]]  # fmt: skip
@@ -144,7 +149,10 @@ class Panel:
         self._add(field.name, kind, label=label, value=value, min_width=120, **facts)
 
     def _start_with_saved_defaults(self, enabled: Any) -> None:
-        """Start the page with the settings tab's values, unless the user has saved other defaults of the panel."""
+        """Start each page with the settings tab's values, unless the user has saved other defaults of the panel.
+
+        Expert settings start as the strength sets them. The accordion of `enabled` starts open if that starts checked.
+        """
         for name in DIAL:
             control = self.made[name]
             _show(control, "value", lambda control=control, name=name: _first_value(name, control.value))
@@ -172,7 +180,7 @@ class Panel:
             field.input(fn=lambda: True, inputs=[], outputs=[own], **_QUIETLY)
 
     def follow(self, theirs: dict[str, Any]) -> None:
-        """Let the panel's line follow the webui's controls and the panel's. Call this once.
+        """Let the panel's line follow the webui's controls and the panel's; show "where" with Hires. fix. Call once.
 
         Args:
             theirs: the webui's controls by the names in `_OF_TAB`, in that order.
@@ -195,12 +203,14 @@ class Panel:
 
 
 def _show(control: Any, key: str, value: Any) -> None:
-    """Start each page with another property of a control, but keep the control's own, which the webui saves.
+    """Start each page with ``value()`` for a property of a control, by replacing its ``get_config``.
+
+    The control's own property stays as it is, because the webui saves it as the default.
 
     Args:
         control: the gradio component.
         key: the property, such as "value".
-        value: returns the property for a new page.
+        value: a function without arguments that returns the property for a new page.
     """
     get_config = control.get_config
     control.get_config = lambda *args, **more: {**get_config(*args, **more), key: value()}
@@ -209,8 +219,8 @@ def _show(control: Any, key: str, value: Any) -> None:
 def _first_value(name: str, saved: Any) -> Any:
     """Return the value with which a control starts.
 
-    This is the panel's saved default if it differs from ours, else the settings tab's value. If that is not possible,
-    it is our default.
+    This is the panel's saved default if it differs from ours in `DEFAULTS`, else the settings tab's value. If that
+    value is not possible, it is our default.
 
     Args:
         name: the control's name.
@@ -282,10 +292,10 @@ def follow_strength(strength: float, own: bool, filled_for: float, *values: Any)
 
 
 def _line(by_factor: Any, *values: Any, measure: bool = False) -> str:
-    """Return the panel's line for the next picture, as HTML.
+    """Return the panel's line for the next picture with merging on, as HTML. An error becomes the line.
 
     Args:
-        by_factor: not 0 if img2img resizes by a factor.
+        by_factor: not 0 if img2img resizes by a factor; the line then says that the size is not known.
         values: those of the panel's controls, then those of the webui's.
         measure: measure a gain that is not known.
     """
@@ -302,12 +312,12 @@ def _line(by_factor: Any, *values: Any, measure: bool = False) -> str:
 
 
 def _sizes(width: Any, height: Any, hires: Any = False, *scaling: Any) -> dict[bool, tuple[int, int]]:
-    """Return the (width, height) of a picture's passes, for `measuring.answer`.
+    """Return the (width, height) of a picture's passes, by "is the hires pass", for `measuring.answer`.
 
     Args:
-        width: in pixels; None while the user types, as in all controls.
-        height: in pixels.
-        hires: there is a hires pass.
+        width: in pixels; None while the user types counts as 0.
+        height: like `width`.
+        hires: there is a hires pass. Without one, the only key is False.
         scaling: the arguments of `host.hires_size` after the first two.
     """
     first = int(width or 0), int(height or 0)
