@@ -50,6 +50,6 @@ def state_of(config: MergeConfig, downsample: int, blocks: int = 0) -> State:
     Args:
         config: the settings.
         downsample: latent cells per token, along a side.
-        blocks: number of the transformer's blocks; 0 if it is not known.
+        blocks: number of the transformer's blocks, for the counts of the report; 0 if it is not known.
     """
     return State(config, [LevelTally(downsample, blocks)])

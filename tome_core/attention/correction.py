@@ -56,7 +56,8 @@ class Correction(NamedTuple):
 def pick_queries(grid: Grid, width: int, device: torch.device) -> tuple[Tensor]:
     """Choose the tokens to whose exact outputs the correction is fitted: the middles of equal cells of the grid.
 
-    There are at most 128 for heads of up to 32 channels (`width`), else at most 256.
+    There are about a sixteenth of the tokens, but 32 at least, and at most 128 for heads of up to 32 channels
+    (`width`), else 256.
 
     Returns:
         Numbers of tokens of the grid, ascending, int64 ``(1, queries)``, in a tuple for `grid.cached_result`.
@@ -79,7 +80,7 @@ def fit_correction(
     float64. The correction is zero if every group has a single token.
 
     Args:
-        q: queries of a few tokens, such as `pick_queries` returns, ``(batch, queries, heads * head_dim)``.
+        q: queries of a few tokens, such as those that `pick_queries` chooses, ``(batch, queries, heads * head_dim)``.
         keys_and_values: keys and values of all tokens, ``(batch, tokens, heads * head_dim)``.
         plan: the groups of the tokens.
         heads: number of heads.
@@ -121,7 +122,8 @@ def _sums_by_kernel(
 ) -> Tensor | None:
     """Return the terms whose sum over the first axis is `first_order`, ``(spans, batch * heads, head_dim, head_dim)``.
 
-    None if no kernel can compute them. The arguments are those of `first_order`.
+    Each is the sum over a run of tokens. None if no kernel can compute them: kernels need half precision, a GPU and no
+    gradient. The arguments are those of `first_order`.
     """
     if kernels.needs_gradient(keys, values) or not kernels.ready_for_halves(keys):
         return None

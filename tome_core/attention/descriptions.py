@@ -74,8 +74,8 @@ class AttentionDescription:
 class StandIn:
     """A stand-in for an attention module, to run the module's own code on given queries, keys and values.
 
-    Its projections return the given tensors, and its output projection returns its input. Every other attribute is read
-    from the module, and the module's methods run on the stand-in.
+    Its projections return the given tensors, its output projection returns its input, and its ``dim_head`` is the width
+    of a head of q. Every other attribute is read from the module, and the module's methods run on the stand-in.
 
     Args:
         module: the attention.
@@ -114,7 +114,7 @@ class ForwardOnStandIn(AttentionDescription):
 
 
 class _Processor(AttentionDescription):
-    """The description of a diffusers processor that takes scores from its module. It runs on a `StandIn`."""
+    """The description of diffusers' processors that let their module compute the scores. They run on a `StandIn`."""
 
     by_attribute = adds_bias = True
 
@@ -128,7 +128,10 @@ class _Processor(AttentionDescription):
         return "it has a norm, an output scale or a residual connection" if has_more else None
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kwargs: Kwargs) -> Tensor:
-        """Run the module's processor on q, k and v, see `AttentionDescription.attend`. The bias is its mask."""
+        """Run the module's processor on q, k and v, see `AttentionDescription.attend`. The bias is its mask.
+
+        It is float32 if the module computes scores in float32 (``upcast_attention``).
+        """
         mask = bias.float() if bias is not None and module.upcast_attention else bias
         return module.processor(StandIn(module, q, k, v), q, encoder_hidden_states=k, attention_mask=mask)
 

@@ -16,7 +16,7 @@ _TRIED: OrderedDict[Hashable, bool | None] = OrderedDict()
 def probe_bias(key: Hashable, function: Callable[..., torch.Tensor], scale: float, like: torch.Tensor) -> bool | None:
     """Run an attention function on a few random tokens, and return whether it adds a bias to the logits.
 
-    Results are cached by key, shape of the heads, dtype and device. An error of the function is not raised.
+    Results are cached by key, number and width of heads, dtype and device; above 64 the oldest is dropped.
 
     Args:
         key: identifies the function in the cache.
@@ -25,7 +25,8 @@ def probe_bias(key: Hashable, function: Callable[..., torch.Tensor], scale: floa
         like: a tensor ``(batch, tokens, heads, head_dim)`` with the heads, device and dtype to try.
 
     Returns:
-        True if the function adds a bias, False if it ignores or refuses a bias, None if it does not compute attention.
+        True if the function adds a bias; False if it ignores a bias or raises an error for one; None if it does not
+        compute attention or raises an error without a bias.
     """
     key = (key, *like.shape[2:], like.dtype, like.device)
     if key not in _TRIED:
@@ -37,7 +38,12 @@ def probe_bias(key: Hashable, function: Callable[..., torch.Tensor], scale: floa
 
 @torch.no_grad()
 def _try(function: Callable[..., torch.Tensor], scale: float, like: torch.Tensor) -> bool | None:
-    """Return the result of `probe_bias` for an attention function, without the cache."""
+    """Compare an attention function with torch's, without and with a bias, for `probe_bias`.
+
+    Returns:
+        True if both results agree with torch's, False if only the one without a bias does, None if not even that one
+        does. An error of the function counts as a result that does not agree.
+    """
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, _TOKENS, *like.shape[2:], generator=generator).to(like)
     # three values, because a function could take two values for a mask of visible and hidden tokens

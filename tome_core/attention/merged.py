@@ -66,7 +66,9 @@ class MergeOptions(NamedTuple):
 
 
 def attend(attention: Attention, merging: MergeOptions, merged_pair: Pair | None = None) -> tuple[torch.Tensor, str]:
-    """Compute attention with merged keys and values: ``softmax(scale q k^T + log n) v``, with n the sizes of groups.
+    """Compute attention with merged keys and values, ``softmax(scale q k^T + log n) v``, and add the correction.
+
+    n are the sizes of groups; log n is left out without proportional attention.
 
     Args:
         attention: the unmerged call.
@@ -75,8 +77,8 @@ def attend(attention: Attention, merging: MergeOptions, merged_pair: Pair | None
 
     Returns:
         The output ``(batch, tokens, heads, head_dim)``, for every token. The way in which sizes were used: `BIAS` if
-        the host's function added their logarithms, `OWN_BIAS` if torch's function ran in place of the host's,
-        `UNSIZED` without proportional attention.
+        the host's function added their logarithms, `OWN_BIAS` if torch's function ran instead because the host's takes
+        no bias, `UNSIZED` without proportional attention.
     """
     q, k, v, function, scale, takes_bias = attention
     plan, batch, heads = merging.plan, k.shape[0], k.shape[2]
@@ -116,8 +118,8 @@ def correction_of(attention: Attention, plan: MergePlan, layout: Layout) -> tupl
         layout: the place of the picture's tokens in the sequence.
 
     Returns:
-        The correction; and merged keys and values ``(batch, groups, heads * head_dim)``, or None if keys and values
-        have fewer heads than the queries.
+        The correction, with its `num_queries`; and merged keys and values ``(batch, groups, heads * head_dim)``, or
+        None if keys and values have fewer heads than the queries.
     """
     q, k, v = attention[:3]
     (places,) = cached_result(pick_queries_in, q, layout, q.shape[1], q.shape[3])
@@ -143,8 +145,8 @@ def correction_of(attention: Attention, plan: MergePlan, layout: Layout) -> tupl
 def pick_queries_in(layout: Layout, tokens: int, width: int, device: torch.device) -> tuple[torch.Tensor]:
     """Choose the tokens of a sequence to whose exact outputs the correction is fitted.
 
-    They are some of the picture's tokens, and up to a quarter as many others. Other tokens are included because the
-    queries of text may differ in kind from those of the picture.
+    They are those of `pick_queries` for the picture, then up to a quarter as many others, evenly spread: the queries of
+    text may differ in kind from those of the picture.
 
     Args:
         layout: the place of the picture's tokens in the sequence.
@@ -194,7 +196,7 @@ def add_correction(out: torch.Tensor, q: torch.Tensor, correction: Correction) -
 def _attend_by_torch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Compute attention with torch's function. Arguments and result are those of `Attention.function`."""
+    """Compute attention with torch's function, for tensors as `Attention.function` takes and returns them."""
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     shares = q.shape[1] // k.shape[1]
     if shares > 1:

@@ -14,7 +14,7 @@ Adapter = UNetAdapter | TransformerAdapter
 
 
 def find_models(model: Any) -> list[nn.Module]:
-    """Return the networks to patch: the known transformers of a pipeline, or else one UNet.
+    """Return the networks to patch: the known transformers of a pipeline, or else the result of `find_unet` alone.
 
     Args:
         model: a pipeline, a transformer, a UNet, or another object that `find_unet` accepts. A network that is not in
@@ -22,7 +22,7 @@ def find_models(model: Any) -> list[nn.Module]:
 
     Raises:
         TypeError: `model` is not a model.
-        UnsupportedModelError: `model` is a pipeline that has neither a known transformer nor a UNet.
+        UnsupportedModelError: `model` is a pipeline that has neither a transformer, known or not, nor a UNet.
     """
     return find_transformers(model) or [find_unet(model)]
 
@@ -31,6 +31,6 @@ def adapter_of(model: nn.Module) -> Adapter:
     """Make the adapter of a UNet or of a known transformer: the object that finds its attentions and reads its calls.
 
     Raises:
-        UnsupportedModelError: `model` has no known blocks.
+        UnsupportedModelError: `model` is not a known transformer and has no known blocks of a UNet.
     """
     return UNetAdapter(model) if family_of(model) is None else TransformerAdapter(model)

@@ -26,7 +26,8 @@ _REFUSALS = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeErr
 class AttentionCall:
     """An attention call of a host (the program that runs the model), caught before the function runs.
 
-    `attend_call` first calls `split` if `is_flat`. It then returns `unmerged()`, or ``to_host_form(compute(...))``.
+    `attend_call` first calls `split` if `is_flat`. It then returns `unmerged()`; or, if the call merges, the result of
+    `to_host_form` for an output that `compute` (torch's function if `compute` adds no bias) gave for merged keys.
     Subclasses keep the function in ``_function``, its tensors in ``_qkv`` and its other arguments in ``_kwargs``.
 
     Attributes:
@@ -69,7 +70,7 @@ class AttentionCall:
         return out.transpose(1, 2) if self.by_head else out
 
     def takes_bias(self) -> bool | None:
-        """Return whether the function adds a bias to the logits, from a trial on a few tokens, one for each `key`.
+        """Return whether the function adds a bias to the logits, by a trial (`probe_bias`) for the call's `key`.
 
         Returns:
             False if the function ignores or refuses a bias; None if it does not compute attention.
@@ -78,12 +79,14 @@ class AttentionCall:
         return probe_bias(self.key(), self.compute, scale, self.q)
 
     def key(self) -> tuple:
-        """Return a hashable key of the function and of its mode, by which results of trials are cached."""
+        """Return a hashable key of the function and its mode, by which trials and failures of it are remembered."""
         return (self._function,)
 
 
 class TorchCall(AttentionCall):
     """A call of torch's ``scaled_dot_product_attention``, or of a function with the same arguments.
+
+    A call with dropout or a causal mask does not merge. Options that are off are not passed on.
 
     Args:
         function: the host's function.
@@ -117,7 +120,8 @@ class TorchCall(AttentionCall):
 class DispatchCall(TorchCall):
     """A call of diffusers' ``dispatch_attention_fn``, which looks up the active backend at each call.
 
-    The arguments are those of `TorchCall`, but the tensors are ``(batch, tokens, heads, head_dim)``.
+    The arguments are those of `TorchCall`, but the tensors are ``(batch, tokens, heads, head_dim)``. A call with
+    ``attention_kwargs`` or a ``parallel_config`` (several devices) does not merge either.
     """
 
     by_head = False
@@ -129,7 +133,7 @@ class DispatchCall(TorchCall):
         self.plain = self.plain and not more.get("attention_kwargs") and more.get("parallel_config") is None
 
     def key(self) -> tuple:
-        """Return a key of the dispatcher and of the backend that it uses now."""
+        """Return the dispatcher, the backend's name (the active one's if the call names none) and torch's function."""
         registry = getattr(self._function, "__globals__", {}).get("_AttentionBackendRegistry")
         active = "native" if registry is None else registry.get_active_backend()[0]
         backend = self.backend or str(getattr(active, "value", active))
@@ -137,7 +141,7 @@ class DispatchCall(TorchCall):
 
 
 class XformersCall(AttentionCall):
-    """A call of ``xformers.ops.memory_efficient_attention``, which never gets a bias from this package.
+    """A call of ``xformers.ops.memory_efficient_attention``; merged calls with a bias go to torch's function instead.
 
     Args:
         function: the host's function.
@@ -162,7 +166,7 @@ class XformersCall(AttentionCall):
         self.q, self.k, self.v = (tensor.unflatten(0, (-1, heads)).transpose(1, 2) for tensor in self._qkv)
 
     def to_host_form(self, out: torch.Tensor) -> torch.Tensor:
-        """Return an output ``(batch, tokens, heads, head_dim)`` in the form of the call's own tensors."""
+        """Return an output ``(batch, tokens, heads, head_dim)`` in the form of the call's tensors before `split`."""
         return out.transpose(1, 2).flatten(0, 1) if self.is_flat else out
 
 
@@ -174,10 +178,11 @@ class HeadsCall(AttentionCall):
         q, k, v: tensors ``(batch, tokens, channels)``, or ``(batch, heads, tokens, head_dim)`` if ``skip_reshape``.
         heads: number of heads.
         mask: the call's attention mask, or None.
-        attn_precision: dtype of the logits, passed through.
+        attn_precision: dtype of the logits, passed through unless it is None.
         skip_reshape: True if the heads of q, k and v are an axis of their own.
-        skip_output_reshape: True if the heads of the output have to be an axis of their own.
-        more: any other argument of the function, passed through.
+        skip_output_reshape: True: the output is ``(batch, heads, tokens, head_dim)``; False: ``(batch, tokens,
+            channels)``.
+        more: any other argument of the function, passed through; ``scale`` among them is the call's `scale`.
     """
 
     def __init__(self, function, q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False,
@@ -223,8 +228,9 @@ def attend_call(
 ) -> torch.Tensor:  # fmt: skip
     """Compute the output of an intercepted attention call, with merged keys and values if it can be merged.
 
-    The state counts each self-attention, merged or not. A function that fails with merged keys is called without
-    merging, now and at all later calls. Out-of-memory errors are raised.
+    The state counts each self-attention, merged or not; other attentions are called unmerged and not counted. If a
+    function fails with merged keys, but not without, its `key` is noted in the state, and it is called unmerged now and
+    later. Out-of-memory errors and a host's own exceptions, such as its interrupts, are raised.
 
     Args:
         state: the settings and counts of the patch.
@@ -232,8 +238,9 @@ def attend_call(
         name: a name of the attention, the same at every step and unique in its model.
         level: the level of its tokens, 0 for the finest.
         heads: number of heads. Used only if heads are part of the batch axis.
-        layout: the layout of the picture's tokens if the sequence has no other tokens. Otherwise a function that takes
-            the number of tokens and returns their layout, or the reason why the layout is unknown.
+        layout: the layout of the picture's tokens if the sequence has no other tokens: a call with another number does
+            not merge. Otherwise a function that takes the number of tokens that a mask leaves visible, and returns the
+            layout of the picture's, or the reason why it is unknown.
         seen: gets one more entry: True for self-attention, False if the keys are of other tokens.
         attention_call: the intercepted call.
 
@@ -286,11 +293,11 @@ def attend_call(
 
 
 def _visible_rows(mask: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor | None, str]:
-    """Find the tokens that a boolean attention mask leaves visible. Other masks cannot be read.
+    """Find the tokens that a boolean attention mask leaves visible (True). Other masks cannot be read.
 
     Hidden tokens are padding, so their outputs are not used. A mask of token pairs is read in the same way if all
-    visible tokens see each other and nothing else. Reading the mask waits for the device. Of `q`, ``(batch, tokens,
-    ...)``, only the shape is read.
+    visible tokens see each other and nothing else. All samples must hide the same tokens. Reading the mask waits for
+    the device. Of `q`, ``(batch, tokens, ...)``, only the shape is read.
 
     Returns:
         The indices of the visible tokens, or None if all are visible or the mask cannot be read. Then the reason why it

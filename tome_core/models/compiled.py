@@ -34,10 +34,10 @@ OPERATORS: dict[str, Any] = {}
 
 
 def number_of(site: Any) -> torch.Tensor:
-    """Register a site (a wrap that graphs call), and return the new number by which graphs refer to it.
+    """Register a site (a wrap that graphs call), and return a new number, by which graphs refer to the site.
 
-    The first call defines the operators. The number is an input of the graph, not a constant, so that one graph serves
-    several sites.
+    The first call defines the operators, if that does not fail. The number is an input of the graph, not a constant, so
+    that one graph serves several sites.
 
     Args:
         site: an object with the methods ``begin_in_graph`` or ``attend_in_graph`` of `NumberedSite`'s subclasses. It is
@@ -96,7 +96,8 @@ def begin(site: torch.Tensor, form: str, tensors: Sequence[torch.Tensor], number
 def why_not_in_graph(state: Any) -> str | None:
     """Return the reason why a graph that is being traced must not use the operators; None if it may use them.
 
-    `state` is the `State` of the patch.
+    Reasons are: no rule of `state`, the `State` of the patch, ever merges; gradients or autocast are on; torch is too
+    old or the operators could not be defined; torch exports the model.
     """
     if not state.ever_merges:
         return "no rule ever merges here"
@@ -118,9 +119,10 @@ def _is_exporting() -> bool:
 def _define(sites: Any) -> torch.library.Library | None:
     """Define the operators and return their library; None if that failed.
 
-    ``begin`` calls the method ``begin_in_graph`` of the site of a number and returns a copy of the number. ``attend``
-    calls ``attend_in_graph``, with True if its first argument is the number of another site. Defining can fail because
-    torch inspects all loaded modules, and some raise errors. The next call of `number_of` tries again.
+    `sites` holds the sites by number. ``begin`` calls the method ``begin_in_graph`` of the site of a number and returns
+    a copy of the number. ``attend`` calls ``attend_in_graph`` of the site of its second argument, with True if its
+    first is another number, the model's. Defining can fail because torch inspects all loaded modules, and some raise
+    errors. The next call of `number_of` tries again.
     """
 
     def run_begin(site: torch.Tensor, form: str, tensors: list[torch.Tensor], numbers: list[int]) -> torch.Tensor:
@@ -155,11 +157,12 @@ def _define(sites: Any) -> torch.library.Library | None:
 def pack(values: Sequence[Any]) -> tuple[str, list[torch.Tensor], list[int]] | None:
     """Flatten nested values into a form, a list of tensors and a list of whole numbers.
 
-    Values may be tensors, numbers, None, and lists and tuples of them. A float becomes a float64 tensor ``[]``.
+    Values may be tensors, numbers, None, and lists and tuples of them. A float becomes a float64 tensor ``[]``, a bool
+    counts as a whole number.
 
     Returns:
-        A string that describes the structure ("t" tensor, "i" whole number, "n" None, brackets), the tensors, and the
-        whole numbers. None if any value is of another type.
+        A string that describes the structure ("t" tensor, "i" whole number, "n" None, "[]" list, "()" tuple; `values`
+        itself has no brackets), the tensors, and the whole numbers. None if any value is of another type.
 
     >>> pack([None, 3, [(1, 4)]])
     ('ni[(ii)]', [], [3, 1, 4])
@@ -171,7 +174,10 @@ def pack(values: Sequence[Any]) -> tuple[str, list[torch.Tensor], list[int]] | N
 
 
 def _form(value: Any, tensors: list[torch.Tensor], numbers: list[int]) -> str:
-    """Return the form of a value, "?" for an unsupported one, and append its tensors and whole numbers to the lists."""
+    """Return the form of a value as in `pack`, and append its tensors and whole numbers to the lists.
+
+    A float is appended as a float64 tensor. A value of an unsupported type is "?", also inside brackets.
+    """
     if torch.is_tensor(value):
         tensors.append(value)
         return "t"

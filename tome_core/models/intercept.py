@@ -48,7 +48,7 @@ class Overlay:
 
     Args:
         inner: the object to stand in for. All other attributes are read from it.
-        instead: the attributes that differ, by name.
+        instead: the attributes that differ, by name. Attributes that are set later do not change `inner` either.
     """
 
     def __init__(self, inner: Any, **instead: Any) -> None:
@@ -95,7 +95,7 @@ def register_name(name: str, read_call: Callable[..., AttentionCall] = HeadsCall
     """Register a global name as that of an attention function, so that attentions whose code calls it can merge.
 
     Args:
-        name: the name by which code of a host calls the function.
+        name: the name by which code of a host calls the function. A second entry for a name replaces the first.
         read_call: takes the function and the arguments of a call, and returns an `AttentionCall`.
     """
     _BY_NAME[name] = read_call
@@ -104,9 +104,9 @@ def register_name(name: str, read_call: Callable[..., AttentionCall] = HeadsCall
 
 
 def attention_names_in(code: Any) -> list[str]:
-    """Return the full names (module and name) of the registered attention functions among a function's globals.
+    """Return the full names (`full_name`) of the functions that a function's globals hold under registered names.
 
-    The list is empty if `code` is no function.
+    Whether `code` calls them is not checked. The list is empty if `code` is no function.
     """
     namespace = getattr(code, "__globals__", {})
     return [full_name(namespace[name]) for name in _BY_NAME if name in namespace]
@@ -117,13 +117,13 @@ class CodeReplacement:
 
     Args:
         inner: the function that holds the code: a ``forward``, or the ``__call__`` of a processor.
-        names: all global names that the code looks up.
+        names: the names of all globals and attributes that the code looks up.
         instead: the values of the globals that differ, by name.
         replaced_function: the replacement of the attention function. A compiled graph's operator reads calls with it.
 
     Attributes:
         function: the copy of `inner` that uses the replacement.
-        names: the globals that are read from the host's module before each call.
+        names: those names that are not in `instead`; `run` reads the globals among them anew at each call.
         stand_in: a subclass of `Overlay` for an attention or a processor; calling an instance runs `function` on it.
         processor: a subclass of the processor's class that uses the replacement; None if the code is not a processor's.
     """
@@ -146,7 +146,8 @@ class CodeReplacement:
     def run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call an attention module with its attention function replaced, and return the module's output.
 
-        `current.answer` answers the calls of the function. The module itself does not change.
+        `current.answer` answers the calls of the function. If `processor` is set, the ``forward`` of the module's class
+        runs on a copy of the module with that processor; else `function` runs on the module, which does not change.
         """
         host_globals, own_globals = self._host_globals, self._globals
         for name in self.names:  # hosts replace globals of their modules
@@ -173,7 +174,7 @@ def _copy_of(code: CodeType) -> CodeType:
 
 
 def _names_in(code: CodeType) -> list[str]:
-    """Return the names of globals and attributes that code and the functions inside it look up."""
+    """Return the names, each once, of globals and attributes that code and the functions inside it look up."""
     functions = (value for value in code.co_consts if isinstance(value, CodeType))
     return list(dict.fromkeys([*code.co_names, *(name for inner in functions for name in _names_in(inner))]))
 
@@ -181,8 +182,9 @@ def _names_in(code: CodeType) -> list[str]:
 def _replacement_of(name: str, namespace: dict[str, Any], names: Sequence[str]) -> tuple[Any, _ReplacedFunction] | None:
     """Return the value to use in place of a global, and the replaced function in it; None if the global can stay.
 
-    The value is that function, or a stand-in for the module that holds the host's function. `namespace` holds the
-    globals of the code; `names` are all names that the code looks up.
+    The value is that function, or a stand-in for the module (torch's or xformers') that holds the host's function.
+    `namespace` holds the globals of the code. `names`, all names that the code looks up, show whether the code uses the
+    attention function of such a module.
     """
     value = namespace[name]
     if name in _BY_NAME:
@@ -223,10 +225,10 @@ def _replacement_in_code(function: Any) -> CodeReplacement | None:
 
 @lru_cache(maxsize=256)
 def _replacement_in_processor(kind: type) -> CodeReplacement | None:
-    """Return the `CodeReplacement` for a class of processors, with `processor` set; None if there can be none.
+    """Return the `CodeReplacement` of a processor class's ``__call__``, with `processor` set.
 
-    A class without an instance dictionary cannot have one, because a copy could not share attributes with the original.
-    Code that writes to attributes of the attention cannot, because it would write to a copy.
+    None if `_replacement_in_code` gives none; if processors have no instance dictionary, because a copy could not share
+    attributes with the original; or if the code writes to attributes of another object: it may be a copied attention.
     """
     replacement = _replacement_in_code(kind.__call__)
     if replacement is None or not kind.__dictoffset__ or _writes(replacement.function.__code__, "ATTR"):
@@ -237,7 +239,7 @@ def _replacement_in_processor(kind: type) -> CodeReplacement | None:
 
 
 def _writes(code: CodeType, kind: str) -> bool:
-    """Return whether code writes to a global or an attribute.
+    """Return whether code sets or deletes a global or an attribute.
 
     Args:
         code: the code. Functions inside it count too.
@@ -254,10 +256,10 @@ def _writes(code: CodeType, kind: str) -> bool:
 
 
 def replacement_for(module: nn.Module) -> CodeReplacement | None:
-    """Return the `CodeReplacement` of an attention's ``forward`` or of its processor's ``__call__``.
+    """Return the `CodeReplacement` of an attention's ``forward``, or else of its processor's ``__call__``.
 
     Returns:
-        None if no name in the code of the attention or of its processor leads to a known attention function.
+        None if neither has one, mostly because no name in the code leads to a known attention function.
     """
     processor = type(getattr(module, "processor", None))
     return _replacement_in_code(type(module).forward) or _replacement_in_processor(processor)
@@ -272,8 +274,8 @@ def traced(kind: type, method: str) -> type[Overlay] | None:
         method: the method that runs, with the attention function replaced, when a stand-in is called.
 
     Returns:
-        A subclass of `Overlay`; None if the function cannot be replaced, or if the graph's operator does not
-        support it.
+        A subclass of `Overlay`; None if the function cannot be replaced, or is neither torch's nor diffusers'
+        dispatcher, the two that the graph's operator supports.
     """
     replacement = _replacement_in_code(getattr(kind, method))
     if replacement is None or replacement.replaced_function.read_call not in (TorchCall, DispatchCall):

@@ -51,7 +51,7 @@ class ModelSite(NumberedSite):
         """Call the model and return its output; while the call runs, its record is in `Calls.current`.
 
         The record, by which attentions merge, is None if no patch is in force or if this thread turned merging off.
-        Attentions that the call did not reach are counted.
+        Attentions that a call with a record did not reach are counted, see `count_missed`.
         """
         wraps, calls = self.wraps, self.wraps.calls
         before, call, calls.reason_missed = calls.current, None, ""
@@ -71,7 +71,7 @@ class ModelSite(NumberedSite):
     def begin_in_graph(self, form: str, tensors: list[torch.Tensor], numbers: list[int]) -> None:
         """Begin a call of a model that is compiled as a whole, and keep its record in `Calls.in_graph`.
 
-        The operator ``begin`` calls this.
+        The operator ``begin`` calls this. `Calls.in_graph` is None if no patch is in force or merging is turned off.
 
         Args:
             form: the form of the arguments that the adapter reads, see `compiled.pack`.
@@ -94,7 +94,8 @@ class ModelSite(NumberedSite):
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model while a compiler traces, with the operator ``begin`` in the graph if possible.
 
-        Meanwhile `WrapSet.begun` holds the operator's result, or the reason why the call does not merge.
+        Meanwhile `WrapSet.begun` holds the operator's result, or the reason why the call does not merge. Without a
+        patch the model is only called.
         """
         wraps, state = self.wraps, self.wraps.patch
         if state is None:
@@ -127,7 +128,9 @@ class TransformerSite(Wrap):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the transformer and return its output, after the grid of its input was put in ``ModelCall.layouts``.
 
-        Attentions of the transformer that the call did not reach are counted.
+        Attentions of the transformer that the call did not reach are counted, unless none was reached and another
+        extension's wrapper is below, which may return a cached output. If no model call is on record or the input is
+        not 4-D, the transformer is only called.
         """
         if not (isinstance(self, Wrap) and self.active) or (torch.compiler.is_compiling() and is_tracing()):
             return Wrap.forward(self, *args, **kwargs)
@@ -154,7 +157,7 @@ class AttentionSite(NumberedSite):
         wraps: the `WrapSet` of the model.
         path: the name of the attention in the model.
         level: the level of its tokens, 0 for the finest.
-        halvings: how often the latent is halved before it reaches an attention of a UNet.
+        halvings: how often the latent is halved before it reaches an attention of a UNet; not used in transformers.
     """
 
     def __init__(self, module: nn.Module, wraps: WrapSet, path: str, level: int, halvings: int = 0) -> None:
@@ -165,7 +168,11 @@ class AttentionSite(NumberedSite):
         self._replacement: CodeReplacement | AttentionDescription | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the attention's output, with merged keys and values if the rule in force and the call allow it."""
+        """Return the attention's output, with merged keys and values if the rule in force and the call allow it.
+
+        An attention of a recorded model call that stays unmerged is counted. Without a record it runs unmerged, after
+        `WrapSet.regain_top`.
+        """
         if not (isinstance(self, Wrap) and self.active) or (torch.compiler.is_compiling() and is_tracing()):
             return Wrap.forward(self, *args, **kwargs)
         call = self.wraps.calls.current or self.wraps.call_outside_forward()
@@ -183,7 +190,8 @@ class AttentionSite(NumberedSite):
         """Return the attention's output, merged by replacing the attention function that its code calls.
 
         An attention that computes its scores by hand runs its code on a stand-in instead. If another extension's
-        wrapper is below this wrap, or no name leads to the function, torch's function is watched.
+        wrapper that does more than call the module (not `is_own`) is below this wrap, or no name leads to the function,
+        torch's function is watched. If no self-attention is seen, the attention is counted as unmerged.
         """
         target, replacement, seen = self.target, None, []
         processor, forward = type(getattr(target, "processor", None)), type(target).forward
@@ -212,7 +220,7 @@ class AttentionSite(NumberedSite):
         return out
 
     def _answer(self, call: ModelCall, seen: list[bool]) -> Callable[[AttentionCall], torch.Tensor]:
-        """Return the callback that answers the calls of the attention's function, see `attention_calls.attend_call`."""
+        """Return a function that answers an `AttentionCall` by `attend_call`, which appends to `seen`."""
         layout = call.layouts.get(self.level) or partial(self.wraps.adapter.layout_of, call, self)
         heads = getattr(self.target, "heads", 1)
         return partial(attend_call, call.state, call, self.path, self.level, heads, layout, seen)
@@ -221,10 +229,10 @@ class AttentionSite(NumberedSite):
         self, whole: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, by_head: bool,
         scale: float | None, gqa: bool, backend: str,
     ) -> torch.Tensor:  # fmt: skip
-        """Answer the attention in a compiled graph. The operator ``attend`` calls this.
+        """Answer the attention for the operator ``attend`` of a compiled graph, unmerged if no call is on record.
 
         Args:
-            whole: True if the model's own call is part of the graph.
+            whole: True if the model's own call is in the graph: its record is `Calls.in_graph`, else `Calls.current`.
             q: queries ``(batch, tokens, heads, head_dim)``, or ``(batch, heads, tokens, head_dim)`` if ``by_head``.
             k: keys, of the same form.
             v: values, of the same form.
@@ -290,7 +298,10 @@ class AttentionSite(NumberedSite):
         return known.finish(target, out.flatten(2))
 
     def _count_unmerged(self, call: ModelCall, why: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        """Count this attention as unmerged. args, kwargs: of its call; they show the number of samples and tokens."""
+        """Count this attention as unmerged. `args` and `kwargs` are those of its call.
+
+        Their first tensor of two or more axes shows the numbers of samples and tokens, which are 0 if there is none.
+        """
         arguments = (*args, *kwargs.values())
         x = next((value for value in arguments if torch.is_tensor(value) and value.dim() > 1), None)
         batch, tokens = (0, 0) if x is None else x.shape[:2]
@@ -299,7 +310,7 @@ class AttentionSite(NumberedSite):
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Return the attention's output while a compiler traces, with the operator ``attend`` in the graph if possible.
 
-        If that is not possible, the attention is compiled without merging, and the reason is noted.
+        If that is not possible, the attention is compiled without merging; if there is a patch, the reason is noted.
         """
         state, begun = self.wraps.patch, self.wraps.begun
         if state is None:
@@ -331,7 +342,7 @@ class AttentionSite(NumberedSite):
             intercept.current.answer = before
 
     def _call_operator(self, begun: torch.Tensor, attention_call: AttentionCall) -> torch.Tensor:
-        """Answer an attention call by the operator ``attend``, or unmerged (with a note) if it is not `plain`.
+        """Answer an attention call, in the host's form: by the operator ``attend``, or unmerged, noted, if not `plain`.
 
         `begun` is the result of the operator ``begin``, or this wrap's number if the model is not compiled as a whole.
         """
@@ -347,16 +358,18 @@ class AttentionSite(NumberedSite):
 def count_missed(
     wraps: WrapSet, call: ModelCall, missed: set[str] | None = None, batch: int = 0, tokens: int = 0
 ) -> None:
-    """Count attentions that a model call did not reach, with the reason, and put back wraps that were taken off.
+    """Count attentions that a model call did not reach, with the reason; if a wrap was taken off, put all wraps back.
 
     The reason is a replaced ``forward`` of the attention, of its block or, if the call reached no attention, of the
-    model.
+    model; or that the wrap was taken off. Attentions that no rule merges now, and those of compiled levels, do not
+    count.
 
     Args:
         wraps: the `WrapSet` of the model.
         call: the call.
-        missed: paths of attentions that were certainly missed. None: those that are not in ``call.called_attentions``,
-            some of which the call may have skipped on purpose.
+        missed: paths of attentions that were certainly missed. None: those that are not in ``call.called_attentions``.
+            Some of them may be skipped on purpose: if the call reached others and nothing replaced is found, such an
+            attention does not count.
         batch: number of samples that count as unmerged.
         tokens: number of tokens that count as unmerged.
     """

@@ -71,7 +71,8 @@ class Family(NamedTuple):
 def _read_latent(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
     """Read the call of most classes: a latent ``(batch, channels, [frames,] height, width)``.
 
-    CogVideoX's frames are before the channels. `given` holds the arguments by name. The result is never a text.
+    CogVideoX's frames are before the channels: the second axis is then not the config's ``in_channels``. `given` holds
+    the arguments by name. The result is never a text.
     """
     latent, config = given["hidden_states"], model.config
     if latent.dim() == 5 and latent.shape[1] != config.in_channels:
@@ -86,8 +87,8 @@ def _read_latent(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
 def _read_history(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
     """Read FramePack's call: earlier frames come before the current ones, in larger patches the older they are.
 
-    `given` holds the arguments by name. The result, never a text, describes the current frames; its `first` counts the
-    tokens of the earlier ones.
+    `given` holds the arguments by name; an earlier film that is None has no tokens. The result, never a text, describes
+    the current frames; its `first` counts the tokens of the earlier ones.
     """
     history = [(given[name], factor) for name, factor in zip(_HISTORY, (4, 2, 1), strict=False)]
     patches = [(film.shape[2:], (factor, 2 * factor, 2 * factor)) for film, factor in history if film is not None]
@@ -99,7 +100,7 @@ def _read_ids(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
     """Read the call of Flux or Krea 2: ids ``(tokens, 3)`` of picture, row and column.
 
     Reference pictures follow the picture and have another first id. Krea 2's ids include those of the text. `given`
-    holds the arguments by name. If the tokens are unknown, the result is the reason, a text.
+    holds the arguments by name. If the ids are no grid, the result is the reason, a text.
     """
     packed = given["hidden_states"]
     shape = _grid_of_ids(given["img_ids"] if "img_ids" in given else given["position_ids"], packed.shape[1])
@@ -118,7 +119,8 @@ _GRIDS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # for each tensor of ids: i
 def _grid_of_ids(ids: torch.Tensor, count: int) -> tuple[int, int] | None:
     """Return height and width of the picture's grid in tokens; None if its ids are no grid.
 
-    Reading ids waits for the device. The result is cached, because a pipeline passes the same tensor at all steps.
+    Reading ids waits for the device. The result is cached for this tensor until the tensor is written to (inference
+    tensors are read each time), because a pipeline passes the same tensor at all steps.
 
     Args:
         ids: ``(tokens, 3)`` or ``(batch, tokens, 3)``.
@@ -132,7 +134,10 @@ def _grid_of_ids(ids: torch.Tensor, count: int) -> tuple[int, int] | None:
 
 
 def _read_grid(ids: torch.Tensor) -> tuple[int, int] | None:
-    """Return height and width of the first picture in ids ``(tokens, 3)`` on the CPU; None if they are no grid."""
+    """Return height and width of the picture that the first of the ids ``(tokens, 3)``, on the CPU, belong to.
+
+    The picture ends at the first other ``ids[:, 0]``. None if its ids are no grid.
+    """
     picture = ids[: int((ids[:, 0] == ids[0, 0]).long().cumprod(0).sum())]
     width = int((picture[:, 1] == picture[0, 1]).long().cumprod(0).sum())
     if len(picture) % width:
@@ -145,7 +150,8 @@ def _read_grid(ids: torch.Tensor) -> tuple[int, int] | None:
 def _read_shapes(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
     """Read Qwen-Image's call: for each sample the shapes ``(frames, height, width)`` of picture and references.
 
-    `given` holds the arguments by name. If the tokens are unknown, the result is the reason, a text.
+    `given` holds the arguments by name. If shapes are missing or differ between samples, the result is the reason, a
+    text.
     """
     shapes = given["img_shapes"]
     if not shapes:
@@ -161,7 +167,8 @@ def _read_shapes(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
 def _read_list(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
     """Read Z-Image's call: a list of latents ``(channels, frames, height, width)``, one for each sample.
 
-    `given` holds the arguments by name. If the tokens are unknown, the result is the reason, a text.
+    `given` holds the arguments by name. If an entry is no tensor (it has reference pictures), or if shapes differ, the
+    result is the reason, a text.
     """
     latents = given["x"]
     if not all(torch.is_tensor(latent) for latent in latents):
@@ -177,7 +184,8 @@ def _read_list(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
 def _read_film(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
     """Read LTX's call: number of frames, height and width, in tokens, are arguments of the call.
 
-    `given` holds the arguments by name. If the tokens are unknown, the result is the reason, a text.
+    `given` holds the arguments by name. If one of the three is None, or their product is not the number of tokens, the
+    result is the reason, a text.
     """
     frames, height, width, packed = (given[name] for name in _FILM[:4])
     if None in (frames, height, width) or frames * height * width != packed.shape[1]:
@@ -225,7 +233,7 @@ def family_of(model: Any) -> Family | None:
 
 
 def find_transformers(model: Any) -> list[nn.Module]:
-    """Return the known ones among the model itself and a pipeline's transformers, without torch.compile's wrapper."""
+    """Return the known ones of the model, its ``transformer`` and ``transformer_2``, out of torch.compile's wrapper."""
     candidates = (model, *(getattr(model, name, None) for name in _IN_PIPELINES))
     modules = (getattr(module, "_orig_mod", module) for module in candidates)  # without torch.compile's wrapper
     return [module for module in modules if family_of(module) is not None]
@@ -248,7 +256,7 @@ class TransformerAdapter:
         family: the transformer's `Family`.
         layout: the table of strengths that applies, always "transformer".
         downsamples: the down-sampling factor of the only level.
-        reads: names of the arguments that a call is read from.
+        reads: names of the arguments that a call is read from; the last is the timestep's.
     """
 
     layout = "transformer"
@@ -273,14 +281,14 @@ class TransformerAdapter:
     ) -> Iterator[Wrap]:
         """Yield the wraps to put on the model, the outermost first.
 
-        `levels` and `tomesd_levels` are not used. For `make`, see `unet.UNetAdapter.wraps`.
+        All attentions get one: `levels` and `tomesd_levels` are not used. For `make`, see `unet.UNetAdapter.wraps`.
         """
         yield make(ModelSite, model)
         for path, module in find_attentions(model, self.family):
             yield make(AttentionSite, module, path, 0)
 
     def pick(self, model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> list[Any]:
-        """Return the values of the arguments named in `reads`, in that order. A compiler can trace this."""
+        """Return the arguments named in `reads`, or their defaults, in that order. A compiler can trace this."""
         return [kwargs[name] if name in kwargs else args[place] if place < len(args) else default
                 for name, place, default in self._arguments]  # fmt: skip
 
@@ -290,11 +298,13 @@ class TransformerAdapter:
         Args:
             model: the transformer.
             given: the arguments named in `reads`, by name.
-            time: the engine's `ModelTime`. If it knows the step of the pipeline's scheduler, that step is the timestep.
+            time: the engine's `ModelTime`. During a sampling, the step of the pipeline's scheduler is the timestep if
+                `time` knows it.
 
         Returns:
-            The timestep on Stable Diffusion's scale; the latent; the `Tokens`, or the reason why they are unknown. The
-            caller puts the last into ``ModelCall.facts``, from which `layout_of` reads it.
+            The timestep on Stable Diffusion's scale; the latent, an empty tensor if the tokens are unknown; the
+            `Tokens`, or the reason why they are unknown. The caller puts the last into ``ModelCall.facts``, from which
+            `layout_of` reads it.
         """
         steps = time.scheduler_steps
         step = steps.now() if isinstance(steps, PipelineSteps) and time.is_sampling else None
@@ -310,7 +320,7 @@ class TransformerAdapter:
         Args:
             call: the model call that is running.
             site: the attention's wrap. Not used here.
-            tokens: number of the sequence's tokens.
+            tokens: number of the sequence's tokens. If the text is first, it is all but the last `Tokens.count`.
         """
         if isinstance(call.facts, str):
             return call.facts

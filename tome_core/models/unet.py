@@ -42,7 +42,7 @@ class UNetAdapter:
         UnsupportedModelError: the UNet has no known blocks.
 
     Attributes:
-        layout: "sd" or "sdxl", the table of strengths that applies.
+        layout: the table of strengths that applies: "sd" if blocks see the latent at full size, else "sdxl".
         downsamples: the down-sampling factor of each level, the finest first.
         levels: the number of each level, 0 for the finest, by how often the latent is halved there.
         reads: names for the values that `pick` returns.
@@ -59,7 +59,7 @@ class UNetAdapter:
 
     @property
     def places(self) -> list[BlockPlace]:
-        """The UNet's transformer blocks."""
+        """The UNet's transformer blocks, which are searched at each access."""
         return find_blocks(self._unet())
 
     def tallies(self) -> list[LevelTally]:
@@ -75,7 +75,7 @@ class UNetAdapter:
 
         Args:
             unet: the UNet.
-            levels: numbers of the levels in which any rule may merge.
+            levels: numbers of the levels in which any rule may merge. Other levels get no wraps.
             tomesd_levels: numbers of the levels in which parts of blocks may be called with merged tokens.
             make: takes a class of wraps, the module to wrap and further arguments of the class, and returns a wrap.
         """
@@ -124,6 +124,8 @@ class UNetAdapter:
     def layout_of(self, call: ModelCall, site: AttentionSite, tokens: int) -> Layout | str:
         """Return the layout of the picture's tokens, or the reason why it is not known.
 
+        It is what `TransformerSite` read; without that, as in a compiled model, it follows from the latent's size.
+
         Args:
             call: the model call that is running.
             site: the wrap of the attention.
@@ -150,7 +152,7 @@ class BlockSite(Wrap):
         self.wraps, self.level = wraps, level
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the block and return its output; the wraps of its parts find the block's input meanwhile."""
+        """Call the block and return its output; meanwhile ``ModelCall.block`` is what `_input_of` returns."""
         call = self.wraps.calls.current or self.wraps.call_outside_forward()
         x = args[0] if args else named(kwargs, LATENTS)
         if call is None:
@@ -165,7 +167,7 @@ class BlockSite(Wrap):
         """Return the block's input and an empty dict for its plans (matches of tokens, by the id of a rule).
 
         Returns:
-            None if the input is not the picture's tokens. If it is another number of tokens, the block is counted.
+            None if the input is not the picture's tokens. A block with a 3-D input is then counted as unmerged.
         """
         if not torch.is_tensor(x) or x.dim() != 3:
             return None
@@ -192,14 +194,14 @@ class PartSite(Wrap):
         self.wraps, self.block, self.part, self.level = wraps, block, part, level
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the part's output for all tokens, computed on merged tokens if the rule in force asks for that."""
+        """Return the output for all tokens, by `_run_around` if a rule merges the part and `ModelCall.block` is set."""
         call = self.wraps.calls.current or self.wraps.call_outside_forward()
         if call is None or call.block is None or getattr(call.rules[self.level], self.part) is None:
             return self.original(*args, **kwargs)
         return _run_around(self, call, self.block, self.part, args, kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the part without merging while a compiler traces, because no graph merges in it, and note that."""
+        """Call the part unmerged while a compiler traces, because no graph merges in it; note that if a rule would."""
         state = self.wraps.patch
         if state is not None and any(getattr(rule, f"merge_{self.part}") for rule in state.clock.rules):
             state.ledger.note_traced(self.level, _IN_GRAPH)
@@ -214,7 +216,10 @@ class BlockAttentionSite(AttentionSite):
     """
 
     def _merge(self, call: ModelCall, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Return the attention's output, by a call with merged tokens if the rule merges tomesd's way."""
+        """Return the attention's output, by `_run_around` if the rule merges tomesd's way.
+
+        Without ``ModelCall.block`` such an attention runs unmerged.
+        """
         if not call.rules[self.level].attn.is_as_tomesd:
             return super()._merge(call, args, kwargs)
         if call.block is None:
@@ -225,8 +230,9 @@ class BlockAttentionSite(AttentionSite):
 def _run_around(site: Any, call: ModelCall, path: str, part: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Return the output of a part of a block for all tokens, computed on merged tokens if possible.
 
-    The part, whose wrap is `site`, is "attn", "crossattn" or "mlp". `path` is the block's. `args` and `kwargs` are
-    those of the call of the part. `call` holds the block's input.
+    Otherwise the part is called on all tokens, and is counted as unmerged with the reason. The part, whose wrap is
+    `site`, is "attn", "crossattn" or "mlp". `path` is the block's. `args` and `kwargs` are those of the call of the
+    part. `call` holds the block's input.
     """
     (x, plans), level = call.block, site.level
     tokens, context = x.shape[1], args[1] if len(args) > 1 else named(kwargs, CONTEXTS)

@@ -80,11 +80,12 @@ def find_unet(model: Any) -> nn.Module:
             (``.diffusion_model``). Each may be wrapped by ``torch.compile``, ``DataParallel`` or a similar class.
 
     Returns:
-        The UNet. For a pipeline without a UNet, its ``.transformer``, so that `find_blocks` can name it in an error.
+        The UNet, or any other module itself. For a pipeline without a UNet, its ``.transformer``, so that `find_blocks`
+        can name it in an error.
 
     Raises:
         TypeError: `model` is not a model.
-        UnsupportedModelError: (a ValueError) `model` is a pipeline of other networks.
+        UnsupportedModelError: `model` is a pipeline of other networks.
     """
     owner = _unwrap(model)
     candidates = [getattr(holder, name, None) for holder, name in (
@@ -136,7 +137,8 @@ def find_blocks(unet: nn.Module) -> list[BlockPlace]:
 def is_compiled(unet: nn.Module, places: Sequence[BlockPlace], patched_object: Any = None) -> bool:
     """Return whether a UNet, a block or its transformer at `places`, or the object that holds the UNet is compiled.
 
-    `patched_object` is the object that the user passed to `patch`, such as a pipeline; or None.
+    `patched_object` is the object that the user passed to `patch`, such as a pipeline; or None. It or its ``unet`` may
+    be in ``torch.compile``'s wrapper; the modules count if their ``compile`` was called.
     """
     parts = (unet, *(part for place in places for part in (place.transformer, place.block)))
     is_wrapped = any(hasattr(model, "_orig_mod") for model in (patched_object, getattr(patched_object, "unet", None)))
@@ -158,7 +160,7 @@ def _unwrap(model: Any) -> Any:
 
 
 def _places_of(unet: nn.Module, family: UNetFamily) -> Iterator[BlockPlace]:
-    """Yield the blocks of each stage of a UNet. A resampler changes the level of the next stages, not of its own."""
+    """Yield the blocks of each stage of a UNet. A resampler changes `halvings` in the next stages, not in its own."""
     halvings, seen = 0, set()
     for name in (family.down, family.middle, family.up):
         part = getattr(unet, name, None)

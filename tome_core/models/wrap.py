@@ -47,7 +47,7 @@ class Wrap:
         name: the name of the method.
 
     Attributes:
-        target: the object; None after the wrap was removed.
+        target: the object; None after the wrap was removed, unless another extension's method was below or above it.
         beneath: the method of another extension that this wrap calls; None for the method of the class.
         active: True if the wrap works, False if it passes calls through.
         path: the name of the wrapped attention in its model; "" for other targets.
@@ -71,7 +71,8 @@ class Wrap:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Answer any call of the method, by `run` or `trace` if the wrap is active, else by `original`.
 
-        This function replaces the method.
+        This function replaces the method. If another program has bound it to the target, so that `self` is the target,
+        the target's first wrap answers, or without one the method of the class.
         """
         if not isinstance(self, Wrap):  # another program bound this function to the target, to restore "the original"
             wrap, kind = vars(self).get(_MARK), type(self)
@@ -135,9 +136,9 @@ class Wrap:
         return wrap
 
     def uninstall(self) -> None:
-        """Remove the wrap, restore the method below it, and release the target.
+        """Remove the wrap, restore the method below it, and release the target if that is the method of the class.
 
-        A wrap below another extension's wrapper stays there and passes calls through.
+        A wrap below another extension's wrapper stays there, holds the target, and passes calls through.
         """
         self.active, target = False, self.target
         if target is None:
@@ -149,7 +150,7 @@ class Wrap:
         vars(target).pop(_MARK, None)
 
     def _leave(self) -> None:
-        """Put the method below this wrap, which has to be on top, back on the target."""
+        """Put the method below this wrap (which has to be on top) and below inactive wraps back on the target."""
         slot, method = self._slot(), without_inert(self.beneath)
         if method is None and slot != self.name:
             method = getattr(type(self.target), self.name).__get__(self.target)
@@ -159,7 +160,7 @@ class Wrap:
             vars(self.target)[slot] = method
 
     def _slot(self) -> str:
-        """Return the attribute of the target to replace: below accelerate's hook it is ``_old_forward``.
+        """Return the attribute of the target to replace: `name`, but ``_old_forward`` below accelerate's hook.
 
         That hook calls ``_old_forward`` and restores it when it is removed, so a wrap above the hook would be lost.
         """
@@ -167,7 +168,7 @@ class Wrap:
         return "_old_forward" if hooked else self.name
 
     def _find_beneath(self) -> Any:
-        """Return another extension's replacement of the method, on top of which this wrap would go.
+        """Return the replacement of the method on top of which this wrap would go; inactive wraps are skipped.
 
         Returns:
             None for the method of the class, also if the target has it as an attribute, as under accelerate's hook.
@@ -197,7 +198,7 @@ def calling(kind: type, name: str) -> type:
 
 
 def drop_remains(target: Any) -> None:
-    """Remove inactive wraps, which pass all calls through, from an object.
+    """Remove inactive wraps, which pass all calls through, from the methods of an object that this package wraps.
 
     A copy of a wrapped object has such wraps. Another extension may also have restored one when it was removed.
     """
@@ -234,7 +235,10 @@ def over_hook(module: nn.Module | None) -> Any:
 
 
 def wrap_of(method: Any) -> Wrap | None:
-    """Return the wrap that a method (or a callable wrap itself) belongs to; None if it is no wrap's."""
+    """Return the wrap that a method, or a wrap itself, belongs to; None if it is no wrap's.
+
+    A wrap's function that another program has bound to a target belongs to the target's first wrap.
+    """
     owner = getattr(method, "__self__", method)
     if isinstance(owner, Wrap):
         return owner
@@ -254,7 +258,7 @@ def without_inert(method: Any) -> Any:
 
 
 def why_missed(wrap: Wrap) -> str:
-    """Return the reason, as text for the report, why calls of the target do not reach a wrap that is not on top."""
+    """Return the reason why calls miss a wrap that is not on top: taken off, or replaced, with the method's name."""
     method = foreign_method_on(wrap.target)
     return TAKEN_OFF if method is None else f"{REPLACED}: {full_name(method)}"
 
@@ -390,13 +394,14 @@ class WrapSet:
     def call_outside_forward(self) -> ModelCall | None:
         """Return the call that a part of the model belongs to if that part runs outside of the model's own call.
 
-        This happens in a model that is compiled in several graphs, and if gradient checkpointing runs a block again.
+        In a model that is compiled in several graphs that is `Calls.in_graph`. If gradient checkpointing runs a block
+        again, it is the call whose backward pass runs.
 
         Returns:
             None if the part belongs to no known call.
 
         Raises:
-            RuntimeError: another patch was in force in that call.
+            RuntimeError: another patch was in force in the call of that backward pass.
         """
         if torch.is_tensor(self.begun):
             return self.calls.in_graph
@@ -412,8 +417,8 @@ class WrapSet:
     def regain_top(self, level: int) -> None:
         """Put the model's wrap back on top for the next call if another program removed or replaced it.
 
-        An attention of this level that ran without a call of that wrap is counted as unmerged. Without a patch nothing
-        happens.
+        Then the attention of this level that calls this, and later ones until that wrap is called, are counted as
+        unmerged. Without a patch, or with merging turned off, nothing happens.
         """
         if self.patch is None or self.calls.disabled or not self.wraps:
             return
