@@ -210,7 +210,7 @@ def why_left_alone(module: nn.Module, batch: int = 3, config: MergeConfig = KV, 
 
 
 def memory_efficient_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_bias: torch.Tensor | None = None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_bias: Any = None,
     p: float = 0.0, scale: float | None = None, *, op: Any = None,
 ) -> torch.Tensor:  # fmt: skip
     """A double of xformers' function, for ``[B, N, d]`` or ``[B, N, H, d]``, equally strict with a bias."""
@@ -218,6 +218,8 @@ def memory_efficient_attention(
     by_head = [tensor[:, None] if query.dim() == 3 else tensor.transpose(1, 2) for tensor in (query, key, value)]
     if attn_bias is not None:
         full = (*query.shape[:2], key.shape[1]) if query.dim() == 3 else (*by_head[0].shape[:3], key.shape[1])
+        if not torch.is_tensor(attn_bias):  # a description, such as LowerTriangularMask
+            attn_bias = attn_bias.materialize(full, query.dtype)
         assert attn_bias.dtype == query.dtype, "xformers takes a bias in the dtype of the queries"
         assert tuple(attn_bias.shape) == full, "xformers broadcasts no bias"
         attn_bias = attn_bias.view(*by_head[0].shape[:3], -1)

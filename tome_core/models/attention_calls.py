@@ -292,7 +292,7 @@ def attend_call(
     return attention_call.to_host_form(out)
 
 
-def _visible_rows(mask: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor | None, str]:
+def _visible_rows(mask: object, q: torch.Tensor) -> tuple[torch.Tensor | None, str]:
     """Find the tokens that a boolean attention mask leaves visible (True). Other masks cannot be read.
 
     Hidden tokens are padding, so their outputs are not used. A mask of token pairs is read in the same way if all
@@ -303,6 +303,8 @@ def _visible_rows(mask: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor | N
         The indices of the visible tokens, or None if all are visible or the mask cannot be read. Then the reason why it
         cannot be read, or "".
     """
+    if not torch.is_tensor(mask):  # a description of a mask, such as those of xformers
+        return None, MASKED
     tokens, masks = q.shape[1], len(mask)
     is_square = mask.numel() == masks * tokens**2
     if mask.dtype != torch.bool or mask.shape[-1] != tokens or not (is_square or mask.numel() == masks * tokens):

@@ -347,3 +347,16 @@ def test_a_call_that_asks_for_more_than_attention_is_left_alone():
     assert "keys and values" in reason(lambda q, k, v: (q, k[:1], v[:1]))  # one sample serves all
     hides_nothing = torch.ones(3, 1, 1, SIDE**2).bool()
     assert way(asking(attn_mask=hides_nothing)) == BIAS
+
+
+class LowerTriangularMask:
+    """xformers' description of a mask, which is no tensor."""
+
+    def materialize(self, shape, dtype):
+        return torch.full(shape, -torch.inf, dtype=dtype).triu(1)
+
+
+def test_xformers_description_of_a_mask_is_left_alone():
+    caller = processor(lambda self, attn, x, *_, **__: xformers.ops.memory_efficient_attention(
+        *(tensor.transpose(1, 2) for tensor in parts(attn, x)), attn_bias=LowerTriangularMask()).flatten(2))
+    assert "mask" in why_left_alone(attention(caller))
