@@ -24,7 +24,7 @@ def difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def shown_size(height: int, width: int) -> tuple[int, int]:
-    """Return the (height, width) of a picture on the sheet: small ones in whole multiples, large ones scaled down."""
+    """Return (height, width) on the sheet: the least whole multiple with a side of 256 px; scaled down if over 512."""
     side = max(height, width)
     scale = LARGEST / side if side > LARGEST else -(-SMALLEST // side)
     return round(height * scale), round(width * scale)
@@ -67,7 +67,7 @@ def draw(columns: list[Column], wanted: list[Order], title: str, sentence: str) 
 
 
 def _notes(plain: Column, column: Column) -> list[str]:
-    """List the lines under a column's heading: its time, and how near its pictures come to the unmerged ones."""
+    """List one or two lines under a heading: median time and, unless it is `plain`'s, speed-up, PSNR and detail."""
     time = f"{np.median(column.wall):.2f} s"
     if column is plain:
         return [f"{time} a picture"]
@@ -76,7 +76,7 @@ def _notes(plain: Column, column: Column) -> list[str]:
 
 
 def _label(pen: ImageDraw.ImageDraw, order: Order, box: tuple[int, int, int, int]) -> None:
-    """Write an order's prompt and seed into a box (left, top, right, bottom), and below what is right of the box."""
+    """Write prompt and seed into a box (left, top, right, bottom), and in its corner what is right of the box."""
     left, top, right, bottom = box
     lines = _wrap(order.prompt, _font(18), right - left - GAP)
     text = "\n".join(lines if len(lines) <= 6 else [*lines[:5], "..."])
@@ -92,7 +92,7 @@ def _wrap(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
 
 
 def _fit(picture: np.ndarray, size: tuple[int, int]) -> Image.Image:
-    """Resize a picture, uint8 [H, W, 3], to a (height, width): to larger sizes without smoothing."""
+    """Resize a picture, uint8 [H, W, 3], to (height, width): by nearest pixels if higher, else by Lanczos."""
     image = Image.fromarray(picture)
     how = Image.Resampling.NEAREST if image.height < size[0] else Image.Resampling.LANCZOS
     return image.resize(size[::-1], how)
