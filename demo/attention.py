@@ -111,10 +111,7 @@ def broadness(breadths: list[torch.Tensor], times: torch.Tensor) -> torch.Tensor
 
 
 def _entropies(attention: Attention, x: torch.Tensor, every: int, first: int = 0) -> torch.Tensor:
-    """Compute the entropies of attention over all keys, in nats, [n, heads from `first` on, queries].
-
-    every: only each `every`-th token of `x` is a query.
-    """
+    """Compute attention's entropies over all keys, in nats, [n, heads from `first` on, every `every`-th token of x]."""
     q, k = (project(inputs).float().unflatten(-1, (attention.heads, -1)).transpose(1, 2)[:, first:]
             for project, inputs in ((attention.to_q, x[:, ::every]), (attention.to_k, x)))
     logits = q @ k.transpose(-1, -2) * attention.scale
@@ -124,7 +121,7 @@ def _entropies(attention: Attention, x: torch.Tensor, every: int, first: int = 0
 
 @torch.no_grad()
 def effective_keys(model: SceneModel, pictures: int = 4) -> tuple[float, ...]:
-    """Return, for each head of each `level_0` attention in order, the share of the keys that it uses: exp(entropy) / all.
+    """Return for each head of each `level_0` attention, in order, the share of the keys in use: exp(entropy) / all keys.
 
     It is the median over queries and the mean over held-out pictures, at noise level TIME. The model is a UNet's.
     """

@@ -41,9 +41,9 @@ def cell(row: int, column: int, size: tuple[int, int]) -> tuple[int, int, int, i
 
 
 def draw(columns: list[Column], wanted: list[Order], title: str, sentence: str) -> Image.Image:
-    """Draw the sheet: the unmerged column, then the merged columns, between the title and the sentence.
+    """Draw the sheet: a column of pictures each, between title and sentence. columns: the unmerged one first.
 
-    Below each unmerged picture is its prompt. Below each other picture is its difference from the unmerged picture.
+    Below each unmerged picture are its prompt and seed, below the others their differences from it.
     """
     size = shown_size(*columns[0].pictures[0].shape[:2])
     right, bottom = cell(2 * len(wanted) - 1, len(columns) - 1, size)[2:]

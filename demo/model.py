@@ -118,11 +118,9 @@ class PlacedConv(nn.Conv2d):
 
 
 def features(height: int, width: int, window: Window = WHOLE, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Compute sines and cosines of each cell's position in the picture, [1, FEATURES, height, width].
-
-    height, width: cells of the window. All is made on the device: a copy to it waits, and cannot be in a CUDA graph.
-    """
+    """Compute sines and cosines of the position in the picture of each of the window's cells, [1, FEATURES, h, w]."""
     top, left, tall, wide = window
+    # all made on the device: a copy to it waits, and cannot be captured in a CUDA graph
     waves = math.pi * 2.0 ** torch.arange(WAVES, device=device)[:, None, None]
     down, across = ((torch.arange(count, device=device) + 0.5) / count for count in (height, width))
     phases = ((waves * (top + tall * down[:, None])).expand(-1, -1, width),
@@ -180,7 +178,7 @@ def make(config: dict, scheduler: dict | None = None, haar_gain: float = HAAR_GA
 
 
 def pack(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Compress a state dict: large weights ``[out, ...]`` to int8, and float16 steps as NAME.scale; others to float16."""
+    """Compress a state dict: large weights [out, ...] to int8, and float16 steps as NAME.scale; others to float16."""
     packed = {}
     for name, value in weights.items():
         packed[name] = value.half()
@@ -219,10 +217,7 @@ def save(model: SceneModel | SceneTransformer, path: Path) -> None:
 
 
 def load(path: Path = WEIGHTS) -> SceneModel | SceneTransformer:
-    """Load the model in `path`, float32, on the CPU, in eval mode.
-
-    Raises ValueError if the file is no weights file of this demo, FileNotFoundError if there is none.
-    """
+    """Load a model in float32 on the CPU, in eval mode. Raises ValueError if the file is no weights of this demo."""
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}

@@ -108,9 +108,9 @@ Source = Embedded | UserPipeline
 
 
 def tell_times(source: Source, steps: int, merging: tome_core.Patch, on_step: OnStep) -> OnStep:
-    """Set a picture's first timestep in a patch; return a callback that sets the next one, then calls `on_step`.
+    """Set the first timestep of a picture in a patch; return a callback that sets the next and calls `on_step`.
 
-    A UserPipeline's patch gets none: it reads the scheduler's.
+    A UserPipeline has no timesteps to set, so the callback only calls `on_step`.
     """
     times, sampling = iter(source.timesteps(steps) or ()), object()
 

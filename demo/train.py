@@ -59,10 +59,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 class TrainingState:
-    """A training run: the model, its running average, the optimizers, steps done and seconds spent.
-
-    Pictures are sampled from the average, because single steps are noisy.
-    """
+    """A training run: the model, its running average, which the pictures are of, optimizers, steps done and seconds."""
 
     def __init__(self, model: scene_model.SceneModel, learning_rate: float):
         self.model = model.train()
@@ -165,9 +162,9 @@ def teaches_composition(state: TrainingState, scenes: Scenes, progress: float) -
 
 
 def train(state: TrainingState, options: argparse.Namespace) -> None:
-    """Train until the minutes, earlier runs included, are used up: on half-size pictures, on parts, then on full ones.
+    """Train until the minutes, earlier runs included, are used up; save to `options.state` every minute, not at the end.
 
-    Saves the run to `options.state` every minute. The caller saves the last steps.
+    Half-size pictures come first, then parts of full ones, then full ones.
     """
     full, total = 2 * state.model.side, options.minutes * 60
     # A transformer has all of its attention at full size, so smaller parts and more of them teach it more in a minute.
