@@ -33,7 +33,7 @@ def inspect(path: Path) -> Checkpoint:
 
 
 def _inspect_file(path: Path) -> Checkpoint:
-    """Tell "scenes", "sd" and "sdxl" by tensor names. Raises ValueError for a pickle and all other models."""
+    """Return a checkpoint of kind "scenes", "sd" or "sdxl" by its tensor names. Raises ValueError for all else."""
     if path.suffix.lower() in PICKLED:
         raise ValueError(f"{path} is a pickled checkpoint: {WHY_NOT_PICKLED}; "
                          "download or convert the model as .safetensors")
@@ -77,7 +77,7 @@ def read_shapes(path: Path) -> dict[str, list[int]]:
 
 
 def _inspect_folder(path: Path) -> Checkpoint:
-    """Return a "folder" checkpoint. Raises ValueError without UNet, for pickles only, Python code or extra channels."""
+    """Return a "folder" checkpoint. Raises ValueError for no UNet, a part of pickles alone, Python code, inpainting."""
     index = path / "model_index.json"
     if not index.is_file():
         raise ValueError(f"{path} has no model_index.json, so it is no diffusers folder; give the folder that has "

@@ -98,7 +98,7 @@ def check(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
 def check_model(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
     """Return the checkpoint that --model names, None without it.
 
-    Raises ValueError or OSError for the user to read, also if --config is no folder of diffusers or --model no file.
+    Raises ValueError or OSError for the user to read, also if --config has no single-file --model or is no folder.
     """
     if options.config and not (options.model and options.model.is_file()):
         raise ValueError(f"--config {options.config} belongs to a single-file --model FILE.safetensors; leave it out")
@@ -108,7 +108,7 @@ def check_model(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
 
 
 def wait_passively() -> None:
-    """Set OMP_WAIT_POLICY, if the user did not, so that waiting threads sleep. Call before torch is imported."""
+    """Set OMP_WAIT_POLICY, if the user did not, so that idle threads sleep. Call before torch is imported."""
     # on two shared cores spinning ones made a picture take 18-75 s instead of 4-6 s, and counted that as CPU time
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -129,7 +129,7 @@ def device_of(name: str | None):
 
 
 def source_of(options: argparse.Namespace, user: checkpoint.Checkpoint | None):
-    """Load a UserPipeline, or Embedded if `user` is None or of scenes. Raises ValueError if it cannot load or merge."""
+    """Load a UserPipeline; Embedded if `user` is None or of kind "scenes". ValueError if it cannot load or merge."""
     wait_passively()
     print("Loading the model ...", file=sys.stderr)
     import tome_core

@@ -101,7 +101,7 @@ def speed_up(plain: list[float], merged: list[float]) -> float:
 
 
 def table(columns: list[Column]) -> str:
-    """Return a text table, a line a column: median times, speed-ups, PSNR, SSIM and detail against the first column."""
+    """Return a table, a line for each column: median times, speed-ups, PSNR, SSIM, detail; the first is unmerged."""
     heads = ("", "time", "speed-up", "CPU time", "CPU speed-up", "PSNR", "SSIM", "detail")
     lines = [heads, *(_line(column, columns[0]) for column in columns)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
@@ -120,7 +120,7 @@ def _line(column: Column, plain: Column) -> tuple[str, ...]:
 
 
 def verdict(columns: list[Column], on_cpu: bool) -> str:
-    """Say what the fastest strength gained over columns[0], nothing if below GAIN, and how near its pictures are.
+    """Say what the fastest strength gained over columns[0] (nothing if below GAIN), and how near its pictures are.
 
     on_cpu: add processor time, which other programs disturb less.
     """

@@ -24,7 +24,7 @@ def difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def shown_size(height: int, width: int) -> tuple[int, int]:
-    """Return (height, width) on the sheet: the least whole multiple with a side of 256 px; scaled down if over 512."""
+    """Return (height, width) on the sheet: enlarged by whole factors till a side has 256 px, reduced to 512 at most."""
     side = max(height, width)
     scale = LARGEST / side if side > LARGEST else -(-SMALLEST // side)
     return round(height * scale), round(width * scale)
@@ -41,9 +41,9 @@ def cell(row: int, column: int, size: tuple[int, int]) -> tuple[int, int, int, i
 
 
 def draw(columns: list[Column], wanted: list[Order], title: str, sentence: str) -> Image.Image:
-    """Draw the sheet: a column of pictures each, between title and sentence. columns: the unmerged one first.
+    """Draw the sheet: title, a column of pictures for each of `columns`, of which the first is unmerged, and sentence.
 
-    Below each unmerged picture are its prompt and seed, below the others their differences from it.
+    Below each unmerged picture are its prompt and seed, below each other picture its difference from it.
     """
     size = shown_size(*columns[0].pictures[0].shape[:2])
     right, bottom = cell(2 * len(wanted) - 1, len(columns) - 1, size)[2:]
@@ -76,7 +76,7 @@ def _notes(plain: Column, column: Column) -> list[str]:
 
 
 def _label(pen: ImageDraw.ImageDraw, order: Order, box: tuple[int, int, int, int]) -> None:
-    """Write prompt and seed into a box (left, top, right, bottom), and in its corner what is right of the box."""
+    """Write prompt and seed into a box (left, top, right, bottom), and a caption for the differences right of it."""
     left, top, right, bottom = box
     lines = _wrap(order.prompt, _font(18), right - left - GAP)
     text = "\n".join(lines if len(lines) <= 6 else [*lines[:5], "..."])

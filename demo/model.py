@@ -72,7 +72,7 @@ WHOLE: Window = (0.0, 0.0, 1.0, 1.0)
 def encode(pictures: torch.Tensor, gain: float = HAAR_GAIN) -> torch.Tensor:
     """Turn pictures [n, 3, H, W] in -1..1, H and W even, to latents [n, 12, H/2, W/2]: one level of the Haar transform.
 
-    Three channels of means come first, then nine of detail, which are multiplied by `gain`.
+    Three channels of means, doubled, come first, then nine of detail, which are multiplied by `gain`.
     """
     a, b = pictures[..., ::2, ::2], pictures[..., ::2, 1::2]
     c, d = pictures[..., 1::2, ::2], pictures[..., 1::2, 1::2]
@@ -101,7 +101,7 @@ def whole(height: int, width: int) -> list[int]:
 class PlacedConv(nn.Conv2d):
     """A copy of the convolution `like` that adds a linear map, at first zero, of each output position's `features`.
 
-    `window` is the part of the picture that the input is, at first all: top, left, height, width as shares of its size.
+    `window` is the part of the picture that the input is: (top, left, height, width) in shares of it, at first all.
     """
 
     def __init__(self, like: nn.Conv2d):
@@ -172,13 +172,13 @@ class SceneModel(nn.Module):
 
 
 def make(config: dict, scheduler: dict | None = None, haar_gain: float = HAAR_GAIN) -> SceneModel | SceneTransformer:
-    """Make a model of a layout, a value of `LAYOUTS`, with random weights. scheduler: None is `SCHEDULER`."""
+    """Make a random model of one of the `LAYOUTS`, a SceneTransformer if it is Flux's. scheduler: None is SCHEDULER."""
     kind = SceneTransformer if "num_single_layers" in config else SceneModel
     return kind(config, scheduler or SCHEDULER, haar_gain)
 
 
 def pack(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Compress a state dict: large weights [out, ...] to int8, and float16 steps as NAME.scale; others to float16."""
+    """Compress a state dict: weights [out, ...] of EIGHT_BITS numbers up to int8 with NAME.scale, others to float16."""
     packed = {}
     for name, value in weights.items():
         packed[name] = value.half()
@@ -190,7 +190,7 @@ def pack(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def unpack(packed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return weights as float32, multiplied by their steps if `pack` made such; those are left out."""
+    """Return all weights as float32: those with steps (NAME.scale) multiplied by them, the steps left out."""
     weights = {name: value.float() for name, value in packed.items() if not name.endswith(SCALE)}
     return {
         name: value * _broadcastable(packed[name + SCALE], value) if name + SCALE in packed else value

@@ -55,7 +55,7 @@ class Drawn(NamedTuple):
 
 
 class Studio:
-    """What draws pictures from a source of `demo.source`; only one `draw` may run at a time.
+    """What draws pictures from a source of `demo.source`; the caller lets one `draw` run at a time.
 
     `ends` is an event to be set when the page closes: a `draw` that runs then raises Stopped.
     """
@@ -68,7 +68,7 @@ class Studio:
         self._stop.set()
 
     def draw(self, wanted: Wanted, tell: Callable[[float, str], None]) -> Drawn:
-        """Draw the picture unmerged, then merged, each after one untimed step. Raises Stopped, unpatched, after `stop`.
+        """Draw the picture unmerged, then merged, each after one untimed step. Raises Stopped after `stop`, unpatched.
 
         tell: the function that gets, after each step, the share that is done, 0 to 1, and what is being done.
         """
@@ -96,7 +96,7 @@ class Studio:
         return Drawn(plain, merged, (unmerged, seconds), report, maps)
 
     def _picture(self, wanted: Wanted, on_step: Callable[[], None], merging: Any = None) -> tuple[Any, float]:
-        """Return a picture and its seconds, a CPU's of processor time. merging: a patch to tell the times, if any."""
+        """Return a picture and its seconds, processor time on a CPU. merging: the patch to tell the times, if any."""
         from demo.source import tell_times
 
         heard = on_step if merging is None else tell_times(self.source, wanted.steps, merging, on_step)
@@ -177,7 +177,7 @@ def read(values: dict[str, Any], layout: str, checks_prompt: bool) -> Wanted:
 
 
 def component(field: Any, value: Any) -> Any:
-    """Make the gradio component of a field of `tome_core.form`: a dropdown, a checkbox, a number or a slider."""
+    """Make a form field's component: Dropdown of choices, Checkbox of a bool, Number if unbounded, else Slider."""
     import gradio as gr
 
     common = {"value": value, "label": field.label, "info": field.help, "elem_id": field.name, "interactive": True}
@@ -191,7 +191,7 @@ def component(field: Any, value: Any) -> Any:
 
 
 def make_page(studio: Studio, strength: float, few_words: bool = True) -> Any:
-    """Make the page, gradio's Blocks, that starts with this strength. few_words: if prompts have known words alone."""
+    """Make the page, gradio's Blocks, that starts with this strength. few_words: prompts may have known words alone."""
     import gradio as gr
 
     import tome_core

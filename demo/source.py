@@ -27,7 +27,7 @@ OnStep = Callable[[], None]
 
 
 class Embedded:
-    """A source that draws with the scene model of a weights file; its attributes are those that the module lists."""
+    """A source with a scene model of this demo: name, device, target (for `tome_core.patch`), prompts, prompt_row."""
 
     prompt_row, prompts = 0, prompt.PROMPTS
 
@@ -47,7 +47,7 @@ class Embedded:
 
 
 class UserPipeline:
-    """A source, as `Embedded` is, with a pipeline of the user's files. Raises ValueError if these do not load."""
+    """A source as `Embedded`; its target is a pipeline of the user's files. Raises ValueError if these do not load."""
 
     prompt_row, prompts = -1, LONG_PROMPTS
 

@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 class TrainingState:
-    """A training run: the model, its running average, which the pictures are of, optimizers, steps done and seconds."""
+    """A training run: the model, its running average, which becomes the result, optimizers, steps and seconds."""
 
     def __init__(self, model: scene_model.SceneModel, learning_rate: float):
         self.model = model.train()
@@ -133,7 +133,7 @@ def learning_rate(highest: float, step: int, progress: float, coarse: float) -> 
 
 
 def train_step(state: TrainingState, batch: Batch, seed: int, composition: bool = False) -> float:
-    """Train one step, of the average too; return its loss, without the `broadness` that a UNet is trained on as well.
+    """Train one step and update the average; return the loss without the `broadness` that a UNet's training adds.
 
     Noise and times depend on `seed` and the step alone. composition: use `composition_loss`, else `v_loss`. Raises
     FloatingPointError, and leaves the weights as they are, if gradients are not finite.
@@ -156,13 +156,13 @@ def train_step(state: TrainingState, batch: Batch, seed: int, composition: bool 
 
 
 def teaches_composition(state: TrainingState, scenes: Scenes, progress: float) -> bool:
-    """Say if a step uses the composition loss: half-size pictures always, parts never, full ones in turns."""
+    """Say if a step uses `composition_loss`: half-size pictures yes, parts no, full ones 5 steps in 6, later 1 in 2."""
     details_every = DETAILS_EVERY if progress < FINISH else FINISH_EVERY
     return scenes.size < 2 * state.model.side or (scenes.crop is None and state.step % details_every > 0)
 
 
 def train(state: TrainingState, options: argparse.Namespace) -> None:
-    """Train until the minutes, earlier runs included, are used up; save to `options.state` every minute, not at the end.
+    """Train until the minutes, earlier runs included, are used up; save to `options.state` every minute but not at last.
 
     Half-size pictures come first, then parts of full ones, then full ones.
     """
@@ -206,7 +206,7 @@ def begin_with(model: scene_model.SceneModel, other: scene_model.SceneModel) -> 
 
 
 def prepare(options: argparse.Namespace) -> TrainingState:
-    """Fill in the paths and return the run in `options.state`, or else a new one. Raises ValueError or OSError."""
+    """Fill in missing paths; return the run in `options.state` or, without that, a new one; ValueError or OSError."""
     if min(options.coarse, options.crops) < 0 or options.coarse + options.crops >= 1:
         raise ValueError(f"--coarse {options.coarse} and --crops {options.crops} leave no time for full pictures; "
                          "give shares from 0 on that sum to less than 1")

@@ -100,7 +100,7 @@ def composition_loss(model: SceneModel, batch: Batch, times: torch.Tensor, gener
 
 @torch.no_grad()
 def held_out_loss(model: SceneModel, pictures: int = 16) -> float:
-    """Compute the mean v-loss on fixed scenes that training never sees, of the model's own size; on the CPU."""
+    """Compute the mean v-loss at HELD_OUT_TIMES on fixed scenes that training never sees, of full size; on the CPU."""
     batch = Scenes(HELD_OUT_SEED, pictures, 2 * model.side)[0]
     losses = []
     for time in HELD_OUT_TIMES:

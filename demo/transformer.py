@@ -64,7 +64,7 @@ class SceneTransformer(nn.Module):
         return nn.functional.pixel_shuffle(out.transpose(1, 2).unflatten(2, (height, width)), TOKEN)
 
     def _places(self, height: int, width: int, sizes: torch.Tensor | None, tiles: torch.Tensor) -> torch.Tensor:
-        """Return the middle of each token [h * w, 3]: 0, down and right, counted in tokens of a whole picture.
+        """Return each token's middle as (0, down, right), [h * w, 3], counted in tokens of a whole picture.
 
         sizes: as in `SceneModel.forward`, or None. tiles: a tensor of the wanted device and dtype.
         """
