@@ -24,7 +24,7 @@ def difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def shown_size(height: int, width: int) -> tuple[int, int]:
-    """Return (height, width) on the sheet: enlarged by whole factors till a side has 256 px, reduced to 512 at most."""
+    """Return (height, width) on the sheet: enlarged by a whole factor until a side has 256 px, reduced to 512 px."""
     side = max(height, width)
     scale = LARGEST / side if side > LARGEST else -(-SMALLEST // side)
     return round(height * scale), round(width * scale)

@@ -124,7 +124,7 @@ class TrainingState:
 
 
 def learning_rate(highest: float, step: int, progress: float, coarse: float) -> float:
-    """Return the learning rate of a step: up to `highest` over 40 steps, which it keeps until `progress` is `coarse`.
+    """Return a step's learning rate: it rises for 40 steps to `highest`, and stays so until `progress` is `coarse`.
 
     Then it falls as a cosine to 2 %. progress: the share of time that is over.
     """
@@ -162,9 +162,9 @@ def teaches_composition(state: TrainingState, scenes: Scenes, progress: float) -
 
 
 def train(state: TrainingState, options: argparse.Namespace) -> None:
-    """Train until the minutes, earlier runs included, are used up; save to `options.state` every minute but not at last.
+    """Train until the minutes, earlier runs included, are used up: half-size pictures, then parts, then full ones.
 
-    Half-size pictures come first, then parts of full ones, then full ones.
+    Saves to `options.state` every minute; the caller saves the last steps.
     """
     full, total = 2 * state.model.side, options.minutes * 60
     # A transformer has all of its attention at full size, so smaller parts and more of them teach it more in a minute.
@@ -206,7 +206,7 @@ def begin_with(model: scene_model.SceneModel, other: scene_model.SceneModel) -> 
 
 
 def prepare(options: argparse.Namespace) -> TrainingState:
-    """Fill in missing paths; return the run in `options.state` or, without that, a new one; ValueError or OSError."""
+    """Fill in missing paths; return the run of `options.state`, a new one without it. Raises ValueError or OSError."""
     if min(options.coarse, options.crops) < 0 or options.coarse + options.crops >= 1:
         raise ValueError(f"--coarse {options.coarse} and --crops {options.crops} leave no time for full pictures; "
                          "give shares from 0 on that sum to less than 1")
