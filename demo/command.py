@@ -98,7 +98,7 @@ def check(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
 def check_model(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
     """Return the checkpoint that --model names, None without it.
 
-    Raises ValueError or OSError for the user to read, also if --config has no single-file --model or is no folder.
+    Raises ValueError or OSError to show the user, also if --config has no single-file --model or no diffusers folder.
     """
     if options.config and not (options.model and options.model.is_file()):
         raise ValueError(f"--config {options.config} belongs to a single-file --model FILE.safetensors; leave it out")

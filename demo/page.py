@@ -68,7 +68,7 @@ class Studio:
         self._stop.set()
 
     def draw(self, wanted: Wanted, tell: Callable[[float, str], None]) -> Drawn:
-        """Draw the picture unmerged, then merged, each after one untimed step. Raises Stopped after `stop`, unpatched.
+        """Draw it unmerged, then merged, each after one untimed step. Raises Stopped after `stop`, the model unpatched.
 
         tell: the function that gets, after each step, the share that is done, 0 to 1, and what is being done.
         """
@@ -177,7 +177,10 @@ def read(values: dict[str, Any], layout: str, checks_prompt: bool) -> Wanted:
 
 
 def component(field: Any, value: Any) -> Any:
-    """Make a form field's component: Dropdown of choices, Checkbox of a bool, Number if unbounded, else Slider."""
+    """Make the gradio component of a field of `tome_core.form`: a Dropdown if it has choices, a Checkbox for a bool.
+
+    A field that may be unset, or whose limit is not its maximum, gets a Number without bounds, any other a Slider.
+    """
     import gradio as gr
 
     common = {"value": value, "label": field.label, "info": field.help, "elem_id": field.name, "interactive": True}

@@ -47,7 +47,10 @@ class Embedded:
 
 
 class UserPipeline:
-    """A source as `Embedded`; its target is a pipeline of the user's files. Raises ValueError if these do not load."""
+    """A source with `Embedded`'s attributes; its target is the diffusers pipeline of the user's files.
+
+    The pipeline is float16, on a CPU float32. Raises ValueError if the files do not load.
+    """
 
     prompt_row, prompts = -1, LONG_PROMPTS
 
