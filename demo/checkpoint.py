@@ -77,7 +77,7 @@ def read_shapes(path: Path) -> dict[str, list[int]]:
 
 
 def _inspect_folder(path: Path) -> Checkpoint:
-    """Return a "folder" checkpoint. Raises ValueError if it has no UNet, a part of pickles alone, code or inpainting."""
+    """Return a "folder" checkpoint. Raises ValueError if it has no UNet, only pickles in a part, code or inpainting."""
     index = path / "model_index.json"
     if not index.is_file():
         raise ValueError(f"{path} has no model_index.json, so it is no diffusers folder; give the folder that has "
