@@ -1,7 +1,6 @@
 """Level-0 self-attention of the embedded model: how it starts, how much it matters, how few keys its heads use.
 
-A model whose heads average over everything says nothing about merging: averaging more costs it nothing. Hence the
-gates: what training has to reach before benchmarks are run on it.
+A model whose heads average over everything says nothing about merging: averaging more costs it nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ SHARP_SHARE, CLEAR = 0.05, 500
 
 
 class Gates(NamedTuple):
-    """A model's figures at the gates: `keys` is the result of `effective_keys`, `rise` the result of `loss_rise`."""
+    """The figures that training has to reach: `effective_keys` as `keys`, `loss_rise` as `rise`; str() judges them."""
 
     keys: tuple[float, ...]
     rise: float
@@ -41,7 +40,7 @@ class Gates(NamedTuple):
 
 
 def level_0(model: SceneModel) -> list[Attention]:
-    """List the self-attentions at the finest level that has attention, in running order; none of a transformer."""
+    """List the `attn1` modules at the finest UNet level that has attention, down blocks first; [] for a transformer."""
     if not isinstance(model, SceneModel):
         return []  # a transformer has one level, whose heads normalise queries and keys
     down, up = model.unet.down_blocks, model.unet.up_blocks
@@ -52,10 +51,9 @@ def level_0(model: SceneModel) -> list[Attention]:
 
 @torch.no_grad()
 def start_sharp(model: SceneModel) -> None:
-    """Replace, in place, the query and key weights of the second half of each level-0 attention's heads.
+    """Write one random matrix into both query and key weights of the second half of each level-0 attention's heads.
 
-    Both become the same random matrix, drawn by torch's global generator. Such heads attend to tokens that are alike;
-    the other heads are free to be broad.
+    Such heads attend to tokens that are alike; the first half stays free to be broad. torch's global generator draws.
     """
     for attention in level_0(model):
         width, head = attention.to_q.in_features, attention.to_q.out_features // attention.heads
@@ -66,6 +64,7 @@ def start_sharp(model: SceneModel) -> None:
 
 
 def _sharp_half(projection: torch.nn.Linear) -> torch.Tensor:
+    """Return a view of the rows of the weight that belong to the second half of the heads, [out / 2, in]."""
     return projection.weight[projection.weight.shape[0] // 2:]
 
 
@@ -84,10 +83,10 @@ def replace(model: SceneModel, forward: Callable[[Attention, torch.Tensor], torc
 
 @contextmanager
 def record_breadths(model: SceneModel, keys: slice | None = None) -> Iterator[list[torch.Tensor]]:
-    """Yield a list to which each level-0 self-attention that runs adds how broad its sharp heads were.
+    """Yield a list to which each level-0 self-attention that runs adds how broad its sharp heads, the second half, are.
 
-    An entry is [n, heads]: the logarithm of the share of the keys that a head uses. keys: the tokens that the attention
-    may use as keys, such as `slice(3, None, 8)` to save time; None for all.
+    An entry is [n, sharp heads]: the mean over queries of log(share of all keys in use). keys: the tokens that the
+    attention itself gets as keys and values, such as `slice(3, None, 8)` to save time; None for all.
     """
     breadths: list[torch.Tensor] = []
 
@@ -101,10 +100,10 @@ def record_breadths(model: SceneModel, keys: slice | None = None) -> Iterator[li
 
 
 def broadness(breadths: list[torch.Tensor], times: torch.Tensor) -> torch.Tensor:
-    """Compute a loss for sharp heads that are too broad: the mean of the squared excess of the log shares.
+    """Compute the loss of too broad sharp heads: the mean square of the log shares' excess over log(SHARP_SHARE).
 
-    breadths: the list of `record_breadths`. times: [n]; samples from CLEAR on are too noisy and count as 0. Without
-    this loss the heads broaden within 370 steps from 5, 19 and 6 % of the keys to 18, 42 and 38 %.
+    breadths: the list of `record_breadths`, not empty. times: [n]; samples from CLEAR on are too noisy and count as 0.
+    Without this loss the heads broaden within 370 steps from 5, 19 and 6 % of the keys to 18, 42 and 38 %.
     """
     clear = (times < CLEAR)[:, None]
     excess = torch.cat([(breadth - math.log(SHARP_SHARE)).clamp(min=0) for breadth in breadths], 1)
@@ -112,10 +111,7 @@ def broadness(breadths: list[torch.Tensor], times: torch.Tensor) -> torch.Tensor
 
 
 def _entropies(attention: Attention, x: torch.Tensor, every: int, first: int = 0) -> torch.Tensor:
-    """Compute the entropies of attention over all keys, in nats, [n, heads, queries].
-
-    every: only each `every`-th token of `x` is a query. first: the first head; those before it are left out.
-    """
+    """Compute entropies, in nats over all keys, [n, heads from `first` on, queries]: each `every`-th token of `x`."""
     q, k = (project(inputs).float().unflatten(-1, (attention.heads, -1)).transpose(1, 2)[:, first:]
             for project, inputs in ((attention.to_q, x[:, ::every]), (attention.to_k, x)))
     logits = q @ k.transpose(-1, -2) * attention.scale
@@ -125,9 +121,9 @@ def _entropies(attention: Attention, x: torch.Tensor, every: int, first: int = 0
 
 @torch.no_grad()
 def effective_keys(model: SceneModel, pictures: int = 4) -> tuple[float, ...]:
-    """Return for each level-0 head the share of the keys that it uses: exp(entropy) divided by the number of keys.
+    """Return for each head of each `level_0` attention, in order, the share of keys in use: exp(entropy) / all keys.
 
-    It is the median over queries and the mean over held-out pictures, at one noise level (TIME).
+    It is the median over queries and the mean over held-out pictures, at noise level TIME. The model is a UNet's.
     """
     shares: list[torch.Tensor] = []
 

@@ -14,10 +14,10 @@ WHY_NOT_PICKLED = "a pickle can run any code when it is opened, so only .safeten
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A user's model, found to be loadable.
+    """A user's folder or file that `inspect` accepted; the weights are not loaded yet.
 
     kind: "folder" of diffusers, "sd" or "sdxl" for a single file of that family, "scenes" for weights of `demo.train`.
-    variant: the tag of a folder's weights, such as "fp16"; None for plain weights.
+    variant: the tag of a folder's weights, such as "fp16"; None for plain weights and for single files.
     """
 
     path: Path
@@ -26,13 +26,14 @@ class Checkpoint:
 
 
 def inspect(path: Path) -> Checkpoint:
-    """Find out what model a file or folder holds. Raises FileNotFoundError or ValueError if the demo cannot use it."""
+    """Find out what model a path holds. Raises FileNotFoundError if a file is missing, ValueError if it is refused."""
     if not path.exists():
         raise FileNotFoundError(f"--model {path} does not exist; give a diffusers folder or a .safetensors file")
     return _inspect_folder(path) if path.is_dir() else _inspect_file(path)
 
 
 def _inspect_file(path: Path) -> Checkpoint:
+    """Return a checkpoint of kind "scenes", "sd" or "sdxl" by its tensor names. Raises ValueError for all else."""
     if path.suffix.lower() in PICKLED:
         raise ValueError(f"{path} is a pickled checkpoint: {WHY_NOT_PICKLED}; "
                          "download or convert the model as .safetensors")
@@ -56,12 +57,12 @@ def _inspect_file(path: Path) -> Checkpoint:
 
 
 def is_of_scenes(shapes: dict[str, list[int]]) -> bool:
-    """Say whether a file with tensors of these names is a scene model of this demo."""
+    """Say, by names alone, whether a file with these tensors is a scene model of this demo, UNet or transformer."""
     return "emb.weight" in shapes and ("unet.conv_in.weight" in shapes or is_transformer(shapes))
 
 
 def is_transformer(shapes: dict[str, list[int]]) -> bool:
-    """Say whether a scene model with tensors of these names has Flux's layout."""
+    """Say, by names alone, whether a scene model with these tensors has Flux's layout."""
     return "transformer.x_embedder.weight" in shapes
 
 
@@ -76,6 +77,7 @@ def read_shapes(path: Path) -> dict[str, list[int]]:
 
 
 def _inspect_folder(path: Path) -> Checkpoint:
+    """Return a "folder" checkpoint. Raises ValueError if it has no UNet, only pickles in a part, code or inpainting."""
     index = path / "model_index.json"
     if not index.is_file():
         raise ValueError(f"{path} has no model_index.json, so it is no diffusers folder; give the folder that has "
@@ -103,6 +105,7 @@ def _inspect_folder(path: Path) -> Checkpoint:
 
 
 def _read_json(path: Path) -> dict:
+    """Read a JSON file. Raises FileNotFoundError if it is missing, ValueError if it is damaged."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -112,13 +115,13 @@ def _read_json(path: Path) -> dict:
 
 
 def _refuse_extra_channels(path: Path, channels: int, expected: int) -> None:
-    """Raise ValueError, for an inpainting model, unless the numbers of latent channels are equal."""
+    """Raise ValueError, which calls the model in `path` an inpainting one, unless `channels` equals `expected`."""
     if channels != expected:
         raise ValueError(f"{path} takes {channels} latent channels where a text-to-image model takes {expected}: "
                          "an inpainting or editing model; give one that makes pictures from text alone")
 
 
 def _variant(unet: Path) -> str | None:
-    """Return the tag in a name such as `diffusion_pytorch_model.fp16.safetensors`; None if there are plain weights."""
+    """Return the tag in a name such as `x.fp16.safetensors`; None if one of the files has no tag or there are none."""
     tags = [file.name.split(".")[1:-1] for file in sorted(unet.glob("*.safetensors"))]
     return None if not tags or [] in tags else tags[0][0].split("-")[0]

@@ -17,7 +17,7 @@ BALANCED = 0.5  # the mark of `tome_core.settings.presets.DEFAULT`, which would 
 
 
 def number(name: str, low: int, high: int, remedy: str, kind: type = int):
-    """Return argparse's ``type`` for a number from low to high; its error has the number's name and the remedy."""
+    """Return an argparse ``type`` that takes a `kind` of number from low to high; its error has name and remedy."""
 
     def parse(text: str) -> float:
         with suppress(ValueError):
@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_model(to: argparse.ArgumentParser) -> None:
-    """Add the options that name a model and where it runs."""
+    """Add --model and --config, which name the user's model, and --device."""
     add = to.add_argument
     add("--model", type=Path, metavar="DIR_OR_FILE",
         help="your own model, a diffusers folder or a single .safetensors file (pickled checkpoints are refused), or "
@@ -69,10 +69,10 @@ def add_model(to: argparse.ArgumentParser) -> None:
 
 
 def check(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
-    """Complete the options in place and check them together, without torch.
+    """Fill in `options.pictures`, check the options together, without torch, and return the result of `check_model`.
 
-    Makes the output's folder, and tries to write there. Returns the user's checkpoint; None if the options name none.
-    Raises ValueError or OSError with the sentence for the user.
+    Makes the output's folder and tries to write there. Words of prompts are checked for scene models alone. Raises
+    ValueError or OSError with the sentence for the user.
     """
     given = options.prompt or []
     if options.pictures and len(given) > options.pictures:
@@ -98,7 +98,7 @@ def check(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
 def check_model(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
     """Return the checkpoint that --model names, None without it.
 
-    Raises ValueError or OSError for the user to read, also if --config is given without a single-file --model.
+    Raises ValueError or OSError to show the user, also if --config has no single-file --model or no diffusers folder.
     """
     if options.config and not (options.model and options.model.is_file()):
         raise ValueError(f"--config {options.config} belongs to a single-file --model FILE.safetensors; leave it out")
@@ -108,15 +108,13 @@ def check_model(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
 
 
 def wait_passively() -> None:
-    """Let waiting OpenMP threads sleep. Call before torch is imported; a user's own setting wins.
-
-    On two shared cores spinning ones made a picture take 18-75 s instead of 4-6 s, and counted that as CPU time.
-    """
+    """Set OMP_WAIT_POLICY, if the user did not, so that idle threads sleep. Call before torch is imported."""
+    # on two shared cores spinning ones made a picture take 18-75 s instead of 4-6 s, and counted that as CPU time
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def device_of(name: str | None):
-    """Return the torch device of this name, None for the best one. Raises ValueError if it does not work."""
+    """Return the torch device of this name; None: cuda, else mps, else cpu. Raises ValueError if it does not work."""
     import torch
 
     if name is None:
@@ -131,7 +129,7 @@ def device_of(name: str | None):
 
 
 def source_of(options: argparse.Namespace, user: checkpoint.Checkpoint | None):
-    """Load the source of pictures; `user` None is the embedded model. Raises ValueError if it cannot load or merge."""
+    """Load a UserPipeline; Embedded if `user` is None or of kind "scenes". ValueError if it cannot load or merge."""
     wait_passively()
     print("Loading the model ...", file=sys.stderr)
     import tome_core
@@ -148,7 +146,7 @@ def source_of(options: argparse.Namespace, user: checkpoint.Checkpoint | None):
 
 
 def _run(options: argparse.Namespace, source) -> None:
-    """Draw the pictures, write the sheet to ``options.output`` and print the table and the verdict."""
+    """Draw the pictures, write the sheet to ``options.output`` and print table, verdict and, if wanted, reports."""
     from tqdm import tqdm
 
     from demo import comparison, comparison_sheet

@@ -32,7 +32,7 @@ class Order:
 class Column:
     """The pictures of one strength, uint8 [H, W, 3], and the seconds of each, by the clock and of processor time.
 
-    strength: None for no merging. report: the merging report of the last picture.
+    strength: None for no merging. report: the merging report of the last picture, "" without merging.
     """
 
     strength: float | None
@@ -43,13 +43,13 @@ class Column:
 
     @property
     def name(self) -> str:
-        """The column's heading: "no merging", or the strength and the name of its preset."""
+        """The column's heading: "no merging", or the strength and, if it is a preset's, the preset's name."""
         preset = next((f" ({name})" for name, mark in MARKS.items() if mark == self.strength), "")
         return "no merging" if self.strength is None else f"strength {self.strength:g}{preset}"
 
 
 def make(source: Source, order: Order, steps: int, strength: float | None, on_step: OnStep):
-    """Return one picture and its merging report; with strength None the picture of the unpatched model and ""."""
+    """Return (picture, merging report), the target patched meanwhile; strength None: not patched, "" as report."""
     if strength is None:
         return source.picture(order.prompt, order.seed, steps, on_step), ""
     with tome_core.patch(source.target, strength=strength, host_clock=True) as handle:
@@ -63,8 +63,9 @@ def compare(
 ) -> list[Column]:
     """Make every order at every strength; return a column for each strength, in their order.
 
-    They take turns picture by picture, starting with another one each time, so that a machine that gets slower or
-    busier does so for all. `on_step` is called steps x orders x strengths times.
+    Strengths take turns picture by picture, starting with another one each time, so that a machine that gets slower or
+    busier does so for all. `announce` gets a line before the warm-up, which does not count, and before each picture.
+    `on_step` is called steps x orders x strengths times.
     """
     announce("warming up")
     for strength in strengths[:2]:
@@ -85,12 +86,12 @@ def compare(
 
 
 def nearness(plain: Column, merged: Column) -> float:
-    """Compute the mean PSNR, in dB, of the merged pictures to the plain ones."""
+    """Compute the mean over pairs of pictures of their PSNR in dB; infinite if any pair is equal."""
     return mean(psnr(a, b) for a, b in zip(plain.pictures, merged.pictures, strict=True))
 
 
 def detail(plain: Sequence[np.ndarray], merged: Sequence[np.ndarray]) -> float:
-    """Compute the share of detail kept: gradient energy of the merged pictures over that of the plain ones."""
+    """Compute the share of detail kept: summed gradient energy of the merged pictures over that of the plain ones."""
     return sum(map(gradient_energy, merged)) / max(sum(map(gradient_energy, plain)), 1e-9)
 
 
@@ -100,7 +101,7 @@ def speed_up(plain: list[float], merged: list[float]) -> float:
 
 
 def table(columns: list[Column]) -> str:
-    """Return a text table: of each column median times, mean PSNR and SSIM to the first (unmerged), detail kept."""
+    """Return a table, a line for each column: median times, speed-ups, PSNR, SSIM, detail; the first is unmerged."""
     heads = ("", "time", "speed-up", "CPU time", "CPU speed-up", "PSNR", "SSIM", "detail")
     lines = [heads, *(_line(column, columns[0]) for column in columns)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
@@ -108,6 +109,7 @@ def table(columns: list[Column]) -> str:
 
 
 def _line(column: Column, plain: Column) -> tuple[str, ...]:
+    """List a column's cells in `table`; "-" for what compares pictures if `column` is `plain`."""
     likeness = ("-", "-", "-") if column is plain else (
         f"{nearness(plain, column):.1f} dB",
         f"{mean(ssim(a, b) for a, b in zip(plain.pictures, column.pictures, strict=True)):.3f}",
@@ -118,7 +120,7 @@ def _line(column: Column, plain: Column) -> tuple[str, ...]:
 
 
 def verdict(columns: list[Column], on_cpu: bool) -> str:
-    """Return a sentence: what the fastest strength gained by the clock, and how near its pictures are to unmerged ones.
+    """Say what the fastest strength gained over columns[0] (nothing if below GAIN), and how near its pictures are.
 
     on_cpu: add processor time, which other programs disturb less.
     """

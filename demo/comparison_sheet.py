@@ -24,7 +24,7 @@ def difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def shown_size(height: int, width: int) -> tuple[int, int]:
-    """Return the (height, width) of a picture on the sheet: small ones in whole multiples, large ones scaled down."""
+    """Return (height, width) on the sheet: enlarged by a whole factor until a side has 256 px, reduced to 512 px."""
     side = max(height, width)
     scale = LARGEST / side if side > LARGEST else -(-SMALLEST // side)
     return round(height * scale), round(width * scale)
@@ -41,9 +41,9 @@ def cell(row: int, column: int, size: tuple[int, int]) -> tuple[int, int, int, i
 
 
 def draw(columns: list[Column], wanted: list[Order], title: str, sentence: str) -> Image.Image:
-    """Draw the sheet: the unmerged column, then the merged columns, between the title and the sentence.
+    """Draw the sheet: title, a column of pictures for each of `columns`, of which the first is unmerged, and sentence.
 
-    Below each unmerged picture is its prompt. Below each other picture is its difference from the unmerged picture.
+    Below each unmerged picture are its prompt and seed, below each other picture its difference from it.
     """
     size = shown_size(*columns[0].pictures[0].shape[:2])
     right, bottom = cell(2 * len(wanted) - 1, len(columns) - 1, size)[2:]
@@ -67,7 +67,7 @@ def draw(columns: list[Column], wanted: list[Order], title: str, sentence: str) 
 
 
 def _notes(plain: Column, column: Column) -> list[str]:
-    """List the lines under a column's heading: its time, and how near its pictures come to the unmerged ones."""
+    """List one or two lines under a heading: median time and, unless it is `plain`'s, speed-up, PSNR and detail."""
     time = f"{np.median(column.wall):.2f} s"
     if column is plain:
         return [f"{time} a picture"]
@@ -76,7 +76,7 @@ def _notes(plain: Column, column: Column) -> list[str]:
 
 
 def _label(pen: ImageDraw.ImageDraw, order: Order, box: tuple[int, int, int, int]) -> None:
-    """Write an order's prompt and seed into a box (left, top, right, bottom), and below what is right of the box."""
+    """Write prompt and seed into a box (left, top, right, bottom), and a caption for the differences right of it."""
     left, top, right, bottom = box
     lines = _wrap(order.prompt, _font(18), right - left - GAP)
     text = "\n".join(lines if len(lines) <= 6 else [*lines[:5], "..."])
@@ -92,7 +92,7 @@ def _wrap(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
 
 
 def _fit(picture: np.ndarray, size: tuple[int, int]) -> Image.Image:
-    """Resize a picture, uint8 [H, W, 3], to a (height, width): to larger sizes without smoothing."""
+    """Resize a picture, uint8 [H, W, 3], to (height, width): by nearest pixels if higher, else by Lanczos."""
     image = Image.fromarray(picture)
     how = Image.Resampling.NEAREST if image.height < size[0] else Image.Resampling.LANCZOS
     return image.resize(size[::-1], how)

@@ -31,6 +31,6 @@ def ssim(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def gradient_energy(picture: np.ndarray) -> float:
-    """Compute how much detail there is: mean squared difference of neighbours in luminance, in squared steps of 255."""
+    """Compute the detail: mean squared step of luminance, 0..255, to the next pixel, down and across added up."""
     grey = picture.astype(np.float64) @ _LUMINANCE
     return float(np.mean(np.diff(grey, axis=0) ** 2) + np.mean(np.diff(grey, axis=1) ** 2))

@@ -70,9 +70,9 @@ WHOLE: Window = (0.0, 0.0, 1.0, 1.0)
 
 
 def encode(pictures: torch.Tensor, gain: float = HAAR_GAIN) -> torch.Tensor:
-    """Turn pictures [n, 3, H, W] in -1..1 to latents [n, 12, H/2, W/2]: one level of the Haar transform.
+    """Turn pictures [n, 3, H, W] in -1..1, H and W even, to latents [n, 12, H/2, W/2]: one level of the Haar transform.
 
-    decode(encode(x)) == x up to rounding. H and W are even. gain: the factor of the nine channels of detail.
+    Three channels of means, doubled, come first, then nine of detail, which are multiplied by `gain`.
     """
     a, b = pictures[..., ::2, ::2], pictures[..., ::2, 1::2]
     c, d = pictures[..., 1::2, ::2], pictures[..., 1::2, 1::2]
@@ -81,7 +81,7 @@ def encode(pictures: torch.Tensor, gain: float = HAAR_GAIN) -> torch.Tensor:
 
 
 def decode(latents: torch.Tensor, gain: float = HAAR_GAIN) -> torch.Tensor:
-    """Turn latents [n, 12, h, w] back to pictures [n, 3, 2h, 2w]; the inverse of `encode`."""
+    """Turn latents [n, 12, h, w] back to pictures [n, 3, 2h, 2w]: divide the nine detail channels alone by `gain`."""
     mean, across, down, diagonal = latents.chunk(4, 1)
     across, down, diagonal = across / gain, down / gain, diagonal / gain
     n, channels, height, width = mean.shape
@@ -94,15 +94,14 @@ def decode(latents: torch.Tensor, gain: float = HAAR_GAIN) -> torch.Tensor:
 
 
 def whole(height: int, width: int) -> list[int]:
-    """Return SDXL's six size numbers for an uncropped picture: original size, crop offset (0, 0), target size."""
+    """Return SDXL's six size numbers of an uncropped picture, in pixels: [height, width, 0, 0, height, width]."""
     return [height, width, 0, 0, height, width]
 
 
 class PlacedConv(nn.Conv2d):
-    """A copy of a convolution that adds to its output a linear map, at first zero, of each position's `features`.
+    """A copy of the convolution `like` that adds a linear map, at first zero, of each output position's `features`.
 
-    `window` says which part of the picture the input is: top, left, height and width as shares of the picture's sides.
-    It is the whole picture at first.
+    `window` is the part of the picture that the input is: (top, left, height, width) in shares of it, at first all.
     """
 
     def __init__(self, like: nn.Conv2d):
@@ -119,12 +118,9 @@ class PlacedConv(nn.Conv2d):
 
 
 def features(height: int, width: int, window: Window = WHOLE, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Compute position features: sines and cosines of the position in the picture, [1, FEATURES, height, width].
-
-    height, width: number of cells of the window. All tensors are made on the device, because a copy to the device
-    waits, and cannot be captured in a CUDA graph.
-    """
+    """Compute sines and cosines of the position in the picture of each of the window's cells, [1, FEATURES, h, w]."""
     top, left, tall, wide = window
+    # all made on the device: a copy to it waits, and cannot be captured in a CUDA graph
     waves = math.pi * 2.0 ** torch.arange(WAVES, device=device)[:, None, None]
     down, across = ((torch.arange(count, device=device) + 0.5) / count for count in (height, width))
     phases = ((waves * (top + tall * down[:, None])).expand(-1, -1, width),
@@ -136,6 +132,7 @@ class SceneModel(nn.Module):
     """A diffusers UNet with its prompt embedding. The state dict has the keys `unet.*` and `emb.weight` [26, 96].
 
     In SDXL's layout it also has `pooled.*`: the second text input is a linear map of the tokens' mean embedding.
+    `side` is the latent's, half of the picture's.
     """
 
     def __init__(self, unet: dict, scheduler: dict, haar_gain: float):
@@ -151,7 +148,7 @@ class SceneModel(nn.Module):
 
     @property
     def network(self) -> nn.Module:
-        """The part that merging patches."""
+        """The UNet, which `tome_core.patch` gets."""
         return self.unet
 
     def forward(
@@ -175,13 +172,13 @@ class SceneModel(nn.Module):
 
 
 def make(config: dict, scheduler: dict | None = None, haar_gain: float = HAAR_GAIN) -> SceneModel | SceneTransformer:
-    """Make a model of a layout, as `LAYOUTS` has it, with random weights. scheduler: None is `SCHEDULER`."""
+    """Make a random model of one of the `LAYOUTS`, a SceneTransformer if it is Flux's. scheduler: None is SCHEDULER."""
     kind = SceneTransformer if "num_single_layers" in config else SceneModel
     return kind(config, scheduler or SCHEDULER, haar_gain)
 
 
 def pack(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Compress a state dict: large weights ``[out, ...]`` to int8 and a float16 step a channel, others to float16."""
+    """Compress a state dict: large weights [out, ...] to int8 and float16 NAME.scale [out], the others to float16."""
     packed = {}
     for name, value in weights.items():
         packed[name] = value.half()
@@ -193,7 +190,7 @@ def pack(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def unpack(packed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return weights as float32, whether `pack` made them or not."""
+    """Return all weights as float32: those with steps (NAME.scale) multiplied by them, the steps left out."""
     weights = {name: value.float() for name, value in packed.items() if not name.endswith(SCALE)}
     return {
         name: value * _broadcastable(packed[name + SCALE], value) if name + SCALE in packed else value
@@ -220,10 +217,7 @@ def save(model: SceneModel | SceneTransformer, path: Path) -> None:
 
 
 def load(path: Path = WEIGHTS) -> SceneModel | SceneTransformer:
-    """Load the model in `path`, float32, on the CPU, in eval mode.
-
-    Raises ValueError if the file is no weights file of this demo, FileNotFoundError if there is none.
-    """
+    """Load a model in float32 on the CPU, in eval mode. Raises ValueError if the file is no weights of this demo."""
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}

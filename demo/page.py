@@ -29,14 +29,11 @@ _TICK = 1 / 64  # s; Windows counts processor time so coarsely
 
 
 class Stopped(Exception):
-    """The error by which `Studio.draw` ends after `Studio.stop`."""
+    """The error by which `Studio.draw` ends after `Studio.stop` or when the page closes."""
 
 
 class Wanted(NamedTuple):
-    """The picture that the controls ask for.
-
-    how: keyword arguments of `tome_core.patch`: ``{"strength": ...}`` or ``{"config": ...}``.
-    """
+    """What the controls ask for. how: keywords of `tome_core.patch`, ``{"strength": ...}`` or ``{"config": ...}``."""
 
     prompt: str
     seed: int
@@ -45,9 +42,9 @@ class Wanted(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """A picture without merging and one with it, uint8 ``[H, W, 3]``, and how long each took, in seconds.
+    """A picture without merging and with it, uint8 ``[H, W, 3]``, the seconds of both in this order, and the report.
 
-    maps: for each level that merged, the picture with one colour for the tokens of a group, and a title.
+    maps: for each level that merged, the merged picture with one colour for the tokens of a group, and a title.
     """
 
     plain: Any
@@ -58,20 +55,20 @@ class Drawn(NamedTuple):
 
 
 class Studio:
-    """The drawing of pictures, one at a time, from a source of `demo.source`.
+    """What draws pictures from a source of `demo.source`; the caller lets one `draw` run at a time.
 
-    `ends` is an event that is set when the page closes: a drawing that runs then ends.
+    `ends` is an event to be set when the page closes: a `draw` that runs then raises Stopped.
     """
 
     def __init__(self, source: Any) -> None:
         self.source, self.ends, self._stop = source, threading.Event(), threading.Event()
 
     def stop(self) -> None:
-        """Let a running `draw` raise Stopped after its present step."""
+        """Let a running `draw` raise Stopped after its present step; later draws are not affected."""
         self._stop.set()
 
     def draw(self, wanted: Wanted, tell: Callable[[float, str], None]) -> Drawn:
-        """Draw the picture without merging and with it. Raises Stopped, with the model as it was, after `stop`.
+        """Draw it unmerged, then merged, each after one untimed step. Raises Stopped after `stop`, the model unpatched.
 
         tell: the function that gets, after each step, the share that is done, 0 to 1, and what is being done.
         """
@@ -99,7 +96,7 @@ class Studio:
         return Drawn(plain, merged, (unmerged, seconds), report, maps)
 
     def _picture(self, wanted: Wanted, on_step: Callable[[], None], merging: Any = None) -> tuple[Any, float]:
-        """Draw a picture and return it with its seconds. merging: the model's patch, which follows the steps."""
+        """Return a picture and its seconds, processor time on a CPU. merging: the patch to tell the times, if any."""
         from demo.source import tell_times
 
         heard = on_step if merging is None else tell_times(self.source, wanted.steps, merging, on_step)
@@ -135,7 +132,7 @@ def mosaic(picture: Any, grid: tuple[int, int], group: Any) -> Any:
 
 
 def enlarge(picture: Any) -> Any:
-    """Return a picture as the page shows it: small ones in whole multiples, large ones as they are."""
+    """Repeat each pixel as many whole times as keep the longer side within 512; larger pictures stay as they are."""
     from demo.comparison_sheet import LARGEST
 
     times = max(1, LARGEST // max(picture.shape[:2]))
@@ -143,7 +140,7 @@ def enlarge(picture: Any) -> Any:
 
 
 def figures(drawn: Drawn, on_cpu: bool) -> str:
-    """Say the times, and PSNR and detail compared with the unmerged picture. on_cpu: the times are processor time."""
+    """Say times, PSNR and detail, or that the pictures are the same. on_cpu: call the times processor time."""
     from demo.comparison import detail
     from demo.metrics import psnr
 
@@ -157,10 +154,10 @@ def figures(drawn: Drawn, on_cpu: bool) -> str:
 
 
 def read(values: dict[str, Any], layout: str, checks_prompt: bool) -> Wanted:
-    """Return the picture that the controls' values ask for. Raises ValueError or TypeError for a wrong value.
+    """Return the Wanted of the controls' values: merged by the own settings if "own" is on, else by the strength.
 
-    values: by the control's name. layout: the model's layout, as `tome_core.strength` takes it. checks_prompt: True to
-    refuse words that the embedded model does not know.
+    values: by the control's name. layout: as `tome_core.strength` takes it. checks_prompt: refuse words that the
+    embedded model does not know. Raises ValueError or TypeError for a wrong value.
     """
     import tome_core
     from demo import prompt
@@ -180,7 +177,10 @@ def read(values: dict[str, Any], layout: str, checks_prompt: bool) -> Wanted:
 
 
 def component(field: Any, value: Any) -> Any:
-    """Make the gradio component that shows a field of `tome_core.form` with this value."""
+    """Make the gradio component of a field of `tome_core.form`: a Dropdown if it has choices, a Checkbox for a bool.
+
+    A field that may be unset, or whose limit is not its maximum, gets a Number without bounds, any other a Slider.
+    """
     import gradio as gr
 
     common = {"value": value, "label": field.label, "info": field.help, "elem_id": field.name, "interactive": True}
@@ -194,10 +194,7 @@ def component(field: Any, value: Any) -> Any:
 
 
 def make_page(studio: Studio, strength: float, few_words: bool = True) -> Any:
-    """Make the page, as gradio's Blocks, that starts with this strength.
-
-    few_words: True for the embedded model, whose prompts have known words alone.
-    """
+    """Make the page, gradio's Blocks, that starts with this strength. few_words: prompts may have known words alone."""
     import gradio as gr
 
     import tome_core
@@ -260,7 +257,7 @@ def make_page(studio: Studio, strength: float, few_words: bool = True) -> Any:
 
 
 def serve(blocks: Any, studio: Studio, port: int | None, opens_browser: bool) -> None:
-    """Serve the page until an interrupt, then close it. port: None is a free one. Raises OSError if it is in use."""
+    """Serve the page until an interrupt, then close it. port: None is a free one; OSError if this port is in use."""
     import gradio as gr
     from starlette.middleware import Middleware
     from starlette.middleware.trustedhost import TrustedHostMiddleware

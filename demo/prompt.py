@@ -1,7 +1,4 @@
-"""Prompts of the embedded model: a few words, one for each attribute of a scene at most.
-
-Without torch, so that a command line is checked before that is loaded.
-"""
+"""Prompts of the embedded model: at most one word for each attribute of a scene. Needs no torch, for quick checks."""
 
 from __future__ import annotations
 
@@ -57,6 +54,6 @@ def parse(prompt: str) -> dict[str, str]:
 
 
 def tokens(prompt: str) -> list[int]:
-    """Return the six token ids of a prompt. Raises ValueError as `parse` does."""
+    """Return a prompt's six token ids, in the order of ATTRIBUTES. Raises ValueError as `parse` does."""
     words = parse(prompt)
     return [first + ATTRIBUTES[name].index(words[name]) for name, first in zip(ATTRIBUTES, OFFSETS, strict=True)]

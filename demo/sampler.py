@@ -47,6 +47,6 @@ def sample(
 
 
 def to_bytes(pictures: torch.Tensor) -> np.ndarray:
-    """Turn pictures [n, 3, H, W], clipped to -1..1, to uint8 [n, H, W, 3]."""
+    """Clip pictures [n, 3, H, W] to -1..1 and return them as uint8 [n, H, W, 3]."""
     scaled = (pictures.float().clamp(-1, 1) + 1) * 127.5
     return scaled.round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()

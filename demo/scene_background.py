@@ -23,7 +23,7 @@ MOUNTAIN_HEIGHT = tensor([0.0, 0.08, 0.25])  # flat, hills, peaks
 
 @dataclass
 class Setting:
-    """The values of painted layers that later layers need: colours [n, 1, 1, 3], others [n, 1, 1] in 0..1.
+    """What later layers need of painted ones: colours [n, 1, 1, 3]; `horizon` (a y) and `body_x` in 0..1, [n, 1, 1].
 
     body: the sun or the moon. Its values and the ground's are None until these are painted.
     """
@@ -50,6 +50,7 @@ def paint(canvas: Canvas) -> Setting:
 
 
 def _sky(canvas: Canvas) -> Setting:
+    """Paint the sky over the whole image, and return a Setting of horizon, light and haze."""
     horizon = canvas.uniform(0.54, 0.60)
     top = canvas.row(SKY_TOP, "sky") + canvas.jitter(0.025)
     haze = canvas.row(SKY_LOW, "sky") + canvas.jitter(0.025)
@@ -59,12 +60,14 @@ def _sky(canvas: Canvas) -> Setting:
 
 
 def _stars(canvas: Canvas, setting: Setting) -> None:
+    """Paint stars above the horizon, in pictures of night only."""
     bright = canvas.random(canvas.size, canvas.size) > 0.992
     stars = bright & (canvas.y < setting.horizon - 0.05) & canvas.has("sky", NIGHT)
     canvas.over(stars * (0.3 + 0.6 * canvas.random(canvas.size, canvas.size)), 1.0)
 
 
 def _cloud(canvas: Canvas, setting: Setting) -> None:
+    """Paint one cloud into each picture with a chance of 15 % at night, of 60 % else."""
     u = canvas.uniform
     centre_x, centre_y, width, height = u(0, 1), u(0.05, 0.38), u(0.10, 0.26), u(0.015, 0.04)
     distance = ((canvas.x - centre_x) / width) ** 2 + ((canvas.y - centre_y) / height) ** 2
@@ -75,7 +78,7 @@ def _cloud(canvas: Canvas, setting: Setting) -> None:
 
 
 def _body(canvas: Canvas, setting: Setting) -> None:
-    """Paint the sun or the moon, and set its values in `setting`."""
+    """Paint the sun or the moon, except for "nobody"; set `body_x` and `body_colour` of all pictures in `setting`."""
     u = canvas.uniform
     setting.body_x = torch.where(canvas.has("body", LEFT), u(0.21, 0.25), u(0.75, 0.79))
     setting.body_colour = canvas.row(BODY, "sky")
@@ -87,7 +90,7 @@ def _body(canvas: Canvas, setting: Setting) -> None:
 
 
 def _mountains(canvas: Canvas, setting: Setting, layer: int) -> None:
-    """Paint one mountain range. Layer 0 is the farther and higher range; peaks are triangles, hills are sines."""
+    """Paint a mountain range, none if "flat". Layer 0 is farther and higher, and its high peaks have snow on top."""
     highest = canvas.row(MOUNTAIN_HEIGHT, "mountains")
     height = highest * (1 - 0.45 * layer) * (0.35 + 0.8 * _ridge(canvas, highest > 0.1))
     top = setting.horizon - height
@@ -102,10 +105,7 @@ def _mountains(canvas: Canvas, setting: Setting, layer: int) -> None:
 
 
 def _ridge(canvas: Canvas, peaked: torch.Tensor) -> torch.Tensor:
-    """Return the random height of a mountain range along x, about 0..1, [n, 1, size]. peaked: bool [n, 1, 1].
-
-    It is the sum of four octaves, each half as high as the one before.
-    """
+    """Return a range's random height along x, about 0..1, [n, 1, size]; triangles if `peaked` [n, 1, 1], else sines."""
     profile = 0
     for octave, frequency in enumerate((1.3, 2.9, 6.1, 13.0)):
         phase = canvas.uniform(0, 1)
@@ -116,7 +116,7 @@ def _ridge(canvas: Canvas, peaked: torch.Tensor) -> torch.Tensor:
 
 
 def _ground(canvas: Canvas, setting: Setting) -> None:
-    """Paint the ground with its texture, and set its colour in `setting`."""
+    """Paint the ground with its texture and, in a calm sea, the mirror image; set the ground's colour in `setting`."""
     mask = smooth(canvas.y - setting.horizon, canvas.edge)
     near = torch.clip((canvas.y - setting.horizon) / (1 - setting.horizon), 0, 1)
     ground = (canvas.row(GROUND, "ground") + canvas.jitter(0.02)) * setting.light
@@ -132,7 +132,7 @@ def _ground(canvas: Canvas, setting: Setting) -> None:
 
 
 def _waves(canvas: Canvas, setting: Setting, near: torch.Tensor, colour: torch.Tensor) -> torch.Tensor:
-    """Return what waves add to the ground's `colour`. near: 0 at the horizon to 1 at the bottom."""
+    """Return what waves and the glitter of sun or moon add to the ground's `colour`. near: 0 (horizon) to 1."""
     u, x, depth = canvas.uniform, canvas.x, 1 / (near + 0.12)
     waves = torch.sin(depth * u(9, 12) + u(0, 6.3) + 0.8 * torch.sin(x * u(8, 16) / (near + 0.35) + u(0, 6.3)))
     waves = waves + 0.5 * torch.sin(depth * u(17, 23) + 1.3 * torch.sin(x * u(14, 24) / (near + 0.35)))
@@ -142,6 +142,7 @@ def _waves(canvas: Canvas, setting: Setting, near: torch.Tensor, colour: torch.T
 
 
 def _grass(canvas: Canvas, setting: Setting, near: torch.Tensor, colour: torch.Tensor) -> torch.Tensor:
+    """Return what grass adds to the ground, as `_waves` does; `colour` is not used."""
     noise = canvas.normal(canvas.size, canvas.size)
     noise = noise + torch.roll(noise, 1, 1)  # blades are taller than wide
     rolling = torch.sin(canvas.x * canvas.uniform(6, 12) / (near + 0.4) + canvas.uniform(0, 6))
@@ -149,21 +150,20 @@ def _grass(canvas: Canvas, setting: Setting, near: torch.Tensor, colour: torch.T
 
 
 def _dunes(canvas: Canvas, setting: Setting, near: torch.Tensor, colour: torch.Tensor) -> torch.Tensor:
+    """Return what dunes add to the ground, as `_waves` does; `colour` is not used."""
     u, x = canvas.uniform, canvas.x
     dunes = torch.sin(u(3, 5) / (near + 0.12) + x * u(-5, 5) + 1.2 * torch.sin(x * u(3, 7) + u(0, 6)))
     return 0.07 * dunes[..., None] * setting.light
 
 
 def _drifts(canvas: Canvas, setting: Setting, near: torch.Tensor, colour: torch.Tensor) -> torch.Tensor:
+    """Return what snow drifts add to the ground, as `_waves` does; `colour` is not used."""
     drifts = torch.sin(canvas.x * canvas.uniform(3, 6) + near * canvas.uniform(2, 5) + canvas.uniform(0, 6))
     return 0.035 * drifts[..., None] * setting.light
 
 
 def _mirror(canvas: Canvas, setting: Setting, above: torch.Tensor, mask: torch.Tensor, near: torch.Tensor) -> None:
-    """Mirror `above`, the picture before the ground was painted, in a calm sea.
-
-    Only attention between far tokens can explain such content.
-    """
+    """Mirror `above`, the picture before the ground was painted, in 70 % of the seas. mask: the ground's opacity."""
     calm = canvas.has("ground", SEA) * (canvas.random(1, 1) < 0.7)
     rows = torch.round((2 * setting.horizon[:, :, 0] - canvas.y[:, :, 0]) * canvas.size - 0.5)
     rows = torch.clip(rows, 0, canvas.size - 1).long()

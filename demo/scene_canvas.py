@@ -41,7 +41,7 @@ class Canvas:
         return low + (high - low) * self.random(1, 1)
 
     def jitter(self, sigma: float) -> torch.Tensor:
-        """Draw one small random colour shift a picture, [n, 1, 1, 3]."""
+        """Draw one normal colour shift a picture, with deviation `sigma`, [n, 1, 1, 3]."""
         return sigma * self.normal(1, 1, 3)
 
     def row(self, table: torch.Tensor, trait: str) -> torch.Tensor:
@@ -53,5 +53,5 @@ class Canvas:
         return (self.traits[trait] == value)[:, None, None]
 
     def over(self, mask: torch.Tensor, colour: torch.Tensor | float) -> None:
-        """Paint `colour`, which broadcasts to the image, over it; `mask` [n, size, size] is the opacity, 0..1."""
+        """Paint `colour`, which broadcasts to the image, over it in place; `mask` [n, size, size]: opacity 0..1."""
         self.image += mask[..., None] * (colour - self.image)

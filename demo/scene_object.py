@@ -30,7 +30,7 @@ class Place:
 
 
 def paint(canvas: Canvas, setting: Setting) -> None:
-    """Paint the object on a finished background; pictures of shape "empty" stay as they are."""
+    """Paint the object, its shadow and at times its twin on a finished background, nothing for the shape "empty"."""
     present = (~canvas.has("shape", EMPTY)).float()
     place = _place(canvas)
     _shadow(canvas, place, present, setting)
@@ -47,7 +47,7 @@ def paint(canvas: Canvas, setting: Setting) -> None:
 
 
 def _place(canvas: Canvas) -> Place:
-    """Draw the object's position: off the middle, away from sun or moon, with room for a twin."""
+    """Choose the object's position at random: off the middle, away from sun or moon, with room for a twin."""
     left, right = canvas.has("body", LEFT).float(), canvas.has("body", RIGHT).float()
     x = 0.5 + 0.13 * (left - right) + canvas.uniform(-0.02, 0.02)
     return Place(x, canvas.uniform(0.81, 0.84), canvas.uniform(0.15, 0.165), left - right + 0.4 * (1 - left - right))
@@ -62,7 +62,7 @@ def _shadow(canvas: Canvas, place: Place, present: torch.Tensor, setting: Settin
 
 
 def _lit_colour(canvas: Canvas, setting: Setting, place: Place, dx: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-    """Make the colour of the surface: shaded away from the sun, over a random 6 x 6 pattern that a twin repeats."""
+    """Return the surface's colour [n, size, size, 3]: shaded away from the sun, times a random 6 x 6 pattern."""
     shade = 0.78 - 0.30 * place.side * dx / place.scale - 0.22 * (dy + place.scale) / place.scale
     shade = torch.clip(shade, 0.25, 1.1)
     tiles = canvas.random(6, 6)
@@ -74,7 +74,7 @@ def _lit_colour(canvas: Canvas, setting: Setting, place: Place, dx: torch.Tensor
 
 
 def _shapes(canvas: Canvas, place: Place, dx: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the opacity of every shape by its name, [n, size, size] each. dx, dy: distances from the object's foot."""
+    """Return the opacity [n, size, size] of "ball", "box", "cone", "crown", "trunk". dx, dy: from the object's foot."""
     s, edge = place.scale, canvas.edge
     wavy = s * (0.88 + 0.08 * torch.sin(7 * torch.arctan2(dy + 1.85 * s, dx) + canvas.uniform(0, 6)))
     cone = torch.minimum(smooth((2.4 * s + dy) * 0.42 - torch.abs(dx), edge), smooth(-dy + 0.01, edge))
@@ -88,7 +88,7 @@ def _shapes(canvas: Canvas, place: Place, dx: torch.Tensor, dy: torch.Tensor) ->
 
 
 def _finish(canvas: Canvas, place: Place, dx: torch.Tensor, dy: torch.Tensor, mask: torch.Tensor) -> None:
-    """Paint the highlight of balls, and the light top and dark side of boxes."""
+    """Paint the highlight of balls, and the light top and dark side of boxes. mask: the object's opacity."""
     s = place.scale
     distance = (dx + place.side * s * 0.35) ** 2 + (dy + s * 1.3) ** 2
     canvas.over(mask * torch.exp(-distance / (s * 0.22) ** 2) * 0.7 * canvas.has("shape", BALL), 1.0)

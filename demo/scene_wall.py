@@ -21,7 +21,7 @@ SHARE = 1 / 3  # of the pictures
 
 
 def paint(canvas: Canvas, setting: Setting) -> None:
-    """Paint a brick wall on a finished background: a grid of tiles, each of which repeats one of a few patterns."""
+    """Paint a brick wall on a random SHARE of finished backgrounds: a grid of tiles, each of one of a few patterns."""
     kinds = (KINDS * canvas.random(TILES_ACROSS, TILES_ACROSS)).long()
     stone = STONE.to(canvas.device)[(len(STONE) * canvas.random()).long()][:, None]
     shades = stone * (DARKEST + (LIGHTEST - DARKEST) * canvas.random(SHADES, 1)) + TINT * canvas.normal(SHADES, 3)

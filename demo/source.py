@@ -27,7 +27,7 @@ OnStep = Callable[[], None]
 
 
 class Embedded:
-    """A source whose scene model, from a weights file, knows a few words."""
+    """A source with a scene model of this demo: name, device, target (for `tome_core.patch`), prompts, prompt_row."""
 
     prompt_row, prompts = 0, prompt.PROMPTS
 
@@ -47,9 +47,9 @@ class Embedded:
 
 
 class UserPipeline:
-    """A source whose diffusers pipeline is made from the user's files. Raises ValueError if these do not load.
+    """A source with `Embedded`'s attributes; its target is the diffusers pipeline of the user's files.
 
-    Its methods and attributes are those of `Embedded`.
+    The pipeline is float16, on a CPU float32. Raises ValueError if the files do not load.
     """
 
     prompt_row, prompts = -1, LONG_PROMPTS
@@ -85,13 +85,15 @@ class UserPipeline:
 
 
 def _load(checkpoint: Checkpoint, config: Path | None):
-    """Return the diffusers pipeline of a checkpoint, without a download if possible. config: its diffusers folder."""
+    """Return a checkpoint's diffusers pipeline. A folder is never downloaded. config: a single file's diffusers folder.
+
+    A single file without `config` takes configuration and tokenizer (a few MB of text) from diffusers' cache, or they
+    are downloaded; weights never are.
+    """
     import diffusers
 
     if checkpoint.kind != "folder":
         family = {"sdxl": diffusers.StableDiffusionXLPipeline, "sd": diffusers.StableDiffusionPipeline}[checkpoint.kind]
-        # A single file has weights only. Without `config`, diffusers takes the family's configuration and tokenizer
-        # from its cache or fetches them (text files of a few MB, no weights).
         return family.from_single_file(
             str(checkpoint.path), config=config and str(config), local_files_only=bool(config))
 
@@ -109,7 +111,10 @@ Source = Embedded | UserPipeline
 
 
 def tell_times(source: Source, steps: int, merging: tome_core.Patch, on_step: OnStep) -> OnStep:
-    """Set the first timestep of a picture in a patch; return a callback that sets the next and calls `on_step`."""
+    """Set the first timestep of a picture in a patch; return a callback that sets the next and calls `on_step`.
+
+    A UserPipeline has no timesteps to set, so the callback only calls `on_step`.
+    """
     times, sampling = iter(source.timesteps(steps) or ()), object()
 
     def tell() -> None:

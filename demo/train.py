@@ -59,10 +59,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 class TrainingState:
-    """A training run: the model, its running average, the optimizers, steps done and seconds spent.
-
-    Pictures are sampled from the average, because single steps are noisy.
-    """
+    """A training run: the model, its running average, which becomes the result, optimizers, steps and seconds."""
 
     def __init__(self, model: scene_model.SceneModel, learning_rate: float):
         self.model = model.train()
@@ -80,7 +77,7 @@ class TrainingState:
         self.step, self.seconds = 0, 0.0
 
     def descend(self) -> None:
-        """Take one step down the gradients that the model's weights have, and clear them."""
+        """Take one step down the gradients that the model's weights have, clear them, and count the step."""
         for flat, matrix in zip(self.flat, self.matrices, strict=True):
             flat.grad = matrix.grad.flatten(1)
         for optimizer in self.optimizers:
@@ -127,20 +124,19 @@ class TrainingState:
 
 
 def learning_rate(highest: float, step: int, progress: float, coarse: float) -> float:
-    """Return the learning rate of a step.
+    """Return a step's learning rate: it rises for 40 steps to `highest`, and stays so until `progress` is `coarse`.
 
-    It rises for 40 steps to `highest`. When `progress`, the share of time that is over, passes `coarse`, it falls as a
-    cosine to 2 %.
+    Then it falls as a cosine to 2 %. progress: the share of time that is over.
     """
     fine = max(0.0, progress - coarse) / (1 - coarse)
     return highest * min(1.0, (step + 1) / 40) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, fine))))
 
 
 def train_step(state: TrainingState, batch: Batch, seed: int, composition: bool = False) -> float:
-    """Train one step on a batch and return its loss. Noise and times depend on `seed` and the step alone.
+    """Train one step and update the average; return the loss without the `broadness` that a UNet's training adds.
 
-    composition: use `composition_loss`, see `teaches_composition`. Raises FloatingPointError, and leaves the weights as
-    they are, if gradients are not finite.
+    Noise and times depend on `seed` and the step alone. composition: use `composition_loss`, else `v_loss`. Raises
+    FloatingPointError, and leaves the weights as they are, if gradients are not finite.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + state.step)
     draw, loss_of = ((losses.noisy_times, losses.composition_loss) if composition
@@ -160,15 +156,15 @@ def train_step(state: TrainingState, batch: Batch, seed: int, composition: bool 
 
 
 def teaches_composition(state: TrainingState, scenes: Scenes, progress: float) -> bool:
-    """Tell whether a step uses the composition loss: for half-size pictures yes, for parts no, else by turns."""
+    """Say if a step uses `composition_loss`: half-size pictures yes, parts no, full ones 5 steps in 6, later 1 in 2."""
     details_every = DETAILS_EVERY if progress < FINISH else FINISH_EVERY
     return scenes.size < 2 * state.model.side or (scenes.crop is None and state.step % details_every > 0)
 
 
 def train(state: TrainingState, options: argparse.Namespace) -> None:
-    """Train until the minutes are used up, with the cheap pictures first, and save now and then.
+    """Train until the minutes, earlier runs included, are used up: half-size pictures, then parts, then full ones.
 
-    The minutes count earlier runs of `state`. The caller saves the last steps.
+    Saves to `options.state` every minute; the caller saves the last steps.
     """
     full, total = 2 * state.model.side, options.minutes * 60
     # A transformer has all of its attention at full size, so smaller parts and more of them teach it more in a minute.
@@ -210,7 +206,7 @@ def begin_with(model: scene_model.SceneModel, other: scene_model.SceneModel) -> 
 
 
 def prepare(options: argparse.Namespace) -> TrainingState:
-    """Complete the options; return the saved state or a new one. Raises ValueError or OSError for the user to read."""
+    """Fill in missing paths; return the run of `options.state`, a new one without it. Raises ValueError or OSError."""
     if min(options.coarse, options.crops) < 0 or options.coarse + options.crops >= 1:
         raise ValueError(f"--coarse {options.coarse} and --crops {options.crops} leave no time for full pictures; "
                          "give shares from 0 on that sum to less than 1")

@@ -59,7 +59,7 @@ class Scenes:
 
 
 def stratified_times(n: int, generator: torch.Generator) -> torch.Tensor:
-    """Draw `n` time steps in 0..999, one in each n-th of the range, which evens the loss out between steps."""
+    """Draw `n` time steps in 0..999, int64, one in each n-th of the range, which evens the loss out between steps."""
     return (_stratify(n, generator) * 1000).long()
 
 
@@ -69,7 +69,7 @@ def noisy_times(n: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def _stratify(n: int, generator: torch.Generator) -> torch.Tensor:
-    """Draw `n` numbers in 0..1 at equal distances, from a random start."""
+    """Draw `n` numbers in 0..1, each 1/n above the one before, from a random start; above 1 they begin at 0 again."""
     return (torch.rand(1, generator=generator) + torch.arange(n) / n) % 1
 
 
@@ -91,7 +91,7 @@ def v_loss(model: SceneModel, batch: Batch, times: torch.Tensor, generator: torc
 
 
 def composition_loss(model: SceneModel, batch: Batch, times: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Compute `v_loss` with five times the weight for the channels of means, because `encode` scales details up."""
+    """Compute `v_loss` with `haar_gain` times the weight for the channels of means: `encode` scales details up."""
     errors = squared_errors(model, batch, times, generator)
     weights = torch.ones(errors.shape[1], device=errors.device)
     weights[:MEAN_BANDS] = model.haar_gain
@@ -100,7 +100,7 @@ def composition_loss(model: SceneModel, batch: Batch, times: torch.Tensor, gener
 
 @torch.no_grad()
 def held_out_loss(model: SceneModel, pictures: int = 16) -> float:
-    """Compute the mean v-loss on fixed scenes that training never sees, of the model's own size; on the CPU."""
+    """Compute the mean v-loss at HELD_OUT_TIMES on fixed scenes that training never sees, of full size; on the CPU."""
     batch = Scenes(HELD_OUT_SEED, pictures, 2 * model.side)[0]
     losses = []
     for time in HELD_OUT_TIMES:

@@ -38,7 +38,7 @@ class SceneTransformer(nn.Module):
 
     @property
     def network(self) -> nn.Module:
-        """The part that merging patches."""
+        """The transformer, which `tome_core.patch` gets."""
         return self.transformer
 
     def forward(
@@ -64,7 +64,7 @@ class SceneTransformer(nn.Module):
         return nn.functional.pixel_shuffle(out.transpose(1, 2).unflatten(2, (height, width)), TOKEN)
 
     def _places(self, height: int, width: int, sizes: torch.Tensor | None, tiles: torch.Tensor) -> torch.Tensor:
-        """Return each token's position [h * w, 3]: 0, down and right, counted in tokens of a whole picture.
+        """Return each token's middle as (0, down, right), [h * w, 3], counted in tokens of a whole picture.
 
         sizes: as in `SceneModel.forward`, or None. tiles: a tensor of the wanted device and dtype.
         """
