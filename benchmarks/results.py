@@ -79,7 +79,7 @@ class Run:
 
     @classmethod
     def start(cls, record: Record, keys: Sequence[str], output: Path | None = None, folder: Path = FOLDER) -> Run:
-        """Begin a run, or go on with a killed one of the same settings, device and versions of other packages.
+        """Begin a run, or go on with a killed one of the same kind, settings, device and versions but tome_core's.
 
         record: without rows. keys: of all planned rows, in their order. output: the file; None for the latest
         unfinished one of `folder` that fits, or else a new one. Raises ResultError if `output` is another run's.
@@ -140,7 +140,7 @@ def describe(device: str) -> dict[str, Any]:
 
 
 def commit(folder: Path = ROOT) -> str | None:
-    """Name the repository's commit, ``+changes`` if tracked files but results differ; None outside a repository."""
+    """Name the repository's commit, with ``+changes`` if tracked files outside results/ differ; None without git."""
     def git(*arguments: str) -> str:
         return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True).stdout
 

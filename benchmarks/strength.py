@@ -39,7 +39,7 @@ Loss = dict[float, tuple[float, ...]]
 
 
 class Knot(NamedTuple):
-    """How a strength merges: below timestep `until` steps keep `share` of keys, else `FEWEST`; `dev`: error in %."""
+    """A `strength`: steps below timestep `until` keep `share` of the keys, others `FEWEST`; `dev` is its error in %."""
 
     strength: float
     share: float
@@ -85,7 +85,7 @@ def time_at(strength: float) -> float:
 
 
 def step_time(share: float) -> float:
-    """Compute which share of the unmerged attention's time a step takes that keeps this share of the keys."""
+    """Compute a step's share of the unmerged attention's time: 1 for all keys, else its share of keys and `MERGING`."""
     return 1.0 if share == 1 else share + MERGING
 
 

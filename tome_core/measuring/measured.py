@@ -104,7 +104,7 @@ class Measured(State):
         return nearest(KNOWN.of(self._about()), *where, height // PIXELS, width // PIXELS, batch)
 
     def why_not(self, height: int, width: int, batch: int = 2) -> str:
-        """Return why pictures of a size in pixels would not merge, without calling the model.
+        """Return the first reason why pictures of a size in pixels would not merge, without calling the model.
 
         `batch` is the number of samples in a call. The result is "" if some rule would merge at some level and time,
         and always for a transformer.

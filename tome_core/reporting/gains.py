@@ -106,7 +106,7 @@ class Gain(NamedTuple):
 
 
 class Gains:
-    """All known gains, and the file in which they are kept, if there is one. True if a `Gain` is known.
+    """All known gains, and the file in which they are kept, if there is one. ``bool()`` is True if a `Gain` is known.
 
     Attributes:
         pictures: seconds per model call in the user's own pictures, which are no `Gain`; the latest last. The keys are
@@ -229,7 +229,7 @@ def _speed(ratio: float) -> str:
 
 
 def _lines_of(path: Path) -> list[str]:
-    """Return a file's lines that are not blank: none without a file, an error's text if the file cannot be read."""
+    """Return a file's lines that are not blank; [] without a file; [an error's text] if the file cannot be read."""
     try:
         return [*filter(str.strip, path.read_text(encoding="utf-8", errors="replace").split("\n"))]
     except OSError as error:
@@ -247,7 +247,7 @@ load = KNOWN.load
 
 
 def nearest(gains: Iterable[Gain], device: str, dtype: str, height: int, width: int, batch: int) -> Gain | None:
-    """Return the gain of a call, measured with the nearest batch (the smaller of two); None if there is none.
+    """Return the gain with the nearest batch, or the smaller of two equally near; None if there is none.
 
     Device, dtype, height and width are as in a `Gain` and have to be equal. The batch, the number of samples in the
     call, may differ, because hosts split a batch by the free memory, on which a picture must not depend.
