@@ -57,7 +57,7 @@ _BETWEEN = re.compile(r"(<!-- table (\w+): [^>]*-->\n)(.*?)(<!-- end of table --
 
 @lru_cache
 def load_result(name: str) -> Record:
-    """Load ``results/NAME.json`` once. Raises OSError without it, ResultError if it is no result or is to choose by."""
+    """Load ``results/NAME.json`` once. Raises OSError without it, ResultError for no result or one ``--for choose``."""
     loaded = results.load(results.FOLDER / f"{name}.json")
     subjects.check_purpose(loaded, subjects.SHOW, name)
     return loaded
@@ -80,7 +80,7 @@ def host_calls() -> str:
 
 
 def strength() -> str:
-    """Make the Markdown table of named strengths and of tomesd at 0.5 in `QUALITY`: each model's time share and dev."""
+    """Make the Markdown table of named strengths and tomesd 0.5 in `QUALITY`: each model's share of time, dev in %."""
     models = sections(load_result(QUALITY))
     marks = {f"preset-{name}": (f"{value:g}", f"`{name}`") for name, value in MARKS.items()}
     return markdown(("strength", "", "time", "error, %"), (
@@ -90,7 +90,7 @@ def strength() -> str:
 
 
 def _methods(name: str) -> str:
-    """Make the Markdown table of a result's `METHODS`: the first model's work; dev, PSNR, detail and time of each."""
+    """Make the Markdown table of the `METHODS` in result `name`: the first model's work, all models' other figures."""
     models = sections(load_result(name))
     rows = []
     for method in METHODS:
@@ -136,13 +136,13 @@ def _range(setting: dict[str, Any]) -> str:
 
 
 def _deviations(models: Iterable[Section], name: str) -> str:
-    """Format a variant's mean `Noised.dev`, in %, in each model that has it, by commas; n/a if no model has it."""
+    """Format a variant's mean `Noised.dev`, in %, in each model that has it, with commas; n/a if none has it."""
     values = [model.noised[name].dev.value for model in models if name in model.noised]
     return ", ".join(f"{value:#.{2 if value < 1 else 3}g}" for value in values) or ABSENT
 
 
 def _times(models: Iterable[Section], name: str) -> str:
-    """Format a variant's time in each model, as shares of the unmerged, by commas. Every model must have timed it."""
+    """Format a variant's time in each model, as shares of unmerged, with commas. Every model must have timed it."""
     return ", ".join(f"{model.pictures[name].time:.2f}" for model in models)
 
 

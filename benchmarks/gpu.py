@@ -57,7 +57,7 @@ def plan(device: str) -> dict[str, Measure]:
 
 
 def execute(run: results.Run, rows: dict[str, Measure], bench: Bench) -> None:
-    """Measure and save missing rows. One that fails is saved with the reason; one that lacks time is passed over."""
+    """Measure and save missing rows. A row that fails is saved with the reason; one that lacks time stays missing."""
     for key in run.missing:
         if bench.left < (_COMPILING if "compiled" in key and not bench.tiny else 0):
             continue
@@ -78,7 +78,7 @@ def execute(run: results.Run, rows: dict[str, Measure], bench: Bench) -> None:
 
 
 def measure(options: argparse.Namespace, command: str) -> int:
-    """Measure missing rows on CUDA, else a CPU; write and print the report; return 1 if a row failed whole, else 0."""
+    """Measure missing rows on CUDA, else a CPU; write and print the report; return 1 if a whole row failed, else 0."""
     end = time.monotonic() + 60 * options.minutes
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":

@@ -44,7 +44,7 @@ def _time(of: dict[str, Any]) -> str:
 
 
 def factors(rows: Rows) -> dict[str, float]:
-    """Map timed cases but blocks to the speed-up by ``balanced``: of 20 steps, else of the mean of renewed and kept."""
+    """Map timed cases of whole UNets to the speed-up by ``balanced``: of 20 steps, else of renewed and kept calls."""
     by_case = {}
     for case, (of, steps) in cases(rows).items():
         if case.startswith(BLOCK):  # which is no whole UNet
@@ -111,7 +111,7 @@ def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _bars(axis: Any, title: str, names: Sequence[str], of: dict[str, dict[str, Any]]) -> None:
-    """Draw unmerged ms over each name's, in cases that time both. of: case -> name -> `Bench.compare`'s figures."""
+    """Draw bars of unmerged ms over a name's ms, for cases that time both. of: case -> name -> a dict with ``ms``."""
     height = 0.8 / len(names)
     for place, name in enumerate(names):
         timed = {case: by_name for case, by_name in enumerate(of.values()) if {name, "unmerged"} <= by_name.keys()}

@@ -29,8 +29,7 @@ from tome_core.measuring.pays import Pays
 from tome_core.merging import kernels
 
 UNMERGED, TOMESD, STRENGTHS, STEPS = "unmerged", "tomesd", ("balanced", "max"), 20
-# the match of a call -> the timesteps of such calls in turn
-WHEN = {"new": (900.0,), "renewed": (900.0, 800.0), "kept": (900.0, 890.0)}
+WHEN = {"new": (900.0,), "renewed": (900.0, 800.0), "kept": (900.0, 890.0)}  # match -> timesteps of calls, in turn
 ROW = "the row"  # the name of a row that failed as a whole among its failures
 _BACKENDS = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH")
 KERNEL_LAWS = "tests/kernel_laws.py"
@@ -226,7 +225,7 @@ _PACKAGES = {
 def kernel_laws(bench: Bench) -> dict[str, Any]:
     """Run the project's tests of its kernels by pytest. Raises OutOfTime if they last until `Bench.end`.
 
-    Returns ``hold``, a bool, ``said``, pytest's last line, if not ``log``; without kernels or pytest ``skipped``: why.
+    Returns ``hold``, a bool, ``said``, pytest's last line, if red ``log``; or without kernels or pytest ``skipped``.
     """
     if not kernels.available(torch.device(bench.device)):
         return {"skipped": "; ".join(kernels.notes()) or "no kernels for this device"}
@@ -245,7 +244,7 @@ def kernel_laws(bench: Bench) -> dict[str, Any]:
 def laws(bench: Bench, name: str, pixels: int) -> dict[str, Any]:
     """Check laws of calls of a network that ``balanced`` merges; return a value for each law, by a name that states it.
 
-    A value is True or False; for the law of waiting a traceback, or False if it does not wait; for a change `_share`.
+    A value is True or False; for the wait a traceback, or False if there is none; for a change what `_share` gives.
     """
     network, arguments = bench.network(name), bench.inputs(name, pixels)
     expected = network(*arguments)

@@ -72,7 +72,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def find_folders(options: argparse.Namespace) -> dict[str, Path]:
-    """Map hosts to the options' folders. Raises ValueError if one is wrong, there is none, or an attention's lacks."""
+    """Map the hosts whose folders the options give to these.
+
+    Raises ValueError if a folder is not the host's, if none is given, or not that of an asked attention's host.
+    """
     folders = {host: folder.resolve() for host in _HOSTS if (folder := getattr(options, host))}
     for host, folder in folders.items():
         if not (folder / _HOSTS[host][1]).is_file():
@@ -184,7 +187,7 @@ def share_of_early(name: str) -> float:
 
 
 def figures(rows: Sequence[dict[str, Any]], early: float) -> list[str]:
-    """Make the cells after "pixels" in `HEAD`, n/a if an arm failed. rows: of one case. early: `share_of_early`."""
+    """Make the cells after "pixels" in `HEAD`, n/a if an arm failed. rows: a case's rounds. early: `share_of_early`."""
     spent = {name: _median([row["seconds"][name] for row in rows]) for name in rows[0]["seconds"]}
     plain, theirs, (early_new, early_kept, late_new, late_kept) = spent[UNMERGED], spent[BUILT_IN], map(spent.get, OURS)
     mean = None if None in map(spent.get, OURS) else (

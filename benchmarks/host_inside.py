@@ -129,7 +129,7 @@ class Webui:
 
 
 def _check(report: Any, pixels: int) -> None:
-    """Raise RuntimeError if nothing merged in a picture of 512 px or more; in a smaller one nothing need merge."""
+    """Raise RuntimeError if nothing merged in a picture of 512 px or more. Smaller pictures pass."""
     if pixels >= 512 and not report.merged_anything:
         raise RuntimeError(f"nothing merged: {report}")
 

@@ -147,7 +147,7 @@ class SpatialTransformer(nn.Module):
 
 
 class Downsample(nn.Conv2d):
-    """A plain `nn.Conv2d` by LDM's name; the caller gives the stride of 2, which halves a picture's sides."""
+    """A plain `nn.Conv2d` under LDM's name; the caller gives the stride of 2, which halves a picture's sides."""
 
 
 class Upsample(nn.Conv2d):

@@ -77,7 +77,7 @@ def rows(
 
 
 class Picture(NamedTuple):
-    """A whole picture, the share of `work` left, `seconds` of each call, and `unmerged`, of one such, None on a GPU."""
+    """A whole picture, the share of `work` left, `seconds` of each call, and `unmerged`, of an unmerged one or None."""
 
     pixels: np.ndarray  # uint8 ``[H, W, 3]``
     work: float
@@ -258,7 +258,7 @@ def _device(name: str | None) -> torch.device:
 
 
 def execute(options: argparse.Namespace, command: str) -> int:
-    """Measure missing rows and print the table, or with ``--list`` the variants; return 0. Raises as `complete` does."""
+    """Measure missing rows and print the table, or by ``--list`` all variants; return 0. Raises as `complete` does."""
     if options.list:
         print("\n".join(VARIANTS))
         return 0

@@ -67,7 +67,7 @@ class Noised(NamedTuple):
 
 
 class Pictured(NamedTuple):
-    """Figures of whole pictures: `work` left, `psnr`, `detail`, `time`; the last two are None if a row lacks them."""
+    """Figures of whole pictures: `work` left, `psnr` in dB, and `detail` and `time`, shares of unmerged or None."""
 
     work: float  # as in `Noised`
     psnr: Mean  # dB
@@ -76,7 +76,7 @@ class Pictured(NamedTuple):
 
 
 class Section(NamedTuple):
-    """One checkpoint's figures: unmerged v-`loss` (None without noised), `counts`, and dicts by variant's name."""
+    """One checkpoint's figures: unmerged v-`loss` (None without noised), `counts`, and by variant facts and figures."""
 
     checkpoint: str
     loss: float | None  # the unmerged v-loss; None without noised pictures
