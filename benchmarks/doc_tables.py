@@ -57,7 +57,7 @@ _BETWEEN = re.compile(r"(<!-- table (\w+): [^>]*-->\n)(.*?)(<!-- end of table --
 
 @lru_cache
 def load_result(name: str) -> Record:
-    """Load ``results/NAME.json`` once. Raises OSError without it, ResultError for no result or one ``--for choose``."""
+    """Load ``results/NAME.json``, once a process. Raises OSError without it, ResultError if it is not one to show."""
     loaded = results.load(results.FOLDER / f"{name}.json")
     subjects.check_purpose(loaded, subjects.SHOW, name)
     return loaded

@@ -123,7 +123,7 @@ class Zeros(InPlaceOfAttention):
 class Downsampled(InPlaceOfAttention):
     """A context manager of token down-sampling (ToDo, arXiv 2402.13573), for square pictures.
 
-    All tokens are queries. Keys are the first of each `cell` x `cell` tokens, and all of a transformer's text.
+    All tokens are queries; keys and values are the first of each `cell` x `cell`, and all of a transformer's text.
     """
 
     def __init__(self, network: nn.Module, cell: int) -> None:

@@ -77,7 +77,7 @@ def rows(
 
 
 class Picture(NamedTuple):
-    """A whole picture, the share of `work` left, `seconds` of each call, and `unmerged`, of an unmerged one or None."""
+    """A whole picture, the share of `work` left, `seconds` of each call, and of an `unmerged` one (None on a GPU)."""
 
     pixels: np.ndarray  # uint8 ``[H, W, 3]``
     work: float
@@ -130,14 +130,14 @@ class QualityBench:
 
 
 def _predictions(merged: list, plain: list) -> dict[str, Any]:
-    """Make a row's ``work``, ``loss`` and ``dev`` from `QualityBench._predict`'s of its variant and without merging."""
+    """Make a row's ``work``, ``loss`` and ``dev`` from what `_predict` gave for its variant and without merging."""
     return {"work": _round(share for *_, share in merged),
             "loss": [_round(loss) for _, loss, _ in merged],
             "dev": [_round(_error(new, old)) for (new, *_), (old, *_) in zip(merged, plain, strict=True)]}
 
 
 def _pictures(merged: list[Picture], plain: list[Picture]) -> dict[str, Any]:
-    """Make a row's ``work``, ``gradient``, ``squared_error``, and if `unmerged` is timed ``seconds`` and ``beside``."""
+    """Make a row's ``work``, ``gradient``, ``squared_error`` to `plain`, and on a CPU ``seconds`` and ``beside``."""
     figures = {"work": _round([np.mean([picture.work for picture in merged])])[0],
                "gradient": _round(gradient_energy(picture.pixels) for picture in merged),
                "squared_error": _round(squared_error(old.pixels, new.pixels)
@@ -258,7 +258,7 @@ def _device(name: str | None) -> torch.device:
 
 
 def execute(options: argparse.Namespace, command: str) -> int:
-    """Measure missing rows and print the table, or by ``--list`` all variants; return 0. Raises as `complete` does."""
+    """Measure missing rows and print the table, or for ``--list`` all variants; return 0. Raises as `complete`."""
     if options.list:
         print("\n".join(VARIANTS))
         return 0

@@ -67,7 +67,7 @@ class Noised(NamedTuple):
 
 
 class Pictured(NamedTuple):
-    """Figures of whole pictures: `work` left, `psnr` in dB, and `detail` and `time`, shares of unmerged or None."""
+    """Figures of whole pictures: `work`, `psnr` in dB, `detail` and `time` as shares of unmerged, None if not known."""
 
     work: float  # as in `Noised`
     psnr: Mean  # dB

@@ -139,7 +139,7 @@ def describe(device: str) -> dict[str, Any]:
 
 
 def commit(folder: Path = ROOT) -> str | None:
-    """Name the repository's commit, with ``+changes`` if tracked files outside results/ differ; None without git."""
+    """Name the commit, with ``+changes`` if tracked files outside results/ differ; None without git or a repository."""
     def git(*arguments: str) -> str:
         return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True).stdout
 

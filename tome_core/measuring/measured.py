@@ -94,8 +94,8 @@ class Measured(State):
     def gain_for(self, height: int, width: int, batch: int = 2) -> Gain | None:
         """Return the measured gain for a picture size in pixels, without calling the model; None if not measured.
 
-        The gain of another batch, the number of samples in a call, is taken if there is none of this. None also for a
-        transformer.
+        If there is none of this batch, the number of samples in a call, that of the nearest batch is taken. None also
+        for a transformer.
         """
         if not KNOWN or not self._places:
             return None

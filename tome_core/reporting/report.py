@@ -108,7 +108,7 @@ class Report(Counted):
         return "\n".join(self.lines())
 
     def as_data(self) -> dict[str, Any]:
-        """Return the report in JSON's types, with `FORMAT`, the version of this format. Shares are 0 to 1."""
+        """Return the report but `own` in JSON's types, with `FORMAT`, the version of this format. Shares are 0 to 1."""
         return {
             "format": FORMAT, "patched": self.patched, "settings": list(self.settings), "calls": self.calls,
             "work_saved": self.work_saved, "gains": [{**gain._asdict(), "ratio": gain.ratio} for gain in self.gains],
@@ -122,8 +122,8 @@ class Report(Counted):
     def _speed(self) -> list[str]:
         """Return the gain as a list of one text, ``about 1.4x faster (measured here)``; else `own`, else an empty list.
 
-        A measurement is not used for calls that left out another share of attention, see `Gain.fits_share`. The text
-        joins the last three, each with its size. If nothing merged, the list is empty.
+        A measurement is not used for calls that left out another share of attention, see `Gain.fits_share`. If several
+        fit, the text joins the last three, each with its size. If nothing merged, the list is empty.
         """
         gains = [gain for gain in self.gains if gain.fits_share(self.work_saved)][-_KINDS:]
         if not gains or not self.merged_anything:
@@ -161,7 +161,7 @@ def _once(several: Iterable[Iterable[Any]]) -> tuple:
 
 
 def _level_data(level: LevelTally) -> dict[str, Any]:
-    """Return the counts of a level in JSON's types, for `Report.as_data`."""
+    """Return a level's counts in JSON's types: lost work as shares of the level's, an MLP's number of keys as None."""
     merged = [{"part": part, "tokens": tokens, "queries": queries, "keys": keys or None, "calls": calls}
               for (part, tokens, queries, keys), calls in level.merged.items()]  # fmt: skip
     return {"level": level.level, "downsample": level.downsample, "blocks": level.blocks, "covered": level.covered,
