@@ -225,7 +225,7 @@ class Gains:
 
 
 def _speed(ratio: float) -> str:
-    """Format a ratio as ``about 1.3x faster``, below 1.1 as ``about 1.05x faster``, below 1 + `MARGIN` no faster."""
+    """Format a ratio as ``about 1.3x faster``, below 1.1 ``about 1.05x faster``, below 1 + `MARGIN` ``no faster``."""
     return f"about {ratio:.{1 if ratio >= 1.1 else 2}f}x faster" if ratio >= 1 + MARGIN else "no faster"
 
 
