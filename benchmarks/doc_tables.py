@@ -57,14 +57,14 @@ _BETWEEN = re.compile(r"(<!-- table (\w+): [^>]*-->\n)(.*?)(<!-- end of table --
 
 @lru_cache
 def load_result(name: str) -> Record:
-    """Load and cache ``benchmarks/results/NAME.json``. Raises OSError without it, ResultError if it is none to show."""
+    """Load ``results/NAME.json``, once a process. Raises OSError without it, ResultError if it is not one to show."""
     loaded = results.load(results.FOLDER / f"{name}.json")
     subjects.check_purpose(loaded, subjects.SHOW, name)
     return loaded
 
 
 def gains() -> str:
-    """Make the Markdown table of speed-ups by merging in real hosts: a row an attention function, a column a size."""
+    """Make the Markdown table of "ours, times as fast" in `HOST_CALLS`, or n/a: a row an attention, a column a size."""
     factors = {tuple(row[:2]): row[9] for row in calls.table_rows([load_result(HOST_CALLS)])}
     sizes = sorted({pixels for _, pixels in factors}, key=int)
     return markdown(("attention function of the host", *(f"{pixels} px" for pixels in sizes)), (
@@ -74,13 +74,13 @@ def gains() -> str:
 
 
 def host_calls() -> str:
-    """Make the Markdown table of calls in real hosts: all columns of `host_calls.HEAD` but the last, of peak memory."""
+    """Make the Markdown table of `HOST_CALLS`: all columns of `host_calls.HEAD` but the last, of peak memory."""
     head, *rows = (row[:10] for row in (calls.HEAD, *calls.table_rows([load_result(HOST_CALLS)])))
     return markdown(head, rows)
 
 
 def strength() -> str:
-    """Make the Markdown table of named strengths and of tomesd at 0.5: time as a share of unmerged, and error in %."""
+    """Make the Markdown table of named strengths and tomesd 0.5 in `QUALITY`: each model's share of time, dev in %."""
     models = sections(load_result(QUALITY))
     marks = {f"preset-{name}": (f"{value:g}", f"`{name}`") for name, value in MARKS.items()}
     return markdown(("strength", "", "time", "error, %"), (
@@ -90,7 +90,7 @@ def strength() -> str:
 
 
 def _methods(name: str) -> str:
-    """Make the Markdown table of work, error and time of the `METHODS` in a result; name: its file's without .json."""
+    """Make the Markdown table of the `METHODS` in result `name`: the first model's work, all models' other figures."""
     models = sections(load_result(name))
     rows = []
     for method in METHODS:
@@ -104,7 +104,7 @@ def _methods(name: str) -> str:
 
 
 def equal_time() -> str:
-    """Make the Markdown table of PSNR in dB at equal time, ``rival : strength``, a column for each `AT_EQUAL_TIME`."""
+    """Make the Markdown table, `RIVALS` by `AT_EQUAL_TIME`, of each model's PSNR: ``rival : strength at its time``."""
     columns = {head: [{rival.name: f"{rival.theirs:.1f} : {number(rival.ours, '.1f')}"
                        for rival in at_equal_time(model)} for model in sections(load_result(name))]
                for head, name in AT_EQUAL_TIME.items()}  # fmt: skip
@@ -126,7 +126,7 @@ def settings() -> str:
 
 
 def _range(setting: dict[str, Any]) -> str:
-    """Format the allowed values of one of the dicts of `describe_settings`: choices, "on, off", or least and most."""
+    """Format a setting's values: choices (None: automatic), ``from 1 to 8``, ``from 1`` if no limit, or "on, off"."""
     if "choices" in setting:
         return ", ".join("automatic" if choice is None else f"`{choice}`" for choice in setting["choices"])
     if "minimum" not in setting:
@@ -136,13 +136,13 @@ def _range(setting: dict[str, Any]) -> str:
 
 
 def _deviations(models: Iterable[Section], name: str) -> str:
-    """Format a variant's mean `Noised.dev`, in %, in each model that has it; n/a if no model has it."""
+    """Format a variant's mean `Noised.dev`, in %, in each model that has it, with commas; n/a if none has it."""
     values = [model.noised[name].dev.value for model in models if name in model.noised]
     return ", ".join(f"{value:#.{2 if value < 1 else 3}g}" for value in values) or ABSENT
 
 
 def _times(models: Iterable[Section], name: str) -> str:
-    """Format a variant's time in each model, as shares of the unmerged time. Every model must have timed it."""
+    """Format a variant's time in each model, as shares of unmerged, with commas. Every model must have timed it."""
     return ", ".join(f"{model.pictures[name].time:.2f}" for model in models)
 
 

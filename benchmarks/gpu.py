@@ -33,7 +33,7 @@ Measure = Callable[[Bench], dict[str, Any]]
 
 
 def plan(device: str) -> dict[str, Measure]:
-    """Map the keys of all rows of "cuda" or "cpu", in their order, to functions that measure them with a `Bench`."""
+    """Map row keys, as ``sd15 call, 512 px``, in order of measuring to functions of a `Bench`, for "cuda" or "cpu"."""
     rows: dict[str, Measure] = {"the device": gpu_rows.device}
 
     def add(name: str, pixels: int, compiled: bool = False) -> None:
@@ -57,7 +57,7 @@ def plan(device: str) -> dict[str, Measure]:
 
 
 def execute(run: results.Run, rows: dict[str, Measure], bench: Bench) -> None:
-    """Measure and save the run's missing rows; a failed one has its reason, one without enough time stays missing."""
+    """Measure and save missing rows. A row that fails is saved with the reason; one that lacks time stays missing."""
     for key in run.missing:
         if bench.left < (_COMPILING if "compiled" in key and not bench.tiny else 0):
             continue
@@ -78,7 +78,7 @@ def execute(run: results.Run, rows: dict[str, Measure], bench: Bench) -> None:
 
 
 def measure(options: argparse.Namespace, command: str) -> int:
-    """Measure missing rows for some minutes; write and print the report; return 1 if a whole row failed, else 0."""
+    """Measure missing rows on CUDA, else a CPU; write and print the report; return 1 if a whole row failed, else 0."""
     end = time.monotonic() + 60 * options.minutes
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":

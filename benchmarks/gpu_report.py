@@ -20,14 +20,14 @@ Rows = Sequence[dict[str, Any]]
 
 
 def cases(rows: Rows) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """Map each case, as ``sd15 1024 px``, to the ``of`` that `Bench.compare` gave for calls and for 20 steps, or {}."""
+    """Map cases with a row of calls, as ``sd15 512 px``, to (``of`` of the calls, ``of`` of 20 steps); missing: {}."""
     figures = {row["key"]: row.get("of", {}) for row in rows}
     return {key.replace("call, ", ""): (of_calls, figures.get(key.replace("call", "sampling of 20 steps"), {}))
             for key, of_calls in figures.items() if " call, " in key}  # fmt: skip
 
 
 def calls_table(rows: Rows) -> str:
-    """Make the Markdown table, a line a case: ms of calls, the GPU's own ms if measured, and seconds of 20 steps."""
+    """Make the Markdown table, a line a case: ms of calls but "new" ones, the GPU's own ms if known, s of 20 steps."""
     on_card = any("card_ms" in figures for of, _ in cases(rows).values() for figures in of.values())
     shown = [name for name in _CALLS if name != "new"]
     heads = [f"{name}, ms{' (of the card)' if on_card else ''}" for name in shown]
@@ -44,7 +44,7 @@ def _time(of: dict[str, Any]) -> str:
 
 
 def factors(rows: Rows) -> dict[str, float]:
-    """Map cases of whole UNets to the speed-up by ``balanced`` in 20 steps, else in calls; untimed cases are absent."""
+    """Map timed cases of whole UNets to the speed-up by ``balanced``: of 20 steps, else of renewed and kept calls."""
     by_case = {}
     for case, (of, steps) in cases(rows).items():
         if case.startswith(BLOCK):  # which is no whole UNet
@@ -57,7 +57,7 @@ def factors(rows: Rows) -> dict[str, float]:
 
 
 def verdict(record: dict[str, Any]) -> str:
-    """Say for which cases of a record merging by ``balanced`` pays, and for which not, or that none is timed yet."""
+    """Say for which cases ``balanced`` pays, at `_PAYS` times as fast or more, for which not, or that none is timed."""
     card, by_case = record["device"]["name"], factors(record["rows"])
     if not by_case:
         return f"Nothing measured yet says when merging pays on {card}. The same command goes on."
@@ -87,7 +87,7 @@ def _facts_of(record: dict[str, Any]) -> list[str]:
 
 
 def _facts(value: Any) -> str:
-    """Format a JSON value for reading: a dict becomes ``name: value; ...``, a bool yes or no, None ``none``."""
+    """Format a JSON value: a dict as ``name: value; ...``, a bool as yes or no, None as none, a float in 3 digits."""
     if isinstance(value, dict):
         return "; ".join(f"{name}: {_facts(inner)}" for name, inner in value.items())
     if isinstance(value, bool) or value is None:
@@ -111,7 +111,7 @@ def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _bars(axis: Any, title: str, names: Sequence[str], of: dict[str, dict[str, Any]]) -> None:
-    """Draw the speed-up of each name in each case that times it and ``unmerged``. of: case -> name -> its ``ms``."""
+    """Draw bars of unmerged ms over a name's ms, for cases that time both. of: case -> name -> a dict with ``ms``."""
     height = 0.8 / len(names)
     for place, name in enumerate(names):
         timed = {case: by_name for case, by_name in enumerate(of.values()) if {name, "unmerged"} <= by_name.keys()}

@@ -29,8 +29,7 @@ from tome_core.measuring.pays import Pays
 from tome_core.merging import kernels
 
 UNMERGED, TOMESD, STRENGTHS, STEPS = "unmerged", "tomesd", ("balanced", "max"), 20
-# the match of a call -> the timesteps of such calls in turn
-WHEN = {"new": (900.0,), "renewed": (900.0, 800.0), "kept": (900.0, 890.0)}
+WHEN = {"new": (900.0,), "renewed": (900.0, 800.0), "kept": (900.0, 890.0)}  # match -> timesteps of calls, in turn
 ROW = "the row"  # the name of a row that failed as a whole among its failures
 _BACKENDS = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH")
 KERNEL_LAWS = "tests/kernel_laws.py"
@@ -67,13 +66,13 @@ class Patched:
         """Make a function that calls the network once with these arguments. Its first call makes a match of tokens.
 
         when: its later calls make a ``new`` match, each in a sampling of its own, or in one sampling make a ``renewed``
-        match, or use the one that is there (``kept``). It changes nothing without the engine's patch.
+        match, or use the one that is there (``kept``). `when` changes nothing without the engine's patch.
         """
         numbers, times, sampling = itertools.count(), WHEN[when], object()
         return lambda: self._step(arguments, times[next(numbers) % len(times)], sampling if times[1:] else object())
 
     def steps(self, arguments: tuple) -> Run:
-        """Make a function that calls the network at `STEPS` falling timesteps, each time in a new sampling."""
+        """Make a function of which each call is a new sampling: it calls the network at `STEPS` falling timesteps."""
         def run() -> None:
             sampling = object()
             for number in range(STEPS):
@@ -82,7 +81,7 @@ class Patched:
         return run
 
     def _step(self, arguments: tuple, timestep: float, sampling: object) -> Any:
-        """Call the network; first tell the engine's patch the timestep and an object that stands for the sampling."""
+        """Call the network; first tell the engine's patch, if any, the timestep and the sampling, by any object."""
         if self.handle is not None:
             self.handle.set_time(timestep=timestep, sampling=sampling, pictures=1)
         return self.network(*arguments)
@@ -91,7 +90,7 @@ class Patched:
 class Bench:
     """A device with one network and its patched copies in memory.
 
-    device: "cuda", or "cpu", on which the networks are tiny. end: the ``time.monotonic`` at which all work must end.
+    device: "cuda", in float16, or "cpu", in float32 with tiny networks. end: ``time.monotonic`` when work must end.
     """
 
     def __init__(self, device: str, end: float) -> None:
@@ -117,7 +116,7 @@ class Bench:
         return models.inputs(name, pixels, self.device, self.dtype, self.tiny)
 
     def patched_copy(self, name: str, compiled: bool, way: str) -> Patched:
-        """Return a copy of a network with shared weights, patched in a `way` of `Patched`; the first call makes it."""
+        """Return a weight-sharing copy of a network, patched in a `way` of `Patched`, kept as long as the network."""
         network, key = self.network(name), (compiled, way)
         if key not in self._networks:
             self._networks[key] = Patched(models.copy_sharing_weights(network), way, compiled)
@@ -126,9 +125,9 @@ class Bench:
     def compare(self, makers: dict[str, Callable[[], Run]], single: bool = False) -> dict[str, Any]:
         """Time several runs in turns; raise OutOfTime if these would not end in time.
 
-        makers: name -> the function that makes the run. single: a turn is one run, without an untimed run before it.
-        Returns ``of``: name -> ``ms`` of a run (the median), ``least`` and ``most``, on a GPU and without `single` also
-        ``card_ms``, ``launches`` and ``peak_mib``; and ``failed``: name -> the reason.
+        makers: name -> the function that makes the run. single: a turn is one run; else an untimed one and the mean of
+        1 to 10. Returns ``of``: name -> ``ms`` of a run (the median), ``least`` and ``most``, on a GPU without `single`
+        also ``card_ms``, ``launches`` and ``peak_mib``; and ``failed``: name -> the reason why its first run failed.
         """
         runs, failed, once = {}, {}, 0.0
         for name, make in makers.items():
@@ -163,7 +162,7 @@ class Bench:
 
 
 def calls(bench: Bench, name: str, pixels: int, compiled: bool = False) -> dict[str, Any]:
-    """Return `Bench.compare` of calls: unmerged, by tomesd, by ``balanced`` with a new, renewed or kept token match."""
+    """Return `Bench.compare` of calls: "unmerged", "tomesd", and ``balanced`` with a "new", "renewed", "kept" match."""
     arguments = bench.inputs(name, pixels)
     ways = {**{way: (way, "new") for way in (UNMERGED, TOMESD)}, **{when: (STRENGTHS[0], when) for when in WHEN}}
     return bench.compare({row: lambda way=way, when=when: bench.patched_copy(name, compiled, way).call(arguments, when)
@@ -171,14 +170,14 @@ def calls(bench: Bench, name: str, pixels: int, compiled: bool = False) -> dict[
 
 
 def sampling(bench: Bench, name: str, pixels: int, compiled: bool = False) -> dict[str, Any]:
-    """Return `Bench.compare` of samplings of `STEPS` steps: unmerged, by tomesd, by ``balanced`` and by ``max``."""
+    """Return `Bench.compare`, `single`, of samplings of `STEPS` steps: "unmerged", "tomesd", "balanced" and "max"."""
     arguments = bench.inputs(name, pixels)
     return bench.compare({way: lambda way=way: bench.patched_copy(name, compiled, way).steps(arguments)
                           for way in (UNMERGED, TOMESD, *STRENGTHS)}, single=True)  # fmt: skip
 
 
 def device(bench: Bench) -> dict[str, Any]:
-    """Describe the device: Triton, capability, state of the kernels, and each attention's ms, or why it fails."""
+    """Describe Triton's version and the capability (or None), state of the kernels, each attention's ms or failure."""
     tokens = {"cpu": 256, "cuda": 4096}[bench.device]
     qkv = [torch.randn(2, 8, tokens, 64, device=bench.device, dtype=bench.dtype) for _ in range(3)]
     functions = {f"torch {name.lower()}": partial(_by_backend, name) for name in _BACKENDS} | _PACKAGES
@@ -195,7 +194,7 @@ def device(bench: Bench) -> dict[str, Any]:
 
 
 def _attempt(run: Run, device: str) -> float | str:
-    """Return the least ms of three runs after an untimed one, or the reason why the run fails."""
+    """Return the least ms of three runs after an untimed one, or why it fails, such as ``not installed``."""
     try:
         run()
         return 1e3 * min(timing.seconds(run, device) for _ in range(3))
@@ -226,7 +225,7 @@ _PACKAGES = {
 def kernel_laws(bench: Bench) -> dict[str, Any]:
     """Run the project's tests of its kernels by pytest. Raises OutOfTime if they last until `Bench.end`.
 
-    Returns ``hold``, True or False, ``said``, pytest's last line, and if not ``log``; or ``skipped``, the reason.
+    Returns ``hold``, a bool, ``said``, pytest's last line, if red ``log``; or without kernels or pytest ``skipped``.
     """
     if not kernels.available(torch.device(bench.device)):
         return {"skipped": "; ".join(kernels.notes()) or "no kernels for this device"}
@@ -245,7 +244,7 @@ def kernel_laws(bench: Bench) -> dict[str, Any]:
 def laws(bench: Bench, name: str, pixels: int) -> dict[str, Any]:
     """Check laws of calls of a network that ``balanced`` merges; return a value for each law, by a name that states it.
 
-    A value is True or False, for a wait its traceback or False, and for a change what `_share` gives.
+    A value is True or False; for the wait a traceback, or False if there is none; for a change what `_share` gives.
     """
     network, arguments = bench.network(name), bench.inputs(name, pixels)
     expected = network(*arguments)

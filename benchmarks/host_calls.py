@@ -72,7 +72,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def find_folders(options: argparse.Namespace) -> dict[str, Path]:
-    """Map the hosts that the options name to their folders. Raises ValueError if a folder is wrong or lacking."""
+    """Map the hosts whose folders the options give to these.
+
+    Raises ValueError if a folder is not the host's, if none is given, or not that of an asked attention's host.
+    """
     folders = {host: folder.resolve() for host in _HOSTS if (folder := getattr(options, host))}
     for host, folder in folders.items():
         if not (folder / _HOSTS[host][1]).is_file():
@@ -86,13 +89,13 @@ def find_folders(options: argparse.Namespace) -> dict[str, Path]:
 
 
 def python_of(host: str, folder: Path) -> str:
-    """Return the path of a host's Python: ``$COMFYUI_PYTHON``, ``$WEBUI_PYTHON``, else its venv's, else this one."""
+    """Return a host's Python, a path: its ``$COMFYUI_PYTHON`` or ``$WEBUI_PYTHON``, else its venv's, else this one."""
     named = os.environ.get(f"{_HOSTS[host][0]}_PYTHON")
     return named or next((str(folder / path) for path in _PYTHONS if (folder / path).exists()), sys.executable)
 
 
 def plan_cases(options: argparse.Namespace, hosts: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Map the keys of all rows, in their order, to their cases: what `host_inside.measure` needs, without the arm."""
+    """Map keys, as ``comfyui, 512 px, 0`` of round 0, round by round to what `host_inside.measure` gets but the arm."""
     names = options.attention or [name for name, (host, *_) in ATTENTIONS.items() if host in hosts]
     return {
         f"{name}, {pixels} px, {number}": {
@@ -106,8 +109,8 @@ def plan_cases(options: argparse.Namespace, hosts: Sequence[str]) -> dict[str, d
 def measure(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Measure each arm of a case, a key of `ARMS`: unmerged, the host's own merging, and ours, each in its own process.
 
-    Returns versions, ``seconds`` by call, of a failed arm None, and ``peak_mib`` and ``failed_arms`` (reasons) by arm.
-    If all arms failed, the result is ``failed`` alone, a reason.
+    Returns versions, ``seconds`` by call and ``peak_mib`` by arm, both None if the arm failed, and ``failed_arms``,
+    reasons by arm. If all arms failed, the result is ``failed`` alone, the reason of the unmerged one.
     """
     answers = {arm: _ask({**case, "arm": arm}, folder) for arm in ARMS}
     failed = {arm: answer["failed"] for arm, answer in answers.items() if "failed" in answer}
@@ -122,7 +125,7 @@ def measure(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _ask(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return what `host_inside.measure` gives in a process of the host's Python; if nothing, ``failed``, a reason."""
+    """Return what `host_inside.measure` gives in a process of the host's Python; without an answer ``failed``: why."""
     command = [python_of(case["host"], folder), "-m", "benchmarks.host_inside", json.dumps(case),
                *_ON_A_CPU[case["host"]].split(), *case["flag"].split()]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -169,7 +172,7 @@ def table(records: Sequence[Record]) -> str:
 
 
 def table_rows(records: Sequence[Record]) -> list[list[str]]:
-    """Make the cells under `HEAD` of each attention and size, over all rounds; cases without an answer are left out."""
+    """Make the cells under `HEAD` of each attention and size, over all rounds but those in which all arms failed."""
     early = share_of_early(records[0]["settings"]["preset"])
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in (row for record in records for row in record["rows"] if "failed" not in row):
@@ -184,7 +187,7 @@ def share_of_early(name: str) -> float:
 
 
 def figures(rows: Sequence[dict[str, Any]], early: float) -> list[str]:
-    """Make the cells under `HEAD` after "pixels". rows: of an attention and size. early: share of early steps."""
+    """Make the cells after "pixels" in `HEAD`, n/a if an arm failed. rows: a case's rounds. early: `share_of_early`."""
     spent = {name: _median([row["seconds"][name] for row in rows]) for name in rows[0]["seconds"]}
     plain, theirs, (early_new, early_kept, late_new, late_kept) = spent[UNMERGED], spent[BUILT_IN], map(spent.get, OURS)
     mean = None if None in map(spent.get, OURS) else (

@@ -129,7 +129,7 @@ class Webui:
 
 
 def _check(report: Any, pixels: int) -> None:
-    """Raise RuntimeError if a picture of 512 px or more had nothing merged; smaller ones may."""
+    """Raise RuntimeError if nothing merged in a picture of 512 px or more. Smaller pictures pass."""
     if pixels >= 512 and not report.merged_anything:
         raise RuntimeError(f"nothing merged: {report}")
 
@@ -149,7 +149,7 @@ def _comfyui_model(tiny: bool) -> Any:
 
 
 def randomize(unet: nn.Module) -> nn.Module:
-    """Set a UNet's weights in place to random ones with which attention matters and nothing overflows; return it."""
+    """Set a UNet's weights in place, the same every time: matrices random, norms 1, biases 0; return the UNet."""
     dice = torch.Generator().manual_seed(0)
     for name, weight in unet.named_parameters():
         if weight.dim() > 1:
@@ -167,7 +167,7 @@ def inputs(pixels: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:
-    """Return ``seconds`` by call, ``peak_mib`` and versions of a case with an ``arm``; ``failed`` alone if it fails."""
+    """Give ``seconds`` by call of a case with ``arm``, ``peak_mib`` (None off Linux), versions; or ``failed`` alone."""
     try:
         host = {COMFYUI: ComfyUI, WEBUI: Webui}[case["host"]](case)
         host.time_calls(UNMERGED, _SMALL)  # libraries allocate some memory only once

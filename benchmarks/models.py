@@ -57,7 +57,7 @@ def _embed(channels: int, out: int) -> nn.Sequential:
 
 
 class ResBlock(nn.Module):
-    """Two convolutions with the time added between them, and the input added at the end."""
+    """Two convolutions with the time added between them; at the end the input, convolved if its channels differ."""
 
     def __init__(self, channels: int, out: int, time_channels: int) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class BasicTransformerBlock(nn.Module):
 
 
 class SpatialTransformer(nn.Module):
-    """Blocks between a picture ``[B, C, H, W]`` and its tokens, with a norm and projections around them."""
+    """Norm, projection, transformer blocks on the tokens, projection, and the input ``[B, C, H, W]`` added."""
 
     def __init__(self, channels: int, heads: int, context_channels: int, depth: int) -> None:
         super().__init__()
@@ -147,14 +147,14 @@ class SpatialTransformer(nn.Module):
 
 
 class Downsample(nn.Conv2d):
-    """A convolution that halves the sides of a picture, by its stride."""
+    """A plain `nn.Conv2d` under LDM's name; the caller gives the stride of 2, which halves a picture's sides."""
 
 
 class Upsample(nn.Conv2d):
-    """A convolution of a picture with doubled sides."""
+    """A doubling of a picture's sides, then a convolution."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the picture with doubled sides."""
+        """Double the sides by nearest neighbours, and convolve."""
         return super().forward(F.interpolate(x, scale_factor=2.0))
 
 
@@ -244,7 +244,7 @@ def _shape_of(name: str, tiny: bool) -> Shape:
 
 
 def make(name: str, device: str, dtype: torch.dtype, tiny: bool = False) -> nn.Module:
-    """Make one of `NAMES`, always with the same random weights, in eval mode without gradients. tiny: few channels."""
+    """Make one of `NAMES` without gradients, its random weights the same on a device. tiny: few channels in a UNet."""
     with torch.device("meta"):  # without memory: 2.6 billion weights made on a CPU and sent over would take a minute
         model = (Block if name == BLOCK else UNet)(_shape_of(name, tiny))
     model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
@@ -259,7 +259,7 @@ def make(name: str, device: str, dtype: torch.dtype, tiny: bool = False) -> nn.M
 
 
 def copy_sharing_weights(model: nn.Module) -> nn.Module:
-    """Return a copy of a model with the same weights and buffers: four variants of SDXL need the memory of one."""
+    """Copy a model's modules but share weights and buffers, so that four variants of SDXL need the memory of one."""
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, shared)
 
@@ -267,7 +267,7 @@ def copy_sharing_weights(model: nn.Module) -> nn.Module:
 def inputs(name: str, pixels: int, device: str, dtype: torch.dtype, tiny: bool = False) -> tuple[Tensor, ...]:
     """Draw the arguments of a call for one picture, `pixels` a side, with its prompt and without; always the same ones.
 
-    They are a latent ``[2, C, h, w]``, timesteps of 500 ``[2]``, prompts ``[2, 77, D]``, and for SDXL zeros ``[2, V]``.
+    They are twice a latent ``[2, C, h, w]``, timesteps 500 ``[2]``, prompts ``[2, 77, D]``, for SDXL zeros ``[2, V]``.
     """
     shape = _shape_of(name, tiny)
     generator = torch.Generator().manual_seed(1)

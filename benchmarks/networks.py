@@ -80,9 +80,9 @@ class InPlaceOfAttention:
 
 
 class Work(InPlaceOfAttention):
-    """A context manager that counts the attentions' work, queries times keys. Enter it before the network is patched.
+    """A context manager that counts attention work, batch x queries x keys. Enter it before the network is patched.
 
-    ``full`` is the work without merging, ``left`` the work that was done.
+    ``full`` is the work without merging, ``left`` the work that was done, both since the last `share`.
     """
 
     full = left = 0
@@ -100,13 +100,13 @@ class Work(InPlaceOfAttention):
         return self
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> torch.Tensor:
-        """Count the work, and compute attention as torch does."""
+        """Compute attention as torch does, and add its work to ``left``, except that of the engine's own trial."""
         if (q.shape[0], q.shape[2], k.shape[2]) != (1, TRIED, TRIED):  # the engine's own trial
             self.left += q.shape[0] * q.shape[2] * k.shape[2]
         return self.original(q, k, v, **more)
 
     def _add_full(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Add the unmerged work of one attention, whose arguments these are, to ``full``."""
+        """Add to ``full`` the unmerged work of a UNet's block, or a transformer's attention, for these arguments."""
         more = () if self.is_unet else (*args[1:], kwargs.get("hidden_states"), kwargs.get("encoder_hidden_states"))
         sequences = [tensor for tensor in (*args[:1], *more) if torch.is_tensor(tensor)]
         self.full += len(sequences[0]) * sum(tensor.shape[1] for tensor in sequences) ** 2
@@ -123,7 +123,7 @@ class Zeros(InPlaceOfAttention):
 class Downsampled(InPlaceOfAttention):
     """A context manager of token down-sampling (ToDo, arXiv 2402.13573), for square pictures.
 
-    Of each square of `cell` x `cell` tokens the first alone is key and value. A transformer's text, first, is kept.
+    All tokens are queries; keys and values are the first of each `cell` x `cell`, and all of a transformer's text.
     """
 
     def __init__(self, network: nn.Module, cell: int) -> None:
@@ -136,7 +136,7 @@ class Downsampled(InPlaceOfAttention):
         return self
 
     def _note(self, network: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Note the number of a transformer's picture tokens, 0 for a UNet."""
+        """Note before a call the number of a transformer's picture tokens; 0 for a UNet, whose tokens all are."""
         self._picture = 0 if self.is_unet else kwargs["hidden_states"].shape[1]
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> torch.Tensor:

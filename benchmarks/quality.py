@@ -43,7 +43,7 @@ class Amounts:
 
 
 class Row(NamedTuple):
-    """One row to measure: a variant, by name, on `count` pictures from number `first` on, a checkpoint's part `part`.
+    """One row to measure: a variant, by name, on `count` pictures from number `first` on, which are part number `part`.
 
     `measure` is "noised" for predictions of noised pictures, and "pictures" for whole ones.
     """
@@ -64,7 +64,7 @@ class Row(NamedTuple):
 def rows(
     checkpoint: str, names: Sequence[str], amounts: Amounts, can_be_noised: bool, kind: str = UNET
 ) -> Iterator[Row]:
-    """Plan a checkpoint's rows, part by part, for the `names` that fit `kind`; noised ones only if `can_be_noised`."""
+    """Plan rows by part for the `names` that fit `kind`: noised, if `can_be_noised` and `solver` is 1, then whole."""
     can = [name for name in names if kind in VARIANTS[name].kinds]
     for measure, total, size in (
         ("noised", amounts.noised if can_be_noised else 0, PART_NOISED),
@@ -77,7 +77,7 @@ def rows(
 
 
 class Picture(NamedTuple):
-    """A whole picture, the share of `work` left, `seconds` of each call, and of an `unmerged` call, None on a GPU."""
+    """A whole picture, the share of `work` left, `seconds` of each call, and of an `unmerged` one (None on a GPU)."""
 
     pixels: np.ndarray  # uint8 ``[H, W, 3]``
     work: float
@@ -130,14 +130,14 @@ class QualityBench:
 
 
 def _predictions(merged: list, plain: list) -> dict[str, Any]:
-    """Make a row's figures from what `QualityBench._predict` gave for its variant and without merging."""
+    """Make a row's ``work``, ``loss`` and ``dev`` from what `_predict` gave for its variant and without merging."""
     return {"work": _round(share for *_, share in merged),
             "loss": [_round(loss) for _, loss, _ in merged],
             "dev": [_round(_error(new, old)) for (new, *_), (old, *_) in zip(merged, plain, strict=True)]}
 
 
 def _pictures(merged: list[Picture], plain: list[Picture]) -> dict[str, Any]:
-    """Make a row's figures from its pictures and the unmerged ones; ``beside``: seconds of an unmerged call."""
+    """Make a row's ``work``, ``gradient``, ``squared_error`` to `plain`, and on a CPU ``seconds`` and ``beside``."""
     figures = {"work": _round([np.mean([picture.work for picture in merged])])[0],
                "gradient": _round(gradient_energy(picture.pixels) for picture in merged),
                "squared_error": _round(squared_error(old.pixels, new.pixels)
@@ -195,7 +195,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def complete(options: argparse.Namespace) -> tuple[Amounts, list[str]]:
-    """Fill in the options' defaults in place, and check them; return the amounts, and prompts of a user's model or [].
+    """Set the options' `group` and `model` in place, and check all; return the amounts, and a user's prompts or [].
 
     Raises ValueError or OSError if the options cannot be used; the message says what to do.
     """
@@ -258,7 +258,7 @@ def _device(name: str | None) -> torch.device:
 
 
 def execute(options: argparse.Namespace, command: str) -> int:
-    """Measure missing rows and print the table, or list the variants; return 0. Raises what `complete` raises."""
+    """Measure missing rows and print the table, or for ``--list`` all variants; return 0. Raises as `complete`."""
     if options.list:
         print("\n".join(VARIANTS))
         return 0

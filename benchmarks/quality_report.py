@@ -67,7 +67,7 @@ class Noised(NamedTuple):
 
 
 class Pictured(NamedTuple):
-    """Figures of whole pictures: `work` left, `psnr` in dB, `detail` and `time` as shares of unmerged, or None."""
+    """Figures of whole pictures: `work`, `psnr` in dB, `detail` and `time` as shares of unmerged, None if not known."""
 
     work: float  # as in `Noised`
     psnr: Mean  # dB
@@ -76,7 +76,7 @@ class Pictured(NamedTuple):
 
 
 class Section(NamedTuple):
-    """One checkpoint's figures: unmerged v-`loss` or None, `counts` of pictures, by variant its facts and figures."""
+    """One checkpoint's figures: unmerged v-`loss` (None without noised), `counts`, and by variant facts and figures."""
 
     checkpoint: str
     loss: float | None  # the unmerged v-loss; None without noised pictures
@@ -165,7 +165,7 @@ class Rival(NamedTuple):
 
 
 def at_equal_time(section: Section) -> Iterator[Rival]:
-    """Compare each timed method of others with strength, in the result's order; without timed strengths none."""
+    """Compare others' timed methods with a line through timed strengths, in the result's order; none without these."""
     points = {name: (figures.time, figures.psnr.value) for name, figures in section.pictures.items()
               if figures.time is not None}  # fmt: skip
     ours = {name for name in points if section.variants[name]["method"] in OURS}
@@ -186,7 +186,7 @@ def table(records: list[Record]) -> str:
 
 
 def _origin(record: Record) -> str:
-    """Describe a result's command, versions and device, and what to beware of: its purpose, missing rows."""
+    """Describe a result's command, versions and device; add a warning if it is to choose by, or if rows are missing."""
     versions = ", ".join(f"{name} {value}" for name, value in record["versions"].items() if value)
     device = ", ".join(f"{name} {value}" if name in ("cores", "threads") else str(value)
                        for name, value in record["device"].items() if name != "kind")  # fmt: skip
@@ -199,7 +199,7 @@ def _origin(record: Record) -> str:
 
 
 def _tables(record: Record) -> Iterator[str]:
-    """Make each checkpoint's headed tables. A result to choose by shows dev by time, others show whole pictures."""
+    """Make each checkpoint's table, with dev by time if to choose by, else whole pictures; then of rivals, if any."""
     settings = record["settings"]
     for section in sections(record):
         noised, pictures = section.noised, section.pictures
@@ -229,9 +229,9 @@ def _tables(record: Record) -> Iterator[str]:
 
 
 def _table(section: Section, columns: dict[str, dict[str, str]]) -> str:
-    """Make a table: methods by falling work, then by rising error, then the controls, then the yardsticks.
+    """Make a table: methods, then controls, then yardsticks, each by falling work, and of equal work by rising error.
 
-    columns: head -> variant -> cell; one without values is left out.
+    columns: head -> variant -> cell, n/a if it lacks the variant; a column without values is left out.
     """
     def place(name: str) -> tuple:
         role = max(1, ROLES.index(section.variants[name]["role"]))

@@ -20,7 +20,7 @@ ABSENT = "n/a"  # a missing value in a table
 
 
 def write(paths: list[Path]) -> str:
-    """Write the table of results, and the plot if the kind has one, next to the first file; return the table.
+    """Write the table of results as .md, and the plot if the kind has one as .png, by the first file; return the table.
 
     Raises ResultError if a file is no result or the kinds differ. Without matplotlib there is no plot.
     """

@@ -23,8 +23,7 @@ import tome_core
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "benchmarks" / "results"
-# kind -> the module that makes its table and plot
-KINDS = {"gpu": "gpu_report", "quality": "quality_report", "host-calls": "host_calls"}
+KINDS = {"gpu": "gpu_report", "quality": "quality_report", "host-calls": "host_calls"}  # the modules of their tables
 _FIELDS = {"created": str, "command": str, "versions": dict, "device": dict, "settings": dict, "rows": list,
            "missing": list}  # fmt: skip
 
@@ -79,7 +78,7 @@ class Run:
 
     @classmethod
     def start(cls, record: Record, keys: Sequence[str], output: Path | None = None, folder: Path = FOLDER) -> Run:
-        """Begin a run, or go on with a killed one of the same settings, device and versions of other packages.
+        """Begin a run, or go on with a killed one of the same kind, settings, device and versions but tome_core's.
 
         record: without rows. keys: of all planned rows, in their order. output: the file; None for the latest
         unfinished one of `folder` that fits, or else a new one. Raises ResultError if `output` is another run's.
@@ -140,7 +139,7 @@ def describe(device: str) -> dict[str, Any]:
 
 
 def commit(folder: Path = ROOT) -> str | None:
-    """Name the repository's commit, ``+changes`` if tracked files but results differ; None outside a repository."""
+    """Name the commit, with ``+changes`` if tracked files outside results/ differ; None without git or a repository."""
     def git(*arguments: str) -> str:
         return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True).stdout
 

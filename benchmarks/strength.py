@@ -33,13 +33,12 @@ FEWEST = EARLY_SHARE  # late steps keep at least this share too
 _NOTHING = 1e-9  # in place of 0, which has no logarithm
 _MOMENTS = tuple(range(5, 1000, 10))  # a deviation is a mean over these timesteps
 
-
 # the deviation by merging, in % of the v-loss: share of keys that is left -> deviation at each of `TIMES`
 Loss = dict[float, tuple[float, ...]]
 
 
 class Knot(NamedTuple):
-    """How a strength merges: below timestep `until` steps keep `share` of keys, else `FEWEST`; `dev`: error in %."""
+    """A `strength`: steps below timestep `until` keep `share` of the keys, others `FEWEST`; `dev` is its error in %."""
 
     strength: float
     share: float
@@ -85,7 +84,7 @@ def time_at(strength: float) -> float:
 
 
 def step_time(share: float) -> float:
-    """Compute which share of the unmerged attention's time a step takes that keeps this share of the keys."""
+    """Compute a step's share of the unmerged attention's time: 1 for all keys, else its keys' share plus `MERGING`."""
     return 1.0 if share == 1 else share + MERGING
 
 

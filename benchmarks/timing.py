@@ -37,7 +37,7 @@ def seconds(run: Run, device: str = "cpu", calls: int = 1) -> float:
 def in_turns(
     runs: Mapping[str, Run], rounds: int, measure: Callable[[Run], float] = seconds, until: float | None = None
 ) -> dict[str, list[float]]:
-    """Measure each run once a round, in another order every time; return the values by name, one a round.
+    """Measure each run once a round, in random but repeatable order; return the values by name, one a round.
 
     measure: gives the seconds of a run. until: the ``time.monotonic`` after which no round but the first begins.
     """
@@ -127,7 +127,7 @@ class CallTimes:
             hook.remove()
 
     def time_unmerged(self) -> float:
-        """Repeat the latest call, and return the median seconds. The network must not be patched."""
+        """Repeat the latest call `UNMERGED_CALLS` times; return the median seconds. The network must not be patched."""
         arguments, named = self._latest
         return median(seconds(lambda: self.network(*arguments, **named)) for _ in range(UNMERGED_CALLS))
 

@@ -147,14 +147,14 @@ def clock_for(device: torch.device) -> Callable[[], float]:
 
 
 def pictures_in(batch: int) -> int:
-    """Return the number of pictures in a batch: half of an even batch, which is taken to hold each one twice."""
+    """Return the number of pictures in a batch: half of an even batch, which is taken to hold each twice; else all."""
     return batch // 2 if batch % 2 == 0 else batch
 
 
 def noise_for(unet: nn.Module, batch: int, height: int, width: int) -> torch.Tensor:
     """Return random latents ``[batch, C, height, width]``, float32 on the CPU, the same at each call.
 
-    An even batch holds two copies of each picture's latents, for guidance.
+    An even batch holds two copies of each picture's latents, for guidance; an odd one holds each latent once.
     """
     channels = next(module.in_channels for module in unet.modules() if isinstance(module, nn.Conv2d))
     pictures = pictures_in(batch)

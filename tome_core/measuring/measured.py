@@ -94,8 +94,8 @@ class Measured(State):
     def gain_for(self, height: int, width: int, batch: int = 2) -> Gain | None:
         """Return the measured gain for a picture size in pixels, without calling the model; None if not measured.
 
-        The gain of another batch, the number of samples in a call, is taken if there is none of this. None also for a
-        transformer.
+        If there is none of this batch, the number of samples in a call, that of the nearest batch is taken. None also
+        for a transformer.
         """
         if not KNOWN or not self._places:
             return None
@@ -104,7 +104,7 @@ class Measured(State):
         return nearest(KNOWN.of(self._about()), *where, height // PIXELS, width // PIXELS, batch)
 
     def why_not(self, height: int, width: int, batch: int = 2) -> str:
-        """Return why pictures of a size in pixels would not merge, without calling the model.
+        """Return the first reason why pictures of a size in pixels would not merge, without calling the model.
 
         `batch` is the number of samples in a call. The result is "" if some rule would merge at some level and time,
         and always for a transformer.

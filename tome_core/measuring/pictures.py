@@ -97,14 +97,18 @@ class Steps:
 
     @property
     def time(self) -> Any | None:
-        """The element of `times` for the calls until the next report; after all steps, the last. None if unknown."""
+        """The entry of `times` for the calls until the next report; after all steps, the last.
+
+        None if `follows` is False or `times` is empty.
+        """
         return self.times[min(self.done, len(self.times) - 1)] if self.follows and self.times else None
 
     def remember(self, model: nn.Module | None, config: MergeConfig | None, report: Any, *beside: Any) -> str:
         """Keep the time of a sampling that has ended normally, and return the known gain of such pictures.
 
-        The time is in seconds per model call, see `Gains.pictures`. Nothing is kept if the sampling had few calls or
-        none with latents, or if `config` is given and nothing merged; the result is "" then.
+        The time is in seconds per model call, see `Gains.pictures`. Nothing is kept if fewer than 6 calls lay between
+        the first and the last report or none had latents, or if `config` is given and nothing merged; the result is ""
+        then.
 
         Args:
             model: the called model, without a patch; None if it is not known, then nothing is kept.

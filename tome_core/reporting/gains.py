@@ -68,7 +68,7 @@ class Gain(NamedTuple):
 
     @property
     def pays(self) -> bool:
-        """True if merging is faster by `MARGIN` or more."""
+        """True if merging is faster by `MARGIN`, 2 %, or more."""
         return self.ratio >= 1 + MARGIN
 
     def fits_share(self, saved: float | None) -> bool:
@@ -106,7 +106,7 @@ class Gain(NamedTuple):
 
 
 class Gains:
-    """All known gains, and the file in which they are kept, if there is one. True if a `Gain` is known.
+    """All known gains, and the file in which they are kept, if there is one. ``bool()`` is True if a `Gain` is known.
 
     Attributes:
         pictures: seconds per model call in the user's own pictures, which are no `Gain`; the latest last. The keys are
@@ -123,7 +123,8 @@ class Gains:
         """Read gains from a file, and append new gains to it from now on, one line of JSON each.
 
         A host calls this once, before it patches a model. The file's folder is created with the first gain. Lines that
-        cannot be read are ignored, with one warning.
+        cannot be read are ignored, with one warning. Of equal cases the last line counts; a file that is mostly
+        replaced lines is written anew.
 
         Args:
             path: the path of the file, which need not exist; None: nothing changes.
@@ -161,14 +162,14 @@ class Gains:
         self._known[gain.case] = gain
 
     def remember(self, gain: Gain) -> None:
-        """Keep a gain, also in the file. Never fails: if the file cannot be written, one warning says so."""
+        """Keep a gain in place of its `case`'s, also in the file. If that cannot be written, one warning says so."""
         self._known = {**self._known, gain.case: gain}  # another thread may iterate over the old dict
         self._write([gain._asdict()])
 
     def add_picture(self, case: tuple[str, ...], seconds: float) -> None:
         """Keep the seconds per model call of one more picture in `pictures` and in the file. Never fails.
 
-        `case` is a key of `pictures`. Only the latest 12 pictures of a case and the latest 300 cases stay.
+        `case` is a key of `pictures`. Only the latest 12 times of a case and the latest 300 cases stay in `pictures`.
         """
         seen = {other: times for other, times in self.pictures.items() if other != case}
         seen[case] = (*self.pictures.get(case, ()), seconds)[-_MOST:]
@@ -180,7 +181,7 @@ class Gains:
 
         Args:
             where: the first entry of the case's key in `pictures`: model and size.
-            rules: the third entry, the rules; and optionally the fourth, the saved share.
+            rules: the third entry, the rules; and optionally the fourth, the saved share, without which any fits.
 
         Returns:
             ``about 1.5x faster, from your own pictures (9 with merging, 12 without)``; "" if there are fewer than three
@@ -206,7 +207,7 @@ class Gains:
         self._known, self.pictures, self._path = {}, {}, None
 
     def _write(self, lines: Sequence[Any], whole: bool = False) -> None:
-        """Append items as lines of JSON to the file, if there is one, or replace the file (`whole`). Never fails."""
+        """Append items as lines of JSON to the file, if there is one, or replace it if `whole`; warn if this fails."""
         if self._path is None:
             return
         path = self._path.with_name(f"{self._path.name}.new") if whole else self._path
@@ -224,12 +225,12 @@ class Gains:
 
 
 def _speed(ratio: float) -> str:
-    """Format a ratio of speeds as ``about 1.3x faster``, or as ``no faster`` below ``1 + MARGIN``."""
+    """Format a ratio as ``about 1.3x faster``, below 1.1 ``about 1.05x faster``, below 1 + `MARGIN` ``no faster``."""
     return f"about {ratio:.{1 if ratio >= 1.1 else 2}f}x faster" if ratio >= 1 + MARGIN else "no faster"
 
 
 def _lines_of(path: Path) -> list[str]:
-    """Return a file's lines that are not blank: none without a file, an error's text if the file cannot be read."""
+    """Return a file's lines that are not blank; [] without a file; [an error's text] if the file cannot be read."""
     try:
         return [*filter(str.strip, path.read_text(encoding="utf-8", errors="replace").split("\n"))]
     except OSError as error:
@@ -247,7 +248,7 @@ load = KNOWN.load
 
 
 def nearest(gains: Iterable[Gain], device: str, dtype: str, height: int, width: int, batch: int) -> Gain | None:
-    """Return the gain of a call, measured with the nearest batch (the smaller of two); None if there is none.
+    """Return the gain with the nearest batch, or the smaller of two equally near; None if there is none.
 
     Device, dtype, height and width are as in a `Gain` and have to be equal. The batch, the number of samples in the
     call, may differ, because hosts split a batch by the free memory, on which a picture must not depend.

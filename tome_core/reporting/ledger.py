@@ -68,7 +68,7 @@ class LevelTally(Counted):
     """The counts of one level of a model, which is all blocks whose tokens have one size. ``+`` adds two tallies.
 
     The work of a self-attention call is batch times queries times keys, including tokens that a correction computes
-    exactly.
+    exactly. A sum of tallies has the larger number of blocks, and 0 as its level.
 
     Args:
         downsample: latent cells per token, along a side.

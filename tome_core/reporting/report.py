@@ -65,15 +65,15 @@ class Report(Counted):
 
     @property
     def headline(self) -> str:
-        """The result: ``about 1.4x faster (measured here)``, ``61% of attention left out``, or why nothing merged."""
+        """The gain, ``about 1.4x faster (measured here)``; else ``61% of attention left out`` or why nothing merged."""
         return (self._speed() or [self._outcome()])[0]
 
     @property
     def hindered(self) -> str:
         """The attention that should have merged and could not, as text: ``9% of attention not merged: ...``.
 
-        "" if there is little of it, or if nothing merged. Attention that the settings exclude, or for which merging
-        does not pay, is not included.
+        Only the reason with the most attention is told. "" if this is below 5 %, or if nothing merged. Attention that
+        the settings exclude, or for which merging does not pay, is not included.
         """
         full, lost = self.work[0], self._sum("skipped_work")
         texts = [f"{percent(lost[reason] / full)} of attention not merged: {_why(reason)}" for reason in self.reasons
@@ -86,7 +86,8 @@ class Report(Counted):
 
         Args:
             title: the beginning of the first line.
-            facts: texts for the first line, in place of the number of model calls; None: that number. "" is left out.
+            facts: texts for the first line, empty ones left out, in place of the number of model calls; None: that
+                number.
             beside: the host's own lines, which follow the gain and the attention left out.
         """
         if not self.patched and not self.levels:
@@ -107,7 +108,7 @@ class Report(Counted):
         return "\n".join(self.lines())
 
     def as_data(self) -> dict[str, Any]:
-        """Return the report in JSON's types, with `FORMAT`, the version of this format. Shares are 0 to 1."""
+        """Return the report but `own` in JSON's types, with `FORMAT`, the version of this format. Shares are 0 to 1."""
         return {
             "format": FORMAT, "patched": self.patched, "settings": list(self.settings), "calls": self.calls,
             "work_saved": self.work_saved, "gains": [{**gain._asdict(), "ratio": gain.ratio} for gain in self.gains],
@@ -121,8 +122,8 @@ class Report(Counted):
     def _speed(self) -> list[str]:
         """Return the gain as a list of one text, ``about 1.4x faster (measured here)``; else `own`, else an empty list.
 
-        A measurement is not used for calls that left out another share of attention, see `Gain.fits_share`. If nothing
-        merged, the list is empty.
+        A measurement is not used for calls that left out another share of attention, see `Gain.fits_share`. If several
+        fit, the text joins the last three, each with its size. If nothing merged, the list is empty.
         """
         gains = [gain for gain in self.gains if gain.fits_share(self.work_saved)][-_KINDS:]
         if not gains or not self.merged_anything:
@@ -131,7 +132,11 @@ class Report(Counted):
         return [f"{', '.join(sizes)} (measured here)"]
 
     def _outcome(self) -> str:
-        """Return ``61% of attention left out``, or ``nothing merged:`` and why: the first of `reasons`, or else."""
+        """Return ``61% of attention left out``, ``no attention left out``, or ``nothing merged:`` and the first reason.
+
+        Reasons are those of calls, of compiling, and of notes; without any, that no call was counted, or that the patch
+        is not on the model.
+        """
         if self.merged_anything:
             return f"{percent(self.work_saved)} of attention left out" if self.work_saved else "no attention left out"
         why = [*map(_why, self.reasons), *self._traced(),
@@ -156,7 +161,7 @@ def _once(several: Iterable[Iterable[Any]]) -> tuple:
 
 
 def _level_data(level: LevelTally) -> dict[str, Any]:
-    """Return the counts of a level in JSON's types, for `Report.as_data`."""
+    """Return a level's counts in JSON's types: lost work as shares of the level's, an MLP's number of keys as None."""
     merged = [{"part": part, "tokens": tokens, "queries": queries, "keys": keys or None, "calls": calls}
               for (part, tokens, queries, keys), calls in level.merged.items()]  # fmt: skip
     return {"level": level.level, "downsample": level.downsample, "blocks": level.blocks, "covered": level.covered,
@@ -167,7 +172,11 @@ def _level_data(level: LevelTally) -> dict[str, Any]:
 
 
 def _kinds_text(level: LevelTally) -> str:
-    """Format a level's merged calls: ``4096 tokens -> 64 or 640 keys, 98% left out``."""
+    """Format a level's merged calls: ``4096 tokens -> 64 or 640 keys, 98% left out``.
+
+    The bare 64 stands for as many queries as keys, ``640 keys`` for another number of queries. At most three kinds are
+    told. Without self-attention and MLP it is the number of calls, as ``2 calls merged``.
+    """
     sides: dict[int, list[str]] = {}
     for tokens, queries, keys in level.tokens:
         sides.setdefault(tokens, []).append(str(keys) if queries == keys else f"{keys} keys")
