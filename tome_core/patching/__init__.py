@@ -39,13 +39,16 @@ def patch(
     Args:
         model: a UNet, a compiled UNet, a diffusers pipeline, an LDM model, or one of the supported diffusers
             transformers (`models.transformer.NAMES`).
-        config: settings, or the name of a preset: "quality", "balanced" (the default), "fast" or "max".
+        config: settings, or the name of a preset: "quality", "balanced", "fast" or "max". Without any argument about
+            what merges, it is "balanced".
         strength: from 0, which is off, to 1, in place of `config`; see `tome_core.strength`.
         host_clock: True if the caller will call `set_time` before each step, so that limits in percent need no warning.
-        settings: keywords of `MergeConfig`. They change `config`, or make one if it is None.
+        settings: keywords of `MergeConfig`. They change those of `config` or `strength`; without these, the defaults of
+            `MergeConfig`, not those of a preset.
 
     Returns:
-        The `Patch`, which is on the model. It replaces an earlier patch, which comes back when the ``with`` is left.
+        The `Patch`, which is on the model. It replaces an earlier patch, which comes back when the ``with`` of the new
+        one is left, but not after `Patch.remove`.
 
     Raises:
         UnsupportedModelError: a ValueError; the model has no known attention.
@@ -96,6 +99,8 @@ def _config_of(
     config: MergeConfig | str | None, strength: float | None, settings: dict[str, Any], layout: str
 ) -> MergeConfig:
     """Return the settings that the arguments of `patch` ask for. `layout` is a name as of `layout_of`.
+
+    Without arguments they are those of the preset `DEFAULT`; with `settings` alone, the defaults of `MergeConfig`.
 
     Raises:
         TypeError: `config` is no MergeConfig, name or None, or a setting has the wrong type.
@@ -236,7 +241,7 @@ class Patch(Measured):
 
     @property
     def model(self) -> nn.Module | None:
-        """The UNet, or the first transformer; None after it was garbage-collected."""
+        """The UNet, or the first transformer that still exists; None if all were garbage-collected."""
         return next(self._present(), None)
 
     @property
@@ -251,7 +256,7 @@ class Patch(Measured):
         estimates decide again whether merging pays.
 
         Raises:
-            RuntimeError: the model is gone.
+            RuntimeError: all models were garbage-collected.
         """
         if self.model is None:
             raise RuntimeError("the model that this handle patched is gone; patch the new one")
@@ -276,7 +281,10 @@ class Patch(Measured):
         self._uninstall_pipeline_wraps()
 
     def remove(self) -> None:
-        """Take the patch off the model and drop all kept plans, not the counts. Never fails, also if called again."""
+        """Take the patch off the model and drop all kept plans, not the counts. Never fails, also if called again.
+
+        An earlier patch does not come back, also if a ``with`` of this patch is left later.
+        """
         self._removed = True
         self.uninstall()
         self.time.forget()
@@ -386,18 +394,21 @@ class SamplingScope(Wrap):
         self._target = None if pipeline is None else weakref.ref(pipeline)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the pipeline's progress bar as a `_Bar`. Each ``with`` or iteration of the bar is one sampling."""
+        """Return the pipeline's progress bar as a `_Bar`. Each ``with`` or iteration of the bar is one sampling.
+
+        The sampling continues another's picture if the pipeline has a `denoising_start`.
+        """
         bar = self.original(*args, **kwargs)
         continues = getattr(self._target(), "denoising_start", None) is not None  # another pipeline began it
         return _Bar(bar, partial(self.time.sample, partial(_guidance, self._target), continues=continues))
 
 
 def _guidance(pipeline: weakref.ref[Any], batch: torch.Tensor) -> Guidance | None:
-    """Return the number of pictures in a batch, and the number of the copy by which tokens are matched, the prompt's.
+    """Return the number of pictures in a batch, and the number, from 0, of the copy for the prompt, which is matched.
 
     A batch holds the pictures' copies for the negative prompt, the prompt, and perturbed attention, in this order.
-    `pipeline` shows which of these it makes. None if it makes one only, or if `batch`, the latents of a call, is not
-    made of them.
+    `pipeline` shows which of the first and the last it makes. None if it makes neither, or if the copies' number does
+    not divide `batch`, the latents of a call.
     """
     by_prompt, by_perturbing = (bool(getattr(pipeline(), name, False)) for name in _GUIDES)
     copies = 1 + by_prompt + by_perturbing
