@@ -74,7 +74,7 @@ class MergeMap(NamedTuple):
     Args:
         grid: the tokens' grid.
         group: int64 ``[B or 1, N]``, the group of each token; on the CPU in the result of `State.maps`.
-        num_groups: how many groups there are.
+        num_groups: number of the groups of the whole sequence; these tokens may be in some of them only.
     """
 
     grid: Grid

@@ -85,7 +85,7 @@ class Sampling:
         guidance_of: takes the latents of a call. Returns how many pictures the batch holds copies of, and the number of
             the copy that is matched; None without guidance. (At a guidance of 1.5, PSNR was 1 to 3 dB higher when the
             prompt's half was matched than when the negative prompt's was. At 7.5 they were equal.)
-        boundary: the timestep at which the early phase ends, see `time.Clock.boundary_in`.
+        boundary: the timestep at which the early phase ends, see `time.Clock.boundary_in`; None: as the rules say.
         is_known: True if the sampling's steps are known; False: they are to be read from its first call.
 
     Attributes:

@@ -41,7 +41,7 @@ class State:
         config: the settings.
         levels: an empty tally for each level of the model, the finest first; they are filled in place. A level is all
             blocks whose tokens have one size.
-        schedule: the model's own noise schedule; None if it is not known.
+        schedule: the model's own noise schedule; None if it is not known: Stable Diffusion's is then used.
 
     Attributes:
         ever_merges: True if some rule merges at some time, if the picture is large enough.
@@ -222,9 +222,9 @@ class State:
     ) -> tuple[Plans, Pair | None]:
         """Return a kept match of an attention if it is young enough, else match the tokens.
 
-        If the rule refines, an older match is renewed by one k-means step instead. All copies of the latents, in this
-        call and in others at its timestep, share the match of one copy. Otherwise the two predictions of guidance would
-        be changed differently, and guidance multiplies their difference.
+        If the rule refines a bipartite match, one k-means step renews an older match instead. All copies of the
+        latents, in this call and in others at its timestep, share the match of one copy. Otherwise the two predictions
+        of guidance would be changed differently, and guidance multiplies their difference.
 
         Args:
             call: the model call.
@@ -314,9 +314,9 @@ class State:
         self, *, percent: float | None = None, timestep: float | None = None, sigma: float | None = None,
         sampling: Hashable = None, pictures: int | None = None, timesteps: Sequence[float] | None = None,
     ) -> None:  # fmt: skip
-        """Set the time of the next calls, on one of three scales; of timestep and sigma, the timestep counts.
+        """Set the time of the next calls, on one of three scales. A timestep goes before a sigma if both are given.
 
-        Without a time, that of each call is read from the model's timestep argument, and `sampling` has no effect.
+        Without a time, that of each call is read from the model's timestep argument, and `sampling` keeps no plan.
 
         Args:
             percent: 0 at pure noise, 1 at the end; on the scale of ComfyUI's ``percent_to_sigma``.
@@ -427,7 +427,8 @@ def _run_merged(function: Callable, x: torch.Tensor, plan: MergePlan) -> tuple[t
 def foreign_mode() -> str:
     """Return the reason not to merge if another program's torch function mode is active; "" if there is no such mode.
 
-    Guidance that perturbs attention is such a mode, and fails if there are fewer keys than queries.
+    Guidance that perturbs attention is such a mode, and fails if there are fewer keys than queries. The mode of torch's
+    default device does not count.
     """
     modes = torch.overrides._get_current_function_mode_stack()
     names = [type(mode).__name__ for mode in modes if type(mode).__module__ != "torch.utils._device"]

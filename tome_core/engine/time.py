@@ -266,7 +266,7 @@ class ModelTime:
         return self.now
 
     def _time_by_memory(self, timestep: Any) -> Time | None:
-        """Return the time of a timestep argument, and note the sampling's steps, without waiting for a GPU.
+        """Return the time of a timestep argument by `steps_by_memory`, and note the sampling's steps.
 
         None if the argument is no view of the scheduler's timesteps, or if there is no pipeline.
         """

@@ -111,8 +111,8 @@ def cell_of(sy: int, sx: int, frames: int) -> tuple[int, int, int]:
     >>> cell_of(8, 8, 1), cell_of(8, 8, 4), cell_of(4, 4, 6)
     ((1, 8, 8), (4, 4, 4), (2, 2, 4))
 
-    A step halves the longer side (of equal sides, the height) and doubles the cell's frames. It is taken if the film's
-    `frames` are a multiple of the new number, and if this number is at most half the longer side.
+    A step halves the longer side (of equal sides, the height) and doubles the cell's frames. Steps go on as long as the
+    film's `frames` are a multiple of the doubled number, and this number is at most half the longer side.
 
     Returns:
         Frames, height and width of the cell.

@@ -257,7 +257,7 @@ class MergePlan:
         return True
 
     def _check(self, x: torch.Tensor, count: int, unit: str) -> None:
-        """Raise a ValueError if `x` is not ``(batch, count, channels)``, or if the plan is of another batch."""
+        """Raise a ValueError if `x` is not ``(batch, count, channels)`` of the plan's batch. `count` is in `unit`."""
         rows = self.group.shape[0]
         if x.dim() != 3 or x.shape[1] != count or rows not in (1, x.shape[0]):
             raise ValueError(f"tensor is {tuple(x.shape)}, the plan's group {tuple(self.group.shape)}: "

@@ -211,7 +211,7 @@ class Patch(Measured):
     Args:
         models: the UNet, or the transformers of one pipeline, all of one family.
         config: the settings.
-        schedule: the model's noise schedule; None if it is not known.
+        schedule: the model's noise schedule; None if it is not known: Stable Diffusion's is then used.
         patched_object: the object that was passed to `patch`, such as a pipeline; None if it is not known.
         adapter: the adapter of the first model; None: one is made.
     """
@@ -274,7 +274,7 @@ class Patch(Measured):
     def uninstall(self) -> None:
         """Take the patch off the model and keep its counts and plans; `install` puts it back.
 
-        Calls of the model that are in progress are not waited for; from now on their attentions do not merge.
+        An earlier patch does not come back. Calls in progress are not waited for; their next attentions do not merge.
         """
         for model in self._present():
             take_off(model, self)
@@ -335,7 +335,8 @@ class Patch(Measured):
         Both are read only if a rule needs them. The loop's `SamplingScope` is put on by `install`.
 
         Args:
-            patched_object: the pipeline. Any other object has no effect.
+            patched_object: the pipeline; a UNet's needs a scheduler with ``scale_model_input``. Any other object has no
+                effect.
         """
         scheduler, is_unet = getattr(patched_object, "scheduler", None), self.adapter.layout != "transformer"
         if not self.wants_time or (is_unet and not hasattr(scheduler, "scale_model_input")):
@@ -372,7 +373,7 @@ def patch_on(model: nn.Module | None) -> Patch | None:
 
 
 class SamplingScope(Wrap):
-    """A replacement of ``pipeline.progress_bar``, which brackets every pipeline's loop over the steps of a picture.
+    """A replacement of ``pipeline.progress_bar``, inside which every diffusers pipeline runs a picture's steps.
 
     Args:
         pipeline: a diffusers pipeline.

@@ -340,8 +340,9 @@ def _early(config: MergeConfig, rule: MergeRule, downsamples: Sequence[int]) -> 
     """Return the rule for the early phase of a rule, see `plain_rules`; None if the rule has no such phase.
 
     A rule has none if the config has no early ratio, or if the rule does not merge self-attention at level 0. The early
-    rule merges only that, from `early_until` up, at the early ratio, in the smallest cells that allow it. From a ratio
-    of 0.9 it refines by two k-means steps or more, if the method and the rule allow that.
+    rule merges only that, from `early_until` up, at the early ratio, in the smallest cells that allow it (never smaller
+    than the rule's, at most 8x8 otherwise). From a ratio of 0.9 it refines by two k-means steps or more, if the method
+    `compares` and the rule is `proportional`.
     """
     ratio = config.early_ratio
     if ratio is None or not rule.merge_attn or not reaches(rule, 0, downsamples[0]):

@@ -127,7 +127,7 @@ def values_of(config: MergeConfig) -> dict[str, Any]:
 def values_at(strength: str | float, layout: str = SD) -> dict[str, Any]:
     """Return what the form shows for a strength or a preset, by the names of fields.
 
-    Fields that a strength does not change are left out.
+    Fields that are `beside_strength` are left out, because a strength does not change them.
 
     Args:
         strength: a number from 0 to 1, or the name of a preset.

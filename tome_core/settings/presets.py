@@ -90,11 +90,11 @@ def preset(name: str, layout: str = SD) -> MergeConfig:
 
 
 def _between(value: float, curve: tuple[tuple[int, int], ...]) -> tuple[float, int]:
-    """Read a curve of `CURVES` at a strength, interpolated between the curve's entries (the keys' logarithms, that is).
+    """Read a curve of `CURVES` at a strength, with linear steps of the timestep and of the keys' logarithm.
 
     Returns:
-        The share of keys that late steps keep, rounded up to a multiple of ``1 / PARTS``, but 1 or `MOST_MERGED` if it
-        is above the latter; the timestep at and above which steps are early.
+        The share of keys that late steps keep, rounded up to a multiple of ``1 / PARTS``, and above `MOST_MERGED` to
+        the nearer of this and 1; the timestep at and above which steps are early.
     """
     place = value * (len(curve) - 1)
     low = min(int(place), len(curve) - 2)

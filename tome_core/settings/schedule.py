@@ -138,8 +138,8 @@ class SchedulerNoise:
     """The times of the steps of a pipeline's scheduler, for a timestep that the model was called with.
 
     A search gives a list of `Time`: that of the step found, then those of all later steps; empty if none is found. Try
-    `steps_by_memory` first, which takes the model's timestep argument, a tensor, and does not wait for the device, then
-    `steps_from`, which takes its value, a number. The pipeline may get another scheduler at any time. A pickled or
+    `steps_by_memory` first, which takes the model's timestep argument, a tensor, and does not wait for its value, then
+    `steps_from`, which takes this value, a number. The pipeline may get another scheduler at any time. A pickled or
     copied object becomes None.
 
     Args:

@@ -44,7 +44,7 @@ _verified: set[tuple] = set()  # kernels that were checked: name, constants, dev
 
 
 def notes() -> tuple[str, ...]:
-    """Return texts for the report, one for each reason why kernels are off; empty if none is known to be off."""
+    """Return texts for the report, one for each reason why kernels are off; empty if none is known (yet)."""
     why = {**({"": _why_off} if _why_off else {}), **_off}
     names = {reason: ", ".join(name for name in why if why[name] == reason) for reason in why.values()}
     return tuple(f"Triton's kernels {name + ' ' if name else ''}are off, torch's operators do the same: {reason}"
@@ -147,7 +147,7 @@ def mean_rows(
 
     Args:
         x: ``(copies * tokens, channels)``, any strides. The same groups apply to each copy (a sample, for instance).
-        order: the numbers of one copy's rows, sorted by group, int64 ``(tokens,)``.
+        order: the numbers of one copy's rows, sorted by group, int64. A row may be in no group.
         offsets: where each group starts in `order`, then the length of `order`, int64 ``(groups + 1,)``.
         tokens: number of rows of one copy.
         bias: compute minus half the squared length of each mean as well.
@@ -393,7 +393,7 @@ def _module() -> ModuleType | None:
 
 
 def launch(x: torch.Tensor, variant: tuple[Any, ...], *arguments: Any) -> bool:
-    """Run a kernel, which fills some of its arguments, and check the result if these constants are new to the checks.
+    """Run a kernel, which fills some of its arguments, and check the result unless an earlier result was right.
 
     A kernel that cannot be compiled or launched, or whose result is wrong, is off until the process ends, with all
     constants. If memory is too small, only this run fails, and so does an unchecked run that cannot be checked:

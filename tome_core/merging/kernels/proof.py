@@ -125,7 +125,7 @@ def best_keys(x, rows, keys, bias, score, index, lengths) -> Iterator[Output]:
 
 
 def mean_rows(x, values, order, offsets, tokens, mean, mean_values, exact, bias) -> Iterator[Output]:
-    """Yield the means, whose allowed difference grows with the sums of absolute values.
+    """Yield the means, whose allowed difference grows with the sums of absolute values, and ``bias`` (half lengths).
 
     Arguments are those of `triton_kernels.mean_rows`, filled. An output that was not requested is None.
     """
@@ -248,7 +248,7 @@ class _Check(NamedTuple):
 
     Args:
         outputs: takes the arguments of a launch and yields each output with the expected values.
-        finite: how many arguments, from the first, must hold finite numbers, or None, for the check to mean anything.
+        finite: how many of the first arguments must hold finite numbers for the check to mean anything. None passes.
     """
 
     outputs: Callable[..., Iterator[Output]]

@@ -88,7 +88,7 @@ def best_keys(x: torch.Tensor, rows: torch.Tensor | None, keys: torch.Tensor, bi
     differently. Not differentiable.
 
     Args:
-        x: ``(batch or 1, tokens, channels)``, any float dtype. A kernel reads its rows without a copy.
+        x: ``(batch, tokens, channels)``, any float dtype; a batch of 1 is possible if `rows` has the whole batch.
         rows: the tokens that are queries, int64 ``(batch or 1, queries)``; None for all.
         keys: ``(batch, keys, channels)``, float32 or the dtype of `x`.
         bias: is added to the scores, float32 ``(batch, keys)``; None for no bias.

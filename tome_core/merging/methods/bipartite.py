@@ -92,7 +92,7 @@ def refine_plan(plan: MergePlan, x: torch.Tensor, steps: int, by_distance: bool 
 
 
 def _nearest(x: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor | None) -> MergePlan:
-    """Return the plan in which every token is in the group of its most similar centre, given by `keys` and `bias`."""
+    """Return the plan of each token's most similar centre. Centres are given as by `metric.keys_to_search`."""
     return MergePlan(best_keys(x, None, keys, bias)[1], keys.shape[1])
 
 
