@@ -159,7 +159,7 @@ class ModelTime:
         keeps: True if some rule keeps its matches over steps.
 
     Attributes:
-        is_wanted: True if what merges depends on the time.
+        is_wanted: True if the rules in force depend on the time, or if some rule keeps its matches.
         scheduler_steps: reads the steps of the pipeline's scheduler; None without a pipeline. The patch sets it.
         now: the rules in force at the latest call, or at the time set since.
     """
@@ -285,7 +285,7 @@ class ModelTime:
             sampling.boundary, sampling.is_known = self.clock.boundary_in([step.timestep for step in steps]), True
 
     def _read(self, timestep: Any) -> Time | None:
-        """Return the time by a timestep argument's value, which waits for a GPU.
+        """Return the time by a timestep argument's value, which waits for a GPU, and note the sampling's steps.
 
         None if there is no value, if it cannot be read, or if it differs in the batch.
         """

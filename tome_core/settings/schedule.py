@@ -151,7 +151,7 @@ class SchedulerNoise:
         self._pipeline = weakref.ref(pipeline)
 
     def steps_of(self, values: list[float]) -> list[Time]:
-        """Return a time for each of these values, which are all of the scheduler's ``timesteps``.
+        """Return a time for each of these values: the scheduler's ``timesteps``, maybe with more after them.
 
         A scheduler whose noise is not known is assumed to use Stable Diffusion's timesteps.
         """
