@@ -74,7 +74,7 @@ class MergeMap(NamedTuple):
     Args:
         grid: the tokens' grid.
         group: int64 ``[B or 1, N]``, the group of each token; on the CPU in the result of `State.maps`.
-        num_groups: how many groups there are.
+        num_groups: number of the groups of the whole sequence; these tokens may be in some of them only.
     """
 
     grid: Grid
@@ -83,15 +83,15 @@ class MergeMap(NamedTuple):
 
 
 def decide(rules: LevelRules, why_off: str, tokens: int, device: str, gate: Gate = None) -> tuple[LevelRules, str]:
-    """Choose the rules that merge in a level with this number of tokens.
+    """Choose the rules that merge in a level. Without `only_if_it_pays`, a rule in force merges always.
 
     Args:
         rules: the rules in force in the level, by part of a block.
         why_off: the reason that is returned if no rule is in force.
         tokens: number of the picture's tokens in this level.
         device: the device's type ("cpu", "cuda", ...).
-        gate: whether rules with `only_if_it_pays` merge. True: they do; a text: they do not, for this reason; None: the
-            number of tokens decides.
+        gate: whether rules with `only_if_it_pays` merge. True: they do; a text: they do not, for this reason; None:
+            they do from 1,024 tokens on a CPU, 4,096 elsewhere.
 
     Returns:
         The rules that merge, with None for a part of a block that does not; and the reason if no rule merges, else "".
@@ -106,7 +106,7 @@ def decide(rules: LevelRules, why_off: str, tokens: int, device: str, gate: Gate
 def is_host_bound(
     blocks: Sequence[tuple[int, int]], batch: int, area: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Estimate whether a GPU is so fast that the launches of a merged eager call would take longer than its kernels.
+    """Estimate whether merging would not pay because eager calls wait for the launches of kernels, not for the GPU.
 
     `blocks` holds (latent cells per token along a side, channels) of each block; `area` is the latent's height times
     width. False also for a device that is no NVIDIA card, or a card of an unknown kind.

@@ -24,15 +24,17 @@ def match(
     k: torch.Tensor, v: torch.Tensor, layout: Layout, rule: MergeRule, draw: Draw | None = None,
     old: MergePlan | None = None,
 ) -> MergePlan | None:  # fmt: skip
-    """Choose which of the picture's tokens merge, as a plan by keys and values, without gradient.
+    """Choose which of the picture's tokens merge, window by window. No gradient flows through the choice.
+
+    If the rule's metric is "keys+values", both are compared, by distance; if it is "input", the keys by cosine.
 
     Args:
-        k: keys ``[B, S, H, d]`` of all tokens of the sequence, which are compared.
-        v: values of the same shape, compared too if the rule's metric is "keys+values".
+        k: keys ``[B, S, H, d]`` of all tokens of the sequence.
+        v: values of the same shape.
         layout: the position of the picture's tokens in the sequence.
         rule: how tokens are matched.
-        draw: the seed and time of random destinations; None: destinations are not random.
-        old: a plan of an earlier step, which one k-means step adapts to the tokens; None: a new match is made.
+        draw: the seed and time of random destinations; None: the first token of each cell.
+        old: a plan of the same layout from an earlier step, which one k-means step adapts; None: a new match is made.
 
     Returns:
         The plan, in which each token outside the picture is a group by itself; None if the rule removes no token of
@@ -88,7 +90,7 @@ def _part(old: MergePlan, places: slice, before: int, times: int, groups: int, x
         before: number of groups before those of these windows.
         times: number of windows.
         groups: number of groups of each window.
-        x: the tokens of the windows, ``[B*times, n, C]``.
+        x: the tokens of the windows, ``[B*times, n, C]``, of which only the batch is used.
     """
     group = (old.group[:, places] - before).unflatten(1, (times, -1))
     group = group - _offsets(times, groups, group.device)
@@ -116,7 +118,7 @@ def _join(parts: list[MergePlan], layout: Layout, tokens: int, counts: tuple[int
         parts: the plan ``[B or 1, tokens of the run]`` of each run of equal windows.
         layout: the position of the picture's tokens in the sequence.
         tokens: number of the sequence's tokens.
-        counts: number of groups of a window, for each run.
+        counts: number of groups of a window, for each run: the `groups_per_window` of the result.
     """
     first, rows = layout.first, max(len(part.group) for part in parts)
     last, before = first + tokens_in(layout), first

@@ -17,11 +17,11 @@ class Plans(NamedTuple):
     """The result of one match.
 
     Args:
-        plan: the groups of the tokens; None if the grid is too small to merge.
+        plan: the groups of the tokens; None if the match found that no token merges.
         timestep: the timestep of the step at which the match was made; None if the plan is not kept.
         rule: the rule by which the match was made.
         device: the device of the plan's tensors.
-        correction: the correction of the merged keys and values; None if the rule has none.
+        correction: the correction of the merged keys and values; None if there is none (yet).
     """
 
     plan: MergePlan | None
@@ -39,8 +39,8 @@ class KeptPlans(NamedTuple):
 
     Args:
         plans: the kept plans of the sampling. `plans_for` adds to them in place.
-        ordinal: the host's name for the call, and the call's number among those of this name at its timestep. There are
-            several if a host splits a batch or a picture.
+        ordinal: the host's name for the call, and the call's number, from 1, among those of this name at its timestep.
+            There are several if a host splits a batch or a picture.
         timestep: the timestep of the call.
         shared: number of samples in the batch, number of copies of the latents in it, number of the copy that is
             matched, and a name shared by all calls with these latents; None if the batch is not made of copies.
@@ -60,9 +60,10 @@ class KeptPlans(NamedTuple):
 
         Args:
             key: identifies the attention and the shape of its tokens, and holds `ordinal` or the name in `shared`.
-            rule: kept plans of another rule are not used.
+            rule: kept plans of another rule, or of an equal copy, are not used.
             device: kept plans on another device are not used.
-            match: makes a new plan. Its argument is the plan of the same rule and device that is too old, or None.
+            match: makes a new plan; its None is kept too. Its argument is the plan of the same rule and device that is
+                too old, or None.
         """
         plans = self.plans.get(key)
         if plans is not None and (plans.rule is not rule or plans.device != device):
@@ -84,7 +85,7 @@ class Sampling:
         guidance_of: takes the latents of a call. Returns how many pictures the batch holds copies of, and the number of
             the copy that is matched; None without guidance. (At a guidance of 1.5, PSNR was 1 to 3 dB higher when the
             prompt's half was matched than when the negative prompt's was. At 7.5 they were equal.)
-        boundary: the timestep at which the early phase ends, see `time.Clock.boundary_in`.
+        boundary: the timestep at which the early phase ends, see `time.Clock.boundary_in`; None: as the rules say.
         is_known: True if the sampling's steps are known; False: they are to be read from its first call.
 
     Attributes:
@@ -119,8 +120,10 @@ class Sampling:
     def next_call(self, batch: Any = None, called: Hashable = None) -> KeptPlans | None:
         """Count a call that begins now, and return the kept plans for it; None if no plan is used or kept.
 
+        The first guided call of each kind in a sampling waits for the device, because latents are compared.
+
         Args:
-            batch: the call's latents ``[B, C, ...]``; None: a call without guidance, whose plans are not shared.
+            batch: the call's latents ``[B, C, ...]``. Plans of a call without guidance, or with None, are not shared.
             called: the host's name for the call, or None. Calls of different names may come in any order.
         """
         if self.name is None or self._timestep is None:
@@ -141,7 +144,8 @@ class Sampling:
     def _guidance_in(self, batch: Any) -> Guidance | None:
         """Return (number of pictures, number of the copy that is matched) for latents; None if they hold no copies.
 
-        One latent expanded over the batch is copies of one picture. For other latents, `guidance_of` decides.
+        One latent expanded over the batch is copies of one picture. For other latents, `guidance_of` decides. Anything
+        but a plain tensor with values gives None.
         """
         if type(batch) is not torch.Tensor or batch.is_meta or batch.dim() < 2:
             return None
@@ -156,7 +160,7 @@ def _share(
     Args:
         batch: latents ``(batch, ...)``, one copy of all pictures after another.
         guidance: see `Sampling`.
-        calls: name and latents of each earlier call, and of the call itself.
+        calls: ordinal and latents of each earlier call, and of the call itself.
 
     Returns:
         The value of `KeptPlans.shared` for the batch; None if the batch repeats the latents of none of these calls.

@@ -39,9 +39,9 @@ class State:
 
     Args:
         config: the settings.
-        levels: an empty tally for each level of the model, the finest first. A level is all blocks whose tokens have
-            one size.
-        schedule: the model's own noise schedule; None if it is not known.
+        levels: an empty tally for each level of the model, the finest first; they are filled in place. A level is all
+            blocks whose tokens have one size.
+        schedule: the model's own noise schedule; None if it is not known: Stable Diffusion's is then used.
 
     Attributes:
         ever_merges: True if some rule merges at some time, if the picture is large enough.
@@ -49,8 +49,8 @@ class State:
         clock: the rules in force as a function of time.
         time: the current time, and the samplings that go on.
         ledger: the counts.
-        refused: the reason for each attention function that is not called with merged keys; `hosting.attend_call`
-            fills it.
+        refused: the reason for each attention function that is not called with merged keys;
+            `attention_calls.attend_call` fills it.
         pays: the `Pays` that decides for rules with `only_if_it_pays`; None: the number of tokens decides.
     """
 
@@ -220,10 +220,11 @@ class State:
     def _match(
         self, call: ModelCall, key: tuple, level: int, layout: Layout, attention: Attention, rule: MergeRule
     ) -> tuple[Plans, Pair | None]:
-        """Match the tokens of an attention, or return or renew a kept match.
+        """Return a kept match of an attention if it is young enough, else match the tokens.
 
-        All copies of the latents, in this call and in others at its timestep, share the match of one copy. Otherwise
-        the two predictions of guidance would be changed differently, and guidance multiplies their difference.
+        If the rule refines a bipartite match, one k-means step renews an older match instead. All copies of the
+        latents, in this call and in others at its timestep, share the match of one copy. Otherwise the two predictions
+        of guidance would be changed differently, and guidance multiplies their difference.
 
         Args:
             call: the model call.
@@ -263,9 +264,9 @@ class State:
     def _match_input(
         self, call: ModelCall, name: Hashable, level: int, grid: Grid, x: torch.Tensor, rule: MergeRule
     ) -> MergePlan | None:
-        """Match a block's input ``[B, N, C]`` for `run_part_merged`, or return a kept plan.
+        """Match a block's input ``[B, N, C]`` for `run_part_merged`, or return a kept plan that is young enough.
 
-        None if the grid is too small to merge.
+        None if no token would merge.
         """
         turn = call.latest_runs[name, id(rule)] = call.latest_runs.get((name, id(rule)), -1) + 1
 
@@ -313,9 +314,9 @@ class State:
         self, *, percent: float | None = None, timestep: float | None = None, sigma: float | None = None,
         sampling: Hashable = None, pictures: int | None = None, timesteps: Sequence[float] | None = None,
     ) -> None:  # fmt: skip
-        """Set the time of the next calls, on one of three scales.
+        """Set the time of the next calls, on one of three scales. A timestep goes before a sigma if both are given.
 
-        Without a time, the time of each call is read from the timestep argument of the model.
+        Without a time, that of each call is read from the model's timestep argument, and `sampling` keeps no plan.
 
         Args:
             percent: 0 at pure noise, 1 at the end; on the scale of ComfyUI's ``percent_to_sigma``.
@@ -386,8 +387,8 @@ def _check_pass(pictures: int | None, timesteps: Sequence[float] | None) -> None
 def _draw(call: ModelCall, level: int, rule: MergeRule, x: torch.Tensor) -> Draw | None:
     """Return the seed and time of a match's random draw; None if the rule does not draw.
 
-    The time is a tensor ``[1]`` or ``[B]``, in which all frames of a sample have the sample's time; None if the call
-    has no timestep. `x` are the tokens, ``[B, ...]``, of which batch and device are used.
+    The time is a tensor ``[1]`` or ``[B]``, in which all frames of a sample have the sample's time; the first timestep
+    if their number does not divide B; None if the call has none. Of the tokens `x`, batch and device are used.
     """
     if not rule.use_rand:
         return None
@@ -426,7 +427,8 @@ def _run_merged(function: Callable, x: torch.Tensor, plan: MergePlan) -> tuple[t
 def foreign_mode() -> str:
     """Return the reason not to merge if another program's torch function mode is active; "" if there is no such mode.
 
-    Guidance that perturbs attention is such a mode, and fails if there are fewer keys than queries.
+    Guidance that perturbs attention is such a mode, and fails if there are fewer keys than queries. The mode of torch's
+    default device does not count.
     """
     modes = torch.overrides._get_current_function_mode_stack()
     names = [type(mode).__name__ for mode in modes if type(mode).__module__ != "torch.utils._device"]

@@ -78,10 +78,9 @@ class Clock:
         return Time(timestep, percent)
 
     def boundary_in(self, timesteps: Sequence[float]) -> float | None:
-        """Return the timestep at which a sampling's early phase ends, for `at`; None if it ends as in a whole picture.
+        """Return the timestep at which a sampling's early phase ends, for `at`, see `boundary_in` of this file.
 
-        Args:
-            timesteps: the timesteps of the sampling's steps, in any order.
+        It is None if the phase ends as in a whole picture, and also if the config has no early phase.
         """
         return boundary_in(timesteps, self._early_until) if self._early else None
 
@@ -89,7 +88,7 @@ class Clock:
         """Return the rules in force at a time: the same object for all times with the same rules.
 
         Args:
-            time: the time of the call; `UNKNOWN` is possible.
+            time: the time of the call. At `UNKNOWN`, only rules without any limit on the time are in force.
             boundary: the timestep at which the early phase of this sampling ends, see `boundary_in`; None: as the rules
                 say.
         """
@@ -104,7 +103,7 @@ class Clock:
         return self._found[key]
 
     def _holds(self, rule: MergeRule, time: Time, boundary: float | None) -> bool:
-        """Return whether a rule holds at a time, without the settings' limits in percent. `boundary`: see `at`."""
+        """Return whether a rule holds at a time, apart from the config's limits in percent. `boundary`: see `at`."""
         late = self._early.get(rule) if boundary is not None else None
         if late is None:
             return rule.holds_at(time.timestep)
@@ -122,14 +121,16 @@ def boundary_in(timesteps: Sequence[float], until: float) -> float | None:
 
     A preset is made for a certain share of early steps. A fixed timestep does not keep this share in a sampling that
     begins late (image to image, hires fix) or has few steps. There the share is kept to the nearest step, and half a
-    step counts as late, because late steps change the picture less.
+    step counts as late, because late steps change the picture less. In the examples, 3 of 5 steps of image to image and
+    2 of 4 steps of a whole picture are early; in the last, one of three is late already.
 
     Args:
         timesteps: the timesteps of the sampling's steps, in any order.
         until: the boundary in a whole picture.
 
     Returns:
-        The boundary; infinity if no step is early, 0 if all are. None also without steps.
+        The boundary; infinity if no step is early, 0 if all are. None for a sampling from `WHOLE_FROM` (850) that has
+        more than `FEW` (8) steps or enough late ones, and without steps.
 
     >>> boundary_in([500, 400, 300, 200, 100], 375), boundary_in([999, 749, 499, 249], 375)
     (250.0, 624.0)
@@ -158,7 +159,7 @@ class ModelTime:
         keeps: True if some rule keeps its matches over steps.
 
     Attributes:
-        is_wanted: True if what merges depends on the time.
+        is_wanted: True if the rules in force depend on the time, or if some rule keeps its matches.
         scheduler_steps: reads the steps of the pipeline's scheduler; None without a pipeline. The patch sets it.
         now: the rules in force at the latest call, or at the time set since.
     """
@@ -207,7 +208,7 @@ class ModelTime:
 
         Args:
             guidance_of: see `Sampling`.
-            timesteps: the timesteps of all steps; None: read from the pipeline's scheduler.
+            timesteps: the timesteps of all steps; None: read from the pipeline's scheduler at the first call.
             continues: True if the sampling continues a picture that was begun in another, so that its steps are part of
                 a whole picture's.
         """
@@ -226,13 +227,14 @@ class ModelTime:
         """Return the rules in force in a call of this thread that begins now, and the kept plans that it may use.
 
         Args:
-            timestep: the model's timestep argument. It is read only if no time was set.
+            timestep: the model's timestep argument. It is read only if it is needed and no time was set.
             latent: the call's latents ``[B, C, ...]``.
             called: the host's name for the call, or None.
 
         Returns:
-            The rules; and the kept plans, or None if the call neither uses nor keeps plans: if no rule keeps matches,
-            outside a sampling, with gradients, and while a CUDA graph is captured.
+            The rules; and the kept plans of the named sampling if a time was set, else of this thread's latest. None
+            instead if the call neither uses nor keeps plans: if no rule keeps matches, outside a sampling, with
+            gradients, and while a CUDA graph is captured (the rules are then those of `now`).
         """
         if is_captured(latent):  # the next replay would overwrite kept plans, and a capture must not wait
             return self.now, None
@@ -264,7 +266,7 @@ class ModelTime:
         return self.now
 
     def _time_by_memory(self, timestep: Any) -> Time | None:
-        """Return the time of a timestep argument without waiting for a GPU.
+        """Return the time of a timestep argument by `steps_by_memory`, and note the sampling's steps.
 
         None if the argument is no view of the scheduler's timesteps, or if there is no pipeline.
         """
@@ -283,7 +285,7 @@ class ModelTime:
             sampling.boundary, sampling.is_known = self.clock.boundary_in([step.timestep for step in steps]), True
 
     def _read(self, timestep: Any) -> Time | None:
-        """Return the time by a timestep argument's value, which waits for a GPU.
+        """Return the time by a timestep argument's value, which waits for a GPU, and note the sampling's steps.
 
         None if there is no value, if it cannot be read, or if it differs in the batch.
         """

@@ -49,7 +49,7 @@ class Cells(NamedTuple):
     """The tokens of a grid, cut into cells of equal size. Numbers of tokens are those of `Grid`.
 
     Args:
-        members: the numbers of each cell's tokens, int64 ``(cells, cell_size)``.
+        members: the numbers of each cell's tokens, ascending, int64 ``(cells, cell_size)``.
         uncovered: the numbers of the tokens that no whole cell holds, int64 ``(others,)``.
     """
 
@@ -79,8 +79,8 @@ def tokens_in(layout: Layout) -> int:
 def windows(grid: Grid) -> Iterator[tuple[int, Grid]]:
     """Cut a grid into windows, whose tokens are matched separately.
 
-    Windows are runs of frames, or bands of rows of a large frame, of nearly equal size. They have at most `WINDOW`
-    (4,096) tokens, unless a band of the least height (8 rows) has more.
+    If a frame has at most `WINDOW` (4,096) tokens, a window is a run of whole frames, otherwise a band of rows of one
+    frame. Windows are of nearly equal size, at most `WINDOW`; but 8 rows, the least height of a band, may have more.
 
     Yields:
         The number of the window's first token; the grid of the window. Windows follow each other without gaps.
@@ -111,13 +111,11 @@ def cell_of(sy: int, sx: int, frames: int) -> tuple[int, int, int]:
     >>> cell_of(8, 8, 1), cell_of(8, 8, 4), cell_of(4, 4, 6)
     ((1, 8, 8), (4, 4, 4), (2, 2, 4))
 
-    Args:
-        sy: height of a cell of one frame, in tokens.
-        sx: width of a cell of one frame, in tokens.
-        frames: number of frames of the film.
+    A step halves the longer side (of equal sides, the height) and doubles the cell's frames. Steps go on as long as the
+    film's `frames` are a multiple of the doubled number, and this number is at most half the longer side.
 
     Returns:
-        Frames, height and width of the cell. The film's number of frames is a multiple of the cell's.
+        Frames, height and width of the cell.
     """
     st = 1
     while frames % (st * 2) == 0 and st * 2 <= max(sy, sx) // 2:
@@ -126,14 +124,14 @@ def cell_of(sy: int, sx: int, frames: int) -> tuple[int, int, int]:
 
 
 def cells(grid: Grid, sy: int, sx: int, device: torch.device, st: int = 1) -> Cells:
-    """Cut a grid into cells, row by row. Tokens beyond the last whole cell go to ``uncovered``.
+    """Cut a grid into cells, ordered by frame, row and column. Tokens beyond the last whole cells are ``uncovered``.
 
     Args:
         grid: the grid.
         sy: height of a cell in tokens. A frame of less height is one cell high.
         sx: width of a cell in tokens. A frame of less width is one cell wide.
         device: the device of the result.
-        st: number of frames of a cell, at most all frames.
+        st: number of frames of a cell. A grid of fewer frames is one cell long.
     """
     frames, height, width = grid.frames, grid.height // grid.frames, grid.width
     st, sy, sx = min(st, frames), min(sy, height), min(sx, width)
@@ -147,7 +145,7 @@ def cells(grid: Grid, sy: int, sx: int, device: torch.device, st: int = 1) -> Ce
 
 
 def split_cells(parts: Cells, draw: Draw | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split tokens into destinations, one for each cell, and sources, which are all other tokens.
+    """Split tokens into destinations, one for each cell, and sources: all other tokens, the uncovered ones last.
 
     Args:
         parts: the cells.
@@ -155,7 +153,7 @@ def split_cells(parts: Cells, draw: Draw | None) -> tuple[torch.Tensor, torch.Te
 
     Returns:
         Numbers of tokens: destinations, int64 ``(times, cells)``, in the order of the cells, and sources, int64
-        ``(times, tokens - cells)``. ``times`` is the number of timesteps of `draw`, or 1.
+        ``(times, tokens - cells)``. ``times`` is the number of timesteps of `draw`; 1 if there are none.
     """
     count, size = parts.members.shape
     device = parts.members.device
@@ -178,9 +176,10 @@ _MOST = 64  # entries of that cache
 def cached_result(
     make: Callable[..., tuple[torch.Tensor, ...]], x: torch.Tensor, *args: Hashable
 ) -> tuple[torch.Tensor, ...]:
-    """Return ``make(*args, x.device)``, from a cache of 64 results if possible.
+    """Return ``make(*args, x.device)``, from a cache if possible. Callers must not change the result's tensors.
 
-    The result is not cached while a CUDA graph is captured or a tracer runs. Callers must not change its tensors.
+    A full cache (64 results) drops the result that was made first, even if it was used lately. The cache is neither
+    read nor filled during the capture of a CUDA graph, or if `x` is on the meta device or a tracer's tensor subclass.
 
     Args:
         make: makes a tuple of tensors. Its result must depend on nothing but its arguments.
@@ -215,15 +214,15 @@ def split_grid(
 
 
 def _split_first(grid: Grid, sy: int, sx: int, st: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split a grid by the first token of each cell, for `cached_result`."""
+    """Return destinations and sources, see `split_cells`, without a draw; a function for `cached_result`."""
     return split_cells(cells(grid, sy, sx, device, st), None)
 
 
 def draw_choices(draw: Draw, count: int, choices: int, device: torch.device) -> torch.Tensor:
     """Return pseudo-random integers for each timestep of a draw.
 
-    A number is a hash of seed, level, rounded time and position. So no random generator changes, both halves of
-    classifier-free guidance get the same numbers even in separate calls, and so does every device.
+    A number is a hash of seed, level, time (rounded to an integer) and position. So no random generator changes, both
+    halves of classifier-free guidance get the same numbers even in separate calls, and so does every device.
 
     Args:
         draw: the inputs of the hash.
@@ -232,7 +231,7 @@ def draw_choices(draw: Draw, count: int, choices: int, device: torch.device) -> 
         device: the device of the result.
 
     Returns:
-        int64 ``(times, count)``.
+        int64 ``(times, count)``: a row for each timestep of `draw`, one row if its time is None.
     """
     # to float32 before the tensor moves, because MPS has no float64
     time = torch.zeros(1, device=device) if draw.time is None else draw.time.float()

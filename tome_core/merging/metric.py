@@ -23,8 +23,8 @@ _TINY = 1e-12  # keeps a token of zeros at similarity 0
 def of_unit_spread(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Return keys and values side by side, centred over the tokens and scaled to a variance of 1 in each sample.
 
-    Keys and values then count the same in any model. The variance is an average over the channels of the keys, and over
-    those of the values.
+    A sample has one factor for all channels of the keys, and another for the values, so both count the same in any
+    model. Constant inputs give 0.
 
     Args:
         keys: ``(batch, tokens, channels)``, without gradient.
@@ -62,9 +62,9 @@ def keys_to_search(rows: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor,
 
 
 def keys_of_rows(x: torch.Tensor, rows: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the tokens of some numbers as keys and a bias, see `keys_to_search`.
+    """Return the tokens whose numbers are in `rows` as keys and a bias, see `keys_to_search`.
 
-    `x` is ``(batch, tokens, channels)``, `rows` (the numbers) int64 ``(batch or 1, keys)``.
+    `x` is ``(batch, tokens, channels)``, `rows` int64 ``(batch or 1, keys)``.
     """
     if by_distance and rows.shape[0] == 1 and kernels.ready(x):
         batch, tokens, channels = x.shape
@@ -76,11 +76,14 @@ def keys_of_rows(x: torch.Tensor, rows: torch.Tensor, by_distance: bool) -> tupl
 
 
 def keys_of_groups(plan: MergePlan, x: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the means of a plan's groups as keys and a bias (never None), see `keys_to_search`.
+    """Return the means of a plan's groups as keys and a bias, see `keys_to_search`.
+
+    The bias is minus infinity for empty groups, so a search never finds them. It is never None: by cosine, it is 0 for
+    other groups.
 
     Args:
-        plan: the plan. Its empty groups have a bias of minus infinity, so a search never finds them.
-        x: ``(batch, tokens, channels)``.
+        plan: the plan.
+        x: ``(batch, tokens, channels)``; the tokens' directions if compared by cosine.
         by_distance: compare by distance, not by cosine.
     """
     if by_distance and (centres := plan.centres(x)) is not None:
@@ -91,7 +94,7 @@ def keys_of_groups(plan: MergePlan, x: torch.Tensor, by_distance: bool) -> tuple
 
 
 def _offsets_of_single_rows(count: int, device: torch.device) -> tuple[torch.Tensor]:
-    """Return the offsets for `kernels.mean_rows` of `count` groups of one row each, int64 ``(count + 1,)``."""
+    """Return the offsets for `kernels.mean_rows` of `count` groups of one row each, as a tuple of one tensor."""
     return (torch.arange(count + 1, device=device),)
 
 

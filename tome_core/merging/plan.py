@@ -116,7 +116,7 @@ class MergePlan:
     def merge(self, x: torch.Tensor) -> torch.Tensor:
         """Return the mean of each group; 0 for an empty group.
 
-        Sums are in float32, because 4,096 sums in half precision lose three digits. Equal inputs give equal bits.
+        Sums are in float32 or float64: 4,096 sums in half precision lose three digits. Equal inputs give equal bits.
         Differentiable. ``merge(unmerge(y)) == y`` for every group that has a token.
 
         Args:
@@ -179,7 +179,7 @@ class MergePlan:
 
         Returns:
             Merged keys and values, ``(batch, groups, channels)`` in the inputs' dtype; the merged values in float32
-            or float64, or None if `exact` is False.
+            (float64 for float64 inputs), or None if `exact` is False.
 
         Raises:
             ValueError: the shape does not fit the plan.
@@ -234,7 +234,7 @@ class MergePlan:
     def _means_by_kernel(
         self, x: torch.Tensor, values: torch.Tensor | None = None, bias: bool = False, exact: bool = True
     ) -> kernels.Means | None:
-        """Return `kernels.mean_rows` with fields ``(batch, groups, ...)``; None if torch's operators have to do it."""
+        """Return `kernels.mean_rows` with fields ``(batch, groups, ...)``; None without a kernel, or with gradients."""
         if not kernels.ready(x) or kernels.needs_gradient(*filter(torch.is_tensor, (x, values))):
             return None
         self._check(x, self.group.shape[1], "tokens")
@@ -248,7 +248,7 @@ class MergePlan:
                                for rows in means))  # fmt: skip
 
     def _count_by_kernel(self, dtype: torch.dtype = torch.float32) -> bool:
-        """Cache order, offsets, sizes and logits from one kernel. Return False if there is no kernel for it."""
+        """Fill the cache with the fields of `kernels.segments`. Return False, without a change, if it gives None."""
         segments = kernels.segments(self.group, self.num_groups, EMPTY_LOGIT, dtype)
         if segments is None:
             return False
@@ -257,14 +257,17 @@ class MergePlan:
         return True
 
     def _check(self, x: torch.Tensor, count: int, unit: str) -> None:
-        """Raise a ValueError if `x` is not ``(batch, count, channels)``, or if the plan is of another batch."""
+        """Raise a ValueError if `x` is not ``(batch, count, channels)`` of the plan's batch. `count` is in `unit`."""
         rows = self.group.shape[0]
         if x.dim() != 3 or x.shape[1] != count or rows not in (1, x.shape[0]):
             raise ValueError(f"tensor is {tuple(x.shape)}, the plan's group {tuple(self.group.shape)}: "
                              f"expected [{rows if rows > 1 else 'B'}, {count} {unit}, C]")
 
     def _flat_groups(self, batch: int) -> torch.Tensor:
-        """Return the group of each token of `batch` samples, numbered over all samples: int64 ``(batch * tokens,)``."""
+        """Return the group of each token of `batch` samples, int64 ``(batch * tokens,)``, cached.
+
+        Group g of sample s has the number ``s * num_groups + g``.
+        """
         return self._once(("rows", batch), lambda: _flat_rows(self.group, batch, self.num_groups))
 
     def _sorted_segments(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:

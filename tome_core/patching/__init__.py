@@ -39,13 +39,16 @@ def patch(
     Args:
         model: a UNet, a compiled UNet, a diffusers pipeline, an LDM model, or one of the supported diffusers
             transformers (`models.transformer.NAMES`).
-        config: settings, or the name of a preset: "quality", "balanced" (the default), "fast" or "max".
+        config: settings, or the name of a preset: "quality", "balanced", "fast" or "max". Without any argument about
+            what merges, it is "balanced".
         strength: from 0, which is off, to 1, in place of `config`; see `tome_core.strength`.
         host_clock: True if the caller will call `set_time` before each step, so that limits in percent need no warning.
-        settings: keywords of `MergeConfig`. They change `config`, or make one if it is None.
+        settings: keywords of `MergeConfig`. They change those of `config` or `strength`; without these, the defaults of
+            `MergeConfig`, not those of a preset.
 
     Returns:
-        The `Patch`, which is on the model. It replaces an earlier patch, which comes back when the ``with`` is left.
+        The `Patch`, which is on the model. It replaces an earlier patch, which comes back when the ``with`` of the new
+        one is left, but not after `Patch.remove`.
 
     Raises:
         UnsupportedModelError: a ValueError; the model has no known attention.
@@ -96,6 +99,8 @@ def _config_of(
     config: MergeConfig | str | None, strength: float | None, settings: dict[str, Any], layout: str
 ) -> MergeConfig:
     """Return the settings that the arguments of `patch` ask for. `layout` is a name as of `layout_of`.
+
+    Without arguments they are those of the preset `DEFAULT`; with `settings` alone, the defaults of `MergeConfig`.
 
     Raises:
         TypeError: `config` is no MergeConfig, name or None, or a setting has the wrong type.
@@ -206,7 +211,7 @@ class Patch(Measured):
     Args:
         models: the UNet, or the transformers of one pipeline, all of one family.
         config: the settings.
-        schedule: the model's noise schedule; None if it is not known.
+        schedule: the model's noise schedule; None if it is not known: Stable Diffusion's is then used.
         patched_object: the object that was passed to `patch`, such as a pipeline; None if it is not known.
         adapter: the adapter of the first model; None: one is made.
     """
@@ -236,7 +241,7 @@ class Patch(Measured):
 
     @property
     def model(self) -> nn.Module | None:
-        """The UNet, or the first transformer; None after it was garbage-collected."""
+        """The UNet, or the first transformer that still exists; None if all were garbage-collected."""
         return next(self._present(), None)
 
     @property
@@ -251,7 +256,7 @@ class Patch(Measured):
         estimates decide again whether merging pays.
 
         Raises:
-            RuntimeError: the model is gone.
+            RuntimeError: all models were garbage-collected.
         """
         if self.model is None:
             raise RuntimeError("the model that this handle patched is gone; patch the new one")
@@ -269,14 +274,17 @@ class Patch(Measured):
     def uninstall(self) -> None:
         """Take the patch off the model and keep its counts and plans; `install` puts it back.
 
-        Calls of the model that are in progress are not waited for; from now on their attentions do not merge.
+        An earlier patch does not come back. Calls in progress are not waited for; their next attentions do not merge.
         """
         for model in self._present():
             take_off(model, self)
         self._uninstall_pipeline_wraps()
 
     def remove(self) -> None:
-        """Take the patch off the model and drop all kept plans, not the counts. Never fails, also if called again."""
+        """Take the patch off the model and drop all kept plans, not the counts. Never fails, also if called again.
+
+        An earlier patch does not come back, also if a ``with`` of this patch is left later.
+        """
         self._removed = True
         self.uninstall()
         self.time.forget()
@@ -327,7 +335,8 @@ class Patch(Measured):
         Both are read only if a rule needs them. The loop's `SamplingScope` is put on by `install`.
 
         Args:
-            patched_object: the pipeline. Any other object has no effect.
+            patched_object: the pipeline; a UNet's needs a scheduler with ``scale_model_input``. Any other object has no
+                effect.
         """
         scheduler, is_unet = getattr(patched_object, "scheduler", None), self.adapter.layout != "transformer"
         if not self.wants_time or (is_unet and not hasattr(scheduler, "scale_model_input")):
@@ -364,7 +373,7 @@ def patch_on(model: nn.Module | None) -> Patch | None:
 
 
 class SamplingScope(Wrap):
-    """A replacement of ``pipeline.progress_bar``, which brackets every pipeline's loop over the steps of a picture.
+    """A replacement of ``pipeline.progress_bar``, inside which every diffusers pipeline runs a picture's steps.
 
     Args:
         pipeline: a diffusers pipeline.
@@ -386,18 +395,21 @@ class SamplingScope(Wrap):
         self._target = None if pipeline is None else weakref.ref(pipeline)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the pipeline's progress bar as a `_Bar`. Each ``with`` or iteration of the bar is one sampling."""
+        """Return the pipeline's progress bar as a `_Bar`. Each ``with`` or iteration of the bar is one sampling.
+
+        The sampling continues another's picture if the pipeline has a `denoising_start`.
+        """
         bar = self.original(*args, **kwargs)
         continues = getattr(self._target(), "denoising_start", None) is not None  # another pipeline began it
         return _Bar(bar, partial(self.time.sample, partial(_guidance, self._target), continues=continues))
 
 
 def _guidance(pipeline: weakref.ref[Any], batch: torch.Tensor) -> Guidance | None:
-    """Return the number of pictures in a batch, and the number of the copy by which tokens are matched, the prompt's.
+    """Return the number of pictures in a batch, and the number, from 0, of the copy for the prompt, which is matched.
 
     A batch holds the pictures' copies for the negative prompt, the prompt, and perturbed attention, in this order.
-    `pipeline` shows which of these it makes. None if it makes one only, or if `batch`, the latents of a call, is not
-    made of them.
+    `pipeline` shows which of the first and the last it makes. None if it makes neither, or if the copies' number does
+    not divide `batch`, the latents of a call.
     """
     by_prompt, by_perturbing = (bool(getattr(pipeline(), name, False)) for name in _GUIDES)
     copies = 1 + by_prompt + by_perturbing

@@ -193,8 +193,8 @@ class MergeRule:
     def corrects(self) -> bool:
         """True if the error of merged keys and values is corrected (`attention.correction`).
 
-        That needs `correction`, `proportional` and the keys and values of all tokens. A match by keys and values has
-        computed them already. Otherwise they are computed only if queries do not merge.
+        That needs `correction`, `proportional` and the keys and values of all tokens. The latter exist if `side` is
+        "kv", or if a method that `compares` matches by the metric "keys+values".
         """
         at_hand = self.metric == "keys+values" and METHODS[self.method].compares
         return self.correction and self.proportional and (self.side == "kv" or at_hand)
@@ -316,8 +316,8 @@ def describe_settings() -> list[dict[str, Any]]:
 
     Returns:
         Dicts with the keys name, default, label and help. If they apply: minimum and maximum (of a control), limit (the
-        highest accepted value; None: no limit), step, choices, advanced, unset (what None means; if absent, None is
-        "automatic"). Other keys are for `form`.
+        highest accepted value; None: no limit), step (an int for whole numbers), choices (the possible values),
+        advanced (True), unset (what None means; if absent, None is "automatic"). Other keys are for `form`.
     """
     return [{"name": item.name, "default": item.default, **item.metadata}
             for item in (*fields(MergeRule), *fields(MergeConfig)[1:])]  # fmt: skip
@@ -339,7 +339,10 @@ def plain_rules(config: MergeConfig, downsamples: Sequence[int]) -> dict[MergeRu
 def _early(config: MergeConfig, rule: MergeRule, downsamples: Sequence[int]) -> MergeRule | None:
     """Return the rule for the early phase of a rule, see `plain_rules`; None if the rule has no such phase.
 
-    That rule has the early ratio, the smallest cells that allow it, and merges only self-attention at level 0.
+    A rule has none if the config has no early ratio, or if the rule does not merge self-attention at level 0. The early
+    rule merges only that, from `early_until` up, at the early ratio, in the smallest cells that allow it (never smaller
+    than the rule's, at most 8x8 otherwise). From a ratio of 0.9 it refines by two k-means steps or more, if the method
+    `compares` and the rule is `proportional`.
     """
     ratio = config.early_ratio
     if ratio is None or not rule.merge_attn or not reaches(rule, 0, downsamples[0]):
@@ -366,7 +369,9 @@ def describe(config: MergeConfig) -> tuple[str, ...]:
 
 
 def notes_on(config: MergeConfig, ever_merges: bool, downsamples: list[int]) -> tuple[str, ...]:
-    """Return texts for the report on clamped ratios, and on settings by which nothing merges; empty if there are none.
+    """Return texts for the report: on each ratio that is clamped, and if no rule reaches a level of the model.
+
+    A config that is off gets no text of the second kind.
 
     Args:
         config: the settings.

@@ -39,7 +39,7 @@ class Field(NamedTuple):
         minimum: the lowest number of the control; None if the setting is no number.
         maximum: the highest number of the control; None if the setting is no number.
         step: the step of the control; an int allows whole numbers only; None if the setting is no number.
-        limit: the highest accepted number, which may be over `maximum`; None for no limit.
+        limit: the highest accepted number, which may be over `maximum`; None for no limit, or if it is no number.
         may_be_unset: True if the control's `UNSET` means None.
         advanced: True if users rarely need the setting.
         beside_strength: True if the setting is chosen next to a strength, which does not change it.
@@ -73,9 +73,9 @@ class Field(NamedTuple):
         return UNSET if value is None else value
 
     def read(self, value: Any) -> Any:
-        """Return the setting's value for what the control shows, the inverse of `show`.
+        """Return the setting's value for what the control shows, the inverse of `show`; 2.0 is read as 2 for integers.
 
-        The range of a number is not checked.
+        Neither type nor range of a number is checked.
 
         Raises:
             ValueError: there is no such choice.
@@ -127,7 +127,7 @@ def values_of(config: MergeConfig) -> dict[str, Any]:
 def values_at(strength: str | float, layout: str = SD) -> dict[str, Any]:
     """Return what the form shows for a strength or a preset, by the names of fields.
 
-    Fields that a strength does not change are left out.
+    Fields that are `beside_strength` are left out, because a strength does not change them.
 
     Args:
         strength: a number from 0 to 1, or the name of a preset.

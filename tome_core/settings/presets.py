@@ -90,11 +90,11 @@ def preset(name: str, layout: str = SD) -> MergeConfig:
 
 
 def _between(value: float, curve: tuple[tuple[int, int], ...]) -> tuple[float, int]:
-    """Read a curve of `CURVES` at a strength, interpolated between the curve's entries.
+    """Read a curve of `CURVES` at a strength, with linear steps of the timestep and of the keys' logarithm.
 
     Returns:
-        The share of keys that late steps keep, a multiple of ``1 / PARTS`` that is 1 or at most `MOST_MERGED`; the
-        timestep at and above which steps are early.
+        The share of keys that late steps keep, rounded up to a multiple of ``1 / PARTS``, and above `MOST_MERGED` to
+        the nearer of this and 1; the timestep at and above which steps are early.
     """
     place = value * (len(curve) - 1)
     low = min(int(place), len(curve) - 2)

@@ -117,8 +117,8 @@ class NoiseSchedule:
         """Return the part of the schedule in which a config merges, by its start, end and ``max_beta``.
 
         Returns:
-            The first and the last share of the schedule, from 0 to 1; None if the config does not limit merging. The
-            first may be larger than the last: nothing merges then.
+            The first and the last share of the schedule that is done, from 0 (pure noise) to 1; None if the config does
+            not limit merging. The first may be larger than the last: nothing merges then.
         """
         if not config.uses_percent:
             return None
@@ -137,8 +137,10 @@ STABLE_DIFFUSION = NoiseSchedule(tuple((_FIRST + t / 999 * (_LAST - _FIRST)) ** 
 class SchedulerNoise:
     """The times of the steps of a pipeline's scheduler, for a timestep that the model was called with.
 
-    Try `steps_by_memory` first, which does not wait for the device, then `steps_from`. The pipeline may get another
-    scheduler at any time. A pickled or copied object becomes None.
+    A search gives a list of `Time`: that of the step found, then those of all later steps; empty if none is found. Try
+    `steps_by_memory` first, which takes the model's timestep argument, a tensor, and does not wait for its value, then
+    `steps_from`, which takes this value, a number. The pipeline may get another scheduler at any time. A pickled or
+    copied object becomes None.
 
     Args:
         pipeline: an object with the attribute ``scheduler``. It is held by a weak reference.
@@ -149,7 +151,7 @@ class SchedulerNoise:
         self._pipeline = weakref.ref(pipeline)
 
     def steps_of(self, values: list[float]) -> list[Time]:
-        """Return a time for each of these values, which are all of the scheduler's ``timesteps``.
+        """Return a time for each of these values: the scheduler's ``timesteps``, maybe with more after them.
 
         A scheduler whose noise is not known is assumed to use Stable Diffusion's timesteps.
         """
@@ -163,14 +165,15 @@ class SchedulerNoise:
                 for sigma in sigmas]  # fmt: skip
 
     def steps_by_memory(self, timestep: Any) -> list[Time]:
-        """Return the times of a step and of all later ones; empty if the tensor is no element of a schedule.
+        """Return the times of a step and of all later ones; empty if the argument is no element of a schedule.
 
-        The step is found by its position in memory, without waiting for the device, because pipelines pass views of
-        their scheduler's timesteps. The schedule is copied to the CPU once. Its tensor is kept, so that no other
-        tensor is allocated at its address.
+        The step is found by its position in memory, because pipelines pass views of their scheduler's timesteps. The
+        schedule is copied to the CPU at its first step; later steps do not wait for the device. The tensors of the
+        latest four schedules are kept, so that no other tensor is allocated at their addresses.
 
         Args:
-            timestep: the model's timestep argument, of any type.
+            timestep: the model's timestep argument: one element, or one expanded over the batch. Anything else, such as
+                a number, gives an empty list.
         """
         if type(timestep) is not torch.Tensor or timestep.is_meta or (timestep.numel() != 1 and any(timestep.stride())):
             return []
@@ -189,7 +192,7 @@ class SchedulerNoise:
     def steps_from(self, value: float) -> list[Time]:
         """Return the times of the scheduler's step with this timestep and of all later ones; empty without such a step.
 
-        A timestep that occurs twice counts as its first step.
+        A timestep that occurs twice counts as its first step. The scheduler's timesteps are copied to the CPU.
         """
         known = _list(self._scheduler(), "timesteps")
         return self.steps_of(known)[known.index(value) :] if value in known else []
@@ -239,7 +242,8 @@ def training_schedule(scheduler: Any) -> NoiseSchedule | None:
 def _sigmas(scheduler: Any, values: list[float]) -> list[float] | None:
     """Return the noise's standard deviation at each of the scheduler's timesteps, relative to data of unit variance.
 
-    `values` are these timesteps. None if the scheduler defines no noise for them.
+    `values` are the timesteps. If they do not begin with the scheduler's present ones, the noise of training is used.
+    None if the scheduler defines no noise for them.
     """
     config = getattr(scheduler, "config", {})
     timesteps, sigmas, alphas_cumprod, alphas, betas = (
@@ -307,5 +311,5 @@ def choose(rules: Sequence[MergeRule], downsamples: Sequence[int]) -> tuple[Leve
 
 
 def ever_merges(rules: Sequence[MergeRule], level: int, downsample: int) -> bool:
-    """Tell whether one of the rules can merge at a level at some time. `level`, `downsample`: see `config.reaches`."""
+    """Tell whether a rule that is not off reaches a level. `level`, `downsample`: see `config.reaches`."""
     return any(not rule.is_off and reaches(rule, level, downsample) for rule in rules)

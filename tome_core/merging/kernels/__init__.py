@@ -44,7 +44,7 @@ _verified: set[tuple] = set()  # kernels that were checked: name, constants, dev
 
 
 def notes() -> tuple[str, ...]:
-    """Return texts for the report, one for each reason why kernels are off; empty if none is known to be off."""
+    """Return texts for the report, one for each reason why kernels are off; empty if none is known (yet)."""
     why = {**({"": _why_off} if _why_off else {}), **_off}
     names = {reason: ", ".join(name for name in why if why[name] == reason) for reason in why.values()}
     return tuple(f"Triton's kernels {name + ' ' if name else ''}are off, torch's operators do the same: {reason}"
@@ -52,17 +52,20 @@ def notes() -> tuple[str, ...]:
 
 
 def ready(x: torch.Tensor) -> bool:
-    """Return whether kernels can serve the dtype and device of a tensor. Imports Triton if necessary."""
+    """Return whether the tensor is float32, float16 or bfloat16 on a device that is `available`."""
     return x.dtype in _DTYPES and available(x.device)
 
 
 def ready_for_halves(x: torch.Tensor) -> bool:
-    """Return whether kernels that serve only half precision can serve a tensor. Imports Triton if necessary."""
+    """Return whether the tensor is float16 or bfloat16 on a device that is `available`."""
     return x.dtype in _DTYPES[1:] and available(x.device)
 
 
 def available(device: torch.device) -> bool:
-    """Return whether there are kernels for a device; False while torch.jit traces. Imports Triton if necessary."""
+    """Return whether there are kernels for a device; False while torch.jit traces or kernels are off.
+
+    Single kernels that are off do not count. Imports Triton if the device is a GPU.
+    """
     if device.type not in DEVICES or torch.jit.is_tracing():
         return False
     return _supports(device) and _module() is not None
@@ -71,19 +74,20 @@ def available(device: torch.device) -> bool:
 def can_fit_all_heads(q: torch.Tensor) -> bool:
     """Return whether `first_order`, `attend_sample` and `ridge` can fit a correction to all heads of `q` at once.
 
-    `q` is ``(batch, tokens, heads, head_dim)``. It has to be in half precision, with narrow heads and without gradient.
+    `q`, ``(batch, tokens, heads, head_dim)``, has to be in half precision on an available device, with at most
+    `RIDGE_WIDEST` (64) channels in a head, and must not need a gradient.
     """
     return q.shape[3] <= RIDGE_WIDEST and ready_for_halves(q) and not needs_gradient(q)
 
 
 def needs_gradient(*tensors: torch.Tensor) -> bool:
-    """Return whether a backward pass may follow, which kernels do not support."""
+    """Return whether gradients are enabled and a tensor requires one. Kernels do not support this."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 @functools.cache
 def _supports(device: torch.device) -> bool:
-    """Return whether Triton supports a device: every one except NVIDIA's cards of a compute capability below 8.0."""
+    """Return whether Triton supports a device of `DEVICES`: not if CUDA's compute capability is below 8.0."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -94,7 +98,8 @@ def best_keys(
 
     Sums are in float32. If keys are float32 and queries half precision, keys are split into several numbers of half
     precision that together hold all digits: there is no TF32, and keys are not rounded. Of equal scores the first
-    wins. A NaN never wins. The bits of a result do not depend on the other samples of the batch.
+    wins. A NaN never wins; key 0 with minus infinity is returned if all scores are NaN. The bits of a result do not
+    depend on the other samples of the batch.
 
     Args:
         x: ``(batch or 1, tokens, channels)``, float32, float16 or bfloat16, any strides.
@@ -123,7 +128,7 @@ class Means(NamedTuple):
         bias: minus half the squared length of each rounded mean, float32 ``(copies * groups,)``, minus infinity for an
             empty group; None if not requested.
         values: the means of a second tensor, of the same form; None if not requested.
-        exact: the means of the second tensor in float32; None if not requested.
+        exact: the means of the second tensor in float32, not rounded; None if not requested or without values.
     """
 
     mean: torch.Tensor
@@ -142,12 +147,12 @@ def mean_rows(
 
     Args:
         x: ``(copies * tokens, channels)``, any strides. The same groups apply to each copy (a sample, for instance).
-        order: the rows of one copy sorted by group, int64.
-        offsets: where each group starts in `order`, and its end, int64 ``(groups + 1,)``.
+        order: the numbers of one copy's rows, sorted by group, int64. A row may be in no group.
+        offsets: where each group starts in `order`, then the length of `order`, int64 ``(groups + 1,)``.
         tokens: number of rows of one copy.
         bias: compute minus half the squared length of each mean as well.
         values: a second tensor of the form of `x`, whose means are computed as well; None for no second tensor.
-        exact: compute the means of `values` in float32 as well.
+        exact: return the means of `values` in float32 as well; without effect if `values` is None.
 
     Returns:
         The means; None if the kernel could not run.
@@ -165,14 +170,16 @@ def mean_rows(
 
 
 class Segments(NamedTuple):
-    """The tokens sorted by group, and the sizes of the groups. Tokens are numbered over all rows (samples).
+    """The tokens sorted by row (sample) and group, and the sizes of the groups.
 
     Args:
-        order: the sorted tokens, int64 ``(rows * tokens,)``. Tokens of one group keep their order.
-        offsets: where each group starts in `order`, and its end, int64 ``(rows * groups + 1,)``.
-        sizes: float32 ``(rows, groups)``.
-        logs: logarithms of the sizes, finite, float32 ``(rows, groups)``.
-        rounded: the logarithms in the requested dtype.
+        order: the sorted tokens, int64 ``(rows * tokens,)``. Token t of row r has the number ``r * tokens + t``.
+            Tokens of one group keep their order.
+        offsets: where each group of each row starts in `order`, then the length of `order`, int64
+            ``(rows * groups + 1,)``.
+        sizes: the number of tokens of each group, float32 ``(rows, groups)``.
+        logs: logarithms of the sizes, and `empty` of `segments` for size 0, float32 ``(rows, groups)``.
+        rounded: the same as `logs`, in the requested dtype.
     """
 
     order: torch.Tensor
@@ -191,11 +198,11 @@ def segments(group: torch.Tensor, num_groups: int, empty: float, dtype: torch.dt
     Args:
         group: the group of each token, int64 ``(rows, tokens)``.
         num_groups: number of groups of a row.
-        empty: the logarithm to use for a group without tokens.
+        empty: a finite number that stands for the logarithm of 0.
         dtype: the dtype of `Segments.rounded`.
 
     Returns:
-        The segments; None if the kernel could not run or there are too many tokens and groups.
+        The segments; None if the kernel could not run, or if ``tokens * num_groups`` exceeds `_COUNTED_UP_TO`.
     """
     rows, tokens = group.shape
     if tokens * num_groups > _COUNTED_UP_TO or not available(group.device):
@@ -218,14 +225,16 @@ def assign_groups(
     pairs of scores.
 
     Args:
-        score: the score of each source, float32 ``(batch, sources)``. Of equal scores the first merges first.
+        score: the score of each source, float32 ``(batch, sources)``. Of equal scores the first merges first; NaN
+            merges before all numbers.
         index: the best destination of each source, as an index into `destinations`, int64 ``(batch, sources)``.
         sources: numbers of tokens, int64 ``(batch or 1, sources)``.
         destinations: numbers of tokens, int64 ``(batch or 1, destinations)``.
         removed: number of sources that merge.
 
     Returns:
-        int64 ``(batch, sources + destinations)``; None if the kernel could not run or there are too many sources.
+        int64 ``(batch, sources + destinations)``, in the order of the tokens' numbers; None if the kernel could not run
+        or there are more than 16,384 sources.
     """
     batch, count = index.shape
     if count * count > _COMPARED_UP_TO or not available(index.device):
@@ -270,7 +279,7 @@ class SampleAttention(NamedTuple):
 
     Args:
         merged: outputs over merged keys, ``(batch * heads, queries, head_dim)``.
-        full: outputs over the keys of each span, ``(spans, batch * heads, queries, head_dim)``.
+        full: outputs over the keys of each span as if there were no others, of ``(spans,)`` + the shape of `merged`.
         logs: logsumexp of the logits in each span, ``(spans, batch * heads, queries)``.
     """
 
@@ -299,7 +308,7 @@ def attend_sample(
         scale: factor of the logits.
 
     Returns:
-        The answers; None if the kernel could not run.
+        The outputs; None if the kernel could not run.
     """
     batch, tokens, channels = keys.shape
     width, span, count = channels // heads, _span(tokens), q.shape[1]
@@ -311,17 +320,20 @@ def attend_sample(
 
 
 def _span(tokens: int) -> int:
-    """Return the number of tokens of a span. A long sequence has eight spans: enough for a GPU, and few to combine."""
+    """Return the length of a span: 512 tokens, or an eighth of more than 4,096. Eight spans keep a GPU busy."""
     return max(512, -(-tokens // 8))
 
 
 def ridge(q: torch.Tensor, answers: SampleAttention, first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Fit a correction by ridge regression: the matrix and the constant that `correct` applies.
 
+    In each head, it predicts the output over all keys, less that over merged keys, from the query and the latter. The
+    correction is 0 if `first` is 0 in the dtype of `q`: then merging loses nothing.
+
     Args:
         q: the queries of `attend_sample`. Heads have at most `RIDGE_WIDEST` channels.
-        answers: the answers of `attend_sample`.
-        first: the sums of `first_order`.
+        answers: the result of `attend_sample`.
+        first: the sums of `first_order`, the first guess of the matrix.
 
     Returns:
         Matrix ``(batch * heads, 2 * head_dim, head_dim)`` and constant ``(batch * heads, 1, head_dim)``, in the dtype
@@ -343,7 +355,7 @@ def correct(out: torch.Tensor, q: torch.Tensor, matrix: torch.Tensor, constant: 
         constant: ``b``, ``(batch * heads, 1, head_dim)``, contiguous.
 
     Returns:
-        The corrected output; None if the kernel could not run or heads are wider than `WIDEST_HEAD`.
+        The corrected output; None if the kernel could not run or heads are wider than `WIDEST_HEAD` (128).
     """
     width = matrix.shape[2]
     if width > WIDEST_HEAD:
@@ -364,7 +376,7 @@ def kernels_off() -> Iterator[None]:
 
 
 def _module() -> ModuleType | None:
-    """Return `triton_kernels`, imported by the first call; None if it cannot be imported or is turned off."""
+    """Return `triton_kernels`, imported by the first call; None if that import failed or kernels are turned off."""
     global _is_loaded, _kernels, _why_off
     if _is_loaded:
         return _kernels
@@ -381,18 +393,19 @@ def _module() -> ModuleType | None:
 
 
 def launch(x: torch.Tensor, variant: tuple[Any, ...], *arguments: Any) -> bool:
-    """Run a kernel, which fills some of its arguments, and check the result if the kernel was not checked before.
+    """Run a kernel, which fills some of its arguments, and check the result unless an earlier result was right.
 
-    A kernel that cannot be compiled or launched, or whose result is wrong, is not tried again. If memory is too small,
-    only this run fails.
+    A kernel that cannot be compiled or launched, or whose result is wrong, is off until the process ends, with all
+    constants. If memory is too small, only this run fails, and so does an unchecked run that cannot be checked:
+    during the capture of a CUDA graph, or with inputs that are not finite.
 
     Args:
-        x: a tensor of the device and dtype for which the kernel is compiled.
+        x: a tensor of the device (one that is `available`) and dtype for which the kernel is compiled.
         variant: the name of the kernel, and the other constants for which it is compiled.
         arguments: the arguments of the function of this name in `triton_kernels`.
 
     Returns:
-        True if the filled tensors can be used.
+        True if the filled tensors can be used; False if the caller must use torch's operators.
     """
     kernels, name = _module(), variant[0]
     if kernels is None or name in _off:
@@ -414,9 +427,10 @@ def launch(x: torch.Tensor, variant: tuple[Any, ...], *arguments: Any) -> bool:
 
 
 def _proves_itself(key: tuple, arguments: tuple[Any, ...]) -> bool:
-    """Return whether a kernel's first result is right; turn the kernel off if it is wrong.
+    """Return whether a kernel's result is right, and keep the key if it is, so that no later run is checked.
 
-    If inputs are not finite, the result is False, but the kernel stays on.
+    A wrong result turns the kernel off for all keys. If inputs are not finite, the check means nothing: the answer is
+    False, the kernel stays on, and the next run is checked. A key is name, constants, device and dtype.
     """
     fault = find_fault(key[0], arguments)
     if fault == "":
@@ -427,6 +441,6 @@ def _proves_itself(key: tuple, arguments: tuple[Any, ...]) -> bool:
 
 
 def _give_up(name: str, why: str) -> None:
-    """Turn a kernel off until the process ends, and keep the reason for `notes`."""
+    """Turn a kernel off until the process ends, for all constants and devices. Keep the reason for `notes`."""
     _off[name] = why
     _log.debug("Triton's kernel %s is off, torch's operators do the same: %s", name, why)

@@ -36,8 +36,8 @@ def find_fault(name: str, arguments: tuple[Any, ...]) -> str | None:
         arguments: the arguments of its function in `triton_kernels`, the filled tensors included.
 
     Returns:
-        A message that says what is wrong; "" if nothing is wrong; None if the inputs are not finite, so that the
-        comparison means nothing.
+        A message that describes the first wrong output; "" if nothing is wrong; None if the inputs are not finite, so
+        that the comparison means nothing.
     """
     check = _CHECKS[name]
     if arguments[0].device.type == "xpu":  # small XPUs have no float64
@@ -61,7 +61,7 @@ def _excess(output: Output) -> Tensor:
 
 
 def _shares(output: Output) -> Tensor:
-    """Return each element's difference as a share of the allowed one: 0 for equal values, infinity for a wrong NaN."""
+    """Return each element's difference as a share of the allowed one: 0 for equal values, infinity for any NaN."""
     found, expected = output.found.double(), output.expected.double()
     share = (found - expected).abs() / (output.allowed + torch.zeros_like(expected))
     share = torch.where(share.isnan(), torch.inf, share)  # NaN also comes from two infinities, and from 0 / 0
@@ -82,7 +82,7 @@ def _eps(dtype: torch.dtype) -> float:
 
 
 def _rounding(exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return how far each exact value may be rounded in a dtype."""
+    """Return the largest error that rounding to a dtype may make, for each exact value."""
     return _eps(dtype) * (exact.abs() + torch.finfo(dtype).tiny)
 
 
@@ -95,9 +95,10 @@ def _by_head(flat: Tensor, width: int) -> Tensor:
 
 
 def best_keys(x, rows, keys, bias, score, index, lengths) -> Iterator[Output]:
-    """Yield the scores, the keys' numbers and the keys' own scores. Near ties may give another key of equal score.
+    """Yield the found numbers of keys, which must exist, then the found scores and those keys' scores in float64.
 
-    Arguments are those of `triton_kernels.best_keys`, filled. `lengths` is a flag, see `kernels.best_keys`.
+    Both scores must be near the best one, so any key of a near tie is right. Arguments are those of
+    `triton_kernels.best_keys`, filled. `lengths` is a flag, see `kernels.best_keys`.
     """
     keys, count = keys.double(), keys.shape[1]
     longest = keys.norm(dim=2).amax(1)[:, None]
@@ -124,7 +125,7 @@ def best_keys(x, rows, keys, bias, score, index, lengths) -> Iterator[Output]:
 
 
 def mean_rows(x, values, order, offsets, tokens, mean, mean_values, exact, bias) -> Iterator[Output]:
-    """Yield the means, whose allowed difference grows with the sums of absolute values.
+    """Yield the means, whose allowed difference grows with the sums of absolute values, and ``bias`` (half lengths).
 
     Arguments are those of `triton_kernels.mean_rows`, filled. An output that was not requested is None.
     """
@@ -189,7 +190,7 @@ def first_order(keys, values, group, means, span, scale, sums) -> Iterator[Outpu
 def attend_sample(
     q, keys, values, merged_keys, merged_values, bias, span, scale, merged, full, logs
 ) -> Iterator[Output]:
-    """Yield the outputs of `triton_kernels.attend_sample`. Attention weights are rounded, their sum is not."""
+    """Yield the outputs of `triton_kernels.attend_sample`. Only the weights may be rounded to half precision."""
     width, eps = merged.shape[2], _eps(q.dtype)
     q, heads = _by_head(q, width), merged.shape[0] // len(q)
 
@@ -207,7 +208,7 @@ def attend_sample(
 
 
 def ridge(q, merged, full, logs, first, matrix, constant) -> Iterator[Output]:
-    """Yield the correction that `triton_kernels.ridge` found, applied to its queries.
+    """Yield one output: the matrix and constant that `triton_kernels.ridge` found, applied to queries and ``merged``.
 
     It may differ by a share of all terms that it adds up.
     """
@@ -231,7 +232,7 @@ def ridge(q, merged, full, logs, first, matrix, constant) -> Iterator[Output]:
 
 
 def correct(out, q, matrix, constant, corrected) -> Iterator[Output]:
-    """Yield the output of `triton_kernels.correct`, piece by piece. It is rounded once, at the end."""
+    """Yield the output of `triton_kernels.correct` in runs of tokens. It may be rounded only once, at the end."""
     width = matrix.shape[2]
     matrix, constant = matrix.double(), constant.double()
     for parts in zip(*(tensor.split(_TOKENS, 1) for tensor in (q, out, corrected)), strict=True):
@@ -247,7 +248,7 @@ class _Check(NamedTuple):
 
     Args:
         outputs: takes the arguments of a launch and yields each output with the expected values.
-        finite: the check means something only if the first `finite` arguments hold finite numbers.
+        finite: how many of the first arguments must hold finite numbers for the check to mean anything. None passes.
     """
 
     outputs: Callable[..., Iterator[Output]]

@@ -34,7 +34,7 @@ _PLACED, _OTHERS = 32, 128
 
 
 def channels_at_once(queries: torch.dtype) -> int:
-    """Return how many channels of queries of this dtype a program multiplies at a time."""
+    """Return how many channels of queries a program multiplies at a time: 64 in half precision, 32 otherwise."""
     return _CHANNELS_OF_HALVES if queries.itemsize == 2 else _CHANNELS
 
 
@@ -104,7 +104,7 @@ def _mean_rows(
 ):  # fmt: skip
     """Fill the means. A program sums one group of one copy, or some of its channels if ``bias`` is None.
 
-    Row i of the group is added to the sum of number i % ROWS; then these sums are added. PARTS: 2 if there are values.
+    Row i of the group is added to sum number i % ROWS; then the sums are added. PARTS: 2 with ``values``, else 1.
     """
     number = tl.program_id(0).to(tl.int64)
     group, copy = number % groups, number // groups * tokens
@@ -148,7 +148,9 @@ def _segments(
 ):  # fmt: skip
     """Fill ``order`` to ``rounded``, the fields of `kernels.Segments`. A program serves some groups of one row.
 
-    It counts the tokens in lower groups to know where its groups start, so it needs no result of other programs.
+    It counts the row's tokens in lower groups to know where its groups start, so it needs no other program's result.
+    ``order`` and ``offsets`` count tokens over all rows: row r starts at ``r * tokens``. ``rounded`` are the ``logs``
+    in its own dtype; a group without tokens gets ``empty`` in both.
     """
     row = (tl.program_id(0) // tiles).to(tl.int64)
     first = tl.program_id(0) % tiles * GROUPS
@@ -193,9 +195,10 @@ def _place(
     score, index, sources, destinations, group, count, cells, removed,
     score_sample, index_sample, sources_sample, destinations_sample, PLACES: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """Fill ``group``, see `kernels.assign_groups`. A program serves some sources or some destinations.
+    """Fill ``group``, see `kernels.assign_groups`. A program serves a run of the sources and, after them, destinations.
 
-    The rank of a source is the number of sources that merge before it. Of equal scores the first merges first.
+    ``count`` is the number of sources, ``cells`` that of destinations. The rank of a source is the number of
+    sources that merge before it. Of equal scores the first merges first.
     """
     sample = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
@@ -259,7 +262,7 @@ def segments(
     group: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor, sizes: torch.Tensor, logs: torch.Tensor,
     rounded: torch.Tensor, empty: float,
 ) -> None:  # fmt: skip
-    """Fill all tensors, the fields of `kernels.Segments`, except ``group``, which is contiguous ``(rows, tokens)``."""
+    """Fill ``order`` to ``rounded``, the fields of `kernels.Segments`. ``group`` is contiguous ``(rows, tokens)``."""
     (rows, tokens), groups = group.shape, sizes.shape[1]
     tiles = triton.cdiv(groups, _COUNTED_GROUPS)
     _segments[(rows * tiles,)](
@@ -272,7 +275,7 @@ def assign_groups(
     score: torch.Tensor, index: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, removed: int,
     group: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Fill ``group``, the result of `kernels.assign_groups`."""
+    """Fill ``group``, the result of `kernels.assign_groups`, which describes the arguments. All have the full batch."""
     (batch, count), cells = index.shape, destinations.shape[1]
     _place[(triton.cdiv(count + cells, _PLACED), batch)](
         score, index, sources, destinations, group, count, cells, removed,

@@ -19,7 +19,7 @@ _PARTS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 def parts_of(part: torch.dtype, whole: torch.dtype) -> int:
     """Return how many numbers of the dtype `part` hold all digits of a number of the dtype `whole`: float32 or `part`.
 
-    The 24 bits of a float32 are 1 x 24, 2 x 11 or 3 x 8 bits.
+    It is 1 for equal dtypes, else 2 for float16 (11 bits each, for the 24 of float32) and 3 for bfloat16 (8 bits).
     """
     return 1 if whole == part else _PARTS[part]
 
@@ -64,7 +64,7 @@ def _attend(
     column, is_channel,
     QUERIES: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Return the outputs of a tile of queries over keys from ``first`` to ``stop``, and the logsumexp of the logits."""
+    """Return a tile of queries' outputs over keys ``first`` to ``stop``, and logsumexps. ``bias`` may be None."""
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     out = tl.zeros([QUERIES, WIDTH], tl.float32)
@@ -131,7 +131,7 @@ def _attend_sample(
 
 @triton.jit
 def _load_features(q, merged, query, column, mask, width: tl.constexpr, q_row, q_channel):
-    """Return queries and their outputs over merged keys side by side, in float32."""
+    """Return queries and their outputs over merged keys side by side, in float32: columns 0 to ``2 * width``."""
     of_q = column < width
     left = tl.load(q + query[:, None] * q_row + column[None, :] * q_channel, mask=mask & of_q[None, :], other=0.0)
     at = merged + query[:, None] * width + (column - width)[None, :]
@@ -142,7 +142,10 @@ def _load_features(q, merged, query, column, mask, width: tl.constexpr, q_row, q
 def _join(
     full, logs, number, programs, query, is_query, column, is_column, count, width: tl.constexpr, SPANS: tl.constexpr
 ):  # fmt: skip
-    """Return the outputs over all keys: the sum of the spans' outputs, each times the span's share of the weights."""
+    """Return the outputs over all keys: the sum of the spans' outputs, each times the span's share of the weights.
+
+    ``number`` is the head's number over all samples, ``programs`` how many heads these are.
+    """
     top = tl.load(logs + number * count + query, mask=is_query, other=0.0)
     for span in tl.static_range(1, SPANS):
         top = tl.maximum(top, tl.load(logs + (span * programs + number) * count + query, mask=is_query, other=0.0))
@@ -263,7 +266,7 @@ def _padded(width: int) -> int:
 
 
 def _warps(width: int) -> int:
-    """Return the number of warps for heads of `width` channels."""
+    """Return the number of warps for heads of `width` channels: 4 up to 64 channels, else 8."""
     return 4 if width <= 64 else 8
 
 

@@ -15,7 +15,7 @@ from ..plan import MergePlan, take_rows
 class MatchOptions(NamedTuple):
     """The settings of a match, which decides the tokens that merge.
 
-    Only bipartite matching uses cells, `refine` and `by_distance`.
+    Clustering uses only the ratio, bipartite matching all of them.
 
     Args:
         ratio: the share of tokens to remove, from 0 to 1.
@@ -44,8 +44,7 @@ class Method(NamedTuple):
         match: takes features ``(batch, tokens, channels)``, their grid and the options. Returns a plan, or None if no
             token merges. It may use only operators with static shapes, and must not wait for the device.
         keeps_cells: True if one token of every cell stays, so that the ratio is ``1 - 1/(sx*sy)`` at most.
-        compares: True if the method supports every metric, and k-means steps improve its plan. Other methods get the
-            block's input.
+        compares: True if the method follows `by_distance` and `st` of the options, and k-means steps improve its plan.
     """
 
     name: str
@@ -89,7 +88,7 @@ def best_keys(x: torch.Tensor, rows: torch.Tensor | None, keys: torch.Tensor, bi
     differently. Not differentiable.
 
     Args:
-        x: ``(batch or 1, tokens, channels)``, any float dtype. A kernel reads its rows without a copy.
+        x: ``(batch, tokens, channels)``, any float dtype; a batch of 1 is possible if `rows` has the whole batch.
         rows: the tokens that are queries, int64 ``(batch or 1, queries)``; None for all.
         keys: ``(batch, keys, channels)``, float32 or the dtype of `x`.
         bias: is added to the scores, float32 ``(batch, keys)``; None for no bias.

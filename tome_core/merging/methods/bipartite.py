@@ -19,15 +19,16 @@ from .base import Best, MatchOptions, Method, best_keys
 def match(x: torch.Tensor, grid: Grid, options: MatchOptions) -> MergePlan | None:
     """Return a plan that merges the sources most similar to a destination into their most similar destinations.
 
-    The plan removes the share `ratio` of all tokens, or all sources if there are fewer.
+    A destination is one token of each cell, see `split_grid`; all other tokens are sources. The plan removes the share
+    `ratio` of all tokens, or all sources if there are fewer.
 
     Args:
         x: ``(batch, tokens, channels)``, any float dtype. Compared in float32.
         grid: the grid of these tokens.
-        options: the settings of the match. With `refine`, k-means steps follow, see `refine_plan`.
+        options: the settings of the match. With `refine`, k-means steps over all tokens follow, see `refine_plan`.
 
     Returns:
-        A plan in which the groups of destinations come first; None if the ratio removes no token.
+        A plan in which the groups of destinations come first; None if no token would be removed.
     """
     destinations, sources = split_grid(grid, options.sy, options.sx, options.draw, x, options.st)
     removed = min(sources.shape[1], int(x.shape[1] * options.ratio))
@@ -66,7 +67,7 @@ def best_destination(
 
 
 def _best_anywhere(x: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, by_distance: bool) -> Best:
-    """Find the most similar destination of each source, with scores that cannot be compared between sources."""
+    """Find the most similar destination of each source, with the scores of `best_keys`, see `make_comparable`."""
     return best_keys(x, sources, *keys_of_rows(x, destinations, by_distance))
 
 
@@ -79,7 +80,7 @@ def refine_plan(plan: MergePlan, x: torch.Tensor, steps: int, by_distance: bool 
     Args:
         plan: the plan to start from.
         x: ``(batch, tokens, channels)``.
-        steps: number of steps.
+        steps: number of steps, from 1.
         by_distance: compare by distance, not by cosine.
     """
     with torch.no_grad(), without_autocast(x):
@@ -91,7 +92,7 @@ def refine_plan(plan: MergePlan, x: torch.Tensor, steps: int, by_distance: bool 
 
 
 def _nearest(x: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor | None) -> MergePlan:
-    """Return the plan in which every token is in the group of its most similar centre, given by `keys` and `bias`."""
+    """Return the plan of each token's most similar centre. Centres are given as by `metric.keys_to_search`."""
     return MergePlan(best_keys(x, None, keys, bias)[1], keys.shape[1])
 
 
@@ -100,7 +101,8 @@ def _plan(
 ) -> MergePlan:
     """Return the plan in which the `removed` sources with the highest scores join the destination of their `index`.
 
-    Groups of destinations come first, then those of the sources that stay, as in `kernels.assign_groups`.
+    Groups of destinations come first, then those of the sources that stay, as in `kernels.assign_groups`. If all
+    sources merge, the scores have no effect.
     """
     batch, count = score.shape
     ranked = removed < count

@@ -21,7 +21,7 @@ ITERATIONS = 4  # a fixed number, because a test for convergence would wait for 
 
 
 def match(x: torch.Tensor, grid: Grid, options: MatchOptions, by_similarity: bool = False) -> MergePlan | None:
-    """Return a plan that clusters the tokens by k-means, into as many groups as the ratio leaves.
+    """Return a plan that clusters the tokens by k-means (`ITERATIONS` steps), into as many groups as the ratio leaves.
 
     There is at least one group, and no group is empty. Distances are Euclidean, in float32.
 
