@@ -252,8 +252,8 @@ def _sigmas(scheduler: Any, values: list[float]) -> list[float] | None:
     # by index only if the values are the scheduler's current schedule: another pipeline may use another schedule
     count = len(timesteps) if values[: len(timesteps)] == timesteps else 0
     if 0 < count <= len(sigmas):
-        is_flow = config.get("prediction_type") == "flow_prediction" or config.get("use_flow_sigmas")
-        if is_flow or "FlowMatch" in type(scheduler).__name__:  # x = sigma * noise + (1 - sigma) * data
+        if config.get("prediction_type") == "flow_prediction" or config.get("use_flow_sigmas"):
+            # x = sigma * noise + (1 - sigma) * data
             result = [sigma / max(1 - sigma, _TINY) for sigma in sigmas[:count]]
         else:
             sigma_data = config.get("sigma_data") or 1.0  # the data's standard deviation

@@ -23,6 +23,7 @@ from tests.conformance import CHANNELS, HEADS, KV, SIDE, UNetOf, attention, run,
 from tests.doubles import SgmAttention, attend, of_heads
 from tome_core.attention import functions
 from tome_core.attention.merged import BIAS, OWN_BIAS
+from tome_core.models.attention_calls import HeadsCall
 
 xformers = SimpleNamespace()  # a test puts one here
 UNKNOWN = "calls no attention function that is known"
@@ -360,3 +361,21 @@ def test_xformers_description_of_a_mask_is_left_alone():
     caller = processor(lambda self, attn, x, *_, **__: xformers.ops.memory_efficient_attention(
         *(tensor.transpose(1, 2) for tensor in parts(attn, x)), attn_bias=LowerTriangularMask()).flatten(2))
     assert "mask" in why_left_alone(attention(caller))
+
+
+def in_four_forms(q, k, v, heads, mask=None, skip_reshape=False, skip_output_reshape=False):
+    """ComfyUI's attention function in its four forms."""
+    q, k, v = (tensor if skip_reshape else of_heads(tensor, heads) for tensor in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return out if skip_output_reshape else flat(out)
+
+
+@pytest.mark.parametrize("skip_reshape", [False, True])
+@pytest.mark.parametrize("skip_output_reshape", [False, True])
+def test_a_call_by_heads_reads_and_answers_in_the_hosts_form(skip_reshape, skip_output_reshape):
+    heads = torch.randn(3, 3, 2, SIDE**2, 4, generator=torch.Generator().manual_seed(0))
+    call = HeadsCall(in_four_forms, *(heads if skip_reshape else map(flat, heads)), 2, skip_reshape=skip_reshape,
+                     skip_output_reshape=skip_output_reshape)  # fmt: skip
+    given = call.q, call.k, call.v
+    assert all(map(torch.equal, given, heads.transpose(2, 3)))
+    assert torch.equal(call.to_host_form(call.compute(*given, None)), call.unmerged())

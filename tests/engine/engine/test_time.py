@@ -189,7 +189,9 @@ def test_pictures_of_two_threads_keep_apart():
 
 
 def own_sigmas(scheduler) -> list[float]:
-    """The noise of each step, as the scheduler itself uses it."""
+    """The noise of each step, as the scheduler itself uses it, relative to the picture."""
+    if scheduler.config.get("use_flow_sigmas"):
+        return [sigma / max(1 - sigma, 1e-6) for sigma in scheduler.sigmas.tolist()[: len(scheduler.timesteps)]]
     if hasattr(scheduler, "sigmas"):
         of_data = scheduler.config.get("sigma_data", 1.0)
         return [sigma / of_data for sigma in scheduler.sigmas.tolist()[: len(scheduler.timesteps)]]
@@ -198,6 +200,7 @@ def own_sigmas(scheduler) -> list[float]:
 
 
 CONTINUOUS = {"timestep_type": "continuous", "prediction_type": "v_prediction", **SD_BETAS}
+FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
 AT_500, HALF_WAY = {"min_timestep": 500}, {"end_percent": 0.5}
 
 
@@ -205,6 +208,7 @@ AT_500, HALF_WAY = {"min_timestep": 500}, {"end_percent": 0.5}
 @pytest.mark.parametrize("name, changes, limit", [
     ("DDIM", SD_BETAS, AT_500), ("EulerDiscrete", {}, AT_500),
     ("DPMSolverMultistep", {"use_karras_sigmas": True, **SD_BETAS}, AT_500),
+    ("UniPCMultistep", FLOW, AT_500),
     ("EulerDiscrete", CONTINUOUS, HALF_WAY), ("EDMEuler", {"sigma_data": 0.5, "sigma_max": 20.0}, HALF_WAY),
 ])  # fmt: skip
 def test_a_rule_means_the_same_noise_with_every_scheduler(name, changes, limit):

@@ -46,6 +46,12 @@ def test_marks_are_strengths_and_nothing_is_off():
         assert all(preset(name, layout) == strength(value, layout=layout) for name, value in MARKS.items())
 
 
+@of_each
+def test_few_keys_are_means_of_wide_cells_that_k_means_refines(layout):
+    cells = {name: (rule.sx, rule.sy, rule.refine) for name in MARKS for rule in preset(name, layout).rules}
+    assert cells == {**dict.fromkeys(MARKS, (4, 4, 0)), "max": (8, 8, 3)}, "as measured"
+
+
 MODELS = {SD: small, SDXL: sdxl, TRANSFORMER: lambda: tiny_transformers.make("Flux")[0]}
 
 
