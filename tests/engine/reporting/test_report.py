@@ -127,6 +127,11 @@ def test_the_mlps_tokens_are_said():
     assert str(report).count("MLP 256 tokens -> 192") == 1
 
 
+def test_merged_parts_without_keys_are_told_by_their_calls():
+    parts = LevelTally(1, 1, Counter({("crossattn", 256, 64, 77): 2}), work_full=100, work_left=100)
+    assert "latent /1: 2 calls merged" in str(of_levels(parts))
+
+
 def test_reports_of_passes_are_one_with_levels_by_their_down_sampling():
     """The passes are those of a hires fix, or of a refiner with another finest level."""
     first, second, other = (of_levels(level(*facts), calls=1) for facts in ((1, 25), (1, 75), (2, 50)))
