@@ -91,8 +91,8 @@ def step_time(share: float) -> float:
 def curve(loss: Loss) -> tuple[Knot, ...]:
     """Choose the knots of strengths 0, 1 / `KNOTS`, ..., 1. Raises ValueError if nothing measured is fast enough.
 
-    Of all curves on which a stronger knot never merges less in any step, the best one has the least sum of deviations,
-    each as a share of the least one that its time allows. loss: the result of `deviation_by_share`.
+    Of all curves on which a stronger knot never merges less in any step, the best has the least sum of deviations, each
+    as a share of the least that the strength's time (`time_at`) allows. loss: the result of `deviation_by_share`.
     """
     ways = [(0.0, (Knot(0.0, 1.0, 1000.0, 0.0),))]  # the cost of each, and its knots
     for number in range(1, KNOTS + 1):

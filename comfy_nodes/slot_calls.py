@@ -46,7 +46,11 @@ class HostCall(hosting.HeadsCall):
 
 
 def other_names_in_slot(options: dict[str, Any]) -> str:
-    """Return names of another node's function in the slot and those in its closure, joined by spaces; "" if none."""
+    """Return names of another node's function in the slot and those in its closure, joined by spaces; "" if none.
+
+    Args:
+        options: transformer_options.
+    """
     parts = _parts(OtherNodesFunction(options.get(SLOT), None))
     return " ".join(hosting.full_name(part) for part in parts if callable(part))
 

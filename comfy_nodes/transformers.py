@@ -28,7 +28,10 @@ _NO_GRID = "the latent has no grid that is known"
 
 
 class TransformerMerging:
-    """The merging of a transformer in one sampling. Arguments, attributes and errors are those of `UnetMerging`."""
+    """The merging of a transformer in one sampling. Arguments, attributes and errors are those of `UnetMerging`.
+
+    For each call of the model, `answering` yields a function that computes the call's attentions, with merging.
+    """
 
     flow_timesteps, is_compiled = True, False
 

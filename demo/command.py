@@ -129,7 +129,10 @@ def device_of(name: str | None):
 
 
 def source_of(options: argparse.Namespace, user: checkpoint.Checkpoint | None):
-    """Load a UserPipeline; Embedded if `user` is None or of kind "scenes". ValueError if it cannot load or merge."""
+    """Load the source of pictures. Raises ValueError if it cannot load or merge.
+
+    It is a UserPipeline; or, if `user` is of kind "scenes" or None, Embedded with the weights of `user` or the demo's.
+    """
     wait_passively()
     print("Loading the model ...", file=sys.stderr)
     import tome_core

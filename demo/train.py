@@ -206,7 +206,7 @@ def begin_with(model: scene_model.SceneModel, other: scene_model.SceneModel) -> 
 
 
 def prepare(options: argparse.Namespace) -> TrainingState:
-    """Fill in missing paths; return the run of `options.state`, a new one without it. Raises ValueError or OSError."""
+    """Fill in missing paths; return the run in the file `options.state`, also if it is the default, else a new run."""
     if min(options.coarse, options.crops) < 0 or options.coarse + options.crops >= 1:
         raise ValueError(f"--coarse {options.coarse} and --crops {options.crops} leave no time for full pictures; "
                          "give shares from 0 on that sum to less than 1")

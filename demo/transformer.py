@@ -64,9 +64,9 @@ class SceneTransformer(nn.Module):
         return nn.functional.pixel_shuffle(out.transpose(1, 2).unflatten(2, (height, width)), TOKEN)
 
     def _places(self, height: int, width: int, sizes: torch.Tensor | None, tiles: torch.Tensor) -> torch.Tensor:
-        """Return each token's middle as (0, down, right), [h * w, 3], counted in tokens of a whole picture.
+        """Return each token's middle as (0, down, right), float32 [h * w, 3], counted in tokens of a whole picture.
 
-        sizes: as in `SceneModel.forward`, or None. tiles: a tensor of the wanted device and dtype.
+        sizes: as in `SceneModel.forward`, of which the first row counts; or None. tiles: a tensor on the wanted device.
         """
         top, left, unit = 0.0, 0.0, 1.0
         if sizes is not None:

@@ -48,7 +48,7 @@ class Overlay:
 
     Args:
         inner: the object to stand in for. All other attributes are read from it.
-        instead: the attributes that differ, by name. Attributes that are set later do not change `inner` either.
+        instead: the attributes that differ, as keywords. Attributes that are set later do not change `inner` either.
     """
 
     def __init__(self, inner: Any, **instead: Any) -> None:

@@ -233,7 +233,10 @@ def family_of(model: Any) -> Family | None:
 
 
 def find_transformers(model: Any) -> list[nn.Module]:
-    """Return the known ones of the model, its ``transformer`` and ``transformer_2``, out of torch.compile's wrapper."""
+    """Return those of the model itself, its ``transformer`` and its ``transformer_2`` that are of a known family.
+
+    Each is taken out of torch.compile's wrapper. The list is empty if none is known.
+    """
     candidates = (model, *(getattr(model, name, None) for name in _IN_PIPELINES))
     modules = (getattr(module, "_orig_mod", module) for module in candidates)  # without torch.compile's wrapper
     return [module for module in modules if family_of(module) is not None]

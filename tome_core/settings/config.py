@@ -194,7 +194,7 @@ class MergeRule:
         """True if the error of merged keys and values is corrected (`attention.correction`).
 
         That needs `correction`, `proportional` and the keys and values of all tokens. The latter exist if `side` is
-        "kv", or if a method that `compares` matches by the metric "keys+values".
+        "kv", or if `metric` is "keys+values" and the rule's method compares tokens.
         """
         at_hand = self.metric == "keys+values" and METHODS[self.method].compares
         return self.correction and self.proportional and (self.side == "kv" or at_hand)
