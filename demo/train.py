@@ -206,7 +206,10 @@ def begin_with(model: scene_model.SceneModel, other: scene_model.SceneModel) -> 
 
 
 def prepare(options: argparse.Namespace) -> TrainingState:
-    """Fill in missing paths; return the run in the file `options.state`, also if it is the default, else a new run."""
+    """Fill in missing paths; return the run in the file `options.state`, also if it is the default, else a new run.
+
+    Raises ValueError or OSError for the user to read.
+    """
     if min(options.coarse, options.crops) < 0 or options.coarse + options.crops >= 1:
         raise ValueError(f"--coarse {options.coarse} and --crops {options.crops} leave no time for full pictures; "
                          "give shares from 0 on that sum to less than 1")
