@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from diffusers.models.attention_processor import AttnProcessor
 
+from tests.models import sdxl, small
 from tome_core import MergeConfig, MergeRule, gains
 from tome_core.engine.decision import decide, is_host_bound
 from tome_core.engine.time import Clock
-from tome_core.measuring.pays import Pays
+from tome_core.measuring.pays import Pays, about
+from tome_core.models.unet_blocks import find_blocks
 from tome_core.settings.schedule import LevelRules
 
 _SD15 = ((1, 320),) * 5 + ((2, 640),) * 5 + ((4, 1280),) * 5 + ((8, 1280),)
@@ -78,3 +82,13 @@ def test_it_merges_nothing_until_it_was_measured_to_pay_and_then_in_the_finest_l
     assert gates(gain(0.5, side=32)) == gates(), "another size was measured"
     assert gates(always=True)[0] == (True, None), "for a measurement"
     assert gates(shape=(2, 4, 3, 64, 64))[0] == (None, None), "a film goes by its tokens"
+
+
+def test_a_gain_is_of_one_model_one_attention_and_one_set_of_rules():
+    unet, config = small(), MergeConfig()
+    plain = about(unet, find_blocks(unet), config)
+    assert about(unet, find_blocks(unet), replace(config, seed=5)) == plain
+    assert about(unet, find_blocks(unet), MergeConfig(ratio=0.25)) != plain
+    assert about(sdxl(), find_blocks(sdxl()), config) != plain
+    unet.set_attn_processor(AttnProcessor())
+    assert about(unet, find_blocks(unet), config) != plain
