@@ -68,11 +68,11 @@ class Family(NamedTuple):
 # they are unknown.
 
 
-def _read_latent(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
+def _read_latent(model: nn.Module, given: Mapping[str, Any]) -> Tokens:
     """Read the call of most classes: a latent ``(batch, channels, [frames,] height, width)``.
 
     CogVideoX's frames are before the channels: the second axis is then not the config's ``in_channels``. `given` holds
-    the arguments by name. The result is never a text.
+    the arguments by name.
     """
     latent, config = given["hidden_states"], model.config
     if latent.dim() == 5 and latent.shape[1] != config.in_channels:
@@ -84,11 +84,11 @@ def _read_latent(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
     return Tokens(Grid(frames * height, width, frames), frames * height * width, latent)
 
 
-def _read_history(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
+def _read_history(model: nn.Module, given: Mapping[str, Any]) -> Tokens:
     """Read FramePack's call: earlier frames come before the current ones, in larger patches the older they are.
 
-    `given` holds the arguments by name; an earlier film that is None has no tokens. The result, never a text, describes
-    the current frames; its `first` counts the tokens of the earlier ones.
+    `given` holds the arguments by name; an earlier film that is None has no tokens. The result describes the current
+    frames; its `first` counts the tokens of the earlier ones.
     """
     history = [(given[name], factor) for name, factor in zip(_HISTORY, (4, 2, 1), strict=False)]
     patches = [(film.shape[2:], (factor, 2 * factor, 2 * factor)) for film, factor in history if film is not None]
