@@ -57,11 +57,13 @@ class Drawn(NamedTuple):
 class Studio:
     """What draws pictures from a source of `demo.source`; the caller lets one `draw` run at a time.
 
-    `ends` is an event to be set when the page closes: a `draw` that runs then raises Stopped.
+    `ends` is an event to be set when the page closes: a `draw` that runs then raises Stopped. `drawing` is the lock
+    that the page holds during a `draw`.
     """
 
     def __init__(self, source: Any) -> None:
         self.source, self.ends, self._stop = source, threading.Event(), threading.Event()
+        self.drawing = threading.Lock()
 
     def stop(self) -> None:
         """Let a running `draw` raise Stopped after its present step; later draws are not affected."""
@@ -235,7 +237,8 @@ def make_page(studio: Studio, strength: float, few_words: bool = True) -> Any:
         def drawn(*given: Any, progress: Any = gr.Progress()) -> tuple:  # noqa: B008 - how gradio asks for it
             try:
                 wanted = read(dict(zip(parts, given, strict=True)), layout, few_words)
-                result = studio.draw(wanted, lambda share, doing: progress(share, desc=doing))
+                with studio.drawing:
+                    result = studio.draw(wanted, lambda share, doing: progress(share, desc=doing))
             except (TypeError, ValueError) as error:
                 raise gr.Error(str(error), print_exception=False) from None
             except Stopped:
@@ -279,6 +282,8 @@ def serve(blocks: Any, studio: Studio, port: int | None, opens_browser: bool) ->
     finally:
         studio.ends.set()  # first, because the server waits a while for those who wait for a picture
         blocks.close(verbose=False)
+        with studio.drawing:  # Python aborts if it ends while a thread is in torch
+            pass
 
 
 def parser() -> argparse.ArgumentParser:
