@@ -1,8 +1,5 @@
-"""The wrappers that an ApplyToMe node puts on a model, so that the samplers after the node merge.
-
-A branch is the part of ComfyUI's graph after such a node. All branches share one model, so the model itself is not
-patched. Instead, each model call of the branch carries an attention function in its transformer_options.
-"""
+"""The wrappers that an ApplyToMe node puts on a model, so that a branch, the graph after the node, merges."""
+# all branches share one model, so it is not patched: each call has an attention function in its transformer_options
 
 from __future__ import annotations
 
@@ -26,43 +23,28 @@ Merging = UnetMerging | TransformerMerging
 
 
 class Outcome(NamedTuple):
-    """The result of one sampling, for the nodes that show it.
+    """The result of one sampling, for the nodes that show it."""
 
-    Args:
-        lines: one or two lines for the ApplyToMe node.
-        details: the lines of the full report; equal to `lines` if no model could merge.
-        data: the report as a dict of JSON values.
-        report: the engine's `Report`.
-        maps: (latent cells per token along a side, latest `MergeMap`) by level, from 0, the finest. Empty if nothing
-            merged, or if an exception ended the sampling.
-    """
-
-    lines: Sequence[str]
-    details: Sequence[str]
-    data: dict[str, Any]
-    report: Any
+    lines: Sequence[str]  # one or two, for the ApplyToMe node
+    details: Sequence[str]  # of the full report; equal to `lines` if no model could merge
+    data: dict[str, Any]  # the report as JSON values
+    report: Any  # the engine's `Report`
+    # (latent cells per token along a side, latest `MergeMap`) by level, 0 the finest; {} if an exception came
     maps: dict[int, tuple[int, Any]]
 
 
 class BranchMerging:
     """The two wrappers of an ApplyToMe node: one around each sampling, one around each call of the model.
 
-    Args:
-        config: the settings, a MergeConfig. If None, the node is off: samplings are timed, and do not merge.
-        line: the node's values, as text for the report.
-        facts: the node's values by name, for `Outcome.data`. Its "unknown" is a list of texts on inputs that the node
-            does not have.
-        node_id: the id of the node under which the report is shown; None shows the report in the log only.
-        name: the node's name in the log, see `host.name_in`.
-
-    Attributes:
-        latest: the result of the latest sampling; None before the first, or if the node is off.
+    If `config` is None, the node is off: samplings are timed, and do not merge. `line` is the node's values as text,
+    `facts` the same by name for `Outcome.data`; its "unknown" is a list of texts on inputs that the node does not have.
+    If `node_id` is None, the report is shown in the log only. `name` is the node's name there, see `host.name_in`.
     """
 
     def __init__(self, config: Any, line: str, facts: dict[str, Any], node_id: Any, name: str) -> None:
         self.config, self._settings_and_facts = config, (line, facts)
         self._node_id, self._name = node_id, name
-        self.latest: Outcome | None = None
+        self.latest: Outcome | None = None  # of the latest sampling; None before the first, or if the node is off
         self._shown: tuple[Any, list[str]] = (None, [])  # lines of one prompt, because two passes may use one node
         self._sampling: Sampling | None = None  # the innermost sampling in progress
 
@@ -74,11 +56,7 @@ class BranchMerging:
         self, executor: Any, x: Any, t: Any, c_concat: Any = None, c_crossattn: Any = None, control: Any = None,
         transformer_options: dict[str, Any] | None = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Call the model, in or outside a sampling, with merging if the node is on.
-
-        A wrapper of ComfyUI's ``BaseModel.apply_model``. The executor calls the wrapped method. All other arguments and
-        the result are those of that method.
-        """
+        """Wrap ComfyUI's ``BaseModel.apply_model``: call the model, which merges if the node is on."""
         sampling = self._sampling or Sampling(self.config)
         sampling.is_alone = sampling.is_alone and control is None
         return sampling.call(
@@ -90,11 +68,7 @@ class BranchMerging:
         self, executor: Any, noise: Any, latent_image: Any, sampler: Any, sigmas: Any, denoise_mask: Any = None,
         callback: Any = None, *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Run a sampling, then report on it, or only keep its time if the node is off.
-
-        A wrapper of ComfyUI's ``CFGGuider.outer_sample``. The executor calls the wrapped method. All other arguments
-        and the result are those of that method. An exception is raised again after the report.
-        """
+        """Wrap ComfyUI's ``CFGGuider.outer_sample``: report at the end, or only keep the time if the node is off."""
         time = HostSampling(sampler, sigmas, noise)
         sampling, timed_steps = Sampling(self.config, time), time.timed_steps.counting_callback(callback)
         outer, self._sampling = self._sampling, sampling
@@ -121,15 +95,7 @@ class BranchMerging:
 
 
 class Sampling:
-    """One sampling of a branch: it calls the models with merging, and then reports.
-
-    Args:
-        config: the settings; None only counts the calls.
-        time: the steps and noise levels of ComfyUI's sampling; None for model calls outside a sampling.
-
-    Attributes:
-        is_alone: False if something else is known to change how long a call takes. The time is then not kept.
-    """
+    """One sampling, which merges and then reports; without `time`, a call outside one. Without a config, it counts."""
 
     def __init__(self, config: Any, time: HostSampling | None = None) -> None:
         self._config, self._time, self._name = config, time or HostSampling(), time
@@ -138,15 +104,7 @@ class Sampling:
         self.is_alone = True  # no other patch is known that changes how long a call takes
 
     def call(self, model: Any, x: Any, t: Any, options: dict[str, Any], run: Any) -> Any:
-        """Call the model and return its output. The call merges if merging is on and supports the model.
-
-        Args:
-            model: ComfyUI's BaseModel.
-            x: latents ``[B, C, (frames,) H, W]``.
-            t: sigmas ``[B]``.
-            options: transformer_options.
-            run: calls the model, as ``run(transformer_options, **keywords)``.
-        """
+        """Return ``run(options, **more)``, merged if possible. x: latents ``[B, C, (frames,) H, W]``; t: sigmas."""
         unet, schedule = model.diffusion_model, model.model_sampling
         # several GPUs sample in threads, each with its own model
         merging = self._models.get(unet) or self._models.setdefault(unet, self._make(unet, options))
@@ -172,12 +130,7 @@ class Sampling:
         return out
 
     def end(self, settings: str, facts: dict[str, Any]) -> Outcome:
-        """Return the result of the sampling, after its last call.
-
-        Args:
-            settings: the node's values as text.
-            facts: see `BranchMerging`.
-        """
+        """Return the result of the sampling, after its last call. For the arguments see `BranchMerging`."""
         time = self._time
         strangers = [why for why in self._models.values() if isinstance(why, str)]
         merged = [merging for merging in self._models.values() if not isinstance(merging, str)]
@@ -201,16 +154,7 @@ class Sampling:
         return Outcome(lines, details if merged else lines, data, report, maps)
 
     def remember(self, report: Any = None) -> str:
-        """Keep the time of this sampling, to compare pictures with and without merging.
-
-        Nothing is kept if an exception ended the sampling, if `is_alone` is False, or if several models ran.
-
-        Args:
-            report: the engine's `Report`; None if the node is off.
-
-        Returns:
-            The factor by which merging makes the user's pictures faster, as text; "" if it is not known.
-        """
+        """Keep the time of a whole, undisturbed sampling of one model; return the gain as text, "" if not known."""
         if self._time.stopped or not self.is_alone or len(self._models) != 1:
             return ""
         (unet,), time = self._models, self._time
@@ -245,15 +189,7 @@ class Sampling:
 
 
 def layout_of(model: Any) -> str:
-    """Return a model's layout, "sd", "sdxl" or "transformer", see `tome_core.strength`.
-
-    Args:
-        model: ComfyUI's BaseModel.
-
-    Raises:
-        TypeError: the object is not a model.
-        ValueError: the model is of a kind that cannot merge.
-    """
+    """Return a BaseModel's layout, see `tome_core.strength`. TypeError or ValueError: it is no model that can merge."""
     unet = hosting.find_unet(model)
     return hosting.layout_of(unet) if patch_size_of(unet) is None else hosting.TRANSFORMER
 

@@ -52,15 +52,7 @@ def find_attached(patcher: Any) -> Any | None:
 
 
 def is_compiled_whole(model: Any, options: dict[str, Any]) -> bool | None:
-    """Tell how ``torch.compile`` was applied to a diffusion model.
-
-    Args:
-        model: the diffusion model.
-        options: transformer_options, which hold the wrapper of ComfyUI's compile node.
-
-    Returns:
-        True if the model is compiled as a whole; False if parts of it are; None if it is not compiled.
-    """
+    """Return True if a diffusion model is compiled as a whole, False if parts of it are, None if nothing is."""
     wrappers = options.get("wrappers", {}).get(APPLY_MODEL, {}).get(COMPILE_KEY, ())
     held = [cell.cell_contents for wrapper in wrappers for cell in getattr(wrapper, "__closure__", None) or ()]
     inner = getattr(model, "_orig_mod", model)
@@ -70,12 +62,7 @@ def is_compiled_whole(model: Any, options: dict[str, Any]) -> bool | None:
 
 
 def name_in(prompt: Any, node_id: Any) -> str:
-    """Return a node's id and, if the user gave it one, its title for the log, after a space: `` #12:5 second pass``.
-
-    Args:
-        prompt: ComfyUI's prompt, the nodes by id. Without a prompt, only the id is returned.
-        node_id: the id; None returns "".
-    """
+    """Return a node's id, and its title if the user gave it one, after a space: `` #12:5 second pass``; "" if None."""
     if node_id is None:
         return ""
     node = prompt.get(str(node_id)) if isinstance(prompt, dict) else None
@@ -89,24 +76,13 @@ def server() -> Any:
 
 
 def say(text: str, node_id: Any, name: str = "") -> None:
-    """Show a text under a node, and log it in one line.
-
-    Args:
-        text: the lines.
-        node_id: the node's id; None only logs.
-        name: put after the first "ToMe" of the logged text, see `name_in`.
-    """
+    """Show a text under a node, and log it in one line, with `name` after its first "ToMe". Without an id, only log."""
     logger.info("%s", text.replace("ToMe", f"ToMe{name}", 1).replace("\n", "; "))
     show(text, node_id)
 
 
 def show(text: str, node_id: Any) -> None:
-    """Show a text under a node, and under the subgraphs that contain the node. Never raises an exception.
-
-    Args:
-        text: the lines.
-        node_id: the node's id; None shows nothing.
-    """
+    """Show a text under a node and the subgraphs that contain it; nowhere without an id. Never raises an exception."""
     send = getattr(server(), "send_progress_text", None)
     if send is None or node_id is None:
         return

@@ -1,9 +1,5 @@
-"""The inputs of ApplyToMe and ToMeSettings, generated from the engine's form.
-
-ComfyUI checks values by these ranges and choices, and marks a wrong input. An error that a range cannot express is
-reported as text, and the prompt runs. Saved workflows identify widgets by position, so new inputs are appended. Every
-default is the engine's.
-"""
+"""The inputs of ApplyToMe and ToMeSettings, generated from the engine's form. ComfyUI marks values that do not fit."""
+# saved workflows identify widgets by position, so new inputs are appended; every default is the engine's
 
 from __future__ import annotations
 
@@ -37,19 +33,7 @@ def settings_types() -> dict[str, tuple]:
 
 
 def config_of(strength: Any, start: Any, end: Any, settings: Any = None, layout: str = "sd") -> Any:
-    """Return the MergeConfig of ApplyToMe's values; None if these values merge nothing.
-
-    Args:
-        strength: from 0 to 1.
-        start: share of the schedule at which merging starts, also with `settings`.
-        end: share of the schedule at which merging ends, also with `settings`.
-        settings: a MergeConfig, used in place of the strength; None for the strength.
-        layout: the model's layout, see `tome_core.strength`.
-
-    Raises:
-        ValueError: a value is not possible.
-        TypeError: a value has the wrong type.
-    """
+    """Return the MergeConfig of ApplyToMe's values; None if it merges nothing. Raises ValueError or TypeError."""
     if settings is None:
         config = hosting.strength(strength, layout=layout)
     elif isinstance(settings, hosting.MergeConfig):

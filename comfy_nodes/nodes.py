@@ -1,8 +1,5 @@
-"""The nodes: ApplyToMe, ToMeSettings and RemoveToMe for a model, and ToMePreview for the result of a sampling.
-
-They use ComfyUI's first schema (V1). Every version and fork that can wrap a model supports it, and it needs no import
-of the host. ComfyUI's loader prefers it to a V3 entry point.
-"""
+"""ComfyUI's nodes: ApplyToMe, ToMeSettings and RemoveToMe for a model, ToMePreview for the result of a sampling."""
+# in ComfyUI's first schema (V1), which needs no import of the host, and which all versions that wrap models support
 
 from __future__ import annotations
 
@@ -56,17 +53,10 @@ class ApplyToMe(_Node):
     ) -> tuple[Any]:  # fmt: skip
         """Return a clone of the model that merges, in a tuple. The node shows its state as text.
 
-        If the strength is 0, or a value or the model is not supported, the clone does not merge.
-
-        Args:
-            model: ComfyUI's ModelPatcher, which stays unchanged.
-            strength: from 0 to 1; not used if `settings` are given.
-            start: share of the schedule at which merging starts.
-            end: share of the schedule at which merging ends.
-            settings: a MergeConfig from ToMeSettings; None for the strength.
-            unique_id: the node's id.
-            prompt: ComfyUI's prompt, the nodes by id.
-            unknown: other inputs, which are ignored; those in the prompt are named in the node's text.
+        If the strength is 0, or a value or the model is not supported, the clone does not merge. The model, ComfyUI's
+        ModelPatcher, stays unchanged. Merging goes from `start` to `end`, shares of the schedule. `settings`, a
+        MergeConfig from ToMeSettings, replace the strength. `prompt` has ComfyUI's nodes by id; the node's text names
+        inputs in it that are `unknown`, which are ignored.
         """
         clone = model.clone()
         if not host.is_new_enough(clone):
@@ -177,15 +167,9 @@ class ToMePreview(_Node):
     ) -> dict[str, Any]:
         """Draw the groups of merged tokens over the pictures, and return them with the report.
 
-        Args:
-            model: ComfyUI's ModelPatcher that went into the sampler.
-            image: the decoded pictures ``[B, H, W, 3]``.
-            latent: ComfyUI's dict with latents in "samples"; used if there is no image. Without both: a grey picture.
-            unique_id: the node's id.
-
-        Returns:
-            ComfyUI's dict of a node's output. "result" has pictures ``[B, H, W * levels, 3]`` and the report as text.
-            "ui" has the report as text and as JSON values. Without maps, the pictures stay, with a title that says why.
+        The pictures are `image` ``[B, H, W, 3]``, else a rough picture of `latent`, ComfyUI's dict, else grey. In the
+        node's output "result" has pictures ``[B, H, W * levels, 3]`` and the report as text, "ui" the report as text
+        and as JSON values. Without maps, the pictures stay, with a title that says why.
         """
         pictures = _background(model, image, latent)
         merging = host.find_attached(model)
@@ -221,15 +205,10 @@ def _background(model: Any, image: torch.Tensor | None, latent: dict | None) -> 
 
 
 def _panels(pixels: torch.Tensor, row: int, maps: dict[int, tuple[int, Any]]) -> torch.Tensor:
-    """Draw a picture once for each level, and return the panels next to each other, ``[H, W * levels, 3]``.
-
-    Args:
-        pixels: the picture ``[H, W, 3]``.
-        row: the picture's row of each map. It is negative, because a call's batch ends with the positive prompt.
-        maps: see `branch.Outcome`.
-    """
+    """Return a picture ``[H, W, 3]`` drawn once for each level, side by side; `row` is its row of each map."""
     panels = []
     for level, (downsample, merge_map) in maps.items():
+        # row is negative, because a call's batch ends with the positive prompt
         group = merge_map.group[max(row, -len(merge_map.group))]
         title = f"level {level} (latent /{downsample}): {len(group)} tokens -> {merge_map.num_groups}"
         panels.append(picture.panel(pixels, merge_map.grid[:2], group, title))

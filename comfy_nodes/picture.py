@@ -12,16 +12,7 @@ _BORDER = 0.7  # brightness of the border between two groups
 
 
 def panel(picture: torch.Tensor, grid: Any, group: torch.Tensor, title: str) -> torch.Tensor:
-    """Return a copy of a picture with each group of merged tokens in its mean colour and dark borders between groups.
-
-    Tokens that are alone in their group keep their picture within the borders.
-
-    Args:
-        picture: ``[H, W, 3]``, on the CPU.
-        grid: (height, width) in tokens.
-        group: int64 ``[height * width]``, the number of each token's group.
-        title: text for the upper left corner.
-    """
+    """Return a picture on the CPU with each group of merged tokens in its mean colour, dark borders, and a title."""
     height, width = picture.shape[:2]
     tokens = group.reshape(1, 1, *grid).double()  # double: nearest keeps whole numbers whole
     cells = F.interpolate(tokens, (height, width), mode="nearest")[0, 0].long()
@@ -50,12 +41,7 @@ def add_title(picture: torch.Tensor, title: str) -> torch.Tensor:
 
 
 def from_latent(samples: torch.Tensor, latent_format: Any) -> torch.Tensor:
-    """Return rough pictures ``[B, 8 * h, 8 * w, 3]`` of latents, on the CPU.
-
-    Args:
-        samples: latents ``[B, C, h, w]``, or ``[B, C, frames, h, w]``, of which the first frame is used.
-        latent_format: ComfyUI's format of the model's latents. Without RGB factors for C channels, pictures are grey.
-    """
+    """Return rough pictures ``[B, 8 * h, 8 * w, 3]`` of latents, on the CPU; grey if their format is not known."""
     samples = samples.detach().float().cpu()
     if samples.dim() == 5:  # video: its first frame
         samples = samples[:, :, 0]

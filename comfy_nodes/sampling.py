@@ -19,20 +19,11 @@ class HostSampling:
 
     The levels of all steps are read once, at the first call. A known sampler reports its steps, which gives the level
     of each call; the middle calls of a second-order sampler count as the step's end. With any other sampler, each call
-    reads its level, which waits for the device.
-
-    Args:
-        sampler: ComfyUI's sampler; None outside a sampling.
-        sigmas: the noise levels of the sampling, one more than steps.
-        noise: the noise ``[B, ...]`` that is added to the latents.
-
-    Attributes:
-        timed_steps: the engine's `Steps`.
-        sampler: the name of the sampler's function; "" if it is not known.
-        stopped: an exception ended the sampling. The caller sets it.
+    reads its level, which waits for the device. Outside a sampling there are no arguments.
     """
 
     def __init__(self, sampler: Any = None, sigmas: Any = None, noise: Any = None) -> None:
+        # stopped: the caller says that an exception came
         # no noise: the sampling continues another one's picture. ComfyUI makes noise on the CPU
         self._continues = torch.is_tensor(noise) and noise.device.type == "cpu" and not noise.any()
         self._pictures, self.stopped = len(noise) if torch.is_tensor(noise) else None, False
@@ -50,10 +41,7 @@ class HostSampling:
 
     @property
     def text(self) -> str:
-        """The number of planned steps as text, such as ``20 steps``; "" if not known.
-
-        After an exception: ``12 of 20 steps``. If a cache skipped whole steps: ``20 steps, 13 of them computed``.
-        """
+        """``20 steps``; after an exception ``12 of 20 steps``; ``20 steps, 13 of them computed``; "" if not known."""
         done, planned, computed = self.steps.values()
         count = hosting.count(planned, "step")
         if self.stopped and done < planned:
@@ -67,12 +55,7 @@ class HostSampling:
             self._computed.add(self.timed_steps.done)
 
     def sigma(self, t: Any, options: dict[str, Any]) -> float:
-        """Return the noise level of a call, on the scale of `t`. Waits for the device if the sampler is not known.
-
-        Args:
-            t: the call's sigmas ``[B]``.
-            options: the call's transformer_options.
-        """
+        """Return the noise level of a call, on the scale of `t`. Waits for the device if the sampler is not known."""
         if torch.is_tensor(t) and t.device.type != "cpu" and self._levels_in(options):
             return self.timed_steps.time
         return float(t.reshape(-1)[0]) if torch.is_tensor(t) else float(t)
@@ -84,14 +67,7 @@ class HostSampling:
         return self._pictures if whole and len(x) == len(conditions) * self._pictures else None
 
     def is_between(self, start: float, end: float, sigma: float, model_sampling: Any) -> bool:
-        """Tell whether a noise level is between two shares of the schedule, by ComfyUI's ``percent_to_sigma``.
-
-        Args:
-            start: from 0 to 1, included.
-            end: from 0 to 1, included.
-            sigma: the noise level.
-            model_sampling: ComfyUI's object ``model_sampling`` of the model.
-        """
+        """Tell if a noise level is between two shares of the schedule, both included, by ``percent_to_sigma``."""
         key = id(model_sampling), start, end
         if key not in self._known:
             self._known[key] = [model_sampling.percent_to_sigma(percent) for percent in (start, end)]
@@ -101,11 +77,7 @@ class HostSampling:
     def timesteps(
         self, model_sampling: Any, options: dict[str, Any], flow_timesteps: bool = False
     ) -> tuple[float, ...] | None:
-        """Return the timesteps of all steps, see `timestep_of`.
-
-        Returns:
-            None if the sampler is not known, or if another sampling began the picture.
-        """
+        """Return all steps' timesteps; None if the sampler is not known, or another sampling began the picture."""
         key = id(model_sampling), flow_timesteps
         if key not in self._known:
             levels = [] if self._continues else self._levels_in(options)
@@ -133,14 +105,7 @@ def is_flow(model_sampling: Any) -> bool:
 
 
 def timestep_of(sigma: float, model_sampling: Any, flow_timesteps: bool) -> float:
-    """Return the timestep of a noise level on Stable Diffusion's schedule.
-
-    Args:
-        sigma: the noise level; of a flow model the share of noise, 0 to 1.
-        model_sampling: ComfyUI's object ``model_sampling`` of the model.
-        flow_timesteps: for a flow model, return ``1000 * sigma``, not the timestep with the same ratio of noise to
-            picture.
-    """
+    """Return the timestep of a noise level, a flow model's share of noise, on Stable Diffusion's schedule."""
     if not is_flow(model_sampling):  # EDM models scale the picture to another standard deviation than 1
         relative = sigma / getattr(model_sampling, "sigma_data", 1.0)
     elif flow_timesteps:  # by log-SNR, half of a video's steps would have the highest timestep

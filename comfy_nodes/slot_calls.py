@@ -1,8 +1,4 @@
-"""ComfyUI's slot for a function that replaces its attention, and the attention calls that arrive there.
-
-The slot is ``transformer_options["optimized_attention_override"]``. ComfyUI calls a function there in place of its own
-attention function, which becomes the first argument. If another node has put a function there, ours calls it.
-"""
+"""ComfyUI's slot for a function that replaces its attention, and the attention calls that arrive there."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ import torch
 
 from .host import hosting
 
-SLOT = "optimized_attention_override"  # since September 2025
+SLOT = "optimized_attention_override"  # in transformer_options since September 2025; gets ComfyUI's function first
 # ComfyUI's functions that must not get a bias, though they accept a mask. attention_flash leaves the call to torch with
 # a warning. attention_sub_quad, if memory is short, takes the maximum before it adds the mask: it may belong to a
 # group without tokens, and then all other weights become 0.
@@ -21,18 +17,12 @@ _UNBIASED = frozenset({"attention_flash", "attention_sub_quad"})
 
 
 class OtherNodesFunction(NamedTuple):
-    """A function with the arguments of ComfyUI's attention, which another node's function in the slot computes.
-
-    Args:
-        override: the other node's function.
-        function: ComfyUI's attention function, the first argument of `override`.
-    """
+    """A function with the arguments of ComfyUI's attention, which another node's function in the slot computes."""
 
     override: Callable
-    function: Callable
+    function: Callable  # ComfyUI's, the first argument of `override`
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the attention's output, as the other node's function computes it."""
         return self.override(self.function, *args, **kwargs)
 
 
@@ -46,11 +36,7 @@ class HostCall(hosting.HeadsCall):
 
 
 def other_names_in_slot(options: dict[str, Any]) -> str:
-    """Return names of another node's function in the slot and those in its closure, joined by spaces; "" if none.
-
-    Args:
-        options: transformer_options.
-    """
+    """Return names of another node's function in the slot and those in its closure, joined by spaces; "" if none."""
     parts = _parts(OtherNodesFunction(options.get(SLOT), None))
     return " ".join(hosting.full_name(part) for part in parts if callable(part))
 

@@ -1,8 +1,4 @@
-"""The function that merges, put into ComfyUI's attention slot during one call of the model, eager or compiled.
-
-The graph of a compiled UNet calls the engine's operator, which calls our function when the graph runs. The guards of
-ComfyUI's graphs ignore transformer_options, so a keyword of the model's forward distinguishes graphs that merge.
-"""
+"""The function that merges, put into ComfyUI's attention slot during one call of the model, eager or compiled."""
 
 from __future__ import annotations
 
@@ -16,32 +12,23 @@ from .host import hosting
 from .slot_calls import SLOT, HostCall, OtherNodesFunction
 
 Ask = Callable[[HostCall, dict[str, Any]], torch.Tensor]  # computes a call, given its transformer_options
-GRAPH = {"tome": True}  # a UNet accepts any keyword and ignores it
+# a UNet ignores this keyword; graphs that merge are told apart by it, for their guards ignore transformer_options
+GRAPH = {"tome": True}
 _functions: list[Callable] = []  # ComfyUI's attention functions, which graphs identify by index
 
 
 class _Now(threading.local):
-    """The current call of a model in this thread.
+    """The current call of a model in this thread."""
 
-    Attributes:
-        ask: computes the call's attentions; None outside a call.
-        beneath: another node's function that was in the slot, if any.
-        options: the call's transformer_options.
-    """
-
-    ask: Ask | None = None
-    beneath: Callable | None = None
+    ask: Ask | None = None  # outside a call None
+    beneath: Callable | None = None  # another node's function that was in the slot
     options: dict[str, Any] = {}  # noqa: RUF012 (never changed)
 
     def attend_in_graph(
         self, whole: bool, q: Any, k: Any, v: Any, mask: Any, by_head: bool, scale: Any, *rest: Any
     ) -> Any:
-        """Return the output of an attention in a compiled graph. The engine's operator ``attend`` calls this.
-
-        Queries, keys, values and the output are ``[B, S, H, d]``. The last of `rest` is the text that `_attention`
-        wrote. It identifies the host's function and the block. `whole` and `by_head` are not used.
-        """
-        place, kind, number, index, precision = rest[-1].split()
+        """Return the output ``[B, S, H, d]`` of an attention in a compiled graph, to the operator ``attend``."""
+        place, kind, number, index, precision = rest[-1].split()  # written by `_attention`
         options = {**self.options, "block": (kind, int(number)), "block_index": int(index)}
         more = {"scale": scale, "attn_precision": torch.float32 if precision != "None" else None}
         out = _attention(
@@ -56,14 +43,7 @@ _number = hosting.number_of(_now)
 
 
 def call(run: Callable, options: dict[str, Any], ask: Ask, **more: Any) -> Any:
-    """Call the model while ``ask`` computes its attentions, and return the model's output.
-
-    Args:
-        run: calls the model, as ``run(transformer_options, **more)``.
-        options: the transformer_options, which stay unchanged.
-        ask: computes each attention that arrives in the slot.
-        more: further keywords of `run`.
-    """
+    """Return the model's output, ``run(transformer_options, **more)``, while ``ask`` computes the slot's attentions."""
     before = _now.ask, _now.beneath, _now.options
     if options.get(SLOT) is not _attention:  # otherwise the model is called inside its own call
         _now.beneath = options.get(SLOT)
@@ -75,10 +55,7 @@ def call(run: Callable, options: dict[str, Any], ask: Ask, **more: Any) -> Any:
 
 
 def _attention(function, q, k, v, heads, mask=None, attn_precision=None, **more):
-    """Return an attention's output in ComfyUI's form, from the current call's ``ask``; outside a call, unmerged.
-
-    ComfyUI calls this with its own function and its arguments. In a compiled graph, the engine's operator is called.
-    """
+    """Return an attention's output in ComfyUI's form, from the current call's ``ask``; outside a call, unmerged."""
     options = more.get("transformer_options") or _now.options
     if torch.compiler.is_compiling() and hosting.is_tracing():
         call, block = HostCall(function, q, k, v, heads, mask, **more), options.get("block", ("none", 0))

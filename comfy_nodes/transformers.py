@@ -28,10 +28,7 @@ _NO_GRID = "the latent has no grid that is known"
 
 
 class TransformerMerging:
-    """The merging of a transformer in one sampling. Arguments, attributes and errors are those of `UnetMerging`.
-
-    For each call of the model, `answering` yields a function that computes the call's attentions, with merging.
-    """
+    """The merging of a transformer in one sampling. Its attributes and errors are those of `UnetMerging`."""
 
     flow_timesteps, is_compiled = True, False
 
@@ -42,13 +39,7 @@ class TransformerMerging:
 
     @contextmanager
     def answering(self, call: Any, latent: torch.Tensor, options: dict[str, Any]) -> Iterator[slot_function.Ask]:
-        """Yield the function that computes the attentions of one call of the model.
-
-        Args:
-            call: the record that the engine's `State.begin` returned.
-            latent: the call's latents ``[B, C, (frames,) H, W]``.
-            options: the call's transformer_options.
-        """
+        """Yield the function that computes the attentions of the call that the engine's `State.begin` began."""
         grid = grid_of(self._model, latent)
 
         def ask(attention: slot_calls.HostCall, facts: dict[str, Any]) -> torch.Tensor:
@@ -74,14 +65,7 @@ def patch_size_of(model: Any) -> tuple[int, int, int] | None:
 
 
 def grid_of(model: Any, latent: Any) -> Any | None:
-    """Return the `Grid` of a latent's tokens, padded to whole tokens, a video's frames below one another; else None.
-
-    None: the model shows no patch size, or the latent has another number of dimensions.
-
-    Args:
-        model: the transformer.
-        latent: ``[B, C, (frames,) H, W]``.
-    """
+    """Return the `Grid` of a latent's tokens, frames below one another; None if its patches or sides are not known."""
     patch = patch_size_of(model)
     if patch is None or not torch.is_tensor(latent) or latent.dim() not in (4, 5):
         return None
@@ -91,14 +75,7 @@ def grid_of(model: Any, latent: Any) -> Any | None:
 
 
 def where_tokens_lie(model: Any, grid: Any, tokens: int, options: dict) -> Any | str:
-    """Return the `Layout` of the picture's tokens in a sequence, or the reason why their place is not known.
-
-    Args:
-        model: the transformer.
-        grid: the `Grid` of the picture's tokens.
-        tokens: length of the sequence.
-        options: transformer_options of the call, with the block's type and the references' lengths.
-    """
+    """Return the `Layout` of the picture's tokens in a sequence of `tokens`, or why their place is not known."""
     names = {kind.__name__ for kind in type(model).__mro__}
     if names & _REFINE_TEXT and not options.get("block_type"):
         return f"{tokens} {REFINED}"

@@ -18,24 +18,9 @@ _OTHER_KEYS = "queries and keys are not of the same tokens"
 
 
 class UnetMerging:
-    """The merging of a UNet in one sampling.
+    """The merging of a UNet in one sampling. UnsupportedModelError: it cannot merge; TypeError: it is no model."""
 
-    Args:
-        unet: the UNet.
-        config: the settings.
-        options: transformer_options of the first call.
-
-    Attributes:
-        state: the engine's `State`.
-        is_compiled: see `host.is_compiled_whole`.
-        flow_timesteps: True if the timesteps of a flow model are 1000 times sigma, as in transformers; False in UNets.
-
-    Raises:
-        UnsupportedModelError: the UNet cannot merge, or is compiled in a way that cannot merge.
-        TypeError: `unet` is not a model.
-    """
-
-    flow_timesteps = False
+    flow_timesteps = False  # of a flow model, only transformers have the timesteps 1000 * sigma
 
     def __init__(self, unet: Any, config: Any, options: dict[str, Any]) -> None:
         self.is_compiled = host.is_compiled_whole(unet, options)
@@ -52,15 +37,7 @@ class UnetMerging:
 
     @contextmanager
     def answering(self, call: Any, latent: torch.Tensor, options: dict[str, Any]) -> Iterator[slot_function.Ask]:
-        """Yield the function that computes the attentions of one call of the model.
-
-        At the end, self-attentions that did not reach the function are counted in the report as not merged.
-
-        Args:
-            call: the record that the engine's `State.begin` returned.
-            latent: the call's latents ``[B, C, H, W]``.
-            options: the call's transformer_options.
-        """
+        """Yield the function that computes a call's attentions; those that did not reach it count as not merged."""
         missing, seen, before = Counter(self._levels.values()), [], None
 
         def ask(attention: slot_calls.HostCall, facts: dict[str, Any]) -> torch.Tensor:

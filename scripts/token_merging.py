@@ -1,7 +1,5 @@
-"""The webui's entry point if this repository is in `extensions/`. The code is in `extension/`.
-
-The webui runs this file again at every Reload UI, and registers each subclass of its Script that the file defines.
-"""
+"""The webui's entry point if this repository is in `extensions/`. The code is in `extension/`."""
+# run again at every Reload UI; the webui registers each subclass of its Script that this file defines
 
 import importlib
 import sys
