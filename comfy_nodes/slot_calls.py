@@ -23,6 +23,7 @@ class OtherNodesFunction(NamedTuple):
     function: Callable  # ComfyUI's, the first argument of `override`
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the attention's output."""
         return self.override(self.function, *args, **kwargs)
 
 

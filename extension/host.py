@@ -55,16 +55,7 @@ def option(key: str, default: Any) -> Any:
 def add_option(
     key: str, default: Any, label: str, help: str, arguments: dict[str, Any], section: tuple[str, str]
 ) -> None:
-    """Add a setting to the settings tab. A value that was saved for the key stays.
-
-    Args:
-        key: the setting's key.
-        default: the setting's default.
-        label: the control's label.
-        help: shown next to the label.
-        arguments: gradio arguments of a radio (with "choices") or a slider; empty for the default's usual control.
-        section: the tab's section, as (id, title).
-    """
+    """Add a setting to the settings tab; saved values stay. `arguments` are of a gradio.Radio ("choices") or Slider."""
     import gradio
 
     component = gradio.Radio if "choices" in arguments else gradio.Slider if arguments else None
@@ -75,15 +66,7 @@ def add_option(
 
 
 def running_unet(p: Any) -> Any:
-    """Return the UNet that a job samples with, in any of the webuis.
-
-    Args:
-        p: the webui's job object; None for the loaded model.
-
-    Raises:
-        TypeError: there is no model.
-        ValueError: the model is of another kind.
-    """
+    """Return the UNet of a job, of the loaded model if None. TypeError: there is none; ValueError: of another kind."""
     model = _running_model(p)
     objects = getattr(model, "forge_objects", None)
     return find_unet(model if objects is None else objects.unet.model)
@@ -101,11 +84,7 @@ def loaded_unet() -> Any | None:
 
 
 def layout(unet: Any = None) -> str:
-    """Return a model's layout, see `tome_core.strength`; "sd" if its kind is not known or no model is loaded.
-
-    Args:
-        unet: the model's UNet; None for the loaded model's.
-    """
+    """Return the layout of a UNet, of the loaded one if None, see `tome_core.strength`; "sd" if it is not known."""
     try:
         return layout_of(loaded_unet() if unet is None else unet)
     except (TypeError, ValueError):
@@ -113,13 +92,7 @@ def layout(unet: Any = None) -> str:
 
 
 def run_as_job(function: Callable[[], Any]) -> Any:
-    """Run a function as the webui runs a job, and return the function's result or raise its exception.
-
-    The function runs alone, on the webui's thread for jobs, with the model on the device and the webui's autocast.
-
-    Raises:
-        RuntimeError: a job is in progress.
-    """
+    """Return a function's result, run alone as the webui runs a job, on its thread. RuntimeError: a job is running."""
     lock = getattr(sys.modules.get("modules.call_queue"), "queue_lock", None) or threading.Lock()
     if not lock.acquire(blocking=False):
         raise RuntimeError("a picture is being made; measure when it is done")
@@ -177,13 +150,7 @@ def reason_of_unet(unet: nn.Module) -> str | None:
 
 
 def read_time(params: Any) -> dict[str, float]:
-    """Return the time of the current step, at least 0, as ``{"sigma": ...}`` or ``{"timestep": ...}``.
-
-    It is a timestep if the webui samples by timesteps: with DDIM, PLMS and UniPC, not in Forge. Waits for the device.
-
-    Args:
-        params: the webui's ``CFGDenoiserParams``.
-    """
+    """Return the time of the current step, at least 0, as {"sigma": ...} or {"timestep": ...}. Waits for the device."""
     value = max(0.0, float(params.sigma.reshape(-1)[0]))  # UniPC's last may be slightly negative
     denoiser = getattr(params, "denoiser", None)
     # DDIM, PLMS and UniPC use timesteps, which Forge has converted to sigmas here
@@ -192,15 +159,7 @@ def read_time(params: Any) -> dict[str, float]:
 
 
 def timing_conditions(p: Any, params: Any) -> list[Any]:
-    """Return conditions on which the duration of a model call depends.
-
-    They are the shapes of the positive and the negative text, then the sorted names of infotext keys, of
-    transformer_options and of patches, without ours.
-
-    Args:
-        p: the webui's job object.
-        params: the webui's ``CFGDenoiserParams``.
-    """
+    """Return what a model call's duration depends on: texts' shapes, then sorted names of keys, options and patches."""
     texts = (getattr(params, name, None) for name in ("text_cond", "text_uncond"))
     tensors = (text.get("crossattn") if isinstance(text, dict) else text for text in texts)
     shapes = [getattr(tensor, "shape", None) for tensor in tensors]
@@ -261,15 +220,7 @@ def size_of(p: Any, hires: bool) -> tuple[int, int]:
 
 
 def hires_size(width: int, height: int, scale: float, resize_x: int, resize_y: int) -> tuple[int, int]:
-    """Return the (width, height) in pixels that the webui computes for the hires pass.
-
-    Args:
-        width: of the first pass.
-        height: of the first pass.
-        scale: the factor; not used if one of the next two is not 0.
-        resize_x: the wanted width, or 0.
-        resize_y: the wanted height, or 0.
-    """
+    """Return the hires pass's (width, height) in pixels, by `resize_x` and `resize_y`, or by `scale` if both are 0."""
     from modules.processing import StableDiffusionProcessingTxt2Img as Job
 
     values = {"width": width, "height": height, "hr_scale": scale, "hr_resize_x": resize_x, "hr_resize_y": resize_y}
@@ -283,10 +234,7 @@ def hires_size(width: int, height: int, scale: float, resize_x: int, resize_y: i
 
 
 def silence_built_in(p: Any, silences: Callable[[Any, bool], bool]) -> None:
-    """Turn the webui's own token merging off for the passes of a job in which ``silences(p, hires)`` is true.
-
-    `silences` is asked at each call of ``get_token_merging_ratio``, which is replaced on the job object `p`.
-    """
+    """Turn the webui's own token merging off in passes in which ``silences(p, hires)``, asked at each use, is true."""
     this = weakref.ref(p)
 
     def ratio(for_hr: bool = False) -> float:
@@ -310,13 +258,7 @@ def plot_module() -> Any | None:
 
 
 def accordion(is_on: bool, label: str, elem_id: str) -> Any:
-    """Return the webui's accordion, which is open while its checkbox is checked. ``with`` gives the checkbox.
-
-    Args:
-        is_on: the checkbox starts checked.
-        label: the accordion's label.
-        elem_id: the checkbox's element id.
-    """
+    """Return the webui's accordion, open while its checkbox, which ``with`` gives, is checked; at first if `is_on`."""
     from modules.ui_components import InputAccordion
 
     return InputAccordion(is_on, label=label, elem_id=elem_id)
@@ -328,13 +270,7 @@ def has_setting_called(key: str) -> bool:
 
 
 def add_message(p: Any, processed: Any, text: str) -> None:
-    """Add a line below the finished picture; if a selected script runs the job, below the script's result, if possible.
-
-    Args:
-        p: the webui's job object.
-        processed: the job's result.
-        text: the line.
-    """
+    """Add a line below the finished picture; for a selected script's job, below the script's result, if possible."""
     if not is_of_script(p):
         processed.comments = f"{getattr(processed, 'comments', '') or ''}{text}\n"
     elif hasattr(p, "comment"):

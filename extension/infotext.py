@@ -1,8 +1,4 @@
-"""The settings of a picture as one key of the webui's infotext, and the axes of the X/Y/Z plot.
-
-The value is a strength, then the pass if not both passes merged, then changed expert settings: ``0.5; hires pass;
-sx=2``. It has no comma and no colon, which would need quotes, and no text such as 2x2, which the webui's parser splits.
-"""
+"""The settings of a picture as one key of the webui's infotext, and the axes of the X/Y/Z plot."""
 
 from __future__ import annotations
 
@@ -17,6 +13,7 @@ from . import host, settings_tab
 from .job_settings import DIAL, EVERYWHERE, EXPERT_SWITCH, FILLED_FOR, WHERE, JobSettings, base_of, read, settings_of
 
 logger = logging.getLogger(__name__)
+# a value has no comma or colon, which would need quotes, and no text such as 2x2, which the webui's parser splits
 KEY = "ToMe"
 KEYS = (KEY, "ToMe strength")  # the second for SD.Next, which has a setting of the first name
 _LONGEST = 2000  # characters of a value that are read
@@ -31,17 +28,7 @@ def text_of(settings: JobSettings) -> str:
 
 
 def settings_in(text: str, layout: str) -> JobSettings:
-    """Return the settings in an infotext key's value, the inverse of `text_of`.
-
-    Parts that are not possible are listed in `JobSettings.left_out`.
-
-    Args:
-        text: the value.
-        layout: the model's layout, see `tome_core.strength`.
-
-    Raises:
-        ValueError: the text does not begin with a possible strength.
-    """
+    """Return the settings in a key's value, the inverse of `text_of`. ValueError: it begins with no strength."""
     first, *parts = str(text)[:_LONGEST].split("; ")
     try:
         strength = float(first)
@@ -73,14 +60,9 @@ def _value(field: form.Field, text: str) -> Any:
 
 
 class Paste:
-    """The panel's values in a pasted infotext, read once for all controls.
+    """The panel's values in a pasted infotext, read once for all controls."""
 
-    Attributes:
-        on_page: the parsed infotext that was last pasted on a page; None before the first. A parsed infotext that is
-            not this object came from the API.
-    """
-
-    on_page: Mapping[str, Any] | None = None
+    on_page: Mapping[str, Any] | None = None  # the one last pasted on a page; any other came from the API
 
     @classmethod
     def note(cls, text: str, parameters: Mapping[str, Any]) -> None:
@@ -92,23 +74,14 @@ class Paste:
         self._values: dict[str, Any] = {}
 
     def value(self, name: str, parameters: Mapping[str, Any]) -> Any:
-        """Return a control's value in a parsed infotext; None leaves the control as it is.
-
-        Args:
-            name: one of `job_settings.ARGUMENTS`.
-            parameters: the parsed infotext, the same object for all controls of a paste.
-        """
-        if parameters is not self._parameters:
+        """Return a control's value, by its name in `ARGUMENTS`; None leaves the control as it is."""
+        if parameters is not self._parameters:  # one object for all controls of a paste
             self._parameters, self._values = parameters, _values_in(parameters)
         return self._values.get(name)
 
 
 def _values_in(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the panel's values in a parsed infotext, by name; ``{"enabled": False}`` without our key.
-
-    If our key's value is not possible, that is logged. On a page the result is then {}, so that no control changes; for
-    the API, merging is on with a strength of NaN, which is refused later.
-    """
+    """Return the panel's values in a parsed infotext, by name; ``{"enabled": False}`` without our key."""
     key = next((key for key in reversed(KEYS) if key in parameters), None)  # the second first, because only we use it
     if key is None:
         return {"enabled": False}
@@ -117,6 +90,7 @@ def _values_in(parameters: Mapping[str, Any]) -> dict[str, Any]:
         settings = settings_in(parameters[key], layout)
     except (ValueError, TypeError, OverflowError) as error:
         logger.warning("%s: %s in the pasted infotext is ignored: %s", KEY, reprlib.repr(parameters[key]), error)
+        # on a page no control changes; of the API, NaN is refused later
         return {} if parameters is Paste.on_page else {"enabled": True, "strength": float("nan")}
     for sentence in settings.left_out:
         logger.warning("%s: a part of the pasted infotext is ignored: %s", KEY, sentence)
@@ -137,11 +111,7 @@ def _apply(name: str, p: Any, value: Any, values: Any) -> None:
 
 
 def _confirm(name: str, p: Any, values: list) -> None:
-    """Check all values of an axis before the plot runs.
-
-    Raises:
-        RuntimeError: a value is not possible. The plot's own axes raise it, too.
-    """
+    """Check all values of an axis before the plot runs. RuntimeError, as of the plot's own axes: one is wrong."""
     for value in values:
         try:
             settings = read(({"enabled": True},), settings_tab.default_of, {name: value}, host.layout())
@@ -153,10 +123,7 @@ def _confirm(name: str, p: Any, values: list) -> None:
 
 
 def add_axes() -> None:
-    """Add axes for the strength, where to merge and the expert settings, except switches, to the webui's X/Y/Z plot.
-
-    Axes that are there already are not added. Nothing happens if there is no X/Y/Z plot.
-    """
+    """Add axes for strength, where, and expert settings except switches to the webui's X/Y/Z plot, if it lacks them."""
     plot = host.plot_module()
     if plot is None:
         return

@@ -1,8 +1,5 @@
-"""The settings of a job, read from the panel, the API's arguments, an X/Y/Z plot and the settings tab.
-
-A strength decides every setting. Expert settings replace single settings of the strength, by the names of the engine's
-form. A job has a first pass, and perhaps a hires pass (Hires. fix). This module does not need a webui.
-"""
+"""The settings of a job, read from the panel, the API's arguments, an X/Y/Z plot and the settings tab."""
+# a strength decides every setting; expert settings, named as in the engine's form, replace single ones of them
 
 from __future__ import annotations
 
@@ -24,30 +21,16 @@ DEFAULTS = {"enabled": False, "strength": 0.5, "where": EVERYWHERE}
 
 @dataclass(frozen=True)
 class JobSettings:
-    """The checked settings of one job.
-
-    Args:
-        enabled: merging is on.
-        strength: 0 to 1.
-        where: one of `WHERE`.
-        changes: expert settings that differ from those of the strength, by name.
-        left_out: an error text for each setting that is not possible.
-    """
+    """The checked settings of one job."""
 
     enabled: bool = False
     strength: float = 0.5
     where: str = EVERYWHERE
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    left_out: tuple[str, ...] = ()
+    changes: Mapping[str, Any] = field(default_factory=dict)  # expert settings that differ from the strength's
+    left_out: tuple[str, ...] = ()  # an error text for each setting that is not possible
 
     def config(self, hires: bool, seed: int = 0, layout: str = SD) -> MergeConfig | None:
-        """Return the engine's settings for a pass; None if the pass does not merge.
-
-        Args:
-            hires: True for the hires pass, False for the first.
-            seed: the picture's seed, used if the settings have seed 0.
-            layout: the model's layout, see `tome_core.strength`.
-        """
+        """Return the engine's settings for a pass; None if it does not merge. `seed` is used in place of seed 0."""
         if not self.enabled or not self.strength or self.where == PASSES[not hires]:
             return None
         config = form.keep_possible(form.values_of(strength(self.strength, layout)) | dict(self.changes))[0]
@@ -57,29 +40,14 @@ class JobSettings:
 
 
 def base_of(value: float, layout: str = SD) -> dict[str, Any]:
-    """Return the values that the panel shows for a strength, by the form's names, rounded to three digits.
-
-    Raises:
-        ValueError: the strength is not possible.
-    """
+    """Return the values that the panel shows for a strength, by name, to three digits. ValueError: it is impossible."""
     exact = form.values_of(strength(value, layout))
     return {name: round(value, 3) if isinstance(value, float) else value for name, value in exact.items()}
 
 
 def find_filled(own: Mapping[str, Any], value: float, layout: str) -> dict[str, Any]:
-    """Return the values that the panel filled in for a strength, before the user changed some of them.
-
-    Another model may have been loaded then. So of `layout`, "sd" and "sdxl", that is used whose values differ in the
-    fewest fields.
-
-    Args:
-        own: the current values, by name.
-        value: the strength.
-        layout: the loaded model's layout.
-
-    Raises:
-        ValueError: the strength is not possible.
-    """
+    """Return the values that the panel filled in for a strength, before the user changed any. Raises ValueError."""
+    # another model may have been loaded then, so the layout counts whose values differ in the fewest fields
     bases = [base_of(value, each) for each in dict.fromkeys((layout, SD, SDXL))]
     return min(bases, key=lambda base: sum(base[name] != current for name, current in own.items()))
 
@@ -87,22 +55,12 @@ def find_filled(own: Mapping[str, Any], value: float, layout: str) -> dict[str, 
 def read(
     values: Sequence[Any], setting: Callable[[str], Any], plot: Mapping[str, Any] | None = None, layout: str = SD
 ) -> JobSettings:
-    """Read and check the values of a job.
+    """Return the checked values of a job; those that do not merge, without further checks, if "enabled" is False.
 
-    Args:
-        values: in the order of `ARGUMENTS`, or a dict of names as the first value. An expert setting that is None or
-            missing follows the strength.
-        setting: returns the settings tab's "enabled", "strength" or "where"; used if that value is None or missing.
-        plot: values of an X/Y/Z plot by name, which override all others.
-        layout: the model's layout.
-
-    Returns:
-        The settings; the default ones, which do not merge, if "enabled" is False. No other value is then checked.
-
-    Raises:
-        ValueError: the strength or "where" is not possible, or the values are too many or have an unknown name. An
-            impossible expert setting is listed in `JobSettings.left_out`.
-        TypeError: a value has the wrong type.
+    `values` are in the order of `ARGUMENTS`, or the first is a dict of names. An expert setting that is None or missing
+    follows the strength; for "enabled", "strength" and "where", `setting` then returns the settings tab's value. Values
+    of an X/Y/Z `plot`, by name, override all others. An impossible expert setting is listed in `JobSettings.left_out`.
+    Any other wrong value, too many values or an unknown name raise ValueError, or TypeError for a wrong type.
     """
     given, plot = _by_name(values), plot or {}
     dial = {name: setting(name) if given.get(name) is None else given[name] for name in DIAL}
@@ -120,17 +78,7 @@ def settings_of(value: float, where: str, changes: Mapping[str, Any], layout: st
     """Return settings with merging on: the strength, and those changes that are possible and have an effect.
 
     A change to the rounded value that the panel shows for the strength has no effect. An impossible change is listed in
-    `JobSettings.left_out`.
-
-    Args:
-        value: the strength.
-        where: one of `WHERE`.
-        changes: expert settings by name.
-        layout: the model's layout.
-
-    Raises:
-        ValueError: see `read`.
-        TypeError: see `read`.
+    `JobSettings.left_out`. For errors see `read`.
     """
     base, shown = form.values_of(strength(value, layout)), base_of(value, layout)
     changes = {name: change for name, change in changes.items() if change != shown[name]}
@@ -147,11 +95,7 @@ def settings_of(value: float, where: str, changes: Mapping[str, Any], layout: st
 
 
 def _by_name(values: Sequence[Any]) -> dict[str, Any]:
-    """Return the arguments of `read` by name. To a dict of names, the switch of the expert settings is added as on.
-
-    Raises:
-        ValueError: there are too many values, or a name is not known.
-    """
+    """Return the arguments of `read` by name; a dict turns on own settings. ValueError: too many, or unknown."""
     if not values or not isinstance(values[0], Mapping):
         if len(values) > len(ARGUMENTS):
             raise ValueError(f"{len(values)} values were given; there are {len(ARGUMENTS)}: {', '.join(ARGUMENTS)}")
@@ -164,19 +108,11 @@ def _by_name(values: Sequence[Any]) -> dict[str, Any]:
 
 
 def _deviating(own: Mapping[str, Any], given: Mapping[str, Any], layout: str) -> dict[str, Any]:
-    """Return the expert settings that differ from those that a strength had filled in; {} if the switch is off.
-
-    All of them if `given` has no possible strength that filled them in, as with a dict of names.
-
-    Args:
-        own: the expert settings, by name.
-        given: all arguments, by name.
-        layout: the model's layout.
-    """
+    """Return the expert settings in `own` that differ from those filled in for a strength; {} if the switch is off."""
     if given.get(EXPERT_SWITCH) is not True:
         return {}
     try:
         base = find_filled(own, given.get(FILLED_FOR), layout)
-    except ValueError:  # no strength had filled them in
+    except ValueError:  # no strength had filled them in, as with a dict of names
         return dict(own)
     return {name: value for name, value in own.items() if value != base[name]}

@@ -12,12 +12,9 @@ from .job_settings import HIRES, PASSES, JobSettings
 def answer(settings: JobSettings, sizes: Mapping[bool, tuple[int, int]], measure: bool = False) -> str:
     """Return the panel's line, such as ``1024x1536: about 1.3x faster``, with a part for each pass that merges.
 
-    With two sizes, each part begins with the name of its pass. If nothing merges or is known, the line says why.
-
-    Args:
-        settings: the job's settings.
-        sizes: (width, height) in pixels of each pass, by whether the pass is the hires pass.
-        measure: measure unknown gains, which takes seconds; otherwise the model is not called.
+    `sizes` are each pass's (width, height) in pixels, by whether it is the hires pass. With two, each part begins with
+    the name of its pass. If nothing merges or is known, the line says why. Unknown gains are measured, which takes
+    seconds, if `measure`; otherwise the model is not called.
     """
     if not settings.strength:
         return "strength 0: off"

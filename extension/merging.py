@@ -1,9 +1,6 @@
-"""Merging during the passes of a job: puts the patch on the model, takes it off, and records the results.
-
-A job is one run of the webui with its processing object ``p``. The webui calls no hook after an exception, and other
-extensions start jobs, or copies of jobs, inside jobs. So a job's data belongs to one ``p``, there is at most one patch,
-and the next hook takes it off.
-"""
+"""Merging during the passes of a job: puts the patch on the model, takes it off, and records the results."""
+# The webui calls no hook after an exception, and other extensions start jobs, or copies of jobs, inside jobs. So the
+# data of a job belong to one ``p``, its processing object, there is at most one patch, and the next hook takes it off.
 
 from __future__ import annotations
 
@@ -23,19 +20,12 @@ JOB = "_tome_core_job"  # the attribute of a ``p`` with its `Job`
 
 @dataclass
 class PassRecord:
-    """The results of a job's first passes, or of its hires passes, over all batches.
-
-    Args:
-        counts: the numbers of model "calls", of "steps", and of "steps_merged", which are inside the time range.
-        reports: the engine's report on each patch.
-        refusals: reasons why a model was not patched.
-        own: the factor by which merging makes the user's own pictures faster, as text; "" if it is not known.
-    """
+    """The results of a job's first passes, or of its hires passes, over all batches."""
 
     counts: Counter[str] = field(default_factory=lambda: Counter(calls=0, steps=0, steps_merged=0))
-    reports: list[Report] = field(default_factory=list)
-    refusals: list[str] = field(default_factory=list)
-    own: str = ""
+    reports: list[Report] = field(default_factory=list)  # on each patch
+    refusals: list[str] = field(default_factory=list)  # reasons why a model was not patched
+    own: str = ""  # the factor by which merging makes the user's own pictures faster; "" if it is not known
 
     @property
     def report(self) -> Report:
@@ -44,35 +34,19 @@ class PassRecord:
 
 
 class Job:
-    """The settings and the records of one job.
-
-    Args:
-        p: the webui's job object, which is held weakly.
-        settings: the job's settings.
-        error: the error in the job's values, which keeps the job from merging; "" if there is none.
-
-    Attributes:
-        fact: the report for API callers, over all jobs of a request; None before the job begins.
-        merged: something merged in the current batch.
-        records: the record of the first passes (False) and of the hires passes (True), as far as they ran.
-    """
+    """The settings and the records of one job. An `error` in its values keeps it from merging."""
 
     def __init__(self, p: Any, settings: JobSettings, error: str = "") -> None:
         self.p = weakref.ref(p)
         self.settings = settings
         self.error = error
-        self.fact: Any = None
-        self.merged = False
-        self.records: defaultdict[bool, PassRecord] = defaultdict(PassRecord)
+        self.fact: Any = None  # the report for API callers, over all jobs of a request
+        self.merged = False  # in the current batch
+        self.records: defaultdict[bool, PassRecord] = defaultdict(PassRecord)  # by "is the hires pass"
         self._left: dict[bool, str] = {}
 
     def config(self, hires: bool, layout: str | None = None) -> MergeConfig | None:
-        """Return the engine's settings for a pass, with the batch's first seed; None if the pass is not to merge.
-
-        Args:
-            hires: True for the hires pass, False for the first.
-            layout: the layout of the pass's model; None for the loaded model's.
-        """
+        """Return the engine's settings for a pass, with the batch's first seed; None if the pass is not to merge."""
         p = self.p()
         seeds = getattr(p, "seeds", None) or getattr(p, "all_seeds", None) or [0]  # of the current batch
         return self.settings.config(hires, int(seeds[0]), layout or host.layout())
@@ -107,20 +81,12 @@ def job_of(p: Any) -> Job | None:
 
 
 class CurrentPass:
-    """The patch and the timing of the current pass. One object serves all tabs, because there is one model.
-
-    A pass is armed from `arm` to `disarm`.
-
-    Attributes:
-        job: the job whose pass is armed; None if no pass is armed.
-        hires: the armed pass is the hires pass.
-        handle: the patch; None if the armed pass does not merge.
-    """
+    """The patch and the timing of the current pass, armed from `arm` to `disarm`. One serves all tabs."""
 
     def __init__(self) -> None:
-        self.job: Job | None = None
+        self.job: Job | None = None  # None if no pass is armed
         self.hires = False
-        self.handle: Patch | None = None
+        self.handle: Patch | None = None  # None if the armed pass does not merge
         self._tried: Any = None  # weak reference to the UNet of the armed pass, patched or not
         self._times: SamplerTimes | None = None  # also identifies the armed pass
         self._models = 0  # models of the pass, plus disturbances of its time; only 1 is timed
@@ -129,12 +95,8 @@ class CurrentPass:
     def arm(self, p: Any, hires: bool) -> None:
         """Disarm, then patch the model for the next pass, or only time the pass if the settings leave it unmerged.
 
-        Nothing is armed if the pass must not merge; the reason is recorded in the job if the settings merge. If they do
-        not merge, nothing is armed either if the webui's own merging is on or no model is loaded.
-
-        Args:
-            p: the webui's job object. Nothing is armed if it has no `Job`.
-            hires: True for the hires pass, False for the first.
+        Nothing is armed if `p` has no `Job`, or if the pass must not merge; the reason is recorded in the job if the
+        settings merge. If not, nothing is armed either if the webui's own merging is on or no model is loaded.
         """
         self.disarm()
         job, ratio = job_of(p), host.built_in_ratio(p, hires)
@@ -152,13 +114,7 @@ class CurrentPass:
         self._times = SamplerTimes(p, self.handle is not None and self.handle.wants_time)
 
     def step(self, params: Any) -> None:
-        """Prepare the next call of the model: patch the current model, set the engine's time, and count the call.
-
-        Before a call for another job, only the patch is taken off. Without an armed pass, nothing happens.
-
-        Args:
-            params: the webui's ``CFGDenoiserParams``.
-        """
+        """Prepare a call: patch the current model, set the time, and count. For another job, only take the patch off."""
         if self.job is None:
             return
         p = self.job.p()
@@ -177,9 +133,8 @@ class CurrentPass:
     def disarm(self, is_whole: bool = False) -> None:
         """Take the patch off the model and put its counts into the job's record. May be called again.
 
-        Args:
-            is_whole: the pass has ended normally. Its time is then kept for comparison, unless the user stopped it, or
-                several models or another job ran in it.
+        If the pass `is_whole`, which ended normally, its time is kept for comparison, unless the user stopped it, or
+        several models or another job ran in it.
         """
         report = self._take_off()
         if self._times is not None:
@@ -191,10 +146,7 @@ class CurrentPass:
         self.job = self._times = None
 
     def _follow(self, unet: Any) -> None:
-        """Put the patch on this UNet, and off the UNet tried before if a refiner or hires checkpoint has replaced that.
-
-        If it is the UNet tried before, its patch, if any, is installed again: a call for another job takes it off.
-        """
+        """Put the patch on this UNet, and off one that a refiner or hires checkpoint has replaced."""
         if self._tried() is not unet:
             self._take_off()
             self._put_on(unet)

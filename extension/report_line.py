@@ -11,12 +11,7 @@ from .merging import Job
 
 
 def lines_of(job: Job, has_hires: bool) -> list[str]:
-    """Return the report's line, and a second one on hindrances, the webui's own merging and unused values, if any.
-
-    Args:
-        job: the finished job.
-        has_hires: the job has a hires pass; each part then begins with the name of its pass.
-    """
+    """Return the report's line, and if any, a second on hindrances, the webui's own merging and unused values."""
     outcomes, more = [], []
     for hires in PASSES if has_hires else (False,):
         record, ratio = job.records.get(hires), host.built_in_ratio(job.p(), hires)
@@ -37,12 +32,7 @@ def lines_of(job: Job, has_hires: bool) -> list[str]:
 
 
 def data_of(job: Job, lines: list[str]) -> dict[str, Any]:
-    """Return the report as JSON values: the settings, the joined lines, whether anything merged, and all passes.
-
-    Args:
-        job: the finished job.
-        lines: the result of `lines_of`, or the job's error.
-    """
+    """Return the report as JSON values, with the lines of `lines_of` or the job's error joined."""
     settings = job.settings
     return {
         "merged": any(record.report.merged_anything for record in job.records.values()), "line": "; ".join(lines),
@@ -55,10 +45,7 @@ def data_of(job: Job, lines: list[str]) -> dict[str, Any]:
 
 
 def _outcome(job: Job, hires: bool, has_hires: bool) -> str:
-    """Return the result of one pass as text: what merged, or why nothing did.
-
-    `has_hires` tells whether the job has a hires pass, because the settings may ask for this pass only.
-    """
+    """Return the result of one pass as text: what merged, or why nothing did. `has_hires`: the job has a hires pass."""
     if job.config(hires) is None:
         is_missing = job.settings.strength and job.settings.where == HIRES and not has_hires
         return "not merged, because only the hires pass is to merge, and there is none" if is_missing else "left alone"

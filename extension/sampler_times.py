@@ -25,15 +25,7 @@ class SamplerTimes:
     """The counts of a pass's steps and model calls, and the noise levels of all steps.
 
     The sampler's function and its callback are replaced until `take_off`. The function's list of noise levels is read
-    once, so that no step waits for the device. If a sampler's list is not known, the level is read at each step.
-
-    Args:
-        p: the webui's job object, with the sampler of the next pass.
-        asks: True if the list is to be read. Steps are counted in any case.
-
-    Attributes:
-        timed_steps: the engine's `Steps`.
-        sampler: the name of the sampler's function; "" if there is none.
+    once if `asks`, so that no step waits for the device. If a list is not known, the level is read at each step.
     """
 
     def __init__(self, p: Any, asks: bool) -> None:
@@ -60,12 +52,7 @@ class SamplerTimes:
             del sampler.callback_state
 
     def note_call(self, is_live: bool, *kind: Any) -> None:
-        """Count a call of the model.
-
-        Args:
-            is_live: the call merges.
-            kind: the latents, and further conditions on which the call's duration depends, see `Steps.call`.
-        """
+        """Count a call of the model, which merges if `is_live`. `kind` is that of `Steps.call`."""
         self.timed_steps.call(*kind)
         self._calls_live += is_live
         self._live.setdefault(self.timed_steps.done, is_live)
@@ -78,13 +65,7 @@ class SamplerTimes:
         return {"calls": calls, "steps": done or calls, "steps_merged": live}
 
     def time(self, params: Any) -> dict[str, float]:
-        """Return the current step's time as ``{"sigma": ...}`` or ``{"timestep": ...}``.
-
-        Waits for the device if the sampler's list is not known.
-
-        Args:
-            params: the webui's ``CFGDenoiserParams``.
-        """
+        """Return the step's {"sigma": ...} or {"timestep": ...}. Waits for the device if the list is not known."""
         return (None if params.sigma.device.type == "cpu" else self.timed_steps.time) or host.read_time(params)
 
     def timesteps(self, p: Any) -> tuple[float, ...] | None:

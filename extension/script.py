@@ -1,7 +1,5 @@
-"""The extension's script: the hooks that the webui calls during a job.
-
-The webui logs a hook's exception and goes on with the job. So each hook takes the patch off first.
-"""
+"""The extension's script: the hooks that the webui calls during a job."""
+# the webui logs a hook's exception and goes on with the job, so each hook takes the patch off first
 
 from __future__ import annotations
 
@@ -21,11 +19,7 @@ PARENT = __package__.rpartition(".")[0]
 
 
 class TokenMerging(host.Script):
-    """The webui's script with the panel and the hooks, one object for each tab.
-
-    In each hook, `p` is the webui's job object, which also carries the job's data. `values` are the panel's values or
-    the API's arguments, see `job_settings.read`.
-    """
+    """The script with panel and hooks, one per tab. `p` is the webui's job; for `values` see `job_settings.read`."""
 
     _request: Any = None  # the latest request, and the report of its jobs
     _fact: host.CallableReport
@@ -102,10 +96,7 @@ class TokenMerging(host.Script):
 
 
 def _job_of(p: Any, values: tuple) -> Job:
-    """Return the `Job` of a webui's job object. The first call makes it, with the settings of the request.
-
-    If a value is not possible, the `Job` has the error and does not merge.
-    """
+    """Return the `Job` of a webui's job object, made at the first call. One with an impossible value does not merge."""
     job = job_of(p)
     if job is None:
         try:
@@ -117,24 +108,17 @@ def _job_of(p: Any, values: tuple) -> Job:
 
 
 def _write(p: Any, job: Job, merges: bool) -> None:
-    """Put the infotext key into a job's ``extra_generation_params`` if the picture merges; else remove the key.
-
-    The report stays there only if merging is on or a value is wrong. A new dict replaces the old one, which the cells
-    of a plot share.
-    """
-    is_reported = job.error or job.settings.enabled
+    """Put the infotext key into a job's ``extra_generation_params`` if the picture merges; else remove the key."""
+    is_reported = job.error or job.settings.enabled  # else the report goes, too
     others = {key: value for key, value in (p.extra_generation_params or {}).items()
               if key not in infotext.KEYS and (key != FACT or is_reported)}  # fmt: skip
+    # a new dict, because the cells of a plot share the old one
     key = infotext.KEYS[host.has_setting_called(infotext.KEY)]
     p.extra_generation_params = others | ({key: infotext.text_of(job.settings)} if merges else {})
 
 
 def _report(p: Any, job: Job, processed: Any) -> None:
-    """Show the report in the console and on the page, as the settings say, or an error on the page in any case.
-
-    The data go to ``processed.extra_generation_params``, which the API returns, not to the infotext. After the first
-    job of a request, "jobs" in them lists the data of all its jobs so far.
-    """
+    """Show the report in console and page, as the settings say, an error on the page; give API callers the data."""
     lines = [job.error] if job.error else lines_of(job, host.has_hires(p))
     if settings_tab.is_shown(settings_tab.CONSOLE) and not job.error:
         logger.info("%s", "; ".join(lines))

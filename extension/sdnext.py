@@ -1,7 +1,5 @@
-"""The differences of SD.Next from the other webuis: SD.Next runs diffusers' pipelines, with no hook between passes.
-
-A job makes new pipelines (for an image, for another kind of guidance), all around one UNet.
-"""
+"""The differences of SD.Next from the other webuis: SD.Next runs diffusers' pipelines, with no hook between passes."""
+# a job makes new pipelines (for an image, for another kind of guidance), all around one UNet
 
 from __future__ import annotations
 
@@ -20,11 +18,7 @@ def is_pipeline(model: Any) -> bool:
 
 
 class RunningPipeline:
-    """An object with the attributes of the pipeline that runs at the moment, as far as the engine reads them.
-
-    Args:
-        running: returns the current pipeline.
-    """
+    """An object with the attributes of the pipeline that runs at the moment, as far as the engine reads them."""
 
     def __init__(self, running: Callable[[], Any]) -> None:
         self._running = running
@@ -43,10 +37,7 @@ class RunningPipeline:
 
 
 def when_hires_begins(p: Any, callback: Callable[[], None]) -> None:
-    """Let a job call ``callback`` just before its hires pass begins, when the size is known.
-
-    The method ``init_hr`` of the job object `p` is replaced on this object. The caller deletes the replacement.
-    """
+    """Let a job call ``callback`` just before its hires pass, by a method of `p` that the caller deletes."""
     this = weakref.ref(p)
 
     def init_hires(*args: Any, **kwargs: Any) -> None:
@@ -58,12 +49,7 @@ def when_hires_begins(p: Any, callback: Callable[[], None]) -> None:
 
 
 def reason_to_step_aside(option: Callable[[str, Any], Any], hires: bool) -> str | None:
-    """Return why a pass must not merge: SD.Next's own merging or HyperTile is on in it. None if it may merge.
-
-    Args:
-        option: returns a setting of the webui, by key and default.
-        hires: True for the hires pass, False for the first.
-    """
+    """Return why a pass must not merge: SD.Next's own merging or HyperTile is on in it. None if it may merge."""
     method = option("token_merging_method", "None")
     ratio = option(_RATIOS.get(method, ""), 0.0)
     if ratio:

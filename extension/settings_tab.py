@@ -1,8 +1,4 @@
-"""The section "Token Merging (ToMe)" of the settings tab, with four items. They can be read without the tab.
-
-The first three are the defaults of jobs without these values, such as API calls. As quicksettings they change the
-panels. A setting applies to the next picture; in `override_settings` it applies to this job.
-"""
+"""The section "Token Merging (ToMe)" of the settings tab, with four items. They can be read without the tab."""
 
 from __future__ import annotations
 
@@ -14,6 +10,7 @@ from .job_settings import DEFAULTS, WHERE
 SECTION = ("tome", "Token Merging (ToMe)")
 REPORT = "tome_report"
 BOTH, CONSOLE, PAGE, NOWHERE = REPORTS = ("console and page", "console", "page", "nowhere")
+# the first three are the defaults of jobs without these values (API calls); as quicksettings they change the panels
 _ITEMS = (
     ("tome_enabled", DEFAULTS["enabled"], "Merge tokens",
      "the default of API calls; if you change it, the panels change too", {}),

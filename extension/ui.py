@@ -1,7 +1,4 @@
-"""The panel in txt2img and img2img, and its links to the webui's controls: sizes, Hires. fix, quicksettings.
-
-It uses only features that gradio 3.41 and 4.40 both have.
-"""
+"""The panel in txt2img and img2img, and its links to the webui's controls, for gradio 3.41 to 4.40."""
 
 from __future__ import annotations
 
@@ -37,14 +34,7 @@ _found: dict[str, dict[str, Any]] = {tab: {} for tab in _OF_TAB}  # the webui's 
 
 
 def note(control: Any, elem_id: str) -> None:
-    """Link a control of the webui to the panels if they need it; controls and panels may be made in any order.
-
-    Our settings change the panels. Controls of the size, and img2img's tabs for size and factor, change the line.
-
-    Args:
-        control: the gradio component.
-        elem_id: the component's element id.
-    """
+    """Link a control of the webui to the panels if they need it; controls and panels may be made in any order."""
     if Context.root_block is None:  # gradio 4 makes a control again for an update of it
         return
     if elem_id in _SETTINGS:
@@ -67,10 +57,7 @@ def note(control: Any, elem_id: str) -> None:
 
 
 def _quicksetting_updates(is_on: bool) -> list[Any]:
-    """Return updates of all panels' "strength" and "where" to their settings if `is_on` and these are quicksettings.
-
-    The other updates change nothing.
-    """
+    """Return updates of all panels' "strength" and "where", to their settings if these are quicksettings."""
     shown = [*host.option("quicksettings_list", []), *host.option("quick_setting_list", [])] if is_on else []
     return [gr.update(value=settings_tab.default_of(name)) if f"tome_{name}" in shown else gr.update()
             for _ in _panels for name in DIAL[1:]]  # fmt: skip
@@ -84,16 +71,7 @@ def _link(tab: str) -> None:
 
 
 class Panel:
-    """The extension's controls in one tab, made in the current gradio context.
-
-    Args:
-        is_img2img: True for img2img, False for txt2img.
-        elem_id: returns the element id for a name.
-
-    Attributes:
-        made: the gradio components by name.
-        controls: the controls in the order of `ARGUMENTS`.
-    """
+    """The extension's controls in one tab, made in the current gradio context. `made` has them by name."""
 
     def __init__(self, is_img2img: bool, elem_id: Any) -> None:
         self._elem_id = elem_id
@@ -149,10 +127,7 @@ class Panel:
         self._add(field.name, kind, label=label, value=value, min_width=120, **facts)
 
     def _start_with_saved_defaults(self, enabled: Any) -> None:
-        """Start each page with the settings tab's values, unless the user has saved other defaults of the panel.
-
-        Expert settings start as the strength sets them. The accordion of `enabled` starts open if that starts checked.
-        """
+        """Start each page with the settings tab's values, unless the user saved other defaults of the panel."""
         for name in DIAL:
             control = self.made[name]
             _show(control, "value", lambda control=control, name=name: _first_value(name, control.value))
@@ -180,11 +155,7 @@ class Panel:
             field.input(fn=lambda: True, inputs=[], outputs=[own], **_QUIETLY)
 
     def follow(self, theirs: dict[str, Any]) -> None:
-        """Let the panel's line follow the webui's controls and the panel's; show "where" with Hires. fix. Call once.
-
-        Args:
-            theirs: the webui's controls by the names in `_OF_TAB`, in that order.
-        """
+        """Let the line follow the webui's controls, in the order of `_OF_TAB`, and the panel's. Call once."""
         ends = {"inputs": [self._by, *self.controls, *theirs.values()], "outputs": [self._line]}
         update = {"fn": lambda *values: _line(*values), **ends, **_QUIETLY}
         for control in (*(self.made[name] for name in DIAL), self.made[EXPERT_SWITCH], *theirs.values()):
@@ -203,29 +174,13 @@ class Panel:
 
 
 def _show(control: Any, key: str, value: Any) -> None:
-    """Start each page with ``value()`` for a property of a control, by replacing its ``get_config``.
-
-    The control's own property stays as it is, because the webui saves it as the default.
-
-    Args:
-        control: the gradio component.
-        key: the property, such as "value".
-        value: a function without arguments that returns the property for a new page.
-    """
+    """Start each page with ``value()`` for a property of a control, which stays: the webui saves it as default."""
     get_config = control.get_config
     control.get_config = lambda *args, **more: {**get_config(*args, **more), key: value()}
 
 
 def _first_value(name: str, saved: Any) -> Any:
-    """Return the value with which a control starts.
-
-    This is the panel's saved default if it differs from ours in `DEFAULTS`, else the settings tab's value. If that
-    value is not possible, it is our default.
-
-    Args:
-        name: the control's name.
-        saved: the panel's default as the webui has it, which equals ours if the user saved none.
-    """
+    """Return a control's first value: the saved default if not ours, else the settings tab's, else (if wrong) ours."""
     wanted = settings_tab.default_of(name) if saved == DEFAULTS[name] else saved
     try:
         return getattr(read(({**DEFAULTS, "enabled": True, name: wanted},), settings_tab.default_of), name)
@@ -254,11 +209,7 @@ def _component(field: form.Field) -> tuple[Any, dict[str, Any]]:
 
 
 def _marks(slider: str) -> str:
-    """Return HTML with the names of five strengths below their positions on a slider; a click sets the slider.
-
-    Args:
-        slider: the slider's element id.
-    """
+    """Return HTML with the names of five strengths below their positions on a slider; a click sets the slider."""
     set_it = "const box = document.querySelector('#{id} input[type=number]'); box.value = {value}; " \
         "box.dispatchEvent(new Event('input', {{bubbles: true}}))"  # fmt: skip
     style = "position:absolute;left:calc(8px + (100% - 16px) * {value});transform:translateX({shift}%);" \
@@ -272,14 +223,7 @@ def _marks(slider: str) -> str:
 
 
 def follow_strength(strength: float, own: bool, filled_for: float, *values: Any) -> list[Any]:
-    """Return gradio updates of `FILLED_FOR` and of all fields for a new strength.
-
-    Args:
-        strength: the new strength. If it is not possible, nothing changes.
-        own: fields that the user has changed stay; if False, all fields follow the strength.
-        filled_for: the strength by which the fields were last filled in.
-        values: the current values of the fields, in the order of the engine's form.
-    """
+    """Return gradio updates of `FILLED_FOR` and all fields for a new strength; changed ones stay if `own`."""
     current, layout = dict(zip(form.NAMES, values, strict=True)), host.layout()
     try:
         before, now = find_filled(current, filled_for, layout), base_of(strength, layout)
@@ -292,13 +236,8 @@ def follow_strength(strength: float, own: bool, filled_for: float, *values: Any)
 
 
 def _line(by_factor: Any, *values: Any, measure: bool = False) -> str:
-    """Return the panel's line for the next picture with merging on, as HTML. An error becomes the line.
-
-    Args:
-        by_factor: not 0 if img2img resizes by a factor; the line then says that the size is not known.
-        values: those of the panel's controls, then those of the webui's.
-        measure: measure a gain that is not known.
-    """
+    """Return the panel's line for the next picture with merging on, as HTML. An error becomes the line."""
+    # the panel's controls, then the webui's
     mine, theirs = values[: len(ARGUMENTS)], values[len(ARGUMENTS) :]
     if by_factor:
         return _BY_FACTOR
@@ -312,13 +251,7 @@ def _line(by_factor: Any, *values: Any, measure: bool = False) -> str:
 
 
 def _sizes(width: Any, height: Any, hires: Any = False, *scaling: Any) -> dict[bool, tuple[int, int]]:
-    """Return the (width, height) of a picture's passes, by "is the hires pass", for `measuring.answer`.
-
-    Args:
-        width: in pixels; None while the user types counts as 0.
-        height: like `width`.
-        hires: there is a hires pass. Without one, the only key is False.
-        scaling: the arguments of `host.hires_size` after the first two.
-    """
+    """Return the (width, height) of a picture's passes, by whether it is the hires pass, for `measuring.answer`."""
+    # the user may be typing a side, which is None then
     first = int(width or 0), int(height or 0)
     return {False: first, True: host.hires_size(*first, *scaling)} if hires else {False: first}
