@@ -70,10 +70,7 @@ class UnetMerging:
 
 
 def _options_of(path: str) -> tuple[tuple[str, int], int]:
-    """Convert the path ``input_blocks.1.1.transformer_blocks.0`` to transformer_options' ``("input", 1), 0``.
-
-    These are the block's kind and number, here 1, and the transformer block's index. The middle block's number is 0.
-    """
+    """Convert the path ``input_blocks.1.1.transformer_blocks.0`` to ``("input", 1), 0``. The middle block has 0."""
     stage, number, *_, index = path.split(".")
     kind = stage.partition("_")[0]
     return (kind, 0 if kind == "middle" else int(number)), int(index)

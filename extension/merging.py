@@ -114,7 +114,7 @@ class CurrentPass:
         self._times = SamplerTimes(p, self.handle is not None and self.handle.wants_time)
 
     def step(self, params: Any) -> None:
-        """Prepare a call: patch the current model, set the time, and count. For another job, only take the patch off."""
+        """Prepare a call: patch the current model, set the time, and count. For another job, only remove the patch."""
         if self.job is None:
             return
         p = self.job.p()
