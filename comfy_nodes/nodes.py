@@ -162,9 +162,7 @@ class ToMePreview(_Node):
         latent = ("LATENT", {"tooltip": rough})
         return {"required": {"model": model}, "optional": {"image": image, "latent": latent}, "hidden": HIDDEN}
 
-    def preview(
-        self, model: Any, image: torch.Tensor | None = None, latent: dict | None = None, unique_id: Any = None
-    ) -> dict[str, Any]:
+    def preview(self, model: Any, image: Any = None, latent: Any = None, unique_id: Any = None) -> dict[str, Any]:
         """Draw the groups of merged tokens over the pictures, and return them with the report.
 
         The pictures are `image` ``[B, H, W, 3]``, else a rough picture of `latent`, ComfyUI's dict, else grey. In the

@@ -74,9 +74,7 @@ class HostSampling:
         first, last = self._known[key]
         return last <= sigma <= first
 
-    def timesteps(
-        self, model_sampling: Any, options: dict[str, Any], flow_timesteps: bool = False
-    ) -> tuple[float, ...] | None:
+    def timesteps(self, model_sampling: Any, options: dict, flow_timesteps: bool = False) -> tuple[float, ...] | None:
         """Return all steps' timesteps; None if the sampler is not known, or another sampling began the picture."""
         key = id(model_sampling), flow_timesteps
         if key not in self._known:

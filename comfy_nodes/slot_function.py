@@ -24,9 +24,7 @@ class _Now(threading.local):
     beneath: Callable | None = None  # another node's function that was in the slot
     options: dict[str, Any] = {}  # noqa: RUF012 (never changed)
 
-    def attend_in_graph(
-        self, whole: bool, q: Any, k: Any, v: Any, mask: Any, by_head: bool, scale: Any, *rest: Any
-    ) -> Any:
+    def attend_in_graph(self, whole: bool, q: Any, k: Any, v: Any, mask: Any, by_head: bool, scale: Any, *rest: Any):
         """Return the output ``[B, S, H, d]`` of an attention in a compiled graph, to the operator ``attend``."""
         place, kind, number, index, precision = rest[-1].split()  # written by `_attention`
         options = {**self.options, "block": (kind, int(number)), "block_index": int(index)}

@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,9 +52,7 @@ def option(key: str, default: Any) -> Any:
     return default if value is None else value
 
 
-def add_option(
-    key: str, default: Any, label: str, help: str, arguments: dict[str, Any], section: tuple[str, str]
-) -> None:
+def add_option(key: str, default: Any, label: str, help: str, arguments: dict, section: tuple[str, str]) -> None:
     """Add a setting to the settings tab; saved values stay. `arguments` are of a gradio.Radio ("choices") or Slider."""
     import gradio
 
@@ -119,7 +117,9 @@ def _in_its_place(function: Callable[[], Any]) -> Any:
     objects = getattr(shared.sd_model, "forge_objects", None)
     if memory is not None and objects is not None:
         memory.load_model_gpu(objects.unet)
-    with autocast():
+    devices = sys.modules.get("modules.devices")
+    name = "without_autocast" if getattr(devices, "unet_needs_upcast", False) else "autocast"
+    with getattr(devices, name, nullcontext)():
         return function()
 
 
@@ -201,13 +201,6 @@ def gains_file() -> str | None:
     return os.path.join(os.environ.get("SD_WEBUI_CACHE_DIR", os.path.join(data, "cache")), "tome_core_gains.json")
 
 
-def autocast() -> AbstractContextManager:
-    """Return the context in which the webui samples, with or without autocast; an empty one if the webui has none."""
-    devices = sys.modules.get("modules.devices")
-    context = getattr(devices, "without_autocast" if getattr(devices, "unet_needs_upcast", False) else "autocast", None)
-    return nullcontext() if context is None else context()
-
-
 def has_hires(p: Any) -> bool:
     """Tell whether a job `p` has a hires pass, the second pass of Hires. fix."""
     return bool(getattr(p, "enable_hr", False))
@@ -271,7 +264,8 @@ def has_setting_called(key: str) -> bool:
 
 def add_message(p: Any, processed: Any, text: str) -> None:
     """Add a line below the finished picture; for a selected script's job, below the script's result, if possible."""
-    if not is_of_script(p):
+    arguments = getattr(p, "script_args", None)
+    if not arguments or not arguments[0]:  # no script that the user selected, such as X/Y/Z plot, runs the job
         processed.comments = f"{getattr(processed, 'comments', '') or ''}{text}\n"
     elif hasattr(p, "comment"):
         p.comment(text)
@@ -282,9 +276,3 @@ class CallableReport(dict):
 
     def __call__(self, **facts: Any) -> None:
         """Return None, so that the webui writes nothing into the infotext."""
-
-
-def is_of_script(p: Any) -> bool:
-    """Tell whether a script that the user selected, such as X/Y/Z plot, runs the job `p` and makes its own result."""
-    arguments = getattr(p, "script_args", None)
-    return bool(arguments and arguments[0])
