@@ -29,7 +29,7 @@ class Outcome(NamedTuple):
     details: Sequence[str]  # of the full report; equal to `lines` if no model could merge
     data: dict[str, Any]  # the report as JSON values
     report: Any  # the engine's `Report`
-    # (latent cells per token along a side, latest `MergeMap`) by level, 0 the finest; {} if an exception came
+    # (latent cells per token along a side, latest `MergeMap`) by level, 0 the finest; {} after an exception
     maps: dict[int, tuple[int, Any]]
 
 
@@ -95,7 +95,7 @@ class BranchMerging:
 
 
 class Sampling:
-    """One sampling, which merges and then reports; without `time`, a call outside one. Without a config, it counts."""
+    """One sampling, which merges and then reports; without `time`, a call outside. Without a config, it only counts."""
 
     def __init__(self, config: Any, time: HostSampling | None = None) -> None:
         self._config, self._time, self._name = config, time or HostSampling(), time

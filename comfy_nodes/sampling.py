@@ -23,7 +23,7 @@ class HostSampling:
     """
 
     def __init__(self, sampler: Any = None, sigmas: Any = None, noise: Any = None) -> None:
-        # stopped: the caller says that an exception came
+        # `stopped` is set by the caller, after an exception
         # no noise: the sampling continues another one's picture. ComfyUI makes noise on the CPU
         self._continues = torch.is_tensor(noise) and noise.device.type == "cpu" and not noise.any()
         self._pictures, self.stopped = len(noise) if torch.is_tensor(noise) else None, False

@@ -159,7 +159,7 @@ def read_time(params: Any) -> dict[str, float]:
 
 
 def timing_conditions(p: Any, params: Any) -> list[Any]:
-    """Return what a model call's duration depends on: texts' shapes, then sorted names of keys, options and patches."""
+    """Return what a call's duration depends on: shapes of texts, then sorted names: infotext keys, options, patches."""
     texts = (getattr(params, name, None) for name in ("text_cond", "text_uncond"))
     tensors = (text.get("crossattn") if isinstance(text, dict) else text for text in texts)
     shapes = [getattr(tensor, "shape", None) for tensor in tensors]

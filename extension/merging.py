@@ -81,7 +81,7 @@ def job_of(p: Any) -> Job | None:
 
 
 class CurrentPass:
-    """The patch and the timing of the current pass, armed from `arm` to `disarm`. One serves all tabs."""
+    """The patch and times of the current pass, armed from `arm` to `disarm`. One for all tabs: there is one model."""
 
     def __init__(self) -> None:
         self.job: Job | None = None  # None if no pass is armed
@@ -151,7 +151,7 @@ class CurrentPass:
             self._take_off()
             self._put_on(unet)
         elif self.handle is not None:
-            self.handle.install()  # quick if it is on; puts it back if another program has taken it off
+            self.handle.install()  # quick if it is on; a call for another job takes it off, or another program
 
     def _put_on(self, unet: Any) -> None:
         """Patch a UNet with the pass's settings, or record in the job why not. A pass not to merge stays unpatched."""
