@@ -54,6 +54,4 @@ def _widget(field: Any) -> tuple:
     if isinstance(field.default, bool):
         return "BOOLEAN", facts
     facts |= {"min": field.minimum, "max": field.maximum, "step": field.step}
-    if isinstance(field.step, int):
-        return "INT", facts
-    return "FLOAT", facts | {"round": ROUND}
+    return ("INT", facts) if isinstance(field.step, int) else ("FLOAT", facts | {"round": ROUND})

@@ -128,8 +128,7 @@ class RemoveToMe(_Node):
     def remove(self, model: Any, unique_id: Any = None) -> tuple[Any]:
         """Return a clone of the model without ApplyToMe's merging, in a tuple. The node shows whether there was any."""
         clone = model.clone()
-        removed = host.detach(clone)
-        text = "ToMe was removed." if removed else "There was no Apply ToMe on this model."
+        text = "ToMe was removed." if host.detach(clone) else "There was no Apply ToMe on this model."
         host.say(text, unique_id)
         return (clone,)
 
