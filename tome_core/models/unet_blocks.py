@@ -28,15 +28,7 @@ class UnsupportedModelError(ValueError):
 
 
 class UNetFamily(NamedTuple):
-    """The names that one family of UNets uses.
-
-    Args:
-        name: "ldm" or "diffusers".
-        down: the attribute of a UNet that holds the down-sampling stages.
-        middle: the attribute that holds the middle stage.
-        up: the attribute that holds the up-sampling stages.
-        transformer: the class name of the modules that turn a picture into tokens.
-    """
+    """The name of one family of UNets, of its attributes for three stages, and of the class that makes the tokens."""
 
     name: str
     down: str
@@ -113,8 +105,7 @@ def _family_of(module: nn.Module) -> UNetFamily | None:
 def find_blocks(unet: nn.Module) -> list[BlockPlace]:
     """Return every transformer block of a UNet, in the order of its stages: down, middle, up.
 
-    Raises:
-        UnsupportedModelError: no block was found, or the model has no stages, so that no block's `halvings` is known.
+    Raises `UnsupportedModelError` if no block was found, or if the model has no stages, which show the levels.
     """
     family, kind = _family_of(unet), type(unet).__name__
     places = [] if family is None else list(_places_of(unet, family))
@@ -137,8 +128,7 @@ def find_blocks(unet: nn.Module) -> list[BlockPlace]:
 def is_compiled(unet: nn.Module, places: Sequence[BlockPlace], patched_object: Any = None) -> bool:
     """Return whether a UNet, a block or its transformer at `places`, or the object that holds the UNet is compiled.
 
-    `patched_object` is the object that the user passed to `patch`, such as a pipeline; or None. It or its ``unet`` may
-    be in ``torch.compile``'s wrapper; the modules count if their ``compile`` was called.
+    That is so if it, or the ``unet`` of `patched_object`, is in torch.compile's wrapper, or a module's ``compile`` ran.
     """
     parts = (unet, *(part for place in places for part in (place.transformer, place.block)))
     is_wrapped = any(hasattr(model, "_orig_mod") for model in (patched_object, getattr(patched_object, "unet", None)))
