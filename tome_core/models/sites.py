@@ -136,12 +136,8 @@ class TransformerSite(Wrap):
 class AttentionSite(NumberedSite):
     """The wrap around a self-attention over the picture's tokens.
 
-    Args:
-        module: the attention.
-        wraps: the `WrapSet` of the model.
-        path: the name of the attention in the model.
-        level: the level of its tokens, 0 for the finest.
-        halvings: how often the latent is halved before it reaches an attention of a UNet; not used in transformers.
+    `path` is its name in the model; `level` is 0 for the finest tokens; `halvings` tells how often the latent is halved
+    before it reaches an attention of a UNet, and is not used in transformers.
     """
 
     def __init__(self, module: nn.Module, wraps: WrapSet, path: str, level: int, halvings: int = 0) -> None:

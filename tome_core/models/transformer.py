@@ -255,9 +255,9 @@ class TransformerAdapter:
     def read(self, model: nn.Module, given: Mapping[str, Any], time: Any) -> tuple[Any, Any, Any]:
         """Return timestep, latent and facts of a call, whose arguments named in `reads` are `given` by name.
 
-        The timestep is Stable Diffusion's; in a sampling it is the scheduler's step if `time`, a
-        `ModelTime`, knows that. The latent is an empty tensor if the tokens are unknown. The facts, for
-        ``ModelCall.facts``, are the `Tokens`, or the reason why they are unknown.
+        The timestep is Stable Diffusion's; in a sampling it is the scheduler's step if `time`, a `ModelTime`, knows it.
+        The latent is an empty tensor if the tokens are unknown. The facts, for ``ModelCall.facts``, are the `Tokens`,
+        or the reason why they are unknown.
         """
         steps = time.scheduler_steps
         step = steps.now() if isinstance(steps, PipelineSteps) and time.is_sampling else None
@@ -270,7 +270,7 @@ class TransformerAdapter:
     def layout_of(self, call: ModelCall, site: AttentionSite, tokens: int) -> Layout | str:
         """Return the position of the picture's tokens in a sequence of `tokens`, or the reason why it is unknown.
 
-        If the text is first, it is all but the last `Tokens.count`.
+        If the text is first, the picture begins `Tokens.count` before the end.
         """
         if isinstance(call.facts, str):
             return call.facts
