@@ -204,14 +204,9 @@ def _replacement_in_processor(kind: type) -> CodeReplacement | None:
 
 
 def _writes(code: CodeType, kind: str) -> bool:
-    """Return whether code sets or deletes a "GLOBAL", or an "ATTR" of an object other than its first argument."""
-    target = None
-    for instruction in dis.get_instructions(code):
-        is_first = kind == "ATTR" and code.co_varnames[:1] == (target,)
-        if instruction.opname in (f"STORE_{kind}", f"DELETE_{kind}") and not is_first:
-            return True
-        argument = instruction.argval
-        target = argument[-1] if isinstance(argument, tuple) and argument else argument
+    """Return whether code or a function inside it sets or deletes a "GLOBAL", or an "ATTR" (attribute)."""
+    if any(step.opname in (f"STORE_{kind}", f"DELETE_{kind}") for step in dis.get_instructions(code)):
+        return True
     return any(_writes(value, kind) for value in code.co_consts if isinstance(value, CodeType))
 
 
