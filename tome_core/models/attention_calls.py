@@ -18,7 +18,6 @@ from ..reporting.ledger import MASKED, NO_GRID
 TORCHS_OWN = torch._C._nn.scaled_dot_product_attention
 _OPTIONS = ("dropout_p", "is_causal", "scale", "enable_gqa", "attention_kwargs")
 MORE = "the call also uses dropout, a causal mask or several devices"
-_FAILS = "it fails with merged keys"
 # Hosts interrupt a picture by raising their own exceptions, which are none of these types.
 _REFUSALS = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
 
@@ -171,11 +170,8 @@ class HeadsCall(AttentionCall):
                  skip_output_reshape=False, **more):  # fmt: skip
         self._function, self._qkv, self._heads, self._kwargs = function, (q, k, v), heads, more
         self._skip_reshape, self._skip_output_reshape = skip_reshape, skip_output_reshape
-        options = {
-            "attn_precision": attn_precision,
-            "skip_reshape": skip_reshape,
-            "skip_output_reshape": skip_output_reshape,
-        }
+        options = {"attn_precision": attn_precision, "skip_reshape": skip_reshape,
+                   "skip_output_reshape": skip_output_reshape}  # fmt: skip
         more.update((name, value) for name, value in options.items() if value)
         self.mask, self.scale = mask, more.get("scale")
         if skip_reshape:
@@ -254,7 +250,7 @@ def attend_call(
             raise
         result = attention_call.unmerged()  # first: if the unmerged call fails too, merging is not the cause
         error_text = f"{type(error).__name__}: {' '.join(str(error).split())[:80]}"
-        why = state.refused[attention_call.key()] = f"{_FAILS} ({error_text})"
+        why = state.refused[attention_call.key()] = f"it fails with merged keys ({error_text})"
         state.count_unmerged(level, why, q.shape[0], q.shape[1], k.shape[1])
         return result
     if out is None:

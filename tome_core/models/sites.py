@@ -222,16 +222,13 @@ class AttentionSite(NumberedSite):
         out = attention_call.unmerged() if call is None else self._answer(call, [])(attention_call)
         return out.transpose(1, 2) if by_head else out
 
-    def _merge_by_description(
-        self, known: AttentionDescription, call: ModelCall, args: tuple, kwargs: dict[str, Any]
-    ) -> Any:
+    def _merge_by_description(self, known: AttentionDescription, call: ModelCall, args: tuple, kwargs: dict) -> Any:
         """Return the output of an attention that computes scores by hand. A stand-in shows its code merged tensors."""
         target, heads = self.target, self.target.heads
         x, why = args[0] if args else named(kwargs, ("hidden_states", "x")), ""
         context = args[1] if len(args) > 1 else named(kwargs, CONTEXTS)
         source = x if context is None else context
-        value = kwargs.get("value")
-        value = source if value is None else value
+        value = source if kwargs.get("value") is None else kwargs["value"]
         if not (torch.is_tensor(x) and torch.is_tensor(source) and x.dim() == source.dim() == value.dim() == 3):
             why = "called with unsupported arguments"
         elif source.shape[1] != x.shape[1] or value.shape[1] != x.shape[1]:
@@ -239,9 +236,8 @@ class AttentionSite(NumberedSite):
         elif any(kwargs.get(name) is not None for name in MASKS):
             why = MASKED
         else:
-            why = known.problem(target, kwargs) or ""
             layout = self.wraps.adapter.layout_of(call, self, x.shape[1])
-            why = why or (layout if isinstance(layout, str) else "")
+            why = known.problem(target, kwargs) or (layout if isinstance(layout, str) else "")
         if why:
             self._count_unmerged(call, why, args, kwargs)
             return self.original(*args, **kwargs)

@@ -188,7 +188,6 @@ _KINDS = {
 }  # fmt: skip
 FAMILIES: dict[str, Family] = {name: family for family, names in _KINDS.items() for name in names}
 NAMES = tuple(FAMILIES)
-_IN_PIPELINES = ("transformer", "transformer_2")  # Wan 2.2 has two, for early and for late steps
 
 
 def family_of(model: Any) -> Family | None:
@@ -200,7 +199,8 @@ def family_of(model: Any) -> Family | None:
 
 def find_transformers(model: Any) -> list[nn.Module]:
     """Return those of the model, its ``transformer`` and ``transformer_2`` that are of a known family."""
-    candidates = (model, *(getattr(model, name, None) for name in _IN_PIPELINES))
+    # Wan 2.2 has two, for early and for late steps
+    candidates = (model, getattr(model, "transformer", None), getattr(model, "transformer_2", None))
     modules = (getattr(module, "_orig_mod", module) for module in candidates)  # without torch.compile's wrapper
     return [module for module in modules if family_of(module) is not None]
 
@@ -232,16 +232,13 @@ class TransformerAdapter:
         known = {parameter.name: (place - 1, parameter.default) for place, parameter in enumerate(parameters)}
         names, self._read_tokens = next(reader for reader in _READERS.items() if known.keys() >= {*reader[0]})
         self.reads = (*names, next(name for name in TIMES if name in known))
-        by_name_alone = sys.maxsize, None
-        self._arguments = [(name, *known.get(name, by_name_alone)) for name in self.reads]
+        self._arguments = [(name, *known.get(name, (sys.maxsize, None))) for name in self.reads]  # else by name alone
 
     def tallies(self) -> list[LevelTally]:
         """Return one empty tally: the model has one level, because its attentions see the same tokens."""
         return [LevelTally(self.family.downsample, self._blocks)]
 
-    def wraps(
-        self, model: nn.Module, levels: set[int], tomesd_levels: set[int], make: Callable[..., Wrap]
-    ) -> Iterator[Wrap]:
+    def wraps(self, model: nn.Module, levels: set[int], tomesd_levels: set[int], make: Callable) -> Iterator[Wrap]:
         """Yield the wraps to put on the model and on all attentions, as `UNetAdapter.wraps`; levels are not used."""
         yield make(ModelSite, model)
         for path, module in find_attentions(model, self.family):
@@ -263,9 +260,7 @@ class TransformerAdapter:
         step = steps.now() if isinstance(steps, PipelineSteps) and time.is_sampling else None
         timestep = self.family.timestep(given[self.reads[-1]]) if step is None else step
         tokens = self._read_tokens(model, given)
-        if isinstance(tokens, str):
-            return timestep, torch.empty(0), tokens
-        return timestep, tokens.latent, tokens
+        return timestep, torch.empty(0) if isinstance(tokens, str) else tokens.latent, tokens
 
     def layout_of(self, call: ModelCall, site: AttentionSite, tokens: int) -> Layout | str:
         """Return the position of the picture's tokens in a sequence of `tokens`, or the reason why it is unknown.

@@ -24,8 +24,6 @@ from .unet_blocks import BlockPlace, find_blocks
 from .wrap import Wrap, WrapSet
 
 _TIMES = ("timesteps", "timestep", "t")
-_IN_GRAPH = "its parts merge by a rule that compiled blocks do not follow"
-_UNKNOWN_CALL = "called with unsupported arguments"
 # parts of a block in addition to its self-attention: the name in a rule, and the attribute of the block
 _PARTS = (("crossattn", "attn2"), ("mlp", "ff"))
 
@@ -63,9 +61,7 @@ class UNetAdapter:
         count = [sum(place.halvings == depth for place in places) for depth in self.levels]
         return [LevelTally(down, blocks) for down, blocks in zip(self.downsamples, count, strict=True)]
 
-    def wraps(
-        self, unet: nn.Module, levels: set[int], tomesd_levels: set[int], make: Callable[..., Wrap]
-    ) -> Iterator[Wrap]:
+    def wraps(self, unet: nn.Module, levels: set[int], tomesd_levels: set[int], make: Callable) -> Iterator[Wrap]:
         """Yield the wraps to put on the UNet, the outermost first.
 
         Only `levels` get wraps. In `tomesd_levels` parts of blocks may be called with merged tokens. `make` takes a
@@ -169,7 +165,7 @@ class PartSite(Wrap):
         """Call the part unmerged while a compiler traces, because no graph merges in it; note that if a rule would."""
         state = self.wraps.patch
         if state is not None and any(getattr(rule, f"merge_{self.part}") for rule in state.clock.rules):
-            state.ledger.note_traced(self.level, _IN_GRAPH)
+            state.ledger.note_traced(self.level, "its parts merge by a rule that compiled blocks do not follow")
         return self.original(*args, **kwargs)
 
 
@@ -214,7 +210,7 @@ def _call_merged(original: Callable, args: tuple, kwargs: dict[str, Any], tokens
 def _problem_of(part: str, module: nn.Module, x: torch.Tensor, args: tuple, kwargs: dict, context: Any) -> str:
     """Return why a part cannot be called with merged tokens, or "". x: the block's input; context: of the call."""
     if not args or not torch.is_tensor(args[0]) or args[0].dim() != 3 or (part == "attn" and len(args) > 2):
-        return _UNKNOWN_CALL
+        return "called with unsupported arguments"
     if args[0].shape[:2] != x.shape[:2]:
         return NO_GRID
     masks = [kwargs.get(name) for name in MASKS]
