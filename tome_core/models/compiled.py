@@ -1,8 +1,7 @@
-"""Support for compiled models: two custom operators that a graph runs and that no compiler looks into.
+"""The two operators in graphs of compiled models: ``begin`` begins a call of the model, ``attend`` answers attentions.
 
-The operator ``begin`` begins a call of the model. The operator ``attend`` answers an attention, given its q, k and v.
-Both look up a wrap by its number and let that wrap answer in eager code. So neither the settings nor the time are part
-of the graph, and one graph serves all steps of all samplings.
+No compiler looks into them. Both let a wrap, which they look up by its number, answer in eager code. So neither the
+settings nor the time are part of the graph, and one graph serves all steps of all samplings.
 """
 
 from __future__ import annotations

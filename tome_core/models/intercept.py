@@ -1,10 +1,9 @@
 """Replace the attention function that a module's code calls, for a single call of that module only.
 
 An attention is recognised by the function that it calls, not by the name of its class or processor. A copy of its code
-runs with different globals, in which the name of the attention function refers to a replacement. Neither the class nor
-the module changes, so hooks and processors still see all tokens. Sometimes no global name leads to the function: a
-wrapper of another extension is in between, or the code calls a helper. Then torch's own function is watched instead
-(`InterceptTorch`), which is slower.
+runs with different globals, in which the name of that function refers to a replacement. Neither the class nor the
+module changes, so hooks and processors still see all tokens. If no global name leads to the function (a wrapper of
+another extension is in between, or the code calls a helper), torch's own is watched: `InterceptTorch`, which is slower.
 """
 
 from __future__ import annotations
@@ -99,16 +98,13 @@ def attention_names_in(code: Any) -> list[str]:
 
 
 class CodeReplacement:
-    """A copy of an attention's own code that calls a replacement of its attention function; `run` runs the copy.
+    """A copy of an attention's own code, `inner`, that calls `replaced_function`; `run` runs the copy.
 
-    Args:
-        inner: the function that holds the code: a ``forward``, or the ``__call__`` of a processor.
-        names: the names of all globals and attributes that the code looks up; `run` reads these globals at each call.
-        instead: the values of the globals that differ, by name.
-        replaced_function: the replacement of the attention function. A compiled graph's operator reads calls with it.
+    `inner` is a ``forward``, or the ``__call__`` of a processor. Of all globals and attributes that it looks up,
+    `names`, those in `instead` have other values; `run` reads the other globals at each call.
 
     Attributes:
-        function: the copy of `inner` that uses the replacement.
+        function: the copy.
         stand_in: a subclass of `Overlay` for an attention or a processor; calling an instance runs `function` on it.
         processor: a subclass of the processor's class that uses the replacement; None if the code is not a processor's.
     """

@@ -1,8 +1,7 @@
 """diffusers' transformers (Flux, SD3, Qwen-Image, Wan and others): the known classes, and how their calls are read.
 
-A transformer is recognised by the name of its class. For each class a table says where the picture's tokens are in its
-sequences and what its timestep means. The rest follows from its modules and from the names of its arguments. A class
-that is not in the table is not patched.
+A transformer is recognised by the name of its class; others are not patched. For each class a table says where the
+picture's tokens are and what its timestep means. The rest follows from its modules and from the names of its arguments.
 """
 
 from __future__ import annotations

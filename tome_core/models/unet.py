@@ -1,8 +1,7 @@
 """UNets of LDM, sgm, Forge and diffusers: where their attentions are, and how their calls are read.
 
-In addition to merging keys and values in attentions, parts of a block can be called with merged tokens. This is how
-tomesd merges, and `apply_patch` does the same. Every LDM-style block runs ``x = attn1(norm1(x)) + x``, then the same
-with ``attn2`` and ``ff``. Tokens are merged before such a part and unmerged after it. The block's own code does not
+Every LDM-style block runs ``x = attn1(norm1(x)) + x``, then the same with ``attn2`` and ``ff``. Such a part can also be
+called with merged tokens, as tomesd does: they merge before it and unmerge after it. The block's own code does not
 change, so hooks on the block still see all tokens.
 """
 

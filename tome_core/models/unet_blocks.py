@@ -1,8 +1,7 @@
 """The transformer blocks of a Stable Diffusion UNet, found by one table for all families of UNets.
 
-Every LDM-style UNet has the same three stages, under one of two sets of names. In each stage, a module with
-``transformer_blocks`` makes the picture's tokens from its 4-D input. Other modules, such as the temporal layers of
-video models, are left alone.
+In each of three stages, a module with ``transformer_blocks`` makes the picture's tokens from its 4-D input. Other
+modules, such as the temporal layers of video models, are left alone.
 """
 
 from __future__ import annotations

@@ -221,7 +221,6 @@ def wrap_of(method: Any) -> Wrap | None:
     if isinstance(owner, Wrap):
         return owner
     mark = vars(owner).get(_MARK) if hasattr(owner, "__dict__") else None
-    # another program may have bound the function of the wrap to the target
     return mark if mark is not None and getattr(method, "__func__", None) is type(mark).forward else None
 
 
