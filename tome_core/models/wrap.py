@@ -117,8 +117,7 @@ class Wrap:
             setattr(self.target, self._slot(), wrap.forward if _BOUND else wrap)
             # the mark is the first wrap: other extensions have saved its function and may bind it again
             vars(self.target).setdefault(_MARK, wrap)
-        wrap._placed = True
-        wrap.active = True
+        wrap._placed = wrap.active = True
         return wrap
 
     def _new_wrap(self) -> Wrap:
