@@ -162,7 +162,7 @@ class HeadsCall(AttentionCall):
         mask: the call's attention mask, or None.
         attn_precision: dtype of the logits, passed through unless it is None.
         skip_reshape: True if the heads of q, k and v are an axis of their own.
-        skip_output_reshape: True: the output has an axis of heads, like such an input; False: it has channels.
+        skip_output_reshape: the output is ``(batch, heads, tokens, head_dim)``, else ``(batch, tokens, channels)``.
         more: any other argument of the function, passed through; ``scale`` among them is the call's `scale`.
     """
 
@@ -208,8 +208,8 @@ def attend_call(
 
     The state counts each self-attention, merged or not; other attentions are called unmerged and not counted. If a
     function fails with merged keys, but not without, its `key` is noted in the state, and it is called unmerged now and
-    later. Out-of-memory errors and a host's own exceptions, such as its interrupts, are raised. Tokens
-    that a mask hides get zeros if the call merges.
+    later. Out-of-memory errors and a host's own exceptions, such as its interrupts, are raised. If the call
+    merges, tokens that a mask hides get zeros.
 
     `name` is unique in the model and the same at every step; `level` is 0 for the finest; `heads` is used if
     `attention_call.is_flat`. `layout` is the picture's if the sequence has no other tokens: a call with another number

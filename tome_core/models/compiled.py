@@ -95,7 +95,7 @@ def _is_exporting() -> bool:  # a constant, because traced code in torch 2.9 alw
 
 
 def _define(sites: Any) -> torch.library.Library | None:
-    """Define the operators on the sites by number, and return their library; None if that failed: try again later."""
+    """Define the operators on the sites by number, and return their library; None if that failed."""
 
     def run_begin(site: torch.Tensor, form: str, tensors: list[torch.Tensor], numbers: list[int]) -> torch.Tensor:
         sites[int(site)].begin_in_graph(form, tensors, numbers)

@@ -190,7 +190,7 @@ def _replacement_in_code(function: Any) -> CodeReplacement | None:
 @lru_cache(maxsize=256)
 def _replacement_in_processor(kind: type) -> CodeReplacement | None:
     """Return the `CodeReplacement` of a processor class's ``__call__``, with `processor` set; None if there is none."""
-    # A copy shares attributes by the instance dictionary. The code may write to a copied attention, in vain.
+    # A copied processor shares the instance dictionary. Writes to attributes of a copied attention would be lost.
     replacement = _replacement_in_code(kind.__call__)
     if replacement is None or not kind.__dictoffset__ or _writes(replacement.function.__code__, "ATTR"):
         return None

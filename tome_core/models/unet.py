@@ -197,7 +197,7 @@ def _run_around(site: Any, call: ModelCall, path: str, part: str, args: tuple, k
 
 
 def _call_merged(original: Callable, args: tuple, kwargs: dict[str, Any], tokens: int, merge: Callable) -> Any:
-    """Call a part with merged tokens; contexts and values with as many as `tokens` merge as well, 0 for none."""
+    """Call a part with merged tokens. Contexts and values of the length `tokens` (0 for none) merge as well."""
 
     def merged(value: Any) -> Any:
         return merge(value) if torch.is_tensor(value) and value.dim() == 3 and value.shape[1] == tokens else value

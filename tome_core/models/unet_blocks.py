@@ -127,7 +127,7 @@ def find_blocks(unet: nn.Module) -> list[BlockPlace]:
 def is_compiled(unet: nn.Module, places: Sequence[BlockPlace], patched_object: Any = None) -> bool:
     """Return whether a UNet, a block or its transformer at `places`, or the object that holds the UNet is compiled.
 
-    That is so if it, or the ``unet`` of `patched_object`, is in torch.compile's wrapper, or a module's ``compile`` ran.
+    `patched_object` or its ``unet`` may be in torch.compile's wrapper; a module counts if its ``compile`` was called.
     """
     parts = (unet, *(part for place in places for part in (place.transformer, place.block)))
     is_wrapped = any(hasattr(model, "_orig_mod") for model in (patched_object, getattr(patched_object, "unet", None)))
