@@ -1,4 +1,4 @@
-"""Host models: how to find their transformer blocks, and how to wrap and unwrap methods of their modules."""
+"""The networks that merge: how to find their attentions, to wrap and unwrap them, and to read their calls."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ Adapter = UNetAdapter | TransformerAdapter
 
 
 def find_models(model: Any) -> list[nn.Module]:
-    """Return the networks to patch: the known transformers of a pipeline, or else the result of `find_unet` alone.
+    """Return the networks to patch: a pipeline's known transformers, or else the result of `find_unet` alone.
 
-    Args:
-        model: a pipeline, a transformer, a UNet, or another object that `find_unet` accepts. A network that is not in
-            a pipeline is returned itself, known or not, without wrappers such as torch.compile's.
+    A network that is not in a pipeline is returned itself, known or not, without wrappers such as torch.compile's.
 
     Raises:
         TypeError: `model` is not a model.
@@ -28,9 +26,5 @@ def find_models(model: Any) -> list[nn.Module]:
 
 
 def adapter_of(model: nn.Module) -> Adapter:
-    """Make the adapter of a UNet or of a known transformer: the object that finds its attentions and reads its calls.
-
-    Raises:
-        UnsupportedModelError: `model` is not a known transformer and has no known blocks of a UNet.
-    """
+    """Make the adapter of a UNet or of a known transformer; it raises `UnsupportedModelError` for other models."""
     return UNetAdapter(model) if family_of(model) is None else TransformerAdapter(model)

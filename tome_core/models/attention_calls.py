@@ -18,7 +18,6 @@ from ..reporting.ledger import MASKED, NO_GRID
 TORCHS_OWN = torch._C._nn.scaled_dot_product_attention
 _OPTIONS = ("dropout_p", "is_causal", "scale", "enable_gqa", "attention_kwargs")
 MORE = "the call also uses dropout, a causal mask or several devices"
-_FAILS = "it fails with merged keys"
 # Hosts interrupt a picture by raising their own exceptions, which are none of these types.
 _REFUSALS = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
 
@@ -38,8 +37,7 @@ class AttentionCall:
         by_head: True if the function takes tensors ``(batch, heads, tokens, head_dim)``.
         is_flat: True if heads are part of the batch axis until `split` separates them.
         adds_bias: whether the function adds a bias to the logits; None if a trial has to show it, see `takes_bias`.
-        gqa: True if the call asks for grouped keys and values. Passed to the operator of a compiled graph.
-        backend: name of the backend that the call asks for, or "". Passed to the operator of a compiled graph.
+        gqa, backend: True if the call asks for grouped keys; the name of its backend or "". A graph passes both on.
     """
 
     by_head, gqa, backend, is_flat, plain = False, False, "", False, True
@@ -55,10 +53,9 @@ class AttentionCall:
         return self._function(*self._qkv, self.mask, **self._kwargs)
 
     def compute(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Call the host's function on other tensors, with the call's other options but without its mask.
+        """Call the host's function on other tensors, in the form of `q`, with the call's options but not its mask.
 
-        The tensors and the result are ``(batch, tokens, heads, head_dim)``. `bias`, ``(batch, 1, 1, keys)``, is added
-        to the logits; None for no bias.
+        `bias`, ``(batch, 1, 1, keys)``, is added to the logits; None for no bias. The result has the form of `q` too.
         """
         if not self.by_head:
             return self._function(q, k, v, bias, **self._kwargs)
@@ -70,11 +67,7 @@ class AttentionCall:
         return out.transpose(1, 2) if self.by_head else out
 
     def takes_bias(self) -> bool | None:
-        """Return whether the function adds a bias to the logits, by a trial (`probe_bias`) for the call's `key`.
-
-        Returns:
-            False if the function ignores or refuses a bias; None if it does not compute attention.
-        """
+        """Return by a trial whether the function adds a bias; None if it computes no attention, see `probe_bias`."""
         scale = self.q.shape[-1] ** -0.5 if self.scale is None else self.scale
         return probe_bias(self.key(), self.compute, scale, self.q)
 
@@ -86,15 +79,9 @@ class AttentionCall:
 class TorchCall(AttentionCall):
     """A call of torch's ``scaled_dot_product_attention``, or of a function with the same arguments.
 
-    A call with dropout or a causal mask does not merge. Options that are off are not passed on.
-
-    Args:
-        function: the host's function.
-        query, key, value: tensors ``(batch, heads, tokens, head_dim)``; or ``(batch * heads, tokens, head_dim)``, which
-            never merge.
-        attn_mask, dropout_p, is_causal, scale, enable_gqa: see torch's function.
-        attention_kwargs: further options of diffusers' dispatcher.
-        more: any other argument of the function, passed through.
+    A call with dropout, a causal mask or 3-D tensors ``(batch * heads, tokens, head_dim)`` does not merge. Others are
+    ``(batch, heads, tokens, head_dim)``. Options that are off are not passed on. `attention_kwargs` are further options
+    of diffusers' dispatcher.
     """
 
     by_head = True
@@ -143,13 +130,8 @@ class DispatchCall(TorchCall):
 class XformersCall(AttentionCall):
     """A call of ``xformers.ops.memory_efficient_attention``; merged calls with a bias go to torch's function instead.
 
-    Args:
-        function: the host's function.
-        query, key, value: tensors ``(batch, tokens, heads, head_dim)`` or ``(batch * heads, tokens, head_dim)``.
-        attn_bias: a mask or a bias of the caller.
-        p: the dropout probability. A call with dropout or with options other than ``op`` does not merge.
-        scale: factor of the logits; None for the default.
-        more: any other argument of the function, passed through.
+    The tensors are ``(batch, tokens, heads, head_dim)`` or ``(batch * heads, tokens, head_dim)``. `p` is the dropout
+    probability. A call with dropout or with options other than ``op`` does not merge.
     """
 
     adds_bias = False
@@ -180,8 +162,7 @@ class HeadsCall(AttentionCall):
         mask: the call's attention mask, or None.
         attn_precision: dtype of the logits, passed through unless it is None.
         skip_reshape: True if the heads of q, k and v are an axis of their own.
-        skip_output_reshape: True: the output is ``(batch, heads, tokens, head_dim)``; False: ``(batch, tokens,
-            channels)``.
+        skip_output_reshape: the output is ``(batch, heads, tokens, head_dim)``, else ``(batch, tokens, channels)``.
         more: any other argument of the function, passed through; ``scale`` among them is the call's `scale`.
     """
 
@@ -189,11 +170,8 @@ class HeadsCall(AttentionCall):
                  skip_output_reshape=False, **more):  # fmt: skip
         self._function, self._qkv, self._heads, self._kwargs = function, (q, k, v), heads, more
         self._skip_reshape, self._skip_output_reshape = skip_reshape, skip_output_reshape
-        options = {
-            "attn_precision": attn_precision,
-            "skip_reshape": skip_reshape,
-            "skip_output_reshape": skip_output_reshape,
-        }
+        options = {"attn_precision": attn_precision, "skip_reshape": skip_reshape,
+                   "skip_output_reshape": skip_output_reshape}  # fmt: skip
         more.update((name, value) for name, value in options.items() if value)
         self.mask, self.scale = mask, more.get("scale")
         if skip_reshape:
@@ -230,22 +208,14 @@ def attend_call(
 
     The state counts each self-attention, merged or not; other attentions are called unmerged and not counted. If a
     function fails with merged keys, but not without, its `key` is noted in the state, and it is called unmerged now and
-    later. Out-of-memory errors and a host's own exceptions, such as its interrupts, are raised.
+    later. Out-of-memory errors and a host's own exceptions, such as its interrupts, are raised. If the call
+    merges, tokens that a mask hides get zeros.
 
-    Args:
-        state: the settings and counts of the patch.
-        call: the model call that is running.
-        name: a name of the attention, the same at every step and unique in its model.
-        level: the level of its tokens, 0 for the finest.
-        heads: number of heads. Used only if heads are part of the batch axis.
-        layout: the layout of the picture's tokens if the sequence has no other tokens: a call with another number does
-            not merge. Otherwise a function that takes the number of tokens that a mask leaves visible, and returns the
-            layout of the picture's, or the reason why it is unknown.
-        seen: gets one more entry: True for self-attention, False if the keys are of other tokens.
-        attention_call: the intercepted call.
-
-    Returns:
-        The output, in the host function's form. If the call merges, tokens that a mask hides get zeros.
+    `name` is unique in the model and the same at every step; `level` is 0 for the finest; `heads` is used if
+    `attention_call.is_flat`. `layout` is the picture's if the sequence has no other tokens: a call with another number
+    does not merge. Otherwise `layout` is a function that takes the number of tokens that a mask leaves visible, and
+    returns the picture's layout or the reason why it is unknown. `seen` gets one more entry: True for self-attention,
+    False if the keys are of other tokens.
     """
     if attention_call.is_flat:
         attention_call.split(heads)
@@ -280,12 +250,13 @@ def attend_call(
             raise
         result = attention_call.unmerged()  # first: if the unmerged call fails too, merging is not the cause
         error_text = f"{type(error).__name__}: {' '.join(str(error).split())[:80]}"
-        why = state.refused[attention_call.key()] = f"{_FAILS} ({error_text})"
+        why = state.refused[attention_call.key()] = f"it fails with merged keys ({error_text})"
         state.count_unmerged(level, why, q.shape[0], q.shape[1], k.shape[1])
         return result
     if out is None:
         return attention_call.unmerged()
     if rows is not None:
+        # hidden tokens are padding, so their outputs are not used
         whole = out.new_zeros(out.shape[0], attention_call.q.shape[1], *out.shape[2:])
         whole[:, rows] = out  # DirectML has no index_copy
         out = whole
@@ -293,23 +264,14 @@ def attend_call(
 
 
 def _visible_rows(mask: object, q: torch.Tensor) -> tuple[torch.Tensor | None, str]:
-    """Find the tokens that a boolean attention mask leaves visible (True). Other masks cannot be read.
-
-    Hidden tokens are padding, so their outputs are not used. A mask of token pairs is read in the same way if all
-    visible tokens see each other and nothing else. All samples must hide the same tokens. Reading the mask waits for
-    the device. Of `q`, ``(batch, tokens, ...)``, only the shape is read.
-
-    Returns:
-        The indices of the visible tokens, or None if all are visible or the mask cannot be read. Then the reason why it
-        cannot be read, or "".
-    """
+    """Return indices of the tokens that a boolean mask leaves visible (None: all or unknown), and why unknown or ""."""
     if not torch.is_tensor(mask):  # a description of a mask, such as those of xformers
         return None, MASKED
     tokens, masks = q.shape[1], len(mask)
     is_square = mask.numel() == masks * tokens**2
     if mask.dtype != torch.bool or mask.shape[-1] != tokens or not (is_square or mask.numel() == masks * tokens):
         return None, MASKED
-    pairs = mask.reshape(masks, -1, tokens)
+    pairs = mask.reshape(masks, -1, tokens)  # of pairs it is read if visible tokens see each other and nothing else
     rows = pairs.diagonal(dim1=1, dim2=2) if is_square else pairs[:, 0]
     seen = rows * rows.sum(1, keepdim=True)
     if is_square and not ((pairs.sum(1) == seen) & (pairs.sum(2) == seen)).all():

@@ -1,8 +1,7 @@
-"""Support for compiled models: two custom operators that a graph runs and that no compiler looks into.
+"""The two operators in graphs of compiled models: ``begin`` begins a call of the model, ``attend`` answers attentions.
 
-The operator ``begin`` begins a call of the model. The operator ``attend`` answers an attention, given its q, k and v.
-Both look up a wrap by its number and let that wrap answer in eager code. So neither the settings nor the time are part
-of the graph, and one graph serves all steps of all samplings.
+No compiler looks into them. Both let a wrap, which they look up by its number, answer in eager code. So neither the
+settings nor the time are part of the graph, and one graph serves all steps of all samplings.
 """
 
 from __future__ import annotations
@@ -34,17 +33,10 @@ OPERATORS: dict[str, Any] = {}
 
 
 def number_of(site: Any) -> torch.Tensor:
-    """Register a site (a wrap that graphs call), and return a new number, by which graphs refer to the site.
+    """Register a site, an object with ``begin_in_graph`` or ``attend_in_graph``, and return its new number for graphs.
 
-    The first call defines the operators, if that does not fail. The number is an input of the graph, not a constant, so
-    that one graph serves several sites.
-
-    Args:
-        site: an object with the methods ``begin_in_graph`` or ``attend_in_graph`` of `NumberedSite`'s subclasses. It is
-            held weakly.
-
-    Returns:
-        An int64 tensor ``(1,)`` on the CPU.
+    The number is an int64 tensor ``(1,)`` on the CPU: an input of the graph, not a constant, so that one graph serves
+    several sites. The site is held weakly. The first call defines the operators, if that does not fail.
     """
     place = f"_{_NAMESPACE}_operators"
     shared = sys.modules.setdefault(place, ModuleType(place))
@@ -62,43 +54,30 @@ def number_of(site: Any) -> torch.Tensor:
 
 
 class NumberedSite(Wrap):
-    """A wrap that compiled graphs call while they run, by a subclass's ``begin_in_graph`` or ``attend_in_graph``.
-
-    The arguments are those of `Wrap`.
-
-    Attributes:
-        number: the number by which graphs refer to this wrap, an int64 tensor, see `number_of`.
-    """
+    """A wrap with a `number` for graphs, which call a subclass's ``begin_in_graph`` or ``attend_in_graph`` by it."""
 
     def __init__(self, target: Any, name: str = "forward") -> None:
         super().__init__(target, name)
         self.number = number_of(self)
 
     def _new_wrap(self) -> Wrap:
-        """Return a new wrap for the same target, with a number of its own."""
         wrap = super()._new_wrap()
         wrap.number = number_of(wrap)
         return wrap
 
 
 def begin(site: torch.Tensor, form: str, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> torch.Tensor:
-    """Put the operator ``begin``, which begins a call of a model, into the graph that is being traced.
+    """Put the operator ``begin`` into the graph that is traced. Its result is the first argument of ``attend``.
 
-    This is a separate function because the compiler may fail to compile the whole forward of the model. It then runs
-    the caller as plain Python, and would trace into the operator if the caller called the operator directly.
-
-    `site` is the number of the model's wrap; the other arguments are what `pack` made of the arguments of the call. The
-    result, a copy of `site`, is the first argument of the operator ``attend`` in the same call.
+    `site` is the number of the model's wrap; the rest is what `pack` made of the call's arguments.
     """
+    # a separate function, because a compiler that fails on the whole forward runs the caller as plain Python, and would
+    # trace into the operator there
     return OPERATORS["begin"](site, form, list(tensors), list(numbers))
 
 
 def why_not_in_graph(state: Any) -> str | None:
-    """Return the reason why a graph that is being traced must not use the operators; None if it may use them.
-
-    Reasons are: no rule of `state`, the `State` of the patch, ever merges; gradients or autocast are on; torch is too
-    old or the operators could not be defined; torch exports the model.
-    """
+    """Return the reason why a graph that is being traced must not use the operators; None if it may use them."""
     if not state.ever_merges:
         return "no rule ever merges here"
     if torch.is_grad_enabled():
@@ -111,19 +90,12 @@ def why_not_in_graph(state: Any) -> str | None:
 
 
 @when_traced
-def _is_exporting() -> bool:
-    """Return whether torch exports a model. Marked as a constant: traced code in torch 2.9 always gets True."""
+def _is_exporting() -> bool:  # a constant, because traced code in torch 2.9 always gets True
     return torch.compiler.is_exporting()
 
 
 def _define(sites: Any) -> torch.library.Library | None:
-    """Define the operators and return their library; None if that failed.
-
-    `sites` holds the sites by number. ``begin`` calls the method ``begin_in_graph`` of the site of a number and returns
-    a copy of the number. ``attend`` calls ``attend_in_graph`` of the site of its second argument, with True if its
-    first is another number, the model's. Defining can fail because torch inspects all loaded modules, and some raise
-    errors. The next call of `number_of` tries again.
-    """
+    """Define the operators on the sites by number, and return their library; None if that failed."""
 
     def run_begin(site: torch.Tensor, form: str, tensors: list[torch.Tensor], numbers: list[int]) -> torch.Tensor:
         sites[int(site)].begin_in_graph(form, tensors, numbers)
@@ -147,7 +119,7 @@ def _define(sites: Any) -> torch.library.Library | None:
             library.define(name + schema, tags=tags)
             library.impl(name, run, "CompositeExplicitAutograd")
             torch.library.register_fake(f"{_NAMESPACE}::{name}", shape, lib=library)
-    except Exception as error:
+    except Exception as error:  # torch inspects all loaded modules, and some raise errors
         library._destroy()
         _log.debug("compiled models do not merge: %s: %s", type(error).__name__, error)
         return None
@@ -155,14 +127,10 @@ def _define(sites: Any) -> torch.library.Library | None:
 
 
 def pack(values: Sequence[Any]) -> tuple[str, list[torch.Tensor], list[int]] | None:
-    """Flatten nested values into a form, a list of tensors and a list of whole numbers.
+    """Flatten values (tensors, numbers, None, lists, tuples) into a form, a list of tensors and one of whole numbers.
 
-    Values may be tensors, numbers, None, and lists and tuples of them. A float becomes a float64 tensor ``[]``, a bool
-    counts as a whole number.
-
-    Returns:
-        A string that describes the structure ("t" tensor, "i" whole number, "n" None, "[]" list, "()" tuple; `values`
-        itself has no brackets), the tensors, and the whole numbers. None if any value is of another type.
+    The form has "t" for a tensor, "i" for a whole number or bool, "n" for None, "[]" for a list, "()" for a tuple; but
+    no brackets for `values` itself. A float becomes a float64 tensor ``[]``. None if any value is of another type.
 
     >>> pack([None, 3, [(1, 4)]])
     ('ni[(ii)]', [], [3, 1, 4])
@@ -174,10 +142,7 @@ def pack(values: Sequence[Any]) -> tuple[str, list[torch.Tensor], list[int]] | N
 
 
 def _form(value: Any, tensors: list[torch.Tensor], numbers: list[int]) -> str:
-    """Return the form of a value as in `pack`, and append its tensors and whole numbers to the lists.
-
-    A float is appended as a float64 tensor. A value of an unsupported type is "?", also inside brackets.
-    """
+    """Return the form of a value as in `pack`, "?" for an unsupported type, and append its contents to the lists."""
     if torch.is_tensor(value):
         tensors.append(value)
         return "t"

@@ -1,10 +1,9 @@
 """Replace the attention function that a module's code calls, for a single call of that module only.
 
 An attention is recognised by the function that it calls, not by the name of its class or processor. A copy of its code
-runs with different globals, in which the name of the attention function refers to a replacement. Neither the class nor
-the module changes, so hooks and processors still see all tokens. Sometimes no global name leads to the function: a
-wrapper of another extension is in between, or the code calls a helper. Then torch's own function is watched instead
-(`InterceptTorch`), which is slower.
+runs with different globals, in which the name of that function refers to a replacement. Neither the class nor the
+module changes, so hooks and processors still see all tokens. If no global name leads to the function (a wrapper of
+another extension is in between, or the code calls a helper), torch's own is watched: `InterceptTorch`, which is slower.
 """
 
 from __future__ import annotations
@@ -28,12 +27,7 @@ from .attention_calls import TORCHS_OWN, AttentionCall, DispatchCall, HeadsCall,
 
 
 class _Current(threading.local):
-    """The data of each thread for intercepted attention calls.
-
-    Attributes:
-        answer: takes an `AttentionCall` and returns its output, in the form in which the host's function returns it.
-            None: the host's function runs.
-    """
+    """The `answer` to an `AttentionCall` in this thread, in the host's form; None: the host's function runs."""
 
     def __init__(self) -> None:
         # set in each thread's own dictionary, because compiled graphs look for the attribute there
@@ -44,11 +38,9 @@ current = _Current()
 
 
 class Overlay:
-    """A stand-in for a Python module, an attention or a processor that differs from it in some attributes.
+    """A stand-in for `inner` (a Python module, an attention, a processor), which differs in the attributes `instead`.
 
-    Args:
-        inner: the object to stand in for. All other attributes are read from it.
-        instead: the attributes that differ, as keywords. Attributes that are set later do not change `inner` either.
+    Attributes that are set later do not change `inner` either.
     """
 
     def __init__(self, inner: Any, **instead: Any) -> None:
@@ -61,13 +53,7 @@ class Overlay:
 
 
 class _ReplacedFunction:
-    """The replacement of a host's attention function: calls go to `current.answer` or, without one, to the host's.
-
-    Args:
-        namespace: the dictionary that holds the host's function, which is looked up at each call.
-        name: the name of the function there.
-        read_call: takes the function and the arguments of a call, and returns an `AttentionCall`.
-    """
+    """The replacement of a host's function, `namespace[name]`; it calls that if there is no `current.answer`."""
 
     def __init__(self, namespace: dict[str, Any], name: str, read_call: Callable[..., AttentionCall]) -> None:
         self._namespace, self._name, self.read_call = namespace, name, read_call
@@ -94,9 +80,8 @@ _BY_NAME: dict[str, Callable[..., AttentionCall]] = {"dispatch_attention_fn": Di
 def register_name(name: str, read_call: Callable[..., AttentionCall] = HeadsCall) -> None:
     """Register a global name as that of an attention function, so that attentions whose code calls it can merge.
 
-    Args:
-        name: the name by which code of a host calls the function. A second entry for a name replaces the first.
-        read_call: takes the function and the arguments of a call, and returns an `AttentionCall`.
+    `read_call` takes the function and the arguments of a call, and returns an `AttentionCall`. A second entry for a
+    name replaces the first.
     """
     _BY_NAME[name] = read_call
     _replacement_in_code.cache_clear()
@@ -104,26 +89,22 @@ def register_name(name: str, read_call: Callable[..., AttentionCall] = HeadsCall
 
 
 def attention_names_in(code: Any) -> list[str]:
-    """Return the full names (`full_name`) of the functions that a function's globals hold under registered names.
+    """Return full names of the functions that the globals of `code` hold under registered names, called or not.
 
-    Whether `code` calls them is not checked. The list is empty if `code` is no function.
+    The list is empty if `code` is no function.
     """
     namespace = getattr(code, "__globals__", {})
     return [full_name(namespace[name]) for name in _BY_NAME if name in namespace]
 
 
 class CodeReplacement:
-    """A copy of an attention's own code that calls a replacement of its attention function; `run` runs the copy.
+    """A copy of an attention's own code, `inner`, that calls `replaced_function`; `run` runs the copy.
 
-    Args:
-        inner: the function that holds the code: a ``forward``, or the ``__call__`` of a processor.
-        names: the names of all globals and attributes that the code looks up.
-        instead: the values of the globals that differ, by name.
-        replaced_function: the replacement of the attention function. A compiled graph's operator reads calls with it.
+    `inner` is a ``forward``, or the ``__call__`` of a processor. Of all globals and attributes that it looks up,
+    `names`, those in `instead` have other values; `run` reads the other globals at each call.
 
     Attributes:
-        function: the copy of `inner` that uses the replacement.
-        names: those names that are not in `instead`; `run` reads the globals among them anew at each call.
+        function: the copy.
         stand_in: a subclass of `Overlay` for an attention or a processor; calling an instance runs `function` on it.
         processor: a subclass of the processor's class that uses the replacement; None if the code is not a processor's.
     """
@@ -144,11 +125,7 @@ class CodeReplacement:
         self.stand_in = type(inner.__name__, (Overlay,), {"__call__": function})
 
     def run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Call an attention module with its attention function replaced, and return the module's output.
-
-        `current.answer` answers the calls of the function. If `processor` is set, the ``forward`` of the module's class
-        runs on a copy of the module with that processor; else `function` runs on the module, which does not change.
-        """
+        """Call an attention module by the replacement, and return its output. The module does not change."""
         host_globals, own_globals = self._host_globals, self._globals
         for name in self.names:  # hosts replace globals of their modules
             if name in host_globals:
@@ -164,11 +141,8 @@ class CodeReplacement:
 
 
 def _copy_of(code: CodeType) -> CodeType:
-    """Return a copy of code that a compiler does not take for the original.
-
-    A compiler caches its results by code object, and equal code objects share a cache entry. So the copy, and the copy
-    of each function inside it, has one more constant.
-    """
+    """Return a copy of code, and of functions inside it, that a compiler does not take for the original."""
+    # A compiler caches results by code object, and equal ones share an entry: so each has one more constant.
     constants = (_copy_of(value) if isinstance(value, CodeType) else value for value in code.co_consts)
     return code.replace(co_consts=(*constants, __name__))
 
@@ -180,12 +154,7 @@ def _names_in(code: CodeType) -> list[str]:
 
 
 def _replacement_of(name: str, namespace: dict[str, Any], names: Sequence[str]) -> tuple[Any, _ReplacedFunction] | None:
-    """Return the value to use in place of a global, and the replaced function in it; None if the global can stay.
-
-    The value is that function, or a stand-in for the module (torch's or xformers') that holds the host's function.
-    `namespace` holds the globals of the code. `names`, all names that the code looks up, show whether the code uses the
-    attention function of such a module.
-    """
+    """Return a global's value with the replacement, and the replaced function in it; None if the global can stay."""
     value = namespace[name]
     if name in _BY_NAME:
         exchanged = _ReplacedFunction(namespace, name, _BY_NAME[name])
@@ -206,12 +175,7 @@ def _replacement_of(name: str, namespace: dict[str, Any], names: Sequence[str]) 
 
 @lru_cache(maxsize=256)
 def _replacement_in_code(function: Any) -> CodeReplacement | None:
-    """Return the `CodeReplacement` of a function.
-
-    Returns:
-        None if no name in the code leads to an attention function, if the code writes to globals, or if it is no Python
-        function.
-    """
+    """Return the `CodeReplacement` of a Python function; None if it calls no known attention or writes to globals."""
     if not isinstance(function, FunctionType) or _writes(function.__code__, "GLOBAL"):
         return None
     namespace, names = function.__globals__, _names_in(function.__code__)
@@ -225,11 +189,8 @@ def _replacement_in_code(function: Any) -> CodeReplacement | None:
 
 @lru_cache(maxsize=256)
 def _replacement_in_processor(kind: type) -> CodeReplacement | None:
-    """Return the `CodeReplacement` of a processor class's ``__call__``, with `processor` set.
-
-    None if `_replacement_in_code` gives none; if processors have no instance dictionary, because a copy could not share
-    attributes with the original; or if the code writes to attributes of another object: it may be a copied attention.
-    """
+    """Return the `CodeReplacement` of a processor class's ``__call__``, with `processor` set; None if there is none."""
+    # A copied processor shares the instance dictionary. Writes to attributes of a copied attention would be lost.
     replacement = _replacement_in_code(kind.__call__)
     if replacement is None or not kind.__dictoffset__ or _writes(replacement.function.__code__, "ATTR"):
         return None
@@ -239,27 +200,16 @@ def _replacement_in_processor(kind: type) -> CodeReplacement | None:
 
 
 def _writes(code: CodeType, kind: str) -> bool:
-    """Return whether code sets or deletes a global or an attribute.
-
-    Args:
-        code: the code. Functions inside it count too.
-        kind: "GLOBAL", or "ATTR" for an attribute of an object other than the code's first argument.
-    """
-    target = None
-    for instruction in dis.get_instructions(code):
-        is_first = kind == "ATTR" and code.co_varnames[:1] == (target,)
-        if instruction.opname in (f"STORE_{kind}", f"DELETE_{kind}") and not is_first:
-            return True
-        argument = instruction.argval
-        target = argument[-1] if isinstance(argument, tuple) and argument else argument
+    """Return whether code or a function inside it sets or deletes a "GLOBAL", or an "ATTR" (attribute)."""
+    if any(step.opname in (f"STORE_{kind}", f"DELETE_{kind}") for step in dis.get_instructions(code)):
+        return True
     return any(_writes(value, kind) for value in code.co_consts if isinstance(value, CodeType))
 
 
 def replacement_for(module: nn.Module) -> CodeReplacement | None:
     """Return the `CodeReplacement` of an attention's ``forward``, or else of its processor's ``__call__``.
 
-    Returns:
-        None if neither has one, mostly because no name in the code leads to a known attention function.
+    None if neither has one, mostly because no name in the code leads to a known attention function.
     """
     processor = type(getattr(module, "processor", None))
     return _replacement_in_code(type(module).forward) or _replacement_in_processor(processor)
@@ -267,15 +217,10 @@ def replacement_for(module: nn.Module) -> CodeReplacement | None:
 
 @when_traced
 def traced(kind: type, method: str) -> type[Overlay] | None:
-    """Return a class of stand-ins that a graph calls in place of an attention or of its processor.
+    """Return a class of stand-ins for `kind`, an attention's or processor's class; calling one runs `method` on it.
 
-    Args:
-        kind: the class of the attention or of the processor.
-        method: the method that runs, with the attention function replaced, when a stand-in is called.
-
-    Returns:
-        A subclass of `Overlay`; None if the function cannot be replaced, or is neither torch's nor diffusers'
-        dispatcher, the two that the graph's operator supports.
+    `method` then calls a replaced attention function. None if that function cannot be replaced, or is neither torch's
+    nor diffusers' dispatcher, the two that the graph's operator supports.
     """
     replacement = _replacement_in_code(getattr(kind, method))
     if replacement is None or replacement.replaced_function.read_call not in (TorchCall, DispatchCall):

@@ -1,10 +1,8 @@
 """The wraps that a patch puts on a model.
 
 `ModelSite` wraps the forward of the model, in which a model call begins. `AttentionSite` wraps each self-attention over
-the picture's tokens. In a UNet, `TransformerSite` wraps each transformer, whose input shows the token grid.
-
-While a compiler traces, a wrap puts an operator of `compiled` into the graph. When the graph runs, that operator calls
-the wrap.
+the picture's tokens. In a UNet, `TransformerSite` wraps each transformer, whose input shows the token grid. While a
+compiler traces, a wrap puts an operator of `compiled` into the graph. When the graph runs, the operator calls the wrap.
 """
 
 from __future__ import annotations
@@ -36,12 +34,7 @@ _UNSUPPORTED_ARGUMENTS = "a compiled model does not support these arguments"
 
 
 class ModelSite(NumberedSite):
-    """The wrap around the forward of a model. It makes a `ModelCall` of the timestep and the latent of each call.
-
-    Args:
-        model: the model.
-        wraps: the `WrapSet` of the model.
-    """
+    """The wrap around the forward of a model. It makes a `ModelCall` of the timestep and the latent of each call."""
 
     def __init__(self, model: nn.Module, wraps: WrapSet) -> None:
         super().__init__(model)
@@ -69,14 +62,9 @@ class ModelSite(NumberedSite):
         return out
 
     def begin_in_graph(self, form: str, tensors: list[torch.Tensor], numbers: list[int]) -> None:
-        """Begin a call of a model that is compiled as a whole, and keep its record in `Calls.in_graph`.
+        """Begin a call of a compiled model from what `pack` made of its arguments; put its record in `Calls.in_graph`.
 
-        The operator ``begin`` calls this. `Calls.in_graph` is None if no patch is in force or merging is turned off.
-
-        Args:
-            form: the form of the arguments that the adapter reads, see `compiled.pack`.
-            tensors: the tensors among those arguments.
-            numbers: the whole numbers among those arguments.
+        The operator ``begin`` calls this. The record is None if no patch is in force or merging is turned off.
         """
         wraps, calls = self.wraps, self.wraps.calls
         calls.in_graph = None
@@ -114,11 +102,7 @@ class ModelSite(NumberedSite):
 class TransformerSite(Wrap):
     """The wrap around a transformer of a UNet, which reads the token grid from the 4-D input at each call.
 
-    Args:
-        transformer: the module that holds the transformer blocks.
-        wraps: the `WrapSet` of the model.
-        level: the level of its blocks, 0 for the finest.
-        attentions: paths of the self-attentions in it that have a wrap.
+    `attentions` are the paths of the self-attentions in it that have a wrap.
     """
 
     def __init__(self, transformer: nn.Module, wraps: WrapSet, level: int, attentions: set[str]) -> None:
@@ -152,12 +136,8 @@ class TransformerSite(Wrap):
 class AttentionSite(NumberedSite):
     """The wrap around a self-attention over the picture's tokens.
 
-    Args:
-        module: the attention.
-        wraps: the `WrapSet` of the model.
-        path: the name of the attention in the model.
-        level: the level of its tokens, 0 for the finest.
-        halvings: how often the latent is halved before it reaches an attention of a UNet; not used in transformers.
+    `path` is its name in the model; `level` is 0 for the finest tokens; `halvings` tells how often the latent is halved
+    before it reaches an attention of a UNet, and is not used in transformers.
     """
 
     def __init__(self, module: nn.Module, wraps: WrapSet, path: str, level: int, halvings: int = 0) -> None:
@@ -187,12 +167,7 @@ class AttentionSite(NumberedSite):
         return self.original(*args, **kwargs)
 
     def _merge(self, call: ModelCall, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Return the attention's output, merged by replacing the attention function that its code calls.
-
-        An attention that computes its scores by hand runs its code on a stand-in instead. If another extension's
-        wrapper that does more than call the module (not `is_own`) is below this wrap, or no name leads to the function,
-        torch's function is watched. If no self-attention is seen, the attention is counted as unmerged.
-        """
+        """Return the attention's output, merged by a replaced function or a description, or by watching torch's."""
         target, replacement, seen = self.target, None, []
         processor, forward = type(getattr(target, "processor", None)), type(target).forward
         if self.beneath is None or is_own(target, self.beneath):
@@ -231,19 +206,10 @@ class AttentionSite(NumberedSite):
     ) -> torch.Tensor:  # fmt: skip
         """Answer the attention for the operator ``attend`` of a compiled graph, unmerged if no call is on record.
 
-        Args:
-            whole: True if the model's own call is in the graph: its record is `Calls.in_graph`, else `Calls.current`.
-            q: queries ``(batch, tokens, heads, head_dim)``, or ``(batch, heads, tokens, head_dim)`` if ``by_head``.
-            k: keys, of the same form.
-            v: values, of the same form.
-            mask: the call's attention mask, or None.
-            by_head: True if the axis of heads comes before the axis of tokens.
-            scale: factor of the logits; None for the function's default.
-            gqa: True if keys and values may have fewer heads than the queries.
-            backend: name of the backend of diffusers' dispatcher, or "".
-
-        Returns:
-            The output, of the same form as `q`.
+        `whole` is True if the model's own call is in the graph: its record is `Calls.in_graph`, else `Calls.current`.
+        The tensors and the result are ``(batch, tokens, heads, head_dim)``, or ``(batch, heads, tokens, head_dim)`` if
+        `by_head`. With `gqa`, keys and values may have fewer heads. `scale` is None for the function's default;
+        `backend`, of diffusers' dispatcher, is "" for none.
         """
         calls = self.wraps.calls
         call = calls.in_graph if whole else calls.current
@@ -256,20 +222,13 @@ class AttentionSite(NumberedSite):
         out = attention_call.unmerged() if call is None else self._answer(call, [])(attention_call)
         return out.transpose(1, 2) if by_head else out
 
-    def _merge_by_description(
-        self, known: AttentionDescription, call: ModelCall, args: tuple, kwargs: dict[str, Any]
-    ) -> Any:
-        """Return the output of an attention that computes its scores by hand, with merged keys and values if possible.
-
-        The attention's own code, which `known` describes, runs on a stand-in that holds the merged tensors. A call that
-        cannot merge is counted.
-        """
+    def _merge_by_description(self, known: AttentionDescription, call: ModelCall, args: tuple, kwargs: dict) -> Any:
+        """Return the output of an attention that computes scores by hand. A stand-in shows its code merged tensors."""
         target, heads = self.target, self.target.heads
         x, why = args[0] if args else named(kwargs, ("hidden_states", "x")), ""
         context = args[1] if len(args) > 1 else named(kwargs, CONTEXTS)
         source = x if context is None else context
-        value = kwargs.get("value")
-        value = source if value is None else value
+        value = source if kwargs.get("value") is None else kwargs["value"]
         if not (torch.is_tensor(x) and torch.is_tensor(source) and x.dim() == source.dim() == value.dim() == 3):
             why = "called with unsupported arguments"
         elif source.shape[1] != x.shape[1] or value.shape[1] != x.shape[1]:
@@ -277,9 +236,8 @@ class AttentionSite(NumberedSite):
         elif any(kwargs.get(name) is not None for name in MASKS):
             why = MASKED
         else:
-            why = known.problem(target, kwargs) or ""
             layout = self.wraps.adapter.layout_of(call, self, x.shape[1])
-            why = why or (layout if isinstance(layout, str) else "")
+            why = known.problem(target, kwargs) or (layout if isinstance(layout, str) else "")
         if why:
             self._count_unmerged(call, why, args, kwargs)
             return self.original(*args, **kwargs)
@@ -298,10 +256,7 @@ class AttentionSite(NumberedSite):
         return known.finish(target, out.flatten(2))
 
     def _count_unmerged(self, call: ModelCall, why: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        """Count this attention as unmerged. `args` and `kwargs` are those of its call.
-
-        Their first tensor of two or more axes shows the numbers of samples and tokens, which are 0 if there is none.
-        """
+        """Count this attention as unmerged; its arguments' first tensor of 2 or more axes shows how many tokens."""
         arguments = (*args, *kwargs.values())
         x = next((value for value in arguments if torch.is_tensor(value) and value.dim() > 1), None)
         batch, tokens = (0, 0) if x is None else x.shape[:2]
@@ -342,10 +297,7 @@ class AttentionSite(NumberedSite):
             intercept.current.answer = before
 
     def _call_operator(self, begun: torch.Tensor, attention_call: AttentionCall) -> torch.Tensor:
-        """Answer an attention call, in the host's form: by the operator ``attend``, or unmerged, noted, if not `plain`.
-
-        `begun` is the result of the operator ``begin``, or this wrap's number if the model is not compiled as a whole.
-        """
+        """Answer a call by the operator ``attend``, or unmerged if not `plain`. begun: its first argument."""
         if not attention_call.plain:
             self.wraps.patch.ledger.note_traced(self.level, MORE)
             return attention_call.unmerged()
@@ -362,16 +314,9 @@ def count_missed(
 
     The reason is a replaced ``forward`` of the attention, of its block or, if the call reached no attention, of the
     model; or that the wrap was taken off. Attentions that no rule merges now, and those of compiled levels, do not
-    count.
-
-    Args:
-        wraps: the `WrapSet` of the model.
-        call: the call.
-        missed: paths of attentions that were certainly missed. None: those that are not in ``call.called_attentions``.
-            Some of them may be skipped on purpose: if the call reached others and nothing replaced is found, such an
-            attention does not count.
-        batch: number of samples that count as unmerged.
-        tokens: number of tokens that count as unmerged.
+    count. `missed` has paths of attentions that were certainly missed. None: all that are not in
+    ``call.called_attentions``; some of them may be skipped on purpose: if the call reached others and nothing replaced
+    is found, such an attention does not count.
     """
     model, is_lost = wraps.wraps[0].target if wraps.wraps else None, False
     for site in (wrap for wrap in wraps.wraps if wrap.path):

@@ -1,8 +1,7 @@
 """diffusers' transformers (Flux, SD3, Qwen-Image, Wan and others): the known classes, and how their calls are read.
 
-A transformer is recognised by the name of its class. For each class a table says where the picture's tokens are in its
-sequences and what its timestep means. The rest follows from its modules and from the names of its arguments. A class
-that is not in the table is not patched.
+A transformer is recognised by the name of its class; others are not patched. For each class a table says where the
+picture's tokens are and what its timestep means. The rest follows from its modules and from the names of its arguments.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ class Tokens(NamedTuple):
 
     Args:
         grid: their grid.
-        count: number of tokens from the picture's first token to the end of its part of the sequence. It includes
-            tokens of reference pictures, which follow the picture's.
+        count: number of tokens from the picture's first one to the end of its part of the sequence. Tokens of reference
+            pictures, which follow the picture's, count too.
         latent: the latent ``(batch, channels, [frames,] height, width)``, or a view with one pixel for each token. Its
             values are used only to find copies of one latent in the batch.
         first: number of tokens of earlier frames before the picture's.
@@ -69,11 +68,7 @@ class Family(NamedTuple):
 
 
 def _read_latent(model: nn.Module, given: Mapping[str, Any]) -> Tokens:
-    """Read the call of most classes: a latent ``(batch, channels, [frames,] height, width)``.
-
-    CogVideoX's frames are before the channels: the second axis is then not the config's ``in_channels``. `given` holds
-    the arguments by name.
-    """
+    """Read the call of most classes: a latent, for CogVideoX ``(batch, frames, channels, height, width)``."""
     latent, config = given["hidden_states"], model.config
     if latent.dim() == 5 and latent.shape[1] != config.in_channels:
         latent = latent.transpose(1, 2)
@@ -85,11 +80,7 @@ def _read_latent(model: nn.Module, given: Mapping[str, Any]) -> Tokens:
 
 
 def _read_history(model: nn.Module, given: Mapping[str, Any]) -> Tokens:
-    """Read FramePack's call: earlier frames come before the current ones, in larger patches the older they are.
-
-    `given` holds the arguments by name; an earlier film that is None has no tokens. The result describes the current
-    frames; its `first` counts the tokens of the earlier ones.
-    """
+    """Read FramePack's call: earlier frames (None for no film) come first, in larger patches the older they are."""
     history = [(given[name], factor) for name, factor in zip(_HISTORY, (4, 2, 1), strict=False)]
     patches = [(film.shape[2:], (factor, 2 * factor, 2 * factor)) for film, factor in history if film is not None]
     before = sum(prod(-(-side // size) for side, size in zip(*sides, strict=True)) for sides in patches)
@@ -97,11 +88,7 @@ def _read_history(model: nn.Module, given: Mapping[str, Any]) -> Tokens:
 
 
 def _read_ids(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
-    """Read the call of Flux or Krea 2: ids ``(tokens, 3)`` of picture, row and column.
-
-    Reference pictures follow the picture and have another first id. Krea 2's ids include those of the text. `given`
-    holds the arguments by name. If the ids are no grid, the result is the reason, a text.
-    """
+    """Read Flux's or Krea 2's call: ids of picture, row and column. References follow. Krea 2 adds the text's."""
     packed = given["hidden_states"]
     shape = _grid_of_ids(given["img_ids"] if "img_ids" in given else given["position_ids"], packed.shape[1])
     if shape is None:
@@ -113,19 +100,12 @@ def _read_ids(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
     return Tokens(Grid(*shape), packed.shape[1], latent)
 
 
-_GRIDS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # for each tensor of ids: its version, and its grid or None
+# For each tensor of ids: its version, and its grid or None. Reading waits for the device; all steps have one tensor.
+_GRIDS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _grid_of_ids(ids: torch.Tensor, count: int) -> tuple[int, int] | None:
-    """Return height and width of the picture's grid in tokens; None if its ids are no grid.
-
-    Reading ids waits for the device. The result is cached for this tensor until the tensor is written to (inference
-    tensors are read each time), because a pipeline passes the same tensor at all steps.
-
-    Args:
-        ids: ``(tokens, 3)`` or ``(batch, tokens, 3)``.
-        count: how many of the last ids belong to the picture and its references.
-    """
+    """Return height and width in tokens by the last `count` ids ``([batch,] tokens, 3)``; None if they are no grid."""
     version = None if ids.is_inference() else (ids._version, count)  # inference tensors do not count writes
     known = _GRIDS.get(ids)
     if known is None or version is None or known[0] != version:
@@ -134,10 +114,7 @@ def _grid_of_ids(ids: torch.Tensor, count: int) -> tuple[int, int] | None:
 
 
 def _read_grid(ids: torch.Tensor) -> tuple[int, int] | None:
-    """Return height and width of the picture that the first of the ids ``(tokens, 3)``, on the CPU, belong to.
-
-    The picture ends at the first other ``ids[:, 0]``. None if its ids are no grid.
-    """
+    """Return height and width of the picture of the first of the ids ``(tokens, 3)``; None if its ids are no grid."""
     picture = ids[: int((ids[:, 0] == ids[0, 0]).long().cumprod(0).sum())]
     width = int((picture[:, 1] == picture[0, 1]).long().cumprod(0).sum())
     if len(picture) % width:
@@ -148,11 +125,7 @@ def _read_grid(ids: torch.Tensor) -> tuple[int, int] | None:
 
 
 def _read_shapes(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
-    """Read Qwen-Image's call: for each sample the shapes ``(frames, height, width)`` of picture and references.
-
-    `given` holds the arguments by name. If shapes are missing or differ between samples, the result is the reason, a
-    text.
-    """
+    """Read Qwen-Image's call: for each sample the shapes ``(frames, height, width)`` of picture and references."""
     shapes = given["img_shapes"]
     if not shapes:
         return NO_GRID
@@ -165,11 +138,7 @@ def _read_shapes(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
 
 
 def _read_list(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
-    """Read Z-Image's call: a list of latents ``(channels, frames, height, width)``, one for each sample.
-
-    `given` holds the arguments by name. If an entry is no tensor (it has reference pictures), or if shapes differ, the
-    result is the reason, a text.
-    """
+    """Read Z-Image's call: a list of latents ``(channels, frames, height, width)``, one for each sample."""
     latents = given["x"]
     if not all(torch.is_tensor(latent) for latent in latents):
         return "the call has reference pictures"
@@ -182,11 +151,7 @@ def _read_list(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
 
 
 def _read_film(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
-    """Read LTX's call: number of frames, height and width, in tokens, are arguments of the call.
-
-    `given` holds the arguments by name. If one of the three is None, or their product is not the number of tokens, the
-    result is the reason, a text.
-    """
+    """Read LTX's call: number of frames, height and width, in tokens, are arguments of the call."""
     frames, height, width, packed = (given[name] for name in _FILM[:4])
     if None in (frames, height, width) or frames * height * width != packed.shape[1]:
         return NO_GRID
@@ -222,7 +187,6 @@ _KINDS = {
 }  # fmt: skip
 FAMILIES: dict[str, Family] = {name: family for family, names in _KINDS.items() for name in names}
 NAMES = tuple(FAMILIES)
-_IN_PIPELINES = ("transformer", "transformer_2")  # Wan 2.2 has two, for early and for late steps
 
 
 def family_of(model: Any) -> Family | None:
@@ -233,11 +197,9 @@ def family_of(model: Any) -> Family | None:
 
 
 def find_transformers(model: Any) -> list[nn.Module]:
-    """Return those of the model itself, its ``transformer`` and its ``transformer_2`` that are of a known family.
-
-    Each is taken out of torch.compile's wrapper. The list is empty if none is known.
-    """
-    candidates = (model, *(getattr(model, name, None) for name in _IN_PIPELINES))
+    """Return those of the model, its ``transformer`` and ``transformer_2`` that are of a known family."""
+    # Wan 2.2 has two, for early and for late steps
+    candidates = (model, getattr(model, "transformer", None), getattr(model, "transformer_2", None))
     modules = (getattr(module, "_orig_mod", module) for module in candidates)  # without torch.compile's wrapper
     return [module for module in modules if family_of(module) is not None]
 
@@ -251,9 +213,6 @@ class TransformerAdapter:
     """The adapter of a transformer of a known family: it finds the attentions and reads the model's calls.
 
     Its methods take the model as an argument, because the adapter does not hold it.
-
-    Args:
-        model: the transformer, for which `family_of` must not be None.
 
     Attributes:
         family: the transformer's `Family`.
@@ -272,20 +231,14 @@ class TransformerAdapter:
         known = {parameter.name: (place - 1, parameter.default) for place, parameter in enumerate(parameters)}
         names, self._read_tokens = next(reader for reader in _READERS.items() if known.keys() >= {*reader[0]})
         self.reads = (*names, next(name for name in TIMES if name in known))
-        by_name_alone = sys.maxsize, None
-        self._arguments = [(name, *known.get(name, by_name_alone)) for name in self.reads]
+        self._arguments = [(name, *known.get(name, (sys.maxsize, None))) for name in self.reads]  # else by name alone
 
     def tallies(self) -> list[LevelTally]:
-        """Return a list with one empty tally: the model has one level, because its attentions see the same tokens."""
+        """Return one empty tally: the model has one level, because its attentions see the same tokens."""
         return [LevelTally(self.family.downsample, self._blocks)]
 
-    def wraps(
-        self, model: nn.Module, levels: set[int], tomesd_levels: set[int], make: Callable[..., Wrap]
-    ) -> Iterator[Wrap]:
-        """Yield the wraps to put on the model, the outermost first.
-
-        All attentions get one: `levels` and `tomesd_levels` are not used. For `make`, see `unet.UNetAdapter.wraps`.
-        """
+    def wraps(self, model: nn.Module, levels: set[int], tomesd_levels: set[int], make: Callable) -> Iterator[Wrap]:
+        """Yield the wraps to put on the model and on all attentions, as `UNetAdapter.wraps`; levels are not used."""
         yield make(ModelSite, model)
         for path, module in find_attentions(model, self.family):
             yield make(AttentionSite, module, path, 0)
@@ -296,34 +249,22 @@ class TransformerAdapter:
                 for name, place, default in self._arguments]  # fmt: skip
 
     def read(self, model: nn.Module, given: Mapping[str, Any], time: Any) -> tuple[Any, Any, Any]:
-        """Read a call of the model.
+        """Return timestep, latent and facts of a call, whose arguments named in `reads` are `given` by name.
 
-        Args:
-            model: the transformer.
-            given: the arguments named in `reads`, by name.
-            time: the engine's `ModelTime`. During a sampling, the step of the pipeline's scheduler is the timestep if
-                `time` knows it.
-
-        Returns:
-            The timestep on Stable Diffusion's scale; the latent, an empty tensor if the tokens are unknown; the
-            `Tokens`, or the reason why they are unknown. The caller puts the last into ``ModelCall.facts``, from which
-            `layout_of` reads it.
+        The timestep is Stable Diffusion's; in a sampling it is the scheduler's step if `time`, a `ModelTime`, knows it.
+        The latent is an empty tensor if the tokens are unknown. The facts, for ``ModelCall.facts``, are the `Tokens`,
+        or the reason why they are unknown.
         """
         steps = time.scheduler_steps
         step = steps.now() if isinstance(steps, PipelineSteps) and time.is_sampling else None
         timestep = self.family.timestep(given[self.reads[-1]]) if step is None else step
         tokens = self._read_tokens(model, given)
-        if isinstance(tokens, str):
-            return timestep, torch.empty(0), tokens
-        return timestep, tokens.latent, tokens
+        return timestep, torch.empty(0) if isinstance(tokens, str) else tokens.latent, tokens
 
     def layout_of(self, call: ModelCall, site: AttentionSite, tokens: int) -> Layout | str:
-        """Return the position of the picture's tokens in an attention's sequence, or the reason why it is unknown.
+        """Return the position of the picture's tokens in a sequence of `tokens`, or the reason why it is unknown.
 
-        Args:
-            call: the model call that is running.
-            site: the attention's wrap. Not used here.
-            tokens: number of the sequence's tokens. If the text is first, it is all but the last `Tokens.count`.
+        If the text is first, the picture begins `Tokens.count` before the end.
         """
         if isinstance(call.facts, str):
             return call.facts

@@ -1,8 +1,7 @@
 """UNets of LDM, sgm, Forge and diffusers: where their attentions are, and how their calls are read.
 
-In addition to merging keys and values in attentions, parts of a block can be called with merged tokens. This is how
-tomesd merges, and `apply_patch` does the same. Every LDM-style block runs ``x = attn1(norm1(x)) + x``, then the same
-with ``attn2`` and ``ff``. Tokens are merged before such a part and unmerged after it. The block's own code does not
+Every LDM-style block runs ``x = attn1(norm1(x)) + x``, then the same with ``attn2`` and ``ff``. Such a part can also be
+called with merged tokens, as tomesd does: they merge before it and unmerge after it. The block's own code does not
 change, so hooks on the block still see all tokens.
 """
 
@@ -24,22 +23,15 @@ from .unet_blocks import BlockPlace, find_blocks
 from .wrap import Wrap, WrapSet
 
 _TIMES = ("timesteps", "timestep", "t")
-_IN_GRAPH = "its parts merge by a rule that compiled blocks do not follow"
-_UNKNOWN_CALL = "called with unsupported arguments"
 # parts of a block in addition to its self-attention: the name in a rule, and the attribute of the block
 _PARTS = (("crossattn", "attn2"), ("mlp", "ff"))
 
 
 class UNetAdapter:
-    """The adapter of a UNet: it finds the attentions and reads the model's calls.
+    """The adapter of a UNet, which is held weakly: it finds the attentions and reads the model's calls.
 
-    For each call, `read` gets the values that `pick` returns. `layout_of` serves each attention in the call.
-
-    Args:
-        unet: the UNet. It is held weakly.
-
-    Raises:
-        UnsupportedModelError: the UNet has no known blocks.
+    For each call, `read` gets the values that `pick` returns. `layout_of` serves each attention in the call. A UNet
+    without known blocks raises `UnsupportedModelError`.
 
     Attributes:
         layout: the table of strengths that applies: "sd" if blocks see the latent at full size, else "sdxl".
@@ -68,16 +60,11 @@ class UNetAdapter:
         count = [sum(place.halvings == depth for place in places) for depth in self.levels]
         return [LevelTally(down, blocks) for down, blocks in zip(self.downsamples, count, strict=True)]
 
-    def wraps(
-        self, unet: nn.Module, levels: set[int], tomesd_levels: set[int], make: Callable[..., Wrap]
-    ) -> Iterator[Wrap]:
+    def wraps(self, unet: nn.Module, levels: set[int], tomesd_levels: set[int], make: Callable) -> Iterator[Wrap]:
         """Yield the wraps to put on the UNet, the outermost first.
 
-        Args:
-            unet: the UNet.
-            levels: numbers of the levels in which any rule may merge. Other levels get no wraps.
-            tomesd_levels: numbers of the levels in which parts of blocks may be called with merged tokens.
-            make: takes a class of wraps, the module to wrap and further arguments of the class, and returns a wrap.
+        Only `levels` get wraps. In `tomesd_levels` parts of blocks may be called with merged tokens. `make` takes a
+        class of wraps, the module to wrap and further arguments of the class, and returns a wrap.
         """
         yield make(ModelSite, unet)
         before, places = None, self.places
@@ -106,30 +93,18 @@ class UNetAdapter:
         return [latent, args[1] if len(args) > 1 else named(kwargs, _TIMES)]
 
     def read(self, unet: nn.Module, given: Mapping[str, Any], time: Any) -> tuple[Any, Any, Any]:
-        """Read a call of the UNet.
+        """Return timestep, latent and facts of a call; `given` holds what `pick` returns by the names in `reads`.
 
-        Args:
-            unet: the UNet.
-            given: the values of `pick`, by the names in `reads`.
-            time: the engine's `ModelTime`. Not used here.
-
-        Returns:
-            The timestep; the latent; its last two sides, height and width, or None if it has fewer than four axes. The
-            caller puts the last into ``ModelCall.facts``, from which `layout_of` reads it.
+        The facts, for ``ModelCall.facts``, are the latent's height and width; None if it has fewer than four axes.
         """
         latent = given["latent"]
         is_picture = torch.is_tensor(latent) and latent.dim() >= 4
         return given["timestep"], latent, latent.shape[-2:] if is_picture else None
 
     def layout_of(self, call: ModelCall, site: AttentionSite, tokens: int) -> Layout | str:
-        """Return the layout of the picture's tokens, or the reason why it is not known.
+        """Return the layout of the picture's tokens, or the reason why it is not known or does not fit `tokens`.
 
         It is what `TransformerSite` read; without that, as in a compiled model, it follows from the latent's size.
-
-        Args:
-            call: the model call that is running.
-            site: the wrap of the attention.
-            tokens: number of the attention's tokens. Another number than the layout's is such a reason.
         """
         layout = call.layouts.get(site.level)
         if layout is None and call.facts is not None:  # in a compiled model no `TransformerSite` reads the grid
@@ -138,13 +113,7 @@ class UNetAdapter:
 
 
 class BlockSite(Wrap):
-    """The wrap around a block, which keeps the block's input in ``ModelCall.block`` while the parts of the block run.
-
-    Args:
-        block: the block.
-        wraps: the `WrapSet` of the model.
-        level: the level of the block, 0 for the finest.
-    """
+    """The wrap around a block, which keeps the block's input in ``ModelCall.block`` while the block's parts run."""
 
     def __init__(self, block: nn.Module, wraps: WrapSet, level: int) -> None:
         # LDM blocks run `_forward` inside their own gradient checkpoint, so only `_forward` runs again in backward
@@ -164,11 +133,7 @@ class BlockSite(Wrap):
             call.block = before
 
     def _input_of(self, call: ModelCall, x: Any) -> tuple[torch.Tensor, dict] | None:
-        """Return the block's input and an empty dict for its plans (matches of tokens, by the id of a rule).
-
-        Returns:
-            None if the input is not the picture's tokens. A block with a 3-D input is then counted as unmerged.
-        """
+        """Return the block's input and a dict for its plans by a rule's id; None if these are not picture tokens."""
         if not torch.is_tensor(x) or x.dim() != 3:
             return None
         layout = call.layouts.get(self.level)
@@ -181,12 +146,7 @@ class BlockSite(Wrap):
 class PartSite(Wrap):
     """The wrap around the part ``attn2`` or ``ff`` of a block, which merges the input and unmerges the output.
 
-    Args:
-        module: the part.
-        wraps: the `WrapSet` of the model.
-        block: the path of the block.
-        part: "crossattn" or "mlp".
-        level: the level of the block, 0 for the finest.
+    `block` is the path of the block; `part` is "crossattn" or "mlp".
     """
 
     def __init__(self, module: nn.Module, wraps: WrapSet, block: str, part: str, level: int) -> None:
@@ -204,22 +164,17 @@ class PartSite(Wrap):
         """Call the part unmerged while a compiler traces, because no graph merges in it; note that if a rule would."""
         state = self.wraps.patch
         if state is not None and any(getattr(rule, f"merge_{self.part}") for rule in state.clock.rules):
-            state.ledger.note_traced(self.level, _IN_GRAPH)
+            state.ledger.note_traced(self.level, "its parts merge by a rule that compiled blocks do not follow")
         return self.original(*args, **kwargs)
 
 
 class BlockAttentionSite(AttentionSite):
-    """The wrap around a self-attention that can be called with merged tokens, as tomesd does.
+    """The wrap around a self-attention that is called with merged tokens if the rule in force merges tomesd's way.
 
-    It is called so if the rule in force merges tomesd's way (``is_as_tomesd``). With any other rule only keys and
-    values merge, as in `AttentionSite`, which has the same arguments.
+    With any other rule only keys and values merge, as in `AttentionSite`, which has the same arguments.
     """
 
     def _merge(self, call: ModelCall, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Return the attention's output, by `_run_around` if the rule merges tomesd's way.
-
-        Without ``ModelCall.block`` such an attention runs unmerged.
-        """
         if not call.rules[self.level].attn.is_as_tomesd:
             return super()._merge(call, args, kwargs)
         if call.block is None:
@@ -228,12 +183,7 @@ class BlockAttentionSite(AttentionSite):
 
 
 def _run_around(site: Any, call: ModelCall, path: str, part: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Return the output of a part of a block for all tokens, computed on merged tokens if possible.
-
-    Otherwise the part is called on all tokens, and is counted as unmerged with the reason. The part, whose wrap is
-    `site`, is "attn", "crossattn" or "mlp". `path` is the block's. `args` and `kwargs` are those of the call of the
-    part. `call` holds the block's input.
-    """
+    """Return the output of a part ("attn", "crossattn" or "mlp") for all tokens, merged or else counted as unmerged."""
     (x, plans), level = call.block, site.level
     tokens, context = x.shape[1], args[1] if len(args) > 1 else named(kwargs, CONTEXTS)
     problem, out = _problem_of(part, site.target, x, args, kwargs, context), None
@@ -247,11 +197,7 @@ def _run_around(site: Any, call: ModelCall, path: str, part: str, args: tuple, k
 
 
 def _call_merged(original: Callable, args: tuple, kwargs: dict[str, Any], tokens: int, merge: Callable) -> Any:
-    """Call a part with merged tokens and return its merged output.
-
-    `original` is the part's method, `args` and `kwargs` are those of the unmerged call. `merge` turns a tensor
-    ``[B, N, C]`` into ``[B, groups, C]``. Contexts and values of the length `tokens` merge as well; 0 for none.
-    """
+    """Call a part with merged tokens. Contexts and values of the length `tokens` (0 for none) merge as well."""
 
     def merged(value: Any) -> Any:
         return merge(value) if torch.is_tensor(value) and value.dim() == 3 and value.shape[1] == tokens else value
@@ -261,13 +207,9 @@ def _call_merged(original: Callable, args: tuple, kwargs: dict[str, Any], tokens
 
 
 def _problem_of(part: str, module: nn.Module, x: torch.Tensor, args: tuple, kwargs: dict, context: Any) -> str:
-    """Return the reason why a part cannot be called with merged tokens; "" if it can.
-
-    The part is "attn", "crossattn" or "mlp". `x` is the block's input; `args` and `kwargs` are those of the call of the
-    part; `context` holds the tokens that the part attends to, found among these arguments, or is None.
-    """
+    """Return why a part cannot be called with merged tokens, or "". x: the block's input; context: of the call."""
     if not args or not torch.is_tensor(args[0]) or args[0].dim() != 3 or (part == "attn" and len(args) > 2):
-        return _UNKNOWN_CALL
+        return "called with unsupported arguments"
     if args[0].shape[:2] != x.shape[:2]:
         return NO_GRID
     masks = [kwargs.get(name) for name in MASKS]

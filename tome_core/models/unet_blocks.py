@@ -1,8 +1,7 @@
 """The transformer blocks of a Stable Diffusion UNet, found by one table for all families of UNets.
 
-Every LDM-style UNet has the same three stages, under one of two sets of names. In each stage, a module with
-``transformer_blocks`` makes the picture's tokens from its 4-D input. Other modules, such as the temporal layers of
-video models, are left alone.
+In each of three stages, a module with ``transformer_blocks`` makes the picture's tokens from its 4-D input. Other
+modules, such as the temporal layers of video models, are left alone.
 """
 
 from __future__ import annotations
@@ -28,15 +27,7 @@ class UnsupportedModelError(ValueError):
 
 
 class UNetFamily(NamedTuple):
-    """The names that one family of UNets uses.
-
-    Args:
-        name: "ldm" or "diffusers".
-        down: the attribute of a UNet that holds the down-sampling stages.
-        middle: the attribute that holds the middle stage.
-        up: the attribute that holds the up-sampling stages.
-        transformer: the class name of the modules that turn a picture into tokens.
-    """
+    """The name of one family of UNets, of its attributes for three stages, and of the class that makes the tokens."""
 
     name: str
     down: str
@@ -113,8 +104,7 @@ def _family_of(module: nn.Module) -> UNetFamily | None:
 def find_blocks(unet: nn.Module) -> list[BlockPlace]:
     """Return every transformer block of a UNet, in the order of its stages: down, middle, up.
 
-    Raises:
-        UnsupportedModelError: no block was found, or the model has no stages, so that no block's `halvings` is known.
+    Raises `UnsupportedModelError` if no block was found, or if the model has no stages, which show the levels.
     """
     family, kind = _family_of(unet), type(unet).__name__
     places = [] if family is None else list(_places_of(unet, family))
@@ -137,8 +127,7 @@ def find_blocks(unet: nn.Module) -> list[BlockPlace]:
 def is_compiled(unet: nn.Module, places: Sequence[BlockPlace], patched_object: Any = None) -> bool:
     """Return whether a UNet, a block or its transformer at `places`, or the object that holds the UNet is compiled.
 
-    `patched_object` is the object that the user passed to `patch`, such as a pipeline; or None. It or its ``unet`` may
-    be in ``torch.compile``'s wrapper; the modules count if their ``compile`` was called.
+    `patched_object` or its ``unet`` may be in torch.compile's wrapper; a module counts if its ``compile`` was called.
     """
     parts = (unet, *(part for place in places for part in (place.transformer, place.block)))
     is_wrapped = any(hasattr(model, "_orig_mod") for model in (patched_object, getattr(patched_object, "unet", None)))

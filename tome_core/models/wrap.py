@@ -42,10 +42,6 @@ class Wrap:
     below another wrapper, passes all calls through to `original`. A copy or a pickle of the target gets a wrap that
     passes calls through to the copy.
 
-    Args:
-        target: the object.
-        name: the name of the method.
-
     Attributes:
         target: the object; None after the wrap was removed, unless another extension's method was below or above it.
         beneath: the method of another extension that this wrap calls; None for the method of the class.
@@ -87,15 +83,12 @@ class Wrap:
         return self.forward(*args, **kwargs)
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the method below this wrap: another extension's replacement, or else the method of the class.
-
-        The class is read at every call, because hosts replace methods of classes, and classes of objects.
-        """
+        """Call the method below this wrap: another extension's replacement, or else the method of the class."""
         if self.beneath is not None:
             return self.beneath(*args, **kwargs)
         if torch.compiler.is_compiling() and is_tracing():
             return calling(type(self.target), self.name)()(self.target, *args, **kwargs)
-        target = self.wrapped()
+        target = self.wrapped()  # its class is read now: hosts replace methods of classes, and classes of objects
         return getattr(type(target), self.name)(target, *args, **kwargs)
 
     def wrapped(self) -> Any:
@@ -107,11 +100,10 @@ class Wrap:
         return self.target is not None and wrap_of(vars(self.target).get(self._slot())) is self
 
     def install(self) -> Wrap:
-        """Put the wrap on top of all replacements of the method, and activate it. Idempotent.
+        """Put the wrap on top of all replacements of the method, activate it, and return it. Idempotent.
 
-        Returns:
-            This wrap; or, if another extension has replaced the method meanwhile, an active copy, below which this wrap
-            passes calls through. The same object is reused if possible, because that keeps compiled graphs valid.
+        If another extension has replaced the method meanwhile, an active copy goes there and is returned; this wrap
+        passes calls through. Otherwise the object is reused, because that keeps compiled graphs valid.
         """
         wrap, self.target = self, self.wrapped()
         if not self.is_on_top():
@@ -125,12 +117,10 @@ class Wrap:
             setattr(self.target, self._slot(), wrap.forward if _BOUND else wrap)
             # the mark is the first wrap: other extensions have saved its function and may bind it again
             vars(self.target).setdefault(_MARK, wrap)
-        wrap._placed = True
-        wrap.active = True
+        wrap._placed = wrap.active = True
         return wrap
 
     def _new_wrap(self) -> Wrap:
-        """Return a copy of this wrap for the same target, not yet installed."""
         wrap = object.__new__(type(self))
         vars(wrap).update(vars(self))
         return wrap
@@ -160,19 +150,13 @@ class Wrap:
             vars(self.target)[slot] = method
 
     def _slot(self) -> str:
-        """Return the attribute of the target to replace: `name`, but ``_old_forward`` below accelerate's hook.
-
-        That hook calls ``_old_forward`` and restores it when it is removed, so a wrap above the hook would be lost.
-        """
+        """Return the attribute of the target to replace: `name`, but ``_old_forward`` below accelerate's hook."""
+        # the hook calls this and restores it when it is removed, so a wrap above the hook would be lost
         hooked = self.name == "forward" and {"_hf_hook", "_old_forward"} <= vars(self.target).keys()
         return "_old_forward" if hooked else self.name
 
     def _find_beneath(self) -> Any:
-        """Return the replacement of the method on top of which this wrap would go; inactive wraps are skipped.
-
-        Returns:
-            None for the method of the class, also if the target has it as an attribute, as under accelerate's hook.
-        """
+        """Return the active replacement on top of which this wrap would go; None for the method of the class."""
         method = without_inert(vars(self.target).get(self._slot()))
         is_bound = getattr(method, "__self__", None) is self.target
         # A wrap's function that another program bound to the target counts as the class's: it calls the class's method.
@@ -189,7 +173,7 @@ class Wrap:
 
 @when_traced
 def calling(kind: type, name: str) -> type:
-    """Return a class whose instances call the method `name` of a class. Their first argument is the method's ``self``.
+    """Return a class whose instances call the method `name` of `kind`. Their first argument is the method's ``self``.
 
     A compiler cannot trace the look-up of a method for every class, so this look-up is a constant for it.
     """
@@ -214,28 +198,21 @@ def drop_remains(target: Any) -> None:
 
 
 def foreign_method_on(module: nn.Module) -> Any:
-    """Return the method by which another extension has replaced ``module.forward``; None if there is none.
-
-    accelerate's hook does not count, and wraps of this package are skipped.
-    """
+    """Return another extension's method in place of ``forward``, not accelerate's hook; None if there is none."""
     method = over_hook(module) or Wrap(module)._find_beneath()
     ours = wrap_of(method)
     return method if ours is None else without_inert(ours.beneath)
 
 
 def over_hook(module: nn.Module | None) -> Any:
-    """Return another extension's method that replaces ``forward`` on top of accelerate's hook on a module.
-
-    Returns:
-        None if there is no module, no such hook, or no replacement.
-    """
+    """Return another extension's method in place of ``forward`` on top of accelerate's hook; None without either."""
     attributes = {} if module is None else vars(module)
     is_hook = getattr(getattr(attributes.get("forward"), "func", None), "__name__", "") == "new_forward"
     return None if is_hook or not {"_hf_hook", "_old_forward"} <= attributes.keys() else attributes.get("forward")
 
 
 def wrap_of(method: Any) -> Wrap | None:
-    """Return the wrap that a method, or a wrap itself, belongs to; None if it is no wrap's.
+    """Return the wrap that a method belongs to or that it is; None if it is no wrap's.
 
     A wrap's function that another program has bound to a target belongs to the target's first wrap.
     """
@@ -243,15 +220,11 @@ def wrap_of(method: Any) -> Wrap | None:
     if isinstance(owner, Wrap):
         return owner
     mark = vars(owner).get(_MARK) if hasattr(owner, "__dict__") else None
-    # another program may have bound the function of the wrap to the target
     return mark if mark is not None and getattr(method, "__func__", None) is type(mark).forward else None
 
 
 def without_inert(method: Any) -> Any:
-    """Return a method, or the first one below it that is not the method of an inactive wrap.
-
-    Without this, chains of removed wraps would grow. None, also as the argument, stands for the method of the class.
-    """
+    """Return a method or, below inactive wraps, the first other one; None stands for the method of the class."""
     while (wrap := wrap_of(method)) is not None and not wrap.active:
         method = wrap.beneath
     return method
@@ -277,10 +250,7 @@ def register_wrapper(name: str, beneath: Callable[[nn.Module, Any], Any]) -> Non
 def is_own(module: nn.Module, method: Any) -> bool:
     """Return whether a replacement of ``module.forward`` does nothing but call the forward of the module's class.
 
-    Args:
-        module: the module.
-        method: the replacement of ``module.forward``. None, for no replacement, gives True. A replacement of a
-            registered kind is followed to the method that it calls, see `register_wrapper`.
+    None, for no replacement, gives True. Wrappers of registered kinds are followed, see `register_wrapper`.
     """
     while method is not None:
         if getattr(method, "__self__", None) is module:
@@ -314,8 +284,8 @@ class WrapSet:
     """The wraps of one model, and the state that they share.
 
     The functions `put_on` (by `change`, then `put_back`) and `take_off` keep it up to date. Without a patch the wraps
-    rest: they are off the model and hold no module. The next patch gets the same objects, because compiled models
-    refer to them.
+    rest: they are off the model and hold no module. The next patch gets the same objects, because compiled models refer
+    to them.
 
     Attributes:
         patch: the `Patch` in force, or None.
@@ -338,10 +308,7 @@ class WrapSet:
         self._resting: dict[tuple[type, int], Wrap] = {}
 
     def change(self, model: nn.Module, adapter: Any, patch: Any, levels: set[int], tomesd_levels: set[int]) -> None:
-        """Choose the wraps that a patch needs, and remove all others; see `put_on` for the arguments.
-
-        The chosen wraps are not installed before `put_back` is called.
-        """
+        """Choose the wraps that a patch needs, for `put_back` to install, and remove all others; see `put_on`."""
         self.adapter, self.patch = adapter, patch
         self._resting |= {(type(wrap), id(wrap.target)): wrap for wrap in self.wraps}
         wraps = list(adapter.wraps(model, levels, tomesd_levels, self._reuse_or_make))
@@ -374,13 +341,10 @@ class WrapSet:
         return self.calls.current is not None or self.calls.disabled > 0
 
     def prepare_backward(self, call: ModelCall | None, out: Any) -> None:
-        """Prepare the backward pass of a call that has ended: blocks that it runs again belong to this call.
+        """Prepare the backward pass of an ended call: blocks that gradient checkpointing runs again belong to it.
 
-        Gradient checkpointing runs blocks again. `call_outside_forward` returns the call meanwhile.
-
-        Args:
-            call: the call; None if it was made without merging.
-            out: the model's output, any nesting of tensors.
+        `call_outside_forward` returns the call meanwhile; it is None if it was made without merging. `out` is the
+        model's output, any nesting of tensors.
         """
 
         def note(_: torch.Tensor) -> None:
@@ -392,16 +356,10 @@ class WrapSet:
                 value.register_hook(note)
 
     def call_outside_forward(self) -> ModelCall | None:
-        """Return the call that a part of the model belongs to if that part runs outside of the model's own call.
+        """Return the call that a part belongs to if that part runs outside of the model's own call; None if unknown.
 
         In a model that is compiled in several graphs that is `Calls.in_graph`. If gradient checkpointing runs a block
-        again, it is the call whose backward pass runs.
-
-        Returns:
-            None if the part belongs to no known call.
-
-        Raises:
-            RuntimeError: another patch was in force in the call of that backward pass.
+        again, it is the call whose backward pass runs; a RuntimeError if another patch was in force in it.
         """
         if torch.is_tensor(self.begun):
             return self.calls.in_graph
@@ -438,17 +396,10 @@ def wraps_on(model: nn.Module | None) -> WrapSet | None:
 
 
 def put_on(model: nn.Module, adapter: Any, patch: Any, levels: set[int], tomesd_levels: set[int]) -> Any:
-    """Put the wraps of a patch on a model, in place of those of another patch. Idempotent. An error removes them all.
+    """Put the wraps of a patch on a model, in place of another's, and return the patch in force before, or None.
 
-    Args:
-        model: the model.
-        adapter: the `UNetAdapter` or `TransformerAdapter` of the model.
-        patch: the `Patch`.
-        levels: numbers of the levels in which any rule may merge.
-        tomesd_levels: numbers of the levels in which parts of blocks may be called with merged tokens.
-
-    Returns:
-        The patch that was in force before, or None.
+    Any rule may merge in `levels` alone; parts of blocks may be called with merged tokens in `tomesd_levels`.
+    Idempotent. An error removes all wraps.
     """
     with patch_lock:
         wraps = wraps_on(model)
@@ -476,10 +427,7 @@ def take_off(model: nn.Module, patch: Any) -> None:
 
 
 def drop_mark(module: nn.Module) -> None:
-    """Remove the attribute that `wraps_on` reads from a module, unless a patch is in force there.
-
-    A copy of a patched model has such an attribute, and an interrupt can leave one.
-    """
+    """Remove what `wraps_on` reads, as a copy or an interrupt may leave it, from a module without a patch in force."""
     if getattr(wraps_on(module), "patch", None) is None:
         vars(module).pop(_SET_MARK, None)
 
