@@ -1,7 +1,6 @@
-"""The Triton kernels of a match, for Triton 3.0 or newer, which torch 2.4 installs.
+"""The Triton kernels of a match, for Triton 3.0 or newer. Only `kernels` imports this file.
 
-Only `kernels` imports this file, when a tensor needs it for the first time. No kernel uses atomics, so equal inputs
-give equal bits.
+No kernel uses atomics, so equal inputs give equal bits.
 """
 
 from __future__ import annotations
@@ -149,8 +148,6 @@ def _segments(
     """Fill ``order`` to ``rounded``, the fields of `kernels.Segments`. A program serves some groups of one row.
 
     It counts the row's tokens in lower groups to know where its groups start, so it needs no other program's result.
-    ``order`` and ``offsets`` count tokens over all rows: row r starts at ``r * tokens``. ``rounded`` are the ``logs``
-    in its own dtype; a group without tokens gets ``empty`` in both.
     """
     row = (tl.program_id(0) // tiles).to(tl.int64)
     first = tl.program_id(0) % tiles * GROUPS
@@ -197,8 +194,7 @@ def _place(
 ):  # fmt: skip
     """Fill ``group``, see `kernels.assign_groups`. A program serves a run of the sources and, after them, destinations.
 
-    ``count`` is the number of sources, ``cells`` that of destinations. The rank of a source is the number of
-    sources that merge before it. Of equal scores the first merges first.
+    There are ``count`` sources and ``cells`` destinations. A source's rank tells how many sources merge before it.
     """
     sample = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0) * PLACES + tl.arange(0, PLACES)

@@ -1,8 +1,7 @@
 """The Triton kernels that fit a correction and add it. `triton_kernels` exports them.
 
 Inputs are in half precision, which tensor cores multiply; sums and solutions are in float32. The width of a head is a
-constant of a compiled kernel, because rows of 40 channels can be loaded in pieces of 8 only if the width is known. A
-model has few widths.
+constant of a compiled kernel, because rows of 40 channels can be loaded in pieces of 8 only if the width is known.
 """
 
 from __future__ import annotations
@@ -13,14 +12,11 @@ import triton.language as tl
 
 _TOKENS, _QUERIES = 64, 32
 _TINY = tl.constexpr(1e-12)
-_PARTS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
+_PARTS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}  # 11 or 8 bits each hold the 24 of float32
 
 
 def parts_of(part: torch.dtype, whole: torch.dtype) -> int:
-    """Return how many numbers of the dtype `part` hold all digits of a number of the dtype `whole`: float32 or `part`.
-
-    It is 1 for equal dtypes, else 2 for float16 (11 bits each, for the 24 of float32) and 3 for bfloat16 (8 bits).
-    """
+    """Return how many numbers of the dtype `part` hold all digits of one of the dtype `whole`: float32 or `part`."""
     return 1 if whole == part else _PARTS[part]
 
 
@@ -94,10 +90,9 @@ def _attend_sample(
     q_sample, q_row, q_channel, keys_sample, keys_row, keys_channel, values_sample, values_row, values_channel,
     bias_sample, width: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Fill ``merged``, ``full`` and ``logs``, the fields of `kernels.SampleAttention`.
+    """Fill the fields of `kernels.SampleAttention`. A program serves some queries of a head, and a span or merged keys.
 
-    A program serves some queries of one head, and one span of all keys or all merged keys. The programs of the merged
-    keys come after those of the last span.
+    The programs of the merged keys come after those of the last span.
     """
     head_number = (tl.program_id(0) // tiles).to(tl.int64)
     sample, head = head_number // heads, head_number % heads
@@ -274,10 +269,7 @@ def first_order(
     keys: torch.Tensor, values: torch.Tensor, group: torch.Tensor, means: torch.Tensor, span: int, scale: float,
     found: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Fill ``found``, the sums of `kernels.first_order`, which gives the shapes of the arguments.
-
-    ``group`` is expanded to the batch. ``span`` is the length of a span in tokens.
-    """
+    """Fill ``found``, the sums of `kernels.first_order`. ``group`` is expanded to the batch."""
     batch, tokens, _ = keys.shape
     spans, programs, width, _ = found.shape
     heads = programs // batch

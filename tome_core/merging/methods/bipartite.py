@@ -1,8 +1,7 @@
 """Bipartite soft matching (Bolya & Hoffman, ToMe for Stable Diffusion, arXiv 2303.17604).
 
-One token of every cell is a destination, all other tokens are sources. The sources that are most similar to their best
-destination merge into it. The result is that of tomesd 0.1.3 at a lower cost: the matrix of scores never exists as a
-whole. Only a token of zeros differs: its score is 0 instead of NaN.
+The result is that of tomesd 0.1.3 at a lower cost: the matrix of scores never exists as a whole. Only a token of zeros
+differs: its score is 0 instead of NaN.
 """
 
 from __future__ import annotations
@@ -20,15 +19,8 @@ def match(x: torch.Tensor, grid: Grid, options: MatchOptions) -> MergePlan | Non
     """Return a plan that merges the sources most similar to a destination into their most similar destinations.
 
     A destination is one token of each cell, see `split_grid`; all other tokens are sources. The plan removes the share
-    `ratio` of all tokens, or all sources if there are fewer.
-
-    Args:
-        x: ``(batch, tokens, channels)``, any float dtype. Compared in float32.
-        grid: the grid of these tokens.
-        options: the settings of the match. With `refine`, k-means steps over all tokens follow, see `refine_plan`.
-
-    Returns:
-        A plan in which the groups of destinations come first; None if no token would be removed.
+    `ratio` of all tokens `x`, ``(batch, tokens, channels)``, or all sources if there are fewer; None if it removes
+    none. Groups of destinations come first. With `refine`, k-means steps over all tokens follow, see `refine_plan`.
     """
     destinations, sources = split_grid(grid, options.sy, options.sx, options.draw, x, options.st)
     removed = min(sources.shape[1], int(x.shape[1] * options.ratio))
@@ -47,16 +39,9 @@ def match(x: torch.Tensor, grid: Grid, options: MatchOptions) -> MergePlan | Non
 def best_destination(
     x: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, by_distance: bool = False
 ) -> Best:
-    """Find the most similar destination of each source, with scores that can be compared between sources.
+    """Find the most similar destination of each source: scores, comparable between sources, and destinations.
 
-    Args:
-        x: ``(batch, tokens, channels)``.
-        sources: numbers of tokens, int64 ``(batch or 1, sources)``.
-        destinations: numbers of tokens, int64 ``(batch or 1, destinations)``.
-        by_distance: the score is minus half the squared distance, not the cosine.
-
-    Returns:
-        Scores, float32, and indices into `destinations`, int64, both ``(batch, sources)``.
+    Sources and destinations are numbers of tokens, int64 ``(batch or 1, n)``; the result has places in `destinations`.
     """
     if by_distance and kernels.ready(x):
         best = kernels.best_keys(x, sources, *keys_of_rows(x, destinations, True), lengths=True)
@@ -76,12 +61,6 @@ def refine_plan(plan: MergePlan, x: torch.Tensor, steps: int, by_distance: bool 
 
     A centre is the mean of a group's tokens or, if compared by cosine, of their directions (spherical k-means). The
     number of groups stays; a group that loses all tokens is empty, which proportional attention and unmerging support.
-
-    Args:
-        plan: the plan to start from.
-        x: ``(batch, tokens, channels)``.
-        steps: number of steps, from 1.
-        by_distance: compare by distance, not by cosine.
     """
     with torch.no_grad(), without_autocast(x):
         if not by_distance:
@@ -99,11 +78,7 @@ def _nearest(x: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor | None) -> 
 def _plan(
     score: torch.Tensor, index: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, removed: int
 ) -> MergePlan:
-    """Return the plan in which the `removed` sources with the highest scores join the destination of their `index`.
-
-    Groups of destinations come first, then those of the sources that stay, as in `kernels.assign_groups`. If all
-    sources merge, the scores have no effect.
-    """
+    """Do the work of `kernels.assign_groups`, by this kernel if possible. If all sources merge, scores have no use."""
     batch, count = score.shape
     ranked = removed < count
     num_destinations = destinations.shape[1]
