@@ -71,7 +71,9 @@ def fit_correction(
     with without_autocast(q):
         keys, values = (tensor.to(q.dtype) for tensor in keys_and_values)
         *pair, exact = plan.merge_pair(keys, values, exact=True)
-        sums = _sums_by_kernel(keys, values, exact, plan, heads, scale)
+        sums = None  # the terms of `first_order`, by a kernel
+        if not kernels.needs_gradient(keys, values) and kernels.ready_for_halves(keys):
+            sums = kernels.first_order(keys, values, plan.group, exact, heads, scale / keys.shape[1])
         if sums is not None and sums.shape[3] <= kernels.RIDGE_WIDEST and not kernels.needs_gradient(q):
             answers = kernels.attend_sample(q, keys, values, *pair, plan.log_sizes(q.dtype), heads, scale)
             correction = answers and kernels.ridge(q, answers, sums)
@@ -93,15 +95,6 @@ def fit_correction(
         matrix = weights * lost + F.pad(first, (0, 0, 0, first.shape[3]))
         correction = Correction(matrix.to(q.dtype).flatten(0, 1), (constant * lost).to(q.dtype).flatten(0, 1))
         return correction, tuple(pair)
-
-
-def _sums_by_kernel(
-    keys: Tensor, values: Tensor, means: Tensor, plan: MergePlan, heads: int, scale: float
-) -> Tensor | None:
-    """Return `kernels.first_order`, whose sum over the spans is `first_order`; None if no kernel can compute it."""
-    if kernels.needs_gradient(keys, values) or not kernels.ready_for_halves(keys):
-        return None
-    return kernels.first_order(keys, values, plan.group, means, heads, scale / keys.shape[1])
 
 
 def first_order(keys: Tensor, values: Tensor, means: Tensor, plan: MergePlan, heads: int, scale: float) -> Tensor:

@@ -114,10 +114,8 @@ class MergePlan:
         rows, count = self.group.shape
         if x.dim() != 3 or x.shape[1] != count or rows not in (1, x.shape[0]):
             self._check(x, count, "tokens")
-        if x.device.type in kernels.DEVICES:
-            means = self._means_by_kernel(x)
-            if means is not None:
-                return means.mean
+        if x.device.type in kernels.DEVICES and (means := self._means_by_kernel(x)):
+            return means.mean
         batch, flat = x.shape[0], x.flatten(0, 1)
         if x.is_cuda:  # embedding_bag sums each group in one thread, so the order of additions is fixed
             order, offsets = self._flat_segments(batch)

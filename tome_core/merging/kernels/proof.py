@@ -27,18 +27,18 @@ def find_fault(name: str, arguments: tuple[Any, ...]) -> str | None:
     None if the inputs are not finite, so that the comparison means nothing. Waits for the device once. `arguments` are
     those of the kernel's function in `triton_kernels`, with the tensors filled.
     """
-    check = _CHECKS[name]
+    check, finite = _CHECKS[name]
     if arguments[0].device.type == "xpu":  # small XPUs have no float64
         arguments = tuple(value.cpu() if torch.is_tensor(value) else value for value in arguments)
-    excesses = [_excess(output) for output in check.outputs(*arguments)]  # one output at a time is in memory
-    inputs = [value for value in arguments[: check.finite] if torch.is_tensor(value)]
+    excesses = [_excess(output) for output in check(*arguments)]  # one output at a time is in memory
+    inputs = [value for value in arguments[:finite] if torch.is_tensor(value)]
     is_finite = torch.stack([tensor.isfinite().all() for tensor in inputs]).all()
     was_finite, *worst = torch.stack([is_finite.to(torch.float64), *excesses]).tolist()
     if not was_finite:
         return None
     if max(worst) <= 1:
         return ""
-    return next(_message(output) for output, excess in zip(check.outputs(*arguments), worst, strict=True) if excess > 1)
+    return next(_message(output) for output, excess in zip(check(*arguments), worst, strict=True) if excess > 1)
 
 
 def _excess(output: Output) -> Tensor:
@@ -64,14 +64,9 @@ def _message(output: Output) -> str:
     return f"its {output.name} has {found:.6g} where torch's operators have {expected:.6g}"
 
 
-def _eps(dtype: torch.dtype) -> float:
-    """Return the distance from 1 to the next number of a dtype."""
-    return torch.finfo(dtype).eps
-
-
 def _rounding(exact: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the largest error that rounding to a dtype may make, for each exact value."""
-    return _eps(dtype) * (exact.abs() + torch.finfo(dtype).tiny)
+    return torch.finfo(dtype).eps * (exact.abs() + torch.finfo(dtype).tiny)
 
 
 def _by_head(flat: Tensor, width: int) -> Tensor:
@@ -146,7 +141,7 @@ def segments(group, order, offsets, sizes, logs, rounded, empty) -> Iterator[Out
     yield Output("starts of groups", offsets, starts, 0.0)
     yield Output("sizes", sizes, counted, 0.0)
     yield Output("logarithms", logs, expected, 1e-6 * (1 + expected.abs()))
-    yield Output("rounded logarithms", rounded, expected, 1e-6 + _eps(rounded.dtype) * expected.abs())
+    yield Output("rounded logarithms", rounded, expected, 1e-6 + torch.finfo(rounded.dtype).eps * expected.abs())
 
 
 def assign_groups(score, index, sources, destinations, removed, group) -> Iterator[Output]:
@@ -175,7 +170,7 @@ def attend_sample(
     q, keys, values, merged_keys, merged_values, bias, span, scale, merged, full, logs
 ) -> Iterator[Output]:
     """Yield the fields of `kernels.SampleAttention`. Only the weights may be rounded to half precision."""
-    width, eps = merged.shape[2], _eps(q.dtype)
+    width, eps = merged.shape[2], torch.finfo(q.dtype).eps
     q, heads = _by_head(q, width), merged.shape[0] // len(q)
 
     def answers(keys: Tensor, values: Tensor, bias: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
@@ -193,7 +188,7 @@ def attend_sample(
 
 def ridge(q, merged, full, logs, first, matrix, constant) -> Iterator[Output]:
     """Yield matrix and constant as applied to queries and ``merged``. They may differ by a share of all terms added."""
-    width, eps = merged.shape[2], _eps(q.dtype)
+    width, eps = merged.shape[2], torch.finfo(q.dtype).eps
     queries, merged = _by_head(q, width), merged.double()
     features = torch.cat([queries, merged], 2)
     known = first.double().sum(0).to(matrix.dtype).double()
@@ -224,15 +219,9 @@ def correct(out, q, matrix, constant, corrected) -> Iterator[Output]:
         yield Output("output", found, expected, _rounding(expected, corrected.dtype) + 1e-5 * summed)
 
 
-class _Check(NamedTuple):
-    """The check of one kernel."""
-
-    outputs: Callable[..., Iterator[Output]]  # takes the arguments of a launch
-    finite: int  # how many of the first arguments must hold finite numbers, or be None, for the check to mean anything
-
-
-_CHECKS = {
-    "best_keys": _Check(best_keys, 3), "mean_rows": _Check(mean_rows, 2), "segments": _Check(segments, 1),
-    "assign_groups": _Check(assign_groups, 1), "first_order": _Check(first_order, 4),
-    "attend_sample": _Check(attend_sample, 5), "ridge": _Check(ridge, 5), "correct": _Check(correct, 4),
+# Each kernel's check, and how many of its first arguments must hold finite numbers, or be None, to make it meaningful.
+_CHECKS: dict[str, tuple[Callable[..., Iterator[Output]], int]] = {
+    "best_keys": (best_keys, 3), "mean_rows": (mean_rows, 2), "segments": (segments, 1),
+    "assign_groups": (assign_groups, 1), "first_order": (first_order, 4), "attend_sample": (attend_sample, 5),
+    "ridge": (ridge, 5), "correct": (correct, 4),
 }  # fmt: skip

@@ -11,17 +11,7 @@ import triton.language as tl
 
 from .triton_kernels_correction import attend_sample, correct, first_order, parts_of, ridge
 
-__all__ = [
-    "assign_groups",
-    "attend_sample",
-    "best_keys",
-    "correct",
-    "first_order",
-    "mean_rows",
-    "parts_of",
-    "ridge",
-    "segments",
-]  # fmt: skip
+__all__ = ["assign_groups", "attend_sample", "best_keys", "correct", "first_order", "mean_rows", "ridge", "segments"]
 
 # Tiles are fixed, not tuned at run time: another tile adds in another order, so equal inputs would give other bits.
 # They are small, because SD1.5 at 512 px has 3,072 sources: 48 tiles a sample, on GPUs of 60 to 140 processors.
@@ -30,11 +20,6 @@ _QUERIES, _KEYS, _CHANNELS, _CHANNELS_OF_HALVES = 64, 64, 32, 64
 _ROWS, _WIDEST, _ROWS_ALONE, _WIDEST_ALONE = 32, 64, 16, 1024
 _COUNTED_TOKENS, _COUNTED_GROUPS = 2048, 4
 _PLACED, _OTHERS = 32, 128
-
-
-def channels_at_once(queries: torch.dtype) -> int:
-    """Return how many channels of queries a program multiplies at a time: 64 in half precision, 32 otherwise."""
-    return _CHANNELS_OF_HALVES if queries.itemsize == 2 else _CHANNELS
 
 
 @triton.jit
@@ -234,7 +219,7 @@ def best_keys(
         *x.stride(), *(rows.stride() if rows is not None else (0, 0)),
         *keys.stride(), *(bias.stride() if bias is not None else (0, 0)),
         PARTS=parts_of(x.dtype, keys.dtype), LENGTHS=lengths, QUERIES=_QUERIES, KEYS=_KEYS,
-        CHANNELS=channels_at_once(x.dtype),
+        CHANNELS=_CHANNELS_OF_HALVES if x.dtype.itemsize == 2 else _CHANNELS,
     )  # fmt: skip
 
 
