@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 _MASK = 0x7FFFFFFF  # 31 bits: a product with a 31-bit constant then fits int64 on every device
 # The most tokens of a window: a picture of 1024 px. Matching so many tokens takes a tenth of the time of attention.
@@ -39,8 +40,8 @@ class Layout(NamedTuple):
 class Cells(NamedTuple):
     """The tokens of a grid, cut into cells of equal size. Numbers of tokens are those of `Grid`."""
 
-    members: torch.Tensor  # the numbers of each cell's tokens, ascending, int64 (cells, cell_size)
-    uncovered: torch.Tensor  # the numbers of the tokens that no whole cell holds, int64 (others,)
+    members: Tensor  # the numbers of each cell's tokens, ascending, int64 (cells, cell_size)
+    uncovered: Tensor  # the numbers of the tokens that no whole cell holds, int64 (others,)
 
 
 class Draw(NamedTuple):
@@ -48,7 +49,7 @@ class Draw(NamedTuple):
 
     seed: int
     level: int  # the down-sampling level of the tokens, 0 for the finest
-    time: torch.Tensor | None = None  # timesteps, float (1,) or (batch,); None counts as 0
+    time: Tensor | None = None  # timesteps, float (1,) or (batch,); None counts as 0
 
 
 def tokens_in(layout: Layout) -> int:
@@ -114,7 +115,7 @@ def cells(grid: Grid, sy: int, sx: int, device: torch.device, st: int = 1) -> Ce
     return Cells(members, torch.cat([right.reshape(-1), below.reshape(-1), after.reshape(-1)]))
 
 
-def split_cells(parts: Cells, draw: Draw | None) -> tuple[torch.Tensor, torch.Tensor]:
+def split_cells(parts: Cells, draw: Draw | None) -> tuple[Tensor, Tensor]:
     """Split tokens into destinations, one for each cell, and sources: all other tokens, the uncovered ones last.
 
     `draw` decides which token of a cell is its destination; None takes the first (top left). Results are numbers of
@@ -135,13 +136,11 @@ def split_cells(parts: Cells, draw: Draw | None) -> tuple[torch.Tensor, torch.Te
     return destinations, torch.cat([sources.reshape(samples, -1), parts.uncovered.expand(samples, -1)], 1)
 
 
-_CACHE: OrderedDict[tuple, tuple[torch.Tensor, ...]] = OrderedDict()  # the cache of `cached_result`
+_CACHE: OrderedDict[tuple, tuple[Tensor, ...]] = OrderedDict()  # the cache of `cached_result`
 _MOST = 64  # entries of that cache
 
 
-def cached_result(
-    make: Callable[..., tuple[torch.Tensor, ...]], x: torch.Tensor, *args: Hashable
-) -> tuple[torch.Tensor, ...]:
+def cached_result(make: Callable[..., tuple[Tensor, ...]], x: Tensor, *args: Hashable) -> tuple[Tensor, ...]:
     """Return ``make(*args, x.device)``, from a cache if possible. Callers must not change the result's tensors.
 
     The result of `make` must depend on nothing but its arguments. A full cache drops the oldest result, even if it was
@@ -163,21 +162,19 @@ def cached_result(
     return tensors
 
 
-def split_grid(
-    grid: Grid, sy: int, sx: int, draw: Draw | None, x: torch.Tensor, st: int = 1
-) -> tuple[torch.Tensor, torch.Tensor]:
+def split_grid(grid: Grid, sy: int, sx: int, draw: Draw | None, x: Tensor, st: int = 1) -> tuple[Tensor, Tensor]:
     """Return `split_cells` of `cells`, on the device of `x`. Without a draw, it is cached and must not be changed."""
     if draw is None:
         return cached_result(_split_first, x, grid, sy, sx, st)
     return split_cells(cells(grid, sy, sx, x.device, st), draw)
 
 
-def _split_first(grid: Grid, sy: int, sx: int, st: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _split_first(grid: Grid, sy: int, sx: int, st: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return `split_grid` without a draw, for `cached_result`."""
     return split_cells(cells(grid, sy, sx, device, st), None)
 
 
-def draw_choices(draw: Draw, count: int, choices: int, device: torch.device) -> torch.Tensor:
+def draw_choices(draw: Draw, count: int, choices: int, device: torch.device) -> Tensor:
     """Return pseudo-random integers from 0 to ``choices - 1``, int64 ``(times, count)``: a row for each timestep.
 
     A number is a hash of seed, level, time (rounded; None gives one row) and position. So no random generator changes,

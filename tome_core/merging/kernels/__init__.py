@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from .proof import find_fault
 
@@ -48,12 +49,12 @@ def notes() -> tuple[str, ...]:
                  for reason, name in names.items())  # fmt: skip
 
 
-def ready(x: torch.Tensor) -> bool:
+def ready(x: Tensor) -> bool:
     """Return whether the tensor is float32, float16 or bfloat16 on a device that is `available`."""
     return x.dtype in _DTYPES and available(x.device)
 
 
-def ready_for_halves(x: torch.Tensor) -> bool:
+def ready_for_halves(x: Tensor) -> bool:
     """Return whether the tensor is float16 or bfloat16 on a device that is `available`."""
     return x.dtype in _DTYPES[1:] and available(x.device)
 
@@ -65,12 +66,12 @@ def available(device: torch.device) -> bool:
     return _supports(device) and _module() is not None
 
 
-def can_fit_all_heads(q: torch.Tensor) -> bool:
+def can_fit_all_heads(q: Tensor) -> bool:
     """Return whether kernels can fit a correction to all heads of `q` ``(batch, tokens, heads, head_dim)`` at once."""
     return q.shape[3] <= RIDGE_WIDEST and ready_for_halves(q) and not needs_gradient(q)
 
 
-def needs_gradient(*tensors: torch.Tensor) -> bool:
+def needs_gradient(*tensors: Tensor) -> bool:
     """Return whether gradients are enabled and a tensor requires one. Kernels do not support this."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
@@ -82,8 +83,8 @@ def _supports(device: torch.device) -> bool:
 
 
 def best_keys(
-    x: torch.Tensor, rows: torch.Tensor | None, keys: torch.Tensor, bias: torch.Tensor | None, lengths: bool = False
-) -> tuple[torch.Tensor, torch.Tensor] | None:
+    x: Tensor, rows: Tensor | None, keys: Tensor, bias: Tensor | None, lengths: bool = False
+) -> tuple[Tensor, Tensor] | None:
     """Do the work of `methods.base.best_keys`, with tensors of any strides; None if the kernel could not run.
 
     `lengths` subtracts half of each query's squared length from its score. Float32 keys of queries in half precision
@@ -102,15 +103,15 @@ def best_keys(
 class Means(NamedTuple):
     """The result of `mean_rows`, None where not requested. Rows are ordered by copy (sample), then by group."""
 
-    mean: torch.Tensor  # of each group's rows, (copies * groups, channels) in their dtype
-    bias: torch.Tensor | None  # minus half the squared length of each rounded mean, minus infinity for an empty group
-    values: torch.Tensor | None  # the means of the second tensor, of the same form
-    exact: torch.Tensor | None  # the means of the second tensor in float32, not rounded
+    mean: Tensor  # of each group's rows, (copies * groups, channels) in their dtype
+    bias: Tensor | None  # minus half the squared length of each rounded mean, minus infinity for an empty group
+    values: Tensor | None  # the means of the second tensor, of the same form
+    exact: Tensor | None  # the means of the second tensor in float32, not rounded
 
 
 def mean_rows(
-    x: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor, tokens: int, bias: bool = False,
-    values: torch.Tensor | None = None, exact: bool = True,
+    x: Tensor, order: Tensor, offsets: Tensor, tokens: int, bias: bool = False,
+    values: Tensor | None = None, exact: bool = True,
 ) -> Means | None:  # fmt: skip
     """Return the mean of the rows of each group, 0 for an empty group; None if the kernel could not run.
 
@@ -135,14 +136,14 @@ class Segments(NamedTuple):
     """The tokens sorted by row (sample) and group, and the sizes of the groups."""
 
     # token t of row r has the number r * tokens + t, int64 (rows * tokens,); tokens of one group keep their order
-    order: torch.Tensor
-    offsets: torch.Tensor  # each group's start in `order`, then its length, int64 (rows * groups + 1,)
-    sizes: torch.Tensor  # the number of tokens of each group, float32 (rows, groups)
-    logs: torch.Tensor  # logarithms of the sizes, `empty` of `segments` for size 0, float32 (rows, groups)
-    rounded: torch.Tensor  # the same in the requested dtype
+    order: Tensor
+    offsets: Tensor  # each group's start in `order`, then its length, int64 (rows * groups + 1,)
+    sizes: Tensor  # the number of tokens of each group, float32 (rows, groups)
+    logs: Tensor  # logarithms of the sizes, `empty` of `segments` for size 0, float32 (rows, groups)
+    rounded: Tensor  # the same in the requested dtype
 
 
-def segments(group: torch.Tensor, num_groups: int, empty: float, dtype: torch.dtype) -> Segments | None:
+def segments(group: Tensor, num_groups: int, empty: float, dtype: torch.dtype) -> Segments | None:
     """Sort tokens by their groups, int64 ``(rows, tokens)``, and count them.
 
     `empty` is a finite number that stands for the logarithm of 0, `dtype` that of `Segments.rounded`. Each program goes
@@ -161,9 +162,7 @@ def segments(group: torch.Tensor, num_groups: int, empty: float, dtype: torch.dt
     return result if launch(group, ("segments", dtype), group, *result, empty) else None
 
 
-def assign_groups(
-    score: torch.Tensor, index: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, removed: int
-) -> torch.Tensor | None:
+def assign_groups(score: Tensor, index: Tensor, sources: Tensor, destinations: Tensor, removed: int) -> Tensor | None:
     """Return the group of each token, in their order, after the sources with the `removed` highest scores have merged.
 
     Groups of destinations come first, then those of the sources that stay, by falling score. `score`, float32, and
@@ -181,9 +180,7 @@ def assign_groups(
     return group if launch(index, ("assign_groups",), score, index, sources, destinations, removed, group) else None
 
 
-def first_order(
-    keys: torch.Tensor, values: torch.Tensor, group: torch.Tensor, means: torch.Tensor, heads: int, scale: float
-) -> torch.Tensor | None:
+def first_order(keys: Tensor, values: Tensor, group: Tensor, means: Tensor, heads: int, scale: float) -> Tensor | None:
     """Return sums over tokens of ``k^T (v - v_g) scale``, where ``v_g`` is the mean value of the token's group.
 
     Keys and values are ``(batch, tokens, heads * head_dim)``, half precision, any strides; `group` is int64
@@ -204,14 +201,14 @@ def first_order(
 class SampleAttention(NamedTuple):
     """The outputs of attention for a few queries of each head, all in float32. For spans, see `first_order`."""
 
-    merged: torch.Tensor  # outputs over merged keys, (batch * heads, queries, head_dim)
-    full: torch.Tensor  # outputs over the keys of each span as if there were no others, (spans, *merged.shape)
-    logs: torch.Tensor  # logsumexp of the logits in each span, (spans, batch * heads, queries)
+    merged: Tensor  # outputs over merged keys, (batch * heads, queries, head_dim)
+    full: Tensor  # outputs over the keys of each span as if there were no others, (spans, *merged.shape)
+    logs: Tensor  # logsumexp of the logits in each span, (spans, batch * heads, queries)
 
 
 def attend_sample(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, merged_keys: torch.Tensor,
-    merged_values: torch.Tensor, bias: torch.Tensor, heads: int, scale: float,
+    q: Tensor, keys: Tensor, values: Tensor, merged_keys: Tensor,
+    merged_values: Tensor, bias: Tensor, heads: int, scale: float,
 ) -> SampleAttention | None:  # fmt: skip
     """Compute attention of a few queries over merged keys and over all keys; None if the kernel could not run.
 
@@ -233,7 +230,7 @@ def _span(tokens: int) -> int:
     return max(512, -(-tokens // 8))
 
 
-def ridge(q: torch.Tensor, answers: SampleAttention, first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+def ridge(q: Tensor, answers: SampleAttention, first: Tensor) -> tuple[Tensor, Tensor] | None:
     """Fit a correction by ridge regression: the matrix and the constant that `correct` applies; None without a kernel.
 
     In each head, it predicts the output over all keys, less that over merged keys, from the query and the latter. `q`
@@ -247,7 +244,7 @@ def ridge(q: torch.Tensor, answers: SampleAttention, first: torch.Tensor) -> tup
     return (matrix, constant) if launch(q, ("ridge", width, len(first)), q, *answers, first, matrix, constant) else None
 
 
-def correct(out: torch.Tensor, q: torch.Tensor, matrix: torch.Tensor, constant: torch.Tensor) -> torch.Tensor | None:
+def correct(out: Tensor, q: Tensor, matrix: Tensor, constant: Tensor) -> Tensor | None:
     """Return ``out + q M1 + out M2 + b`` in each head, a new tensor; None if no kernel ran or heads are too wide.
 
     `out` and `q` are ``(batch, tokens, heads * head_dim)``, all tensors of one half precision. `matrix` is ``M1`` above
@@ -288,7 +285,7 @@ def _module() -> ModuleType | None:
     return _kernels
 
 
-def launch(x: torch.Tensor, variant: tuple[Any, ...], *arguments: Any) -> bool:
+def launch(x: Tensor, variant: tuple[Any, ...], *arguments: Any) -> bool:
     """Run the kernel `variant[0]`, which fills some of `arguments`; False if the caller must use torch's operators.
 
     A result is checked unless an earlier one of the same key was right. A kernel that cannot be compiled or launched,

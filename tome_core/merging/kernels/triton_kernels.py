@@ -5,9 +5,9 @@ No kernel uses atomics, so equal inputs give equal bits.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from .triton_kernels_correction import attend_sample, correct, first_order, parts_of, ridge
 
@@ -208,9 +208,8 @@ def _place(
 
 
 def best_keys(
-    x: torch.Tensor, rows: torch.Tensor | None, keys: torch.Tensor, bias: torch.Tensor | None, score: torch.Tensor,
-    index: torch.Tensor, lengths: bool,
-) -> None:  # fmt: skip
+    x: Tensor, rows: Tensor | None, keys: Tensor, bias: Tensor | None, score: Tensor, index: Tensor, lengths: bool
+) -> None:
     """Fill ``score`` and ``index``, the results of `kernels.best_keys`. All tensors are expanded to the batch."""
     batch, queries = score.shape
     tiles = triton.cdiv(queries, _QUERIES)
@@ -224,8 +223,8 @@ def best_keys(
 
 
 def mean_rows(
-    x: torch.Tensor, values: torch.Tensor | None, order: torch.Tensor, offsets: torch.Tensor, tokens: int,
-    mean: torch.Tensor, mean_values: torch.Tensor | None, exact: torch.Tensor | None, bias: torch.Tensor | None,
+    x: Tensor, values: Tensor | None, order: Tensor, offsets: Tensor, tokens: int,
+    mean: Tensor, mean_values: Tensor | None, exact: Tensor | None, bias: Tensor | None,
 ) -> None:  # fmt: skip
     """Fill ``mean``, ``mean_values``, ``exact`` and ``bias``, the fields of `kernels.Means`. None: not requested."""
     numbers, channels = mean.shape
@@ -240,9 +239,8 @@ def mean_rows(
 
 
 def segments(
-    group: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor, sizes: torch.Tensor, logs: torch.Tensor,
-    rounded: torch.Tensor, empty: float,
-) -> None:  # fmt: skip
+    group: Tensor, order: Tensor, offsets: Tensor, sizes: Tensor, logs: Tensor, rounded: Tensor, empty: float
+) -> None:
     """Fill ``order`` to ``rounded``, the fields of `kernels.Segments`. ``group`` is contiguous ``(rows, tokens)``."""
     (rows, tokens), groups = group.shape, sizes.shape[1]
     tiles = triton.cdiv(groups, _COUNTED_GROUPS)
@@ -253,9 +251,8 @@ def segments(
 
 
 def assign_groups(
-    score: torch.Tensor, index: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, removed: int,
-    group: torch.Tensor,
-) -> None:  # fmt: skip
+    score: Tensor, index: Tensor, sources: Tensor, destinations: Tensor, removed: int, group: Tensor
+) -> None:
     """Fill ``group``, the result of `kernels.assign_groups`, which describes the arguments. All have the full batch."""
     (batch, count), cells = index.shape, destinations.shape[1]
     _place[(triton.cdiv(count + cells, _PLACED), batch)](

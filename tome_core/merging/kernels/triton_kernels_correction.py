@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 _TOKENS, _QUERIES = 64, 32
 _TINY = tl.constexpr(1e-12)
@@ -266,9 +267,8 @@ def _warps(width: int) -> int:
 
 
 def first_order(
-    keys: torch.Tensor, values: torch.Tensor, group: torch.Tensor, means: torch.Tensor, span: int, scale: float,
-    found: torch.Tensor,
-) -> None:  # fmt: skip
+    keys: Tensor, values: Tensor, group: Tensor, means: Tensor, span: int, scale: float, found: Tensor
+) -> None:
     """Fill ``found``, the sums of `kernels.first_order`. ``group`` is expanded to the batch."""
     batch, tokens, _ = keys.shape
     spans, programs, width, _ = found.shape
@@ -282,9 +282,8 @@ def first_order(
 
 
 def attend_sample(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, merged_keys: torch.Tensor,
-    merged_values: torch.Tensor, bias: torch.Tensor, span: int, scale: float,
-    merged: torch.Tensor, full: torch.Tensor, logs: torch.Tensor,
+    q: Tensor, keys: Tensor, values: Tensor, merged_keys: Tensor, merged_values: Tensor, bias: Tensor, span: int,
+    scale: float, merged: Tensor, full: Tensor, logs: Tensor,
 ) -> None:  # fmt: skip
     """Fill ``merged``, ``full`` and ``logs``, see `kernels.SampleAttention`. ``bias`` is expanded to the batch."""
     spans, programs, count, width = full.shape
@@ -299,9 +298,8 @@ def attend_sample(
 
 
 def ridge(
-    q: torch.Tensor, merged: torch.Tensor, full: torch.Tensor, logs: torch.Tensor,
-    first: torch.Tensor, matrix: torch.Tensor, constant: torch.Tensor,
-) -> None:  # fmt: skip
+    q: Tensor, merged: Tensor, full: Tensor, logs: Tensor, first: Tensor, matrix: Tensor, constant: Tensor
+) -> None:
     """Fill ``matrix`` and ``constant`` of `kernels.ridge` from queries, fields of `SampleAttention` and sums."""
     programs, count, width = merged.shape
     _ridge[(programs,)](
@@ -311,7 +309,7 @@ def ridge(
     )  # fmt: skip
 
 
-def correct(out: torch.Tensor, q: torch.Tensor, matrix: torch.Tensor, constant: torch.Tensor, to: torch.Tensor) -> None:
+def correct(out: Tensor, q: Tensor, matrix: Tensor, constant: Tensor, to: Tensor) -> None:
     """Fill ``to``, the result of `kernels.correct`."""
     batch, tokens, _ = out.shape
     heads, width = matrix.shape[0] // batch, matrix.shape[2]

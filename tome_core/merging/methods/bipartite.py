@@ -7,6 +7,7 @@ differs: its score is 0 instead of NaN.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from .. import kernels
 from ..grid import Grid, split_grid
@@ -15,7 +16,7 @@ from ..plan import MergePlan, without_autocast
 from .base import Best, MatchOptions, Method, best_keys
 
 
-def match(x: torch.Tensor, grid: Grid, options: MatchOptions) -> MergePlan | None:
+def match(x: Tensor, grid: Grid, options: MatchOptions) -> MergePlan | None:
     """Return a plan that merges the sources most similar to a destination into their most similar destinations.
 
     A destination is one token of each cell, see `split_grid`; all other tokens are sources. The plan removes the share
@@ -36,9 +37,7 @@ def match(x: torch.Tensor, grid: Grid, options: MatchOptions) -> MergePlan | Non
     return refine_plan(plan, x, options.refine, options.by_distance) if options.refine else plan
 
 
-def best_destination(
-    x: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, by_distance: bool = False
-) -> Best:
+def best_destination(x: Tensor, sources: Tensor, destinations: Tensor, by_distance: bool = False) -> Best:
     """Find the most similar destination of each source: scores, comparable between sources, and destinations.
 
     Sources and destinations are numbers of tokens, int64 ``(batch or 1, n)``; the result has places in `destinations`.
@@ -51,12 +50,12 @@ def best_destination(
     return make_comparable(score, x, sources, by_distance), index
 
 
-def _best_anywhere(x: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, by_distance: bool) -> Best:
+def _best_anywhere(x: Tensor, sources: Tensor, destinations: Tensor, by_distance: bool) -> Best:
     """Find the most similar destination of each source, with the scores of `best_keys`, see `make_comparable`."""
     return best_keys(x, sources, *keys_of_rows(x, destinations, by_distance))
 
 
-def refine_plan(plan: MergePlan, x: torch.Tensor, steps: int, by_distance: bool = False) -> MergePlan:
+def refine_plan(plan: MergePlan, x: Tensor, steps: int, by_distance: bool = False) -> MergePlan:
     """Return a new plan after some steps of k-means. In each step every token goes to the most similar centre.
 
     A centre is the mean of a group's tokens or, if compared by cosine, of their directions (spherical k-means). The
@@ -70,14 +69,12 @@ def refine_plan(plan: MergePlan, x: torch.Tensor, steps: int, by_distance: bool 
     return plan
 
 
-def _nearest(x: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor | None) -> MergePlan:
+def _nearest(x: Tensor, keys: Tensor, bias: Tensor | None) -> MergePlan:
     """Return the plan of each token's most similar centre. Centres are given as by `metric.keys_to_search`."""
     return MergePlan(best_keys(x, None, keys, bias)[1], keys.shape[1])
 
 
-def _plan(
-    score: torch.Tensor, index: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, removed: int
-) -> MergePlan:
+def _plan(score: Tensor, index: Tensor, sources: Tensor, destinations: Tensor, removed: int) -> MergePlan:
     """Do the work of `kernels.assign_groups`, by this kernel if possible. If all sources merge, scores have no use."""
     batch, count = score.shape
     ranked = removed < count
