@@ -185,9 +185,8 @@ def first_order(keys: Tensor, values: Tensor, group: Tensor, means: Tensor, head
 
     Keys and values are ``(batch, tokens, heads * head_dim)``, half precision, any strides; `group` is int64
     ``(batch or 1, tokens)``, `means`, the groups' mean values, contiguous float32. Differences are split into numbers
-    of half precision that together hold all digits. The result has a sum for each span of tokens (`_span`), for the
-    caller to add up: float32 ``(spans, batch * heads, head_dim, head_dim)``; None if no kernel ran or heads exceed
-    `WIDEST_HEAD`.
+    of half precision that together hold all digits. The result has a sum for each span of tokens (`_span`), to be added
+    up: float32 ``(spans, batch * heads, head_dim, head_dim)``; None if no kernel ran or heads exceed `WIDEST_HEAD`.
     """
     batch, tokens, channels = keys.shape
     width, span = channels // heads, _span(tokens)
