@@ -2,17 +2,14 @@
 
 The mean key and the mean value of a group do not hold how values vary with keys inside the group. To first order in
 ``q.(k - k_g)``, the output lacks ``sum_g p_g Cov_g(v, k) scale q``, where ``p_g`` is the attention weight of group g.
-With the group's share of the tokens ``n_g / N`` instead of ``p_g``, the sum is the same for every query: one matrix for
-each head,
+With the group's share of the tokens ``n_g / N`` instead of ``p_g``, the sum is one matrix for each head,
 
     C = scale/N sum over tokens of (v - v_g) (k - k_g)^T
 
-C follows from keys, values and groups alone. The rest of the error is fitted. A few queries, evenly spread over the
-grid, are answered exactly. Ridge regression predicts their remaining errors from the query and the merged answer:
+The rest of the error is fitted: a few queries, evenly spread over the grid, are answered exactly, and ridge regression
+predicts their remaining errors from the query and the merged answer (docs/methods.md):
 
     out += A_q q + A_o out + b,    A_q = C + W_q, A_o = W_o
-
-docs/methods.md derives C, and reports the gain of each part.
 """
 
 from __future__ import annotations
@@ -40,27 +37,18 @@ Pair = tuple[Tensor, Tensor]  # keys and values, (batch, tokens, heads * head_di
 
 
 class Correction(NamedTuple):
-    """An affine map, for each head, of a query and its output over merged keys. Its result is added to that output.
+    """An affine map, for each head, of a query and its output over merged keys. Its result is added to that output."""
 
-    Args:
-        matrix: the matrix of the query above that of the output, ``(batch * heads, 2 * head_dim, head_dim)``.
-        constant: ``(batch * heads, 1, head_dim)``.
-        num_queries: number of tokens to whose exact outputs the correction was fitted; 0 if not recorded.
-    """
-
-    matrix: Tensor
-    constant: Tensor
-    num_queries: int = 0
+    matrix: Tensor  # that of the query above that of the output, (batch * heads, 2 * head_dim, head_dim)
+    constant: Tensor  # (batch * heads, 1, head_dim)
+    num_queries: int = 0  # number of tokens to whose exact outputs it was fitted; 0 if not recorded
 
 
 def pick_queries(grid: Grid, width: int, device: torch.device) -> tuple[Tensor]:
     """Choose the tokens to whose exact outputs the correction is fitted: the middles of equal cells of the grid.
 
     There are about a sixteenth of the tokens, but 32 at least, and at most 128 for heads of up to 32 channels
-    (`width`), else 256.
-
-    Returns:
-        Numbers of tokens of the grid, ascending, int64 ``(1, queries)``, in a tuple for `grid.cached_result`.
+    (`width`), else 256. Their numbers, ascending, int64 ``(1, queries)``, are in a tuple for `grid.cached_result`.
     """
     tokens = grid.height * grid.width
     count = min(_MOST_IF_NARROW if width <= _NARROW else _MOST, max(_FEWEST, tokens // _TOKENS_PER_ANSWER), tokens)
@@ -76,24 +64,16 @@ def fit_correction(
 ) -> tuple[Correction, Pair]:
     """Merge keys and values, and fit what attention loses by this, by ridge regression in each head.
 
-    What is lost is predicted from a query and its output over merged keys. Sums and solutions are in float32, or
-    float64. The correction is zero if every group has a single token.
-
-    Args:
-        q: queries of a few tokens, such as those that `pick_queries` chooses, ``(batch, queries, heads * head_dim)``.
-        keys_and_values: keys and values of all tokens, ``(batch, tokens, heads * head_dim)``.
-        plan: the groups of the tokens.
-        heads: number of heads.
-        scale: the attention's factor of the logits.
-
-    Returns:
-        The correction, in the dtype of `q`, with `num_queries` 0; and merged keys and values, ``(batch, groups, heads *
-        head_dim)``.
+    `q` are queries of a few tokens, such as those of `pick_queries`. All are ``(batch, ..., heads * head_dim)``. The
+    correction, in the dtype of `q`, is zero if every group has a single token; its `num_queries` is 0. Sums and
+    solutions are in float32, or float64. The result's pair are merged keys and values.
     """
     with without_autocast(q):
         keys, values = (tensor.to(q.dtype) for tensor in keys_and_values)
         *pair, exact = plan.merge_pair(keys, values, exact=True)
-        sums = _sums_by_kernel(keys, values, exact, plan, heads, scale)
+        sums = None  # the terms of `first_order`, by a kernel
+        if not kernels.needs_gradient(keys, values) and kernels.ready_for_halves(keys):
+            sums = kernels.first_order(keys, values, plan.group, exact, heads, scale / keys.shape[1])
         if sums is not None and sums.shape[3] <= kernels.RIDGE_WIDEST and not kernels.needs_gradient(q):
             answers = kernels.attend_sample(q, keys, values, *pair, plan.log_sizes(q.dtype), heads, scale)
             correction = answers and kernels.ridge(q, answers, sums)
@@ -117,32 +97,11 @@ def fit_correction(
         return correction, tuple(pair)
 
 
-def _sums_by_kernel(
-    keys: Tensor, values: Tensor, means: Tensor, plan: MergePlan, heads: int, scale: float
-) -> Tensor | None:
-    """Return the terms whose sum over the first axis is `first_order`, ``(spans, batch * heads, head_dim, head_dim)``.
-
-    Each is the sum over a run of tokens. None if no kernel can compute them: kernels need half precision, a GPU and no
-    gradient. The arguments are those of `first_order`.
-    """
-    if kernels.needs_gradient(keys, values) or not kernels.ready_for_halves(keys):
-        return None
-    return kernels.first_order(keys, values, plan.group, means, heads, scale / keys.shape[1])
-
-
 def first_order(keys: Tensor, values: Tensor, means: Tensor, plan: MergePlan, heads: int, scale: float) -> Tensor:
     """Return the matrix M of each head for the correction of first order, which adds ``q M`` to a query's output.
 
     M is ``scale / tokens`` times the sum of ``k^T (v - v_g)`` over all tokens, where ``v_g`` is the mean value of the
-    token's group: ``(batch, heads, head_dim, head_dim)``, float32 or float64.
-
-    Args:
-        keys: ``(batch, tokens, heads * head_dim)``.
-        values: of the same shape.
-        means: mean value of each group, ``(batch, groups, heads * head_dim)``, float32 or float64.
-        plan: the groups of the tokens.
-        heads: number of heads.
-        scale: the attention's factor of the logits.
+    token's group, from `means`: ``(batch, heads, head_dim, head_dim)``. `means` and M are float32 or float64.
     """
     # in each group the differences of values from their mean add up to 0, so the mean key need not be subtracted
     spread = _by_head(to_exact(values) - plan.unmerge(means), heads)
@@ -150,30 +109,18 @@ def first_order(keys: Tensor, values: Tensor, means: Tensor, plan: MergePlan, he
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, heads: int, scale: float, bias: Tensor | None = None) -> Tensor:
-    """Compute attention with torch's function, so that no hook of a host sees these queries.
-
-    Queries and the result are ``(batch, heads, queries, head_dim)``. Keys and values are ``(batch, tokens, heads *
-    head_dim)``. The bias, ``(batch or 1, 1, 1, tokens)``, is added to the logits.
-    """
+    """Attend by torch's function, so that no host's hook sees it: q and the result by head, keys and values flat."""
     attend = torch._C._nn.scaled_dot_product_attention
     return attend(q, _by_head(keys, heads), _by_head(values, heads), bias, scale=scale)
 
 
 def _ridge(q: Tensor, merged: Tensor, left: Tensor, same: float = _LEAST_SPREAD) -> tuple[Tensor, Tensor]:
-    """Fit `left`, what the outputs over merged keys lack, by an affine function of q and these outputs.
+    """Fit `left`, exact outputs minus `merged`, by an affine function of q and merged: weights and a constant.
 
-    q and merged are centred, and each is scaled to an average variance of 1. If its spread is below the share `same` of
-    its size, the scale is limited: rounding alone would get unlimited weights and gradients. The penalty counts as many
-    samples as an output has weights; the constant has no penalty.
-
-    Args:
-        q: ``(batch, heads, queries, d)``, and so are `merged` and `left`.
-        merged: outputs over merged keys.
-        left: exact outputs minus `merged`.
-        same: relative spread below which a feature counts as constant.
-
-    Returns:
-        Weights ``(batch, heads, 2d, d)`` and a constant ``(batch, heads, 1, d)``.
+    All three are ``(batch, heads, queries, d)``, weights ``(batch, heads, 2d, d)``. q and merged are centred, and each
+    is scaled to an average variance of 1. If its spread is below the share `same` of its size, the scale is limited:
+    rounding alone would get unlimited weights and gradients. The penalty counts as many samples as an output has
+    weights; the constant has no penalty.
     """
     features = torch.cat([q, merged], -1)
     mean = features.mean(2, keepdim=True)
@@ -190,13 +137,10 @@ def _ridge(q: Tensor, merged: Tensor, left: Tensor, same: float = _LEAST_SPREAD)
 
 
 def _inverse(matrix: Tensor, penalty: float, most: float) -> Tensor:
-    """Return the inverse of ``matrix + penalty I``.
-
-    Matrices are ``(batch, heads, n, n)``. The eigenvalues of `matrix` must be from 0 to `most`.
+    """Return the inverse of ``matrix + penalty I``; eigenvalues of `matrix`, ``(batch, heads, n, n)``, are 0 to `most`.
 
     This is Newton's iteration (Schulz 1933), with each step scaled for the known bounds of the eigenvalues (Pan and
-    Schreiber 1991, section 2). Newton's iteration needs only products: some backends have no solver, and some solvers
-    wait for the device.
+    Schreiber 1991, section 2). It needs only products: some backends have no solver, some solvers wait for the device.
     """
     places = torch.arange(matrix.shape[-1], device=matrix.device)
     unit = (places[:, None] == places).to(matrix.dtype)  # DirectML has no eye

@@ -1,15 +1,9 @@
 """Attentions that compute their scores by hand, instead of calling a function that takes q, k and v.
 
-The module's own code runs on a `StandIn`, whose projections return given q, k and v. So this file does not repeat any
-computation of a host.
-
-To support another attention:
-
-1. use `ForwardOnStandIn`, or derive a class from `AttentionDescription`;
-2. `register` it by the full name of the function that computes the attention;
-3. test it against attention over repeated keys, as ``tests/conformance.py`` does.
-
-Queries, keys and values are flat in this file, ``(batch, tokens, heads * head_dim)``, as projections return them.
+The module's own code runs on a `StandIn`, whose projections return given q, k and v. To support another attention, use
+`ForwardOnStandIn` or derive a class from `AttentionDescription`, `register` it by the full name of the function that
+computes the attention, and test it against attention over repeated keys, as ``tests/conformance.py`` does. Queries,
+keys and values are flat in this file, ``(batch, tokens, heads * head_dim)``, as projections return them.
 """
 
 from __future__ import annotations
@@ -28,7 +22,8 @@ class AttentionDescription:
     """The base class of descriptions: how to run one kind of attention on given queries, keys and values.
 
     A description has no state, so one object serves every module of its kind. If `problem` finds none, the caller
-    projects queries by ``module.to_q``, takes `keys_and_values`, merges, and uses `attend` and then `finish`.
+    projects queries by ``module.to_q``, takes `keys_and_values`, merges, and uses `attend` and then `finish`. `kwargs`
+    are the keyword arguments of the call except for its tokens.
 
     Attributes:
         by_attribute: True if the logits are multiplied by ``module.scale``, False if by ``head_dim ** -0.5``.
@@ -38,17 +33,11 @@ class AttentionDescription:
     by_attribute = adds_bias = False
 
     def problem(self, module: nn.Module, kwargs: Kwargs) -> str | None:
-        """Return the reason, as text for the report, why the description does not fit a call; None if it fits.
-
-        `kwargs` has the keyword arguments of the call except for its tokens. The base class always returns None.
-        """
+        """Return the reason, as text for the report, why the description does not fit a call; None if it fits."""
         return None
 
     def keys_and_values(self, module: nn.Module, keys: Tensor, values: Tensor, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
-        """Project tokens to keys and values, ``(batch, tokens, heads * head_dim)``.
-
-        `keys` and `values` are the tokens before projection, ``(batch, tokens, channels)``; `kwargs` as in `problem`.
-        """
+        """Project tokens, ``(batch, tokens, channels)``, to keys and values, ``(batch, tokens, heads * head_dim)``."""
         return module.to_k(keys), module.to_v(values)
 
     def scale(self, module: nn.Module, width: int) -> float:
@@ -58,11 +47,7 @@ class AttentionDescription:
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kwargs: Kwargs) -> Tensor:
         """Compute ``softmax(scale q k^T + bias) v`` with the module's own code, without the output projection.
 
-        Queries, keys, values and the result are ``(batch, tokens, heads * head_dim)``. The bias is ``(batch, 1, keys)``
-        in the dtype of `q`, or None. `kwargs` are as in `problem`.
-
-        Raises:
-            NotImplementedError: a derived class does not override this method.
+        The bias is ``(batch, 1, keys)`` in the dtype of `q`, or None. The base class raises a NotImplementedError.
         """
         raise NotImplementedError
 
@@ -76,12 +61,6 @@ class StandIn:
 
     Its projections return the given tensors, its output projection returns its input, and its ``dim_head`` is the width
     of a head of q. Every other attribute is read from the module, and the module's methods run on the stand-in.
-
-    Args:
-        module: the attention.
-        q: queries, ``(batch, tokens, heads * head_dim)``.
-        k: keys, of the same form.
-        v: values, of the same form.
     """
 
     def __init__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -98,17 +77,13 @@ class StandIn:
 
 
 class ForwardOnStandIn(AttentionDescription):
-    """The description of an attention that is computed in ``forward(x, context=...)``, which runs on a `StandIn`.
-
-    Args:
-        by_attribute: True if the logits are multiplied by ``module.scale``, False if by ``head_dim ** -0.5``.
-    """
+    """The description of an attention that is computed in ``forward(x, context=...)``, which runs on a `StandIn`."""
 
     def __init__(self, by_attribute: bool) -> None:
         self.by_attribute = by_attribute
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kwargs: Kwargs) -> Tensor:
-        """Run the module's ``forward`` on q, k and v, see `AttentionDescription.attend`. The bias is its ``mask``."""
+        """Run the module's ``forward`` on q, k and v. The bias is its ``mask``."""
         mask = {} if bias is None else {"mask": bias[:, None]}
         return type(module).forward(StandIn(module, q, k, v), q, context=k, **mask)
 
@@ -119,24 +94,18 @@ class _Processor(AttentionDescription):
     by_attribute = adds_bias = True
 
     def problem(self, module: nn.Module, kwargs: Kwargs) -> str | None:
-        """Return a reason if the attention has a norm, an output scale or a residual connection; else None.
-
-        Attentions of transformer blocks have none of these.
-        """
+        """Return a reason if the attention does more than those of transformer blocks, else None."""
         norms = module.group_norm is not None or module.spatial_norm is not None or module.norm_cross is not None
         has_more = norms or module.residual_connection or module.rescale_output_factor != 1.0
         return "it has a norm, an output scale or a residual connection" if has_more else None
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kwargs: Kwargs) -> Tensor:
-        """Run the module's processor on q, k and v, see `AttentionDescription.attend`. The bias is its mask.
-
-        It is float32 if the module computes scores in float32 (``upcast_attention``).
-        """
+        """Run the module's processor; the bias is its mask, float32 if scores are (``upcast_attention``)."""
         mask = bias.float() if bias is not None and module.upcast_attention else bias
         return module.processor(StandIn(module, q, k, v), q, encoder_hidden_states=k, attention_mask=mask)
 
     def finish(self, module: nn.Module, out: Tensor) -> Tensor:
-        """Apply the output projection and dropout of the module to the result of `attend`."""
+        """Apply the output projection and dropout."""
         projection, dropout = module.to_out
         return dropout(projection(out))
 
@@ -146,11 +115,9 @@ _ENTRIES: dict[str, AttentionDescription] = {}
 
 
 def register(function: str, entry: AttentionDescription) -> None:
-    """Register the description of an attention under the full name of the function that computes it.
+    """Register a description by the `full_name` of the attention's ``forward``, or of its processor's ``__call__``.
 
-    Args:
-        function: full name (`full_name`) of the attention's ``forward``, or of the ``__call__`` of its processor.
-        entry: the description. A second entry for a name replaces the first.
+    A second entry for a name replaces the first.
     """
     _ENTRIES[function] = entry
 

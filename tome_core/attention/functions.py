@@ -16,13 +16,8 @@ _TRIED: OrderedDict[Hashable, bool | None] = OrderedDict()
 def probe_bias(key: Hashable, function: Callable[..., torch.Tensor], scale: float, like: torch.Tensor) -> bool | None:
     """Run an attention function on a few random tokens, and return whether it adds a bias to the logits.
 
-    Results are cached by key, number and width of heads, dtype and device; above 64 the oldest is dropped.
-
-    Args:
-        key: identifies the function in the cache.
-        function: takes q, k, v and a bias, see `merged.Attention`.
-        scale: the function's factor of the logits.
-        like: a tensor ``(batch, tokens, heads, head_dim)`` with the heads, device and dtype to try.
+    `function` takes q, k, v and a bias, see `merged.Attention`; `like`, ``(batch, tokens, heads, head_dim)``, has the
+    heads, device and dtype to try. Results are cached by `key`, which identifies the function, and by these.
 
     Returns:
         True if the function adds a bias; False if it ignores a bias or raises an error for one; None if it does not
@@ -38,12 +33,7 @@ def probe_bias(key: Hashable, function: Callable[..., torch.Tensor], scale: floa
 
 @torch.no_grad()
 def _try(function: Callable[..., torch.Tensor], scale: float, like: torch.Tensor) -> bool | None:
-    """Compare an attention function with torch's, without and with a bias, for `probe_bias`.
-
-    Returns:
-        True if both results agree with torch's, False if only the one without a bias does, None if not even that one
-        does. An error of the function counts as a result that does not agree.
-    """
+    """Compare an attention function with torch's, without and with a bias, for `probe_bias`."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, _TOKENS, *like.shape[2:], generator=generator).to(like)
     # three values, because a function could take two values for a mask of visible and hidden tokens

@@ -3,10 +3,8 @@
 Proportional attention lets a merged key weigh as much as its tokens did. If the j-th key is repeated ``n_j`` times,
 attention over all repetitions equals attention over the keys alone with ``log n_j`` added to their logits (ToMe, arXiv
 2210.09461, section 3). If the host's function cannot add a bias, torch's own function runs instead: with a sixteenth of
-the keys it is faster than the host's function with all of them.
-
-Intermediate tensors are computed for some heads or some tokens at a time. So merging needs no more memory than the
-unmerged call.
+the keys it is faster than the host's function with all of them. Intermediate tensors are computed for some heads or
+some tokens at a time, so merging needs no more memory than the unmerged call.
 """
 
 from __future__ import annotations
@@ -27,53 +25,31 @@ _AT_ONCE = 64 << 20  # bytes in float32 up to which keys merge in one piece: SDX
 
 
 class Attention(NamedTuple):
-    """The tensors of a self-attention call, and the host's function that would compute its output.
+    """A self-attention call: its tensors, and the function of the host, which runs the model, for its output."""
 
-    The host is the program or library that runs the model.
-
-    Args:
-        q: queries of all tokens, after norms and position encodings: a view ``(batch, tokens, heads, head_dim)``.
-        k: keys, of the same form. They may have fewer heads, each of which serves several consecutive heads of `q`.
-        v: values, of the same shape as `k`.
-        function: the host's function. It takes q, k, v and a bias ``(batch, 1, 1, keys)`` or None, and returns an
-            output of the shape of q.
-        scale: factor of the logits in `function`.
-        takes_bias: True if the function adds the bias to the logits. If False, it is only called with None.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
+    q: torch.Tensor  # of all tokens, after norms and position encodings: a view (batch, tokens, heads, head_dim)
+    k: torch.Tensor  # of the same form; may have fewer heads, each of which serves several consecutive heads of `q`
+    v: torch.Tensor  # of the shape of `k`
+    # takes q, k, v and a bias (batch, 1, 1, keys) or None, and returns an output of the shape of q
     function: Callable[..., torch.Tensor]
-    scale: float
-    takes_bias: bool = True
+    scale: float  # factor of the logits in `function`
+    takes_bias: bool = True  # `function` adds the bias to the logits; if False, it is only called with None
 
 
 class MergeOptions(NamedTuple):
-    """The settings with which an attention call merges.
+    """The settings with which an attention call merges."""
 
-    Args:
-        plan: the groups of tokens whose keys and values merge.
-        proportional: True: use proportional attention, which adds the logarithm of a group's size to its key's logits.
-        queries: True: merge the queries by the same plan, and unmerge the output; False: keep all queries.
-        correction: the correction to add to the output; None for none.
-    """
-
-    plan: MergePlan
-    proportional: bool = True
-    queries: bool = False
-    correction: Correction | None = None
+    plan: MergePlan  # the groups of tokens whose keys and values merge
+    proportional: bool = True  # add the logarithm of a group's size to its key's logits
+    queries: bool = False  # merge the queries by the same plan, and unmerge the output; if False, keep all queries
+    correction: Correction | None = None  # is added to the output
 
 
 def attend(attention: Attention, merging: MergeOptions, merged_pair: Pair | None = None) -> tuple[torch.Tensor, str]:
     """Compute attention with merged keys and values, ``softmax(scale q k^T + log n) v``, and add the correction.
 
-    n are the sizes of groups; log n is left out without proportional attention.
-
-    Args:
-        attention: the unmerged call.
-        merging: the way to merge.
-        merged_pair: keys and values ``(batch, groups, heads * head_dim)`` that are merged already; None to merge here.
+    n are the sizes of groups. `merged_pair` are keys and values ``(batch, groups, heads * head_dim)`` that are merged
+    already; None to merge here.
 
     Returns:
         The output ``(batch, tokens, heads, head_dim)``, for every token. The way in which sizes were used: `BIAS` if
@@ -112,14 +88,8 @@ def attend(attention: Attention, merging: MergeOptions, merged_pair: Pair | None
 def correction_of(attention: Attention, plan: MergePlan, layout: Layout) -> tuple[Correction, Pair | None]:
     """Fit the correction for an attention call that merges by a plan, see `correction.fit_correction`.
 
-    Args:
-        attention: the unmerged call.
-        plan: the groups of tokens whose keys and values merge.
-        layout: the place of the picture's tokens in the sequence.
-
-    Returns:
-        The correction, with its `num_queries`; and merged keys and values ``(batch, groups, heads * head_dim)``, or
-        None if keys and values have fewer heads than the queries.
+    Return the correction, with its `num_queries`, and merged keys and values, ``(batch, groups, heads * head_dim)``, or
+    None if keys and values have fewer heads than the queries.
     """
     q, k, v = attention[:3]
     (places,) = cached_result(pick_queries_in, q, layout, q.shape[1], q.shape[3])
@@ -146,16 +116,8 @@ def pick_queries_in(layout: Layout, tokens: int, width: int, device: torch.devic
     """Choose the tokens of a sequence to whose exact outputs the correction is fitted.
 
     They are those of `pick_queries` for the picture, then up to a quarter as many others, evenly spread: the queries of
-    text may differ in kind from those of the picture.
-
-    Args:
-        layout: the place of the picture's tokens in the sequence.
-        tokens: number of tokens of the sequence.
-        width: number of channels of a head.
-        device: the device of the result.
-
-    Returns:
-        Numbers of tokens, int64 ``(queries,)``, in a tuple for `grid.cached_result`.
+    text may differ in kind from those of the picture. The result is int64 ``(queries,)``, in a tuple for
+    `grid.cached_result`. `tokens` is the number of tokens of the sequence, `width` that of the channels of a head.
     """
     (places,) = pick_queries(layout.grid, width, device)
     last, num_others = layout.first + tokens_in(layout), tokens - tokens_in(layout)
@@ -172,13 +134,7 @@ def merge(x: torch.Tensor, plan: MergePlan) -> torch.Tensor:
 
 
 def add_correction(out: torch.Tensor, q: torch.Tensor, correction: Correction) -> torch.Tensor:
-    """Return ``out + q M1 + out M2 + b`` in each head, a new tensor.
-
-    Args:
-        out: the output of attention, ``(batch, tokens, heads, head_dim)``.
-        q: the queries, of the same shape.
-        correction: its matrix is ``M1`` above ``M2``, its constant is ``b``.
-    """
+    """Return ``out + q M1 + out M2 + b`` in each head, a new tensor of the form of `Attention.q`, as `out` is."""
     features, (matrix, constant, _) = out, correction
     if not matrix.dtype == out.dtype == q.dtype:  # the correction is of a step with another autocast
         features, matrix, constant = (tensor.to(q.dtype) for tensor in (out, matrix, constant))
@@ -205,7 +161,7 @@ def _attend_by_torch(
 
 
 def _correct(out: torch.Tensor, q: torch.Tensor, correction: Correction) -> torch.Tensor:
-    """Return the output with its correction, as `add_correction`, but in `out` itself unless gradients are needed."""
+    """Return `add_correction`, computed in `out` itself unless gradients are needed."""
     if torch.is_grad_enabled() and (out.requires_grad or q.requires_grad):
         return add_correction(out, q, correction)
     step = max(1, _HELD // (out[:, :1].numel() * out.element_size()))
@@ -216,10 +172,7 @@ def _correct(out: torch.Tensor, q: torch.Tensor, correction: Correction) -> torc
 
 
 def _runs_of_heads(x: torch.Tensor, times: int = 1) -> Iterator[tuple[int, int]]:
-    """Yield first and last (exclusive) of runs of heads of ``(batch, tokens, heads, d)``, which cover all heads.
-
-    A run of several heads takes at most `_HELD` bytes in float32 if each head is repeated `times` times.
-    """
+    """Yield start and stop of runs of heads, of `_HELD` bytes at most (or one head) if repeated `times` times."""
     heads = x.shape[2]
     step = max(1, _HELD // (4 * times * x[:, :, 0].numel()))
     for first in range(0, heads, step):
@@ -227,5 +180,5 @@ def _runs_of_heads(x: torch.Tensor, times: int = 1) -> Iterator[tuple[int, int]]
 
 
 def _join(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
-    """Concatenate tensors along a dimension. A single tensor is returned itself, without a copy."""
+    """Concatenate tensors along a dimension, without a copy if there is one."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

@@ -1,8 +1,4 @@
-"""The grid of the picture's tokens: its place in a sequence, its windows, its cells, and the draw of destinations.
-
-In a UNet, all tokens belong to the picture. The sequence of a transformer also has tokens of text, references and
-registers before or after the picture's tokens; these never merge. Tokens are matched in windows.
-"""
+"""The grid of the picture's tokens: its place in a sequence, its windows, its cells, and the draw of destinations."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 _MASK = 0x7FFFFFFF  # 31 bits: a product with a 31-bit constant then fits int64 on every device
 # The most tokens of a window: a picture of 1024 px. Matching so many tokens takes a tenth of the time of attention.
@@ -22,10 +19,7 @@ _ROWS = 8  # height of a band is a multiple of this, so that bands hold whole ce
 class Grid(NamedTuple):
     """The size of a picture or a film in tokens; token ``(row, column)`` has the number ``row * width + column``.
 
-    Args:
-        height: number of rows, of all frames together.
-        width: number of columns.
-        frames: number of frames. They are one below the other, with ``height / frames`` rows each.
+    `height` counts the rows of all `frames`, which are one below the other, with ``height / frames`` rows each.
     """
 
     height: int
@@ -36,39 +30,26 @@ class Grid(NamedTuple):
 class Layout(NamedTuple):
     """The place of the picture's tokens in a sequence: one run of tokens, row by row, frame by frame.
 
-    Args:
-        grid: the grid of these tokens.
-        first: number of the picture's first token in the sequence.
+    A transformer's tokens of text, references and registers, before or after the run, never merge. A UNet has none.
     """
 
     grid: Grid
-    first: int = 0
+    first: int = 0  # number of the run's first token
 
 
 class Cells(NamedTuple):
-    """The tokens of a grid, cut into cells of equal size. Numbers of tokens are those of `Grid`.
+    """The tokens of a grid, cut into cells of equal size. Numbers of tokens are those of `Grid`."""
 
-    Args:
-        members: the numbers of each cell's tokens, ascending, int64 ``(cells, cell_size)``.
-        uncovered: the numbers of the tokens that no whole cell holds, int64 ``(others,)``.
-    """
-
-    members: torch.Tensor
-    uncovered: torch.Tensor
+    members: Tensor  # the numbers of each cell's tokens, ascending, int64 (cells, cell_size)
+    uncovered: Tensor  # the numbers of the tokens that no whole cell holds, int64 (others,)
 
 
 class Draw(NamedTuple):
-    """The inputs of a pseudo-random choice, see `draw_choices`. Equal inputs give equal choices.
-
-    Args:
-        seed: the seed.
-        level: the down-sampling level of the tokens, 0 for the finest.
-        time: timesteps, float ``(1,)`` or ``(batch,)``; None counts as 0.
-    """
+    """The inputs of a pseudo-random choice, see `draw_choices`. Equal inputs give equal choices."""
 
     seed: int
-    level: int
-    time: torch.Tensor | None = None
+    level: int  # the down-sampling level of the tokens, 0 for the finest
+    time: Tensor | None = None  # timesteps, float (1,) or (batch,); None counts as 0
 
 
 def tokens_in(layout: Layout) -> int:
@@ -77,13 +58,10 @@ def tokens_in(layout: Layout) -> int:
 
 
 def windows(grid: Grid) -> Iterator[tuple[int, Grid]]:
-    """Cut a grid into windows, whose tokens are matched separately.
+    """Yield the first token's number and the grid of each window; windows are matched separately and leave no gaps.
 
-    If a frame has at most `WINDOW` (4,096) tokens, a window is a run of whole frames, otherwise a band of rows of one
-    frame. Windows are of nearly equal size, at most `WINDOW`; but 8 rows, the least height of a band, may have more.
-
-    Yields:
-        The number of the window's first token; the grid of the window. Windows follow each other without gaps.
+    If a frame has at most `WINDOW` tokens, a window is a run of whole frames, otherwise a band of rows of one frame.
+    Windows are of nearly equal size, at most `WINDOW`; but 8 rows, the least height of a band, may have more.
     """
     frames, height, width = grid.frames, grid.height // grid.frames, grid.width
     frame = height * width
@@ -106,16 +84,13 @@ def _runs(count: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 def cell_of(sy: int, sx: int, frames: int) -> tuple[int, int, int]:
-    """Spread a cell of ``sy * sx`` tokens over several frames of a film, as close to a cube as halving allows.
-
-    >>> cell_of(8, 8, 1), cell_of(8, 8, 4), cell_of(4, 4, 6)
-    ((1, 8, 8), (4, 4, 4), (2, 2, 4))
+    """Return frames, height and width of a cell of ``sy * sx`` tokens, as close to a cube as halving allows.
 
     A step halves the longer side (of equal sides, the height) and doubles the cell's frames. Steps go on as long as the
     film's `frames` are a multiple of the doubled number, and this number is at most half the longer side.
 
-    Returns:
-        Frames, height and width of the cell.
+    >>> cell_of(8, 8, 1), cell_of(8, 8, 4), cell_of(4, 4, 6)
+    ((1, 8, 8), (4, 4, 4), (2, 2, 4))
     """
     st = 1
     while frames % (st * 2) == 0 and st * 2 <= max(sy, sx) // 2:
@@ -124,14 +99,10 @@ def cell_of(sy: int, sx: int, frames: int) -> tuple[int, int, int]:
 
 
 def cells(grid: Grid, sy: int, sx: int, device: torch.device, st: int = 1) -> Cells:
-    """Cut a grid into cells, ordered by frame, row and column. Tokens beyond the last whole cells are ``uncovered``.
+    """Cut a grid into cells of `st` frames, `sy` rows and `sx` columns, ordered by frame, row and column.
 
-    Args:
-        grid: the grid.
-        sy: height of a cell in tokens. A frame of less height is one cell high.
-        sx: width of a cell in tokens. A frame of less width is one cell wide.
-        device: the device of the result.
-        st: number of frames of a cell. A grid of fewer frames is one cell long.
+    A frame of less height or width is one cell high or wide, a grid of fewer frames one cell long. Tokens beyond the
+    last whole cells are ``uncovered``.
     """
     frames, height, width = grid.frames, grid.height // grid.frames, grid.width
     st, sy, sx = min(st, frames), min(sy, height), min(sx, width)
@@ -144,16 +115,12 @@ def cells(grid: Grid, sy: int, sx: int, device: torch.device, st: int = 1) -> Ce
     return Cells(members, torch.cat([right.reshape(-1), below.reshape(-1), after.reshape(-1)]))
 
 
-def split_cells(parts: Cells, draw: Draw | None) -> tuple[torch.Tensor, torch.Tensor]:
+def split_cells(parts: Cells, draw: Draw | None) -> tuple[Tensor, Tensor]:
     """Split tokens into destinations, one for each cell, and sources: all other tokens, the uncovered ones last.
 
-    Args:
-        parts: the cells.
-        draw: decides which token of a cell is its destination; None takes the first (top left).
-
-    Returns:
-        Numbers of tokens: destinations, int64 ``(times, cells)``, in the order of the cells, and sources, int64
-        ``(times, tokens - cells)``. ``times`` is the number of timesteps of `draw`; 1 if there are none.
+    `draw` decides which token of a cell is its destination; None takes the first (top left). Results are numbers of
+    tokens, int64 ``(times, cells)``, in the order of the cells, and ``(times, tokens - cells)``: a row for each
+    timestep of `draw`, one row if there are none.
     """
     count, size = parts.members.shape
     device = parts.members.device
@@ -169,22 +136,16 @@ def split_cells(parts: Cells, draw: Draw | None) -> tuple[torch.Tensor, torch.Te
     return destinations, torch.cat([sources.reshape(samples, -1), parts.uncovered.expand(samples, -1)], 1)
 
 
-_CACHE: OrderedDict[tuple, tuple[torch.Tensor, ...]] = OrderedDict()  # the cache of `cached_result`
+_CACHE: OrderedDict[tuple, tuple[Tensor, ...]] = OrderedDict()  # the cache of `cached_result`
 _MOST = 64  # entries of that cache
 
 
-def cached_result(
-    make: Callable[..., tuple[torch.Tensor, ...]], x: torch.Tensor, *args: Hashable
-) -> tuple[torch.Tensor, ...]:
+def cached_result(make: Callable[..., tuple[Tensor, ...]], x: Tensor, *args: Hashable) -> tuple[Tensor, ...]:
     """Return ``make(*args, x.device)``, from a cache if possible. Callers must not change the result's tensors.
 
-    A full cache (64 results) drops the result that was made first, even if it was used lately. The cache is neither
-    read nor filled during the capture of a CUDA graph, or if `x` is on the meta device or a tracer's tensor subclass.
-
-    Args:
-        make: makes a tuple of tensors. Its result must depend on nothing but its arguments.
-        x: a tensor, of which only the device is used.
-        args: the other arguments of `make`.
+    The result of `make` must depend on nothing but its arguments. A full cache drops the oldest result, even if it was
+    used lately. During the capture of a CUDA graph, on the meta device, and for a tracer's tensor subclass, the cache
+    is neither read nor filled.
     """
     plain = type(x) is torch.Tensor and not x.is_meta
     if not plain or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -201,37 +162,23 @@ def cached_result(
     return tensors
 
 
-def split_grid(
-    grid: Grid, sy: int, sx: int, draw: Draw | None, x: torch.Tensor, st: int = 1
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split the tokens of a grid into destinations and sources, as `split_cells` does with the result of `cells`.
-
-    Of `x` only the device is used. Without a draw, the tensors come from a cache and must not be changed.
-    """
+def split_grid(grid: Grid, sy: int, sx: int, draw: Draw | None, x: Tensor, st: int = 1) -> tuple[Tensor, Tensor]:
+    """Return `split_cells` of `cells`, on the device of `x`. Without a draw, it is cached and must not be changed."""
     if draw is None:
         return cached_result(_split_first, x, grid, sy, sx, st)
     return split_cells(cells(grid, sy, sx, x.device, st), draw)
 
 
-def _split_first(grid: Grid, sy: int, sx: int, st: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return destinations and sources, see `split_cells`, without a draw; a function for `cached_result`."""
+def _split_first(grid: Grid, sy: int, sx: int, st: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return `split_grid` without a draw, for `cached_result`."""
     return split_cells(cells(grid, sy, sx, device, st), None)
 
 
-def draw_choices(draw: Draw, count: int, choices: int, device: torch.device) -> torch.Tensor:
-    """Return pseudo-random integers for each timestep of a draw.
+def draw_choices(draw: Draw, count: int, choices: int, device: torch.device) -> Tensor:
+    """Return pseudo-random integers from 0 to ``choices - 1``, int64 ``(times, count)``: a row for each timestep.
 
-    A number is a hash of seed, level, time (rounded to an integer) and position. So no random generator changes, both
-    halves of classifier-free guidance get the same numbers even in separate calls, and so does every device.
-
-    Args:
-        draw: the inputs of the hash.
-        count: how many numbers to draw for each timestep.
-        choices: numbers are from 0 to ``choices - 1``.
-        device: the device of the result.
-
-    Returns:
-        int64 ``(times, count)``: a row for each timestep of `draw`, one row if its time is None.
+    A number is a hash of seed, level, time (rounded; None gives one row) and position. So no random generator changes,
+    and both halves of classifier-free guidance, even in separate calls, get the same numbers, and so does every device.
     """
     # to float32 before the tensor moves, because MPS has no float64
     time = torch.zeros(1, device=device) if draw.time is None else draw.time.float()
@@ -243,10 +190,8 @@ def draw_choices(draw: Draw, count: int, choices: int, device: torch.device) -> 
 
 
 def hash_31_bits(value):
-    """Return a hash of 31 bits of a number of 31 bits, an int or an int64 tensor.
-
-    Every product is cut to 31 bits. Divisions replace shifts, which DirectML does not support.
-    """
+    """Return a hash of 31 bits of a number of 31 bits, an int or an int64 tensor."""
+    # divisions, because DirectML does not support shifts
     value = ((value ^ value // 2**16) * 0x45D9F3B) & _MASK
     value = ((value ^ value // 2**15) * 0x2C1B3C6D) & _MASK
     return value ^ value // 2**16

@@ -1,10 +1,8 @@
 """The features that a match compares, and the similarity of two tokens.
 
-A match compares the block's input by cosine, as tomesd does, or the keys and values of self-attention by distance. Both
-are a dot product plus a term of one side alone, so one search serves both: ``q.k`` is highest for the highest cosine if
-keys have length 1, and ``q.k - |k|^2 / 2`` is highest for the smallest distance.
-
-Merging moves each key and value to the mean of its group, so their distance is what matters (docs/methods.md).
+A match compares the block's input by cosine, as tomesd does, or the keys and values of self-attention by distance:
+merging moves each of these to the mean of its group (docs/methods.md). One search serves both. ``q.k`` is highest for
+the highest cosine if keys have length 1, and ``q.k - |k|^2 / 2`` is highest for the smallest distance.
 """
 
 from __future__ import annotations
@@ -23,15 +21,8 @@ _TINY = 1e-12  # keeps a token of zeros at similarity 0
 def of_unit_spread(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Return keys and values side by side, centred over the tokens and scaled to a variance of 1 in each sample.
 
-    A sample has one factor for all channels of the keys, and another for the values, so both count the same in any
-    model. Constant inputs give 0.
-
-    Args:
-        keys: ``(batch, tokens, channels)``, without gradient.
-        values: of the same shape, without gradient.
-
-    Returns:
-        ``(batch, tokens, 2 * channels)``, in the dtype of the inputs.
+    Both are ``(batch, tokens, channels)`` without gradient. A sample has one factor for all channels of the keys, and
+    another for the values, so both count the same in any model. Constant inputs give 0.
     """
     features = torch.cat([keys, values], -1)
     features -= features.mean(1, keepdim=True)
@@ -46,14 +37,8 @@ def of_unit_spread(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 def keys_to_search(rows: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return keys and a bias with which `methods.base.best_keys` finds the row that is most similar to a query.
 
-    Args:
-        rows: ``(batch, keys, channels)``, any float dtype.
-        by_distance: the most similar row is the nearest, not that of the highest cosine.
-
-    Returns:
-        Keys ``(batch, keys, channels)``; a bias, float32 ``(batch, keys)``, or None if compared by cosine. Keys are
-        float32, except that rows of half precision keep their dtype if compared by distance: tensor cores then
-        multiply them in one step.
+    Keys, ``(batch, keys, channels)``, are float32, except that rows of half precision keep their dtype if compared by
+    distance: tensor cores then multiply them in one step. The bias is float32 ``(batch, keys)``, or None by cosine.
     """
     if not by_distance:
         return directions(rows), None
@@ -62,10 +47,7 @@ def keys_to_search(rows: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor,
 
 
 def keys_of_rows(x: torch.Tensor, rows: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the tokens whose numbers are in `rows` as keys and a bias, see `keys_to_search`.
-
-    `x` is ``(batch, tokens, channels)``, `rows` int64 ``(batch or 1, keys)``.
-    """
+    """Return the tokens of `x` that `rows` numbers, int64 ``(batch or 1, keys)``, as `keys_to_search` does."""
     if by_distance and rows.shape[0] == 1 and kernels.ready(x):
         batch, tokens, channels = x.shape
         (offsets,) = cached_result(_offsets_of_single_rows, x, rows.shape[1])
@@ -76,15 +58,9 @@ def keys_of_rows(x: torch.Tensor, rows: torch.Tensor, by_distance: bool) -> tupl
 
 
 def keys_of_groups(plan: MergePlan, x: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the means of a plan's groups as keys and a bias, see `keys_to_search`.
+    """Return the means of a plan's groups as keys and a bias, see `keys_to_search`; by cosine, `x` are directions.
 
-    The bias is minus infinity for empty groups, so a search never finds them. It is never None: by cosine, it is 0 for
-    other groups.
-
-    Args:
-        plan: the plan.
-        x: ``(batch, tokens, channels)``; the tokens' directions if compared by cosine.
-        by_distance: compare by distance, not by cosine.
+    The bias is never None: minus infinity for empty groups, so a search never finds them; else 0 if compared by cosine.
     """
     if by_distance and (centres := plan.centres(x)) is not None:
         return centres
@@ -94,7 +70,7 @@ def keys_of_groups(plan: MergePlan, x: torch.Tensor, by_distance: bool) -> tuple
 
 
 def _offsets_of_single_rows(count: int, device: torch.device) -> tuple[torch.Tensor]:
-    """Return the offsets for `kernels.mean_rows` of `count` groups of one row each, as a tuple of one tensor."""
+    """Return the offsets for `kernels.mean_rows` of `count` groups of one row each, for `cached_result`."""
     return (torch.arange(count + 1, device=device),)
 
 
@@ -104,18 +80,10 @@ def directions(rows: torch.Tensor) -> torch.Tensor:
 
 
 def make_comparable(score: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, by_distance: bool) -> torch.Tensor:
-    """Turn the scores of a search into scores that can be compared between queries.
+    """Turn the scores of a search into cosines or minus half squared distances, which are comparable between queries.
 
-    The scores of a search lack the length of the query. The result is the cosine, or minus half the squared distance.
-
-    Args:
-        score: the scores of `methods.base.best_keys`, float32 ``(batch, queries)``.
-        x: ``(batch, tokens, channels)``.
-        rows: the tokens that are the queries, int64 ``(batch or 1, queries)``.
-        by_distance: the tokens were compared by distance, not by cosine.
-
-    Returns:
-        ``(batch, queries)``.
+    The scores of `methods.base.best_keys` lack the query's length. `rows` numbers the queries, int64
+    ``(batch or 1, n)``.
     """
     length = torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
     length = length.gather(1, rows.expand(x.shape[0], -1))

@@ -30,15 +30,7 @@ def to_exact(x: torch.Tensor) -> torch.Tensor:
 
 
 def take_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return some tokens of each sample.
-
-    Args:
-        x: ``(batch, tokens, channels)``, any dtype.
-        index: numbers of tokens within a sample, int64 ``(batch or 1, rows)``. One row serves every sample.
-
-    Returns:
-        ``(batch, rows, channels)``.
-    """
+    """Return the tokens of `x` with the numbers `index`, int64 ``(batch or 1, rows)``. One row serves every sample."""
     if index.shape[0] == 1 and not (x.requires_grad and torch.is_grad_enabled()):
         return x.index_select(1, index[0])  # as fast as a gather, and needs no flat indices
     # One gather of flat rows: an index expanded over channels is 4 times as slow on a CPU.
@@ -85,10 +77,7 @@ class MergePlan:
         self.cache: dict[tuple, Any] = {}  # because one plan merges several tensors
 
     def repeat(self, times: int) -> MergePlan:
-        """Return the plan for `times` copies of its samples, one after the other.
-
-        The result is this plan itself if `times` is 1 or if one row serves every sample.
-        """
+        """Return the plan for `times` copies of its samples in a row; itself if `times` or its number of rows is 1."""
         if times == 1 or self.group.shape[0] == 1:
             return self
         return MergePlan(self.group.repeat(times, 1), self.num_groups, self.groups_per_window)
@@ -106,24 +95,18 @@ class MergePlan:
     def log_sizes(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the logarithm of each group's size, ``(batch or 1, groups)``; `EMPTY_LOGIT` for an empty group.
 
-        Added to the logits of merged keys, it lets a merged key weigh as much as its tokens did (proportional
-        attention: ToMe, arXiv 2210.09461, section 3).
+        Added to the logits of merged keys, it lets a merged key weigh as much as its tokens did.
         """
         self._count()  # if a kernel counts, it stores the logits as well
         exact = self._once(("logits", torch.float32), lambda: self._count().log().clamp(min=EMPTY_LOGIT))
         return self._once(("logits", dtype), lambda: exact.to(dtype))
 
     def merge(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the mean of each group; 0 for an empty group.
+        """Return the mean of each group, ``(batch, groups, channels)`` in the dtype of `x`; 0 for an empty group.
 
-        Sums are in float32 or float64: 4,096 sums in half precision lose three digits. Equal inputs give equal bits.
-        Differentiable. ``merge(unmerge(y)) == y`` for every group that has a token.
-
-        Args:
-            x: ``(batch, tokens, channels)``, any float dtype.
-
-        Returns:
-            ``(batch, groups, channels)`` in the dtype of `x`.
+        `x` is ``(batch, tokens, channels)``, any float dtype. Sums are in float32 or float64: 4,096 sums in half
+        precision lose three digits. Equal inputs give equal bits. Differentiable. ``merge(unmerge(y)) == y`` for groups
+        with a token.
 
         Raises:
             ValueError: the shape of `x` does not fit the plan.
@@ -131,10 +114,8 @@ class MergePlan:
         rows, count = self.group.shape
         if x.dim() != 3 or x.shape[1] != count or rows not in (1, x.shape[0]):
             self._check(x, count, "tokens")
-        if x.device.type in kernels.DEVICES:
-            means = self._means_by_kernel(x)
-            if means is not None:
-                return means.mean
+        if x.device.type in kernels.DEVICES and (means := self._means_by_kernel(x)):
+            return means.mean
         batch, flat = x.shape[0], x.flatten(0, 1)
         if x.is_cuda:  # embedding_bag sums each group in one thread, so the order of additions is fixed
             order, offsets = self._flat_segments(batch)
@@ -153,16 +134,10 @@ class MergePlan:
         return mean if exact is flat else mean.to(x.dtype)
 
     def centres(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return the means of the groups, with the bias that a search by distance adds to their scores.
+        """Return `merge` of `x` and a bias for a search by distance, `methods.base.best_keys`; None without a kernel.
 
-        The search is `methods.base.best_keys`. Not differentiable.
-
-        Args:
-            x: ``(batch, tokens, channels)``.
-
-        Returns:
-            The means, ``(batch, groups, channels)`` in the dtype of `x`; minus half their squared lengths, float32
-            ``(batch, groups)``, minus infinity for an empty group. None if no kernel can compute both.
+        The bias is minus half the means' squared lengths, float32 ``(batch, groups)``, minus infinity for an empty
+        group.
         """
         means = self._means_by_kernel(x.detach(), bias=True)
         return None if means is None else (means.mean, means.bias)
@@ -170,16 +145,11 @@ class MergePlan:
     def merge_pair(
         self, keys: torch.Tensor, values: torch.Tensor, exact: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return the means of the groups of two tensors, from one kernel if there is one.
-
-        Args:
-            keys: ``(batch, tokens, channels)``.
-            values: of the same shape and dtype.
-            exact: return the means of the values before rounding as well.
+        """Return the means of the groups of two tensors of one shape and dtype, from one kernel if there is one.
 
         Returns:
-            Merged keys and values, ``(batch, groups, channels)`` in the inputs' dtype; the merged values in float32
-            (float64 for float64 inputs), or None if `exact` is False.
+            Merged keys and values, as `merge` returns them. If `exact`, the merged values before rounding, float32
+            (float64 for float64 inputs), else None.
 
         Raises:
             ValueError: the shape does not fit the plan.
@@ -192,15 +162,9 @@ class MergePlan:
         return means.to(keys.dtype), summed.to(values.dtype), summed
 
     def unmerge(self, y: torch.Tensor) -> torch.Tensor:
-        """Give every token the row of its group.
+        """Give every token the row of its group: ``(batch, groups, channels)`` to ``(batch, tokens, channels)``.
 
-        Differentiable. A second merge and unmerge changes nothing: ``unmerge(merge(x))`` is idempotent.
-
-        Args:
-            y: ``(batch, groups, channels)``, any dtype.
-
-        Returns:
-            ``(batch, tokens, channels)``.
+        For any dtype. Differentiable. A second merge and unmerge changes nothing: ``unmerge(merge(x))`` is idempotent.
 
         Raises:
             ValueError: the shape of `y` does not fit the plan.
@@ -211,16 +175,13 @@ class MergePlan:
         return flat.view(batch, self.group.shape[1], channels)
 
     def _once(self, key: tuple, make: Callable[[], Any]) -> Any:
-        """Return the cached value of a key. The first call for a key makes the value."""
+        """Return the cached value of a key, made by the first call for the key."""
         if key not in self.cache:
             self.cache[key] = make()
         return self.cache[key]
 
     def _count(self) -> torch.Tensor:
-        """Return the sizes of the groups, float32 ``(batch or 1, groups)``.
-
-        They are exact up to 2**24 tokens. MPS cannot add int64.
-        """
+        """Return the sizes of the groups, ``(batch or 1, groups)``: float32, exact to 2**24, as MPS adds no int64."""
         if ("sizes",) not in self.cache and not self._count_by_kernel():
             if self.group.is_cuda:
                 # By sorting: atomics on CUDA are refused under torch.use_deterministic_algorithms.
@@ -264,26 +225,17 @@ class MergePlan:
                              f"expected [{rows if rows > 1 else 'B'}, {count} {unit}, C]")
 
     def _flat_groups(self, batch: int) -> torch.Tensor:
-        """Return the group of each token of `batch` samples, int64 ``(batch * tokens,)``, cached.
-
-        Group g of sample s has the number ``s * num_groups + g``.
-        """
+        """Return each token's group plus ``sample * num_groups``, int64 ``(batch * tokens,)``, cached."""
         return self._once(("rows", batch), lambda: _flat_rows(self.group, batch, self.num_groups))
 
     def _sorted_segments(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tokens sorted by group, and where each group starts, as `_segments` does, cached.
-
-        If a kernel sorts, it also caches the logits of `log_sizes` in `dtype`.
-        """
+        """Return `_segments`, cached. If a kernel sorts, it also caches the logits of `log_sizes` in `dtype`."""
         if ("segments",) not in self.cache and not self._count_by_kernel(dtype):
             self.cache["segments",] = _segments(self.group, self.num_groups)
         return self.cache["segments",]
 
     def _flat_segments(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tokens of `batch` samples sorted by group, and where each group starts, as `_segments` does.
-
-        A row that serves several samples is sorted once.
-        """
+        """Return `_segments` of `batch` samples. A row that serves several samples is sorted once."""
         order, offsets = self._sorted_segments()
 
         def shifted() -> tuple[torch.Tensor, torch.Tensor]:
@@ -294,16 +246,7 @@ class MergePlan:
 
 
 def _segments(group: torch.Tensor, num_groups: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sort tokens by group. Tokens of one group keep their order.
-
-    Args:
-        group: the group of each token, int64 ``(rows, tokens)``.
-        num_groups: number of groups of a row.
-
-    Returns:
-        The sorted tokens, int64 ``(rows * tokens,)``; where each group starts among them, ``(rows * groups + 1,)``.
-        Tokens and groups are numbered over all rows.
-    """
+    """Return the tokens sorted stably by group, and each group's start, then the end; numbered over all rows."""
     rows = group.shape[0]
     # the shortest integers that hold the numbers, because a GPU sorts eight bits at a time, in two kernels each
     short = torch.int16 if rows * num_groups < 2**15 else torch.int32

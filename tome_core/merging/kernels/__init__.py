@@ -1,12 +1,9 @@
 """Optional Triton kernels for the steps of a match and of a correction.
 
-Triton is imported when a kernel could serve a tensor for the first time. Torch's operators do the same work if Triton
-is missing or fails, if ``TOME_CORE_TRITON=0`` is in the environment, and while torch.compile traces. Their results are
-equal up to the order in which numbers are added.
-
-Each kernel is checked on the device where it runs. For each set of constants that it is compiled for, its first result
-is compared with the result of torch's operators (`proof`). A kernel that differs, or that cannot run, is off until the
-process ends.
+Triton is imported when a kernel could serve a tensor for the first time. Torch's operators do the same work, up to the
+order of additions, if Triton is missing or fails, if ``TOME_CORE_TRITON=0`` is in the environment, and while
+torch.compile traces. For each device and set of constants, a kernel's first result is compared with that of torch's
+operators (`proof`). A kernel that differs, or that cannot run, is off until the process ends.
 
 A function of this package returns None if its kernel could not run. Its caller then uses torch's operators.
 """
@@ -22,6 +19,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from .proof import find_fault
 
@@ -51,36 +49,29 @@ def notes() -> tuple[str, ...]:
                  for reason, name in names.items())  # fmt: skip
 
 
-def ready(x: torch.Tensor) -> bool:
+def ready(x: Tensor) -> bool:
     """Return whether the tensor is float32, float16 or bfloat16 on a device that is `available`."""
     return x.dtype in _DTYPES and available(x.device)
 
 
-def ready_for_halves(x: torch.Tensor) -> bool:
+def ready_for_halves(x: Tensor) -> bool:
     """Return whether the tensor is float16 or bfloat16 on a device that is `available`."""
     return x.dtype in _DTYPES[1:] and available(x.device)
 
 
 def available(device: torch.device) -> bool:
-    """Return whether there are kernels for a device; False while torch.jit traces or kernels are off.
-
-    Single kernels that are off do not count. Imports Triton if the device is a GPU.
-    """
+    """Return whether a device has kernels, after importing Triton; False while torch.jit traces or all are off."""
     if device.type not in DEVICES or torch.jit.is_tracing():
         return False
     return _supports(device) and _module() is not None
 
 
-def can_fit_all_heads(q: torch.Tensor) -> bool:
-    """Return whether `first_order`, `attend_sample` and `ridge` can fit a correction to all heads of `q` at once.
-
-    `q`, ``(batch, tokens, heads, head_dim)``, has to be in half precision on an available device, with at most
-    `RIDGE_WIDEST` (64) channels in a head, and must not need a gradient.
-    """
+def can_fit_all_heads(q: Tensor) -> bool:
+    """Return whether kernels can fit a correction to all heads of `q` ``(batch, tokens, heads, head_dim)`` at once."""
     return q.shape[3] <= RIDGE_WIDEST and ready_for_halves(q) and not needs_gradient(q)
 
 
-def needs_gradient(*tensors: torch.Tensor) -> bool:
+def needs_gradient(*tensors: Tensor) -> bool:
     """Return whether gradients are enabled and a tensor requires one. Kernels do not support this."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
@@ -92,26 +83,15 @@ def _supports(device: torch.device) -> bool:
 
 
 def best_keys(
-    x: torch.Tensor, rows: torch.Tensor | None, keys: torch.Tensor, bias: torch.Tensor | None, lengths: bool = False
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Find the key with the highest score for each query. A score is a dot product plus the key's bias.
+    x: Tensor, rows: Tensor | None, keys: Tensor, bias: Tensor | None, lengths: bool = False
+) -> tuple[Tensor, Tensor] | None:
+    """Do the work of `methods.base.best_keys`, with tensors of any strides; None if the kernel could not run.
 
-    Sums are in float32. If keys are float32 and queries half precision, keys are split into several numbers of half
-    precision that together hold all digits: there is no TF32, and keys are not rounded. Of equal scores the first
-    wins. A NaN never wins; key 0 with minus infinity is returned if all scores are NaN. The bits of a result do not
-    depend on the other samples of the batch.
-
-    Args:
-        x: ``(batch or 1, tokens, channels)``, float32, float16 or bfloat16, any strides.
-        rows: the tokens that are queries, int64 ``(batch or 1, queries)``; None for all.
-        keys: ``(batch, keys, channels)``, float32 or the dtype of `x`, at least one key, any strides. With float16
-            queries, keys must be in the range of float16, as directions and means of these queries are.
-        bias: is added to the scores, float32 ``(batch, keys)``; None for no bias.
-        lengths: subtract half of each query's squared length from its score.
-
-    Returns:
-        Highest scores, float32, and the numbers of their keys, int64, both ``(batch, queries)``; None if the kernel
-        could not run.
+    `lengths` subtracts half of each query's squared length from its score. Float32 keys of queries in half precision
+    are split into several numbers of half precision that together hold all digits: there is no TF32, and keys are not
+    rounded. So keys of float16 queries must be in the range of float16, as directions and means of these queries are.
+    Of equal scores the first wins. A NaN never wins; key 0 with minus infinity is returned if all scores are NaN. The
+    bits of a result do not depend on the other samples of the batch.
     """
     batch, count = keys.shape[0], x.shape[1] if rows is None else rows.shape[1]
     score, index = (torch.empty(batch, count, dtype=kind, device=keys.device) for kind in (torch.float32, torch.int64))
@@ -121,41 +101,24 @@ def best_keys(
 
 
 class Means(NamedTuple):
-    """The result of `mean_rows`. Rows are ordered by copy (sample), then by group.
+    """The result of `mean_rows`, None where not requested. Rows are ordered by copy (sample), then by group."""
 
-    Args:
-        mean: the mean of the rows of each group, ``(copies * groups, channels)`` in the dtype of the rows.
-        bias: minus half the squared length of each rounded mean, float32 ``(copies * groups,)``, minus infinity for an
-            empty group; None if not requested.
-        values: the means of a second tensor, of the same form; None if not requested.
-        exact: the means of the second tensor in float32, not rounded; None if not requested or without values.
-    """
-
-    mean: torch.Tensor
-    bias: torch.Tensor | None
-    values: torch.Tensor | None
-    exact: torch.Tensor | None
+    mean: Tensor  # of each group's rows, (copies * groups, channels) in their dtype
+    bias: Tensor | None  # minus half the squared length of each rounded mean, minus infinity for an empty group
+    values: Tensor | None  # the means of the second tensor, of the same form
+    exact: Tensor | None  # the means of the second tensor in float32, not rounded
 
 
 def mean_rows(
-    x: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor, tokens: int, bias: bool = False,
-    values: torch.Tensor | None = None, exact: bool = True,
+    x: Tensor, order: Tensor, offsets: Tensor, tokens: int, bias: bool = False,
+    values: Tensor | None = None, exact: bool = True,
 ) -> Means | None:  # fmt: skip
-    """Return the mean of the rows of each group; 0 for an empty group.
+    """Return the mean of the rows of each group, 0 for an empty group; None if the kernel could not run.
 
-    Sums are in float32. One program sums a group in a fixed order, so equal inputs give equal bits. Not differentiable.
-
-    Args:
-        x: ``(copies * tokens, channels)``, any strides. The same groups apply to each copy (a sample, for instance).
-        order: the numbers of one copy's rows, sorted by group, int64. A row may be in no group.
-        offsets: where each group starts in `order`, then the length of `order`, int64 ``(groups + 1,)``.
-        tokens: number of rows of one copy.
-        bias: compute minus half the squared length of each mean as well.
-        values: a second tensor of the form of `x`, whose means are computed as well; None for no second tensor.
-        exact: return the means of `values` in float32 as well; without effect if `values` is None.
-
-    Returns:
-        The means; None if the kernel could not run.
+    `x` and `values`, a second tensor, are ``(copies * tokens, channels)``, any strides; the same groups apply to each
+    copy (a sample, for instance). `order` has the numbers of one copy's rows, sorted by group, int64; a row may be in
+    no group. `offsets` has each group's start in `order`, then its length, int64 ``(groups + 1,)``. Sums are in
+    float32, in a fixed order, so equal inputs give equal bits. Not differentiable.
     """
     shape, both = (x.shape[0] // tokens * (offsets.shape[0] - 1), x.shape[1]), values is not None
     means = Means(
@@ -170,39 +133,22 @@ def mean_rows(
 
 
 class Segments(NamedTuple):
-    """The tokens sorted by row (sample) and group, and the sizes of the groups.
+    """The tokens sorted by row (sample) and group, and the sizes of the groups."""
 
-    Args:
-        order: the sorted tokens, int64 ``(rows * tokens,)``. Token t of row r has the number ``r * tokens + t``.
-            Tokens of one group keep their order.
-        offsets: where each group of each row starts in `order`, then the length of `order`, int64
-            ``(rows * groups + 1,)``.
-        sizes: the number of tokens of each group, float32 ``(rows, groups)``.
-        logs: logarithms of the sizes, and `empty` of `segments` for size 0, float32 ``(rows, groups)``.
-        rounded: the same as `logs`, in the requested dtype.
-    """
-
-    order: torch.Tensor
-    offsets: torch.Tensor
-    sizes: torch.Tensor
-    logs: torch.Tensor
-    rounded: torch.Tensor
+    # token t of row r has the number r * tokens + t, int64 (rows * tokens,); tokens of one group keep their order
+    order: Tensor
+    offsets: Tensor  # each group's start in `order`, then its length, int64 (rows * groups + 1,)
+    sizes: Tensor  # the number of tokens of each group, float32 (rows, groups)
+    logs: Tensor  # logarithms of the sizes, `empty` of `segments` for size 0, float32 (rows, groups)
+    rounded: Tensor  # the same in the requested dtype
 
 
-def segments(group: torch.Tensor, num_groups: int, empty: float, dtype: torch.dtype) -> Segments | None:
-    """Sort tokens by group and count them.
+def segments(group: Tensor, num_groups: int, empty: float, dtype: torch.dtype) -> Segments | None:
+    """Sort tokens by their groups, int64 ``(rows, tokens)``, and count them.
 
-    Each program goes through all tokens of a row for a few groups, in a fixed order, without a sort and without
-    atomics.
-
-    Args:
-        group: the group of each token, int64 ``(rows, tokens)``.
-        num_groups: number of groups of a row.
-        empty: a finite number that stands for the logarithm of 0.
-        dtype: the dtype of `Segments.rounded`.
-
-    Returns:
-        The segments; None if the kernel could not run, or if ``tokens * num_groups`` exceeds `_COUNTED_UP_TO`.
+    `empty` is a finite number that stands for the logarithm of 0, `dtype` that of `Segments.rounded`. Each program goes
+    through all tokens of a row for a few groups, in a fixed order, without a sort and without atomics. None if the
+    kernel could not run, or if ``tokens * num_groups`` exceeds `_COUNTED_UP_TO`.
     """
     rows, tokens = group.shape
     if tokens * num_groups > _COUNTED_UP_TO or not available(group.device):
@@ -216,25 +162,14 @@ def segments(group: torch.Tensor, num_groups: int, empty: float, dtype: torch.dt
     return result if launch(group, ("segments", dtype), group, *result, empty) else None
 
 
-def assign_groups(
-    score: torch.Tensor, index: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, removed: int
-) -> torch.Tensor | None:
-    """Return the group of each token after the sources with the highest scores have merged.
+def assign_groups(score: Tensor, index: Tensor, sources: Tensor, destinations: Tensor, removed: int) -> Tensor | None:
+    """Return the group of each token, in their order, after the sources with the `removed` highest scores have merged.
 
-    Groups of destinations come first, then those of the sources that stay, by falling score. The kernel compares all
-    pairs of scores.
-
-    Args:
-        score: the score of each source, float32 ``(batch, sources)``. Of equal scores the first merges first; NaN
-            merges before all numbers.
-        index: the best destination of each source, as an index into `destinations`, int64 ``(batch, sources)``.
-        sources: numbers of tokens, int64 ``(batch or 1, sources)``.
-        destinations: numbers of tokens, int64 ``(batch or 1, destinations)``.
-        removed: number of sources that merge.
-
-    Returns:
-        int64 ``(batch, sources + destinations)``, in the order of the tokens' numbers; None if the kernel could not run
-        or there are more than 16,384 sources.
+    Groups of destinations come first, then those of the sources that stay, by falling score. `score`, float32, and
+    `index`, places in `destinations`, have each source's best destination, ``(batch, sources)``. `sources` and
+    `destinations` are numbers of tokens, ``(batch or 1, ...)``. Indices are int64. Of equal scores the first merges
+    first; NaN merges before all numbers. None if the kernel, which compares all pairs of scores, could not run or has
+    more than 16,384 sources.
     """
     batch, count = index.shape
     if count * count > _COMPARED_UP_TO or not available(index.device):
@@ -245,25 +180,13 @@ def assign_groups(
     return group if launch(index, ("assign_groups",), score, index, sources, destinations, removed, group) else None
 
 
-def first_order(
-    keys: torch.Tensor, values: torch.Tensor, group: torch.Tensor, means: torch.Tensor, heads: int, scale: float
-) -> torch.Tensor | None:
+def first_order(keys: Tensor, values: Tensor, group: Tensor, means: Tensor, heads: int, scale: float) -> Tensor | None:
     """Return sums over tokens of ``k^T (v - v_g) scale``, where ``v_g`` is the mean value of the token's group.
 
-    Tokens are split into spans, runs of tokens whose length depends on the number of tokens alone. Each difference is
-    split into several numbers of half precision that together hold all digits of float32.
-
-    Args:
-        keys: ``(batch, tokens, heads * head_dim)``, half precision, any strides.
-        values: of the same form.
-        group: the group of each token, int64 ``(batch or 1, tokens)``.
-        means: mean value of each group, float32 ``(batch, groups, heads * head_dim)``, contiguous.
-        heads: number of heads.
-        scale: factor of the sums.
-
-    Returns:
-        A sum for each span, float32 ``(spans, batch * heads, head_dim, head_dim)``, for the caller to add up. None if
-        the kernel could not run or heads are wider than `WIDEST_HEAD`.
+    Keys and values are ``(batch, tokens, heads * head_dim)``, half precision, any strides; `group` is int64
+    ``(batch or 1, tokens)``, `means`, the groups' mean values, contiguous float32. Differences are split into numbers
+    of half precision that together hold all digits. The result has a sum for each span of tokens (`_span`), to be added
+    up: float32 ``(spans, batch * heads, head_dim, head_dim)``; None if no kernel ran or heads exceed `WIDEST_HEAD`.
     """
     batch, tokens, channels = keys.shape
     width, span = channels // heads, _span(tokens)
@@ -275,40 +198,22 @@ def first_order(
 
 
 class SampleAttention(NamedTuple):
-    """The outputs of attention for a few queries of each head, all in float32. For spans, see `first_order`.
+    """The outputs of attention for a few queries of each head, all in float32. For spans, see `first_order`."""
 
-    Args:
-        merged: outputs over merged keys, ``(batch * heads, queries, head_dim)``.
-        full: outputs over the keys of each span as if there were no others, of ``(spans,)`` + the shape of `merged`.
-        logs: logsumexp of the logits in each span, ``(spans, batch * heads, queries)``.
-    """
-
-    merged: torch.Tensor
-    full: torch.Tensor
-    logs: torch.Tensor
+    merged: Tensor  # outputs over merged keys, (batch * heads, queries, head_dim)
+    full: Tensor  # outputs over the keys of each span as if there were no others, (spans, *merged.shape)
+    logs: Tensor  # logsumexp of the logits in each span, (spans, batch * heads, queries)
 
 
 def attend_sample(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, merged_keys: torch.Tensor,
-    merged_values: torch.Tensor, bias: torch.Tensor, heads: int, scale: float,
+    q: Tensor, keys: Tensor, values: Tensor, merged_keys: Tensor,
+    merged_values: Tensor, bias: Tensor, heads: int, scale: float,
 ) -> SampleAttention | None:  # fmt: skip
-    """Compute attention of a few queries over merged keys and over all keys, in one kernel.
+    """Compute attention of a few queries over merged keys and over all keys; None if the kernel could not run.
 
-    All tensors have one dtype. All keys are split into the spans of `first_order`, so that a few queries keep a whole
-    GPU busy.
-
-    Args:
-        q: ``(batch, queries, heads * head_dim)``, half precision, any strides.
-        keys: ``(batch, tokens, heads * head_dim)``, any strides.
-        values: of the same form.
-        merged_keys: ``(batch, groups, heads * head_dim)``, contiguous.
-        merged_values: of the same form.
-        bias: is added to the logits of merged keys, ``(batch or 1, groups)``, finite.
-        heads: number of heads.
-        scale: factor of the logits.
-
-    Returns:
-        The outputs; None if the kernel could not run.
+    Tensors have one dtype, half precision, and the form ``(batch, ..., heads * head_dim)``. Those that are merged are
+    contiguous, others have any strides. `bias`, ``(batch or 1, groups)``, finite, is added to the logits of merged
+    keys. All keys are split into the spans of `first_order`, so that a few queries keep a whole GPU busy.
     """
     batch, tokens, channels = keys.shape
     width, span, count = channels // heads, _span(tokens), q.shape[1]
@@ -324,20 +229,13 @@ def _span(tokens: int) -> int:
     return max(512, -(-tokens // 8))
 
 
-def ridge(q: torch.Tensor, answers: SampleAttention, first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Fit a correction by ridge regression: the matrix and the constant that `correct` applies.
+def ridge(q: Tensor, answers: SampleAttention, first: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Fit a correction by ridge regression: the matrix and the constant that `correct` applies; None without a kernel.
 
-    In each head, it predicts the output over all keys, less that over merged keys, from the query and the latter. The
-    correction is 0 if `first` is 0 in the dtype of `q`: then merging loses nothing.
-
-    Args:
-        q: the queries of `attend_sample`. Heads have at most `RIDGE_WIDEST` channels.
-        answers: the result of `attend_sample`.
-        first: the sums of `first_order`, the first guess of the matrix.
-
-    Returns:
-        Matrix ``(batch * heads, 2 * head_dim, head_dim)`` and constant ``(batch * heads, 1, head_dim)``, in the dtype
-        of `q`; None if the kernel could not run.
+    In each head, it predicts the output over all keys, less that over merged keys, from the query and the latter. `q`
+    and `answers` are those of `attend_sample`, with at most `RIDGE_WIDEST` channels in a head; `first`, the sums of
+    `first_order`, is the first guess of the matrix. If it is 0 in the dtype of `q`, which the correction has, merging
+    loses nothing and the correction is 0.
     """
     width = first.shape[2]
     matrix = torch.empty(first.shape[1], 2 * width, width, dtype=q.dtype, device=q.device)
@@ -345,17 +243,11 @@ def ridge(q: torch.Tensor, answers: SampleAttention, first: torch.Tensor) -> tup
     return (matrix, constant) if launch(q, ("ridge", width, len(first)), q, *answers, first, matrix, constant) else None
 
 
-def correct(out: torch.Tensor, q: torch.Tensor, matrix: torch.Tensor, constant: torch.Tensor) -> torch.Tensor | None:
-    """Return ``out + q M1 + out M2 + b`` in each head, a new tensor. All tensors have one dtype.
+def correct(out: Tensor, q: Tensor, matrix: Tensor, constant: Tensor) -> Tensor | None:
+    """Return ``out + q M1 + out M2 + b`` in each head, a new tensor; None if no kernel ran or heads are too wide.
 
-    Args:
-        out: the output of attention, ``(batch, tokens, heads * head_dim)``, half precision.
-        q: the queries, of the same form.
-        matrix: ``M1`` above ``M2``, ``(batch * heads, 2 * head_dim, head_dim)``, contiguous.
-        constant: ``b``, ``(batch * heads, 1, head_dim)``, contiguous.
-
-    Returns:
-        The corrected output; None if the kernel could not run or heads are wider than `WIDEST_HEAD` (128).
+    `out` and `q` are ``(batch, tokens, heads * head_dim)``, all tensors of one half precision. `matrix` is ``M1`` above
+    ``M2``, ``(batch * heads, 2 * head_dim, head_dim)``, `constant` ``b``, ``(batch * heads, 1, head_dim)``; contiguous.
     """
     width = matrix.shape[2]
     if width > WIDEST_HEAD:
@@ -392,20 +284,14 @@ def _module() -> ModuleType | None:
     return _kernels
 
 
-def launch(x: torch.Tensor, variant: tuple[Any, ...], *arguments: Any) -> bool:
-    """Run a kernel, which fills some of its arguments, and check the result unless an earlier result was right.
+def launch(x: Tensor, variant: tuple[Any, ...], *arguments: Any) -> bool:
+    """Run the kernel `variant[0]`, which fills some of `arguments`; False if the caller must use torch's operators.
 
-    A kernel that cannot be compiled or launched, or whose result is wrong, is off until the process ends, with all
-    constants. If memory is too small, only this run fails, and so does an unchecked run that cannot be checked:
-    during the capture of a CUDA graph, or with inputs that are not finite.
-
-    Args:
-        x: a tensor of the device (one that is `available`) and dtype for which the kernel is compiled.
-        variant: the name of the kernel, and the other constants for which it is compiled.
-        arguments: the arguments of the function of this name in `triton_kernels`.
-
-    Returns:
-        True if the filled tensors can be used; False if the caller must use torch's operators.
+    A result is checked unless an earlier one of the same key was right. A kernel that cannot be compiled or launched,
+    or whose result is wrong, is off until the process ends, with all constants. If memory is too small, only this run
+    fails, and so does an unchecked run that cannot be checked: during the capture of a CUDA graph, or with inputs that
+    are not finite. The kernel is compiled for the other constants in `variant`, and for the dtype and the device (an
+    `available` one) of `x`. `arguments` are those of its function in `triton_kernels`.
     """
     kernels, name = _module(), variant[0]
     if kernels is None or name in _off:
@@ -427,11 +313,7 @@ def launch(x: torch.Tensor, variant: tuple[Any, ...], *arguments: Any) -> bool:
 
 
 def _proves_itself(key: tuple, arguments: tuple[Any, ...]) -> bool:
-    """Return whether a kernel's result is right, and keep the key if it is, so that no later run is checked.
-
-    A wrong result turns the kernel off for all keys. If inputs are not finite, the check means nothing: the answer is
-    False, the kernel stays on, and the next run is checked. A key is name, constants, device and dtype.
-    """
+    """Check a kernel's first result, see `launch`. A right one is kept by its key: name, constants, device, dtype."""
     fault = find_fault(key[0], arguments)
     if fault == "":
         _verified.add(key)

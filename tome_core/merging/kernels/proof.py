@@ -13,44 +13,32 @@ _SCORES_AT_ONCE, _CHANNELS, _TOKENS = 2**23, 64, 4096  # sizes of pieces, which 
 
 
 class Output(NamedTuple):
-    """One output of a kernel, or a part of it, with the expected values.
+    """One output of a kernel, or a part of it, with the expected values."""
 
-    Args:
-        name: a name for messages.
-        found: the values of the kernel.
-        expected: the values of torch's operators.
-        allowed: the largest allowed difference of each element.
-    """
-
-    name: str
+    name: str  # for messages
     found: Tensor
     expected: Tensor
-    allowed: Tensor | float
+    allowed: Tensor | float  # the largest allowed difference of each element
 
 
 def find_fault(name: str, arguments: tuple[Any, ...]) -> str | None:
-    """Compare what a kernel filled with what torch's operators compute. Waits for the device once.
+    """Compare what a kernel filled with torch's operators: a message on the first wrong output; "" if nothing is wrong.
 
-    Args:
-        name: the name of the kernel.
-        arguments: the arguments of its function in `triton_kernels`, the filled tensors included.
-
-    Returns:
-        A message that describes the first wrong output; "" if nothing is wrong; None if the inputs are not finite, so
-        that the comparison means nothing.
+    None if the inputs are not finite, so that the comparison means nothing. Waits for the device once. `arguments` are
+    those of the kernel's function in `triton_kernels`, with the tensors filled.
     """
-    check = _CHECKS[name]
+    check, finite = _CHECKS[name]
     if arguments[0].device.type == "xpu":  # small XPUs have no float64
         arguments = tuple(value.cpu() if torch.is_tensor(value) else value for value in arguments)
-    excesses = [_excess(output) for output in check.outputs(*arguments)]  # one output at a time is in memory
-    inputs = [value for value in arguments[: check.finite] if torch.is_tensor(value)]
+    excesses = [_excess(output) for output in check(*arguments)]  # one output at a time is in memory
+    inputs = [value for value in arguments[:finite] if torch.is_tensor(value)]
     is_finite = torch.stack([tensor.isfinite().all() for tensor in inputs]).all()
     was_finite, *worst = torch.stack([is_finite.to(torch.float64), *excesses]).tolist()
     if not was_finite:
         return None
     if max(worst) <= 1:
         return ""
-    return next(_message(output) for output, excess in zip(check.outputs(*arguments), worst, strict=True) if excess > 1)
+    return next(_message(output) for output, excess in zip(check(*arguments), worst, strict=True) if excess > 1)
 
 
 def _excess(output: Output) -> Tensor:
@@ -76,14 +64,9 @@ def _message(output: Output) -> str:
     return f"its {output.name} has {found:.6g} where torch's operators have {expected:.6g}"
 
 
-def _eps(dtype: torch.dtype) -> float:
-    """Return the distance from 1 to the next number of a dtype."""
-    return torch.finfo(dtype).eps
-
-
 def _rounding(exact: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the largest error that rounding to a dtype may make, for each exact value."""
-    return _eps(dtype) * (exact.abs() + torch.finfo(dtype).tiny)
+    return torch.finfo(dtype).eps * (exact.abs() + torch.finfo(dtype).tiny)
 
 
 def _by_head(flat: Tensor, width: int) -> Tensor:
@@ -95,10 +78,9 @@ def _by_head(flat: Tensor, width: int) -> Tensor:
 
 
 def best_keys(x, rows, keys, bias, score, index, lengths) -> Iterator[Output]:
-    """Yield the found numbers of keys, which must exist, then the found scores and those keys' scores in float64.
+    """Yield the numbers of keys, which must exist, then scores as found and those of the found keys in float64.
 
-    Both scores must be near the best one, so any key of a near tie is right. Arguments are those of
-    `triton_kernels.best_keys`, filled. `lengths` is a flag, see `kernels.best_keys`.
+    Both scores must be near the best one, so any key of a near tie is right.
     """
     keys, count = keys.double(), keys.shape[1]
     longest = keys.norm(dim=2).amax(1)[:, None]
@@ -125,10 +107,7 @@ def best_keys(x, rows, keys, bias, score, index, lengths) -> Iterator[Output]:
 
 
 def mean_rows(x, values, order, offsets, tokens, mean, mean_values, exact, bias) -> Iterator[Output]:
-    """Yield the means, whose allowed difference grows with the sums of absolute values, and ``bias`` (half lengths).
-
-    Arguments are those of `triton_kernels.mean_rows`, filled. An output that was not requested is None.
-    """
+    """Yield the means, whose allowed difference grows with the sums of absolute values, and half lengths."""
     sizes, copies = offsets.diff(), len(x) // tokens
     group = torch.repeat_interleave(sizes, output_size=len(order))
     row, group = ((numbers + torch.arange(copies, device=x.device)[:, None] * step).flatten()
@@ -152,7 +131,7 @@ def mean_rows(x, values, order, offsets, tokens, mean, mean_values, exact, bias)
 
 
 def segments(group, order, offsets, sizes, logs, rounded, empty) -> Iterator[Output]:
-    """Yield the outputs of `triton_kernels.segments`, which has the same arguments, expected from a stable sort."""
+    """Yield the fields of `kernels.Segments`, expected from a stable sort."""
     rows, groups = sizes.shape
     ordered, places = (group + torch.arange(rows, device=group.device)[:, None] * groups).flatten().sort(stable=True)
     starts = torch.searchsorted(ordered, torch.arange(rows * groups + 1, device=group.device))
@@ -162,11 +141,11 @@ def segments(group, order, offsets, sizes, logs, rounded, empty) -> Iterator[Out
     yield Output("starts of groups", offsets, starts, 0.0)
     yield Output("sizes", sizes, counted, 0.0)
     yield Output("logarithms", logs, expected, 1e-6 * (1 + expected.abs()))
-    yield Output("rounded logarithms", rounded, expected, 1e-6 + _eps(rounded.dtype) * expected.abs())
+    yield Output("rounded logarithms", rounded, expected, 1e-6 + torch.finfo(rounded.dtype).eps * expected.abs())
 
 
 def assign_groups(score, index, sources, destinations, removed, group) -> Iterator[Output]:
-    """Yield the groups that `triton_kernels.assign_groups` found, expected from a stable sort by falling score."""
+    """Yield the groups, expected from a stable sort by falling score."""
     order, cells = score.argsort(dim=1, descending=True, stable=True), destinations.shape[1]
     merged, alone = order[:, :removed], order[:, removed:]
     group_of_source = torch.empty_like(index).scatter_(1, merged, index.gather(1, merged))
@@ -177,7 +156,7 @@ def assign_groups(score, index, sources, destinations, removed, group) -> Iterat
 
 
 def first_order(keys, values, group, means, span, scale, sums) -> Iterator[Output]:
-    """Yield the sums of `triton_kernels.first_order` by span, which have to be as exact as those of float32."""
+    """Yield the sums by span, which have to be as exact as those of float32."""
     width = sums.shape[2]
     spans = zip(*(tensor.split(span, 1) for tensor in (keys, values, group)), strict=True)
     for number, (some_keys, some_values, groups) in enumerate(spans):
@@ -190,8 +169,8 @@ def first_order(keys, values, group, means, span, scale, sums) -> Iterator[Outpu
 def attend_sample(
     q, keys, values, merged_keys, merged_values, bias, span, scale, merged, full, logs
 ) -> Iterator[Output]:
-    """Yield the outputs of `triton_kernels.attend_sample`. Only the weights may be rounded to half precision."""
-    width, eps = merged.shape[2], _eps(q.dtype)
+    """Yield the fields of `kernels.SampleAttention`. Only the weights may be rounded to half precision."""
+    width, eps = merged.shape[2], torch.finfo(q.dtype).eps
     q, heads = _by_head(q, width), merged.shape[0] // len(q)
 
     def answers(keys: Tensor, values: Tensor, bias: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
@@ -208,11 +187,8 @@ def attend_sample(
 
 
 def ridge(q, merged, full, logs, first, matrix, constant) -> Iterator[Output]:
-    """Yield one output: the matrix and constant that `triton_kernels.ridge` found, applied to queries and ``merged``.
-
-    It may differ by a share of all terms that it adds up.
-    """
-    width, eps = merged.shape[2], _eps(q.dtype)
+    """Yield matrix and constant as applied to queries and ``merged``. They may differ by a share of all terms added."""
+    width, eps = merged.shape[2], torch.finfo(q.dtype).eps
     queries, merged = _by_head(q, width), merged.double()
     features = torch.cat([queries, merged], 2)
     known = first.double().sum(0).to(matrix.dtype).double()
@@ -232,7 +208,7 @@ def ridge(q, merged, full, logs, first, matrix, constant) -> Iterator[Output]:
 
 
 def correct(out, q, matrix, constant, corrected) -> Iterator[Output]:
-    """Yield the output of `triton_kernels.correct` in runs of tokens. It may be rounded only once, at the end."""
+    """Yield the output in runs of tokens. It may be rounded only once, at the end."""
     width = matrix.shape[2]
     matrix, constant = matrix.double(), constant.double()
     for parts in zip(*(tensor.split(_TOKENS, 1) for tensor in (q, out, corrected)), strict=True):
@@ -243,20 +219,9 @@ def correct(out, q, matrix, constant, corrected) -> Iterator[Output]:
         yield Output("output", found, expected, _rounding(expected, corrected.dtype) + 1e-5 * summed)
 
 
-class _Check(NamedTuple):
-    """The check of one kernel.
-
-    Args:
-        outputs: takes the arguments of a launch and yields each output with the expected values.
-        finite: how many of the first arguments must hold finite numbers for the check to mean anything. None passes.
-    """
-
-    outputs: Callable[..., Iterator[Output]]
-    finite: int
-
-
-_CHECKS = {
-    "best_keys": _Check(best_keys, 3), "mean_rows": _Check(mean_rows, 2), "segments": _Check(segments, 1),
-    "assign_groups": _Check(assign_groups, 1), "first_order": _Check(first_order, 4),
-    "attend_sample": _Check(attend_sample, 5), "ridge": _Check(ridge, 5), "correct": _Check(correct, 4),
+# Each kernel's check, and how many of its first arguments must hold finite numbers, or be None, to make it meaningful.
+_CHECKS: dict[str, tuple[Callable[..., Iterator[Output]], int]] = {
+    "best_keys": (best_keys, 3), "mean_rows": (mean_rows, 2), "segments": (segments, 1),
+    "assign_groups": (assign_groups, 1), "first_order": (first_order, 4), "attend_sample": (attend_sample, 5),
+    "ridge": (ridge, 5), "correct": (correct, 4),
 }  # fmt: skip

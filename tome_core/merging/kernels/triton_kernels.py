@@ -1,28 +1,17 @@
-"""The Triton kernels of a match, for Triton 3.0 or newer, which torch 2.4 installs.
+"""The Triton kernels of a match, for Triton 3.0 or newer. Only `kernels` imports this file.
 
-Only `kernels` imports this file, when a tensor needs it for the first time. No kernel uses atomics, so equal inputs
-give equal bits.
+No kernel uses atomics, so equal inputs give equal bits.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from .triton_kernels_correction import attend_sample, correct, first_order, parts_of, ridge
 
-__all__ = [
-    "assign_groups",
-    "attend_sample",
-    "best_keys",
-    "correct",
-    "first_order",
-    "mean_rows",
-    "parts_of",
-    "ridge",
-    "segments",
-]  # fmt: skip
+__all__ = ["assign_groups", "attend_sample", "best_keys", "correct", "first_order", "mean_rows", "ridge", "segments"]
 
 # Tiles are fixed, not tuned at run time: another tile adds in another order, so equal inputs would give other bits.
 # They are small, because SD1.5 at 512 px has 3,072 sources: 48 tiles a sample, on GPUs of 60 to 140 processors.
@@ -31,11 +20,6 @@ _QUERIES, _KEYS, _CHANNELS, _CHANNELS_OF_HALVES = 64, 64, 32, 64
 _ROWS, _WIDEST, _ROWS_ALONE, _WIDEST_ALONE = 32, 64, 16, 1024
 _COUNTED_TOKENS, _COUNTED_GROUPS = 2048, 4
 _PLACED, _OTHERS = 32, 128
-
-
-def channels_at_once(queries: torch.dtype) -> int:
-    """Return how many channels of queries a program multiplies at a time: 64 in half precision, 32 otherwise."""
-    return _CHANNELS_OF_HALVES if queries.itemsize == 2 else _CHANNELS
 
 
 @triton.jit
@@ -149,8 +133,6 @@ def _segments(
     """Fill ``order`` to ``rounded``, the fields of `kernels.Segments`. A program serves some groups of one row.
 
     It counts the row's tokens in lower groups to know where its groups start, so it needs no other program's result.
-    ``order`` and ``offsets`` count tokens over all rows: row r starts at ``r * tokens``. ``rounded`` are the ``logs``
-    in its own dtype; a group without tokens gets ``empty`` in both.
     """
     row = (tl.program_id(0) // tiles).to(tl.int64)
     first = tl.program_id(0) % tiles * GROUPS
@@ -197,8 +179,7 @@ def _place(
 ):  # fmt: skip
     """Fill ``group``, see `kernels.assign_groups`. A program serves a run of the sources and, after them, destinations.
 
-    ``count`` is the number of sources, ``cells`` that of destinations. The rank of a source is the number of
-    sources that merge before it. Of equal scores the first merges first.
+    There are ``count`` sources and ``cells`` destinations. A source's rank tells how many sources merge before it.
     """
     sample = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
@@ -227,9 +208,8 @@ def _place(
 
 
 def best_keys(
-    x: torch.Tensor, rows: torch.Tensor | None, keys: torch.Tensor, bias: torch.Tensor | None, score: torch.Tensor,
-    index: torch.Tensor, lengths: bool,
-) -> None:  # fmt: skip
+    x: Tensor, rows: Tensor | None, keys: Tensor, bias: Tensor | None, score: Tensor, index: Tensor, lengths: bool
+) -> None:
     """Fill ``score`` and ``index``, the results of `kernels.best_keys`. All tensors are expanded to the batch."""
     batch, queries = score.shape
     tiles = triton.cdiv(queries, _QUERIES)
@@ -238,13 +218,13 @@ def best_keys(
         *x.stride(), *(rows.stride() if rows is not None else (0, 0)),
         *keys.stride(), *(bias.stride() if bias is not None else (0, 0)),
         PARTS=parts_of(x.dtype, keys.dtype), LENGTHS=lengths, QUERIES=_QUERIES, KEYS=_KEYS,
-        CHANNELS=channels_at_once(x.dtype),
+        CHANNELS=_CHANNELS_OF_HALVES if x.dtype.itemsize == 2 else _CHANNELS,
     )  # fmt: skip
 
 
 def mean_rows(
-    x: torch.Tensor, values: torch.Tensor | None, order: torch.Tensor, offsets: torch.Tensor, tokens: int,
-    mean: torch.Tensor, mean_values: torch.Tensor | None, exact: torch.Tensor | None, bias: torch.Tensor | None,
+    x: Tensor, values: Tensor | None, order: Tensor, offsets: Tensor, tokens: int,
+    mean: Tensor, mean_values: Tensor | None, exact: Tensor | None, bias: Tensor | None,
 ) -> None:  # fmt: skip
     """Fill ``mean``, ``mean_values``, ``exact`` and ``bias``, the fields of `kernels.Means`. None: not requested."""
     numbers, channels = mean.shape
@@ -259,9 +239,8 @@ def mean_rows(
 
 
 def segments(
-    group: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor, sizes: torch.Tensor, logs: torch.Tensor,
-    rounded: torch.Tensor, empty: float,
-) -> None:  # fmt: skip
+    group: Tensor, order: Tensor, offsets: Tensor, sizes: Tensor, logs: Tensor, rounded: Tensor, empty: float
+) -> None:
     """Fill ``order`` to ``rounded``, the fields of `kernels.Segments`. ``group`` is contiguous ``(rows, tokens)``."""
     (rows, tokens), groups = group.shape, sizes.shape[1]
     tiles = triton.cdiv(groups, _COUNTED_GROUPS)
@@ -272,9 +251,8 @@ def segments(
 
 
 def assign_groups(
-    score: torch.Tensor, index: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, removed: int,
-    group: torch.Tensor,
-) -> None:  # fmt: skip
+    score: Tensor, index: Tensor, sources: Tensor, destinations: Tensor, removed: int, group: Tensor
+) -> None:
     """Fill ``group``, the result of `kernels.assign_groups`, which describes the arguments. All have the full batch."""
     (batch, count), cells = index.shape, destinations.shape[1]
     _place[(triton.cdiv(count + cells, _PLACED), batch)](

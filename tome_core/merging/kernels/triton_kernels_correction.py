@@ -1,8 +1,7 @@
 """The Triton kernels that fit a correction and add it. `triton_kernels` exports them.
 
 Inputs are in half precision, which tensor cores multiply; sums and solutions are in float32. The width of a head is a
-constant of a compiled kernel, because rows of 40 channels can be loaded in pieces of 8 only if the width is known. A
-model has few widths.
+constant of a compiled kernel, because rows of 40 channels can be loaded in pieces of 8 only if the width is known.
 """
 
 from __future__ import annotations
@@ -10,17 +9,15 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 _TOKENS, _QUERIES = 64, 32
 _TINY = tl.constexpr(1e-12)
-_PARTS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
+_PARTS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}  # 11 or 8 bits each hold the 24 of float32
 
 
 def parts_of(part: torch.dtype, whole: torch.dtype) -> int:
-    """Return how many numbers of the dtype `part` hold all digits of a number of the dtype `whole`: float32 or `part`.
-
-    It is 1 for equal dtypes, else 2 for float16 (11 bits each, for the 24 of float32) and 3 for bfloat16 (8 bits).
-    """
+    """Return how many numbers of the dtype `part` hold all digits of one of the dtype `whole`: float32 or `part`."""
     return 1 if whole == part else _PARTS[part]
 
 
@@ -94,10 +91,9 @@ def _attend_sample(
     q_sample, q_row, q_channel, keys_sample, keys_row, keys_channel, values_sample, values_row, values_channel,
     bias_sample, width: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Fill ``merged``, ``full`` and ``logs``, the fields of `kernels.SampleAttention`.
+    """Fill the fields of `kernels.SampleAttention`. A program serves some queries of a head, and a span or merged keys.
 
-    A program serves some queries of one head, and one span of all keys or all merged keys. The programs of the merged
-    keys come after those of the last span.
+    The programs of the merged keys come after those of the last span.
     """
     head_number = (tl.program_id(0) // tiles).to(tl.int64)
     sample, head = head_number // heads, head_number % heads
@@ -271,13 +267,9 @@ def _warps(width: int) -> int:
 
 
 def first_order(
-    keys: torch.Tensor, values: torch.Tensor, group: torch.Tensor, means: torch.Tensor, span: int, scale: float,
-    found: torch.Tensor,
-) -> None:  # fmt: skip
-    """Fill ``found``, the sums of `kernels.first_order`, which gives the shapes of the arguments.
-
-    ``group`` is expanded to the batch. ``span`` is the length of a span in tokens.
-    """
+    keys: Tensor, values: Tensor, group: Tensor, means: Tensor, span: int, scale: float, found: Tensor
+) -> None:
+    """Fill ``found``, the sums of `kernels.first_order`. ``group`` is expanded to the batch."""
     batch, tokens, _ = keys.shape
     spans, programs, width, _ = found.shape
     heads = programs // batch
@@ -290,9 +282,8 @@ def first_order(
 
 
 def attend_sample(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, merged_keys: torch.Tensor,
-    merged_values: torch.Tensor, bias: torch.Tensor, span: int, scale: float,
-    merged: torch.Tensor, full: torch.Tensor, logs: torch.Tensor,
+    q: Tensor, keys: Tensor, values: Tensor, merged_keys: Tensor, merged_values: Tensor, bias: Tensor, span: int,
+    scale: float, merged: Tensor, full: Tensor, logs: Tensor,
 ) -> None:  # fmt: skip
     """Fill ``merged``, ``full`` and ``logs``, see `kernels.SampleAttention`. ``bias`` is expanded to the batch."""
     spans, programs, count, width = full.shape
@@ -307,9 +298,8 @@ def attend_sample(
 
 
 def ridge(
-    q: torch.Tensor, merged: torch.Tensor, full: torch.Tensor, logs: torch.Tensor,
-    first: torch.Tensor, matrix: torch.Tensor, constant: torch.Tensor,
-) -> None:  # fmt: skip
+    q: Tensor, merged: Tensor, full: Tensor, logs: Tensor, first: Tensor, matrix: Tensor, constant: Tensor
+) -> None:
     """Fill ``matrix`` and ``constant`` of `kernels.ridge` from queries, fields of `SampleAttention` and sums."""
     programs, count, width = merged.shape
     _ridge[(programs,)](
@@ -319,7 +309,7 @@ def ridge(
     )  # fmt: skip
 
 
-def correct(out: torch.Tensor, q: torch.Tensor, matrix: torch.Tensor, constant: torch.Tensor, to: torch.Tensor) -> None:
+def correct(out: Tensor, q: Tensor, matrix: Tensor, constant: Tensor, to: Tensor) -> None:
     """Fill ``to``, the result of `kernels.correct`."""
     batch, tokens, _ = out.shape
     heads, width = matrix.shape[0] // batch, matrix.shape[2]

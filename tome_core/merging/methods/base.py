@@ -13,57 +13,29 @@ from ..plan import MergePlan, take_rows
 
 
 class MatchOptions(NamedTuple):
-    """The settings of a match, which decides the tokens that merge.
+    """The settings of a match. Clustering uses only the ratio, bipartite matching all of them."""
 
-    Clustering uses only the ratio, bipartite matching all of them.
-
-    Args:
-        ratio: the share of tokens to remove, from 0 to 1.
-        sx: width of a cell in tokens.
-        sy: height of a cell in tokens.
-        draw: decides which token of a cell is its destination (the token that others merge into); None takes the first.
-        refine: number of k-means steps after the match.
-        by_distance: compare tokens by distance, not by cosine.
-        st: number of frames of a cell.
-    """
-
-    ratio: float
-    sx: int
-    sy: int
-    draw: Draw | None = None
-    refine: int = 0
-    by_distance: bool = False
-    st: int = 1
+    ratio: float  # the share of tokens to remove, from 0 to 1
+    sx: int  # width of a cell in tokens
+    sy: int  # height of a cell in tokens
+    draw: Draw | None = None  # decides which token of a cell is its destination, where others merge; None: the first
+    refine: int = 0  # number of k-means steps after the match
+    by_distance: bool = False  # compare tokens by distance, not by cosine
+    st: int = 1  # number of frames of a cell
 
 
 class Method(NamedTuple):
-    """A matching method.
+    """A matching method. Its `match` may use only operators with static shapes, and must not wait for the device."""
 
-    Args:
-        name: the name of the method in settings.
-        match: takes features ``(batch, tokens, channels)``, their grid and the options. Returns a plan, or None if no
-            token merges. It may use only operators with static shapes, and must not wait for the device.
-        keeps_cells: True if one token of every cell stays, so that the ratio is ``1 - 1/(sx*sy)`` at most.
-        compares: True if the method follows `by_distance` and `st` of the options, and k-means steps improve its plan.
-    """
-
-    name: str
+    name: str  # in settings
+    # takes features (batch, tokens, channels), their grid and the options; returns None if no token merges
     match: Callable[[torch.Tensor, Grid, MatchOptions], MergePlan | None]
-    keeps_cells: bool = False
-    compares: bool = False
+    keeps_cells: bool = False  # one token of every cell stays, so that the ratio is 1 - 1/(sx*sy) at most
+    compares: bool = False  # the method follows `by_distance` and `st`, and k-means steps improve its plan
 
 
 def take_queries(x: torch.Tensor, rows: torch.Tensor | None, start: int, stop: int) -> torch.Tensor:
-    """Return some queries of every sample as float32 ``(samples, stop - start, channels)``.
-
-    ``samples`` is the larger batch of `x` and `rows`.
-
-    Args:
-        x: ``(batch or 1, tokens, channels)``.
-        rows: the tokens that are queries, int64 ``(batch or 1, queries)``; None for all.
-        start: position of the first query to return.
-        stop: position after the last query to return.
-    """
+    """Return queries `start` to `stop` (exclusive) of every sample, float32; `x` and `rows` as in `best_keys`."""
     if rows is None:
         return x[:, start:stop].float()
     rows = rows[:, start:stop]
@@ -90,11 +62,8 @@ def best_keys(x: torch.Tensor, rows: torch.Tensor | None, keys: torch.Tensor, bi
     Args:
         x: ``(batch, tokens, channels)``, any float dtype; a batch of 1 is possible if `rows` has the whole batch.
         rows: the tokens that are queries, int64 ``(batch or 1, queries)``; None for all.
-        keys: ``(batch, keys, channels)``, float32 or the dtype of `x`.
-        bias: is added to the scores, float32 ``(batch, keys)``; None for no bias.
-
-    Returns:
-        Highest scores, float32, and the numbers of their keys, int64, both ``(batch, queries)``.
+        keys: ``(batch, keys, channels)``, float32 or the dtype of `x`, at least one.
+        bias: is added to the scores, float32 ``(batch, keys)``.
     """
     if kernels.ready(keys) and kernels.ready(x):
         best = kernels.best_keys(x, rows, keys, bias)
@@ -118,5 +87,5 @@ def best_keys(x: torch.Tensor, rows: torch.Tensor | None, keys: torch.Tensor, bi
 
 
 def _scores(queries: torch.Tensor, transposed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return dot products plus bias, ``(batch, queries, keys)``. The keys are given as ``(batch, channels, keys)``."""
+    """Return dot products plus bias, ``(batch, queries, keys)``; `transposed` are keys, ``(batch, channels, keys)``."""
     return torch.bmm(queries, transposed) if bias is None else torch.baddbmm(bias[:, None], queries, transposed)

@@ -1,13 +1,13 @@
 """Bipartite soft matching (Bolya & Hoffman, ToMe for Stable Diffusion, arXiv 2303.17604).
 
-One token of every cell is a destination, all other tokens are sources. The sources that are most similar to their best
-destination merge into it. The result is that of tomesd 0.1.3 at a lower cost: the matrix of scores never exists as a
-whole. Only a token of zeros differs: its score is 0 instead of NaN.
+The result is that of tomesd 0.1.3 at a lower cost: the matrix of scores never exists as a whole. Only a token of zeros
+differs: its score is 0 instead of NaN.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from .. import kernels
 from ..grid import Grid, split_grid
@@ -16,19 +16,12 @@ from ..plan import MergePlan, without_autocast
 from .base import Best, MatchOptions, Method, best_keys
 
 
-def match(x: torch.Tensor, grid: Grid, options: MatchOptions) -> MergePlan | None:
+def match(x: Tensor, grid: Grid, options: MatchOptions) -> MergePlan | None:
     """Return a plan that merges the sources most similar to a destination into their most similar destinations.
 
     A destination is one token of each cell, see `split_grid`; all other tokens are sources. The plan removes the share
-    `ratio` of all tokens, or all sources if there are fewer.
-
-    Args:
-        x: ``(batch, tokens, channels)``, any float dtype. Compared in float32.
-        grid: the grid of these tokens.
-        options: the settings of the match. With `refine`, k-means steps over all tokens follow, see `refine_plan`.
-
-    Returns:
-        A plan in which the groups of destinations come first; None if no token would be removed.
+    `ratio` of all tokens `x`, ``(batch, tokens, channels)``, or all sources if there are fewer; None if it removes
+    none. Groups of destinations come first. With `refine`, k-means steps over all tokens follow, see `refine_plan`.
     """
     destinations, sources = split_grid(grid, options.sy, options.sx, options.draw, x, options.st)
     removed = min(sources.shape[1], int(x.shape[1] * options.ratio))
@@ -44,19 +37,10 @@ def match(x: torch.Tensor, grid: Grid, options: MatchOptions) -> MergePlan | Non
     return refine_plan(plan, x, options.refine, options.by_distance) if options.refine else plan
 
 
-def best_destination(
-    x: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, by_distance: bool = False
-) -> Best:
-    """Find the most similar destination of each source, with scores that can be compared between sources.
+def best_destination(x: Tensor, sources: Tensor, destinations: Tensor, by_distance: bool = False) -> Best:
+    """Find the most similar destination of each source: scores, comparable between sources, and destinations.
 
-    Args:
-        x: ``(batch, tokens, channels)``.
-        sources: numbers of tokens, int64 ``(batch or 1, sources)``.
-        destinations: numbers of tokens, int64 ``(batch or 1, destinations)``.
-        by_distance: the score is minus half the squared distance, not the cosine.
-
-    Returns:
-        Scores, float32, and indices into `destinations`, int64, both ``(batch, sources)``.
+    Sources and destinations are numbers of tokens, int64 ``(batch or 1, n)``; the result has places in `destinations`.
     """
     if by_distance and kernels.ready(x):
         best = kernels.best_keys(x, sources, *keys_of_rows(x, destinations, True), lengths=True)
@@ -66,22 +50,16 @@ def best_destination(
     return make_comparable(score, x, sources, by_distance), index
 
 
-def _best_anywhere(x: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, by_distance: bool) -> Best:
+def _best_anywhere(x: Tensor, sources: Tensor, destinations: Tensor, by_distance: bool) -> Best:
     """Find the most similar destination of each source, with the scores of `best_keys`, see `make_comparable`."""
     return best_keys(x, sources, *keys_of_rows(x, destinations, by_distance))
 
 
-def refine_plan(plan: MergePlan, x: torch.Tensor, steps: int, by_distance: bool = False) -> MergePlan:
+def refine_plan(plan: MergePlan, x: Tensor, steps: int, by_distance: bool = False) -> MergePlan:
     """Return a new plan after some steps of k-means. In each step every token goes to the most similar centre.
 
     A centre is the mean of a group's tokens or, if compared by cosine, of their directions (spherical k-means). The
     number of groups stays; a group that loses all tokens is empty, which proportional attention and unmerging support.
-
-    Args:
-        plan: the plan to start from.
-        x: ``(batch, tokens, channels)``.
-        steps: number of steps, from 1.
-        by_distance: compare by distance, not by cosine.
     """
     with torch.no_grad(), without_autocast(x):
         if not by_distance:
@@ -91,19 +69,13 @@ def refine_plan(plan: MergePlan, x: torch.Tensor, steps: int, by_distance: bool 
     return plan
 
 
-def _nearest(x: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor | None) -> MergePlan:
+def _nearest(x: Tensor, keys: Tensor, bias: Tensor | None) -> MergePlan:
     """Return the plan of each token's most similar centre. Centres are given as by `metric.keys_to_search`."""
     return MergePlan(best_keys(x, None, keys, bias)[1], keys.shape[1])
 
 
-def _plan(
-    score: torch.Tensor, index: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor, removed: int
-) -> MergePlan:
-    """Return the plan in which the `removed` sources with the highest scores join the destination of their `index`.
-
-    Groups of destinations come first, then those of the sources that stay, as in `kernels.assign_groups`. If all
-    sources merge, the scores have no effect.
-    """
+def _plan(score: Tensor, index: Tensor, sources: Tensor, destinations: Tensor, removed: int) -> MergePlan:
+    """Do the work of `kernels.assign_groups`, by this kernel if possible. If all sources merge, scores have no use."""
     batch, count = score.shape
     ranked = removed < count
     num_destinations = destinations.shape[1]

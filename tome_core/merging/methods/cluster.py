@@ -1,9 +1,8 @@
 """Clustering by k-means: every cluster becomes one token.
 
-A loose summary of the ToMe paper describes this method: "cosine similarity between the token embeddings and the
-mean embedding of the image ... k-means clustering with k equal to half of the number of tokens". The paper itself does
-bipartite matching. That sentence can be read in two ways, and both are methods here: ``cluster`` clusters the tokens,
-``cluster-similarity`` clusters only their cosine to the mean token of the picture.
+A loose summary of the ToMe paper, which does bipartite matching, describes this: "cosine similarity between the token
+embeddings and the mean embedding of the image ... k-means clustering with k equal to half of the number of tokens". It
+has two readings: ``cluster`` clusters the tokens, ``cluster-similarity`` only their cosine to the mean token.
 """
 
 from __future__ import annotations
@@ -23,17 +22,9 @@ ITERATIONS = 4  # a fixed number, because a test for convergence would wait for 
 def match(x: torch.Tensor, grid: Grid, options: MatchOptions, by_similarity: bool = False) -> MergePlan | None:
     """Return a plan that clusters the tokens by k-means (`ITERATIONS` steps), into as many groups as the ratio leaves.
 
-    There is at least one group, and no group is empty. Distances are Euclidean, in float32.
-
-    Args:
-        x: ``(batch, tokens, channels)``, any float dtype.
-        grid: the grid of these tokens, of which only the number of tokens is used.
-        options: the settings of the match, of which only the ratio is used.
-        by_similarity: cluster the cosines to the mean token, with first centres evenly spread over the sorted cosines.
-            Otherwise cluster the tokens, with first centres evenly spread over the picture.
-
-    Returns:
-        A plan; None if the ratio removes no token.
+    There is at least one group, and no group is empty; None if the ratio removes no token. Distances are Euclidean, in
+    float32. If `by_similarity`, the cosines to the mean token are clustered, with first centres evenly spread over the
+    sorted cosines, else the tokens, with first centres evenly spread over the picture.
     """
     tokens = grid.height * grid.width
     count = max(1, tokens - int(tokens * options.ratio))
@@ -57,32 +48,22 @@ def match(x: torch.Tensor, grid: Grid, options: MatchOptions, by_similarity: boo
 
 
 def _nearest(value: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
-    """Return the number of the nearest centre of each token, ``(batch, tokens)``.
-
-    ``|x - c|^2`` is smallest if ``x.c - |c|^2 / 2`` is largest.
-    """
+    """Return the number of the nearest centre of each token, ``(batch, tokens)``."""
+    # |x - c|^2 is smallest if x.c - |c|^2 / 2 is largest
     return best_keys(value, None, centre, centre.square().sum(-1) / -2)[1]
 
 
 def _nearest_scalar(value: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
-    """Return the number of the nearest centre of each value, ``(batch, tokens)``, by bisection between mid-points.
-
-    Values are ``(batch, tokens, 1)``, centres ``(batch, groups, 1)`` in ascending order.
-    """
+    """Return each value's nearest centre by bisection; values and ascending centres are ``(batch, n, 1)``."""
     middle = (centre[:, 1:, 0] + centre[:, :-1, 0]) / 2
     return torch.searchsorted(middle.contiguous(), value[..., 0].contiguous())
 
 
 def _fill_empty(group: torch.Tensor, distance: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the group of each token after every empty cluster got one token.
+    """Return the group of each token after every empty cluster got one of the tokens farthest from their centres.
 
-    These are the tokens farthest from their centres. No cluster loses its last token. There are always enough: with E
-    of G clusters empty, G - E tokens must stay and the other N - (G - E) >= E may move.
-
-    Args:
-        group: the cluster of each token, int64 ``(batch, tokens)``.
-        distance: the distance of each token from its centre, of the same shape.
-        count: number of clusters.
+    No cluster loses its last token. There are always enough: with E of G clusters empty, G - E tokens must stay and the
+    other N - (G - E) >= E may move.
     """
     plan = MergePlan(group, count)
     # The nearest token of each cluster stays. Sort by distance, then stably by cluster: it is the first of its run.
