@@ -1,8 +1,4 @@
-"""All settings: rules, and the config that holds them. They are immutable, and checked when they are built.
-
-The controls of all hosts and the table in docs/settings.md are generated from the fields, so a new setting is written
-in one place only.
-"""
+"""All settings: rules, and the config that holds them. They are immutable, and checked when they are built."""
 
 from __future__ import annotations
 
@@ -29,11 +25,8 @@ _ENDLESS = 2**53 - 1  # the limit of settings without a limit: above it, floats 
 def setting(default: Any, label: str, help: str, **facts: Any) -> Any:
     """Return a dataclass field for a setting, whose metadata describes the setting's control and range.
 
-    Args:
-        default: the default value. If it is None, the setting may be None.
-        label: the label of the control.
-        help: the tooltip of the control.
-        facts: other facts, see `describe_settings` and `form`. The limit is the maximum if it is not given.
+    If `default` is None, the setting may be None. `label` and `help` are the control's label and tooltip. For `facts`
+    see `describe_settings` and `form`; the limit is the maximum if it is not given.
     """
     if "maximum" in facts:
         facts.setdefault("limit", facts["maximum"])
@@ -41,14 +34,7 @@ def setting(default: Any, label: str, help: str, **facts: Any) -> Any:
 
 
 def _check(item: Any, value: Any) -> Any:
-    """Return a setting's value, with an int as a float if the setting is a float. None passes if it is the default.
-
-    `item` is the setting's dataclass field, made by `setting`.
-
-    Raises:
-        TypeError: the value has another type. The text names the value and the remedy.
-        ValueError: the value is out of range or no choice. The text names the value and the remedy.
-    """
+    """Return a setting's value, an int as a float if it has to be one, or raise an error with its remedy."""
     facts, name = item.metadata, item.name
     if value is None and item.default is None:
         return None
@@ -191,30 +177,17 @@ class MergeRule:
 
     @cached_property
     def corrects(self) -> bool:
-        """True if the error of merged keys and values is corrected (`attention.correction`).
-
-        That needs `correction`, `proportional` and the keys and values of all tokens. The latter exist if `side` is
-        "kv", or if `metric` is "keys+values" and the rule's method compares tokens.
-        """
+        """True if the error of merged keys and values is corrected, which needs all tokens' keys and values."""
         at_hand = self.metric == "keys+values" and METHODS[self.method].compares
         return self.correction and self.proportional and (self.side == "kv" or at_hand)
 
     def holds_at(self, timestep: float | None) -> bool:
-        """Tell whether the rule holds at a timestep of Stable Diffusion's schedule: at or above ``min_timestep``.
-
-        Without ``min_timestep`` the rule holds always. With it, the rule does not hold at an unknown timestep (None).
-        """
+        """Tell whether the rule holds at a timestep; at an unknown one (None) only without ``min_timestep``."""
         return self.min_timestep is None or (timestep is not None and timestep >= self.min_timestep)
 
 
 def reaches(rule: MergeRule, level: int, downsample: int) -> bool:
-    """Tell whether a rule covers a level of the model, by its ``max_downsample``; if that is None, only level 0.
-
-    Args:
-        rule: the rule.
-        level: number of the level, 0 for the finest that has attention.
-        downsample: latent cells per token of the level, along a side.
-    """
+    """Tell whether a rule covers a level, 0 for the finest with attention, of `downsample` cells per token's side."""
     return level == 0 if rule.max_downsample is None else downsample <= rule.max_downsample
 
 
@@ -289,11 +262,7 @@ class MergeConfig:
                              "swap them")
 
     def value(self, name: str) -> Any:
-        """Return the value of a setting by its keyword. A setting of rules is read from the first rule.
-
-        Raises:
-            AttributeError: there is no such setting.
-        """
+        """Return a setting's value by its keyword. A setting of rules is read from the first rule."""
         return getattr(self if name in _OF_A_CONFIG else self.rules[0], name)
 
     @property
@@ -314,36 +283,26 @@ _OF_A_CONFIG = tuple(item.name for item in fields(MergeConfig)[1:])
 def describe_settings() -> list[dict[str, Any]]:
     """Describe all settings: a dict for each field of `MergeRule`, then for each other keyword of `MergeConfig`.
 
-    Returns:
-        Dicts with the keys name, default, label and help. If they apply: minimum and maximum (of a control), limit (the
-        highest accepted value; None: no limit), step (an int for whole numbers), choices (the possible values),
-        advanced (True), unset (what None means; if absent, None is "automatic"). Other keys are for `form`.
+    Its keys are name, default, label and help. If they apply: minimum and maximum (of a control), limit (the highest
+    accepted value; None: no limit), step (an int for whole numbers), choices (the possible values), advanced (True),
+    unset (what None means; if absent, None is "automatic"). Other keys are for `form`.
     """
     return [{"name": item.name, "default": item.default, **item.metadata}
             for item in (*fields(MergeRule), *fields(MergeConfig)[1:])]  # fmt: skip
 
 
 def plain_rules(config: MergeConfig, downsamples: Sequence[int]) -> dict[MergeRule, MergeRule | None]:
-    """Return the rules of a config, with a rule for its early phase before each rule that has one.
+    """Return a config's rules in order, as keys, with a rule for its early phase before each rule that has one.
 
-    `downsamples` is latent cells per token, along a side, of each level of the model, the finest first.
-
-    Returns:
-        All rules in order, as keys. The value of an early phase's rule is the rule that follows it; other values are
-        None.
+    The value of an early phase's rule is the rule that follows it; other values are None. `downsamples` is latent cells
+    per token, along a side, of each level of the model, the finest first.
     """
     return {plain: late for rule in config.rules
             for plain, late in ((_early(config, rule, downsamples), rule), (rule, None)) if plain}  # fmt: skip
 
 
 def _early(config: MergeConfig, rule: MergeRule, downsamples: Sequence[int]) -> MergeRule | None:
-    """Return the rule for the early phase of a rule, see `plain_rules`; None if the rule has no such phase.
-
-    A rule has none if the config has no early ratio, or if the rule does not merge self-attention at level 0. The early
-    rule merges only that, from `early_until` up, at the early ratio, in the smallest cells that allow it (never smaller
-    than the rule's, at most 8x8 otherwise). From a ratio of 0.9 it refines by two k-means steps or more, if the method
-    `compares` and the rule is `proportional`.
-    """
+    """Return the rule for a rule's early phase, for self-attention at level 0 alone; None if it has no such phase."""
     ratio = config.early_ratio
     if ratio is None or not rule.merge_attn or not reaches(rule, 0, downsamples[0]):
         return None
@@ -357,10 +316,7 @@ def _early(config: MergeConfig, rule: MergeRule, downsamples: Sequence[int]) -> 
 
 
 def describe(config: MergeConfig) -> tuple[str, ...]:
-    """Return the settings that differ from their defaults, and every ratio, as texts like ``"ratio=0.5, sx=4"``.
-
-    There is one text for each rule, then one for the settings of the config itself if one differs from its default.
-    """
+    """Return ratios and what differs from defaults, like ``"ratio=0.5, sx=4"``, by rule, then of the config itself."""
     owners = ((fields(MergeRule), config.rules), (fields(config)[1:], (config,)))
     texts = (", ".join(f"{item.name}={value!r}" for item in items
                        if (value := getattr(owner, item.name)) != item.default or item.name == "ratio")
@@ -369,15 +325,7 @@ def describe(config: MergeConfig) -> tuple[str, ...]:
 
 
 def notes_on(config: MergeConfig, ever_merges: bool, downsamples: list[int]) -> tuple[str, ...]:
-    """Return texts for the report: on each ratio that is clamped, and if no rule reaches a level of the model.
-
-    A config that is off gets no text of the second kind.
-
-    Args:
-        config: the settings.
-        ever_merges: True if some rule merges at some level and time.
-        downsamples: latent cells per token, along a side, of each level of the model.
-    """
+    """Return texts for the report: on each clamped ratio, and if no rule of a config that is on reaches a level."""
     notes = [f"ratio {rule.ratio:g} is over the cap {rule.ratio_cap:g} of cells {rule.sx}x{rule.sy} and was clamped; "
              "larger cells (sx, sy) allow more"
              for rule in config.rules if rule.ratio > rule.ratio_cap]  # fmt: skip
