@@ -57,7 +57,6 @@ class State:
         self.wants_time = self.time.is_wanted  # whether what merges depends on the time of a call
         self.refused: dict[Hashable, str] = {}  # by attention function, why it stays unmerged; `attend_call` fills it
         self.pays: Any = None  # `measuring.pays.Pays`, or None: the number of tokens decides
-        self._by_tokens = (None,) * len(levels)
         self._maps: dict[int, MergeMap] | None = None  # by level, on the model's device: a copy to the CPU would wait
         # the results of `decide`. Keys hold the rules' ids, which stay theirs because the clock keeps the rules
         self._decisions: dict[tuple, tuple[LevelRules, str]] = {}
@@ -76,7 +75,7 @@ class State:
         """
         self.ledger.calls += 1
         now, kept = self.time.next_call(timestep, latent, called)
-        gates = self._by_tokens if self.pays is None else self.pays.gates(now.rules, latent)
+        gates = (None,) * len(now.rules) if self.pays is None else self.pays.gates(now.rules, latent)
         call = ModelCall(self, timestep, now.rules, now.why_off, gates, kept)
         if torch.is_tensor(latent) and latent.dim() == 4 and self.ever_merges:
             for tally in self.ledger.levels:
@@ -101,8 +100,7 @@ class State:
         batch, tokens = q.shape[:2]
         turn = call.latest_runs[name] = call.latest_runs.get(name, -1) + 1
         picture = layout.grid.height * layout.grid.width
-        known = self._decisions.get((id(call.rules[level]), call.why_off[level], call.gates[level], picture, q.device))
-        rules, why = known or self.decide(call, level, picture, q.device)
+        rules, why = self.decide(call, level, picture, q.device)
         rule = rules.attn
         if rule is None:
             why = why or OTHER_PARTS
@@ -113,8 +111,7 @@ class State:
         if why:
             self.ledger.skip(level, "attn", why, batch * tokens * tokens)
             return None
-        kept, key, merged = call.kept_plans, ((name, turn), batch, layout, tokens), None
-        exact = 0
+        kept, key, merged, exact = call.kept_plans, ((name, turn), batch, layout, tokens), None, 0
         plans = None if kept is None or not rule.keep else kept.plans.get((kept.ordinal, *key))
         is_own = plans is not None and plans.rule is rule and plans.device == q.device
         if not is_own or abs(plans.timestep - kept.timestep) > rule.keep:  # as in `KeptPlans.plans_for`
@@ -127,8 +124,7 @@ class State:
         queries = rule.side == "qkv"
         out, way = attend(attention, MergeOptions(plan, rule.proportional, queries, plans.correction), merged)
         left = (plan.num_groups if queries else tokens, plan.num_groups)
-        way = way if rule.proportional else ""
-        self.ledger.merge(level, "attn", (batch, tokens, tokens), left, way, exact)
+        self.ledger.merge(level, "attn", (batch, tokens, tokens), left, way if rule.proportional else "", exact)
         if self._maps is not None:
             self._keep_map(level, layout, plan)
         return out

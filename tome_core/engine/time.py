@@ -202,7 +202,8 @@ class ModelTime:
 
     def _look_at(self, timestep: Any) -> ActiveRules:
         """Return the rules in force at a timestep argument, also as `now`; set the time of this thread's sampling."""
-        sampling, step = self._mine.latest, self._time_by_memory(timestep)
+        sampling, steps = self._mine.latest, self.scheduler_steps
+        step = None if steps is None else self._first_of(steps.steps_by_memory(timestep))
         if step is None and (self.clock.limited or (sampling is not None and self.keeps)):
             step = self._read(timestep)
         if sampling is not None:
@@ -211,18 +212,12 @@ class ModelTime:
             self.now = self.clock.at(UNKNOWN if step is None else step, sampling and sampling.boundary)
         return self.now
 
-    def _time_by_memory(self, timestep: Any) -> Time | None:
-        """Return the time of a view of the scheduler's timesteps, and note the sampling's steps; None if it is none."""
-        steps = [] if self.scheduler_steps is None else self.scheduler_steps.steps_by_memory(timestep)
-        if steps:
-            self._note_steps(steps)
-        return steps[0] if steps else None
-
-    def _note_steps(self, steps: Sequence[Time]) -> None:
-        """Set the boundary of this thread's sampling by the steps from the first call on, unless it is known."""
+    def _first_of(self, steps: Sequence[Time]) -> Time | None:
+        """Return the first of the steps from this call on, or None; a sampling's first call sets its boundary."""
         sampling = self._mine.latest
-        if sampling is not None and not sampling.is_known:
+        if steps and sampling is not None and not sampling.is_known:
             sampling.boundary, sampling.is_known = self.clock.boundary_in([step.timestep for step in steps]), True
+        return steps[0] if steps else None
 
     def _read(self, timestep: Any) -> Time | None:
         """Return the time by the argument's value, which waits for a GPU; None if it has none or several."""
@@ -234,11 +229,9 @@ class ModelTime:
             timestep = values.pop() if len(values) == 1 else None
         if timestep is None:
             return None
+        # also for a copy of the scheduler's timestep, which offloading may make
         steps = [] if self.scheduler_steps is None else self.scheduler_steps.steps_from(float(timestep))
-        if not steps:
-            return STABLE_DIFFUSION.time_of(float(timestep))
-        self._note_steps(steps)  # a copy of the scheduler's timestep, which offloading may make
-        return steps[0]
+        return self._first_of(steps) or STABLE_DIFFUSION.time_of(float(timestep))
 
 
 class Samplings(threading.local):

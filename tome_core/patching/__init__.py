@@ -64,9 +64,8 @@ def patch(
         before._previous = None  # its `with` will not be left; otherwise the chain of patches would grow
     if not host_clock and config.uses_percent and not handle.knows_schedule:
         logger.warning(
-            "Merging is limited in percent or beta, which a bare model does not know: call "
-            "handle.set_time(percent=...) before each step, patch the pipeline instead, or use min_timestep."
-        )
+            "Merging is limited in percent or beta, which a bare model does not know: call handle.set_time(percent=...)"
+            " before each step, patch the pipeline instead, or use min_timestep.")
     for note in handle.ledger.notes:
         logger.warning("%s", note)
     if adapter.layout == TRANSFORMER:
@@ -77,10 +76,8 @@ def patch(
 @cache
 def _warn_once() -> None:
     """Warn, once in this process, that transformers' strengths were not measured on the user's model."""
-    logger.warning(
-        "transformers' strengths and presets were chosen on one small transformer of Flux's layout; their effect on "
-        "this model was not measured, so look at your pictures"
-    )
+    logger.warning("transformers' strengths and presets were chosen on one small transformer of Flux's layout; their "
+                   "effect on this model was not measured, so look at your pictures")
 
 
 def layout_of(model: Any) -> str:
@@ -91,9 +88,7 @@ def layout_of(model: Any) -> str:
     return adapter_of(find_models(model)[0]).layout
 
 
-def _config_of(
-    config: MergeConfig | str | None, strength: float | None, settings: dict[str, Any], layout: str
-) -> MergeConfig:
+def _config_of(config: MergeConfig | str | None, strength: float | None, settings: dict, layout: str) -> MergeConfig:
     """Return the settings that `patch`'s arguments ask for, `DEFAULT` without any; raise what `patch` raises."""
     if strength is not None and config is not None:
         raise ValueError(f"strength={strength!r} and config={config!r} both say what merges; give one of them")
@@ -208,10 +203,8 @@ class Patch(Measured):
         self._levels = {level.level for level in self.ledger.levels if level.covered}
         tomesd_rules = [rule for rule in self.clock.rules if not rule.is_off and (
             rule.merge_crossattn or rule.merge_mlp or (rule.merge_attn and rule.is_as_tomesd))]  # fmt: skip
-        reached = enumerate(self.adapter.downsamples)
-        self._tomesd_levels = {
-            level for level, down in reached if any(reaches(rule, level, down) for rule in tomesd_rules)
-        }
+        self._tomesd_levels = {level for level, down in enumerate(self.adapter.downsamples)
+                               if any(reaches(rule, level, down) for rule in tomesd_rules)}  # fmt: skip
         self._pipeline_wraps: list[Wrap] = []  # wraps of the pipeline, which hold no module
         self._previous: Patch | None = None  # comes back when the `with` is left
         with suppress(TypeError):  # not every object allows weak references

@@ -78,8 +78,7 @@ def _field_of(described: Mapping[str, Any]) -> Field:
     return field
 
 
-_PLACED = (described for described in describe_settings() if "place" in described)
-FIELDS = tuple(map(_field_of, sorted(_PLACED, key=itemgetter("place"))))
+FIELDS = tuple(map(_field_of, sorted((one for one in describe_settings() if "place" in one), key=itemgetter("place"))))
 NAMES = tuple(item.name for item in FIELDS)
 
 
