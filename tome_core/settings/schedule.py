@@ -218,9 +218,7 @@ def training_schedule(scheduler: Any) -> NoiseSchedule | None:
 def _sigmas(scheduler: Any, values: list[float]) -> list[float] | None:
     """Return the noise's standard deviation at these timesteps, relative to data of unit variance; None if unknown."""
     config = getattr(scheduler, "config", {})
-    timesteps, sigmas, alphas_cumprod, alphas, betas = (
-        _list(scheduler, name) for name in ("timesteps", "sigmas", "alphas_cumprod", "alphas", "betas")
-    )
+    timesteps, sigmas, alphas_cumprod = (_list(scheduler, name) for name in ("timesteps", "sigmas", "alphas_cumprod"))
     # by index only if the values are the scheduler's current schedule: another pipeline may use another schedule
     count = len(timesteps) if values[: len(timesteps)] == timesteps else 0
     if 0 < count <= len(sigmas):
@@ -230,14 +228,10 @@ def _sigmas(scheduler: Any, values: list[float]) -> list[float] | None:
         else:
             sigma_data = config.get("sigma_data") or 1.0  # the data's standard deviation
             result = [sigma / sigma_data for sigma in sigmas[:count]]
-    elif alphas_cumprod:  # the share of the picture's variance that is left at each training step
-        shares = (value_at(alphas_cumprod, value) for value in values)
-        return [math.sqrt((1 - share) / max(share, _TINY)) for share in shares]
-    elif 0 < count <= min(len(alphas), len(betas)):  # of the sampling's steps, not of training: IPNDM
-        result = [beta / max(alpha, _TINY) for alpha, beta in zip(alphas[:count], betas[:count], strict=True)]
-    else:
-        return None
-    return result + result[-1:] * (len(values) - count)  # the schedule may be the beginning of a longer tensor
+        return result + result[-1:] * (len(values) - count)  # the schedule may be the beginning of a longer tensor
+    # the share of the picture's variance that is left at each training step
+    shares = (value_at(alphas_cumprod, value) for value in values)
+    return [math.sqrt((1 - share) / max(share, _TINY)) for share in shares] if alphas_cumprod else None
 
 
 def _list(scheduler: Any, name: str) -> list[float]:
