@@ -26,9 +26,9 @@ def match(
     """Choose which of the picture's tokens merge; None if the rule removes no token of some window.
 
     Each token outside the picture is a group by itself. Keys `k` and values `v` are ``[B, S, H, d]``, of the whole
-    sequence. The metric "keys+values" compares both, by distance; "input" compares the keys, by cosine. `draw` chooses
-    destinations; None: the first token of each cell. One k-means step adapts `old`, a plan of the same layout from an
-    earlier step; None: a new match is made. No gradient flows through the choice.
+    sequence. The metric "keys+values" compares both, by distance; "input" compares the keys, by cosine. `draw`, of one
+    time, chooses destinations; None: the first token of each cell. One k-means step adapts `old`, a plan of the same
+    layout from an earlier step; None: a new match is made. No gradient flows through the choice.
     """
     by_distance, method, before = rule.metric == "keys+values", METHODS[rule.method], layout.first
     tokens, parts, counts = k.shape[1], [], []
@@ -48,8 +48,8 @@ def match(
             before += times * groups
         else:
             st, sy, sx = cell_of(rule.sy, rule.sx, grid.frames if method.compares else 1)
-            options = (rule.effective_ratio, sx, sy, _repeat_time(draw, times), rule.refine, by_distance, st)
-            plan = method.match(x, grid, MatchOptions(*options))
+            options = MatchOptions(rule.effective_ratio, sx, sy, draw, rule.refine, by_distance, st)
+            plan = method.match(x, grid, options)
         if plan is None:
             return None
         counts.append(plan.num_groups)
@@ -62,13 +62,6 @@ def match(
 def _apart(x: torch.Tensor, times: int) -> torch.Tensor:
     """Reshape ``[B, times*n, H, d]`` to ``[B*times, n, H*d]``, so that each window is a sample; without gradient."""
     return x.detach().flatten(2).unflatten(1, (times, -1)).flatten(0, 1)
-
-
-def _repeat_time(draw: Draw | None, times: int) -> Draw | None:
-    """Return a draw with each sample's time repeated for its windows. None and a time for all samples stay."""
-    if draw is None or draw.time is None or draw.time.shape[0] == 1:
-        return draw
-    return draw._replace(time=draw.time.repeat_interleave(times))
 
 
 def _part(old: MergePlan, places: slice, before: int, times: int, groups: int, x: torch.Tensor) -> MergePlan:

@@ -190,8 +190,7 @@ class State:
 
         def match_rows(old: MergePlan | None) -> MergePlan | None:
             copy_k, copy_v = (rows[matched * count : (matched + 1) * count] for rows in (k, v))
-            draw = _draw(call, level, rule, copy_k)
-            return match(copy_k, copy_v, layout, rule, draw, old if renews else None)
+            return match(copy_k, copy_v, layout, rule, _draw(call, level, rule, k.device), old if renews else None)
 
         if kept is None:
             plans = Plans(match_rows(None), None, rule, q.device)
@@ -212,7 +211,7 @@ class State:
         turn = call.latest_runs[name, id(rule)] = call.latest_runs.get((name, id(rule)), -1) + 1
 
         def match_all(_: MergePlan | None) -> MergePlan | None:
-            options = MatchOptions(rule.effective_ratio, rule.sx, rule.sy, _draw(call, level, rule, x))
+            options = MatchOptions(rule.effective_ratio, rule.sx, rule.sy, _draw(call, level, rule, x.device))
             return METHODS[rule.method].match(x, grid, options)
 
         if call.kept_plans is None or not rule.keep:
@@ -316,17 +315,15 @@ def _check_pass(pictures: int | None, timesteps: Sequence[float] | None) -> None
         _check_time("timesteps", value)
 
 
-def _draw(call: ModelCall, level: int, rule: MergeRule, x: torch.Tensor) -> Draw | None:
-    """Return the random draw of a match of tokens `x`; None if the rule does not draw."""
+def _draw(call: ModelCall, level: int, rule: MergeRule, device: torch.device) -> Draw | None:
+    """Return a match's random draw, by the first timestep of the call's batch; None if the rule does not draw."""
     if not rule.use_rand:
         return None
     time = call.timestep
     if torch.is_tensor(time):
-        time = time.detach().reshape(-1)
-        if len(time) > 1:
-            time = time[:1] if len(x) % len(time) else time.repeat_interleave(len(x) // len(time))
+        time = time.detach().reshape(-1)[:1]
     elif time is not None:
-        time = torch.full((1,), float(time), dtype=torch.float32, device=x.device)
+        time = torch.full((1,), float(time), dtype=torch.float32, device=device)
     return Draw(rule.seed, level, time)
 
 
