@@ -74,79 +74,61 @@ class MergeRule:
 
     method: str = setting(
         "bipartite", "Method", "How similar tokens are found: bipartite is tomesd's method, the other methods are "
-        "k-means and take more time.", choices=tuple(METHODS), place=4, group=HOW,
-    )
+        "k-means and take more time.", choices=tuple(METHODS), place=4, group=HOW)
     ratio: float = setting(
         0.5, "Ratio", "The share of tokens that merge away; 0 is off. A higher ratio is faster and changes the "
-        "picture more.", minimum=0.0, maximum=1.0, step=0.05, place=0, group=HOW_MUCH, unit="share of tokens",
-    )
+        "picture more.", minimum=0.0, maximum=1.0, step=0.05, place=0, group=HOW_MUCH, unit="share of tokens")
     sx: int = setting(
         2, "Cell width", "Width of a cell. Each cell keeps one token, so wider cells allow a higher ratio.",
-        minimum=1, maximum=8, step=1, limit=_LARGEST_CELL, advanced=True, place=8, group=HOW, unit="tokens",
-    )
+        minimum=1, maximum=8, step=1, limit=_LARGEST_CELL, advanced=True, place=8, group=HOW, unit="tokens")
     sy: int = setting(
         2, "Cell height", "Height of a cell. Each cell keeps one token, so higher cells allow a higher ratio.",
-        minimum=1, maximum=8, step=1, limit=_LARGEST_CELL, advanced=True, place=9, group=HOW, unit="tokens",
-    )
+        minimum=1, maximum=8, step=1, limit=_LARGEST_CELL, advanced=True, place=9, group=HOW, unit="tokens")
     use_rand: bool = setting(
         True, "Random destinations", "At every step, choose at random which token a cell keeps. If off, the top-left "
-        "token stays.", advanced=True, place=10, group=HOW,
-    )
+        "token stays.", advanced=True, place=10, group=HOW)
     seed: int = setting(
         0, "Seed", "The seed of the random destinations. It has no other effect.", minimum=0,
-        maximum=SEED_LIMIT, step=1, advanced=True, place=11, group=HOW, known_as="merge_seed", beside_strength=True,
-    )
+        maximum=SEED_LIMIT, step=1, advanced=True, place=11, group=HOW, known_as="merge_seed", beside_strength=True)
     merge_attn: bool = setting(
-        True, "Self-attention", "Merge in self-attention, which gives nearly all of the gain.", advanced=True
-    )
+        True, "Self-attention", "Merge in self-attention, which gives nearly all of the gain.", advanced=True)
     merge_crossattn: bool = setting(
         False, "Cross-attention", "Merge in the attention to the prompt too. It gains little and costs detail.",
-        advanced=True, place=6, group=WHERE,
-    )
+        advanced=True, place=6, group=WHERE)
     merge_mlp: bool = setting(
         False, "MLP", "Merge in the feed-forward layer too. It costs much detail in late steps.", advanced=True,
-        place=7, group=WHERE,
-    )
+        place=7, group=WHERE)
     side: str = setting(
         "qkv", "Merge what", "Merge queries, keys and values of self-attention, or keys and values only. Keys and "
         "values only loses less detail.", choices=SIDES, shown=tuple(map("+".join, SIDES)), advanced=True, place=5,
-        group=WHERE, known_as="merge_what",
-    )
+        group=WHERE, known_as="merge_what")
     max_downsample: int | None = setting(
         None, "Level", "Which resolutions of the UNet merge: automatic is the finest that has attention. Up to /2 also "
         "merges at half of the latent's size, up to /4 at a quarter.",
         choices=(None, *DOWNSAMPLES), shown=("automatic", *(f"up to /{one}" for one in DOWNSAMPLES)), advanced=True,
-        place=1, group=WHERE, known_as="level",
-    )
+        place=1, group=WHERE, known_as="level")
     min_timestep: float | None = setting(
         None, "Lowest timestep", "The rule is used at this timestep and above. Below it the next rule is used.",
-        minimum=0.0, maximum=1000.0, step=1.0, unset="no limit", advanced=True, limit=None,
-    )
+        minimum=0.0, maximum=1000.0, step=1.0, unset="no limit", advanced=True, limit=None)
     proportional: bool = setting(
         True, "Proportional attention", "Weight each merged key by its number of tokens, at no cost. If off, as in "
-        "tomesd, the error is larger.", advanced=True, place=14, group=HOW,
-    )
+        "tomesd, the error is larger.", advanced=True, place=14, group=HOW)
     correction: bool = setting(
         True, "Correction", "Correct part of the error of merged keys and values. This leaves less than half of the "
-        "error at the same work.", advanced=True,
-    )
+        "error at the same work.", advanced=True)
     refine: int = setting(
         0, "Refinement", "Steps of k-means after a bipartite match, each takes as long as the match. They pay at "
-        "high ratios.", minimum=0, maximum=3, step=1, advanced=True, place=16, group=HOW, unit="steps of k-means",
-    )
+        "high ratios.", minimum=0, maximum=3, step=1, advanced=True, place=16, group=HOW, unit="steps of k-means")
     metric: str = setting(
         "input", "Compare", "What a bipartite match compares: input is tomesd's method, keys+values is more exact.",
-        choices=METRICS, advanced=True, place=15, group=HOW,
-    )
+        choices=METRICS, advanced=True, place=15, group=HOW)
     keep: float = setting(
         0.0, "Keep a match for", "Later steps reuse a match for so many timesteps; 0 makes a match at every step. With "
         "20 steps, one step is 50 timesteps.",
-        minimum=0.0, maximum=1000.0, step=10.0, advanced=True, place=17, group=HOW, unit="timesteps of 1000",
-    )
+        minimum=0.0, maximum=1000.0, step=10.0, advanced=True, place=17, group=HOW, unit="timesteps of 1000")
     only_if_it_pays: bool = setting(
         False, "Only if it pays", "Merge only if that saves time, as measured or estimated. If off, pictures of any "
-        "size merge.", advanced=True, place=18, group=HOW_MUCH,
-    )
+        "size merge.", advanced=True, place=18, group=HOW_MUCH)
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -216,27 +198,22 @@ class MergeConfig:
     start_percent: float = setting(
         0.0, "Start", "Share of the noise schedule at which merging starts. 0 is the first step.", minimum=0.0,
         maximum=1.0, step=0.01, place=2, group=WHEN, unit="share of the schedule", known_as="start",
-        beside_strength=True,
-    )
+        beside_strength=True)
     end_percent: float = setting(
         1.0, "End", "Share of the noise schedule at which merging ends. 1 is the last step.", minimum=0.0,
         maximum=1.0, step=0.01, place=3, group=WHEN, unit="share of the schedule", known_as="end",
-        beside_strength=True,
-    )
+        beside_strength=True)
     max_beta: float | None = setting(
         None, "Noise threshold", "Merge only while beta_t, the noise added by one training step, is below this. "
         "Stable Diffusion's betas end at 0.012, so 0.2 is always on.",
-        minimum=0.0, maximum=1.0, step=0.001, unset="no limit", advanced=True,
-    )
+        minimum=0.0, maximum=1.0, step=0.001, unset="no limit", advanced=True)
     early_ratio: float | None = setting(
         None, "Early ratio", "The ratio of the early steps. They are noisy and tolerate more merging.", minimum=0.0,
-        maximum=1.0, step=0.05, unset="the same", place=12, group=HOW_MUCH, unit="share of tokens",
-    )
+        maximum=1.0, step=0.05, unset="the same", place=12, group=HOW_MUCH, unit="share of tokens")
     early_until: float = setting(
         500.0, "Early down to timestep", "Steps at this timestep or above are early; 1000 is pure noise. Image to "
         "image and hires passes keep the same share of early steps.", minimum=0.0, maximum=1000.0,
-        step=10.0, advanced=True, place=13, group=WHEN, unit="of 1000",
-    )
+        step=10.0, advanced=True, place=13, group=WHEN, unit="of 1000")
 
     def __init__(self, *, rules: tuple[MergeRule, ...] | None = None, **flat: Any) -> None:
         of_a_rule = {name: value for name, value in flat.items() if name not in _OF_A_CONFIG}
