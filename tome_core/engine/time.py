@@ -164,8 +164,8 @@ class ModelTime:
         """Make this thread's calls the steps of one picture inside the ``with``, and drop plans of earlier samplings.
 
         `guidance_of`: see `Sampling`. `timesteps`: those of all steps; None: read from the pipeline's scheduler at the
-        first call. `continues`: True if another sampling has begun the picture, so that the steps are part of a whole
-        picture's.
+        first call. `continues`: True if another sampling has begun the picture, so that the steps are a part of a whole
+        one.
         """
         sampling = Sampling(guidance_of, self.clock.boundary_in(timesteps or ()), continues or timesteps is not None)
         samplings = self._mine.begun

@@ -56,9 +56,8 @@ UNKNOWN = Time()
 class NoiseSchedule:
     """A noise schedule, which converts between timestep, percent, beta and sigma.
 
-    Timestep ``t`` is the UNet's argument, from ``T - 1`` (pure noise) to 0. Percent ``p`` is the share that is done, 0
-    to 1: ``t = (1 - p) * (T - 1)``, as in ComfyUI's ``percent_to_sigma``. Beta is the noise that training step ``t``
-    adds.
+    Timestep ``t`` is the UNet's argument, from ``T - 1`` (pure noise) to 0. Percent ``p`` is the share that is done:
+    ``t = (1 - p) * (T - 1)``, as in ComfyUI's ``percent_to_sigma``. Beta is the noise that training step ``t`` adds.
 
     Args:
         betas: the beta of each of ``T`` training steps, ascending.
@@ -154,8 +153,7 @@ class SchedulerNoise:
 
         The step is found by its position in memory, because pipelines pass views of their scheduler's timesteps, also
         expanded over the batch. The schedule is copied to the CPU at its first step; later steps do not wait for the
-        device. The tensors of the latest four schedules are kept, so that no other tensor is allocated at their
-        addresses.
+        device. The tensors of the latest four schedules are kept, so that no other tensor gets their addresses.
         """
         if type(timestep) is not torch.Tensor or timestep.is_meta or (timestep.numel() != 1 and any(timestep.stride())):
             return []
