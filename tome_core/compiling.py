@@ -17,13 +17,10 @@ def is_tracing() -> bool:
 
 
 def when_traced(method: Callable) -> Callable:
-    """Mark a function, in place, so that the compiler runs it once while it traces and takes its result as a constant.
+    """Mark a function so that the compiler runs it while it traces, and takes its result as a constant.
 
-    The compiler does not trace the function's code. Arguments have to be constants. The mark is that of
-    `torch.compiler.assume_constant_result`, set without importing the compiler.
-
-    Returns:
-        The same function.
+    Arguments have to be constants, and the function's code is not traced. The function is marked in place and returned.
+    The mark is that of `torch.compiler.assume_constant_result`, set without importing the compiler.
     """
     method._dynamo_marked_constant = True
     return method

@@ -1,8 +1,7 @@
 """The interface for hosts: `comfy_nodes` and `extension` import nothing else of the engine.
 
-A host has two ways. It patches a model (`patch`, `Patch`), which puts wraps on the model. Or the host calls the engine
-from its own attention hooks: it makes a `State`, begins each call of the model with `State.begin`, and passes each
-attention to `attend_call`.
+A host patches a model (`patch`, `Patch`); or it makes a `State`, begins each call of the model with `State.begin`, and
+passes each attention to `attend_call` from its own attention hooks.
 """
 # ruff: noqa: F401 (imported for hosts)
 
@@ -33,23 +32,13 @@ from .settings.schedule import STABLE_DIFFUSION
 
 
 def patch_of(model: Any, config: MergeConfig) -> Patch:
-    """Make a `Patch` for a UNet or a transformer without putting it on: the model does not merge.
-
-    A host uses the patch as a `State`, and for its measurements.
-
-    Raises:
-        UnsupportedModelError: the model has no known attention.
-        TypeError: `model` is not a model.
-    """
+    """Make a `Patch` of a model without putting it on, for its measurements or as a `State`; raise as `patch` does."""
     return Patch(find_models(model), config)
 
 
 def state_of(config: MergeConfig, downsample: int, blocks: int = 0) -> State:
     """Make the `State` of a host's own transformer, whose tokens are all of one size.
 
-    Args:
-        config: the settings.
-        downsample: latent cells per token, along a side.
-        blocks: number of the transformer's blocks, for the counts of the report; 0 if it is not known.
+    `downsample` is latent cells per token, along a side. `blocks` is counted in the report; 0 if it is not known.
     """
     return State(config, [LevelTally(downsample, blocks)])

@@ -1,9 +1,4 @@
-"""The record of one model call, and the decision which rules merge in it.
-
-Without a measurement, a level with few tokens is left alone, because matching and merging would cost more than they
-save. On a GPU so fast that kernel launches are the bottleneck, the whole call is left alone, because merging adds
-launches.
-"""
+"""The record of one model call, and the decision which rules merge in it."""
 
 from __future__ import annotations
 
@@ -32,69 +27,42 @@ _FULL_PRECISION = 1 / 3  # float32's rate, as a share of the rate in half precis
 # 1.04 times as fast, at 13 (SD1.5 at 2048) twice as fast.
 _HOST_BOUND_MS = 1.3
 
-
-Gate = bool | str | None  # whether rules with `only_if_it_pays` merge, see `decide`'s argument `gate`
+Gate = bool | str | None  # whether rules with `only_if_it_pays` merge, see `decide`
 
 
 @dataclass(eq=False)
 class ModelCall:
-    """The record of one call of a model.
+    """The record of one call of a model. The adapters alone use the fields from `facts` on."""
 
-    Args:
-        state: the `State` that began the call.
-        timestep: the call's timestep argument, a number or a tensor, on which random draws depend.
-        rules: the rules in force, by level, 0 for the finest.
-        why_off: the reason why no rule is in force, by level; read only if none is.
-        gates: for each level, whether rules with `only_if_it_pays` merge, see `decide`.
-        kept_plans: plans of earlier calls in the same sampling; None if this call neither uses nor keeps any.
-        latest_runs: the number, from 0, of each attention's latest run in this call, by the attention's name.
-        facts: further facts that the adapter has read from the call's arguments. Used by the adapters, as are the rest.
-        layouts: the latest place of the picture's tokens at each level of a UNet.
-        block: the input of the block that runs, and the block's plans by the id of a rule; None unless parts of that
-            block may be called with merged tokens, as tomesd does.
-        called_attentions: the names of the attentions that were called so far.
-    """
-
-    state: Any
-    timestep: Any
-    rules: tuple[LevelRules, ...]
-    why_off: tuple[str, ...]
-    gates: tuple[Gate, ...]
-    kept_plans: KeptPlans | None = None
-    latest_runs: dict[Hashable, int] = field(default_factory=dict)
-    facts: Any = None
-    layouts: dict[int, Layout] = field(default_factory=dict)
+    state: Any  # the `State` that began the call
+    timestep: Any  # the model's argument, a number or a tensor, on which random draws depend
+    rules: tuple[LevelRules, ...]  # in force, by level, 0 for the finest
+    why_off: tuple[str, ...]  # the reason why no rule is in force, by level; read only if none is
+    gates: tuple[Gate, ...]  # by level
+    kept_plans: KeptPlans | None = None  # of earlier calls in the same sampling; None: none is used or kept
+    latest_runs: dict[Hashable, int] = field(default_factory=dict)  # number, from 0, of an attention's latest run
+    facts: Any = None  # what else the adapter has read from the call's arguments
+    layouts: dict[int, Layout] = field(default_factory=dict)  # by level of a UNet, the latest place of the picture
+    # the input of the block that runs, and the block's plans by the id of a rule; None unless parts of that block may
+    # be called with merged tokens, as tomesd does
     block: tuple[torch.Tensor, dict] | None = None
-    called_attentions: list[str] = field(default_factory=list)
+    called_attentions: list[str] = field(default_factory=list)  # their names
 
 
 class MergeMap(NamedTuple):
-    """The groups of one attention's tokens, for display.
-
-    Args:
-        grid: the tokens' grid.
-        group: int64 ``[B or 1, N]``, the group of each token; on the CPU in the result of `State.maps`.
-        num_groups: number of the groups of the whole sequence; these tokens may be in some of them only.
-    """
+    """The groups of one attention's tokens, for display."""
 
     grid: Grid
-    group: torch.Tensor
-    num_groups: int
+    group: torch.Tensor  # int64 [B or 1, N], the group of each token; on the CPU in the result of `State.maps`
+    num_groups: int  # of the whole sequence; these tokens may be in some of them only
 
 
 def decide(rules: LevelRules, why_off: str, tokens: int, device: str, gate: Gate = None) -> tuple[LevelRules, str]:
-    """Choose the rules that merge in a level. Without `only_if_it_pays`, a rule in force merges always.
+    """Return the rules that merge in a level (None for a part that does not), and the reason if none does, else "".
 
-    Args:
-        rules: the rules in force in the level, by part of a block.
-        why_off: the reason that is returned if no rule is in force.
-        tokens: number of the picture's tokens in this level.
-        device: the device's type ("cpu", "cuda", ...).
-        gate: whether rules with `only_if_it_pays` merge. True: they do; a text: they do not, for this reason; None:
-            they do from 1,024 tokens on a CPU, 4,096 elsewhere.
-
-    Returns:
-        The rules that merge, with None for a part of a block that does not; and the reason if no rule merges, else "".
+    `why_off` is the reason if no rule is in force; `device` is a device's type. A rule in force merges always without
+    `only_if_it_pays`. With it, `gate` decides. True: it merges; a text: it does not, for this reason; None: it does
+    from 1,024 tokens of the picture on a CPU, 4,096 elsewhere.
     """
     if not any(rules):
         return rules, why_off

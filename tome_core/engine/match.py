@@ -1,8 +1,7 @@
 """Matching: which of the picture's tokens merge, as a plan of the whole sequence.
 
-In the plan, every token outside the picture (such as a prompt's) has a group of its own, so that merging and correcting
-need not know of these tokens. A match is made in windows of the grid, each of some 4,096 tokens, so its work grows with
-the number of tokens and not with the square. Equal windows are matched together, as samples of one batch.
+Matches are made in windows of the grid, each of some 4,096 tokens, so the work grows with the number of tokens and not
+with the square. Equal windows are matched together, as samples of one batch.
 """
 
 from __future__ import annotations
@@ -24,21 +23,12 @@ def match(
     k: torch.Tensor, v: torch.Tensor, layout: Layout, rule: MergeRule, draw: Draw | None = None,
     old: MergePlan | None = None,
 ) -> MergePlan | None:  # fmt: skip
-    """Choose which of the picture's tokens merge, window by window. No gradient flows through the choice.
+    """Choose which of the picture's tokens merge; None if the rule removes no token of some window.
 
-    If the rule's metric is "keys+values", both are compared, by distance; if it is "input", the keys by cosine.
-
-    Args:
-        k: keys ``[B, S, H, d]`` of all tokens of the sequence.
-        v: values of the same shape.
-        layout: the position of the picture's tokens in the sequence.
-        rule: how tokens are matched.
-        draw: the seed and time of random destinations; None: the first token of each cell.
-        old: a plan of the same layout from an earlier step, which one k-means step adapts; None: a new match is made.
-
-    Returns:
-        The plan, in which each token outside the picture is a group by itself; None if the rule removes no token of
-        some window.
+    Each token outside the picture is a group by itself. Keys `k` and values `v` are ``[B, S, H, d]``, of the whole
+    sequence. The metric "keys+values" compares both, by distance; "input" compares the keys, by cosine. `draw`, of one
+    time, chooses destinations; None: the first token of each cell. One k-means step adapts `old`, a plan of the same
+    layout from an earlier step; None: a new match is made. No gradient flows through the choice.
     """
     by_distance, method, before = rule.metric == "keys+values", METHODS[rule.method], layout.first
     tokens, parts, counts = k.shape[1], [], []
@@ -58,8 +48,8 @@ def match(
             before += times * groups
         else:
             st, sy, sx = cell_of(rule.sy, rule.sx, grid.frames if method.compares else 1)
-            options = (rule.effective_ratio, sx, sy, _repeat_time(draw, times), rule.refine, by_distance, st)
-            plan = method.match(x, grid, MatchOptions(*options))
+            options = MatchOptions(rule.effective_ratio, sx, sy, draw, rule.refine, by_distance, st)
+            plan = method.match(x, grid, options)
         if plan is None:
             return None
         counts.append(plan.num_groups)
@@ -74,24 +64,8 @@ def _apart(x: torch.Tensor, times: int) -> torch.Tensor:
     return x.detach().flatten(2).unflatten(1, (times, -1)).flatten(0, 1)
 
 
-def _repeat_time(draw: Draw | None, times: int) -> Draw | None:
-    """Return a draw with each sample's time repeated for its windows. None and a time for all samples stay."""
-    if draw is None or draw.time is None or draw.time.shape[0] == 1:
-        return draw
-    return draw._replace(time=draw.time.repeat_interleave(times))
-
-
 def _part(old: MergePlan, places: slice, before: int, times: int, groups: int, x: torch.Tensor) -> MergePlan:
-    """Return the part of an old plan that is about a run of equal windows, each a sample with groups from 0.
-
-    Args:
-        old: the plan of the whole sequence, from `match`.
-        places: the tokens of the windows in the sequence.
-        before: number of groups before those of these windows.
-        times: number of windows.
-        groups: number of groups of each window.
-        x: the tokens of the windows, ``[B*times, n, C]``, of which only the batch is used.
-    """
+    """Return an old plan's part for equal windows at `places`, as a batch; `before` counts the groups before them."""
     group = (old.group[:, places] - before).unflatten(1, (times, -1))
     group = group - _offsets(times, groups, group.device)
     return MergePlan(group.expand(len(x) // times, -1, -1).flatten(0, 1), groups)
@@ -110,16 +84,7 @@ def _offsets(times: int, step: int, device: torch.device) -> torch.Tensor:
 
 
 def _join(parts: list[MergePlan], layout: Layout, tokens: int, counts: tuple[int, ...]) -> MergePlan:
-    """Join plans of windows into the plan of the sequence, in which each token outside the picture is a group.
-
-    The groups are numbered in order: tokens before the picture, the windows' groups, tokens after the picture.
-
-    Args:
-        parts: the plan ``[B or 1, tokens of the run]`` of each run of equal windows.
-        layout: the position of the picture's tokens in the sequence.
-        tokens: number of the sequence's tokens.
-        counts: number of groups of a window, for each run: the `groups_per_window` of the result.
-    """
+    """Join plans of runs of equal windows; each token around the picture is a group. `counts`: groups per window."""
     first, rows = layout.first, max(len(part.group) for part in parts)
     last, before = first + tokens_in(layout), first
     numbers = torch.arange(tokens, device=parts[0].group.device).expand(rows, -1)

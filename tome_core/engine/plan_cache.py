@@ -14,41 +14,28 @@ from ..settings.config import MergeRule
 
 
 class Plans(NamedTuple):
-    """The result of one match.
+    """The result of one match."""
 
-    Args:
-        plan: the groups of the tokens; None if the match found that no token merges.
-        timestep: the timestep of the step at which the match was made; None if the plan is not kept.
-        rule: the rule by which the match was made.
-        device: the device of the plan's tensors.
-        correction: the correction of the merged keys and values; None if there is none (yet).
-    """
-
-    plan: MergePlan | None
-    timestep: float | None
+    plan: MergePlan | None  # None if no token merges
+    timestep: float | None  # of the step at which the match was made; None if the plan is not kept
     rule: MergeRule
     device: torch.device
-    correction: Correction | None = None
+    correction: Correction | None = None  # of the merged keys and values; None if there is none (yet)
 
 
 Guidance = tuple[int, int]  # (pictures, number of the copy that is matched), see `Sampling`
 
 
 class KeptPlans(NamedTuple):
-    """The kept plans that one call of a model may use, and to which it adds.
+    """The kept plans that one call of a model may use, and to which it adds."""
 
-    Args:
-        plans: the kept plans of the sampling. `plans_for` adds to them in place.
-        ordinal: the host's name for the call, and the call's number, from 1, among those of this name at its timestep.
-            There are several if a host splits a batch or a picture.
-        timestep: the timestep of the call.
-        shared: number of samples in the batch, number of copies of the latents in it, number of the copy that is
-            matched, and a name shared by all calls with these latents; None if the batch is not made of copies.
-    """
-
-    plans: dict[tuple, Plans]
+    plans: dict[tuple, Plans]  # of the sampling; `plans_for` adds to them in place
+    # the host's name for the call, and the call's number, from 1, among those of this name at its timestep: a host may
+    # split a batch or a picture
     ordinal: Hashable
     timestep: float
+    # number of samples in the batch, of copies of the latents in it, and of the copy that is matched, and a name shared
+    # by all calls with these latents; None if the batch is not made of copies
     shared: tuple[int, int, int, Hashable] | None
 
     def plans_for(
@@ -56,14 +43,8 @@ class KeptPlans(NamedTuple):
     ) -> Plans:
         """Return the plans kept under a key, if they are at most `rule.keep` timesteps old; else match and keep plans.
 
-        New plans have no correction.
-
-        Args:
-            key: identifies the attention and the shape of its tokens, and holds `ordinal` or the name in `shared`.
-            rule: kept plans of another rule, or of an equal copy, are not used.
-            device: kept plans on another device are not used.
-            match: makes a new plan; its None is kept too. Its argument is the plan of the same rule and device that is
-                too old, or None.
+        `key` holds `ordinal` or the name in `shared`. Kept plans of another device or rule, even of an equal copy, are
+        not used. `match` gets the plan that is too old, or None; its None is kept too. New plans have no correction.
         """
         plans = self.plans.get(key)
         if plans is not None and (plans.rule is not rule or plans.device != device):
@@ -78,18 +59,15 @@ class Sampling:
     """One sampling of a picture or a batch, and the plans kept for its steps.
 
     A picture must not depend on the picture before. So plans are kept only within a sampling that has a name. They are
-    kept by the call's shape and ordinal, because tiles of one size and the halves of a split batch look alike.
-    Call `set` before each step, then `next_call` before each call of the model.
+    kept by the call's shape and ordinal, because tiles of one size and the halves of a split batch look alike. Call
+    `set` before each step, then `next_call` before each call of the model.
 
     Args:
         guidance_of: takes the latents of a call. Returns how many pictures the batch holds copies of, and the number of
             the copy that is matched; None without guidance. (At a guidance of 1.5, PSNR was 1 to 3 dB higher when the
             prompt's half was matched than when the negative prompt's was. At 7.5 they were equal.)
-        boundary: the timestep at which the early phase ends, see `time.Clock.boundary_in`; None: as the rules say.
+        boundary: the timestep at which the early phase ends; None: as the rules say.
         is_known: True if the sampling's steps are known; False: they are to be read from its first call.
-
-    Attributes:
-        name: identifies the sampling; None: no sampling goes on, and no plan is kept.
     """
 
     def __init__(
@@ -120,11 +98,8 @@ class Sampling:
     def next_call(self, batch: Any = None, called: Hashable = None) -> KeptPlans | None:
         """Count a call that begins now, and return the kept plans for it; None if no plan is used or kept.
 
-        The first guided call of each kind in a sampling waits for the device, because latents are compared.
-
-        Args:
-            batch: the call's latents ``[B, C, ...]``. Plans of a call without guidance, or with None, are not shared.
-            called: the host's name for the call, or None. Calls of different names may come in any order.
+        `batch` is the call's latents ``[B, C, ...]``; without guidance, or with None, plans are not shared. `called` is
+        the host's name for the call. Calls of different names may come in any order.
         """
         if self.name is None or self._timestep is None:
             return None
@@ -142,11 +117,7 @@ class Sampling:
         return KeptPlans(self._plans, ordinal, self._timestep, shared)
 
     def _guidance_in(self, batch: Any) -> Guidance | None:
-        """Return (number of pictures, number of the copy that is matched) for latents; None if they hold no copies.
-
-        One latent expanded over the batch is copies of one picture. For other latents, `guidance_of` decides. Anything
-        but a plain tensor with values gives None.
-        """
+        """Return (pictures, number of the copy that is matched); None if latents are no copies or no plain tensor."""
         if type(batch) is not torch.Tensor or batch.is_meta or batch.dim() < 2:
             return None
         return (1, 0) if len(batch) > 1 and batch.stride(0) == 0 else self.guidance_of(batch)  # one latent, expanded
@@ -155,16 +126,7 @@ class Sampling:
 def _share(
     batch: torch.Tensor, guidance: Guidance, calls: Sequence[tuple[Hashable, torch.Tensor]]
 ) -> tuple[int, int, int, Hashable] | None:
-    """Find the first of the earlier calls whose latents the batch repeats, so that plans are shared with that call.
-
-    Args:
-        batch: latents ``(batch, ...)``, one copy of all pictures after another.
-        guidance: see `Sampling`.
-        calls: ordinal and latents of each earlier call, and of the call itself.
-
-    Returns:
-        The value of `KeptPlans.shared` for the batch; None if the batch repeats the latents of none of these calls.
-    """
+    """Return `KeptPlans.shared` by the first of these calls, (ordinal, latents), that the batch repeats, or None."""
     pictures, matched = guidance
     copies, rest = divmod(len(batch), pictures)
     for ordinal, latents in calls:

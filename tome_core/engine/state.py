@@ -1,8 +1,4 @@
-"""The state of one patch: its settings, and all data that is kept while the model runs.
-
-An adapter begins each call of its model with `begin`, and passes every self-attention of the call to `attend`.
-`run_part_merged` runs a part of a block on merged tokens, as tomesd does.
-"""
+"""The state of one patch: its settings, and all data that is kept while the model runs."""
 
 from __future__ import annotations
 
@@ -42,16 +38,6 @@ class State:
         levels: an empty tally for each level of the model, the finest first; they are filled in place. A level is all
             blocks whose tokens have one size.
         schedule: the model's own noise schedule; None if it is not known: Stable Diffusion's is then used.
-
-    Attributes:
-        ever_merges: True if some rule merges at some time, if the picture is large enough.
-        wants_time: True if what merges depends on the time of a call.
-        clock: the rules in force as a function of time.
-        time: the current time, and the samplings that go on.
-        ledger: the counts.
-        refused: the reason for each attention function that is not called with merged keys;
-            `attention_calls.attend_call` fills it.
-        pays: the `Pays` that decides for rules with `only_if_it_pays`; None: the number of tokens decides.
     """
 
     is_installed = True  # the model merges as this state says
@@ -65,13 +51,12 @@ class State:
         self.knows_schedule = schedule is not None
         for number, level in enumerate(levels):
             level.level, level.covered = number, ever_merges(self.clock.rules, number, level.downsample)
-        self.ever_merges = any(level.covered for level in levels)
+        self.ever_merges = any(level.covered for level in levels)  # if the picture is large enough
         self.ledger = Ledger(list(levels), notes_on(config, self.ever_merges, downsamples))
         self.time = ModelTime(self.clock, any(rule.keep for rule in self.clock.rules))
-        self.wants_time = self.time.is_wanted
-        self.refused: dict[Hashable, str] = {}  # by attention function, why it stays unmerged
+        self.wants_time = self.time.is_wanted  # whether what merges depends on the time of a call
+        self.refused: dict[Hashable, str] = {}  # by attention function, why it stays unmerged; `attend_call` fills it
         self.pays: Any = None  # `measuring.pays.Pays`, or None: the number of tokens decides
-        self._by_tokens = (None,) * len(levels)
         self._maps: dict[int, MergeMap] | None = None  # by level, on the model's device: a copy to the CPU would wait
         # the results of `decide`. Keys hold the rules' ids, which stay theirs because the clock keeps the rules
         self._decisions: dict[tuple, tuple[LevelRules, str]] = {}
@@ -79,7 +64,7 @@ class State:
     # --- the seam -----------------------------------------------------------------------------------------------------
 
     def begin(self, timestep: Any, latent: Any, called: Hashable = None) -> ModelCall:
-        """Begin a call of the model.
+        """Begin a call of the model, and return its record, for `attend` and `run_part_merged`.
 
         Args:
             timestep: a number, or a tensor ``[]`` or ``[B]``, on Stable Diffusion's schedule (0 to 1000); 1000 times
@@ -87,13 +72,10 @@ class State:
             latent: ``[B, C, (frames,) H, W]``. Its values are read only to find copies of one latent in a batch.
             called: the host's name for the call among the calls at this timestep, such as the names of its conditions.
                 Without names, calls are distinguished by their order.
-
-        Returns:
-            The record of the call, for `attend` and `run_part_merged`.
         """
         self.ledger.calls += 1
         now, kept = self.time.next_call(timestep, latent, called)
-        gates = self._by_tokens if self.pays is None else self.pays.gates(now.rules, latent)
+        gates = (None,) * len(now.rules) if self.pays is None else self.pays.gates(now.rules, latent)
         call = ModelCall(self, timestep, now.rules, now.why_off, gates, kept)
         if torch.is_tensor(latent) and latent.dim() == 4 and self.ever_merges:
             for tally in self.ledger.levels:
@@ -107,13 +89,8 @@ class State:
     ) -> torch.Tensor | None:
         """Compute a self-attention with merged keys and values; with merged queries as well if the rule's side is qkv.
 
-        Args:
-            call: the result of `begin`.
-            name: the attention's name, the same at every step and unique in the model. Several runs of it in a call are
-                distinguished by their order.
-            level: the level of the tokens, 0 for the finest.
-            layout: the position of the picture's tokens in the sequence.
-            attention: queries, keys, values and the host's function for them.
+        `name` is the same at every step and unique in the model; its runs in a call are distinguished by their order.
+        `level` is 0 for the finest. `layout` is the position of the picture's tokens in the sequence.
 
         Returns:
             The output ``[B, S, H, d]``; None if the attention is left unmerged. The reason is counted, and the host has
@@ -123,8 +100,7 @@ class State:
         batch, tokens = q.shape[:2]
         turn = call.latest_runs[name] = call.latest_runs.get(name, -1) + 1
         picture = layout.grid.height * layout.grid.width
-        known = self._decisions.get((id(call.rules[level]), call.why_off[level], call.gates[level], picture, q.device))
-        rules, why = known or self.decide(call, level, picture, q.device)
+        rules, why = self.decide(call, level, picture, q.device)
         rule = rules.attn
         if rule is None:
             why = why or OTHER_PARTS
@@ -135,8 +111,7 @@ class State:
         if why:
             self.ledger.skip(level, "attn", why, batch * tokens * tokens)
             return None
-        kept, key, merged = call.kept_plans, ((name, turn), batch, layout, tokens), None
-        exact = 0
+        kept, key, merged, exact = call.kept_plans, ((name, turn), batch, layout, tokens), None, 0
         plans = None if kept is None or not rule.keep else kept.plans.get((kept.ordinal, *key))
         is_own = plans is not None and plans.rule is rule and plans.device == q.device
         if not is_own or abs(plans.timestep - kept.timestep) > rule.keep:  # as in `KeptPlans.plans_for`
@@ -149,8 +124,7 @@ class State:
         queries = rule.side == "qkv"
         out, way = attend(attention, MergeOptions(plan, rule.proportional, queries, plans.correction), merged)
         left = (plan.num_groups if queries else tokens, plan.num_groups)
-        way = way if rule.proportional else ""
-        self.ledger.merge(level, "attn", (batch, tokens, tokens), left, way, exact)
+        self.ledger.merge(level, "attn", (batch, tokens, tokens), left, way if rule.proportional else "", exact)
         if self._maps is not None:
             self._keep_map(level, layout, plan)
         return out
@@ -161,16 +135,10 @@ class State:
     ) -> torch.Tensor | None:  # fmt: skip
         """Run a part of a block on merged tokens and unmerge its output, as tomesd does.
 
-        Args:
-            call: the result of `begin`.
-            name: the block's name.
-            level: the level of the tokens, 0 for the finest.
-            part: "attn", "crossattn" or "mlp".
-            grid: the tokens' grid.
-            x: the block's input ``[B, N, C]``, by which tokens are matched.
-            function: calls the part, and returns its merged output. Its argument merges a tensor ``[B, N, C]``.
-            plans: the block's plans in this call, by the id of a rule. A missing plan is added in place.
-            keys: the number of keys of the unmerged part, if it is an attention.
+        `name` is the block's, `part` is "attn", "crossattn" or "mlp". Tokens are matched by the block's input `x`,
+        ``[B, N, C]``. `function` calls the part and returns its merged output; its argument merges a tensor like `x`.
+        `plans` holds the block's plans in this call, by the id of a rule; a missing one is added. `keys` is the number
+        of keys of the unmerged part, if it is an attention.
 
         Returns:
             The output ``[B, N, C]``; None if the part is left unmerged, so that the host has to call it. The reason is
@@ -196,13 +164,7 @@ class State:
         return out
 
     def decide(self, call: ModelCall, level: int, tokens: int, device: torch.device) -> tuple[LevelRules, str]:
-        """Choose the rules by which the parts of a block merge in a call that `begin` has returned.
-
-        `level` is 0 for the finest; `tokens` is the number of the picture's tokens in this level.
-
-        Returns:
-            The rules, with None for a part that does not merge; and the reason if no part merges, else "".
-        """
+        """Return `decision.decide` for a level of a call, of which `tokens` are the picture's."""
         rules, why_off, gate = call.rules[level], call.why_off[level], call.gates[level]
         key = (id(rules), why_off, gate, tokens, device)
         if key not in self._decisions:
@@ -210,44 +172,25 @@ class State:
         return self._decisions[key]
 
     def count_unmerged(self, level: int, why: str, batch: int, queries: int, keys: int, part: str = "attn") -> None:
-        """Count a part of a block that stays unmerged, with the reason `why`, a text for the report.
-
-        `level` is 0 for the finest; `part` is "attn", "crossattn", "mlp", or "block" for a whole block. For "attn" its
-        work, batch times queries times keys, is counted too.
-        """
+        """Count an unmerged "attn", "crossattn" or "mlp", or a whole "block", with the reason, for the report."""
         self.ledger.skip(level, part, why, batch * queries * keys if part == "attn" else 0)
 
     def _match(
         self, call: ModelCall, key: tuple, level: int, layout: Layout, attention: Attention, rule: MergeRule
     ) -> tuple[Plans, Pair | None]:
-        """Return a kept match of an attention if it is young enough, else match the tokens.
-
-        If the rule refines a bipartite match, one k-means step renews an older match instead. All copies of the
-        latents, in this call and in others at its timestep, share the match of one copy. Otherwise the two predictions
-        of guidance would be changed differently, and guidance multiplies their difference.
-
-        Args:
-            call: the model call.
-            key: (name of the attention and its turn in this call, batch, layout, number of tokens).
-            level: the level of the tokens, 0 for the finest.
-            layout: the position of the picture's tokens in the sequence.
-            attention: queries, keys and values ``[B, S, H, d]``.
-            rule: how tokens are matched.
-
-        Returns:
-            The plans; and the merged keys and values ``[B, G, H*d]`` if a new correction was made, else None.
-        """
+        """Return a kept match that is young enough, else a new one; and keys and values merged for a new correction."""
         (q, k, v), (name, batch, *where) = attention[:3], key
         kept = call.kept_plans if rule.keep else None
         copies, matched, place = 1, 0, ("alone", kept and kept.ordinal)
         if kept is not None and kept.shared is not None and batch % kept.shared[0] == 0:  # not for a part of the batch
             copies, matched, place = kept.shared[1:]
         count, renews = batch // copies, rule.refine and METHODS[rule.method].compares
+        # All copies of the latents share one copy's match, also in other calls at this timestep. Otherwise the two
+        # predictions of guidance would be changed differently, and guidance multiplies their difference.
 
         def match_rows(old: MergePlan | None) -> MergePlan | None:
             copy_k, copy_v = (rows[matched * count : (matched + 1) * count] for rows in (k, v))
-            draw = _draw(call, level, rule, copy_k)
-            return match(copy_k, copy_v, layout, rule, draw, old if renews else None)
+            return match(copy_k, copy_v, layout, rule, _draw(call, level, rule, k.device), old if renews else None)
 
         if kept is None:
             plans = Plans(match_rows(None), None, rule, q.device)
@@ -264,14 +207,11 @@ class State:
     def _match_input(
         self, call: ModelCall, name: Hashable, level: int, grid: Grid, x: torch.Tensor, rule: MergeRule
     ) -> MergePlan | None:
-        """Match a block's input ``[B, N, C]`` for `run_part_merged`, or return a kept plan that is young enough.
-
-        None if no token would merge.
-        """
+        """Match a block's input ``[B, N, C]``, or return a kept plan that is young enough; None if no token merges."""
         turn = call.latest_runs[name, id(rule)] = call.latest_runs.get((name, id(rule)), -1) + 1
 
         def match_all(_: MergePlan | None) -> MergePlan | None:
-            options = MatchOptions(rule.effective_ratio, rule.sx, rule.sy, _draw(call, level, rule, x))
+            options = MatchOptions(rule.effective_ratio, rule.sx, rule.sy, _draw(call, level, rule, x.device))
             return METHODS[rule.method].match(x, grid, options)
 
         if call.kept_plans is None or not rule.keep:
@@ -297,14 +237,8 @@ class State:
         """Make this thread's calls of the model the steps of one picture, or of one batch, inside the ``with``.
 
         Merge plans are kept inside over steps (``keep``) and dropped at the end. Outside no plan is kept. The loop of a
-        patched diffusers pipeline is a sampling without this call.
-
-        Args:
-            pictures: see `set_time`.
-            timesteps: see `set_time`. None: read from the pipeline's scheduler, if it is known.
-
-        Yields:
-            This state.
+        patched diffusers pipeline is a sampling without this call. `pictures` and `timesteps`: see `set_time`; without
+        timesteps, they are read from the pipeline's scheduler, if it is known.
         """
         _check_pass(pictures, timesteps)
         with self.time.sample(lambda batch: (pictures, 0) if pictures else None, timesteps):
@@ -345,10 +279,7 @@ class State:
         self._maps = {} if keep else None
 
     def maps(self) -> dict[int, MergeMap]:
-        """Return the latest map of each level by its number; empty unless `keep_maps` was called before the model ran.
-
-        The maps are copied to the CPU, which waits for the device.
-        """
+        """Return each level's latest map since `keep_maps`, by its number; the copy to the CPU waits for the device."""
         return {level: latest._replace(group=latest.group.cpu()) for level, latest in (self._maps or {}).items()}
 
     def reset_counts(self) -> None:
@@ -384,35 +315,20 @@ def _check_pass(pictures: int | None, timesteps: Sequence[float] | None) -> None
         _check_time("timesteps", value)
 
 
-def _draw(call: ModelCall, level: int, rule: MergeRule, x: torch.Tensor) -> Draw | None:
-    """Return the seed and time of a match's random draw; None if the rule does not draw.
-
-    The time is a tensor ``[1]`` or ``[B]``, in which all frames of a sample have the sample's time; the first timestep
-    if their number does not divide B; None if the call has none. Of the tokens `x`, batch and device are used.
-    """
+def _draw(call: ModelCall, level: int, rule: MergeRule, device: torch.device) -> Draw | None:
+    """Return a match's random draw, by the first timestep of the call's batch; None if the rule does not draw."""
     if not rule.use_rand:
         return None
     time = call.timestep
     if torch.is_tensor(time):
-        time = time.detach().reshape(-1)
-        if len(time) > 1:
-            time = time[:1] if len(x) % len(time) else time.repeat_interleave(len(x) // len(time))
+        time = time.detach().reshape(-1)[:1]
     elif time is not None:
-        time = torch.full((1,), float(time), dtype=torch.float32, device=x.device)
+        time = torch.full((1,), float(time), dtype=torch.float32, device=device)
     return Draw(rule.seed, level, time)
 
 
 def _run_merged(function: Callable, x: torch.Tensor, plan: MergePlan) -> tuple[torch.Tensor | None, str]:
-    """Call a part of a block with merged tokens. Out-of-memory errors are raised, any other gives a reason.
-
-    Args:
-        function: calls the part. Its argument is a function that merges a tensor ``[B, N, C]``.
-        x: the block's input ``[B, N, C]``, of which only the shape is used.
-        plan: the groups of the tokens.
-
-    Returns:
-        The unmerged output and ""; or None and the reason why the part cannot run on merged tokens.
-    """
+    """Return the unmerged output of a part that ran on merged tokens, and ""; or None and why it cannot."""
     try:
         out = function(plan.merge)
     except (MemoryError, torch.cuda.OutOfMemoryError):
@@ -425,11 +341,8 @@ def _run_merged(function: Callable, x: torch.Tensor, plan: MergePlan) -> tuple[t
 
 
 def foreign_mode() -> str:
-    """Return the reason not to merge if another program's torch function mode is active; "" if there is no such mode.
-
-    Guidance that perturbs attention is such a mode, and fails if there are fewer keys than queries. The mode of torch's
-    default device does not count.
-    """
+    """Return why not to merge if a torch function mode of another program is active, else ""."""
+    # such as guidance that perturbs attention, which fails if there are fewer keys than queries
     modes = torch.overrides._get_current_function_mode_stack()
     names = [type(mode).__name__ for mode in modes if type(mode).__module__ != "torch.utils._device"]
     return f"{' and '.join(names)} looks at its functions" if names else ""

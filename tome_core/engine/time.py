@@ -24,30 +24,18 @@ _ALL = 1000.0  # the number of timesteps of Stable Diffusion's schedule
 
 
 class ActiveRules(NamedTuple):
-    """The rules in force at one time.
+    """The rules in force at one time."""
 
-    Args:
-        rules: the rules of each level, the finest first.
-        live: all rules in force, in the order of the settings.
-        why_off: for each level, the reason why no rule is in force; read only if none is.
-    """
-
-    rules: tuple[LevelRules, ...]
-    live: tuple[MergeRule, ...]
-    why_off: tuple[str, ...]
+    rules: tuple[LevelRules, ...]  # of each level, the finest first
+    live: tuple[MergeRule, ...]  # all rules in force, in the order of the settings
+    why_off: tuple[str, ...]  # for each level, the reason why no rule is in force; read only if none is
 
 
 class Clock:
-    """The rules in force as a function of time.
+    """The rules in force as a function of time; `limited` is True if they depend on it.
 
-    Args:
-        config: the settings.
-        downsamples: latent cells per token, along a side, of each level of the model, the finest first.
-        schedule: the model's own noise schedule; Stable Diffusion's if None.
-
-    Attributes:
-        rules: the rules of the settings, with those of early phases, see `config.plain_rules`.
-        limited: True if the rules in force depend on the time.
+    `downsamples` is latent cells per token, along a side, of each level of the model, the finest first. Attribute
+    `rules` holds the settings' rules with those of early phases, see `config.plain_rules`.
     """
 
     def __init__(self, config: MergeConfig, downsamples: Sequence[int], schedule: NoiseSchedule | None = None) -> None:
@@ -62,12 +50,7 @@ class Clock:
         self._found: dict[tuple, ActiveRules] = {}
 
     def moment(self, timestep: float | None, percent: float | None = None) -> Time:
-        """Return the time on both scales. The scale that is not given is computed; `UNKNOWN` if neither is given.
-
-        Args:
-            timestep: the timestep on Stable Diffusion's schedule.
-            percent: the share of the model's own schedule that is done, 0 to 1.
-        """
+        """Return the time on both scales of `Time`. A scale that is None is computed; `UNKNOWN` if both are."""
         schedule = self.schedule
         if timestep is None and percent is None:
             return UNKNOWN
@@ -78,19 +61,14 @@ class Clock:
         return Time(timestep, percent)
 
     def boundary_in(self, timesteps: Sequence[float]) -> float | None:
-        """Return the timestep at which a sampling's early phase ends, for `at`, see `boundary_in` of this file.
-
-        It is None if the phase ends as in a whole picture, and also if the config has no early phase.
-        """
+        """Return where a sampling's early phase ends, for `at`; None: as in a whole picture, or there is no phase."""
         return boundary_in(timesteps, self._early_until) if self._early else None
 
     def at(self, time: Time, boundary: float | None = None) -> ActiveRules:
         """Return the rules in force at a time: the same object for all times with the same rules.
 
-        Args:
-            time: the time of the call. At `UNKNOWN`, only rules without any limit on the time are in force.
-            boundary: the timestep at which the early phase of this sampling ends, see `boundary_in`; None: as the rules
-                say.
+        At `UNKNOWN`, only rules without any limit on the time are in force. `boundary` is the timestep at which the
+        early phase of this sampling ends; None: as the rules say.
         """
         start, end = self._window or (0.0, 1.0)
         within = self._window is None or (time.percent is not None and start <= time.percent <= end)
@@ -117,20 +95,14 @@ class Clock:
 
 
 def boundary_in(timesteps: Sequence[float], until: float) -> float | None:
-    """Return the timestep at and above which a sampling's step is early; None if the whole picture's boundary holds.
+    """Return the timestep at and above which a sampling's step is early; None if the whole picture's, `until`, holds.
 
     A preset is made for a certain share of early steps. A fixed timestep does not keep this share in a sampling that
     begins late (image to image, hires fix) or has few steps. There the share is kept to the nearest step, and half a
-    step counts as late, because late steps change the picture less. In the examples, 3 of 5 steps of image to image and
-    2 of 4 steps of a whole picture are early; in the last, one of three is late already.
-
-    Args:
-        timesteps: the timesteps of the sampling's steps, in any order.
-        until: the boundary in a whole picture.
-
-    Returns:
-        The boundary; infinity if no step is early, 0 if all are. None for a sampling from `WHOLE_FROM` (850) that has
-        more than `FEW` (8) steps or enough late ones, and without steps.
+    step counts as late, because late steps change the picture less. The boundary is infinity if no step is early, 0 if
+    all are; None for a sampling from `WHOLE_FROM` (850) that has more than `FEW` (8) steps or enough late ones, and
+    without steps. In the examples, 3 of 5 steps of image to image and 2 of 4 steps of a whole picture are early; in the
+    last, one of three is late already.
 
     >>> boundary_in([500, 400, 300, 200, 100], 375), boundary_in([999, 749, 499, 249], 375)
     (250.0, 624.0)
@@ -152,23 +124,13 @@ def boundary_in(timesteps: Sequence[float], until: float) -> float | None:
 
 
 class ModelTime:
-    """The current time of a model: set by a host, or else read from the model's timestep argument.
-
-    Args:
-        clock: the rules as a function of time.
-        keeps: True if some rule keeps its matches over steps.
-
-    Attributes:
-        is_wanted: True if the rules in force depend on the time, or if some rule keeps its matches.
-        scheduler_steps: reads the steps of the pipeline's scheduler; None without a pipeline. The patch sets it.
-        now: the rules in force at the latest call, or at the time set since.
-    """
+    """The current time of a model: set by a host, or else read from the model's timestep argument."""
 
     def __init__(self, clock: Clock, keeps: bool) -> None:
-        self.clock, self.keeps = clock, keeps
+        self.clock, self.keeps = clock, keeps  # whether some rule keeps its matches over steps
         self.is_wanted = clock.limited or keeps
-        self.scheduler_steps: SchedulerNoise | None = None
-        self.now: ActiveRules = clock.at(UNKNOWN)
+        self.scheduler_steps: SchedulerNoise | None = None  # of the pipeline; the patch sets it
+        self.now: ActiveRules = clock.at(UNKNOWN)  # at the latest call, or at the time set since
         self._is_given = False
         self._sampling = Sampling()  # the sampling that `set` named
         self._timesteps: Sequence[float] | None = None  # of this sampling's steps
@@ -183,10 +145,7 @@ class ModelTime:
         self, percent: float | None, timestep: float | None, sigma: float | None, sampling: Hashable = None,
         pictures: int | None = None, timesteps: Sequence[float] | None = None,
     ) -> None:  # fmt: skip
-        """Set the time of the next calls, see `State.set_time`.
-
-        If the first three are None, the time is read from the model's timestep argument again.
-        """
+        """Set the time of the next calls, see `State.set_time`; if the first three are None, the argument is read."""
         self._is_given = not (percent is None and timestep is None and sigma is None)
         if sigma is not None and timestep is None:
             timestep = STABLE_DIFFUSION.timestep_of_sigma(sigma)
@@ -202,15 +161,11 @@ class ModelTime:
         self, guidance_of: Callable[[torch.Tensor], Guidance | None] = lambda batch: None,
         timesteps: Sequence[float] | None = None, continues: bool = False,
     ) -> Iterator[None]:  # fmt: skip
-        """Make this thread's calls the steps of one picture inside the ``with``.
+        """Make this thread's calls the steps of one picture inside the ``with``, and drop plans of earlier samplings.
 
-        Plans of this thread's samplings that began before are dropped.
-
-        Args:
-            guidance_of: see `Sampling`.
-            timesteps: the timesteps of all steps; None: read from the pipeline's scheduler at the first call.
-            continues: True if the sampling continues a picture that was begun in another, so that its steps are part of
-                a whole picture's.
+        `guidance_of`: see `Sampling`. `timesteps`: those of all steps; None: read from the pipeline's scheduler at the
+        first call. `continues`: True if another sampling has begun the picture, so that the steps are a part of a whole
+        one.
         """
         sampling = Sampling(guidance_of, self.clock.boundary_in(timesteps or ()), continues or timesteps is not None)
         samplings = self._mine.begun
@@ -226,15 +181,10 @@ class ModelTime:
     def next_call(self, timestep: Any, latent: Any, called: Hashable = None) -> tuple[ActiveRules, KeptPlans | None]:
         """Return the rules in force in a call of this thread that begins now, and the kept plans that it may use.
 
-        Args:
-            timestep: the model's timestep argument. It is read only if it is needed and no time was set.
-            latent: the call's latents ``[B, C, ...]``.
-            called: the host's name for the call, or None.
-
-        Returns:
-            The rules; and the kept plans of the named sampling if a time was set, else of this thread's latest. None
-            instead if the call neither uses nor keeps plans: if no rule keeps matches, outside a sampling, with
-            gradients, and while a CUDA graph is captured (the rules are then those of `now`).
+        `timestep`, the model's argument, is read only if it is needed and no time was set. `latent` is ``[B, C, ...]``;
+        `called` is the host's name for the call, or None. The plans are the named sampling's if a time was set, else
+        those of this thread's latest; None if no rule keeps matches, outside a sampling, with gradients, and while a
+        CUDA graph is captured (the rules are then those of `now`).
         """
         if is_captured(latent):  # the next replay would overwrite kept plans, and a capture must not wait
             return self.now, None
@@ -251,12 +201,9 @@ class ModelTime:
         self._mine = Samplings()
 
     def _look_at(self, timestep: Any) -> ActiveRules:
-        """Return the rules in force at a timestep argument, also as `now`, and set the time of this thread's sampling.
-
-        The time is known from the argument's place in the scheduler's timesteps, else from its value, which is read
-        only if it is needed.
-        """
-        sampling, step = self._mine.latest, self._time_by_memory(timestep)
+        """Return the rules in force at a timestep argument, also as `now`; set the time of this thread's sampling."""
+        sampling, steps = self._mine.latest, self.scheduler_steps
+        step = None if steps is None else self._first_of(steps.steps_by_memory(timestep))
         if step is None and (self.clock.limited or (sampling is not None and self.keeps)):
             step = self._read(timestep)
         if sampling is not None:
@@ -265,30 +212,15 @@ class ModelTime:
             self.now = self.clock.at(UNKNOWN if step is None else step, sampling and sampling.boundary)
         return self.now
 
-    def _time_by_memory(self, timestep: Any) -> Time | None:
-        """Return the time of a timestep argument by `steps_by_memory`, and note the sampling's steps.
-
-        None if the argument is no view of the scheduler's timesteps, or if there is no pipeline.
-        """
-        steps = [] if self.scheduler_steps is None else self.scheduler_steps.steps_by_memory(timestep)
-        if steps:
-            self._note_steps(steps)
+    def _first_of(self, steps: Sequence[Time]) -> Time | None:
+        """Return the first of the steps from this call on, or None; a sampling's first call sets its boundary."""
+        sampling = self._mine.latest
+        if steps and sampling is not None and not sampling.is_known:
+            sampling.boundary, sampling.is_known = self.clock.boundary_in([step.timestep for step in steps]), True
         return steps[0] if steps else None
 
-    def _note_steps(self, steps: Sequence[Time]) -> None:
-        """Set the boundary of this thread's sampling by its steps, if they are not known yet.
-
-        `steps` are those from the current call's on, which are all steps at the first call.
-        """
-        sampling = self._mine.latest
-        if sampling is not None and not sampling.is_known:
-            sampling.boundary, sampling.is_known = self.clock.boundary_in([step.timestep for step in steps]), True
-
     def _read(self, timestep: Any) -> Time | None:
-        """Return the time by a timestep argument's value, which waits for a GPU, and note the sampling's steps.
-
-        None if there is no value, if it cannot be read, or if it differs in the batch.
-        """
+        """Return the time by the argument's value, which waits for a GPU; None if it has none or several."""
         if torch.is_tensor(timestep):
             is_wrapped = type(timestep) is not torch.Tensor or torch._C._functorch.is_functorch_wrapped_tensor(timestep)
             if timestep.is_meta or is_wrapped:  # by torch.func, vmap or a tracer: it has no value
@@ -297,19 +229,13 @@ class ModelTime:
             timestep = values.pop() if len(values) == 1 else None
         if timestep is None:
             return None
+        # also for a copy of the scheduler's timestep, which offloading may make
         steps = [] if self.scheduler_steps is None else self.scheduler_steps.steps_from(float(timestep))
-        if not steps:
-            return STABLE_DIFFUSION.time_of(float(timestep))
-        self._note_steps(steps)  # a copy of the scheduler's timestep, which offloading may make
-        return steps[0]
+        return self._first_of(steps) or STABLE_DIFFUSION.time_of(float(timestep))
 
 
 class Samplings(threading.local):
-    """The samplings that go on in each thread. Pipelines that share a UNet may run at once.
-
-    Attributes:
-        begun: the samplings of the current thread, the latest last.
-    """
+    """The samplings that go on in each thread, the latest last: pipelines that share a UNet may run at once."""
 
     def __init__(self) -> None:
         self.begun: list[Sampling] = []
@@ -321,8 +247,5 @@ class Samplings(threading.local):
 
 
 def is_captured(x: Any) -> bool:
-    """Tell whether a CUDA graph is being captured on the current stream. False if `x` is no CUDA tensor.
-
-    In a capture nothing may wait for the device, and no tensor may be kept.
-    """
+    """Tell whether `x` is on CUDA and a graph is captured on its stream: nothing may wait then, or be kept."""
     return torch.is_tensor(x) and x.is_cuda and torch.cuda.is_current_stream_capturing()

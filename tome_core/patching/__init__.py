@@ -64,9 +64,8 @@ def patch(
         before._previous = None  # its `with` will not be left; otherwise the chain of patches would grow
     if not host_clock and config.uses_percent and not handle.knows_schedule:
         logger.warning(
-            "Merging is limited in percent or beta, which a bare model does not know: call "
-            "handle.set_time(percent=...) before each step, patch the pipeline instead, or use min_timestep."
-        )
+            "Merging is limited in percent or beta, which a bare model does not know: call handle.set_time(percent=...)"
+            " before each step, patch the pipeline instead, or use min_timestep.")
     for note in handle.ledger.notes:
         logger.warning("%s", note)
     if adapter.layout == TRANSFORMER:
@@ -77,35 +76,20 @@ def patch(
 @cache
 def _warn_once() -> None:
     """Warn, once in this process, that transformers' strengths were not measured on the user's model."""
-    logger.warning(
-        "transformers' strengths and presets were chosen on one small transformer of Flux's layout; their effect on "
-        "this model was not measured, so look at your pictures"
-    )
+    logger.warning("transformers' strengths and presets were chosen on one small transformer of Flux's layout; their "
+                   "effect on this model was not measured, so look at your pictures")
 
 
 def layout_of(model: Any) -> str:
-    """Return the name of the table of strengths that applies to a model: "sd", "sdxl" or "transformer".
+    """Return the name of the strengths' table for a model that `patch` takes: "sd", "sdxl" or "transformer".
 
-    `model` is any object that `patch` takes.
-
-    Raises:
-        UnsupportedModelError: the model has no known attention.
-        TypeError: `model` is not a model.
+    An UnsupportedModelError or a TypeError is raised as by `patch`.
     """
     return adapter_of(find_models(model)[0]).layout
 
 
-def _config_of(
-    config: MergeConfig | str | None, strength: float | None, settings: dict[str, Any], layout: str
-) -> MergeConfig:
-    """Return the settings that the arguments of `patch` ask for. `layout` is a name as of `layout_of`.
-
-    Without arguments they are those of the preset `DEFAULT`; with `settings` alone, the defaults of `MergeConfig`.
-
-    Raises:
-        TypeError: `config` is no MergeConfig, name or None, or a setting has the wrong type.
-        ValueError: a name or value is not possible, or both `config` and `strength` are given.
-    """
+def _config_of(config: MergeConfig | str | None, strength: float | None, settings: dict, layout: str) -> MergeConfig:
+    """Return the settings that `patch`'s arguments ask for, `DEFAULT` without any; raise what `patch` raises."""
     if strength is not None and config is not None:
         raise ValueError(f"strength={strength!r} and config={config!r} both say what merges; give one of them")
     if strength is None and config is None:
@@ -151,10 +135,7 @@ def apply_patch(
 
 
 def remove_patch(model: Any) -> Any:
-    """Take this engine's merging off a model and return the model. Never fails.
-
-    `model` may be any object: one that `patch` takes, a copy of a patched model, or an object that was never patched.
-    """
+    """Take our merging off a model, its copy or any other object, and return the object. Never fails."""
     try:
         models = find_models(model)
     except (UnsupportedModelError, TypeError):
@@ -171,11 +152,7 @@ def remove_patch(model: Any) -> Any:
 
 
 def report(model: Any) -> Report:
-    """Return the report of the patch on a model. Without a patch, and for an unknown object, its `patched` is False.
-
-    Args:
-        model: the object that was passed to `patch`, or the UNet or transformer inside of it.
-    """
+    """Return the report of the patch on a model or inside a pipeline; of any other object, its `patched` is False."""
     try:
         handle = patch_on(find_models(model)[0])
     except (TypeError, UnsupportedModelError):
@@ -184,12 +161,9 @@ def report(model: Any) -> Report:
 
 
 def _schedule_of(model: Any) -> NoiseSchedule | None:
-    """Return the noise schedule of a pipeline's scheduler or of an LDM model; None if the model shows none.
-
-    A scheduler without betas of training counts as Stable Diffusion's if it has ``scale_model_input``.
-    """
+    """Return the noise schedule of a pipeline's scheduler or of an LDM model; None if the model shows none."""
     scheduler = getattr(model, "scheduler", None)
-    if scheduler is not None:
+    if scheduler is not None:  # one without betas of training counts as Stable Diffusion's if it scales inputs
         return training_schedule(scheduler) or (STABLE_DIFFUSION if hasattr(scheduler, "scale_model_input") else None)
     betas = getattr(model, "betas", None)
     if torch.is_tensor(betas) and betas.dim() == 1:
@@ -229,10 +203,8 @@ class Patch(Measured):
         self._levels = {level.level for level in self.ledger.levels if level.covered}
         tomesd_rules = [rule for rule in self.clock.rules if not rule.is_off and (
             rule.merge_crossattn or rule.merge_mlp or (rule.merge_attn and rule.is_as_tomesd))]  # fmt: skip
-        reached = enumerate(self.adapter.downsamples)
-        self._tomesd_levels = {
-            level for level, down in reached if any(reaches(rule, level, down) for rule in tomesd_rules)
-        }
+        self._tomesd_levels = {level for level, down in enumerate(self.adapter.downsamples)
+                               if any(reaches(rule, level, down) for rule in tomesd_rules)}  # fmt: skip
         self._pipeline_wraps: list[Wrap] = []  # wraps of the pipeline, which hold no module
         self._previous: Patch | None = None  # comes back when the `with` is left
         with suppress(TypeError):  # not every object allows weak references
@@ -253,10 +225,7 @@ class Patch(Measured):
         """Put the patch on the models, in place of an earlier one, and return this patch. Idempotent.
 
         Call it again if another program removed the patch. Unless the patch is on already, its measurements and
-        estimates decide again whether merging pays.
-
-        Raises:
-            RuntimeError: all models were garbage-collected.
+        estimates decide again whether merging pays. A RuntimeError is raised if all models were garbage-collected.
         """
         if self.model is None:
             raise RuntimeError("the model that this handle patched is gone; patch the new one")
@@ -304,10 +273,7 @@ class Patch(Measured):
             before.install()
 
     def report(self) -> Report:
-        """Return the counts since the start or `reset_counts`, as a copy.
-
-        If no call was counted and another program's wrapper may be the cause, a note names that wrapper.
-        """
+        """Return a copy of the counts since the last reset. Without a call, a note names a wrapper that may be why."""
         report = super().report()
         sets = () if report.calls else (wraps for wraps in map(wraps_on, self._present()) if wraps and wraps.wraps)
         over = [f"nothing will merge: no call counted yet; {why_missed(wraps.wraps[0])}" for wraps in sets
@@ -316,10 +282,7 @@ class Patch(Measured):
 
     @contextmanager
     def unmerged(self) -> Iterator[Patch]:
-        """Return a context manager in which this thread's calls of the model do not merge. It yields this patch.
-
-        It may be nested. The patch stays on the model.
-        """
+        """Return a context manager in which this thread's calls do not merge; it yields this patch, may be nested."""
         calls = [wraps.calls for wraps in map(wraps_on, self._present()) if wraps is not None]
         for thread_calls in calls:
             thread_calls.disabled += 1
@@ -330,14 +293,7 @@ class Patch(Measured):
                 thread_calls.disabled -= 1
 
     def _follow(self, patched_object: Any) -> None:
-        """From now on, read the time from a pipeline's scheduler, and the begin of each picture from its loop.
-
-        Both are read only if a rule needs them. The loop's `SamplingScope` is put on by `install`.
-
-        Args:
-            patched_object: the pipeline; a UNet's needs a scheduler with ``scale_model_input``. Any other object has no
-                effect.
-        """
+        """Read the time from a pipeline's scheduler, and each picture's begin from its loop, if a rule needs them."""
         scheduler, is_unet = getattr(patched_object, "scheduler", None), self.adapter.layout != "transformer"
         if not self.wants_time or (is_unet and not hasattr(scheduler, "scale_model_input")):
             return
@@ -373,12 +329,7 @@ def patch_on(model: nn.Module | None) -> Patch | None:
 
 
 class SamplingScope(Wrap):
-    """A replacement of ``pipeline.progress_bar``, inside which every diffusers pipeline runs a picture's steps.
-
-    Args:
-        pipeline: a diffusers pipeline.
-        time: the patch's time. `ModelTime.sample` goes on in it while the loop runs.
-    """
+    """A replacement of ``pipeline.progress_bar``: every diffusers pipeline runs a picture's steps inside the bar."""
 
     def __init__(self, pipeline: Any, time: ModelTime) -> None:
         super().__init__(pipeline, "progress_bar")
@@ -391,40 +342,26 @@ class SamplingScope(Wrap):
 
     @target.setter
     def target(self, pipeline: Any) -> None:
-        """Set the pipeline; None: there is none."""
+        """Set the pipeline, or none."""
         self._target = None if pipeline is None else weakref.ref(pipeline)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the pipeline's progress bar as a `_Bar`. Each ``with`` or iteration of the bar is one sampling.
-
-        The sampling continues another's picture if the pipeline has a `denoising_start`.
-        """
+        """Return the pipeline's progress bar as a `_Bar`. Each ``with`` or iteration of the bar is one sampling."""
         bar = self.original(*args, **kwargs)
         continues = getattr(self._target(), "denoising_start", None) is not None  # another pipeline began it
         return _Bar(bar, partial(self.time.sample, partial(_guidance, self._target), continues=continues))
 
 
 def _guidance(pipeline: weakref.ref[Any], batch: torch.Tensor) -> Guidance | None:
-    """Return the number of pictures in a batch, and the number, from 0, of the copy for the prompt, which is matched.
-
-    A batch holds the pictures' copies for the negative prompt, the prompt, and perturbed attention, in this order.
-    `pipeline` shows which of the first and the last it makes. None if it makes neither, or if the copies' number does
-    not divide `batch`, the latents of a call.
-    """
+    """Return (pictures, number of the prompt's copy) for latents of a call; None if they are no copies for guidance."""
+    # a batch holds the copies for the negative prompt, the prompt, and perturbed attention, in this order
     by_prompt, by_perturbing = (bool(getattr(pipeline(), name, False)) for name in _GUIDES)
     copies = 1 + by_prompt + by_perturbing
     return (len(batch) // copies, int(by_prompt)) if copies > 1 and len(batch) % copies == 0 else None
 
 
 class _Bar:
-    """A stand-in for a progress bar, whose ``with`` or iteration also begins and ends a sampling.
-
-    Every other attribute is the bar's.
-
-    Args:
-        bar: the progress bar.
-        sampling: makes the context manager of a sampling, entered before the bar and left after it.
-    """
+    """A stand-in for a progress bar. Its ``with`` or iteration is a sampling, begun before the bar, ended after it."""
 
     def __init__(self, bar: Any, sampling: Callable[[], AbstractContextManager[None]]) -> None:
         self._bar, self._sampling, self._scope = bar, sampling, ExitStack()

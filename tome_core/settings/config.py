@@ -1,8 +1,4 @@
-"""All settings: rules, and the config that holds them. They are immutable, and checked when they are built.
-
-The controls of all hosts and the table in docs/settings.md are generated from the fields, so a new setting is written
-in one place only.
-"""
+"""All settings: rules, and the config that holds them. They are immutable, and checked when they are built."""
 
 from __future__ import annotations
 
@@ -29,11 +25,8 @@ _ENDLESS = 2**53 - 1  # the limit of settings without a limit: above it, floats 
 def setting(default: Any, label: str, help: str, **facts: Any) -> Any:
     """Return a dataclass field for a setting, whose metadata describes the setting's control and range.
 
-    Args:
-        default: the default value. If it is None, the setting may be None.
-        label: the label of the control.
-        help: the tooltip of the control.
-        facts: other facts, see `describe_settings` and `form`. The limit is the maximum if it is not given.
+    If `default` is None, the setting may be None. `label` and `help` are the control's label and tooltip. For `facts`
+    see `describe_settings` and `form`; the limit is the maximum if it is not given.
     """
     if "maximum" in facts:
         facts.setdefault("limit", facts["maximum"])
@@ -41,14 +34,7 @@ def setting(default: Any, label: str, help: str, **facts: Any) -> Any:
 
 
 def _check(item: Any, value: Any) -> Any:
-    """Return a setting's value, with an int as a float if the setting is a float. None passes if it is the default.
-
-    `item` is the setting's dataclass field, made by `setting`.
-
-    Raises:
-        TypeError: the value has another type. The text names the value and the remedy.
-        ValueError: the value is out of range or no choice. The text names the value and the remedy.
-    """
+    """Return a setting's value, an int as a float if it has to be one, or raise an error with its remedy."""
     facts, name = item.metadata, item.name
     if value is None and item.default is None:
         return None
@@ -88,79 +74,61 @@ class MergeRule:
 
     method: str = setting(
         "bipartite", "Method", "How similar tokens are found: bipartite is tomesd's method, the other methods are "
-        "k-means and take more time.", choices=tuple(METHODS), place=4, group=HOW,
-    )
+        "k-means and take more time.", choices=tuple(METHODS), place=4, group=HOW)
     ratio: float = setting(
         0.5, "Ratio", "The share of tokens that merge away; 0 is off. A higher ratio is faster and changes the "
-        "picture more.", minimum=0.0, maximum=1.0, step=0.05, place=0, group=HOW_MUCH, unit="share of tokens",
-    )
+        "picture more.", minimum=0.0, maximum=1.0, step=0.05, place=0, group=HOW_MUCH, unit="share of tokens")
     sx: int = setting(
         2, "Cell width", "Width of a cell. Each cell keeps one token, so wider cells allow a higher ratio.",
-        minimum=1, maximum=8, step=1, limit=_LARGEST_CELL, advanced=True, place=8, group=HOW, unit="tokens",
-    )
+        minimum=1, maximum=8, step=1, limit=_LARGEST_CELL, advanced=True, place=8, group=HOW, unit="tokens")
     sy: int = setting(
         2, "Cell height", "Height of a cell. Each cell keeps one token, so higher cells allow a higher ratio.",
-        minimum=1, maximum=8, step=1, limit=_LARGEST_CELL, advanced=True, place=9, group=HOW, unit="tokens",
-    )
+        minimum=1, maximum=8, step=1, limit=_LARGEST_CELL, advanced=True, place=9, group=HOW, unit="tokens")
     use_rand: bool = setting(
         True, "Random destinations", "At every step, choose at random which token a cell keeps. If off, the top-left "
-        "token stays.", advanced=True, place=10, group=HOW,
-    )
+        "token stays.", advanced=True, place=10, group=HOW)
     seed: int = setting(
         0, "Seed", "The seed of the random destinations. It has no other effect.", minimum=0,
-        maximum=SEED_LIMIT, step=1, advanced=True, place=11, group=HOW, known_as="merge_seed", beside_strength=True,
-    )
+        maximum=SEED_LIMIT, step=1, advanced=True, place=11, group=HOW, known_as="merge_seed", beside_strength=True)
     merge_attn: bool = setting(
-        True, "Self-attention", "Merge in self-attention, which gives nearly all of the gain.", advanced=True
-    )
+        True, "Self-attention", "Merge in self-attention, which gives nearly all of the gain.", advanced=True)
     merge_crossattn: bool = setting(
         False, "Cross-attention", "Merge in the attention to the prompt too. It gains little and costs detail.",
-        advanced=True, place=6, group=WHERE,
-    )
+        advanced=True, place=6, group=WHERE)
     merge_mlp: bool = setting(
         False, "MLP", "Merge in the feed-forward layer too. It costs much detail in late steps.", advanced=True,
-        place=7, group=WHERE,
-    )
+        place=7, group=WHERE)
     side: str = setting(
         "qkv", "Merge what", "Merge queries, keys and values of self-attention, or keys and values only. Keys and "
         "values only loses less detail.", choices=SIDES, shown=tuple(map("+".join, SIDES)), advanced=True, place=5,
-        group=WHERE, known_as="merge_what",
-    )
+        group=WHERE, known_as="merge_what")
     max_downsample: int | None = setting(
         None, "Level", "Which resolutions of the UNet merge: automatic is the finest that has attention. Up to /2 also "
         "merges at half of the latent's size, up to /4 at a quarter.",
         choices=(None, *DOWNSAMPLES), shown=("automatic", *(f"up to /{one}" for one in DOWNSAMPLES)), advanced=True,
-        place=1, group=WHERE, known_as="level",
-    )
+        place=1, group=WHERE, known_as="level")
     min_timestep: float | None = setting(
         None, "Lowest timestep", "The rule is used at this timestep and above. Below it the next rule is used.",
-        minimum=0.0, maximum=1000.0, step=1.0, unset="no limit", advanced=True, limit=None,
-    )
+        minimum=0.0, maximum=1000.0, step=1.0, unset="no limit", advanced=True, limit=None)
     proportional: bool = setting(
         True, "Proportional attention", "Weight each merged key by its number of tokens, at no cost. If off, as in "
-        "tomesd, the error is larger.", advanced=True, place=14, group=HOW,
-    )
+        "tomesd, the error is larger.", advanced=True, place=14, group=HOW)
     correction: bool = setting(
         True, "Correction", "Correct part of the error of merged keys and values. This leaves less than half of the "
-        "error at the same work.", advanced=True,
-    )
+        "error at the same work.", advanced=True)
     refine: int = setting(
         0, "Refinement", "Steps of k-means after a bipartite match, each takes as long as the match. They pay at "
-        "high ratios.", minimum=0, maximum=3, step=1, advanced=True, place=16, group=HOW, unit="steps of k-means",
-    )
+        "high ratios.", minimum=0, maximum=3, step=1, advanced=True, place=16, group=HOW, unit="steps of k-means")
     metric: str = setting(
         "input", "Compare", "What a bipartite match compares: input is tomesd's method, keys+values is more exact.",
-        choices=METRICS, advanced=True, place=15, group=HOW,
-    )
+        choices=METRICS, advanced=True, place=15, group=HOW)
     keep: float = setting(
         0.0, "Keep a match for", "Later steps reuse a match for so many timesteps; 0 makes a match at every step. With "
         "20 steps, one step is 50 timesteps.",
-        minimum=0.0, maximum=1000.0, step=10.0, advanced=True, place=17, group=HOW, unit="timesteps of 1000",
-    )
+        minimum=0.0, maximum=1000.0, step=10.0, advanced=True, place=17, group=HOW, unit="timesteps of 1000")
     only_if_it_pays: bool = setting(
         False, "Only if it pays", "Merge only if that saves time, as measured or estimated. If off, pictures of any "
-        "size merge.", advanced=True, place=18, group=HOW_MUCH,
-    )
+        "size merge.", advanced=True, place=18, group=HOW_MUCH)
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -191,30 +159,17 @@ class MergeRule:
 
     @cached_property
     def corrects(self) -> bool:
-        """True if the error of merged keys and values is corrected (`attention.correction`).
-
-        That needs `correction`, `proportional` and the keys and values of all tokens. The latter exist if `side` is
-        "kv", or if `metric` is "keys+values" and the rule's method compares tokens.
-        """
+        """True if the error of merged keys and values is corrected, which needs all tokens' keys and values."""
         at_hand = self.metric == "keys+values" and METHODS[self.method].compares
         return self.correction and self.proportional and (self.side == "kv" or at_hand)
 
     def holds_at(self, timestep: float | None) -> bool:
-        """Tell whether the rule holds at a timestep of Stable Diffusion's schedule: at or above ``min_timestep``.
-
-        Without ``min_timestep`` the rule holds always. With it, the rule does not hold at an unknown timestep (None).
-        """
+        """Tell whether the rule holds at a timestep; at an unknown one (None) only without ``min_timestep``."""
         return self.min_timestep is None or (timestep is not None and timestep >= self.min_timestep)
 
 
 def reaches(rule: MergeRule, level: int, downsample: int) -> bool:
-    """Tell whether a rule covers a level of the model, by its ``max_downsample``; if that is None, only level 0.
-
-    Args:
-        rule: the rule.
-        level: number of the level, 0 for the finest that has attention.
-        downsample: latent cells per token of the level, along a side.
-    """
+    """Tell whether a rule covers a level, 0 for the finest with attention, of `downsample` cells per token's side."""
     return level == 0 if rule.max_downsample is None else downsample <= rule.max_downsample
 
 
@@ -243,27 +198,22 @@ class MergeConfig:
     start_percent: float = setting(
         0.0, "Start", "Share of the noise schedule at which merging starts. 0 is the first step.", minimum=0.0,
         maximum=1.0, step=0.01, place=2, group=WHEN, unit="share of the schedule", known_as="start",
-        beside_strength=True,
-    )
+        beside_strength=True)
     end_percent: float = setting(
         1.0, "End", "Share of the noise schedule at which merging ends. 1 is the last step.", minimum=0.0,
         maximum=1.0, step=0.01, place=3, group=WHEN, unit="share of the schedule", known_as="end",
-        beside_strength=True,
-    )
+        beside_strength=True)
     max_beta: float | None = setting(
         None, "Noise threshold", "Merge only while beta_t, the noise added by one training step, is below this. "
         "Stable Diffusion's betas end at 0.012, so 0.2 is always on.",
-        minimum=0.0, maximum=1.0, step=0.001, unset="no limit", advanced=True,
-    )
+        minimum=0.0, maximum=1.0, step=0.001, unset="no limit", advanced=True)
     early_ratio: float | None = setting(
         None, "Early ratio", "The ratio of the early steps. They are noisy and tolerate more merging.", minimum=0.0,
-        maximum=1.0, step=0.05, unset="the same", place=12, group=HOW_MUCH, unit="share of tokens",
-    )
+        maximum=1.0, step=0.05, unset="the same", place=12, group=HOW_MUCH, unit="share of tokens")
     early_until: float = setting(
         500.0, "Early down to timestep", "Steps at this timestep or above are early; 1000 is pure noise. Image to "
         "image and hires passes keep the same share of early steps.", minimum=0.0, maximum=1000.0,
-        step=10.0, advanced=True, place=13, group=WHEN, unit="of 1000",
-    )
+        step=10.0, advanced=True, place=13, group=WHEN, unit="of 1000")
 
     def __init__(self, *, rules: tuple[MergeRule, ...] | None = None, **flat: Any) -> None:
         of_a_rule = {name: value for name, value in flat.items() if name not in _OF_A_CONFIG}
@@ -289,11 +239,7 @@ class MergeConfig:
                              "swap them")
 
     def value(self, name: str) -> Any:
-        """Return the value of a setting by its keyword. A setting of rules is read from the first rule.
-
-        Raises:
-            AttributeError: there is no such setting.
-        """
+        """Return a setting's value by its keyword. A setting of rules is read from the first rule."""
         return getattr(self if name in _OF_A_CONFIG else self.rules[0], name)
 
     @property
@@ -314,36 +260,26 @@ _OF_A_CONFIG = tuple(item.name for item in fields(MergeConfig)[1:])
 def describe_settings() -> list[dict[str, Any]]:
     """Describe all settings: a dict for each field of `MergeRule`, then for each other keyword of `MergeConfig`.
 
-    Returns:
-        Dicts with the keys name, default, label and help. If they apply: minimum and maximum (of a control), limit (the
-        highest accepted value; None: no limit), step (an int for whole numbers), choices (the possible values),
-        advanced (True), unset (what None means; if absent, None is "automatic"). Other keys are for `form`.
+    Its keys are name, default, label and help. If they apply: minimum and maximum (of a control), limit (the highest
+    accepted value; None: no limit), step (an int for whole numbers), choices (the possible values), advanced (True),
+    unset (what None means; if absent, None is "automatic"). Other keys are for `form`.
     """
     return [{"name": item.name, "default": item.default, **item.metadata}
             for item in (*fields(MergeRule), *fields(MergeConfig)[1:])]  # fmt: skip
 
 
 def plain_rules(config: MergeConfig, downsamples: Sequence[int]) -> dict[MergeRule, MergeRule | None]:
-    """Return the rules of a config, with a rule for its early phase before each rule that has one.
+    """Return a config's rules in order, as keys, with a rule for its early phase before each rule that has one.
 
-    `downsamples` is latent cells per token, along a side, of each level of the model, the finest first.
-
-    Returns:
-        All rules in order, as keys. The value of an early phase's rule is the rule that follows it; other values are
-        None.
+    The value of an early phase's rule is the rule that follows it; other values are None. `downsamples` is latent cells
+    per token, along a side, of each level of the model, the finest first.
     """
     return {plain: late for rule in config.rules
             for plain, late in ((_early(config, rule, downsamples), rule), (rule, None)) if plain}  # fmt: skip
 
 
 def _early(config: MergeConfig, rule: MergeRule, downsamples: Sequence[int]) -> MergeRule | None:
-    """Return the rule for the early phase of a rule, see `plain_rules`; None if the rule has no such phase.
-
-    A rule has none if the config has no early ratio, or if the rule does not merge self-attention at level 0. The early
-    rule merges only that, from `early_until` up, at the early ratio, in the smallest cells that allow it (never smaller
-    than the rule's, at most 8x8 otherwise). From a ratio of 0.9 it refines by two k-means steps or more, if the method
-    `compares` and the rule is `proportional`.
-    """
+    """Return the rule for a rule's early phase, for self-attention at level 0 alone; None if it has no such phase."""
     ratio = config.early_ratio
     if ratio is None or not rule.merge_attn or not reaches(rule, 0, downsamples[0]):
         return None
@@ -357,10 +293,7 @@ def _early(config: MergeConfig, rule: MergeRule, downsamples: Sequence[int]) -> 
 
 
 def describe(config: MergeConfig) -> tuple[str, ...]:
-    """Return the settings that differ from their defaults, and every ratio, as texts like ``"ratio=0.5, sx=4"``.
-
-    There is one text for each rule, then one for the settings of the config itself if one differs from its default.
-    """
+    """Return ratios and what differs from defaults, like ``"ratio=0.5, sx=4"``, by rule, then of the config itself."""
     owners = ((fields(MergeRule), config.rules), (fields(config)[1:], (config,)))
     texts = (", ".join(f"{item.name}={value!r}" for item in items
                        if (value := getattr(owner, item.name)) != item.default or item.name == "ratio")
@@ -369,15 +302,7 @@ def describe(config: MergeConfig) -> tuple[str, ...]:
 
 
 def notes_on(config: MergeConfig, ever_merges: bool, downsamples: list[int]) -> tuple[str, ...]:
-    """Return texts for the report: on each ratio that is clamped, and if no rule reaches a level of the model.
-
-    A config that is off gets no text of the second kind.
-
-    Args:
-        config: the settings.
-        ever_merges: True if some rule merges at some level and time.
-        downsamples: latent cells per token, along a side, of each level of the model.
-    """
+    """Return texts for the report: on each clamped ratio, and if no rule of a config that is on reaches a level."""
     notes = [f"ratio {rule.ratio:g} is over the cap {rule.ratio_cap:g} of cells {rule.sx}x{rule.sy} and was clamped; "
              "larger cells (sx, sy) allow more"
              for rule in config.rules if rule.ratio > rule.ratio_cap]  # fmt: skip

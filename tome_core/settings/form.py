@@ -4,8 +4,7 @@ The form is generated from the fields of the settings (`config.setting`). These 
 
 * place: the setting's position in the form. Nodes and lists of values identify settings by position, so a new setting
   takes the next number. A setting without a place is not in the form.
-* known_as: its name in the form, if it differs from the keyword.
-* shown: the text of each choice.
+* known_as: its name in the form, if it differs from the keyword; shown: the text of each choice.
 * beside_strength: True if a strength does not change the setting.
 """
 
@@ -24,61 +23,35 @@ UNSET = -1.0  # means None, for which sliders and infotexts have no value
 
 
 class Field(NamedTuple):
-    """A setting as users see it in a form: its control, texts and range.
+    """A setting as users see it in a form: its control, texts and range."""
 
-    Args:
-        name: the setting's name in the form.
-        setting: the keyword of `MergeConfig`.
-        label: the label of the control.
-        help: the tooltip of the control.
-        default: the default as the control shows it.
-        group: the part of the form, one of `GROUPS`.
-        unit: the unit of a number; "" for none.
-        choices: the text of each choice; empty for numbers and switches.
-        meanings: the value of each choice, in the same order.
-        minimum: the lowest number of the control; None if the setting is no number.
-        maximum: the highest number of the control; None if the setting is no number.
-        step: the step of the control; an int allows whole numbers only; None if the setting is no number.
-        limit: the highest accepted number, which may be over `maximum`; None for no limit, or if it is no number.
-        may_be_unset: True if the control's `UNSET` means None.
-        advanced: True if users rarely need the setting.
-        beside_strength: True if the setting is chosen next to a strength, which does not change it.
-    """
-
-    name: str
-    setting: str
+    name: str  # in the form
+    setting: str  # the keyword of `MergeConfig`
     label: str
-    help: str
-    default: Any
-    group: str = GROUPS[-1]
-    unit: str = ""
-    choices: tuple[str, ...] = ()
-    meanings: tuple[Any, ...] = ()
-    minimum: float | None = None
+    help: str  # the tooltip of the control
+    default: Any  # as the control shows it
+    group: str = GROUPS[-1]  # the part of the form
+    unit: str = ""  # of a number
+    choices: tuple[str, ...] = ()  # the text of each choice; empty for numbers and switches
+    meanings: tuple[Any, ...] = ()  # the value of each choice, in the same order
+    minimum: float | None = None  # of the control; this and the next three are None if the setting is no number
     maximum: float | None = None
-    step: float | None = None
-    limit: float | None = None
-    may_be_unset: bool = False
-    advanced: bool = False
-    beside_strength: bool = False
+    step: float | None = None  # an int allows whole numbers only
+    limit: float | None = None  # the highest accepted number, which may be over `maximum`; None: no limit
+    may_be_unset: bool = False  # the control's `UNSET` means None
+    advanced: bool = False  # users rarely need the setting
+    beside_strength: bool = False  # chosen next to a strength, which does not change the setting
 
     def show(self, value: Any) -> Any:
-        """Return what the control shows for a setting's value: a choice's text, a number (`UNSET` for None) or a bool.
-
-        Raises:
-            ValueError: there is no such choice.
-        """
+        """Return what the control shows for a value: a choice's text, a number (`UNSET` for None) or a bool."""
         if self.choices:
             return self.choices[self.meanings.index(value)]
         return UNSET if value is None else value
 
     def read(self, value: Any) -> Any:
-        """Return the setting's value for what the control shows, the inverse of `show`; 2.0 is read as 2 for integers.
+        """Return the setting's value for what the control shows; 2.0 is read as 2 for integers.
 
-        Neither type nor range of a number is checked.
-
-        Raises:
-            ValueError: there is no such choice.
+        Type and range of a number are not checked. A ValueError is raised if there is no such choice.
         """
         if self.choices:
             if value not in self.choices:
@@ -105,17 +78,12 @@ def _field_of(described: Mapping[str, Any]) -> Field:
     return field
 
 
-_PLACED = (described for described in describe_settings() if "place" in described)
-FIELDS = tuple(map(_field_of, sorted(_PLACED, key=itemgetter("place"))))
+FIELDS = tuple(map(_field_of, sorted((one for one in describe_settings() if "place" in one), key=itemgetter("place"))))
 NAMES = tuple(item.name for item in FIELDS)
 
 
 def field(name: str) -> Field:
-    """Return the field of this name in the form.
-
-    Raises:
-        ValueError: there is no such field.
-    """
+    """Return the field of this name in the form; raise a ValueError if there is none."""
     return FIELDS[NAMES.index(name)]
 
 
@@ -125,31 +93,20 @@ def values_of(config: MergeConfig) -> dict[str, Any]:
 
 
 def values_at(strength: str | float, layout: str = SD) -> dict[str, Any]:
-    """Return what the form shows for a strength or a preset, by the names of fields.
+    """Return what the form shows, by field, for a strength from 0 to 1 or a preset's name.
 
-    Fields that are `beside_strength` are left out, because a strength does not change them.
-
-    Args:
-        strength: a number from 0 to 1, or the name of a preset.
-        layout: the layout of the model, one of `presets.LAYOUTS`.
-
-    Raises:
-        ValueError: there is no such strength, preset or layout.
+    Fields that are `beside_strength` are left out. `layout` is the model's, one of `presets.LAYOUTS`. A ValueError is
+    raised if there is no such strength, preset or layout.
     """
     values = values_of(config_of(strength, layout))
     return {item.name: values[item.name] for item in FIELDS if not item.beside_strength}
 
 
 def change(config: MergeConfig, values: Mapping[str, Any]) -> MergeConfig:
-    """Return a copy of a config with values of the form. A setting of rules changes in every rule.
+    """Return a copy of a config with values of the form, by field. A setting of rules changes in every rule.
 
-    Args:
-        config: the settings to change.
-        values: what the form shows, by the names of fields; None leaves a setting as it is.
-
-    Raises:
-        ValueError: a name is not known, or a value is not possible. The text uses the form's names.
-        TypeError: a value has the wrong type.
+    A value of None leaves a setting as it is. In the form's names, a ValueError says that a name is not known or a
+    value not possible, a TypeError that a value has the wrong type.
     """
     unknown = set(values) - set(NAMES)
     if unknown:
@@ -164,11 +121,8 @@ def change(config: MergeConfig, values: Mapping[str, Any]) -> MergeConfig:
 def keep_possible(values: Mapping[str, Any]) -> tuple[MergeConfig, list[str]]:
     """Return a config of the values that are possible, and an error text for each value that was left out.
 
-    A value that was left out has its default in the config. If two settings contradict each other, the one that is
-    later in the form is left out.
-
-    Args:
-        values: what the form shows, by the names of fields. Missing values, None and unknown names are ignored.
+    A value that was left out has its default. If two settings contradict each other, the one that is later in the form
+    is left out. Missing values, None and unknown names are ignored.
     """
     config, left_out = MergeConfig(), []
     for name in NAMES:

@@ -1,7 +1,7 @@
 """Strength: one number that trades fidelity for speed, and named presets for four values of it.
 
-A strength resolves to a `MergeConfig`. The settings were measured for three layouts of models: UNets with attention at
-the finest level (SD1.5), UNets without (SDXL), and transformers.
+The settings were measured for three layouts of models: UNets with attention at the finest level (SD1.5), UNets without
+(SDXL), and transformers.
 """
 
 from __future__ import annotations
@@ -75,14 +75,9 @@ def refine_of(cell: int) -> int:
 
 
 def preset(name: str, layout: str = SD) -> MergeConfig:
-    """Return the settings of a named strength.
+    """Return the settings of a named strength, one of `PRESETS`; `MARKS` has their numbers.
 
-    Args:
-        name: one of `PRESETS`; `MARKS` has their strengths.
-        layout: the layout of the model, see `strength`.
-
-    Raises:
-        ValueError: `name` or `layout` is not known.
+    `layout` is the layout of the model, see `strength`. A ValueError is raised if `name` or `layout` is not known.
     """
     if name not in MARKS:
         raise ValueError(f"preset={name!r} is not known; use one of {', '.join(map(repr, PRESETS))}")
@@ -90,16 +85,12 @@ def preset(name: str, layout: str = SD) -> MergeConfig:
 
 
 def _between(value: float, curve: tuple[tuple[int, int], ...]) -> tuple[float, int]:
-    """Read a curve of `CURVES` at a strength, with linear steps of the timestep and of the keys' logarithm.
-
-    Returns:
-        The share of keys that late steps keep, rounded up to a multiple of ``1 / PARTS``, and above `MOST_MERGED` to
-        the nearer of this and 1; the timestep at and above which steps are early.
-    """
+    """Return (share of keys in late steps, timestep from which steps are early) at a strength on a curve."""
     place = value * (len(curve) - 1)
     low = min(int(place), len(curve) - 2)
     part = place - low
     (keys, until), (fewer, sooner) = curve[low], curve[low + 1]
+    # linear in the keys' logarithm, and rounded up to a multiple of 1 / PARTS
     between = math.exp(math.log(keys / PARTS) * (1 - part) + math.log(fewer / PARTS) * part)
     late = math.ceil(between * PARTS - 1e-9) / PARTS
     if late > MOST_MERGED:  # the nearer of all keys and MOST_MERGED, so that the curve has no large jump
@@ -108,9 +99,5 @@ def _between(value: float, curve: tuple[tuple[int, int], ...]) -> tuple[float, i
 
 
 def config_of(wanted: str | float, layout: str = SD) -> MergeConfig:
-    """Return the settings of a preset, if `wanted` is its name, or of a strength, if `wanted` is a number.
-
-    Raises:
-        ValueError: there is no such preset, strength or layout.
-    """
+    """Return the settings of a preset, if `wanted` is its name, or of a strength; raise a ValueError as they do."""
     return preset(wanted, layout) if isinstance(wanted, str) else strength(wanted, layout)

@@ -2,12 +2,7 @@
 
 A rule's limits are timesteps of Stable Diffusion's schedule. A config's limits are percent of the model's own schedule.
 Schedulers count steps in training steps, logarithms of sigma, or angles; each step is converted to the timestep at
-which Stable Diffusion's schedule has the same log-SNR. A schedule of ``T`` training steps (1,000 for Stable
-Diffusion) has three scales:
-
-* timestep ``t``: the UNet's argument; ``T - 1`` is pure noise, 0 the finished picture;
-* percent ``p``: ``t = (1 - p) * (T - 1)``, ComfyUI's scale; ``percent_to_sigma(p)`` is the sigma of this timestep;
-* beta ``beta_t``: the noise that training step ``t`` adds.
+which Stable Diffusion's schedule has the same log-SNR.
 """
 
 from __future__ import annotations
@@ -48,15 +43,10 @@ def _place_of(value: float, ascending: Sequence[float]) -> float:
 
 
 class Time(NamedTuple):
-    """A time in the sampling of a picture.
+    """A time in the sampling of a picture."""
 
-    Args:
-        timestep: on Stable Diffusion's schedule, where 999 is pure noise; None if not known.
-        percent: the share of the model's own schedule that is done, from 0 to 1; None if not known.
-    """
-
-    timestep: float | None = None
-    percent: float | None = None
+    timestep: float | None = None  # on Stable Diffusion's schedule, where 999 is pure noise; None if not known
+    percent: float | None = None  # the share of the model's own schedule that is done, from 0 to 1; None if not known
 
 
 UNKNOWN = Time()
@@ -66,7 +56,8 @@ UNKNOWN = Time()
 class NoiseSchedule:
     """A noise schedule, which converts between timestep, percent, beta and sigma.
 
-    Timesteps go down from ``T - 1``, which is pure noise, to 0. Percent is the share of them that is done, 0 to 1.
+    Timestep ``t`` is the UNet's argument, from ``T - 1`` (pure noise) to 0. Percent ``p`` is the share that is done:
+    ``t = (1 - p) * (T - 1)``, as in ComfyUI's ``percent_to_sigma``. Beta is the noise that training step ``t`` adds.
 
     Args:
         betas: the beta of each of ``T`` training steps, ascending.
@@ -92,10 +83,9 @@ class NoiseSchedule:
         return _place_of(beta, self.betas)
 
     def timestep_of_sigma(self, sigma: float) -> float:
-        """Return the timestep at which the noise has this standard deviation, relative to data of unit variance.
+        """Return the timestep of a noise's standard deviation, relative to data of unit variance, clamped to the ends.
 
-        ``sigma_t^2 = 1 / prod(1 - beta) - 1``, interpolated linearly in log sigma as in k-diffusion, and
-        clamped to the schedule's ends.
+        It is interpolated linearly in log sigma as in k-diffusion; ``sigma_t^2 = 1 / prod(1 - beta) - 1``.
         """
         return _place_of(math.log(max(sigma, _TINY)), self._log_sigmas)
 
@@ -114,11 +104,9 @@ class NoiseSchedule:
         return Time(timestep, self.percent_of(timestep))
 
     def window_of(self, config: MergeConfig) -> tuple[float, float] | None:
-        """Return the part of the schedule in which a config merges, by its start, end and ``max_beta``.
+        """Return the part of the schedule, from 0 (pure noise) to 1, in which a config merges; None if it is no limit.
 
-        Returns:
-            The first and the last share of the schedule that is done, from 0 (pure noise) to 1; None if the config does
-            not limit merging. The first may be larger than the last: nothing merges then.
+        The start may be larger than the end: nothing merges then.
         """
         if not config.uses_percent:
             return None
@@ -138,12 +126,8 @@ class SchedulerNoise:
     """The times of the steps of a pipeline's scheduler, for a timestep that the model was called with.
 
     A search gives a list of `Time`: that of the step found, then those of all later steps; empty if none is found. Try
-    `steps_by_memory` first, which takes the model's timestep argument, a tensor, and does not wait for its value, then
-    `steps_from`, which takes this value, a number. The pipeline may get another scheduler at any time. A pickled or
-    copied object becomes None.
-
-    Args:
-        pipeline: an object with the attribute ``scheduler``. It is held by a weak reference.
+    `steps_by_memory` first, which does not wait for a tensor's value, then `steps_from` with the value. The pipeline,
+    which is held weakly, may get another scheduler at any time. A pickled or copied object becomes None.
     """
 
     def __init__(self, pipeline: Any) -> None:
@@ -167,13 +151,9 @@ class SchedulerNoise:
     def steps_by_memory(self, timestep: Any) -> list[Time]:
         """Return the times of a step and of all later ones; empty if the argument is no element of a schedule.
 
-        The step is found by its position in memory, because pipelines pass views of their scheduler's timesteps. The
-        schedule is copied to the CPU at its first step; later steps do not wait for the device. The tensors of the
-        latest four schedules are kept, so that no other tensor is allocated at their addresses.
-
-        Args:
-            timestep: the model's timestep argument: one element, or one expanded over the batch. Anything else, such as
-                a number, gives an empty list.
+        The step is found by its position in memory, because pipelines pass views of their scheduler's timesteps, also
+        expanded over the batch. The schedule is copied to the CPU at its first step; later steps do not wait for the
+        device. The tensors of the latest four schedules are kept, so that no other tensor gets their addresses.
         """
         if type(timestep) is not torch.Tensor or timestep.is_meta or (timestep.numel() != 1 and any(timestep.stride())):
             return []
@@ -190,10 +170,7 @@ class SchedulerNoise:
         return known[1][timestep.storage_offset() :]
 
     def steps_from(self, value: float) -> list[Time]:
-        """Return the times of the scheduler's step with this timestep and of all later ones; empty without such a step.
-
-        A timestep that occurs twice counts as its first step. The scheduler's timesteps are copied to the CPU.
-        """
+        """Return the times of the scheduler's first step with this timestep and of all later ones; empty if none."""
         known = _list(self._scheduler(), "timesteps")
         return self.steps_of(known)[known.index(value) :] if value in known else []
 
@@ -212,10 +189,7 @@ class PipelineSteps(SchedulerNoise):
     """
 
     def now(self) -> torch.Tensor | None:
-        """Return the element of the scheduler's ``timesteps`` that the next call of the model gets.
-
-        None if the scheduler does not count its steps, or if no step is left.
-        """
+        """Return the timestep of the next call, an element of ``timesteps``; None if none is left or counted."""
         scheduler = self._scheduler()
         steps = getattr(scheduler, "timesteps", None)
         if not hasattr(scheduler, "step_index") or not torch.is_tensor(steps) or steps.dim() != 1:
@@ -240,15 +214,9 @@ def training_schedule(scheduler: Any) -> NoiseSchedule | None:
 
 
 def _sigmas(scheduler: Any, values: list[float]) -> list[float] | None:
-    """Return the noise's standard deviation at each of the scheduler's timesteps, relative to data of unit variance.
-
-    `values` are the timesteps. If they do not begin with the scheduler's present ones, the noise of training is used.
-    None if the scheduler defines no noise for them.
-    """
+    """Return the noise's standard deviation at these timesteps, relative to data of unit variance; None if unknown."""
     config = getattr(scheduler, "config", {})
-    timesteps, sigmas, alphas_cumprod, alphas, betas = (
-        _list(scheduler, name) for name in ("timesteps", "sigmas", "alphas_cumprod", "alphas", "betas")
-    )
+    timesteps, sigmas, alphas_cumprod = (_list(scheduler, name) for name in ("timesteps", "sigmas", "alphas_cumprod"))
     # by index only if the values are the scheduler's current schedule: another pipeline may use another schedule
     count = len(timesteps) if values[: len(timesteps)] == timesteps else 0
     if 0 < count <= len(sigmas):
@@ -258,14 +226,10 @@ def _sigmas(scheduler: Any, values: list[float]) -> list[float] | None:
         else:
             sigma_data = config.get("sigma_data") or 1.0  # the data's standard deviation
             result = [sigma / sigma_data for sigma in sigmas[:count]]
-    elif alphas_cumprod:  # the share of the picture's variance that is left at each training step
-        shares = (value_at(alphas_cumprod, value) for value in values)
-        return [math.sqrt((1 - share) / max(share, _TINY)) for share in shares]
-    elif 0 < count <= min(len(alphas), len(betas)):  # of the sampling's steps, not of training: IPNDM
-        result = [beta / max(alpha, _TINY) for alpha, beta in zip(alphas[:count], betas[:count], strict=True)]
-    else:
-        return None
-    return result + result[-1:] * (len(values) - count)  # the schedule may be the beginning of a longer tensor
+        return result + result[-1:] * (len(values) - count)  # the schedule may be the beginning of a longer tensor
+    # the share of the picture's variance that is left at each training step
+    shares = (value_at(alphas_cumprod, value) for value in values)
+    return [math.sqrt((1 - share) / max(share, _TINY)) for share in shares] if alphas_cumprod else None
 
 
 def _list(scheduler: Any, name: str) -> list[float]:
@@ -275,13 +239,7 @@ def _list(scheduler: Any, name: str) -> list[float]:
 
 
 class LevelRules(NamedTuple):
-    """The rules that apply at one time and level of the model, by part of a block; None for a part without a rule.
-
-    Args:
-        attn: the rule of self-attention.
-        crossattn: the rule of cross-attention.
-        mlp: the rule of the feed-forward layer.
-    """
+    """The rules that apply at one time and level of the model, by part of a block; None for a part without a rule."""
 
     attn: MergeRule | None = None
     crossattn: MergeRule | None = None
@@ -289,16 +247,10 @@ class LevelRules(NamedTuple):
 
 
 def choose(rules: Sequence[MergeRule], downsamples: Sequence[int]) -> tuple[LevelRules, ...]:
-    """Choose the first rule that fits each level of the model and part of a block.
+    """Return for each level of the model the first rule that fits each part of a block, of those that hold at one time.
 
-    A rule that is off fits as well: it gives None, and later rules do not apply to its blocks.
-
-    Args:
-        rules: the rules that hold at one time, in order.
-        downsamples: latent cells per token, along a side, of each level of the model, the finest first.
-
-    Returns:
-        The rules of each level.
+    A rule that is off fits as well: it gives None, and later rules do not apply to its blocks. `downsamples` is latent
+    cells per token, along a side, of each level, the finest first.
     """
 
     def first(level: int, downsample: int, part: str) -> MergeRule | None:
