@@ -23,15 +23,12 @@ MOUNTAIN_HEIGHT = tensor([0.0, 0.08, 0.25])  # flat, hills, peaks
 
 @dataclass
 class Setting:
-    """What later layers need of painted ones: colours [n, 1, 1, 3]; `horizon` (a y) and `body_x` in 0..1, [n, 1, 1].
-
-    body: the sun or the moon. Its values and the ground's are None until these are painted.
-    """
+    """What later layers need of painted ones: colours [n, 1, 1, 3]; `horizon` (a y) and `body_x` in 0..1, [n, 1, 1]."""
 
     horizon: torch.Tensor
     light: torch.Tensor
     haze: torch.Tensor
-    body_x: torch.Tensor = None
+    body_x: torch.Tensor = None  # of the sun or the moon; None until it is painted, like the next two
     body_colour: torch.Tensor = None
     ground_colour: torch.Tensor = None
 

@@ -124,10 +124,7 @@ class TrainingState:
 
 
 def learning_rate(highest: float, step: int, progress: float, coarse: float) -> float:
-    """Return a step's learning rate: it rises for 40 steps to `highest`, and stays so until `progress` is `coarse`.
-
-    Then it falls as a cosine to 2 %. progress: the share of time that is over.
-    """
+    """Return a step's rate: it rises for 40 steps, is `highest` until `coarse` of the time, then a cosine to 2 %."""
     fine = max(0.0, progress - coarse) / (1 - coarse)
     return highest * min(1.0, (step + 1) / 40) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, fine))))
 
@@ -135,8 +132,8 @@ def learning_rate(highest: float, step: int, progress: float, coarse: float) -> 
 def train_step(state: TrainingState, batch: Batch, seed: int, composition: bool = False) -> float:
     """Train one step and update the average; return the loss without the `broadness` that a UNet's training adds.
 
-    Noise and times depend on `seed` and the step alone. composition: use `composition_loss`, else `v_loss`. Raises
-    FloatingPointError, and leaves the weights as they are, if gradients are not finite.
+    Noise and times depend on `seed` and the step alone. Raises FloatingPointError, and leaves the weights as they are,
+    if gradients are not finite.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + state.step)
     draw, loss_of = ((losses.noisy_times, losses.composition_loss) if composition
@@ -162,10 +159,7 @@ def teaches_composition(state: TrainingState, scenes: Scenes, progress: float) -
 
 
 def train(state: TrainingState, options: argparse.Namespace) -> None:
-    """Train until the minutes, earlier runs included, are used up: half-size pictures, then parts, then full ones.
-
-    Saves to `options.state` every minute; the caller saves the last steps.
-    """
+    """Train for the rest of the minutes: half-size pictures, parts, full ones. Saves each minute, not at the end."""
     full, total = 2 * state.model.side, options.minutes * 60
     # A transformer has all of its attention at full size, so smaller parts and more of them teach it more in a minute.
     part, parts = (full // 2, 2) if isinstance(state.model, scene_model.SceneModel) else (full // 4, 4)
@@ -206,10 +200,7 @@ def begin_with(model: scene_model.SceneModel, other: scene_model.SceneModel) -> 
 
 
 def prepare(options: argparse.Namespace) -> TrainingState:
-    """Fill in missing paths; return the run in the file `options.state`, also if it is the default, else a new run.
-
-    Raises ValueError or OSError for the user to read.
-    """
+    """Fill in missing paths; return the run of `options.state`, or a new one. Raises ValueError or OSError."""
     if min(options.coarse, options.crops) < 0 or options.coarse + options.crops >= 1:
         raise ValueError(f"--coarse {options.coarse} and --crops {options.crops} leave no time for full pictures; "
                          "give shares from 0 on that sum to less than 1")

@@ -44,10 +44,7 @@ class SceneTransformer(nn.Module):
     def forward(
         self, latents: torch.Tensor, timestep: torch.Tensor, tokens: torch.Tensor, sizes: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Compute the v-prediction [n, 12, h, w]; arguments are those of `SceneModel.forward`.
-
-        `sizes` gives a part of a picture, or a picture of another size, its position on the tokens of a whole picture.
-        """
+        """Compute what `SceneModel.forward` does; `sizes` places a part, or another size, in a whole picture."""
         tiles = nn.functional.pixel_unshuffle(latents, TOKEN)
         height, width = tiles.shape[2:]
         words = self.emb(tokens)
@@ -64,10 +61,7 @@ class SceneTransformer(nn.Module):
         return nn.functional.pixel_shuffle(out.transpose(1, 2).unflatten(2, (height, width)), TOKEN)
 
     def _places(self, height: int, width: int, sizes: torch.Tensor | None, tiles: torch.Tensor) -> torch.Tensor:
-        """Return each token's middle as (0, down, right), float32 [h * w, 3], counted in tokens of a whole picture.
-
-        sizes: as in `SceneModel.forward`, of which the first row counts; or None. tiles: a tensor on the wanted device.
-        """
+        """Return each token's middle as (0, down, right), float32 [h * w, 3], counted in tokens of a whole picture."""
         top, left, unit = 0.0, 0.0, 1.0
         if sizes is not None:
             whole, _, top, left = sizes[0, :4].tolist()
