@@ -43,9 +43,6 @@ def parser() -> argparse.ArgumentParser:
         "SDXL's, for 256 px, or Flux's, for 128 px")
     add("--state", type=Path, help="where the run is kept (default demo-output/training-LAYOUT.safetensors)")
     add("--output", type=Path, help="where the weights go (default demo-output/scenes-LAYOUT.safetensors)")
-    add("--start", type=Path, help="weights to begin a new run with (default: random ones), as far as names and shapes "
-        "are those of the layout; half of the level-0 heads are drawn anew all the same")
-    add("--keep-heads", action="store_true", help="with --start: leave those heads as they are, to go on with a model")
     add("--device", default="cpu", help="cpu (default), cuda, ...")
     add("--batch", type=command.number("number of pictures", 1, 4096, "such as 4"), default=4,
         help="pictures a step; twice as many at first, and four times as many quarter-size parts for a transformer "
@@ -188,17 +185,6 @@ def train(state: TrainingState, options: argparse.Namespace) -> None:
                 saved = now
 
 
-@torch.no_grad()
-def begin_with(model: scene_model.SceneModel, other: scene_model.SceneModel) -> None:
-    """Copy weights of `other` with equal names and shapes to `model`. A 1x1 convolution fits a linear layer."""
-    weights, theirs = model.state_dict(), other.state_dict()
-    alike = [name for name, value in weights.items()
-             if name in theirs and value.squeeze().shape == theirs[name].squeeze().shape]
-    for name in alike:
-        weights[name].copy_(theirs[name].view_as(weights[name]))
-    print(f"{len(alike)} of {len(weights)} tensors begin as in the given weights")
-
-
 def prepare(options: argparse.Namespace) -> TrainingState:
     """Fill in missing paths; return the run of `options.state`, or a new one. Raises ValueError or OSError."""
     if min(options.coarse, options.crops) < 0 or options.coarse + options.crops >= 1:
@@ -206,21 +192,13 @@ def prepare(options: argparse.Namespace) -> TrainingState:
                          "give shares from 0 on that sum to less than 1")
     options.state = options.state or FOLDER / f"training-{options.layout}.safetensors"
     options.output = options.output or FOLDER / f"scenes-{options.layout}.safetensors"
-    resume = options.state.exists()
-    if resume and options.start:
-        raise ValueError(f"--start begins a new run, but {options.state} holds one; leave --start out to go on, "
-                         "or give another --state")
-    if options.keep_heads and not options.start and not resume:
-        raise ValueError("--keep-heads is about the heads of --start; give --start FILE, or leave it out")
     if not hasattr(torch.optim, "Muon"):
         raise ValueError(f"training takes the optimizer Muon; torch {torch.__version__} has none, install 2.9 or newer")
     torch.manual_seed(options.seed)
     model = scene_model.make(scene_model.LAYOUTS[options.layout])
-    if options.start:
-        begin_with(model, scene_model.load(options.start))
-    if not (options.start and options.keep_heads):
-        attention.start_sharp(model)
+    attention.start_sharp(model)
     state = TrainingState(model.to(options.device), options.learning_rate)
+    resume = options.state.exists()
     if resume:
         state.load(options.state)
     if state.seconds >= options.minutes * 60:
