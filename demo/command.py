@@ -38,8 +38,7 @@ SEED = number("seed", 0, 2**31, "such as 0")
 def parser() -> argparse.ArgumentParser:
     """Make the parser of the options, which `install.py demo` passes on unchanged."""
     options = argparse.ArgumentParser(
-        prog="demo", description="Pictures from the same seeds: without merging, and at one strength or several."
-    )
+        prog="demo", description="Pictures from the same seeds: without merging, and at one strength or several.")
     add = options.add_argument
     add("--strength", type=STRENGTH, action="append", metavar="S",
         help="how strongly to merge, from 0, which is off, to 1, which saves and changes the most; repeat it for "

@@ -284,8 +284,7 @@ def serve(blocks: Any, studio: Studio, port: int | None, opens_browser: bool) ->
 
 def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(
-        prog="page", description="A page in the browser: the same picture without merging and with it, side by side."
-    )
+        prog="page", description="A page in the browser: the same picture without merging and with it, side by side.")
     add = options.add_argument
     add("--strength", type=command.STRENGTH, default=command.BALANCED, metavar="S",
         help="what the page starts with, from 0, which is off, to 1 (default %(default)s)")

@@ -11,17 +11,10 @@ from demo.prompt import VOCABULARY
 # Flux's blocks: two that keep picture and prompt apart but attend jointly, then those that run both as one sequence.
 # A token is 2x2 places of the latent, as Flux's are, so 128 px are 1,024 of them.
 TRANSFORMER = {
-    "patch_size": 1,
-    "in_channels": 48,
-    "num_layers": 2,
-    "num_single_layers": 5,
-    "attention_head_dim": 32,
-    "num_attention_heads": 5,
-    "joint_attention_dim": 96,
-    "pooled_projection_dim": 96,
-    "guidance_embeds": False,
+    "patch_size": 1, "in_channels": 48, "num_layers": 2, "num_single_layers": 5, "attention_head_dim": 32,
+    "num_attention_heads": 5, "joint_attention_dim": 96, "pooled_projection_dim": 96, "guidance_embeds": False,
     "axes_dims_rope": [8, 12, 12],
-}
+}  # fmt: skip
 SIDE = 64  # of the latent
 TOKEN = 2  # side of a token, in places of the latent
 
@@ -50,14 +43,10 @@ class SceneTransformer(nn.Module):
         words = self.emb(tokens)
         places = self._places(height, width, sizes, tiles)
         out = self.transformer(
-            hidden_states=tiles.flatten(2).transpose(1, 2),
-            encoder_hidden_states=words,
-            pooled_projections=words.mean(1),
-            timestep=timestep.expand(len(tiles)).to(tiles) / 1000,
-            img_ids=places,
-            txt_ids=places.new_zeros(tokens.shape[1], 3),
-            return_dict=False,
-        )[0]
+            hidden_states=tiles.flatten(2).transpose(1, 2), encoder_hidden_states=words,
+            pooled_projections=words.mean(1), timestep=timestep.expand(len(tiles)).to(tiles) / 1000,
+            img_ids=places, txt_ids=places.new_zeros(tokens.shape[1], 3), return_dict=False,
+        )[0]  # fmt: skip
         return nn.functional.pixel_shuffle(out.transpose(1, 2).unflatten(2, (height, width)), TOKEN)
 
     def _places(self, height: int, width: int, sizes: torch.Tensor | None, tiles: torch.Tensor) -> torch.Tensor:
