@@ -178,10 +178,8 @@ def pack(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def unpack(packed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return all weights as float32: those with steps (NAME.scale) multiplied by them, the steps left out."""
     weights = {name: value.float() for name, value in packed.items() if not name.endswith(SCALE)}
-    return {
-        name: value * _broadcastable(packed[name + SCALE], value) if name + SCALE in packed else value
-        for name, value in weights.items()
-    }
+    return {name: value * _broadcastable(packed[name + SCALE], value) if name + SCALE in packed else value
+            for name, value in weights.items()}  # fmt: skip
 
 
 def _broadcastable(step: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,6 @@ from ..models.unet_blocks import BlockPlace, is_compiled
 from ..models.wrap import foreign_method_on
 from .pays import widths_of
 
-ROUNDS, STEPS = 3, 20
 _FIRST = 999.0  # the timestep of a picture's first step
 _TEXT_TOKENS = 77
 _TIMES = 6  # the number of SDXL's size and crop conditions
@@ -68,9 +67,7 @@ def steps_of(clock: Clock, steps: int) -> list[tuple[float, Hashable]]:
     return picture
 
 
-def time_calls(
-    patch: Any, call: CallUNet, latents: torch.Tensor, steps: int = STEPS, rounds: int = ROUNDS
-) -> tuple[float, float, float]:
+def time_calls(patch: Any, call: CallUNet, latents: torch.Tensor, steps: int, rounds: int) -> tuple[float, ...]:
     """Time unmerged and merged calls in turns, each kind `rounds` times. Time and counts of the installed patch change.
 
     `call` takes `latents` ``[B, C, H, W]`` and timesteps ``[B]``. Return median seconds of an unmerged call, mean
@@ -165,10 +162,8 @@ def _added_conditions(unet: nn.Module, latents: torch.Tensor) -> dict[str, Any]:
     if kind not in (None, "text_time") or "Motion" in type(unet).__name__:
         needs.append(kind or "frames")
     if needs:
-        raise ValueError(
-            f"{type(unet).__name__} needs other inputs than a prompt ({', '.join(needs)}): give measure() a call= "
-            "of latents and timesteps that calls the UNet's forward"
-        )
+        raise ValueError(f"{type(unet).__name__} needs other inputs than a prompt ({', '.join(needs)}): give measure() "
+                         "a call= of latents and timesteps that calls the UNet's forward")
     if kind is None:
         return {}
     width = config.projection_class_embeddings_input_dim - _TIMES * config.addition_time_embed_dim

@@ -14,7 +14,7 @@ from ..models.unet_blocks import BlockPlace, is_compiled
 from ..models.wrap import wraps_on
 from ..reporting.gains import KNOWN, PIXELS, Gain, nearest
 from ..settings.schedule import choose
-from .measure import ROUNDS, STEPS, CallUNet, call_of, device_and_dtype_of, noise_for, time_calls, why_not_now
+from .measure import CallUNet, call_of, device_and_dtype_of, noise_for, time_calls, why_not_now
 from .pays import Pays, about, device_of, dtype_of, widths_of
 
 
@@ -30,10 +30,8 @@ class Measured(State):
     model: nn.Module | None
     patched_object: weakref.ref[Any] | None = None
 
-    def measure(
-        self, height: int = 512, width: int = 512, batch: int = 2, *, steps: int = STEPS, rounds: int = ROUNDS,
-        call: CallUNet | None = None,
-    ) -> Gain:  # fmt: skip
+    def measure(self, height: int = 512, width: int = 512, batch: int = 2, *, steps: int = 20, rounds: int = 3,
+                call: CallUNet | None = None) -> Gain:  # fmt: skip
         """Time unmerged and merged calls of the UNet with random inputs, and remember the gain.
 
         Rules with `only_if_it_pays` follow the gain from now on (`tome_core.gains`, also for its file). The timed calls
@@ -123,7 +121,8 @@ class Measured(State):
         asks = any(rule.only_if_it_pays for rule in self.clock.rules)
         if self._places and (asks or KNOWN) and not is_compiled(self.model, self._places):
             # launches do not limit a compiled model
-            self.pays = Pays(KNOWN.of(self._about()) if KNOWN else (), self._block_sizes())
+            blocks = [(2**place.halvings, widths_of(place.block)[0]) for place in self._places]
+            self.pays = Pays(KNOWN.of(self._about()) if KNOWN else (), blocks)
 
     @property
     def _places(self) -> list[BlockPlace]:
@@ -133,7 +132,3 @@ class Measured(State):
     def _about(self) -> tuple[str, ...]:
         """Return the first five fields of this patch's gains, by which they are found, see `pays.about`."""
         return about(self.model, self._places, self.config)
-
-    def _block_sizes(self) -> tuple[tuple[int, int], ...]:
-        """Return (latent cells per token along a side, channels) of each block of the UNet."""
-        return tuple((2**place.halvings, widths_of(place.block)[0]) for place in self._places)

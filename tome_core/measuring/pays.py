@@ -26,7 +26,6 @@ from ..settings.config import MergeConfig
 from ..settings.schedule import LevelRules
 
 _HOST_BOUND = "at this size the GPU waits for kernel launches, so merging would not pay (estimated, not measured)"
-_RESIDUAL = "Res"  # the beginning of every host's class name of residual blocks
 
 
 class Pays:
@@ -78,7 +77,7 @@ def about(unet: nn.Module, places: Sequence[BlockPlace], config: MergeConfig) ->
     blocks = [(place.path, place.halvings, *widths_of(place.block),
                getattr(getattr(place.block, "attn1", None), "heads", 0)) for place in places]  # fmt: skip
     classes = (type(module).__name__ for module in unet.modules())
-    residual = Counter(name for name in classes if name.startswith(_RESIDUAL))
+    residual = Counter(name for name in classes if name.startswith("Res"))  # residual blocks, in every host
     model = f"{type(unet).__name__} {digest(blocks, sorted(residual.items()))}"
     attention, function = getattr(places[0].block, "attn1", None), ""
     if attention is not None:

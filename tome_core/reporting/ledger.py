@@ -108,10 +108,8 @@ class Ledger:
         self.levels = [LevelTally(tally.downsample, tally.blocks, traced=tally.traced, level=tally.level,
                                   covered=tally.covered) for tally in self.levels]  # fmt: skip
 
-    def merge(
-        self, level: int, part: str, before: tuple[int, int, int], after: tuple[int, int], route: str = "",
-        exact: int = 0,
-    ) -> None:  # fmt: skip
+    def merge(self, level: int, part: str, before: tuple[int, int, int], after: tuple[int, int], route: str = "",
+              exact: int = 0) -> None:  # fmt: skip
         """Count a merged call of a part: "attn", "crossattn" or "mlp".
 
         `before` is (batch, queries, keys), `after` is (queries, keys); keys are 0 for "mlp". `route` names the
