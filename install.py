@@ -29,10 +29,8 @@ torch ({torch}) and up to {rest} MB more, less what is there and what pip's cach
 Ctrl-C is safe and the same command goes on: complete files are in pip's cache."""
 TORCH_TO_COME = """0.1 to 0.2 GB on Windows and macOS; 2 to 4 GB on Linux, with CUDA, or 0.2 GB without it, if
 PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu is set"""
-NO_VENV = (
-    "this Python ({python}) cannot make environments: its 'venv' or 'ensurepip' is missing. "
-    "On Debian or Ubuntu: sudo apt install python3-venv; elsewhere use the Python from python.org."
-)
+NO_VENV = ("this Python ({python}) cannot make environments: its 'venv' or 'ensurepip' is missing. "
+           "On Debian or Ubuntu: sudo apt install python3-venv; elsewhere use the Python from python.org.")
 
 
 def requirements(project, extras):
@@ -144,8 +142,7 @@ def environment(extras, no_deps=(), command=None):
     lines = requirements(read_project(ROOT / "pyproject.toml"), extras)
     folder = ROOT / ".venv"
     python, stamp = str(venv_python(folder)), folder / f"installed-{'-'.join(extras)}.txt"
-    torch_line = next(line for line in lines if re.match(r"torch\b", line))
-    torch_folder = reusable_torch(torch_line)
+    torch_folder = reusable_torch(next(line for line in lines if re.match(r"torch\b", line)))
     mark = fingerprint(sys.version, [*lines, *no_deps, str(torch_folder)])
     if stamp.exists() and stamp.read_text() == mark and os.path.exists(python):
         return python

@@ -45,8 +45,8 @@ class Pays:
         """Return for each level whether rules with `only_if_it_pays` merge, for `engine.decision.decide`.
 
         It is True, or the reason why merging does not pay, or None if the number of tokens decides. If merging pays,
-        the finest level with one of the `rules` is True, the others None. All are None if `latent` is no ``[B, C, H,
-        W]``. The gain that decides is added to `used`.
+        the finest level with one of the `rules` is True, the others None. All are None if `latent` has not four
+        dimensions. The gain that decides is added to `used`.
         """
         if not torch.is_tensor(latent) or latent.dim() != 4:
             return (None,) * len(rules)

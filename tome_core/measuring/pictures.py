@@ -50,7 +50,7 @@ class Steps:
         self._reports: list[tuple[float, int]] = []  # (time, number of calls) of the first and the last report
 
     def call(self, latent: Any = None, *more: Any) -> None:
-        """Count a call with latents ``[B, C, (frames,) H, W]``, and note what its time depends on, these and `more`."""
+        """Note a call and what its time depends on: latents ``[B, C, (frames,) H, W]`` and, with them, `more`."""
         self.calls += 1
         if torch.is_tensor(latent):
             self._kinds.add((tuple(latent.shape), latent.dtype, latent.device, *more))

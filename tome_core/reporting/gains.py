@@ -224,6 +224,6 @@ load = KNOWN.load
 
 def nearest(gains: Iterable[Gain], device: str, dtype: str, height: int, width: int, batch: int) -> Gain | None:
     """Return the gain of this case with the nearest batch, or the smaller of two equally near; None without one."""
-    case = (device, dtype, height, width)
+    case = (device, dtype, height, width)  # no batch: hosts split it by free memory, on which no picture may depend
     fitting = [gain for gain in gains if (gain.device, gain.dtype, gain.height, gain.width) == case]
     return min(fitting, key=lambda gain: (abs(gain.batch - batch), gain.batch), default=None)

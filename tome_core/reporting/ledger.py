@@ -98,9 +98,7 @@ class Ledger:
     """The counts of one patch: `calls` of the model, and for each of the levels, finest first, those of its blocks."""
 
     def __init__(self, levels: list[LevelTally], notes: tuple[str, ...]) -> None:
-        self.levels = levels
-        self.notes = notes
-        self.calls = 0
+        self.levels, self.notes, self.calls = levels, notes, 0
 
     def reset(self) -> None:
         """Set all counts to zero, in new tallies. Notes stay, and reasons in `LevelTally.traced` too."""
@@ -130,11 +128,10 @@ class Ledger:
         tally = self.levels[level]
         tally.skipped[f"{part}: {reason}"] += 1
         tally.skipped_work[f"{part}: {reason}"] += work
-        tally.work_full += work
-        tally.work_left += work
+        self.add_whole(level, work)
 
     def add_whole(self, level: int, work: int) -> None:
-        """Count self-attention work at a level that no rule reaches."""
+        """Count self-attention work that nothing merged, such as that of a level that no rule reaches."""
         self.levels[level].work_full += work
         self.levels[level].work_left += work
 

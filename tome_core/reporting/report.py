@@ -44,7 +44,7 @@ class Report(Counted):
         """Return one report for several, such as those of a picture's two samplings with hires fix.
 
         Counts of levels with the same down-sampling are added. Settings, notes and gains are kept once each; `own` is
-        left out.
+        left out. `patched` is True if it is in one of the reports.
         """
         reports = tuple(reports)
         levels: dict[int, LevelTally] = {}
