@@ -22,28 +22,20 @@ CHECKPOINTS = (WEIGHTS, WEIGHTS.with_name("scenes128-b.safetensors"))
 COMMON = {"in_channels": 12, "out_channels": 12, "layers_per_block": 1, "cross_attention_dim": 96,
           "norm_num_groups": 16}  # fmt: skip
 UNET = {
-    **COMMON,
-    "sample_size": 64,
-    "block_out_channels": [32, 64, 128],
-    "down_block_types": ["CrossAttnDownBlock2D"] * 3,
-    "up_block_types": ["CrossAttnUpBlock2D"] * 3,
+    **COMMON, "sample_size": 64, "block_out_channels": [32, 64, 128],
+    "down_block_types": ["CrossAttnDownBlock2D"] * 3, "up_block_types": ["CrossAttnUpBlock2D"] * 3,
     "attention_head_dim": [2, 2, 4],  # diffusers means the number of heads by it: 16, 32 and 32 channels each
     "places": True,  # ours: its first convolution is a `PlacedConv`
-}
+}  # fmt: skip
 # No attention at the finest level, transformer depth 2 and 10 below it, linear projections, text_time conditioning.
 UNET_XL = {
-    **COMMON,
-    "sample_size": 128,
-    "block_out_channels": [32, 64, 48],
+    **COMMON, "sample_size": 128, "block_out_channels": [32, 64, 48],
     "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
     "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
-    "transformer_layers_per_block": [1, 2, 10],
-    "use_linear_projection": True,
-    "attention_head_dim": [1, 2, 2],
-    "addition_embed_type": "text_time",
-    "addition_time_embed_dim": 32,
+    "transformer_layers_per_block": [1, 2, 10], "use_linear_projection": True, "attention_head_dim": [1, 2, 2],
+    "addition_embed_type": "text_time", "addition_time_embed_dim": 32,
     "projection_class_embeddings_input_dim": 96 + 6 * 32,  # the pooled text, and six sizes of 32 channels each
-}
+}  # fmt: skip
 LAYOUTS = {"sd": UNET, "sdxl": UNET_XL, "flux": TRANSFORMER}
 SCHEDULER = {
     "num_train_timesteps": 1000, "beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012,
