@@ -23,13 +23,13 @@ ROCK = tensor([[0.35, 0.40, 0.48], [0.35, 0.28, 0.40], [0.30, 0.34, 0.45], [0.45
 GROUND = tensor([[0.10, 0.33, 0.50], [0.28, 0.52, 0.18], [0.82, 0.66, 0.40], [0.90, 0.93, 0.97]])
 NIGHT, SEA, MEADOW, DESERT, SNOW, NOBODY, LEFT, RIGHT = 2, 0, 1, 2, 3, 0, 1, 2
 MOUNTAIN_HEIGHT = tensor([0.0, 0.08, 0.25])  # flat, hills, peaks
-# One row for each stone: brick, sandstone, slate, granite, clay.
+# Of walls. One row for each stone: brick, sandstone, slate, granite, clay.
 STONE = tensor([[0.72, 0.30, 0.20], [0.85, 0.70, 0.45], [0.38, 0.46, 0.58], [0.66, 0.64, 0.62], [0.58, 0.42, 0.32]])
 SHADES, KINDS = 5, 4  # in a picture: shades of its stone, kinds of tiles
 DARKEST, LIGHTEST, TINT = 0.35, 1.3, 0.06  # of the stone's colour, and how far a shade may leave it
 SQUARES = 4  # a tile is SQUARES x SQUARES of them, a brick two side by side, half a brick further every row
 TILES_ACROSS = 16  # in a whole picture: 8 px each in one of 128 px, so that a square is one token of level 0
-SHARE = 1 / 3  # of the pictures
+SHARE = 1 / 3  # of the pictures have a wall
 
 
 @dataclass
