@@ -29,18 +29,12 @@ torch ({torch}) and up to {rest} MB more, less what is there and what pip's cach
 Ctrl-C is safe and the same command goes on: complete files are in pip's cache."""
 TORCH_TO_COME = """0.1 to 0.2 GB on Windows and macOS; 2 to 4 GB on Linux, with CUDA, or 0.2 GB without it, if
 PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu is set"""
-NO_VENV = (
-    "this Python ({python}) cannot make environments: its 'venv' or 'ensurepip' is missing. "
-    "On Debian or Ubuntu: sudo apt install python3-venv; elsewhere use the Python from python.org."
-)
+NO_VENV = ("this Python ({python}) cannot make environments: its 'venv' or 'ensurepip' is missing. "
+           "On Debian or Ubuntu: sudo apt install python3-venv; elsewhere use the Python from python.org.")
 
 
 def requirements(project, extras):
-    """Return the requirement lines of a parsed pyproject.toml: dependencies, then those of extras, without repeats.
-
-    Raises:
-        Failure: the file does not have one of the extras.
-    """
+    """Return the requirement lines of a parsed pyproject.toml and of extras. Raises Failure if an extra is missing."""
     optional = project["project"].get("optional-dependencies", {})
     missing = [extra for extra in extras if extra not in optional]
     if missing:
@@ -61,11 +55,7 @@ def fingerprint(python, lines):
 
 
 def import_vendored(name):
-    """Import and return a module that Python may lack; if it is missing, pip's own copy.
-
-    Raises:
-        Failure: pip is missing, too.
-    """
+    """Import and return a module that Python may lack, or else pip's own copy. Raises Failure without either."""
     for candidate in (name, f"pip._vendor.{name}"):
         try:
             return importlib.import_module(candidate)
@@ -83,11 +73,7 @@ def read_project(path):
 
 
 def reusable_torch(requirement):
-    """Return the folder with this interpreter's torch, without importing torch.
-
-    Returns:
-        The folder of packages; None if torch is missing or does not meet the requirement line.
-    """
+    """Return the folder of packages with this Python's torch, not imported; None without one that meets the line."""
     from importlib import metadata  # takes as long as all other imports together, and a host's call needs none of it
 
     try:
@@ -114,12 +100,8 @@ def is_usable(folder):
 def make_environment(folder, torch_folder):
     """Make an environment in `folder`. An earlier one there that install.py made is deleted.
 
-    Args:
-        folder: the environment's folder.
-        torch_folder: a folder of packages with torch, which the environment can import; None for none.
-
-    Raises:
-        Failure: environments cannot be made, or `folder` was not made by install.py.
+    `torch_folder` has packages with torch, which the environment can import; None for none. Raises Failure if
+    environments cannot be made, or `folder` was not made by install.py.
     """
     if not find_spec("venv") or not find_spec("ensurepip"):
         raise Failure(NO_VENV.format(python=sys.executable))
@@ -146,31 +128,21 @@ def make_environment(folder, torch_folder):
 
 
 def path_line(folder):
-    """Return a line for a .pth file that lets Python import packages in `folder`.
-
-    The line is ASCII, because Pythons differ in how they decode such a file.
-    """
+    """Return a line for a .pth file that makes `folder` importable; ASCII, because Pythons decode it differently."""
     return f"import sys; sys.path.append({str(folder)!a})\n"
 
 
 def environment(extras, no_deps=(), command=None):
-    """Return the path of a Python that has `extras` installed, in the environment `.venv`.
+    """Return the path of a Python that has `extras` of pyproject.toml installed, in the environment `.venv`.
 
-    Environment and packages are installed if they are missing or out of date.
-
-    Args:
-        extras: names of optional dependencies in pyproject.toml.
-        no_deps: requirement lines that are installed without their own dependencies.
-        command: the command's name, for the text; None for the last extra's name.
-
-    Raises:
-        Failure: the installation failed or was stopped.
+    Environment and packages are installed if they are missing or out of date. `no_deps` are requirement lines that are
+    installed without their own dependencies. `command` is the command's name, for the text; None for the last extra's.
+    Raises Failure if the installation failed or was stopped.
     """
     lines = requirements(read_project(ROOT / "pyproject.toml"), extras)
     folder = ROOT / ".venv"
     python, stamp = str(venv_python(folder)), folder / f"installed-{'-'.join(extras)}.txt"
-    torch_line = next(line for line in lines if re.match(r"torch\b", line))
-    torch_folder = reusable_torch(torch_line)
+    torch_folder = reusable_torch(next(line for line in lines if re.match(r"torch\b", line)))
     mark = fingerprint(sys.version, [*lines, *no_deps, str(torch_folder)])
     if stamp.exists() and stamp.read_text() == mark and os.path.exists(python):
         return python
@@ -191,11 +163,7 @@ def environment(extras, no_deps=(), command=None):
 
 
 def pip(python, arguments):
-    """Run ``pip install`` with arguments in the environment of a Python. The user's own pip settings apply.
-
-    Raises:
-        Failure: pip failed.
-    """
+    """Run ``pip install`` in a Python's environment, with the user's own pip settings. Raises Failure if it fails."""
     code = run([python, "-m", "pip", "install", "--disable-pip-version-check", *arguments])
     if code:
         raise Failure(f"pip could not install what is needed (exit code {code}, its reason is above); "
@@ -205,11 +173,8 @@ def pip(python, arguments):
 def run(command, **options):
     """Run a command to its end and return its exit code. Options are those of ``subprocess.Popen``.
 
-    SIGTERM is passed on to the command. After Ctrl-C the command has ten seconds to end. The command's output shows
-    letters as numbers if the terminal cannot show them.
-
-    Raises:
-        KeyboardInterrupt: the user pressed Ctrl-C. The command has ended or was terminated.
+    SIGTERM is passed on to the command. After Ctrl-C the command has ten seconds to end, then KeyboardInterrupt is
+    raised. The command's output shows letters as numbers if the terminal cannot show them.
     """
     environment = {"PYTHONIOENCODING": ":backslashreplace", **os.environ}
     with subprocess.Popen(command, env=environment, **options) as process:
@@ -255,11 +220,7 @@ def test(arguments):
 
 
 def tests_to_run(arguments):
-    """Return pytest's arguments for those of the command `test`.
-
-    Without arguments these are the quick tests; with --all, all tests. There are as many processes as cores, up to
-    four. Other arguments are returned as they are, without --all.
-    """
+    """Return pytest's arguments for the command `test`: for quick tests, for all with --all, or the given ones."""
     others = [argument for argument in arguments if argument != "--all"]
     if others:
         return others
@@ -283,17 +244,12 @@ COMMANDS = {"demo": demo, "page": page, "gpu": gpu, "test": test, "webui": webui
 
 
 def usage():
-    """Return the help text, with a line for each command."""
     lines = "\n".join(f"  python install.py {name:8}{command.__doc__}" for name, command in COMMANDS.items())
     return f"usage:\n{lines}\n  python install.py         nothing: hosts call it so"
 
 
 def main(arguments):
-    """Run the command that the arguments name, and return the exit code.
-
-    Returns:
-        0 if done, 2 for a wrong call, 130 if interrupted, else the exit code of the command.
-    """
+    """Run the command that the arguments name. Return its exit code, 2 for a wrong call, or 130 if interrupted."""
     if not arguments:
         return 0
     sys.stdout.reconfigure(errors="backslashreplace")  # a folder's name may have letters that the output cannot show

@@ -15,12 +15,7 @@ COPY = "copied_by_install.txt"  # this file in a folder of a host says that we m
 
 
 class Failure(Exception):
-    """The error that ends a command with a sentence for the user.
-
-    Args:
-        sentence: what failed, and the remedy.
-        code: the exit code, 2 for a wrong call.
-    """
+    """The error that ends a command with a sentence for the user; its `code` is the exit code, 2 for a wrong call."""
 
     def __init__(self, sentence, code=1):
         super().__init__(sentence)
@@ -28,16 +23,11 @@ class Failure(Exception):
 
 
 class Host:
-    """A program that takes extensions.
+    """A program that takes extensions: the `command` of install.py for it, and its `name` in texts.
 
-    Attributes:
-        command: the command of install.py for this program.
-        name: the program's name, for texts.
-        looked_for: sets of file names. A folder that has all names of a set is the program's folder.
-        below: the folder below the user's folder in which the program may be.
-        place: the program's folder for extensions.
-        copied: the files and folders of this repository that the program needs.
-        after: what the user does after the installation.
+    The program's folder has all files of one of the sets `looked_for`, and may be `below` the folder that the user
+    names. `place` is the folder for extensions in it. The program needs the files and folders `copied` of this
+    repository, and `after` is what the user does then.
     """
 
     def __init__(self, **facts):
@@ -67,17 +57,10 @@ WEBUI = Host(
 
 
 def install_into(host, arguments):
-    """Install the repository in a host or uninstall it, and print what was done.
+    """Install the repository in a host or uninstall it, print what was done, and return the exit code 0.
 
-    Args:
-        host: the `Host`.
-        arguments: the host's folder, and --uninstall or --copy.
-
-    Returns:
-        The exit code 0.
-
-    Raises:
-        Failure: the arguments are wrong, or the folder is not the host's, or a file operation failed.
+    `arguments` are the host's folder, and --uninstall or --copy. Raises Failure if they are wrong, or the folder is not
+    the host's, or a file operation failed.
     """
     folders = [argument for argument in arguments if not argument.startswith("-")]
     options = {argument for argument in arguments if argument.startswith("-")}
@@ -98,15 +81,7 @@ def install_into(host, arguments):
 
 
 def target(host, folder):
-    """Return the path of the repository's link or copy in a host.
-
-    Args:
-        host: the `Host`.
-        folder: the host's folder, the one above it, or its folder for extensions.
-
-    Raises:
-        Failure: the folder is none of these.
-    """
+    """Return the path of our link or copy in a host. `folder` is the host's, the one above, or that for extensions."""
     above = (folder.absolute().parent,) if folder.name == host.place else ()
     for candidate in (folder, folder / host.below, *above):
         if any(all((candidate / name).exists() for name in wanted) for wanted in host.looked_for):
@@ -120,15 +95,9 @@ def target(host, folder):
 
 
 def link_or_copy(host, where, copy=False):
-    """Link the repository to `where`, or copy it if links are not possible, and return a text on what was done.
+    """Link the repository to `where`, or copy it if asked or if links are not possible; return a text that says so.
 
-    Args:
-        host: the `Host`.
-        where: the path of the link or copy. An earlier one there is replaced.
-        copy: copy also if links are possible.
-
-    Raises:
-        Failure: at `where` is something that install.py did not make.
+    An earlier link or copy is replaced. Raises Failure if install.py did not make what is at `where`.
     """
     if where.parent == ROOT.parent:
         return f"{ROOT} lies in {where.parent} already: there is nothing to do."
@@ -143,11 +112,7 @@ def link_or_copy(host, where, copy=False):
 
 
 def remove(where):
-    """Delete a link, but not its target, or delete a copy that install.py made.
-
-    Raises:
-        Failure: it is something else.
-    """
+    """Delete a link, but not its target, or a copy that install.py made. Raises Failure if it is something else."""
     if is_link(where):
         # rmdir takes a junction away and leaves what it points to
         where.unlink() if where.is_symlink() else where.rmdir()
@@ -180,12 +145,7 @@ def link(where):
 
 
 def copy_to(where, names):
-    """Copy files and folders of the repository into a new folder `where`, and mark it as a copy.
-
-    Args:
-        where: the new folder.
-        names: the files and folders; a missing one is left out.
-    """
+    """Copy files and folders of the repository, those that exist, into a new folder `where`, and mark it as a copy."""
     ignore = shutil.ignore_patterns("__pycache__", "*.pyc")
     where.mkdir()
     (where / COPY).write_text("Made by install.py of tome_core, which may remove it and make it again.\n")

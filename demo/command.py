@@ -38,8 +38,7 @@ SEED = number("seed", 0, 2**31, "such as 0")
 def parser() -> argparse.ArgumentParser:
     """Make the parser of the options, which `install.py demo` passes on unchanged."""
     options = argparse.ArgumentParser(
-        prog="demo", description="Pictures from the same seeds: without merging, and at one strength or several."
-    )
+        prog="demo", description="Pictures from the same seeds: without merging, and at one strength or several.")
     add = options.add_argument
     add("--strength", type=STRENGTH, action="append", metavar="S",
         help="how strongly to merge, from 0, which is off, to 1, which saves and changes the most; repeat it for "
@@ -71,8 +70,7 @@ def add_model(to: argparse.ArgumentParser) -> None:
 def check(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
     """Fill in `options.pictures`, check the options together, without torch, and return the result of `check_model`.
 
-    Makes the output's folder and tries to write there. Words of prompts are checked for scene models alone. Raises
-    ValueError or OSError with the sentence for the user.
+    Also tries to write beside the output, whose folder it makes. Raises ValueError or OSError for the user to read.
     """
     given = options.prompt or []
     if options.pictures and len(given) > options.pictures:
@@ -96,10 +94,7 @@ def check(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
 
 
 def check_model(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
-    """Return the checkpoint that --model names, None without it.
-
-    Raises ValueError or OSError to show the user, also if --config has no single-file --model or no diffusers folder.
-    """
+    """Return the checkpoint that --model names, None without it. Raises ValueError or OSError for the user to read."""
     if options.config and not (options.model and options.model.is_file()):
         raise ValueError(f"--config {options.config} belongs to a single-file --model FILE.safetensors; leave it out")
     if options.config and not (options.config / "model_index.json").is_file():
@@ -129,10 +124,7 @@ def device_of(name: str | None):
 
 
 def source_of(options: argparse.Namespace, user: checkpoint.Checkpoint | None):
-    """Load the source of pictures. Raises ValueError if it cannot load or merge.
-
-    It is a UserPipeline; or, if `user` is of kind "scenes" or None, Embedded with the weights of `user` or the demo's.
-    """
+    """Load the source of pictures, which is Embedded for scene models. Raises ValueError if it cannot load or merge."""
     wait_passively()
     print("Loading the model ...", file=sys.stderr)
     import tome_core

@@ -120,10 +120,7 @@ def _line(column: Column, plain: Column) -> tuple[str, ...]:
 
 
 def verdict(columns: list[Column], on_cpu: bool) -> str:
-    """Say what the fastest strength gained over columns[0] (nothing if below GAIN), and how near its pictures are.
-
-    on_cpu: add processor time, which other programs disturb less.
-    """
+    """Say what the fastest strength gained over columns[0] (nothing if below GAIN), and how near its pictures are."""
     best = max(columns[1:], key=lambda column: speed_up(columns[0].wall, column.wall))
     gain = speed_up(columns[0].wall, best.wall)
     effort = f" ({speed_up(columns[0].cpu, best.cpu):.2f} times by processor time)" if on_cpu else ""

@@ -31,10 +31,7 @@ def shown_size(height: int, width: int) -> tuple[int, int]:
 
 
 def cell(row: int, column: int, size: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Return the box (left, top, right, bottom) of a sheet's cell for pictures shown at `size` = (height, width).
-
-    Picture i is in row ``2 * i``, its difference from the unmerged picture in the row below.
-    """
+    """Return the box (left, top, right, bottom) of a cell for pictures of `size` = (height, width); see `draw`."""
     height, width = size
     left, top = GAP + column * (width + GAP), TITLE + HEAD + row * (height + GAP)
     return left, top, left + width, top + height
@@ -43,7 +40,7 @@ def cell(row: int, column: int, size: tuple[int, int]) -> tuple[int, int, int, i
 def draw(columns: list[Column], wanted: list[Order], title: str, sentence: str) -> Image.Image:
     """Draw the sheet: title, a column of pictures for each of `columns`, of which the first is unmerged, and sentence.
 
-    Below each unmerged picture are its prompt and seed, below each other picture its difference from it.
+    Picture i is in row ``2 * i``. Below it is its difference from the unmerged one, or that one's prompt and seed.
     """
     size = shown_size(*columns[0].pictures[0].shape[:2])
     right, bottom = cell(2 * len(wanted) - 1, len(columns) - 1, size)[2:]

@@ -19,46 +19,28 @@ from demo.transformer import TRANSFORMER, SceneTransformer
 WEIGHTS = Path(__file__).with_name("scenes128.safetensors")
 # Of another seed, so that a ranking can be seen to repeat.
 CHECKPOINTS = (WEIGHTS, WEIGHTS.with_name("scenes128-b.safetensors"))
-COMMON = {
-    "in_channels": 12,
-    "out_channels": 12,
-    "layers_per_block": 1,
-    "cross_attention_dim": 96,
-    "norm_num_groups": 16,
-}
+COMMON = {"in_channels": 12, "out_channels": 12, "layers_per_block": 1, "cross_attention_dim": 96,
+          "norm_num_groups": 16}  # fmt: skip
 UNET = {
-    **COMMON,
-    "sample_size": 64,
-    "block_out_channels": [32, 64, 128],
-    "down_block_types": ["CrossAttnDownBlock2D"] * 3,
-    "up_block_types": ["CrossAttnUpBlock2D"] * 3,
+    **COMMON, "sample_size": 64, "block_out_channels": [32, 64, 128],
+    "down_block_types": ["CrossAttnDownBlock2D"] * 3, "up_block_types": ["CrossAttnUpBlock2D"] * 3,
     "attention_head_dim": [2, 2, 4],  # diffusers means the number of heads by it: 16, 32 and 32 channels each
     "places": True,  # ours: its first convolution is a `PlacedConv`
-}
+}  # fmt: skip
 # No attention at the finest level, transformer depth 2 and 10 below it, linear projections, text_time conditioning.
 UNET_XL = {
-    **COMMON,
-    "sample_size": 128,
-    "block_out_channels": [32, 64, 48],
+    **COMMON, "sample_size": 128, "block_out_channels": [32, 64, 48],
     "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
     "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
-    "transformer_layers_per_block": [1, 2, 10],
-    "use_linear_projection": True,
-    "attention_head_dim": [1, 2, 2],
-    "addition_embed_type": "text_time",
-    "addition_time_embed_dim": 32,
+    "transformer_layers_per_block": [1, 2, 10], "use_linear_projection": True, "attention_head_dim": [1, 2, 2],
+    "addition_embed_type": "text_time", "addition_time_embed_dim": 32,
     "projection_class_embeddings_input_dim": 96 + 6 * 32,  # the pooled text, and six sizes of 32 channels each
-}
+}  # fmt: skip
 LAYOUTS = {"sd": UNET, "sdxl": UNET_XL, "flux": TRANSFORMER}
 SCHEDULER = {
-    "num_train_timesteps": 1000,
-    "beta_schedule": "scaled_linear",
-    "beta_start": 0.00085,
-    "beta_end": 0.012,
-    "prediction_type": "v_prediction",
-    "rescale_betas_zero_snr": True,
-    "clip_sample": False,
-}
+    "num_train_timesteps": 1000, "beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012,
+    "prediction_type": "v_prediction", "rescale_betas_zero_snr": True, "clip_sample": False,
+}  # fmt: skip
 SCALE = ".scale"  # behind a weight's name in a file: that of its steps
 EIGHT_BITS = 4096  # numbers; smaller weights, among them the first and the last convolution and the words, have sixteen
 HAAR_GAIN = 5.0  # detail bands of these scenes are about five times weaker than the mean band
@@ -91,11 +73,6 @@ def decode(latents: torch.Tensor, gain: float = HAAR_GAIN) -> torch.Tensor:
     pictures[..., 1::2, ::2] = (mean + across - down - diagonal) / 2
     pictures[..., 1::2, 1::2] = (mean - across - down + diagonal) / 2
     return pictures
-
-
-def whole(height: int, width: int) -> list[int]:
-    """Return SDXL's six size numbers of an uncropped picture, in pixels: [height, width, 0, 0, height, width]."""
-    return [height, width, 0, 0, height, width]
 
 
 class PlacedConv(nn.Conv2d):
@@ -157,7 +134,7 @@ class SceneModel(nn.Module):
         """Compute the v-prediction [n, 12, h, w] of noisy `latents` at `timestep` (0-d or [n]) for `tokens` int [n, 6].
 
         sizes: int [n, 6] in pixels, as SDXL takes them: height and width of the picture that this is a part of, how
-        much of it is cut off above and left, height and width of this part; those of a `whole` picture by default.
+        much of it is cut off above and left, height and width of this part; those of a whole picture by default.
         SDXL's layout looks at them, and a `PlacedConv`, which takes the first row for all of them.
         """
         words, added = self.emb(tokens), None
@@ -166,7 +143,8 @@ class SceneModel(nn.Module):
             self.unet.conv_in.window = top / height, left / width, tall / height, wide / width
         if self.pooled is not None:
             if sizes is None:
-                sizes = torch.tensor([whole(2 * latents.shape[2], 2 * latents.shape[3])], device=latents.device)
+                height, width = 2 * latents.shape[2], 2 * latents.shape[3]
+                sizes = torch.tensor([[height, width, 0, 0, height, width]], device=latents.device)
             added = {"text_embeds": self.pooled(words.mean(1)), "time_ids": sizes.expand(len(words), -1)}
         return self.unet(latents, timestep, words, added_cond_kwargs=added, return_dict=False)[0]
 
@@ -192,10 +170,8 @@ def pack(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def unpack(packed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return all weights as float32: those with steps (NAME.scale) multiplied by them, the steps left out."""
     weights = {name: value.float() for name, value in packed.items() if not name.endswith(SCALE)}
-    return {
-        name: value * _broadcastable(packed[name + SCALE], value) if name + SCALE in packed else value
-        for name, value in weights.items()
-    }
+    return {name: value * _broadcastable(packed[name + SCALE], value) if name + SCALE in packed else value
+            for name, value in weights.items()}  # fmt: skip
 
 
 def _broadcastable(step: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -205,11 +181,8 @@ def _broadcastable(step: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 def save(model: SceneModel | SceneTransformer, path: Path) -> None:
     """Write packed weights as safetensors that carry their own configuration; replaces `path` in one move."""
-    metadata = {
-        "unet_config": json.dumps(model.config),
-        "scheduler": json.dumps(model.scheduler),
-        "haar_gain": str(model.haar_gain),
-    }
+    metadata = {"unet_config": json.dumps(model.config), "scheduler": json.dumps(model.scheduler),
+                "haar_gain": str(model.haar_gain)}  # fmt: skip
     unfinished = Path(f"{path}.part")
     weights = {name: value.cpu().contiguous() for name, value in pack(model.state_dict()).items()}
     save_file(weights, unfinished, metadata)

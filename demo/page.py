@@ -55,10 +55,9 @@ class Drawn(NamedTuple):
 
 
 class Studio:
-    """What draws pictures from a source of `demo.source`; the caller lets one `draw` run at a time.
+    """What draws pictures from a source of `demo.source`; the caller holds `drawing` during a `draw`.
 
-    `ends` is an event to be set when the page closes: a `draw` that runs then raises Stopped. `drawing` is the lock
-    that the page holds during a `draw`.
+    The event `ends` is set when the page closes: a `draw` that runs then raises Stopped.
     """
 
     def __init__(self, source: Any) -> None:
@@ -179,10 +178,7 @@ def read(values: dict[str, Any], layout: str, checks_prompt: bool) -> Wanted:
 
 
 def component(field: Any, value: Any) -> Any:
-    """Make the gradio component of a field of `tome_core.form`: a Dropdown if it has choices, a Checkbox for a bool.
-
-    A field that may be unset, or whose limit is not its maximum, gets a Number without bounds, any other a Slider.
-    """
+    """Make the gradio component of a field of `tome_core.form`; a Slider if the field has plain bounds."""
     import gradio as gr
 
     common = {"value": value, "label": field.label, "info": field.help, "elem_id": field.name, "interactive": True}
@@ -288,8 +284,7 @@ def serve(blocks: Any, studio: Studio, port: int | None, opens_browser: bool) ->
 
 def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(
-        prog="page", description="A page in the browser: the same picture without merging and with it, side by side."
-    )
+        prog="page", description="A page in the browser: the same picture without merging and with it, side by side.")
     add = options.add_argument
     add("--strength", type=command.STRENGTH, default=command.BALANCED, metavar="S",
         help="what the page starts with, from 0, which is off, to 1 (default %(default)s)")

@@ -29,8 +29,7 @@ def sample(
 ) -> np.ndarray:
     """Draw one picture, uint8 [H, W, 3], of six `tokens`; call `on_step` after every solver step.
 
-    The start noise is drawn on the CPU from `seed` alone, so it does not depend on the device, on other pictures
-    or on the global random state.
+    The start noise depends on `seed` alone, not on the device, other pictures or the global random state.
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)

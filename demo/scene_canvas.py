@@ -15,8 +15,7 @@ class Canvas:
     """`n` pictures of `size` x `size`, painted together on the generator's device.
 
     Painting changes `image` [n, size, size, 3], colours in 0..1, in place. `x` [1, 1, size] and `y` [1, size, 1] are
-    pixel centres in 0..1, `y` downwards. Random draws come from `generator`, so equal generators give equal pictures.
-    `traits` maps an attribute's name to the index of its value, int64 [n].
+    pixel centres in 0..1, `y` downwards. `traits` maps an attribute's name to the index of its value, int64 [n].
     """
 
     def __init__(self, traits: dict[str, torch.Tensor], generator: torch.Generator, size: int):

@@ -18,15 +18,12 @@ EMPTY, BALL, BOX, CONE, TREE = range(5)
 
 @dataclass
 class Place:
-    """The position of the object, tensors [n, 1, 1]: its foot (x, y), its half width `scale`, and `side`.
-
-    side: 1 if the light comes from the left, -1 from the right, 0.4 if there is neither sun nor moon.
-    """
+    """The position of the object, tensors [n, 1, 1]: its foot (x, y), its half width `scale`, and `side`."""
 
     x: torch.Tensor
     y: torch.Tensor
     scale: torch.Tensor
-    side: torch.Tensor
+    side: torch.Tensor  # 1 if the light comes from the left, -1 from the right, 0.4 if there is neither sun nor moon
 
 
 def paint(canvas: Canvas, setting: Setting) -> None:

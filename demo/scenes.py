@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from demo import scene_background, scene_object, scene_wall
+from demo import scene_background, scene_object
 from demo.prompt import ATTRIBUTES, SIZES
 from demo.scene_canvas import Canvas
 
@@ -25,8 +25,6 @@ def render(attributes: torch.Tensor, generator: torch.Generator, size: int = 64,
     All else is drawn from `generator`: equal ones on one device give equal pictures. walls: a third of them or none.
     """
     canvas = Canvas(dict(zip(ATTRIBUTES, attributes.T, strict=True)), generator, size)
-    setting = scene_background.paint(canvas)
-    if walls:
-        scene_wall.paint(canvas, setting)
+    setting = scene_background.paint(canvas, walls)
     scene_object.paint(canvas, setting)
     return canvas.image.clip(0, 1).permute(0, 3, 1, 2) * 2 - 1

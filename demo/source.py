@@ -1,8 +1,8 @@
 """Where pictures come from: the embedded model or the user's own, behind one small interface.
 
-name, device; target: what `tome_core.patch` gets; prompts: those to paint by default; prompt_row: which row of the
-batch of two, with the prompt and without, has the prompt. `timesteps` lists those of a picture's steps, None if the
-target's patch finds them by itself. `picture` draws uint8 [H, W, 3], the same for equal arguments.
+target: what `tome_core.patch` gets; prompts: those to paint by default; prompt_row: which row of the batch of two, with
+the prompt and without, has the prompt. `timesteps` lists those of a picture's steps, None if the target's patch finds
+them by itself. `picture` draws uint8 [H, W, 3], the same for equal arguments, and calls `on_step` after each step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OnStep = Callable[[], None]
 
 
 class Embedded:
-    """A source with a scene model of this demo: name, device, target (for `tome_core.patch`), prompts, prompt_row."""
+    """A source with a scene model of this demo. `picture` raises ValueError for unknown words."""
 
     prompt_row, prompts = 0, prompt.PROMPTS
 
@@ -37,20 +37,15 @@ class Embedded:
         self.target = self.model.network
 
     def timesteps(self, steps: int) -> list[float]:
-        """List the timesteps of a picture of so many steps, the noisiest first."""
         return sampler.solver(self.model, steps).timesteps.tolist()
 
     def picture(self, text: str, seed: int, steps: int, on_step: OnStep):
-        """Draw a picture, uint8 [H, W, 3], and call `on_step` after each step. Raises ValueError for unknown words."""
         tokens = prompt.tokens(text)
         return sampler.sample(self.model, tokens, seed, steps=steps, on_step=on_step)
 
 
 class UserPipeline:
-    """A source with `Embedded`'s attributes; its target is the diffusers pipeline of the user's files.
-
-    The pipeline is float16, on a CPU float32. Raises ValueError if the files do not load.
-    """
+    """A source with the diffusers pipeline of a user's files, float16, on a CPU float32. ValueError if it fails."""
 
     prompt_row, prompts = -1, LONG_PROMPTS
 
@@ -73,7 +68,6 @@ class UserPipeline:
         return None  # a patched pipeline follows its own scheduler
 
     def picture(self, text: str, seed: int, steps: int, on_step: OnStep):
-        """Draw a picture, uint8 [H, W, 3], and call `on_step` after each step."""
         def after_step(pipe, step, timestep, tensors):
             on_step()
             return tensors
@@ -87,8 +81,7 @@ class UserPipeline:
 def _load(checkpoint: Checkpoint, config: Path | None):
     """Return a checkpoint's diffusers pipeline. A folder is never downloaded. config: a single file's diffusers folder.
 
-    A single file without `config` takes configuration and tokenizer (a few MB of text) from diffusers' cache, or they
-    are downloaded; weights never are.
+    Without that, configuration and tokenizer (a few MB) come from diffusers' cache or a download; weights never do.
     """
     import diffusers
 
@@ -111,10 +104,7 @@ Source = Embedded | UserPipeline
 
 
 def tell_times(source: Source, steps: int, merging: tome_core.Patch, on_step: OnStep) -> OnStep:
-    """Set the first timestep of a picture in a patch; return a callback that sets the next and calls `on_step`.
-
-    A UserPipeline has no timesteps to set, so the callback only calls `on_step`.
-    """
+    """Set the first timestep of a picture in a patch; return a callback that sets the next and calls `on_step`."""
     times, sampling = iter(source.timesteps(steps) or ()), object()
 
     def tell() -> None:

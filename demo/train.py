@@ -43,9 +43,6 @@ def parser() -> argparse.ArgumentParser:
         "SDXL's, for 256 px, or Flux's, for 128 px")
     add("--state", type=Path, help="where the run is kept (default demo-output/training-LAYOUT.safetensors)")
     add("--output", type=Path, help="where the weights go (default demo-output/scenes-LAYOUT.safetensors)")
-    add("--start", type=Path, help="weights to begin a new run with (default: random ones), as far as names and shapes "
-        "are those of the layout; half of the level-0 heads are drawn anew all the same")
-    add("--keep-heads", action="store_true", help="with --start: leave those heads as they are, to go on with a model")
     add("--device", default="cpu", help="cpu (default), cuda, ...")
     add("--batch", type=command.number("number of pictures", 1, 4096, "such as 4"), default=4,
         help="pictures a step; twice as many at first, and four times as many quarter-size parts for a transformer "
@@ -124,10 +121,7 @@ class TrainingState:
 
 
 def learning_rate(highest: float, step: int, progress: float, coarse: float) -> float:
-    """Return a step's learning rate: it rises for 40 steps to `highest`, and stays so until `progress` is `coarse`.
-
-    Then it falls as a cosine to 2 %. progress: the share of time that is over.
-    """
+    """Return a step's rate: it rises for 40 steps, is `highest` until `coarse` of the time, then a cosine to 2 %."""
     fine = max(0.0, progress - coarse) / (1 - coarse)
     return highest * min(1.0, (step + 1) / 40) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, fine))))
 
@@ -135,8 +129,8 @@ def learning_rate(highest: float, step: int, progress: float, coarse: float) -> 
 def train_step(state: TrainingState, batch: Batch, seed: int, composition: bool = False) -> float:
     """Train one step and update the average; return the loss without the `broadness` that a UNet's training adds.
 
-    Noise and times depend on `seed` and the step alone. composition: use `composition_loss`, else `v_loss`. Raises
-    FloatingPointError, and leaves the weights as they are, if gradients are not finite.
+    Noise and times depend on `seed` and the step alone. Raises FloatingPointError, and leaves the weights as they are,
+    if gradients are not finite.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + state.step)
     draw, loss_of = ((losses.noisy_times, losses.composition_loss) if composition
@@ -162,10 +156,7 @@ def teaches_composition(state: TrainingState, scenes: Scenes, progress: float) -
 
 
 def train(state: TrainingState, options: argparse.Namespace) -> None:
-    """Train until the minutes, earlier runs included, are used up: half-size pictures, then parts, then full ones.
-
-    Saves to `options.state` every minute; the caller saves the last steps.
-    """
+    """Train for the rest of the minutes: half-size pictures, parts, full ones. Saves each minute, not at the end."""
     full, total = 2 * state.model.side, options.minutes * 60
     # A transformer has all of its attention at full size, so smaller parts and more of them teach it more in a minute.
     part, parts = (full // 2, 2) if isinstance(state.model, scene_model.SceneModel) else (full // 4, 4)
@@ -194,42 +185,20 @@ def train(state: TrainingState, options: argparse.Namespace) -> None:
                 saved = now
 
 
-@torch.no_grad()
-def begin_with(model: scene_model.SceneModel, other: scene_model.SceneModel) -> None:
-    """Copy weights of `other` with equal names and shapes to `model`. A 1x1 convolution fits a linear layer."""
-    weights, theirs = model.state_dict(), other.state_dict()
-    alike = [name for name, value in weights.items()
-             if name in theirs and value.squeeze().shape == theirs[name].squeeze().shape]
-    for name in alike:
-        weights[name].copy_(theirs[name].view_as(weights[name]))
-    print(f"{len(alike)} of {len(weights)} tensors begin as in the given weights")
-
-
 def prepare(options: argparse.Namespace) -> TrainingState:
-    """Fill in missing paths; return the run in the file `options.state`, also if it is the default, else a new run.
-
-    Raises ValueError or OSError for the user to read.
-    """
+    """Fill in missing paths; return the run of `options.state`, or a new one. Raises ValueError or OSError."""
     if min(options.coarse, options.crops) < 0 or options.coarse + options.crops >= 1:
         raise ValueError(f"--coarse {options.coarse} and --crops {options.crops} leave no time for full pictures; "
                          "give shares from 0 on that sum to less than 1")
     options.state = options.state or FOLDER / f"training-{options.layout}.safetensors"
     options.output = options.output or FOLDER / f"scenes-{options.layout}.safetensors"
-    resume = options.state.exists()
-    if resume and options.start:
-        raise ValueError(f"--start begins a new run, but {options.state} holds one; leave --start out to go on, "
-                         "or give another --state")
-    if options.keep_heads and not options.start and not resume:
-        raise ValueError("--keep-heads is about the heads of --start; give --start FILE, or leave it out")
     if not hasattr(torch.optim, "Muon"):
         raise ValueError(f"training takes the optimizer Muon; torch {torch.__version__} has none, install 2.9 or newer")
     torch.manual_seed(options.seed)
     model = scene_model.make(scene_model.LAYOUTS[options.layout])
-    if options.start:
-        begin_with(model, scene_model.load(options.start))
-    if not (options.start and options.keep_heads):
-        attention.start_sharp(model)
+    attention.start_sharp(model)
     state = TrainingState(model.to(options.device), options.learning_rate)
+    resume = options.state.exists()
     if resume:
         state.load(options.state)
     if state.seconds >= options.minutes * 60:

@@ -35,8 +35,7 @@ class Scenes:
     def __init__(
         self, seed: int, batch: int, size: int, crop: int | None = None, device: str = "cpu", walls: bool = True
     ):
-        self.seed, self.batch, self.size, self.crop, self.device = seed, batch, size, crop, device
-        self.walls = walls
+        self.seed, self.batch, self.size, self.crop, self.device, self.walls = seed, batch, size, crop, device, walls
 
     def __getitem__(self, step: int) -> Batch:
         generator = torch.Generator(self.device).manual_seed(self.seed_of(step))

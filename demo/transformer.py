@@ -11,17 +11,10 @@ from demo.prompt import VOCABULARY
 # Flux's blocks: two that keep picture and prompt apart but attend jointly, then those that run both as one sequence.
 # A token is 2x2 places of the latent, as Flux's are, so 128 px are 1,024 of them.
 TRANSFORMER = {
-    "patch_size": 1,
-    "in_channels": 48,
-    "num_layers": 2,
-    "num_single_layers": 5,
-    "attention_head_dim": 32,
-    "num_attention_heads": 5,
-    "joint_attention_dim": 96,
-    "pooled_projection_dim": 96,
-    "guidance_embeds": False,
+    "patch_size": 1, "in_channels": 48, "num_layers": 2, "num_single_layers": 5, "attention_head_dim": 32,
+    "num_attention_heads": 5, "joint_attention_dim": 96, "pooled_projection_dim": 96, "guidance_embeds": False,
     "axes_dims_rope": [8, 12, 12],
-}
+}  # fmt: skip
 SIDE = 64  # of the latent
 TOKEN = 2  # side of a token, in places of the latent
 
@@ -44,30 +37,20 @@ class SceneTransformer(nn.Module):
     def forward(
         self, latents: torch.Tensor, timestep: torch.Tensor, tokens: torch.Tensor, sizes: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Compute the v-prediction [n, 12, h, w]; arguments are those of `SceneModel.forward`.
-
-        `sizes` gives a part of a picture, or a picture of another size, its position on the tokens of a whole picture.
-        """
+        """Compute what `SceneModel.forward` does; `sizes` places a part, or another size, in a whole picture."""
         tiles = nn.functional.pixel_unshuffle(latents, TOKEN)
         height, width = tiles.shape[2:]
         words = self.emb(tokens)
         places = self._places(height, width, sizes, tiles)
         out = self.transformer(
-            hidden_states=tiles.flatten(2).transpose(1, 2),
-            encoder_hidden_states=words,
-            pooled_projections=words.mean(1),
-            timestep=timestep.expand(len(tiles)).to(tiles) / 1000,
-            img_ids=places,
-            txt_ids=places.new_zeros(tokens.shape[1], 3),
-            return_dict=False,
-        )[0]
+            hidden_states=tiles.flatten(2).transpose(1, 2), encoder_hidden_states=words,
+            pooled_projections=words.mean(1), timestep=timestep.expand(len(tiles)).to(tiles) / 1000,
+            img_ids=places, txt_ids=places.new_zeros(tokens.shape[1], 3), return_dict=False,
+        )[0]  # fmt: skip
         return nn.functional.pixel_shuffle(out.transpose(1, 2).unflatten(2, (height, width)), TOKEN)
 
     def _places(self, height: int, width: int, sizes: torch.Tensor | None, tiles: torch.Tensor) -> torch.Tensor:
-        """Return each token's middle as (0, down, right), float32 [h * w, 3], counted in tokens of a whole picture.
-
-        sizes: as in `SceneModel.forward`, of which the first row counts; or None. tiles: a tensor on the wanted device.
-        """
+        """Return each token's middle as (0, down, right), float32 [h * w, 3], counted in tokens of a whole picture."""
         top, left, unit = 0.0, 0.0, 1.0
         if sizes is not None:
             whole, _, top, left = sizes[0, :4].tolist()

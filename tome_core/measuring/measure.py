@@ -1,8 +1,7 @@
 """Timing of unmerged and merged calls of a UNet, in turns, for the gain over the steps of a picture.
 
-Some steps make a new match, others use a kept one. So each kind of step is timed several times, and its median is
-weighted by how often the kind occurs in a picture. Timed calls are no part of the user's pictures: they may wait for
-the device, and their arguments are made from the UNet's shape.
+Each kind of step, such as those with a new match, is timed several times; its median counts as often as the kind occurs
+in a picture. Timed calls are no part of the user's pictures, so they may wait for the device.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from ..models.unet_blocks import BlockPlace, is_compiled
 from ..models.wrap import foreign_method_on
 from .pays import widths_of
 
-ROUNDS, STEPS = 3, 20
 _FIRST = 999.0  # the timestep of a picture's first step
 _TEXT_TOKENS = 77
 _TIMES = 6  # the number of SDXL's size and crop conditions
@@ -30,11 +28,7 @@ CallUNet = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
 def why_not_now(unet: nn.Module, places: Sequence[BlockPlace], is_called: bool, patched_object: Any) -> str:
-    """Return why the UNet's calls cannot be timed, with a remedy; "" if they can.
-
-    They cannot while the UNet is in use (`is_called`), or if it is compiled, or wrapped by another program.
-    `patched_object` is the object that was passed to `patch`, which may be compiled too, or None.
-    """
+    """Return why the UNet, which `patched_object` may hold, cannot be timed now, with a remedy; "" if it can."""
     if is_called:
         return "a sampling goes on; measure before it or after it"
     if is_compiled(unet, places, patched_object):
@@ -45,21 +39,17 @@ def why_not_now(unet: nn.Module, places: Sequence[BlockPlace], is_called: bool, 
 
 
 def device_and_dtype_of(unet: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Return the device of a UNet's calls, which is accelerate's if it moves the UNet, and its weights' dtype."""
+    """Return the device of a UNet's calls, accelerate's if that moves the UNet, and its weights' dtype."""
     weight = next(parameter for parameter in unet.parameters() if parameter.is_floating_point())
     device = getattr(getattr(unet, "_hf_hook", None), "execution_device", None)
     return torch.device(weight.device if device is None else device), weight.dtype
 
 
 def steps_of(clock: Clock, steps: int) -> list[tuple[float, Hashable]]:
-    """Return the steps of a picture in order as (timestep, kind), evenly spaced from timestep 999 down.
+    """Return a picture's steps in order as (timestep, kind), evenly spaced from timestep 999 down.
 
-    Steps of one kind take equally long. A kind is the rules in force and whether the step makes a new match, renews it,
-    or uses a kept one; None if no rule is in force. A step renews if any rule renews its match.
-
-    Args:
-        clock: the rules as a function of time.
-        steps: number of steps.
+    Steps of one kind take equally long: equal rules are in force, and the match is new, renewed (if any rule renews its
+    own) or kept. The kind is None if no rule is in force.
     """
     picture, before, matched = [], None, 0.0
     for number in range(steps):
@@ -77,21 +67,12 @@ def steps_of(clock: Clock, steps: int) -> list[tuple[float, Hashable]]:
     return picture
 
 
-def time_calls(
-    patch: Any, call: CallUNet, latents: torch.Tensor, steps: int = STEPS, rounds: int = ROUNDS
-) -> tuple[float, float, float]:
-    """Time unmerged and merged calls in turns.
+def time_calls(patch: Any, call: CallUNet, latents: torch.Tensor, steps: int, rounds: int) -> tuple[float, ...]:
+    """Time unmerged and merged calls in turns, each kind `rounds` times. Time and counts of the installed patch change.
 
-    Args:
-        patch: an installed `Patch`. Its time and its counts change.
-        call: calls the UNet with `latents` and timesteps ``[B]``.
-        latents: ``[B, C, H, W]``.
-        steps: number of a picture's steps.
-        rounds: how often each kind of call is timed.
-
-    Returns:
-        Median seconds of an unmerged call, mean seconds of a call over a picture's steps with the patch, and the share
-        of self-attention work that the patch saves, 0 to 1. Three zeros if no rule is in force at any step.
+    `call` takes `latents` ``[B, C, H, W]`` and timesteps ``[B]``. Return median seconds of an unmerged call, mean
+    seconds of a call over a picture's steps with the patch, and the saved share of self-attention work, 0 to 1; three
+    zeros if no rule is in force at any step.
     """
     clock, pictures = clock_for(latents.device), pictures_in(len(latents))
     picture = steps_of(patch.clock, steps)
@@ -139,10 +120,7 @@ def time_calls(
 
 
 def clock_for(device: torch.device) -> Callable[[], float]:
-    """Return the function that gives the time in seconds, for calls on a device.
-
-    On one CPU thread it is process time, which other programs disturb least; else it is the wall clock's.
-    """
+    """Return the function that gives seconds: process time, the least disturbed, on one CPU thread, else real time."""
     return time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 
 
@@ -152,10 +130,7 @@ def pictures_in(batch: int) -> int:
 
 
 def noise_for(unet: nn.Module, batch: int, height: int, width: int) -> torch.Tensor:
-    """Return random latents ``[batch, C, height, width]``, float32 on the CPU, the same at each call.
-
-    An even batch holds two copies of each picture's latents, for guidance; an odd one holds each latent once.
-    """
+    """Return fixed random latents ``[batch, C, height, width]``, float32 on the CPU; an even batch has each twice."""
     channels = next(module.in_channels for module in unet.modules() if isinstance(module, nn.Conv2d))
     pictures = pictures_in(batch)
     noise = torch.randn(pictures, channels, height, width, generator=torch.Generator().manual_seed(0))
@@ -163,18 +138,11 @@ def noise_for(unet: nn.Module, batch: int, height: int, width: int) -> torch.Ten
 
 
 def call_of(unet: nn.Module, place: BlockPlace, latents: torch.Tensor) -> CallUNet:
-    """Return a function of latents ``[B, C, H, W]`` and timesteps ``[B]`` that calls the UNet's forward.
+    """Return a function of latents ``[B, C, H, W]`` and timesteps ``[B]`` that calls the UNet's forward without hooks.
 
-    The prompt is random, and other conditions are zeros. The UNet's hooks, which would take the call for a picture's
-    step, do not run.
-
-    Args:
-        unet: the UNet.
-        place: any transformer block of the UNet, which shows the host and the width of the prompt's tokens.
-        latents: an example of the latents, whose batch, device and dtype all calls have.
-
-    Raises:
-        ValueError: the UNet needs other inputs than prompts and sizes.
+    The prompt is random, other conditions are zeros. `place` is any block of the UNet, which shows the host and the
+    prompt's width. All calls have batch, device and dtype of the example `latents`. Raises ValueError if the UNet needs
+    other inputs.
     """
     batch, width = len(latents), widths_of(place.block)[1]
     text = torch.randn(batch, _TEXT_TOKENS, width, generator=torch.Generator().manual_seed(1)).to(latents)
@@ -186,11 +154,7 @@ def call_of(unet: nn.Module, place: BlockPlace, latents: torch.Tensor) -> CallUN
 
 
 def _added_conditions(unet: nn.Module, latents: torch.Tensor) -> dict[str, Any]:
-    """Return a diffusers UNet's keywords for SDXL's additional conditions, all zeros; {} if the UNet takes none.
-
-    Raises:
-        ValueError: the UNet needs other inputs.
-    """
+    """Return a diffusers UNet's keywords for SDXL's conditions, all zeros; {} if none. Raises ValueError for others."""
     config = unet.config
     kind = getattr(config, "addition_embed_type", None)
     needs = [name for name in ("class_embed_type", "num_class_embeds", "encoder_hid_dim_type", "time_cond_proj_dim")
@@ -198,10 +162,8 @@ def _added_conditions(unet: nn.Module, latents: torch.Tensor) -> dict[str, Any]:
     if kind not in (None, "text_time") or "Motion" in type(unet).__name__:
         needs.append(kind or "frames")
     if needs:
-        raise ValueError(
-            f"{type(unet).__name__} needs other inputs than a prompt ({', '.join(needs)}): give measure() a call= "
-            "of latents and timesteps that calls the UNet's forward"
-        )
+        raise ValueError(f"{type(unet).__name__} needs other inputs than a prompt ({', '.join(needs)}): give measure() "
+                         "a call= of latents and timesteps that calls the UNet's forward")
     if kind is None:
         return {}
     width = config.projection_class_embeddings_input_dim - _TIMES * config.addition_time_embed_dim

@@ -14,33 +14,29 @@ from ..models.unet_blocks import BlockPlace, is_compiled
 from ..models.wrap import wraps_on
 from ..reporting.gains import KNOWN, PIXELS, Gain, nearest
 from ..settings.schedule import choose
-from .measure import ROUNDS, STEPS, CallUNet, call_of, device_and_dtype_of, noise_for, time_calls, why_not_now
+from .measure import CallUNet, call_of, device_and_dtype_of, noise_for, time_calls, why_not_now
 from .pays import Pays, about, device_of, dtype_of, widths_of
 
 
 class Measured(State):
     """A state that can measure its gain, the speed of merged calls relative to unmerged ones; the base of `Patch`.
 
-    Attributes:
-        adapter: finds the model's blocks, a `UNetAdapter` or a `TransformerAdapter`. The subclass sets it.
-        model: the patched model; None if it was garbage-collected.
-        patched_object: a weak reference to the object that was passed to `patch`; None if that allows no such
-            reference.
+    The subclass sets `adapter`, which finds the blocks: a `UNetAdapter` or `TransformerAdapter`. `model` is None if it
+    was garbage-collected. `patched_object` refers weakly to what `patch` got; it is None if that allows no such
+    reference.
     """
 
     adapter: Any
     model: nn.Module | None
     patched_object: weakref.ref[Any] | None = None
 
-    def measure(
-        self, height: int = 512, width: int = 512, batch: int = 2, *, steps: int = STEPS, rounds: int = ROUNDS,
-        call: CallUNet | None = None,
-    ) -> Gain:  # fmt: skip
+    def measure(self, height: int = 512, width: int = 512, batch: int = 2, *, steps: int = 20, rounds: int = 3,
+                call: CallUNet | None = None) -> Gain:  # fmt: skip
         """Time unmerged and merged calls of the UNet with random inputs, and remember the gain.
 
         Rules with `only_if_it_pays` follow the gain from now on (`tome_core.gains`, also for its file). The timed calls
-        merge at every level with enough tokens, and at the finest level in any case. No random generator and no count
-        of this patch changes. The patch need not be on the model; what was on the model is put back.
+        merge at every level with enough tokens, and at the finest in any case. No random generator and no count of this
+        patch changes. The patch need not be on the model; what was on it is put back.
 
         Args:
             height: height of a picture, in pixels.
@@ -48,12 +44,12 @@ class Measured(State):
             batch: number of samples in a call; 2 for one picture with guidance.
             steps: number of a picture's steps.
             rounds: how often each kind of call is timed; the median counts.
-            call: calls the UNet with latents ``[B, C, H, W]`` and timesteps ``[B]``. Needed if the UNet takes other
-                inputs than a prompt.
+            call: calls the UNet with latents ``[B, C, H, W]`` and timesteps ``[B]``, if it takes other inputs than a
+                prompt.
 
         Raises:
-            RuntimeError: a sampling is in progress, or the UNet is compiled, or another program has wrapped it, or the
-                model is a transformer, or it no longer exists.
+            RuntimeError: a sampling is in progress, or the model is compiled, wrapped by another program, gone, or a
+                transformer.
             ValueError: a size is impossible, nothing would merge, or the UNet needs other inputs.
         """
         unet = self.model
@@ -92,11 +88,7 @@ class Measured(State):
         return gain
 
     def gain_for(self, height: int, width: int, batch: int = 2) -> Gain | None:
-        """Return the measured gain for a picture size in pixels, without calling the model; None if not measured.
-
-        If there is none of this batch, the number of samples in a call, that of the nearest batch is taken. None also
-        for a transformer.
-        """
+        """Return the gain measured for a size in pixels and the nearest batch (samples in a call); None without one."""
         if not KNOWN or not self._places:
             return None
         device, dtype = device_and_dtype_of(self.model)
@@ -106,8 +98,7 @@ class Measured(State):
     def why_not(self, height: int, width: int, batch: int = 2) -> str:
         """Return the first reason why pictures of a size in pixels would not merge, without calling the model.
 
-        `batch` is the number of samples in a call. The result is "" if some rule would merge at some level and time,
-        and always for a transformer.
+        It is "" if a rule would merge at some level and time, and for a transformer. `batch` is the samples in a call.
         """
         if not self._places:
             return ""
@@ -125,16 +116,13 @@ class Measured(State):
         return reasons[0] if all(reasons) else ""
 
     def ask_whether_it_pays(self) -> None:
-        """Set `pays`, which decides from the next call on in which calls merging pays, by the gains known now.
-
-        It becomes None, so that the number of tokens decides, for a transformer, for a compiled UNet, and if no gain is
-        known and no rule has `only_if_it_pays`.
-        """
+        """Set `pays` by the gains known now; to None for a compiled UNet, a transformer, and if nothing asks for it."""
         self.pays = None
         asks = any(rule.only_if_it_pays for rule in self.clock.rules)
         if self._places and (asks or KNOWN) and not is_compiled(self.model, self._places):
             # launches do not limit a compiled model
-            self.pays = Pays(KNOWN.of(self._about()) if KNOWN else (), self._block_sizes())
+            blocks = [(2**place.halvings, widths_of(place.block)[0]) for place in self._places]
+            self.pays = Pays(KNOWN.of(self._about()) if KNOWN else (), blocks)
 
     @property
     def _places(self) -> list[BlockPlace]:
@@ -144,7 +132,3 @@ class Measured(State):
     def _about(self) -> tuple[str, ...]:
         """Return the first five fields of this patch's gains, by which they are found, see `pays.about`."""
         return about(self.model, self._places, self.config)
-
-    def _block_sizes(self) -> tuple[tuple[int, int], ...]:
-        """Return (latent cells per token along a side, channels) of each block of the UNet."""
-        return tuple((2**place.halvings, widths_of(place.block)[0]) for place in self._places)

@@ -1,8 +1,7 @@
 """The decision whether merging pays in a kind of call: by a measured gain, else by an estimate for the GPU.
 
-The decision is made when the patch is put on, and holds until it is taken off, so that no picture changes half way. A
-gain is identified by short texts. Weights are not part of them, because another checkpoint or a LoRA of the same shape
-is as fast.
+It is made when the patch is put on and holds until the patch is taken off, so that no picture changes half way. Weights
+do not identify a gain, because another checkpoint or a LoRA of the same shape is as fast.
 """
 
 from __future__ import annotations
@@ -27,19 +26,14 @@ from ..settings.config import MergeConfig
 from ..settings.schedule import LevelRules
 
 _HOST_BOUND = "at this size the GPU waits for kernel launches, so merging would not pay (estimated, not measured)"
-_RESIDUAL = "Res"  # the beginning of every host's class name of residual blocks
 
 
 class Pays:
     """The decision for each shape, dtype and device of latents whether merging pays: by a measured gain, or estimated.
 
-    Args:
-        gains: the gains of this model and these rules; empty if none was measured.
-        blocks: (latent cells per token along a side, channels) of each block, for the estimate.
-        always: True: merge in every call, for a measurement.
-
-    Attributes:
-        used: the gains that decided so far, in order, as keys.
+    `gains` are those of this model and these rules, `blocks` has (latent cells per token along a side, channels) of
+    each block. `always` merges in every call, for a measurement. The keys of `used` are the gains that decided so far,
+    in order.
     """
 
     def __init__(self, gains: Sequence[Gain], blocks: Sequence[tuple[int, int]], always: bool = False) -> None:
@@ -50,15 +44,9 @@ class Pays:
     def gates(self, rules: Sequence[LevelRules], latent: Any) -> tuple[Gate, ...]:
         """Return for each level whether rules with `only_if_it_pays` merge, for `engine.decision.decide`.
 
-        If merging pays, the finest level with a rule merges at any size, and the number of tokens decides at the other
-        levels. The gain that decides is added to `used`.
-
-        Args:
-            rules: the rules in force, by level.
-            latent: the call's latents ``[B, C, H, W]``. Anything else gives None for each level.
-
-        Returns:
-            For each level True, or the reason why merging does not pay, or None if the number of tokens decides.
+        It is True, or the reason why merging does not pay, or None if the number of tokens decides. If merging pays,
+        the finest level with one of the `rules` is True, the others None. All are None if `latent` has not four
+        dimensions. The gain that decides is added to `used`.
         """
         if not torch.is_tensor(latent) or latent.dim() != 4:
             return (None,) * len(rules)
@@ -72,10 +60,7 @@ class Pays:
         return tuple(gate if gate is not True or level == finest else None for level in range(len(rules)))
 
     def _gate_of(self, latent: torch.Tensor) -> tuple[Gate, Gain | None]:
-        """Return the decision for calls with such latents, and the gain that has decided, or None if none was measured.
-
-        The decision is True to merge, the reason not to merge, or None, by which the number of tokens decides.
-        """
+        """Return the decision as `gates` has it, and the gain that decided; None for the gain if none was measured."""
         batch, _, height, width = latent.shape
         gain = nearest(self._gains, device_of(latent.device), dtype_of(latent.dtype), height, width, batch)
         if gain is not None or self._always:
@@ -87,14 +72,12 @@ class Pays:
 def about(unet: nn.Module, places: Sequence[BlockPlace], config: MergeConfig) -> tuple[str, ...]:
     """Return the first five fields of a `Gain`: model, rules, attention, and the versions of torch and this package.
 
-    The model is its class with a hash of its shape, the rules are a hash of the settings, and the attention is the
-    names of its processor and functions. The seed is left out, because a host may draw it for each picture. `places`
-    are the transformer blocks of the UNet, at least one.
+    The seed is left out, because a host may draw it for each picture. `places`, the UNet's blocks, must not be empty.
     """
     blocks = [(place.path, place.halvings, *widths_of(place.block),
                getattr(getattr(place.block, "attn1", None), "heads", 0)) for place in places]  # fmt: skip
     classes = (type(module).__name__ for module in unet.modules())
-    residual = Counter(name for name in classes if name.startswith(_RESIDUAL))
+    residual = Counter(name for name in classes if name.startswith("Res"))  # residual blocks, in every host
     model = f"{type(unet).__name__} {digest(blocks, sorted(residual.items()))}"
     attention, function = getattr(places[0].block, "attn1", None), ""
     if attention is not None:

@@ -1,8 +1,8 @@
 """The gain in the user's own pictures: steps are timed as they happen. The times are reported, and decide nothing.
 
-A GPU runs behind its host by at most the length of its queue. So the time from a sampling's first reported step to its
-last is divided by the number of model calls between them. Loading and compiling come before the first step. Only equal
-conditions are compared: the same model, size, sampler, number of calls, and further conditions from the host.
+A GPU runs behind its host by at most the length of its queue, so the time from a sampling's first reported step to its
+last is divided by the model calls between them. Only equal conditions are compared: model, size, sampler, number of
+calls, and what the host adds.
 """
 
 from __future__ import annotations
@@ -30,16 +30,11 @@ class Steps:
     """The steps of one sampling, as its sampler reports them.
 
     Use `begin` when the sampler's loop begins, `call` at each call of the model, `count_step` or the callback of
-    `counting_callback` after each step, and `remember` at the end.
+    `counting_callback` after each step, and `remember` at the end. `follows` says if the sampler calls the model at the
+    times of `begin` and reports each step in order: `begin` sets it to True, a step out of order to False.
 
-    Args:
-        follows: True if the sampler calls the model at the times of `begin`, and reports each step in order. `begin`
-            sets it to True, and a step out of order to False.
-
-    Attributes:
-        times: the times of all steps, in the host's terms, such as sigmas; empty if they are not known.
-        calls: number of model calls so far.
-        done: number of steps reported since `begin`.
+    `times` has the times of all steps in the host's terms, such as sigmas; it is empty if they are not known. `calls`
+    is the number of model calls so far, `done` that of the steps since `begin`.
     """
 
     clock = staticmethod(time.perf_counter)
@@ -50,42 +45,26 @@ class Steps:
         self.calls, self._kinds = 0, set()
 
     def begin(self, times: list[Any]) -> None:
-        """Begin the sampler's loop over these times: no step of it is done. A sampler may begin more than one loop.
-
-        The noted times of earlier loops are dropped; `calls` goes on.
-        """
+        """Begin a sampler's loop over these times; of earlier loops only the `calls` stay."""
         self.times, self.done, self.follows = times, 0, True
         self._reports: list[tuple[float, int]] = []  # (time, number of calls) of the first and the last report
 
     def call(self, latent: Any = None, *more: Any) -> None:
-        """Count a call of the model. `remember` compares only samplings whose calls had equal arguments.
-
-        Args:
-            latent: the call's latents ``[B, C, (frames,) H, W]``, of which shape, dtype and device are noted.
-            more: further conditions on which the call's time depends. Ignored if `latent` is no tensor.
-        """
+        """Note a call and what its time depends on: latents ``[B, C, (frames,) H, W]`` and, with them, `more`."""
         self.calls += 1
         if torch.is_tensor(latent):
             self._kinds.add((tuple(latent.shape), latent.dtype, latent.device, *more))
 
     def count_step(self, step: Any) -> None:
-        """Count a finished step, and note the time.
-
-        Args:
-            step: what the sampler reports. `follows` stays True only while this is 0, 1, 2 and so on.
-        """
+        """Count a finished step and note the time; `follows` stays True while the sampler reports 0, 1, 2 and so on."""
         self.follows = self.follows and type(step) is int and step == self.done
         self.done += 1
         self._reports[1:] = [(self.clock(), self.calls)]
 
     def counting_callback(self, callback: Callable | None, number_in: Callable = lambda step: step) -> Callable:
-        """Return a callback for a sampler that counts steps and then returns what the given callback returns.
+        """Return a sampler's callback that counts steps and calls the host's, if any; its ``steps`` is this object.
 
-        The attribute ``steps`` of the result is this object.
-
-        Args:
-            callback: the host's callback for the sampler; None: steps are only counted.
-            number_in: takes the first argument of the callback and returns what `count_step` takes.
+        `number_in` takes the first argument of the callback and returns what `count_step` takes.
         """
 
         def counting(step: Any, *args: Any, **kwargs: Any) -> Any:
@@ -97,27 +76,15 @@ class Steps:
 
     @property
     def time(self) -> Any | None:
-        """The entry of `times` for the calls until the next report; after all steps, the last.
-
-        None if `follows` is False or `times` is empty.
-        """
+        """The entry of `times` for the calls until the next report, at the end the last; None if `follows` is False."""
         return self.times[min(self.done, len(self.times) - 1)] if self.follows and self.times else None
 
     def remember(self, model: nn.Module | None, config: MergeConfig | None, report: Any, *beside: Any) -> str:
-        """Keep the time of a sampling that has ended normally, and return the known gain of such pictures.
+        """Keep the time of a sampling that has ended normally, and return the gain of such pictures as in `known_gain`.
 
-        The time is in seconds per model call, see `Gains.pictures`. Nothing is kept if fewer than 6 calls lay between
-        the first and the last report or none had latents, or if `config` is given and nothing merged; the result is ""
-        then.
-
-        Args:
-            model: the called model, without a patch; None if it is not known, then nothing is kept.
-            config: the settings; None for an unmerged picture.
-            report: the `Report` on the picture; None for an unmerged picture.
-            beside: further conditions on which the time depends.
-
-        Returns:
-            The gain as text, see `known_gain`; "" for an unmerged picture, or if too few pictures are known.
+        Nothing is kept, and the result is "", if `model` (without a patch) is None, or fewer than 6 calls lay between
+        first and last report, or none had latents, or nothing merged. `config` and `report` are None for an unmerged
+        picture, for which the result is "", too. `beside` has further conditions on which the time depends.
         """
         (start, before), (end, after) = (*self._reports, (0.0, 0), (0.0, 0))[:2]
         did_not = config is not None and (report is None or not report.merged_anything)
@@ -133,13 +100,10 @@ class Steps:
 
 
 def known_gain(model: nn.Module, config: MergeConfig, height: int, width: int) -> str:
-    """Return the gain for pictures of a size as text, from the user's own pictures, without calling the model.
+    """Return the gain in the user's own pictures of a size in pixels as text, without calling the unpatched model.
 
-    Of all sets of conditions, such as samplers, the one of the latest such picture counts. The model is without a
-    patch. Sizes are in pixels.
-
-    Returns:
-        The text, such as ``about 1.5x faster, from your own pictures (...)``; "" if too few pictures are known.
+    Of all conditions, such as samplers, those of the latest such picture count. The text is like ``about 1.5x faster,
+    from your own pictures (...)``; "" if too few pictures are known.
     """
     return KNOWN.of_pictures(_where(model, [(height // PIXELS, width // PIXELS)]), _rules(config))
 

@@ -1,7 +1,6 @@
 """Measured gains of merging, kept in this process and, if a file is given, for later processes.
 
-Gains are measured on request only (`Patch.measure`), so no timing changes a picture unasked. The times of the user's
-own pictures are shown in the report, and decide nothing.
+Gains are measured on request only (`Patch.measure`), so no timing changes a picture unasked.
 """
 
 from __future__ import annotations
@@ -30,15 +29,11 @@ class Gain(NamedTuple):
         model: the class of the model, with a hash of its shape, see `measuring.pays.about`.
         rules: a hash of the settings.
         attention: the names of the attention's processor and functions.
-        torch: torch's version.
-        tome_core: this package's version.
-        device: the device's name, see `measuring.pays.device_of`.
-        dtype: the model's dtype, such as ``float16``.
-        height: the latent's height; a picture has `PIXELS` times as many pixels.
-        width: the latent's width.
+        torch, tome_core: their versions.
+        device, dtype: the device's name, see `measuring.pays.device_of`, and the model's dtype, such as ``float16``.
+        height, width: of the latent; a picture has `PIXELS` times as many pixels.
         batch: number of samples in a call.
-        unmerged: seconds of an unmerged call.
-        merged: seconds of a merged call, the mean over a picture's steps.
+        unmerged, merged: seconds of an unmerged call, and of a merged one in the mean over a picture's steps.
         saved: the share of self-attention work that was saved, 0 to 1; None if it is not known.
     """
 
@@ -72,11 +67,7 @@ class Gain(NamedTuple):
         return self.ratio >= 1 + MARGIN
 
     def fits_share(self, saved: float | None) -> bool:
-        """Tell whether the gain applies to calls that saved this share of self-attention work, 0 to 1.
-
-        The share must be within 15 % of the measured one, because another patch on the same model can change it. None,
-        for a share that is not known, gives False.
-        """
+        """Tell whether this share is within 15 % of the measured one, which other patches change; False for None."""
         return self.saved is not None and saved is not None and abs(saved - self.saved) <= _ALIKE * self.saved
 
     @property
@@ -108,10 +99,9 @@ class Gain(NamedTuple):
 class Gains:
     """All known gains, and the file in which they are kept, if there is one. ``bool()`` is True if a `Gain` is known.
 
-    Attributes:
-        pictures: seconds per model call in the user's own pictures, which are no `Gain`; the latest last. The keys are
-            four texts: a hash of model and size, of other conditions, of the rules, and the saved share; the last two
-            are "" for unmerged pictures.
+    `pictures` has the seconds per model call in the user's own pictures, the latest last, by four texts: hashes of
+    model and size, of other conditions and of the rules, and the saved share; the last two are "" for unmerged
+    pictures.
     """
 
     def __init__(self) -> None:
@@ -120,14 +110,11 @@ class Gains:
         self._path: Path | None = None
 
     def load(self, path: str | os.PathLike | None) -> None:
-        """Read gains from a file, and append new gains to it from now on, one line of JSON each.
+        """Read gains from a file, which need not exist, and append new gains to it from now on, one line of JSON each.
 
-        A host calls this once, before it patches a model. The file's folder is created with the first gain. Lines that
-        cannot be read are ignored, with one warning. Of equal cases the last line counts; a file that is mostly
-        replaced lines is written anew.
-
-        Args:
-            path: the path of the file, which need not exist; None: nothing changes.
+        A host calls this once, before it patches a model; None changes nothing. The file's folder is created with the
+        first gain. Lines that cannot be read are ignored, with one warning. Of equal cases the last line counts; a file
+        that is mostly replaced lines is written anew.
         """
         if path is None:
             return
@@ -143,12 +130,7 @@ class Gains:
             self._write([*(gain._asdict() for gain in self._known.values()), *self.pictures.items()], whole=True)
 
     def _take(self, line: Any) -> None:
-        """Keep the gain, or the times of pictures, that a decoded line of the file holds.
-
-        Raises:
-            ValueError: the line holds neither.
-            TypeError: the line holds other fields or types.
-        """
+        """Keep the gain or times of a decoded line of the file. Raises ValueError or TypeError if it has neither."""
         if isinstance(line, list):
             (where, how, rules, saved), times = line
             if not (times and all(isinstance(seconds, float) and seconds > 0 for seconds in times)):
@@ -167,25 +149,18 @@ class Gains:
         self._write([gain._asdict()])
 
     def add_picture(self, case: tuple[str, ...], seconds: float) -> None:
-        """Keep the seconds per model call of one more picture in `pictures` and in the file. Never fails.
-
-        `case` is a key of `pictures`. Only the latest 12 times of a case and the latest 300 cases stay in `pictures`.
-        """
+        """Keep a picture's seconds per call in the file and in `pictures`, there the latest 12 of a case, 300 cases."""
         seen = {other: times for other, times in self.pictures.items() if other != case}
         seen[case] = (*self.pictures.get(case, ()), seconds)[-_MOST:]
         self.pictures = dict(list(seen.items())[-_CASES:])
         self._write([(case, seen[case])])
 
     def of_pictures(self, where: str, *rules: str) -> str:
-        """Return the gain in the user's own pictures as text, in the latest case with this model, size and rules.
+        """Return the gain in the user's pictures as text, in the latest case of `where` (model and size) and `rules`.
 
-        Args:
-            where: the first entry of the case's key in `pictures`: model and size.
-            rules: the third entry, the rules; and optionally the fourth, the saved share, without which any fits.
-
-        Returns:
-            ``about 1.5x faster, from your own pictures (9 with merging, 12 without)``; "" if there are fewer than three
-            pictures of either kind with equal other conditions, or if their times vary too much.
+        `rules` are the third text of the case's key, and optionally the fourth, the saved share, without which any
+        fits. The text is ``about 1.5x faster, from your own pictures (9 with merging, 12 without)``; "" if there are
+        fewer than three pictures of either kind with equal other conditions, or if their times vary too much.
         """
         latest = [case for case in self.pictures if case[0] == where and case[2:][: len(rules)] == rules][-1:]
         kinds = [self.pictures.get(key, ()) for case in latest for key in ((*case[:2], "", ""), case)] or [()]
@@ -225,7 +200,7 @@ class Gains:
 
 
 def _speed(ratio: float) -> str:
-    """Format a ratio as ``about 1.3x faster``, below 1.1 ``about 1.05x faster``, below 1 + `MARGIN` ``no faster``."""
+    """Format a ratio: ``about 1.3x faster``, below 1.1 ``about 1.05x faster``, below 1 + `MARGIN` ``no faster``."""
     return f"about {ratio:.{1 if ratio >= 1.1 else 2}f}x faster" if ratio >= 1 + MARGIN else "no faster"
 
 
@@ -248,11 +223,7 @@ load = KNOWN.load
 
 
 def nearest(gains: Iterable[Gain], device: str, dtype: str, height: int, width: int, batch: int) -> Gain | None:
-    """Return the gain with the nearest batch, or the smaller of two equally near; None if there is none.
-
-    Device, dtype, height and width are as in a `Gain` and have to be equal. The batch, the number of samples in the
-    call, may differ, because hosts split a batch by the free memory, on which a picture must not depend.
-    """
-    case = (device, dtype, height, width)
+    """Return the gain of this case with the nearest batch, or the smaller of two equally near; None without one."""
+    case = (device, dtype, height, width)  # no batch: hosts split it by free memory, on which no picture may depend
     fitting = [gain for gain in gains if (gain.device, gain.dtype, gain.height, gain.width) == case]
     return min(fitting, key=lambda gain: (abs(gain.batch - batch), gain.batch), default=None)

@@ -69,34 +69,19 @@ class LevelTally(Counted):
 
     The work of a self-attention call is batch times queries times keys, including tokens that a correction computes
     exactly. A sum of tallies has the larger number of blocks, and 0 as its level.
-
-    Args:
-        downsample: latent cells per token, along a side.
-        blocks: number of blocks; 0 if it is not known.
-        merged: number of merged calls by (part, tokens, queries left, keys left). A part of a block is "attn",
-            "crossattn" or "mlp".
-        skipped: number of unmerged calls by "part: reason".
-        skipped_work: the self-attention work of unmerged calls by "part: reason".
-        sized_by: number of merged calls by the implementation of proportional attention, which weights a merged key by
-            the number of its tokens.
-        work_full: the work of all calls without merging.
-        work_left: the work of all calls with merging.
-        traced: reasons why attentions were compiled without merging. Their calls are not counted.
-        level: the level's number, 0 for the finest.
-        covered: True if a rule can merge at this level at some time.
     """
 
-    downsample: int
-    blocks: int
-    merged: Counter = field(default_factory=Counter)
-    skipped: Counter = field(default_factory=Counter)
-    skipped_work: Counter = field(default_factory=Counter)
-    sized_by: Counter = field(default_factory=Counter)
-    work_full: int = 0
-    work_left: int = 0
-    traced: set[str] = field(default_factory=set)
-    level: int = 0
-    covered: bool = True
+    downsample: int  # latent cells per token, along a side
+    blocks: int  # 0 if not known
+    merged: Counter = field(default_factory=Counter)  # calls by (part, tokens, queries left, keys left)
+    skipped: Counter = field(default_factory=Counter)  # unmerged calls by "part: reason"
+    skipped_work: Counter = field(default_factory=Counter)  # their self-attention work, also by "part: reason"
+    sized_by: Counter = field(default_factory=Counter)  # merged calls by what weights a key by its number of tokens
+    work_full: int = 0  # the work of all calls without merging
+    work_left: int = 0  # the same with merging
+    traced: set[str] = field(default_factory=set)  # why attentions were compiled without merging; they are not counted
+    level: int = 0  # 0 for the finest
+    covered: bool = True  # a rule can merge here at some time
 
     @property
     def levels(self) -> tuple[LevelTally, ...]:
@@ -110,20 +95,10 @@ class LevelTally(Counted):
 
 
 class Ledger:
-    """The counts of one patch: calls of the model, and for each level the merged and unmerged calls of its blocks.
-
-    Args:
-        levels: an empty tally for each level, the finest first. The methods count in them.
-        notes: texts for the report.
-
-    Attributes:
-        calls: number of calls of the model.
-    """
+    """The counts of one patch: `calls` of the model, and for each of the levels, finest first, those of its blocks."""
 
     def __init__(self, levels: list[LevelTally], notes: tuple[str, ...]) -> None:
-        self.levels = levels
-        self.notes = notes
-        self.calls = 0
+        self.levels, self.notes, self.calls = levels, notes, 0
 
     def reset(self) -> None:
         """Set all counts to zero, in new tallies. Notes stay, and reasons in `LevelTally.traced` too."""
@@ -131,20 +106,13 @@ class Ledger:
         self.levels = [LevelTally(tally.downsample, tally.blocks, traced=tally.traced, level=tally.level,
                                   covered=tally.covered) for tally in self.levels]  # fmt: skip
 
-    def merge(
-        self, level: int, part: str, before: tuple[int, int, int], after: tuple[int, int], route: str = "",
-        exact: int = 0,
-    ) -> None:  # fmt: skip
-        """Count a merged call.
+    def merge(self, level: int, part: str, before: tuple[int, int, int], after: tuple[int, int], route: str = "",
+              exact: int = 0) -> None:  # fmt: skip
+        """Count a merged call of a part: "attn", "crossattn" or "mlp".
 
-        Args:
-            level: the level's number, 0 for the finest.
-            part: "attn", "crossattn" or "mlp".
-            before: (batch, queries, keys) of the unmerged call; keys are 0 for "mlp".
-            after: (queries, keys) of the merged call; keys are 0 for "mlp".
-            route: text that names the implementation of proportional attention, or says that there was none; "" if the
-                rule wants none.
-            exact: number of queries for which a correction has also computed exact attention, with all keys.
+        `before` is (batch, queries, keys), `after` is (queries, keys); keys are 0 for "mlp". `route` names the
+        implementation of proportional attention, or says that there was none; "" if the rule wants none. `exact` is the
+        number of queries for which a correction has also computed exact attention, with all keys.
         """
         batch, queries, keys = before
         tally = self.levels[level]
@@ -156,31 +124,19 @@ class Ledger:
             tally.work_left += batch * (after[0] * after[1] + exact * keys)
 
     def skip(self, level: int, part: str, reason: str, work: int = 0) -> None:
-        """Count an unmerged call.
-
-        Args:
-            level: the level's number, 0 for the finest.
-            part: "attn", "crossattn", "mlp", or "block" for a whole block.
-            reason: why the call was not merged.
-            work: batch times queries times keys of a self-attention; 0 for other parts.
-        """
+        """Count an unmerged call of a part, or a whole "block"; `work` is a self-attention's, as in `LevelTally`."""
         tally = self.levels[level]
         tally.skipped[f"{part}: {reason}"] += 1
         tally.skipped_work[f"{part}: {reason}"] += work
-        tally.work_full += work
-        tally.work_left += work
+        self.add_whole(level, work)
 
     def add_whole(self, level: int, work: int) -> None:
-        """Count self-attention work (batch times queries times keys) at a level that no rule reaches."""
+        """Count self-attention work that nothing merged, such as that of a level that no rule reaches."""
         self.levels[level].work_full += work
         self.levels[level].work_left += work
 
     @when_traced
     def note_traced(self, level: int, reason: str) -> int:
-        """Note why an attention of a level is compiled without merging. Its calls will not be counted.
-
-        Returns:
-            Always 0, because the compiler needs a constant.
-        """
+        """Note why an attention is compiled without merging, and return 0: the compiler needs a constant."""
         self.levels[level].traced.add(reason)
         return 0

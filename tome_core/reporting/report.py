@@ -28,7 +28,7 @@ class Report(Counted):
         levels: the counts of each level, the finest first.
         notes: texts on clamped settings, and on reasons why nothing merges.
         gains: the measurements that decided whether rules with `only_if_it_pays` merge.
-        own: the gain in the user's own pictures, as text. It is shown if no measurement fits.
+        own: the gain in the user's own pictures, as text, for want of a measurement that fits.
     """
 
     patched: bool
@@ -43,8 +43,8 @@ class Report(Counted):
     def join(cls, reports: Iterable[Report]) -> Report:
         """Return one report for several, such as those of a picture's two samplings with hires fix.
 
-        Counts are added, for levels with the same down-sampling. Settings, notes and gains are kept once each; `own`
-        is left out. `patched` is True if it is in one of the reports.
+        Counts of levels with the same down-sampling are added. Settings, notes and gains are kept once each; `own` is
+        left out. `patched` is True if it is in one of the reports.
         """
         reports = tuple(reports)
         levels: dict[int, LevelTally] = {}
@@ -70,10 +70,10 @@ class Report(Counted):
 
     @property
     def hindered(self) -> str:
-        """The attention that should have merged and could not, as text: ``9% of attention not merged: ...``.
+        """The attention that should have merged and could not, as ``9% of attention not merged: ...``.
 
-        Only the reason with the most attention is told. "" if this is below 5 %, or if nothing merged. Attention that
-        the settings exclude, or for which merging does not pay, is not included.
+        The reason is that of the most attention. It is "" below 5 %, and if nothing merged. Attention that the settings
+        exclude, or for which merging does not pay, is not included.
         """
         full, lost = self.work[0], self._sum("skipped_work")
         texts = [f"{percent(lost[reason] / full)} of attention not merged: {_why(reason)}" for reason in self.reasons
@@ -82,12 +82,11 @@ class Report(Counted):
 
     def lines(self, title: str = "Token merging", facts: Sequence[str] | None = None, beside: Sequence[str] = ()) \
             -> list[str]:  # fmt: skip
-        """Return the report as lines of text, the first with the title, the following ones indented.
+        """Return the report as lines of text, of which all but the first are indented.
 
         Args:
             title: the beginning of the first line.
-            facts: texts for the first line, empty ones left out, in place of the number of model calls; None: that
-                number.
+            facts: texts for the first line, empty ones left out; None: the number of model calls.
             beside: the host's own lines, which follow the gain and the attention left out.
         """
         if not self.patched and not self.levels:
@@ -120,11 +119,7 @@ class Report(Counted):
         return _once(sorted(level.traced) for level in self.levels)
 
     def _speed(self) -> list[str]:
-        """Return the gain as a list of one text, ``about 1.4x faster (measured here)``; else `own`, else an empty list.
-
-        A measurement is not used for calls that left out another share of attention, see `Gain.fits_share`. If several
-        fit, the text joins the last three, each with its size. If nothing merged, the list is empty.
-        """
+        """Return the gain as a list of one text, of the last three measurements that fit; else [`own`] or []."""
         gains = [gain for gain in self.gains if gain.fits_share(self.work_saved)][-_KINDS:]
         if not gains or not self.merged_anything:
             return [self.own] if self.own and self.merged_anything else []
@@ -132,11 +127,7 @@ class Report(Counted):
         return [f"{', '.join(sizes)} (measured here)"]
 
     def _outcome(self) -> str:
-        """Return ``61% of attention left out``, ``no attention left out``, or ``nothing merged:`` and the first reason.
-
-        Reasons are those of calls, of compiling, and of notes; without any, that no call was counted, or that the patch
-        is not on the model.
-        """
+        """Return ``61% of attention left out``, or ``nothing merged:`` and the first reason that is known."""
         if self.merged_anything:
             return f"{percent(self.work_saved)} of attention left out" if self.work_saved else "no attention left out"
         why = [*map(_why, self.reasons), *self._traced(),
@@ -172,10 +163,9 @@ def _level_data(level: LevelTally) -> dict[str, Any]:
 
 
 def _kinds_text(level: LevelTally) -> str:
-    """Format a level's merged calls: ``4096 tokens -> 64 or 640 keys, 98% left out``.
+    """Format a level's merged calls: ``4096 tokens -> 64 or 640 keys, 98% left out``; at most three kinds are told.
 
-    The bare 64 stands for as many queries as keys, ``640 keys`` for another number of queries. At most three kinds are
-    told. Without self-attention and MLP it is the number of calls, as ``2 calls merged``.
+    The bare 64 stands for as many queries as keys, ``640 keys`` for another number of queries.
     """
     sides: dict[int, list[str]] = {}
     for tokens, queries, keys in level.tokens:
