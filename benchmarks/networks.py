@@ -106,7 +106,7 @@ class Work(InPlaceOfAttention):
         return self.original(q, k, v, **more)
 
     def _add_full(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Add to ``full`` the unmerged work of a UNet's block, or a transformer's attention, for these arguments."""
+        """Add to ``full`` an unmerged call's work: samples times squared tokens, a transformer's text included."""
         more = () if self.is_unet else (*args[1:], kwargs.get("hidden_states"), kwargs.get("encoder_hidden_states"))
         sequences = [tensor for tensor in (*args[:1], *more) if torch.is_tensor(tensor)]
         self.full += len(sequences[0]) * sum(tensor.shape[1] for tensor in sequences) ** 2

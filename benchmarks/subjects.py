@@ -131,7 +131,7 @@ Subject = SceneSubject | UserSubject
 
 
 def is_scene_model(path: Path) -> bool:
-    """Say if a path is the file of a scene model of the demo. Raises ValueError for a broken .safetensors file."""
+    """Say, by its tensors' shapes, if a file is a scene model. Raises ValueError for a broken .safetensors file."""
     if path.suffix != ".safetensors" or not path.is_file():
         return False
     return checkpoint.is_of_scenes(checkpoint.read_shapes(path))

@@ -28,7 +28,7 @@ PROMPTS = (
 
 
 def known_words() -> str:
-    """List all words that a prompt may use, by attribute, for the user to read."""
+    """Return one line with all words that a prompt may use: ``attribute: word, word; attribute: ...``."""
     return "; ".join(f"{name}: {', '.join(words)}" for name, words in ATTRIBUTES.items())
 
 

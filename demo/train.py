@@ -129,8 +129,8 @@ def learning_rate(highest: float, step: int, progress: float, coarse: float) -> 
 def train_step(state: TrainingState, batch: Batch, seed: int, composition: bool = False) -> float:
     """Train one step and update the average; return the loss without the `broadness` that a UNet's training adds.
 
-    Noise and times depend on `seed` and the step alone. Raises FloatingPointError, and leaves the weights as they are,
-    if gradients are not finite.
+    composition: use `composition_loss` at `noisy_times`, else `v_loss` at `stratified_times`. Draws depend on `seed`
+    and the step alone. Raises FloatingPointError, and leaves the weights as they are, if gradients are not finite.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + state.step)
     draw, loss_of = ((losses.noisy_times, losses.composition_loss) if composition

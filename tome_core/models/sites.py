@@ -223,7 +223,7 @@ class AttentionSite(NumberedSite):
         return out.transpose(1, 2) if by_head else out
 
     def _merge_by_description(self, known: AttentionDescription, call: ModelCall, args: tuple, kwargs: dict) -> Any:
-        """Return the output of an attention that computes scores by hand. A stand-in shows its code merged tensors."""
+        """Return the output of an attention that computes scores by hand, from its own projections, as `known` says."""
         target, heads = self.target, self.target.heads
         x, why = args[0] if args else named(kwargs, ("hidden_states", "x")), ""
         context = args[1] if len(args) > 1 else named(kwargs, CONTEXTS)
