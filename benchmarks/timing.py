@@ -52,7 +52,7 @@ def in_turns(
 
 
 def card_work(run: Run, calls: int = 2) -> dict[str, Any]:
-    """Return means a run: ``card_ms``, the time of its kernels and copies on the GPU, and ``launches``, their number."""
+    """Return means of a run: ``card_ms``, the time of its kernels and copies, and ``launches``, their number."""
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         for _ in range(calls):
             run()

@@ -125,7 +125,7 @@ def _read_grid(ids: torch.Tensor) -> tuple[int, int] | None:
 
 
 def _read_shapes(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
-    """Return the picture's tokens in Qwen-Image's call, or a reason. `img_shapes` has each sample's picture first."""
+    """Return the picture's tokens in Qwen-Image's call, or why not. `img_shapes` has the picture before references."""
     shapes = given["img_shapes"]
     if not shapes:
         return NO_GRID
