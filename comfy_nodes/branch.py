@@ -161,7 +161,7 @@ class Sampling:
         return time.timed_steps.remember(unet, self._config, report, time.sampler)
 
     def _make(self, model: Any, options: dict[str, Any]) -> Merging | str:
-        """Return a new merging of a model by the node's settings, or why not. options: the call's transformer options."""
+        """Return a new merging of a model by the node's settings, or why not. options: the transformer options."""
         if self._config is None:
             return "off"
         try:

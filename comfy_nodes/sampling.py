@@ -103,7 +103,10 @@ def is_flow(model_sampling: Any) -> bool:
 
 
 def timestep_of(sigma: float, model_sampling: Any, flow_timesteps: bool) -> float:
-    """Return the timestep of a noise level, a flow model's share of noise, on Stable Diffusion's schedule."""
+    """Return the timestep on Stable Diffusion's schedule that has as much noise to picture as the level `sigma`.
+
+    A flow model's sigma is the share of noise; with `flow_timesteps` its timestep is 1000 times that share instead.
+    """
     if not is_flow(model_sampling):  # EDM models scale the picture to another standard deviation than 1
         relative = sigma / getattr(model_sampling, "sigma_data", 1.0)
     elif flow_timesteps:  # by log-SNR, half of a video's steps would have the highest timestep

@@ -105,7 +105,7 @@ def _inspect_folder(path: Path) -> Checkpoint:
 
 
 def _read_json(path: Path) -> dict:
-    """Read a JSON file. Raises FileNotFoundError if it is missing, ValueError if it is damaged."""
+    """Return a JSON file's content, unchecked. Raises FileNotFoundError if missing, ValueError if it is no JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

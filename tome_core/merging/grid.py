@@ -101,8 +101,8 @@ def cell_of(sy: int, sx: int, frames: int) -> tuple[int, int, int]:
 def cells(grid: Grid, sy: int, sx: int, device: torch.device, st: int = 1) -> Cells:
     """Cut a grid into cells of `st` frames, `sy` rows and `sx` columns, ordered by frame, row and column.
 
-    A frame of less height or width is one cell high or wide, a grid of fewer frames one cell long. Tokens beyond the
-    last whole cells are ``uncovered``.
+    A side of a cell that is longer than the frame, or than the frames are many, is reduced to that: one cell spans it.
+    Tokens beyond the last whole cells are ``uncovered``.
     """
     frames, height, width = grid.frames, grid.height // grid.frames, grid.width
     st, sy, sx = min(st, frames), min(sy, height), min(sx, width)

@@ -187,7 +187,11 @@ def attend_sample(
 
 
 def ridge(q, merged, full, logs, first, matrix, constant) -> Iterator[Output]:
-    """Yield matrix and constant as applied to queries and ``merged``. They may differ by a share of all terms added."""
+    """Yield the correction, `matrix` and `constant`, that predicts what outputs over merged keys, `merged`, lack.
+
+    It is held against a ridge fit in float64, and may differ by a share of all terms added. `full` and `logs` are parts
+    of exact attention, as in `attend_sample`; a head whose `first` is 0 has no correction.
+    """
     width, eps = merged.shape[2], torch.finfo(q.dtype).eps
     queries, merged = _by_head(q, width), merged.double()
     features = torch.cat([queries, merged], 2)

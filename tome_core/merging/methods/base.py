@@ -35,7 +35,7 @@ class Method(NamedTuple):
 
 
 def take_queries(x: torch.Tensor, rows: torch.Tensor | None, start: int, stop: int) -> torch.Tensor:
-    """Return queries `start` to `stop` (exclusive) of every sample, float32; `x` and `rows` as in `best_keys`."""
+    """Return queries `start` to `stop` of each sample, float32: these tokens of `x`, or those that `rows` has there."""
     if rows is None:
         return x[:, start:stop].float()
     rows = rows[:, start:stop]
