@@ -110,8 +110,7 @@ def _with_a_reference() -> Arguments:
 
 
 def _qwen(seen: int = WORDS) -> Arguments:
-    return _latent(1, SIDE * SIDE, 16, time=0.5, encoder_hidden_states_mask=_mask(seen),
-                   img_shapes=[[(1, SIDE, SIDE)]])  # fmt: skip
+    return _latent(1, SIDE * SIDE, 16, time=0.5, encoder_hidden_states_mask=_mask(seen), img_shapes=[[(1, SIDE, SIDE)]])
 
 
 def _cogview() -> Arguments:
@@ -138,8 +137,7 @@ def _ltx(**more: Any) -> Arguments:
 _FLUX = Tiny("FluxTransformer2DModel", PACKED | {"num_single_layers": 2}, _flux, WORDS)
 _QWEN = Tiny("QwenImageTransformer2DModel", {"in_channels": 16}, _qwen, WORDS)
 _WAN = Tiny("WanTransformer3DModel", {"patch_size": (1, 2, 2)}, partial(_latent, 1, 4, 3, 32, 32), count=FILM)
-_COGVIDEO = Tiny("CogVideoXTransformer3DModel", {"sample_frames": 9},
-                 partial(_latent, 1, 3, 4, 32, 32), WORDS, FILM)  # fmt: skip
+_COGVIDEO = Tiny("CogVideoXTransformer3DModel", {"sample_frames": 9}, partial(_latent, 1, 3, 4, 32, 32), WORDS, FILM)
 MODELS = {
     "Flux": _FLUX,
     "Flux, two pictures": _FLUX._replace(arguments=partial(_flux, batch=2)),

@@ -36,8 +36,7 @@ class Graph:
             self.cfg = 7.0
             self.model = self.add("UNETLoader", unet_name=f"{model}.safetensors", weight_dtype="default")
             self.latent = self.add("EmptyLatentImage", width=128, height=128, batch_size=batch)
-        self.positive, self.negative = (self.add("TestText", width=width, pooled=pooled, seed=seed)
-                                        for seed in (1, 2))  # fmt: skip
+        self.positive, self.negative = (self.add("TestText", width=width, pooled=pooled, seed=seed) for seed in (1, 2))
 
     def add(self, kind: str, **inputs: Any) -> list:
         """A node of this class; inputs are values, or what `add` gave."""

@@ -72,8 +72,7 @@ def main() -> None:
     for name in FUNCTIONS:
         function, options = getattr(attention, f"attention_{name}"), {}
         # the slot's content from ComfyUI's own node for choosing a function
-        patcher.set_model_optimized_attention(
-            SimpleNamespace(model_options={"transformer_options": options}), function)  # fmt: skip
+        patcher.set_model_optimized_attention(SimpleNamespace(model_options={"transformer_options": options}), function)
         chosen = OtherNodesFunction(options[SLOT], attention.attention_pytorch)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             ways[f"{name} {dtype}"] = way_of(function, dtype)
