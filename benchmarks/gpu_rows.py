@@ -185,12 +185,10 @@ def device(bench: Bench) -> dict[str, Any]:
         warnings.simplefilter("ignore")  # each backend says at length what it cannot do
         attention = {name: _attempt(partial(attend, *qkv), bench.device) for name, attend in functions.items()}
     in_use = kernels.available(torch.device(bench.device))
-    return {
-        "triton": importlib.import_module("triton").__version__ if importlib.util.find_spec("triton") else None,
-        "capability": ".".join(map(str, torch.cuda.get_device_capability())) if bench.device != "cpu" else None,
-        "kernels": "; ".join(kernels.notes()) or ("in use" if in_use else "none for this device"),
-        "attention, ms": attention,
-    }
+    return {"triton": importlib.import_module("triton").__version__ if importlib.util.find_spec("triton") else None,
+            "capability": ".".join(map(str, torch.cuda.get_device_capability())) if bench.device != "cpu" else None,
+            "kernels": "; ".join(kernels.notes()) or ("in use" if in_use else "none for this device"),
+            "attention, ms": attention}  # fmt: skip
 
 
 def _attempt(run: Run, device: str) -> float | str:
@@ -215,11 +213,9 @@ def _tokens_first(module: str, function: str, *qkv: torch.Tensor) -> torch.Tenso
     return getattr(importlib.import_module(module), function)(*(tensor.transpose(1, 2) for tensor in qkv))
 
 
-_PACKAGES = {
-    "xformers": partial(_tokens_first, "xformers.ops", "memory_efficient_attention"),
-    "flash_attn": partial(_tokens_first, "flash_attn", "flash_attn_func"),
-    "sageattention": lambda *qkv: importlib.import_module("sageattention").sageattn(*qkv, tensor_layout="HND"),
-}
+_PACKAGES = {"xformers": partial(_tokens_first, "xformers.ops", "memory_efficient_attention"),
+             "flash_attn": partial(_tokens_first, "flash_attn", "flash_attn_func"),
+             "sageattention": lambda *qkv: importlib.import_module("sageattention").sageattn(*qkv, tensor_layout="HND")}
 
 
 def kernel_laws(bench: Bench) -> dict[str, Any]:
@@ -259,15 +255,12 @@ def laws(bench: Bench, name: str, pixels: int) -> dict[str, Any]:
     kept()
     waits = _waits(kept, bench.device)
     merged.handle.remove()
-    return {
-        "equal bits in ten runs": all(torch.equal(answer, answers[0]) for answer in answers),
-        "a kept step waits": waits,
-        "removed, the bits of the unmerged call": torch.equal(merged.network(*arguments), expected),
-        "finite": bool(torch.isfinite(answers[0]).all()),
-        "merging changes": _share(answers[0], expected, expected),
-        "kernels change": _share(answers[0], without, expected),
-        "another attention function of torch's changes": otherwise,
-    }
+    return {"equal bits in ten runs": all(torch.equal(answer, answers[0]) for answer in answers),
+            "a kept step waits": waits,
+            "removed, the bits of the unmerged call": torch.equal(merged.network(*arguments), expected),
+            "finite": bool(torch.isfinite(answers[0]).all()), "merging changes": _share(answers[0], expected, expected),
+            "kernels change": _share(answers[0], without, expected),
+            "another attention function of torch's changes": otherwise}  # fmt: skip
 
 
 def _share(answer: torch.Tensor, other: torch.Tensor, whole: torch.Tensor) -> float | str:

@@ -97,10 +97,8 @@ def far(out: torch.Tensor, expected: torch.Tensor) -> float:
     return (difference / expected.double().flatten(1).norm(dim=1)).max().item()
 
 
-def assert_repeated(
-    module: nn.Module, args: tuple, kwargs: dict[str, Any], out: torch.Tensor, plan: MergePlan,
-    tolerance: float | None = None, roles: str = "kv",
-) -> None:  # fmt: skip
+def assert_repeated(module: nn.Module, args: tuple, kwargs: dict[str, Any], out: torch.Tensor, plan: MergePlan,
+                    tolerance: float | None = None, roles: str = "kv") -> None:  # fmt: skip
     """Raise AssertionError unless the output is what repeated keys give.
 
     module: not patched; it runs in float64, so that only the engine's error is seen. args, kwargs: of its call, whose
@@ -158,11 +156,9 @@ def telling(module: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
     return module.to(dtype).requires_grad_(False).eval()
 
 
-def way(
-    module: nn.Module, dtype: torch.dtype = torch.float32, *, batch: int = 3, tolerance: float | None = None,
-    alike: bool = False, queries: bool = False, engine: ModuleType = tome_core, settings: dict[str, Any] | None = None,
-    **kwargs: Any,
-) -> str:  # fmt: skip
+def way(module: nn.Module, dtype: torch.dtype = torch.float32, *, batch: int = 3, tolerance: float | None = None,
+        alike: bool = False, queries: bool = False, engine: ModuleType = tome_core,
+        settings: dict[str, Any] | None = None, **kwargs: Any) -> str:  # fmt: skip
     """Compare an attention with repeated keys. Returns the way in which the engine gave it the sizes.
 
     alike: one plan serves all samples. queries: do they merge too? engine: the copy that merges. settings: more of its
@@ -209,10 +205,9 @@ def why_left_alone(module: nn.Module, batch: int = 3, config: MergeConfig = KV, 
 # --- xformers, which is for GPUs --------------------------------------------------------------------------------------
 
 
-def memory_efficient_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_bias: Any = None,
-    p: float = 0.0, scale: float | None = None, *, op: Any = None,
-) -> torch.Tensor:  # fmt: skip
+def memory_efficient_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_bias: Any = None,
+                               p: float = 0.0, scale: float | None = None, *,
+                               op: Any = None) -> torch.Tensor:  # fmt: skip
     """A double of xformers' function, for ``[B, N, d]`` or ``[B, N, H, d]``, equally strict with a bias."""
     assert query.dtype == key.dtype == value.dtype
     by_head = [tensor[:, None] if query.dim() == 3 else tensor.transpose(1, 2) for tensor in (query, key, value)]

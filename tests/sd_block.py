@@ -19,9 +19,8 @@ CHANNELS, HEADS, CONTEXT_CHANNELS, CONTEXT_TOKENS = 320, 8, 768, 77
 class SpatialTransformer(nn.Module):
     """Blocks between picture ``[B, C, H, W]`` and tokens, without the projections around them."""
 
-    def __init__(
-        self, channels: int = CHANNELS, heads: int = HEADS, context_channels: int = CONTEXT_CHANNELS, depth: int = 1
-    ) -> None:
+    def __init__(self, channels: int = CHANNELS, heads: int = HEADS, context_channels: int = CONTEXT_CHANNELS,
+                 depth: int = 1) -> None:  # fmt: skip
         super().__init__()
         blocks = [BasicTransformerBlock(channels, heads, context_channels) for _ in range(depth)]
         self.transformer_blocks = nn.ModuleList(blocks)
@@ -40,10 +39,8 @@ class UNet(nn.Module):
     A stage is what LDM keeps at one place of ``input_blocks`` and ``output_blocks``; the middle is a single one.
     """
 
-    def __init__(
-        self, down: Iterable[Iterable[nn.Module]], middle: Iterable[nn.Module] = (),
-        up: Iterable[Iterable[nn.Module]] = (),
-    ) -> None:  # fmt: skip
+    def __init__(self, down: Iterable[Iterable[nn.Module]], middle: Iterable[nn.Module] = (),
+                 up: Iterable[Iterable[nn.Module]] = ()) -> None:  # fmt: skip
         super().__init__()
         self.input_blocks = nn.ModuleList(nn.ModuleList(stage) for stage in down)
         self.middle_block = nn.ModuleList(middle)

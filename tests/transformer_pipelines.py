@@ -37,18 +37,16 @@ def _both(**given: Any) -> Call:
 
 
 def decoder() -> Any:
-    return diffusers.AutoencoderKL(
-        in_channels=3, out_channels=3, down_block_types=["DownEncoderBlock2D"] * 4,
-        up_block_types=["UpDecoderBlock2D"] * 4, block_out_channels=[8] * 4, latent_channels=4, norm_num_groups=2,
-        scaling_factor=1.0, shift_factor=0.0,
-    )  # fmt: skip
+    return diffusers.AutoencoderKL(in_channels=3, out_channels=3, down_block_types=["DownEncoderBlock2D"] * 4,
+                                   up_block_types=["UpDecoderBlock2D"] * 4, block_out_channels=[8] * 4,
+                                   latent_channels=4, norm_num_groups=2, scaling_factor=1.0,
+                                   shift_factor=0.0)  # fmt: skip
 
 
 def _wan_of_a_picture() -> dict[str, Any]:
     """The transformer gets the picture's latent and a mask as well as the noise."""
-    vae = diffusers.AutoencoderKLWan(
-        base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
-    ).eval()
+    vae = diffusers.AutoencoderKLWan(base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1,
+                                     temperal_downsample=[False, True, True]).eval()  # fmt: skip
     settings = {**tiny_transformers.MODELS["Wan"].settings, "in_channels": 36, "out_channels": 16}
     return {"vae": vae, "transformer": tiny_transformers.sized("WanTransformer3DModel", **settings).eval()}
 

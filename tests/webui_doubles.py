@@ -244,10 +244,8 @@ class Webui(Modules):
             self.hook("postprocess_batch", p, images=latents[-1], batch_number=n)
             infotexts += [self.infotext(p)] * p.batch_size
             p.at_step("postprocess_image")
-        done = types.SimpleNamespace(
-            latents=torch.cat(latents), infotexts=infotexts, comments="", built_in=p.built_in,
-            extra_generation_params=p.extra_generation_params,
-        )  # fmt: skip
+        done = types.SimpleNamespace(latents=torch.cat(latents), infotexts=infotexts, comments="", built_in=p.built_in,
+                                     extra_generation_params=p.extra_generation_params)  # fmt: skip
         self.hook("postprocess", p, done)
         return done
 

@@ -9,11 +9,8 @@ import pytest
 from benchmarks import results, strength
 from tome_core.settings import presets
 
-SOURCES = {
-    presets.SD: ["front-cpu-2026-11-22"],
-    presets.SDXL: ["sdxl-front-cpu-2026-11-24"],
-    presets.TRANSFORMER: ["transformer-front-cpu-2026-11-23", "transformer-front-cpu-2026-11-24"],
-}
+SOURCES = {presets.SD: ["front-cpu-2026-11-22"], presets.SDXL: ["sdxl-front-cpu-2026-11-24"],
+           presets.TRANSFORMER: ["transformer-front-cpu-2026-11-23", "transformer-front-cpu-2026-11-24"]}  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", presets.LAYOUTS)

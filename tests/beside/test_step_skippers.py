@@ -40,8 +40,7 @@ def pipeline(kind: str = "StableDiffusionPipeline", **more: Any) -> Any:
     pipe = getattr(diffusers, kind)(
         vae=None, text_encoder=None, tokenizer=None, safety_checker=None, feature_extractor=None,
         unet=models.fixed(models.unet(layers_per_block=2, attention_head_dim=2)), requires_safety_checker=False, **more,
-        scheduler=diffusers.DPMSolverMultistepScheduler(beta_schedule="scaled_linear", steps_offset=1),
-    )  # fmt: skip
+        scheduler=diffusers.DPMSolverMultistepScheduler(beta_schedule="scaled_linear", steps_offset=1))  # fmt: skip
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -51,8 +50,7 @@ def draw(pipe: Any, **call: Any) -> torch.Tensor:
     """Return the finished latent of four steps."""
     words = torch.randn(2, 7, models.TEXT, generator=torch.Generator().manual_seed(0))[:, None]
     return pipe(prompt_embeds=words[0], negative_prompt_embeds=words[1], timesteps=STEPS, guidance_scale=3.0,
-                height=128, width=128, output_type="latent", generator=torch.Generator().manual_seed(0),
-                **call).images  # fmt: skip
+                height=128, width=128, output_type="latent", generator=torch.Generator().manual_seed(0), **call).images
 
 
 @contextmanager

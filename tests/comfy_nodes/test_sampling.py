@@ -21,10 +21,8 @@ RANGE = {"ratio": 0.5, "start": 0.2, "end": 0.6, "use_rand": False}
 KEPT = {"ratio": 0.5, "keep": 1000.0, "use_rand": False}
 BALANCED = {**tome_core.form.values_at("balanced"), "only_if_it_pays": False}  # the pictures are small ones
 KNOWN = sampler_of()
-UNKNOWN = (
-    None, sampler_of("dpm_fast_function", "comfy.samplers"), sampler_of("sample_dpm_adaptive"),
-    sampler_of("sample_euler", "custom_nodes.samplers"),
-)  # fmt: skip
+UNKNOWN = (None, sampler_of("dpm_fast_function", "comfy.samplers"), sampler_of("sample_dpm_adaptive"),
+           sampler_of("sample_euler", "custom_nodes.samplers"))  # fmt: skip
 pytestmark = pytest.mark.usefixtures("waits")
 
 
@@ -45,8 +43,7 @@ def test_a_sampling_waits_once_however_many_steps_it_has_and_at_each_call_if_its
     for sampler, steps, values, waited in (
         (KNOWN, 2, RANGE, ["tolist"]), (KNOWN, 6, RANGE, ["tolist"]), (KNOWN, 3, KEPT, ["tolist"]),
         (KNOWN, 3, BALANCED, ["tolist"]), (KNOWN, 3, {"ratio": 0.5}, []),
-        *((sampler, 3, KEPT, ["__float__"] * 3) for sampler in UNKNOWN),
-    ):  # fmt: skip
+        *((sampler, 3, KEPT, ["__float__"] * 3) for sampler in UNKNOWN)):  # fmt: skip
         waits.clear()
         sample(sampler=sampler, steps=steps, **values)
         assert waits == waited, (sampler, values)

@@ -134,8 +134,7 @@ def refusal(capsys, *arguments):
     (["--output", "picture.jpg"], ["picture.jpg", "PNG", "give"]),
     (["--output", f"{__file__}/picture.png"], ["picture.png", "cannot be written", "give another place"]),
     (["--config", "somewhere"], ["somewhere", "--model", "leave it out"]),
-    (["--device", "abacus"], ["abacus", "leave it out"]),
-], ids=lambda words: "")  # fmt: skip
+    (["--device", "abacus"], ["abacus", "leave it out"])], ids=lambda words: "")  # fmt: skip
 def test_a_wrong_value_is_one_sentence_with_value_range_and_remedy(arguments, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     sentence = refusal(capsys, "--output", "out.png", *arguments)
@@ -143,21 +142,19 @@ def test_a_wrong_value_is_one_sentence_with_value_range_and_remedy(arguments, wo
 
 
 @pytest.mark.parametrize("name, tensors, words", [
-    ("model.PTH", None, "pickle can run any code"),
-    ("model.safetensors", None, "is no such file"),
+    ("model.PTH", None, "pickle can run any code"), ("model.safetensors", None, "is no such file"),
     ("model.safetensors", {FIRST: torch.zeros(1, 9, 1, 1)}, "takes 9 latent channels"),
     ("model.safetensors", {FIRST: torch.zeros(1, 4, 1, 1), "conditioner.embedders.0.x": torch.zeros(1)}, "refiner"),
-    ("model.safetensors", {"lora_unet.weight": torch.zeros(1)}, "no Stable Diffusion UNet"),
-], ids=lambda value: "")  # fmt: skip
+    ("model.safetensors", {"lora_unet.weight": torch.zeros(1)}, "no Stable Diffusion UNet")],
+                         ids=lambda value: "")  # fmt: skip
 def test_a_pickle_is_refused_and_so_are_weights_that_do_not_paint_from_text(tmp_path, capsys, name, tensors, words):
     (tmp_path / name).write_bytes(b"PK\x03\x04" + b"\0" * 60 if tensors is None else save(tensors))
     sentence = refusal(capsys, "--model", tmp_path / name, "--output", tmp_path / "out.png")
     assert name in sentence and words in sentence
 
 
-def test_a_folder_with_code_or_pickles_is_refused_and_weights_of_half_precision_are_found(
-    tmp_path, tiny_folder, capsys
-):
+def test_a_folder_with_code_or_pickles_is_refused_and_weights_of_half_precision_are_found(tmp_path, tiny_folder,
+                                                                                          capsys):  # fmt: skip
     folder = shutil.copytree(tiny_folder, tmp_path / "folder")
     given = ("--output", tmp_path / "out.png", "--model", folder)
     code = folder / "unet" / "mine.py"

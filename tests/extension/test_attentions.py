@@ -148,9 +148,8 @@ class ReforgeAttention(CrossAttention):
 
 
 @pytest.mark.parametrize("kind", [ForgeAttention, ReforgeAttention])
-def test_the_forges_functions_are_given_no_bias_and_what_is_no_attention_or_masked_is_left_alone(
-    webui, monkeypatch, kind
-):
+def test_the_forges_functions_are_given_no_bias_and_what_is_no_attention_or_masked_is_left_alone(webui, monkeypatch,
+                                                                                                 kind):  # fmt: skip
     """Some functions cut a bias by queries if memory is short, which no trial shows."""
     assert conformance.way(make(kind), torch.float32, engine=webui.engine(), mask=None) == OWN_BIAS
     assert left_alone(webui, make(kind), mask=torch.randn(1, 1, 1, 64)) == "attn: the call has an attention mask"

@@ -105,10 +105,9 @@ class TiledDenoiser(Denoiser):
         return torch.cat([self.run(tile, timestep, webui_doubles.PROMPT) for tile in x.split(8, dim=3)], dim=3)
 
 
-@pytest.mark.parametrize(("flavour", "denoiser", "matches"), [
-    ("forge", Denoiser, 1), ("a1111", webui_doubles.CFGDenoiserTimesteps, 1), ("a1111", SplitDenoiser, 1),
-    ("a1111", TiledDenoiser, 2),
-])  # fmt: skip
+@pytest.mark.parametrize(("flavour", "denoiser", "matches"),
+                         [("forge", Denoiser, 1), ("a1111", webui_doubles.CFGDenoiserTimesteps, 1),
+                          ("a1111", SplitDenoiser, 1), ("a1111", TiledDenoiser, 2)])  # fmt: skip
 def test_a_passes_steps_and_both_prompts_have_one_match_and_each_tile_its_own(webui, monkeypatch, denoiser, matches):
     state, done = webui.engine("engine.state"), []
     match = state.match

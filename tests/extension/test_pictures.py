@@ -43,12 +43,10 @@ def test_the_report_and_the_panel_tell_it_after_three_of_both_kinds(webui):
 
 STRANGER = SimpleNamespace(x=None, sigma=torch.ones(1), denoiser=SimpleNamespace(p=object()))
 # each changes the webui, or gives further arguments of the job
-SPOILING = {
-    "stopped": lambda webui: setattr(webui.shared, "state", SimpleNamespace(interrupted=True)),
-    "another samples inside of a step": lambda webui: {
-        "at_step": lambda step: step == 1 and webui.call("cfg_denoiser", STRANGER)},
-    "a refiner goes on": lambda webui: {"refiner": ldm_of_one_level()},
-}  # fmt: skip
+SPOILING = {"stopped": lambda webui: setattr(webui.shared, "state", SimpleNamespace(interrupted=True)),
+            "another samples inside of a step": lambda webui: {"at_step": lambda step: step == 1
+                                                               and webui.call("cfg_denoiser", STRANGER)},
+            "a refiner goes on": lambda webui: {"refiner": ldm_of_one_level()}}  # fmt: skip
 
 
 @pytest.mark.parametrize("args", [(), ON], ids=["off", "on"])

@@ -110,9 +110,8 @@ def test_the_environment_is_filled_once_and_again_when_the_requirements_change(t
 
 @pytest.mark.parametrize("ending, code, sentence", [
     (KeyboardInterrupt, 130, "stopped; the same command goes on"), (None, 1, "pip could not install what is needed")])
-def test_an_installation_that_ends_early_goes_on_where_it_was(
-    ending, code, sentence, tmp_path, pip_calls, monkeypatch, capsys
-):
+def test_an_installation_that_ends_early_goes_on_where_it_was(ending, code, sentence, tmp_path, pip_calls, monkeypatch,
+                                                              capsys):  # fmt: skip
     def ended(command):
         (tmp_path / ".venv" / "what pip had by then").touch()
         if ending:

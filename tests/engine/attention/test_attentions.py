@@ -77,14 +77,12 @@ PROCESSORS = {
 }
 OTHERS_OF = {name: {"encoder_hidden_states": OTHERS} for name in PROCESSORS if "Fused" not in name}
 MASK = {"attention_mask": ADDED[0].expand(3, -1, -1)}
-HOSTS = {
-    **{name: Kind(functools.partial(of_diffusers, name), expected, OTHERS_OF.get(name, {}), MASK)
-       for name, expected in PROCESSORS.items()},
-    "ldm": Kind(lambda dtype: telling(ldm_attention.CrossAttention(CHANNELS, heads=HEADS, dim_head=5), dtype), OWN_BIAS,
-                {"context": OTHERS}, {"mask": VISIBLE.expand(3, -1)}),
-    "sgm": Kind(lambda dtype: telling(SgmAttention(CHANNELS, CHANNELS, HEADS), dtype), BIAS, {"context": OTHERS},
-                {"mask": ADDED}),
-}  # fmt: skip
+HOSTS = {**{name: Kind(functools.partial(of_diffusers, name), expected, OTHERS_OF.get(name, {}), MASK)
+            for name, expected in PROCESSORS.items()},
+         "ldm": Kind(lambda dtype: telling(ldm_attention.CrossAttention(CHANNELS, heads=HEADS, dim_head=5), dtype),
+                     OWN_BIAS, {"context": OTHERS}, {"mask": VISIBLE.expand(3, -1)}),
+         "sgm": Kind(lambda dtype: telling(SgmAttention(CHANNELS, CHANNELS, HEADS), dtype), BIAS, {"context": OTHERS},
+                     {"mask": ADDED})}  # fmt: skip
 each_host = pytest.mark.parametrize("kind", [pytest.param(kind, id=name) for name, kind in HOSTS.items()])
 
 
@@ -321,9 +319,8 @@ def test_scores_by_hand_are_known_by_the_function_that_computes_them_alone():
     assert f"AttnProcessor.__call__ {UNKNOWN}" in why_left_alone(module)
 
 
-@pytest.mark.parametrize(("unusual", "value"), [
-    ("group_norm", nn.GroupNorm(4, CHANNELS)), ("residual_connection", True), ("rescale_output_factor", 2.0),
-])  # fmt: skip
+@pytest.mark.parametrize(("unusual", "value"), [("group_norm", nn.GroupNorm(4, CHANNELS)),
+                                                ("residual_connection", True), ("rescale_output_factor", 2.0)])
 def test_by_hand_nothing_merges_beside_other_operations(unusual, value):
     module = of_diffusers("AttnProcessor")
     setattr(module, unusual, value)

@@ -95,8 +95,7 @@ EARLY = MergeConfig(side="kv", ratio=0.5, early_ratio=0.75, early_until=890.0, k
 
 @pytest.mark.parametrize("config, second, facts", [
     (EARLY, PICTURE, {}), (KEPT, PICTURE, {"batch": 1}), (KEPT, PICTURE, {"behind": 1}),
-    (KEPT, Layout(Grid(24, 16), PICTURE.first), {}),
-], ids=["rule", "batch", "text", "grid"])  # fmt: skip
+    (KEPT, Layout(Grid(24, 16), PICTURE.first), {})], ids=["rule", "batch", "text", "grid"])  # fmt: skip
 def test_another_shape_or_rule_matches_for_itself(config, second, facts, work):
     state = state_of(config, 1)
     attend(state, 900)
@@ -151,8 +150,7 @@ def test_a_pipeline_names_its_samplings_and_a_picture_that_is_done_leaves_no_mat
 @pytest.mark.parametrize("kind, prompts, guidance, more, matches", [
     (diffusers.StableDiffusionPipeline, "ab", 1.0, {}, [0, 1]),
     (diffusers.StableDiffusionPipeline, "ab", 7.5, {}, [0, 1, 0, 1]),
-    (diffusers.StableDiffusionPAGPipeline, "a", 7.5, {"pag_scale": 3.0}, [0]),
-], ids=["plain", "guided", "perturbed"])  # fmt: skip
+    (diffusers.StableDiffusionPAGPipeline, "a", 7.5, {"pag_scale": 3.0}, [0])], ids=["plain", "guided", "perturbed"])
 def test_a_pipeline_says_of_how_many_copies_its_batch_is(tiny_folder, kind, prompts, guidance, more, matches):
     """Perturbed attention guidance compares with its copy too; two pictures are no copies of one."""
     pipe = read_folder(tiny_folder, kind)

@@ -45,8 +45,7 @@ def test_the_schedule_is_that_of_diffusers_and_all_scales_agree():
     ({"start_percent": 0.2}, Time(percent=0.2), [Time(percent=0.19)]),
     ({"min_timestep": 300}, Time(timestep=300), [Time(timestep=299)]),
     ({"min_timestep": 300, "end_percent": 0.5}, Time(300, 0.5), [Time(300, 0.51), Time(299, 0.5)]),
-    ({"max_beta": SD.betas[400]}, SD.time_of(399), [SD.time_of(400)]), ({"max_beta": 0.2}, SD.time_of(999), []),
-])  # fmt: skip
+    ({"max_beta": SD.betas[400]}, SD.time_of(399), [SD.time_of(400)]), ({"max_beta": 0.2}, SD.time_of(999), [])])
 def test_limits_hold_up_to_their_ends_and_not_where_the_time_is_unknown(settings, inside, outside):
     clock = Clock(MergeConfig(**settings), [1])
     assert clock.limited and clock.at(inside).live
@@ -205,12 +204,11 @@ AT_500, HALF_WAY = {"min_timestep": 500}, {"end_percent": 0.5}
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name, changes, limit", [
-    ("DDIM", SD_BETAS, AT_500), ("EulerDiscrete", {}, AT_500),
-    ("DPMSolverMultistep", {"use_karras_sigmas": True, **SD_BETAS}, AT_500),
-    ("UniPCMultistep", FLOW, AT_500),
-    ("EulerDiscrete", CONTINUOUS, HALF_WAY), ("EDMEuler", {"sigma_data": 0.5, "sigma_max": 20.0}, HALF_WAY),
-])  # fmt: skip
+@pytest.mark.parametrize("name, changes, limit",
+                         [("DDIM", SD_BETAS, AT_500), ("EulerDiscrete", {}, AT_500),
+                          ("DPMSolverMultistep", {"use_karras_sigmas": True, **SD_BETAS}, AT_500),
+                          ("UniPCMultistep", FLOW, AT_500), ("EulerDiscrete", CONTINUOUS, HALF_WAY),
+                          ("EDMEuler", {"sigma_data": 0.5, "sigma_max": 20.0}, HALF_WAY)])  # fmt: skip
 def test_a_rule_means_the_same_noise_with_every_scheduler(name, changes, limit):
     """Matches age by the same noise. The last two schedulers' timesteps are not those of Stable Diffusion's schedule.
 

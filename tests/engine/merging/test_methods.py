@@ -90,9 +90,8 @@ def test_bipartite_agrees_with_tomesd(grid, ratio):
     assert (plan.unmerge(plan.merge(x)) - unmerge(merge(x))).abs().max() <= 1e-6
 
 
-@pytest.mark.parametrize("steps, ratio, cell, by_distance", [
-    (1, 0.5, 2, False), (3, 0.9375, 4, False), (3, 0.75, 2, True),
-])  # fmt: skip
+@pytest.mark.parametrize("steps, ratio, cell, by_distance",
+                         [(1, 0.5, 2, False), (3, 0.9375, 4, False), (3, 0.75, 2, True)])  # fmt: skip
 def test_refinement_is_k_means_from_the_match(steps, ratio, cell, by_distance):
     x = tokens((8, 8), channels=3) + by_distance
     start, plan = (METHODS["bipartite"].match(x, Grid(8, 8), MatchOptions(ratio, cell, cell, None, many, by_distance))
@@ -103,10 +102,9 @@ def test_refinement_is_k_means_from_the_match(steps, ratio, cell, by_distance):
     assert not torch.equal(plan.group, start.group)
 
 
-@pytest.mark.parametrize(("x", "start", "by_distance"), [
-    ([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0], [1.0, 0.5]], [0, 0, 0, 2], False),
-    ([[0.0], [0.1], [5.0], [5.1]], [0, 0, 2, 2], True),
-])  # fmt: skip
+@pytest.mark.parametrize(("x", "start", "by_distance"),
+                         [([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0], [1.0, 0.5]], [0, 0, 0, 2], False),
+                          ([[0.0], [0.1], [5.0], [5.1]], [0, 0, 2, 2], True)])  # fmt: skip
 def test_a_group_without_tokens_gets_none_though_all_else_be_far(x, start, by_distance):
     """An empty group has no centre: a centre of cosine 0 would be the nearest one to the third token."""
     plan = refine_plan(MergePlan(torch.tensor([start]), 3), torch.tensor([x]), 1, by_distance)
@@ -185,9 +183,8 @@ def test_each_metric_compares_what_it_is_called():
 # --- where tokens lie -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("grid", [
-    Grid(3, 5), Grid(67, 131), Grid(256, 256), Grid(13 * 30, 52, 13), Grid(5 * 90, 160, 5),
-])  # fmt: skip
+@pytest.mark.parametrize("grid", [Grid(3, 5), Grid(67, 131), Grid(256, 256), Grid(13 * 30, 52, 13),
+                                  Grid(5 * 90, 160, 5)])  # fmt: skip
 def test_windows_cover_the_grid_once(grid):
     frame, end = grid.height // grid.frames * grid.width, 0
     for start, window in windows(grid):

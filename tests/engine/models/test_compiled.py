@@ -38,9 +38,8 @@ OTHER = STRONG | {"ratio": 0.5, "metric": "input", "side": "qkv", "use_rand": Tr
 IN_TIME = MergeConfig(rules=tuple(MergeRule(**(STRONG | {"ratio": ratio, "min_timestep": time}))
                                   for ratio, time in ((0.75, 600), (0.5, 300))))  # fmt: skip
 # four blocks, all on the latent's level
-LEAST = Family("least", seeded(
-    unet, block_out_channels=(16,), down_block_types=("CrossAttnDownBlock2D",), up_block_types=("CrossAttnUpBlock2D",),
-), call_unet)  # fmt: skip
+LEAST = Family("least", seeded(unet, block_out_channels=(16,), down_block_types=("CrossAttnDownBlock2D",),
+                               up_block_types=("CrossAttnUpBlock2D",)), call_unet)  # fmt: skip
 TINY = Least("tiny", depth=1)
 COMPILED = {TINY.name: TINY, LEAST.name: LEAST, **MODELS}
 FLUX = COMPILED["Flux"]

@@ -30,8 +30,7 @@ DRAWN, TOMESDS, KEYS, IN_TIME = (
     MergeConfig(merge_mlp=True, max_downsample=2),
     MergeConfig(merge_crossattn=True, merge_mlp=True, max_downsample=2, proportional=False),
     MergeConfig(side="kv", sx=4, sy=4, ratio=0.9, refine=1),
-    MergeConfig(rules=(MergeRule(ratio=0.75, min_timestep=500), MergeRule(ratio=0.25, seed=3))),
-)
+    MergeConfig(rules=(MergeRule(ratio=0.75, min_timestep=500), MergeRule(ratio=0.25, seed=3))))  # fmt: skip
 OFF = MergeConfig(ratio=0)
 
 

@@ -132,10 +132,8 @@ def test_a_picture_does_not_depend_on_the_one_before_and_a_removed_patch_keeps_n
 def test_where_nothing_is_to_merge_no_bit_changes(family: Family):
     model = family.build()
     vanilla = family.call(model)
-    for settings in (
-        {"ratio": 0.0, "merge_crossattn": True, "merge_mlp": True, "max_downsample": 8}, {"merge_attn": False},
-        {"min_timestep": 999.0}, {"strength": 0},
-    ):  # fmt: skip
+    for settings in ({"ratio": 0.0, "merge_crossattn": True, "merge_mlp": True, "max_downsample": 8},
+                     {"merge_attn": False}, {"min_timestep": 999.0}, {"strength": 0}):  # fmt: skip
         with tome_core.patch(model, **settings) as handle:
             assert torch.equal(family.call(model), vanilla)
         assert not handle.report().merged_anything

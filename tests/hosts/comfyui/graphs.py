@@ -59,11 +59,9 @@ class Graph:
 
     def sample(self, name: str, model: list | None = None, **changes: Any) -> list:
         """A KSampler whose result is kept under a name."""
-        inputs = {
-            "model": model or self.model, "positive": self.positive, "negative": self.negative,
-            "latent_image": self.latent, "seed": self.seed, "steps": self.steps, "cfg": self.cfg,
-            "sampler_name": "euler", "scheduler": "normal", "denoise": 1.0,
-        }  # fmt: skip
+        inputs = {"model": model or self.model, "positive": self.positive, "negative": self.negative,
+                  "latent_image": self.latent, "seed": self.seed, "steps": self.steps, "cfg": self.cfg,
+                  "sampler_name": "euler", "scheduler": "normal", "denoise": 1.0}  # fmt: skip
         latent = self.add("KSampler", **{**inputs, **changes})
         self.add("TestKeep", result=latent, name=name)
         return latent

@@ -37,9 +37,8 @@ def way_of(function: Any, dtype: torch.dtype = torch.float32, batch: int = 2, **
     takes_bias = host_call.takes_bias()
     if takes_bias is None:
         return None
-    merged, way = attend(
-        Attention(host_call.q, host_call.k, host_call.v, host_call.compute, WIDTH**-0.5, takes_bias), MergeOptions(plan)
-    )
+    merged, way = attend(Attention(host_call.q, host_call.k, host_call.v, host_call.compute, WIDTH**-0.5, takes_bias),
+                         MergeOptions(plan))  # fmt: skip
     keys, values = plan.merge(k), plan.merge(v)
     exact, blind = (_by_softmax(q, keys, values, sizes) for sizes in (plan.sizes, plan.sizes.clamp(max=1)))
     error, without = _far(merged, exact), _far(blind, exact)

@@ -101,10 +101,8 @@ class TestKeep(Node):
 
     def run(self, result, name):
         samples = (result["samples"] if isinstance(result, dict) else result).float().cpu().contiguous()
-        SEEN["latents"][name] = {
-            "shape": list(samples.shape), "finite": bool(samples.isfinite().all()),
-            "bytes": [sample.numpy().tobytes().hex() for sample in samples],
-        }  # fmt: skip
+        SEEN["latents"][name] = {"shape": list(samples.shape), "finite": bool(samples.isfinite().all()),
+                                 "bytes": [sample.numpy().tobytes().hex() for sample in samples]}  # fmt: skip
         return ()
 
 
