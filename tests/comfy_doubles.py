@@ -1,8 +1,4 @@
-"""Stand-ins for the parts of ComfyUI that the nodes use: its ModelPatcher, its chain of wrappers, its sampling.
-
-They follow the contract (which calls with which arguments, what is copied, what is shared); tests/hosts/comfyui holds
-the same claims against the real thing.
-"""
+"""Doubles of what the nodes use of ComfyUI, by its contract; tests/hosts/comfyui tests the real thing alike."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Stand-ins for ComfyUI's models, which tell in transformer_options where they are and let a slot answer attentions.
-
-Which facts lie there, who puts them there and when is ComfyUI's: in UNets "block" around each block,
-"activations_shape" and "block_index" in each transformer, all of them in the one dictionary of a call; in transformers
-"block_type" and "block_index".
-"""
+"""Stand-ins for ComfyUI's models; what they put into transformer_options, and when, is what ComfyUI's put there."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Laws of the Triton kernels. With ``TRITON_INTERPRET=1`` they run on the CPU, else on the GPU.
-
-Each launch is compared with torch's operators, by `used`. So the laws have the shapes to launch, and what a comparison
-does not see: bits, numbers that are none, gradients. At the end are laws of the proof that users' kernels give.
-"""
+"""Laws of the Triton kernels, on the CPU with ``TRITON_INTERPRET=1``, else on the GPU. `used` compares each launch with
+torch's operators: laws have shapes, and what a comparison does not see (bits, NaN, gradients, the proof for users)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Small models of every family that the patch supports, built from their real classes, and a call of each.
-
-The contract tests run over `CASES`. Zero-initialised layers get random weights, so that every block matters.
-"""
+"""Small models of every family that the patch supports, of their real classes and without zeros, and a call of each."""
 
 from __future__ import annotations
 
@@ -24,11 +21,7 @@ TEXT = 32
 
 
 class Family(NamedTuple):
-    """A family of UNets; a family of transformers is a `tests.tiny_transformers.Transformer`.
-
-    build: makes the model, its weights always the same; forward: ``(model, x, timestep, text)`` to picture; frames:
-    pictures of one sample.
-    """
+    """A family of UNets. forward: ``(model, x, timestep, text)`` to picture; frames: pictures of one sample."""
 
     name: str
     build: Callable[[], Any]

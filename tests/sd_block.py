@@ -1,7 +1,4 @@
-"""UNets of transformers alone, in plain torch with LDM's names; one of them is Stable Diffusion 1.5's finest block.
-
-They serve to measure and test what does not depend on the convolutions and projections around a transformer.
-"""
+"""UNets of transformers alone, with LDM's names, to measure and test what depends on nothing around a transformer."""
 
 from __future__ import annotations
 
@@ -34,10 +31,7 @@ class SpatialTransformer(nn.Module):
 
 
 class UNet(nn.Module):
-    """A UNet whose stages hold transformers and modules that change the picture's size, and nothing else.
-
-    A stage is what LDM keeps at one place of ``input_blocks`` and ``output_blocks``; the middle is a single one.
-    """
+    """A UNet of transformers and modules that resize the picture; a stage is one of LDM's ``input_blocks``."""
 
     def __init__(self, down: Iterable[Iterable[nn.Module]], middle: Iterable[nn.Module] = (),
                  up: Iterable[Iterable[nn.Module]] = ()) -> None:  # fmt: skip

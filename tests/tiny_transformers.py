@@ -1,7 +1,4 @@
-"""Tiny transformers of diffusers' real classes with random weights, and a call of each.
-
-The table has the names of classes, because an older diffusers lacks some of them.
-"""
+"""Tiny transformers of diffusers' real classes, by name, because an older diffusers lacks some, and a call of each."""
 
 from __future__ import annotations
 
@@ -25,11 +22,8 @@ Arguments = dict[str, Any]
 
 
 class Tiny(NamedTuple):
-    """kind: the transformer's class; settings: its settings other than `SIZES`; arguments: makes those of a call.
-
-    first, count: the picture's tokens among those of an attention with other tokens too. gain: of the weights, if
-    attention would hardly show in the model's output.
-    """
+    """kind: a class; settings: those other than `SIZES`; arguments: makes a call's. first, count: the picture's tokens
+    among others. gain: of the weights, if attention would hardly show in the output."""
 
     kind: str
     settings: dict[str, Any]

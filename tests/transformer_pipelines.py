@@ -1,7 +1,4 @@
-"""Diffusers' own pipelines around tiny transformers with random weights, with prompts as embeddings.
-
-The table has the names of classes, because an older diffusers lacks some of them.
-"""
+"""Diffusers' own pipelines, by name, around tiny transformers; prompts are embeddings."""
 
 from __future__ import annotations
 
@@ -52,10 +49,7 @@ def _wan_of_a_picture() -> dict[str, Any]:
 
 
 class Way(NamedTuple):
-    """kind: the pipeline's class; model: its transformer; call: the arguments for its prompt, its size and its kind.
-
-    parts: its parts other than the transformer and a solver; all others are None.
-    """
+    """A pipeline's class, its transformer, a call's arguments, and its parts but for a solver; all others are None."""
 
     kind: str
     model: str

@@ -1,7 +1,4 @@
-"""A webui with doubles for gradio, and jobs in the callback orders of four webuis.
-
-Everything here stands for a fact of A1111 1.10.1, Forge, reForge or SD.Next. The UNets are real and small.
-"""
+"""A webui with doubles for gradio and small real UNets; jobs in the callback orders of four webuis (A1111 1.10.1)."""
 
 from __future__ import annotations
 
@@ -307,12 +304,8 @@ class SdNextProcessing(Processing):
 
 
 class SdNext(Webui):
-    """SD.Next of July 2026, with its order of calls around diffusers' own pipelines.
-
-    No hook comes before the hires pass, each pass has a new pipeline and scheduler around one UNet, the webui catches a
-    pass's errors, and calls `after_process` whatever happened.
-    given: a transformer's call. failing_pass: the value of is_hr_pass in the pass that raises.
-    """
+    """SD.Next of July 2026: no hook before the hires pass, a new pipeline for each pass around one UNet, caught errors,
+    and `after_process` always. given: a transformer's call. failing_pass: is_hr_pass in the pass that raises."""
 
     processing, given, failing_pass = SdNextProcessing, None, None
 

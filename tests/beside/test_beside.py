@@ -1,8 +1,4 @@
-"""Our patch and foreign things on one model, in any order: the picture is right, or the report names what was left out.
-
-Foreign things (`tests.beside.things`) times models (`tests.beside.models`) times orders: a case is named after all
-three. And random pairs of things.
-"""
+"""Our patch and foreign things on one model, in any order: the picture is right, or what was left out is named."""
 
 from __future__ import annotations
 
@@ -36,9 +32,7 @@ SHARE = 20  # for the other models, one case in so many; in a thorough run all
 
 
 class Case(NamedTuple):
-    """things: in the order in which they come. before, after: how many come before us and how many leave before us; the
-    last one leaves first.
-    """
+    """things: in the order of coming; the last leaves first. before, after: how many come and leave before us."""
 
     model: str
     things: tuple[str, ...]

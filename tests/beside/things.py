@@ -1,7 +1,4 @@
-"""Things that people put on a model as well as merging, each as its makers do it, and how it comes off: a table below.
-
-Most things change their input a little, each place by another share, so that their effect shows.
-"""
+"""Things that people put on a model as well as merging, as their makers do; most change their input a little."""
 
 from __future__ import annotations
 
@@ -33,8 +30,7 @@ CPU = torch.device("cpu")
 class Thing(NamedTuple):
     """on: a context manager, inside which it is on. left: when attentions have to be left alone for it (are scores
     computed by hand, did it come last). reason: what the report names then, as a pattern. fits: on which models it can
-    be. takes_us: if it leaves before us, with what stands on it.
-    """
+    be. takes_us: if it leaves before us, with what stands on it."""
 
     on: On
     left: Set[tuple[bool, bool]] = frozenset()
@@ -147,9 +143,7 @@ def within(mode: Callable[[], AbstractContextManager]) -> Callable:
 
 
 def wrapper(places: Places, make: Callable[[nn.Module, Callable], Callable] = changing, rebinds: bool = False) -> On:
-    """Save the method, call it, and put it back on the instance, as accelerate and ControlNet do. rebinds: as a
-    bound method of the module, as a cache library does.
-    """
+    """Save the method, call it and put it back, as accelerate does. rebinds: as a bound method, as a cache does."""
 
     def put_on(module: nn.Module) -> TakeOff:
         saved = module.forward

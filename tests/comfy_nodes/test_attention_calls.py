@@ -61,10 +61,7 @@ def test_each_function_takes_sizes_its_own_way_by_itself_and_chosen_by_a_node():
                          [({}, 2 * 4, ""), ({"drops": True}, 0, ""), ({"refuses": True}, 0, ""),
                           ({"more": 1.5}, 0, "the function that it calls is no attention")])  # fmt: skip
 def test_attention_in_the_slot_gets_merged_keys_or_gives_way_or_gets_every_call_unmerged(what, calls, why):
-    """A node's SageAttention and FlashAttention give way; the slot always serves attention to the prompt.
-
-    why: the report's reason, if the function gets every call unmerged.
-    """
+    """SageAttention gives way; the slot always serves attention to the prompt. why: the report's, if no call merges."""
     slot = Noted(**what)
     merged = apply(with_slot(slot), **KV)
     expected = with_slot(Noted(**what)) if why else apply(least_checkpoint(), **KV)

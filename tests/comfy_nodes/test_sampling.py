@@ -1,7 +1,4 @@
-"""A sampling's noise levels, read once if its sampler is known, and the matches that are kept over its steps.
-
-Matches are never kept over samplings, tiles or the halves of a split batch.
-"""
+"""A sampling's noise levels, read once if its sampler is known; matches kept over its steps and no further."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The webuis' attentions: merged keys give what repeated keys give, with every attention function.
-
-They are doubles here, functions with their originals' names. tests/hosts/webui tests the real ones in the same way.
-"""
+"""The webuis' attentions, as doubles with their names: merged keys give what repeated keys give."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A job's settings from each source: arguments by place or name, a request's settings, the settings, and the model.
-
-A wrong value gets a sentence: it neither counts as another value nor raises.
-"""
+"""A job's settings from each of their sources; a wrong value gets a sentence, counts as no other, and never raises."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The report of a job, on the page and for API callers, also of the jobs that a selected script runs.
-
-Such a script uses the job's pictures and makes its own result: no picture is added, and each report is shown.
-"""
+"""The report of a job, on the page and for API callers; of the jobs of a selected script each report is shown."""
 
 from __future__ import annotations
 

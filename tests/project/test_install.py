@@ -78,10 +78,7 @@ def test_a_torch_that_is_there_is_found_without_importing_it_unless_a_requiremen
 
 @pytest.fixture
 def pip_calls(tmp_path, monkeypatch) -> list[list[str]]:
-    """The arguments of all calls of pip, which does nothing, in a repository of its own.
-
-    An empty module stands for pip in the environments, which takes a fifth of the time.
-    """
+    """Calls of pip, which does nothing, in an own repository; without pip environments take a fifth of the time."""
     def without_pip(builder, context):
         (next(Path(context.env_dir).glob("**/site-packages")) / "pip.py").touch()
 

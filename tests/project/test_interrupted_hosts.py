@@ -1,8 +1,4 @@
-"""An error or an interrupt at every callback and wrapper of the hosts leaves nothing merged behind.
-
-A webui calls nothing after an error in sampling, so there it is the next job that cleans up; ComfyUI's wrappers clean
-up by themselves.
-"""
+"""An error at every callback of the hosts leaves nothing merged: ComfyUI's clean up, in a webui the next job does."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A match that serves several steps: only inside one sampling, only while it is young, and never for another call.
-
-The hosts' tests check that both halves of guidance share a match, and each tile has its own.
-"""
+"""A match that serves several steps: only inside one sampling, while it is young, and never for another call."""
 
 from __future__ import annotations
 

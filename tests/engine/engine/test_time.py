@@ -1,6 +1,4 @@
-"""The time of a call and the rules that hold then: from a host, else a pipeline's scheduler, else the argument;
-and the three scales of one noise schedule.
-"""
+"""The time of a call and its rules: from a host, else a scheduler, else the argument; a schedule's three scales."""
 
 from __future__ import annotations
 
@@ -210,10 +208,7 @@ AT_500, HALF_WAY = {"min_timestep": 500}, {"end_percent": 0.5}
                           ("UniPCMultistep", FLOW, AT_500), ("EulerDiscrete", CONTINUOUS, HALF_WAY),
                           ("EDMEuler", {"sigma_data": 0.5, "sigma_max": 20.0}, HALF_WAY)])  # fmt: skip
 def test_a_rule_means_the_same_noise_with_every_scheduler(name, changes, limit):
-    """Matches age by the same noise. The last two schedulers' timesteps are not those of Stable Diffusion's schedule.
-
-    Pipelines pass an element of the scheduler's timesteps, or a copy elsewhere in memory.
-    """
+    """Matches age by the same noise. Pipelines pass an element of the timesteps, or a copy elsewhere in memory."""
     pipe = Pipeline(getattr(diffusers, f"{name}Scheduler")(**changes))
     pipe.scheduler.set_timesteps(8)
     before = sorted(vars(pipe.scheduler))

@@ -1,8 +1,4 @@
-"""Gradients through a merged model do not depend on gradient checkpointing (the 11th of tomesd's faults).
-
-A checkpoint runs its blocks once more during the backward pass. They have to merge the same tokens then, though the
-model may have been called at another size and time since.
-"""
+"""Gradients through a merged model do not depend on checkpointing, whose second run has to merge the same tokens."""
 
 from __future__ import annotations
 

@@ -51,10 +51,7 @@ def test_no_step_but_the_first_waits_for_the_device(name):
 
 @pipelines(TIMED, 4)
 def test_a_pipelines_steps_are_those_of_its_arguments(name, monkeypatch):
-    """The scheduler's count and the model's own arguments give the same pictures.
-
-    With few steps they differ: the early phase is fitted to the steps that only the scheduler knows.
-    """
+    """They give the same pictures; with few steps only the scheduler knows those to which the early phase is fitted."""
     pipe, call = make(name)
     config = {"ratio": 0.5, "early_ratio": 15 / 16, "early_until": 600.0, "side": "kv", "use_rand": False}
     with tome_core.patch(pipe, **config, keep=100.0):

@@ -1,7 +1,4 @@
-"""A call keeps the patch and rules with which it began, and leaves nothing behind.
-
-The tests do not depend on luck: a hook in the middle of a call lets another thread act, and waits for it.
-"""
+"""A call keeps the patch and rules with which it began: in its middle a hook lets a thread act, and waits for it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Copies, pickles and files of a patched model: a copy merges nothing until it is patched itself; what shares a network
-merges as the network does.
-"""
+"""Copies and files of a patched model merge nothing until they are patched; what shares its network merges as it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`tome_core.patch(pipe)`: one line puts a preset on a diffusers pipeline, one takes it off, for all kinds of pictures.
-
-Real pipelines with random weights. `tests/beside` tests that a LoRA may come and go at any time.
-"""
+"""`tome_core.patch(pipe)` puts a preset on a real pipeline, with random weights, for all kinds of pictures."""
 
 from __future__ import annotations
 

@@ -18,11 +18,8 @@ SEEDS = itertools.count(1000)
 
 
 class Graph:
-    """Collects nodes; `add` gives the node's first output. `graph` is what is posted.
-
-    Each graph has its own noise seed, because ComfyUI does not sample again what is in its cache. Transformers
-    are loaded by the configuration in their files, have a latent of their own size, and are sampled without guidance.
-    """
+    """Collects nodes; `add` gives the node's first output; `graph` is what is posted. Each has its own seed, because
+    ComfyUI samples nothing again that is in its cache. Transformers have no guidance and a latent of their own size."""
 
     def __init__(self, model: str = "sd1", batch: int = 1, steps: int = 2) -> None:
         self.graph: dict[str, dict] = {}

@@ -1,9 +1,5 @@
-"""Run by ComfyUI's own Python in its own folder: `make_models.py KIND FOLDER` writes random models into FOLDER.
-
-ComfyUI reads a model's configuration off its key names and shapes. It knows a family of UNets by 320 channels, the
-width of the text and SDXL's list of depths; levels and blocks may be fewer. The file of a transformer has its
-configuration as well, for the node `TestLoad`.
-"""
+"""`make_models.py KIND FOLDER`, run by ComfyUI's Python in its folder, writes random models. ComfyUI knows a family of
+UNets by 320 channels, the text's width and SDXL's depths; a transformer's file has its configuration for `TestLoad`."""
 
 import importlib
 import json

@@ -29,10 +29,7 @@ SIZE_WIDTH, TIME_WIDTH = 1536, 256  # widths of SDXL's embedding of sizes, and o
 
 
 def make(path: Path, checkout: Path, seed: int = 1, is_narrow: bool = False) -> None:
-    """Write an SD1.5, with the configuration that A1111 needs for another layout than SD1.5's.
-
-    is_narrow: not for the Forges, which read no configuration and know only SD1.5's widths.
-    """
+    """Write an SD1.5, with A1111's configuration. is_narrow: not for the Forges, which know SD1.5's widths alone."""
     unet, vae = (NARROW_UNET, NARROW_VAE) if is_narrow else (UNET, VAE)
     parts = {"model.diffusion_model.": UNetModel(**unet), "cond_stage_model.transformer.": _text_encoder()}
     _save(path, parts, vae, seed)

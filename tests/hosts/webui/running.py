@@ -120,10 +120,7 @@ class Twins(NamedTuple):
     webui: Webui
 
     def law(self, *args: Any, merges: bool = True, **job: Any) -> str:
-        """Assert the law of every situation; return our line on the picture with our extension on, with ``args``.
-
-        On, the picture differs if it merges; off, right afterwards, it is a webui's without us; nothing of ours stays.
-        """
+        """Assert that it merges with `args`, that off again it draws as without us, with no trace; return our line."""
         expected = self.without.draw_once(**job)
         start = len(self.webui.log_text())
         on = self.webui.draw(*args, **job)
