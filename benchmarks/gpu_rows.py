@@ -40,11 +40,8 @@ class OutOfTime(Exception):
 
 
 class Patched:
-    """A network that the constructor patches in place, and compiles if `compiled`.
-
-    way: `UNMERGED` for no patch, `TOMESD` at half of the finest level's tokens, or the name of a strength. `handle` is
-    the engine's patch, None for the first two; `network` is what to call.
-    """
+    """A network that the constructor patches in place, and compiles if `compiled`. way: `UNMERGED`, `TOMESD` at half of
+    the finest level's tokens, or a strength's name. `handle`: the engine's patch or None; `network`: what to call."""
 
     def __init__(self, network: nn.Module, way: str, compiled: bool = False) -> None:
         self.handle = None
@@ -63,11 +60,9 @@ class Patched:
         self.network = torch.compile(network, dynamic=False) if compiled else network
 
     def call(self, arguments: tuple, when: str = "new") -> Run:
-        """Make a function that calls the network once with these arguments. Its first call makes a match of tokens.
-
-        when: its later calls make a ``new`` match, each in a sampling of its own, or in one sampling make a ``renewed``
-        match, or use the one that is there (``kept``). `when` changes nothing without the engine's patch.
-        """
+        """Make a function that calls the network once with these arguments. Its first call makes a match of tokens;
+        later calls make a ``new`` match, each in a sampling of its own, or in one sampling make a ``renewed`` match, or
+        use the one that is there (``kept``). `when` changes nothing without the engine's patch."""
         numbers, times, sampling = itertools.count(), WHEN[when], object()
         return lambda: self._step(arguments, times[next(numbers) % len(times)], sampling if times[1:] else object())
 
@@ -88,10 +83,8 @@ class Patched:
 
 
 class Bench:
-    """A device with one network and its patched copies in memory.
-
-    device: "cuda", in float16, or "cpu", in float32 with tiny networks. end: ``time.monotonic`` when work must end.
-    """
+    """A device, "cuda" in float16 or "cpu" in float32 with tiny networks, and one network with its patched copies. end:
+    the ``time.monotonic`` when work must end."""
 
     def __init__(self, device: str, end: float) -> None:
         self.device, self.end, self.tiny = device, end, device == "cpu"

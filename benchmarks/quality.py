@@ -44,9 +44,7 @@ class Amounts:
 
 class Row(NamedTuple):
     """One row to measure: a variant, by name, on `count` pictures from number `first` on, which are part number `part`.
-
-    `measure` is "noised" for predictions of noised pictures, and "pictures" for whole ones.
-    """
+    `measure` is "noised" for predictions of noised pictures, and "pictures" for whole ones."""
 
     checkpoint: str
     measure: str

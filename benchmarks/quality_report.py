@@ -151,11 +151,8 @@ def _detail(energies: np.ndarray, unmerged: np.ndarray) -> Mean:
 
 
 class Rival(NamedTuple):
-    """A method of others, compared with the setting ``strength`` at equal time.
-
-    `time` is a share of the unmerged time. `theirs` is the method's PSNR in dB, and `ours` that of the strength that
-    takes this time, None if no strength is as fast.
-    """
+    """A method of others beside the setting ``strength`` at equal time, a share of the unmerged one. PSNR in dB:
+    `theirs`, and `ours` of the strength that takes this time, None if no strength is as fast."""
 
     name: str
     time: float

@@ -105,10 +105,8 @@ def _resident(field: str) -> int:
 
 
 class CallTimes:
-    """A context manager that lists in `seconds` the processor seconds of every call of the network.
-
-    Enter it before the network is patched, to time the patch too. `seconds` stays until the next entering.
-    """
+    """A context manager that lists in `seconds` the processor seconds of every call of the network; enter it before the
+    network is patched, to time the patch too. `seconds` stays until the next entering."""
 
     def __init__(self, network: nn.Module) -> None:
         self.network = network
