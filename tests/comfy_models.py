@@ -19,7 +19,6 @@ WIDTH, HEADS = 32, 2  # sizes of transformers
 
 # --- UNets -----------------------------------------------------------------------------------------------------------
 
-
 class BasicTransformerBlock(Block):
     """A block whose attentions another node may replace, and whose self-attention's tokens it may change."""
 
@@ -103,7 +102,6 @@ deep_unet = seeded(_comfy, depth=2)
 
 
 # --- transformers ----------------------------------------------------------------------------------------------------
-
 
 class Body(nn.Module):
     """Text, then the picture. Each block is joint attention, then attention from the picture to the text."""

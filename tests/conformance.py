@@ -57,7 +57,6 @@ def merging_by(alike: bool = False, engine: ModuleType = tome_core) -> Iterator[
 
 # --- the oracle -----------------------------------------------------------------------------------------------------
 
-
 def means(x: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
     """Exchange each token of ``[B, N, ...]`` for the mean of its group, ``[B or 1, N]``."""
     share = F.one_hot(group).to(x)
@@ -99,7 +98,6 @@ def assert_repeated(module: nn.Module, args: tuple, kwargs: dict[str, Any], out:
 
 
 # --- an attention in a UNet that has nothing else ---------------------------------------------------------------------
-
 
 class BasicTransformerBlock(nn.Module):
     """A block with self-attention alone. kwargs: the attention's further arguments."""
@@ -185,7 +183,6 @@ def why_left_alone(module: nn.Module, batch: int = 3, config: MergeConfig = KV, 
 
 
 # --- xformers, which is for GPUs --------------------------------------------------------------------------------------
-
 
 def memory_efficient_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_bias: Any = None,
                                p: float = 0.0, scale: float | None = None, *,

@@ -116,7 +116,6 @@ def case(shape, dtype=torch.float32):
 
 # --- best_keys --------------------------------------------------------------------------------------------------------
 
-
 @pytest.mark.parametrize("shape, has_bias, dtype", together(SHAPES, [False, True], DTYPES), ids=str)
 def test_the_best_key_is_the_same_if_lengths_count_and_keys_of_the_queries_own_dtype_are_multiplied_exactly(
     shape, has_bias, dtype):  # fmt: skip
@@ -201,7 +200,6 @@ def test_centres_know_their_lengths_and_which_are_empty(dtype, channels):
 
 # --- segments and assign_groups ---------------------------------------------------------------------------------------
 
-
 @pytest.mark.parametrize("rows, tokens, groups", [(1, 1, 1), (2, 2100, 33), (1, 20, 70), (3, 1024, 32)])
 def test_tokens_are_sorted_and_counted_in_one_launch(rows, tokens, groups, used):
     plan = MergePlan(whole_numbers(groups, rows, tokens, seed=3), groups)
@@ -268,7 +266,6 @@ def test_a_correction_is_added_in_one_launch_however_heads_lie_in_memory(size, d
 
 
 # --- a kernel's proof of itself: it catches a wrong kernel at its first launch, and no right one ----------------------
-
 
 def _best():
     keys, bias = noise(2, 70, 40, seed=1), noise(2, 70, seed=2)

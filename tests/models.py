@@ -168,7 +168,6 @@ def _call_gligen(model, x, timestep, text):
 
 # --- LDM, and a double of sgm's blocks in its UNet ------------------------------------------------------------------
 
-
 def ldm(**changes: Any) -> UNetModel:
     """An LDM UNet in SD1's shape: attention on the latent's level, on the next, and in the middle."""
     settings = {"image_size": 16, "in_channels": 4, "out_channels": 4, "model_channels": 32, "num_res_blocks": 1,

@@ -66,7 +66,6 @@ def sized(kind: str, **settings: Any) -> nn.Module:
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
-
 def _text(batch: int = 1) -> torch.Tensor:
     return torch.randn(batch, WORDS, 32)
 

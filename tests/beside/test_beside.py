@@ -109,7 +109,6 @@ def together(beside: Beside, case: Case) -> Iterator[Both]:
 
 # --- what has to hold -------------------------------------------------------------------------------------------------
 
-
 def counted(report: Any) -> tuple[int, dict[str, int]]:
     """Return how many calls of attentions merged, and the reasons for the others with their numbers."""
     on = sum(count for level in report.levels for (part, *_), count in level.merged.items() if part == "attn")
@@ -186,7 +185,6 @@ def leave(case: Case, beside: Beside, both: Both) -> None:
 
 
 # --- cases ------------------------------------------------------------------------------------------------------------
-
 
 def _cases() -> list[Any]:
     things_of = {name: [thing for thing in THINGS if THINGS[thing].fits(beside)]

@@ -95,7 +95,6 @@ def switched(put_on: Callable[[nn.Module], Any], take_off: Callable[[nn.Module],
 
 # --- hooks ------------------------------------------------------------------------------------------------------------
 
-
 def hook(module: nn.Module) -> TakeOff:
     return module.register_forward_hook(lambda module, args, out: changed(out)).remove
 
@@ -120,7 +119,6 @@ def diffusers_hook(module: nn.Module) -> TakeOff:
 
 
 # --- in the place of forward ------------------------------------------------------------------------------------------
-
 
 def changing(module: nn.Module, saved: Callable) -> Callable:
     def changing(*args: Any, **kwargs: Any) -> Any:
@@ -189,7 +187,6 @@ def another_class(module: nn.Module) -> TakeOff:
 
 
 # --- what libraries bring ---------------------------------------------------------------------------------------------
-
 
 class Delegating:
     """A processor that calls the former one and changes its output."""

@@ -79,7 +79,6 @@ def test_values_whose_heads_are_apart_already_are_taken_as_others_are():
 
 # --- UNets -----------------------------------------------------------------------------------------------------------
 
-
 def merged(patcher: ModelPatcher, others: dict | None = None, **options):
     """The report on a sampling through the nodes. others: what other nodes put into transformer_options."""
     patcher.model_options["transformer_options"] = others or {}

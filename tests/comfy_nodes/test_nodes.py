@@ -17,7 +17,6 @@ from tome_core.hosting import gains
 
 # --- the report ------------------------------------------------------------------------------------------------------
 
-
 def test_the_node_shows_a_line_on_the_latest_sampling_and_the_log_has_it_too(server, caplog):
     applied = apply(least_checkpoint(), start=0.5)
     sample(applied)
@@ -162,7 +161,6 @@ def test_what_was_stopped_or_ran_beside_patches_or_a_controlnet_counts_for_nothi
 
 
 # --- preview ---------------------------------------------------------------------------------------------------------
-
 
 def test_a_panel_has_each_group_in_its_mean_colour_and_the_picture_where_nothing_merged():
     image = torch.rand(64, 64, 3, generator=torch.Generator().manual_seed(0))

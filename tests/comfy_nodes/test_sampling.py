@@ -35,7 +35,6 @@ def sample(guider=DeviceGuider, sampler=KNOWN, steps=3, **values) -> torch.Tenso
 
 # --- noise levels ----------------------------------------------------------------------------------------------------
 
-
 def test_a_sampling_waits_once_however_many_steps_it_has_and_at_each_call_if_its_sampler_is_not_known(waits):
     for sampler, steps, values, waited in (
         (KNOWN, 2, RANGE, ["tolist"]), (KNOWN, 6, RANGE, ["tolist"]), (KNOWN, 3, KEPT, ["tolist"]),
@@ -95,7 +94,6 @@ def test_a_sampling_that_begins_late_leaves_the_work_that_its_mark_promises(cont
 
 
 # --- matches ---------------------------------------------------------------------------------------------------------
-
 
 class SplitGuider(Guider):
     """A guider that calls the model once for each prompt, as if memory were short."""

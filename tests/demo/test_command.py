@@ -53,7 +53,6 @@ def test_the_verdict_calls_a_loss_a_loss_and_judges_the_change_by_nearness_and_d
 
 # --- a whole run ------------------------------------------------------------------------------------------------------
 
-
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory):
     """The sheet, and the printed table and progress, of two pictures in two steps at two strengths."""
@@ -113,7 +112,6 @@ def test_the_users_folder_and_file_are_compared_like_the_embedded_model(tmp_path
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
-
 
 def refusal(capsys, *arguments):
     """The single sentence of a command line that exits with 2."""

@@ -33,7 +33,6 @@ VALUES = {"strength": 0.5, "prompt": "day sea", "seed": 5, "steps": 2.0, "own": 
 
 # --- by itself --------------------------------------------------------------------------------------------------------
 
-
 def test_a_strength_counts_unless_own_settings_do_and_what_is_not_possible_is_told_in_a_sentence():
     assert page.read(VALUES, SD, True) == Wanted("day sea", 5, 2, {"strength": 0.5})
     config = page.read({**VALUES, "own": True, "ratio": 0.35}, SD, True).how["config"]
@@ -79,7 +78,6 @@ def test_a_picture_that_is_stopped_leaves_the_model_as_it_was_and_the_next_is_dr
 
 
 # --- in a browser -----------------------------------------------------------------------------------------------------
-
 
 @contextlib.contextmanager
 def served(config, port, tmp_path):

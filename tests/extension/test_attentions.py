@@ -35,7 +35,6 @@ def left_alone(webui, module, **kwargs):
 
 # --- A1111 ------------------------------------------------------------------------------------------------------------
 
-
 def apply_hypernetworks(loaded, context, layer=None):
     """Each hypernetwork changes the tokens of keys and values if it knows their width."""
     keys = values = context
@@ -112,7 +111,6 @@ def test_hypernetworks_change_tokens_once(webui, expected, monkeypatch):
 
 
 # --- the Forges -------------------------------------------------------------------------------------------------------
-
 
 def cutting(q, k, v, heads, mask=None, attn_precision=None):
     """Attend with a mask, cut by queries if memory is short, even if the mask has one row for all queries."""

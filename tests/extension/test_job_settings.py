@@ -23,7 +23,6 @@ def read(webui, **given):
 
 # --- who says it ------------------------------------------------------------------------------------------------------
 
-
 def test_arguments_count_by_name_and_by_place(webui):
     by_place = webui.job(True, 0.7, "hires pass", enable_hr=True)
     by_name = webui.job({"enabled": True, "strength": 0.7, "where": "hires pass"}, enable_hr=True)

@@ -36,7 +36,6 @@ def test_every_step_of_every_batch_merges(webui):
 
 # --- other jobs during ours, and other models -------------------------------------------------------------------------
 
-
 @pytest.mark.parametrize("flavour", ["a1111", "forge"])
 def test_a_job_inside_a_job_has_its_own_wish_and_the_outer_job_goes_on(webui):
     inner, goes_on = [], []

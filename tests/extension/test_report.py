@@ -48,7 +48,6 @@ def test_steps_are_steps_and_calls_are_calls(webui):
 
 # --- scripts ----------------------------------------------------------------------------------------------------------
 
-
 @pytest.fixture
 def of_script(webui):
     """A job that a selected script runs."""

@@ -40,7 +40,6 @@ def _hosts(monkeypatch):
 
 # --- attentions of hosts ----------------------------------------------------------------------------------------------
 
-
 def parts(attn: Any, x: torch.Tensor) -> list[torch.Tensor]:
     """``[B, H, N, d]``."""
     return [of_heads(layer(x), attn.heads) for layer in (attn.to_q, attn.to_k, attn.to_v)]
@@ -150,7 +149,6 @@ def test_a_hook_on_a_projection_sees_all_tokens_once_and_its_output_counts(name)
 
 
 # --- known by its function, whatever its class ------------------------------------------------------------------------
-
 
 def processor(call: Any) -> Any:
     """Make a processor of a new class with this code."""
@@ -306,7 +304,6 @@ def test_a_backend_of_diffusers_is_tried_as_a_function_is(name, expected, monkey
 
 
 # --- left alone -------------------------------------------------------------------------------------------------------
-
 
 def test_scores_by_hand_are_known_by_the_function_that_computes_them_alone():
     """The name of a class is no proof, nor is the name of a function that another function wraps."""

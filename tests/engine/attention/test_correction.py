@@ -82,7 +82,6 @@ def test_the_fit_is_ridge_regression(heads, count, width):
 
 # --- in a UNet --------------------------------------------------------------------------------------------------------
 
-
 @pytest.fixture
 def options(monkeypatch) -> list[MergeOptions]:
     """How every attention merged, in the order of their calls."""

@@ -51,7 +51,6 @@ def attend(state, timestep, sampling="s", **facts):
 
 # --- how long a match serves, and whom --------------------------------------------------------------------------------
 
-
 @pytest.mark.parametrize("settings, then", [({}, "renew"), ({"refine": 0}, "match"), ({"method": "cluster"}, "match")])
 def test_a_match_serves_the_steps_that_are_near_in_time_and_is_renewed_then_by_k_means(settings, then, work):
     state = state_of(replace(KEPT, **settings), 1)
@@ -124,7 +123,6 @@ def test_each_sampling_looks_anew_whether_its_batch_is_made_of_copies_and_one_ex
 
 
 # --- pipelines --------------------------------------------------------------------------------------------------------
-
 
 def drawn(pipe, prompts=("a",), steps=6, seed=1, **more):
     generators = [seeded(seed + number) for number in range(len(prompts))]

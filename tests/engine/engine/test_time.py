@@ -26,7 +26,6 @@ SD_BETAS = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end":
 
 # --- schedules, and which rule holds when -----------------------------------------------------------------------------
 
-
 def test_the_schedule_is_that_of_diffusers_and_all_scales_agree():
     scheduler = diffusers.EulerDiscreteScheduler(**SD_BETAS)
     assert SD.betas == pytest.approx(scheduler.betas.tolist(), rel=1e-5)
@@ -141,7 +140,6 @@ def test_a_refiner_which_draws_the_late_half_of_a_picture_has_the_steps_of_a_who
 
 # --- whose time it is -------------------------------------------------------------------------------------------------
 
-
 def merges(time, timestep, batch: int = 1) -> bool:
     """Does any rule hold in a call at this timestep?"""
     return bool(time.next_call(timestep, LATENT.repeat(batch, 1, 1, 1))[0].live)
@@ -183,7 +181,6 @@ def test_pictures_of_two_threads_keep_apart():
 
 
 # --- schedulers -------------------------------------------------------------------------------------------------------
-
 
 def own_sigmas(scheduler) -> list[float]:
     """The noise of each step, as the scheduler itself uses it, relative to the picture."""

@@ -158,7 +158,6 @@ def test_destinations_depend_on_seed_level_and_time_and_are_spread_evenly_over_t
 
 # --- what is compared -------------------------------------------------------------------------------------------------
 
-
 def test_keys_and_values_count_alike_whatever_their_scale_and_every_sample_as_if_alone():
     keys, values = tokens((8, 8), 3, 32), tokens((8, 8), 3, 32, seed=1) * 7 - 3
     both = of_unit_spread(keys, values)
@@ -181,7 +180,6 @@ def test_each_metric_compares_what_it_is_called():
 
 
 # --- where tokens lie -------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("grid", [Grid(3, 5), Grid(67, 131), Grid(256, 256), Grid(13 * 30, 52, 13),
                                   Grid(5 * 90, 160, 5)])  # fmt: skip

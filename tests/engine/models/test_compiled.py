@@ -177,7 +177,6 @@ def test_a_compiled_pipeline_keeps_over_its_steps_what_it_would_keep_and_nothing
 
 # --- what is left alone -----------------------------------------------------------------------------------------------
 
-
 @pytest.mark.parametrize("way", some_quick([whole, by_blocks]), ids=lambda way: way.__name__)
 def test_a_call_that_cannot_merge_under_a_compiler_is_left_alone_and_the_report_says_why(way: Way, monkeypatch):
     compiled = way(TINY, model := TINY.build())
@@ -245,7 +244,6 @@ def test_a_compiled_block_merges_in_its_self_attention_alone_and_says_so():
 
 
 # --- operators --------------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("family", [TINY, MODELS["Wan"]], ids=lambda family: family.name)
 @torch.no_grad()

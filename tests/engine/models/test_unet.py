@@ -103,7 +103,6 @@ def test_a_transformer_that_is_given_a_smaller_picture_than_the_latent_merges_th
 
 # --- dtypes and devices -----------------------------------------------------------------------------------------------
 
-
 @pytest.mark.parametrize("timestep", [100, torch.tensor(100)], ids=repr)
 @pytest.mark.parametrize("config", [BALANCED, MergeConfig(ratio=0.5)], ids=["balanced", "together"])
 def test_the_default_dtype_and_device_change_no_bit(config: MergeConfig, timestep: Any):

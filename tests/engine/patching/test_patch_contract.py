@@ -29,7 +29,6 @@ on_either_kind = some_models("sd15", "Flux")
 
 # --- on ---------------------------------------------------------------------------------------------------------------
 
-
 @every_unet
 def test_merging_changes_the_picture_and_says_so_and_a_sample_merges_alone_as_in_a_batch(family: Family):
     """Hosts run the passes of guidance together or apart: rounding alone may move a token."""
@@ -126,7 +125,6 @@ def test_a_picture_does_not_depend_on_the_one_before_and_a_removed_patch_keeps_n
 
 
 # --- off --------------------------------------------------------------------------------------------------------------
-
 
 @every_model
 def test_where_nothing_is_to_merge_no_bit_changes(family: Family):
