@@ -17,7 +17,7 @@ from tome_core import form
 
 SIGMAS = (14.61, 6.0, 2.0, 0.5)
 TIMESTEPS = (999.0, 800.0, 500.0, 150.0)
-FLAVOURS = ("a1111", "reforge", "forge")
+FLAVOURS = ("a1111", "forge", "reforge")
 PROMPT = torch.randn(1, 7, TEXT, generator=torch.Generator().manual_seed(0))
 
 

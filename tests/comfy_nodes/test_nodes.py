@@ -13,6 +13,7 @@ from comfy_nodes.nodes import ApplyToMe, RemoveToMe, ToMePreview
 from comfy_nodes.slot_calls import SLOT
 from tests import step_clock
 from tests.comfy_doubles import Guider, apply, checkpoint, latest, least_checkpoint, sample, sampler_of
+from tests.thoroughness import some_quick
 from tome_core.hosting import gains
 
 # --- the report ------------------------------------------------------------------------------------------------------
@@ -128,7 +129,8 @@ def controlled(run, x, t, concat, context, control, options):
     return run(x, t, concat, context, "a ControlNet", options)
 
 
-@pytest.mark.parametrize("other", [{"size": (16, 8)}, {"batch": 2}, {"sampler": sampler_of()}, "slot", "wrapper"])
+@pytest.mark.parametrize("other", some_quick([
+    {"size": (16, 8)}, {"sampler": sampler_of()}, "slot", "wrapper", {"batch": 2}], 4))  # fmt: skip
 def test_another_sampling_or_another_node_beside_it_is_another_case(drawn, other):
     drawn(False, 3)
     if other == "slot":

@@ -7,6 +7,7 @@ import torch
 
 from tests import webui_doubles
 from tests.models import ldm_wrapped
+from tests.thoroughness import some_quick
 from tests.webui_doubles import ASKED, FLAVOURS, FREE, ON, SAVED, Denoiser, custom, merged_tokens, merges, report
 from tome_core import form
 from tome_core.settings.schedule import STABLE_DIFFUSION
@@ -16,7 +17,7 @@ OFF = [(), (False,), ({**FREE, "strength": 0, "method": "cluster"},), (custom(0.
 WHERE = {"everywhere": (True, True), "first pass": (True, False), "hires pass": (False, True)}
 
 
-@pytest.mark.parametrize("flavour", [*FLAVOURS, "sdnext"])
+@pytest.mark.parametrize("flavour", some_quick(["sdnext", *FLAVOURS], 3))
 def test_off_is_bit_identical_and_on_exactly_the_passes_that_are_asked_for_merge(webui):
     plain = webui.plain(enable_hr=True)
     for args in OFF:
@@ -29,7 +30,7 @@ def test_off_is_bit_identical_and_on_exactly_the_passes_that_are_asked_for_merge
         assert passes == [*merged] and torch.equal(p.first, unmerged.first) != merged[0]
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("flavour", some_quick(FLAVOURS, 2))
 def test_every_step_of_every_batch_merges(webui):
     assert webui.job(*ON, n_iter=3, batch_size=2).comments == f"ToMe: {ASKED}, 12 steps, {SAVED}\n"
 

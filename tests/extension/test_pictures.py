@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.models import ldm_of_one_level
+from tests.thoroughness import some_quick
 from tests.webui_doubles import FLAVOURS, ON, merges
 
 GAIN = "about 2.0x faster, from your own pictures (3 with merging, 3 without)"
@@ -26,7 +27,7 @@ def timed(webui, monkeypatch):
     monkeypatch.setattr(pictures.Steps, "clock", staticmethod(now))
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("flavour", some_quick(FLAVOURS, 2))
 def test_the_report_and_the_panel_tell_it_after_three_of_both_kinds(webui):
     webui.script.ui(False)  # imports the panel
     answer = webui.part("measuring").answer

@@ -65,10 +65,10 @@ def by_blocks(family: Family, model: Any, backend: Any = "eager") -> nn.Module:
     return model
 
 
-def ways(*pairs: tuple[str, Way]) -> pytest.MarkDecorator:
-    """Families, and how each is compiled; the first two are quick."""
+def ways(*pairs: tuple[str, Way], quick: int = 1) -> pytest.MarkDecorator:
+    """Families, and how each is compiled; the first ones are quick."""
     return pytest.mark.parametrize("family, way", [
-        pytest.param(COMPILED[name], way, id=f"{name}-{way.__name__}", marks=[pytest.mark.slow] * (place >= 2))
+        pytest.param(COMPILED[name], way, id=f"{name}-{way.__name__}", marks=[pytest.mark.slow] * (place >= quick))
         for place, (name, way) in enumerate(pairs)])  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def merged_eagerly(family: Family, settings: dict[str, Any]) -> torch.Tensor:
 # arguments are nested (Qwen-Image, with a mask), a list (Z-Image, whose heads share keys), or in several graphs
 # (Lumina 2), and an image prompt is one more attention
 @ways(("least", whole), ("Flux", by_blocks), ("least", by_blocks), ("ip_adapter_masks", whole),
-      ("Qwen-Image, padded", whole), ("Z-Image", whole), ("Lumina 2", whole))  # fmt: skip
+      ("Qwen-Image, padded", whole), ("Z-Image", whole), ("Lumina 2", whole), quick=2)  # fmt: skip
 def test_compiled_and_then_patched_it_merges_as_without_a_compiler_in_one_graph_for_all_times(family: Family, way: Way):
     eager, model, backend, graphs = family.build(), family.build(), CompileCounter(), []
     plain = picture(family, model)  # Z-Image makes its frequencies once, outside of a compiler
@@ -130,7 +130,7 @@ def test_patched_and_then_compiled_it_may_be_patched_otherwise_and_taken_off(fam
 
 
 @pytest.mark.parametrize("family, way, backend", [
-    (TINY, whole, "aot_eager"), (FLUX, by_blocks, "aot_eager"),
+    (TINY, whole, "aot_eager"), pytest.param(FLUX, by_blocks, "aot_eager", marks=pytest.mark.slow),
     pytest.param(LEAST, whole, "inductor", marks=[pytest.mark.slow, for_inductor]),
     pytest.param(FLUX, by_blocks, "inductor", marks=[pytest.mark.slow, for_inductor]),
 ], ids=lambda value: getattr(value, "name", getattr(value, "__name__", value)))  # fmt: skip

@@ -26,9 +26,9 @@ PLACES = {"sd15": ("down_blocks.0.attentions.0.transformer_blocks.0.attn2",
                    "mid_block.attentions.0.transformer_blocks.0.attn1.to_k"),
           "Flux": ("single_transformer_blocks.0", "single_transformer_blocks.1.attn.to_k")}  # fmt: skip
 
-at_every_place = pytest.mark.parametrize(("family", "place"),
-                                         [(MODELS[name], place) for name, places in PLACES.items() for place in places],
-                                         ids=lambda it: getattr(it, "name", it))  # fmt: skip
+at_every_place = pytest.mark.parametrize(("family", "place"), [
+    pytest.param(MODELS[name], place, marks=[pytest.mark.slow] * (name == "Flux" and place != places[0]))
+    for name, places in PLACES.items() for place in places], ids=lambda it: getattr(it, "name", it))  # fmt: skip
 
 
 def merged(family: Family, config: MergeConfig | None, **call: Any) -> torch.Tensor:
