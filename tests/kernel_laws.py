@@ -1,8 +1,6 @@
 """Laws of the Triton kernels, on the CPU with ``TRITON_INTERPRET=1``, else on the GPU. `used` compares each launch with
 torch's operators: laws have shapes, and what a comparison does not see (bits, NaN, gradients, the proof for users)."""
 
-from __future__ import annotations
-
 import itertools
 import os
 

@@ -1,7 +1,5 @@
 """The nodes' report on a sampling, with its gain, in the graph, in the log and for programs; what ToMePreview draws."""
 
-from __future__ import annotations
-
 import json
 import re
 

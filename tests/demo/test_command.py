@@ -1,7 +1,5 @@
 """The demo's whole run, with the embedded model and with the user's, and what it refuses."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

@@ -1,7 +1,5 @@
 """The page: what it reads, draws and says; and in a browser, `install.py page` in a fresh copy of the project."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Training the embedded model: a stop costs nothing, and gates judge the result."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The webuis' attentions, as doubles with their names: merged keys give what repeated keys give."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """The settings in a picture's infotext, under one key; the panel after a paste; and the axes of the X/Y/Z plot."""
 
-from __future__ import annotations
-
 import re
 import types
 

@@ -1,7 +1,5 @@
 """A job's settings from each of their sources; a wrong value gets a sentence, counts as no other, and never raises."""
 
-from __future__ import annotations
-
 import json
 import math
 from unittest import mock

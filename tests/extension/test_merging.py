@@ -1,7 +1,5 @@
 """Which passes of which jobs merge, and how long a match is kept, in the callback orders of the webuis."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The gain of merging from the webuis' own pictures, without a button: which pictures count, and where it is shown."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

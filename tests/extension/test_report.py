@@ -1,7 +1,5 @@
 """The report of a job, on the page and for API callers; of the jobs of a selected script each report is shown."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

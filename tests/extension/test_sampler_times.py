@@ -1,7 +1,5 @@
 """A pass gets its times from its sampler; no step waits for the device if the sampler is known."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

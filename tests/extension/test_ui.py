@@ -1,7 +1,5 @@
 """The panel and settings in real gradio, 3.41.2 (A1111, reForge) and 4.40.0 (Forge), each in a kept environment."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """`app.py PORT TORCH`: our panel in real gradio with doubles of a webui's modules. TORCH: a folder to find torch in."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import operator

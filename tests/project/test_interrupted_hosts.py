@@ -1,7 +1,5 @@
 """An error at every callback of the hosts leaves nothing merged: ComfyUI's clean up, in a webui the next job does."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from itertools import product
 

@@ -1,7 +1,5 @@
 """A match that serves several steps: only inside one sampling, while it is young, and never for another call."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import diffusers

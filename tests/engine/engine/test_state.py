@@ -1,7 +1,5 @@
 """The seam between adapters and engine: what an adapter passes for a call, what it gets, and what is reported."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """A measurement changes nothing else, and then decides: if merging does not pay, it is off entirely."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Does merging pay? The answer is measured for the kind of call, else estimated from the card and the tokens."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

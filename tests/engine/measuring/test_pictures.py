@@ -1,7 +1,5 @@
 """The gain on users' own pictures is shown if enough merged and unmerged ones have one kind of call and like times."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

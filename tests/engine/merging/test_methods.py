@@ -1,7 +1,5 @@
 """Laws of matches, of what they compare, and of a grid's cells and windows, against slow and obvious versions."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

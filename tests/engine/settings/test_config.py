@@ -1,7 +1,5 @@
 """Settings: which are refused, with which words, which follow from others, and how an early phase becomes a rule."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

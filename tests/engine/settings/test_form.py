@@ -1,7 +1,5 @@
 """The form: an expert's settings in every host, the values that a strength fills in, and refusals in its words."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

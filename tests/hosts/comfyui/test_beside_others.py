@@ -1,7 +1,5 @@
 """Our nodes with ComfyUI's other nodes and popular packs, in a real ComfyUI: they merge, or say why not."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.hosts.comfyui.graphs import Graph, bytes_of, report_of

@@ -1,7 +1,5 @@
 """Every kind of model in a real webui: SDXL (small: A1111 alone), another checkpoint, a refiner, one moved in parts."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.hosts.webui.make_checkpoint import make_sdxl

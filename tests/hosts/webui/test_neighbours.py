@@ -1,8 +1,6 @@
 """Our extension with other people's in a real webui. WEBUI_EXTENSIONS_DIR: a folder with their checkouts, named as in
 FOLDERS, whose requirements the webui's Python has. The probe extension brings a stand-in for ADetailer's detector."""
 
-from __future__ import annotations
-
 import base64
 import io
 import os

@@ -1,7 +1,5 @@
 """However a real webui calls its model, off it draws as without us, and on it reports the merging."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.hosts.webui.running import ASKED, HALF, SAVED
