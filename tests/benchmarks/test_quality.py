@@ -24,7 +24,7 @@ def small(tiny_file) -> list[str]:
 
 
 def run(arguments: list[str], output: Path) -> results.Record:
-    with pytest.MonkeyPatch.context() as patched:  # plots, which take a second each, have a test of their own
+    with pytest.MonkeyPatch.context() as patched:  # plots have a test of their own
         patched.delattr(quality_report, "plot")
         assert quality.main([*arguments, "--output", str(output)]) == 0
     return results.load(output)

@@ -1,7 +1,5 @@
 """The curve of strength is what the committed results make of it."""
 
-from __future__ import annotations
-
 import ast
 
 import pytest
