@@ -78,9 +78,7 @@ PIPELINES = {
                     {**_both(prompt_embeds=WORDS, prompt_attention_mask=ALL_SEEN.bool()), **PICTURE}),
     "Wan": Way("WanPipeline", "Wan", WAN),
     "Wan 2.2, of two transformers": Way(
-        "WanPipeline", "Wan", WAN,
-        lambda: {"transformer_2": tiny_transformers.make("Wan")[0], "boundary_ratio": 0.9},
-    ),
+        "WanPipeline", "Wan", WAN, lambda: {"transformer_2": tiny_transformers.make("Wan")[0], "boundary_ratio": 0.9}),
     "Wan, image to video": Way("WanImageToVideoPipeline", "Wan",
                                {**WAN, "image": Image.new("RGB", (256, 256), "teal")}, _wan_of_a_picture),
     "LTX": Way("LTXPipeline", "LTX",
