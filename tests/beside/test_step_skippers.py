@@ -17,6 +17,7 @@ from torch import nn
 import tome_core
 from tests import models
 from tests.beside.models import Beside
+from tests.thoroughness import some_quick
 from tome_core import MergeConfig
 from tome_core.models.unet_blocks import find_blocks
 
@@ -76,7 +77,7 @@ def both(ours_first: bool, config: MergeConfig) -> tuple[torch.Tensor, Any, list
         return draw(pipe), handle.report().levels, [runs[0], runs[1]]
 
 
-@pytest.mark.parametrize("changes", [{"end_percent": 0.4}, {"ratio": 0.0, "early_ratio": None}],
+@pytest.mark.parametrize("changes", some_quick([{"end_percent": 0.4}, {"ratio": 0.0, "early_ratio": None}]),
                          ids=["early alone", "never"])  # fmt: skip
 def test_the_report_counts_blocks_that_ran_and_either_order_gives_the_same_bits(changes: dict[str, Any]):
     config = replace(BALANCED, **changes)
