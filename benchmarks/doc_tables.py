@@ -26,31 +26,22 @@ from tome_core.settings.presets import MARKS
 PAGES = (results.ROOT / "README.md", *sorted((results.ROOT / "docs").glob("*.md")))
 QUALITY = "quality-cpu-2026-11-25"
 TRANSFORMER, SDXL = "transformer-cpu-2026-11-25", "sdxl-cpu-2026-11-25"
-AT_EQUAL_TIME = {
-    "10 steps": QUALITY,
-    "10 steps, late half": "late-half-cpu-2026-11-25",
-    "8 steps": "steps-8-cpu-2026-11-25",
-    "4 steps": "steps-4-cpu-2026-11-25",
-    "10 steps, guidance 7.5": "guidance-cpu-2026-11-25",
-}
+AT_EQUAL_TIME = {"10 steps": QUALITY, "10 steps, late half": "late-half-cpu-2026-11-25",
+                 "8 steps": "steps-8-cpu-2026-11-25", "4 steps": "steps-4-cpu-2026-11-25",
+                 "10 steps, guidance 7.5": "guidance-cpu-2026-11-25"}  # fmt: skip
 HOST_CALLS = "host-calls-cpu-2026-11-27"
 CARD, BLOCK_ON_CPU = "card-h200-2026-11-26", "gpu-cpu-2026-11-27"
 METHODS = {
     **{f"preset-{name}": f"**`{name}`, strength {value:g}**" for name, value in MARKS.items()},
     "sized-0.5": "q+k+v merged, proportional attention, ratio .5",
     "downsample-early-and-late-8x8-then-2x2": "token down-sampling 8x8 early, 2x2 late",
-    "tomesd-0.5": "tomesd, ratio .5",
-    "tomesd-early-and-late-0.75-then-0.35": "tomesd, ratio .75 early, .35 late",
-    "downsample-2x2": "token down-sampling 2x2",
-    "tomesd-0.75": "tomesd, ratio .75",
+    "tomesd-0.5": "tomesd, ratio .5", "tomesd-early-and-late-0.75-then-0.35": "tomesd, ratio .75 early, .35 late",
+    "downsample-2x2": "token down-sampling 2x2", "tomesd-0.75": "tomesd, ratio .75",
     "tiles-2x2": "attention in 2x2 tiles (as HyperTile)",
     **{f"ToMA-{ratio}": f"ToMA by its abstract, ratio {ratio}" for ratio in (0.5, 0.75)},
     **{f"first-block-cache-{most}": f"FirstBlockCache, threshold {most}" for most in (0.05, 0.1, 0.2)},
-    "random-partner-0.75": "random partners (control)",
-    "zero-attention": "attention set to zero (control)",
-    "bfloat16": "bfloat16 (yardstick)",
-    "twice-the-solver-steps": "twice the solver steps (yardstick)",
-}
+    "random-partner-0.75": "random partners (control)", "zero-attention": "attention set to zero (control)",
+    "bfloat16": "bfloat16 (yardstick)", "twice-the-solver-steps": "twice the solver steps (yardstick)"}  # fmt: skip
 RIVALS = ("tomesd-early-and-late-0.75-then-0.35", "downsample-2x2", "tiles-2x2")
 _BETWEEN = re.compile(r"(<!-- table (\w+): [^>]*-->\n)(.*?)(<!-- end of table -->)", re.S)
 
@@ -67,10 +58,9 @@ def gains() -> str:
     """Make the Markdown table of "ours, times as fast" in `HOST_CALLS`, or n/a: a row an attention, a column a size."""
     factors = {tuple(row[:2]): row[9] for row in calls.table_rows([load_result(HOST_CALLS)])}
     sizes = sorted({pixels for _, pixels in factors}, key=int)
-    return markdown(("attention function of the host", *(f"{pixels} px" for pixels in sizes)), (
-        (label, *(factors.get((name, pixels), ABSENT) for pixels in sizes))
-        for name, (_, _, label) in calls.ATTENTIONS.items()
-    ))  # fmt: skip
+    return markdown(("attention function of the host", *(f"{pixels} px" for pixels in sizes)),
+                    ((label, *(factors.get((name, pixels), ABSENT) for pixels in sizes))
+                     for name, (_, _, label) in calls.ATTENTIONS.items()))  # fmt: skip
 
 
 def host_calls() -> str:
@@ -83,10 +73,9 @@ def strength() -> str:
     """Make the Markdown table of named strengths and tomesd 0.5 in `QUALITY`: each model's share of time, dev in %."""
     models = sections(load_result(QUALITY))
     marks = {f"preset-{name}": (f"{value:g}", f"`{name}`") for name, value in MARKS.items()}
-    return markdown(("strength", "", "time", "error, %"), (
-        (*first, _times(models, name), _deviations(models, name))
-        for name, first in {**marks, "tomesd-0.5": ("", METHODS["tomesd-0.5"])}.items()
-    ))  # fmt: skip
+    return markdown(("strength", "", "time", "error, %"),
+                    ((*first, _times(models, name), _deviations(models, name))
+                     for name, first in {**marks, "tomesd-0.5": ("", METHODS["tomesd-0.5"])}.items()))  # fmt: skip
 
 
 def _methods(name: str) -> str:
@@ -98,8 +87,7 @@ def _methods(name: str) -> str:
             pictures = [model.pictures[method] for model in models]
             rows.append((f"{models[0].work(method):.2g}", METHODS[method], _deviations(models, method),
                          ", ".join(f"{figures.psnr.value:.1f}" for figures in pictures),
-                         ", ".join(f"{figures.detail.value:.2f}" for figures in pictures),
-                         _times(models, method)))  # fmt: skip
+                         ", ".join(f"{figures.detail.value:.2f}" for figures in pictures), _times(models, method)))
     return markdown(("attention work left", "method", "dev %", "PSNR dB", "detail", "time"), rows)
 
 
@@ -108,10 +96,9 @@ def equal_time() -> str:
     columns = {head: [{rival.name: f"{rival.theirs:.1f} : {number(rival.ours, '.1f')}"
                        for rival in at_equal_time(model)} for model in sections(load_result(name))]
                for head, name in AT_EQUAL_TIME.items()}  # fmt: skip
-    return markdown(("beside", *columns), (
-        (METHODS[name], *(", ".join(model[name] for model in models) for models in columns.values()))
-        for name in RIVALS
-    ))  # fmt: skip
+    return markdown(("beside", *columns),
+                    ((METHODS[name], *(", ".join(model[name] for model in models) for models in columns.values()))
+                     for name in RIVALS))  # fmt: skip
 
 
 def settings() -> str:
@@ -148,12 +135,9 @@ def _times(models: Iterable[Section], name: str) -> str:
 
 TABLES = {
     **{make.__name__: make for make in (gains, host_calls, strength, equal_time, settings)},
-    "quality": partial(_methods, QUALITY),
-    "sdxl": partial(_methods, SDXL),
-    "transformer": partial(_methods, TRANSFORMER),
-    "card": lambda: gpu_report.calls_table(load_result(CARD)["rows"]),
-    "block": lambda: gpu_report.calls_table([row for row in load_result(BLOCK_ON_CPU)["rows"] if BLOCK in row["key"]]),
-}
+    "quality": partial(_methods, QUALITY), "sdxl": partial(_methods, SDXL),
+    "transformer": partial(_methods, TRANSFORMER), "card": lambda: gpu_report.calls_table(load_result(CARD)["rows"]),
+    "block": lambda: gpu_report.calls_table([row for row in load_result(BLOCK_ON_CPU)["rows"] if BLOCK in row["key"]])}
 
 
 def fill(text: str) -> str:

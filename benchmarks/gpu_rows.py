@@ -40,11 +40,8 @@ class OutOfTime(Exception):
 
 
 class Patched:
-    """A network that the constructor patches in place, and compiles if `compiled`.
-
-    way: `UNMERGED` for no patch, `TOMESD` at half of the finest level's tokens, or the name of a strength. `handle` is
-    the engine's patch, None for the first two; `network` is what to call.
-    """
+    """A network that the constructor patches in place, and compiles if `compiled`. way: `UNMERGED`, `TOMESD` at half of
+    the finest level's tokens, or a strength's name. `handle`: the engine's patch or None; `network`: what to call."""
 
     def __init__(self, network: nn.Module, way: str, compiled: bool = False) -> None:
         self.handle = None
@@ -63,11 +60,9 @@ class Patched:
         self.network = torch.compile(network, dynamic=False) if compiled else network
 
     def call(self, arguments: tuple, when: str = "new") -> Run:
-        """Make a function that calls the network once with these arguments. Its first call makes a match of tokens.
-
-        when: its later calls make a ``new`` match, each in a sampling of its own, or in one sampling make a ``renewed``
-        match, or use the one that is there (``kept``). `when` changes nothing without the engine's patch.
-        """
+        """Make a function that calls the network once with these arguments. Its first call makes a match of tokens;
+        later calls make a ``new`` match, each in a sampling of its own, or in one sampling make a ``renewed`` match, or
+        use the one that is there (``kept``). `when` changes nothing without the engine's patch."""
         numbers, times, sampling = itertools.count(), WHEN[when], object()
         return lambda: self._step(arguments, times[next(numbers) % len(times)], sampling if times[1:] else object())
 
@@ -88,10 +83,8 @@ class Patched:
 
 
 class Bench:
-    """A device with one network and its patched copies in memory.
-
-    device: "cuda", in float16, or "cpu", in float32 with tiny networks. end: ``time.monotonic`` when work must end.
-    """
+    """A device, "cuda" in float16 or "cpu" in float32 with tiny networks, and one network with its patched copies. end:
+    the ``time.monotonic`` when work must end."""
 
     def __init__(self, device: str, end: float) -> None:
         self.device, self.end, self.tiny = device, end, device == "cpu"
@@ -185,12 +178,10 @@ def device(bench: Bench) -> dict[str, Any]:
         warnings.simplefilter("ignore")  # each backend says at length what it cannot do
         attention = {name: _attempt(partial(attend, *qkv), bench.device) for name, attend in functions.items()}
     in_use = kernels.available(torch.device(bench.device))
-    return {
-        "triton": importlib.import_module("triton").__version__ if importlib.util.find_spec("triton") else None,
-        "capability": ".".join(map(str, torch.cuda.get_device_capability())) if bench.device != "cpu" else None,
-        "kernels": "; ".join(kernels.notes()) or ("in use" if in_use else "none for this device"),
-        "attention, ms": attention,
-    }
+    return {"triton": importlib.import_module("triton").__version__ if importlib.util.find_spec("triton") else None,
+            "capability": ".".join(map(str, torch.cuda.get_device_capability())) if bench.device != "cpu" else None,
+            "kernels": "; ".join(kernels.notes()) or ("in use" if in_use else "none for this device"),
+            "attention, ms": attention}  # fmt: skip
 
 
 def _attempt(run: Run, device: str) -> float | str:
@@ -215,11 +206,9 @@ def _tokens_first(module: str, function: str, *qkv: torch.Tensor) -> torch.Tenso
     return getattr(importlib.import_module(module), function)(*(tensor.transpose(1, 2) for tensor in qkv))
 
 
-_PACKAGES = {
-    "xformers": partial(_tokens_first, "xformers.ops", "memory_efficient_attention"),
-    "flash_attn": partial(_tokens_first, "flash_attn", "flash_attn_func"),
-    "sageattention": lambda *qkv: importlib.import_module("sageattention").sageattn(*qkv, tensor_layout="HND"),
-}
+_PACKAGES = {"xformers": partial(_tokens_first, "xformers.ops", "memory_efficient_attention"),
+             "flash_attn": partial(_tokens_first, "flash_attn", "flash_attn_func"),
+             "sageattention": lambda *qkv: importlib.import_module("sageattention").sageattn(*qkv, tensor_layout="HND")}
 
 
 def kernel_laws(bench: Bench) -> dict[str, Any]:
@@ -259,15 +248,12 @@ def laws(bench: Bench, name: str, pixels: int) -> dict[str, Any]:
     kept()
     waits = _waits(kept, bench.device)
     merged.handle.remove()
-    return {
-        "equal bits in ten runs": all(torch.equal(answer, answers[0]) for answer in answers),
-        "a kept step waits": waits,
-        "removed, the bits of the unmerged call": torch.equal(merged.network(*arguments), expected),
-        "finite": bool(torch.isfinite(answers[0]).all()),
-        "merging changes": _share(answers[0], expected, expected),
-        "kernels change": _share(answers[0], without, expected),
-        "another attention function of torch's changes": otherwise,
-    }
+    return {"equal bits in ten runs": all(torch.equal(answer, answers[0]) for answer in answers),
+            "a kept step waits": waits,
+            "removed, the bits of the unmerged call": torch.equal(merged.network(*arguments), expected),
+            "finite": bool(torch.isfinite(answers[0]).all()), "merging changes": _share(answers[0], expected, expected),
+            "kernels change": _share(answers[0], without, expected),
+            "another attention function of torch's changes": otherwise}  # fmt: skip
 
 
 def _share(answer: torch.Tensor, other: torch.Tensor, whole: torch.Tensor) -> float | str:

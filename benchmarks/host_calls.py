@@ -32,14 +32,12 @@ PIXELS = (512, 768, 1024)
 _HOSTS = {COMFYUI: ("COMFYUI", "comfy/samplers.py"), WEBUI: ("WEBUI", "modules/sd_hijack_optimizations.py")}
 _PYTHONS = [f"{folder}/{python}" for folder in ("venv", ".venv") for python in ("bin/python", "Scripts/python.exe")]
 # name -> host, flag of its command line, and the label in a table; without a flag a host takes its own for a CPU
-ATTENTIONS = {
-    "comfyui": (COMFYUI, "", "ComfyUI, its own on a CPU"),
-    "comfyui-pytorch": (COMFYUI, "--use-pytorch-cross-attention", "ComfyUI, PyTorch's"),
-    "comfyui-split": (COMFYUI, "--use-split-cross-attention", "ComfyUI, split"),
-    "webui-sub-quadratic": (WEBUI, "--opt-sub-quad-attention", "AUTOMATIC1111, sub-quadratic"),
-    "webui-sdp": (WEBUI, "--opt-sdp-attention", "AUTOMATIC1111, sdp (PyTorch's)"),
-    "webui-doggettx": (WEBUI, "--opt-split-attention", "AUTOMATIC1111, Doggettx"),
-}
+ATTENTIONS = {"comfyui": (COMFYUI, "", "ComfyUI, its own on a CPU"),
+              "comfyui-pytorch": (COMFYUI, "--use-pytorch-cross-attention", "ComfyUI, PyTorch's"),
+              "comfyui-split": (COMFYUI, "--use-split-cross-attention", "ComfyUI, split"),
+              "webui-sub-quadratic": (WEBUI, "--opt-sub-quad-attention", "AUTOMATIC1111, sub-quadratic"),
+              "webui-sdp": (WEBUI, "--opt-sdp-attention", "AUTOMATIC1111, sdp (PyTorch's)"),
+              "webui-doggettx": (WEBUI, "--opt-split-attention", "AUTOMATIC1111, Doggettx")}  # fmt: skip
 _ON_A_CPU = {COMFYUI: "--cpu", WEBUI: "--use-cpu all --no-half --precision full --skip-torch-cuda-test"}
 PRESET = "balanced"
 FREE = 8  # GiB of free memory that the hosts see, by which they cut their work
@@ -97,13 +95,10 @@ def python_of(host: str, folder: Path) -> str:
 def plan_cases(options: argparse.Namespace, hosts: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Map keys, as ``comfyui, 512 px, 0`` of round 0, round by round to what `host_inside.measure` gets but the arm."""
     names = options.attention or [name for name, (host, *_) in ATTENTIONS.items() if host in hosts]
-    return {
-        f"{name}, {pixels} px, {number}": {
-            "attention": name, "host": ATTENTIONS[name][0], "flag": ATTENTIONS[name][1], "pixels": pixels,
-            "round": number, "free": FREE * 2**30, "tiny": options.smoke, "strength": MARKS[PRESET],
-        }
-        for number in range(options.rounds) for name in names for pixels in sorted(options.sizes)
-    }  # fmt: skip
+    return {f"{name}, {pixels} px, {number}": {"attention": name, "host": ATTENTIONS[name][0],
+                                               "flag": ATTENTIONS[name][1], "pixels": pixels, "round": number,
+                                               "free": FREE * 2**30, "tiny": options.smoke, "strength": MARKS[PRESET]}
+            for number in range(options.rounds) for name in names for pixels in sorted(options.sizes)}  # fmt: skip
 
 
 def measure(case: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -161,13 +156,11 @@ def table(records: Sequence[Record]) -> str:
                  f"{row['torch']}: `{row['function']}`" for row in all_rows if "failed" not in row}  # fmt: skip
     failed = {**{row["key"]: row["failed"] for row in all_rows if "failed" in row},
               **{f"{row['key']}, {arm}": why for row in all_rows for arm, why in row.get("failed_arms", {}).items()}}
-    text = [
-        _EXPLAINED.format(**first["settings"], **THEIRS, early=share_of_early(first["settings"]["preset"])),
-        markdown(HEAD, table_rows(records)),
-        "\n".join(f"- *{name}*: {meaning}." for name, meaning in functions.items()),
-        "\n".join(f"- failed: {name}: {why}" for name, why in failed.items()),
-        f"{first['device']['name']}; {first['command']}; commit {first['commit']}.",
-    ]
+    text = [_EXPLAINED.format(**first["settings"], **THEIRS, early=share_of_early(first["settings"]["preset"])),
+            markdown(HEAD, table_rows(records)),
+            "\n".join(f"- *{name}*: {meaning}." for name, meaning in functions.items()),
+            "\n".join(f"- failed: {name}: {why}" for name, why in failed.items()),
+            f"{first['device']['name']}; {first['command']}; commit {first['commit']}."]  # fmt: skip
     return "\n\n".join(part for part in text if part)
 
 

@@ -1,8 +1,5 @@
-"""UNets of Stable Diffusion 1.5's and XL's layouts in plain torch, with LDM's names and random weights.
-
-Nothing is downloaded, and nothing but torch is needed. ``block`` is SD1.5's finest transformer alone. By the names the
-engine and tomesd patch these models as they would real ones.
-"""
+"""UNets of Stable Diffusion 1.5's and XL's layouts in plain torch, with random weights and LDM's names, by which the
+engine and tomesd patch them as real ones. ``block`` is SD1.5's finest transformer alone."""
 
 from __future__ import annotations
 
@@ -20,11 +17,9 @@ _RES_BLOCKS = 2  # of a level on the way down; one more on the way up
 
 
 class Shape(NamedTuple):
-    """The sizes of one UNet. `channels`, `depths` and `heads` (of an attention) are by level, the finest first.
-
-    `depths`: the blocks in a transformer, 0 for no transformer; `middle`: those of the middle's. `context`: channels of
-    a prompt. `vector`: channels of SDXL's vector, 0 for a UNet without it. `shrink`: the divisor of a latent's sides.
-    """
+    """The sizes of one UNet. By level, the finest first: `channels`, `depths` (a transformer's blocks, 0 for none),
+    `heads`. `middle`: blocks of the middle's; `context`: a prompt's channels; `vector`: those of SDXL's vector, 0
+    without it; `shrink`: the divisor of a latent's sides."""
 
     channels: tuple[int, ...]
     depths: tuple[int, ...]
@@ -35,10 +30,8 @@ class Shape(NamedTuple):
     shrink: int = 1
 
 
-SHAPES = {
-    SD15: Shape((320, 640, 1280, 1280), (1, 1, 1, 0), (8, 8, 8, 8), 1, 768),
-    SDXL: Shape((320, 640, 1280), (0, 2, 10), (5, 10, 20), 10, 2048, 2816),
-}
+SHAPES = {SD15: Shape((320, 640, 1280, 1280), (1, 1, 1, 0), (8, 8, 8, 8), 1, 768),
+          SDXL: Shape((320, 640, 1280), (0, 2, 10), (5, 10, 20), 10, 2048, 2816)}  # fmt: skip
 BLOCK_SHAPE = Shape((320,), (1,), (8,), 0, 768)
 TINY = {  # the same blocks, and sides in proportion; almost no channels
     SD15: SHAPES[SD15]._replace(channels=(8, 8, 16, 16), heads=(2, 2, 2, 2), context=16, shrink=8),

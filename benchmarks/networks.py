@@ -40,10 +40,8 @@ def before_each_call(network: nn.Module, act: Callable[[float], None]) -> Remova
 
 
 class InPlaceOfAttention:
-    """A context manager that puts `attend` in the place of torch's attention function, which is `original`.
-
-    It acts in a UNet's finest self-attentions, or in all attentions of a transformer over one sequence, as Flux.
-    """
+    """A context manager that puts `attend` in the place of torch's attention function, which is `original`, in a UNet's
+    finest self-attentions, or in all attentions of a transformer over one sequence, as Flux."""
 
     original: Callable[..., torch.Tensor]
 
@@ -80,10 +78,8 @@ class InPlaceOfAttention:
 
 
 class Work(InPlaceOfAttention):
-    """A context manager that counts attention work, batch x queries x keys. Enter it before the network is patched.
-
-    ``full`` is the work without merging, ``left`` the work that was done, both since the last `share`.
-    """
+    """A context manager that counts attention work, batch x queries x keys; enter it before the network is patched.
+    ``full``: the work without merging, ``left``: the work that was done, both since the last `share`."""
 
     full = left = 0
 
@@ -121,10 +117,8 @@ class Zeros(InPlaceOfAttention):
 
 
 class Downsampled(InPlaceOfAttention):
-    """A context manager of token down-sampling (ToDo, arXiv 2402.13573), for square pictures.
-
-    All tokens are queries; keys and values are the first of each `cell` x `cell`, and all of a transformer's text.
-    """
+    """A context manager of token down-sampling (ToDo, arXiv 2402.13573), for square pictures: all tokens are queries;
+    keys and values are the first of each `cell` x `cell`, and all of a transformer's text."""
 
     def __init__(self, network: nn.Module, cell: int) -> None:
         super().__init__(network)

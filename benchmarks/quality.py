@@ -44,9 +44,7 @@ class Amounts:
 
 class Row(NamedTuple):
     """One row to measure: a variant, by name, on `count` pictures from number `first` on, which are part number `part`.
-
-    `measure` is "noised" for predictions of noised pictures, and "pictures" for whole ones.
-    """
+    `measure` is "noised" for predictions of noised pictures, and "pictures" for whole ones."""
 
     checkpoint: str
     measure: str
@@ -61,15 +59,12 @@ class Row(NamedTuple):
         return f"{self.checkpoint}/{self.measure}/{self.part}/{self.variant}"
 
 
-def rows(
-    checkpoint: str, names: Sequence[str], amounts: Amounts, can_be_noised: bool, kind: str = UNET
-) -> Iterator[Row]:
+def rows(checkpoint: str, names: Sequence[str], amounts: Amounts, can_be_noised: bool,
+         kind: str = UNET) -> Iterator[Row]:  # fmt: skip
     """Plan rows by part for the `names` that fit `kind`: noised, if `can_be_noised` and `solver` is 1, then whole."""
     can = [name for name in names if kind in VARIANTS[name].kinds]
-    for measure, total, size in (
-        ("noised", amounts.noised if can_be_noised else 0, PART_NOISED),
-        ("pictures", amounts.pictures, PART_PICTURES[can_be_noised]),
-    ):
+    for measure, total, size in (("noised", amounts.noised if can_be_noised else 0, PART_NOISED),
+                                 ("pictures", amounts.pictures, PART_PICTURES[can_be_noised])):  # fmt: skip
         for part, first in enumerate(range(0, total, size)):
             for name in can:
                 if measure == "pictures" or VARIANTS[name].solver == 1:
@@ -131,9 +126,8 @@ class QualityBench:
 
 def _predictions(merged: list, plain: list) -> dict[str, Any]:
     """Make a row's ``work``, ``loss`` and ``dev`` from what `_predict` gave for its variant and without merging."""
-    return {"work": _round(share for *_, share in merged),
-            "loss": [_round(loss) for _, loss, _ in merged],
-            "dev": [_round(_error(new, old)) for (new, *_), (old, *_) in zip(merged, plain, strict=True)]}
+    return {"work": _round(share for *_, share in merged), "loss": [_round(loss) for _, loss, _ in merged],
+            "dev": [_round(_error(new, old)) for (new, *_), (old, *_) in zip(merged, plain, strict=True)]}  # fmt: skip
 
 
 def _pictures(merged: list[Picture], plain: list[Picture]) -> dict[str, Any]:
@@ -267,8 +261,7 @@ def execute(options: argparse.Namespace, command: str) -> int:
     guidance = subjects.GUIDANCE if options.guidance is None else options.guidance
     names = dict.fromkeys((*ALWAYS, *options.variants)) if options.variants else GROUPS[options.group]
     plan = [row for name, path in paths.items() for row in rows(
-        name, tuple(names), amounts, can_be_noised=subjects.is_scene_model(path), kind=subjects.kind_of(path)
-    )]  # fmt: skip
+        name, tuple(names), amounts, can_be_noised=subjects.is_scene_model(path), kind=subjects.kind_of(path))]
 
     def open_bench(name: str) -> QualityBench:
         path, purpose, dtype = paths[name], PURPOSES[options.purpose], getattr(torch, options.dtype)

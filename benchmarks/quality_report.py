@@ -109,8 +109,7 @@ def _section(record: Record, checkpoint: str) -> Section:
     loss = float(losses.mean()) if losses.size else None
     noised, pictures = ({name: parts_of[measure][name] for name in variants if name != PLAIN
                          and name in parts_of[measure]} for measure in parts_of)  # fmt: skip
-    return Section(checkpoint, loss, counts, variants,
-                   {name: _noised(parts, loss) for name, parts in noised.items()},
+    return Section(checkpoint, loss, counts, variants, {name: _noised(parts, loss) for name, parts in noised.items()},
                    {name: _pictured(parts, {part: plain["pictures"][part] for part in parts})
                     for name, parts in pictures.items()})  # fmt: skip
 
@@ -152,11 +151,8 @@ def _detail(energies: np.ndarray, unmerged: np.ndarray) -> Mean:
 
 
 class Rival(NamedTuple):
-    """A method of others, compared with the setting ``strength`` at equal time.
-
-    `time` is a share of the unmerged time. `theirs` is the method's PSNR in dB, and `ours` that of the strength that
-    takes this time, None if no strength is as fast.
-    """
+    """A method of others beside the setting ``strength`` at equal time, a share of the unmerged one. PSNR in dB:
+    `theirs`, and `ours` of the strength that takes this time, None if no strength is as fast."""
 
     name: str
     time: float
@@ -208,11 +204,9 @@ def _tables(record: Record) -> Iterator[str]:
             for place, time in enumerate(settings["times"]):
                 columns[f"t = {time}"] = {name: str(figures.dev_at[place]) for name, figures in noised.items()}
         else:
-            columns |= {
-                "PSNR dB": {name: str(figures.psnr) for name, figures in pictures.items()},
-                "detail": {name: str(figures.detail or ABSENT) for name, figures in pictures.items()},
-                "time": {name: number(figures.time, ".2f") for name, figures in pictures.items()},
-            }
+            columns |= {"PSNR dB": {name: str(figures.psnr) for name, figures in pictures.items()},
+                        "detail": {name: str(figures.detail or ABSENT) for name, figures in pictures.items()},
+                        "time": {name: number(figures.time, ".2f") for name, figures in pictures.items()}}  # fmt: skip
         counted = []
         if noised:
             counted.append(f"{section.counts['noised']} noised pictures, unmerged v-loss {section.loss:.5f}")
@@ -268,8 +262,7 @@ def plot(records: list[Record], path: Path) -> None:
             axis.errorbar(works, [figure.value for figure in means], [figure.error or 0 for figure in means],
                           label=method, capsize=2, linewidth=1.2, marker=_MARKERS[place % len(_MARKERS)])  # fmt: skip
         axis.set(xscale="log", yscale="log" if section.noised else "linear", xlabel="attention work left",
-                 ylabel="dev, % of the unmerged v-loss" if section.noised else "PSNR, dB",
-                 title=section.checkpoint)  # fmt: skip
+                 ylabel="dev, % of the unmerged v-loss" if section.noised else "PSNR, dB", title=section.checkpoint)
         axis.set_xticks(list(_TICKS), _TICKS.values())
         axis.minorticks_off()
         axis.grid(alpha=0.3, which="both")

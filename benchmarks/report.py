@@ -68,10 +68,8 @@ def add_output(parser: argparse.ArgumentParser) -> None:
         "benchmarks/results/, or the unfinished one of this command)")  # fmt: skip
 
 
-def run(
-    name: str, parser: argparse.ArgumentParser, arguments: list[str] | None,
-    work: Callable[[argparse.Namespace, str], int | None],
-) -> int:  # fmt: skip
+def run(name: str, parser: argparse.ArgumentParser, arguments: list[str] | None,
+        work: Callable[[argparse.Namespace, str], int | None]) -> int:  # fmt: skip
     """Run a command and return its exit status: that of `work`, 2 if it raises an expected error, 130 if interrupted.
 
     name: of the command's module in benchmarks. arguments: None stands for ``sys.argv[1:]``. work: gets the options and

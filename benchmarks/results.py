@@ -1,8 +1,5 @@
-"""Results as data: one JSON a run, written row by row, so that a killed run goes on later.
-
-A row is a dict whose ``key`` names its subject; ``missing`` are the keys that are planned and not there yet. A file is
-a whole record at every moment, a line a row, and names the versions, the commit and the device of its run.
-"""
+"""Results as data: one JSON a run, a whole record at every moment and a line a row, so that a killed run goes on later.
+A row is a dict whose ``key`` names its subject; ``missing`` are the keys that are planned and not there yet."""
 
 from __future__ import annotations
 

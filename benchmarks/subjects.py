@@ -72,9 +72,8 @@ class Noised(NamedTuple):
 class SceneSubject:
     """A scene model, which the demo trains: it predicts noised held-out scenes, and draws as the demo does."""
 
-    def __init__(
-        self, path: Path, device: torch.device, purpose: Purpose = PURPOSES[SHOW], guidance: float = GUIDANCE
-    ) -> None:
+    def __init__(self, path: Path, device: torch.device, purpose: Purpose = PURPOSES[SHOW],
+                 guidance: float = GUIDANCE) -> None:  # fmt: skip
         self.name, self.purpose, self.guidance = path.stem, purpose, guidance
         self.model = model.load(path).to(device)
         self.network, self.device = self.model.network, device

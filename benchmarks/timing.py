@@ -34,9 +34,8 @@ def seconds(run: Run, device: str = "cpu", calls: int = 1) -> float:
     return (clock() - since) / calls
 
 
-def in_turns(
-    runs: Mapping[str, Run], rounds: int, measure: Callable[[Run], float] = seconds, until: float | None = None
-) -> dict[str, list[float]]:
+def in_turns(runs: Mapping[str, Run], rounds: int, measure: Callable[[Run], float] = seconds,
+             until: float | None = None) -> dict[str, list[float]]:  # fmt: skip
     """Measure each run once a round, in random but repeatable order; return the values by name, one a round.
 
     measure: gives the seconds of a run. until: the ``time.monotonic`` after which no round but the first begins.
@@ -106,20 +105,16 @@ def _resident(field: str) -> int:
 
 
 class CallTimes:
-    """A context manager that lists in `seconds` the processor seconds of every call of the network.
-
-    Enter it before the network is patched, to time the patch too. `seconds` stays until the next entering.
-    """
+    """A context manager that lists in `seconds` the processor seconds of every call of the network; enter it before the
+    network is patched, to time the patch too. `seconds` stays until the next entering."""
 
     def __init__(self, network: nn.Module) -> None:
         self.network = network
 
     def __enter__(self) -> CallTimes:
         self.seconds: list[float] = []
-        self._hooks = [
-            self.network.register_forward_pre_hook(self._start, with_kwargs=True, prepend=True),
-            self.network.register_forward_hook(self._stop),
-        ]
+        self._hooks = [self.network.register_forward_pre_hook(self._start, with_kwargs=True, prepend=True),
+                       self.network.register_forward_hook(self._stop)]  # fmt: skip
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -117,8 +117,6 @@ _TO_CHOOSE_BY = tuple(  # keys and values compared by distance, and refined if t
 )  # fmt: skip
 VARIANTS = {variant.name: variant for variant in (*_ALWAYS, *_STANDARD, *_TO_CHOOSE_BY)}
 ALWAYS = tuple(variant.name for variant in _ALWAYS)
-GROUPS = {
-    "smallest": (*ALWAYS, "tomesd-0.75", "preset-balanced"),
-    "standard": (*ALWAYS, *(variant.name for variant in _STANDARD)),
-    "choose": (*ALWAYS, *(variant.name for variant in _TO_CHOOSE_BY)),
-}
+GROUPS = {"smallest": (*ALWAYS, "tomesd-0.75", "preset-balanced"),
+          "standard": (*ALWAYS, *(variant.name for variant in _STANDARD)),
+          "choose": (*ALWAYS, *(variant.name for variant in _TO_CHOOSE_BY))}  # fmt: skip

@@ -1,8 +1,4 @@
-"""Doubles of ComfyUI's attentions, from the contract of its functions: how each scales, and where each adds a mask.
-
-The engine knows them by the module's name, like ComfyUI's own; tests/hosts/comfyui holds the same claims against
-the real module.
-"""
+"""Doubles of ComfyUI's attentions: how each scales and adds a mask; tests/hosts/comfyui tests the real ones alike."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ import torch
 from tests.doubles import ComfyAttention, attend, of_heads
 
 HERE = __name__
-__name__ = "comfy.ldm.modules.attention"
+__name__ = "comfy.ldm.modules.attention"  # by which the engine knows them, like ComfyUI's own
 
 
 def wrap_attn(function: Any) -> Any:

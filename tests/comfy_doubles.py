@@ -1,8 +1,4 @@
-"""Stand-ins for the parts of ComfyUI that the nodes use: its ModelPatcher, its chain of wrappers, its sampling.
-
-They follow the contract (which calls with which arguments, what is copied, what is shared); tests/hosts/comfyui holds
-the same claims against the real thing.
-"""
+"""Doubles of what the nodes use of ComfyUI, by its contract; tests/hosts/comfyui tests the real thing alike."""
 
 from __future__ import annotations
 
@@ -67,9 +63,8 @@ class BaseModel(nn.Module):
         executor = Executor.of("apply_model", transformer_options, self._apply_model, self)
         return executor(x, t, None, c_crossattn, None, transformer_options)
 
-    def _apply_model(
-        self, x: Any, t: Any, concat: Any, context: Any, control: Any, options: dict, **more: Any
-    ) -> torch.Tensor:
+    def _apply_model(self, x: Any, t: Any, concat: Any, context: Any, control: Any, options: dict,
+                     **more: Any) -> torch.Tensor:  # fmt: skip
         # blocks write into the options, whose values the calls of one sampling share
         timesteps = self.model_sampling.timestep(t).float()
         return self.diffusion_model(x, timesteps, context=context, transformer_options=dict(options), **more)
@@ -120,10 +115,8 @@ class Guider:
         self.patcher = patcher
         self.model = model or patcher.model
 
-    def sample(
-        self, steps: int = 2, batch: int = 1, size: tuple[int, int] = (8, 8), stop: Any = None, seed: int = 0,
-        sampler: Any = None, callback: Any = None,
-    ) -> torch.Tensor:  # fmt: skip
+    def sample(self, steps: int = 2, batch: int = 1, size: tuple[int, int] = (8, 8), stop: Any = None, seed: int = 0,
+               sampler: Any = None, callback: Any = None) -> torch.Tensor:  # fmt: skip
         """The latent after all steps. stop: called with each step's number, and may raise."""
         noise, text = inputs(4, 2 * batch, *size, seed)
         sigmas = self.place(torch.tensor(self.sigmas(steps)))

@@ -1,9 +1,4 @@
-"""Stand-ins for ComfyUI's models, which tell in transformer_options where they are and let a slot answer attentions.
-
-Which facts lie there, who puts them there and when is ComfyUI's: in UNets "block" around each block,
-"activations_shape" and "block_index" in each transformer, all of them in the one dictionary of a call; in transformers
-"block_type" and "block_index".
-"""
+"""Stand-ins for ComfyUI's models; what they put into transformer_options, and when, is what ComfyUI's put there."""
 
 from __future__ import annotations
 
@@ -23,7 +18,6 @@ WIDTH, HEADS = 32, 2  # sizes of transformers
 
 
 # --- UNets -----------------------------------------------------------------------------------------------------------
-
 
 class BasicTransformerBlock(Block):
     """A block whose attentions another node may replace, and whose self-attention's tokens it may change."""
@@ -108,7 +102,6 @@ deep_unet = seeded(_comfy, depth=2)
 
 
 # --- transformers ----------------------------------------------------------------------------------------------------
-
 
 class Body(nn.Module):
     """Text, then the picture. Each block is joint attention, then attention from the picture to the text."""

@@ -1,9 +1,5 @@
-"""The law of a merged attention: merged keys give what their tokens, each by itself, would give.
-
-The slow and obvious version is the unpatched module in float64, with every token's key and value, after their
-projections, exchanged for the means of its group: that is each merged key as often as it has tokens. No line of the
-engine takes part in it.
-"""
+"""The law of a merged attention: merged keys give what the unpatched module, in float64 and without any code of the
+engine, gives if each token's projected key and value are exchanged for the means of its group."""
 
 from __future__ import annotations
 
@@ -36,10 +32,7 @@ KV = MergeConfig(correction=False, side="kv", ratio=0.75, use_rand=False, max_do
 
 
 def ragged(batch: int, tokens: int, groups: int, seed: int = 0) -> MergePlan:
-    """A plan whose sizes differ within a sample and between samples, with groups that are empty.
-
-    Of three groups or more the last has no token in any sample, and the first none in every second sample.
-    """
+    """A plan with ragged sizes and empty groups: of three or more the last, and in every second sample the first."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for sample in range(batch):
@@ -64,7 +57,6 @@ def merging_by(alike: bool = False, engine: ModuleType = tome_core) -> Iterator[
 
 # --- the oracle -----------------------------------------------------------------------------------------------------
 
-
 def means(x: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
     """Exchange each token of ``[B, N, ...]`` for the mean of its group, ``[B or 1, N]``."""
     share = F.one_hot(group).to(x)
@@ -73,10 +65,7 @@ def means(x: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def grouped(module: nn.Module, plan: MergePlan, roles: str) -> Iterator[None]:
-    """In this context an attention's projections, also a processor's own, give each token its group's mean.
-
-    roles: which projections do so, "kv" or "qkv".
-    """
+    """Inside, an attention's projections of these roles, also its processor's, give each token its group's mean."""
 
     def exchange(name: str, layer: nn.Module, args: tuple, out: torch.Tensor) -> torch.Tensor:
         letters = name.split("_")[1]  # "qkv", if they are fused
@@ -97,15 +86,9 @@ def far(out: torch.Tensor, expected: torch.Tensor) -> float:
     return (difference / expected.double().flatten(1).norm(dim=1)).max().item()
 
 
-def assert_repeated(
-    module: nn.Module, args: tuple, kwargs: dict[str, Any], out: torch.Tensor, plan: MergePlan,
-    tolerance: float | None = None, roles: str = "kv",
-) -> None:  # fmt: skip
-    """Raise AssertionError unless the output is what repeated keys give.
-
-    module: not patched; it runs in float64, so that only the engine's error is seen. args, kwargs: of its call, whose
-    first argument holds the tokens ``[B, N, C]``. roles: what merges.
-    """
+def assert_repeated(module: nn.Module, args: tuple, kwargs: dict[str, Any], out: torch.Tensor, plan: MergePlan,
+                    tolerance: float | None = None, roles: str = "kv") -> None:  # fmt: skip
+    """Assert that the unpatched module, in float64, gives this with repeated keys. args[0]: tokens ``[B, N, C]``."""
     tolerance = tolerance or TOLERANCE[args[0].dtype]
     exact = copy.deepcopy(module).double()  # a module that casts by itself (``upcast_attention``) still casts
     args, kwargs = tree_map_only(torch.Tensor, lambda it: it.double() if it.is_floating_point() else it, (args, kwargs))
@@ -115,7 +98,6 @@ def assert_repeated(
 
 
 # --- an attention in a UNet that has nothing else ---------------------------------------------------------------------
-
 
 class BasicTransformerBlock(nn.Module):
     """A block with self-attention alone. kwargs: the attention's further arguments."""
@@ -158,16 +140,10 @@ def telling(module: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
     return module.to(dtype).requires_grad_(False).eval()
 
 
-def way(
-    module: nn.Module, dtype: torch.dtype = torch.float32, *, batch: int = 3, tolerance: float | None = None,
-    alike: bool = False, queries: bool = False, engine: ModuleType = tome_core, settings: dict[str, Any] | None = None,
-    **kwargs: Any,
-) -> str:  # fmt: skip
-    """Compare an attention with repeated keys. Returns the way in which the engine gave it the sizes.
-
-    alike: one plan serves all samples. queries: do they merge too? engine: the copy that merges. settings: more of its
-    settings. kwargs: the other arguments of the attention's call.
-    """
+def way(module: nn.Module, dtype: torch.dtype = torch.float32, *, batch: int = 3, tolerance: float | None = None,
+        alike: bool = False, queries: bool = False, engine: ModuleType = tome_core,
+        settings: dict[str, Any] | None = None, **kwargs: Any) -> str:  # fmt: skip
+    """Compare an attention with repeated keys; return how it got the sizes. alike: one plan serves all samples."""
     unet, before, x = UNetOf(module, **kwargs), copy.deepcopy(module), tokens(batch, dtype)
     config = {"correction": False, "side": "qkv" if queries else "kv", "ratio": 0.75, "use_rand": False}
     with merging_by(alike, engine), engine.patch(unet, **config, **(settings or {})) as handle:
@@ -208,11 +184,9 @@ def why_left_alone(module: nn.Module, batch: int = 3, config: MergeConfig = KV, 
 
 # --- xformers, which is for GPUs --------------------------------------------------------------------------------------
 
-
-def memory_efficient_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_bias: Any = None,
-    p: float = 0.0, scale: float | None = None, *, op: Any = None,
-) -> torch.Tensor:  # fmt: skip
+def memory_efficient_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_bias: Any = None,
+                               p: float = 0.0, scale: float | None = None, *,
+                               op: Any = None) -> torch.Tensor:  # fmt: skip
     """A double of xformers' function, for ``[B, N, d]`` or ``[B, N, H, d]``, equally strict with a bias."""
     assert query.dtype == key.dtype == value.dtype
     by_head = [tensor[:, None] if query.dim() == 3 else tensor.transpose(1, 2) for tensor in (query, key, value)]

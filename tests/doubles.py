@@ -1,8 +1,4 @@
-"""Stand-ins for code that cannot be installed from PyPI: sgm's block, and the attentions of sgm and ComfyUI.
-
-They have their originals' class names, argument names and order of calls, which is all that the patch relies on,
-and nothing else.
-"""
+"""Doubles of sgm's block and of sgm's and ComfyUI's attentions: names and orders on which a patch relies, no more."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ UNETS = {family.name: family for family in CASES}
 MODELS = UNETS | {name: Transformer(name) for name in PRESENT}
 _OF_ITS_OWN = ("ldm_sd1", "sgm_double", "sd15", "sdxl", "gligen", "motion")
 _QUICK = (*_OF_ITS_OWN, "Flux", "SD3.5", "Z-Image", "Wan")
+_ANY = ("ldm_sd1", "sd15", "Flux")
 
 
 def _each(models: Any, quick: Any) -> pytest.MarkDecorator:
@@ -24,6 +25,8 @@ def _each(models: Any, quick: Any) -> pytest.MarkDecorator:
 
 # one model of each wiring is quick; models that differ only in weights or arguments are slow
 every_unet, every_model = _each(CASES, _QUICK), _each(MODELS.values(), _QUICK)
+# for a law of what all wirings share: quick are attention by hand, by a function, and a transformer
+any_unet, any_model = _each(CASES, _ANY), _each(MODELS.values(), _ANY)
 
 
 def some_models(*names: str) -> pytest.MarkDecorator:

@@ -14,9 +14,7 @@ import install_hosts as install
 ROOT = Path(__file__).parents[1]
 
 
-def call_install(
-    *arguments: object, cwd: Path = ROOT, options: Sequence[str] = ()
-) -> subprocess.CompletedProcess:
+def call_install(*arguments: object, cwd: Path = ROOT, options: Sequence[str] = ()) -> subprocess.CompletedProcess:
     """Run install.py. options: Python's options."""
     command = [sys.executable, *options, str(ROOT / "install.py"), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)

@@ -1,7 +1,4 @@
-"""``python -m tests.kernel_code``: compile the Triton kernels for GPUs that need not be here, and look at the code.
-
-No GPU, driver or toolkit is needed, because Triton has a compiler. For two GPUs; with ``TOME_THOROUGH=1`` for five.
-"""
+"""``python -m tests.kernel_code``: compile the kernels for two GPUs that need not be here, five if thorough; look."""
 
 from __future__ import annotations
 

@@ -1,10 +1,5 @@
-"""Laws of the Triton kernels. With ``TRITON_INTERPRET=1`` they run on the CPU, else on the GPU.
-
-Each launch is compared with torch's operators, by `used`. So the laws have the shapes to launch, and what a comparison
-does not see: bits, numbers that are none, gradients. At the end are laws of the proof that users' kernels give.
-"""
-
-from __future__ import annotations
+"""Laws of the Triton kernels, on the CPU with ``TRITON_INTERPRET=1``, else on the GPU. `used` compares each launch with
+torch's operators: laws have shapes, and what a comparison does not see (bits, NaN, gradients, the proof for users)."""
 
 import itertools
 import os
@@ -119,11 +114,9 @@ def case(shape, dtype=torch.float32):
 
 # --- best_keys --------------------------------------------------------------------------------------------------------
 
-
 @pytest.mark.parametrize("shape, has_bias, dtype", together(SHAPES, [False, True], DTYPES), ids=str)
 def test_the_best_key_is_the_same_if_lengths_count_and_keys_of_the_queries_own_dtype_are_multiplied_exactly(
-    shape, has_bias, dtype
-):
+    shape, has_bias, dtype):  # fmt: skip
     (x, rows, keys), bias = case(shape, dtype), None
     if has_bias:
         bias = noise(*keys.shape[:2], seed=3)
@@ -205,7 +198,6 @@ def test_centres_know_their_lengths_and_which_are_empty(dtype, channels):
 
 # --- segments and assign_groups ---------------------------------------------------------------------------------------
 
-
 @pytest.mark.parametrize("rows, tokens, groups", [(1, 1, 1), (2, 2100, 33), (1, 20, 70), (3, 1024, 32)])
 def test_tokens_are_sorted_and_counted_in_one_launch(rows, tokens, groups, used):
     plan = MergePlan(whole_numbers(groups, rows, tokens, seed=3), groups)
@@ -253,9 +245,8 @@ def test_a_correction_is_made_in_three_launches_however_keys_and_values_lie_in_m
 
 @pytest.mark.parametrize("count, dtype", together([3, 32, 77], DTYPES[1:]), ids=str)
 def test_a_head_that_lost_nothing_is_given_nothing(count, dtype):
-    answers = kernels.SampleAttention(
-        noise(6, count, 20, seed=1) * 0.1, noise(4, 6, count, 20, seed=2), noise(4, 6, count, seed=4) * 3
-    )
+    answers = kernels.SampleAttention(noise(6, count, 20, seed=1) * 0.1, noise(4, 6, count, 20, seed=2),
+                                      noise(4, 6, count, seed=4) * 3)  # fmt: skip
     first = noise(4, 6, 20, 20, seed=3) * 0.02
     first[:, 1] = 0
     for part in kernels.ridge((noise(2, count, 60) + 4).to(dtype), answers, first):
@@ -273,7 +264,6 @@ def test_a_correction_is_added_in_one_launch_however_heads_lie_in_memory(size, d
 
 
 # --- a kernel's proof of itself: it catches a wrong kernel at its first launch, and no right one ----------------------
-
 
 def _best():
     keys, bias = noise(2, 70, 40, seed=1), noise(2, 70, seed=2)
@@ -325,19 +315,17 @@ def _stale(x):
     return torch.cat([x.flatten()[:-16], x.flatten()[:16]]).view_as(x)
 
 
-PLANTED = {
-    "best_keys: hidden keys are not": ("best_keys", _given(3, lambda bias: None)),
-    "best_keys: a number that no key has": ("best_keys", _gives(5, lambda index: index + 70)),
-    "mean_rows: a stale tile": ("mean_rows", _gives(5, _stale)),
-    "segments: one group further": ("segments", _given(0, lambda group: (group + 1) % 40)),
-    "assign_groups: one token more merges": ("assign_groups", _given(4, lambda removed: removed + 1)),
-    "first_order: groups of the tokens beside them": ("first_order", _given(2, lambda group: group.roll(1, 1))),
-    "attend_sample: sizes are forgotten": ("attend_sample", _given(5, torch.zeros_like)),
-    "attend_sample: one head's answers for another's": ("attend_sample", _gives(8, lambda x: x.roll(1, 0))),
-    "ridge: what is known is not taken off": ("ridge", _given(4, torch.zeros_like)),
-    "ridge: the constant is lost": ("ridge", _gives(6, torch.zeros_like)),
-    "correct: a stale tile": ("correct", _gives(4, _stale)),
-}  # fmt: skip
+PLANTED = {"best_keys: hidden keys are not": ("best_keys", _given(3, lambda bias: None)),
+           "best_keys: a number that no key has": ("best_keys", _gives(5, lambda index: index + 70)),
+           "mean_rows: a stale tile": ("mean_rows", _gives(5, _stale)),
+           "segments: one group further": ("segments", _given(0, lambda group: (group + 1) % 40)),
+           "assign_groups: one token more merges": ("assign_groups", _given(4, lambda removed: removed + 1)),
+           "first_order: groups of the tokens beside them": ("first_order", _given(2, lambda group: group.roll(1, 1))),
+           "attend_sample: sizes are forgotten": ("attend_sample", _given(5, torch.zeros_like)),
+           "attend_sample: one head's answers for another's": ("attend_sample", _gives(8, lambda x: x.roll(1, 0))),
+           "ridge: what is known is not taken off": ("ridge", _given(4, torch.zeros_like)),
+           "ridge: the constant is lost": ("ridge", _gives(6, torch.zeros_like)),
+           "correct: a stale tile": ("correct", _gives(4, _stale))}  # fmt: skip
 
 
 @pytest.fixture

@@ -1,7 +1,4 @@
-"""Small models of every family that the patch supports, built from their real classes, and a call of each.
-
-The contract tests run over `CASES`. Zero-initialised layers get random weights, so that every block matters.
-"""
+"""Small models of every family that the patch supports, of their real classes and without zeros, and a call of each."""
 
 from __future__ import annotations
 
@@ -24,11 +21,7 @@ TEXT = 32
 
 
 class Family(NamedTuple):
-    """A family of UNets; a family of transformers is a `tests.tiny_transformers.Transformer`.
-
-    build: makes the model, its weights always the same; forward: ``(model, x, timestep, text)`` to picture; frames:
-    pictures of one sample.
-    """
+    """A family of UNets. forward: ``(model, x, timestep, text)`` to picture; frames: pictures of one sample."""
 
     name: str
     build: Callable[[], Any]
@@ -92,11 +85,9 @@ _DOWN, _UP = ("CrossAttnDownBlock2D", "DownBlock2D"), ("UpBlock2D", "CrossAttnUp
 
 def unet(**changes: Any) -> UNet2DConditionModel:
     """A UNet2DConditionModel in SD1.5's shape: attention on the latent's level and in the middle."""
-    settings = {
-        "sample_size": 16, "in_channels": 4, "out_channels": 4, "layers_per_block": 1,
-        "block_out_channels": (32, 64), "norm_num_groups": 8, "down_block_types": _DOWN, "up_block_types": _UP,
-        "cross_attention_dim": TEXT, "attention_head_dim": 4,
-    }  # fmt: skip
+    settings = {"sample_size": 16, "in_channels": 4, "out_channels": 4, "layers_per_block": 1,
+                "block_out_channels": (32, 64), "norm_num_groups": 8, "down_block_types": _DOWN, "up_block_types": _UP,
+                "cross_attention_dim": TEXT, "attention_head_dim": 4}  # fmt: skip
     return UNet2DConditionModel(**{**settings, **changes})
 
 
@@ -106,13 +97,11 @@ def on_small(name: str) -> MergeConfig:
 
 
 # attention starts at half the latent's size, the deepest transformers have two blocks
-SDXL = {
-    "block_out_channels": (16, 32, 32),
-    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-    "attention_head_dim": (2, 4, 4), "use_linear_projection": True, "transformer_layers_per_block": (1, 1, 2),
-    "addition_embed_type": "text_time", "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 64,
-}  # fmt: skip
+SDXL = {"block_out_channels": (16, 32, 32),
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"), "attention_head_dim": (2, 4, 4),
+        "use_linear_projection": True, "transformer_layers_per_block": (1, 1, 2), "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 64}  # fmt: skip
 
 sd15 = seeded(unet)
 small = seeded(unet, attention_head_dim=1)  # one head in each attention
@@ -179,14 +168,11 @@ def _call_gligen(model, x, timestep, text):
 
 # --- LDM, and a double of sgm's blocks in its UNet ------------------------------------------------------------------
 
-
 def ldm(**changes: Any) -> UNetModel:
     """An LDM UNet in SD1's shape: attention on the latent's level, on the next, and in the middle."""
-    settings = {
-        "image_size": 16, "in_channels": 4, "out_channels": 4, "model_channels": 32, "num_res_blocks": 1,
-        "attention_resolutions": (1, 2), "channel_mult": (1, 2), "num_heads": 4, "use_spatial_transformer": True,
-        "context_dim": TEXT, "legacy": False,
-    }  # fmt: skip
+    settings = {"image_size": 16, "in_channels": 4, "out_channels": 4, "model_channels": 32, "num_res_blocks": 1,
+                "attention_resolutions": (1, 2), "channel_mult": (1, 2), "num_heads": 4,
+                "use_spatial_transformer": True, "context_dim": TEXT, "legacy": False}  # fmt: skip
     return UNetModel(**{**settings, **changes})
 
 
@@ -217,16 +203,9 @@ def call_ldm(model, x, timestep, text):
     return model(x, torch.as_tensor(timestep).expand(x.shape[0]), text)
 
 
-CASES = (
-    Family("ldm_sd1", ldm_sd1, call_ldm),
-    Family("ldm_sd2", ldm_sd2, call_ldm),
-    Family("ldm_wrapped", ldm_wrapped, call_ldm),
-    Family("sgm_double", sgm_double, call_ldm),
-    Family("sd15", sd15, call_unet),
-    Family("sd2", sd2, call_unet),
-    Family("sdxl", sdxl, _call_sdxl),
-    Family("ip_adapter", ip_adapter, _call_with_image),
-    Family("ip_adapter_masks", ip_adapter, _call_with_masked_image),
-    Family("gligen", gligen, _call_gligen),
-    Family("motion", motion, _call_motion, frames=2),
-)
+CASES = (Family("ldm_sd1", ldm_sd1, call_ldm), Family("ldm_sd2", ldm_sd2, call_ldm),
+         Family("ldm_wrapped", ldm_wrapped, call_ldm), Family("sgm_double", sgm_double, call_ldm),
+         Family("sd15", sd15, call_unet), Family("sd2", sd2, call_unet), Family("sdxl", sdxl, _call_sdxl),
+         Family("ip_adapter", ip_adapter, _call_with_image),
+         Family("ip_adapter_masks", ip_adapter, _call_with_masked_image), Family("gligen", gligen, _call_gligen),
+         Family("motion", motion, _call_motion, frames=2))  # fmt: skip

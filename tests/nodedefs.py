@@ -1,8 +1,5 @@
-"""The texts of the nodes as ComfyUI's locales and help pages want them, made from the nodes themselves.
-
-`python -m tests.nodedefs` writes `locales/en/nodeDefs.json` and the table of ToMeSettings' help page. The
-translations are written by hand: missing texts are added in English, and texts that no node has are removed.
-"""
+"""The nodes' texts, made from the nodes: `python -m tests.nodedefs` writes `locales/en/nodeDefs.json` and a help page's
+table; to translations, which are written by hand, it adds missing texts in English, and removes old ones."""
 
 from __future__ import annotations
 

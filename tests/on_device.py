@@ -6,9 +6,8 @@ from typing import Any, ClassVar
 
 import torch
 
-_WAITING = {getattr(torch.Tensor, name) for name in (
-    "item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__index__", "__iter__",
-)}  # fmt: skip
+_WAITING = {getattr(torch.Tensor, name) for name in ("item", "tolist", "cpu", "numpy", "__float__", "__int__",
+                                                     "__bool__", "__index__", "__iter__")}  # fmt: skip
 
 
 class OnDevice(torch.Tensor):

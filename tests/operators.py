@@ -1,8 +1,5 @@
-"""Which aten operators some code runs, and which of them devices without fused attention have.
-
-DirectML's are the kernels of torch-directml 0.2.5 (September 2024, the newest), read in the symbols of its library.
-It computes other operators on the CPU. MPS's operators are in torch's table of kernels, installed with it.
-"""
+"""Which aten operators some code runs, and which of them MPS (by torch's table) and DirectML lack. DirectML's are read
+in the library of torch-directml 0.2.5 (September 2024, the newest), which computes others on the CPU."""
 
 from __future__ import annotations
 

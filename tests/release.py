@@ -1,7 +1,4 @@
-"""The version of a release: ``tome_core/__init__.py`` and pyproject.toml, which hosts read as text, both have it.
-
-``python -m tests.release`` prints it; ``--tag v0.1.0`` fails unless that tag and the changelog agree too. No torch.
-"""
+"""The version, which hosts read as text: ``python -m tests.release`` prints it, ``--tag`` compares all its places."""
 
 from __future__ import annotations
 

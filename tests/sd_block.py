@@ -1,7 +1,4 @@
-"""UNets of transformers alone, in plain torch with LDM's names; one of them is Stable Diffusion 1.5's finest block.
-
-They serve to measure and test what does not depend on the convolutions and projections around a transformer.
-"""
+"""UNets of transformers alone, with LDM's names, to measure and test what depends on nothing around a transformer."""
 
 from __future__ import annotations
 
@@ -19,9 +16,8 @@ CHANNELS, HEADS, CONTEXT_CHANNELS, CONTEXT_TOKENS = 320, 8, 768, 77
 class SpatialTransformer(nn.Module):
     """Blocks between picture ``[B, C, H, W]`` and tokens, without the projections around them."""
 
-    def __init__(
-        self, channels: int = CHANNELS, heads: int = HEADS, context_channels: int = CONTEXT_CHANNELS, depth: int = 1
-    ) -> None:
+    def __init__(self, channels: int = CHANNELS, heads: int = HEADS, context_channels: int = CONTEXT_CHANNELS,
+                 depth: int = 1) -> None:  # fmt: skip
         super().__init__()
         blocks = [BasicTransformerBlock(channels, heads, context_channels) for _ in range(depth)]
         self.transformer_blocks = nn.ModuleList(blocks)
@@ -35,15 +31,10 @@ class SpatialTransformer(nn.Module):
 
 
 class UNet(nn.Module):
-    """A UNet whose stages hold transformers and modules that change the picture's size, and nothing else.
+    """A UNet of transformers and modules that resize the picture; a stage is one of LDM's ``input_blocks``."""
 
-    A stage is what LDM keeps at one place of ``input_blocks`` and ``output_blocks``; the middle is a single one.
-    """
-
-    def __init__(
-        self, down: Iterable[Iterable[nn.Module]], middle: Iterable[nn.Module] = (),
-        up: Iterable[Iterable[nn.Module]] = (),
-    ) -> None:  # fmt: skip
+    def __init__(self, down: Iterable[Iterable[nn.Module]], middle: Iterable[nn.Module] = (),
+                 up: Iterable[Iterable[nn.Module]] = ()) -> None:  # fmt: skip
         super().__init__()
         self.input_blocks = nn.ModuleList(nn.ModuleList(stage) for stage in down)
         self.middle_block = nn.ModuleList(middle)

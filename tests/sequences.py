@@ -12,13 +12,9 @@ PICTURE, FILM = Layout(Grid(16, 24), first=7), Layout(Grid(6 * 8, 12, frames=6),
 HEADS, WIDTH = 3, 16
 
 
-def attention(
-    layout: Layout, behind: int = 0, batch: int = 2, dtype=torch.float32, seed: int = 0, takes_bias: bool = True
-) -> Attention:
-    """Queries, keys and values smooth over the grid, as pictures are; the tokens around it are noise.
-
-    behind: the number of tokens after the picture's. takes_bias: does its function accept a bias?
-    """
+def attention(layout: Layout, behind: int = 0, batch: int = 2, dtype=torch.float32, seed: int = 0,
+              takes_bias: bool = True) -> Attention:  # fmt: skip
+    """Queries, keys and values, smooth over the grid, with noise around it. behind: tokens after the picture's."""
     generator = torch.Generator().manual_seed(seed)
     shape = (batch, HEADS * WIDTH, layout.grid.height // 4 + 1, layout.grid.width // 4 + 1)
     tensors = []

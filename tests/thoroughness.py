@@ -1,10 +1,5 @@
-"""How much the long tests do: a little at every change, and all with
-
-    TOME_THOROUGH=1 python -m pytest tests -k 'soak or interrupt or beside or random'
-
-which is 500 generations in each host, faults at every single wrap, every foreign thing on every model, a thousand
-pairs of such things, and five thousand random sessions.
-"""
+"""How much the long tests do: a little, or all (500 generations, every wrap, all things on all models, 5,000 sessions):
+``TOME_THOROUGH=1 python -m pytest tests -k 'soak or interrupt or beside or random'``."""
 
 from __future__ import annotations
 

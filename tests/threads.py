@@ -10,10 +10,7 @@ from typing import Any
 
 
 def at_once(*works: Callable[[], Any], interval: float = 0.005) -> list[Any]:
-    """Run each function in a thread, all from the same moment, and return the results; raises what one of them raised.
-
-    interval: seconds after which Python goes on with another thread.
-    """
+    """Run each in a thread, from the same moment; return their results, or raise. interval: seconds of a turn."""
     start, before = threading.Barrier(len(works)), sys.getswitchinterval()
 
     def run(work: Callable[[], Any]) -> Any:

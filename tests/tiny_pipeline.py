@@ -77,10 +77,9 @@ def _tokenizer(folder: Path) -> CLIPTokenizer:
 
 
 def _text_config(words: int) -> CLIPTextConfig:
-    return CLIPTextConfig(
-        vocab_size=words, hidden_size=WIDTH, projection_dim=16, intermediate_size=37, num_hidden_layers=1,
-        num_attention_heads=4, bos_token_id=words - 2, eos_token_id=words - 1, pad_token_id=words - 1,
-    )  # fmt: skip
+    return CLIPTextConfig(vocab_size=words, hidden_size=WIDTH, projection_dim=16, intermediate_size=37,
+                          num_hidden_layers=1, num_attention_heads=4, bos_token_id=words - 2, eos_token_id=words - 1,
+                          pad_token_id=words - 1)  # fmt: skip
 
 
 KINDS = {"sd15": stable_diffusion, "sdxl": stable_diffusion_xl}

@@ -7,14 +7,8 @@ import torch
 from demo import model
 
 SIDE = 16  # tokens a side at the finest level
-UNET = {
-    **model.UNET,
-    "sample_size": SIDE,
-    "block_out_channels": [32, 32],
-    "attention_head_dim": [2, 2],
-    "down_block_types": ["CrossAttnDownBlock2D"] * 2,
-    "up_block_types": ["CrossAttnUpBlock2D"] * 2,
-}
+UNET = {**model.UNET, "sample_size": SIDE, "block_out_channels": [32, 32], "attention_head_dim": [2, 2],
+        "down_block_types": ["CrossAttnDownBlock2D"] * 2, "up_block_types": ["CrossAttnUpBlock2D"] * 2}  # fmt: skip
 FLUX = {**model.LAYOUTS["flux"], "num_layers": 1, "num_single_layers": 2, "num_attention_heads": 2}
 UNET_XL = {**model.UNET_XL, "sample_size": SIDE}  # SDXL's layout in full, at a small size
 

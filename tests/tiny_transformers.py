@@ -1,7 +1,4 @@
-"""Tiny transformers of diffusers' real classes with random weights, and a call of each.
-
-The table has the names of classes, because an older diffusers lacks some of them.
-"""
+"""Tiny transformers of diffusers' real classes, by name, because an older diffusers lacks some, and a call of each."""
 
 from __future__ import annotations
 
@@ -25,11 +22,8 @@ Arguments = dict[str, Any]
 
 
 class Tiny(NamedTuple):
-    """kind: the transformer's class; settings: its settings other than `SIZES`; arguments: makes those of a call.
-
-    first, count: the picture's tokens among those of an attention with other tokens too. gain: of the weights, if
-    attention would hardly show in the model's output.
-    """
+    """kind: a class; settings: those other than `SIZES`; arguments: makes a call's. first, count: the picture's tokens
+    among others. gain: of the weights, if attention would hardly show in the output."""
 
     kind: str
     settings: dict[str, Any]
@@ -72,7 +66,6 @@ def sized(kind: str, **settings: Any) -> nn.Module:
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
-
 def _text(batch: int = 1) -> torch.Tensor:
     return torch.randn(batch, WORDS, 32)
 
@@ -110,8 +103,7 @@ def _with_a_reference() -> Arguments:
 
 
 def _qwen(seen: int = WORDS) -> Arguments:
-    return _latent(1, SIDE * SIDE, 16, time=0.5, encoder_hidden_states_mask=_mask(seen),
-                   img_shapes=[[(1, SIDE, SIDE)]])  # fmt: skip
+    return _latent(1, SIDE * SIDE, 16, time=0.5, encoder_hidden_states_mask=_mask(seen), img_shapes=[[(1, SIDE, SIDE)]])
 
 
 def _cogview() -> Arguments:
@@ -138,8 +130,7 @@ def _ltx(**more: Any) -> Arguments:
 _FLUX = Tiny("FluxTransformer2DModel", PACKED | {"num_single_layers": 2}, _flux, WORDS)
 _QWEN = Tiny("QwenImageTransformer2DModel", {"in_channels": 16}, _qwen, WORDS)
 _WAN = Tiny("WanTransformer3DModel", {"patch_size": (1, 2, 2)}, partial(_latent, 1, 4, 3, 32, 32), count=FILM)
-_COGVIDEO = Tiny("CogVideoXTransformer3DModel", {"sample_frames": 9},
-                 partial(_latent, 1, 3, 4, 32, 32), WORDS, FILM)  # fmt: skip
+_COGVIDEO = Tiny("CogVideoXTransformer3DModel", {"sample_frames": 9}, partial(_latent, 1, 3, 4, 32, 32), WORDS, FILM)
 MODELS = {
     "Flux": _FLUX,
     "Flux, two pictures": _FLUX._replace(arguments=partial(_flux, batch=2)),
@@ -165,11 +156,10 @@ MODELS = {
         img_ids=F.pad(flux_ids(SIDE, SIDE), (0, 1)), txt_ids=torch.zeros(WORDS, 4), guidance=torch.tensor([4.0])),
         WORDS),
     "Chroma": Tiny("ChromaTransformer2DModel", PACKED, _packed, WORDS),
-    "Krea 2": Tiny("Krea2Transformer2DModel", {"in_channels": 16, "axes_dims_rope": (4, 6, 6)}, lambda: _latent(
-        1, SIDE * SIDE, 16, time=0.5, encoder_hidden_states=torch.randn(1, WORDS, 2, 32),
-        encoder_attention_mask=_mask().bool(),
-        position_ids=torch.cat([torch.zeros(WORDS, 3), flux_ids(SIDE, SIDE)]),
-    ), WORDS),
+    "Krea 2": Tiny("Krea2Transformer2DModel", {"in_channels": 16, "axes_dims_rope": (4, 6, 6)},
+                   lambda: _latent(1, SIDE * SIDE, 16, time=0.5, encoder_hidden_states=torch.randn(1, WORDS, 2, 32),
+                                   encoder_attention_mask=_mask().bool(),
+                                   position_ids=torch.cat([torch.zeros(WORDS, 3), flux_ids(SIDE, SIDE)])), WORDS),
     "LongCat": Tiny("LongCatImageTransformer2DModel", PACKED, _packed, WORDS),
     "Ovis": Tiny("OvisImageTransformer2DModel", PACKED | {"out_channels": 16}, _packed, WORDS),
     "Bria": Tiny("BriaTransformer2DModel", PACKED, lambda: at(_packed(), 1000), WORDS),
@@ -211,20 +201,18 @@ MODELS = {
     }, lambda: _latent(1, 4, 3, 32, 32, encoder_attention_mask=torch.ones(1, WORDS),
                        image_rotary_emb=([(torch.ones(16, 8), torch.zeros(16, 8))] * 3,
                                          [torch.zeros(1, FILM, dtype=torch.long)] * 3)), count=FILM),
-    "HunyuanDiT": Tiny("HunyuanDiT2DModel", {
-        "hidden_size": 32, "use_style_cond_and_image_meta_size": False,
-    }, lambda: _latent(
-        1, 4, 64, 64, text_embedding_mask=_mask(), encoder_hidden_states_t5=_text(), text_embedding_mask_t5=_mask(15),
-        image_rotary_emb=(torch.ones(SIDE**2, 16), torch.zeros(SIDE**2, 16)))),
+    "HunyuanDiT": Tiny("HunyuanDiT2DModel", {"hidden_size": 32, "use_style_cond_and_image_meta_size": False},
+                       lambda: _latent(1, 4, 64, 64, text_embedding_mask=_mask(), encoder_hidden_states_t5=_text(),
+                                       text_embedding_mask_t5=_mask(15),
+                                       image_rotary_emb=(torch.ones(SIDE**2, 16), torch.zeros(SIDE**2, 16)))),
     "DiT": Tiny("DiTTransformer2DModel", {"out_channels": 8}, lambda: {
         "hidden_states": torch.randn(2, 4, 64, 64), "timestep": torch.tensor([500, 500]),
         "class_labels": torch.tensor([1, 2]),
     }),
     "ChronoEdit": _WAN._replace(kind="ChronoEditTransformer3DModel"),
     "SkyReels": _WAN._replace(kind="SkyReelsV2Transformer3DModel"),
-    "Wan VACE": Tiny("WanVACETransformer3DModel", {
-        **_WAN.settings, "vace_layers": [0, 1], "vace_in_channels": 8,
-    }, lambda: _latent(1, 4, 3, 32, 32, control_hidden_states=torch.randn(1, 8, 3, 32, 32)), count=FILM),
+    "Wan VACE": Tiny("WanVACETransformer3DModel", {**_WAN.settings, "vace_layers": [0, 1], "vace_in_channels": 8},
+                     lambda: _latent(1, 4, 3, 32, 32, control_hidden_states=torch.randn(1, 8, 3, 32, 32)), count=FILM),
     "Wan Animate": Tiny("WanAnimateTransformer3DModel", {
         **_WAN.settings, "in_channels": 12, "latent_channels": 4, "image_dim": 32, "inject_face_latents_blocks": 2,
     }, lambda: _latent(

@@ -1,7 +1,4 @@
-"""Diffusers' own pipelines around tiny transformers with random weights, with prompts as embeddings.
-
-The table has the names of classes, because an older diffusers lacks some of them.
-"""
+"""Diffusers' own pipelines, by name, around tiny transformers; prompts are embeddings."""
 
 from __future__ import annotations
 
@@ -37,27 +34,22 @@ def _both(**given: Any) -> Call:
 
 
 def decoder() -> Any:
-    return diffusers.AutoencoderKL(
-        in_channels=3, out_channels=3, down_block_types=["DownEncoderBlock2D"] * 4,
-        up_block_types=["UpDecoderBlock2D"] * 4, block_out_channels=[8] * 4, latent_channels=4, norm_num_groups=2,
-        scaling_factor=1.0, shift_factor=0.0,
-    )  # fmt: skip
+    return diffusers.AutoencoderKL(in_channels=3, out_channels=3, down_block_types=["DownEncoderBlock2D"] * 4,
+                                   up_block_types=["UpDecoderBlock2D"] * 4, block_out_channels=[8] * 4,
+                                   latent_channels=4, norm_num_groups=2, scaling_factor=1.0,
+                                   shift_factor=0.0)  # fmt: skip
 
 
 def _wan_of_a_picture() -> dict[str, Any]:
     """The transformer gets the picture's latent and a mask as well as the noise."""
-    vae = diffusers.AutoencoderKLWan(
-        base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
-    ).eval()
+    vae = diffusers.AutoencoderKLWan(base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1,
+                                     temperal_downsample=[False, True, True]).eval()  # fmt: skip
     settings = {**tiny_transformers.MODELS["Wan"].settings, "in_channels": 36, "out_channels": 16}
     return {"vae": vae, "transformer": tiny_transformers.sized("WanTransformer3DModel", **settings).eval()}
 
 
 class Way(NamedTuple):
-    """kind: the pipeline's class; model: its transformer; call: the arguments for its prompt, its size and its kind.
-
-    parts: its parts other than the transformer and a solver; all others are None.
-    """
+    """A pipeline's class, its transformer, a call's arguments, and its parts but for a solver; all others are None."""
 
     kind: str
     model: str
@@ -86,9 +78,7 @@ PIPELINES = {
                     {**_both(prompt_embeds=WORDS, prompt_attention_mask=ALL_SEEN.bool()), **PICTURE}),
     "Wan": Way("WanPipeline", "Wan", WAN),
     "Wan 2.2, of two transformers": Way(
-        "WanPipeline", "Wan", WAN,
-        lambda: {"transformer_2": tiny_transformers.make("Wan")[0], "boundary_ratio": 0.9},
-    ),
+        "WanPipeline", "Wan", WAN, lambda: {"transformer_2": tiny_transformers.make("Wan")[0], "boundary_ratio": 0.9}),
     "Wan, image to video": Way("WanImageToVideoPipeline", "Wan",
                                {**WAN, "image": Image.new("RGB", (256, 256), "teal")}, _wan_of_a_picture),
     "LTX": Way("LTXPipeline", "LTX",

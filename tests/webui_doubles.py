@@ -1,7 +1,4 @@
-"""A webui with doubles for gradio, and jobs in the callback orders of four webuis.
-
-Everything here stands for a fact of A1111 1.10.1, Forge, reForge or SD.Next. The UNets are real and small.
-"""
+"""A webui with doubles for gradio and small real UNets; jobs in the callback orders of four webuis (A1111 1.10.1)."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from tome_core import form
 
 SIGMAS = (14.61, 6.0, 2.0, 0.5)
 TIMESTEPS = (999.0, 800.0, 500.0, 150.0)
-FLAVOURS = ("a1111", "reforge", "forge")
+FLAVOURS = ("a1111", "forge", "reforge")
 PROMPT = torch.randn(1, 7, TEXT, generator=torch.Generator().manual_seed(0))
 
 
@@ -244,10 +241,8 @@ class Webui(Modules):
             self.hook("postprocess_batch", p, images=latents[-1], batch_number=n)
             infotexts += [self.infotext(p)] * p.batch_size
             p.at_step("postprocess_image")
-        done = types.SimpleNamespace(
-            latents=torch.cat(latents), infotexts=infotexts, comments="", built_in=p.built_in,
-            extra_generation_params=p.extra_generation_params,
-        )  # fmt: skip
+        done = types.SimpleNamespace(latents=torch.cat(latents), infotexts=infotexts, comments="", built_in=p.built_in,
+                                     extra_generation_params=p.extra_generation_params)  # fmt: skip
         self.hook("postprocess", p, done)
         return done
 
@@ -309,12 +304,8 @@ class SdNextProcessing(Processing):
 
 
 class SdNext(Webui):
-    """SD.Next of July 2026, with its order of calls around diffusers' own pipelines.
-
-    No hook comes before the hires pass, each pass has a new pipeline and scheduler around one UNet, the webui catches a
-    pass's errors, and calls `after_process` whatever happened.
-    given: a transformer's call. failing_pass: the value of is_hr_pass in the pass that raises.
-    """
+    """SD.Next of July 2026: no hook before the hires pass, a new pipeline for each pass around one UNet, caught errors,
+    and `after_process` always. given: a transformer's call. failing_pass: is_hr_pass in the pass that raises."""
 
     processing, given, failing_pass = SdNextProcessing, None, None
 

@@ -1,7 +1,4 @@
-"""The parts of the webui's modules that an extension uses, and its loading of scripts. Needs no torch and no gradio.
-
-Everything here stands for a fact of A1111 1.10.1, Forge or reForge. The shim and the Script are the repository's.
-"""
+"""A webui's modules for an extension, and its loading of scripts; shim and Script are ours. No torch and no gradio."""
 
 from __future__ import annotations
 
@@ -45,10 +42,7 @@ PACKAGE = "_tome_core_webui"  # scripts/token_merging.py calls it so
 
 
 class Modules:
-    """modules.scripts and related modules in this process; our repository is among the extensions that they load.
-
-    put_item: puts a value into a dict; pytest's takes it out again.
-    """
+    """modules.scripts and its like in this process; we are among the extensions. put_item: puts a value into a dict."""
 
     def __init__(self, put_item: Callable, flavour="a1111"):
         self.flavour, self._put_item = flavour, put_item

@@ -1,7 +1,5 @@
 """The measured tables of the pages are those of the committed results, and each table has its place."""
 
-from __future__ import annotations
-
 import re
 
 from benchmarks import doc_tables

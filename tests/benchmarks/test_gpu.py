@@ -1,7 +1,5 @@
 """The benchmark of a graphics card, on the CPU with tiny models: it ends, resumes after a kill, and says what pays."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

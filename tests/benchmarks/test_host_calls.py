@@ -34,8 +34,7 @@ def test_a_folder_that_is_missing_is_named(comfyui, tmp_path, capsys):
     for arguments, message in (
         ([], "no folder of ComfyUI is named (--comfyui DIR); no folder of A1111 is named (--webui DIR)"),
         (["--comfyui", str(comfyui), "--attention", "comfyui", "webui-sdp"], ": no folder of A1111 is named"),
-        (["--webui", str(tmp_path)], "is no folder of A1111: it has no modules/"),
-    ):
+        (["--webui", str(tmp_path)], "is no folder of A1111: it has no modules/")):  # fmt: skip
         assert host_calls.main(arguments) == 2
         assert message in capsys.readouterr().err
 
@@ -63,9 +62,8 @@ def test_the_table_has_medians_and_how_many_times_as_fast():
     rows = [{**ROW, "seconds": {**SPENT, "unmerged": spent}} for spent in (6.0, 100.0, 8.0)]
     early = host_calls.share_of_early("balanced")
     mean = early * 2 + (1 - early) * 3
-    assert host_calls.figures(rows, early) == [
-        "3", "8", "4", "3, 4", "1, 2", f"{mean:.3g}", "2.00", f"{8 / mean:.2f}", "5, 5, 5"
-    ]  # fmt: skip
+    assert host_calls.figures(rows, early) == ["3", "8", "4", "3, 4", "1, 2", f"{mean:.3g}", "2.00", f"{8 / mean:.2f}",
+                                               "5, 5, 5"]  # fmt: skip
     assert 0 < early < 1
 
 
@@ -101,9 +99,8 @@ print("measured: " + json.dumps(dict(function="attend", seconds=dict(unmerged=8.
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("host", "name", "function"), [
-    (COMFYUI, "comfyui-split", "attention_split"), (WEBUI, "webui-doggettx", "split_cross_attention_forward"),
-])  # fmt: skip
+@pytest.mark.parametrize(("host", "name", "function"), [(COMFYUI, "comfyui-split", "attention_split"),
+                                                        (WEBUI, "webui-doggettx", "split_cross_attention_forward")])
 def test_a_real_host_is_measured(host, name, function):
     if not FOLDERS[host]:
         pytest.skip(f"needs {host}: COMFYUI_DIR or WEBUI_DIR names its folder")

@@ -63,9 +63,8 @@ def test_detail_is_a_share_of_the_unmerged_pictures_and_its_mean_is_geometric():
         assert figures(gradient, [[2.0]] * len(gradient), plain).detail.value == pytest.approx(detail)
 
 
-@pytest.mark.parametrize(("seconds", "share"), [
-    ([[2.0, 2.0]] * 3, 1.0), ([[3.0, 1.0], [3.0, 1.0], [99.0, 1.0]], 1.0), ([[2.0] * 4] * 3, 2.0),
-])  # fmt: skip
+@pytest.mark.parametrize(("seconds", "share"), [([[2.0, 2.0]] * 3, 1.0), ([[3.0, 1.0], [3.0, 1.0], [99.0, 1.0]], 1.0),
+                                                ([[2.0] * 4] * 3, 2.0)])  # fmt: skip
 def test_time_is_of_all_calls_and_one_disturbed_call_is_none_of_the_medians(seconds, share):
     assert figures([1.0] * 3, seconds, [1.0] * 3).time == share
 
@@ -99,8 +98,7 @@ OURS = {"quality": ("preset", 0.8, 50.0), "fast": ("preset", 0.6, 40.0)}
 @pytest.mark.parametrize(("more", "beside"), [
     ({"it": ("downsample", 0.65, 41.0)}, ("it", 0.65, 41, 42.5)),
     ({"faster than all": ("tiles", 0.5, 20.0)}, ("faster than all", 0.5, 20, None)),
-    ({"beaten": ("strength", 0.7, 20.0), "it": ("tiles", 0.7, 1.0)}, ("it", 0.7, 1, 45)),
-])  # fmt: skip
+    ({"beaten": ("strength", 0.7, 20.0), "it": ("tiles", 0.7, 1.0)}, ("it", 0.7, 1, 45))])  # fmt: skip
 def test_another_method_is_compared_with_the_psnr_of_strength_at_its_time(more, beside):
     """The PSNR lies on a line between strengths that no other strength beats."""
     both = {**OURS, **more}

@@ -1,7 +1,5 @@
 """Result files are complete at every moment, a killed run resumes, and committed tables agree with the results."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The curve of strength is what the committed results make of it."""
 
-from __future__ import annotations
-
 import ast
 
 import pytest
@@ -9,11 +7,8 @@ import pytest
 from benchmarks import results, strength
 from tome_core.settings import presets
 
-SOURCES = {
-    presets.SD: ["front-cpu-2026-11-22"],
-    presets.SDXL: ["sdxl-front-cpu-2026-11-24"],
-    presets.TRANSFORMER: ["transformer-front-cpu-2026-11-23", "transformer-front-cpu-2026-11-24"],
-}
+SOURCES = {presets.SD: ["front-cpu-2026-11-22"], presets.SDXL: ["sdxl-front-cpu-2026-11-24"],
+           presets.TRANSFORMER: ["transformer-front-cpu-2026-11-23", "transformer-front-cpu-2026-11-24"]}  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", presets.LAYOUTS)

@@ -1,7 +1,5 @@
 """Pictures to choose by and pictures to show have nothing in common."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

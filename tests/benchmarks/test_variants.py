@@ -70,12 +70,10 @@ def share(kept: float) -> float:
     return (6 + kept * SIDE**2) / (6 + SIDE**2)
 
 
-LEFT = {
-    "sd": {"unmerged": 1, "zero-attention": 0, "bfloat16": 1, "tomesd-0.5": 1 / 4, "sized-0.5": 1 / 4,
-           "downsample-2x2": 1 / 4, "preset-max": 1 / 64},
-    "flux": {"unmerged": 1, "zero-attention": 0, "bfloat16": 1, "sized-0.5": share(1 / 2) ** 2,
-             "downsample-2x2": share(1 / 4), "preset-max": share(1 / 64)},
-}  # fmt: skip
+LEFT = {"sd": {"unmerged": 1, "zero-attention": 0, "bfloat16": 1, "tomesd-0.5": 1 / 4, "sized-0.5": 1 / 4,
+               "downsample-2x2": 1 / 4, "preset-max": 1 / 64},
+        "flux": {"unmerged": 1, "zero-attention": 0, "bfloat16": 1, "sized-0.5": share(1 / 2) ** 2,
+                 "downsample-2x2": share(1 / 4), "preset-max": share(1 / 64)}}  # fmt: skip
 
 
 @of_layouts

@@ -25,11 +25,8 @@ _SIDES = {"sdxl": 32, "ldm_sd2": 32, "sgm_double": 32}  # sides of latents; at 1
 
 
 class Beside:
-    """One model, and the parts on which foreign things are put.
-
-    attentions: those over the picture's tokens; around: their blocks, and a UNet's transformers. is_by_hand:
-    does an attention compute its scores itself?
-    """
+    """One model, and the parts for foreign things. attentions: those over the picture's tokens; around: their blocks,
+    and a UNet's transformers. is_by_hand: does an attention compute its scores itself?"""
 
     def __init__(self, name: str) -> None:
         self.name, self.is_by_hand = name, name in ("ldm", "ldm_sd2")

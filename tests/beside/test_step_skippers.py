@@ -17,6 +17,7 @@ from torch import nn
 import tome_core
 from tests import models
 from tests.beside.models import Beside
+from tests.thoroughness import some_quick
 from tome_core import MergeConfig
 from tome_core.models.unet_blocks import find_blocks
 
@@ -40,8 +41,7 @@ def pipeline(kind: str = "StableDiffusionPipeline", **more: Any) -> Any:
     pipe = getattr(diffusers, kind)(
         vae=None, text_encoder=None, tokenizer=None, safety_checker=None, feature_extractor=None,
         unet=models.fixed(models.unet(layers_per_block=2, attention_head_dim=2)), requires_safety_checker=False, **more,
-        scheduler=diffusers.DPMSolverMultistepScheduler(beta_schedule="scaled_linear", steps_offset=1),
-    )  # fmt: skip
+        scheduler=diffusers.DPMSolverMultistepScheduler(beta_schedule="scaled_linear", steps_offset=1))  # fmt: skip
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -51,8 +51,7 @@ def draw(pipe: Any, **call: Any) -> torch.Tensor:
     """Return the finished latent of four steps."""
     words = torch.randn(2, 7, models.TEXT, generator=torch.Generator().manual_seed(0))[:, None]
     return pipe(prompt_embeds=words[0], negative_prompt_embeds=words[1], timesteps=STEPS, guidance_scale=3.0,
-                height=128, width=128, output_type="latent", generator=torch.Generator().manual_seed(0),
-                **call).images  # fmt: skip
+                height=128, width=128, output_type="latent", generator=torch.Generator().manual_seed(0), **call).images
 
 
 @contextmanager
@@ -78,7 +77,7 @@ def both(ours_first: bool, config: MergeConfig) -> tuple[torch.Tensor, Any, list
         return draw(pipe), handle.report().levels, [runs[0], runs[1]]
 
 
-@pytest.mark.parametrize("changes", [{"end_percent": 0.4}, {"ratio": 0.0, "early_ratio": None}],
+@pytest.mark.parametrize("changes", some_quick([{"end_percent": 0.4}, {"ratio": 0.0, "early_ratio": None}]),
                          ids=["early alone", "never"])  # fmt: skip
 def test_the_report_counts_blocks_that_ran_and_either_order_gives_the_same_bits(changes: dict[str, Any]):
     config = replace(BALANCED, **changes)

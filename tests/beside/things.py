@@ -1,7 +1,4 @@
-"""Things that people put on a model as well as merging, each as its makers do it, and how it comes off: a table below.
-
-Most things change their input a little, each place by another share, so that their effect shows.
-"""
+"""Things that people put on a model as well as merging, as their makers do; most change their input a little."""
 
 from __future__ import annotations
 
@@ -33,8 +30,7 @@ CPU = torch.device("cpu")
 class Thing(NamedTuple):
     """on: a context manager, inside which it is on. left: when attentions have to be left alone for it (are scores
     computed by hand, did it come last). reason: what the report names then, as a pattern. fits: on which models it can
-    be. takes_us: if it leaves before us, with what stands on it.
-    """
+    be. takes_us: if it leaves before us, with what stands on it."""
 
     on: On
     left: Set[tuple[bool, bool]] = frozenset()
@@ -99,7 +95,6 @@ def switched(put_on: Callable[[nn.Module], Any], take_off: Callable[[nn.Module],
 
 # --- hooks ------------------------------------------------------------------------------------------------------------
 
-
 def hook(module: nn.Module) -> TakeOff:
     return module.register_forward_hook(lambda module, args, out: changed(out)).remove
 
@@ -125,7 +120,6 @@ def diffusers_hook(module: nn.Module) -> TakeOff:
 
 # --- in the place of forward ------------------------------------------------------------------------------------------
 
-
 def changing(module: nn.Module, saved: Callable) -> Callable:
     def changing(*args: Any, **kwargs: Any) -> Any:
         return changed(saved(*args, **kwargs))
@@ -147,9 +141,7 @@ def within(mode: Callable[[], AbstractContextManager]) -> Callable:
 
 
 def wrapper(places: Places, make: Callable[[nn.Module, Callable], Callable] = changing, rebinds: bool = False) -> On:
-    """Save the method, call it, and put it back on the instance, as accelerate and ControlNet do. rebinds: as a
-    bound method of the module, as a cache library does.
-    """
+    """Save the method, call it and put it back, as accelerate does. rebinds: as a bound method, as a cache does."""
 
     def put_on(module: nn.Module) -> TakeOff:
         saved = module.forward
@@ -195,7 +187,6 @@ def another_class(module: nn.Module) -> TakeOff:
 
 
 # --- what libraries bring ---------------------------------------------------------------------------------------------
-
 
 class Delegating:
     """A processor that calls the former one and changes its output."""

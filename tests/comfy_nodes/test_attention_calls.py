@@ -21,10 +21,8 @@ from tome_core.reporting.ledger import NO_GRID, REPLACED
 # --- functions -------------------------------------------------------------------------------------------------------
 
 KV = {"merge_what": "k+v", "ratio": 0.75, "use_rand": False}
-WAYS = {
-    "attention_basic": BIAS, "attention_split": BIAS, "attention_pytorch": BIAS, "attention_sub_quad": OWN_BIAS,
-    "attention_flash": OWN_BIAS,
-}  # fmt: skip
+WAYS = {"attention_basic": BIAS, "attention_split": BIAS, "attention_pytorch": BIAS, "attention_sub_quad": OWN_BIAS,
+        "attention_flash": OWN_BIAS}  # fmt: skip
 
 
 class Noted:
@@ -59,15 +57,11 @@ def test_each_function_takes_sizes_its_own_way_by_itself_and_chosen_by_a_node():
         assert ways == [way] * 2, (name, dtype, precision)
 
 
-@pytest.mark.parametrize(("what", "calls", "why"), [
-    ({}, 2 * 4, ""), ({"drops": True}, 0, ""), ({"refuses": True}, 0, ""),
-    ({"more": 1.5}, 0, "the function that it calls is no attention"),
-])  # fmt: skip
+@pytest.mark.parametrize(("what", "calls", "why"),
+                         [({}, 2 * 4, ""), ({"drops": True}, 0, ""), ({"refuses": True}, 0, ""),
+                          ({"more": 1.5}, 0, "the function that it calls is no attention")])  # fmt: skip
 def test_attention_in_the_slot_gets_merged_keys_or_gives_way_or_gets_every_call_unmerged(what, calls, why):
-    """A node's SageAttention and FlashAttention give way; the slot always serves attention to the prompt.
-
-    why: the report's reason, if the function gets every call unmerged.
-    """
+    """SageAttention gives way; the slot always serves attention to the prompt. why: the report's, if no call merges."""
     slot = Noted(**what)
     merged = apply(with_slot(slot), **KV)
     expected = with_slot(Noted(**what)) if why else apply(least_checkpoint(), **KV)
@@ -84,7 +78,6 @@ def test_values_whose_heads_are_apart_already_are_taken_as_others_are():
 
 
 # --- UNets -----------------------------------------------------------------------------------------------------------
-
 
 def merged(patcher: ModelPatcher, others: dict | None = None, **options):
     """The report on a sampling through the nodes. others: what other nodes put into transformer_options."""
@@ -111,8 +104,7 @@ def test_each_block_merges_by_the_grid_that_its_transformer_tells_or_else_by_the
 
 
 @pytest.mark.parametrize(("name", "places", "keys", "why"), [
-    ("attn1", [("middle", 0), ("input", 1, 0)], 64, {REPLACED: 2}), ("attn2", [("middle", 0)], 7, {}),
-])  # fmt: skip
+    ("attn1", [("middle", 0), ("input", 1, 0)], 64, {REPLACED: 2}), ("attn2", [("middle", 0)], 7, {})])  # fmt: skip
 def test_a_self_attention_that_another_node_stands_in_for_is_left_alone_and_said(name, places, keys, why):
     """Perturbed-attention guidance does so, and needs every token. An attention to the prompt is no loss."""
     lengths = []
@@ -138,10 +130,9 @@ def halves(h, context, values, options):
     return h[:, ::2], context, values
 
 
-@pytest.mark.parametrize(("before", "after", "why"), [
-    (tiles, lambda h, options: h.unflatten(0, (-1, 4)).flatten(1, 2), NO_GRID),
-    (halves, lambda h, options: h.repeat_interleave(2, 1), unets._OTHER_KEYS),
-])  # fmt: skip
+@pytest.mark.parametrize(("before", "after", "why"),
+                         [(tiles, lambda h, options: h.unflatten(0, (-1, 4)).flatten(1, 2), NO_GRID),
+                          (halves, lambda h, options: h.repeat_interleave(2, 1), unets._OTHER_KEYS)])  # fmt: skip
 def test_tokens_that_a_node_has_changed_first_are_left_whole(before, after, why):
     report = merged(least_checkpoint(), others={"patches": {"attn1_patch": [before], "attn1_output_patch": [after]}})
     assert reasons(report) == {why: report.levels[0].blocks} and not report.merged_anything
@@ -218,9 +209,8 @@ PLACES = (  # a model, its attributes; the number of other tokens; the model's o
 
 
 @pytest.mark.parametrize(("name", "attributes", "beside", "told", "first"), PLACES)
-def test_where_a_pictures_tokens_lie_is_known_by_the_models_name_or_said_to_be_unknown(
-    name, attributes, beside, told, first
-):
+def test_where_a_pictures_tokens_lie_is_known_by_the_models_name_or_said_to_be_unknown(name, attributes, beside, told,
+                                                                                       first):  # fmt: skip
     model = type(name, (), attributes)()
     place = transformers.where_tokens_lie(model, GRID, 192 + beside, {"block_type": "double", **told})
     assert place == first if isinstance(first, str) else place.first == first

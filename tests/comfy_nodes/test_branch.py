@@ -1,7 +1,5 @@
 """A branch merges only in its own calls: nothing lies on the model that branches share, even while a branch samples."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import threading

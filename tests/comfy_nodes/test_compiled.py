@@ -1,7 +1,5 @@
 """A compiled UNet merges as without a compiler, other branches of it do not; other compiled models are left alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

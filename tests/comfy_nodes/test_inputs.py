@@ -31,8 +31,7 @@ def test_apply_needs_the_model_alone_and_has_a_strength_a_start_an_end_and_setti
              for name, (kind, facts) in types["optional"].items()]  # fmt: skip
     assert [*types["required"]] == ["model"] and shown == [
         ("strength", "FLOAT", STRENGTH, 0, 1, 0.05), ("start", "FLOAT", 0, 0, 1, 0.01), ("end", "FLOAT", 1, 0, 1, 0.01),
-        ("settings", *ToMeSettings.RETURN_TYPES, *[None] * 4),
-    ]  # fmt: skip
+        ("settings", *ToMeSettings.RETURN_TYPES, *[None] * 4)]  # fmt: skip
     assert config(least_checkpoint()) == tome_core.strength(STRENGTH)
 
 
@@ -67,7 +66,6 @@ def test_settings_are_the_forms_in_its_order_and_none_need_be_given():
 
 # --- what is wrong ---------------------------------------------------------------------------------------------------
 
-
 def test_a_model_that_cannot_merge_passes_through_and_the_node_says_so(server):
     other, unplaced = ModelPatcher(BaseModel(nn.Sequential(nn.Linear(2, 2)))), transformer()
     unplaced.model.diffusion_model.patch_size = None
@@ -77,9 +75,8 @@ def test_a_model_that_cannot_merge_passes_through_and_the_node_says_so(server):
         assert said in server.texts[-1][1]
 
 
-@pytest.mark.parametrize("values", [
-    {"strength": 1.5}, {"strength": "much"}, {"start": 0.8, "end": 0.2}, {"settings": {"ratio": 0.5}},
-])  # fmt: skip
+@pytest.mark.parametrize("values", [{"strength": 1.5}, {"strength": "much"}, {"start": 0.8, "end": 0.2},
+                                    {"settings": {"ratio": 0.5}}])  # fmt: skip
 def test_what_a_link_may_bring_stops_no_queue_and_is_named_in_one_line(server, values, caplog):
     with caplog.at_level("INFO"):
         passed = applied(least_checkpoint(), **values)

@@ -1,7 +1,5 @@
 """The nodes' report on a sampling, with its gain, in the graph, in the log and for programs; what ToMePreview draws."""
 
-from __future__ import annotations
-
 import json
 import re
 
@@ -13,10 +11,10 @@ from comfy_nodes.nodes import ApplyToMe, RemoveToMe, ToMePreview
 from comfy_nodes.slot_calls import SLOT
 from tests import step_clock
 from tests.comfy_doubles import Guider, apply, checkpoint, latest, least_checkpoint, sample, sampler_of
+from tests.thoroughness import some_quick
 from tome_core.hosting import gains
 
 # --- the report ------------------------------------------------------------------------------------------------------
-
 
 def test_the_node_shows_a_line_on_the_latest_sampling_and_the_log_has_it_too(server, caplog):
     applied = apply(least_checkpoint(), start=0.5)
@@ -129,7 +127,8 @@ def controlled(run, x, t, concat, context, control, options):
     return run(x, t, concat, context, "a ControlNet", options)
 
 
-@pytest.mark.parametrize("other", [{"size": (16, 8)}, {"batch": 2}, {"sampler": sampler_of()}, "slot", "wrapper"])
+@pytest.mark.parametrize("other", some_quick([
+    {"size": (16, 8)}, {"sampler": sampler_of()}, "slot", "wrapper", {"batch": 2}], 4))  # fmt: skip
 def test_another_sampling_or_another_node_beside_it_is_another_case(drawn, other):
     drawn(False, 3)
     if other == "slot":
@@ -162,7 +161,6 @@ def test_what_was_stopped_or_ran_beside_patches_or_a_controlnet_counts_for_nothi
 
 
 # --- preview ---------------------------------------------------------------------------------------------------------
-
 
 def test_a_panel_has_each_group_in_its_mean_colour_and_the_picture_where_nothing_merged():
     image = torch.rand(64, 64, 3, generator=torch.Generator().manual_seed(0))

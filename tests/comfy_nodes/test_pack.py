@@ -34,7 +34,6 @@ def looks_right(place: Path) -> None:
 
 # --- the ways in -----------------------------------------------------------------------------------------------------
 
-
 @pytest.fixture
 def folder(tmp_path) -> Path:
     """A folder like ComfyUI's, in a folder whose name not every terminal can show."""
@@ -85,7 +84,6 @@ def test_a_base_directory_and_a_folder_around_comfyui_are_taken_too(folder, tmp_
 
 
 # --- other files of the pack -----------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("language", ["en", "zh", "ja"])
 def test_the_texts_of_the_nodes_are_there_and_translated(language):

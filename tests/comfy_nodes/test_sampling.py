@@ -1,7 +1,4 @@
-"""A sampling's noise levels, read once if its sampler is known, and the matches that are kept over its steps.
-
-Matches are never kept over samplings, tiles or the halves of a split batch.
-"""
+"""A sampling's noise levels, read once if its sampler is known; matches kept over its steps and no further."""
 
 from __future__ import annotations
 
@@ -21,10 +18,8 @@ RANGE = {"ratio": 0.5, "start": 0.2, "end": 0.6, "use_rand": False}
 KEPT = {"ratio": 0.5, "keep": 1000.0, "use_rand": False}
 BALANCED = {**tome_core.form.values_at("balanced"), "only_if_it_pays": False}  # the pictures are small ones
 KNOWN = sampler_of()
-UNKNOWN = (
-    None, sampler_of("dpm_fast_function", "comfy.samplers"), sampler_of("sample_dpm_adaptive"),
-    sampler_of("sample_euler", "custom_nodes.samplers"),
-)  # fmt: skip
+UNKNOWN = (None, sampler_of("dpm_fast_function", "comfy.samplers"), sampler_of("sample_dpm_adaptive"),
+           sampler_of("sample_euler", "custom_nodes.samplers"))  # fmt: skip
 pytestmark = pytest.mark.usefixtures("waits")
 
 
@@ -40,13 +35,11 @@ def sample(guider=DeviceGuider, sampler=KNOWN, steps=3, **values) -> torch.Tenso
 
 # --- noise levels ----------------------------------------------------------------------------------------------------
 
-
 def test_a_sampling_waits_once_however_many_steps_it_has_and_at_each_call_if_its_sampler_is_not_known(waits):
     for sampler, steps, values, waited in (
         (KNOWN, 2, RANGE, ["tolist"]), (KNOWN, 6, RANGE, ["tolist"]), (KNOWN, 3, KEPT, ["tolist"]),
         (KNOWN, 3, BALANCED, ["tolist"]), (KNOWN, 3, {"ratio": 0.5}, []),
-        *((sampler, 3, KEPT, ["__float__"] * 3) for sampler in UNKNOWN),
-    ):  # fmt: skip
+        *((sampler, 3, KEPT, ["__float__"] * 3) for sampler in UNKNOWN)):  # fmt: skip
         waits.clear()
         sample(sampler=sampler, steps=steps, **values)
         assert waits == waited, (sampler, values)
@@ -101,7 +94,6 @@ def test_a_sampling_that_begins_late_leaves_the_work_that_its_mark_promises(cont
 
 
 # --- matches ---------------------------------------------------------------------------------------------------------
-
 
 class SplitGuider(Guider):
     """A guider that calls the model once for each prompt, as if memory were short."""

@@ -1,7 +1,5 @@
 """The demo's whole run, with the embedded model and with the user's, and what it refuses."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re
@@ -52,7 +50,6 @@ def test_the_verdict_calls_a_loss_a_loss_and_judges_the_change_by_nearness_and_d
 
 
 # --- a whole run ------------------------------------------------------------------------------------------------------
-
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory):
@@ -114,7 +111,6 @@ def test_the_users_folder_and_file_are_compared_like_the_embedded_model(tmp_path
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
-
 def refusal(capsys, *arguments):
     """The single sentence of a command line that exits with 2."""
     try:
@@ -134,8 +130,7 @@ def refusal(capsys, *arguments):
     (["--output", "picture.jpg"], ["picture.jpg", "PNG", "give"]),
     (["--output", f"{__file__}/picture.png"], ["picture.png", "cannot be written", "give another place"]),
     (["--config", "somewhere"], ["somewhere", "--model", "leave it out"]),
-    (["--device", "abacus"], ["abacus", "leave it out"]),
-], ids=lambda words: "")  # fmt: skip
+    (["--device", "abacus"], ["abacus", "leave it out"])], ids=lambda words: "")  # fmt: skip
 def test_a_wrong_value_is_one_sentence_with_value_range_and_remedy(arguments, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     sentence = refusal(capsys, "--output", "out.png", *arguments)
@@ -143,21 +138,19 @@ def test_a_wrong_value_is_one_sentence_with_value_range_and_remedy(arguments, wo
 
 
 @pytest.mark.parametrize("name, tensors, words", [
-    ("model.PTH", None, "pickle can run any code"),
-    ("model.safetensors", None, "is no such file"),
+    ("model.PTH", None, "pickle can run any code"), ("model.safetensors", None, "is no such file"),
     ("model.safetensors", {FIRST: torch.zeros(1, 9, 1, 1)}, "takes 9 latent channels"),
     ("model.safetensors", {FIRST: torch.zeros(1, 4, 1, 1), "conditioner.embedders.0.x": torch.zeros(1)}, "refiner"),
-    ("model.safetensors", {"lora_unet.weight": torch.zeros(1)}, "no Stable Diffusion UNet"),
-], ids=lambda value: "")  # fmt: skip
+    ("model.safetensors", {"lora_unet.weight": torch.zeros(1)}, "no Stable Diffusion UNet")],
+                         ids=lambda value: "")  # fmt: skip
 def test_a_pickle_is_refused_and_so_are_weights_that_do_not_paint_from_text(tmp_path, capsys, name, tensors, words):
     (tmp_path / name).write_bytes(b"PK\x03\x04" + b"\0" * 60 if tensors is None else save(tensors))
     sentence = refusal(capsys, "--model", tmp_path / name, "--output", tmp_path / "out.png")
     assert name in sentence and words in sentence
 
 
-def test_a_folder_with_code_or_pickles_is_refused_and_weights_of_half_precision_are_found(
-    tmp_path, tiny_folder, capsys
-):
+def test_a_folder_with_code_or_pickles_is_refused_and_weights_of_half_precision_are_found(tmp_path, tiny_folder,
+                                                                                          capsys):  # fmt: skip
     folder = shutil.copytree(tiny_folder, tmp_path / "folder")
     given = ("--output", tmp_path / "out.png", "--model", folder)
     code = folder / "unet" / "mine.py"

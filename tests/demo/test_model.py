@@ -49,10 +49,7 @@ def test_a_saved_model_is_of_the_layout_that_it_was_and_saving_it_again_changes_
 
 @pytest.mark.parametrize("weights", model.CHECKPOINTS, ids=lambda path: path.stem)
 def test_a_shipped_model_is_small_and_fits_the_scenes_the_latent_and_the_tokens(weights):
-    """Random weights score 1 and more; any mix-up of attributes, bands or noise schedule would be far above.
-
-    Zero terminal signal-to-noise ratio (Lin et al. 2023): a picture starts from what training ended with.
-    """
+    """Random weights score 1 and more. A zero terminal signal-to-noise ratio: a picture starts where training ended."""
     assert weights.stat().st_size < 5e6
     with safe_open(weights, "pt") as file:
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"I8", "F16"}  # noqa: SIM118

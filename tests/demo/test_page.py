@@ -1,7 +1,5 @@
 """The page: what it reads, draws and says; and in a browser, `install.py page` in a fresh copy of the project."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -33,7 +31,6 @@ VALUES = {"strength": 0.5, "prompt": "day sea", "seed": 5, "steps": 2.0, "own": 
 
 # --- by itself --------------------------------------------------------------------------------------------------------
 
-
 def test_a_strength_counts_unless_own_settings_do_and_what_is_not_possible_is_told_in_a_sentence():
     assert page.read(VALUES, SD, True) == Wanted("day sea", 5, 2, {"strength": 0.5})
     config = page.read({**VALUES, "own": True, "ratio": 0.35}, SD, True).how["config"]
@@ -42,8 +39,7 @@ def test_a_strength_counts_unless_own_settings_do_and_what_is_not_possible_is_to
         ({"prompt": "day banana"}, "does not know the word 'banana'"), ({"seed": -1}, "'-1' is no seed"),
         ({"seed": None}, "Seed and steps"), ({"steps": 0.5}, "'0.5' is no number of steps"),
         ({"strength": 2}, "strength=2"), ({"own": True, "ratio": 2}, "ratio=2"),
-        ({"own": True, "start": 0.8, "end": 0.2}, "start=0.8 lies after end=0.2; swap them"),
-    ):  # fmt: skip
+        ({"own": True, "start": 0.8, "end": 0.2}, "start=0.8 lies after end=0.2; swap them")):  # fmt: skip
         with pytest.raises((ValueError, TypeError), match=re.escape(words)):
             page.read({**VALUES, **changes}, SD, True)
 
@@ -80,7 +76,6 @@ def test_a_picture_that_is_stopped_leaves_the_model_as_it_was_and_the_next_is_dr
 
 
 # --- in a browser -----------------------------------------------------------------------------------------------------
-
 
 @contextlib.contextmanager
 def served(config, port, tmp_path):
@@ -121,9 +116,8 @@ FROM_ELSEWHERE = {"Content-Type": "multipart/form-data; boundary=edge", "Origin"
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="Windows ends a program without telling it")
-def test_a_picture_is_drawn_stopped_and_refused_and_the_page_ends_with_a_picture_half_drawn(
-    chromium, request, tmp_path
-):
+def test_a_picture_is_drawn_stopped_and_refused_and_the_page_ends_with_a_picture_half_drawn(chromium, request,
+                                                                                            tmp_path):  # fmt: skip
     """The page starts as a user starts it, from another folder and without a network."""
     port, requests, failed = free_port(), [], []
     address = f"http://127.0.0.1:{port}/"

@@ -1,7 +1,5 @@
 """Training the embedded model: a stop costs nothing, and gates judge the result."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -9,6 +7,7 @@ from demo import attention, model, train
 from demo.train import TrainingState
 from demo.training_loss import Scenes
 from tests import tiny_scenes
+from tests.thoroughness import some_quick
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="training takes torch 2.9's Muon")
 TINY = {"sd": tiny_scenes.UNET, "flux": tiny_scenes.FLUX}
@@ -24,7 +23,7 @@ def advance(state, steps):
     return [train.train_step(state, scenes[state.step], seed=0) for _ in range(steps)]
 
 
-@pytest.mark.parametrize("layout", TINY)
+@pytest.mark.parametrize("layout", some_quick(TINY))
 def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path, layout):
     state = fresh(layout)
     advance(state, 2)

@@ -1,7 +1,5 @@
 """Tests that need a CUDA device: equal bits, no waiting for the device, half precision, the CPU's destinations."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,9 +1,4 @@
-"""The webuis' attentions: merged keys give what repeated keys give, with every attention function.
-
-They are doubles here, functions with their originals' names. tests/hosts/webui tests the real ones in the same way.
-"""
-
-from __future__ import annotations
+"""The webuis' attentions, as doubles with their names: merged keys give what repeated keys give."""
 
 import sys
 
@@ -37,7 +32,6 @@ def left_alone(webui, module, **kwargs):
 
 
 # --- A1111 ------------------------------------------------------------------------------------------------------------
-
 
 def apply_hypernetworks(loaded, context, layer=None):
     """Each hypernetwork changes the tokens of keys and values if it knows their width."""
@@ -116,7 +110,6 @@ def test_hypernetworks_change_tokens_once(webui, expected, monkeypatch):
 
 # --- the Forges -------------------------------------------------------------------------------------------------------
 
-
 def cutting(q, k, v, heads, mask=None, attn_precision=None):
     """Attend with a mask, cut by queries if memory is short, even if the mask has one row for all queries."""
     if mask is not None and len(q) > 2:
@@ -148,9 +141,8 @@ class ReforgeAttention(CrossAttention):
 
 
 @pytest.mark.parametrize("kind", [ForgeAttention, ReforgeAttention])
-def test_the_forges_functions_are_given_no_bias_and_what_is_no_attention_or_masked_is_left_alone(
-    webui, monkeypatch, kind
-):
+def test_the_forges_functions_are_given_no_bias_and_what_is_no_attention_or_masked_is_left_alone(webui, monkeypatch,
+                                                                                                 kind):  # fmt: skip
     """Some functions cut a bias by queries if memory is short, which no trial shows."""
     assert conformance.way(make(kind), torch.float32, engine=webui.engine(), mask=None) == OWN_BIAS
     assert left_alone(webui, make(kind), mask=torch.randn(1, 1, 1, 64)) == "attn: the call has an attention mask"

@@ -1,7 +1,5 @@
 """The settings in a picture's infotext, under one key; the panel after a paste; and the axes of the X/Y/Z plot."""
 
-from __future__ import annotations
-
 import re
 import types
 
@@ -38,12 +36,11 @@ def wished(webui, *args):
     return webui.part("job_settings").read(args, webui.part("settings_tab").default_of)
 
 
-@pytest.mark.parametrize("args", WISHES, ids=str)
-def test_a_pasted_picture_brings_back_the_very_same_panel_and_wish(webui, args):
-    wish = wished(webui, *args)
-    text = f"Steps: 3, ToMe: {webui.part('infotext').text_of(wish)}"
-    assert wished(webui, *pasted(webui, text)) == wish
-    assert '"' not in text and len(parsed(text)) == 2, "it needs no quotes"
+def test_a_pasted_picture_brings_back_the_very_same_panel_and_wish(webui):
+    for wish in (wished(webui, *args) for args in WISHES):
+        text = f"Steps: 3, ToMe: {webui.part('infotext').text_of(wish)}"
+        assert wished(webui, *pasted(webui, text)) == wish
+        assert '"' not in text and len(parsed(text)) == 2, "it needs no quotes"
 
 
 def test_a_merged_picture_has_one_key_and_one_that_did_not_merge_none(webui):
@@ -63,25 +60,26 @@ def test_a_picture_without_us_turns_us_off_and_leaves_the_rest_alone(webui):
     assert [value(name, parameters) for name in names] == [False, *[None] * (len(names) - 1)]
 
 
-@pytest.mark.parametrize("text", ["much", "nan", "-1", "9" * 5000], ids=lambda text: text[:9])
-def test_a_text_that_makes_no_sense_leaves_the_page_alone_and_is_the_apis_wrong_value(webui, log, text):
+def test_a_text_that_makes_no_sense_leaves_the_page_alone_and_is_the_apis_wrong_value(webui, log):
     start = [control.value for control in webui.script.ui(False)]
-    assert pasted(webui, f"Steps: 3, ToMe: {text}") == start
-    assert len(log) == 1 and "in the pasted infotext is ignored" in log[0]
-    job = webui.job(*pasted(webui, f"Steps: 3, ToMe: {text}", on_page=False))
-    assert report(job)["merged"] is False and "strength=nan is no number from 0 to 1" in report(job)["line"]
+    for text in (f"Steps: 3, ToMe: {wrong}" for wrong in ("much", "nan", "-1", "9" * 5000)):
+        log.clear()
+        assert pasted(webui, text) == start and len(log) == 1 and "in the pasted infotext is ignored" in log[0]
+        job = webui.job(*pasted(webui, text, on_page=False))
+        assert report(job)["merged"] is False and "strength=nan is no number from 0 to 1" in report(job)["line"]
 
 
 WRONG = ["sx=65", "sx=inf", "sx=1" + "0" * 400, "end=much", "level=up to /3", "use_rand=1"]
 
 
-@pytest.mark.parametrize("part", [*WRONG, "hues=2"], ids=lambda part: part[:14])
-def test_a_part_that_makes_no_sense_is_ignored_with_a_sentence_and_the_rest_is_pasted(webui, log, part):
-    wish = wished(webui, *pasted(webui, f"Steps: 3, ToMe: 0.7; {part}; sy=64; hires pass; keep=30"))
-    assert (wish.strength, wish.where, dict(wish.changes)) == (0.7, "hires pass", {"sy": 64, "keep": 30.0})
-    (sentence,) = log
-    problem = f"{part.partition('=')[0]}=" if part in WRONG else f"'{part}' is no setting"
-    assert sentence.startswith(f"ToMe: a part of the pasted infotext is ignored: {problem}") and len(sentence) < 700
+def test_a_part_that_makes_no_sense_is_ignored_with_a_sentence_and_the_rest_is_pasted(webui, log):
+    for part in (*WRONG, "hues=2"):
+        log.clear()
+        wish = wished(webui, *pasted(webui, f"Steps: 3, ToMe: 0.7; {part}; sy=64; hires pass; keep=30"))
+        assert (wish.strength, wish.where, dict(wish.changes)) == (0.7, "hires pass", {"sy": 64, "keep": 30.0}), part
+        (sentence,) = log
+        problem = f"{part.partition('=')[0]}=" if part in WRONG else f"'{part}' is no setting"
+        assert sentence.startswith(f"ToMe: a part of the pasted infotext is ignored: {problem}") and len(sentence) < 700
 
 
 @pytest.fixture

@@ -1,9 +1,4 @@
-"""A job's settings from each source: arguments by place or name, a request's settings, the settings, and the model.
-
-A wrong value gets a sentence: it neither counts as another value nor raises.
-"""
-
-from __future__ import annotations
+"""A job's settings from each of their sources; a wrong value gets a sentence, counts as no other, and never raises."""
 
 import json
 import math
@@ -25,7 +20,6 @@ def read(webui, **given):
 
 
 # --- who says it ------------------------------------------------------------------------------------------------------
-
 
 def test_arguments_count_by_name_and_by_place(webui):
     by_place = webui.job(True, 0.7, "hires pass", enable_hr=True)
@@ -72,14 +66,16 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("args", "message"), WRONG, ids=str)
-def test_wrong_arguments_are_told_and_the_picture_is_unmerged(webui, log, args, message):
-    job = webui.job(*args, override_settings={"tome_strength": 10**400})
-    assert message in report(job)["line"] and message in job.comments
-    (sentence,) = log
-    assert sentence.startswith("not merged, because a setting is wrong: ") and message in sentence
-    assert report(job)["merged"] is False and job.latents.equal(webui.job().latents) and job.infotexts == [""]
-    json.dumps(job.extra_generation_params, allow_nan=False)
+def test_wrong_arguments_are_told_and_the_picture_is_unmerged(webui, log):
+    plain = webui.job().latents
+    for args, message in WRONG:
+        log.clear()
+        job = webui.job(*args, override_settings={"tome_strength": 10**400})
+        assert message in report(job)["line"] and message in job.comments
+        (sentence,) = log
+        assert sentence.startswith("not merged, because a setting is wrong: ") and message in sentence
+        assert report(job)["merged"] is False and job.latents.equal(plain) and job.infotexts == [""]
+        json.dumps(job.extra_generation_params, allow_nan=False)
 
 
 def test_a_value_that_makes_no_sense_is_left_out_and_named_or_an_error_if_it_is_the_dials(webui):

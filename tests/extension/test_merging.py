@@ -1,12 +1,11 @@
 """Which passes of which jobs merge, and how long a match is kept, in the callback orders of the webuis."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from tests import webui_doubles
 from tests.models import ldm_wrapped
+from tests.thoroughness import some_quick
 from tests.webui_doubles import ASKED, FLAVOURS, FREE, ON, SAVED, Denoiser, custom, merged_tokens, merges, report
 from tome_core import form
 from tome_core.settings.schedule import STABLE_DIFFUSION
@@ -16,7 +15,7 @@ OFF = [(), (False,), ({**FREE, "strength": 0, "method": "cluster"},), (custom(0.
 WHERE = {"everywhere": (True, True), "first pass": (True, False), "hires pass": (False, True)}
 
 
-@pytest.mark.parametrize("flavour", [*FLAVOURS, "sdnext"])
+@pytest.mark.parametrize("flavour", some_quick(["sdnext", *FLAVOURS], 3))
 def test_off_is_bit_identical_and_on_exactly_the_passes_that_are_asked_for_merge(webui):
     plain = webui.plain(enable_hr=True)
     for args in OFF:
@@ -29,13 +28,12 @@ def test_off_is_bit_identical_and_on_exactly_the_passes_that_are_asked_for_merge
         assert passes == [*merged] and torch.equal(p.first, unmerged.first) != merged[0]
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("flavour", some_quick(FLAVOURS, 2))
 def test_every_step_of_every_batch_merges(webui):
     assert webui.job(*ON, n_iter=3, batch_size=2).comments == f"ToMe: {ASKED}, 12 steps, {SAVED}\n"
 
 
 # --- other jobs during ours, and other models -------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("flavour", ["a1111", "forge"])
 def test_a_job_inside_a_job_has_its_own_wish_and_the_outer_job_goes_on(webui):
@@ -105,10 +103,9 @@ class TiledDenoiser(Denoiser):
         return torch.cat([self.run(tile, timestep, webui_doubles.PROMPT) for tile in x.split(8, dim=3)], dim=3)
 
 
-@pytest.mark.parametrize(("flavour", "denoiser", "matches"), [
-    ("forge", Denoiser, 1), ("a1111", webui_doubles.CFGDenoiserTimesteps, 1), ("a1111", SplitDenoiser, 1),
-    ("a1111", TiledDenoiser, 2),
-])  # fmt: skip
+@pytest.mark.parametrize(("flavour", "denoiser", "matches"),
+                         [("forge", Denoiser, 1), ("a1111", webui_doubles.CFGDenoiserTimesteps, 1),
+                          ("a1111", SplitDenoiser, 1), ("a1111", TiledDenoiser, 2)])  # fmt: skip
 def test_a_passes_steps_and_both_prompts_have_one_match_and_each_tile_its_own(webui, monkeypatch, denoiser, matches):
     state, done = webui.engine("engine.state"), []
     match = state.match

@@ -1,7 +1,5 @@
 """The panel: the values with which a page starts, its line on the next picture, and *Measure*."""
 
-from __future__ import annotations
-
 import re
 import sys
 import threading

@@ -1,13 +1,12 @@
 """The gain of merging from the webuis' own pictures, without a button: which pictures count, and where it is shown."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.models import ldm_of_one_level
+from tests.thoroughness import some_quick
 from tests.webui_doubles import FLAVOURS, ON, merges
 
 GAIN = "about 2.0x faster, from your own pictures (3 with merging, 3 without)"
@@ -26,7 +25,7 @@ def timed(webui, monkeypatch):
     monkeypatch.setattr(pictures.Steps, "clock", staticmethod(now))
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("flavour", some_quick(FLAVOURS, 2))
 def test_the_report_and_the_panel_tell_it_after_three_of_both_kinds(webui):
     webui.script.ui(False)  # imports the panel
     answer = webui.part("measuring").answer
@@ -43,12 +42,10 @@ def test_the_report_and_the_panel_tell_it_after_three_of_both_kinds(webui):
 
 STRANGER = SimpleNamespace(x=None, sigma=torch.ones(1), denoiser=SimpleNamespace(p=object()))
 # each changes the webui, or gives further arguments of the job
-SPOILING = {
-    "stopped": lambda webui: setattr(webui.shared, "state", SimpleNamespace(interrupted=True)),
-    "another samples inside of a step": lambda webui: {
-        "at_step": lambda step: step == 1 and webui.call("cfg_denoiser", STRANGER)},
-    "a refiner goes on": lambda webui: {"refiner": ldm_of_one_level()},
-}  # fmt: skip
+SPOILING = {"stopped": lambda webui: setattr(webui.shared, "state", SimpleNamespace(interrupted=True)),
+            "another samples inside of a step": lambda webui: {"at_step": lambda step: step == 1
+                                                               and webui.call("cfg_denoiser", STRANGER)},
+            "a refiner goes on": lambda webui: {"refiner": ldm_of_one_level()}}  # fmt: skip
 
 
 @pytest.mark.parametrize("args", [(), ON], ids=["off", "on"])

@@ -1,9 +1,4 @@
-"""The report of a job, on the page and for API callers, also of the jobs that a selected script runs.
-
-Such a script uses the job's pictures and makes its own result: no picture is added, and each report is shown.
-"""
-
-from __future__ import annotations
+"""The report of a job, on the page and for API callers; of the jobs of a selected script each report is shown."""
 
 import copy
 
@@ -12,22 +7,23 @@ import pytest
 from tests.webui_doubles import FREE, ON, TIMESTEPS, Processing, custom, report, sample_euler
 
 
-@pytest.mark.parametrize(("args", "why"), [
-    ({"enabled": True}, "so few tokens"), ({**FREE, "start": 0.99}, "outside the rules' time range"),
-    ({**FREE, "strength": 0}, "strength 0, left alone"),
-    ({**FREE, "where": "hires pass"}, "not merged, because only the hires pass is to merge, and there is none"),
-], ids=lambda value: str(value)[:20])  # fmt: skip
-def test_a_picture_equal_to_plain_claims_nothing_and_says_why(webui, args, why):
-    job = webui.job(args)
-    assert job.latents.equal(webui.job().latents) and job.infotexts == [""]
-    assert report(job)["merged"] is False and why in report(job)["line"]
+def test_a_picture_equal_to_plain_claims_nothing_and_says_why(webui):
+    plain = webui.job().latents
+    for args, why in (
+        ({"enabled": True}, "so few tokens"), ({**FREE, "start": 0.99}, "outside the rules' time range"),
+        ({**FREE, "strength": 0}, "strength 0, left alone"),
+        ({**FREE, "where": "hires pass"}, "not merged, because only the hires pass is to merge, and there is none")):
+        job = webui.job(args)
+        assert job.latents.equal(plain) and job.infotexts == [""]
+        assert report(job)["merged"] is False and why in report(job)["line"]
 
 
-@pytest.mark.parametrize("place", ["console and page", "console", "page", "nowhere"])
-def test_the_report_is_shown_in_the_places_of_the_setting(webui, log, place):
-    webui.shared.opts.data["tome_report"] = place
-    job = webui.job(*ON)
-    assert len(log) == ("console" in place) and bool(job.comments) is ("page" in place) and report(job)["merged"]
+def test_the_report_is_shown_in_the_places_of_the_setting(webui, log):
+    for place in ("console and page", "console", "page", "nowhere"):
+        log.clear()
+        webui.shared.opts.data["tome_report"] = place
+        job = webui.job(*ON)
+        assert len(log) == ("console" in place) and bool(job.comments) is ("page" in place) and report(job)["merged"]
 
 
 def twice(model, x, sigmas, extra_args=None, callback=None, disable=None):
@@ -50,7 +46,6 @@ def test_steps_are_steps_and_calls_are_calls(webui):
 
 
 # --- scripts ----------------------------------------------------------------------------------------------------------
-
 
 @pytest.fixture
 def of_script(webui):

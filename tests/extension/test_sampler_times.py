@@ -1,13 +1,12 @@
 """A pass gets its times from its sampler; no step waits for the device if the sampler is known."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest
 import torch
 
 from tests.on_device import on_device
+from tests.thoroughness import some_quick
 from tests.webui_doubles import FLAVOURS, ON, CFGDenoiserTimesteps, Denoiser, Processing, custom, sample_euler
 
 RANGE = (custom(end=0.6),)  # timesteps 999, 800 and 500 of 999 come before its end
@@ -24,7 +23,7 @@ def far(webui, waits):
     webui.place = on_device
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("flavour", some_quick(FLAVOURS, 2))
 def test_a_pass_waits_once_at_most_however_many_steps_it_has_and_its_picture_is_the_same(webui, waits):
     once = ["tolist"] if webui.is_forge else []  # A1111's list is on the CPU
     for denoiser in (Denoiser, CFGDenoiserTimesteps):

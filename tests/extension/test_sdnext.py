@@ -1,7 +1,5 @@
 """SD.Next's differences from the other webuis: diffusers' pipelines, no hook between passes, its own names."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The webui loads the extension by its own rule: once, twice, with a rival, with a second copy, cloned or installed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,9 +1,4 @@
-"""The panel and the settings built and clicked in real gradio: 3.41.2 (A1111, reForge) and 4.40.0 (Forge).
-
-Each version has an environment with the webui's pins, made once and kept in pytest's cache folder.
-"""
-
-from __future__ import annotations
+"""The panel and settings in real gradio, 3.41.2 (A1111, reForge) and 4.40.0 (Forge), each in a kept environment."""
 
 import json
 import os
@@ -76,10 +71,7 @@ class Page:
         self.page.wait_for_function(ask, arg=[f"script_txt2img_{name}", value])
 
     def infotext(self):
-        """Generate, and return our part of the infotext.
-
-        gradio 4 loses a click now and then on a busy machine; a user presses again, and so does this.
-        """
+        """Generate, and return our part of the infotext; press again, because gradio 4 loses a click now and then."""
         box = "document.querySelector('#answer textarea')"
         before = self.page.evaluate(f"{box}.value")
         for _ in range(4):

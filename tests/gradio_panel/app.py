@@ -1,12 +1,4 @@
-"""Our panel and settings in a page of their own; run by the Python of an environment that holds a webui's gradio.
-
-    app.py PORT TORCH
-
-TORCH: a folder to find torch in, which such an environment lacks. Gradio is real and so is the extension; the webui's
-modules are doubles.
-"""
-
-from __future__ import annotations
+"""`app.py PORT TORCH`: our panel in real gradio with doubles of a webui's modules. TORCH: a folder to find torch in."""
 
 import itertools
 import json

@@ -25,10 +25,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running(command: Sequence[str], log: Path, is_ready: Callable[[], bool], **options: Any) -> Iterator[None]:
-    """Run a server that writes a log: the block begins when it is ready, and at the end its processes stop.
-
-    AssertionError with the end of its log if it ends by itself.
-    """
+    """Run a server from its readiness to the block's end; assert that it does not end by itself, or show its log."""
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, **options)
     try:

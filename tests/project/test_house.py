@@ -1,7 +1,4 @@
-"""The project's structure: imports follow the map in CONTRIBUTING.md, do nothing, and models come from safetensors.
-
-ruff refuses pickles, sockets and the start of programs in our files: `banned-api` in pyproject.toml.
-"""
+"""The project's structure: imports follow the map in CONTRIBUTING.md, do nothing, and models come from safetensors."""
 
 from __future__ import annotations
 

@@ -37,7 +37,6 @@ def output(command: list, **options) -> str:
 
 # --- the command line -------------------------------------------------------------------------------------------------
 
-
 def test_a_bare_call_says_nothing_leaves_nothing_and_imports_the_standard_library_alone(tmp_path):
     done = call_install(cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "") and not list(tmp_path.iterdir())
@@ -55,7 +54,6 @@ def test_help_lists_every_command_and_so_does_the_refusal_of_an_unknown_command(
 
 # --- a host's folder --------------------------------------------------------------------------------------------------
 
-
 def test_the_folder_for_extensions_is_taken_as_the_host_and_a_missing_folder_is_told(tmp_path, monkeypatch):
     folder, host = make_folder(install.WEBUI, tmp_path), install.WEBUI
     expected = install_hosts.target(host, folder)
@@ -67,7 +65,6 @@ def test_the_folder_for_extensions_is_taken_as_the_host_and_a_missing_folder_is_
 
 # --- the environment --------------------------------------------------------------------------------------------------
 
-
 def test_a_torch_that_is_there_is_found_without_importing_it_unless_a_requirement_refuses_it():
     code = "import sys, install; print(install.reusable_torch('torch>=2.4')); assert 'torch' not in sys.modules"
     assert Path(output([sys.executable, "-c", code], cwd=ROOT), "torch", "__init__.py").exists()
@@ -78,10 +75,7 @@ def test_a_torch_that_is_there_is_found_without_importing_it_unless_a_requiremen
 
 @pytest.fixture
 def pip_calls(tmp_path, monkeypatch) -> list[list[str]]:
-    """The arguments of all calls of pip, which does nothing, in a repository of its own.
-
-    An empty module stands for pip in the environments, which takes a fifth of the time.
-    """
+    """Calls of pip, which does nothing, in an own repository; without pip environments take a fifth of the time."""
     def without_pip(builder, context):
         (next(Path(context.env_dir).glob("**/site-packages")) / "pip.py").touch()
 
@@ -110,9 +104,8 @@ def test_the_environment_is_filled_once_and_again_when_the_requirements_change(t
 
 @pytest.mark.parametrize("ending, code, sentence", [
     (KeyboardInterrupt, 130, "stopped; the same command goes on"), (None, 1, "pip could not install what is needed")])
-def test_an_installation_that_ends_early_goes_on_where_it_was(
-    ending, code, sentence, tmp_path, pip_calls, monkeypatch, capsys
-):
+def test_an_installation_that_ends_early_goes_on_where_it_was(ending, code, sentence, tmp_path, pip_calls, monkeypatch,
+                                                              capsys):  # fmt: skip
     def ended(command):
         (tmp_path / ".venv" / "what pip had by then").touch()
         if ending:

@@ -1,10 +1,4 @@
-"""An error or an interrupt at every callback and wrapper of the hosts leaves nothing merged behind.
-
-A webui calls nothing after an error in sampling, so there it is the next job that cleans up; ComfyUI's wrappers clean
-up by themselves.
-"""
-
-from __future__ import annotations
+"""An error at every callback of the hosts leaves nothing merged: ComfyUI's clean up, in a webui the next job does."""
 
 from contextlib import nullcontext
 from itertools import product

@@ -69,7 +69,6 @@ def test_the_examples_of_a_docstring_give_what_they_say():
 
 # --- commands ---------------------------------------------------------------------------------------------------------
 
-
 def commands_of(page: str) -> list[str]:
     """The commands that a page tells its reader to run; without the map of the code, which lists files."""
     text = PAGES[page].split("\n## The map\n")[0]
@@ -124,7 +123,6 @@ def test_a_command_of_a_page_is_one_that_its_program_takes(command, monkeypatch)
 
 # --- Python -----------------------------------------------------------------------------------------------------------
 
-
 def python_of(page: str) -> list[str]:
     lines = re.findall(r"`(with tome_core\.[^`\n]*)`", PAGES[page])
     blocks = [body for language, body in FENCE.findall(PAGES[page]) if language == "python"]
@@ -141,7 +139,6 @@ def test_the_python_of_a_page_runs_and_leaves_nothing_behind(page, tiny_folder):
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
-
 
 def said_by(path: Path, errors: bool = True) -> set[str]:
     """The strings of a module, without docstrings. errors: also the sentences of its exceptions?"""
@@ -165,7 +162,6 @@ def test_the_page_on_troubles_quotes_what_the_code_says_and_explains_every_reaso
 
 
 # --- words ------------------------------------------------------------------------------------------------------------
-
 
 def test_no_word_is_misspelled():
     done = subprocess.run([sys.executable, "-m", "codespell_lib"], capture_output=True, text=True, cwd=ROOT)

@@ -1,9 +1,5 @@
-"""Random sessions with one UNet: patches come, calls are made, patches go, in any order.
-
-All is drawn before any call runs, and a control makes the same calls without merging. A call that raises does so in
-the control too, or names the wrong value; pictures have their shape and are finite; in the end the model draws its own
-picture and nothing of ours is on it.
-"""
+"""Random sessions with one UNet, drawn beforehand. A control makes the same calls without merging: what raises does so
+there too, or names the wrong value; pictures are finite; in the end the model is as it was."""
 
 from __future__ import annotations
 

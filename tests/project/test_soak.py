@@ -1,7 +1,4 @@
-"""Many generations in each host: memory stays flat, and the model is the same at the end.
-
-A few rounds at every run; `TOME_THOROUGH=1` makes it 500 generations (see tests/thoroughness.py).
-"""
+"""Many generations in each host (`TOME_THOROUGH=1`: 500): memory stays flat, and the model is the same at the end."""
 
 from __future__ import annotations
 

@@ -40,7 +40,6 @@ def _hosts(monkeypatch):
 
 # --- attentions of hosts ----------------------------------------------------------------------------------------------
 
-
 def parts(attn: Any, x: torch.Tensor) -> list[torch.Tensor]:
     """``[B, H, N, d]``."""
     return [of_heads(layer(x), attn.heads) for layer in (attn.to_q, attn.to_k, attn.to_v)]
@@ -77,14 +76,12 @@ PROCESSORS = {
 }
 OTHERS_OF = {name: {"encoder_hidden_states": OTHERS} for name in PROCESSORS if "Fused" not in name}
 MASK = {"attention_mask": ADDED[0].expand(3, -1, -1)}
-HOSTS = {
-    **{name: Kind(functools.partial(of_diffusers, name), expected, OTHERS_OF.get(name, {}), MASK)
-       for name, expected in PROCESSORS.items()},
-    "ldm": Kind(lambda dtype: telling(ldm_attention.CrossAttention(CHANNELS, heads=HEADS, dim_head=5), dtype), OWN_BIAS,
-                {"context": OTHERS}, {"mask": VISIBLE.expand(3, -1)}),
-    "sgm": Kind(lambda dtype: telling(SgmAttention(CHANNELS, CHANNELS, HEADS), dtype), BIAS, {"context": OTHERS},
-                {"mask": ADDED}),
-}  # fmt: skip
+HOSTS = {**{name: Kind(functools.partial(of_diffusers, name), expected, OTHERS_OF.get(name, {}), MASK)
+            for name, expected in PROCESSORS.items()},
+         "ldm": Kind(lambda dtype: telling(ldm_attention.CrossAttention(CHANNELS, heads=HEADS, dim_head=5), dtype),
+                     OWN_BIAS, {"context": OTHERS}, {"mask": VISIBLE.expand(3, -1)}),
+         "sgm": Kind(lambda dtype: telling(SgmAttention(CHANNELS, CHANNELS, HEADS), dtype), BIAS, {"context": OTHERS},
+                     {"mask": ADDED})}  # fmt: skip
 each_host = pytest.mark.parametrize("kind", [pytest.param(kind, id=name) for name, kind in HOSTS.items()])
 
 
@@ -152,7 +149,6 @@ def test_a_hook_on_a_projection_sees_all_tokens_once_and_its_output_counts(name)
 
 
 # --- known by its function, whatever its class ------------------------------------------------------------------------
-
 
 def processor(call: Any) -> Any:
     """Make a processor of a new class with this code."""
@@ -309,7 +305,6 @@ def test_a_backend_of_diffusers_is_tried_as_a_function_is(name, expected, monkey
 
 # --- left alone -------------------------------------------------------------------------------------------------------
 
-
 def test_scores_by_hand_are_known_by_the_function_that_computes_them_alone():
     """The name of a class is no proof, nor is the name of a function that another function wraps."""
 
@@ -321,9 +316,8 @@ def test_scores_by_hand_are_known_by_the_function_that_computes_them_alone():
     assert f"AttnProcessor.__call__ {UNKNOWN}" in why_left_alone(module)
 
 
-@pytest.mark.parametrize(("unusual", "value"), [
-    ("group_norm", nn.GroupNorm(4, CHANNELS)), ("residual_connection", True), ("rescale_output_factor", 2.0),
-])  # fmt: skip
+@pytest.mark.parametrize(("unusual", "value"), [("group_norm", nn.GroupNorm(4, CHANNELS)),
+                                                ("residual_connection", True), ("rescale_output_factor", 2.0)])
 def test_by_hand_nothing_merges_beside_other_operations(unusual, value):
     module = of_diffusers("AttnProcessor")
     setattr(module, unusual, value)

@@ -49,9 +49,8 @@ def test_groups_of_one_token_are_corrected_by_exactly_nothing():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_it_is_what_its_definition_gives_summed_in_float32_at_least(dtype):
     """Groups are ragged or empty, or one map serves all. A half-precision sum of 4,096 tokens keeps hardly a digit."""
-    for batch, tokens, groups, heads, width, rows in (
-        (1, 1, 1, 1, 1, 1), (2, 40, 12, 3, 4, 2), (3, 17, 3, 1, 6, 1), (1, 4096, 64, 2, 8, 1)
-    ):  # fmt: skip
+    for batch, tokens, groups, heads, width, rows in ((1, 1, 1, 1, 1, 1), (2, 40, 12, 3, 4, 2), (3, 17, 3, 1, 6, 1),
+                                                      (1, 4096, 64, 2, 8, 1)):  # fmt: skip
         _, k, v = drawn(batch, tokens, heads * width, dtype)
         plan = ragged(rows, tokens, groups)
         matrix = closed_form((k, v), plan, heads, 0.3)
@@ -67,10 +66,8 @@ def test_the_fit_is_ridge_regression(heads, count, width):
     """A solver gives the same fit; a part that hardly varies is not scaled to more than a thousandth of its size."""
     generator = torch.Generator().manual_seed(count)
     for spread in (0.1, 1e-4):
-        q, merged, left = (
-            torch.randn(2, heads, count, width, generator=generator, dtype=torch.float64) * size + 5
-            for size in (3.0, spread, 0.01)
-        )
+        q, merged, left = (torch.randn(2, heads, count, width, generator=generator, dtype=torch.float64) * size + 5
+                           for size in (3.0, spread, 0.01))  # fmt: skip
         weights, constant = _ridge(q, merged, left)
         parts = []
         for x in (q, merged):
@@ -84,7 +81,6 @@ def test_the_fit_is_ridge_regression(heads, count, width):
 
 
 # --- in a UNet --------------------------------------------------------------------------------------------------------
-
 
 @pytest.fixture
 def options(monkeypatch) -> list[MergeOptions]:

@@ -14,7 +14,7 @@ from torch import nn
 import tome_core
 from tests import tiny_transformers
 from tests.conformance import GROUPS, KV, assert_repeated, far, means, merging_by, ragged
-from tests.families import every_unet
+from tests.families import any_unet
 from tests.models import Family
 from tests.thoroughness import some_quick
 from tome_core import MergeConfig
@@ -42,7 +42,7 @@ def watched(model: nn.Module, names: list[str]) -> Iterator[list[tuple]]:
             hook.remove()
 
 
-@every_unet
+@any_unet
 def test_every_self_attention_of_every_family_gives_what_repeated_keys_give(family: Family, monkeypatch):
     # LDM's plain attention casts its logits to float32, and of float64 it makes nothing
     monkeypatch.setattr(ldm_attention, "_ATTN_PRECISION", "fp16")

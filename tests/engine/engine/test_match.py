@@ -1,7 +1,5 @@
 """A match in windows: each window is matched and renewed by itself, and a larger picture has no larger windows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,9 +1,4 @@
-"""A match that serves several steps: only inside one sampling, only while it is young, and never for another call.
-
-The hosts' tests check that both halves of guidance share a match, and each tile has its own.
-"""
-
-from __future__ import annotations
+"""A match that serves several steps: only inside one sampling, while it is young, and never for another call."""
 
 from dataclasses import replace
 
@@ -54,7 +49,6 @@ def attend(state, timestep, sampling="s", **facts):
 
 # --- how long a match serves, and whom --------------------------------------------------------------------------------
 
-
 @pytest.mark.parametrize("settings, then", [({}, "renew"), ({"refine": 0}, "match"), ({"method": "cluster"}, "match")])
 def test_a_match_serves_the_steps_that_are_near_in_time_and_is_renewed_then_by_k_means(settings, then, work):
     state = state_of(replace(KEPT, **settings), 1)
@@ -95,8 +89,7 @@ EARLY = MergeConfig(side="kv", ratio=0.5, early_ratio=0.75, early_until=890.0, k
 
 @pytest.mark.parametrize("config, second, facts", [
     (EARLY, PICTURE, {}), (KEPT, PICTURE, {"batch": 1}), (KEPT, PICTURE, {"behind": 1}),
-    (KEPT, Layout(Grid(24, 16), PICTURE.first), {}),
-], ids=["rule", "batch", "text", "grid"])  # fmt: skip
+    (KEPT, Layout(Grid(24, 16), PICTURE.first), {})], ids=["rule", "batch", "text", "grid"])  # fmt: skip
 def test_another_shape_or_rule_matches_for_itself(config, second, facts, work):
     state = state_of(config, 1)
     attend(state, 900)
@@ -129,7 +122,6 @@ def test_each_sampling_looks_anew_whether_its_batch_is_made_of_copies_and_one_ex
 
 # --- pipelines --------------------------------------------------------------------------------------------------------
 
-
 def drawn(pipe, prompts=("a",), steps=6, seed=1, **more):
     generators = [seeded(seed + number) for number in range(len(prompts))]
     return pipe(list(prompts), num_inference_steps=steps, generator=generators, output_type="latent", **more).images
@@ -151,8 +143,7 @@ def test_a_pipeline_names_its_samplings_and_a_picture_that_is_done_leaves_no_mat
 @pytest.mark.parametrize("kind, prompts, guidance, more, matches", [
     (diffusers.StableDiffusionPipeline, "ab", 1.0, {}, [0, 1]),
     (diffusers.StableDiffusionPipeline, "ab", 7.5, {}, [0, 1, 0, 1]),
-    (diffusers.StableDiffusionPAGPipeline, "a", 7.5, {"pag_scale": 3.0}, [0]),
-], ids=["plain", "guided", "perturbed"])  # fmt: skip
+    (diffusers.StableDiffusionPAGPipeline, "a", 7.5, {"pag_scale": 3.0}, [0])], ids=["plain", "guided", "perturbed"])
 def test_a_pipeline_says_of_how_many_copies_its_batch_is(tiny_folder, kind, prompts, guidance, more, matches):
     """Perturbed attention guidance compares with its copy too; two pictures are no copies of one."""
     pipe = read_folder(tiny_folder, kind)

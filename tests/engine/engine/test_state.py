@@ -1,7 +1,5 @@
 """The seam between adapters and engine: what an adapter passes for a call, what it gets, and what is reported."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -42,8 +40,7 @@ def test_what_it_gives_is_near_and_counted(layout):
     (STRONG, Layout(PICTURE.grid, 1000), None, "attn: the tokens are not the picture's grid"),
     (STRONG, PICTURE, -4, "attn: the tokens are not the picture's grid"),
     (MergeConfig(side="kv", ratio=0.25), Layout(Grid(1, 2)), None, "attn: the grid is too small"),
-    (MergeConfig(merge_attn=False, merge_mlp=True), PICTURE, None, "attn: its rule merges other parts"),
-])  # fmt: skip
+    (MergeConfig(merge_attn=False, merge_mlp=True), PICTURE, None, "attn: its rule merges other parts")])  # fmt: skip
 def test_what_does_not_fit_is_left_alone_and_said(config, layout, keys, why):
     inputs = attention(PICTURE, behind=4)
     out, report = attend(config, inputs._replace(k=inputs.k[:, :keys], v=inputs.v[:, :keys]), layout)
@@ -66,8 +63,7 @@ PERCENT, TIME = "no time; use a number from 0 to 1", "no time; use a number from
     ("percent", 1.0001, ValueError, PERCENT), ("timestep", -0.1, ValueError, TIME),
     ("sigma", math.inf, ValueError, TIME), ("timesteps", [500.0, -1.0], ValueError, TIME),
     ("pictures", 0, ValueError, "no number of pictures"), ("percent", "0.5", TypeError, "str; use a number"),
-    ("timestep", torch.tensor(0.5), TypeError, "Tensor; use a number"),
-])  # fmt: skip
+    ("timestep", torch.tensor(0.5), TypeError, "Tensor; use a number")])  # fmt: skip
 def test_what_is_no_time_and_no_pass_is_refused_with_its_range_or_its_type(name, wrong, error, why):
     state, words = state_of(MergeConfig(), 1), f"^{name}=.* is {why}"
     with pytest.raises(error, match=words):

@@ -1,6 +1,4 @@
-"""The time of a call and the rules that hold then: from a host, else a pipeline's scheduler, else the argument;
-and the three scales of one noise schedule.
-"""
+"""The time of a call and its rules: from a host, else a scheduler, else the argument; a schedule's three scales."""
 
 from __future__ import annotations
 
@@ -28,7 +26,6 @@ SD_BETAS = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end":
 
 # --- schedules, and which rule holds when -----------------------------------------------------------------------------
 
-
 def test_the_schedule_is_that_of_diffusers_and_all_scales_agree():
     scheduler = diffusers.EulerDiscreteScheduler(**SD_BETAS)
     assert SD.betas == pytest.approx(scheduler.betas.tolist(), rel=1e-5)
@@ -45,8 +42,7 @@ def test_the_schedule_is_that_of_diffusers_and_all_scales_agree():
     ({"start_percent": 0.2}, Time(percent=0.2), [Time(percent=0.19)]),
     ({"min_timestep": 300}, Time(timestep=300), [Time(timestep=299)]),
     ({"min_timestep": 300, "end_percent": 0.5}, Time(300, 0.5), [Time(300, 0.51), Time(299, 0.5)]),
-    ({"max_beta": SD.betas[400]}, SD.time_of(399), [SD.time_of(400)]), ({"max_beta": 0.2}, SD.time_of(999), []),
-])  # fmt: skip
+    ({"max_beta": SD.betas[400]}, SD.time_of(399), [SD.time_of(400)]), ({"max_beta": 0.2}, SD.time_of(999), [])])
 def test_limits_hold_up_to_their_ends_and_not_where_the_time_is_unknown(settings, inside, outside):
     clock = Clock(MergeConfig(**settings), [1])
     assert clock.limited and clock.at(inside).live
@@ -144,7 +140,6 @@ def test_a_refiner_which_draws_the_late_half_of_a_picture_has_the_steps_of_a_who
 
 # --- whose time it is -------------------------------------------------------------------------------------------------
 
-
 def merges(time, timestep, batch: int = 1) -> bool:
     """Does any rule hold in a call at this timestep?"""
     return bool(time.next_call(timestep, LATENT.repeat(batch, 1, 1, 1))[0].live)
@@ -187,7 +182,6 @@ def test_pictures_of_two_threads_keep_apart():
 
 # --- schedulers -------------------------------------------------------------------------------------------------------
 
-
 def own_sigmas(scheduler) -> list[float]:
     """The noise of each step, as the scheduler itself uses it, relative to the picture."""
     if scheduler.config.get("use_flow_sigmas"):
@@ -205,17 +199,13 @@ AT_500, HALF_WAY = {"min_timestep": 500}, {"end_percent": 0.5}
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name, changes, limit", [
-    ("DDIM", SD_BETAS, AT_500), ("EulerDiscrete", {}, AT_500),
-    ("DPMSolverMultistep", {"use_karras_sigmas": True, **SD_BETAS}, AT_500),
-    ("UniPCMultistep", FLOW, AT_500),
-    ("EulerDiscrete", CONTINUOUS, HALF_WAY), ("EDMEuler", {"sigma_data": 0.5, "sigma_max": 20.0}, HALF_WAY),
-])  # fmt: skip
+@pytest.mark.parametrize("name, changes, limit",
+                         [("DDIM", SD_BETAS, AT_500), ("EulerDiscrete", {}, AT_500),
+                          ("DPMSolverMultistep", {"use_karras_sigmas": True, **SD_BETAS}, AT_500),
+                          ("UniPCMultistep", FLOW, AT_500), ("EulerDiscrete", CONTINUOUS, HALF_WAY),
+                          ("EDMEuler", {"sigma_data": 0.5, "sigma_max": 20.0}, HALF_WAY)])  # fmt: skip
 def test_a_rule_means_the_same_noise_with_every_scheduler(name, changes, limit):
-    """Matches age by the same noise. The last two schedulers' timesteps are not those of Stable Diffusion's schedule.
-
-    Pipelines pass an element of the scheduler's timesteps, or a copy elsewhere in memory.
-    """
+    """Matches age by the same noise. Pipelines pass an element of the timesteps, or a copy elsewhere in memory."""
     pipe = Pipeline(getattr(diffusers, f"{name}Scheduler")(**changes))
     pipe.scheduler.set_timesteps(8)
     before = sorted(vars(pipe.scheduler))

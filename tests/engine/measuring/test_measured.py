@@ -1,7 +1,5 @@
 """A measurement changes nothing else, and then decides: if merging does not pay, it is off entirely."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +10,7 @@ import tome_core
 from tests import tiny_transformers
 from tests.families import MODELS
 from tests.models import sd15, small
+from tests.thoroughness import some_quick
 from tests.traces import traces
 from tome_core import MergeConfig
 from tome_core.engine import state
@@ -156,7 +155,7 @@ def test_a_measurement_is_refused_if_it_would_disturb_or_mislead():
     assert handle.gain_for(512, 512) is None and handle.why_not(512, 512) == "" and not KNOWN
 
 
-@pytest.mark.parametrize("name", ["ldm_sd1", "sgm_double", "sdxl"])
+@pytest.mark.parametrize("name", some_quick(["ldm_sd1", "sdxl", "sgm_double"], 2))
 def test_each_unet_is_measured(name):
     handle = tome_core.patch(MODELS[name].build(), MergeConfig(ratio=0.5))
     gain = handle.measure(128, 128, rounds=1, steps=2)

@@ -1,7 +1,5 @@
 """Does merging pay? The answer is measured for the kind of call, else estimated from the card and the tokens."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -25,13 +23,12 @@ _ASKS, _MERGES = MergeRule(merge_mlp=True, only_if_it_pays=True), MergeRule()
 
 
 # the H200's answer is measured, the others' are the model's: see `tome_core.engine.decision`
-@pytest.mark.parametrize("name, blocks, pixels, batch, dtype, waits", [
-    ("3060", _SD15, 512, 2, torch.half, False), ("4090", _SD15, 512, 2, torch.half, True),
-    ("4090", _SDXL, 1024, 2, torch.half, False), ("H200", _SDXL, 1024, 2, torch.half, True),
-    ("H200", _SDXL, 2048, 2, torch.half, False), ("H200", _SD15, 1024, 2, torch.half, True),
-    ("H200", _SD15, 1024, 2, torch.float, False), ("H200", _SD15, 1024, 16, torch.half, False),
-    ("unknown", _SD15, 512, 2, torch.half, False),
-])  # fmt: skip
+@pytest.mark.parametrize("name, blocks, pixels, batch, dtype, waits",
+                         [("3060", _SD15, 512, 2, torch.half, False), ("4090", _SD15, 512, 2, torch.half, True),
+                          ("4090", _SDXL, 1024, 2, torch.half, False), ("H200", _SDXL, 1024, 2, torch.half, True),
+                          ("H200", _SDXL, 2048, 2, torch.half, False), ("H200", _SD15, 1024, 2, torch.half, True),
+                          ("H200", _SD15, 1024, 2, torch.float, False), ("H200", _SD15, 1024, 16, torch.half, False),
+                          ("unknown", _SD15, 512, 2, torch.half, False)])  # fmt: skip
 def test_cards_that_wait_for_their_host_are_told_from_slow_ones(monkeypatch, name, blocks, pixels, batch, dtype, waits):
     (major, minor), processors = _CARDS[name]
     card = SimpleNamespace(major=major, minor=minor, multi_processor_count=processors)
@@ -44,10 +41,9 @@ def test_cards_that_wait_for_their_host_are_told_from_slow_ones(monkeypatch, nam
 @pytest.mark.parametrize("part", LevelRules._fields)
 @pytest.mark.parametrize("rule, tokens, device, gate, merges, why", [
     (_ASKS, 4095, "cuda", None, False, _FEW), (_ASKS, 4096, "cuda", None, True, ""),
-    (_ASKS, 1023, "cpu", None, False, _FEW), (_ASKS, 1024, "cpu", None, True, ""),
-    (_ASKS, 4, "cuda", True, True, ""), (_ASKS, 9999, "cuda", "measured", False, "measured"),
-    (_MERGES, 4, "cuda", "measured", True, ""), (None, 9999, "cuda", True, False, "off"),
-])  # fmt: skip
+    (_ASKS, 1023, "cpu", None, False, _FEW), (_ASKS, 1024, "cpu", None, True, ""), (_ASKS, 4, "cuda", True, True, ""),
+    (_ASKS, 9999, "cuda", "measured", False, "measured"), (_MERGES, 4, "cuda", "measured", True, ""),
+    (None, 9999, "cuda", True, False, "off")])  # fmt: skip
 def test_a_rule_that_asks_goes_by_the_gate_and_else_by_the_tokens(part, rule, tokens, device, gate, merges, why):
     rules = LevelRules(**{part: rule})
     assert decide(rules, "off", tokens, device, gate) == (rules if merges else LevelRules(), why)

@@ -1,7 +1,5 @@
 """The gain on users' own pictures is shown if enough merged and unmerged ones have one kind of call and like times."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -20,10 +18,8 @@ def draw(monkeypatch):
     """A function that samples in steps of these seconds, and returns the gain's sentence."""
     clock, model = step_clock.put_on(monkeypatch), nn.Sequential(nn.Linear(2, 2), nn.ReLU())
 
-    def draw(
-        seconds, config=None, saved=0.5, steps=8, latent=LATENT, model=model, more=(), beside=("euler",), first=0.0,
-        hears=True,
-    ):  # fmt: skip
+    def draw(seconds, config=None, saved=0.5, steps=8, latent=LATENT, model=model, more=(), beside=("euler",),
+             first=0.0, hears=True):  # fmt: skip
         heard, clock.step = Steps(), seconds
         for step in range(steps):
             heard.call(latent, *more)

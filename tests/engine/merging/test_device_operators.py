@@ -21,9 +21,9 @@ from tome_core.settings.schedule import STABLE_DIFFUSION
 TIMES = (900.0, 890.0, 800.0, 200.0, 190.0, 100.0)
 ON_THE_CPU = {"cumprod"}  # operators for a picture's list of positions, which is read on the CPU
 CLUSTERS = MergeConfig(method="cluster", ratio=0.9, side="kv")
-OTHERS = {
-    "as tomesd": MergeConfig(ratio=0.5, proportional=False, correction=False, merge_mlp=True), "clusters": CLUSTERS,
-}  # fmt: skip
+OTHERS = {"as tomesd": MergeConfig(ratio=0.5, proportional=False, correction=False, merge_mlp=True),
+          "clusters": CLUSTERS}  # fmt: skip
+LIKE_BALANCED = ("quality", "fast")  # but for their ratios
 
 
 @pytest.fixture
@@ -50,8 +50,9 @@ def of_a_block(config, dtype: torch.dtype) -> OperatorRecorder:
 
 
 @pytest.mark.parametrize("name, dtype", [
-    *((name, torch.float16) for name in (*PRESETS, *OTHERS)), ("balanced", torch.float32), ("balanced", torch.bfloat16),
-], ids=str)  # fmt: skip
+    *(pytest.param(name, torch.float16, marks=[pytest.mark.slow] * (name in LIKE_BALANCED))
+      for name in (*PRESETS, *OTHERS)),
+    ("balanced", torch.float32), pytest.param("balanced", torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.usefixtures("_as_on_directml")
 def test_merged_calls_use_only_operators_that_devices_without_fused_attention_have(name, dtype):
     used = of_a_block(OTHERS.get(name, name), dtype)

@@ -15,11 +15,10 @@ from tome_core.merging import kernels
 from tome_core.merging.kernels.proof import _CHECKS
 
 # These launch no kernel: views, memory that is not filled, and fetching a number.
-NO_LAUNCH = {
-    "_local_scalar_dense", "_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "diagonal", "empty",
-    "empty_like", "empty_strided", "expand", "lift_fresh", "new_empty", "permute", "reshape", "select", "slice",
-    "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view",
-}  # fmt: skip
+NO_LAUNCH = {"_local_scalar_dense", "_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "diagonal",
+             "empty", "empty_like", "empty_strided", "expand", "lift_fresh", "new_empty", "permute", "reshape",
+             "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze",
+             "view"}  # fmt: skip
 # These launch several: a sort in segments of up to 4,096, and operators that copy first.
 LAUNCHES = {"sort": 4, "masked_fill": 2, "scatter": 2, "constant_pad_nd": 2}
 # Outputs of kernels that hold numbers of groups or tokens, which have to be valid.
@@ -45,8 +44,7 @@ def launches(monkeypatch) -> Counter[str]:
         return as_one(name, lambda *outputs: [outputs[place].zero_() for place in NUMBERS.get(name, ())])
 
     replaced = {"DEVICES": ("cpu",), "_is_loaded": True, "_give_up": lambda name, why: pytest.fail(f"{name}: {why}"),
-                "_kernels": SimpleNamespace(**{name: double(name) for name in _CHECKS}),
-                "find_fault": lambda *_: ""}  # fmt: skip
+                "_kernels": SimpleNamespace(**{name: double(name) for name in _CHECKS}), "find_fault": lambda *_: ""}
     for name, value in replaced.items():
         monkeypatch.setattr(kernels, name, value)
     attention = as_one("attention", torch.nn.functional.scaled_dot_product_attention)

@@ -1,7 +1,5 @@
 """Laws of matches, of what they compare, and of a grid's cells and windows, against slow and obvious versions."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -90,9 +88,8 @@ def test_bipartite_agrees_with_tomesd(grid, ratio):
     assert (plan.unmerge(plan.merge(x)) - unmerge(merge(x))).abs().max() <= 1e-6
 
 
-@pytest.mark.parametrize("steps, ratio, cell, by_distance", [
-    (1, 0.5, 2, False), (3, 0.9375, 4, False), (3, 0.75, 2, True),
-])  # fmt: skip
+@pytest.mark.parametrize("steps, ratio, cell, by_distance",
+                         [(1, 0.5, 2, False), (3, 0.9375, 4, False), (3, 0.75, 2, True)])  # fmt: skip
 def test_refinement_is_k_means_from_the_match(steps, ratio, cell, by_distance):
     x = tokens((8, 8), channels=3) + by_distance
     start, plan = (METHODS["bipartite"].match(x, Grid(8, 8), MatchOptions(ratio, cell, cell, None, many, by_distance))
@@ -103,10 +100,9 @@ def test_refinement_is_k_means_from_the_match(steps, ratio, cell, by_distance):
     assert not torch.equal(plan.group, start.group)
 
 
-@pytest.mark.parametrize(("x", "start", "by_distance"), [
-    ([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0], [1.0, 0.5]], [0, 0, 0, 2], False),
-    ([[0.0], [0.1], [5.0], [5.1]], [0, 0, 2, 2], True),
-])  # fmt: skip
+@pytest.mark.parametrize(("x", "start", "by_distance"),
+                         [([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0], [1.0, 0.5]], [0, 0, 0, 2], False),
+                          ([[0.0], [0.1], [5.0], [5.1]], [0, 0, 2, 2], True)])  # fmt: skip
 def test_a_group_without_tokens_gets_none_though_all_else_be_far(x, start, by_distance):
     """An empty group has no centre: a centre of cosine 0 would be the nearest one to the third token."""
     plan = refine_plan(MergePlan(torch.tensor([start]), 3), torch.tensor([x]), 1, by_distance)
@@ -160,7 +156,6 @@ def test_destinations_depend_on_seed_level_and_time_and_are_spread_evenly_over_t
 
 # --- what is compared -------------------------------------------------------------------------------------------------
 
-
 def test_keys_and_values_count_alike_whatever_their_scale_and_every_sample_as_if_alone():
     keys, values = tokens((8, 8), 3, 32), tokens((8, 8), 3, 32, seed=1) * 7 - 3
     both = of_unit_spread(keys, values)
@@ -184,10 +179,8 @@ def test_each_metric_compares_what_it_is_called():
 
 # --- where tokens lie -------------------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize("grid", [
-    Grid(3, 5), Grid(67, 131), Grid(256, 256), Grid(13 * 30, 52, 13), Grid(5 * 90, 160, 5),
-])  # fmt: skip
+@pytest.mark.parametrize("grid", [Grid(3, 5), Grid(67, 131), Grid(256, 256), Grid(13 * 30, 52, 13),
+                                  Grid(5 * 90, 160, 5)])  # fmt: skip
 def test_windows_cover_the_grid_once(grid):
     frame, end = grid.height // grid.frames * grid.width, 0
     for start, window in windows(grid):

@@ -1,7 +1,5 @@
 """Laws of the merge plan, over odd shapes, dtypes and group counts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

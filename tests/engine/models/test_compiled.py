@@ -38,9 +38,8 @@ OTHER = STRONG | {"ratio": 0.5, "metric": "input", "side": "qkv", "use_rand": Tr
 IN_TIME = MergeConfig(rules=tuple(MergeRule(**(STRONG | {"ratio": ratio, "min_timestep": time}))
                                   for ratio, time in ((0.75, 600), (0.5, 300))))  # fmt: skip
 # four blocks, all on the latent's level
-LEAST = Family("least", seeded(
-    unet, block_out_channels=(16,), down_block_types=("CrossAttnDownBlock2D",), up_block_types=("CrossAttnUpBlock2D",),
-), call_unet)  # fmt: skip
+LEAST = Family("least", seeded(unet, block_out_channels=(16,), down_block_types=("CrossAttnDownBlock2D",),
+                               up_block_types=("CrossAttnUpBlock2D",)), call_unet)  # fmt: skip
 TINY = Least("tiny", depth=1)
 COMPILED = {TINY.name: TINY, LEAST.name: LEAST, **MODELS}
 FLUX = COMPILED["Flux"]
@@ -66,10 +65,10 @@ def by_blocks(family: Family, model: Any, backend: Any = "eager") -> nn.Module:
     return model
 
 
-def ways(*pairs: tuple[str, Way]) -> pytest.MarkDecorator:
-    """Families, and how each is compiled; the first two are quick."""
+def ways(*pairs: tuple[str, Way], quick: int = 1) -> pytest.MarkDecorator:
+    """Families, and how each is compiled; the first ones are quick."""
     return pytest.mark.parametrize("family, way", [
-        pytest.param(COMPILED[name], way, id=f"{name}-{way.__name__}", marks=[pytest.mark.slow] * (place >= 2))
+        pytest.param(COMPILED[name], way, id=f"{name}-{way.__name__}", marks=[pytest.mark.slow] * (place >= quick))
         for place, (name, way) in enumerate(pairs)])  # fmt: skip
 
 
@@ -85,7 +84,7 @@ def merged_eagerly(family: Family, settings: dict[str, Any]) -> torch.Tensor:
 # arguments are nested (Qwen-Image, with a mask), a list (Z-Image, whose heads share keys), or in several graphs
 # (Lumina 2), and an image prompt is one more attention
 @ways(("least", whole), ("Flux", by_blocks), ("least", by_blocks), ("ip_adapter_masks", whole),
-      ("Qwen-Image, padded", whole), ("Z-Image", whole), ("Lumina 2", whole))  # fmt: skip
+      ("Qwen-Image, padded", whole), ("Z-Image", whole), ("Lumina 2", whole), quick=2)  # fmt: skip
 def test_compiled_and_then_patched_it_merges_as_without_a_compiler_in_one_graph_for_all_times(family: Family, way: Way):
     eager, model, backend, graphs = family.build(), family.build(), CompileCounter(), []
     plain = picture(family, model)  # Z-Image makes its frequencies once, outside of a compiler
@@ -131,7 +130,7 @@ def test_patched_and_then_compiled_it_may_be_patched_otherwise_and_taken_off(fam
 
 
 @pytest.mark.parametrize("family, way, backend", [
-    (TINY, whole, "aot_eager"), (FLUX, by_blocks, "aot_eager"),
+    (TINY, whole, "aot_eager"), pytest.param(FLUX, by_blocks, "aot_eager", marks=pytest.mark.slow),
     pytest.param(LEAST, whole, "inductor", marks=[pytest.mark.slow, for_inductor]),
     pytest.param(FLUX, by_blocks, "inductor", marks=[pytest.mark.slow, for_inductor]),
 ], ids=lambda value: getattr(value, "name", getattr(value, "__name__", value)))  # fmt: skip
@@ -177,7 +176,6 @@ def test_a_compiled_pipeline_keeps_over_its_steps_what_it_would_keep_and_nothing
 
 
 # --- what is left alone -----------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("way", some_quick([whole, by_blocks]), ids=lambda way: way.__name__)
 def test_a_call_that_cannot_merge_under_a_compiler_is_left_alone_and_the_report_says_why(way: Way, monkeypatch):
@@ -246,7 +244,6 @@ def test_a_compiled_block_merges_in_its_self_attention_alone_and_says_so():
 
 
 # --- operators --------------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("family", [TINY, MODELS["Wan"]], ids=lambda family: family.name)
 @torch.no_grad()

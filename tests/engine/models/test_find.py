@@ -37,8 +37,7 @@ def pipeline(**components: Any) -> SimpleNamespace:
 
 @pytest.mark.parametrize("name, hold", [
     ("sd15", lambda model: Wrapper(nn.DataParallel(model))), ("ldm_sd1", Wrapper), ("ldm_wrapped", lambda it: it.model),
-    ("sd15", lambda model: pipeline(unet=model)),
-], ids=["DDP", "DDP, ldm", "LDM", "pipeline"])  # fmt: skip
+    ("sd15", lambda model: pipeline(unet=model))], ids=["DDP", "DDP, ldm", "LDM", "pipeline"])  # fmt: skip
 def test_whatever_holds_a_unet_it_merges_as_by_itself_and_is_found_and_removed_through_either(name: str, hold: Any):
     family = MODELS[name]
     with tome_core.patch(alone := family.build(), BALANCED) as handle:
@@ -58,19 +57,14 @@ def test_whatever_holds_a_unet_it_merges_as_by_itself_and_is_found_and_removed_t
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
-
 def transformer_of(model: nn.Module) -> nn.Module:
     return next(module for module in model.modules() if hasattr(module, "transformer_blocks"))
 
 
-REFUSED = {
-    "a transformer": lambda: transformer_of(small()),
-    "two UNets": lambda: nn.ModuleList([small(), sd15()]),
-    "a transformer in a pipeline": lambda: pipeline(transformer=transformer_of(small())),
-    "another network": diffusers.AutoencoderKL,
-    "a pipeline of others": lambda: pipeline(prior=nn.Identity()),
-    "an empty pipeline": lambda: pipeline(scheduler=object()),
-}
+REFUSED = {"a transformer": lambda: transformer_of(small()), "two UNets": lambda: nn.ModuleList([small(), sd15()]),
+           "a transformer in a pipeline": lambda: pipeline(transformer=transformer_of(small())),
+           "another network": diffusers.AutoencoderKL, "a pipeline of others": lambda: pipeline(prior=nn.Identity()),
+           "an empty pipeline": lambda: pipeline(scheduler=object())}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -1,8 +1,4 @@
-"""Gradients through a merged model do not depend on gradient checkpointing (the 11th of tomesd's faults).
-
-A checkpoint runs its blocks once more during the backward pass. They have to merge the same tokens then, though the
-model may have been called at another size and time since.
-"""
+"""Gradients through a merged model do not depend on checkpointing, whose second run has to merge the same tokens."""
 
 from __future__ import annotations
 
@@ -30,8 +26,7 @@ DRAWN, TOMESDS, KEYS, IN_TIME = (
     MergeConfig(merge_mlp=True, max_downsample=2),
     MergeConfig(merge_crossattn=True, merge_mlp=True, max_downsample=2, proportional=False),
     MergeConfig(side="kv", sx=4, sy=4, ratio=0.9, refine=1),
-    MergeConfig(rules=(MergeRule(ratio=0.75, min_timestep=500), MergeRule(ratio=0.25, seed=3))),
-)
+    MergeConfig(rules=(MergeRule(ratio=0.75, min_timestep=500), MergeRule(ratio=0.25, seed=3))))  # fmt: skip
 OFF = MergeConfig(ratio=0)
 
 

@@ -59,7 +59,6 @@ def test_a_place_of_the_latent_is_the_token_at_that_place_of_the_grid(name, monk
 
 # --- masks, grids -----------------------------------------------------------------------------------------------------
 
-
 def merged_with(model: nn.Module, arguments: dict[str, Any]) -> tuple[torch.Tensor, tome_core.Report]:
     with tome_core.patch(model, **STRONG) as handle:
         return call(model, arguments), handle.report()

@@ -73,8 +73,7 @@ def test_latents_of_every_size_merge_at_every_level(build, call, sizes, cell: in
             height, width = -(-height // 2), -(-width // 2)
             assert level.calls_merged or level.reasons == {
                 f"{part}: the grid is too small for the ratio to remove a token": level.blocks
-                for part in ("attn", "mlp")
-            }
+                for part in ("attn", "mlp")}  # fmt: skip
 
 
 def test_sdxl_merges_by_default_and_says_where_it_cannot(caplog):
@@ -103,7 +102,6 @@ def test_a_transformer_that_is_given_a_smaller_picture_than_the_latent_merges_th
 
 
 # --- dtypes and devices -----------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("timestep", [100, torch.tensor(100)], ids=repr)
 @pytest.mark.parametrize("config", [BALANCED, MergeConfig(ratio=0.5)], ids=["balanced", "together"])

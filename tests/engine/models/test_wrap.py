@@ -1,6 +1,4 @@
-"""Wraps come back after others have taken them off, build no chain, and see through wrappers that are known to be idle.
-`tests.beside` tests other things that share a model with them.
-"""
+"""Wraps come back after others have taken them off, build no chain, and see through wrappers known to be idle."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A call keeps the patch and rules with which it began, and leaves nothing behind.
-
-The tests do not depend on luck: a hook in the middle of a call lets another thread act, and waits for it.
-"""
+"""A call keeps the patch and rules with which it began: in its middle a hook lets a thread act, and waits for it."""
 
 from __future__ import annotations
 
@@ -25,16 +22,13 @@ from tome_core import MergeConfig, MergeRule
 BALANCED, LESS = on_small("balanced"), MergeConfig(ratio=0.3, max_downsample=8)
 TOMESD = MergeConfig(ratio=0.5, merge_mlp=True, proportional=False)
 # a place in the first block, after its first attention, and in an attention, of either kind of model
-PLACES = {
-    "sd15": ("down_blocks.0.attentions.0.transformer_blocks.0.attn2",
-             "mid_block.attentions.0.transformer_blocks.0.attn1.to_k"),
-    "Flux": ("single_transformer_blocks.0", "single_transformer_blocks.1.attn.to_k"),
-}  # fmt: skip
+PLACES = {"sd15": ("down_blocks.0.attentions.0.transformer_blocks.0.attn2",
+                   "mid_block.attentions.0.transformer_blocks.0.attn1.to_k"),
+          "Flux": ("single_transformer_blocks.0", "single_transformer_blocks.1.attn.to_k")}  # fmt: skip
 
-at_every_place = pytest.mark.parametrize(
-    ("family", "place"), [(MODELS[name], place) for name, places in PLACES.items() for place in places],
-    ids=lambda it: getattr(it, "name", it),
-)  # fmt: skip
+at_every_place = pytest.mark.parametrize(("family", "place"), [
+    pytest.param(MODELS[name], place, marks=[pytest.mark.slow] * (name == "Flux" and place != places[0]))
+    for name, places in PLACES.items() for place in places], ids=lambda it: getattr(it, "name", it))  # fmt: skip
 
 
 def merged(family: Family, config: MergeConfig | None, **call: Any) -> torch.Tensor:
@@ -59,10 +53,9 @@ def once_in(model: nn.Module, place: str, work: Callable[[], Any]) -> None:
 def test_a_call_during_which_another_patch_comes_or_this_one_goes_and_the_next_one(family: Family, place: str):
     """No patch waits for the call. After a change of parts or a removal, the rest of the call does not merge."""
     model = family.build()
-    for before, after, stays in (
-        (None, BALANCED, True), (None, TOMESD, True), (BALANCED, LESS, True),
-        (BALANCED, None, False), (TOMESD, None, False), (TOMESD, BALANCED, False), (BALANCED, TOMESD, False),
-    ):  # fmt: skip
+    for before, after, stays in ((None, BALANCED, True), (None, TOMESD, True), (BALANCED, LESS, True),
+                                 (BALANCED, None, False), (TOMESD, None, False), (TOMESD, BALANCED, False),
+                                 (BALANCED, TOMESD, False)):  # fmt: skip
         tome_core.remove_patch(model)
         handle = None if before is None else tome_core.patch(model, before)
         change = handle.uninstall if after is None else partial(tome_core.patch, model, after)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 import tome_core
-from tests.families import every_model, every_unet, largest_difference, some_models
+from tests.families import any_model, every_model, every_unet, largest_difference, some_models
 from tests.least_unet import KEPT
 from tests.models import Family, merge_with_self
 from tests.traces import attributes, is_idle, traces, wraps_of
@@ -28,7 +28,6 @@ on_either_kind = some_models("sd15", "Flux")
 
 
 # --- on ---------------------------------------------------------------------------------------------------------------
-
 
 @every_unet
 def test_merging_changes_the_picture_and_says_so_and_a_sample_merges_alone_as_in_a_batch(family: Family):
@@ -64,7 +63,7 @@ def test_merging_each_token_with_itself_changes_no_bit_and_nothing_is_said(famil
     assert "not expected" not in caplog.text, "diffusers says so of arguments that an attention does not know"
 
 
-@every_model
+@any_model
 def test_every_method_part_and_side_runs_at_every_level(family: Family):
     model = family.build()
     vanilla = family.call(model)
@@ -91,7 +90,7 @@ def test_a_call_by_keywords_is_the_same_call(family: Family):
     assert torch.equal(family.call(call), by_position)
 
 
-@every_model
+@any_model
 def test_the_global_rng_is_left_alone_and_equal_seeds_give_equal_bits(family: Family):
     model = family.build()
     tome_core.apply_patch(model, seed=3)
@@ -127,15 +126,12 @@ def test_a_picture_does_not_depend_on_the_one_before_and_a_removed_patch_keeps_n
 
 # --- off --------------------------------------------------------------------------------------------------------------
 
-
-@every_model
+@any_model
 def test_where_nothing_is_to_merge_no_bit_changes(family: Family):
     model = family.build()
     vanilla = family.call(model)
-    for settings in (
-        {"ratio": 0.0, "merge_crossattn": True, "merge_mlp": True, "max_downsample": 8}, {"merge_attn": False},
-        {"min_timestep": 999.0}, {"strength": 0},
-    ):  # fmt: skip
+    for settings in ({"ratio": 0.0, "merge_crossattn": True, "merge_mlp": True, "max_downsample": 8},
+                     {"merge_attn": False}, {"min_timestep": 999.0}, {"strength": 0}):  # fmt: skip
         with tome_core.patch(model, **settings) as handle:
             assert torch.equal(family.call(model), vanilla)
         assert not handle.report().merged_anything
@@ -162,7 +158,7 @@ def test_removing_restores_every_bit_and_leaves_nothing_behind(family: Family):
     assert traces(model) == before and attributes(model) == held and torch.equal(family.call(model), vanilla)
 
 
-@every_model
+@any_model
 def test_a_patch_over_a_patch_is_the_second_alone_and_leaving_a_with_brings_back_what_was_there(family: Family):
     model, once = family.build(), family.build()
     vanilla = family.call(model)
@@ -199,7 +195,7 @@ def layers_of(family: Family, model: Any) -> list[nn.Module]:
     return [module for module in called if not [*module.children()]]
 
 
-@every_model
+@any_model
 def test_an_error_anywhere_in_a_call_leaves_the_patch_usable_and_nothing_behind(family: Family):
     """The error comes at every kind of wrap, new kinds included, before and after the wrapped method."""
     model = family.build()

@@ -1,7 +1,4 @@
-"""`tome_core.patch(pipe)`: one line puts a preset on a diffusers pipeline, one takes it off, for all kinds of pictures.
-
-Real pipelines with random weights. `tests/beside` tests that a LoRA may come and go at any time.
-"""
+"""`tome_core.patch(pipe)` puts a preset on a real pipeline, with random weights, for all kinds of pictures."""
 
 from __future__ import annotations
 
@@ -48,16 +45,10 @@ def an_image() -> torch.Tensor:
 
 
 # other uses than drawing from words, by the arguments of the pipeline's call
-USES = {
-    "callback": {
-        "callback_on_step_end": lambda *given: {"latents": given[-1]["latents"] * 0.9},
-        "callback_on_step_end_tensor_inputs": ["latents"],
-    },
-    "without guidance": {"guidance_scale": 1.0},
-    "three pictures": {"num_images_per_prompt": 3},
-    "scale": {"cross_attention_kwargs": {"scale": 0.4}},
-    "image to image": {"image": an_image(), "strength": 0.8, "timesteps": [951, *TIMES]},
-}
+USES = {"callback": {"callback_on_step_end": lambda *given: {"latents": given[-1]["latents"] * 0.9},
+                     "callback_on_step_end_tensor_inputs": ["latents"]}, "without guidance": {"guidance_scale": 1.0},
+        "three pictures": {"num_images_per_prompt": 3}, "scale": {"cross_attention_kwargs": {"scale": 0.4}},
+        "image to image": {"image": an_image(), "strength": 0.8, "timesteps": [951, *TIMES]}}  # fmt: skip
 
 
 @pytest.mark.slow

@@ -83,17 +83,15 @@ def test_neither_a_handle_nor_the_engine_keeps_a_model_alive(build: Callable, ca
 
 # --- of a pipeline ----------------------------------------------------------------------------------------------------
 
-
 def test_the_schedule_is_the_pipelines_own_or_the_models():
     betas = diffusers.DDIMScheduler(beta_start=0.001, beta_end=0.02)
     of_a_pipeline = partial(SimpleNamespace, unet=models.small())
     model = models.ldm_wrapped()
     model.betas = betas.betas
-    for given, expected in (
-        (of_a_pipeline(scheduler=betas), training_schedule(betas)), (model, NoiseSchedule(tuple(betas.betas.tolist()))),
-        (of_a_pipeline(scheduler=SimpleNamespace(scale_model_input=None)), STABLE_DIFFUSION),
-        (of_a_pipeline(scheduler=object()), None), (models.small(), None),
-    ):  # fmt: skip
+    for given, expected in ((of_a_pipeline(scheduler=betas), training_schedule(betas)),
+                            (model, NoiseSchedule(tuple(betas.betas.tolist()))),
+                            (of_a_pipeline(scheduler=SimpleNamespace(scale_model_input=None)), STABLE_DIFFUSION),
+                            (of_a_pipeline(scheduler=object()), None), (models.small(), None)):  # fmt: skip
         handle = tome_core.patch(given, LATE)
         assert handle.knows_schedule == (expected is not None)
         assert handle.clock.schedule == (expected or STABLE_DIFFUSION)

@@ -1,7 +1,5 @@
 """What was measured is kept, found again, and lost to nothing but its own file."""
 
-from __future__ import annotations
-
 import json
 import logging
 

@@ -76,9 +76,8 @@ def test_reasons_are_told_the_one_that_cost_most_attention_first_and_the_part_if
     report = of_levels(fine, coarse)
     first, *rest = report.lines()
     assert first.endswith("nothing merged: large") and report.headline == "nothing merged: large"
-    assert [line.strip() for line in rest] == [
-        "not merged, 9 calls: many", "not merged, 99 calls: mlp: never", "compiled without merging, autocast",
-    ]  # fmt: skip
+    assert [line.strip() for line in rest] == ["not merged, 9 calls: many", "not merged, 99 calls: mlp: never",
+                                               "compiled without merging, autocast"]  # fmt: skip
     assert report.as_data()["levels"][0]["skipped_work"] == {"attn: many": 0.09, "attn: large": 0.9}
     assert of_levels(coarse).headline == "nothing merged: autocast"
 
@@ -97,10 +96,8 @@ def test_the_json_form_is_json_and_has_every_count():
     data = report.as_data()
     assert json.loads(json.dumps(data)) == data and data["format"] == 2
     assert data["work_saved"] == report.work_saved and data["gains"][0]["ratio"] == 1.42
-    assert data["levels"][0]["merged"] == [
-        {"part": "attn", "tokens": 256, "queries": 256, "keys": keys, "calls": report.levels[0].blocks}
-        for keys in (26, 128)
-    ]
+    assert data["levels"][0]["merged"] == [{"part": "attn", "tokens": 256, "queries": 256, "keys": keys,
+                                            "calls": report.levels[0].blocks} for keys in (26, 128)]  # fmt: skip
 
 
 def test_the_share_is_of_all_attention_levels_that_no_rule_reaches_and_exact_answers_included():

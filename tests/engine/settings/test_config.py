@@ -1,7 +1,5 @@
 """Settings: which are refused, with which words, which follow from others, and how an early phase becomes a rule."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 
@@ -64,8 +62,7 @@ def test_what_is_clamped_and_that_nothing_will_merge_is_noted():
     for settings, ever_merges, note in (
         ({"ratio": 1.0}, True, "ratio 1 is over the cap 0.75 of cells 2x2 and was clamped"),
         ({"early_ratio": 1.0}, True, "early_ratio 1 is over the cap 0.984375 and was clamped"),
-        ({"max_downsample": 1}, False, "nothing will merge: no rule reaches a level of this model"),
-    ):  # fmt: skip
+        ({"max_downsample": 1}, False, "nothing will merge: no rule reaches a level of this model")):  # fmt: skip
         assert [text[: len(note)] for text in notes_on(MergeConfig(**settings), ever_merges, [2, 4])] == [note]
     assert notes_on(MergeConfig(ratio=0.75), True, [1]) == notes_on(MergeConfig(ratio=0.0), False, [1]) == ()
 

@@ -1,7 +1,5 @@
 """The form: an expert's settings in every host, the values that a strength fills in, and refusals in its words."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -16,11 +14,9 @@ config_of = partial(change, MergeConfig())
 
 def test_fields_are_in_their_documented_places():
     """Nodes and lists of values know fields by position: a new field between them would shift the later ones."""
-    first = (
-        "ratio", "level", "start", "end", "method", "merge_what", "merge_crossattn", "merge_mlp", "sx",
-        "sy", "use_rand", "merge_seed", "early_ratio", "early_until", "proportional", "metric", "refine",
-        "keep", "only_if_it_pays",
-    )  # fmt: skip
+    first = ("ratio", "level", "start", "end", "method", "merge_what", "merge_crossattn", "merge_mlp", "sx", "sy",
+             "use_rand", "merge_seed", "early_ratio", "early_until", "proportional", "metric", "refine", "keep",
+             "only_if_it_pays")  # fmt: skip
     assert NAMES[: len(first)] == first
 
 
@@ -49,8 +45,7 @@ def test_the_form_can_say_all_of_a_strength_and_leaves_the_rest_alone():
         config = tome_core.strength(strength)
         assert config_of(values_of(config)) == config and keep_possible(values_at(strength)) == (config, [])
     assert set(NAMES) - set(values_at(0.5)) == {"start", "end", "merge_seed"}, (
-        "which pictures merge when, and by which seed"
-    )
+        "which pictures merge when, and by which seed")  # fmt: skip
     assert values_at("fast") == values_at(MARKS["fast"])
     start = MergeConfig(rules=(MergeRule(ratio=0.75), MergeRule(ratio=0.25)))
     assert change(start, {"start": 0.5}) == MergeConfig(rules=start.rules, start_percent=0.5)
@@ -62,8 +57,7 @@ def test_the_form_can_say_all_of_a_strength_and_leaves_the_rest_alone():
     ({"level": ["7", 0]}, "level=['7', 0] is not possible; use one of automatic, up to /1, up to /2, up to /4"),
     ({"refine": 1, "proportional": False}, "refine=1 may leave groups without tokens"),
     ({"use_rand": "yes"}, "use_rand='yes' is str; use True or False"),
-    ({"of_tomorrow": 1}, "there is no of_tomorrow to set; there are: ratio, level"),
-])  # fmt: skip
+    ({"of_tomorrow": 1}, "there is no of_tomorrow to set; there are: ratio, level")])  # fmt: skip
 def test_refusals_are_in_the_forms_words(values, words):
     with pytest.raises((ValueError, TypeError)) as caught:
         config_of(values)

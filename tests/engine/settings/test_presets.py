@@ -64,8 +64,7 @@ def test_a_model_gets_the_strengths_of_its_layout_and_flat_settings_change_them(
         ((), {}, balanced), (("fast",), {"seed": 5}, replace(fast, seed=5)),
         ((), {"strength": 0.3, "end_percent": 0.5}, replace(strength(0.3, layout=layout), end_percent=0.5)),
         ((), {"ratio": 0.25, "early_ratio": 0.5}, MergeConfig(ratio=0.25, early_ratio=0.5)),
-        ((MergeConfig(ratio=0.25),), {"sx": 4}, MergeConfig(ratio=0.25, sx=4)),
-    ):  # fmt: skip
+        ((MergeConfig(ratio=0.25),), {"sx": 4}, MergeConfig(ratio=0.25, sx=4))):  # fmt: skip
         assert tome_core.patch(model, *given, **settings).config == expected
     config = patch_on(tome_core.apply_patch(model)).config
     assert config == MergeConfig(proportional=False), "tomesd's way in is tomesd's way"
@@ -75,8 +74,7 @@ def test_a_model_gets_the_strengths_of_its_layout_and_flat_settings_change_them(
     *[((), {"strength": wrong}, ValueError, "0 to 1") for wrong in (-0.1, 1.01, float("nan"), True)],
     (("best",), {}, ValueError, r"preset='best'.*'balanced'"),
     (("fast",), {"strength": 0.5}, ValueError, "give one of them"),
-    (({"ratio": 0.5},), {}, TypeError, "config is dict; it has to be a MergeConfig"),
-])  # fmt: skip
+    (({"ratio": 0.5},), {}, TypeError, "config is dict; it has to be a MergeConfig")])  # fmt: skip
 def test_what_is_no_strength_and_no_preset_is_refused_with_those_that_are(given, settings, error, words):
     with pytest.raises(error, match=words):
         tome_core.patch(small(), *given, **settings)

@@ -18,11 +18,8 @@ SEEDS = itertools.count(1000)
 
 
 class Graph:
-    """Collects nodes; `add` gives the node's first output. `graph` is what is posted.
-
-    Each graph has its own noise seed, because ComfyUI does not sample again what is in its cache. Transformers
-    are loaded by the configuration in their files, have a latent of their own size, and are sampled without guidance.
-    """
+    """Collects nodes; `add` gives the node's first output; `graph` is what is posted. Each has its own seed, because
+    ComfyUI samples nothing again that is in its cache. Transformers have no guidance and a latent of their own size."""
 
     def __init__(self, model: str = "sd1", batch: int = 1, steps: int = 2) -> None:
         self.graph: dict[str, dict] = {}
@@ -36,8 +33,7 @@ class Graph:
             self.cfg = 7.0
             self.model = self.add("UNETLoader", unet_name=f"{model}.safetensors", weight_dtype="default")
             self.latent = self.add("EmptyLatentImage", width=128, height=128, batch_size=batch)
-        self.positive, self.negative = (self.add("TestText", width=width, pooled=pooled, seed=seed)
-                                        for seed in (1, 2))  # fmt: skip
+        self.positive, self.negative = (self.add("TestText", width=width, pooled=pooled, seed=seed) for seed in (1, 2))
 
     def add(self, kind: str, **inputs: Any) -> list:
         """A node of this class; inputs are values, or what `add` gave."""
@@ -60,11 +56,9 @@ class Graph:
 
     def sample(self, name: str, model: list | None = None, **changes: Any) -> list:
         """A KSampler whose result is kept under a name."""
-        inputs = {
-            "model": model or self.model, "positive": self.positive, "negative": self.negative,
-            "latent_image": self.latent, "seed": self.seed, "steps": self.steps, "cfg": self.cfg,
-            "sampler_name": "euler", "scheduler": "normal", "denoise": 1.0,
-        }  # fmt: skip
+        inputs = {"model": model or self.model, "positive": self.positive, "negative": self.negative,
+                  "latent_image": self.latent, "seed": self.seed, "steps": self.steps, "cfg": self.cfg,
+                  "sampler_name": "euler", "scheduler": "normal", "denoise": 1.0}  # fmt: skip
         latent = self.add("KSampler", **{**inputs, **changes})
         self.add("TestKeep", result=latent, name=name)
         return latent

@@ -1,8 +1,5 @@
-"""Compare functions of ComfyUI with attention over repeated keys: in a double of ComfyUI, and in a real one.
-
-Run by ComfyUI's Python with ``--cpu`` this tests each of its attention functions: it ends with an error if merged keys
-give anything else, and prints as JSON the way in which each function gets the sizes. No server is needed.
-"""
+"""Compare functions of ComfyUI with attention over repeated keys. Run by ComfyUI's Python with ``--cpu`` it tests all
+of them, prints as JSON how each gets the sizes, and fails if merged keys give anything else. No server is needed."""
 
 from __future__ import annotations
 
@@ -24,11 +21,7 @@ TOLERANCE = {torch.float32: 3e-6, torch.float64: 5e-7, torch.bfloat16: 2e-2, tor
 
 
 def way_of(function: Any, dtype: torch.dtype = torch.float32, batch: int = 2, **call: Any) -> str | None:
-    """The way in which the function gets the sizes; None if it is no attention.
-
-    AssertionError if merged keys give anything else than each of them repeated, by a softmax in float64. call: what
-    else the function gets.
-    """
+    """How the function gets the sizes; None if it is no attention. Asserts what a softmax over repeated keys gives."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(3, batch, TOKENS, HEADS * WIDTH, generator=generator) * 2).to(dtype)
     group = (torch.rand(batch, TOKENS, generator=generator) ** 3 * (GROUPS - 1)).long()  # most are in few; one is empty
@@ -37,9 +30,8 @@ def way_of(function: Any, dtype: torch.dtype = torch.float32, batch: int = 2, **
     takes_bias = host_call.takes_bias()
     if takes_bias is None:
         return None
-    merged, way = attend(
-        Attention(host_call.q, host_call.k, host_call.v, host_call.compute, WIDTH**-0.5, takes_bias), MergeOptions(plan)
-    )
+    merged, way = attend(Attention(host_call.q, host_call.k, host_call.v, host_call.compute, WIDTH**-0.5, takes_bias),
+                         MergeOptions(plan))  # fmt: skip
     keys, values = plan.merge(k), plan.merge(v)
     exact, blind = (_by_softmax(q, keys, values, sizes) for sizes in (plan.sizes, plan.sizes.clamp(max=1)))
     error, without = _far(merged, exact), _far(blind, exact)
@@ -72,8 +64,7 @@ def main() -> None:
     for name in FUNCTIONS:
         function, options = getattr(attention, f"attention_{name}"), {}
         # the slot's content from ComfyUI's own node for choosing a function
-        patcher.set_model_optimized_attention(
-            SimpleNamespace(model_options={"transformer_options": options}), function)  # fmt: skip
+        patcher.set_model_optimized_attention(SimpleNamespace(model_options={"transformer_options": options}), function)
         chosen = OtherNodesFunction(options[SLOT], attention.attention_pytorch)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             ways[f"{name} {dtype}"] = way_of(function, dtype)

@@ -1,9 +1,5 @@
-"""Run by ComfyUI's own Python in its own folder: `make_models.py KIND FOLDER` writes random models into FOLDER.
-
-ComfyUI reads a model's configuration off its key names and shapes. It knows a family of UNets by 320 channels, the
-width of the text and SDXL's list of depths; levels and blocks may be fewer. The file of a transformer has its
-configuration as well, for the node `TestLoad`.
-"""
+"""`make_models.py KIND FOLDER`, run by ComfyUI's Python in its folder, writes random models. ComfyUI knows a family of
+UNets by 320 channels, the text's width and SDXL's depths; a transformer's file has its configuration for `TestLoad`."""
 
 import importlib
 import json
@@ -25,44 +21,30 @@ from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel  # noqa: E4
 from comfy.taesd.taesd import TAESD  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
-SD1 = {
-    "num_heads": 8, "num_head_channels": -1, "context_dim": 768, "use_linear_in_transformer": False, "in_channels": 4,
-    "num_res_blocks": [1, 1], "channel_mult": [1, 1], "transformer_depth": [1, 1],
-    "transformer_depth_output": [1, 1, 1, 1], "transformer_depth_middle": 1,
-}  # fmt: skip
-SDXL = {
-    "num_heads": -1, "num_head_channels": 64, "context_dim": 2048, "use_linear_in_transformer": True, "in_channels": 4,
-    "num_classes": "sequential", "adm_in_channels": 2816, "num_res_blocks": [2, 2, 2], "channel_mult": [1, 1, 1],
-    "transformer_depth": [0, 0, 2, 2, 10, 10], "transformer_depth_output": [0, 0, 0, 1, 1, 1, 1, 1, 1],
-    "transformer_depth_middle": 1,
-}  # fmt: skip
+SD1 = {"num_heads": 8, "num_head_channels": -1, "context_dim": 768, "use_linear_in_transformer": False,
+       "in_channels": 4, "num_res_blocks": [1, 1], "channel_mult": [1, 1], "transformer_depth": [1, 1],
+       "transformer_depth_output": [1, 1, 1, 1], "transformer_depth_middle": 1}  # fmt: skip
+SDXL = {"num_heads": -1, "num_head_channels": 64, "context_dim": 2048, "use_linear_in_transformer": True,
+        "in_channels": 4, "num_classes": "sequential", "adm_in_channels": 2816, "num_res_blocks": [2, 2, 2],
+        "channel_mult": [1, 1, 1], "transformer_depth": [0, 0, 2, 2, 10, 10],
+        "transformer_depth_output": [0, 0, 0, 1, 1, 1, 1, 1, 1], "transformer_depth_middle": 1}  # fmt: skip
 TEXT = 64  # wide
-FLUX = {
-    "image_model": "flux", "axes_dim": [16, 56, 56], "num_heads": 2, "mlp_ratio": 4.0, "theta": 10000,
-    "out_channels": 16, "qkv_bias": True, "txt_ids_dims": [], "in_channels": 16, "hidden_size": 256,
-    "context_in_dim": TEXT, "vec_in_dim": 768, "depth": 2, "depth_single_blocks": 2, "patch_size": 2,
-    "guidance_embed": True,
-}  # fmt: skip
-SD3 = {
-    "in_channels": 16, "patch_size": 2, "out_channels": 16, "depth": 4, "input_size": None, "adm_in_channels": 2048,
-    "context_embedder_config": {"target": "torch.nn.Linear", "params": {"in_features": 4096, "out_features": 256}},
-    "num_patches": 36864, "pos_embed_max_size": 192, "qk_norm": "rms", "pos_embed_scaling_factor": None,
-}  # fmt: skip
-WAN = {
-    "image_model": "wan2.1", "model_type": "t2v", "dim": 256, "out_dim": 16, "num_heads": 2, "ffn_dim": 512,
-    "num_layers": 3, "in_dim": 16, "patch_size": (1, 2, 2), "freq_dim": 256, "text_dim": 4096, "qk_norm": True,
-    "cross_attn_norm": True,
-}  # fmt: skip
-QWEN = {
-    "image_model": "qwen_image", "in_channels": 64, "num_layers": 3, "num_attention_heads": 2,
-    "joint_attention_dim": TEXT,
-}  # fmt: skip
-Z_IMAGE = {
-    "image_model": "lumina2", "patch_size": 2, "in_channels": 16, "dim": 256, "cap_feat_dim": TEXT, "n_layers": 2,
-    "n_refiner_layers": 1, "qk_norm": True, "n_heads": 4, "n_kv_heads": 4, "axes_dims": [16, 24, 24],
-    "axes_lens": [300, 512, 512], "rope_theta": 10000.0, "ffn_dim_multiplier": 1.0, "z_image_modulation": True,
-    "time_scale": 1000.0, "pad_tokens_multiple": 32,
-}  # fmt: skip
+FLUX = {"image_model": "flux", "axes_dim": [16, 56, 56], "num_heads": 2, "mlp_ratio": 4.0, "theta": 10000,
+        "out_channels": 16, "qkv_bias": True, "txt_ids_dims": [], "in_channels": 16, "hidden_size": 256,
+        "context_in_dim": TEXT, "vec_in_dim": 768, "depth": 2, "depth_single_blocks": 2, "patch_size": 2,
+        "guidance_embed": True}  # fmt: skip
+SD3 = {"in_channels": 16, "patch_size": 2, "out_channels": 16, "depth": 4, "input_size": None, "adm_in_channels": 2048,
+       "context_embedder_config": {"target": "torch.nn.Linear", "params": {"in_features": 4096, "out_features": 256}},
+       "num_patches": 36864, "pos_embed_max_size": 192, "qk_norm": "rms", "pos_embed_scaling_factor": None}  # fmt: skip
+WAN = {"image_model": "wan2.1", "model_type": "t2v", "dim": 256, "out_dim": 16, "num_heads": 2, "ffn_dim": 512,
+       "num_layers": 3, "in_dim": 16, "patch_size": (1, 2, 2), "freq_dim": 256, "text_dim": 4096, "qk_norm": True,
+       "cross_attn_norm": True}  # fmt: skip
+QWEN = {"image_model": "qwen_image", "in_channels": 64, "num_layers": 3, "num_attention_heads": 2,
+        "joint_attention_dim": TEXT}  # fmt: skip
+Z_IMAGE = {"image_model": "lumina2", "patch_size": 2, "in_channels": 16, "dim": 256, "cap_feat_dim": TEXT,
+           "n_layers": 2, "n_refiner_layers": 1, "qk_norm": True, "n_heads": 4, "n_kv_heads": 4,
+           "axes_dims": [16, 24, 24], "axes_lens": [300, 512, 512], "rope_theta": 10000.0, "ffn_dim_multiplier": 1.0,
+           "z_image_modulation": True, "time_scale": 1000.0, "pad_tokens_multiple": 32}  # fmt: skip
 TRANSFORMERS = {  # module and class of comfy.ldm, and its configuration
     "flux": ("flux.model.Flux", FLUX), "sd3": ("modules.diffusionmodules.mmdit.MMDiT", SD3),
     "wan": ("wan.model.WanModel", WAN), "qwen_image": ("qwen_image.model.QwenImageTransformer2DModel", QWEN),
@@ -83,10 +65,9 @@ def random_weights(model, prefix=""):
 
 
 def unet(config):
-    model = UNetModel(
-        image_size=32, out_channels=4, model_channels=320, use_spatial_transformer=True, legacy=False,
-        device="meta", dtype=torch.float16, operations=comfy.ops.disable_weight_init, **config,
-    )  # fmt: skip
+    model = UNetModel(image_size=32, out_channels=4, model_channels=320, use_spatial_transformer=True, legacy=False,
+                      device="meta", dtype=torch.float16, operations=comfy.ops.disable_weight_init,
+                      **config)  # fmt: skip
     return random_weights(model, "model.diffusion_model.")
 
 

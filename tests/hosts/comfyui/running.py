@@ -104,10 +104,8 @@ def make_base(checkout: Path, folder: Path, models: Path | None = None) -> None:
 def serve(checkout: Path, base: Path) -> Iterator[Comfy]:
     """Start the checkout's server on a folder, wait until it answers, and stop it at the end."""
     port = free_port()
-    command = [
-        host_python(), "main.py", "--cpu", "--listen", "127.0.0.1", "--port", str(port), "--disable-auto-launch",
-        "--disable-api-nodes", "--use-pytorch-cross-attention", "--base-directory", str(base),
-    ]  # fmt: skip
+    command = [host_python(), "main.py", "--cpu", "--listen", "127.0.0.1", "--port", str(port), "--disable-auto-launch",
+               "--disable-api-nodes", "--use-pytorch-cross-attention", "--base-directory", str(base)]  # fmt: skip
     comfy = Comfy(port, base / "server.log")
     with running(command, comfy.log, comfy.answers, cwd=checkout, env=environment()):
         yield comfy

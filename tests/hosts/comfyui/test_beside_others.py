@@ -1,7 +1,5 @@
 """Our nodes with ComfyUI's other nodes and popular packs, in a real ComfyUI: they merge, or say why not."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.hosts.comfyui.graphs import Graph, bytes_of, report_of
@@ -46,13 +44,12 @@ def test_in_ultimate_sd_upscale_it_merges_tiles_and_seams_of_every_size_and_is_o
     loaded = graph.add("CheckpointLoaderSimple", ckpt_name="v1-5-pruned-emaonly-fp16.safetensors")
     picture, applied = graph.add("EmptyImage", width=168, height=136, batch_size=1, color=0x806040), graph.apply()
     for name, model in {"plain": graph.model, "applied": applied, "removed": graph.removed(applied)}.items():
-        image = graph.add(
-            "UltimateSDUpscaleNoUpscale", model=model, upscaled_image=picture, positive=graph.positive,
-            negative=graph.negative, vae=[loaded[0], 2], seed=graph.seed, steps=2, cfg=7.0, sampler_name="euler",
-            scheduler="normal", denoise=0.5, mode_type="Linear", tile_width=96, tile_height=96, mask_blur=8,
-            tile_padding=16, seam_fix_mode="Half Tile + Intersections", seam_fix_denoise=1.0, seam_fix_width=64,
-            seam_fix_mask_blur=8, seam_fix_padding=16, force_uniform_tiles=False, tiled_decode=False, batch_size=1,
-        )  # fmt: skip
+        image = graph.add("UltimateSDUpscaleNoUpscale", model=model, upscaled_image=picture, positive=graph.positive,
+                          negative=graph.negative, vae=[loaded[0], 2], seed=graph.seed, steps=2, cfg=7.0,
+                          sampler_name="euler", scheduler="normal", denoise=0.5, mode_type="Linear", tile_width=96,
+                          tile_height=96, mask_blur=8, tile_padding=16, seam_fix_mode="Half Tile + Intersections",
+                          seam_fix_denoise=1.0, seam_fix_width=64, seam_fix_mask_blur=8, seam_fix_padding=16,
+                          force_uniform_tiles=False, tiled_decode=False, batch_size=1)  # fmt: skip
         graph.add("TestKeep", result=image, name=name)
     make_base(checkout, tmp_path, base / "models")
     (tmp_path / "custom_nodes" / pack.name).symlink_to(pack.resolve(), target_is_directory=True)

@@ -1,7 +1,5 @@
 """The pack in a real ComfyUI: a clone is loaded with all its files, and prompts use its nodes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

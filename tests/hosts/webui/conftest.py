@@ -1,9 +1,6 @@
-"""Two servers for all tests of this folder, one of them without our extension; skipped if WEBUI_DIR is not set.
-
-WEBUI_DIR: a checkout of A1111, Forge or reForge with its dependencies. WEBUI_PYTHON: the Python that runs it.
-WEBUI_FLAGS: replace the flags for a CPU. A webui takes CLIP's tokenizer from the Hugging Face cache, so without a
-network it has to be there (HF_HOME). The user's settings, extensions and pictures are not touched.
-"""
+"""Two servers for all tests of this folder, one without our extension; skipped without WEBUI_DIR, a checkout of A1111,
+Forge or reForge. WEBUI_PYTHON: the Python that runs it. WEBUI_FLAGS: replace the flags for a CPU. Without a network
+CLIP's tokenizer has to be in the Hugging Face cache (HF_HOME). The user's files are not touched."""
 
 from __future__ import annotations
 

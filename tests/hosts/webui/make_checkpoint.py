@@ -12,33 +12,24 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel
 
-UNET = {
-    "image_size": 32, "in_channels": 4, "out_channels": 4, "model_channels": 320, "attention_resolutions": [1, 2],
-    "num_res_blocks": 1, "channel_mult": [1, 1], "num_heads": 8, "use_spatial_transformer": True,
-    "transformer_depth": 1, "context_dim": 768, "use_checkpoint": False, "legacy": False,
-}  # fmt: skip
-VAE = {
-    "double_z": True, "z_channels": 4, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128,
-    "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0,
-}  # fmt: skip
+UNET = {"image_size": 32, "in_channels": 4, "out_channels": 4, "model_channels": 320, "attention_resolutions": [1, 2],
+        "num_res_blocks": 1, "channel_mult": [1, 1], "num_heads": 8, "use_spatial_transformer": True,
+        "transformer_depth": 1, "context_dim": 768, "use_checkpoint": False, "legacy": False}  # fmt: skip
+VAE = {"double_z": True, "z_channels": 4, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128,
+       "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0}  # fmt: skip
 # a tenth of the work; all of SD1.5's stages, because ControlNet's reference mode counts them
-NARROW_UNET = UNET | {
-    "model_channels": 64, "attention_resolutions": [1, 2, 4], "num_res_blocks": 2, "channel_mult": [1, 2, 4, 4],
-}  # fmt: skip
+NARROW_UNET = UNET | {"model_channels": 64, "attention_resolutions": [1, 2, 4], "num_res_blocks": 2,
+                      "channel_mult": [1, 2, 4, 4]}  # fmt: skip
 NARROW_VAE = VAE | {"ch": 32}
-SDXL_UNET = {
-    "in_channels": 4, "out_channels": 4, "model_channels": 64, "attention_resolutions": [2], "num_res_blocks": 1,
-    "channel_mult": [1, 2], "num_head_channels": 64, "use_spatial_transformer": True, "transformer_depth": 2,
-    "context_dim": 768, "use_linear_in_transformer": True, "use_checkpoint": False, "legacy": False,
-}  # fmt: skip
+SDXL_UNET = {"in_channels": 4, "out_channels": 4, "model_channels": 64, "attention_resolutions": [2],
+             "num_res_blocks": 1, "channel_mult": [1, 2], "num_head_channels": 64, "use_spatial_transformer": True,
+             "transformer_depth": 2, "context_dim": 768, "use_linear_in_transformer": True, "use_checkpoint": False,
+             "legacy": False}  # fmt: skip
 SIZE_WIDTH, TIME_WIDTH = 1536, 256  # widths of SDXL's embedding of sizes, and of the time's embedding
 
 
 def make(path: Path, checkout: Path, seed: int = 1, is_narrow: bool = False) -> None:
-    """Write an SD1.5, with the configuration that A1111 needs for another layout than SD1.5's.
-
-    is_narrow: not for the Forges, which read no configuration and know only SD1.5's widths.
-    """
+    """Write an SD1.5, with A1111's configuration. is_narrow: not for the Forges, which know SD1.5's widths alone."""
     unet, vae = (NARROW_UNET, NARROW_VAE) if is_narrow else (UNET, VAE)
     parts = {"model.diffusion_model.": UNetModel(**unet), "cond_stage_model.transformer.": _text_encoder()}
     _save(path, parts, vae, seed)
@@ -50,11 +41,9 @@ def make(path: Path, checkout: Path, seed: int = 1, is_narrow: bool = False) -> 
 def make_sdxl(path: Path, checkout: Path) -> None:
     """Write a narrow SDXL for A1111, with one text encoder and little depth, and its configuration."""
     sizes = nn.Sequential(nn.Linear(SIZE_WIDTH, TIME_WIDTH), nn.SiLU(), nn.Linear(TIME_WIDTH, TIME_WIDTH))
-    parts = {
-        "model.diffusion_model.": UNetModel(**{**SDXL_UNET, "context_dim": [768, 768]}, image_size=32),
-        "model.diffusion_model.label_emb.0.": sizes,
-        "conditioner.embedders.0.transformer.": _text_encoder(),
-    }
+    parts = {"model.diffusion_model.": UNetModel(**{**SDXL_UNET, "context_dim": [768, 768]}, image_size=32),
+             "model.diffusion_model.label_emb.0.": sizes,
+             "conditioner.embedders.0.transformer.": _text_encoder()}  # fmt: skip
     _save(path, parts, NARROW_VAE)
     base = OmegaConf.load(checkout / "repositories/generative-models/configs/inference/sd_xl_base.yaml")
     del base.model.params.conditioner_config.params.emb_models[1]  # the large text encoder
@@ -65,10 +54,9 @@ def make_sdxl(path: Path, checkout: Path) -> None:
 
 def _text_encoder() -> nn.Module:
     """CLIP's text encoder, as in SD1.5 and SDXL."""
-    return CLIPTextModel(CLIPTextConfig(
-        hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12, projection_dim=768,
-        vocab_size=49408, max_position_embeddings=77,
-    ))  # fmt: skip
+    return CLIPTextModel(CLIPTextConfig(hidden_size=768, intermediate_size=3072, num_hidden_layers=12,
+                                        num_attention_heads=12, projection_dim=768, vocab_size=49408,
+                                        max_position_embeddings=77))  # fmt: skip
 
 
 def _configure(path: Path, config: OmegaConf, **changes: dict) -> None:

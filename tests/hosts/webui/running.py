@@ -27,11 +27,9 @@ QUIET = {"live_previews_enable": False, "show_progressbar": False, "samples_save
 # what tests override: A1111 1.10 puts back after a request only those settings that were saved once
 OVERRIDDEN = {"token_merging_ratio": 0.0, "batch_cond_uncond": True, "hypertile_enable_unet": False,
               "hypertile_enable_unet_secondpass": False, "ad_script_names": ""}  # fmt: skip
-START = [
-    "--skip-torch-cuda-test", "--do-not-download-clip", "--no-download-sd-model", "--skip-version-check",
-    "--skip-install", "--skip-python-version-check", "--skip-prepare-environment", "--disable-console-progressbars",
-    "--api",
-]  # fmt: skip
+START = ["--skip-torch-cuda-test", "--do-not-download-clip", "--no-download-sd-model", "--skip-version-check",
+         "--skip-install", "--skip-python-version-check", "--skip-prepare-environment",
+         "--disable-console-progressbars", "--api"]  # fmt: skip
 FOR_CPU = {"a1111": "--no-half --precision full --use-cpu all --opt-sdp-attention",
            **dict.fromkeys(("forge", "reforge"), "--always-cpu --attention-pytorch --all-in-fp32")}  # fmt: skip
 HALF = custom(0.5)  # half of all tokens, the engine's default, however small the picture
@@ -122,10 +120,7 @@ class Twins(NamedTuple):
     webui: Webui
 
     def law(self, *args: Any, merges: bool = True, **job: Any) -> str:
-        """Assert the law of every situation; return our line on the picture with our extension on, with ``args``.
-
-        On, the picture differs if it merges; off, right afterwards, it is a webui's without us; nothing of ours stays.
-        """
+        """Assert that it merges with `args`, that off again it draws as without us, with no trace; return our line."""
         expected = self.without.draw_once(**job)
         start = len(self.webui.log_text())
         on = self.webui.draw(*args, **job)
@@ -138,21 +133,17 @@ class Twins(NamedTuple):
 
 
 @contextlib.contextmanager
-def serve_twins(
-    checkout: Path, checkpoints: Path, folder: Path, *options: str, extensions: Sequence[Path] = ()
-) -> Iterator[Twins]:
+def serve_twins(checkout: Path, checkpoints: Path, folder: Path, *options: str,
+                extensions: Sequence[Path] = ()) -> Iterator[Twins]:  # fmt: skip
     """Start the same server without and with our extension."""
     with contextlib.ExitStack() as both:
-        yield Twins(*(
-            both.enter_context(_serve(checkout, checkpoints, folder / name, [*extensions, *more], *options))
-            for name, more in (("without", []), ("with", [ROOT]))
-        ))  # fmt: skip
+        yield Twins(*(both.enter_context(_serve(checkout, checkpoints, folder / name, [*extensions, *more], *options))
+                      for name, more in (("without", []), ("with", [ROOT]))))  # fmt: skip
 
 
 @contextlib.contextmanager
-def _serve(
-    checkout: Path, checkpoints: Path, folder: Path, extensions: Sequence[Path], *options: str
-) -> Iterator[Webui]:
+def _serve(checkout: Path, checkpoints: Path, folder: Path, extensions: Sequence[Path],
+           *options: str) -> Iterator[Webui]:  # fmt: skip
     """Start the checkout's server on a data folder, wait until it is ready, and stop it at the end."""
     kind, port = kind_of(checkout), free_port()
     (folder / "extensions").mkdir(parents=True)

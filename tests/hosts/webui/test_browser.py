@@ -1,7 +1,5 @@
 """The panel of a real webui, clicked in a real browser: A1111 and reForge have gradio 3.41, Forge has 4.40."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

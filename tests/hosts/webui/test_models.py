@@ -1,9 +1,4 @@
-"""Every kind of model in a real webui: SDXL, another checkpoint, a refiner, and a model moved in parts.
-
-The Forges know SDXL only in its full size, and move models by their own memory manager, whatever the flags.
-"""
-
-from __future__ import annotations
+"""Every kind of model in a real webui: SDXL (small: A1111 alone), another checkpoint, a refiner, one moved in parts."""
 
 import pytest
 

@@ -1,11 +1,5 @@
-"""Our extension with other people's extensions, in a real webui.
-
-WEBUI_EXTENSIONS_DIR: a folder with their checkouts, whose names begin as in FOLDERS. Their requirements must be in the
-webui's Python. ADetailer's detector is a stand-in, which the probe extension brings, because random weights draw no
-faces.
-"""
-
-from __future__ import annotations
+"""Our extension with other people's in a real webui. WEBUI_EXTENSIONS_DIR: a folder with their checkouts, named as in
+FOLDERS, whose requirements the webui's Python has. The probe extension brings a stand-in for ADetailer's detector."""
 
 import base64
 import io

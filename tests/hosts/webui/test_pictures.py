@@ -1,7 +1,5 @@
 """A real webui over its HTTP API: which pictures are bit-identical, which merge, and what their report says."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time

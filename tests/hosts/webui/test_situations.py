@@ -1,23 +1,17 @@
 """However a real webui calls its model, off it draws as without us, and on it reports the merging."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.hosts.webui.running import ASKED, HALF, SAVED
 
 TILED = "HyperTile is on, whose tiles need every token"
-GUIDANCE = {
-    "cond and uncond in two calls": {"override_settings": {"batch_cond_uncond": False}},
-    "texts of unequal length": {"negative_prompt": "a boat on the shore, " * 20},
-    "two prompts at once, several batches": {"prompt": "a lake AND a tree :0.5", "batch_size": 2, "n_iter": 2},
-    "uncond left out of every second step": {"s_min_uncond": 20, "steps": 4},
-    "no uncond": {"cfg_scale": 1},
-}
-ATTENTIONS = (
-    "sdp - scaled dot product", "sdp-no-mem - scaled dot product without memory efficient attention", "sub-quadratic",
-    "V1 - original v1", "InvokeAI", "Doggettx", "None",
-)  # fmt: skip
+GUIDANCE = {"cond and uncond in two calls": {"override_settings": {"batch_cond_uncond": False}},
+            "texts of unequal length": {"negative_prompt": "a boat on the shore, " * 20},
+            "two prompts at once, several batches": {"prompt": "a lake AND a tree :0.5", "batch_size": 2, "n_iter": 2},
+            "uncond left out of every second step": {"s_min_uncond": 20, "steps": 4},
+            "no uncond": {"cfg_scale": 1}}  # fmt: skip
+ATTENTIONS = ("sdp - scaled dot product", "sdp-no-mem - scaled dot product without memory efficient attention",
+              "sub-quadratic", "V1 - original v1", "InvokeAI", "Doggettx", "None")  # fmt: skip
 
 
 @pytest.mark.parametrize("job", GUIDANCE.values(), ids=GUIDANCE)

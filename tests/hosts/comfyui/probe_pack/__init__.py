@@ -1,8 +1,5 @@
 # ruff: noqa: RUF012 (a node of ComfyUI is a class with such attributes)
-"""Nodes that the tests load into ComfyUI with ours: prompts without a text encoder, and errors.
-
-The nodes keep results here, which a test reads at /tome_test/state.
-"""
+"""Nodes for ComfyUI in tests: prompts without a text encoder, errors, and results that are read at /tome_test/state."""
 
 import json
 import sys
@@ -101,10 +98,8 @@ class TestKeep(Node):
 
     def run(self, result, name):
         samples = (result["samples"] if isinstance(result, dict) else result).float().cpu().contiguous()
-        SEEN["latents"][name] = {
-            "shape": list(samples.shape), "finite": bool(samples.isfinite().all()),
-            "bytes": [sample.numpy().tobytes().hex() for sample in samples],
-        }  # fmt: skip
+        SEEN["latents"][name] = {"shape": list(samples.shape), "finite": bool(samples.isfinite().all()),
+                                 "bytes": [sample.numpy().tobytes().hex() for sample in samples]}  # fmt: skip
         return ()
 
 
