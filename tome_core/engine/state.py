@@ -100,7 +100,8 @@ class State:
         batch, tokens = q.shape[:2]
         turn = call.latest_runs[name] = call.latest_runs.get(name, -1) + 1
         picture = layout.grid.height * layout.grid.width
-        rules, why = self.decide(call, level, picture, q.device)
+        known = self._decisions.get((id(call.rules[level]), call.why_off[level], call.gates[level], picture, q.device))
+        rules, why = known or self.decide(call, level, picture, q.device)  # without a call at every attention
         rule = rules.attn
         if rule is None:
             why = why or OTHER_PARTS

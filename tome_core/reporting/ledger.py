@@ -128,7 +128,8 @@ class Ledger:
         tally = self.levels[level]
         tally.skipped[f"{part}: {reason}"] += 1
         tally.skipped_work[f"{part}: {reason}"] += work
-        self.add_whole(level, work)
+        tally.work_full += work  # not by `add_whole`: every unmerged attention comes here
+        tally.work_left += work
 
     def add_whole(self, level: int, work: int) -> None:
         """Count self-attention work that nothing merged, such as that of a level that no rule reaches."""
