@@ -77,13 +77,16 @@ class StandIn:
 
 
 class ForwardOnStandIn(AttentionDescription):
-    """The description of an attention that is computed in ``forward(x, context=...)``, which runs on a `StandIn`."""
+    """The description of an attention that is computed in ``forward(x, context=...)``, which runs on a `StandIn`.
+
+    `adds_bias` is False unless a subclass changes it, because such a forward may take a mask for a boolean one.
+    """
 
     def __init__(self, by_attribute: bool) -> None:
         self.by_attribute = by_attribute
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kwargs: Kwargs) -> Tensor:
-        """Run the module's ``forward`` on q, k and v. The bias is its ``mask``."""
+        """Run the module's ``forward`` on q, k and v. The bias, if any, is its ``mask``; `kwargs` are not used."""
         mask = {} if bias is None else {"mask": bias[:, None]}
         return type(module).forward(StandIn(module, q, k, v), q, context=k, **mask)
 
@@ -94,7 +97,7 @@ class _Processor(AttentionDescription):
     by_attribute = adds_bias = True
 
     def problem(self, module: nn.Module, kwargs: Kwargs) -> str | None:
-        """Return a reason if the attention does more than those of transformer blocks, else None."""
+        """Return a reason if the module has a norm, an output scale or a residual connection, else None."""
         norms = module.group_norm is not None or module.spatial_norm is not None or module.norm_cross is not None
         has_more = norms or module.residual_connection or module.rescale_output_factor != 1.0
         return "it has a norm, an output scale or a residual connection" if has_more else None

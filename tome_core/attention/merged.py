@@ -49,7 +49,7 @@ def attend(attention: Attention, merging: MergeOptions, merged_pair: Pair | None
     """Compute attention with merged keys and values, ``softmax(scale q k^T + log n) v``, and add the correction.
 
     n are the sizes of groups. `merged_pair` are keys and values ``(batch, groups, heads * head_dim)`` that are merged
-    already; None to merge here.
+    already; None to merge here. If queries merge too, the output is corrected and then unmerged.
 
     Returns:
         The output ``(batch, tokens, heads, head_dim)``, for every token. The way in which sizes were used: `BIAS` if
@@ -134,7 +134,10 @@ def merge(x: torch.Tensor, plan: MergePlan) -> torch.Tensor:
 
 
 def add_correction(out: torch.Tensor, q: torch.Tensor, correction: Correction) -> torch.Tensor:
-    """Return ``out + q M1 + out M2 + b`` in each head, a new tensor of the form of `Attention.q`, as `out` is."""
+    """Return ``out + q M1 + out M2 + b`` in each head, a new tensor ``(batch, tokens, heads, head_dim)``, as `out` is.
+
+    M1 and M2 are the upper and the lower half of the correction's matrix, b is its constant.
+    """
     features, (matrix, constant, _) = out, correction
     if not matrix.dtype == out.dtype == q.dtype:  # the correction is of a step with another autocast
         features, matrix, constant = (tensor.to(q.dtype) for tensor in (out, matrix, constant))
@@ -161,7 +164,7 @@ def _attend_by_torch(
 
 
 def _correct(out: torch.Tensor, q: torch.Tensor, correction: Correction) -> torch.Tensor:
-    """Return `add_correction`, computed in `out` itself unless gradients are needed."""
+    """Return the result of `add_correction`, written into `out` some tokens at a time unless gradients are needed."""
     if torch.is_grad_enabled() and (out.requires_grad or q.requires_grad):
         return add_correction(out, q, correction)
     step = max(1, _HELD // (out[:, :1].numel() * out.element_size()))
@@ -172,7 +175,10 @@ def _correct(out: torch.Tensor, q: torch.Tensor, correction: Correction) -> torc
 
 
 def _runs_of_heads(x: torch.Tensor, times: int = 1) -> Iterator[tuple[int, int]]:
-    """Yield start and stop of runs of heads, of `_HELD` bytes at most (or one head) if repeated `times` times."""
+    """Yield start and stop of runs of heads of ``(batch, tokens, heads, d)``, which together are all heads.
+
+    A run, in float32 and with each head repeated `times` times, has at most `_HELD` bytes, or is a single head.
+    """
     heads = x.shape[2]
     step = max(1, _HELD // (4 * times * x[:, :, 0].numel()))
     for first in range(0, heads, step):
@@ -180,5 +186,5 @@ def _runs_of_heads(x: torch.Tensor, times: int = 1) -> Iterator[tuple[int, int]]
 
 
 def _join(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
-    """Concatenate tensors along a dimension, without a copy if there is one."""
+    """Concatenate tensors along a dimension; return a single tensor itself."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

@@ -14,7 +14,7 @@ Adapter = UNetAdapter | TransformerAdapter
 
 
 def find_models(model: Any) -> list[nn.Module]:
-    """Return the networks to patch: a pipeline's known transformers, or else the result of `find_unet` alone.
+    """Return the networks to patch: a pipeline's known transformers, or else its UNet, or else its other transformer.
 
     A network that is not in a pipeline is returned itself, known or not, without wrappers such as torch.compile's.
 

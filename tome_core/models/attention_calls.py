@@ -26,7 +26,9 @@ class AttentionCall:
     """An attention call of a host (the program that runs the model), caught before the function runs.
 
     `attend_call` first calls `split` if `is_flat`. It then returns `unmerged()`; or, if the call merges, the result of
-    `to_host_form` for an output that `compute` (torch's function if `compute` adds no bias) gave for merged keys.
+    `to_host_form` for the output of `compute` (of torch's function if a bias is needed and the host's function adds
+    none) for merged keys.
+
     Subclasses keep the function in ``_function``, its tensors in ``_qkv`` and its other arguments in ``_kwargs``.
 
     Attributes:
@@ -53,9 +55,10 @@ class AttentionCall:
         return self._function(*self._qkv, self.mask, **self._kwargs)
 
     def compute(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Call the host's function on other tensors, in the form of `q`, with the call's options but not its mask.
+        """Call the host's function on other tensors, with the call's options but not its mask.
 
-        `bias`, ``(batch, 1, 1, keys)``, is added to the logits; None for no bias. The result has the form of `q` too.
+        These and the result are ``(batch, tokens, heads, head_dim)``, whatever form the host uses. `bias`,
+        ``(batch, 1, 1, keys)``, goes to the function in place of the mask, to be added to the logits; None for no bias.
         """
         if not self.by_head:
             return self._function(q, k, v, bias, **self._kwargs)
@@ -63,25 +66,25 @@ class AttentionCall:
         return self._function(q, k, v, bias, **self._kwargs).transpose(1, 2)
 
     def to_host_form(self, out: torch.Tensor) -> torch.Tensor:
-        """Return an output ``(batch, tokens, heads, head_dim)`` in the form that the host expects."""
+        """Return an output ``(batch, tokens, heads, head_dim)`` in the form in which the host's function returns it."""
         return out.transpose(1, 2) if self.by_head else out
 
     def takes_bias(self) -> bool | None:
-        """Return by a trial whether the function adds a bias; None if it computes no attention, see `probe_bias`."""
+        """Return by a trial, see `probe_bias`, whether the function adds a bias; None if it computes no attention."""
         scale = self.q.shape[-1] ** -0.5 if self.scale is None else self.scale
         return probe_bias(self.key(), self.compute, scale, self.q)
 
     def key(self) -> tuple:
-        """Return a hashable key of the function and its mode, by which trials and failures of it are remembered."""
+        """Return a hashable key by which trials and failures are remembered: a tuple of the function alone."""
         return (self._function,)
 
 
 class TorchCall(AttentionCall):
     """A call of torch's ``scaled_dot_product_attention``, or of a function with the same arguments.
 
-    A call with dropout, a causal mask or 3-D tensors ``(batch * heads, tokens, head_dim)`` does not merge. Others are
-    ``(batch, heads, tokens, head_dim)``. Options that are off are not passed on. `attention_kwargs` are further options
-    of diffusers' dispatcher.
+    A call with dropout, a causal mask or 3-D tensors ``(batch * heads, tokens, head_dim)`` does not merge. In others,
+    tensors are ``(batch, heads, tokens, head_dim)``. Options that are off are not passed on; `more` is.
+    `attention_kwargs` are further options of diffusers' dispatcher.
     """
 
     by_head = True
@@ -160,10 +163,10 @@ class HeadsCall(AttentionCall):
         q, k, v: tensors ``(batch, tokens, channels)``, or ``(batch, heads, tokens, head_dim)`` if ``skip_reshape``.
         heads: number of heads.
         mask: the call's attention mask, or None.
-        attn_precision: dtype of the logits, passed through unless it is None.
+        attn_precision: dtype of the logits, passed on unless it is None; the next two are passed on if True.
         skip_reshape: True if the heads of q, k and v are an axis of their own.
         skip_output_reshape: the output is ``(batch, heads, tokens, head_dim)``, else ``(batch, tokens, channels)``.
-        more: any other argument of the function, passed through; ``scale`` among them is the call's `scale`.
+        more: any other argument of the function, passed on; ``scale`` among them is the call's `scale`.
     """
 
     def __init__(self, function, q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False,
@@ -186,7 +189,7 @@ class HeadsCall(AttentionCall):
         return self._function(*self._qkv, self._heads, mask=self.mask, **self._kwargs)
 
     def compute(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return the result of the host's function on other tensors, see `AttentionCall.compute`."""
+        """Call the host's function on tensors ``(batch, tokens, heads, head_dim)``, see `AttentionCall.compute`."""
         q, k, v = (tensor.transpose(1, 2) if self._skip_reshape else tensor.flatten(2) for tensor in (q, k, v))
         out = self._function(q, k, v, self._heads, mask=bias, **self._kwargs)
         return out.transpose(1, 2) if self._skip_output_reshape else out.unflatten(-1, (self._heads, -1))
@@ -196,7 +199,7 @@ class HeadsCall(AttentionCall):
         return out.transpose(1, 2) if self._skip_output_reshape else out.flatten(2)
 
     def key(self) -> tuple:
-        """Return a key of the function, of the layouts of its input and output, and of the number of heads."""
+        """Return a tuple of the function, `skip_reshape`, `skip_output_reshape` and the number of heads."""
         return (self._function, self._skip_reshape, self._skip_output_reshape, self._heads)
 
 
@@ -215,7 +218,7 @@ def attend_call(
     `attention_call.is_flat`. `layout` is the picture's if the sequence has no other tokens: a call with another number
     does not merge. Otherwise `layout` is a function that takes the number of tokens that a mask leaves visible, and
     returns the picture's layout or the reason why it is unknown. `seen` gets one more entry: True for self-attention,
-    False if the keys are of other tokens.
+    which has as many keys as queries, False if the keys are of other tokens.
     """
     if attention_call.is_flat:
         attention_call.split(heads)
@@ -264,7 +267,10 @@ def attend_call(
 
 
 def _visible_rows(mask: object, q: torch.Tensor) -> tuple[torch.Tensor | None, str]:
-    """Return indices of the tokens that a boolean mask leaves visible (None: all or unknown), and why unknown or ""."""
+    """Return indices of the tokens that a boolean mask leaves visible, and "".
+
+    ``(None, "")`` if it leaves all visible; None and a reason for other masks, and if pictures hide different tokens.
+    """
     if not torch.is_tensor(mask):  # a description of a mask, such as those of xformers
         return None, MASKED
     tokens, masks = q.shape[1], len(mask)

@@ -26,9 +26,9 @@ _NAMESPACE = "tome_core_3"
 # The compilers of torch 2.9 and 2.13 were tried, older ones were not.
 _TRIED = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 9)
 _OTHER = "?"  # in a form: a value that cannot be passed to an operator
-# The operators by name, "begin" and "attend", filled by the first call of `number_of`. Compilers read them while they
-# trace. The first argument of "attend" is the result of "begin", or the number of the attention's own wrap if the model
-# call itself is not compiled.
+# The operators by name, "begin" and "attend", filled by the first call of `number_of`; empty if that fails. Compilers
+# read them while they trace. The first argument of "attend" is the result of "begin", or the number of the attention's
+# own wrap if the model call itself is not compiled.
 OPERATORS: dict[str, Any] = {}
 
 
@@ -36,7 +36,8 @@ def number_of(site: Any) -> torch.Tensor:
     """Register a site, an object with ``begin_in_graph`` or ``attend_in_graph``, and return its new number for graphs.
 
     The number is an int64 tensor ``(1,)`` on the CPU: an input of the graph, not a constant, so that one graph serves
-    several sites. The site is held weakly. The first call defines the operators, if that does not fail.
+    several sites. The site is held weakly. The first call defines the operators, for the whole process; if that fails,
+    the next call tries again.
     """
     place = f"_{_NAMESPACE}_operators"
     shared = sys.modules.setdefault(place, ModuleType(place))
@@ -54,20 +55,21 @@ def number_of(site: Any) -> torch.Tensor:
 
 
 class NumberedSite(Wrap):
-    """A wrap with a `number` for graphs, which call a subclass's ``begin_in_graph`` or ``attend_in_graph`` by it."""
+    """A wrap with a `number` of its own, by which graphs call its ``begin_in_graph`` or ``attend_in_graph``."""
 
     def __init__(self, target: Any, name: str = "forward") -> None:
         super().__init__(target, name)
         self.number = number_of(self)
 
     def _new_wrap(self) -> Wrap:
+        """Return a copy of this wrap, with a number of its own."""
         wrap = super()._new_wrap()
         wrap.number = number_of(wrap)
         return wrap
 
 
 def begin(site: torch.Tensor, form: str, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> torch.Tensor:
-    """Put the operator ``begin`` into the graph that is traced. Its result is the first argument of ``attend``.
+    """Put the operator ``begin`` into the graph that is traced. Its result, a copy of `site`, is for ``attend``.
 
     `site` is the number of the model's wrap; the rest is what `pack` made of the call's arguments.
     """
@@ -77,7 +79,7 @@ def begin(site: torch.Tensor, form: str, tensors: Sequence[torch.Tensor], number
 
 
 def why_not_in_graph(state: Any) -> str | None:
-    """Return the reason why a graph that is being traced must not use the operators; None if it may use them."""
+    """Return why a traced graph must not use the operators (gradients, autocast, an export, ...); None if it may."""
     if not state.ever_merges:
         return "no rule ever merges here"
     if torch.is_grad_enabled():
@@ -91,11 +93,12 @@ def why_not_in_graph(state: Any) -> str | None:
 
 @when_traced
 def _is_exporting() -> bool:  # a constant, because traced code in torch 2.9 always gets True
+    """Return whether the graph that is being traced is exported (``torch.export``)."""
     return torch.compiler.is_exporting()
 
 
 def _define(sites: Any) -> torch.library.Library | None:
-    """Define the operators on the sites by number, and return their library; None if that failed."""
+    """Define the operators, which look up a site by number in `sites`; return their library, or None if that failed."""
 
     def run_begin(site: torch.Tensor, form: str, tensors: list[torch.Tensor], numbers: list[int]) -> torch.Tensor:
         sites[int(site)].begin_in_graph(form, tensors, numbers)
@@ -142,7 +145,7 @@ def pack(values: Sequence[Any]) -> tuple[str, list[torch.Tensor], list[int]] | N
 
 
 def _form(value: Any, tensors: list[torch.Tensor], numbers: list[int]) -> str:
-    """Return the form of a value as in `pack`, "?" for an unsupported type, and append its contents to the lists."""
+    """Return the form of a value as in `pack`, with "?" for an unsupported type; append its contents to the lists."""
     if torch.is_tensor(value):
         tensors.append(value)
         return "t"

@@ -27,7 +27,7 @@ from .attention_calls import TORCHS_OWN, AttentionCall, DispatchCall, HeadsCall,
 
 
 class _Current(threading.local):
-    """The `answer` to an `AttentionCall` in this thread, in the host's form; None: the host's function runs."""
+    """This thread's `answer` to an `AttentionCall`: a function that returns the output in the host's form, or None."""
 
     def __init__(self) -> None:
         # set in each thread's own dictionary, because compiled graphs look for the attribute there
@@ -53,7 +53,11 @@ class Overlay:
 
 
 class _ReplacedFunction:
-    """The replacement of a host's function, `namespace[name]`; it calls that if there is no `current.answer`."""
+    """The replacement of a host's function, `namespace[name]`, which is looked up at each call.
+
+    `current.answer` gets each call as an `AttentionCall`, which `read_call` makes of it. Without an answer the host's
+    function is called.
+    """
 
     def __init__(self, namespace: dict[str, Any], name: str, read_call: Callable[..., AttentionCall]) -> None:
         self._namespace, self._name, self.read_call = namespace, name, read_call
@@ -125,7 +129,7 @@ class CodeReplacement:
         self.stand_in = type(inner.__name__, (Overlay,), {"__call__": function})
 
     def run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Call an attention module by the replacement, and return its output. The module does not change."""
+        """Call ``forward`` of an attention module by the copy, and return its output. The module does not change."""
         host_globals, own_globals = self._host_globals, self._globals
         for name in self.names:  # hosts replace globals of their modules
             if name in host_globals:
@@ -154,7 +158,11 @@ def _names_in(code: CodeType) -> list[str]:
 
 
 def _replacement_of(name: str, namespace: dict[str, Any], names: Sequence[str]) -> tuple[Any, _ReplacedFunction] | None:
-    """Return a global's value with the replacement, and the replaced function in it; None if the global can stay."""
+    """Return the value to put in place of ``namespace[name]``, and the replaced function in it; None to keep it.
+
+    It is replaced if its name is registered, or if it is torch's function or a module by which code with `names` calls
+    torch's or xformers' function.
+    """
     value = namespace[name]
     if name in _BY_NAME:
         exchanged = _ReplacedFunction(namespace, name, _BY_NAME[name])
@@ -175,7 +183,10 @@ def _replacement_of(name: str, namespace: dict[str, Any], names: Sequence[str]) 
 
 @lru_cache(maxsize=256)
 def _replacement_in_code(function: Any) -> CodeReplacement | None:
-    """Return the `CodeReplacement` of a Python function; None if it calls no known attention or writes to globals."""
+    """Return the `CodeReplacement` of a function.
+
+    None if it is not written in Python, calls no known attention function, or writes to globals.
+    """
     if not isinstance(function, FunctionType) or _writes(function.__code__, "GLOBAL"):
         return None
     namespace, names = function.__globals__, _names_in(function.__code__)
@@ -189,7 +200,10 @@ def _replacement_in_code(function: Any) -> CodeReplacement | None:
 
 @lru_cache(maxsize=256)
 def _replacement_in_processor(kind: type) -> CodeReplacement | None:
-    """Return the `CodeReplacement` of a processor class's ``__call__``, with `processor` set; None if there is none."""
+    """Return the `CodeReplacement` of a processor class's ``__call__``, with `processor` set.
+
+    None if `_replacement_in_code` gives none, if the code writes to attributes, or if instances have no ``__dict__``.
+    """
     # A copied processor shares the instance dictionary. Writes to attributes of a copied attention would be lost.
     replacement = _replacement_in_code(kind.__call__)
     if replacement is None or not kind.__dictoffset__ or _writes(replacement.function.__code__, "ATTR"):

@@ -34,7 +34,7 @@ _UNSUPPORTED_ARGUMENTS = "a compiled model does not support these arguments"
 
 
 class ModelSite(NumberedSite):
-    """The wrap around the forward of a model. It makes a `ModelCall` of the timestep and the latent of each call."""
+    """The wrap around the forward of a model. It makes a record, a `ModelCall`, of each call's timestep and latent."""
 
     def __init__(self, model: nn.Module, wraps: WrapSet) -> None:
         super().__init__(model)
@@ -44,7 +44,8 @@ class ModelSite(NumberedSite):
         """Call the model and return its output; while the call runs, its record is in `Calls.current`.
 
         The record, by which attentions merge, is None if no patch is in force or if this thread turned merging off.
-        Attentions that a call with a record did not reach are counted, see `count_missed`.
+        Attentions that a call with a record did not reach are counted, see `count_missed`. If gradients are on, the
+        backward pass is prepared too.
         """
         wraps, calls = self.wraps, self.wraps.calls
         before, call, calls.reason_missed = calls.current, None, ""
@@ -72,7 +73,7 @@ class ModelSite(NumberedSite):
             calls.in_graph = self._begin_call(wraps.patch, unpack(form, tensors, numbers))
 
     def _begin_call(self, state: State, read: list[Any]) -> ModelCall:
-        """Begin a model call and return its record. read: the values that the adapter's `pick` has returned."""
+        """Begin a model call and return its record. `read` has the values that the adapter's `pick` has returned."""
         adapter = self.wraps.adapter
         timestep, latent, facts = adapter.read(self.target, dict(zip(adapter.reads, read, strict=True)), state.time)
         call = state.begin(timestep, latent)
@@ -110,7 +111,7 @@ class TransformerSite(Wrap):
         self.wraps, self.level, self.attentions = wraps, level, attentions
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the transformer and return its output, after the grid of its input was put in ``ModelCall.layouts``.
+        """Call the transformer and return its output; before, put its input's height and width in `ModelCall.layouts`.
 
         Attentions of the transformer that the call did not reach are counted, unless none was reached and another
         extension's wrapper is below, which may return a cached output. If no model call is on record or the input is
@@ -150,8 +151,8 @@ class AttentionSite(NumberedSite):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the attention's output, with merged keys and values if the rule in force and the call allow it.
 
-        An attention of a recorded model call that stays unmerged is counted. Without a record it runs unmerged, after
-        `WrapSet.regain_top`.
+        An attention of a recorded model call that stays unmerged is counted, with the reason. Without a record it runs
+        unmerged, after `WrapSet.regain_top`.
         """
         if not (isinstance(self, Wrap) and self.active) or (torch.compiler.is_compiling() and is_tracing()):
             return Wrap.forward(self, *args, **kwargs)
@@ -167,7 +168,12 @@ class AttentionSite(NumberedSite):
         return self.original(*args, **kwargs)
 
     def _merge(self, call: ModelCall, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Return the attention's output, merged by a replaced function or a description, or by watching torch's."""
+        """Return the attention's output, merged by its `AttentionDescription`, or else by its `CodeReplacement`.
+
+        If it has neither, or if another extension's wrapper is below (unless `is_own` sees through), torch's function
+        is watched instead. The attention is counted as unmerged if it calls no known function, or only with keys of
+        other tokens.
+        """
         target, replacement, seen = self.target, None, []
         processor, forward = type(getattr(target, "processor", None)), type(target).forward
         if self.beneath is None or is_own(target, self.beneath):
@@ -195,7 +201,7 @@ class AttentionSite(NumberedSite):
         return out
 
     def _answer(self, call: ModelCall, seen: list[bool]) -> Callable[[AttentionCall], torch.Tensor]:
-        """Return a function that answers an `AttentionCall` by `attend_call`, which appends to `seen`."""
+        """Return a function from an `AttentionCall` to the result of `attend_call`, which appends to `seen`."""
         layout = call.layouts.get(self.level) or partial(self.wraps.adapter.layout_of, call, self)
         heads = getattr(self.target, "heads", 1)
         return partial(attend_call, call.state, call, self.path, self.level, heads, layout, seen)
@@ -223,7 +229,11 @@ class AttentionSite(NumberedSite):
         return out.transpose(1, 2) if by_head else out
 
     def _merge_by_description(self, known: AttentionDescription, call: ModelCall, args: tuple, kwargs: dict) -> Any:
-        """Return the output of an attention that computes scores by hand, from its own projections, as `known` says."""
+        """Return the output of an attention that computes scores by hand, merged as `known` describes.
+
+        It is counted, and runs by its own code, if its arguments, a mask, other keys or its layout do not allow this.
+        If the state declines to merge, `known` computes the output of all tokens from the same projections.
+        """
         target, heads = self.target, self.target.heads
         x, why = args[0] if args else named(kwargs, ("hidden_states", "x")), ""
         context = args[1] if len(args) > 1 else named(kwargs, CONTEXTS)
@@ -256,7 +266,10 @@ class AttentionSite(NumberedSite):
         return known.finish(target, out.flatten(2))
 
     def _count_unmerged(self, call: ModelCall, why: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        """Count this attention as unmerged; its arguments' first tensor of 2 or more axes shows how many tokens."""
+        """Count this attention as unmerged, with the reason `why`.
+
+        Its arguments' first tensor of 2 or more axes shows batch size and number of tokens; without one both are 0.
+        """
         arguments = (*args, *kwargs.values())
         x = next((value for value in arguments if torch.is_tensor(value) and value.dim() > 1), None)
         batch, tokens = (0, 0) if x is None else x.shape[:2]
@@ -265,7 +278,9 @@ class AttentionSite(NumberedSite):
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Return the attention's output while a compiler traces, with the operator ``attend`` in the graph if possible.
 
-        If that is not possible, the attention is compiled without merging; if there is a patch, the reason is noted.
+        That is possible if the model's call may merge and the attention's code, without another extension's wrapper,
+        calls torch's function or diffusers' dispatcher. Otherwise the attention is compiled without merging, and if
+        there is a patch, the reason is noted for the report.
         """
         state, begun = self.wraps.patch, self.wraps.begun
         if state is None:
@@ -297,7 +312,7 @@ class AttentionSite(NumberedSite):
             intercept.current.answer = before
 
     def _call_operator(self, begun: torch.Tensor, attention_call: AttentionCall) -> torch.Tensor:
-        """Answer a call by the operator ``attend``, or unmerged if not `plain`. begun: its first argument."""
+        """Answer a call by the operator ``attend``, whose first argument is `begun`; unmerged if it is not `plain`."""
         if not attention_call.plain:
             self.wraps.patch.ledger.note_traced(self.level, MORE)
             return attention_call.unmerged()
@@ -316,7 +331,7 @@ def count_missed(
     model; or that the wrap was taken off. Attentions that no rule merges now, and those of compiled levels, do not
     count. `missed` has paths of attentions that were certainly missed. None: all that are not in
     ``call.called_attentions``; some of them may be skipped on purpose: if the call reached others and nothing replaced
-    is found, such an attention does not count.
+    is found, such an attention does not count. `batch` and `tokens` are the size of each missed call, 0 if unknown.
     """
     model, is_lost = wraps.wraps[0].target if wraps.wraps else None, False
     for site in (wrap for wrap in wraps.wraps if wrap.path):
@@ -336,5 +351,5 @@ def count_missed(
 
 
 def named(kwargs: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """Return the value of the first of these names that is in `kwargs`; None if none is."""
+    """Return the value, which may be None, of the first of these names that is in `kwargs`; None if none is."""
     return next((kwargs[name] for name in names if name in kwargs), None)

@@ -68,7 +68,10 @@ class Family(NamedTuple):
 
 
 def _read_latent(model: nn.Module, given: Mapping[str, Any]) -> Tokens:
-    """Read the call of most classes: a latent, for CogVideoX ``(batch, frames, channels, height, width)``."""
+    """Read most classes' calls: the latent's size, divided by the patch size of the model's config, is the grid.
+
+    CogVideoX has frames before channels, which a second axis other than ``config.in_channels`` shows.
+    """
     latent, config = given["hidden_states"], model.config
     if latent.dim() == 5 and latent.shape[1] != config.in_channels:
         latent = latent.transpose(1, 2)
@@ -80,7 +83,10 @@ def _read_latent(model: nn.Module, given: Mapping[str, Any]) -> Tokens:
 
 
 def _read_history(model: nn.Module, given: Mapping[str, Any]) -> Tokens:
-    """Read FramePack's call: earlier frames (None for no film) come first, in larger patches the older they are."""
+    """Read FramePack's call: as `_read_latent`, with the tokens of earlier frames counted in `Tokens.first`.
+
+    They are in three films (None for no film), in larger patches the older they are.
+    """
     history = [(given[name], factor) for name, factor in zip(_HISTORY, (4, 2, 1), strict=False)]
     patches = [(film.shape[2:], (factor, 2 * factor, 2 * factor)) for film, factor in history if film is not None]
     before = sum(prod(-(-side // size) for side, size in zip(*sides, strict=True)) for sides in patches)
@@ -88,7 +94,11 @@ def _read_history(model: nn.Module, given: Mapping[str, Any]) -> Tokens:
 
 
 def _read_ids(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
-    """Read Flux's or Krea 2's call: ids of picture, row and column. References follow. Krea 2 adds the text's."""
+    """Read Flux's or Krea 2's call: ids of picture, row and column show the grid, or `NO_GRID` is returned.
+
+    References follow the picture. Krea 2's ids begin with those of the text. `Tokens.latent` gets 2 x 2 pixels for each
+    token if ``config.patch_size`` is 1 and the channels are a multiple of 4, at least 16; else one pixel.
+    """
     packed = given["hidden_states"]
     shape = _grid_of_ids(given["img_ids"] if "img_ids" in given else given["position_ids"], packed.shape[1])
     if shape is None:
@@ -105,7 +115,7 @@ _GRIDS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _grid_of_ids(ids: torch.Tensor, count: int) -> tuple[int, int] | None:
-    """Return height and width in tokens by the last `count` ids ``([batch,] tokens, 3)``; None if they are no grid."""
+    """Return `_read_grid` of the last `count` ids ``([batch,] tokens, 3)``, cached until the tensor is written to."""
     version = None if ids.is_inference() else (ids._version, count)  # inference tensors do not count writes
     known = _GRIDS.get(ids)
     if known is None or version is None or known[0] != version:
@@ -114,7 +124,7 @@ def _grid_of_ids(ids: torch.Tensor, count: int) -> tuple[int, int] | None:
 
 
 def _read_grid(ids: torch.Tensor) -> tuple[int, int] | None:
-    """Return height and width of the picture of the first of the ids ``(tokens, 3)``; None if its ids are no grid."""
+    """Return height and width of the first picture by tokens' ids (picture, row, column); None if they are no grid."""
     picture = ids[: int((ids[:, 0] == ids[0, 0]).long().cumprod(0).sum())]
     width = int((picture[:, 1] == picture[0, 1]).long().cumprod(0).sum())
     if len(picture) % width:
@@ -125,7 +135,10 @@ def _read_grid(ids: torch.Tensor) -> tuple[int, int] | None:
 
 
 def _read_shapes(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
-    """Return the picture's tokens in Qwen-Image's call, or why not. `img_shapes` has the picture before references."""
+    """Read Qwen-Image's call: return `NO_GRID` without `img_shapes`, `UNEVEN` if samples have different entries in it.
+
+    An entry is the picture's ``(frames, height, width)`` in tokens, or a list of this and of the references' shapes.
+    """
     shapes = given["img_shapes"]
     if not shapes:
         return NO_GRID
@@ -138,7 +151,10 @@ def _read_shapes(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
 
 
 def _read_list(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
-    """Read Z-Image's call: a list of latents ``(channels, frames, height, width)``, one for each sample."""
+    """Read Z-Image's call: a list of latents ``(channels, frames, height, width)``, one for each sample.
+
+    Return a reason if their shapes differ, or if an entry is no tensor, as with reference pictures.
+    """
     latents = given["x"]
     if not all(torch.is_tensor(latent) for latent in latents):
         return "the call has reference pictures"
@@ -151,7 +167,10 @@ def _read_list(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
 
 
 def _read_film(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
-    """Read LTX's call: number of frames, height and width, in tokens, are arguments of the call."""
+    """Read LTX's call: number of frames, height and width, in tokens, are its arguments.
+
+    Return `NO_GRID` if any is None, or if the sequence has another number of tokens.
+    """
     frames, height, width, packed = (given[name] for name in _FILM[:4])
     if None in (frames, height, width) or frames * height * width != packed.shape[1]:
         return NO_GRID
@@ -197,7 +216,7 @@ def family_of(model: Any) -> Family | None:
 
 
 def find_transformers(model: Any) -> list[nn.Module]:
-    """Return those of the model, its ``transformer`` and ``transformer_2`` that are of a known family."""
+    """Return the model, its ``transformer`` and ``transformer_2``, each if known, without torch.compile's wrapper."""
     # Wan 2.2 has two, for early and for late steps
     candidates = (model, getattr(model, "transformer", None), getattr(model, "transformer_2", None))
     modules = (getattr(module, "_orig_mod", module) for module in candidates)  # without torch.compile's wrapper
@@ -205,7 +224,7 @@ def find_transformers(model: Any) -> list[nn.Module]:
 
 
 def find_attentions(model: nn.Module, family: Family) -> list[tuple[str, nn.Module]]:
-    """Return path and module of each attention over the picture's tokens, in the order of the model's modules."""
+    """Return path and module of each attention whose path matches `family.attentions`, in the order of the modules."""
     return [(path, module) for path, module in model.named_modules() if re.fullmatch(family.attentions, path)]
 
 
@@ -234,11 +253,11 @@ class TransformerAdapter:
         self._arguments = [(name, *known.get(name, (sys.maxsize, None))) for name in self.reads]  # else by name alone
 
     def tallies(self) -> list[LevelTally]:
-        """Return one empty tally: the model has one level, because its attentions see the same tokens."""
+        """Return one empty tally with the number of attentions: all see the same tokens, so the model has one level."""
         return [LevelTally(self.family.downsample, self._blocks)]
 
     def wraps(self, model: nn.Module, levels: set[int], tomesd_levels: set[int], make: Callable) -> Iterator[Wrap]:
-        """Yield the wraps to put on the model and on all attentions, as `UNetAdapter.wraps`; levels are not used."""
+        """Yield wraps for the model, then all attentions, by `make` as in `UNetAdapter.wraps`; levels are not used."""
         yield make(ModelSite, model)
         for path, module in find_attentions(model, self.family):
             yield make(AttentionSite, module, path, 0)
@@ -264,7 +283,7 @@ class TransformerAdapter:
     def layout_of(self, call: ModelCall, site: AttentionSite, tokens: int) -> Layout | str:
         """Return the position of the picture's tokens in a sequence of `tokens`, or the reason why it is unknown.
 
-        If the text is first, the picture begins `Tokens.count` before the end.
+        The picture begins `Tokens.count` before the end if the family's text is first, else at `Tokens.first`.
         """
         if isinstance(call.facts, str):
             return call.facts

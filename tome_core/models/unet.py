@@ -55,7 +55,7 @@ class UNetAdapter:
         return find_blocks(self._unet())
 
     def tallies(self) -> list[LevelTally]:
-        """Return an empty tally for each level, the finest first."""
+        """Return an empty tally, with the number of blocks, for each level, the finest first."""
         places = self.places
         count = [sum(place.halvings == depth for place in places) for depth in self.levels]
         return [LevelTally(down, blocks) for down, blocks in zip(self.downsamples, count, strict=True)]
@@ -63,8 +63,9 @@ class UNetAdapter:
     def wraps(self, unet: nn.Module, levels: set[int], tomesd_levels: set[int], make: Callable) -> Iterator[Wrap]:
         """Yield the wraps to put on the UNet, the outermost first.
 
-        Only `levels` get wraps. In `tomesd_levels` parts of blocks may be called with merged tokens. `make` takes a
-        class of wraps, the module to wrap and further arguments of the class, and returns a wrap.
+        Below the UNet only `levels` get wraps. In those of them that are in `tomesd_levels`, blocks and their parts get
+        wraps too, because parts may be called with merged tokens. `make` takes a class of wraps, the module to wrap and
+        further arguments of the class, and returns a wrap.
         """
         yield make(ModelSite, unet)
         before, places = None, self.places
@@ -88,14 +89,15 @@ class UNetAdapter:
                     yield make(PartSite, getattr(place.block, name), place.path, part, level)
 
     def pick(self, unet: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> list[Any]:
-        """Return latent and timestep from a call's arguments, None for a missing one. A compiler can trace this."""
+        """Return latent and timestep, by place or by known names, None for a missing one. A compiler can trace this."""
         latent = args[0] if args else named(kwargs, LATENTS)
         return [latent, args[1] if len(args) > 1 else named(kwargs, _TIMES)]
 
     def read(self, unet: nn.Module, given: Mapping[str, Any], time: Any) -> tuple[Any, Any, Any]:
         """Return timestep, latent and facts of a call; `given` holds what `pick` returns by the names in `reads`.
 
-        The facts, for ``ModelCall.facts``, are the latent's height and width; None if it has fewer than four axes.
+        Timestep and latent are as given. The facts, for ``ModelCall.facts``, are the latent's height and width; None if
+        it has fewer than four axes or is no tensor. `time` is not used.
         """
         latent = given["latent"]
         is_picture = torch.is_tensor(latent) and latent.dim() >= 4
@@ -121,7 +123,7 @@ class BlockSite(Wrap):
         self.wraps, self.level = wraps, level
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the block and return its output; meanwhile ``ModelCall.block`` is what `_input_of` returns."""
+        """Return the block's output; meanwhile ``ModelCall.block``, if there is a call, is what `_input_of` returns."""
         call = self.wraps.calls.current or self.wraps.call_outside_forward()
         x = args[0] if args else named(kwargs, LATENTS)
         if call is None:
@@ -133,7 +135,10 @@ class BlockSite(Wrap):
             call.block = before
 
     def _input_of(self, call: ModelCall, x: Any) -> tuple[torch.Tensor, dict] | None:
-        """Return the block's input and a dict for its plans by a rule's id; None if these are not picture tokens."""
+        """Return the block's input `x` and an empty dict, to be filled with the block's plans by a rule's id.
+
+        None if `x` is no 3-D tensor, or, with the block counted as unmerged, if its tokens are not the picture's grid.
+        """
         if not torch.is_tensor(x) or x.dim() != 3:
             return None
         layout = call.layouts.get(self.level)
@@ -144,7 +149,7 @@ class BlockSite(Wrap):
 
 
 class PartSite(Wrap):
-    """The wrap around the part ``attn2`` or ``ff`` of a block, which merges the input and unmerges the output.
+    """The wrap around the part ``attn2`` or ``ff`` of a block, which may merge the input and unmerge the output.
 
     `block` is the path of the block; `part` is "crossattn" or "mlp".
     """
@@ -154,7 +159,10 @@ class PartSite(Wrap):
         self.wraps, self.block, self.part, self.level = wraps, block, part, level
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output for all tokens, by `_run_around` if a rule merges the part and `ModelCall.block` is set."""
+        """Return the output for all tokens, by `_run_around` if a rule merges the part and `ModelCall.block` is set.
+
+        Otherwise the part is only called, and not counted.
+        """
         call = self.wraps.calls.current or self.wraps.call_outside_forward()
         if call is None or call.block is None or getattr(call.rules[self.level], self.part) is None:
             return self.original(*args, **kwargs)
@@ -175,6 +183,7 @@ class BlockAttentionSite(AttentionSite):
     """
 
     def _merge(self, call: ModelCall, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Merge as `AttentionSite`; if the rule is tomesd's, by `_run_around`, or not without a `ModelCall.block`."""
         if not call.rules[self.level].attn.is_as_tomesd:
             return super()._merge(call, args, kwargs)
         if call.block is None:
@@ -183,7 +192,7 @@ class BlockAttentionSite(AttentionSite):
 
 
 def _run_around(site: Any, call: ModelCall, path: str, part: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Return the output of a part ("attn", "crossattn" or "mlp") for all tokens, merged or else counted as unmerged."""
+    """Return the output for all tokens of a part ("attn", "crossattn", "mlp") of the block `path`, merged or not."""
     (x, plans), level = call.block, site.level
     tokens, context = x.shape[1], args[1] if len(args) > 1 else named(kwargs, CONTEXTS)
     problem, out = _problem_of(part, site.target, x, args, kwargs, context), None
@@ -197,7 +206,10 @@ def _run_around(site: Any, call: ModelCall, path: str, part: str, args: tuple, k
 
 
 def _call_merged(original: Callable, args: tuple, kwargs: dict[str, Any], tokens: int, merge: Callable) -> Any:
-    """Call a part with merged tokens. Contexts and values of the length `tokens` (0 for none) merge as well."""
+    """Return the output of a part for merged tokens; `merge` takes a tensor of all tokens and returns the merged ones.
+
+    The first argument merges; contexts and values too if they are of the length `tokens`, which is 0 to leave them.
+    """
 
     def merged(value: Any) -> Any:
         return merge(value) if torch.is_tensor(value) and value.dim() == 3 and value.shape[1] == tokens else value
@@ -207,7 +219,7 @@ def _call_merged(original: Callable, args: tuple, kwargs: dict[str, Any], tokens
 
 
 def _problem_of(part: str, module: nn.Module, x: torch.Tensor, args: tuple, kwargs: dict, context: Any) -> str:
-    """Return why a part cannot be called with merged tokens, or "". x: the block's input; context: of the call."""
+    """Return why a part cannot be called with merged tokens, or "". `x` is the block's input, `context` the call's."""
     if not args or not torch.is_tensor(args[0]) or args[0].dim() != 3 or (part == "attn" and len(args) > 2):
         return "called with unsupported arguments"
     if args[0].shape[:2] != x.shape[:2]:

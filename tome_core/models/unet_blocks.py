@@ -27,7 +27,7 @@ class UnsupportedModelError(ValueError):
 
 
 class UNetFamily(NamedTuple):
-    """The name of one family of UNets, of its attributes for three stages, and of the class that makes the tokens."""
+    """The names of a family of UNets, of its attributes for three stages, and of the class that makes the tokens."""
 
     name: str
     down: str
@@ -72,7 +72,7 @@ def find_unet(model: Any) -> nn.Module:
 
     Returns:
         The UNet, or any other module itself. For a pipeline without a UNet, its ``.transformer``, so that `find_blocks`
-        can name it in an error.
+        can name it in an error. All without wrappers.
 
     Raises:
         TypeError: `model` is not a model.
@@ -125,9 +125,10 @@ def find_blocks(unet: nn.Module) -> list[BlockPlace]:
 
 
 def is_compiled(unet: nn.Module, places: Sequence[BlockPlace], patched_object: Any = None) -> bool:
-    """Return whether a UNet, a block or its transformer at `places`, or the object that holds the UNet is compiled.
+    """Return whether a UNet is compiled, in part or in whole.
 
-    `patched_object` or its ``unet`` may be in torch.compile's wrapper; a module counts if its ``compile`` was called.
+    It is if `patched_object`, which holds the UNet, or its ``unet`` is in torch.compile's wrapper, or if ``compile`` of
+    the UNet, of a block at `places` or of such a block's transformer was called.
     """
     parts = (unet, *(part for place in places for part in (place.transformer, place.block)))
     is_wrapped = any(hasattr(model, "_orig_mod") for model in (patched_object, getattr(patched_object, "unet", None)))
@@ -140,7 +141,7 @@ def is_kind(module: Any, name: str) -> bool:
 
 
 def _unwrap(model: Any) -> Any:
-    """Return the model inside wrappers: of torch.compile (``_orig_mod``), DataParallel and the like (``module``)."""
+    """Return the model in all wrappers: of torch.compile (``_orig_mod``), DataParallel and the like (``module``)."""
     for name in ("_orig_mod", "module"):
         inner = getattr(model, name, None)
         if isinstance(inner, nn.Module):
@@ -149,7 +150,7 @@ def _unwrap(model: Any) -> Any:
 
 
 def _places_of(unet: nn.Module, family: UNetFamily) -> Iterator[BlockPlace]:
-    """Yield the blocks of each stage of a UNet. A resampler changes `halvings` in the next stages, not in its own."""
+    """Yield the `BLOCK`s of each stage of a UNet. A resampler changes `halvings` in the next stages, not in its own."""
     halvings, seen = 0, set()
     for name in (family.down, family.middle, family.up):
         part = getattr(unet, name, None)

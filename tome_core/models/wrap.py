@@ -65,7 +65,7 @@ class Wrap:
         return self.original(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer any call of the method, by `run` or `trace` if the wrap is active, else by `original`.
+        """Answer any call of the method, by `run` (`trace` if a compiler traces) if active, else by `original`.
 
         This function replaces the method. If another program has bound it to the target, so that `self` is the target,
         the target's first wrap answers, or without one the method of the class.
@@ -102,8 +102,8 @@ class Wrap:
     def install(self) -> Wrap:
         """Put the wrap on top of all replacements of the method, activate it, and return it. Idempotent.
 
-        If another extension has replaced the method meanwhile, an active copy goes there and is returned; this wrap
-        passes calls through. Otherwise the object is reused, because that keeps compiled graphs valid.
+        If another extension has replaced the method since the wrap was installed, an active copy goes on top and is
+        returned; this wrap passes calls through. Otherwise the object is reused: that keeps compiled graphs valid.
         """
         wrap, self.target = self, self.wrapped()
         if not self.is_on_top():
@@ -121,6 +121,7 @@ class Wrap:
         return wrap
 
     def _new_wrap(self) -> Wrap:
+        """Return a copy of this wrap for the same target, which is not installed."""
         wrap = object.__new__(type(self))
         vars(wrap).update(vars(self))
         return wrap
@@ -140,7 +141,7 @@ class Wrap:
         vars(target).pop(_MARK, None)
 
     def _leave(self) -> None:
-        """Put the method below this wrap (which has to be on top) and below inactive wraps back on the target."""
+        """Put the method below this wrap, which has to be on top, back on the target; skip inactive wraps below it."""
         slot, method = self._slot(), without_inert(self.beneath)
         if method is None and slot != self.name:
             method = getattr(type(self.target), self.name).__get__(self.target)
@@ -150,13 +151,13 @@ class Wrap:
             vars(self.target)[slot] = method
 
     def _slot(self) -> str:
-        """Return the attribute of the target to replace: `name`, but ``_old_forward`` below accelerate's hook."""
+        """Return the name of the attribute to replace: `name`, or ``_old_forward`` if accelerate's hook calls that."""
         # the hook calls this and restores it when it is removed, so a wrap above the hook would be lost
         hooked = self.name == "forward" and {"_hf_hook", "_old_forward"} <= vars(self.target).keys()
         return "_old_forward" if hooked else self.name
 
     def _find_beneath(self) -> Any:
-        """Return the active replacement on top of which this wrap would go; None for the method of the class."""
+        """Return the method on the target on which this wrap would go, past inactive wraps; None for the class's."""
         method = without_inert(vars(self.target).get(self._slot()))
         is_bound = getattr(method, "__self__", None) is self.target
         # A wrap's function that another program bound to the target counts as the class's: it calls the class's method.
@@ -198,14 +199,17 @@ def drop_remains(target: Any) -> None:
 
 
 def foreign_method_on(module: nn.Module) -> Any:
-    """Return another extension's method in place of ``forward``, not accelerate's hook; None if there is none."""
+    """Return another extension's replacement of ``forward``, on top of this package's wrap or directly below it.
+
+    None if there is none; accelerate's hook is not taken for one.
+    """
     method = over_hook(module) or Wrap(module)._find_beneath()
     ours = wrap_of(method)
     return method if ours is None else without_inert(ours.beneath)
 
 
 def over_hook(module: nn.Module | None) -> Any:
-    """Return another extension's method in place of ``forward`` on top of accelerate's hook; None without either."""
+    """Return another extension's ``forward`` on top of accelerate's hook; None with no hook or with nothing on it."""
     attributes = {} if module is None else vars(module)
     is_hook = getattr(getattr(attributes.get("forward"), "func", None), "__name__", "") == "new_forward"
     return None if is_hook or not {"_hf_hook", "_old_forward"} <= attributes.keys() else attributes.get("forward")
@@ -224,14 +228,14 @@ def wrap_of(method: Any) -> Wrap | None:
 
 
 def without_inert(method: Any) -> Any:
-    """Return a method or, below inactive wraps, the first other one; None stands for the method of the class."""
+    """Return `method`, or the first below it that is no inactive wrap's. None stands for the method of the class."""
     while (wrap := wrap_of(method)) is not None and not wrap.active:
         method = wrap.beneath
     return method
 
 
 def why_missed(wrap: Wrap) -> str:
-    """Return the reason why calls miss a wrap that is not on top: taken off, or replaced, with the method's name."""
+    """Return why calls miss a wrap: `TAKEN_OFF`; or `REPLACED`, a colon and the name of the method in its place."""
     method = foreign_method_on(wrap.target)
     return TAKEN_OFF if method is None else f"{REPLACED}: {full_name(method)}"
 
@@ -343,8 +347,8 @@ class WrapSet:
     def prepare_backward(self, call: ModelCall | None, out: Any) -> None:
         """Prepare the backward pass of an ended call: blocks that gradient checkpointing runs again belong to it.
 
-        `call_outside_forward` returns the call meanwhile; it is None if it was made without merging. `out` is the
-        model's output, any nesting of tensors.
+        `call_outside_forward` returns `call` while the backward pass runs; None is for a call made without merging.
+        `out` is the model's output, any nesting of tensors.
         """
 
         def note(_: torch.Tensor) -> None:
@@ -359,7 +363,7 @@ class WrapSet:
         """Return the call that a part belongs to if that part runs outside of the model's own call; None if unknown.
 
         In a model that is compiled in several graphs that is `Calls.in_graph`. If gradient checkpointing runs a block
-        again, it is the call whose backward pass runs; a RuntimeError if another patch was in force in it.
+        again, it is the call whose backward pass runs; a RuntimeError if this call was merged by another patch.
         """
         if torch.is_tensor(self.begun):
             return self.calls.in_graph
@@ -391,15 +395,15 @@ class WrapSet:
 
 
 def wraps_on(model: nn.Module | None) -> WrapSet | None:
-    """Return the wraps on a model; None if no patch is on it, or if the model is None."""
+    """Return the set of wraps on a model; None if no patch is on it, or if the model is None."""
     return None if model is None else vars(model).get(_SET_MARK)
 
 
 def put_on(model: nn.Module, adapter: Any, patch: Any, levels: set[int], tomesd_levels: set[int]) -> Any:
     """Put the wraps of a patch on a model, in place of another's, and return the patch in force before, or None.
 
-    Any rule may merge in `levels` alone; parts of blocks may be called with merged tokens in `tomesd_levels`.
-    Idempotent. An error removes all wraps.
+    Rules merge in `levels` only; parts of blocks may be called with merged tokens only in `tomesd_levels`. Idempotent:
+    if `patch` is in force already, its wraps are only put back on top. An error removes all wraps, and is raised.
     """
     with patch_lock:
         wraps = wraps_on(model)
