@@ -164,7 +164,7 @@ class State:
         return out
 
     def decide(self, call: ModelCall, level: int, tokens: int, device: torch.device) -> tuple[LevelRules, str]:
-        """Return the rules that merge in a level with `tokens` picture tokens, or why none does: `decision.decide`."""
+        """Return (rules that merge in a level, reason if none), see `decision.decide`; `tokens` are the picture's."""
         rules, why_off, gate = call.rules[level], call.why_off[level], call.gates[level]
         key = (id(rules), why_off, gate, tokens, device)
         if key not in self._decisions:
@@ -257,7 +257,7 @@ class State:
     ) -> None:  # fmt: skip
         """Set the time of the next calls, on one of three scales. A timestep goes before a sigma if both are given.
 
-        Without a time, that of each call is read from the model's timestep argument, and `sampling` keeps no plan.
+        Without a time, each call's time is read from the model's timestep argument, and `sampling` keeps no plan.
 
         Args:
             percent: 0 at pure noise, 1 at the end; on the scale of ComfyUI's ``percent_to_sigma``.
@@ -272,8 +272,8 @@ class State:
                 steps as a whole picture. Give None if this sampling continues a picture that another has begun.
 
         Raises:
-            TypeError: a value has the wrong type.
-            ValueError: a value is out of range.
+            TypeError: a time, or an element of `timesteps`, is no number.
+            ValueError: a value is out of range, or `pictures` is no int.
         """
         _check_time("percent", percent, 1.0)
         _check_time("timestep", timestep)

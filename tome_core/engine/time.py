@@ -186,8 +186,8 @@ class ModelTime:
 
         `timestep`, the model's argument, is read only if it is needed and no time was set. `latent` is ``[B, C, ...]``;
         `called` is the host's name for the call, or None. The plans are the named sampling's if a time was set, else
-        those of this thread's latest; None if no rule keeps matches, outside a sampling, with gradients, and while a
-        CUDA graph is captured (the rules are then those of `now`).
+        those of this thread's latest sampling; None if no rule keeps matches, outside a sampling, with gradients, and
+        while a CUDA graph is captured (the rules are then those of `now`).
         """
         if is_captured(latent):  # the next replay would overwrite kept plans, and a capture must not wait
             return self.now, None

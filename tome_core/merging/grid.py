@@ -78,7 +78,7 @@ def windows(grid: Grid) -> Iterator[tuple[int, Grid]]:
 
 
 def _runs(count: int, most: int) -> Iterator[tuple[int, int]]:
-    """Cut `count` items into the fewest runs of at most `most` items, of nearly equal length; yield first and end."""
+    """Cut `count` items into the fewest runs of at most `most` items, of nearly equal length; yield start and stop."""
     runs = -(-count // most)
     for number in range(runs):
         yield number * count // runs, (number + 1) * count // runs

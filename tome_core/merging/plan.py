@@ -198,7 +198,7 @@ class MergePlan:
     def _means_by_kernel(
         self, x: torch.Tensor, values: torch.Tensor | None = None, bias: bool = False, exact: bool = True
     ) -> kernels.Means | None:
-        """Return `kernels.mean_rows` as ``(batch, groups, ...)``; None if no kernel ran or one needs a gradient."""
+        """Return `kernels.mean_rows` as ``(batch, groups, ...)``; None if no kernel ran or a gradient is needed."""
         if not kernels.ready(x) or kernels.needs_gradient(*filter(torch.is_tensor, (x, values))):
             return None
         self._check(x, self.group.shape[1], "tokens")
@@ -221,7 +221,7 @@ class MergePlan:
         return True
 
     def _check(self, x: torch.Tensor, count: int, unit: str) -> None:
-        """Raise a ValueError, with `unit` as a name, if `x` is not ``(batch, count, channels)`` of the plan's batch."""
+        """Raise a ValueError, which names `unit`, if `x` is not ``(batch, count, channels)`` of the plan's batch."""
         rows = self.group.shape[0]
         if x.dim() != 3 or x.shape[1] != count or rows not in (1, x.shape[0]):
             raise ValueError(f"tensor is {tuple(x.shape)}, the plan's group {tuple(self.group.shape)}: "

@@ -42,7 +42,7 @@ _verified: set[tuple] = set()  # kernels that were checked: name, constants, dev
 
 
 def notes() -> tuple[str, ...]:
-    """Return texts for the report, a text for each reason: which kernels, or all, are off, and why. Empty if none."""
+    """Return texts for the report, a text for each known reason: which kernels, or all, are off, and the reason."""
     why = {**({"": _why_off} if _why_off else {}), **_off}
     names = {reason: ", ".join(name for name in why if why[name] == reason) for reason in why.values()}
     return tuple(f"Triton's kernels {name + ' ' if name else ''}are off, torch's operators do the same: {reason}"
@@ -72,7 +72,7 @@ def available(device: torch.device) -> bool:
 def can_fit_all_heads(q: Tensor) -> bool:
     """Return whether kernels can fit a correction to all heads of `q` ``(batch, tokens, heads, head_dim)`` at once.
 
-    If so, `q` is ready in half precision, needs no gradient, and has at most `RIDGE_WIDEST` channels in a head.
+    They can if `q` is `ready_for_halves`, needs no gradient, and has at most `RIDGE_WIDEST` channels in a head.
     """
     return q.shape[3] <= RIDGE_WIDEST and ready_for_halves(q) and not needs_gradient(q)
 
@@ -95,11 +95,11 @@ def best_keys(
 
     `methods.base.best_keys` describes the tensors, which may have any strides. The result has scores, float32, and
     numbers of keys, int64, both ``(batch, queries)``. A score is a dot product plus the key's bias; `lengths` subtracts
-    half of each query's squared length. Float32 keys of queries in half precision
-    are split into several numbers of half precision that together hold all digits: there is no TF32, and keys are not
-    rounded. So keys of float16 queries must be in the range of float16, as directions and means of these queries are.
-    Of equal scores the first wins. A NaN never wins; key 0 with minus infinity is returned if all scores are NaN. The
-    bits of a result do not depend on the other samples of the batch.
+    half of each query's squared length. Float32 keys of queries in half precision are split into several numbers of
+    half precision that together hold all digits: there is no TF32, and keys are not rounded. So keys of float16 queries
+    must be in the range of float16, as directions and means of these queries are. Of equal scores the first wins. A NaN
+    never wins; key 0 with minus infinity is returned if all scores are NaN. The bits of a result do not depend on the
+    other samples of the batch.
     """
     batch, count = keys.shape[0], x.shape[1] if rows is None else rows.shape[1]
     score, index = (torch.empty(batch, count, dtype=kind, device=keys.device) for kind in (torch.float32, torch.int64))

@@ -134,7 +134,7 @@ def mean_rows(x, values, order, offsets, tokens, mean, mean_values, exact, bias)
 
 
 def segments(group, order, offsets, sizes, logs, rounded, empty) -> Iterator[Output]:
-    """Yield the fields of `kernels.Segments`, expected from a stable sort: integers and sizes exactly."""
+    """Yield the fields of `kernels.Segments`, expected from a stable sort. Only logarithms may differ a little."""
     rows, groups = sizes.shape
     ordered, places = (group + torch.arange(rows, device=group.device)[:, None] * groups).flatten().sort(stable=True)
     starts = torch.searchsorted(ordered, torch.arange(rows * groups + 1, device=group.device))

@@ -17,9 +17,9 @@ _PARTS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}  # 11 or 8 bits
 
 
 def parts_of(part: torch.dtype, whole: torch.dtype) -> int:
-    """Return how many numbers of the dtype `part` hold all digits of a number of `whole`: 1 if equal, or if float32.
+    """Return how many numbers of the dtype `part` hold all digits of a number of the dtype `whole`.
 
-    `whole` is float32 or `part`. Float32 takes 2 numbers of float16 or 3 of bfloat16.
+    It is 1 for equal dtypes. Else `whole` is float32, which takes 2 numbers of float16 or 3 of bfloat16.
     """
     return 1 if whole == part else _PARTS[part]
 

@@ -19,7 +19,7 @@ from .base import Best, MatchOptions, Method, best_keys
 def match(x: Tensor, grid: Grid, options: MatchOptions) -> MergePlan | None:
     """Return a plan that merges the sources most similar to a destination into their most similar destinations.
 
-    A destination is a token of each cell, see `split_grid`; all other tokens are sources. The plan removes the share
+    Each cell has one destination, see `split_grid`; all other tokens are sources. The plan removes the share
     `ratio` (rounded down) of all tokens `x`, ``(batch, tokens, channels)``, or all sources if there are fewer; None if
     it removes none. Groups of destinations come first. With `refine`, so many k-means steps follow, see `refine_plan`.
     """
@@ -71,7 +71,7 @@ def refine_plan(plan: MergePlan, x: Tensor, steps: int, by_distance: bool = Fals
 
 
 def _nearest(x: Tensor, keys: Tensor, bias: Tensor | None) -> MergePlan:
-    """Return a plan whose groups are the tokens most similar to each key. `metric.keys_to_search` makes the keys."""
+    """Return a plan in which each token joins the group of its most similar key, see `metric.keys_to_search`."""
     return MergePlan(best_keys(x, None, keys, bias)[1], keys.shape[1])
 
 
