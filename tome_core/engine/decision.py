@@ -60,9 +60,9 @@ class MergeMap(NamedTuple):
 def decide(rules: LevelRules, why_off: str, tokens: int, device: str, gate: Gate = None) -> tuple[LevelRules, str]:
     """Return the rules that merge in a level (None for a part that does not), and the reason if none does, else "".
 
-    `why_off` is the reason if no rule is in force; `device` is a device's type. A rule in force merges always without
-    `only_if_it_pays`. With it, `gate` decides. True: it merges; a text: it does not, for this reason; None: it does
-    from 1,024 tokens of the picture on a CPU, 4,096 elsewhere.
+    `rules` are those in force, by part, and `why_off` is the reason if all are None; `device` is a device's type. A
+    rule without `only_if_it_pays` always merges. With it, `gate` decides. True: it merges; False or a text, the reason:
+    it does not; None: it merges if the picture has at least 1,024 `tokens` on a CPU, 4,096 elsewhere.
     """
     if not any(rules):
         return rules, why_off
@@ -76,8 +76,9 @@ def is_host_bound(
 ) -> bool:
     """Estimate whether merging would not pay because eager calls wait for the launches of kernels, not for the GPU.
 
-    `blocks` holds (latent cells per token along a side, channels) of each block; `area` is the latent's height times
-    width. False also for a device that is no NVIDIA card, or a card of an unknown kind.
+    True if an average block's operations take the GPU less than `_HOST_BOUND_MS` at its nominal rate. `blocks` holds
+    (latent cells per token along a side, channels) of each block; `area` is the latent's height times width. False
+    also for a device that is no NVIDIA card, or a card of an unknown kind.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return False

@@ -23,12 +23,12 @@ def match(
     k: torch.Tensor, v: torch.Tensor, layout: Layout, rule: MergeRule, draw: Draw | None = None,
     old: MergePlan | None = None,
 ) -> MergePlan | None:  # fmt: skip
-    """Choose which of the picture's tokens merge; None if the rule removes no token of some window.
+    """Choose which of the picture's tokens merge: return a plan of the sequence, or None if a window loses no token.
 
     Each token outside the picture is a group by itself. Keys `k` and values `v` are ``[B, S, H, d]``, of the whole
-    sequence. The metric "keys+values" compares both, by distance; "input" compares the keys, by cosine. `draw`, of one
-    time, chooses destinations; None: the first token of each cell. One k-means step adapts `old`, a plan of the same
-    layout from an earlier step; None: a new match is made. No gradient flows through the choice.
+    sequence. The metric "keys+values" compares both, by distance; "input" compares the keys, by cosine. `draw`, with a
+    single time, chooses destinations; None: the first token of each cell. One k-means step adapts `old`, a plan of the
+    same layout from an earlier step; None: a new match is made. No gradient flows through the choice.
     """
     by_distance, method, before = rule.metric == "keys+values", METHODS[rule.method], layout.first
     tokens, parts, counts = k.shape[1], [], []
@@ -65,14 +65,17 @@ def _apart(x: torch.Tensor, times: int) -> torch.Tensor:
 
 
 def _part(old: MergePlan, places: slice, before: int, times: int, groups: int, x: torch.Tensor) -> MergePlan:
-    """Return an old plan's part for equal windows at `places`, as a batch; `before` counts the groups before them."""
+    """Return an old plan's part for `times` equal windows, whose tokens are at `places`: each is a sample, as in `x`.
+
+    Each window has `groups` groups, numbered from 0 in the result; `before` is the first window's first group in `old`.
+    """
     group = (old.group[:, places] - before).unflatten(1, (times, -1))
     group = group - _offsets(times, groups, group.device)
     return MergePlan(group.expand(len(x) // times, -1, -1).flatten(0, 1), groups)
 
 
 def _side_by_side(plan: MergePlan, times: int) -> MergePlan:
-    """Join a plan ``[B*times, n]``, whose samples are windows, into a plan ``[B, times*n]`` of whole samples."""
+    """Join a plan ``[B*times, n]`` of windows into ``[B, times*n]``, of samples; a single row serves all windows."""
     group = plan.group.expand(times, -1) if len(plan.group) == 1 else plan.group
     group = group.unflatten(0, (-1, times)) + _offsets(times, plan.num_groups, group.device)
     return MergePlan(group.flatten(1), times * plan.num_groups)
@@ -84,7 +87,10 @@ def _offsets(times: int, step: int, device: torch.device) -> torch.Tensor:
 
 
 def _join(parts: list[MergePlan], layout: Layout, tokens: int, counts: tuple[int, ...]) -> MergePlan:
-    """Join plans of runs of equal windows; each token around the picture is a group. `counts`: groups per window."""
+    """Join plans of runs of equal windows into a plan of all `tokens`, where each token around the picture is a group.
+
+    Groups are in the order of the sequence. `counts` is the result's `groups_per_window`.
+    """
     first, rows = layout.first, max(len(part.group) for part in parts)
     last, before = first + tokens_in(layout), first
     numbers = torch.arange(tokens, device=parts[0].group.device).expand(rows, -1)

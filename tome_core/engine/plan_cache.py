@@ -43,8 +43,9 @@ class KeptPlans(NamedTuple):
     ) -> Plans:
         """Return the plans kept under a key, if they are at most `rule.keep` timesteps old; else match and keep plans.
 
-        `key` holds `ordinal` or the name in `shared`. Kept plans of another device or rule, even of an equal copy, are
-        not used. `match` gets the plan that is too old, or None; its None is kept too. New plans have no correction.
+        `key` holds `ordinal` or the name in `shared`. Kept plans of another device or rule, even if it is an equal copy
+        of `rule`, are not used. `match` gets the plan that is too old, or None if there is none; if it returns None, as
+        no token merges, this is kept too. New plans have no correction.
         """
         plans = self.plans.get(key)
         if plans is not None and (plans.rule is not rule or plans.device != device):
@@ -85,7 +86,7 @@ class Sampling:
     def set(self, name: Hashable, timestep: float | None) -> None:
         """Set the sampling's name and the timestep of the next calls. If either is None, no plan is used or kept.
 
-        Another name, or None, drops all kept plans. Another timestep restarts the count of calls (`ordinal`).
+        Another name, or None, drops all kept plans. Another name or timestep restarts the count of calls (`ordinal`).
         """
         if name is None or name != self.name:
             self._plans.clear()  # a compiled model's last call still holds this dict
@@ -117,7 +118,7 @@ class Sampling:
         return KeptPlans(self._plans, ordinal, self._timestep, shared)
 
     def _guidance_in(self, batch: Any) -> Guidance | None:
-        """Return (pictures, number of the copy that is matched); None if latents are no copies or no plain tensor."""
+        """Return ``guidance_of(batch)``, or (1, 0) if `batch` is a latent expanded; None if it is no plain tensor."""
         if type(batch) is not torch.Tensor or batch.is_meta or batch.dim() < 2:
             return None
         return (1, 0) if len(batch) > 1 and batch.stride(0) == 0 else self.guidance_of(batch)  # one latent, expanded
@@ -126,7 +127,10 @@ class Sampling:
 def _share(
     batch: torch.Tensor, guidance: Guidance, calls: Sequence[tuple[Hashable, torch.Tensor]]
 ) -> tuple[int, int, int, Hashable] | None:
-    """Return `KeptPlans.shared` by the first of these calls, (ordinal, latents), that the batch repeats, or None."""
+    """Return `KeptPlans.shared` if `batch` repeats the pictures of a call in `calls`, else None; waits for the device.
+
+    A call is (ordinal, latents); the first such call, by its ordinal, gives the name.
+    """
     pictures, matched = guidance
     copies, rest = divmod(len(batch), pictures)
     for ordinal, latents in calls:

@@ -165,7 +165,7 @@ class State:
         return out
 
     def decide(self, call: ModelCall, level: int, tokens: int, device: torch.device) -> tuple[LevelRules, str]:
-        """Return `decision.decide` for a level of a call, of which `tokens` are the picture's."""
+        """Return (rules that merge in a level, reason if none), see `decision.decide`; `tokens` are the picture's."""
         rules, why_off, gate = call.rules[level], call.why_off[level], call.gates[level]
         key = (id(rules), why_off, gate, tokens, device)
         if key not in self._decisions:
@@ -173,13 +173,20 @@ class State:
         return self._decisions[key]
 
     def count_unmerged(self, level: int, why: str, batch: int, queries: int, keys: int, part: str = "attn") -> None:
-        """Count an unmerged "attn", "crossattn" or "mlp", or a whole "block", with the reason, for the report."""
+        """Count an unmerged "attn", "crossattn" or "mlp", or a whole "block", with the reason, for the report.
+
+        `batch`, `queries` and `keys` give its work, which counts for an "attn" only.
+        """
         self.ledger.skip(level, part, why, batch * queries * keys if part == "attn" else 0)
 
     def _match(
         self, call: ModelCall, key: tuple, level: int, layout: Layout, attention: Attention, rule: MergeRule
     ) -> tuple[Plans, Pair | None]:
-        """Return a kept match that is young enough, else a new one; and keys and values merged for a new correction."""
+        """Return a match for the whole batch, kept or new, and keys and values merged for a new correction, or None.
+
+        `key` is ((name, run), batch, layout, tokens). If plans are kept, all copies of a latent share the match of one
+        copy, and the result is kept under the call's ordinal.
+        """
         (q, k, v), (name, batch, *where) = attention[:3], key
         kept = call.kept_plans if rule.keep else None
         copies, matched, place = 1, 0, ("alone", kept and kept.ordinal)
@@ -208,7 +215,7 @@ class State:
     def _match_input(
         self, call: ModelCall, name: Hashable, level: int, grid: Grid, x: torch.Tensor, rule: MergeRule
     ) -> MergePlan | None:
-        """Match a block's input ``[B, N, C]``, or return a kept plan that is young enough; None if no token merges."""
+        """Return a kept plan, if young enough, or a new match of a block's input ``[B, N, C]``; None if none merges."""
         turn = call.latest_runs[name, id(rule)] = call.latest_runs.get((name, id(rule)), -1) + 1
 
         def match_all(_: MergePlan | None) -> MergePlan | None:
@@ -221,7 +228,7 @@ class State:
         return call.kept_plans.plans_for(key, rule, x.device, match_all).plan
 
     def _keep_map(self, level: int, layout: Layout, plan: MergePlan) -> None:
-        """Keep a plan's groups of the picture's tokens as the latest map of a level; of a video, the first frame's."""
+        """Keep the groups of the picture's tokens (of a video, the first frame's) as the latest map of a level."""
         grid = Grid(layout.grid.height // layout.grid.frames, layout.grid.width)
         group = plan.group[:, layout.first : layout.first + grid.height * grid.width]
         self._maps[level] = MergeMap(grid, group, plan.num_groups)
@@ -237,8 +244,8 @@ class State:
     def sampling(self, pictures: int | None = None, timesteps: Sequence[float] | None = None) -> Iterator[State]:
         """Make this thread's calls of the model the steps of one picture, or of one batch, inside the ``with``.
 
-        Merge plans are kept inside over steps (``keep``) and dropped at the end. Outside no plan is kept. The loop of a
-        patched diffusers pipeline is a sampling without this call. `pictures` and `timesteps`: see `set_time`; without
+        It yields this state. Merge plans are kept inside over steps (``keep``) and dropped at the end. Outside no plan
+        is kept. A patched diffusers pipeline needs no such call. `pictures` and `timesteps`: see `set_time`; without
         timesteps, they are read from the pipeline's scheduler, if it is known.
         """
         _check_pass(pictures, timesteps)
@@ -251,7 +258,7 @@ class State:
     ) -> None:  # fmt: skip
         """Set the time of the next calls, on one of three scales. A timestep goes before a sigma if both are given.
 
-        Without a time, that of each call is read from the model's timestep argument, and `sampling` keeps no plan.
+        Without a time, each call's time is read from the model's timestep argument, and `sampling` keeps no plan.
 
         Args:
             percent: 0 at pure noise, 1 at the end; on the scale of ComfyUI's ``percent_to_sigma``.
@@ -266,8 +273,8 @@ class State:
                 steps as a whole picture. Give None if this sampling continues a picture that another has begun.
 
         Raises:
-            TypeError: a value has the wrong type.
-            ValueError: a value is out of range.
+            TypeError: a time, or an element of `timesteps`, is no number.
+            ValueError: a value is out of range, or `pictures` is no int.
         """
         _check_time("percent", percent, 1.0)
         _check_time("timestep", timestep)
@@ -280,11 +287,11 @@ class State:
         self._maps = {} if keep else None
 
     def maps(self) -> dict[int, MergeMap]:
-        """Return each level's latest map since `keep_maps`, by its number; the copy to the CPU waits for the device."""
+        """Return the latest map of each level by its number, copied to the CPU; empty unless `keep_maps` was called."""
         return {level: latest._replace(group=latest.group.cpu()) for level, latest in (self._maps or {}).items()}
 
     def reset_counts(self) -> None:
-        """Clear the counts and the maps, so that the next report is about the next picture alone."""
+        """Clear the counts and the maps kept so far, so that the next report is about the next picture alone."""
         self.ledger.reset()
         if self.pays is not None:
             self.pays.used.clear()
@@ -309,7 +316,10 @@ def _check_time(name: str, value: float | None, most: float = math.inf) -> None:
 
 
 def _check_pass(pictures: int | None, timesteps: Sequence[float] | None) -> None:
-    """Raise a TypeError or a ValueError unless these arguments of `State.set_time` are possible."""
+    """Raise an error unless `pictures` is None or an int from 1, and `timesteps` None or finite numbers from 0.
+
+    It is a TypeError for a timestep that is no number, else a ValueError.
+    """
     if pictures is not None and (isinstance(pictures, bool) or not isinstance(pictures, int) or pictures < 1):
         raise ValueError(f"pictures={pictures!r} is no number of pictures; use a whole number from 1 up, or None")
     for value in timesteps or ():
@@ -317,7 +327,7 @@ def _check_pass(pictures: int | None, timesteps: Sequence[float] | None) -> None
 
 
 def _draw(call: ModelCall, level: int, rule: MergeRule, device: torch.device) -> Draw | None:
-    """Return a match's random draw, by the first timestep of the call's batch; None if the rule does not draw."""
+    """Return a match's random draw, by the first timestep of the call's argument; None if the rule does not draw."""
     if not rule.use_rand:
         return None
     time = call.timestep
@@ -329,7 +339,10 @@ def _draw(call: ModelCall, level: int, rule: MergeRule, device: torch.device) ->
 
 
 def _run_merged(function: Callable, x: torch.Tensor, plan: MergePlan) -> tuple[torch.Tensor | None, str]:
-    """Return the unmerged output of a part that ran on merged tokens, and ""; or None and why it cannot."""
+    """Return the unmerged output of a part that `function` runs on merged tokens, and ""; or None and the reason.
+
+    Reasons: the part raised an error (but lack of memory is raised), or returned no tensor ``[B, groups, C]``.
+    """
     try:
         out = function(plan.merge)
     except (MemoryError, torch.cuda.OutOfMemoryError):
@@ -342,7 +355,7 @@ def _run_merged(function: Callable, x: torch.Tensor, plan: MergePlan) -> tuple[t
 
 
 def foreign_mode() -> str:
-    """Return why not to merge if a torch function mode of another program is active, else ""."""
+    """Return why not to merge if a torch function mode, other than torch's own for devices, is active, else ""."""
     # such as guidance that perturbs attention, which fails if there are fewer keys than queries
     modes = torch.overrides._get_current_function_mode_stack()
     names = [type(mode).__name__ for mode in modes if type(mode).__module__ != "torch.utils._device"]

@@ -81,14 +81,17 @@ class Clock:
         return self._found[key]
 
     def _holds(self, rule: MergeRule, time: Time, boundary: float | None) -> bool:
-        """Return whether a rule holds at a time, apart from the config's limits in percent. `boundary`: see `at`."""
+        """Return whether a rule holds at a time, apart from the config's limits in percent.
+
+        With a `boundary`, a rule of an early phase holds at and above it, within the limits of the rule it stems from.
+        """
         late = self._early.get(rule) if boundary is not None else None
         if late is None:
             return rule.holds_at(time.timestep)
         return time.timestep is not None and time.timestep >= boundary and late.holds_at(time.timestep)
 
     def _why_off(self, level: int, live: tuple[MergeRule, ...], time: Time) -> str:
-        """Return the reason why a level does not merge if no rule of it is among `live`, those in force at a time."""
+        """Return why a level does not merge: a rule in force (`live`) has ratio 0 there, or else due to the time."""
         if any(rule.is_off and reaches(rule, level, self.downsamples[level]) for rule in live):
             return "its rule has ratio 0"
         return "outside the rules' time range" if time != UNKNOWN else TIME_IS_UNKNOWN
@@ -100,9 +103,9 @@ def boundary_in(timesteps: Sequence[float], until: float) -> float | None:
     A preset is made for a certain share of early steps. A fixed timestep does not keep this share in a sampling that
     begins late (image to image, hires fix) or has few steps. There the share is kept to the nearest step, and half a
     step counts as late, because late steps change the picture less. The boundary is infinity if no step is early, 0 if
-    all are; None for a sampling from `WHOLE_FROM` (850) that has more than `FEW` (8) steps or enough late ones, and
-    without steps. In the examples, 3 of 5 steps of image to image and 2 of 4 steps of a whole picture are early; in the
-    last, one of three is late already.
+    all are. None if there are no steps, or if they begin at `WHOLE_FROM` (850) or higher and are more than `FEW` (8) or
+    have enough late steps. In the examples, 3 of 5 steps of image to image and 2 of 4 steps of a whole picture are
+    early; the last has enough: a third of its steps is late.
 
     >>> boundary_in([500, 400, 300, 200, 100], 375), boundary_in([999, 749, 499, 249], 375)
     (250.0, 624.0)
@@ -145,7 +148,7 @@ class ModelTime:
         self, percent: float | None, timestep: float | None, sigma: float | None, sampling: Hashable = None,
         pictures: int | None = None, timesteps: Sequence[float] | None = None,
     ) -> None:  # fmt: skip
-        """Set the time of the next calls, see `State.set_time`; if the first three are None, the argument is read."""
+        """Set the time of the next calls, see `State.set_time`; calls read their own if the first three are None."""
         self._is_given = not (percent is None and timestep is None and sigma is None)
         if sigma is not None and timestep is None:
             timestep = STABLE_DIFFUSION.timestep_of_sigma(sigma)
@@ -161,11 +164,11 @@ class ModelTime:
         self, guidance_of: Callable[[torch.Tensor], Guidance | None] = lambda batch: None,
         timesteps: Sequence[float] | None = None, continues: bool = False,
     ) -> Iterator[None]:  # fmt: skip
-        """Make this thread's calls the steps of one picture inside the ``with``, and drop plans of earlier samplings.
+        """Make this thread's calls the steps of one picture inside the ``with``; drop its kept plans at the end.
 
-        `guidance_of`: see `Sampling`. `timesteps`: those of all steps; None: read from the pipeline's scheduler at the
-        first call. `continues`: True if another sampling has begun the picture, so that the steps are a part of a whole
-        one.
+        Samplings around it in this thread lose theirs at once. `guidance_of`: see `Sampling`. `timesteps`: those of all
+        steps, which set the end of the early phase; None: read from the pipeline's scheduler at the first call, but not
+        if `continues`, so if another sampling has begun the picture: then the phase ends as in a whole picture.
         """
         sampling = Sampling(guidance_of, self.clock.boundary_in(timesteps or ()), continues or timesteps is not None)
         samplings = self._mine.begun
@@ -183,8 +186,8 @@ class ModelTime:
 
         `timestep`, the model's argument, is read only if it is needed and no time was set. `latent` is ``[B, C, ...]``;
         `called` is the host's name for the call, or None. The plans are the named sampling's if a time was set, else
-        those of this thread's latest; None if no rule keeps matches, outside a sampling, with gradients, and while a
-        CUDA graph is captured (the rules are then those of `now`).
+        those of this thread's latest sampling; None if no rule keeps matches, outside a sampling, with gradients, and
+        while a CUDA graph is captured (the rules are then those of `now`).
         """
         if is_captured(latent):  # the next replay would overwrite kept plans, and a capture must not wait
             return self.now, None
@@ -201,7 +204,10 @@ class ModelTime:
         self._mine = Samplings()
 
     def _look_at(self, timestep: Any) -> ActiveRules:
-        """Return the rules in force at a timestep argument, also as `now`; set the time of this thread's sampling."""
+        """Return the rules in force at a timestep argument; set `now` to them and the time of this thread's sampling.
+
+        The argument's value is read only if the scheduler's steps do not tell the time and something depends on it.
+        """
         sampling, steps = self._mine.latest, self.scheduler_steps
         step = None if steps is None else self._first_of(steps.steps_by_memory(timestep))
         if step is None and (self.clock.limited or (sampling is not None and self.keeps)):
@@ -213,14 +219,14 @@ class ModelTime:
         return self.now
 
     def _first_of(self, steps: Sequence[Time]) -> Time | None:
-        """Return the first of the steps from this call on, or None; a sampling's first call sets its boundary."""
+        """Return the first of `steps`, those from this call on, or None; a sampling's first steps set its boundary."""
         sampling = self._mine.latest
         if steps and sampling is not None and not sampling.is_known:
             sampling.boundary, sampling.is_known = self.clock.boundary_in([step.timestep for step in steps]), True
         return steps[0] if steps else None
 
     def _read(self, timestep: Any) -> Time | None:
-        """Return the time by the argument's value, which waits for a GPU; None if it has none or several."""
+        """Return the time by the argument's value, which waits for a GPU; None if it has no value or several."""
         if torch.is_tensor(timestep):
             is_wrapped = type(timestep) is not torch.Tensor or torch._C._functorch.is_functorch_wrapped_tensor(timestep)
             if timestep.is_meta or is_wrapped:  # by torch.func, vmap or a tracer: it has no value

@@ -19,7 +19,7 @@ _ROWS = 8  # height of a band is a multiple of this, so that bands hold whole ce
 class Grid(NamedTuple):
     """The size of a picture or a film in tokens; token ``(row, column)`` has the number ``row * width + column``.
 
-    `height` counts the rows of all `frames`, which are one below the other, with ``height / frames`` rows each.
+    Frames lie below each other. `height` counts the rows of all `frames`, so a frame has ``height / frames`` rows.
     """
 
     height: int
@@ -53,15 +53,16 @@ class Draw(NamedTuple):
 
 
 def tokens_in(layout: Layout) -> int:
-    """Return the number of the picture's tokens in a sequence."""
+    """Return the number of the picture's tokens, all frames, without the tokens before and after them."""
     return layout.grid.height * layout.grid.width
 
 
 def windows(grid: Grid) -> Iterator[tuple[int, Grid]]:
     """Yield the first token's number and the grid of each window; windows are matched separately and leave no gaps.
 
-    If a frame has at most `WINDOW` tokens, a window is a run of whole frames, otherwise a band of rows of one frame.
-    Windows are of nearly equal size, at most `WINDOW`; but 8 rows, the least height of a band, may have more.
+    If a frame has at most `WINDOW` tokens, a window is a run of whole frames, otherwise a band of rows of one frame,
+    a multiple of 8 rows except for a frame's last band. Windows are of nearly equal size and have at most `WINDOW`
+    tokens; only a band of 8 rows may have more.
     """
     frames, height, width = grid.frames, grid.height // grid.frames, grid.width
     frame = height * width
@@ -77,7 +78,7 @@ def windows(grid: Grid) -> Iterator[tuple[int, Grid]]:
 
 
 def _runs(count: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield start and end of the fewest runs of nearly equal length that have at most `most` of `count` items each."""
+    """Cut `count` items into the fewest runs of at most `most` items, of nearly equal length; yield start and stop."""
     runs = -(-count // most)
     for number in range(runs):
         yield number * count // runs, (number + 1) * count // runs
@@ -101,8 +102,8 @@ def cell_of(sy: int, sx: int, frames: int) -> tuple[int, int, int]:
 def cells(grid: Grid, sy: int, sx: int, device: torch.device, st: int = 1) -> Cells:
     """Cut a grid into cells of `st` frames, `sy` rows and `sx` columns, ordered by frame, row and column.
 
-    A side of a cell that is longer than the frame, or than the frames are many, is reduced to that: one cell spans it.
-    Tokens beyond the last whole cells are ``uncovered``.
+    `sy` and `sx` are reduced to the height and width of a frame if they exceed these, `st` to the number of frames.
+    Tokens right of, below or after the last whole cells are ``uncovered``.
     """
     frames, height, width = grid.frames, grid.height // grid.frames, grid.width
     st, sy, sx = min(st, frames), min(sy, height), min(sx, width)
@@ -116,7 +117,7 @@ def cells(grid: Grid, sy: int, sx: int, device: torch.device, st: int = 1) -> Ce
 
 
 def split_cells(parts: Cells, draw: Draw | None) -> tuple[Tensor, Tensor]:
-    """Split tokens into destinations, one for each cell, and sources: all other tokens, the uncovered ones last.
+    """Split tokens into destinations, one for each cell, and sources: the other tokens, cell by cell, then uncovered.
 
     `draw` decides which token of a cell is its destination; None takes the first (top left). Results are numbers of
     tokens, int64 ``(times, cells)``, in the order of the cells, and ``(times, tokens - cells)``: a row for each
@@ -143,9 +144,9 @@ _MOST = 64  # entries of that cache
 def cached_result(make: Callable[..., tuple[Tensor, ...]], x: Tensor, *args: Hashable) -> tuple[Tensor, ...]:
     """Return ``make(*args, x.device)``, from a cache if possible. Callers must not change the result's tensors.
 
-    The result of `make` must depend on nothing but its arguments. A full cache drops the oldest result, even if it was
-    used lately. During the capture of a CUDA graph, on the meta device, and for a tracer's tensor subclass, the cache
-    is neither read nor filled.
+    The result of `make` must depend on nothing but its arguments; of `x` only the device is used. A full cache drops
+    the oldest result, even if it was used lately. During the capture of a CUDA graph, on the meta device, and for a
+    tracer's tensor subclass, the cache is neither read nor filled.
     """
     plain = type(x) is torch.Tensor and not x.is_meta
     if not plain or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -163,22 +164,26 @@ def cached_result(make: Callable[..., tuple[Tensor, ...]], x: Tensor, *args: Has
 
 
 def split_grid(grid: Grid, sy: int, sx: int, draw: Draw | None, x: Tensor, st: int = 1) -> tuple[Tensor, Tensor]:
-    """Return `split_cells` of `cells`, on the device of `x`. Without a draw, it is cached and must not be changed."""
+    """Return destinations and sources (`split_cells`) of a grid whose cells have `st` frames, `sy` rows, `sx` columns.
+
+    Of `x` only the device is used. Without a draw, the result comes from a cache and must not be changed.
+    """
     if draw is None:
         return cached_result(_split_first, x, grid, sy, sx, st)
     return split_cells(cells(grid, sy, sx, x.device, st), draw)
 
 
 def _split_first(grid: Grid, sy: int, sx: int, st: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return `split_grid` without a draw, for `cached_result`."""
+    """Make the destinations and sources that `split_grid` caches: those without a draw."""
     return split_cells(cells(grid, sy, sx, device, st), None)
 
 
 def draw_choices(draw: Draw, count: int, choices: int, device: torch.device) -> Tensor:
     """Return pseudo-random integers from 0 to ``choices - 1``, int64 ``(times, count)``: a row for each timestep.
 
-    A number is a hash of seed, level, time (rounded; None gives one row) and position. So no random generator changes,
-    and both halves of classifier-free guidance, even in separate calls, get the same numbers, and so does every device.
+    A number is a hash of seed, level, time (rounded; None gives one row, for time 0) and position. So no random
+    generator changes, and each half of classifier-free guidance, even in a separate call, and each device get the same
+    numbers.
     """
     # to float32 before the tensor moves, because MPS has no float64
     time = torch.zeros(1, device=device) if draw.time is None else draw.time.float()

@@ -21,8 +21,9 @@ _TINY = 1e-12  # keeps a token of zeros at similarity 0
 def of_unit_spread(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Return keys and values side by side, centred over the tokens and scaled to a variance of 1 in each sample.
 
-    Both are ``(batch, tokens, channels)`` without gradient. A sample has one factor for all channels of the keys, and
-    another for the values, so both count the same in any model. Constant inputs give 0.
+    Both are ``(batch, tokens, channels)`` without gradient, the result has twice the channels. A sample has the same
+    factor for all channels of the keys, and another for the values, so both count the same in any model. Constant
+    inputs give 0.
     """
     features = torch.cat([keys, values], -1)
     features -= features.mean(1, keepdim=True)
@@ -37,8 +38,9 @@ def of_unit_spread(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 def keys_to_search(rows: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return keys and a bias with which `methods.base.best_keys` finds the row that is most similar to a query.
 
-    Keys, ``(batch, keys, channels)``, are float32, except that rows of half precision keep their dtype if compared by
-    distance: tensor cores then multiply them in one step. The bias is float32 ``(batch, keys)``, or None by cosine.
+    By cosine, keys are `directions`, float32, and the bias is None. By distance, keys are the rows, float32 or in their
+    half precision, which tensor cores multiply in one step; the bias is minus half their squared length, float32
+    ``(batch, keys)``. Rows and keys are ``(batch, keys, channels)``.
     """
     if not by_distance:
         return directions(rows), None
@@ -47,7 +49,7 @@ def keys_to_search(rows: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor,
 
 
 def keys_of_rows(x: torch.Tensor, rows: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the tokens of `x` that `rows` numbers, int64 ``(batch or 1, keys)``, as `keys_to_search` does."""
+    """Return `keys_to_search` of the tokens of `x` whose numbers are `rows`, int64 ``(batch or 1, keys)``."""
     if by_distance and rows.shape[0] == 1 and kernels.ready(x):
         batch, tokens, channels = x.shape
         (offsets,) = cached_result(_offsets_of_single_rows, x, rows.shape[1])
@@ -58,9 +60,9 @@ def keys_of_rows(x: torch.Tensor, rows: torch.Tensor, by_distance: bool) -> tupl
 
 
 def keys_of_groups(plan: MergePlan, x: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the means of a plan's groups as keys and a bias, see `keys_to_search`; by cosine, `x` are directions.
+    """Return `keys_to_search` of the means of a plan's groups; callers pass `directions` as `x` to compare by cosine.
 
-    The bias is never None: minus infinity for empty groups, so a search never finds them; else 0 if compared by cosine.
+    But the bias is never None: it is minus infinity for empty groups, so a search never finds them, else 0 by cosine.
     """
     if by_distance and (centres := plan.centres(x)) is not None:
         return centres
@@ -70,7 +72,7 @@ def keys_of_groups(plan: MergePlan, x: torch.Tensor, by_distance: bool) -> tuple
 
 
 def _offsets_of_single_rows(count: int, device: torch.device) -> tuple[torch.Tensor]:
-    """Return the offsets for `kernels.mean_rows` of `count` groups of one row each, for `cached_result`."""
+    """Make, for `cached_result`, 0 to `count`: the offsets for `kernels.mean_rows` if each group has a single row."""
     return (torch.arange(count + 1, device=device),)
 
 
@@ -82,8 +84,8 @@ def directions(rows: torch.Tensor) -> torch.Tensor:
 def make_comparable(score: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, by_distance: bool) -> torch.Tensor:
     """Turn the scores of a search into cosines or minus half squared distances, which are comparable between queries.
 
-    The scores of `methods.base.best_keys` lack the query's length. `rows` numbers the queries, int64
-    ``(batch or 1, n)``.
+    The scores of `methods.base.best_keys`, ``(batch, n)``, lack the query's length. `rows` numbers the queries among
+    the tokens of `x`, int64 ``(batch or 1, n)``.
     """
     length = torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
     length = length.gather(1, rows.expand(x.shape[0], -1))

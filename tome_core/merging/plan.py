@@ -30,7 +30,7 @@ def to_exact(x: torch.Tensor) -> torch.Tensor:
 
 
 def take_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return the tokens of `x` with the numbers `index`, int64 ``(batch or 1, rows)``. One row serves every sample."""
+    """Return the tokens of `x` with the numbers `index`, int64 ``(batch, rows)``, or ``(1, rows)`` for every sample."""
     if index.shape[0] == 1 and not (x.requires_grad and torch.is_grad_enabled()):
         return x.index_select(1, index[0])  # as fast as a gather, and needs no flat indices
     # One gather of flat rows: an index expanded over channels is 4 times as slow on a CPU.
@@ -40,7 +40,7 @@ def take_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def _flat_rows(index: torch.Tensor, batch: int, per_sample: int) -> torch.Tensor:
-    """Turn indices within a sample, ``(batch or 1, rows)``, into indices over all samples, ``(batch * rows,)``."""
+    """Turn indices below `per_sample`, ``(batch or 1, rows)``, into indices over all samples, ``(batch * rows,)``."""
     if batch == 1:
         return index.reshape(-1)
     start = torch.arange(0, batch * per_sample, per_sample, device=index.device)
@@ -77,7 +77,10 @@ class MergePlan:
         self.cache: dict[tuple, Any] = {}  # because one plan merges several tensors
 
     def repeat(self, times: int) -> MergePlan:
-        """Return the plan for `times` copies of its samples in a row; itself if `times` or its number of rows is 1."""
+        """Return the plan for samples a, b, a, b if its samples are a, b and `times` is 2; itself if `times` is 1.
+
+        A plan of one row, which serves every sample, is returned itself as well.
+        """
         if times == 1 or self.group.shape[0] == 1:
             return self
         return MergePlan(self.group.repeat(times, 1), self.num_groups, self.groups_per_window)
@@ -93,7 +96,7 @@ class MergePlan:
         return self._count() == 0
 
     def log_sizes(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the logarithm of each group's size, ``(batch or 1, groups)``; `EMPTY_LOGIT` for an empty group.
+        """Return the logarithm of each group's size, ``(batch or 1, groups)``; `EMPTY_LOGIT`, finite, for size 0.
 
         Added to the logits of merged keys, it lets a merged key weigh as much as its tokens did.
         """
@@ -105,8 +108,8 @@ class MergePlan:
         """Return the mean of each group, ``(batch, groups, channels)`` in the dtype of `x`; 0 for an empty group.
 
         `x` is ``(batch, tokens, channels)``, any float dtype. Sums are in float32 or float64: 4,096 sums in half
-        precision lose three digits. Equal inputs give equal bits. Differentiable. ``merge(unmerge(y)) == y`` for groups
-        with a token.
+        precision lose three digits. Equal inputs give equal bits. Differentiable. ``merge(unmerge(y))`` is `y`, up to
+        rounding, for groups with a token.
 
         Raises:
             ValueError: the shape of `x` does not fit the plan.
@@ -134,10 +137,10 @@ class MergePlan:
         return mean if exact is flat else mean.to(x.dtype)
 
     def centres(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return `merge` of `x` and a bias for a search by distance, `methods.base.best_keys`; None without a kernel.
+        """Return `merge` of `x`, without gradient, and a bias with which `best_keys` finds the nearest mean.
 
         The bias is minus half the means' squared lengths, float32 ``(batch, groups)``, minus infinity for an empty
-        group.
+        group. None if the kernel could not run.
         """
         means = self._means_by_kernel(x.detach(), bias=True)
         return None if means is None else (means.mean, means.bias)
@@ -164,7 +167,7 @@ class MergePlan:
     def unmerge(self, y: torch.Tensor) -> torch.Tensor:
         """Give every token the row of its group: ``(batch, groups, channels)`` to ``(batch, tokens, channels)``.
 
-        For any dtype. Differentiable. A second merge and unmerge changes nothing: ``unmerge(merge(x))`` is idempotent.
+        For any dtype. Differentiable. A second merge and unmerge changes nothing, up to rounding.
 
         Raises:
             ValueError: the shape of `y` does not fit the plan.
@@ -181,7 +184,7 @@ class MergePlan:
         return self.cache[key]
 
     def _count(self) -> torch.Tensor:
-        """Return the sizes of the groups, ``(batch or 1, groups)``: float32, exact to 2**24, as MPS adds no int64."""
+        """Return the groups' sizes, ``(batch or 1, groups)``, cached; float32, exact to 2**24, as MPS adds no int64."""
         if ("sizes",) not in self.cache and not self._count_by_kernel():
             if self.group.is_cuda:
                 # By sorting: atomics on CUDA are refused under torch.use_deterministic_algorithms.
@@ -195,7 +198,7 @@ class MergePlan:
     def _means_by_kernel(
         self, x: torch.Tensor, values: torch.Tensor | None = None, bias: bool = False, exact: bool = True
     ) -> kernels.Means | None:
-        """Return `kernels.mean_rows` with fields ``(batch, groups, ...)``; None without a kernel, or with gradients."""
+        """Return `kernels.mean_rows` as ``(batch, groups, ...)``; None if no kernel ran or a gradient is needed."""
         if not kernels.ready(x) or kernels.needs_gradient(*filter(torch.is_tensor, (x, values))):
             return None
         self._check(x, self.group.shape[1], "tokens")
@@ -218,7 +221,7 @@ class MergePlan:
         return True
 
     def _check(self, x: torch.Tensor, count: int, unit: str) -> None:
-        """Raise a ValueError if `x` is not ``(batch, count, channels)`` of the plan's batch. `count` is in `unit`."""
+        """Raise a ValueError, which names `unit`, if `x` is not ``(batch, count, channels)`` of the plan's batch."""
         rows = self.group.shape[0]
         if x.dim() != 3 or x.shape[1] != count or rows not in (1, x.shape[0]):
             raise ValueError(f"tensor is {tuple(x.shape)}, the plan's group {tuple(self.group.shape)}: "
@@ -229,13 +232,13 @@ class MergePlan:
         return self._once(("rows", batch), lambda: _flat_rows(self.group, batch, self.num_groups))
 
     def _sorted_segments(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `_segments`, cached. If a kernel sorts, it also caches the logits of `log_sizes` in `dtype`."""
+        """Return `_segments` of the plan, cached. A kernel that sorts also caches `log_sizes` in `dtype`."""
         if ("segments",) not in self.cache and not self._count_by_kernel(dtype):
             self.cache["segments",] = _segments(self.group, self.num_groups)
         return self.cache["segments",]
 
     def _flat_segments(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `_segments` of `batch` samples. A row that serves several samples is sorted once."""
+        """Return `_segments` of the groups of `batch` samples, cached. A row for several samples is sorted once."""
         order, offsets = self._sorted_segments()
 
         def shifted() -> tuple[torch.Tensor, torch.Tensor]:
@@ -246,7 +249,10 @@ class MergePlan:
 
 
 def _segments(group: torch.Tensor, num_groups: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tokens sorted stably by group, and each group's start, then the end; numbered over all rows."""
+    """Return the tokens, sorted stably by row and group, and where each group starts among them, then the end.
+
+    Both are int64, ``(rows * tokens,)`` and ``(rows * groups + 1,)``. Token t of row r has number ``r * tokens + t``.
+    """
     rows = group.shape[0]
     # the shortest integers that hold the numbers, because a GPU sorts eight bits at a time, in two kernels each
     short = torch.int16 if rows * num_groups < 2**15 else torch.int32

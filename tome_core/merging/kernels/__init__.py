@@ -42,7 +42,7 @@ _verified: set[tuple] = set()  # kernels that were checked: name, constants, dev
 
 
 def notes() -> tuple[str, ...]:
-    """Return texts for the report, one for each reason why kernels are off; empty if none is known (yet)."""
+    """Return texts for the report, a text for each known reason: which kernels, or all, are off, and the reason."""
     why = {**({"": _why_off} if _why_off else {}), **_off}
     names = {reason: ", ".join(name for name in why if why[name] == reason) for reason in why.values()}
     return tuple(f"Triton's kernels {name + ' ' if name else ''}are off, torch's operators do the same: {reason}"
@@ -60,38 +60,46 @@ def ready_for_halves(x: Tensor) -> bool:
 
 
 def available(device: torch.device) -> bool:
-    """Return whether a device has kernels, after importing Triton; False while torch.jit traces or all are off."""
+    """Return whether a device is a GPU with kernels; False while torch.jit traces, or if `_module` returns None.
+
+    The first call for a GPU imports Triton. Single kernels that are off do not count.
+    """
     if device.type not in DEVICES or torch.jit.is_tracing():
         return False
     return _supports(device) and _module() is not None
 
 
 def can_fit_all_heads(q: Tensor) -> bool:
-    """Return whether kernels can fit a correction to all heads of `q` ``(batch, tokens, heads, head_dim)`` at once."""
+    """Return whether kernels can fit a correction to all heads of `q` ``(batch, tokens, heads, head_dim)`` at once.
+
+    They can if `q` is `ready_for_halves`, needs no gradient, and has at most `RIDGE_WIDEST` channels in a head.
+    """
     return q.shape[3] <= RIDGE_WIDEST and ready_for_halves(q) and not needs_gradient(q)
 
 
 def needs_gradient(*tensors: Tensor) -> bool:
-    """Return whether gradients are enabled and a tensor requires one. Kernels do not support this."""
+    """Return whether gradients are enabled and a tensor requires a gradient, which kernels do not support."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 @functools.cache
 def _supports(device: torch.device) -> bool:
-    """Return whether Triton supports a device of `DEVICES`: not if CUDA's compute capability is below 8.0."""
+    """Return whether Triton supports a device of `DEVICES`: all but "cuda" with a compute capability below 8.0."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def best_keys(
     x: Tensor, rows: Tensor | None, keys: Tensor, bias: Tensor | None, lengths: bool = False
 ) -> tuple[Tensor, Tensor] | None:
-    """Do the work of `methods.base.best_keys`, with tensors of any strides; None if the kernel could not run.
+    """Find the key with the highest score for each query; None if the kernel could not run.
 
-    `lengths` subtracts half of each query's squared length from its score. Float32 keys of queries in half precision
-    are split into several numbers of half precision that together hold all digits: there is no TF32, and keys are not
-    rounded. So keys of float16 queries must be in the range of float16, as directions and means of these queries are.
-    Of equal scores the first wins. A NaN never wins; key 0 with minus infinity is returned if all scores are NaN. The
-    bits of a result do not depend on the other samples of the batch.
+    `methods.base.best_keys` describes the tensors, which may have any strides. The result has scores, float32, and
+    numbers of keys, int64, both ``(batch, queries)``. A score is a dot product plus the key's bias; `lengths` subtracts
+    half of each query's squared length. Float32 keys of queries in half precision are split into several numbers of
+    half precision that together hold all digits: there is no TF32, and keys are not rounded. So keys of float16 queries
+    must be in the range of float16, as directions and means of these queries are. Of equal scores the first wins. A NaN
+    never wins; key 0 with minus infinity is returned if all scores are NaN. The bits of a result do not depend on the
+    other samples of the batch.
     """
     batch, count = keys.shape[0], x.shape[1] if rows is None else rows.shape[1]
     score, index = (torch.empty(batch, count, dtype=kind, device=keys.device) for kind in (torch.float32, torch.int64))
@@ -101,7 +109,7 @@ def best_keys(
 
 
 class Means(NamedTuple):
-    """The result of `mean_rows`, None where not requested. Rows are ordered by copy (sample), then by group."""
+    """The result of `mean_rows`; a field is None if not requested. Rows are ordered by copy (sample), then by group."""
 
     mean: Tensor  # of each group's rows, (copies * groups, channels) in their dtype
     bias: Tensor | None  # minus half the squared length of each rounded mean, minus infinity for an empty group
@@ -117,8 +125,9 @@ def mean_rows(
 
     `x` and `values`, a second tensor, are ``(copies * tokens, channels)``, any strides; the same groups apply to each
     copy (a sample, for instance). `order` has the numbers of one copy's rows, sorted by group, int64; a row may be in
-    no group. `offsets` has each group's start in `order`, then its length, int64 ``(groups + 1,)``. Sums are in
-    float32, in a fixed order, so equal inputs give equal bits. Not differentiable.
+    no group. `offsets` has each group's start in `order`, then the length of `order`, int64 ``(groups + 1,)``. `bias`
+    requests `Means.bias`; `exact` requests `Means.exact`, if there are `values`. Sums are in float32, in a fixed order,
+    so equal inputs give equal bits. Not differentiable.
     """
     shape, both = (x.shape[0] // tokens * (offsets.shape[0] - 1), x.shape[1]), values is not None
     means = Means(
@@ -137,18 +146,18 @@ class Segments(NamedTuple):
 
     # token t of row r has the number r * tokens + t, int64 (rows * tokens,); tokens of one group keep their order
     order: Tensor
-    offsets: Tensor  # each group's start in `order`, then its length, int64 (rows * groups + 1,)
+    offsets: Tensor  # each group's start in `order`, then the length of `order`, int64 (rows * groups + 1,)
     sizes: Tensor  # the number of tokens of each group, float32 (rows, groups)
     logs: Tensor  # logarithms of the sizes, `empty` of `segments` for size 0, float32 (rows, groups)
     rounded: Tensor  # the same in the requested dtype
 
 
 def segments(group: Tensor, num_groups: int, empty: float, dtype: torch.dtype) -> Segments | None:
-    """Sort tokens by their groups, int64 ``(rows, tokens)``, and count them.
+    """Sort the tokens of each row by their groups, int64 ``(rows, tokens)``, and count those of each group.
 
-    `empty` is a finite number that stands for the logarithm of 0, `dtype` that of `Segments.rounded`. Each program goes
-    through all tokens of a row for a few groups, in a fixed order, without a sort and without atomics. None if the
-    kernel could not run, or if ``tokens * num_groups`` exceeds `_COUNTED_UP_TO`.
+    A row has `num_groups` groups. `empty`, finite, stands for the logarithm of 0. `Segments.rounded` has `dtype`. Each
+    program goes through all tokens of a row for a few groups, in a fixed order, without a sort and without atomics.
+    None if the kernel could not run, or if ``tokens * num_groups`` exceeds `_COUNTED_UP_TO`.
     """
     rows, tokens = group.shape
     if tokens * num_groups > _COUNTED_UP_TO or not available(group.device):
@@ -163,7 +172,7 @@ def segments(group: Tensor, num_groups: int, empty: float, dtype: torch.dtype) -
 
 
 def assign_groups(score: Tensor, index: Tensor, sources: Tensor, destinations: Tensor, removed: int) -> Tensor | None:
-    """Return the group of each token, in their order, after the sources with the `removed` highest scores have merged.
+    """Return the group of each token, ``(batch, tokens)``, after the sources with the `removed` highest scores merged.
 
     Groups of destinations come first, then those of the sources that stay, by falling score. `score`, float32, and
     `index`, places in `destinations`, have each source's best destination, ``(batch, sources)``. `sources` and
@@ -184,9 +193,10 @@ def first_order(keys: Tensor, values: Tensor, group: Tensor, means: Tensor, head
     """Return sums over tokens of ``k^T (v - v_g) scale``, where ``v_g`` is the mean value of the token's group.
 
     Keys and values are ``(batch, tokens, heads * head_dim)``, half precision, any strides; `group` is int64
-    ``(batch or 1, tokens)``, `means`, the groups' mean values, contiguous float32. Differences are split into numbers
-    of half precision that together hold all digits. The result has a sum for each span of tokens (`_span`), to be added
-    up: float32 ``(spans, batch * heads, head_dim, head_dim)``; None if no kernel ran or heads exceed `WIDEST_HEAD`.
+    ``(batch or 1, tokens)``; `means`, the groups' mean values, are contiguous float32 ``(batch, groups, heads *
+    head_dim)``. Differences are split into numbers of half precision that together hold all digits. The result has a
+    sum for each span of tokens (`_span`), which the caller adds up: float32 ``(spans, batch * heads, head_dim,
+    head_dim)``; None if the kernel could not run or heads have more than `WIDEST_HEAD` channels.
     """
     batch, tokens, channels = keys.shape
     width, span = channels // heads, _span(tokens)
@@ -211,9 +221,10 @@ def attend_sample(
 ) -> SampleAttention | None:  # fmt: skip
     """Compute attention of a few queries over merged keys and over all keys; None if the kernel could not run.
 
-    Tensors have one dtype, half precision, and the form ``(batch, ..., heads * head_dim)``. Those that are merged are
-    contiguous, others have any strides. `bias`, ``(batch or 1, groups)``, finite, is added to the logits of merged
-    keys. All keys are split into the spans of `first_order`, so that a few queries keep a whole GPU busy.
+    Tensors have the same half precision and the form ``(batch, number, heads * head_dim)``: queries, tokens, or groups.
+    `merged_keys` and `merged_values` are contiguous, others have any strides. `scale` multiplies all logits. `bias`,
+    ``(batch or 1, groups)``, finite, is added to the logits of merged keys. All keys are split into the spans of
+    `first_order`, so that a few queries keep a whole GPU busy.
     """
     batch, tokens, channels = keys.shape
     width, span, count = channels // heads, _span(tokens), q.shape[1]
@@ -225,17 +236,18 @@ def attend_sample(
 
 
 def _span(tokens: int) -> int:
-    """Return the length of a span: 512 tokens, or an eighth of more than 4,096. Eight spans keep a GPU busy."""
+    """Return the length of a span of `tokens`: an eighth, rounded up, but at least 512. Eight spans keep a GPU busy."""
     return max(512, -(-tokens // 8))
 
 
 def ridge(q: Tensor, answers: SampleAttention, first: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Fit a correction by ridge regression: the matrix and the constant that `correct` applies; None without a kernel.
+    """Fit a correction by ridge regression: the matrix and the constant that `correct` applies, in its form.
 
-    In each head, it predicts the output over all keys, less that over merged keys, from the query and the latter. `q`
-    and `answers` are those of `attend_sample`, with at most `RIDGE_WIDEST` channels in a head; `first`, the sums of
-    `first_order`, is the first guess of the matrix. If it is 0 in the dtype of `q`, which the correction has, merging
-    loses nothing and the correction is 0.
+    In each head, the correction predicts the output over all keys, less the output over merged keys, from the query and
+    the output over merged keys. `q` and `answers` are the queries and the result of `attend_sample`, with at most
+    `RIDGE_WIDEST` channels in a head; `first`, the result of `first_order`, is the first guess of ``M1``. In a head
+    whose `first` adds up to 0 in the dtype of `q`, merging loses nothing and the correction is 0. The correction has
+    the dtype of `q`; None if the kernel could not run.
     """
     width = first.shape[2]
     matrix = torch.empty(first.shape[1], 2 * width, width, dtype=q.dtype, device=q.device)
@@ -244,10 +256,11 @@ def ridge(q: Tensor, answers: SampleAttention, first: Tensor) -> tuple[Tensor, T
 
 
 def correct(out: Tensor, q: Tensor, matrix: Tensor, constant: Tensor) -> Tensor | None:
-    """Return ``out + q M1 + out M2 + b`` in each head, a new tensor; None if no kernel ran or heads are too wide.
+    """Return ``out + q M1 + out M2 + b`` in each head, a new tensor; None if the kernel could not run.
 
-    `out` and `q` are ``(batch, tokens, heads * head_dim)``, all tensors of one half precision. `matrix` is ``M1`` above
-    ``M2``, ``(batch * heads, 2 * head_dim, head_dim)``, `constant` ``b``, ``(batch * heads, 1, head_dim)``; contiguous.
+    `out` and `q` are ``(batch, tokens, heads * head_dim)``; all tensors have the same half precision. `matrix` is
+    ``M1`` above ``M2``, ``(batch * heads, 2 * head_dim, head_dim)``, `constant` is ``b``, ``(batch * heads, 1,
+    head_dim)``, both contiguous. None too if heads have more than `WIDEST_HEAD` channels.
     """
     width = matrix.shape[2]
     if width > WIDEST_HEAD:
@@ -258,7 +271,7 @@ def correct(out: Tensor, q: Tensor, matrix: Tensor, constant: Tensor) -> Tensor 
 
 @contextlib.contextmanager
 def kernels_off() -> Iterator[None]:
-    """Turn kernels off inside this context, in all threads, to compare them with torch's operators."""
+    """Turn all kernels off inside this context, in all threads, to compare them with torch's operators."""
     global _is_loaded, _kernels
     before, (_is_loaded, _kernels) = (_is_loaded, _kernels), (True, None)
     try:
@@ -268,7 +281,10 @@ def kernels_off() -> Iterator[None]:
 
 
 def _module() -> ModuleType | None:
-    """Return `triton_kernels`, imported by the first call; None if that import failed or kernels are turned off."""
+    """Return `triton_kernels`, imported by the first call; None if the import fails, or kernels are off.
+
+    ``TOME_CORE_TRITON=0`` in the environment, at the first call, and `kernels_off` turn them off.
+    """
     global _is_loaded, _kernels, _why_off
     if _is_loaded:
         return _kernels
@@ -287,11 +303,11 @@ def _module() -> ModuleType | None:
 def launch(x: Tensor, variant: tuple[Any, ...], *arguments: Any) -> bool:
     """Run the kernel `variant[0]`, which fills some of `arguments`; False if the caller must use torch's operators.
 
-    A result is checked unless an earlier one of the same key was right. A kernel that cannot be compiled or launched,
-    or whose result is wrong, is off until the process ends, with all constants. If memory is too small, only this run
-    fails, and so does an unchecked run that cannot be checked: during the capture of a CUDA graph, or with inputs that
-    are not finite. The kernel is compiled for the other constants in `variant`, and for the dtype and the device (an
-    `available` one) of `x`. `arguments` are those of its function in `triton_kernels`.
+    The kernel is compiled for the other constants in `variant`, and for the dtype and the (`available`) device of `x`.
+    `arguments` are those of its function in `triton_kernels`. A result is checked unless an earlier result of the same
+    constants, dtype and device was right. A kernel that cannot be compiled or launched, or whose result is wrong, is
+    off until the process ends, with all constants. If memory is too small, only this run fails, and so does a run that
+    must be checked but cannot be: during the capture of a CUDA graph, or with inputs that are not finite.
     """
     kernels, name = _module(), variant[0]
     if kernels is None or name in _off:
@@ -313,7 +329,11 @@ def launch(x: Tensor, variant: tuple[Any, ...], *arguments: Any) -> bool:
 
 
 def _proves_itself(key: tuple, arguments: tuple[Any, ...]) -> bool:
-    """Check a kernel's first result, see `launch`. A right one is kept by its key: name, constants, device, dtype."""
+    """Return whether a kernel's result is right, and keep the key if so: its later results are not checked.
+
+    A key is name, constants, device, dtype. A wrong result turns the kernel off. If inputs are not finite, the check
+    means nothing: the answer is False, but the kernel stays on.
+    """
     fault = find_fault(key[0], arguments)
     if fault == "":
         _verified.add(key)
@@ -323,6 +343,6 @@ def _proves_itself(key: tuple, arguments: tuple[Any, ...]) -> bool:
 
 
 def _give_up(name: str, why: str) -> None:
-    """Turn a kernel off until the process ends, for all constants and devices. Keep the reason for `notes`."""
+    """Turn a kernel off until the process ends, for all constants and devices. Log `why` and keep it for `notes`."""
     _off[name] = why
     _log.debug("Triton's kernel %s is off, torch's operators do the same: %s", name, why)

@@ -13,7 +13,7 @@ _SCORES_AT_ONCE, _CHANNELS, _TOKENS = 2**23, 64, 4096  # sizes of pieces, which 
 
 
 class Output(NamedTuple):
-    """One output of a kernel, or a part of it, with the expected values."""
+    """A tensor that a kernel filled, or a part of it, with the values to expect."""
 
     name: str  # for messages
     found: Tensor
@@ -22,10 +22,10 @@ class Output(NamedTuple):
 
 
 def find_fault(name: str, arguments: tuple[Any, ...]) -> str | None:
-    """Compare what a kernel filled with torch's operators: a message on the first wrong output; "" if nothing is wrong.
+    """Check what a kernel filled: return a message about the first wrong output, or "" if nothing is wrong.
 
-    None if the inputs are not finite, so that the comparison means nothing. Waits for the device once. `arguments` are
-    those of the kernel's function in `triton_kernels`, with the tensors filled.
+    None if the inputs are not finite: then the check means nothing. `name` is that of the kernel's function in
+    `triton_kernels`, `arguments` are its arguments, already filled. Waits for the device.
     """
     check, finite = _CHECKS[name]
     if arguments[0].device.type == "xpu":  # small XPUs have no float64
@@ -42,14 +42,14 @@ def find_fault(name: str, arguments: tuple[Any, ...]) -> str | None:
 
 
 def _excess(output: Output) -> Tensor:
-    """Return the largest of `_shares`, a float64 scalar; 0 for an empty output. Above 1 it is a fault."""
+    """Return the largest of `_shares`, a float64 scalar; 0 for an output without elements. A fault is above 1."""
     if not output.found.numel():
         return torch.zeros((), dtype=torch.float64, device=output.found.device)
     return _shares(output).max()
 
 
 def _shares(output: Output) -> Tensor:
-    """Return each element's difference as a share of the allowed one: 0 for equal values, infinity for any NaN."""
+    """Return each element's difference, divided by the allowed difference: 0 for equal values, infinity for any NaN."""
     found, expected = output.found.double(), output.expected.double()
     share = (found - expected).abs() / (output.allowed + torch.zeros_like(expected))
     share = torch.where(share.isnan(), torch.inf, share)  # NaN also comes from two infinities, and from 0 / 0
@@ -57,7 +57,7 @@ def _shares(output: Output) -> Tensor:
 
 
 def _message(output: Output) -> str:
-    """Describe the element of an output with the largest share: the value found and the value expected."""
+    """Return the output's name with the found and the expected value of its worst element, see `_shares`."""
     place = int(_shares(output).argmax())
     tensors = output.found, output.expected.expand_as(output.found)
     found, expected = (tensor.flatten()[place].item() for tensor in tensors)
@@ -65,12 +65,12 @@ def _message(output: Output) -> str:
 
 
 def _rounding(exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the largest error that rounding to a dtype may make, for each exact value."""
+    """Return a bound of the error of rounding to a dtype, for each exact value: the dtype's ``eps`` times the value."""
     return torch.finfo(dtype).eps * (exact.abs() + torch.finfo(dtype).tiny)
 
 
 def _by_head(flat: Tensor, width: int) -> Tensor:
-    """Return ``(batch, tokens, heads * head_dim)`` as ``(batch * heads, tokens, head_dim)``, in float64."""
+    """Return ``(batch, tokens, heads * width)`` as ``(batch * heads, tokens, width)``, in float64."""
     return flat.double().unflatten(2, (-1, width)).transpose(1, 2).flatten(0, 1)
 
 
@@ -78,9 +78,9 @@ def _by_head(flat: Tensor, width: int) -> Tensor:
 
 
 def best_keys(x, rows, keys, bias, score, index, lengths) -> Iterator[Output]:
-    """Yield the numbers of keys, which must exist, then scores as found and those of the found keys in float64.
+    """Yield the numbers of keys, which must exist, then, slice by slice of queries, two scores near the best score.
 
-    Both scores must be near the best one, so any key of a near tie is right.
+    These are the score found, and the score in float64 of the key found. So any key of a near tie is right.
     """
     keys, count = keys.double(), keys.shape[1]
     longest = keys.norm(dim=2).amax(1)[:, None]
@@ -107,7 +107,10 @@ def best_keys(x, rows, keys, bias, score, index, lengths) -> Iterator[Output]:
 
 
 def mean_rows(x, values, order, offsets, tokens, mean, mean_values, exact, bias) -> Iterator[Output]:
-    """Yield the means, whose allowed difference grows with the sums of absolute values, and half lengths."""
+    """Yield the means that are not None, in pieces, then `bias`, expected from the found `mean`.
+
+    The allowed difference of a mean is a share of the mean absolute value, plus the rounding to its dtype.
+    """
     sizes, copies = offsets.diff(), len(x) // tokens
     group = torch.repeat_interleave(sizes, output_size=len(order))
     row, group = ((numbers + torch.arange(copies, device=x.device)[:, None] * step).flatten()
@@ -131,7 +134,7 @@ def mean_rows(x, values, order, offsets, tokens, mean, mean_values, exact, bias)
 
 
 def segments(group, order, offsets, sizes, logs, rounded, empty) -> Iterator[Output]:
-    """Yield the fields of `kernels.Segments`, expected from a stable sort."""
+    """Yield the fields of `kernels.Segments`, expected from a stable sort. Only logarithms may differ a little."""
     rows, groups = sizes.shape
     ordered, places = (group + torch.arange(rows, device=group.device)[:, None] * groups).flatten().sort(stable=True)
     starts = torch.searchsorted(ordered, torch.arange(rows * groups + 1, device=group.device))
@@ -145,7 +148,7 @@ def segments(group, order, offsets, sizes, logs, rounded, empty) -> Iterator[Out
 
 
 def assign_groups(score, index, sources, destinations, removed, group) -> Iterator[Output]:
-    """Yield the groups, expected from a stable sort by falling score."""
+    """Yield the groups, expected exactly as a stable sort of the sources by falling score gives them."""
     order, cells = score.argsort(dim=1, descending=True, stable=True), destinations.shape[1]
     merged, alone = order[:, :removed], order[:, removed:]
     group_of_source = torch.empty_like(index).scatter_(1, merged, index.gather(1, merged))
@@ -156,7 +159,7 @@ def assign_groups(score, index, sources, destinations, removed, group) -> Iterat
 
 
 def first_order(keys, values, group, means, span, scale, sums) -> Iterator[Output]:
-    """Yield the sums by span, which have to be as exact as those of float32."""
+    """Yield the sums of each span, an output for each, which have to be as exact as sums in float32."""
     width = sums.shape[2]
     spans = zip(*(tensor.split(span, 1) for tensor in (keys, values, group)), strict=True)
     for number, (some_keys, some_values, groups) in enumerate(spans):
@@ -169,7 +172,7 @@ def first_order(keys, values, group, means, span, scale, sums) -> Iterator[Outpu
 def attend_sample(
     q, keys, values, merged_keys, merged_values, bias, span, scale, merged, full, logs
 ) -> Iterator[Output]:
-    """Yield the fields of `kernels.SampleAttention`. Only the weights may be rounded to half precision."""
+    """Yield `merged`, then `full` and `logs` of each span. Only the weights may be rounded to half precision."""
     width, eps = merged.shape[2], torch.finfo(q.dtype).eps
     q, heads = _by_head(q, width), merged.shape[0] // len(q)
 
@@ -187,10 +190,11 @@ def attend_sample(
 
 
 def ridge(q, merged, full, logs, first, matrix, constant) -> Iterator[Output]:
-    """Yield the correction, `matrix` and `constant`, that predicts what outputs over merged keys, `merged`, lack.
+    """Yield the correction that `matrix` and `constant` predict for the queries `q`, so other weights may be right too.
 
-    It is held against a ridge fit in float64, and may differ by a share of all terms added. `full` and `logs` are parts
-    of exact attention, as in `attend_sample`; a head whose `first` is 0 has no correction.
+    It is expected as a ridge fit in float64 predicts it, from the outputs over merged keys, `merged`, and what they
+    lack. It may differ by a share of all terms added. `full` and `logs` are fields of `kernels.SampleAttention`. A head
+    whose `first` adds up to 0 has no correction.
     """
     width, eps = merged.shape[2], torch.finfo(q.dtype).eps
     queries, merged = _by_head(q, width), merged.double()
@@ -212,7 +216,7 @@ def ridge(q, merged, full, logs, first, matrix, constant) -> Iterator[Output]:
 
 
 def correct(out, q, matrix, constant, corrected) -> Iterator[Output]:
-    """Yield the output in runs of tokens. It may be rounded only once, at the end."""
+    """Yield the corrected output, run by run of tokens. It may be rounded only once, at the end."""
     width = matrix.shape[2]
     matrix, constant = matrix.double(), constant.double()
     for parts in zip(*(tensor.split(_TOKENS, 1) for tensor in (q, out, corrected)), strict=True):

@@ -89,6 +89,7 @@ def _mean_rows(
     """Fill the means. A program sums one group of one copy, or some of its channels if ``bias`` is None.
 
     Row i of the group is added to sum number i % ROWS; then the sums are added. PARTS: 2 with ``values``, else 1.
+    ``tokens`` is the number of rows of a copy.
     """
     number = tl.program_id(0).to(tl.int64)
     group, copy = number % groups, number // groups * tokens
@@ -179,7 +180,8 @@ def _place(
 ):  # fmt: skip
     """Fill ``group``, see `kernels.assign_groups`. A program serves a run of the sources and, after them, destinations.
 
-    There are ``count`` sources and ``cells`` destinations. A source's rank tells how many sources merge before it.
+    There are ``count`` sources and ``cells`` destinations. A source's rank is the number of sources with higher scores,
+    or equal scores and lower places; it merges if its rank is below ``removed``.
     """
     sample = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
@@ -210,7 +212,7 @@ def _place(
 def best_keys(
     x: Tensor, rows: Tensor | None, keys: Tensor, bias: Tensor | None, score: Tensor, index: Tensor, lengths: bool
 ) -> None:
-    """Fill ``score`` and ``index``, the results of `kernels.best_keys`. All tensors are expanded to the batch."""
+    """Fill ``score`` and ``index``, the result of `kernels.best_keys`. All tensors are expanded to the batch."""
     batch, queries = score.shape
     tiles = triton.cdiv(queries, _QUERIES)
     _best_keys[(tiles * batch,)](
@@ -226,7 +228,7 @@ def mean_rows(
     x: Tensor, values: Tensor | None, order: Tensor, offsets: Tensor, tokens: int,
     mean: Tensor, mean_values: Tensor | None, exact: Tensor | None, bias: Tensor | None,
 ) -> None:  # fmt: skip
-    """Fill ``mean``, ``mean_values``, ``exact`` and ``bias``, the fields of `kernels.Means`. None: not requested."""
+    """Fill ``mean``, ``mean_values``, ``exact`` and ``bias``, fields of `kernels.Means`, except those that are None."""
     numbers, channels = mean.shape
     alone = bias is not None
     width = min(triton.next_power_of_2(channels), _WIDEST_ALONE if alone else _WIDEST)

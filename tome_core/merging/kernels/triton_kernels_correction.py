@@ -17,7 +17,10 @@ _PARTS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}  # 11 or 8 bits
 
 
 def parts_of(part: torch.dtype, whole: torch.dtype) -> int:
-    """Return how many numbers of the dtype `part` hold all digits of one of the dtype `whole`: float32 or `part`."""
+    """Return how many numbers of the dtype `part` hold all digits of a number of the dtype `whole`.
+
+    It is 1 for equal dtypes. Else `whole` is float32, which takes 2 numbers of float16 or 3 of bfloat16.
+    """
     return 1 if whole == part else _PARTS[part]
 
 
@@ -61,7 +64,10 @@ def _attend(
     column, is_channel,
     QUERIES: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile of queries' outputs over keys ``first`` to ``stop``, and logsumexps. ``bias`` may be None."""
+    """Return a tile of queries' outputs over keys ``first`` to ``stop - 1``, and the logsumexps of their logits.
+
+    ``bias``, which may be None, has a number for each key. Both results are float32.
+    """
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     out = tl.zeros([QUERIES, WIDTH], tl.float32)
@@ -93,7 +99,7 @@ def _attend_sample(
 ):  # fmt: skip
     """Fill the fields of `kernels.SampleAttention`. A program serves some queries of a head, and a span or merged keys.
 
-    The programs of the merged keys come after those of the last span.
+    The programs of the merged keys come after those of the last span, and store no logsumexps.
     """
     head_number = (tl.program_id(0) // tiles).to(tl.int64)
     sample, head = head_number // heads, head_number % heads
@@ -127,7 +133,10 @@ def _attend_sample(
 
 @triton.jit
 def _load_features(q, merged, query, column, mask, width: tl.constexpr, q_row, q_channel):
-    """Return queries and their outputs over merged keys side by side, in float32: columns 0 to ``2 * width``."""
+    """Return queries and their outputs over merged keys side by side, in float32, 0 outside the mask.
+
+    ``column``, from 0 to ``2 * width - 1``, chooses: below ``width`` a query's channel, else an output's.
+    """
     of_q = column < width
     left = tl.load(q + query[:, None] * q_row + column[None, :] * q_channel, mask=mask & of_q[None, :], other=0.0)
     at = merged + query[:, None] * width + (column - width)[None, :]
@@ -138,9 +147,10 @@ def _load_features(q, merged, query, column, mask, width: tl.constexpr, q_row, q
 def _join(
     full, logs, number, programs, query, is_query, column, is_column, count, width: tl.constexpr, SPANS: tl.constexpr
 ):  # fmt: skip
-    """Return the outputs over all keys: the sum of the spans' outputs, each times the span's share of the weights.
+    """Return outputs over all keys: the sum of the spans' outputs, each times the span's share of the weights.
 
-    ``number`` is the head's number over all samples, ``programs`` how many heads these are.
+    ``number`` is the number of the head among those of all samples, ``programs`` the number of these heads, ``count``
+    that of the queries.
     """
     top = tl.load(logs + number * count + query, mask=is_query, other=0.0)
     for span in tl.static_range(1, SPANS):
@@ -161,10 +171,10 @@ def _ridge(
     q, merged, full, logs, first, matrix, constant, count, heads, q_sample, q_row, q_channel,
     width: tl.constexpr, WIDTH: tl.constexpr, UNKNOWNS: tl.constexpr, QUERIES: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
-    """Fill ``matrix`` and ``constant``. A program solves the normal equations of one head by elimination.
+    """Fill ``matrix`` and ``constant``, see `kernels.ridge`. A program solves a head's normal equations by elimination.
 
     The penalty makes elimination safe without a search for pivots. Factors are rounded to the dtype of the queries
-    after they are centred, which is a smaller error than the rounding of the answers.
+    after they are centred, which is a smaller error than the rounding of the answers. ``count`` queries, SPANS spans.
     """
     number, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     q += number // heads * q_sample + number % heads * width * q_channel
@@ -269,7 +279,7 @@ def _warps(width: int) -> int:
 def first_order(
     keys: Tensor, values: Tensor, group: Tensor, means: Tensor, span: int, scale: float, found: Tensor
 ) -> None:
-    """Fill ``found``, the sums of `kernels.first_order`. ``group`` is expanded to the batch."""
+    """Fill ``found``, the result of `kernels.first_order`. ``group`` is expanded to the batch."""
     batch, tokens, _ = keys.shape
     spans, programs, width, _ = found.shape
     heads = programs // batch
@@ -300,7 +310,7 @@ def attend_sample(
 def ridge(
     q: Tensor, merged: Tensor, full: Tensor, logs: Tensor, first: Tensor, matrix: Tensor, constant: Tensor
 ) -> None:
-    """Fill ``matrix`` and ``constant`` of `kernels.ridge` from queries, fields of `SampleAttention` and sums."""
+    """Fill ``matrix`` and ``constant``, the result of `kernels.ridge`, which describes the other arguments."""
     programs, count, width = merged.shape
     _ridge[(programs,)](
         q, merged, full, logs, first, matrix, constant, count, programs // q.shape[0], *q.stride(),
@@ -310,7 +320,7 @@ def ridge(
 
 
 def correct(out: Tensor, q: Tensor, matrix: Tensor, constant: Tensor, to: Tensor) -> None:
-    """Fill ``to``, the result of `kernels.correct`."""
+    """Fill ``to``, contiguous, the result of `kernels.correct`, which describes the other arguments."""
     batch, tokens, _ = out.shape
     heads, width = matrix.shape[0] // batch, matrix.shape[2]
     tiles = triton.cdiv(tokens, _TOKENS)

@@ -35,7 +35,10 @@ class Method(NamedTuple):
 
 
 def take_queries(x: torch.Tensor, rows: torch.Tensor | None, start: int, stop: int) -> torch.Tensor:
-    """Return queries `start` to `stop` of each sample, float32: these tokens of `x`, or those that `rows` has there."""
+    """Return queries `start` to ``stop - 1`` of each sample, float32: these tokens of `x`, or those `rows` has there.
+
+    `x` and `rows` are as in `best_keys`, so each of them may have a batch of 1.
+    """
     if rows is None:
         return x[:, start:stop].float()
     rows = rows[:, start:stop]
@@ -55,9 +58,10 @@ Best = tuple[torch.Tensor, torch.Tensor]
 def best_keys(x: torch.Tensor, rows: torch.Tensor | None, keys: torch.Tensor, bias: torch.Tensor | None = None) -> Best:
     """Find the key with the highest score for each query. A score is a dot product plus the key's bias.
 
-    The scores never exist as a whole. On a GPU with Triton one kernel computes and reduces them (see `kernels`), in the
-    dtype of `x`. Elsewhere queries are processed slice by slice. The two agree up to rounding, so near ties may resolve
-    differently. Not differentiable.
+    Return highest scores, float32, and the numbers of their keys, int64, both ``(batch, queries)``. The scores never
+    exist as a whole. On a GPU with Triton one kernel computes and reduces them (see `kernels`), in the dtype of `x`.
+    Elsewhere queries are processed slice by slice. The two agree up to rounding, so near ties may resolve differently.
+    Not differentiable.
 
     Args:
         x: ``(batch, tokens, channels)``, any float dtype; a batch of 1 is possible if `rows` has the whole batch.

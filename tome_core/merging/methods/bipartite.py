@@ -19,9 +19,9 @@ from .base import Best, MatchOptions, Method, best_keys
 def match(x: Tensor, grid: Grid, options: MatchOptions) -> MergePlan | None:
     """Return a plan that merges the sources most similar to a destination into their most similar destinations.
 
-    A destination is one token of each cell, see `split_grid`; all other tokens are sources. The plan removes the share
-    `ratio` of all tokens `x`, ``(batch, tokens, channels)``, or all sources if there are fewer; None if it removes
-    none. Groups of destinations come first. With `refine`, k-means steps over all tokens follow, see `refine_plan`.
+    Each cell has one destination, see `split_grid`; all other tokens are sources. The plan removes the share
+    `ratio` (rounded down) of all tokens `x`, ``(batch, tokens, channels)``, or all sources if there are fewer; None if
+    it removes none. Groups of destinations come first. With `refine`, so many k-means steps follow, see `refine_plan`.
     """
     destinations, sources = split_grid(grid, options.sy, options.sx, options.draw, x, options.st)
     removed = min(sources.shape[1], int(x.shape[1] * options.ratio))
@@ -38,9 +38,10 @@ def match(x: Tensor, grid: Grid, options: MatchOptions) -> MergePlan | None:
 
 
 def best_destination(x: Tensor, sources: Tensor, destinations: Tensor, by_distance: bool = False) -> Best:
-    """Find the most similar destination of each source: scores, comparable between sources, and destinations.
+    """Find the most similar destination of each source: return scores and places in `destinations`.
 
-    Sources and destinations are numbers of tokens, int64 ``(batch or 1, n)``; the result has places in `destinations`.
+    Sources and destinations are numbers of tokens of `x`, int64 ``(batch or 1, n)``, results ``(batch, sources)``. A
+    score is minus half the squared distance if `by_distance`, else the cosine, so it is comparable between sources.
     """
     if by_distance and kernels.ready(x):
         best = kernels.best_keys(x, sources, *keys_of_rows(x, destinations, True), lengths=True)
@@ -51,14 +52,14 @@ def best_destination(x: Tensor, sources: Tensor, destinations: Tensor, by_distan
 
 
 def _best_anywhere(x: Tensor, sources: Tensor, destinations: Tensor, by_distance: bool) -> Best:
-    """Find the most similar destination of each source, with the scores of `best_keys`, see `make_comparable`."""
+    """Do the work of `best_destination`, but with scores that are not comparable between sources."""
     return best_keys(x, sources, *keys_of_rows(x, destinations, by_distance))
 
 
 def refine_plan(plan: MergePlan, x: Tensor, steps: int, by_distance: bool = False) -> MergePlan:
-    """Return a new plan after some steps of k-means. In each step every token goes to the most similar centre.
+    """Return a new plan after `steps` steps of k-means. In each step every token of `x` joins the most similar centre.
 
-    A centre is the mean of a group's tokens or, if compared by cosine, of their directions (spherical k-means). The
+    A centre is the mean of a group's tokens if `by_distance`, else of their directions (spherical k-means). The
     number of groups stays; a group that loses all tokens is empty, which proportional attention and unmerging support.
     """
     with torch.no_grad(), without_autocast(x):
@@ -70,12 +71,15 @@ def refine_plan(plan: MergePlan, x: Tensor, steps: int, by_distance: bool = Fals
 
 
 def _nearest(x: Tensor, keys: Tensor, bias: Tensor | None) -> MergePlan:
-    """Return the plan of each token's most similar centre. Centres are given as by `metric.keys_to_search`."""
+    """Return a plan in which each token joins the group of its most similar key, see `metric.keys_to_search`."""
     return MergePlan(best_keys(x, None, keys, bias)[1], keys.shape[1])
 
 
 def _plan(score: Tensor, index: Tensor, sources: Tensor, destinations: Tensor, removed: int) -> MergePlan:
-    """Do the work of `kernels.assign_groups`, by this kernel if possible. If all sources merge, scores have no use."""
+    """Return the plan of the groups that `kernels.assign_groups` describes, made by its kernel or else by torch.
+
+    If `removed` is the number of sources, all merge, and scores have no effect.
+    """
     batch, count = score.shape
     ranked = removed < count
     num_destinations = destinations.shape[1]

@@ -48,22 +48,23 @@ def match(x: torch.Tensor, grid: Grid, options: MatchOptions, by_similarity: boo
 
 
 def _nearest(value: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
-    """Return the number of the nearest centre of each token, ``(batch, tokens)``."""
+    """Return the number of the nearest centre of each token, ``(batch, tokens)``, by Euclidean distance."""
     # |x - c|^2 is smallest if x.c - |c|^2 / 2 is largest
     return best_keys(value, None, centre, centre.square().sum(-1) / -2)[1]
 
 
 def _nearest_scalar(value: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
-    """Return each value's nearest centre by bisection; values and ascending centres are ``(batch, n, 1)``."""
+    """Return the number of each value's nearest centre; values and ascending centres are ``(batch, n, 1)``."""
     middle = (centre[:, 1:, 0] + centre[:, :-1, 0]) / 2
     return torch.searchsorted(middle.contiguous(), value[..., 0].contiguous())
 
 
 def _fill_empty(group: torch.Tensor, distance: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the group of each token after every empty cluster got one of the tokens farthest from their centres.
+    """Return the group of each token after each of `count` clusters, if empty, got a token far from its old centre.
 
-    No cluster loses its last token. There are always enough: with E of G clusters empty, G - E tokens must stay and the
-    other N - (G - E) >= E may move.
+    `group` and `distance`, each token's distance from its centre, are ``(batch, tokens)``. The farthest tokens move,
+    but no cluster loses its nearest token. There are always enough: with E of G clusters empty, G - E tokens must stay
+    and the other N - (G - E) >= E may move.
     """
     plan = MergePlan(group, count)
     # The nearest token of each cluster stays. Sort by distance, then stably by cluster: it is the first of its run.
