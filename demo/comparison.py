@@ -120,7 +120,10 @@ def _line(column: Column, plain: Column) -> tuple[str, ...]:
 
 
 def verdict(columns: list[Column], on_cpu: bool) -> str:
-    """Say what the fastest strength gained over columns[0] (nothing if below GAIN), and how near its pictures are."""
+    """Say what the fastest strength gained over columns[0], and how near its pictures are.
+
+    A gain below GAIN is called none. on_cpu: tell the gain in processor time, too.
+    """
     best = max(columns[1:], key=lambda column: speed_up(columns[0].wall, column.wall))
     gain = speed_up(columns[0].wall, best.wall)
     effort = f" ({speed_up(columns[0].cpu, best.cpu):.2f} times by processor time)" if on_cpu else ""

@@ -56,7 +56,7 @@ class Steps:
             self._kinds.add((tuple(latent.shape), latent.dtype, latent.device, *more))
 
     def count_step(self, step: Any) -> None:
-        """Count a finished step and note the time; `follows` stays True while the sampler reports 0, 1, 2 and so on."""
+        """Count a step, whatever `step` is, and note the time; `follows` stays True only for ints 0, 1, 2 and so on."""
         self.follows = self.follows and type(step) is int and step == self.done
         self.done += 1
         self._reports[1:] = [(self.clock(), self.calls)]
@@ -76,7 +76,10 @@ class Steps:
 
     @property
     def time(self) -> Any | None:
-        """The entry of `times` for the calls until the next report, at the end the last; None if `follows` is False."""
+        """The entry of `times` for the calls until the next report, at the end the last; None if not known.
+
+        It is not known if `times` is empty or `follows` is False.
+        """
         return self.times[min(self.done, len(self.times) - 1)] if self.follows and self.times else None
 
     def remember(self, model: nn.Module | None, config: MergeConfig | None, report: Any, *beside: Any) -> str:
