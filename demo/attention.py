@@ -111,7 +111,7 @@ def broadness(breadths: list[torch.Tensor], times: torch.Tensor) -> torch.Tensor
 
 
 def _entropies(attention: Attention, x: torch.Tensor, every: int, first: int = 0) -> torch.Tensor:
-    """Compute entropies, in nats over all keys, [n, heads from `first` on, queries]: each `every`-th token of `x`."""
+    """Compute entropies over all keys, in nats, [n, heads from `first` on, queries]: of each `every`-th token."""
     q, k = (project(inputs).float().unflatten(-1, (attention.heads, -1)).transpose(1, 2)[:, first:]
             for project, inputs in ((attention.to_q, x[:, ::every]), (attention.to_k, x)))
     logits = q @ k.transpose(-1, -2) * attention.scale

@@ -54,7 +54,7 @@ class Scenes:
                      sizes.expand(self.batch, -1))
 
     def seed_of(self, step: int) -> int:
-        """Return a step's seed, made of the scenes' seed, size and the step. A CPU reads only its lowest 32 bits."""
+        """Return a step's seed, made of the scenes' seed, size and the step. On a CPU only its lowest 32 bits count."""
         return ((self.seed * 1_000_003 + self.size) * 1_000_000_007 + step) % 2**63
 
 

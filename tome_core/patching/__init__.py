@@ -276,7 +276,7 @@ class Patch(Measured):
             before.install()
 
     def report(self) -> Report:
-        """Return a copy of the counts since the last reset. Without a call, a note names a wrapper that may be why."""
+        """Return a copy of the counts since the last reset. Without a call, a note names another program's wrapper."""
         report = super().report()
         sets = () if report.calls else (wraps for wraps in map(wraps_on, self._present()) if wraps and wraps.wraps)
         over = [f"nothing will merge: no call counted yet; {why_missed(wraps.wraps[0])}" for wraps in sets

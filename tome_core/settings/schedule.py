@@ -275,5 +275,5 @@ def choose(rules: Sequence[MergeRule], downsamples: Sequence[int]) -> tuple[Leve
 
 
 def ever_merges(rules: Sequence[MergeRule], level: int, downsample: int) -> bool:
-    """Tell whether a rule that is not off reaches a level. `level`, `downsample`: see `config.reaches`."""
+    """Tell whether any rule that is on reaches a level, 0 for the finest, of `downsample` cells per token's side."""
     return any(not rule.is_off and reaches(rule, level, downsample) for rule in rules)
