@@ -49,7 +49,7 @@ class Column:
 
 
 def make(source: Source, order: Order, steps: int, strength: float | None, on_step: OnStep):
-    """Return (picture, merging report), the target patched meanwhile; strength None: not patched, "" as report."""
+    """Return (picture, Report), the target patched meanwhile; strength None: not patched, "" in place of the Report."""
     if strength is None:
         return source.picture(order.prompt, order.seed, steps, on_step), ""
     with tome_core.patch(source.target, strength=strength, host_clock=True) as handle:

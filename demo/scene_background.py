@@ -152,7 +152,7 @@ def _waves(canvas: Canvas, setting: Setting, near: torch.Tensor, colour: torch.T
 
 
 def _grass(canvas: Canvas, setting: Setting, near: torch.Tensor, colour: torch.Tensor) -> torch.Tensor:
-    """Return what grass adds to the ground's colour, [n, size, size, 3]. near: see `_waves`; `colour` is not used."""
+    """Return what grass adds to the ground's colour, [n, size, size, 3]. near: 0 (horizon) to 1. `colour` is unused."""
     noise = canvas.normal(canvas.size, canvas.size)
     noise = noise + torch.roll(noise, 1, 1)  # blades are taller than wide
     rolling = torch.sin(canvas.x * canvas.uniform(6, 12) / (near + 0.4) + canvas.uniform(0, 6))
@@ -160,14 +160,14 @@ def _grass(canvas: Canvas, setting: Setting, near: torch.Tensor, colour: torch.T
 
 
 def _dunes(canvas: Canvas, setting: Setting, near: torch.Tensor, colour: torch.Tensor) -> torch.Tensor:
-    """Return what dunes add to the ground's colour, [n, size, size, 3]. near: see `_waves`; `colour` is not used."""
+    """Return what dunes add to the ground's colour, [n, size, size, 3]. near: 0 (horizon) to 1. `colour` is unused."""
     u, x = canvas.uniform, canvas.x
     dunes = torch.sin(u(3, 5) / (near + 0.12) + x * u(-5, 5) + 1.2 * torch.sin(x * u(3, 7) + u(0, 6)))
     return 0.07 * dunes[..., None] * setting.light
 
 
 def _drifts(canvas: Canvas, setting: Setting, near: torch.Tensor, colour: torch.Tensor) -> torch.Tensor:
-    """Return what snow adds to the ground's colour, [n, size, size, 3]. near: see `_waves`; `colour` is unused."""
+    """Return what drifts add to the ground's colour, [n, size, size, 3]. near: 0 (horizon) to 1. `colour` is unused."""
     drifts = torch.sin(canvas.x * canvas.uniform(3, 6) + near * canvas.uniform(2, 5) + canvas.uniform(0, 6))
     return 0.035 * drifts[..., None] * setting.light
 

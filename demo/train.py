@@ -152,7 +152,7 @@ def train_step(state: TrainingState, batch: Batch, seed: int, composition: bool 
 def teaches_composition(state: TrainingState, scenes: Scenes, progress: float) -> bool:
     """Say if a step uses `composition_loss`: half-size pictures yes, parts no, full ones 5 steps in 6.
 
-    From the share FINISH of the time on, `progress`, full ones use it in 1 step of 2.
+    From the share FINISH of the time (`progress`) on, full ones use it in 1 step of 2.
     """
     details_every = DETAILS_EVERY if progress < FINISH else FINISH_EVERY
     return scenes.size < 2 * state.model.side or (scenes.crop is None and state.step % details_every > 0)

@@ -71,7 +71,7 @@ def steps_of(clock: Clock, steps: int) -> list[tuple[float, Hashable]]:
 
 
 def time_calls(patch: Any, call: CallUNet, latents: torch.Tensor, steps: int, rounds: int) -> tuple[float, ...]:
-    """Time unmerged and merged calls in turns, each kind `rounds` times. Time and counts of the installed patch change.
+    """Time merged calls, each kind of step `rounds` times, between unmerged ones. Time and counts of `patch` change.
 
     `call` takes `latents` ``[B, C, H, W]`` and timesteps ``[B]``. Return median seconds of an unmerged call, mean
     seconds of a call over a picture's steps with the patch, and the saved share of self-attention work, 0 to 1; three

@@ -133,5 +133,5 @@ class Measured(State):
         return [] if self.model is None else getattr(self.adapter, "places", [])
 
     def _about(self) -> tuple[str, ...]:
-        """Return the first five fields of this patch's gains, by which they are found, see `pays.about`."""
+        """Return the first five fields of this patch's gains, from `model` to `tome_core`, by which they are found."""
         return about(self.model, self._places, self.config)

@@ -83,7 +83,7 @@ class Steps:
         return self.times[min(self.done, len(self.times) - 1)] if self.follows and self.times else None
 
     def remember(self, model: nn.Module | None, config: MergeConfig | None, report: Any, *beside: Any) -> str:
-        """Keep the time of a sampling that has ended normally, and return the gain of such pictures as in `known_gain`.
+        """Keep the time of a sampling that has ended normally; return the gain of such pictures as text, "" if unknown.
 
         Nothing is kept, and the result is "", if `model` (without a patch) is None, or fewer than 6 calls lay between
         first and last report, or none had latents, or nothing merged. `config` and `report` are None for an unmerged

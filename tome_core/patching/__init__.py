@@ -83,7 +83,7 @@ def _warn_once() -> None:
 def layout_of(model: Any) -> str:
     """Return the name of the strengths' table for a model that `patch` takes: "sd", "sdxl" or "transformer".
 
-    An UnsupportedModelError or a TypeError is raised as by `patch`.
+    A UNet has "sdxl" without attention at the latent's full size. Raises an UnsupportedModelError or a TypeError.
     """
     return adapter_of(find_models(model)[0]).layout
 

@@ -130,7 +130,7 @@ class Gains:
             self._write([*(gain._asdict() for gain in self._known.values()), *self.pictures.items()], whole=True)
 
     def _take(self, line: Any) -> None:
-        """Keep the gain or times of a decoded line of the file. Raises ValueError or TypeError if it has neither."""
+        """Keep the gain or times of a decoded line. Raises ValueError or TypeError for other lines, or times <= 0."""
         if isinstance(line, list):
             (where, how, rules, saved), times = line
             if not (times and all(isinstance(seconds, float) and seconds > 0 for seconds in times)):

@@ -106,7 +106,7 @@ class NoiseSchedule:
     def window_of(self, config: MergeConfig) -> tuple[float, float] | None:
         """Return (start, end) of the part of the schedule in which a config merges, 0 for pure noise to 1.
 
-        None if the config has neither start nor end nor `max_beta`. `max_beta` allows no start before beta is below it.
+        None if start, end and `max_beta` have their defaults. `max_beta` puts off the start until beta is below it.
         The start may be larger than the end: nothing merges then.
         """
         if not config.uses_percent:
