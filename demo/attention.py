@@ -85,8 +85,8 @@ def replace(model: SceneModel, forward: Callable[[Attention, torch.Tensor], torc
 def record_breadths(model: SceneModel, keys: slice | None = None) -> Iterator[list[torch.Tensor]]:
     """Yield a list to which each level-0 self-attention that runs adds how broad its sharp heads, the second half, are.
 
-    An entry is [n, sharp heads]: the mean over queries of log(share of all keys in use). keys: the tokens that the
-    attention itself gets as keys and values, such as `slice(3, None, 8)` to save time; None for all.
+    An entry is [n, sharp heads]: the mean over every 64th query of log(share of all keys in use). keys: the tokens
+    that the attention itself gets as keys and values, such as `slice(3, None, 8)` to save time; None for all.
     """
     breadths: list[torch.Tensor] = []
 
@@ -111,7 +111,7 @@ def broadness(breadths: list[torch.Tensor], times: torch.Tensor) -> torch.Tensor
 
 
 def _entropies(attention: Attention, x: torch.Tensor, every: int, first: int = 0) -> torch.Tensor:
-    """Compute entropies, in nats over all keys, [n, heads from `first` on, queries]: each `every`-th token of `x`."""
+    """Compute entropies over all keys, in nats, [n, heads from `first` on, queries]: of each `every`-th token."""
     q, k = (project(inputs).float().unflatten(-1, (attention.heads, -1)).transpose(1, 2)[:, first:]
             for project, inputs in ((attention.to_q, x[:, ::every]), (attention.to_k, x)))
     logits = q @ k.transpose(-1, -2) * attention.scale
@@ -123,7 +123,7 @@ def _entropies(attention: Attention, x: torch.Tensor, every: int, first: int = 0
 def effective_keys(model: SceneModel, pictures: int = 4) -> tuple[float, ...]:
     """Return for each head of each `level_0` attention, in order, the share of keys in use: exp(entropy) / all keys.
 
-    It is the median over queries and the mean over held-out pictures, at noise level TIME. The model is a UNet's.
+    It is the median over every 16th query and the mean over held-out pictures, at timestep TIME. The model is a UNet's.
     """
     shares: list[torch.Tensor] = []
 

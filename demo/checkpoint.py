@@ -77,7 +77,7 @@ def read_shapes(path: Path) -> dict[str, list[int]]:
 
 
 def _inspect_folder(path: Path) -> Checkpoint:
-    """Return a "folder" checkpoint. Raises ValueError if it has no UNet, only pickles in a part, code or inpainting."""
+    """Return a "folder" checkpoint. ValueError without index or UNet, for pickles alone in a part, code, inpainting."""
     index = path / "model_index.json"
     if not index.is_file():
         raise ValueError(f"{path} has no model_index.json, so it is no diffusers folder; give the folder that has "
@@ -122,6 +122,6 @@ def _refuse_extra_channels(path: Path, channels: int, expected: int) -> None:
 
 
 def _variant(unet: Path) -> str | None:
-    """Return the tag in a name such as `x.fp16.safetensors`; None if one of the files has no tag or there are none."""
+    """Return the first file's tag, "fp16" in `x.fp16.safetensors`; None if a file has no tag or there are no files."""
     tags = [file.name.split(".")[1:-1] for file in sorted(unet.glob("*.safetensors"))]
     return None if not tags or [] in tags else tags[0][0].split("-")[0]

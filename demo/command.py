@@ -94,7 +94,7 @@ def check(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
 
 
 def check_model(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
-    """Return the checkpoint that --model names, None without it. Raises ValueError or OSError for the user to read."""
+    """Return --model's checkpoint, None without it, and check --config. Raises ValueError or OSError for the user."""
     if options.config and not (options.model and options.model.is_file()):
         raise ValueError(f"--config {options.config} belongs to a single-file --model FILE.safetensors; leave it out")
     if options.config and not (options.config / "model_index.json").is_file():
@@ -124,7 +124,7 @@ def device_of(name: str | None):
 
 
 def source_of(options: argparse.Namespace, user: checkpoint.Checkpoint | None):
-    """Load the source of pictures, which is Embedded for scene models. Raises ValueError if it cannot load or merge."""
+    """Load UserPipeline for a `user` that is no scene model, else Embedded. ValueError if it cannot load or merge."""
     wait_passively()
     print("Loading the model ...", file=sys.stderr)
     import tome_core

@@ -49,7 +49,7 @@ class Column:
 
 
 def make(source: Source, order: Order, steps: int, strength: float | None, on_step: OnStep):
-    """Return (picture, merging report), the target patched meanwhile; strength None: not patched, "" as report."""
+    """Return (picture, Report), the target patched meanwhile; strength None: not patched, "" in place of the Report."""
     if strength is None:
         return source.picture(order.prompt, order.seed, steps, on_step), ""
     with tome_core.patch(source.target, strength=strength, host_clock=True) as handle:
@@ -120,7 +120,10 @@ def _line(column: Column, plain: Column) -> tuple[str, ...]:
 
 
 def verdict(columns: list[Column], on_cpu: bool) -> str:
-    """Say what the fastest strength gained over columns[0] (nothing if below GAIN), and how near its pictures are."""
+    """Say what the fastest strength gained over columns[0], and how near its pictures are.
+
+    A gain below GAIN is called none. on_cpu: tell the gain in processor time, too.
+    """
     best = max(columns[1:], key=lambda column: speed_up(columns[0].wall, column.wall))
     gain = speed_up(columns[0].wall, best.wall)
     effort = f" ({speed_up(columns[0].cpu, best.cpu):.2f} times by processor time)" if on_cpu else ""

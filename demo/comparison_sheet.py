@@ -24,7 +24,10 @@ def difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def shown_size(height: int, width: int) -> tuple[int, int]:
-    """Return (height, width) on the sheet: enlarged by a whole factor until a side has 256 px, reduced to 512 px."""
+    """Return (height, width) on the sheet, by the longer side: over 512 px it is reduced to 512.
+
+    Else both are multiplied by the smallest whole number that gives it 256 px or more.
+    """
     side = max(height, width)
     scale = LARGEST / side if side > LARGEST else -(-SMALLEST // side)
     return round(height * scale), round(width * scale)
@@ -89,7 +92,7 @@ def _wrap(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
 
 
 def _fit(picture: np.ndarray, size: tuple[int, int]) -> Image.Image:
-    """Resize a picture, uint8 [H, W, 3], to (height, width): by nearest pixels if higher, else by Lanczos."""
+    """Resize a picture, uint8 [H, W, 3], to (height, width): by nearest pixels if it grows, else by Lanczos."""
     image = Image.fromarray(picture)
     how = Image.Resampling.NEAREST if image.height < size[0] else Image.Resampling.LANCZOS
     return image.resize(size[::-1], how)

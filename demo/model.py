@@ -156,7 +156,7 @@ def make(config: dict, scheduler: dict | None = None, haar_gain: float = HAAR_GA
 
 
 def pack(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Compress a state dict: large weights [out, ...] to int8 and float16 NAME.scale [out], the others to float16."""
+    """Compress weights: those of 4096 numbers or more to int8 and float16 NAME.scale [out], the others to float16."""
     packed = {}
     for name, value in weights.items():
         packed[name] = value.half()

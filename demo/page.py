@@ -69,7 +69,7 @@ class Studio:
         self._stop.set()
 
     def draw(self, wanted: Wanted, tell: Callable[[float, str], None]) -> Drawn:
-        """Draw it unmerged, then merged, each after one untimed step. Raises Stopped after `stop`, the model unpatched.
+        """Draw the picture unmerged, then merged, each after one untimed step. Raises Stopped, unpatched, after `stop`.
 
         tell: the function that gets, after each step, the share that is done, 0 to 1, and what is being done.
         """
@@ -141,7 +141,7 @@ def enlarge(picture: Any) -> Any:
 
 
 def figures(drawn: Drawn, on_cpu: bool) -> str:
-    """Say times, PSNR and detail, or that the pictures are the same. on_cpu: call the times processor time."""
+    """Say times, and PSNR and detail or that the pictures are equal. on_cpu: call the times processor time."""
     from demo.comparison import detail
     from demo.metrics import psnr
 
@@ -178,7 +178,10 @@ def read(values: dict[str, Any], layout: str, checks_prompt: bool) -> Wanted:
 
 
 def component(field: Any, value: Any) -> Any:
-    """Make the gradio component of a field of `tome_core.form`; a Slider if the field has plain bounds."""
+    """Make the gradio component of a field of `tome_core.form`: Dropdown for choices, Checkbox for a switch.
+
+    Of numbers, those that may be unset or exceed the control's maximum get a Number, the others a Slider.
+    """
     import gradio as gr
 
     common = {"value": value, "label": field.label, "info": field.help, "elem_id": field.name, "interactive": True}
@@ -283,6 +286,7 @@ def serve(blocks: Any, studio: Studio, port: int | None, opens_browser: bool) ->
 
 
 def parser() -> argparse.ArgumentParser:
+    """Make the parser of the page's options."""
     options = argparse.ArgumentParser(
         prog="page", description="A page in the browser: the same picture without merging and with it, side by side.")
     add = options.add_argument

@@ -59,7 +59,10 @@ def _shadow(canvas: Canvas, place: Place, present: torch.Tensor, setting: Settin
 
 
 def _lit_colour(canvas: Canvas, setting: Setting, place: Place, dx: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-    """Return the surface's colour [n, size, size, 3]: shaded away from the sun, times a random 6 x 6 pattern."""
+    """Return the object's colour [n, size, size, 3]: darker away from the sun, times a random 6 x 6 pattern.
+
+    dx, dy: from the object's foot.
+    """
     shade = 0.78 - 0.30 * place.side * dx / place.scale - 0.22 * (dy + place.scale) / place.scale
     shade = torch.clip(shade, 0.25, 1.1)
     tiles = canvas.random(6, 6)
@@ -85,7 +88,7 @@ def _shapes(canvas: Canvas, place: Place, dx: torch.Tensor, dy: torch.Tensor) ->
 
 
 def _finish(canvas: Canvas, place: Place, dx: torch.Tensor, dy: torch.Tensor, mask: torch.Tensor) -> None:
-    """Paint the highlight of balls, and the light top and dark side of boxes. mask: the object's opacity."""
+    """Paint balls' highlights, boxes' light tops and dark sides. mask: the object's opacity; dx, dy: from its foot."""
     s = place.scale
     distance = (dx + place.side * s * 0.35) ** 2 + (dy + s * 1.3) ** 2
     canvas.over(mask * torch.exp(-distance / (s * 0.22) ** 2) * 0.7 * canvas.has("shape", BALL), 1.0)

@@ -37,15 +37,17 @@ class Embedded:
         self.target = self.model.network
 
     def timesteps(self, steps: int) -> list[float]:
+        """Return the timesteps of a picture's steps, the noisiest first."""
         return sampler.solver(self.model, steps).timesteps.tolist()
 
     def picture(self, text: str, seed: int, steps: int, on_step: OnStep):
+        """Draw one picture, uint8 [H, W, 3]; call ``on_step()`` after each step. ValueError for unknown words."""
         tokens = prompt.tokens(text)
         return sampler.sample(self.model, tokens, seed, steps=steps, on_step=on_step)
 
 
 class UserPipeline:
-    """A source with the diffusers pipeline of a user's files, float16, on a CPU float32. ValueError if it fails."""
+    """A source with a diffusers pipeline of a user's files, float16, on a CPU float32. ValueError if loading fails."""
 
     prompt_row, prompts = -1, LONG_PROMPTS
 
@@ -68,6 +70,8 @@ class UserPipeline:
         return None  # a patched pipeline follows its own scheduler
 
     def picture(self, text: str, seed: int, steps: int, on_step: OnStep):
+        """Draw one picture, uint8 [H, W, 3]; call ``on_step()`` after each step."""
+
         def after_step(pipe, step, timestep, tensors):
             on_step()
             return tensors
@@ -104,7 +108,7 @@ Source = Embedded | UserPipeline
 
 
 def tell_times(source: Source, steps: int, merging: tome_core.Patch, on_step: OnStep) -> OnStep:
-    """Set the first timestep of a picture in a patch; return a callback that sets the next and calls `on_step`."""
+    """Set a picture's first timestep, if the source has them; return a callback that sets the next, calls `on_step`."""
     times, sampling = iter(source.timesteps(steps) or ()), object()
 
     def tell() -> None:

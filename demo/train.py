@@ -121,7 +121,7 @@ class TrainingState:
 
 
 def learning_rate(highest: float, step: int, progress: float, coarse: float) -> float:
-    """Return a step's rate: it rises for 40 steps, is `highest` until `coarse` of the time, then a cosine to 2 %."""
+    """Return a step's rate: up for 40 steps, `highest` until `progress` (of the time) is `coarse`, a cosine to 2 %."""
     fine = max(0.0, progress - coarse) / (1 - coarse)
     return highest * min(1.0, (step + 1) / 40) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, fine))))
 
@@ -150,7 +150,10 @@ def train_step(state: TrainingState, batch: Batch, seed: int, composition: bool 
 
 
 def teaches_composition(state: TrainingState, scenes: Scenes, progress: float) -> bool:
-    """Say if a step uses `composition_loss`: half-size pictures yes, parts no, full ones 5 steps in 6, later 1 in 2."""
+    """Say if a step uses `composition_loss`: half-size pictures yes, parts no, full ones 5 steps in 6.
+
+    From the share FINISH of the time (`progress`) on, full ones use it in 1 step of 2.
+    """
     details_every = DETAILS_EVERY if progress < FINISH else FINISH_EVERY
     return scenes.size < 2 * state.model.side or (scenes.crop is None and state.step % details_every > 0)
 
@@ -210,7 +213,7 @@ def prepare(options: argparse.Namespace) -> TrainingState:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train and return the exit code: 0 done, 1 no finite gradients, 2 wrong options, 130 stopped (the run is kept)."""
+    """Train and return the exit code: 0 done, 1 no finite gradients, 2 wrong options, 130 stopped (all is saved)."""
     options = parser().parse_args(arguments)
     try:
         state = prepare(options)

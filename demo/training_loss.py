@@ -28,8 +28,9 @@ class Batch(NamedTuple):
 class Scenes:
     """An endless sequence of batches of new scenes: item k is the `Batch` of step k, the same in a resumed run.
 
-    Scenes are painted on `device`, `size` x `size` pixels. With `crop` only a part of each is given, crop x crop pixels
-    from below the sky, which has most detail. walls: as `demo.scenes.render` takes it.
+    Scenes are painted on `device`, `size` x `size` pixels. With `crop` only crop x crop pixels of each are given, at a
+    random place for the whole batch, mostly below the sky, where most detail is. A tenth of the pictures have no
+    prompt: all six tokens are NULL_TOKEN. walls: if on, a third of the pictures has a brick wall.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Scenes:
                      sizes.expand(self.batch, -1))
 
     def seed_of(self, step: int) -> int:
-        """Return a step's seed, made of the scenes' seed, size and the step. A CPU reads only its lowest 32 bits."""
+        """Return a step's seed, made of the scenes' seed, size and the step. On a CPU only its lowest 32 bits count."""
         return ((self.seed * 1_000_003 + self.size) * 1_000_000_007 + step) % 2**63
 
 

@@ -37,7 +37,11 @@ class SceneTransformer(nn.Module):
     def forward(
         self, latents: torch.Tensor, timestep: torch.Tensor, tokens: torch.Tensor, sizes: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Compute what `SceneModel.forward` does; `sizes` places a part, or another size, in a whole picture."""
+        """Compute the v-prediction [n, 12, h, w] of noisy `latents` at `timestep` (0-d or [n]) for `tokens` int [n, 6].
+
+        sizes: int [n, 6] in pixels, of which the first row's first four are used, for all: height and width of the
+        whole picture, how much of it is cut off above and left. None: 128 px, not cut off.
+        """
         tiles = nn.functional.pixel_unshuffle(latents, TOKEN)
         height, width = tiles.shape[2:]
         words = self.emb(tokens)
@@ -50,7 +54,10 @@ class SceneTransformer(nn.Module):
         return nn.functional.pixel_shuffle(out.transpose(1, 2).unflatten(2, (height, width)), TOKEN)
 
     def _places(self, height: int, width: int, sizes: torch.Tensor | None, tiles: torch.Tensor) -> torch.Tensor:
-        """Return each token's middle as (0, down, right), float32 [h * w, 3], counted in tokens of a whole picture."""
+        """Return each token's middle as (0, down, right), float32 [h * w, 3]. A whole picture has 32 in each direction.
+
+        height, width: in tokens. sizes: see `forward`. tiles: any tensor on the device.
+        """
         top, left, unit = 0.0, 0.0, 1.0
         if sizes is not None:
             whole, _, top, left = sizes[0, :4].tolist()

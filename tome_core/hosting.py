@@ -32,7 +32,10 @@ from .settings.schedule import STABLE_DIFFUSION
 
 
 def patch_of(model: Any, config: MergeConfig) -> Patch:
-    """Make a `Patch` of a model without putting it on, for its measurements or as a `State`; raise as `patch` does."""
+    """Make a `Patch` of a model without putting it on, for its measurements or as a `State`.
+
+    An UnsupportedModelError or a TypeError is raised if the model cannot be patched.
+    """
     return Patch(find_models(model), config)
 
 

@@ -28,7 +28,10 @@ CallUNet = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
 def why_not_now(unet: nn.Module, places: Sequence[BlockPlace], is_called: bool, patched_object: Any) -> str:
-    """Return why the UNet, which `patched_object` may hold, cannot be timed now, with a remedy; "" if it can."""
+    """Return why the UNet cannot be timed now, with a remedy; "" if it can.
+
+    It cannot if it is in use (`is_called`), compiled, itself or in `patched_object`, or wrapped by another program.
+    """
     if is_called:
         return "a sampling goes on; measure before it or after it"
     if is_compiled(unet, places, patched_object):
@@ -68,7 +71,7 @@ def steps_of(clock: Clock, steps: int) -> list[tuple[float, Hashable]]:
 
 
 def time_calls(patch: Any, call: CallUNet, latents: torch.Tensor, steps: int, rounds: int) -> tuple[float, ...]:
-    """Time unmerged and merged calls in turns, each kind `rounds` times. Time and counts of the installed patch change.
+    """Time merged calls, each kind of step `rounds` times, between unmerged ones. Time and counts of `patch` change.
 
     `call` takes `latents` ``[B, C, H, W]`` and timesteps ``[B]``. Return median seconds of an unmerged call, mean
     seconds of a call over a picture's steps with the patch, and the saved share of self-attention work, 0 to 1; three
@@ -172,7 +175,7 @@ def _added_conditions(unet: nn.Module, latents: torch.Tensor) -> dict[str, Any]:
 
 
 def _classes(unet: nn.Module, latents: torch.Tensor) -> dict[str, Any]:
-    """Return the keyword ``y`` of an LDM UNet, SDXL's vector or the number of a class, all zeros; {} if it has none."""
+    """Return {"y": zeros} for an LDM UNet: vectors if ``label_emb`` has a linear layer, else class 0; {} without it."""
     embedding = getattr(unet, "label_emb", None)
     if embedding is None:
         return {}

@@ -98,7 +98,7 @@ class Measured(State):
     def why_not(self, height: int, width: int, batch: int = 2) -> str:
         """Return the first reason why pictures of a size in pixels would not merge, without calling the model.
 
-        It is "" if a rule would merge at some level and time, and for a transformer. `batch` is the samples in a call.
+        It is "" if a rule would merge at some level and time, and for every transformer. `batch` is samples in a call.
         """
         if not self._places:
             return ""
@@ -116,7 +116,10 @@ class Measured(State):
         return reasons[0] if all(reasons) else ""
 
     def ask_whether_it_pays(self) -> None:
-        """Set `pays` by the gains known now; to None for a compiled UNet, a transformer, and if nothing asks for it."""
+        """Set `pays` by the gains known now; to None for a compiled UNet, a transformer, or if nothing asks for it.
+
+        A rule with `only_if_it_pays` asks for it, and any known gain, of whatever model.
+        """
         self.pays = None
         asks = any(rule.only_if_it_pays for rule in self.clock.rules)
         if self._places and (asks or KNOWN) and not is_compiled(self.model, self._places):
@@ -130,5 +133,5 @@ class Measured(State):
         return [] if self.model is None else getattr(self.adapter, "places", [])
 
     def _about(self) -> tuple[str, ...]:
-        """Return the first five fields of this patch's gains, by which they are found, see `pays.about`."""
+        """Return the first five fields of this patch's gains, from `model` to `tome_core`, by which they are found."""
         return about(self.model, self._places, self.config)

@@ -44,8 +44,9 @@ class Pays:
     def gates(self, rules: Sequence[LevelRules], latent: Any) -> tuple[Gate, ...]:
         """Return for each level whether rules with `only_if_it_pays` merge, for `engine.decision.decide`.
 
-        It is True, or the reason why merging does not pay, or None if the number of tokens decides. If merging pays,
-        the finest level with one of the `rules` is True, the others None. All are None if `latent` has not four
+        It is True, or the reason why merging does not pay, or None if the number of tokens decides. If a gain says that
+        merging pays, the finest level with one of the `rules` is True, the others None. If a gain or, without gains,
+        the estimate says that it does not, all levels have the reason. Else all are None, also if `latent` has not four
         dimensions. The gain that decides is added to `used`.
         """
         if not torch.is_tensor(latent) or latent.dim() != 4:
@@ -60,7 +61,7 @@ class Pays:
         return tuple(gate if gate is not True or level == finest else None for level in range(len(rules)))
 
     def _gate_of(self, latent: torch.Tensor) -> tuple[Gate, Gain | None]:
-        """Return the decision as `gates` has it, and the gain that decided; None for the gain if none was measured."""
+        """Return (True, a reason against merging or, if the token count decides, None; the measured gain or None)."""
         batch, _, height, width = latent.shape
         gain = nearest(self._gains, device_of(latent.device), dtype_of(latent.dtype), height, width, batch)
         if gain is not None or self._always:

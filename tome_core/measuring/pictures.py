@@ -56,7 +56,7 @@ class Steps:
             self._kinds.add((tuple(latent.shape), latent.dtype, latent.device, *more))
 
     def count_step(self, step: Any) -> None:
-        """Count a finished step and note the time; `follows` stays True while the sampler reports 0, 1, 2 and so on."""
+        """Count a step, whatever `step` is, and note the time; `follows` stays True only for ints 0, 1, 2 and so on."""
         self.follows = self.follows and type(step) is int and step == self.done
         self.done += 1
         self._reports[1:] = [(self.clock(), self.calls)]
@@ -76,11 +76,14 @@ class Steps:
 
     @property
     def time(self) -> Any | None:
-        """The entry of `times` for the calls until the next report, at the end the last; None if `follows` is False."""
+        """The entry of `times` for the calls until the next report, at the end the last; None if not known.
+
+        It is not known if `times` is empty or `follows` is False.
+        """
         return self.times[min(self.done, len(self.times) - 1)] if self.follows and self.times else None
 
     def remember(self, model: nn.Module | None, config: MergeConfig | None, report: Any, *beside: Any) -> str:
-        """Keep the time of a sampling that has ended normally, and return the gain of such pictures as in `known_gain`.
+        """Keep the time of a sampling that has ended normally; return the gain of such pictures as text, "" if unknown.
 
         Nothing is kept, and the result is "", if `model` (without a patch) is None, or fewer than 6 calls lay between
         first and last report, or none had latents, or nothing merged. `config` and `report` are None for an unmerged

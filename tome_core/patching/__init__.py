@@ -83,7 +83,7 @@ def _warn_once() -> None:
 def layout_of(model: Any) -> str:
     """Return the name of the strengths' table for a model that `patch` takes: "sd", "sdxl" or "transformer".
 
-    An UnsupportedModelError or a TypeError is raised as by `patch`.
+    A UNet has "sdxl" without attention at the latent's full size. Raises an UnsupportedModelError or a TypeError.
     """
     return adapter_of(find_models(model)[0]).layout
 
@@ -161,7 +161,10 @@ def report(model: Any) -> Report:
 
 
 def _schedule_of(model: Any) -> NoiseSchedule | None:
-    """Return the noise schedule of a pipeline's scheduler or of an LDM model; None if the model shows none."""
+    """Return the noise schedule of a pipeline's scheduler or of an LDM model's ``betas``; None if the model shows none.
+
+    A scheduler that shows none counts as Stable Diffusion's if it has ``scale_model_input``.
+    """
     scheduler = getattr(model, "scheduler", None)
     if scheduler is not None:  # one without betas of training counts as Stable Diffusion's if it scales inputs
         return training_schedule(scheduler) or (STABLE_DIFFUSION if hasattr(scheduler, "scale_model_input") else None)
@@ -273,7 +276,7 @@ class Patch(Measured):
             before.install()
 
     def report(self) -> Report:
-        """Return a copy of the counts since the last reset. Without a call, a note names a wrapper that may be why."""
+        """Return a copy of the counts since the last reset. Without a call, a note names another program's wrapper."""
         report = super().report()
         sets = () if report.calls else (wraps for wraps in map(wraps_on, self._present()) if wraps and wraps.wraps)
         over = [f"nothing will merge: no call counted yet; {why_missed(wraps.wraps[0])}" for wraps in sets
@@ -293,7 +296,10 @@ class Patch(Measured):
                 thread_calls.disabled -= 1
 
     def _follow(self, patched_object: Any) -> None:
-        """Read the time from a pipeline's scheduler, and each picture's begin from its loop, if a rule needs them."""
+        """Prepare to read the time from a pipeline's scheduler, and each picture's begin from its progress bar.
+
+        Nothing is prepared if the settings need no time. A UNet's bar is of use only if matches are kept.
+        """
         scheduler, is_unet = getattr(patched_object, "scheduler", None), self.adapter.layout != "transformer"
         if not self.wants_time or (is_unet and not hasattr(scheduler, "scale_model_input")):
             return
@@ -346,14 +352,17 @@ class SamplingScope(Wrap):
         self._target = None if pipeline is None else weakref.ref(pipeline)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the pipeline's progress bar as a `_Bar`. Each ``with`` or iteration of the bar is one sampling."""
+        """Return the pipeline's progress bar as `_Bar`: a sampling, or the rest of one after ``denoising_start``."""
         bar = self.original(*args, **kwargs)
         continues = getattr(self._target(), "denoising_start", None) is not None  # another pipeline began it
         return _Bar(bar, partial(self.time.sample, partial(_guidance, self._target), continues=continues))
 
 
 def _guidance(pipeline: weakref.ref[Any], batch: torch.Tensor) -> Guidance | None:
-    """Return (pictures, number of the prompt's copy) for latents of a call; None if they are no copies for guidance."""
+    """Return (pictures, index of the prompt's copy) for latents of a call, by the pipeline's kinds of guidance.
+
+    None without guidance, or if the batch is no multiple of the copies.
+    """
     # a batch holds the copies for the negative prompt, the prompt, and perturbed attention, in this order
     by_prompt, by_perturbing = (bool(getattr(pipeline(), name, False)) for name in _GUIDES)
     copies = 1 + by_prompt + by_perturbing

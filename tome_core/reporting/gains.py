@@ -67,7 +67,7 @@ class Gain(NamedTuple):
         return self.ratio >= 1 + MARGIN
 
     def fits_share(self, saved: float | None) -> bool:
-        """Tell whether this share is within 15 % of the measured one, which other patches change; False for None."""
+        """Tell whether a share differs from the gain's `saved` by at most 15 % of that; False if either is None."""
         return self.saved is not None and saved is not None and abs(saved - self.saved) <= _ALIKE * self.saved
 
     @property
@@ -130,7 +130,7 @@ class Gains:
             self._write([*(gain._asdict() for gain in self._known.values()), *self.pictures.items()], whole=True)
 
     def _take(self, line: Any) -> None:
-        """Keep the gain or times of a decoded line of the file. Raises ValueError or TypeError if it has neither."""
+        """Keep the gain or times of a decoded line. Raises ValueError or TypeError for other lines, or times <= 0."""
         if isinstance(line, list):
             (where, how, rules, saved), times = line
             if not (times and all(isinstance(seconds, float) and seconds > 0 for seconds in times)):
@@ -174,7 +174,7 @@ class Gains:
         return f"{_speed(plain / merged)}, from your own pictures ({within} with merging, {without} without)"
 
     def of(self, about: tuple[str, ...]) -> tuple[Gain, ...]:
-        """Return the gains whose first five fields are these, see `measuring.pays.about`."""
+        """Return the gains whose first five fields, from `model` to `tome_core`, are these."""
         return tuple(gain for case, gain in self._known.items() if case[: len(about)] == about)
 
     def forget(self) -> None:

@@ -124,7 +124,7 @@ class Ledger:
             tally.work_left += batch * (after[0] * after[1] + exact * keys)
 
     def skip(self, level: int, part: str, reason: str, work: int = 0) -> None:
-        """Count an unmerged call of a part, or a whole "block"; `work` is a self-attention's, as in `LevelTally`."""
+        """Count an unmerged call of a part, or a whole "block"; `work`: a self-attention's batch x queries x keys."""
         tally = self.levels[level]
         tally.skipped[f"{part}: {reason}"] += 1
         tally.skipped_work[f"{part}: {reason}"] += work

@@ -43,8 +43,8 @@ class Report(Counted):
     def join(cls, reports: Iterable[Report]) -> Report:
         """Return one report for several, such as those of a picture's two samplings with hires fix.
 
-        Counts of levels with the same down-sampling are added. Settings, notes and gains are kept once each; `own` is
-        left out. `patched` is True if it is in one of the reports.
+        Calls, and counts of levels with the same down-sampling, are added. Settings, notes and gains are kept once
+        each; `own` is left out. `patched` is True if it is in any of the reports.
         """
         reports = tuple(reports)
         levels: dict[int, LevelTally] = {}
@@ -119,7 +119,7 @@ class Report(Counted):
         return _once(sorted(level.traced) for level in self.levels)
 
     def _speed(self) -> list[str]:
-        """Return the gain as a list of one text, of the last three measurements that fit; else [`own`] or []."""
+        """Return [a text on the last three `gains` with a fitting saved share], else [`own`]; [] if nothing merged."""
         gains = [gain for gain in self.gains if gain.fits_share(self.work_saved)][-_KINDS:]
         if not gains or not self.merged_anything:
             return [self.own] if self.own and self.merged_anything else []
@@ -127,7 +127,7 @@ class Report(Counted):
         return [f"{', '.join(sizes)} (measured here)"]
 
     def _outcome(self) -> str:
-        """Return ``61% of attention left out``, or ``nothing merged:`` and the first reason that is known."""
+        """Return ``61% of attention left out``, ``no ...`` for 0, or ``nothing merged:`` and the first known reason."""
         if self.merged_anything:
             return f"{percent(self.work_saved)} of attention left out" if self.work_saved else "no attention left out"
         why = [*map(_why, self.reasons), *self._traced(),

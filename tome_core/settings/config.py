@@ -25,8 +25,9 @@ _ENDLESS = 2**53 - 1  # the limit of settings without a limit: above it, floats 
 def setting(default: Any, label: str, help: str, **facts: Any) -> Any:
     """Return a dataclass field for a setting, whose metadata describes the setting's control and range.
 
-    If `default` is None, the setting may be None. `label` and `help` are the control's label and tooltip. For `facts`
-    see `describe_settings` and `form`; the limit is the maximum if it is not given.
+    If `default` is None, the setting may be None. `label` and `help` are the control's label and tooltip. `facts` are
+    keys of `describe_settings` or `form`: a setting without choices and minimum is a switch; the limit is the maximum
+    if it is not given.
     """
     if "maximum" in facts:
         facts.setdefault("limit", facts["maximum"])
@@ -34,7 +35,10 @@ def setting(default: Any, label: str, help: str, **facts: Any) -> Any:
 
 
 def _check(item: Any, value: Any) -> Any:
-    """Return a setting's value, an int as a float if it has to be one, or raise an error with its remedy."""
+    """Return the value of a setting, a dataclass field, or raise a TypeError or ValueError that says what to use.
+
+    An int becomes a float if the setting's step is a float.
+    """
     facts, name = item.metadata, item.name
     if value is None and item.default is None:
         return None
@@ -159,17 +163,23 @@ class MergeRule:
 
     @cached_property
     def corrects(self) -> bool:
-        """True if the error of merged keys and values is corrected, which needs all tokens' keys and values."""
+        """True if the error of merged keys and values is corrected: `correction` and `proportional` are on.
+
+        It needs all tokens' keys and values: the side is "kv", or a bipartite match compares "keys+values".
+        """
         at_hand = self.metric == "keys+values" and METHODS[self.method].compares
         return self.correction and self.proportional and (self.side == "kv" or at_hand)
 
     def holds_at(self, timestep: float | None) -> bool:
-        """Tell whether the rule holds at a timestep; at an unknown one (None) only without ``min_timestep``."""
+        """Tell whether the rule has no ``min_timestep``, or a timestep is known (not None) and at or over that."""
         return self.min_timestep is None or (timestep is not None and timestep >= self.min_timestep)
 
 
 def reaches(rule: MergeRule, level: int, downsample: int) -> bool:
-    """Tell whether a rule covers a level, 0 for the finest with attention, of `downsample` cells per token's side."""
+    """Tell whether a rule reaches a level: `downsample`, latent cells per token's side, is up to ``max_downsample``.
+
+    If that is None, the rule reaches level 0 alone, the finest with attention.
+    """
     return level == 0 if rule.max_downsample is None else downsample <= rule.max_downsample
 
 
@@ -279,7 +289,10 @@ def plain_rules(config: MergeConfig, downsamples: Sequence[int]) -> dict[MergeRu
 
 
 def _early(config: MergeConfig, rule: MergeRule, downsamples: Sequence[int]) -> MergeRule | None:
-    """Return the rule for a rule's early phase, for self-attention at level 0 alone; None if it has no such phase."""
+    """Return the rule for a rule's early phase, for self-attention at level 0 alone, with cells that allow the ratio.
+
+    None without `early_ratio`, or if the rule itself does not merge self-attention at level 0.
+    """
     ratio = config.early_ratio
     if ratio is None or not rule.merge_attn or not reaches(rule, 0, downsamples[0]):
         return None
@@ -293,7 +306,10 @@ def _early(config: MergeConfig, rule: MergeRule, downsamples: Sequence[int]) -> 
 
 
 def describe(config: MergeConfig) -> tuple[str, ...]:
-    """Return ratios and what differs from defaults, like ``"ratio=0.5, sx=4"``, by rule, then of the config itself."""
+    """Return a text for each rule, like ``"ratio=0.5, sx=4"``: its ratio and what differs from defaults.
+
+    A last text tells what differs in the config itself, if anything does.
+    """
     owners = ((fields(MergeRule), config.rules), (fields(config)[1:], (config,)))
     texts = (", ".join(f"{item.name}={value!r}" for item in items
                        if (value := getattr(owner, item.name)) != item.default or item.name == "ratio")
@@ -302,7 +318,10 @@ def describe(config: MergeConfig) -> tuple[str, ...]:
 
 
 def notes_on(config: MergeConfig, ever_merges: bool, downsamples: list[int]) -> tuple[str, ...]:
-    """Return texts for the report: on each clamped ratio, and if no rule of a config that is on reaches a level."""
+    """Return texts for the report: on each clamped ratio or early ratio, and if a config that is on never merges.
+
+    `ever_merges` tells whether a rule reaches a level of the model; `downsamples` are its levels'.
+    """
     notes = [f"ratio {rule.ratio:g} is over the cap {rule.ratio_cap:g} of cells {rule.sx}x{rule.sy} and was clamped; "
              "larger cells (sx, sy) allow more"
              for rule in config.rules if rule.ratio > rule.ratio_cap]  # fmt: skip

@@ -49,7 +49,7 @@ class Field(NamedTuple):
         return UNSET if value is None else value
 
     def read(self, value: Any) -> Any:
-        """Return the setting's value for what the control shows; 2.0 is read as 2 for integers.
+        """Return the setting's value for what the control shows; 2.0 is read as 2 for integers, `UNSET` as None.
 
         Type and range of a number are not checked. A ValueError is raised if there is no such choice.
         """
@@ -65,7 +65,10 @@ class Field(NamedTuple):
 
 
 def _field_of(described: Mapping[str, Any]) -> Field:
-    """Return the field of a setting that has a place in the form, from its dict of `describe_settings`."""
+    """Return the field of a setting that has a place in the form, from its dict of `describe_settings`.
+
+    If the default is None and there are no choices, `UNSET` is default and minimum, and the tooltip explains it.
+    """
     facts = {name: value for name, value in described.items() if name in Field._fields}
     meanings = facts.get("choices", ())
     field = Field(**facts | {"name": described.get("known_as", facts["name"]), "setting": facts["name"]})

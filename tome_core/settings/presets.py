@@ -85,7 +85,11 @@ def preset(name: str, layout: str = SD) -> MergeConfig:
 
 
 def _between(value: float, curve: tuple[tuple[int, int], ...]) -> tuple[float, int]:
-    """Return (share of keys in late steps, timestep from which steps are early) at a strength on a curve."""
+    """Return (share of keys in late steps, timestep from which steps are early) at a strength on one of `CURVES`.
+
+    The share is interpolated in its logarithm and rounded up to 1/64; over `MOST_MERGED` it is `MOST_MERGED` or 1. The
+    timestep is interpolated linearly.
+    """
     place = value * (len(curve) - 1)
     low = min(int(place), len(curve) - 2)
     part = place - low

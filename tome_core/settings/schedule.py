@@ -104,8 +104,9 @@ class NoiseSchedule:
         return Time(timestep, self.percent_of(timestep))
 
     def window_of(self, config: MergeConfig) -> tuple[float, float] | None:
-        """Return the part of the schedule, from 0 (pure noise) to 1, in which a config merges; None if it is no limit.
+        """Return (start, end) of the part of the schedule in which a config merges, 0 for pure noise to 1.
 
+        None if start, end and `max_beta` have their defaults. `max_beta` puts off the start until beta is below it.
         The start may be larger than the end: nothing merges then.
         """
         if not config.uses_percent:
@@ -137,7 +138,8 @@ class SchedulerNoise:
     def steps_of(self, values: list[float]) -> list[Time]:
         """Return a time for each of these values: the scheduler's ``timesteps``, maybe with more after them.
 
-        A scheduler whose noise is not known is assumed to use Stable Diffusion's timesteps.
+        A time has the timestep of Stable Diffusion's schedule with equal noise. If a scheduler's noise is not known,
+        its timesteps are taken to be Stable Diffusion's.
         """
         scheduler = self._scheduler()
         sigmas = _sigmas(scheduler, values)
@@ -149,7 +151,7 @@ class SchedulerNoise:
                 for sigma in sigmas]  # fmt: skip
 
     def steps_by_memory(self, timestep: Any) -> list[Time]:
-        """Return the times of a step and of all later ones; empty if the argument is no element of a schedule.
+        """Return the times of a step and of all later ones; empty if the argument is no element of a longer tensor.
 
         The step is found by its position in memory, because pipelines pass views of their scheduler's timesteps, also
         expanded over the batch. The schedule is copied to the CPU at its first step; later steps do not wait for the
@@ -189,7 +191,10 @@ class PipelineSteps(SchedulerNoise):
     """
 
     def now(self) -> torch.Tensor | None:
-        """Return the timestep of the next call, an element of ``timesteps``; None if none is left or counted."""
+        """Return the timestep of the next call, an element of ``timesteps``.
+
+        None if no step is left, or if the scheduler has no ``step_index``.
+        """
         scheduler = self._scheduler()
         steps = getattr(scheduler, "timesteps", None)
         if not hasattr(scheduler, "step_index") or not torch.is_tensor(steps) or steps.dim() != 1:
@@ -206,7 +211,10 @@ class PipelineSteps(SchedulerNoise):
 
 
 def training_schedule(scheduler: Any) -> NoiseSchedule | None:
-    """Return the noise schedule of the model's training, from a diffusers scheduler; None if it has no such betas."""
+    """Return the noise schedule of the model's training, from a diffusers scheduler's betas.
+
+    None if there are none, or if they are of the sampling's steps: the scheduler has no ``alphas_cumprod``.
+    """
     betas = _list(scheduler, "betas")
     # without alphas_cumprod, betas are those of the sampling's steps
     trained = torch.is_tensor(getattr(scheduler, "alphas_cumprod", None))
@@ -214,7 +222,11 @@ def training_schedule(scheduler: Any) -> NoiseSchedule | None:
 
 
 def _sigmas(scheduler: Any, values: list[float]) -> list[float] | None:
-    """Return the noise's standard deviation at these timesteps, relative to data of unit variance; None if unknown."""
+    """Return the noise's standard deviation at these timesteps, relative to data of unit variance.
+
+    The scheduler's ``sigmas`` give it if the values begin with the scheduler's ``timesteps``; further values get the
+    last one. Else ``alphas_cumprod`` give it; None without these.
+    """
     config = getattr(scheduler, "config", {})
     timesteps, sigmas, alphas_cumprod = (_list(scheduler, name) for name in ("timesteps", "sigmas", "alphas_cumprod"))
     # by index only if the values are the scheduler's current schedule: another pipeline may use another schedule
@@ -263,5 +275,5 @@ def choose(rules: Sequence[MergeRule], downsamples: Sequence[int]) -> tuple[Leve
 
 
 def ever_merges(rules: Sequence[MergeRule], level: int, downsample: int) -> bool:
-    """Tell whether a rule that is not off reaches a level. `level`, `downsample`: see `config.reaches`."""
+    """Tell whether any rule that is on reaches a level, 0 for the finest, of `downsample` cells per token's side."""
     return any(not rule.is_off and reaches(rule, level, downsample) for rule in rules)
