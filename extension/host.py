@@ -240,7 +240,10 @@ def hires_size(width: int, height: int, scale: float, resize_x: int, resize_y: i
 
 
 def silence_built_in(p: Any, silences: Callable[[Any, bool], bool]) -> None:
-    """Turn the webui's own token merging off in passes in which ``silences(p, hires)``, asked at each use, is true."""
+    """Let `p` give the webui's own token merging the ratio 0 in passes for which ``silences(p, hires)`` is true.
+
+    `silences` is asked at each use of a ratio that is not 0.
+    """
     this = weakref.ref(p)
 
     def ratio(for_hr: bool = False) -> float:
