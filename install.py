@@ -34,7 +34,10 @@ NO_VENV = ("this Python ({python}) cannot make environments: its 'venv' or 'ensu
 
 
 def requirements(project, extras):
-    """Return the requirement lines of a parsed pyproject.toml and of extras. Raises Failure if an extra is missing."""
+    """Return a parsed pyproject.toml's dependencies and those of `extras`, as requirement lines, each once.
+
+    Raises Failure if pyproject.toml lacks an extra.
+    """
     optional = project["project"].get("optional-dependencies", {})
     missing = [extra for extra in extras if extra not in optional]
     if missing:
@@ -44,13 +47,13 @@ def requirements(project, extras):
 
 
 def satisfies(version, requirement):
-    """Tell whether a version ("2.13.0+cpu") meets a requirement line ("torch>=2.4")."""
+    """Tell whether a version ("2.13.0+cpu") meets a requirement line ("torch>=2.4"). Pre-releases can."""
     specifier = import_vendored("packaging.requirements").Requirement(requirement).specifier
     return specifier.contains(version, prereleases=True)
 
 
 def fingerprint(python, lines):
-    """Return a hash of the Python version and the installed lines, to see whether an environment is up to date."""
+    """Return a hash of a Python's version and the installed lines, to see whether an environment is up to date."""
     return hashlib.sha256("\n".join([python, *lines]).encode()).hexdigest()
 
 
@@ -73,7 +76,7 @@ def read_project(path):
 
 
 def reusable_torch(requirement):
-    """Return the folder of packages with this Python's torch, not imported; None without one that meets the line."""
+    """Return the folder of packages that holds this Python's torch; None if none meets the line. Imports no torch."""
     from importlib import metadata  # takes as long as all other imports together, and a host's call needs none of it
 
     try:
@@ -173,8 +176,8 @@ def pip(python, arguments):
 def run(command, **options):
     """Run a command to its end and return its exit code. Options are those of ``subprocess.Popen``.
 
-    SIGTERM is passed on to the command. After Ctrl-C the command has ten seconds to end, then KeyboardInterrupt is
-    raised. The command's output shows letters as numbers if the terminal cannot show them.
+    SIGTERM is passed on to the command. After Ctrl-C the command has ten seconds to end before it is terminated, and
+    KeyboardInterrupt is raised. The command's output shows letters as numbers if the terminal cannot show them.
     """
     environment = {"PYTHONIOENCODING": ":backslashreplace", **os.environ}
     with subprocess.Popen(command, env=environment, **options) as process:
@@ -220,7 +223,10 @@ def test(arguments):
 
 
 def tests_to_run(arguments):
-    """Return pytest's arguments for the command `test`: for quick tests, for all with --all, or the given ones."""
+    """Return pytest's arguments for the command `test`: the given ones other than --all, if there are any.
+
+    Else --all means the arguments for all tests, and no argument those for the quick tests.
+    """
     others = [argument for argument in arguments if argument != "--all"]
     if others:
         return others
@@ -244,12 +250,16 @@ COMMANDS = {"demo": demo, "page": page, "gpu": gpu, "test": test, "webui": webui
 
 
 def usage():
+    """Return the text that lists the commands, each with its docstring."""
     lines = "\n".join(f"  python install.py {name:8}{command.__doc__}" for name, command in COMMANDS.items())
     return f"usage:\n{lines}\n  python install.py         nothing: hosts call it so"
 
 
 def main(arguments):
-    """Run the command that the arguments name. Return its exit code, 2 for a wrong call, or 130 if interrupted."""
+    """Run the command that the arguments name; none: do nothing. Return the exit code, 2 for a wrong call.
+
+    It is 1 if the command fails with a sentence for the user, 130 if the user stopped the command.
+    """
     if not arguments:
         return 0
     sys.stdout.reconfigure(errors="backslashreplace")  # a folder's name may have letters that the output cannot show

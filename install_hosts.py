@@ -81,7 +81,10 @@ def install_into(host, arguments):
 
 
 def target(host, folder):
-    """Return the path of our link or copy in a host. `folder` is the host's, the one above, or that for extensions."""
+    """Return the path of our link or copy in a host, which need not exist yet.
+
+    `folder` is the host's, the one above, or that for extensions. Raises Failure if it is none of these.
+    """
     above = (folder.absolute().parent,) if folder.name == host.place else ()
     for candidate in (folder, folder / host.below, *above):
         if any(all((candidate / name).exists() for name in wanted) for wanted in host.looked_for):
@@ -97,7 +100,8 @@ def target(host, folder):
 def link_or_copy(host, where, copy=False):
     """Link the repository to `where`, or copy it if asked or if links are not possible; return a text that says so.
 
-    An earlier link or copy is replaced. Raises Failure if install.py did not make what is at `where`.
+    An earlier link or copy is replaced, but a link to this repository stays unless `copy`. Nothing is done if the
+    repository itself lies in that folder already. Raises Failure if install.py did not make what is at `where`.
     """
     if where.parent == ROOT.parent:
         return f"{ROOT} lies in {where.parent} already: there is nothing to do."

@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def find_folders(options: argparse.Namespace) -> dict[str, Path]:
-    """Map the hosts whose folders the options give to these.
+    """Map each host to its folder, for the hosts whose folders the options give.
 
     Raises ValueError if a folder is not the host's, if none is given, or not that of an asked attention's host.
     """

@@ -95,7 +95,7 @@ class BranchMerging:
 
 
 class Sampling:
-    """One sampling, which merges and then reports; without `time`, a call outside. Without a config, it only counts."""
+    """One sampling; without `time`, one call of the model outside any. Without a config, calls are only counted."""
 
     def __init__(self, config: Any, time: HostSampling | None = None) -> None:
         self._config, self._time, self._name = config, time or HostSampling(), time
@@ -104,7 +104,10 @@ class Sampling:
         self.is_alone = True  # no other patch is known that changes how long a call takes
 
     def call(self, model: Any, x: Any, t: Any, options: dict[str, Any], run: Any) -> Any:
-        """Return ``run(options, **more)``, merged if possible. x: latents ``[B, C, (frames,) H, W]``; t: sigmas."""
+        """Return ``run(options, **more)``, merged if possible. x: latents ``[B, C, (frames,) H, W]``; t: sigmas.
+
+        `more` has a keyword that marks the graph if the model is compiled and merges, else nothing.
+        """
         unet, schedule = model.diffusion_model, model.model_sampling
         # several GPUs sample in threads, each with its own model
         merging = self._models.get(unet) or self._models.setdefault(unet, self._make(unet, options))
@@ -130,7 +133,7 @@ class Sampling:
         return out
 
     def end(self, settings: str, facts: dict[str, Any]) -> Outcome:
-        """Return the result of the sampling, after its last call. For the arguments see `BranchMerging`."""
+        """Return the sampling's result, after its last call. `settings` is the `line` of `BranchMerging`."""
         time = self._time
         strangers = [why for why in self._models.values() if isinstance(why, str)]
         merged = [merging for merging in self._models.values() if not isinstance(merging, str)]
@@ -161,7 +164,7 @@ class Sampling:
         return time.timed_steps.remember(unet, self._config, report, time.sampler)
 
     def _make(self, model: Any, options: dict[str, Any]) -> Merging | str:
-        """Return a new merging of a model by the node's settings, or why not. options: the transformer options."""
+        """Return a new merging of a model by the node's settings, or why not, as text. options: transformer options."""
         if self._config is None:
             return "off"
         try:

@@ -52,7 +52,7 @@ def find_attached(patcher: Any) -> Any | None:
 
 
 def is_compiled_whole(model: Any, options: dict[str, Any]) -> bool | None:
-    """Return True if a diffusion model is compiled as a whole, False if parts of it are, None if nothing is."""
+    """Return True if a diffusion model is compiled as a whole alone, False if in parts (too), None if not at all."""
     wrappers = options.get("wrappers", {}).get(APPLY_MODEL, {}).get(COMPILE_KEY, ())
     held = [cell.cell_contents for wrapper in wrappers for cell in getattr(wrapper, "__closure__", None) or ()]
     inner = getattr(model, "_orig_mod", model)
@@ -62,7 +62,7 @@ def is_compiled_whole(model: Any, options: dict[str, Any]) -> bool | None:
 
 
 def name_in(prompt: Any, node_id: Any) -> str:
-    """Return a node's id, and its title if the user gave it one, after a space: `` #12:5 second pass``; "" if None."""
+    """Return ``" #12:5 second pass"``, a node's id, then its title if the user gave it one; "" if the id is None."""
     if node_id is None:
         return ""
     node = prompt.get(str(node_id)) if isinstance(prompt, dict) else None

@@ -202,7 +202,10 @@ def _background(model: Any, image: torch.Tensor | None, latent: dict | None) -> 
 
 
 def _panels(pixels: torch.Tensor, row: int, maps: dict[int, tuple[int, Any]]) -> torch.Tensor:
-    """Return a picture ``[H, W, 3]`` drawn once for each level, side by side; `row` is its row of each map."""
+    """Return a picture ``[H, W, 3]`` drawn once for each level, side by side. `row` < 0 is its row of each map.
+
+    `maps` are those of `Outcome`. A map with fewer rows gives its first row.
+    """
     panels = []
     for level, (downsample, merge_map) in maps.items():
         # row is negative, because a call's batch ends with the positive prompt

@@ -12,7 +12,10 @@ _BORDER = 0.7  # brightness of the border between two groups
 
 
 def panel(picture: torch.Tensor, grid: Any, group: torch.Tensor, title: str) -> torch.Tensor:
-    """Return a picture on the CPU with each group of merged tokens in its mean colour, dark borders, and a title."""
+    """Return a picture on the CPU with each group of merged tokens in its mean colour, dark borders, and a title.
+
+    `group` has the group's number of each token on a `grid` of (height, width). A group of one token keeps its pixels.
+    """
     height, width = picture.shape[:2]
     tokens = group.reshape(1, 1, *grid).double()  # double: nearest keeps whole numbers whole
     cells = F.interpolate(tokens, (height, width), mode="nearest")[0, 0].long()
@@ -41,7 +44,10 @@ def add_title(picture: torch.Tensor, title: str) -> torch.Tensor:
 
 
 def from_latent(samples: torch.Tensor, latent_format: Any) -> torch.Tensor:
-    """Return rough pictures ``[B, 8 * h, 8 * w, 3]`` of latents, on the CPU; grey if their format is not known."""
+    """Return rough pictures ``[B, 8 * h, 8 * w, 3]`` of latents, on the CPU; grey if their format is not known.
+
+    Of a video, the first frame is drawn.
+    """
     samples = samples.detach().float().cpu()
     if samples.dim() == 5:  # video: its first frame
         samples = samples[:, :, 0]

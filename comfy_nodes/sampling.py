@@ -98,7 +98,7 @@ def is_left_out(options: dict[str, Any]) -> bool:
 
 
 def is_flow(model_sampling: Any) -> bool:
-    """Tell whether ``model_sampling`` is of a flow model, whose noise levels are shares of noise from 0 to 1."""
+    """Tell whether ``model_sampling`` is a ``CONST``, of a flow model, whose noise levels are shares of noise."""
     return hosting.is_kind(model_sampling, "CONST")
 
 

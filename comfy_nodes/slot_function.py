@@ -25,7 +25,7 @@ class _Now(threading.local):
     options: dict[str, Any] = {}  # noqa: RUF012 (never changed)
 
     def attend_in_graph(self, whole: bool, q: Any, k: Any, v: Any, mask: Any, by_head: bool, scale: Any, *rest: Any):
-        """Return the output ``[B, S, H, d]`` of an attention in a compiled graph, to the operator ``attend``."""
+        """Return the output ``[B, S, H, d]``, as of q, k and v, of an attention in a compiled graph, for ``attend``."""
         place, kind, number, index, precision = rest[-1].split()  # written by `_attention`
         options = {**self.options, "block": (kind, int(number)), "block_index": int(index)}
         more = {"scale": scale, "attn_precision": torch.float32 if precision != "None" else None}

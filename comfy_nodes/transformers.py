@@ -28,7 +28,7 @@ _NO_GRID = "the latent has no grid that is known"
 
 
 class TransformerMerging:
-    """The merging of a transformer in one sampling. Its attributes and errors are those of `UnetMerging`."""
+    """The merging of a transformer in one sampling, used like `UnetMerging`. UnsupportedModelError: it is compiled."""
 
     flow_timesteps, is_compiled = True, False
 

@@ -37,7 +37,7 @@ class UnetMerging:
 
     @contextmanager
     def answering(self, call: Any, latent: torch.Tensor, options: dict[str, Any]) -> Iterator[slot_function.Ask]:
-        """Yield the function that computes a call's attentions; those that did not reach it count as not merged."""
+        """Yield the function that computes a call's attentions; those it has not got at the end count as not merged."""
         missing, seen, before = Counter(self._levels.values()), [], None
 
         def ask(attention: slot_calls.HostCall, facts: dict[str, Any]) -> torch.Tensor:

@@ -37,7 +37,7 @@ class _Hijacked(hosting.ForwardOnStandIn):
     def attend(
         self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: None, kwargs: dict[str, Any]
     ) -> torch.Tensor:
-        """Return the output of the class's current ``forward`` on given queries, keys and values, without a bias."""
+        """Return the output of ``type(module).forward``, which A1111 replaces, on these queries, keys and values."""
         # a context of one channel fits no hypernetwork, so none is applied twice
         return type(module).forward(hosting.StandIn(module, q, k, v), q, context=k[..., :1])
 

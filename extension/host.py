@@ -31,7 +31,7 @@ STAND_INS = (_BUILT_IN, sdnext.INIT_HIRES)  # methods of a job that we may repla
 
 
 def set_up_console(name: str) -> None:
-    """Print the messages of the logger `name` from INFO up on stdout alone. The logger's other handlers are removed."""
+    """Print messages of the logger `name` from INFO up on stdout, as ``ToMe: message``, and by no other handler."""
     ours, handler = logging.getLogger(name), logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("ToMe: %(message)s"))
     ours.handlers, ours.propagate = [handler], False
@@ -53,7 +53,10 @@ def option(key: str, default: Any) -> Any:
 
 
 def add_option(key: str, default: Any, label: str, help: str, arguments: dict, section: tuple[str, str]) -> None:
-    """Add a setting to the settings tab; saved values stay. `arguments` are of a gradio.Radio ("choices") or Slider."""
+    """Add a setting to the settings tab; saved values stay.
+
+    `arguments` make a gradio.Radio if "choices" is in them, else a gradio.Slider; {} leaves the choice to the webui.
+    """
     import gradio
 
     component = gradio.Radio if "choices" in arguments else gradio.Slider if arguments else None
@@ -64,7 +67,7 @@ def add_option(key: str, default: Any, label: str, help: str, arguments: dict, s
 
 
 def running_unet(p: Any) -> Any:
-    """Return the UNet of a job, of the loaded model if None. TypeError: there is none; ValueError: of another kind."""
+    """Return the UNet of a job, or of the loaded model if `p` is None. TypeError: no UNet; ValueError: unknown kind."""
     model = _running_model(p)
     objects = getattr(model, "forge_objects", None)
     return find_unet(model if objects is None else objects.unet.model)
@@ -90,7 +93,10 @@ def layout(unet: Any = None) -> str:
 
 
 def run_as_job(function: Callable[[], Any]) -> Any:
-    """Return a function's result, run alone as the webui runs a job, on its thread. RuntimeError: a job is running."""
+    """Return a function's result, run under the webui's lock of jobs, in the Forges on the thread of jobs.
+
+    RuntimeError: a job is running. The function's own exceptions are raised too.
+    """
     lock = getattr(sys.modules.get("modules.call_queue"), "queue_lock", None) or threading.Lock()
     if not lock.acquire(blocking=False):
         raise RuntimeError("a picture is being made; measure when it is done")
@@ -111,7 +117,7 @@ def run_as_job(function: Callable[[], Any]) -> Any:
 
 
 def _in_its_place(function: Callable[[], Any]) -> Any:
-    """Return a function's result, computed in the webui's autocast. The Forges load the UNet to the device before."""
+    """Return a function's result, computed with or without autocast as in a job. The Forges first load the UNet."""
     names = ("backend.memory_management", "ldm_patched.modules.model_management")  # Forge's, reForge's
     memory = next((sys.modules[name] for name in names if name in sys.modules), None)
     objects = getattr(shared.sd_model, "forge_objects", None)
@@ -130,7 +136,7 @@ def _running_model(p: Any) -> Any:
 
 
 def running_pipeline(p: Any) -> sdnext.RunningPipeline | None:
-    """Return an object that always gives the parts of SD.Next's current pipeline; None in the other webuis."""
+    """Return an object with the parts of SD.Next's pipeline at each access; None if the job's model is no pipeline."""
     return sdnext.RunningPipeline(lambda: shared.sd_model) if sdnext.is_pipeline(_running_model(p)) else None
 
 
@@ -150,7 +156,11 @@ def reason_of_unet(unet: nn.Module) -> str | None:
 
 
 def read_time(params: Any) -> dict[str, float]:
-    """Return the time of the current step, at least 0, as {"sigma": ...} or {"timestep": ...}. Waits for the device."""
+    """Return the first picture's time in this step, at least 0. Waits for the device.
+
+    It is {"timestep": ...} for DDIM, PLMS and UniPC, unless the webui turns their timesteps into sigmas as Forge does,
+    else {"sigma": ...}.
+    """
     value = max(0.0, float(params.sigma.reshape(-1)[0]))  # UniPC's last may be slightly negative
     denoiser = getattr(params, "denoiser", None)
     # DDIM, PLMS and UniPC use timesteps, which Forge has converted to sigmas here
@@ -159,7 +169,10 @@ def read_time(params: Any) -> dict[str, float]:
 
 
 def timing_conditions(p: Any, params: Any) -> list[Any]:
-    """Return what a call's duration depends on: shapes of texts, then sorted names: infotext keys, options, patches."""
+    """Return what a call's duration depends on: the shapes of both texts (None: not known), then sorted names.
+
+    The names are of infotext keys, transformer options and patches; those that begin with "ToMe" are left out.
+    """
     texts = (getattr(params, name, None) for name in ("text_cond", "text_uncond"))
     tensors = (text.get("crossattn") if isinstance(text, dict) else text for text in texts)
     shapes = [getattr(tensor, "shape", None) for tensor in tensors]
@@ -179,7 +192,7 @@ def is_stopped() -> bool:
 
 
 def to_unit_variance(p: Any, time: dict[str, float]) -> dict[str, float]:
-    """Divide the sigma in a time of `read_time` by the standard deviation of the model's pictures. A timestep stays."""
+    """Return a time of `read_time` with the sigma divided by the model's ``sigma_data``, if any. A timestep stays."""
     model = getattr(_patcher(p), "model", None)
     prediction = getattr(model, "predictor", None) or getattr(model, "model_sampling", None)
     data = getattr(prediction, "sigma_data", 1.0)
@@ -227,7 +240,10 @@ def hires_size(width: int, height: int, scale: float, resize_x: int, resize_y: i
 
 
 def silence_built_in(p: Any, silences: Callable[[Any, bool], bool]) -> None:
-    """Turn the webui's own token merging off in passes in which ``silences(p, hires)``, asked at each use, is true."""
+    """Let `p` give the webui's own token merging the ratio 0 in passes for which ``silences(p, hires)`` is true.
+
+    `silences` is asked at each use of a ratio that is not 0.
+    """
     this = weakref.ref(p)
 
     def ratio(for_hr: bool = False) -> float:
@@ -251,7 +267,7 @@ def plot_module() -> Any | None:
 
 
 def accordion(is_on: bool, label: str, elem_id: str) -> Any:
-    """Return the webui's accordion, open while its checkbox, which ``with`` gives, is checked; at first if `is_on`."""
+    """Return the webui's accordion, open while its checkbox (at first `is_on`; given by ``with``) is checked."""
     from modules.ui_components import InputAccordion
 
     return InputAccordion(is_on, label=label, elem_id=elem_id)

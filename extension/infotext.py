@@ -28,7 +28,11 @@ def text_of(settings: JobSettings) -> str:
 
 
 def settings_in(text: str, layout: str) -> JobSettings:
-    """Return the settings in a key's value, the inverse of `text_of`. ValueError: it begins with no strength."""
+    """Return the settings in a key's value, with merging on; the inverse of `text_of`.
+
+    Parts that are no setting, or not possible, are listed in `left_out`. ValueError: the strength at the beginning is
+    missing or not possible.
+    """
     first, *parts = str(text)[:_LONGEST].split("; ")
     try:
         strength = float(first)
@@ -81,7 +85,10 @@ class Paste:
 
 
 def _values_in(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the panel's values in a parsed infotext, by name; ``{"enabled": False}`` without our key."""
+    """Return the panel's values in a parsed infotext, by name; ``{"enabled": False}`` without our key.
+
+    If our key's value is wrong: {} at a paste on the page, else a strength of NaN, which the job refuses.
+    """
     key = next((key for key in reversed(KEYS) if key in parameters), None)  # the second first, because only we use it
     if key is None:
         return {"enabled": False}

@@ -40,13 +40,20 @@ class JobSettings:
 
 
 def base_of(value: float, layout: str = SD) -> dict[str, Any]:
-    """Return the values that the panel shows for a strength, by name, to three digits. ValueError: it is impossible."""
+    """Return all expert settings for a strength as the panel shows them, by name, rounded to three decimals.
+
+    ValueError: the strength is not possible.
+    """
     exact = form.values_of(strength(value, layout))
     return {name: round(value, 3) if isinstance(value, float) else value for name, value in exact.items()}
 
 
 def find_filled(own: Mapping[str, Any], value: float, layout: str) -> dict[str, Any]:
-    """Return the values that the panel filled in for a strength, before the user changed any. Raises ValueError."""
+    """Return the values that the panel filled in for the strength `value`, before the user changed some to `own`.
+
+    Of `layout`, "sd" and "sdxl" the layout counts whose values differ from `own` in the fewest fields. ValueError: the
+    strength is not possible.
+    """
     # another model may have been loaded then, so the layout counts whose values differ in the fewest fields
     bases = [base_of(value, each) for each in dict.fromkeys((layout, SD, SDXL))]
     return min(bases, key=lambda base: sum(base[name] != current for name, current in own.items()))
@@ -57,10 +64,11 @@ def read(
 ) -> JobSettings:
     """Return the checked values of a job; those that do not merge, without further checks, if "enabled" is False.
 
-    `values` are in the order of `ARGUMENTS`, or the first is a dict of names. An expert setting that is None or missing
-    follows the strength; for "enabled", "strength" and "where", `setting` then returns the settings tab's value. Values
-    of an X/Y/Z `plot`, by name, override all others. An impossible expert setting is listed in `JobSettings.left_out`.
-    Any other wrong value, too many values or an unknown name raise ValueError, or TypeError for a wrong type.
+    `values` are in the order of `ARGUMENTS`, or the first is a dict of names. Expert settings count only if "own" is
+    True, as with any dict. An expert setting that is None, missing, or as filled in for the strength follows the
+    strength; `setting` returns the settings tab's value for a missing "enabled", "strength" or "where". Values of an
+    X/Y/Z `plot`, by name, override all others. An impossible expert setting is listed in `JobSettings.left_out`. Any
+    other wrong value, too many values or an unknown name raise ValueError, or TypeError for a wrong type.
     """
     given, plot = _by_name(values), plot or {}
     dial = {name: setting(name) if given.get(name) is None else given[name] for name in DIAL}
@@ -95,7 +103,7 @@ def settings_of(value: float, where: str, changes: Mapping[str, Any], layout: st
 
 
 def _by_name(values: Sequence[Any]) -> dict[str, Any]:
-    """Return the arguments of `read` by name; a dict turns on own settings. ValueError: too many, or unknown."""
+    """Return the given arguments of `read` by name; a dict gets "own": True. ValueError: too many, or unknown."""
     if not values or not isinstance(values[0], Mapping):
         if len(values) > len(ARGUMENTS):
             raise ValueError(f"{len(values)} values were given; there are {len(ARGUMENTS)}: {', '.join(ARGUMENTS)}")
@@ -108,7 +116,10 @@ def _by_name(values: Sequence[Any]) -> dict[str, Any]:
 
 
 def _deviating(own: Mapping[str, Any], given: Mapping[str, Any], layout: str) -> dict[str, Any]:
-    """Return the expert settings in `own` that differ from those filled in for a strength; {} if the switch is off."""
+    """Return the expert settings in `own` that the user changed: {} if "own" is off in the arguments `given`.
+
+    These are all of `own` if no strength had filled them in, as in a dict of names.
+    """
     if given.get(EXPERT_SWITCH) is not True:
         return {}
     try:

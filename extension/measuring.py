@@ -13,8 +13,8 @@ def answer(settings: JobSettings, sizes: Mapping[bool, tuple[int, int]], measure
     """Return the panel's line, such as ``1024x1536: about 1.3x faster``, with a part for each pass that merges.
 
     `sizes` are each pass's (width, height) in pixels, by whether it is the hires pass. With two, each part begins with
-    the name of its pass. If nothing merges or is known, the line says why. Unknown gains are measured, which takes
-    seconds, if `measure`; otherwise the model is not called.
+    the name of its pass. The line says why nothing merges or no gain is known; it is "" if the changes leave nothing to
+    merge. Unknown gains are measured, which takes seconds, if `measure`; otherwise the model is not called.
     """
     if not settings.strength:
         return "strength 0: off"
@@ -28,7 +28,7 @@ def answer(settings: JobSettings, sizes: Mapping[bool, tuple[int, int]], measure
 
 
 def _answer(hires: bool, width: int, height: int, config: MergeConfig, measure: bool) -> str:
-    """Return one pass's part of the panel's line: the size, then the gain or why none is known, be it an error."""
+    """Return one pass's part of the panel's line: ``size: text``, the gain or why none is known; errors become text."""
     size, unet, aside = f"{width}x{height}", host.loaded_unet(), host.reason_to_step_aside(hires)
     if aside is not None:
         return f"{size}: nothing merges, {aside}"

@@ -34,7 +34,7 @@ class PassRecord:
 
 
 class Job:
-    """The settings and the records of one job. An `error` in its values keeps it from merging."""
+    """The settings and the records of one job. `error` says which value is wrong, so that the job does not merge."""
 
     def __init__(self, p: Any, settings: JobSettings, error: str = "") -> None:
         self.p = weakref.ref(p)
@@ -46,13 +46,19 @@ class Job:
         self._left: dict[bool, str] = {}
 
     def config(self, hires: bool, layout: str | None = None) -> MergeConfig | None:
-        """Return the engine's settings for a pass, with the batch's first seed; None if the pass is not to merge."""
+        """Return the engine's settings for a pass, with the batch's first seed; None if they merge nothing in it.
+
+        `layout` is the loaded model's if None.
+        """
         p = self.p()
         seeds = getattr(p, "seeds", None) or getattr(p, "all_seeds", None) or [0]  # of the current batch
         return self.settings.config(hires, int(seeds[0]), layout or host.layout())
 
     def why_unmerged(self, hires: bool) -> str:
-        """Return why a pass will not merge, wanted or not; "" if it will or its size is unknown. The answer is kept."""
+        """Return why a pass will not merge; "" if it will or its size is unknown. The first answer is kept.
+
+        If the settings do not want it to merge, the answer is "left alone".
+        """
         if hires not in self._left:
             self._left[hires] = self._why_unmerged(hires)
         return self._left[hires]
@@ -95,8 +101,8 @@ class CurrentPass:
     def arm(self, p: Any, hires: bool) -> None:
         """Disarm, then patch the model for the next pass, or only time the pass if the settings leave it unmerged.
 
-        Nothing is armed if `p` has no `Job`, or if the pass must not merge; the reason is recorded in the job if the
-        settings merge. If not, nothing is armed either if the webui's own merging is on or no model is loaded.
+        Nothing is armed if `p` has no `Job`, or if the pass must not merge; if it was to merge, the job records the
+        reason. A pass to leave unmerged is not timed if the webui's own merging is on or no model is loaded.
         """
         self.disarm()
         job, ratio = job_of(p), host.built_in_ratio(p, hires)
@@ -114,7 +120,7 @@ class CurrentPass:
         self._times = SamplerTimes(p, self.handle is not None and self.handle.wants_time)
 
     def step(self, params: Any) -> None:
-        """Prepare a call: patch the current model, set the time, and count. For another job, only remove the patch."""
+        """Prepare a call: patch the current model, set the time, and count. Unpatch it during calls of another job."""
         if self.job is None:
             return
         p = self.job.p()
@@ -131,7 +137,7 @@ class CurrentPass:
         self._note_call(getattr(params, "x", None), *host.timing_conditions(p, params))
 
     def disarm(self, is_whole: bool = False) -> None:
-        """Take the patch off the model and put its counts into the job's record. May be called again.
+        """Take the patch off the model; put the counts of a pass to merge into the job's record. May be called again.
 
         If the pass `is_whole`, which ended normally, its time is kept for comparison, unless the user stopped it, or
         several models or another job ran in it.

@@ -58,7 +58,10 @@ class SamplerTimes:
         self._live.setdefault(self.timed_steps.done, is_live)
 
     def counts(self) -> dict[str, int]:
-        """Return the numbers of "calls", "steps" and "steps_merged". A sampler without reports has a step per call."""
+        """Return the numbers of "calls", "steps" and "steps_merged", whose first call merged.
+
+        If the sampler reports no steps, each call is a step.
+        """
         done, calls, live = self.timed_steps.done, self.timed_steps.calls, self._calls_live
         if done:
             live = done if live == calls else min(done, sum(self._live.values()))

@@ -62,7 +62,7 @@ class TokenMerging(host.Script):
         _write(p, job, any(job.settings.config(hires) for hires in PASSES if host.has_hires(p) or not hires))
 
     def process_batch(self, p: Any, *values: Any, **facts: Any) -> None:
-        """Begin a batch. In SD.Next also arm the first pass, and let the job arm its hires pass: no later hook does."""
+        """Begin a batch. In SD.Next, without later hooks, also arm the first pass; the job will arm its hires pass."""
         armed.disarm()
         job = job_of(p)
         if job is not None:
@@ -96,7 +96,7 @@ class TokenMerging(host.Script):
 
 
 def _job_of(p: Any, values: tuple) -> Job:
-    """Return the `Job` of a webui's job object, made at the first call. One with an impossible value does not merge."""
+    """Return the `Job` of a webui's job object, made at the first call, with an error if `read` refuses the values."""
     job = job_of(p)
     if job is None:
         try:
@@ -108,7 +108,10 @@ def _job_of(p: Any, values: tuple) -> Job:
 
 
 def _write(p: Any, job: Job, merges: bool) -> None:
-    """Put the infotext key into a job's ``extra_generation_params`` if the picture merges; else remove the key."""
+    """Put the infotext key into a job's ``extra_generation_params`` if the picture merges; else remove the key.
+
+    The entry with the report for API callers goes too if the job gives no report.
+    """
     is_reported = job.error or job.settings.enabled  # else the report goes, too
     others = {key: value for key, value in (p.extra_generation_params or {}).items()
               if key not in infotext.KEYS and (key != FACT or is_reported)}  # fmt: skip
@@ -118,7 +121,7 @@ def _write(p: Any, job: Job, merges: bool) -> None:
 
 
 def _report(p: Any, job: Job, processed: Any) -> None:
-    """Show the report in console and page, as the settings say, an error on the page; give API callers the data."""
+    """Show the report in console and page, as the settings say, or an error on the page; give API callers the data."""
     lines = [job.error] if job.error else lines_of(job, host.has_hires(p))
     if settings_tab.is_shown(settings_tab.CONSOLE) and not job.error:
         logger.info("%s", "; ".join(lines))

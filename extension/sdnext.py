@@ -37,7 +37,7 @@ class RunningPipeline:
 
 
 def when_hires_begins(p: Any, callback: Callable[[], None]) -> None:
-    """Let a job call ``callback`` just before its hires pass, by a method of `p` that the caller deletes."""
+    """Let a job call ``callback`` just before its hires pass: put `INIT_HIRES` on `p`, which the caller deletes."""
     this = weakref.ref(p)
 
     def init_hires(*args: Any, **kwargs: Any) -> None:

@@ -34,7 +34,10 @@ _found: dict[str, dict[str, Any]] = {tab: {} for tab in _OF_TAB}  # the webui's 
 
 
 def note(control: Any, elem_id: str) -> None:
-    """Link a control of the webui to the panels if they need it; controls and panels may be made in any order."""
+    """Link a control of the webui to the panels: of size, Hires. fix, img2img's tabs, or of one of our settings.
+
+    Settings are linked to the panels made before. Controls with another `elem_id` are ignored.
+    """
     if Context.root_block is None:  # gradio 4 makes a control again for an update of it
         return
     if elem_id in _SETTINGS:
@@ -57,7 +60,10 @@ def note(control: Any, elem_id: str) -> None:
 
 
 def _quicksetting_updates(is_on: bool) -> list[Any]:
-    """Return updates of all panels' "strength" and "where", to their settings if these are quicksettings."""
+    """Return updates of each panel's "strength" and "where", of gradio.
+
+    If `is_on`, the new value of "enabled", those that are quicksettings get the values of their settings; others stay.
+    """
     shown = [*host.option("quicksettings_list", []), *host.option("quick_setting_list", [])] if is_on else []
     return [gr.update(value=settings_tab.default_of(name)) if f"tome_{name}" in shown else gr.update()
             for _ in _panels for name in DIAL[1:]]  # fmt: skip
@@ -155,7 +161,7 @@ class Panel:
             field.input(fn=lambda: True, inputs=[], outputs=[own], **_QUIETLY)
 
     def follow(self, theirs: dict[str, Any]) -> None:
-        """Let the line follow the webui's controls, in the order of `_OF_TAB`, and the panel's. Call once."""
+        """Let the line follow the panel's controls and the webui's (by name, in the order of `_OF_TAB`). Call once."""
         ends = {"inputs": [self._by, *self.controls, *theirs.values()], "outputs": [self._line]}
         update = {"fn": lambda *values: _line(*values), **ends, **_QUIETLY}
         for control in (*(self.made[name] for name in DIAL), self.made[EXPERT_SWITCH], *theirs.values()):
@@ -174,13 +180,16 @@ class Panel:
 
 
 def _show(control: Any, key: str, value: Any) -> None:
-    """Start each page with ``value()`` for a property of a control, which stays: the webui saves it as default."""
+    """Start each page with ``value()`` for a control's property `key`.
+
+    The property itself stays, because the webui saves it as the control's default.
+    """
     get_config = control.get_config
     control.get_config = lambda *args, **more: {**get_config(*args, **more), key: value()}
 
 
 def _first_value(name: str, saved: Any) -> Any:
-    """Return a control's first value: the saved default if not ours, else the settings tab's, else (if wrong) ours."""
+    """Return a control's first value: `saved` if not our default, else the settings tab's; our default if wrong."""
     wanted = settings_tab.default_of(name) if saved == DEFAULTS[name] else saved
     try:
         return getattr(read(({**DEFAULTS, "enabled": True, name: wanted},), settings_tab.default_of), name)
@@ -198,7 +207,7 @@ def rows_of(group: str) -> list[list[form.Field]]:
 
 
 def _component(field: form.Field) -> tuple[Any, dict[str, Any]]:
-    """Return the gradio class for a field, and arguments for the class without value and label."""
+    """Return a field's gradio class, and arguments without value and label. A number that may be unset is no Slider."""
     if field.choices:
         return gr.Dropdown, {"choices": list(field.choices)}
     if isinstance(field.default, bool):
@@ -223,7 +232,10 @@ def _marks(slider: str) -> str:
 
 
 def follow_strength(strength: float, own: bool, filled_for: float, *values: Any) -> list[Any]:
-    """Return gradio updates of `FILLED_FOR` and all fields for a new strength; changed ones stay if `own`."""
+    """Return gradio updates of `FILLED_FOR` and all fields for a new strength. If `own`, changed fields stay.
+
+    The fields' `values` were filled in for `filled_for`. If either strength is not possible, nothing changes.
+    """
     current, layout = dict(zip(form.NAMES, values, strict=True)), host.layout()
     try:
         before, now = find_filled(current, filled_for, layout), base_of(strength, layout)
@@ -236,7 +248,10 @@ def follow_strength(strength: float, own: bool, filled_for: float, *values: Any)
 
 
 def _line(by_factor: Any, *values: Any, measure: bool = False) -> str:
-    """Return the panel's line for the next picture with merging on, as HTML. An error becomes the line."""
+    """Return the panel's line for the next picture, as if merging were on, as HTML. An error becomes the line.
+
+    `values` are the panel's controls, then the webui's; `by_factor`: img2img resizes by a factor, so no size is known.
+    """
     # the panel's controls, then the webui's
     mine, theirs = values[: len(ARGUMENTS)], values[len(ARGUMENTS) :]
     if by_factor:
@@ -251,7 +266,10 @@ def _line(by_factor: Any, *values: Any, measure: bool = False) -> str:
 
 
 def _sizes(width: Any, height: Any, hires: Any = False, *scaling: Any) -> dict[bool, tuple[int, int]]:
-    """Return the (width, height) of a picture's passes, by whether it is the hires pass, for `measuring.answer`."""
+    """Return the (width, height) of the first pass, by False, and if `hires` of the hires pass, by True.
+
+    `scaling` has the last three arguments of `host.hires_size`. A width or height of None counts as 0.
+    """
     # the user may be typing a side, which is None then
     first = int(width or 0), int(height or 0)
     return {False: first, True: host.hires_size(*first, *scaling)} if hires else {False: first}
