@@ -113,6 +113,7 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(tmp_path, tiny_folder,
         assert sentence in errors and errors.count("\n") == 1 and not list(tmp_path.iterdir()), sentence
 
 
+@pytest.mark.slow
 def test_ones_own_checkpoint_is_measured_on_its_prompts(tmp_path):
     folder = tiny_pipeline.write_folder(tmp_path)
     (tmp_path / "prompts.txt").write_text("a b c\n\nsea\n")

@@ -46,6 +46,7 @@ def test_it_merges_as_without_a_compiler_by_the_function_in_force_and_what_merge
     assert traces(plain.model) == before
 
 
+@pytest.mark.slow
 def test_another_nodes_attention_in_the_slot_is_asked_from_a_graph_too():
     def noted(function, *args, **kwargs):
         seen.append(kwargs["transformer_options"]["block"])

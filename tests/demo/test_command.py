@@ -74,6 +74,7 @@ def test_the_demo_says_how_far_it_is_and_what_each_strength_cost_and_changed(who
     assert re.search(r"no merging +[\d.]+ s +1\.00", text) and re.search(r"(gains nothing|times as fast)", text)
 
 
+@pytest.mark.slow
 def test_the_columns_are_a_plain_run_and_what_the_page_draws_and_below_them_what_differs(whole_run):
     sheet, source = whole_run[0], Embedded(torch.device("cpu"))
     for row in range(2):

@@ -46,6 +46,7 @@ def test_comfyuis_registry_gets_what_the_nodes_need_and_little_else():
     assert there - needed - harmless == left_out, "name it in .comfyignore, or in install_hosts.py if the nodes need it"
 
 
+@pytest.mark.slow
 def test_the_wheel_from_the_sdist_holds_the_engine_and_requires_torch(tmp_path):
     """The wheel is built from a copy, so that the checkout stays as it is."""
     if int(importlib.metadata.version("setuptools").split(".")[0]) < 77:

@@ -67,7 +67,7 @@ EARLY, LATE = (950.0, 940.0, 850.0), (300.0, 299.0, 200.0)
 
 @pytest.mark.parametrize("preset, times, bounds", [
     ("balanced", EARLY, (26, 2, 18)),  # two of a first call check whether the batch is two times one latent
-    ("balanced", LATE, (21, 2, 19)),
+    pytest.param("balanced", LATE, (21, 2, 19), marks=pytest.mark.slow),
     ("max", LATE, (29, 2, 18)),
 ], ids=str)  # fmt: skip
 def test_a_match_new_kept_and_renewed_costs_so_many_launches(preset, times, bounds, launches):

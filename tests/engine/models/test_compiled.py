@@ -84,7 +84,7 @@ def merged_eagerly(family: Family, settings: dict[str, Any]) -> torch.Tensor:
 # arguments are nested (Qwen-Image, with a mask), a list (Z-Image, whose heads share keys), or in several graphs
 # (Lumina 2), and an image prompt is one more attention
 @ways(("least", whole), ("Flux", by_blocks), ("least", by_blocks), ("ip_adapter_masks", whole),
-      ("Qwen-Image, padded", whole), ("Z-Image", whole), ("Lumina 2", whole), quick=2)  # fmt: skip
+      ("Qwen-Image, padded", whole), ("Z-Image", whole), ("Lumina 2", whole))  # fmt: skip
 def test_compiled_and_then_patched_it_merges_as_without_a_compiler_in_one_graph_for_all_times(family: Family, way: Way):
     eager, model, backend, graphs = family.build(), family.build(), CompileCounter(), []
     plain = picture(family, model)  # Z-Image makes its frequencies once, outside of a compiler
@@ -217,7 +217,7 @@ def _by_xformers(attention: nn.Module) -> None:
     attention.set_processor(XFormersAttnProcessor())
 
 
-@pytest.mark.parametrize("change", some_quick([_by_xformers, _by_a_wrapper]))
+@pytest.mark.parametrize("change", some_quick([_by_xformers, _by_a_wrapper], quick=0))
 def test_an_attention_that_a_graph_cannot_ask_is_left_alone_and_named(change: Callable, monkeypatch):
     with_xformers(monkeypatch, attention_processor)
     model = LEAST.build()
