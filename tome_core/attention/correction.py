@@ -62,11 +62,12 @@ def pick_queries(grid: Grid, width: int, device: torch.device) -> tuple[Tensor]:
 def fit_correction(
     q: Tensor, keys_and_values: Pair, plan: MergePlan, heads: int, scale: float
 ) -> tuple[Correction, Pair]:
-    """Merge keys and values, and fit what attention loses by this, by ridge regression in each head.
+    """Merge keys and values by `plan`; return the correction of what attention loses by this, and the merged pair.
 
-    `q` are queries of a few tokens, such as those of `pick_queries`. All are ``(batch, ..., heads * head_dim)``. The
-    correction, in the dtype of `q`, is zero if every group has a single token. Its `num_queries` is left at 0, for the
-    caller to record. Sums and solutions are in float32, or float64. The result's pair are merged keys and values.
+    The correction is fitted by ridge regression in each head. `q` are queries of a few tokens, such as those of
+    `pick_queries`; `scale` is the factor of the logits. All are ``(batch, ..., heads * head_dim)``. The correction, in
+    the dtype of `q`, is zero if every group has a single token. Its `num_queries` is left at 0, for the caller to
+    record. Sums and solutions are in float32, or float64.
     """
     with without_autocast(q):
         keys, values = (tensor.to(q.dtype) for tensor in keys_and_values)
@@ -102,7 +103,7 @@ def first_order(keys: Tensor, values: Tensor, means: Tensor, plan: MergePlan, he
 
     M, ``(batch, heads, head_dim, head_dim)``, is ``scale / tokens`` times the sum of ``k^T (v - v_g)`` over all tokens;
     ``v_g``, from `means`, is the mean value of the token's group. `means`, ``(batch, groups, heads * head_dim)``, and M
-    are float32 or float64.
+    are float32 or float64. Keys and values, ``(batch, tokens, heads * head_dim)``, are those of all tokens, unmerged.
     """
     # in each group the differences of values from their mean add up to 0, so the mean key need not be subtracted
     spread = _by_head(to_exact(values) - plan.unmerge(means), heads)
@@ -113,6 +114,7 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, heads: int, scale: float, b
     """Attend by torch's function, so that no host's hook sees it.
 
     `q` and the result are ``(batch, heads, queries, head_dim)``, keys and values ``(batch, tokens, heads * head_dim)``.
+    `scale` is the factor of the logits, to which `bias`, ``(batch, 1, 1, tokens)``, is added.
     """
     attend = torch._C._nn.scaled_dot_product_attention
     return attend(q, _by_head(keys, heads), _by_head(values, heads), bias, scale=scale)
@@ -121,7 +123,7 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, heads: int, scale: float, b
 def _ridge(q: Tensor, merged: Tensor, left: Tensor, same: float = _LEAST_SPREAD) -> tuple[Tensor, Tensor]:
     """Fit `left`, exact outputs minus `merged`, by an affine function of q and merged: weights and a constant.
 
-    The arguments are ``(batch, heads, queries, d)``, weights ``(batch, heads, 2d, d)``, the constant
+    The arguments are ``(batch, heads, queries, d)``, weights ``(batch, heads, 2d, d)``, those of q first, the constant
     ``(batch, heads, 1, d)``: all for unscaled q and merged. For the fit these are centred, and each is scaled to an
     average variance of 1. If its spread is below the share `same` of its size, the scale is limited: rounding alone
     would get unlimited weights and gradients. The penalty counts as many samples as an output has weights; the constant

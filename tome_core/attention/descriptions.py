@@ -37,7 +37,10 @@ class AttentionDescription:
         return None
 
     def keys_and_values(self, module: nn.Module, keys: Tensor, values: Tensor, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
-        """Project tokens, ``(batch, tokens, channels)``, to keys and values, ``(batch, tokens, heads * head_dim)``."""
+        """Return the tokens `keys` projected by ``module.to_k``, and the tokens `values` by ``module.to_v``.
+
+        Tokens are ``(batch, tokens, channels)``, the results ``(batch, tokens, heads * head_dim)``.
+        """
         return module.to_k(keys), module.to_v(values)
 
     def scale(self, module: nn.Module, width: int) -> float:
@@ -47,7 +50,8 @@ class AttentionDescription:
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kwargs: Kwargs) -> Tensor:
         """Compute ``softmax(scale q k^T + bias) v`` with the module's own code, without the output projection.
 
-        The bias is ``(batch, 1, keys)`` in the dtype of `q`, or None. The base class raises a NotImplementedError.
+        q, k, v and the result are ``(batch, tokens, heads * head_dim)``. The bias is ``(batch, 1, keys)`` in the dtype
+        of `q`, or None. The base class raises a NotImplementedError.
         """
         raise NotImplementedError
 
@@ -103,12 +107,15 @@ class _Processor(AttentionDescription):
         return "it has a norm, an output scale or a residual connection" if has_more else None
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kwargs: Kwargs) -> Tensor:
-        """Run the module's processor; the bias is its mask, float32 if scores are (``upcast_attention``)."""
+        """Run the module's processor on q, k and v; `kwargs` are not used.
+
+        The bias is its ``attention_mask``, in float32 if ``module.upcast_attention``, because scores are then float32.
+        """
         mask = bias.float() if bias is not None and module.upcast_attention else bias
         return module.processor(StandIn(module, q, k, v), q, encoder_hidden_states=k, attention_mask=mask)
 
     def finish(self, module: nn.Module, out: Tensor) -> Tensor:
-        """Apply the output projection and dropout."""
+        """Apply the output projection and the dropout of the module to the result of `attend`."""
         projection, dropout = module.to_out
         return dropout(projection(out))
 

@@ -46,10 +46,11 @@ class MergeOptions(NamedTuple):
 
 
 def attend(attention: Attention, merging: MergeOptions, merged_pair: Pair | None = None) -> tuple[torch.Tensor, str]:
-    """Compute attention with merged keys and values, ``softmax(scale q k^T + log n) v``, and add the correction.
+    """Compute attention with merged keys and values, ``softmax(scale q k^T + log n) v``, and add any correction.
 
-    n are the sizes of groups. `merged_pair` are keys and values ``(batch, groups, heads * head_dim)`` that are merged
-    already; None to merge here. If queries merge too, the output is corrected and then unmerged.
+    n are the sizes of groups; ``log n`` is left out without `merging.proportional`. `merged_pair` are keys and values
+    ``(batch, groups, heads * head_dim)`` that are merged already; None to merge here. If queries merge too, the output
+    is corrected and then unmerged.
 
     Returns:
         The output ``(batch, tokens, heads, head_dim)``, for every token. The way in which sizes were used: `BIAS` if
@@ -88,8 +89,9 @@ def attend(attention: Attention, merging: MergeOptions, merged_pair: Pair | None
 def correction_of(attention: Attention, plan: MergePlan, layout: Layout) -> tuple[Correction, Pair | None]:
     """Fit the correction for an attention call that merges by a plan, see `correction.fit_correction`.
 
-    Return the correction, with its `num_queries`, and merged keys and values, ``(batch, groups, heads * head_dim)``, or
-    None if keys and values have fewer heads than the queries.
+    The queries that it is fitted to are chosen by `layout`, see `pick_queries_in`. Return the correction, with its
+    `num_queries`, and a pair: merged keys and merged values, each ``(batch, groups, heads * head_dim)``. None in place
+    of the pair if keys and values have fewer heads than the queries.
     """
     q, k, v = attention[:3]
     (places,) = cached_result(pick_queries_in, q, layout, q.shape[1], q.shape[3])

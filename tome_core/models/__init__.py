@@ -16,7 +16,8 @@ Adapter = UNetAdapter | TransformerAdapter
 def find_models(model: Any) -> list[nn.Module]:
     """Return the networks to patch: a pipeline's known transformers, or else its UNet, or else its other transformer.
 
-    A network that is not in a pipeline is returned itself, known or not, without wrappers such as torch.compile's.
+    An LDM model gives its UNet; any other network that is not in a pipeline gives itself, known or not. All are without
+    wrappers such as torch.compile's.
 
     Raises:
         TypeError: `model` is not a model.

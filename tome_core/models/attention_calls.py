@@ -66,11 +66,17 @@ class AttentionCall:
         return self._function(q, k, v, bias, **self._kwargs).transpose(1, 2)
 
     def to_host_form(self, out: torch.Tensor) -> torch.Tensor:
-        """Return an output ``(batch, tokens, heads, head_dim)`` in the form in which the host's function returns it."""
+        """Return an output ``(batch, tokens, heads, head_dim)`` in the form in which the host's function returns it.
+
+        In this class the form is ``(batch, heads, tokens, head_dim)`` if `by_head`, else the output itself.
+        """
         return out.transpose(1, 2) if self.by_head else out
 
     def takes_bias(self) -> bool | None:
-        """Return by a trial, see `probe_bias`, whether the function adds a bias; None if it computes no attention."""
+        """Return by a trial on random tokens, see `probe_bias`, whether the function adds a bias to the logits.
+
+        False if it ignores or refuses a bias; None if it computes no attention, or fails without a bias too.
+        """
         scale = self.q.shape[-1] ** -0.5 if self.scale is None else self.scale
         return probe_bias(self.key(), self.compute, scale, self.q)
 
@@ -83,8 +89,9 @@ class TorchCall(AttentionCall):
     """A call of torch's ``scaled_dot_product_attention``, or of a function with the same arguments.
 
     A call with dropout, a causal mask or 3-D tensors ``(batch * heads, tokens, head_dim)`` does not merge. In others,
-    tensors are ``(batch, heads, tokens, head_dim)``. Options that are off are not passed on; `more` is.
-    `attention_kwargs` are further options of diffusers' dispatcher.
+    tensors are ``(batch, heads, tokens, head_dim)``. Options that are off are not passed on. `more`, all other keyword
+    arguments, is passed on, and does not keep the call from merging. `attention_kwargs` are further options of
+    diffusers' dispatcher.
     """
 
     by_head = True
@@ -123,7 +130,10 @@ class DispatchCall(TorchCall):
         self.plain = self.plain and not more.get("attention_kwargs") and more.get("parallel_config") is None
 
     def key(self) -> tuple:
-        """Return the dispatcher, the backend's name (the active one's if the call names none) and torch's function."""
+        """Return a tuple of the dispatcher, the backend's name and the function that now has the name of torch's.
+
+        The backend is the active one if the call names none.
+        """
         registry = getattr(self._function, "__globals__", {}).get("_AttentionBackendRegistry")
         active = "native" if registry is None else registry.get_active_backend()[0]
         backend = self.backend or str(getattr(active, "value", active))
@@ -133,8 +143,8 @@ class DispatchCall(TorchCall):
 class XformersCall(AttentionCall):
     """A call of ``xformers.ops.memory_efficient_attention``; merged calls with a bias go to torch's function instead.
 
-    The tensors are ``(batch, tokens, heads, head_dim)`` or ``(batch * heads, tokens, head_dim)``. `p` is the dropout
-    probability. A call with dropout or with options other than ``op`` does not merge.
+    The tensors are ``(batch, tokens, heads, head_dim)`` or ``(batch * heads, tokens, head_dim)``. `attn_bias` is the
+    mask, `p` the dropout probability. A call with dropout or with options other than ``op`` does not merge.
     """
 
     adds_bias = False
@@ -147,11 +157,14 @@ class XformersCall(AttentionCall):
         self.q, self.k, self.v = (tensor.unsqueeze(-2) if self.is_flat else tensor for tensor in self._qkv)
 
     def split(self, heads: int) -> None:
-        """Split heads off the batch axis, so that `q`, `k` and `v` are views ``(batch, tokens, heads, head_dim)``."""
+        """Set `q`, `k` and `v` to views ``(batch, tokens, heads, head_dim)``, with heads split off the batch axis."""
         self.q, self.k, self.v = (tensor.unflatten(0, (-1, heads)).transpose(1, 2) for tensor in self._qkv)
 
     def to_host_form(self, out: torch.Tensor) -> torch.Tensor:
-        """Return an output ``(batch, tokens, heads, head_dim)`` in the form of the call's tensors before `split`."""
+        """Return an output ``(batch, tokens, heads, head_dim)`` in the form of the call's tensors before `split`.
+
+        The form is ``(batch * heads, tokens, head_dim)`` if `is_flat`, else that of the output.
+        """
         return out.transpose(1, 2).flatten(0, 1) if self.is_flat else out
 
 
@@ -189,13 +202,19 @@ class HeadsCall(AttentionCall):
         return self._function(*self._qkv, self._heads, mask=self.mask, **self._kwargs)
 
     def compute(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Call the host's function on tensors ``(batch, tokens, heads, head_dim)``, see `AttentionCall.compute`."""
+        """Call the host's function on tensors ``(batch, tokens, heads, head_dim)``, and return an output of this form.
+
+        The tensors are first brought into the form that the host uses. `bias` is passed on as the mask.
+        """
         q, k, v = (tensor.transpose(1, 2) if self._skip_reshape else tensor.flatten(2) for tensor in (q, k, v))
         out = self._function(q, k, v, self._heads, mask=bias, **self._kwargs)
         return out.transpose(1, 2) if self._skip_output_reshape else out.unflatten(-1, (self._heads, -1))
 
     def to_host_form(self, out: torch.Tensor) -> torch.Tensor:
-        """Return an output ``(batch, tokens, heads, head_dim)`` in the form that the host asked for."""
+        """Return an output ``(batch, tokens, heads, head_dim)`` in the form that the host asked for.
+
+        The form is ``(batch, heads, tokens, head_dim)`` if `skip_output_reshape`, else ``(batch, tokens, channels)``.
+        """
         return out.transpose(1, 2) if self._skip_output_reshape else out.flatten(2)
 
     def key(self) -> tuple:
@@ -207,7 +226,7 @@ def attend_call(
     state: State, call: ModelCall, name: Hashable, level: int, heads: int,
     layout: Layout | Callable[[int], Layout | str], seen: list[bool], attention_call: AttentionCall,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute the output of an intercepted attention call, with merged keys and values if it can be merged.
+    """Return the output, in the host's form, of an intercepted attention call, with merged keys and values if possible.
 
     The state counts each self-attention, merged or not; other attentions are called unmerged and not counted. If a
     function fails with merged keys, but not without, its `key` is noted in the state, and it is called unmerged now and
@@ -267,9 +286,11 @@ def attend_call(
 
 
 def _visible_rows(mask: object, q: torch.Tensor) -> tuple[torch.Tensor | None, str]:
-    """Return indices of the tokens that a boolean mask leaves visible, and "".
+    """Return indices, int64 ``(visible,)``, of the tokens that a boolean mask leaves visible, and "".
 
-    ``(None, "")`` if it leaves all visible; None and a reason for other masks, and if pictures hide different tokens.
+    The mask is of keys, or of pairs ``(query, key)`` if visible tokens see each other and nothing else. ``(None, "")``
+    if it leaves all visible; None and a reason for other masks, and if pictures of the batch hide different tokens.
+    `q`, ``(batch, tokens, ...)``, shows the number of tokens.
     """
     if not torch.is_tensor(mask):  # a description of a mask, such as those of xformers
         return None, MASKED

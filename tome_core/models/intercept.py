@@ -27,7 +27,10 @@ from .attention_calls import TORCHS_OWN, AttentionCall, DispatchCall, HeadsCall,
 
 
 class _Current(threading.local):
-    """This thread's `answer` to an `AttentionCall`: a function that returns the output in the host's form, or None."""
+    """This thread's `answer`: a function that takes an `AttentionCall` and returns the output in the host's form.
+
+    If it is None, calls go to the host's function.
+    """
 
     def __init__(self) -> None:
         # set in each thread's own dictionary, because compiled graphs look for the attribute there
@@ -105,9 +108,10 @@ class CodeReplacement:
     """A copy of an attention's own code, `inner`, that calls `replaced_function`; `run` runs the copy.
 
     `inner` is a ``forward``, or the ``__call__`` of a processor. Of all globals and attributes that it looks up,
-    `names`, those in `instead` have other values; `run` reads the other globals at each call.
+    `names`, those in `instead` have the values given there; `run` reads the other globals at each call.
 
     Attributes:
+        names: the names that are not in `instead`.
         function: the copy.
         stand_in: a subclass of `Overlay` for an attention or a processor; calling an instance runs `function` on it.
         processor: a subclass of the processor's class that uses the replacement; None if the code is not a processor's.
@@ -129,7 +133,10 @@ class CodeReplacement:
         self.stand_in = type(inner.__name__, (Overlay,), {"__call__": function})
 
     def run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Call ``forward`` of an attention module by the copy, and return its output. The module does not change."""
+        """Call ``forward`` of an attention module by the copy, and return its output. The module does not change.
+
+        If the code is a processor's, the class's ``forward`` runs on a shallow copy of the module with a `processor`.
+        """
         host_globals, own_globals = self._host_globals, self._globals
         for name in self.names:  # hosts replace globals of their modules
             if name in host_globals:
@@ -145,7 +152,7 @@ class CodeReplacement:
 
 
 def _copy_of(code: CodeType) -> CodeType:
-    """Return a copy of code, and of functions inside it, that a compiler does not take for the original."""
+    """Return a copy of code, and of functions inside it, with one more constant, so compilers tell it from the original."""
     # A compiler caches results by code object, and equal ones share an entry: so each has one more constant.
     constants = (_copy_of(value) if isinstance(value, CodeType) else value for value in code.co_consts)
     return code.replace(co_consts=(*constants, __name__))
@@ -160,8 +167,8 @@ def _names_in(code: CodeType) -> list[str]:
 def _replacement_of(name: str, namespace: dict[str, Any], names: Sequence[str]) -> tuple[Any, _ReplacedFunction] | None:
     """Return the value to put in place of ``namespace[name]``, and the replaced function in it; None to keep it.
 
-    It is replaced if its name is registered, or if it is torch's function or a module by which code with `names` calls
-    torch's or xformers' function.
+    It is replaced if its name is registered, or if it is torch's function (the replaced function is the value itself);
+    or if it is a module by which code with `names` calls torch's or xformers' function (the value is an `Overlay`).
     """
     value = namespace[name]
     if name in _BY_NAME:

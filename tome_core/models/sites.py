@@ -103,7 +103,7 @@ class ModelSite(NumberedSite):
 class TransformerSite(Wrap):
     """The wrap around a transformer of a UNet, which reads the token grid from the 4-D input at each call.
 
-    `attentions` are the paths of the self-attentions in it that have a wrap.
+    `attentions` are the paths of the self-attentions in it that have a wrap; `level` is 0 for the finest tokens.
     """
 
     def __init__(self, transformer: nn.Module, wraps: WrapSet, level: int, attentions: set[str]) -> None:
@@ -151,8 +151,8 @@ class AttentionSite(NumberedSite):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the attention's output, with merged keys and values if the rule in force and the call allow it.
 
-        An attention of a recorded model call that stays unmerged is counted, with the reason. Without a record it runs
-        unmerged, after `WrapSet.regain_top`.
+        In a recorded model call its path joins `ModelCall.called_attentions`, and it is counted, with the reason if it
+        stays unmerged. Without a record it runs unmerged, after `WrapSet.regain_top`.
         """
         if not (isinstance(self, Wrap) and self.active) or (torch.compiler.is_compiling() and is_tracing()):
             return Wrap.forward(self, *args, **kwargs)
@@ -201,7 +201,11 @@ class AttentionSite(NumberedSite):
         return out
 
     def _answer(self, call: ModelCall, seen: list[bool]) -> Callable[[AttentionCall], torch.Tensor]:
-        """Return a function from an `AttentionCall` to the result of `attend_call`, which appends to `seen`."""
+        """Return a function that takes an `AttentionCall` and returns the result of `attend_call` for this attention.
+
+        Each call of it appends to `seen`. The layout is the entry of `ModelCall.layouts`; if there is none, `attend_call` asks
+        the adapter for it, once the number of tokens is known.
+        """
         layout = call.layouts.get(self.level) or partial(self.wraps.adapter.layout_of, call, self)
         heads = getattr(self.target, "heads", 1)
         return partial(attend_call, call.state, call, self.path, self.level, heads, layout, seen)
@@ -312,7 +316,10 @@ class AttentionSite(NumberedSite):
             intercept.current.answer = before
 
     def _call_operator(self, begun: torch.Tensor, attention_call: AttentionCall) -> torch.Tensor:
-        """Answer a call by the operator ``attend``, whose first argument is `begun`; unmerged if it is not `plain`."""
+        """Return the output of a call, in the host's form, by the operator ``attend``; unmerged if it is not `plain`.
+
+        `begun` is the result of the operator ``begin``, or this attention's number if the model's call is not compiled.
+        """
         if not attention_call.plain:
             self.wraps.patch.ledger.note_traced(self.level, MORE)
             return attention_call.unmerged()

@@ -70,6 +70,7 @@ class Family(NamedTuple):
 def _read_latent(model: nn.Module, given: Mapping[str, Any]) -> Tokens:
     """Read most classes' calls: the latent's size, divided by the patch size of the model's config, is the grid.
 
+    The latent, 4-D or with frames 5-D, is ``hidden_states`` in `given`, which has the call's arguments by name.
     CogVideoX has frames before channels, which a second axis other than ``config.in_channels`` shows.
     """
     latent, config = given["hidden_states"], model.config
@@ -124,7 +125,10 @@ def _grid_of_ids(ids: torch.Tensor, count: int) -> tuple[int, int] | None:
 
 
 def _read_grid(ids: torch.Tensor) -> tuple[int, int] | None:
-    """Return height and width of the first picture by tokens' ids (picture, row, column); None if they are no grid."""
+    """Return height and width, in tokens, of the first picture by ids ``(tokens, 3)``: picture, row and column.
+
+    None if the picture's rows and columns are no grid.
+    """
     picture = ids[: int((ids[:, 0] == ids[0, 0]).long().cumprod(0).sum())]
     width = int((picture[:, 1] == picture[0, 1]).long().cumprod(0).sum())
     if len(picture) % width:
@@ -135,9 +139,10 @@ def _read_grid(ids: torch.Tensor) -> tuple[int, int] | None:
 
 
 def _read_shapes(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
-    """Read Qwen-Image's call: return `NO_GRID` without `img_shapes`, `UNEVEN` if samples have different entries in it.
+    """Read Qwen-Image's call: the argument `img_shapes`, with an entry for each sample, shows the grid.
 
     An entry is the picture's ``(frames, height, width)`` in tokens, or a list of this and of the references' shapes.
+    Return `NO_GRID` without `img_shapes`, `UNEVEN` if its entries differ.
     """
     shapes = given["img_shapes"]
     if not shapes:
@@ -216,7 +221,10 @@ def family_of(model: Any) -> Family | None:
 
 
 def find_transformers(model: Any) -> list[nn.Module]:
-    """Return the model, its ``transformer`` and ``transformer_2``, each if known, without torch.compile's wrapper."""
+    """Return those of the model, its ``transformer`` and its ``transformer_2`` that are known, in this order.
+
+    The list may be empty. All are without torch.compile's wrapper.
+    """
     # Wan 2.2 has two, for early and for late steps
     candidates = (model, getattr(model, "transformer", None), getattr(model, "transformer_2", None))
     modules = (getattr(module, "_orig_mod", module) for module in candidates)  # without torch.compile's wrapper
@@ -283,7 +291,8 @@ class TransformerAdapter:
     def layout_of(self, call: ModelCall, site: AttentionSite, tokens: int) -> Layout | str:
         """Return the position of the picture's tokens in a sequence of `tokens`, or the reason why it is unknown.
 
-        The picture begins `Tokens.count` before the end if the family's text is first, else at `Tokens.first`.
+        The picture begins `Tokens.count` before the end if the family's text is first, else at `Tokens.first`. The
+        reason is the one that `read` gave. `site` is not used.
         """
         if isinstance(call.facts, str):
             return call.facts

@@ -135,7 +135,7 @@ class BlockSite(Wrap):
             call.block = before
 
     def _input_of(self, call: ModelCall, x: Any) -> tuple[torch.Tensor, dict] | None:
-        """Return the block's input `x` and an empty dict, to be filled with the block's plans by a rule's id.
+        """Return the block's input `x` and an empty dict, to be filled with the block's plans by ``id(rule)``.
 
         None if `x` is no 3-D tensor, or, with the block counted as unmerged, if its tokens are not the picture's grid.
         """
@@ -169,7 +169,10 @@ class PartSite(Wrap):
         return _run_around(self, call, self.block, self.part, args, kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the part unmerged while a compiler traces, because no graph merges in it; note that if a rule would."""
+        """Call the part unmerged while a compiler traces, and return its output.
+
+        If a rule of the patch would merge the part, note for the report that compiled blocks do not.
+        """
         state = self.wraps.patch
         if state is not None and any(getattr(rule, f"merge_{self.part}") for rule in state.clock.rules):
             state.ledger.note_traced(self.level, "its parts merge by a rule that compiled blocks do not follow")
@@ -183,7 +186,10 @@ class BlockAttentionSite(AttentionSite):
     """
 
     def _merge(self, call: ModelCall, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Merge as `AttentionSite`; if the rule is tomesd's, by `_run_around`, or not without a `ModelCall.block`."""
+        """Return the attention's output: merged as in `AttentionSite` if the rule is not tomesd's.
+
+        If it is tomesd's, `_run_around` answers; without a `ModelCall.block` the attention runs unmerged.
+        """
         if not call.rules[self.level].attn.is_as_tomesd:
             return super()._merge(call, args, kwargs)
         if call.block is None:
@@ -192,7 +198,11 @@ class BlockAttentionSite(AttentionSite):
 
 
 def _run_around(site: Any, call: ModelCall, path: str, part: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Return the output for all tokens of a part ("attn", "crossattn", "mlp") of the block `path`, merged or not."""
+    """Return the output for all tokens of a part ("attn", "crossattn", "mlp") of the block `path`, merged or not.
+
+    `State.run_part_merged` merges by `ModelCall.block`, which must be set, and unmerges. If it declines, or if
+    `_problem_of` gives a reason, which is counted, the part is called as it was: `site` is its wrap.
+    """
     (x, plans), level = call.block, site.level
     tokens, context = x.shape[1], args[1] if len(args) > 1 else named(kwargs, CONTEXTS)
     problem, out = _problem_of(part, site.target, x, args, kwargs, context), None
@@ -206,9 +216,9 @@ def _run_around(site: Any, call: ModelCall, path: str, part: str, args: tuple, k
 
 
 def _call_merged(original: Callable, args: tuple, kwargs: dict[str, Any], tokens: int, merge: Callable) -> Any:
-    """Return the output of a part for merged tokens; `merge` takes a tensor of all tokens and returns the merged ones.
+    """Call a part with merged tokens, and return its output for these; `merge` merges a tensor of all tokens.
 
-    The first argument merges; contexts and values too if they are of the length `tokens`, which is 0 to leave them.
+    The first argument merges; contexts and values too if they have `tokens` tokens, which is 0 to leave them.
     """
 
     def merged(value: Any) -> Any:

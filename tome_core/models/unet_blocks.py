@@ -127,8 +127,9 @@ def find_blocks(unet: nn.Module) -> list[BlockPlace]:
 def is_compiled(unet: nn.Module, places: Sequence[BlockPlace], patched_object: Any = None) -> bool:
     """Return whether a UNet is compiled, in part or in whole.
 
-    It is if `patched_object`, which holds the UNet, or its ``unet`` is in torch.compile's wrapper, or if ``compile`` of
-    the UNet, of a block at `places` or of such a block's transformer was called.
+    It is if `patched_object`, which the user has passed to `patch`, or its ``unet`` is a wrapper of torch.compile's, or
+    if ``compile`` of the UNet, of a block at `places` or of such a block's transformer was called. `unet` is the module
+    without wrappers: a wrapper given as `unet` is not noticed.
     """
     parts = (unet, *(part for place in places for part in (place.transformer, place.block)))
     is_wrapped = any(hasattr(model, "_orig_mod") for model in (patched_object, getattr(patched_object, "unet", None)))
@@ -141,7 +142,10 @@ def is_kind(module: Any, name: str) -> bool:
 
 
 def _unwrap(model: Any) -> Any:
-    """Return the model in all wrappers: of torch.compile (``_orig_mod``), DataParallel and the like (``module``)."""
+    """Return the model inside all its wrappers, torch.compile's (``_orig_mod``) and DataParallel's (``module``).
+
+    A model without wrappers is returned itself.
+    """
     for name in ("_orig_mod", "module"):
         inner = getattr(model, name, None)
         if isinstance(inner, nn.Module):
@@ -150,7 +154,10 @@ def _unwrap(model: Any) -> Any:
 
 
 def _places_of(unet: nn.Module, family: UNetFamily) -> Iterator[BlockPlace]:
-    """Yield the `BLOCK`s of each stage of a UNet. A resampler changes `halvings` in the next stages, not in its own."""
+    """Yield the place of each block (class `BLOCK`) of a UNet, in the order down, middle, up, each block once.
+
+    A down-sampler adds 1 to `halvings` in the next stages, not in its own; an up-sampler takes 1 off.
+    """
     halvings, seen = 0, set()
     for name in (family.down, family.middle, family.up):
         part = getattr(unet, name, None)

@@ -43,6 +43,7 @@ class Wrap:
     passes calls through to the copy.
 
     Attributes:
+        name: the name of the method.
         target: the object; None after the wrap was removed, unless another extension's method was below or above it.
         beneath: the method of another extension that this wrap calls; None for the method of the class.
         active: True if the wrap works, False if it passes calls through.
@@ -57,11 +58,11 @@ class Wrap:
         self._target_ref: Callable[[], Any] = weakref.ref(target)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer a call of the method while the wrap is active. Subclasses replace this call of `original`."""
+        """Answer a call of the method while the wrap is active: here by `original`; subclasses override this."""
         return self.original(*args, **kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer a call of the method, instead of `run`, while a compiler traces: by a call of `original`."""
+        """Answer a call of the method, instead of `run`, while a compiler traces: here by `original`."""
         return self.original(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -235,7 +236,10 @@ def without_inert(method: Any) -> Any:
 
 
 def why_missed(wrap: Wrap) -> str:
-    """Return why calls miss a wrap: `TAKEN_OFF`; or `REPLACED`, a colon and the name of the method in its place."""
+    """Return why calls miss a wrap: `REPLACED`, a colon and the full name of another extension's method in its place.
+
+    Without such a method it is `TAKEN_OFF`.
+    """
     method = foreign_method_on(wrap.target)
     return TAKEN_OFF if method is None else f"{REPLACED}: {full_name(method)}"
 
@@ -312,7 +316,10 @@ class WrapSet:
         self._resting: dict[tuple[type, int], Wrap] = {}
 
     def change(self, model: nn.Module, adapter: Any, patch: Any, levels: set[int], tomesd_levels: set[int]) -> None:
-        """Choose the wraps that a patch needs, for `put_back` to install, and remove all others; see `put_on`."""
+        """Set the patch and its adapter, choose the wraps that they need, and uninstall all others.
+
+        The chosen wraps, some of them used before, are installed by `put_back`, not here. For levels, see `put_on`.
+        """
         self.adapter, self.patch = adapter, patch
         self._resting |= {(type(wrap), id(wrap.target)): wrap for wrap in self.wraps}
         wraps = list(adapter.wraps(model, levels, tomesd_levels, self._reuse_or_make))
@@ -362,8 +369,8 @@ class WrapSet:
     def call_outside_forward(self) -> ModelCall | None:
         """Return the call that a part belongs to if that part runs outside of the model's own call; None if unknown.
 
-        In a model that is compiled in several graphs that is `Calls.in_graph`. If gradient checkpointing runs a block
-        again, it is the call whose backward pass runs; a RuntimeError if this call was merged by another patch.
+        The call is `Calls.in_graph` in a model that is compiled in several graphs. If gradient checkpointing runs a
+        block again, it is the call whose backward pass runs; a RuntimeError if this call was merged by another patch.
         """
         if torch.is_tensor(self.begun):
             return self.calls.in_graph
