@@ -138,7 +138,7 @@ def merge(x: torch.Tensor, plan: MergePlan) -> torch.Tensor:
 def add_correction(out: torch.Tensor, q: torch.Tensor, correction: Correction) -> torch.Tensor:
     """Return ``out + q M1 + out M2 + b`` in each head, a new tensor ``(batch, tokens, heads, head_dim)``, as `out` is.
 
-    M1 and M2 are the upper and the lower half of the correction's matrix, b is its constant.
+    M1 and M2 are the upper and the lower half of the correction's matrix, b is its constant. `q` has the form of `out`.
     """
     features, (matrix, constant, _) = out, correction
     if not matrix.dtype == out.dtype == q.dtype:  # the correction is of a step with another autocast
@@ -157,7 +157,10 @@ def add_correction(out: torch.Tensor, q: torch.Tensor, correction: Correction) -
 def _attend_by_torch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Compute attention with torch's function, for tensors as `Attention.function` takes and returns them."""
+    """Compute attention with torch's function; q, k, v and the result are ``(batch, tokens, heads, head_dim)``.
+
+    Keys and values may have fewer heads than queries. `bias` is ``(batch, 1, 1, keys)``.
+    """
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     shares = q.shape[1] // k.shape[1]
     if shares > 1:
@@ -166,7 +169,7 @@ def _attend_by_torch(
 
 
 def _correct(out: torch.Tensor, q: torch.Tensor, correction: Correction) -> torch.Tensor:
-    """Return the result of `add_correction`, written into `out` some tokens at a time unless gradients are needed."""
+    """Return `out` with the result of `add_correction`, some tokens at a time; a new tensor if gradients are needed."""
     if torch.is_grad_enabled() and (out.requires_grad or q.requires_grad):
         return add_correction(out, q, correction)
     step = max(1, _HELD // (out[:, :1].numel() * out.element_size()))

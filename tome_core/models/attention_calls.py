@@ -68,7 +68,7 @@ class AttentionCall:
     def to_host_form(self, out: torch.Tensor) -> torch.Tensor:
         """Return an output ``(batch, tokens, heads, head_dim)`` in the form in which the host's function returns it.
 
-        In this class the form is ``(batch, heads, tokens, head_dim)`` if `by_head`, else the output itself.
+        In this class the form is ``(batch, heads, tokens, head_dim)`` if `by_head`, else that of `out`.
         """
         return out.transpose(1, 2) if self.by_head else out
 
@@ -163,7 +163,7 @@ class XformersCall(AttentionCall):
     def to_host_form(self, out: torch.Tensor) -> torch.Tensor:
         """Return an output ``(batch, tokens, heads, head_dim)`` in the form of the call's tensors before `split`.
 
-        The form is ``(batch * heads, tokens, head_dim)`` if `is_flat`, else that of the output.
+        The form is ``(batch * heads, tokens, head_dim)`` if `is_flat`, else that of `out`.
         """
         return out.transpose(1, 2).flatten(0, 1) if self.is_flat else out
 
@@ -198,7 +198,7 @@ class HeadsCall(AttentionCall):
             self.q, self.k, self.v = (tensor.reshape(*tensor.shape[:2], -1, width) for tensor in (q, k, v))
 
     def unmerged(self) -> torch.Tensor:
-        """Make the call as the host made it, see `AttentionCall.unmerged`."""
+        """Make the call as the host made it, on all tokens, and return what the host's function returns."""
         return self._function(*self._qkv, self._heads, mask=self.mask, **self._kwargs)
 
     def compute(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -101,7 +101,7 @@ def _is_exporting() -> bool:  # a constant, because traced code in torch 2.9 alw
 
 
 def _define(sites: Any) -> torch.library.Library | None:
-    """Define the operators, and return their library, or None if torch raised an error.
+    """Define the operators ``begin`` and ``attend``; return their library, or None if torch raised an error.
 
     When they run, they look up a site by its number in the mapping `sites`.
     """

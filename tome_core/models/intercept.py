@@ -152,7 +152,7 @@ class CodeReplacement:
 
 
 def _copy_of(code: CodeType) -> CodeType:
-    """Return a copy of code, and of functions inside it, with one more constant, so compilers tell it from the original."""
+    """Return a copy of code and of functions inside it, with one more constant, so that compilers tell them apart."""
     # A compiler caches results by code object, and equal ones share an entry: so each has one more constant.
     constants = (_copy_of(value) if isinstance(value, CodeType) else value for value in code.co_consts)
     return code.replace(co_consts=(*constants, __name__))
@@ -240,8 +240,8 @@ def replacement_for(module: nn.Module) -> CodeReplacement | None:
 def traced(kind: type, method: str) -> type[Overlay] | None:
     """Return a class of stand-ins for `kind`, an attention's or processor's class; calling one runs `method` on it.
 
-    `method` then calls a replaced attention function. None if that function cannot be replaced, or is neither torch's
-    nor diffusers' dispatcher, the two that the graph's operator supports.
+    The method of that name then calls a replaced attention function. None if that function cannot be replaced, or is
+    neither torch's nor diffusers' dispatcher, the two that the graph's operator supports.
     """
     replacement = _replacement_in_code(getattr(kind, method))
     if replacement is None or replacement.replaced_function.read_call not in (TorchCall, DispatchCall):

@@ -203,8 +203,8 @@ class AttentionSite(NumberedSite):
     def _answer(self, call: ModelCall, seen: list[bool]) -> Callable[[AttentionCall], torch.Tensor]:
         """Return a function that takes an `AttentionCall` and returns the result of `attend_call` for this attention.
 
-        Each call of it appends to `seen`. The layout is the entry of `ModelCall.layouts`; if there is none, `attend_call` asks
-        the adapter for it, once the number of tokens is known.
+        Each call of it appends to `seen`. The layout is this level's in ``call.layouts``; if there is none, the adapter
+        is asked for it by `attend_call`, once the number of tokens is known.
         """
         layout = call.layouts.get(self.level) or partial(self.wraps.adapter.layout_of, call, self)
         heads = getattr(self.target, "heads", 1)

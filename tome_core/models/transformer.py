@@ -244,7 +244,7 @@ class TransformerAdapter:
     Attributes:
         family: the transformer's `Family`.
         layout: the table of strengths that applies, always "transformer".
-        downsamples: the down-sampling factor of the only level.
+        downsamples: a list of the down-sampling factor of the only level.
         reads: names of the arguments that a call is read from; the last is the timestep's.
     """
 
@@ -265,7 +265,10 @@ class TransformerAdapter:
         return [LevelTally(self.family.downsample, self._blocks)]
 
     def wraps(self, model: nn.Module, levels: set[int], tomesd_levels: set[int], make: Callable) -> Iterator[Wrap]:
-        """Yield wraps for the model, then all attentions, by `make` as in `UNetAdapter.wraps`; levels are not used."""
+        """Yield a wrap for the model, then for each attention, in the order of the modules; levels are not used.
+
+        `make` takes a class of wraps, the module to wrap and further arguments of the class, and returns a wrap.
+        """
         yield make(ModelSite, model)
         for path, module in find_attentions(model, self.family):
             yield make(AttentionSite, module, path, 0)

@@ -106,7 +106,8 @@ class UNetAdapter:
     def layout_of(self, call: ModelCall, site: AttentionSite, tokens: int) -> Layout | str:
         """Return the layout of the picture's tokens, or the reason why it is not known or does not fit `tokens`.
 
-        It is what `TransformerSite` read; without that, as in a compiled model, it follows from the latent's size.
+        The layout is this level's in ``call.layouts``, which `TransformerSite` has read; without it, as in a compiled
+        model, the latent's height and width, halved ``site.halvings`` times and rounded up, are the grid.
         """
         layout = call.layouts.get(site.level)
         if layout is None and call.facts is not None:  # in a compiled model no `TransformerSite` reads the grid
@@ -115,7 +116,10 @@ class UNetAdapter:
 
 
 class BlockSite(Wrap):
-    """The wrap around a block, which keeps the block's input in ``ModelCall.block`` while the block's parts run."""
+    """The wrap around a block, which keeps the block's input in ``ModelCall.block`` while the block's parts run.
+
+    It replaces the block's ``_forward`` if the class has that method, else ``forward``.
+    """
 
     def __init__(self, block: nn.Module, wraps: WrapSet, level: int) -> None:
         # LDM blocks run `_forward` inside their own gradient checkpoint, so only `_forward` runs again in backward

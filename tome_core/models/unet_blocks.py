@@ -128,8 +128,8 @@ def is_compiled(unet: nn.Module, places: Sequence[BlockPlace], patched_object: A
     """Return whether a UNet is compiled, in part or in whole.
 
     It is if `patched_object`, which the user has passed to `patch`, or its ``unet`` is a wrapper of torch.compile's, or
-    if ``compile`` of the UNet, of a block at `places` or of such a block's transformer was called. `unet` is the module
-    without wrappers: a wrapper given as `unet` is not noticed.
+    if the method ``compile`` of the UNet, of a block at `places` or of such a block's transformer was called. `unet` is
+    the module without wrappers: a wrapper given as `unet` is not noticed.
     """
     parts = (unet, *(part for place in places for part in (place.transformer, place.block)))
     is_wrapped = any(hasattr(model, "_orig_mod") for model in (patched_object, getattr(patched_object, "unet", None)))
@@ -142,7 +142,7 @@ def is_kind(module: Any, name: str) -> bool:
 
 
 def _unwrap(model: Any) -> Any:
-    """Return the model inside all its wrappers, torch.compile's (``_orig_mod``) and DataParallel's (``module``).
+    """Return the model inside all wrappers: torch.compile's (``_orig_mod``), DataParallel's and the like (``module``).
 
     A model without wrappers is returned itself.
     """
