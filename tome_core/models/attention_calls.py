@@ -172,7 +172,7 @@ class HeadsCall(AttentionCall):
     """A call of an attention function of ComfyUI, Forge or reForge: ``function(q, k, v, heads, mask=None, ...)``.
 
     Args:
-        function: the host's function, already bound to any override that runs before it.
+        function: the host's function, or a callable that runs a host's override of it; both take the same arguments.
         q, k, v: tensors ``(batch, tokens, channels)``, or ``(batch, heads, tokens, head_dim)`` if ``skip_reshape``.
         heads: number of heads.
         mask: the call's attention mask, or None.

@@ -84,9 +84,9 @@ def _read_latent(model: nn.Module, given: Mapping[str, Any]) -> Tokens:
 
 
 def _read_history(model: nn.Module, given: Mapping[str, Any]) -> Tokens:
-    """Read FramePack's call: as `_read_latent`, with the tokens of earlier frames counted in `Tokens.first`.
+    """Read FramePack's call: the result of `_read_latent`, with `first` set to the number of tokens of earlier frames.
 
-    They are in three films (None for no film), in larger patches the older they are.
+    Earlier frames are in three films in `given` (None for no film), cut into larger patches the older they are.
     """
     history = [(given[name], factor) for name, factor in zip(_HISTORY, (4, 2, 1), strict=False)]
     patches = [(film.shape[2:], (factor, 2 * factor, 2 * factor)) for film, factor in history if film is not None]
@@ -116,7 +116,10 @@ _GRIDS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _grid_of_ids(ids: torch.Tensor, count: int) -> tuple[int, int] | None:
-    """Return `_read_grid` of the last `count` ids ``([batch,] tokens, 3)``, cached until the tensor is written to."""
+    """Return `_read_grid` of the last `count` ids ``([batch,] tokens, 3)``, cached until the tensor is written to.
+
+    Results for inference tensors, which do not count writes, are not reused.
+    """
     version = None if ids.is_inference() else (ids._version, count)  # inference tensors do not count writes
     known = _GRIDS.get(ids)
     if known is None or version is None or known[0] != version:

@@ -233,7 +233,10 @@ def _call_merged(original: Callable, args: tuple, kwargs: dict[str, Any], tokens
 
 
 def _problem_of(part: str, module: nn.Module, x: torch.Tensor, args: tuple, kwargs: dict, context: Any) -> str:
-    """Return why a part cannot be called with merged tokens, or "". `x` is the block's input, `context` the call's."""
+    """Return why a part cannot be called with merged tokens, or "". `x` is the block's input, `context` the part's.
+
+    Reasons: unsupported `args`, other tokens than those of `x`, some masks, keys of other tokens, a stateful hook.
+    """
     if not args or not torch.is_tensor(args[0]) or args[0].dim() != 3 or (part == "attn" and len(args) > 2):
         return "called with unsupported arguments"
     if args[0].shape[:2] != x.shape[:2]:

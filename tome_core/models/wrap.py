@@ -184,7 +184,7 @@ def calling(kind: type, name: str) -> type:
 
 
 def drop_remains(target: Any) -> None:
-    """Remove inactive wraps, which pass all calls through, from the methods of an object that this package wraps.
+    """Remove inactive wraps, which pass all calls through, from those methods of an object that this package wraps.
 
     A copy of a wrapped object has such wraps. Another extension may also have restored one when it was removed.
     """
