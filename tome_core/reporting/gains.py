@@ -149,7 +149,10 @@ class Gains:
         self._write([gain._asdict()])
 
     def add_picture(self, case: tuple[str, ...], seconds: float) -> None:
-        """Keep a picture's seconds per call in the file and in `pictures`, there the latest 12 of a case, 300 cases."""
+        """Keep a picture's seconds per model call in `pictures` and in the file.
+
+        `case` is a key of `pictures`, which keeps the latest 12 times of a case, and the latest 300 cases.
+        """
         seen = {other: times for other, times in self.pictures.items() if other != case}
         seen[case] = (*self.pictures.get(case, ()), seconds)[-_MOST:]
         self.pictures = dict(list(seen.items())[-_CASES:])
