@@ -97,7 +97,7 @@ class PlacedConv(nn.Conv2d):
 def features(height: int, width: int, window: Window = WHOLE, device: torch.device | str = "cpu") -> torch.Tensor:
     """Compute sines and cosines of the position in the picture of each of the window's cells, [1, FEATURES, h, w].
 
-    window: (top, left, height, width) in shares of the picture, which is divided into `height` x `width` cells.
+    window: (top, left, height, width), in shares of the picture, of the part that has `height` x `width` cells.
     """
     top, left, tall, wide = window
     # all made on the device: a copy to it waits, and cannot be captured in a CUDA graph

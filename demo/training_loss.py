@@ -26,7 +26,7 @@ class Batch(NamedTuple):
 
 
 class Scenes:
-    """All batches of new scenes: item k, asked for in any order, is the `Batch` of step k, always the same.
+    """Batches of new scenes, without end: item k is the `Batch` of step k, always the same, asked for in any order.
 
     A batch has `batch` scenes, painted on `device`, `size` x `size` pixels. With `crop` only crop x crop pixels of each
     are given, at a random place for the whole batch, mostly below the sky, where most detail is. A tenth of the

@@ -74,10 +74,10 @@ def steps_of(clock: Clock, steps: int) -> list[tuple[float, Hashable]]:
 def time_calls(patch: Any, call: CallUNet, latents: torch.Tensor, steps: int, rounds: int) -> tuple[float, ...]:
     """Time merged calls, each kind of step `rounds` times, between unmerged ones. Time and counts of `patch` change.
 
-    `call` takes `latents` ``[B, C, H, W]`` and timesteps ``[B]``. A picture has `steps` steps, of which each kind
-    is timed and counts as often as it occurs (see `steps_of`). Return median seconds of an unmerged call, mean
-    seconds of a call over a picture's steps with the patch, and the saved share of self-attention work, 0 to 1; three
-    zeros if no rule is in force at any step.
+    `call` takes `latents` ``[B, C, H, W]`` and timesteps ``[B]``. A picture has `steps` steps, of which each kind is
+    timed and counts as often as it occurs (see `steps_of`). Return median seconds of an unmerged call, mean seconds of
+    a call over a picture's steps with the patch, and the saved share of self-attention work, 0 to 1; three zeros if no
+    rule is in force at any step.
     """
     clock, pictures = clock_for(latents.device), pictures_in(len(latents))
     picture = steps_of(patch.clock, steps)

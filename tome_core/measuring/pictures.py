@@ -31,7 +31,8 @@ class Steps:
 
     Use `begin` when the sampler's loop begins, `call` at each call of the model, `count_step` or the callback of
     `counting_callback` after each step, and `remember` at the end. `follows` says if the sampler calls the model at the
-    times of `begin` and reports each step in order: `begin` sets it to True, a step out of order to False.
+    times of `begin` and reports each step in order: `begin` sets it to True, a step out of order to False; before
+    `begin` it has the constructor's value.
 
     `times` has the times of all steps in the host's terms, such as sigmas; it is empty if they are not known. `calls`
     is the number of model calls so far, `done` that of the steps since `begin`.

@@ -138,7 +138,7 @@ def apply_patch(
 
 
 def remove_patch(model: Any) -> Any:
-    """Take our merging off a model, its copy or any other object, and return the object. Never fails."""
+    """Take our merging off a model, a pipeline or a copy of one, and return it. Never fails, whatever `model` is."""
     try:
         models = find_models(model)
     except (UnsupportedModelError, TypeError):
@@ -304,7 +304,8 @@ class Patch(Measured):
     def _follow(self, patched_object: Any) -> None:
         """Prepare to read the time from a pipeline's scheduler, and each picture's begin from its progress bar.
 
-        Nothing is prepared if the settings need no time. A UNet's bar is of use only if matches are kept.
+        Nothing is prepared if the settings need no time, or for a UNet whose pipeline has no scheduler with
+        ``scale_model_input``. A UNet's bar is of use only if matches are kept.
         """
         scheduler, is_unet = getattr(patched_object, "scheduler", None), self.adapter.layout != "transformer"
         if not self.wants_time or (is_unet and not hasattr(scheduler, "scale_model_input")):

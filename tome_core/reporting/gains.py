@@ -130,7 +130,10 @@ class Gains:
             self._write([*(gain._asdict() for gain in self._known.values()), *self.pictures.items()], whole=True)
 
     def _take(self, line: Any) -> None:
-        """Keep the gain or times of a decoded line. Raises ValueError or TypeError for other lines, or times <= 0."""
+        """Keep the gain or times of a decoded line. Raises ValueError or TypeError for other lines, or times <= 0.
+
+        A dict has the fields of a `Gain`; a list has a key of `pictures` and the times, which replace all of that case.
+        """
         if isinstance(line, list):
             (where, how, rules, saved), times = line
             if not (times and all(isinstance(seconds, float) and seconds > 0 for seconds in times)):

@@ -75,8 +75,8 @@ class Report(Counted):
     def hindered(self) -> str:
         """The attention that should have merged and could not, as ``9% of attention not merged: ...``.
 
-        The reason is that of the most attention. It is "" below 5 %, and if nothing merged. Attention that the settings
-        exclude, or for which merging does not pay, is not included.
+        It has the reason with the most attention; it is "" if that is below 5 %, or if nothing merged. Attention that
+        the settings exclude, or for which merging does not pay, is not included.
         """
         full, lost = self.work[0], self._sum("skipped_work")
         texts = [f"{percent(lost[reason] / full)} of attention not merged: {_why(reason)}" for reason in self.reasons

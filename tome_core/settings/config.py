@@ -26,8 +26,8 @@ def setting(default: Any, label: str, help: str, **facts: Any) -> Any:
     """Return a dataclass field for a setting, whose metadata describes the setting's control and range.
 
     If `default` is None, the setting may be None. `label` and `help` are the control's label and tooltip. `facts` are
-    keys of `describe_settings` or `form`: a setting without choices and minimum is a switch; the limit is the maximum
-    if it is not given.
+    keys of `describe_settings` or `form`. A setting without choices and minimum is a switch. Without `limit`, the
+    maximum is the limit.
     """
     if "maximum" in facts:
         facts.setdefault("limit", facts["maximum"])

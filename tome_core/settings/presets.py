@@ -88,8 +88,8 @@ def _between(value: float, curve: tuple[tuple[int, int], ...]) -> tuple[float, i
     """Return (share of keys in late steps, timestep from which steps are early) at a strength on one of `CURVES`.
 
     A curve has (share of keys in 1/64, timestep) at evenly spaced strengths from 0 to 1. The share is interpolated in
-    its logarithm and rounded up to 1/64; above `MOST_MERGED` it becomes the nearer of `MOST_MERGED` and 1. The timestep
-    is interpolated linearly and rounded.
+    its logarithm and rounded up to 1/64; above `MOST_MERGED` it becomes `MOST_MERGED` or 1, the nearer by ratio. The
+    timestep is interpolated linearly and rounded.
     """
     place = value * (len(curve) - 1)
     low = min(int(place), len(curve) - 2)

@@ -155,8 +155,8 @@ class SchedulerNoise:
 
         `timestep` is the model's argument, of any type; a tensor of more than 4096 elements is no schedule. The step is
         found by its position in memory, because pipelines pass views of their scheduler's timesteps, also expanded over
-        the batch. The schedule is copied to the CPU at its first step; later steps do not wait for the
-        device. The tensors of the latest four schedules are kept, so that no other tensor gets their addresses.
+        the batch. The schedule is copied to the CPU at its first step; later steps do not wait for the device. The
+        tensors of the latest four schedules are kept, so that no other tensor gets their addresses.
         """
         if type(timestep) is not torch.Tensor or timestep.is_meta or (timestep.numel() != 1 and any(timestep.stride())):
             return []
