@@ -35,10 +35,10 @@ def setting(default: Any, label: str, help: str, **facts: Any) -> Any:
 
 
 def _check(item: Any, value: Any) -> Any:
-    """Return a possible value of a setting; raise a TypeError (wrong type) or ValueError that says what to use.
+    """Return a possible value of a setting; raise a TypeError or ValueError that says what to use.
 
-    `item` is the setting's dataclass field. None is possible if it is the default. An int becomes a float if the
-    setting's step is a float; no other value changes.
+    `item` is the setting's dataclass field. A wrong type of a number or switch is a TypeError, all else a ValueError.
+    None is possible if it is the default. An int becomes a float if the step is a float; no other value changes.
     """
     facts, name = item.metadata, item.name
     if value is None and item.default is None:
