@@ -25,7 +25,7 @@ SHARP_SHARE, CLEAR = 0.05, 500
 
 
 class Gates(NamedTuple):
-    """The figures that training has to reach: `effective_keys` as `keys`, `loss_rise` as `rise`; str() judges them."""
+    """Figures of a trained model: `keys` by `effective_keys`, `rise` by `loss_rise`; str() says if each is enough."""
 
     keys: tuple[float, ...]
     rise: float
@@ -70,7 +70,7 @@ def _sharp_half(projection: torch.nn.Linear) -> torch.Tensor:
 
 @contextmanager
 def replace(model: SceneModel, forward: Callable[[Attention, torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Run `forward(attention, x)` in place of each level-0 self-attention while the context lasts."""
+    """Run `forward(attention, x)`, x [n, tokens, channels], in place of each level-0 self-attention in the context."""
     modules = level_0(model)
     for module in modules:
         module.forward = lambda x, *_, module=module, **__: forward(module, x)
@@ -85,8 +85,9 @@ def replace(model: SceneModel, forward: Callable[[Attention, torch.Tensor], torc
 def record_breadths(model: SceneModel, keys: slice | None = None) -> Iterator[list[torch.Tensor]]:
     """Yield a list to which each level-0 self-attention that runs adds how broad its sharp heads, the second half, are.
 
-    An entry is [n, sharp heads]: the mean over every 64th query of log(share of all keys in use). keys: the tokens
-    that the attention itself gets as keys and values, such as `slice(3, None, 8)` to save time; None for all.
+    An entry is [n, sharp heads]: the mean over every 64th query of log(share of all keys in use), which is the entropy
+    minus log(all keys). keys: the tokens that the attention itself then gets as keys and values, such as
+    `slice(3, None, 8)` to save time; None for all.
     """
     breadths: list[torch.Tensor] = []
 
@@ -111,7 +112,7 @@ def broadness(breadths: list[torch.Tensor], times: torch.Tensor) -> torch.Tensor
 
 
 def _entropies(attention: Attention, x: torch.Tensor, every: int, first: int = 0) -> torch.Tensor:
-    """Compute entropies over all keys, in nats, [n, heads from `first` on, queries]: of each `every`-th token."""
+    """Compute attention's entropies in nats, [n, heads from `first` on, queries]; each `every`-th token is a query."""
     q, k = (project(inputs).float().unflatten(-1, (attention.heads, -1)).transpose(1, 2)[:, first:]
             for project, inputs in ((attention.to_q, x[:, ::every]), (attention.to_k, x)))
     logits = q @ k.transpose(-1, -2) * attention.scale

@@ -77,7 +77,11 @@ def read_shapes(path: Path) -> dict[str, list[int]]:
 
 
 def _inspect_folder(path: Path) -> Checkpoint:
-    """Return a "folder" checkpoint. ValueError without index or UNet, for pickles alone in a part, code, inpainting."""
+    """Return a "folder" checkpoint, with the variant of its UNet's files.
+
+    Raises ValueError if ``model_index.json`` is missing or names no UNet, a part has pickled weights alone, the folder
+    has Python code, or it is an inpainting model.
+    """
     index = path / "model_index.json"
     if not index.is_file():
         raise ValueError(f"{path} has no model_index.json, so it is no diffusers folder; give the folder that has "
@@ -122,6 +126,9 @@ def _refuse_extra_channels(path: Path, channels: int, expected: int) -> None:
 
 
 def _variant(unet: Path) -> str | None:
-    """Return the first file's tag, "fp16" in `x.fp16.safetensors`; None if a file has no tag or there are no files."""
+    """Return the first file's tag, "fp16" in `x.fp16.safetensors`; None if any file has no tag, or without files.
+
+    unet: the folder of a UNet, whose .safetensors files are looked at.
+    """
     tags = [file.name.split(".")[1:-1] for file in sorted(unet.glob("*.safetensors"))]
     return None if not tags or [] in tags else tags[0][0].split("-")[0]

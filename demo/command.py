@@ -70,7 +70,8 @@ def add_model(to: argparse.ArgumentParser) -> None:
 def check(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
     """Fill in `options.pictures`, check the options together, without torch, and return the result of `check_model`.
 
-    Also tries to write beside the output, whose folder it makes. Raises ValueError or OSError for the user to read.
+    Without --pictures, there is a picture for each --prompt, or PICTURES. Also tries to write beside the output, whose
+    folder it makes. Raises ValueError or OSError for the user to read.
     """
     given = options.prompt or []
     if options.pictures and len(given) > options.pictures:
@@ -124,7 +125,10 @@ def device_of(name: str | None):
 
 
 def source_of(options: argparse.Namespace, user: checkpoint.Checkpoint | None):
-    """Load UserPipeline for a `user` that is no scene model, else Embedded. ValueError if it cannot load or merge."""
+    """Load a UserPipeline if `user` is no scene model; else Embedded, of `user` or, if None, of the demo's weights.
+
+    Raises ValueError if the model cannot be loaded or merged, or if --device does not work.
+    """
     wait_passively()
     print("Loading the model ...", file=sys.stderr)
     import tome_core

@@ -101,7 +101,10 @@ def speed_up(plain: list[float], merged: list[float]) -> float:
 
 
 def table(columns: list[Column]) -> str:
-    """Return a table, a line for each column: median times, speed-ups, PSNR, SSIM, detail; the first is unmerged."""
+    """Return a table as text: a line of headings and one for each column, of which the first is unmerged.
+
+    A line has the median time, speed-up over the first column, both also of CPU time, PSNR, SSIM and detail.
+    """
     heads = ("", "time", "speed-up", "CPU time", "CPU speed-up", "PSNR", "SSIM", "detail")
     lines = [heads, *(_line(column, columns[0]) for column in columns)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
@@ -109,7 +112,7 @@ def table(columns: list[Column]) -> str:
 
 
 def _line(column: Column, plain: Column) -> tuple[str, ...]:
-    """List a column's cells in `table`; "-" for what compares pictures if `column` is `plain`."""
+    """List the texts of a column's line in `table`; PSNR, SSIM and detail are "-" if `column` is `plain`."""
     likeness = ("-", "-", "-") if column is plain else (
         f"{nearness(plain, column):.1f} dB",
         f"{mean(ssim(a, b) for a, b in zip(plain.pictures, column.pictures, strict=True)):.3f}",
@@ -120,7 +123,7 @@ def _line(column: Column, plain: Column) -> tuple[str, ...]:
 
 
 def verdict(columns: list[Column], on_cpu: bool) -> str:
-    """Say what the fastest strength gained over columns[0], and how near its pictures are.
+    """Say in three sentences or less what the fastest strength gained over columns[0], and how near its pictures are.
 
     A gain below GAIN is called none. on_cpu: tell the gain in processor time, too.
     """

@@ -34,7 +34,10 @@ def shown_size(height: int, width: int) -> tuple[int, int]:
 
 
 def cell(row: int, column: int, size: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Return the box (left, top, right, bottom) of a cell for pictures of `size` = (height, width); see `draw`."""
+    """Return the box (left, top, right, bottom) in px of a cell of the sheet. size: (height, width) of every cell.
+
+    Row and column count from 0; row 2 * i has picture i, row 2 * i + 1 what is below it.
+    """
     height, width = size
     left, top = GAP + column * (width + GAP), TITLE + HEAD + row * (height + GAP)
     return left, top, left + width, top + height

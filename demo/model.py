@@ -95,7 +95,10 @@ class PlacedConv(nn.Conv2d):
 
 
 def features(height: int, width: int, window: Window = WHOLE, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Compute sines and cosines of the position in the picture of each of the window's cells, [1, FEATURES, h, w]."""
+    """Compute sines and cosines of the position in the picture of each of the window's cells, [1, FEATURES, h, w].
+
+    window: (top, left, height, width), in shares of the picture, of the part that has `height` x `width` cells.
+    """
     top, left, tall, wide = window
     # all made on the device: a copy to it waits, and cannot be captured in a CUDA graph
     waves = math.pi * 2.0 ** torch.arange(WAVES, device=device)[:, None, None]
@@ -109,7 +112,7 @@ class SceneModel(nn.Module):
     """A diffusers UNet with its prompt embedding. The state dict has the keys `unet.*` and `emb.weight` [26, 96].
 
     In SDXL's layout it also has `pooled.*`: the second text input is a linear map of the tokens' mean embedding.
-    `side` is the latent's, half of the picture's.
+    `side` is the latent's, half of the picture's. unet: a configuration like UNET. haar_gain: the gain of `encode`.
     """
 
     def __init__(self, unet: dict, scheduler: dict, haar_gain: float):
@@ -150,13 +153,19 @@ class SceneModel(nn.Module):
 
 
 def make(config: dict, scheduler: dict | None = None, haar_gain: float = HAAR_GAIN) -> SceneModel | SceneTransformer:
-    """Make a random model of one of the `LAYOUTS`, a SceneTransformer if it is Flux's. scheduler: None is SCHEDULER."""
+    """Make a model with random weights. scheduler: the noise schedule's configuration; None is SCHEDULER.
+
+    config: a value of `LAYOUTS`, or one like it; with "num_single_layers", as Flux's, it makes a SceneTransformer.
+    """
     kind = SceneTransformer if "num_single_layers" in config else SceneModel
     return kind(config, scheduler or SCHEDULER, haar_gain)
 
 
 def pack(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Compress weights: those of 4096 numbers or more to int8 and float16 NAME.scale [out], the others to float16."""
+    """Compress weights: matrices and kernels of 4096 numbers or more to int8 and steps, all others to float16.
+
+    Steps, one for each output channel, are float16 [out] with the name NAME.scale.
+    """
     packed = {}
     for name, value in weights.items():
         packed[name] = value.half()

@@ -155,7 +155,7 @@ def figures(drawn: Drawn, on_cpu: bool) -> str:
 
 
 def read(values: dict[str, Any], layout: str, checks_prompt: bool) -> Wanted:
-    """Return the Wanted of the controls' values: merged by the own settings if "own" is on, else by the strength.
+    """Return the Wanted of the controls' values: merged by the form's settings if "own" is on, else by the strength.
 
     values: by the control's name. layout: as `tome_core.strength` takes it. checks_prompt: refuse words that the
     embedded model does not know. Raises ValueError or TypeError for a wrong value.

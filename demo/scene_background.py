@@ -142,7 +142,10 @@ def _ground(canvas: Canvas, setting: Setting) -> None:
 
 
 def _waves(canvas: Canvas, setting: Setting, near: torch.Tensor, colour: torch.Tensor) -> torch.Tensor:
-    """Return what waves and glitter of sun or moon add to `colour`, [n, size, size, 3]. near: 0 (horizon) to 1."""
+    """Return what waves and glitter of sun or moon add to `colour`, [n, size, size, 3].
+
+    near: [n, size, 1], 0 at the horizon and above it, 1 at the bottom.
+    """
     u, x, depth = canvas.uniform, canvas.x, 1 / (near + 0.12)
     waves = torch.sin(depth * u(9, 12) + u(0, 6.3) + 0.8 * torch.sin(x * u(8, 16) / (near + 0.35) + u(0, 6.3)))
     waves = waves + 0.5 * torch.sin(depth * u(17, 23) + 1.3 * torch.sin(x * u(14, 24) / (near + 0.35)))
@@ -152,7 +155,7 @@ def _waves(canvas: Canvas, setting: Setting, near: torch.Tensor, colour: torch.T
 
 
 def _grass(canvas: Canvas, setting: Setting, near: torch.Tensor, colour: torch.Tensor) -> torch.Tensor:
-    """Return what grass adds to the ground's colour, [n, size, size, 3]. near: 0 (horizon) to 1. `colour` is unused."""
+    """Return what grass adds to the ground, [n, size, size, 3]. near: 0 (horizon) to 1 (bottom). `colour` is unused."""
     noise = canvas.normal(canvas.size, canvas.size)
     noise = noise + torch.roll(noise, 1, 1)  # blades are taller than wide
     rolling = torch.sin(canvas.x * canvas.uniform(6, 12) / (near + 0.4) + canvas.uniform(0, 6))
@@ -160,20 +163,23 @@ def _grass(canvas: Canvas, setting: Setting, near: torch.Tensor, colour: torch.T
 
 
 def _dunes(canvas: Canvas, setting: Setting, near: torch.Tensor, colour: torch.Tensor) -> torch.Tensor:
-    """Return what dunes add to the ground's colour, [n, size, size, 3]. near: 0 (horizon) to 1. `colour` is unused."""
+    """Return what dunes add to the ground, [n, size, size, 3]. near: 0 (horizon) to 1 (bottom). `colour` is unused."""
     u, x = canvas.uniform, canvas.x
     dunes = torch.sin(u(3, 5) / (near + 0.12) + x * u(-5, 5) + 1.2 * torch.sin(x * u(3, 7) + u(0, 6)))
     return 0.07 * dunes[..., None] * setting.light
 
 
 def _drifts(canvas: Canvas, setting: Setting, near: torch.Tensor, colour: torch.Tensor) -> torch.Tensor:
-    """Return what drifts add to the ground's colour, [n, size, size, 3]. near: 0 (horizon) to 1. `colour` is unused."""
+    """Return what drifts add to the ground, [n, size, size, 3]. near: 0 (horizon) to 1 (bottom). `colour` is unused."""
     drifts = torch.sin(canvas.x * canvas.uniform(3, 6) + near * canvas.uniform(2, 5) + canvas.uniform(0, 6))
     return 0.035 * drifts[..., None] * setting.light
 
 
 def _mirror(canvas: Canvas, setting: Setting, above: torch.Tensor, mask: torch.Tensor, near: torch.Tensor) -> None:
-    """Mirror `above`, the picture before the ground was painted, in 70 % of the seas. mask: the ground's opacity."""
+    """Mirror `above`, the picture before the ground was painted, in 70 % of the seas.
+
+    mask: the ground's opacity [n, size, 1]. near: [n, size, 1], 0 at the horizon and above it, 1 at the bottom.
+    """
     calm = canvas.has("ground", SEA) * (canvas.random(1, 1) < 0.7)
     rows = torch.round((2 * setting.horizon[:, :, 0] - canvas.y[:, :, 0]) * canvas.size - 0.5)
     rows = torch.clip(rows, 0, canvas.size - 1).long()

@@ -61,7 +61,7 @@ def _shadow(canvas: Canvas, place: Place, present: torch.Tensor, setting: Settin
 def _lit_colour(canvas: Canvas, setting: Setting, place: Place, dx: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
     """Return the object's colour [n, size, size, 3]: darker away from the sun, times a random 6 x 6 pattern.
 
-    dx, dy: from the object's foot.
+    dx [n, 1, size], dy [n, size, 1]: from the object's foot, in pictures.
     """
     shade = 0.78 - 0.30 * place.side * dx / place.scale - 0.22 * (dy + place.scale) / place.scale
     shade = torch.clip(shade, 0.25, 1.1)
@@ -99,7 +99,10 @@ def _finish(canvas: Canvas, place: Place, dx: torch.Tensor, dy: torch.Tensor, ma
 
 
 def _twin(canvas: Canvas, place: Place, mask: torch.Tensor, present: torch.Tensor) -> None:
-    """Copy the object's own pixels 7/20 of the picture towards the emptier side, in a third of the pictures."""
+    """Copy the object's own pixels 7/20 of the picture towards the emptier side, in a third of the pictures.
+
+    mask: the object's opacity [n, size, size]. present: 1 if a picture has an object, 0 if not, [n, 1, 1].
+    """
     shift = torch.where(place.x[:, 0, 0] < 0.5, 1, -1) * (canvas.size * 7 // 20)
     source = torch.arange(canvas.size, device=canvas.device)[None] - shift[:, None]
     inside = (source >= 0) & (source < canvas.size)

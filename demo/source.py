@@ -108,7 +108,10 @@ Source = Embedded | UserPipeline
 
 
 def tell_times(source: Source, steps: int, merging: tome_core.Patch, on_step: OnStep) -> OnStep:
-    """Set a picture's first timestep, if the source has them; return a callback that sets the next, calls `on_step`."""
+    """Tell the patch `merging` a picture's first timestep; return the callback for after each of the picture's steps.
+
+    The callback tells the next timestep and calls `on_step`. Nothing is told if the source has no timesteps.
+    """
     times, sampling = iter(source.timesteps(steps) or ()), object()
 
     def tell() -> None:

@@ -26,11 +26,11 @@ class Batch(NamedTuple):
 
 
 class Scenes:
-    """An endless sequence of batches of new scenes: item k is the `Batch` of step k, the same in a resumed run.
+    """Batches of new scenes, without end: item k is the `Batch` of step k, always the same, asked for in any order.
 
-    Scenes are painted on `device`, `size` x `size` pixels. With `crop` only crop x crop pixels of each are given, at a
-    random place for the whole batch, mostly below the sky, where most detail is. A tenth of the pictures have no
-    prompt: all six tokens are NULL_TOKEN. walls: if on, a third of the pictures has a brick wall.
+    A batch has `batch` scenes, painted on `device`, `size` x `size` pixels. With `crop` only crop x crop pixels of each
+    are given, at a random place for the whole batch, mostly below the sky, where most detail is. A tenth of the
+    pictures have no prompt: all six tokens are NULL_TOKEN. walls: if on, a third of the pictures has a brick wall.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ def stratified_times(n: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def noisy_times(n: int, generator: torch.Generator) -> torch.Tensor:
-    """Draw `n` time steps in 0..999, noisy (high) ones more often, because these decide the composition."""
+    """Draw `n` time steps in 0..999, int64, noisy (high) ones more often, because these decide the composition."""
     return (_stratify(n, generator) ** (1 / 3) * 1000).long().clamp(max=999)
 
 
@@ -91,7 +91,10 @@ def v_loss(model: SceneModel, batch: Batch, times: torch.Tensor, generator: torc
 
 
 def composition_loss(model: SceneModel, batch: Batch, times: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Compute `v_loss` with `haar_gain` times the weight for the channels of means: `encode` scales details up."""
+    """Compute the `squared_errors`' mean, a scalar, with `haar_gain` times the weight for the channels of means.
+
+    `encode` scales the other channels, the details, up by as much.
+    """
     errors = squared_errors(model, batch, times, generator)
     weights = torch.ones(errors.shape[1], device=errors.device)
     weights[:MEAN_BANDS] = model.haar_gain

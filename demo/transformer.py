@@ -39,8 +39,9 @@ class SceneTransformer(nn.Module):
     ) -> torch.Tensor:
         """Compute the v-prediction [n, 12, h, w] of noisy `latents` at `timestep` (0-d or [n]) for `tokens` int [n, 6].
 
-        sizes: int [n, 6] in pixels, of which the first row's first four are used, for all: height and width of the
-        whole picture, how much of it is cut off above and left. None: 128 px, not cut off.
+        sizes: int [n, 6] in pixels, of which three numbers of the first row are used, for all: height of the whole
+        picture, which is taken as square, and (third, fourth) how much of it is cut off above and left. None: 128 px,
+        not cut off.
         """
         tiles = nn.functional.pixel_unshuffle(latents, TOKEN)
         height, width = tiles.shape[2:]

@@ -31,6 +31,7 @@ def why_not_now(unet: nn.Module, places: Sequence[BlockPlace], is_called: bool, 
     """Return why the UNet cannot be timed now, with a remedy; "" if it can.
 
     It cannot if it is in use (`is_called`), compiled, itself or in `patched_object`, or wrapped by another program.
+    `places` are its blocks; `patched_object` is what `patch` got, such as a pipeline, or None.
     """
     if is_called:
         return "a sampling goes on; measure before it or after it"
@@ -73,9 +74,10 @@ def steps_of(clock: Clock, steps: int) -> list[tuple[float, Hashable]]:
 def time_calls(patch: Any, call: CallUNet, latents: torch.Tensor, steps: int, rounds: int) -> tuple[float, ...]:
     """Time merged calls, each kind of step `rounds` times, between unmerged ones. Time and counts of `patch` change.
 
-    `call` takes `latents` ``[B, C, H, W]`` and timesteps ``[B]``. Return median seconds of an unmerged call, mean
-    seconds of a call over a picture's steps with the patch, and the saved share of self-attention work, 0 to 1; three
-    zeros if no rule is in force at any step.
+    `call` takes `latents` ``[B, C, H, W]`` and timesteps ``[B]``. A picture has `steps` steps, of which each kind is
+    timed and counts as often as it occurs (see `steps_of`). Return median seconds of an unmerged call, mean seconds of
+    a call over a picture's steps with the patch, and the saved share of self-attention work, 0 to 1; three zeros if no
+    rule is in force at any step.
     """
     clock, pictures = clock_for(latents.device), pictures_in(len(latents))
     picture = steps_of(patch.clock, steps)
@@ -133,7 +135,10 @@ def pictures_in(batch: int) -> int:
 
 
 def noise_for(unet: nn.Module, batch: int, height: int, width: int) -> torch.Tensor:
-    """Return fixed random latents ``[batch, C, height, width]``, float32 on the CPU; an even batch has each twice."""
+    """Return fixed random latents ``[batch, C, height, width]``, float32 on the CPU; an even batch has each twice.
+
+    `height` and `width` are latent cells. C are the channels that the UNet takes.
+    """
     channels = next(module.in_channels for module in unet.modules() if isinstance(module, nn.Conv2d))
     pictures = pictures_in(batch)
     noise = torch.randn(pictures, channels, height, width, generator=torch.Generator().manual_seed(0))

@@ -88,7 +88,10 @@ class Measured(State):
         return gain
 
     def gain_for(self, height: int, width: int, batch: int = 2) -> Gain | None:
-        """Return the gain measured for a size in pixels and the nearest batch (samples in a call); None without one."""
+        """Return the gain measured for a size in pixels and the nearest batch; None without one.
+
+        It was measured for equal model, settings, device and dtype. `batch` is samples in a call.
+        """
         if not KNOWN or not self._places:
             return None
         device, dtype = device_and_dtype_of(self.model)

@@ -31,7 +31,8 @@ class Steps:
 
     Use `begin` when the sampler's loop begins, `call` at each call of the model, `count_step` or the callback of
     `counting_callback` after each step, and `remember` at the end. `follows` says if the sampler calls the model at the
-    times of `begin` and reports each step in order: `begin` sets it to True, a step out of order to False.
+    times of `begin` and reports each step in order: `begin` sets it to True, a step out of order to False; before
+    `begin` it has the constructor's value.
 
     `times` has the times of all steps in the host's terms, such as sigmas; it is empty if they are not known. `calls`
     is the number of model calls so far, `done` that of the steps since `begin`.
@@ -85,9 +86,10 @@ class Steps:
     def remember(self, model: nn.Module | None, config: MergeConfig | None, report: Any, *beside: Any) -> str:
         """Keep the time of a sampling that has ended normally; return the gain of such pictures as text, "" if unknown.
 
-        Nothing is kept, and the result is "", if `model` (without a patch) is None, or fewer than 6 calls lay between
-        first and last report, or none had latents, or nothing merged. `config` and `report` are None for an unmerged
-        picture, for which the result is "", too. `beside` has further conditions on which the time depends.
+        `model` is the model as it is without a patch; None if that is not known. `config` and the patch's `report` are
+        None for an unmerged picture: its time is kept, the result is "". `beside` has further conditions on which the
+        time depends. Nothing is kept, and the result is "", if `model` is None, or fewer than 6 calls lay between first
+        and last report, or none had latents, or there is a `config` and nothing merged.
         """
         (start, before), (end, after) = (*self._reports, (0.0, 0), (0.0, 0))[:2]
         did_not = config is not None and (report is None or not report.merged_anything)
@@ -103,16 +105,20 @@ class Steps:
 
 
 def known_gain(model: nn.Module, config: MergeConfig, height: int, width: int) -> str:
-    """Return the gain in the user's own pictures of a size in pixels as text, without calling the unpatched model.
+    """Return the gain in the user's own pictures of a size in pixels as text, by the times that `Steps` remembered.
 
-    Of all conditions, such as samplers, those of the latest such picture count. The text is like ``about 1.5x faster,
-    from your own pictures (...)``; "" if too few pictures are known.
+    `model` is the model as it is without a patch; it is not called. Of all conditions, such as samplers, those of the
+    latest such picture count. The text is like ``about 1.5x faster, from your own pictures (...)``; "" if too few
+    pictures are known.
     """
     return KNOWN.of_pictures(_where(model, [(height // PIXELS, width // PIXELS)]), _rules(config))
 
 
 def _where(model: nn.Module, sides: list[tuple[int, int]]) -> str:
-    """Return a hash of the model's parts, the latents' sides (height, width), versions, and the command line."""
+    """Return a hash of the model's parts and dtypes, versions, the command line, and `sides`.
+
+    `sides` are the different (height, width) of the latents, in cells, sorted.
+    """
     parts: Counter[str] = Counter()
     for module in model.modules():
         code, processor = vars(module).get("forward", type(module).forward), type(vars(module).get("processor"))

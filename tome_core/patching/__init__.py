@@ -43,8 +43,8 @@ def patch(
             what merges, it is "balanced".
         strength: from 0, which is off, to 1, in place of `config`; see `tome_core.strength`.
         host_clock: True if the caller will call `set_time` before each step, so that limits in percent need no warning.
-        settings: keywords of `MergeConfig`. They change those of `config` or `strength`; without these, the defaults of
-            `MergeConfig`, not those of a preset.
+        settings: keywords of `MergeConfig`. They change the settings of `config` or `strength`; if neither is given,
+            the defaults of `MergeConfig`, not those of a preset.
 
     Returns:
         The `Patch`, which is on the model. It replaces an earlier patch, which comes back when the ``with`` of the new
@@ -89,7 +89,10 @@ def layout_of(model: Any) -> str:
 
 
 def _config_of(config: MergeConfig | str | None, strength: float | None, settings: dict, layout: str) -> MergeConfig:
-    """Return the settings that `patch`'s arguments ask for, `DEFAULT` without any; raise what `patch` raises."""
+    """Return the settings that `patch`'s arguments ask for, `DEFAULT` without any; raise what `patch` raises.
+
+    `layout`, from `layout_of`, decides what a strength or a preset's name means.
+    """
     if strength is not None and config is not None:
         raise ValueError(f"strength={strength!r} and config={config!r} both say what merges; give one of them")
     if strength is None and config is None:
@@ -135,7 +138,7 @@ def apply_patch(
 
 
 def remove_patch(model: Any) -> Any:
-    """Take our merging off a model, its copy or any other object, and return the object. Never fails."""
+    """Take our merging off a model, a pipeline or a copy of one, and return it. Never fails, whatever `model` is."""
     try:
         models = find_models(model)
     except (UnsupportedModelError, TypeError):
@@ -276,7 +279,10 @@ class Patch(Measured):
             before.install()
 
     def report(self) -> Report:
-        """Return a copy of the counts since the last reset. Without a call, a note names another program's wrapper."""
+        """Return a copy of the counts since the last reset.
+
+        If no call was counted, and another program's wrapper lies over the patch, a note names the wrapper.
+        """
         report = super().report()
         sets = () if report.calls else (wraps for wraps in map(wraps_on, self._present()) if wraps and wraps.wraps)
         over = [f"nothing will merge: no call counted yet; {why_missed(wraps.wraps[0])}" for wraps in sets
@@ -298,7 +304,8 @@ class Patch(Measured):
     def _follow(self, patched_object: Any) -> None:
         """Prepare to read the time from a pipeline's scheduler, and each picture's begin from its progress bar.
 
-        Nothing is prepared if the settings need no time. A UNet's bar is of use only if matches are kept.
+        Nothing is prepared if the settings need no time, or for a UNet whose pipeline has no scheduler with
+        ``scale_model_input``. A UNet's bar is of use only if matches are kept.
         """
         scheduler, is_unet = getattr(patched_object, "scheduler", None), self.adapter.layout != "transformer"
         if not self.wants_time or (is_unet and not hasattr(scheduler, "scale_model_input")):
@@ -335,7 +342,10 @@ def patch_on(model: nn.Module | None) -> Patch | None:
 
 
 class SamplingScope(Wrap):
-    """A replacement of ``pipeline.progress_bar``: every diffusers pipeline runs a picture's steps inside the bar."""
+    """A replacement of ``pipeline.progress_bar``, which tells `time` when a picture's sampling begins and ends.
+
+    Every diffusers pipeline runs the steps of its pictures inside the bar.
+    """
 
     def __init__(self, pipeline: Any, time: ModelTime) -> None:
         super().__init__(pipeline, "progress_bar")
@@ -352,16 +362,20 @@ class SamplingScope(Wrap):
         self._target = None if pipeline is None else weakref.ref(pipeline)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the pipeline's progress bar as `_Bar`: a sampling, or the rest of one after ``denoising_start``."""
+        """Return the pipeline's progress bar in a `_Bar`: a new sampling, or the rest of another pipeline's.
+
+        It is the rest if the pipeline's ``denoising_start`` is not None.
+        """
         bar = self.original(*args, **kwargs)
         continues = getattr(self._target(), "denoising_start", None) is not None  # another pipeline began it
         return _Bar(bar, partial(self.time.sample, partial(_guidance, self._target), continues=continues))
 
 
 def _guidance(pipeline: weakref.ref[Any], batch: torch.Tensor) -> Guidance | None:
-    """Return (pictures, index of the prompt's copy) for latents of a call, by the pipeline's kinds of guidance.
+    """Return (number of pictures, index of the prompt's copy) for the latents of a call, by the pipeline's guidance.
 
-    None without guidance, or if the batch is no multiple of the copies.
+    A batch has a copy of all pictures for each of: negative prompt, prompt, perturbed attention, if they are on, in
+    this order. None without guidance, or if the batch is no multiple of the copies.
     """
     # a batch holds the copies for the negative prompt, the prompt, and perturbed attention, in this order
     by_prompt, by_perturbing = (bool(getattr(pipeline(), name, False)) for name in _GUIDES)
@@ -370,7 +384,10 @@ def _guidance(pipeline: weakref.ref[Any], batch: torch.Tensor) -> Guidance | Non
 
 
 class _Bar:
-    """A stand-in for a progress bar. Its ``with`` or iteration is a sampling, begun before the bar, ended after it."""
+    """A stand-in for a progress bar. Its ``with`` or iteration is a sampling, begun before the bar, ended after it.
+
+    `sampling` returns the context manager that is entered for the time of the sampling.
+    """
 
     def __init__(self, bar: Any, sampling: Callable[[], AbstractContextManager[None]]) -> None:
         self._bar, self._sampling, self._scope = bar, sampling, ExitStack()

@@ -130,7 +130,10 @@ class Gains:
             self._write([*(gain._asdict() for gain in self._known.values()), *self.pictures.items()], whole=True)
 
     def _take(self, line: Any) -> None:
-        """Keep the gain or times of a decoded line. Raises ValueError or TypeError for other lines, or times <= 0."""
+        """Keep the gain or times of a decoded line. Raises ValueError or TypeError for other lines, or times <= 0.
+
+        A dict has the fields of a `Gain`; a list has a key of `pictures` and the times, which replace all of that case.
+        """
         if isinstance(line, list):
             (where, how, rules, saved), times = line
             if not (times and all(isinstance(seconds, float) and seconds > 0 for seconds in times)):
@@ -149,7 +152,10 @@ class Gains:
         self._write([gain._asdict()])
 
     def add_picture(self, case: tuple[str, ...], seconds: float) -> None:
-        """Keep a picture's seconds per call in the file and in `pictures`, there the latest 12 of a case, 300 cases."""
+        """Keep a picture's seconds per model call in `pictures` and in the file.
+
+        `case` is a key of `pictures`, which keeps the latest 12 times of a case, and the latest 300 cases.
+        """
         seen = {other: times for other, times in self.pictures.items() if other != case}
         seen[case] = (*self.pictures.get(case, ()), seconds)[-_MOST:]
         self.pictures = dict(list(seen.items())[-_CASES:])

@@ -95,7 +95,10 @@ class LevelTally(Counted):
 
 
 class Ledger:
-    """The counts of one patch: `calls` of the model, and for each of the levels, finest first, those of its blocks."""
+    """The counts of one patch: `calls` of the model, and for each of the levels, finest first, those of its blocks.
+
+    `notes` are texts for the report. A method's `level` is an index of `levels`.
+    """
 
     def __init__(self, levels: list[LevelTally], notes: tuple[str, ...]) -> None:
         self.levels, self.notes, self.calls = levels, notes, 0
@@ -124,7 +127,10 @@ class Ledger:
             tally.work_left += batch * (after[0] * after[1] + exact * keys)
 
     def skip(self, level: int, part: str, reason: str, work: int = 0) -> None:
-        """Count an unmerged call of a part, or a whole "block"; `work`: a self-attention's batch x queries x keys."""
+        """Count an unmerged call of a part, or a whole "block".
+
+        `work` is batch times queries times keys of a self-attention that was not merged; 0 for other parts.
+        """
         tally = self.levels[level]
         tally.skipped[f"{part}: {reason}"] += 1
         tally.skipped_work[f"{part}: {reason}"] += work
@@ -138,6 +144,6 @@ class Ledger:
 
     @when_traced
     def note_traced(self, level: int, reason: str) -> int:
-        """Note why an attention is compiled without merging, and return 0: the compiler needs a constant."""
+        """Note why an attention is compiled without merging, uncounted; return 0: the compiler needs a constant."""
         self.levels[level].traced.add(reason)
         return 0

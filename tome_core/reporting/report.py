@@ -65,15 +65,18 @@ class Report(Counted):
 
     @property
     def headline(self) -> str:
-        """The gain, ``about 1.4x faster (measured here)``; else ``61% of attention left out`` or why nothing merged."""
+        """The gain, ``about 1.4x faster (measured here)`` or `own`; ``61% of attention left out`` if neither is known.
+
+        If nothing merged, ``nothing merged: ...`` with the reason.
+        """
         return (self._speed() or [self._outcome()])[0]
 
     @property
     def hindered(self) -> str:
         """The attention that should have merged and could not, as ``9% of attention not merged: ...``.
 
-        The reason is that of the most attention. It is "" below 5 %, and if nothing merged. Attention that the settings
-        exclude, or for which merging does not pay, is not included.
+        It has the reason with the most attention; it is "" if that is below 5 %, or if nothing merged. Attention that
+        the settings exclude, or for which merging does not pay, is not included.
         """
         full, lost = self.work[0], self._sum("skipped_work")
         texts = [f"{percent(lost[reason] / full)} of attention not merged: {_why(reason)}" for reason in self.reasons
@@ -119,7 +122,10 @@ class Report(Counted):
         return _once(sorted(level.traced) for level in self.levels)
 
     def _speed(self) -> list[str]:
-        """Return [a text on the last three `gains` with a fitting saved share], else [`own`]; [] if nothing merged."""
+        """Return the gain as a list of one text: on the last three `gains` with a fitting saved share, else `own`.
+
+        The list is empty if both are missing, or if nothing merged.
+        """
         gains = [gain for gain in self.gains if gain.fits_share(self.work_saved)][-_KINDS:]
         if not gains or not self.merged_anything:
             return [self.own] if self.own and self.merged_anything else []

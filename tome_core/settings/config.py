@@ -26,8 +26,8 @@ def setting(default: Any, label: str, help: str, **facts: Any) -> Any:
     """Return a dataclass field for a setting, whose metadata describes the setting's control and range.
 
     If `default` is None, the setting may be None. `label` and `help` are the control's label and tooltip. `facts` are
-    keys of `describe_settings` or `form`: a setting without choices and minimum is a switch; the limit is the maximum
-    if it is not given.
+    keys of `describe_settings` or `form`. A setting without choices and minimum is a switch. Without `limit`, the
+    maximum is the limit.
     """
     if "maximum" in facts:
         facts.setdefault("limit", facts["maximum"])
@@ -35,9 +35,10 @@ def setting(default: Any, label: str, help: str, **facts: Any) -> Any:
 
 
 def _check(item: Any, value: Any) -> Any:
-    """Return the value of a setting, a dataclass field, or raise a TypeError or ValueError that says what to use.
+    """Return a possible value of a setting; raise a TypeError or ValueError that says what to use.
 
-    An int becomes a float if the setting's step is a float.
+    `item` is the setting's dataclass field. A wrong type of a number or switch is a TypeError, all else a ValueError.
+    None is possible if it is the default. An int becomes a float if the step is a float; no other value changes.
     """
     facts, name = item.metadata, item.name
     if value is None and item.default is None:
@@ -163,9 +164,10 @@ class MergeRule:
 
     @cached_property
     def corrects(self) -> bool:
-        """True if the error of merged keys and values is corrected: `correction` and `proportional` are on.
+        """True if the error of merged keys and values is corrected.
 
-        It needs all tokens' keys and values: the side is "kv", or a bipartite match compares "keys+values".
+        `correction` and `proportional` have to be on, and all tokens' keys and values computed: the side is "kv", or
+        a bipartite match compares "keys+values".
         """
         at_hand = self.metric == "keys+values" and METHODS[self.method].compares
         return self.correction and self.proportional and (self.side == "kv" or at_hand)
@@ -291,7 +293,8 @@ def plain_rules(config: MergeConfig, downsamples: Sequence[int]) -> dict[MergeRu
 def _early(config: MergeConfig, rule: MergeRule, downsamples: Sequence[int]) -> MergeRule | None:
     """Return the rule for a rule's early phase, for self-attention at level 0 alone, with cells that allow the ratio.
 
-    None without `early_ratio`, or if the rule itself does not merge self-attention at level 0.
+    It holds from the higher of `early_until` and the rule's `min_timestep` upwards. None without `early_ratio`, or if
+    the rule itself does not merge self-attention at level 0. `downsamples` are those of `plain_rules`.
     """
     ratio = config.early_ratio
     if ratio is None or not rule.merge_attn or not reaches(rule, 0, downsamples[0]):
@@ -320,7 +323,8 @@ def describe(config: MergeConfig) -> tuple[str, ...]:
 def notes_on(config: MergeConfig, ever_merges: bool, downsamples: list[int]) -> tuple[str, ...]:
     """Return texts for the report: on each clamped ratio or early ratio, and if a config that is on never merges.
 
-    `ever_merges` tells whether a rule reaches a level of the model; `downsamples` are its levels'.
+    `ever_merges` tells whether a rule that is on reaches a level of the model. `downsamples` are those of
+    `plain_rules`.
     """
     notes = [f"ratio {rule.ratio:g} is over the cap {rule.ratio_cap:g} of cells {rule.sx}x{rule.sy} and was clamped; "
              "larger cells (sx, sy) allow more"

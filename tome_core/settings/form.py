@@ -96,7 +96,7 @@ def values_of(config: MergeConfig) -> dict[str, Any]:
 
 
 def values_at(strength: str | float, layout: str = SD) -> dict[str, Any]:
-    """Return what the form shows, by field, for a strength from 0 to 1 or a preset's name.
+    """Return what the form shows, by the names of fields, for a strength from 0 to 1 or a preset's name.
 
     Fields that are `beside_strength` are left out. `layout` is the model's, one of `presets.LAYOUTS`. A ValueError is
     raised if there is no such strength, preset or layout.
@@ -106,10 +106,11 @@ def values_at(strength: str | float, layout: str = SD) -> dict[str, Any]:
 
 
 def change(config: MergeConfig, values: Mapping[str, Any]) -> MergeConfig:
-    """Return a copy of a config with values of the form, by field. A setting of rules changes in every rule.
+    """Return a copy of a config that is changed by values of the form. A setting of rules changes in every rule.
 
-    A value of None leaves a setting as it is. In the form's names, a ValueError says that a name is not known or a
-    value not possible, a TypeError that a value has the wrong type.
+    `values` has what controls show, by the names of fields. A value of None leaves a setting as it is. In the form's
+    names, a ValueError says that a name is not known or a value not possible, a TypeError that a value has the wrong
+    type.
     """
     unknown = set(values) - set(NAMES)
     if unknown:
@@ -124,8 +125,9 @@ def change(config: MergeConfig, values: Mapping[str, Any]) -> MergeConfig:
 def keep_possible(values: Mapping[str, Any]) -> tuple[MergeConfig, list[str]]:
     """Return a config of the values that are possible, and an error text for each value that was left out.
 
-    A value that was left out has its default. If two settings contradict each other, the one that is later in the form
-    is left out. Missing values, None and unknown names are ignored.
+    `values` has what controls show, by the names of fields. A setting whose value was left out has its default. If two
+    settings contradict each other, the one that is later in the form is left out. Missing values, None and unknown
+    names are ignored.
     """
     config, left_out = MergeConfig(), []
     for name in NAMES:

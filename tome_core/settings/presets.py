@@ -87,8 +87,9 @@ def preset(name: str, layout: str = SD) -> MergeConfig:
 def _between(value: float, curve: tuple[tuple[int, int], ...]) -> tuple[float, int]:
     """Return (share of keys in late steps, timestep from which steps are early) at a strength on one of `CURVES`.
 
-    The share is interpolated in its logarithm and rounded up to 1/64; over `MOST_MERGED` it is `MOST_MERGED` or 1. The
-    timestep is interpolated linearly.
+    A curve has (share of keys in 1/64, timestep) at evenly spaced strengths from 0 to 1. The share is interpolated in
+    its logarithm and rounded up to 1/64; above `MOST_MERGED` it becomes `MOST_MERGED` or 1, the nearer by ratio. The
+    timestep is interpolated linearly and rounded.
     """
     place = value * (len(curve) - 1)
     low = min(int(place), len(curve) - 2)

@@ -100,7 +100,7 @@ class NoiseSchedule:
         return [0.5 * math.log(max(math.expm1(-log_alpha), 1e-24)) for log_alpha in log_alphas]
 
     def time_of(self, timestep: float) -> Time:
-        """Return the time of a timestep of this schedule, which has to be Stable Diffusion's."""
+        """Return a timestep and its percent as a `Time`. This schedule has to be Stable Diffusion's."""
         return Time(timestep, self.percent_of(timestep))
 
     def window_of(self, config: MergeConfig) -> tuple[float, float] | None:
@@ -138,8 +138,8 @@ class SchedulerNoise:
     def steps_of(self, values: list[float]) -> list[Time]:
         """Return a time for each of these values: the scheduler's ``timesteps``, maybe with more after them.
 
-        A time has the timestep of Stable Diffusion's schedule with equal noise. If a scheduler's noise is not known,
-        its timesteps are taken to be Stable Diffusion's.
+        A time has the timestep of Stable Diffusion's schedule with equal noise, and the percent of the schedule of
+        the model's training. If a scheduler's noise is not known, its timesteps are taken to be Stable Diffusion's.
         """
         scheduler = self._scheduler()
         sigmas = _sigmas(scheduler, values)
@@ -153,9 +153,10 @@ class SchedulerNoise:
     def steps_by_memory(self, timestep: Any) -> list[Time]:
         """Return the times of a step and of all later ones; empty if the argument is no element of a longer tensor.
 
-        The step is found by its position in memory, because pipelines pass views of their scheduler's timesteps, also
-        expanded over the batch. The schedule is copied to the CPU at its first step; later steps do not wait for the
-        device. The tensors of the latest four schedules are kept, so that no other tensor gets their addresses.
+        `timestep` is the model's argument, of any type; a tensor of more than 4096 elements is no schedule. The step is
+        found by its position in memory, because pipelines pass views of their scheduler's timesteps, also expanded over
+        the batch. The schedule is copied to the CPU at its first step; later steps do not wait for the device. The
+        tensors of the latest four schedules are kept, so that no other tensor gets their addresses.
         """
         if type(timestep) is not torch.Tensor or timestep.is_meta or (timestep.numel() != 1 and any(timestep.stride())):
             return []
@@ -205,7 +206,10 @@ class PipelineSteps(SchedulerNoise):
         return steps[index] if index < len(steps) else None
 
     def steps_of(self, values: list[float]) -> list[Time]:
-        """Return a time for each of the scheduler's timesteps. Those of Mochi count upwards from noise: 0 is noise."""
+        """Return a time for each of the scheduler's timesteps, 1000 minus each if they count upwards from noise.
+
+        Mochi's do so: its scheduler has ``invert_sigmas``.
+        """
         counts_from_noise = getattr(self._scheduler(), "config", {}).get("invert_sigmas")
         return [STABLE_DIFFUSION.time_of(1000 - value if counts_from_noise else value) for value in values]
 
@@ -224,8 +228,8 @@ def training_schedule(scheduler: Any) -> NoiseSchedule | None:
 def _sigmas(scheduler: Any, values: list[float]) -> list[float] | None:
     """Return the noise's standard deviation at these timesteps, relative to data of unit variance.
 
-    The scheduler's ``sigmas`` give it if the values begin with the scheduler's ``timesteps``; further values get the
-    last one. Else ``alphas_cumprod`` give it; None without these.
+    The scheduler's ``sigmas``, flow models' converted, give it if the values begin with the scheduler's ``timesteps``;
+    values after those get the last sigma. Else ``alphas_cumprod`` give it; the result is None without these.
     """
     config = getattr(scheduler, "config", {})
     timesteps, sigmas, alphas_cumprod = (_list(scheduler, name) for name in ("timesteps", "sigmas", "alphas_cumprod"))
@@ -259,10 +263,10 @@ class LevelRules(NamedTuple):
 
 
 def choose(rules: Sequence[MergeRule], downsamples: Sequence[int]) -> tuple[LevelRules, ...]:
-    """Return for each level of the model the first rule that fits each part of a block, of those that hold at one time.
+    """Return for each level of the model the first rule that fits each part of a block.
 
-    A rule that is off fits as well: it gives None, and later rules do not apply to its blocks. `downsamples` is latent
-    cells per token, along a side, of each level, the finest first.
+    `rules` are those that hold at one time, in order. A rule that is off fits as well: it gives None, and later rules
+    do not apply to its blocks. `downsamples` is latent cells per token, along a side, of each level, the finest first.
     """
 
     def first(level: int, downsample: int, part: str) -> MergeRule | None:
