@@ -52,13 +52,13 @@ class SamplerTimes:
             del sampler.callback_state
 
     def note_call(self, is_live: bool, *kind: Any) -> None:
-        """Count a call of the model, which merges if `is_live`. `kind` is that of `Steps.call`."""
+        """Count a call, which merges if `is_live`. `kind`: the latents, then what else the call's time depends on."""
         self.timed_steps.call(*kind)
         self._calls_live += is_live
         self._live.setdefault(self.timed_steps.done, is_live)
 
     def counts(self) -> dict[str, int]:
-        """Return the numbers of "calls", "steps" and "steps_merged", whose first call merged.
+        """Return the numbers of "calls", "steps" and, of these, "steps_merged", whose first call merged.
 
         If the sampler reports no steps, each call is a step.
         """
@@ -68,7 +68,10 @@ class SamplerTimes:
         return {"calls": calls, "steps": done or calls, "steps_merged": live}
 
     def time(self, params: Any) -> dict[str, float]:
-        """Return the step's {"sigma": ...} or {"timestep": ...}. Waits for the device if the list is not known."""
+        """Return the step's {"sigma": ...} or {"timestep": ...}, from the sampler's list if known and not on a CPU.
+
+        Else it is read from the webui's `params`, which waits for a device.
+        """
         return (None if params.sigma.device.type == "cpu" else self.timed_steps.time) or host.read_time(params)
 
     def timesteps(self, p: Any) -> tuple[float, ...] | None:
@@ -81,7 +84,10 @@ class SamplerTimes:
         return self._timesteps
 
     def _listening(self, function: Callable, name: str) -> Callable:
-        """Return a sampler function that first reads its argument `name`, the list of times, into `timed_steps`."""
+        """Return a sampler function that first reads its argument `name`, the list of times, into `timed_steps`.
+
+        Nothing is read unless this argument and "callback" are given as keywords.
+        """
         @functools.wraps(function)  # the webui inspects its parameters
         def listening(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get(name) is not None and kwargs.get("callback") is not None:
@@ -96,7 +102,10 @@ class SamplerTimes:
 
 
 def _list_of(function: Any) -> str:
-    """Return which argument of a sampler's function lists the times, "sigmas" or "timesteps"; "" for one not known."""
+    """Return the argument with the times of a sampler's function, by its module: "sigmas" or "timesteps"; else "".
+
+    The webui's functions by timesteps are known by their names, too.
+    """
     module, name = getattr(function, "__module__", ""), getattr(function, "__name__", "")
     if module in _SIGMA_MODULES:
         return "sigmas"
