@@ -14,7 +14,8 @@ _BORDER = 0.7  # brightness of the border between two groups
 def panel(picture: torch.Tensor, grid: Any, group: torch.Tensor, title: str) -> torch.Tensor:
     """Return a picture on the CPU with each group of merged tokens in its mean colour, dark borders, and a title.
 
-    `group` has the group's number of each token on a `grid` of (height, width). A group of one token keeps its pixels.
+    `group` ``[tokens]`` has each token's group number, row by row of a `grid` (height, width). A group of one token
+    keeps its pixels.
     """
     height, width = picture.shape[:2]
     tokens = group.reshape(1, 1, *grid).double()  # double: nearest keeps whole numbers whole
@@ -44,9 +45,9 @@ def add_title(picture: torch.Tensor, title: str) -> torch.Tensor:
 
 
 def from_latent(samples: torch.Tensor, latent_format: Any) -> torch.Tensor:
-    """Return rough pictures ``[B, 8 * h, 8 * w, 3]`` of latents, on the CPU; grey if their format is not known.
+    """Return rough pictures ``[B, 8 * h, 8 * w, 3]`` of latents ``[B, C, (frames,) h, w]``, on the CPU.
 
-    Of a video, the first frame is drawn.
+    Of a video, the first frame is drawn. They are grey if ComfyUI's `latent_format` has no colours for C channels.
     """
     samples = samples.detach().float().cpu()
     if samples.dim() == 5:  # video: its first frame

@@ -18,7 +18,10 @@ _OTHER_KEYS = "queries and keys are not of the same tokens"
 
 
 class UnetMerging:
-    """The merging of a UNet in one sampling. UnsupportedModelError: it cannot merge; TypeError: it is no model."""
+    """The merging of a UNet in one sampling. UnsupportedModelError: it cannot merge; TypeError: it is no model.
+
+    `is_compiled` is True, for a UNet compiled as a whole, or None; a UNet compiled in parts cannot merge.
+    """
 
     flow_timesteps = False  # of a flow model, only transformers have the timesteps 1000 * sigma
 

@@ -30,10 +30,7 @@ class JobSettings:
     left_out: tuple[str, ...] = ()  # an error text for each setting that is not possible
 
     def config(self, hires: bool, seed: int = 0, layout: str = SD) -> MergeConfig | None:
-        """Return the engine's settings for a pass; None if it is not to merge. `seed` is used in place of seed 0.
-
-        The first pass is not to merge if `where` is "hires pass", and the reverse.
-        """
+        """Return the engine's settings for a pass; None if it is not to merge. `seed` is used in place of seed 0."""
         if not self.enabled or not self.strength or self.where == PASSES[not hires]:
             return None
         config = form.keep_possible(form.values_of(strength(self.strength, layout)) | dict(self.changes))[0]
@@ -107,10 +104,7 @@ def settings_of(value: float, where: str, changes: Mapping[str, Any], layout: st
 
 
 def _by_name(values: Sequence[Any]) -> dict[str, Any]:
-    """Return the arguments of `read` that were given, by name; a dict gets "own": True.
-
-    ValueError: there are too many, or a name in the dict is unknown.
-    """
+    """Return `values` of `read` by name; a dict gets "own": True. ValueError: too many, or an unknown name."""
     if not values or not isinstance(values[0], Mapping):
         if len(values) > len(ARGUMENTS):
             raise ValueError(f"{len(values)} values were given; there are {len(ARGUMENTS)}: {', '.join(ARGUMENTS)}")

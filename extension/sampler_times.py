@@ -102,10 +102,7 @@ class SamplerTimes:
 
 
 def _list_of(function: Any) -> str:
-    """Return the argument with the times of a sampler's function, by its module: "sigmas" or "timesteps"; else "".
-
-    The webui's functions by timesteps are known by their names, too.
-    """
+    """Return a sampler function's argument with the times, by module and name: "sigmas" or "timesteps"; else ""."""
     module, name = getattr(function, "__module__", ""), getattr(function, "__name__", "")
     if module in _SIGMA_MODULES:
         return "sigmas"

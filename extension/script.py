@@ -33,10 +33,7 @@ class TokenMerging(host.Script):
         return host.ALWAYS_VISIBLE
 
     def ui(self, is_img2img: bool) -> list[Any]:
-        """Make a tab's panel; return its controls, in the order of `ARGUMENTS`; tell the webui how a paste fills them.
-
-        The webui calls this several times.
-        """
+        """Make the panel, tell the webui how a paste fills it, and return its controls, in the order of `ARGUMENTS`."""
         from .ui import Panel  # imports gradio, which is slow
 
         panel = Panel(is_img2img, self.elem_id)

@@ -49,10 +49,7 @@ def when_hires_begins(p: Any, callback: Callable[[], None]) -> None:
 
 
 def reason_to_step_aside(option: Callable[[str, Any], Any], hires: bool) -> str | None:
-    """Return why a pass must not merge: SD.Next's own merging or HyperTile is on in it. None if it may merge.
-
-    ``option(key, default)`` returns a setting of the webui.
-    """
+    """Return why a pass must not merge: SD.Next's own merging or HyperTile is on in it. `option` is `host.option`."""
     method = option("token_merging_method", "None")
     ratio = option(_RATIOS.get(method, ""), 0.0)
     if ratio:
