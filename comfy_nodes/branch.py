@@ -68,7 +68,10 @@ class BranchMerging:
         self, executor: Any, noise: Any, latent_image: Any, sampler: Any, sigmas: Any, denoise_mask: Any = None,
         callback: Any = None, *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Wrap ComfyUI's ``CFGGuider.outer_sample``: return its result; at the end report, or if off keep the time."""
+        """Wrap ComfyUI's ``CFGGuider.outer_sample``, and return its result.
+
+        At the end, also after an exception, report; if the node is off, only keep the time.
+        """
         time = HostSampling(sampler, sigmas, noise)
         sampling, timed_steps = Sampling(self.config, time), time.timed_steps.counting_callback(callback)
         outer, self._sampling = self._sampling, sampling

@@ -65,7 +65,7 @@ def is_compiled_whole(model: Any, options: dict[str, Any]) -> bool | None:
 
 
 def name_in(prompt: Any, node_id: Any) -> str:
-    """Return ``" #12:5 second pass"``: a node's id, then its own title in the prompt, if any; "" for None."""
+    """Return ``" #12:5 second pass"``: a node's id, then the user's title for it in the prompt, if any; "" for None."""
     if node_id is None:
         return ""
     node = prompt.get(str(node_id)) if isinstance(prompt, dict) else None

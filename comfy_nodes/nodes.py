@@ -196,7 +196,7 @@ def _list_dropped(node: Any, prompt: Any, unique_id: Any) -> list[str]:
 
 
 def _background(model: Any, image: torch.Tensor | None, latent: dict | None) -> torch.Tensor:
-    """Return pictures ``[B, H, W, 3]`` on the CPU: the image, else a sketch of the latent, else a grey square."""
+    """Return pictures ``[B, H, W, 3]`` on the CPU: the image, else a rough picture of the latent, else a grey one."""
     if image is not None:
         return image.detach().float().cpu()[..., :3]
     if latent is not None:

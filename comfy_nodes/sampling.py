@@ -19,11 +19,12 @@ class HostSampling:
 
     The levels of all steps are read once, at the first call. A known sampler reports its steps, which gives the level
     of each call; the middle calls of a second-order sampler count as the step's end. With any other sampler, each call
-    reads its level, which waits for the device. Outside a sampling there are no arguments.
+    reads its level, which waits for the device. Outside a sampling there are no arguments. In the methods, `options`
+    are a call's transformer_options, `t` its sigmas.
     """
 
     def __init__(self, sampler: Any = None, sigmas: Any = None, noise: Any = None) -> None:
-        # `stopped` is set by the caller, after an exception
+        # `stopped` is set by the caller, after an exception; `sampler` is the name of the sampler's function
         # no noise: the sampling continues another one's picture. ComfyUI makes noise on the CPU
         self._continues = torch.is_tensor(noise) and noise.device.type == "cpu" and not noise.any()
         self._pictures, self.stopped = len(noise) if torch.is_tensor(noise) else None, False
@@ -73,7 +74,7 @@ class HostSampling:
         return self._pictures if whole and len(x) == len(conditions) * self._pictures else None
 
     def is_between(self, start: float, end: float, sigma: float, model_sampling: Any) -> bool:
-        """Tell if a noise level is between two shares of the schedule (0..1, both included) by ``percent_to_sigma``."""
+        """Tell if a noise level is between the levels of two shares (0..1) of the schedule, both included."""
         key = id(model_sampling), start, end
         if key not in self._known:
             self._known[key] = [model_sampling.percent_to_sigma(percent) for percent in (start, end)]

@@ -40,7 +40,7 @@ class HostCall(hosting.HeadsCall):
 
 
 def other_names_in_slot(options: dict[str, Any]) -> str:
-    """Return full names of another node's function in the slot and those in its closure, with spaces; "" if none."""
+    """Return full names, joined by spaces, of another node's function in the slot and those in its closure, if any."""
     parts = _parts(OtherNodesFunction(options.get(SLOT), None))
     return " ".join(hosting.full_name(part) for part in parts if callable(part))
 

@@ -46,8 +46,8 @@ _number = hosting.number_of(_now)
 def call(run: Callable, options: dict[str, Any], ask: Ask, **more: Any) -> Any:
     """Return the model's output, ``run(transformer_options, **more)``, while ``ask`` computes the slot's attentions.
 
-    `options` are the call's own; their copy for `run` has our function in the slot. A function already there runs
-    below.
+    `options` are the call's own. `run` gets a copy with our function in the slot, above another node's function, if
+    any.
     """
     before = _now.ask, _now.beneath, _now.options
     if options.get(SLOT) is not _attention:  # otherwise the model is called inside its own call
@@ -62,8 +62,9 @@ def call(run: Callable, options: dict[str, Any], ask: Ask, **more: Any) -> Any:
 def _attention(function, q, k, v, heads, mask=None, attn_precision=None, **more):
     """Return an attention's output in ComfyUI's form, from the current call's ``ask``; outside a call, unmerged.
 
-    While a graph is compiled, put an operator into the graph that does so when the graph runs. Arguments are the
-    slot's: ComfyUI's `function`, then its own.
+    The form is ``[B, S, H * d]``, with ``skip_output_reshape`` ``[B, H, S, d]``. While a graph is compiled, put an
+    operator into the graph, which computes this when the graph runs. `function` is ComfyUI's; the slot gets all
+    arguments.
     """
     options = more.get("transformer_options") or _now.options
     if torch.compiler.is_compiling() and hosting.is_tracing():

@@ -33,7 +33,7 @@ class TransformerMerging:
     UnsupportedModelError: the model is compiled, also if in parts.
     """
 
-    flow_timesteps, is_compiled = True, False
+    flow_timesteps, is_compiled = True, False  # a flow model's timesteps are 1000 * sigma
 
     def __init__(self, model: Any, config: Any, options: dict[str, Any]) -> None:
         if host.is_compiled_whole(model, options) is not None:

@@ -150,7 +150,7 @@ def reason_to_step_aside(hires: bool) -> str | None:
 
 
 def reason_of_unet(unet: nn.Module) -> str | None:
-    """Return why a UNet must not merge now: HyperTile is on in a module, perhaps since a hires pass. None if it may."""
+    """Return why a UNet must not merge now: HyperTile is on in a module, perhaps since a hires pass; else None."""
     tiles = (vars(module).get(HYPERTILE) for module in unet.modules())
     return sdnext.TILED if any(getattr(params, "enabled", False) for params in tiles) else None
 
@@ -271,7 +271,7 @@ def plot_module() -> Any | None:
 
 
 def accordion(is_on: bool, label: str, elem_id: str) -> Any:
-    """Make the webui's accordion. Entered by ``with``, it gives its checkbox: at first `is_on`, open while checked."""
+    """Make the webui's accordion, open while its checkbox, at first `is_on`, is checked. ``with`` gives the box."""
     from modules.ui_components import InputAccordion
 
     return InputAccordion(is_on, label=label, elem_id=elem_id)

@@ -52,7 +52,7 @@ def settings_in(text: str, layout: str) -> JobSettings:
 
 
 def _value(field: form.Field, text: str) -> Any:
-    """Convert a text to a bool or float if the field is a switch or number. A text that does not fit stays."""
+    """Convert a text to a bool or float if the field is a switch or number. Choices and texts that do not fit stay."""
     if field.choices:
         return text
     if isinstance(field.default, bool):

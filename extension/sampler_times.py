@@ -29,14 +29,14 @@ class SamplerTimes:
     """
 
     def __init__(self, p: Any, asks: bool) -> None:
-        self.timed_steps = Steps()
+        self.timed_steps = Steps()  # the counts of steps and calls, and the steps' times
         self._timesteps: tuple[float, ...] | None = None
         self._calls_live = 0  # merged calls of the model
         self._live: dict[int, bool] = {}  # by step: its first call merged
         sampler = getattr(p, "sampler", None)
         self._sampler = (lambda: None) if sampler is None else weakref.ref(sampler)  # an aborted job's is not kept
         self._original = getattr(sampler, "func", None)
-        self.sampler = getattr(self._original, "__qualname__", "")
+        self.sampler = getattr(self._original, "__qualname__", "")  # the function's name; "" if there is none
         name, heard = _list_of(self._original) if asks else "", getattr(sampler, "callback_state", None)
         if name:
             sampler.func = self._listening(self._original, name)
@@ -75,7 +75,7 @@ class SamplerTimes:
         return (None if params.sigma.device.type == "cpu" else self.timed_steps.time) or host.read_time(params)
 
     def timesteps(self, p: Any) -> tuple[float, ...] | None:
-        """Return the timesteps of all steps on Stable Diffusion's schedule; None if the sampler's list is not known."""
+        """Return all steps' timesteps on Stable Diffusion's schedule; None if the list is not known or followed."""
         if self._timesteps is None and self.timed_steps.times and self.timed_steps.follows:
             times = [host.to_unit_variance(p, time) for time in self.timed_steps.times]
             self._timesteps = tuple(time["timestep"] if "timestep" in time

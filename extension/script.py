@@ -75,7 +75,7 @@ class TokenMerging(host.Script):
             sdnext.when_hires_begins(p, lambda: armed.arm(p, hires=True))
 
     def process_before_every_sampling(self, p: Any, *values: Any, **facts: Any) -> None:
-        """Arm the merging of the next pass, hires if ``p.is_hr_pass``. Forge calls this twice before hires passes."""
+        """Arm the merging of the next pass, hires if ``p.is_hr_pass``. Forge calls this twice before a hires pass."""
         armed.arm(p, p.is_hr_pass)
 
     def before_hr(self, p: Any, *values: Any) -> None:

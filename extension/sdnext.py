@@ -37,7 +37,7 @@ class RunningPipeline:
 
 
 def when_hires_begins(p: Any, callback: Callable[[], None]) -> None:
-    """Let `p` call ``callback`` just before its hires pass, by an `INIT_HIRES` on it, which the caller deletes."""
+    """Set a method `INIT_HIRES` on `p` that also calls ``callback``, just before the hires pass. Callers delete it."""
     this = weakref.ref(p)
 
     def init_hires(*args: Any, **kwargs: Any) -> None:

@@ -36,8 +36,8 @@ _found: dict[str, dict[str, Any]] = {tab: {} for tab in _OF_TAB}  # the webui's 
 def note(control: Any, elem_id: str) -> None:
     """Link a control of the webui to the panels. Controls whose `elem_id` is not known here are ignored.
 
-    The panels' line follows controls of size, Hires. fix and img2img's tabs. The panels made before take the values of
-    our settings' controls.
+    The panels' line follows controls of size, Hires. fix and img2img's tabs. The panels made before take each new value
+    of our settings' controls.
     """
     if Context.root_block is None:  # gradio 4 makes a control again for an update of it
         return
@@ -217,7 +217,10 @@ def rows_of(group: str) -> list[list[form.Field]]:
 
 
 def _component(field: form.Field) -> tuple[Any, dict[str, Any]]:
-    """Return a field's gradio class, and arguments without value and label. A number that may be unset is no Slider."""
+    """Return a field's gradio class, and arguments without value and label.
+
+    A number is a gradio.Number if it may be unset or is the seed, else a Slider.
+    """
     if field.choices:
         return gr.Dropdown, {"choices": list(field.choices)}
     if isinstance(field.default, bool):
