@@ -56,7 +56,7 @@ class BranchMerging:
         self, executor: Any, x: Any, t: Any, c_concat: Any = None, c_crossattn: Any = None, control: Any = None,
         transformer_options: dict[str, Any] | None = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Wrap ComfyUI's ``BaseModel.apply_model``: call the model, which merges if the node is on."""
+        """Wrap ComfyUI's ``BaseModel.apply_model``, and return its output: call the model, merged if the node is on."""
         sampling = self._sampling or Sampling(self.config)
         sampling.is_alone = sampling.is_alone and control is None
         return sampling.call(
@@ -68,7 +68,10 @@ class BranchMerging:
         self, executor: Any, noise: Any, latent_image: Any, sampler: Any, sigmas: Any, denoise_mask: Any = None,
         callback: Any = None, *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Wrap ComfyUI's ``CFGGuider.outer_sample``: report at the end, or only keep the time if the node is off."""
+        """Wrap ComfyUI's ``CFGGuider.outer_sample``, and return its result.
+
+        At the end, also after an exception, report; if the node is off, only keep the time.
+        """
         time = HostSampling(sampler, sigmas, noise)
         sampling, timed_steps = Sampling(self.config, time), time.timed_steps.counting_callback(callback)
         outer, self._sampling = self._sampling, sampling
@@ -106,7 +109,8 @@ class Sampling:
     def call(self, model: Any, x: Any, t: Any, options: dict[str, Any], run: Any) -> Any:
         """Return ``run(options, **more)``, merged if possible. x: latents ``[B, C, (frames,) H, W]``; t: sigmas.
 
-        `more` has a keyword that marks the graph if the model is compiled and merges, else nothing.
+        `model` is a BaseModel, `options` its transformer_options. `more` has a keyword that marks the graph if the
+        model is compiled and merges, else nothing.
         """
         unet, schedule = model.diffusion_model, model.model_sampling
         # several GPUs sample in threads, each with its own model
@@ -133,7 +137,7 @@ class Sampling:
         return out
 
     def end(self, settings: str, facts: dict[str, Any]) -> Outcome:
-        """Return the sampling's result, after its last call. `settings` is the `line` of `BranchMerging`."""
+        """Return the sampling's result, after its last call. `settings` and `facts`: BranchMerging's line and facts."""
         time = self._time
         strangers = [why for why in self._models.values() if isinstance(why, str)]
         merged = [merging for merging in self._models.values() if not isinstance(merging, str)]
@@ -157,14 +161,20 @@ class Sampling:
         return Outcome(lines, details if merged else lines, data, report, maps)
 
     def remember(self, report: Any = None) -> str:
-        """Keep the time of a whole, undisturbed sampling of one model; return the gain as text, "" if not known."""
+        """Keep the time of a whole, undisturbed sampling of one model; return the gain as text, "" if not known.
+
+        `report` is the engine's, None for an unmerged sampling, which has no gain.
+        """
         if self._time.stopped or not self.is_alone or len(self._models) != 1:
             return ""
         (unet,), time = self._models, self._time
         return time.timed_steps.remember(unet, self._config, report, time.sampler)
 
     def _make(self, model: Any, options: dict[str, Any]) -> Merging | str:
-        """Return a new merging of a model by the node's settings, or why not, as text. options: transformer options."""
+        """Return a new merging of a model by the node's settings, or why not, as text. options: transformer_options.
+
+        A model with a patch size is merged as a transformer, any other as a UNet.
+        """
         if self._config is None:
             return "off"
         try:
@@ -192,7 +202,10 @@ class Sampling:
 
 
 def layout_of(model: Any) -> str:
-    """Return a BaseModel's layout, see `tome_core.strength`. TypeError or ValueError: it is no model that can merge."""
+    """Return a BaseModel's layout: "transformer" if it has a patch size, else by its UNet "sd" or "sdxl".
+
+    TypeError or ValueError: it is no model that can merge.
+    """
     unet = hosting.find_unet(model)
     return hosting.layout_of(unet) if patch_size_of(unet) is None else hosting.TRANSFORMER
 

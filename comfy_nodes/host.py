@@ -52,7 +52,10 @@ def find_attached(patcher: Any) -> Any | None:
 
 
 def is_compiled_whole(model: Any, options: dict[str, Any]) -> bool | None:
-    """Return True if a diffusion model is compiled as a whole alone, False if in parts (too), None if not at all."""
+    """Return True if a diffusion model is compiled as a whole alone, False if in parts (too), None if not at all.
+
+    Both torch's marks on the model and ComfyUI's wrapper in its transformer_options, `options`, count.
+    """
     wrappers = options.get("wrappers", {}).get(APPLY_MODEL, {}).get(COMPILE_KEY, ())
     held = [cell.cell_contents for wrapper in wrappers for cell in getattr(wrapper, "__closure__", None) or ()]
     inner = getattr(model, "_orig_mod", model)
@@ -62,7 +65,7 @@ def is_compiled_whole(model: Any, options: dict[str, Any]) -> bool | None:
 
 
 def name_in(prompt: Any, node_id: Any) -> str:
-    """Return ``" #12:5 second pass"``, a node's id, then its title if the user gave it one; "" if the id is None."""
+    """Return ``" #12:5 second pass"``: a node's id, then the user's title for it in the prompt, if any; "" for None."""
     if node_id is None:
         return ""
     node = prompt.get(str(node_id)) if isinstance(prompt, dict) else None

@@ -51,12 +51,12 @@ class ApplyToMe(_Node):
         self, model: Any, strength: Any = inputs.STRENGTH, start: Any = 0.0, end: Any = 1.0, settings: Any = None,
         unique_id: Any = None, prompt: Any = None, **unknown: Any,
     ) -> tuple[Any]:  # fmt: skip
-        """Return a clone of the model that merges, in a tuple. The node shows its state as text.
+        """Return a clone of the model that merges, in a tuple. The node (id: `unique_id`) shows its state as text.
 
-        If the strength is 0, or a value or the model is not supported, the clone does not merge. The model, ComfyUI's
-        ModelPatcher, stays unchanged. Merging goes from `start` to `end`, shares of the schedule. `settings`, a
-        MergeConfig from ToMeSettings, replace the strength. `prompt` has ComfyUI's nodes by id; the node's text names
-        inputs in it that are `unknown`, which are ignored.
+        If the strength is 0, ComfyUI too old, or a value or the model not supported, the clone does not merge. The
+        model, ComfyUI's ModelPatcher, stays unchanged. Merging goes from `start` to `end`, shares of the schedule.
+        `settings`, a MergeConfig from ToMeSettings, replace the strength. `prompt` has ComfyUI's nodes by id; the
+        node's text names inputs in it that are `unknown`, which are ignored.
         """
         clone = model.clone()
         if not host.is_new_enough(clone):
@@ -101,7 +101,10 @@ class ToMeSettings(_Node):
         return {"required": {}, "optional": inputs.settings_types(), "hidden": HIDDEN_PROMPT}
 
     def settings(self, unique_id: Any = None, prompt: Any = None, **values: Any) -> tuple[Any]:
-        """Return a MergeConfig of the possible values, else defaults, in a tuple. The node shows impossible values."""
+        """Return a MergeConfig of the possible `values`, by field, in a tuple; other fields have their defaults.
+
+        The node shows values that are not possible, and inputs in the `prompt` that it does not know.
+        """
         config, left_out = inputs.form.keep_possible(values)
         dropped = _list_dropped(self, prompt, unique_id)
         if left_out or dropped:
@@ -202,9 +205,10 @@ def _background(model: Any, image: torch.Tensor | None, latent: dict | None) -> 
 
 
 def _panels(pixels: torch.Tensor, row: int, maps: dict[int, tuple[int, Any]]) -> torch.Tensor:
-    """Return a picture ``[H, W, 3]`` drawn once for each level, side by side. `row` < 0 is its row of each map.
+    """Return a picture ``[H, W, 3]`` drawn once for each level, side by side, ``[H, W * levels, 3]``.
 
-    `maps` are those of `Outcome`. A map with fewer rows gives its first row.
+    `row` < 0, counted from the end, is the picture's row in each map; a map with fewer rows gives its first. `maps` are
+    those of `Outcome`.
     """
     panels = []
     for level, (downsample, merge_map) in maps.items():

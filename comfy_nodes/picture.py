@@ -12,9 +12,10 @@ _BORDER = 0.7  # brightness of the border between two groups
 
 
 def panel(picture: torch.Tensor, grid: Any, group: torch.Tensor, title: str) -> torch.Tensor:
-    """Return a picture on the CPU with each group of merged tokens in its mean colour, dark borders, and a title.
+    """Return a picture ``[H, W, 3]`` with each group of merged tokens in its mean colour, dark borders, and a title.
 
-    `group` has the group's number of each token on a `grid` of (height, width). A group of one token keeps its pixels.
+    The picture is on the CPU. `group` ``[tokens]`` has each token's group number, row by row of a `grid` (height,
+    width). A group of one token keeps its pixels.
     """
     height, width = picture.shape[:2]
     tokens = group.reshape(1, 1, *grid).double()  # double: nearest keeps whole numbers whole
@@ -30,7 +31,7 @@ def panel(picture: torch.Tensor, grid: Any, group: torch.Tensor, title: str) -> 
 
 
 def add_title(picture: torch.Tensor, title: str) -> torch.Tensor:
-    """Return a copy of a picture ``[H, W, 3]`` with a text in its upper left corner. The picture is on the CPU."""
+    """Return a copy of a picture ``[H, W, 3]`` (0..1, on the CPU) with a text, in lines that fit, in its upper left."""
     from PIL import Image, ImageDraw
 
     image = Image.fromarray((picture.clamp(0, 1) * 255).round().to(torch.uint8).numpy())
@@ -44,9 +45,9 @@ def add_title(picture: torch.Tensor, title: str) -> torch.Tensor:
 
 
 def from_latent(samples: torch.Tensor, latent_format: Any) -> torch.Tensor:
-    """Return rough pictures ``[B, 8 * h, 8 * w, 3]`` of latents, on the CPU; grey if their format is not known.
+    """Return rough pictures ``[B, 8 * h, 8 * w, 3]`` of latents ``[B, C, (frames,) h, w]``, on the CPU.
 
-    Of a video, the first frame is drawn.
+    Of a video, the first frame is drawn. They are grey if ComfyUI's `latent_format` has no colours for C channels.
     """
     samples = samples.detach().float().cpu()
     if samples.dim() == 5:  # video: its first frame

@@ -19,11 +19,12 @@ class HostSampling:
 
     The levels of all steps are read once, at the first call. A known sampler reports its steps, which gives the level
     of each call; the middle calls of a second-order sampler count as the step's end. With any other sampler, each call
-    reads its level, which waits for the device. Outside a sampling there are no arguments.
+    reads its level, which waits for the device. Outside a sampling there are no arguments. In the methods, `options`
+    are a call's transformer_options, `t` its sigmas.
     """
 
     def __init__(self, sampler: Any = None, sigmas: Any = None, noise: Any = None) -> None:
-        # `stopped` is set by the caller, after an exception
+        # `stopped` is set by the caller, after an exception; `sampler` is the name of the sampler's function
         # no noise: the sampling continues another one's picture. ComfyUI makes noise on the CPU
         self._continues = torch.is_tensor(noise) and noise.device.type == "cpu" and not noise.any()
         self._pictures, self.stopped = len(noise) if torch.is_tensor(noise) else None, False
@@ -36,7 +37,7 @@ class HostSampling:
 
     @property
     def steps(self) -> dict[str, int]:
-        """The numbers of steps: "steps" reported as done, "steps_planned" (0 if not known), and "steps_computed"."""
+        """Numbers of steps: "steps" reported as done, "steps_planned" (0: unknown), "steps_computed" (not skipped)."""
         return {"steps": self.timed_steps.done, "steps_planned": self._planned, "steps_computed": len(self._computed)}
 
     @property
@@ -55,19 +56,25 @@ class HostSampling:
             self._computed.add(self.timed_steps.done)
 
     def sigma(self, t: Any, options: dict[str, Any]) -> float:
-        """Return the noise level of a call, on the scale of `t`. Waits for the device if the sampler is not known."""
+        """Return a call's noise level, from the sampler's list if known and `t` is not on the CPU, else from `t`.
+
+        Without a list, the host waits for the device of `t`.
+        """
         if torch.is_tensor(t) and t.device.type != "cpu" and self._levels_in(options):
             return self.timed_steps.time
         return float(t.reshape(-1)[0]) if torch.is_tensor(t) else float(t)
 
     def pictures_in(self, x: Any, options: dict[str, Any]) -> int | None:
-        """Return how many pictures are made; None if not known, or if `x` lacks some for a condition of the call."""
+        """Return how many pictures are made; None if not known, or if `x` lacks some for a condition of the call.
+
+        `x` are the call's latents ``[B, ...]``, with all pictures for each of the conditions in `options`.
+        """
         conditions = options.get("cond_or_uncond")
         whole = conditions is not None and torch.is_tensor(x) and self._pictures is not None
         return self._pictures if whole and len(x) == len(conditions) * self._pictures else None
 
     def is_between(self, start: float, end: float, sigma: float, model_sampling: Any) -> bool:
-        """Tell if a noise level is between two shares of the schedule, both included, by ``percent_to_sigma``."""
+        """Tell if a noise level is between the levels of two shares (0..1) of the schedule, both included."""
         key = id(model_sampling), start, end
         if key not in self._known:
             self._known[key] = [model_sampling.percent_to_sigma(percent) for percent in (start, end)]
@@ -75,7 +82,11 @@ class HostSampling:
         return last <= sigma <= first
 
     def timesteps(self, model_sampling: Any, options: dict, flow_timesteps: bool = False) -> tuple[float, ...] | None:
-        """Return all steps' timesteps; None if the sampler is not known, or another sampling began the picture."""
+        """Return all steps' timesteps; None if the sampler is not known, or another sampling began the picture.
+
+        They lie on Stable Diffusion's schedule; with `flow_timesteps`, those of a flow model are 1000 times the noise
+        level.
+        """
         key = id(model_sampling), flow_timesteps
         if key not in self._known:
             levels = [] if self._continues else self._levels_in(options)

@@ -31,13 +31,16 @@ class HostCall(hosting.HeadsCall):
     """One call of a ComfyUI attention function, or of an `OtherNodesFunction`."""
 
     def takes_bias(self) -> bool | None:
-        """Tell whether the function may get a bias, and adds it to the logits; None if it computes no attention."""
+        """Tell whether the function adds a bias to the logits; None if it computes no attention.
+
+        False too if it is in `_UNBIASED`, or is another node's function around a function in this set.
+        """
         takes = super().takes_bias()
         return takes and not any(getattr(part, "__name__", "") in _UNBIASED for part in _parts(self._function))
 
 
 def other_names_in_slot(options: dict[str, Any]) -> str:
-    """Return names of another node's function in the slot and those in its closure, joined by spaces; "" if none."""
+    """Return full names, joined by spaces, of another node's function in the slot and those in its closure, if any."""
     parts = _parts(OtherNodesFunction(options.get(SLOT), None))
     return " ".join(hosting.full_name(part) for part in parts if callable(part))
 

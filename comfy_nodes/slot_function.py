@@ -18,14 +18,17 @@ _functions: list[Callable] = []  # ComfyUI's attention functions, which graphs i
 
 
 class _Now(threading.local):
-    """The current call of a model in this thread."""
+    """The current call of a model in this thread, and its transformer_options, `options`."""
 
     ask: Ask | None = None  # outside a call None
     beneath: Callable | None = None  # another node's function that was in the slot
     options: dict[str, Any] = {}  # noqa: RUF012 (never changed)
 
     def attend_in_graph(self, whole: bool, q: Any, k: Any, v: Any, mask: Any, by_head: bool, scale: Any, *rest: Any):
-        """Return the output ``[B, S, H, d]``, as of q, k and v, of an attention in a compiled graph, for ``attend``."""
+        """Return the output ``[B, S, H, d]``, as of q, k and v, of an attention in a compiled graph, for ``attend``.
+
+        The last of `rest` is the text that `_attention` wrote into the graph. `whole` and `by_head` are not used.
+        """
         place, kind, number, index, precision = rest[-1].split()  # written by `_attention`
         options = {**self.options, "block": (kind, int(number)), "block_index": int(index)}
         more = {"scale": scale, "attn_precision": torch.float32 if precision != "None" else None}
@@ -41,7 +44,11 @@ _number = hosting.number_of(_now)
 
 
 def call(run: Callable, options: dict[str, Any], ask: Ask, **more: Any) -> Any:
-    """Return the model's output, ``run(transformer_options, **more)``, while ``ask`` computes the slot's attentions."""
+    """Return the model's output, ``run(transformer_options, **more)``, while ``ask`` computes the slot's attentions.
+
+    `options` are the call's own. `run` gets a copy with our function in the slot, above another node's function, if
+    any.
+    """
     before = _now.ask, _now.beneath, _now.options
     if options.get(SLOT) is not _attention:  # otherwise the model is called inside its own call
         _now.beneath = options.get(SLOT)
@@ -53,7 +60,12 @@ def call(run: Callable, options: dict[str, Any], ask: Ask, **more: Any) -> Any:
 
 
 def _attention(function, q, k, v, heads, mask=None, attn_precision=None, **more):
-    """Return an attention's output in ComfyUI's form, from the current call's ``ask``; outside a call, unmerged."""
+    """Return an attention's output in ComfyUI's form, from the current call's ``ask``; outside a call, unmerged.
+
+    The form is ``[B, S, H * d]``, with ``skip_output_reshape`` ``[B, H, S, d]``. While a graph is compiled, put an
+    operator into the graph, which computes this when the graph runs. `function` is ComfyUI's; the slot gets all
+    arguments.
+    """
     options = more.get("transformer_options") or _now.options
     if torch.compiler.is_compiling() and hosting.is_tracing():
         call, block = HostCall(function, q, k, v, heads, mask, **more), options.get("block", ("none", 0))

@@ -28,9 +28,12 @@ _NO_GRID = "the latent has no grid that is known"
 
 
 class TransformerMerging:
-    """The merging of a transformer in one sampling, used like `UnetMerging`. UnsupportedModelError: it is compiled."""
+    """The merging of a transformer in one sampling: `state` is the engine's, `answering` serves a call.
 
-    flow_timesteps, is_compiled = True, False
+    UnsupportedModelError: the model is compiled, also if in parts.
+    """
+
+    flow_timesteps, is_compiled = True, False  # a flow model's timesteps are 1000 * sigma
 
     def __init__(self, model: Any, config: Any, options: dict[str, Any]) -> None:
         if host.is_compiled_whole(model, options) is not None:
@@ -39,7 +42,10 @@ class TransformerMerging:
 
     @contextmanager
     def answering(self, call: Any, latent: torch.Tensor, options: dict[str, Any]) -> Iterator[slot_function.Ask]:
-        """Yield the function that computes the attentions of the call that the engine's `State.begin` began."""
+        """Yield the function that computes a call's attentions. `call` is what the engine's `State.begin` returned.
+
+        `latent` gives the grid; `options` are not used, because each attention brings its own.
+        """
         grid = grid_of(self._model, latent)
 
         def ask(attention: slot_calls.HostCall, facts: dict[str, Any]) -> torch.Tensor:
@@ -75,7 +81,11 @@ def grid_of(model: Any, latent: Any) -> Any | None:
 
 
 def where_tokens_lie(model: Any, grid: Any, tokens: int, options: dict) -> Any | str:
-    """Return the `Layout` of the picture's tokens in a sequence of `tokens`, or why their place is not known."""
+    """Return the `Layout` of the picture's tokens in a sequence of `tokens`, or why their place is not known.
+
+    If there are tokens beside the picture's, the name of the model's class and the lengths of references in `options`,
+    transformer_options, decide.
+    """
     names = {kind.__name__ for kind in type(model).__mro__}
     if names & _REFINE_TEXT and not options.get("block_type"):
         return f"{tokens} {REFINED}"

@@ -18,7 +18,10 @@ _OTHER_KEYS = "queries and keys are not of the same tokens"
 
 
 class UnetMerging:
-    """The merging of a UNet in one sampling. UnsupportedModelError: it cannot merge; TypeError: it is no model."""
+    """The merging of a UNet in one sampling. UnsupportedModelError: it cannot merge; TypeError: it is no model.
+
+    `is_compiled` is True, for a UNet compiled as a whole, or None; a UNet compiled in parts cannot merge.
+    """
 
     flow_timesteps = False  # of a flow model, only transformers have the timesteps 1000 * sigma
 
@@ -37,7 +40,7 @@ class UnetMerging:
 
     @contextmanager
     def answering(self, call: Any, latent: torch.Tensor, options: dict[str, Any]) -> Iterator[slot_function.Ask]:
-        """Yield the function that computes a call's attentions; those it has not got at the end count as not merged."""
+        """Yield the function that computes a call's attentions. Expected ones that do not come count as not merged."""
         missing, seen, before = Counter(self._levels.values()), [], None
 
         def ask(attention: slot_calls.HostCall, facts: dict[str, Any]) -> torch.Tensor:
@@ -70,7 +73,10 @@ class UnetMerging:
 
 
 def _options_of(path: str) -> tuple[tuple[str, int], int]:
-    """Convert the path ``input_blocks.1.1.transformer_blocks.0`` to ``("input", 1), 0``. The middle block has 0."""
+    """Convert the path ``input_blocks.1.1.transformer_blocks.0`` to ``("input", 1), 0``. The middle block has 0.
+
+    The results are "block" and "block_index" in the transformer_options of the path's attentions.
+    """
     stage, number, *_, index = path.split(".")
     kind = stage.partition("_")[0]
     return (kind, 0 if kind == "middle" else int(number)), int(index)

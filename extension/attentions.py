@@ -31,13 +31,16 @@ class _Hijacked(hosting.ForwardOnStandIn):
     def keys_and_values(
         self, module: nn.Module, keys: torch.Tensor, values: torch.Tensor, kwargs: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Project the tokens `keys`, changed by the loaded hypernetworks, to keys and values. `values` is not used."""
+        """Project the tokens `keys` to keys and values, after hypernetworks have changed them for each of the two.
+
+        `values` are not used.
+        """
         return super().keys_and_values(module, *host.through_hypernetworks(keys), kwargs)
 
     def attend(
         self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: None, kwargs: dict[str, Any]
     ) -> torch.Tensor:
-        """Return the output of ``type(module).forward``, which A1111 replaces, on these queries, keys and values."""
+        """Return what ``type(module).forward``, which A1111 replaces, computes of q, k and v. `kwargs` are not used."""
         # a context of one channel fits no hypernetwork, so none is applied twice
         return type(module).forward(hosting.StandIn(module, q, k, v), q, context=k[..., :1])
 
@@ -58,7 +61,7 @@ def _beneath_idle_hypertile(module: nn.Module, wrapper: Any) -> Any:
 
 
 def describe() -> None:
-    """Register the attentions of all webuis at the engine. May be called again."""
+    """Register at the engine A1111's attentions, the Forges' functions and HyperTile's wrapper. May be called again."""
     for forward, by_attribute in _BY_HAND.items():
         hosting.register(forward, _Hijacked(by_attribute))
     for name in _OF_THE_FORGES:

@@ -53,7 +53,7 @@ def option(key: str, default: Any) -> Any:
 
 
 def add_option(key: str, default: Any, label: str, help: str, arguments: dict, section: tuple[str, str]) -> None:
-    """Add a setting to the settings tab; saved values stay.
+    """Add a setting to the settings tab, under `section` (id, title), with `help` behind its label; saved values stay.
 
     `arguments` make a gradio.Radio if "choices" is in them, else a gradio.Slider; {} leaves the choice to the webui.
     """
@@ -85,7 +85,7 @@ def loaded_unet() -> Any | None:
 
 
 def layout(unet: Any = None) -> str:
-    """Return the layout of a UNet, of the loaded one if None, see `tome_core.strength`; "sd" if it is not known."""
+    """Return a UNet's layout, "sd", "sdxl" or "transformer", by default the loaded one's; "sd" if it is not known."""
     try:
         return layout_of(loaded_unet() if unet is None else unet)
     except (TypeError, ValueError):
@@ -95,7 +95,7 @@ def layout(unet: Any = None) -> str:
 def run_as_job(function: Callable[[], Any]) -> Any:
     """Return a function's result, run under the webui's lock of jobs, in the Forges on the thread of jobs.
 
-    RuntimeError: a job is running. The function's own exceptions are raised too.
+    RuntimeError, without waiting: a job is running. The function's own exceptions are raised too.
     """
     lock = getattr(sys.modules.get("modules.call_queue"), "queue_lock", None) or threading.Lock()
     if not lock.acquire(blocking=False):
@@ -136,7 +136,7 @@ def _running_model(p: Any) -> Any:
 
 
 def running_pipeline(p: Any) -> sdnext.RunningPipeline | None:
-    """Return an object with the parts of SD.Next's pipeline at each access; None if the job's model is no pipeline."""
+    """Return an object that reads SD.Next's loaded pipeline at each access; None if the job's model is no pipeline."""
     return sdnext.RunningPipeline(lambda: shared.sd_model) if sdnext.is_pipeline(_running_model(p)) else None
 
 
@@ -150,7 +150,7 @@ def reason_to_step_aside(hires: bool) -> str | None:
 
 
 def reason_of_unet(unet: nn.Module) -> str | None:
-    """Return why a UNet must not merge now: HyperTile is on, perhaps left by a hires pass. None if it may merge."""
+    """Return why a UNet must not merge now: HyperTile is on in a module, perhaps since a hires pass; else None."""
     tiles = (vars(module).get(HYPERTILE) for module in unet.modules())
     return sdnext.TILED if any(getattr(params, "enabled", False) for params in tiles) else None
 
@@ -169,9 +169,10 @@ def read_time(params: Any) -> dict[str, float]:
 
 
 def timing_conditions(p: Any, params: Any) -> list[Any]:
-    """Return what a call's duration depends on: the shapes of both texts (None: not known), then sorted names.
+    """Return what a call's duration depends on: the shapes of both prompts' embeddings, then sorted names.
 
-    The names are of infotext keys, transformer options and patches; those that begin with "ToMe" are left out.
+    A shape that is not known is None. The names are of infotext keys, transformer options and patches; those that begin
+    with "ToMe" are left out.
     """
     texts = (getattr(params, name, None) for name in ("text_cond", "text_uncond"))
     tensors = (text.get("crossattn") if isinstance(text, dict) else text for text in texts)
@@ -226,7 +227,10 @@ def size_of(p: Any, hires: bool) -> tuple[int, int]:
 
 
 def hires_size(width: int, height: int, scale: float, resize_x: int, resize_y: int) -> tuple[int, int]:
-    """Return the hires pass's (width, height) in pixels, by `resize_x` and `resize_y`, or by `scale` if both are 0."""
+    """Let the webui compute the hires pass's (width, height) in pixels from the first pass's `width` and `height`.
+
+    It goes by `resize_x` and `resize_y`, or by `scale` if both are 0.
+    """
     from modules.processing import StableDiffusionProcessingTxt2Img as Job
 
     values = {"width": width, "height": height, "hr_scale": scale, "hr_resize_x": resize_x, "hr_resize_y": resize_y}
@@ -267,7 +271,7 @@ def plot_module() -> Any | None:
 
 
 def accordion(is_on: bool, label: str, elem_id: str) -> Any:
-    """Return the webui's accordion, open while its checkbox (at first `is_on`; given by ``with``) is checked."""
+    """Make the webui's accordion, open while its checkbox, at first `is_on`, is checked. ``with`` gives the box."""
     from modules.ui_components import InputAccordion
 
     return InputAccordion(is_on, label=label, elem_id=elem_id)
@@ -279,7 +283,10 @@ def has_setting_called(key: str) -> bool:
 
 
 def add_message(p: Any, processed: Any, text: str) -> None:
-    """Add a line below the finished picture; for a selected script's job, below the script's result, if possible."""
+    """Add a line below the finished picture: to the comments of `processed`, the job's result.
+
+    If a script that the user selected runs the job, the line goes to ``p.comment`` instead, if `p` has this method.
+    """
     arguments = getattr(p, "script_args", None)
     if not arguments or not arguments[0]:  # no script that the user selected, such as X/Y/Z plot, runs the job
         processed.comments = f"{getattr(processed, 'comments', '') or ''}{text}\n"

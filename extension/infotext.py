@@ -28,10 +28,10 @@ def text_of(settings: JobSettings) -> str:
 
 
 def settings_in(text: str, layout: str) -> JobSettings:
-    """Return the settings in a key's value, with merging on; the inverse of `text_of`.
+    """Return the settings in a key's value, with merging on, for a model's `layout`; the inverse of `text_of`.
 
-    Parts that are no setting, or not possible, are listed in `left_out`. ValueError: the strength at the beginning is
-    missing or not possible.
+    Parts that are no setting, or not possible, are listed in the result's `left_out`. ValueError: the strength at the
+    beginning is missing or not possible.
     """
     first, *parts = str(text)[:_LONGEST].split("; ")
     try:
@@ -52,7 +52,7 @@ def settings_in(text: str, layout: str) -> JobSettings:
 
 
 def _value(field: form.Field, text: str) -> Any:
-    """Convert a text to a bool or float if the field is a switch or number. A text that does not fit stays."""
+    """Convert a text to a bool or float if the field is a switch or number. Choices and texts that do not fit stay."""
     if field.choices:
         return text
     if isinstance(field.default, bool):
@@ -78,16 +78,17 @@ class Paste:
         self._values: dict[str, Any] = {}
 
     def value(self, name: str, parameters: Mapping[str, Any]) -> Any:
-        """Return a control's value, by its name in `ARGUMENTS`; None leaves the control as it is."""
+        """Return a control's value in a parsed infotext, by its name in `ARGUMENTS`; None lets the control stay."""
         if parameters is not self._parameters:  # one object for all controls of a paste
             self._parameters, self._values = parameters, _values_in(parameters)
         return self._values.get(name)
 
 
 def _values_in(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the panel's values in a parsed infotext, by name; ``{"enabled": False}`` without our key.
+    """Return the values of all `ARGUMENTS` in a parsed infotext, by name; ``{"enabled": False}`` without our key.
 
-    If our key's value is wrong: {} at a paste on the page, else a strength of NaN, which the job refuses.
+    If our key's value is wrong: {} for the infotext last pasted on the page, else merging on with a strength of NaN,
+    which the job refuses.
     """
     key = next((key for key in reversed(KEYS) if key in parameters), None)  # the second first, because only we use it
     if key is None:
@@ -118,7 +119,7 @@ def _apply(name: str, p: Any, value: Any, values: Any) -> None:
 
 
 def _confirm(name: str, p: Any, values: list) -> None:
-    """Check all values of an axis before the plot runs. RuntimeError, as of the plot's own axes: one is wrong."""
+    """Check all values of the axis `name` before the plot runs. RuntimeError, as plots expect: a value is wrong."""
     for value in values:
         try:
             settings = read(({"enabled": True},), settings_tab.default_of, {name: value}, host.layout())

@@ -30,7 +30,7 @@ class JobSettings:
     left_out: tuple[str, ...] = ()  # an error text for each setting that is not possible
 
     def config(self, hires: bool, seed: int = 0, layout: str = SD) -> MergeConfig | None:
-        """Return the engine's settings for a pass; None if it does not merge. `seed` is used in place of seed 0."""
+        """Return the engine's settings for a pass; None if it is not to merge. `seed` is used in place of seed 0."""
         if not self.enabled or not self.strength or self.where == PASSES[not hires]:
             return None
         config = form.keep_possible(form.values_of(strength(self.strength, layout)) | dict(self.changes))[0]
@@ -40,7 +40,7 @@ class JobSettings:
 
 
 def base_of(value: float, layout: str = SD) -> dict[str, Any]:
-    """Return all expert settings for a strength as the panel shows them, by name, rounded to three decimals.
+    """Return all expert settings for a strength `value` as the panel shows them, by name, rounded to three decimals.
 
     ValueError: the strength is not possible.
     """
@@ -49,10 +49,10 @@ def base_of(value: float, layout: str = SD) -> dict[str, Any]:
 
 
 def find_filled(own: Mapping[str, Any], value: float, layout: str) -> dict[str, Any]:
-    """Return the values that the panel filled in for the strength `value`, before the user changed some to `own`.
+    """Return all values that the panel filled in for the strength `value`, before the user changed some to `own`.
 
-    Of `layout`, "sd" and "sdxl" the layout counts whose values differ from `own` in the fewest fields. ValueError: the
-    strength is not possible.
+    The model's layout at that time is not known: of `layout`, "sd" and "sdxl", the layout counts whose values differ
+    from `own` in the fewest fields. ValueError: the strength is not possible.
     """
     # another model may have been loaded then, so the layout counts whose values differ in the fewest fields
     bases = [base_of(value, each) for each in dict.fromkeys((layout, SD, SDXL))]
@@ -62,13 +62,14 @@ def find_filled(own: Mapping[str, Any], value: float, layout: str) -> dict[str, 
 def read(
     values: Sequence[Any], setting: Callable[[str], Any], plot: Mapping[str, Any] | None = None, layout: str = SD
 ) -> JobSettings:
-    """Return the checked values of a job; those that do not merge, without further checks, if "enabled" is False.
+    """Return the checked settings of a job. If "enabled" is False, they are ``JobSettings()``, and no value is checked.
 
     `values` are in the order of `ARGUMENTS`, or the first is a dict of names. Expert settings count only if "own" is
     True, as with any dict. An expert setting that is None, missing, or as filled in for the strength follows the
-    strength; `setting` returns the settings tab's value for a missing "enabled", "strength" or "where". Values of an
-    X/Y/Z `plot`, by name, override all others. An impossible expert setting is listed in `JobSettings.left_out`. Any
-    other wrong value, too many values or an unknown name raise ValueError, or TypeError for a wrong type.
+    strength; `setting` returns the settings tab's value for a missing "enabled", "strength" or "where", by its name.
+    Values of an X/Y/Z `plot`, by name, override all others. An impossible expert setting is listed in
+    `JobSettings.left_out`. Any other wrong value, too many values or an unknown name raise ValueError, or TypeError for
+    a wrong type.
     """
     given, plot = _by_name(values), plot or {}
     dial = {name: setting(name) if given.get(name) is None else given[name] for name in DIAL}
@@ -86,7 +87,7 @@ def settings_of(value: float, where: str, changes: Mapping[str, Any], layout: st
     """Return settings with merging on: the strength, and those changes that are possible and have an effect.
 
     A change to the rounded value that the panel shows for the strength has no effect. An impossible change is listed in
-    `JobSettings.left_out`. For errors see `read`.
+    `JobSettings.left_out`. ValueError: the strength is not possible, or `where` is not in `WHERE`.
     """
     base, shown = form.values_of(strength(value, layout)), base_of(value, layout)
     changes = {name: change for name, change in changes.items() if change != shown[name]}
@@ -103,7 +104,7 @@ def settings_of(value: float, where: str, changes: Mapping[str, Any], layout: st
 
 
 def _by_name(values: Sequence[Any]) -> dict[str, Any]:
-    """Return the given arguments of `read` by name; a dict gets "own": True. ValueError: too many, or unknown."""
+    """Return `values` of `read` by name; a dict gets "own": True. ValueError: too many, or an unknown name."""
     if not values or not isinstance(values[0], Mapping):
         if len(values) > len(ARGUMENTS):
             raise ValueError(f"{len(values)} values were given; there are {len(ARGUMENTS)}: {', '.join(ARGUMENTS)}")
@@ -116,7 +117,7 @@ def _by_name(values: Sequence[Any]) -> dict[str, Any]:
 
 
 def _deviating(own: Mapping[str, Any], given: Mapping[str, Any], layout: str) -> dict[str, Any]:
-    """Return the expert settings in `own` that the user changed: {} if "own" is off in the arguments `given`.
+    """Return the expert settings in `own` that differ from those filled in; {} if "own" is not True in `given`.
 
     These are all of `own` if no strength had filled them in, as in a dict of names.
     """

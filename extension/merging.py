@@ -34,7 +34,7 @@ class PassRecord:
 
 
 class Job:
-    """The settings and the records of one job. `error` says which value is wrong, so that the job does not merge."""
+    """The settings and the records of one job `p`, held weakly. `error` tells a wrong value; then nothing merges."""
 
     def __init__(self, p: Any, settings: JobSettings, error: str = "") -> None:
         self.p = weakref.ref(p)
@@ -120,7 +120,10 @@ class CurrentPass:
         self._times = SamplerTimes(p, self.handle is not None and self.handle.wants_time)
 
     def step(self, params: Any) -> None:
-        """Prepare a call: patch the current model, set the time, and count. Unpatch it during calls of another job."""
+        """Prepare a call: patch the current model, set the time, and count. Unpatch it during calls of another job.
+
+        `params` are what the webui tells about a step. Nothing happens if no pass is armed.
+        """
         if self.job is None:
             return
         p = self.job.p()
@@ -152,7 +155,7 @@ class CurrentPass:
         self.job = self._times = None
 
     def _follow(self, unet: Any) -> None:
-        """Put the patch on this UNet, and off one that a refiner or hires checkpoint has replaced."""
+        """Put the patch on this UNet, if need be again; take it off a UNet that a refiner or hires model replaced."""
         if self._tried() is not unet:
             self._take_off()
             self._put_on(unet)
@@ -160,7 +163,10 @@ class CurrentPass:
             self.handle.install()  # quick if it is on; a call for another job takes it off, or another program
 
     def _put_on(self, unet: Any) -> None:
-        """Patch a UNet with the pass's settings, or record in the job why not. A pass not to merge stays unpatched."""
+        """Patch a UNet with the pass's settings, or record in the job why not. A pass not to merge stays unpatched.
+
+        In SD.Next, its pipeline is patched, and a hook on the model counts the calls.
+        """
         self._tried, self._models, p = weakref.ref(unet), self._models + 1, self.job.p()
         self._config = self.job.config(self.hires, host.layout(unet))
         reason = host.reason_of_unet(unet)
@@ -182,7 +188,7 @@ class CurrentPass:
             self._pass.enter_context(self.handle.sampling(p.batch_size))  # all calls are one sampling
 
     def _note_call(self, *kind: Any) -> None:
-        """Count a call of the model as merged or not. `kind` goes to `SamplerTimes.note_call`."""
+        """Count a call of the model as merged or not. `kind`: the latents, then what else its time depends on."""
         self._times.note_call(self.handle is not None and self.handle.is_live, *kind)
 
     def _take_off(self) -> Report | None:

@@ -11,7 +11,7 @@ from .merging import Job
 
 
 def lines_of(job: Job, has_hires: bool) -> list[str]:
-    """Return the report's line, and if any, a second on hindrances, the webui's own merging and unused values."""
+    """Return one or two lines: results of all passes; if any, hindrances, the webui's own merging and unused values."""
     outcomes, more = [], []
     for hires in PASSES if has_hires else (False,):
         record, ratio = job.records.get(hires), host.built_in_ratio(job.p(), hires)
@@ -32,7 +32,10 @@ def lines_of(job: Job, has_hires: bool) -> list[str]:
 
 
 def data_of(job: Job, lines: list[str]) -> dict[str, Any]:
-    """Return the report as JSON values, by name; "line" joins `lines`, from `lines_of` or the job's error."""
+    """Return the report as JSON values, by name; "line" joins `lines`, from `lines_of` or the job's error.
+
+    "passes" has, by "first pass" and "hires pass", each recorded pass's counts, refusals and the engine's data.
+    """
     settings = job.settings
     return {
         "merged": any(record.report.merged_anything for record in job.records.values()), "line": "; ".join(lines),

@@ -29,14 +29,14 @@ class SamplerTimes:
     """
 
     def __init__(self, p: Any, asks: bool) -> None:
-        self.timed_steps = Steps()
+        self.timed_steps = Steps()  # the counts of steps and calls, and the steps' times
         self._timesteps: tuple[float, ...] | None = None
         self._calls_live = 0  # merged calls of the model
         self._live: dict[int, bool] = {}  # by step: its first call merged
         sampler = getattr(p, "sampler", None)
         self._sampler = (lambda: None) if sampler is None else weakref.ref(sampler)  # an aborted job's is not kept
         self._original = getattr(sampler, "func", None)
-        self.sampler = getattr(self._original, "__qualname__", "")
+        self.sampler = getattr(self._original, "__qualname__", "")  # the function's name; "" if there is none
         name, heard = _list_of(self._original) if asks else "", getattr(sampler, "callback_state", None)
         if name:
             sampler.func = self._listening(self._original, name)
@@ -52,13 +52,13 @@ class SamplerTimes:
             del sampler.callback_state
 
     def note_call(self, is_live: bool, *kind: Any) -> None:
-        """Count a call of the model, which merges if `is_live`. `kind` is that of `Steps.call`."""
+        """Count a call, which merges if `is_live`. `kind`: the latents, then what else the call's time depends on."""
         self.timed_steps.call(*kind)
         self._calls_live += is_live
         self._live.setdefault(self.timed_steps.done, is_live)
 
     def counts(self) -> dict[str, int]:
-        """Return the numbers of "calls", "steps" and "steps_merged", whose first call merged.
+        """Return the numbers of "calls", "steps" and, of these, "steps_merged", whose first call merged.
 
         If the sampler reports no steps, each call is a step.
         """
@@ -68,11 +68,14 @@ class SamplerTimes:
         return {"calls": calls, "steps": done or calls, "steps_merged": live}
 
     def time(self, params: Any) -> dict[str, float]:
-        """Return the step's {"sigma": ...} or {"timestep": ...}. Waits for the device if the list is not known."""
+        """Return the step's {"sigma": ...} or {"timestep": ...}, from the sampler's list if known and not on a CPU.
+
+        Else it is read from the webui's `params`, which waits for a device.
+        """
         return (None if params.sigma.device.type == "cpu" else self.timed_steps.time) or host.read_time(params)
 
     def timesteps(self, p: Any) -> tuple[float, ...] | None:
-        """Return the timesteps of all steps on Stable Diffusion's schedule; None if the sampler's list is not known."""
+        """Return all steps' timesteps on Stable Diffusion's schedule; None if the list is not known or followed."""
         if self._timesteps is None and self.timed_steps.times and self.timed_steps.follows:
             times = [host.to_unit_variance(p, time) for time in self.timed_steps.times]
             self._timesteps = tuple(time["timestep"] if "timestep" in time
@@ -81,7 +84,10 @@ class SamplerTimes:
         return self._timesteps
 
     def _listening(self, function: Callable, name: str) -> Callable:
-        """Return a sampler function that first reads its argument `name`, the list of times, into `timed_steps`."""
+        """Return a sampler function that first reads its argument `name`, the list of times, into `timed_steps`.
+
+        Nothing is read unless this argument and "callback" are given as keywords.
+        """
         @functools.wraps(function)  # the webui inspects its parameters
         def listening(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get(name) is not None and kwargs.get("callback") is not None:
@@ -96,7 +102,7 @@ class SamplerTimes:
 
 
 def _list_of(function: Any) -> str:
-    """Return which argument of a sampler's function lists the times, "sigmas" or "timesteps"; "" for one not known."""
+    """Return a sampler function's argument with the times, by module and name: "sigmas" or "timesteps"; else ""."""
     module, name = getattr(function, "__module__", ""), getattr(function, "__name__", "")
     if module in _SIGMA_MODULES:
         return "sigmas"

@@ -33,7 +33,7 @@ class TokenMerging(host.Script):
         return host.ALWAYS_VISIBLE
 
     def ui(self, is_img2img: bool) -> list[Any]:
-        """Make the panel and return its controls, in the order of `ARGUMENTS`. The webui calls this several times."""
+        """Make the panel, tell the webui how a paste fills it, and return its controls, in the order of `ARGUMENTS`."""
         from .ui import Panel  # imports gradio, which is slow
 
         panel = Panel(is_img2img, self.elem_id)
@@ -49,7 +49,10 @@ class TokenMerging(host.Script):
         host.silence_built_in(p, lambda p, hires: not _job_of(p, values).why_unmerged(hires))
 
     def process(self, p: Any, *values: Any) -> None:
-        """Begin a job before its first picture: log an error in its values; write its infotext key if it may merge."""
+        """Begin a job before its first picture: log an error in its values; write its infotext key if it may merge.
+
+        All jobs of a request, such as a plot's cells, get one report for API callers.
+        """
         job = _job_of(p, values)
         if job.error:
             logger.error("%s", job.error)
@@ -72,7 +75,7 @@ class TokenMerging(host.Script):
             sdnext.when_hires_begins(p, lambda: armed.arm(p, hires=True))
 
     def process_before_every_sampling(self, p: Any, *values: Any, **facts: Any) -> None:
-        """Arm the merging of the next pass, see `merging.CurrentPass`. Forge calls this twice before the hires pass."""
+        """Arm the merging of the next pass, hires if ``p.is_hr_pass``. Forge calls this twice before a hires pass."""
         armed.arm(p, p.is_hr_pass)
 
     def before_hr(self, p: Any, *values: Any) -> None:

@@ -18,7 +18,7 @@ def is_pipeline(model: Any) -> bool:
 
 
 class RunningPipeline:
-    """An object with the attributes of the pipeline that runs at the moment, as far as the engine reads them."""
+    """The parts that the engine reads of the pipeline that ``running()`` returns, called anew at each access."""
 
     def __init__(self, running: Callable[[], Any]) -> None:
         self._running = running
@@ -37,7 +37,7 @@ class RunningPipeline:
 
 
 def when_hires_begins(p: Any, callback: Callable[[], None]) -> None:
-    """Let a job call ``callback`` just before its hires pass: put `INIT_HIRES` on `p`, which the caller deletes."""
+    """Set a method `INIT_HIRES` on `p` that also calls ``callback``, just before the hires pass. Callers delete it."""
     this = weakref.ref(p)
 
     def init_hires(*args: Any, **kwargs: Any) -> None:
@@ -49,7 +49,7 @@ def when_hires_begins(p: Any, callback: Callable[[], None]) -> None:
 
 
 def reason_to_step_aside(option: Callable[[str, Any], Any], hires: bool) -> str | None:
-    """Return why a pass must not merge: SD.Next's own merging or HyperTile is on in it. None if it may merge."""
+    """Return why a pass must not merge: SD.Next's own merging or HyperTile is on in it. `option` is `host.option`."""
     method = option("token_merging_method", "None")
     ratio = option(_RATIOS.get(method, ""), 0.0)
     if ratio:

@@ -34,9 +34,10 @@ _found: dict[str, dict[str, Any]] = {tab: {} for tab in _OF_TAB}  # the webui's 
 
 
 def note(control: Any, elem_id: str) -> None:
-    """Link a control of the webui to the panels: of size, Hires. fix, img2img's tabs, or of one of our settings.
+    """Link a control of the webui to the panels. Controls whose `elem_id` is not known here are ignored.
 
-    Settings are linked to the panels made before. Controls with another `elem_id` are ignored.
+    The panels' line follows controls of size, Hires. fix and img2img's tabs. The panels made before take each new value
+    of our settings' controls.
     """
     if Context.root_block is None:  # gradio 4 makes a control again for an update of it
         return
@@ -60,7 +61,7 @@ def note(control: Any, elem_id: str) -> None:
 
 
 def _quicksetting_updates(is_on: bool) -> list[Any]:
-    """Return updates of each panel's "strength" and "where", of gradio.
+    """Return gradio updates of "strength" and "where", panel by panel.
 
     If `is_on`, the new value of "enabled", those that are quicksettings get the values of their settings; others stay.
     """
@@ -77,7 +78,10 @@ def _link(tab: str) -> None:
 
 
 class Panel:
-    """The extension's controls in one tab, made in the current gradio context. `made` has them by name."""
+    """The extension's controls in one tab, made in the current gradio context.
+
+    `made` has the controls by name, `controls` in the order of `ARGUMENTS`. ``elem_id(name)`` returns an element id.
+    """
 
     def __init__(self, is_img2img: bool, elem_id: Any) -> None:
         self._elem_id = elem_id
@@ -121,7 +125,7 @@ class Panel:
                             self._add_field(field)
 
     def _add(self, name: str, kind: Any, **arguments: Any) -> None:
-        """Make a gradio component of a kind, with a tooltip, and keep it in `made`."""
+        """Make a gradio component of the class `kind` by `arguments`, with a tooltip, and keep it in `made`."""
         self.made[name] = kind(elem_id=self._elem_id(name), **arguments)
         self.made[name].webui_tooltip = _TIPS.get(name)
 
@@ -149,7 +153,7 @@ class Panel:
             _show(fold, "open", lambda: _first_value("enabled", enabled.value))
 
     def _connect(self) -> None:
-        """Let the expert settings follow the strength, and a typed setting switch own settings on."""
+        """Let the expert settings follow the strength and the switch "own", and a typed setting turn this switch on."""
         fields = [self.made[name] for name in form.NAMES]
         strength, own, filled = (self.made[name] for name in ("strength", EXPERT_SWITCH, FILLED_FOR))
         inputs, outputs = [strength, own, filled, *fields], [filled, *fields]
@@ -161,7 +165,10 @@ class Panel:
             field.input(fn=lambda: True, inputs=[], outputs=[own], **_QUIETLY)
 
     def follow(self, theirs: dict[str, Any]) -> None:
-        """Let the line follow the panel's controls and the webui's (by name, in the order of `_OF_TAB`). Call once."""
+        """Let the line follow the panel's controls and `theirs`, the webui's by name, in `_OF_TAB`'s order.
+
+        Call once. The button measures. In txt2img, "where" is visible while Hires. fix is on.
+        """
         ends = {"inputs": [self._by, *self.controls, *theirs.values()], "outputs": [self._line]}
         update = {"fn": lambda *values: _line(*values), **ends, **_QUIETLY}
         for control in (*(self.made[name] for name in DIAL), self.made[EXPERT_SWITCH], *theirs.values()):
@@ -189,7 +196,10 @@ def _show(control: Any, key: str, value: Any) -> None:
 
 
 def _first_value(name: str, saved: Any) -> Any:
-    """Return a control's first value: `saved` if not our default, else the settings tab's; our default if wrong."""
+    """Return the first value of a control of `DIAL`: `saved`, or the settings tab's if `saved` is our default.
+
+    If this value is not possible, return our default.
+    """
     wanted = settings_tab.default_of(name) if saved == DEFAULTS[name] else saved
     try:
         return getattr(read(({**DEFAULTS, "enabled": True, name: wanted},), settings_tab.default_of), name)
@@ -207,7 +217,10 @@ def rows_of(group: str) -> list[list[form.Field]]:
 
 
 def _component(field: form.Field) -> tuple[Any, dict[str, Any]]:
-    """Return a field's gradio class, and arguments without value and label. A number that may be unset is no Slider."""
+    """Return a field's gradio class, and arguments without value and label.
+
+    A number is a gradio.Number if it may be unset or is the seed, else a Slider.
+    """
     if field.choices:
         return gr.Dropdown, {"choices": list(field.choices)}
     if isinstance(field.default, bool):
@@ -218,7 +231,7 @@ def _component(field: form.Field) -> tuple[Any, dict[str, Any]]:
 
 
 def _marks(slider: str) -> str:
-    """Return HTML with the names of five strengths below their positions on a slider; a click sets the slider."""
+    """Return HTML with names of five strengths below their positions on a slider, given by its id; a click sets it."""
     set_it = "const box = document.querySelector('#{id} input[type=number]'); box.value = {value}; " \
         "box.dispatchEvent(new Event('input', {{bubbles: true}}))"  # fmt: skip
     style = "position:absolute;left:calc(8px + (100% - 16px) * {value});transform:translateX({shift}%);" \
@@ -268,7 +281,8 @@ def _line(by_factor: Any, *values: Any, measure: bool = False) -> str:
 def _sizes(width: Any, height: Any, hires: Any = False, *scaling: Any) -> dict[bool, tuple[int, int]]:
     """Return the (width, height) of the first pass, by False, and if `hires` of the hires pass, by True.
 
-    `scaling` has the last three arguments of `host.hires_size`. A width or height of None counts as 0.
+    `scaling` is a factor, then the hires pass's width and height, which replace the factor unless both are 0. A `width`
+    or `height` of None counts as 0.
     """
     # the user may be typing a side, which is None then
     first = int(width or 0), int(height or 0)
