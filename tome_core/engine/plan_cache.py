@@ -34,8 +34,8 @@ class KeptPlans(NamedTuple):
     # split a batch or a picture
     ordinal: Hashable
     timestep: float
-    # number of samples in the batch, of copies of the latents in it, and of the copy that is matched, and a name shared
-    # by all calls with these latents; None if the batch is not made of copies
+    # how many samples the batch has, how many copies of the latents these are, which copy (from 0) is matched, and a
+    # name shared by all calls with these latents; None if the batch is not made of copies
     shared: tuple[int, int, int, Hashable] | None
 
     def plans_for(

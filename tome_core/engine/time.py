@@ -178,10 +178,10 @@ class ModelTime:
     ) -> Iterator[None]:  # fmt: skip
         """Make this thread's calls the steps of one picture inside the ``with``; drop its kept plans at the end.
 
-        Samplings around it in this thread lose theirs at once. `guidance_of`: see `Sampling`. `timesteps`, those of all
-        steps, set the end of the early phase; None: they are read from the pipeline's scheduler at the first call.
-        `continues` is true if another sampling has begun the picture: then None lets the phase end as in a whole
-        picture.
+        Samplings around it in this thread lose theirs at once. `guidance_of` tells from a call's latents how many
+        pictures the batch copies, see `Sampling`. `timesteps`, those of all steps, set the end of the early phase;
+        None: they are read from the pipeline's scheduler at the first call. `continues` is true if another sampling has
+        begun the picture: then None lets the phase end as in a whole picture.
         """
         sampling = Sampling(guidance_of, self.clock.boundary_in(timesteps or ()), continues or timesteps is not None)
         samplings = self._mine.begun

@@ -215,7 +215,7 @@ class MergePlan:
                                for rows in means))  # fmt: skip
 
     def _count_by_kernel(self, dtype: torch.dtype = torch.float32) -> bool:
-        """Fill the cache by `kernels.segments`, `log_sizes` also in `dtype`. False, without a change: it gave None."""
+        """Fill the cache by `kernels.segments`, `log_sizes` also in `dtype`. Return whether it gave a result."""
         segments = kernels.segments(self.group, self.num_groups, EMPTY_LOGIT, dtype)
         if segments is None:
             return False
@@ -224,7 +224,10 @@ class MergePlan:
         return True
 
     def _check(self, x: torch.Tensor, count: int, unit: str) -> None:
-        """Raise a ValueError, which names `unit`, if `x` is not ``(batch, count, channels)`` of the plan's batch."""
+        """Raise a ValueError, which names `unit`, if `x` is not ``(batch, count, channels)`` of a batch the plan fits.
+
+        A plan of one row fits every batch.
+        """
         rows = self.group.shape[0]
         if x.dim() != 3 or x.shape[1] != count or rows not in (1, x.shape[0]):
             raise ValueError(f"tensor is {tuple(x.shape)}, the plan's group {tuple(self.group.shape)}: "
