@@ -292,7 +292,7 @@ class State:
         return {level: latest._replace(group=latest.group.cpu()) for level, latest in (self._maps or {}).items()}
 
     def reset_counts(self) -> None:
-        """Clear the counts and the maps kept so far, so that the next report is about the next picture alone."""
+        """Clear counts and maps, so that the next report is about the next picture alone. Maps stay on or off."""
         self.ledger.reset()
         if self.pays is not None:
             self.pays.used.clear()

@@ -69,7 +69,7 @@ class Clock:
         return boundary_in(timesteps, self._early_until) if self._early else None
 
     def at(self, time: Time, boundary: float | None = None) -> ActiveRules:
-        """Return the rules in force at a time: the same object for all times with the same rules.
+        """Return the rules in force at a time: the same object for all known times with the same rules.
 
         At `UNKNOWN`, only rules without any limit on the time are in force. `boundary` is the timestep at which the
         early phase of this sampling ends; None: as the rules say.

@@ -312,9 +312,9 @@ def _module() -> ModuleType | None:
 def launch(x: Tensor, variant: tuple[Any, ...], *arguments: Any) -> bool:
     """Run a kernel, which fills some of `arguments`. Return False if torch's operators have to do the work, else True.
 
-    `variant` is the kernel's name and the constants for which it is compiled, besides the dtype and the (`available`)
-    device of `x`. `arguments` are those of the function of this name in `triton_kernels`, empty tensors for the results
-    included. A result is checked unless an earlier result of the same constants, dtype and device was right. A kernel
+    `variant` is the kernel's name and the constants for which it is compiled, apart from the dtype and the
+    (`available`) device of `x`. `arguments` are those of this function in `triton_kernels`, with empty tensors for the
+    results. A result is checked unless an earlier result of the same constants, dtype and device was right. A kernel
     that cannot be compiled or launched, or whose result is wrong, is off until the process ends, with all constants. If
     memory is too small, only this run fails, and so does a run that must be checked but cannot be: during the capture
     of a CUDA graph, or with inputs that are not finite.
