@@ -38,7 +38,7 @@ class ModelCall:
     timestep: Any  # the model's argument, a number or a tensor, on which random draws depend
     rules: tuple[LevelRules, ...]  # in force, by level, 0 for the finest
     why_off: tuple[str, ...]  # the reason why no rule is in force, by level; read only if none is
-    gates: tuple[Gate, ...]  # by level
+    gates: tuple[Gate, ...]  # by level, for `decide`
     kept_plans: KeptPlans | None = None  # of earlier calls in the same sampling; None: none is used or kept
     latest_runs: dict[Hashable, int] = field(default_factory=dict)  # number, from 0, of an attention's latest run
     facts: Any = None  # what else the adapter has read from the call's arguments
@@ -46,7 +46,7 @@ class ModelCall:
     # the input of the block that runs, and the block's plans by the id of a rule; None unless parts of that block may
     # be called with merged tokens, as tomesd does
     block: tuple[torch.Tensor, dict] | None = None
-    called_attentions: list[str] = field(default_factory=list)  # their names
+    called_attentions: list[str] = field(default_factory=list)  # the module paths of those that were called or counted
 
 
 class MergeMap(NamedTuple):
@@ -61,8 +61,9 @@ def decide(rules: LevelRules, why_off: str, tokens: int, device: str, gate: Gate
     """Return the rules that merge in a level (None for a part that does not), and the reason if none does, else "".
 
     `rules` are those in force, by part, and `why_off` is the reason if all are None; `device` is a device's type. A
-    rule without `only_if_it_pays` always merges. With it, `gate` decides. True: it merges; False or a text, the reason:
-    it does not; None: it merges if the picture has at least 1,024 `tokens` on a CPU, 4,096 elsewhere.
+    rule without `only_if_it_pays` always merges. With it, `gate` decides. True: it merges; False or a text, which is
+    the reason: it does not; None: it merges if the picture has at least 1,024 `tokens` on a CPU, 4,096 elsewhere.
+    Without a text, the reason is that there are so few tokens.
     """
     if not any(rules):
         return rules, why_off
@@ -76,9 +77,10 @@ def is_host_bound(
 ) -> bool:
     """Estimate whether merging would not pay because eager calls wait for the launches of kernels, not for the GPU.
 
-    True if an average block's operations take the GPU less than `_HOST_BOUND_MS` at its nominal rate. `blocks` holds
-    (latent cells per token along a side, channels) of each block; `area` is the latent's height times width. False
-    also for a device that is no NVIDIA card, or a card of an unknown kind.
+    True if an average block's operations take the GPU less than `_HOST_BOUND_MS` at its nominal rate for `dtype`.
+    `blocks` holds (latent cells per token along a side, channels) of each block; `batch` is the number of latents,
+    `area` the height times the width of one in latent cells. False also for a device that is no NVIDIA card, or a card
+    of an unknown kind.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return False

@@ -25,10 +25,11 @@ def match(
 ) -> MergePlan | None:  # fmt: skip
     """Choose which of the picture's tokens merge: return a plan of the sequence, or None if a window loses no token.
 
-    Each token outside the picture is a group by itself. Keys `k` and values `v` are ``[B, S, H, d]``, of the whole
-    sequence. The metric "keys+values" compares both, by distance; "input" compares the keys, by cosine. `draw`, with a
-    single time, chooses destinations; None: the first token of each cell. One k-means step adapts `old`, a plan of the
-    same layout from an earlier step; None: a new match is made. No gradient flows through the choice.
+    `rule` gives method, ratio and cells, `layout` the picture's place. Each token outside it is a group by itself. Keys
+    `k` and values `v` are ``[B, S, H, d]``, of the whole sequence. The rule's metric "keys+values" compares both, by
+    distance; "input" compares `k` alone, by cosine. `draw`, with a single time, chooses destinations; None: the first
+    token of each cell. One k-means step adapts `old`, a plan of the same layout from an earlier step; None: a new match
+    is made. No gradient flows through the choice.
     """
     by_distance, method, before = rule.metric == "keys+values", METHODS[rule.method], layout.first
     tokens, parts, counts = k.shape[1], [], []
@@ -65,9 +66,10 @@ def _apart(x: torch.Tensor, times: int) -> torch.Tensor:
 
 
 def _part(old: MergePlan, places: slice, before: int, times: int, groups: int, x: torch.Tensor) -> MergePlan:
-    """Return an old plan's part for `times` equal windows, whose tokens are at `places`: each is a sample, as in `x`.
+    """Return an old plan's part for `times` equal windows, whose tokens are at `places` in the sequence.
 
-    Each window has `groups` groups, numbered from 0 in the result; `before` is the first window's first group in `old`.
+    In the result each window is a sample, ``[B*times, n]``, as in `x`, of which only the length is used. Each window
+    has `groups` groups, numbered from 0 in the result; `before` is the first window's first group in `old`.
     """
     group = (old.group[:, places] - before).unflatten(1, (times, -1))
     group = group - _offsets(times, groups, group.device)
@@ -89,7 +91,8 @@ def _offsets(times: int, step: int, device: torch.device) -> torch.Tensor:
 def _join(parts: list[MergePlan], layout: Layout, tokens: int, counts: tuple[int, ...]) -> MergePlan:
     """Join plans of runs of equal windows into a plan of all `tokens`, where each token around the picture is a group.
 
-    Groups are in the order of the sequence. `counts` is the result's `groups_per_window`.
+    A part, ``[B or 1, times*n]``, has a run's tokens; runs follow each other without gaps. Groups are in the order of
+    the sequence: tokens before the picture, runs, tokens after it. `counts` is the result's `groups_per_window`.
     """
     first, rows = layout.first, max(len(part.group) for part in parts)
     last, before = first + tokens_in(layout), first

@@ -34,8 +34,8 @@ class KeptPlans(NamedTuple):
     # split a batch or a picture
     ordinal: Hashable
     timestep: float
-    # number of samples in the batch, of copies of the latents in it, and of the copy that is matched, and a name shared
-    # by all calls with these latents; None if the batch is not made of copies
+    # how many samples the batch has, how many copies of the latents these are, which copy (from 0) is matched, and a
+    # name shared by all calls with these latents; None if the batch is not made of copies
     shared: tuple[int, int, int, Hashable] | None
 
     def plans_for(
@@ -43,9 +43,10 @@ class KeptPlans(NamedTuple):
     ) -> Plans:
         """Return the plans kept under a key, if they are at most `rule.keep` timesteps old; else match and keep plans.
 
-        `key` holds `ordinal` or the name in `shared`. Kept plans of another device or rule, even if it is an equal copy
-        of `rule`, are not used. `match` gets the plan that is too old, or None if there is none; if it returns None, as
-        no token merges, this is kept too. New plans have no correction.
+        `key` tells which attention and shape the plans are for, and, by `ordinal` or the name in `shared`, which call.
+        Kept plans of another device or rule, even if it is an equal copy of `rule`, are not used. `match` makes a plan.
+        It gets the plan that is too old, or None if there is none; if it returns None, because no token merges, this is
+        kept too. New plans have no correction.
         """
         plans = self.plans.get(key)
         if plans is not None and (plans.rule is not rule or plans.device != device):
@@ -64,9 +65,10 @@ class Sampling:
     `set` before each step, then `next_call` before each call of the model.
 
     Args:
-        guidance_of: takes the latents of a call. Returns how many pictures the batch holds copies of, and the number of
-            the copy that is matched; None without guidance. (At a guidance of 1.5, PSNR was 1 to 3 dB higher when the
-            prompt's half was matched than when the negative prompt's was. At 7.5 they were equal.)
+        guidance_of: takes the latents of a call. Returns how many pictures the batch holds copies of (two copies of two
+            pictures are a, b, a, b), and the number of the copy that is matched; None without guidance. (At a guidance
+            of 1.5, PSNR was 1 to 3 dB higher when the prompt's half was matched than when the negative prompt's was. At
+            7.5 they were equal.)
         boundary: the timestep at which the early phase ends; None: as the rules say.
         is_known: True if the sampling's steps are known; False: they are to be read from its first call.
     """
@@ -99,8 +101,9 @@ class Sampling:
     def next_call(self, batch: Any = None, called: Hashable = None) -> KeptPlans | None:
         """Count a call that begins now, and return the kept plans for it; None if no plan is used or kept.
 
-        `batch` is the call's latents ``[B, C, ...]``; without guidance, or with None, plans are not shared. `called` is
-        the host's name for the call. Calls of different names may come in any order.
+        None is returned if the name or the timestep of the latest `set` is None. `batch` is the call's latents ``[B, C,
+        ...]``; without guidance, or with None, plans are not shared. `called` is the host's name for the call; None
+        stands for calls without a name. Calls of different names may come in any order.
         """
         if self.name is None or self._timestep is None:
             return None
@@ -118,7 +121,10 @@ class Sampling:
         return KeptPlans(self._plans, ordinal, self._timestep, shared)
 
     def _guidance_in(self, batch: Any) -> Guidance | None:
-        """Return ``guidance_of(batch)``, or (1, 0) if `batch` is a latent expanded; None if it is no plain tensor."""
+        """Return ``guidance_of(batch)``, or (1, 0) if `batch` is a view that repeats a single latent by stride 0.
+
+        None also if `batch` is no plain tensor with values, or has fewer than 2 dimensions.
+        """
         if type(batch) is not torch.Tensor or batch.is_meta or batch.dim() < 2:
             return None
         return (1, 0) if len(batch) > 1 and batch.stride(0) == 0 else self.guidance_of(batch)  # one latent, expanded
@@ -129,7 +135,8 @@ def _share(
 ) -> tuple[int, int, int, Hashable] | None:
     """Return `KeptPlans.shared` if `batch` repeats the pictures of a call in `calls`, else None; waits for the device.
 
-    A call is (ordinal, latents); the first such call, by its ordinal, gives the name.
+    A call is (ordinal, latents). The result is (samples, copies, the matched copy's number, name), where the name holds
+    the ordinal of the first of `calls` with the same pictures.
     """
     pictures, matched = guidance
     copies, rest = divmod(len(batch), pictures)

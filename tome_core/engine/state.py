@@ -68,7 +68,7 @@ class State:
 
         Args:
             timestep: a number, or a tensor ``[]`` or ``[B]``, on Stable Diffusion's schedule (0 to 1000); 1000 times
-                sigma for a flow model. It gives the time, if `set_time` does not.
+                sigma for a flow model. It gives the time, if `set_time` does not, and always decides random draws.
             latent: ``[B, C, (frames,) H, W]``. Its values are read only to find copies of one latent in a batch.
             called: the host's name for the call among the calls at this timestep, such as the names of its conditions.
                 Without names, calls are distinguished by their order.
@@ -93,8 +93,8 @@ class State:
         `level` is 0 for the finest. `layout` is the position of the picture's tokens in the sequence.
 
         Returns:
-            The output ``[B, S, H, d]``; None if the attention is left unmerged. The reason is counted, and the host has
-            to compute the attention.
+            The output ``[B, S, H, d]``, and the call is counted as merged; None if the attention is left unmerged: the
+            reason is counted, and the host has to compute the attention.
         """
         q = attention.q
         batch, tokens = q.shape[:2]
@@ -137,13 +137,13 @@ class State:
         """Run a part of a block on merged tokens and unmerge its output, as tomesd does.
 
         `name` is the block's, `part` is "attn", "crossattn" or "mlp". Tokens are matched by the block's input `x`,
-        ``[B, N, C]``. `function` calls the part and returns its merged output; its argument merges a tensor like `x`.
-        `plans` holds the block's plans in this call, by the id of a rule; a missing one is added. `keys` is the number
-        of keys of the unmerged part, if it is an attention.
+        ``[B, N, C]``, the tokens of `grid`. `function` calls the part and returns its merged output ``[B, groups, C]``;
+        it gets a function that merges a tensor like `x`. `plans` holds the block's plans in this call, by the id of a
+        rule; a missing one is added. `keys` is the number of keys of the unmerged part, if it is an attention.
 
         Returns:
             The output ``[B, N, C]``; None if the part is left unmerged, so that the host has to call it. The reason is
-            counted, but not if the part is no "attn" and the rules in force leave it out.
+            counted, unless the part is no "attn" and rules merge other parts of this level.
         """
         rules, why = self.decide(call, level, grid.height * grid.width, x.device)
         rule, plan = getattr(rules, part), None
@@ -165,7 +165,7 @@ class State:
         return out
 
     def decide(self, call: ModelCall, level: int, tokens: int, device: torch.device) -> tuple[LevelRules, str]:
-        """Return (rules that merge in a level, reason if none), see `decision.decide`; `tokens` are the picture's."""
+        """Return (rules that merge in a level, the reason if none does, else "") for a picture of so many `tokens`."""
         rules, why_off, gate = call.rules[level], call.why_off[level], call.gates[level]
         key = (id(rules), why_off, gate, tokens, device)
         if key not in self._decisions:
@@ -182,10 +182,11 @@ class State:
     def _match(
         self, call: ModelCall, key: tuple, level: int, layout: Layout, attention: Attention, rule: MergeRule
     ) -> tuple[Plans, Pair | None]:
-        """Return a match for the whole batch, kept or new, and keys and values merged for a new correction, or None.
+        """Return plans for the whole batch, kept or new, with a new correction if the rule wants one.
 
-        `key` is ((name, run), batch, layout, tokens). If plans are kept, all copies of a latent share the match of one
-        copy, and the result is kept under the call's ordinal.
+        The second result is the keys and values that were merged to fit this correction; None if there are none. `key`
+        is ((name, run), batch, layout, tokens). If plans are kept, the result is kept under the call's ordinal, and if
+        the call's batch is known to hold copies of latents, all copies share the match of one.
         """
         (q, k, v), (name, batch, *where) = attention[:3], key
         kept = call.kept_plans if rule.keep else None
@@ -215,7 +216,7 @@ class State:
     def _match_input(
         self, call: ModelCall, name: Hashable, level: int, grid: Grid, x: torch.Tensor, rule: MergeRule
     ) -> MergePlan | None:
-        """Return a kept plan, if young enough, or a new match of a block's input ``[B, N, C]``; None if none merges."""
+        """Return a kept plan, if young enough, or a new match of a block's input `x`; None if no token merges."""
         turn = call.latest_runs[name, id(rule)] = call.latest_runs.get((name, id(rule)), -1) + 1
 
         def match_all(_: MergePlan | None) -> MergePlan | None:
@@ -291,7 +292,7 @@ class State:
         return {level: latest._replace(group=latest.group.cpu()) for level, latest in (self._maps or {}).items()}
 
     def reset_counts(self) -> None:
-        """Clear the counts and the maps kept so far, so that the next report is about the next picture alone."""
+        """Clear counts and maps, so that the next report is about the next picture alone. Maps stay on or off."""
         self.ledger.reset()
         if self.pays is not None:
             self.pays.used.clear()
@@ -306,7 +307,7 @@ class State:
 
 
 def _check_time(name: str, value: float | None, most: float = math.inf) -> None:
-    """Raise a TypeError or a ValueError unless a value is None or a finite number from 0 to `most`."""
+    """Raise a TypeError if a value is no number, a ValueError if it is infinite or not 0 to `most`; None is allowed."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -327,7 +328,7 @@ def _check_pass(pictures: int | None, timesteps: Sequence[float] | None) -> None
 
 
 def _draw(call: ModelCall, level: int, rule: MergeRule, device: torch.device) -> Draw | None:
-    """Return a match's random draw, by the first timestep of the call's argument; None if the rule does not draw."""
+    """Return a match's random draw, by the first sample's timestep in the call; None if the rule does not draw."""
     if not rule.use_rand:
         return None
     time = call.timestep
@@ -341,7 +342,8 @@ def _draw(call: ModelCall, level: int, rule: MergeRule, device: torch.device) ->
 def _run_merged(function: Callable, x: torch.Tensor, plan: MergePlan) -> tuple[torch.Tensor | None, str]:
     """Return the unmerged output of a part that `function` runs on merged tokens, and ""; or None and the reason.
 
-    Reasons: the part raised an error (but lack of memory is raised), or returned no tensor ``[B, groups, C]``.
+    `function` gets ``plan.merge``; `x` gives the batch. Reasons: the part raised an error (but lack of memory is
+    raised), or returned no tensor ``[B, groups, C]``.
     """
     try:
         out = function(plan.merge)

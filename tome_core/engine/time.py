@@ -34,8 +34,9 @@ class ActiveRules(NamedTuple):
 class Clock:
     """The rules in force as a function of time; `limited` is True if they depend on it.
 
-    `downsamples` is latent cells per token, along a side, of each level of the model, the finest first. Attribute
-    `rules` holds the settings' rules with those of early phases, see `config.plain_rules`.
+    `downsamples` is latent cells per token, along a side, of each level of the model, the finest first; `schedule` is
+    the model's, None for Stable Diffusion's. Attribute `rules` holds the settings' rules with those of early phases,
+    see `config.plain_rules`.
     """
 
     def __init__(self, config: MergeConfig, downsamples: Sequence[int], schedule: NoiseSchedule | None = None) -> None:
@@ -61,11 +62,14 @@ class Clock:
         return Time(timestep, percent)
 
     def boundary_in(self, timesteps: Sequence[float]) -> float | None:
-        """Return where a sampling's early phase ends, for `at`; None: as in a whole picture, or there is no phase."""
+        """Return the timestep at and above which a sampling's steps are early, for `at`.
+
+        None if the phase ends as in a whole picture, or if no rule has an early phase.
+        """
         return boundary_in(timesteps, self._early_until) if self._early else None
 
     def at(self, time: Time, boundary: float | None = None) -> ActiveRules:
-        """Return the rules in force at a time: the same object for all times with the same rules.
+        """Return the rules in force at a time: the same object for all known times with the same rules.
 
         At `UNKNOWN`, only rules without any limit on the time are in force. `boundary` is the timestep at which the
         early phase of this sampling ends; None: as the rules say.
@@ -91,14 +95,18 @@ class Clock:
         return time.timestep is not None and time.timestep >= boundary and late.holds_at(time.timestep)
 
     def _why_off(self, level: int, live: tuple[MergeRule, ...], time: Time) -> str:
-        """Return why a level does not merge: a rule in force (`live`) has ratio 0 there, or else due to the time."""
+        """Return the reason to report if a level does not merge, whether it does or not.
+
+        It is a ratio of 0, if a rule in force (`live`) reaches the level with it, or else that the time is unknown or
+        out of the rules' range.
+        """
         if any(rule.is_off and reaches(rule, level, self.downsamples[level]) for rule in live):
             return "its rule has ratio 0"
         return "outside the rules' time range" if time != UNKNOWN else TIME_IS_UNKNOWN
 
 
 def boundary_in(timesteps: Sequence[float], until: float) -> float | None:
-    """Return the timestep at and above which a sampling's step is early; None if the whole picture's, `until`, holds.
+    """Return the timestep at and above which a step is early; None if `until`, the timestep of whole pictures, holds.
 
     A preset is made for a certain share of early steps. A fixed timestep does not keep this share in a sampling that
     begins late (image to image, hires fix) or has few steps. There the share is kept to the nearest step, and half a
@@ -127,7 +135,11 @@ def boundary_in(timesteps: Sequence[float], until: float) -> float | None:
 
 
 class ModelTime:
-    """The current time of a model: set by a host, or else read from the model's timestep argument."""
+    """The current time of a model: set by a host, or else read from the model's timestep argument.
+
+    `keeps` is true if a rule keeps matches over steps. Attribute `now` holds the rules in force at the latest call, or
+    at the time that a host has set since.
+    """
 
     def __init__(self, clock: Clock, keeps: bool) -> None:
         self.clock, self.keeps = clock, keeps  # whether some rule keeps its matches over steps
@@ -166,9 +178,10 @@ class ModelTime:
     ) -> Iterator[None]:  # fmt: skip
         """Make this thread's calls the steps of one picture inside the ``with``; drop its kept plans at the end.
 
-        Samplings around it in this thread lose theirs at once. `guidance_of`: see `Sampling`. `timesteps`: those of all
-        steps, which set the end of the early phase; None: read from the pipeline's scheduler at the first call, but not
-        if `continues`, so if another sampling has begun the picture: then the phase ends as in a whole picture.
+        Samplings around it in this thread lose theirs at once. `guidance_of` tells from a call's latents how many
+        pictures the batch copies, see `Sampling`. `timesteps`, those of all steps, set the end of the early phase;
+        None: they are read from the pipeline's scheduler at the first call. `continues` is true if another sampling has
+        begun the picture: then None lets the phase end as in a whole picture.
         """
         sampling = Sampling(guidance_of, self.clock.boundary_in(timesteps or ()), continues or timesteps is not None)
         samplings = self._mine.begun
@@ -186,8 +199,8 @@ class ModelTime:
 
         `timestep`, the model's argument, is read only if it is needed and no time was set. `latent` is ``[B, C, ...]``;
         `called` is the host's name for the call, or None. The plans are the named sampling's if a time was set, else
-        those of this thread's latest sampling; None if no rule keeps matches, outside a sampling, with gradients, and
-        while a CUDA graph is captured (the rules are then those of `now`).
+        those of this thread's latest sampling; None if no rule keeps matches, outside a sampling, if the time is not
+        known, if gradients are enabled, and while a CUDA graph is captured (the rules are then those of `now`).
         """
         if is_captured(latent):  # the next replay would overwrite kept plans, and a capture must not wait
             return self.now, None
@@ -198,15 +211,16 @@ class ModelTime:
         return now, sampling.next_call(latent, called) if keeps and sampling is not None else None
 
     def forget(self) -> None:
-        """Drop all kept plans, and end all samplings."""
+        """End all samplings, of this and all threads: from now on no plan that they have kept is used."""
         for sampling in (self._sampling, *self._mine.begun):
             sampling.set(None, None)
         self._mine = Samplings()
 
     def _look_at(self, timestep: Any) -> ActiveRules:
-        """Return the rules in force at a timestep argument; set `now` to them and the time of this thread's sampling.
+        """Set `now` to the rules in force at a timestep argument, and return them.
 
-        The argument's value is read only if the scheduler's steps do not tell the time and something depends on it.
+        The timestep of this thread's latest sampling is set to the argument's. The argument's value is read only if the
+        scheduler's steps do not tell the time by its place in memory, and something depends on the time.
         """
         sampling, steps = self._mine.latest, self.scheduler_steps
         step = None if steps is None else self._first_of(steps.steps_by_memory(timestep))
@@ -219,14 +233,20 @@ class ModelTime:
         return self.now
 
     def _first_of(self, steps: Sequence[Time]) -> Time | None:
-        """Return the first of `steps`, those from this call on, or None; a sampling's first steps set its boundary."""
+        """Return the first of `steps`, the times of this call and of the sampling's later ones; None if there are none.
+
+        If this thread's latest sampling does not know its steps yet, `steps` also set the end of its early phase.
+        """
         sampling = self._mine.latest
         if steps and sampling is not None and not sampling.is_known:
             sampling.boundary, sampling.is_known = self.clock.boundary_in([step.timestep for step in steps]), True
         return steps[0] if steps else None
 
     def _read(self, timestep: Any) -> Time | None:
-        """Return the time by the argument's value, which waits for a GPU; None if it has no value or several."""
+        """Return the time by the argument's value, which waits for a GPU; None if it has no value or different ones.
+
+        It is the time of the scheduler's step with this timestep, if there is one, else on Stable Diffusion's schedule.
+        """
         if torch.is_tensor(timestep):
             is_wrapped = type(timestep) is not torch.Tensor or torch._C._functorch.is_functorch_wrapped_tensor(timestep)
             if timestep.is_meta or is_wrapped:  # by torch.func, vmap or a tracer: it has no value

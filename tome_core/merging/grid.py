@@ -58,11 +58,11 @@ def tokens_in(layout: Layout) -> int:
 
 
 def windows(grid: Grid) -> Iterator[tuple[int, Grid]]:
-    """Yield the first token's number and the grid of each window; windows are matched separately and leave no gaps.
+    """Yield (the number in `grid` of the first token, the grid) of each window, in order; windows leave no gaps.
 
-    If a frame has at most `WINDOW` tokens, a window is a run of whole frames, otherwise a band of rows of one frame,
-    a multiple of 8 rows except for a frame's last band. Windows are of nearly equal size and have at most `WINDOW`
-    tokens; only a band of 8 rows may have more.
+    Windows are matched separately. If a frame has at most `WINDOW` (4,096) tokens, a window is a run of whole frames,
+    otherwise a band of rows of one frame. The height of a band is a multiple of 8; only a frame's last band may have
+    another. Windows are of nearly equal size and have at most `WINDOW` tokens; only a band of 8 rows may have more.
     """
     frames, height, width = grid.frames, grid.height // grid.frames, grid.width
     frame = height * width
@@ -78,7 +78,7 @@ def windows(grid: Grid) -> Iterator[tuple[int, Grid]]:
 
 
 def _runs(count: int, most: int) -> Iterator[tuple[int, int]]:
-    """Cut `count` items into the fewest runs of at most `most` items, of nearly equal length; yield start and stop."""
+    """Cut `count` items into the fewest runs of at most `most` items, of nearly equal length; yield (start, stop)."""
     runs = -(-count // most)
     for number in range(runs):
         yield number * count // runs, (number + 1) * count // runs
@@ -164,9 +164,11 @@ def cached_result(make: Callable[..., tuple[Tensor, ...]], x: Tensor, *args: Has
 
 
 def split_grid(grid: Grid, sy: int, sx: int, draw: Draw | None, x: Tensor, st: int = 1) -> tuple[Tensor, Tensor]:
-    """Return destinations and sources (`split_cells`) of a grid whose cells have `st` frames, `sy` rows, `sx` columns.
+    """Return the numbers of a grid's destinations, one for each cell, and of its sources, which are all other tokens.
 
-    Of `x` only the device is used. Without a draw, the result comes from a cache and must not be changed.
+    A cell has `st` frames, `sy` rows and `sx` columns, or those of the grid if they are fewer. The results of
+    `split_cells`, int64, have a row for each timestep of `draw`. Without a draw, they have one row, come from a cache
+    and must not be changed. Of `x` only the device is used.
     """
     if draw is None:
         return cached_result(_split_first, x, grid, sy, sx, st)
@@ -174,16 +176,16 @@ def split_grid(grid: Grid, sy: int, sx: int, draw: Draw | None, x: Tensor, st: i
 
 
 def _split_first(grid: Grid, sy: int, sx: int, st: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Make the destinations and sources that `split_grid` caches: those without a draw."""
+    """Return the destinations and sources that `split_grid` caches: the first token of each cell, and the others."""
     return split_cells(cells(grid, sy, sx, device, st), None)
 
 
 def draw_choices(draw: Draw, count: int, choices: int, device: torch.device) -> Tensor:
     """Return pseudo-random integers from 0 to ``choices - 1``, int64 ``(times, count)``: a row for each timestep.
 
-    A number is a hash of seed, level, time (rounded; None gives one row, for time 0) and position. So no random
-    generator changes, and each half of classifier-free guidance, even in a separate call, and each device get the same
-    numbers.
+    A number is a hash of seed, level, time (rounded; None gives one row, for time 0) and position in the row. So no
+    random generator changes, and each half of classifier-free guidance, even in a separate call, and each device get
+    the same numbers.
     """
     # to float32 before the tensor moves, because MPS has no float64
     time = torch.zeros(1, device=device) if draw.time is None else draw.time.float()

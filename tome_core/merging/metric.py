@@ -49,7 +49,10 @@ def keys_to_search(rows: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor,
 
 
 def keys_of_rows(x: torch.Tensor, rows: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return `keys_to_search` of the tokens of `x` whose numbers are `rows`, int64 ``(batch or 1, keys)``."""
+    """Return keys and a bias for a search, see `keys_to_search`, of some tokens of `x`, ``(batch, tokens, channels)``.
+
+    `rows`, int64 ``(batch or 1, keys)``, has the numbers of these tokens.
+    """
     if by_distance and rows.shape[0] == 1 and kernels.ready(x):
         batch, tokens, channels = x.shape
         (offsets,) = cached_result(_offsets_of_single_rows, x, rows.shape[1])
@@ -60,9 +63,11 @@ def keys_of_rows(x: torch.Tensor, rows: torch.Tensor, by_distance: bool) -> tupl
 
 
 def keys_of_groups(plan: MergePlan, x: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `keys_to_search` of the means of a plan's groups; callers pass `directions` as `x` to compare by cosine.
+    """Return keys and a bias with which `methods.base.best_keys` finds the group whose mean is most similar to a query.
 
-    But the bias is never None: it is minus infinity for empty groups, so a search never finds them, else 0 by cosine.
+    `x` are all tokens, ``(batch, tokens, channels)``, or their `directions` to compare by cosine. The results are those
+    of `keys_to_search` for the means of the groups, but the bias is never None: it is minus infinity for empty groups,
+    so a search never finds them; for others it is 0 by cosine.
     """
     if by_distance and (centres := plan.centres(x)) is not None:
         return centres
@@ -72,7 +77,7 @@ def keys_of_groups(plan: MergePlan, x: torch.Tensor, by_distance: bool) -> tuple
 
 
 def _offsets_of_single_rows(count: int, device: torch.device) -> tuple[torch.Tensor]:
-    """Make, for `cached_result`, 0 to `count`: the offsets for `kernels.mean_rows` if each group has a single row."""
+    """Return, in a tuple for `cached_result`, 0 to `count`: offsets for `kernels.mean_rows` of groups of one row."""
     return (torch.arange(count + 1, device=device),)
 
 
@@ -82,10 +87,11 @@ def directions(rows: torch.Tensor) -> torch.Tensor:
 
 
 def make_comparable(score: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, by_distance: bool) -> torch.Tensor:
-    """Turn the scores of a search into cosines or minus half squared distances, which are comparable between queries.
+    """Return the scores of a search in a form that is comparable between queries.
 
-    The scores of `methods.base.best_keys`, ``(batch, n)``, lack the query's length. `rows` numbers the queries among
-    the tokens of `x`, int64 ``(batch or 1, n)``.
+    `score`, ``(batch, n)``, is the first result of `methods.base.best_keys`, which lacks the query's length. Queries
+    are the tokens of `x`, ``(batch, tokens, channels)``, with the numbers `rows`, int64 ``(batch or 1, n)``. The result
+    is a new tensor: cosines, or minus half squared distances if `by_distance`.
     """
     length = torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
     length = length.gather(1, rows.expand(x.shape[0], -1))

@@ -140,7 +140,7 @@ class MergePlan:
         """Return `merge` of `x`, without gradient, and a bias with which `best_keys` finds the nearest mean.
 
         The bias is minus half the means' squared lengths, float32 ``(batch, groups)``, minus infinity for an empty
-        group. None if the kernel could not run.
+        group. None if no kernel can do this, as on a CPU.
         """
         means = self._means_by_kernel(x.detach(), bias=True)
         return None if means is None else (means.mean, means.bias)
@@ -148,7 +148,7 @@ class MergePlan:
     def merge_pair(
         self, keys: torch.Tensor, values: torch.Tensor, exact: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return the means of the groups of two tensors of one shape and dtype, from one kernel if there is one.
+        """Merge two tensors ``(batch, tokens, channels)`` of one shape and dtype, by one kernel if there is one.
 
         Returns:
             Merged keys and values, as `merge` returns them. If `exact`, the merged values before rounding, float32
@@ -198,7 +198,10 @@ class MergePlan:
     def _means_by_kernel(
         self, x: torch.Tensor, values: torch.Tensor | None = None, bias: bool = False, exact: bool = True
     ) -> kernels.Means | None:
-        """Return `kernels.mean_rows` as ``(batch, groups, ...)``; None if no kernel ran or a gradient is needed."""
+        """Return `kernels.mean_rows` of ``(batch, tokens, channels)``; None if no kernel ran or a gradient is needed.
+
+        All its fields that are not None are ``(batch, groups, ...)``. `bias` and `exact` request the fields so named.
+        """
         if not kernels.ready(x) or kernels.needs_gradient(*filter(torch.is_tensor, (x, values))):
             return None
         self._check(x, self.group.shape[1], "tokens")
@@ -212,7 +215,7 @@ class MergePlan:
                                for rows in means))  # fmt: skip
 
     def _count_by_kernel(self, dtype: torch.dtype = torch.float32) -> bool:
-        """Fill the cache with the fields of `kernels.segments`. Return False, without a change, if it gives None."""
+        """Fill the cache by `kernels.segments`, `log_sizes` also in `dtype`. Return whether it gave a result."""
         segments = kernels.segments(self.group, self.num_groups, EMPTY_LOGIT, dtype)
         if segments is None:
             return False
@@ -221,7 +224,10 @@ class MergePlan:
         return True
 
     def _check(self, x: torch.Tensor, count: int, unit: str) -> None:
-        """Raise a ValueError, which names `unit`, if `x` is not ``(batch, count, channels)`` of the plan's batch."""
+        """Raise a ValueError, which names `unit`, if `x` is not ``(batch, count, channels)`` of a batch the plan fits.
+
+        A plan of one row fits every batch.
+        """
         rows = self.group.shape[0]
         if x.dim() != 3 or x.shape[1] != count or rows not in (1, x.shape[0]):
             raise ValueError(f"tensor is {tuple(x.shape)}, the plan's group {tuple(self.group.shape)}: "
@@ -232,13 +238,16 @@ class MergePlan:
         return self._once(("rows", batch), lambda: _flat_rows(self.group, batch, self.num_groups))
 
     def _sorted_segments(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `_segments` of the plan, cached. A kernel that sorts also caches `log_sizes` in `dtype`."""
+        """Return the plan's tokens, sorted by group, and the starts of groups, as `_segments` does, from the cache.
+
+        A kernel that sorts also caches sizes and `log_sizes` in `dtype`.
+        """
         if ("segments",) not in self.cache and not self._count_by_kernel(dtype):
             self.cache["segments",] = _segments(self.group, self.num_groups)
         return self.cache["segments",]
 
     def _flat_segments(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `_segments` of the groups of `batch` samples, cached. A row for several samples is sorted once."""
+        """Return `_sorted_segments` for `batch` samples, cached. A single row that serves them all is sorted once."""
         order, offsets = self._sorted_segments()
 
         def shifted() -> tuple[torch.Tensor, torch.Tensor]:

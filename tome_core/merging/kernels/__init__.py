@@ -42,7 +42,10 @@ _verified: set[tuple] = set()  # kernels that were checked: name, constants, dev
 
 
 def notes() -> tuple[str, ...]:
-    """Return texts for the report, a text for each known reason: which kernels, or all, are off, and the reason."""
+    """Return a text for each reason why kernels are off, for the report: their names, or no name for all kernels.
+
+    A reason is known after a failed import or run, or ``TOME_CORE_TRITON=0``. `kernels_off` is no such reason.
+    """
     why = {**({"": _why_off} if _why_off else {}), **_off}
     names = {reason: ", ".join(name for name in why if why[name] == reason) for reason in why.values()}
     return tuple(f"Triton's kernels {name + ' ' if name else ''}are off, torch's operators do the same: {reason}"
@@ -60,9 +63,9 @@ def ready_for_halves(x: Tensor) -> bool:
 
 
 def available(device: torch.device) -> bool:
-    """Return whether a device is a GPU with kernels; False while torch.jit traces, or if `_module` returns None.
+    """Return whether a device is a GPU with kernels; False while torch.jit traces, or if all kernels are off.
 
-    The first call for a GPU imports Triton. Single kernels that are off do not count.
+    The first call for a GPU imports Triton (`_module`). If single kernels are off, the result stays True.
     """
     if device.type not in DEVICES or torch.jit.is_tracing():
         return False
@@ -91,15 +94,17 @@ def _supports(device: torch.device) -> bool:
 def best_keys(
     x: Tensor, rows: Tensor | None, keys: Tensor, bias: Tensor | None, lengths: bool = False
 ) -> tuple[Tensor, Tensor] | None:
-    """Find the key with the highest score for each query; None if the kernel could not run.
+    """Return the highest score of each query, float32, and the number of its key, int64, both ``(batch, queries)``.
 
-    `methods.base.best_keys` describes the tensors, which may have any strides. The result has scores, float32, and
-    numbers of keys, int64, both ``(batch, queries)``. A score is a dot product plus the key's bias; `lengths` subtracts
-    half of each query's squared length. Float32 keys of queries in half precision are split into several numbers of
-    half precision that together hold all digits: there is no TF32, and keys are not rounded. So keys of float16 queries
-    must be in the range of float16, as directions and means of these queries are. Of equal scores the first wins. A NaN
-    never wins; key 0 with minus infinity is returned if all scores are NaN. The bits of a result do not depend on the
-    other samples of the batch.
+    None if the kernel could not run. Queries are the tokens of `x`, ``(batch or 1, tokens, channels)``, with the
+    numbers `rows`, int64 ``(batch or 1, queries)``, or all tokens if `rows` is None. `keys`, ``(batch, keys,
+    channels)``, are float32 or of the dtype of `x`. Strides are free. A score is a dot product plus the key's `bias`,
+    float32 ``(batch, keys)``, if there is one; `lengths` subtracts half of the query's squared length.
+
+    Float32 keys of queries in half precision are split into several numbers of half precision that together hold all
+    digits: there is no TF32, and keys are not rounded. So keys of float16 queries must be in the range of float16, as
+    directions and means of these queries are. Of equal scores the first wins. A NaN never wins; key 0 with minus
+    infinity is returned if all scores are NaN. The bits of a result do not depend on the other samples of the batch.
     """
     batch, count = keys.shape[0], x.shape[1] if rows is None else rows.shape[1]
     score, index = (torch.empty(batch, count, dtype=kind, device=keys.device) for kind in (torch.float32, torch.int64))
@@ -112,9 +117,10 @@ class Means(NamedTuple):
     """The result of `mean_rows`; a field is None if not requested. Rows are ordered by copy (sample), then by group."""
 
     mean: Tensor  # of each group's rows, (copies * groups, channels) in their dtype
-    bias: Tensor | None  # minus half the squared length of each rounded mean, minus infinity for an empty group
-    values: Tensor | None  # the means of the second tensor, of the same form
-    exact: Tensor | None  # the means of the second tensor in float32, not rounded
+    # minus half the squared length of each rounded mean, minus infinity for an empty group, float32 (copies * groups,)
+    bias: Tensor | None
+    values: Tensor | None  # the means of the second tensor, of the form of `mean`
+    exact: Tensor | None  # the means of the second tensor in float32, not rounded, of the form of `mean`
 
 
 def mean_rows(
@@ -124,10 +130,10 @@ def mean_rows(
     """Return the mean of the rows of each group, 0 for an empty group; None if the kernel could not run.
 
     `x` and `values`, a second tensor, are ``(copies * tokens, channels)``, any strides; the same groups apply to each
-    copy (a sample, for instance). `order` has the numbers of one copy's rows, sorted by group, int64; a row may be in
-    no group. `offsets` has each group's start in `order`, then the length of `order`, int64 ``(groups + 1,)``. `bias`
-    requests `Means.bias`; `exact` requests `Means.exact`, if there are `values`. Sums are in float32, in a fixed order,
-    so equal inputs give equal bits. Not differentiable.
+    copy (a sample, for instance), which has `tokens` rows. `order` has the numbers of one copy's rows, below `tokens`,
+    sorted by group, int64; a row may be in no group. `offsets` has each group's start in `order`, then the length of
+    `order`, int64 ``(groups + 1,)``. `bias` requests `Means.bias`; `values` requests `Means.values`, and `Means.exact`
+    if `exact`. Sums are in float32, in a fixed order, so equal inputs give equal bits. Not differentiable.
     """
     shape, both = (x.shape[0] // tokens * (offsets.shape[0] - 1), x.shape[1]), values is not None
     means = Means(
@@ -153,11 +159,12 @@ class Segments(NamedTuple):
 
 
 def segments(group: Tensor, num_groups: int, empty: float, dtype: torch.dtype) -> Segments | None:
-    """Sort the tokens of each row by their groups, int64 ``(rows, tokens)``, and count those of each group.
+    """Sort the tokens of each row of `group` by group, and count the tokens of each group.
 
-    A row has `num_groups` groups. `empty`, finite, stands for the logarithm of 0. `Segments.rounded` has `dtype`. Each
-    program goes through all tokens of a row for a few groups, in a fixed order, without a sort and without atomics.
-    None if the kernel could not run, or if ``tokens * num_groups`` exceeds `_COUNTED_UP_TO`.
+    `group`, int64 ``(rows, tokens)``, has each token's group, below `num_groups`; the groups of a row are its own.
+    `empty`, finite, is the logarithm to return for an empty group. `Segments.rounded` has `dtype`. None if the kernel
+    could not run, or if ``tokens * num_groups`` exceeds `_COUNTED_UP_TO`. Each program goes through all tokens of a row
+    for a few groups, in a fixed order, without a sort and without atomics.
     """
     rows, tokens = group.shape
     if tokens * num_groups > _COUNTED_UP_TO or not available(group.device):
@@ -172,13 +179,14 @@ def segments(group: Tensor, num_groups: int, empty: float, dtype: torch.dtype) -
 
 
 def assign_groups(score: Tensor, index: Tensor, sources: Tensor, destinations: Tensor, removed: int) -> Tensor | None:
-    """Return the group of each token, ``(batch, tokens)``, after the sources with the `removed` highest scores merged.
+    """Return the group of each token, ``(batch, tokens)``, after the `removed` sources with the highest scores merged.
 
-    Groups of destinations come first, then those of the sources that stay, by falling score. `score`, float32, and
-    `index`, places in `destinations`, have each source's best destination, ``(batch, sources)``. `sources` and
-    `destinations` are numbers of tokens, ``(batch or 1, ...)``. Indices are int64. Of equal scores the first merges
-    first; NaN merges before all numbers. None if the kernel, which compares all pairs of scores, could not run or has
-    more than 16,384 sources.
+    A merged source joins the group of its best destination. Group i is that of the i-th destination; then come those of
+    the sources that stay, one each, by falling score. `sources` ``(batch or 1, sources)`` and `destinations` ``(batch
+    or 1, destinations)`` are numbers of tokens, and together all tokens. `score`, float32, and `index`, the place in
+    `destinations` of each source's best destination, are ``(batch, sources)``. Indices and groups are int64. Of equal
+    scores the first merges first; NaN merges before all numbers. None if the kernel, which compares all pairs of
+    scores, could not run or has more than 16,384 sources.
     """
     batch, count = index.shape
     if count * count > _COMPARED_UP_TO or not available(index.device):
@@ -221,10 +229,11 @@ def attend_sample(
 ) -> SampleAttention | None:  # fmt: skip
     """Compute attention of a few queries over merged keys and over all keys; None if the kernel could not run.
 
-    Tensors have the same half precision and the form ``(batch, number, heads * head_dim)``: queries, tokens, or groups.
-    `merged_keys` and `merged_values` are contiguous, others have any strides. `scale` multiplies all logits. `bias`,
-    ``(batch or 1, groups)``, finite, is added to the logits of merged keys. All keys are split into the spans of
-    `first_order`, so that a few queries keep a whole GPU busy.
+    All tensors have the same half precision. Of the form ``(batch, number, heads * head_dim)`` are `q`, a few queries,
+    `keys` and `values` of all tokens, and `merged_keys` and `merged_values`, a row for each group. The last two
+    are contiguous, others have any strides. `scale` multiplies all logits. `bias`, ``(batch or 1, groups)``, finite, is
+    added to the scaled logits of merged keys. All keys are split into the spans of `first_order`, so that a few queries
+    keep a whole GPU busy.
     """
     batch, tokens, channels = keys.shape
     width, span, count = channels // heads, _span(tokens), q.shape[1]
@@ -241,13 +250,13 @@ def _span(tokens: int) -> int:
 
 
 def ridge(q: Tensor, answers: SampleAttention, first: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Fit a correction by ridge regression: the matrix and the constant that `correct` applies, in its form.
+    """Fit a correction by ridge regression, and return its matrix and its constant, in the form that `correct` takes.
 
     In each head, the correction predicts the output over all keys, less the output over merged keys, from the query and
     the output over merged keys. `q` and `answers` are the queries and the result of `attend_sample`, with at most
-    `RIDGE_WIDEST` channels in a head; `first`, the result of `first_order`, is the first guess of ``M1``. In a head
-    whose `first` adds up to 0 in the dtype of `q`, merging loses nothing and the correction is 0. The correction has
-    the dtype of `q`; None if the kernel could not run.
+    `RIDGE_WIDEST` channels in a head; `first`, the result of `first_order` with all its spans, adds up to the first
+    guess of ``M1``. If the sum of a head is 0 in the dtype of `q`, merging loses nothing and the correction is 0. The
+    correction has the dtype of `q`; None if the kernel could not run.
     """
     width = first.shape[2]
     matrix = torch.empty(first.shape[1], 2 * width, width, dtype=q.dtype, device=q.device)
@@ -283,7 +292,7 @@ def kernels_off() -> Iterator[None]:
 def _module() -> ModuleType | None:
     """Return `triton_kernels`, imported by the first call; None if the import fails, or kernels are off.
 
-    ``TOME_CORE_TRITON=0`` in the environment, at the first call, and `kernels_off` turn them off.
+    All kernels are off if ``TOME_CORE_TRITON=0`` is in the environment at the first call, and inside `kernels_off`.
     """
     global _is_loaded, _kernels, _why_off
     if _is_loaded:
@@ -301,13 +310,14 @@ def _module() -> ModuleType | None:
 
 
 def launch(x: Tensor, variant: tuple[Any, ...], *arguments: Any) -> bool:
-    """Run the kernel `variant[0]`, which fills some of `arguments`; False if the caller must use torch's operators.
+    """Run a kernel, which fills some of `arguments`. Return False if torch's operators have to do the work, else True.
 
-    The kernel is compiled for the other constants in `variant`, and for the dtype and the (`available`) device of `x`.
-    `arguments` are those of its function in `triton_kernels`. A result is checked unless an earlier result of the same
-    constants, dtype and device was right. A kernel that cannot be compiled or launched, or whose result is wrong, is
-    off until the process ends, with all constants. If memory is too small, only this run fails, and so does a run that
-    must be checked but cannot be: during the capture of a CUDA graph, or with inputs that are not finite.
+    `variant` is the kernel's name and the constants for which it is compiled, apart from the dtype and the
+    (`available`) device of `x`. `arguments` are those of this function in `triton_kernels`, with empty tensors for the
+    results. A result is checked unless an earlier result of the same constants, dtype and device was right. A kernel
+    that cannot be compiled or launched, or whose result is wrong, is off until the process ends, with all constants. If
+    memory is too small, only this run fails, and so does a run that must be checked but cannot be: during the capture
+    of a CUDA graph, or with inputs that are not finite.
     """
     kernels, name = _module(), variant[0]
     if kernels is None or name in _off:
@@ -331,8 +341,8 @@ def launch(x: Tensor, variant: tuple[Any, ...], *arguments: Any) -> bool:
 def _proves_itself(key: tuple, arguments: tuple[Any, ...]) -> bool:
     """Return whether a kernel's result is right, and keep the key if so: its later results are not checked.
 
-    A key is name, constants, device, dtype. A wrong result turns the kernel off. If inputs are not finite, the check
-    means nothing: the answer is False, but the kernel stays on.
+    A key is (name, *constants, device, dtype); `arguments` are those of `launch`, already filled. A wrong result turns
+    the kernel off. If inputs are not finite, the check means nothing: the answer is False, but the kernel stays on.
     """
     fault = find_fault(key[0], arguments)
     if fault == "":
@@ -343,6 +353,6 @@ def _proves_itself(key: tuple, arguments: tuple[Any, ...]) -> bool:
 
 
 def _give_up(name: str, why: str) -> None:
-    """Turn a kernel off until the process ends, for all constants and devices. Log `why` and keep it for `notes`."""
+    """Turn the kernel `name` off until the process ends, for all constants and devices; log and note (`notes`) why."""
     _off[name] = why
     _log.debug("Triton's kernel %s is off, torch's operators do the same: %s", name, why)

@@ -57,7 +57,7 @@ def _shares(output: Output) -> Tensor:
 
 
 def _message(output: Output) -> str:
-    """Return the output's name with the found and the expected value of its worst element, see `_shares`."""
+    """Return a message: the output's name, with the found and the expected value of its worst element by `_shares`."""
     place = int(_shares(output).argmax())
     tensors = output.found, output.expected.expand_as(output.found)
     found, expected = (tensor.flatten()[place].item() for tensor in tensors)
@@ -78,9 +78,10 @@ def _by_head(flat: Tensor, width: int) -> Tensor:
 
 
 def best_keys(x, rows, keys, bias, score, index, lengths) -> Iterator[Output]:
-    """Yield the numbers of keys, which must exist, then, slice by slice of queries, two scores near the best score.
+    """Check `triton_kernels.best_keys`: yield the numbers of keys, which must exist, then two outputs for each slice.
 
-    These are the score found, and the score in float64 of the key found. So any key of a near tie is right.
+    A slice is a run of queries. Both outputs are expected to be close to the best score in float64: the score found,
+    and the float64 score of the key found. So if scores nearly tie, each of their keys is right.
     """
     keys, count = keys.double(), keys.shape[1]
     longest = keys.norm(dim=2).amax(1)[:, None]
@@ -107,9 +108,10 @@ def best_keys(x, rows, keys, bias, score, index, lengths) -> Iterator[Output]:
 
 
 def mean_rows(x, values, order, offsets, tokens, mean, mean_values, exact, bias) -> Iterator[Output]:
-    """Yield the means that are not None, in pieces, then `bias`, expected from the found `mean`.
+    """Check `triton_kernels.mean_rows`: yield `mean`, `mean_values` and `exact`, each in pieces, then `bias`.
 
-    The allowed difference of a mean is a share of the mean absolute value, plus the rounding to its dtype.
+    A tensor that is None yields nothing. The allowed difference of a mean is a share of the group's mean absolute
+    value, plus the rounding to its dtype. `bias` is expected from `mean` as the kernel has filled it.
     """
     sizes, copies = offsets.diff(), len(x) // tokens
     group = torch.repeat_interleave(sizes, output_size=len(order))
@@ -134,7 +136,7 @@ def mean_rows(x, values, order, offsets, tokens, mean, mean_values, exact, bias)
 
 
 def segments(group, order, offsets, sizes, logs, rounded, empty) -> Iterator[Output]:
-    """Yield the fields of `kernels.Segments`, expected from a stable sort. Only logarithms may differ a little."""
+    """Check `triton_kernels.segments`: yield `order` to `rounded`. Only `logs` and `rounded` may differ a little."""
     rows, groups = sizes.shape
     ordered, places = (group + torch.arange(rows, device=group.device)[:, None] * groups).flatten().sort(stable=True)
     starts = torch.searchsorted(ordered, torch.arange(rows * groups + 1, device=group.device))
@@ -148,7 +150,7 @@ def segments(group, order, offsets, sizes, logs, rounded, empty) -> Iterator[Out
 
 
 def assign_groups(score, index, sources, destinations, removed, group) -> Iterator[Output]:
-    """Yield the groups, expected exactly as a stable sort of the sources by falling score gives them."""
+    """Check `triton_kernels.assign_groups`: yield `group`, exactly as a stable sort by falling score gives it."""
     order, cells = score.argsort(dim=1, descending=True, stable=True), destinations.shape[1]
     merged, alone = order[:, :removed], order[:, removed:]
     group_of_source = torch.empty_like(index).scatter_(1, merged, index.gather(1, merged))
@@ -159,7 +161,7 @@ def assign_groups(score, index, sources, destinations, removed, group) -> Iterat
 
 
 def first_order(keys, values, group, means, span, scale, sums) -> Iterator[Output]:
-    """Yield the sums of each span, an output for each, which have to be as exact as sums in float32."""
+    """Check `triton_kernels.first_order`: yield the `sums` of each span, which have to be as exact as in float32."""
     width = sums.shape[2]
     spans = zip(*(tensor.split(span, 1) for tensor in (keys, values, group)), strict=True)
     for number, (some_keys, some_values, groups) in enumerate(spans):
@@ -172,7 +174,10 @@ def first_order(keys, values, group, means, span, scale, sums) -> Iterator[Outpu
 def attend_sample(
     q, keys, values, merged_keys, merged_values, bias, span, scale, merged, full, logs
 ) -> Iterator[Output]:
-    """Yield `merged`, then `full` and `logs` of each span. Only the weights may be rounded to half precision."""
+    """Check `triton_kernels.attend_sample`: yield `merged`, then `full` and `logs` of each span of tokens.
+
+    Only the attention weights may be rounded to half precision.
+    """
     width, eps = merged.shape[2], torch.finfo(q.dtype).eps
     q, heads = _by_head(q, width), merged.shape[0] // len(q)
 
@@ -190,11 +195,12 @@ def attend_sample(
 
 
 def ridge(q, merged, full, logs, first, matrix, constant) -> Iterator[Output]:
-    """Yield the correction that `matrix` and `constant` predict for the queries `q`, so other weights may be right too.
+    """Check `triton_kernels.ridge`: yield what `matrix` and `constant` add to the outputs of the queries `q`.
 
-    It is expected as a ridge fit in float64 predicts it, from the outputs over merged keys, `merged`, and what they
-    lack. It may differ by a share of all terms added. `full` and `logs` are fields of `kernels.SampleAttention`. A head
-    whose `first` adds up to 0 has no correction.
+    The added terms are compared, not the weights, since other weights may add the same. They are expected as a ridge
+    fit in float64 predicts them from `q` and `merged`, for what `merged` lacks, and may differ by a share of the sum of
+    absolute terms. `merged`, `full` and `logs` are fields of `kernels.SampleAttention`, `first` is the result of
+    `kernels.first_order`. A head whose `first` adds up to 0 has no correction.
     """
     width, eps = merged.shape[2], torch.finfo(q.dtype).eps
     queries, merged = _by_head(q, width), merged.double()
@@ -216,7 +222,7 @@ def ridge(q, merged, full, logs, first, matrix, constant) -> Iterator[Output]:
 
 
 def correct(out, q, matrix, constant, corrected) -> Iterator[Output]:
-    """Yield the corrected output, run by run of tokens. It may be rounded only once, at the end."""
+    """Check `triton_kernels.correct`: yield `corrected`, run by run of tokens. It may be rounded only at the end."""
     width = matrix.shape[2]
     matrix, constant = matrix.double(), constant.double()
     for parts in zip(*(tensor.split(_TOKENS, 1) for tensor in (q, out, corrected)), strict=True):

@@ -31,7 +31,9 @@ def _best_keys(
 ):  # fmt: skip
     """Fill ``score`` and ``index``. A program (an instance of the kernel) compares a tile of queries with all keys.
 
-    Names that end in _<axis> are strides, in all kernels. PARTS: see `parts_of`. LENGTHS: see `kernels.best_keys`.
+    ``tiles`` is the number of tiles of a sample's queries. QUERIES, KEYS and CHANNELS are the lengths of tiles, PARTS
+    the number of parts into which a key is split (`parts_of`); LENGTHS subtracts half of a query's squared length. In
+    all kernels, tensors come as pointers, and names that end in _<axis> are strides.
     """
     sample = (tl.program_id(0) // tiles).to(tl.int64)
     query = (tl.program_id(0) % tiles) * QUERIES + tl.arange(0, QUERIES)
@@ -86,10 +88,10 @@ def _mean_rows(
     x_row, x_channel, values_row, values_channel,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Fill the means. A program sums one group of one copy, or some of its channels if ``bias`` is None.
+    """Fill ``mean`` to ``bias``. A program sums one group of one copy, or some of its channels if ``bias`` is None.
 
     Row i of the group is added to sum number i % ROWS; then the sums are added. PARTS: 2 with ``values``, else 1.
-    ``tokens`` is the number of rows of a copy.
+    ``tokens`` is the number of rows of a copy, ``groups`` that of its groups, CHANNELS the width of a tile.
     """
     number = tl.program_id(0).to(tl.int64)
     group, copy = number % groups, number // groups * tokens
@@ -134,6 +136,7 @@ def _segments(
     """Fill ``order`` to ``rounded``, the fields of `kernels.Segments`. A program serves some groups of one row.
 
     It counts the row's tokens in lower groups to know where its groups start, so it needs no other program's result.
+    A program has GROUPS groups, a row ``tiles`` programs; TOKENS tokens are compared at a time.
     """
     row = (tl.program_id(0) // tiles).to(tl.int64)
     first = tl.program_id(0) % tiles * GROUPS
@@ -178,10 +181,11 @@ def _place(
     score, index, sources, destinations, group, count, cells, removed,
     score_sample, index_sample, sources_sample, destinations_sample, PLACES: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """Fill ``group``, see `kernels.assign_groups`. A program serves a run of the sources and, after them, destinations.
+    """Fill ``group``, see `kernels.assign_groups`. A program serves PLACES places of a sample.
 
-    There are ``count`` sources and ``cells`` destinations. A source's rank is the number of sources with higher scores,
-    or equal scores and lower places; it merges if its rank is below ``removed``.
+    Places are those of the ``count`` sources, then those of the ``cells`` destinations. A source's rank is the number
+    of sources with higher scores, or equal scores and lower places; it merges if its rank is below ``removed``. Scores
+    are compared with OTHERS others at a time.
     """
     sample = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
@@ -212,7 +216,7 @@ def _place(
 def best_keys(
     x: Tensor, rows: Tensor | None, keys: Tensor, bias: Tensor | None, score: Tensor, index: Tensor, lengths: bool
 ) -> None:
-    """Fill ``score`` and ``index``, the result of `kernels.best_keys`. All tensors are expanded to the batch."""
+    """Fill ``score`` and ``index``. `kernels.best_keys` describes the arguments, but here all have the full batch."""
     batch, queries = score.shape
     tiles = triton.cdiv(queries, _QUERIES)
     _best_keys[(tiles * batch,)](
@@ -228,7 +232,10 @@ def mean_rows(
     x: Tensor, values: Tensor | None, order: Tensor, offsets: Tensor, tokens: int,
     mean: Tensor, mean_values: Tensor | None, exact: Tensor | None, bias: Tensor | None,
 ) -> None:  # fmt: skip
-    """Fill ``mean``, ``mean_values``, ``exact`` and ``bias``, fields of `kernels.Means`, except those that are None."""
+    """Fill the tensors from ``mean`` to ``bias``, which are the fields of `kernels.Means`, except those that are None.
+
+    ``mean_values`` is the field ``values``. `kernels.mean_rows` describes the other arguments.
+    """
     numbers, channels = mean.shape
     alone = bias is not None
     width = min(triton.next_power_of_2(channels), _WIDEST_ALONE if alone else _WIDEST)
@@ -243,7 +250,10 @@ def mean_rows(
 def segments(
     group: Tensor, order: Tensor, offsets: Tensor, sizes: Tensor, logs: Tensor, rounded: Tensor, empty: float
 ) -> None:
-    """Fill ``order`` to ``rounded``, the fields of `kernels.Segments`. ``group`` is contiguous ``(rows, tokens)``."""
+    """Fill ``order`` to ``rounded``, the fields of `kernels.Segments`, from ``group``, contiguous ``(rows, tokens)``.
+
+    ``empty`` is the logarithm to store for an empty group.
+    """
     (rows, tokens), groups = group.shape, sizes.shape[1]
     tiles = triton.cdiv(groups, _COUNTED_GROUPS)
     _segments[(rows * tiles,)](
@@ -255,7 +265,7 @@ def segments(
 def assign_groups(
     score: Tensor, index: Tensor, sources: Tensor, destinations: Tensor, removed: int, group: Tensor
 ) -> None:
-    """Fill ``group``, the result of `kernels.assign_groups`, which describes the arguments. All have the full batch."""
+    """Fill ``group``. `kernels.assign_groups` describes the arguments, but here all have the full batch."""
     (batch, count), cells = index.shape, destinations.shape[1]
     _place[(triton.cdiv(count + cells, _PLACED), batch)](
         score, index, sources, destinations, group, count, cells, removed,

@@ -30,7 +30,11 @@ def _first_order(
     keys_sample, keys_row, keys_channel, values_sample, values_row, values_channel, group_sample,
     width: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Fill ``found``, the sums of `kernels.first_order`. A program serves one span of tokens of one head."""
+    """Fill ``found``, the sums of `kernels.first_order`. A program serves one span of tokens of one head.
+
+    ``span`` is the length of a span; PARTS: see `parts_of`. In all kernels of this file, ``width`` is a head's number
+    of channels, WIDTH that of a tile (`_padded`), and TOKENS or QUERIES a tile's number of rows.
+    """
     sample, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     channel = tl.arange(0, WIDTH)
     is_channel = channel < width
@@ -64,9 +68,11 @@ def _attend(
     column, is_channel,
     QUERIES: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile of queries' outputs over keys ``first`` to ``stop - 1``, and the logsumexps of their logits.
+    """Return outputs for a tile of queries over keys ``first`` to ``stop - 1``, and the logsumexps of their logits.
 
-    ``bias``, which may be None, has a number for each key. Both results are float32.
+    ``queries`` is a loaded tile (QUERIES, WIDTH). ``keys``, ``values`` and ``bias``, a number for each key or None, are
+    pointers to a sample's. ``column`` has the head's channels in a row, ``is_channel`` masks those beyond the head.
+    Results are float32, (QUERIES, WIDTH) and (QUERIES,).
     """
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
@@ -97,9 +103,10 @@ def _attend_sample(
     q_sample, q_row, q_channel, keys_sample, keys_row, keys_channel, values_sample, values_row, values_channel,
     bias_sample, width: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Fill the fields of `kernels.SampleAttention`. A program serves some queries of a head, and a span or merged keys.
+    """Fill ``merged``, ``full`` and ``logs``. A program serves a tile of a head's queries, and a span or merged keys.
 
-    The programs of the merged keys come after those of the last span, and store no logsumexps.
+    A head has ``tiles`` tiles of queries. The programs of the merged keys come after those of the last span, and store
+    no logsumexps. These three are the fields of `kernels.SampleAttention`.
     """
     head_number = (tl.program_id(0) // tiles).to(tl.int64)
     sample, head = head_number // heads, head_number % heads
@@ -135,7 +142,9 @@ def _attend_sample(
 def _load_features(q, merged, query, column, mask, width: tl.constexpr, q_row, q_channel):
     """Return queries and their outputs over merged keys side by side, in float32, 0 outside the mask.
 
-    ``column``, from 0 to ``2 * width - 1``, chooses: below ``width`` a query's channel, else an output's.
+    ``q`` and ``merged`` are pointers to a head's, ``query`` has the numbers of queries. ``column``, from 0 to
+    ``2 * width - 1``, chooses: below ``width`` a query's channel, else an output's. ``mask`` and result have a row for
+    each query and a column for each number in ``column``.
     """
     of_q = column < width
     left = tl.load(q + query[:, None] * q_row + column[None, :] * q_channel, mask=mask & of_q[None, :], other=0.0)
@@ -149,8 +158,10 @@ def _join(
 ):  # fmt: skip
     """Return outputs over all keys: the sum of the spans' outputs, each times the span's share of the weights.
 
-    ``number`` is the number of the head among those of all samples, ``programs`` the number of these heads, ``count``
-    that of the queries.
+    ``full`` and ``logs`` are those of `kernels.SampleAttention`, with SPANS spans and ``count`` queries. ``number`` is
+    the number of the head among the heads of all samples, ``programs`` the number of these heads. The result, float32,
+    has a row for each number in ``query``, masked by ``is_query``, and a column for each channel in ``column``, masked
+    by ``is_column``.
     """
     top = tl.load(logs + number * count + query, mask=is_query, other=0.0)
     for span in tl.static_range(1, SPANS):
@@ -174,7 +185,8 @@ def _ridge(
     """Fill ``matrix`` and ``constant``, see `kernels.ridge`. A program solves a head's normal equations by elimination.
 
     The penalty makes elimination safe without a search for pivots. Factors are rounded to the dtype of the queries
-    after they are centred, which is a smaller error than the rounding of the answers. ``count`` queries, SPANS spans.
+    after they are centred, which is a smaller error than the rounding of the answers. There are ``count`` queries and
+    SPANS spans; UNKNOWNS is ``2 * width``, padded.
     """
     number, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     q += number // heads * q_sample + number % heads * width * q_channel
@@ -279,7 +291,7 @@ def _warps(width: int) -> int:
 def first_order(
     keys: Tensor, values: Tensor, group: Tensor, means: Tensor, span: int, scale: float, found: Tensor
 ) -> None:
-    """Fill ``found``, the result of `kernels.first_order`. ``group`` is expanded to the batch."""
+    """Fill ``found``, the sums of `kernels.first_order`, for spans of ``span`` tokens. ``group`` has the full batch."""
     batch, tokens, _ = keys.shape
     spans, programs, width, _ = found.shape
     heads = programs // batch
@@ -295,7 +307,10 @@ def attend_sample(
     q: Tensor, keys: Tensor, values: Tensor, merged_keys: Tensor, merged_values: Tensor, bias: Tensor, span: int,
     scale: float, merged: Tensor, full: Tensor, logs: Tensor,
 ) -> None:  # fmt: skip
-    """Fill ``merged``, ``full`` and ``logs``, see `kernels.SampleAttention`. ``bias`` is expanded to the batch."""
+    """Fill ``merged``, ``full`` and ``logs``, the fields of `kernels.SampleAttention`, for spans of ``span`` tokens.
+
+    `kernels.attend_sample` describes the other arguments; ``bias`` has the full batch.
+    """
     spans, programs, count, width = full.shape
     heads = programs // q.shape[0]
     tiles = triton.cdiv(count, _TOKENS)
@@ -310,7 +325,10 @@ def attend_sample(
 def ridge(
     q: Tensor, merged: Tensor, full: Tensor, logs: Tensor, first: Tensor, matrix: Tensor, constant: Tensor
 ) -> None:
-    """Fill ``matrix`` and ``constant``, the result of `kernels.ridge`, which describes the other arguments."""
+    """Fill ``matrix`` and ``constant``, the result of `kernels.ridge`, which describes ``q`` and ``first``.
+
+    ``merged``, ``full`` and ``logs`` are the fields of `kernels.SampleAttention` for these queries.
+    """
     programs, count, width = merged.shape
     _ridge[(programs,)](
         q, merged, full, logs, first, matrix, constant, count, programs // q.shape[0], *q.stride(),

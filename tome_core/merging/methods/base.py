@@ -18,7 +18,7 @@ class MatchOptions(NamedTuple):
     ratio: float  # the share of tokens to remove, from 0 to 1
     sx: int  # width of a cell in tokens
     sy: int  # height of a cell in tokens
-    draw: Draw | None = None  # decides which token of a cell is its destination, where others merge; None: the first
+    draw: Draw | None = None  # decides into which token of a cell, its destination, others merge; None: the first
     refine: int = 0  # number of k-means steps after the match
     by_distance: bool = False  # compare tokens by distance, not by cosine
     st: int = 1  # number of frames of a cell
@@ -35,9 +35,10 @@ class Method(NamedTuple):
 
 
 def take_queries(x: torch.Tensor, rows: torch.Tensor | None, start: int, stop: int) -> torch.Tensor:
-    """Return queries `start` to ``stop - 1`` of each sample, float32: these tokens of `x`, or those `rows` has there.
+    """Return queries `start` to ``stop - 1`` of each sample, float32 ``(batch, stop - start, channels)``.
 
-    `x` and `rows` are as in `best_keys`, so each of them may have a batch of 1.
+    Query i is token i of `x`, ``(batch or 1, tokens, channels)``, or, if there are `rows`, int64 ``(batch or 1,
+    queries)``, the token whose number `rows` has at place i.
     """
     if rows is None:
         return x[:, start:stop].float()
@@ -67,7 +68,7 @@ def best_keys(x: torch.Tensor, rows: torch.Tensor | None, keys: torch.Tensor, bi
         x: ``(batch, tokens, channels)``, any float dtype; a batch of 1 is possible if `rows` has the whole batch.
         rows: the tokens that are queries, int64 ``(batch or 1, queries)``; None for all.
         keys: ``(batch, keys, channels)``, float32 or the dtype of `x`, at least one.
-        bias: is added to the scores, float32 ``(batch, keys)``.
+        bias: is added to the scores of each key, float32 ``(batch, keys)``; None adds nothing.
     """
     if kernels.ready(keys) and kernels.ready(x):
         best = kernels.best_keys(x, rows, keys, bias)

@@ -19,9 +19,10 @@ from .base import Best, MatchOptions, Method, best_keys
 def match(x: Tensor, grid: Grid, options: MatchOptions) -> MergePlan | None:
     """Return a plan that merges the sources most similar to a destination into their most similar destinations.
 
-    Each cell has one destination, see `split_grid`; all other tokens are sources. The plan removes the share
-    `ratio` (rounded down) of all tokens `x`, ``(batch, tokens, channels)``, or all sources if there are fewer; None if
-    it removes none. Groups of destinations come first. With `refine`, so many k-means steps follow, see `refine_plan`.
+    `x`, ``(batch, tokens, channels)``, are the tokens of `grid`. Each cell has one destination, see `split_grid`; all
+    other tokens are sources. The number of removed tokens is the ratio times all tokens, rounded down, but at most all
+    sources; None if it is 0. Groups of destinations come first. Then follow as many k-means steps as `refine` says, see
+    `refine_plan`, in which a token may join any group.
     """
     destinations, sources = split_grid(grid, options.sy, options.sx, options.draw, x, options.st)
     removed = min(sources.shape[1], int(x.shape[1] * options.ratio))
@@ -38,9 +39,9 @@ def match(x: Tensor, grid: Grid, options: MatchOptions) -> MergePlan | None:
 
 
 def best_destination(x: Tensor, sources: Tensor, destinations: Tensor, by_distance: bool = False) -> Best:
-    """Find the most similar destination of each source: return scores and places in `destinations`.
+    """Find the most similar destination of each source: return scores, float32, and places in `destinations`, int64.
 
-    Sources and destinations are numbers of tokens of `x`, int64 ``(batch or 1, n)``, results ``(batch, sources)``. A
+    Both are ``(batch, sources)``. Sources and destinations are numbers of tokens of `x`, int64 ``(batch or 1, n)``. A
     score is minus half the squared distance if `by_distance`, else the cosine, so it is comparable between sources.
     """
     if by_distance and kernels.ready(x):
@@ -52,7 +53,10 @@ def best_destination(x: Tensor, sources: Tensor, destinations: Tensor, by_distan
 
 
 def _best_anywhere(x: Tensor, sources: Tensor, destinations: Tensor, by_distance: bool) -> Best:
-    """Do the work of `best_destination`, but with scores that are not comparable between sources."""
+    """Return the same as `best_destination`, but scores lack the source's length, so sources cannot be compared.
+
+    A score is the cosine times this length, or, if `by_distance`, leaves out minus half its square.
+    """
     return best_keys(x, sources, *keys_of_rows(x, destinations, by_distance))
 
 
@@ -71,14 +75,15 @@ def refine_plan(plan: MergePlan, x: Tensor, steps: int, by_distance: bool = Fals
 
 
 def _nearest(x: Tensor, keys: Tensor, bias: Tensor | None) -> MergePlan:
-    """Return a plan in which each token joins the group of its most similar key, see `metric.keys_to_search`."""
+    """Return a plan in which each token of `x` joins its most similar key's group. For keys, bias: `keys_to_search`."""
     return MergePlan(best_keys(x, None, keys, bias)[1], keys.shape[1])
 
 
 def _plan(score: Tensor, index: Tensor, sources: Tensor, destinations: Tensor, removed: int) -> MergePlan:
-    """Return the plan of the groups that `kernels.assign_groups` describes, made by its kernel or else by torch.
+    """Return the plan in which the `removed` sources with the highest scores join their best destinations' groups.
 
-    If `removed` is the number of sources, all merge, and scores have no effect.
+    `kernels.assign_groups` describes arguments and groups; its kernel makes the groups, or else torch. If `removed` is
+    the number of sources, all merge, and scores have no effect.
     """
     batch, count = score.shape
     ranked = removed < count

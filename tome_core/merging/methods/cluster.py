@@ -22,9 +22,10 @@ ITERATIONS = 4  # a fixed number, because a test for convergence would wait for 
 def match(x: torch.Tensor, grid: Grid, options: MatchOptions, by_similarity: bool = False) -> MergePlan | None:
     """Return a plan that clusters the tokens by k-means (`ITERATIONS` steps), into as many groups as the ratio leaves.
 
-    There is at least one group, and no group is empty; None if the ratio removes no token. Distances are Euclidean, in
-    float32. If `by_similarity`, the cosines to the mean token are clustered, with first centres evenly spread over the
-    sorted cosines, else the tokens, with first centres evenly spread over the picture.
+    `x`, ``(batch, tokens, channels)``, are the tokens of `grid`. The ratio times their number, rounded down, is the
+    number of tokens to remove; None if it is 0. There is at least one group, and no group is empty. Distances are
+    Euclidean, in float32. If `by_similarity`, each token's cosine to the mean token is clustered, with first centres
+    evenly spread over the sorted cosines, else the tokens, with first centres evenly spread over the picture.
     """
     tokens = grid.height * grid.width
     count = max(1, tokens - int(tokens * options.ratio))
@@ -48,7 +49,10 @@ def match(x: torch.Tensor, grid: Grid, options: MatchOptions, by_similarity: boo
 
 
 def _nearest(value: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
-    """Return the number of the nearest centre of each token, ``(batch, tokens)``, by Euclidean distance."""
+    """Return the number of the nearest centre of each token, int64 ``(batch, tokens)``, by Euclidean distance.
+
+    `value` is ``(batch, tokens, channels)``, `centre` ``(batch, centres, channels)``.
+    """
     # |x - c|^2 is smallest if x.c - |c|^2 / 2 is largest
     return best_keys(value, None, centre, centre.square().sum(-1) / -2)[1]
 
@@ -60,7 +64,7 @@ def _nearest_scalar(value: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
 
 
 def _fill_empty(group: torch.Tensor, distance: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the group of each token after each of `count` clusters, if empty, got a token far from its old centre.
+    """Return the groups of all tokens after each empty one of the `count` clusters got a token far from its old centre.
 
     `group` and `distance`, each token's distance from its centre, are ``(batch, tokens)``. The farthest tokens move,
     but no cluster loses its nearest token. There are always enough: with E of G clusters empty, G - E tokens must stay
