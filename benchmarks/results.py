@@ -115,7 +115,7 @@ def _find_path(record: Record, folder: Path) -> Path:
 
 
 def difference(before: Record, record: Record) -> str | None:
-    """Name those of kind, settings, versions (not tome_core's) and device that differ; None if a run may go on."""
+    """Name, with commas, those of kind, settings, versions (not tome_core's) and device that differ; None if none."""
     def of(record: Record, name: str) -> Any:
         return {**record[name], "tome_core": None} if name == "versions" else record[name]  # commits say more
 

@@ -56,7 +56,7 @@ def in_bfloat16(network: nn.Module, seed: int) -> AbstractContextManager:
 
 
 def engine(**settings: Any) -> PutOn:
-    """Make a function (network, seed) -> context manager that merges one sampling by settings of `tome_core.patch`."""
+    """Make a function (network, seed) -> context manager: settings of `tome_core.patch` merge calls of one sampling."""
 
     @contextmanager
     def put_on(network: nn.Module, seed: int) -> Iterator[None]:
@@ -74,7 +74,7 @@ def strength(value: float) -> PutOn:
 
 
 def tomesd(ratio: float) -> PutOn:
-    """Make a function (unet, seed) -> context manager with tomesd's own patch of the UNet's finest level."""
+    """Make a function (unet, seed) -> context manager: tomesd's own patch, on `ratio` of the finest level's tokens."""
 
     @contextmanager
     def put_on(unet: nn.Module, seed: int) -> Iterator[None]:
