@@ -48,7 +48,7 @@ _BETWEEN = re.compile(r"(<!-- table (\w+): [^>]*-->\n)(.*?)(<!-- end of table --
 
 @lru_cache
 def load_result(name: str) -> Record:
-    """Load ``results/NAME.json``, once a process. Raises OSError, or ResultError if it is no result or to choose by."""
+    """Load ``results/NAME.json``, once a process. Raises OSError, or ResultError if no result, or one to choose by."""
     loaded = results.load(results.FOLDER / f"{name}.json")
     subjects.check_purpose(loaded, subjects.SHOW, name)
     return loaded

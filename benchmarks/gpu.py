@@ -33,9 +33,9 @@ Measure = Callable[[Bench], dict[str, Any]]
 
 
 def plan(device: str) -> dict[str, Measure]:
-    """Map keys of rows, as ``sd15 call, 512 px``, in the order of measuring, to functions that measure it on a `Bench`.
+    """Map each row's key, as ``sd15 call, 512 px``, in the order of measuring, to the function that makes the row.
 
-    device: "cuda" or "cpu"; it decides which sizes are measured and what is compiled.
+    The function takes a `Bench`. device: "cuda" or "cpu"; it decides which sizes are measured and what is compiled.
     """
     rows: dict[str, Measure] = {"the device": gpu_rows.device}
 

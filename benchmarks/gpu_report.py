@@ -20,7 +20,7 @@ Rows = Sequence[dict[str, Any]]
 
 
 def cases(rows: Rows) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """Map cases with a row of calls, as ``sd15 512 px``, to a pair: figures of calls, and of 20 steps, {} without.
+    """Map cases with a row of calls, as ``sd15 512 px``, to a pair: figures of calls, figures of 20 steps, maybe {}.
 
     Figures are ``of`` of a row: name, such as "unmerged" -> a dict with ``ms``. rows: of a result.
     """

@@ -76,7 +76,7 @@ class Patched:
         return run
 
     def _step(self, arguments: tuple, timestep: float, sampling: object) -> Any:
-        """Tell the engine's patch, if any, the timestep and the sampling, by an object of its own; call the network."""
+        """Tell the engine's patch, if any, the timestep and the sampling's object; return what the network gives."""
         if self.handle is not None:
             self.handle.set_time(timestep=timestep, sampling=sampling, pictures=1)
         return self.network(*arguments)
@@ -156,7 +156,11 @@ class Bench:
 
 
 def calls(bench: Bench, name: str, pixels: int, compiled: bool = False) -> dict[str, Any]:
-    """Time calls by `Bench.compare`: "unmerged", "tomesd", and ``balanced`` with a "new", "renewed", "kept" match."""
+    """Time calls of a network in turns; return what `Bench.compare` gives.
+
+    Its names: "unmerged", "tomesd", and by ``balanced`` "new", "renewed" and "kept", after what a call does for a
+    match.
+    """
     arguments = bench.inputs(name, pixels)
     ways = {**{way: (way, "new") for way in (UNMERGED, TOMESD)}, **{when: (STRENGTHS[0], when) for when in WHEN}}
     return bench.compare({row: lambda way=way, when=when: bench.patched_copy(name, compiled, way).call(arguments, when)
@@ -207,7 +211,7 @@ def _by_backend(name: str, *qkv: torch.Tensor) -> torch.Tensor:
 
 
 def _tokens_first(module: str, function: str, *qkv: torch.Tensor) -> torch.Tensor:
-    """Turn q, k, v ``[B, H, N, d]`` for a package's attention function, and return what it gives, ``[B, N, H, d]``."""
+    """Transpose q, k, v ``[B, H, N, d]`` for a package's function, and return what that gives, ``[B, N, H, d]``."""
     return getattr(importlib.import_module(module), function)(*(tensor.transpose(1, 2) for tensor in qkv))
 
 

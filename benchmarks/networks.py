@@ -53,7 +53,7 @@ class InPlaceOfAttention:
             module for _, module in find_attentions(network, family_of(network))]  # fmt: skip
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> torch.Tensor:
-        """Return the result, ``[B, H, N, d]``; each subclass has its own. more: torch's other arguments, by name."""
+        """Return attention of ``[B, H, N, d]``, of q's shape; each subclass has its own. more: torch's, by name."""
         raise NotImplementedError
 
     def __enter__(self) -> Any:
@@ -120,7 +120,7 @@ class Zeros(InPlaceOfAttention):
 
 class Downsampled(InPlaceOfAttention):
     """A context manager of token down-sampling (ToDo, arXiv 2402.13573), for square pictures: all tokens are queries;
-    keys and values are the first of each `cell` x `cell`, and all of a transformer's text."""
+    keys and values are the top left token of each `cell` x `cell`, and all of a transformer's text."""
 
     def __init__(self, network: nn.Module, cell: int) -> None:
         super().__init__(network)

@@ -132,7 +132,8 @@ class QualityBench:
 def _predictions(merged: list, plain: list) -> dict[str, Any]:
     """Make the figures of a noised row: by time ``work``, and by time and picture ``loss`` and ``dev``.
 
-    merged: what `_predict` gave for the row's variant; plain: without merging. dev: the squared distance between these.
+    merged: what `_predict` gave for the row's variant; plain: without merging. ``dev`` is the squared distance of the
+    two.
     """
     return {"work": _round(share for *_, share in merged), "loss": [_round(loss) for _, loss, _ in merged],
             "dev": [_round(_error(new, old)) for (new, *_), (old, *_) in zip(merged, plain, strict=True)]}  # fmt: skip
@@ -142,7 +143,7 @@ def _pictures(merged: list[Picture], plain: list[Picture]) -> dict[str, Any]:
     """Make the figures of a row of whole pictures: their mean ``work``, and lists by picture.
 
     The lists: ``gradient``, ``squared_error`` to `plain`, which are unmerged, and on a CPU ``seconds`` of all calls,
-    and ``beside``, of an unmerged call.
+    and ``beside``, the seconds of an unmerged call.
     """
     figures = {"work": _round([np.mean([picture.work for picture in merged])])[0],
                "gradient": _round(gradient_energy(picture.pixels) for picture in merged),

@@ -161,10 +161,11 @@ class Rival(NamedTuple):
 
 
 def at_equal_time(section: Section) -> Iterator[Rival]:
-    """Compare each timed method of others with our strengths, in the result's order; none if no strength was timed.
+    """Yield for each timed method of others, in the result's order, its PSNR and our strength's at an equal time.
 
-    A strength's PSNR at a time lies on lines between the timed strengths that no other beats in time and PSNR. With
-    methods slower than all of these the slowest strength compares.
+    Our PSNR lies on lines between the timed strengths that no other beats in time and PSNR. It is None if none is as
+    fast; for a method slower than all of them it is the slowest strength's. Nothing is yielded if no strength was
+    timed.
     """
     points = {name: (figures.time, figures.psnr.value) for name, figures in section.pictures.items()
               if figures.time is not None}  # fmt: skip

@@ -64,7 +64,7 @@ def new_figure(width: float, height: float):
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """Add ``--output``, the path of the result, by default None, to a parser; `results.Run.start` takes both."""
+    """Add ``--output`` to a parser: the path of the result, by default None; `results.Run.start` takes the value."""
     parser.add_argument("--output", type=Path, metavar="JSON", help="the result (default: a new file below "
         "benchmarks/results/, or the unfinished one of this command)")  # fmt: skip
 

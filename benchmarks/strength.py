@@ -67,7 +67,10 @@ def deviation_by_share(records: Sequence[dict]) -> Loss:
 
 
 def read_means(records: Sequence[dict], ratio: float, cell: int) -> tuple[float, ...]:
-    """Average merged keys' deviation, in %, at each of `TIMES` over all checkpoints; () if a checkpoint lacks it."""
+    """Average a setting's deviation, in %, at each of `TIMES` over all checkpoints; () if a checkpoint lacks it.
+
+    ratio, cell: one pair of `FRONT`.
+    """
     figures = [section.noised.get(f"merged-keys-{ratio}-cells-{cell}")
                for record in records for section in sections(record)]  # fmt: skip
     if not figures or not all(noised is not None and len(noised.dev_at) == len(TIMES) for noised in figures):
@@ -149,7 +152,7 @@ def _deviation_by_time(share: float, loss: Loss) -> list[float]:
 
 
 def _choose(options: argparse.Namespace, command: str) -> None:
-    """Print the knots and the curve of files, `options.results`. Raises ResultError for a result not to choose by."""
+    """Print knots and curve from the files `options.results`. Raises ResultError if a result is not to choose by."""
     records = [results.load(path) for path in options.results]
     for path, record in zip(options.results, records, strict=True):
         subjects.check_purpose(record, subjects.CHOOSE, path.name)
