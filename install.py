@@ -101,7 +101,7 @@ def is_usable(folder):
 
 
 def make_environment(folder, torch_folder):
-    """Make an environment in `folder`. An earlier one there that install.py made is deleted.
+    """Make an environment in `folder`. An earlier environment there that install.py made is deleted.
 
     `torch_folder` has packages with torch, which the environment can import; None for none. Raises Failure if
     environments cannot be made, or `folder` was not made by install.py.
@@ -166,7 +166,7 @@ def environment(extras, no_deps=(), command=None):
 
 
 def pip(python, arguments):
-    """Run ``pip install`` in a Python's environment, with the user's own pip settings. Raises Failure if it fails."""
+    """Run ``pip install`` by a Python, with arguments and the user's own pip settings. Raises Failure if it fails."""
     code = run([python, "-m", "pip", "install", "--disable-pip-version-check", *arguments])
     if code:
         raise Failure(f"pip could not install what is needed (exit code {code}, its reason is above); "
@@ -258,8 +258,8 @@ def usage():
 def main(arguments):
     """Run the command that the arguments name, and return its exit code; without arguments do nothing and return 0.
 
-    The code is 1 if the command fails with a sentence for the user, 2 for a wrong call, 130 if the user stopped the
-    command. ``--help`` prints the usage.
+    The code is 1 if a command fails with a sentence for the user, 2 for a wrong call, 130 if the user stopped it, else
+    the command's own. ``--help`` prints the usage.
     """
     if not arguments:
         return 0

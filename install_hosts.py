@@ -116,7 +116,7 @@ def link_or_copy(host, where, copy=False):
 
 
 def remove(where):
-    """Delete a link, but not its target, or a copy that install.py made. Raises Failure if it is something else."""
+    """Delete what is at `where`, a link (not its target) or a copy by install.py. Raises Failure if it is neither."""
     if is_link(where):
         # rmdir takes a junction away and leaves what it points to
         where.unlink() if where.is_symlink() else where.rmdir()

@@ -49,7 +49,7 @@ def _time(of: dict[str, Any]) -> str:
 def factors(rows: Rows) -> dict[str, float]:
     """Map cases, except the block's, to how many times as fast ``balanced`` is as unmerged; leave out cases not timed.
 
-    If a case has 20 steps, their times count, else those of calls: the mean of a renewed and a kept one.
+    The times are those of 20 steps if there are any, else of calls: the mean of a renewed and a kept one.
     """
     by_case = {}
     for case, (of, steps) in cases(rows).items():

@@ -158,8 +158,7 @@ class Bench:
 def calls(bench: Bench, name: str, pixels: int, compiled: bool = False) -> dict[str, Any]:
     """Time calls of a network in turns; return what `Bench.compare` gives.
 
-    Its names: "unmerged", "tomesd", and by ``balanced`` "new", "renewed" and "kept", after what a call does for a
-    match.
+    Its names: "unmerged", "tomesd", and "new", "renewed" and "kept", calls by ``balanced`` with such a match.
     """
     arguments = bench.inputs(name, pixels)
     ways = {**{way: (way, "new") for way in (UNMERGED, TOMESD)}, **{when: (STRENGTHS[0], when) for when in WHEN}}
@@ -211,7 +210,7 @@ def _by_backend(name: str, *qkv: torch.Tensor) -> torch.Tensor:
 
 
 def _tokens_first(module: str, function: str, *qkv: torch.Tensor) -> torch.Tensor:
-    """Transpose q, k, v ``[B, H, N, d]`` for a package's function, and return what that gives, ``[B, N, H, d]``."""
+    """Transpose q, k, v ``[B, H, N, d]`` for a package's function, and return its result, ``[B, N, H, d]``."""
     return getattr(importlib.import_module(module), function)(*(tensor.transpose(1, 2) for tensor in qkv))
 
 

@@ -95,8 +95,7 @@ def python_of(host: str, folder: Path) -> str:
 def plan_cases(options: argparse.Namespace, hosts: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Map keys, as ``comfyui, 512 px, 0`` of round 0, to cases, in the order of measuring, round by round.
 
-    A case is the dict that `host_inside.measure` gets, without ``arm``. hosts: all their attentions are planned if the
-    options name none.
+    A case is the dict that `host_inside.measure` gets, without ``arm``. Without named attentions all of `hosts` count.
     """
     names = options.attention or [name for name, (host, *_) in ATTENTIONS.items() if host in hosts]
     return {f"{name}, {pixels} px, {number}": {"attention": name, "host": ATTENTIONS[name][0],
@@ -187,8 +186,7 @@ def share_of_early(name: str) -> float:
 def figures(rows: Sequence[dict[str, Any]], early: float) -> list[str]:
     """Make the cells of `HEAD` after "pixels", n/a if an arm failed.
 
-    rows: the rounds of one attention and size. early: the share of early steps, by which the mean of 20 steps is
-    weighed.
+    rows: the rounds of one attention and size. early: the share of early steps, which weighs the mean of 20 steps.
     """
     spent = {name: _median([row["seconds"][name] for row in rows]) for name in rows[0]["seconds"]}
     plain, theirs, (early_new, early_kept, late_new, late_kept) = spent[UNMERGED], spent[BUILT_IN], map(spent.get, OURS)

@@ -55,7 +55,7 @@ class ComfyUI:
         self._seconds: list[float] = []
 
     def time_calls(self, arm: str, pixels: int) -> list[float]:
-        """Call the UNet, merged as `arm` says; list the processor seconds of its calls in `ARMS`. pixels: a side."""
+        """Make an arm's calls, those in `ARMS`; return their processor seconds, in order. pixels: a picture's side."""
         model, times = self._model, _TIMESTEPS[: len(ARMS[arm])]
         if arm == BUILT_IN:
             node = importlib.import_module("comfy_extras.nodes_tomesd").TomePatchModel
@@ -110,7 +110,7 @@ class Webui:
         self._model.model.diffusion_model = self._unet = randomize(unet).eval().requires_grad_(False)
 
     def time_calls(self, arm: str, pixels: int) -> list[float]:
-        """Call the UNet, merged as `arm` says; list the processor seconds of its calls in `ARMS`. pixels: a side."""
+        """Make an arm's calls, those in `ARMS`; return their processor seconds, in order. pixels: a picture's side."""
         built_in = importlib.import_module("modules.sd_models").apply_token_merging
         built_in(self._model, THEIRS[WEBUI] if arm == BUILT_IN else 0)
         handle = None

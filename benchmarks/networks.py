@@ -53,7 +53,7 @@ class InPlaceOfAttention:
             module for _, module in find_attentions(network, family_of(network))]  # fmt: skip
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> torch.Tensor:
-        """Return attention of ``[B, H, N, d]``, of q's shape; each subclass has its own. more: torch's, by name."""
+        """Return attention, ``[B, H, N, d]``; each subclass has its own. more: torch's other arguments, by name."""
         raise NotImplementedError
 
     def __enter__(self) -> Any:
@@ -98,7 +98,7 @@ class Work(InPlaceOfAttention):
         return self
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> torch.Tensor:
-        """Compute attention as torch does, and add its work to ``left``, except that of the engine's own trial."""
+        """Compute attention as torch does; add its work to ``left``, unless it is the engine's trial of 64 tokens."""
         if (q.shape[0], q.shape[2], k.shape[2]) != (1, TRIED, TRIED):  # the engine's own trial
             self.left += q.shape[0] * q.shape[2] * k.shape[2]
         return self.original(q, k, v, **more)

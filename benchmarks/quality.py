@@ -34,7 +34,7 @@ PART_PICTURES = {True: 4, False: 1}  # pictures in one row: of a scene model, an
 
 @dataclass(frozen=True)
 class Amounts:
-    """How much is measured: `noised` pictures at each timestep of `times`, and `pictures` whole ones in `steps` solver
+    """How much is measured: `noised` pictures at each timestep of `times`; `pictures` whole ones in `steps` solver
     steps."""
 
     noised: int
@@ -132,8 +132,7 @@ class QualityBench:
 def _predictions(merged: list, plain: list) -> dict[str, Any]:
     """Make the figures of a noised row: by time ``work``, and by time and picture ``loss`` and ``dev``.
 
-    merged: what `_predict` gave for the row's variant; plain: without merging. ``dev`` is the squared distance of the
-    two.
+    merged: what `_predict` gave for the row's variant; plain: without merging. ``dev`` is their squared distance.
     """
     return {"work": _round(share for *_, share in merged), "loss": [_round(loss) for _, loss, _ in merged],
             "dev": [_round(_error(new, old)) for (new, *_), (old, *_) in zip(merged, plain, strict=True)]}  # fmt: skip

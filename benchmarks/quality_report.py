@@ -164,8 +164,7 @@ def at_equal_time(section: Section) -> Iterator[Rival]:
     """Yield for each timed method of others, in the result's order, its PSNR and our strength's at an equal time.
 
     Our PSNR lies on lines between the timed strengths that no other beats in time and PSNR. It is None if none is as
-    fast; for a method slower than all of them it is the slowest strength's. Nothing is yielded if no strength was
-    timed.
+    fast; for a method slower than all of them it is the slowest strength's. Without timed strengths there is nothing.
     """
     points = {name: (figures.time, figures.psnr.value) for name, figures in section.pictures.items()
               if figures.time is not None}  # fmt: skip

@@ -22,8 +22,7 @@ ABSENT = "n/a"  # a missing value in a table
 def write(paths: list[Path]) -> str:
     """Write the table of results as .md beside the first file, with its name, and a plot, if the kind has one, as .png.
 
-    Returns the table. Raises ResultError if a file is no result or the kinds differ. Without matplotlib there is no
-    plot.
+    Returns the table. Raises ResultError for a file that is no result, or several kinds. No matplotlib means no plot.
     """
     records = [results.load(path) for path in paths]
     kinds = sorted({record["kind"] for record in records})

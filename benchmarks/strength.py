@@ -117,7 +117,7 @@ def curve(loss: Loss) -> tuple[Knot, ...]:
 
 
 def _pairs(strength: float, loss: Loss) -> list[Knot]:
-    """List a strength's possible knots: shares of keys, each with the timestep `until` that leaves its time; or []."""
+    """List knots that a strength may have, or []: shares of keys, each with the `until` by which its time is left."""
     late_part = time_at(strength) - step_time(FEWEST)
     pairs = []
     for part in (*range(1, int(PARTS * MOST_MERGED) + 1), PARTS):
@@ -139,8 +139,9 @@ def deviation(share: float, until: float, loss: Loss) -> float:
 def _deviation_by_time(share: float, loss: Loss) -> list[float]:
     """Interpolate the deviation, in %, at each of `_MOMENTS` if this share of the keys is left.
 
-    Between measured shares its logarithm is a line over the share's, and over time. Below the least merging that was
-    measured it falls with the square of the merged share, as that of groups of two does.
+    Between measured shares and times the logarithm of the deviation is a line, over the share's logarithm and over
+    time. With less merging than any measured, the deviation falls with the square of the merged share, as in groups of
+    two.
     """
     shares = sorted(loss)
     by_time = np.log([loss[measured] for measured in shares]).T
