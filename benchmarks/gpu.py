@@ -84,7 +84,10 @@ def execute(run: results.Run, rows: dict[str, Measure], bench: Bench) -> None:
 
 
 def measure(options: argparse.Namespace, command: str) -> int:
-    """Measure missing rows on CUDA, else a CPU; write and print the report; return 1 if a whole row failed, else 0."""
+    """Measure missing rows on CUDA, else tiny models on a CPU; write and print the report.
+
+    options: `minutes` until the end, and the folder `output`. Returns 1 if a whole row failed, now or before, else 0.
+    """
     end = time.monotonic() + 60 * options.minutes
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":

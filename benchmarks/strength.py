@@ -140,8 +140,7 @@ def _deviation_by_time(share: float, loss: Loss) -> list[float]:
     """Interpolate the deviation, in %, at each of `_MOMENTS` if this share of the keys is left.
 
     Between measured shares and times the logarithm of the deviation is a line, over the share's logarithm and over
-    time. With less merging than any measured, the deviation falls with the square of the merged share, as in groups of
-    two.
+    time. With less merging than any measured, the deviation falls with the square of the merged share, as in pairs.
     """
     shares = sorted(loss)
     by_time = np.log([loss[measured] for measured in shares]).T
