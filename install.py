@@ -53,7 +53,7 @@ def satisfies(version, requirement):
 
 
 def fingerprint(python, lines):
-    """Return a hash of a Python's version and the installed lines, to see whether an environment is up to date."""
+    """Return a hash of a Python version's text and of requirement lines, to see if an environment is up to date."""
     return hashlib.sha256("\n".join([python, *lines]).encode()).hexdigest()
 
 
@@ -69,7 +69,7 @@ def import_vendored(name):
 
 
 def read_project(path):
-    """Return a parsed pyproject.toml as a dict."""
+    """Return the pyproject.toml at a path, parsed to a dict."""
     toml = import_vendored("tomllib" if sys.version_info >= (3, 11) else "tomli")
     with open(path, "rb") as file:
         return toml.load(file)
@@ -101,7 +101,7 @@ def is_usable(folder):
 
 
 def make_environment(folder, torch_folder):
-    """Make an environment in `folder`. An earlier one there that install.py made is deleted.
+    """Make an environment in `folder`. An earlier environment there that install.py made is deleted.
 
     `torch_folder` has packages with torch, which the environment can import; None for none. Raises Failure if
     environments cannot be made, or `folder` was not made by install.py.
@@ -166,7 +166,7 @@ def environment(extras, no_deps=(), command=None):
 
 
 def pip(python, arguments):
-    """Run ``pip install`` in a Python's environment, with the user's own pip settings. Raises Failure if it fails."""
+    """Run ``pip install`` by a Python, with arguments and the user's own pip settings. Raises Failure if it fails."""
     code = run([python, "-m", "pip", "install", "--disable-pip-version-check", *arguments])
     if code:
         raise Failure(f"pip could not install what is needed (exit code {code}, its reason is above); "
@@ -256,9 +256,10 @@ def usage():
 
 
 def main(arguments):
-    """Run the command that the arguments name; none: do nothing. Return the exit code, 2 for a wrong call.
+    """Run the command that the arguments name, and return its exit code; without arguments do nothing and return 0.
 
-    It is 1 if the command fails with a sentence for the user, 130 if the user stopped the command.
+    The code is 1 if a command fails with a sentence for the user, 2 for a wrong call, 130 if the user stopped it, else
+    the command's own. ``--help`` prints the usage.
     """
     if not arguments:
         return 0

@@ -59,8 +59,8 @@ WEBUI = Host(
 def install_into(host, arguments):
     """Install the repository in a host or uninstall it, print what was done, and return the exit code 0.
 
-    `arguments` are the host's folder, and --uninstall or --copy. Raises Failure if they are wrong, or the folder is not
-    the host's, or a file operation failed.
+    `arguments` are the host's folder, and maybe --uninstall or --copy. Raises Failure if they are wrong, or the folder
+    is not the host's, or a file operation failed.
     """
     folders = [argument for argument in arguments if not argument.startswith("-")]
     options = {argument for argument in arguments if argument.startswith("-")}
@@ -101,7 +101,7 @@ def link_or_copy(host, where, copy=False):
     """Link the repository to `where`, or copy it if asked or if links are not possible; return a text that says so.
 
     An earlier link or copy is replaced, but a link to this repository stays unless `copy`. Nothing is done if the
-    repository itself lies in that folder already. Raises Failure if install.py did not make what is at `where`.
+    repository itself lies in the folder of `where`. Raises Failure if install.py did not make what is at `where`.
     """
     if where.parent == ROOT.parent:
         return f"{ROOT} lies in {where.parent} already: there is nothing to do."
@@ -116,7 +116,7 @@ def link_or_copy(host, where, copy=False):
 
 
 def remove(where):
-    """Delete a link, but not its target, or a copy that install.py made. Raises Failure if it is something else."""
+    """Delete what is at `where`, a link (not its target) or a copy by install.py. Raises Failure if it is neither."""
     if is_link(where):
         # rmdir takes a junction away and leaves what it points to
         where.unlink() if where.is_symlink() else where.rmdir()

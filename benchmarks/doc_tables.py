@@ -48,14 +48,14 @@ _BETWEEN = re.compile(r"(<!-- table (\w+): [^>]*-->\n)(.*?)(<!-- end of table --
 
 @lru_cache
 def load_result(name: str) -> Record:
-    """Load ``results/NAME.json``, once a process. Raises OSError without it, ResultError if it is not one to show."""
+    """Load ``results/NAME.json``, once a process. Raises OSError, or ResultError if no result, or one to choose by."""
     loaded = results.load(results.FOLDER / f"{name}.json")
     subjects.check_purpose(loaded, subjects.SHOW, name)
     return loaded
 
 
 def gains() -> str:
-    """Make the Markdown table of "ours, times as fast" in `HOST_CALLS`, or n/a: a row an attention, a column a size."""
+    """Make the Markdown table of our speed-ups in `HOST_CALLS`, n/a if missing: a row an attention, a column a size."""
     factors = {tuple(row[:2]): row[9] for row in calls.table_rows([load_result(HOST_CALLS)])}
     sizes = sorted({pixels for _, pixels in factors}, key=int)
     return markdown(("attention function of the host", *(f"{pixels} px" for pixels in sizes)),
@@ -64,7 +64,7 @@ def gains() -> str:
 
 
 def host_calls() -> str:
-    """Make the Markdown table of `HOST_CALLS`: all columns of `host_calls.HEAD` but the last, of peak memory."""
+    """Make the Markdown table of `HOST_CALLS`, a row an attention and size: `host_calls.HEAD` but its last column."""
     head, *rows = (row[:10] for row in (calls.HEAD, *calls.table_rows([load_result(HOST_CALLS)])))
     return markdown(head, rows)
 
@@ -79,7 +79,10 @@ def strength() -> str:
 
 
 def _methods(name: str) -> str:
-    """Make the Markdown table of the `METHODS` in result `name`: the first model's work, all models' other figures."""
+    """Make the Markdown table of those `METHODS` that result `name` has, in the order of `METHODS`.
+
+    Work is the first model's alone; dev, PSNR, detail and time have the values of all models, with commas.
+    """
     models = sections(load_result(name))
     rows = []
     for method in METHODS:
@@ -92,7 +95,11 @@ def _methods(name: str) -> str:
 
 
 def equal_time() -> str:
-    """Make the Markdown table, `RIVALS` by `AT_EQUAL_TIME`, of each model's PSNR: ``rival : strength at its time``."""
+    """Make the Markdown table of PSNR at equal time: a row for each of `RIVALS`, a column for each of `AT_EQUAL_TIME`.
+
+    A cell has a pair for each model, with commas: the rival's PSNR in dB, a colon, and the PSNR of the strength that
+    takes the rival's time, n/a if no strength is as fast.
+    """
     columns = {head: [{rival.name: f"{rival.theirs:.1f} : {number(rival.ours, '.1f')}"
                        for rival in at_equal_time(model)} for model in sections(load_result(name))]
                for head, name in AT_EQUAL_TIME.items()}  # fmt: skip
@@ -113,7 +120,7 @@ def settings() -> str:
 
 
 def _range(setting: dict[str, Any]) -> str:
-    """Format a setting's values: choices (None: automatic), ``from 1 to 8``, ``from 1`` if no limit, or "on, off"."""
+    """Format a setting's values: choices (None: automatic); ``from 1 to 8``, or ``from 1`` if open; else "on, off"."""
     if "choices" in setting:
         return ", ".join("automatic" if choice is None else f"`{choice}`" for choice in setting["choices"])
     if "minimum" not in setting:
@@ -123,13 +130,13 @@ def _range(setting: dict[str, Any]) -> str:
 
 
 def _deviations(models: Iterable[Section], name: str) -> str:
-    """Format a variant's mean `Noised.dev`, in %, in each model that has it, with commas; n/a if none has it."""
+    """Join with commas a variant's mean `Noised.dev`, in %, of each model that measured the variant; n/a if none."""
     values = [model.noised[name].dev.value for model in models if name in model.noised]
     return ", ".join(f"{value:#.{2 if value < 1 else 3}g}" for value in values) or ABSENT
 
 
 def _times(models: Iterable[Section], name: str) -> str:
-    """Format a variant's time in each model, as shares of unmerged, with commas. Every model must have timed it."""
+    """Join with commas a variant's time in each model, as a share of unmerged. Every model must have timed it."""
     return ", ".join(f"{model.pictures[name].time:.2f}" for model in models)
 
 
@@ -141,7 +148,7 @@ TABLES = {
 
 
 def fill(text: str) -> str:
-    """Return a page's text with all marked tables made again. Raises KeyError for a name that `TABLES` lacks."""
+    """Return a page's text with each table between marks made again. Raises KeyError if `TABLES` lacks its name."""
     return _BETWEEN.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[4]}", text)
 
 

@@ -33,7 +33,10 @@ Measure = Callable[[Bench], dict[str, Any]]
 
 
 def plan(device: str) -> dict[str, Measure]:
-    """Map row keys, as ``sd15 call, 512 px``, in order of measuring to functions of a `Bench`, for "cuda" or "cpu"."""
+    """Map each row's key, as ``sd15 call, 512 px``, in the order of measuring, to the function that makes the row.
+
+    The function takes a `Bench`. device: "cuda" or "cpu"; it decides which sizes are measured and what is compiled.
+    """
     rows: dict[str, Measure] = {"the device": gpu_rows.device}
 
     def add(name: str, pixels: int, compiled: bool = False) -> None:
@@ -57,7 +60,10 @@ def plan(device: str) -> dict[str, Measure]:
 
 
 def execute(run: results.Run, rows: dict[str, Measure], bench: Bench) -> None:
-    """Measure and save missing rows. A row that fails is saved with the reason; one that lacks time stays missing."""
+    """Measure each missing row by its function in `rows`, the result of `plan`, and save it in the run.
+
+    A row that fails is saved with the reason; a row that would not end before the bench's end stays missing.
+    """
     for key in run.missing:
         if bench.left < (_COMPILING if "compiled" in key and not bench.tiny else 0):
             continue
@@ -78,7 +84,10 @@ def execute(run: results.Run, rows: dict[str, Measure], bench: Bench) -> None:
 
 
 def measure(options: argparse.Namespace, command: str) -> int:
-    """Measure missing rows on CUDA, else a CPU; write and print the report; return 1 if a whole row failed, else 0."""
+    """Measure missing rows on CUDA, else tiny models on a CPU; write and print the report.
+
+    options: `minutes` until the end, and the folder `output`. Returns 1 if a whole row failed, now or before, else 0.
+    """
     end = time.monotonic() + 60 * options.minutes
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
@@ -97,7 +106,7 @@ def measure(options: argparse.Namespace, command: str) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit status, as `report.run` does. arguments: None stands for ``sys.argv[1:]``."""
+    """Run the command; return 0, 1 if a row failed, 2 after an error, 130 if stopped. None means ``sys.argv[1:]``."""
     parser = argparse.ArgumentParser(prog="gpu", description=__doc__.partition("\n\n")[2])
     parser.add_argument("--minutes", type=float, default=10.0, metavar="M", help="end after so many minutes, with the "
                         "rows that are there by then (default %(default)g)")  # fmt: skip

@@ -20,7 +20,10 @@ Rows = Sequence[dict[str, Any]]
 
 
 def cases(rows: Rows) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """Map cases with a row of calls, as ``sd15 512 px``, to (``of`` of the calls, ``of`` of 20 steps); missing: {}."""
+    """Map cases with a row of calls, as ``sd15 512 px``, to a pair: figures of calls, figures of 20 steps, maybe {}.
+
+    Figures are ``of`` of a row: name, such as "unmerged" -> a dict with ``ms``. rows: of a result.
+    """
     figures = {row["key"]: row.get("of", {}) for row in rows}
     return {key.replace("call, ", ""): (of_calls, figures.get(key.replace("call", "sampling of 20 steps"), {}))
             for key, of_calls in figures.items() if " call, " in key}  # fmt: skip
@@ -39,12 +42,15 @@ def calls_table(rows: Rows) -> str:
 
 
 def _time(of: dict[str, Any]) -> str:
-    """Format the ``ms`` of a call, n/a if there is none, and in parentheses the GPU's own ms, ``card_ms``, if any."""
+    """Format figures of a call: the ``ms``, n/a without it, and in parentheses ``card_ms``, the GPU's own, if any."""
     return number(of.get("ms"), ".0f") + (f" ({of['card_ms']:.0f})" if "card_ms" in of else "")
 
 
 def factors(rows: Rows) -> dict[str, float]:
-    """Map timed cases of whole UNets to the speed-up by ``balanced``: of 20 steps, else of renewed and kept calls."""
+    """Map cases, except the block's, to how many times as fast ``balanced`` is as unmerged; leave out cases not timed.
+
+    The times are those of 20 steps if there are any, else of calls: the mean of a renewed and a kept one.
+    """
     by_case = {}
     for case, (of, steps) in cases(rows).items():
         if case.startswith(BLOCK):  # which is no whole UNet
@@ -68,7 +74,7 @@ def verdict(record: dict[str, Any]) -> str:
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-    """Make the Markdown of records of kind "gpu": device, verdict, versions, laws, calls, failures and missing rows."""
+    """Make the Markdown of results, a section each: device, verdict, versions, laws, calls, failed and missing rows."""
     text = []
     for record in records:
         failed = [f"Failed: {row['key']}: {name}: {why}." for row in record["rows"]
@@ -79,7 +85,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 
 
 def _facts_of(record: dict[str, Any]) -> list[str]:
-    """List sentences: the verdict, the versions, and what each row says apart from times and failures."""
+    """List sentences of a result: the verdict, the versions, and what each row says apart from times and failures."""
     facts = {row["key"]: {name: value for name, value in row.items() if name not in ("key", "of", "failed")}
              for row in record["rows"]}  # fmt: skip
     return [f"{TINY * record['settings']['tiny_models']}{verdict(record)}", f"versions: {_facts(record['versions'])}.",
@@ -96,7 +102,7 @@ def _facts(value: Any) -> str:
 
 
 def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write a PNG of the first record alone: bars of speed-ups and facts. Raises ImportError without matplotlib."""
+    """Write a PNG of the first result alone: bars of speed-ups, then facts. Raises ImportError without matplotlib."""
     record = records[0]
     by_case = cases(record["rows"])
     figure = new_figure(14, 6 + len(by_case))

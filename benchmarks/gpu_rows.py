@@ -76,7 +76,7 @@ class Patched:
         return run
 
     def _step(self, arguments: tuple, timestep: float, sampling: object) -> Any:
-        """Call the network; first tell the engine's patch, if any, the timestep and the sampling, by any object."""
+        """Tell the engine's patch, if any, the timestep and the sampling's object; return what the network gives."""
         if self.handle is not None:
             self.handle.set_time(timestep=timestep, sampling=sampling, pictures=1)
         return self.network(*arguments)
@@ -97,7 +97,7 @@ class Bench:
         return self.end - time.monotonic()
 
     def network(self, name: str) -> nn.Module:
-        """Return the unpatched network of this name of `models.NAMES`; a new one frees the last one and its copies."""
+        """Return the unpatched network of this name of `models.NAMES`; a new name frees the last one and its copies."""
         if name not in self._networks:
             self._networks.clear()
             timing.free(self.device)
@@ -105,7 +105,7 @@ class Bench:
         return self._networks[name]
 
     def inputs(self, name: str, pixels: int) -> tuple[torch.Tensor, ...]:
-        """Draw the arguments of a call of this network, for a picture of `pixels` a side, as `models.inputs` does."""
+        """Draw a call's arguments for a picture `pixels` a side, always the same: x, times, prompts, SDXL's vector."""
         return models.inputs(name, pixels, self.device, self.dtype, self.tiny)
 
     def patched_copy(self, name: str, compiled: bool, way: str) -> Patched:
@@ -118,9 +118,10 @@ class Bench:
     def compare(self, makers: dict[str, Callable[[], Run]], single: bool = False) -> dict[str, Any]:
         """Time several runs in turns; raise OutOfTime if these would not end in time.
 
-        makers: name -> the function that makes the run. single: a turn is one run; else an untimed one and the mean of
-        1 to 10. Returns ``of``: name -> ``ms`` of a run (the median), ``least`` and ``most``, on a GPU without `single`
-        also ``card_ms``, ``launches`` and ``peak_mib``; and ``failed``: name -> the reason why its first run failed.
+        makers: name -> a function that makes the run. single: a turn is one timed run; else an untimed run, then the
+        mean of 1 to 10. Returns ``of``: name -> a dict of ``ms`` of a run (the median of the turns), ``least`` and
+        ``most``, on a GPU without `single` also ``card_ms``, ``launches`` and ``peak_mib``; and ``failed``: name -> the
+        reason why its first run failed. A failed name is in ``failed`` alone.
         """
         runs, failed, once = {}, {}, 0.0
         for name, make in makers.items():
@@ -155,7 +156,10 @@ class Bench:
 
 
 def calls(bench: Bench, name: str, pixels: int, compiled: bool = False) -> dict[str, Any]:
-    """Return `Bench.compare` of calls: "unmerged", "tomesd", and ``balanced`` with a "new", "renewed", "kept" match."""
+    """Time calls of a network in turns; return what `Bench.compare` gives.
+
+    Its names: "unmerged", "tomesd", and "new", "renewed" and "kept", calls by ``balanced`` with such a match.
+    """
     arguments = bench.inputs(name, pixels)
     ways = {**{way: (way, "new") for way in (UNMERGED, TOMESD)}, **{when: (STRENGTHS[0], when) for when in WHEN}}
     return bench.compare({row: lambda way=way, when=when: bench.patched_copy(name, compiled, way).call(arguments, when)
@@ -163,14 +167,18 @@ def calls(bench: Bench, name: str, pixels: int, compiled: bool = False) -> dict[
 
 
 def sampling(bench: Bench, name: str, pixels: int, compiled: bool = False) -> dict[str, Any]:
-    """Return `Bench.compare`, `single`, of samplings of `STEPS` steps: "unmerged", "tomesd", "balanced" and "max"."""
+    """Time samplings of `STEPS` calls, "unmerged", "tomesd", "balanced", "max"; return what `Bench.compare` gives."""
     arguments = bench.inputs(name, pixels)
     return bench.compare({way: lambda way=way: bench.patched_copy(name, compiled, way).steps(arguments)
                           for way in (UNMERGED, TOMESD, *STRENGTHS)}, single=True)  # fmt: skip
 
 
 def device(bench: Bench) -> dict[str, Any]:
-    """Describe Triton's version and the capability (or None), state of the kernels, each attention's ms or failure."""
+    """Describe what the device offers, and time attention functions of torch and of packages on it.
+
+    Returns ``triton``, a version or None; ``capability``, as ``9.0``, None on a CPU; ``kernels``, a text on the
+    engine's kernels; and ``attention, ms``: function -> the least ms, or why it fails.
+    """
     tokens = {"cpu": 256, "cuda": 4096}[bench.device]
     qkv = [torch.randn(2, 8, tokens, 64, device=bench.device, dtype=bench.dtype) for _ in range(3)]
     functions = {f"torch {name.lower()}": partial(_by_backend, name) for name in _BACKENDS} | _PACKAGES
@@ -196,13 +204,13 @@ def _attempt(run: Run, device: str) -> float | str:
 
 
 def _by_backend(name: str, *qkv: torch.Tensor) -> torch.Tensor:
-    """Compute torch's attention of q, k, v by one of `_BACKENDS`. Raises RuntimeError if it cannot."""
+    """Compute torch's attention of q, k, v ``[B, H, N, d]`` by one of `_BACKENDS`. Raises RuntimeError if it cannot."""
     with sdpa_kernel(getattr(SDPBackend, name)):
         return F.scaled_dot_product_attention(*qkv)
 
 
 def _tokens_first(module: str, function: str, *qkv: torch.Tensor) -> torch.Tensor:
-    """Call a package's attention function, which takes and gives ``[B, N, H, d]``, with q, k, v ``[B, H, N, d]``."""
+    """Transpose q, k, v ``[B, H, N, d]`` for a package's function, and return its result, ``[B, N, H, d]``."""
     return getattr(importlib.import_module(module), function)(*(tensor.transpose(1, 2) for tensor in qkv))
 
 
@@ -214,7 +222,8 @@ _PACKAGES = {"xformers": partial(_tokens_first, "xformers.ops", "memory_efficien
 def kernel_laws(bench: Bench) -> dict[str, Any]:
     """Run the project's tests of its kernels by pytest. Raises OutOfTime if they last until `Bench.end`.
 
-    Returns ``hold``, a bool, ``said``, pytest's last line, if red ``log``; or without kernels or pytest ``skipped``.
+    Returns ``hold``, a bool, ``said``, pytest's last line, and if tests fail ``log``, the end of the output; but
+    without kernels or pytest ``skipped`` alone, the reason.
     """
     if not kernels.available(torch.device(bench.device)):
         return {"skipped": "; ".join(kernels.notes()) or "no kernels for this device"}
@@ -233,7 +242,8 @@ def kernel_laws(bench: Bench) -> dict[str, Any]:
 def laws(bench: Bench, name: str, pixels: int) -> dict[str, Any]:
     """Check laws of calls of a network that ``balanced`` merges; return a value for each law, by a name that states it.
 
-    A value is True or False; for the wait a traceback, or False if there is none; for a change what `_share` gives.
+    A value is True if the statement holds, else False. But "a kept step waits" has the traceback of a wait for the GPU,
+    or False; and names with "changes" have the relative distance of two results that `_share` gives.
     """
     network, arguments = bench.network(name), bench.inputs(name, pixels)
     expected = network(*arguments)
@@ -257,7 +267,7 @@ def laws(bench: Bench, name: str, pixels: int) -> dict[str, Any]:
 
 
 def _share(answer: torch.Tensor, other: torch.Tensor, whole: torch.Tensor) -> float | str:
-    """Return the norm of ``answer - other`` over that of `whole`, as text if it is not finite."""
+    """Return the norm of ``answer - other`` over the norm of `whole`, as text, such as ``nan``, if it is not finite."""
     share = ((answer.float() - other.float()).norm() / whole.float().norm()).item()
     return share if math.isfinite(share) else str(share)  # JSON has no number for it
 

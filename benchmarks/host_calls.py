@@ -72,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
 def find_folders(options: argparse.Namespace) -> dict[str, Path]:
     """Map each host to its folder, for the hosts whose folders the options give.
 
-    Raises ValueError if a folder is not the host's, if none is given, or not that of an asked attention's host.
+    Raises ValueError if a folder is not the host's, if no folder is given, or none for an asked attention's host.
     """
     folders = {host: folder.resolve() for host in _HOSTS if (folder := getattr(options, host))}
     for host, folder in folders.items():
@@ -93,7 +93,10 @@ def python_of(host: str, folder: Path) -> str:
 
 
 def plan_cases(options: argparse.Namespace, hosts: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Map keys, as ``comfyui, 512 px, 0`` of round 0, round by round to what `host_inside.measure` gets but the arm."""
+    """Map keys, as ``comfyui, 512 px, 0`` of round 0, to cases, in the order of measuring, round by round.
+
+    A case is the dict that `host_inside.measure` gets, without ``arm``. Without named attentions all of `hosts` count.
+    """
     names = options.attention or [name for name, (host, *_) in ATTENTIONS.items() if host in hosts]
     return {f"{name}, {pixels} px, {number}": {"attention": name, "host": ATTENTIONS[name][0],
                                                "flag": ATTENTIONS[name][1], "pixels": pixels, "round": number,
@@ -104,8 +107,9 @@ def plan_cases(options: argparse.Namespace, hosts: Sequence[str]) -> dict[str, d
 def measure(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Measure each arm of a case, a key of `ARMS`: unmerged, the host's own merging, and ours, each in its own process.
 
-    Returns versions, ``seconds`` by call and ``peak_mib`` by arm, both None if the arm failed, and ``failed_arms``,
-    reasons by arm. If all arms failed, the result is ``failed`` alone, the reason of the unmerged one.
+    Returns ``function``, ``version`` and ``torch`` of the host, ``seconds`` by call and ``peak_mib`` by arm, both None
+    if the arm failed, and ``failed_arms``, reasons by arm. If all arms failed, the result is ``failed`` alone, the
+    reason of the unmerged arm.
     """
     answers = {arm: _ask({**case, "arm": arm}, folder) for arm in ARMS}
     failed = {arm: answer["failed"] for arm, answer in answers.items() if "failed" in answer}
@@ -134,7 +138,7 @@ def _ask(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def execute(options: argparse.Namespace, command: str) -> int:
-    """Measure and save the missing rows, and print the table of all; return 1 if all arms of a case failed, else 0."""
+    """Measure and save missing rows, print the table of all rows; return 1 if all arms of a case failed, else 0."""
     folders = find_folders(options)
     cases = plan_cases(options, list(folders))
     settings = {"preset": PRESET, "free": FREE, "smoke": options.smoke}
@@ -165,7 +169,7 @@ def table(records: Sequence[Record]) -> str:
 
 
 def table_rows(records: Sequence[Record]) -> list[list[str]]:
-    """Make the cells under `HEAD` of each attention and size, over all rounds but those in which all arms failed."""
+    """Make the cells under `HEAD` of whole results: a row an attention and size, over rounds in which an arm worked."""
     early = share_of_early(records[0]["settings"]["preset"])
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in (row for record in records for row in record["rows"] if "failed" not in row):
@@ -174,13 +178,16 @@ def table_rows(records: Sequence[Record]) -> list[list[str]]:
 
 
 def share_of_early(name: str) -> float:
-    """Return the share, 0 to 1, of 20 uniform steps that a preset merges by its early ratio; 0 if it has none."""
+    """Return which share, 0 to 1, of 20 uniform steps a preset merges by its early ratio; 0 for a preset without it."""
     config = preset(name)
     return 0.0 if config.early_ratio is None else fmean(step >= config.early_until for step in range(951, 0, -50))
 
 
 def figures(rows: Sequence[dict[str, Any]], early: float) -> list[str]:
-    """Make the cells after "pixels" in `HEAD`, n/a if an arm failed. rows: a case's rounds. early: `share_of_early`."""
+    """Make the cells of `HEAD` after "pixels", n/a if an arm failed.
+
+    rows: the rounds of one attention and size. early: the share of early steps, which weighs the mean of 20 steps.
+    """
     spent = {name: _median([row["seconds"][name] for row in rows]) for name in rows[0]["seconds"]}
     plain, theirs, (early_new, early_kept, late_new, late_kept) = spent[UNMERGED], spent[BUILT_IN], map(spent.get, OURS)
     mean = None if None in map(spent.get, OURS) else (
@@ -200,7 +207,7 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit status, as `report.run` does. arguments: None stands for ``sys.argv[1:]``."""
+    """Run the command; return 0, 1 if a case failed, 2 after an error, 130 if stopped. None means ``sys.argv[1:]``."""
     return report.run("host_calls", parser(), arguments, execute)
 
 

@@ -37,7 +37,8 @@ _TINY = {**_SD15, "model_channels": 32, "channel_mult": [1, 2], "num_res_blocks"
 
 
 class ComfyUI:
-    """A random UNet in this process's ComfyUI. case: of `host_calls.plan_cases`. `function`: its attention's name."""
+    """A random UNet in this process's ComfyUI. case: a case of `host_calls.plan_cases`. `function`: the name of the
+    host's attention function; `version`: the host's."""
 
     def __init__(self, case: dict[str, Any]) -> None:
         importlib.import_module("comfy.options").enable_args_parsing()
@@ -54,7 +55,7 @@ class ComfyUI:
         self._seconds: list[float] = []
 
     def time_calls(self, arm: str, pixels: int) -> list[float]:
-        """Return the processor seconds of each call that `ARMS` lists for an arm. pixels: a side of the picture."""
+        """Make an arm's calls, those in `ARMS`; return their processor seconds, in order. pixels: a picture's side."""
         model, times = self._model, _TIMESTEPS[: len(ARMS[arm])]
         if arm == BUILT_IN:
             node = importlib.import_module("comfy_extras.nodes_tomesd").TomePatchModel
@@ -72,7 +73,7 @@ class ComfyUI:
         return list(self._seconds)
 
     def _timed(self, *args: Any, **kwargs: Any) -> Any:
-        """Stand in for the host's function that calls the model, and add its processor seconds to `_seconds`."""
+        """Call the host's function that calls the model; add its processor seconds to `_seconds`, return its result."""
         since = time.process_time()
         out = self._whole(*args, **kwargs)
         self._seconds.append(time.process_time() - since)
@@ -80,7 +81,8 @@ class ComfyUI:
 
 
 class Webui:
-    """A random UNet in this process's A1111. case: of `host_calls.plan_cases`. `function`: its attention's name."""
+    """A random UNet in this process's A1111. case: a case of `host_calls.plan_cases`. `function`: the name of the
+    host's attention function; `version`: the host's."""
 
     def __init__(self, case: dict[str, Any]) -> None:
         importlib.import_module("modules.shared_init").initialize()
@@ -108,7 +110,7 @@ class Webui:
         self._model.model.diffusion_model = self._unet = randomize(unet).eval().requires_grad_(False)
 
     def time_calls(self, arm: str, pixels: int) -> list[float]:
-        """Return the processor seconds of each call that `ARMS` lists for an arm. pixels: a side of the picture."""
+        """Make an arm's calls, those in `ARMS`; return their processor seconds, in order. pixels: a picture's side."""
         built_in = importlib.import_module("modules.sd_models").apply_token_merging
         built_in(self._model, THEIRS[WEBUI] if arm == BUILT_IN else 0)
         handle = None
@@ -129,7 +131,7 @@ class Webui:
 
 
 def _check(report: Any, pixels: int) -> None:
-    """Raise RuntimeError if nothing merged in a picture of 512 px or more. Smaller pictures pass."""
+    """Raise RuntimeError if the engine's report says that nothing merged. Pictures below 512 px a side pass."""
     if pixels >= 512 and not report.merged_anything:
         raise RuntimeError(f"nothing merged: {report}")
 
@@ -167,7 +169,11 @@ def inputs(pixels: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:
-    """Give ``seconds`` by call of a case with ``arm``, ``peak_mib`` (None off Linux), versions; or ``failed`` alone."""
+    """Measure one arm of a case in this process's host. case: of `host_calls.plan_cases`, with ``arm``, of `ARMS`.
+
+    Returns ``seconds`` by call, ``peak_mib`` (None off Linux), ``function``, the name of the host's attention,
+    ``version`` of the host and ``torch``; or ``failed`` alone, the reason.
+    """
     try:
         host = {COMFYUI: ComfyUI, WEBUI: Webui}[case["host"]](case)
         host.time_calls(UNMERGED, _SMALL)  # libraries allocate some memory only once

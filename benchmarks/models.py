@@ -17,9 +17,9 @@ _RES_BLOCKS = 2  # of a level on the way down; one more on the way up
 
 
 class Shape(NamedTuple):
-    """The sizes of one UNet. By level, the finest first: `channels`, `depths` (a transformer's blocks, 0 for none),
-    `heads`. `middle`: blocks of the middle's; `context`: a prompt's channels; `vector`: those of SDXL's vector, 0
-    without it; `shrink`: the divisor of a latent's sides."""
+    """The sizes of one UNet. By level, the finest first: `channels`, `depths` (blocks of each transformer; 0: the level
+    has none), `heads`. `middle`: blocks of the middle's transformer; `context`: a prompt's channels; `vector`: channels
+    of SDXL's vector, 0 without it; `shrink`: what a latent's sides are divided by."""
 
     channels: tuple[int, ...]
     depths: tuple[int, ...]
@@ -65,7 +65,8 @@ class ResBlock(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Attention from ``[B, N, C]`` to a context ``[B, M, D]``, or to itself; mask ``[B, 1 or N, M]``, as torch's."""
+    """Attention from ``[B, N, C]`` to a context ``[B, M, D]``, or to itself. The mask ``[B, 1 or N, M]`` is for all
+    heads; as torch's, it is True to attend, or a number to add."""
 
     def __init__(self, channels: int, context_channels: int, heads: int) -> None:
         super().__init__()
@@ -211,7 +212,7 @@ class UNet(nn.Module):
 
 
 def _through(stage: Iterable[nn.Module], x: Tensor, emb: Tensor, context: Tensor) -> Tensor:
-    """Call the modules of a stage in turn, with the embedded time or the prompt for those that take it."""
+    """Call a stage's modules in turn; a `ResBlock` also gets the embedded time, a `SpatialTransformer` the prompt."""
     for module in stage:
         x = module(x, *{ResBlock: (emb,), SpatialTransformer: (context,)}.get(type(module), ()))
     return x
@@ -252,7 +253,7 @@ def make(name: str, device: str, dtype: torch.dtype, tiny: bool = False) -> nn.M
 
 
 def copy_sharing_weights(model: nn.Module) -> nn.Module:
-    """Copy a model's modules but share weights and buffers, so that four variants of SDXL need the memory of one."""
+    """Return a copy of a model with the same weights and buffers; four variants of SDXL need the memory of one."""
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, shared)
 
@@ -260,7 +261,8 @@ def copy_sharing_weights(model: nn.Module) -> nn.Module:
 def inputs(name: str, pixels: int, device: str, dtype: torch.dtype, tiny: bool = False) -> tuple[Tensor, ...]:
     """Draw the arguments of a call for one picture, `pixels` a side, with its prompt and without; always the same ones.
 
-    They are twice a latent ``[2, C, h, w]``, timesteps 500 ``[2]``, prompts ``[2, 77, D]``, for SDXL zeros ``[2, V]``.
+    They are in order twice a latent ``[2, C, h, w]``, timesteps 500 ``[2]``, prompts ``[2, 77, D]``, and for SDXL zeros
+    ``[2, V]``. tiny: for a network that `make` made so; the latent's sides are shorter.
     """
     shape = _shape_of(name, tiny)
     generator = torch.Generator().manual_seed(1)

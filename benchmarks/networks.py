@@ -19,14 +19,14 @@ UNET, TRANSFORMER = KINDS = ("unet", "transformer")  # the kinds of a network
 
 
 def finest_blocks(unet: nn.Module) -> list[BlockPlace]:
-    """Find the transformer blocks of the level of the most tokens, among the levels that have attention."""
+    """Return the places of transformer blocks of the level of the most tokens, among the levels that have attention."""
     places = find_blocks(unet)
     finest = min(place.halvings for place in places)
     return [place for place in places if place.halvings == finest]
 
 
 def before_each_call(network: nn.Module, act: Callable[[float], None]) -> RemovableHandle:
-    """Call `act` with the timestep, 0 to 1000, before each call of the network, until the handle is removed."""
+    """Call `act` with the timestep, 0 to 1000, of the first sample before each call, until the handle is removed."""
     family = family_of(network)
 
     def read(network: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -40,8 +40,9 @@ def before_each_call(network: nn.Module, act: Callable[[float], None]) -> Remova
 
 
 class InPlaceOfAttention:
-    """A context manager that puts `attend` in the place of torch's attention function, which is `original`, in a UNet's
-    finest self-attentions, or in all attentions of a transformer over one sequence, as Flux."""
+    """A context manager that puts `attend` in the place of torch's attention function,
+    ``F.scaled_dot_product_attention``, which is `original`, in a UNet's finest self-attentions, or in all attentions of
+    a transformer over one sequence, as Flux."""
 
     original: Callable[..., torch.Tensor]
 
@@ -52,7 +53,7 @@ class InPlaceOfAttention:
             module for _, module in find_attentions(network, family_of(network))]  # fmt: skip
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> torch.Tensor:
-        """Give the attention of ``[B, H, N, d]``; each subclass has its own. more: torch's other arguments, by name."""
+        """Return attention, ``[B, H, N, d]``; each subclass has its own. more: torch's other arguments, by name."""
         raise NotImplementedError
 
     def __enter__(self) -> Any:
@@ -78,8 +79,9 @@ class InPlaceOfAttention:
 
 
 class Work(InPlaceOfAttention):
-    """A context manager that counts attention work, batch x queries x keys; enter it before the network is patched.
-    ``full``: the work without merging, ``left``: the work that was done, both since the last `share`."""
+    """A context manager that counts the work, batch x queries x keys, of the attentions that `InPlaceOfAttention`
+    chooses; enter it before the network is patched. ``full``: the work without merging, ``left``: the work that was
+    done, both since the last `share`."""
 
     full = left = 0
 
@@ -96,13 +98,13 @@ class Work(InPlaceOfAttention):
         return self
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> torch.Tensor:
-        """Compute attention as torch does, and add its work to ``left``, except that of the engine's own trial."""
+        """Compute attention as torch does; add its work to ``left``, unless it is the engine's trial of 64 tokens."""
         if (q.shape[0], q.shape[2], k.shape[2]) != (1, TRIED, TRIED):  # the engine's own trial
             self.left += q.shape[0] * q.shape[2] * k.shape[2]
         return self.original(q, k, v, **more)
 
     def _add_full(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Add to ``full`` an unmerged call's work: samples times squared tokens, a transformer's text included."""
+        """Add to ``full`` a call's work without merging: samples times squared tokens, with a transformer's text."""
         more = () if self.is_unet else (*args[1:], kwargs.get("hidden_states"), kwargs.get("encoder_hidden_states"))
         sequences = [tensor for tensor in (*args[:1], *more) if torch.is_tensor(tensor)]
         self.full += len(sequences[0]) * sum(tensor.shape[1] for tensor in sequences) ** 2
@@ -118,7 +120,7 @@ class Zeros(InPlaceOfAttention):
 
 class Downsampled(InPlaceOfAttention):
     """A context manager of token down-sampling (ToDo, arXiv 2402.13573), for square pictures: all tokens are queries;
-    keys and values are the first of each `cell` x `cell`, and all of a transformer's text."""
+    keys and values are the top left token of each `cell` x `cell`, and all of a transformer's text."""
 
     def __init__(self, network: nn.Module, cell: int) -> None:
         super().__init__(network)

@@ -34,7 +34,8 @@ PART_PICTURES = {True: 4, False: 1}  # pictures in one row: of a scene model, an
 
 @dataclass(frozen=True)
 class Amounts:
-    """How much is measured: `noised` pictures at each of `times`, whole `pictures` in so many solver `steps`."""
+    """How much is measured: `noised` pictures at each timestep of `times`; `pictures` whole ones in `steps` solver
+    steps."""
 
     noised: int
     pictures: int
@@ -61,7 +62,11 @@ class Row(NamedTuple):
 
 def rows(checkpoint: str, names: Sequence[str], amounts: Amounts, can_be_noised: bool,
          kind: str = UNET) -> Iterator[Row]:  # fmt: skip
-    """Plan rows by part for the `names` that fit `kind`: noised, if `can_be_noised` and `solver` is 1, then whole."""
+    """Plan a checkpoint's rows: noised ones, then whole pictures; both part by part, with a row a variant in each part.
+
+    names: of variants; those that `kind` of network cannot run have no row. Noised rows are planned only if
+    `can_be_noised` and for variants whose `solver` is 1.
+    """
     can = [name for name in names if kind in VARIANTS[name].kinds]
     for measure, total, size in (("noised", amounts.noised if can_be_noised else 0, PART_NOISED),
                                  ("pictures", amounts.pictures, PART_PICTURES[can_be_noised])):  # fmt: skip
@@ -93,9 +98,9 @@ class QualityBench:
     def measure(self, row: Row) -> dict[str, Any]:
         """Measure a row, and first its part without merging if that is new; return the figures by name.
 
-        Of noised pictures: ``work`` by time, ``loss`` and ``dev`` by time and picture. Of whole ones: ``work``, one
-        number, and by picture ``gradient``, ``squared_error``, and on a CPU ``seconds`` of each call and ``beside``,
-        those of an unmerged call.
+        Of noised pictures: ``work``, a list by time, ``loss`` and ``dev``, lists by time of lists by picture. Of whole
+        ones: ``work``, one number, and lists by picture: ``gradient``, ``squared_error``, and on a CPU ``seconds``, a
+        list of each call's, and ``beside``, seconds of an unmerged call.
         """
         variant = VARIANTS[row.variant]
         make, compare = (self._predict, _predictions) if row.measure == "noised" else (self._draw, _pictures)
@@ -104,7 +109,7 @@ class QualityBench:
         return compare(self._plain if variant.name == PLAIN else make(row, variant), self._plain)
 
     def _predict(self, row: Row, variant: Variant) -> list[tuple[torch.Tensor, list[float], float]]:
-        """Return by time the prediction ``[n, C, h, w]``, each picture's loss, and the share of attention work left."""
+        """Return by time a tuple: prediction ``[n, C, h, w]``, each picture's loss, share of attention work left."""
         predictions = []
         for time in self.amounts.times:
             noised = self.subject.add_noise(row.part, row.count, time)
@@ -125,13 +130,20 @@ class QualityBench:
 
 
 def _predictions(merged: list, plain: list) -> dict[str, Any]:
-    """Make a row's ``work``, ``loss`` and ``dev`` from what `_predict` gave for its variant and without merging."""
+    """Make the figures of a noised row: by time ``work``, and by time and picture ``loss`` and ``dev``.
+
+    merged: what `_predict` gave for the row's variant; plain: without merging. ``dev`` is their squared distance.
+    """
     return {"work": _round(share for *_, share in merged), "loss": [_round(loss) for _, loss, _ in merged],
             "dev": [_round(_error(new, old)) for (new, *_), (old, *_) in zip(merged, plain, strict=True)]}  # fmt: skip
 
 
 def _pictures(merged: list[Picture], plain: list[Picture]) -> dict[str, Any]:
-    """Make a row's ``work``, ``gradient``, ``squared_error`` to `plain`, and on a CPU ``seconds`` and ``beside``."""
+    """Make the figures of a row of whole pictures: their mean ``work``, and lists by picture.
+
+    The lists: ``gradient``, ``squared_error`` to `plain`, which are unmerged, and on a CPU ``seconds`` of all calls,
+    and ``beside``, the seconds of an unmerged call.
+    """
     figures = {"work": _round([np.mean([picture.work for picture in merged])])[0],
                "gradient": _round(gradient_energy(picture.pixels) for picture in merged),
                "squared_error": _round(squared_error(old.pixels, new.pixels)
@@ -189,9 +201,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def complete(options: argparse.Namespace) -> tuple[Amounts, list[str]]:
-    """Set the options' `group` and `model` in place, and check all; return the amounts, and a user's prompts or [].
+    """Set `options.group`, a key of `AMOUNTS`, and `options.model` in place, and check all options.
 
-    Raises ValueError or OSError if the options cannot be used; the message says what to do.
+    Returns the amounts, and the prompts for users' checkpoints, [] if all are scene models. Raises ValueError or
+    OSError if the options cannot be used; the message says what to do.
     """
     if unknown := [name for name in options.variants if name not in VARIANTS]:
         raise ValueError(f"no variant is called {' or '.join(unknown)}; --list prints the names")
@@ -252,7 +265,7 @@ def _device(name: str | None) -> torch.device:
 
 
 def execute(options: argparse.Namespace, command: str) -> int:
-    """Measure missing rows and print the table, or for ``--list`` all variants; return 0. Raises as `complete`."""
+    """Measure missing rows, print the table, or for ``--list`` the variants; return 0. Raises ValueError, OSError."""
     if options.list:
         print("\n".join(VARIANTS))
         return 0
@@ -292,7 +305,7 @@ def execute(options: argparse.Namespace, command: str) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit status, as `report.run` does. arguments: None stands for ``sys.argv[1:]``."""
+    """Run the command; return 0, 2 after an expected error, 130 if stopped. arguments: None means ``sys.argv[1:]``."""
     logging.basicConfig(level=logging.ERROR, format="%(message)s")  # the engine's notes of clamped ratios are known
     return report.run("quality", parser(), arguments, execute)
 

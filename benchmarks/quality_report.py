@@ -115,7 +115,7 @@ def _section(record: Record, checkpoint: str) -> Section:
 
 
 def _over(parts: Parts, name: str, axis: int = -1) -> np.ndarray:
-    """Join a field of all measured parts, in the order of their numbers, along the axis of pictures."""
+    """Join field `name` of a variant's rows to an array, in the order of the parts, along the axis of pictures."""
     return np.concatenate([np.array(parts[part][name]) for part in sorted(parts)], axis)
 
 
@@ -161,7 +161,11 @@ class Rival(NamedTuple):
 
 
 def at_equal_time(section: Section) -> Iterator[Rival]:
-    """Compare others' timed methods with a line through timed strengths, in the result's order; none without these."""
+    """Yield for each timed method of others, in the result's order, its PSNR and our strength's at an equal time.
+
+    Our PSNR lies on lines between the timed strengths that no other beats in time and PSNR. It is None if none is as
+    fast; for a method slower than all of them it is the slowest strength's. Without timed strengths there is nothing.
+    """
     points = {name: (figures.time, figures.psnr.value) for name, figures in section.pictures.items()
               if figures.time is not None}  # fmt: skip
     ours = {name for name in points if section.variants[name]["method"] in OURS}
@@ -177,7 +181,7 @@ def at_equal_time(section: Section) -> Iterator[Rival]:
 
 
 def table(records: list[Record]) -> str:
-    """Make the Markdown of results: for each checkpoint all variants, then other methods and strength at equal time."""
+    """Make the Markdown of results: for each its origin, then by checkpoint all variants, and others at equal time."""
     return "\n\n".join([LEGEND, *(text for record in records for text in (_origin(record), *_tables(record)))])
 
 
@@ -195,7 +199,10 @@ def _origin(record: Record) -> str:
 
 
 def _tables(record: Record) -> Iterator[str]:
-    """Make each checkpoint's table, with dev by time if to choose by, else whole pictures; then of rivals, if any."""
+    """Yield a table of all variants for each checkpoint, and after it a table of others' methods at equal time, if any.
+
+    The columns are dev and, if the result is to choose by, dev at each timestep, else PSNR, detail and time.
+    """
     settings = record["settings"]
     for section in sections(record):
         noised, pictures = section.noised, section.pictures

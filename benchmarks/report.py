@@ -20,9 +20,9 @@ ABSENT = "n/a"  # a missing value in a table
 
 
 def write(paths: list[Path]) -> str:
-    """Write the table of results as .md, and the plot if the kind has one as .png, by the first file; return the table.
+    """Write the table of results as .md beside the first file, with its name, and a plot, if the kind has one, as .png.
 
-    Raises ResultError if a file is no result or the kinds differ. Without matplotlib there is no plot.
+    Returns the table. Raises ResultError for a file that is no result, or several kinds. No matplotlib means no plot.
     """
     records = [results.load(path) for path in paths]
     kinds = sorted({record["kind"] for record in records})
@@ -63,7 +63,7 @@ def new_figure(width: float, height: float):
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """Add ``--output``, a path or None, which `results.Run.start` takes."""
+    """Add ``--output`` to a parser: the path of the result, by default None; `results.Run.start` takes the value."""
     parser.add_argument("--output", type=Path, metavar="JSON", help="the result (default: a new file below "
         "benchmarks/results/, or the unfinished one of this command)")  # fmt: skip
 
@@ -88,7 +88,7 @@ def run(name: str, parser: argparse.ArgumentParser, arguments: list[str] | None,
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit status, as `report.run` does. arguments: None stands for ``sys.argv[1:]``."""
+    """Run the command; return 0, 2 after an expected error, 130 if stopped. arguments: None means ``sys.argv[1:]``."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description="A Markdown table and a plot of "
                                      "results, made from their JSON alone.")  # fmt: skip
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="results of one kind")

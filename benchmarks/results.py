@@ -32,7 +32,7 @@ class ResultError(ValueError):
 
 
 def new_record(kind: str, command: str, settings: dict[str, Any], environment: dict[str, Any]) -> Record:
-    """Make a record without rows. kind: of `KINDS`. settings: all rows share them. environment: of `describe`."""
+    """Make a record without rows. kind: of `KINDS`. settings: those of all rows. environment: what `describe` gives."""
     created = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     record = {"kind": kind, "created": created, "command": command, **environment, "settings": settings}
     return json.loads(_dump({**record, "rows": [], "missing": []}))  # as it will be read: tuples become lists
@@ -115,7 +115,7 @@ def _find_path(record: Record, folder: Path) -> Path:
 
 
 def difference(before: Record, record: Record) -> str | None:
-    """Name those of kind, settings, versions (not tome_core's) and device that differ; None if a run may go on."""
+    """Name, with commas, those of kind, settings, versions (not tome_core's) and device that differ; None if equal."""
     def of(record: Record, name: str) -> Any:
         return {**record[name], "tome_core": None} if name == "versions" else record[name]  # commits say more
 

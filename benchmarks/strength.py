@@ -38,7 +38,8 @@ Loss = dict[float, tuple[float, ...]]
 
 
 class Knot(NamedTuple):
-    """A `strength`: steps below timestep `until` keep `share` of the keys, others `FEWEST`; `dev` is its error in %."""
+    """A point of the curve: with `strength`, steps below timestep `until` keep `share` of the keys, and others
+    `FEWEST`; `dev` is the expected error in %."""
 
     strength: float
     share: float
@@ -47,10 +48,10 @@ class Knot(NamedTuple):
 
 
 def deviation_by_share(records: Sequence[dict]) -> Loss:
-    """Map each share of keys that is left to its deviations, in %, at each of `TIMES`, as the results have them.
+    """Map each share of keys that is left to its deviations, in %, at each of `TIMES`: means over all checkpoints.
 
-    Of settings with equal work the best one counts, and one that does more harm than one with less work is left out.
-    Raises ValueError if the results have none.
+    Of settings with equal work the best one counts, and a setting that does as much harm as another with less work is
+    left out. Raises ValueError if no setting was measured by all checkpoints at all times.
     """
     best: dict[float, tuple[float, ...]] = {}
     for ratio, cell in FRONT:
@@ -66,7 +67,10 @@ def deviation_by_share(records: Sequence[dict]) -> Loss:
 
 
 def read_means(records: Sequence[dict], ratio: float, cell: int) -> tuple[float, ...]:
-    """Average the deviation, in %, at each of `TIMES` over all checkpoints of the results; () if one lacks it."""
+    """Average a setting's deviation, in %, at each of `TIMES` over all checkpoints; () if a checkpoint lacks it.
+
+    ratio, cell: one pair of `FRONT`.
+    """
     figures = [section.noised.get(f"merged-keys-{ratio}-cells-{cell}")
                for record in records for section in sections(record)]  # fmt: skip
     if not figures or not all(noised is not None and len(noised.dev_at) == len(TIMES) for noised in figures):
@@ -76,7 +80,7 @@ def read_means(records: Sequence[dict], ratio: float, cell: int) -> tuple[float,
 
 
 def time_at(strength: float) -> float:
-    """Compute which share of the finest attention's unmerged time a strength, 0 to 1, leaves."""
+    """Compute which share of the finest attention's unmerged time a strength, 0 to 1, leaves (`WORK`, `MERGING`)."""
     weakest = min(WORK)
     if strength < weakest:  # the logarithm of the time is a line
         return (WORK[weakest] + MERGING) ** (strength / weakest)
@@ -113,7 +117,7 @@ def curve(loss: Loss) -> tuple[Knot, ...]:
 
 
 def _pairs(strength: float, loss: Loss) -> list[Knot]:
-    """List a strength's possible knots: shares of keys, each with the timestep `until` that leaves its time; or []."""
+    """List knots that a strength may have, or []: shares of keys, each with the `until` by which its time is left."""
     late_part = time_at(strength) - step_time(FEWEST)
     pairs = []
     for part in (*range(1, int(PARTS * MOST_MERGED) + 1), PARTS):
@@ -127,7 +131,7 @@ def _pairs(strength: float, loss: Loss) -> list[Knot]:
 
 
 def deviation(share: float, until: float, loss: Loss) -> float:
-    """Average the loss, in %, if steps keep `share` of the keys at timesteps below `until`, else `FEWEST`."""
+    """Average the deviation, in %, over all timesteps: below `until` steps keep `share` of the keys, else `FEWEST`."""
     both = zip(_MOMENTS, _deviation_by_time(share, loss), _deviation_by_time(FEWEST, loss), strict=True)
     return fmean([late if moment < until else early for moment, late, early in both])
 
@@ -135,8 +139,8 @@ def deviation(share: float, until: float, loss: Loss) -> float:
 def _deviation_by_time(share: float, loss: Loss) -> list[float]:
     """Interpolate the deviation, in %, at each of `_MOMENTS` if this share of the keys is left.
 
-    Between measured shares its logarithm is a line over the share's, and over time. Below the least merging that was
-    measured it falls with the square of the merged share, as that of groups of two does.
+    Between measured shares and times the logarithm of the deviation is a line, over the share's logarithm and over
+    time. With less merging than any measured, the deviation falls with the square of the merged share, as in pairs.
     """
     shares = sorted(loss)
     by_time = np.log([loss[measured] for measured in shares]).T
@@ -148,7 +152,7 @@ def _deviation_by_time(share: float, loss: Loss) -> list[float]:
 
 
 def _choose(options: argparse.Namespace, command: str) -> None:
-    """Print the knots and curve of the options' results. Raises ResultError for a result that is not to choose by."""
+    """Print knots and curve from the files `options.results`. Raises ResultError if a result is not to choose by."""
     records = [results.load(path) for path in options.results]
     for path, record in zip(options.results, records, strict=True):
         subjects.check_purpose(record, subjects.CHOOSE, path.name)
@@ -159,7 +163,7 @@ def _choose(options: argparse.Namespace, command: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit status, as `report.run` does. arguments: None stands for ``sys.argv[1:]``."""
+    """Run the command; return 0, 2 after an expected error, 130 if stopped. arguments: None means ``sys.argv[1:]``."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.strength", description=__doc__.splitlines()[0])
     parser.add_argument("results", nargs="+", type=Path, metavar="RESULT.json")
     return report.run("strength", parser, arguments, _choose)

@@ -53,7 +53,7 @@ PURPOSES = {
 
 
 def check_purpose(record: Record, wanted: str, name: str) -> None:
-    """Raise ResultError, with this name, if a record has a purpose of `PURPOSES`, and it is not the wanted one."""
+    """Raise ResultError, with this name, if a record has a purpose of `PURPOSES` other than the wanted one."""
     has = record["settings"].get("for", wanted)
     if has != wanted:
         raise ResultError(f"{name} was measured on the pictures for '{has}'; give a result of "
@@ -93,7 +93,7 @@ class SceneSubject:
         return Noised(*(value[:count].to(self.device) for value in noised))
 
     def _scenes(self, part: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return latents and prompt tokens of a held-out set of the kind the model learned; the latest is kept."""
+        """Return a held-out set's latents and tokens, with brick walls if the model learned such; keep the latest."""
         if self._painted is None or self._painted[0] != part:
             scenes = Scenes(self.purpose.scenes, PART_NOISED, 2 * self.model.side, walls=self._walls)
             pictures, tokens, _ = scenes[part]
@@ -137,7 +137,7 @@ def is_scene_model(path: Path) -> bool:
 
 
 def kind_of(path: Path) -> str:
-    """Name the kind of a model, of `networks.KINDS`; only a scene model can be a transformer."""
+    """Name a model's kind, of `networks.KINDS`: a scene model's by its tensors' shapes, a user's is always "unet"."""
     is_flux = is_scene_model(path) and checkpoint.is_transformer(checkpoint.read_shapes(path))
     return TRANSFORMER if is_flux else UNET
 

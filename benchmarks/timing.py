@@ -51,7 +51,7 @@ def in_turns(runs: Mapping[str, Run], rounds: int, measure: Callable[[Run], floa
 
 
 def card_work(run: Run, calls: int = 2) -> dict[str, Any]:
-    """Return means of a run: ``card_ms``, the time of its kernels and copies, and ``launches``, their number."""
+    """Return means of `calls` runs on a GPU: ``card_ms``, of kernels and copies, and ``launches``, their number."""
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         for _ in range(calls):
             run()

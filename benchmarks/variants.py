@@ -56,7 +56,7 @@ def in_bfloat16(network: nn.Module, seed: int) -> AbstractContextManager:
 
 
 def engine(**settings: Any) -> PutOn:
-    """Make a function (network, seed) -> context manager that merges one sampling by settings of `tome_core.patch`."""
+    """Make a function (network, seed) -> context manager; in it `tome_core.patch` merges the calls of one sampling."""
 
     @contextmanager
     def put_on(network: nn.Module, seed: int) -> Iterator[None]:
@@ -69,12 +69,12 @@ def engine(**settings: Any) -> PutOn:
 
 
 def strength(value: float) -> PutOn:
-    """Make what `engine` makes, for a strength from 0 to 1; it also merges grids too small for merging to pay."""
+    """Make a function (network, seed) -> context manager that merges by a strength, 0 to 1, even if it does not pay."""
     return engine(strength=value, only_if_it_pays=False)
 
 
 def tomesd(ratio: float) -> PutOn:
-    """Make a function (unet, seed) -> context manager with tomesd's own patch of the UNet's finest level."""
+    """Make a function (unet, seed) -> context manager in which tomesd merges `ratio` of the finest level's tokens."""
 
     @contextmanager
     def put_on(unet: nn.Module, seed: int) -> Iterator[None]:
