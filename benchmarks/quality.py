@@ -141,7 +141,7 @@ def _predictions(merged: list, plain: list) -> dict[str, Any]:
 def _pictures(merged: list[Picture], plain: list[Picture]) -> dict[str, Any]:
     """Make the figures of a row of whole pictures: their mean ``work``, and lists by picture.
 
-    The lists: ``gradient``, ``squared_error`` to `plain`, which are unmerged, and on a CPU ``seconds`` of all calls,
+    The lists: ``gradient``, ``squared_error`` to `plain`, which are unmerged, and on a CPU ``seconds``, lists by call,
     and ``beside``, the seconds of an unmerged call.
     """
     figures = {"work": _round([np.mean([picture.work for picture in merged])])[0],

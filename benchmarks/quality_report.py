@@ -120,7 +120,7 @@ def _over(parts: Parts, name: str, axis: int = -1) -> np.ndarray:
 
 
 def _noised(parts: Parts, loss: float) -> Noised:
-    """Compute a variant's figures from its rows, by part, and the unmerged v-loss."""
+    """Compute a variant's mean work, and ``dev`` in % of the unmerged v-loss, over all times and at each."""
     dev = 100 / loss * _over(parts, "dev")
     work = float(np.mean([row["work"] for row in parts.values()]))
     return Noised(work, Mean.of(dev.mean(0)), tuple(Mean.of(at) for at in dev))

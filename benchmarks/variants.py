@@ -74,7 +74,7 @@ def strength(value: float) -> PutOn:
 
 
 def tomesd(ratio: float) -> PutOn:
-    """Make a function (unet, seed) -> context manager in which tomesd merges `ratio` of the finest level's tokens."""
+    """Make a (unet, seed) -> context manager in which tomesd merges in the finest level that has attention."""
 
     @contextmanager
     def put_on(unet: nn.Module, seed: int) -> Iterator[None]:

@@ -23,13 +23,16 @@ Merging = UnetMerging | TransformerMerging
 
 
 class Outcome(NamedTuple):
-    """The result of one sampling, for the nodes that show it."""
+    """The result of one sampling, for the nodes that show it.
+
+    `maps` has for each level, 0 the finest, the latent cells per token along a side and the latest `MergeMap`; it is {}
+    after an exception.
+    """
 
     lines: Sequence[str]  # one or two, for the ApplyToMe node
     details: Sequence[str]  # of the full report; equal to `lines` if no model could merge
     data: dict[str, Any]  # the report as JSON values
     report: Any  # the engine's `Report`
-    # (latent cells per token along a side, latest `MergeMap`) by level, 0 the finest; {} after an exception
     maps: dict[int, tuple[int, Any]]
 
 
@@ -163,7 +166,7 @@ class Sampling:
     def remember(self, report: Any = None) -> str:
         """Keep the time of a whole, undisturbed sampling of one model; return the gain as text, "" if not known.
 
-        `report` is the engine's, None for an unmerged sampling, which has no gain.
+        `report` is the engine's; None: the time is that of an unmerged sampling, to compare with, and there is no gain.
         """
         if self._time.stopped or not self.is_alone or len(self._models) != 1:
             return ""

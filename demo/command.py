@@ -95,7 +95,7 @@ def check(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
 
 
 def check_model(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
-    """Return --model's checkpoint, None without it, and check --config. Raises ValueError or OSError for the user."""
+    """Return --model's checkpoint, None without it. Raises ValueError or OSError, also for a wrong --config."""
     if options.config and not (options.model and options.model.is_file()):
         raise ValueError(f"--config {options.config} belongs to a single-file --model FILE.safetensors; leave it out")
     if options.config and not (options.config / "model_index.json").is_file():

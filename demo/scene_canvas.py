@@ -32,7 +32,7 @@ class Canvas:
         return torch.rand(self.n, *shape, generator=self.generator, device=self.device)
 
     def normal(self, *shape: int) -> torch.Tensor:
-        """Draw standard normal values, float32 [n, *shape]."""
+        """Draw standard normal values for all pictures from the one generator, float32 [n, *shape]."""
         return torch.randn(self.n, *shape, generator=self.generator, device=self.device)
 
     def uniform(self, low: float, high: float) -> torch.Tensor:
@@ -52,5 +52,5 @@ class Canvas:
         return (self.traits[trait] == value)[:, None, None]
 
     def over(self, mask: torch.Tensor, colour: torch.Tensor | float) -> None:
-        """Paint `colour`, which broadcasts to the image, over it in place; `mask` [n, size, size]: opacity 0..1."""
+        """Paint `colour`, which broadcasts to image [n, size, size, 3], in place; `mask` [n, size, size]: opacity."""
         self.image += mask[..., None] * (colour - self.image)

@@ -120,9 +120,10 @@ class CurrentPass:
         self._times = SamplerTimes(p, self.handle is not None and self.handle.wants_time)
 
     def step(self, params: Any) -> None:
-        """Prepare a call: patch the current model, set the time, and count. Unpatch it during calls of another job.
+        """Prepare a call: patch the current model, set its noise level as the time, and note the call for the timing.
 
-        `params` are what the webui tells about a step. Nothing happens if no pass is armed.
+        `params` are what the webui tells about a step. During calls of another job the model is unpatched instead.
+        Nothing happens if no pass is armed.
         """
         if self.job is None:
             return

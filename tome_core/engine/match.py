@@ -68,8 +68,8 @@ def _apart(x: torch.Tensor, times: int) -> torch.Tensor:
 def _part(old: MergePlan, places: slice, before: int, times: int, groups: int, x: torch.Tensor) -> MergePlan:
     """Return an old plan's part for `times` equal windows, whose tokens are at `places` in the sequence.
 
-    In the result each window is a sample, ``[B*times, n]``, as in `x`, of which only the length is used. Each window
-    has `groups` groups, numbered from 0 in the result; `before` is the first window's first group in `old`.
+    In the result each window is a sample, ``[B*times, n]``; of `x` only this number of samples is used. Each window has
+    `groups` groups, numbered from 0 in the result; `before` is the first window's first group in `old`.
     """
     group = (old.group[:, places] - before).unflatten(1, (times, -1))
     group = group - _offsets(times, groups, group.device)

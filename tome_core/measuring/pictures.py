@@ -84,7 +84,7 @@ class Steps:
         return self.times[min(self.done, len(self.times) - 1)] if self.follows and self.times else None
 
     def remember(self, model: nn.Module | None, config: MergeConfig | None, report: Any, *beside: Any) -> str:
-        """Keep the time of a sampling that has ended normally; return the gain of such pictures as text, "" if unknown.
+        """Keep the seconds per call of a sampling that has ended normally; return such pictures' gain, "" if unknown.
 
         `model` is the model as it is without a patch; None if that is not known. `config` and the patch's `report` are
         None for an unmerged picture: its time is kept, the result is "". `beside` has further conditions on which the

@@ -65,9 +65,9 @@ def keys_of_rows(x: torch.Tensor, rows: torch.Tensor, by_distance: bool) -> tupl
 def keys_of_groups(plan: MergePlan, x: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys and a bias with which `methods.base.best_keys` finds the group whose mean is most similar to a query.
 
-    `x` are all tokens, ``(batch, tokens, channels)``, or their `directions` to compare by cosine. The results are those
-    of `keys_to_search` for the means of the groups, but the bias is never None: it is minus infinity for empty groups,
-    so a search never finds them; for others it is 0 by cosine.
+    `x` are all tokens, ``(batch, tokens, channels)``; if not `by_distance`, which compares by cosine, their
+    `directions`. The results are those of `keys_to_search` for the means of the groups, but the bias is never None: it
+    is minus infinity for empty groups, so a search never finds them, and 0 for others by cosine.
     """
     if by_distance and (centres := plan.centres(x)) is not None:
         return centres

@@ -151,7 +151,7 @@ def pack(values: Sequence[Any]) -> tuple[str, list[torch.Tensor], list[int]] | N
 
 
 def _form(value: Any, tensors: list[torch.Tensor], numbers: list[int]) -> str:
-    """Return the form of a value as in `pack`, with "?" for an unsupported type; append its contents to the lists."""
+    """Return the form of a value as in `pack`, "?" for an unsupported type such as a dict; append its contents."""
     if torch.is_tensor(value):
         tensors.append(value)
         return "t"

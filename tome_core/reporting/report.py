@@ -122,9 +122,9 @@ class Report(Counted):
         return _once(sorted(level.traced) for level in self.levels)
 
     def _speed(self) -> list[str]:
-        """Return the gain as a list of one text: on the last three `gains` with a fitting saved share, else `own`.
+        """Return the gain as a list of one text: the last three `gains` with a fitting saved share, else `own`.
 
-        The list is empty if both are missing, or if nothing merged.
+        Several gains stand side by side, each with its size. Without both, or if nothing merged, the list is empty.
         """
         gains = [gain for gain in self.gains if gain.fits_share(self.work_saved)][-_KINDS:]
         if not gains or not self.merged_anything:
