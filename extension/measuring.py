@@ -13,8 +13,8 @@ def answer(settings: JobSettings, sizes: Mapping[bool, tuple[int, int]], measure
     """Return the panel's line, such as ``1024x1536: about 1.3x faster``, with a part for each pass that merges.
 
     `sizes` are each pass's (width, height) in pixels, by whether it is the hires pass. With two, each part begins with
-    the name of its pass. The line says why nothing merges or no gain is known; it is "" if the changes leave nothing to
-    merge. Unknown gains are measured, which takes seconds, if `measure`; otherwise the model is not called.
+    the name of its pass. The line says why nothing merges or no gain is known. Unknown gains are measured, which takes
+    seconds, if `measure`; otherwise the model is not called.
     """
     if not settings.strength:
         return "strength 0: off"
@@ -23,6 +23,8 @@ def answer(settings: JobSettings, sizes: Mapping[bool, tuple[int, int]], measure
     if host.loaded_unet() is None:
         return "no model is loaded yet"
     configs = {hires: settings.config(hires, layout=host.layout()) for hires in sizes}
+    if not any(configs.values()):
+        return "the changed settings merge nothing: ratio 0, or cells of one token"
     texts = {hires: _answer(hires, *sizes[hires], config, measure) for hires, config in configs.items() if config}
     return "; ".join(f"{PASSES[hires]} {text}" if len(sizes) > 1 else text for hires, text in texts.items())
 
