@@ -131,7 +131,7 @@ def _pairs(strength: float, loss: Loss) -> list[Knot]:
 
 
 def deviation(share: float, until: float, loss: Loss) -> float:
-    """Average the deviation, in %, over all timesteps: below `until` steps keep `share` of the keys, else `FEWEST`."""
+    """Average the deviation, in %, over timesteps: those below `until` keep `share` of the keys, others `FEWEST`."""
     both = zip(_MOMENTS, _deviation_by_time(share, loss), _deviation_by_time(FEWEST, loss), strict=True)
     return fmean([late if moment < until else early for moment, late, early in both])
 

@@ -121,7 +121,7 @@ def test_the_line_answers_for_each_pass_and_measures_on_request_alone(webui, mea
 
 def test_the_line_says_what_stands_in_the_way(webui, measured, line):
     assert line(strength=0) == "strength 0: off"
-    assert line(own=True, ratio=0, early_ratio=-1) == "the changed settings merge nothing: ratio 0, or cells of one token"
+    assert line(own=True, ratio=0, early_ratio=-1).startswith("the changed settings merge nothing: ratio 0")
     assert line(where="hires pass") == "only the hires pass is to merge: turn on Hires. fix"
     assert "is no number from 0 to 1" in line(strength=2) and "sx=" in line(own=True, sx=99)
     assert line(width=None).startswith("0x128: ")

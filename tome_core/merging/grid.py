@@ -53,7 +53,7 @@ class Draw(NamedTuple):
 
 
 def tokens_in(layout: Layout) -> int:
-    """Return the number of the picture's tokens, all frames, without the tokens before and after them."""
+    """Return the number of tokens in the layout's grid, whose height has all frames, without those around it."""
     return layout.grid.height * layout.grid.width
 
 

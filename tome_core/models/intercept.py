@@ -238,10 +238,10 @@ def replacement_for(module: nn.Module) -> CodeReplacement | None:
 
 @when_traced
 def traced(kind: type, method: str) -> type[Overlay] | None:
-    """Return a class of stand-ins for `kind`, an attention's or processor's class; calling one runs `method` on it.
+    """Return a class of stand-ins for `kind`, the class of an attention or of a processor; None if there can be none.
 
-    The method of that name then calls a replaced attention function. None if that function cannot be replaced, or is
-    neither torch's nor diffusers' dispatcher, the two that the graph's operator supports.
+    A call of an instance runs `method` as `kind` has it, but with its attention function replaced. There can be none if
+    that function cannot be replaced, or is neither torch's nor diffusers' dispatcher, which graphs support.
     """
     replacement = _replacement_in_code(getattr(kind, method))
     if replacement is None or replacement.replaced_function.read_call not in (TorchCall, DispatchCall):

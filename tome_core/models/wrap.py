@@ -128,7 +128,7 @@ class Wrap:
         return wrap
 
     def uninstall(self) -> None:
-        """Remove the wrap, restore the method below it, and release the target if that is the method of the class.
+        """Turn the wrap off. If it is on top, restore the method below it; if this is the class's, release the target.
 
         A wrap below another extension's wrapper stays there, holds the target, and passes calls through.
         """

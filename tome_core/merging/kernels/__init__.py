@@ -339,10 +339,10 @@ def launch(x: Tensor, variant: tuple[Any, ...], *arguments: Any) -> bool:
 
 
 def _proves_itself(key: tuple, arguments: tuple[Any, ...]) -> bool:
-    """Return whether a kernel's result is right, and keep the key if so: its later results are not checked.
+    """Return whether what a kernel has just written is right, and keep the key if so: it is not checked again.
 
-    A key is (name, *constants, device, dtype); `arguments` are those of `launch`, already filled. A wrong result turns
-    the kernel off. If inputs are not finite, the check means nothing: the answer is False, but the kernel stays on.
+    A key is (name, *constants, device, dtype); `arguments` are those of `launch`, with the written results. A wrong one
+    turns the kernel off. If inputs are not finite, the check means nothing: the answer is False, but the kernel stays.
     """
     fault = find_fault(key[0], arguments)
     if fault == "":
