@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,13 @@ class UnetMerging:
         levels = {_options_of(place.path): adapter.levels[place.halvings] for place in adapter.places
                   if not getattr(place.block, "disable_self_attn", False)}  # fmt: skip
         self._levels = {place: level for place, level in levels.items() if covered[level]}
+        mlps = {level for level, ways in self.state.levels.items() if "mlp" in ways}
+        places = [(place, adapter.levels[place.halvings]) for place in adapter.places]
+        # (feed-forward layer, path of its block, level); a compiled model would not see that they are replaced
+        self._mlps = [(place.block.ff, place.path, level) for place, level in places
+                      if level in mlps and not self.is_compiled]  # fmt: skip
+        for level in mlps if self.is_compiled else ():
+            self.state.ledger.note_traced(level, hosting.PARTS_COMPILED)
 
     @contextmanager
     def answering(self, call: Any, latent: torch.Tensor, options: dict[str, Any]) -> Iterator[slot_function.Ask]:
@@ -60,16 +68,52 @@ class UnetMerging:
                 self.state.count_unmerged(level, _OTHER_KEYS, *attention.q.shape[:2], attention.k.shape[1])
             return out
 
-        yield ask
+        with self._merging_mlps(call, latent):
+            yield ask
         if not is_left_out(options):
             for level in missing.elements():
                 if call.rules[level].attn is not None:
                     tokens = math.prod(self._sides(latent, level))
                     self.state.count_unmerged(level, hosting.REPLACED, len(latent), tokens, tokens)
 
+    @contextmanager
+    def _merging_mlps(self, call: Any, latent: torch.Tensor) -> Iterator[None]:
+        """Replace the feed-forward layers' forwards while a call runs, if a rule merges them: they use no slot."""
+        before = []
+        try:
+            for layer, path, level in self._mlps:
+                if call.rules[level].mlp is not None:
+                    before.append((layer, vars(layer).get("forward")))
+                    grid = hosting.Grid(*self._sides(latent, level))
+                    layer.forward = partial(self._run_mlp, layer.forward, call, path, level, grid)
+            yield
+        finally:
+            for layer, forward in before:
+                if forward is None:
+                    del layer.forward
+                else:
+                    layer.forward = forward
+
+    def _run_mlp(
+        self, forward: Callable, call: Any, path: str, level: int, grid: Any, x: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Return a layer's output for `x`, ``[B, N, C]``, merged if it has the tokens of `grid`, and else unmerged."""
+        out = None
+        if torch.is_tensor(x) and x.dim() == 3 and x.shape[1] == grid.height * grid.width:
+            function = partial(_call_layer, forward, args, kwargs)
+            out = self.state.run_mlp_merged(call, (path, "mlp"), level, grid, x, function)
+        else:
+            self.state.count_unmerged(level, hosting.NO_GRID, 0, 0, 0, "mlp")
+        return forward(x, *args, **kwargs) if out is None else out
+
     def _sides(self, latent: torch.Tensor, level: int) -> list[int]:
         """Return [height, width] of a level in tokens, rounded up."""
         return [-(-side // self._downsamples[level]) for side in latent.shape[-2:]]
+
+
+def _call_layer(forward: Callable, args: tuple, kwargs: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
+    """Call a feed-forward layer's forward with `x` before its other arguments."""
+    return forward(x, *args, **kwargs)
 
 
 def _options_of(path: str) -> tuple[tuple[str, int], int]:

@@ -167,7 +167,7 @@ def read(values: dict[str, Any], layout: str, checks_prompt: bool) -> Wanted:
     if checks_prompt:
         prompt.parse(values["prompt"])
     try:
-        seed, steps = command.SEED(f"{values['seed']:g}"), command.STEPS(f"{values['steps']:g}")
+        seed, steps = command.SEED(f"{values['seed']:.15g}"), command.STEPS(f"{values['steps']:.15g}")
     except (argparse.ArgumentTypeError, TypeError, ValueError) as error:
         raise ValueError(f"Seed and steps: {error}") from None
     of_strength = tome_core.strength(values["strength"], layout=layout)

@@ -23,7 +23,7 @@ from .models.unet_blocks import UnsupportedModelError, find_unet, is_kind
 from .models.wrap import forget_all, register_wrapper
 from .patching import Patch, layout_of, patch
 from .reporting import gains
-from .reporting.ledger import REPLACED, LevelTally
+from .reporting.ledger import NO_GRID, PARTS_COMPILED, REPLACED, LevelTally
 from .reporting.report import Report, count
 from .settings import form
 from .settings.config import SEED_LIMIT, MergeConfig

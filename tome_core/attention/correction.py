@@ -52,11 +52,16 @@ def pick_queries(grid: Grid, width: int, device: torch.device) -> tuple[Tensor]:
     """
     tokens = grid.height * grid.width
     count = min(_MOST_IF_NARROW if width <= _NARROW else _MOST, max(_FEWEST, tokens // _TOKENS_PER_ANSWER), tokens)
+    return (pick_middles(grid, count, device)[None],)
+
+
+def pick_middles(grid: Grid, count: int, device: torch.device) -> Tensor:
+    """Return the numbers of the tokens in the middles of about `count` equal cells, ascending, int64 ``(cells,)``."""
     rows = min(grid.height, max(1, round((count * grid.height / grid.width) ** 0.5)))
     columns = min(grid.width, max(1, count // rows))
     down = (torch.arange(rows, device=device) * 2 + 1) * grid.height // (2 * rows)
     right = (torch.arange(columns, device=device) * 2 + 1) * grid.width // (2 * columns)
-    return ((down[:, None] * grid.width + right).view(1, -1),)
+    return (down[:, None] * grid.width + right).flatten()
 
 
 def fit_correction(
@@ -139,11 +144,11 @@ def _ridge(q: Tensor, merged: Tensor, left: Tensor, same: float = _LEAST_SPREAD)
                     for total in (normal.diagonal(dim1=2, dim2=3), features.square().sum(2)))  # fmt: skip
     energy = torch.maximum(energy, size * same**2).clamp(min=_TINY)
     unit = energy.rsqrt().expand(-1, -1, -1, unknowns // 2).flatten(2)[..., None]
-    weights = unit * (_inverse(normal * unit * unit.transpose(2, 3), unknowns / count, unknowns) @ (unit * cross))
+    weights = unit * (inverse(normal * unit * unit.transpose(2, 3), unknowns / count, unknowns) @ (unit * cross))
     return weights, left.mean(2, keepdim=True) - mean @ weights
 
 
-def _inverse(matrix: Tensor, penalty: float, most: float) -> Tensor:
+def inverse(matrix: Tensor, penalty: float, most: float) -> Tensor:
     """Return the inverse of ``matrix + penalty I``; eigenvalues of `matrix`, ``(batch, heads, n, n)``, are 0 to `most`.
 
     The result has the shape of `matrix` and a relative error of at most 1e-6 before rounding.

@@ -14,7 +14,7 @@ import torch.overrides
 from ..attention.correction import Pair
 from ..attention.merged import Attention, MergeOptions, attend, correction_of
 from ..merging import kernels
-from ..merging.grid import Draw, Grid, Layout
+from ..merging.grid import Draw, Grid, Layout, cached_result
 from ..merging.methods import METHODS, MatchOptions
 from ..merging.plan import MergePlan
 from ..reporting.ledger import NO_GRID, OTHER_PARTS, TOO_SMALL, Ledger, LevelTally
@@ -23,6 +23,7 @@ from ..settings.config import MergeConfig, MergeRule, describe, notes_on
 from ..settings.schedule import LevelRules, NoiseSchedule, ever_merges
 from .decision import MergeMap, ModelCall, decide
 from .match import match
+from .merged_mlp import merge_input, pick_samples, unmerge_output
 from .plan_cache import Plans
 from .time import Clock, ModelTime
 
@@ -153,7 +154,9 @@ class State:
             if id(rule) not in plans:
                 plans[id(rule)] = self._match_input(call, name, level, grid, x, rule)
             plan = plans[id(rule)]
-            out, why = (None, TOO_SMALL) if plan is None else _run_merged(function, x, plan)
+            out, why = None, TOO_SMALL
+            if plan is not None:
+                out, why = _call_part(lambda: function(plan.merge), (x.shape[0], plan.num_groups))
         if why:
             self.count_unmerged(level, why, x.shape[0], x.shape[1], x.shape[1], part)
         if why or plan is None:
@@ -162,7 +165,38 @@ class State:
         self.ledger.merge(level, part, (x.shape[0], x.shape[1], keys), (left, left if part == "attn" else keys))
         if self._maps is not None:
             self._keep_map(level, Layout(grid), plan)
-        return out
+        return plan.unmerge(out)
+
+    def run_mlp_merged(
+        self, call: ModelCall, name: Hashable, level: int, grid: Grid, x: torch.Tensor, function: Callable
+    ) -> torch.Tensor | None:
+        """Run a block's feed-forward layer on merged tokens, matched by its own input, with a linear correction.
+
+        `name` is the layer's, unique in the model; `x` its input ``[B, N, C]``, the tokens of `grid`; `function` runs
+        the layer on ``[B, any number, C]``. The rule may be any that merges this part and not as tomesd does.
+
+        Returns:
+            The output ``[B, N, C]``; None if the layer is left unmerged, so that the host has to call it. The reason is
+            counted if the layer has a rule.
+        """
+        rule = self.decide(call, level, grid.height * grid.width, x.device)[0].mlp
+        if rule is None:
+            return None
+        batch, tokens = x.shape[:2]
+        turn = call.latest_runs[name] = call.latest_runs.get(name, -1) + 1
+        key = (name, turn), batch, Layout(grid), tokens
+        plan = self._find_plans(call, key, level, Layout(grid), (x[:, :, None],) * 2, rule).plan
+        if plan is None:
+            self.count_unmerged(level, TOO_SMALL, batch, tokens, tokens, "mlp")
+            return None
+        samples = cached_result(pick_samples, x, grid)[0] if rule.correction else None
+        merged = merge_input(x, plan, samples)
+        out, why = _call_part(lambda: function(merged), merged.shape[:2])
+        if why:
+            self.count_unmerged(level, why, batch, tokens, tokens, "mlp")
+            return None
+        self.ledger.merge(level, "mlp", (batch, tokens, 0), (merged.shape[1], 0))
+        return unmerge_output(out, merged, x, plan, samples)
 
     def decide(self, call: ModelCall, level: int, tokens: int, device: torch.device) -> tuple[LevelRules, str]:
         """Return (rules that merge in a level, the reason if none does, else "") for a picture of so many `tokens`."""
@@ -185,10 +219,25 @@ class State:
         """Return plans for the whole batch, kept or new, with a new correction if the rule wants one.
 
         The second result is the keys and values that were merged to fit this correction; None if there are none. `key`
-        is ((name, run), batch, layout, tokens). If plans are kept, the result is kept under the call's ordinal, and if
-        the call's batch is known to hold copies of latents, all copies share the match of one.
+        is ((name, run), batch, layout, tokens). If plans are kept, the result is kept under the call's ordinal.
         """
-        (q, k, v), (name, batch, *where) = attention[:3], key
+        q, k, v = attention[:3]
+        plans, correction, merged = self._find_plans(call, key, level, layout, (k, v), rule), None, None
+        if plans.plan is not None and rule.corrects and v.shape[3] == q.shape[3]:
+            correction, merged = correction_of(attention, plans.plan, layout)
+        plans = plans._replace(correction=correction)
+        if call.kept_plans is not None and rule.keep:
+            call.kept_plans.plans[(call.kept_plans.ordinal, *key)] = plans
+        return plans, merged
+
+    def _find_plans(
+        self, call: ModelCall, key: tuple, level: int, layout: Layout, compared: Pair, rule: MergeRule
+    ) -> Plans:
+        """Return plans for the whole batch, without a correction, kept or new; `compared`, ``[B, S, H, d]``, decide.
+
+        `key` is that of `_match`. If the call's batch is known to hold copies of latents, all share the match of one.
+        """
+        (k, v), (name, batch, *where) = compared, key
         kept = call.kept_plans if rule.keep else None
         copies, matched, place = 1, 0, ("alone", kept and kept.ordinal)
         if kept is not None and kept.shared is not None and batch % kept.shared[0] == 0:  # not for a part of the batch
@@ -202,16 +251,10 @@ class State:
             return match(copy_k, copy_v, layout, rule, _draw(call, level, rule, k.device), old if renews else None)
 
         if kept is None:
-            plans = Plans(match_rows(None), None, rule, q.device)
+            plans = Plans(match_rows(None), None, rule, k.device)
         else:
-            plans = kept.plans_for((place, name, count, *where), rule, q.device, match_rows)
-        plan, correction, merged = plans.plan and plans.plan.repeat(copies), None, None
-        if plan is not None and rule.corrects and v.shape[3] == q.shape[3]:
-            correction, merged = correction_of(attention, plan, layout)
-        plans = plans._replace(plan=plan, correction=correction)
-        if kept is not None:
-            kept.plans[(kept.ordinal, *key)] = plans
-        return plans, merged
+            plans = kept.plans_for((place, name, count, *where), rule, k.device, match_rows)
+        return plans._replace(plan=plans.plan and plans.plan.repeat(copies))
 
     def _match_input(
         self, call: ModelCall, name: Hashable, level: int, grid: Grid, x: torch.Tensor, rule: MergeRule
@@ -339,21 +382,21 @@ def _draw(call: ModelCall, level: int, rule: MergeRule, device: torch.device) ->
     return Draw(rule.seed, level, time)
 
 
-def _run_merged(function: Callable, x: torch.Tensor, plan: MergePlan) -> tuple[torch.Tensor | None, str]:
-    """Return the unmerged output of a part that `function` runs on merged tokens, and ""; or None and the reason.
+def _call_part(run: Callable[[], Any], shape: tuple[int, int]) -> tuple[torch.Tensor | None, str]:
+    """Return the output of a part that `run` runs on merged tokens, and ""; or None and the reason, for the report.
 
-    `function` gets ``plan.merge``; `x` gives the batch. Reasons: the part raised an error (but lack of memory is
-    raised), or returned no tensor ``[B, groups, C]``.
+    `shape` is (batch, merged tokens). Reasons: the part raised an error (but lack of memory is raised), or returned no
+    tensor ``[B, merged tokens, C]``.
     """
     try:
-        out = function(plan.merge)
+        out = run()
     except (MemoryError, torch.cuda.OutOfMemoryError):
         raise
     except Exception:
         return None, "refuses merged tokens"
-    if not torch.is_tensor(out) or out.dim() != 3 or out.shape[:2] != (x.shape[0], plan.num_groups):
+    if not torch.is_tensor(out) or out.dim() != 3 or out.shape[:2] != shape:
         return None, "what it returned cannot be unmerged"
-    return plan.unmerge(out), ""
+    return out, ""
 
 
 def foreign_mode() -> str:

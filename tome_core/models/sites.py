@@ -20,7 +20,7 @@ from ..compiling import is_tracing
 from ..engine.decision import ModelCall
 from ..engine.state import State, foreign_mode
 from ..merging.grid import Grid, Layout
-from ..reporting.ledger import MASKED, OF_OTHERS, OTHER_PARTS, REPLACED, TAKEN_OFF
+from ..reporting.ledger import ARGUMENTS, MASKED, OF_OTHERS, OTHER_PARTS, REPLACED, TAKEN_OFF
 from . import compiled, intercept
 from .attention_calls import MORE, AttentionCall, attend_call
 from .compiled import NumberedSite, pack, unpack
@@ -244,7 +244,7 @@ class AttentionSite(NumberedSite):
         source = x if context is None else context
         value = source if kwargs.get("value") is None else kwargs["value"]
         if not (torch.is_tensor(x) and torch.is_tensor(source) and x.dim() == source.dim() == value.dim() == 3):
-            why = "called with unsupported arguments"
+            why = ARGUMENTS
         elif source.shape[1] != x.shape[1] or value.shape[1] != x.shape[1]:
             why = OF_OTHERS
         elif any(kwargs.get(name) is not None for name in MASKS):

@@ -24,7 +24,7 @@ from ..merging.grid import Grid, Layout
 from ..reporting.ledger import NO_GRID, LevelTally
 from ..settings.schedule import PipelineSteps
 from .sites import AttentionSite, ModelSite
-from .wrap import Wrap
+from .wrap import Levels, Wrap
 
 UNEVEN = "its pictures are of different sizes"
 
@@ -267,7 +267,7 @@ class TransformerAdapter:
         """Return one empty tally with the number of attentions: all see the same tokens, so the model has one level."""
         return [LevelTally(self.family.downsample, self._blocks)]
 
-    def wraps(self, model: nn.Module, levels: set[int], tomesd_levels: set[int], make: Callable) -> Iterator[Wrap]:
+    def wraps(self, model: nn.Module, levels: Levels, make: Callable) -> Iterator[Wrap]:
         """Yield a wrap for the model, then for each attention, in the order of the modules; levels are not used.
 
         `make` takes a class of wraps, the module to wrap and further arguments of the class, and returns a wrap.

@@ -17,10 +17,10 @@ from torch import nn
 
 from ..engine.decision import ModelCall
 from ..merging.grid import Grid, Layout
-from ..reporting.ledger import MASKED, NO_GRID, OF_OTHERS, LevelTally
+from ..reporting.ledger import ARGUMENTS, MASKED, NO_GRID, OF_OTHERS, PARTS_COMPILED, LevelTally
 from .sites import CONTEXTS, LATENTS, MASKS, AttentionSite, ModelSite, TransformerSite, named
 from .unet_blocks import BlockPlace, find_blocks
-from .wrap import Wrap, WrapSet
+from .wrap import Levels, Wrap, WrapSet
 
 _TIMES = ("timesteps", "timestep", "t")
 # parts of a block in addition to its self-attention: the name in a rule, and the attribute of the block
@@ -60,12 +60,13 @@ class UNetAdapter:
         count = [sum(place.halvings == depth for place in places) for depth in self.levels]
         return [LevelTally(down, blocks) for down, blocks in zip(self.downsamples, count, strict=True)]
 
-    def wraps(self, unet: nn.Module, levels: set[int], tomesd_levels: set[int], make: Callable) -> Iterator[Wrap]:
+    def wraps(self, unet: nn.Module, levels: Levels, make: Callable) -> Iterator[Wrap]:
         """Yield the wraps to put on the UNet, the outermost first.
 
-        Below the UNet only `levels` get wraps. In those of them that are in `tomesd_levels`, blocks and their parts get
-        wraps too, because parts may be called with merged tokens. `make` takes a class of wraps, the module to wrap and
-        further arguments of the class, and returns a wrap.
+        Below the UNet only `levels` get wraps, around transformers and attentions. With "tomesd" in a level's value,
+        its blocks and their parts get wraps too, because parts may be called with merged tokens; with "mlp" alone, only
+        feed-forward layers do. `make` takes a class of wraps, the module to wrap and further arguments of the class,
+        and returns a wrap.
         """
         yield make(ModelSite, unet)
         before, places = None, self.places
@@ -78,8 +79,8 @@ class UNetAdapter:
                 siblings = (other for other in places if other.transformer is before)
                 names = {f"{other.path}.attn1" for other in siblings if getattr(other.block, "attn1", None) is not None}
                 yield make(TransformerSite, before, level, names)
-            kind, parts = AttentionSite, ()
-            if level in tomesd_levels:
+            kind, parts = AttentionSite, _PARTS[1:] if "mlp" in levels[level] else ()
+            if "tomesd" in levels[level]:
                 kind, parts = BlockAttentionSite, _PARTS
                 yield make(BlockSite, place.block, level)
             if getattr(place.block, "attn1", None) is not None:
@@ -165,12 +166,38 @@ class PartSite(Wrap):
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output for all tokens, by `_run_around` if a rule merges the part and `ModelCall.block` is set.
 
-        Otherwise the part is only called, and not counted.
+        A feed-forward layer whose rule is not tomesd's needs no `ModelCall.block`, see `_run_mlp`. Otherwise the part
+        is only called, and not counted.
         """
         call = self.wraps.calls.current or self.wraps.call_outside_forward()
-        if call is None or call.block is None or getattr(call.rules[self.level], self.part) is None:
+        rule = None if call is None else getattr(call.rules[self.level], self.part)
+        if rule is None:
+            return self.original(*args, **kwargs)
+        if self.part == "mlp" and not rule.is_as_tomesd:
+            return self._run_mlp(call, args, kwargs)
+        if call.block is None:
             return self.original(*args, **kwargs)
         return _run_around(self, call, self.block, self.part, args, kwargs)
+
+    def _run_mlp(self, call: ModelCall, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Return the output of a feed-forward layer for all tokens, by `State.run_mlp_merged`; unmerged if it declines.
+
+        It is also unmerged, and counted so, if its input is no tensor of the picture's grid, or a hook keeps outputs.
+        """
+        x, layout = args[0] if args else None, call.layouts.get(self.level)
+        if not torch.is_tensor(x) or x.dim() != 3:
+            why = ARGUMENTS
+        elif layout is None or layout.grid.height * layout.grid.width != x.shape[1]:
+            why = NO_GRID
+        else:
+            why = _stateful_hooks(self.target)
+        if why:
+            call.state.count_unmerged(self.level, why, 0, 0, 0, self.part)
+            return self.original(*args, **kwargs)
+        name = (self.block, self.part)
+        out = call.state.run_mlp_merged(call, name, self.level, layout.grid, x,
+                                        lambda tokens: self.original(tokens, *args[1:], **kwargs))  # fmt: skip
+        return self.original(*args, **kwargs) if out is None else out
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Call the part unmerged while a compiler traces, and return its output.
@@ -179,7 +206,7 @@ class PartSite(Wrap):
         """
         state = self.wraps.patch
         if state is not None and any(getattr(rule, f"merge_{self.part}") for rule in state.clock.rules):
-            state.ledger.note_traced(self.level, "its parts merge by a rule that compiled blocks do not follow")
+            state.ledger.note_traced(self.level, PARTS_COMPILED)
         return self.original(*args, **kwargs)
 
 
@@ -238,7 +265,7 @@ def _problem_of(part: str, module: nn.Module, x: torch.Tensor, args: tuple, kwar
     Reasons: unsupported `args`, other tokens than those of `x`, some masks, keys of other tokens, a stateful hook.
     """
     if not args or not torch.is_tensor(args[0]) or args[0].dim() != 3 or (part == "attn" and len(args) > 2):
-        return "called with unsupported arguments"
+        return ARGUMENTS
     if args[0].shape[:2] != x.shape[:2]:
         return NO_GRID
     masks = [kwargs.get(name) for name in MASKS]
@@ -254,8 +281,15 @@ def _problem_of(part: str, module: nn.Module, x: torch.Tensor, args: tuple, kwar
             return "the call has an attention mask for each query"
         if kwargs.get("ip_adapter_masks") is not None:  # diffusers scales these masks to the number of queries
             return "an adapter's mask needs every token"
-    # A stateful hook of diffusers, such as pyramid attention broadcast, returns the output of an earlier step. That
-    # output belongs to another match.
+    return _stateful_hooks(module)
+
+
+def _stateful_hooks(module: nn.Module) -> str:
+    """Return the reason not to merge if a stateful hook of diffusers is on a part, else "".
+
+    Such a hook, pyramid attention broadcast is one, returns the output of an earlier step, which belongs to another
+    match.
+    """
     hooks = getattr(getattr(module, "_diffusers_hook", None), "hooks", None) or {}
     names = [type(hook).__name__ for hook in hooks.values() if getattr(hook, "_is_stateful", False)]
     why = "keeps outputs for other steps; if it is put on after the patch, both work"

@@ -194,6 +194,8 @@ class Patch(Measured):
         schedule: the model's noise schedule; None if it is not known: Stable Diffusion's is then used.
         patched_object: the object that was passed to `patch`, such as a pipeline; None if it is not known.
         adapter: the adapter of the first model; None: one is made.
+
+    Attribute `levels` says how rules merge in each level that they reach, see `wrap.Levels`.
     """
 
     _removed = False
@@ -206,11 +208,12 @@ class Patch(Measured):
         self._models = [weakref.ref(model) for model in models]
         self.adapter = adapter or adapter_of(models[0])
         super().__init__(config, self.adapter.tallies(), schedule)
-        self._levels = {level.level for level in self.ledger.levels if level.covered}
-        tomesd_rules = [rule for rule in self.clock.rules if not rule.is_off and (
-            rule.merge_crossattn or rule.merge_mlp or (rule.merge_attn and rule.is_as_tomesd))]  # fmt: skip
-        self._tomesd_levels = {level for level, down in enumerate(self.adapter.downsamples)
-                               if any(reaches(rule, level, down) for rule in tomesd_rules)}  # fmt: skip
+        self.levels = {level.level: set() for level in self.ledger.levels if level.covered}
+        for rule in self.clock.rules:
+            as_tomesd = rule.merge_crossattn or (rule.is_as_tomesd and (rule.merge_attn or rule.merge_mlp))
+            for level, ways in self.levels.items():
+                if not rule.is_off and reaches(rule, level, self.adapter.downsamples[level]):
+                    ways |= {"tomesd"} if as_tomesd else {"mlp"} if rule.merge_mlp else set()
         self._pipeline_wraps: list[Wrap] = []  # wraps of the pipeline, which hold no module
         self._previous: Patch | None = None  # comes back when the `with` is left
         with suppress(TypeError):  # not every object allows weak references
@@ -240,7 +243,7 @@ class Patch(Measured):
             self.ask_whether_it_pays()
         for number, model in enumerate(self._present()):
             adapter = self.adapter if number == 0 else adapter_of(model)
-            before = put_on(model, adapter, self, self._levels, self._tomesd_levels)
+            before = put_on(model, adapter, self, self.levels)
             if before is not None and before is not self:
                 before._uninstall_pipeline_wraps()
         self._pipeline_wraps = [wrap.install() for wrap in self._pipeline_wraps if wrap.wrapped() is not None]

@@ -14,6 +14,8 @@ MASKED = "the call has an attention mask"
 REPLACED = "another program runs in its place"
 TAKEN_OFF = "another program had taken the patch off"
 OTHER_PARTS = "its rule merges other parts"
+ARGUMENTS = "called with unsupported arguments"
+PARTS_COMPILED = "its parts merge by a rule that compiled blocks do not follow"
 OF_OTHERS = "keys and values are not the picture's tokens"
 TIME_IS_UNKNOWN = "the time is not known"
 

@@ -112,8 +112,14 @@ class MergeRule:
         "merges at half of the latent's size, up to /4 at a quarter.",
         choices=(None, *DOWNSAMPLES), shown=("automatic", *(f"up to /{one}" for one in DOWNSAMPLES)), advanced=True,
         place=1, group=WHERE, known_as="level")
+    min_downsample: int | None = setting(
+        None, "Coarsest levels", "The rule leaves out finer levels than this: 4 merges only where tokens are four "
+        "latent cells wide or wider.", choices=(None, *DOWNSAMPLES), advanced=True)
     min_timestep: float | None = setting(
         None, "Lowest timestep", "The rule is used at this timestep and above. Below it the next rule is used.",
+        minimum=0.0, maximum=1000.0, step=1.0, unset="no limit", advanced=True, limit=None)
+    max_timestep: float | None = setting(
+        None, "Highest timestep", "The rule is used below this timestep. At it and above, the next rule is used.",
         minimum=0.0, maximum=1000.0, step=1.0, unset="no limit", advanced=True, limit=None)
     proportional: bool = setting(
         True, "Proportional attention", "Weight each merged key by its number of tokens, at no cost. If off, as in "
@@ -159,7 +165,7 @@ class MergeRule:
 
     @cached_property
     def is_as_tomesd(self) -> bool:
-        """True if self-attention merges tomesd's way: queries with keys and values, without proportional attention."""
+        """True if blocks merge tomesd's way: queries with keys and values, without proportional attention."""
         return self.side == "qkv" and not self.proportional
 
     @cached_property
@@ -173,16 +179,26 @@ class MergeRule:
         return self.correction and self.proportional and (self.side == "kv" or at_hand)
 
     def holds_at(self, timestep: float | None) -> bool:
-        """Tell whether the rule has no ``min_timestep``, or a timestep is known (not None) and at or over that."""
-        return self.min_timestep is None or (timestep is not None and timestep >= self.min_timestep)
+        """Tell whether a timestep is in the rule's range, ``min_timestep`` up to below ``max_timestep``.
+
+        None, an unknown timestep, is in the range only if the rule has no limit.
+        """
+        low, high = self.min_timestep, self.max_timestep
+        if timestep is None:
+            return low is None and high is None
+        return (low is None or timestep >= low) and (high is None or timestep < high)
 
 
 def reaches(rule: MergeRule, level: int, downsample: int) -> bool:
-    """Tell whether a rule reaches a level: `downsample`, latent cells per token's side, is up to ``max_downsample``.
+    """Tell whether a rule reaches a level, by `downsample`, the latent cells per token along a side.
 
-    If that is None, the rule reaches level 0 alone, the finest with attention.
+    It reaches from ``min_downsample`` up to ``max_downsample``, both included. If both are None, it reaches level 0
+    alone, the finest with attention.
     """
-    return level == 0 if rule.max_downsample is None else downsample <= rule.max_downsample
+    low, high = rule.min_downsample, rule.max_downsample
+    if low is None and high is None:
+        return level == 0
+    return (low is None or downsample >= low) and (high is None or downsample <= high)
 
 
 @dataclass(frozen=True, init=False)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.sequences import FILM, PICTURE, attention, sdpa
-from tome_core import MergeConfig, MergePlan
+from tome_core import MergeConfig
 from tome_core.attention.merged import pick_queries_in
-from tome_core.engine.state import _run_merged
+from tome_core.engine.state import _call_part
 from tome_core.hosting import state_of
 from tome_core.merging.grid import Grid, Layout
 
@@ -74,7 +74,7 @@ def test_what_is_no_time_and_no_pass_is_refused_with_its_range_or_its_type(name,
 
 
 def test_a_part_whose_output_has_other_tokens_or_dimensions_is_left_alone():
-    x, plan = torch.zeros(1, 4, 8), MergePlan(torch.tensor([[0, 0, 1, 1]]), 2)
-    for part in (lambda merge: merge(x)[:, 1:], lambda merge: merge(x)[..., None], lambda merge: [merge(x)]):
-        assert _run_merged(part, x, plan) == (None, "what it returned cannot be unmerged")
-    assert _run_merged(lambda merge: merge(x) + 1, x, plan)[0].tolist() == (x + 1).tolist()
+    out = torch.zeros(1, 2, 8)
+    for other in (out[:, 1:], out[..., None], [out]):
+        assert _call_part(lambda other=other: other, (1, 2)) == (None, "what it returned cannot be unmerged")
+    assert _call_part(lambda: out, (1, 2)) == (out, "")
