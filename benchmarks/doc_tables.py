@@ -48,7 +48,7 @@ _BETWEEN = re.compile(r"(<!-- table (\w+): [^>]*-->\n)(.*?)(<!-- end of table --
 
 @lru_cache
 def load_result(name: str) -> Record:
-    """Load ``results/NAME.json``, once a process. Raises OSError, or ResultError if no result, or one to choose by."""
+    """Load ``results/NAME.json``, once a process. OSError, or ResultError if no result, or of pictures to choose by."""
     loaded = results.load(results.FOLDER / f"{name}.json")
     subjects.check_purpose(loaded, subjects.SHOW, name)
     return loaded
@@ -70,7 +70,7 @@ def host_calls() -> str:
 
 
 def strength() -> str:
-    """Make the Markdown table of named strengths and tomesd 0.5 in `QUALITY`: each model's share of time, dev in %."""
+    """Make a Markdown table of named strengths and tomesd 0.5 in `QUALITY`; a cell joins all models' times or devs."""
     models = sections(load_result(QUALITY))
     marks = {f"preset-{name}": (f"{value:g}", f"`{name}`") for name, value in MARKS.items()}
     return markdown(("strength", "", "time", "error, %"),
@@ -120,7 +120,7 @@ def settings() -> str:
 
 
 def _range(setting: dict[str, Any]) -> str:
-    """Format a setting's values: choices (None: automatic); ``from 1 to 8``, or ``from 1`` if open; else "on, off"."""
+    """Format a `describe_settings` entry: choices (None: automatic), ``from 1 to 8``, ``from 1`` or "on, off"."""
     if "choices" in setting:
         return ", ".join("automatic" if choice is None else f"`{choice}`" for choice in setting["choices"])
     if "minimum" not in setting:
@@ -136,7 +136,7 @@ def _deviations(models: Iterable[Section], name: str) -> str:
 
 
 def _times(models: Iterable[Section], name: str) -> str:
-    """Join with commas a variant's time in each model, as a share of unmerged. Every model must have timed it."""
+    """Join a variant's times in the models, as shares of unmerged: ``0.71, 0.65``. Every model must have timed it."""
     return ", ".join(f"{model.pictures[name].time:.2f}" for model in models)
 
 

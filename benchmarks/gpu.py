@@ -35,7 +35,7 @@ Measure = Callable[[Bench], dict[str, Any]]
 def plan(device: str) -> dict[str, Measure]:
     """Map each row's key, as ``sd15 call, 512 px``, in the order of measuring, to the function that makes the row.
 
-    The function takes a `Bench`. device: "cuda" or "cpu"; it decides which sizes are measured and what is compiled.
+    The function takes a `Bench`. device: "cuda" or "cpu", for its `SIZES`; "cuda" compiles the models, "cpu" the block.
     """
     rows: dict[str, Measure] = {"the device": gpu_rows.device}
 

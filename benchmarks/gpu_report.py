@@ -20,9 +20,9 @@ Rows = Sequence[dict[str, Any]]
 
 
 def cases(rows: Rows) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """Map cases with a row of calls, as ``sd15 512 px``, to a pair: figures of calls, figures of 20 steps, maybe {}.
+    """Map cases with a row of calls, as ``sd15 512 px``, to a pair: figures of calls, figures of 20 steps.
 
-    Figures are ``of`` of a row: name, such as "unmerged" -> a dict with ``ms``. rows: of a result.
+    Figures: name, such as "unmerged" -> a dict with ``ms``; {} if the row failed or there is none. rows: of a result.
     """
     figures = {row["key"]: row.get("of", {}) for row in rows}
     return {key.replace("call, ", ""): (of_calls, figures.get(key.replace("call", "sampling of 20 steps"), {}))
@@ -42,7 +42,7 @@ def calls_table(rows: Rows) -> str:
 
 
 def _time(of: dict[str, Any]) -> str:
-    """Format figures of a call: the ``ms``, n/a without it, and in parentheses ``card_ms``, the GPU's own, if any."""
+    """Format a call's time in whole ms: ``ms`` or n/a, and in parentheses ``card_ms``, the GPU's own, if any."""
     return number(of.get("ms"), ".0f") + (f" ({of['card_ms']:.0f})" if "card_ms" in of else "")
 
 
@@ -74,7 +74,7 @@ def verdict(record: dict[str, Any]) -> str:
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-    """Make the Markdown of results, a section each: device, verdict, versions, laws, calls, failed and missing rows."""
+    """Make the Markdown of results, a section each: device, `_facts_of`, `calls_table`, failed and missing rows."""
     text = []
     for record in records:
         failed = [f"Failed: {row['key']}: {name}: {why}." for row in record["rows"]

@@ -40,8 +40,9 @@ class OutOfTime(Exception):
 
 
 class Patched:
-    """A network that the constructor patches in place, and compiles if `compiled`. way: `UNMERGED`, `TOMESD` at half of
-    the finest level's tokens, or a strength's name. `handle`: the engine's patch or None; `network`: what to call."""
+    """A network, patched in place and compiled if `compiled`. way: `UNMERGED`, a strength's name, or `TOMESD` at half
+    the tokens of the finest level with attention. `handle`: the engine's patch or None; `network`: the callable.
+    """
 
     def __init__(self, network: nn.Module, way: str, compiled: bool = False) -> None:
         self.handle = None
@@ -67,7 +68,7 @@ class Patched:
         return lambda: self._step(arguments, times[next(numbers) % len(times)], sampling if times[1:] else object())
 
     def steps(self, arguments: tuple) -> Run:
-        """Make a function of which each call is a new sampling: it calls the network at `STEPS` falling timesteps."""
+        """Make a function, each call a new sampling: `STEPS` equal network calls; the patch gets falling timesteps."""
         def run() -> None:
             sampling = object()
             for number in range(STEPS):
@@ -105,7 +106,7 @@ class Bench:
         return self._networks[name]
 
     def inputs(self, name: str, pixels: int) -> tuple[torch.Tensor, ...]:
-        """Draw a call's arguments for a picture `pixels` a side, always the same: x, times, prompts, SDXL's vector."""
+        """Draw `models.inputs` for a picture `pixels` a side, always the same: x, times, prompts, SDXL's vector."""
         return models.inputs(name, pixels, self.device, self.dtype, self.tiny)
 
     def patched_copy(self, name: str, compiled: bool, way: str) -> Patched:
@@ -158,7 +159,7 @@ class Bench:
 def calls(bench: Bench, name: str, pixels: int, compiled: bool = False) -> dict[str, Any]:
     """Time calls of a network in turns; return what `Bench.compare` gives.
 
-    Its names: "unmerged", "tomesd", and "new", "renewed" and "kept", calls by ``balanced`` with such a match.
+    Its names: "unmerged", "tomesd", and by ``balanced`` "new", "renewed" and "kept", see `Patched.call`.
     """
     arguments = bench.inputs(name, pixels)
     ways = {**{way: (way, "new") for way in (UNMERGED, TOMESD)}, **{when: (STRENGTHS[0], when) for when in WHEN}}
@@ -243,7 +244,7 @@ def laws(bench: Bench, name: str, pixels: int) -> dict[str, Any]:
     """Check laws of calls of a network that ``balanced`` merges; return a value for each law, by a name that states it.
 
     A value is True if the statement holds, else False. But "a kept step waits" has the traceback of a wait for the GPU,
-    or False; and names with "changes" have the relative distance of two results that `_share` gives.
+    or False; and names with "change" have the relative distance of two results that `_share` gives.
     """
     network, arguments = bench.network(name), bench.inputs(name, pixels)
     expected = network(*arguments)

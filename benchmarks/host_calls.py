@@ -87,15 +87,15 @@ def find_folders(options: argparse.Namespace) -> dict[str, Path]:
 
 
 def python_of(host: str, folder: Path) -> str:
-    """Return a host's Python, a path: its ``$COMFYUI_PYTHON`` or ``$WEBUI_PYTHON``, else its venv's, else this one."""
+    """Return the Python of `COMFYUI` or `WEBUI`, a path: the environment's, else its venv's, else this one."""
     named = os.environ.get(f"{_HOSTS[host][0]}_PYTHON")
     return named or next((str(folder / path) for path in _PYTHONS if (folder / path).exists()), sys.executable)
 
 
 def plan_cases(options: argparse.Namespace, hosts: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Map keys, as ``comfyui, 512 px, 0`` of round 0, to cases, in the order of measuring, round by round.
+    """Map keys of attention, size and round, as ``webui-sdp, 512 px, 0``, to cases, in measuring order, by round.
 
-    A case is the dict that `host_inside.measure` gets, without ``arm``. Without named attentions all of `hosts` count.
+    A case is the dict that `host_inside.measure` gets, without ``arm``. `hosts` count only if no attentions are named.
     """
     names = options.attention or [name for name, (host, *_) in ATTENTIONS.items() if host in hosts]
     return {f"{name}, {pixels} px, {number}": {"attention": name, "host": ATTENTIONS[name][0],
@@ -107,9 +107,9 @@ def plan_cases(options: argparse.Namespace, hosts: Sequence[str]) -> dict[str, d
 def measure(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Measure each arm of a case, a key of `ARMS`: unmerged, the host's own merging, and ours, each in its own process.
 
-    Returns ``function``, ``version`` and ``torch`` of the host, ``seconds`` by call and ``peak_mib`` by arm, both None
-    if the arm failed, and ``failed_arms``, reasons by arm. If all arms failed, the result is ``failed`` alone, the
-    reason of the unmerged arm.
+    Returns ``function``, ``version`` and ``torch`` of the host, ``seconds``, one dict by call (the values of `ARMS`),
+    ``peak_mib`` by arm, both None if the arm failed, and ``failed_arms``, reasons by arm. If all arms failed, the
+    result is ``failed`` alone, the reason of the unmerged arm.
     """
     answers = {arm: _ask({**case, "arm": arm}, folder) for arm in ARMS}
     failed = {arm: answer["failed"] for arm, answer in answers.items() if "failed" in answer}
@@ -154,7 +154,7 @@ def execute(options: argparse.Namespace, command: str) -> int:
 
 
 def table(records: Sequence[Record]) -> str:
-    """Make the Markdown of results "host-calls": what is measured, a table, the attentions, what failed, and where."""
+    """Make the Markdown of results "host-calls": table, attentions, failures; the first's settings, device, commit."""
     first, all_rows = records[0], [row for record in records for row in record["rows"]]
     functions = {row["attention"]: f"{row['host']} {row['version']}{row['flag'] and ' ' + row['flag']}, torch "
                  f"{row['torch']}: `{row['function']}`" for row in all_rows if "failed" not in row}  # fmt: skip
@@ -169,7 +169,7 @@ def table(records: Sequence[Record]) -> str:
 
 
 def table_rows(records: Sequence[Record]) -> list[list[str]]:
-    """Make the cells under `HEAD` of whole results: a row an attention and size, over rounds in which an arm worked."""
+    """Make the rows under `HEAD`: one an attention and size, over all results' rounds in which an arm worked."""
     early = share_of_early(records[0]["settings"]["preset"])
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in (row for record in records for row in record["rows"] if "failed" not in row):
@@ -178,15 +178,15 @@ def table_rows(records: Sequence[Record]) -> list[list[str]]:
 
 
 def share_of_early(name: str) -> float:
-    """Return which share, 0 to 1, of 20 uniform steps a preset merges by its early ratio; 0 for a preset without it."""
+    """Return the share, 0 to 1, of 20 steps (timesteps 951 to 1) a preset merges by its early ratio; 0 without it."""
     config = preset(name)
     return 0.0 if config.early_ratio is None else fmean(step >= config.early_until for step in range(951, 0, -50))
 
 
 def figures(rows: Sequence[dict[str, Any]], early: float) -> list[str]:
-    """Make the cells of `HEAD` after "pixels", n/a if an arm failed.
+    """Make the cells of `HEAD` after "pixels"; a figure is n/a if an arm that it needs failed in any round.
 
-    rows: the rounds of one attention and size. early: the share of early steps, which weighs the mean of 20 steps.
+    rows: the rounds of one attention and size; figures are medians. early: the share of early steps in the mean of 20.
     """
     spent = {name: _median([row["seconds"][name] for row in rows]) for name in rows[0]["seconds"]}
     plain, theirs, (early_new, early_kept, late_new, late_kept) = spent[UNMERGED], spent[BUILT_IN], map(spent.get, OURS)

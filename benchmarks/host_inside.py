@@ -73,7 +73,7 @@ class ComfyUI:
         return list(self._seconds)
 
     def _timed(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the host's function that calls the model; add its processor seconds to `_seconds`, return its result."""
+        """Call the host's function that calls the model; append processor seconds to `_seconds`, return its result."""
         since = time.process_time()
         out = self._whole(*args, **kwargs)
         self._seconds.append(time.process_time() - since)
@@ -81,8 +81,9 @@ class ComfyUI:
 
 
 class Webui:
-    """A random UNet in this process's A1111. case: a case of `host_calls.plan_cases`. `function`: the name of the
-    host's attention function; `version`: the host's."""
+    """A random UNet in A1111, loaded from the working directory, and set up by a case of `host_calls.plan_cases`.
+    `function`: the name of the host's attention function; `version`: the host's.
+    """
 
     def __init__(self, case: dict[str, Any]) -> None:
         importlib.import_module("modules.shared_init").initialize()

@@ -112,7 +112,7 @@ class BasicTransformerBlock(nn.Module):
         self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(channels) for _ in range(3))
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        """Map tokens ``[B, N, C]`` to tokens of this shape. context: the prompt ``[B, M, D]``."""
+        """Map tokens ``[B, N, C]`` to tokens of this shape. context: the prompt ``[B, M, D]``; None: the tokens."""
         return self._forward(x, context=context)
 
     def _forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
@@ -145,7 +145,7 @@ class Downsample(nn.Conv2d):
 
 
 class Upsample(nn.Conv2d):
-    """A doubling of a picture's sides, then a convolution."""
+    """A doubling of a picture's sides by nearest neighbours, then a convolution."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Double the sides by nearest neighbours, and convolve."""
@@ -219,7 +219,7 @@ def _through(stage: Iterable[nn.Module], x: Tensor, emb: Tensor, context: Tensor
 
 
 class Block(nn.Module):
-    """A UNet of one transformer, which gets a picture of its own channels."""
+    """A UNet of one `SpatialTransformer`, that of the shape's finest level; its pictures have that level's channels."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -261,8 +261,8 @@ def copy_sharing_weights(model: nn.Module) -> nn.Module:
 def inputs(name: str, pixels: int, device: str, dtype: torch.dtype, tiny: bool = False) -> tuple[Tensor, ...]:
     """Draw the arguments of a call for one picture, `pixels` a side, with its prompt and without; always the same ones.
 
-    They are in order twice a latent ``[2, C, h, w]``, timesteps 500 ``[2]``, prompts ``[2, 77, D]``, and for SDXL zeros
-    ``[2, V]``. tiny: for a network that `make` made so; the latent's sides are shorter.
+    They are in order twice a latent ``[2, C, h, w]``, timesteps 500 ``[2]``, float32, prompts ``[2, 77, D]``, and for
+    SDXL zeros ``[2, V]``. tiny: for a network that `make` made so; the latent's sides are shorter.
     """
     shape = _shape_of(name, tiny)
     generator = torch.Generator().manual_seed(1)

@@ -40,9 +40,10 @@ def before_each_call(network: nn.Module, act: Callable[[float], None]) -> Remova
 
 
 class InPlaceOfAttention:
-    """A context manager that puts `attend` in the place of torch's attention function,
-    ``F.scaled_dot_product_attention``, which is `original`, in a UNet's finest self-attentions, or in all attentions of
-    a transformer over one sequence, as Flux."""
+    """A context manager that calls `attend` in the place of torch's attention function,
+    ``F.scaled_dot_product_attention``, which is `original`, while chosen modules run: a UNet's finest self-attentions,
+    or all attentions of a transformer over one sequence, as Flux.
+    """
 
     original: Callable[..., torch.Tensor]
 
@@ -72,7 +73,7 @@ class InPlaceOfAttention:
             hook.remove()
 
     def _answer(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Stand in for torch's function: call `attend` inside the chosen attentions, else `original`."""
+        """Call `attend` in the chosen attentions, else `original`: q, k and v by position, other arguments by name."""
         named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
         q, k, v = (named.pop(name) for name in ("query", "key", "value"))
         return (self.attend if self._inside else self.original)(q, k, v, **named)
@@ -98,7 +99,7 @@ class Work(InPlaceOfAttention):
         return self
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> torch.Tensor:
-        """Compute attention as torch does; add its work to ``left``, unless it is the engine's trial of 64 tokens."""
+        """Attend as torch does; add batch x queries x keys to ``left``, save for the engine's trial of 64 tokens."""
         if (q.shape[0], q.shape[2], k.shape[2]) != (1, TRIED, TRIED):  # the engine's own trial
             self.left += q.shape[0] * q.shape[2] * k.shape[2]
         return self.original(q, k, v, **more)
@@ -114,13 +115,14 @@ class Zeros(InPlaceOfAttention):
     """A context manager in which the attentions that `InPlaceOfAttention` chooses give zeros."""
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> torch.Tensor:
-        """Return zeros."""
+        """Return zeros of q's shape."""
         return torch.zeros_like(q)
 
 
 class Downsampled(InPlaceOfAttention):
-    """A context manager of token down-sampling (ToDo, arXiv 2402.13573), for square pictures: all tokens are queries;
-    keys and values are the top left token of each `cell` x `cell`, and all of a transformer's text."""
+    """A context manager of token down-sampling (ToDo, arXiv 2402.13573) of square pictures, in `InPlaceOfAttention`'s
+    attentions: all tokens are queries; keys and values are the top left token of each `cell` x `cell`, and all text.
+    """
 
     def __init__(self, network: nn.Module, cell: int) -> None:
         super().__init__(network)
@@ -136,7 +138,7 @@ class Downsampled(InPlaceOfAttention):
         self._picture = 0 if self.is_unet else kwargs["hidden_states"].shape[1]
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> torch.Tensor:
-        """Compute attention to the kept tokens. Raises ValueError if the picture is no square that the cells divide."""
+        """Attend to top left tokens and all text; raise ValueError if the picture is no square that cells divide."""
         places, picture = torch.arange(k.shape[2], device=k.device), self._picture or k.shape[2]
         side = math.isqrt(picture)
         if side * side != picture or side % self.cell:

@@ -100,7 +100,7 @@ class QualityBench:
 
         Of noised pictures: ``work``, a list by time, ``loss`` and ``dev``, lists by time of lists by picture. Of whole
         ones: ``work``, one number, and lists by picture: ``gradient``, ``squared_error``, and on a CPU ``seconds``, a
-        list of each call's, and ``beside``, seconds of an unmerged call.
+        list by call for each, and ``beside``, a number for each: seconds of an unmerged call, timed after it.
         """
         variant = VARIANTS[row.variant]
         make, compare = (self._predict, _predictions) if row.measure == "noised" else (self._draw, _pictures)
@@ -130,9 +130,9 @@ class QualityBench:
 
 
 def _predictions(merged: list, plain: list) -> dict[str, Any]:
-    """Make the figures of a noised row: by time ``work``, and by time and picture ``loss`` and ``dev``.
+    """Make the figures of a noised row: by time ``work``, the share left, and by time and picture ``loss`` and ``dev``.
 
-    merged: what `_predict` gave for the row's variant; plain: without merging. ``dev`` is their squared distance.
+    merged: what `_predict` gave for the row's variant; plain: without merging. ``dev`` is the mean squared difference.
     """
     return {"work": _round(share for *_, share in merged), "loss": [_round(loss) for _, loss, _ in merged],
             "dev": [_round(_error(new, old)) for (new, *_), (old, *_) in zip(merged, plain, strict=True)]}  # fmt: skip
@@ -141,8 +141,8 @@ def _predictions(merged: list, plain: list) -> dict[str, Any]:
 def _pictures(merged: list[Picture], plain: list[Picture]) -> dict[str, Any]:
     """Make the figures of a row of whole pictures: their mean ``work``, and lists by picture.
 
-    The lists: ``gradient``, ``squared_error`` to `plain`, which are unmerged, and on a CPU ``seconds``, lists by call,
-    and ``beside``, the seconds of an unmerged call.
+    The lists: ``gradient``, ``squared_error`` to the unmerged `plain`, and on a CPU ``seconds``, each a list by call,
+    and ``beside``, each a number: the seconds of an unmerged call.
     """
     figures = {"work": _round([np.mean([picture.work for picture in merged])])[0],
                "gradient": _round(gradient_energy(picture.pixels) for picture in merged),
@@ -173,7 +173,7 @@ OWN = {"pictures": 8, "steps": 20}  # a user's models want more steps than the s
 
 
 def parser() -> argparse.ArgumentParser:
-    """Make the parser of the command line; `complete` fills in its defaults."""
+    """Make the parser of the command line; `complete` chooses the models and amounts that options leave open."""
     command = argparse.ArgumentParser(prog="python -m benchmarks.quality", description=__doc__.partition("\n\n")[2])
     add = command.add_argument
     add("--smallest", action="store_true", help="a few variants, in well under a minute: for tests")
@@ -241,7 +241,7 @@ def complete(options: argparse.Namespace) -> tuple[Amounts, list[str]]:
 
 
 def measure(run: results.Run, plan: list[Row], open_bench: Callable[[str], QualityBench]) -> None:
-    """Measure the rows of `plan` that the run misses, and add them. open_bench: a checkpoint's name -> its bench."""
+    """Measure and add a run's missing rows of `plan`, sorted by checkpoint. open_bench: checkpoint's name -> bench."""
     missing = set(run.missing)
     left = [row for row in plan if row.key in missing]
     with tqdm(total=len(left), unit="row", mininterval=0.1 if sys.stderr.isatty() else 10) as bar:
@@ -265,7 +265,7 @@ def _device(name: str | None) -> torch.device:
 
 
 def execute(options: argparse.Namespace, command: str) -> int:
-    """Measure missing rows, print the table, or for ``--list`` the variants; return 0. Raises ValueError, OSError."""
+    """Measure missing rows, print the table; if ``--list``, only variants. Return 0. Raises ValueError, OSError."""
     if options.list:
         print("\n".join(VARIANTS))
         return 0

@@ -43,7 +43,7 @@ class Mean(NamedTuple):
 
     @classmethod
     def of(cls, values: np.ndarray) -> Mean:
-        """Make the mean of an array with one value a picture."""
+        """Make the mean and its standard error from an array with one value a picture."""
         count = len(values)
         spread = float(np.std(values, ddof=1)) / math.sqrt(count) if count > 1 and np.isfinite(values).all() else None
         return cls(float(np.mean(values)), spread)
@@ -86,7 +86,7 @@ class Section(NamedTuple):
     pictures: dict[str, Pictured]
 
     def work(self, name: str) -> float:
-        """Return the share of the work that a variant leaves, by noised pictures if there are any."""
+        """Return the share of attention's products that a variant leaves, in its noised pictures if it has any."""
         return (self.noised.get(name) or self.pictures[name]).work
 
 
@@ -144,7 +144,7 @@ def _pictured(parts: Parts, plain: Parts) -> Pictured:
 
 
 def _detail(energies: np.ndarray, unmerged: np.ndarray) -> Mean:
-    """Average the ratio of two arrays of gradient energies, one value a picture, geometrically."""
+    """Average ``energies / unmerged``, one value a picture, geometrically; below _NO_DETAIL a value counts as that."""
     logs = Mean.of(np.log(np.maximum(energies, _NO_DETAIL) / np.maximum(unmerged, _NO_DETAIL)))
     share = math.exp(logs.value)
     return Mean(share, None if logs.error is None else share * logs.error)
@@ -181,12 +181,12 @@ def at_equal_time(section: Section) -> Iterator[Rival]:
 
 
 def table(records: list[Record]) -> str:
-    """Make the Markdown of results: for each its origin, then by checkpoint all variants, and others at equal time."""
+    """Make Markdown: `LEGEND`, then each result's origin and, by checkpoint, all variants and others at equal time."""
     return "\n\n".join([LEGEND, *(text for record in records for text in (_origin(record), *_tables(record)))])
 
 
 def _origin(record: Record) -> str:
-    """Describe a result's command, versions and device; add a warning if it is to choose by, or if rows are missing."""
+    """Describe a result's command, versions and device; warn if its purpose is `CHOOSE`, or if rows are missing."""
     versions = ", ".join(f"{name} {value}" for name, value in record["versions"].items() if value)
     device = ", ".join(f"{name} {value}" if name in ("cores", "threads") else str(value)
                        for name, value in record["device"].items() if name != "kind")  # fmt: skip

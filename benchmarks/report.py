@@ -40,7 +40,7 @@ def write(paths: list[Path]) -> str:
 
 
 def markdown(heads: Iterable[str], rows: Iterable[Iterable[str]], left: int | None = None) -> str:
-    """Make a Markdown table. left: how many columns are left-aligned, before right-aligned ones; None aligns none."""
+    """Make a Markdown table. left: how many columns, before right-aligned ones, stay unaligned (``---``); None: all."""
     heads = tuple(heads)
     first, *lines = (f"| {' | '.join(cells)} |" for cells in (heads, *rows))
     rules = "---|" * len(heads) if left is None else "---|" * left + "---:|" * (len(heads) - left)
@@ -63,7 +63,7 @@ def new_figure(width: float, height: float):
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """Add ``--output`` to a parser: the path of the result, by default None; `results.Run.start` takes the value."""
+    """Add ``--output`` to a parser: the result's Path, by default None; `results.Run.start` takes the value."""
     parser.add_argument("--output", type=Path, metavar="JSON", help="the result (default: a new file below "
         "benchmarks/results/, or the unfinished one of this command)")  # fmt: skip
 

@@ -28,11 +28,11 @@ Record = dict[str, Any]
 
 
 class ResultError(ValueError):
-    """The error for a file that is no result, or a result of another run; the message says what to do."""
+    """The error for a file that is no result, or not of the kind, run or pictures wanted; the message has advice."""
 
 
 def new_record(kind: str, command: str, settings: dict[str, Any], environment: dict[str, Any]) -> Record:
-    """Make a record without rows. kind: of `KINDS`. settings: those of all rows. environment: what `describe` gives."""
+    """Make a record without rows. kind: of `KINDS`. settings: of all rows. environment: more fields, by `describe`."""
     created = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     record = {"kind": kind, "created": created, "command": command, **environment, "settings": settings}
     return json.loads(_dump({**record, "rows": [], "missing": []}))  # as it will be read: tuples become lists
@@ -66,7 +66,7 @@ def load(path: Path) -> Record:
 
 
 class Run:
-    """A record and its file, filled row by row by `add`; make it by `start`. keys: of all planned rows."""
+    """A record and its file; `start` makes it, `add` fills it row by row. keys: of all planned rows, added or not."""
 
     def __init__(self, record: Record, path: Path, keys: Sequence[str]) -> None:
         measured = {row["key"] for row in record["rows"]}
@@ -92,7 +92,7 @@ class Run:
 
     @property
     def missing(self) -> list[str]:
-        """The keys of the rows that are planned and not there yet."""
+        """A copy of the list of keys of the planned rows that are not there yet, in the order of the plan."""
         return list(self.record["missing"])
 
     def add(self, key: str, row: dict[str, Any]) -> None:
@@ -136,7 +136,7 @@ def describe(device: str) -> dict[str, Any]:
 
 
 def commit(folder: Path = ROOT) -> str | None:
-    """Name the commit, with ``+changes`` if tracked files outside results/ differ; None without git or a repository."""
+    """Name HEAD in 12 digits, ``+changes`` if tracked files outside results/ differ; None without git or repository."""
     def git(*arguments: str) -> str:
         return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True).stdout
 
@@ -149,7 +149,7 @@ def commit(folder: Path = ROOT) -> str | None:
 
 
 def _describe_device(device: str) -> dict[str, Any]:
-    """Describe a device by kind, name, and a GPU's memory and CUDA, or a CPU's cores and threads."""
+    """Describe a device by kind and name; CUDA also by memory in GiB and version, others by CPU cores and threads."""
     kind, cpuinfo = torch.device(device).type, Path("/proc/cpuinfo")
     if kind == "cuda":
         properties = torch.cuda.get_device_properties(device)

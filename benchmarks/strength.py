@@ -69,7 +69,7 @@ def deviation_by_share(records: Sequence[dict]) -> Loss:
 def read_means(records: Sequence[dict], ratio: float, cell: int) -> tuple[float, ...]:
     """Average a setting's deviation, in %, at each of `TIMES` over all checkpoints; () if a checkpoint lacks it.
 
-    ratio, cell: one pair of `FRONT`.
+    ratio, cell: one pair of `FRONT`. A mean is at least `_NOTHING`.
     """
     figures = [section.noised.get(f"merged-keys-{ratio}-cells-{cell}")
                for record in records for section in sections(record)]  # fmt: skip
@@ -80,7 +80,7 @@ def read_means(records: Sequence[dict], ratio: float, cell: int) -> tuple[float,
 
 
 def time_at(strength: float) -> float:
-    """Compute which share of the finest attention's unmerged time a strength, 0 to 1, leaves (`WORK`, `MERGING`)."""
+    """Interpolate which share of the finest attention's unmerged time a strength in 0..1 leaves: `WORK` + `MERGING`."""
     weakest = min(WORK)
     if strength < weakest:  # the logarithm of the time is a line
         return (WORK[weakest] + MERGING) ** (strength / weakest)
@@ -117,7 +117,7 @@ def curve(loss: Loss) -> tuple[Knot, ...]:
 
 
 def _pairs(strength: float, loss: Loss) -> list[Knot]:
-    """List knots that a strength may have, or []: shares of keys, each with the `until` by which its time is left."""
+    """List the knots that leave a strength's time (`time_at`), at most one for each share of keys; [] if none does."""
     late_part = time_at(strength) - step_time(FEWEST)
     pairs = []
     for part in (*range(1, int(PARTS * MOST_MERGED) + 1), PARTS):
@@ -152,7 +152,7 @@ def _deviation_by_time(share: float, loss: Loss) -> list[float]:
 
 
 def _choose(options: argparse.Namespace, command: str) -> None:
-    """Print knots and curve from the files `options.results`. Raises ResultError if a result is not to choose by."""
+    """Print knots and curve of `options.results`; `command` is unused. ResultError: a result is not to choose by."""
     records = [results.load(path) for path in options.results]
     for path, record in zip(options.results, records, strict=True):
         subjects.check_purpose(record, subjects.CHOOSE, path.name)
@@ -163,7 +163,7 @@ def _choose(options: argparse.Namespace, command: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; return 0, 2 after an expected error, 130 if stopped. arguments: None means ``sys.argv[1:]``."""
+    """Print the curve; return 0, 2 after an expected error, 130 if stopped. arguments: None means ``sys.argv[1:]``."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.strength", description=__doc__.splitlines()[0])
     parser.add_argument("results", nargs="+", type=Path, metavar="RESULT.json")
     return report.run("strength", parser, arguments, _choose)

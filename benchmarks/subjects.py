@@ -31,7 +31,7 @@ CHOOSE, SHOW = "choose", "show"
 
 
 class Purpose(NamedTuple):
-    """Pictures to choose by or to show: seeds of held-out scenes, of noise, of the `first` whole picture; prompts."""
+    """Pictures to choose by or show: seeds of held-out scenes, noise, `first` whole picture; scene models' prompts."""
 
     scenes: int
     noise: int
@@ -53,7 +53,7 @@ PURPOSES = {
 
 
 def check_purpose(record: Record, wanted: str, name: str) -> None:
-    """Raise ResultError, with this name, if a record has a purpose of `PURPOSES` other than the wanted one."""
+    """Raise ResultError, with this name, if a record has a purpose other than `wanted`; without a purpose it passes."""
     has = record["settings"].get("for", wanted)
     if has != wanted:
         raise ResultError(f"{name} was measured on the pictures for '{has}'; give a result of "
@@ -61,7 +61,7 @@ def check_purpose(record: Record, wanted: str, name: str) -> None:
 
 
 class Noised(NamedTuple):
-    """Noised held-out pictures ``[n, C, h, w]``, timesteps ``[n]``, prompts' tokens, and the velocity to predict."""
+    """Noised latents ``[n, C, h, w]`` of held-out pictures, timesteps ``[n]``, prompts' tokens, velocity to predict."""
 
     x: torch.Tensor
     t: torch.Tensor
@@ -83,7 +83,7 @@ class SceneSubject:
         self._painted: tuple[int, torch.Tensor, torch.Tensor] | None = None
 
     def add_noise(self, part: int, count: int, time: int) -> Noised:
-        """Noise the first `count` pictures of held-out set `part` at one timestep, equally on every device."""
+        """Noise held-out set `part`'s first `count` pictures at a timestep, equally on all devices; give velocities."""
         latents, tokens = self._scenes(part)
         dice = torch.Generator().manual_seed((self.purpose.noise + time) * 1000 + part)
         noise = torch.randn(latents.shape, generator=dice)
@@ -105,7 +105,7 @@ class SceneSubject:
         return self.model(noised.x, noised.t, noised.tokens).float()
 
     def picture(self, number: int, steps: int) -> np.ndarray:
-        """Draw a picture, uint8 ``[H, W, 3]``; its number, from 0 up, decides prompt and start noise."""
+        """Draw a picture, uint8 ``[H, W, 3]``; its number, from 0 up, decides prompt (they repeat) and start noise."""
         tokens = prompt.tokens(self.purpose.prompts[number % len(self.purpose.prompts)])
         return sampler.sample(self.model, tokens, self.purpose.first + number, steps=steps, guidance=self.guidance)
 
@@ -121,7 +121,7 @@ class UserSubject:
         self.network = self.source.target.unet
 
     def picture(self, number: int, steps: int) -> np.ndarray:
-        """Draw a picture, uint8 ``[H, W, 3]``; its number, from 0 up, decides prompt and start noise."""
+        """Draw a picture, uint8 ``[H, W, 3]``; its number, from 0 up, decides prompt (they repeat) and start noise."""
         text = self.prompts[number % len(self.prompts)]
         return self.source.picture(text, self.purpose.first + number, steps, lambda: None)
 
@@ -143,7 +143,7 @@ def kind_of(path: Path) -> str:
 
 
 def fingerprint(path: Path) -> str:
-    """Hash, to 12 hex digits, the size and first MiB of each weights file, which is fast and tells weights apart."""
+    """Hash, to 12 hex digits, size and first MiB of a file or of a folder's .safetensors: tells weights apart, fast."""
     files = [path] if path.is_file() else sorted(path.rglob("*.safetensors"))
     digest = hashlib.sha256()
     for file in files:

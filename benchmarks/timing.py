@@ -51,7 +51,7 @@ def in_turns(runs: Mapping[str, Run], rounds: int, measure: Callable[[Run], floa
 
 
 def card_work(run: Run, calls: int = 2) -> dict[str, Any]:
-    """Return means of `calls` runs on a GPU: ``card_ms``, of kernels and copies, and ``launches``, their number."""
+    """Return means of `calls` GPU runs, no warm-up: ``card_ms`` of kernels and copies, ``launches``, their number."""
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         for _ in range(calls):
             run()
@@ -62,7 +62,7 @@ def card_work(run: Run, calls: int = 2) -> dict[str, Any]:
 
 
 def reason(error: BaseException) -> str:
-    """Say why a call failed, in a few words: ``out of memory``, or the error."""
+    """Say why a call failed: ``out of memory``, or the error's type and first line, at most 200 characters."""
     text = str(error).strip()
     if isinstance(error, MemoryError) or any(words in text.lower() for words in _OF_MEMORY):
         return OUT_OF_MEMORY
@@ -87,7 +87,7 @@ def cuda_peak(run: Run) -> float:
 
 
 def process_peak(run: Run) -> float | None:
-    """Measure the peak MiB of this process during a call, beyond its memory before the call; None except on Linux."""
+    """Make a call, and return this process's peak MiB in it, beyond its memory before; None except on Linux."""
     if sys.platform != "linux":
         run()
         return None
@@ -105,8 +105,9 @@ def _resident(field: str) -> int:
 
 
 class CallTimes:
-    """A context manager that lists in `seconds` the processor seconds of every call of the network; enter it before the
-    network is patched, to time the patch too. `seconds` stays until the next entering."""
+    """A context manager whose hooks list in `seconds` the processor seconds of every call of the network; enter it
+    before the network is patched, to time the patch too. `seconds` stays until the next entering.
+    """
 
     def __init__(self, network: nn.Module) -> None:
         self.network = network
@@ -122,12 +123,12 @@ class CallTimes:
             hook.remove()
 
     def time_unmerged(self) -> float:
-        """Repeat the latest call `UNMERGED_CALLS` times; return the median seconds. The network must not be patched."""
+        """Repeat the latest call `UNMERGED_CALLS` times; return the median processor seconds. First remove patches."""
         arguments, named = self._latest
         return median(seconds(lambda: self.network(*arguments, **named)) for _ in range(UNMERGED_CALLS))
 
     def _start(self, network: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Note the arguments of a call, and when it begins."""
+        """Note a call's arguments; append minus the processor time to `seconds`, which `_stop` completes."""
         self._latest = args, kwargs
         self.seconds.append(-time.process_time())
 

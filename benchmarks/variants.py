@@ -42,7 +42,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """The name on a command line, without spaces."""
+        """The name on a command line: method and setting, with hyphens for spaces."""
         return f"{self.method} {self.setting}".strip().replace(" ", "-")
 
     def describe(self) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def in_bfloat16(network: nn.Module, seed: int) -> AbstractContextManager:
 
 
 def engine(**settings: Any) -> PutOn:
-    """Make a function (network, seed) -> context manager; in it `tome_core.patch` merges the calls of one sampling."""
+    """Make a function (network, seed) -> context manager of a sampling that `tome_core.patch(**settings)` merges."""
 
     @contextmanager
     def put_on(network: nn.Module, seed: int) -> Iterator[None]:
@@ -74,7 +74,7 @@ def strength(value: float) -> PutOn:
 
 
 def tomesd(ratio: float) -> PutOn:
-    """Make a (unet, seed) -> context manager in which tomesd merges in the finest level that has attention."""
+    """Make a (unet, seed) -> context manager: tomesd merges `ratio` of the tokens in the finest attention level."""
 
     @contextmanager
     def put_on(unet: nn.Module, seed: int) -> Iterator[None]:

@@ -25,14 +25,14 @@ Merging = UnetMerging | TransformerMerging
 class Outcome(NamedTuple):
     """The result of one sampling, for the nodes that show it.
 
-    `maps` has for each level, 0 the finest, the latent cells per token along a side and the latest `MergeMap`; it is {}
-    after an exception.
+    `maps` has for each level that merged, 0 the finest, the latent cells per token along a side and the latest
+    `MergeMap`; it is {} after an exception or if no model could merge.
     """
 
     lines: Sequence[str]  # one or two, for the ApplyToMe node
     details: Sequence[str]  # of the full report; equal to `lines` if no model could merge
     data: dict[str, Any]  # the report as JSON values
-    report: Any  # the engine's `Report`
+    report: Any  # the engine's `Report`, never None, also if no model could merge
     maps: dict[int, tuple[int, Any]]
 
 
@@ -73,7 +73,7 @@ class BranchMerging:
     ) -> Any:  # fmt: skip
         """Wrap ComfyUI's ``CFGGuider.outer_sample``, and return its result.
 
-        At the end, also after an exception, report; if the node is off, only keep the time.
+        At the end, also after an exception, report; if the node is off, only keep the time, unless one was raised.
         """
         time = HostSampling(sampler, sigmas, noise)
         sampling, timed_steps = Sampling(self.config, time), time.timed_steps.counting_callback(callback)
@@ -140,7 +140,7 @@ class Sampling:
         return out
 
     def end(self, settings: str, facts: dict[str, Any]) -> Outcome:
-        """Return the sampling's result, after its last call. `settings` and `facts`: BranchMerging's line and facts."""
+        """Keep the time and return the result; call it once, at the end. Arguments: BranchMerging's line and facts."""
         time = self._time
         strangers = [why for why in self._models.values() if isinstance(why, str)]
         merged = [merging for merging in self._models.values() if not isinstance(merging, str)]
@@ -189,7 +189,7 @@ class Sampling:
         return merging
 
     def _tell_time(self, merging: Merging, schedule: Any, x: Any, t: Any, options: dict[str, Any]) -> None:
-        """Set the engine's time for the next call; clear it if the noise level is negative or not finite."""
+        """Set the engine's time by sigmas `t` in a model_sampling `schedule`; clear it if `t` is < 0 or not finite."""
         time, state, start = self._time, merging.state, self._config.start_percent
         sigma, percent = time.sigma(t, options), None
         if not 0 <= sigma < math.inf:  # no picture may depend on how we read a strange level

@@ -23,7 +23,7 @@ LINE_BREAK = "  \n"
 
 
 def is_new_enough(patcher: Any) -> bool:
-    """Tell whether ComfyUI has keyed wrappers on its ModelPatcher and a slot for attention functions."""
+    """Tell whether ComfyUI's ModelPatcher has keyed wrappers and its attention, if loaded, a slot for functions."""
     attention = sys.modules.get("comfy.ldm.modules.attention")
     return hasattr(patcher, "remove_wrappers_with_key") and (attention is None or hasattr(attention, "wrap_attn"))
 
@@ -55,6 +55,7 @@ def is_compiled_whole(model: Any, options: dict[str, Any]) -> bool | None:
     """Return True if a diffusion model is compiled as a whole alone, False if in parts (too), None if not at all.
 
     Both torch's marks on the model and ComfyUI's wrapper in its transformer_options, `options`, count.
+    A model whose own method ``compile`` was called counts as compiled in parts.
     """
     wrappers = options.get("wrappers", {}).get(APPLY_MODEL, {}).get(COMPILE_KEY, ())
     held = [cell.cell_contents for wrapper in wrappers for cell in getattr(wrapper, "__closure__", None) or ()]
@@ -65,7 +66,7 @@ def is_compiled_whole(model: Any, options: dict[str, Any]) -> bool | None:
 
 
 def name_in(prompt: Any, node_id: Any) -> str:
-    """Return ``" #12:5 second pass"``: a node's id, then the user's title for it in the prompt, if any; "" for None."""
+    """Return ``" #12:5 second pass"``: a node's id, and its title in the prompt if not our default; "" for None."""
     if node_id is None:
         return ""
     node = prompt.get(str(node_id)) if isinstance(prompt, dict) else None

@@ -19,7 +19,7 @@ SETTINGS_HELP = "From ToMe Settings: all settings. They replace the strength."
 
 
 def strength_types() -> dict[str, tuple]:
-    """Return the types of ApplyToMe's inputs except the model, by name: (type, options of the widget)."""
+    """Return the types of ApplyToMe's strength, start, end and settings, by name: (type, options of the input)."""
     facts = {"default": STRENGTH, "min": 0.0, "max": 1.0, "step": 0.05, "round": ROUND}
     strength = ("FLOAT", {**facts, "display_name": "strength", "tooltip": STRENGTH_HELP})
     settings = (SETTINGS_TYPE, {"display_name": "settings", "tooltip": SETTINGS_HELP})
@@ -35,7 +35,8 @@ def settings_types() -> dict[str, tuple]:
 def config_of(strength: Any, start: Any, end: Any, settings: Any = None, layout: str = "sd") -> Any:
     """Return the MergeConfig of ApplyToMe's values; None if it merges nothing. Raises ValueError or TypeError.
 
-    `settings`, a MergeConfig, replace `strength` and `layout` unless None. `start` and `end` always count.
+    `settings`, a MergeConfig, replace `strength` and `layout` unless None. `start` and `end`, shares of the noise
+    schedule from 0 to 1, always count: they replace those of `settings`.
     """
     if settings is None:
         config = hosting.strength(strength, layout=layout)

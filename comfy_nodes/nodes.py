@@ -124,7 +124,7 @@ class RemoveToMe(_Node):
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, dict]:
-        """Return the input types."""
+        """Return the input types: a model, and the node's id, which ComfyUI fills in."""
         model = ("MODEL", {"tooltip": "A model that went through Apply ToMe; other models pass unchanged."})
         return {"required": {"model": model}, "hidden": HIDDEN}
 
@@ -157,7 +157,7 @@ class ToMePreview(_Node):
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, dict]:
-        """Return the input types: a model, and the result of a sampling, for which the preview waits."""
+        """Return the input types: a model, and, both optional, image and latent of a sampling to wait for."""
         model = ("MODEL", {"tooltip": "The model as it went into the sampler."})
         image = ("IMAGE", {"tooltip": "The decoded pictures. The preview is drawn over them."})
         rough = "The sampler's result. The preview is drawn over a rough picture of it; an image looks better."
@@ -205,7 +205,7 @@ def _background(model: Any, image: torch.Tensor | None, latent: dict | None) -> 
 
 
 def _panels(pixels: torch.Tensor, row: int, maps: dict[int, tuple[int, Any]]) -> torch.Tensor:
-    """Return a picture ``[H, W, 3]`` drawn once for each level, side by side, ``[H, W * levels, 3]``.
+    """Return a picture ``[H, W, 3]`` once a level, drawn by `picture.panel`, side by side, ``[H, W * levels, 3]``.
 
     `row` < 0, counted from the end, is the picture's row in each map; a map with fewer rows gives its first. `maps` are
     those of `Outcome`.

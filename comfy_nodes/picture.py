@@ -14,8 +14,8 @@ _BORDER = 0.7  # brightness of the border between two groups
 def panel(picture: torch.Tensor, grid: Any, group: torch.Tensor, title: str) -> torch.Tensor:
     """Return a picture ``[H, W, 3]`` with each group of merged tokens in its mean colour, dark borders, and a title.
 
-    The picture is on the CPU. `group` ``[tokens]`` has each token's group number, row by row of a `grid` (height,
-    width). A group of one token keeps its pixels.
+    The picture is on the CPU and keeps its size: the title covers its upper left. `group` ``[tokens]`` has each token's
+    group number, row by row of a `grid` (height, width). A group of one token keeps its pixels inside the borders.
     """
     height, width = picture.shape[:2]
     tokens = group.reshape(1, 1, *grid).double()  # double: nearest keeps whole numbers whole
@@ -45,7 +45,7 @@ def add_title(picture: torch.Tensor, title: str) -> torch.Tensor:
 
 
 def from_latent(samples: torch.Tensor, latent_format: Any) -> torch.Tensor:
-    """Return rough pictures ``[B, 8 * h, 8 * w, 3]`` of latents ``[B, C, (frames,) h, w]``, on the CPU.
+    """Return rough pictures ``[B, 8 * h, 8 * w, 3]``, 0..1 on the CPU, of latents ``[B, C, (frames,) h, w]``.
 
     Of a video, the first frame is drawn. They are grey if ComfyUI's `latent_format` has no colours for C channels.
     """

@@ -17,10 +17,11 @@ _PURE_NOISE = 1e6  # sigma relative to the picture, in place of infinity at pure
 class HostSampling:
     """The steps of one ComfyUI sampling, and the noise level of each model call.
 
-    The levels of all steps are read once, at the first call. A known sampler reports its steps, which gives the level
-    of each call; the middle calls of a second-order sampler count as the step's end. With any other sampler, each call
-    reads its level, which waits for the device. Outside a sampling there are no arguments. In the methods, `options`
-    are a call's transformer_options, `t` its sigmas.
+    `sampler`, `sigmas` and `noise` are those of ComfyUI's ``outer_sample``; outside a sampling there are none. The
+    levels of all steps are read once, at the first call. A known sampler reports its steps to the callback of
+    `timed_steps`, which the caller passes to ComfyUI; this gives the level of each call. The middle calls of a
+    second-order sampler count as the step's end. With any other sampler, each call reads its level, which waits for
+    the device. In the methods, `options` are a call's transformer_options, `t` its sigmas.
     """
 
     def __init__(self, sampler: Any = None, sigmas: Any = None, noise: Any = None) -> None:
@@ -56,7 +57,7 @@ class HostSampling:
             self._computed.add(self.timed_steps.done)
 
     def sigma(self, t: Any, options: dict[str, Any]) -> float:
-        """Return a call's noise level, from the sampler's list if known and `t` is not on the CPU, else from `t`.
+        """Return a call's sigma: from the sampler's list if known and `t` is not on the CPU, else the first of `t`.
 
         Without a list, the host waits for the device of `t`.
         """
@@ -94,7 +95,7 @@ class HostSampling:
         return self._known[key]
 
     def _levels_in(self, options: dict[str, Any]) -> list[float]:
-        """Return each step's noise level, read once from the sampler's list; [] if the sampler or list is not known."""
+        """Return each step's noise level, read once; [] if the sampler or list is unknown, or once the list changed."""
         listed, heard = options.get("sample_sigmas", self._sigmas), self.timed_steps
         if heard.follows and not heard.times and torch.is_tensor(listed):
             self._sigmas, heard.times = listed, listed.tolist()[:-1]
@@ -114,7 +115,7 @@ def is_flow(model_sampling: Any) -> bool:
 
 
 def timestep_of(sigma: float, model_sampling: Any, flow_timesteps: bool) -> float:
-    """Return the timestep on Stable Diffusion's schedule that has as much noise to picture as the level `sigma`.
+    """Return the timestep of Stable Diffusion's schedule, not of the model's, with as much noise to picture as `sigma`.
 
     A flow model's sigma is the share of noise; with `flow_timesteps` its timestep is 1000 times that share instead.
     """

@@ -17,7 +17,7 @@ _UNBIASED = frozenset({"attention_flash", "attention_sub_quad"})
 
 
 class OtherNodesFunction(NamedTuple):
-    """A function with the arguments of ComfyUI's attention, which another node's function in the slot computes."""
+    """A callable with the arguments of ComfyUI's attention; calls `override`, another node's function in the slot."""
 
     override: Callable
     function: Callable  # ComfyUI's, the first argument of `override`
@@ -40,7 +40,10 @@ class HostCall(hosting.HeadsCall):
 
 
 def other_names_in_slot(options: dict[str, Any]) -> str:
-    """Return full names, joined by spaces, of another node's function in the slot and those in its closure, if any."""
+    """Return full names, joined by spaces, of another node's function in `SLOT` and those in its closure; "" if none.
+
+    `options` is the transformer_options of a call.
+    """
     parts = _parts(OtherNodesFunction(options.get(SLOT), None))
     return " ".join(hosting.full_name(part) for part in parts if callable(part))
 

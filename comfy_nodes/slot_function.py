@@ -25,9 +25,10 @@ class _Now(threading.local):
     options: dict[str, Any] = {}  # noqa: RUF012 (never changed)
 
     def attend_in_graph(self, whole: bool, q: Any, k: Any, v: Any, mask: Any, by_head: bool, scale: Any, *rest: Any):
-        """Return the output ``[B, S, H, d]``, as of q, k and v, of an attention in a compiled graph, for ``attend``.
+        """Answer an attention for the operator ``attend`` of a compiled graph; outside a model's call, unmerged.
 
-        The last of `rest` is the text that `_attention` wrote into the graph. `whole` and `by_head` are not used.
+        q, k, v and the output are ``[B, S, H, d]``. The last of `rest` is the text that `_attention` wrote into the
+        graph; `whole` and `by_head` are not used.
         """
         place, kind, number, index, precision = rest[-1].split()  # written by `_attention`
         options = {**self.options, "block": (kind, int(number)), "block_index": int(index)}
@@ -46,8 +47,8 @@ _number = hosting.number_of(_now)
 def call(run: Callable, options: dict[str, Any], ask: Ask, **more: Any) -> Any:
     """Return the model's output, ``run(transformer_options, **more)``, while ``ask`` computes the slot's attentions.
 
-    `options` are the call's own. `run` gets a copy with our function in the slot, above another node's function, if
-    any.
+    `options` are the call's own. `run` gets a copy with our function as the entry `SLOT`. Another node's function that
+    was there is called by ours in place of ComfyUI's.
     """
     before = _now.ask, _now.beneath, _now.options
     if options.get(SLOT) is not _attention:  # otherwise the model is called inside its own call

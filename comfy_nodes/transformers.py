@@ -71,7 +71,7 @@ def patch_size_of(model: Any) -> tuple[int, int, int] | None:
 
 
 def grid_of(model: Any, latent: Any) -> Any | None:
-    """Return the `Grid` of a latent's tokens, frames below one another; None if its patches or sides are not known."""
+    """Return the `Grid` of a 4D or 5D latent's tokens, edges padded, frames below one another; None if not known."""
     patch = patch_size_of(model)
     if patch is None or not torch.is_tensor(latent) or latent.dim() not in (4, 5):
         return None
@@ -84,7 +84,8 @@ def where_tokens_lie(model: Any, grid: Any, tokens: int, options: dict) -> Any |
     """Return the `Layout` of the picture's tokens in a sequence of `tokens`, or why their place is not known.
 
     If there are tokens beside the picture's, the name of the model's class and the lengths of references in `options`,
-    transformer_options, decide.
+    transformer_options, decide. If the class first refines its text, the place is not known without a "block_type" in
+    `options`, even if `tokens` are the picture's number.
     """
     names = {kind.__name__ for kind in type(model).__mro__}
     if names & _REFINE_TEXT and not options.get("block_type"):

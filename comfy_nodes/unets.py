@@ -21,7 +21,7 @@ _OTHER_KEYS = "queries and keys are not of the same tokens"
 class UnetMerging:
     """The merging of a UNet in one sampling. UnsupportedModelError: it cannot merge; TypeError: it is no model.
 
-    `is_compiled` is True, for a UNet compiled as a whole, or None; a UNet compiled in parts cannot merge.
+    `is_compiled` is True if the UNet is compiled as a whole, None if not at all; a UNet compiled in parts cannot merge.
     """
 
     flow_timesteps = False  # of a flow model, only transformers have the timesteps 1000 * sigma
@@ -48,7 +48,7 @@ class UnetMerging:
 
     @contextmanager
     def answering(self, call: Any, latent: torch.Tensor, options: dict[str, Any]) -> Iterator[slot_function.Ask]:
-        """Yield the function that computes a call's attentions. Expected ones that do not come count as not merged."""
+        """Yield the function for a call's attentions. Missing ones count as unmerged if EasyCache did not skip it."""
         missing, seen, before = Counter(self._levels.values()), [], None
 
         def ask(attention: slot_calls.HostCall, facts: dict[str, Any]) -> torch.Tensor:
@@ -107,7 +107,7 @@ class UnetMerging:
         return forward(x, *args, **kwargs) if out is None else out
 
     def _sides(self, latent: torch.Tensor, level: int) -> list[int]:
-        """Return [height, width] of a level in tokens, rounded up."""
+        """Return [height, width] of a level in tokens, rounded up; level 0 is the finest with attention."""
         return [-(-side // self._downsamples[level]) for side in latent.shape[-2:]]
 
 

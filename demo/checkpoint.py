@@ -26,7 +26,7 @@ class Checkpoint:
 
 
 def inspect(path: Path) -> Checkpoint:
-    """Find out what model a path holds. Raises FileNotFoundError if a file is missing, ValueError if it is refused."""
+    """Tell the kind of a diffusers folder or .safetensors file. FileNotFoundError if missing, ValueError if refused."""
     if not path.exists():
         raise FileNotFoundError(f"--model {path} does not exist; give a diffusers folder or a .safetensors file")
     return _inspect_folder(path) if path.is_dir() else _inspect_file(path)

@@ -17,7 +17,7 @@ BALANCED = 0.5  # the mark of `tome_core.settings.presets.DEFAULT`, which would 
 
 
 def number(name: str, low: int, high: int, remedy: str, kind: type = int):
-    """Return an argparse ``type`` that takes a `kind` of number from low to high; its error has name and remedy."""
+    """Return an argparse ``type``, a `kind` of number from low to high; error: "... is no <name>; ..., <remedy>"."""
 
     def parse(text: str) -> float:
         with suppress(ValueError):
@@ -95,7 +95,7 @@ def check(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
 
 
 def check_model(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
-    """Return --model's checkpoint, None without it. Raises ValueError or OSError, also for a wrong --config."""
+    """Return --model's checkpoint, unloaded, or None. Raises ValueError or OSError, also for a wrong --config."""
     if options.config and not (options.model and options.model.is_file()):
         raise ValueError(f"--config {options.config} belongs to a single-file --model FILE.safetensors; leave it out")
     if options.config and not (options.config / "model_index.json").is_file():
@@ -167,7 +167,7 @@ def _run(options: argparse.Namespace, source) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the demo and return the exit code: 0 done, 2 wrong options (one sentence says which), 130 interrupted."""
+    """Run the demo; return 0 if done, 2 if options do not work, 130 if interrupted. argparse exits by SystemExit."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     options = parser().parse_args(arguments)
     try:

@@ -43,7 +43,7 @@ class Column:
 
     @property
     def name(self) -> str:
-        """The column's heading: "no merging", or the strength and, if it is a preset's, the preset's name."""
+        """The heading: "no merging" for None, else such as "strength 0.6", or for presets "strength 0.5 (balanced)"."""
         preset = next((f" ({name})" for name, mark in MARKS.items() if mark == self.strength), "")
         return "no merging" if self.strength is None else f"strength {self.strength:g}{preset}"
 
@@ -101,9 +101,9 @@ def speed_up(plain: list[float], merged: list[float]) -> float:
 
 
 def table(columns: list[Column]) -> str:
-    """Return a table as text: a line of headings and one for each column, of which the first is unmerged.
+    """Make a table of median times, by clock and CPU, and likeness: a line of headings, then one for each column.
 
-    A line has the median time, speed-up over the first column, both also of CPU time, PSNR, SSIM and detail.
+    Speed-ups, PSNR, SSIM and detail compare a column with the first, which is unmerged and has "-" for the last three.
     """
     heads = ("", "time", "speed-up", "CPU time", "CPU speed-up", "PSNR", "SSIM", "detail")
     lines = [heads, *(_line(column, columns[0]) for column in columns)]

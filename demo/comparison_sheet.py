@@ -36,7 +36,7 @@ def shown_size(height: int, width: int) -> tuple[int, int]:
 def cell(row: int, column: int, size: tuple[int, int]) -> tuple[int, int, int, int]:
     """Return the box (left, top, right, bottom) in px of a cell of the sheet. size: (height, width) of every cell.
 
-    Row and column count from 0; row 2 * i has picture i, row 2 * i + 1 what is below it.
+    Row and column count from 0. Row 2 * i has picture i; row 2 * i + 1 has its difference, or its prompt in column 0.
     """
     height, width = size
     left, top = GAP + column * (width + GAP), TITLE + HEAD + row * (height + GAP)
@@ -79,7 +79,7 @@ def _notes(plain: Column, column: Column) -> list[str]:
 
 
 def _label(pen: ImageDraw.ImageDraw, order: Order, box: tuple[int, int, int, int]) -> None:
-    """Write prompt and seed into a box (left, top, right, bottom), and a caption for the differences right of it."""
+    """Write prompt, seed and, at lower right, a caption of the differences inside a box (left, top, right, bottom)."""
     left, top, right, bottom = box
     lines = _wrap(order.prompt, _font(18), right - left - GAP)
     text = "\n".join(lines if len(lines) <= 6 else [*lines[:5], "..."])

@@ -16,17 +16,17 @@ def squared_error(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def decibels(error: float) -> float:
-    """Compute the peak signal-to-noise ratio in dB of a `squared_error`; infinite for 0."""
+    """Compute the peak signal-to-noise ratio in dB of a `squared_error`, for a peak of 255; infinite for 0."""
     return math.inf if error == 0 else 10 * math.log10(255**2 / error)
 
 
 def psnr(a: np.ndarray, b: np.ndarray) -> float:
-    """Compute the peak signal-to-noise ratio of two pictures in dB; infinite for equal ones."""
+    """Compute the peak signal-to-noise ratio of two pictures in dB, with 255 as the peak; infinite for equal ones."""
     return decibels(squared_error(a, b))
 
 
 def ssim(a: np.ndarray, b: np.ndarray) -> float:
-    """Compute the structural similarity (Wang et al. 2004), 1 for equal pictures."""
+    """Compute the structural similarity (Wang et al. 2004) of two uint8 pictures, 1 for equal ones."""
     return float(structural_similarity(a, b, channel_axis=2, data_range=255))
 
 

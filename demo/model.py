@@ -89,7 +89,7 @@ class PlacedConv(nn.Conv2d):
         self.window = WHOLE
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map [n, in, h, w] to [n, out, h, w]."""
+        """Convolve [n, in, h, w] to [n, out, h, w], and add the linear map of `features` of each position."""
         seen = super().forward(x)
         return seen + self.place(features(*seen.shape[2:], self.window, seen.device).to(seen.dtype))
 
@@ -112,7 +112,7 @@ class SceneModel(nn.Module):
     """A diffusers UNet with its prompt embedding. The state dict has the keys `unet.*` and `emb.weight` [26, 96].
 
     In SDXL's layout it also has `pooled.*`: the second text input is a linear map of the tokens' mean embedding.
-    `side` is the latent's, half of the picture's. unet: a configuration like UNET. haar_gain: the gain of `encode`.
+    unet: like UNET; its sample size is `side`, the latent's, half of the picture's. haar_gain: the gain of `encode`.
     """
 
     def __init__(self, unet: dict, scheduler: dict, haar_gain: float):
@@ -137,7 +137,7 @@ class SceneModel(nn.Module):
         """Compute the v-prediction [n, 12, h, w] of noisy `latents` at `timestep` (0-d or [n]) for `tokens` int [n, 6].
 
         sizes: int [n, 6] in pixels, as SDXL takes them: height and width of the picture that this is a part of, how
-        much of it is cut off above and left, height and width of this part; those of a whole picture by default.
+        much of it is cut off above and left, height and width of this part; by default a whole picture, 2h x 2w.
         SDXL's layout looks at them, and a `PlacedConv`, which takes the first row for all of them.
         """
         words, added = self.emb(tokens), None
@@ -155,7 +155,7 @@ class SceneModel(nn.Module):
 def make(config: dict, scheduler: dict | None = None, haar_gain: float = HAAR_GAIN) -> SceneModel | SceneTransformer:
     """Make a model with random weights. scheduler: the noise schedule's configuration; None is SCHEDULER.
 
-    config: a value of `LAYOUTS`, or one like it; with "num_single_layers", as Flux's, it makes a SceneTransformer.
+    config: a value of `LAYOUTS`, or similar; with "num_single_layers" a SceneTransformer's. haar_gain: as in `encode`.
     """
     kind = SceneTransformer if "num_single_layers" in config else SceneModel
     return kind(config, scheduler or SCHEDULER, haar_gain)
@@ -184,12 +184,12 @@ def unpack(packed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _broadcastable(step: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return steps ``[out]`` as floats ``[out, 1, ...]``, which broadcast against `value`."""
+    """Return steps ``[out]`` as float32 ``[out, 1, ...]``, with as many dimensions as `value`."""
     return step.float().view(-1, *[1] * (value.dim() - 1))
 
 
 def save(model: SceneModel | SceneTransformer, path: Path) -> None:
-    """Write packed weights as safetensors that carry their own configuration; replaces `path` in one move."""
+    """Write a model's configuration and weights, compressed by `pack`, as safetensors; replace `path` in one move."""
     metadata = {"unet_config": json.dumps(model.config), "scheduler": json.dumps(model.scheduler),
                 "haar_gain": str(model.haar_gain)}  # fmt: skip
     unfinished = Path(f"{path}.part")

@@ -97,7 +97,7 @@ class Studio:
         return Drawn(plain, merged, (unmerged, seconds), report, maps)
 
     def _picture(self, wanted: Wanted, on_step: Callable[[], None], merging: Any = None) -> tuple[Any, float]:
-        """Return a picture and its seconds, processor time on a CPU. merging: the patch to tell the times, if any."""
+        """Return a picture, uint8 [H, W, 3], and seconds, processor time on a CPU. merging: the patch to tell times."""
         from demo.source import tell_times
 
         heard = on_step if merging is None else tell_times(self.source, wanted.steps, merging, on_step)
@@ -108,7 +108,7 @@ class Studio:
         return picture, max(clock() - began, _TICK)
 
     def _maps(self, picture: Any, merging: Any) -> list[tuple[Any, str]]:
-        """Return `Drawn.maps` of a picture that was drawn with the patch `merging`."""
+        """Return `Drawn.maps` of a picture, uint8 ``[H, W, 3]``, drawn with the patch `merging`, which keeps maps."""
         maps, row = [], self.source.prompt_row
         for level, groups in sorted(merging.maps().items()):
             group = groups.group[row if len(groups.group) > 1 else 0].cpu().numpy()
@@ -133,7 +133,7 @@ def mosaic(picture: Any, grid: tuple[int, int], group: Any) -> Any:
 
 
 def enlarge(picture: Any) -> Any:
-    """Repeat each pixel as many whole times as keep the longer side within 512; larger pictures stay as they are."""
+    """Repeat each pixel of an array ``[H, W, 3]`` as many whole times as keep both sides within 512, at least 1."""
     from demo.comparison_sheet import LARGEST
 
     times = max(1, LARGEST // max(picture.shape[:2]))
@@ -141,7 +141,7 @@ def enlarge(picture: Any) -> Any:
 
 
 def figures(drawn: Drawn, on_cpu: bool) -> str:
-    """Say times, and PSNR and detail or that the pictures are equal. on_cpu: call the times processor time."""
+    """Say times, PSNR and share of detail kept, or that the pictures are equal. on_cpu: call times processor time."""
     from demo.comparison import detail
     from demo.metrics import psnr
 
@@ -259,7 +259,7 @@ def make_page(studio: Studio, strength: float, few_words: bool = True) -> Any:
 
 
 def serve(blocks: Any, studio: Studio, port: int | None, opens_browser: bool) -> None:
-    """Serve the page until an interrupt, then close it. port: None is a free one; OSError if this port is in use."""
+    """Serve the page; a KeyboardInterrupt closes it and passes on. port: None is any free port; OSError if in use."""
     import gradio as gr
     from starlette.middleware import Middleware
     from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -307,7 +307,7 @@ def _interrupt(*_: Any) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serve the page and return the exit code: 0 stopped by Ctrl-C or SIGTERM, 2 wrong options (one sentence says)."""
+    """Serve the page; return 0 if Ctrl-C or SIGTERM stops it, 2 after a ValueError or OSError, which is printed."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     os.environ.update(QUIET)
     options = parser().parse_args(arguments)

@@ -36,8 +36,8 @@ def parse(prompt: str) -> dict[str, str]:
     """Return the word for each attribute: "night red" gives {"sky": "night", "colour": "red", "shape": "ball", ...}.
 
     Words may be separated by spaces or commas, in any order and case. What is left out gets a default; a prompt
-    that names a colour and no shape means a ball, one that names neither means an empty scene. Raises ValueError,
-    listing the known words, for an unknown word and for two words of one attribute.
+    that names a colour and no shape means a ball, and without either an empty scene. Raises ValueError, listing
+    the known words, for an unknown word and for two different words of one attribute.
     """
     chosen: dict[str, str] = {}
     for word in prompt.lower().replace(",", " ").split():

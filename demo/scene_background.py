@@ -45,7 +45,7 @@ class Setting:
 
 
 def paint(canvas: Canvas, walls: bool) -> Setting:
-    """Paint the background, with a wall in some pictures if `walls`; return light and colours for later layers."""
+    """Paint the background, with a brick wall in a SHARE of pictures if `walls`; return what later layers need."""
     setting = _sky(canvas)
     _stars(canvas, setting)
     for _ in range(3):
@@ -60,7 +60,7 @@ def paint(canvas: Canvas, walls: bool) -> Setting:
 
 
 def _sky(canvas: Canvas) -> Setting:
-    """Paint the sky over the whole image, and return a Setting of horizon, light and haze."""
+    """Paint the sky, a blend of two colours, over the image; return a Setting of horizon, light and haze alone."""
     horizon = canvas.uniform(0.54, 0.60)
     top = canvas.row(SKY_TOP, "sky") + canvas.jitter(0.025)
     haze = canvas.row(SKY_LOW, "sky") + canvas.jitter(0.025)
@@ -100,7 +100,7 @@ def _body(canvas: Canvas, setting: Setting) -> None:
 
 
 def _mountains(canvas: Canvas, setting: Setting, layer: int) -> None:
-    """Paint a mountain range, none if "flat". Layer 0 is farther and higher, and its high peaks have snow on top."""
+    """Paint a range, none if attribute "mountains" is "flat". Layer 0 is farther, higher, its high peaks have snow."""
     highest = canvas.row(MOUNTAIN_HEIGHT, "mountains")
     height = highest * (1 - 0.45 * layer) * (0.35 + 0.8 * _ridge(canvas, highest > 0.1))
     top = setting.horizon - height
@@ -115,7 +115,7 @@ def _mountains(canvas: Canvas, setting: Setting, layer: int) -> None:
 
 
 def _ridge(canvas: Canvas, peaked: torch.Tensor) -> torch.Tensor:
-    """Return a range's random height along x, about 0..1, [n, 1, size]; triangles if `peaked` [n, 1, 1], else sines."""
+    """Make a range's random height along x, 0..1, [n, 1, size]; triangles if `peaked`, bool [n, 1, 1], else sines."""
     profile = 0
     for octave, frequency in enumerate((1.3, 2.9, 6.1, 13.0)):
         phase = canvas.uniform(0, 1)
@@ -155,7 +155,7 @@ def _waves(canvas: Canvas, setting: Setting, near: torch.Tensor, colour: torch.T
 
 
 def _grass(canvas: Canvas, setting: Setting, near: torch.Tensor, colour: torch.Tensor) -> torch.Tensor:
-    """Return what grass adds to the ground, [n, size, size, 3]. near: 0 (horizon) to 1 (bottom). `colour` is unused."""
+    """Return what grass adds to the ground, [n, size, size, 3]. near: as for `_waves`. `colour` is unused."""
     noise = canvas.normal(canvas.size, canvas.size)
     noise = noise + torch.roll(noise, 1, 1)  # blades are taller than wide
     rolling = torch.sin(canvas.x * canvas.uniform(6, 12) / (near + 0.4) + canvas.uniform(0, 6))
@@ -170,7 +170,7 @@ def _dunes(canvas: Canvas, setting: Setting, near: torch.Tensor, colour: torch.T
 
 
 def _drifts(canvas: Canvas, setting: Setting, near: torch.Tensor, colour: torch.Tensor) -> torch.Tensor:
-    """Return what drifts add to the ground, [n, size, size, 3]. near: 0 (horizon) to 1 (bottom). `colour` is unused."""
+    """Return drifts to add, waves [n, size, size, 3]. near: 0 (horizon) to 1 (bottom) tilts them. `colour`: unused."""
     drifts = torch.sin(canvas.x * canvas.uniform(3, 6) + near * canvas.uniform(2, 5) + canvas.uniform(0, 6))
     return 0.035 * drifts[..., None] * setting.light
 
@@ -178,7 +178,7 @@ def _drifts(canvas: Canvas, setting: Setting, near: torch.Tensor, colour: torch.
 def _mirror(canvas: Canvas, setting: Setting, above: torch.Tensor, mask: torch.Tensor, near: torch.Tensor) -> None:
     """Mirror `above`, the picture before the ground was painted, in 70 % of the seas.
 
-    mask: the ground's opacity [n, size, 1]. near: [n, size, 1], 0 at the horizon and above it, 1 at the bottom.
+    mask: the ground's opacity [n, size, 1]. near: [n, size, 1] fades the mirror image, 0 (horizon) to 1 (bottom).
     """
     calm = canvas.has("ground", SEA) * (canvas.random(1, 1) < 0.7)
     rows = torch.round((2 * setting.horizon[:, :, 0] - canvas.y[:, :, 0]) * canvas.size - 0.5)

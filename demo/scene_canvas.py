@@ -12,10 +12,10 @@ def smooth(x: torch.Tensor, width: float) -> torch.Tensor:
 
 
 class Canvas:
-    """`n` pictures of `size` x `size`, painted together on the generator's device.
+    """`n` pictures of `size` x `size`, black at first, painted together on the generator's device.
 
     Painting changes `image` [n, size, size, 3], colours in 0..1, in place. `x` [1, 1, size] and `y` [1, size, 1] are
-    pixel centres in 0..1, `y` downwards. `traits` maps an attribute's name to the index of its value, int64 [n].
+    pixel centres in 0..1, `y` downwards. `traits` gives `n`: it maps an attribute's name to value indices, int64 [n].
     """
 
     def __init__(self, traits: dict[str, torch.Tensor], generator: torch.Generator, size: int):
@@ -28,7 +28,7 @@ class Canvas:
         self.image = torch.zeros(self.n, size, size, 3, device=self.device)
 
     def random(self, *shape: int) -> torch.Tensor:
-        """Draw uniform values in 0..1, float32 [n, *shape]."""
+        """Draw uniform values in 0..1 for all pictures from the one generator, float32 [n, *shape]."""
         return torch.rand(self.n, *shape, generator=self.generator, device=self.device)
 
     def normal(self, *shape: int) -> torch.Tensor:
@@ -44,7 +44,7 @@ class Canvas:
         return sigma * self.normal(1, 1, 3)
 
     def row(self, table: torch.Tensor, trait: str) -> torch.Tensor:
-        """Look up the table's row for each picture's value of `trait`, [n, 1, 1, ...]."""
+        """Look up the table's row for each picture's value of `trait`: [n, 1, 1, *shape of a row]."""
         return table.to(self.device)[self.traits[trait]][:, None, None]
 
     def has(self, trait: str, value: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ EMPTY, BALL, BOX, CONE, TREE = range(5)
 
 @dataclass
 class Place:
-    """The position of the object, tensors [n, 1, 1]: its foot (x, y), its half width `scale`, and `side`."""
+    """The object's position, [n, 1, 1], in shares of a picture's side: foot (x; y from the top), half width `scale`."""
 
     x: torch.Tensor
     y: torch.Tensor
@@ -44,7 +44,7 @@ def paint(canvas: Canvas, setting: Setting) -> None:
 
 
 def _place(canvas: Canvas) -> Place:
-    """Choose the object's position at random: off the middle, away from sun or moon, with room for a twin."""
+    """Choose the object's position at random: away from sun or moon, near the middle without them; a twin has room."""
     left, right = canvas.has("body", LEFT).float(), canvas.has("body", RIGHT).float()
     x = 0.5 + 0.13 * (left - right) + canvas.uniform(-0.02, 0.02)
     return Place(x, canvas.uniform(0.81, 0.84), canvas.uniform(0.15, 0.165), left - right + 0.4 * (1 - left - right))
@@ -74,7 +74,7 @@ def _lit_colour(canvas: Canvas, setting: Setting, place: Place, dx: torch.Tensor
 
 
 def _shapes(canvas: Canvas, place: Place, dx: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the opacity [n, size, size] of "ball", "box", "cone", "crown", "trunk". dx, dy: from the object's foot."""
+    """Return opacities [n, size, size]: "ball", "box", "cone", "crown", "trunk". dx, dy: from the foot, in pictures."""
     s, edge = place.scale, canvas.edge
     wavy = s * (0.88 + 0.08 * torch.sin(7 * torch.arctan2(dy + 1.85 * s, dx) + canvas.uniform(0, 6)))
     cone = torch.minimum(smooth((2.4 * s + dy) * 0.42 - torch.abs(dx), edge), smooth(-dy + 0.01, edge))

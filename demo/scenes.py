@@ -14,7 +14,7 @@ from demo.scene_canvas import Canvas
 
 
 def draw_attributes(n: int, generator: torch.Generator) -> torch.Tensor:
-    """Draw attributes of `n` scenes: int64 [n, 6], one column an attribute, each value equally likely."""
+    """Draw attributes of `n` scenes on the generator's device: int64 [n, 6], a column each, values equally likely."""
     device = generator.device
     return torch.stack([torch.randint(size, (n,), generator=generator, device=device) for size in SIZES], 1)
 

@@ -37,11 +37,11 @@ class Embedded:
         self.target = self.model.network
 
     def timesteps(self, steps: int) -> list[float]:
-        """Return the timesteps of a picture's steps, the noisiest first."""
+        """Return the timesteps of a picture's steps in the model's noise schedule, noisiest first: whole numbers."""
         return sampler.solver(self.model, steps).timesteps.tolist()
 
     def picture(self, text: str, seed: int, steps: int, on_step: OnStep):
-        """Draw one picture, uint8 [H, W, 3]; call ``on_step()`` after each step. ValueError for unknown words."""
+        """Draw a picture, uint8 array [H, W, 3]; call ``on_step()`` after each step. ValueError for unknown words."""
         tokens = prompt.tokens(text)
         return sampler.sample(self.model, tokens, seed, steps=steps, on_step=on_step)
 

@@ -74,7 +74,7 @@ class TrainingState:
         self.step, self.seconds = 0, 0.0
 
     def descend(self) -> None:
-        """Take one step down the gradients that the model's weights have, clear them, and count the step."""
+        """Take one step of each optimizer by the gradients of the model's weights, clear them, and count the step."""
         for flat, matrix in zip(self.flat, self.matrices, strict=True):
             flat.grad = matrix.grad.flatten(1)
         for optimizer in self.optimizers:
@@ -89,7 +89,7 @@ class TrainingState:
             torch._foreach_lerp_(list(self.average.parameters()), list(self.model.parameters()), 1 - keep)
 
     def save(self, path: Path) -> None:
-        """Write the whole run to a file. If writing is interrupted, the previous file stays."""
+        """Write weights, optimizers, step and seconds to a .safetensors file. If interrupted, the old one stays."""
         tensors = self.both.state_dict()
         for kind, optimizer in enumerate(self.optimizers):
             for index, moments in optimizer.state_dict()["state"].items():
@@ -150,9 +150,9 @@ def train_step(state: TrainingState, batch: Batch, seed: int, composition: bool 
 
 
 def teaches_composition(state: TrainingState, scenes: Scenes, progress: float) -> bool:
-    """Say if a step uses `composition_loss`: half-size pictures yes, parts no, full ones 5 steps in 6.
+    """Say if a step uses `composition_loss`: half-size pictures yes, parts no, full pictures unless 6 divides the step.
 
-    From the share FINISH of the time (`progress`) on, full ones use it in 1 step of 2.
+    From the share FINISH of the time (`progress`) on, full pictures unless 2 divides the step.
     """
     details_every = DETAILS_EVERY if progress < FINISH else FINISH_EVERY
     return scenes.size < 2 * state.model.side or (scenes.crop is None and state.step % details_every > 0)
@@ -189,7 +189,7 @@ def train(state: TrainingState, options: argparse.Namespace) -> None:
 
 
 def prepare(options: argparse.Namespace) -> TrainingState:
-    """Fill in missing paths; return the run of `options.state`, or a new one. Raises ValueError or OSError."""
+    """Fill in missing paths; load `options.state` or begin a run. ValueError, OSError: it cannot run, or time is up."""
     if min(options.coarse, options.crops) < 0 or options.coarse + options.crops >= 1:
         raise ValueError(f"--coarse {options.coarse} and --crops {options.crops} leave no time for full pictures; "
                          "give shares from 0 on that sum to less than 1")

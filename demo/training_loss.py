@@ -59,7 +59,7 @@ class Scenes:
 
 
 def stratified_times(n: int, generator: torch.Generator) -> torch.Tensor:
-    """Draw `n` time steps in 0..999, int64, one in each n-th of the range, which evens the loss out between steps."""
+    """Draw `n` time steps in 0..999, int64, 1000/n apart, the first random, wrapping; this evens the loss out."""
     return (_stratify(n, generator) * 1000).long()
 
 
@@ -91,9 +91,9 @@ def v_loss(model: SceneModel, batch: Batch, times: torch.Tensor, generator: torc
 
 
 def composition_loss(model: SceneModel, batch: Batch, times: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Compute the `squared_errors`' mean, a scalar, with `haar_gain` times the weight for the channels of means.
+    """Compute a weighted mean of the `squared_errors`, a scalar: channels of means weigh `haar_gain`, the others 1.
 
-    `encode` scales the other channels, the details, up by as much.
+    `encode` scales the others, the details, up by `haar_gain`.
     """
     errors = squared_errors(model, batch, times, generator)
     weights = torch.ones(errors.shape[1], device=errors.device)

@@ -31,7 +31,7 @@ class SceneTransformer(nn.Module):
 
     @property
     def network(self) -> nn.Module:
-        """The transformer, which `tome_core.patch` gets."""
+        """The `FluxTransformer2DModel`, without the prompt embedding, which `tome_core.patch` gets."""
         return self.transformer
 
     def forward(
@@ -57,7 +57,7 @@ class SceneTransformer(nn.Module):
     def _places(self, height: int, width: int, sizes: torch.Tensor | None, tiles: torch.Tensor) -> torch.Tensor:
         """Return each token's middle as (0, down, right), float32 [h * w, 3]. A whole picture has 32 in each direction.
 
-        height, width: in tokens. sizes: see `forward`. tiles: any tensor on the device.
+        height, width: in tokens. sizes: see `forward`; None: a token's side is 1. tiles: any tensor on the device.
         """
         top, left, unit = 0.0, 0.0, 1.0
         if sizes is not None:

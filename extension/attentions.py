@@ -26,7 +26,7 @@ _OF_THE_FORGES = ("attention_function", "optimized_attention", "optimized_attent
 
 
 class _Hijacked(hosting.ForwardOnStandIn):
-    """The description of an A1111 attention, whose hypernetworks change the tokens of keys and values."""
+    """The description of an A1111 attention: loaded hypernetworks change tokens before they become keys and values."""
 
     def keys_and_values(
         self, module: nn.Module, keys: torch.Tensor, values: torch.Tensor, kwargs: dict[str, Any]
@@ -40,7 +40,7 @@ class _Hijacked(hosting.ForwardOnStandIn):
     def attend(
         self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: None, kwargs: dict[str, Any]
     ) -> torch.Tensor:
-        """Return what ``type(module).forward``, which A1111 replaces, computes of q, k and v. `kwargs` are not used."""
+        """Run A1111's ``type(module).forward`` without output projection on q, k, v ``(batch, tokens, channels)``."""
         # a context of one channel fits no hypernetwork, so none is applied twice
         return type(module).forward(hosting.StandIn(module, q, k, v), q, context=k[..., :1])
 
@@ -49,7 +49,7 @@ class _ForgeCall(hosting.HeadsCall):
     """A call of a Forge attention function. It gets no bias, because some functions mistreat one that is not square."""
 
     def takes_bias(self) -> bool | None:
-        """Return None if the function computes no attention, else False: a bias is never given."""
+        """Try the function; return None if it computes no attention, else False: a bias is never given."""
         return None if super().takes_bias() is None else False
 
 

@@ -188,7 +188,7 @@ def _patcher(p: Any) -> Any:
 
 
 def is_stopped() -> bool:
-    """Tell whether the user has stopped the job or skipped this picture."""
+    """Tell whether the user has interrupted the job at once or skipped this picture."""
     return any(getattr(getattr(shared, "state", None), name, False) for name in ("interrupted", "skipped"))
 
 
@@ -208,7 +208,7 @@ def through_hypernetworks(tokens: Any) -> tuple[Any, Any]:
 
 
 def gains_file() -> str | None:
-    """Return the path of the file of measured speed-ups, in the webui's cache folder; None if the webui names none."""
+    """Return the path of the file of measured speed-ups, in the webui's cache; None if its data folder is unknown."""
     data = getattr(sys.modules.get("modules.paths_internal"), "data_path", None)
     if data is None:
         return None
@@ -278,14 +278,15 @@ def accordion(is_on: bool, label: str, elem_id: str) -> Any:
 
 
 def has_setting_called(key: str) -> bool:
-    """Tell whether the webui reads an infotext key of this name as one of its own settings."""
+    """Tell whether SD.Next reads an infotext key of this name as one of its own settings; False in other webuis."""
     return any(name == key for name, _ in getattr(sys.modules.get("modules.infotext"), "mapping", ()))
 
 
 def add_message(p: Any, processed: Any, text: str) -> None:
     """Add a line below the finished picture: to the comments of `processed`, the job's result.
 
-    If a script that the user selected runs the job, the line goes to ``p.comment`` instead, if `p` has this method.
+    If a script that the user selected runs the job, the line goes to ``p.comment`` instead; it is dropped if `p` has no
+    such method.
     """
     arguments = getattr(p, "script_args", None)
     if not arguments or not arguments[0]:  # no script that the user selected, such as X/Y/Z plot, runs the job

@@ -28,10 +28,10 @@ def text_of(settings: JobSettings) -> str:
 
 
 def settings_in(text: str, layout: str) -> JobSettings:
-    """Return the settings in a key's value, with merging on, for a model's `layout`; the inverse of `text_of`.
+    """Return the settings in a key's value, as ``0.5; hires pass; sx=2``, with merging on; the inverse of `text_of`.
 
-    Parts that are no setting, or not possible, are listed in the result's `left_out`. ValueError: the strength at the
-    beginning is missing or not possible.
+    The result's `changes` differ from the strength's settings for a model of this `layout`. Parts that are no setting,
+    or not possible, are listed in its `left_out`. ValueError: the strength at the beginning is missing or not possible.
     """
     first, *parts = str(text)[:_LONGEST].split("; ")
     try:
@@ -131,7 +131,7 @@ def _confirm(name: str, p: Any, values: list) -> None:
 
 
 def add_axes() -> None:
-    """Add axes for strength, where, and expert settings except switches to the webui's X/Y/Z plot, if it lacks them."""
+    """Add to the webui's X/Y/Z plot, if there, its missing axes: strength, where, expert settings except switches."""
     plot = host.plot_module()
     if plot is None:
         return

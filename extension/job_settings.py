@@ -24,9 +24,9 @@ class JobSettings:
     """The checked settings of one job."""
 
     enabled: bool = False
-    strength: float = 0.5
-    where: str = EVERYWHERE
-    changes: Mapping[str, Any] = field(default_factory=dict)  # expert settings that differ from the strength's
+    strength: float = 0.5  # 0, off, to 1
+    where: str = EVERYWHERE  # one of WHERE
+    changes: Mapping[str, Any] = field(default_factory=dict)  # the form's values that differ from the strength's
     left_out: tuple[str, ...] = ()  # an error text for each setting that is not possible
 
     def config(self, hires: bool, seed: int = 0, layout: str = SD) -> MergeConfig | None:
@@ -51,8 +51,8 @@ def base_of(value: float, layout: str = SD) -> dict[str, Any]:
 def find_filled(own: Mapping[str, Any], value: float, layout: str) -> dict[str, Any]:
     """Return all values that the panel filled in for the strength `value`, before the user changed some to `own`.
 
-    The model's layout at that time is not known: of `layout`, "sd" and "sdxl", the layout counts whose values differ
-    from `own` in the fewest fields. ValueError: the strength is not possible.
+    The model's layout at that time is not known. Three are tried, the loaded model's `layout`, "sd" and "sdxl"; the
+    values that differ from `own` in the fewest fields count. ValueError: the strength is not possible.
     """
     # another model may have been loaded then, so the layout counts whose values differ in the fewest fields
     bases = [base_of(value, each) for each in dict.fromkeys((layout, SD, SDXL))]
@@ -64,12 +64,12 @@ def read(
 ) -> JobSettings:
     """Return the checked settings of a job. If "enabled" is False, they are ``JobSettings()``, and no value is checked.
 
-    `values` are in the order of `ARGUMENTS`, or the first is a dict of names. Expert settings count only if "own" is
-    True, as with any dict. An expert setting that is None, missing, or as filled in for the strength follows the
-    strength; `setting` returns the settings tab's value for a missing "enabled", "strength" or "where", by its name.
-    Values of an X/Y/Z `plot`, by name, override all others. An impossible expert setting is listed in
-    `JobSettings.left_out`. Any other wrong value, too many values or an unknown name raise ValueError, or TypeError for
-    a wrong type.
+    `values` are in the order of `ARGUMENTS`, or the first is a dict of names. In that order, expert settings count only
+    if "own" is True; in a dict, which has no "own", they always do. An expert setting that is None, missing, or as
+    filled in for the strength follows the strength; `setting` returns the settings tab's value for a missing "enabled",
+    "strength" or "where", by its name. Values of an X/Y/Z `plot`, by name, override all others. An impossible expert
+    setting is listed in `JobSettings.left_out`. Any other wrong value, too many values or an unknown name raise
+    ValueError, or TypeError for a wrong type.
     """
     given, plot = _by_name(values), plot or {}
     dial = {name: setting(name) if given.get(name) is None else given[name] for name in DIAL}
@@ -86,8 +86,9 @@ def read(
 def settings_of(value: float, where: str, changes: Mapping[str, Any], layout: str = SD) -> JobSettings:
     """Return settings with merging on: the strength, and those changes that are possible and have an effect.
 
-    A change to the rounded value that the panel shows for the strength has no effect. An impossible change is listed in
-    `JobSettings.left_out`. ValueError: the strength is not possible, or `where` is not in `WHERE`.
+    `changes` has values that controls show, by the form's names. A change to the rounded value that the panel shows for
+    the strength, in a model of this `layout`, has no effect. `JobSettings.left_out` has the error text of each
+    impossible change. ValueError: the strength or `layout` is not possible, or `where` is not in `WHERE`.
     """
     base, shown = form.values_of(strength(value, layout)), base_of(value, layout)
     changes = {name: change for name, change in changes.items() if change != shown[name]}
@@ -104,7 +105,10 @@ def settings_of(value: float, where: str, changes: Mapping[str, Any], layout: st
 
 
 def _by_name(values: Sequence[Any]) -> dict[str, Any]:
-    """Return `values` of `read` by name; a dict gets "own": True. ValueError: too many, or an unknown name."""
+    """Return `values` of `read` by name; a dict gets "own": True.
+
+    ValueError: too many values, or a name in a dict that is not in `DIAL` or `form.NAMES`, such as "own".
+    """
     if not values or not isinstance(values[0], Mapping):
         if len(values) > len(ARGUMENTS):
             raise ValueError(f"{len(values)} values were given; there are {len(ARGUMENTS)}: {', '.join(ARGUMENTS)}")
@@ -119,7 +123,8 @@ def _by_name(values: Sequence[Any]) -> dict[str, Any]:
 def _deviating(own: Mapping[str, Any], given: Mapping[str, Any], layout: str) -> dict[str, Any]:
     """Return the expert settings in `own` that differ from those filled in; {} if "own" is not True in `given`.
 
-    These are all of `own` if no strength had filled them in, as in a dict of names.
+    `find_filled` gives those filled in, by `layout` and the strength "filled_for" in `given`. If "filled_for" is
+    missing, as in a dict of names, or is no possible strength, the result is all of `own`.
     """
     if given.get(EXPERT_SWITCH) is not True:
         return {}

@@ -34,7 +34,7 @@ class PassRecord:
 
 
 class Job:
-    """The settings and the records of one job `p`, held weakly. `error` tells a wrong value; then nothing merges."""
+    """The settings and records of a job `p`, held weakly. `error`: why nothing merges, if a value is wrong, else ""."""
 
     def __init__(self, p: Any, settings: JobSettings, error: str = "") -> None:
         self.p = weakref.ref(p)
@@ -64,7 +64,7 @@ class Job:
         return self._left[hires]
 
     def _why_unmerged(self, hires: bool) -> str:
-        """Return what `why_unmerged` returns, computed anew from the settings, the webui and the engine."""
+        """Compute `why_unmerged` again: "left alone", else the webui's reason, else the engine's; see there for ""."""
         p, config = self.p(), self.config(hires)
         if config is None:
             return "left alone"
@@ -87,7 +87,7 @@ def job_of(p: Any) -> Job | None:
 
 
 class CurrentPass:
-    """The patch and times of the current pass, armed from `arm` to `disarm`. One for all tabs: there is one model."""
+    """The patch that `arm` puts on the model for the current pass until `disarm`, and its times. All tabs share it."""
 
     def __init__(self) -> None:
         self.job: Job | None = None  # None if no pass is armed
@@ -189,7 +189,7 @@ class CurrentPass:
             self._pass.enter_context(self.handle.sampling(p.batch_size))  # all calls are one sampling
 
     def _note_call(self, *kind: Any) -> None:
-        """Count a call of the model as merged or not. `kind`: the latents, then what else its time depends on."""
+        """Count a call, as merged if a rule is in force. `kind`: the latents, then what else its time depends on."""
         self._times.note_call(self.handle is not None and self.handle.is_live, *kind)
 
     def _take_off(self) -> Report | None:

@@ -48,7 +48,7 @@ def data_of(job: Job, lines: list[str]) -> dict[str, Any]:
 
 
 def _outcome(job: Job, hires: bool, has_hires: bool) -> str:
-    """Return the result of one pass as text: what merged, or why nothing did. `has_hires`: the job has a hires pass."""
+    """Say what merged in a pass, or why nothing did: without `has_hires` also that only the hires pass is to merge."""
     if job.config(hires) is None:
         is_missing = job.settings.strength and job.settings.where == HIRES and not has_hires
         return "not merged, because only the hires pass is to merge, and there is none" if is_missing else "left alone"

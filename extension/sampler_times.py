@@ -52,7 +52,7 @@ class SamplerTimes:
             del sampler.callback_state
 
     def note_call(self, is_live: bool, *kind: Any) -> None:
-        """Count a call, which merges if `is_live`. `kind`: the latents, then what else the call's time depends on."""
+        """Count a call for `counts`; it merges if `is_live`. `kind`: latents, then what else its time depends on."""
         self.timed_steps.call(*kind)
         self._calls_live += is_live
         self._live.setdefault(self.timed_steps.done, is_live)
@@ -75,7 +75,7 @@ class SamplerTimes:
         return (None if params.sigma.device.type == "cpu" else self.timed_steps.time) or host.read_time(params)
 
     def timesteps(self, p: Any) -> tuple[float, ...] | None:
-        """Return all steps' timesteps on Stable Diffusion's schedule; None if the list is not known or followed."""
+        """Return all steps' timesteps on Stable Diffusion's schedule; None until a list is known and followed."""
         if self._timesteps is None and self.timed_steps.times and self.timed_steps.follows:
             times = [host.to_unit_variance(p, time) for time in self.timed_steps.times]
             self._timesteps = tuple(time["timestep"] if "timestep" in time
@@ -84,9 +84,10 @@ class SamplerTimes:
         return self._timesteps
 
     def _listening(self, function: Callable, name: str) -> Callable:
-        """Return a sampler function that first reads its argument `name`, the list of times, into `timed_steps`.
+        """Return a sampler function that first puts the noise levels of all steps, in order, into `timed_steps`.
 
-        Nothing is read unless this argument and "callback" are given as keywords.
+        They come from its argument `name`, "sigmas" or "timesteps", without the level at which no step begins. Nothing
+        is read unless this argument and "callback" are given as keywords.
         """
         @functools.wraps(function)  # the webui inspects its parameters
         def listening(*args: Any, **kwargs: Any) -> Any:
@@ -102,7 +103,7 @@ class SamplerTimes:
 
 
 def _list_of(function: Any) -> str:
-    """Return a sampler function's argument with the times, by module and name: "sigmas" or "timesteps"; else ""."""
+    """Name a sampler function's list of times: "sigmas" in `_SIGMA_MODULES`, "timesteps" if `_BY_TIMESTEP`, else ""."""
     module, name = getattr(function, "__module__", ""), getattr(function, "__name__", "")
     if module in _SIGMA_MODULES:
         return "sigmas"

@@ -21,8 +21,8 @@ PARENT = __package__.rpartition(".")[0]
 class TokenMerging(host.Script):
     """The script with panel and hooks, one per tab. `p` is the webui's job; for `values` see `job_settings.read`."""
 
-    _request: Any = None  # the latest request, and the report of its jobs
-    _fact: host.CallableReport
+    _request: Any = None  # the ``script_args`` of the latest request, the same list for all of its jobs
+    _fact: host.CallableReport  # the report of these jobs
 
     def title(self) -> str:
         """Return the script's name, which API callers write in lower case."""
@@ -75,7 +75,7 @@ class TokenMerging(host.Script):
             sdnext.when_hires_begins(p, lambda: armed.arm(p, hires=True))
 
     def process_before_every_sampling(self, p: Any, *values: Any, **facts: Any) -> None:
-        """Arm the merging of the next pass, hires if ``p.is_hr_pass``. Forge calls this twice before a hires pass."""
+        """Arm merging again for the next pass, hires if ``p.is_hr_pass``. Forge does this twice before a hires pass."""
         armed.arm(p, p.is_hr_pass)
 
     def before_hr(self, p: Any, *values: Any) -> None:
@@ -83,7 +83,7 @@ class TokenMerging(host.Script):
         armed.disarm(is_whole=True)
 
     def postprocess_batch(self, p: Any, *values: Any, **facts: Any) -> None:
-        """End a batch before the infotexts are written: disarm; write our key if something merged, else remove it."""
+        """End a batch before the infotexts are written: disarm; write our key if this batch merged, else remove it."""
         armed.disarm(is_whole=True)
         vars(p).pop(sdnext.INIT_HIRES, None)
         job = job_of(p)
@@ -99,7 +99,7 @@ class TokenMerging(host.Script):
 
 
 def _job_of(p: Any, values: tuple) -> Job:
-    """Return the `Job` of a webui's job object, made at the first call, with an error if `read` refuses the values."""
+    """Return the `Job` of a webui's job object, made once; with an error, and off, if `read` refuses `values`."""
     job = job_of(p)
     if job is None:
         try:
@@ -111,9 +111,9 @@ def _job_of(p: Any, values: tuple) -> Job:
 
 
 def _write(p: Any, job: Job, merges: bool) -> None:
-    """Put the infotext key into a job's ``extra_generation_params`` if the picture merges; else remove the key.
+    """Give `p` a new ``extra_generation_params``: with the infotext key if the picture merges, else without it.
 
-    The entry with the report for API callers goes too if the job gives no report.
+    The entry with the report for API callers goes too if the job has no error and is not enabled.
     """
     is_reported = job.error or job.settings.enabled  # else the report goes, too
     others = {key: value for key, value in (p.extra_generation_params or {}).items()
@@ -124,7 +124,7 @@ def _write(p: Any, job: Job, merges: bool) -> None:
 
 
 def _report(p: Any, job: Job, processed: Any) -> None:
-    """Show the report in console and page, as the settings say, or an error on the page; give API callers the data."""
+    """Show the report in console and page, as set, or always `Job.error` on the page alone; give API callers data."""
     lines = [job.error] if job.error else lines_of(job, host.has_hires(p))
     if settings_tab.is_shown(settings_tab.CONSOLE) and not job.error:
         logger.info("%s", "; ".join(lines))

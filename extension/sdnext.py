@@ -13,12 +13,12 @@ _RATIOS = {"ToMe": "tome_ratio", "ToDo": "todo_ratio"}  # settings of its own me
 
 
 def is_pipeline(model: Any) -> bool:
-    """Tell whether a model is like a diffusers pipeline: it has a scheduler, and a UNet or a transformer."""
+    """Tell whether a model is like a diffusers pipeline: it has `scheduler`, and `unet` or `transformer`, even None."""
     return hasattr(model, "scheduler") and (hasattr(model, "unet") or hasattr(model, "transformer"))
 
 
 class RunningPipeline:
-    """The parts that the engine reads of the pipeline that ``running()`` returns, called anew at each access."""
+    """The `scheduler` and `unet` of the pipeline that ``running()`` returns; each access calls ``running()`` again."""
 
     def __init__(self, running: Callable[[], Any]) -> None:
         self._running = running

@@ -29,7 +29,7 @@ def value(key: str) -> Any:
 
 
 def default_of(name: str) -> Any:
-    """Return the settings tab's value for "enabled", "strength" or "where", which a job without a value uses."""
+    """Return the tab's unchecked "enabled", "strength" or "where" (its default if unset), for jobs without it."""
     return value(f"tome_{name}")
 
 

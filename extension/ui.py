@@ -71,7 +71,7 @@ def _quicksetting_updates(is_on: bool) -> list[Any]:
 
 
 def _link(tab: str) -> None:
-    """Link a tab's panel to the webui's controls as soon as all of them and the panel exist."""
+    """Link a tab's new panel to the webui's controls if all are made by now; call again after each that is made."""
     theirs = _found[tab]
     if tab in _waiting and len(theirs) == len(_OF_TAB[tab]):
         _waiting.pop(tab).follow({name: theirs.pop(name) for name in _OF_TAB[tab]})
@@ -137,7 +137,7 @@ class Panel:
         self._add(field.name, kind, label=label, value=value, min_width=120, **facts)
 
     def _start_with_saved_defaults(self, enabled: Any) -> None:
-        """Start each page with the settings tab's values, unless the user saved other defaults of the panel."""
+        """Start pages with the settings tab's values and its strength's expert settings, unless others were saved."""
         for name in DIAL:
             control = self.made[name]
             _show(control, "value", lambda control=control, name=name: _first_value(name, control.value))
@@ -208,7 +208,7 @@ def _first_value(name: str, saved: Any) -> Any:
 
 
 def rows_of(group: str) -> list[list[form.Field]]:
-    """Return a group's fields of the engine's form in rows of at most three: choices, then numbers, then switches."""
+    """Return a group's form fields in rows of at most three of one kind: choices, then numbers, then switches."""
     rows = []
     for kinds in ((gr.Dropdown,), (gr.Slider, gr.Number), (gr.Checkbox,)):
         fields = [field for field in form.FIELDS if field.group == group and _component(field)[0] in kinds]
@@ -219,7 +219,7 @@ def rows_of(group: str) -> list[list[form.Field]]:
 def _component(field: form.Field) -> tuple[Any, dict[str, Any]]:
     """Return a field's gradio class, and arguments without value and label.
 
-    A number is a gradio.Number if it may be unset or is the seed, else a Slider.
+    Choices give a Dropdown, a bool a Checkbox; a number a Number if it may be unset or is the seed, else a Slider.
     """
     if field.choices:
         return gr.Dropdown, {"choices": list(field.choices)}
@@ -263,7 +263,8 @@ def follow_strength(strength: float, own: bool, filled_for: float, *values: Any)
 def _line(by_factor: Any, *values: Any, measure: bool = False) -> str:
     """Return the panel's line for the next picture, as if merging were on, as HTML. An error becomes the line.
 
-    `values` are the panel's controls, then the webui's; `by_factor`: img2img resizes by a factor, so no size is known.
+    `values` are the panel's controls, then the webui's. `by_factor`: img2img resizes by a factor; the line says only
+    that the size is not known yet. `measure`: unknown gains are measured, which takes seconds.
     """
     # the panel's controls, then the webui's
     mine, theirs = values[: len(ARGUMENTS)], values[len(ARGUMENTS) :]
@@ -281,8 +282,8 @@ def _line(by_factor: Any, *values: Any, measure: bool = False) -> str:
 def _sizes(width: Any, height: Any, hires: Any = False, *scaling: Any) -> dict[bool, tuple[int, int]]:
     """Return the (width, height) of the first pass, by False, and if `hires` of the hires pass, by True.
 
-    `scaling` is a factor, then the hires pass's width and height, which replace the factor unless both are 0. A `width`
-    or `height` of None counts as 0.
+    `scaling` is a factor, then the hires pass's width and height. If either is not 0, they replace the factor, and the
+    webui computes a side of 0 from the other. A `width` or `height` of None counts as 0.
     """
     # the user may be typing a side, which is None then
     first = int(width or 0), int(height or 0)

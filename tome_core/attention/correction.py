@@ -47,8 +47,8 @@ class Correction(NamedTuple):
 def pick_queries(grid: Grid, width: int, device: torch.device) -> tuple[Tensor]:
     """Choose the tokens to whose exact outputs the correction is fitted: the middles of equal cells of the grid.
 
-    There are about a sixteenth of the tokens, but 32 at least, and at most 128 for heads of up to 32 channels
-    (`width`), else 256. Their numbers, ascending, int64 ``(1, queries)``, are in a tuple for `grid.cached_result`.
+    There are about a sixteenth of the tokens: from about 32 (or all, if fewer) to 128, or to 256 for heads of more than
+    32 channels (`width`). Their numbers, ascending, int64 ``(1, queries)``, are in a tuple for `grid.cached_result`.
     """
     tokens = grid.height * grid.width
     count = min(_MOST_IF_NARROW if width <= _NARROW else _MOST, max(_FEWEST, tokens // _TOKENS_PER_ANSWER), tokens)

@@ -21,7 +21,7 @@ _NO_OUTPUT_PROJECTION = nn.Sequential(nn.Identity(), nn.Identity())  # a project
 class AttentionDescription:
     """The base class of descriptions: how to run one kind of attention on given queries, keys and values.
 
-    A description has no state, so one object serves every module of its kind. If `problem` finds none, the caller
+    A description has no state, so one object serves every module of its kind. If `problem` returns None, the caller
     projects queries by ``module.to_q``, takes `keys_and_values`, merges, and uses `attend` and then `finish`. `kwargs`
     are the keyword arguments of the call except for its tokens.
 
@@ -33,7 +33,7 @@ class AttentionDescription:
     by_attribute = adds_bias = False
 
     def problem(self, module: nn.Module, kwargs: Kwargs) -> str | None:
-        """Return the reason, as text for the report, why the description does not fit a call; None if it fits."""
+        """Return why the description does not fit a call, as text for the report; None if it fits, always here."""
         return None
 
     def keys_and_values(self, module: nn.Module, keys: Tensor, values: Tensor, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
@@ -44,7 +44,7 @@ class AttentionDescription:
         return module.to_k(keys), module.to_v(values)
 
     def scale(self, module: nn.Module, width: int) -> float:
-        """Return the factor by which `attend` multiplies the logits. `width` is the number of channels of a head."""
+        """Return the logits' factor: ``module.scale`` if `by_attribute`, else ``width**-0.5`` of a head's `width`."""
         return float(module.scale) if self.by_attribute else width**-0.5
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kwargs: Kwargs) -> Tensor:
@@ -56,7 +56,7 @@ class AttentionDescription:
         raise NotImplementedError
 
     def finish(self, module: nn.Module, out: Tensor) -> Tensor:
-        """Apply the output projection of the module to the result of `attend`."""
+        """Apply the module's output projection to the result of `attend`, ``(batch, tokens, heads * head_dim)``."""
         return module.to_out(out)
 
 
@@ -90,7 +90,7 @@ class ForwardOnStandIn(AttentionDescription):
         self.by_attribute = by_attribute
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kwargs: Kwargs) -> Tensor:
-        """Run the module's ``forward`` on q, k and v. The bias, if any, is its ``mask``; `kwargs` are not used."""
+        """Run ``forward`` on a `StandIn`. A bias is its ``mask``, ``(batch, 1, 1, keys)``; `kwargs` are not used."""
         mask = {} if bias is None else {"mask": bias[:, None]}
         return type(module).forward(StandIn(module, q, k, v), q, context=k, **mask)
 
@@ -101,7 +101,7 @@ class _Processor(AttentionDescription):
     by_attribute = adds_bias = True
 
     def problem(self, module: nn.Module, kwargs: Kwargs) -> str | None:
-        """Return a reason if the module has a norm, an output scale or a residual connection, else None."""
+        """Return a reason for a group, spatial or cross norm, an output scale or a residual connection, else None."""
         norms = module.group_norm is not None or module.spatial_norm is not None or module.norm_cross is not None
         has_more = norms or module.residual_connection or module.rescale_output_factor != 1.0
         return "it has a norm, an output scale or a residual connection" if has_more else None
@@ -140,7 +140,8 @@ def description_of(function: Any) -> AttentionDescription | None:
 def full_name(function: Any) -> str:
     """Return ``module.qualified_name`` of a function, of the function in a `partial` or, for an object, of its class.
 
-    A decorated function gives ``"<decorator's inner function> around <full name of the function that it wraps>"``.
+    A decorated function gives ``"<module>.<name> around <full name of the function that it wraps>"``: module and name,
+    not qualified, are those of the decorator's inner function.
     """
     function = function.func if isinstance(function, partial) else function
     if hasattr(function, "__wrapped__") and hasattr(function, "__code__"):

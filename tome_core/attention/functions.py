@@ -33,7 +33,7 @@ def probe_bias(key: Hashable, function: Callable[..., torch.Tensor], scale: floa
 
 @torch.no_grad()
 def _try(function: Callable[..., torch.Tensor], scale: float, like: torch.Tensor) -> bool | None:
-    """Compare an attention function with torch's, without and with a bias, and return the result of `probe_bias`."""
+    """Compute the result of `probe_bias` from its arguments: compare with torch's function, without and with a bias."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, _TOKENS, *like.shape[2:], generator=generator).to(like)
     # three values, because a function could take two values for a mask of visible and hidden tokens

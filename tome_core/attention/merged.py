@@ -136,9 +136,9 @@ def merge(x: torch.Tensor, plan: MergePlan) -> torch.Tensor:
 
 
 def add_correction(out: torch.Tensor, q: torch.Tensor, correction: Correction) -> torch.Tensor:
-    """Return ``out + q M1 + out M2 + b`` in each head, a new tensor ``(batch, tokens, heads, head_dim)``, as `out` is.
+    """Return ``out + q M1 + out M2 + b`` in each sample's heads, a new tensor ``(batch, tokens, heads, head_dim)``.
 
-    M1 and M2 are the upper and the lower half of the correction's matrix, b is its constant. `q` has the form of `out`.
+    `out` and `q` have this form. M1 and M2 are the upper and the lower half of the correction's matrix, b its constant.
     """
     features, (matrix, constant, _) = out, correction
     if not matrix.dtype == out.dtype == q.dtype:  # the correction is of a step with another autocast

@@ -66,9 +66,9 @@ class Sampling:
 
     Args:
         guidance_of: takes the latents of a call. Returns how many pictures the batch holds copies of (two copies of two
-            pictures are a, b, a, b), and the number of the copy that is matched; None without guidance. (At a guidance
-            of 1.5, PSNR was 1 to 3 dB higher when the prompt's half was matched than when the negative prompt's was. At
-            7.5 they were equal.)
+            pictures are a, b, a, b), and the number, from 0, of the copy that is matched; None without guidance. (At a
+            guidance of 1.5, PSNR was 1 to 3 dB higher when the prompt's half was matched than when the negative
+            prompt's was. At 7.5 they were equal.)
         boundary: the timestep at which the early phase ends; None: as the rules say.
         is_known: True if the sampling's steps are known; False: they are to be read from its first call.
     """
@@ -86,9 +86,10 @@ class Sampling:
         self._shared: dict[tuple, tuple[int, int, int, Hashable] | None] = {}  # by kind of call
 
     def set(self, name: Hashable, timestep: float | None) -> None:
-        """Set the sampling's name and the timestep of the next calls. If either is None, no plan is used or kept.
+        """Set the sampling's name and the timestep of the next calls. If either is None, they use and keep no plan.
 
-        Another name, or None, drops all kept plans. Another name or timestep restarts the count of calls (`ordinal`).
+        Another name, or None as the name, drops all kept plans; None as the timestep drops none. Another name or
+        timestep restarts the count of calls (`ordinal`).
         """
         if name is None or name != self.name:
             self._plans.clear()  # a compiled model's last call still holds this dict
@@ -102,8 +103,9 @@ class Sampling:
         """Count a call that begins now, and return the kept plans for it; None if no plan is used or kept.
 
         None is returned if the name or the timestep of the latest `set` is None. `batch` is the call's latents ``[B, C,
-        ...]``; without guidance, or with None, plans are not shared. `called` is the host's name for the call; None
-        stands for calls without a name. Calls of different names may come in any order.
+        ...]``. With guidance (see `_guidance_in`), plans are shared if it repeats its own first pictures or those of
+        the first guided call at this timestep; without, or with None, they are not. `called` is the host's name for the
+        call; None stands for calls without a name. Calls of different names may come in any order.
         """
         if self.name is None or self._timestep is None:
             return None
@@ -121,9 +123,9 @@ class Sampling:
         return KeptPlans(self._plans, ordinal, self._timestep, shared)
 
     def _guidance_in(self, batch: Any) -> Guidance | None:
-        """Return ``guidance_of(batch)``, or (1, 0) if `batch` is a view that repeats a single latent by stride 0.
+        """Return ``guidance_of(batch)``, a `Guidance`; (1, 0) for a view that repeats a single latent by stride 0.
 
-        None also if `batch` is no plain tensor with values, or has fewer than 2 dimensions.
+        None without guidance, or if `batch` is no plain tensor with values or has fewer than 2 dimensions.
         """
         if type(batch) is not torch.Tensor or batch.is_meta or batch.dim() < 2:
             return None
@@ -135,7 +137,8 @@ def _share(
 ) -> tuple[int, int, int, Hashable] | None:
     """Return `KeptPlans.shared` if `batch` repeats the pictures of a call in `calls`, else None; waits for the device.
 
-    A call is (ordinal, latents). The result is (samples, copies, the matched copy's number, name), where the name holds
+    A call is (ordinal, latents), and its first latents, as many as `guidance` has pictures, are its pictures. The
+    result is (samples in `batch`, copies of the pictures in it, the matched copy's number, name), where the name holds
     the ordinal of the first of `calls` with the same pictures.
     """
     pictures, matched = guidance

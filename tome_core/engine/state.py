@@ -144,7 +144,7 @@ class State:
 
         Returns:
             The output ``[B, N, C]``; None if the part is left unmerged, so that the host has to call it. The reason is
-            counted, unless the part is no "attn" and rules merge other parts of this level.
+            counted, except for a "crossattn" or "mlp" that no rule merges while rules merge other parts of this level.
         """
         rules, why = self.decide(call, level, grid.height * grid.width, x.device)
         rule, plan = getattr(rules, part), None
@@ -300,8 +300,9 @@ class State:
         self, *, percent: float | None = None, timestep: float | None = None, sigma: float | None = None,
         sampling: Hashable = None, pictures: int | None = None, timesteps: Sequence[float] | None = None,
     ) -> None:  # fmt: skip
-        """Set the time of the next calls, on one of three scales. A timestep goes before a sigma if both are given.
+        """Set the time of the next calls on one of three scales. A timestep goes before a sigma if both are given.
 
+        If a percent is given too, it decides limits in percent, and the timestep or sigma decides limits in timesteps.
         Without a time, each call's time is read from the model's timestep argument, and `sampling` keeps no plan.
 
         Args:
@@ -371,7 +372,7 @@ def _check_pass(pictures: int | None, timesteps: Sequence[float] | None) -> None
 
 
 def _draw(call: ModelCall, level: int, rule: MergeRule, device: torch.device) -> Draw | None:
-    """Return a match's random draw, by the first sample's timestep in the call; None if the rule does not draw."""
+    """Return a match's random draw, by the first sample's timestep in the call; None if `rule.use_rand` is off."""
     if not rule.use_rand:
         return None
     time = call.timestep

@@ -62,14 +62,14 @@ class Clock:
         return Time(timestep, percent)
 
     def boundary_in(self, timesteps: Sequence[float]) -> float | None:
-        """Return the timestep at and above which a sampling's steps are early, for `at`.
+        """Return the timestep at and above which a sampling's steps are early, for `at`; see function `boundary_in`.
 
-        None if the phase ends as in a whole picture, or if no rule has an early phase.
+        None if the phase ends as in a whole picture, also if `timesteps` is empty, or if no rule has an early phase.
         """
         return boundary_in(timesteps, self._early_until) if self._early else None
 
     def at(self, time: Time, boundary: float | None = None) -> ActiveRules:
-        """Return the rules in force at a time: the same object for all known times with the same rules.
+        """Return the rules in force at a time: the same object for all known times at which the same limits hold.
 
         At `UNKNOWN`, only rules without any limit on the time are in force. `boundary` is the timestep at which the
         early phase of this sampling ends; None: as the rules say.
@@ -87,7 +87,7 @@ class Clock:
     def _holds(self, rule: MergeRule, time: Time, boundary: float | None) -> bool:
         """Return whether a rule holds at a time, apart from the config's limits in percent.
 
-        With a `boundary`, a rule of an early phase holds at and above it, within the limits of the rule it stems from.
+        With a timestep `boundary`, an early phase's rule holds from it up, within the limits of the rule it stems from.
         """
         late = self._early.get(rule) if boundary is not None else None
         if late is None:
@@ -219,8 +219,8 @@ class ModelTime:
     def _look_at(self, timestep: Any) -> ActiveRules:
         """Set `now` to the rules in force at a timestep argument, and return them.
 
-        The timestep of this thread's latest sampling is set to the argument's. The argument's value is read only if the
-        scheduler's steps do not tell the time by its place in memory, and something depends on the time.
+        The timestep of this thread's latest sampling is set to the argument's. The argument's value is read only if its
+        place in memory does not tell the scheduler's step, and if the rules or a sampling's kept matches need the time.
         """
         sampling, steps = self._mine.latest, self.scheduler_steps
         step = None if steps is None else self._first_of(steps.steps_by_memory(timestep))
@@ -243,9 +243,10 @@ class ModelTime:
         return steps[0] if steps else None
 
     def _read(self, timestep: Any) -> Time | None:
-        """Return the time by the argument's value, which waits for a GPU; None if it has no value or different ones.
+        """Return the time by the argument's value, which waits for a GPU; None if it is None or its values differ.
 
-        It is the time of the scheduler's step with this timestep, if there is one, else on Stable Diffusion's schedule.
+        Meta tensors and those of torch.func or a tracer have no value: None too. The time is that of the scheduler's
+        step with this timestep, if there is one, else on Stable Diffusion's schedule.
         """
         if torch.is_tensor(timestep):
             is_wrapped = type(timestep) is not torch.Tensor or torch._C._functorch.is_functorch_wrapped_tensor(timestep)

@@ -43,7 +43,7 @@ def why_not_now(unet: nn.Module, places: Sequence[BlockPlace], is_called: bool, 
 
 
 def device_and_dtype_of(unet: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Return the device of a UNet's calls, accelerate's if that moves the UNet, and its weights' dtype."""
+    """Return the device of a UNet's calls, accelerate's if that moves the UNet, and its first float weight's dtype."""
     weight = next(parameter for parameter in unet.parameters() if parameter.is_floating_point())
     device = getattr(getattr(unet, "_hf_hook", None), "execution_device", None)
     return torch.device(weight.device if device is None else device), weight.dtype
@@ -75,9 +75,9 @@ def time_calls(patch: Any, call: CallUNet, latents: torch.Tensor, steps: int, ro
     """Time merged calls, each kind of step `rounds` times, between unmerged ones. Time and counts of `patch` change.
 
     `call` takes `latents` ``[B, C, H, W]`` and timesteps ``[B]``. A picture has `steps` steps, of which each kind is
-    timed and counts as often as it occurs (see `steps_of`). Return median seconds of an unmerged call, mean seconds of
-    a call over a picture's steps with the patch, and the saved share of self-attention work, 0 to 1; three zeros if no
-    rule is in force at any step.
+    timed and counts as often as it occurs (see `steps_of`); a step without a rule in force counts as an unmerged call.
+    Return median seconds of an unmerged call, mean seconds of a call over all steps of a picture with the patch, and
+    the share of self-attention work that they save, 0 to 1; three zeros if no rule is in force at any step.
     """
     clock, pictures = clock_for(latents.device), pictures_in(len(latents))
     picture = steps_of(patch.clock, steps)
@@ -135,9 +135,9 @@ def pictures_in(batch: int) -> int:
 
 
 def noise_for(unet: nn.Module, batch: int, height: int, width: int) -> torch.Tensor:
-    """Return fixed random latents ``[batch, C, height, width]``, float32 on the CPU; an even batch has each twice.
+    """Return fixed random latents ``[batch, C, height, width]``, float32 on the CPU.
 
-    `height` and `width` are latent cells. C are the channels that the UNet takes.
+    `height` and `width` are latent cells. C are the channels that the UNet takes. An even batch is two equal halves.
     """
     channels = next(module.in_channels for module in unet.modules() if isinstance(module, nn.Conv2d))
     pictures = pictures_in(batch)
@@ -162,7 +162,7 @@ def call_of(unet: nn.Module, place: BlockPlace, latents: torch.Tensor) -> CallUN
 
 
 def _added_conditions(unet: nn.Module, latents: torch.Tensor) -> dict[str, Any]:
-    """Return a diffusers UNet's keywords for SDXL's conditions, all zeros; {} if none. Raises ValueError for others."""
+    """Return a diffusers UNet's keywords: zeros for SDXL, {} if none. Raises ValueError if it needs other inputs."""
     config = unet.config
     kind = getattr(config, "addition_embed_type", None)
     needs = [name for name in ("class_embed_type", "num_class_embeds", "encoder_hid_dim_type", "time_cond_proj_dim")

@@ -42,7 +42,7 @@ class Measured(State):
             height: height of a picture, in pixels.
             width: width of a picture, in pixels.
             batch: number of samples in a call; 2 for one picture with guidance.
-            steps: number of a picture's steps.
+            steps: number of a picture's steps; the gain's merged time is the mean over all, also unmerged ones.
             rounds: how often each kind of call is timed; the median counts.
             call: calls the UNet with latents ``[B, C, H, W]`` and timesteps ``[B]``, if it takes other inputs than a
                 prompt.
@@ -121,7 +121,7 @@ class Measured(State):
     def ask_whether_it_pays(self) -> None:
         """Set `pays` by the gains known now; to None for a compiled UNet, a transformer, or if nothing asks for it.
 
-        A rule with `only_if_it_pays` asks for it, and any known gain, of whatever model.
+        A rule with `only_if_it_pays` asks for it; so does any known gain, of whatever model.
         """
         self.pays = None
         asks = any(rule.only_if_it_pays for rule in self.clock.rules)

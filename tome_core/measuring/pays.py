@@ -44,10 +44,10 @@ class Pays:
     def gates(self, rules: Sequence[LevelRules], latent: Any) -> tuple[Gate, ...]:
         """Return for each level whether rules with `only_if_it_pays` merge, for `engine.decision.decide`.
 
-        It is True, or the reason why merging does not pay, or None if the number of tokens decides. If a gain says that
-        merging pays, the finest level with one of the `rules` is True, the others None. If a gain or, without gains,
-        the estimate says that it does not, all levels have the reason. Else all are None, also if `latent` has not four
-        dimensions. The gain that decides is added to `used`.
+        It is True, or the reason why merging does not pay, or None if the number of tokens decides. With `always`, or
+        if a gain says that merging pays, the finest level with one of the `rules` is True, the others None. If a gain
+        or, without gains, the estimate says that it does not, all levels have the reason. Else all are None, also if
+        `latent` has not four dimensions. The gain that decides is added to `used`.
         """
         if not torch.is_tensor(latent) or latent.dim() != 4:
             return (None,) * len(rules)
@@ -61,7 +61,7 @@ class Pays:
         return tuple(gate if gate is not True or level == finest else None for level in range(len(rules)))
 
     def _gate_of(self, latent: torch.Tensor) -> tuple[Gate, Gain | None]:
-        """Return (True, a reason against merging or, if the token count decides, None; the measured gain or None)."""
+        """Return (gate, measured gain or None); gate: True, a reason not to merge, None if the token count decides."""
         batch, _, height, width = latent.shape
         gain = nearest(self._gains, device_of(latent.device), dtype_of(latent.dtype), height, width, batch)
         if gain is not None or self._always:
@@ -73,7 +73,8 @@ class Pays:
 def about(unet: nn.Module, places: Sequence[BlockPlace], config: MergeConfig) -> tuple[str, ...]:
     """Return the first five fields of a `Gain`: model, rules, attention, and the versions of torch and this package.
 
-    The seed is left out, because a host may draw it for each picture. `places`, the UNet's blocks, must not be empty.
+    The rules are without the seed, because a host may draw it for each picture. The attention is that of the first of
+    `places`, the UNet's blocks, which must not be empty.
     """
     blocks = [(place.path, place.halvings, *widths_of(place.block),
                getattr(getattr(place.block, "attn1", None), "heads", 0)) for place in places]  # fmt: skip
@@ -94,7 +95,7 @@ def widths_of(block: nn.Module) -> tuple[int, int]:
 
 
 def device_of(device: torch.device) -> str:
-    """Return the name of a CUDA GPU, or a CPU's name and torch's number of threads, or the type of another device."""
+    """Return a CUDA GPU's name; a CPU's kind and torch's threads, as ``x86_64, threads 8``; or a device's type."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "cpu":

@@ -46,18 +46,18 @@ class Steps:
         self.calls, self._kinds = 0, set()
 
     def begin(self, times: list[Any]) -> None:
-        """Begin a sampler's loop over these times; of earlier loops only the `calls` stay."""
+        """Begin a sampler's loop over these times; of earlier loops only what `call` noted stays."""
         self.times, self.done, self.follows = times, 0, True
         self._reports: list[tuple[float, int]] = []  # (time, number of calls) of the first and the last report
 
     def call(self, latent: Any = None, *more: Any) -> None:
-        """Note a call and what its time depends on: latents ``[B, C, (frames,) H, W]`` and, with them, `more`."""
+        """Count a call; note shape, dtype, device of latents ``[B, C, (frames,) H, W]`` with hashable `more`."""
         self.calls += 1
         if torch.is_tensor(latent):
             self._kinds.add((tuple(latent.shape), latent.dtype, latent.device, *more))
 
     def count_step(self, step: Any) -> None:
-        """Count a step, whatever `step` is, and note the time; `follows` stays True only for ints 0, 1, 2 and so on."""
+        """Count any step; keep the first and latest time. `follows` stays True only for ints 0, 1, 2 and so on."""
         self.follows = self.follows and type(step) is int and step == self.done
         self.done += 1
         self._reports[1:] = [(self.clock(), self.calls)]
@@ -88,8 +88,8 @@ class Steps:
 
         `model` is the model as it is without a patch; None if that is not known. `config` and the patch's `report` are
         None for an unmerged picture: its time is kept, the result is "". `beside` has further conditions on which the
-        time depends. Nothing is kept, and the result is "", if `model` is None, or fewer than 6 calls lay between first
-        and last report, or none had latents, or there is a `config` and nothing merged.
+        time depends. Nothing is kept, and the result is "", if `model` is None, or fewer than 6 calls lay between the
+        first and the last reported step, or none had latents, or there is a `config` and nothing merged.
         """
         (start, before), (end, after) = (*self._reports, (0.0, 0), (0.0, 0))[:2]
         did_not = config is not None and (report is None or not report.merged_anything)
@@ -109,14 +109,15 @@ def known_gain(model: nn.Module, config: MergeConfig, height: int, width: int) -
 
     `model` is the model as it is without a patch; it is not called. Of all conditions, such as samplers, those of the
     latest such picture count. The text is like ``about 1.5x faster, from your own pictures (...)``; "" if too few
-    pictures are known.
+    pictures are known, or if their times vary too much.
     """
     return KNOWN.of_pictures(_where(model, [(height // PIXELS, width // PIXELS)]), _rules(config))
 
 
 def _where(model: nn.Module, sides: list[tuple[int, int]]) -> str:
-    """Return a hash of the model's parts and dtypes, versions, the command line, and `sides`.
+    """Return a hash of the model's code, sizes by dtype, versions, the command line's arguments, and `sides`.
 
+    Code: the names of the modules' forward functions, of attention in these, and of processors. Sizes: of all weights.
     `sides` are the different (height, width) of the latents, in cells, sorted.
     """
     parts: Counter[str] = Counter()

@@ -167,8 +167,8 @@ def split_grid(grid: Grid, sy: int, sx: int, draw: Draw | None, x: Tensor, st: i
     """Return the numbers of a grid's destinations, one for each cell, and of its sources, which are all other tokens.
 
     A cell has `st` frames, `sy` rows and `sx` columns, or those of the grid if they are fewer. The results of
-    `split_cells`, int64, have a row for each timestep of `draw`. Without a draw, they have one row, come from a cache
-    and must not be changed. Of `x` only the device is used.
+    `split_cells`, int64, have a row for each timestep of `draw`. Without a draw, the first token of each cell is a
+    destination; the results have one row, come from a cache and must not be changed. Of `x` only the device is used.
     """
     if draw is None:
         return cached_result(_split_first, x, grid, sy, sx, st)

@@ -77,7 +77,7 @@ def keys_of_groups(plan: MergePlan, x: torch.Tensor, by_distance: bool) -> tuple
 
 
 def _offsets_of_single_rows(count: int, device: torch.device) -> tuple[torch.Tensor]:
-    """Return, in a tuple for `cached_result`, 0 to `count`: offsets for `kernels.mean_rows` of groups of one row."""
+    """Return int64 0 to `count`, inclusive, in a tuple for `cached_result`: `mean_rows`' offsets of one-row groups."""
     return (torch.arange(count + 1, device=device),)
 
 

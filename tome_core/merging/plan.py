@@ -107,9 +107,9 @@ class MergePlan:
     def merge(self, x: torch.Tensor) -> torch.Tensor:
         """Return the mean of each group, ``(batch, groups, channels)`` in the dtype of `x`; 0 for an empty group.
 
-        `x` is ``(batch, tokens, channels)``, any float dtype. Sums are in float32 or float64: 4,096 sums in half
-        precision lose three digits. Equal inputs give equal bits. Differentiable. ``merge(unmerge(y))`` is `y`, up to
-        rounding, for groups with a token.
+        `x` is ``(batch, tokens, channels)``, any float dtype. Sums are in float32, in float64 for a float64 `x`: 4,096
+        sums in half precision lose three digits. Equal inputs give equal bits. Differentiable. ``merge(unmerge(y))`` is
+        `y`, up to rounding, for groups with a token.
 
         Raises:
             ValueError: the shape of `x` does not fit the plan.
@@ -234,7 +234,7 @@ class MergePlan:
                              f"expected [{rows if rows > 1 else 'B'}, {count} {unit}, C]")
 
     def _flat_groups(self, batch: int) -> torch.Tensor:
-        """Return each token's group plus ``sample * num_groups``, int64 ``(batch * tokens,)``, cached."""
+        """Return groups plus ``sample * num_groups``, int64 ``(batch * tokens,)``, cached; one row serves all."""
         return self._once(("rows", batch), lambda: _flat_rows(self.group, batch, self.num_groups))
 
     def _sorted_segments(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:

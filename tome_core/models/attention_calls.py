@@ -204,7 +204,8 @@ class HeadsCall(AttentionCall):
     def compute(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Call the host's function on tensors ``(batch, tokens, heads, head_dim)``, and return an output of this form.
 
-        The tensors are first brought into the form that the host uses. `bias` is passed on as the mask.
+        The host gets the tensors as ``(batch, heads, tokens, head_dim)`` if `skip_reshape`, else as
+        ``(batch, tokens, channels)``, and `bias` as the mask.
         """
         q, k, v = (tensor.transpose(1, 2) if self._skip_reshape else tensor.flatten(2) for tensor in (q, k, v))
         out = self._function(q, k, v, self._heads, mask=bias, **self._kwargs)

@@ -151,7 +151,7 @@ def pack(values: Sequence[Any]) -> tuple[str, list[torch.Tensor], list[int]] | N
 
 
 def _form(value: Any, tensors: list[torch.Tensor], numbers: list[int]) -> str:
-    """Return the form of a value as in `pack`, "?" for an unsupported type such as a dict; append its contents."""
+    """Return the form of a value as in `pack`, "?" for an unsupported type, as a dict; append tensors and ints."""
     if torch.is_tensor(value):
         tensors.append(value)
         return "t"
@@ -169,7 +169,7 @@ def _form(value: Any, tensors: list[torch.Tensor], numbers: list[int]) -> str:
 
 
 def unpack(form: str, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> list[Any]:
-    """Return the nested values that `pack` has flattened, floats as tensors.
+    """Return the list of values that `pack` flattened into these, nested as in `form`; floats stay tensors.
 
     >>> unpack("ni[(ii)]", [], [3, 1, 4])
     [None, 3, [(1, 4)]]

@@ -58,8 +58,8 @@ class Overlay:
 class _ReplacedFunction:
     """The replacement of a host's function, `namespace[name]`, which is looked up at each call.
 
-    `current.answer` gets each call as an `AttentionCall`, which `read_call` makes of it. Without an answer the host's
-    function is called.
+    `current.answer` gets each call as an `AttentionCall`, which `read_call` makes of it. If `current.answer` is None,
+    the host's function is called.
     """
 
     def __init__(self, namespace: dict[str, Any], name: str, read_call: Callable[..., AttentionCall]) -> None:
@@ -87,7 +87,7 @@ _BY_NAME: dict[str, Callable[..., AttentionCall]] = {"dispatch_attention_fn": Di
 def register_name(name: str, read_call: Callable[..., AttentionCall] = HeadsCall) -> None:
     """Register a global name as that of an attention function, so that attentions whose code calls it can merge.
 
-    `read_call` takes the function and the arguments of a call, and returns an `AttentionCall`. A second entry for a
+    ``read_call(function, *args, **kwargs)`` makes an `AttentionCall` of a call of the function. A second entry for a
     name replaces the first.
     """
     _BY_NAME[name] = read_call
@@ -96,7 +96,7 @@ def register_name(name: str, read_call: Callable[..., AttentionCall] = HeadsCall
 
 
 def attention_names_in(code: Any) -> list[str]:
-    """Return full names of the functions that the globals of `code` hold under registered names, called or not.
+    """Return full names of all functions that the globals of `code` hold under registered names, even if not called.
 
     The list is empty if `code` is no function.
     """
@@ -207,7 +207,7 @@ def _replacement_in_code(function: Any) -> CodeReplacement | None:
 
 @lru_cache(maxsize=256)
 def _replacement_in_processor(kind: type) -> CodeReplacement | None:
-    """Return the `CodeReplacement` of a processor class's ``__call__``, with `processor` set.
+    """Return the `CodeReplacement` of a processor class's ``__call__``; its `processor` is a subclass of `kind`.
 
     None if `_replacement_in_code` gives none, if the code writes to attributes, or if instances have no ``__dict__``.
     """
@@ -241,7 +241,8 @@ def traced(kind: type, method: str) -> type[Overlay] | None:
     """Return a class of stand-ins for `kind`, the class of an attention or of a processor; None if there can be none.
 
     A call of an instance runs `method` as `kind` has it, but with its attention function replaced. There can be none if
-    that function cannot be replaced, or is neither torch's nor diffusers' dispatcher, which graphs support.
+    `method` is not written in Python, writes to globals, or calls none of the functions that graphs support: torch's
+    and diffusers' dispatcher.
     """
     replacement = _replacement_in_code(getattr(kind, method))
     if replacement is None or replacement.replaced_function.read_call not in (TorchCall, DispatchCall):

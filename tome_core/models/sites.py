@@ -34,7 +34,7 @@ _UNSUPPORTED_ARGUMENTS = "a compiled model does not support these arguments"
 
 
 class ModelSite(NumberedSite):
-    """The wrap around the forward of a model. It makes a record, a `ModelCall`, of each call's timestep and latent."""
+    """The wrap around a model's forward. It makes a `ModelCall` of a call's timestep and latent, if it may merge."""
 
     def __init__(self, model: nn.Module, wraps: WrapSet) -> None:
         super().__init__(model)
@@ -73,7 +73,7 @@ class ModelSite(NumberedSite):
             calls.in_graph = self._begin_call(wraps.patch, unpack(form, tensors, numbers))
 
     def _begin_call(self, state: State, read: list[Any]) -> ModelCall:
-        """Begin a model call and return its record. `read` has the values that the adapter's `pick` has returned."""
+        """Begin a call and return its record, for the caller to keep. `read` has the values of the adapter's `pick`."""
         adapter = self.wraps.adapter
         timestep, latent, facts = adapter.read(self.target, dict(zip(adapter.reads, read, strict=True)), state.time)
         call = state.begin(timestep, latent)
@@ -203,8 +203,8 @@ class AttentionSite(NumberedSite):
     def _answer(self, call: ModelCall, seen: list[bool]) -> Callable[[AttentionCall], torch.Tensor]:
         """Return a function that takes an `AttentionCall` and returns the result of `attend_call` for this attention.
 
-        Each call of it appends to `seen`. The layout is this level's in ``call.layouts``; if there is none, the adapter
-        is asked for it by `attend_call`, once the number of tokens is known.
+        Each call of it appends to `seen`: True for self-attention, False for keys of other tokens. The layout is this
+        level's in ``call.layouts``; if there is none, `attend_call` asks the adapter, with the number of tokens.
         """
         layout = call.layouts.get(self.level) or partial(self.wraps.adapter.layout_of, call, self)
         heads = getattr(self.target, "heads", 1)
@@ -282,9 +282,9 @@ class AttentionSite(NumberedSite):
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Return the attention's output while a compiler traces, with the operator ``attend`` in the graph if possible.
 
-        That is possible if the model's call may merge and the attention's code, without another extension's wrapper,
-        calls torch's function or diffusers' dispatcher. Otherwise the attention is compiled without merging, and if
-        there is a patch, the reason is noted for the report.
+        That is possible if the model's call may merge, no foreign torch function mode is active, and the attention's
+        code, without another extension's wrapper, calls torch's function or diffusers' dispatcher. Otherwise the
+        attention is compiled without merging, and if there is a patch, the reason is noted for the report.
         """
         state, begun = self.wraps.patch, self.wraps.begun
         if state is None:

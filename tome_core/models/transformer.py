@@ -98,7 +98,7 @@ def _read_ids(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
     """Read Flux's or Krea 2's call: ids of picture, row and column show the grid, or `NO_GRID` is returned.
 
     References follow the picture. Krea 2's ids begin with those of the text. `Tokens.latent` gets 2 x 2 pixels for each
-    token if ``config.patch_size`` is 1 and the channels are a multiple of 4, at least 16; else one pixel.
+    token if ``config.patch_size`` is 1 or missing and the channels are a multiple of 4, at least 16; else one pixel.
     """
     packed = given["hidden_states"]
     shape = _grid_of_ids(given["img_ids"] if "img_ids" in given else given["position_ids"], packed.shape[1])
@@ -130,7 +130,7 @@ def _grid_of_ids(ids: torch.Tensor, count: int) -> tuple[int, int] | None:
 def _read_grid(ids: torch.Tensor) -> tuple[int, int] | None:
     """Return height and width, in tokens, of the first picture by ids ``(tokens, 3)``: picture, row and column.
 
-    None if the picture's rows and columns are no grid.
+    The picture ends before the first other picture number. None if its rows and columns are no grid.
     """
     picture = ids[: int((ids[:, 0] == ids[0, 0]).long().cumprod(0).sum())]
     width = int((picture[:, 1] == picture[0, 1]).long().cumprod(0).sum())
@@ -145,7 +145,7 @@ def _read_shapes(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
     """Read Qwen-Image's call: the argument `img_shapes`, with an entry for each sample, shows the grid.
 
     An entry is the picture's ``(frames, height, width)`` in tokens, or a list of this and of the references' shapes.
-    Return `NO_GRID` without `img_shapes`, `UNEVEN` if its entries differ.
+    `Tokens.count` includes the references. Return `NO_GRID` without `img_shapes`, `UNEVEN` if its entries differ.
     """
     shapes = given["img_shapes"]
     if not shapes:
@@ -235,7 +235,7 @@ def find_transformers(model: Any) -> list[nn.Module]:
 
 
 def find_attentions(model: nn.Module, family: Family) -> list[tuple[str, nn.Module]]:
-    """Return path and module of each attention whose path matches `family.attentions`, in the order of the modules."""
+    """Return path and module of each attention whose whole path matches `family.attentions`, in the modules' order."""
     return [(path, module) for path, module in model.named_modules() if re.fullmatch(family.attentions, path)]
 
 

@@ -63,10 +63,10 @@ class UNetAdapter:
     def wraps(self, unet: nn.Module, levels: Levels, make: Callable) -> Iterator[Wrap]:
         """Yield the wraps to put on the UNet, the outermost first.
 
-        Below the UNet only `levels` get wraps, around transformers and attentions. With "tomesd" in a level's value,
-        its blocks and their parts get wraps too, because parts may be called with merged tokens; with "mlp" alone, only
-        feed-forward layers do. `make` takes a class of wraps, the module to wrap and further arguments of the class,
-        and returns a wrap.
+        Below the UNet only `levels` get wraps, on transformers and self-attentions. With "tomesd" in a level's value,
+        its blocks and their parts get wraps too: parts may be called with merged tokens. With "mlp" alone, feed-forward
+        layers do. `make` takes a class of wraps, the module to wrap and further arguments of the class, and returns a
+        wrap.
         """
         yield make(ModelSite, unet)
         before, places = None, self.places
@@ -117,9 +117,10 @@ class UNetAdapter:
 
 
 class BlockSite(Wrap):
-    """The wrap around a block, which keeps the block's input in ``ModelCall.block`` while the block's parts run.
+    """The wrap around a block, which keeps the block's input and plans in ``ModelCall.block`` while its parts run.
 
-    It replaces the block's ``_forward`` if the class has that method, else ``forward``.
+    The input is not kept if it is no 3-D tensor or its tokens are not the picture's grid. The wrap replaces the block's
+    ``_forward`` if the class has that method, else ``forward``.
     """
 
     def __init__(self, block: nn.Module, wraps: WrapSet, level: int) -> None:
@@ -202,7 +203,7 @@ class PartSite(Wrap):
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Call the part unmerged while a compiler traces, and return its output.
 
-        If a rule of the patch would merge the part, note for the report that compiled blocks do not.
+        If a rule of the patch, of any level or ratio, merges such parts, note for the report that compiled ones do not.
         """
         state = self.wraps.patch
         if state is not None and any(getattr(rule, f"merge_{self.part}") for rule in state.clock.rules):
@@ -249,7 +250,7 @@ def _run_around(site: Any, call: ModelCall, path: str, part: str, args: tuple, k
 def _call_merged(original: Callable, args: tuple, kwargs: dict[str, Any], tokens: int, merge: Callable) -> Any:
     """Call a part with merged tokens, and return its output for these; `merge` merges a tensor of all tokens.
 
-    The first argument merges; contexts and values too if they have `tokens` tokens, which is 0 to leave them.
+    The first argument merges. So does the second, or a context or value by name, if it has `tokens` tokens; 0: none.
     """
 
     def merged(value: Any) -> Any:
@@ -260,9 +261,10 @@ def _call_merged(original: Callable, args: tuple, kwargs: dict[str, Any], tokens
 
 
 def _problem_of(part: str, module: nn.Module, x: torch.Tensor, args: tuple, kwargs: dict, context: Any) -> str:
-    """Return why a part cannot be called with merged tokens, or "". `x` is the block's input, `context` the part's.
+    """Return why a part ("attn", "crossattn" or "mlp") of a block cannot be called with merged tokens; "" if it can.
 
-    Reasons: unsupported `args`, other tokens than those of `x`, some masks, keys of other tokens, a stateful hook.
+    `x` is the block's input; `context` is the part's own, the tokens of its keys, or None. Reasons: unsupported `args`,
+    other tokens than those of `x`, some masks, keys of other tokens (for an "attn"), a stateful hook.
     """
     if not args or not torch.is_tensor(args[0]) or args[0].dim() != 3 or (part == "attn" and len(args) > 2):
         return ARGUMENTS

@@ -71,8 +71,8 @@ def find_unet(model: Any) -> nn.Module:
             (``.diffusion_model``). Each may be wrapped by ``torch.compile``, ``DataParallel`` or a similar class.
 
     Returns:
-        The UNet, or any other module itself. For a pipeline without a UNet, its ``.transformer``, so that `find_blocks`
-        can name it in an error. All without wrappers.
+        The UNet. For a pipeline or module without a UNet, its ``.transformer``, so that `find_blocks` can name it in an
+        error; if it has none, the module itself. All without wrappers.
 
     Raises:
         TypeError: `model` is not a model.

@@ -125,7 +125,7 @@ class Wrap:
         return wrap
 
     def _new_wrap(self) -> Wrap:
-        """Return a copy of this wrap for the same target, which is not installed."""
+        """Return a shallow copy of this wrap, with all its attributes, for `install` to put on the same target."""
         wrap = object.__new__(type(self))
         vars(wrap).update(vars(self))
         return wrap
@@ -161,7 +161,7 @@ class Wrap:
         return "_old_forward" if hooked else self.name
 
     def _find_beneath(self) -> Any:
-        """Return the method on the target on which this wrap would go, past inactive wraps; None for the class's."""
+        """Return the method on which this wrap would go, past inactive wraps; None for the class's, even if bound."""
         method = without_inert(vars(self.target).get(self._slot()))
         is_bound = getattr(method, "__self__", None) is self.target
         # A wrap's function that another program bound to the target counts as the class's: it calls the class's method.
@@ -220,9 +220,9 @@ def over_hook(module: nn.Module | None) -> Any:
 
 
 def wrap_of(method: Any) -> Wrap | None:
-    """Return the wrap that a method belongs to or that it is; None if it is no wrap's.
+    """Return the wrap that `method` is bound to, or `method` if it is a wrap; else None, also for a plain function.
 
-    A wrap's function that another program has bound to a target belongs to the target's first wrap.
+    A wrap's ``forward`` that another program has bound to a target gives the target's first wrap.
     """
     owner = getattr(method, "__self__", method)
     if isinstance(owner, Wrap):
@@ -342,7 +342,7 @@ class WrapSet:
         self.wraps = [wrap.install() for wrap in self.wraps]
 
     def take_off(self) -> None:
-        """Remove all wraps and forget the patch. Call this again if it was interrupted."""
+        """Uninstall all wraps, keep those released for the next patch, forget this one. If interrupted, call again."""
         for wrap in reversed(self.wraps):
             target = wrap.target
             wrap.uninstall()
@@ -441,7 +441,7 @@ def take_off(model: nn.Module, patch: Any) -> None:
 
 
 def drop_mark(module: nn.Module) -> None:
-    """Remove what `wraps_on` reads, as a copy or an interrupt may leave it, from a module without a patch in force."""
+    """Remove from a module what `wraps_on` reads, as a copy or interrupt may leave it, unless a patch is in force."""
     if getattr(wraps_on(module), "patch", None) is None:
         vars(module).pop(_SET_MARK, None)
 

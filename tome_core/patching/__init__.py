@@ -89,8 +89,9 @@ def layout_of(model: Any) -> str:
 
 
 def _config_of(config: MergeConfig | str | None, strength: float | None, settings: dict, layout: str) -> MergeConfig:
-    """Return the settings that `patch`'s arguments ask for, `DEFAULT` without any; raise what `patch` raises.
+    """Return the settings that `patch`'s arguments ask for; raise what `patch` raises.
 
+    Without config and strength these are `DEFAULT`, or, if there are `settings`, `MergeConfig()` changed by them.
     `layout`, from `layout_of`, decides what a strength or a preset's name means.
     """
     if strength is not None and config is not None:
@@ -115,18 +116,18 @@ def apply_patch(
     Args:
         model: see `patch`.
         ratio: share of tokens merged away, 0 to 1, clamped to ``1 - 1/(sx*sy)``.
-        max_downsample: merge where a token covers up to this many latent cells along a side: 1, 2, 4 or 8. None (not in
-            tomesd): only at the finest level that has attention.
+        max_downsample: merge where a token covers up to this many latent cells along a side: 1, 2, 4 or 8. None (the
+            default, not in tomesd): only at the finest level that has attention.
         sx: width of a cell, in tokens.
         sy: height of a cell, in tokens.
         use_rand: draw destination tokens by `seed` and the timestep; False: take a fixed token of each cell.
         merge_attn: merge in self-attention.
         merge_crossattn: merge in cross-attention.
         merge_mlp: merge in feed-forward layers.
-        seed: of the random destinations.
+        seed: of the random destinations (not in tomesd).
 
     Raises:
-        UnsupportedModelError: the model has no LDM-style blocks.
+        UnsupportedModelError: the model has no known attention.
         ValueError: a value is out of range.
         TypeError: a value has the wrong type.
     """
@@ -166,7 +167,7 @@ def report(model: Any) -> Report:
 def _schedule_of(model: Any) -> NoiseSchedule | None:
     """Return the noise schedule of a pipeline's scheduler or of an LDM model's ``betas``; None if the model shows none.
 
-    A scheduler that shows none counts as Stable Diffusion's if it has ``scale_model_input``.
+    A scheduler without betas of the training counts as Stable Diffusion's if it has ``scale_model_input``.
     """
     scheduler = getattr(model, "scheduler", None)
     if scheduler is not None:  # one without betas of training counts as Stable Diffusion's if it scales inputs
@@ -185,8 +186,8 @@ class Patch(Measured):
             print(handle.report())
 
     `patch` returns a patch that is on the model; a new `Patch` is not, until `install`. Leaving the ``with`` takes the
-    patch off and brings back the earlier patch, if there was one. No attribute, hook, class or state-dict key remains.
-    Copies and pickles of a patched model do not merge.
+    patch off and, if `patch` made it, brings back the earlier patch. No attribute, hook, class or state-dict key
+    remains. Copies and pickles of a patched model do not merge.
 
     Args:
         models: the UNet, or the transformers of one pipeline, all of one family.
@@ -233,8 +234,8 @@ class Patch(Measured):
     def install(self) -> Patch:
         """Put the patch on the models, in place of an earlier one, and return this patch. Idempotent.
 
-        Call it again if another program removed the patch. Unless the patch is on already, its measurements and
-        estimates decide again whether merging pays. A RuntimeError is raised if all models were garbage-collected.
+        Call it again if another program removed the patch. Unless the patch is on already, this decides again whether
+        merging pays, by known gains or else estimates. A RuntimeError is raised if all models were garbage-collected.
         """
         if self.model is None:
             raise RuntimeError("the model that this handle patched is gone; patch the new one")
@@ -305,10 +306,11 @@ class Patch(Measured):
                 thread_calls.disabled -= 1
 
     def _follow(self, patched_object: Any) -> None:
-        """Prepare to read the time from a pipeline's scheduler, and each picture's begin from its progress bar.
+        """Let `time` read a pipeline's scheduler, and make a wrap of its progress bar, in which each picture begins.
 
-        Nothing is prepared if the settings need no time, or for a UNet whose pipeline has no scheduler with
-        ``scale_model_input``. A UNet's bar is of use only if matches are kept.
+        The scheduler is not wrapped. Nothing is done if the settings need no time, for a UNet whose pipeline has no
+        scheduler with ``scale_model_input``, or for a transformer whose pipeline has no bar. A UNet's bar gets a wrap
+        only if matches are kept.
         """
         scheduler, is_unet = getattr(patched_object, "scheduler", None), self.adapter.layout != "transformer"
         if not self.wants_time or (is_unet and not hasattr(scheduler, "scale_model_input")):
@@ -345,9 +347,9 @@ def patch_on(model: nn.Module | None) -> Patch | None:
 
 
 class SamplingScope(Wrap):
-    """A replacement of ``pipeline.progress_bar``, which tells `time` when a picture's sampling begins and ends.
+    """A replacement of ``pipeline.progress_bar``, which returns the bar in a `_Bar` that tells `time` of samplings.
 
-    Every diffusers pipeline runs the steps of its pictures inside the bar.
+    Every diffusers pipeline runs the steps of its pictures inside the bar: the sampling begins and ends with it.
     """
 
     def __init__(self, pipeline: Any, time: ModelTime) -> None:
@@ -361,7 +363,7 @@ class SamplingScope(Wrap):
 
     @target.setter
     def target(self, pipeline: Any) -> None:
-        """Set the pipeline, or none."""
+        """Reference a pipeline weakly; None drops the reference."""
         self._target = None if pipeline is None else weakref.ref(pipeline)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 logger = logging.getLogger(__name__)
-MARGIN = 0.02  # merging pays if it gains more: medians on a quiet machine differ by 1 % between measurements
+MARGIN = 0.02  # merging pays if it gains this or more: medians on a quiet machine differ by 1 % between measurements
 PIXELS = 8  # pixels per latent cell, along a side
 _LEAST, _MOST, _CASES = 3, 12, 300  # fewest pictures of a case that are shown, most that are kept; most cases
 _SPREAD = 0.25  # the spread of both kinds of times may be this share of their difference
@@ -77,7 +77,7 @@ class Gain(NamedTuple):
 
     @property
     def speed(self) -> str:
-        """The gain, as ``about 1.3x faster`` or ``no faster``."""
+        """The gain, as ``about 1.3x faster``, below 1.1 ``about 1.05x faster``, below 1 + `MARGIN` ``no faster``."""
         return _speed(self.ratio)
 
     @property
@@ -87,7 +87,7 @@ class Gain(NamedTuple):
 
     @property
     def why_not(self) -> str:
-        """The reason, as text for the report, why merging does not pay. Meant for gains whose `pays` is False."""
+        """The reason, for the report, if not `pays`: a merged call's time over an unmerged one's, and the size."""
         times = self.merged / self.unmerged
         return f"measured: a merged call took {times:.2f} times as long as an unmerged call at {self.size}"
 
@@ -99,9 +99,9 @@ class Gain(NamedTuple):
 class Gains:
     """All known gains, and the file in which they are kept, if there is one. ``bool()`` is True if a `Gain` is known.
 
-    `pictures` has the seconds per model call in the user's own pictures, the latest last, by four texts: hashes of
-    model and size, of other conditions and of the rules, and the saved share; the last two are "" for unmerged
-    pictures.
+    `pictures` has for each case, the latest last, a tuple of seconds per model call in the user's own pictures. A case
+    is four texts: hashes of model and size, of other conditions and of the rules, and the saved share; the last two are
+    "" for unmerged pictures.
     """
 
     def __init__(self) -> None:
@@ -211,7 +211,7 @@ def _speed(ratio: float) -> str:
 
 
 def _lines_of(path: Path) -> list[str]:
-    """Return a file's lines that are not blank; [] without a file; [an error's text] if the file cannot be read."""
+    """Return a file's lines that are not blank, bad UTF-8 replaced; [] without a file; [error's text] if unreadable."""
     try:
         return [*filter(str.strip, path.read_text(encoding="utf-8", errors="replace").split("\n"))]
     except OSError as error:

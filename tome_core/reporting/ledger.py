@@ -70,7 +70,8 @@ class LevelTally(Counted):
     """The counts of one level of a model, which is all blocks whose tokens have one size. ``+`` adds two tallies.
 
     The work of a self-attention call is batch times queries times keys, including tokens that a correction computes
-    exactly. A sum of tallies has the larger number of blocks, and 0 as its level.
+    exactly. A sum has the first tally's `downsample`, the larger number of blocks, and 0 as its level; it is `covered`
+    if either tally is.
     """
 
     downsample: int  # latent cells per token, along a side
@@ -99,7 +100,7 @@ class LevelTally(Counted):
 class Ledger:
     """The counts of one patch: `calls` of the model, and for each of the levels, finest first, those of its blocks.
 
-    `notes` are texts for the report. A method's `level` is an index of `levels`.
+    `notes` is a tuple of texts for the report. A method's `level` is an index of `levels`.
     """
 
     def __init__(self, levels: list[LevelTally], notes: tuple[str, ...]) -> None:
@@ -113,7 +114,7 @@ class Ledger:
 
     def merge(self, level: int, part: str, before: tuple[int, int, int], after: tuple[int, int], route: str = "",
               exact: int = 0) -> None:  # fmt: skip
-        """Count a merged call of a part: "attn", "crossattn" or "mlp".
+        """Count a merged call of a part: "attn", whose work counts too, "crossattn" or "mlp".
 
         `before` is (batch, queries, keys), `after` is (queries, keys); keys are 0 for "mlp". `route` names the
         implementation of proportional attention, or says that there was none; "" if the rule wants none. `exact` is the
@@ -131,7 +132,7 @@ class Ledger:
     def skip(self, level: int, part: str, reason: str, work: int = 0) -> None:
         """Count an unmerged call of a part, or a whole "block".
 
-        `work` is batch times queries times keys of a self-attention that was not merged; 0 for other parts.
+        `level` is an index of `levels`; `work` is batch times queries times keys of an unmerged self-attention, else 0.
         """
         tally = self.levels[level]
         tally.skipped[f"{part}: {reason}"] += 1
@@ -140,7 +141,7 @@ class Ledger:
         tally.work_left += work
 
     def add_whole(self, level: int, work: int) -> None:
-        """Count self-attention work that nothing merged, such as that of a level that no rule reaches."""
+        """Count unmerged self-attention work, batch times queries times keys, as of a level that no rule reaches."""
         self.levels[level].work_full += work
         self.levels[level].work_left += work
 

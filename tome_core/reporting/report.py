@@ -60,14 +60,14 @@ class Report(Counted):
 
     @property
     def merged_anything(self) -> bool:
-        """True if at least one call was merged."""
+        """True if at least one call of a part of a block, such as a self-attention, was merged."""
         return self.calls_merged > 0
 
     @property
     def headline(self) -> str:
-        """The gain, ``about 1.4x faster (measured here)`` or `own`; ``61% of attention left out`` if neither is known.
+        """The gain, ``about 1.4x faster (measured here)``; else `own`, the gain in the user's own pictures.
 
-        If nothing merged, ``nothing merged: ...`` with the reason.
+        If neither is known, ``61% of attention left out``. If nothing merged, ``nothing merged: ...`` with the reason.
         """
         return (self._speed() or [self._outcome()])[0]
 
@@ -75,8 +75,8 @@ class Report(Counted):
     def hindered(self) -> str:
         """The attention that should have merged and could not, as ``9% of attention not merged: ...``.
 
-        It has the reason with the most attention; it is "" if that is below 5 %, or if nothing merged. Attention that
-        the settings exclude, or for which merging does not pay, is not included.
+        It has the reason with the most attention, and this reason's own share of all; it is "" if that is below 5 %, or
+        if nothing merged. Attention that the settings exclude, or for which merging does not pay, is not included.
         """
         full, lost = self.work[0], self._sum("skipped_work")
         texts = [f"{percent(lost[reason] / full)} of attention not merged: {_why(reason)}" for reason in self.reasons
@@ -85,7 +85,7 @@ class Report(Counted):
 
     def lines(self, title: str = "Token merging", facts: Sequence[str] | None = None, beside: Sequence[str] = ()) \
             -> list[str]:  # fmt: skip
-        """Return the report as lines of text, of which all but the first are indented.
+        """Return the report as lines of text, all but the first indented; without a patch a single line, which says so.
 
         Args:
             title: the beginning of the first line.
@@ -118,7 +118,7 @@ class Report(Counted):
         }  # fmt: skip
 
     def _traced(self) -> tuple[str, ...]:
-        """Return the reasons why attentions were compiled without merging."""
+        """Return, each once, the reasons why attentions were compiled without merging, by level, sorted in each."""
         return _once(sorted(level.traced) for level in self.levels)
 
     def _speed(self) -> list[str]:
@@ -133,7 +133,7 @@ class Report(Counted):
         return [f"{', '.join(sizes)} (measured here)"]
 
     def _outcome(self) -> str:
-        """Return ``61% of attention left out``, ``no ...`` for 0, or ``nothing merged:`` and the first known reason."""
+        """Return ``61% of attention left out``, ``no ...`` for exact 0, or ``nothing merged:`` and the first reason."""
         if self.merged_anything:
             return f"{percent(self.work_saved)} of attention left out" if self.work_saved else "no attention left out"
         why = [*map(_why, self.reasons), *self._traced(),
@@ -169,9 +169,10 @@ def _level_data(level: LevelTally) -> dict[str, Any]:
 
 
 def _kinds_text(level: LevelTally) -> str:
-    """Format a level's merged calls: ``4096 tokens -> 64 or 640 keys, 98% left out``; at most three kinds are told.
+    """Format a level's merged calls: ``4096 tokens -> 64 or 640 keys, 98% left out``, a share of self-attention work.
 
-    The bare 64 stands for as many queries as keys, ``640 keys`` for another number of queries.
+    The bare 64 stands for as many queries as keys, ``640 keys`` for another number of queries. MLPs follow:
+    ``MLP 4096 tokens -> 64``; after three, ``2 other sizes``. Cross-attentions alone give ``3 calls merged``.
     """
     sides: dict[int, list[str]] = {}
     for tokens, queries, keys in level.tokens:
@@ -185,6 +186,6 @@ def _kinds_text(level: LevelTally) -> str:
 
 
 def _why(reason: str) -> str:
-    """Return the reason in a key of `Report.reasons`. The part of the block stays if it is not "attn" or "block"."""
+    """Return the reason in ``part: reason``, a `Report.reasons` key; the key if its part is not "attn" or "block"."""
     part, _, why = reason.partition(": ")
     return why if part in ("attn", "block") else reason

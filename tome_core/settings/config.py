@@ -23,11 +23,11 @@ _ENDLESS = 2**53 - 1  # the limit of settings without a limit: above it, floats 
 
 
 def setting(default: Any, label: str, help: str, **facts: Any) -> Any:
-    """Return a dataclass field for a setting, whose metadata describes the setting's control and range.
+    """Return a dataclass field for a setting, whose metadata is `label`, `help` and `facts`.
 
-    If `default` is None, the setting may be None. `label` and `help` are the control's label and tooltip. `facts` are
-    keys of `describe_settings` or `form`. A setting without choices and minimum is a switch. Without `limit`, the
-    maximum is the limit.
+    `label` and `help` are the control's label and tooltip. `facts`, which describe its control and range, are keys of
+    `describe_settings` or `form`. If `default` is None, the setting may be None. A setting without choices and minimum
+    is a switch. Without `limit`, the maximum is the limit.
     """
     if "maximum" in facts:
         facts.setdefault("limit", facts["maximum"])
@@ -205,7 +205,7 @@ def reaches(rule: MergeRule, level: int, downsample: int) -> bool:
 class MergeConfig:
     """All settings of a patch: rules, a part of the noise schedule in which they hold, and an early phase.
 
-    In the early phase, the first and noisiest steps, self-attention may merge at another ratio (`early_ratio`).
+    In the early phase, the first, noisiest steps, self-attention at the finest level merges at `early_ratio`, if set.
 
     The first rule that fits a level of the model, a part of a block and the time applies. Keywords may be the settings
     of a rule or of the config. Settings of a rule make one rule, or are set in each of ``rules``, also by
@@ -299,8 +299,9 @@ def describe_settings() -> list[dict[str, Any]]:
 def plain_rules(config: MergeConfig, downsamples: Sequence[int]) -> dict[MergeRule, MergeRule | None]:
     """Return a config's rules in order, as keys, with a rule for its early phase before each rule that has one.
 
-    The value of an early phase's rule is the rule that follows it; other values are None. `downsamples` is latent cells
-    per token, along a side, of each level of the model, the finest first.
+    With an `early_ratio`, each rule that merges self-attention at level 0 has one. The value of an early phase's rule
+    is the rule that follows it; other values are None. `downsamples` is latent cells per token, along a side, of each
+    level of the model, the finest first: it tells whether a rule reaches level 0.
     """
     return {plain: late for rule in config.rules
             for plain, late in ((_early(config, rule, downsamples), rule), (rule, None)) if plain}  # fmt: skip
@@ -337,10 +338,10 @@ def describe(config: MergeConfig) -> tuple[str, ...]:
 
 
 def notes_on(config: MergeConfig, ever_merges: bool, downsamples: list[int]) -> tuple[str, ...]:
-    """Return texts for the report: on each clamped ratio or early ratio, and if a config that is on never merges.
+    """Return texts for the report: for each clamped ratio, for a clamped early ratio, and if nothing ever merges.
 
-    `ever_merges` tells whether a rule that is on reaches a level of the model. `downsamples` are those of
-    `plain_rules`.
+    The last is added if `ever_merges`, whether a rule that is on reaches a level of the model, is False and the config
+    is on; it names `downsamples`, those of `plain_rules`.
     """
     notes = [f"ratio {rule.ratio:g} is over the cap {rule.ratio_cap:g} of cells {rule.sx}x{rule.sy} and was clamped; "
              "larger cells (sx, sy) allow more"

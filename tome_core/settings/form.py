@@ -49,9 +49,10 @@ class Field(NamedTuple):
         return UNSET if value is None else value
 
     def read(self, value: Any) -> Any:
-        """Return the setting's value for what the control shows; 2.0 is read as 2 for integers, `UNSET` as None.
+        """Return the setting's value for what the control shows; 2.0 is read as 2 for integers.
 
-        Type and range of a number are not checked. A ValueError is raised if there is no such choice.
+        `UNSET` is read as None if the setting `may_be_unset`. Type and range of a number are not checked. A ValueError
+        is raised if there is no such choice.
         """
         if self.choices:
             if value not in self.choices:
@@ -140,7 +141,7 @@ def keep_possible(values: Mapping[str, Any]) -> tuple[MergeConfig, list[str]]:
 
 
 def _in_the_forms_words(text: str) -> str:
-    """Replace keywords and values of `MergeConfig` in an error text by those of the form."""
+    """Put the names of fields and texts of choices into an error text, for `MergeConfig`'s keywords and values."""
     for item in FIELDS:
         text = re.sub(rf"\b{item.setting}=", f"{item.name}=", text)
         for choice, meaning in zip(item.choices, item.meanings, strict=True):

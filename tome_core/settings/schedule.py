@@ -71,7 +71,7 @@ class NoiseSchedule:
         return len(self.betas) - 1
 
     def percent_of(self, timestep: float) -> float:
-        """Return the share of the schedule that is done at a timestep: 0 at pure noise, clamped to 0..1."""
+        """Return the share of the schedule that is done at a timestep: ``1 - timestep / last``, clamped to 0..1."""
         return min(1.0, max(0.0, 1.0 - timestep / self.last))
 
     def timestep_of(self, percent: float) -> float:
@@ -90,12 +90,12 @@ class NoiseSchedule:
         return _place_of(math.log(max(sigma, _TINY)), self._log_sigmas)
 
     def sigma_of(self, timestep: float) -> float:
-        """Return the noise's standard deviation at a timestep, the inverse of `timestep_of_sigma`."""
+        """Return the noise's deviation at a timestep, for data of unit variance: `timestep_of_sigma` inverted."""
         return math.exp(value_at(self._log_sigmas, timestep))
 
     @cached_property
     def _log_sigmas(self) -> list[float]:
-        """The logarithm of sigma at each timestep."""
+        """The logarithm of sigma at each timestep, from 0 to `last`."""
         log_alphas = accumulate(math.log(max(1.0 - beta, _TINY)) for beta in self.betas)
         return [0.5 * math.log(max(math.expm1(-log_alpha), 1e-24)) for log_alpha in log_alphas]
 
@@ -136,7 +136,7 @@ class SchedulerNoise:
         self._pipeline = weakref.ref(pipeline)
 
     def steps_of(self, values: list[float]) -> list[Time]:
-        """Return a time for each of these values: the scheduler's ``timesteps``, maybe with more after them.
+        """Return a time for each of these timesteps: all of the scheduler's, maybe with more after them, or others.
 
         A time has the timestep of Stable Diffusion's schedule with equal noise, and the percent of the schedule of
         the model's training. If a scheduler's noise is not known, its timesteps are taken to be Stable Diffusion's.
@@ -188,13 +188,13 @@ class SchedulerNoise:
 class PipelineSteps(SchedulerNoise):
     """The current step of a pipeline, by its scheduler's count: reading a timestep argument would wait for the GPU.
 
-    A flow model's timesteps are 1000 times its sigma, and are used as Stable Diffusion's timesteps.
+    A flow model's timesteps, 1000 times its sigma, are used as Stable Diffusion's; 1000 minus each if they count up.
     """
 
     def now(self) -> torch.Tensor | None:
-        """Return the timestep of the next call, an element of ``timesteps``.
+        """Return the timestep of the next call, an element of ``timesteps``: at ``begin_index`` before the first step.
 
-        None if no step is left, or if the scheduler has no ``step_index``.
+        None if no step is left, or if the scheduler has no ``step_index`` or no 1-D tensor of timesteps.
         """
         scheduler = self._scheduler()
         steps = getattr(scheduler, "timesteps", None)
@@ -279,5 +279,5 @@ def choose(rules: Sequence[MergeRule], downsamples: Sequence[int]) -> tuple[Leve
 
 
 def ever_merges(rules: Sequence[MergeRule], level: int, downsample: int) -> bool:
-    """Tell whether any rule that is on reaches a level, 0 for the finest, of `downsample` cells per token's side."""
+    """Tell whether any rule that is on `reaches` a level, 0 for the finest, of `downsample` cells per token's side."""
     return any(not rule.is_off and reaches(rule, level, downsample) for rule in rules)

@@ -63,9 +63,10 @@ def ready_for_halves(x: Tensor) -> bool:
 
 
 def available(device: torch.device) -> bool:
-    """Return whether a device is a GPU with kernels; False while torch.jit traces, or if all kernels are off.
+    """Return whether a "cuda" or "xpu" device has kernels; False while torch.jit traces, or if all kernels are off.
 
-    The first call for a GPU imports Triton (`_module`). If single kernels are off, the result stays True.
+    NVIDIA's need compute capability 8.0. The first call for a GPU imports Triton (`_module`). If single kernels are
+    off, the result stays True.
     """
     if device.type not in DEVICES or torch.jit.is_tracing():
         return False
@@ -155,7 +156,7 @@ class Segments(NamedTuple):
     offsets: Tensor  # each group's start in `order`, then the length of `order`, int64 (rows * groups + 1,)
     sizes: Tensor  # the number of tokens of each group, float32 (rows, groups)
     logs: Tensor  # logarithms of the sizes, `empty` of `segments` for size 0, float32 (rows, groups)
-    rounded: Tensor  # the same in the requested dtype
+    rounded: Tensor  # `logs` in the requested dtype
 
 
 def segments(group: Tensor, num_groups: int, empty: float, dtype: torch.dtype) -> Segments | None:
@@ -341,8 +342,8 @@ def launch(x: Tensor, variant: tuple[Any, ...], *arguments: Any) -> bool:
 def _proves_itself(key: tuple, arguments: tuple[Any, ...]) -> bool:
     """Return whether what a kernel has just written is right, and keep the key if so: it is not checked again.
 
-    A key is (name, *constants, device, dtype); `arguments` are those of `launch`, with the written results. A wrong one
-    turns the kernel off. If inputs are not finite, the check means nothing: the answer is False, but the kernel stays.
+    A key is (name, *constants, device, dtype); `arguments` are those of `launch`, with the written results. For a wrong
+    one, `_give_up` turns the kernel off. Inputs that are not finite prove nothing: the answer is False, but it stays.
     """
     fault = find_fault(key[0], arguments)
     if fault == "":
@@ -353,6 +354,6 @@ def _proves_itself(key: tuple, arguments: tuple[Any, ...]) -> bool:
 
 
 def _give_up(name: str, why: str) -> None:
-    """Turn the kernel `name` off until the process ends, for all constants and devices; log and note (`notes`) why."""
+    """Turn the kernel `name` off for this process, all constants and devices; log (debug) and note (`notes`) why."""
     _off[name] = why
     _log.debug("Triton's kernel %s is off, torch's operators do the same: %s", name, why)

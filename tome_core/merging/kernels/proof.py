@@ -57,7 +57,7 @@ def _shares(output: Output) -> Tensor:
 
 
 def _message(output: Output) -> str:
-    """Return a message: the output's name, with the found and the expected value of its worst element by `_shares`."""
+    """Return ``its NAME has FOUND where torch's operators have EXPECTED``, of the worst element by `_shares`."""
     place = int(_shares(output).argmax())
     tensors = output.found, output.expected.expand_as(output.found)
     found, expected = (tensor.flatten()[place].item() for tensor in tensors)
@@ -65,7 +65,7 @@ def _message(output: Output) -> str:
 
 
 def _rounding(exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a bound of the error of rounding to a dtype, for each exact value: the dtype's ``eps`` times the value."""
+    """Return a bound of the error of rounding each exact value to a dtype: its ``eps`` times ``abs(exact) + tiny``."""
     return torch.finfo(dtype).eps * (exact.abs() + torch.finfo(dtype).tiny)
 
 
@@ -80,8 +80,9 @@ def _by_head(flat: Tensor, width: int) -> Tensor:
 def best_keys(x, rows, keys, bias, score, index, lengths) -> Iterator[Output]:
     """Check `triton_kernels.best_keys`: yield the numbers of keys, which must exist, then two outputs for each slice.
 
-    A slice is a run of queries. Both outputs are expected to be close to the best score in float64: the score found,
-    and the float64 score of the key found. So if scores nearly tie, each of their keys is right.
+    The arguments are that function's, already filled; `kernels.best_keys` describes them. A slice is a run of queries.
+    Both outputs are expected to be close to the best score in float64: the score found, and the float64 score of the
+    key found. So if scores nearly tie, each of their keys is right.
     """
     keys, count = keys.double(), keys.shape[1]
     longest = keys.norm(dim=2).amax(1)[:, None]
@@ -136,7 +137,7 @@ def mean_rows(x, values, order, offsets, tokens, mean, mean_values, exact, bias)
 
 
 def segments(group, order, offsets, sizes, logs, rounded, empty) -> Iterator[Output]:
-    """Check `triton_kernels.segments`: yield `order` to `rounded`. Only `logs` and `rounded` may differ a little."""
+    """Check a run of `triton_kernels.segments`: yield `order` to `rounded`. Only `logs` and `rounded` may differ."""
     rows, groups = sizes.shape
     ordered, places = (group + torch.arange(rows, device=group.device)[:, None] * groups).flatten().sort(stable=True)
     starts = torch.searchsorted(ordered, torch.arange(rows * groups + 1, device=group.device))
@@ -197,10 +198,11 @@ def attend_sample(
 def ridge(q, merged, full, logs, first, matrix, constant) -> Iterator[Output]:
     """Check `triton_kernels.ridge`: yield what `matrix` and `constant` add to the outputs of the queries `q`.
 
-    The added terms are compared, not the weights, since other weights may add the same. They are expected as a ridge
-    fit in float64 predicts them from `q` and `merged`, for what `merged` lacks, and may differ by a share of the sum of
-    absolute terms. `merged`, `full` and `logs` are fields of `kernels.SampleAttention`, `first` is the result of
-    `kernels.first_order`. A head whose `first` adds up to 0 has no correction.
+    For each head this is ``[q, merged] @ matrix + constant``. These terms are compared, not the weights, since other
+    weights may add the same. They are expected as a ridge fit in float64 predicts them, for what `merged` lacks, and
+    may differ by a share of the sum of absolute terms. `merged`, `full` and `logs` are fields of
+    `kernels.SampleAttention`, `first` is the result of `kernels.first_order`. A head whose sum of `first` over spans
+    is all zeros has no correction.
     """
     width, eps = merged.shape[2], torch.finfo(q.dtype).eps
     queries, merged = _by_head(q, width), merged.double()
@@ -222,7 +224,7 @@ def ridge(q, merged, full, logs, first, matrix, constant) -> Iterator[Output]:
 
 
 def correct(out, q, matrix, constant, corrected) -> Iterator[Output]:
-    """Check `triton_kernels.correct`: yield `corrected`, run by run of tokens. It may be rounded only at the end."""
+    """Check `triton_kernels.correct`: yield `corrected` by runs of tokens, as `kernels.correct` says, rounded once."""
     width = matrix.shape[2]
     matrix, constant = matrix.double(), constant.double()
     for parts in zip(*(tensor.split(_TOKENS, 1) for tensor in (q, out, corrected)), strict=True):

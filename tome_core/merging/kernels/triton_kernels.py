@@ -29,11 +29,12 @@ def _best_keys(
     keys_sample, keys_key, keys_channel, bias_sample, bias_key,
     PARTS: tl.constexpr, LENGTHS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Fill ``score`` and ``index``. A program (an instance of the kernel) compares a tile of queries with all keys.
+    """Fill ``score`` and ``index``, the results of `kernels.best_keys`.
 
-    ``tiles`` is the number of tiles of a sample's queries. QUERIES, KEYS and CHANNELS are the lengths of tiles, PARTS
-    the number of parts into which a key is split (`parts_of`); LENGTHS subtracts half of a query's squared length. In
-    all kernels, tensors come as pointers, and names that end in _<axis> are strides.
+    A program (an instance of the kernel) compares a tile of queries with all keys. A sample has ``tiles`` tiles of
+    queries. QUERIES, KEYS and CHANNELS are the lengths of tiles, PARTS the number of parts into which a key is split
+    (`parts_of`); LENGTHS subtracts half of a query's squared length. In all kernels, tensors come as pointers, and
+    names that end in _<axis> are strides.
     """
     sample = (tl.program_id(0) // tiles).to(tl.int64)
     query = (tl.program_id(0) % tiles) * QUERIES + tl.arange(0, QUERIES)
@@ -88,10 +89,11 @@ def _mean_rows(
     x_row, x_channel, values_row, values_channel,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Fill ``mean`` to ``bias``. A program sums one group of one copy, or some of its channels if ``bias`` is None.
+    """Fill ``mean`` to ``bias``, see `kernels.Means`. A program sums one group of one copy.
 
-    Row i of the group is added to sum number i % ROWS; then the sums are added. PARTS: 2 with ``values``, else 1.
-    ``tokens`` is the number of rows of a copy, ``groups`` that of its groups, CHANNELS the width of a tile.
+    If ``bias`` is None, it sums only some channels of the group. Row i of the group is added to sum number i % ROWS;
+    then the sums are added. PARTS: 2 with ``values``, else 1. ``tokens`` is the number of rows of a copy, ``groups``
+    that of its groups, CHANNELS the width of a tile.
     """
     number = tl.program_id(0).to(tl.int64)
     group, copy = number % groups, number // groups * tokens
@@ -133,10 +135,10 @@ def _segments(
     group, order, offsets, sizes, logs, rounded, tokens, groups, tiles, empty,
     TOKENS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Fill ``order`` to ``rounded``, the fields of `kernels.Segments`. A program serves some groups of one row.
+    """Fill ``order`` to ``rounded``, the fields of `kernels.Segments`; the last two are logs, ``empty`` for size 0.
 
-    It counts the row's tokens in lower groups to know where its groups start, so it needs no other program's result.
-    A program has GROUPS groups, a row ``tiles`` programs; TOKENS tokens are compared at a time.
+    A program serves GROUPS groups of one row; a row has ``tiles`` programs. A program counts the row's tokens in lower
+    groups to know where its groups start, so it needs no other program's result. TOKENS tokens are compared at a time.
     """
     row = (tl.program_id(0) // tiles).to(tl.int64)
     first = tl.program_id(0) % tiles * GROUPS
@@ -216,7 +218,7 @@ def _place(
 def best_keys(
     x: Tensor, rows: Tensor | None, keys: Tensor, bias: Tensor | None, score: Tensor, index: Tensor, lengths: bool
 ) -> None:
-    """Fill ``score`` and ``index``. `kernels.best_keys` describes the arguments, but here all have the full batch."""
+    """Fill ``score`` and ``index``. `kernels.best_keys` describes these and `lengths`; here all have the full batch."""
     batch, queries = score.shape
     tiles = triton.cdiv(queries, _QUERIES)
     _best_keys[(tiles * batch,)](

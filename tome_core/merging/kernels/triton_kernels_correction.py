@@ -30,10 +30,10 @@ def _first_order(
     keys_sample, keys_row, keys_channel, values_sample, values_row, values_channel, group_sample,
     width: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Fill ``found``, the sums of `kernels.first_order`. A program serves one span of tokens of one head.
+    """Fill ``found``, the sums of `kernels.first_order`. A program serves a sample's head (axis 0) and a span (axis 1).
 
-    ``span`` is the length of a span; PARTS: see `parts_of`. In all kernels of this file, ``width`` is a head's number
-    of channels, WIDTH that of a tile (`_padded`), and TOKENS or QUERIES a tile's number of rows.
+    ``span`` is the number of tokens in a span; PARTS: see `parts_of`. In all kernels of this file, ``width`` is a
+    head's number of channels, WIDTH that of a tile (`_padded`), and TOKENS or QUERIES a tile's number of rows.
     """
     sample, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     channel = tl.arange(0, WIDTH)
@@ -160,8 +160,8 @@ def _join(
 
     ``full`` and ``logs`` are those of `kernels.SampleAttention`, with SPANS spans and ``count`` queries. ``number`` is
     the number of the head among the heads of all samples, ``programs`` the number of these heads. The result, float32,
-    has a row for each number in ``query``, masked by ``is_query``, and a column for each channel in ``column``, masked
-    by ``is_column``.
+    has a row for each number in ``query`` and a column for each channel in ``column``; it is 0 outside of ``is_query``
+    and ``is_column``.
     """
     top = tl.load(logs + number * count + query, mask=is_query, other=0.0)
     for span in tl.static_range(1, SPANS):
@@ -184,9 +184,10 @@ def _ridge(
 ):  # fmt: skip
     """Fill ``matrix`` and ``constant``, see `kernels.ridge`. A program solves a head's normal equations by elimination.
 
-    The penalty makes elimination safe without a search for pivots. Factors are rounded to the dtype of the queries
-    after they are centred, which is a smaller error than the rounding of the answers. There are ``count`` queries and
-    SPANS spans; UNKNOWNS is ``2 * width``, padded.
+    From the queries and ``merged``, it fits what ``first`` leaves of the output over all keys less ``merged``, and adds
+    ``first`` to the solution. The penalty makes elimination safe without a search for pivots. Factors are rounded to
+    the dtype of the queries after they are centred, which is a smaller error than the rounding of the answers. There
+    are ``count`` queries and SPANS spans; UNKNOWNS is ``2 * width``, padded.
     """
     number, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     q += number // heads * q_sample + number % heads * width * q_channel
@@ -259,7 +260,7 @@ def _correct(
     out_sample, out_row, out_channel, q_sample, q_row, q_channel,
     width: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Fill ``to``, see `kernels.correct`. A program serves some tokens of one head; neighbours share the matrix."""
+    """Fill ``to`` with ``out + q M1 + out M2 + b``, see `kernels.correct`. A program serves TOKENS tokens of a head."""
     head_number = tl.program_id(0) // tiles
     sample, head = (head_number // heads).to(tl.int64), head_number % heads
     token = tl.program_id(0) % tiles * TOKENS + tl.arange(0, TOKENS)

@@ -92,5 +92,5 @@ def best_keys(x: torch.Tensor, rows: torch.Tensor | None, keys: torch.Tensor, bi
 
 
 def _scores(queries: torch.Tensor, transposed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return dot products plus bias, ``(batch, queries, keys)``; `transposed` are keys, ``(batch, channels, keys)``."""
+    """Return dot products ``(batch, queries, keys)`` with keys ``(batch, channels, keys)``, plus bias (batch, keys)."""
     return torch.bmm(queries, transposed) if bias is None else torch.baddbmm(bias[:, None], queries, transposed)

@@ -20,9 +20,9 @@ def match(x: Tensor, grid: Grid, options: MatchOptions) -> MergePlan | None:
     """Return a plan that merges the sources most similar to a destination into their most similar destinations.
 
     `x`, ``(batch, tokens, channels)``, are the tokens of `grid`. Each cell has one destination, see `split_grid`; all
-    other tokens are sources. The number of removed tokens is the ratio times all tokens, rounded down, but at most all
-    sources; None if it is 0. Groups of destinations come first. Then follow as many k-means steps as `refine` says, see
-    `refine_plan`, in which a token may join any group.
+    other tokens are sources. Similarity is the cosine, or with `by_distance` nearness. The number of removed tokens is
+    the ratio times all tokens, rounded down, but at most all sources; None if it is 0. Groups of destinations come
+    first. Then follow as many k-means steps as `refine` says, see `refine_plan`, in which a token may join any group.
     """
     destinations, sources = split_grid(grid, options.sy, options.sx, options.draw, x, options.st)
     removed = min(sources.shape[1], int(x.shape[1] * options.ratio))

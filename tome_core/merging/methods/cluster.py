@@ -58,7 +58,7 @@ def _nearest(value: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
 
 
 def _nearest_scalar(value: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
-    """Return the number of each value's nearest centre; values and ascending centres are ``(batch, n, 1)``."""
+    """Return the number of the nearest centre as `_nearest` does, for tokens of one channel and ascending centres."""
     middle = (centre[:, 1:, 0] + centre[:, :-1, 0]) / 2
     return torch.searchsorted(middle.contiguous(), value[..., 0].contiguous())
 
