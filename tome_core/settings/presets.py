@@ -10,7 +10,7 @@ import math
 from numbers import Real
 from typing import Any
 
-from .config import MergeConfig
+from .config import MergeConfig, MergeRule
 
 MARKS = {"quality": 0.25, "balanced": 0.5, "fast": 0.75, "max": 1.0}
 PRESETS = tuple(MARKS)
@@ -37,6 +37,11 @@ CURVES = {
     "transformer": ((64, 1000), (44, 918), (37, 849), (29, 826), (22, 807), (17, 738), (14, 703), (12, 640), (10, 597),
                     (8, 578), (7, 500), (6, 496), (6, 406), *_FROM_65),
 }  # fmt: skip
+# SDXL's layout spends a third of its time in the feed-forward layers of its coarsest level. Strength s keeps 16^-s of
+# their tokens below the first of these timesteps; from 0.75 to 1 the limit rises to the second. Merging in the first
+# steps costs most (benchmarks/results/merged-mlps-8-cpu-2026-11-28.md).
+_MLPS_BELOW, _MLPS_BELOW_AT_MOST = 760.0, 900.0
+_FEWEST_OF_MLPS = 1 / 16
 
 
 def strength(value: float, layout: str = SD) -> MergeConfig:
@@ -66,7 +71,19 @@ def strength(value: float, layout: str = SD) -> MergeConfig:
     share, until = _between(float(value), CURVES[layout])
     cell = 4 if share >= _FINE_CELLS else 8
     early = {} if share <= EARLY_SHARE else {"early_ratio": 1 - EARLY_SHARE, "early_until": until}
-    return MergeConfig(**_ALL, ratio=1 - share, sx=cell, sy=cell, refine=refine_of(cell), **early)
+    rule = MergeRule(**_ALL, ratio=1 - share, sx=cell, sy=cell, refine=refine_of(cell))
+    return MergeConfig(rules=(rule, *(_rules_of_mlps(float(value)) if layout == SDXL else ())), **early)
+
+
+def _rules_of_mlps(value: float) -> list[MergeRule]:
+    """Return the rule of a strength for the feed-forward layers of SDXL's coarsest level, as a list; empty if none."""
+    share = _FEWEST_OF_MLPS**value
+    if share > MOST_MERGED:
+        return []
+    below = _MLPS_BELOW + max(0.0, 4 * value - 3) * (_MLPS_BELOW_AT_MOST - _MLPS_BELOW)
+    cell = 2 if share >= 1 / 4 else 4
+    changes = {"metric": "input", "max_downsample": None, "min_downsample": 4, "max_timestep": below}
+    return [MergeRule(**_ALL | changes, ratio=1 - share, sx=cell, sy=cell, merge_attn=False, merge_mlp=True)]
 
 
 def refine_of(cell: int) -> int:

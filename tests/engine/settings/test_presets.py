@@ -48,8 +48,19 @@ def test_marks_are_strengths_and_nothing_is_off():
 
 @of_each
 def test_few_keys_are_means_of_wide_cells_that_k_means_refines(layout):
-    cells = {name: (rule.sx, rule.sy, rule.refine) for name in MARKS for rule in preset(name, layout).rules}
+    cells = {name: (rule.sx, rule.sy, rule.refine) for name in MARKS for rule in preset(name, layout).rules[:1]}
     assert cells == {**dict.fromkeys(MARKS, (4, 4, 0)), "max": (8, 8, 3)}, "as measured"
+
+
+def test_more_strength_leaves_fewer_tokens_to_sdxls_feed_forward_layers_in_all_but_the_first_steps():
+    rules = [strength(number / 100, layout=SDXL).rules[1:] for number in range(1, 101)]
+    first = next(number for number, rule in enumerate(rules) if rule)
+    assert 0 < first < 12 and rules[first][0].ratio == pytest.approx(0.25, abs=0.02), "less does not pay"
+    for (weaker,), (stronger,) in pairwise(rules[first:]):
+        assert weaker.ratio < stronger.ratio <= stronger.ratio_cap
+        assert 1 - stronger.ratio > 0.95 * (1 - weaker.ratio)
+        assert weaker.max_timestep <= stronger.max_timestep < 999, "the first step is whole"
+    assert all(len(strength(0.5, layout=layout).rules) == 1 for layout in (SD, TRANSFORMER))
 
 
 MODELS = {SD: small, SDXL: sdxl, TRANSFORMER: lambda: tiny_transformers.make("Flux")[0]}
