@@ -52,10 +52,11 @@ def test_strength_is_the_engines_between_start_and_end_for_the_models_layout_and
 def test_settings_are_the_forms_in_its_order_and_none_need_be_given():
     """Widgets are saved by position: a new one between them would give each later one its neighbour's value."""
     elsewhere = {"start", "end"}  # inputs of ApplyToMe
-    not_here = {"merge_crossattn", "merge_mlp"}  # the slot does not get these parts
+    not_here, last = {"merge_crossattn"}, "merge_mlp"  # the slot does not get it; added later than the others
     types = ToMeSettings.INPUT_TYPES()
     assert ToMeSettings().settings() == (MergeConfig(),) and not types["required"]
-    assert [*types["optional"]] == [name for name in form.NAMES if name not in elsewhere | not_here]
+    names = [name for name in form.NAMES if name not in elsewhere | not_here | {last}]
+    assert [*types["optional"]] == [*names, last]
     assert "seed" not in types["optional"], "ComfyUI would change it after each queue"
     for name, (kind, facts) in types["optional"].items():
         field = form.field(name)

@@ -41,7 +41,7 @@ CURVES = {
 # their tokens below the first of these timesteps; from 0.75 to 1 the limit rises to the second. Merging in the first
 # steps costs most (benchmarks/results/merged-mlps-8-cpu-2026-11-28.md).
 _MLPS_BELOW, _MLPS_BELOW_AT_MOST = 760.0, 900.0
-_FEWEST_OF_MLPS = 1 / 16
+_FEWEST_OF_MLPS = 1 / 16  # a token of each cell of 4x4
 
 
 def strength(value: float, layout: str = SD) -> MergeConfig:
@@ -81,9 +81,8 @@ def _rules_of_mlps(value: float) -> list[MergeRule]:
     if share > MOST_MERGED:
         return []
     below = _MLPS_BELOW + max(0.0, 4 * value - 3) * (_MLPS_BELOW_AT_MOST - _MLPS_BELOW)
-    cell = 2 if share >= 1 / 4 else 4
     changes = {"metric": "input", "max_downsample": None, "min_downsample": 4, "max_timestep": below}
-    return [MergeRule(**_ALL | changes, ratio=1 - share, sx=cell, sy=cell, merge_attn=False, merge_mlp=True)]
+    return [MergeRule(**_ALL | changes, ratio=1 - share, sx=4, sy=4, merge_attn=False, merge_mlp=True)]
 
 
 def refine_of(cell: int) -> int:
