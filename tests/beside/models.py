@@ -33,8 +33,8 @@ class Beside:
         self.whole = UNETS[name].build() if name in UNETS else tiny_transformers.make(name)[0]
         (self.model,) = find_models(self.whole)
         adapter = adapter_of(self.model)
-        levels = set(range(len(adapter.downsamples)))
-        sites = adapter.wraps(self.model, levels, set(), lambda kind, module, *_: (kind, module))
+        levels = {level: set() for level in range(len(adapter.downsamples))}
+        sites = adapter.wraps(self.model, levels, lambda kind, module, *_: (kind, module))
         self.attentions = [module for kind, module in sites if kind is AttentionSite]
         paths = {module: path.rpartition(".")[0] for path, module in self.model.named_modules()}
         block_paths = list(dict.fromkeys(paths[attention] for attention in self.attentions))

@@ -47,4 +47,4 @@ def unmerge_output(out: Tensor, merged: Tensor, x: Tensor, plan: MergePlan, samp
         weights = inverse((products / unit)[:, None], _RIDGE, len(samples))[:, 0] @ lost / unit
         # two thin products instead of a map between all channels
         corrected = torch.baddbmm(of_groups, apart @ few.transpose(1, 2), weights.to(of_groups.dtype))
-    return corrected.index_copy(1, samples, exact)
+    return corrected.scatter(1, samples[None, :, None].expand_as(exact), exact)  # DirectML has no index_copy
