@@ -274,7 +274,10 @@ def _share(answer: torch.Tensor, other: torch.Tensor, whole: torch.Tensor) -> fl
 
 
 def _waits(run: timing.Run, device: str) -> str | bool:
-    """Return the traceback of the line at which a run waits for the GPU; False if it does not wait, as on a CPU."""
+    """Return the end of the traceback of the line at which a run waits for the GPU; False if it does not wait.
+
+    A CPU never waits. Any other RuntimeError of the run is returned in the same way.
+    """
     if device == "cuda":
         torch.cuda.set_sync_debug_mode("error")
     try:

@@ -170,9 +170,10 @@ def inputs(pixels: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:
-    """Measure one arm of a case in this process's host. case: of `host_calls.plan_cases`, with ``arm``, of `ARMS`.
+    """Measure one arm of a case in this process's host, ComfyUI or the webui.
 
-    Returns ``seconds`` by call, ``peak_mib`` (None off Linux), ``function``, the name of the host's attention,
+    case: of `host_calls.plan_cases`, with ``arm``, a key of `ARMS`. Returns ``seconds``, a dict from each name in
+    ``ARMS[arm]`` to its seconds, ``peak_mib`` (None off Linux), ``function``, the name of the host's attention,
     ``version`` of the host and ``torch``; or ``failed`` alone, the reason.
     """
     try:

@@ -96,7 +96,10 @@ def sections(record: Record) -> list[Section]:
 
 
 def _section(record: Record, checkpoint: str) -> Section:
-    """Compute the figures of one checkpoint, by its name."""
+    """Compute a result's figures for the checkpoint named `checkpoint`, from that checkpoint's rows alone.
+
+    The figures on noised and on whole pictures are by the variants' names; the unmerged variant is their reference.
+    """
     parts_of: dict[str, dict[str, Parts]] = {"noised": {}, "pictures": {}}
     for row in record["rows"]:
         if row["checkpoint"] == checkpoint:

@@ -66,7 +66,10 @@ def load(path: Path) -> Record:
 
 
 class Run:
-    """A record and its file; `start` makes it, `add` fills it row by row. keys: of all planned rows, added or not."""
+    """A record and its file: `start` makes it or goes on with a killed one, `add` fills in the rows that are `missing`.
+
+    The argument `keys` has those of all planned rows, added or not.
+    """
 
     def __init__(self, record: Record, path: Path, keys: Sequence[str]) -> None:
         measured = {row["key"] for row in record["rows"]}

@@ -38,7 +38,7 @@ class UnetMerging:
         levels = {_options_of(place.path): adapter.levels[place.halvings] for place in adapter.places
                   if not getattr(place.block, "disable_self_attn", False)}  # fmt: skip
         self._levels = {place: level for place, level in levels.items() if covered[level]}
-        mlps = {level for level, ways in self.state.levels.items() if "mlp" in ways}
+        mlps = {level for level, ways in self.state.levels.items() if ways}  # in which they may merge
         places = [(place, adapter.levels[place.halvings]) for place in adapter.places]
         # (feed-forward layer, path of its block, level); a compiled model would not see that they are replaced
         self._mlps = [(place.block.ff, place.path, level) for place, level in places
@@ -100,8 +100,7 @@ class UnetMerging:
         """Return a layer's output for `x`, ``[B, N, C]``, merged if it has the tokens of `grid`, and else unmerged."""
         out = None
         if torch.is_tensor(x) and x.dim() == 3 and x.shape[1] == grid.height * grid.width:
-            function = partial(_call_layer, forward, args, kwargs)
-            out = self.state.run_mlp_merged(call, (path, "mlp"), level, grid, x, function)
+            out = self.state.run_mlp_merged(call, (path, "mlp"), level, grid, x, lambda y: forward(y, *args, **kwargs))
         else:
             self.state.count_unmerged(level, hosting.NO_GRID, 0, 0, 0, "mlp")
         return forward(x, *args, **kwargs) if out is None else out
@@ -109,11 +108,6 @@ class UnetMerging:
     def _sides(self, latent: torch.Tensor, level: int) -> list[int]:
         """Return [height, width] of a level in tokens, rounded up; level 0 is the finest with attention."""
         return [-(-side // self._downsamples[level]) for side in latent.shape[-2:]]
-
-
-def _call_layer(forward: Callable, args: tuple, kwargs: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
-    """Call a feed-forward layer's forward with `x` before its other arguments."""
-    return forward(x, *args, **kwargs)
 
 
 def _options_of(path: str) -> tuple[tuple[str, int], int]:

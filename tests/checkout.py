@@ -1,7 +1,5 @@
 """A copy of the project as a newcomer has it: only the files that git knows."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

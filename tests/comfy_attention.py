@@ -1,7 +1,5 @@
 """Doubles of ComfyUI's attentions: how each scales and adds a mask; tests/hosts/comfyui tests the real ones alike."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Stand-ins for ComfyUI's models; what they put into transformer_options, and when, is what ComfyUI's put there."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,6 @@
 """The law of a merged attention: merged keys give what the unpatched module, in float64 and without any code of the
 engine, gives if each token's projected key and value are exchanged for the means of its group."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import importlib

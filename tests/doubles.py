@@ -1,7 +1,5 @@
 """Doubles of sgm's block and of sgm's and ComfyUI's attentions: names and orders on which a patch relies, no more."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

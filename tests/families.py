@@ -1,7 +1,5 @@
 """Every family of models as cases of a test, and the difference of two pictures."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

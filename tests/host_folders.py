@@ -1,7 +1,5 @@
 """Calls of install.py as users make them, folders like a host's, and ComfyUI's way to load a pack."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

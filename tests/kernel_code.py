@@ -1,7 +1,5 @@
 """``python -m tests.kernel_code``: compile the kernels for two GPUs that need not be here, five if thorough; look."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 

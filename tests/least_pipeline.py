@@ -1,7 +1,5 @@
 """The least pipeline that a patch accepts: a UNet, a scheduler and a loop."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The least UNet that a patch accepts, and settings under which its matches serve several steps."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

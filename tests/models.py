@@ -1,7 +1,5 @@
 """Small models of every family that the patch supports, of their real classes and without zeros, and a call of each."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Callable

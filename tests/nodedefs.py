@@ -1,8 +1,6 @@
 """The nodes' texts, made from the nodes: `python -m tests.nodedefs` writes `locales/en/nodeDefs.json` and a help page's
 table; to translations, which are written by hand, it adds missing texts in English, and removes old ones."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

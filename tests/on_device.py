@@ -1,7 +1,5 @@
 """Tensors that claim to be on a GPU, for tests of code that waits for it."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

@@ -1,8 +1,6 @@
 """Which aten operators some code runs, and which of them MPS (by torch's table) and DirectML lack. DirectML's are read
 in the library of torch-directml 0.2.5 (September 2024, the newest), which computes others on the CPU."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from pathlib import Path

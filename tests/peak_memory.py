@@ -1,7 +1,5 @@
 """The most memory that a call holds at once, in bytes of tensors, which do not vary."""
 
-from __future__ import annotations
-
 from torch.profiler import ProfilerActivity, profile
 
 

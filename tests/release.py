@@ -1,7 +1,5 @@
 """The version, which hosts read as text: ``python -m tests.release`` prints it, ``--tag`` compares all its places."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from pathlib import Path

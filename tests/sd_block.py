@@ -1,7 +1,5 @@
 """UNets of transformers alone, with LDM's names, to measure and test what depends on nothing around a transformer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import chain
 

@@ -1,7 +1,5 @@
 """Self-attention calls as an adapter passes them: of a picture and of a film, with text around them."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

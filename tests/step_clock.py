@@ -1,7 +1,5 @@
 """A clock for the steps of samplings, so that no test depends on how fast it runs."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from tome_core.hosting import Steps

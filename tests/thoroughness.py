@@ -1,8 +1,6 @@
 """How much the long tests do: a little, or all (500 generations, every wrap, all things on all models, 5,000 sessions):
 ``TOME_THOROUGH=1 python -m pytest tests -k 'soak or interrupt or beside or random'``."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Stable Diffusion pipelines with random weights, small enough to write in a test and to load in a second."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

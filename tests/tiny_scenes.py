@@ -1,7 +1,5 @@
 """Small scene models with random weights, for tests of everything but quality itself."""
 
-from __future__ import annotations
-
 import torch
 
 from demo import model

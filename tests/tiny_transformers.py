@@ -1,7 +1,5 @@
 """Tiny transformers of diffusers' real classes, by name, because an older diffusers lacks some, and a call of each."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import cache, partial

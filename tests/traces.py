@@ -1,7 +1,5 @@
 """All that a patch puts on a model, and all that it could leave behind."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tome_core.models import intercept

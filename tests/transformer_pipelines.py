@@ -1,7 +1,5 @@
 """Diffusers' own pipelines, by name, around tiny transformers; prompts are embeddings."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple

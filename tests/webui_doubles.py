@@ -1,7 +1,5 @@
 """A webui with doubles for gradio and small real UNets; jobs in the callback orders of four webuis (A1111 1.10.1)."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import types

@@ -1,7 +1,5 @@
 """A webui's modules for an extension, and its loading of scripts; shim and Script are ours. No torch and no gradio."""
 
-from __future__ import annotations
-
 import inspect
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """Scene models with random weights, as files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

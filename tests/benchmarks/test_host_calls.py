@@ -1,7 +1,5 @@
 """The benchmark of whole calls in real hosts: what it needs, how it resumes, and its table."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The quality benchmark's command: what it measures, how it resumes, what it refuses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

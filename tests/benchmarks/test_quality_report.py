@@ -1,7 +1,5 @@
 """The figures of a quality result are as defined, and other methods are compared with strength at equal time."""
 
-from __future__ import annotations
-
 import math
 import time
 from typing import Any

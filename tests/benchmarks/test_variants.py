@@ -1,7 +1,5 @@
 """Each variant does what its name says and leaves nothing behind, and the work that it leaves is counted."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

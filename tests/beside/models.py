@@ -1,7 +1,5 @@
 """The models for foreign things, and the parts of them on which such things are put."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Our patch and foreign things on one model, in any order: the picture is right, or what was left out is named."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Merging with DeepCache, FirstBlockCache or perturbed attention guidance, in whole pictures."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """Things that people put on a model as well as merging, as their makers do; most change their input a little."""
 
-from __future__ import annotations
-
 import functools
 import types
 from collections.abc import Callable, Iterator, Set

@@ -1,7 +1,5 @@
 """Attention calls in ComfyUI's slot: which of them merge, by which function, and what the report says of others."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 

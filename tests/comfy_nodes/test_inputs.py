@@ -1,7 +1,5 @@
 """Strength and the other settings in ComfyUI: the configuration that the inputs of ApplyToMe and ToMeSettings give."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

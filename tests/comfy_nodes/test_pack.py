@@ -1,7 +1,5 @@
 """The pack as ComfyUI and its users find it: loading, locales, docs, example workflows."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """A sampling's noise levels, read once if its sampler is known; matches kept over its steps and no further."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The embedded models: the latent, their files, their layouts, their words, and pictures from them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Fixtures for tests of several rooms of the engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The CPU work of merging, for which a fast GPU waits: calls of our functions, and operators."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections import Counter

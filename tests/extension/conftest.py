@@ -1,7 +1,5 @@
 """The webui of a test; a file, or a test, sets its flavours."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """Servers on this machine, for the tests of pages and of real hosts."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

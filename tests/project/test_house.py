@@ -1,7 +1,5 @@
 """The project's structure: imports follow the map in CONTRIBUTING.md, do nothing, and models come from safetensors."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """install.py: quiet for hosts, clear for people. tests/host_folders.py has its calls and a host's folders."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The pages agree with the project: links, commands, Python, quoted messages, docstrings' examples, and words."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import doctest

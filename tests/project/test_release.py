@@ -1,7 +1,5 @@
 """A release: one version everywhere, and a wheel and a registry's pack that hold what they need."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import re

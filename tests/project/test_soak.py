@@ -1,7 +1,5 @@
 """Many generations in each host (`TOME_THOROUGH=1`: 500): memory stays flat, and the model is the same at the end."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import tracemalloc

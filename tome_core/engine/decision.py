@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..merging.grid import Grid, Layout
+from ..reporting.ledger import FEW_TOKENS
 from ..settings.schedule import LevelRules
 from .plan_cache import KeptPlans
 
@@ -74,7 +75,7 @@ def decide(rules: LevelRules, why_off: str, tokens: int, device: str, gate: Gate
     pays = [tokens >= fewest if gate is None else gate is True for fewest in (least, least, _LEAST_FOR_MLPS)]
     merging = LevelRules(*(rule if rule and (part_pays or not rule.only_if_it_pays) else None
                            for rule, part_pays in zip(rules, pays, strict=True)))  # fmt: skip
-    return merging, "" if any(merging) else gate or "so few tokens that merging would not pay"
+    return merging, "" if any(merging) else gate or FEW_TOKENS
 
 
 def is_host_bound(

@@ -17,7 +17,7 @@ from ..merging import kernels
 from ..merging.grid import Draw, Grid, Layout, cached_result
 from ..merging.methods import METHODS, MatchOptions
 from ..merging.plan import MergePlan
-from ..reporting.ledger import NO_GRID, OTHER_PARTS, TOO_SMALL, Ledger, LevelTally
+from ..reporting.ledger import FEW_TOKENS, NO_GRID, OTHER_PARTS, TOO_SMALL, Ledger, LevelTally
 from ..reporting.report import Report
 from ..settings.config import MergeConfig, MergeRule, describe, notes_on
 from ..settings.schedule import LevelRules, NoiseSchedule, ever_merges
@@ -105,7 +105,7 @@ class State:
         rules, why = known or self.decide(call, level, picture, q.device)  # without a call at every attention
         rule = rules.attn
         if rule is None:
-            why = why or OTHER_PARTS
+            why = why or (OTHER_PARTS if call.rules[level].attn is None else FEW_TOKENS)
         elif layout.first + picture > tokens or attention.k.shape[1] != tokens:
             why = NO_GRID
         elif torch._C._len_torch_function_stack():

@@ -51,7 +51,10 @@ class Clock:
         self._found: dict[tuple, ActiveRules] = {}
 
     def moment(self, timestep: float | None, percent: float | None = None) -> Time:
-        """Return the time on both scales of `Time`. A scale that is None is computed; `UNKNOWN` if both are."""
+        """Return the time on both scales of `Time`. A scale that is None is computed; `UNKNOWN` if both are.
+
+        The timestep is Stable Diffusion's at the same noise; the percent is of this clock's schedule.
+        """
         schedule = self.schedule
         if timestep is None and percent is None:
             return UNKNOWN

@@ -101,8 +101,8 @@ class MergeRule:
         False, "Cross-attention", "Merge in the attention to the prompt too. It gains little and costs detail.",
         advanced=True, place=6, group=WHERE)
     merge_mlp: bool = setting(
-        False, "MLP", "Merge in the feed-forward layer too. It costs much detail in late steps.", advanced=True,
-        place=7, group=WHERE)
+        False, "MLP", "Merge in the feed-forward layer too. It gains much on SDXL; elsewhere it costs detail.",
+        advanced=True, place=7, group=WHERE)
     side: str = setting(
         "qkv", "Merge what", "Merge queries, keys and values of self-attention, or keys and values only. Keys and "
         "values only loses less detail.", choices=SIDES, shown=tuple(map("+".join, SIDES)), advanced=True, place=5,

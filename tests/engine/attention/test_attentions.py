@@ -1,7 +1,5 @@
 """Every attention that hosts call, in one table: merged keys give what repeated keys give, else it is left alone."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The correction: exactly zero if nothing was lost; the first order of the error is removed, and the rest is fitted."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import product
 

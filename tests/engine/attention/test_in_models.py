@@ -1,7 +1,5 @@
 """Every self-attention of every family of models, by hooks from outside: merged keys give what repeated keys give."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Attention with merged keys and values: what its correction gains, and its bounds of work and memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

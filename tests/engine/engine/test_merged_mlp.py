@@ -1,7 +1,5 @@
 """A merged feed-forward layer: what it gives, in which levels and steps, and how it is counted."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """The time of a call and its rules: from a host, else a scheduler, else the argument; a schedule's three scales."""
 
-from __future__ import annotations
-
 import math
 from unittest.mock import Mock
 

@@ -1,7 +1,5 @@
 """Merging uses only operators that DirectML and MPS have, in half and single precision, no float64."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

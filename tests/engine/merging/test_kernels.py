@@ -1,7 +1,5 @@
 """The Triton kernels without a GPU: their laws, their code, and what happens if Triton is missing or broken."""
 
-from __future__ import annotations
-
 import logging
 import os
 import platform

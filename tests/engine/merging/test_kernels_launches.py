@@ -1,7 +1,5 @@
 """How many kernels a merged block launches beyond the unmerged one, on a GPU with Triton: counted here on the CPU."""
 
-from __future__ import annotations
-
 from collections import Counter
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Peak memory: a merged block never needs more than the unmerged one, and a match needs little."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tomesd.merge import bipartite_soft_matching_random2d

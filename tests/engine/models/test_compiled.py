@@ -1,7 +1,5 @@
 """Under a compiler models merge as without it, or are left alone and the report says why."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import shutil

@@ -1,7 +1,5 @@
 """A UNet inside of something is the UNet itself; what is no UNet, or not one, is refused."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

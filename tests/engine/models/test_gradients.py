@@ -1,7 +1,5 @@
 """Gradients through a merged model do not depend on checkpointing, whose second run has to merge the same tokens."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

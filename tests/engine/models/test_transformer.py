@@ -1,7 +1,5 @@
 """What diffusers' transformers need beyond the contract of every model: real classes, tiny, with random weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import diffusers

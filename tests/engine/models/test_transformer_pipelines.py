@@ -1,7 +1,5 @@
 """Whole pipelines of diffusers' transformers: which step they are at, and that none waits for the device."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode

@@ -1,7 +1,5 @@
 """What UNets need beyond the contract: parity with tomesd, odd sizes, levels, dtypes and devices."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 from typing import Any

@@ -1,7 +1,5 @@
 """Wraps come back after others have taken them off, build no chain, and see through wrappers known to be idle."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A call keeps the patch and rules with which it began: in its middle a hook lets a thread act, and waits for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Copies and files of a patched model merge nothing until they are patched; what shares its network merges as it."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from functools import partial

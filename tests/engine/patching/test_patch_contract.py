@@ -1,7 +1,5 @@
 """One contract for every model: the effects of patching, calling and unpatching."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`tome_core.patch(pipe)` puts a preset on a real pipeline, with random weights, for all kinds of pictures."""
 
-from __future__ import annotations
-
 import copy
 import re
 import sys

@@ -1,7 +1,5 @@
 """A patch is put on as a whole or not at all, keeps nothing alive, and comes off what it was put on."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The report: lines for people, the gain first; JSON for programs; one of several passes."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from functools import cache

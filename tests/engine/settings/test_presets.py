@@ -1,7 +1,5 @@
 """Strength from 0, which is off, to 1: a larger strength merges more in every step, and nothing jumps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """One server for all tests of this folder; without COMFYUI_DIR they are skipped."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

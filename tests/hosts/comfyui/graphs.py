@@ -1,7 +1,5 @@
 """Graphs in ComfyUI's API format, and the results of their runs."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

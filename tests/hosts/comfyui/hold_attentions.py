@@ -1,8 +1,6 @@
 """Compare functions of ComfyUI with attention over repeated keys. Run by ComfyUI's Python with ``--cpu`` it tests all
 of them, prints as JSON how each gets the sizes, and fails if merged keys give anything else. No server is needed."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from types import SimpleNamespace

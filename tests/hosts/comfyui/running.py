@@ -1,7 +1,5 @@
 """A real ComfyUI on a free port of this machine, with models, packs and outputs in a folder of the tests."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

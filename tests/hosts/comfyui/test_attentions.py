@@ -1,7 +1,5 @@
 """Attention in a real ComfyUI: every function merges right, and compiled models merge as eager ones do."""
 
-from __future__ import annotations
-
 import json
 
 from tests.hosts.comfyui.graphs import Graph, bytes_of, report_of

@@ -1,7 +1,5 @@
 """Example workflows on a real ComfyUI's page, in a browser: each opens as saved, runs, and shows the whole report."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

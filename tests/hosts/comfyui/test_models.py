@@ -1,7 +1,5 @@
 """Small random models in a real ComfyUI: the nodes merge them, and without the nodes they are as before."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.hosts.comfyui.graphs import Graph, bytes_of, distance, report_of

@@ -2,8 +2,6 @@
 Forge or reForge. WEBUI_PYTHON: the Python that runs it. WEBUI_FLAGS: replace the flags for a CPU. Without a network
 CLIP's tokenizer has to be in the Hugging Face cache (HF_HOME). The user's files are not touched."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Small checkpoints with random weights: SD1.5's layout, narrow or at full width with two levels, and SDXL's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

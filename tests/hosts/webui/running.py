@@ -1,7 +1,5 @@
 """A real webui on a free port of this machine, with settings, extensions and pictures in a folder of the tests."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import io
