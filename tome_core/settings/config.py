@@ -114,7 +114,7 @@ class MergeRule:
         place=1, group=WHERE, known_as="level")
     min_downsample: int | None = setting(
         None, "Coarsest levels", "The rule leaves out finer levels than this: 4 merges only where tokens are four "
-        "latent cells wide or wider.", choices=(None, *DOWNSAMPLES), advanced=True)
+        "latent cells wide or wider.", choices=(None, *DOWNSAMPLES), unset="no limit", advanced=True)
     min_timestep: float | None = setting(
         None, "Lowest timestep", "The rule is used at this timestep and above. Below it the next rule is used.",
         minimum=0.0, maximum=1000.0, step=1.0, unset="no limit", advanced=True, limit=None)
