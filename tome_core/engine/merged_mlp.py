@@ -40,11 +40,12 @@ def unmerge_output(out: Tensor, merged: Tensor, x: Tensor, plan: MergePlan, samp
     of_groups, exact = plan.unmerge(out[:, : plan.num_groups]), out[:, plan.num_groups :]
     with without_autocast(x):
         apart = x - plan.unmerge(merged[:, : plan.num_groups])
-        few = apart[:, samples]
-        precise, lost = to_exact(few), to_exact(exact - of_groups[:, samples])
-        products = precise @ precise.transpose(1, 2)
+        few, lost = to_exact(apart[:, samples]), to_exact(exact - of_groups[:, samples])
+        products = few @ few.transpose(1, 2)
         unit = products.diagonal(dim1=1, dim2=2).mean(1)[:, None, None].clamp(min=_TINY)
-        weights = inverse((products / unit)[:, None], _RIDGE, len(samples))[:, 0] @ lost / unit
-        # two thin products instead of a map between all channels
-        corrected = torch.baddbmm(of_groups, apart @ few.transpose(1, 2), weights.to(of_groups.dtype))
+        weights = inverse((products / unit)[:, None], _RIDGE, len(samples))[:, 0] @ lost
+        # Two thin products instead of a map between all channels. The first is about 1, so half precision can hold it.
+        # Under autocast `out` has another dtype than `x`.
+        shares = apart.to(out.dtype) @ (few / unit).to(out.dtype).transpose(1, 2)
+        corrected = torch.baddbmm(of_groups, shares, weights.to(out.dtype))
     return corrected.scatter(1, samples[None, :, None].expand_as(exact), exact)  # DirectML has no index_copy

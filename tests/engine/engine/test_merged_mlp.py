@@ -56,6 +56,19 @@ def test_the_correction_finds_a_linear_map_and_lessens_the_error_of_others(dtype
         assert 0 < errors[1] < most * errors[0]
 
 
+@torch.no_grad()
+def test_half_precision_and_autocast_give_what_single_precision_gives():
+    x, plan = tokens_in_groups(0.3)
+    x = torch.cat([x, torch.zeros(2, 1024, 400)], 2) * 60  # products of 60**2 * 6 channels are near float16's limit
+    function = seeded(lambda: nn.Linear(406, 16))()
+    expected = merged(function, x, plan, SAMPLES)
+    half = merged(lambda y: function(y.float()).half(), x.half(), plan, SAMPLES)
+    assert half.dtype == torch.float16 and (half - expected).norm() < 0.01 * expected.norm()
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = merged(function, x, plan, SAMPLES)
+    assert mixed.dtype == torch.bfloat16 and (mixed - expected).norm() < 0.02 * expected.norm()
+
+
 def call(model, timestep: float, size: int = 16):
     return MODELS["sdxl"].call(model, 2, size, size, timestep=timestep)
 
