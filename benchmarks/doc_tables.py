@@ -97,8 +97,8 @@ def _methods(name: str) -> str:
 def equal_time() -> str:
     """Make the Markdown table of PSNR at equal time: a row for each of `RIVALS`, a column for each of `AT_EQUAL_TIME`.
 
-    A cell has a pair for each model, with commas: the rival's PSNR in dB, a colon, and the PSNR of the strength that
-    takes the rival's time, n/a if no strength is as fast.
+    A cell has a pair for each model, with commas: the rival's PSNR in dB, a colon, and the strengths' PSNR at the
+    rival's time, interpolated: n/a if no strength is as fast, the slowest strength's if all are faster.
     """
     columns = {head: [{rival.name: f"{rival.theirs:.1f} : {number(rival.ours, '.1f')}"
                        for rival in at_equal_time(model)} for model in sections(load_result(name))]
@@ -130,7 +130,7 @@ def _range(setting: dict[str, Any]) -> str:
 
 
 def _deviations(models: Iterable[Section], name: str) -> str:
-    """Join with commas a variant's mean `Noised.dev`, in %, of each model that measured the variant; n/a if none."""
+    """Join with commas a variant's `Noised.dev`, a mean in %, of each model that measured the variant; n/a if none."""
     values = [model.noised[name].dev.value for model in models if name in model.noised]
     return ", ".join(f"{value:#.{2 if value < 1 else 3}g}" for value in values) or ABSENT
 

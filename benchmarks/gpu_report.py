@@ -30,7 +30,7 @@ def cases(rows: Rows) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
 
 
 def calls_table(rows: Rows) -> str:
-    """Make the Markdown table, a line a case: ms of calls but "new" ones, the GPU's own ms if known, s of 20 steps."""
+    """Make the Markdown table, a line a case: ms of calls except "new" (and the GPU's own, if known), s of 20 steps."""
     on_card = any("card_ms" in figures for of, _ in cases(rows).values() for figures in of.values())
     shown = [name for name in _CALLS if name != "new"]
     heads = [f"{name}, ms{' (of the card)' if on_card else ''}" for name in shown]
@@ -85,7 +85,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 
 
 def _facts_of(record: dict[str, Any]) -> list[str]:
-    """List sentences of a result: the verdict, the versions, and what each row says apart from times and failures."""
+    """List sentences of a result: for which cases merging pays, versions, each row's facts but times and failures."""
     facts = {row["key"]: {name: value for name, value in row.items() if name not in ("key", "of", "failed")}
              for row in record["rows"]}  # fmt: skip
     return [f"{TINY * record['settings']['tiny_models']}{verdict(record)}", f"versions: {_facts(record['versions'])}.",

@@ -106,7 +106,7 @@ class Bench:
         return self._networks[name]
 
     def inputs(self, name: str, pixels: int) -> tuple[torch.Tensor, ...]:
-        """Draw `models.inputs` for a picture `pixels` a side, always the same: x, times, prompts, SDXL's vector."""
+        """Draw `models.inputs`, always the same: x for a picture `pixels` a side, twice; times, prompts, a vector."""
         return models.inputs(name, pixels, self.device, self.dtype, self.tiny)
 
     def patched_copy(self, name: str, compiled: bool, way: str) -> Patched:
@@ -157,7 +157,7 @@ class Bench:
 
 
 def calls(bench: Bench, name: str, pixels: int, compiled: bool = False) -> dict[str, Any]:
-    """Time calls of a network in turns; return what `Bench.compare` gives.
+    """Time calls of a network, for a picture `pixels` a side, in turns; return what `Bench.compare` gives.
 
     Its names: "unmerged", "tomesd", and by ``balanced`` "new", "renewed" and "kept", see `Patched.call`.
     """
@@ -276,7 +276,7 @@ def _share(answer: torch.Tensor, other: torch.Tensor, whole: torch.Tensor) -> fl
 def _waits(run: timing.Run, device: str) -> str | bool:
     """Return the end of the traceback of the line at which a run waits for the GPU; False if it does not wait.
 
-    A CPU never waits. Any other RuntimeError of the run is returned in the same way.
+    A CPU never waits. Any other RuntimeError of the run, also on a CPU, is returned in the same way.
     """
     if device == "cuda":
         torch.cuda.set_sync_debug_mode("error")

@@ -87,7 +87,7 @@ def find_folders(options: argparse.Namespace) -> dict[str, Path]:
 
 
 def python_of(host: str, folder: Path) -> str:
-    """Return the Python of `COMFYUI` or `WEBUI`, a path: the environment's, else its venv's, else this one."""
+    """Return a host's Python, a path: of COMFYUI_PYTHON or WEBUI_PYTHON if set, else its venv's, else this one."""
     named = os.environ.get(f"{_HOSTS[host][0]}_PYTHON")
     return named or next((str(folder / path) for path in _PYTHONS if (folder / path).exists()), sys.executable)
 
@@ -107,9 +107,9 @@ def plan_cases(options: argparse.Namespace, hosts: Sequence[str]) -> dict[str, d
 def measure(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Measure each arm of a case, a key of `ARMS`: unmerged, the host's own merging, and ours, each in its own process.
 
-    Returns ``function``, ``version`` and ``torch`` of the host, ``seconds``, one dict by call (the values of `ARMS`),
-    ``peak_mib`` by arm, both None if the arm failed, and ``failed_arms``, reasons by arm. If all arms failed, the
-    result is ``failed`` alone, the reason of the unmerged arm.
+    Returns ``function``, ``version`` and ``torch`` of the host; ``seconds`` by call, of all arms (the values of
+    `ARMS`) in one dict; ``peak_mib`` by arm; None in both if the arm failed; and ``failed_arms``, reasons by arm. If
+    all arms failed, the result is ``failed`` alone, the reason of the unmerged arm.
     """
     answers = {arm: _ask({**case, "arm": arm}, folder) for arm in ARMS}
     failed = {arm: answer["failed"] for arm, answer in answers.items() if "failed" in answer}
@@ -124,7 +124,7 @@ def measure(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _ask(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return what `host_inside.measure` gives in a process of the host's Python; without an answer ``failed``: why."""
+    """Run `host_inside.measure` by the host's Python in its `folder`; return its answer, or ``failed``: why."""
     command = [python_of(case["host"], folder), "-m", "benchmarks.host_inside", json.dumps(case),
                *_ON_A_CPU[case["host"]].split(), *case["flag"].split()]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -154,7 +154,7 @@ def execute(options: argparse.Namespace, command: str) -> int:
 
 
 def table(records: Sequence[Record]) -> str:
-    """Make the Markdown of results "host-calls": table, attentions, failures; the first's settings, device, commit."""
+    """Make Markdown of "host-calls": table, attention functions, failures; the first's settings, device, commit."""
     first, all_rows = records[0], [row for record in records for row in record["rows"]]
     functions = {row["attention"]: f"{row['host']} {row['version']}{row['flag'] and ' ' + row['flag']}, torch "
                  f"{row['torch']}: `{row['function']}`" for row in all_rows if "failed" not in row}  # fmt: skip
@@ -169,7 +169,7 @@ def table(records: Sequence[Record]) -> str:
 
 
 def table_rows(records: Sequence[Record]) -> list[list[str]]:
-    """Make the rows under `HEAD`: one an attention and size, over all results' rounds in which an arm worked."""
+    """Make `HEAD`'s rows, one an attention and size, without rounds whose arms all failed; other failures give n/a."""
     early = share_of_early(records[0]["settings"]["preset"])
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in (row for record in records for row in record["rows"] if "failed" not in row):
@@ -207,7 +207,7 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; return 0, 1 if a case failed, 2 after an error, 130 if stopped. None means ``sys.argv[1:]``."""
+    """Run the command; return 0, 1 if no arm of a case worked, 2 on error, 130 if stopped. None: ``sys.argv[1:]``."""
     return report.run("host_calls", parser(), arguments, execute)
 
 

@@ -73,7 +73,7 @@ class ComfyUI:
         return list(self._seconds)
 
     def _timed(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the host's function that calls the model; append processor seconds to `_seconds`, return its result."""
+        """Call the host's function that calls the model; append CPU seconds of all threads, return its result."""
         since = time.process_time()
         out = self._whole(*args, **kwargs)
         self._seconds.append(time.process_time() - since)
@@ -132,7 +132,7 @@ class Webui:
 
 
 def _check(report: Any, pixels: int) -> None:
-    """Raise RuntimeError if the engine's report says that nothing merged. Pictures below 512 px a side pass."""
+    """Raise RuntimeError if the engine's `Report` counts no merged call. Pictures below 512 px a side pass."""
     if pixels >= 512 and not report.merged_anything:
         raise RuntimeError(f"nothing merged: {report}")
 

@@ -27,7 +27,7 @@ class Shape(NamedTuple):
     middle: int
     context: int
     vector: int = 0
-    shrink: int = 1
+    shrink: int = 1  # in addition to the VAE's 8, in `inputs`; above 1 for tiny networks
 
 
 SHAPES = {SD15: Shape((320, 640, 1280, 1280), (1, 1, 1, 0), (8, 8, 8, 8), 1, 768),
@@ -77,7 +77,7 @@ class CrossAttention(nn.Module):
         self.to_out = nn.Linear(channels, channels)
 
     def forward(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """Attend from x to the context, None for x itself, and return ``[B, N, C]``."""
+        """Attend from x to the context, None for x itself, masked as the class says, and return ``[B, N, C]``."""
         context = x if context is None else context
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
                    for part in (self.to_q(x), self.to_k(context), self.to_v(context)))  # fmt: skip
@@ -100,7 +100,7 @@ class FeedForward(nn.Module):
 
 
 class BasicTransformerBlock(nn.Module):
-    """Self-attention, cross-attention and feed-forward, each on a normed input and added to it."""
+    """LDM's block: self-attention, cross-attention and feed-forward, each on a normed input and added to it."""
 
     disable_self_attn = False
 
@@ -116,7 +116,7 @@ class BasicTransformerBlock(nn.Module):
         return self._forward(x, context=context)
 
     def _forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        """Do the work of `forward`; tomesd replaces this method, as it replaces LDM's."""
+        """Do the work of `forward`, which only calls this; tomesd replaces this method, as it replaces LDM's."""
         x = self.attn1(self.norm1(x), context=None) + x
         x = self.attn2(self.norm2(x), context=context) + x
         return self.ff(self.norm3(x)) + x
@@ -145,7 +145,7 @@ class Downsample(nn.Conv2d):
 
 
 class Upsample(nn.Conv2d):
-    """A doubling of a picture's sides by nearest neighbours, then a convolution."""
+    """An `nn.Conv2d`, of any arguments, on a picture whose sides are first doubled by nearest neighbours."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Double the sides by nearest neighbours, and convolve."""
@@ -261,8 +261,8 @@ def copy_sharing_weights(model: nn.Module) -> nn.Module:
 def inputs(name: str, pixels: int, device: str, dtype: torch.dtype, tiny: bool = False) -> tuple[Tensor, ...]:
     """Draw the arguments of a call for one picture, `pixels` a side, with its prompt and without; always the same ones.
 
-    They are in order twice a latent ``[2, C, h, w]``, timesteps 500 ``[2]``, float32, prompts ``[2, 77, D]``, and for
-    SDXL zeros ``[2, V]``. tiny: for a network that `make` made so; the latent's sides are shorter.
+    They are in order twice a latent (for `BLOCK`, 320 channels of its size) ``[2, C, h, w]``, timesteps 500 ``[2]``,
+    float32, prompts ``[2, 77, D]``, and for SDXL zeros ``[2, V]``. tiny: as in `make`; a UNet's h and w are an eighth.
     """
     shape = _shape_of(name, tiny)
     generator = torch.Generator().manual_seed(1)

@@ -100,7 +100,7 @@ class QualityBench:
 
         Of noised pictures: ``work``, a list by time, ``loss`` and ``dev``, lists by time of lists by picture. Of whole
         ones: ``work``, one number, and lists by picture: ``gradient``, ``squared_error``, and on a CPU ``seconds``, a
-        list by call for each, and ``beside``, a number for each: seconds of an unmerged call, timed after it.
+        list by call for each, and ``beside``, the median of unmerged calls after it; both in processor seconds.
         """
         variant = VARIANTS[row.variant]
         make, compare = (self._predict, _predictions) if row.measure == "noised" else (self._draw, _pictures)
@@ -241,7 +241,7 @@ def complete(options: argparse.Namespace) -> tuple[Amounts, list[str]]:
 
 
 def measure(run: results.Run, plan: list[Row], open_bench: Callable[[str], QualityBench]) -> None:
-    """Measure and add a run's missing rows of `plan`, sorted by checkpoint. open_bench: checkpoint's name -> bench."""
+    """Measure and add a run's missing rows. `plan` is sorted by checkpoint; open_bench: checkpoint's name -> bench."""
     missing = set(run.missing)
     left = [row for row in plan if row.key in missing]
     with tqdm(total=len(left), unit="row", mininterval=0.1 if sys.stderr.isatty() else 10) as bar:

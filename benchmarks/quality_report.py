@@ -123,14 +123,14 @@ def _over(parts: Parts, name: str, axis: int = -1) -> np.ndarray:
 
 
 def _noised(parts: Parts, loss: float) -> Noised:
-    """Compute a variant's mean work, and ``dev`` in % of the unmerged v-loss, over all times and at each."""
+    """Compute a variant's mean work, and ``dev`` in % of `loss`, over all times and at each, from its rows, by part."""
     dev = 100 / loss * _over(parts, "dev")
     work = float(np.mean([row["work"] for row in parts.values()]))
     return Noised(work, Mean.of(dev.mean(0)), tuple(Mean.of(at) for at in dev))
 
 
 def _pictured(parts: Parts, plain: Parts) -> Pictured:
-    """Compute a variant's figures from its rows, by part, and the unmerged rows of the same parts."""
+    """Compute figures from a variant's rows and the same parts' unmerged rows, by part; None for a figure they lack."""
     def all_have(name: str) -> bool:
         return all(name in row for row in parts.values())
 
@@ -147,15 +147,16 @@ def _pictured(parts: Parts, plain: Parts) -> Pictured:
 
 
 def _detail(energies: np.ndarray, unmerged: np.ndarray) -> Mean:
-    """Average ``energies / unmerged``, one value a picture, geometrically; below _NO_DETAIL a value counts as that."""
+    """Average ``energies / unmerged``, one value a picture, geometrically; _NO_DETAIL replaces lower ones in both."""
     logs = Mean.of(np.log(np.maximum(energies, _NO_DETAIL) / np.maximum(unmerged, _NO_DETAIL)))
     share = math.exp(logs.value)
     return Mean(share, None if logs.error is None else share * logs.error)
 
 
 class Rival(NamedTuple):
-    """A method of others beside the setting ``strength`` at equal time, a share of the unmerged one. PSNR in dB:
-    `theirs`, and `ours` of the strength that takes this time, None if no strength is as fast."""
+    """A method of others, `name`. time: a share of the unmerged one. PSNR in dB: `theirs`, and `ours` at equal time,
+    read between our timed strengths; the slowest's if the method is slower than all, None if no strength is as fast.
+    """
 
     name: str
     time: float

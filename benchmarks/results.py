@@ -32,7 +32,7 @@ class ResultError(ValueError):
 
 
 def new_record(kind: str, command: str, settings: dict[str, Any], environment: dict[str, Any]) -> Record:
-    """Make a record without rows. kind: of `KINDS`. settings: of all rows. environment: more fields, by `describe`."""
+    """Make a record without rows. kind: of `KINDS`. settings: of all rows. environment: the fields of `describe`."""
     created = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     record = {"kind": kind, "created": created, "command": command, **environment, "settings": settings}
     return json.loads(_dump({**record, "rows": [], "missing": []}))  # as it will be read: tuples become lists
@@ -80,8 +80,8 @@ class Run:
     def start(cls, record: Record, keys: Sequence[str], output: Path | None = None, folder: Path = FOLDER) -> Run:
         """Begin a run, or go on with a killed one of the same kind, settings, device and versions but tome_core's.
 
-        record: without rows. keys: of all planned rows, in their order. output: the file; None for the latest
-        unfinished one of `folder` that fits, or else a new one. Raises ResultError if `output` is another run's.
+        record: without rows. keys: of all planned rows, in their order. output: the file, new or this run's, even
+        finished; None: `folder`'s latest unfinished that fits, or a new one. Raises ResultError if it is another run's.
         """
         path = output or _find_path(record, folder)
         if not path.exists():
@@ -127,7 +127,7 @@ def difference(before: Record, record: Record) -> str | None:
 
 
 def describe(device: str) -> dict[str, Any]:
-    """Make a result's ``commit``, maybe None, ``versions`` and ``device``. device: torch's name of it, as ``cpu``."""
+    """Make a result's ``commit``, maybe None, and dicts ``versions``, ``device``. device: torch's name, as ``cpu``."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     for name in ("diffusers", "tomesd"):
         try:

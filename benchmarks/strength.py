@@ -39,7 +39,8 @@ Loss = dict[float, tuple[float, ...]]
 
 class Knot(NamedTuple):
     """A point of the curve: with `strength`, steps below timestep `until` keep `share` of the keys, and others
-    `FEWEST`; `dev` is the expected error in %."""
+    `FEWEST`; `dev` is the expected error in % of the v-loss, a mean over all timesteps.
+    """
 
     strength: float
     share: float
@@ -48,7 +49,7 @@ class Knot(NamedTuple):
 
 
 def deviation_by_share(records: Sequence[dict]) -> Loss:
-    """Map each share of keys that is left to its deviations, in %, at each of `TIMES`: means over all checkpoints.
+    """Map each share of keys that is left, largest first, to its mean deviations over all checkpoints at `TIMES`, in %.
 
     Of settings with equal work the best one counts, and a setting that does as much harm as another with less work is
     left out. Raises ValueError if no setting was measured by all checkpoints at all times.
@@ -80,7 +81,7 @@ def read_means(records: Sequence[dict], ratio: float, cell: int) -> tuple[float,
 
 
 def time_at(strength: float) -> float:
-    """Interpolate which share of the finest attention's unmerged time a strength in 0..1 leaves: `WORK` + `MERGING`."""
+    """Interpolate by logarithms the finest attention's time (1: unmerged) at a strength in 0..1: `WORK` + `MERGING`."""
     weakest = min(WORK)
     if strength < weakest:  # the logarithm of the time is a line
         return (WORK[weakest] + MERGING) ** (strength / weakest)
@@ -117,7 +118,7 @@ def curve(loss: Loss) -> tuple[Knot, ...]:
 
 
 def _pairs(strength: float, loss: Loss) -> list[Knot]:
-    """List the knots that leave a strength's time (`time_at`), at most one for each share of keys; [] if none does."""
+    """List knots, at most one for each share of keys, with the `until` that leaves a strength's time (`time_at`)."""
     late_part = time_at(strength) - step_time(FEWEST)
     pairs = []
     for part in (*range(1, int(PARTS * MOST_MERGED) + 1), PARTS):

@@ -35,7 +35,7 @@ class Purpose(NamedTuple):
 
     scenes: int
     noise: int
-    first: int
+    first: int  # the seed of whole picture 0; picture n has the seed first + n
     prompts: tuple[str, ...]
 
 
@@ -53,7 +53,7 @@ PURPOSES = {
 
 
 def check_purpose(record: Record, wanted: str, name: str) -> None:
-    """Raise ResultError, with this name, if a record has a purpose other than `wanted`; without a purpose it passes."""
+    """Raise ResultError, with this name, if a record's settings have a purpose, "for", other than `wanted`."""
     has = record["settings"].get("for", wanted)
     if has != wanted:
         raise ResultError(f"{name} was measured on the pictures for '{has}'; give a result of "
@@ -101,11 +101,11 @@ class SceneSubject:
         return self._painted[1:]
 
     def predict(self, noised: Noised) -> torch.Tensor:
-        """Predict the velocity ``[n, C, h, w]``, in float32."""
+        """Predict the velocity ``[n, C, h, w]``, in float32. The caller turns gradients off."""
         return self.model(noised.x, noised.t, noised.tokens).float()
 
     def picture(self, number: int, steps: int) -> np.ndarray:
-        """Draw a picture, uint8 ``[H, W, 3]``; its number, from 0 up, decides prompt (they repeat) and start noise."""
+        """Draw the purpose's picture `number`, from 0 up, uint8 ``[H, W, 3]``. Prompts repeat; start noises do not."""
         tokens = prompt.tokens(self.purpose.prompts[number % len(self.purpose.prompts)])
         return sampler.sample(self.model, tokens, self.purpose.first + number, steps=steps, guidance=self.guidance)
 
@@ -121,7 +121,7 @@ class UserSubject:
         self.network = self.source.target.unet
 
     def picture(self, number: int, steps: int) -> np.ndarray:
-        """Draw a picture, uint8 ``[H, W, 3]``; its number, from 0 up, decides prompt (they repeat) and start noise."""
+        """Draw the purpose's picture `number`, from 0 up, uint8 ``[H, W, 3]``. Prompts repeat; start noises do not."""
         text = self.prompts[number % len(self.prompts)]
         return self.source.picture(text, self.purpose.first + number, steps, lambda: None)
 
@@ -130,7 +130,7 @@ Subject = SceneSubject | UserSubject
 
 
 def is_scene_model(path: Path) -> bool:
-    """Say, by its tensors' shapes, if a file is a scene model. Raises ValueError for a broken .safetensors file."""
+    """Say, by tensors' names, if a path is a scene model. Raises ValueError for a broken .safetensors file."""
     if path.suffix != ".safetensors" or not path.is_file():
         return False
     return checkpoint.is_of_scenes(checkpoint.read_shapes(path))

@@ -62,7 +62,7 @@ def card_work(run: Run, calls: int = 2) -> dict[str, Any]:
 
 
 def reason(error: BaseException) -> str:
-    """Say why a call failed: ``out of memory``, or the error's type and first line, at most 200 characters."""
+    """Say why a call failed: ``out of memory``, a CPU's too, or `error`'s type and first line, up to 200 characters."""
     text = str(error).strip()
     if isinstance(error, MemoryError) or any(words in text.lower() for words in _OF_MEMORY):
         return OUT_OF_MEMORY
@@ -70,7 +70,7 @@ def reason(error: BaseException) -> str:
 
 
 def free(device: str) -> None:
-    """Collect garbage, and give a GPU's unused memory back."""
+    """Collect garbage and, if the device is a CUDA GPU, give unused GPU memory back."""
     gc.collect()
     if torch.device(device).type == "cuda":
         torch.cuda.empty_cache()
@@ -87,7 +87,7 @@ def cuda_peak(run: Run) -> float:
 
 
 def process_peak(run: Run) -> float | None:
-    """Make a call, and return this process's peak MiB in it, beyond its memory before; None except on Linux."""
+    """Make a call; on Linux return this process's peak MiB in it, beyond its memory before, on other systems None."""
     if sys.platform != "linux":
         run()
         return None
@@ -123,7 +123,7 @@ class CallTimes:
             hook.remove()
 
     def time_unmerged(self) -> float:
-        """Repeat the latest call `UNMERGED_CALLS` times; return the median processor seconds. First remove patches."""
+        """Repeat the latest call `UNMERGED_CALLS` times, unpatched by the caller; return median processor seconds."""
         arguments, named = self._latest
         return median(seconds(lambda: self.network(*arguments, **named)) for _ in range(UNMERGED_CALLS))
 
@@ -133,5 +133,5 @@ class CallTimes:
         self.seconds.append(-time.process_time())
 
     def _stop(self, network: nn.Module, args: tuple, out: object) -> None:
-        """Complete the processor seconds of the call, without waiting for a GPU."""
+        """Complete the call's processor seconds, those of all threads, without waiting for a GPU."""
         self.seconds[-1] += time.process_time()

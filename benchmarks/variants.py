@@ -74,7 +74,7 @@ def strength(value: float) -> PutOn:
 
 
 def tomesd(ratio: float) -> PutOn:
-    """Make a (unet, seed) -> context manager: tomesd merges `ratio` of the tokens in the finest attention level."""
+    """Make a (unet, seed) -> context manager: tomesd merges `ratio` of tokens in the finest level with attention."""
 
     @contextmanager
     def put_on(unet: nn.Module, seed: int) -> Iterator[None]:

@@ -59,7 +59,7 @@ class BranchMerging:
         self, executor: Any, x: Any, t: Any, c_concat: Any = None, c_crossattn: Any = None, control: Any = None,
         transformer_options: dict[str, Any] | None = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Wrap ComfyUI's ``BaseModel.apply_model``, and return its output: call the model, merged if the node is on."""
+        """Wrap ``BaseModel.apply_model``: call it with options that merge if the node is on, and return its output."""
         sampling = self._sampling or Sampling(self.config)
         sampling.is_alone = sampling.is_alone and control is None
         return sampling.call(
@@ -101,7 +101,7 @@ class BranchMerging:
 
 
 class Sampling:
-    """One sampling; without `time`, one call of the model outside any. Without a config, calls are only counted."""
+    """One sampling; without `time`, one call of the model outside any. Without a config, calls are only timed."""
 
     def __init__(self, config: Any, time: HostSampling | None = None) -> None:
         self._config, self._time, self._name = config, time or HostSampling(), time
@@ -140,7 +140,7 @@ class Sampling:
         return out
 
     def end(self, settings: str, facts: dict[str, Any]) -> Outcome:
-        """Keep the time and return the result; call it once, at the end. Arguments: BranchMerging's line and facts."""
+        """Return the result, and `remember` the time; call it once, at the end, with BranchMerging's line and facts."""
         time = self._time
         strangers = [why for why in self._models.values() if isinstance(why, str)]
         merged = [merging for merging in self._models.values() if not isinstance(merging, str)]

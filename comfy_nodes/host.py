@@ -29,7 +29,7 @@ def is_new_enough(patcher: Any) -> bool:
 
 
 def attach(patcher: Any, merging: Any) -> None:
-    """Add the two wrappers of a `BranchMerging` to a ModelPatcher in place. Call `detach` first."""
+    """Add the two wrappers of a `BranchMerging` to a ModelPatcher in place. Call `detach` first, or old ones stay."""
     patcher.add_wrapper_with_key(APPLY_MODEL, KEY, merging.apply_model)
     patcher.add_wrapper_with_key(OUTER_SAMPLE, KEY, merging.outer_sample)
 
@@ -80,7 +80,7 @@ def server() -> Any:
 
 
 def say(text: str, node_id: Any, name: str = "") -> None:
-    """Show a text under a node, and log it in one line, with `name` after its first "ToMe". Without an id, only log."""
+    """Show a text under a node and log it in a line, with `name` of `name_in` after "ToMe". Without an id, only log."""
     logger.info("%s", text.replace("ToMe", f"ToMe{name}", 1).replace("\n", "; "))
     show(text, node_id)
 

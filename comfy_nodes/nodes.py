@@ -29,7 +29,7 @@ class _Node:
 
 
 class ApplyToMe(_Node):
-    """The node that returns a model whose samplings merge tokens."""
+    """The node that returns a clone of a model that merges by strength or settings, or not at all if off."""
 
     DISPLAY_NAME = "Apply ToMe (Token Merging)"
     DESCRIPTION = (
@@ -43,7 +43,7 @@ class ApplyToMe(_Node):
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, dict]:
-        """Return the input types. A prompt may leave out all inputs except the model."""
+        """Return the input types; a prompt may leave out all but the model. ComfyUI fills in the "hidden" ones."""
         model = ("MODEL", {"tooltip": "The model to speed up. Models of other kinds pass through unchanged."})
         return {"required": {"model": model}, "optional": inputs.strength_types(), "hidden": HIDDEN_PROMPT}
 

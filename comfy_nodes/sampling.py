@@ -18,10 +18,10 @@ class HostSampling:
     """The steps of one ComfyUI sampling, and the noise level of each model call.
 
     `sampler`, `sigmas` and `noise` are those of ComfyUI's ``outer_sample``; outside a sampling there are none. The
-    levels of all steps are read once, at the first call. A known sampler reports its steps to the callback of
-    `timed_steps`, which the caller passes to ComfyUI; this gives the level of each call. The middle calls of a
-    second-order sampler count as the step's end. With any other sampler, each call reads its level, which waits for
-    the device. In the methods, `options` are a call's transformer_options, `t` its sigmas.
+    levels of all steps are read once, at the first call. A known sampler reports its steps to the callback that the
+    caller makes by ``timed_steps.counting_callback`` and passes to ComfyUI; this gives the level of each call. The
+    middle calls of a second-order sampler count as the step's end. With any other sampler, each call reads its level,
+    which waits for the device. In the methods, `options` are a call's transformer_options, `t` its sigmas.
     """
 
     def __init__(self, sampler: Any = None, sigmas: Any = None, noise: Any = None) -> None:
@@ -38,12 +38,12 @@ class HostSampling:
 
     @property
     def steps(self) -> dict[str, int]:
-        """Numbers of steps: "steps" reported as done, "steps_planned" (0: unknown), "steps_computed" (not skipped)."""
+        """Numbers of steps: "steps" done, "steps_planned" (0: unknown), "steps_computed" (EasyCache skips others)."""
         return {"steps": self.timed_steps.done, "steps_planned": self._planned, "steps_computed": len(self._computed)}
 
     @property
     def text(self) -> str:
-        """``20 steps``; after an exception ``12 of 20 steps``; ``20 steps, 13 of them computed``; "" if not known."""
+        """Planned ``20 steps``; ``12 of 20 steps`` if `stopped`; ``20 steps, 13 of them computed``; "" if unknown."""
         done, planned, computed = self.steps.values()
         count = hosting.count(planned, "step")
         if self.stopped and done < planned:
@@ -52,7 +52,7 @@ class HostSampling:
         return f"{count}, {computed} of them computed" if is_part else count if planned else ""
 
     def note_call(self, options: dict[str, Any]) -> None:
-        """Count the current step as computed, unless EasyCache skipped the model in this call."""
+        """Count the current step as computed, at most once, unless EasyCache skipped the model in this call."""
         if not is_left_out(options):
             self._computed.add(self.timed_steps.done)
 
@@ -85,8 +85,8 @@ class HostSampling:
     def timesteps(self, model_sampling: Any, options: dict, flow_timesteps: bool = False) -> tuple[float, ...] | None:
         """Return all steps' timesteps; None if the sampler is not known, or another sampling began the picture.
 
-        They lie on Stable Diffusion's schedule; with `flow_timesteps`, those of a flow model are 1000 times the noise
-        level.
+        They lie on Stable Diffusion's schedule, see `timestep_of`, not on the model's; with `flow_timesteps`, those of
+        a flow model are 1000 times the noise level.
         """
         key = id(model_sampling), flow_timesteps
         if key not in self._known:

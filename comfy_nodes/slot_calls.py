@@ -40,7 +40,7 @@ class HostCall(hosting.HeadsCall):
 
 
 def other_names_in_slot(options: dict[str, Any]) -> str:
-    """Return full names, joined by spaces, of another node's function in `SLOT` and those in its closure; "" if none.
+    """Return full names, joined by spaces, of the function in `SLOT` and of those in its closure; "" if it is empty.
 
     `options` is the transformer_options of a call.
     """

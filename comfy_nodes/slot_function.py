@@ -64,8 +64,8 @@ def _attention(function, q, k, v, heads, mask=None, attn_precision=None, **more)
     """Return an attention's output in ComfyUI's form, from the current call's ``ask``; outside a call, unmerged.
 
     The form is ``[B, S, H * d]``, with ``skip_output_reshape`` ``[B, H, S, d]``. While a graph is compiled, put an
-    operator into the graph, which computes this when the graph runs. `function` is ComfyUI's; the slot gets all
-    arguments.
+    operator into the graph, which computes this when the graph runs. ComfyUI calls it with its own `function` and that
+    function's arguments. If the slot held another node's function, that function computes in place of `function`.
     """
     options = more.get("transformer_options") or _now.options
     if torch.compiler.is_compiling() and hosting.is_tracing():

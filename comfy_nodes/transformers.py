@@ -28,9 +28,9 @@ _NO_GRID = "the latent has no grid that is known"
 
 
 class TransformerMerging:
-    """The merging of a transformer in one sampling: `state` is the engine's, `answering` serves a call.
+    """The merging of a transformer in one sampling. `state` is the engine's.
 
-    UnsupportedModelError: the model is compiled, also if in parts.
+    `answering` yields a call's attention function. UnsupportedModelError: the model is compiled, also if in parts.
     """
 
     flow_timesteps, is_compiled = True, False  # a flow model's timesteps are 1000 * sigma
@@ -71,7 +71,7 @@ def patch_size_of(model: Any) -> tuple[int, int, int] | None:
 
 
 def grid_of(model: Any, latent: Any) -> Any | None:
-    """Return the `Grid` of a 4D or 5D latent's tokens, edges padded, frames below one another; None if not known."""
+    """Return the `Grid` of a 4D or 5D tensor's tokens, edges padded, frames below one another; None if not known."""
     patch = patch_size_of(model)
     if patch is None or not torch.is_tensor(latent) or latent.dim() not in (4, 5):
         return None
@@ -83,9 +83,10 @@ def grid_of(model: Any, latent: Any) -> Any | None:
 def where_tokens_lie(model: Any, grid: Any, tokens: int, options: dict) -> Any | str:
     """Return the `Layout` of the picture's tokens in a sequence of `tokens`, or why their place is not known.
 
-    If there are tokens beside the picture's, the name of the model's class and the lengths of references in `options`,
-    transformer_options, decide. If the class first refines its text, the place is not known without a "block_type" in
-    `options`, even if `tokens` are the picture's number.
+    If there are tokens beside the picture's, the name of the model's class, its `pad_tokens_multiple` and the lengths
+    of references in `options`, transformer_options, decide; blocks with `flipped_img_txt` make it unknown. If the
+    class first refines its text, the place is not known without a "block_type" in `options`, even if `tokens` are the
+    picture's number.
     """
     names = {kind.__name__ for kind in type(model).__mro__}
     if names & _REFINE_TEXT and not options.get("block_type"):

@@ -48,7 +48,7 @@ class UnetMerging:
 
     @contextmanager
     def answering(self, call: Any, latent: torch.Tensor, options: dict[str, Any]) -> Iterator[slot_function.Ask]:
-        """Yield the function for a call's attentions. Missing ones count as unmerged if EasyCache did not skip it."""
+        """Yield a call's `Ask`. If not skipped by EasyCache, missing attentions of merging levels count as unmerged."""
         missing, seen, before = Counter(self._levels.values()), [], None
 
         def ask(attention: slot_calls.HostCall, facts: dict[str, Any]) -> torch.Tensor:
@@ -97,7 +97,7 @@ class UnetMerging:
     def _run_mlp(
         self, forward: Callable, call: Any, path: str, level: int, grid: Any, x: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Return a layer's output for `x`, ``[B, N, C]``, merged if it has the tokens of `grid`, and else unmerged."""
+        """Run a layer on `x`, ``[B, N, C]``, merged if x has `grid`'s tokens and `state` merges it, else unmerged."""
         out = None
         if torch.is_tensor(x) and x.dim() == 3 and x.shape[1] == grid.height * grid.width:
             out = self.state.run_mlp_merged(call, (path, "mlp"), level, grid, x, lambda y: forward(y, *args, **kwargs))

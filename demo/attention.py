@@ -25,7 +25,7 @@ SHARP_SHARE, CLEAR = 0.05, 500
 
 
 class Gates(NamedTuple):
-    """Figures of a trained UNet: `keys`, by head, from `effective_keys`; `rise` from `loss_rise`; str() judges both."""
+    """Shares of a trained UNet: of all keys those in use, by head, `effective_keys`; `loss_rise`; str() judges both."""
 
     keys: tuple[float, ...]
     rise: float
@@ -51,7 +51,7 @@ def level_0(model: SceneModel) -> list[Attention]:
 
 @torch.no_grad()
 def start_sharp(model: SceneModel) -> None:
-    """Write one random matrix into both query and key weights of the second half of each level-0 attention's heads.
+    """For each level-0 attention, write one random matrix into query and key weights of the second half of its heads.
 
     Such heads attend to tokens that are alike; the first half stays free to be broad. torch's global generator draws.
     """

@@ -128,7 +128,7 @@ def _refuse_extra_channels(path: Path, channels: int, expected: int) -> None:
 def _variant(unet: Path) -> str | None:
     """Return the first file's tag, "fp16" in `x.fp16.safetensors`; None if any file has no tag, or without files.
 
-    unet: the folder of a UNet, whose .safetensors files are looked at.
+    unet: the folder of a UNet, whose .safetensors files are looked at. A shard's tag, "fp16-00001-of-2", gives "fp16".
     """
     tags = [file.name.split(".")[1:-1] for file in sorted(unet.glob("*.safetensors"))]
     return None if not tags or [] in tags else tags[0][0].split("-")[0]

@@ -95,7 +95,7 @@ def check(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
 
 
 def check_model(options: argparse.Namespace) -> checkpoint.Checkpoint | None:
-    """Return --model's checkpoint, unloaded, or None. Raises ValueError or OSError, also for a wrong --config."""
+    """Inspect --model, if any. Raises ValueError, OSError, also if --config is no diffusers folder or for no file."""
     if options.config and not (options.model and options.model.is_file()):
         raise ValueError(f"--config {options.config} belongs to a single-file --model FILE.safetensors; leave it out")
     if options.config and not (options.config / "model_index.json").is_file():

@@ -49,7 +49,7 @@ class Column:
 
 
 def make(source: Source, order: Order, steps: int, strength: float | None, on_step: OnStep):
-    """Return (picture, Report), the target patched meanwhile; strength None: not patched, "" in place of the Report."""
+    """Return (picture, Report), the target patched at a strength from 0 to 1; None: unpatched, "" for the Report."""
     if strength is None:
         return source.picture(order.prompt, order.seed, steps, on_step), ""
     with tome_core.patch(source.target, strength=strength, host_clock=True) as handle:
@@ -61,7 +61,7 @@ def compare(
     source: Source, wanted: list[Order], steps: int, strengths: Sequence[float | None], on_step: OnStep,
     announce: Callable[[str], None],
 ) -> list[Column]:
-    """Make every order at every strength; return a column for each strength, in their order.
+    """Make every order at every strength, None for no merging; return a column for each strength, in their order.
 
     Strengths take turns picture by picture, starting with another one each time, so that a machine that gets slower or
     busier does so for all. `announce` gets a line before the warm-up, which does not count, and before each picture.
@@ -91,7 +91,7 @@ def nearness(plain: Column, merged: Column) -> float:
 
 
 def detail(plain: Sequence[np.ndarray], merged: Sequence[np.ndarray]) -> float:
-    """Compute the share of detail kept: summed gradient energy of the merged pictures over that of the plain ones."""
+    """Compute the share of detail kept: the merged pictures' sum of `gradient_energy` over the plain pictures'."""
     return sum(map(gradient_energy, merged)) / max(sum(map(gradient_energy, plain)), 1e-9)
 
 

@@ -95,7 +95,7 @@ def _wrap(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
 
 
 def _fit(picture: np.ndarray, size: tuple[int, int]) -> Image.Image:
-    """Resize a picture, uint8 [H, W, 3], to (height, width): by nearest pixels if it grows, else by Lanczos."""
+    """Resize a picture, uint8 [H, W, 3], to (height, width): by nearest pixels if its height grows, else by Lanczos."""
     image = Image.fromarray(picture)
     how = Image.Resampling.NEAREST if image.height < size[0] else Image.Resampling.LANCZOS
     return image.resize(size[::-1], how)

@@ -11,7 +11,7 @@ _LUMINANCE = (0.299, 0.587, 0.114)  # of red, green and blue: ITU-R BT.601
 
 
 def squared_error(a: np.ndarray, b: np.ndarray) -> float:
-    """Compute the mean squared difference over pixels and colours, in squared steps of 255."""
+    """Compute the mean squared difference of two uint8 pictures over pixels and colours, at most 255**2."""
     return float(np.mean((a.astype(np.float64) - b.astype(np.float64)) ** 2))
 
 
@@ -26,7 +26,7 @@ def psnr(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def ssim(a: np.ndarray, b: np.ndarray) -> float:
-    """Compute the structural similarity (Wang et al. 2004) of two uint8 pictures, 1 for equal ones."""
+    """Compute scikit-image's structural similarity of two pictures, in windows of 7 x 7 pixels; 1 for equal ones."""
     return float(structural_similarity(a, b, channel_axis=2, data_range=255))
 
 

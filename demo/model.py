@@ -112,7 +112,7 @@ class SceneModel(nn.Module):
     """A diffusers UNet with its prompt embedding. The state dict has the keys `unet.*` and `emb.weight` [26, 96].
 
     In SDXL's layout it also has `pooled.*`: the second text input is a linear map of the tokens' mean embedding.
-    unet: like UNET; its sample size is `side`, the latent's, half of the picture's. haar_gain: the gain of `encode`.
+    unet: like UNET; sample_size: the latent's side, half a picture's. scheduler: like SCHEDULER. haar_gain: `encode`'s.
     """
 
     def __init__(self, unet: dict, scheduler: dict, haar_gain: float):
@@ -184,7 +184,7 @@ def unpack(packed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _broadcastable(step: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return steps ``[out]`` as float32 ``[out, 1, ...]``, with as many dimensions as `value`."""
+    """Return the steps ``[out]`` of int8 weights as float32 ``[out, 1, ...]``, with as many dimensions as `value`."""
     return step.float().view(-1, *[1] * (value.dim() - 1))
 
 

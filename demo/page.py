@@ -108,7 +108,7 @@ class Studio:
         return picture, max(clock() - began, _TICK)
 
     def _maps(self, picture: Any, merging: Any) -> list[tuple[Any, str]]:
-        """Return `Drawn.maps` of a picture, uint8 ``[H, W, 3]``, drawn with the patch `merging`, which keeps maps."""
+        """Return `Drawn.maps` of a picture, uint8 ``[H, W, 3]``, by the maps that `merging` kept as it was drawn."""
         maps, row = [], self.source.prompt_row
         for level, groups in sorted(merging.maps().items()):
             group = groups.group[row if len(groups.group) > 1 else 0].cpu().numpy()
@@ -155,10 +155,10 @@ def figures(drawn: Drawn, on_cpu: bool) -> str:
 
 
 def read(values: dict[str, Any], layout: str, checks_prompt: bool) -> Wanted:
-    """Return the Wanted of the controls' values: merged by the form's settings if "own" is on, else by the strength.
+    """Return the Wanted of the controls' values: merged by the strength, changed by the form if "own" is on.
 
-    values: by the control's name. layout: as `tome_core.strength` takes it. checks_prompt: refuse words that the
-    embedded model does not know. Raises ValueError or TypeError for a wrong value.
+    values: by the control's name; None in the form keeps the strength's. layout: as `tome_core.strength` takes it.
+    checks_prompt: refuse words that the embedded model does not know. Raises ValueError or TypeError for a wrong value.
     """
     import tome_core
     from demo import prompt

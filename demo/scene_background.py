@@ -45,7 +45,7 @@ class Setting:
 
 
 def paint(canvas: Canvas, walls: bool) -> Setting:
-    """Paint the background, with a brick wall in a SHARE of pictures if `walls`; return what later layers need."""
+    """Paint the background, with a brick wall in a random SHARE of pictures if `walls`; return its `Setting`."""
     setting = _sky(canvas)
     _stars(canvas, setting)
     for _ in range(3):
@@ -142,7 +142,7 @@ def _ground(canvas: Canvas, setting: Setting) -> None:
 
 
 def _waves(canvas: Canvas, setting: Setting, near: torch.Tensor, colour: torch.Tensor) -> torch.Tensor:
-    """Return what waves and glitter of sun or moon add to `colour`, [n, size, size, 3].
+    """Return the waves and the glitter of sun or moon, [n, size, size, 3], to add to `colour`; they reach into the sky.
 
     near: [n, size, 1], 0 at the horizon and above it, 1 at the bottom.
     """
@@ -155,7 +155,7 @@ def _waves(canvas: Canvas, setting: Setting, near: torch.Tensor, colour: torch.T
 
 
 def _grass(canvas: Canvas, setting: Setting, near: torch.Tensor, colour: torch.Tensor) -> torch.Tensor:
-    """Return what grass adds to the ground, [n, size, size, 3]. near: as for `_waves`. `colour` is unused."""
+    """Return what grass adds to the ground, [n, size, size, 3]. near: 0 (horizon) to 1 (most). `colour` is unused."""
     noise = canvas.normal(canvas.size, canvas.size)
     noise = noise + torch.roll(noise, 1, 1)  # blades are taller than wide
     rolling = torch.sin(canvas.x * canvas.uniform(6, 12) / (near + 0.4) + canvas.uniform(0, 6))
@@ -163,7 +163,7 @@ def _grass(canvas: Canvas, setting: Setting, near: torch.Tensor, colour: torch.T
 
 
 def _dunes(canvas: Canvas, setting: Setting, near: torch.Tensor, colour: torch.Tensor) -> torch.Tensor:
-    """Return what dunes add to the ground, [n, size, size, 3]. near: 0 (horizon) to 1 (bottom). `colour` is unused."""
+    """Return dunes to add, lit, [n, size, size, 3]. near: 0 (horizon) to 1 (bottom) widens them. `colour` unused."""
     u, x = canvas.uniform, canvas.x
     dunes = torch.sin(u(3, 5) / (near + 0.12) + x * u(-5, 5) + 1.2 * torch.sin(x * u(3, 7) + u(0, 6)))
     return 0.07 * dunes[..., None] * setting.light

@@ -99,7 +99,7 @@ def _finish(canvas: Canvas, place: Place, dx: torch.Tensor, dy: torch.Tensor, ma
 
 
 def _twin(canvas: Canvas, place: Place, mask: torch.Tensor, present: torch.Tensor) -> None:
-    """Copy the object's own pixels 7/20 of the picture towards the emptier side, in a third of the pictures.
+    """Copy the object's pixels sideways, by 7/20 of the picture to the emptier side, in a random third of the pictures.
 
     mask: the object's opacity [n, size, size]. present: 1 if a picture has an object, 0 if not, [n, 1, 1].
     """

@@ -22,8 +22,8 @@ def draw_attributes(n: int, generator: torch.Generator) -> torch.Tensor:
 def render(attributes: torch.Tensor, generator: torch.Generator, size: int = 64, walls: bool = True) -> torch.Tensor:
     """Paint scenes: `attributes` int64 [n, 6] to float32 [n, 3, size, size] in -1..1, on the generator's device.
 
-    All else is drawn from `generator`: equal ones on one device give equal pictures. walls: if on, a random third of
-    the pictures has a brick wall.
+    All else is drawn from `generator`: equal ones on one device give equal pictures. walls: if on, each picture has a
+    brick wall with a chance of a third.
     """
     canvas = Canvas(dict(zip(ATTRIBUTES, attributes.T, strict=True)), generator, size)
     setting = scene_background.paint(canvas, walls)

@@ -70,7 +70,7 @@ class UserPipeline:
         return None  # a patched pipeline follows its own scheduler
 
     def picture(self, text: str, seed: int, steps: int, on_step: OnStep):
-        """Draw one picture, uint8 [H, W, 3]; call ``on_step()`` after each step."""
+        """Draw one picture, a numpy array, uint8 [H, W, 3]; call ``on_step()`` after each step."""
 
         def after_step(pipe, step, timestep, tensors):
             on_step()

@@ -89,7 +89,7 @@ class TrainingState:
             torch._foreach_lerp_(list(self.average.parameters()), list(self.model.parameters()), 1 - keep)
 
     def save(self, path: Path) -> None:
-        """Write weights, optimizers, step and seconds to a .safetensors file. If interrupted, the old one stays."""
+        """Write model, average, optimizers, step and seconds to a .safetensors file. If it fails, the old one stays."""
         tensors = self.both.state_dict()
         for kind, optimizer in enumerate(self.optimizers):
             for index, moments in optimizer.state_dict()["state"].items():
@@ -189,7 +189,7 @@ def train(state: TrainingState, options: argparse.Namespace) -> None:
 
 
 def prepare(options: argparse.Namespace) -> TrainingState:
-    """Fill in missing paths; load `options.state` or begin a run. ValueError, OSError: it cannot run, or time is up."""
+    """Fill in paths `state` and `output`; load the state's file if any. ValueError, OSError: cannot run, or time up."""
     if min(options.coarse, options.crops) < 0 or options.coarse + options.crops >= 1:
         raise ValueError(f"--coarse {options.coarse} and --crops {options.crops} leave no time for full pictures; "
                          "give shares from 0 on that sum to less than 1")
@@ -213,7 +213,7 @@ def prepare(options: argparse.Namespace) -> TrainingState:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train and return the exit code: 0 done, 1 no finite gradients, 2 wrong options, 130 stopped (all is saved)."""
+    """Train and return the exit code: 0 done, 130 stopped (both saved), 1 a gradient not finite, 2 wrong options."""
     options = parser().parse_args(arguments)
     try:
         state = prepare(options)

@@ -64,7 +64,7 @@ def stratified_times(n: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def noisy_times(n: int, generator: torch.Generator) -> torch.Tensor:
-    """Draw `n` time steps in 0..999, int64, noisy (high) ones more often, because these decide the composition."""
+    """Draw `n` stratified time steps in 0..999, int64, noisy (high) ones more often: these decide the composition."""
     return (_stratify(n, generator) ** (1 / 3) * 1000).long().clamp(max=999)
 
 

@@ -57,7 +57,7 @@ class SceneTransformer(nn.Module):
     def _places(self, height: int, width: int, sizes: torch.Tensor | None, tiles: torch.Tensor) -> torch.Tensor:
         """Return each token's middle as (0, down, right), float32 [h * w, 3]. A whole picture has 32 in each direction.
 
-        height, width: in tokens. sizes: see `forward`; None: a token's side is 1. tiles: any tensor on the device.
+        height, width: in tokens. sizes: the picture's, see `forward`; None: 128 px. tiles: any tensor on the device.
         """
         top, left, unit = 0.0, 0.0, 1.0
         if sizes is not None:

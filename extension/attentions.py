@@ -61,7 +61,7 @@ def _beneath_idle_hypertile(module: nn.Module, wrapper: Any) -> Any:
 
 
 def describe() -> None:
-    """Register at the engine A1111's attentions, the Forges' functions and HyperTile's wrapper. May be called again."""
+    """Register A1111's attentions, the Forges' functions and HyperTile's wrapper by name, loaded or not; repeatable."""
     for forward, by_attribute in _BY_HAND.items():
         hosting.register(forward, _Hijacked(by_attribute))
     for name in _OF_THE_FORGES:

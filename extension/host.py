@@ -67,7 +67,7 @@ def add_option(key: str, default: Any, label: str, help: str, arguments: dict, s
 
 
 def running_unet(p: Any) -> Any:
-    """Return the UNet of a job, or of the loaded model if `p` is None. TypeError: no UNet; ValueError: unknown kind."""
+    """A job's UNet or transformer; the loaded model's if `p` is None. TypeError: no model; ValueError: neither."""
     model = _running_model(p)
     objects = getattr(model, "forge_objects", None)
     return find_unet(model if objects is None else objects.unet.model)
@@ -117,7 +117,7 @@ def run_as_job(function: Callable[[], Any]) -> Any:
 
 
 def _in_its_place(function: Callable[[], Any]) -> Any:
-    """Return a function's result, computed with or without autocast as in a job. The Forges first load the UNet."""
+    """Return a function's result, under webui's autocast, or without if the UNet upcasts; load a Forge's UNet first."""
     names = ("backend.memory_management", "ldm_patched.modules.model_management")  # Forge's, reForge's
     memory = next((sys.modules[name] for name in names if name in sys.modules), None)
     objects = getattr(shared.sd_model, "forge_objects", None)
@@ -208,7 +208,7 @@ def through_hypernetworks(tokens: Any) -> tuple[Any, Any]:
 
 
 def gains_file() -> str | None:
-    """Return the path of the file of measured speed-ups, in the webui's cache; None if its data folder is unknown."""
+    """Return the measured speed-ups' path in $SD_WEBUI_CACHE_DIR or data/cache; None if the data folder is unknown."""
     data = getattr(sys.modules.get("modules.paths_internal"), "data_path", None)
     if data is None:
         return None

@@ -119,7 +119,7 @@ def _apply(name: str, p: Any, value: Any, values: Any) -> None:
 
 
 def _confirm(name: str, p: Any, values: list) -> None:
-    """Check all values of the axis `name` before the plot runs. RuntimeError, as plots expect: a value is wrong."""
+    """Check the axis's values before a plot. RuntimeError, as plots expect: a value is wrong or would be left out."""
     for value in values:
         try:
             settings = read(({"enabled": True},), settings_tab.default_of, {name: value}, host.layout())

@@ -65,11 +65,12 @@ def read(
     """Return the checked settings of a job. If "enabled" is False, they are ``JobSettings()``, and no value is checked.
 
     `values` are in the order of `ARGUMENTS`, or the first is a dict of names. In that order, expert settings count only
-    if "own" is True; in a dict, which has no "own", they always do. An expert setting that is None, missing, or as
-    filled in for the strength follows the strength; `setting` returns the settings tab's value for a missing "enabled",
-    "strength" or "where", by its name. Values of an X/Y/Z `plot`, by name, override all others. An impossible expert
-    setting is listed in `JobSettings.left_out`. Any other wrong value, too many values or an unknown name raise
-    ValueError, or TypeError for a wrong type.
+    if "own" is True; in a dict, which has no "own", they always do. An expert setting that is None, missing, or as the
+    panel shows it for "filled_for" or "strength", in a model of this `layout`, follows the strength; `setting` returns
+    the settings tab's value for a missing "enabled", "strength" or "where", by its name. Values of an X/Y/Z `plot`, by
+    name, override all others. An impossible expert setting is listed in `JobSettings.left_out`. Any other wrong value
+    raises ValueError, or TypeError for a wrong type. Too many values or an unknown name in the dict raise ValueError,
+    even if "enabled" is False.
     """
     given, plot = _by_name(values), plot or {}
     dial = {name: setting(name) if given.get(name) is None else given[name] for name in DIAL}
@@ -87,8 +88,8 @@ def settings_of(value: float, where: str, changes: Mapping[str, Any], layout: st
     """Return settings with merging on: the strength, and those changes that are possible and have an effect.
 
     `changes` has values that controls show, by the form's names. A change to the rounded value that the panel shows for
-    the strength, in a model of this `layout`, has no effect. `JobSettings.left_out` has the error text of each
-    impossible change. ValueError: the strength or `layout` is not possible, or `where` is not in `WHERE`.
+    the strength, in a model of this `layout`, has no effect. The tuple `JobSettings.left_out` has the error text of
+    each impossible change. ValueError: the strength or `layout` is not possible, or `where` is not in `WHERE`.
     """
     base, shown = form.values_of(strength(value, layout)), base_of(value, layout)
     changes = {name: change for name, change in changes.items() if change != shown[name]}
@@ -105,7 +106,7 @@ def settings_of(value: float, where: str, changes: Mapping[str, Any], layout: st
 
 
 def _by_name(values: Sequence[Any]) -> dict[str, Any]:
-    """Return `values` of `read` by name; a dict gets "own": True.
+    """Return `values` of `read` by name; a dict as the first gets "own": True, others are in the order of `ARGUMENTS`.
 
     ValueError: too many values, or a name in a dict that is not in `DIAL` or `form.NAMES`, such as "own".
     """

@@ -30,7 +30,7 @@ def answer(settings: JobSettings, sizes: Mapping[bool, tuple[int, int]], measure
 
 
 def _answer(hires: bool, width: int, height: int, config: MergeConfig, measure: bool) -> str:
-    """Return a pass's ``size: text``: the gain, measured if unknown and `measure`, or why not; errors become text."""
+    """Return ``size: text`` of a pass: gain (known, measured if `measure`, or of own pictures), why not, or error."""
     size, unet, aside = f"{width}x{height}", host.loaded_unet(), host.reason_to_step_aside(hires)
     if aside is not None:
         return f"{size}: nothing merges, {aside}"

@@ -46,7 +46,7 @@ class Job:
         self._left: dict[bool, str] = {}
 
     def config(self, hires: bool, layout: str | None = None) -> MergeConfig | None:
-        """Return the engine's settings for a pass, with the batch's first seed; None if they merge nothing in it.
+        """Return the engine's settings for a pass, seed 0 replaced by the batch's first; None if they merge nothing.
 
         `layout` is the loaded model's if None.
         """

@@ -103,7 +103,7 @@ class SamplerTimes:
 
 
 def _list_of(function: Any) -> str:
-    """Name a sampler function's list of times: "sigmas" in `_SIGMA_MODULES`, "timesteps" if `_BY_TIMESTEP`, else ""."""
+    """Name a sampler function's list of times: "sigmas" by its module, "timesteps" by module and name, else ""."""
     module, name = getattr(function, "__module__", ""), getattr(function, "__name__", "")
     if module in _SIGMA_MODULES:
         return "sigmas"

@@ -21,7 +21,7 @@ PARENT = __package__.rpartition(".")[0]
 class TokenMerging(host.Script):
     """The script with panel and hooks, one per tab. `p` is the webui's job; for `values` see `job_settings.read`."""
 
-    _request: Any = None  # the ``script_args`` of the latest request, the same list for all of its jobs
+    _request: Any = None  # the ``script_args`` of the latest request, of page or API: one list for all of its jobs
     _fact: host.CallableReport  # the report of these jobs
 
     def title(self) -> str:
@@ -65,7 +65,7 @@ class TokenMerging(host.Script):
         _write(p, job, any(job.settings.config(hires) for hires in PASSES if host.has_hires(p) or not hires))
 
     def process_batch(self, p: Any, *values: Any, **facts: Any) -> None:
-        """Begin a batch. In SD.Next, without later hooks, also arm the first pass; the job will arm its hires pass."""
+        """Disarm; reset the job's `merged`. In SD.Next, without later hooks, arm now and when a hires pass begins."""
         armed.disarm()
         job = job_of(p)
         if job is not None:
@@ -91,7 +91,7 @@ class TokenMerging(host.Script):
             _write(p, job, job.merged)
 
     def postprocess(self, p: Any, processed: Any, *values: Any) -> None:
-        """End a job; report on it if merging is on or a value is wrong. Not called by the webui after an exception."""
+        """End a job; `_report` it if merging is on or a value is wrong. Not called by the webui after an exception."""
         armed.disarm()
         job = job_of(p)
         if job is not None and (job.error or job.settings.enabled):
@@ -124,7 +124,7 @@ def _write(p: Any, job: Job, merges: bool) -> None:
 
 
 def _report(p: Any, job: Job, processed: Any) -> None:
-    """Show the report in console and page, as set, or always `Job.error` on the page alone; give API callers data."""
+    """Show the report in console and page, as set, or `Job.error` always, on the page only; give API callers data."""
     lines = [job.error] if job.error else lines_of(job, host.has_hires(p))
     if settings_tab.is_shown(settings_tab.CONSOLE) and not job.error:
         logger.info("%s", "; ".join(lines))

@@ -18,7 +18,7 @@ def is_pipeline(model: Any) -> bool:
 
 
 class RunningPipeline:
-    """The `scheduler` and `unet` of the pipeline that ``running()`` returns; each access calls ``running()`` again."""
+    """The `scheduler` and `unet` (or transformer) of the pipeline ``running()`` returns at each access, or None."""
 
     def __init__(self, running: Callable[[], Any]) -> None:
         self._running = running
@@ -37,7 +37,7 @@ class RunningPipeline:
 
 
 def when_hires_begins(p: Any, callback: Callable[[], None]) -> None:
-    """Set a method `INIT_HIRES` on `p` that also calls ``callback``, just before the hires pass. Callers delete it."""
+    """Set a method `INIT_HIRES` on `p`: its class's, then ``callback``, before the hires pass. Callers delete it."""
     this = weakref.ref(p)
 
     def init_hires(*args: Any, **kwargs: Any) -> None:

@@ -102,7 +102,7 @@ class Panel:
         _link(tab)
 
     def paste_fields(self) -> list[tuple[Any, Any]]:
-        """Return pairs of a control and a function that takes a parsed infotext and returns the control's value."""
+        """Return pairs: a control, and a function from a parsed infotext to its value, or None to let it stay."""
         paste = infotext.Paste()
         return [(self.made[name], partial(paste.value, name)) for name in ARGUMENTS]
 
@@ -125,7 +125,7 @@ class Panel:
                             self._add_field(field)
 
     def _add(self, name: str, kind: Any, **arguments: Any) -> None:
-        """Make a gradio component of the class `kind` by `arguments`, with a tooltip, and keep it in `made`."""
+        """Make a component of gradio's class `kind` with `name`'s element id and tooltip, and keep it in `made`."""
         self.made[name] = kind(elem_id=self._elem_id(name), **arguments)
         self.made[name].webui_tooltip = _TIPS.get(name)
 
@@ -153,7 +153,7 @@ class Panel:
             _show(fold, "open", lambda: _first_value("enabled", enabled.value))
 
     def _connect(self) -> None:
-        """Let the expert settings follow the strength and the switch "own", and a typed setting turn this switch on."""
+        """Let the strength and the switch "own" fill fields by `follow_strength`, and a typed field turn "own" on."""
         fields = [self.made[name] for name in form.NAMES]
         strength, own, filled = (self.made[name] for name in ("strength", EXPERT_SWITCH, FILLED_FOR))
         inputs, outputs = [strength, own, filled, *fields], [filled, *fields]
@@ -261,7 +261,7 @@ def follow_strength(strength: float, own: bool, filled_for: float, *values: Any)
 
 
 def _line(by_factor: Any, *values: Any, measure: bool = False) -> str:
-    """Return the panel's line for the next picture, as if merging were on, as HTML. An error becomes the line.
+    """Return the panel's line for the next picture, as if merging were on, as HTML; or a wrong value's error.
 
     `values` are the panel's controls, then the webui's. `by_factor`: img2img resizes by a factor; the line says only
     that the size is not known yet. `measure`: unknown gains are measured, which takes seconds.

@@ -90,7 +90,7 @@ class ForwardOnStandIn(AttentionDescription):
         self.by_attribute = by_attribute
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kwargs: Kwargs) -> Tensor:
-        """Run ``forward`` on a `StandIn`. A bias is its ``mask``, ``(batch, 1, 1, keys)``; `kwargs` are not used."""
+        """Run ``forward`` on a `StandIn`, with ``mask``, ``(batch, 1, 1, keys)``, only for a bias, and no `kwargs`."""
         mask = {} if bias is None else {"mask": bias[:, None]}
         return type(module).forward(StandIn(module, q, k, v), q, context=k, **mask)
 

@@ -40,7 +40,7 @@ class ModelCall:
 
     state: Any  # the `State` that began the call
     timestep: Any  # the model's argument, a number or a tensor, on which random draws depend
-    rules: tuple[LevelRules, ...]  # in force, by level, 0 for the finest
+    rules: tuple[LevelRules, ...]  # in force, one for each level, the finest first; all None if no rule is
     why_off: tuple[str, ...]  # the reason why no rule is in force, by level; read only if none is
     gates: tuple[Gate, ...]  # by level, for `decide`
     kept_plans: KeptPlans | None = None  # of earlier calls in the same sampling; None: none is used or kept
@@ -66,8 +66,8 @@ def decide(rules: LevelRules, why_off: str, tokens: int, device: str, gate: Gate
 
     `rules` are those in force, by part, and `why_off` is the reason if all are None; `device` is a device's type. A
     rule without `only_if_it_pays` always merges. With it, `gate` decides. True: it merges; False or a text, which is
-    the reason: it does not; None: it merges if the picture has at least 1,024 `tokens` on a CPU, 4,096 elsewhere, or
-    1,024 on any device in a feed-forward layer. Without a text, the reason is that there are so few tokens.
+    the reason: it does not; None: it merges if the level has at least 1,024 `tokens` of the picture on a CPU, 4,096
+    elsewhere, or 1,024 on any device in a feed-forward layer. Without a text, the reason is too few tokens.
     """
     if not any(rules):
         return rules, why_off

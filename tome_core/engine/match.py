@@ -27,9 +27,9 @@ def match(
 
     `rule` gives method, ratio and cells, `layout` the picture's place. Each token outside it is a group by itself. Keys
     `k` and values `v` are ``[B, S, H, d]``, of the whole sequence. The rule's metric "keys+values" compares both, by
-    distance; "input" compares `k` alone, by cosine. `draw`, with a single time, chooses destinations; None: the first
-    token of each cell. One k-means step adapts `old`, a plan of the same layout from an earlier step; None: a new match
-    is made. No gradient flows through the choice.
+    distance; "input" compares `k` alone, by cosine. `draw`, with at most one timestep, chooses each cell's destination;
+    None: the first token. One k-means step adapts `old`, a plan of the same layout from an earlier step; None: a new
+    match is made. No gradient flows through the choice.
     """
     by_distance, method, before = rule.metric == "keys+values", METHODS[rule.method], layout.first
     tokens, parts, counts = k.shape[1], [], []

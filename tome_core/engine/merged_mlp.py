@@ -20,12 +20,12 @@ _TINY = 1e-12
 
 
 def pick_samples(grid: Grid, device: torch.device) -> tuple[Tensor]:
-    """Choose the samples, evenly spaced over the grid: int64 ``(samples,)``, in a tuple for `grid.cached_result`."""
+    """Choose evenly spaced samples, about 1 in `_TOKENS_PER_SAMPLE` tokens: int64 ``(samples,)``, in a 1-tuple."""
     return (pick_middles(grid, max(1, grid.height * grid.width // _TOKENS_PER_SAMPLE), device),)
 
 
 def merge_input(x: Tensor, plan: MergePlan, samples: Tensor | None) -> Tensor:
-    """Return the means of groups, then the samples if there are any: ``(batch, groups + samples, channels)``."""
+    """Return the groups' means, then the tokens numbered `samples`, if any: ``(batch, groups + samples, channels)``."""
     means = plan.merge(x)
     return means if samples is None else torch.cat([means, x[:, samples]], 1)
 
@@ -33,7 +33,8 @@ def merge_input(x: Tensor, plan: MergePlan, samples: Tensor | None) -> Tensor:
 def unmerge_output(out: Tensor, merged: Tensor, x: Tensor, plan: MergePlan, samples: Tensor | None) -> Tensor:
     """Return the layer's output for all tokens, ``(batch, tokens, channels)``, corrected if there are samples.
 
-    `out` is the layer's output for `merged`, which is the result of `merge_input` for the input `x`.
+    `out` is the layer's output for `merged`, which is the result of `merge_input` for the input `x`. `samples`, int64
+    ``(samples,)``, are numbers of tokens; their outputs, which are last in `out`, stay as they are.
     """
     if samples is None:
         return plan.unmerge(out)

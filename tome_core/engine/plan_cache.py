@@ -20,7 +20,7 @@ class Plans(NamedTuple):
     timestep: float | None  # of the step at which the match was made; None if the plan is not kept
     rule: MergeRule
     device: torch.device
-    correction: Correction | None = None  # of the merged keys and values; None if there is none (yet)
+    correction: Correction | None = None  # to add to outputs over merged keys; None if there is none (yet)
 
 
 Guidance = tuple[int, int]  # (pictures, number of the copy that is matched), see `Sampling`
@@ -103,9 +103,10 @@ class Sampling:
         """Count a call that begins now, and return the kept plans for it; None if no plan is used or kept.
 
         None is returned if the name or the timestep of the latest `set` is None. `batch` is the call's latents ``[B, C,
-        ...]``. With guidance (see `_guidance_in`), plans are shared if it repeats its own first pictures or those of
-        the first guided call at this timestep; without, or with None, they are not. `called` is the host's name for the
-        call; None stands for calls without a name. Calls of different names may come in any order.
+        ...]``. With guidance (see `_guidance_in`, which tells the number of pictures), plans are shared if it only
+        repeats its own first pictures or those of the first guided call at this timestep; without, or with None, they
+        are not. `called` is the host's name for the call; None stands for calls without a name. Calls of different
+        names may come in any order.
         """
         if self.name is None or self._timestep is None:
             return None
@@ -123,7 +124,7 @@ class Sampling:
         return KeptPlans(self._plans, ordinal, self._timestep, shared)
 
     def _guidance_in(self, batch: Any) -> Guidance | None:
-        """Return ``guidance_of(batch)``, a `Guidance`; (1, 0) for a view that repeats a single latent by stride 0.
+        """Return `guidance_of`'s (pictures, matched copy); (1, 0) for a view that repeats a single latent by stride 0.
 
         None without guidance, or if `batch` is no plain tensor with values or has fewer than 2 dimensions.
         """

@@ -69,7 +69,8 @@ class State:
 
         Args:
             timestep: a number, or a tensor ``[]`` or ``[B]``, on Stable Diffusion's schedule (0 to 1000); 1000 times
-                sigma for a flow model. It gives the time, if `set_time` does not, and always decides random draws.
+                sigma for a flow model. It gives the time, if `set_time` does not; values that differ give none. It
+                always decides random draws, by the first sample's value.
             latent: ``[B, C, (frames,) H, W]``. Its values are read only to find copies of one latent in a batch.
             called: the host's name for the call among the calls at this timestep, such as the names of its conditions.
                 Without names, calls are distinguished by their order.
@@ -170,10 +171,11 @@ class State:
     def run_mlp_merged(
         self, call: ModelCall, name: Hashable, level: int, grid: Grid, x: torch.Tensor, function: Callable
     ) -> torch.Tensor | None:
-        """Run a block's feed-forward layer on merged tokens, matched by its own input, with a linear correction.
+        """Run a block's feed-forward layer on merged tokens, matched by its own input, and unmerge its output.
 
         `name` is the layer's, unique in the model; `x` its input ``[B, N, C]``, the tokens of `grid`; `function` runs
-        the layer on ``[B, any number, C]``. The rule may be any that merges this part and not as tomesd does.
+        the layer on ``[B, any number, C]``. A linear map corrects the output if the rule's `correction` is on. Whether
+        the rule `is_as_tomesd` is ignored: for tomesd's way call `run_part_merged`.
 
         Returns:
             The output ``[B, N, C]``; None if the layer is left unmerged, so that the host has to call it. The reason is
@@ -218,8 +220,9 @@ class State:
     ) -> tuple[Plans, Pair | None]:
         """Return plans for the whole batch, kept or new, with a new correction if the rule wants one.
 
-        The second result is the keys and values that were merged to fit this correction; None if there are none. `key`
-        is ((name, run), batch, layout, tokens). If plans are kept, the result is kept under the call's ordinal.
+        There is no correction if no token merges, or if the values' heads are not as wide as the queries'. The second
+        result is the keys and values that were merged to fit the correction; None if there are none. `key` is ((name,
+        run), batch, layout, tokens). If plans are kept, the result is kept under the call's ordinal.
         """
         q, k, v = attention[:3]
         plans, correction, merged = self._find_plans(call, key, level, layout, (k, v), rule), None, None
@@ -272,7 +275,7 @@ class State:
         return call.kept_plans.plans_for(key, rule, x.device, match_all).plan
 
     def _keep_map(self, level: int, layout: Layout, plan: MergePlan) -> None:
-        """Keep the groups of the picture's tokens (of a video, the first frame's) as the latest map of a level."""
+        """Keep a `MergeMap` of the picture's tokens (of a video, the first frame's) as the latest of a level."""
         grid = Grid(layout.grid.height // layout.grid.frames, layout.grid.width)
         group = plan.group[:, layout.first : layout.first + grid.height * grid.width]
         self._maps[level] = MergeMap(grid, group, plan.num_groups)
@@ -372,7 +375,10 @@ def _check_pass(pictures: int | None, timesteps: Sequence[float] | None) -> None
 
 
 def _draw(call: ModelCall, level: int, rule: MergeRule, device: torch.device) -> Draw | None:
-    """Return a match's random draw, by the first sample's timestep in the call; None if `rule.use_rand` is off."""
+    """Return a match's random draw, by the first sample's timestep in the call; None if `rule.use_rand` is off.
+
+    The draw's time is None if the call has none; a tensor's stays on its device, a number's is made on `device`.
+    """
     if not rule.use_rand:
         return None
     time = call.timestep

@@ -28,7 +28,7 @@ class ActiveRules(NamedTuple):
 
     rules: tuple[LevelRules, ...]  # of each level, the finest first
     live: tuple[MergeRule, ...]  # all rules in force, in the order of the settings
-    why_off: tuple[str, ...]  # for each level, the reason why no rule is in force; read only if none is
+    why_off: tuple[str, ...]  # the reason for each level; read only for a level without a rule in `rules`
 
 
 class Clock:
@@ -74,8 +74,8 @@ class Clock:
     def at(self, time: Time, boundary: float | None = None) -> ActiveRules:
         """Return the rules in force at a time: the same object for all known times at which the same limits hold.
 
-        At `UNKNOWN`, only rules without any limit on the time are in force. `boundary` is the timestep at which the
-        early phase of this sampling ends; None: as the rules say.
+        At `UNKNOWN`, only rules without any limit on the time are in force, none if the config has limits in percent.
+        `boundary` is the timestep at which the early phase of this sampling ends; None: as the rules say.
         """
         start, end = self._window or (0.0, 1.0)
         within = self._window is None or (time.percent is not None and start <= time.percent <= end)
@@ -115,8 +115,8 @@ def boundary_in(timesteps: Sequence[float], until: float) -> float | None:
     begins late (image to image, hires fix) or has few steps. There the share is kept to the nearest step, and half a
     step counts as late, because late steps change the picture less. The boundary is infinity if no step is early, 0 if
     all are. None if there are no steps, or if they begin at `WHOLE_FROM` (850) or higher and are more than `FEW` (8) or
-    have enough late steps. In the examples, 3 of 5 steps of image to image and 2 of 4 steps of a whole picture are
-    early; the last has enough: a third of its steps is late.
+    if at least as many are below `until` as the share, ``until / 1000``, makes late (never all). In the examples, 3 of
+    5 steps of image to image and 2 of 4 of a whole picture are early; in the last, the share makes 1 late: 333 is.
 
     >>> boundary_in([500, 400, 300, 200, 100], 375), boundary_in([999, 749, 499, 249], 375)
     (250.0, 624.0)
@@ -222,8 +222,8 @@ class ModelTime:
     def _look_at(self, timestep: Any) -> ActiveRules:
         """Set `now` to the rules in force at a timestep argument, and return them.
 
-        The timestep of this thread's latest sampling is set to the argument's. The argument's value is read only if its
-        place in memory does not tell the scheduler's step, and if the rules or a sampling's kept matches need the time.
+        This thread's latest sampling gets the step's `Time.timestep`, None if not known. The argument is read only if
+        its place in memory does not tell the scheduler's step, and the rules or a sampling's kept matches need it.
         """
         sampling, steps = self._mine.latest, self.scheduler_steps
         step = None if steps is None else self._first_of(steps.steps_by_memory(timestep))
@@ -272,7 +272,7 @@ class Samplings(threading.local):
 
     @property
     def latest(self) -> Sampling | None:
-        """The sampling to which this thread's calls belong; None outside of samplings."""
+        """The running sampling that this thread began last, never that of `ModelTime.set`; None if none runs."""
         return self.begun[-1] if self.begun else None
 
 

@@ -50,7 +50,7 @@ def device_and_dtype_of(unet: nn.Module) -> tuple[torch.device, torch.dtype]:
 
 
 def steps_of(clock: Clock, steps: int) -> list[tuple[float, Hashable]]:
-    """Return a picture's steps in order as (timestep, kind), evenly spaced from timestep 999 down.
+    """Return a picture's steps in order as (timestep, kind), 999 / `steps` apart from timestep 999 down.
 
     Steps of one kind take equally long: equal rules are in force, and the match is new, renewed (if any rule renews its
     own) or kept. The kind is None if no rule is in force.

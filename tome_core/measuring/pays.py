@@ -32,8 +32,8 @@ class Pays:
     """The decision for each shape, dtype and device of latents whether merging pays: by a measured gain, or estimated.
 
     `gains` are those of this model and these rules, `blocks` has (latent cells per token along a side, channels) of
-    each block. `always` merges in every call, for a measurement. The keys of `used` are the gains that decided so far,
-    in order.
+    each block. `always`, for a measurement, merges the finest level with rules, however few its tokens are. The keys of
+    `used` are the gains that decided so far, in order.
     """
 
     def __init__(self, gains: Sequence[Gain], blocks: Sequence[tuple[int, int]], always: bool = False) -> None:
@@ -61,7 +61,7 @@ class Pays:
         return tuple(gate if gate is not True or level == finest else None for level in range(len(rules)))
 
     def _gate_of(self, latent: torch.Tensor) -> tuple[Gate, Gain | None]:
-        """Return (gate, measured gain or None); gate: True, a reason not to merge, None if the token count decides."""
+        """Return (gate, gain or None). gate: True (also by `always`), the reason why not, None: token count decides."""
         batch, _, height, width = latent.shape
         gain = nearest(self._gains, device_of(latent.device), dtype_of(latent.dtype), height, width, batch)
         if gain is not None or self._always:

@@ -51,7 +51,7 @@ class Steps:
         self._reports: list[tuple[float, int]] = []  # (time, number of calls) of the first and the last report
 
     def call(self, latent: Any = None, *more: Any) -> None:
-        """Count a call; note shape, dtype, device of latents ``[B, C, (frames,) H, W]`` with hashable `more`."""
+        """Count a call; note (shape, dtype, device, *more), hashable, of latents ``[B, C, (frames,) H, W]`` if any."""
         self.calls += 1
         if torch.is_tensor(latent):
             self._kinds.add((tuple(latent.shape), latent.dtype, latent.device, *more))
@@ -84,7 +84,7 @@ class Steps:
         return self.times[min(self.done, len(self.times) - 1)] if self.follows and self.times else None
 
     def remember(self, model: nn.Module | None, config: MergeConfig | None, report: Any, *beside: Any) -> str:
-        """Keep the seconds per call of a sampling that has ended normally; return such pictures' gain, "" if unknown.
+        """Keep a normally ended sampling's seconds per call; return the text of `KNOWN.of_pictures`, "" if unknown.
 
         `model` is the model as it is without a patch; None if that is not known. `config` and the patch's `report` are
         None for an unmerged picture: its time is kept, the result is "". `beside` has further conditions on which the

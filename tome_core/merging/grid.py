@@ -176,7 +176,7 @@ def split_grid(grid: Grid, sy: int, sx: int, draw: Draw | None, x: Tensor, st: i
 
 
 def _split_first(grid: Grid, sy: int, sx: int, st: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the destinations and sources that `split_grid` caches: the first token of each cell, and the others."""
+    """Return each cell's first token, and the others, cell by cell, then uncovered: `split_cells` without a draw."""
     return split_cells(cells(grid, sy, sx, device, st), None)
 
 

@@ -14,7 +14,7 @@ Adapter = UNetAdapter | TransformerAdapter
 
 
 def find_models(model: Any) -> list[nn.Module]:
-    """Return the networks to patch: a pipeline's known transformers, or else its UNet, or else its other transformer.
+    """Return the networks to patch: a pipeline's known transformers, else its UNet, else its one other transformer.
 
     An LDM model gives its UNet; any other network that is not in a pipeline gives itself, known or not. All are without
     wrappers such as torch.compile's.

@@ -89,9 +89,9 @@ class TorchCall(AttentionCall):
     """A call of torch's ``scaled_dot_product_attention``, or of a function with the same arguments.
 
     A call with dropout, a causal mask or 3-D tensors ``(batch * heads, tokens, head_dim)`` does not merge. In others,
-    tensors are ``(batch, heads, tokens, head_dim)``. Options that are off are not passed on. `more`, all other keyword
-    arguments, is passed on, and does not keep the call from merging. `attention_kwargs` are further options of
-    diffusers' dispatcher.
+    tensors are ``(batch, heads, tokens, head_dim)``. The mask is passed on even if it is None, options only if they are
+    on. `more`, all other keyword arguments, is passed on, and does not keep the call from merging. `attention_kwargs`,
+    further options of diffusers' dispatcher, keep only a `DispatchCall` from merging.
     """
 
     by_head = True
@@ -287,7 +287,7 @@ def attend_call(
 
 
 def _visible_rows(mask: object, q: torch.Tensor) -> tuple[torch.Tensor | None, str]:
-    """Return indices, int64 ``(visible,)``, of the tokens that a boolean mask leaves visible, and "".
+    """Return indices, int64 ``(visible,)``, of the tokens that a boolean mask, not None, leaves visible, and "".
 
     The mask is of keys, or of pairs ``(query, key)`` if visible tokens see each other and nothing else. ``(None, "")``
     if it leaves all visible; None and a reason for other masks, and if pictures of the batch hide different tokens.

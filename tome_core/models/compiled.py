@@ -169,7 +169,7 @@ def _form(value: Any, tensors: list[torch.Tensor], numbers: list[int]) -> str:
 
 
 def unpack(form: str, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> list[Any]:
-    """Return the list of values that `pack` flattened into these, nested as in `form`; floats stay tensors.
+    """Return the list of values that `pack` flattened into these, nested as in `form`; a float comes back as a tensor.
 
     >>> unpack("ni[(ii)]", [], [3, 1, 4])
     [None, 3, [(1, 4)]]

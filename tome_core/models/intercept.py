@@ -43,7 +43,7 @@ current = _Current()
 class Overlay:
     """A stand-in for `inner` (a Python module, an attention, a processor), which differs in the attributes `instead`.
 
-    Attributes that are set later do not change `inner` either.
+    Attributes that are set later do not change `inner` either. Only a subclass with ``__call__`` can be called.
     """
 
     def __init__(self, inner: Any, **instead: Any) -> None:
@@ -96,9 +96,9 @@ def register_name(name: str, read_call: Callable[..., AttentionCall] = HeadsCall
 
 
 def attention_names_in(code: Any) -> list[str]:
-    """Return full names of all functions that the globals of `code` hold under registered names, even if not called.
+    """Return full names of all functions, replacements too, that `code`'s globals hold under registered names.
 
-    The list is empty if `code` is no function.
+    The list is empty if `code` is no function. A function counts even if `code` does not call it.
     """
     namespace = getattr(code, "__globals__", {})
     return [full_name(namespace[name]) for name in _BY_NAME if name in namespace]
@@ -207,9 +207,10 @@ def _replacement_in_code(function: Any) -> CodeReplacement | None:
 
 @lru_cache(maxsize=256)
 def _replacement_in_processor(kind: type) -> CodeReplacement | None:
-    """Return the `CodeReplacement` of a processor class's ``__call__``; its `processor` is a subclass of `kind`.
+    """Return the `CodeReplacement` of a processor class's ``__call__``; its `processor` subclasses `kind`.
 
-    None if `_replacement_in_code` gives none, if the code writes to attributes, or if instances have no ``__dict__``.
+    The ``__call__`` of `processor` is the copied code. None if `_replacement_in_code` gives none, if the code writes to
+    attributes, or if instances have no ``__dict__``.
     """
     # A copied processor shares the instance dictionary. Writes to attributes of a copied attention would be lost.
     replacement = _replacement_in_code(kind.__call__)
@@ -251,7 +252,7 @@ def traced(kind: type, method: str) -> type[Overlay] | None:
 
 
 class InterceptTorch(TorchFunctionMode):
-    """A context in which `current.answer`, if set, answers every call of torch's attention function in this thread."""
+    """A context in which `current.answer`, if set, gets this thread's calls of torch's attention, as `TorchCall`."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is not TORCHS_OWN or current.answer is None:

@@ -235,7 +235,7 @@ class AttentionSite(NumberedSite):
     def _merge_by_description(self, known: AttentionDescription, call: ModelCall, args: tuple, kwargs: dict) -> Any:
         """Return the output of an attention that computes scores by hand, merged as `known` describes.
 
-        It is counted, and runs by its own code, if its arguments, a mask, other keys or its layout do not allow this.
+        It counts as unmerged, and runs by its own code, if arguments, a mask, other keys or its layout forbid this.
         If the state declines to merge, `known` computes the output of all tokens from the same projections.
         """
         target, heads = self.target, self.target.heads

@@ -70,8 +70,9 @@ class Family(NamedTuple):
 def _read_latent(model: nn.Module, given: Mapping[str, Any]) -> Tokens:
     """Read most classes' calls: the latent's size, divided by the patch size of the model's config, is the grid.
 
-    The latent, 4-D or with frames 5-D, is ``hidden_states`` in `given`, which has the call's arguments by name.
-    CogVideoX has frames before channels, which a second axis other than ``config.in_channels`` shows.
+    The latent, 4-D or with frames 5-D, is ``hidden_states`` in `given`, which has the call's arguments by name. The
+    tokens are the grid's alone, from number 0. CogVideoX has frames before channels: its second axis is not
+    ``config.in_channels``.
     """
     latent, config = given["hidden_states"], model.config
     if latent.dim() == 5 and latent.shape[1] != config.in_channels:
@@ -284,9 +285,9 @@ class TransformerAdapter:
     def read(self, model: nn.Module, given: Mapping[str, Any], time: Any) -> tuple[Any, Any, Any]:
         """Return timestep, latent and facts of a call, whose arguments named in `reads` are `given` by name.
 
-        The timestep is Stable Diffusion's; in a sampling it is the scheduler's step if `time`, a `ModelTime`, knows it.
-        The latent is an empty tensor if the tokens are unknown. The facts, for ``ModelCall.facts``, are the `Tokens`,
-        or the reason why they are unknown.
+        If `time`, a `ModelTime`, knows the scheduler's step in a sampling, the timestep is this element of its
+        ``timesteps``, not converted; else it is the argument, converted to Stable Diffusion's. The latent is an empty
+        tensor if the tokens are unknown. The facts, for ``ModelCall.facts``, are the `Tokens`, or why they are unknown.
         """
         steps = time.scheduler_steps
         step = steps.now() if isinstance(steps, PipelineSteps) and time.is_sampling else None

@@ -143,7 +143,7 @@ class BlockSite(Wrap):
     def _input_of(self, call: ModelCall, x: Any) -> tuple[torch.Tensor, dict] | None:
         """Return the block's input `x` and an empty dict, to be filled with the block's plans by ``id(rule)``.
 
-        None if `x` is no 3-D tensor, or, with the block counted as unmerged, if its tokens are not the picture's grid.
+        None if `x` is no 3-D tensor. If its tokens are not the picture's grid, count the block as unmerged; None too.
         """
         if not torch.is_tensor(x) or x.dim() != 3:
             return None
@@ -167,8 +167,8 @@ class PartSite(Wrap):
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output for all tokens, by `_run_around` if a rule merges the part and `ModelCall.block` is set.
 
-        A feed-forward layer whose rule is not tomesd's needs no `ModelCall.block`, see `_run_mlp`. Otherwise the part
-        is only called, and not counted.
+        A feed-forward layer needs no `ModelCall.block`, see `_run_mlp`, unless its rule's `is_as_tomesd` is true. In
+        all other cases the part is only called, and not counted.
         """
         call = self.wraps.calls.current or self.wraps.call_outside_forward()
         rule = None if call is None else getattr(call.rules[self.level], self.part)
@@ -264,7 +264,8 @@ def _problem_of(part: str, module: nn.Module, x: torch.Tensor, args: tuple, kwar
     """Return why a part ("attn", "crossattn" or "mlp") of a block cannot be called with merged tokens; "" if it can.
 
     `x` is the block's input; `context` is the part's own, the tokens of its keys, or None. Reasons: unsupported `args`,
-    other tokens than those of `x`, some masks, keys of other tokens (for an "attn"), a stateful hook.
+    another batch or number of tokens than `x` has, some masks, a stateful hook; for an "attn", cross-frame attention or
+    a `context` of another shape than the part's input.
     """
     if not args or not torch.is_tensor(args[0]) or args[0].dim() != 3 or (part == "attn" and len(args) > 2):
         return ARGUMENTS
@@ -287,7 +288,7 @@ def _problem_of(part: str, module: nn.Module, x: torch.Tensor, args: tuple, kwar
 
 
 def _stateful_hooks(module: nn.Module) -> str:
-    """Return the reason not to merge if a stateful hook of diffusers is on a part, else "".
+    """Return the reason not to merge if the module itself has a stateful hook of diffusers, else "".
 
     Such a hook, pyramid attention broadcast is one, returns the output of an earlier step, which belongs to another
     match.

@@ -23,11 +23,11 @@ _KNOWN = (
 
 
 class UnsupportedModelError(ValueError):
-    """The error for a model of an unknown kind; its message says what was found, what is missing, and what is known."""
+    """The error for a model of an unknown kind, in ComfyUI also for a compiled one; its message says the reason."""
 
 
 class UNetFamily(NamedTuple):
-    """The names of a family of UNets, of its attributes for three stages, and of the class that makes the tokens."""
+    """The names of a UNet family ("ldm"), of its attributes for three stages, and of the class that makes tokens."""
 
     name: str
     down: str

@@ -342,7 +342,7 @@ class WrapSet:
         self.wraps = [wrap.install() for wrap in self.wraps]
 
     def take_off(self) -> None:
-        """Uninstall all wraps, keep those released for the next patch, forget this one. If interrupted, call again."""
+        """Uninstall all wraps, keep those released for the next patch, forget this patch; call again if interrupted."""
         for wrap in reversed(self.wraps):
             target = wrap.target
             wrap.uninstall()

@@ -39,8 +39,8 @@ def patch(
     Args:
         model: a UNet, a compiled UNet, a diffusers pipeline, an LDM model, or one of the supported diffusers
             transformers (`models.transformer.NAMES`).
-        config: settings, or the name of a preset: "quality", "balanced", "fast" or "max". Without any argument about
-            what merges, it is "balanced".
+        config: settings, or the name of a preset: "quality", "balanced", "fast" or "max". It is "balanced" if neither
+            `config`, `strength` nor any of `settings` is given.
         strength: from 0, which is off, to 1, in place of `config`; see `tome_core.strength`.
         host_clock: True if the caller will call `set_time` before each step, so that limits in percent need no warning.
         settings: keywords of `MergeConfig`. They change the settings of `config` or `strength`; if neither is given,
@@ -75,7 +75,7 @@ def patch(
 
 @cache
 def _warn_once() -> None:
-    """Warn, once in this process, that transformers' strengths were not measured on the user's model."""
+    """Log a warning, once in this process, that transformers' strengths were not measured on the user's model."""
     logger.warning("transformers' strengths and presets were chosen on one small transformer of Flux's layout; their "
                    "effect on this model was not measured, so look at your pictures")
 
@@ -89,9 +89,9 @@ def layout_of(model: Any) -> str:
 
 
 def _config_of(config: MergeConfig | str | None, strength: float | None, settings: dict, layout: str) -> MergeConfig:
-    """Return the settings that `patch`'s arguments ask for; raise what `patch` raises.
+    """Return the settings that `patch`'s arguments ask for, changed by `settings`; raise what `patch` raises.
 
-    Without config and strength these are `DEFAULT`, or, if there are `settings`, `MergeConfig()` changed by them.
+    Without config and strength, `settings` change ``MergeConfig()``; if there are none either, these are `DEFAULT`.
     `layout`, from `layout_of`, decides what a strength or a preset's name means.
     """
     if strength is not None and config is not None:
@@ -234,8 +234,9 @@ class Patch(Measured):
     def install(self) -> Patch:
         """Put the patch on the models, in place of an earlier one, and return this patch. Idempotent.
 
-        Call it again if another program removed the patch. Unless the patch is on already, this decides again whether
-        merging pays, by known gains or else estimates. A RuntimeError is raised if all models were garbage-collected.
+        Call it again if another program removed or wrapped the patch; it goes on top. Unless it is on already, this
+        decides again whether merging pays, by known gains or else estimates. A RuntimeError is raised if all models
+        were garbage-collected.
         """
         if self.model is None:
             raise RuntimeError("the model that this handle patched is gone; patch the new one")
@@ -308,9 +309,9 @@ class Patch(Measured):
     def _follow(self, patched_object: Any) -> None:
         """Let `time` read a pipeline's scheduler, and make a wrap of its progress bar, in which each picture begins.
 
-        The scheduler is not wrapped. Nothing is done if the settings need no time, for a UNet whose pipeline has no
-        scheduler with ``scale_model_input``, or for a transformer whose pipeline has no bar. A UNet's bar gets a wrap
-        only if matches are kept.
+        `install` puts the wrap on; the scheduler gets none. Nothing is done if the settings need no time, for a UNet
+        whose pipeline has no scheduler with ``scale_model_input``, or for a transformer whose pipeline has no bar. A
+        UNet's bar gets a wrap only if matches are kept.
         """
         scheduler, is_unet = getattr(patched_object, "scheduler", None), self.adapter.layout != "transformer"
         if not self.wants_time or (is_unet and not hasattr(scheduler, "scale_model_input")):

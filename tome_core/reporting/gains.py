@@ -162,11 +162,12 @@ class Gains:
         self._write([(case, seen[case])])
 
     def of_pictures(self, where: str, *rules: str) -> str:
-        """Return the gain in the user's pictures as text, in the latest case of `where` (model and size) and `rules`.
+        """Return the gain in the user's pictures as text, in the latest case of `where` and `rules`.
 
-        `rules` are the third text of the case's key, and optionally the fourth, the saved share, without which any
-        fits. The text is ``about 1.5x faster, from your own pictures (9 with merging, 12 without)``; "" if there are
-        fewer than three pictures of either kind with equal other conditions, or if their times vary too much.
+        `where` is the first text of the case's key (a hash of model and size), `rules` the third and optionally the
+        fourth, the saved share, without which any fits. The text is ``about 1.5x faster, from your own pictures (9 with
+        merging, 12 without)``; "" if there are fewer than three pictures of either kind with equal other conditions, or
+        if their times vary too much.
         """
         latest = [case for case in self.pictures if case[0] == where and case[2:][: len(rules)] == rules][-1:]
         kinds = [self.pictures.get(key, ()) for case in latest for key in ((*case[:2], "", ""), case)] or [()]

@@ -108,7 +108,7 @@ class Ledger:
         self.levels, self.notes, self.calls = levels, notes, 0
 
     def reset(self) -> None:
-        """Set all counts to zero, in new tallies. Notes stay, and reasons in `LevelTally.traced` too."""
+        """Set all counts to zero, in new tallies that share the set `LevelTally.traced` with the old. Notes stay."""
         self.calls = 0
         self.levels = [LevelTally(tally.downsample, tally.blocks, traced=tally.traced, level=tally.level,
                                   covered=tally.covered) for tally in self.levels]  # fmt: skip
@@ -131,9 +131,9 @@ class Ledger:
             tally.work_left += batch * (after[0] * after[1] + exact * keys)
 
     def skip(self, level: int, part: str, reason: str, work: int = 0) -> None:
-        """Count an unmerged call of a part, or a whole "block".
+        """Count an unmerged call of a part, or a whole "block", under the text "part: reason".
 
-        `level` is an index of `levels`; `work` is batch times queries times keys of an unmerged self-attention, else 0.
+        `work` is batch times queries times keys of an unmerged self-attention, else 0; it counts as full and as left.
         """
         tally = self.levels[level]
         tally.skipped[f"{part}: {reason}"] += 1

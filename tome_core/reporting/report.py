@@ -65,9 +65,10 @@ class Report(Counted):
 
     @property
     def headline(self) -> str:
-        """The gain, ``about 1.4x faster (measured here)``; else `own`, the gain in the user's own pictures.
+        """``nothing merged: ...`` and why, if nothing merged; else the gain, ``about 1.4x faster (measured here)``.
 
-        If neither is known, ``61% of attention left out``. If nothing merged, ``nothing merged: ...`` with the reason.
+        Without a measured gain it is `own`, the gain in the user's own pictures; without both, ``61% of attention left
+        out``, or ``no attention left out`` if the share is exactly 0.
         """
         return (self._speed() or [self._outcome()])[0]
 

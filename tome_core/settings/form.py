@@ -92,7 +92,7 @@ def field(name: str) -> Field:
 
 
 def values_of(config: MergeConfig) -> dict[str, Any]:
-    """Return what the form shows for a config, by the names of fields. Settings of rules are the first rule's."""
+    """Return what the form shows for a config, by field (`UNSET` for None). Settings of rules are the first rule's."""
     return {item.name: item.show(config.value(item.setting)) for item in FIELDS}
 
 
@@ -141,7 +141,7 @@ def keep_possible(values: Mapping[str, Any]) -> tuple[MergeConfig, list[str]]:
 
 
 def _in_the_forms_words(text: str) -> str:
-    """Put the names of fields and texts of choices into an error text, for `MergeConfig`'s keywords and values."""
+    """Write ``keyword=value`` of `MergeConfig` in an error text by names of fields, not labels, and choices' texts."""
     for item in FIELDS:
         text = re.sub(rf"\b{item.setting}=", f"{item.name}=", text)
         for choice, meaning in zip(item.choices, item.meanings, strict=True):

@@ -76,7 +76,7 @@ def strength(value: float, layout: str = SD) -> MergeConfig:
 
 
 def _rules_of_mlps(value: float) -> list[MergeRule]:
-    """Return the rule of a strength for the feed-forward layers of SDXL's coarsest level, as a list; empty if none."""
+    """Return [rule] for the feed-forward layers of SDXL's coarsest level at a strength, 0 to 1; [] below about 0.1."""
     share = _FEWEST_OF_MLPS**value
     if share > MOST_MERGED:
         return []

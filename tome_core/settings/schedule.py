@@ -186,9 +186,10 @@ class SchedulerNoise:
 
 
 class PipelineSteps(SchedulerNoise):
-    """The current step of a pipeline, by its scheduler's count: reading a timestep argument would wait for the GPU.
+    """The steps of a pipeline. `now` goes by its scheduler's count: reading a timestep argument would wait for the GPU.
 
-    A flow model's timesteps, 1000 times its sigma, are used as Stable Diffusion's; 1000 minus each if they count up.
+    `now` is the scheduler's own timestep, in a flow model 1000 times sigma. A `Time` takes it as Stable Diffusion's, or
+    1000 minus it if the timesteps count up.
     """
 
     def now(self) -> torch.Tensor | None:
@@ -206,9 +207,9 @@ class PipelineSteps(SchedulerNoise):
         return steps[index] if index < len(steps) else None
 
     def steps_of(self, values: list[float]) -> list[Time]:
-        """Return a time for each of the scheduler's timesteps, 1000 minus each if they count upwards from noise.
+        """Return a time for each of the scheduler's timesteps, 1000 minus each if its config has ``invert_sigmas``.
 
-        Mochi's do so: its scheduler has ``invert_sigmas``.
+        Such timesteps, those of Mochi, count upwards from noise.
         """
         counts_from_noise = getattr(self._scheduler(), "config", {}).get("invert_sigmas")
         return [STABLE_DIFFUSION.time_of(1000 - value if counts_from_noise else value) for value in values]

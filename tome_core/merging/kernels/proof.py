@@ -137,7 +137,7 @@ def mean_rows(x, values, order, offsets, tokens, mean, mean_values, exact, bias)
 
 
 def segments(group, order, offsets, sizes, logs, rounded, empty) -> Iterator[Output]:
-    """Check a run of `triton_kernels.segments`: yield `order` to `rounded`. Only `logs` and `rounded` may differ."""
+    """Check `triton_kernels.segments` by its arguments: yield `order` to `rounded`; only the last two may differ."""
     rows, groups = sizes.shape
     ordered, places = (group + torch.arange(rows, device=group.device)[:, None] * groups).flatten().sort(stable=True)
     starts = torch.searchsorted(ordered, torch.arange(rows * groups + 1, device=group.device))
@@ -162,7 +162,7 @@ def assign_groups(score, index, sources, destinations, removed, group) -> Iterat
 
 
 def first_order(keys, values, group, means, span, scale, sums) -> Iterator[Output]:
-    """Check `triton_kernels.first_order`: yield the `sums` of each span, which have to be as exact as in float32."""
+    """Check `sums`, which `triton_kernels.first_order` filled: yield each span's, to be as exact as in float32."""
     width = sums.shape[2]
     spans = zip(*(tensor.split(span, 1) for tensor in (keys, values, group)), strict=True)
     for number, (some_keys, some_values, groups) in enumerate(spans):
@@ -175,9 +175,9 @@ def first_order(keys, values, group, means, span, scale, sums) -> Iterator[Outpu
 def attend_sample(
     q, keys, values, merged_keys, merged_values, bias, span, scale, merged, full, logs
 ) -> Iterator[Output]:
-    """Check `triton_kernels.attend_sample`: yield `merged`, then `full` and `logs` of each span of tokens.
+    """Check outputs of `triton_kernels.attend_sample`: yield `merged`, then `full` and `logs` of each span of tokens.
 
-    Only the attention weights may be rounded to half precision.
+    The arguments are a finished kernel call's. Only the attention weights may be rounded to half precision.
     """
     width, eps = merged.shape[2], torch.finfo(q.dtype).eps
     q, heads = _by_head(q, width), merged.shape[0] // len(q)

@@ -89,11 +89,11 @@ def _mean_rows(
     x_row, x_channel, values_row, values_channel,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Fill ``mean`` to ``bias``, see `kernels.Means`. A program sums one group of one copy.
+    """Fill ``mean`` to ``bias``, see `kernels.Means`. ``bias`` is minus half the squared length of a mean.
 
-    If ``bias`` is None, it sums only some channels of the group. Row i of the group is added to sum number i % ROWS;
-    then the sums are added. PARTS: 2 with ``values``, else 1. ``tokens`` is the number of rows of a copy, ``groups``
-    that of its groups, CHANNELS the width of a tile.
+    A program sums one group of one copy; if ``bias`` is None, only some channels of it. Row i of the group is added to
+    sum number i % ROWS; then the sums are added. PARTS: 2 with ``values``, else 1. ``tokens`` is the number of rows of
+    a copy, ``groups`` that of its groups, CHANNELS the width of a tile.
     """
     number = tl.program_id(0).to(tl.int64)
     group, copy = number % groups, number // groups * tokens
@@ -218,7 +218,7 @@ def _place(
 def best_keys(
     x: Tensor, rows: Tensor | None, keys: Tensor, bias: Tensor | None, score: Tensor, index: Tensor, lengths: bool
 ) -> None:
-    """Fill ``score`` and ``index``. `kernels.best_keys` describes these and `lengths`; here all have the full batch."""
+    """Fill ``score`` and ``index``, see `kernels.best_keys`. Batches are full. `lengths` subtracts |query|**2 / 2."""
     batch, queries = score.shape
     tiles = triton.cdiv(queries, _QUERIES)
     _best_keys[(tiles * batch,)](

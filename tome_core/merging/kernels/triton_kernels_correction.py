@@ -308,7 +308,7 @@ def attend_sample(
     q: Tensor, keys: Tensor, values: Tensor, merged_keys: Tensor, merged_values: Tensor, bias: Tensor, span: int,
     scale: float, merged: Tensor, full: Tensor, logs: Tensor,
 ) -> None:  # fmt: skip
-    """Fill ``merged``, ``full`` and ``logs``, the fields of `kernels.SampleAttention`, for spans of ``span`` tokens.
+    """Fill ``merged``, ``full`` and ``logs``, the fields of `kernels.SampleAttention`, for spans of ``span`` keys.
 
     `kernels.attend_sample` describes the other arguments; ``bias`` has the full batch.
     """
