@@ -12,9 +12,8 @@ SETTINGS_TYPE = "TOME_SETTINGS"  # the type of the link from ToMeSettings to App
 STRENGTH = hosting.MARKS[hosting.DEFAULT]
 ROUND = 0.000001  # rounding of typed numbers, which keeps a ratio such as 0.984375
 TIMES = ("start", "end")  # fields of ApplyToMe; all others belong to ToMeSettings
-_NOT_HERE = ("merge_crossattn",)  # the attention slot cannot merge it
-_APPENDED = ("merge_mlp",)  # inputs that are newer than the others
-SETTINGS = (*(name for name in form.NAMES if name not in (*TIMES, *_NOT_HERE, *_APPENDED)), *_APPENDED)
+_NOT_HERE = ("merge_crossattn", "merge_mlp")  # the attention slot cannot merge these parts
+SETTINGS = tuple(name for name in form.NAMES if name not in (*TIMES, *_NOT_HERE))
 STRENGTH_HELP = "Higher is faster and changes the picture more. 0 is off."
 SETTINGS_HELP = "From ToMe Settings: all settings. They replace the strength."
 

@@ -38,13 +38,16 @@ class UnetMerging:
         levels = {_options_of(place.path): adapter.levels[place.halvings] for place in adapter.places
                   if not getattr(place.block, "disable_self_attn", False)}  # fmt: skip
         self._levels = {place: level for place, level in levels.items() if covered[level]}
-        mlps = {level for level, ways in self.state.levels.items() if ways}  # in which they may merge
-        places = [(place, adapter.levels[place.halvings]) for place in adapter.places]
-        # (feed-forward layer, path of its block, level); a compiled model would not see that they are replaced
-        self._mlps = [(place.block.ff, place.path, level) for place, level in places
-                      if level in mlps and not self.is_compiled]  # fmt: skip
-        for level in mlps if self.is_compiled else ():
+        wanted = {level for level, ways in self.state.levels.items() if "blocks" in ways}
+        for level in wanted if self.is_compiled else ():  # a compiled model would not see that its blocks are replaced
             self.state.ledger.note_traced(level, hosting.PARTS_COMPILED)
+        places = [] if self.is_compiled else [place for place in adapter.places
+                                              if adapter.levels[place.halvings] in wanted]  # fmt: skip
+        stacks = {path: [place for place in places if place.path.rpartition(".")[0] == path]
+                  for path in dict.fromkeys(place.path.rpartition(".")[0] for place in places)}  # fmt: skip
+        # by path, with the level: the blocks of a transformer that may run on merged tokens, all but the first
+        self._stacks = {path: (adapter.levels[stack[0].halvings], [place.block for place in stack[1:]])
+                        for path, stack in stacks.items() if len(stack) > 1}  # fmt: skip
 
     @contextmanager
     def answering(self, call: Any, latent: torch.Tensor, options: dict[str, Any]) -> Iterator[slot_function.Ask]:
@@ -55,6 +58,11 @@ class UnetMerging:
             nonlocal before
             last, before = before, (facts.get("block"), facts.get("block_index"))
             place = before
+            if call.merged_tokens is not None:
+                if place != last and place in self._levels:  # its self-attention
+                    self.state.count_in_merged_block(call, self._levels[place])
+                    missing[self._levels[place]] -= 1
+                return attention.unmerged()
             # a block's first call is its self-attention; cross-attention and attention over time follow
             level = None if place == last else self._levels.get(place)
             others = facts.get("patches_replace", {}).get("attn1", {})  # of other nodes
@@ -68,7 +76,7 @@ class UnetMerging:
                 self.state.count_unmerged(level, _OTHER_KEYS, *attention.q.shape[:2], attention.k.shape[1])
             return out
 
-        with self._merging_mlps(call, latent):
+        with self._merging_blocks(call, latent, options):
             yield ask
         if not is_left_out(options):
             for level in missing.elements():
@@ -77,37 +85,43 @@ class UnetMerging:
                     self.state.count_unmerged(level, hosting.REPLACED, len(latent), tokens, tokens)
 
     @contextmanager
-    def _merging_mlps(self, call: Any, latent: torch.Tensor) -> Iterator[None]:
-        """Replace the feed-forward layers' forwards while a call runs, if a rule merges them: they use no slot."""
+    def _merging_blocks(self, call: Any, latent: torch.Tensor, options: dict[str, Any]) -> Iterator[None]:
+        """Replace blocks' forwards while a call runs, if a rule merges whole blocks, which use no slot."""
         before = []
         try:
-            for layer, path, level in self._mlps:
-                if call.rules[level].mlp is not None:
-                    before.append((layer, vars(layer).get("forward")))
-                    grid = hosting.Grid(*self._sides(latent, level))
-                    layer.forward = partial(self._run_mlp, layer.forward, call, path, level, grid)
+            for path, (level, blocks) in self._stacks.items():
+                if call.rules[level].blocks is None:
+                    continue
+                grid, why = hosting.Grid(*self._sides(latent, level)), _why_not_merged(blocks, options)
+                for number, block in enumerate(blocks):
+                    before.append((block, vars(block).get("forward")))
+                    ends = number == 0, number == len(blocks) - 1
+                    block.forward = partial(self._run_block, block.forward, (call, path, level, grid), (*ends, why))
             yield
         finally:
-            for layer, forward in before:
+            for block, forward in before:
                 if forward is None:
-                    del layer.forward
+                    del block.forward
                 else:
-                    layer.forward = forward
+                    block.forward = forward
 
-    def _run_mlp(
-        self, forward: Callable, call: Any, path: str, level: int, grid: Any, x: Any, *args: Any, **kwargs: Any
+    def _run_block(
+        self, forward: Callable, where: tuple, ends_and_why: tuple[bool, bool, str], x: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Run a layer on `x`, ``[B, N, C]``, merged if x has `grid`'s tokens and `state` merges it, else unmerged."""
-        out = None
-        if torch.is_tensor(x) and x.dim() == 3 and x.shape[1] == grid.height * grid.width:
-            out = self.state.run_mlp_merged(call, (path, "mlp"), level, grid, x, lambda y: forward(y, *args, **kwargs))
-        else:
-            self.state.count_unmerged(level, hosting.NO_GRID, 0, 0, 0, "mlp")
-        return forward(x, *args, **kwargs) if out is None else out
+        """Return a block's output by `State.run_block`; `where` and `ends_and_why` are arguments of that."""
+        return self.state.run_block(*where, x, lambda y: forward(y, *args, **kwargs), *ends_and_why)
 
     def _sides(self, latent: torch.Tensor, level: int) -> list[int]:
         """Return [height, width] of a level in tokens, rounded up; level 0 is the finest with attention."""
         return [-(-side // self._downsamples[level]) for side in latent.shape[-2:]]
+
+
+def _why_not_merged(blocks: list[Any], options: dict[str, Any]) -> str:
+    """Return why whole blocks cannot run on merged tokens, or "": other nodes' patches may need the picture's grid."""
+    patches = {*options.get("patches", {}), *options.get("patches_replace", {})}
+    if any(name.startswith(("attn", "middle_patch")) for name in patches):
+        return "another node changes attention, and may need every token"
+    return hosting.why_not_merged(blocks, {})
 
 
 def _options_of(path: str) -> tuple[tuple[str, int], int]:

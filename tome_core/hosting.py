@@ -19,11 +19,12 @@ from .models import find_models
 from .models.attention_calls import HeadsCall, attend_call
 from .models.compiled import OPERATORS, number_of, why_not_in_graph
 from .models.intercept import register_name
+from .models.unet import why_not_merged
 from .models.unet_blocks import UnsupportedModelError, find_unet, is_kind
 from .models.wrap import forget_all, register_wrapper
 from .patching import Patch, layout_of, patch
 from .reporting import gains
-from .reporting.ledger import NO_GRID, PARTS_COMPILED, REPLACED, LevelTally
+from .reporting.ledger import PARTS_COMPILED, REPLACED, LevelTally
 from .reporting.report import Report, count
 from .settings import form
 from .settings.config import SEED_LIMIT, MergeConfig

@@ -1,5 +1,7 @@
 """Strength and the other settings in ComfyUI: the configuration that the inputs of ApplyToMe and ToMeSettings give."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import pytest
@@ -50,11 +52,10 @@ def test_strength_is_the_engines_between_start_and_end_for_the_models_layout_and
 def test_settings_are_the_forms_in_its_order_and_none_need_be_given():
     """Widgets are saved by position: a new one between them would give each later one its neighbour's value."""
     elsewhere = {"start", "end"}  # inputs of ApplyToMe
-    not_here, last = {"merge_crossattn"}, "merge_mlp"  # the slot does not get it; added later than the others
+    not_here = {"merge_crossattn", "merge_mlp"}  # the slot does not get these parts
     types = ToMeSettings.INPUT_TYPES()
     assert ToMeSettings().settings() == (MergeConfig(),) and not types["required"]
-    names = [name for name in form.NAMES if name not in elsewhere | not_here | {last}]
-    assert [*types["optional"]] == [*names, last]
+    assert [*types["optional"]] == [name for name in form.NAMES if name not in elsewhere | not_here]
     assert "seed" not in types["optional"], "ComfyUI would change it after each queue"
     for name, (kind, facts) in types["optional"].items():
         field = form.field(name)

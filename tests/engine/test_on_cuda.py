@@ -37,7 +37,7 @@ def test_a_merged_block_gives_equal_bits_every_time(dtype):
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_a_merged_block_never_waits_for_the_device(method, half_block):
     block, inputs = half_block
-    with tome_core.patch(block, tome_core.MergeConfig(method=method, merge_mlp=True)):
+    with tome_core.patch(block, tome_core.MergeConfig(method=method)):
         block(*inputs)
         torch.cuda.set_sync_debug_mode("error")
         try:

@@ -11,6 +11,7 @@ import torch
 from ..merging.grid import Grid, Layout
 from ..reporting.ledger import FEW_TOKENS
 from ..settings.schedule import LevelRules
+from .merged_blocks import MergedTokens
 from .plan_cache import KeptPlans
 
 # The fewest tokens at which a merged block is faster than an unmerged one, at any preset. cpu: measured with an SD1.5
@@ -18,9 +19,9 @@ from .plan_cache import KeptPlans
 # 1.22 to 1.32 at 1,024 tokens over the steps of a picture. Elsewhere: estimated from the number of kernel launches.
 _LEAST = {"cpu": 1024}
 _LEAST_ELSEWHERE = 4096
-# For a feed-forward layer, whose work grows with the number of tokens alone, on any device. Estimated: a layer of 1,280
-# channels is 1.2 to 1.3 times as fast at 1,024 tokens (docs/benchmarks.md, "MLPs of SDXL's layout").
-_LEAST_FOR_MLPS = 1024
+# For whole blocks, most of whose work grows with the number of tokens alone, on any device. Estimated: SDXL at 1024 px,
+# with 1,024 tokens of 1,280 channels, is 1.2 to 1.5 times as fast (docs/benchmarks.md, "Whole blocks").
+_LEAST_FOR_BLOCKS = 1024
 
 # 10^12 operations per second of one multiprocessor in half precision, by compute capability, from data sheets
 _PER_PROCESSOR = {(8, 0): 1.2, (8, 6): 0.6, (8, 9): 0.76, (9, 0): 2.4, (10, 0): 4.0, (12, 0): 0.8}
@@ -50,6 +51,7 @@ class ModelCall:
     # the input of the block that runs, and the block's plans by the id of a rule; None unless parts of that block may
     # be called with merged tokens, as tomesd does
     block: tuple[torch.Tensor, dict] | None = None
+    merged_tokens: MergedTokens | None = None  # while a transformer's blocks run on merged tokens
     called_attentions: list[str] = field(default_factory=list)  # the module paths of those that were called or counted
 
 
@@ -67,12 +69,12 @@ def decide(rules: LevelRules, why_off: str, tokens: int, device: str, gate: Gate
     `rules` are those in force, by part, and `why_off` is the reason if all are None; `device` is a device's type. A
     rule without `only_if_it_pays` always merges. With it, `gate` decides. True: it merges; False or a text, which is
     the reason: it does not; None: it merges if the level has at least 1,024 `tokens` of the picture on a CPU, 4,096
-    elsewhere, or 1,024 on any device in a feed-forward layer. Without a text, the reason is too few tokens.
+    elsewhere, or 1,024 on any device for whole blocks. Without a text, the reason is too few tokens.
     """
     if not any(rules):
         return rules, why_off
     least = _LEAST.get(device, _LEAST_ELSEWHERE)
-    pays = [tokens >= fewest if gate is None else gate is True for fewest in (least, least, _LEAST_FOR_MLPS)]
+    pays = [tokens >= fewest if gate is None else gate is True for fewest in (least, least, least, _LEAST_FOR_BLOCKS)]
     merging = LevelRules(*(rule if rule and (part_pays or not rule.only_if_it_pays) else None
                            for rule, part_pays in zip(rules, pays, strict=True)))  # fmt: skip
     return merging, "" if any(merging) else gate or FEW_TOKENS

@@ -23,9 +23,11 @@ from ..settings.config import MergeConfig, MergeRule, describe, notes_on
 from ..settings.schedule import LevelRules, NoiseSchedule, ever_merges
 from .decision import MergeMap, ModelCall, decide
 from .match import match
-from .merged_mlp import merge_input, pick_samples, unmerge_output
+from .merged_blocks import MergedTokens, pick_samples
 from .plan_cache import Plans
 from .time import Clock, ModelTime
+
+_TRAINS = "whole blocks do not merge while gradients are computed"
 
 
 class State:
@@ -168,37 +170,71 @@ class State:
             self._keep_map(level, Layout(grid), plan)
         return plan.unmerge(out)
 
-    def run_mlp_merged(
-        self, call: ModelCall, name: Hashable, level: int, grid: Grid, x: torch.Tensor, function: Callable
-    ) -> torch.Tensor | None:
-        """Run a block's feed-forward layer on merged tokens, matched by its own input, and unmerge its output.
+    def run_block(
+        self, call: ModelCall, name: Hashable, level: int, grid: Grid | None, x: torch.Tensor,
+        function: Callable[[torch.Tensor], Any], is_first: bool, is_last: bool, why: str = "",
+    ) -> Any:  # fmt: skip
+        """Run a block of a transformer, between the first and the last of those that a rule merges on merged tokens.
 
-        `name` is the layer's, unique in the model; `x` its input ``[B, N, C]``, the tokens of `grid`; `function` runs
-        the layer on ``[B, any number, C]``. A linear map corrects the output if the rule's `correction` is on. Whether
-        the rule `is_as_tomesd` is ignored: for tomesd's way call `run_part_merged`.
+        Args:
+            name: of the transformer, the same at every step and unique in the model.
+            grid: of the picture's tokens in this level; None if it is not known.
+            x: the block's input, ``[B, N, C]``: in the first block all tokens, after it what the block before returned.
+            function: runs the block on tokens ``[B, any number, C]``.
+            why: the reason why the host does not let these blocks merge, "" if it does.
 
         Returns:
-            The output ``[B, N, C]``; None if the layer is left unmerged, so that the host has to call it. The reason is
-            counted if the layer has a rule.
+            The block's output, of the last block for all tokens. If the blocks are left unmerged, or one of them
+            refuses merged tokens, it and those after it run on all tokens; the reason is counted.
         """
-        rule = self.decide(call, level, grid.height * grid.width, x.device)[0].mlp
-        if rule is None:
+        if is_first:
+            call.merged_tokens = self._merge_block_input(call, name, level, grid, x, why)
+            x = x if call.merged_tokens is None else call.merged_tokens.merged
+        tokens = call.merged_tokens
+        if tokens is None:
+            return function(x)
+        out, why = _call_part(lambda: function(x), x.shape[:2])
+        if why:
+            call.merged_tokens = None
+            self.count_unmerged(level, why, x.shape[0], tokens.x.shape[1], tokens.x.shape[1], "block")
+            return function(tokens.unmerge(x))
+        self.ledger.merge(level, "block", (x.shape[0], tokens.x.shape[1], 0), (x.shape[1], 0))
+        if is_last:
+            call.merged_tokens = None
+            out = tokens.unmerge(out)
+        return out
+
+    def count_in_merged_block(self, call: ModelCall, level: int) -> None:
+        """Count a self-attention of a block that runs on merged tokens."""
+        x, merged = call.merged_tokens[:2]
+        batch, tokens, left = *x.shape[:2], merged.shape[1]
+        self.ledger.merge(level, "attn", (batch, tokens, tokens), (left, left))
+
+    def _merge_block_input(
+        self, call: ModelCall, name: Hashable, level: int, grid: Grid | None, x: torch.Tensor, why: str
+    ) -> MergedTokens | None:
+        """Return the merged input of the first merged block; None if a rule merges none, or, counted, if it cannot."""
+        if call.rules[level].blocks is None:
+            return None
+        if not torch.is_tensor(x) or x.dim() != 3 or grid is None or grid.height * grid.width != x.shape[1]:
+            self.count_unmerged(level, NO_GRID, 0, 0, 0, "block")
             return None
         batch, tokens = x.shape[:2]
-        turn = call.latest_runs[name] = call.latest_runs.get(name, -1) + 1
-        key = (name, turn), batch, Layout(grid), tokens
-        plan = self._find_plans(call, key, level, Layout(grid), (x[:, :, None],) * 2, rule).plan
+        rules, not_now = self.decide(call, level, tokens, x.device)
+        rule, plan = rules.blocks, None
+        why = why or (_TRAINS if torch.is_grad_enabled() and x.requires_grad else "")
+        if rule is not None and not why:
+            turn = call.latest_runs[name] = call.latest_runs.get(name, -1) + 1
+            compared = torch.nn.functional.layer_norm(x.detach(), x.shape[2:])[:, :, None]
+            key = (name, turn), batch, Layout(grid), tokens
+            plan = self._find_plans(call, key, level, Layout(grid), (compared, compared), rule).plan
+            why = TOO_SMALL if plan is None else ""
         if plan is None:
-            self.count_unmerged(level, TOO_SMALL, batch, tokens, tokens, "mlp")
+            self.count_unmerged(level, why or not_now or FEW_TOKENS, batch, tokens, tokens, "block")
             return None
-        samples = cached_result(pick_samples, x, grid)[0] if rule.correction else None
-        merged = merge_input(x, plan, samples)
-        out, why = _call_part(lambda: function(merged), merged.shape[:2])
-        if why:
-            self.count_unmerged(level, why, batch, tokens, tokens, "mlp")
-            return None
-        self.ledger.merge(level, "mlp", (batch, tokens, 0), (merged.shape[1], 0))
-        return unmerge_output(out, merged, x, plan, samples)
+        if self._maps is not None:
+            self._keep_map(level, Layout(grid), plan)
+        return MergedTokens.of(x, plan, cached_result(pick_samples, x, grid)[0] if rule.correction else None)
 
     def decide(self, call: ModelCall, level: int, tokens: int, device: torch.device) -> tuple[LevelRules, str]:
         """Return (rules that merge in a level, the reason if none does, else "") for a picture of so many `tokens`."""

@@ -162,6 +162,9 @@ class AttentionSite(NumberedSite):
             return self.original(*args, **kwargs)
         call.called_attentions.append(self.path)
         rules = call.rules[self.level]
+        if call.merged_tokens is not None:
+            call.state.count_in_merged_block(call, self.level)
+            return self.original(*args, **kwargs)
         if rules.attn is not None:
             return self._merge(call, args, kwargs)
         self._count_unmerged(call, OTHER_PARTS if any(rules) else call.why_off[self.level], args, kwargs)

@@ -8,19 +8,20 @@ change, so hooks on the block still see all tokens.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..attention.descriptions import full_name
 from ..engine.decision import ModelCall
 from ..merging.grid import Grid, Layout
-from ..reporting.ledger import ARGUMENTS, MASKED, NO_GRID, OF_OTHERS, PARTS_COMPILED, LevelTally
+from ..reporting.ledger import ARGUMENTS, MASKED, NO_GRID, OF_OTHERS, PARTS_COMPILED, REPLACED, LevelTally
 from .sites import CONTEXTS, LATENTS, MASKS, AttentionSite, ModelSite, TransformerSite, named
 from .unet_blocks import BlockPlace, find_blocks
-from .wrap import Levels, Wrap, WrapSet
+from .wrap import Levels, Wrap, WrapSet, foreign_method_on, why_missed
 
 _TIMES = ("timesteps", "timestep", "t")
 # parts of a block in addition to its self-attention: the name in a rule, and the attribute of the block
@@ -64,9 +65,9 @@ class UNetAdapter:
         """Yield the wraps to put on the UNet, the outermost first.
 
         Below the UNet only `levels` get wraps, on transformers and self-attentions. With "tomesd" in a level's value,
-        its blocks and their parts get wraps too: parts may be called with merged tokens. With "mlp" alone, feed-forward
-        layers do. `make` takes a class of wraps, the module to wrap and further arguments of the class, and returns a
-        wrap.
+        its blocks and their parts get wraps too: parts may be called with merged tokens. With "blocks" alone, each
+        transformer's blocks but the first do. `make` takes a class of wraps, the module to wrap and further arguments
+        of the class, and returns a wrap.
         """
         yield make(ModelSite, unet)
         before, places = None, self.places
@@ -76,13 +77,16 @@ class UNetAdapter:
                 continue
             if place.transformer is not before:
                 before = place.transformer
-                siblings = (other for other in places if other.transformer is before)
+                siblings = [other for other in places if other.transformer is before]
                 names = {f"{other.path}.attn1" for other in siblings if getattr(other.block, "attn1", None) is not None}
                 yield make(TransformerSite, before, level, names)
-            kind, parts = AttentionSite, _PARTS[1:] if "mlp" in levels[level] else ()
+            kind, parts = AttentionSite, ()
             if "tomesd" in levels[level]:
                 kind, parts = BlockAttentionSite, _PARTS
                 yield make(BlockSite, place.block, level)
+            elif "blocks" in levels[level] and place is not siblings[0]:
+                ends = place is siblings[1], place is siblings[-1]
+                yield make(MergedBlockSite, place.block, place.path.rpartition(".")[0], level, ends)
             if getattr(place.block, "attn1", None) is not None:
                 yield make(kind, place.block.attn1, f"{place.path}.attn1", level, place.halvings)
             for part, name in parts:
@@ -154,6 +158,45 @@ class BlockSite(Wrap):
         return x, {}
 
 
+class MergedBlockSite(Wrap):
+    """The wrap around a block that may run on merged tokens: each of a transformer's but the first.
+
+    It replaces the block's ``_forward`` if the class has that method, else ``forward``. `transformer` is the path of
+    the list that holds the block; `ends` says whether the block is the first and the last of those.
+    """
+
+    def __init__(
+        self, block: nn.Module, wraps: WrapSet, transformer: str, level: int, ends: tuple[bool, bool]
+    ) -> None:
+        super().__init__(block, "_forward" if hasattr(type(block), "_forward") else "forward")
+        self.wraps, self.transformer, self.level, self.ends = wraps, transformer, level, ends
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the block's output, by `State.run_block` inside a call of the model; outside, it runs unmerged."""
+        call = self.wraps.calls.current
+        if call is None or (call.rules[self.level].blocks is None and call.merged_tokens is None):
+            return self.original(*args, **kwargs)
+        layout, why = call.layouts.get(self.level), ""
+        if self.ends[0]:
+            sites = [site for site in self.wraps.wraps
+                     if isinstance(site, MergedBlockSite) and site.transformer == self.transformer]  # fmt: skip
+            whys = (why_missed(site) for site in sites if not site.is_on_top())
+            why = next(whys, "") or why_not_merged([site.target for site in sites], kwargs)
+        name = None if args else next((name for name in LATENTS if name in kwargs), None)
+
+        def function(x: torch.Tensor) -> Any:
+            return self.original(x, *args[1:], **kwargs) if args else self.original(**{**kwargs, name: x})
+
+        x, grid = args[0] if args else kwargs.get(name), layout and layout.grid
+        return call.state.run_block(call, self.transformer, self.level, grid, x, function, *self.ends, why)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the block unmerged while a compiler traces, return its output, and note this for the report."""
+        if self.wraps.patch is not None:
+            self.wraps.patch.ledger.note_traced(self.level, PARTS_COMPILED)
+        return self.original(*args, **kwargs)
+
+
 class PartSite(Wrap):
     """The wrap around the part ``attn2`` or ``ff`` of a block, which may merge the input and unmerge the output.
 
@@ -167,38 +210,12 @@ class PartSite(Wrap):
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output for all tokens, by `_run_around` if a rule merges the part and `ModelCall.block` is set.
 
-        A feed-forward layer needs no `ModelCall.block`, see `_run_mlp`, unless its rule's `is_as_tomesd` is true. In
-        all other cases the part is only called, and not counted.
+        Otherwise the part is only called, and not counted.
         """
         call = self.wraps.calls.current or self.wraps.call_outside_forward()
-        rule = None if call is None else getattr(call.rules[self.level], self.part)
-        if rule is None:
-            return self.original(*args, **kwargs)
-        if self.part == "mlp" and not rule.is_as_tomesd:
-            return self._run_mlp(call, args, kwargs)
-        if call.block is None:
+        if call is None or call.block is None or getattr(call.rules[self.level], self.part) is None:
             return self.original(*args, **kwargs)
         return _run_around(self, call, self.block, self.part, args, kwargs)
-
-    def _run_mlp(self, call: ModelCall, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Return the output of a feed-forward layer for all tokens, by `State.run_mlp_merged`; unmerged if it declines.
-
-        It is also unmerged, and counted so, if its input is no tensor of the picture's grid, or a hook keeps outputs.
-        """
-        x, layout = args[0] if args else None, call.layouts.get(self.level)
-        if not torch.is_tensor(x) or x.dim() != 3:
-            why = ARGUMENTS
-        elif layout is None or layout.grid.height * layout.grid.width != x.shape[1]:
-            why = NO_GRID
-        else:
-            why = _stateful_hooks(self.target)
-        if why:
-            call.state.count_unmerged(self.level, why, 0, 0, 0, self.part)
-            return self.original(*args, **kwargs)
-        name = (self.block, self.part)
-        out = call.state.run_mlp_merged(call, name, self.level, layout.grid, x,
-                                        lambda tokens: self.original(tokens, *args[1:], **kwargs))  # fmt: skip
-        return self.original(*args, **kwargs) if out is None else out
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Call the part unmerged while a compiler traces, and return its output.
@@ -285,6 +302,28 @@ def _problem_of(part: str, module: nn.Module, x: torch.Tensor, args: tuple, kwar
         if kwargs.get("ip_adapter_masks") is not None:  # diffusers scales these masks to the number of queries
             return "an adapter's mask needs every token"
     return _stateful_hooks(module)
+
+
+def why_not_merged(blocks: Sequence[nn.Module], options: Mapping[str, Any]) -> str:
+    """Return why blocks cannot run on merged tokens, or "". `options` are the keywords of the first block's call.
+
+    Reasons: a mask of tokens, arguments for cross-attention's processors, a processor that is not diffusers', a
+    stateful hook, or another program's method on a block or its cross-attention. All of these may need the grid.
+    """
+    if options.get("attention_mask") is not None:
+        return MASKED
+    if (options.get("cross_attention_kwargs") or {}).keys() - {"scale", "gligen"}:
+        return "an argument for cross-attention may need every token"
+    for block in blocks:
+        parts = [part for part in (block, getattr(block, "attn1", None), getattr(block, "attn2", None)) if part]
+        processor = type(getattr(parts[-1], "processor", None)).__module__.partition(".")[0]
+        if processor not in ("builtins", "diffusers"):
+            return "cross-attention has a processor of its own, which may need every token"
+        why = next(filter(None, map(_stateful_hooks, parts)), "")
+        others = why or next(filter(None, map(foreign_method_on, (block, parts[-1]))), None)
+        if others:
+            return why or f"{REPLACED}: {full_name(others)}"
+    return ""
 
 
 def _stateful_hooks(module: nn.Module) -> str:

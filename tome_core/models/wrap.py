@@ -31,7 +31,7 @@ _OF_ANOTHER_PATCH = (
     "put on or taken off, or turn checkpointing off"
 )
 # The levels, by number, in which rules merge. A value has "tomesd" if parts of blocks may be called with merged tokens,
-# as by tomesd, and "mlp" if feed-forward layers may be.
+# as by tomesd, and "blocks" if whole blocks may be.
 Levels = dict[int, set[str]]
 patch_lock = threading.RLock()  # held while wraps are installed or removed: two threads may patch one model
 _RESTING: weakref.WeakKeyDictionary[nn.Module, WrapSet] = weakref.WeakKeyDictionary()

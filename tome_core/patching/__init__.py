@@ -211,10 +211,10 @@ class Patch(Measured):
         super().__init__(config, self.adapter.tallies(), schedule)
         self.levels = {level.level: set() for level in self.ledger.levels if level.covered}
         for rule in self.clock.rules:
-            as_tomesd = rule.merge_crossattn or (rule.is_as_tomesd and (rule.merge_attn or rule.merge_mlp))
+            as_tomesd = rule.merge_crossattn or rule.merge_mlp or (rule.merge_attn and rule.is_as_tomesd)
             for level, ways in self.levels.items():
                 if not rule.is_off and reaches(rule, level, self.adapter.downsamples[level]):
-                    ways |= {"tomesd"} if as_tomesd else {"mlp"} if rule.merge_mlp else set()
+                    ways |= {"tomesd"} if as_tomesd else {"blocks"} if rule.merge_blocks else set()
         self._pipeline_wraps: list[Wrap] = []  # wraps of the pipeline, which hold no module
         self._previous: Patch | None = None  # comes back when the `with` is left
         with suppress(TypeError):  # not every object allows weak references

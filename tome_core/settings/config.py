@@ -101,8 +101,11 @@ class MergeRule:
         False, "Cross-attention", "Merge in the attention to the prompt too. It gains little and costs detail.",
         advanced=True, place=6, group=WHERE)
     merge_mlp: bool = setting(
-        False, "MLP", "Merge in the feed-forward layer too. It gains much on SDXL; elsewhere it costs detail.",
-        advanced=True, place=7, group=WHERE)
+        False, "MLP", "Merge in the feed-forward layer too. It costs much detail in late steps.", advanced=True,
+        place=7, group=WHERE)
+    merge_blocks: bool = setting(
+        False, "Whole blocks", "Run whole blocks on merged tokens, except the first of a transformer. It gains much on "
+        "SDXL.", advanced=True)
     side: str = setting(
         "qkv", "Merge what", "Merge queries, keys and values of self-attention, or keys and values only. Keys and "
         "values only loses less detail.", choices=SIDES, shown=tuple(map("+".join, SIDES)), advanced=True, place=5,
@@ -161,7 +164,8 @@ class MergeRule:
     @property
     def is_off(self) -> bool:
         """True if the rule merges nothing: its effective ratio is 0, or it covers no part of a block."""
-        return self.effective_ratio == 0 or not (self.merge_attn or self.merge_crossattn or self.merge_mlp)
+        parts = self.merge_attn, self.merge_crossattn, self.merge_mlp, self.merge_blocks
+        return self.effective_ratio == 0 or not any(parts)
 
     @cached_property
     def is_as_tomesd(self) -> bool:
@@ -320,7 +324,7 @@ def _early(config: MergeConfig, rule: MergeRule, downsamples: Sequence[int]) -> 
     refines = METHODS[rule.method].compares and rule.proportional and ratio >= _REFINED_FROM
     return replace(
         rule, ratio=ratio, sx=max(rule.sx, cell), sy=max(rule.sy, cell), max_downsample=None, merge_crossattn=False,
-        merge_mlp=False, min_timestep=max(config.early_until, rule.min_timestep or 0.0),
+        merge_mlp=False, merge_blocks=False, min_timestep=max(config.early_until, rule.min_timestep or 0.0),
         refine=max(rule.refine, _EARLY_REFINE) if refines else rule.refine,
     )  # fmt: skip
 

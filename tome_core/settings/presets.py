@@ -37,11 +37,11 @@ CURVES = {
     "transformer": ((64, 1000), (44, 918), (37, 849), (29, 826), (22, 807), (17, 738), (14, 703), (12, 640), (10, 597),
                     (8, 578), (7, 500), (6, 496), (6, 406), *_FROM_65),
 }  # fmt: skip
-# SDXL's layout spends a third of its time in the feed-forward layers of its coarsest level. Strength s keeps 16^-s of
-# their tokens below the first of these timesteps; from 0.75 to 1 the limit rises to the second. Merging in the first
-# steps costs most (benchmarks/results/merged-mlps-8-cpu-2026-11-28.md).
-_MLPS_BELOW, _MLPS_BELOW_AT_MOST = 760.0, 900.0
-_FEWEST_OF_MLPS = 1 / 16  # a token of each cell of 4x4
+# Half of SDXL's time goes into the blocks of its coarsest level. Strength s keeps 16^-s of their tokens below the first
+# of these timesteps; from 0.75 to 1 the limit rises to the second. Merging in the first steps costs most
+# (benchmarks/results/merged-blocks-8-cpu-2026-11-28.md).
+_BLOCKS_BELOW, _BLOCKS_BELOW_AT_MOST = 760.0, 900.0
+_FEWEST_OF_BLOCKS = 1 / 16  # a token of each cell of 4x4
 
 
 def strength(value: float, layout: str = SD) -> MergeConfig:
@@ -72,17 +72,17 @@ def strength(value: float, layout: str = SD) -> MergeConfig:
     cell = 4 if share >= _FINE_CELLS else 8
     early = {} if share <= EARLY_SHARE else {"early_ratio": 1 - EARLY_SHARE, "early_until": until}
     rule = MergeRule(**_ALL, ratio=1 - share, sx=cell, sy=cell, refine=refine_of(cell))
-    return MergeConfig(rules=(rule, *(_rules_of_mlps(float(value)) if layout == SDXL else ())), **early)
+    return MergeConfig(rules=(rule, *(_rules_of_blocks(float(value)) if layout == SDXL else ())), **early)
 
 
-def _rules_of_mlps(value: float) -> list[MergeRule]:
-    """Return [rule] for the feed-forward layers of SDXL's coarsest level at a strength, 0 to 1; [] below about 0.1."""
-    share = _FEWEST_OF_MLPS**value
+def _rules_of_blocks(value: float) -> list[MergeRule]:
+    """Return [rule] for whole blocks of SDXL's coarsest level at a strength, 0 to 1; [] below about 0.1."""
+    share = _FEWEST_OF_BLOCKS**value
     if share > MOST_MERGED:
         return []
-    below = _MLPS_BELOW + max(0.0, 4 * value - 3) * (_MLPS_BELOW_AT_MOST - _MLPS_BELOW)
+    below = _BLOCKS_BELOW + max(0.0, 4 * value - 3) * (_BLOCKS_BELOW_AT_MOST - _BLOCKS_BELOW)
     changes = {"metric": "input", "max_downsample": None, "min_downsample": 4, "max_timestep": below}
-    return [MergeRule(**_ALL | changes, ratio=1 - share, sx=4, sy=4, merge_attn=False, merge_mlp=True)]
+    return [MergeRule(**_ALL | changes, ratio=1 - share, sx=4, sy=4, merge_attn=False, merge_blocks=True)]
 
 
 def refine_of(cell: int) -> int:

@@ -261,6 +261,7 @@ class LevelRules(NamedTuple):
     attn: MergeRule | None = None
     crossattn: MergeRule | None = None
     mlp: MergeRule | None = None
+    blocks: MergeRule | None = None  # whole blocks
 
 
 def choose(rules: Sequence[MergeRule], downsamples: Sequence[int]) -> tuple[LevelRules, ...]:

@@ -20,7 +20,6 @@ TIMES = (900.0, 890.0, 800.0, 200.0, 190.0, 100.0)
 ON_THE_CPU = {"cumprod"}  # operators for a picture's list of positions, which is read on the CPU
 CLUSTERS = MergeConfig(method="cluster", ratio=0.9, side="kv")
 OTHERS = {"as tomesd": MergeConfig(ratio=0.5, proportional=False, correction=False, merge_mlp=True),
-          "MLPs": MergeConfig(side="kv", merge_attn=False, merge_mlp=True, keep=60.0),
           "clusters": CLUSTERS}  # fmt: skip
 LIKE_BALANCED = ("quality", "fast")  # but for their ratios
 

@@ -13,7 +13,6 @@ from tome_core.merging.grid import Grid
 from tome_core.merging.methods import METHODS, MatchOptions
 
 pytestmark = pytest.mark.slow
-_MLPS = MergeConfig(ratio=0.5, side="kv", merge_attn=False, merge_mlp=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -28,12 +27,12 @@ def test_no_preset_holds_more_than_the_block_itself(dtype, monkeypatch):
     with torch.inference_mode():
         block(*inputs)  # libraries allocate some memory once
         vanilla = peak_bytes(lambda: block(*inputs))
-        for settings in (*PRESETS, MergeConfig(ratio=0.5), _MLPS):
+        for settings in (*PRESETS, MergeConfig(ratio=0.5)):
             for timestep in (900, 100) if settings in PRESETS else (100,):
                 with tome_core.patch(block, settings, host_clock=True) as handle:
                     handle.set_time(timestep=timestep, sampling="a")
                     peak = peak_bytes(lambda: block(*inputs))
-                    assert handle.report().merged_anything
+                    assert handle.report().levels[0].tokens
                 assert peak <= vanilla + maps, (settings, timestep, peak / vanilla)
 
 

@@ -117,7 +117,7 @@ def test_a_level_counts_the_work_of_early_and_late_steps_and_of_those_left_whole
 
 
 def test_the_mlps_tokens_are_said():
-    report = reported(MergeConfig(ratio=0.25, merge_attn=False, merge_mlp=True, correction=False), 900)
+    report = reported(MergeConfig(ratio=0.25, merge_attn=False, merge_mlp=True), 900)
     assert report.levels[0].mlp_tokens == ((256, 192),) and report.levels[1].mlp_tokens == ()
     assert str(report).count("MLP 256 tokens -> 192") == 1
 

@@ -50,7 +50,7 @@ def test_few_keys_are_means_of_wide_cells_that_k_means_refines(layout):
     assert cells == {**dict.fromkeys(MARKS, (4, 4, 0)), "max": (8, 8, 3)}, "as measured"
 
 
-def test_more_strength_leaves_fewer_tokens_to_sdxls_feed_forward_layers_in_all_but_the_first_steps():
+def test_more_strength_leaves_fewer_tokens_to_sdxls_coarsest_blocks_in_all_but_the_first_steps():
     rules = [strength(number / 100, layout=SDXL).rules[1:] for number in range(1, 101)]
     first = next(number for number, rule in enumerate(rules) if rule)
     assert 0 < first < 12 and rules[first][0].ratio == pytest.approx(0.25, abs=0.02), "less does not pay"

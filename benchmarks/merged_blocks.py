@@ -1,4 +1,4 @@
-"""``python -m benchmarks.merged_mlps``: what a UNet's pictures lose if MLPs of its coarsest level see fewer tokens.
+"""``python -m benchmarks.merged_blocks``: what a UNet's pictures lose if MLPs of its coarsest level see fewer tokens.
 
 It draws pictures of `demo/scenes-sdxl-deep.safetensors` by each variant, keeps PSNR and detail as JSON below
 benchmarks/results/, goes on if it was stopped, and writes the table. Times are modelled: those of a call of SDXL at
@@ -25,7 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tome_core
 from benchmarks import models, report, results
-from benchmarks.networks import Downsampled
 from benchmarks.subjects import SceneSubject
 from benchmarks.variants import engine, strength
 from demo.metrics import gradient_energy, psnr, ssim
@@ -314,14 +313,14 @@ def parts(unet: nn.Module, name: str, make: Callable) -> Iterator[None]:
 
 
 @contextmanager
-def pruned(unet: nn.Module, share: float) -> Iterator[None]:
-    """Prune the coarsest level's tokens, as AT-EDM's abstract says."""
+def stacks_of(unet: nn.Module, make: Callable[[list[nn.Module]], Any]) -> Iterator[None]:
+    """Call `make` with the blocks of each transformer of the coarsest level."""
     with watched(unet) as places:
         stacks: dict[int, list[nn.Module]] = {}
         for place in places:
             stacks.setdefault(id(place.transformer), []).append(place.block)
         for blocks in stacks.values():
-            Pruned(blocks, share)
+            make(blocks)
         yield
 
 
@@ -378,51 +377,65 @@ def merged(ratio: float, **more: Any) -> Callable:
     return lambda unet: mlps(unet, lambda original: MergedMlp(original, ratio, **more))
 
 
+class Stack:
+    """A transformer's blocks after the first: they add nothing, or the mean token's change, or random partners'."""
+
+    def __init__(self, blocks: list[nn.Module], kind: str):
+        self.blocks, self.kind = blocks[1:], kind
+        self.originals = [block.forward for block in self.blocks]
+        self.draw = torch.Generator().manual_seed(0)
+        for number, block in enumerate(self.blocks):
+            block.forward = self.make(number)
+
+    def make(self, number: int) -> Callable:
+        def forward(x: Tensor, **more: Any) -> Tensor:
+            if self.kind == "zero":
+                return x
+            if number == 0:
+                partners = torch.randperm(x.shape[1], generator=self.draw)
+                count = 1 if self.kind == "mean" else x.shape[1] // 4
+                groups = torch.empty(x.shape[1], dtype=torch.long)
+                groups[partners] = torch.arange(x.shape[1]) % count
+                means = x.new_zeros(len(x), count, x.shape[2]).index_add_(1, groups, x) / (x.shape[1] / count)
+                self.kept, x = (x, groups, means), means
+            out = self.originals[number](x, **more)
+            if number < len(self.blocks) - 1:
+                return out
+            x, groups, means = self.kept
+            return x + (out - means)[:, groups]
+        return forward
+
+
+def blocks(ratio: float, below: float = 1001, **more: Any) -> Callable:
+    """Make a variant: the engine merges whole blocks of the coarsest level."""
+    return by_engine((rule(ratio, below, 4, merge_mlp=False, merge_blocks=True, **more),))
+
+
 FIRST = 760.0  # from this timestep on, a step is one of the first
-# by variant: (how to put it on; what it computes in a merged call, for `modelled`, or None)
-Work = tuple[float, int, int, float]  # the share of tokens in the MLPs, groups, samples, the limit of the timestep
+# by variant: (how to put it on; shares of tokens and of samples, and the limit, of whole blocks, or None)
+Work = tuple[float, float, float]
 VARIANTS: dict[str, tuple[Callable[[nn.Module], AbstractContextManager], Work | None]] = {
-    "MLPs set to zero (control)": (lambda unet: mlps(unet, constant("zero")), (0, 0, 0, 1001)),
-    "the mean token's output for all (control)": (lambda unet: mlps(unet, constant("mean")), (0, 0, 0, 1001)),
-    "half merged, random partners (control)": (merged(0.5, random=True), (0.5, 512, 0, 1001)),
-    "half merged in all steps, no fit": (merged(0.5), (0.5, 512, 0, 1001)),
-    "three quarters merged in all steps, no fit": (merged(0.75), (0.25, 256, 0, 1001)),
-    "three quarters merged in all steps, fit on 1/16": (merged(0.75, fit=1 / 16), (0.3125, 256, 64, 1001)),
-    "three quarters below 760, no fit": (merged(grows((760, 0.75))), (0.25, 256, 0, 760)),
-    "three quarters below 760, fit on 1/64": (merged(grows((760, 0.75)), fit=1 / 64), (0.27, 256, 16, 760)),
-    "three quarters below 760, fit on 1/16": (merged(grows((760, 0.75)), fit=1 / 16), (0.3125, 256, 64, 760)),
-    "three quarters below 500, no fit": (merged(grows((500, 0.75))), (0.25, 256, 0, 500)),
-    "a quarter of the tokens computed, those that changed most": (
-        lambda unet: mlps(unet, lambda original: KeptMlp(original, 0.25)), (0.25, 0, 128, 999)),
-    "an eighth of the tokens computed, those that changed most": (
-        lambda unet: mlps(unet, lambda original: KeptMlp(original, 0.125)), (0.125, 0, 128, 999)),
-    **{f"engine: MLPs 1 - {share:g} below {below}": (
-        by_engine((rule(1 - share, below, 2 if share >= 0.25 else 4),)),
-        (share + 1 / 32, round(share * 1024), 30, below))
-       for share, below in ((0.5, 760), (0.25, 760), (0.125, 760), (0.0625, 760), (0.0625, 900), (0.25, 900))},
-    **{f"engine: MLPs 1 - {share:g} below 760, cells of 4": (
-        by_engine((rule(1 - share, 760, 4),)), (share + 1 / 32, round(share * 1024), 30, 760)) for share in (.5, .25)},
-    "engine: MLPs 1 - 0.25 below 760, no fit": (by_engine((rule(0.75, 760, correction=False),)), (0.25, 256, 0, 760)),
-    "engine: MLPs 1 - 0.125 below 760, no fit": (
-        by_engine((rule(0.875, 760, 4, correction=False),)), (0.125, 128, 0, 760)),
-    **{f"strength {value:g}": (lambda unet, value=value: strength(value)(unet, 1), None)
+    **{f"whole blocks: {name} (control)": (
+        lambda unet, kind=kind: stacks_of(unet, lambda blocks: Stack(blocks, kind)), (share, 0, 1001))
+       for name, kind, share in (("they add nothing", "zero", 0), ("the mean token's change", "mean", 0),
+                                 ("a quarter of the tokens, random partners", "random", 0.25))},
+    "whole blocks on a quarter of the tokens, in all steps": (blocks(0.75), (0.25, 1 / 32, 1001)),
+    **{f"whole blocks on {share:g} of the tokens below 760": (blocks(1 - share, 760), (share, 1 / 32, 760))
+       for share in (0.5, 0.25, 0.125, 0.0625)},
+    **{f"whole blocks on {share:g} of the tokens below 760, no fit": (
+        blocks(1 - share, 760, correction=False), (share, 0, 760)) for share in (0.25, 0.0625)},
+    **{f"whole blocks on {share:g} of the tokens below 900": (blocks(1 - share, 900), (share, 1 / 32, 900))
+       for share in (0.25, 0.0625)},
+    **{f"strength {value:g}": (lambda unet, value=value: strength(value)(unet, 1),
+                               (16**-value, 1 / 32, 760 + max(0, 4 * value - 3) * 140))
        for value in (0.25, 0.5, 0.75, 1)},
     **{f"strength {value:g}, attention alone": (by_engine((), value), None) for value in (0.25, 0.5, 0.75, 1)},
-    "queries, q and out of self-attention on half of the tokens below 760, fit on 1/16": (
-        lambda unet: parts(unet, "attn1", lambda original: PartOnMeans(original, 0.5, 1 / 16, True)), None),
-    "cross-attention on half of the tokens below 760, fit on 1/16": (
-        lambda unet: parts(unet, "attn2", lambda original: PartOnMeans(original, 0.5, 1 / 16, False)), None),
-    "cross-attention on an eighth of the tokens below 760, fit on 1/16": (
-        lambda unet: parts(unet, "attn2", lambda original: PartOnMeans(original, 0.75, 1 / 16, False)), None),
-    "cross-attention kept below 500 (T-GATE's)": (
-        lambda unet: parts(unet, "attn2", lambda original: KeptPart(original, 500)), None),
-    "AT-EDM by its abstract, half of the tokens below 760": (lambda unet: pruned(unet, 0.5), None),
-    "AT-EDM by its abstract, three quarters of the tokens below 760": (lambda unet: pruned(unet, 0.75), None),
-    "ToMA by its abstract, half": (lambda unet: mlps(unet, lambda original: SoftMlp(original, 0.5)), None),
+    "AT-EDM by its abstract, half of the tokens below 760": (
+        lambda unet: stacks_of(unet, lambda blocks: Pruned(blocks, 0.5)), (0.5, 0, 760)),
+    "AT-EDM by its abstract, a quarter of the tokens below 760": (
+        lambda unet: stacks_of(unet, lambda blocks: Pruned(blocks, 0.25)), (0.25, 0, 760)),
     "tomesd .5, attention of the finest level": (lambda unet: tomesd(unet, 2, True, False), None),
-    "tomesd .5, MLPs of both levels": (lambda unet: tomesd(unet, 4, False, True), None),
     "tomesd .5, attention and MLPs of both levels": (lambda unet: tomesd(unet, 4, True, True), None),
-    "keys and values of 2x2 averages (token down-sampling)": (lambda unet: Downsampled(unet, 2), None),
     **{f"every {name} output extrapolated": (lambda unet, every=every: extrapolated(unet, every), None)
        for name, every in (("second", 2), ("third", 3), ("fourth", 4))},
     **{f"EasyCache by its abstract, {threshold:g}": (lambda unet, threshold=threshold: easycache(unet, threshold), None)
@@ -570,30 +583,15 @@ def modelled(name: str, steps: int, record: dict) -> dict[str, float] | None:
         return dict.fromkeys(CARDS, steps / (steps - record["skipped"]))
     if name.endswith("steps, unmerged"):
         return dict.fromkeys(CARDS, steps / int(name.split()[0]))
-    plain, first = block_kernels(TOKENS), steps_below(steps, FIRST)
-    if name.startswith("AT-EDM"):
-        share = 0.5 if "half" in name else 0.75
-        return blocks_saved(plain, block_kernels(share * TOKENS), BLOCKS * 9 // 10, first)
-    if name.startswith("queries"):
-        few = TOKENS * (0.5 + 1 / 16)
-        return blocks_saved(plain, [*block_kernels(TOKENS, queries=few), *added_kernels(512, 64, 1.0)], BLOCKS, first)
-    if name.startswith("cross-attention on"):
-        few = TOKENS * ((0.5 if "half" in name else 0.25) + 1 / 16)
-        return blocks_saved(plain, [*block_kernels(TOKENS, cross=few), *added_kernels(256, 64, 1.0)], BLOCKS, first)
-    if name.startswith("cross-attention kept"):
-        return blocks_saved(plain, block_kernels(TOKENS, cross=1), BLOCKS, steps_below(steps, 500))
-    if name == "strength 1" or (name.startswith("strength") and "alone" not in name):
-        value = float(name.split()[1])
-        share, below = 16**-value, 760 + max(0, 4 * value - 3) * 140
-        work = (share + 1 / 32, round(share * 1024), 30, below)
-    else:
-        work = VARIANTS[name][1]
+    work = VARIANTS[name][1]
     if work is None:
         return None
-    share, groups, fit, below = work
-    gains = times_as_fast(share, groups, fit, 1.0 if steps <= 8 else 0.5)
-    part = steps_below(steps, below)
-    return {card: 1 / (1 - part * (1 - 1 / gain)) for card, gain in gains.items()}
+    share, samples, below = work
+    plain = [kernel for _ in range(9) for kernel in block_kernels(TOKENS)]
+    merged = [kernel for _ in range(9) for kernel in block_kernels(TOKENS * (share + samples))] if share else []
+    if share:
+        merged += added_kernels(round(share * TOKENS), round(samples * TOKENS), 1.0 if steps <= 8 else 0.5)
+    return blocks_saved(plain, merged, BLOCKS // 10, steps_below(steps, below))
 
 
 # --- command ----------------------------------------------------------------------------------------------------------
@@ -617,7 +615,7 @@ def table(record: dict[str, Any]) -> str:
 
 def main() -> int:
     """Draw what is missing, keep it, and write and print the table."""
-    command = argparse.ArgumentParser(prog="python -m benchmarks.merged_mlps", description=__doc__.partition("\n\n")[0])
+    command = argparse.ArgumentParser(prog="python -m benchmarks.merged_blocks")
     command.add_argument("--steps", type=int, default=8)
     command.add_argument("--pictures", type=int, default=2)
     command.add_argument("--fewer", type=int, nargs="*", default=[], help="also draw in so many steps, unmerged")
@@ -630,7 +628,7 @@ def main() -> int:
     names = [name for place, name in enumerate(VARIANTS) if options.variants is None or place in options.variants]
     names += [f"{steps} steps, unmerged" for steps in options.fewer]
     settings = {"steps": options.steps, "pictures": options.pictures, "model": options.model.name}
-    record = {"kind": "merged-mlps", "settings": settings, **results.describe("cpu"), "rows": []}
+    record = {"kind": "merged-blocks", "settings": settings, **results.describe("cpu"), "rows": []}
     if options.output.exists():
         record["rows"] = json.loads(options.output.read_text(encoding="utf-8"))["rows"]
     done = {(row["variant"], row["picture"]) for row in record["rows"]}
