@@ -59,7 +59,7 @@ def test_an_error_in_a_call_and_another_nodes_forward_leave_the_blocks_as_they_w
 
 
 def test_beside_patches_of_attention_all_blocks_stay_whole():
-    plain, applied, blocks = branches()
+    plain, applied, _ = branches()
     for patcher in (plain, applied):
         patcher.model_options["transformer_options"]["patches"] = {"attn2_patch": [lambda q, k, v, _: (q, k, v)]}
     assert torch.equal(sample(plain), sample(applied))

@@ -177,10 +177,14 @@ class State:
         """Run a block of a transformer, between the first and the last of those that a rule merges on merged tokens.
 
         Args:
+            call: the record of the model's call.
             name: of the transformer, the same at every step and unique in the model.
+            level: of the transformer, 0 for the finest.
             grid: of the picture's tokens in this level; None if it is not known.
             x: the block's input, ``[B, N, C]``: in the first block all tokens, after it what the block before returned.
             function: runs the block on tokens ``[B, any number, C]``.
+            is_first: whether this is the first of the transformer's blocks that merge.
+            is_last: whether it is the last.
             why: the reason why the host does not let these blocks merge, "" if it does.
 
         Returns:

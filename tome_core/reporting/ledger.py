@@ -37,6 +37,11 @@ class Counted:
         return tuple(sorted((kind[1:3] for kind in self._sum("merged") if kind[0] == "mlp"), reverse=True))
 
     @property
+    def block_tokens(self) -> tuple[tuple[int, int], ...]:
+        """Each kind of a whole merged block, as (tokens before, tokens after), the largest first."""
+        return tuple(sorted((kind[1:3] for kind in self._sum("merged") if kind[0] == "block"), reverse=True))
+
+    @property
     def calls_merged(self) -> int:
         """Number of merged calls of parts of blocks, such as a self-attention."""
         return self._sum("merged").total()
@@ -115,7 +120,7 @@ class Ledger:
 
     def merge(self, level: int, part: str, before: tuple[int, int, int], after: tuple[int, int], route: str = "",
               exact: int = 0) -> None:  # fmt: skip
-        """Count a merged call of a part: "attn", whose work counts too, "crossattn" or "mlp".
+        """Count a merged call of a part: "attn", whose work counts too, "crossattn", "mlp" or "block".
 
         `before` is (batch, queries, keys), `after` is (queries, keys); keys are 0 for "mlp". `route` names the
         implementation of proportional attention, or says that there was none; "" if the rule wants none. `exact` is the

@@ -172,14 +172,16 @@ def _level_data(level: LevelTally) -> dict[str, Any]:
 def _kinds_text(level: LevelTally) -> str:
     """Format a level's merged calls: ``4096 tokens -> 64 or 640 keys, 98% left out``, a share of self-attention work.
 
-    The bare 64 stands for as many queries as keys, ``640 keys`` for another number of queries. MLPs follow:
-    ``MLP 4096 tokens -> 64``; after three, ``2 other sizes``. Cross-attentions alone give ``3 calls merged``.
+    The bare 64 stands for as many queries as keys, ``640 keys`` for another number of queries. MLPs and
+    whole blocks follow: ``MLP 4096 tokens -> 64``; after three kinds, ``2 other sizes``. Cross-attentions alone give
+    ``3 calls merged``.
     """
     sides: dict[int, list[str]] = {}
     for tokens, queries, keys in level.tokens:
         sides.setdefault(tokens, []).append(str(keys) if queries == keys else f"{keys} keys")
     kinds = [f"{tokens} tokens -> {' or '.join(left)}" for tokens, left in sides.items()]
     kinds += [f"MLP {tokens} tokens -> {left}" for tokens, left in level.mlp_tokens]
+    kinds += [f"whole blocks {tokens} tokens -> {left}" for tokens, left in level.block_tokens]
     if len(kinds) > _KINDS:
         kinds[_KINDS:] = [f"{len(kinds) - _KINDS} other sizes"]
     saved = f", {percent(level.work_saved)} left out" if level.work_saved else ""
