@@ -92,7 +92,7 @@ class UnetMerging:
             for path, (level, blocks) in self._stacks.items():
                 if call.rules[level].blocks is None:
                     continue
-                grid, why = hosting.Grid(*self._sides(latent, level)), _why_not_merged(blocks, options)
+                grid, why = hosting.Grid(*self._sides(latent, level)), hosting.why_not_merged(blocks, (options,), {})
                 for number, block in enumerate(blocks):
                     before.append((block, vars(block).get("forward")))
                     ends = number == 0, number == len(blocks) - 1
@@ -114,14 +114,6 @@ class UnetMerging:
     def _sides(self, latent: torch.Tensor, level: int) -> list[int]:
         """Return [height, width] of a level in tokens, rounded up; level 0 is the finest with attention."""
         return [-(-side // self._downsamples[level]) for side in latent.shape[-2:]]
-
-
-def _why_not_merged(blocks: list[Any], options: dict[str, Any]) -> str:
-    """Return why whole blocks cannot run on merged tokens, or "": other nodes' patches may need the picture's grid."""
-    patches = {*options.get("patches", {}), *options.get("patches_replace", {})}
-    if any(name.startswith(("attn", "middle_patch")) for name in patches):
-        return "another node changes attention, and may need every token"
-    return hosting.why_not_merged(blocks, {})
 
 
 def _options_of(path: str) -> tuple[tuple[str, int], int]:

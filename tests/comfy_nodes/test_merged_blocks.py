@@ -64,4 +64,4 @@ def test_beside_patches_of_attention_all_blocks_stay_whole():
         patcher.model_options["transformer_options"]["patches"] = {"attn2_patch": [lambda q, k, v, _: (q, k, v)]}
     assert torch.equal(sample(plain), sample(applied))
     report = host.find_attached(applied).latest.report
-    assert report.levels[1].reasons["block: another node changes attention, and may need every token"]
+    assert report.levels[1].reasons["block: a patch of attention may need every token"]

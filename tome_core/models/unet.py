@@ -181,7 +181,7 @@ class MergedBlockSite(Wrap):
             sites = [site for site in self.wraps.wraps
                      if isinstance(site, MergedBlockSite) and site.transformer == self.transformer]  # fmt: skip
             whys = (why_missed(site) for site in sites if not site.is_on_top())
-            why = next(whys, "") or why_not_merged([site.target for site in sites], kwargs)
+            why = next(whys, "") or why_not_merged([site.target for site in sites], args[1:], kwargs)
         name = None if args else next((name for name in LATENTS if name in kwargs), None)
 
         def function(x: torch.Tensor) -> Any:
@@ -304,15 +304,20 @@ def _problem_of(part: str, module: nn.Module, x: torch.Tensor, args: tuple, kwar
     return _stateful_hooks(module)
 
 
-def why_not_merged(blocks: Sequence[nn.Module], options: Mapping[str, Any]) -> str:
-    """Return why blocks cannot run on merged tokens, or "". `options` are the keywords of the first block's call.
+def why_not_merged(blocks: Sequence[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Return why blocks cannot run on merged tokens, or "", by the arguments of the first block's call.
 
-    Reasons: a mask of tokens, arguments for cross-attention's processors, a processor that is not diffusers', a
-    stateful hook, or another program's method on a block or its cross-attention. All of these may need the grid.
+    Reasons: patches of attention in ComfyUI's or Forge's transformer_options, a mask of tokens, arguments for
+    cross-attention's processors, a processor that is not diffusers', a stateful hook, or another program's method on a
+    block or its cross-attention. All of these may need the picture's grid.
     """
-    if options.get("attention_mask") is not None:
+    options = (value for value in (*args, *kwargs.values()) if isinstance(value, dict))
+    patches = (name for facts in options for kind in ("patches", "patches_replace") for name in facts.get(kind) or ())
+    if any(name.startswith(("attn", "middle_patch")) for name in patches):
+        return "a patch of attention may need every token"
+    if kwargs.get("attention_mask") is not None:
         return MASKED
-    if (options.get("cross_attention_kwargs") or {}).keys() - {"scale", "gligen"}:
+    if (kwargs.get("cross_attention_kwargs") or {}).keys() - {"scale", "gligen"}:
         return "an argument for cross-attention may need every token"
     for block in blocks:
         parts = [part for part in (block, getattr(block, "attn1", None), getattr(block, "attn2", None)) if part]
