@@ -21,7 +21,7 @@ from ..merging.grid import Grid, Layout
 from ..reporting.ledger import ARGUMENTS, MASKED, NO_GRID, OF_OTHERS, PARTS_COMPILED, REPLACED, LevelTally
 from .sites import CONTEXTS, LATENTS, MASKS, AttentionSite, ModelSite, TransformerSite, named
 from .unet_blocks import BlockPlace, find_blocks
-from .wrap import Levels, Wrap, WrapSet, foreign_method_on, why_missed
+from .wrap import Levels, Wrap, WrapSet, foreign_method_on, is_own, why_missed
 
 _TIMES = ("timesteps", "timestep", "t")
 # parts of a block in addition to its self-attention: the name in a rule, and the attribute of the block
@@ -309,7 +309,7 @@ def why_not_merged(blocks: Sequence[nn.Module], args: Sequence[Any], kwargs: Map
 
     Reasons: patches of attention in ComfyUI's or Forge's transformer_options, a mask of tokens, arguments for
     cross-attention's processors, a processor that is not diffusers', a stateful hook, or another program's method on a
-    block or its cross-attention. All of these may need the picture's grid.
+    block or its attentions. All of these may need the picture's grid.
     """
     options = (value for value in (*args, *kwargs.values()) if isinstance(value, dict))
     patches = (name for facts in options for kind in ("patches", "patches_replace") for name in facts.get(kind) or ())
@@ -325,9 +325,9 @@ def why_not_merged(blocks: Sequence[nn.Module], args: Sequence[Any], kwargs: Map
         if processor not in ("builtins", "diffusers"):
             return "cross-attention has a processor of its own, which may need every token"
         why = next(filter(None, map(_stateful_hooks, parts)), "")
-        others = why or next(filter(None, map(foreign_method_on, (block, parts[-1]))), None)
-        if others:
-            return why or f"{REPLACED}: {full_name(others)}"
+        methods = [method for part in parts if (method := foreign_method_on(part)) and not is_own(part, method)]
+        if why or methods:
+            return why or f"{REPLACED}: {full_name(methods[0])}"
     return ""
 
 
