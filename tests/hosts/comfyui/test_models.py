@@ -29,6 +29,16 @@ def test_each_model_merges_near_the_plain_picture_and_is_off_again(comfy, kind):
     assert_merged_and_off(comfy, kind)
 
 
+def test_whole_blocks_of_sdxl_merge_and_are_off_again(comfy):
+    graph = Graph("sdxl")
+    applied = graph.strength(settings=graph.add("TestBlocks"))
+    graph.sample_all({"plain": graph.model, "applied": applied, "removed": graph.removed(applied)})
+    seen = comfy.good(graph.graph)
+    assert bytes_of(seen, "plain") == bytes_of(seen, "removed")
+    assert 0 < distance(seen, "applied", "plain") < 1.0
+    assert "latent /4: 16 tokens -> 5; whole blocks 16 tokens -> 5, " in report_of(seen, applied)
+
+
 def test_the_percent_range_counts_steps_as_comfyui_does(comfy):
     graph = Graph(steps=4)
     second_half = graph.apply(start=0.5)

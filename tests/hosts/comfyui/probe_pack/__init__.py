@@ -117,6 +117,18 @@ class TestCompile(Node):
         return (model,)
 
 
+class TestBlocks(Node):
+    """Settings of ApplyToMe by which whole blocks merge, at any size."""
+
+    INPUTS = {}
+    RETURN_TYPES = ("TOME_SETTINGS",)
+
+    def run(self):
+        core = next(module for name, module in sys.modules.items() if name.endswith("tome_core"))
+        blocks = core.MergeRule(merge_attn=False, merge_blocks=True, ratio=0.75, side="kv", min_downsample=4)
+        return (core.MergeConfig(rules=(blocks,)),)
+
+
 class TestLoad(Node):
     """A loader of a transformer of `make_models.py`, with the configuration in its file."""
 
