@@ -5,8 +5,6 @@ of table -->`` on each page. Without ``--write`` it prints the tables. To show a
 correct the prose that links to the older one.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

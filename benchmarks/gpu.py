@@ -7,8 +7,6 @@ written after each row, gpu.md and gpu.png. If you stop it, the same command goe
 models.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

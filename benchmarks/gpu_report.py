@@ -1,7 +1,5 @@
 """Two sentences, a table and a sheet from the rows of ``benchmarks.gpu``."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The rows of ``benchmarks.gpu``: the device and its attention functions, laws, the kernels' tests, and times."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import itertools

@@ -6,8 +6,6 @@ call is one of both halves of guidance, in float32 on one thread of a CPU. The h
 you stop the command, the same command goes on.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -4,8 +4,6 @@
 UNet, attention functions and built-in merging are the host's own.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

@@ -1,8 +1,6 @@
 """UNets of Stable Diffusion 1.5's and XL's layouts in plain torch, with random weights and LDM's names, by which the
 engine and tomesd patch them as real ones. ``block`` is SD1.5's finest transformer alone."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable
 from typing import NamedTuple

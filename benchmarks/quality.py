@@ -5,8 +5,6 @@ A row is one variant on one part of the pictures of one checkpoint. The rows of 
 the seed of all draws.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys

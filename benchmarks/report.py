@@ -5,8 +5,6 @@ the kind has a plot, ``plot(records, path)`` (a PNG). The commands share here ho
 sentence about what was refused, or stopped, to go on later.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import shlex

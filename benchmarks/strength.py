@@ -5,8 +5,6 @@ docs/methods.md, "Strength", explains how a knot is chosen. The results are thos
 ``tome_core/settings/presets.py`` has it.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys

@@ -4,8 +4,6 @@ There are pictures to choose by, and others to show, because a setting that was 
 flatters itself. The two share no held-out scenes, noise, prompts, or seeds of pictures and of methods.
 """
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import NamedTuple

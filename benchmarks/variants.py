@@ -1,7 +1,5 @@
 """Every variant of the quality benchmark: its name, how it patches a network, and the groups that measure it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 A model whose heads average over everything says nothing about merging: averaging more costs it nothing.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

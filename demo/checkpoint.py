@@ -1,7 +1,5 @@
 """What a path given by the user holds, read without loading it, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

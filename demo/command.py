@@ -1,7 +1,5 @@
 """The demo's command line. Everything that can be wrong is refused before the first picture is begun."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

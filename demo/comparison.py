@@ -1,7 +1,5 @@
 """The same pictures without merging and at several strengths: timed side by side, in a table and in a sentence."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

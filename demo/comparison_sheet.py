@@ -1,7 +1,5 @@
 """The comparison picture: a column for each strength, a row for each prompt, what differs below it, a judgement."""
 
-from __future__ import annotations
-
 import os
 import textwrap
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How alike two pictures are, and how much detail one has. Pictures are uint8 ``[H, W, 3]``."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The embedded models: small ones of Stable Diffusion's, SDXL's and Flux's layout on a fixed Haar latent."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

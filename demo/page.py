@@ -1,7 +1,5 @@
 """`python install.py page`: the same picture without merging and with it, in a browser, for this machine alone."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

@@ -1,7 +1,5 @@
 """Prompts of the embedded model: at most one word for each attribute of a scene. Needs no torch, for quick checks."""
 
-from __future__ import annotations
-
 ATTRIBUTES = {
     "sky": ("day", "sunset", "night", "dawn", "storm"),
     "ground": ("sea", "meadow", "desert", "snow"),

@@ -1,7 +1,5 @@
 """The sampler, which makes the same picture of equal prompts and seeds every time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

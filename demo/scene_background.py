@@ -4,8 +4,6 @@ Bricks of few shades make tiles of few kinds, which stand in random order. Only 
 brick's shade, so a model that takes noise away has to look at just these.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

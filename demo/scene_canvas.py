@@ -1,7 +1,5 @@
 """A batch of pictures being painted: coordinates, random draws and one way to lay colour on."""
 
-from __future__ import annotations
-
 import torch
 
 

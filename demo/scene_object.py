@@ -1,7 +1,5 @@
 """The one object of a scene, its shadow, and sometimes its twin: an exact copy half a picture aside."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -4,8 +4,6 @@ Every picture is described by six attributes, which are also the words of its pr
 and tiled walls repeat random texture far away in the same picture, so that self-attention has something to look up.
 """
 
-from __future__ import annotations
-
 import torch
 
 from demo import scene_background, scene_object

@@ -5,8 +5,6 @@ the prompt and without, has the prompt. `timesteps` lists those of a picture's s
 them by itself. `picture` draws uint8 [H, W, 3], the same for equal arguments, and calls `on_step` after each step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Train the embedded model: `python -m demo.train --minutes 90`. Stop it with Ctrl-C, start it again to go on."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

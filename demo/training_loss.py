@@ -1,7 +1,5 @@
 """Noised scenes and the loss on them: mean squared error of the v-prediction (Salimans & Ho 2022, section 4)."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """A small transformer of Flux's layout on the same latents: joint attention with the prompt, rotary positions."""
 
-from __future__ import annotations
-
 import torch
 from diffusers import FluxTransformer2DModel
 from torch import nn

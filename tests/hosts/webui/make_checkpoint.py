@@ -19,8 +19,8 @@ VAE = {"double_z": True, "z_channels": 4, "resolution": 256, "in_channels": 3, "
 NARROW_UNET = UNET | {"model_channels": 64, "attention_resolutions": [1, 2, 4], "num_res_blocks": 2,
                       "channel_mult": [1, 2, 4, 4]}  # fmt: skip
 NARROW_VAE = VAE | {"ch": 32}
-SDXL_UNET = {"in_channels": 4, "out_channels": 4, "model_channels": 64, "attention_resolutions": [2],
-             "num_res_blocks": 1, "channel_mult": [1, 2], "num_head_channels": 64, "use_spatial_transformer": True,
+SDXL_UNET = {"in_channels": 4, "out_channels": 4, "model_channels": 64, "attention_resolutions": [2, 4],
+             "num_res_blocks": 1, "channel_mult": [1, 2, 2], "num_head_channels": 64, "use_spatial_transformer": True,
              "transformer_depth": 2, "context_dim": 768, "use_linear_in_transformer": True, "use_checkpoint": False,
              "legacy": False}  # fmt: skip
 SIZE_WIDTH, TIME_WIDTH = 1536, 256  # widths of SDXL's embedding of sizes, and of the time's embedding
