@@ -33,7 +33,11 @@ class JobSettings:
         """Return the engine's settings for a pass; None if it is not to merge. `seed` is used in place of seed 0."""
         if not self.enabled or not self.strength or self.where == PASSES[not hires]:
             return None
-        config = form.keep_possible(form.values_of(strength(self.strength, layout)) | dict(self.changes))[0]
+        config = strength(self.strength, layout)
+        if all(form.field(name).beside_strength for name in self.changes):
+            config = form.change(config, self.changes)
+        else:  # the form's settings, which are one rule: no whole blocks merge
+            config = form.keep_possible(form.values_of(config) | dict(self.changes))[0]
         if config.is_off:
             return None
         return config if config.value("seed") else replace(config, seed=int(seed) & SEED_LIMIT)

@@ -103,6 +103,12 @@ def test_a_seed_is_the_images_cut_to_the_engines_bits_or_a_given_one_of_those_bi
     assert sentence.startswith("merge_seed=4294967296 is out of range")
 
 
+def test_a_strength_has_all_its_rules_and_own_settings_are_one(webui):
+    for changes, count in (({}, 2), ({"start": 0.1, "merge_seed": 3}, 2), ({"sx": 7}, 1)):
+        config = read(webui, **changes).config(False, layout="sdxl")
+        assert len(config.rules) == count and config.start_percent == changes.get("start", 0.0)
+
+
 # --- which model ------------------------------------------------------------------------------------------------------
 
 OF = {"sd": ldm_of_one_level, "sdxl": ldm_sdxl}
