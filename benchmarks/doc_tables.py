@@ -118,9 +118,10 @@ def settings() -> str:
 
 
 def _range(setting: dict[str, Any]) -> str:
-    """Format a `describe_settings` entry: choices (None: automatic), ``from 1 to 8``, ``from 1`` or "on, off"."""
+    """Format a `describe_settings` entry: choices (None by name), ``from 1 to 8``, ``from 1`` or "on, off"."""
     if "choices" in setting:
-        return ", ".join("automatic" if choice is None else f"`{choice}`" for choice in setting["choices"])
+        unset = setting.get("unset", "automatic")
+        return ", ".join(unset if choice is None else f"`{choice}`" for choice in setting["choices"])
     if "minimum" not in setting:
         return "on, off"
     end = "" if setting["limit"] is None else f" to {setting['limit']:.10g}"

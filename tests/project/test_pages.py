@@ -30,7 +30,7 @@ QUOTED = {text for text in re.findall(r"`([^`\n]*)`", PAGES["docs/troubleshootin
 # modules that decide that a call, or a part of it, is left alone, and give the reason
 REASONS = (
     *(f"tome_core/{name}.py" for name in (
-        "reporting/ledger", "engine/decision", "engine/state", "engine/time", "measuring/pays",
+        "reporting/ledger", "engine/state", "engine/time", "measuring/pays",
         "attention/descriptions", "models/attention_calls", "models/compiled", "models/sites", "models/transformer",
         "models/unet")),
     "comfy_nodes/transformers.py", "comfy_nodes/unets.py", "extension/host.py",
