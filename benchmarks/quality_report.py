@@ -123,7 +123,10 @@ def _over(parts: Parts, name: str, axis: int = -1) -> np.ndarray:
 
 
 def _noised(parts: Parts, loss: float) -> Noised:
-    """Compute a variant's mean work, and ``dev`` in % of `loss`, over all times and at each, from its rows, by part."""
+    """Compute a variant's mean work, and ``dev`` in % of `loss`, averaged over all times and at each time.
+
+    `parts` holds one row per part, whose ``dev`` has a value for each time; work and each `Mean` are over the parts.
+    """
     dev = 100 / loss * _over(parts, "dev")
     work = float(np.mean([row["work"] for row in parts.values()]))
     return Noised(work, Mean.of(dev.mean(0)), tuple(Mean.of(at) for at in dev))

@@ -79,7 +79,11 @@ def read_means(records: Sequence[dict], ratio: float, cell: int) -> tuple[float,
 
 
 def time_at(strength: float) -> float:
-    """Interpolate by logarithms the finest attention's time (1: unmerged) at a strength in 0..1: `WORK` + `MERGING`."""
+    """Return the finest attention's time (1: unmerged) at a strength in 0..1.
+
+    It is `WORK`, interpolated by logarithms, plus `MERGING`. Below the weakest strength in `WORK`, the logarithm of
+    this sum is a line from 0 at strength 0.
+    """
     weakest = min(WORK)
     if strength < weakest:  # the logarithm of the time is a line
         return (WORK[weakest] + MERGING) ** (strength / weakest)
@@ -162,7 +166,10 @@ def _choose(options: argparse.Namespace, command: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the curve; return 0, 2 after an expected error, 130 if stopped. arguments: None means ``sys.argv[1:]``."""
+    """Print the curve of a benchmark's results; return 0, 2 after an expected error, 130 if stopped.
+
+    arguments: paths of one or more result files; None: ``sys.argv[1:]``. Wrong ones raise SystemExit.
+    """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.strength", description=__doc__.splitlines()[0])
     parser.add_argument("results", nargs="+", type=Path, metavar="RESULT.json")
     return report.run("strength", parser, arguments, _choose)

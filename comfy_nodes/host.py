@@ -1,7 +1,5 @@
 """The interface to ComfyUI, which may be an older version or a fork. `hosting` is the interface to the engine."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import os

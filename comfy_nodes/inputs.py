@@ -1,8 +1,6 @@
 """The inputs of ApplyToMe and ToMeSettings, generated from the engine's form. ComfyUI marks values that do not fit."""
 # saved workflows identify widgets by position, so new inputs are appended; every default is the engine's
 
-from __future__ import annotations
-
 from typing import Any
 
 from .host import hosting

@@ -1,8 +1,6 @@
 """ComfyUI's nodes: ApplyToMe, ToMeSettings and RemoveToMe for a model, ToMePreview for the result of a sampling."""
 # in ComfyUI's first schema (V1), which needs no import of the host, and which all versions that wrap models support
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Drawing of merge maps: each group of tokens in its mean colour. Pictures are ``[H, W, 3]``, float, 0..1."""
 
-from __future__ import annotations
-
 import textwrap
 from typing import Any
 

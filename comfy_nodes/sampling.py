@@ -1,7 +1,5 @@
 """One sampling: the noise levels of its steps, and the level of each model call, without waiting for the device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

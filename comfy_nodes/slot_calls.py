@@ -1,7 +1,5 @@
 """ComfyUI's slot for a function that replaces its attention, and the attention calls that arrive there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -40,10 +38,7 @@ class HostCall(hosting.HeadsCall):
 
 
 def other_names_in_slot(options: dict[str, Any]) -> str:
-    """Return full names, joined by spaces, of the function in `SLOT` and of those in its closure; "" if it is empty.
-
-    `options` is the transformer_options of a call.
-    """
+    """Return full names, with spaces between, of the function in transformer_options' `SLOT` and of its closure's."""
     parts = _parts(OtherNodesFunction(options.get(SLOT), None))
     return " ".join(hosting.full_name(part) for part in parts if callable(part))
 

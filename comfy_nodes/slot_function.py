@@ -1,7 +1,5 @@
 """The function that merges, put into ComfyUI's attention slot during one call of the model, eager or compiled."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Merging in ComfyUI's transformers: in each attention whose sequence is known to hold the picture's tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

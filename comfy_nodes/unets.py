@@ -1,7 +1,5 @@
 """Merging in a UNet: finds the self-attentions of its blocks, and their levels, among the calls to the slot."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -193,7 +193,10 @@ def component(field: Any, value: Any) -> Any:
 
 
 def make_page(studio: Studio, strength: float, few_words: bool = True) -> Any:
-    """Make the page, gradio's Blocks, that starts with this strength. few_words: prompts may have known words alone."""
+    """Make the page, gradio's Blocks, that starts with this strength.
+
+    few_words: the hint at the prompt's text box lists the known words, and a prompt with any other is an error.
+    """
     import gradio as gr
 
     import tome_core

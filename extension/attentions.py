@@ -1,7 +1,5 @@
 """Descriptions of the webuis' attentions for the engine, by name, without importing their modules."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

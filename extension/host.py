@@ -1,7 +1,5 @@
 """The interface to the webui, which may be a fork. No other file of the extension imports its modules."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -1,7 +1,5 @@
 """The settings of a picture as one key of the webui's infotext, and the axes of the X/Y/Z plot."""
 
-from __future__ import annotations
-
 import logging
 import reprlib
 from collections.abc import Mapping

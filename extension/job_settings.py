@@ -1,8 +1,6 @@
 """The settings of a job, read from the panel, the API's arguments, an X/Y/Z plot and the settings tab."""
 # a strength decides every setting; expert settings, named as in the engine's form, replace single ones of them
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

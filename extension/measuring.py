@@ -1,7 +1,5 @@
 """The panel's line on the gain of merging: as known before a picture, or measured on request."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from ..tome_core.hosting import MergeConfig, patch_of, pictures

@@ -2,8 +2,6 @@
 # The webui calls no hook after an exception, and other extensions start jobs, or copies of jobs, inside jobs. So the
 # data of a job belong to one ``p``, its processing object, there is at most one patch, and the next hook takes it off.
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter, defaultdict
 from contextlib import ExitStack

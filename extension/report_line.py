@@ -1,7 +1,5 @@
 """The report on a job: one or two lines for the user, and data for API callers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ..tome_core.hosting import count

@@ -1,7 +1,5 @@
 """The noise levels of a pass, taken from its sampler, so that no step has to wait for the device."""
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Callable

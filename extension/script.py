@@ -1,8 +1,6 @@
 """The extension's script: the hooks that the webui calls during a job."""
 # the webui logs a hook's exception and goes on with the job, so each hook takes the patch off first
 
-from __future__ import annotations
-
 import logging
 import sys
 from typing import Any

@@ -1,8 +1,6 @@
 """The differences of SD.Next from the other webuis: SD.Next runs diffusers' pipelines, with no hook between passes."""
 # a job makes new pipelines (for an image, for another kind of guidance), all around one UNet
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any

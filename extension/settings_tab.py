@@ -1,7 +1,5 @@
 """The section "Token Merging (ToMe)" of the settings tab, with four items. They can be read without the tab."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from . import host

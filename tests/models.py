@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.doubles import SgmBlock
 from tome_core import MergeConfig, MergePlan, preset
+from tome_core.engine.merged_blocks import MergedTokens
 from tome_core.merging.methods import METHODS
 
 TEXT = 32
@@ -67,13 +68,18 @@ def seeded(build: Callable[..., nn.Module], **settings: Any) -> Callable[[], nn.
 
 
 def merge_with_self(monkeypatch: Any) -> None:
-    """Let bipartite matching give every token its own group: all sites run, and change nothing."""
+    """Let bipartite matching give every token its own group: all sites run, and change nothing.
+
+    Whole blocks do without samples, which are additional keys.
+    """
 
     def match(x: torch.Tensor, grid: Any, options: Any) -> MergePlan:
         tokens = grid.height * grid.width
         return MergePlan(torch.arange(tokens, device=x.device)[None], tokens)
 
+    of = MergedTokens.of
     monkeypatch.setitem(METHODS, "bipartite", METHODS["bipartite"]._replace(match=match))
+    monkeypatch.setattr(MergedTokens, "of", lambda x, plan, samples: of(x, plan, None))
 
 
 # --- diffusers ----------------------------------------------------------------------------------------------------

@@ -241,7 +241,10 @@ class State:
         return MergedTokens.of(x, plan, cached_result(pick_samples, x, grid)[0] if rule.correction else None)
 
     def decide(self, call: ModelCall, level: int, tokens: int, device: torch.device) -> tuple[LevelRules, str]:
-        """Return (rules that merge in a level, the reason if none does, else "") for a picture of so many `tokens`."""
+        """Return (rules that merge in a level, the reason if none does, else "") for a picture of so many `tokens`.
+
+        Of `device` only the type counts. An answer is kept for the same rules, reason, gate, `tokens` and `device`.
+        """
         rules, why_off, gate = call.rules[level], call.why_off[level], call.gates[level]
         key = (id(rules), why_off, gate, tokens, device)
         if key not in self._decisions:

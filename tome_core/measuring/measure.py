@@ -30,8 +30,8 @@ CallUNet = Callable[[torch.Tensor, torch.Tensor], Any]
 def why_not_now(unet: nn.Module, places: Sequence[BlockPlace], is_called: bool, patched_object: Any) -> str:
     """Return why the UNet cannot be timed now, with a remedy; "" if it can.
 
-    It cannot if it is in use (`is_called`), compiled, itself or in `patched_object`, or wrapped by another program.
-    `places` are its blocks; `patched_object` is what `patch` got, such as a pipeline, or None.
+    It cannot if it is in use (`is_called`), compiled, or if another program wrapped the UNet's own ``forward``.
+    `places`, its blocks, and `patched_object`, what `patch` got, or None, only show whether it is compiled.
     """
     if is_called:
         return "a sampling goes on; measure before it or after it"

@@ -308,8 +308,8 @@ def why_not_merged(blocks: Sequence[nn.Module], args: Sequence[Any], kwargs: Map
     """Return why blocks cannot run on merged tokens, or "", by the arguments of the first block's call.
 
     Reasons: patches of attention in ComfyUI's or Forge's transformer_options, a mask of tokens, arguments for
-    cross-attention's processors, a processor that is not diffusers', a stateful hook, or another program's method on a
-    block or its attentions. All of these may need the picture's grid.
+    cross-attention's processors, a processor that is not diffusers', hooks, or another program's method on a block or
+    its attentions. All of these may need the picture's grid.
     """
     options = (value for value in (*args, *kwargs.values()) if isinstance(value, dict))
     patches = (name for facts in options for kind in ("patches", "patches_replace") for name in facts.get(kind) or ())
@@ -324,6 +324,8 @@ def why_not_merged(blocks: Sequence[nn.Module], args: Sequence[Any], kwargs: Map
         processor = type(getattr(parts[-1], "processor", None)).__module__.partition(".")[0]
         if processor not in ("builtins", "diffusers"):
             return "cross-attention has a processor of its own, which may need every token"
+        if any(part._forward_hooks or part._forward_pre_hooks for part in parts):
+            return "a hook of a block or attention may need every token"
         why = next(filter(None, map(_stateful_hooks, parts)), "")
         methods = [method for part in parts if (method := foreign_method_on(part)) and not is_own(part, method)]
         if why or methods:

@@ -63,7 +63,7 @@ class Gain(NamedTuple):
 
     @property
     def pays(self) -> bool:
-        """True if merging is faster by `MARGIN`, 2 %, or more."""
+        """True if merging is at least 1 + `MARGIN` times as fast."""
         return self.ratio >= 1 + MARGIN
 
     def fits_share(self, saved: float | None) -> bool:

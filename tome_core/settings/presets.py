@@ -120,8 +120,5 @@ def _between(value: float, curve: tuple[tuple[int, int], ...]) -> tuple[float, i
 
 
 def config_of(wanted: str | float, layout: str = SD) -> MergeConfig:
-    """Return the settings of the preset `wanted` if it is a text, else of the strength `wanted`.
-
-    A text is always a preset's name, "0.5" too. A ValueError is raised as by `preset` and `strength`.
-    """
+    """Return the settings of `preset` if `wanted` is a text, "0.5" too, else of `strength`; raise what these raise."""
     return preset(wanted, layout) if isinstance(wanted, str) else strength(wanted, layout)
