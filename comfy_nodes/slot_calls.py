@@ -12,6 +12,7 @@ SLOT = "optimized_attention_override"  # in transformer_options since September 
 # a warning. attention_sub_quad, if memory is short, takes the maximum before it adds the mask: it may belong to a
 # group without tokens, and then all other weights become 0.
 _UNBIASED = frozenset({"attention_flash", "attention_sub_quad"})
+_ALIKE = 0.02  # the largest relative difference of answers in two orders: half precision and less round
 
 
 class OtherNodesFunction(NamedTuple):
@@ -35,6 +36,23 @@ class HostCall(hosting.HeadsCall):
         """
         takes = super().takes_bias()
         return takes and not any(getattr(part, "__name__", "") in _UNBIASED for part in _parts(self._function))
+
+
+    @property
+    def override(self) -> Callable | None:
+        """Another node's function in the slot, which computes this call; None if there is none."""
+        return self._function.override if type(self._function) is OtherNodesFunction else None
+
+    def treats_tokens_alike(self) -> bool:
+        """Try whether queries in another order give the same answers in that order. A self-attention's keys go along.
+
+        A function that looks at the picture's grid fails. It is called twice more, which one with a memory sees.
+        """
+        q, k, v = self.q, self.k, self.v
+        order = torch.arange(q.shape[1], device=q.device).roll(q.shape[1] // 3).flip(0)
+        moved = (k[:, order], v[:, order]) if k.shape[:2] == q.shape[:2] else (k, v)
+        expected, out = self.compute(q, k, v, None)[:, order], self.compute(q[:, order], *moved, None)
+        return out.shape == expected.shape and bool((out - expected).norm() <= _ALIKE * expected.norm())
 
 
 def other_names_in_slot(options: dict[str, Any]) -> str:

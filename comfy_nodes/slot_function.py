@@ -76,6 +76,16 @@ def _attention(function, q, k, v, heads, mask=None, attn_precision=None, **more)
     return _now.ask(call, options) if _now.ask else call.unmerged()
 
 
+def beneath() -> Callable | None:
+    """Return the other node's function that was in the slot when the current call began; None if there was none."""
+    return _now.beneath
+
+
+def is_ours(function: Any) -> bool:
+    """Tell whether a function is the one that merges."""
+    return function is _attention
+
+
 @hosting.when_traced
 def _place_of(function: Callable) -> int:
     """Return a function's index in `_functions`, to which a new function is added."""

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,7 +13,9 @@ from . import host, slot_calls, slot_function
 from .host import hosting
 from .sampling import is_left_out
 
+hosting.register_package("comfy")  # ComfyUI's own blocks, attentions and LoRA layers act on each token alone
 _OTHER_KEYS = "queries and keys are not of the same tokens"
+_UNTRIED = "another node's attention could not be tried on tokens in another order"
 
 
 class UnetMerging:
@@ -33,19 +35,17 @@ class UnetMerging:
         elif not self.is_compiled or hosting.why_not_in_graph(self.state):
             raise hosting.UnsupportedModelError(host.COMPILED)
         self._downsamples = adapter.downsamples
+        self._overrides: dict[tuple, str] = {}  # by another node's function and "is it self-attention", see `_try`
         levels = {_options_of(place.path): adapter.levels[place.halvings] for place in adapter.places
                   if not getattr(place.block, "disable_self_attn", False)}  # fmt: skip
         self._levels = {place: level for place, level in levels.items() if covered[level]}
         wanted = {level for level, ways in self.state.levels.items() if "blocks" in ways}
         for level in wanted if self.is_compiled else ():  # a compiled model would not see that its blocks are replaced
             self.state.ledger.note_traced(level, hosting.PARTS_COMPILED)
-        places = [] if self.is_compiled else [place for place in adapter.places
-                                              if adapter.levels[place.halvings] in wanted]  # fmt: skip
-        stacks = {path: [place for place in places if place.path.rpartition(".")[0] == path]
-                  for path in dict.fromkeys(place.path.rpartition(".")[0] for place in places)}  # fmt: skip
-        # by path, with the level: the blocks of a transformer that may run on merged tokens, all but the first
-        self._stacks = {path: (adapter.levels[stack[0].halvings], [place.block for place in stack[1:]])
-                        for path, stack in stacks.items() if len(stack) > 1}  # fmt: skip
+        # the blocks that may run on merged tokens: all of a transformer but the first
+        self._blocks = [] if self.is_compiled else [
+            _Block(self, place.block, place.path, level) for place in adapter.places
+            if (level := adapter.levels[place.halvings]) in wanted and not place.path.endswith(".0")]  # fmt: skip
 
     @contextmanager
     def answering(self, call: Any, latent: torch.Tensor, options: dict[str, Any]) -> Iterator[slot_function.Ask]:
@@ -56,9 +56,12 @@ class UnetMerging:
             nonlocal before
             last, before = before, (facts.get("block"), facts.get("block_index"))
             place = before
-            if call.merged_tokens is not None:
+            if attention.override is not None and self._blocks:
+                self._try(attention)
+            if call.inside is not None:  # in a block that runs on merged tokens
                 if place != last and place in self._levels:  # its self-attention
-                    self.state.count_in_merged_block(call, self._levels[place])
+                    batch, tokens, left = call.inside
+                    self.state.ledger.merge(self._levels[place], "attn", (batch, tokens, tokens), (left, left))
                     missing[self._levels[place]] -= 1
                 return attention.unmerged()
             # a block's first call is its self-attention; cross-attention and attention over time follow
@@ -67,51 +70,97 @@ class UnetMerging:
             if level is None or place[0] in others or (*place[0], place[1]) in others:
                 return attention.unmerged()
             missing[level] -= 1
-            sides = facts["activations_shape"][-2:] if "activations_shape" in facts else self._sides(latent, level)
-            layout = hosting.Layout(hosting.Grid(*sides))
+            layout = hosting.Layout(hosting.Grid(*self.sides(latent, level, facts)))
             out = hosting.attend_call(self.state, call, place, level, 1, layout, seen, attention)
             if not seen[-1]:
                 self.state.count_unmerged(level, _OTHER_KEYS, *attention.q.shape[:2], attention.k.shape[1])
             return out
 
-        with self._merging_blocks(call, latent, options):
+        with self._merging_blocks(call, latent):
             yield ask
         if not is_left_out(options):
             for level in missing.elements():
                 if call.rules[level].attn is not None:
-                    tokens = math.prod(self._sides(latent, level))
+                    tokens = math.prod(self.sides(latent, level, {}))
                     self.state.count_unmerged(level, hosting.REPLACED, len(latent), tokens, tokens)
 
     @contextmanager
-    def _merging_blocks(self, call: Any, latent: torch.Tensor, options: dict[str, Any]) -> Iterator[None]:
+    def _merging_blocks(self, call: Any, latent: torch.Tensor) -> Iterator[None]:
         """Replace blocks' forwards while a call runs, if a rule merges whole blocks, which use no slot."""
-        before = []
+        on = []
         try:
-            for path, (level, blocks) in self._stacks.items():
-                if call.rules[level].blocks is None:
-                    continue
-                grid, why = hosting.Grid(*self._sides(latent, level)), hosting.why_not_merged(blocks, (options,), {})
-                for number, block in enumerate(blocks):
-                    before.append((block, vars(block).get("forward")))
-                    ends = number == 0, number == len(blocks) - 1
-                    block.forward = partial(self._run_block, block.forward, (call, path, level, grid), (*ends, why))
+            for block in self._blocks:
+                if call.rules[block.place.level].block is not None:
+                    on.append((block, block.put_on(call, latent)))
             yield
         finally:
-            for block, forward in before:
-                if forward is None:
-                    del block.forward
-                else:
-                    block.forward = forward
+            for block, before in reversed(on):
+                block.take_off(before)
 
-    def _run_block(
-        self, forward: Callable, where: tuple, ends_and_why: tuple[bool, bool, str], x: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Return a block's output by `State.run_block`; `where` and `ends_and_why` are arguments of that."""
-        return self.state.run_block(*where, x, lambda y: forward(y, *args, **kwargs), *ends_and_why)
+    def _try(self, attention: slot_calls.HostCall) -> None:
+        """Note whether another node's function in the slot may need every token, by its first call of each kind."""
+        kind = attention.override, attention.k.shape[:2] == attention.q.shape[:2]
+        if kind in self._overrides:
+            return
+        try:
+            is_good = attention.mask is None and attention.treats_tokens_alike()
+        except Exception as error:
+            if not hosting.may_be_of_fewer_tokens(error):
+                raise
+            is_good = False
+        name = hosting.full_name(attention.override)
+        self._overrides[kind] = "" if is_good else f"another node's attention looks at the order of tokens: {name}"
 
-    def _sides(self, latent: torch.Tensor, level: int) -> list[int]:
-        """Return [height, width] of a level in tokens, rounded up; level 0 is the finest with attention."""
-        return [-(-side // self._downsamples[level]) for side in latent.shape[-2:]]
+    def why_of_slot(self, options: dict[str, Any]) -> str:
+        """Return why a block may need every token because of functions in the slot; "" if none is known."""
+        there, beneath = options.get(slot_calls.SLOT), slot_function.beneath()
+        if not slot_function.is_ours(there):
+            return f"another node's attention came into the call: {hosting.full_name(there)}"
+        whys = [self._overrides.get((beneath, kind), _UNTRIED) for kind in (True, False)] if beneath else []
+        return next(filter(None, whys), "")
+
+    def sides(self, latent: torch.Tensor, level: int, options: dict[str, Any]) -> list[int]:
+        """Return [height, width] in tokens of the transformer that a call's transformer_options name.
+
+        Without its "activations_shape" they follow from the latent, halved and rounded up. Level 0 is the finest.
+        """
+        shape = options.get("activations_shape") or [-(-side // self._downsamples[level]) for side in latent.shape]
+        return list(shape[-2:])
+
+
+class _Block(hosting.Wrap):
+    """The replacement of a block's ``forward`` while a call of the branch runs. `path` is the block's in the UNet."""
+
+    def __init__(self, merging: UnetMerging, block: torch.nn.Module, path: str, level: int) -> None:
+        super().__init__(block)
+        self.place = hosting.Place(path, level, "block", path.rpartition(".")[0])
+        self._merging, self._below = merging, hosting.ModulesBelow(block)
+        self._call: tuple[Any, torch.Tensor] | None = None  # the call's record and its latent
+
+    def put_on(self, call: Any, latent: torch.Tensor) -> tuple[Any, Any]:
+        """Put this on the block for a call; return what `take_off` puts back."""
+        own = vars(self.target)  # without the module's own __setattr__, which is slow
+        before = own.get("forward"), self._call
+        self.beneath, self._call, self.active = before[0], (call, latent), True
+        own["forward"] = self.forward
+        return before
+
+    def take_off(self, before: tuple[Any, Any]) -> None:
+        """Put back what was there before `put_on`."""
+        forward, self._call = before
+        self.active = self._call is not None
+        if forward is None:
+            vars(self.target).pop("forward", None)
+        else:
+            vars(self.target)["forward"] = forward
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the block's output: on merged tokens, unless it or a patch of another node may need every token."""
+        (call, latent), merging = self._call, self._merging
+        options = kwargs.get("transformer_options") or next((value for value in args if type(value) is dict), {})
+        grid = hosting.Grid(*merging.sides(latent, self.place.level, options))
+        why = partial(merging.why_of_slot, options)
+        return hosting.run_block(call, self.place, grid, self._below, self.original, args, kwargs, why)
 
 
 def _options_of(path: str) -> tuple[tuple[str, int], int]:

@@ -20,6 +20,8 @@ _BY_HAND = {
     f"{_OPTIMIZATIONS}.scaled_dot_product_no_mem_attention_forward": False,
     "modules.hypernetworks.hypernetwork.attention_CrossAttention_forward": True,
 }
+# A1111's package, that of its LoRA, and those with the Forges' blocks
+_PACKAGES = ("modules", "networks", "backend", "ldm_patched")
 _OF_THE_FORGES = ("attention_function", "optimized_attention", "optimized_attention_masked")
 
 
@@ -59,7 +61,12 @@ def _beneath_idle_hypertile(module: nn.Module, wrapper: Any) -> Any:
 
 
 def describe() -> None:
-    """Register A1111's attentions, the Forges' functions and HyperTile's wrapper by name, loaded or not; repeatable."""
+    """Register A1111's attentions, the Forges' functions and HyperTile's wrapper by name, loaded or not; repeatable.
+
+    Registered as code that acts on each token alone are also the webuis' packages, with their LoRA layers.
+    """
+    for package in _PACKAGES:
+        hosting.register_package(package)
     for forward, by_attribute in _BY_HAND.items():
         hosting.register(forward, _Hijacked(by_attribute))
     for name in _OF_THE_FORGES:

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.doubles import SgmBlock
 from tome_core import MergeConfig, MergePlan, preset
-from tome_core.engine.merged_blocks import MergedTokens
+from tome_core.engine.merged_tokens import MergedTokens
 from tome_core.merging.methods import METHODS
 
 TEXT = 32
@@ -65,6 +65,17 @@ def seeded(build: Callable[..., nn.Module], **settings: Any) -> Callable[[], nn.
             return fixed(build(**settings))
 
     return builder
+
+
+def note_tokens(module: nn.Module, counts: list[int]) -> Any:
+    """Put a hook on a module that appends the number of tokens of each call, and that counts as a hook of torch's own:
+    a hook of others keeps a block from running on merged tokens. Returns the hook's handle."""
+
+    def note(_: nn.Module, args: tuple) -> None:
+        counts.append(args[0].shape[1])
+
+    note.__module__ = "torch.nn.utils"
+    return module.register_forward_pre_hook(note)
 
 
 def merge_with_self(monkeypatch: Any) -> None:

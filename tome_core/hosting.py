@@ -11,17 +11,20 @@ from typing import Any
 
 from .attention.descriptions import ForwardOnStandIn, StandIn, full_name, register
 from .compiling import is_tracing, when_traced
+from .engine.fewer_tokens import Place
 from .engine.state import State
+from .faults import add_own_folder, is_ours, may_be_of_fewer_tokens, quietly
 from .measuring import pictures
 from .measuring.pictures import Steps
 from .merging.grid import Grid, Layout
 from .models import find_models
 from .models.attention_calls import HeadsCall, attend_call
 from .models.compiled import OPERATORS, number_of, why_not_in_graph
+from .models.every_token import ModulesBelow, register_package, why_of_options
+from .models.fewer_tokens import run_block
 from .models.intercept import register_name
-from .models.unet import why_not_merged
 from .models.unet_blocks import UnsupportedModelError, find_unet, is_kind
-from .models.wrap import forget_all, register_wrapper
+from .models.wrap import Wrap, forget_all, register_wrapper
 from .patching import Patch, layout_of, patch
 from .reporting import gains
 from .reporting.ledger import PARTS_COMPILED, REPLACED, LevelTally

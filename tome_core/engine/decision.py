@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..merging.grid import Grid, Layout
+from ..merging.plan import MergePlan
 from ..reporting.ledger import FEW_TOKENS
 from ..settings.schedule import LevelRules
-from .merged_blocks import MergedTokens
 from .plan_cache import KeptPlans
 
 # The fewest tokens at which a merged block is faster than an unmerged one, at any preset. cpu: measured with an SD1.5
@@ -35,6 +35,14 @@ _HOST_BOUND_MS = 1.3
 Gate = bool | str | None  # whether rules with `only_if_it_pays` merge, see `decide`
 
 
+class BlockInput(NamedTuple):
+    """The input of a block, by which its parts merge."""
+
+    x: torch.Tensor  # (batch, tokens, channels)
+    grid: Grid
+    plans: dict[int, MergePlan | None]  # of this run of the block, by the id of a rule
+
+
 @dataclass(eq=False)
 class ModelCall:
     """The record of one call of a model. The adapters alone use the fields from `facts` on."""
@@ -48,10 +56,9 @@ class ModelCall:
     latest_runs: dict[Hashable, int] = field(default_factory=dict)  # number, from 0, of an attention's latest run
     facts: Any = None  # what else the adapter has read from the call's arguments
     layouts: dict[int, Layout] = field(default_factory=dict)  # by level of a UNet, the latest place of the picture
-    # the input of the block that runs, and the block's plans by the id of a rule; None unless parts of that block may
-    # be called with merged tokens, as tomesd does
-    block: tuple[torch.Tensor, dict] | None = None
-    merged_tokens: MergedTokens | None = None  # while a transformer's blocks run on merged tokens
+    block: BlockInput | None = None  # of the block that runs; None unless its parts may merge as tomesd merges them
+    # (batch, tokens, merged tokens) of what runs on merged tokens just now; None: all that runs has all tokens
+    inside: tuple[int, int, int] | None = None
     called_attentions: list[str] = field(default_factory=list)  # the module paths of those that were called or counted
 
 

@@ -1,4 +1,4 @@
-"""Matching: which of the picture's tokens merge, as a plan of the whole sequence.
+"""Matching: which of the picture's tokens merge, as a plan of the whole sequence, new or kept.
 
 Matches are made in windows of the grid, each of some 4,096 tokens, so the work grows with the number of tokens and not
 with the square. Equal windows are matched together, as samples of one batch.
@@ -6,6 +6,7 @@ with the square. Equal windows are matched together, as samples of one batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import groupby
 from operator import itemgetter
 
@@ -17,6 +18,8 @@ from ..merging.methods.bipartite import refine_plan
 from ..merging.metric import of_unit_spread
 from ..merging.plan import MergePlan
 from ..settings.config import MergeRule
+from .decision import ModelCall
+from .plan_cache import Plans
 
 
 def match(
@@ -58,6 +61,53 @@ def match(
     if len(parts) == 1 and tokens == tokens_in(layout) and times == 1:
         return plan
     return _join(parts, layout, tokens, tuple(counts))
+
+
+def find_plans(
+    call: ModelCall, key: tuple, rule: MergeRule, device: torch.device,
+    match_rows: Callable[[slice, MergePlan | None], MergePlan | None],
+) -> Plans:  # fmt: skip
+    """Return plans for the whole batch, without a correction, kept or new.
+
+    If the call's batch is known to hold copies of latents, all share the match of one copy, also in other calls at this
+    timestep. Otherwise the two predictions of guidance would be changed differently, and guidance multiplies their
+    difference.
+
+    Args:
+        call: the record of the model's call.
+        key: ((name, number of the run in this call), batch, and whatever else a plan depends on).
+        rule: the rule in force.
+        device: of the tokens.
+        match_rows: makes a plan for a slice of the batch. It also gets the older plan to adapt, or None.
+    """
+    name, batch, *where = key
+    kept = call.kept_plans if rule.keep else None
+    copies, matched, place = 1, 0, ("alone", kept and kept.ordinal)
+    if kept is not None and kept.shared is not None and batch % kept.shared[0] == 0:  # not for a part of the batch
+        copies, matched, place = kept.shared[1:]
+    count, renews = batch // copies, rule.refine and METHODS[rule.method].compares
+    rows = slice(matched * count, (matched + 1) * count)
+    if kept is None:
+        plans = Plans(match_rows(rows, None), None, rule, device)
+    else:
+        plans = kept.plans_for((place, name, count, *where), rule, device,
+                               lambda old: match_rows(rows, old if renews else None))  # fmt: skip
+    return plans._replace(plan=plans.plan and plans.plan.repeat(copies))
+
+
+def draw_of(call: ModelCall, level: int, rule: MergeRule, device: torch.device) -> Draw | None:
+    """Return a match's random draw, by the first sample's timestep in the call; None if `rule.use_rand` is off.
+
+    The draw's time is None if the call has none; a tensor's stays on its device, a number's is made on `device`.
+    """
+    if not rule.use_rand:
+        return None
+    time = call.timestep
+    if torch.is_tensor(time):
+        time = time.detach().reshape(-1)[:1]
+    elif time is not None:
+        time = torch.full((1,), float(time), dtype=torch.float32, device=device)
+    return Draw(rule.seed, level, time)
 
 
 def _apart(x: torch.Tensor, times: int) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
@@ -14,27 +14,23 @@ import torch.overrides
 from ..attention.correction import Pair
 from ..attention.merged import Attention, MergeOptions, attend, correction_of
 from ..merging import kernels
-from ..merging.grid import Draw, Grid, Layout, cached_result
-from ..merging.methods import METHODS, MatchOptions
+from ..merging.grid import Grid, Layout
 from ..merging.plan import MergePlan
 from ..reporting.ledger import FEW_TOKENS, NO_GRID, OTHER_PARTS, TOO_SMALL, Ledger, LevelTally
 from ..reporting.report import Report
 from ..settings.config import MergeConfig, MergeRule, describe, notes_on
 from ..settings.schedule import LevelRules, NoiseSchedule, ever_merges
 from .decision import MergeMap, ModelCall, decide
-from .match import match
-from .merged_blocks import MergedTokens, pick_samples
+from .match import draw_of, find_plans, match
 from .plan_cache import Plans
 from .time import Clock, ModelTime
-
-_TRAINS = "whole blocks do not merge while gradients are computed"
 
 
 class State:
     """The settings of one model's patch and its data between calls. It holds no module.
 
-    Use `begin` at each call of the model, then `attend` or `run_part_merged` for its attentions. A host may call
-    `set_time` before each call.
+    Use `begin` at each call of the model, then `attend` for its attentions and `fewer_tokens.around` for its blocks. A
+    host may call `set_time` before each call.
 
     Args:
         config: the settings.
@@ -58,7 +54,8 @@ class State:
         self.ledger = Ledger(list(levels), notes_on(config, self.ever_merges, downsamples))
         self.time = ModelTime(self.clock, any(rule.keep for rule in self.clock.rules))
         self.wants_time = self.time.is_wanted  # whether what merges depends on the time of a call
-        self.refused: dict[Hashable, str] = {}  # by attention function, why it stays unmerged; `attend_call` fills it
+        # by attention function or `Place`, why it stays unmerged; `attend_call` and `around` fill it
+        self.refused: dict[Hashable, str] = {}
         self.pays: Any = None  # `measuring.pays.Pays`, or None: the number of tokens decides
         self._maps: dict[int, MergeMap] | None = None  # by level, on the model's device: a copy to the CPU would wait
         # the results of `decide`. Keys hold the rules' ids, which stay theirs because the clock keeps the rules
@@ -67,7 +64,7 @@ class State:
     # --- the seam -----------------------------------------------------------------------------------------------------
 
     def begin(self, timestep: Any, latent: Any, called: Hashable = None) -> ModelCall:
-        """Begin a call of the model, and return its record, for `attend` and `run_part_merged`.
+        """Begin a call of the model, and return its record, for `attend` and `fewer_tokens.around`.
 
         Args:
             timestep: a number, or a tensor ``[]`` or ``[B]``, on Stable Diffusion's schedule (0 to 1000); 1000 times
@@ -131,114 +128,8 @@ class State:
         left = (plan.num_groups if queries else tokens, plan.num_groups)
         self.ledger.merge(level, "attn", (batch, tokens, tokens), left, way if rule.proportional else "", exact)
         if self._maps is not None:
-            self._keep_map(level, layout, plan)
+            self.note_map(level, layout, plan)
         return out
-
-    def run_part_merged(
-        self, call: ModelCall, name: Hashable, level: int, part: str, grid: Grid, x: torch.Tensor,
-        function: Callable[[Callable], torch.Tensor], plans: dict, keys: int = 0,
-    ) -> torch.Tensor | None:  # fmt: skip
-        """Run a part of a block on merged tokens and unmerge its output, as tomesd does.
-
-        `name` is the block's, `part` is "attn", "crossattn" or "mlp". Tokens are matched by the block's input `x`,
-        ``[B, N, C]``, the tokens of `grid`. `function` calls the part and returns its merged output ``[B, groups, C]``;
-        it gets a function that merges a tensor like `x`. `plans` holds the block's plans in this call, by the id of a
-        rule; a missing one is added. `keys` is the number of keys of the unmerged part, if it is an attention.
-
-        Returns:
-            The output ``[B, N, C]``; None if the part is left unmerged, so that the host has to call it. The reason is
-            counted, except for a "crossattn" or "mlp" that no rule merges while rules merge other parts of this level.
-        """
-        rules, why = self.decide(call, level, grid.height * grid.width, x.device)
-        rule, plan = getattr(rules, part), None
-        if rule is None:
-            why = why or (OTHER_PARTS if part == "attn" else "")
-        else:
-            if id(rule) not in plans:
-                plans[id(rule)] = self._match_input(call, name, level, grid, x, rule)
-            plan = plans[id(rule)]
-            out, why = None, TOO_SMALL
-            if plan is not None:
-                out, why = _call_part(lambda: function(plan.merge), (x.shape[0], plan.num_groups))
-        if why:
-            self.count_unmerged(level, why, x.shape[0], x.shape[1], x.shape[1], part)
-        if why or plan is None:
-            return None
-        left = plan.num_groups
-        self.ledger.merge(level, part, (x.shape[0], x.shape[1], keys), (left, left if part == "attn" else keys))
-        if self._maps is not None:
-            self._keep_map(level, Layout(grid), plan)
-        return plan.unmerge(out)
-
-    def run_block(
-        self, call: ModelCall, name: Hashable, level: int, grid: Grid | None, x: torch.Tensor,
-        function: Callable[[torch.Tensor], Any], is_first: bool, is_last: bool, why: str = "",
-    ) -> Any:  # fmt: skip
-        """Run a block of a transformer, between the first and the last of those that a rule merges on merged tokens.
-
-        Args:
-            call: the record of the model's call.
-            name: of the transformer, the same at every step and unique in the model.
-            level: of the transformer, 0 for the finest.
-            grid: of the picture's tokens in this level; None if it is not known.
-            x: the block's input, ``[B, N, C]``: in the first block all tokens, after it what the block before returned.
-            function: runs the block on tokens ``[B, any number, C]``.
-            is_first: whether this is the first of the transformer's blocks that merge.
-            is_last: whether it is the last.
-            why: the reason why the host does not let these blocks merge, "" if it does.
-
-        Returns:
-            The block's output, of the last block for all tokens. If the blocks are left unmerged, or one of them
-            refuses merged tokens, it and those after it run on all tokens; the reason is counted.
-        """
-        if is_first:
-            call.merged_tokens = self._merge_block_input(call, name, level, grid, x, why)
-            x = x if call.merged_tokens is None else call.merged_tokens.merged
-        tokens = call.merged_tokens
-        if tokens is None:
-            return function(x)
-        out, why = _call_part(lambda: function(x), x.shape[:2])
-        if why:
-            call.merged_tokens = None
-            self.count_unmerged(level, why, x.shape[0], tokens.x.shape[1], tokens.x.shape[1], "block")
-            return function(tokens.unmerge(x))
-        self.ledger.merge(level, "block", (x.shape[0], tokens.x.shape[1], 0), (x.shape[1], 0))
-        if is_last:
-            call.merged_tokens = None
-            out = tokens.unmerge(out)
-        return out
-
-    def count_in_merged_block(self, call: ModelCall, level: int) -> None:
-        """Count a self-attention of a block that runs on merged tokens."""
-        x, merged = call.merged_tokens[:2]
-        batch, tokens, left = *x.shape[:2], merged.shape[1]
-        self.ledger.merge(level, "attn", (batch, tokens, tokens), (left, left))
-
-    def _merge_block_input(
-        self, call: ModelCall, name: Hashable, level: int, grid: Grid | None, x: torch.Tensor, why: str
-    ) -> MergedTokens | None:
-        """Return the merged input of the first merged block; None if a rule merges none, or, counted, if it cannot."""
-        if call.rules[level].blocks is None:
-            return None
-        if not torch.is_tensor(x) or x.dim() != 3 or grid is None or grid.height * grid.width != x.shape[1]:
-            self.count_unmerged(level, NO_GRID, 0, 0, 0, "block")
-            return None
-        batch, tokens = x.shape[:2]
-        rules, not_now = self.decide(call, level, tokens, x.device)
-        rule, plan = rules.blocks, None
-        why = why or (_TRAINS if torch.is_grad_enabled() and x.requires_grad else "")
-        if rule is not None and not why:
-            turn = call.latest_runs[name] = call.latest_runs.get(name, -1) + 1
-            compared = torch.nn.functional.layer_norm(x.detach(), x.shape[2:])[:, :, None]
-            key = (name, turn), batch, Layout(grid), tokens
-            plan = self._find_plans(call, key, level, Layout(grid), (compared, compared), rule).plan
-            why = TOO_SMALL if plan is None else ""
-        if plan is None:
-            self.count_unmerged(level, why or not_now or FEW_TOKENS, batch, tokens, tokens, "block")
-            return None
-        if self._maps is not None:
-            self._keep_map(level, Layout(grid), plan)
-        return MergedTokens.of(x, plan, cached_result(pick_samples, x, grid)[0] if rule.correction else None)
 
     def decide(self, call: ModelCall, level: int, tokens: int, device: torch.device) -> tuple[LevelRules, str]:
         """Return (rules that merge in a level, the reason if none does, else "") for a picture of so many `tokens`.
@@ -268,7 +159,11 @@ class State:
         run), batch, layout, tokens). If plans are kept, the result is kept under the call's ordinal.
         """
         q, k, v = attention[:3]
-        plans, correction, merged = self._find_plans(call, key, level, layout, (k, v), rule), None, None
+
+        def match_rows(rows: slice, old: MergePlan | None) -> MergePlan | None:
+            return match(k[rows], v[rows], layout, rule, draw_of(call, level, rule, k.device), old)
+
+        plans, correction, merged = find_plans(call, key, rule, k.device, match_rows), None, None
         if plans.plan is not None and rule.corrects and v.shape[3] == q.shape[3]:
             correction, merged = correction_of(attention, plans.plan, layout)
         plans = plans._replace(correction=correction)
@@ -276,49 +171,10 @@ class State:
             call.kept_plans.plans[(call.kept_plans.ordinal, *key)] = plans
         return plans, merged
 
-    def _find_plans(
-        self, call: ModelCall, key: tuple, level: int, layout: Layout, compared: Pair, rule: MergeRule
-    ) -> Plans:
-        """Return plans for the whole batch, without a correction, kept or new; `compared`, ``[B, S, H, d]``, decide.
-
-        `key` is that of `_match`. If the call's batch is known to hold copies of latents, all share the match of one.
-        """
-        (k, v), (name, batch, *where) = compared, key
-        kept = call.kept_plans if rule.keep else None
-        copies, matched, place = 1, 0, ("alone", kept and kept.ordinal)
-        if kept is not None and kept.shared is not None and batch % kept.shared[0] == 0:  # not for a part of the batch
-            copies, matched, place = kept.shared[1:]
-        count, renews = batch // copies, rule.refine and METHODS[rule.method].compares
-        # All copies of the latents share one copy's match, also in other calls at this timestep. Otherwise the two
-        # predictions of guidance would be changed differently, and guidance multiplies their difference.
-
-        def match_rows(old: MergePlan | None) -> MergePlan | None:
-            copy_k, copy_v = (rows[matched * count : (matched + 1) * count] for rows in (k, v))
-            return match(copy_k, copy_v, layout, rule, _draw(call, level, rule, k.device), old if renews else None)
-
-        if kept is None:
-            plans = Plans(match_rows(None), None, rule, k.device)
-        else:
-            plans = kept.plans_for((place, name, count, *where), rule, k.device, match_rows)
-        return plans._replace(plan=plans.plan and plans.plan.repeat(copies))
-
-    def _match_input(
-        self, call: ModelCall, name: Hashable, level: int, grid: Grid, x: torch.Tensor, rule: MergeRule
-    ) -> MergePlan | None:
-        """Return a kept plan, if young enough, or a new match of a block's input `x`; None if no token merges."""
-        turn = call.latest_runs[name, id(rule)] = call.latest_runs.get((name, id(rule)), -1) + 1
-
-        def match_all(_: MergePlan | None) -> MergePlan | None:
-            options = MatchOptions(rule.effective_ratio, rule.sx, rule.sy, _draw(call, level, rule, x.device))
-            return METHODS[rule.method].match(x, grid, options)
-
-        if call.kept_plans is None or not rule.keep:
-            return match_all(None)
-        key = (call.kept_plans.ordinal, name, "block", turn, x.shape[0], grid)
-        return call.kept_plans.plans_for(key, rule, x.device, match_all).plan
-
-    def _keep_map(self, level: int, layout: Layout, plan: MergePlan) -> None:
-        """Keep a `MergeMap` of the picture's tokens (of a video, the first frame's) as the latest of a level."""
+    def note_map(self, level: int, layout: Layout, plan: MergePlan) -> None:
+        """If maps are kept, keep that of the picture's tokens (of a video, the first frame's) as a level's latest."""
+        if self._maps is None:
+            return
         grid = Grid(layout.grid.height // layout.grid.frames, layout.grid.width)
         group = plan.group[:, layout.first : layout.first + grid.height * grid.width]
         self._maps[level] = MergeMap(grid, group, plan.num_groups)
@@ -415,38 +271,6 @@ def _check_pass(pictures: int | None, timesteps: Sequence[float] | None) -> None
         raise ValueError(f"pictures={pictures!r} is no number of pictures; use a whole number from 1 up, or None")
     for value in timesteps or ():
         _check_time("timesteps", value)
-
-
-def _draw(call: ModelCall, level: int, rule: MergeRule, device: torch.device) -> Draw | None:
-    """Return a match's random draw, by the first sample's timestep in the call; None if `rule.use_rand` is off.
-
-    The draw's time is None if the call has none; a tensor's stays on its device, a number's is made on `device`.
-    """
-    if not rule.use_rand:
-        return None
-    time = call.timestep
-    if torch.is_tensor(time):
-        time = time.detach().reshape(-1)[:1]
-    elif time is not None:
-        time = torch.full((1,), float(time), dtype=torch.float32, device=device)
-    return Draw(rule.seed, level, time)
-
-
-def _call_part(run: Callable[[], Any], shape: tuple[int, int]) -> tuple[torch.Tensor | None, str]:
-    """Return the output of a part that `run` runs on merged tokens, and ""; or None and the reason, for the report.
-
-    `shape` is (batch, merged tokens). Reasons: the part raised an error (but lack of memory is raised), or returned no
-    tensor ``[B, merged tokens, C]``.
-    """
-    try:
-        out = run()
-    except (MemoryError, torch.cuda.OutOfMemoryError):
-        raise
-    except Exception:
-        return None, "refuses merged tokens"
-    if not torch.is_tensor(out) or out.dim() != 3 or out.shape[:2] != shape:
-        return None, "what it returned cannot be unmerged"
-    return out, ""
 
 
 def foreign_mode() -> str:

@@ -12,14 +12,13 @@ from ..attention.functions import probe_bias
 from ..attention.merged import Attention
 from ..engine.decision import ModelCall
 from ..engine.state import State
+from ..faults import may_be_of_fewer_tokens, text_of
 from ..merging.grid import Layout
 from ..reporting.ledger import MASKED, NO_GRID
 
 TORCHS_OWN = torch._C._nn.scaled_dot_product_attention
 _OPTIONS = ("dropout_p", "is_causal", "scale", "enable_gqa", "attention_kwargs")
 MORE = "the call also uses dropout, a causal mask or several devices"
-# Hosts interrupt a picture by raising their own exceptions, which are none of these types.
-_REFUSALS = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 class AttentionCall:
@@ -268,12 +267,11 @@ def attend_call(
     scale = q.shape[3] ** -0.5 if attention_call.scale is None else attention_call.scale
     try:
         out = state.attend(call, name, level, layout, Attention(q, k, v, attention_call.compute, scale, takes_bias))
-    except _REFUSALS as error:
-        if isinstance(error, torch.cuda.OutOfMemoryError) or "out of memory" in str(error):
+    except Exception as error:
+        if not may_be_of_fewer_tokens(error):
             raise
         result = attention_call.unmerged()  # first: if the unmerged call fails too, merging is not the cause
-        error_text = f"{type(error).__name__}: {' '.join(str(error).split())[:80]}"
-        why = state.refused[attention_call.key()] = f"it fails with merged keys ({error_text})"
+        why = state.refused[attention_call.key()] = f"it fails with merged keys ({text_of(error)})"
         state.count_unmerged(level, why, q.shape[0], q.shape[1], k.shape[1])
         return result
     if out is None:

@@ -19,6 +19,7 @@ from ..attention.merged import Attention
 from ..compiling import is_tracing
 from ..engine.decision import ModelCall
 from ..engine.state import State, foreign_mode
+from ..faults import is_ours, quietly
 from ..merging.grid import Grid, Layout
 from ..reporting.ledger import ARGUMENTS, MASKED, OF_OTHERS, OTHER_PARTS, REPLACED, TAKEN_OFF
 from . import compiled, intercept
@@ -50,14 +51,18 @@ class ModelSite(NumberedSite):
         wraps, calls = self.wraps, self.wraps.calls
         before, call, calls.reason_missed = calls.current, None, ""
         if wraps.patch is not None and not calls.disabled:
-            call = self._begin_call(wraps.patch, wraps.adapter.pick(self.target, args, kwargs))
+            try:
+                call = self._begin_call(wraps.patch, wraps.adapter.pick(self.target, args, kwargs))
+            except Exception as error:
+                if not is_ours(error):
+                    raise
         calls.current = call
         try:
             out = self.original(*args, **kwargs)
         finally:
             calls.current = before
         if call is not None and not wraps.paths.issubset(call.called_attentions):
-            count_missed(wraps, call)
+            quietly(count_missed, wraps, call)
         if torch.is_grad_enabled():
             wraps.prepare_backward(call, out)
         return out
@@ -129,7 +134,7 @@ class TransformerSite(Wrap):
             out = self.beneath(*args, **kwargs)
         missed = self.attentions - set(call.called_attentions[reached:])
         if missed and (len(missed) < len(self.attentions) or self.beneath is None):
-            count_missed(self.wraps, call, missed, x.shape[0], x.shape[2] * x.shape[3])
+            quietly(count_missed, self.wraps, call, missed, x.shape[0], x.shape[2] * x.shape[3])
             call.called_attentions += missed  # so that they are not counted again
         return out  # if no attention ran, another extension returned a cached output, as DeepCache does
 
@@ -157,17 +162,22 @@ class AttentionSite(NumberedSite):
         if not (isinstance(self, Wrap) and self.active) or (torch.compiler.is_compiling() and is_tracing()):
             return Wrap.forward(self, *args, **kwargs)
         call = self.wraps.calls.current or self.wraps.call_outside_forward()
-        if call is None:
-            self.wraps.regain_top(self.level)
-            return self.original(*args, **kwargs)
-        call.called_attentions.append(self.path)
-        rules = call.rules[self.level]
-        if call.merged_tokens is not None:
-            call.state.count_in_merged_block(call, self.level)
-            return self.original(*args, **kwargs)
-        if rules.attn is not None:
-            return self._merge(call, args, kwargs)
-        self._count_unmerged(call, OTHER_PARTS if any(rules) else call.why_off[self.level], args, kwargs)
+        try:
+            if call is None:
+                self.wraps.regain_top(self.level)
+                return self.original(*args, **kwargs)
+            call.called_attentions.append(self.path)
+            rules = call.rules[self.level]
+            if call.inside is not None:  # in a block that runs on merged tokens
+                batch, tokens, left = call.inside
+                call.state.ledger.merge(self.level, "attn", (batch, tokens, tokens), (left, left))
+            elif rules.attn is not None:
+                return self._merge(call, args, kwargs)
+            else:
+                self._count_unmerged(call, OTHER_PARTS if any(rules) else call.why_off[self.level], args, kwargs)
+        except Exception as error:
+            if not is_ours(error):
+                raise
         return self.original(*args, **kwargs)
 
     def _merge(self, call: ModelCall, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -348,9 +358,9 @@ def count_missed(
         is_missed = site.path not in call.called_attentions if missed is None else site.path in missed
         if not is_missed or call.rules[site.level].attn is None or call.state.ledger.levels[site.level].traced:
             continue
-        block = model.get_submodule(site.path.rpartition(".")[0])
+        block = _module_at(model, site.path.rpartition(".")[0])
         places = [] if not site.is_on_top() else [block] if call.called_attentions else [block, model]
-        replacements = over_hook(site.target), *map(foreign_method_on, places)
+        replacements = over_hook(site.target), *map(foreign_method_on, filter(None, places))
         others = [full_name(method) for method in replacements if method is not None]
         why = f"{REPLACED}: {others[0]}" if others else REPLACED if places else why_missed(site)
         if missed is not None or why != REPLACED or not call.called_attentions:
@@ -358,6 +368,14 @@ def count_missed(
         is_lost |= why == TAKEN_OFF
     if is_lost:
         wraps.put_back()
+
+
+def _module_at(model: nn.Module, path: str) -> nn.Module | None:
+    """Return the module at a path; None if another program has put other modules there since, as block caches do."""
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None
 
 
 def named(kwargs: Mapping[str, Any], names: Sequence[str]) -> Any:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten
 from ..attention.descriptions import full_name
 from ..compiling import is_tracing, when_traced
 from ..engine.decision import ModelCall
+from ..faults import DeliberateError
 from ..reporting.ledger import REPLACED, TAKEN_OFF
 
 # Whether to install a bound method of the wrap instead of the wrap itself. With a callable object the compiler makes
@@ -76,7 +77,7 @@ class Wrap:
         """
         if not isinstance(self, Wrap):  # another program bound this function to the target, to restore "the original"
             wrap, kind = vars(self).get(_MARK), type(self)
-            class_method = partial(getattr(kind, "_forward", kind.forward), self)  # see `BlockSite`
+            class_method = partial(getattr(kind, "_forward", kind.forward), self)  # see `BlockWrap`
             return (class_method if wrap is None else wrap.forward)(*args, **kwargs)
         if not self.active:
             return self.original(*args, **kwargs)
@@ -202,12 +203,12 @@ def drop_remains(target: Any) -> None:
             vars(target).pop(_MARK, None)
 
 
-def foreign_method_on(module: nn.Module) -> Any:
-    """Return another extension's replacement of ``forward``, on top of this package's wrap or directly below it.
+def foreign_method_on(module: nn.Module, name: str = "forward") -> Any:
+    """Return another extension's replacement of a method, on top of this package's wrap or directly below it.
 
     None if there is none; accelerate's hook is not taken for one.
     """
-    method = over_hook(module) or Wrap(module)._find_beneath()
+    method = over_hook(module) or Wrap(module, name)._find_beneath()
     ours = wrap_of(method)
     return method if ours is None else without_inert(ours.beneath)
 
@@ -258,14 +259,14 @@ def register_wrapper(name: str, beneath: Callable[[nn.Module, Any], Any]) -> Non
     _WRAPPERS[name] = beneath
 
 
-def is_own(module: nn.Module, method: Any) -> bool:
-    """Return whether a replacement of ``module.forward`` does nothing but call the forward of the module's class.
+def is_own(module: nn.Module, method: Any, name: str = "forward") -> bool:
+    """Return whether a replacement of a module's method `name` does nothing but call that of the module's class.
 
     None, for no replacement, gives True. Wrappers of registered kinds are followed, see `register_wrapper`.
     """
     while method is not None:
         if getattr(method, "__self__", None) is module:
-            return getattr(method, "__func__", None) is type(module).forward
+            return getattr(method, "__func__", None) is getattr(type(module), name)
         inner = [below for beneath in _WRAPPERS.values() if (below := beneath(module, method)) is not None]
         if not inner:
             return False
@@ -379,7 +380,7 @@ class WrapSet:
             return self.calls.in_graph
         call = self._backward_of
         if call is not None and call.state is not self.patch:
-            raise RuntimeError(_OF_ANOTHER_PATCH)
+            raise DeliberateError(_OF_ANOTHER_PATCH)
         return call
 
     def is_lost(self) -> bool:

@@ -261,7 +261,7 @@ class LevelRules(NamedTuple):
     attn: MergeRule | None = None
     crossattn: MergeRule | None = None
     mlp: MergeRule | None = None
-    blocks: MergeRule | None = None  # whole blocks
+    block: MergeRule | None = None  # whole blocks
 
 
 def choose(rules: Sequence[MergeRule], downsamples: Sequence[int]) -> tuple[LevelRules, ...]:
@@ -272,7 +272,8 @@ def choose(rules: Sequence[MergeRule], downsamples: Sequence[int]) -> tuple[Leve
     """
 
     def first(level: int, downsample: int, part: str) -> MergeRule | None:
-        fitting = (rule for rule in rules if getattr(rule, f"merge_{part}") and reaches(rule, level, downsample))
+        setting = "merge_blocks" if part == "block" else f"merge_{part}"
+        fitting = (rule for rule in rules if getattr(rule, setting) and reaches(rule, level, downsample))
         rule = next(fitting, None)
         return None if rule is None or rule.is_off else rule
 

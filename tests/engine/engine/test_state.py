@@ -8,7 +8,6 @@ import torch
 from tests.sequences import FILM, PICTURE, attention, sdpa
 from tome_core import MergeConfig
 from tome_core.attention.merged import pick_queries_in
-from tome_core.engine.state import _call_part
 from tome_core.hosting import state_of
 from tome_core.merging.grid import Grid, Layout
 
@@ -71,10 +70,3 @@ def test_what_is_no_time_and_no_pass_is_refused_with_its_range_or_its_type(name,
     if name in ("timesteps", "pictures"):
         with pytest.raises(error, match=words), state.sampling(**{name: wrong}):
             pass
-
-
-def test_a_part_whose_output_has_other_tokens_or_dimensions_is_left_alone():
-    out = torch.zeros(1, 2, 8)
-    for other in (out[:, 1:], out[..., None], [out]):
-        assert _call_part(lambda other=other: other, (1, 2)) == (None, "what it returned cannot be unmerged")
-    assert _call_part(lambda: out, (1, 2)) == (out, "")

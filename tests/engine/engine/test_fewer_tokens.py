@@ -6,9 +6,9 @@ from torch import nn
 
 import tome_core
 from tests.families import MODELS
-from tests.models import inputs, sdxl, seeded
+from tests.models import inputs, note_tokens, sdxl, seeded
 from tome_core import MergeConfig, MergePlan, MergeRule
-from tome_core.engine.merged_blocks import MergedTokens, pick_samples
+from tome_core.engine.merged_tokens import MergedTokens, pick_samples
 from tome_core.merging.grid import Grid
 from tome_core.models.unet_blocks import find_blocks
 
@@ -81,7 +81,7 @@ def test_only_later_blocks_of_the_coarsest_level_merge_below_their_timestep_and_
     config = MergeConfig(rules=(MergeRule(ratio=0.5), MergeRule(**{**vars(BLOCKS), "max_timestep": 800.0})))
     plain = [call(model, timestep) for timestep in (900, 700)]
     for block in (place.block for place in find_blocks(model) if place.halvings == 2):
-        block.ff.register_forward_pre_hook(lambda _, args: counts.append(args[0].shape[1]))
+        note_tokens(block.ff, counts)
     with tome_core.patch(model, config) as handle:
         call(model, 900)
         fine, coarse = handle.report().levels
@@ -106,7 +106,7 @@ def test_the_halves_of_guidance_share_a_match_and_later_steps_keep_it(monkeypatc
         groups.append(plan.group)
         return original(x, plan, samples)
 
-    monkeypatch.setattr("tome_core.engine.state.MergedTokens.of", note)
+    monkeypatch.setattr("tome_core.engine.merged_tokens.MergedTokens.of", note)
     x, (_, text) = inputs(4, 1, 16, 16)[0].repeat(2, 1, 1, 1), inputs(4, 2, 16, 16)
     with tome_core.patch(model, MergeConfig(rules=(BLOCKS,), keep=100.0)) as handle, torch.no_grad():
         for timestep, pictures in ((500, 1), (450, 1), (300, 1), (300, None)):
@@ -119,7 +119,7 @@ def test_the_halves_of_guidance_share_a_match_and_later_steps_keep_it(monkeypatc
 
 
 def refuse(block):
-    block.ff.net[0].register_forward_pre_hook(lambda _, args: None if args[0].shape[1] == 16 else 1 / 0)
+    block.set_chunk_feed_forward(8, 1)  # fails unless the tokens are a multiple
 
 
 def replace_forward(block):
@@ -136,8 +136,8 @@ class OwnProcessor:
 
 
 @pytest.mark.parametrize("change, why", [
-    (refuse, "refuses merged tokens"), (replace_forward, "another program runs in its place: "),
-    (lambda block: block.attn2.set_processor(OwnProcessor(block.attn2.processor)), "a processor of its own")])
+    (refuse, "it fails with merged tokens (ValueError"), (replace_forward, "another program runs in its place, at"),
+    (lambda block: block.attn2.set_processor(OwnProcessor(block.attn2.processor)), "OwnProcessor at attn2 may need")])
 @pytest.mark.parametrize("is_patched", [False, True])
 def test_blocks_that_may_need_every_token_are_left_alone_and_named(change, why, is_patched):
     model = sdxl()

@@ -1,16 +1,22 @@
-"""Whole blocks of a transformer on merged tokens, and the linear correction of what this loses.
+"""The tokens of a stretch, which is a run of blocks of one transformer on merged tokens, and the way back.
 
 The blocks run on the mean of each group of tokens, and on a few samples, tokens that stay as they are. What they add to
 a group's mean is added to each of its tokens. By ridge regression a linear map is fitted to the samples, from a token's
 difference to its group's mean to the difference of what is added; it corrects all other tokens.
+
+Nobody has to know which block is the stretch's last: a block returns `LazyTokens`. The next block of the stretch takes
+the merged tokens from them. Whatever else uses them (an output projection, a residual, a block that is left alone,
+another program) uses all tokens, which are computed then.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Hashable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ..attention.correction import inverse, pick_middles
 from ..merging.grid import Grid
@@ -27,7 +33,7 @@ def pick_samples(grid: Grid, device: torch.device) -> tuple[Tensor]:
 
 
 class MergedTokens(NamedTuple):
-    """The input of the first merged block, and what the merged blocks get for it."""
+    """The input of a stretch's first block, and what this block gets for it."""
 
     x: Tensor  # (batch, tokens, channels)
     merged: Tensor  # the means of groups, then the samples, (batch, groups + samples, channels)
@@ -41,7 +47,7 @@ class MergedTokens(NamedTuple):
         return cls(x, means if samples is None else torch.cat([means, x[:, samples]], 1), plan, samples)
 
     def unmerge(self, out: Tensor) -> Tensor:
-        """Return the last block's output for all tokens; `out` is its output for the merged ones, shaped like them."""
+        """Return a block's output for all tokens; `out` is its output for the merged ones, shaped like them."""
         plan, samples, added = self.plan, self.samples, out - self.merged
         if samples is None:
             return self.x + plan.unmerge(added)
@@ -57,3 +63,42 @@ class MergedTokens(NamedTuple):
             added = torch.baddbmm(of_groups, shares, weights.to(added.dtype))
         added = added.scatter(1, samples[None, :, None].expand_as(exact), exact)  # DirectML has no index_copy
         return self.x + added
+
+
+class LazyTokens(Tensor):
+    """The output of a merged block, ``(batch, tokens, channels)`` of all tokens, which are computed by the first use.
+
+    It has no memory of its own. Every operator gets all tokens in its place, so its results are plain tensors.
+
+    Attributes:
+        stretch: names the stretch in one call of the model.
+        tokens: the stretch's input; None once all tokens were computed: the stretch has ended then.
+        out: the block's output for the merged tokens, ``(batch, groups + samples, channels)``.
+    """
+
+    stretch: Hashable
+    tokens: MergedTokens | None
+    out: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, stretch: Hashable, tokens: MergedTokens, out: Tensor) -> LazyTokens:
+        """Make them of a block's output for the merged tokens of a stretch; nothing is computed."""
+        size = (*tokens.x.shape[:2], out.shape[2])
+        lazy = Tensor._make_wrapper_subclass(cls, size, dtype=out.dtype, device=out.device)
+        lazy.stretch, lazy.tokens, lazy.out, lazy._whole = stretch, tokens, out, None
+        return lazy
+
+    def whole(self) -> Tensor:
+        """Return all tokens as a plain tensor, the same one at each call. This ends the stretch."""
+        if self._whole is None:
+            self._whole, self.tokens, self.out = self.tokens.unmerge(self.out), None, None
+        return self._whole
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(cls, cls.whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.whole().__reduce_ex__(protocol)

@@ -1,0 +1,147 @@
+"""Fewer tokens into a part of a block, or into a whole block: `around` runs it on merged tokens, if a rule wants it.
+
+A part (self-attention, cross-attention, feed-forward layer) merges by its block's input and gives back all tokens, as
+tomesd does. A whole block hands its output over as `LazyTokens`, so blocks that follow each other stay merged. They are
+a stretch, with one match.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..faults import may_be_of_fewer_tokens, text_of
+from ..merging.grid import Grid, Layout, cached_result
+from ..merging.methods import METHODS, MatchOptions
+from ..merging.plan import MergePlan
+from ..reporting.ledger import FEW_TOKENS, NO_GRID, TOO_SMALL
+from ..settings.config import MergeRule
+from .decision import ModelCall
+from .match import draw_of, find_plans, match
+from .merged_tokens import LazyTokens, MergedTokens, pick_samples
+
+Merge = Callable[[Tensor], Tensor]  # merges a tensor of all tokens, ``(batch, tokens, channels)``
+_NOT_TOKENS = "what it returned cannot be unmerged"
+
+
+class Place(NamedTuple):
+    """What runs on fewer tokens.
+
+    Args:
+        name: of the block, or of the block whose part it is; the same at every step and unique in the model.
+        level: of its tokens, 0 for the finest.
+        part: "attn", "crossattn", "mlp" or "block", as in `LevelRules`.
+        stretch: names the blocks that may follow each other on merged tokens; "" for a part.
+    """
+
+    name: Hashable
+    level: int
+    part: str
+    stretch: Hashable = ""
+
+
+def around(
+    call: ModelCall, place: Place, x: Any, grid: Grid | None, run: Callable[[Merge | None], Any],
+    why_whole: Callable[[], str], keys: int = 0,
+) -> Any:  # fmt: skip
+    """Run a part or a block on merged tokens, unless it is too small for this or may need every token.
+
+    What happened is counted, with the reason if it ran on all tokens.
+
+    Args:
+        call: the record of the model's call, in which a rule merges what runs.
+        place: what runs.
+        x: the block's input, ``(batch, tokens, channels)``.
+        grid: of the picture's tokens in this level; None if it is not known.
+        run: runs it. Its argument merges the input, and any other tensor of all tokens; None: it has to take all.
+        why_whole: returns the reason why it may need every token, "" if it does not; asked last, because it is slow.
+        keys: number of keys of an unmerged cross-attention, else 0.
+
+    Returns:
+        The output of `run` for all tokens; that of a merged block as `LazyTokens`. If it fails on merged tokens, by an
+        error that these may have caused, it runs on all tokens, now and later, and the reason is counted.
+    """
+    state, stretch, why = call.state, (call, place.stretch), call.state.refused.get(place, "")
+    tokens = x.tokens if type(x) is LazyTokens and x.stretch == stretch else None
+    if tokens is not None:
+        why = why or why_whole()
+    elif not why:
+        tokens, why = _merge(call, place, x, grid, why_whole)
+    if why:
+        batch, count = x.shape[:2] if torch.is_tensor(x) and x.dim() == 3 else (0, 0)
+        state.count_unmerged(place.level, why, batch, count, count, place.part)
+        return run(None)
+    batch, count = x.shape[:2]
+    if isinstance(tokens, MergePlan):
+        merge, left = tokens.merge, tokens.num_groups
+    else:
+        given = tokens.merged if type(x) is not LazyTokens or x.out is None else x.out
+        merge, left = lambda _: given.clone(), given.shape[1]  # a copy: some hosts' blocks add to their input in place
+    before, call.inside, why = call.inside, (batch, count, left), _NOT_TOKENS
+    try:
+        out = run(merge)
+    except Exception as error:
+        if not may_be_of_fewer_tokens(error):
+            raise
+        out, why = None, f"it fails with merged tokens ({text_of(error)})"
+    finally:
+        call.inside = before
+    if not torch.is_tensor(out) or out.dim() != 3 or out.shape[:2] != (batch, left):
+        out = run(None)  # first: if it fails with all tokens too, merging is not the cause
+        state.refused[place] = why
+        state.count_unmerged(place.level, why, batch, count, count, place.part)
+        return out
+    of_keys = count if place.part == "attn" else keys
+    state.ledger.merge(place.level, place.part, (batch, count, of_keys), (left, left if place.part == "attn" else keys))
+    return tokens.unmerge(out) if isinstance(tokens, MergePlan) else LazyTokens(stretch, tokens, out)
+
+
+def _merge(
+    call: ModelCall, place: Place, x: Any, grid: Grid | None, why_whole: Callable[[], str]
+) -> tuple[MergedTokens | MergePlan | None, str]:
+    """Return the merged input of a block, or the plan of a part, and ""; or None and the reason not to merge."""
+    if not torch.is_tensor(x) or x.dim() != 3 or grid is None or grid.height * grid.width != x.shape[1]:
+        return None, NO_GRID
+    if type(x) is LazyTokens:  # another stretch's
+        x = x.whole()
+    state, (name, level, part, _) = call.state, place
+    rules, not_now = state.decide(call, level, x.shape[1], x.device)
+    rule = getattr(rules, part)
+    if rule is None:
+        return None, not_now or FEW_TOKENS
+    why = why_whole()
+    if why:
+        return None, why
+    is_block = part == "block"
+    known = {} if is_block else call.block.plans  # parts of a block share the matches of their rules
+    if id(rule) not in known:
+        known[id(rule)] = _plan_of(call, name, level, x, grid, rule, is_block)
+    plan = known[id(rule)]
+    if plan is None:
+        return None, TOO_SMALL
+    state.note_map(level, Layout(grid), plan)
+    if not is_block:
+        return plan, ""
+    return MergedTokens.of(x, plan, cached_result(pick_samples, x, grid)[0] if rule.correction else None), ""
+
+
+def _plan_of(
+    call: ModelCall, name: Hashable, level: int, x: Tensor, grid: Grid, rule: MergeRule, is_block: bool
+) -> MergePlan | None:
+    """Return a kept plan, if young enough, or a new match of a block's input `x`; None if no token merges."""
+    # a part's tokens merge as tomesd merges them: compared as they are, in one window
+    compared = F.layer_norm(x.detach(), x.shape[2:])[:, :, None] if is_block else x
+
+    def match_rows(rows: slice, old: MergePlan | None) -> MergePlan | None:
+        draw = draw_of(call, level, rule, x.device)
+        if is_block:
+            return match(compared[rows], compared[rows], Layout(grid), rule, draw, old)
+        options = MatchOptions(rule.effective_ratio, rule.sx, rule.sy, draw)
+        return METHODS[rule.method].match(compared[rows], grid, options)
+
+    turn = call.latest_runs[name, id(rule)] = call.latest_runs.get((name, id(rule)), -1) + 1
+    return find_plans(call, ((name, turn), x.shape[0], Layout(grid), x.shape[1]), rule, x.device, match_rows).plan

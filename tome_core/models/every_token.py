@@ -1,0 +1,159 @@
+"""Why a part or a block of a model may need every token: by its call's arguments, and by each module below it.
+
+Fewer tokens are given only to code that is known to treat each token alone, or all alike: torch's layers, layers and
+processors of the package that brings the block, diffusers' and peft's, and those that a host registers. All other code
+may look at the picture's grid: hooks, methods that another program put in, processors of others. It is not run to see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torchs
+
+from ..attention.descriptions import full_name
+from ..reporting.ledger import MASKED, REPLACED
+from .wrap import foreign_method_on, is_own
+
+# packages whose code acts on each token alone, or is an attention that treats all tokens alike
+_KNOWN = {"torch", "diffusers.models", "diffusers.quantizers", "peft.tuners", "ldm", "sgm"}
+# hooks that move or cast weights, by the module and name of their class; None stands for all of a module
+_OF_WEIGHTS = {("accelerate.hooks", None)} | {("diffusers.hooks", name) for name in (
+    "GroupOffloadingHook", "LayerExecutionTrackerHook", "LazyPrefetchGroupOffloadingHook", "LayerwiseCastingHook",
+    "PeftInputAutocastDisableHook")}  # fmt: skip
+_LISTS = (nn.ModuleList, nn.ModuleDict)  # they are not called
+TRAINS = "gradients are enabled; call the model under torch.no_grad()"
+_MAY_NEED = "may need every token"
+
+
+def register_package(name: str) -> None:
+    """Register a package or module whose code acts on each token alone, such as a host's LoRA layers."""
+    _KNOWN.add(name)
+
+
+class ModulesBelow:
+    """The question whether a module and all modules below it can take fewer tokens. It is asked at every call.
+
+    `why` looks at each module only if something has changed since the last time: a hook, a method, a class, a child or
+    a processor. A change is seen by comparing with `_seen`, which costs some microseconds.
+    """
+
+    def __init__(self, top: nn.Module) -> None:
+        self._top, self._seen, self._why = top, None, ""
+        self._own: list[dict] = []  # the attributes of each module
+
+    def why(self) -> str:
+        """Return the reason why some module may need every token, "" if none does."""
+        if not self._own or self._look() != self._seen:
+            self._take_stock()
+            self._seen, self._why = self._look(), next(_reasons(self._top), "")
+        return self._why
+
+    def _take_stock(self) -> None:
+        """List all modules' attributes anew."""
+        self._modules = [*self._top.modules()]
+        self._own = [vars(module) for module in self._modules]
+        self._parents = [own["_modules"] for own in self._own if own["_modules"]]
+        self._attentions = [own for own in self._own if "processor" in own]
+        self._kinds = [*set(map(type, self._modules))]
+
+    def _look(self) -> Any:
+        """Return what decides, to be compared: without a call for each module, because a model has thousands."""
+        found = [own["forward"] for own in self._own if "forward" in own]
+        found += [own for own in self._own if own["_forward_hooks"] or own["_forward_pre_hooks"]]
+        if torchs._global_forward_hooks or torchs._global_forward_pre_hooks or "_forward" in self._own[0]:
+            found += [self._own[0].get("_forward"), len(torchs._global_forward_hooks),
+                      len(torchs._global_forward_pre_hooks)]  # fmt: skip
+        children = [child for children in self._parents for child in children.values()]
+        kinds = [*map(type, self._modules), *[type(own["processor"]) for own in self._attentions]]
+        return found, children, kinds, [kind.forward for kind in self._kinds]
+
+
+def _reasons(top: nn.Module) -> Iterator[str]:
+    """Yield a reason for each module, `top` or below it, that may need every token, and for each of its hooks."""
+    of_block = type(top).__module__.partition(".")[0]
+    if torchs._global_forward_hooks or torchs._global_forward_pre_hooks:
+        yield f"a hook on all modules {_MAY_NEED}"
+    for path, module in top.named_modules():
+        place, kind = path or "the block", type(module)
+        if kind in _LISTS:
+            continue
+        for part in (kind, kind.forward, type(getattr(module, "processor", None))):
+            if not _is_known(part, of_block):
+                yield f"{full_name(part)} at {place} {_MAY_NEED}"
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            if not _is_known(hook, "torch"):
+                yield f"a hook on {place} {_MAY_NEED}: {full_name(hook)}"
+        yield from (f"a hook on {place} {_MAY_NEED}: {type(hook).__name__}" for hook in _hooks_of_libraries(module))
+        for name in ("forward", "_forward"):
+            method = foreign_method_on(module, name) if hasattr(kind, name) else None
+            if method is not None and not is_own(module, method, name) and not _runs_hooks(method):
+                yield f"{REPLACED}, at {place}: {full_name(method)}"
+
+
+def _is_known(code: Any, package: str) -> bool:
+    """Tell whether a class or function comes from a known package, or from the top-level `package`."""
+    name = getattr(code, "__module__", None) or type(code).__module__
+    if name == "builtins":  # None's class, for want of a processor
+        return True
+    return name.partition(".")[0] == package or any(name == known or name.startswith(f"{known}.") for known in _KNOWN)
+
+
+def _hooks_of_libraries(module: nn.Module) -> Iterator[Any]:
+    """Yield the hooks of accelerate and diffusers on a module that do more than move or cast weights."""
+    registry = getattr(module, "_diffusers_hook", None)
+    waiting = [*getattr(registry, "hooks", {}).values(), *filter(None, [getattr(module, "_hf_hook", None)])]
+    while waiting:
+        hook = waiting.pop(0)
+        kind = type(hook)
+        if kind.__name__ == "SequentialHook":
+            waiting += hook.hooks
+        elif not any(kind.__module__.startswith(place) and name in (None, kind.__name__)
+                     for place, name in _OF_WEIGHTS):  # fmt: skip
+            yield hook
+
+
+def _runs_hooks(method: Any) -> bool:
+    """Tell whether a method is accelerate's or diffusers', which runs hooks around the method below."""
+    return getattr(getattr(method, "func", method), "__module__", "") in ("accelerate.hooks", "diffusers.hooks.hooks")
+
+
+def why_of_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Return why a block may need every token by its call's arguments after its input; "" if it does not.
+
+    Reasons: a mask of its tokens, arguments for cross-attention's processors, or patches of attention at this block in
+    the transformer_options of ComfyUI or Forge.
+    """
+    if kwargs.get("attention_mask") is not None:
+        return MASKED
+    options = kwargs.get("cross_attention_kwargs")
+    if options and options.keys() - {"scale", "gligen"}:
+        return f"an argument for cross-attention {_MAY_NEED}: {', '.join(sorted(options.keys() - {'scale', 'gligen'}))}"
+    options = kwargs.get("transformer_options") or next((value for value in args if type(value) is dict), None)
+    return why_of_options(options) if options else ""
+
+
+def why_of_options(options: Mapping[str, Any]) -> str:
+    """Return why the block that transformer_options name may need every token because of a patch; "" if it does not."""
+    for kind, patches in (options.get("patches") or {}).items():
+        if patches and kind.startswith(("attn", "middle_patch")):  # they run in each block
+            return f"a patch of attention {_MAY_NEED}: {full_name(patches[0])}"
+    for kind, patches in (options.get("patches_replace") or {}).items():
+        if not patches or not kind.startswith("attn"):
+            continue
+        block = options.get("block")  # a patch names a transformer, or a block in it
+        names = patches if block is None else (block, (*block, options.get("block_index", 0)))
+        found = next((patches[name] for name in names if name in patches), None)
+        if found is not None:
+            return f"a patch of attention {_MAY_NEED}: {full_name(found)}"
+    return ""
+
+
+def why_not_now(foreign_mode: Callable[[], str]) -> str:
+    """Return why no block can take fewer tokens in this thread now: gradients or function modes; "" if any can."""
+    if torch.is_grad_enabled():
+        return TRAINS
+    return foreign_mode() if torch._C._len_torch_function_stack() else ""
