@@ -7,10 +7,9 @@ may look at the picture's grid: hooks, methods that another program put in, proc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules import module as torchs
 
@@ -37,39 +36,56 @@ def register_package(name: str) -> None:
 class ModulesBelow:
     """The question whether a module and all modules below it can take fewer tokens. It is asked at every call.
 
-    `why` looks at each module only if something has changed since the last time: a hook, a method, a class, a child or
-    a processor. A change is seen by comparing with `_seen`, which costs some microseconds.
+    Nothing is asked again unless a hook, a method, a class, a child or a processor is another than before. To see this
+    costs some microseconds for a block: no function is called for a module, because a model has thousands.
     """
 
     def __init__(self, top: nn.Module) -> None:
-        self._top, self._seen, self._why = top, None, ""
-        self._own: list[dict] = []  # the attributes of each module
+        self._top, self._why = top, ""
+        self._modules: list[nn.Module] = []  # with `_own` and `_kinds` their attributes and classes
 
     def why(self) -> str:
         """Return the reason why some module may need every token, "" if none does."""
-        if not self._own or self._look() != self._seen:
+        if not self._modules or self._has_changed():
             self._take_stock()
-            self._seen, self._why = self._look(), next(_reasons(self._top), "")
+            self._why = next(_reasons(self._top), "")
         return self._why
 
-    def _take_stock(self) -> None:
-        """List all modules' attributes anew."""
-        self._modules = [*self._top.modules()]
-        self._own = [vars(module) for module in self._modules]
-        self._parents = [own["_modules"] for own in self._own if own["_modules"]]
-        self._attentions = [own for own in self._own if "processor" in own]
-        self._kinds = [*set(map(type, self._modules))]
+    def _has_changed(self) -> bool:
+        """Tell whether anything that decides is another than when stock was taken."""
+        for own in self._plain:
+            if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
+                return True
+        for own, method, inner, hooks in self._special:
+            if own.get("forward") is not method or own.get("_forward") is not inner or hooks != [
+                    *own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values()]:  # fmt: skip
+                return True
+        for children, known in self._children:
+            if [*children.values()] != known:
+                return True
+        for kind, forward in self._forwards:
+            if kind.forward is not forward:
+                return True
+        for own, kind in self._processors:
+            if type(own["processor"]) is not kind:
+                return True
+        return [*map(type, self._modules)] != self._kinds or bool(
+            torchs._global_forward_hooks or torchs._global_forward_pre_hooks)
 
-    def _look(self) -> Any:
-        """Return what decides, to be compared: without a call for each module, because a model has thousands."""
-        found = [own["forward"] for own in self._own if "forward" in own]
-        found += [own for own in self._own if own["_forward_hooks"] or own["_forward_pre_hooks"]]
-        if torchs._global_forward_hooks or torchs._global_forward_pre_hooks or "_forward" in self._own[0]:
-            found += [self._own[0].get("_forward"), len(torchs._global_forward_hooks),
-                      len(torchs._global_forward_pre_hooks)]  # fmt: skip
-        children = [child for children in self._parents for child in children.values()]
-        kinds = [*map(type, self._modules), *[type(own["processor"]) for own in self._attentions]]
-        return found, children, kinds, [kind.forward for kind in self._kinds]
+    def _take_stock(self) -> None:
+        """Note everything that decides, for `_has_changed`."""
+        self._modules = [*self._top.modules()]
+        self._kinds = [*map(type, self._modules)]
+        every, self._plain, self._special = [vars(module) for module in self._modules], [], []
+        for own in every:
+            hooks = [*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values()]
+            if hooks or "forward" in own or own is every[0]:
+                self._special.append((own, own.get("forward"), own.get("_forward"), hooks))
+            else:
+                self._plain.append(own)
+        self._children = [(own["_modules"], [*own["_modules"].values()]) for own in every if own["_modules"]]
+        self._forwards = [(kind, kind.forward) for kind in set(self._kinds)]
+        self._processors = [(own, type(own["processor"])) for own in every if "processor" in own]
 
 
 def _reasons(top: nn.Module) -> Iterator[str]:
@@ -132,7 +148,9 @@ def why_of_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     options = kwargs.get("cross_attention_kwargs")
     if options and options.keys() - {"scale", "gligen"}:
         return f"an argument for cross-attention {_MAY_NEED}: {', '.join(sorted(options.keys() - {'scale', 'gligen'}))}"
-    options = kwargs.get("transformer_options") or next((value for value in args if type(value) is dict), None)
+    options = kwargs.get("transformer_options")
+    if options is None and args:
+        options = next((value for value in args if type(value) is dict), None)
     return why_of_options(options) if options else ""
 
 
@@ -150,10 +168,3 @@ def why_of_options(options: Mapping[str, Any]) -> str:
         if found is not None:
             return f"a patch of attention {_MAY_NEED}: {full_name(found)}"
     return ""
-
-
-def why_not_now(foreign_mode: Callable[[], str]) -> str:
-    """Return why no block can take fewer tokens in this thread now: gradients or function modes; "" if any can."""
-    if torch.is_grad_enabled():
-        return TRAINS
-    return foreign_mode() if torch._C._len_torch_function_stack() else ""

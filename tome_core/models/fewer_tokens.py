@@ -19,7 +19,7 @@ from ..engine.state import foreign_mode
 from ..faults import is_ours
 from ..merging.grid import Grid
 from ..reporting.ledger import ARGUMENTS, MASKED, NO_GRID, OF_OTHERS, PARTS_COMPILED
-from .every_token import ModulesBelow, why_not_now, why_of_arguments
+from .every_token import TRAINS, ModulesBelow, why_of_arguments
 from .sites import CONTEXTS, LATENTS, MASKS, AttentionSite, named
 from .wrap import Wrap, WrapSet
 
@@ -82,7 +82,8 @@ def run_block(
         return original(merge(x), *args[1:], **kwargs) if args else original(**{**kwargs, name: merge(x)})
 
     def why_whole() -> str:
-        return why_not_now(foreign_mode) or why_of_arguments(args[1:], kwargs) or why_more() or below.why()
+        now = TRAINS if torch.is_grad_enabled() else foreign_mode() if torch._C._len_torch_function_stack() else ""
+        return now or why_of_arguments(args[1:], kwargs) or why_more() or below.why()
 
     return around(call, place, x, grid, run, why_whole)
 
