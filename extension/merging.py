@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..tome_core.hosting import MergeConfig, Patch, Report, UnsupportedModelError, patch, patch_of
+from ..tome_core.hosting import MergeConfig, Patch, Report, UnsupportedModelError, patch, patch_of, pictures
 from . import host
 from .job_settings import JobSettings
 from .sampler_times import SamplerTimes
@@ -150,7 +150,8 @@ class CurrentPass:
             record = PassRecord() if self._config is None else self.job.records[self.hires]
             record.counts.update(self._times.counts())
             if is_whole and self._models == 1 and not host.is_stopped():
-                record.own = self._times.timed_steps.remember(self._tried(), self._config, report, self._times.sampler)
+                steps, sampler = self._times.timed_steps, self._times.sampler
+                record.own = pictures.remember(steps, self._tried(), self._config, report, sampler)
         self.job = self._times = None
 
     def _follow(self, unet: Any) -> None:

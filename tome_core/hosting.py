@@ -12,8 +12,8 @@ from typing import Any
 from .attention.descriptions import ForwardOnStandIn, StandIn, full_name, register
 from .compiling import is_tracing, when_traced
 from .engine.state import State
+from .engine.steps import Steps
 from .measuring import pictures
-from .measuring.pictures import Steps
 from .merging.grid import Grid, Layout
 from .models import find_models
 from .models.attention_calls import HeadsCall, attend_call

@@ -15,14 +15,14 @@ GAIN = "about 2.0x faster, from your own pictures (3 with merging, 3 without)"
 @pytest.fixture(autouse=True)
 def timed(webui, monkeypatch):
     """A clock: every step takes a second, a merged step half. The double's four steps are enough."""
-    clock, pictures = SimpleNamespace(now=0.0), webui.engine("measuring.pictures")
+    clock = SimpleNamespace(now=0.0)
 
     def now():
         clock.now += 0.5 if merges(webui.unet) else 1.0
         return clock.now
 
-    monkeypatch.setattr(pictures, "_CALLS", 3)
-    monkeypatch.setattr(pictures.Steps, "clock", staticmethod(now))
+    monkeypatch.setattr(webui.engine("measuring.pictures"), "_CALLS", 3)
+    monkeypatch.setattr(webui.engine("engine.steps").Steps, "clock", staticmethod(now))
 
 
 @pytest.mark.parametrize("flavour", some_quick(FLAVOURS, 2))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests import step_clock
-from tome_core.hosting import MergeConfig, Steps, gains
+from tome_core.hosting import MergeConfig, Steps, gains, pictures
 
 CONFIG = MergeConfig(ratio=0.5)
 LATENT = torch.zeros(2, 4, 8, 16)
@@ -27,7 +27,7 @@ def draw(monkeypatch):
             if hears:
                 heard.count_step(step)
         report = SimpleNamespace(work_saved=saved, merged_anything=bool(saved))
-        return heard.remember(model, config, report, *beside)
+        return pictures.remember(heard, model, config, report, *beside)
 
     draw.model = model
     return draw
