@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from ..tome_core.hosting import MergeConfig, patch_of, pictures
+from ..tome_core.hosting import MergeConfig, pictures, why_not_at
 from . import host
 from .job_settings import HIRES, PASSES, JobSettings
 
@@ -32,7 +32,7 @@ def _answer(hires: bool, width: int, height: int, config: MergeConfig) -> str:
     if aside is not None:
         return f"{size}: nothing merges, {aside}"
     try:
-        why = patch_of(unet, config).why_not(height, width)
+        why = why_not_at(unet, config, height, width)
         own = "" if why else pictures.known_gain(unet, config, height, width)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # an unknown model, or an impossible size
         return f"{size}: {str(error).splitlines()[0]}"

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..tome_core.hosting import MergeConfig, Patch, Report, UnsupportedModelError, patch, patch_of, pictures
+from ..tome_core.hosting import MergeConfig, Patch, Report, UnsupportedModelError, patch, pictures, why_not_at
 from . import host
 from .job_settings import JobSettings
 from .sampler_times import SamplerTimes
@@ -73,7 +73,7 @@ class Job:
         if not width or not height:
             return ""
         try:
-            return patch_of(host.running_unet(p), config).why_not(height, width, 2 * p.batch_size)
+            return why_not_at(host.running_unet(p), config, height, width, 2 * p.batch_size)
         except (AttributeError, TypeError, ValueError) as error:  # an unknown kind of model
             return str(error)
 

@@ -14,6 +14,7 @@ from .compiling import is_tracing, when_traced
 from .engine.state import State
 from .engine.steps import Steps
 from .measuring import pictures
+from .measuring.pays import pays_of, why_not_at
 from .merging.grid import Grid, Layout
 from .models import find_models
 from .models.attention_calls import HeadsCall, attend_call
@@ -33,7 +34,7 @@ from .settings.schedule import STABLE_DIFFUSION
 
 
 def patch_of(model: Any, config: MergeConfig) -> Patch:
-    """Make a `Patch` of a model without putting it on, for its measurements or as a `State`.
+    """Make a `Patch` of a model without putting it on, as a `State`.
 
     An UnsupportedModelError or a TypeError is raised if the model cannot be patched.
     """

@@ -7,6 +7,8 @@ calls, and what the host adds.
 
 from __future__ import annotations
 
+import hashlib
+import platform
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -18,9 +20,9 @@ from torch import nn
 from ..attention.descriptions import full_name
 from ..engine.steps import Steps
 from ..models.intercept import attention_names_in
-from ..reporting.gains import KNOWN, PIXELS
+from ..reporting.gains import KNOWN
 from ..settings.config import MergeConfig
-from .pays import device_of, digest, version
+from .pays import PIXELS
 
 _CALLS = 6  # the fewest timed calls: of fewer, the GPU's queue would be too large a part
 
@@ -37,9 +39,9 @@ def remember(steps: Steps, model: nn.Module | None, config: MergeConfig | None, 
     did_not = config is not None and (report is None or not report.merged_anything)
     if model is None or calls < _CALLS or not steps.kinds or did_not:
         return ""
-    kinds = sorted(str((shape, dtype, device_of(device), more)) for shape, dtype, device, *more in steps.kinds)
+    kinds = sorted(str((shape, dtype, _name_of(device), more)) for shape, dtype, device, *more in steps.kinds)
     sides = sorted({shape[-2:] for shape, *_ in steps.kinds})
-    where, how = _where(model, sides), digest(kinds, steps.calls, steps.done, beside)
+    where, how = _where(model, sides), _digest(kinds, steps.calls, steps.done, beside)
     # next to another patch, the same rules may save another share
     rules = (_rules(config), f"{report.work_saved or 0:.2f}") if config else ("", "")
     KNOWN.add_picture((where, how, *rules), seconds / calls)
@@ -68,9 +70,28 @@ def _where(model: nn.Module, sides: list[tuple[int, int]]) -> str:
         parts[f"{full_name(code)} {attention_names_in(code)} {processor.__name__}"] += 1
     for parameter in model.parameters():
         parts[str(parameter.dtype)] += parameter.numel()
-    return digest(sorted(parts.items()), sides, torch.__version__, version(), sys.argv[1:])
+    return _digest(sorted(parts.items()), sides, torch.__version__, _version(), sys.argv[1:])
 
 
 def _rules(config: MergeConfig) -> str:
     """Return a hash of the settings without the seed."""
-    return digest(replace(config, seed=0))
+    return _digest(replace(config, seed=0))
+
+
+def _name_of(device: torch.device) -> str:
+    """Return a CUDA GPU's name; a CPU's kind and torch's threads, as ``x86_64, threads 8``; or a device's type."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type == "cpu":
+        return f"{platform.processor() or platform.machine()}, threads {torch.get_num_threads()}"
+    return device.type
+
+
+def _version() -> str:
+    """Return the version of this package, under any name by which it was imported."""
+    return sys.modules[__package__.rpartition(".")[0]].__version__
+
+
+def _digest(*parts: object) -> str:
+    """Return a hash of the parts' representations (``repr``), 12 hexadecimal digits."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
