@@ -11,6 +11,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,8 +24,8 @@ import tome_core
 from benchmarks import models, timing
 from benchmarks.results import ROOT
 from benchmarks.timing import Run
-from tome_core.measuring.pays import Pays
 from tome_core.merging import kernels
+from tome_core.patching import layout_of
 
 UNMERGED, TOMESD, STRENGTHS, STEPS = "unmerged", "tomesd", ("balanced", "max"), 20
 WHEN = {"new": (900.0,), "renewed": (900.0, 800.0), "kept": (900.0, 890.0)}  # match -> timesteps of calls, in turn
@@ -51,8 +52,8 @@ class Patched:
             as_ldms.model.diffusion_model = network
             importlib.import_module("tomesd").apply_patch(as_ldms, ratio=0.5, max_downsample=finest)
         elif way != UNMERGED:
-            self.handle = tome_core.patch(network, way, host_clock=True)
-            self.handle.pays = Pays((), (), always=True)  # whether it pays is the question
+            self.handle = tome_core.patch(network, _settings(network, way), host_clock=True)
+            self.handle.pays = None  # coarser levels go by their tokens on every card, without an estimate
         if compiled:  # each variant at each size is a graph of its own; the compiler gives up after eight
             limit = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"
             setattr(torch._dynamo.config, limit, 256)
@@ -79,6 +80,14 @@ class Patched:
         if self.handle is not None:
             self.handle.set_time(timestep=timestep, sampling=sampling, pictures=1)
         return self.network(*arguments)
+
+
+def _settings(network: nn.Module, way: str) -> tome_core.MergeConfig:
+    """Return a strength's settings, by its name, but the finest level merges however few its tokens are: whether that
+    pays is the question."""
+    config = tome_core.preset(way, layout_of(network))
+    at_finest = replace(config.rules[0], max_downsample=None, only_if_it_pays=False)
+    return replace(config, rules=(at_finest, *config.rules))
 
 
 class Bench:

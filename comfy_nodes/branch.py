@@ -171,7 +171,7 @@ class Sampling:
         if self._time.stopped or not self.is_alone or len(self._models) != 1:
             return ""
         (unet,), time = self._models, self._time
-        return time.timed_steps.remember(unet, self._config, report, time.sampler)
+        return hosting.pictures.remember(time.timed_steps, unet, self._config, report, time.sampler)
 
     def _make(self, model: Any, options: dict[str, Any]) -> Merging | str:
         """Return a new merging of a model by the node's settings, or why not, as text. options: transformer_options.

@@ -98,6 +98,6 @@ def show(text: str, node_id: Any) -> None:
 
 
 def gains_file() -> str | None:
-    """Return the path of the file of measured speed-ups, in ComfyUI's user directory; None outside ComfyUI."""
+    """Return the path of the file of pictures' times, in ComfyUI's user directory; None outside ComfyUI."""
     folder = getattr(sys.modules.get("folder_paths"), "get_user_directory", None)
     return None if folder is None else os.path.join(folder(), "tome_core_gains.json")

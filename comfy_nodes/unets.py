@@ -31,7 +31,7 @@ class UnetMerging:
         self.state = hosting.patch_of(unet, config)
         adapter, covered = self.state.adapter, [level.covered for level in self.state.report().levels]
         if self.is_compiled is None:
-            self.state.ask_whether_it_pays()
+            self.state.pays = hosting.pays_of(self.state.clock.rules, unet, adapter)
         elif not self.is_compiled or hosting.why_not_in_graph(self.state):
             raise hosting.UnsupportedModelError(host.COMPILED)
         self._downsamples = adapter.downsamples

@@ -3,11 +3,8 @@
 import logging
 import os
 import sys
-import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,43 +87,6 @@ def layout(unet: Any = None) -> str:
         return SD
 
 
-def run_as_job(function: Callable[[], Any]) -> Any:
-    """Return a function's result, run under the webui's lock of jobs, in the Forges on the thread of jobs.
-
-    RuntimeError, without waiting: a job is running. The function's own exceptions are raised too.
-    """
-    lock = getattr(sys.modules.get("modules.call_queue"), "queue_lock", None) or threading.Lock()
-    if not lock.acquire(blocking=False):
-        raise RuntimeError("a picture is being made; measure when it is done")
-    done: Future = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(_in_its_place(function))
-        except Exception as error:  # Forge's main thread would swallow it
-            done.set_exception(error)
-
-    try:
-        main = sys.modules.get("modules_forge.main_thread")
-        run() if main is None else main.run_and_wait_result(run)
-    finally:
-        lock.release()
-    return done.result(timeout=0)
-
-
-def _in_its_place(function: Callable[[], Any]) -> Any:
-    """Return a function's result, under webui's autocast, or without if the UNet upcasts; load a Forge's UNet first."""
-    names = ("backend.memory_management", "ldm_patched.modules.model_management")  # Forge's, reForge's
-    memory = next((sys.modules[name] for name in names if name in sys.modules), None)
-    objects = getattr(shared.sd_model, "forge_objects", None)
-    if memory is not None and objects is not None:
-        memory.load_model_gpu(objects.unet)
-    devices = sys.modules.get("modules.devices")
-    name = "without_autocast" if getattr(devices, "unet_needs_upcast", False) else "autocast"
-    with getattr(devices, name, nullcontext)():
-        return function()
-
-
 def _running_model(p: Any) -> Any:
     """Return the model of a job; the loaded model if the job has none, or has a diffusers pipeline."""
     model = getattr(p, "sd_model", None)
@@ -206,7 +166,7 @@ def through_hypernetworks(tokens: Any) -> tuple[Any, Any]:
 
 
 def gains_file() -> str | None:
-    """Return the measured speed-ups' path in $SD_WEBUI_CACHE_DIR or data/cache; None if the data folder is unknown."""
+    """Return the pictures' times' path in $SD_WEBUI_CACHE_DIR or data/cache; None if the data folder is unknown."""
     data = getattr(sys.modules.get("modules.paths_internal"), "data_path", None)
     if data is None:
         return None

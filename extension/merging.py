@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..tome_core.hosting import MergeConfig, Patch, Report, UnsupportedModelError, patch, patch_of
+from ..tome_core.hosting import MergeConfig, Patch, Report, UnsupportedModelError, patch, pictures, why_not_at
 from . import host
 from .job_settings import JobSettings
 from .sampler_times import SamplerTimes
@@ -73,7 +73,7 @@ class Job:
         if not width or not height:
             return ""
         try:
-            return patch_of(host.running_unet(p), config).why_not(height, width, 2 * p.batch_size)
+            return why_not_at(host.running_unet(p), config, height, width, 2 * p.batch_size)
         except (AttributeError, TypeError, ValueError) as error:  # an unknown kind of model
             return str(error)
 
@@ -150,7 +150,8 @@ class CurrentPass:
             record = PassRecord() if self._config is None else self.job.records[self.hires]
             record.counts.update(self._times.counts())
             if is_whole and self._models == 1 and not host.is_stopped():
-                record.own = self._times.timed_steps.remember(self._tried(), self._config, report, self._times.sampler)
+                steps, sampler = self._times.timed_steps, self._times.sampler
+                record.own = pictures.remember(steps, self._tried(), self._config, report, sampler)
         self.job = self._times = None
 
     def _follow(self, unet: Any) -> None:

@@ -162,7 +162,7 @@ def register() -> type[TokenMerging]:
     """Set up console, attentions, gains and callbacks, and return the script's class, for scripts/token_merging.py."""
     host.set_up_console(PARENT)
     attentions.describe()
-    hosting.gains.load(host.gains_file())  # gains measured by earlier processes
+    hosting.gains.load(host.gains_file())  # times of pictures of earlier processes
     host.listen(
         cfg_denoiser=armed.step, ui_settings=settings_tab.register, before_ui=infotext.add_axes, script_unloaded=unload,
         after_component=on_component, after_process=on_end, infotext_pasted=infotext.Paste.note,

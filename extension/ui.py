@@ -17,7 +17,6 @@ _TIPS = {
     "strength": "Higher is faster and changes the picture more. 0 is off.",
     "where": "Which pass merges. Merging in the hires pass alone keeps the composition.",
     EXPERT_SWITCH: "Use the settings below. A setting follows Strength until you change that setting.",
-    "measure": "Time this model at this size now, with merging and without. This takes seconds. The result is kept.",
     **{field.name: field.help for field in form.FIELDS},
 }  # fmt: skip
 _QUIETLY = {"show_progress": False, "queue": False}
@@ -111,9 +110,7 @@ class Panel:
         self._add("strength", gr.Slider, label="Strength", value=DEFAULTS["strength"], minimum=0, maximum=1, step=0.01)
         gr.HTML(_marks(self._elem_id("strength")))
         self._add("where", gr.Radio, label="Where", value=DEFAULTS["where"], choices=list(WHERE), visible=False)
-        with gr.Row():
-            self._line = gr.HTML("", elem_id=self._elem_id("line"))
-            self._add("measure", gr.Button, value="Measure", size="sm", scale=0, min_width=90)
+        self._line = gr.HTML("", elem_id=self._elem_id("line"))
         with gr.Accordion("Expert", open=False, elem_id=self._elem_id("expert")):
             self._add(EXPERT_SWITCH, gr.Checkbox, label="Own settings", value=False)
             self._add(FILLED_FOR, gr.Number, label="Filled for", value=DEFAULTS["strength"], visible=False)
@@ -167,15 +164,14 @@ class Panel:
     def follow(self, theirs: dict[str, Any]) -> None:
         """Let the line follow the panel's controls and `theirs`, the webui's by name, in `_OF_TAB`'s order.
 
-        Call once. The button measures. In txt2img, "where" is visible while Hires. fix is on.
+        Call once. In txt2img, "where" is visible while Hires. fix is on.
         """
-        ends = {"inputs": [self._by, *self.controls, *theirs.values()], "outputs": [self._line]}
-        update = {"fn": lambda *values: _line(*values), **ends, **_QUIETLY}
+        inputs = [self._by, *self.controls, *theirs.values()]
+        update = {"fn": _line, "inputs": inputs, "outputs": [self._line], **_QUIETLY}
         for control in (*(self.made[name] for name in DIAL), self.made[EXPERT_SWITCH], *theirs.values()):
             control.change(**update).then(**update)
         for name in form.NAMES:
             self.made[name].input(**update)
-        self.made["measure"].click(fn=lambda *values: _line(*values, measure=True), **ends)
         switch, where = theirs.get("hr-checkbox"), self.made["where"]
         if switch is not None:
             _show(where, "visible", lambda: bool(switch.value))
@@ -260,11 +256,11 @@ def follow_strength(strength: float, own: bool, filled_for: float, *values: Any)
     return [gr.update(value=strength), *changes]
 
 
-def _line(by_factor: Any, *values: Any, measure: bool = False) -> str:
+def _line(by_factor: Any, *values: Any) -> str:
     """Return the panel's line for the next picture, as if merging were on, as HTML; or a wrong value's error.
 
     `values` are the panel's controls, then the webui's. `by_factor`: img2img resizes by a factor; the line says only
-    that the size is not known yet. `measure`: unknown gains are measured, which takes seconds.
+    that the size is not known yet.
     """
     # the panel's controls, then the webui's
     mine, theirs = values[: len(ARGUMENTS)], values[len(ARGUMENTS) :]
@@ -273,7 +269,7 @@ def _line(by_factor: Any, *values: Any, measure: bool = False) -> str:
     try:
         settings = read((True, *mine[1:]), settings_tab.default_of, layout=host.layout())
         unused = (f"not used: {reason}" for reason in settings.left_out)
-        text = "; ".join([measuring.answer(settings, _sizes(*theirs), measure), *unused])
+        text = "; ".join([measuring.answer(settings, _sizes(*theirs)), *unused])
     except (TypeError, ValueError) as error:
         text = str(error)
     return html.escape(text)

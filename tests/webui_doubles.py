@@ -67,7 +67,7 @@ class Component(contextlib.nullcontext):
         return {"value": self.value}
 
 
-GRADIO = ("Row", "Accordion", "Slider", "Radio", "Dropdown", "Checkbox", "Number", "Button", "HTML")
+GRADIO = ("Row", "Accordion", "Slider", "Radio", "Dropdown", "Checkbox", "Number", "HTML")
 
 
 def sample_euler(model, x, sigmas, extra_args=None, callback=None, disable=None):

@@ -9,8 +9,6 @@ True
 from .merging.plan import MergePlan
 from .models.unet_blocks import UnsupportedModelError
 from .patching import Patch, apply_patch, patch, remove_patch, report
-from .reporting import gains
-from .reporting.gains import Gain
 from .reporting.report import Report
 from .settings import form
 from .settings.config import MergeConfig, MergeRule, describe_settings
@@ -20,7 +18,7 @@ from .settings.schedule import NoiseSchedule
 __version__ = "0.2.0"
 
 __all__ = [
-    "PRESETS", "Gain", "MergeConfig", "MergePlan", "MergeRule", "NoiseSchedule", "Patch", "Report",
-    "UnsupportedModelError", "apply_patch", "describe_settings", "form", "gains", "patch", "preset", "remove_patch",
+    "PRESETS", "MergeConfig", "MergePlan", "MergeRule", "NoiseSchedule", "Patch", "Report",
+    "UnsupportedModelError", "apply_patch", "describe_settings", "form", "patch", "preset", "remove_patch",
     "report", "strength",
 ]  # fmt: skip

@@ -13,9 +13,10 @@ from .attention.descriptions import ForwardOnStandIn, StandIn, full_name, regist
 from .compiling import is_tracing, when_traced
 from .engine.fewer_tokens import Place
 from .engine.state import State
+from .engine.steps import Steps
 from .faults import add_own_folder, is_ours, may_be_of_fewer_tokens, quietly
 from .measuring import pictures
-from .measuring.pictures import Steps
+from .measuring.pays import pays_of, why_not_at
 from .merging.grid import Grid, Layout
 from .models import find_models
 from .models.attention_calls import HeadsCall, attend_call
@@ -36,7 +37,7 @@ from .settings.schedule import STABLE_DIFFUSION
 
 
 def patch_of(model: Any, config: MergeConfig) -> Patch:
-    """Make a `Patch` of a model without putting it on, for its measurements or as a `State`.
+    """Make a `Patch` of a model without putting it on, as a `State`.
 
     An UnsupportedModelError or a TypeError is raised if the model cannot be patched.
     """

@@ -8,7 +8,7 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def nothing_was_measured():
+def no_picture_is_known():
     from tome_core.hosting import gains
 
     gains.KNOWN.forget()

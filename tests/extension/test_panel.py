@@ -1,13 +1,9 @@
-"""The panel: the values with which a page starts, its line on the next picture, and *Measure*."""
+"""The panel: the values with which a page starts, and its line on the next picture."""
 
 import re
-import sys
-import threading
 import types
-from unittest import mock
 
 import pytest
-import torch
 
 from tests.webui_doubles import Component, merges
 from tests.webui_modules import ROOT
@@ -55,7 +51,7 @@ def test_a_page_starts_with_the_settings_unless_the_user_saved_a_default_of_the_
         assert shown(controls, fields) == [strength, *{**wish.base_of(strength), "sx": 2}.values()]
 
 
-# --- the line, and *Measure* ------------------------------------------------------------------------------------------
+# --- the line ---------------------------------------------------------------------------------------------------------
 
 TILED = "HyperTile is on, whose tiles need every token"
 FEW = "nothing merges, so few tokens that merging would not pay"
@@ -70,22 +66,6 @@ class Target(types.SimpleNamespace):
         self.hr_upscale_to_y = self.hr_resize_y or int(self.height * self.hr_scale)
 
 
-@pytest.fixture
-def place(monkeypatch, tmp_path):
-    """The webui's folder for files. A test requests it before the webui, which reads it at its start."""
-    monkeypatch.setitem(sys.modules, "modules.paths_internal", types.SimpleNamespace(data_path=str(tmp_path)))
-    return tmp_path
-
-
-@pytest.fixture
-def measured(place, webui, monkeypatch):
-    """The measurements, in which a call takes 1 without merging and half with it."""
-    plain = webui.engine("measuring.measure").time_calls
-    double = mock.Mock(side_effect=lambda *args, **more: (1.0, 0.5, plain(*args[:3], steps=2, rounds=1)[2]))
-    monkeypatch.setattr(webui.engine("measuring.measured"), "time_calls", double)
-    return double.call_args_list
-
-
 def make(webui, names, tab="txt2img"):
     """Make the webui's own controls."""
     controls = {name: Component(THEIRS.get(name)) for name in names}
@@ -96,50 +76,39 @@ def make(webui, names, tab="txt2img"):
 
 @pytest.fixture
 def line(webui):
-    """A function that gives the panel's line after a change, or after a click of *Measure*; values are by name."""
+    """A function that gives the panel's line after a change; values are by name."""
     webui.put("modules.processing", StableDiffusionProcessingTxt2Img=Target)
     webui.script.ui(False)
     changed = make(webui, THEIRS)["width"].followed[0]
-    (clicked,) = webui.part("ui")._panels["txt2img"].made["measure"].followed
     names = ("by factor", *webui.part("job_settings").ARGUMENTS, *THEIRS)
     values = dict(zip(names, (control.value for control in changed["inputs"]), strict=True))
-    return lambda measure=False, **changes: (clicked if measure else changed)["fn"](*(values | changes).values())
+    return lambda **changes: changed["fn"](*(values | changes).values())
 
 
 @pytest.mark.parametrize("flavour", ["a1111", "forge"])
-def test_the_line_answers_for_each_pass_and_measures_on_request_alone(webui, measured, line):
-    hires, before = {"hr-checkbox": True}, webui.job().latents
-    assert line() == f"128x128: {FEW}" and not measured
-    assert line(measure=True) == line() == "128x128: about 2.0x faster" and len(measured) == 1
-    assert line(**hires) == f"first pass 128x128: about 2.0x faster; hires pass 192x192: {FEW}"
+def test_the_line_answers_for_each_pass_without_a_call_of_the_model(webui, line):
+    called, hires = [], {"hr-checkbox": True, "hr_scale": 2}
+    webui.unet.register_forward_hook(lambda *_: called.append(1))
+    assert line() == f"128x128: {FEW}"
+    assert line(**hires) == f"first pass 128x128: {FEW}; hires pass 256x256: not measured yet"
     wide = {**hires, "hr_resize_x": 256, "hr_resize_y": 128, "where": "hires pass"}
     assert line(**wide) == f"hires pass 256x128: {FEW}"
-    assert line(**hires, measure=True).count("about 2.0x faster") == 2 == len(measured), "each pass"
-    assert line(strength=0.9) == f"128x128: {FEW}", "another strength is another question"
-    assert not merges(webui.unet) and torch.equal(webui.job().latents, before)
+    assert line(own=True, only_if_it_pays=False) == "128x128: not measured yet"
+    webui.unet._forward_hooks.clear()
+    assert not called and not merges(webui.unet)
 
 
-def test_the_line_says_what_stands_in_the_way(webui, measured, line):
+def test_the_line_says_what_stands_in_the_way(webui, line):
     assert line(strength=0) == "strength 0: off"
     assert line(own=True, ratio=0, early_ratio=-1).startswith("the changed settings merge nothing: ratio 0")
     assert line(where="hires pass") == "only the hires pass is to merge: turn on Hires. fix"
     assert "is no number from 0 to 1" in line(strength=2) and "sx=" in line(own=True, sx=99)
-    assert line(width=None).startswith("0x128: ")
+    assert line(width=None).startswith("0x128: ") and line(width=-64).startswith("-64x128: ")
     webui.shared.opts.data["hypertile_enable_unet"] = True
-    assert line(measure=True) == f"128x128: nothing merges, {TILED}"
+    assert line() == f"128x128: nothing merges, {TILED}"
     webui.shared.opts.data["hypertile_enable_unet"] = False
-    webui.put("modules.call_queue", queue_lock=(lock := threading.Lock()))
-    with lock:
-        assert line(measure=True) == "128x128: a picture is being made; measure when it is done"
     webui.put("modules.sd_models", model_data=types.SimpleNamespace(sd_model=None))
-    assert line(measure=True) == "no model is loaded yet" and not measured
-
-
-def test_a_measurement_that_fails_is_told_and_the_card_is_free_again(webui, line, monkeypatch):
-    webui.put("modules.call_queue", queue_lock=(lock := threading.Lock()))
-    fail = mock.Mock(side_effect=RuntimeError("out of memory\nand more"))
-    monkeypatch.setattr(webui.engine("measuring.measured"), "time_calls", fail)
-    assert line(measure=True) == "128x128: out of memory" and not lock.locked()
+    assert line() == "no model is loaded yet"
 
 
 def test_a_size_by_a_factor_is_not_told_as_the_other_tabs(webui):
@@ -150,18 +119,3 @@ def test_a_size_by_a_factor_is_not_told_as_the_other_tabs(webui):
     _, *values = (control.value for control in event["inputs"])
     assert event["fn"](by_size, *values).startswith("128x128: ")
     assert event["fn"](by_factor, *values) == "resized by a factor: the size is known only when the picture is drawn"
-
-
-@pytest.mark.parametrize("flavour", ["a1111", "forge"])
-def test_what_pays_merges_from_the_next_picture_on_and_after_a_restart(place, webui, measured, line):
-    plain = webui.job().latents
-    first = webui.job(True, 0.5)
-    assert torch.equal(first.latents, plain) and "so few tokens" in first.comments
-    assert not measured and not list(place.rglob("*.json")), "nothing is measured unasked"
-    assert line(measure=True, width=64, height=64) == "64x64: about 2.0x faster"
-    second = webui.job(True, 0.5)
-    assert "about 2.0x faster (measured here)" in second.comments and not torch.equal(second.latents, plain)
-    (file,) = place.rglob("*.json")
-    assert file.parent.name == "cache"
-    webui.reload()
-    assert torch.equal(webui.job(True, 0.5).latents, second.latents)

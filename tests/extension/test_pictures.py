@@ -1,5 +1,6 @@
-"""The gain of merging from the webuis' own pictures, without a button: which pictures count, and where it is shown."""
+"""The gain of merging from the webuis' own pictures: which pictures count, where it is shown, and where it is kept."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -12,32 +13,44 @@ from tests.webui_doubles import FLAVOURS, ON, merges
 GAIN = "about 2.0x faster, from your own pictures (3 with merging, 3 without)"
 
 
+@pytest.fixture
+def place(monkeypatch, tmp_path):
+    """The webui's folder for files, which the webui reads at its start."""
+    monkeypatch.setitem(sys.modules, "modules.paths_internal", SimpleNamespace(data_path=str(tmp_path)))
+    return tmp_path
+
+
 @pytest.fixture(autouse=True)
-def timed(webui, monkeypatch):
+def timed(place, webui, monkeypatch):
     """A clock: every step takes a second, a merged step half. The double's four steps are enough."""
-    clock, pictures = SimpleNamespace(now=0.0), webui.engine("measuring.pictures")
+    clock = SimpleNamespace(now=0.0)
 
     def now():
         clock.now += 0.5 if merges(webui.unet) else 1.0
         return clock.now
 
-    monkeypatch.setattr(pictures, "_CALLS", 3)
-    monkeypatch.setattr(pictures.Steps, "clock", staticmethod(now))
+    monkeypatch.setattr(webui.engine("measuring.pictures"), "_CALLS", 3)
+    monkeypatch.setattr(webui.engine("engine.steps").Steps, "clock", staticmethod(now))
 
 
 @pytest.mark.parametrize("flavour", some_quick(FLAVOURS, 2))
-def test_the_report_and_the_panel_tell_it_after_three_of_both_kinds(webui):
-    webui.script.ui(False)  # imports the panel
-    answer = webui.part("measuring").answer
-    wish = webui.part("job_settings").read(ON, webui.part("settings_tab").default_of)
-    assert answer(wish, {False: (64, 64)}) == "64x64: not measured yet"
+def test_the_report_and_the_panel_tell_it_after_three_of_both_kinds_and_after_a_restart(place, webui):
+    def answer(width, height):
+        webui.script.ui(False)  # imports the panel
+        wish = webui.part("job_settings").read(ON, webui.part("settings_tab").default_of)
+        return webui.part("measuring").answer(wish, {False: (width, height)})
+
+    assert answer(64, 64) == "64x64: not measured yet" and not list(place.rglob("*.json"))
     for _ in range(3):
         assert "faster" not in webui.job().comments
     comments = [webui.job(*ON).comments for _ in range(3)]
     assert "own pictures" not in "".join(comments[:2])
     assert comments[2] == f"ToMe: strength 0.5, own settings, 4 steps, {GAIN}\n"
-    assert answer(wish, {False: (64, 64)}) == f"64x64: {GAIN}"
-    assert answer(wish, {False: (72, 64)}) == "72x64: not measured yet"
+    assert answer(64, 64) == f"64x64: {GAIN}" and answer(72, 64) == "72x64: not measured yet"
+    (file,) = place.rglob("*.json")
+    assert file.parent.name == "cache"
+    webui.reload()
+    assert answer(64, 64) == f"64x64: {GAIN}"
 
 
 STRANGER = SimpleNamespace(x=None, sigma=torch.ones(1), denoiser=SimpleNamespace(p=object()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,17 +23,6 @@ _LEAST_ELSEWHERE = 4096
 # with 1,024 tokens of 1,280 channels, is 1.2 to 1.5 times as fast (docs/benchmarks.md, "Whole blocks").
 _LEAST_FOR_BLOCKS = 1024
 
-# 10^12 operations per second of one multiprocessor in half precision, by compute capability, from data sheets
-_PER_PROCESSOR = {(8, 0): 1.2, (8, 6): 0.6, (8, 9): 0.76, (9, 0): 2.4, (10, 0): 4.0, (12, 0): 0.8}
-_FULL_PRECISION = 1 / 3  # float32's rate, as a share of the rate in half precision
-# The mean time of a block's operations at the rate above, below which merging does not pay. Measured on an H200
-# (docs/gpu.md) with eager calls in half precision, batch 2. At .14 ms (SD1.5 at 512 px), .45 (SDXL at 1024) and 1.1
-# (SD1.5 at 1024), 20 steps of `balanced` took up to a third longer than unmerged ones. At 2.6 (SDXL at 2048) they were
-# 1.04 times as fast, at 13 (SD1.5 at 2048) twice as fast.
-_HOST_BOUND_MS = 1.3
-
-Gate = bool | str | None  # whether rules with `only_if_it_pays` merge, see `decide`
-
 
 class BlockInput(NamedTuple):
     """The input of a block, by which its parts merge."""
@@ -51,7 +40,7 @@ class ModelCall:
     timestep: Any  # the model's argument, a number or a tensor, on which random draws depend
     rules: tuple[LevelRules, ...]  # in force, one for each level, the finest first; all None if no rule is
     why_off: tuple[str, ...]  # the reason why no rule is in force, by level; read only if none is
-    gates: tuple[Gate, ...]  # by level, for `decide`
+    gate: str | None  # for `decide`
     kept_plans: KeptPlans | None = None  # of earlier calls in the same sampling; None: none is used or kept
     latest_runs: dict[Hashable, int] = field(default_factory=dict)  # number, from 0, of an attention's latest run
     facts: Any = None  # what else the adapter has read from the call's arguments
@@ -70,42 +59,20 @@ class MergeMap(NamedTuple):
     num_groups: int  # of the whole sequence; these tokens may be in some of them only
 
 
-def decide(rules: LevelRules, why_off: str, tokens: int, device: str, gate: Gate = None) -> tuple[LevelRules, str]:
+def decide(
+    rules: LevelRules, why_off: str, tokens: int, device: str, gate: str | None = None
+) -> tuple[LevelRules, str]:
     """Return the rules that merge in a level (None for a part that does not), and the reason if none does, else "".
 
     `rules` are those in force, by part, and `why_off` is the reason if all are None; `device` is a device's type. A
-    rule without `only_if_it_pays` always merges. With it, `gate` decides. True: it merges; False or a text, which is
-    the reason: it does not; None: it merges if the level has at least 1,024 `tokens` of the picture on a CPU, 4,096
-    elsewhere, or 1,024 on any device for whole blocks. Without a text, the reason is too few tokens.
+    rule without `only_if_it_pays` always merges. With it, `gate` may be the reason why it does not; if that is None, it
+    merges if the level has at least 1,024 `tokens` of the picture on a CPU, 4,096 elsewhere, or 1,024 on any device for
+    whole blocks, and else the reason is too few tokens.
     """
     if not any(rules):
         return rules, why_off
     least = _LEAST.get(device, _LEAST_ELSEWHERE)
-    pays = [tokens >= fewest if gate is None else gate is True for fewest in (least, least, least, _LEAST_FOR_BLOCKS)]
+    pays = [gate is None and tokens >= fewest for fewest in (least, least, least, _LEAST_FOR_BLOCKS)]
     merging = LevelRules(*(rule if rule and (part_pays or not rule.only_if_it_pays) else None
                            for rule, part_pays in zip(rules, pays, strict=True)))  # fmt: skip
     return merging, "" if any(merging) else gate or FEW_TOKENS
-
-
-def is_host_bound(
-    blocks: Sequence[tuple[int, int]], batch: int, area: int, dtype: torch.dtype, device: torch.device
-) -> bool:
-    """Estimate whether merging would not pay because eager calls wait for the launches of kernels, not for the GPU.
-
-    True if an average block's operations take the GPU less than `_HOST_BOUND_MS` at its nominal rate for `dtype`.
-    `blocks` holds (latent cells per token along a side, channels) of each block; `batch` is the number of latents,
-    `area` the height times the width of one in latent cells. False also for a device that is no NVIDIA card, or a card
-    of an unknown kind.
-    """
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    try:
-        card = torch.cuda.get_device_properties(device)
-        rate = _PER_PROCESSOR[card.major, card.minor] * card.multi_processor_count
-    except (AssertionError, RuntimeError, KeyError):  # no card (a fake tensor may claim one), or an unknown kind
-        return False
-    rate *= _FULL_PRECISION if dtype == torch.float32 else 1.0
-    sizes = ((area / downsample**2, channels) for downsample, channels in blocks)
-    # projections of two attentions and the feed-forward layer; queries with keys, and weights with values
-    work = batch * sum(36 * tokens * channels**2 + 4 * tokens**2 * channels for tokens, channels in sizes)
-    return work / rate / 1e9 < _HOST_BOUND_MS * len(blocks)

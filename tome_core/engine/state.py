@@ -76,8 +76,8 @@ class State:
         """
         self.ledger.calls += 1
         now, kept = self.time.next_call(timestep, latent, called)
-        gates = (None,) * len(now.rules) if self.pays is None else self.pays.gates(now.rules, latent)
-        call = ModelCall(self, timestep, now.rules, now.why_off, gates, kept)
+        gate = None if self.pays is None else self.pays.gate(latent)
+        call = ModelCall(self, timestep, now.rules, now.why_off, gate, kept)
         if torch.is_tensor(latent) and latent.dim() == 4 and self.ever_merges:
             for tally in self.ledger.levels:
                 if not tally.covered and tally.blocks:  # `attend` is not called there, but the total counts its work
@@ -101,7 +101,7 @@ class State:
         batch, tokens = q.shape[:2]
         turn = call.latest_runs[name] = call.latest_runs.get(name, -1) + 1
         picture = layout.grid.height * layout.grid.width
-        known = self._decisions.get((id(call.rules[level]), call.why_off[level], call.gates[level], picture, q.device))
+        known = self._decisions.get((id(call.rules[level]), call.why_off[level], call.gate, picture, q.device))
         rules, why = known or self.decide(call, level, picture, q.device)  # without a call at every attention
         rule = rules.attn
         if rule is None:
@@ -136,7 +136,7 @@ class State:
 
         Of `device` only the type counts. An answer is kept for the same rules, reason, gate, `tokens` and `device`.
         """
-        rules, why_off, gate = call.rules[level], call.why_off[level], call.gates[level]
+        rules, why_off, gate = call.rules[level], call.why_off[level], call.gate
         key = (id(rules), why_off, gate, tokens, device)
         if key not in self._decisions:
             self._decisions[key] = decide(rules, why_off, tokens, device.type, gate)
@@ -240,16 +240,13 @@ class State:
     def reset_counts(self) -> None:
         """Clear counts and maps, so that the next report is about the next picture alone. Maps stay on or off."""
         self.ledger.reset()
-        if self.pays is not None:
-            self.pays.used.clear()
         self.keep_maps(self._maps is not None)
 
     def report(self) -> Report:
         """Return a copy of the counts since the start or the latest `reset_counts`, as a `Report`."""
-        gains = () if self.pays is None else tuple(self.pays.used)
         ledger, notes = self.ledger, (*self.ledger.notes, *kernels.notes())
         levels = tuple(deepcopy(ledger.levels))
-        return Report(self.is_installed, describe(self.config), ledger.calls, levels, notes, gains)
+        return Report(self.is_installed, describe(self.config), ledger.calls, levels, notes)
 
 
 def _check_time(name: str, value: float | None, most: float = math.inf) -> None:

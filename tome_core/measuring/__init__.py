@@ -1,1 +1,1 @@
-"""Timing of unmerged and merged calls on the user's machine, and the decision whether merging pays."""
+"""The estimate whether merging pays, and the gain in the user's own pictures."""

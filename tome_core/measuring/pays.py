@@ -1,118 +1,128 @@
-"""The decision whether merging pays in a kind of call: by a measured gain, else by an estimate for the GPU.
+"""Whether merging pays: an estimate for calls on a GPU, and the reason why pictures of a size would not merge.
 
-It is made when the patch is put on and holds until the patch is taken off, so that no picture changes half way. Weights
-do not identify a gain, because another checkpoint or a LoRA of the same shape is as fast.
+The estimate is chosen when the patch is put on, and holds until it is taken off, so that no picture changes half way.
 """
 
 from __future__ import annotations
 
-import hashlib
-import platform
-import sys
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..attention.descriptions import full_name
-from ..engine.decision import Gate, is_host_bound
-from ..models.intercept import attention_names_in
-from ..models.unet_blocks import BlockPlace
-from ..reporting.gains import Gain, nearest
-from ..settings.config import MergeConfig
-from ..settings.schedule import LevelRules
+from ..engine.decision import decide
+from ..engine.time import Clock
+from ..models import Adapter, adapter_of, find_models
+from ..models.unet_blocks import is_compiled
+from ..settings.config import MergeConfig, MergeRule
+from ..settings.presets import TRANSFORMER
+from ..settings.schedule import choose
 
-_HOST_BOUND = "at this size the GPU waits for kernel launches, so merging would not pay (estimated, not measured)"
+PIXELS = 8  # pixels per latent cell, along a side
+_WAITS = "at this size the GPU waits for kernel launches, so merging would not pay (estimated)"
+
+# 10^12 operations per second of one multiprocessor in half precision, by compute capability, from data sheets
+_PER_PROCESSOR = {(8, 0): 1.2, (8, 6): 0.6, (8, 9): 0.76, (9, 0): 2.4, (10, 0): 4.0, (12, 0): 0.8}
+_FULL_PRECISION = 1 / 3  # float32's rate, as a share of the rate in half precision
+# The mean time of a block's operations at the rate above, below which merging does not pay. Measured on an H200
+# (docs/gpu.md) with eager calls in half precision, batch 2. At .14 ms (SD1.5 at 512 px), .45 (SDXL at 1024) and 1.1
+# (SD1.5 at 1024), 20 steps of `balanced` took up to a third longer than unmerged ones. At 2.6 (SDXL at 2048) they were
+# 1.04 times as fast, at 13 (SD1.5 at 2048) twice as fast.
+_HOST_BOUND_MS = 1.3
 
 
 class Pays:
-    """The decision for each shape, dtype and device of latents whether merging pays: by a measured gain, or estimated.
+    """The estimate whether merging pays in a call, kept for each shape, dtype and device of latents.
 
-    `gains` are those of this model and these rules, `blocks` has (latent cells per token along a side, channels) of
-    each block. `always`, for a measurement, merges the finest level with rules, however few its tokens are. The keys of
-    `used` are the gains that decided so far, in order.
+    `blocks` has (latent cells per token along a side, channels) of each block of the UNet.
     """
 
-    def __init__(self, gains: Sequence[Gain], blocks: Sequence[tuple[int, int]], always: bool = False) -> None:
-        self._gains, self._blocks, self._always = tuple(gains), tuple(blocks), always
-        self._gates: dict[tuple, tuple[Gate, Gain | None]] = {}
-        self.used: dict[Gain, None] = {}
+    def __init__(self, blocks: Sequence[tuple[int, int]]) -> None:
+        self._blocks = tuple(blocks)
+        self._gates: dict[tuple, str | None] = {}
 
-    def gates(self, rules: Sequence[LevelRules], latent: Any) -> tuple[Gate, ...]:
-        """Return for each level whether rules with `only_if_it_pays` merge, for `engine.decision.decide`.
+    def gate(self, latent: Any) -> str | None:
+        """Return why rules with `only_if_it_pays` do not merge in a call, for `engine.decision.decide`.
 
-        It is True, or the reason why merging does not pay, or None if the number of tokens decides. With `always`, or
-        if a gain says that merging pays, the finest level with one of the `rules` is True, the others None. If a gain
-        or, without gains, the estimate says that it does not, all levels have the reason. Else all are None, also if
-        `latent` has not four dimensions. The gain that decides is added to `used`.
+        None: the number of tokens decides, also if `latent` has not four dimensions.
         """
         if not torch.is_tensor(latent) or latent.dim() != 4:
-            return (None,) * len(rules)
+            return None
         key = latent.shape, latent.dtype, latent.device
         if key not in self._gates:
-            self._gates[key] = self._gate_of(latent)
-        gate, gain = self._gates[key]
-        if gain is not None:
-            self.used[gain] = None
-        finest = next((level for level, level_rules in enumerate(rules) if any(level_rules)), 0)
-        return tuple(gate if gate is not True or level == finest else None for level in range(len(rules)))
-
-    def _gate_of(self, latent: torch.Tensor) -> tuple[Gate, Gain | None]:
-        """Return (gate, gain or None). gate: True (also by `always`), the reason why not, None: token count decides."""
-        batch, _, height, width = latent.shape
-        gain = nearest(self._gains, device_of(latent.device), dtype_of(latent.dtype), height, width, batch)
-        if gain is not None or self._always:
-            return self._always or gain.pays or gain.why_not, gain
-        is_bound = is_host_bound(self._blocks, batch, height * width, latent.dtype, latent.device)
-        return _HOST_BOUND if is_bound else None, None
+            batch, _, height, width = latent.shape
+            is_bound = is_host_bound(self._blocks, batch, height * width, latent.dtype, latent.device)
+            self._gates[key] = _WAITS if is_bound else None
+        return self._gates[key]
 
 
-def about(unet: nn.Module, places: Sequence[BlockPlace], config: MergeConfig) -> tuple[str, ...]:
-    """Return the first five fields of a `Gain`: model, rules, attention, and the versions of torch and this package.
+def pays_of(rules: Sequence[MergeRule], model: nn.Module, adapter: Adapter) -> Pays | None:
+    """Return the estimate for a model by its adapter, for `State.pays`; None if the number of tokens decides alone.
 
-    The rules are without the seed, because a host may draw it for each picture. The attention is that of the first of
-    `places`, the UNet's blocks, which must not be empty.
+    It does if none of the `rules` has `only_if_it_pays`, for a compiled UNet, whose time launches do not limit, and for
+    a transformer.
     """
-    blocks = [(place.path, place.halvings, *widths_of(place.block),
-               getattr(getattr(place.block, "attn1", None), "heads", 0)) for place in places]  # fmt: skip
-    classes = (type(module).__name__ for module in unet.modules())
-    residual = Counter(name for name in classes if name.startswith("Res"))  # residual blocks, in every host
-    model = f"{type(unet).__name__} {digest(blocks, sorted(residual.items()))}"
-    attention, function = getattr(places[0].block, "attn1", None), ""
-    if attention is not None:
-        name, code = type(getattr(attention, "processor", attention)).__name__, type(attention).forward
-        function = " ".join((name, full_name(code), *attention_names_in(code)))
-    return model, digest(replace(config, seed=0)), function, torch.__version__, version()
+    if adapter.layout == TRANSFORMER or not any(rule.only_if_it_pays for rule in rules):
+        return None
+    places = adapter.places
+    if is_compiled(model, places):
+        return None
+    projections = [getattr(getattr(place.block, "attn1", None), "to_q", None) for place in places]
+    channels = [getattr(projection, "in_features", 0) for projection in projections]  # 0: not known
+    return Pays([(2**place.halvings, width) for place, width in zip(places, channels, strict=True)])
 
 
-def widths_of(block: nn.Module) -> tuple[int, int]:
-    """Return the channels of the block's tokens and of the prompt's tokens, each 0 if it is not known."""
-    return tuple(getattr(getattr(getattr(block, attention, None), projection, None), "in_features", 0)
-                 for attention, projection in (("attn1", "to_q"), ("attn2", "to_k")))  # fmt: skip
+def why_not_at(model: Any, config: MergeConfig, height: int, width: int, batch: int = 2) -> str:
+    """Return the first reason why pictures of a size in pixels would not merge, without calling the model.
+
+    It is "" if a rule would merge at some level and time, and for every transformer. `model` is one that `patch` takes,
+    `batch` is samples in a call. An UnsupportedModelError or a TypeError is raised if the model cannot be patched.
+    """
+    model = find_models(model)[0]
+    adapter = adapter_of(model)
+    if adapter.layout == TRANSFORMER:
+        return ""
+    clock = Clock(config, adapter.downsamples)
+    latent, pays = _empty_latent(model, batch, height, width), pays_of(clock.rules, model, adapter)
+    gate, reasons = None if pays is None else pays.gate(latent), []
+    for rule in clock.rules:
+        for level_rules, factor in zip(choose((rule,), clock.downsamples), clock.downsamples, strict=True):
+            tokens = -(-latent.shape[2] // factor) * -(-latent.shape[3] // factor)
+            reasons.append(decide(level_rules, "no rule holds for this size", tokens, latent.device.type, gate)[1])
+    return reasons[0] if all(reasons) else ""
 
 
-def device_of(device: torch.device) -> str:
-    """Return a CUDA GPU's name; a CPU's kind and torch's threads, as ``x86_64, threads 8``; or a device's type."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    if device.type == "cpu":
-        return f"{platform.processor() or platform.machine()}, threads {torch.get_num_threads()}"
-    return device.type
+def _empty_latent(unet: nn.Module, batch: int, height: int, width: int) -> torch.Tensor:
+    """Return latents of a size in pixels, with one channel, as a UNet's calls have them: device and dtype.
+
+    The device is accelerate's if that moves the UNet.
+    """
+    weight = next(parameter for parameter in unet.parameters() if parameter.is_floating_point())
+    device = getattr(getattr(unet, "_hf_hook", None), "execution_device", None)
+    sides = height // PIXELS, width // PIXELS
+    return torch.empty(batch, 1, *sides, device=weight.device if device is None else device, dtype=weight.dtype)
 
 
-def dtype_of(dtype: torch.dtype) -> str:
-    """Return a dtype's name, such as ``float16``."""
-    return str(dtype).removeprefix("torch.")
+def is_host_bound(
+    blocks: Sequence[tuple[int, int]], batch: int, area: int, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Estimate whether merging would not pay because eager calls wait for the launches of kernels, not for the GPU.
 
-
-def version() -> str:
-    """Return the version of this package, under any name by which it was imported."""
-    return sys.modules[__package__.rpartition(".")[0]].__version__
-
-
-def digest(*parts: object) -> str:
-    """Return a hash of the parts' representations (``repr``), 12 hexadecimal digits."""
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+    True if an average block's operations take the GPU less than `_HOST_BOUND_MS` at its nominal rate for `dtype`.
+    `blocks` holds (latent cells per token along a side, channels) of each block; `batch` is the number of latents,
+    `area` the height times the width of one in latent cells. False also for a device that is no NVIDIA card, or a card
+    of an unknown kind.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    try:
+        card = torch.cuda.get_device_properties(device)
+        rate = _PER_PROCESSOR[card.major, card.minor] * card.multi_processor_count
+    except (AssertionError, RuntimeError, KeyError):  # no card (a fake tensor may claim one), or an unknown kind
+        return False
+    rate *= _FULL_PRECISION if dtype == torch.float32 else 1.0
+    sizes = ((area / downsample**2, channels) for downsample, channels in blocks)
+    # projections of two attentions and the feed-forward layer; queries with keys, and weights with values
+    work = batch * sum(36 * tokens * channels**2 + 4 * tokens**2 * channels for tokens, channels in sizes)
+    return work / rate / 1e9 < _HOST_BOUND_MS * len(blocks)

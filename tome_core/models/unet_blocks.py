@@ -27,9 +27,8 @@ class UnsupportedModelError(ValueError):
 
 
 class UNetFamily(NamedTuple):
-    """The names of a UNet family ("ldm"), of its attributes for three stages, and of the class that makes tokens."""
+    """The names of a UNet family's attributes for three stages, and of the class that makes tokens."""
 
-    name: str
     down: str
     middle: str
     up: str
@@ -38,8 +37,9 @@ class UNetFamily(NamedTuple):
 
 FAMILIES = (
     # CompVis, Stability-AI (ldm and sgm), ComfyUI, Forge, reForge
-    UNetFamily("ldm", "input_blocks", "middle_block", "output_blocks", "SpatialTransformer"),
-    UNetFamily("diffusers", "down_blocks", "mid_block", "up_blocks", "Transformer2DModel"),
+    UNetFamily("input_blocks", "middle_block", "output_blocks", "SpatialTransformer"),
+    # diffusers
+    UNetFamily("down_blocks", "mid_block", "up_blocks", "Transformer2DModel"),
 )
 
 _RESAMPLER = re.compile(r"(?:Fir|K)?(Down|Up)sample(?:2D)?")
@@ -53,14 +53,12 @@ class BlockPlace(NamedTuple):
         block: the block.
         transformer: the module that holds the block and makes its tokens.
         halvings: how often the latent is halved before it reaches the block.
-        family: the family of the UNet.
     """
 
     path: str
     block: nn.Module
     transformer: nn.Module
     halvings: int
-    family: UNetFamily
 
 
 def find_unet(model: Any) -> nn.Module:
@@ -124,16 +122,13 @@ def find_blocks(unet: nn.Module) -> list[BlockPlace]:
     raise UnsupportedModelError(f"{kind} is not known: {why}; found {listing}. {_KNOWN}")
 
 
-def is_compiled(unet: nn.Module, places: Sequence[BlockPlace], patched_object: Any = None) -> bool:
-    """Return whether a UNet is compiled, in part or in whole.
+def is_compiled(unet: nn.Module, places: Sequence[BlockPlace]) -> bool:
+    """Return whether a UNet is compiled by its own method ``compile``, or that of a block or of a block's transformer.
 
-    It is if `patched_object`, which the user has passed to `patch`, or its ``unet`` is a wrapper of torch.compile's, or
-    if the method ``compile`` of the UNet, of a block at `places` or of such a block's transformer was called. `unet` is
-    the module without wrappers: a wrapper given as `unet` is not noticed.
+    A wrapper of torch.compile's around the UNet is not noticed. `places` are the UNet's blocks.
     """
     parts = (unet, *(part for place in places for part in (place.transformer, place.block)))
-    is_wrapped = any(hasattr(model, "_orig_mod") for model in (patched_object, getattr(patched_object, "unet", None)))
-    return is_wrapped or any(part._compiled_call_impl is not None for part in parts)
+    return any(part._compiled_call_impl is not None for part in parts)
 
 
 def is_kind(module: Any, name: str) -> bool:
@@ -176,7 +171,7 @@ def _places_of(unet: nn.Module, family: UNetFamily) -> Iterator[BlockPlace]:
                 if blocks is not None and is_kind(module, family.transformer):
                     for number, block in blocks.named_children():
                         if is_kind(block, BLOCK):
-                            yield BlockPlace(f"{path}.transformer_blocks.{number}", block, module, halvings, family)
+                            yield BlockPlace(f"{path}.transformer_blocks.{number}", block, module, halvings)
                     continue
                 resampler = _RESAMPLER.fullmatch(type(module).__name__)
                 if resampler is not None and not resampling:

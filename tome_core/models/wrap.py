@@ -351,10 +351,6 @@ class WrapSet:
                 self._resting[type(wrap), id(target)] = wrap
         self.wraps, self.patch = [], None
 
-    def is_busy(self) -> bool:
-        """Return whether this thread is inside a call that may merge, or has turned merging off by `Patch.unmerged`."""
-        return self.calls.current is not None or self.calls.disabled > 0
-
     def prepare_backward(self, call: ModelCall | None, out: Any) -> None:
         """Prepare the backward pass of an ended call: blocks that gradient checkpointing runs again belong to it.
 

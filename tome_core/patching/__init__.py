@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from ..engine.plan_cache import Guidance
+from ..engine.state import State
 from ..engine.time import ModelTime
-from ..measuring.measured import Measured
+from ..measuring.pays import pays_of
 from ..models import Adapter, adapter_of, find_models
 from ..models.unet_blocks import UnsupportedModelError
 from ..models.wrap import Wrap, drop_mark, drop_remains, put_on, take_off, why_missed, wraps_on
@@ -178,8 +179,8 @@ def _schedule_of(model: Any) -> NoiseSchedule | None:
     return None
 
 
-class Patch(Measured):
-    """A patch on a model: it reports, measures, and takes itself off. It does not keep models alive.
+class Patch(State):
+    """A patch on a model: it reports, and takes itself off. It does not keep models alive.
 
         with tome_core.patch(pipe, strength=0.5) as handle:
             image = pipe("a lake").images[0]
@@ -217,8 +218,6 @@ class Patch(Measured):
                     ways |= {"tomesd"} if as_tomesd else {"blocks"} if rule.merge_blocks else set()
         self._pipeline_wraps: list[Wrap] = []  # wraps of the pipeline, which hold no module
         self._previous: Patch | None = None  # comes back when the `with` is left
-        with suppress(TypeError):  # not every object allows weak references
-            self.patched_object = weakref.ref(patched_object)
         self._follow(patched_object)
 
     @property
@@ -235,14 +234,14 @@ class Patch(Measured):
         """Put the patch on the models, in place of an earlier one, and return this patch. Idempotent.
 
         Call it again if another program removed or wrapped the patch; it goes on top. Unless it is on already, this
-        decides again whether merging pays, by known gains or else estimates. A RuntimeError is raised if all models
-        were garbage-collected.
+        asks again whether an estimate decides if merging pays, which it does not for a compiled UNet. A RuntimeError is
+        raised if all models were garbage-collected.
         """
         if self.model is None:
             raise RuntimeError("the model that this handle patched is gone; patch the new one")
         self._removed = False
         if not self.is_installed:
-            self.ask_whether_it_pays()
+            self.pays = pays_of(self.clock.rules, self.model, self.adapter)
         for number, model in enumerate(self._present()):
             adapter = self.adapter if number == 0 else adapter_of(model)
             before = put_on(model, adapter, self, self.levels)

@@ -1,1 +1,1 @@
-"""Reports: counts of what merged, and measured gains."""
+"""Reports: counts of what merged, and the gains in the user's own pictures."""

@@ -1,6 +1,6 @@
-"""Measured gains of merging, kept in this process and, if a file is given, for later processes.
+"""The times of the user's own pictures, kept in this process and, if a file is given, for later processes.
 
-Gains are measured on request only (`Patch.measure`), so no timing changes a picture unasked.
+From them comes the gain of merging, which is reported and decides nothing.
 """
 
 from __future__ import annotations
@@ -9,95 +9,19 @@ import json
 import logging
 import os
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 logger = logging.getLogger(__name__)
-MARGIN = 0.02  # merging pays if it gains this or more: medians on a quiet machine differ by 1 % between measurements
-PIXELS = 8  # pixels per latent cell, along a side
+_MARGIN = 0.02  # a smaller gain is told as none: medians on a quiet machine differ by 1 % between measurements
 _LEAST, _MOST, _CASES = 3, 12, 300  # fewest pictures of a case that are shown, most that are kept; most cases
 _SPREAD = 0.25  # the spread of both kinds of times may be this share of their difference
-_ALIKE = 0.15  # saved shares may differ by this much: samplers place their steps differently
-
-
-class Gain(NamedTuple):
-    """The measured time of unmerged and merged calls, and everything on which it depends.
-
-    Args:
-        model: the class of the model, with a hash of its shape, see `measuring.pays.about`.
-        rules: a hash of the settings.
-        attention: the names of the attention's processor and functions.
-        torch, tome_core: their versions.
-        device, dtype: the device's name, see `measuring.pays.device_of`, and the model's dtype, such as ``float16``.
-        height, width: of the latent; a picture has `PIXELS` times as many pixels.
-        batch: number of samples in a call.
-        unmerged, merged: seconds of an unmerged call, and of a merged one in the mean over a picture's steps.
-        saved: the share of self-attention work that was saved, 0 to 1; None if it is not known.
-    """
-
-    model: str
-    rules: str
-    attention: str
-    torch: str
-    tome_core: str
-    device: str
-    dtype: str
-    height: int
-    width: int
-    batch: int
-    unmerged: float
-    merged: float
-    saved: float | None = None
-
-    @property
-    def case(self) -> tuple:
-        """All fields but `unmerged`, `merged` and `saved`, which identify the measured case."""
-        return self[:-3]
-
-    @property
-    def ratio(self) -> float:
-        """The speed of merged calls, relative to unmerged ones: above 1 if merged calls are faster."""
-        return self.unmerged / self.merged
-
-    @property
-    def pays(self) -> bool:
-        """True if merging is at least 1 + `MARGIN` times as fast."""
-        return self.ratio >= 1 + MARGIN
-
-    def fits_share(self, saved: float | None) -> bool:
-        """Tell whether a share differs from the gain's `saved` by at most 15 % of that; False if either is None."""
-        return self.saved is not None and saved is not None and abs(saved - self.saved) <= _ALIKE * self.saved
-
-    @property
-    def size(self) -> str:
-        """The picture's size, as ``1024x1536``, width first."""
-        return f"{self.width * PIXELS}x{self.height * PIXELS}"
-
-    @property
-    def speed(self) -> str:
-        """The gain, as ``about 1.3x faster``, below 1.1 ``about 1.05x faster``, below 1 + `MARGIN` ``no faster``."""
-        return _speed(self.ratio)
-
-    @property
-    def line(self) -> str:
-        """Size and gain, as ``1024x1536: about 1.3x faster`` or ``512x512: no faster``."""
-        return f"{self.size}: {self.speed}"
-
-    @property
-    def why_not(self) -> str:
-        """The reason, for the report, if not `pays`: a merged call's time over an unmerged one's, and the size."""
-        times = self.merged / self.unmerged
-        return f"measured: a merged call took {times:.2f} times as long as an unmerged call at {self.size}"
-
-    def __str__(self) -> str:
-        where = f"{self.size}, batch {self.batch}, {self.dtype}, {self.device}"
-        return f"{self.ratio:.2f} times as fast as unmerged ({where})"
 
 
 class Gains:
-    """All known gains, and the file in which they are kept, if there is one. ``bool()`` is True if a `Gain` is known.
+    """All known times, and the file in which they are kept, if there is one.
 
     `pictures` has for each case, the latest last, a tuple of seconds per model call in the user's own pictures. A case
     is four texts: hashes of model and size, of other conditions and of the rules, and the saved share; the last two are
@@ -105,15 +29,14 @@ class Gains:
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple, Gain] = {}
         self.pictures: dict[tuple[str, ...], tuple[float, ...]] = {}
         self._path: Path | None = None
 
     def load(self, path: str | os.PathLike | None) -> None:
-        """Read gains from a file, which need not exist, and append new gains to it from now on, one line of JSON each.
+        """Read times from a file, which need not exist, and append new times to it from now on, one line of JSON each.
 
         A host calls this once, before it patches a model; None changes nothing. The file's folder is created with the
-        first gain. Lines that cannot be read are ignored, with one warning. Of equal cases the last line counts; a file
+        first line. Lines that cannot be read are ignored, with one warning. Of equal cases the last line counts; a file
         that is mostly replaced lines is written anew.
         """
         if path is None:
@@ -124,32 +47,21 @@ class Gains:
             try:
                 self._take(json.loads(line))
             except (ValueError, TypeError):
-                _warn_once(f"{path} has lines that are no measured gains; they are ignored. Delete the file to end "
+                _warn_once(f"{path} has lines that are no times of pictures; they are ignored. Delete the file to end "
                            "this warning.")
-        if len(lines) > _CASES + 2 * (len(self._known) + len(self.pictures)):  # most were replaced by later ones
-            self._write([*(gain._asdict() for gain in self._known.values()), *self.pictures.items()], whole=True)
+        if len(lines) > _CASES + 2 * len(self.pictures):  # most were replaced by later ones
+            self._write([*self.pictures.items()], whole=True)
 
     def _take(self, line: Any) -> None:
-        """Keep the gain or times of a decoded line. Raises ValueError or TypeError for other lines, or times <= 0.
+        """Keep a decoded line, [key of `pictures`, times]; they replace all times of that case.
 
-        A dict has the fields of a `Gain`; a list has a key of `pictures` and the times, which replace all of that case.
+        Raises ValueError or TypeError for other lines, or times <= 0.
         """
-        if isinstance(line, list):
-            (where, how, rules, saved), times = line
-            if not (times and all(isinstance(seconds, float) and seconds > 0 for seconds in times)):
-                raise ValueError("it has times that are none")
-            self.pictures.pop((where, how, rules, saved), None)  # so that the latest case is the last
-            self.pictures[where, how, rules, saved] = tuple(times)
-            return
-        gain = Gain(**line)
-        if not (gain.unmerged > 0 and gain.merged > 0):
+        (where, how, rules, saved), times = line
+        if not (times and all(isinstance(seconds, float) and seconds > 0 for seconds in times)):
             raise ValueError("it has times that are none")
-        self._known[gain.case] = gain
-
-    def remember(self, gain: Gain) -> None:
-        """Keep a gain in place of its `case`'s, also in the file. If that cannot be written, one warning says so."""
-        self._known = {**self._known, gain.case: gain}  # another thread may iterate over the old dict
-        self._write([gain._asdict()])
+        self.pictures.pop((where, how, rules, saved), None)  # so that the latest case is the last
+        self.pictures[where, how, rules, saved] = tuple(times)
 
     def add_picture(self, case: tuple[str, ...], seconds: float) -> None:
         """Keep a picture's seconds per model call in `pictures` and in the file.
@@ -180,13 +92,9 @@ class Gains:
         without, within = map(len, kinds)
         return f"{_speed(plain / merged)}, from your own pictures ({within} with merging, {without} without)"
 
-    def of(self, about: tuple[str, ...]) -> tuple[Gain, ...]:
-        """Return the gains whose first five fields, from `model` to `tome_core`, are these."""
-        return tuple(gain for case, gain in self._known.items() if case[: len(about)] == about)
-
     def forget(self) -> None:
-        """Drop all gains and times of pictures, and stop using the file, which stays."""
-        self._known, self.pictures, self._path = {}, {}, None
+        """Drop all times, and stop using the file, which stays."""
+        self.pictures, self._path = {}, None
 
     def _write(self, lines: Sequence[Any], whole: bool = False) -> None:
         """Append items as lines of JSON to the file, if there is one, or replace it if `whole`; warn if this fails."""
@@ -200,15 +108,13 @@ class Gains:
             if whole:
                 path.replace(self._path)
         except OSError as error:
-            _warn_once(f"The gain could not be kept in {self._path} ({error}). It is known until this program ends.")
-
-    def __bool__(self) -> bool:
-        return bool(self._known)
+            _warn_once(f"Times of pictures could not be kept in {self._path} ({error}). They are known until this "
+                       "program ends.")
 
 
 def _speed(ratio: float) -> str:
-    """Format a ratio: ``about 1.3x faster``, below 1.1 ``about 1.05x faster``, below 1 + `MARGIN` ``no faster``."""
-    return f"about {ratio:.{1 if ratio >= 1.1 else 2}f}x faster" if ratio >= 1 + MARGIN else "no faster"
+    """Format a ratio: ``about 1.3x faster``, below 1.1 ``about 1.05x faster``, below 1 + `_MARGIN` ``no faster``."""
+    return f"about {ratio:.{1 if ratio >= 1.1 else 2}f}x faster" if ratio >= 1 + _MARGIN else "no faster"
 
 
 def _lines_of(path: Path) -> list[str]:
@@ -227,10 +133,3 @@ def _warn_once(text: str) -> None:
 
 KNOWN = Gains()  # of this process
 load = KNOWN.load
-
-
-def nearest(gains: Iterable[Gain], device: str, dtype: str, height: int, width: int, batch: int) -> Gain | None:
-    """Return the gain of this case with the nearest batch, or the smaller of two equally near; None without one."""
-    case = (device, dtype, height, width)  # no batch: hosts split it by free memory, on which no picture may depend
-    fitting = [gain for gain in gains if (gain.device, gain.dtype, gain.height, gain.width) == case]
-    return min(fitting, key=lambda gain: (abs(gain.batch - batch), gain.batch), default=None)

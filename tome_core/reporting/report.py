@@ -1,4 +1,4 @@
-"""The report of a patch, as data and as text: merged calls by level, gains, and reasons for unmerged calls."""
+"""The report of a patch, as data and as text: merged calls by level, the gain, and reasons for unmerged calls."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .gains import Gain
 from .ledger import OTHER_PARTS, TOO_SMALL, Counted, LevelTally
 
-FORMAT = 2  # version of `Report.as_data`
-_KINDS = 3  # the most token counts at a level, reasons, and measured sizes that are shown
+FORMAT = 3  # version of `Report.as_data`
+_KINDS = 3  # the most token counts at a level, and reasons, that are shown
 _COUNTS = 0.05  # a smaller share of attention is not shown
-_AS_ASKED = ("outside the rules' time range", "so few tokens", "at this size the GPU", "measured: ",
-             "a rule of ratio 0", OTHER_PARTS, TOO_SMALL)  # fmt: skip
+_AS_ASKED = ("outside the rules' time range", "so few tokens", "at this size the GPU", "a rule of ratio 0",
+             OTHER_PARTS, TOO_SMALL)  # fmt: skip
 _NOTHING_WILL = "nothing will merge: "  # the beginning of notes with a reason
 
 
@@ -27,8 +26,7 @@ class Report(Counted):
         calls: number of counted model calls.
         levels: the counts of each level, the finest first.
         notes: texts on clamped settings, and on reasons why nothing merges.
-        gains: the measurements that decided whether rules with `only_if_it_pays` merge.
-        own: the gain in the user's own pictures, as text, for want of a measurement that fits.
+        own: the gain in the user's own pictures, as text; "" if it is not known.
     """
 
     patched: bool
@@ -36,15 +34,14 @@ class Report(Counted):
     calls: int = 0
     levels: tuple[LevelTally, ...] = ()
     notes: tuple[str, ...] = ()
-    gains: tuple[Gain, ...] = ()
     own: str = ""
 
     @classmethod
     def join(cls, reports: Iterable[Report]) -> Report:
         """Return one report for several, such as those of a picture's two samplings with hires fix.
 
-        Calls, and counts of levels with the same down-sampling, are added. Settings, notes and gains are kept once
-        each; `own` is left out. `patched` is True if it is in any of the reports.
+        Calls, and counts of levels with the same down-sampling, are added. Settings and notes are kept once each;
+        `own` is left out. `patched` is True if it is in any of the reports.
         """
         reports = tuple(reports)
         levels: dict[int, LevelTally] = {}
@@ -55,7 +52,7 @@ class Report(Counted):
             any(report.patched for report in reports), _once(report.settings for report in reports),
             sum(report.calls for report in reports),
             tuple(replace(levels[downsample], level=number) for number, downsample in enumerate(sorted(levels))),
-            _once(report.notes for report in reports), _once(report.gains for report in reports),
+            _once(report.notes for report in reports),
         )  # fmt: skip
 
     @property
@@ -65,12 +62,11 @@ class Report(Counted):
 
     @property
     def headline(self) -> str:
-        """``nothing merged: ...`` and why, if nothing merged; else the gain, ``about 1.4x faster (measured here)``.
+        """``nothing merged: ...`` and why, if nothing merged; else `own`, the gain in the user's own pictures.
 
-        Without a measured gain it is `own`, the gain in the user's own pictures; without both, ``61% of attention left
-        out``, or ``no attention left out`` if the share is exactly 0.
+        If that is not known, it is ``61% of attention left out``, or ``no attention left out`` if the share is exact 0.
         """
-        return (self._speed() or [self._outcome()])[0]
+        return self._gain or self._outcome()
 
     @property
     def hindered(self) -> str:
@@ -96,16 +92,16 @@ class Report(Counted):
         if not self.patched and not self.levels:
             return [f"{title}: there is no patch on this model."]
         facts = [count(self.calls, "model call")] if facts is None else facts
-        speed, outcome = self._speed(), self._outcome()
+        gain, outcome = self._gain, self._outcome()
         places = " and ".join(f"/{level.downsample}" for level in self.levels if level.calls_merged)
-        more = [f"{outcome}, at latent {places}"] if speed else []
+        more = [f"{outcome}, at latent {places}"] if gain else []
         more += beside
         more += [f"latent /{level.downsample}: {_kinds_text(level)}" for level in self.levels if level.calls_merged]
         reasons = list(self.reasons.items())[not self.merged_anything : _KINDS]  # the first reason is in the outcome
         more += [f"not merged, {count(calls, 'call')}: {_why(reason)}" for reason, calls in reasons]
         more += [f"compiled without merging, {reason}" for reason in self._traced()]
         more += [*self.notes, *(f"settings: {settings}" for settings in self.settings)]
-        return [f"{title}: {', '.join(filter(None, [*facts, *(speed or [outcome])]))}", *(f"  {line}" for line in more)]
+        return [f"{title}: {', '.join(filter(None, [*facts, gain or outcome]))}", *(f"  {line}" for line in more)]
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -114,24 +110,18 @@ class Report(Counted):
         """Return the report but `own` in JSON's types, with `FORMAT`, the version of this format. Shares are 0 to 1."""
         return {
             "format": FORMAT, "patched": self.patched, "settings": list(self.settings), "calls": self.calls,
-            "work_saved": self.work_saved, "gains": [{**gain._asdict(), "ratio": gain.ratio} for gain in self.gains],
-            "levels": [_level_data(level) for level in self.levels], "notes": list(self.notes),
+            "work_saved": self.work_saved, "levels": [_level_data(level) for level in self.levels],
+            "notes": list(self.notes),
         }  # fmt: skip
 
     def _traced(self) -> tuple[str, ...]:
         """Return, each once, the reasons why attentions were compiled without merging, by level, sorted in each."""
         return _once(sorted(level.traced) for level in self.levels)
 
-    def _speed(self) -> list[str]:
-        """Return the gain as a list of one text: the last three `gains` with a fitting saved share, else `own`.
-
-        Several gains stand side by side, each with its size. Without both, or if nothing merged, the list is empty.
-        """
-        gains = [gain for gain in self.gains if gain.fits_share(self.work_saved)][-_KINDS:]
-        if not gains or not self.merged_anything:
-            return [self.own] if self.own and self.merged_anything else []
-        sizes = [gain.speed + (f" at {gain.size}" if len(gains) > 1 else "") for gain in gains]
-        return [f"{', '.join(sizes)} (measured here)"]
+    @property
+    def _gain(self) -> str:
+        """The gain, `own`; "" if it is not known, or if nothing merged."""
+        return self.own if self.merged_anything else ""
 
     def _outcome(self) -> str:
         """Return ``61% of attention left out``, ``no ...`` for exact 0, or ``nothing merged:`` and the first reason."""

@@ -1,19 +1,13 @@
-"""What was measured is kept, found again, and lost to nothing but its own file."""
+"""The times of pictures are kept, found again, and lost to nothing but their own file."""
 
 import json
 import logging
 
 import pytest
 
-from tome_core.reporting.gains import MARGIN, Gain, Gains, nearest
+from tome_core.reporting.gains import Gains
 
-ABOUT = ("UNet 1", "rules", "attention", "2.13", "0.1")
-GAIN = Gain(*ABOUT, "card", "float16", 64, 96, 2, 1.31, 1.0)
-CASE = ("where", "how", "", "")
-
-
-def of_size(height, batch=2, merged=1.0):
-    return GAIN._replace(height=height, batch=batch, merged=merged)
+CASE, OTHER = ("where", "how", "", ""), ("where", "how", "rules", "0.50")
 
 
 def kept_in(path):
@@ -27,38 +21,26 @@ def path(tmp_path):
     return tmp_path / "folder" / "gains.json"
 
 
-def test_a_gain_says_itself_in_one_line_and_within_the_margin_is_none():
-    slow = GAIN._replace(merged=1.31 * 1.07)
-    assert GAIN.line == "768x512: about 1.3x faster" and GAIN._replace(merged=1.25).speed == "about 1.05x faster"
-    assert str(GAIN) == "1.31 times as fast as unmerged (768x512, batch 2, float16, card)"
-    assert slow.line == "768x512: no faster"
-    assert slow.why_not == "measured: a merged call took 1.07 times as long as an unmerged call at 768x512"
-    for share, pays in ((0.9, False), (1.1, True)):
-        assert GAIN._replace(unmerged=1 + share * MARGIN).pays is pays
+@pytest.mark.parametrize("plain, text", [
+    (1.31, "about 1.3x faster"), (1.1, "about 1.1x faster"), (1.05, "about 1.05x faster"),
+    (1.022, "about 1.02x faster"), (1.018, "no faster"), (0.9, "no faster")])  # fmt: skip
+def test_a_gain_is_told_in_a_digit_or_two_and_within_the_margin_as_none(plain, text):
+    known = Gains()
+    for _ in range(3):
+        known.add_picture(CASE, plain)
+        known.add_picture(OTHER, 1.0)
+    assert known.of_pictures("where", "rules") == f"{text}, from your own pictures (3 with merging, 3 without)"
 
 
-def test_a_gain_is_of_its_case_and_of_no_other_but_for_the_batch_whose_nearest_counts():
-    known, of_one, of_four = Gains(), of_size(64, batch=1), of_size(64, batch=4)
-    known.remember(GAIN)
-    assert known.of(ABOUT) == (GAIN,)
-    for place in range(len(ABOUT)):
-        assert known.of((*ABOUT[:place], "another", *ABOUT[place + 1 :])) == ()
-    for other in (("other", "float16", 64, 96), ("card", "float32", 64, 96), ("card", "float16", 96, 64)):
-        assert nearest([GAIN], *other, 2) is None
-    batches = [nearest([of_four, of_one], "card", "float16", 64, 96, batch).batch for batch in (1, 2, 3, 4, 9)]
-    assert batches == [1, 1, 4, 4, 4]
-
-
-def test_other_processes_know_what_was_measured_and_the_latest_of_a_case_counts(path):
-    gains, other = kept_in(path), kept_in(path)
+def test_other_processes_know_what_was_kept_and_the_latest_of_a_case_counts(path):
+    known, other = kept_in(path), kept_in(path)
     assert not path.parent.exists(), "nothing is made before there is something to keep"
-    for merged in (1.0, 2.0):
-        gains.remember(of_size(64, merged=merged))
-    assert [gain.merged for gain in gains.of(ABOUT)] == [2.0]
-    other.remember(of_size(8))
-    other.add_picture(CASE, 1.0)
-    assert {(gain.height, gain.merged) for gain in kept_in(path).of(ABOUT)} == {(64, 2.0), (8, 1.0)}
-    assert kept_in(path).pictures == {CASE: (1.0,)}
+    for seconds in (1.0, 2.0):
+        known.add_picture(CASE, seconds)
+    other.add_picture(OTHER, 3.0)
+    assert kept_in(path).pictures == {CASE: (1.0, 2.0), OTHER: (3.0,)}
+    other.add_picture(CASE, 4.0)
+    assert kept_in(path).pictures == {OTHER: (3.0,), CASE: (4.0,)}
 
 
 def test_of_pictures_the_latest_twelve_are_kept_of_three_hundred_cases_and_the_file_does_not_grow(path):
@@ -73,9 +55,9 @@ def test_of_pictures_the_latest_twelve_are_kept_of_three_hundred_cases_and_the_f
 
 
 KEY = ["a", "b", "c", "d"]
-WRONG = {"merged": 0.0}, {"merged": float("nan")}, {"unmerged": "1"}, {"model": []}, {"of_tomorrow": 1}
-BROKEN = ["{", "3", "\x00\xff", *(json.dumps({**GAIN._asdict(), **wrong}) for wrong in WRONG),
-          *map(json.dumps, ([], [KEY, []], [KEY, ["1"]], [KEY, [0.0]], [KEY, 1.0], [KEY[:3], [1.0]]))]  # fmt: skip
+WRONG = ([], {}, [KEY, []], [KEY, ["1"]], [KEY, [0.0]], [KEY, [float("nan")]], [KEY, 1.0], [KEY[:3], [1.0]],
+         [[*KEY[:3], []], [1.0]], {"model": "UNet", "merged": 1.0})  # fmt: skip
+BROKEN = ["{", "3", "\x00\xff", *map(json.dumps, WRONG)]
 
 
 @pytest.mark.parametrize("text", BROKEN)
@@ -83,15 +65,14 @@ def test_a_broken_line_is_told_once_and_costs_nothing_but_itself(tmp_path, text,
     path = tmp_path / "gains.json"
     path.write_text(text, encoding="latin-1")
     known = Gains()
-    known.remember(of_size(1))
+    known.add_picture(OTHER, 2.0)
     with caplog.at_level(logging.WARNING):
         known.load(path)
         known.load(path)
     assert len(caplog.records) == 1 and str(path) in caplog.text
-    assert [gain.height for gain in known.of(ABOUT)] == [1]
-    known.remember(GAIN)
+    assert known.pictures == {OTHER: (2.0,)}
     known.add_picture(CASE, 1.0)
-    assert (kept_in(path).of(ABOUT), kept_in(path).pictures) == ((GAIN,), {CASE: (1.0,)})
+    assert kept_in(path).pictures == {CASE: (1.0,)}
 
 
 def test_where_nothing_can_be_written_the_process_knows_it_and_says_so_once(path, caplog):
@@ -100,7 +81,7 @@ def test_where_nothing_can_be_written_the_process_knows_it_and_says_so_once(path
     with caplog.at_level(logging.WARNING):
         known.load(path)
         before = len(caplog.records)
-        known.remember(GAIN)
-        known.remember(of_size(1))
+        known.add_picture(CASE, 1.0)
+        known.add_picture(OTHER, 1.0)
     assert "could not be kept" in caplog.text and len(caplog.records) - before <= 2
-    assert len(known.of(ABOUT)) == 2
+    assert known.pictures == {CASE: (1.0,), OTHER: (1.0,)}
