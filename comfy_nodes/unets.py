@@ -109,13 +109,15 @@ class UnetMerging:
                 raise
             is_good = False
         name = hosting.full_name(attention.override)
-        self._overrides[kind] = "" if is_good else f"another node's attention looks at the order of tokens: {name}"
+        why = f"another node's attention looks at the order of tokens ({name}); it merges without that"
+        self._overrides[kind] = "" if is_good else why
 
     def why_of_slot(self, options: dict[str, Any]) -> str:
         """Return why a block may need every token because of functions in the slot; "" if none is known."""
         there, beneath = options.get(slot_calls.SLOT), slot_function.beneath()
         if not slot_function.is_ours(there):
-            return f"another node's attention came into the call: {hosting.full_name(there)}"
+            name = hosting.full_name(there)
+            return f"another node's attention came into the call ({name}); it merges without that"
         whys = [self._overrides.get((beneath, kind), _UNTRIED) for kind in (True, False)] if beneath else []
         return next(filter(None, whys), "")
 

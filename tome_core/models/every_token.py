@@ -26,6 +26,7 @@ _OF_WEIGHTS = {("accelerate.hooks", None)} | {("diffusers.hooks", name) for name
 _LISTS = (nn.ModuleList, nn.ModuleDict)  # they are not called
 TRAINS = "gradients are enabled; call the model under torch.no_grad()"
 _MAY_NEED = "may need every token"
+_REMEDY = "it merges without that"
 
 
 def register_package(name: str) -> None:
@@ -92,22 +93,23 @@ def _reasons(top: nn.Module) -> Iterator[str]:
     """Yield a reason for each module, `top` or below it, that may need every token, and for each of its hooks."""
     of_block = type(top).__module__.partition(".")[0]
     if torchs._global_forward_hooks or torchs._global_forward_pre_hooks:
-        yield f"a hook on all modules {_MAY_NEED}"
+        yield f"a hook on all modules {_MAY_NEED}; {_REMEDY}"
     for path, module in top.named_modules():
         place, kind = path or "the block", type(module)
         if kind in _LISTS:
             continue
         for part in (kind, kind.forward, type(getattr(module, "processor", None))):
             if not _is_known(part, of_block):
-                yield f"{full_name(part)} at {place} {_MAY_NEED}"
+                yield f"{full_name(part)} at {place} {_MAY_NEED}; {_REMEDY}"
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             if not _is_known(hook, "torch"):
-                yield f"a hook on {place} {_MAY_NEED}: {full_name(hook)}"
-        yield from (f"a hook on {place} {_MAY_NEED}: {type(hook).__name__}" for hook in _hooks_of_libraries(module))
+                yield f"a hook on {place} {_MAY_NEED} ({full_name(hook)}); {_REMEDY}"
+        for hook in _hooks_of_libraries(module):
+            yield f"a hook on {place} {_MAY_NEED} ({full_name(type(hook))}); {_REMEDY}"
         for name in ("forward", "_forward"):
             method = foreign_method_on(module, name) if hasattr(kind, name) else None
             if method is not None and not is_own(module, method, name) and not _runs_hooks(method):
-                yield f"{REPLACED}, at {place}: {full_name(method)}"
+                yield f"{REPLACED}, at {place}: {full_name(method)}; {_REMEDY}"
 
 
 def _is_known(code: Any, package: str) -> bool:
@@ -147,7 +149,8 @@ def why_of_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
         return MASKED
     options = kwargs.get("cross_attention_kwargs")
     if options and options.keys() - {"scale", "gligen"}:
-        return f"an argument for cross-attention {_MAY_NEED}: {', '.join(sorted(options.keys() - {'scale', 'gligen'}))}"
+        names = ", ".join(sorted(options.keys() - {"scale", "gligen"}))
+        return f"an argument for cross-attention {_MAY_NEED} ({names}); {_REMEDY}"
     options = kwargs.get("transformer_options")
     if options is None and args:
         options = next((value for value in args if type(value) is dict), None)
@@ -158,7 +161,7 @@ def why_of_options(options: Mapping[str, Any]) -> str:
     """Return why the block that transformer_options name may need every token because of a patch; "" if it does not."""
     for kind, patches in (options.get("patches") or {}).items():
         if patches and kind.startswith(("attn", "middle_patch")):  # they run in each block
-            return f"a patch of attention {_MAY_NEED}: {full_name(patches[0])}"
+            return f"a patch of attention {_MAY_NEED} ({full_name(patches[0])}); {_REMEDY}"
     for kind, patches in (options.get("patches_replace") or {}).items():
         if not patches or not kind.startswith("attn"):
             continue
@@ -166,5 +169,5 @@ def why_of_options(options: Mapping[str, Any]) -> str:
         names = patches if block is None else (block, (*block, options.get("block_index", 0)))
         found = next((patches[name] for name in names if name in patches), None)
         if found is not None:
-            return f"a patch of attention {_MAY_NEED}: {full_name(found)}"
+            return f"a patch of attention {_MAY_NEED} ({full_name(found)}); {_REMEDY}"
     return ""

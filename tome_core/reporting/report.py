@@ -70,15 +70,21 @@ class Report(Counted):
 
     @property
     def hindered(self) -> str:
-        """The attention that should have merged and could not, as ``9% of attention not merged: ...``.
+        """What should have merged and could not: ``90% of whole blocks not merged: ...``, then the same of attention.
 
-        It has the reason with the most attention, and this reason's own share of all; it is "" if that is below 5 %, or
-        if nothing merged. Attention that the settings exclude, or for which merging does not pay, is not included.
+        Each has the reason with the most calls or attention, and this reason's own share of all; shares below 5 % are
+        left out. It is "" if nothing merged. What the settings exclude, or would not pay, is not included.
         """
-        full, lost = self.work[0], self._sum("skipped_work")
-        texts = [f"{percent(lost[reason] / full)} of attention not merged: {_why(reason)}" for reason in self.reasons
-                 if full and lost[reason] / full >= _COUNTS and not _why(reason).startswith(_AS_ASKED)]  # fmt: skip
-        return texts[0] if texts and self.merged_anything else ""
+        full, lost, skipped = self.work[0], self._sum("skipped_work"), self._sum("skipped")
+        blocks = sum(count for (part, *_), count in self._sum("merged").items() if part == "block")
+        blocks += sum(count for reason, count in skipped.items() if reason.startswith("block: "))
+        shares = {"whole blocks": {why: skipped[why] / blocks for why in self.reasons if why.startswith("block: ")},
+                  "attention": {why: lost[why] / full for why in self.reasons if full}}  # fmt: skip
+        texts = []
+        for what, by_reason in shares.items():
+            counting = [why for why, share in by_reason.items() if share >= _COUNTS and not _is_as_asked(why)]
+            texts += [f"{percent(by_reason[why])} of {what} not merged: {_why(why)}" for why in counting[:1]]
+        return "; ".join(texts) if self.merged_anything else ""
 
     def lines(self, title: str = "Token merging", facts: Sequence[str] | None = None, beside: Sequence[str] = ()) \
             -> list[str]:  # fmt: skip
@@ -97,8 +103,8 @@ class Report(Counted):
         more = [f"{outcome}, at latent {places}"] if gain else []
         more += beside
         more += [f"latent /{level.downsample}: {_kinds_text(level)}" for level in self.levels if level.calls_merged]
-        reasons = list(self.reasons.items())[not self.merged_anything : _KINDS]  # the first reason is in the outcome
-        more += [f"not merged, {count(calls, 'call')}: {_why(reason)}" for reason, calls in reasons]
+        reasons = self._reasons_by_cost()[not self.merged_anything : _KINDS]  # the first reason is in the outcome
+        more += [f"not merged, {count(self.reasons[why], _noun(why))}: {_why(why)}" for why in reasons]
         more += [f"compiled without merging, {reason}" for reason in self._traced()]
         more += [*self.notes, *(f"settings: {settings}" for settings in self.settings)]
         return [f"{title}: {', '.join(filter(None, [*facts, gain or outcome]))}", *(f"  {line}" for line in more)]
@@ -114,6 +120,10 @@ class Report(Counted):
             "notes": list(self.notes),
         }  # fmt: skip
 
+    def _reasons_by_cost(self) -> list[str]:
+        """Return the keys of `reasons`: what keeps whole blocks from merging first, what is as asked last."""
+        return sorted(self.reasons, key=lambda why: (_is_as_asked(why), not why.startswith("block: ")))
+
     def _traced(self) -> tuple[str, ...]:
         """Return, each once, the reasons why attentions were compiled without merging, by level, sorted in each."""
         return _once(sorted(level.traced) for level in self.levels)
@@ -127,7 +137,7 @@ class Report(Counted):
         """Return ``61% of attention left out``, ``no ...`` for exact 0, or ``nothing merged:`` and the first reason."""
         if self.merged_anything:
             return f"{percent(self.work_saved)} of attention left out" if self.work_saved else "no attention left out"
-        why = [*map(_why, self.reasons), *self._traced(),
+        why = [*map(_why, self._reasons_by_cost()), *self._traced(),
                *(note.removeprefix(_NOTHING_WILL) for note in self.notes if note.startswith(_NOTHING_WILL)),
                "no call counted yet" if self.patched else "the patch is not on the model"]  # fmt: skip
         return f"nothing merged: {why[0]}"
@@ -176,6 +186,16 @@ def _kinds_text(level: LevelTally) -> str:
         kinds[_KINDS:] = [f"{len(kinds) - _KINDS} other sizes"]
     saved = f", {percent(level.work_saved)} left out" if level.work_saved else ""
     return f"{'; '.join(kinds) or count(level.calls_merged, 'call') + ' merged'}{saved}"
+
+
+def _is_as_asked(reason: str) -> bool:
+    """Tell whether a `Report.reasons` key says that the settings exclude the part, or that merging would not pay."""
+    return reason.partition(": ")[2].startswith(_AS_ASKED)
+
+
+def _noun(reason: str) -> str:
+    """Return what a `Report.reasons` key counts: calls of parts or of whole blocks."""
+    return "whole block" if reason.startswith("block: ") else "call"
 
 
 def _why(reason: str) -> str:
