@@ -40,7 +40,10 @@ def may_be_of_fewer_tokens(error: BaseException) -> bool:
 
 def is_ours(error: BaseException) -> bool:
     """Tell whether this package's own code raised an error by mistake; the first of each kind is logged."""
-    if not isinstance(error, Exception) or isinstance(error, DeliberateError) or _OF_DEVICES.search(str(error)):
+    kind = type(error)  # our mistakes are Python's errors; a host's, torch's and `DeliberateError` have own classes
+    if kind.__module__ != "builtins" or not issubclass(kind, Exception) or issubclass(kind, (MemoryError, OSError)):
+        return False
+    if _OF_DEVICES.search(str(error)):
         return False
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:

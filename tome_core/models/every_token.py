@@ -47,6 +47,8 @@ class ModulesBelow:
 
     def why(self) -> str:
         """Return the reason why some module may need every token, "" if none does."""
+        if torchs._global_forward_hooks or torchs._global_forward_pre_hooks:
+            return f"a hook on all modules {_MAY_NEED}; {_REMEDY}"
         if not self._modules or self._has_changed():
             self._take_stock()
             self._why = next(_reasons(self._top), "")
@@ -70,8 +72,7 @@ class ModulesBelow:
         for own, kind in self._processors:
             if type(own["processor"]) is not kind:
                 return True
-        return [*map(type, self._modules)] != self._kinds or bool(
-            torchs._global_forward_hooks or torchs._global_forward_pre_hooks)
+        return [*map(type, self._modules)] != self._kinds
 
     def _take_stock(self) -> None:
         """Note everything that decides, for `_has_changed`."""
@@ -92,8 +93,6 @@ class ModulesBelow:
 def _reasons(top: nn.Module) -> Iterator[str]:
     """Yield a reason for each module, `top` or below it, that may need every token, and for each of its hooks."""
     of_block = type(top).__module__.partition(".")[0]
-    if torchs._global_forward_hooks or torchs._global_forward_pre_hooks:
-        yield f"a hook on all modules {_MAY_NEED}; {_REMEDY}"
     for path, module in top.named_modules():
         place, kind = path or "the block", type(module)
         if kind in _LISTS:

@@ -46,7 +46,7 @@ def test_cards_that_wait_for_their_host_are_told_from_slow_ones(monkeypatch, nam
     (None, 9999, "cuda", None, False, "off")])  # fmt: skip
 def test_a_rule_that_asks_goes_by_the_gate_and_else_by_the_tokens(part, rule, tokens, device, gate, merges, why):
     rules = LevelRules(**{part: rule})
-    if part == "blocks" and tokens == 4095:
+    if part == "block" and tokens == 4095:
         merges, why = True, ""  # most of their work grows with the tokens alone, so they pay with fewer
     assert decide(rules, "off", tokens, device, gate) == (rules if merges else LevelRules(), why)
 

@@ -1,0 +1,192 @@
+"""The question whether code below a block may need every token: known code takes fewer, all other code is named."""
+
+import functools
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_module
+from diffusers.hooks import apply_group_offloading
+from diffusers.hooks.hooks import HookRegistry
+from diffusers.hooks.hooks import ModelHook as DiffusersHook
+from diffusers.models.attention_processor import SlicedAttnProcessor
+from peft import LoraConfig
+from torch import nn
+
+from tests.models import sd15
+from tome_core import patch
+from tome_core.models.every_token import ModulesBelow, why_of_arguments
+from tome_core.models.unet_blocks import find_blocks
+
+PARTS = ("norm1", "attn1", "attn1.to_q", "attn1.to_out.0", "attn2", "attn2.to_k", "norm3", "ff", "ff.net.0.proj")
+CPU = torch.device("cpu")
+
+
+def a_hook(*_: Any) -> None:
+    """A hook of another program."""
+
+
+def a_block() -> nn.Module:
+    return find_blocks(sd15())[0].block
+
+
+class OwnHook(ModelHook):
+    """A hook of another program, by accelerate's class."""
+
+
+class OwnDiffusersHook(DiffusersHook):
+    """A hook of another program, by diffusers' class."""
+
+
+class OwnProcessor:
+    def __call__(self, attn: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return args[0]
+
+
+class OwnLinear(nn.Linear):
+    """Another program's layer."""
+
+
+def replace_forward(part: nn.Module) -> None:
+    part.forward = functools.partial(type(part).forward, part)
+
+
+def exchange(part: nn.Module, name: str) -> None:
+    setattr(part, name, OwnLinear(8, 8))
+
+
+FOREIGN = {
+    "a hook": lambda part: part.register_forward_hook(a_hook),
+    "a hook before": lambda part: part.register_forward_pre_hook(a_hook),
+    "a hook with keywords": lambda part: part.register_forward_hook(a_hook, with_kwargs=True),
+    "accelerate's": lambda part: add_hook_to_module(part, OwnHook()),
+    "one of accelerate's": lambda part: add_hook_to_module(part, SequentialHook(AlignDevicesHook(CPU), OwnHook())),
+    "diffusers'": lambda part: HookRegistry.check_if_exists_or_initialize(part).register_hook(OwnDiffusersHook(), "x"),
+    "a method": replace_forward,
+    "a class": lambda part: setattr(part, "__class__", type("Own", (type(part),), {"forward": a_hook})),
+}
+
+
+@pytest.mark.parametrize("path", PARTS)
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_foreign_code_at_each_module_is_named_whenever_it_comes(path, kind):
+    block = a_block()
+    below = ModulesBelow(block)
+    assert below.why() == ""
+    FOREIGN[kind](block.get_submodule(path))
+    assert f" {path}" in below.why(), below.why()
+    assert ModulesBelow(block).why() == below.why()
+
+
+def test_what_leaves_is_no_reason_any_more():
+    block = a_block()
+    below, hook = ModulesBelow(block), block.ff.register_forward_hook(a_hook)
+    assert below.why()
+    hook.remove()
+    assert below.why() == ""
+    saved = block.ff.forward
+    block.ff.forward = lambda x: saved(x)
+    assert below.why()
+    del block.ff.forward
+    assert below.why() == ""
+
+
+@pytest.mark.parametrize("attention", ["attn1", "attn2"])
+def test_processors_and_layers_of_others_are_named(attention):
+    block = a_block()
+    below = ModulesBelow(block)
+    assert below.why() == ""
+    part = block.get_submodule(attention)
+    mine, part.processor = part.processor, OwnProcessor()
+    assert "OwnProcessor" in below.why() and f" {attention} " in below.why()
+    part.processor = mine
+    assert below.why() == ""
+    part.set_processor(SlicedAttnProcessor(1))
+    assert below.why() == "", "diffusers' own"
+    exchange(part, "to_v")
+    assert "OwnLinear" in below.why() and f"{attention}.to_v" in below.why()
+
+
+def test_the_block_itself_and_hooks_on_every_module_are_asked_too():
+    block = a_block()
+    below = ModulesBelow(block)
+    assert below.why() == ""
+    hook = nn.modules.module.register_module_forward_hook(a_hook)
+    try:
+        assert "all modules" in below.why()
+    finally:
+        hook.remove()
+    assert below.why() == ""
+    block.register_forward_hook(a_hook)
+    assert "the block" in below.why()
+
+
+def test_a_method_that_a_program_puts_on_a_class_is_named(monkeypatch):
+    block = a_block()
+    below = ModulesBelow(block)
+    assert below.why() == ""
+    monkeypatch.setattr(type(block.ff), "forward", lambda self, x: x)
+    assert " ff " in below.why()
+
+
+def lora(model: nn.Module) -> None:
+    model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v", "proj"]))
+
+
+KNOWN = {
+    "nothing": lambda model: None,
+    "peft's LoRA": lora,
+    "accelerate's offloading": lambda model: accelerate.cpu_offload(model, CPU, offload_buffers=True),
+    "diffusers' offloading": lambda model: apply_group_offloading(model, CPU, offload_type="leaf_level"),
+    "weight norm": lambda model: [nn.utils.weight_norm(part) for part in model.modules() if type(part) is nn.Linear],
+    "parametrized weights": lambda model: [nn.utils.parametrizations.spectral_norm(part) for part in model.modules()
+                                           if type(part) is nn.Linear],
+    "dynamic quantisation": lambda model: torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, inplace=True),
+    "our patch": lambda model: patch(model, strength=0.5),
+    "a hook that left": lambda model: remove_hook_from_module(add_hook_to_module(model, OwnHook())),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KNOWN)
+def test_known_code_takes_fewer_tokens(kind):
+    model = sd15()
+    KNOWN[kind](model)
+    assert [ModulesBelow(place.block).why() for place in find_blocks(model)] == [""] * len(find_blocks(model))
+
+
+def replaced(*_: Any) -> None:
+    """A patch of another node's."""
+
+
+ANYWHERE, HERE = {"block": ("input", 4), "block_index": 3}, ("input", 4, 3)
+NEEDS = ({"patches": {"attn1_patch": [replaced]}}, {"patches": {"attn2_output_patch": [replaced]}},
+         {"patches": {"middle_patch": [replaced]}}, {"patches_replace": {"attn1": {HERE: replaced}}},
+         {"patches_replace": {"attn2": {("input", 4): replaced}}})  # fmt: skip
+NEEDS_NOT = ({}, {"patches": {"attn1_patch": []}}, {"patches": {"input_block_patch": [replaced]}}, {"patches": None},
+             {"patches_replace": {"attn1": {}}}, {"patches_replace": {"attn2": {("input", 4, 2): replaced}}},
+             {"patches_replace": {"attn1": {("middle", 0): replaced}}}, {"patches_replace": {"dit": {HERE: replaced}}})
+
+
+@pytest.mark.parametrize("options", NEEDS)
+def test_a_patch_at_this_block_is_named(options):
+    for args, kwargs in (((None, ANYWHERE | options), {}), ((), {"transformer_options": ANYWHERE | options})):
+        assert "replaced" in why_of_arguments(args, kwargs)
+
+
+@pytest.mark.parametrize("options", NEEDS_NOT)
+def test_what_one_block_forbids_another_need_not(options):
+    assert why_of_arguments((), {"transformer_options": ANYWHERE | options}) == ""
+
+
+def test_without_a_blocks_name_any_patch_counts():
+    assert "replaced" in why_of_arguments((), {"transformer_options": {"patches_replace": {"attn1": {HERE: replaced}}}})
+
+
+@pytest.mark.parametrize("kwargs, why", [
+    ({"attention_mask": torch.ones(1, 4)}, "the call has an attention mask"), ({"attention_mask": None}, ""),
+    ({"cross_attention_kwargs": {"scale": 1.0, "gligen": {}}}, ""), ({"cross_attention_kwargs": None}, ""),
+    ({"cross_attention_kwargs": {"ip_adapter_masks": []}}, "(ip_adapter_masks)")])
+def test_masks_and_arguments_for_processors_are_asked(kwargs, why):
+    assert why in why_of_arguments((), kwargs) if why else why_of_arguments((), kwargs) == ""

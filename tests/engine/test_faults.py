@@ -1,0 +1,139 @@
+"""Errors inside a call: those of hosts, memory and devices pass; those of shapes and of ours cost merging alone."""
+
+import gc
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import tome_core
+from tests.families import MODELS
+from tests.models import inputs, sdxl, small
+from tests.thoroughness import some_quick
+from tome_core import MergeConfig, MergeRule, faults
+
+SHAPES = (RuntimeError("The size of tensor a (70) must match the size of tensor b (256) at non-singleton dimension 1"),
+          RuntimeError("shape '[2, 16, 16, 32]' is invalid for input of size 4480"), ValueError("wrong length"),
+          RuntimeError("mat1 and mat2 shapes cannot be multiplied"), AssertionError(), IndexError("index 70"),
+          TypeError("no bias"), ZeroDivisionError("x"), type("EinopsError", (RuntimeError,), {})("3 != 4"))  # fmt: skip
+
+
+class Interrupted(Exception):
+    """A host's Cancel, as in ComfyUI before 0.20."""
+
+
+class OwnRuntimeError(RuntimeError):
+    """A host's error of a class of its own."""
+
+
+PASS = (Interrupted(), OwnRuntimeError("shape"), KeyboardInterrupt(), SystemExit(), InterruptedError(), MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), RuntimeError("HIP out of memory"),
+        RuntimeError("MPS backend out of memory (MPS allocated: 9 GB)"), RuntimeError("XPU out of memory"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: not enough memory: you tried to "
+                     "allocate 9 bytes"), RuntimeError("UR error"), RuntimeError("UR_RESULT_ERROR_OUT_OF_RESOURCES"),
+        RuntimeError("Could not allocate tensor with 9 bytes. There is not enough GPU video memory available!"),
+        RuntimeError("CUDA error: an illegal memory access was encountered"), RuntimeError("HIP error: invalid device"),
+        RuntimeError("CUDA error: device-side assert triggered"), RuntimeError("CUBLAS_STATUS_NOT_INITIALIZED"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), RuntimeError("The GPU device was removed"),
+        RuntimeError("Native API failed. Native API returns: -5 (PI_ERROR_OUT_OF_RESOURCES) SYCL error"),
+        RuntimeError("unspecified launch failure: device-side"), RuntimeError("hipErrorNoBinaryForGpu"))  # fmt: skip
+
+
+@pytest.mark.parametrize("error", SHAPES, ids=repr)
+def test_errors_of_shapes_may_be_of_fewer_tokens(error):
+    assert faults.may_be_of_fewer_tokens(error)
+
+
+@pytest.mark.parametrize("error", PASS, ids=repr)
+def test_errors_of_hosts_memory_and_devices_pass_even_if_our_code_raised_them(error):
+    assert not faults.may_be_of_fewer_tokens(error)
+    assert not faults.is_ours(raised_in(faults.__file__, error))
+
+
+def raised_in(path: str, error: BaseException) -> BaseException:
+    """Raise and catch an error in code that seems to stand in the file at `path`."""
+    try:
+        exec(compile("def run(error):\n    raise error\n\nrun(error)", path, "exec"), {"error": error})
+    except BaseException as caught:
+        return caught
+
+
+def test_an_error_is_ours_where_our_own_code_raised_it():
+    assert faults.is_ours(raised_in(faults.__file__, AttributeError("x")))
+    assert not faults.is_ours(raised_in(torch.__file__, AttributeError("x")))
+    assert not faults.is_ours(raised_in(faults.__file__, faults.DeliberateError("x")))
+    assert not faults.is_ours(AttributeError("never raised"))
+
+
+# --- a law over every function that runs in a call --------------------------------------------------------------------
+
+CONFIGS = {"balanced": tome_core.strength(0.5, "sdxl"), "blocks": MergeConfig(rules=(MergeRule(
+    merge_attn=False, merge_blocks=True, ratio=0.75, use_rand=False, min_downsample=4),)),
+    "tomesd": MergeConfig(ratio=0.5, proportional=False, merge_crossattn=True, merge_mlp=True)}  # fmt: skip
+CASES = some_quick([("blocks", "sdxl"), ("tomesd", "small"), ("balanced", "sdxl"), ("tomesd", "sdxl")], 2)
+# These are the seam: they decide nothing, and call what was there.
+SEAM = {"forward", "run", "original", "wrapped", "__call__", "is_tracing", "is_ours", "quietly", "_warn_once",
+        "text_of", "may_be_of_fewer_tokens", "wrapper"}  # fmt: skip
+
+
+def drawing(config: str, name: str) -> Callable[[], torch.Tensor]:
+    model = {"sdxl": sdxl, "small": small}[name]()
+    (x, text) = inputs(4, 2, 16, 16)
+    rules = tuple(MergeRule(**{**vars(rule), "only_if_it_pays": False}) for rule in CONFIGS[config].rules)
+    tome_core.patch(model, MergeConfig(rules=rules), host_clock=True)
+    return lambda: MODELS["sdxl" if name == "sdxl" else "sd15"].forward(model, x, 400, text)
+
+
+def functions_in(run: Callable) -> list[types.CodeType]:
+    """The code of our functions that a run calls."""
+    codes: dict[types.CodeType, None] = {}
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(tuple(faults._OURS)):
+            codes[frame.f_code] = None
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return list(codes)
+
+
+@contextmanager
+def failing(code: types.CodeType) -> Iterator[None]:
+    """Let every call of our functions with this code raise an error inside it."""
+    functions = [holder for holder in gc.get_referrers(code) if isinstance(holder, types.FunctionType)]
+    wrong = (lambda *args, **kwargs: None.a_mistake_of_ours).__code__.replace(
+        co_filename=code.co_filename, co_name=code.co_name, co_freevars=code.co_freevars)
+    for function in functions:
+        function.__code__ = wrong
+    try:
+        yield
+    finally:
+        for function in functions:
+            function.__code__ = code
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_no_function_of_ours_that_fails_in_a_call_costs_the_picture(case):
+    config, name = case
+    merged, tried = drawing(config, name)(), []
+    for code in functions_in(drawing(config, name)):
+        if code.co_name in SEAM or code.co_name.startswith("<"):
+            continue
+        run = drawing(config, name)
+        with failing(code):
+            try:
+                out = run()
+            except AttributeError as error:
+                pytest.fail(f"{code.co_filename}:{code.co_firstlineno} {code.co_name} costs the picture: {error}")
+        tried.append(code.co_name)
+        assert out.shape == merged.shape and out.isfinite().all(), code.co_name
+    assert len(tried) > 25, tried
