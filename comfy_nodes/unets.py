@@ -28,8 +28,10 @@ class UnetMerging:
 
     def __init__(self, unet: Any, config: Any, options: dict[str, Any]) -> None:
         self.is_compiled = host.is_compiled_whole(unet, options)
-        self.state = hosting.patch_of(unet, config)
-        adapter, covered = self.state.adapter, [level.covered for level in self.state.report().levels]
+        unet = hosting.find_unet(unet)
+        adapter = hosting.adapter_of(unet)
+        self.state = hosting.State(config, adapter.tallies())
+        covered = [level.covered for level in self.state.report().levels]
         if self.is_compiled is None:
             self.state.pays = hosting.pays_of(self.state.clock.rules, unet, adapter)
         elif not self.is_compiled or hosting.why_not_in_graph(self.state):

@@ -10,7 +10,7 @@ import gradio as gr
 from gradio.context import Context
 
 from ..tome_core.hosting import MARKS, form
-from . import host, infotext, measuring, settings_tab
+from . import host, infotext, panel_line, settings_tab
 from .job_settings import ARGUMENTS, DEFAULTS, DIAL, EXPERT_SWITCH, FILLED_FOR, TITLE, WHERE, base_of, find_filled, read
 
 _TIPS = {
@@ -269,7 +269,7 @@ def _line(by_factor: Any, *values: Any) -> str:
     try:
         settings = read((True, *mine[1:]), settings_tab.default_of, layout=host.layout())
         unused = (f"not used: {reason}" for reason in settings.left_out)
-        text = "; ".join([measuring.answer(settings, _sizes(*theirs)), *unused])
+        text = "; ".join([panel_line.answer(settings, _sizes(*theirs)), *unused])
     except (TypeError, ValueError) as error:
         text = str(error)
     return html.escape(text)

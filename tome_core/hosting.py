@@ -7,8 +7,6 @@ passes each attention to `attend_call` from its own attention hooks.
 
 from __future__ import annotations
 
-from typing import Any
-
 from .attention.descriptions import ForwardOnStandIn, StandIn, full_name, register
 from .compiling import is_tracing, when_traced
 from .engine.fewer_tokens import Place
@@ -18,7 +16,7 @@ from .faults import add_own_folder, is_ours, may_be_of_fewer_tokens, quietly
 from .measuring import pictures
 from .measuring.pays import pays_of, why_not_at
 from .merging.grid import Grid, Layout
-from .models import find_models
+from .models import adapter_of
 from .models.attention_calls import HeadsCall, attend_call
 from .models.compiled import OPERATORS, number_of, why_not_in_graph
 from .models.every_token import ModulesBelow, register_package, why_of_options
@@ -34,14 +32,6 @@ from .settings import form
 from .settings.config import SEED_LIMIT, MergeConfig
 from .settings.presets import DEFAULT, MARKS, SD, SDXL, TRANSFORMER, strength
 from .settings.schedule import STABLE_DIFFUSION
-
-
-def patch_of(model: Any, config: MergeConfig) -> Patch:
-    """Make a `Patch` of a model without putting it on, as a `State`.
-
-    An UnsupportedModelError or a TypeError is raised if the model cannot be patched.
-    """
-    return Patch(find_models(model), config)
 
 
 def state_of(config: MergeConfig, downsample: int, blocks: int = 0) -> State:

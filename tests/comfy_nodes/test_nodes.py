@@ -48,11 +48,14 @@ class Past(Guider):
         return self.model.diffusion_model(pair, now.expand(len(pair)), context=self.text, transformer_options={})
 
 
-def test_if_nothing_merged_the_first_line_says_why(server):
+def test_if_nothing_merged_the_first_line_says_why(server, monkeypatch):
     sample(apply(least_checkpoint(), only_if_it_pays=True))
     Past(apply(least_checkpoint())).sample(callback=lambda *args: None)
-    (*_, (_, small), _, (_, past)) = server.texts
+    monkeypatch.setattr("tome_core.measuring.pays.is_host_bound", lambda *_: True)
+    sample(apply(least_checkpoint(), only_if_it_pays=True))
+    (*_, (_, small), _, (_, past), _, (_, waits)) = server.texts
     assert small.startswith("ToMe: own settings, 2 steps, nothing merged: so few tokens that merging would not pay")
+    assert "2 steps, nothing merged: at this size the GPU waits for kernel launches" in waits
     assert "2 steps, nothing merged: another node (DeepCache is one) calls the model directly" in past
 
 

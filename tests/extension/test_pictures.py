@@ -38,7 +38,7 @@ def test_the_report_and_the_panel_tell_it_after_three_of_both_kinds_and_after_a_
     def answer(width, height):
         webui.script.ui(False)  # imports the panel
         wish = webui.part("job_settings").read(ON, webui.part("settings_tab").default_of)
-        return webui.part("measuring").answer(wish, {False: (width, height)})
+        return webui.part("panel_line").answer(wish, {False: (width, height)})
 
     assert answer(64, 64) == "64x64: not measured yet" and not list(place.rglob("*.json"))
     for _ in range(3):

@@ -21,7 +21,7 @@ from ..models import Adapter, adapter_of, find_models
 from ..models.unet_blocks import UnsupportedModelError
 from ..models.wrap import Wrap, drop_mark, drop_remains, put_on, take_off, why_missed, wraps_on
 from ..reporting.report import Report
-from ..settings.config import MergeConfig, reaches
+from ..settings.config import MergeConfig
 from ..settings.presets import DEFAULT, TRANSFORMER, config_of
 from ..settings.schedule import STABLE_DIFFUSION, NoiseSchedule, PipelineSteps, SchedulerNoise, training_schedule
 
@@ -196,8 +196,6 @@ class Patch(State):
         schedule: the model's noise schedule; None if it is not known: Stable Diffusion's is then used.
         patched_object: the object that was passed to `patch`, such as a pipeline; None if it is not known.
         adapter: the adapter of the first model; None: one is made.
-
-    Attribute `levels` says how rules merge in each level that they reach, see `wrap.Levels`.
     """
 
     _removed = False
@@ -210,12 +208,6 @@ class Patch(State):
         self._models = [weakref.ref(model) for model in models]
         self.adapter = adapter or adapter_of(models[0])
         super().__init__(config, self.adapter.tallies(), schedule)
-        self.levels = {level.level: set() for level in self.ledger.levels if level.covered}
-        for rule in self.clock.rules:
-            as_tomesd = rule.merge_crossattn or rule.merge_mlp or (rule.merge_attn and rule.is_as_tomesd)
-            for level, ways in self.levels.items():
-                if not rule.is_off and reaches(rule, level, self.adapter.downsamples[level]):
-                    ways |= {"tomesd"} if as_tomesd else {"blocks"} if rule.merge_blocks else set()
         self._pipeline_wraps: list[Wrap] = []  # wraps of the pipeline, which hold no module
         self._previous: Patch | None = None  # comes back when the `with` is left
         self._follow(patched_object)

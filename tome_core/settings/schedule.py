@@ -284,3 +284,17 @@ def choose(rules: Sequence[MergeRule], downsamples: Sequence[int]) -> tuple[Leve
 def ever_merges(rules: Sequence[MergeRule], level: int, downsample: int) -> bool:
     """Tell whether any rule that is on `reaches` a level, 0 for the finest, of `downsample` cells per token's side."""
     return any(not rule.is_off and reaches(rule, level, downsample) for rule in rules)
+
+
+def ways_of(rules: Sequence[MergeRule], level: int, downsample: int) -> set[str]:
+    """Return how rules that are on merge blocks of a level that they reach; empty if they merge keys and values alone.
+
+    "tomesd": parts of blocks may be called with merged tokens, as by tomesd; "blocks": whole blocks may be. `level` and
+    `downsample` are those of `ever_merges`.
+    """
+    ways: set[str] = set()
+    for rule in rules:
+        if not rule.is_off and reaches(rule, level, downsample):
+            as_tomesd = rule.merge_crossattn or rule.merge_mlp or (rule.merge_attn and rule.is_as_tomesd)
+            ways |= {"tomesd"} if as_tomesd else {"blocks"} if rule.merge_blocks else set()
+    return ways
