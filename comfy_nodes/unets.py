@@ -58,7 +58,7 @@ class UnetMerging:
             nonlocal before
             last, before = before, (facts.get("block"), facts.get("block_index"))
             place = before
-            if attention.override is not None and self._blocks:
+            if self._blocks and slot_function.beneath() is not None:
                 self._try(attention)
             if call.inside is not None:  # in a block that runs on merged tokens
                 if place != last and place in self._levels:  # its self-attention

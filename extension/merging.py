@@ -159,8 +159,8 @@ class CurrentPass:
         if self._tried() is not unet:
             self._take_off()
             self._put_on(unet)
-        elif self.handle is not None:
-            self.handle.install()  # quick if it is on; a call for another job takes it off, or another program
+        elif self.handle is not None and not self.handle.is_installed:
+            self.handle.install()  # a call for another job has taken it off, or another program
 
     def _put_on(self, unet: Any) -> None:
         """Patch a UNet with the pass's settings, or record in the job why not. A pass not to merge stays unpatched.

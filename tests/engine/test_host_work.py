@@ -1,7 +1,5 @@
 """The CPU work of merging, for which a fast GPU waits: calls of our functions, and operators."""
 
-import os
-import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -11,6 +9,8 @@ import pytest
 import torch
 
 import tome_core
+from tests.calls import functions_called
+from tests.models import SDXL, inputs, seeded, unet
 from tests.operators import OperatorCounter
 from tests.sd_block import SpatialTransformer, UNet
 from tome_core import MergeConfig, patch
@@ -46,27 +46,10 @@ def make_run(case: str, blocks: int = 1) -> Callable[[], torch.Tensor]:
     return run
 
 
-def functions_called(run: Callable) -> list[str]:
-    """The names of our functions that the run calls; a generator counts each time it is resumed."""
-    package, called = os.path.dirname(tome_core.__file__) + os.sep, []
-
-    def note(frame, event, _):
-        if event == "call" and frame.f_code.co_filename.startswith(package):
-            called.append(frame.f_code.co_name)
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        run()
-    finally:
-        sys.setprofile(before)
-    return called
-
-
 @pytest.mark.parametrize("case", MOST_CALLS)
 def test_a_kept_merge_calls_few_functions_puts_nothing_on_and_passes_through_a_block_left_alone(case):
     """Calls of one block and its transformer, with setting the time: a UNet of two blocks minus a UNet of one."""
-    of_two, of_one = (Counter(functions_called(make_run(case, blocks))) for blocks in (2, 1))
+    of_two, of_one = (functions_called(make_run(case, blocks), tome_core) for blocks in (2, 1))
     calls = of_two - of_one
     assert 0 < calls.total() <= MOST_CALLS[case], calls.most_common()
     assert ("merge_pair" in calls) == (case == KEPT)
@@ -82,3 +65,32 @@ def test_a_block_that_is_left_alone_or_switched_off_runs_no_other_operators():
         counts[case] = counter.by_name
     assert counts[OFF] == counts[UNMERGED]
     assert counts[CLOSED] - counts[UNMERGED] == {"transpose": 3}, "views with which the attention function is asked"
+
+
+DEEP = {**SDXL, "block_out_channels": (8, 16, 16), "attention_head_dim": (1, 2, 2), "layers_per_block": 2}
+MOST_IN_SDXL, MOST_IN_A_MERGED_BLOCK = 1500, 20
+
+
+def calls_of_sdxl(depth: int) -> Counter[str]:
+    """Calls of ours in one kept call of SDXL's layout, with so many blocks in each of its coarsest transformers."""
+    model = seeded(unet, **{**DEEP, "transformer_layers_per_block": (1, 2, depth)})()
+    x, text = inputs(4, 2, 32, 32)
+    added = {"text_embeds": text[:, 0, :16], "time_ids": torch.arange(6.0).expand(2, -1)}
+    with patch(model, strength=0.5, only_if_it_pays=False, host_clock=True) as handle:
+
+        def run(timestep: int = 470) -> None:
+            handle.set_time(timestep=timestep, sampling="picture")
+            model(x, timestep, text, added_cond_kwargs=added)
+
+        for timestep in (500, 490, 480):
+            run(timestep)
+        called = functions_called(run, tome_core)
+        assert handle.report().levels[1].block_tokens == ((64, 18),)
+    return called
+
+
+def test_a_kept_call_of_sdxls_seventy_blocks_calls_few_functions_also_to_ask_what_may_need_every_token():
+    of_ten = calls_of_sdxl(10)
+    assert of_ten.total() <= MOST_IN_SDXL, of_ten.most_common()
+    more = of_ten - calls_of_sdxl(9)  # one more merged block in each of six transformers
+    assert 0 < more.total() <= 6 * MOST_IN_A_MERGED_BLOCK, more.most_common()

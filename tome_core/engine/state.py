@@ -229,7 +229,7 @@ class State:
         _check_time("percent", percent, 1.0)
         _check_time("timestep", timestep)
         _check_time("sigma", sigma)
-        _check_pass(pictures, timesteps)
+        _check_pass(pictures, None if timesteps is self.time.timesteps else timesteps)  # checked at its first step
         self.time.set(percent, timestep, sigma, sampling, pictures, timesteps)
 
     def keep_maps(self, keep: bool = True) -> None:

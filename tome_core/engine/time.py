@@ -151,7 +151,7 @@ class ModelTime:
         self.now: ActiveRules = clock.at(UNKNOWN)  # at the latest call, or at the time set since
         self._is_given = False
         self._sampling = Sampling()  # the sampling that `set` named
-        self._timesteps: Sequence[float] | None = None  # of this sampling's steps
+        self.timesteps: Sequence[float] | None = None  # of this sampling's steps
         self._mine = Samplings()
 
     @property
@@ -170,8 +170,8 @@ class ModelTime:
         time = self.clock.moment(timestep, percent)
         self._sampling.set(sampling, time.timestep)
         self._sampling.guidance_of = lambda batch: (pictures, 0) if pictures else None
-        if timesteps is not self._timesteps:
-            self._timesteps, self._sampling.boundary = timesteps, self.clock.boundary_in(timesteps or ())
+        if timesteps is not self.timesteps:
+            self.timesteps, self._sampling.boundary = timesteps, self.clock.boundary_in(timesteps or ())
         self.now = self.clock.at(time, self._sampling.boundary)
 
     @contextmanager

@@ -194,7 +194,8 @@ class HeadsCall(AttentionCall):
         else:
             width = q.shape[-1] // heads
             # reshape, because ComfyUI's SD3 passes values whose heads are already an axis of their own
-            self.q, self.k, self.v = (tensor.reshape(*tensor.shape[:2], -1, width) for tensor in (q, k, v))
+            self.q = q.reshape(*q.shape[:2], -1, width)
+            self.k, self.v = k.reshape(*k.shape[:2], -1, width), v.reshape(*v.shape[:2], -1, width)
 
     def unmerged(self) -> torch.Tensor:
         """Make the call as the host made it, on all tokens, and return what the host's function returns."""
@@ -206,7 +207,10 @@ class HeadsCall(AttentionCall):
         The host gets the tensors as ``(batch, heads, tokens, head_dim)`` if `skip_reshape`, else as
         ``(batch, tokens, channels)``, and `bias` as the mask.
         """
-        q, k, v = (tensor.transpose(1, 2) if self._skip_reshape else tensor.flatten(2) for tensor in (q, k, v))
+        if self._skip_reshape:
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        else:
+            q, k, v = q.flatten(2), k.flatten(2), v.flatten(2)
         out = self._function(q, k, v, self._heads, mask=bias, **self._kwargs)
         return out.transpose(1, 2) if self._skip_output_reshape else out.unflatten(-1, (self._heads, -1))
 
