@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -75,8 +76,13 @@ class BranchMerging:
 
         At the end, also after an exception, report; if the node is off, only keep the time, unless one was raised.
         """
-        time = HostSampling(sampler, sigmas, noise)
-        sampling, timed_steps = Sampling(self.config, time), time.timed_steps.counting_callback(callback)
+        try:
+            time = HostSampling(sampler, sigmas, noise)
+            sampling, timed_steps = Sampling(self.config, time), time.timed_steps.counting_callback(callback)
+        except Exception as error:
+            if not hosting.is_ours(error):
+                raise
+            return executor(noise, latent_image, sampler, sigmas, denoise_mask, callback, *args, **kwargs)
         outer, self._sampling = self._sampling, sampling
         try:
             return executor(noise, latent_image, sampler, sigmas, denoise_mask, timed_steps, *args, **kwargs)
@@ -87,10 +93,14 @@ class BranchMerging:
             self._sampling = outer
             if outer is not None:
                 outer.is_alone = False
-            if self.config is None:
-                sampling.remember()
-            else:
-                self._report(sampling.end(*self._settings_and_facts))
+            hosting.quietly(self._end, sampling)
+
+    def _end(self, sampling: Sampling) -> None:
+        """Report a sampling that has ended; if the node is off, only keep its time."""
+        if self.config is None:
+            sampling.remember()
+        else:
+            self._report(sampling.end(*self._settings_and_facts))
 
     def _report(self, outcome: Outcome) -> None:
         """Keep an outcome in `latest`, log its lines, and show them below the node's other lines of the same prompt."""
@@ -115,6 +125,27 @@ class Sampling:
         `model` is a BaseModel, `options` its transformer_options. `more` has a keyword that marks the graph if the
         model is compiled and merges, else nothing.
         """
+        with ExitStack() as scope:
+            begun = None
+            try:
+                begun = self._begin(scope, model, x, t, options)
+            except Exception as error:
+                if not hosting.is_ours(error):
+                    raise
+            if begun is None:
+                return run(options)
+            merging, ask = begun
+            out = slot_function.call(run, options, ask, **(slot_function.GRAPH if merging.is_compiled else {}))
+        hosting.quietly(self._time.note_call, options)
+        return out
+
+    def _begin(
+        self, scope: ExitStack, model: Any, x: Any, t: Any, options: dict[str, Any]
+    ) -> tuple[Merging, slot_function.Ask] | None:
+        """Time a call, see `call`. Return its merging, and what answers its attentions until `scope` ends.
+
+        None if it does not merge.
+        """
         unet, schedule = model.diffusion_model, model.model_sampling
         # several GPUs sample in threads, each with its own model
         merging = self._models.get(unet) or self._models.setdefault(unet, self._make(unet, options))
@@ -123,7 +154,7 @@ class Sampling:
         names = {*map(str, given), *(str(key) for kind in options.get("wrappers", {}).values() for key in kind)}
         self._time.timed_steps.call(x, slot_calls.other_names_in_slot(options), *sorted(names))
         if isinstance(merging, str):
-            return run(options)
+            return None
         if merging.state.wants_time:
             self._tell_time(merging, schedule, x, t, options)
         # in the dtype in which a BaseModel passes them to its model
@@ -134,10 +165,7 @@ class Sampling:
         call = merging.state.begin(timestep, latent, tuple(names) if names else None)
         if given - self._usual:  # guidance that perturbs this call may reorder its tokens, so kept plans do not fit
             call.kept_plans = None
-        with merging.answering(call, latent, options) as ask:
-            out = slot_function.call(run, options, ask, **(slot_function.GRAPH if merging.is_compiled else {}))
-        self._time.note_call(options)
-        return out
+        return merging, scope.enter_context(merging.answering(call, latent, options))
 
     def end(self, settings: str, facts: dict[str, Any]) -> Outcome:
         """Return the result, and `remember` the time; call it once, at the end, with BranchMerging's line and facts."""

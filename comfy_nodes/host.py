@@ -10,6 +10,8 @@ logger = logging.getLogger(__name__)
 # ComfyUI replaces dots in a pack's name, so a dot in our package's name means that we are inside the pack
 hosting = importlib.import_module("..tome_core.hosting" if "." in __package__ else "tome_core.hosting", __package__)
 
+hosting.add_own_folder(os.path.dirname(__file__))  # mistakes of ours cost no picture
+
 NOTE = "tome_note"  # in model_options: why a branch does not merge, for nodes after it
 KEY = "tome"  # of our wrappers, by which a second ApplyToMe replaces the first
 # values of comfy.patcher_extension.WrappersMP, since December 2024

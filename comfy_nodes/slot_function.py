@@ -72,8 +72,13 @@ def _attention(function, q, k, v, heads, mask=None, attn_precision=None, **more)
         attend, rest = hosting.OPERATORS["attend"], (mask, False, call.scale, False, text)
         return call.to_host_form(attend(_number, _number, call.q, call.k, call.v, *rest))
     whole = OtherNodesFunction(_now.beneath, function) if _now.beneath else function
-    call = HostCall(whole, q, k, v, heads, mask, attn_precision, **more)
-    return _now.ask(call, options) if _now.ask else call.unmerged()
+    try:
+        call = HostCall(whole, q, k, v, heads, mask, attn_precision, **more)
+        return _now.ask(call, options) if _now.ask else call.unmerged()
+    except Exception as error:
+        if not hosting.is_ours(error):
+            raise
+    return whole(q, k, v, heads, mask=mask, attn_precision=attn_precision, **more)
 
 
 def beneath() -> Callable | None:

@@ -80,11 +80,14 @@ class UnetMerging:
 
         with self._merging_blocks(call, latent):
             yield ask
-        if not is_left_out(options):
-            for level in missing.elements():
-                if call.rules[level].attn is not None:
-                    tokens = math.prod(self.sides(latent, level, {}))
-                    self.state.count_unmerged(level, hosting.REPLACED, len(latent), tokens, tokens)
+        hosting.quietly(self._count_missing, call, latent, missing, options)
+
+    def _count_missing(self, call: Any, latent: torch.Tensor, missing: Counter[int], options: dict[str, Any]) -> None:
+        """Count the attentions of each level that a call did not reach as unmerged, unless EasyCache skipped all."""
+        for level in missing.elements():
+            if call.rules[level].attn is not None and not is_left_out(options):
+                tokens = math.prod(self.sides(latent, level, {}))
+                self.state.count_unmerged(level, hosting.REPLACED, len(latent), tokens, tokens)
 
     @contextmanager
     def _merging_blocks(self, call: Any, latent: torch.Tensor) -> Iterator[None]:
@@ -161,8 +164,13 @@ class _Block(hosting.Wrap):
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Return the block's output: on merged tokens, unless it or a patch of another node may need every token."""
         (call, latent), merging = self._call, self._merging
-        options = kwargs.get("transformer_options") or next((value for value in args if type(value) is dict), {})
-        grid = hosting.Grid(*merging.sides(latent, self.place.level, options))
+        try:
+            options = kwargs.get("transformer_options") or next((value for value in args if type(value) is dict), {})
+            grid = hosting.Grid(*merging.sides(latent, self.place.level, options))
+        except Exception as error:
+            if not hosting.is_ours(error):
+                raise
+            return self.original(*args, **kwargs)
         why = partial(merging.why_of_slot, options)
         return hosting.run_block(call, self.place, grid, self._below, self.original, args, kwargs, why)
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ..faults import quietly
+
 
 class Steps:
     """The steps of one sampling, as its sampler reports them.
@@ -54,7 +56,7 @@ class Steps:
         """
 
         def counting(step: Any, *args: Any, **kwargs: Any) -> Any:
-            self.count_step(number_in(step))
+            quietly(lambda: self.count_step(number_in(step)))
             return None if callback is None else callback(step, *args, **kwargs)
 
         counting.steps = self

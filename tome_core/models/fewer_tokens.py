@@ -50,12 +50,7 @@ class WholeBlockSite(BlockWrap):
         if call is None or call.rules[self.level].block is None:
             return self.original(*args, **kwargs)
         layout = call.layouts.get(self.level)
-        try:
-            return run_block(call, self.place, layout and layout.grid, self.below, self.original, args, kwargs)
-        except Exception as error:
-            if not is_ours(error):
-                raise
-        return self.original(*args, **kwargs)
+        return run_block(call, self.place, layout and layout.grid, self.below, self.original, args, kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Call the block unmerged while a compiler traces, return its output, and note this for the report."""
@@ -85,7 +80,12 @@ def run_block(
         now = TRAINS if torch.is_grad_enabled() else foreign_mode() if torch._C._len_torch_function_stack() else ""
         return now or why_of_arguments(args[1:], kwargs) or why_more() or below.why()
 
-    return around(call, place, x, grid, run, why_whole)
+    try:
+        return around(call, place, x, grid, run, why_whole)
+    except Exception as error:
+        if not is_ours(error):
+            raise
+    return original(*args, **kwargs)
 
 
 class BlockInputSite(BlockWrap):

@@ -1,0 +1,35 @@
+"""A mistake of ours costs no picture in ComfyUI."""
+
+import pytest
+import torch
+
+from comfy_nodes.nodes import ApplyToMe
+from tests.comfy_doubles import BaseModel, ModelPatcher, sample
+from tests.comfy_models import deep_unet
+from tests.mistakes import failing, functions_in
+from tome_core import MergeConfig, MergeRule
+
+BLOCKS = MergeRule(merge_attn=False, merge_blocks=True, ratio=0.75, side="kv", use_rand=False, min_downsample=2)
+# what the stand-in for ComfyUI's noise schedule uses of ours
+BORROWED = {"NoiseSchedule.sigma_of", "NoiseSchedule.timestep_of_sigma", "value_at", "_place_of"}
+
+
+def branch() -> ModelPatcher:
+    plain = ModelPatcher(BaseModel(deep_unet()))
+    rules = BLOCKS, MergeRule(ratio=0.5, side="kv", use_rand=False, max_downsample=1)
+    return ApplyToMe().apply(plain, settings=MergeConfig(rules=rules))[0]
+
+
+@pytest.mark.slow
+@torch.inference_mode()
+def test_no_function_of_ours_that_fails_in_a_sampling_costs_the_picture():
+    merged, tried = sample(branch()), set()
+    for function in functions_in(lambda: sample(branch())):
+        if function.__qualname__ in BORROWED:
+            continue
+        applied = branch()
+        with failing(function):
+            out = sample(applied)
+        tried.add(function.__name__)
+        assert out.shape == merged.shape and out.isfinite().all(), function.__name__
+    assert len(tried) > 60 and {"_begin", "around", "attend_call", "_count_missing"} <= tried, tried
