@@ -61,7 +61,12 @@ class BranchMerging:
         transformer_options: dict[str, Any] | None = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
         """Wrap ``BaseModel.apply_model``: call it with options that merge if the node is on, and return its output."""
-        sampling = self._sampling or Sampling(self.config)
+        try:
+            sampling = self._sampling or Sampling(self.config)
+        except Exception as error:
+            if not hosting.is_ours(error):
+                raise
+            return executor(x, t, c_concat, c_crossattn, control, transformer_options or {}, **kwargs)
         sampling.is_alone = sampling.is_alone and control is None
         return sampling.call(
             executor.class_obj, x, t, transformer_options or {},

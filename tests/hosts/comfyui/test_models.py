@@ -57,3 +57,14 @@ def test_after_an_exception_in_mid_step_nothing_is_left(comfy):
     assert "the test wanted this" in error["exception_message"]
     assert report_of(seen, applied).startswith("ToMe: own settings, 1 of 4 steps, ")
     assert_merged_and_off(comfy, "sd1")
+
+
+def test_a_cancel_inside_a_merged_block_ends_the_prompt_and_leaves_nothing(comfy):
+    """Before ComfyUI 0.20 the interrupt was an `Exception`."""
+    graph = Graph("sdxl")
+    applied = graph.strength(settings=graph.add("TestBlocks"))
+    graph.sample("cancelled", graph.add("TestCancel", model=applied, tokens=5))
+    seen = comfy.run(graph.graph)
+    assert "execution_interrupted" in [kind for kind, _ in seen["history"]["status"]["messages"]]
+    assert "cancelled" not in seen["latents"]
+    test_whole_blocks_of_sdxl_merge_and_are_off_again(comfy)

@@ -4,7 +4,9 @@
 import json
 import sys
 
+import comfy.ldm.modules.attention
 import comfy.model_detection
+import comfy.model_management
 import comfy.sd
 import folder_paths
 import torch
@@ -127,6 +129,32 @@ class TestBlocks(Node):
         core = next(module for name, module in sys.modules.items() if name.endswith("tome_core"))
         blocks = core.MergeRule(merge_attn=False, merge_blocks=True, ratio=0.75, side="kv", min_downsample=4)
         return (core.MergeConfig(rules=(blocks,)),)
+
+
+class TestCancel(Node):
+    """A node in whose model the user cancels while a block runs on so many tokens."""
+
+    INPUTS = {"model": ("MODEL",), "tokens": ("INT", {})}
+
+    def run(self, model, tokens):
+        kind, original = comfy.ldm.modules.attention.FeedForward, comfy.ldm.modules.attention.FeedForward.forward
+
+        def forward(self, x):
+            if x.shape[1] == tokens:
+                raise comfy.model_management.InterruptProcessingException()
+            return original(self, x)
+
+        def cancel(executor, *args, **kwargs):
+            kind.forward = forward
+            try:
+                return executor(*args, **kwargs)
+            finally:
+                kind.forward = original
+
+        forward.__module__ = kind.__module__  # as ComfyUI's own: a block with code of others gets all tokens
+        model = model.clone()
+        model.add_wrapper_with_key("diffusion_model", "cancels", cancel)
+        return (model,)
 
 
 class TestLoad(Node):
