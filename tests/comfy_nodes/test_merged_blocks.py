@@ -1,7 +1,10 @@
 """Whole blocks use no slot: their forwards are replaced only while a call of the branch runs."""
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 from comfy_nodes import host
 from comfy_nodes.nodes import ApplyToMe
@@ -65,3 +68,123 @@ def test_beside_patches_of_attention_all_blocks_stay_whole():
     assert torch.equal(sample(plain), sample(applied))
     report = host.find_attached(applied).latest.report
     assert [why for why in report.levels[1].reasons if why.startswith("block: a patch of attention may need every")]
+
+
+def report_with(options: dict) -> Any:
+    """Sample a branch with these transformer_options; return the report's level of whole blocks, and the latent."""
+    _, applied, _ = branches()
+    applied.model_options["transformer_options"] |= options
+    out = sample(applied)
+    return host.find_attached(applied).latest.report.levels[1], out
+
+
+def plain_with(options: dict) -> torch.Tensor:
+    plain, _, _ = branches()
+    plain.model_options["transformer_options"] |= options
+    return sample(plain)
+
+
+def of_others(attend: Any) -> dict:
+    return {"optimized_attention_override": attend}
+
+
+def passes_on(function, *args, **kwargs):
+    return 1.1 * function(*args, **kwargs)
+
+
+def looks_at_queries(function, q, *args, **kwargs):
+    """A region: answers of later tokens are smaller."""
+    return function(q, *args, **kwargs) * torch.linspace(1, 0.5, q.shape[1])[:, None]
+
+
+def looks_at_keys(function, q, k, v, *args, **kwargs):
+    return function(q, k, v * torch.linspace(1, 0.5, v.shape[1])[:, None] if k.shape == q.shape else v, *args, **kwargs)
+
+
+def looks_at_queries_of_texts(function, q, k, *args, **kwargs):
+    out = function(q, k, *args, **kwargs)
+    return out if k.shape == q.shape else out * torch.linspace(1, 0.5, q.shape[1])[:, None]
+
+
+class Cancelled(Exception):
+    """Another node's, or a user's interrupt."""
+
+
+def test_another_nodes_attention_that_treats_tokens_alike_is_tried_and_merges():
+    level, out = report_with(of_others(passes_on))
+    assert level.block_tokens == ((16, 5),) and not [why for why in level.reasons if why.startswith("block")]
+    assert not torch.equal(out, plain_with(of_others(passes_on)))
+
+
+@pytest.mark.parametrize("attend", [looks_at_queries, looks_at_keys, looks_at_queries_of_texts])
+def test_another_nodes_attention_that_looks_at_the_order_of_tokens_gets_all_of_them_and_is_named(attend):
+    level, out = report_with(of_others(attend))
+    (why,) = [why for why in level.reasons if why.startswith("block: ")]
+    assert "looks at the order of tokens" in why and attend.__name__ in why and not level.block_tokens
+    assert torch.equal(out, plain_with(of_others(attend)))
+
+
+def test_another_nodes_attention_that_comes_into_the_call_gets_all_tokens_and_is_named():
+    """It is put into the slot over ours, by a wrapper inside ours."""
+    plain, applied, _ = branches()
+
+    def bring(executor, x, t, concat, context, control, options):
+        return executor(x, t, concat, context, control, {**options, **of_others(looks_at_queries)})
+
+    for patcher in (plain, applied):
+        patcher.add_wrapper_with_key("apply_model", "another", bring)
+    assert torch.equal(sample(plain), sample(applied))
+    reasons = host.find_attached(applied).latest.report.levels[1].reasons
+    assert [why for why in reasons if "came into the call" in why and "looks_at_queries" in why]
+
+
+def test_an_interrupt_in_a_trial_of_another_nodes_attention_passes():
+    calls = []
+
+    def interrupts(function, *args, **kwargs):
+        calls.append(None)
+        if len(calls) == 2:
+            raise Cancelled
+        return function(*args, **kwargs)
+
+    _, applied, _ = branches()
+    applied.model_options["transformer_options"] |= of_others(interrupts)
+    with pytest.raises(Cancelled):
+        sample(applied)
+
+
+def test_a_patch_at_one_block_keeps_that_block_whole_and_no_other():
+    def patch(q, k, v, options):
+        return F.scaled_dot_product_attention(q, k, v)
+
+    _, _, blocks = branches()
+    level, _ = report_with({"patches_replace": {"attn2": {("middle", 0, 1): patch}}})
+    (why,) = [why for why in level.reasons if why.startswith("block: ")]
+    assert patch.__qualname__ in why and level.reasons[why] == 2, "of two steps"
+    assert level.merged["block", 16, 5, 0] == 2 * (len(blocks) - 1)
+    level, _ = report_with({"patches": {"attn1_patch": []}})
+    assert level.merged["block", 16, 5, 0] == 2 * len(blocks), "an empty list is nothing"
+
+
+def test_what_runs_below_a_block_is_asked_in_each_call():
+    """Object patches replace methods below a block while the model is loaded."""
+    plain, applied, blocks = branches()
+    for patcher in (plain, applied):
+        for block in blocks:
+            block.norm3.forward = lambda x, norm=block.norm3: 0.9 * type(norm).forward(norm, x)
+        out = sample(patcher)
+    assert torch.equal(out, sample(plain))
+    reasons = host.find_attached(applied).latest.report.levels[1].reasons
+    assert [why for why in reasons if "at norm3" in why]
+
+
+def test_blocks_that_get_a_smaller_picture_than_the_latent_merge_that():
+    """Deep Shrink halves the picture inside the UNet."""
+    _, applied, blocks = branches()
+    unet = applied.model.diffusion_model
+    for transformer in {place.transformer for place in find_blocks(unet) if place.halvings == 1}:
+        transformer.register_forward_pre_hook(lambda _, args: (F.interpolate(args[0], scale_factor=2.0), *args[1:]))
+        transformer.register_forward_hook(lambda _, args, out: F.avg_pool2d(out, 2))
+    sample(applied)
+    level = host.find_attached(applied).latest.report.levels[1]
+    assert level.block_tokens == ((64, 18),) and level.merged["block", 64, 18, 0] == 2 * len(blocks)

@@ -8,6 +8,7 @@ may look at the picture's grid: hooks, methods that another program put in, proc
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -63,9 +64,8 @@ class ModulesBelow:
             if own.get("forward") is not method or own.get("_forward") is not inner or hooks != [
                     *own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values()]:  # fmt: skip
                 return True
-        for children, known in self._children:
-            if [*children.values()] != known:
-                return True
+        if [*chain.from_iterable(map(dict.values, self._parents))] != self._children:
+            return True
         for kind, forward in self._forwards:
             if kind.forward is not forward:
                 return True
@@ -85,7 +85,8 @@ class ModulesBelow:
                 self._special.append((own, own.get("forward"), own.get("_forward"), hooks))
             else:
                 self._plain.append(own)
-        self._children = [(own["_modules"], [*own["_modules"].values()]) for own in every if own["_modules"]]
+        self._parents = [own["_modules"] for own in every if own["_modules"]]
+        self._children = [*chain.from_iterable(map(dict.values, self._parents))]
         self._forwards = [(kind, kind.forward) for kind in set(self._kinds)]
         self._processors = [(own, type(own["processor"])) for own in every if "processor" in own]
 
