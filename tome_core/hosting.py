@@ -23,7 +23,8 @@ from .models.every_token import ModulesBelow, register_package, why_of_options
 from .models.fewer_tokens import run_block
 from .models.intercept import register_name
 from .models.unet_blocks import UnsupportedModelError, find_unet, is_kind
-from .models.wrap import Wrap, forget_all, register_wrapper
+from .models.wrap import Wrap, register_wrapper
+from .models.wrap_set import forget_all
 from .patching import Patch, layout_of, patch
 from .reporting import gains
 from .reporting.ledger import PARTS_COMPILED, REPLACED, LevelTally

@@ -26,7 +26,8 @@ from . import compiled, intercept
 from .attention_calls import MORE, AttentionCall, attend_call
 from .compiled import NumberedSite, pack, unpack
 from .intercept import CodeReplacement, InterceptTorch, replacement_for
-from .wrap import Wrap, WrapSet, calling, foreign_method_on, is_own, over_hook, why_missed
+from .wrap import Wrap, calling, foreign_method_on, is_own, over_hook, why_missed
+from .wrap_set import WrapSet
 
 MASKS = ("mask", "attention_mask", "attn_mask")
 CONTEXTS = ("encoder_hidden_states", "context")

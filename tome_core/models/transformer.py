@@ -24,7 +24,8 @@ from ..merging.grid import Grid, Layout
 from ..reporting.ledger import NO_GRID, LevelTally
 from ..settings.schedule import PipelineSteps
 from .sites import AttentionSite, ModelSite
-from .wrap import Levels, Wrap
+from .wrap import Wrap
+from .wrap_set import Levels
 
 UNEVEN = "its pictures are of different sizes"
 

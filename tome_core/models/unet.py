@@ -15,7 +15,8 @@ from ..reporting.ledger import NO_GRID, LevelTally
 from .fewer_tokens import BlockAttentionSite, BlockInputSite, PartSite, WholeBlockSite
 from .sites import LATENTS, AttentionSite, ModelSite, TransformerSite, named
 from .unet_blocks import BlockPlace, find_blocks
-from .wrap import Levels, Wrap
+from .wrap import Wrap
+from .wrap_set import Levels
 
 _TIMES = ("timesteps", "timestep", "t")
 # parts of a block in addition to its self-attention: the name in a rule, and the attribute of the block

@@ -19,7 +19,8 @@ from ..engine.time import ModelTime
 from ..measuring.pays import pays_of
 from ..models import Adapter, adapter_of, find_models
 from ..models.unet_blocks import UnsupportedModelError
-from ..models.wrap import Wrap, drop_mark, drop_remains, put_on, take_off, why_missed, wraps_on
+from ..models.wrap import Wrap, drop_remains, why_missed
+from ..models.wrap_set import drop_mark, put_on, take_off, wraps_on
 from ..reporting.report import Report
 from ..settings.config import MergeConfig
 from ..settings.presets import DEFAULT, TRANSFORMER, config_of
