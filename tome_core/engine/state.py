@@ -18,8 +18,9 @@ from ..merging.grid import Grid, Layout
 from ..merging.plan import MergePlan
 from ..reporting.ledger import FEW_TOKENS, NO_GRID, OTHER_PARTS, TOO_SMALL, Ledger, LevelTally
 from ..reporting.report import Report
-from ..settings.config import MergeConfig, MergeRule, describe, notes_on
-from ..settings.schedule import LevelRules, NoiseSchedule, ever_merges, ways_of
+from ..settings.config import MergeConfig, MergeRule, describe
+from ..settings.rules import LevelRules, ever_merges, notes_on, ways_of
+from ..settings.schedule import NoiseSchedule
 from .decision import MergeMap, ModelCall, decide
 from .match import draw_of, find_plans, match
 from .plan_cache import Plans

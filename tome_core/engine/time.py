@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..reporting.ledger import TIME_IS_UNKNOWN
-from ..settings.config import MergeConfig, MergeRule, plain_rules, reaches
-from ..settings.schedule import STABLE_DIFFUSION, UNKNOWN, LevelRules, NoiseSchedule, SchedulerNoise, Time, choose
+from ..settings.config import MergeConfig, MergeRule
+from ..settings.rules import LevelRules, choose, plain_rules, reaches
+from ..settings.schedule import STABLE_DIFFUSION, UNKNOWN, NoiseSchedule, Time
 from .plan_cache import Guidance, KeptPlans, Sampling
+from .scheduler_steps import SchedulerNoise
 
 # A sampling whose first timestep is this or higher makes a whole picture. Schedules with leading spacing begin late
 # (951 for 20 steps). A model with zero terminal SNR begins at 880 if its sigmas begin at Stable Diffusion's 14.6
@@ -36,7 +38,7 @@ class Clock:
 
     `downsamples` is latent cells per token, along a side, of each level of the model, the finest first; `schedule` is
     the model's, None for Stable Diffusion's. Attribute `rules` holds the settings' rules with those of early phases,
-    see `config.plain_rules`.
+    see `rules.plain_rules`.
     """
 
     def __init__(self, config: MergeConfig, downsamples: Sequence[int], schedule: NoiseSchedule | None = None) -> None:

@@ -17,7 +17,7 @@ from ..models import Adapter, adapter_of, find_models
 from ..models.unet_blocks import is_compiled
 from ..settings.config import MergeConfig, MergeRule
 from ..settings.presets import TRANSFORMER
-from ..settings.schedule import choose
+from ..settings.rules import choose
 
 PIXELS = 8  # pixels per latent cell, along a side
 _WAITS = "at this size the GPU waits for kernel launches, so merging would not pay (estimated)"

@@ -20,9 +20,9 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..engine.decision import ModelCall
+from ..engine.scheduler_steps import PipelineSteps
 from ..merging.grid import Grid, Layout
 from ..reporting.ledger import NO_GRID, LevelTally
-from ..settings.schedule import PipelineSteps
 from .sites import AttentionSite, ModelSite
 from .wrap import Wrap
 from .wrap_set import Levels

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..engine.scheduler_steps import training_schedule
 from ..models import adapter_of, find_models
 from ..models.unet_blocks import UnsupportedModelError
 from ..models.wrap import drop_remains
@@ -16,7 +17,7 @@ from ..models.wrap_set import drop_mark
 from ..reporting.report import Report
 from ..settings.config import MergeConfig
 from ..settings.presets import DEFAULT, TRANSFORMER, config_of
-from ..settings.schedule import STABLE_DIFFUSION, NoiseSchedule, training_schedule
+from ..settings.schedule import STABLE_DIFFUSION, NoiseSchedule
 from .handle import Patch, patch_on
 
 logger = logging.getLogger(__name__)

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from ..engine.scheduler_steps import PipelineSteps, SchedulerNoise
 from ..engine.state import State
 from ..measuring.pays import pays_of
 from ..models import Adapter, adapter_of
@@ -17,7 +18,7 @@ from ..models.wrap import Wrap, why_missed
 from ..models.wrap_set import put_on, take_off, wraps_on
 from ..reporting.report import Report
 from ..settings.config import MergeConfig
-from ..settings.schedule import NoiseSchedule, PipelineSteps, SchedulerNoise
+from ..settings.schedule import NoiseSchedule
 from .pipeline import SamplingScope
 
 

@@ -11,8 +11,8 @@ from tests import tiny_transformers
 from tests.models import sdxl, small
 from tome_core import MergeConfig, preset, strength
 from tome_core.patching import patch_on
-from tome_core.settings.config import plain_rules
 from tome_core.settings.presets import LAYOUTS, MARKS, SD, SDXL, TRANSFORMER
+from tome_core.settings.rules import plain_rules
 
 MOMENTS = range(0, 1000, 25)
 of_each = pytest.mark.parametrize("layout", LAYOUTS)
