@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..engine.plan_cache import Guidance
+from ..engine.sampling import Guidance
 from ..engine.time import ModelTime
 from ..models.wrap import Wrap
 
