@@ -17,7 +17,8 @@ from .measuring import pictures
 from .measuring.pays import pays_of, why_not_at
 from .merging.grid import Grid, Layout
 from .models import adapter_of
-from .models.attention_calls import HeadsCall, attend_call
+from .models.answer import attend_call
+from .models.attention_calls import HeadsCall
 from .models.compiled import OPERATORS, number_of, why_not_in_graph
 from .models.every_token import ModulesBelow, register_package, why_of_options
 from .models.fewer_tokens import run_block

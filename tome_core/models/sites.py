@@ -23,7 +23,8 @@ from ..faults import is_ours, quietly
 from ..merging.grid import Grid, Layout
 from ..reporting.ledger import ARGUMENTS, MASKED, OF_OTHERS, OTHER_PARTS, REPLACED, TAKEN_OFF
 from . import compiled, intercept
-from .attention_calls import MORE, AttentionCall, attend_call
+from .answer import attend_call
+from .attention_calls import MORE, AttentionCall
 from .compiled import NumberedSite, pack, unpack
 from .intercept import CodeReplacement, InterceptTorch, replacement_for
 from .wrap import Wrap, calling, foreign_method_on, is_own, over_hook, why_missed
