@@ -204,13 +204,13 @@ class Sampling:
         )  # fmt: skip
 
 
-def layout_of(model: Any) -> str:
-    """Return a BaseModel's layout: "transformer" if it has a patch size, else by its UNet "sd" or "sdxl".
+def curve_of(model: Any) -> str:
+    """Return a BaseModel's curve: "transformer" if it has a patch size, else by its UNet "sd" or "sdxl".
 
     TypeError or ValueError: it is no model that can merge.
     """
     unet = hosting.find_unet(model)
-    return hosting.layout_of(unet) if patch_size_of(unet) is None else hosting.TRANSFORMER
+    return hosting.curve_of(unet) if patch_size_of(unet) is None else hosting.TRANSFORMER
 
 
 def _is_filled(value: Any) -> bool:

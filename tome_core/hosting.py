@@ -26,7 +26,7 @@ from .models.intercept import register_name
 from .models.unet_blocks import UnsupportedModelError, find_unet, is_kind
 from .models.wrap import Wrap, register_wrapper
 from .models.wrap_set import forget_all
-from .patching import Patch, layout_of, patch
+from .patching import Patch, curve_of, patch
 from .reporting import gains
 from .reporting.ledger import PARTS_COMPILED, REPLACED, LevelTally
 from .reporting.report import Report, count

@@ -248,12 +248,12 @@ class TransformerAdapter:
 
     Attributes:
         family: the transformer's `Family`.
-        layout: the table of strengths that applies, always "transformer".
+        curve: the name of the curve of strengths, always "transformer".
         downsamples: a list of the down-sampling factor of the only level.
         reads: names of the arguments that a call is read from; the last is the timestep's.
     """
 
-    layout = "transformer"
+    curve = "transformer"
 
     def __init__(self, model: nn.Module) -> None:
         self.family = family_of(model)

@@ -30,7 +30,7 @@ class UNetAdapter:
     without known blocks raises `UnsupportedModelError`.
 
     Attributes:
-        layout: the table of strengths that applies: "sd" if blocks see the latent at full size, else "sdxl".
+        curve: the name of the curve of strengths: "sd" if blocks see the latent at full size, else "sdxl".
         downsamples: the down-sampling factor of each level, the finest first.
         levels: the number of each level, 0 for the finest, by how often the latent is halved there.
         reads: names for the values that `pick` returns.
@@ -43,7 +43,7 @@ class UNetAdapter:
         depths = sorted({place.halvings for place in self.places})
         self.levels = {depth: level for level, depth in enumerate(depths)}
         self.downsamples = [2**depth for depth in depths]
-        self.layout = "sd" if 0 in self.levels else "sdxl"
+        self.curve = "sd" if 0 in self.levels else "sdxl"
 
     @property
     def places(self) -> list[BlockPlace]:

@@ -52,7 +52,7 @@ def patch(
     """
     models = find_models(model)
     adapter = adapter_of(models[0])
-    config = _config_of(config, strength, settings, adapter.layout)
+    config = _config_of(config, strength, settings, adapter.curve)
     handle = Patch(models, config, _schedule_of(model), model, adapter)
     handle._previous = before = patch_on(models[0])
     if before is not None and not before._entered:
@@ -63,7 +63,7 @@ def patch(
             " before each step, patch the pipeline instead, or use min_timestep.")
     for note in handle.ledger.notes:
         logger.warning("%s", note)
-    if adapter.layout == TRANSFORMER:
+    if adapter.curve == TRANSFORMER:
         _warn_once()
     return handle.install()
 
@@ -75,26 +75,26 @@ def _warn_once() -> None:
                    "effect on this model was not measured, so look at your pictures")
 
 
-def layout_of(model: Any) -> str:
-    """Return the name of the strengths' table for a model that `patch` takes: "sd", "sdxl" or "transformer".
+def curve_of(model: Any) -> str:
+    """Return the name of the curve of strengths for a model that `patch` takes: "sd", "sdxl" or "transformer".
 
     A UNet has "sdxl" without attention at the latent's full size. Raises an UnsupportedModelError or a TypeError.
     """
-    return adapter_of(find_models(model)[0]).layout
+    return adapter_of(find_models(model)[0]).curve
 
 
-def _config_of(config: MergeConfig | str | None, strength: float | None, settings: dict, layout: str) -> MergeConfig:
+def _config_of(config: MergeConfig | str | None, strength: float | None, settings: dict, curve: str) -> MergeConfig:
     """Return the settings that `patch`'s arguments ask for, changed by `settings`; raise what `patch` raises.
 
     Without config and strength, `settings` change ``MergeConfig()``; if there are none either, these are `DEFAULT`.
-    `layout`, from `layout_of`, decides what a strength or a preset's name means.
+    `curve`, from `curve_of`, decides what a strength or a preset's name means.
     """
     if strength is not None and config is not None:
         raise ValueError(f"strength={strength!r} and config={config!r} both say what merges; give one of them")
     if strength is None and config is None:
-        config = MergeConfig() if settings else config_of(DEFAULT, layout)
+        config = MergeConfig() if settings else config_of(DEFAULT, curve)
     elif strength is not None or isinstance(config, str):
-        config = config_of(config if strength is None else strength, layout)
+        config = config_of(config if strength is None else strength, curve)
     if not isinstance(config, MergeConfig):
         raise TypeError(f"config is {type(config).__name__}; it has to be a MergeConfig, a preset's name, or None")
     return replace(config, **settings) if settings else config

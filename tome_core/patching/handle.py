@@ -147,7 +147,7 @@ class Patch(State):
         whose pipeline has no scheduler with ``scale_model_input``, or for a transformer whose pipeline has no bar. A
         UNet's bar gets a wrap only if matches are kept.
         """
-        scheduler, is_unet = getattr(patched_object, "scheduler", None), self.adapter.layout != "transformer"
+        scheduler, is_unet = getattr(patched_object, "scheduler", None), self.adapter.curve != "transformer"
         if not self.wants_time or (is_unet and not hasattr(scheduler, "scale_model_input")):
             return
         with suppress(TypeError):  # a class that allows no weak references
