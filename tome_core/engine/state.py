@@ -52,9 +52,9 @@ class State:
         for number, level in enumerate(levels):
             level.level, level.covered = number, ever_merges(self.clock.rules, number, level.downsample)
         self.ever_merges = any(level.covered for level in levels)  # if the picture is large enough
-        # how rules merge in each level that they reach, see `wrap_set.Levels`
-        self.levels = {level.level: ways_of(self.clock.rules, level.level, level.downsample)
-                       for level in levels if level.covered}  # fmt: skip
+        # how rules merge in each level that they reach, see `wrap_set.Ways`
+        self.ways = {level.level: ways_of(self.clock.rules, level.level, level.downsample)
+                     for level in levels if level.covered}  # fmt: skip
         self.ledger = Ledger(list(levels), notes_on(config, self.ever_merges, downsamples))
         self.time = ModelTime(self.clock, any(rule.keep for rule in self.clock.rules))
         self.wants_time = self.time.is_wanted  # whether what merges depends on the time of a call

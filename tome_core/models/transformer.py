@@ -25,7 +25,7 @@ from ..merging.grid import Grid, Layout
 from ..reporting.ledger import NO_GRID, LevelTally
 from .sites import AttentionSite, ModelSite
 from .wrap import Wrap
-from .wrap_set import Levels
+from .wrap_set import Ways
 
 UNEVEN = "its pictures are of different sizes"
 
@@ -269,8 +269,8 @@ class TransformerAdapter:
         """Return one empty tally with the number of attentions: all see the same tokens, so the model has one level."""
         return [LevelTally(self.family.downsample, self._blocks)]
 
-    def wraps(self, model: nn.Module, levels: Levels, make: Callable) -> Iterator[Wrap]:
-        """Yield a wrap for the model, then for each attention, in the order of the modules; levels are not used.
+    def wraps(self, model: nn.Module, ways: Ways, make: Callable) -> Iterator[Wrap]:
+        """Yield a wrap for the model, then for each attention, in the order of the modules; `ways` is not used.
 
         `make` takes a class of wraps, the module to wrap and further arguments of the class, and returns a wrap.
         """

@@ -16,7 +16,7 @@ from .fewer_tokens import BlockAttentionSite, BlockInputSite, PartSite, WholeBlo
 from .sites import LATENTS, AttentionSite, ModelSite, TransformerSite, named
 from .unet_blocks import BlockPlace, find_blocks
 from .wrap import Wrap
-from .wrap_set import Levels
+from .wrap_set import Ways
 
 _TIMES = ("timesteps", "timestep", "t")
 # parts of a block in addition to its self-attention: the name in a rule, and the attribute of the block
@@ -56,19 +56,19 @@ class UNetAdapter:
         count = [sum(place.halvings == depth for place in places) for depth in self.levels]
         return [LevelTally(down, blocks) for down, blocks in zip(self.downsamples, count, strict=True)]
 
-    def wraps(self, unet: nn.Module, levels: Levels, make: Callable) -> Iterator[Wrap]:
+    def wraps(self, unet: nn.Module, ways: Ways, make: Callable) -> Iterator[Wrap]:
         """Yield the wraps to put on the UNet, the outermost first.
 
-        Below the UNet only `levels` get wraps, on transformers and self-attentions. With "tomesd" in a level's value,
-        its blocks and their parts get wraps too: parts may be called with merged tokens. With "blocks" alone, each
-        transformer's blocks but the first do. `make` takes a class of wraps, the module to wrap and further arguments
-        of the class, and returns a wrap.
+        Below the UNet only levels in `ways` get wraps, on transformers and self-attentions. With "tomesd" in a level's
+        value, its blocks and their parts get wraps too: parts may be called with merged tokens. With "blocks" alone,
+        each transformer's blocks but the first do. `make` takes a class of wraps, the module to wrap and further
+        arguments of the class, and returns a wrap.
         """
         yield make(ModelSite, unet)
         before, places = None, self.places
         for place in places:
             level = self.levels[place.halvings]
-            if level not in levels:
+            if level not in ways:
                 continue
             if place.transformer is not before:
                 before = place.transformer
@@ -76,10 +76,10 @@ class UNetAdapter:
                 names = {f"{other.path}.attn1" for other in siblings if getattr(other.block, "attn1", None) is not None}
                 yield make(TransformerSite, before, level, names)
             kind, parts = AttentionSite, ()
-            if "tomesd" in levels[level]:
+            if "tomesd" in ways[level]:
                 kind, parts = BlockAttentionSite, _PARTS
                 yield make(BlockInputSite, place.block, level)
-            elif "blocks" in levels[level] and place is not siblings[0]:
+            elif "blocks" in ways[level] and place is not siblings[0]:
                 yield make(WholeBlockSite, place.block, place.path, level)
             if getattr(place.block, "attn1", None) is not None:
                 yield make(kind, place.block.attn1, f"{place.path}.attn1", level, place.halvings)

@@ -20,9 +20,9 @@ _OF_ANOTHER_PATCH = (
     "gradient checkpointing runs a call again that was merged by another patch: call backward() before a patch is "
     "put on or taken off, or turn checkpointing off"
 )
-# The levels, by number, in which rules merge. A value has "tomesd" if parts of blocks may be called with merged tokens,
-# as by tomesd, and "blocks" if whole blocks may be.
-Levels = dict[int, set[str]]
+# How rules merge, by the number of each level in which they do. A value has "tomesd" if parts of blocks may be called
+# with merged tokens, as by tomesd, and "blocks" if whole blocks may be.
+Ways = dict[int, set[str]]
 _RESTING: weakref.WeakKeyDictionary[nn.Module, WrapSet] = weakref.WeakKeyDictionary()
 
 
@@ -68,14 +68,14 @@ class WrapSet:
         self.wraps: list[Wrap] = []
         self._resting: dict[tuple[type, int], Wrap] = {}
 
-    def change(self, model: nn.Module, adapter: Any, patch: Any, levels: Levels) -> None:
+    def change(self, model: nn.Module, adapter: Any, patch: Any, ways: Ways) -> None:
         """Set the patch and its adapter, choose the wraps that they need, and uninstall all others.
 
-        The chosen wraps, some of them used before, are installed by `put_back`, not here. For levels, see `put_on`.
+        The chosen wraps, some of them used before, are installed by `put_back`, not here. For `ways`, see `put_on`.
         """
         self.adapter, self.patch = adapter, patch
         self._resting |= {(type(wrap), id(wrap.target)): wrap for wrap in self.wraps}
-        wraps = list(adapter.wraps(model, levels, self._reuse_or_make))
+        wraps = list(adapter.wraps(model, ways, self._reuse_or_make))
         for wrap in reversed([wrap for wrap in self.wraps if wrap not in wraps]):
             wrap.uninstall()
         # a wrap below another extension's wrapper still holds its module
@@ -155,11 +155,11 @@ def wraps_on(model: nn.Module | None) -> WrapSet | None:
     return None if model is None else vars(model).get(_SET_MARK)
 
 
-def put_on(model: nn.Module, adapter: Any, patch: Any, levels: Levels) -> Any:
+def put_on(model: nn.Module, adapter: Any, patch: Any, ways: Ways) -> Any:
     """Put the wraps of a patch on a model, in place of another's, and return the patch in force before, or None.
 
-    Rules merge in `levels` only. Idempotent: if `patch` is in force already, its wraps are only put back on top. An
-    error removes all wraps, and is raised.
+    Rules merge in the levels of `ways` only. Idempotent: if `patch` is in force already, its wraps are only put back on
+    top. An error removes all wraps, and is raised.
     """
     with patch_lock:
         wraps = wraps_on(model)
@@ -168,7 +168,7 @@ def put_on(model: nn.Module, adapter: Any, patch: Any, levels: Levels) -> Any:
         before = wraps.patch
         try:
             if before is not patch:  # hosts call this at each step, and walking over the model is slow
-                wraps.change(model, adapter, patch, levels)
+                wraps.change(model, adapter, patch, ways)
             wraps.put_back()
         except BaseException:
             take_off(model, patch)

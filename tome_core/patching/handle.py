@@ -79,7 +79,7 @@ class Patch(State):
             self.pays = pays_of(self.clock.rules, self.model, self.adapter)
         for number, model in enumerate(self._present()):
             adapter = self.adapter if number == 0 else adapter_of(model)
-            before = put_on(model, adapter, self, self.levels)
+            before = put_on(model, adapter, self, self.ways)
             if before is not None and before is not self:
                 before._uninstall_pipeline_wraps()
         self._pipeline_wraps = [wrap.install() for wrap in self._pipeline_wraps if wrap.wrapped() is not None]
