@@ -28,7 +28,7 @@ from .models.wrap import Wrap, register_wrapper
 from .models.wrap_set import forget_all
 from .patching import Patch, curve_of, patch
 from .reporting import gains
-from .reporting.ledger import PARTS_COMPILED, REPLACED, LevelTally
+from .reporting.ledger import PARTS_COMPILED, REPLACED, LevelTally, Reason
 from .reporting.report import Report, count
 from .settings import form
 from .settings.config import SEED_LIMIT, MergeConfig

@@ -12,13 +12,13 @@ from ..engine.decision import ModelCall
 from ..engine.state import State
 from ..faults import may_be_of_fewer_tokens, text_of
 from ..merging.grid import Layout
-from ..reporting.ledger import MASKED, NO_GRID
+from ..reporting.ledger import MASKED, NO_GRID, Reason
 from .attention_calls import MORE, AttentionCall
 
 
 def attend_call(
     state: State, call: ModelCall, name: Hashable, level: int, heads: int,
-    layout: Layout | Callable[[int], Layout | str], seen: list[bool], attention_call: AttentionCall,
+    layout: Layout | Callable[[int], Layout | Reason], seen: list[bool], attention_call: AttentionCall,
 ) -> torch.Tensor:  # fmt: skip
     """Return the output, in the host's form, of an intercepted attention call, with merged keys and values if possible.
 
@@ -46,7 +46,7 @@ def attend_call(
         layout = layout(tokens)
     elif layout.grid.height * layout.grid.width != tokens:
         layout = NO_GRID
-    why = why or (layout if isinstance(layout, str) else "" if attention_call.plain else MORE)
+    why = why or (layout if isinstance(layout, Reason) else "" if attention_call.plain else MORE)
     why = why or (state.refused and state.refused.get(attention_call.key(), ""))
     takes_bias = attention_call.adds_bias
     if takes_bias is None and not why:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..engine.decision import ModelCall
 from ..merging.grid import Grid, Layout
-from ..reporting.ledger import NO_GRID, LevelTally
+from ..reporting.ledger import NO_GRID, LevelTally, Reason
 from .fewer_tokens import BlockAttentionSite, BlockInputSite, PartSite, WholeBlockSite
 from .sites import LATENTS, AttentionSite, ModelSite, TransformerSite, named
 from .unet_blocks import BlockPlace, find_blocks
@@ -102,7 +102,7 @@ class UNetAdapter:
         is_picture = torch.is_tensor(latent) and latent.dim() >= 4
         return given["timestep"], latent, latent.shape[-2:] if is_picture else None
 
-    def layout_of(self, call: ModelCall, site: AttentionSite, tokens: int) -> Layout | str:
+    def layout_of(self, call: ModelCall, site: AttentionSite, tokens: int) -> Layout | Reason:
         """Return the layout of the picture's tokens, or the reason why it is not known or does not fit `tokens`.
 
         The layout is this level's in ``call.layouts``, which `TransformerSite` has read; without it, as in a compiled
