@@ -24,7 +24,7 @@ _PARTS = (("crossattn", "attn2"), ("mlp", "ff"))
 
 
 class UNetAdapter:
-    """The adapter of a UNet, which is held weakly: it finds the attentions and reads the model's calls.
+    """The adapter of a UNet, whose blocks are held weakly: it finds the attentions and reads the model's calls.
 
     For each call, `read` gets the values that `pick` returns. `layout_of` serves each attention in the call. A UNet
     without known blocks raises `UnsupportedModelError`.
@@ -39,16 +39,26 @@ class UNetAdapter:
     reads = ("latent", "timestep")
 
     def __init__(self, unet: nn.Module) -> None:
-        self._unet = weakref.ref(unet)
-        depths = sorted({place.halvings for place in self.places})
+        depths = sorted({place.halvings for place in self._search(unet)})
         self.levels = {depth: level for level, depth in enumerate(depths)}
         self.downsamples = [2**depth for depth in depths]
         self.curve = "sd" if 0 in self.levels else "sdxl"
 
+    def _search(self, unet: nn.Module) -> list[BlockPlace]:
+        """Search the UNet's transformer blocks, keep weak references to them for `places`, and return their places."""
+        places = find_blocks(unet)
+        self._kept = [place._replace(block=weakref.ref(place.block), transformer=weakref.ref(place.transformer))
+                      for place in places]  # fmt: skip
+        return places
+
     @property
     def places(self) -> list[BlockPlace]:
-        """The UNet's transformer blocks, which are searched at each access."""
-        return find_blocks(self._unet())
+        """The UNet's transformer blocks as the latest search found them, without blocks that no longer exist.
+
+        They are searched when the adapter is made and by `wraps`, not at each access.
+        """
+        found = [place._replace(block=place.block(), transformer=place.transformer()) for place in self._kept]
+        return [place for place in found if place.block is not None and place.transformer is not None]
 
     def tallies(self) -> list[LevelTally]:
         """Return an empty tally, with the number of blocks, for each level, the finest first."""
@@ -65,7 +75,7 @@ class UNetAdapter:
         arguments of the class, and returns a wrap.
         """
         yield make(ModelSite, unet)
-        before, places = None, self.places
+        before, places = None, self._search(unet)  # blocks may have been exchanged since the adapter was made
         for place in places:
             level = self.levels[place.halvings]
             if level not in ways:
