@@ -1,4 +1,10 @@
-"""UNets of LDM, sgm, Forge and diffusers: where their attentions and blocks are, and how their calls are read."""
+"""UNets of LDM, sgm, Forge and diffusers: where their attentions and blocks are, and how their calls are read.
+
+The adapter wraps the UNet (`ModelSite`) and, in levels that merge, transformers (`TransformerSite`) and self-attentions
+(`AttentionSite`). If whole blocks may merge there, it wraps all blocks of a transformer but the first
+(`WholeBlockSite`). If parts may merge as in tomesd, it wraps blocks (`BlockInputSite`), their self-attentions
+(`BlockAttentionSite`) and their other parts (`PartSite`).
+"""
 
 from __future__ import annotations
 
