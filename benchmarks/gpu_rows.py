@@ -25,7 +25,7 @@ from benchmarks import models, timing
 from benchmarks.results import ROOT
 from benchmarks.timing import Run
 from tome_core.merging import kernels
-from tome_core.patching import layout_of
+from tome_core.patching import curve_of
 
 UNMERGED, TOMESD, STRENGTHS, STEPS = "unmerged", "tomesd", ("balanced", "max"), 20
 WHEN = {"new": (900.0,), "renewed": (900.0, 800.0), "kept": (900.0, 890.0)}  # match -> timesteps of calls, in turn
@@ -85,7 +85,7 @@ class Patched:
 def _settings(network: nn.Module, way: str) -> tome_core.MergeConfig:
     """Return a strength's settings, by its name, but the finest level merges however few its tokens are: whether that
     pays is the question."""
-    config = tome_core.preset(way, layout_of(network))
+    config = tome_core.preset(way, curve_of(network))
     at_finest = replace(config.rules[0], max_downsample=None, only_if_it_pays=False)
     return replace(config, rules=(at_finest, *config.rules))
 

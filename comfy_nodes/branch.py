@@ -120,7 +120,7 @@ class Sampling:
 
     def __init__(self, config: Any, time: HostSampling | None = None) -> None:
         self._config, self._time, self._name = config, time or HostSampling(), time
-        self._models: dict[Any, Merging | str] = {}  # or the reason why a model does not merge
+        self._models: dict[Any, Merging | hosting.Reason] = {}  # or the reason why a model does not merge
         self._usual: frozenset[str] | None = None  # the keys of the first call's options
         self.is_alone = True  # no other patch is known that changes how long a call takes
 
@@ -158,7 +158,7 @@ class Sampling:
         self.is_alone = self.is_alone and not any(_is_filled(options.get(name)) for name in _BESIDE)
         names = {*map(str, given), *(str(key) for kind in options.get("wrappers", {}).values() for key in kind)}
         self._time.timed_steps.call(x, slot_calls.other_names_in_slot(options), *sorted(names))
-        if isinstance(merging, str):
+        if isinstance(merging, hosting.Reason):
             return None
         if merging.state.wants_time:
             self._tell_time(merging, schedule, x, t, options)
@@ -175,8 +175,8 @@ class Sampling:
     def end(self, settings: str, facts: dict[str, Any]) -> Outcome:
         """Return the result, and `remember` the time; call it once, at the end, with BranchMerging's line and facts."""
         time = self._time
-        strangers = [why for why in self._models.values() if isinstance(why, str)]
-        merged = [merging for merging in self._models.values() if not isinstance(merging, str)]
+        strangers = [why for why in self._models.values() if isinstance(why, hosting.Reason)]
+        merged = [merging for merging in self._models.values() if not isinstance(merging, hosting.Reason)]
         for merging in merged:
             merging.state.set_time()
         report = hosting.Report.join(merging.state.report() for merging in merged)
@@ -206,18 +206,18 @@ class Sampling:
         (unet,), time = self._models, self._time
         return hosting.pictures.remember(time.timed_steps, unet, self._config, report, time.sampler)
 
-    def _make(self, model: Any, options: dict[str, Any]) -> Merging | str:
+    def _make(self, model: Any, options: dict[str, Any]) -> Merging | hosting.Reason:
         """Return a new merging of a model by the node's settings, or why not, as text. options: transformer_options.
 
         A model with a patch size is merged as a transformer, any other as a UNet.
         """
         if self._config is None:
-            return "off"
+            return hosting.Reason("off")
         try:
             kind = UnetMerging if patch_size_of(model) is None else TransformerMerging
             merging = kind(model, self._config, options)
         except (hosting.UnsupportedModelError, TypeError) as error:
-            return f"stepped aside: {error}"
+            return hosting.Reason(f"stepped aside: {error}")
         merging.state.keep_maps()
         return merging
 
@@ -237,13 +237,13 @@ class Sampling:
         )  # fmt: skip
 
 
-def layout_of(model: Any) -> str:
-    """Return a BaseModel's layout: "transformer" if it has a patch size, else by its UNet "sd" or "sdxl".
+def curve_of(model: Any) -> str:
+    """Return a BaseModel's curve: "transformer" if it has a patch size, else by its UNet "sd" or "sdxl".
 
     TypeError or ValueError: it is no model that can merge.
     """
     unet = hosting.find_unet(model)
-    return hosting.layout_of(unet) if patch_size_of(unet) is None else hosting.TRANSFORMER
+    return hosting.curve_of(unet) if patch_size_of(unet) is None else hosting.TRANSFORMER
 
 
 def _is_filled(value: Any) -> bool:

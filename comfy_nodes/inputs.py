@@ -30,14 +30,14 @@ def settings_types() -> dict[str, tuple]:
     return {name: _widget(form.field(name)) for name in SETTINGS}
 
 
-def config_of(strength: Any, start: Any, end: Any, settings: Any = None, layout: str = "sd") -> Any:
+def config_of(strength: Any, start: Any, end: Any, settings: Any = None, curve: str = "sd") -> Any:
     """Return the MergeConfig of ApplyToMe's values; None if it merges nothing. Raises ValueError or TypeError.
 
-    `settings`, a MergeConfig, replace `strength` and `layout` unless None. `start` and `end`, shares of the noise
+    `settings`, a MergeConfig, replace `strength` and `curve` unless None. `start` and `end`, shares of the noise
     schedule from 0 to 1, always count: they replace those of `settings`.
     """
     if settings is None:
-        config = hosting.strength(strength, layout=layout)
+        config = hosting.strength(strength, curve=curve)
     elif isinstance(settings, hosting.MergeConfig):
         config = settings
     else:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from . import host, inputs, picture
-from .branch import BranchMerging, layout_of
+from .branch import BranchMerging, curve_of
 
 ALIASES = ["token merging", "tomesd", "tome", "speed", "faster sampling"]
 HIDDEN = {"unique_id": "UNIQUE_ID"}
@@ -63,7 +63,7 @@ class ApplyToMe(_Node):
         host.detach(clone)
         config, text = None, OFF_TEXT if settings is None else OFF_BY_SETTINGS
         try:
-            config = inputs.config_of(strength, start, end, settings, layout_of(clone.model))
+            config = inputs.config_of(strength, start, end, settings, curve_of(clone.model))
         except (TypeError, ValueError) as error:  # an unsupported model, a start after the end, or a linked value
             text = f"ToMe stepped aside, the model is unchanged: {error}"
         dropped, name = _list_dropped(self, prompt, unique_id), host.name_in(prompt, unique_id)

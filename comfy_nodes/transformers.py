@@ -22,7 +22,7 @@ _REFINE_TEXT = frozenset({"HunyuanVideo", "NextDiT", "SingleStreamDiT"})
 _REFERENCES = "reference_image_num_tokens"  # in transformer_options: number of tokens of each reference
 BESIDE = "tokens next to the picture's, at an unknown place"
 REFINED = "tokens before the model's blocks, perhaps of a text"
-_NO_GRID = "the latent has no grid that is known"
+_NO_GRID = hosting.Reason("the latent has no grid that is known")
 
 
 class TransformerMerging:
@@ -78,7 +78,7 @@ def grid_of(model: Any, latent: Any) -> Any | None:
     return hosting.Grid(frames * height, width, frames)
 
 
-def where_tokens_lie(model: Any, grid: Any, tokens: int, options: dict) -> Any | str:
+def where_tokens_lie(model: Any, grid: Any, tokens: int, options: dict) -> Any:
     """Return the `Layout` of the picture's tokens in a sequence of `tokens`, or why their place is not known.
 
     If there are tokens beside the picture's, the name of the model's class, its `pad_tokens_multiple` and the lengths
@@ -88,10 +88,10 @@ def where_tokens_lie(model: Any, grid: Any, tokens: int, options: dict) -> Any |
     """
     names = {kind.__name__ for kind in type(model).__mro__}
     if names & _REFINE_TEXT and not options.get("block_type"):
-        return f"{tokens} {REFINED}"
+        return hosting.Reason(f"{tokens} {REFINED}")
     beside = tokens - grid.height * grid.width
     if beside < 0:
-        return "fewer tokens than the picture has"
+        return hosting.Reason("fewer tokens than the picture has")
     if beside == 0:
         return hosting.Layout(grid)
     if names & _PICTURE_LAST:
@@ -103,4 +103,4 @@ def where_tokens_lie(model: Any, grid: Any, tokens: int, options: dict) -> Any |
             first = -1
     else:
         first = -1
-    return hosting.Layout(grid, first) if first >= 0 else f"{beside} {BESIDE}"
+    return hosting.Layout(grid, first) if first >= 0 else hosting.Reason(f"{beside} {BESIDE}")

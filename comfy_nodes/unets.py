@@ -41,7 +41,7 @@ class UnetMerging:
         levels = {_options_of(place.path): adapter.levels[place.halvings] for place in adapter.places
                   if not getattr(place.block, "disable_self_attn", False)}  # fmt: skip
         self._levels = {place: level for place, level in levels.items() if covered[level]}
-        wanted = {level for level, ways in self.state.levels.items() if "blocks" in ways}
+        wanted = {level for level, ways in self.state.ways.items() if "blocks" in ways}
         for level in wanted if self.is_compiled else ():  # a compiled model would not see that its blocks are replaced
             self.state.ledger.note_traced(level, hosting.PARTS_COMPILED)
         # the blocks that may run on merged tokens: all of a transformer but the first

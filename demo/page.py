@@ -152,10 +152,10 @@ def figures(drawn: Drawn, on_cpu: bool) -> str:
     return f"{times}; PSNR {psnr(drawn.plain, drawn.merged):.1f} dB, {kept:.0%} of the detail."
 
 
-def read(values: dict[str, Any], layout: str, checks_prompt: bool) -> Wanted:
+def read(values: dict[str, Any], curve: str, checks_prompt: bool) -> Wanted:
     """Return the Wanted of the controls' values: merged by the strength, changed by the form if "own" is on.
 
-    values: by the control's name; None in the form keeps the strength's. layout: as `tome_core.strength` takes it.
+    values: by the control's name; None in the form keeps the strength's. curve: as `tome_core.strength` takes it.
     checks_prompt: refuse words that the embedded model does not know. Raises ValueError or TypeError for a wrong value.
     """
     import tome_core
@@ -168,7 +168,7 @@ def read(values: dict[str, Any], layout: str, checks_prompt: bool) -> Wanted:
         seed, steps = command.SEED(f"{values['seed']:.15g}"), command.STEPS(f"{values['steps']:.15g}")
     except (argparse.ArgumentTypeError, TypeError, ValueError) as error:
         raise ValueError(f"Seed and steps: {error}") from None
-    of_strength = tome_core.strength(values["strength"], layout=layout)
+    of_strength = tome_core.strength(values["strength"], curve=curve)
     if not values["own"]:
         return Wanted(values["prompt"], seed, steps, {"strength": values["strength"]})
     config = form.change(of_strength, {name: values[name] for name in form.NAMES})
@@ -203,11 +203,11 @@ def make_page(studio: Studio, strength: float, few_words: bool = True) -> Any:
     from demo.comparison_sheet import difference
     from demo.prompt import known_words
     from tome_core import form
-    from tome_core.patching import layout_of
+    from tome_core.patching import curve_of
     from tome_core.settings.presets import MARKS
 
-    layout = layout_of(studio.source.target)
-    shown = form.values_of(tome_core.strength(strength, layout=layout))
+    curve = curve_of(studio.source.target)
+    shown = form.values_of(tome_core.strength(strength, curve=curve))
     marks = ", ".join(f"{value:g} is `{name}`" for name, value in MARKS.items())
     with gr.Blocks(title="Token merging", analytics_enabled=False, delete_cache=(600, 600)) as blocks:
         gr.Markdown(f"# Token merging\nThe same picture without it and with it: {studio.source.name}.")
@@ -236,7 +236,7 @@ def make_page(studio: Studio, strength: float, few_words: bool = True) -> Any:
 
         def drawn(*given: Any, progress: Any = gr.Progress()) -> tuple:  # noqa: B008 - how gradio asks for it
             try:
-                wanted = read(dict(zip(parts, given, strict=True)), layout, few_words)
+                wanted = read(dict(zip(parts, given, strict=True)), curve, few_words)
                 with studio.drawing:
                     result = studio.draw(wanted, lambda share, doing: progress(share, desc=doing))
             except (TypeError, ValueError) as error:
@@ -249,12 +249,12 @@ def make_page(studio: Studio, strength: float, few_words: bool = True) -> Any:
             return pictures, times, [(difference(*pictures), "What differs"), *tiles], result.report
 
         def filled(value: float) -> list:
-            return list(form.values_at(value, layout).values())
+            return list(form.values_at(value, curve).values())
 
         gr.on([generate.click, parts["prompt"].submit], drawn, list(parts.values()),
               [slider, said, gallery, report], concurrency_limit=1)  # fmt: skip
         stop.click(studio.stop, queue=False)
-        parts["strength"].release(filled, parts["strength"], [parts[name] for name in form.values_at(strength, layout)],
+        parts["strength"].release(filled, parts["strength"], [parts[name] for name in form.values_at(strength, curve)],
                                   show_progress="hidden")  # fmt: skip
     return blocks
 

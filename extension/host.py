@@ -11,7 +11,7 @@ from typing import Any
 from modules import script_callbacks, scripts, shared
 from torch import nn
 
-from ..tome_core.hosting import SD, find_unet, is_kind, layout_of
+from ..tome_core.hosting import SD, curve_of, find_unet, is_kind
 from . import sdnext
 
 Script = scripts.Script
@@ -79,10 +79,10 @@ def loaded_unet() -> Any | None:
         return None
 
 
-def layout(unet: Any = None) -> str:
-    """Return a UNet's layout, "sd", "sdxl" or "transformer", by default the loaded one's; "sd" if it is not known."""
+def curve(unet: Any = None) -> str:
+    """Return a UNet's curve, "sd", "sdxl" or "transformer", by default the loaded one's; "sd" if it is not known."""
     try:
-        return layout_of(loaded_unet() if unet is None else unet)
+        return curve_of(loaded_unet() if unet is None else unet)
     except (TypeError, ValueError):
         return SD
 

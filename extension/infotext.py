@@ -25,10 +25,10 @@ def text_of(settings: JobSettings) -> str:
     return "; ".join([f"{settings.strength:.12g}", *where, *changes])
 
 
-def settings_in(text: str, layout: str) -> JobSettings:
+def settings_in(text: str, curve: str) -> JobSettings:
     """Return the settings in a key's value, as ``0.5; hires pass; sx=2``, with merging on; the inverse of `text_of`.
 
-    The result's `changes` differ from the strength's settings for a model of this `layout`. Parts that are no setting,
+    The result's `changes` differ from the strength's settings for a model of this `curve`. Parts that are no setting,
     or not possible, are listed in its `left_out`. ValueError: the strength at the beginning is missing or not possible.
     """
     first, *parts = str(text)[:_LONGEST].split("; ")
@@ -45,7 +45,7 @@ def settings_in(text: str, layout: str) -> JobSettings:
             changes[name] = _value(form.field(name), value)
         else:
             left_out.append(f"{reprlib.repr(part)} is no setting")
-    settings = settings_of(strength, where, changes, layout)
+    settings = settings_of(strength, where, changes, curve)
     return JobSettings(True, settings.strength, where, settings.changes, (*left_out, *settings.left_out))
 
 
@@ -91,9 +91,9 @@ def _values_in(parameters: Mapping[str, Any]) -> dict[str, Any]:
     key = next((key for key in reversed(KEYS) if key in parameters), None)  # the second first, because only we use it
     if key is None:
         return {"enabled": False}
-    layout = host.layout()
+    curve = host.curve()
     try:
-        settings = settings_in(parameters[key], layout)
+        settings = settings_in(parameters[key], curve)
     except (ValueError, TypeError, OverflowError) as error:
         logger.warning("%s: %s in the pasted infotext is ignored: %s", KEY, reprlib.repr(parameters[key]), error)
         # on a page no control changes; of the API, NaN is refused later
@@ -102,7 +102,7 @@ def _values_in(parameters: Mapping[str, Any]) -> dict[str, Any]:
         logger.warning("%s: a part of the pasted infotext is ignored: %s", KEY, sentence)
     dial = {name: getattr(settings, name) for name in DIAL}
     own = {EXPERT_SWITCH: bool(settings.changes), FILLED_FOR: settings.strength}
-    return {**dial, **own, **base_of(settings.strength, layout), **settings.changes}
+    return {**dial, **own, **base_of(settings.strength, curve), **settings.changes}
 
 
 def changes_of(p: Any) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def _confirm(name: str, p: Any, values: list) -> None:
     """Check the axis's values before a plot. RuntimeError, as plots expect: a value is wrong or would be left out."""
     for value in values:
         try:
-            settings = read(({"enabled": True},), settings_tab.default_of, {name: value}, host.layout())
+            settings = read(({"enabled": True},), settings_tab.default_of, {name: value}, host.curve())
             problem = "; ".join(settings.left_out)
         except (TypeError, ValueError) as error:
             problem = str(error)

@@ -27,11 +27,11 @@ class JobSettings:
     changes: Mapping[str, Any] = field(default_factory=dict)  # the form's values that differ from the strength's
     left_out: tuple[str, ...] = ()  # an error text for each setting that is not possible
 
-    def config(self, hires: bool, seed: int = 0, layout: str = SD) -> MergeConfig | None:
+    def config(self, hires: bool, seed: int = 0, curve: str = SD) -> MergeConfig | None:
         """Return the engine's settings for a pass; None if it is not to merge. `seed` is used in place of seed 0."""
         if not self.enabled or not self.strength or self.where == PASSES[not hires]:
             return None
-        config = strength(self.strength, layout)
+        config = strength(self.strength, curve)
         if all(form.field(name).beside_strength for name in self.changes):
             config = form.change(config, self.changes)
         else:  # the form's settings, which are one rule: no whole blocks merge
@@ -41,34 +41,34 @@ class JobSettings:
         return config if config.value("seed") else replace(config, seed=int(seed) & SEED_LIMIT)
 
 
-def base_of(value: float, layout: str = SD) -> dict[str, Any]:
+def base_of(value: float, curve: str = SD) -> dict[str, Any]:
     """Return all expert settings for a strength `value` as the panel shows them, by name, rounded to three decimals.
 
     ValueError: the strength is not possible.
     """
-    exact = form.values_of(strength(value, layout))
+    exact = form.values_of(strength(value, curve))
     return {name: round(value, 3) if isinstance(value, float) else value for name, value in exact.items()}
 
 
-def find_filled(own: Mapping[str, Any], value: float, layout: str) -> dict[str, Any]:
+def find_filled(own: Mapping[str, Any], value: float, curve: str) -> dict[str, Any]:
     """Return all values that the panel filled in for the strength `value`, before the user changed some to `own`.
 
-    The model's layout at that time is not known. Three are tried, the loaded model's `layout`, "sd" and "sdxl"; the
+    The model's curve at that time is not known. Three are tried, the loaded model's `curve`, "sd" and "sdxl"; the
     values that differ from `own` in the fewest fields count. ValueError: the strength is not possible.
     """
-    # another model may have been loaded then, so the layout counts whose values differ in the fewest fields
-    bases = [base_of(value, each) for each in dict.fromkeys((layout, SD, SDXL))]
+    # another model may have been loaded then, so the curve counts whose values differ in the fewest fields
+    bases = [base_of(value, each) for each in dict.fromkeys((curve, SD, SDXL))]
     return min(bases, key=lambda base: sum(base[name] != current for name, current in own.items()))
 
 
 def read(
-    values: Sequence[Any], setting: Callable[[str], Any], plot: Mapping[str, Any] | None = None, layout: str = SD
+    values: Sequence[Any], setting: Callable[[str], Any], plot: Mapping[str, Any] | None = None, curve: str = SD
 ) -> JobSettings:
     """Return the checked settings of a job. If "enabled" is False, they are ``JobSettings()``, and no value is checked.
 
     `values` are in the order of `ARGUMENTS`, or the first is a dict of names. In that order, expert settings count only
     if "own" is True; in a dict, which has no "own", they always do. An expert setting that is None, missing, or as the
-    panel shows it for "filled_for" or "strength", in a model of this `layout`, follows the strength; `setting` returns
+    panel shows it for "filled_for" or "strength", in a model of this `curve`, follows the strength; `setting` returns
     the settings tab's value for a missing "enabled", "strength" or "where", by its name. Values of an X/Y/Z `plot`, by
     name, override all others. An impossible expert setting is listed in `JobSettings.left_out`. Any other wrong value
     raises ValueError, or TypeError for a wrong type. Too many values or an unknown name in the dict raise ValueError,
@@ -82,18 +82,18 @@ def read(
     if not isinstance(dial["enabled"], bool):
         raise TypeError(f"enabled={dial['enabled']!r} is {type(dial['enabled']).__name__}; use true or false")
     own = {name: given[name] for name in form.NAMES if given.get(name) is not None}
-    deviating = _deviating(own, given, layout) | {name: value for name, value in plot.items() if name in form.NAMES}
-    return settings_of(dial["strength"], dial["where"], deviating, layout)
+    deviating = _deviating(own, given, curve) | {name: value for name, value in plot.items() if name in form.NAMES}
+    return settings_of(dial["strength"], dial["where"], deviating, curve)
 
 
-def settings_of(value: float, where: str, changes: Mapping[str, Any], layout: str = SD) -> JobSettings:
+def settings_of(value: float, where: str, changes: Mapping[str, Any], curve: str = SD) -> JobSettings:
     """Return settings with merging on: the strength, and those changes that are possible and have an effect.
 
     `changes` has values that controls show, by the form's names. A change to the rounded value that the panel shows for
-    the strength, in a model of this `layout`, has no effect. The tuple `JobSettings.left_out` has the error text of
-    each impossible change. ValueError: the strength or `layout` is not possible, or `where` is not in `WHERE`.
+    the strength, in a model of this `curve`, has no effect. The tuple `JobSettings.left_out` has the error text of
+    each impossible change. ValueError: the strength or `curve` is not possible, or `where` is not in `WHERE`.
     """
-    base, shown = form.values_of(strength(value, layout)), base_of(value, layout)
+    base, shown = form.values_of(strength(value, curve)), base_of(value, curve)
     changes = {name: change for name, change in changes.items() if change != shown[name]}
     if where not in WHERE:
         raise ValueError(f"where={where!r} is not possible; use one of {', '.join(WHERE)}")
@@ -123,16 +123,16 @@ def _by_name(values: Sequence[Any]) -> dict[str, Any]:
     return {**named, EXPERT_SWITCH: True}
 
 
-def _deviating(own: Mapping[str, Any], given: Mapping[str, Any], layout: str) -> dict[str, Any]:
+def _deviating(own: Mapping[str, Any], given: Mapping[str, Any], curve: str) -> dict[str, Any]:
     """Return the expert settings in `own` that differ from those filled in; {} if "own" is not True in `given`.
 
-    `find_filled` gives those filled in, by `layout` and the strength "filled_for" in `given`. If "filled_for" is
+    `find_filled` gives those filled in, by `curve` and the strength "filled_for" in `given`. If "filled_for" is
     missing, as in a dict of names, or is no possible strength, the result is all of `own`.
     """
     if given.get(EXPERT_SWITCH) is not True:
         return {}
     try:
-        base = find_filled(own, given.get(FILLED_FOR), layout)
+        base = find_filled(own, given.get(FILLED_FOR), curve)
     except ValueError:  # no strength had filled them in, as with a dict of names
         return dict(own)
     return {name: value for name, value in own.items() if value != base[name]}

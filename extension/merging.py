@@ -43,14 +43,14 @@ class Job:
         self.records: defaultdict[bool, PassRecord] = defaultdict(PassRecord)  # by "is the hires pass"
         self._left: dict[bool, str] = {}
 
-    def config(self, hires: bool, layout: str | None = None) -> MergeConfig | None:
+    def config(self, hires: bool, curve: str | None = None) -> MergeConfig | None:
         """Return the engine's settings for a pass, seed 0 replaced by the batch's first; None if they merge nothing.
 
-        `layout` is the loaded model's if None.
+        `curve` is the loaded model's if None.
         """
         p = self.p()
         seeds = getattr(p, "seeds", None) or getattr(p, "all_seeds", None) or [0]  # of the current batch
-        return self.settings.config(hires, int(seeds[0]), layout or host.layout())
+        return self.settings.config(hires, int(seeds[0]), curve or host.curve())
 
     def why_unmerged(self, hires: bool) -> str:
         """Return why a pass will not merge; "" if it will or its size is unknown. The first answer is kept.
@@ -168,7 +168,7 @@ class CurrentPass:
         In SD.Next, its pipeline is patched, and a hook on the model counts the calls.
         """
         self._tried, self._models, p = weakref.ref(unet), self._models + 1, self.job.p()
-        self._config = self.job.config(self.hires, host.layout(unet))
+        self._config = self.job.config(self.hires, host.curve(unet))
         reason = host.reason_of_unet(unet)
         if self._config is None:
             self._models += bool(reason)

@@ -19,7 +19,7 @@ def answer(settings: JobSettings, sizes: Mapping[bool, tuple[int, int]]) -> str:
         return "only the hires pass is to merge: turn on Hires. fix"
     if host.loaded_unet() is None:
         return "no model is loaded yet"
-    configs = {hires: settings.config(hires, layout=host.layout()) for hires in sizes}
+    configs = {hires: settings.config(hires, curve=host.curve()) for hires in sizes}
     if not any(configs.values()):
         return "the changed settings merge nothing: ratio 0, or cells of one token"
     texts = {hires: _answer(hires, *sizes[hires], config) for hires, config in configs.items() if config}

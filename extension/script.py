@@ -101,7 +101,7 @@ def _job_of(p: Any, values: tuple) -> Job:
     job = job_of(p)
     if job is None:
         try:
-            job = Job(p, read(values, settings_tab.default_of, infotext.changes_of(p), host.layout()))
+            job = Job(p, read(values, settings_tab.default_of, infotext.changes_of(p), host.curve()))
         except (ValueError, TypeError) as error:
             job = Job(p, JobSettings(), f"not merged, because a setting is wrong: {error}")
         setattr(p, JOB, job)

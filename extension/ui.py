@@ -143,7 +143,7 @@ class Panel:
         for name, value in usual.items():
             control = self.made[name]
             _show(control, "value", lambda control=control, name=name, value=value: (
-                base_of(_first_value("strength", strength.value), host.layout())[name] if control.value == value
+                base_of(_first_value("strength", strength.value), host.curve())[name] if control.value == value
                 else control.value))  # fmt: skip
         fold = getattr(enabled, "accordion", None)
         if fold is not None:
@@ -245,9 +245,9 @@ def follow_strength(strength: float, own: bool, filled_for: float, *values: Any)
 
     The fields' `values` were filled in for `filled_for`. If either strength is not possible, nothing changes.
     """
-    current, layout = dict(zip(form.NAMES, values, strict=True)), host.layout()
+    current, curve = dict(zip(form.NAMES, values, strict=True)), host.curve()
     try:
-        before, now = find_filled(current, filled_for, layout), base_of(strength, layout)
+        before, now = find_filled(current, filled_for, curve), base_of(strength, curve)
     except ValueError:  # a number is being typed
         return [gr.update() for _ in (FILLED_FOR, *values)]
     wanted = now | {name: value for name, value in current.items() if own and value != before[name]}
@@ -267,7 +267,7 @@ def _line(by_factor: Any, *values: Any) -> str:
     if by_factor:
         return _BY_FACTOR
     try:
-        settings = read((True, *mine[1:]), settings_tab.default_of, layout=host.layout())
+        settings = read((True, *mine[1:]), settings_tab.default_of, curve=host.curve())
         unused = (f"not used: {reason}" for reason in settings.left_out)
         text = "; ".join([panel_line.answer(settings, _sizes(*theirs)), *unused])
     except (TypeError, ValueError) as error:

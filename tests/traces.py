@@ -3,7 +3,8 @@
 from typing import Any
 
 from tome_core.models import intercept
-from tome_core.models.wrap import Wrap, wraps_on
+from tome_core.models.wrap import Wrap
+from tome_core.models.wrap_set import wraps_on
 
 
 def traces(model) -> list:

@@ -17,16 +17,18 @@ from .measuring import pictures
 from .measuring.pays import pays_of, why_not_at
 from .merging.grid import Grid, Layout
 from .models import adapter_of
-from .models.attention_calls import HeadsCall, attend_call
+from .models.answer import attend_call
+from .models.attention_calls import HeadsCall
 from .models.compiled import OPERATORS, number_of, why_not_in_graph
 from .models.every_token import ModulesBelow, register_package, why_of_options
 from .models.fewer_tokens import run_block
 from .models.intercept import register_name
 from .models.unet_blocks import UnsupportedModelError, find_unet, is_kind
-from .models.wrap import Wrap, forget_all, register_wrapper
-from .patching import Patch, layout_of, patch
+from .models.wrap import Wrap, register_wrapper
+from .models.wrap_set import forget_all
+from .patching import Patch, curve_of, patch
 from .reporting import gains
-from .reporting.ledger import PARTS_COMPILED, REPLACED, LevelTally
+from .reporting.ledger import PARTS_COMPILED, REPLACED, LevelTally, Reason
 from .reporting.report import Report, count
 from .settings import form
 from .settings.config import SEED_LIMIT, MergeConfig

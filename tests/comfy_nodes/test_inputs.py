@@ -35,13 +35,13 @@ def test_apply_needs_the_model_alone_and_has_a_strength_a_start_an_end_and_setti
     assert config(least_checkpoint()) == tome_core.strength(STRENGTH)
 
 
-def test_strength_is_the_engines_between_start_and_end_for_the_models_layout_and_settings_take_its_place():
+def test_strength_is_the_engines_between_start_and_end_for_the_models_curve_and_settings_take_its_place():
     for strength in (0.1, 0.333, *MARKS.values()):
         limited = replace(tome_core.strength(strength), start_percent=0.2, end_percent=0.7)
         assert config(least_checkpoint(), strength=strength, start=0.2, end=0.7) == limited
     sdxl = ModelPatcher(BaseModel(ldm_sdxl().model.diffusion_model))
     assert config(sdxl, strength=0.25) == tome_core.preset("quality", "sdxl") != tome_core.preset("quality")
-    flux = form.change(tome_core.strength(0.5, layout="transformer"), {"start": 0.0, "end": 1.0})
+    flux = form.change(tome_core.strength(0.5, curve="transformer"), {"start": 0.0, "end": 1.0})
     assert config(transformer(), strength=0.5) == flux
     (settings,) = ToMeSettings().settings(ratio=0.25)
     for strength in (0.0, 1.0):

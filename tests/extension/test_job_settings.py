@@ -105,7 +105,7 @@ def test_a_seed_is_the_images_cut_to_the_engines_bits_or_a_given_one_of_those_bi
 
 def test_a_strength_has_all_its_rules_and_own_settings_are_one(webui):
     for changes, count in (({}, 2), ({"start": 0.1, "merge_seed": 3}, 2), ({"sx": 7}, 1)):
-        config = read(webui, **changes).config(False, layout="sdxl")
+        config = read(webui, **changes).config(False, curve="sdxl")
         assert len(config.rules) == count and config.start_percent == changes.get("start", 0.0)
 
 
@@ -114,21 +114,21 @@ def test_a_strength_has_all_its_rules_and_own_settings_are_one(webui):
 OF = {"sd": ldm_of_one_level, "sdxl": ldm_sdxl}
 
 
-def test_a_refiner_of_another_layout_merges_by_the_table_of_its_own(webui):
+def test_a_refiner_of_another_kind_merges_by_the_curve_of_its_own(webui):
     with mock.patch.object(webui.part("merging"), "patch", wraps=webui.part("merging").patch) as patch:
         webui.job({**FREE, "strength": 0.25}, refiner=ldm_sdxl())
     put_on = [form.values_of(call.args[1]) for call in patch.call_args_list]
-    assert put_on == [form.values_of(preset("quality", layout)) | {"merge_seed": 7, **UNGATED} for layout in OF]
+    assert put_on == [form.values_of(preset("quality", curve)) | {"merge_seed": 7, **UNGATED} for curve in OF]
 
 
-@pytest.mark.parametrize(("begun", "layout"), [("sd", "sd"), ("sd", "sdxl"), ("sdxl", "sd")])
-def test_what_an_expert_leaves_as_it_was_filled_in_follows_the_model_and_is_no_deviation(webui, begun, layout):
+@pytest.mark.parametrize(("begun", "curve"), [("sd", "sd"), ("sd", "sdxl"), ("sdxl", "sd")])
+def test_what_an_expert_leaves_as_it_was_filled_in_follows_the_model_and_is_no_deviation(webui, begun, curve):
     """A webui makes its page before it loads a model, and the checkpoint may change while the page is open."""
-    webui.load(OF[layout]())
+    webui.load(OF[curve]())
     webui.script.ui(False)  # imports the panel
-    settings, exact = webui.part("job_settings"), form.values_of(preset("quality", layout))
+    settings, exact = webui.part("job_settings"), form.values_of(preset("quality", curve))
     job = webui.job(True, 0.25, settings.EVERYWHERE, True, 0.25, *{**settings.base_of(0.25, begun), "sx": 7}.values())
     assert report(job)["settings"] == {"sx": 7}
-    written = f"0.25; sx=7; ratio={settings.base_of(0.25, layout)['ratio']}"
-    read_again = webui.part("infotext").settings_in(written, layout)
-    assert form.values_of(read_again.config(False, layout=layout)) == {**exact, "sx": 7}, "unrounded"
+    written = f"0.25; sx=7; ratio={settings.base_of(0.25, curve)['ratio']}"
+    read_again = webui.part("infotext").settings_in(written, curve)
+    assert form.values_of(read_again.config(False, curve=curve)) == {**exact, "sx": 7}, "unrounded"

@@ -46,7 +46,7 @@ def test_a_transformer_that_the_engine_knows_merges_by_its_own_strengths(webui):
     webui.shared.sd_model, webui.given = transformer_pipelines.make("Flux")
     plain, job = webui.job(False).latents, webui.job(FREE)
     assert report(job)["merged"] and job.infotexts != [""] and not torch.equal(job.latents, plain)
-    assert webui.part("host").layout() == "transformer"
+    assert webui.part("host").curve() == "transformer"
     assert torch.equal(webui.job(False).latents, plain)
 
 

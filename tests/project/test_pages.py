@@ -31,8 +31,8 @@ QUOTED = {text for text in re.findall(r"`([^`\n]*)`", PAGES["docs/troubleshootin
 REASONS = (
     *(f"tome_core/{name}.py" for name in (
         "reporting/ledger", "engine/state", "engine/time", "measuring/pays",
-        "attention/descriptions", "models/attention_calls", "models/compiled", "models/sites", "models/transformer",
-        "models/fewer_tokens", "models/every_token", "engine/fewer_tokens")),
+        "attention/descriptions", "models/answer", "models/attention_calls", "models/compiled", "models/sites",
+        "models/transformer", "models/fewer_tokens", "models/every_token", "engine/fewer_tokens")),
     "comfy_nodes/transformers.py", "comfy_nodes/unets.py", "extension/host.py",
 )  # fmt: skip
 # phrases that had to be read twice

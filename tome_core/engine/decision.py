@@ -11,7 +11,7 @@ import torch
 from ..merging.grid import Grid, Layout
 from ..merging.plan import MergePlan
 from ..reporting.ledger import FEW_TOKENS
-from ..settings.schedule import LevelRules
+from ..settings.rules import LevelRules
 from .plan_cache import KeptPlans
 
 # The fewest tokens at which a merged block is faster than an unmerged one, at any preset. cpu: measured with an SD1.5

@@ -18,8 +18,9 @@ from ..merging.grid import Grid, Layout
 from ..merging.plan import MergePlan
 from ..reporting.ledger import FEW_TOKENS, NO_GRID, OTHER_PARTS, TOO_SMALL, Ledger, LevelTally
 from ..reporting.report import Report
-from ..settings.config import MergeConfig, MergeRule, describe, notes_on
-from ..settings.schedule import LevelRules, NoiseSchedule, ever_merges, ways_of
+from ..settings.config import MergeConfig, MergeRule, describe
+from ..settings.rules import LevelRules, ever_merges, notes_on, ways_of
+from ..settings.schedule import NoiseSchedule
 from .decision import MergeMap, ModelCall, decide
 from .match import draw_of, find_plans, match
 from .plan_cache import Plans
@@ -51,9 +52,9 @@ class State:
         for number, level in enumerate(levels):
             level.level, level.covered = number, ever_merges(self.clock.rules, number, level.downsample)
         self.ever_merges = any(level.covered for level in levels)  # if the picture is large enough
-        # how rules merge in each level that they reach, see `wrap.Levels`
-        self.levels = {level.level: ways_of(self.clock.rules, level.level, level.downsample)
-                       for level in levels if level.covered}  # fmt: skip
+        # how rules merge in each level that they reach, see `wrap_set.Ways`
+        self.ways = {level.level: ways_of(self.clock.rules, level.level, level.downsample)
+                     for level in levels if level.covered}  # fmt: skip
         self.ledger = Ledger(list(levels), notes_on(config, self.ever_merges, downsamples))
         self.time = ModelTime(self.clock, any(rule.keep for rule in self.clock.rules))
         self.wants_time = self.time.is_wanted  # whether what merges depends on the time of a call

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -11,9 +10,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ..reporting.ledger import TIME_IS_UNKNOWN
-from ..settings.config import MergeConfig, MergeRule, plain_rules, reaches
-from ..settings.schedule import STABLE_DIFFUSION, UNKNOWN, LevelRules, NoiseSchedule, SchedulerNoise, Time, choose
-from .plan_cache import Guidance, KeptPlans, Sampling
+from ..settings.config import MergeConfig, MergeRule
+from ..settings.rules import LevelRules, choose, plain_rules, reaches
+from ..settings.schedule import STABLE_DIFFUSION, UNKNOWN, NoiseSchedule, Time
+from .plan_cache import KeptPlans
+from .sampling import Guidance, Sampling, Samplings
+from .scheduler_steps import SchedulerNoise
 
 # A sampling whose first timestep is this or higher makes a whole picture. Schedules with leading spacing begin late
 # (951 for 20 steps). A model with zero terminal SNR begins at 880 if its sigmas begin at Stable Diffusion's 14.6
@@ -36,7 +38,7 @@ class Clock:
 
     `downsamples` is latent cells per token, along a side, of each level of the model, the finest first; `schedule` is
     the model's, None for Stable Diffusion's. Attribute `rules` holds the settings' rules with those of early phases,
-    see `config.plain_rules`.
+    see `rules.plain_rules`.
     """
 
     def __init__(self, config: MergeConfig, downsamples: Sequence[int], schedule: NoiseSchedule | None = None) -> None:
@@ -262,18 +264,6 @@ class ModelTime:
         # also for a copy of the scheduler's timestep, which offloading may make
         steps = [] if self.scheduler_steps is None else self.scheduler_steps.steps_from(float(timestep))
         return self._first_of(steps) or STABLE_DIFFUSION.time_of(float(timestep))
-
-
-class Samplings(threading.local):
-    """The samplings that go on in each thread, the latest last: pipelines that share a UNet may run at once."""
-
-    def __init__(self) -> None:
-        self.begun: list[Sampling] = []
-
-    @property
-    def latest(self) -> Sampling | None:
-        """The running sampling that this thread began last, never that of `ModelTime.set`; None if none runs."""
-        return self.begun[-1] if self.begun else None
 
 
 def is_captured(x: Any) -> bool:

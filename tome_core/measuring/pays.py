@@ -17,7 +17,7 @@ from ..models import Adapter, adapter_of, find_models
 from ..models.unet_blocks import is_compiled
 from ..settings.config import MergeConfig, MergeRule
 from ..settings.presets import TRANSFORMER
-from ..settings.schedule import choose
+from ..settings.rules import choose
 
 PIXELS = 8  # pixels per latent cell, along a side
 _WAITS = "at this size the GPU waits for kernel launches, so merging would not pay (estimated)"
@@ -63,7 +63,7 @@ def pays_of(rules: Sequence[MergeRule], model: nn.Module, adapter: Adapter) -> P
     It does if none of the `rules` has `only_if_it_pays`, for a compiled UNet, whose time launches do not limit, and for
     a transformer.
     """
-    if adapter.layout == TRANSFORMER or not any(rule.only_if_it_pays for rule in rules):
+    if adapter.curve == TRANSFORMER or not any(rule.only_if_it_pays for rule in rules):
         return None
     places = adapter.places
     if is_compiled(model, places):
@@ -81,7 +81,7 @@ def why_not_at(model: Any, config: MergeConfig, height: int, width: int, batch: 
     """
     model = find_models(model)[0]
     adapter = adapter_of(model)
-    if adapter.layout == TRANSFORMER:
+    if adapter.curve == TRANSFORMER:
         return ""
     clock = Clock(config, adapter.downsamples)
     latent, pays = _empty_latent(model, batch, height, width), pays_of(clock.rules, model, adapter)

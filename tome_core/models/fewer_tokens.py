@@ -21,7 +21,8 @@ from ..merging.grid import Grid
 from ..reporting.ledger import ARGUMENTS, MASKED, NO_GRID, OF_OTHERS, PARTS_COMPILED
 from .every_token import TRAINS, ModulesBelow, why_of_arguments
 from .sites import CONTEXTS, LATENTS, MASKS, AttentionSite, named
-from .wrap import Wrap, WrapSet
+from .wrap import Wrap
+from .wrap_set import WrapSet
 
 
 class BlockWrap(Wrap):

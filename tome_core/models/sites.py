@@ -21,12 +21,14 @@ from ..engine.decision import ModelCall
 from ..engine.state import State, foreign_mode
 from ..faults import is_ours, quietly
 from ..merging.grid import Grid, Layout
-from ..reporting.ledger import ARGUMENTS, MASKED, OF_OTHERS, OTHER_PARTS, REPLACED, TAKEN_OFF
+from ..reporting.ledger import ARGUMENTS, MASKED, OF_OTHERS, OTHER_PARTS, REPLACED, TAKEN_OFF, Reason
 from . import compiled, intercept
-from .attention_calls import MORE, AttentionCall, attend_call
+from .answer import attend_call
+from .attention_calls import MORE, AttentionCall
 from .compiled import NumberedSite, pack, unpack
 from .intercept import CodeReplacement, InterceptTorch, replacement_for
-from .wrap import Wrap, WrapSet, calling, foreign_method_on, is_own, over_hook, why_missed
+from .wrap import Wrap, calling, foreign_method_on, is_own, over_hook, why_missed
+from .wrap_set import WrapSet
 
 MASKS = ("mask", "attention_mask", "attn_mask")
 CONTEXTS = ("encoder_hidden_states", "context")
@@ -264,7 +266,7 @@ class AttentionSite(NumberedSite):
             why = MASKED
         else:
             layout = self.wraps.adapter.layout_of(call, self, x.shape[1])
-            why = known.problem(target, kwargs) or (layout if isinstance(layout, str) else "")
+            why = known.problem(target, kwargs) or (layout if isinstance(layout, Reason) else "")
         if why:
             self._count_unmerged(call, why, args, kwargs)
             return self.original(*args, **kwargs)

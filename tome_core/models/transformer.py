@@ -20,13 +20,14 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..engine.decision import ModelCall
+from ..engine.scheduler_steps import PipelineSteps
 from ..merging.grid import Grid, Layout
-from ..reporting.ledger import NO_GRID, LevelTally
-from ..settings.schedule import PipelineSteps
+from ..reporting.ledger import NO_GRID, LevelTally, Reason
 from .sites import AttentionSite, ModelSite
-from .wrap import Levels, Wrap
+from .wrap import Wrap
+from .wrap_set import Ways
 
-UNEVEN = "its pictures are of different sizes"
+UNEVEN = Reason("its pictures are of different sizes")
 
 
 class Tokens(NamedTuple):
@@ -95,7 +96,7 @@ def _read_history(model: nn.Module, given: Mapping[str, Any]) -> Tokens:
     return _read_latent(model, given)._replace(first=before)
 
 
-def _read_ids(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
+def _read_ids(model: nn.Module, given: Mapping[str, Any]) -> Tokens | Reason:
     """Read Flux's or Krea 2's call: ids of picture, row and column show the grid, or `NO_GRID` is returned.
 
     References follow the picture. Krea 2's ids begin with those of the text. `Tokens.latent` gets 2 x 2 pixels for each
@@ -142,7 +143,7 @@ def _read_grid(ids: torch.Tensor) -> tuple[int, int] | None:
     return (len(picture) // width, width) if is_grid else None
 
 
-def _read_shapes(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
+def _read_shapes(model: nn.Module, given: Mapping[str, Any]) -> Tokens | Reason:
     """Read Qwen-Image's call: the argument `img_shapes`, with an entry for each sample, shows the grid.
 
     An entry is the picture's ``(frames, height, width)`` in tokens, or a list of this and of the references' shapes.
@@ -159,14 +160,14 @@ def _read_shapes(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
     return Tokens(Grid(frames * height, width, frames), packed.shape[1], places)
 
 
-def _read_list(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
+def _read_list(model: nn.Module, given: Mapping[str, Any]) -> Tokens | Reason:
     """Read Z-Image's call: a list of latents ``(channels, frames, height, width)``, one for each sample.
 
     Return a reason if their shapes differ, or if an entry is no tensor, as with reference pictures.
     """
     latents = given["x"]
     if not all(torch.is_tensor(latent) for latent in latents):
-        return "the call has reference pictures"
+        return Reason("the call has reference pictures")
     if any(latent.shape != latents[0].shape for latent in latents):
         return UNEVEN
     _, frames, height, width = latents[0].shape
@@ -175,7 +176,7 @@ def _read_list(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
     return Tokens(Grid(frames * height, width, frames), frames * height * width, torch.stack(list(latents)))
 
 
-def _read_film(model: nn.Module, given: Mapping[str, Any]) -> Tokens | str:
+def _read_film(model: nn.Module, given: Mapping[str, Any]) -> Tokens | Reason:
     """Read LTX's call: number of frames, height and width, in tokens, are its arguments.
 
     Return `NO_GRID` if any is None, or if the sequence has another number of tokens.
@@ -191,7 +192,7 @@ _FILM = ("num_frames", "height", "width", "hidden_states")
 _HISTORY = ("latents_history_4x", "latents_history_2x", "latents_clean", "hidden_states")
 TIMES = ("timestep", "timesteps", "t")
 # Readers by the arguments that they need. A class is read by the first one whose arguments its forward has.
-_READERS: dict[tuple[str, ...], Callable[[nn.Module, Mapping[str, Any]], Tokens | str]] = {
+_READERS: dict[tuple[str, ...], Callable[[nn.Module, Mapping[str, Any]], Tokens | Reason]] = {
     ("img_ids", "txt_ids", "hidden_states"): _read_ids, ("position_ids", "hidden_states"): _read_ids,
     ("img_shapes", "hidden_states"): _read_shapes, ("x", "patch_size", "f_patch_size"): _read_list,
     _FILM: _read_film, _HISTORY: _read_history, ("hidden_states",): _read_latent,
@@ -247,12 +248,12 @@ class TransformerAdapter:
 
     Attributes:
         family: the transformer's `Family`.
-        layout: the table of strengths that applies, always "transformer".
+        curve: the name of the curve of strengths, always "transformer".
         downsamples: a list of the down-sampling factor of the only level.
         reads: names of the arguments that a call is read from; the last is the timestep's.
     """
 
-    layout = "transformer"
+    curve = "transformer"
 
     def __init__(self, model: nn.Module) -> None:
         self.family = family_of(model)
@@ -268,8 +269,8 @@ class TransformerAdapter:
         """Return one empty tally with the number of attentions: all see the same tokens, so the model has one level."""
         return [LevelTally(self.family.downsample, self._blocks)]
 
-    def wraps(self, model: nn.Module, levels: Levels, make: Callable) -> Iterator[Wrap]:
-        """Yield a wrap for the model, then for each attention, in the order of the modules; levels are not used.
+    def wraps(self, model: nn.Module, ways: Ways, make: Callable) -> Iterator[Wrap]:
+        """Yield a wrap for the model, then for each attention, in the order of the modules; `ways` is not used.
 
         `make` takes a class of wraps, the module to wrap and further arguments of the class, and returns a wrap.
         """
@@ -293,15 +294,15 @@ class TransformerAdapter:
         step = steps.now() if isinstance(steps, PipelineSteps) and time.is_sampling else None
         timestep = self.family.timestep(given[self.reads[-1]]) if step is None else step
         tokens = self._read_tokens(model, given)
-        return timestep, torch.empty(0) if isinstance(tokens, str) else tokens.latent, tokens
+        return timestep, torch.empty(0) if isinstance(tokens, Reason) else tokens.latent, tokens
 
-    def layout_of(self, call: ModelCall, site: AttentionSite, tokens: int) -> Layout | str:
+    def layout_of(self, call: ModelCall, site: AttentionSite, tokens: int) -> Layout | Reason:
         """Return the position of the picture's tokens in a sequence of `tokens`, or the reason why it is unknown.
 
         The picture begins `Tokens.count` before the end if the family's text is first, else at `Tokens.first`. The
         reason is the one that `read` gave. `site` is not used.
         """
-        if isinstance(call.facts, str):
+        if isinstance(call.facts, Reason):
             return call.facts
         picture: Tokens = call.facts
         return Layout(picture.grid, tokens - picture.count if self.family.text_first else picture.first)

@@ -1,4 +1,10 @@
-"""UNets of LDM, sgm, Forge and diffusers: where their attentions and blocks are, and how their calls are read."""
+"""UNets of LDM, sgm, Forge and diffusers: where their attentions and blocks are, and how their calls are read.
+
+The adapter wraps the UNet (`ModelSite`) and, in levels that merge, transformers (`TransformerSite`) and self-attentions
+(`AttentionSite`). If whole blocks may merge there, it wraps all blocks of a transformer but the first
+(`WholeBlockSite`). If parts may merge as in tomesd, it wraps blocks (`BlockInputSite`), their self-attentions
+(`BlockAttentionSite`) and their other parts (`PartSite`).
+"""
 
 from __future__ import annotations
 
@@ -11,11 +17,12 @@ from torch import nn
 
 from ..engine.decision import ModelCall
 from ..merging.grid import Grid, Layout
-from ..reporting.ledger import NO_GRID, LevelTally
+from ..reporting.ledger import NO_GRID, LevelTally, Reason
 from .fewer_tokens import BlockAttentionSite, BlockInputSite, PartSite, WholeBlockSite
 from .sites import LATENTS, AttentionSite, ModelSite, TransformerSite, named
 from .unet_blocks import BlockPlace, find_blocks
-from .wrap import Levels, Wrap
+from .wrap import Wrap
+from .wrap_set import Ways
 
 _TIMES = ("timesteps", "timestep", "t")
 # parts of a block in addition to its self-attention: the name in a rule, and the attribute of the block
@@ -23,13 +30,13 @@ _PARTS = (("crossattn", "attn2"), ("mlp", "ff"))
 
 
 class UNetAdapter:
-    """The adapter of a UNet, which is held weakly: it finds the attentions and reads the model's calls.
+    """The adapter of a UNet, whose blocks are held weakly: it finds the attentions and reads the model's calls.
 
     For each call, `read` gets the values that `pick` returns. `layout_of` serves each attention in the call. A UNet
     without known blocks raises `UnsupportedModelError`.
 
     Attributes:
-        layout: the table of strengths that applies: "sd" if blocks see the latent at full size, else "sdxl".
+        curve: the name of the curve of strengths: "sd" if blocks see the latent at full size, else "sdxl".
         downsamples: the down-sampling factor of each level, the finest first.
         levels: the number of each level, 0 for the finest, by how often the latent is halved there.
         reads: names for the values that `pick` returns.
@@ -38,16 +45,26 @@ class UNetAdapter:
     reads = ("latent", "timestep")
 
     def __init__(self, unet: nn.Module) -> None:
-        self._unet = weakref.ref(unet)
-        depths = sorted({place.halvings for place in self.places})
+        depths = sorted({place.halvings for place in self._search(unet)})
         self.levels = {depth: level for level, depth in enumerate(depths)}
         self.downsamples = [2**depth for depth in depths]
-        self.layout = "sd" if 0 in self.levels else "sdxl"
+        self.curve = "sd" if 0 in self.levels else "sdxl"
+
+    def _search(self, unet: nn.Module) -> list[BlockPlace]:
+        """Search the UNet's transformer blocks, keep weak references to them for `places`, and return their places."""
+        places = find_blocks(unet)
+        self._kept = [place._replace(block=weakref.ref(place.block), transformer=weakref.ref(place.transformer))
+                      for place in places]  # fmt: skip
+        return places
 
     @property
     def places(self) -> list[BlockPlace]:
-        """The UNet's transformer blocks, which are searched at each access."""
-        return find_blocks(self._unet())
+        """The UNet's transformer blocks as the latest search found them, without blocks that no longer exist.
+
+        They are searched when the adapter is made and by `wraps`, not at each access.
+        """
+        found = [place._replace(block=place.block(), transformer=place.transformer()) for place in self._kept]
+        return [place for place in found if place.block is not None and place.transformer is not None]
 
     def tallies(self) -> list[LevelTally]:
         """Return an empty tally, with the number of blocks, for each level, the finest first."""
@@ -55,19 +72,19 @@ class UNetAdapter:
         count = [sum(place.halvings == depth for place in places) for depth in self.levels]
         return [LevelTally(down, blocks) for down, blocks in zip(self.downsamples, count, strict=True)]
 
-    def wraps(self, unet: nn.Module, levels: Levels, make: Callable) -> Iterator[Wrap]:
+    def wraps(self, unet: nn.Module, ways: Ways, make: Callable) -> Iterator[Wrap]:
         """Yield the wraps to put on the UNet, the outermost first.
 
-        Below the UNet only `levels` get wraps, on transformers and self-attentions. With "tomesd" in a level's value,
-        its blocks and their parts get wraps too: parts may be called with merged tokens. With "blocks" alone, each
-        transformer's blocks but the first do. `make` takes a class of wraps, the module to wrap and further arguments
-        of the class, and returns a wrap.
+        Below the UNet only levels in `ways` get wraps, on transformers and self-attentions. With "tomesd" in a level's
+        value, its blocks and their parts get wraps too: parts may be called with merged tokens. With "blocks" alone,
+        each transformer's blocks but the first do. `make` takes a class of wraps, the module to wrap and further
+        arguments of the class, and returns a wrap.
         """
         yield make(ModelSite, unet)
-        before, places = None, self.places
+        before, places = None, self._search(unet)  # blocks may have been exchanged since the adapter was made
         for place in places:
             level = self.levels[place.halvings]
-            if level not in levels:
+            if level not in ways:
                 continue
             if place.transformer is not before:
                 before = place.transformer
@@ -75,10 +92,10 @@ class UNetAdapter:
                 names = {f"{other.path}.attn1" for other in siblings if getattr(other.block, "attn1", None) is not None}
                 yield make(TransformerSite, before, level, names)
             kind, parts = AttentionSite, ()
-            if "tomesd" in levels[level]:
+            if "tomesd" in ways[level]:
                 kind, parts = BlockAttentionSite, _PARTS
                 yield make(BlockInputSite, place.block, level)
-            elif "blocks" in levels[level] and place is not siblings[0]:
+            elif "blocks" in ways[level] and place is not siblings[0]:
                 yield make(WholeBlockSite, place.block, place.path, level)
             if getattr(place.block, "attn1", None) is not None:
                 yield make(kind, place.block.attn1, f"{place.path}.attn1", level, place.halvings)
@@ -101,7 +118,7 @@ class UNetAdapter:
         is_picture = torch.is_tensor(latent) and latent.dim() >= 4
         return given["timestep"], latent, latent.shape[-2:] if is_picture else None
 
-    def layout_of(self, call: ModelCall, site: AttentionSite, tokens: int) -> Layout | str:
+    def layout_of(self, call: ModelCall, site: AttentionSite, tokens: int) -> Layout | Reason:
         """Return the layout of the picture's tokens, or the reason why it is not known or does not fit `tokens`.
 
         The layout is this level's in ``call.layouts``, which `TransformerSite` has read; without it, as in a compiled

@@ -1,7 +1,4 @@
-"""Wraps: replace a method of one object in place, and remove the replacement even if other programs wrapped it too.
-
-A `WrapSet` holds all wraps of one model, the patch that they serve, and the calls that are running.
-"""
+"""Wraps: replace a method of one object in place, and remove the replacement even if other programs wrapped it too."""
 
 from __future__ import annotations
 
@@ -13,29 +10,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
 
 from ..attention.descriptions import full_name
 from ..compiling import is_tracing, when_traced
-from ..engine.decision import ModelCall
-from ..faults import DeliberateError
 from ..reporting.ledger import REPLACED, TAKEN_OFF
 
 # Whether to install a bound method of the wrap instead of the wrap itself. With a callable object the compiler makes
 # one graph for each block, although compile_repeated_blocks needs one for all, and gives up after eight. The compilers
 # of torch 2.4 to 2.6 refuse bound methods here; those of 2.8, 2.10 and 2.13 accept them.
 _BOUND = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
-_MARK, _SET_MARK = "_tome_core_wrap", "_tome_core_patch"
+_MARK = "_tome_core_wrap"
 _WRAPPERS: dict[str, Callable[[nn.Module, Any], Any]] = {}  # see `register_wrapper`
-_OF_ANOTHER_PATCH = (
-    "gradient checkpointing runs a call again that was merged by another patch: call backward() before a patch is "
-    "put on or taken off, or turn checkpointing off"
-)
-# The levels, by number, in which rules merge. A value has "tomesd" if parts of blocks may be called with merged tokens,
-# as by tomesd, and "blocks" if whole blocks may be.
-Levels = dict[int, set[str]]
 patch_lock = threading.RLock()  # held while wraps are installed or removed: two threads may patch one model
-_RESTING: weakref.WeakKeyDictionary[nn.Module, WrapSet] = weakref.WeakKeyDictionary()
 
 
 class Wrap:
@@ -272,177 +258,3 @@ def is_own(module: nn.Module, method: Any, name: str = "forward") -> bool:
             return False
         method = without_inert(inner[0])  # other extensions may have wrapped a wrap that was removed since
     return True
-
-
-# --- all wraps on a model ---------------------------------------------------------------------------------------------
-
-
-class Calls(threading.local):
-    """The calls of one model in the current thread.
-
-    Attributes:
-        current: the call that is running; None outside of calls, and in calls that must not merge.
-        in_graph: the latest call that a compiled graph began; None if that call must not merge.
-        disabled: above 0 if calls must not merge, see `Patch.unmerged`.
-        reason_missed: the reason why the latest call did not reach the model's wrap, or "".
-    """
-
-    current: ModelCall | None = None
-    in_graph: ModelCall | None = None
-    disabled, reason_missed = 0, ""
-
-
-class WrapSet:
-    """The wraps of one model, and the state that they share.
-
-    The functions `put_on` (by `change`, then `put_back`) and `take_off` keep it up to date. Without a patch the wraps
-    rest: they are off the model and hold no module. The next patch gets the same objects, because compiled models refer
-    to them.
-
-    Attributes:
-        patch: the `Patch` in force, or None.
-        adapter: the adapter that reads the model's calls.
-        begun: while a compiler traces the model's own call, the result of the operator ``begin``, or the reason why
-            the call does not merge; else None.
-        paths: paths of the attentions that have a wrap.
-        calls: the model's calls in each thread.
-        wraps: the wraps on the model, the outermost first.
-    """
-
-    def __init__(self) -> None:
-        self.paths: frozenset[str] = frozenset()
-        self.adapter: Any = None
-        self.patch: Any = None
-        self.begun: torch.Tensor | str | None = None
-        self.calls = Calls()
-        self._backward_of: ModelCall | None = None  # the call whose backward pass is running
-        self.wraps: list[Wrap] = []
-        self._resting: dict[tuple[type, int], Wrap] = {}
-
-    def change(self, model: nn.Module, adapter: Any, patch: Any, levels: Levels) -> None:
-        """Set the patch and its adapter, choose the wraps that they need, and uninstall all others.
-
-        The chosen wraps, some of them used before, are installed by `put_back`, not here. For levels, see `put_on`.
-        """
-        self.adapter, self.patch = adapter, patch
-        self._resting |= {(type(wrap), id(wrap.target)): wrap for wrap in self.wraps}
-        wraps = list(adapter.wraps(model, levels, self._reuse_or_make))
-        for wrap in reversed([wrap for wrap in self.wraps if wrap not in wraps]):
-            wrap.uninstall()
-        # a wrap below another extension's wrapper still holds its module
-        self._resting = {key: wrap for key, wrap in self._resting.items() if wrap.target is None}
-        self.wraps, self.paths = wraps, frozenset(filter(None, (wrap.path for wrap in wraps)))
-
-    def _reuse_or_make(self, kind: type[Wrap], module: nn.Module, *facts: Any) -> Wrap:
-        """Return the wrap of this class that was kept for a module, or make one from module, this set and `facts`."""
-        wrap = self._resting.pop((kind, id(module)), None)
-        return wrap if wrap is not None and wrap.wrapped() is module else kind(module, self, *facts)
-
-    def put_back(self) -> None:
-        """Install all wraps, on top of the wrappers of other extensions. Idempotent."""
-        self.wraps = [wrap.install() for wrap in self.wraps]
-
-    def take_off(self) -> None:
-        """Uninstall all wraps, keep those released for the next patch, forget this patch; call again if interrupted."""
-        for wrap in reversed(self.wraps):
-            target = wrap.target
-            wrap.uninstall()
-            if target is not None and wrap.target is None:  # the wrap rests
-                self._resting[type(wrap), id(target)] = wrap
-        self.wraps, self.patch = [], None
-
-    def prepare_backward(self, call: ModelCall | None, out: Any) -> None:
-        """Prepare the backward pass of an ended call: blocks that gradient checkpointing runs again belong to it.
-
-        `call_outside_forward` returns `call` while the backward pass runs; None is for a call made without merging.
-        `out` is the model's output, any nesting of tensors.
-        """
-
-        def note(_: torch.Tensor) -> None:
-            self._backward_of = call
-            torch.autograd.Variable._execution_engine.queue_callback(partial(setattr, self, "_backward_of", None))
-
-        for value in tree_flatten(out)[0]:
-            if torch.is_tensor(value) and value.requires_grad:
-                value.register_hook(note)
-
-    def call_outside_forward(self) -> ModelCall | None:
-        """Return the call that a part belongs to if that part runs outside of the model's own call; None if unknown.
-
-        The call is `Calls.in_graph` in a model that is compiled in several graphs. If gradient checkpointing runs a
-        block again, it is the call whose backward pass runs; a RuntimeError if this call was merged by another patch.
-        """
-        if torch.is_tensor(self.begun):
-            return self.calls.in_graph
-        call = self._backward_of
-        if call is not None and call.state is not self.patch:
-            raise DeliberateError(_OF_ANOTHER_PATCH)
-        return call
-
-    def is_lost(self) -> bool:
-        """Return whether another program removed the model's wrap without putting another wrapper there."""
-        return bool(self.wraps) and not self.wraps[0].is_on_top() and foreign_method_on(self.wraps[0].target) is None
-
-    def regain_top(self, level: int) -> None:
-        """Put the model's wrap back on top for the next call if another program removed or replaced it.
-
-        Then the attention of this level that calls this, and later ones until that wrap is called, are counted as
-        unmerged. Without a patch, or with merging turned off, nothing happens.
-        """
-        if self.patch is None or self.calls.disabled or not self.wraps:
-            return
-        if not self.wraps[0].is_on_top() or over_hook(self.wraps[0].target) is not None:
-            self.calls.reason_missed = why_missed(self.wraps[0])
-            self.put_back()
-        if self.calls.reason_missed:
-            self.patch.count_unmerged(level, self.calls.reason_missed, 0, 0, 0)
-
-    def __reduce__(self) -> tuple:
-        return type(None), ()  # a copy of a patched model merges nothing
-
-
-def wraps_on(model: nn.Module | None) -> WrapSet | None:
-    """Return the set of wraps on a model; None if no patch is on it, or if the model is None."""
-    return None if model is None else vars(model).get(_SET_MARK)
-
-
-def put_on(model: nn.Module, adapter: Any, patch: Any, levels: Levels) -> Any:
-    """Put the wraps of a patch on a model, in place of another's, and return the patch in force before, or None.
-
-    Rules merge in `levels` only. Idempotent: if `patch` is in force already, its wraps are only put back on top. An
-    error removes all wraps, and is raised.
-    """
-    with patch_lock:
-        wraps = wraps_on(model)
-        if wraps is None:
-            wraps = vars(model)[_SET_MARK] = _RESTING.pop(model, None) or WrapSet()
-        before = wraps.patch
-        try:
-            if before is not patch:  # hosts call this at each step, and walking over the model is slow
-                wraps.change(model, adapter, patch, levels)
-            wraps.put_back()
-        except BaseException:
-            take_off(model, patch)
-            raise
-        return before
-
-
-def take_off(model: nn.Module, patch: Any) -> None:
-    """Remove the wraps of a patch from a model, and keep them for its next patch; do nothing if it is not in force."""
-    with patch_lock:
-        wraps = wraps_on(model)
-        if wraps is not None and wraps.patch is patch:
-            wraps.take_off()
-            vars(model).pop(_SET_MARK, None)
-            _RESTING[model] = wraps
-
-
-def drop_mark(module: nn.Module) -> None:
-    """Remove from a module what `wraps_on` reads, as a copy or interrupt may leave it, unless a patch is in force."""
-    if getattr(wraps_on(module), "patch", None) is None:
-        vars(module).pop(_SET_MARK, None)
-
-
-def forget_all() -> None:
-    """Forget the removed wraps that are kept for the next patch of each model. For hosts that unload this engine."""
-    _RESTING.clear()

@@ -1,32 +1,26 @@
-"""Functions that put a patch on a model and take it off, and the handle of a patch."""
+"""Functions that put a patch on a model, take it off, and report on it."""
 
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
 
-from ..engine.plan_cache import Guidance
-from ..engine.state import State
-from ..engine.time import ModelTime
-from ..measuring.pays import pays_of
-from ..models import Adapter, adapter_of, find_models
+from ..engine.scheduler_steps import training_schedule
+from ..models import adapter_of, find_models
 from ..models.unet_blocks import UnsupportedModelError
-from ..models.wrap import Wrap, drop_mark, drop_remains, put_on, take_off, why_missed, wraps_on
+from ..models.wrap import drop_remains
+from ..models.wrap_set import drop_mark
 from ..reporting.report import Report
 from ..settings.config import MergeConfig
 from ..settings.presets import DEFAULT, TRANSFORMER, config_of
-from ..settings.schedule import STABLE_DIFFUSION, NoiseSchedule, PipelineSteps, SchedulerNoise, training_schedule
+from ..settings.schedule import STABLE_DIFFUSION, NoiseSchedule
+from .handle import Patch, patch_on
 
 logger = logging.getLogger(__name__)
-_GUIDES = ("do_classifier_free_guidance", "do_perturbed_attention_guidance")  # a pipeline's properties
 
 
 def patch(
@@ -58,7 +52,7 @@ def patch(
     """
     models = find_models(model)
     adapter = adapter_of(models[0])
-    config = _config_of(config, strength, settings, adapter.layout)
+    config = _config_of(config, strength, settings, adapter.curve)
     handle = Patch(models, config, _schedule_of(model), model, adapter)
     handle._previous = before = patch_on(models[0])
     if before is not None and not before._entered:
@@ -69,7 +63,7 @@ def patch(
             " before each step, patch the pipeline instead, or use min_timestep.")
     for note in handle.ledger.notes:
         logger.warning("%s", note)
-    if adapter.layout == TRANSFORMER:
+    if adapter.curve == TRANSFORMER:
         _warn_once()
     return handle.install()
 
@@ -81,26 +75,26 @@ def _warn_once() -> None:
                    "effect on this model was not measured, so look at your pictures")
 
 
-def layout_of(model: Any) -> str:
-    """Return the name of the strengths' table for a model that `patch` takes: "sd", "sdxl" or "transformer".
+def curve_of(model: Any) -> str:
+    """Return the name of the curve of strengths for a model that `patch` takes: "sd", "sdxl" or "transformer".
 
     A UNet has "sdxl" without attention at the latent's full size. Raises an UnsupportedModelError or a TypeError.
     """
-    return adapter_of(find_models(model)[0]).layout
+    return adapter_of(find_models(model)[0]).curve
 
 
-def _config_of(config: MergeConfig | str | None, strength: float | None, settings: dict, layout: str) -> MergeConfig:
+def _config_of(config: MergeConfig | str | None, strength: float | None, settings: dict, curve: str) -> MergeConfig:
     """Return the settings that `patch`'s arguments ask for, changed by `settings`; raise what `patch` raises.
 
     Without config and strength, `settings` change ``MergeConfig()``; if there are none either, these are `DEFAULT`.
-    `layout`, from `layout_of`, decides what a strength or a preset's name means.
+    `curve`, from `curve_of`, decides what a strength or a preset's name means.
     """
     if strength is not None and config is not None:
         raise ValueError(f"strength={strength!r} and config={config!r} both say what merges; give one of them")
     if strength is None and config is None:
-        config = MergeConfig() if settings else config_of(DEFAULT, layout)
+        config = MergeConfig() if settings else config_of(DEFAULT, curve)
     elif strength is not None or isinstance(config, str):
-        config = config_of(config if strength is None else strength, layout)
+        config = config_of(config if strength is None else strength, curve)
     if not isinstance(config, MergeConfig):
         raise TypeError(f"config is {type(config).__name__}; it has to be a MergeConfig, a preset's name, or None")
     return replace(config, **settings) if settings else config
@@ -177,228 +171,3 @@ def _schedule_of(model: Any) -> NoiseSchedule | None:
     if torch.is_tensor(betas) and betas.dim() == 1:
         return NoiseSchedule(tuple(betas.tolist()))
     return None
-
-
-class Patch(State):
-    """A patch on a model: it reports, and takes itself off. It does not keep models alive.
-
-        with tome_core.patch(pipe, strength=0.5) as handle:
-            image = pipe("a lake").images[0]
-            print(handle.report())
-
-    `patch` returns a patch that is on the model; a new `Patch` is not, until `install`. Leaving the ``with`` takes the
-    patch off and, if `patch` made it, brings back the earlier patch. No attribute, hook, class or state-dict key
-    remains. Copies and pickles of a patched model do not merge.
-
-    Args:
-        models: the UNet, or the transformers of one pipeline, all of one family.
-        config: the settings.
-        schedule: the model's noise schedule; None if it is not known: Stable Diffusion's is then used.
-        patched_object: the object that was passed to `patch`, such as a pipeline; None if it is not known.
-        adapter: the adapter of the first model; None: one is made.
-    """
-
-    _removed = False
-    _entered = False
-
-    def __init__(
-        self, models: Sequence[nn.Module], config: MergeConfig, schedule: NoiseSchedule | None = None,
-        patched_object: Any = None, adapter: Adapter | None = None,
-    ) -> None:  # fmt: skip
-        self._models = [weakref.ref(model) for model in models]
-        self.adapter = adapter or adapter_of(models[0])
-        super().__init__(config, self.adapter.tallies(), schedule)
-        self._pipeline_wraps: list[Wrap] = []  # wraps of the pipeline, which hold no module
-        self._previous: Patch | None = None  # comes back when the `with` is left
-        self._follow(patched_object)
-
-    @property
-    def model(self) -> nn.Module | None:
-        """The UNet, or the first transformer that still exists; None if all were garbage-collected."""
-        return next(self._present(), None)
-
-    @property
-    def is_installed(self) -> bool:
-        """True while this patch is on one of the models and no other program has taken it off."""
-        return any(patch_on(model) is self and not wraps_on(model).is_lost() for model in self._present())
-
-    def install(self) -> Patch:
-        """Put the patch on the models, in place of an earlier one, and return this patch. Idempotent.
-
-        Call it again if another program removed or wrapped the patch; it goes on top. Unless it is on already, this
-        asks again whether an estimate decides if merging pays, which it does not for a compiled UNet. A RuntimeError is
-        raised if all models were garbage-collected.
-        """
-        if self.model is None:
-            raise RuntimeError("the model that this handle patched is gone; patch the new one")
-        self._removed = False
-        if not self.is_installed:
-            self.pays = pays_of(self.clock.rules, self.model, self.adapter)
-        for number, model in enumerate(self._present()):
-            adapter = self.adapter if number == 0 else adapter_of(model)
-            before = put_on(model, adapter, self, self.levels)
-            if before is not None and before is not self:
-                before._uninstall_pipeline_wraps()
-        self._pipeline_wraps = [wrap.install() for wrap in self._pipeline_wraps if wrap.wrapped() is not None]
-        return self
-
-    def uninstall(self) -> None:
-        """Take the patch off the model and keep its counts and plans; `install` puts it back.
-
-        An earlier patch does not come back. Calls in progress are not waited for; their next attentions do not merge.
-        """
-        for model in self._present():
-            take_off(model, self)
-        self._uninstall_pipeline_wraps()
-
-    def remove(self) -> None:
-        """Take the patch off the model and drop all kept plans, not the counts. Never fails, also if called again.
-
-        An earlier patch does not come back, also if a ``with`` of this patch is left later.
-        """
-        self._removed = True
-        self.uninstall()
-        self.time.forget()
-
-    def __enter__(self) -> Patch:
-        self._entered = True
-        return self.install()
-
-    def __exit__(self, *error: object) -> None:
-        self._entered = False
-        latest, before = None if self._removed else patch_on(self.model), self._previous
-        self.remove()
-        if latest is None:  # another caller has taken all patches off
-            return
-        latest.remove()  # a patch put on inside this `with` ends with it
-        if before is not None and not before._removed:
-            before.install()
-
-    def report(self) -> Report:
-        """Return a copy of the counts since the last reset.
-
-        If no call was counted, and another program's wrapper lies over the patch, a note names the wrapper.
-        """
-        report = super().report()
-        sets = () if report.calls else (wraps for wraps in map(wraps_on, self._present()) if wraps and wraps.wraps)
-        over = [f"nothing will merge: no call counted yet; {why_missed(wraps.wraps[0])}" for wraps in sets
-                if wraps.patch is self and not wraps.wraps[0].is_on_top()]  # fmt: skip
-        return replace(report, notes=(*report.notes, *over))
-
-    @contextmanager
-    def unmerged(self) -> Iterator[Patch]:
-        """Return a context manager in which this thread's calls do not merge; it yields this patch, may be nested."""
-        calls = [wraps.calls for wraps in map(wraps_on, self._present()) if wraps is not None]
-        for thread_calls in calls:
-            thread_calls.disabled += 1
-        try:
-            yield self
-        finally:
-            for thread_calls in calls:
-                thread_calls.disabled -= 1
-
-    def _follow(self, patched_object: Any) -> None:
-        """Let `time` read a pipeline's scheduler, and make a wrap of its progress bar, in which each picture begins.
-
-        `install` puts the wrap on; the scheduler gets none. Nothing is done if the settings need no time, for a UNet
-        whose pipeline has no scheduler with ``scale_model_input``, or for a transformer whose pipeline has no bar. A
-        UNet's bar gets a wrap only if matches are kept.
-        """
-        scheduler, is_unet = getattr(patched_object, "scheduler", None), self.adapter.layout != "transformer"
-        if not self.wants_time or (is_unet and not hasattr(scheduler, "scale_model_input")):
-            return
-        with suppress(TypeError):  # a class that allows no weak references
-            if is_unet:
-                self.time.scheduler_steps = SchedulerNoise(patched_object)
-            if hasattr(patched_object, "progress_bar") and (self.time.keeps or not is_unet):
-                self.time.scheduler_steps = self.time.scheduler_steps or PipelineSteps(patched_object)
-                self._pipeline_wraps.append(SamplingScope(patched_object, self.time))
-
-    def _uninstall_pipeline_wraps(self) -> None:
-        """Restore the methods of the pipeline that `install` replaced."""
-        for wrap in self._pipeline_wraps:
-            wrap.uninstall()
-
-    def _present(self) -> Iterator[nn.Module]:
-        """Return an iterator over the patched models that were not garbage-collected."""
-        return (model for model in (reference() for reference in self._models) if model is not None)
-
-    def __reduce__(self) -> tuple:
-        raise TypeError("a patch belongs to its model and cannot be copied or pickled; patch the copy of the model")
-
-    def __deepcopy__(self, memo: dict) -> None:
-        return None  # a copy of an object that holds this handle is not patched
-
-
-def patch_on(model: nn.Module | None) -> Patch | None:
-    """Return the `Patch` that is on a UNet or a transformer; None if there is none, or if the model is None."""
-    return getattr(wraps_on(model), "patch", None)
-
-
-# --- a pipeline's loop ------------------------------------------------------------------------------------------------
-
-
-class SamplingScope(Wrap):
-    """A replacement of ``pipeline.progress_bar``, which returns the bar in a `_Bar` that tells `time` of samplings.
-
-    Every diffusers pipeline runs the steps of its pictures inside the bar: the sampling begins and ends with it.
-    """
-
-    def __init__(self, pipeline: Any, time: ModelTime) -> None:
-        super().__init__(pipeline, "progress_bar")
-        self.time = time
-
-    @property
-    def target(self) -> Any:
-        """The pipeline, referenced weakly because it holds the UNet; None if it is gone."""
-        return None if self._target is None else self._target()
-
-    @target.setter
-    def target(self, pipeline: Any) -> None:
-        """Reference a pipeline weakly; None drops the reference."""
-        self._target = None if pipeline is None else weakref.ref(pipeline)
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the pipeline's progress bar in a `_Bar`: a new sampling, or the rest of another pipeline's.
-
-        It is the rest if the pipeline's ``denoising_start`` is not None.
-        """
-        bar = self.original(*args, **kwargs)
-        continues = getattr(self._target(), "denoising_start", None) is not None  # another pipeline began it
-        return _Bar(bar, partial(self.time.sample, partial(_guidance, self._target), continues=continues))
-
-
-def _guidance(pipeline: weakref.ref[Any], batch: torch.Tensor) -> Guidance | None:
-    """Return (number of pictures, index of the prompt's copy) for the latents of a call, by the pipeline's guidance.
-
-    A batch has a copy of all pictures for each of: negative prompt, prompt, perturbed attention, if they are on, in
-    this order. None without guidance, or if the batch is no multiple of the copies.
-    """
-    # a batch holds the copies for the negative prompt, the prompt, and perturbed attention, in this order
-    by_prompt, by_perturbing = (bool(getattr(pipeline(), name, False)) for name in _GUIDES)
-    copies = 1 + by_prompt + by_perturbing
-    return (len(batch) // copies, int(by_prompt)) if copies > 1 and len(batch) % copies == 0 else None
-
-
-class _Bar:
-    """A stand-in for a progress bar. Its ``with`` or iteration is a sampling, begun before the bar, ended after it.
-
-    `sampling` returns the context manager that is entered for the time of the sampling.
-    """
-
-    def __init__(self, bar: Any, sampling: Callable[[], AbstractContextManager[None]]) -> None:
-        self._bar, self._sampling, self._scope = bar, sampling, ExitStack()
-
-    def __enter__(self) -> Any:
-        self._scope.enter_context(self._sampling())
-        return self._scope.enter_context(self._bar)
-
-    def __exit__(self, *error: Any) -> Any:
-        return self._scope.__exit__(*error)
-
-    def __iter__(self) -> Iterator[Any]:
-        with self._sampling():
-            yield from self._bar
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._bar, name)

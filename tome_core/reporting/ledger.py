@@ -7,8 +7,18 @@ from dataclasses import dataclass, field
 
 from ..compiling import when_traced
 
+
+class Reason(str):
+    """The reason why something does not merge, for the report, where a function returns it in place of a value.
+
+    Code that a compiler traces uses plain text, because compilers know no constants of such a class.
+    """
+
+    __slots__ = ()
+
+
 # reasons why a call was not merged that several modules use
-NO_GRID = "the tokens are not the picture's grid"
+NO_GRID = Reason("the tokens are not the picture's grid")
 TOO_SMALL = "the grid is too small for the ratio to remove a token"
 MASKED = "the call has an attention mask"
 REPLACED = "another program runs in its place"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -14,10 +13,6 @@ SIDES = ("qkv", "kv")
 HOW_MUCH, WHEN, WHERE, HOW = GROUPS = ("how much", "when", "where", "how")  # the groups of settings
 DOWNSAMPLES = (1, 2, 4, 8)
 SEED_LIMIT = 2**31 - 1
-_EARLY_CELLS = (2, 4, 8)  # sides of cells: an early phase uses the smallest that allows its ratio
-_HIGHEST_EARLY_RATIO = 1 - 1 / _EARLY_CELLS[-1] ** 2
-_REFINED_FROM = 0.9  # from this ratio on a k-means step costs a tenth of a match at 0.5, and halves the error
-_EARLY_REFINE = 2  # k-means steps of an early phase
 _LARGEST_CELL = 64  # keeps one token of 4096; a higher value is a typing error
 _ENDLESS = 2**53 - 1  # the limit of settings without a limit: above it, floats are not exact
 
@@ -193,18 +188,6 @@ class MergeRule:
         return (low is None or timestep >= low) and (high is None or timestep < high)
 
 
-def reaches(rule: MergeRule, level: int, downsample: int) -> bool:
-    """Tell whether a rule reaches a level, by `downsample`, the latent cells per token along a side.
-
-    It reaches from ``min_downsample`` up to ``max_downsample``, both included. If both are None, it reaches level 0
-    alone, the finest with attention.
-    """
-    low, high = rule.min_downsample, rule.max_downsample
-    if low is None and high is None:
-        return level == 0
-    return (low is None or downsample >= low) and (high is None or downsample <= high)
-
-
 @dataclass(frozen=True, init=False)
 class MergeConfig:
     """All settings of a patch: rules, a part of the noise schedule in which they hold, and an early phase.
@@ -300,35 +283,6 @@ def describe_settings() -> list[dict[str, Any]]:
             for item in (*fields(MergeRule), *fields(MergeConfig)[1:])]  # fmt: skip
 
 
-def plain_rules(config: MergeConfig, downsamples: Sequence[int]) -> dict[MergeRule, MergeRule | None]:
-    """Return a config's rules in order, as keys, with a rule for its early phase before each rule that has one.
-
-    With an `early_ratio`, each rule that merges self-attention at level 0 has one. The value of an early phase's rule
-    is the rule that follows it; other values are None. `downsamples` is latent cells per token, along a side, of each
-    level of the model, the finest first: it tells whether a rule reaches level 0.
-    """
-    return {plain: late for rule in config.rules
-            for plain, late in ((_early(config, rule, downsamples), rule), (rule, None)) if plain}  # fmt: skip
-
-
-def _early(config: MergeConfig, rule: MergeRule, downsamples: Sequence[int]) -> MergeRule | None:
-    """Return the rule for a rule's early phase, for self-attention at level 0 alone, with cells that allow the ratio.
-
-    It holds from the higher of `early_until` and the rule's `min_timestep` upwards. None without `early_ratio`, or if
-    the rule itself does not merge self-attention at level 0. `downsamples` are those of `plain_rules`.
-    """
-    ratio = config.early_ratio
-    if ratio is None or not rule.merge_attn or not reaches(rule, 0, downsamples[0]):
-        return None
-    cell = next((side for side in _EARLY_CELLS if ratio <= 1 - 1 / side**2), _EARLY_CELLS[-1])
-    refines = METHODS[rule.method].compares and rule.proportional and ratio >= _REFINED_FROM
-    return replace(
-        rule, ratio=ratio, sx=max(rule.sx, cell), sy=max(rule.sy, cell), max_downsample=None, merge_crossattn=False,
-        merge_mlp=False, merge_blocks=False, min_timestep=max(config.early_until, rule.min_timestep or 0.0),
-        refine=max(rule.refine, _EARLY_REFINE) if refines else rule.refine,
-    )  # fmt: skip
-
-
 def describe(config: MergeConfig) -> tuple[str, ...]:
     """Return a text for each rule, like ``"ratio=0.5, sx=4"``: its ratio and what differs from defaults.
 
@@ -339,21 +293,3 @@ def describe(config: MergeConfig) -> tuple[str, ...]:
                        if (value := getattr(owner, item.name)) != item.default or item.name == "ratio")
              for items, several in owners for owner in several)  # fmt: skip
     return tuple(filter(None, texts))
-
-
-def notes_on(config: MergeConfig, ever_merges: bool, downsamples: list[int]) -> tuple[str, ...]:
-    """Return texts for the report: for each clamped ratio, for a clamped early ratio, and if nothing ever merges.
-
-    The last is added if `ever_merges`, whether a rule that is on reaches a level of the model, is False and the config
-    is on; it names `downsamples`, those of `plain_rules`.
-    """
-    notes = [f"ratio {rule.ratio:g} is over the cap {rule.ratio_cap:g} of cells {rule.sx}x{rule.sy} and was clamped; "
-             "larger cells (sx, sy) allow more"
-             for rule in config.rules if rule.ratio > rule.ratio_cap]  # fmt: skip
-    if config.early_ratio is not None and config.early_ratio > _HIGHEST_EARLY_RATIO:
-        notes.append(f"early_ratio {config.early_ratio:g} is over the cap {_HIGHEST_EARLY_RATIO:g} and was clamped")
-    if not ever_merges and not config.is_off:
-        have = ", ".join(f"/{d}" for d in downsamples)
-        notes.append(f"nothing will merge: no rule reaches a level of this model, whose attention is at {have} of the "
-                     "latent; leave max_downsample at None for the finest of them")
-    return tuple(notes)

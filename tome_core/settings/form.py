@@ -96,13 +96,13 @@ def values_of(config: MergeConfig) -> dict[str, Any]:
     return {item.name: item.show(config.value(item.setting)) for item in FIELDS}
 
 
-def values_at(strength: str | float, layout: str = SD) -> dict[str, Any]:
+def values_at(strength: str | float, curve: str = SD) -> dict[str, Any]:
     """Return what the form shows, by the names of fields, for a strength from 0 to 1 or a preset's name.
 
-    Fields that are `beside_strength` are left out. `layout` is the model's, one of `presets.LAYOUTS`. A ValueError is
-    raised if there is no such strength, preset or layout.
+    Fields that are `beside_strength` are left out. `curve` is the model's, one of `presets.CURVE_NAMES`. A ValueError
+    is raised if there is no such strength, preset or curve.
     """
-    values = values_of(config_of(strength, layout))
+    values = values_of(config_of(strength, curve))
     return {item.name: values[item.name] for item in FIELDS if not item.beside_strength}
 
 

@@ -1,7 +1,7 @@
 """Strength: one number that trades fidelity for speed, and named presets for four values of it.
 
-The settings were measured for three layouts of models: UNets with attention at the finest level (SD1.5), UNets without
-(SDXL), and transformers.
+The settings were measured for three kinds of models, each with a curve: UNets with attention at the finest level
+(SD1.5), UNets without (SDXL), and transformers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DEFAULT = "balanced"
 # single predictions were not: `quality` lost 1 to 3 dB of PSNR, `max` a tenth of the texture.
 _ALL: dict[str, Any] = {"side": "kv", "metric": "keys+values", "use_rand": False, "keep": 60.0,
                         "only_if_it_pays": True, "max_downsample": 8}  # fmt: skip
-SD, SDXL, TRANSFORMER = LAYOUTS = ("sd", "sdxl", "transformer")
+SD, SDXL, TRANSFORMER = CURVE_NAMES = ("sd", "sdxl", "transformer")
 PARTS = 64  # the share of keys is a multiple of 1/64, so that kernels get round numbers
 EARLY_SHARE = 1 / PARTS  # the share of keys that early steps keep, on every curve
 MOST_MERGED = 3 / 4  # a step that keeps a larger share of keys is not merged: merging would cost more than it saves
@@ -44,7 +44,7 @@ _BLOCKS_BELOW, _BLOCKS_BELOW_AT_MOST = 760.0, 900.0
 _FEWEST_OF_BLOCKS = 1 / 16  # a token of each cell of 4x4
 
 
-def strength(value: float, layout: str = SD) -> MergeConfig:
+def strength(value: float, curve: str = SD) -> MergeConfig:
     """Return the settings of a strength, one number that trades fidelity for speed.
 
     With a higher strength, less work is left and the expected error is larger, at any number of steps. A measured error
@@ -52,10 +52,10 @@ def strength(value: float, layout: str = SD) -> MergeConfig:
 
     Args:
         value: from 0, which is off, to 1, which keeps a sixty-fourth of the keys in every step.
-        layout: the kind of model: "sd" (UNets like SD1.5's), "sdxl" or "transformer". `patch` finds it by itself.
+        curve: the curve of the kind of model: "sd" (UNets like SD1.5's), "sdxl" or "transformer". `patch` finds it.
 
     Raises:
-        ValueError: `value` is no number from 0 to 1, or `layout` is not known.
+        ValueError: `value` is no number from 0 to 1, or `curve` is not known.
 
     >>> strength(0).is_off
     True
@@ -64,15 +64,15 @@ def strength(value: float, layout: str = SD) -> MergeConfig:
     """
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= 1:
         raise ValueError(f"strength={value!r} is no number from 0 to 1; 0 is off, 0.5 balanced, 1 the most")
-    if layout not in CURVES:
-        raise ValueError(f"layout={layout!r} is not known; use one of {', '.join(map(repr, LAYOUTS))}")
+    if curve not in CURVES:
+        raise ValueError(f"curve={curve!r} is not known; use one of {', '.join(map(repr, CURVE_NAMES))}")
     if value == 0:
         return MergeConfig(**_ALL, ratio=0.0)
-    share, until = _between(float(value), CURVES[layout])
+    share, until = _between(float(value), CURVES[curve])
     cell = 4 if share >= _FINE_CELLS else 8
     early = {} if share <= EARLY_SHARE else {"early_ratio": 1 - EARLY_SHARE, "early_until": until}
     rule = MergeRule(**_ALL, ratio=1 - share, sx=cell, sy=cell, refine=refine_of(cell))
-    return MergeConfig(rules=(rule, *(_rules_of_blocks(float(value)) if layout == SDXL else ())), **early)
+    return MergeConfig(rules=(rule, *(_rules_of_blocks(float(value)) if curve == SDXL else ())), **early)
 
 
 def _rules_of_blocks(value: float) -> list[MergeRule]:
@@ -90,27 +90,27 @@ def refine_of(cell: int) -> int:
     return 3 if cell == 8 else 0
 
 
-def preset(name: str, layout: str = SD) -> MergeConfig:
+def preset(name: str, curve: str = SD) -> MergeConfig:
     """Return the settings of a named strength, one of `PRESETS`; `MARKS` has their numbers.
 
-    `layout` is the layout of the model, see `strength`. A ValueError is raised if `name` or `layout` is not known.
+    `curve` is the model's, see `strength`. A ValueError is raised if `name` or `curve` is not known.
     """
     if name not in MARKS:
         raise ValueError(f"preset={name!r} is not known; use one of {', '.join(map(repr, PRESETS))}")
-    return strength(MARKS[name], layout)
+    return strength(MARKS[name], curve)
 
 
-def _between(value: float, curve: tuple[tuple[int, int], ...]) -> tuple[float, int]:
+def _between(value: float, points: tuple[tuple[int, int], ...]) -> tuple[float, int]:
     """Return (share of keys in late steps, timestep from which steps are early) at a strength on one of `CURVES`.
 
-    A curve has (share of keys in 1/64, timestep) at evenly spaced strengths from 0 to 1. The share is interpolated in
+    `points` are (share of keys in 1/64, timestep) at evenly spaced strengths from 0 to 1. The share is interpolated in
     its logarithm and rounded up to 1/64; above `MOST_MERGED` it becomes `MOST_MERGED` or 1, the nearer by ratio. The
     timestep is interpolated linearly and rounded.
     """
-    place = value * (len(curve) - 1)
-    low = min(int(place), len(curve) - 2)
+    place = value * (len(points) - 1)
+    low = min(int(place), len(points) - 2)
     part = place - low
-    (keys, until), (fewer, sooner) = curve[low], curve[low + 1]
+    (keys, until), (fewer, sooner) = points[low], points[low + 1]
     # linear in the keys' logarithm, and rounded up to a multiple of 1 / PARTS
     between = math.exp(math.log(keys / PARTS) * (1 - part) + math.log(fewer / PARTS) * part)
     late = math.ceil(between * PARTS - 1e-9) / PARTS
@@ -119,6 +119,6 @@ def _between(value: float, curve: tuple[tuple[int, int], ...]) -> tuple[float, i
     return late, round(until * (1 - part) + sooner * part)
 
 
-def config_of(wanted: str | float, layout: str = SD) -> MergeConfig:
+def config_of(wanted: str | float, curve: str = SD) -> MergeConfig:
     """Return the settings of `preset` if `wanted` is a text, "0.5" too, else of `strength`; raise what these raise."""
-    return preset(wanted, layout) if isinstance(wanted, str) else strength(wanted, layout)
+    return preset(wanted, curve) if isinstance(wanted, str) else strength(wanted, curve)

@@ -13,9 +13,10 @@ from tests.least_pipeline import Pipeline
 from tests.least_unet import KEPT
 from tests.threads import at_once
 from tome_core import MergeConfig, MergeRule
+from tome_core.engine.scheduler_steps import SchedulerNoise
 from tome_core.engine.time import FEW, WHOLE_FROM, Clock, ModelTime, boundary_in
 from tome_core.settings.schedule import STABLE_DIFFUSION as SD
-from tome_core.settings.schedule import UNKNOWN, SchedulerNoise, Time
+from tome_core.settings.schedule import UNKNOWN, Time
 
 LATE = MergeConfig(ratio=0.5, start_percent=0.5)
 BALANCED = models.on_small("balanced")

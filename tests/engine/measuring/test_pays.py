@@ -13,7 +13,7 @@ from tome_core import MergeConfig, MergeRule
 from tome_core.engine.decision import decide
 from tome_core.hosting import why_not_at
 from tome_core.measuring.pays import is_host_bound
-from tome_core.settings.schedule import LevelRules
+from tome_core.settings.rules import LevelRules
 
 _SD15 = ((1, 320),) * 5 + ((2, 640),) * 5 + ((4, 1280),) * 5 + ((8, 1280),)
 _SDXL = ((2, 640),) * 10 + ((4, 1280),) * 60

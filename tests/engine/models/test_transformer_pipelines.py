@@ -8,8 +8,8 @@ import tome_core
 from tests.operators import OperatorCounter
 from tests.thoroughness import some_quick
 from tests.transformer_pipelines import PRESENT, draw, make
+from tome_core.engine.scheduler_steps import PipelineSteps
 from tome_core.engine.time import FEW
-from tome_core.settings.schedule import PipelineSteps
 
 WAITS = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "is_nonzero")
 # not counted in pipelines that read masks in each attention, or whose scheduler does not count its steps

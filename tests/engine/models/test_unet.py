@@ -2,7 +2,9 @@
 
 import inspect
 import logging
+from copy import deepcopy
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import tomesd
@@ -16,6 +18,7 @@ from tests.models import Family, call_ldm, call_unet, four_levels, inputs, ldm, 
 from tests.thoroughness import some_quick
 from tome_core import MergeConfig
 from tome_core.attention.merged import BIAS
+from tome_core.models import unet
 from tome_core.models.unet_blocks import find_blocks
 
 SD15, BALANCED = MODELS["sd15"], on_small("balanced")
@@ -97,6 +100,23 @@ def test_a_transformer_that_is_given_a_smaller_picture_than_the_latent_merges_th
     with tome_core.patch(model, MergeConfig(side="kv", use_rand=False)) as handle:
         SD15.call(model)
     assert handle.report().merged_anything and not handle.report().reasons
+
+
+def test_blocks_are_searched_once_for_a_patch_and_again_whenever_it_is_put_on(monkeypatch):
+    """Blocks may be exchanged while a patch is off its model."""
+    model = sdxl()
+    monkeypatch.setattr(unet, "find_blocks", search := Mock(side_effect=find_blocks))
+    with torch.no_grad(), tome_core.patch(model, BALANCED) as handle:
+        assert search.call_count == 2
+        MODELS["sdxl"].call(model)
+        before, _ = handle.report(), handle.uninstall()
+        blocks = find_blocks(model)[-1].transformer.transformer_blocks
+        blocks[0] = deepcopy(blocks[0])
+        handle.reset_counts()
+        handle.install()
+        assert search.call_count == 3 and handle.adapter.places == find_blocks(model)
+        MODELS["sdxl"].call(model)
+        assert handle.report() == before and before.merged_anything
 
 
 # --- dtypes and devices -----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from tests.least_unet import Least
 from tests.models import Family, call_ldm, ldm_of_one_level
 from tome_core import MergeConfig
 from tome_core.models import find_models, wrap
-from tome_core.models.wrap import wraps_on
+from tome_core.models.wrap_set import wraps_on
 
 # checkpointed `_forward`, and plain forwards of UNets and transformers
 models = some_models("sgm_double", "sd15", "Flux")

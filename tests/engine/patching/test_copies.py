@@ -17,7 +17,7 @@ from tests.thoroughness import some_quick
 from tests.tiny_transformers import STRONG, distance
 from tests.traces import attributes, traces
 from tome_core import MergeConfig
-from tome_core.models.wrap import wraps_on
+from tome_core.models.wrap_set import wraps_on
 
 EVERYTHING = MergeConfig(ratio=0.5, merge_crossattn=True, merge_mlp=True)
 SETTINGS = {**STRONG, "keep": 600.0, "only_if_it_pays": False}

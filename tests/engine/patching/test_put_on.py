@@ -19,9 +19,10 @@ from tests.families import MODELS
 from tests.least_pipeline import Pipeline, picture
 from tests.traces import is_idle, traces, wraps_of
 from tome_core import MergeConfig, NoiseSchedule
+from tome_core.engine.scheduler_steps import training_schedule
 from tome_core.models import find_models
 from tome_core.models.wrap import Wrap, patch_lock
-from tome_core.settings.schedule import STABLE_DIFFUSION, training_schedule
+from tome_core.settings.schedule import STABLE_DIFFUSION
 
 CASE = MODELS["sd15"]
 EVERYTHING = MergeConfig(ratio=0.5, merge_crossattn=True, merge_mlp=True)

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from tome_core import MergeConfig, MergeRule
-from tome_core.settings.config import notes_on, plain_rules
+from tome_core.settings.rules import notes_on, plain_rules
 
 HUGE = 10**400
 

@@ -11,11 +11,11 @@ from tests import tiny_transformers
 from tests.models import sdxl, small
 from tome_core import MergeConfig, preset, strength
 from tome_core.patching import patch_on
-from tome_core.settings.config import plain_rules
-from tome_core.settings.presets import LAYOUTS, MARKS, SD, SDXL, TRANSFORMER
+from tome_core.settings.presets import CURVE_NAMES, MARKS, SD, SDXL, TRANSFORMER
+from tome_core.settings.rules import plain_rules
 
 MOMENTS = range(0, 1000, 25)
-of_each = pytest.mark.parametrize("layout", LAYOUTS)
+of_each = pytest.mark.parametrize("curve", CURVE_NAMES)
 
 
 def shares(config: MergeConfig) -> list[float]:
@@ -25,9 +25,9 @@ def shares(config: MergeConfig) -> list[float]:
 
 
 @of_each
-def test_more_strength_asks_more_of_every_step_and_nothing_jumps(layout):
+def test_more_strength_asks_more_of_every_step_and_nothing_jumps(curve):
     """A hundredth changes the time of attention by a few percent. No step merges so little that it takes longer."""
-    kept = [shares(strength(number / 100, layout=layout)) for number in range(101)]
+    kept = [shares(strength(number / 100, curve=curve)) for number in range(101)]
     times = [sum(map(step_time, curve)) / len(MOMENTS) for curve in kept]
     assert set(kept[0]) == {1.0} and kept[-1] == pytest.approx([1 / 64] * len(MOMENTS))
     assert times[1] > 0.9, "the first hundredth changes hardly anything"
@@ -40,38 +40,38 @@ def test_more_strength_asks_more_of_every_step_and_nothing_jumps(layout):
 def test_marks_are_strengths_and_nothing_is_off():
     assert strength(0).is_off and strength(0.0).is_off and not strength(1e-6).is_off
     assert tuple(MARKS) == tome_core.PRESETS == ("quality", "balanced", "fast", "max")
-    for layout in LAYOUTS:
-        assert all(preset(name, layout) == strength(value, layout=layout) for name, value in MARKS.items())
+    for curve in CURVE_NAMES:
+        assert all(preset(name, curve) == strength(value, curve=curve) for name, value in MARKS.items())
 
 
 @of_each
-def test_few_keys_are_means_of_wide_cells_that_k_means_refines(layout):
-    cells = {name: (rule.sx, rule.sy, rule.refine) for name in MARKS for rule in preset(name, layout).rules[:1]}
+def test_few_keys_are_means_of_wide_cells_that_k_means_refines(curve):
+    cells = {name: (rule.sx, rule.sy, rule.refine) for name in MARKS for rule in preset(name, curve).rules[:1]}
     assert cells == {**dict.fromkeys(MARKS, (4, 4, 0)), "max": (8, 8, 3)}, "as measured"
 
 
 def test_more_strength_leaves_fewer_tokens_to_sdxls_coarsest_blocks_in_all_but_the_first_steps():
-    rules = [strength(number / 100, layout=SDXL).rules[1:] for number in range(1, 101)]
+    rules = [strength(number / 100, curve=SDXL).rules[1:] for number in range(1, 101)]
     first = next(number for number, rule in enumerate(rules) if rule)
     assert 0 < first < 12 and rules[first][0].ratio == pytest.approx(0.25, abs=0.02), "less does not pay"
     for (weaker,), (stronger,) in pairwise(rules[first:]):
         assert weaker.ratio < stronger.ratio <= stronger.ratio_cap
         assert 1 - stronger.ratio > 0.95 * (1 - weaker.ratio)
         assert weaker.max_timestep <= stronger.max_timestep < 999, "the first step is whole"
-    assert all(len(strength(0.5, layout=layout).rules) == 1 for layout in (SD, TRANSFORMER))
+    assert all(len(strength(0.5, curve=curve).rules) == 1 for curve in (SD, TRANSFORMER))
 
 
 MODELS = {SD: small, SDXL: sdxl, TRANSFORMER: lambda: tiny_transformers.make("Flux")[0]}
 
 
 @of_each
-def test_a_model_gets_the_strengths_of_its_layout_and_flat_settings_change_them(layout):
-    model = MODELS[layout]()
-    balanced, fast = preset("balanced", layout), preset("fast", layout)
-    assert (balanced == preset("balanced")) == (layout == SD)
+def test_a_model_gets_the_strengths_of_its_curve_and_flat_settings_change_them(curve):
+    model = MODELS[curve]()
+    balanced, fast = preset("balanced", curve), preset("fast", curve)
+    assert (balanced == preset("balanced")) == (curve == SD)
     for given, settings, expected in (
         ((), {}, balanced), (("fast",), {"seed": 5}, replace(fast, seed=5)),
-        ((), {"strength": 0.3, "end_percent": 0.5}, replace(strength(0.3, layout=layout), end_percent=0.5)),
+        ((), {"strength": 0.3, "end_percent": 0.5}, replace(strength(0.3, curve=curve), end_percent=0.5)),
         ((), {"ratio": 0.25, "early_ratio": 0.5}, MergeConfig(ratio=0.25, early_ratio=0.5)),
         ((MergeConfig(ratio=0.25),), {"sx": 4}, MergeConfig(ratio=0.25, sx=4))):  # fmt: skip
         assert tome_core.patch(model, *given, **settings).config == expected
