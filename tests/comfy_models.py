@@ -96,7 +96,7 @@ def _comfy(depth: int = 1, **changes: Any) -> ComfyUnet:
 
 unet = seeded(_comfy)
 unet_of_one_level = seeded(_comfy, attention_resolutions=(1,), channel_mult=(1,))
-deep_unet = seeded(_comfy, depth=2)
+deep_unet, deeper_unet = (seeded(_comfy, depth=depth) for depth in (2, 3))
 
 
 # --- transformers ----------------------------------------------------------------------------------------------------

@@ -60,6 +60,7 @@ class State:
         self.wants_time = self.time.is_wanted  # whether what merges depends on the time of a call
         # by attention function or `Place`, why it stays unmerged; `attend_call` and `around` fill it
         self.refused: dict[Hashable, str] = {}
+        self.trials: dict[Hashable, bool | None] = {}  # of attention functions, see `AttentionCall.takes_bias`
         self.pays: Any = None  # `measuring.pays.Pays`, or None: the number of tokens decides
         self._maps: dict[int, MergeMap] | None = None  # by level, on the model's device: a copy to the CPU would wait
         # the results of `decide`. Keys hold the rules' ids, which stay theirs because the clock keeps the rules

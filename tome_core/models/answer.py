@@ -50,9 +50,13 @@ def attend_call(
     why = why or (state.refused and state.refused.get(attention_call.key(), ""))
     takes_bias = attention_call.adds_bias
     if takes_bias is None and not why:
-        takes_bias = attention_call.takes_bias()
-        function_name = full_name([*filter(callable, attention_call.key())][-1])
-        why = f"the function that it calls is no attention: {function_name}" if takes_bias is None else ""
+        kind = attention_call.key(), *q.shape[2:], q.dtype, q.device
+        if kind not in state.trials:
+            state.trials[kind] = attention_call.takes_bias()
+        takes_bias = state.trials[kind]
+        if takes_bias is None:
+            name_of = full_name([*filter(callable, kind[0])][-1])
+            why = f"the function that it calls is no attention: {name_of}"
     if why:
         state.count_unmerged(level, why, q.shape[0], q.shape[1], k.shape[1])
         return attention_call.unmerged()
