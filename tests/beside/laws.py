@@ -13,11 +13,13 @@ import torch
 
 import tome_core
 from tests.beside.models import TIMES, Beside
-from tests.beside.things import THINGS
+from tests.beside.things import THINGS as OTHERS
+from tests.beside.things_below import BELOW
 from tests.models import merge_with_self
 from tests.traces import drop_own_methods, traces
 from tome_core.reporting.ledger import REPLACED
 
+THINGS = OTHERS | BELOW
 SETTINGS = {"strength": 0.25, "only_if_it_pays": False}
 # tolerances: a share of the unmerged picture for other sums, and shares of a thing's effect, in size and in place
 EQUAL, SIZE, PLACE = 1e-4, 0.1, 0.5
@@ -199,7 +201,8 @@ def judge_report(case: Case, beside: Beside, report: Any) -> None:
         assert_counted(report, 1)
         return
     assert_counted(report, alone(case.model, case.things).calls)
-    assert bool(off) == ((beside.is_by_hand, case.before == 0) in things[0].left), f"{on} merged, {off}"
+    left = things[0].left
+    assert left is None or bool(off) == ((beside.is_by_hand, case.before == 0) in left), f"{on} merged, {off}"
 
 
 def leave(case: Case, beside: Beside, both: Both) -> None:
