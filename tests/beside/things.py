@@ -27,11 +27,11 @@ CPU = torch.device("cpu")
 
 class Thing(NamedTuple):
     """on: a context manager, inside which it is on. left: when attentions have to be left alone for it (are scores
-    computed by hand, did it come last). reason: what the report names then, as a pattern. fits: on which models it can
-    be. takes_us: if it leaves before us, with what stands on it."""
+    computed by hand, did it come last); None: they may be. reason: what the report names then, as a pattern. fits: on
+    which models it can be. takes_us: if it leaves before us, with what stands on it."""
 
     on: On
-    left: Set[tuple[bool, bool]] = frozenset()
+    left: Set[tuple[bool, bool]] | None = frozenset()
     reason: str = "nothing"
     fits: Callable[[Beside], bool] = lambda beside: True
     takes_us: bool = False
