@@ -42,6 +42,8 @@ class ModelCall:
     why_off: tuple[str, ...]  # the reason why no rule is in force, by level; read only if none is
     gate: str | None  # for `decide`
     kept_plans: KeptPlans | None = None  # of earlier calls in the same sampling; None: none is used or kept
+    # whether gradients were enabled when the call began; reentrant checkpoints run blocks with gradients disabled
+    has_gradients: bool = field(default_factory=torch.is_grad_enabled)
     latest_runs: dict[Hashable, int] = field(default_factory=dict)  # number, from 0, of an attention's latest run
     facts: Any = None  # what else the adapter has read from the call's arguments
     layouts: dict[int, Layout] = field(default_factory=dict)  # by level of a UNet, the latest place of the picture

@@ -100,5 +100,12 @@ class LazyTokens(Tensor):
         args, kwargs = tree_map_only(cls, cls.whole, (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.whole().__reduce_ex__(protocol)
+
+
+def _of_whole(name: str) -> Any:
+    """Return a method that calls the method `name` of all tokens: what reads a tensor's memory is no operator."""
+    return lambda self, *args, **kwargs: getattr(self.whole(), name)(*args, **kwargs)
+
+
+for _name in ("__array__", "__deepcopy__", "__reduce_ex__", "data_ptr", "numpy", "tolist", "untyped_storage"):
+    setattr(LazyTokens, _name, _of_whole(_name))

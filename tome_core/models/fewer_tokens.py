@@ -78,7 +78,7 @@ def run_block(
         return original(merge(x), *args[1:], **kwargs) if args else original(**{**kwargs, name: merge(x)})
 
     def why_whole() -> str:
-        now = TRAINS if torch.is_grad_enabled() else foreign_mode() if torch._C._len_torch_function_stack() else ""
+        now = TRAINS if call.has_gradients else foreign_mode() if torch._C._len_torch_function_stack() else ""
         return now or why_of_arguments(args[1:], kwargs) or why_more() or below.why()
 
     try:

@@ -1,19 +1,28 @@
 """Whole blocks on merged tokens: what they give, in which levels and steps, and how they are counted."""
 
+import copy
+import pickle
+
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import tome_core
 from tests.families import MODELS
-from tests.models import inputs, note_tokens, sdxl, seeded
+from tests.models import SDXL, inputs, note_tokens, sdxl, seeded, unet
 from tome_core import MergeConfig, MergePlan, MergeRule
-from tome_core.engine.merged_tokens import MergedTokens, pick_samples
+from tome_core.engine import fewer_tokens
+from tome_core.engine.merged_tokens import LazyTokens, MergedTokens, pick_samples
 from tome_core.merging.grid import Grid
 from tome_core.models.unet_blocks import find_blocks
 
 SAMPLES = pick_samples(Grid(32, 32), torch.device("cpu"))[0]
 BLOCKS = MergeRule(merge_attn=False, merge_blocks=True, ratio=0.75, use_rand=False, side="kv", min_downsample=4)
+
+
+deep_sdxl = seeded(unet, **{**SDXL, "transformer_layers_per_block": (1, 1, 4)})
 
 
 @seeded
@@ -157,3 +166,121 @@ def test_a_model_that_is_trained_runs_whole():
     with tome_core.patch(model, MergeConfig(rules=(BLOCKS,))) as handle:
         assert torch.equal(MODELS["sdxl"].forward(model, x, 500, text), plain)
     assert any("gradients" in reason for reason in handle.report().reasons)
+
+
+# --- tokens that come back by their first use -------------------------------------------------------------------------
+
+def lazy(spread: float = 0.3) -> tuple[LazyTokens, torch.Tensor]:
+    """The output of a merged layer, and the same for all tokens."""
+    x, plan = tokens_in_groups(spread)
+    tokens, function = MergedTokens.of(x, plan, SAMPLES), layer()
+    out = tokens.merged + function(tokens.merged)
+    return LazyTokens("a", tokens, out), tokens.unmerge(out)
+
+
+USES = {
+    "a layer": lambda x: F.linear(x, torch.ones(3, 6)), "a sum": lambda x: x + 1, "a view": lambda x: x.mT,
+    "a part": lambda x: x[:, 3:5], "a norm": lambda x: F.layer_norm(x, (6,)), "rows": lambda x: x[0],
+    "together": lambda x: torch.cat([x, x], 1), "a list": lambda x: torch.stack([x, x]), "bytes": lambda x: x.tolist(),
+    "numpy": lambda x: x.numpy().tobytes(), "an array": lambda x: np.asarray(x).tobytes(),
+    "half": lambda x: x.half(), "contiguous": lambda x: x.contiguous().clone(), "a copy": copy.deepcopy,
+    "a pickle": lambda x: pickle.loads(pickle.dumps(x)), "a number": lambda x: x.sum().item(),
+    "another's memory": lambda x: torch.zeros(2, 1024, 6).copy_(x), "autocast": lambda x: autocast(x),
+}  # fmt: skip
+
+
+def autocast(x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.linear(x, torch.ones(3, 6))
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_whatever_uses_the_tokens_of_a_merged_block_gets_all_of_them(use, mode):
+    with mode():
+        tokens, whole = lazy()
+        assert (tokens.shape, tokens.dtype, tokens.device) == (whole.shape, whole.dtype, whole.device)
+        assert tokens.tokens is not None, "to ask for the shape computes nothing"
+        result, expected = USES[use](tokens), USES[use](whole)
+        assert type(result) is type(expected) and tokens.tokens is None, "the stretch has ended"
+        if torch.is_tensor(expected):
+            torch.testing.assert_close(result, expected, rtol=0, atol=0)
+        else:
+            assert result == expected
+
+
+@torch.no_grad()
+def test_what_is_added_in_place_stays():
+    tokens, whole = lazy()
+    tokens += 1
+    assert torch.equal(tokens * 1, whole + 1) and torch.equal(tokens.whole(), whole + 1)
+
+
+# --- blocks -----------------------------------------------------------------------------------------------------------
+
+def test_a_refusal_is_remembered():
+    model, counts = sdxl(), []
+    for block in later_blocks(model):
+        note_tokens(block.norm3, counts)
+        refuse(block)
+    with tome_core.patch(model, MergeConfig(rules=(BLOCKS,))) as handle:
+        call(model, 500)
+        assert counts == [5, 16] * len(later_blocks(model)), "tried once"
+        counts.clear()
+        call(model, 490)
+    assert counts == [16] * len(later_blocks(model))
+    assert sum(handle.report().levels[1].reasons.values()) >= 2 * len(later_blocks(model)), "named each time"
+
+
+def test_a_block_that_fails_with_all_tokens_too_raises_its_error():
+    model = sdxl()
+    for block in later_blocks(model):
+        block.norm3.weight.data = torch.ones(3)
+    with tome_core.patch(model, MergeConfig(rules=(BLOCKS,))) as handle, pytest.raises(RuntimeError, match="shape"):
+        call(model, 500)
+    assert not [why for why in handle.report().reasons if "it fails" in why]
+
+
+def test_blocks_of_one_stretch_share_one_match_and_a_foreign_one_among_them_splits_it():
+    deep, matches = deep_sdxl(), []
+    with pytest.MonkeyPatch.context() as patches:
+        original = fewer_tokens.match
+        patches.setattr(fewer_tokens, "match", lambda *args: matches.append(None) or original(*args))
+        with tome_core.patch(deep, MergeConfig(rules=(BLOCKS,))) as handle:
+            call(deep, 500)
+            stretches = len(matches)
+            assert handle.report().levels[1].merged["block", 16, 5, 0] == 3 * stretches > 0
+            places = [place for place in find_blocks(deep) if place.path.endswith("blocks.2") and place.halvings == 2]
+            for place in places:
+                place.block.ff.register_forward_hook(lambda *_: None)
+            matches.clear()
+            handle.reset_counts()
+            call(deep, 500)
+            assert len(matches) == 2 * stretches == 2 * len(places), "before the foreign block, and after it"
+            assert handle.report().levels[1].merged["block", 16, 5, 0] == 2 * stretches
+
+
+def test_a_block_that_adds_to_its_input_in_place_gives_the_same():
+    """Blocks of ComfyUI before 2025 do."""
+    pictures = []
+    for in_place in (False, True):
+        model = deep_sdxl()
+        for place in find_blocks(model):
+            kind = type(place.block)
+            own = type(kind.__name__, (kind,), {"forward": adding(kind.forward) if in_place else kind.forward})
+            own.__module__ = own.forward.__module__ = kind.__module__
+            place.block.__class__ = own
+        with tome_core.patch(model, MergeConfig(rules=(BLOCKS,))) as handle:
+            pictures.append(call(model, 500))
+        assert handle.report().levels[1].block_tokens
+    assert torch.equal(*pictures)
+
+
+def adding(forward):
+    def in_place(self, x, *args, **kwargs):
+        out = forward(self, x, *args, **kwargs)
+        if type(x) is torch.Tensor:
+            x.add_(out - x)
+        return out
+
+    return in_place
