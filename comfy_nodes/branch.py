@@ -74,7 +74,7 @@ class BranchMerging:
         self, executor: Any, noise: Any, latent_image: Any, sampler: Any, sigmas: Any, denoise_mask: Any = None,
         callback: Any = None, *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Wrap ComfyUI's ``CFGGuider.outer_sample``; return its result. Report at the end, also of an exception."""
+        """Wrap ComfyUI's ``CFGGuider.outer_sample``; return its result. Report at the end, even after an exception."""
         try:
             time = HostSampling(sampler, sigmas, noise)
             sampling, timed_steps = Sampling(self.config, time), time.timed_steps.counting_callback(callback)
@@ -188,7 +188,7 @@ class Sampling:
         return Outcome(lines, details if merged else lines, data, report, maps)
 
     def remember(self, report: Any = None) -> str:
-        """Keep the time of a whole, undisturbed sampling of one model, merged if with a `report`; return the gain."""
+        """Keep the time of a whole, undisturbed sampling of one model, unmerged without a `report`; return the gain."""
         if self._time.stopped or not self.is_alone or len(self._models) != 1:
             return ""
         (unet,), time = self._models, self._time

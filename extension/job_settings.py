@@ -100,7 +100,7 @@ def settings_of(value: float, where: str, changes: Mapping[str, Any], curve: str
 
 
 def _by_name(values: Sequence[Any]) -> dict[str, Any]:
-    """Return `values` of `read` by name, with "own": True for a dict, or raise a ValueError: too many, or unknown."""
+    """Return `values` of `read` by name, those of a dict with "own": True; ValueError: too many, or unknown names."""
     if not values or not isinstance(values[0], Mapping):
         if len(values) > len(ARGUMENTS):
             raise ValueError(f"{len(values)} values were given; there are {len(ARGUMENTS)}: {', '.join(ARGUMENTS)}")

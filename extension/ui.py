@@ -33,10 +33,7 @@ _found: dict[str, dict[str, Any]] = {tab: {} for tab in _OF_TAB}  # the webui's 
 
 
 def note(control: Any, elem_id: str) -> None:
-    """Link a control of the webui to the panels. Controls whose `elem_id` is not known here are ignored.
-
-    The panels' line follows size, Hires. fix and img2img's tabs; panels made before follow our settings' controls.
-    """
+    """Link a control of the webui, if its `elem_id` is known here, to the panels' line or to the panels made before."""
     if Context.root_block is None:  # gradio 4 makes a control again for an update of it
         return
     if elem_id in _SETTINGS:
@@ -155,7 +152,7 @@ class Panel:
             field.input(fn=lambda: True, inputs=[], outputs=[own], **_QUIETLY)
 
     def follow(self, theirs: dict[str, Any]) -> None:
-        """Let the line follow the panel's controls and `theirs`, the webui's by name, in `_OF_TAB`'s order. Once."""
+        """Let the line follow our controls and `theirs`, the webui's by name, in the order of `_OF_TAB`. Call once."""
         inputs = [self._by, *self.controls, *theirs.values()]
         update = {"fn": _line, "inputs": inputs, "outputs": [self._line], **_QUIETLY}
         for control in (*(self.made[name] for name in DIAL), self.made[EXPERT_SWITCH], *theirs.values()):
@@ -222,10 +219,7 @@ def _marks(slider: str) -> str:
 
 
 def follow_strength(strength: float, own: bool, filled_for: float, *values: Any) -> list[Any]:
-    """Return gradio updates of `FILLED_FOR` and all fields for a new strength. If `own`, changed fields stay.
-
-    The fields' `values` were filled in for `filled_for`. If either strength is not possible, nothing changes.
-    """
+    """Return gradio updates of `FILLED_FOR` and all fields for a new strength. If `own`, changed fields stay."""
     current, curve = dict(zip(form.NAMES, values, strict=True)), host.curve()
     try:
         before, now = find_filled(current, filled_for, curve), base_of(strength, curve)
@@ -253,10 +247,7 @@ def _line(by_factor: Any, *values: Any) -> str:
 
 
 def _sizes(width: Any, height: Any, hires: Any = False, *scaling: Any) -> dict[bool, tuple[int, int]]:
-    """Return the first pass's (width, height), by False, and if `hires` by True that of the hires pass.
-
-    `scaling` is a factor, then the hires pass's width and height, which replace it unless both are 0.
-    """
+    """Return (width, height) of the first pass, by False, and if `hires` `host.hires_size` of that pass, by True."""
     # the user may be typing a side, which is None then
     first = int(width or 0), int(height or 0)
     return {False: first, True: host.hires_size(*first, *scaling)} if hires else {False: first}

@@ -173,7 +173,7 @@ def _correct(out: torch.Tensor, q: torch.Tensor, correction: Correction) -> torc
 
 
 def _runs_of_heads(x: torch.Tensor, times: int = 1) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of runs of heads; a run, `times` times in float32, has one head or at most `_HELD` bytes."""
+    """Yield (start, stop) of runs of heads: `times` times in float32, a run has at most `_HELD` bytes, or one head."""
     heads = x.shape[2]
     step = max(1, _HELD // (4 * times * x[:, :, 0].numel()))
     for first in range(0, heads, step):

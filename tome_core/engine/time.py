@@ -37,7 +37,8 @@ class Clock:
     """The rules in force as a function of time; `limited` is True if they depend on it.
 
     `downsamples` is latent cells per token, along a side, of each level, the finest first; `schedule` is the model's,
-    None for Stable Diffusion's. Attribute `rules` is that of `rules.plain_rules`, with rules of early phases.
+    None for Stable Diffusion's. Attribute `rules` has the settings' rules with those of early phases, see
+    `rules.plain_rules`.
     """
 
     def __init__(self, config: MergeConfig, downsamples: Sequence[int], schedule: NoiseSchedule | None = None) -> None:
@@ -216,7 +217,7 @@ class ModelTime:
         return self.now
 
     def _first_of(self, steps: Sequence[Time]) -> Time | None:
-        """Return the first of a sampling's remaining steps, or None. First seen, they set its early phase's end."""
+        """Return the first of the remaining steps, or None. Once in a sampling they set its early phase's end."""
         sampling = self._mine.latest
         if steps and sampling is not None and not sampling.is_known:
             sampling.boundary, sampling.is_known = self.clock.boundary_in([step.timestep for step in steps]), True

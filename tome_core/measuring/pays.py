@@ -91,7 +91,7 @@ def why_not_at(model: Any, config: MergeConfig, height: int, width: int, batch: 
 
 
 def _empty_latent(unet: nn.Module, batch: int, height: int, width: int) -> torch.Tensor:
-    """Return latents of a size in pixels, with one channel, as a UNet gets them: dtype, device (accelerate's first)."""
+    """Return empty latents of a size in pixels, with one channel, on the device and in the dtype of a UNet's calls."""
     weight = next(parameter for parameter in unet.parameters() if parameter.is_floating_point())
     device = getattr(getattr(unet, "_hf_hook", None), "execution_device", None)
     sides = height // PIXELS, width // PIXELS

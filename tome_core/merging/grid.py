@@ -100,7 +100,7 @@ def cell_of(sy: int, sx: int, frames: int) -> tuple[int, int, int]:
 
 
 def cells(grid: Grid, sy: int, sx: int, device: torch.device, st: int = 1) -> Cells:
-    """Cut a grid into cells of `st` frames, `sy` rows and `sx` columns, or of all; ordered by frame, row, column."""
+    """Cut a grid into cells of at most `st` frames, `sy` rows and `sx` columns, ordered by frame, row and column."""
     frames, height, width = grid.frames, grid.height // grid.frames, grid.width
     st, sy, sx = min(st, frames), min(sy, height), min(sx, width)
     times, rows, columns = frames // st, height // sy, width // sx

@@ -58,7 +58,7 @@ def keys_of_rows(x: torch.Tensor, rows: torch.Tensor, by_distance: bool) -> tupl
 
 
 def keys_of_groups(plan: MergePlan, x: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `keys_to_search` of the means of groups, with a bias, of minus infinity for an empty group, in any case.
+    """Return `keys_to_search` of the groups' means, always with a bias, which is minus infinity for an empty group.
 
     `x` are all tokens, ``(batch, tokens, channels)``; if not `by_distance`, their `directions`.
     """

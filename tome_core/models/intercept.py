@@ -27,7 +27,7 @@ from .attention_calls import TORCHS_OWN, AttentionCall, DispatchCall, HeadsCall,
 
 
 class _Current(threading.local):
-    """This thread's `answer` to an `AttentionCall`: a function, or None to let the host's function answer."""
+    """This thread's function that answers an `AttentionCall` in the host's form; None: the host's function does."""
 
     def __init__(self) -> None:
         # set in each thread's own dictionary, because compiled graphs look for the attribute there
@@ -53,7 +53,7 @@ class Overlay:
 
 
 class _ReplacedFunction:
-    """The replacement of a host's function, `namespace[name]`; `current.answer` gets its calls by `read_call`."""
+    """A host's function `namespace[name]`, replaced: `read_call` reads each call, and `current.answer` answers it."""
 
     def __init__(self, namespace: dict[str, Any], name: str, read_call: Callable[..., AttentionCall]) -> None:
         self._namespace, self._name, self.read_call = namespace, name, read_call

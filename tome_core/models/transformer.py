@@ -35,7 +35,7 @@ class Tokens(NamedTuple):
 
     grid: Grid
     count: int  # number of tokens from the picture's first on, also of references, which follow the picture
-    # (batch, channels, [frames,] height, width), perhaps with one pixel for each token; shows copies in the batch
+    # (batch, channels, [frames,] height, width), maybe one pixel for each token; used only to find copies in the batch
     latent: torch.Tensor
     first: int = 0  # number of tokens of earlier frames before the picture's
 

@@ -57,10 +57,11 @@ class BlockPlace(NamedTuple):
 def find_unet(model: Any) -> nn.Module:
     """Return the UNet of a model that a user passes to `patch`, without wrappers.
 
+    Without a UNet it is the ``.transformer`` or the module itself, so that `find_blocks` can name it in an error.
+
     Args:
         model: a UNet, a diffusers pipeline (``.unet``), an LDM model (``.model.diffusion_model``) or its wrapper
             (``.diffusion_model``). Each may be wrapped by ``torch.compile``, ``DataParallel`` or a similar class.
-            Without a UNet, its ``.transformer`` or itself is returned, so that `find_blocks` can name it in an error.
 
     Raises:
         TypeError: `model` is not a model.
@@ -113,7 +114,7 @@ def find_blocks(unet: nn.Module) -> list[BlockPlace]:
 
 
 def is_compiled(unet: nn.Module, places: Sequence[BlockPlace]) -> bool:
-    """Return whether a UNet is compiled by a method ``compile``, its own or that of one of `places`, its blocks."""
+    """Return whether a method ``compile``, not a wrapper, compiles a UNet or a part of its blocks, `places`."""
     parts = (unet, *(part for place in places for part in (place.transformer, place.block)))
     return any(part._compiled_call_impl is not None for part in parts)
 

@@ -114,7 +114,7 @@ class Wrap:
         return wrap
 
     def uninstall(self) -> None:
-        """Turn the wrap off. On top, restore the method below it, and if that is the class's, release the target."""
+        """Turn the wrap off. If it is on top, restore the method below; if that is the class's, release the target."""
         self.active, target = False, self.target
         if target is None:
             return
@@ -180,7 +180,7 @@ def drop_remains(target: Any) -> None:
 
 
 def foreign_method_on(module: nn.Module, name: str = "forward") -> Any:
-    """Return another extension's method on top of our wrap or directly below it; accelerate's hook is none."""
+    """Return another extension's method on top of our wrap or directly below it (not accelerate's hook), or None."""
     method = over_hook(module) or Wrap(module, name)._find_beneath()
     ours = wrap_of(method)
     return method if ours is None else without_inert(ours.beneath)

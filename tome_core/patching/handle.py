@@ -139,7 +139,7 @@ class Patch(State):
     def _follow(self, patched_object: Any) -> None:
         """Let `time` read a pipeline's scheduler, if the settings need it, and make a wrap of its progress bar.
 
-        `install` puts the wrap on: each picture begins in the bar. A UNet's gets one only if matches are kept.
+        `install` puts the wrap on: each picture begins in the bar. A UNet's bar gets one only if matches are kept.
         """
         scheduler, is_unet = getattr(patched_object, "scheduler", None), self.adapter.curve != "transformer"
         if not self.wants_time or (is_unet and not hasattr(scheduler, "scale_model_input")):

@@ -29,7 +29,7 @@ def setting(default: Any, label: str, help: str, **facts: Any) -> Any:
 
 
 def _check(item: Any, value: Any) -> Any:
-    """Return a possible value of a setting, a dataclass field; a TypeError or ValueError says what else to use."""
+    """Return a possible value of a setting, a dataclass field; a TypeError or ValueError says what to use."""
     facts, name = item.metadata, item.name
     if value is None and item.default is None:
         return None

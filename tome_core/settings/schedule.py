@@ -98,7 +98,7 @@ class NoiseSchedule:
         return Time(timestep, self.percent_of(timestep))
 
     def window_of(self, config: MergeConfig) -> tuple[float, float] | None:
-        """Return (start, end) of the part of the schedule, 0 for pure noise to 1, in which a config merges, or None.
+        """Return (start, end) of the part of the schedule, from pure noise, 0, in which a config merges; None for all.
 
         `max_beta` puts off the start until beta is below it. If the start is larger than the end, nothing merges.
         """

@@ -320,7 +320,7 @@ def launch(x: Tensor, variant: tuple[Any, ...], *arguments: Any) -> bool:
 
 
 def _proves_itself(key: tuple, arguments: tuple[Any, ...]) -> bool:
-    """Return whether what a kernel has just written is right. Then its key is kept; a wrong result turns it off.
+    """Return whether what a kernel has just written is right; then keep its key, else turn the kernel off.
 
     A key is (name, *constants, device, dtype). Inputs that are not finite prove nothing: False, but the kernel stays.
     """

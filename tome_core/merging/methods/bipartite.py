@@ -53,7 +53,7 @@ def best_destination(x: Tensor, sources: Tensor, destinations: Tensor, by_distan
 
 
 def _best_anywhere(x: Tensor, sources: Tensor, destinations: Tensor, by_distance: bool) -> Best:
-    """Return `best_destination`, but with scores that lack the source's length: sources cannot be compared."""
+    """Return the same as `best_destination`, but scores lack the source's length, so sources cannot be compared."""
     return best_keys(x, sources, *keys_of_rows(x, destinations, by_distance))
 
 
