@@ -24,16 +24,13 @@ Merging = UnetMerging | TransformerMerging
 
 
 class Outcome(NamedTuple):
-    """The result of one sampling, for the nodes that show it.
-
-    `maps` has for each level that merged, 0 the finest, the latent cells per token along a side and the latest
-    `MergeMap`; it is {} after an exception or if no model could merge.
-    """
+    """The result of one sampling, for the nodes that show it."""
 
     lines: Sequence[str]  # one or two, for the ApplyToMe node
     details: Sequence[str]  # of the full report; equal to `lines` if no model could merge
     data: dict[str, Any]  # the report as JSON values
     report: Any  # the engine's `Report`, never None, also if no model could merge
+    # of each level that merged, latent cells per token along a side and the latest `MergeMap`; {} after an exception
     maps: dict[int, tuple[int, Any]]
 
 
@@ -77,10 +74,7 @@ class BranchMerging:
         self, executor: Any, noise: Any, latent_image: Any, sampler: Any, sigmas: Any, denoise_mask: Any = None,
         callback: Any = None, *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Wrap ComfyUI's ``CFGGuider.outer_sample``, and return its result.
-
-        At the end, also after an exception, report; if the node is off, only keep the time, unless one was raised.
-        """
+        """Wrap ComfyUI's ``CFGGuider.outer_sample``; return its result. Report at the end, even after an exception."""
         try:
             time = HostSampling(sampler, sigmas, noise)
             sampling, timed_steps = Sampling(self.config, time), time.timed_steps.counting_callback(callback)
@@ -147,10 +141,7 @@ class Sampling:
     def _begin(
         self, scope: ExitStack, model: Any, x: Any, t: Any, options: dict[str, Any]
     ) -> tuple[Merging, slot_function.Ask] | None:
-        """Time a call, see `call`. Return its merging, and what answers its attentions until `scope` ends.
-
-        None if it does not merge.
-        """
+        """Time a call; return its merging, with what answers its attentions until `scope` ends, or None."""
         unet, schedule = model.diffusion_model, model.model_sampling
         # several GPUs sample in threads, each with its own model
         merging = self._models.get(unet) or self._models.setdefault(unet, self._make(unet, options))
@@ -197,20 +188,14 @@ class Sampling:
         return Outcome(lines, details if merged else lines, data, report, maps)
 
     def remember(self, report: Any = None) -> str:
-        """Keep the time of a whole, undisturbed sampling of one model; return the gain as text, "" if not known.
-
-        `report` is the engine's; None: the time is that of an unmerged sampling, to compare with, and there is no gain.
-        """
+        """Keep the time of a whole, undisturbed sampling of one model, unmerged without a `report`; return the gain."""
         if self._time.stopped or not self.is_alone or len(self._models) != 1:
             return ""
         (unet,), time = self._models, self._time
         return hosting.pictures.remember(time.timed_steps, unet, self._config, report, time.sampler)
 
     def _make(self, model: Any, options: dict[str, Any]) -> Merging | hosting.Reason:
-        """Return a new merging of a model by the node's settings, or why not, as text. options: transformer_options.
-
-        A model with a patch size is merged as a transformer, any other as a UNet.
-        """
+        """Return a new merging of a model (a transformer if it has a patch size, else a UNet), or why it has none."""
         if self._config is None:
             return hosting.Reason("off")
         try:
@@ -238,10 +223,7 @@ class Sampling:
 
 
 def curve_of(model: Any) -> str:
-    """Return a BaseModel's curve: "transformer" if it has a patch size, else by its UNet "sd" or "sdxl".
-
-    TypeError or ValueError: it is no model that can merge.
-    """
+    """Return the name of a BaseModel's curve; a TypeError or a ValueError is raised if it is no model we can merge."""
     unet = hosting.find_unet(model)
     return hosting.curve_of(unet) if patch_size_of(unet) is None else hosting.TRANSFORMER
 

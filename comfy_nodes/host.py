@@ -52,11 +52,7 @@ def find_attached(patcher: Any) -> Any | None:
 
 
 def is_compiled_whole(model: Any, options: dict[str, Any]) -> bool | None:
-    """Return True if a diffusion model is compiled as a whole alone, False if in parts (too), None if not at all.
-
-    Both torch's marks on the model and ComfyUI's wrapper in its transformer_options, `options`, count.
-    A model whose own method ``compile`` was called counts as compiled in parts.
-    """
+    """Return True if a diffusion model is compiled as a whole alone, False if in parts (too), None if not at all."""
     wrappers = options.get("wrappers", {}).get(APPLY_MODEL, {}).get(COMPILE_KEY, ())
     held = [cell.cell_contents for wrapper in wrappers for cell in getattr(wrapper, "__closure__", None) or ()]
     inner = getattr(model, "_orig_mod", model)

@@ -33,8 +33,7 @@ def settings_types() -> dict[str, tuple]:
 def config_of(strength: Any, start: Any, end: Any, settings: Any = None, curve: str = "sd") -> Any:
     """Return the MergeConfig of ApplyToMe's values; None if it merges nothing. Raises ValueError or TypeError.
 
-    `settings`, a MergeConfig, replace `strength` and `curve` unless None. `start` and `end`, shares of the noise
-    schedule from 0 to 1, always count: they replace those of `settings`.
+    `settings`, a MergeConfig or None, replace `strength` and `curve`, but not `start` and `end`.
     """
     if settings is None:
         config = hosting.strength(strength, curve=curve)

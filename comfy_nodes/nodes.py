@@ -51,10 +51,9 @@ class ApplyToMe(_Node):
     ) -> tuple[Any]:  # fmt: skip
         """Return a clone of the model that merges, in a tuple. The node (id: `unique_id`) shows its state as text.
 
-        If the strength is 0, ComfyUI too old, or a value or the model not supported, the clone does not merge. The
-        model, ComfyUI's ModelPatcher, stays unchanged. Merging goes from `start` to `end`, shares of the schedule.
-        `settings`, a MergeConfig from ToMeSettings, replace the strength. `prompt` has ComfyUI's nodes by id; the
-        node's text names inputs in it that are `unknown`, which are ignored.
+        If the strength is 0, ComfyUI too old, or a value or the model not supported, the clone does not merge. Merging
+        goes from `start` to `end`, shares of the schedule. `settings`, a MergeConfig from ToMeSettings, replace the
+        strength. `prompt` has ComfyUI's nodes by id; inputs in it that are `unknown` are named and ignored.
         """
         clone = model.clone()
         if not host.is_new_enough(clone):
@@ -99,10 +98,7 @@ class ToMeSettings(_Node):
         return {"required": {}, "optional": inputs.settings_types(), "hidden": HIDDEN_PROMPT}
 
     def settings(self, unique_id: Any = None, prompt: Any = None, **values: Any) -> tuple[Any]:
-        """Return a MergeConfig of the possible `values`, by field, in a tuple; other fields have their defaults.
-
-        The node shows values that are not possible, and inputs in the `prompt` that it does not know.
-        """
+        """Return a MergeConfig of the possible `values`, by field, in a tuple; the node shows what it does not use."""
         config, left_out = inputs.form.keep_possible(values)
         dropped = _list_dropped(self, prompt, unique_id)
         if left_out or dropped:
@@ -205,8 +201,7 @@ def _background(model: Any, image: torch.Tensor | None, latent: dict | None) -> 
 def _panels(pixels: torch.Tensor, row: int, maps: dict[int, tuple[int, Any]]) -> torch.Tensor:
     """Return a picture ``[H, W, 3]`` once a level, drawn by `picture.panel`, side by side, ``[H, W * levels, 3]``.
 
-    `row` < 0, counted from the end, is the picture's row in each map; a map with fewer rows gives its first. `maps` are
-    those of `Outcome`.
+    `row`, counted from the end, is the picture's in each map of `Outcome.maps`; a map with fewer rows gives its first.
     """
     panels = []
     for level, (downsample, merge_map) in maps.items():

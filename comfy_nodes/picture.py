@@ -43,10 +43,7 @@ def add_title(picture: torch.Tensor, title: str) -> torch.Tensor:
 
 
 def from_latent(samples: torch.Tensor, latent_format: Any) -> torch.Tensor:
-    """Return rough pictures ``[B, 8 * h, 8 * w, 3]``, 0..1 on the CPU, of latents ``[B, C, (frames,) h, w]``.
-
-    Of a video, the first frame is drawn. They are grey if ComfyUI's `latent_format` has no colours for C channels.
-    """
+    """Return rough pictures ``[B, 8 * h, 8 * w, 3]``, 0..1, of latents ``[B, C, (frames,) h, w]``; grey if unknown."""
     samples = samples.detach().float().cpu()
     if samples.dim() == 5:  # video: its first frame
         samples = samples[:, :, 0]

@@ -55,19 +55,13 @@ class HostSampling:
             self._computed.add(self.timed_steps.done)
 
     def sigma(self, t: Any, options: dict[str, Any]) -> float:
-        """Return a call's sigma: from the sampler's list if known and `t` is not on the CPU, else the first of `t`.
-
-        Without a list, the host waits for the device of `t`.
-        """
+        """Return a call's sigma: from the sampler's list if known, else the first of `t`, waiting for its device."""
         if torch.is_tensor(t) and t.device.type != "cpu" and self._levels_in(options):
             return self.timed_steps.time
         return float(t.reshape(-1)[0]) if torch.is_tensor(t) else float(t)
 
     def pictures_in(self, x: Any, options: dict[str, Any]) -> int | None:
-        """Return how many pictures are made; None if not known, or if `x` lacks some for a condition of the call.
-
-        `x` are the call's latents ``[B, ...]``, with all pictures for each of the conditions in `options`.
-        """
+        """Return how many pictures are made; None if not known, or if latents `x` lack some for a condition."""
         conditions = options.get("cond_or_uncond")
         whole = conditions is not None and torch.is_tensor(x) and self._pictures is not None
         return self._pictures if whole and len(x) == len(conditions) * self._pictures else None
@@ -81,11 +75,7 @@ class HostSampling:
         return last <= sigma <= first
 
     def timesteps(self, model_sampling: Any, options: dict, flow_timesteps: bool = False) -> tuple[float, ...] | None:
-        """Return all steps' timesteps; None if the sampler is not known, or another sampling began the picture.
-
-        They lie on Stable Diffusion's schedule, see `timestep_of`, not on the model's; with `flow_timesteps`, those of
-        a flow model are 1000 times the noise level.
-        """
+        """Return all steps' timesteps, see `timestep_of`; None if unknown, or if another sampling began the picture."""
         key = id(model_sampling), flow_timesteps
         if key not in self._known:
             levels = [] if self._continues else self._levels_in(options)

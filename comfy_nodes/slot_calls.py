@@ -30,13 +30,9 @@ class HostCall(hosting.HeadsCall):
     """One call of a ComfyUI attention function, or of an `OtherNodesFunction`."""
 
     def takes_bias(self) -> bool | None:
-        """Tell whether the function adds a bias to the logits; None if it computes no attention.
-
-        False too if it is in `_UNBIASED`, or is another node's function around a function in this set.
-        """
+        """Tell whether a bias is added to the logits; not by one of `_UNBIASED`. None: it computes no attention."""
         takes = super().takes_bias()
         return takes and not any(getattr(part, "__name__", "") in _UNBIASED for part in _parts(self._function))
-
 
     @property
     def override(self) -> Callable | None:
@@ -44,11 +40,8 @@ class HostCall(hosting.HeadsCall):
         return self._function.override if type(self._function) is OtherNodesFunction else None
 
     def treats_tokens_alike(self) -> bool:
-        """Try whether queries in another order give the same answers in that order. A self-attention's keys go along.
-
-        A function that looks at the picture's grid fails. It is called twice more, which one with a memory sees.
-        """
-        q, k, v = self.q, self.k, self.v
+        """Try, by two more calls, whether a function gives tokens in another order the same answers in that order."""
+        q, k, v = self.q, self.k, self.v  # a function that looks at the picture's grid fails
         order = torch.arange(q.shape[1], device=q.device).roll(q.shape[1] // 3).flip(0)
         moved = (k[:, order], v[:, order]) if k.shape[:2] == q.shape[:2] else (k, v)
         expected, out = self.compute(q, k, v, None)[:, order], self.compute(q[:, order], *moved, None)

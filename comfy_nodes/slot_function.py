@@ -23,11 +23,7 @@ class _Now(threading.local):
     options: dict[str, Any] = {}  # noqa: RUF012 (never changed)
 
     def attend_in_graph(self, whole: bool, q: Any, k: Any, v: Any, mask: Any, by_head: bool, scale: Any, *rest: Any):
-        """Answer an attention for the operator ``attend`` of a compiled graph; outside a model's call, unmerged.
-
-        q, k, v and the output are ``[B, S, H, d]``. The last of `rest` is the text that `_attention` wrote into the
-        graph; `whole` and `by_head` are not used.
-        """
+        """Answer an attention ``[B, S, H, d]`` for a graph's operator ``attend``; outside a model's call, unmerged."""
         place, kind, number, index, precision = rest[-1].split()  # written by `_attention`
         options = {**self.options, "block": (kind, int(number)), "block_index": int(index)}
         more = {"scale": scale, "attn_precision": torch.float32 if precision != "None" else None}
@@ -43,11 +39,7 @@ _number = hosting.number_of(_now)
 
 
 def call(run: Callable, options: dict[str, Any], ask: Ask, **more: Any) -> Any:
-    """Return the model's output, ``run(transformer_options, **more)``, while ``ask`` computes the slot's attentions.
-
-    `options` are the call's own. `run` gets a copy with our function as the entry `SLOT`. Another node's function that
-    was there is called by ours in place of ComfyUI's.
-    """
+    """Return the model's output, ``run(transformer_options, **more)``, while ``ask`` computes the slot's attentions."""
     before = _now.ask, _now.beneath, _now.options
     if options.get(SLOT) is not _attention:  # otherwise the model is called inside its own call
         _now.beneath = options.get(SLOT)
@@ -61,9 +53,8 @@ def call(run: Callable, options: dict[str, Any], ask: Ask, **more: Any) -> Any:
 def _attention(function, q, k, v, heads, mask=None, attn_precision=None, **more):
     """Return an attention's output in ComfyUI's form, from the current call's ``ask``; outside a call, unmerged.
 
-    The form is ``[B, S, H * d]``, with ``skip_output_reshape`` ``[B, H, S, d]``. While a graph is compiled, put an
-    operator into the graph, which computes this when the graph runs. ComfyUI calls it with its own `function` and that
-    function's arguments. If the slot held another node's function, that function computes in place of `function`.
+    ComfyUI calls it with its own `function` and that function's arguments. While a graph is compiled, an operator goes
+    into the graph, which computes this when the graph runs.
     """
     options = more.get("transformer_options") or _now.options
     if torch.compiler.is_compiling() and hosting.is_tracing():

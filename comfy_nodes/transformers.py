@@ -26,10 +26,7 @@ _NO_GRID = hosting.Reason("the latent has no grid that is known")
 
 
 class TransformerMerging:
-    """The merging of a transformer in one sampling. `state` is the engine's.
-
-    `answering` yields a call's attention function. UnsupportedModelError: the model is compiled, also if in parts.
-    """
+    """The merging of an uncompiled transformer in one sampling. `state` is the engine's."""
 
     flow_timesteps, is_compiled = True, False  # a flow model's timesteps are 1000 * sigma
 
@@ -40,10 +37,7 @@ class TransformerMerging:
 
     @contextmanager
     def answering(self, call: Any, latent: torch.Tensor, options: dict[str, Any]) -> Iterator[slot_function.Ask]:
-        """Yield the function that computes a call's attentions. `call` is what the engine's `State.begin` returned.
-
-        `latent` gives the grid; `options` are not used, because each attention brings its own.
-        """
+        """Yield the function that computes the attentions of a `call` of `State.begin`; `latent` gives the grid."""
         grid = grid_of(self._model, latent)
 
         def ask(attention: slot_calls.HostCall, facts: dict[str, Any]) -> torch.Tensor:
@@ -81,10 +75,9 @@ def grid_of(model: Any, latent: Any) -> Any | None:
 def where_tokens_lie(model: Any, grid: Any, tokens: int, options: dict) -> Any:
     """Return the `Layout` of the picture's tokens in a sequence of `tokens`, or why their place is not known.
 
-    If there are tokens beside the picture's, the name of the model's class, its `pad_tokens_multiple` and the lengths
-    of references in `options`, transformer_options, decide; blocks with `flipped_img_txt` make it unknown. If the
-    class first refines its text, the place is not known without a "block_type" in `options`, even if `tokens` are the
-    picture's number.
+    The model's class and the lengths of references in `options`, transformer_options, decide where tokens beside the
+    picture's are. If the class first refines its text, only a "block_type" in `options` tells that these are the
+    picture's.
     """
     names = {kind.__name__ for kind in type(model).__mro__}
     if names & _REFINE_TEXT and not options.get("block_type"):

@@ -31,10 +31,7 @@ class _Hijacked(hosting.ForwardOnStandIn):
     def keys_and_values(
         self, module: nn.Module, keys: torch.Tensor, values: torch.Tensor, kwargs: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Project the tokens `keys` to keys and values, after hypernetworks have changed them for each of the two.
-
-        `values` are not used.
-        """
+        """Project the tokens `keys`, as hypernetworks have changed them, to keys and values; `values` are not used."""
         return super().keys_and_values(module, *host.through_hypernetworks(keys), kwargs)
 
     def attend(
@@ -61,10 +58,7 @@ def _beneath_idle_hypertile(module: nn.Module, wrapper: Any) -> Any:
 
 
 def describe() -> None:
-    """Register A1111's attentions, the Forges' functions and HyperTile's wrapper by name, loaded or not; repeatable.
-
-    Registered as code that acts on each token alone are also the webuis' packages, with their LoRA layers.
-    """
+    """Register A1111's attentions, the Forges' functions, HyperTile's wrapper and packages by name; repeatable."""
     for package in _PACKAGES:
         hosting.register_package(package)
     for forward, by_attribute in _BY_HAND.items():

@@ -114,11 +114,7 @@ def reason_of_unet(unet: nn.Module) -> str | None:
 
 
 def read_time(params: Any) -> dict[str, float]:
-    """Return the first picture's time in this step, at least 0. Waits for the device.
-
-    It is {"timestep": ...} for DDIM, PLMS and UniPC, unless the webui turns their timesteps into sigmas as Forge does,
-    else {"sigma": ...}.
-    """
+    """Return the first picture's {"timestep": ...} or {"sigma": ...} in this step, at least 0. Waits for the device."""
     value = max(0.0, float(params.sigma.reshape(-1)[0]))  # UniPC's last may be slightly negative
     denoiser = getattr(params, "denoiser", None)
     # DDIM, PLMS and UniPC use timesteps, which Forge has converted to sigmas here
@@ -127,11 +123,7 @@ def read_time(params: Any) -> dict[str, float]:
 
 
 def timing_conditions(p: Any, params: Any) -> list[Any]:
-    """Return what a call's duration depends on: the shapes of both prompts' embeddings, then sorted names.
-
-    A shape that is not known is None. The names are of infotext keys, transformer options and patches; those that begin
-    with "ToMe" are left out.
-    """
+    """Return what a call's duration depends on: shapes of both prompts' embeddings (None: unknown), sorted names."""
     texts = (getattr(params, name, None) for name in ("text_cond", "text_uncond"))
     tensors = (text.get("crossattn") if isinstance(text, dict) else text for text in texts)
     shapes = [getattr(tensor, "shape", None) for tensor in tensors]
@@ -185,10 +177,7 @@ def size_of(p: Any, hires: bool) -> tuple[int, int]:
 
 
 def hires_size(width: int, height: int, scale: float, resize_x: int, resize_y: int) -> tuple[int, int]:
-    """Let the webui compute the hires pass's (width, height) in pixels from the first pass's `width` and `height`.
-
-    It goes by `resize_x` and `resize_y`, or by `scale` if both are 0.
-    """
+    """Let the webui compute a hires pass's (width, height) in pixels, by `scale` if both sides to resize to are 0."""
     from modules.processing import StableDiffusionProcessingTxt2Img as Job
 
     values = {"width": width, "height": height, "hr_scale": scale, "hr_resize_x": resize_x, "hr_resize_y": resize_y}
@@ -202,10 +191,7 @@ def hires_size(width: int, height: int, scale: float, resize_x: int, resize_y: i
 
 
 def silence_built_in(p: Any, silences: Callable[[Any, bool], bool]) -> None:
-    """Let `p` give the webui's own token merging the ratio 0 in passes for which ``silences(p, hires)`` is true.
-
-    `silences` is asked at each use of a ratio that is not 0.
-    """
+    """Let `p` give the webui's own token merging the ratio 0 in passes for which ``silences(p, hires)`` is true."""
     this = weakref.ref(p)
 
     def ratio(for_hr: bool = False) -> float:
@@ -241,11 +227,7 @@ def has_setting_called(key: str) -> bool:
 
 
 def add_message(p: Any, processed: Any, text: str) -> None:
-    """Add a line below the finished picture: to the comments of `processed`, the job's result.
-
-    If a script that the user selected runs the job, the line goes to ``p.comment`` instead; it is dropped if `p` has no
-    such method.
-    """
+    """Add a line below the finished picture: to the result's comments, or to the job's if a selected script runs it."""
     arguments = getattr(p, "script_args", None)
     if not arguments or not arguments[0]:  # no script that the user selected, such as X/Y/Z plot, runs the job
         processed.comments = f"{getattr(processed, 'comments', '') or ''}{text}\n"

@@ -83,11 +83,7 @@ class Paste:
 
 
 def _values_in(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of all `ARGUMENTS` in a parsed infotext, by name; ``{"enabled": False}`` without our key.
-
-    If our key's value is wrong: {} for the infotext last pasted on the page, else merging on with a strength of NaN,
-    which the job refuses.
-    """
+    """Return the values of all `ARGUMENTS` in a parsed infotext, by name; ``{"enabled": False}`` without our key."""
     key = next((key for key in reversed(KEYS) if key in parameters), None)  # the second first, because only we use it
     if key is None:
         return {"enabled": False}

@@ -42,20 +42,13 @@ class JobSettings:
 
 
 def base_of(value: float, curve: str = SD) -> dict[str, Any]:
-    """Return all expert settings for a strength `value` as the panel shows them, by name, rounded to three decimals.
-
-    ValueError: the strength is not possible.
-    """
+    """Return all expert settings for a strength, by name, rounded to three decimals; ValueError: it is not possible."""
     exact = form.values_of(strength(value, curve))
     return {name: round(value, 3) if isinstance(value, float) else value for name, value in exact.items()}
 
 
 def find_filled(own: Mapping[str, Any], value: float, curve: str) -> dict[str, Any]:
-    """Return all values that the panel filled in for the strength `value`, before the user changed some to `own`.
-
-    The model's curve at that time is not known. Three are tried, the loaded model's `curve`, "sd" and "sdxl"; the
-    values that differ from `own` in the fewest fields count. ValueError: the strength is not possible.
-    """
+    """Return all values that the panel filled in for the strength `value`, before the user changed some to `own`."""
     # another model may have been loaded then, so the curve counts whose values differ in the fewest fields
     bases = [base_of(value, each) for each in dict.fromkeys((curve, SD, SDXL))]
     return min(bases, key=lambda base: sum(base[name] != current for name, current in own.items()))
@@ -68,11 +61,10 @@ def read(
 
     `values` are in the order of `ARGUMENTS`, or the first is a dict of names. In that order, expert settings count only
     if "own" is True; in a dict, which has no "own", they always do. An expert setting that is None, missing, or as the
-    panel shows it for "filled_for" or "strength", in a model of this `curve`, follows the strength; `setting` returns
-    the settings tab's value for a missing "enabled", "strength" or "where", by its name. Values of an X/Y/Z `plot`, by
-    name, override all others. An impossible expert setting is listed in `JobSettings.left_out`. Any other wrong value
-    raises ValueError, or TypeError for a wrong type. Too many values or an unknown name in the dict raise ValueError,
-    even if "enabled" is False.
+    panel shows it for "filled_for" or "strength", in a model of this `curve`, follows the strength. `setting` returns
+    the settings tab's value for a missing name of `DIAL`. Values of an X/Y/Z `plot`, by name, override all others. An
+    impossible expert setting is listed in `JobSettings.left_out`. Any other wrong value raises ValueError, or TypeError
+    for a wrong type. Too many values or an unknown name raise ValueError, even if "enabled" is False.
     """
     given, plot = _by_name(values), plot or {}
     dial = {name: setting(name) if given.get(name) is None else given[name] for name in DIAL}
@@ -108,10 +100,7 @@ def settings_of(value: float, where: str, changes: Mapping[str, Any], curve: str
 
 
 def _by_name(values: Sequence[Any]) -> dict[str, Any]:
-    """Return `values` of `read` by name; a dict as the first gets "own": True, others are in the order of `ARGUMENTS`.
-
-    ValueError: too many values, or a name in a dict that is not in `DIAL` or `form.NAMES`, such as "own".
-    """
+    """Return `values` of `read` by name, those of a dict with "own": True; ValueError: too many, or unknown names."""
     if not values or not isinstance(values[0], Mapping):
         if len(values) > len(ARGUMENTS):
             raise ValueError(f"{len(values)} values were given; there are {len(ARGUMENTS)}: {', '.join(ARGUMENTS)}")
@@ -124,11 +113,7 @@ def _by_name(values: Sequence[Any]) -> dict[str, Any]:
 
 
 def _deviating(own: Mapping[str, Any], given: Mapping[str, Any], curve: str) -> dict[str, Any]:
-    """Return the expert settings in `own` that differ from those filled in; {} if "own" is not True in `given`.
-
-    `find_filled` gives those filled in, by `curve` and the strength "filled_for" in `given`. If "filled_for" is
-    missing, as in a dict of names, or is no possible strength, the result is all of `own`.
-    """
+    """Return the expert settings in `own` that differ from those filled in; {} if "own" is not True in `given`."""
     if given.get(EXPERT_SWITCH) is not True:
         return {}
     try:

@@ -44,19 +44,13 @@ class Job:
         self._left: dict[bool, str] = {}
 
     def config(self, hires: bool, curve: str | None = None) -> MergeConfig | None:
-        """Return the engine's settings for a pass, seed 0 replaced by the batch's first; None if they merge nothing.
-
-        `curve` is the loaded model's if None.
-        """
+        """Return the engine's settings for a pass, seed 0 replaced by the batch's first; None if they merge nothing."""
         p = self.p()
         seeds = getattr(p, "seeds", None) or getattr(p, "all_seeds", None) or [0]  # of the current batch
         return self.settings.config(hires, int(seeds[0]), curve or host.curve())
 
     def why_unmerged(self, hires: bool) -> str:
-        """Return why a pass will not merge; "" if it will or its size is unknown. The first answer is kept.
-
-        If the settings do not want it to merge, the answer is "left alone".
-        """
+        """Return why a pass will not merge, kept from the first answer; "" if it will, or if its size is unknown."""
         if hires not in self._left:
             self._left[hires] = self._why_unmerged(hires)
         return self._left[hires]
@@ -121,7 +115,6 @@ class CurrentPass:
         """Prepare a call: patch the current model, set its noise level as the time, and note the call for the timing.
 
         `params` are what the webui tells about a step. During calls of another job the model is unpatched instead.
-        Nothing happens if no pass is armed.
         """
         if self.job is None:
             return
@@ -141,8 +134,7 @@ class CurrentPass:
     def disarm(self, is_whole: bool = False) -> None:
         """Take the patch off the model; put the counts of a pass to merge into the job's record. May be called again.
 
-        If the pass `is_whole`, which ended normally, its time is kept for comparison, unless the user stopped it, or
-        several models or another job ran in it.
+        The time of an undisturbed pass is kept for comparison if it `is_whole`: it ended normally.
         """
         report = self._take_off()
         if self._times is not None:
@@ -163,10 +155,7 @@ class CurrentPass:
             self.handle.install()  # a call for another job has taken it off, or another program
 
     def _put_on(self, unet: Any) -> None:
-        """Patch a UNet with the pass's settings, or record in the job why not. A pass not to merge stays unpatched.
-
-        In SD.Next, its pipeline is patched, and a hook on the model counts the calls.
-        """
+        """Patch a UNet (in SD.Next its pipeline) with the pass's settings, if it is to merge, or record why not."""
         self._tried, self._models, p = weakref.ref(unet), self._models + 1, self.job.p()
         self._config = self.job.config(self.hires, host.curve(unet))
         reason = host.reason_of_unet(unet)

@@ -10,8 +10,7 @@ from .job_settings import HIRES, PASSES, JobSettings
 def answer(settings: JobSettings, sizes: Mapping[bool, tuple[int, int]]) -> str:
     """Return the panel's line, such as ``1024x1536: about 1.3x faster, ...``, with a part for each pass that merges.
 
-    `sizes` are each pass's (width, height) in pixels, by whether it is the hires pass. With two, each part begins with
-    the name of its pass. The line says why nothing merges or no gain is known. The model is not called.
+    `sizes` are each pass's (width, height) in pixels, by whether it is the hires pass. The model is not called.
     """
     if not settings.strength:
         return "strength 0: off"

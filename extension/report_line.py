@@ -30,10 +30,7 @@ def lines_of(job: Job, has_hires: bool) -> list[str]:
 
 
 def data_of(job: Job, lines: list[str]) -> dict[str, Any]:
-    """Return the report as JSON values, by name; "line" joins `lines`, from `lines_of` or the job's error.
-
-    "passes" has, by "first pass" and "hires pass", each recorded pass's counts, refusals and the engine's data.
-    """
+    """Return the report as JSON values, by name; "line" joins `lines`, from `lines_of` or the job's error."""
     settings = job.settings
     return {
         "merged": any(record.report.merged_anything for record in job.records.values()), "line": "; ".join(lines),

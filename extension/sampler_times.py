@@ -56,20 +56,14 @@ class SamplerTimes:
         self._live.setdefault(self.timed_steps.done, is_live)
 
     def counts(self) -> dict[str, int]:
-        """Return the numbers of "calls", "steps" and, of these, "steps_merged", whose first call merged.
-
-        If the sampler reports no steps, each call is a step.
-        """
+        """Return the numbers of "calls", "steps" (all calls if none is reported) and, of these, "steps_merged"."""
         done, calls, live = self.timed_steps.done, self.timed_steps.calls, self._calls_live
         if done:
             live = done if live == calls else min(done, sum(self._live.values()))
         return {"calls": calls, "steps": done or calls, "steps_merged": live}
 
     def time(self, params: Any) -> dict[str, float]:
-        """Return the step's {"sigma": ...} or {"timestep": ...}, from the sampler's list if known and not on a CPU.
-
-        Else it is read from the webui's `params`, which waits for a device.
-        """
+        """Return the step's {"sigma": ...} or {"timestep": ...}: from the sampler's list, or by `host.read_time`."""
         return (None if params.sigma.device.type == "cpu" else self.timed_steps.time) or host.read_time(params)
 
     def timesteps(self, p: Any) -> tuple[float, ...] | None:
@@ -82,11 +76,7 @@ class SamplerTimes:
         return self._timesteps
 
     def _listening(self, function: Callable, name: str) -> Callable:
-        """Return a sampler function that first puts the noise levels of all steps, in order, into `timed_steps`.
-
-        They come from its argument `name`, "sigmas" or "timesteps", without the level at which no step begins. Nothing
-        is read unless this argument and "callback" are given as keywords.
-        """
+        """Return a sampler function that first puts the times in its argument `name`, in order, into `timed_steps`."""
         @functools.wraps(function)  # the webui inspects its parameters
         def listening(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get(name) is not None and kwargs.get("callback") is not None:

@@ -47,10 +47,7 @@ class TokenMerging(host.Script):
         host.silence_built_in(p, lambda p, hires: not _job_of(p, values).why_unmerged(hires))
 
     def process(self, p: Any, *values: Any) -> None:
-        """Begin a job before its first picture: log an error in its values; write its infotext key if it may merge.
-
-        All jobs of a request, such as a plot's cells, get one report for API callers.
-        """
+        """Begin a job before its first picture: log an error in its values; write its infotext key if it may merge."""
         job = _job_of(p, values)
         if job.error:
             logger.error("%s", job.error)
@@ -109,10 +106,7 @@ def _job_of(p: Any, values: tuple) -> Job:
 
 
 def _write(p: Any, job: Job, merges: bool) -> None:
-    """Give `p` a new ``extra_generation_params``: with the infotext key if the picture merges, else without it.
-
-    The entry with the report for API callers goes too if the job has no error and is not enabled.
-    """
+    """Give `p` a new ``extra_generation_params``: with the infotext key if the picture merges, else without it."""
     is_reported = job.error or job.settings.enabled  # else the report goes, too
     others = {key: value for key, value in (p.extra_generation_params or {}).items()
               if key not in infotext.KEYS and (key != FACT or is_reported)}  # fmt: skip

@@ -47,10 +47,7 @@ def when_hires_begins(p: Any, callback: Callable[[], None]) -> None:
 
 
 def reason_to_step_aside(option: Callable[[str, Any], Any], hires: bool) -> str | None:
-    """Return why a pass must not merge, None if it may: SD.Next's own merging is on, or HyperTile in this pass.
-
-    `option` is `host.option`. `hires` matters to HyperTile alone, which may be on in hires passes only.
-    """
+    """Return why a pass must not merge: SD.Next's own merging is on, or HyperTile in this pass; else None."""
     method = option("token_merging_method", "None")
     ratio = option(_RATIOS.get(method, ""), 0.0)
     if ratio:

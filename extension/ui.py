@@ -33,11 +33,7 @@ _found: dict[str, dict[str, Any]] = {tab: {} for tab in _OF_TAB}  # the webui's 
 
 
 def note(control: Any, elem_id: str) -> None:
-    """Link a control of the webui to the panels. Controls whose `elem_id` is not known here are ignored.
-
-    The panels' line follows controls of size, Hires. fix and img2img's tabs. The panels made before take each new value
-    of our settings' controls.
-    """
+    """Link a control of the webui, if its `elem_id` is known here, to the panels' line or to the panels made before."""
     if Context.root_block is None:  # gradio 4 makes a control again for an update of it
         return
     if elem_id in _SETTINGS:
@@ -60,10 +56,7 @@ def note(control: Any, elem_id: str) -> None:
 
 
 def _quicksetting_updates(is_on: bool) -> list[Any]:
-    """Return gradio updates of "strength" and "where", panel by panel.
-
-    If `is_on`, the new value of "enabled", those that are quicksettings get the values of their settings; others stay.
-    """
+    """Return updates of "strength" and "where", panel by panel: if `is_on`, those in quicksettings get its values."""
     shown = [*host.option("quicksettings_list", []), *host.option("quick_setting_list", [])] if is_on else []
     return [gr.update(value=settings_tab.default_of(name)) if f"tome_{name}" in shown else gr.update()
             for _ in _panels for name in DIAL[1:]]  # fmt: skip
@@ -77,10 +70,7 @@ def _link(tab: str) -> None:
 
 
 class Panel:
-    """The extension's controls in one tab, made in the current gradio context.
-
-    `made` has the controls by name, `controls` in the order of `ARGUMENTS`. ``elem_id(name)`` returns an element id.
-    """
+    """The extension's controls in one tab: `made` by name, `controls` in the order of `ARGUMENTS`."""
 
     def __init__(self, is_img2img: bool, elem_id: Any) -> None:
         self._elem_id = elem_id
@@ -162,10 +152,7 @@ class Panel:
             field.input(fn=lambda: True, inputs=[], outputs=[own], **_QUIETLY)
 
     def follow(self, theirs: dict[str, Any]) -> None:
-        """Let the line follow the panel's controls and `theirs`, the webui's by name, in `_OF_TAB`'s order.
-
-        Call once. In txt2img, "where" is visible while Hires. fix is on.
-        """
+        """Let the line follow our controls and `theirs`, the webui's by name, in the order of `_OF_TAB`. Call once."""
         inputs = [self._by, *self.controls, *theirs.values()]
         update = {"fn": _line, "inputs": inputs, "outputs": [self._line], **_QUIETLY}
         for control in (*(self.made[name] for name in DIAL), self.made[EXPERT_SWITCH], *theirs.values()):
@@ -183,19 +170,13 @@ class Panel:
 
 
 def _show(control: Any, key: str, value: Any) -> None:
-    """Start each page with ``value()`` for a control's property `key`.
-
-    The property itself stays, because the webui saves it as the control's default.
-    """
+    """Start each page with ``value()`` for a property; the property stays, for the webui saves it as a default."""
     get_config = control.get_config
     control.get_config = lambda *args, **more: {**get_config(*args, **more), key: value()}
 
 
 def _first_value(name: str, saved: Any) -> Any:
-    """Return the first value of a control of `DIAL`: `saved`, or the settings tab's if `saved` is our default.
-
-    If this value is not possible, return our default.
-    """
+    """Return a control's first value: `saved`, or the settings tab's if that is our default, or ours if impossible."""
     wanted = settings_tab.default_of(name) if saved == DEFAULTS[name] else saved
     try:
         return getattr(read(({**DEFAULTS, "enabled": True, name: wanted},), settings_tab.default_of), name)
@@ -213,10 +194,7 @@ def rows_of(group: str) -> list[list[form.Field]]:
 
 
 def _component(field: form.Field) -> tuple[Any, dict[str, Any]]:
-    """Return a field's gradio class, and arguments without value and label.
-
-    Choices give a Dropdown, a bool a Checkbox; a number a Number if it may be unset or is the seed, else a Slider.
-    """
+    """Return a field's gradio class, and arguments without value and label."""
     if field.choices:
         return gr.Dropdown, {"choices": list(field.choices)}
     if isinstance(field.default, bool):
@@ -241,10 +219,7 @@ def _marks(slider: str) -> str:
 
 
 def follow_strength(strength: float, own: bool, filled_for: float, *values: Any) -> list[Any]:
-    """Return gradio updates of `FILLED_FOR` and all fields for a new strength. If `own`, changed fields stay.
-
-    The fields' `values` were filled in for `filled_for`. If either strength is not possible, nothing changes.
-    """
+    """Return gradio updates of `FILLED_FOR` and all fields for a new strength. If `own`, changed fields stay."""
     current, curve = dict(zip(form.NAMES, values, strict=True)), host.curve()
     try:
         before, now = find_filled(current, filled_for, curve), base_of(strength, curve)
@@ -257,11 +232,7 @@ def follow_strength(strength: float, own: bool, filled_for: float, *values: Any)
 
 
 def _line(by_factor: Any, *values: Any) -> str:
-    """Return the panel's line for the next picture, as if merging were on, as HTML; or a wrong value's error.
-
-    `values` are the panel's controls, then the webui's. `by_factor`: img2img resizes by a factor; the line says only
-    that the size is not known yet.
-    """
+    """Return the panel's line for the next picture, as if merging were on, as HTML; or a wrong value's error."""
     # the panel's controls, then the webui's
     mine, theirs = values[: len(ARGUMENTS)], values[len(ARGUMENTS) :]
     if by_factor:
@@ -276,11 +247,7 @@ def _line(by_factor: Any, *values: Any) -> str:
 
 
 def _sizes(width: Any, height: Any, hires: Any = False, *scaling: Any) -> dict[bool, tuple[int, int]]:
-    """Return the (width, height) of the first pass, by False, and if `hires` of the hires pass, by True.
-
-    `scaling` is a factor, then the hires pass's width and height. If either is not 0, they replace the factor, and the
-    webui computes a side of 0 from the other. A `width` or `height` of None counts as 0.
-    """
+    """Return (width, height) of the first pass, by False, and if `hires` `host.hires_size` of that pass, by True."""
     # the user may be typing a side, which is None then
     first = int(width or 0), int(height or 0)
     return {False: first, True: host.hires_size(*first, *scaling)} if hires else {False: first}

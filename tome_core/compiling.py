@@ -17,10 +17,9 @@ def is_tracing() -> bool:
 
 
 def when_traced(method: Callable) -> Callable:
-    """Mark a function so that the compiler runs it while it traces, and takes its result as a constant.
+    """Mark a function, in place, so that compilers run it while they trace and take its result as a constant.
 
-    Arguments have to be constants, and the function's code is not traced. The function is marked in place and returned.
-    The mark is that of `torch.compiler.assume_constant_result`, set without importing the compiler.
+    Arguments have to be constants. This is `torch.compiler.assume_constant_result` without the compiler's import.
     """
     method._dynamo_marked_constant = True
     return method

@@ -69,10 +69,9 @@ def fit_correction(
 ) -> tuple[Correction, Pair]:
     """Merge keys and values by `plan`; return the correction of what attention loses by this, and the merged pair.
 
-    The correction is fitted by ridge regression in each head. `q` are queries of a few tokens, such as those of
-    `pick_queries`; `scale` is the factor of the logits. All are ``(batch, ..., heads * head_dim)``. The correction, in
-    the dtype of `q`, is zero if every group has a single token. Its `num_queries` is left at 0, for the caller to
-    record. Sums and solutions are in float32, or float64.
+    `q` are queries of a few tokens, such as those of `pick_queries`; `scale` is the factor of the logits. All are
+    ``(batch, ..., heads * head_dim)``. The correction, in the dtype of `q`, is zero if every group has a single token;
+    the caller sets its `num_queries`. Sums and solutions are in float32, or float64.
     """
     with without_autocast(q):
         keys, values = (tensor.to(q.dtype) for tensor in keys_and_values)
@@ -106,9 +105,8 @@ def fit_correction(
 def first_order(keys: Tensor, values: Tensor, means: Tensor, plan: MergePlan, heads: int, scale: float) -> Tensor:
     """Return the matrix M of each head for the correction of first order, which adds ``q M`` to a query's output.
 
-    M, ``(batch, heads, head_dim, head_dim)``, is ``scale / tokens`` times the sum of ``k^T (v - v_g)`` over all tokens;
-    ``v_g``, from `means`, is the mean value of the token's group. `means`, ``(batch, groups, heads * head_dim)``, and M
-    are float32 or float64. Keys and values, ``(batch, tokens, heads * head_dim)``, are those of all tokens, unmerged.
+    M, ``(batch, heads, head_dim, head_dim)``, is ``scale / tokens`` times the sum of ``k^T (v - v_g)`` over all tokens.
+    ``v_g`` is the token's row of `means`, the groups' mean values. M and `means` are float32 or float64.
     """
     # in each group the differences of values from their mean add up to 0, so the mean key need not be subtracted
     spread = _by_head(to_exact(values) - plan.unmerge(means), heads)
@@ -116,11 +114,7 @@ def first_order(keys: Tensor, values: Tensor, means: Tensor, plan: MergePlan, he
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, heads: int, scale: float, bias: Tensor | None = None) -> Tensor:
-    """Attend by torch's function, so that no host's hook sees it.
-
-    `q` and the result are ``(batch, heads, queries, head_dim)``, keys and values ``(batch, tokens, heads * head_dim)``.
-    `scale` is the factor of the logits, to which `bias`, ``(batch, 1, 1, tokens)``, is added.
-    """
+    """Attend to flat keys and values, with queries by head, by torch's own function, so that no host's hook sees it."""
     attend = torch._C._nn.scaled_dot_product_attention
     return attend(q, _by_head(keys, heads), _by_head(values, heads), bias, scale=scale)
 
@@ -129,10 +123,9 @@ def _ridge(q: Tensor, merged: Tensor, left: Tensor, same: float = _LEAST_SPREAD)
     """Fit `left`, exact outputs minus `merged`, by an affine function of q and merged: weights and a constant.
 
     The arguments are ``(batch, heads, queries, d)``, weights ``(batch, heads, 2d, d)``, those of q first, the constant
-    ``(batch, heads, 1, d)``: all for unscaled q and merged. For the fit these are centred, and each is scaled to an
-    average variance of 1. If its spread is below the share `same` of its size, the scale is limited: rounding alone
-    would get unlimited weights and gradients. The penalty counts as many samples as an output has weights; the constant
-    has no penalty.
+    ``(batch, heads, 1, d)``. For the fit, q and merged are centred and scaled to an average variance of 1; a spread
+    below the share `same` of the size limits the scale, for rounding alone would get unlimited weights and gradients.
+    The penalty, not on the constant, counts as many samples as an output has weights.
     """
     features = torch.cat([q, merged], -1)
     mean = features.mean(2, keepdim=True)
@@ -151,10 +144,9 @@ def _ridge(q: Tensor, merged: Tensor, left: Tensor, same: float = _LEAST_SPREAD)
 def inverse(matrix: Tensor, penalty: float, most: float) -> Tensor:
     """Return the inverse of ``matrix + penalty I``; eigenvalues of `matrix`, ``(batch, heads, n, n)``, are 0 to `most`.
 
-    The result has the shape of `matrix` and a relative error of at most 1e-6 before rounding.
-
     This is Newton's iteration (Schulz 1933), with each step scaled for the known bounds of the eigenvalues (Pan and
-    Schreiber 1991, section 2). It needs only products: some backends have no solver, some solvers wait for the device.
+    Schreiber 1991, section 2); its relative error before rounding is at most 1e-6. It needs only products: some
+    backends have no solver, some solvers wait for the device.
     """
     places = torch.arange(matrix.shape[-1], device=matrix.device)
     unit = (places[:, None] == places).to(matrix.dtype)  # DirectML has no eye

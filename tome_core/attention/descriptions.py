@@ -22,8 +22,7 @@ class AttentionDescription:
     """The base class of descriptions: how to run one kind of attention on given queries, keys and values.
 
     A description has no state, so one object serves every module of its kind. If `problem` returns None, the caller
-    projects queries by ``module.to_q``, takes `keys_and_values`, merges, and uses `attend` and then `finish`. `kwargs`
-    are the keyword arguments of the call except for its tokens.
+    projects queries by ``module.to_q``, takes `keys_and_values`, merges, and uses `attend` and then `finish`.
 
     Attributes:
         by_attribute: True if the logits are multiplied by ``module.scale``, False if by ``head_dim ** -0.5``.
@@ -37,10 +36,7 @@ class AttentionDescription:
         return None
 
     def keys_and_values(self, module: nn.Module, keys: Tensor, values: Tensor, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
-        """Return the tokens `keys` projected by ``module.to_k``, and the tokens `values` by ``module.to_v``.
-
-        Tokens are ``(batch, tokens, channels)``, the results ``(batch, tokens, heads * head_dim)``.
-        """
+        """Return tokens `keys` projected by ``module.to_k``, tokens `values` by ``module.to_v``."""
         return module.to_k(keys), module.to_v(values)
 
     def scale(self, module: nn.Module, width: int) -> float:
@@ -50,8 +46,7 @@ class AttentionDescription:
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kwargs: Kwargs) -> Tensor:
         """Compute ``softmax(scale q k^T + bias) v`` with the module's own code, without the output projection.
 
-        q, k, v and the result are ``(batch, tokens, heads * head_dim)``. The bias is ``(batch, 1, keys)`` in the dtype
-        of `q`, or None. The base class raises a NotImplementedError.
+        The bias is ``(batch, 1, keys)`` in the dtype of `q`, or None. The base class raises a NotImplementedError.
         """
         raise NotImplementedError
 
@@ -107,10 +102,7 @@ class _Processor(AttentionDescription):
         return "it has a norm, an output scale or a residual connection" if has_more else None
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kwargs: Kwargs) -> Tensor:
-        """Run the module's processor on q, k and v; `kwargs` are not used.
-
-        The bias is its ``attention_mask``, in float32 if ``module.upcast_attention``, because scores are then float32.
-        """
+        """Run the processor on q, k, v. If ``module.upcast_attention``, scores are float32, so the bias is too."""
         mask = bias.float() if bias is not None and module.upcast_attention else bias
         return module.processor(StandIn(module, q, k, v), q, encoder_hidden_states=k, attention_mask=mask)
 
@@ -125,10 +117,7 @@ _ENTRIES: dict[str, AttentionDescription] = {}
 
 
 def register(function: str, entry: AttentionDescription) -> None:
-    """Register a description by the `full_name` of the attention's ``forward``, or of its processor's ``__call__``.
-
-    A second entry for a name replaces the first.
-    """
+    """Register a description by `full_name` of a ``forward`` or a processor's ``__call__``; replace an earlier one."""
     _ENTRIES[function] = entry
 
 

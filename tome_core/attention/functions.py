@@ -14,14 +14,11 @@ _TRIED: OrderedDict[Hashable, bool | None] = OrderedDict()
 
 
 def probe_bias(key: Hashable, function: Callable[..., torch.Tensor], scale: float, like: torch.Tensor) -> bool | None:
-    """Run an attention function on a few random tokens, and return whether it adds a bias to the logits.
+    """Tell by a run on a few random tokens whether an attention function adds a bias to the logits.
 
-    `function` takes q, k, v and a bias, see `merged.Attention`; `like`, ``(batch, tokens, heads, head_dim)``, has the
-    heads, device and dtype to try. Results are cached by `key`, which identifies the function, and by these.
-
-    Returns:
-        True if the function adds a bias; False if it ignores a bias or raises an error for one; None if it does not
-        compute attention or raises an error without a bias.
+    False: it ignores a bias or raises an error for one. None: it computes no attention, or raises an error without a
+    bias. `function` takes q, k, v and a bias, see `merged.Attention`; `like`, ``(batch, tokens, heads, head_dim)``, has
+    the heads, device and dtype to try. Results are cached by these and by `key`, which identifies the function.
     """
     key = (key, *like.shape[2:], like.dtype, like.device)
     if key not in _TRIED:

@@ -49,8 +49,7 @@ def attend(attention: Attention, merging: MergeOptions, merged_pair: Pair | None
     """Compute attention with merged keys and values, ``softmax(scale q k^T + log n) v``, and add any correction.
 
     n are the sizes of groups; ``log n`` is left out without `merging.proportional`. `merged_pair` are keys and values
-    ``(batch, groups, heads * head_dim)`` that are merged already; None to merge here. If queries merge too, the output
-    is corrected and then unmerged.
+    that are merged already; None to merge here. If queries merge too, the output is corrected and then unmerged.
 
     Returns:
         The output ``(batch, tokens, heads, head_dim)``, for every token. The way in which sizes were used: `BIAS` if
@@ -87,11 +86,9 @@ def attend(attention: Attention, merging: MergeOptions, merged_pair: Pair | None
 
 
 def correction_of(attention: Attention, plan: MergePlan, layout: Layout) -> tuple[Correction, Pair | None]:
-    """Fit the correction for an attention call that merges by a plan, see `correction.fit_correction`.
+    """Return the correction, see `fit_correction`, of a call that merges by a plan, from `pick_queries_in`'s tokens.
 
-    The queries that it is fitted to are chosen by `layout`, see `pick_queries_in`. Return the correction, with its
-    `num_queries`, and a pair: merged keys and merged values, each ``(batch, groups, heads * head_dim)``. None in place
-    of the pair if keys and values have fewer heads than the queries.
+    The second result is the merged keys and values; None if these have fewer heads than the queries.
     """
     q, k, v = attention[:3]
     (places,) = cached_result(pick_queries_in, q, layout, q.shape[1], q.shape[3])
@@ -115,11 +112,10 @@ def correction_of(attention: Attention, plan: MergePlan, layout: Layout) -> tupl
 
 
 def pick_queries_in(layout: Layout, tokens: int, width: int, device: torch.device) -> tuple[torch.Tensor]:
-    """Choose the tokens of a sequence to whose exact outputs the correction is fitted.
+    """Return tokens to fit a correction to, int64 ``(queries,)`` in a tuple for `grid.cached_result`.
 
     They are those of `pick_queries` for the picture, then up to a quarter as many others, evenly spread: the queries of
-    text may differ in kind from those of the picture. The result is int64 ``(queries,)``, in a tuple for
-    `grid.cached_result`. `tokens` is the number of tokens of the sequence, `width` that of the channels of a head.
+    text may differ in kind. `tokens` is the length of the sequence, `width` the channels of a head.
     """
     (places,) = pick_queries(layout.grid, width, device)
     last, num_others = layout.first + tokens_in(layout), tokens - tokens_in(layout)
@@ -157,10 +153,7 @@ def add_correction(out: torch.Tensor, q: torch.Tensor, correction: Correction) -
 def _attend_by_torch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Compute attention with torch's function; q, k, v and the result are ``(batch, tokens, heads, head_dim)``.
-
-    Keys and values may have fewer heads than queries. `bias` is ``(batch, 1, 1, keys)``.
-    """
+    """Compute attention with torch's function in the form of `Attention`; keys may have fewer heads than queries."""
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     shares = q.shape[1] // k.shape[1]
     if shares > 1:
@@ -180,10 +173,7 @@ def _correct(out: torch.Tensor, q: torch.Tensor, correction: Correction) -> torc
 
 
 def _runs_of_heads(x: torch.Tensor, times: int = 1) -> Iterator[tuple[int, int]]:
-    """Yield start and stop of runs of heads of ``(batch, tokens, heads, d)``, which together are all heads.
-
-    A run, in float32 and with each head repeated `times` times, has at most `_HELD` bytes, or is a single head.
-    """
+    """Yield (start, stop) of runs of heads: `times` times in float32, a run has at most `_HELD` bytes, or one head."""
     heads = x.shape[2]
     step = max(1, _HELD // (4 * times * x[:, :, 0].numel()))
     for first in range(0, heads, step):

@@ -66,10 +66,9 @@ def decide(
 ) -> tuple[LevelRules, str]:
     """Return the rules that merge in a level (None for a part that does not), and the reason if none does, else "".
 
-    `rules` are those in force, by part, and `why_off` is the reason if all are None; `device` is a device's type. A
-    rule without `only_if_it_pays` always merges. With it, `gate` may be the reason why it does not; if that is None, it
-    merges if the level has at least 1,024 `tokens` of the picture on a CPU, 4,096 elsewhere, or 1,024 on any device for
-    whole blocks, and else the reason is too few tokens.
+    `rules` are those in force, by part, and `why_off` is the reason if all are None. A rule with `only_if_it_pays` does
+    not merge if `gate` is a reason, or if the level has fewer `tokens` of the picture than pay on this type of
+    `device`.
     """
     if not any(rules):
         return rules, why_off

@@ -69,16 +69,10 @@ def find_plans(
 ) -> Plans:  # fmt: skip
     """Return plans for the whole batch, without a correction, kept or new.
 
-    If the call's batch is known to hold copies of latents, all share the match of one copy, also in other calls at this
-    timestep. Otherwise the two predictions of guidance would be changed differently, and guidance multiplies their
-    difference.
-
-    Args:
-        call: the record of the model's call.
-        key: ((name, number of the run in this call), batch, and whatever else a plan depends on).
-        rule: the rule in force.
-        device: of the tokens.
-        match_rows: makes a plan for a slice of the batch. It also gets the older plan to adapt, or None.
+    If the batch is known to hold copies of latents, all share the match of one copy, also in other calls at this
+    timestep: guidance multiplies the difference of its two predictions, so they must not be changed differently. `key`
+    is ((name, number of the run in this call), batch, and whatever else a plan depends on). `match_rows` makes a plan
+    for a slice of the batch; it also gets the older plan to adapt, or None.
     """
     name, batch, *where = key
     kept = call.kept_plans if rule.keep else None
@@ -96,10 +90,7 @@ def find_plans(
 
 
 def draw_of(call: ModelCall, level: int, rule: MergeRule, device: torch.device) -> Draw | None:
-    """Return a match's random draw, by the first sample's timestep in the call; None if `rule.use_rand` is off.
-
-    The draw's time is None if the call has none; a tensor's stays on its device, a number's is made on `device`.
-    """
+    """Return a match's random draw, by the first sample's timestep, if any; None without `rule.use_rand`."""
     if not rule.use_rand:
         return None
     time = call.timestep
@@ -116,10 +107,9 @@ def _apart(x: torch.Tensor, times: int) -> torch.Tensor:
 
 
 def _part(old: MergePlan, places: slice, before: int, times: int, groups: int, x: torch.Tensor) -> MergePlan:
-    """Return an old plan's part for `times` equal windows, whose tokens are at `places` in the sequence.
+    """Return an old plan's part for `times` equal windows at `places`, each a sample of `x`, ``[B*times, n]``.
 
-    In the result each window is a sample, ``[B*times, n]``; of `x` only this number of samples is used. Each window has
-    `groups` groups, numbered from 0 in the result; `before` is the first window's first group in `old`.
+    Each window has `groups` groups; `before` is the first window's first group in `old`.
     """
     group = (old.group[:, places] - before).unflatten(1, (times, -1))
     group = group - _offsets(times, groups, group.device)
@@ -139,10 +129,9 @@ def _offsets(times: int, step: int, device: torch.device) -> torch.Tensor:
 
 
 def _join(parts: list[MergePlan], layout: Layout, tokens: int, counts: tuple[int, ...]) -> MergePlan:
-    """Join plans of runs of equal windows into a plan of all `tokens`, where each token around the picture is a group.
+    """Join plans of runs of windows, in order, into one of all `tokens`; each token around the picture is a group.
 
-    A part, ``[B or 1, times*n]``, has a run's tokens; runs follow each other without gaps. Groups are in the order of
-    the sequence: tokens before the picture, runs, tokens after it. `counts` is the result's `groups_per_window`.
+    `counts` is the result's `groups_per_window`.
     """
     first, rows = layout.first, max(len(part.group) for part in parts)
     last, before = first + tokens_in(layout), first

@@ -40,9 +40,8 @@ class KeptPlans(NamedTuple):
         """Return the plans kept under a key, if they are at most `rule.keep` timesteps old; else match and keep plans.
 
         `key` tells which attention and shape the plans are for, and, by `ordinal` or the name in `shared`, which call.
-        Kept plans of another device or rule, even if it is an equal copy of `rule`, are not used. `match` makes a plan.
-        It gets the plan that is too old, or None if there is none; if it returns None, because no token merges, this is
-        kept too. New plans have no correction.
+        Kept plans of another device or rule, even an equal one, are not used. `match` makes a plan from the one that is
+        too old, or None; it may return None, because no token merges: this is kept too.
         """
         plans = self.plans.get(key)
         if plans is not None and (plans.rule is not rule or plans.device != device):

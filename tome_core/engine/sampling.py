@@ -45,8 +45,7 @@ class Sampling:
     def set(self, name: Hashable, timestep: float | None) -> None:
         """Set the sampling's name and the timestep of the next calls. If either is None, they use and keep no plan.
 
-        Another name, or None as the name, drops all kept plans; None as the timestep drops none. Another name or
-        timestep restarts the count of calls (`ordinal`).
+        Another name, or None as the name, drops all kept plans. Another name or timestep restarts the count of calls.
         """
         if name is None or name != self.name:
             self._plans.clear()  # a compiled model's last call still holds this dict
@@ -59,11 +58,9 @@ class Sampling:
     def next_call(self, batch: Any = None, called: Hashable = None) -> KeptPlans | None:
         """Count a call that begins now, and return the kept plans for it; None if no plan is used or kept.
 
-        None is returned if the name or the timestep of the latest `set` is None. `batch` is the call's latents ``[B, C,
-        ...]``. With guidance (see `_guidance_in`, which tells the number of pictures), plans are shared if it only
-        repeats its own first pictures or those of the first guided call at this timestep; without, or with None, they
-        are not. `called` is the host's name for the call; None stands for calls without a name. Calls of different
-        names may come in any order.
+        `batch` is the call's latents ``[B, C, ...]``. With guidance, plans are shared if it only repeats its own first
+        pictures or those of the first guided call at this timestep. `called` is the host's name for the call, or None;
+        calls of different names may come in any order.
         """
         if self.name is None or self._timestep is None:
             return None
@@ -81,10 +78,7 @@ class Sampling:
         return KeptPlans(self._plans, ordinal, self._timestep, shared)
 
     def _guidance_in(self, batch: Any) -> Guidance | None:
-        """Return `guidance_of`'s (pictures, matched copy); (1, 0) for a view that repeats a single latent by stride 0.
-
-        None without guidance, or if `batch` is no plain tensor with values or has fewer than 2 dimensions.
-        """
+        """Return `guidance_of` the batch, (1, 0) for one expanded latent; None if it has no values or guidance."""
         if type(batch) is not torch.Tensor or batch.is_meta or batch.dim() < 2:
             return None
         return (1, 0) if len(batch) > 1 and batch.stride(0) == 0 else self.guidance_of(batch)  # one latent, expanded
@@ -93,11 +87,9 @@ class Sampling:
 def _share(
     batch: torch.Tensor, guidance: Guidance, calls: Sequence[tuple[Hashable, torch.Tensor]]
 ) -> tuple[int, int, int, Hashable] | None:
-    """Return `KeptPlans.shared` if `batch` repeats the pictures of a call in `calls`, else None; waits for the device.
+    """Return `KeptPlans.shared` if `batch` repeats the pictures of one of `calls`, else None; waits for the device.
 
-    A call is (ordinal, latents), and its first latents, as many as `guidance` has pictures, are its pictures. The
-    result is (samples in `batch`, copies of the pictures in it, the matched copy's number, name), where the name holds
-    the ordinal of the first of `calls` with the same pictures.
+    A call is (ordinal, latents); its first latents are its pictures.
     """
     pictures, matched = guidance
     copies, rest = divmod(len(batch), pictures)

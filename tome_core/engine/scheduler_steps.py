@@ -44,12 +44,11 @@ class SchedulerNoise:
                 for sigma in sigmas]  # fmt: skip
 
     def steps_by_memory(self, timestep: Any) -> list[Time]:
-        """Return the times of a step and of all later ones; empty if the argument is no element of a longer tensor.
+        """Return the times of a step and of all later ones; empty if the argument is no element of a schedule's tensor.
 
-        `timestep` is the model's argument, of any type; a tensor of more than 4096 elements is no schedule. The step is
-        found by its position in memory, because pipelines pass views of their scheduler's timesteps, also expanded over
-        the batch. The schedule is copied to the CPU at its first step; later steps do not wait for the device. The
-        tensors of the latest four schedules are kept, so that no other tensor gets their addresses.
+        The step is found by its position in memory, because pipelines pass views of their scheduler's timesteps, also
+        expanded over the batch. The schedule is copied to the CPU at its first step; later steps do not wait for the
+        device. The tensors of the latest four schedules are kept, so that no other tensor gets their addresses.
         """
         if type(timestep) is not torch.Tensor or timestep.is_meta or (timestep.numel() != 1 and any(timestep.stride())):
             return []
@@ -86,10 +85,7 @@ class PipelineSteps(SchedulerNoise):
     """
 
     def now(self) -> torch.Tensor | None:
-        """Return the timestep of the next call, an element of ``timesteps``: at ``begin_index`` before the first step.
-
-        None if no step is left, or if the scheduler has no ``step_index`` or no 1-D tensor of timesteps.
-        """
+        """Return the next call's timestep, an element of ``timesteps``; None if none is left or it is not known."""
         scheduler = self._scheduler()
         steps = getattr(scheduler, "timesteps", None)
         if not hasattr(scheduler, "step_index") or not torch.is_tensor(steps) or steps.dim() != 1:
@@ -100,19 +96,13 @@ class PipelineSteps(SchedulerNoise):
         return steps[index] if index < len(steps) else None
 
     def steps_of(self, values: list[float]) -> list[Time]:
-        """Return a time for each of the scheduler's timesteps, 1000 minus each if its config has ``invert_sigmas``.
-
-        Such timesteps, those of Mochi, count upwards from noise.
-        """
+        """Return a time for each timestep; Mochi's, with ``invert_sigmas`` in the config, count up from noise."""
         counts_from_noise = getattr(self._scheduler(), "config", {}).get("invert_sigmas")
         return [STABLE_DIFFUSION.time_of(1000 - value if counts_from_noise else value) for value in values]
 
 
 def training_schedule(scheduler: Any) -> NoiseSchedule | None:
-    """Return the noise schedule of the model's training, from a diffusers scheduler's betas.
-
-    None if there are none, or if they are of the sampling's steps: the scheduler has no ``alphas_cumprod``.
-    """
+    """Return the noise schedule of the model's training, from a diffusers scheduler's betas; None if it shows none."""
     betas = _list(scheduler, "betas")
     # without alphas_cumprod, betas are those of the sampling's steps
     trained = torch.is_tensor(getattr(scheduler, "alphas_cumprod", None))
@@ -120,10 +110,9 @@ def training_schedule(scheduler: Any) -> NoiseSchedule | None:
 
 
 def _sigmas(scheduler: Any, values: list[float]) -> list[float] | None:
-    """Return the noise's standard deviation at these timesteps, relative to data of unit variance.
+    """Return the noise's standard deviation at these timesteps, relative to data of unit variance; None if not known.
 
-    The scheduler's ``sigmas``, flow models' converted, give it if the values begin with the scheduler's ``timesteps``;
-    values after those get the last sigma. Else ``alphas_cumprod`` give it; the result is None without these.
+    Values after the scheduler's own ``timesteps`` get its last sigma.
     """
     config = getattr(scheduler, "config", {})
     timesteps, sigmas, alphas_cumprod = (_list(scheduler, name) for name in ("timesteps", "sigmas", "alphas_cumprod"))

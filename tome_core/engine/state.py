@@ -76,8 +76,7 @@ class State:
                 sigma for a flow model. It gives the time, if `set_time` does not; values that differ give none. It
                 always decides random draws, by the first sample's value.
             latent: ``[B, C, (frames,) H, W]``. Its values are read only to find copies of one latent in a batch.
-            called: the host's name for the call among the calls at this timestep, such as the names of its conditions.
-                Without names, calls are distinguished by their order.
+            called: the host's name for the call at this timestep, such as its conditions' names; None: order decides.
         """
         self.ledger.calls += 1
         now, kept = self.time.next_call(timestep, latent, called)
@@ -95,12 +94,9 @@ class State:
     ) -> torch.Tensor | None:
         """Compute a self-attention with merged keys and values; with merged queries as well if the rule's side is qkv.
 
-        `name` is the same at every step and unique in the model; its runs in a call are distinguished by their order.
-        `level` is 0 for the finest. `layout` is the position of the picture's tokens in the sequence.
-
-        Returns:
-            The output ``[B, S, H, d]``, and the call is counted as merged; None if the attention is left unmerged: the
-            reason is counted, and the host has to compute the attention.
+        `name` is the same at every step and unique in the model. `level` is 0 for the finest. `layout` is the position
+        of the picture's tokens in the sequence. The output ``[B, S, H, d]`` is returned, and counted as merged; if it
+        is None, the reason is counted, and the host has to compute the attention.
         """
         q = attention.q
         batch, tokens = q.shape[:2]
@@ -148,20 +144,15 @@ class State:
         return self._decisions[key]
 
     def count_unmerged(self, level: int, why: str, batch: int, queries: int, keys: int, part: str = "attn") -> None:
-        """Count an unmerged "attn", "crossattn" or "mlp", or a whole "block", with the reason, for the report.
-
-        `batch`, `queries` and `keys` give its work, which counts for an "attn" only.
-        """
+        """Count an unmerged "attn", "crossattn", "mlp" or "block", with the reason; only an "attn" has work."""
         self.ledger.skip(level, part, why, batch * queries * keys if part == "attn" else 0)
 
     def _match(
         self, call: ModelCall, key: tuple, level: int, layout: Layout, attention: Attention, rule: MergeRule
     ) -> tuple[Plans, Pair | None]:
-        """Return plans for the whole batch, kept or new, with a new correction if the rule wants one.
+        """Return `find_plans` for the whole batch, with a new correction if the rule wants one, and keep it.
 
-        There is no correction if no token merges, or if the values' heads are not as wide as the queries'. The second
-        result is the keys and values that were merged to fit the correction; None if there are none. `key` is ((name,
-        run), batch, layout, tokens). If plans are kept, the result is kept under the call's ordinal.
+        The second result is the keys and values that were merged to fit the correction, or None.
         """
         q, k, v = attention[:3]
 
@@ -265,10 +256,7 @@ def _check_time(name: str, value: float | None, most: float = math.inf) -> None:
 
 
 def _check_pass(pictures: int | None, timesteps: Sequence[float] | None) -> None:
-    """Raise an error unless `pictures` is None or an int from 1, and `timesteps` None or finite numbers from 0.
-
-    It is a TypeError for a timestep that is no number, else a ValueError.
-    """
+    """Raise a ValueError or a TypeError unless both are None or possible: an int from 1, finite numbers from 0."""
     if pictures is not None and (isinstance(pictures, bool) or not isinstance(pictures, int) or pictures < 1):
         raise ValueError(f"pictures={pictures!r} is no number of pictures; use a whole number from 1 up, or None")
     for value in timesteps or ():

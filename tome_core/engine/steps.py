@@ -64,10 +64,7 @@ class Steps:
 
     @property
     def time(self) -> Any | None:
-        """The entry of `times` for the calls until the next report, at the end the last; None if not known.
-
-        It is not known if `times` is empty or `follows` is False.
-        """
+        """The entry of `times` for the calls until the next report, at the end the last; None if not known."""
         return self.times[min(self.done, len(self.times) - 1)] if self.follows and self.times else None
 
     @property

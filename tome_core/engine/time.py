@@ -36,9 +36,9 @@ class ActiveRules(NamedTuple):
 class Clock:
     """The rules in force as a function of time; `limited` is True if they depend on it.
 
-    `downsamples` is latent cells per token, along a side, of each level of the model, the finest first; `schedule` is
-    the model's, None for Stable Diffusion's. Attribute `rules` holds the settings' rules with those of early phases,
-    see `rules.plain_rules`.
+    `downsamples` is latent cells per token, along a side, of each level, the finest first; `schedule` is the model's,
+    None for Stable Diffusion's. Attribute `rules` has the settings' rules with those of early phases, see
+    `rules.plain_rules`.
     """
 
     def __init__(self, config: MergeConfig, downsamples: Sequence[int], schedule: NoiseSchedule | None = None) -> None:
@@ -67,10 +67,7 @@ class Clock:
         return Time(timestep, percent)
 
     def boundary_in(self, timesteps: Sequence[float]) -> float | None:
-        """Return the timestep at and above which a sampling's steps are early, for `at`; see function `boundary_in`.
-
-        None if the phase ends as in a whole picture, also if `timesteps` is empty, or if no rule has an early phase.
-        """
+        """Return function `boundary_in` of a sampling's timesteps; None also if no rule has an early phase."""
         return boundary_in(timesteps, self._early_until) if self._early else None
 
     def at(self, time: Time, boundary: float | None = None) -> ActiveRules:
@@ -90,21 +87,14 @@ class Clock:
         return self._found[key]
 
     def _holds(self, rule: MergeRule, time: Time, boundary: float | None) -> bool:
-        """Return whether a rule holds at a time, apart from the config's limits in percent.
-
-        With a timestep `boundary`, an early phase's rule holds from it up, within the limits of the rule it stems from.
-        """
+        """Tell whether a rule holds, apart from limits in percent; an early phase's holds from `boundary` up."""
         late = self._early.get(rule) if boundary is not None else None
         if late is None:
             return rule.holds_at(time.timestep)
         return time.timestep is not None and time.timestep >= boundary and late.holds_at(time.timestep)
 
     def _why_off(self, level: int, live: tuple[MergeRule, ...], time: Time) -> str:
-        """Return the reason to report if a level does not merge, whether it does or not.
-
-        It is a ratio of 0, if a rule in force (`live`) reaches the level with it, or else that the time is unknown or
-        out of the rules' range.
-        """
+        """Return the reason to report if a level does not merge, whether it does or not."""
         if any(rule.is_off and reaches(rule, level, self.downsamples[level]) for rule in live):
             return "its rule has ratio 0"
         return "outside the rules' time range" if time != UNKNOWN else TIME_IS_UNKNOWN
@@ -116,9 +106,8 @@ def boundary_in(timesteps: Sequence[float], until: float) -> float | None:
     A preset is made for a certain share of early steps. A fixed timestep does not keep this share in a sampling that
     begins late (image to image, hires fix) or has few steps. There the share is kept to the nearest step, and half a
     step counts as late, because late steps change the picture less. The boundary is infinity if no step is early, 0 if
-    all are. None if there are no steps, or if they begin at `WHOLE_FROM` (850) or higher and are more than `FEW` (8) or
-    if at least as many are below `until` as the share, ``until / 1000``, makes late (never all). In the examples, 3 of
-    5 steps of image to image and 2 of 4 of a whole picture are early; in the last, the share makes 1 late: 333 is.
+    all are. None if there are no steps, or if they begin at `WHOLE_FROM` or higher and are more than `FEW` or if at
+    least as many are below `until` as the share, ``until / 1000``, makes late (never all).
 
     >>> boundary_in([500, 400, 300, 200, 100], 375), boundary_in([999, 749, 499, 249], 375)
     (250.0, 624.0)
@@ -140,11 +129,7 @@ def boundary_in(timesteps: Sequence[float], until: float) -> float | None:
 
 
 class ModelTime:
-    """The current time of a model: set by a host, or else read from the model's timestep argument.
-
-    `keeps` is true if a rule keeps matches over steps. Attribute `now` holds the rules in force at the latest call, or
-    at the time that a host has set since.
-    """
+    """The current time of a model: set by a host, or else read from the model's timestep argument."""
 
     def __init__(self, clock: Clock, keeps: bool) -> None:
         self.clock, self.keeps = clock, keeps  # whether some rule keeps its matches over steps
@@ -183,10 +168,9 @@ class ModelTime:
     ) -> Iterator[None]:  # fmt: skip
         """Make this thread's calls the steps of one picture inside the ``with``; drop its kept plans at the end.
 
-        Samplings around it in this thread lose theirs at once. `guidance_of` tells from a call's latents how many
-        pictures the batch copies, see `Sampling`. `timesteps`, those of all steps, set the end of the early phase;
-        None: they are read from the pipeline's scheduler at the first call. `continues` is true if another sampling has
-        begun the picture: then None lets the phase end as in a whole picture.
+        Samplings around it in this thread lose theirs at once. For `guidance_of` see `Sampling`. `timesteps`, those of
+        all steps, set the end of the early phase; None: they are read from the pipeline's scheduler at the first call,
+        or, if `continues`, because another sampling has begun the picture, the phase ends as in a whole picture.
         """
         sampling = Sampling(guidance_of, self.clock.boundary_in(timesteps or ()), continues or timesteps is not None)
         samplings = self._mine.begun
@@ -200,12 +184,11 @@ class ModelTime:
             sampling.set(None, None)
 
     def next_call(self, timestep: Any, latent: Any, called: Hashable = None) -> tuple[ActiveRules, KeptPlans | None]:
-        """Return the rules in force in a call of this thread that begins now, and the kept plans that it may use.
+        """Return the rules in force in a call of this thread that begins now, and the kept plans for it, or None.
 
         `timestep`, the model's argument, is read only if it is needed and no time was set. `latent` is ``[B, C, ...]``;
         `called` is the host's name for the call, or None. The plans are the named sampling's if a time was set, else
-        those of this thread's latest sampling; None if no rule keeps matches, outside a sampling, if the time is not
-        known, if gradients are enabled, and while a CUDA graph is captured (the rules are then those of `now`).
+        those of this thread's latest sampling.
         """
         if is_captured(latent):  # the next replay would overwrite kept plans, and a capture must not wait
             return self.now, None
@@ -222,11 +205,7 @@ class ModelTime:
         self._mine = Samplings()
 
     def _look_at(self, timestep: Any) -> ActiveRules:
-        """Set `now` to the rules in force at a timestep argument, and return them.
-
-        This thread's latest sampling gets the step's `Time.timestep`, None if not known. The argument is read only if
-        its place in memory does not tell the scheduler's step, and the rules or a sampling's kept matches need it.
-        """
+        """Set `now` to the rules in force at a timestep argument, which is read only if needed, and return them."""
         sampling, steps = self._mine.latest, self.scheduler_steps
         step = None if steps is None else self._first_of(steps.steps_by_memory(timestep))
         if step is None and (self.clock.limited or (sampling is not None and self.keeps)):
@@ -238,21 +217,14 @@ class ModelTime:
         return self.now
 
     def _first_of(self, steps: Sequence[Time]) -> Time | None:
-        """Return the first of `steps`, the times of this call and of the sampling's later ones; None if there are none.
-
-        If this thread's latest sampling does not know its steps yet, `steps` also set the end of its early phase.
-        """
+        """Return the first of the remaining steps, or None. Once in a sampling they set its early phase's end."""
         sampling = self._mine.latest
         if steps and sampling is not None and not sampling.is_known:
             sampling.boundary, sampling.is_known = self.clock.boundary_in([step.timestep for step in steps]), True
         return steps[0] if steps else None
 
     def _read(self, timestep: Any) -> Time | None:
-        """Return the time by the argument's value, which waits for a GPU; None if it is None or its values differ.
-
-        Meta tensors and those of torch.func or a tracer have no value: None too. The time is that of the scheduler's
-        step with this timestep, if there is one, else on Stable Diffusion's schedule.
-        """
+        """Return the time by the argument's value, which waits for a GPU; None without one value for the batch."""
         if torch.is_tensor(timestep):
             is_wrapped = type(timestep) is not torch.Tensor or torch._C._functorch.is_functorch_wrapped_tensor(timestep)
             if timestep.is_meta or is_wrapped:  # by torch.func, vmap or a tracer: it has no value

@@ -43,10 +43,7 @@ class Pays:
         self._gates: dict[tuple, str | None] = {}
 
     def gate(self, latent: Any) -> str | None:
-        """Return why rules with `only_if_it_pays` do not merge in a call, for `engine.decision.decide`.
-
-        None: the number of tokens decides, also if `latent` has not four dimensions.
-        """
+        """Return why rules with `only_if_it_pays` do not merge in a call; None if the number of tokens decides."""
         if not torch.is_tensor(latent) or latent.dim() != 4:
             return None
         key = latent.shape, latent.dtype, latent.device
@@ -94,10 +91,7 @@ def why_not_at(model: Any, config: MergeConfig, height: int, width: int, batch: 
 
 
 def _empty_latent(unet: nn.Module, batch: int, height: int, width: int) -> torch.Tensor:
-    """Return latents of a size in pixels, with one channel, as a UNet's calls have them: device and dtype.
-
-    The device is accelerate's if that moves the UNet.
-    """
+    """Return empty latents of a size in pixels, with one channel, on the device and in the dtype of a UNet's calls."""
     weight = next(parameter for parameter in unet.parameters() if parameter.is_floating_point())
     device = getattr(getattr(unet, "_hf_hook", None), "execution_device", None)
     sides = height // PIXELS, width // PIXELS
@@ -109,10 +103,9 @@ def is_host_bound(
 ) -> bool:
     """Estimate whether merging would not pay because eager calls wait for the launches of kernels, not for the GPU.
 
-    True if an average block's operations take the GPU less than `_HOST_BOUND_MS` at its nominal rate for `dtype`.
-    `blocks` holds (latent cells per token along a side, channels) of each block; `batch` is the number of latents,
-    `area` the height times the width of one in latent cells. False also for a device that is no NVIDIA card, or a card
-    of an unknown kind.
+    True if an average block's operations take the GPU less than `_HOST_BOUND_MS` at its nominal rate; False for a
+    device that is no NVIDIA card of a known kind. `blocks` has (latent cells per token along a side, channels) of each
+    block; `batch` is the number of latents, `area` the latent cells of one.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return False

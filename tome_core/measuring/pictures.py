@@ -49,20 +49,18 @@ def remember(steps: Steps, model: nn.Module | None, config: MergeConfig | None, 
 
 
 def known_gain(model: nn.Module, config: MergeConfig, height: int, width: int) -> str:
-    """Return the gain in the user's own pictures of a size in pixels as text, by the times that `remember` kept.
+    """Return the gain in the user's own pictures of a size in pixels, as text, by the times that `remember` kept.
 
-    `model` is the model as it is without a patch; it is not called. Of all conditions, such as samplers, those of the
-    latest such picture count. The text is like ``about 1.5x faster, from your own pictures (...)``; "" if too few
-    pictures are known, or if their times vary too much.
+    It reads like ``about 1.5x faster, from your own pictures (...)``, of the latest conditions; "" if pictures are too
+    few or their times vary too much. `model` is the model as it is without a patch.
     """
     return KNOWN.of_pictures(_where(model, [(height // PIXELS, width // PIXELS)]), _rules(config))
 
 
 def _where(model: nn.Module, sides: list[tuple[int, int]]) -> str:
-    """Return a hash of the model's code, sizes by dtype, versions, the command line's arguments, and `sides`.
+    """Return a hash of model, versions, command line and `sides`, the different (height, width) of latents in cells.
 
-    Code: the names of the modules' forward functions, of attention in these, and of processors. Sizes: of all weights.
-    `sides` are the different (height, width) of the latents, in cells, sorted.
+    The model counts by its weights' sizes and dtypes, and by the names of its forwards, attentions and processors.
     """
     parts: Counter[str] = Counter()
     for module in model.modules():

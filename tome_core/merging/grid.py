@@ -100,11 +100,7 @@ def cell_of(sy: int, sx: int, frames: int) -> tuple[int, int, int]:
 
 
 def cells(grid: Grid, sy: int, sx: int, device: torch.device, st: int = 1) -> Cells:
-    """Cut a grid into cells of `st` frames, `sy` rows and `sx` columns, ordered by frame, row and column.
-
-    `sy` and `sx` are reduced to the height and width of a frame if they exceed these, `st` to the number of frames.
-    Tokens right of, below or after the last whole cells are ``uncovered``.
-    """
+    """Cut a grid into cells of at most `st` frames, `sy` rows and `sx` columns, ordered by frame, row and column."""
     frames, height, width = grid.frames, grid.height // grid.frames, grid.width
     st, sy, sx = min(st, frames), min(sy, height), min(sx, width)
     times, rows, columns = frames // st, height // sy, width // sx
@@ -119,9 +115,8 @@ def cells(grid: Grid, sy: int, sx: int, device: torch.device, st: int = 1) -> Ce
 def split_cells(parts: Cells, draw: Draw | None) -> tuple[Tensor, Tensor]:
     """Split tokens into destinations, one for each cell, and sources: the other tokens, cell by cell, then uncovered.
 
-    `draw` decides which token of a cell is its destination; None takes the first (top left). Results are numbers of
-    tokens, int64 ``(times, cells)``, in the order of the cells, and ``(times, tokens - cells)``: a row for each
-    timestep of `draw`, one row if there are none.
+    Both are int64, ``(times, cells)`` in the order of the cells, and ``(times, tokens - cells)``: a row for each
+    timestep of `draw`, which picks the destinations; None gives one row, of the first token of each cell.
     """
     count, size = parts.members.shape
     device = parts.members.device
@@ -144,9 +139,8 @@ _MOST = 64  # entries of that cache
 def cached_result(make: Callable[..., tuple[Tensor, ...]], x: Tensor, *args: Hashable) -> tuple[Tensor, ...]:
     """Return ``make(*args, x.device)``, from a cache if possible. Callers must not change the result's tensors.
 
-    The result of `make` must depend on nothing but its arguments; of `x` only the device is used. A full cache drops
-    the oldest result, even if it was used lately. During the capture of a CUDA graph, on the meta device, and for a
-    tracer's tensor subclass, the cache is neither read nor filled.
+    The result of `make` must depend on nothing but its arguments. During the capture of a CUDA graph, on the meta
+    device, and for a tracer's tensor subclass, the cache is neither read nor filled.
     """
     plain = type(x) is torch.Tensor and not x.is_meta
     if not plain or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -164,11 +158,9 @@ def cached_result(make: Callable[..., tuple[Tensor, ...]], x: Tensor, *args: Has
 
 
 def split_grid(grid: Grid, sy: int, sx: int, draw: Draw | None, x: Tensor, st: int = 1) -> tuple[Tensor, Tensor]:
-    """Return the numbers of a grid's destinations, one for each cell, and of its sources, which are all other tokens.
+    """Return `split_cells` of a grid's `cells`: destinations and sources. Of `x` only the device is used.
 
-    A cell has `st` frames, `sy` rows and `sx` columns, or those of the grid if they are fewer. The results of
-    `split_cells`, int64, have a row for each timestep of `draw`. Without a draw, the first token of each cell is a
-    destination; the results have one row, come from a cache and must not be changed. Of `x` only the device is used.
+    Without a draw the results come from a cache and must not be changed.
     """
     if draw is None:
         return cached_result(_split_first, x, grid, sy, sx, st)
@@ -183,9 +175,8 @@ def _split_first(grid: Grid, sy: int, sx: int, st: int, device: torch.device) ->
 def draw_choices(draw: Draw, count: int, choices: int, device: torch.device) -> Tensor:
     """Return pseudo-random integers from 0 to ``choices - 1``, int64 ``(times, count)``: a row for each timestep.
 
-    A number is a hash of seed, level, time (rounded; None gives one row, for time 0) and position in the row. So no
-    random generator changes, and each half of classifier-free guidance, even in a separate call, and each device get
-    the same numbers.
+    A number is a hash of seed, level, time (rounded) and position in the row. So no random generator changes, and each
+    half of classifier-free guidance, even in a separate call, and each device get the same numbers.
     """
     # to float32 before the tensor moves, because MPS has no float64
     time = torch.zeros(1, device=device) if draw.time is None else draw.time.float()

@@ -21,9 +21,8 @@ _TINY = 1e-12  # keeps a token of zeros at similarity 0
 def of_unit_spread(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Return keys and values side by side, centred over the tokens and scaled to a variance of 1 in each sample.
 
-    Both are ``(batch, tokens, channels)`` without gradient, the result has twice the channels. A sample has the same
-    factor for all channels of the keys, and another for the values, so both count the same in any model. Constant
-    inputs give 0.
+    Both are ``(batch, tokens, channels)``, without gradient. All channels of the keys have one factor, and those of the
+    values another, so both count the same in any model. Constant inputs give 0.
     """
     features = torch.cat([keys, values], -1)
     features -= features.mean(1, keepdim=True)
@@ -38,9 +37,8 @@ def of_unit_spread(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 def keys_to_search(rows: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return keys and a bias with which `methods.base.best_keys` finds the row that is most similar to a query.
 
-    By cosine, keys are `directions`, float32, and the bias is None. By distance, keys are the rows, float32 or in their
-    half precision, which tensor cores multiply in one step; the bias is minus half their squared length, float32
-    ``(batch, keys)``. Rows and keys are ``(batch, keys, channels)``.
+    By cosine, keys are `directions`, float32, and the bias is None. By distance, keys are the rows, ``(batch, keys,
+    channels)``, float32 or in their half precision, which tensor cores multiply in one step; the bias is float32.
     """
     if not by_distance:
         return directions(rows), None
@@ -49,10 +47,7 @@ def keys_to_search(rows: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor,
 
 
 def keys_of_rows(x: torch.Tensor, rows: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return keys and a bias for a search, see `keys_to_search`, of some tokens of `x`, ``(batch, tokens, channels)``.
-
-    `rows`, int64 ``(batch or 1, keys)``, has the numbers of these tokens.
-    """
+    """Return `keys_to_search` of the tokens of `x` with the numbers `rows`, int64 ``(batch or 1, keys)``."""
     if by_distance and rows.shape[0] == 1 and kernels.ready(x):
         batch, tokens, channels = x.shape
         (offsets,) = cached_result(_offsets_of_single_rows, x, rows.shape[1])
@@ -63,11 +58,9 @@ def keys_of_rows(x: torch.Tensor, rows: torch.Tensor, by_distance: bool) -> tupl
 
 
 def keys_of_groups(plan: MergePlan, x: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and a bias with which `methods.base.best_keys` finds the group whose mean is most similar to a query.
+    """Return `keys_to_search` of the groups' means, always with a bias, which is minus infinity for an empty group.
 
-    `x` are all tokens, ``(batch, tokens, channels)``; if not `by_distance`, which compares by cosine, their
-    `directions`. The results are those of `keys_to_search` for the means of the groups, but the bias is never None: it
-    is minus infinity for empty groups, so a search never finds them, and 0 for others by cosine.
+    `x` are all tokens, ``(batch, tokens, channels)``; if not `by_distance`, their `directions`.
     """
     if by_distance and (centres := plan.centres(x)) is not None:
         return centres
@@ -87,11 +80,10 @@ def directions(rows: torch.Tensor) -> torch.Tensor:
 
 
 def make_comparable(score: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, by_distance: bool) -> torch.Tensor:
-    """Return the scores of a search in a form that is comparable between queries.
+    """Return scores of a search, ``(batch, n)``, which lack the query's length, made comparable between queries.
 
-    `score`, ``(batch, n)``, is the first result of `methods.base.best_keys`, which lacks the query's length. Queries
-    are the tokens of `x`, ``(batch, tokens, channels)``, with the numbers `rows`, int64 ``(batch or 1, n)``. The result
-    is a new tensor: cosines, or minus half squared distances if `by_distance`.
+    Queries are the tokens of `x` with the numbers `rows`, int64 ``(batch or 1, n)``. The result is a new tensor:
+    cosines, or minus half squared distances if `by_distance`.
     """
     length = torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
     length = length.gather(1, rows.expand(x.shape[0], -1))

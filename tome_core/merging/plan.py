@@ -77,10 +77,7 @@ class MergePlan:
         self.cache: dict[tuple, Any] = {}  # because one plan merges several tensors
 
     def repeat(self, times: int) -> MergePlan:
-        """Return the plan for samples a, b, a, b if its samples are a, b and `times` is 2; itself if `times` is 1.
-
-        A plan of one row, which serves every sample, is returned itself as well.
-        """
+        """Return the plan for samples a, b, a, b if its samples are a, b and `times` is 2; one row serves them all."""
         if times == 1 or self.group.shape[0] == 1:
             return self
         return MergePlan(self.group.repeat(times, 1), self.num_groups, self.groups_per_window)
@@ -96,10 +93,7 @@ class MergePlan:
         return self._count() == 0
 
     def log_sizes(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the logarithm of each group's size, ``(batch or 1, groups)``; `EMPTY_LOGIT`, finite, for size 0.
-
-        Added to the logits of merged keys, it lets a merged key weigh as much as its tokens did.
-        """
+        """Return the logarithm of each group's size, ``(batch or 1, groups)``; `EMPTY_LOGIT`, finite, for size 0."""
         self._count()  # if a kernel counts, it stores the logits as well
         exact = self._once(("logits", torch.float32), lambda: self._count().log().clamp(min=EMPTY_LOGIT))
         return self._once(("logits", dtype), lambda: exact.to(dtype))
@@ -107,12 +101,9 @@ class MergePlan:
     def merge(self, x: torch.Tensor) -> torch.Tensor:
         """Return the mean of each group, ``(batch, groups, channels)`` in the dtype of `x`; 0 for an empty group.
 
-        `x` is ``(batch, tokens, channels)``, any float dtype. Sums are in float32, in float64 for a float64 `x`: 4,096
-        sums in half precision lose three digits. Equal inputs give equal bits. Differentiable. ``merge(unmerge(y))`` is
-        `y`, up to rounding, for groups with a token.
-
-        Raises:
-            ValueError: the shape of `x` does not fit the plan.
+        `x` is ``(batch, tokens, channels)``, any float dtype; a ValueError is raised if it does not fit the plan. Sums
+        are in float32, in float64 for a float64 `x`: 4,096 sums in half precision lose three digits. Equal inputs give
+        equal bits. Differentiable. ``merge(unmerge(y))`` is `y`, up to rounding, for groups with a token.
         """
         rows, count = self.group.shape
         if x.dim() != 3 or x.shape[1] != count or rows not in (1, x.shape[0]):
@@ -137,11 +128,7 @@ class MergePlan:
         return mean if exact is flat else mean.to(x.dtype)
 
     def centres(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return `merge` of `x`, without gradient, and a bias with which `best_keys` finds the nearest mean.
-
-        The bias is minus half the means' squared lengths, float32 ``(batch, groups)``, minus infinity for an empty
-        group. None if no kernel can do this, as on a CPU.
-        """
+        """Return `merge` of `x`, without gradient, and `kernels.Means.bias` by group; None if there is no kernel."""
         means = self._means_by_kernel(x.detach(), bias=True)
         return None if means is None else (means.mean, means.bias)
 
@@ -150,12 +137,8 @@ class MergePlan:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Merge two tensors ``(batch, tokens, channels)`` of one shape and dtype, by one kernel if there is one.
 
-        Returns:
-            Merged keys and values, as `merge` returns them. If `exact`, the merged values before rounding, float32
-            (float64 for float64 inputs), else None.
-
-        Raises:
-            ValueError: the shape does not fit the plan.
+        The results are those of `merge` and, if `exact`, the merged values before rounding, float32 (float64 for
+        float64), else None. A ValueError is raised if the shape does not fit the plan.
         """
         if keys.device.type in kernels.DEVICES and (means := self._means_by_kernel(keys, values, exact=exact)):
             return means.mean, means.values, means.exact
@@ -167,10 +150,7 @@ class MergePlan:
     def unmerge(self, y: torch.Tensor) -> torch.Tensor:
         """Give every token the row of its group: ``(batch, groups, channels)`` to ``(batch, tokens, channels)``.
 
-        For any dtype. Differentiable. A second merge and unmerge changes nothing, up to rounding.
-
-        Raises:
-            ValueError: the shape of `y` does not fit the plan.
+        For any dtype. Differentiable. A ValueError is raised if the shape does not fit the plan.
         """
         self._check(y, self.num_groups, "groups")
         batch, groups, channels = y.shape
@@ -198,10 +178,7 @@ class MergePlan:
     def _means_by_kernel(
         self, x: torch.Tensor, values: torch.Tensor | None = None, bias: bool = False, exact: bool = True
     ) -> kernels.Means | None:
-        """Return `kernels.mean_rows` of ``(batch, tokens, channels)``; None if no kernel ran or a gradient is needed.
-
-        All its fields that are not None are ``(batch, groups, ...)``. `bias` and `exact` request the fields so named.
-        """
+        """Return `kernels.mean_rows` as ``(batch, groups, ...)``; None if no kernel ran or a gradient is needed."""
         if not kernels.ready(x) or kernels.needs_gradient(*filter(torch.is_tensor, (x, values))):
             return None
         self._check(x, self.group.shape[1], "tokens")
@@ -224,10 +201,7 @@ class MergePlan:
         return True
 
     def _check(self, x: torch.Tensor, count: int, unit: str) -> None:
-        """Raise a ValueError, which names `unit`, if `x` is not ``(batch, count, channels)`` of a batch the plan fits.
-
-        A plan of one row fits every batch.
-        """
+        """Raise a ValueError, which names `unit`, if `x` is not ``(batch, count, channels)`` of a fitting batch."""
         rows = self.group.shape[0]
         if x.dim() != 3 or x.shape[1] != count or rows not in (1, x.shape[0]):
             raise ValueError(f"tensor is {tuple(x.shape)}, the plan's group {tuple(self.group.shape)}: "
@@ -238,10 +212,7 @@ class MergePlan:
         return self._once(("rows", batch), lambda: _flat_rows(self.group, batch, self.num_groups))
 
     def _sorted_segments(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the plan's tokens, sorted by group, and the starts of groups, as `_segments` does, from the cache.
-
-        A kernel that sorts also caches sizes and `log_sizes` in `dtype`.
-        """
+        """Return `_segments` of the plan, from the cache; a kernel also caches sizes and `log_sizes` in `dtype`."""
         if ("segments",) not in self.cache and not self._count_by_kernel(dtype):
             self.cache["segments",] = _segments(self.group, self.num_groups)
         return self.cache["segments",]

@@ -17,11 +17,8 @@ def find_models(model: Any) -> list[nn.Module]:
     """Return the networks to patch: a pipeline's known transformers, else its UNet, else its one other transformer.
 
     An LDM model gives its UNet; any other network that is not in a pipeline gives itself, known or not. All are without
-    wrappers such as torch.compile's.
-
-    Raises:
-        TypeError: `model` is not a model.
-        UnsupportedModelError: `model` is a pipeline that has neither a transformer, known or not, nor a UNet.
+    wrappers such as torch.compile's. A TypeError is raised if `model` is not a model, an UnsupportedModelError if it is
+    a pipeline of other networks.
     """
     return find_transformers(model) or [find_unet(model)]
 

@@ -15,10 +15,8 @@ MORE = "the call also uses dropout, a causal mask or several devices"
 class AttentionCall:
     """An attention call of a host (the program that runs the model), caught before the function runs.
 
-    `attend_call` first calls `split` if `is_flat`. It then returns `unmerged()`; or, if the call merges, the result of
-    `to_host_form` for the output of `compute` (of torch's function if a bias is needed and the host's function adds
-    none) for merged keys.
-
+    `attend_call` first calls `split` if `is_flat`. It then returns `unmerged()`; or, if the call merges, `to_host_form`
+    of the output of `compute` (of torch's function if a bias is needed and the host's adds none) for merged keys.
     Subclasses keep the function in ``_function``, its tensors in ``_qkv`` and its other arguments in ``_kwargs``.
 
     Attributes:
@@ -45,10 +43,9 @@ class AttentionCall:
         return self._function(*self._qkv, self.mask, **self._kwargs)
 
     def compute(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Call the host's function on other tensors, with the call's options but not its mask.
+        """Call the host's function on other tensors of the form of `q`, with the call's options, and return its output.
 
-        These and the result are ``(batch, tokens, heads, head_dim)``, whatever form the host uses. `bias`,
-        ``(batch, 1, 1, keys)``, goes to the function in place of the mask, to be added to the logits; None for no bias.
+        `bias`, ``(batch, 1, 1, keys)`` or None, takes the place of the mask.
         """
         if not self.by_head:
             return self._function(q, k, v, bias, **self._kwargs)
@@ -56,17 +53,11 @@ class AttentionCall:
         return self._function(q, k, v, bias, **self._kwargs).transpose(1, 2)
 
     def to_host_form(self, out: torch.Tensor) -> torch.Tensor:
-        """Return an output ``(batch, tokens, heads, head_dim)`` in the form in which the host's function returns it.
-
-        In this class the form is ``(batch, heads, tokens, head_dim)`` if `by_head`, else that of `out`.
-        """
+        """Return an output of the form of `q` in the form in which the host's function returns it."""
         return out.transpose(1, 2) if self.by_head else out
 
     def takes_bias(self) -> bool | None:
-        """Return by a trial on random tokens, see `probe_bias`, whether the function adds a bias to the logits.
-
-        False if it ignores or refuses a bias; None if it computes no attention, or fails without a bias too.
-        """
+        """Try whether the function adds a bias to the logits, see `probe_bias`; None if it computes no attention."""
         scale = self.q.shape[-1] ** -0.5 if self.scale is None else self.scale
         return probe_bias(self.key(), self.compute, scale, self.q)
 
@@ -78,10 +69,9 @@ class AttentionCall:
 class TorchCall(AttentionCall):
     """A call of torch's ``scaled_dot_product_attention``, or of a function with the same arguments.
 
-    A call with dropout, a causal mask or 3-D tensors ``(batch * heads, tokens, head_dim)`` does not merge. In others,
-    tensors are ``(batch, heads, tokens, head_dim)``. The mask is passed on even if it is None, options only if they are
-    on. `more`, all other keyword arguments, is passed on, and does not keep the call from merging. `attention_kwargs`,
-    further options of diffusers' dispatcher, keep only a `DispatchCall` from merging.
+    With dropout, a causal mask or 3-D tensors ``(batch * heads, tokens, head_dim)`` it does not merge. Options are
+    passed on only if they are on, `more`, all other keyword arguments, always. `attention_kwargs` are further options
+    of diffusers' dispatcher.
     """
 
     by_head = True
@@ -120,10 +110,7 @@ class DispatchCall(TorchCall):
         self.plain = self.plain and not more.get("attention_kwargs") and more.get("parallel_config") is None
 
     def key(self) -> tuple:
-        """Return a tuple of the dispatcher, the backend's name and the function that now has the name of torch's.
-
-        The backend is the active one if the call names none.
-        """
+        """Return the dispatcher, the name of the call's or the active backend, and the function under torch's name."""
         registry = getattr(self._function, "__globals__", {}).get("_AttentionBackendRegistry")
         active = "native" if registry is None else registry.get_active_backend()[0]
         backend = self.backend or str(getattr(active, "value", active))
@@ -151,10 +138,7 @@ class XformersCall(AttentionCall):
         self.q, self.k, self.v = (tensor.unflatten(0, (-1, heads)).transpose(1, 2) for tensor in self._qkv)
 
     def to_host_form(self, out: torch.Tensor) -> torch.Tensor:
-        """Return an output ``(batch, tokens, heads, head_dim)`` in the form of the call's tensors before `split`.
-
-        The form is ``(batch * heads, tokens, head_dim)`` if `is_flat`, else that of `out`.
-        """
+        """Return an output in the form that the call's tensors had before `split`."""
         return out.transpose(1, 2).flatten(0, 1) if self.is_flat else out
 
 
@@ -193,11 +177,7 @@ class HeadsCall(AttentionCall):
         return self._function(*self._qkv, self._heads, mask=self.mask, **self._kwargs)
 
     def compute(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Call the host's function on tensors ``(batch, tokens, heads, head_dim)``, and return an output of this form.
-
-        The host gets the tensors as ``(batch, heads, tokens, head_dim)`` if `skip_reshape`, else as
-        ``(batch, tokens, channels)``, and `bias` as the mask.
-        """
+        """Call the host's function as `AttentionCall.compute` does; the host asks for its form by `skip_reshape`."""
         if self._skip_reshape:
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         else:
@@ -206,10 +186,7 @@ class HeadsCall(AttentionCall):
         return out.transpose(1, 2) if self._skip_output_reshape else out.unflatten(-1, (self._heads, -1))
 
     def to_host_form(self, out: torch.Tensor) -> torch.Tensor:
-        """Return an output ``(batch, tokens, heads, head_dim)`` in the form that the host asked for.
-
-        The form is ``(batch, heads, tokens, head_dim)`` if `skip_output_reshape`, else ``(batch, tokens, channels)``.
-        """
+        """Return an output as ``(batch, heads, tokens, head_dim)`` if `skip_output_reshape`, else with flat heads."""
         return out.transpose(1, 2) if self._skip_output_reshape else out.flatten(2)
 
     def key(self) -> tuple:

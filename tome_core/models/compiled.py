@@ -36,8 +36,7 @@ def number_of(site: Any) -> torch.Tensor:
     """Register a site, an object with ``begin_in_graph`` or ``attend_in_graph``, and return its new number for graphs.
 
     The number is an int64 tensor ``(1,)`` on the CPU: an input of the graph, not a constant, so that one graph serves
-    several sites. The site is held weakly. The first call defines the operators, for the whole process; if that fails,
-    no error is raised, a number is returned all the same, and the next call tries again.
+    several sites. The site is held weakly. The first call defines the operators; if that fails, the next tries again.
     """
     place = f"_{_NAMESPACE}_operators"
     shared = sys.modules.setdefault(place, ModuleType(place))
@@ -79,10 +78,7 @@ def begin(site: torch.Tensor, form: str, tensors: Sequence[torch.Tensor], number
 
 
 def why_not_in_graph(state: Any) -> str | None:
-    """Return why a traced graph must not use the operators; None if it may. `state` is the patch in force.
-
-    Reasons are a patch that never merges, gradients, autocast, an untested or unfit torch, and an export.
-    """
+    """Return why a traced graph must not use the operators while the patch `state` is in force; None if it may."""
     if not state.ever_merges:
         return "no rule ever merges here"
     if torch.is_grad_enabled():
@@ -101,10 +97,7 @@ def _is_exporting() -> bool:  # a constant, because traced code in torch 2.9 alw
 
 
 def _define(sites: Any) -> torch.library.Library | None:
-    """Define the operators ``begin`` and ``attend``; return their library, or None if torch raised an error.
-
-    When they run, they look up a site by its number in the mapping `sites`.
-    """
+    """Define the operators, which look up a site by its number in `sites`; return their library, None on an error."""
 
     def run_begin(site: torch.Tensor, form: str, tensors: list[torch.Tensor], numbers: list[int]) -> torch.Tensor:
         sites[int(site)].begin_in_graph(form, tensors, numbers)

@@ -27,10 +27,7 @@ from .attention_calls import TORCHS_OWN, AttentionCall, DispatchCall, HeadsCall,
 
 
 class _Current(threading.local):
-    """This thread's `answer`: a function that takes an `AttentionCall` and returns the output in the host's form.
-
-    If it is None, calls go to the host's function.
-    """
+    """This thread's function that answers an `AttentionCall` in the host's form; None: the host's function does."""
 
     def __init__(self) -> None:
         # set in each thread's own dictionary, because compiled graphs look for the attribute there
@@ -56,11 +53,7 @@ class Overlay:
 
 
 class _ReplacedFunction:
-    """The replacement of a host's function, `namespace[name]`, which is looked up at each call.
-
-    `current.answer` gets each call as an `AttentionCall`, which `read_call` makes of it. If `current.answer` is None,
-    the host's function is called.
-    """
+    """A host's function `namespace[name]`, replaced: `read_call` reads each call, and `current.answer` answers it."""
 
     def __init__(self, namespace: dict[str, Any], name: str, read_call: Callable[..., AttentionCall]) -> None:
         self._namespace, self._name, self.read_call = namespace, name, read_call
@@ -87,8 +80,7 @@ _BY_NAME: dict[str, Callable[..., AttentionCall]] = {"dispatch_attention_fn": Di
 def register_name(name: str, read_call: Callable[..., AttentionCall] = HeadsCall) -> None:
     """Register a global name as that of an attention function, so that attentions whose code calls it can merge.
 
-    ``read_call(function, *args, **kwargs)`` makes an `AttentionCall` of a call of the function. A second entry for a
-    name replaces the first.
+    ``read_call(function, *args, **kwargs)`` makes an `AttentionCall`. A second entry for a name replaces the first.
     """
     _BY_NAME[name] = read_call
     _replacement_in_code.cache_clear()
@@ -96,10 +88,7 @@ def register_name(name: str, read_call: Callable[..., AttentionCall] = HeadsCall
 
 
 def attention_names_in(code: Any) -> list[str]:
-    """Return full names of all functions, replacements too, that `code`'s globals hold under registered names.
-
-    The list is empty if `code` is no function. A function counts even if `code` does not call it.
-    """
+    """Return full names of all functions that `code`'s globals hold under registered names, even if it calls none."""
     namespace = getattr(code, "__globals__", {})
     return [full_name(namespace[name]) for name in _BY_NAME if name in namespace]
 
@@ -133,10 +122,7 @@ class CodeReplacement:
         self.stand_in = type(inner.__name__, (Overlay,), {"__call__": function})
 
     def run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Call ``forward`` of an attention module by the copy, and return its output. The module does not change.
-
-        If the code is a processor's, the class's ``forward`` runs on a shallow copy of the module with a `processor`.
-        """
+        """Call ``forward`` of an attention module by the copy, and return its output. The module does not change."""
         host_globals, own_globals = self._host_globals, self._globals
         for name in self.names:  # hosts replace globals of their modules
             if name in host_globals:
@@ -190,10 +176,7 @@ def _replacement_of(name: str, namespace: dict[str, Any], names: Sequence[str]) 
 
 @lru_cache(maxsize=256)
 def _replacement_in_code(function: Any) -> CodeReplacement | None:
-    """Return the `CodeReplacement` of a function.
-
-    None if it is not written in Python, calls no known attention function, or writes to globals.
-    """
+    """Return a function's replacement; None for code not in Python, without known attention, or that writes globals."""
     if not isinstance(function, FunctionType) or _writes(function.__code__, "GLOBAL"):
         return None
     namespace, names = function.__globals__, _names_in(function.__code__)
@@ -207,11 +190,7 @@ def _replacement_in_code(function: Any) -> CodeReplacement | None:
 
 @lru_cache(maxsize=256)
 def _replacement_in_processor(kind: type) -> CodeReplacement | None:
-    """Return the `CodeReplacement` of a processor class's ``__call__``; its `processor` subclasses `kind`.
-
-    The ``__call__`` of `processor` is the copied code. None if `_replacement_in_code` gives none, if the code writes to
-    attributes, or if instances have no ``__dict__``.
-    """
+    """Return the `CodeReplacement` of a processor class's ``__call__``; None if it has none or cannot share state."""
     # A copied processor shares the instance dictionary. Writes to attributes of a copied attention would be lost.
     replacement = _replacement_in_code(kind.__call__)
     if replacement is None or not kind.__dictoffset__ or _writes(replacement.function.__code__, "ATTR"):
@@ -229,10 +208,7 @@ def _writes(code: CodeType, kind: str) -> bool:
 
 
 def replacement_for(module: nn.Module) -> CodeReplacement | None:
-    """Return the `CodeReplacement` of an attention's ``forward``, or else of its processor's ``__call__``.
-
-    None if neither has one, mostly because no name in the code leads to a known attention function.
-    """
+    """Return the `CodeReplacement` of an attention's ``forward``, or else of its processor's ``__call__``, or None."""
     processor = type(getattr(module, "processor", None))
     return _replacement_in_code(type(module).forward) or _replacement_in_processor(processor)
 
@@ -241,9 +217,8 @@ def replacement_for(module: nn.Module) -> CodeReplacement | None:
 def traced(kind: type, method: str) -> type[Overlay] | None:
     """Return a class of stand-ins for `kind`, the class of an attention or of a processor; None if there can be none.
 
-    A call of an instance runs `method` as `kind` has it, but with its attention function replaced. There can be none if
-    `method` is not written in Python, writes to globals, or calls none of the functions that graphs support: torch's
-    and diffusers' dispatcher.
+    A call of an instance runs `method` as `kind` has it, but with its attention function replaced. That has to be one
+    that graphs support, torch's or diffusers' dispatcher.
     """
     replacement = _replacement_in_code(getattr(kind, method))
     if replacement is None or replacement.replaced_function.read_call not in (TorchCall, DispatchCall):

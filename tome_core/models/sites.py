@@ -46,9 +46,8 @@ class ModelSite(NumberedSite):
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model and return its output; while the call runs, its record is in `Calls.current`.
 
-        The record, by which attentions merge, is None if no patch is in force or if this thread turned merging off.
-        Attentions that a call with a record did not reach are counted, see `count_missed`. If gradients are on, the
-        backward pass is prepared too.
+        The record is None if no patch is in force or if this thread turned merging off. Attentions that a call did not
+        reach are counted, see `count_missed`. If gradients are on, the backward pass is prepared too.
         """
         wraps, calls = self.wraps, self.wraps.calls
         before, call, calls.reason_missed = calls.current, None, ""
@@ -70,10 +69,7 @@ class ModelSite(NumberedSite):
         return out
 
     def begin_in_graph(self, form: str, tensors: list[torch.Tensor], numbers: list[int]) -> None:
-        """Begin a call of a compiled model from what `pack` made of its arguments; put its record in `Calls.in_graph`.
-
-        The operator ``begin`` calls this. The record is None if no patch is in force or merging is turned off.
-        """
+        """Begin a call for the operator ``begin``; put its record, None if it must not merge, in `Calls.in_graph`."""
         wraps, calls = self.wraps, self.wraps.calls
         calls.in_graph = None
         if wraps.patch is not None and not calls.disabled:
@@ -90,8 +86,7 @@ class ModelSite(NumberedSite):
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model while a compiler traces, with the operator ``begin`` in the graph if possible.
 
-        Meanwhile `WrapSet.begun` holds the operator's result, or the reason why the call does not merge. Without a
-        patch the model is only called.
+        Meanwhile `WrapSet.begun` holds the operator's result, or the reason why the call does not merge.
         """
         wraps, state = self.wraps, self.wraps.patch
         if state is None:
@@ -120,9 +115,8 @@ class TransformerSite(Wrap):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the transformer and return its output; before, put its input's height and width in `ModelCall.layouts`.
 
-        Attentions of the transformer that the call did not reach are counted, unless none was reached and another
-        extension's wrapper is below, which may return a cached output. If no model call is on record or the input is
-        not 4-D, the transformer is only called.
+        Attentions that the call did not reach are counted, unless another extension below may have returned a cached
+        output.
         """
         if not (isinstance(self, Wrap) and self.active) or (torch.compiler.is_compiling() and is_tracing()):
             return Wrap.forward(self, *args, **kwargs)
@@ -158,8 +152,7 @@ class AttentionSite(NumberedSite):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the attention's output, with merged keys and values if the rule in force and the call allow it.
 
-        In a recorded model call its path joins `ModelCall.called_attentions`, and it is counted, with the reason if it
-        stays unmerged. Without a record it runs unmerged, after `WrapSet.regain_top`.
+        In a recorded model call its path joins `ModelCall.called_attentions`, and it is counted.
         """
         if not (isinstance(self, Wrap) and self.active) or (torch.compiler.is_compiling() and is_tracing()):
             return Wrap.forward(self, *args, **kwargs)
@@ -185,9 +178,8 @@ class AttentionSite(NumberedSite):
     def _merge(self, call: ModelCall, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return the attention's output, merged by its `AttentionDescription`, or else by its `CodeReplacement`.
 
-        If it has neither, or if another extension's wrapper is below (unless `is_own` sees through), torch's function
-        is watched instead. The attention is counted as unmerged if it calls no known function, or only with keys of
-        other tokens.
+        Without either, and above another extension's wrapper (unless `is_own` sees through), torch's function is
+        watched.
         """
         target, replacement, seen = self.target, None, []
         processor, forward = type(getattr(target, "processor", None)), type(target).forward
@@ -216,10 +208,9 @@ class AttentionSite(NumberedSite):
         return out
 
     def _answer(self, call: ModelCall, seen: list[bool]) -> Callable[[AttentionCall], torch.Tensor]:
-        """Return a function that takes an `AttentionCall` and returns the result of `attend_call` for this attention.
+        """Return `attend_call` for this attention as a function of an `AttentionCall`, which appends to `seen`.
 
-        Each call of it appends to `seen`: True for self-attention, False for keys of other tokens. The layout is this
-        level's in ``call.layouts``; if there is none, `attend_call` asks the adapter, with the number of tokens.
+        That is True for self-attention, False for keys of other tokens.
         """
         layout = call.layouts.get(self.level) or partial(self.wraps.adapter.layout_of, call, self)
         heads = getattr(self.target, "heads", 1)
@@ -232,9 +223,7 @@ class AttentionSite(NumberedSite):
         """Answer the attention for the operator ``attend`` of a compiled graph, unmerged if no call is on record.
 
         `whole` is True if the model's own call is in the graph: its record is `Calls.in_graph`, else `Calls.current`.
-        The tensors and the result are ``(batch, tokens, heads, head_dim)``, or ``(batch, heads, tokens, head_dim)`` if
-        `by_head`. With `gqa`, keys and values may have fewer heads. `scale` is None for the function's default;
-        `backend`, of diffusers' dispatcher, is "" for none.
+        The other arguments are an `AttentionCall`'s; the result has the form of the tensors.
         """
         calls = self.wraps.calls
         call = calls.in_graph if whole else calls.current
@@ -248,11 +237,7 @@ class AttentionSite(NumberedSite):
         return out.transpose(1, 2) if by_head else out
 
     def _merge_by_description(self, known: AttentionDescription, call: ModelCall, args: tuple, kwargs: dict) -> Any:
-        """Return the output of an attention that computes scores by hand, merged as `known` describes.
-
-        It counts as unmerged, and runs by its own code, if arguments, a mask, other keys or its layout forbid this.
-        If the state declines to merge, `known` computes the output of all tokens from the same projections.
-        """
+        """Return the output, merged as `known` describes, of an attention that computes scores by hand."""
         target, heads = self.target, self.target.heads
         x, why = args[0] if args else named(kwargs, ("hidden_states", "x")), ""
         context = args[1] if len(args) > 1 else named(kwargs, CONTEXTS)
@@ -285,10 +270,7 @@ class AttentionSite(NumberedSite):
         return known.finish(target, out.flatten(2))
 
     def _count_unmerged(self, call: ModelCall, why: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        """Count this attention as unmerged, with the reason `why`.
-
-        Its arguments' first tensor of 2 or more axes shows batch size and number of tokens; without one both are 0.
-        """
+        """Count this attention as unmerged; its arguments' first tensor of 2 or more axes shows batch and tokens."""
         arguments = (*args, *kwargs.values())
         x = next((value for value in arguments if torch.is_tensor(value) and value.dim() > 1), None)
         batch, tokens = (0, 0) if x is None else x.shape[:2]
@@ -297,9 +279,7 @@ class AttentionSite(NumberedSite):
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Return the attention's output while a compiler traces, with the operator ``attend`` in the graph if possible.
 
-        That is possible if the model's call may merge, no foreign torch function mode is active, and the attention's
-        code, without another extension's wrapper, calls torch's function or diffusers' dispatcher. Otherwise the
-        attention is compiled without merging, and if there is a patch, the reason is noted for the report.
+        If not, the attention is compiled without merging, and the reason is noted for the report.
         """
         state, begun = self.wraps.patch, self.wraps.begun
         if state is None:
@@ -331,10 +311,7 @@ class AttentionSite(NumberedSite):
             intercept.current.answer = before
 
     def _call_operator(self, begun: torch.Tensor, attention_call: AttentionCall) -> torch.Tensor:
-        """Return the output of a call, in the host's form, by the operator ``attend``; unmerged if it is not `plain`.
-
-        `begun` is the result of the operator ``begin``, or this attention's number if the model's call is not compiled.
-        """
+        """Return a call's output by the operator ``attend``; `begun` is ``begin``'s result or this site's number."""
         if not attention_call.plain:
             self.wraps.patch.ledger.note_traced(self.level, MORE)
             return attention_call.unmerged()

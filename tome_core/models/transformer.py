@@ -31,36 +31,23 @@ UNEVEN = Reason("its pictures are of different sizes")
 
 
 class Tokens(NamedTuple):
-    """The picture's tokens in one call.
-
-    Args:
-        grid: their grid.
-        count: number of tokens from the picture's first one to the end of its part of the sequence. Tokens of reference
-            pictures, which follow the picture's, count too.
-        latent: the latent ``(batch, channels, [frames,] height, width)``, or a view with one pixel for each token. Its
-            values are used only to find copies of one latent in the batch.
-        first: number of tokens of earlier frames before the picture's.
-    """
+    """The picture's tokens in one call."""
 
     grid: Grid
-    count: int
+    count: int  # number of tokens from the picture's first on, also of references, which follow the picture
+    # (batch, channels, [frames,] height, width), maybe one pixel for each token; used only to find copies in the batch
     latent: torch.Tensor
-    first: int = 0
+    first: int = 0  # number of tokens of earlier frames before the picture's
 
 
 class Family(NamedTuple):
-    """The facts of a class of transformers that neither its calls nor its modules show.
+    """The facts of a class of transformers that neither its calls nor its modules show."""
 
-    Args:
-        text_first: True if the text is before the picture's tokens.
-        timestep: converts the model's time to a timestep of Stable Diffusion: 1000 times the sigma of a flow model.
-        downsample: side of a token, in pixels of the latent.
-        attentions: regular expression for the whole paths of the attentions over the picture's tokens.
-    """
-
-    text_first: bool = False
+    text_first: bool = False  # the text is before the picture's tokens
+    # converts the model's time to a timestep of Stable Diffusion: 1000 times the sigma of a flow model
     timestep: Callable[[Any], Any] = lambda time: time
-    downsample: int = 2
+    downsample: int = 2  # side of a token, in pixels of the latent
+    # regular expression for the whole paths of the attentions over the picture's tokens
     attentions: str = r"\w*(blocks|layers|noise_refiner)\.\d+\.(block\.)?(attn1?|attention)"
 
 
@@ -71,9 +58,7 @@ class Family(NamedTuple):
 def _read_latent(model: nn.Module, given: Mapping[str, Any]) -> Tokens:
     """Read most classes' calls: the latent's size, divided by the patch size of the model's config, is the grid.
 
-    The latent, 4-D or with frames 5-D, is ``hidden_states`` in `given`, which has the call's arguments by name. The
-    tokens are the grid's alone, from number 0. CogVideoX has frames before channels: its second axis is not
-    ``config.in_channels``.
+    CogVideoX has frames before channels: its second axis is not ``config.in_channels``.
     """
     latent, config = given["hidden_states"], model.config
     if latent.dim() == 5 and latent.shape[1] != config.in_channels:
@@ -86,10 +71,7 @@ def _read_latent(model: nn.Module, given: Mapping[str, Any]) -> Tokens:
 
 
 def _read_history(model: nn.Module, given: Mapping[str, Any]) -> Tokens:
-    """Read FramePack's call: the result of `_read_latent`, with `first` set to the number of tokens of earlier frames.
-
-    Earlier frames are in three films in `given` (None for no film), cut into larger patches the older they are.
-    """
+    """Read FramePack's call: as `_read_latent`, after films of earlier frames, in larger patches the older they are."""
     history = [(given[name], factor) for name, factor in zip(_HISTORY, (4, 2, 1), strict=False)]
     patches = [(film.shape[2:], (factor, 2 * factor, 2 * factor)) for film, factor in history if film is not None]
     before = sum(prod(-(-side // size) for side, size in zip(*sides, strict=True)) for sides in patches)
@@ -118,10 +100,7 @@ _GRIDS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _grid_of_ids(ids: torch.Tensor, count: int) -> tuple[int, int] | None:
-    """Return `_read_grid` of the last `count` ids ``([batch,] tokens, 3)``, cached until the tensor is written to.
-
-    Results for inference tensors, which do not count writes, are not reused.
-    """
+    """Return `_read_grid` of the last `count` ids ``([batch,] tokens, 3)``, cached until the tensor is written to."""
     version = None if ids.is_inference() else (ids._version, count)  # inference tensors do not count writes
     known = _GRIDS.get(ids)
     if known is None or version is None or known[0] != version:
@@ -130,10 +109,7 @@ def _grid_of_ids(ids: torch.Tensor, count: int) -> tuple[int, int] | None:
 
 
 def _read_grid(ids: torch.Tensor) -> tuple[int, int] | None:
-    """Return height and width, in tokens, of the first picture by ids ``(tokens, 3)``: picture, row and column.
-
-    The picture ends before the first other picture number. None if its rows and columns are no grid.
-    """
+    """Return the first picture's (height, width) by ids ``(tokens, 3)``: picture, row, column; None without a grid."""
     picture = ids[: int((ids[:, 0] == ids[0, 0]).long().cumprod(0).sum())]
     width = int((picture[:, 1] == picture[0, 1]).long().cumprod(0).sum())
     if len(picture) % width:
@@ -144,11 +120,7 @@ def _read_grid(ids: torch.Tensor) -> tuple[int, int] | None:
 
 
 def _read_shapes(model: nn.Module, given: Mapping[str, Any]) -> Tokens | Reason:
-    """Read Qwen-Image's call: the argument `img_shapes`, with an entry for each sample, shows the grid.
-
-    An entry is the picture's ``(frames, height, width)`` in tokens, or a list of this and of the references' shapes.
-    `Tokens.count` includes the references. Return `NO_GRID` without `img_shapes`, `UNEVEN` if its entries differ.
-    """
+    """Read Qwen-Image's call: for each sample, the (frames, height, width) of the picture, or of it and references."""
     shapes = given["img_shapes"]
     if not shapes:
         return NO_GRID
@@ -161,10 +133,7 @@ def _read_shapes(model: nn.Module, given: Mapping[str, Any]) -> Tokens | Reason:
 
 
 def _read_list(model: nn.Module, given: Mapping[str, Any]) -> Tokens | Reason:
-    """Read Z-Image's call: a list of latents ``(channels, frames, height, width)``, one for each sample.
-
-    Return a reason if their shapes differ, or if an entry is no tensor, as with reference pictures.
-    """
+    """Read Z-Image's call: a list of latents ``(channels, frames, height, width)``, one for each sample."""
     latents = given["x"]
     if not all(torch.is_tensor(latent) for latent in latents):
         return Reason("the call has reference pictures")
@@ -177,10 +146,7 @@ def _read_list(model: nn.Module, given: Mapping[str, Any]) -> Tokens | Reason:
 
 
 def _read_film(model: nn.Module, given: Mapping[str, Any]) -> Tokens | Reason:
-    """Read LTX's call: number of frames, height and width, in tokens, are its arguments.
-
-    Return `NO_GRID` if any is None, or if the sequence has another number of tokens.
-    """
+    """Read LTX's call, whose arguments are frames, height and width in tokens; `NO_GRID` if they do not fit."""
     frames, height, width, packed = (given[name] for name in _FILM[:4])
     if None in (frames, height, width) or frames * height * width != packed.shape[1]:
         return NO_GRID
@@ -226,10 +192,7 @@ def family_of(model: Any) -> Family | None:
 
 
 def find_transformers(model: Any) -> list[nn.Module]:
-    """Return those of the model, its ``transformer`` and its ``transformer_2`` that are known, in this order.
-
-    The list may be empty. All are without torch.compile's wrapper.
-    """
+    """Return those of the model, its ``transformer`` and its ``transformer_2`` that are known, without wrappers."""
     # Wan 2.2 has two, for early and for late steps
     candidates = (model, getattr(model, "transformer", None), getattr(model, "transformer_2", None))
     modules = (getattr(module, "_orig_mod", module) for module in candidates)  # without torch.compile's wrapper
@@ -244,13 +207,8 @@ def find_attentions(model: nn.Module, family: Family) -> list[tuple[str, nn.Modu
 class TransformerAdapter:
     """The adapter of a transformer of a known family: it finds the attentions and reads the model's calls.
 
-    Its methods take the model as an argument, because the adapter does not hold it.
-
-    Attributes:
-        family: the transformer's `Family`.
-        curve: the name of the curve of strengths, always "transformer".
-        downsamples: a list of the down-sampling factor of the only level.
-        reads: names of the arguments that a call is read from; the last is the timestep's.
+    Its methods take the model as an argument, because the adapter does not hold it. For what `UNetAdapter` does too,
+    see there; `reads` are the names of the arguments that a call is read from, the timestep's the last.
     """
 
     curve = "transformer"
@@ -270,10 +228,7 @@ class TransformerAdapter:
         return [LevelTally(self.family.downsample, self._blocks)]
 
     def wraps(self, model: nn.Module, ways: Ways, make: Callable) -> Iterator[Wrap]:
-        """Yield a wrap for the model, then for each attention, in the order of the modules; `ways` is not used.
-
-        `make` takes a class of wraps, the module to wrap and further arguments of the class, and returns a wrap.
-        """
+        """Yield a wrap for the model, then for each attention, in the order of the modules; see `UNetAdapter.wraps`."""
         yield make(ModelSite, model)
         for path, module in find_attentions(model, self.family):
             yield make(AttentionSite, module, path, 0)
@@ -297,11 +252,7 @@ class TransformerAdapter:
         return timestep, torch.empty(0) if isinstance(tokens, Reason) else tokens.latent, tokens
 
     def layout_of(self, call: ModelCall, site: AttentionSite, tokens: int) -> Layout | Reason:
-        """Return the position of the picture's tokens in a sequence of `tokens`, or the reason why it is unknown.
-
-        The picture begins `Tokens.count` before the end if the family's text is first, else at `Tokens.first`. The
-        reason is the one that `read` gave. `site` is not used.
-        """
+        """Return the picture's place in a sequence of `tokens`, or why it is unknown; `site` is not used."""
         if isinstance(call.facts, Reason):
             return call.facts
         picture: Tokens = call.facts

@@ -32,8 +32,7 @@ _PARTS = (("crossattn", "attn2"), ("mlp", "ff"))
 class UNetAdapter:
     """The adapter of a UNet, whose blocks are held weakly: it finds the attentions and reads the model's calls.
 
-    For each call, `read` gets the values that `pick` returns. `layout_of` serves each attention in the call. A UNet
-    without known blocks raises `UnsupportedModelError`.
+    For each call, `read` gets the values that `pick` returns. `layout_of` serves each attention in the call.
 
     Attributes:
         curve: the name of the curve of strengths: "sd" if blocks see the latent at full size, else "sdxl".
@@ -59,10 +58,7 @@ class UNetAdapter:
 
     @property
     def places(self) -> list[BlockPlace]:
-        """The UNet's transformer blocks as the latest search found them, without blocks that no longer exist.
-
-        They are searched when the adapter is made and by `wraps`, not at each access.
-        """
+        """The UNet's transformer blocks, as the adapter's making or `wraps` found them, without those that are gone."""
         found = [place._replace(block=place.block(), transformer=place.transformer()) for place in self._kept]
         return [place for place in found if place.block is not None and place.transformer is not None]
 
@@ -73,12 +69,11 @@ class UNetAdapter:
         return [LevelTally(down, blocks) for down, blocks in zip(self.downsamples, count, strict=True)]
 
     def wraps(self, unet: nn.Module, ways: Ways, make: Callable) -> Iterator[Wrap]:
-        """Yield the wraps to put on the UNet, the outermost first.
+        """Yield the wraps to put on the UNet, the outermost first; below it only levels in `ways` get wraps.
 
-        Below the UNet only levels in `ways` get wraps, on transformers and self-attentions. With "tomesd" in a level's
-        value, its blocks and their parts get wraps too: parts may be called with merged tokens. With "blocks" alone,
-        each transformer's blocks but the first do. `make` takes a class of wraps, the module to wrap and further
-        arguments of the class, and returns a wrap.
+        With "tomesd" in a level's value, its blocks and their parts get wraps: parts may be called with merged tokens.
+        With "blocks" alone, each transformer's blocks but the first do. `make` takes a class of wraps, the module to
+        wrap and further arguments of the class, and returns a wrap.
         """
         yield make(ModelSite, unet)
         before, places = None, self._search(unet)  # blocks may have been exchanged since the adapter was made
@@ -109,21 +104,16 @@ class UNetAdapter:
         return [latent, args[1] if len(args) > 1 else named(kwargs, _TIMES)]
 
     def read(self, unet: nn.Module, given: Mapping[str, Any], time: Any) -> tuple[Any, Any, Any]:
-        """Return timestep, latent and facts of a call; `given` holds what `pick` returns by the names in `reads`.
+        """Return timestep, latent and facts of a call: the latent's height and width, None if it is no picture.
 
-        Timestep and latent are as given. The facts, for ``ModelCall.facts``, are the latent's height and width; None if
-        it has fewer than four axes or is no tensor. `time` is not used.
+        `given` holds what `pick` returns by the names in `reads`; `time` is not used.
         """
         latent = given["latent"]
         is_picture = torch.is_tensor(latent) and latent.dim() >= 4
         return given["timestep"], latent, latent.shape[-2:] if is_picture else None
 
     def layout_of(self, call: ModelCall, site: AttentionSite, tokens: int) -> Layout | Reason:
-        """Return the layout of the picture's tokens, or the reason why it is not known or does not fit `tokens`.
-
-        The layout is this level's in ``call.layouts``, which `TransformerSite` has read; without it, as in a compiled
-        model, the latent's height and width, halved ``site.halvings`` times and rounded up, are the grid.
-        """
+        """Return the layout of the picture's tokens, or the reason why it is not known or does not fit `tokens`."""
         layout = call.layouts.get(site.level)
         if layout is None and call.facts is not None:  # in a compiled model no `TransformerSite` reads the grid
             layout = Layout(Grid(*(-(-side // 2**site.halvings) for side in call.facts)))

@@ -46,31 +46,22 @@ _RESAMPLER = re.compile(r"(?:Fir|K)?(Down|Up)sample(?:2D)?")
 
 
 class BlockPlace(NamedTuple):
-    """A transformer block and its position in the UNet.
+    """A transformer block and its position in the UNet."""
 
-    Args:
-        path: the name of the block in the UNet.
-        block: the block.
-        transformer: the module that holds the block and makes its tokens.
-        halvings: how often the latent is halved before it reaches the block.
-    """
-
-    path: str
+    path: str  # in the UNet
     block: nn.Module
-    transformer: nn.Module
-    halvings: int
+    transformer: nn.Module  # holds the block and makes its tokens
+    halvings: int  # how often the latent is halved before it reaches the block
 
 
 def find_unet(model: Any) -> nn.Module:
-    """Return the UNet of a model that a user passes to `patch`.
+    """Return the UNet of a model that a user passes to `patch`, without wrappers.
+
+    Without a UNet it is the ``.transformer`` or the module itself, so that `find_blocks` can name it in an error.
 
     Args:
         model: a UNet, a diffusers pipeline (``.unet``), an LDM model (``.model.diffusion_model``) or its wrapper
             (``.diffusion_model``). Each may be wrapped by ``torch.compile``, ``DataParallel`` or a similar class.
-
-    Returns:
-        The UNet. For a pipeline or module without a UNet, its ``.transformer``, so that `find_blocks` can name it in an
-        error; if it has none, the module itself. All without wrappers.
 
     Raises:
         TypeError: `model` is not a model.
@@ -123,10 +114,7 @@ def find_blocks(unet: nn.Module) -> list[BlockPlace]:
 
 
 def is_compiled(unet: nn.Module, places: Sequence[BlockPlace]) -> bool:
-    """Return whether a UNet is compiled by its own method ``compile``, or that of a block or of a block's transformer.
-
-    A wrapper of torch.compile's around the UNet is not noticed. `places` are the UNet's blocks.
-    """
+    """Return whether a method ``compile``, not a wrapper, compiles a UNet or a part of its blocks, `places`."""
     parts = (unet, *(part for place in places for part in (place.transformer, place.block)))
     return any(part._compiled_call_impl is not None for part in parts)
 
@@ -137,10 +125,7 @@ def is_kind(module: Any, name: str) -> bool:
 
 
 def _unwrap(model: Any) -> Any:
-    """Return the model inside all wrappers: torch.compile's (``_orig_mod``), DataParallel's and the like (``module``).
-
-    A model without wrappers is returned itself.
-    """
+    """Return the model inside all wrappers: torch.compile's (``_orig_mod``), DataParallel's and others (``module``)."""
     for name in ("_orig_mod", "module"):
         inner = getattr(model, name, None)
         if isinstance(inner, nn.Module):
@@ -149,10 +134,7 @@ def _unwrap(model: Any) -> Any:
 
 
 def _places_of(unet: nn.Module, family: UNetFamily) -> Iterator[BlockPlace]:
-    """Yield the place of each block (class `BLOCK`) of a UNet, in the order down, middle, up, each block once.
-
-    A down-sampler adds 1 to `halvings` in the next stages, not in its own; an up-sampler takes 1 off.
-    """
+    """Yield the place of each block (class `BLOCK`) of a UNet, in the order down, middle, up, each block once."""
     halvings, seen = 0, set()
     for name in (family.down, family.middle, family.up):
         part = getattr(unet, name, None)

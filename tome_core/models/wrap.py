@@ -56,11 +56,7 @@ class Wrap:
         return self.original(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer any call of the method, by `run` (`trace` if a compiler traces) if active, else by `original`.
-
-        This function replaces the method. If another program has bound it to the target, so that `self` is the target,
-        the target's first wrap answers, or without one the method of the class.
-        """
+        """Answer any call of the method: by `run` (`trace` if a compiler traces) if active, else by `original`."""
         if not isinstance(self, Wrap):  # another program bound this function to the target, to restore "the original"
             wrap, kind = vars(self).get(_MARK), type(self)
             class_method = partial(getattr(kind, "_forward", kind.forward), self)  # see `BlockWrap`
@@ -118,10 +114,7 @@ class Wrap:
         return wrap
 
     def uninstall(self) -> None:
-        """Turn the wrap off. If it is on top, restore the method below it; if this is the class's, release the target.
-
-        A wrap below another extension's wrapper stays there, holds the target, and passes calls through.
-        """
+        """Turn the wrap off. If it is on top, restore the method below; if that is the class's, release the target."""
         self.active, target = False, self.target
         if target is None:
             return
@@ -174,10 +167,7 @@ def calling(kind: type, name: str) -> type:
 
 
 def drop_remains(target: Any) -> None:
-    """Remove inactive wraps, which pass all calls through, from those methods of an object that this package wraps.
-
-    A copy of a wrapped object has such wraps. Another extension may also have restored one when it was removed.
-    """
+    """Remove inactive wraps, as copies have them or other extensions restored them, from the methods that we wrap."""
     with patch_lock:
         for slot in ("forward", "_forward", "_old_forward", "progress_bar"):
             wrap = wrap_of(vars(target).get(slot))
@@ -190,10 +180,7 @@ def drop_remains(target: Any) -> None:
 
 
 def foreign_method_on(module: nn.Module, name: str = "forward") -> Any:
-    """Return another extension's replacement of a method, on top of this package's wrap or directly below it.
-
-    None if there is none; accelerate's hook is not taken for one.
-    """
+    """Return another extension's method on top of our wrap or directly below it (not accelerate's hook), or None."""
     method = over_hook(module) or Wrap(module, name)._find_beneath()
     ours = wrap_of(method)
     return method if ours is None else without_inert(ours.beneath)
@@ -207,10 +194,7 @@ def over_hook(module: nn.Module | None) -> Any:
 
 
 def wrap_of(method: Any) -> Wrap | None:
-    """Return the wrap that `method` is bound to, or `method` if it is a wrap; else None, also for a plain function.
-
-    A wrap's ``forward`` that another program has bound to a target gives the target's first wrap.
-    """
+    """Return the wrap that `method` is, or is bound to, or whose ``forward`` it is, bound to its target; else None."""
     owner = getattr(method, "__self__", method)
     if isinstance(owner, Wrap):
         return owner
@@ -226,10 +210,7 @@ def without_inert(method: Any) -> Any:
 
 
 def why_missed(wrap: Wrap) -> str:
-    """Return why calls miss a wrap: `REPLACED`, a colon and the full name of another extension's method in its place.
-
-    Without such a method it is `TAKEN_OFF`.
-    """
+    """Return why calls miss a wrap: `REPLACED`, with the name of another extension's method, or `TAKEN_OFF`."""
     method = foreign_method_on(wrap.target)
     return TAKEN_OFF if method is None else f"{REPLACED}: {full_name(method)}"
 
@@ -246,10 +227,7 @@ def register_wrapper(name: str, beneath: Callable[[nn.Module, Any], Any]) -> Non
 
 
 def is_own(module: nn.Module, method: Any, name: str = "forward") -> bool:
-    """Return whether a replacement of a module's method `name` does nothing but call that of the module's class.
-
-    None, for no replacement, gives True. Wrappers of registered kinds are followed, see `register_wrapper`.
-    """
+    """Return whether a replacement of a module's method only calls the class's, through wrappers of known kinds."""
     while method is not None:
         if getattr(method, "__self__", None) is module:
             return getattr(method, "__func__", None) is getattr(type(module), name)

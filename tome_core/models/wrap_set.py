@@ -44,9 +44,8 @@ class Calls(threading.local):
 class WrapSet:
     """The wraps of one model, and the state that they share.
 
-    The functions `put_on` (by `change`, then `put_back`) and `take_off` keep it up to date. Without a patch the wraps
-    rest: they are off the model and hold no module. The next patch gets the same objects, because compiled models refer
-    to them.
+    `put_on` and `take_off` keep it up to date. Without a patch the wraps rest: they are off the model and hold no
+    module. The next patch gets the same objects, because compiled models refer to them.
 
     Attributes:
         patch: the `Patch` in force, or None.
@@ -69,10 +68,7 @@ class WrapSet:
         self._resting: dict[tuple[type, int], Wrap] = {}
 
     def change(self, model: nn.Module, adapter: Any, patch: Any, ways: Ways) -> None:
-        """Set the patch and its adapter, choose the wraps that they need, and uninstall all others.
-
-        The chosen wraps, some of them used before, are installed by `put_back`, not here. For `ways`, see `put_on`.
-        """
+        """Set patch and adapter, choose the wraps that they need, for `put_back` to install, and uninstall others."""
         self.adapter, self.patch = adapter, patch
         self._resting |= {(type(wrap), id(wrap.target)): wrap for wrap in self.wraps}
         wraps = list(adapter.wraps(model, ways, self._reuse_or_make))
@@ -103,8 +99,7 @@ class WrapSet:
     def prepare_backward(self, call: ModelCall | None, out: Any) -> None:
         """Prepare the backward pass of an ended call: blocks that gradient checkpointing runs again belong to it.
 
-        `call_outside_forward` returns `call` while the backward pass runs; None is for a call made without merging.
-        `out` is the model's output, any nesting of tensors.
+        None is for a call made without merging. `out` is the model's output, any nesting of tensors.
         """
 
         def note(_: torch.Tensor) -> None:
@@ -118,8 +113,7 @@ class WrapSet:
     def call_outside_forward(self) -> ModelCall | None:
         """Return the call that a part belongs to if that part runs outside of the model's own call; None if unknown.
 
-        The call is `Calls.in_graph` in a model that is compiled in several graphs. If gradient checkpointing runs a
-        block again, it is the call whose backward pass runs; a RuntimeError if this call was merged by another patch.
+        A RuntimeError is raised if gradient checkpointing runs a block again whose call was merged by another patch.
         """
         if torch.is_tensor(self.begun):
             return self.calls.in_graph
@@ -135,8 +129,7 @@ class WrapSet:
     def regain_top(self, level: int) -> None:
         """Put the model's wrap back on top for the next call if another program removed or replaced it.
 
-        Then the attention of this level that calls this, and later ones until that wrap is called, are counted as
-        unmerged. Without a patch, or with merging turned off, nothing happens.
+        Until that wrap is called, the attentions that call this are counted as unmerged.
         """
         if self.patch is None or self.calls.disabled or not self.wraps:
             return
@@ -158,8 +151,7 @@ def wraps_on(model: nn.Module | None) -> WrapSet | None:
 def put_on(model: nn.Module, adapter: Any, patch: Any, ways: Ways) -> Any:
     """Put the wraps of a patch on a model, in place of another's, and return the patch in force before, or None.
 
-    Rules merge in the levels of `ways` only. Idempotent: if `patch` is in force already, its wraps are only put back on
-    top. An error removes all wraps, and is raised.
+    Idempotent: if `patch` is in force already, its wraps only go back on top. An error removes all wraps.
     """
     with patch_lock:
         wraps = wraps_on(model)

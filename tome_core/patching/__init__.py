@@ -84,11 +84,7 @@ def curve_of(model: Any) -> str:
 
 
 def _config_of(config: MergeConfig | str | None, strength: float | None, settings: dict, curve: str) -> MergeConfig:
-    """Return the settings that `patch`'s arguments ask for, changed by `settings`; raise what `patch` raises.
-
-    Without config and strength, `settings` change ``MergeConfig()``; if there are none either, these are `DEFAULT`.
-    `curve`, from `curve_of`, decides what a strength or a preset's name means.
-    """
+    """Return the settings that `patch`'s arguments ask for, on a curve of `curve_of`; raise what `patch` raises."""
     if strength is not None and config is not None:
         raise ValueError(f"strength={strength!r} and config={config!r} both say what merges; give one of them")
     if strength is None and config is None:
@@ -106,7 +102,7 @@ def apply_patch(
 ) -> Any:  # fmt: skip
     """Merge tokens in a model, in place, with tomesd's arguments and method, and return the model.
 
-    `patch` has better defaults, such as proportional attention.
+    `patch` has better defaults, such as proportional attention, and raises the same errors.
 
     Args:
         model: see `patch`.
@@ -120,11 +116,6 @@ def apply_patch(
         merge_crossattn: merge in cross-attention.
         merge_mlp: merge in feed-forward layers.
         seed: of the random destinations (not in tomesd).
-
-    Raises:
-        UnsupportedModelError: the model has no known attention.
-        ValueError: a value is out of range.
-        TypeError: a value has the wrong type.
     """
     patch(model, MergeConfig(
         ratio=ratio, max_downsample=max_downsample, sx=sx, sy=sy, use_rand=use_rand, merge_attn=merge_attn,
@@ -160,10 +151,7 @@ def report(model: Any) -> Report:
 
 
 def _schedule_of(model: Any) -> NoiseSchedule | None:
-    """Return the noise schedule of a pipeline's scheduler or of an LDM model's ``betas``; None if the model shows none.
-
-    A scheduler without betas of the training counts as Stable Diffusion's if it has ``scale_model_input``.
-    """
+    """Return the noise schedule of a pipeline's scheduler or of an LDM model's ``betas``; None if it shows none."""
     scheduler = getattr(model, "scheduler", None)
     if scheduler is not None:  # one without betas of training counts as Stable Diffusion's if it scales inputs
         return training_schedule(scheduler) or (STABLE_DIFFUSION if hasattr(scheduler, "scale_model_input") else None)

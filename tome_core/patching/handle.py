@@ -68,9 +68,8 @@ class Patch(State):
     def install(self) -> Patch:
         """Put the patch on the models, in place of an earlier one, and return this patch. Idempotent.
 
-        Call it again if another program removed or wrapped the patch; it goes on top. Unless it is on already, this
-        asks again whether an estimate decides if merging pays, which it does not for a compiled UNet. A RuntimeError is
-        raised if all models were garbage-collected.
+        Call it again if another program removed or wrapped the patch; it goes on top. A RuntimeError is raised if all
+        models were garbage-collected.
         """
         if self.model is None:
             raise RuntimeError("the model that this handle patched is gone; patch the new one")
@@ -118,10 +117,7 @@ class Patch(State):
             before.install()
 
     def report(self) -> Report:
-        """Return a copy of the counts since the last reset.
-
-        If no call was counted, and another program's wrapper lies over the patch, a note names the wrapper.
-        """
+        """Return a copy of the counts since the last reset, with a note if another program keeps calls away."""
         report = super().report()
         sets = () if report.calls else (wraps for wraps in map(wraps_on, self._present()) if wraps and wraps.wraps)
         over = [f"nothing will merge: no call counted yet; {why_missed(wraps.wraps[0])}" for wraps in sets
@@ -141,11 +137,9 @@ class Patch(State):
                 thread_calls.disabled -= 1
 
     def _follow(self, patched_object: Any) -> None:
-        """Let `time` read a pipeline's scheduler, and make a wrap of its progress bar, in which each picture begins.
+        """Let `time` read a pipeline's scheduler, if the settings need it, and make a wrap of its progress bar.
 
-        `install` puts the wrap on; the scheduler gets none. Nothing is done if the settings need no time, for a UNet
-        whose pipeline has no scheduler with ``scale_model_input``, or for a transformer whose pipeline has no bar. A
-        UNet's bar gets a wrap only if matches are kept.
+        `install` puts the wrap on: each picture begins in the bar. A UNet's bar gets one only if matches are kept.
         """
         scheduler, is_unet = getattr(patched_object, "scheduler", None), self.adapter.curve != "transformer"
         if not self.wants_time or (is_unet and not hasattr(scheduler, "scale_model_input")):

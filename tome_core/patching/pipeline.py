@@ -18,10 +18,7 @@ _GUIDES = ("do_classifier_free_guidance", "do_perturbed_attention_guidance")  # 
 
 
 class SamplingScope(Wrap):
-    """A replacement of ``pipeline.progress_bar``, which returns the bar in a `_Bar` that tells `time` of samplings.
-
-    Every diffusers pipeline runs the steps of its pictures inside the bar: the sampling begins and ends with it.
-    """
+    """A replacement of ``pipeline.progress_bar``: every diffusers pipeline runs the steps of its pictures in it."""
 
     def __init__(self, pipeline: Any, time: ModelTime) -> None:
         super().__init__(pipeline, "progress_bar")
@@ -38,21 +35,14 @@ class SamplingScope(Wrap):
         self._target = None if pipeline is None else weakref.ref(pipeline)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the pipeline's progress bar in a `_Bar`: a new sampling, or the rest of another pipeline's.
-
-        It is the rest if the pipeline's ``denoising_start`` is not None.
-        """
+        """Return the pipeline's progress bar in a `_Bar`: a new sampling, or the rest of another pipeline's."""
         bar = self.original(*args, **kwargs)
         continues = getattr(self._target(), "denoising_start", None) is not None  # another pipeline began it
         return _Bar(bar, partial(self.time.sample, partial(_guidance, self._target), continues=continues))
 
 
 def _guidance(pipeline: weakref.ref[Any], batch: torch.Tensor) -> Guidance | None:
-    """Return (number of pictures, index of the prompt's copy) for the latents of a call, by the pipeline's guidance.
-
-    A batch has a copy of all pictures for each of: negative prompt, prompt, perturbed attention, if they are on, in
-    this order. None without guidance, or if the batch is no multiple of the copies.
-    """
+    """Return (number of pictures, index of the prompt's copy) for the latents of a call; None without guidance."""
     # a batch holds the copies for the negative prompt, the prompt, and perturbed attention, in this order
     by_prompt, by_perturbing = (bool(getattr(pipeline(), name, False)) for name in _GUIDES)
     copies = 1 + by_prompt + by_perturbing
@@ -60,10 +50,7 @@ def _guidance(pipeline: weakref.ref[Any], batch: torch.Tensor) -> Guidance | Non
 
 
 class _Bar:
-    """A stand-in for a progress bar. Its ``with`` or iteration is a sampling, begun before the bar, ended after it.
-
-    `sampling` returns the context manager that is entered for the time of the sampling.
-    """
+    """A progress bar; its ``with`` or iteration is a sampling, inside the context manager ``sampling()`` returns."""
 
     def __init__(self, bar: Any, sampling: Callable[[], AbstractContextManager[None]]) -> None:
         self._bar, self._sampling, self._scope = bar, sampling, ExitStack()

@@ -35,9 +35,8 @@ class Gains:
     def load(self, path: str | os.PathLike | None) -> None:
         """Read times from a file, which need not exist, and append new times to it from now on, one line of JSON each.
 
-        A host calls this once, before it patches a model; None changes nothing. The file's folder is created with the
-        first line. Lines that cannot be read are ignored, with one warning. Of equal cases the last line counts; a file
-        that is mostly replaced lines is written anew.
+        A host calls this once, before it patches a model; None changes nothing. The file's folder is made with the
+        first line. Lines that cannot be read are ignored, with one warning. Of equal cases the last line counts.
         """
         if path is None:
             return
@@ -53,10 +52,7 @@ class Gains:
             self._write([*self.pictures.items()], whole=True)
 
     def _take(self, line: Any) -> None:
-        """Keep a decoded line, [key of `pictures`, times]; they replace all times of that case.
-
-        Raises ValueError or TypeError for other lines, or times <= 0.
-        """
+        """Keep a decoded line, [key of `pictures`, times], or raise a ValueError or a TypeError if it is none."""
         (where, how, rules, saved), times = line
         if not (times and all(isinstance(seconds, float) and seconds > 0 for seconds in times)):
             raise ValueError("it has times that are none")
@@ -64,10 +60,7 @@ class Gains:
         self.pictures[where, how, rules, saved] = tuple(times)
 
     def add_picture(self, case: tuple[str, ...], seconds: float) -> None:
-        """Keep a picture's seconds per model call in `pictures` and in the file.
-
-        `case` is a key of `pictures`, which keeps the latest 12 times of a case, and the latest 300 cases.
-        """
+        """Keep a picture's seconds per model call under a key of `pictures`, and in the file; the latest are kept."""
         seen = {other: times for other, times in self.pictures.items() if other != case}
         seen[case] = (*self.pictures.get(case, ()), seconds)[-_MOST:]
         self.pictures = dict(list(seen.items())[-_CASES:])
@@ -76,10 +69,9 @@ class Gains:
     def of_pictures(self, where: str, *rules: str) -> str:
         """Return the gain in the user's pictures as text, in the latest case of `where` and `rules`.
 
-        `where` is the first text of the case's key (a hash of model and size), `rules` the third and optionally the
-        fourth, the saved share, without which any fits. The text is ``about 1.5x faster, from your own pictures (9 with
-        merging, 12 without)``; "" if there are fewer than three pictures of either kind with equal other conditions, or
-        if their times vary too much.
+        `where` is the first text of the case's key, `rules` the third and optionally the fourth, without which any
+        fits. The text is ``about 1.5x faster, from your own pictures (9 with merging, 12 without)``; "" with fewer than
+        three pictures of either kind under equal other conditions, or if their times vary too much.
         """
         latest = [case for case in self.pictures if case[0] == where and case[2:][: len(rules)] == rules][-1:]
         kinds = [self.pictures.get(key, ()) for case in latest for key in ((*case[:2], "", ""), case)] or [()]

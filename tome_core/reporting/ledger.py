@@ -86,12 +86,11 @@ class LevelTally(Counted):
     """The counts of one level of a model, which is all blocks whose tokens have one size. ``+`` adds two tallies.
 
     The work of a self-attention call is batch times queries times keys, including tokens that a correction computes
-    exactly. A sum has the first tally's `downsample`, the larger number of blocks, and 0 as its level; it is `covered`
-    if either tally is.
+    exactly.
     """
 
-    downsample: int  # latent cells per token, along a side
-    blocks: int  # 0 if not known
+    downsample: int  # latent cells per token, along a side; in a sum the first tally's
+    blocks: int  # 0 if not known; in a sum the larger number
     merged: Counter = field(default_factory=Counter)  # calls by (part, tokens, queries left, keys left)
     skipped: Counter = field(default_factory=Counter)  # unmerged calls by "part: reason"
     skipped_work: Counter = field(default_factory=Counter)  # their self-attention work, also by "part: reason"
@@ -114,10 +113,7 @@ class LevelTally(Counted):
 
 
 class Ledger:
-    """The counts of one patch: `calls` of the model, and for each of the levels, finest first, those of its blocks.
-
-    `notes` is a tuple of texts for the report. A method's `level` is an index of `levels`.
-    """
+    """The counts of one patch, of calls of its model and of levels, the finest first, with texts for the report."""
 
     def __init__(self, levels: list[LevelTally], notes: tuple[str, ...]) -> None:
         self.levels, self.notes, self.calls = levels, notes, 0
@@ -146,10 +142,7 @@ class Ledger:
             tally.work_left += batch * (after[0] * after[1] + exact * keys)
 
     def skip(self, level: int, part: str, reason: str, work: int = 0) -> None:
-        """Count an unmerged call of a part, or a whole "block", under the text "part: reason".
-
-        `work` is batch times queries times keys of an unmerged self-attention, else 0; it counts as full and as left.
-        """
+        """Count an unmerged call of a part, or a whole "block", with the `work` of a self-attention, else 0."""
         tally = self.levels[level]
         tally.skipped[f"{part}: {reason}"] += 1
         tally.skipped_work[f"{part}: {reason}"] += work

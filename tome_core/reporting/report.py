@@ -18,23 +18,14 @@ _NOTHING_WILL = "nothing will merge: "  # the beginning of notes with a reason
 
 @dataclass(frozen=True)
 class Report(Counted):
-    """The report of a patch. ``str()`` gives it as text. Its figures, such as ``work_saved``, cover all levels.
+    """The report of a patch. ``str()`` gives it as text. Its figures, such as ``work_saved``, cover all levels."""
 
-    Args:
-        patched: True if the patch is on the model.
-        settings: the settings of the patch, as texts.
-        calls: number of counted model calls.
-        levels: the counts of each level, the finest first.
-        notes: texts on clamped settings, and on reasons why nothing merges.
-        own: the gain in the user's own pictures, as text; "" if it is not known.
-    """
-
-    patched: bool
-    settings: tuple[str, ...] = ()
-    calls: int = 0
-    levels: tuple[LevelTally, ...] = ()
-    notes: tuple[str, ...] = ()
-    own: str = ""
+    patched: bool  # the patch is on the model
+    settings: tuple[str, ...] = ()  # of the patch, as texts
+    calls: int = 0  # of the model
+    levels: tuple[LevelTally, ...] = ()  # the finest first
+    notes: tuple[str, ...] = ()  # on clamped settings, and on reasons why nothing merges
+    own: str = ""  # the gain in the user's own pictures, as text; "" if it is not known
 
     @classmethod
     def join(cls, reports: Iterable[Report]) -> Report:
@@ -62,10 +53,7 @@ class Report(Counted):
 
     @property
     def headline(self) -> str:
-        """``nothing merged: ...`` and why, if nothing merged; else `own`, the gain in the user's own pictures.
-
-        If that is not known, it is ``61% of attention left out``, or ``no attention left out`` if the share is exact 0.
-        """
+        """``nothing merged: ...`` and why; or `own`, the gain; or, if not known, ``61% of attention left out``."""
         return self._gain or self._outcome()
 
     @property
@@ -104,7 +92,8 @@ class Report(Counted):
         more += beside
         more += [f"latent /{level.downsample}: {_kinds_text(level)}" for level in self.levels if level.calls_merged]
         reasons = self._reasons_by_cost()[not self.merged_anything : _KINDS]  # the first reason is in the outcome
-        more += [f"not merged, {count(self.reasons[why], _noun(why))}: {_why(why)}" for why in reasons]
+        nouns = {why: "whole block" if why.startswith("block: ") else "call" for why in reasons}
+        more += [f"not merged, {count(self.reasons[why], nouns[why])}: {_why(why)}" for why in reasons]
         more += [f"compiled without merging, {reason}" for reason in self._traced()]
         more += [*self.notes, *(f"settings: {settings}" for settings in self.settings)]
         return [f"{title}: {', '.join(filter(None, [*facts, gain or outcome]))}", *(f"  {line}" for line in more)]
@@ -172,9 +161,8 @@ def _level_data(level: LevelTally) -> dict[str, Any]:
 def _kinds_text(level: LevelTally) -> str:
     """Format a level's merged calls: ``4096 tokens -> 64 or 640 keys, 98% left out``, a share of self-attention work.
 
-    The bare 64 stands for as many queries as keys, ``640 keys`` for another number of queries. MLPs and
-    whole blocks follow: ``MLP 4096 tokens -> 64``; after three kinds, ``2 other sizes``. Cross-attentions alone give
-    ``3 calls merged``.
+    The bare 64 stands for as many queries as keys. MLPs and whole blocks follow, as ``MLP 4096 tokens -> 64``; after
+    three kinds, ``2 other sizes``. Cross-attentions alone give ``3 calls merged``.
     """
     sides: dict[int, list[str]] = {}
     for tokens, queries, keys in level.tokens:
@@ -191,11 +179,6 @@ def _kinds_text(level: LevelTally) -> str:
 def _is_as_asked(reason: str) -> bool:
     """Tell whether a `Report.reasons` key says that the settings exclude the part, or that merging would not pay."""
     return reason.partition(": ")[2].startswith(_AS_ASKED)
-
-
-def _noun(reason: str) -> str:
-    """Return what a `Report.reasons` key counts: calls of parts or of whole blocks."""
-    return "whole block" if reason.startswith("block: ") else "call"
 
 
 def _why(reason: str) -> str:

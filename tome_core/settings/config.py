@@ -18,11 +18,10 @@ _ENDLESS = 2**53 - 1  # the limit of settings without a limit: above it, floats 
 
 
 def setting(default: Any, label: str, help: str, **facts: Any) -> Any:
-    """Return a dataclass field for a setting, whose metadata is `label`, `help` and `facts`.
+    """Return a dataclass field for a setting, with the label and the tooltip (`help`) of its control.
 
-    `label` and `help` are the control's label and tooltip. `facts`, which describe its control and range, are keys of
-    `describe_settings` or `form`. If `default` is None, the setting may be None. A setting without choices and minimum
-    is a switch. Without `limit`, the maximum is the limit.
+    `facts` about control and range are keys of `describe_settings` or `form`. If `default` is None, the setting may be
+    None. Without choices and minimum it is a switch. Without `limit`, the maximum is the limit.
     """
     if "maximum" in facts:
         facts.setdefault("limit", facts["maximum"])
@@ -30,11 +29,7 @@ def setting(default: Any, label: str, help: str, **facts: Any) -> Any:
 
 
 def _check(item: Any, value: Any) -> Any:
-    """Return a possible value of a setting; raise a TypeError or ValueError that says what to use.
-
-    `item` is the setting's dataclass field. A wrong type of a number or switch is a TypeError, all else a ValueError.
-    None is possible if it is the default. An int becomes a float if the step is a float; no other value changes.
-    """
+    """Return a possible value of a setting, a dataclass field; a TypeError or ValueError says what to use."""
     facts, name = item.metadata, item.name
     if value is None and item.default is None:
         return None
@@ -169,19 +164,12 @@ class MergeRule:
 
     @cached_property
     def corrects(self) -> bool:
-        """True if the error of merged keys and values is corrected.
-
-        `correction` and `proportional` have to be on, and all tokens' keys and values computed: the side is "kv", or
-        a bipartite match compares "keys+values".
-        """
+        """True if the error of merged keys and values is corrected, which needs keys and values of all tokens."""
         at_hand = self.metric == "keys+values" and METHODS[self.method].compares
         return self.correction and self.proportional and (self.side == "kv" or at_hand)
 
     def holds_at(self, timestep: float | None) -> bool:
-        """Tell whether a timestep is in the rule's range, ``min_timestep`` up to below ``max_timestep``.
-
-        None, an unknown timestep, is in the range only if the rule has no limit.
-        """
+        """Tell whether a timestep is in the rule's range; None, an unknown one, only if the rule has no limit."""
         low, high = self.min_timestep, self.max_timestep
         if timestep is None:
             return low is None and high is None

@@ -51,8 +51,7 @@ class Field(NamedTuple):
     def read(self, value: Any) -> Any:
         """Return the setting's value for what the control shows; 2.0 is read as 2 for integers.
 
-        `UNSET` is read as None if the setting `may_be_unset`. Type and range of a number are not checked. A ValueError
-        is raised if there is no such choice.
+        Type and range of a number are not checked. A ValueError is raised if there is no such choice.
         """
         if self.choices:
             if value not in self.choices:
@@ -66,10 +65,7 @@ class Field(NamedTuple):
 
 
 def _field_of(described: Mapping[str, Any]) -> Field:
-    """Return the field of a setting that has a place in the form, from its dict of `describe_settings`.
-
-    If the default is None and there are no choices, `UNSET` is default and minimum, and the tooltip explains it.
-    """
+    """Return the field of a dict of `describe_settings`; if it may be None, `UNSET` is default and minimum."""
     facts = {name: value for name, value in described.items() if name in Field._fields}
     meanings = facts.get("choices", ())
     field = Field(**facts | {"name": described.get("known_as", facts["name"]), "setting": facts["name"]})
@@ -97,10 +93,9 @@ def values_of(config: MergeConfig) -> dict[str, Any]:
 
 
 def values_at(strength: str | float, curve: str = SD) -> dict[str, Any]:
-    """Return what the form shows, by the names of fields, for a strength from 0 to 1 or a preset's name.
+    """Return what the form shows for a strength or a preset's name, by field, without fields `beside_strength`.
 
-    Fields that are `beside_strength` are left out. `curve` is the model's, one of `presets.CURVE_NAMES`. A ValueError
-    is raised if there is no such strength, preset or curve.
+    `curve` is one of `presets.CURVE_NAMES`. A ValueError is raised if there is no such strength, preset or curve.
     """
     values = values_of(config_of(strength, curve))
     return {item.name: values[item.name] for item in FIELDS if not item.beside_strength}
@@ -109,9 +104,8 @@ def values_at(strength: str | float, curve: str = SD) -> dict[str, Any]:
 def change(config: MergeConfig, values: Mapping[str, Any]) -> MergeConfig:
     """Return a copy of a config that is changed by values of the form. A setting of rules changes in every rule.
 
-    `values` has what controls show, by the names of fields. A value of None leaves a setting as it is. In the form's
-    names, a ValueError says that a name is not known or a value not possible, a TypeError that a value has the wrong
-    type.
+    `values` has what controls show, by field; None leaves a setting as it is. A ValueError or a TypeError says in the
+    form's names what is not known or not possible.
     """
     unknown = set(values) - set(NAMES)
     if unknown:
@@ -126,9 +120,8 @@ def change(config: MergeConfig, values: Mapping[str, Any]) -> MergeConfig:
 def keep_possible(values: Mapping[str, Any]) -> tuple[MergeConfig, list[str]]:
     """Return a config of the values that are possible, and an error text for each value that was left out.
 
-    `values` has what controls show, by the names of fields. A setting whose value was left out has its default. If two
-    settings contradict each other, the one that is later in the form is left out. Missing values, None and unknown
-    names are ignored.
+    `values` has what controls show, by field; missing ones, None and unknown names are ignored. A setting whose value
+    was left out has its default. Of two settings that contradict each other, the later in the form is left out.
     """
     config, left_out = MergeConfig(), []
     for name in NAMES:

@@ -91,22 +91,14 @@ def refine_of(cell: int) -> int:
 
 
 def preset(name: str, curve: str = SD) -> MergeConfig:
-    """Return the settings of a named strength, one of `PRESETS`; `MARKS` has their numbers.
-
-    `curve` is the model's, see `strength`. A ValueError is raised if `name` or `curve` is not known.
-    """
+    """Return the settings of a named strength, one of `PRESETS`; a ValueError says that it or `curve` is not known."""
     if name not in MARKS:
         raise ValueError(f"preset={name!r} is not known; use one of {', '.join(map(repr, PRESETS))}")
     return strength(MARKS[name], curve)
 
 
 def _between(value: float, points: tuple[tuple[int, int], ...]) -> tuple[float, int]:
-    """Return (share of keys in late steps, timestep from which steps are early) at a strength on one of `CURVES`.
-
-    `points` are (share of keys in 1/64, timestep) at evenly spaced strengths from 0 to 1. The share is interpolated in
-    its logarithm and rounded up to 1/64; above `MOST_MERGED` it becomes `MOST_MERGED` or 1, the nearer by ratio. The
-    timestep is interpolated linearly and rounded.
-    """
+    """Return (share of keys in late steps, timestep from which steps are early) at a strength on one of `CURVES`."""
     place = value * (len(points) - 1)
     low = min(int(place), len(points) - 2)
     part = place - low

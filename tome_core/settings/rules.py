@@ -18,8 +18,7 @@ _EARLY_REFINE = 2  # k-means steps of an early phase
 def reaches(rule: MergeRule, level: int, downsample: int) -> bool:
     """Tell whether a rule reaches a level, by `downsample`, the latent cells per token along a side.
 
-    It reaches from ``min_downsample`` up to ``max_downsample``, both included. If both are None, it reaches level 0
-    alone, the finest with attention.
+    If ``min_downsample`` and ``max_downsample``, both included, are None, it reaches level 0 alone, the finest.
     """
     low, high = rule.min_downsample, rule.max_downsample
     if low is None and high is None:
@@ -30,20 +29,15 @@ def reaches(rule: MergeRule, level: int, downsample: int) -> bool:
 def plain_rules(config: MergeConfig, downsamples: Sequence[int]) -> dict[MergeRule, MergeRule | None]:
     """Return a config's rules in order, as keys, with a rule for its early phase before each rule that has one.
 
-    With an `early_ratio`, each rule that merges self-attention at level 0 has one. The value of an early phase's rule
-    is the rule that follows it; other values are None. `downsamples` is latent cells per token, along a side, of each
-    level of the model, the finest first: it tells whether a rule reaches level 0.
+    The value of an early phase's rule is the rule that follows it; other values are None. `downsamples` is latent cells
+    per token, along a side, of each level of the model, the finest first.
     """
     return {plain: late for rule in config.rules
             for plain, late in ((_early(config, rule, downsamples), rule), (rule, None)) if plain}  # fmt: skip
 
 
 def _early(config: MergeConfig, rule: MergeRule, downsamples: Sequence[int]) -> MergeRule | None:
-    """Return the rule for a rule's early phase, for self-attention at level 0 alone, with cells that allow the ratio.
-
-    It holds from the higher of `early_until` and the rule's `min_timestep` upwards. None without `early_ratio`, or if
-    the rule itself does not merge self-attention at level 0. `downsamples` are those of `plain_rules`.
-    """
+    """Return the rule for a rule's early phase, for self-attention at level 0 alone; None if it has none."""
     ratio = config.early_ratio
     if ratio is None or not rule.merge_attn or not reaches(rule, 0, downsamples[0]):
         return None
@@ -90,8 +84,7 @@ def ever_merges(rules: Sequence[MergeRule], level: int, downsample: int) -> bool
 def ways_of(rules: Sequence[MergeRule], level: int, downsample: int) -> set[str]:
     """Return how rules that are on merge blocks of a level that they reach; empty if they merge keys and values alone.
 
-    "tomesd": parts of blocks may be called with merged tokens, as by tomesd; "blocks": whole blocks may be. `level` and
-    `downsample` are those of `ever_merges`.
+    "tomesd": parts of blocks may be called with merged tokens, as by tomesd; "blocks": whole blocks may be.
     """
     ways: set[str] = set()
     for rule in rules:
@@ -102,10 +95,9 @@ def ways_of(rules: Sequence[MergeRule], level: int, downsample: int) -> set[str]
 
 
 def notes_on(config: MergeConfig, is_reached: bool, downsamples: list[int]) -> tuple[str, ...]:
-    """Return texts for the report: for each clamped ratio, for a clamped early ratio, and if nothing ever merges.
+    """Return texts for the report: for each clamped ratio, and if nothing ever merges, though the config is on.
 
-    The last is added if `is_reached`, whether a rule that is on reaches a level of the model, is False and the config
-    is on; it names `downsamples`, those of `plain_rules`.
+    `is_reached` tells whether a rule that is on reaches a level of the model.
     """
     notes = [f"ratio {rule.ratio:g} is over the cap {rule.ratio_cap:g} of cells {rule.sx}x{rule.sy} and was clamped; "
              "larger cells (sx, sy) allow more"

@@ -98,10 +98,9 @@ class NoiseSchedule:
         return Time(timestep, self.percent_of(timestep))
 
     def window_of(self, config: MergeConfig) -> tuple[float, float] | None:
-        """Return (start, end) of the part of the schedule in which a config merges, 0 for pure noise to 1.
+        """Return (start, end) of the part of the schedule, from pure noise, 0, in which a config merges; None for all.
 
-        None if start, end and `max_beta` have their defaults. `max_beta` puts off the start until beta is below it.
-        The start may be larger than the end: nothing merges then.
+        `max_beta` puts off the start until beta is below it. If the start is larger than the end, nothing merges.
         """
         if not config.uses_percent:
             return None

@@ -42,10 +42,7 @@ _verified: set[tuple] = set()  # kernels that were checked: name, constants, dev
 
 
 def notes() -> tuple[str, ...]:
-    """Return a text for each reason why kernels are off, for the report: their names, or no name for all kernels.
-
-    A reason is known after a failed import or run, or ``TOME_CORE_TRITON=0``. `kernels_off` is no such reason.
-    """
+    """Return a text for the report for each reason, known by now, why kernels are off; `kernels_off` is none."""
     why = {**({"": _why_off} if _why_off else {}), **_off}
     names = {reason: ", ".join(name for name in why if why[name] == reason) for reason in why.values()}
     return tuple(f"Triton's kernels {name + ' ' if name else ''}are off, torch's operators do the same: {reason}"
@@ -63,21 +60,14 @@ def ready_for_halves(x: Tensor) -> bool:
 
 
 def available(device: torch.device) -> bool:
-    """Return whether a "cuda" or "xpu" device has kernels; False while torch.jit traces, or if all kernels are off.
-
-    NVIDIA's need compute capability 8.0. The first call for a GPU imports Triton (`_module`). If single kernels are
-    off, the result stays True.
-    """
+    """Return whether a device has kernels; False while torch.jit traces. The first call for a GPU imports Triton."""
     if device.type not in DEVICES or torch.jit.is_tracing():
         return False
     return _supports(device) and _module() is not None
 
 
 def can_fit_all_heads(q: Tensor) -> bool:
-    """Return whether kernels can fit a correction to all heads of `q` ``(batch, tokens, heads, head_dim)`` at once.
-
-    They can if `q` is `ready_for_halves`, needs no gradient, and has at most `RIDGE_WIDEST` channels in a head.
-    """
+    """Return whether kernels can fit a correction to all heads of `q` ``(batch, tokens, heads, head_dim)`` at once."""
     return q.shape[3] <= RIDGE_WIDEST and ready_for_halves(q) and not needs_gradient(q)
 
 
@@ -97,10 +87,8 @@ def best_keys(
 ) -> tuple[Tensor, Tensor] | None:
     """Return the highest score of each query, float32, and the number of its key, int64, both ``(batch, queries)``.
 
-    None if the kernel could not run. Queries are the tokens of `x`, ``(batch or 1, tokens, channels)``, with the
-    numbers `rows`, int64 ``(batch or 1, queries)``, or all tokens if `rows` is None. `keys`, ``(batch, keys,
-    channels)``, are float32 or of the dtype of `x`. Strides are free. A score is a dot product plus the key's `bias`,
-    float32 ``(batch, keys)``, if there is one; `lengths` subtracts half of the query's squared length.
+    None if the kernel could not run. Arguments are those of `methods.base.best_keys`, with any strides; `lengths`
+    subtracts half of the query's squared length from a score.
 
     Float32 keys of queries in half precision are split into several numbers of half precision that together hold all
     digits: there is no TF32, and keys are not rounded. So keys of float16 queries must be in the range of float16, as
@@ -183,11 +171,10 @@ def assign_groups(score: Tensor, index: Tensor, sources: Tensor, destinations: T
     """Return the group of each token, ``(batch, tokens)``, after the `removed` sources with the highest scores merged.
 
     A merged source joins the group of its best destination. Group i is that of the i-th destination; then come those of
-    the sources that stay, one each, by falling score. `sources` ``(batch or 1, sources)`` and `destinations` ``(batch
-    or 1, destinations)`` are numbers of tokens, and together all tokens. `score`, float32, and `index`, the place in
-    `destinations` of each source's best destination, are ``(batch, sources)``. Indices and groups are int64. Of equal
-    scores the first merges first; NaN merges before all numbers. None if the kernel, which compares all pairs of
-    scores, could not run or has more than 16,384 sources.
+    the sources that stay, one each, by falling score. `sources` and `destinations`, ``(batch or 1, n)``, are numbers of
+    tokens, and together all tokens. `score`, float32, and `index`, the place in `destinations` of each source's best
+    destination, are ``(batch, sources)``. Indices and groups are int64. Of equal scores the first merges first; NaN
+    merges before all numbers. None if the kernel could not run or has more than 16,384 sources.
     """
     batch, count = index.shape
     if count * count > _COMPARED_UP_TO or not available(index.device):
@@ -230,11 +217,10 @@ def attend_sample(
 ) -> SampleAttention | None:  # fmt: skip
     """Compute attention of a few queries over merged keys and over all keys; None if the kernel could not run.
 
-    All tensors have the same half precision. Of the form ``(batch, number, heads * head_dim)`` are `q`, a few queries,
-    `keys` and `values` of all tokens, and `merged_keys` and `merged_values`, a row for each group. The last two
-    are contiguous, others have any strides. `scale` multiplies all logits. `bias`, ``(batch or 1, groups)``, finite, is
-    added to the scaled logits of merged keys. All keys are split into the spans of `first_order`, so that a few queries
-    keep a whole GPU busy.
+    All tensors have the same half precision, the first five are ``(batch, number, heads * head_dim)``; merged ones, a
+    row for each group, are contiguous. `scale` multiplies all logits. `bias`, ``(batch or 1, groups)``, finite, is
+    added to the scaled logits of merged keys. All keys are split into spans, so that a few queries keep a whole GPU
+    busy.
     """
     batch, tokens, channels = keys.shape
     width, span, count = channels // heads, _span(tokens), q.shape[1]
@@ -251,13 +237,12 @@ def _span(tokens: int) -> int:
 
 
 def ridge(q: Tensor, answers: SampleAttention, first: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Fit a correction by ridge regression, and return its matrix and its constant, in the form that `correct` takes.
+    """Fit a correction by ridge regression: return matrix and constant in the dtype of `q`, in the form of `correct`.
 
     In each head, the correction predicts the output over all keys, less the output over merged keys, from the query and
-    the output over merged keys. `q` and `answers` are the queries and the result of `attend_sample`, with at most
-    `RIDGE_WIDEST` channels in a head; `first`, the result of `first_order` with all its spans, adds up to the first
-    guess of ``M1``. If the sum of a head is 0 in the dtype of `q`, merging loses nothing and the correction is 0. The
-    correction has the dtype of `q`; None if the kernel could not run.
+    the output over merged keys. `q` and `answers` are those of `attend_sample`, with at most `RIDGE_WIDEST` channels in
+    a head; `first`, the result of `first_order`, adds up to the first guess of ``M1``. If the sum of a head is 0 in the
+    dtype of `q`, merging loses nothing and the correction is 0. None if the kernel could not run.
     """
     width = first.shape[2]
     matrix = torch.empty(first.shape[1], 2 * width, width, dtype=q.dtype, device=q.device)
@@ -268,9 +253,8 @@ def ridge(q: Tensor, answers: SampleAttention, first: Tensor) -> tuple[Tensor, T
 def correct(out: Tensor, q: Tensor, matrix: Tensor, constant: Tensor) -> Tensor | None:
     """Return ``out + q M1 + out M2 + b`` in each head, a new tensor; None if the kernel could not run.
 
-    `out` and `q` are ``(batch, tokens, heads * head_dim)``; all tensors have the same half precision. `matrix` is
-    ``M1`` above ``M2``, ``(batch * heads, 2 * head_dim, head_dim)``, `constant` is ``b``, ``(batch * heads, 1,
-    head_dim)``, both contiguous. None too if heads have more than `WIDEST_HEAD` channels.
+    `out` and `q` are ``(batch, tokens, heads * head_dim)``; all have the same half precision. `matrix`, ``M1`` above
+    ``M2``, and `constant`, ``b``, are those of `correction.Correction`, contiguous, of at most `WIDEST_HEAD` channels.
     """
     width = matrix.shape[2]
     if width > WIDEST_HEAD:
@@ -291,10 +275,7 @@ def kernels_off() -> Iterator[None]:
 
 
 def _module() -> ModuleType | None:
-    """Return `triton_kernels`, imported by the first call; None if the import fails, or kernels are off.
-
-    All kernels are off if ``TOME_CORE_TRITON=0`` is in the environment at the first call, and inside `kernels_off`.
-    """
+    """Return `triton_kernels`, imported by the first call; None if the import fails, or all kernels are off."""
     global _is_loaded, _kernels, _why_off
     if _is_loaded:
         return _kernels
@@ -314,11 +295,10 @@ def launch(x: Tensor, variant: tuple[Any, ...], *arguments: Any) -> bool:
     """Run a kernel, which fills some of `arguments`. Return False if torch's operators have to do the work, else True.
 
     `variant` is the kernel's name and the constants for which it is compiled, apart from the dtype and the
-    (`available`) device of `x`. `arguments` are those of this function in `triton_kernels`, with empty tensors for the
-    results. A result is checked unless an earlier result of the same constants, dtype and device was right. A kernel
-    that cannot be compiled or launched, or whose result is wrong, is off until the process ends, with all constants. If
-    memory is too small, only this run fails, and so does a run that must be checked but cannot be: during the capture
-    of a CUDA graph, or with inputs that are not finite.
+    (`available`) device of `x`. `arguments` are those of this function in `triton_kernels`. A result is checked unless
+    an earlier one of the same constants, dtype and device was right. A kernel that cannot be compiled or launched, or
+    whose result is wrong, is off until the process ends. If memory is too small, only this run fails, and so does a run
+    that must be checked but cannot be: during the capture of a CUDA graph, or with inputs that are not finite.
     """
     kernels, name = _module(), variant[0]
     if kernels is None or name in _off:
@@ -340,10 +320,9 @@ def launch(x: Tensor, variant: tuple[Any, ...], *arguments: Any) -> bool:
 
 
 def _proves_itself(key: tuple, arguments: tuple[Any, ...]) -> bool:
-    """Return whether what a kernel has just written is right, and keep the key if so: it is not checked again.
+    """Return whether what a kernel has just written is right; then keep its key, else turn the kernel off.
 
-    A key is (name, *constants, device, dtype); `arguments` are those of `launch`, with the written results. For a wrong
-    one, `_give_up` turns the kernel off. Inputs that are not finite prove nothing: the answer is False, but it stays.
+    A key is (name, *constants, device, dtype). Inputs that are not finite prove nothing: False, but the kernel stays.
     """
     fault = find_fault(key[0], arguments)
     if fault == "":

@@ -78,11 +78,10 @@ def _by_head(flat: Tensor, width: int) -> Tensor:
 
 
 def best_keys(x, rows, keys, bias, score, index, lengths) -> Iterator[Output]:
-    """Check `triton_kernels.best_keys`: yield the numbers of keys, which must exist, then two outputs for each slice.
+    """Yield the numbers of keys, which must exist, then two outputs for each slice of queries.
 
-    The arguments are that function's, already filled; `kernels.best_keys` describes them. A slice is a run of queries.
-    Both outputs are expected to be close to the best score in float64: the score found, and the float64 score of the
-    key found. So if scores nearly tie, each of their keys is right.
+    Both are expected to be close to the best score in float64: the score found, and the float64 score of the key found.
+    So if scores nearly tie, each of their keys is right.
     """
     keys, count = keys.double(), keys.shape[1]
     longest = keys.norm(dim=2).amax(1)[:, None]
@@ -109,10 +108,9 @@ def best_keys(x, rows, keys, bias, score, index, lengths) -> Iterator[Output]:
 
 
 def mean_rows(x, values, order, offsets, tokens, mean, mean_values, exact, bias) -> Iterator[Output]:
-    """Check `triton_kernels.mean_rows`: yield `mean`, `mean_values` and `exact`, each in pieces, then `bias`.
+    """Yield the means that are not None, in pieces, then `bias`, which is expected from `mean` as it was filled.
 
-    A tensor that is None yields nothing. The allowed difference of a mean is a share of the group's mean absolute
-    value, plus the rounding to its dtype. `bias` is expected from `mean` as the kernel has filled it.
+    The allowed difference is a share of the group's mean absolute value, plus the rounding to the mean's dtype.
     """
     sizes, copies = offsets.diff(), len(x) // tokens
     group = torch.repeat_interleave(sizes, output_size=len(order))
@@ -175,10 +173,7 @@ def first_order(keys, values, group, means, span, scale, sums) -> Iterator[Outpu
 def attend_sample(
     q, keys, values, merged_keys, merged_values, bias, span, scale, merged, full, logs
 ) -> Iterator[Output]:
-    """Check outputs of `triton_kernels.attend_sample`: yield `merged`, then `full` and `logs` of each span of tokens.
-
-    The arguments are a finished kernel call's. Only the attention weights may be rounded to half precision.
-    """
+    """Yield `merged`, then `full` and `logs` of each span. Only attention weights may be rounded to half precision."""
     width, eps = merged.shape[2], torch.finfo(q.dtype).eps
     q, heads = _by_head(q, width), merged.shape[0] // len(q)
 
@@ -196,13 +191,11 @@ def attend_sample(
 
 
 def ridge(q, merged, full, logs, first, matrix, constant) -> Iterator[Output]:
-    """Check `triton_kernels.ridge`: yield what `matrix` and `constant` add to the outputs of the queries `q`.
+    """Yield what `matrix` and `constant` add to the outputs: ``[q, merged] @ matrix + constant`` in each head.
 
-    For each head this is ``[q, merged] @ matrix + constant``. These terms are compared, not the weights, since other
-    weights may add the same. They are expected as a ridge fit in float64 predicts them, for what `merged` lacks, and
-    may differ by a share of the sum of absolute terms. `merged`, `full` and `logs` are fields of
-    `kernels.SampleAttention`, `first` is the result of `kernels.first_order`. A head whose sum of `first` over spans
-    is all zeros has no correction.
+    These terms are compared, not the weights, since other weights may add the same. They are expected as a ridge fit in
+    float64 predicts them, and may differ by a share of the sum of absolute terms. A head whose `first` adds up to zeros
+    has no correction.
     """
     width, eps = merged.shape[2], torch.finfo(q.dtype).eps
     queries, merged = _by_head(q, width), merged.double()

@@ -35,11 +35,7 @@ class Method(NamedTuple):
 
 
 def take_queries(x: torch.Tensor, rows: torch.Tensor | None, start: int, stop: int) -> torch.Tensor:
-    """Return queries `start` to ``stop - 1`` of each sample, float32 ``(batch, stop - start, channels)``.
-
-    Query i is token i of `x`, ``(batch or 1, tokens, channels)``, or, if there are `rows`, int64 ``(batch or 1,
-    queries)``, the token whose number `rows` has at place i.
-    """
+    """Return queries `start` to ``stop - 1`` of each sample, float32; for `x` and `rows` see `best_keys`."""
     if rows is None:
         return x[:, start:stop].float()
     rows = rows[:, start:stop]
@@ -59,10 +55,9 @@ Best = tuple[torch.Tensor, torch.Tensor]
 def best_keys(x: torch.Tensor, rows: torch.Tensor | None, keys: torch.Tensor, bias: torch.Tensor | None = None) -> Best:
     """Find the key with the highest score for each query. A score is a dot product plus the key's bias.
 
-    Return highest scores, float32, and the numbers of their keys, int64, both ``(batch, queries)``. The scores never
-    exist as a whole. On a GPU with Triton one kernel computes and reduces them (see `kernels`), in the dtype of `x`.
-    Elsewhere queries are processed slice by slice. The two agree up to rounding, so near ties may resolve differently.
-    Not differentiable.
+    Return highest scores and the numbers of their keys. The scores never exist as a whole. On a GPU with Triton one
+    kernel computes and reduces them, in the dtype of `x`; elsewhere queries are processed slice by slice. The two agree
+    up to rounding, so near ties may resolve differently. Not differentiable.
 
     Args:
         x: ``(batch, tokens, channels)``, any float dtype; a batch of 1 is possible if `rows` has the whole batch.

@@ -53,10 +53,7 @@ def best_destination(x: Tensor, sources: Tensor, destinations: Tensor, by_distan
 
 
 def _best_anywhere(x: Tensor, sources: Tensor, destinations: Tensor, by_distance: bool) -> Best:
-    """Return the same as `best_destination`, but scores lack the source's length, so sources cannot be compared.
-
-    A score is the cosine times this length, or, if `by_distance`, leaves out minus half its square.
-    """
+    """Return the same as `best_destination`, but scores lack the source's length, so sources cannot be compared."""
     return best_keys(x, sources, *keys_of_rows(x, destinations, by_distance))
 
 
@@ -80,11 +77,7 @@ def _nearest(x: Tensor, keys: Tensor, bias: Tensor | None) -> MergePlan:
 
 
 def _plan(score: Tensor, index: Tensor, sources: Tensor, destinations: Tensor, removed: int) -> MergePlan:
-    """Return the plan in which the `removed` sources with the highest scores join their best destinations' groups.
-
-    `kernels.assign_groups` describes arguments and groups; its kernel makes the groups, or else torch. If `removed` is
-    the number of sources, all merge, and scores have no effect.
-    """
+    """Return the plan in which the `removed` best sources join their destinations, see `kernels.assign_groups`."""
     batch, count = score.shape
     ranked = removed < count
     num_destinations = destinations.shape[1]

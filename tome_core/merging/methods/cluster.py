@@ -49,10 +49,7 @@ def match(x: torch.Tensor, grid: Grid, options: MatchOptions, by_similarity: boo
 
 
 def _nearest(value: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
-    """Return the number of the nearest centre of each token, int64 ``(batch, tokens)``, by Euclidean distance.
-
-    `value` is ``(batch, tokens, channels)``, `centre` ``(batch, centres, channels)``.
-    """
+    """Return the number of each token's nearest centre, int64 ``(batch, tokens)``, by Euclidean distance."""
     # |x - c|^2 is smallest if x.c - |c|^2 / 2 is largest
     return best_keys(value, None, centre, centre.square().sum(-1) / -2)[1]
 
