@@ -166,6 +166,17 @@ def test_a_patch_at_one_block_keeps_that_block_whole_and_no_other():
     assert level.merged["block", 16, 5, 0] == 2 * len(blocks), "an empty list is nothing"
 
 
+def test_the_node_says_what_keeps_whole_blocks_from_merging():
+    plain, _, blocks = branches()
+    rules = BLOCKS, MergeRule(ratio=0.5, side="kv", max_downsample=1)
+    applied = ApplyToMe().apply(plain, settings=MergeConfig(rules=rules))[0]
+    blocks[0].ff.register_forward_hook(lambda *_: None)
+    sample(applied)
+    _, more = host.find_attached(applied).latest.lines
+    assert more.startswith(f"{1 / len(blocks):.0%} of whole blocks not merged: a hook on ff may need every token")
+    assert more.endswith("it merges without that")
+
+
 def test_what_runs_below_a_block_is_asked_in_each_call():
     """Object patches replace methods below a block while the model is loaded."""
     plain, applied, blocks = branches()

@@ -78,6 +78,19 @@ def test_what_hindered_merging_is_told_if_it_counts_and_nobody_asked_for_it():
     assert [percent(share) for share in (0.0, 0.614, 0.999, 1.0)] == ["0%", "61%", "99%", "100%"]
 
 
+def test_whole_blocks_that_could_not_merge_are_told_before_attention_with_their_share():
+    why, mask = "a hook on ff may need every token; it merges without that", "the call has an attention mask"
+    merged = Counter({("block", 256, 64, 0): 6, ("attn", 256, 64, 64): 6})
+    skipped = Counter({f"block: {why}": 18, "block: so few tokens that merging would not pay": 6, f"attn: {mask}": 1})
+    report = of_levels(LevelTally(4, 3, merged, skipped, Counter({f"attn: {mask}": 20}), work_full=100, work_left=50))
+    assert report.hindered == f"60% of whole blocks not merged: {why}; 20% of attention not merged: {mask}"
+    assert [line for line in report.lines() if "not merged" in line] == [
+        f"  not merged, 18 whole blocks: {why}", f"  not merged, 1 call: {mask}",
+        "  not merged, 6 whole blocks: so few tokens that merging would not pay"]  # fmt: skip
+    nothing = of_levels(LevelTally(4, 3, skipped=Counter({"attn: its rule merges other parts": 9, f"block: {why}": 1})))
+    assert nothing.headline == f"nothing merged: {why}", "and not what is as asked"
+
+
 def test_the_json_form_is_json_and_has_every_count():
     report = reported(EARLY, 900, 100)
     data = report.as_data()
