@@ -20,7 +20,7 @@ from .models import adapter_of
 from .models.answer import attend_call
 from .models.attention_calls import HeadsCall
 from .models.compiled import OPERATORS, number_of, why_not_in_graph
-from .models.every_token import ModulesBelow, register_package, why_of_options
+from .models.every_token import ModulesBelow, register_package
 from .models.fewer_tokens import run_block
 from .models.intercept import register_name
 from .models.unet_blocks import UnsupportedModelError, find_unet, is_kind

@@ -143,5 +143,6 @@ def _plan_of(
         options = MatchOptions(rule.effective_ratio, rule.sx, rule.sy, draw)
         return METHODS[rule.method].match(compared[rows], grid, options)
 
-    turn = call.latest_runs[name, id(rule)] = call.latest_runs.get((name, id(rule)), -1) + 1
-    return find_plans(call, ((name, turn), x.shape[0], Layout(grid), x.shape[1]), rule, x.device, match_rows).plan
+    of_rule = name, id(rule)  # parts of one block may have different rules
+    turn = call.latest_runs[of_rule] = call.latest_runs.get(of_rule, -1) + 1
+    return find_plans(call, ((of_rule, turn), x.shape[0], Layout(grid), x.shape[1]), rule, x.device, match_rows).plan
