@@ -1,8 +1,9 @@
 """Why a part or a block of a model may need every token: by its call's arguments, and by each module below it.
 
 Fewer tokens are given only to code that is known to treat each token alone, or all alike: torch's layers, layers and
-processors of the package that brings the block, diffusers' and peft's, and those that a host registers. All other code
-may look at the picture's grid: hooks, methods that another program put in, processors of others. It is not run to see.
+processors of the package that brings the block, of diffusers' models and of peft, and those that a host registers. All
+other code may look at the picture's grid: hooks, methods that another program put in, processors of others, such as
+those of diffusers' pipelines. It is not run to see.
 """
 
 from __future__ import annotations
@@ -94,6 +95,8 @@ class ModulesBelow:
 def _reasons(top: nn.Module) -> Iterator[str]:
     """Yield a reason for each module, `top` or below it, that may need every token, and for each of its hooks."""
     of_block = type(top).__module__.partition(".")[0]
+    if of_block == "diffusers":  # its models are known; processors of its pipelines may keep maps of attention
+        of_block = "torch"
     for path, module in top.named_modules():
         place, kind = path or "the block", type(module)
         if kind in _LISTS:

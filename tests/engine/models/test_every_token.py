@@ -11,6 +11,7 @@ from diffusers.hooks import apply_group_offloading
 from diffusers.hooks.hooks import HookRegistry
 from diffusers.hooks.hooks import ModelHook as DiffusersHook
 from diffusers.models.attention_processor import SlicedAttnProcessor
+from diffusers.pipelines.ledits_pp.pipeline_leditspp_stable_diffusion_xl import LEDITSCrossAttnProcessor
 from peft import LoraConfig
 from torch import nn
 
@@ -106,6 +107,15 @@ def test_processors_and_layers_of_others_are_named(attention):
     assert below.why() == "", "diffusers' own"
     exchange(part, "to_v")
     assert "OwnLinear" in below.why() and f"{attention}.to_v" in below.why()
+
+
+def test_a_processor_of_diffusers_pipelines_is_named():
+    """It may keep maps of attention, from which the pipeline makes a mask of the picture."""
+    block = a_block()
+    below = ModulesBelow(block)
+    assert below.why() == ""
+    block.attn2.set_processor(LEDITSCrossAttnProcessor(None, "up", False, 1))
+    assert "LEDITSCrossAttnProcessor at attn2 " in below.why()
 
 
 def test_the_block_itself_and_hooks_on_every_module_are_asked_too():
