@@ -25,7 +25,6 @@ _KNOWN = {"torch", "diffusers.models", "diffusers.quantizers", "peft.tuners", "l
 _OF_WEIGHTS = {("accelerate.hooks", None)} | {("diffusers.hooks", name) for name in (
     "GroupOffloadingHook", "LayerExecutionTrackerHook", "LazyPrefetchGroupOffloadingHook", "LayerwiseCastingHook",
     "PeftInputAutocastDisableHook")}  # fmt: skip
-_LISTS = (nn.ModuleList, nn.ModuleDict)  # they are not called
 TRAINS = "gradients are enabled; call the model under torch.no_grad()"
 _MAY_NEED = "may need every token"
 _REMEDY = "it merges without that"
@@ -99,8 +98,6 @@ def _reasons(top: nn.Module) -> Iterator[str]:
         of_block = "torch"
     for path, module in top.named_modules():
         place, kind = path or "the block", type(module)
-        if kind in _LISTS:
-            continue
         for part in (kind, kind.forward, type(getattr(module, "processor", None))):
             if not _is_known(part, of_block):
                 yield f"{full_name(part)} at {place} {_MAY_NEED}; {_REMEDY}"
@@ -138,8 +135,8 @@ def _hooks_of_libraries(module: nn.Module) -> Iterator[Any]:
 
 
 def _runs_hooks(method: Any) -> bool:
-    """Tell whether a method is accelerate's or diffusers', which runs hooks around the method below."""
-    return getattr(getattr(method, "func", method), "__module__", "") in ("accelerate.hooks", "diffusers.hooks.hooks")
+    """Tell whether a method is diffusers', which runs hooks around the method below."""
+    return getattr(getattr(method, "func", method), "__module__", "") == "diffusers.hooks.hooks"
 
 
 def why_of_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
