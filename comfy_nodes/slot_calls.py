@@ -49,10 +49,11 @@ class HostCall(hosting.HeadsCall):
         A function that looks at the picture's grid fails. It is called twice more, which one with a memory sees.
         """
         q, k, v = self.q, self.k, self.v
-        order = torch.arange(q.shape[1], device=q.device).roll(q.shape[1] // 3).flip(0)
+        # by fractions of the golden ratio's multiples, so no two neighbours stay together
+        order = (torch.arange(q.shape[1], dtype=torch.float32, device="cpu") * 0.618034).frac().argsort().to(q.device)
         moved = (k[:, order], v[:, order]) if k.shape[:2] == q.shape[:2] else (k, v)
         expected, out = self.compute(q, k, v, None)[:, order], self.compute(q[:, order], *moved, None)
-        return out.shape == expected.shape and bool((out - expected).norm() <= _ALIKE * expected.norm())
+        return bool((out - expected).norm() <= _ALIKE * expected.norm())
 
 
 def other_names_in_slot(options: dict[str, Any]) -> str:

@@ -106,6 +106,11 @@ def looks_at_queries_of_texts(function, q, k, *args, **kwargs):
     return out if k.shape == q.shape else out * torch.linspace(1, 0.5, q.shape[1])[:, None]
 
 
+def looks_at_neighbours(function, q, *args, **kwargs):
+    """A blur: where the picture begins does not matter to it."""
+    return sum(function(q, *args, **kwargs).roll(shift, 1) for shift in (-1, 0, 1))
+
+
 class Cancelled(Exception):
     """Another node's, or a user's interrupt."""
 
@@ -116,7 +121,8 @@ def test_another_nodes_attention_that_treats_tokens_alike_is_tried_and_merges():
     assert not torch.equal(out, plain_with(of_others(passes_on)))
 
 
-@pytest.mark.parametrize("attend", [looks_at_queries, looks_at_keys, looks_at_queries_of_texts])
+@pytest.mark.parametrize("attend", [looks_at_queries, looks_at_keys, looks_at_queries_of_texts,
+                                    looks_at_neighbours])  # fmt: skip
 def test_another_nodes_attention_that_looks_at_the_order_of_tokens_gets_all_of_them_and_is_named(attend):
     level, out = report_with(of_others(attend))
     (why,) = [why for why in level.reasons if why.startswith("block: ")]
