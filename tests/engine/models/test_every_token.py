@@ -18,7 +18,7 @@ from torch import nn
 
 from tests.models import ldm_sd1, sd15
 from tome_core import patch
-from tome_core.models import wrap
+from tome_core.models import every_token, wrap
 from tome_core.models.every_token import ModulesBelow, why_of_arguments
 from tome_core.models.unet_blocks import find_blocks
 
@@ -68,9 +68,7 @@ FOREIGN = {
     "diffusers'": lambda part: HookRegistry.check_if_exists_or_initialize(part).register_hook(OwnDiffusersHook(), "x"),
     "a method": replace_forward,
     "a class": lambda part: setattr(part, "__class__", type("Own", (type(part),), {"forward": a_hook})),
-    "a class with torch's function": lambda part: setattr(
-        part, "__class__", type("Own", (type(part),), {"forward": staticmethod(torch.relu)})),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("path", PARTS)
@@ -138,6 +136,16 @@ def test_layers_of_known_packages_take_fewer_tokens_in_a_block_of_any_program(pa
     block.ff.register_forward_hook(hook := functools.partial(a_hook))
     hook.__module__ = "a_host.blocks"
     assert ModulesBelow(block).why(), "its hooks are named"
+
+
+def test_a_block_is_not_asked_again_unless_something_changed(monkeypatch):
+    block = a_block()
+    below = ModulesBelow(block)
+    assert below.why() == ""
+    monkeypatch.setattr(every_token, "_reasons", lambda top: iter(["asked"]))
+    assert below.why() == ""
+    block.ff.register_forward_hook(a_hook)
+    assert below.why() == "asked"
 
 
 def test_a_known_hook_that_gives_way_to_another_is_noticed():
@@ -212,6 +220,9 @@ KNOWN = {
     "diffusers' offloading": lambda model: apply_group_offloading(model, CPU, offload_type="leaf_level"),
     "diffusers' casts of weights": lambda model: (lora(model), model.enable_layerwise_casting(torch.float16)),
     "diffusers' offloading by streams": prefetching,
+    "a layer whose method is of C": lambda model: [setattr(part, "__class__", type(
+        "Linear", (nn.Linear,), {"__module__": "torch.nn", "forward": staticmethod(torch.Tensor.relu)}))
+        for part in model.modules() if type(part) is nn.Linear],
     "weight norm": lambda model: [nn.utils.weight_norm(part) for part in model.modules() if type(part) is nn.Linear],
     "parametrized weights": lambda model: [nn.utils.parametrizations.spectral_norm(part) for part in model.modules()
                                            if type(part) is nn.Linear],

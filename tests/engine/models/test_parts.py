@@ -10,6 +10,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from tests.mistakes import failing
+from tests.models import ldm_sd1, sd15
 from tome_core import MergeConfig, MergeRule
 from tome_core.engine.decision import BlockInput, ModelCall
 from tome_core.engine.fewer_tokens import Place, around
@@ -17,6 +18,8 @@ from tome_core.hosting import state_of
 from tome_core.merging.grid import Grid, Layout
 from tome_core.models.every_token import ModulesBelow
 from tome_core.models.fewer_tokens import BlockAttentionSite, BlockInputSite, PartSite, WholeBlockSite, run_block
+from tome_core.models.unet_blocks import find_blocks
+from tome_core.reporting.ledger import PARTS_COMPILED
 
 X, GRID = torch.randn(2, 64, 8, generator=torch.Generator().manual_seed(0)), Grid(8, 8)
 TEXT, LONG_TEXT = torch.ones(2, 7, 8), torch.ones(2, 64, 8)
@@ -86,7 +89,9 @@ def test_the_tokens_of_the_picture_merge_and_no_others(case: str):
     assert out.shape == X.shape and counts[0] < 64 and not call.state.report().reasons
     assert counts == [counts[0] if is_merged else count for is_merged, count in zip(merges, given, strict=True)]
     keys = {"attn": counts[0], "crossattn": args[1].shape[1] if len(args) > 1 else 7, "mlp": 0}[part]
-    assert call.state.report().levels[0].merged == {(part, 64, counts[0], keys): 1}
+    (level,) = call.state.report().levels
+    assert level.merged == {(part, 64, counts[0], keys): 1}
+    assert (level.work_full, level.work_left) == ((2 * 64**2, 2 * counts[0] ** 2) if part == "attn" else (0, 0))
 
 
 MASKED, ARGUMENTS, NO_GRID = "has an attention mask", "unsupported arguments", "not the picture's grid"
@@ -139,13 +144,19 @@ def test_beside_a_function_mode_and_a_hook_of_others_all_run_whole(what: str, pa
 @torch.no_grad()
 @pytest.mark.parametrize("part", [*PARTS, "block"])
 @pytest.mark.parametrize("why", ["no call", "no block", "no rule"])
-def test_where_nothing_is_to_merge_a_part_is_only_called(why: str, part: str):
+def test_where_nothing_is_to_merge_a_part_is_only_called(why: str, part: str, caplog):
     call = begin(**{"merge_attn": False, "merge_mlp": False, "merge_crossattn": False, "ratio": 0.0}
                  if why == "no rule" else {})  # fmt: skip
     call.block = None if why == "no block" else call.block
     module = on(part, None if why == "no call" else call)
-    assert module(X) is X and module.counts() == [64]
+    assert module(X) is X and module.counts() == [64] and not caplog.records
     assert part == "attn" or not call.state.report().reasons
+
+
+@torch.no_grad()
+def test_with_a_rule_that_merges_keys_and_values_an_attention_gets_all_tokens():
+    module = on("attn", begin(proportional=True))
+    assert module(X) is X and module.counts() == [64]
 
 
 @torch.no_grad()
@@ -156,6 +167,23 @@ def test_a_block_merges_an_input_by_name(name: str):
     out = run_block(call, place, GRID, ModulesBelow(module), module, (), {name: X, "context": TEXT})
     ((args, kwargs),) = module.calls
     assert not args and kwargs[name].shape[1] < 64 and kwargs["context"] is TEXT and out.shape == X.shape
+
+
+@pytest.mark.parametrize("kind, merges", [(PartSite, "merge_mlp"), (WholeBlockSite, "merge_blocks")])
+def test_what_a_compiler_traces_runs_whole_and_is_noted_if_a_rule_merges_it(kind: type, merges: str):
+    rules = MergeRule(max_timestep=500.0), MergeRule(**{merges: True})
+    state, module = state_of(MergeConfig(rules=rules), 1), Part()
+    for patch in (None, state):
+        wraps = SimpleNamespace(patch=patch)
+        site = PartSite(module, wraps, "b", "mlp", 0) if kind is PartSite else WholeBlockSite(module, wraps, "b.1", 0)
+        assert site.trace(X) is X
+    assert state.report().levels[0].traced == {PARTS_COMPILED}
+
+
+def test_of_ldms_blocks_the_inner_method_is_wrapped():
+    """LDM's gradient checkpoint calls it."""
+    names = [WholeBlockSite(find_blocks(build())[0].block, None, "b.1", 0).name for build in (ldm_sd1, sd15)]
+    assert names == ["_forward", "forward"]
 
 
 # --- a block's input --------------------------------------------------------------------------------------------------
