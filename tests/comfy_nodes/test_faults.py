@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from comfy_nodes.branch import Sampling
 from comfy_nodes.nodes import ApplyToMe
 from tests.comfy_doubles import BaseModel, ModelPatcher, sample
 from tests.comfy_models import deep_unet
@@ -52,3 +53,14 @@ def test_errors_of_others_pass_out_of_our_wrappers(name: str, monkeypatch):
     options = {"wrappers": applied.wrappers}
     with pytest.raises(Cancelled):
         applied.model.apply_model(torch.ones(2, 4, 8, 8), torch.ones(2), torch.ones(2, 7, TEXT), options)
+
+
+def test_errors_of_others_pass_out_of_the_beginning_of_a_sampling(monkeypatch):
+    def interrupt(config: object, time: object = None) -> Sampling:
+        if time is not None:
+            raise Cancelled
+        return Sampling(config)
+
+    monkeypatch.setattr("comfy_nodes.branch.Sampling", interrupt)
+    with pytest.raises(Cancelled):
+        sample(branch())

@@ -13,10 +13,11 @@ from comfy_nodes.nodes import ApplyToMe
 from comfy_nodes.unets import UnetMerging, _options_of
 from tests import comfy_attention
 from tests.comfy_doubles import BaseModel, ModelPatcher, sample
-from tests.comfy_models import BasicTransformerBlock, deep_unet
+from tests.comfy_models import BasicTransformerBlock, deep_unet, deeper_unet
 from tests.models import TEXT, note_tokens
 from tests.traces import traces
 from tome_core import MergeConfig, MergeRule
+from tome_core.engine import fewer_tokens
 from tome_core.models.unet_blocks import find_blocks
 
 BLOCKS = MergeRule(merge_attn=False, merge_blocks=True, ratio=0.75, side="kv", use_rand=False, min_downsample=2)
@@ -243,6 +244,16 @@ def test_in_steps_without_a_rule_blocks_are_as_they_were_and_no_reason_is_counte
     assert not [why for why in level.reasons if why.startswith("block")]
 
 
+def test_blocks_of_one_transformer_share_a_match(monkeypatch):
+    plain, matches = ModelPatcher(BaseModel(deeper_unet())), []
+    original = fewer_tokens.match
+    monkeypatch.setattr(fewer_tokens, "match", lambda *args: matches.append(None) or original(*args))
+    applied = ApplyToMe().apply(plain, settings=MergeConfig(rules=(BLOCKS,)))[0]
+    sample(applied, steps=1)
+    level = host.find_attached(applied).latest.report.levels[1]
+    assert level.merged["block", 16, 5, 0] == 2 * len(matches) > 0
+
+
 def test_attentions_in_merged_blocks_do_not_count_as_missing():
     plain, _, blocks = branches()
     rules = MergeRule(**{**vars(BLOCKS), "merge_attn": True}), MergeRule(max_downsample=1)
@@ -262,7 +273,8 @@ def test_a_forward_that_another_node_kept_during_a_call_is_the_blocks_own_after_
     options = {"block": ("input", 4), "block_index": 1}
     with torch.no_grad():
         outs = [forward(x, text, dict(options)) for forward in (kept[0], type(block).forward.__get__(block))]
-    assert kept and type(outs[0]) is torch.Tensor and torch.equal(*outs)
+    assert type(outs[0]) is torch.Tensor and torch.equal(*outs)
+    assert kept[0].__self__._call is None, "it holds no latent"
 
 
 def test_sides_of_an_odd_latent_are_halved_and_rounded_up():

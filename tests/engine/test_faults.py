@@ -90,6 +90,11 @@ def test_each_kind_of_mistake_is_logged_once(caplog):
     assert "report" in caplog.text and "AttributeError: a mistake" in caplog.text
 
 
+def test_an_errors_text_is_one_short_line():
+    assert faults.text_of(ValueError("one\n  two")) == "ValueError: one two"
+    assert faults.text_of(ValueError("x" * 99)) == f"ValueError: {'x' * 80}"
+
+
 def test_books_are_kept_quietly_but_errors_of_others_pass():
     def fail(path: str, error: Exception) -> None:
         raise raised_in(path, error)
