@@ -99,7 +99,7 @@ class UnetMerging:
                     on.append((block, block.put_on(call, latent)))
             yield
         finally:
-            for block, before in reversed(on):
+            for block, before in on:
                 block.take_off(before)
 
     def _try(self, attention: slot_calls.HostCall) -> None:

@@ -14,6 +14,7 @@ from tests.comfy_models import deep_unet
 from tests.hosts.comfyui.hold_attentions import TOLERANCE, way_of
 from tome_core.attention.merged import BIAS, OWN_BIAS
 from tome_core.hosting import Grid
+from tome_core.models.unet_blocks import find_blocks
 from tome_core.reporting.ledger import NO_GRID, REPLACED
 
 # --- functions -------------------------------------------------------------------------------------------------------
@@ -229,3 +230,14 @@ PATCHES = (  # a model's attributes, a latent, its grid
 def test_the_grid_is_the_latents_in_whole_tokens_whichever_name_the_model_has_for_them(names, latent, grid):
     computed = transformers.grid_of(SimpleNamespace(**names), torch.zeros(latent))
     assert computed == grid and (grid is None or isinstance(computed, Grid))
+
+
+def test_a_block_without_a_self_attention_is_left_alone():
+    """The first attention of such a block is to the text."""
+    plain = ModelPatcher(BaseModel(deep_unet()))
+    applied = apply(plain, ratio=0.5, use_rand=False)
+    assert not torch.equal(sample(applied), sample(plain))
+    for place in find_blocks(plain.model.diffusion_model):
+        place.block.disable_self_attn = True
+    assert torch.equal(sample(applied), sample(plain))
+    assert not latest(applied).report.merged_anything and not latest(applied).report.reasons

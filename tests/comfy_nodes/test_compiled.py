@@ -3,10 +3,13 @@
 import pytest
 import torch
 
+from comfy_nodes.nodes import ApplyToMe
 from comfy_nodes.slot_calls import SLOT
 from tests import comfy_attention
-from tests.comfy_doubles import apply, latest, least_checkpoint, sample, transformer
+from tests.comfy_doubles import BaseModel, ModelPatcher, apply, latest, least_checkpoint, sample, transformer
+from tests.comfy_models import deep_unet
 from tests.traces import traces
+from tome_core import MergeConfig, MergeRule
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 HALF = {"ratio": 0.5, "use_rand": False}
@@ -73,3 +76,12 @@ def test_a_model_with_a_block_that_a_pack_compiled_in_place_is_left_alone_too():
     plain.model.diffusion_model.middle_block[1].compile(backend="eager")
     branch = apply(plain, **HALF)
     assert torch.equal(sample(branch), sample(plain)) and ASIDE in latest(branch).lines[0]
+
+
+def test_whole_blocks_of_a_compiled_model_stay_as_they_are_and_it_is_said():
+    plain = ModelPatcher(BaseModel(deep_unet()))
+    rules = (MergeRule(merge_attn=False, merge_blocks=True, ratio=0.75, side="kv", use_rand=False, min_downsample=2),)
+    applied = ApplyToMe().apply(plain, settings=MergeConfig(rules=rules))[0]
+    assert torch.equal(sample(compiled(applied)), sample(plain))
+    report = latest(compiled(applied)).report
+    assert not report.block_tokens and "compiled" in str(report)

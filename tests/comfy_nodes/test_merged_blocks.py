@@ -1,18 +1,23 @@
 """Whole blocks use no slot: their forwards are replaced only while a call of the branch runs."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from comfy_nodes import host
 from comfy_nodes.nodes import ApplyToMe
+from comfy_nodes.unets import UnetMerging, _options_of
+from tests import comfy_attention
 from tests.comfy_doubles import BaseModel, ModelPatcher, sample
-from tests.comfy_models import deep_unet
-from tests.models import note_tokens
+from tests.comfy_models import BasicTransformerBlock, deep_unet, deeper_unet
+from tests.models import TEXT, note_tokens
 from tests.traces import traces
 from tome_core import MergeConfig, MergeRule
+from tome_core.engine import fewer_tokens
 from tome_core.models.unet_blocks import find_blocks
 
 BLOCKS = MergeRule(merge_attn=False, merge_blocks=True, ratio=0.75, side="kv", use_rand=False, min_downsample=2)
@@ -106,6 +111,15 @@ def looks_at_queries_of_texts(function, q, k, *args, **kwargs):
     return out if k.shape == q.shape else out * torch.linspace(1, 0.5, q.shape[1])[:, None]
 
 
+def looks_at_queries_alike_at_both_ends(function, q, *args, **kwargs):
+    return function(q, *args, **kwargs) * torch.linspace(-1, 1, q.shape[1]).abs()[:, None]
+
+
+def looks_at_neighbours(function, q, *args, **kwargs):
+    """A blur: where the picture begins does not matter to it."""
+    return sum(function(q, *args, **kwargs).roll(shift, 1) for shift in (-1, 0, 1))
+
+
 class Cancelled(Exception):
     """Another node's, or a user's interrupt."""
 
@@ -116,7 +130,8 @@ def test_another_nodes_attention_that_treats_tokens_alike_is_tried_and_merges():
     assert not torch.equal(out, plain_with(of_others(passes_on)))
 
 
-@pytest.mark.parametrize("attend", [looks_at_queries, looks_at_keys, looks_at_queries_of_texts])
+@pytest.mark.parametrize("attend", [looks_at_queries, looks_at_keys, looks_at_queries_of_texts,
+                                    looks_at_queries_alike_at_both_ends, looks_at_neighbours])  # fmt: skip
 def test_another_nodes_attention_that_looks_at_the_order_of_tokens_gets_all_of_them_and_is_named(attend):
     level, out = report_with(of_others(attend))
     (why,) = [why for why in level.reasons if why.startswith("block: ")]
@@ -151,6 +166,122 @@ def test_an_interrupt_in_a_trial_of_another_nodes_attention_passes():
     applied.model_options["transformer_options"] |= of_others(interrupts)
     with pytest.raises(Cancelled):
         sample(applied)
+
+
+def test_a_function_that_fails_in_its_trial_gets_all_tokens_and_is_named():
+    calls = []
+
+    def fails(function, q, *args, **kwargs):
+        calls.append(q.shape[1])
+        if len(calls) == 2:
+            raise ValueError("tokens in another order")
+        return function(q, *args, **kwargs)
+
+    level, _ = report_with(of_others(fails))
+    assert not level.block_tokens and [why for why in level.reasons if "looks at the order" in why and "fails" in why]
+
+
+def test_a_function_is_tried_once_on_texts_and_once_on_the_picture():
+    counts = []
+
+    def counted(function, q, k, *args, **kwargs):
+        counts.append((*q.shape[:2], k.shape[1]))
+        return function(q, k, *args, **kwargs)
+
+    plain_with(of_others(counted))
+    usual = len(counts)
+    level, _ = report_with(of_others(counted))
+    assert level.block_tokens and len([batch for batch, *_ in counts[usual:] if batch == 2]) == usual + 2 * 2
+
+
+def test_a_function_whose_first_call_has_a_mask_is_not_tried_and_gets_all_tokens():
+    def masked(q, k, v, options):
+        mask = torch.zeros(q.shape[1], k.shape[1])
+        return comfy_attention.optimized_attention(q, k, v, 4, mask=mask, transformer_options=options)
+
+    level, _ = report_with({"patches_replace": {"attn2": {("input", 1, 0): masked}}, **of_others(passes_on)})
+    assert not level.block_tokens and [why for why in level.reasons if "looks at the order" in why]
+
+
+def test_a_block_that_runs_before_a_trial_gets_all_tokens():
+    def patch(q, k, v, options):
+        return F.scaled_dot_product_attention(q, k, v)
+
+    _, _, blocks = branches()
+    before = [_options_of(place.path) for place in find_blocks(deep_unet())
+              if place.halvings == 0 or place.path.endswith(".0")]  # fmt: skip
+    replaced = {"attn1": {(*block, number): patch for block, number in before}}
+    level, _ = report_with({"patches_replace": replaced, **of_others(passes_on)})
+    (why,) = [why for why in level.reasons if why.startswith("block: ")]
+    assert "could not be tried" in why and level.reasons[why] == 1
+    assert level.merged["block", 16, 5, 0] == 2 * len(blocks) - 1
+
+
+def test_a_block_that_gets_its_options_by_name_merges(monkeypatch):
+    """As ComfyUI's do."""
+    forward = BasicTransformerBlock.forward
+
+    def by_name(self, x, context=None, transformer_options=None):
+        return forward(self, x, context, transformer_options)
+
+    def call(self, x, context, options):
+        return nn.Module.__call__(self, x, context=context, transformer_options=options)
+
+    by_name.__module__ = forward.__module__
+    monkeypatch.setattr(BasicTransformerBlock, "forward", by_name)
+    monkeypatch.setattr(BasicTransformerBlock, "__call__", call)
+    level, _ = report_with({})
+    assert level.block_tokens == ((16, 5),) and not [why for why in level.reasons if why.startswith("block")]
+
+
+def test_in_steps_without_a_rule_blocks_are_as_they_were_and_no_reason_is_counted():
+    plain, _, blocks = branches()
+    rule = MergeRule(**{**vars(BLOCKS), "max_timestep": 800.0})
+    applied = ApplyToMe().apply(plain, settings=MergeConfig(rules=(rule,)))[0]
+    sample(applied)
+    level = host.find_attached(applied).latest.report.levels[1]
+    assert level.merged["block", 16, 5, 0] == len(blocks), "in one step of two"
+    assert not [why for why in level.reasons if why.startswith("block")]
+
+
+def test_blocks_of_one_transformer_share_a_match(monkeypatch):
+    plain, matches = ModelPatcher(BaseModel(deeper_unet())), []
+    original = fewer_tokens.match
+    monkeypatch.setattr(fewer_tokens, "match", lambda *args: matches.append(None) or original(*args))
+    applied = ApplyToMe().apply(plain, settings=MergeConfig(rules=(BLOCKS,)))[0]
+    sample(applied, steps=1)
+    level = host.find_attached(applied).latest.report.levels[1]
+    assert level.merged["block", 16, 5, 0] == 2 * len(matches) > 0
+
+
+def test_attentions_in_merged_blocks_do_not_count_as_missing():
+    plain, _, blocks = branches()
+    rules = MergeRule(**{**vars(BLOCKS), "merge_attn": True}), MergeRule(max_downsample=1)
+    applied = ApplyToMe().apply(plain, settings=MergeConfig(rules=rules))[0]
+    sample(applied)
+    level = host.find_attached(applied).latest.report.levels[1]
+    assert level.merged["block", 16, 5, 0] == 2 * len(blocks) and not level.reasons
+
+
+def test_a_forward_that_another_node_kept_during_a_call_is_the_blocks_own_after_it():
+    _, applied, blocks = branches()
+    kept, block = [], blocks[0]
+    block.norm1.forward = lambda x: kept.append(vars(block)["forward"]) or type(block.norm1).forward(block.norm1, x)
+    sample(applied)
+    del block.norm1.forward
+    x, text = torch.randn(2, 16, block.norm1.normalized_shape[0]), torch.randn(2, 7, TEXT)
+    options = {"block": ("input", 4), "block_index": 1}
+    with torch.no_grad():
+        outs = [forward(x, text, dict(options)) for forward in (kept[0], type(block).forward.__get__(block))]
+    assert type(outs[0]) is torch.Tensor and torch.equal(*outs)
+    assert kept[0].__self__._call is None, "it holds no latent"
+
+
+def test_sides_of_an_odd_latent_are_halved_and_rounded_up():
+    merging = SimpleNamespace(_downsamples=[1, 2, 4])
+    latent = torch.zeros(1, 4, 9, 14)
+    assert [UnetMerging.sides(merging, latent, level, {}) for level in range(3)] == [[9, 14], [5, 7], [3, 4]]
+    assert UnetMerging.sides(merging, latent, 0, {"activations_shape": [1, 32, 3, 5]}) == [3, 5]
 
 
 def test_a_patch_at_one_block_keeps_that_block_whole_and_no_other():

@@ -90,7 +90,9 @@ def around(
         out, why = None, f"it fails with merged tokens ({text_of(error)})"
     finally:
         call.inside = before
-    if not torch.is_tensor(out) or out.dim() != 3 or out.shape[:2] != (batch, left):
+    # a block adds to its input, so its output has as many channels
+    fits = place.part != "block" or (torch.is_tensor(out) and out.shape[2:] == x.shape[2:])
+    if not torch.is_tensor(out) or out.dim() != 3 or out.shape[:2] != (batch, left) or not fits:
         out = run(None)  # first: if it fails with all tokens too, merging is not the cause
         state.refused[place] = why
         state.count_unmerged(place.level, why, batch, count, count, place.part)

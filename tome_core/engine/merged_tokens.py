@@ -79,13 +79,11 @@ class LazyTokens(Tensor):
     stretch: Hashable
     tokens: MergedTokens | None
     out: Tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, stretch: Hashable, tokens: MergedTokens, out: Tensor) -> LazyTokens:
         """Make them of a block's output for the merged tokens of a stretch; nothing is computed."""
-        size = (*tokens.x.shape[:2], out.shape[2])
-        lazy = Tensor._make_wrapper_subclass(cls, size, dtype=out.dtype, device=out.device)
+        lazy = Tensor._make_wrapper_subclass(cls, tokens.x.shape, dtype=out.dtype, device=out.device)
         lazy.stretch, lazy.tokens, lazy.out, lazy._whole = stretch, tokens, out, None
         return lazy
 
@@ -107,5 +105,5 @@ def _of_whole(name: str) -> Any:
     return lambda self, *args, **kwargs: getattr(self.whole(), name)(*args, **kwargs)
 
 
-for _name in ("__array__", "__deepcopy__", "__reduce_ex__", "data_ptr", "numpy", "tolist", "untyped_storage"):
+for _name in ("__deepcopy__", "__reduce_ex__", "data_ptr", "numpy", "tolist", "untyped_storage"):
     setattr(LazyTokens, _name, _of_whole(_name))

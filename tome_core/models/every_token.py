@@ -1,8 +1,9 @@
 """Why a part or a block of a model may need every token: by its call's arguments, and by each module below it.
 
 Fewer tokens are given only to code that is known to treat each token alone, or all alike: torch's layers, layers and
-processors of the package that brings the block, diffusers' and peft's, and those that a host registers. All other code
-may look at the picture's grid: hooks, methods that another program put in, processors of others. It is not run to see.
+processors of the package that brings the block, of diffusers' models and of peft, and those that a host registers. All
+other code may look at the picture's grid: hooks, methods that another program put in, processors of others, such as
+those of diffusers' pipelines. It is not run to see.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ _KNOWN = {"torch", "diffusers.models", "diffusers.quantizers", "peft.tuners", "l
 _OF_WEIGHTS = {("accelerate.hooks", None)} | {("diffusers.hooks", name) for name in (
     "GroupOffloadingHook", "LayerExecutionTrackerHook", "LazyPrefetchGroupOffloadingHook", "LayerwiseCastingHook",
     "PeftInputAutocastDisableHook")}  # fmt: skip
-_LISTS = (nn.ModuleList, nn.ModuleDict)  # they are not called
 TRAINS = "gradients are enabled; call the model under torch.no_grad()"
 _MAY_NEED = "may need every token"
 _REMEDY = "it merges without that"
@@ -94,10 +94,10 @@ class ModulesBelow:
 def _reasons(top: nn.Module) -> Iterator[str]:
     """Yield a reason for each module, `top` or below it, that may need every token, and for each of its hooks."""
     of_block = type(top).__module__.partition(".")[0]
+    if of_block == "diffusers":  # its models are known; processors of its pipelines may keep maps of attention
+        of_block = "torch"
     for path, module in top.named_modules():
         place, kind = path or "the block", type(module)
-        if kind in _LISTS:
-            continue
         for part in (kind, kind.forward, type(getattr(module, "processor", None))):
             if not _is_known(part, of_block):
                 yield f"{full_name(part)} at {place} {_MAY_NEED}; {_REMEDY}"
@@ -135,8 +135,8 @@ def _hooks_of_libraries(module: nn.Module) -> Iterator[Any]:
 
 
 def _runs_hooks(method: Any) -> bool:
-    """Tell whether a method is accelerate's or diffusers', which runs hooks around the method below."""
-    return getattr(getattr(method, "func", method), "__module__", "") in ("accelerate.hooks", "diffusers.hooks.hooks")
+    """Tell whether a method is diffusers', which runs hooks around the method below."""
+    return getattr(getattr(method, "func", method), "__module__", "") == "diffusers.hooks.hooks"
 
 
 def why_of_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

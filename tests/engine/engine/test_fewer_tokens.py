@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -14,9 +15,14 @@ from tests.families import MODELS
 from tests.models import SDXL, inputs, note_tokens, sdxl, seeded, unet
 from tome_core import MergeConfig, MergePlan, MergeRule
 from tome_core.engine import fewer_tokens
+from tome_core.engine.decision import BlockInput
+from tome_core.engine.fewer_tokens import Place, around
 from tome_core.engine.merged_tokens import LazyTokens, MergedTokens, pick_samples
+from tome_core.hosting import state_of
 from tome_core.merging.grid import Grid
+from tome_core.merging.methods import METHODS
 from tome_core.models.unet_blocks import find_blocks
+from tome_core.reporting.ledger import FEW_TOKENS
 
 SAMPLES = pick_samples(Grid(32, 32), torch.device("cpu"))[0]
 BLOCKS = MergeRule(merge_attn=False, merge_blocks=True, ratio=0.75, use_rand=False, side="kv", min_downsample=4)
@@ -51,7 +57,8 @@ def test_equal_tokens_lose_nothing_and_samples_are_exact():
         torch.testing.assert_close(merged(function, x, plan, samples), x + function(x), rtol=1e-4, atol=1e-5)
     x, plan = tokens_in_groups(0.3)
     torch.testing.assert_close(merged(function, x, plan, SAMPLES)[:, SAMPLES], (x + function(x))[:, SAMPLES])
-    torch.testing.assert_close(merged(torch.zeros_like, x, plan, SAMPLES), x, msg="a token keeps its own difference")
+    for samples in (None, SAMPLES):
+        torch.testing.assert_close(merged(torch.zeros_like, x, plan, samples), x, msg="its own difference")
 
 
 @torch.no_grad()
@@ -101,8 +108,10 @@ def test_only_later_blocks_of_the_coarsest_level_merge_below_their_timestep_and_
     assert counts == [16, 5] * len(later_blocks(model)), "four groups and a sample"
     assert "latent /4: 16 tokens -> 5; whole blocks 16 tokens -> 5, 23% left out" in str(handle.report())
     assert coarse.tokens == ((16, 5, 5),) and coarse.merged["block", 16, 5, 0] == len(later_blocks(model))
-    with tome_core.patch(model, MergeConfig(rules=(BLOCKS,), max_timestep=800.0)):
-        assert torch.equal(call(model, 900), plain[0]) and not torch.equal(call(model, 700), plain[1])
+    with tome_core.patch(model, MergeConfig(rules=(BLOCKS,), max_timestep=800.0)) as handle:
+        assert torch.equal(call(model, 900), plain[0])
+        assert not [why for why in handle.report().reasons if why.startswith("block")]
+        assert not torch.equal(call(model, 700), plain[1])
     assert all("forward" not in vars(block) for block in later_blocks(model))
     assert torch.equal(call(model, 700), plain[1])
 
@@ -216,6 +225,25 @@ def test_what_is_added_in_place_stays():
     assert torch.equal(tokens * 1, whole + 1) and torch.equal(tokens.whole(), whole + 1)
 
 
+@torch.no_grad()
+def test_all_tokens_are_in_one_place_of_memory_and_autocast_changes_no_bit_of_them():
+    tokens, whole = lazy()
+    address, storage = tokens.data_ptr(), tokens.untyped_storage()
+    assert address == tokens.whole().data_ptr() == storage.data_ptr()
+    assert tokens.out is None, "the merged ones are not held any more"
+    tokens, whole = lazy()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(tokens.whole(), whole)
+
+
+@torch.no_grad()
+def test_a_layer_in_higher_precision_shows_in_the_tokens_dtype():
+    x, plan = tokens_in_groups(0.3)
+    tokens = MergedTokens.of(x.bfloat16(), plan, SAMPLES)
+    out = LazyTokens("a", tokens, tokens.merged.float())
+    assert out.dtype == out.whole().dtype == torch.float32
+
+
 # --- blocks -----------------------------------------------------------------------------------------------------------
 
 def test_a_refusal_is_remembered():
@@ -284,3 +312,206 @@ def adding(forward):
         return out
 
     return in_place
+
+
+# --- the mechanism alone ----------------------------------------------------------------------------------------------
+
+ALL, GRID = torch.randn(2, 256, 6, generator=torch.Generator().manual_seed(3)), Grid(16, 16)
+FIRST, SECOND = (Place(f"t.{number}", 0, "block", "t") for number in range(2))
+OF_ANOTHER = Place("u.0", 0, "block", "u")
+add_half = seeded(lambda: nn.Linear(6, 6))()
+
+
+def begin(**changes):
+    """The record of a call in which whole blocks merge."""
+    rule = MergeRule(**{**vars(BLOCKS), "min_downsample": 1, **changes})
+    return state_of(MergeConfig(rules=(rule,)), 1).begin(500, ALL)
+
+
+class Run:
+    """A block: it notes its input and how many tokens it gets. result: what it returns of its output if they merge."""
+
+    def __init__(self, x: torch.Tensor, result=lambda out: out) -> None:
+        self.x, self.result, self.inputs = x, result, []
+
+    def __call__(self, merge):
+        self.inputs.append(self.x * 1 if merge is None else merge(self.x))
+        out = self.inputs[-1] + add_half(self.inputs[-1])
+        return out if merge is None else self.result(out)
+
+    def at(self, call, place, grid=GRID, why=""):
+        return around(call, place, self.x, grid, self, lambda: why)
+
+    @property
+    def counts(self):
+        return [x.shape[1] for x in self.inputs]
+
+
+@pytest.fixture
+def matches(monkeypatch):
+    made, original = [], fewer_tokens.match
+    monkeypatch.setattr(fewer_tokens, "match", lambda *args: made.append(None) or original(*args))
+    return made
+
+
+@torch.no_grad()
+def test_a_block_of_a_stretch_gets_what_the_one_before_gave(matches):
+    call = begin()
+    first = Run(ALL)
+    out = first.at(call, FIRST)
+    given = out.out.clone()
+    second = Run(out)
+    second.at(call, SECOND)
+    assert torch.equal(second.inputs[0], given) and not torch.equal(given, first.inputs[0]) and len(matches) == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", ["after another use", "in another call", "in another transformer"])
+def test_a_stretch_ends_with_another_use_and_with_its_call_and_transformer(way, matches):
+    call = begin()
+    out = Run(ALL).at(call, FIRST)
+    if way == "after another use":
+        out.sum()
+    later = call.state.begin(400, ALL) if way == "in another call" else call
+    second = Run(out)
+    result = second.at(later, OF_ANOTHER if way == "in another transformer" else SECOND)
+    assert len(matches) == 2 and second.counts[0] < 256 and result.shape == ALL.shape
+    assert type(result.tokens.x) is torch.Tensor and torch.equal(result.tokens.x, out * 1)
+
+
+@torch.no_grad()
+def test_a_refusal_amid_a_stretch_is_remembered_too():
+    call = begin()
+    for tries in (1, 0):
+        first = Run(ALL)
+        refusing = Run(first.at(call, FIRST), lambda out: None)
+        refusing.at(call, SECOND)
+        assert refusing.counts == first.counts * tries + [256]
+
+
+RESULTS = {"nothing": lambda out: None, "a tuple": lambda out: (out,), "a row": lambda out: out[0],
+           "a number for each token": lambda out: out[..., 0], "another batch": lambda out: out[:1],
+           "other tokens": lambda out: out[:, 1:]}  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("result", RESULTS)
+@pytest.mark.parametrize("part", ["block", "mlp"])
+def test_what_cannot_be_unmerged_is_computed_again_from_all_tokens(part, result):
+    call = begin(merge_blocks=part == "block", merge_mlp=part == "mlp")
+    call.block, run = BlockInput(ALL, GRID, {}), Run(ALL, RESULTS[result])
+    out = run.at(call, Place("t.0", 0, part, "t" if part == "block" else ""))
+    assert torch.equal(out, ALL + add_half(ALL)) and len(run.counts) == 2 and run.counts[1] == 256
+    assert list(call.state.report().reasons) == [f"{part}: what it returned cannot be unmerged"]
+
+
+@torch.no_grad()
+def test_a_block_that_returns_other_channels_than_it_gets_runs_on_all_tokens():
+    call, run = begin(merge_blocks=True), Run(ALL, lambda out: torch.cat([out, out], 2) if out.shape[1] < 256 else out)
+    out = run.at(call, Place("t.0", 0, "block", "t"))
+    assert torch.equal(out, ALL + add_half(ALL)) and run.counts[-1] == 256
+
+
+class Failure(Exception):
+    """Of another program."""
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("error", [None, Failure, ValueError])
+def test_what_runs_inside_is_told_so_and_afterwards_all_is_as_before(error):
+    call, told = begin(), []
+
+    def note(out):
+        told.append(call.inside)
+        if error is not None:
+            raise error
+        return out
+
+    call.inside = before = 1, 2, 3
+    run = Run(ALL, note)
+    with pytest.raises(Failure) if error is Failure else nullcontext():
+        run.at(call, FIRST)
+    assert told == [(2, 256, run.counts[0])] and call.inside == before
+    assert len(run.counts) == (2 if error is ValueError else 1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("x, grid", [
+    (ALL, None), (ALL, Grid(8, 16)), (ALL[:, :200], GRID), (ALL[0], GRID), (ALL[..., None], GRID), (ALL[0, 0], GRID),
+    (None, GRID)])
+def test_what_is_not_the_pictures_grid_runs_as_it_is_and_is_said(x, grid):
+    call, calls = begin(), []
+    assert around(call, FIRST, x, grid, lambda merge: calls.append(merge) or x, str) is x
+    assert calls == [None] and list(call.state.report().reasons) == ["block: the tokens are not the picture's grid"]
+
+
+@torch.no_grad()
+def test_parts_of_a_block_share_the_match_of_their_rule(monkeypatch):
+    call, made = begin(merge_blocks=False, merge_mlp=True, merge_crossattn=True), []
+    method = METHODS[BLOCKS.method]
+    noting = method._replace(match=lambda *args: made.append(None) or method.match(*args))
+    monkeypatch.setitem(METHODS, BLOCKS.method, noting)
+    for number in range(2):
+        call.block = BlockInput(ALL, GRID, {})
+        for part in ("crossattn", "mlp"):
+            Run(ALL).at(call, Place(f"t.{number}", 0, part))
+        assert len(made) == number + 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("place", [FIRST, OF_ANOTHER], ids=["the same block again", "another block"])
+def test_each_run_of_each_block_keeps_a_plan_of_its_own(place, matches):
+    state, groups = begin(keep=100.0).state, []
+    for timestep in (500, 490):
+        state.set_time(timestep=timestep, sampling="a", pictures=2)
+        call = state.begin(timestep, ALL)
+        groups += [Run(x).at(call, where).tokens.plan.group for x, where in ((ALL, FIRST), (ALL.flip(1), place))]
+    assert len(matches) == 2 and all(map(torch.equal, groups[:2], groups[2:])) and not torch.equal(*groups[:2])
+
+
+@torch.no_grad()
+def test_a_kept_plan_is_of_one_grid(matches):
+    state = begin(keep=100.0).state
+    for timestep, grid in ((500, GRID), (490, GRID), (480, Grid(8, 32))):
+        state.set_time(timestep=timestep, sampling="a", pictures=2)
+        Run(ALL).at(state.begin(timestep, ALL), FIRST, grid)
+    assert len(matches) == 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("part", ["block", "mlp"])
+def test_random_destinations_are_drawn_anew_at_another_timestep(part):
+    state, inputs = begin(merge_blocks=part == "block", merge_mlp=part == "mlp", use_rand=True).state, []
+    for timestep in (500, 500, 400):
+        call, run = state.begin(timestep, ALL), Run(ALL)
+        call.block = BlockInput(ALL, GRID, {})
+        run.at(call, Place("t.0", 0, part, "t"))
+        inputs += run.inputs
+    assert torch.equal(*inputs[:2]) and not torch.equal(*inputs[1:])
+
+
+@torch.no_grad()
+def test_tokens_are_compared_without_their_own_means_and_there_are_no_samples_without_a_correction():
+    shifts = 5 * torch.randn(2, 256, 1, generator=torch.Generator().manual_seed(4))
+    of_shifted, of_plain = (Run(x).at(begin(correction=False), FIRST).tokens for x in (ALL + shifts, ALL))
+    assert torch.equal(of_shifted.plan.group, of_plain.plan.group)
+    assert of_plain.samples is None and Run(ALL).at(begin(), FIRST).tokens.samples is not None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("part", ["block", "mlp"])
+def test_a_map_is_kept_for_display(part):
+    call = begin(merge_blocks=part == "block", merge_mlp=part == "mlp")
+    call.state.keep_maps()
+    call.block = BlockInput(ALL, GRID, {})
+    out = Run(ALL).at(call, Place("t.0", 0, part, "t"))
+    assert call.state.maps()[0].group.shape[1] == 256 and out.shape == ALL.shape
+
+
+def test_why_a_rule_does_not_merge_now_is_said():
+    call = begin(only_if_it_pays=True)
+    call.gate = "it costs more than it saves"
+    Run(ALL).at(call, FIRST)
+    call.gate = None
+    Run(ALL).at(call, SECOND)
+    assert list(call.state.report().reasons) == ["block: it costs more than it saves", f"block: {FEW_TOKENS}"]

@@ -8,14 +8,17 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_module
 from diffusers.hooks import apply_group_offloading
+from diffusers.hooks.group_offloading import LayerExecutionTrackerHook, LazyPrefetchGroupOffloadingHook
 from diffusers.hooks.hooks import HookRegistry
 from diffusers.hooks.hooks import ModelHook as DiffusersHook
 from diffusers.models.attention_processor import SlicedAttnProcessor
+from diffusers.pipelines.ledits_pp.pipeline_leditspp_stable_diffusion_xl import LEDITSCrossAttnProcessor
 from peft import LoraConfig
 from torch import nn
 
-from tests.models import sd15
+from tests.models import ldm_sd1, sd15
 from tome_core import patch
+from tome_core.models import every_token, wrap
 from tome_core.models.every_token import ModulesBelow, why_of_arguments
 from tome_core.models.unet_blocks import find_blocks
 
@@ -108,11 +111,80 @@ def test_processors_and_layers_of_others_are_named(attention):
     assert "OwnLinear" in below.why() and f"{attention}.to_v" in below.why()
 
 
-def test_the_block_itself_and_hooks_on_every_module_are_asked_too():
+def test_a_processor_of_diffusers_pipelines_is_named():
+    """It may keep maps of attention, from which the pipeline makes a mask of the picture."""
     block = a_block()
     below = ModulesBelow(block)
     assert below.why() == ""
-    hook = nn.modules.module.register_module_forward_hook(a_hook)
+    block.attn2.set_processor(LEDITSCrossAttnProcessor(None, "up", False, 1))
+    assert "LEDITSCrossAttnProcessor at attn2 " in below.why()
+
+
+def of_package(kind: type, package: str) -> type:
+    return type(kind.__name__, (kind,), {"__module__": package})
+
+
+@pytest.mark.parametrize("package, is_known", [
+    ("torch.nn.modules.linear", True), ("diffusers.models.lora", True), ("diffusers.quantizers.gguf.utils", True),
+    ("peft.tuners.lora.layer", True), ("ldm.modules.attention", True), ("sgm.modules.attention", True),
+    ("a_host.attention", True), ("diffusers.pipelines.x", False), ("torchextra", False), ("peft.utils", False)])
+def test_layers_of_known_packages_take_fewer_tokens_in_a_block_of_any_program(package, is_known):
+    block = a_block()
+    block.__class__ = of_package(type(block), "a_host.blocks")
+    block.ff.net[2].__class__ = of_package(nn.Linear, package)
+    assert ("Linear at ff.net.2 " in ModulesBelow(block).why()) != is_known
+    block.ff.register_forward_hook(hook := functools.partial(a_hook))
+    hook.__module__ = "a_host.blocks"
+    assert ModulesBelow(block).why(), "its hooks are named"
+
+
+def test_a_block_is_not_asked_again_unless_something_changed(monkeypatch):
+    block = a_block()
+    below = ModulesBelow(block)
+    assert below.why() == ""
+    monkeypatch.setattr(every_token, "_reasons", lambda top: iter(["asked"]))
+    assert below.why() == ""
+    block.ff.register_forward_hook(a_hook)
+    assert below.why() == "asked"
+
+
+def test_a_known_hook_that_gives_way_to_another_is_noticed():
+    block = a_block()
+    below, known = ModulesBelow(block), functools.partial(a_hook)
+    known.__module__ = "torch.nn.utils"
+    hook = block.ff.register_forward_pre_hook(known)
+    assert below.why() == ""
+    hook.remove()
+    block.ff.register_forward_pre_hook(a_hook)
+    assert "a hook on ff " in below.why()
+
+
+def test_the_inner_method_of_ldms_blocks_is_asked_too():
+    block = find_blocks(ldm_sd1())[0].block
+    below = ModulesBelow(block)
+    assert below.why() == ""
+    block._forward = functools.partial(type(block)._forward, block)
+    assert "in its place, at the block" in below.why()
+    del block._forward
+    assert below.why() == ""
+
+
+def test_an_idle_wrapper_of_a_registered_kind_is_no_reason(monkeypatch):
+    block = a_block()
+    monkeypatch.setattr(wrap, "_WRAPPERS", {"partial": lambda module, method: getattr(method, "below", None)})
+    replace_forward(block.attn1)
+    assert "at attn1" in ModulesBelow(block).why()
+    block.attn1.forward.below = type(block.attn1).forward.__get__(block.attn1)
+    assert ModulesBelow(block).why() == ""
+
+
+@pytest.mark.parametrize("register", [
+    nn.modules.module.register_module_forward_hook, nn.modules.module.register_module_forward_pre_hook])
+def test_the_block_itself_and_hooks_on_every_module_are_asked_too(register):
+    block = a_block()
+    below = ModulesBelow(block)
+    assert below.why() == ""
+    hook = register(a_hook)
     try:
         assert "all modules" in below.why()
     finally:
@@ -134,11 +206,23 @@ def lora(model: nn.Module) -> None:
     model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v", "proj"]))
 
 
+def prefetching(model: nn.Module) -> None:
+    """The hooks of group offloading by streams, which needs CUDA to be switched on."""
+    block = find_blocks(model)[0].block
+    for hook in (LayerExecutionTrackerHook(lambda: None), LazyPrefetchGroupOffloadingHook()):
+        HookRegistry.check_if_exists_or_initialize(block.ff).register_hook(hook, type(hook).__name__)
+
+
 KNOWN = {
     "nothing": lambda model: None,
     "peft's LoRA": lora,
     "accelerate's offloading": lambda model: accelerate.cpu_offload(model, CPU, offload_buffers=True),
     "diffusers' offloading": lambda model: apply_group_offloading(model, CPU, offload_type="leaf_level"),
+    "diffusers' casts of weights": lambda model: (lora(model), model.enable_layerwise_casting(torch.float16)),
+    "diffusers' offloading by streams": prefetching,
+    "a layer whose method is of C": lambda model: [setattr(part, "__class__", type(
+        "Linear", (nn.Linear,), {"__module__": "torch.nn", "forward": staticmethod(torch.Tensor.relu)}))
+        for part in model.modules() if type(part) is nn.Linear],
     "weight norm": lambda model: [nn.utils.weight_norm(part) for part in model.modules() if type(part) is nn.Linear],
     "parametrized weights": lambda model: [nn.utils.parametrizations.spectral_norm(part) for part in model.modules()
                                            if type(part) is nn.Linear],
@@ -165,6 +249,7 @@ NEEDS = ({"patches": {"attn1_patch": [replaced]}}, {"patches": {"attn2_output_pa
          {"patches": {"middle_patch": [replaced]}}, {"patches_replace": {"attn1": {HERE: replaced}}},
          {"patches_replace": {"attn2": {("input", 4): replaced}}})  # fmt: skip
 NEEDS_NOT = ({}, {"patches": {"attn1_patch": []}}, {"patches": {"input_block_patch": [replaced]}}, {"patches": None},
+             {"patches_replace": None}, {"patches_replace": {"attn1": None}},
              {"patches_replace": {"attn1": {}}}, {"patches_replace": {"attn2": {("input", 4, 2): replaced}}},
              {"patches_replace": {"attn1": {("middle", 0): replaced}}}, {"patches_replace": {"dit": {HERE: replaced}}})
 
