@@ -1,14 +1,13 @@
 """Mistakes of ours: each function that runs in a call is made to fail, and the picture has to come all the same."""
 
 import gc
-import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 
+from tests.calls import code_called
 from tome_core import faults
 
 # These are the seam, which decides nothing and calls what was there, and the way back from merged tokens.
@@ -21,18 +20,7 @@ OF_COMFYUI = {"outer_sample", "apply_model", "call", "_attention", "take_off"}
 
 def functions_in(run: Callable) -> list[types.FunctionType]:
     """Our functions that a run calls, but for the seam's, and those that are made inside others."""
-    codes: dict[types.CodeType, None] = {}
-
-    def note(frame: Any, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(tuple(faults._OURS)):
-            codes[frame.f_code] = None
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        run()
-    finally:
-        sys.setprofile(before)
+    codes = dict.fromkeys(code_called(run, tuple(faults._OURS)))
     gc.unfreeze()  # frozen objects are not among the referrers
     return [holder for code in codes for holder in gc.get_referrers(code)
             if isinstance(holder, types.FunctionType) and code.co_name not in {*SEAM, *OF_COMFYUI}
