@@ -18,6 +18,7 @@ from tests.models import TEXT, note_tokens
 from tests.traces import traces
 from tome_core import MergeConfig, MergeRule
 from tome_core.engine import fewer_tokens
+from tome_core.models import every_token
 from tome_core.models.unet_blocks import find_blocks
 
 BLOCKS = MergeRule(merge_attn=False, merge_blocks=True, ratio=0.75, side="kv", use_rand=False, min_downsample=2)
@@ -330,3 +331,11 @@ def test_blocks_that_get_a_smaller_picture_than_the_latent_merge_that():
     sample(applied)
     level = host.find_attached(applied).latest.report.levels[1]
     assert level.block_tokens == ((64, 18),) and level.merged["block", 64, 18, 0] == 2 * len(blocks)
+
+
+def test_modules_below_a_block_are_asked_one_by_one_in_the_first_call_alone(monkeypatch):
+    _, applied, blocks = branches()
+    asked, original = [], every_token._reasons
+    monkeypatch.setattr(every_token, "_reasons", lambda top: asked.append(top) or original(top))
+    sample(applied, steps=3)
+    assert len(asked) == len(blocks)

@@ -61,7 +61,8 @@ class ModulesBelow:
             if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
                 return True
         for own, method, inner, hooks in self._special:
-            if own.get("forward") is not method or own.get("_forward") is not inner or hooks != [
+            # by ==: ComfyUI's blocks get a new bound method in each call
+            if own.get("forward") != method or own.get("_forward") != inner or hooks != [
                     *own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values()]:  # fmt: skip
                 return True
         if [*chain.from_iterable(map(dict.values, self._parents))] != self._children:
