@@ -33,7 +33,7 @@ class TransformerMerging:
     def __init__(self, model: Any, config: Any, options: dict[str, Any]) -> None:
         if host.is_compiled_whole(model, options) is not None:
             raise hosting.UnsupportedModelError(host.COMPILED)
-        self.state, self._model = hosting.state_of(config, patch_size_of(model)[2]), model
+        self.state, self._model = hosting.state_of(config, patch_size_of(model)[2], model), model
 
     @contextmanager
     def answering(self, call: Any, latent: torch.Tensor, options: dict[str, Any]) -> Iterator[slot_function.Ask]:

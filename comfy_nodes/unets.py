@@ -30,7 +30,7 @@ class UnetMerging:
         self.is_compiled = host.is_compiled_whole(unet, options)
         unet = hosting.find_unet(unet)
         adapter = hosting.adapter_of(unet)
-        self.state = hosting.State(config, adapter.tallies())
+        self.state = hosting.State(config, adapter.tallies(), outside=adapter.outside)
         covered = [level.covered for level in self.state.report().levels]
         if self.is_compiled is None:
             self.state.pays = hosting.pays_of(self.state.clock.rules, unet, adapter)
@@ -62,8 +62,7 @@ class UnetMerging:
                 self._try(attention)
             if call.inside is not None:  # in a block that runs on merged tokens
                 if place != last and place in self._levels:  # its self-attention
-                    batch, tokens, left = call.inside
-                    self.state.ledger.merge(self._levels[place], "attn", (batch, tokens, tokens), (left, left))
+                    self.state.count_inside(call, self._levels[place])
                     missing[self._levels[place]] -= 1
                 return attention.unmerged()
             # a block's first call is its self-attention; cross-attention and attention over time follow
@@ -75,7 +74,7 @@ class UnetMerging:
             layout = hosting.Layout(hosting.Grid(*self.sides(latent, level, facts)))
             out = hosting.attend_call(self.state, call, place, level, 1, layout, seen, attention)
             if not seen[-1]:
-                self.state.count_unmerged(level, _OTHER_KEYS, *attention.q.shape[:2], attention.k.shape[1])
+                self.state.count_unmerged(level, _OTHER_KEYS, *attention.q.shape[:2])
             return out
 
         with self._merging_blocks(call, latent):
@@ -87,7 +86,7 @@ class UnetMerging:
         for level in missing.elements():
             if call.rules[level].attn is not None and not is_left_out(options):
                 tokens = math.prod(self.sides(latent, level, {}))
-                self.state.count_unmerged(level, hosting.REPLACED, len(latent), tokens, tokens)
+                self.state.count_unmerged(level, hosting.REPLACED, len(latent), tokens)
 
     @contextmanager
     def _merging_blocks(self, call: Any, latent: torch.Tensor) -> Iterator[None]:

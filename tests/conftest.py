@@ -35,6 +35,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes seconds, or starts programs; left out by --quick")
+    config.addinivalue_line("markers", "pays: what costs more than it saves does not merge, as for users")
     # registered, because pytest does not call a conftest's own hooks for the folders above it
     config.pluginmanager.register(PlainRoot())
 
@@ -69,6 +70,15 @@ def tiny_folder(tmp_path_factory):
     from tests.tiny_pipeline import write_folder
 
     return write_folder(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(autouse=True)
+def any_size_pays(request, monkeypatch):
+    """Tests' pictures are so small that merging costs more than it saves; they merge unless a test is marked `pays`."""
+    if not request.node.get_closest_marker("pays"):
+        for name in [name for name in sys.modules if name.endswith("tome_core.engine.work")]:
+            for function in ("pays", "pays_in_part"):
+                monkeypatch.setattr(sys.modules[name], function, lambda *args: True)
 
 
 @pytest.fixture

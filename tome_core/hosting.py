@@ -7,6 +7,8 @@ passes each attention to `attend_call` from its own attention hooks.
 
 from __future__ import annotations
 
+from torch import nn
+
 from .attention.descriptions import ForwardOnStandIn, StandIn, full_name, register
 from .compiling import is_tracing, when_traced
 from .engine.fewer_tokens import Place
@@ -14,6 +16,7 @@ from .engine.state import State
 from .engine.steps import Steps
 from .faults import add_own_folder, is_ours, may_be_of_fewer_tokens, quietly
 from .measuring import pictures
+from .measuring.expected import expected_share
 from .measuring.pays import pays_of, why_not_at
 from .merging.grid import Grid, Layout
 from .models import adapter_of
@@ -24,6 +27,7 @@ from .models.every_token import ModulesBelow, register_package
 from .models.fewer_tokens import run_block
 from .models.intercept import register_name
 from .models.unet_blocks import UnsupportedModelError, find_unet, is_kind
+from .models.weights import of_lists
 from .models.wrap import Wrap, register_wrapper
 from .models.wrap_set import forget_all
 from .patching import Patch, curve_of, patch
@@ -36,9 +40,11 @@ from .settings.presets import DEFAULT, MARKS, SD, SDXL, TRANSFORMER, strength
 from .settings.schedule import STABLE_DIFFUSION
 
 
-def state_of(config: MergeConfig, downsample: int, blocks: int = 0) -> State:
+def state_of(config: MergeConfig, downsample: int, model: nn.Module | None = None) -> State:
     """Make the `State` of a host's own transformer, whose tokens are all of one size.
 
-    `downsample` is latent cells per token, along a side. `blocks` is counted in the report; 0 if it is not known.
+    `downsample` is latent cells per token, along a side. Without a `model`, the report knows the work of attention
+    alone.
     """
-    return State(config, [LevelTally(downsample, blocks)])
+    weights, blocks = (0, 0) if model is None else of_lists(model)
+    return State(config, [LevelTally(downsample, blocks, per_token=weights // max(1, blocks))])

@@ -22,10 +22,10 @@ def test_the_node_shows_a_line_on_the_latest_sampling_and_the_log_has_it_too(ser
     with caplog.at_level("INFO"):
         sample(applied, steps=4)
     ((node, text), (record,)) = server.texts[-1], caplog.records
-    assert node == "5" and re.fullmatch(r"ToMe: own settings, 4 steps, \d+% of attention left out", text)
+    assert node == "5" and re.fullmatch(r"ToMe: own settings, 4 steps, \d+% less work", text)
     assert record.getMessage() == text.replace("ToMe", "ToMe #5")
     details = latest(applied).details
-    assert details[0] == text and any("64 tokens -> 32" in line for line in details)
+    assert details[0] == text and any("64 tokens in 32 groups" in line for line in details)
     assert "outside the rules' time range" in "\n".join(details)
 
 
@@ -86,7 +86,7 @@ def test_of_two_passes_in_one_queue_the_node_shows_both(server):
 
 # --- times: samplings of a node that is on are compared with those of a node that is off -----------------------------
 
-TOLD = "about 2.0x faster, from your own pictures (3 with merging, 3 without)"
+TOLD = "2.0x faster in your pictures (3 with merging, 3 without)"
 
 
 @pytest.fixture
@@ -109,8 +109,8 @@ def drawn(monkeypatch, server):
 
 def test_it_is_told_after_three_of_both_kinds(drawn):
     assert drawn(False, 3) == nodes.OFF_BY_SETTINGS
-    assert "left out" in drawn(True, 2)
-    assert drawn(True) == f"ToMe: own settings, 7 steps, {TOLD}"
+    assert "less work" in drawn(True, 2)
+    assert re.fullmatch(rf"ToMe: own settings, 7 steps, \d+% less work, {re.escape(TOLD)}", drawn(True))
 
 
 def test_a_branch_that_is_off_is_called_as_one_without_a_node(drawn):

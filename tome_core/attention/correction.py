@@ -14,6 +14,7 @@ predicts their remaining errors from the query and the merged answer (docs/metho
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -50,9 +51,12 @@ def pick_queries(grid: Grid, width: int, device: torch.device) -> tuple[Tensor]:
     There are about a sixteenth of the tokens: from about 32 (or all, if fewer) to 128, or to 256 for heads of more than
     32 channels (`width`). Their numbers, ascending, int64 ``(1, queries)``, are in a tuple for `grid.cached_result`.
     """
-    tokens = grid.height * grid.width
-    count = min(_MOST_IF_NARROW if width <= _NARROW else _MOST, max(_FEWEST, tokens // _TOKENS_PER_ANSWER), tokens)
-    return (pick_middles(grid, count, device)[None],)
+    return (pick_middles(grid, count_answers(grid.height * grid.width, width), device)[None],)
+
+
+def count_answers(tokens: int, width: int) -> int:
+    """Return about how many of so many `tokens` are answered exactly, for heads of `width` channels."""
+    return min(_MOST_IF_NARROW if width <= _NARROW else _MOST, max(_FEWEST, tokens // _TOKENS_PER_ANSWER), tokens)
 
 
 def pick_middles(grid: Grid, count: int, device: torch.device) -> Tensor:
@@ -151,15 +155,26 @@ def inverse(matrix: Tensor, penalty: float, most: float) -> Tensor:
     places = torch.arange(matrix.shape[-1], device=matrix.device)
     unit = (places[:, None] == places).to(matrix.dtype)  # DirectML has no eye
     regular = torch.add(matrix, unit, alpha=penalty).flatten(0, 1)
-    low, high = penalty, most + penalty  # bounds of the eigenvalues of `regular`
-    step = 2 / (low + high)
+    step = 2 / (penalty + (most + penalty))
     inverse = torch.sub(2 * step * unit, regular, alpha=step * step)
-    low = 4 * low * high / (low + high) ** 2  # lower bound of the eigenvalues of `inverse @ regular`; the upper is 1
+    for step in _scales(penalty, most):
+        inverse = torch.baddbmm(inverse, inverse, regular @ inverse, beta=2 * step, alpha=-step * step)
+    return inverse.view_as(matrix)
+
+
+def inverse_steps(penalty: float, most: float) -> int:
+    """Return the number of steps, each of two products, that `inverse` takes."""
+    return sum(1 for _ in _scales(penalty, most))
+
+
+def _scales(penalty: float, most: float) -> Iterator[float]:
+    """Yield the scale of each of Newton's steps after the first guess."""
+    low, high = penalty, most + penalty  # bounds of the eigenvalues of the matrix
+    low = 4 * low * high / (low + high) ** 2  # lower bound of those of its product with the guess; the upper is 1
     while low < _CONVERGED:
         step = 2 / (low + 1.0)
-        inverse = torch.baddbmm(inverse, inverse, regular @ inverse, beta=2 * step, alpha=-step * step)
+        yield step
         low = 4 * low / (low + 1.0) ** 2
-    return inverse.view_as(matrix)
 
 
 def _by_head(flat: Tensor, heads: int) -> Tensor:

@@ -18,8 +18,9 @@ from ..faults import may_be_of_fewer_tokens, text_of
 from ..merging.grid import Grid, Layout, cached_result
 from ..merging.methods import METHODS, MatchOptions
 from ..merging.plan import MergePlan
-from ..reporting.ledger import FEW_TOKENS, NO_GRID, TOO_SMALL
+from ..reporting.ledger import COSTS, FEW_TOKENS, NO_GRID, TOO_SMALL
 from ..settings.config import MergeRule
+from . import work
 from .decision import ModelCall
 from .match import draw_of, find_plans, match
 from .merged_tokens import LazyTokens, MergedTokens, pick_samples
@@ -36,12 +37,14 @@ class Place(NamedTuple):
         level: of its tokens, 0 for the finest.
         part: "attn", "crossattn", "mlp" or "block", as in `LevelRules`.
         stretch: names the blocks that may follow each other on merged tokens; "" for a part.
+        weights: number of weights by which each token is multiplied in a part; 0 for a block, whose attention tells it.
     """
 
     name: Hashable
     level: int
     part: str
     stretch: Hashable = ""
+    weights: int = 0
 
 
 def around(
@@ -65,15 +68,15 @@ def around(
         The output of `run` for all tokens; that of a merged block as `LazyTokens`. If it fails on merged tokens, by an
         error that these may have caused, it runs on all tokens, now and later, and the reason is counted.
     """
-    state, stretch, why = call.state, (call, place.stretch), call.state.refused.get(place, "")
+    state, stretch, why, cost = call.state, (call, place.stretch), call.state.refused.get(place, ""), 0
     tokens = x.tokens if type(x) is LazyTokens and x.stretch == stretch else None
     if tokens is not None:
         why = why or why_whole()
     elif not why:
-        tokens, why = _merge(call, place, x, grid, why_whole)
+        tokens, why, cost = _merge(call, place, x, grid, why_whole)
     if why:
         batch, count = x.shape[:2] if torch.is_tensor(x) and x.dim() == 3 else (0, 0)
-        state.count_unmerged(place.level, why, batch, count, count, place.part)
+        state.count_unmerged(place.level, why, batch, count, place.part)
         return run(None)
     batch, count = x.shape[:2]
     if isinstance(tokens, MergePlan):
@@ -95,56 +98,74 @@ def around(
     if not torch.is_tensor(out) or out.dim() != 3 or out.shape[:2] != (batch, left) or not fits:
         out = run(None)  # first: if it fails with all tokens too, merging is not the cause
         state.refused[place] = why
-        state.count_unmerged(place.level, why, batch, count, count, place.part)
+        state.count_unmerged(place.level, why, batch, count, place.part)
         return out
-    of_keys = count if place.part == "attn" else keys
-    state.ledger.merge(place.level, place.part, (batch, count, of_keys), (left, left if place.part == "attn" else keys))
+    of_keys, left_of_keys = (count, left) if place.part == "attn" else (keys, keys)
+    state.ledger.merge(place.level, place.part, (batch, count, of_keys), (left, left_of_keys), "", place.weights, cost)
     return tokens.unmerge(out) if isinstance(tokens, MergePlan) else LazyTokens(stretch, tokens, out)
 
 
 def _merge(
     call: ModelCall, place: Place, x: Any, grid: Grid | None, why_whole: Callable[[], str]
-) -> tuple[MergedTokens | MergePlan | None, str]:
-    """Return the merged input of a block, or the plan of a part, and ""; or None and the reason not to merge."""
+) -> tuple[MergedTokens | MergePlan | None, str, int]:
+    """Return the merged input of a block, or the plan of a part, "", and the work of it and of the way back.
+
+    If it must not merge, these are None, the reason, and 0.
+    """
     if not torch.is_tensor(x) or x.dim() != 3 or grid is None or grid.height * grid.width != x.shape[1]:
-        return None, NO_GRID
+        return None, NO_GRID, 0
     if type(x) is LazyTokens:  # another stretch's
         x = x.whole()
-    state, (name, level, part, _) = call.state, place
+    state, (name, level, part, *_) = call.state, place
     rules, not_now = state.decide(call, level, x.shape[1], x.device)
     rule = getattr(rules, part)
     if rule is None:
-        return None, not_now or FEW_TOKENS
+        return None, not_now or FEW_TOKENS, 0
     why = why_whole()
     if why:
-        return None, why
-    is_block = part == "block"
+        return None, why, 0
+    is_block, cost = part == "block", 0
+    if not is_block and not work.pays_in_part(rule, grid, x.shape[2], place.weights):
+        return None, COSTS, 0
     known = {} if is_block else call.block.plans  # parts of a block share the matches of their rules
     if id(rule) not in known:
-        known[id(rule)] = _plan_of(call, name, level, x, grid, rule, is_block)
+        known[id(rule)], cost = _plan_of(call, name, level, x, grid, rule, is_block)
     plan = known[id(rule)]
     if plan is None:
-        return None, TOO_SMALL
+        return None, TOO_SMALL, 0
     state.note_map(level, Layout(grid), plan)
     if not is_block:
-        return plan, ""
-    return MergedTokens.of(x, plan, cached_result(pick_samples, x, grid)[0] if rule.correction else None), ""
+        return plan, "", cost
+    samples = cached_result(pick_samples, x, grid)[0] if rule.correction else None
+    cost += x.shape[0] * work.of_way_back(x.shape[1], 0 if samples is None else len(samples), x.shape[2])
+    return MergedTokens.of(x, plan, samples), "", cost
 
 
 def _plan_of(
     call: ModelCall, name: Hashable, level: int, x: Tensor, grid: Grid, rule: MergeRule, is_block: bool
-) -> MergePlan | None:
-    """Return a kept plan, if young enough, or a new match of a block's input `x`; None if no token merges."""
+) -> tuple[MergePlan | None, int]:
+    """Return a kept plan, if young enough, or a new match of a block's input `x`, and the work of matching.
+
+    The plan is None if no token merges.
+    """
     # a part's tokens merge as tomesd merges them: compared as they are, in one window
-    compared = F.layer_norm(x.detach(), x.shape[2:])[:, :, None] if is_block else x
+    compared, cost = F.layer_norm(x.detach(), x.shape[2:])[:, :, None] if is_block else x, 0
 
     def match_rows(rows: slice, old: MergePlan | None) -> MergePlan | None:
+        nonlocal cost
         draw = draw_of(call, level, rule, x.device)
         if is_block:
-            return match(compared[rows], compared[rows], Layout(grid), rule, draw, old)
-        options = MatchOptions(rule.effective_ratio, rule.sx, rule.sy, draw)
-        return METHODS[rule.method].match(compared[rows], grid, options)
+            plan = match(compared[rows], compared[rows], Layout(grid), rule, draw, old)
+        else:
+            options = MatchOptions(rule.effective_ratio, rule.sx, rule.sy, draw)
+            plan = METHODS[rule.method].match(compared[rows], grid, options)
+        if plan is not None:
+            features = x.shape[2] * (2 if is_block and rule.metric == "keys+values" else 1)
+            of_sample = work.of_match(rule, grid, plan.num_groups, features, old is not None, not is_block)
+            cost += x[rows].shape[0] * of_sample
+        return plan
 
     of_rule = name, id(rule)  # parts of one block may have different rules
     turn = call.latest_runs[of_rule] = call.latest_runs.get(of_rule, -1) + 1
-    return find_plans(call, ((of_rule, turn), x.shape[0], Layout(grid), x.shape[1]), rule, x.device, match_rows).plan
+    key = (of_rule, turn), x.shape[0], Layout(grid), x.shape[1]
+    return find_plans(call, key, rule, x.device, match_rows).plan, cost

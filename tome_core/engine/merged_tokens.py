@@ -23,13 +23,18 @@ from ..merging.grid import Grid
 from ..merging.plan import MergePlan, to_exact, without_autocast
 
 _TOKENS_PER_SAMPLE = 32
-_RIDGE = 0.1  # the penalty of the fit, relative to the mean square of the samples
+RIDGE = 0.1  # the penalty of the fit, relative to the mean square of the samples
 _TINY = 1e-12
 
 
 def pick_samples(grid: Grid, device: torch.device) -> tuple[Tensor]:
     """Choose the samples, evenly spaced over the grid: int64 ``(samples,)``, in a tuple for `grid.cached_result`."""
-    return (pick_middles(grid, max(1, grid.height * grid.width // _TOKENS_PER_SAMPLE), device),)
+    return (pick_middles(grid, count_samples(grid), device),)
+
+
+def count_samples(grid: Grid) -> int:
+    """Return about how many samples `pick_samples` chooses."""
+    return max(1, grid.height * grid.width // _TOKENS_PER_SAMPLE)
 
 
 class MergedTokens(NamedTuple):
@@ -57,7 +62,7 @@ class MergedTokens(NamedTuple):
             few, lost = to_exact(apart[:, samples]), to_exact(exact - of_groups[:, samples])
             products = few @ few.transpose(1, 2)
             unit = products.diagonal(dim1=1, dim2=2).mean(1)[:, None, None].clamp(min=_TINY)
-            weights = inverse((products / unit)[:, None], _RIDGE, len(samples))[:, 0] @ lost
+            weights = inverse((products / unit)[:, None], RIDGE, len(samples))[:, 0] @ lost
             # Two thin products instead of a map between all channels. The first is about 1: half precision can hold it.
             shares = apart.to(added.dtype) @ (few / unit).to(added.dtype).transpose(1, 2)
             added = torch.baddbmm(of_groups, shares, weights.to(added.dtype))

@@ -9,6 +9,7 @@ import torch
 
 from ..attention.correction import Correction
 from ..merging.plan import MergePlan
+from ..reporting.ledger import TOO_SMALL
 from ..settings.config import MergeRule
 
 
@@ -20,6 +21,7 @@ class Plans(NamedTuple):
     rule: MergeRule
     device: torch.device
     correction: Correction | None = None  # to add to outputs over merged keys; None if there is none (yet)
+    why: str = TOO_SMALL  # the reason why no token merges, if none does
 
 
 class KeptPlans(NamedTuple):

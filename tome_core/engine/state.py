@@ -14,13 +14,14 @@ import torch.overrides
 from ..attention.correction import Pair
 from ..attention.merged import Attention, MergeOptions, attend, correction_of
 from ..merging import kernels
-from ..merging.grid import Grid, Layout
+from ..merging.grid import Grid, Layout, tokens_in
 from ..merging.plan import MergePlan
-from ..reporting.ledger import FEW_TOKENS, NO_GRID, OTHER_PARTS, TOO_SMALL, Ledger, LevelTally
+from ..reporting.ledger import COSTS, FEW_TOKENS, NO_GRID, OTHER_PARTS, Ledger, LevelTally
 from ..reporting.report import Report
 from ..settings.config import MergeConfig, MergeRule, describe
 from ..settings.rules import LevelRules, ever_merges, notes_on, ways_of
 from ..settings.schedule import NoiseSchedule
+from . import work
 from .decision import MergeMap, ModelCall, decide
 from .match import draw_of, find_plans, match
 from .plan_cache import Plans
@@ -38,14 +39,16 @@ class State:
         levels: an empty tally for each level of the model, the finest first; they are filled in place. A level is all
             blocks whose tokens have one size.
         schedule: the model's own noise schedule; None if it is not known: Stable Diffusion's is then used.
+        outside: the number of weights outside blocks by which each cell of the latent is multiplied, on average.
     """
 
     is_installed = True  # the model merges as this state says
 
     def __init__(
-        self, config: MergeConfig, levels: Sequence[LevelTally], schedule: NoiseSchedule | None = None
-    ) -> None:
-        self.config = config
+        self, config: MergeConfig, levels: Sequence[LevelTally], schedule: NoiseSchedule | None = None,
+        outside: float = 0.0,
+    ) -> None:  # fmt: skip
+        self.config, self._outside = config, outside
         downsamples = [tally.downsample for tally in levels]
         self.clock = Clock(config, downsamples, schedule)
         self.knows_schedule = schedule is not None
@@ -82,11 +85,13 @@ class State:
         now, kept = self.time.next_call(timestep, latent, called)
         gate = None if self.pays is None else self.pays.gate(latent)
         call = ModelCall(self, timestep, now.rules, now.why_off, gate, kept)
-        if torch.is_tensor(latent) and latent.dim() == 4 and self.ever_merges:
+        if torch.is_tensor(latent) and latent.dim() >= 4 and self.ever_merges:
+            batch = latent.shape[0] * math.prod(latent.shape[2:-2])  # of pictures: frames are pictures of their own
+            self.ledger.rest += int(batch * math.prod(latent.shape[-2:]) * self._outside)
             for tally in self.ledger.levels:
                 if not tally.covered and tally.blocks:  # `attend` is not called there, but the total counts its work
-                    tokens = math.prod(-(-side // tally.downsample) for side in latent.shape[2:])
-                    self.ledger.add_whole(tally.level, tally.blocks * len(latent) * tokens**2)
+                    tokens = math.prod(-(-side // tally.downsample) for side in latent.shape[-2:])
+                    self.ledger.add_whole(tally.level, batch, tokens)
         return call
 
     def attend(
@@ -112,22 +117,23 @@ class State:
         elif torch._C._len_torch_function_stack():
             why = foreign_mode()
         if why:
-            self.ledger.skip(level, "attn", why, batch * tokens * tokens)
+            self.count_unmerged(level, why, batch, tokens)
             return None
-        kept, key, merged, exact = call.kept_plans, ((name, turn), batch, layout, tokens), None, 0
+        kept, key, merged, cost = call.kept_plans, ((name, turn), batch, layout, tokens), None, 0
         plans = None if kept is None or not rule.keep else kept.plans.get((kept.ordinal, *key))
         is_own = plans is not None and plans.rule is rule and plans.device == q.device
         if not is_own or abs(plans.timestep - kept.timestep) > rule.keep:  # as in `KeptPlans.plans_for`
-            plans, merged = self._match(call, key, level, layout, attention, rule)
-            exact = 0 if plans.correction is None else plans.correction.num_queries
+            plans, merged, cost = self._match(call, key, level, layout, attention, rule)
         plan = plans.plan
         if plan is None:
-            self.ledger.skip(level, "attn", TOO_SMALL, batch * tokens * tokens)
+            self.count_unmerged(level, plans.why, batch, tokens)
             return None
         queries = rule.side == "qkv"
         out, way = attend(attention, MergeOptions(plan, rule.proportional, queries, plans.correction), merged)
         left = (plan.num_groups if queries else tokens, plan.num_groups)
-        self.ledger.merge(level, "attn", (batch, tokens, tokens), left, way if rule.proportional else "", exact)
+        if plans.correction is not None:
+            cost += batch * work.of_correction(left[0], *q.shape[2:])
+        self.ledger.merge(level, "attn", (batch, tokens, tokens), left, way if rule.proportional else "", cost=cost)
         if self._maps is not None:
             self.note_map(level, layout, plan)
         return out
@@ -143,29 +149,50 @@ class State:
             self._decisions[key] = decide(rules, why_off, tokens, device.type, gate)
         return self._decisions[key]
 
-    def count_unmerged(self, level: int, why: str, batch: int, queries: int, keys: int, part: str = "attn") -> None:
-        """Count an unmerged "attn", "crossattn", "mlp" or "block", with the reason; only an "attn" has work."""
-        self.ledger.skip(level, part, why, batch * queries * keys if part == "attn" else 0)
+    def count_inside(self, call: ModelCall, level: int) -> None:
+        """Count a self-attention of a block that runs on merged tokens just now."""
+        batch, tokens, left = call.inside
+        weights = self.ledger.levels[level].per_token
+        self.ledger.merge(level, "attn", (batch, tokens, tokens), (left, left), weights=weights)
+
+    def count_unmerged(self, level: int, why: str, batch: int = 0, tokens: int = 0, part: str = "attn") -> None:
+        """Count an unmerged "attn", "crossattn", "mlp" or "block", with the reason, and its sizes if they are known."""
+        self.ledger.skip(level, part, why, batch, tokens)
 
     def _match(
         self, call: ModelCall, key: tuple, level: int, layout: Layout, attention: Attention, rule: MergeRule
-    ) -> tuple[Plans, Pair | None]:
+    ) -> tuple[Plans, Pair | None, int]:
         """Return `find_plans` for the whole batch, with a new correction if the rule wants one, and keep it.
 
-        The second result is the keys and values that were merged to fit the correction, or None.
+        The second result is the keys and values that were merged to fit the correction, or None; the third is the work
+        of a new match and correction. If that is more than merging saves, the plans have no plan, but the reason.
         """
         q, k, v = attention[:3]
+        (batch, tokens, heads, width), cost = q.shape, 0
+        self.ledger.levels[level].channels = heads * width
+        corrects, is_kept = rule.corrects and v.shape[3] == width, call.kept_plans is not None and rule.keep
+        features = k[0, 0].numel() * (2 if rule.metric == "keys+values" else 1)
 
         def match_rows(rows: slice, old: MergePlan | None) -> MergePlan | None:
-            return match(k[rows], v[rows], layout, rule, draw_of(call, level, rule, k.device), old)
+            nonlocal cost
+            plan = match(k[rows], v[rows], layout, rule, draw_of(call, level, rule, k.device), old)
+            if plan is not None:
+                groups = plan.num_groups - tokens + tokens_in(layout)
+                cost += k[rows].shape[0] * work.of_match(rule, layout.grid, groups, features, old is not None)
+            return plan
 
-        plans, correction, merged = find_plans(call, key, rule, k.device, match_rows), None, None
-        if plans.plan is not None and rule.corrects and v.shape[3] == q.shape[3]:
+        correction, merged = None, None
+        if work.pays(rule, layout, tokens, heads, width, features, corrects, bool(is_kept)):
+            plans = find_plans(call, key, rule, k.device, match_rows)
+        else:
+            plans = Plans(None, call.kept_plans and call.kept_plans.timestep, rule, k.device, why=COSTS)
+        if plans.plan is not None and corrects:
             correction, merged = correction_of(attention, plans.plan, layout)
+            cost += batch * work.of_fit(correction.num_queries, tokens, plans.plan.num_groups, heads, width)
         plans = plans._replace(correction=correction)
-        if call.kept_plans is not None and rule.keep:
+        if is_kept:
             call.kept_plans.plans[(call.kept_plans.ordinal, *key)] = plans
-        return plans, merged
+        return plans, merged, cost
 
     def note_map(self, level: int, layout: Layout, plan: MergePlan) -> None:
         """If maps are kept, keep that of the picture's tokens (of a video, the first frame's) as a level's latest."""
@@ -242,7 +269,7 @@ class State:
         """Return a copy of the counts since the start or the latest `reset_counts`, as a `Report`."""
         ledger, notes = self.ledger, (*self.ledger.notes, *kernels.notes())
         levels = tuple(deepcopy(ledger.levels))
-        return Report(self.is_installed, describe(self.config), ledger.calls, levels, notes)
+        return Report(self.is_installed, describe(self.config), ledger.calls, levels, notes, rest=ledger.rest)
 
 
 def _check_time(name: str, value: float | None, most: float = math.inf) -> None:

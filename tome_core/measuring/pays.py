@@ -81,7 +81,7 @@ def why_not_at(model: Any, config: MergeConfig, height: int, width: int, batch: 
     if adapter.curve == TRANSFORMER:
         return ""
     clock = Clock(config, adapter.downsamples)
-    latent, pays = _empty_latent(model, batch, height, width), pays_of(clock.rules, model, adapter)
+    latent, pays = empty_latent(model, batch, height, width), pays_of(clock.rules, model, adapter)
     gate, reasons = None if pays is None else pays.gate(latent), []
     for rule in clock.rules:
         for level_rules, factor in zip(choose((rule,), clock.downsamples), clock.downsamples, strict=True):
@@ -90,7 +90,7 @@ def why_not_at(model: Any, config: MergeConfig, height: int, width: int, batch: 
     return reasons[0] if all(reasons) else ""
 
 
-def _empty_latent(unet: nn.Module, batch: int, height: int, width: int) -> torch.Tensor:
+def empty_latent(unet: nn.Module, batch: int, height: int, width: int) -> torch.Tensor:
     """Return empty latents of a size in pixels, with one channel, on the device and in the dtype of a UNet's calls."""
     weight = next(parameter for parameter in unet.parameters() if parameter.is_floating_point())
     device = getattr(getattr(unet, "_hf_hook", None), "execution_device", None)

@@ -40,6 +40,8 @@ def attend_call(
     seen.append(is_self_attention)
     if not is_self_attention:  # attention to a prompt, or to an adapter's reference picture
         return attention_call.unmerged()
+    tally = state.ledger.levels[level]
+    tally.channels = tally.channels or q.shape[2] * q.shape[3]
     rows, why = (None, "") if attention_call.mask is None else _visible_rows(attention_call.mask, q)
     tokens = q.shape[1] if rows is None else len(rows)
     if not isinstance(layout, Layout):
@@ -58,7 +60,7 @@ def attend_call(
             name_of = full_name([*filter(callable, kind[0])][-1])
             why = f"the function that it calls is no attention: {name_of}"
     if why:
-        state.count_unmerged(level, why, q.shape[0], q.shape[1], k.shape[1])
+        state.count_unmerged(level, why, *q.shape[:2])
         return attention_call.unmerged()
     if rows is not None:
         q, k, v = q[:, rows], k[:, rows], v[:, rows]
@@ -70,7 +72,7 @@ def attend_call(
             raise
         result = attention_call.unmerged()  # first: if the unmerged call fails too, merging is not the cause
         why = state.refused[attention_call.key()] = f"it fails with merged keys ({text_of(error)})"
-        state.count_unmerged(level, why, q.shape[0], q.shape[1], k.shape[1])
+        state.count_unmerged(level, why, *q.shape[:2])
         return result
     if out is None:
         return attention_call.unmerged()

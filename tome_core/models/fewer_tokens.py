@@ -21,6 +21,7 @@ from ..merging.grid import Grid
 from ..reporting.ledger import ARGUMENTS, MASKED, NO_GRID, OF_OTHERS, PARTS_COMPILED
 from .every_token import TRAINS, ModulesBelow, why_of_arguments
 from .sites import CONTEXTS, LATENTS, MASKS, AttentionSite, named
+from .weights import of_part, per_token
 from .wrap import Wrap
 from .wrap_set import WrapSet
 
@@ -114,7 +115,7 @@ class BlockInputSite(BlockWrap):
             return None
         layout = call.layouts.get(self.level)
         if layout is None or layout.grid.height * layout.grid.width != x.shape[1]:
-            call.state.count_unmerged(self.level, NO_GRID, x.shape[0], x.shape[1], x.shape[1], "block")
+            call.state.count_unmerged(self.level, NO_GRID, *x.shape[:2], "block")
             return None
         return BlockInput(x, layout.grid, {})
 
@@ -127,14 +128,15 @@ class PartSite(Wrap):
 
     def __init__(self, module: nn.Module, wraps: WrapSet, block: str, part: str, level: int) -> None:
         super().__init__(module)
-        self.wraps, self.place, self.below = wraps, Place(block, level, part), ModulesBelow(module)
+        self.wraps, self.below = wraps, ModulesBelow(module)
+        self.place = Place(block, level, part, weights=of_part(module))
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output for all tokens, by `_run_part` if a rule merges the part and `ModelCall.block` is set.
 
         Otherwise the part is only called, and not counted.
         """
-        call, (_, level, part, _) = self.wraps.calls.current or self.wraps.call_outside_forward(), self.place
+        call, level, part = self.wraps.calls.current or self.wraps.call_outside_forward(), *self.place[1:3]
         if call is None or call.block is None or getattr(call.rules[level], part) is None:
             return self.original(*args, **kwargs)
         try:
@@ -149,7 +151,7 @@ class PartSite(Wrap):
 
         If a rule of the patch, of any level or ratio, merges such parts, note for the report that compiled ones do not.
         """
-        state, (_, level, part, _) = self.wraps.patch, self.place
+        state, (_, level, part, *_) = self.wraps.patch, self.place
         if state is not None and any(getattr(rule, f"merge_{part}") for rule in state.clock.rules):
             state.ledger.note_traced(level, PARTS_COMPILED)
         return self.original(*args, **kwargs)
@@ -163,7 +165,8 @@ class BlockAttentionSite(AttentionSite):
 
     def __init__(self, module: nn.Module, wraps: WrapSet, path: str, level: int, halvings: int = 0) -> None:
         super().__init__(module, wraps, path, level, halvings)
-        self.place, self.below = Place(path.removesuffix(".attn1"), level, "attn"), ModulesBelow(module)
+        self.place = Place(path.removesuffix(".attn1"), level, "attn", weights=per_token(module))
+        self.below = ModulesBelow(module)
 
     def _merge(self, call: ModelCall, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return the attention's output: merged as in `AttentionSite` if the rule is not tomesd's.

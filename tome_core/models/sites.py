@@ -164,8 +164,7 @@ class AttentionSite(NumberedSite):
             call.called_attentions.append(self.path)
             rules = call.rules[self.level]
             if call.inside is not None:  # in a block that runs on merged tokens
-                batch, tokens, left = call.inside
-                call.state.ledger.merge(self.level, "attn", (batch, tokens, tokens), (left, left))
+                call.state.count_inside(call, self.level)
             elif rules.attn is not None:
                 return self._merge(call, args, kwargs)
             else:
@@ -274,7 +273,7 @@ class AttentionSite(NumberedSite):
         arguments = (*args, *kwargs.values())
         x = next((value for value in arguments if torch.is_tensor(value) and value.dim() > 1), None)
         batch, tokens = (0, 0) if x is None else x.shape[:2]
-        call.state.count_unmerged(self.level, why, batch, tokens, tokens)
+        call.state.count_unmerged(self.level, why, batch, tokens)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Return the attention's output while a compiler traces, with the operator ``attend`` in the graph if possible.
@@ -343,7 +342,7 @@ def count_missed(
         others = [full_name(method) for method in replacements if method is not None]
         why = f"{REPLACED}: {others[0]}" if others else REPLACED if places else why_missed(site)
         if missed is not None or why != REPLACED or not call.called_attentions:
-            call.state.count_unmerged(site.level, why, batch, tokens, tokens)
+            call.state.count_unmerged(site.level, why, batch, tokens)
         is_lost |= why == TAKEN_OFF
     if is_lost:
         wraps.put_back()

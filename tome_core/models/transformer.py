@@ -24,6 +24,7 @@ from ..engine.scheduler_steps import PipelineSteps
 from ..merging.grid import Grid, Layout
 from ..reporting.ledger import NO_GRID, LevelTally, Reason
 from .sites import AttentionSite, ModelSite
+from .weights import per_token
 from .wrap import Wrap
 from .wrap_set import Ways
 
@@ -211,12 +212,13 @@ class TransformerAdapter:
     see there; `reads` are the names of the arguments that a call is read from, the timestep's the last.
     """
 
-    curve = "transformer"
+    curve, outside = "transformer", 0.0
 
     def __init__(self, model: nn.Module) -> None:
         self.family = family_of(model)
         self.downsamples = [self.family.downsample]
         self._blocks = len(find_attentions(model, self.family))
+        self._weights = per_token(model) // max(1, self._blocks)
         parameters = inspect.signature(type(model).forward).parameters.values()
         known = {parameter.name: (place - 1, parameter.default) for place, parameter in enumerate(parameters)}
         names, self._read_tokens = next(reader for reader in _READERS.items() if known.keys() >= {*reader[0]})
@@ -225,7 +227,7 @@ class TransformerAdapter:
 
     def tallies(self) -> list[LevelTally]:
         """Return one empty tally with the number of attentions: all see the same tokens, so the model has one level."""
-        return [LevelTally(self.family.downsample, self._blocks)]
+        return [LevelTally(self.family.downsample, self._blocks, per_token=self._weights)]
 
     def wraps(self, model: nn.Module, ways: Ways, make: Callable) -> Iterator[Wrap]:
         """Yield a wrap for the model, then for each attention, in the order of the modules; see `UNetAdapter.wraps`."""

@@ -21,6 +21,7 @@ from ..reporting.ledger import NO_GRID, LevelTally, Reason
 from .fewer_tokens import BlockAttentionSite, BlockInputSite, PartSite, WholeBlockSite
 from .sites import LATENTS, AttentionSite, ModelSite, TransformerSite, named
 from .unet_blocks import BlockPlace, find_blocks
+from .weights import channels_of, of_block, outside_blocks
 from .wrap import Wrap
 from .wrap_set import Ways
 
@@ -48,6 +49,7 @@ class UNetAdapter:
         self.levels = {depth: level for level, depth in enumerate(depths)}
         self.downsamples = [2**depth for depth in depths]
         self.curve = "sd" if 0 in self.levels else "sdxl"
+        self._unet = weakref.ref(unet)
 
     def _search(self, unet: nn.Module) -> list[BlockPlace]:
         """Search the UNet's transformer blocks, keep weak references to them for `places`, and return their places."""
@@ -62,11 +64,20 @@ class UNetAdapter:
         found = [place._replace(block=place.block(), transformer=place.transformer()) for place in self._kept]
         return [place for place in found if place.block is not None and place.transformer is not None]
 
+    @property
+    def outside(self) -> float:
+        """The number of weights outside blocks by which each cell of the latent is multiplied, on average."""
+        return outside_blocks(self._unet())
+
     def tallies(self) -> list[LevelTally]:
         """Return an empty tally, with the number of blocks, for each level, the finest first."""
-        places = self.places
-        count = [sum(place.halvings == depth for place in places) for depth in self.levels]
-        return [LevelTally(down, blocks) for down, blocks in zip(self.downsamples, count, strict=True)]
+        tallies = []
+        for depth, down in zip(self.levels, self.downsamples, strict=True):
+            blocks = [place.block for place in self.places if place.halvings == depth]
+            weights = sum(map(of_block, blocks)) // len(blocks) if blocks else 0
+            channels = max(map(channels_of, blocks), default=0)
+            tallies.append(LevelTally(down, len(blocks), channels=channels, per_token=weights))
+        return tallies
 
     def wraps(self, unet: nn.Module, ways: Ways, make: Callable) -> Iterator[Wrap]:
         """Yield the wraps to put on the UNet, the outermost first; below it only levels in `ways` get wraps.

@@ -135,7 +135,20 @@ def _unwrap(model: Any) -> Any:
 
 def _places_of(unet: nn.Module, family: UNetFamily) -> Iterator[BlockPlace]:
     """Yield the place of each block (class `BLOCK`) of a UNet, in the order down, middle, up, each block once."""
-    halvings, seen = 0, set()
+    for path, module, halvings in walk(unet, family):
+        blocks = module._modules.get("transformer_blocks")
+        if blocks is not None and is_kind(module, family.transformer):
+            for number, block in blocks.named_children():
+                if is_kind(block, BLOCK):
+                    yield BlockPlace(f"{path}.transformer_blocks.{number}", block, module, halvings)
+
+
+def walk(unet: nn.Module, family: UNetFamily | None = None) -> Iterator[tuple[str, nn.Module, int]]:
+    """Yield path, module, and how often the latent is halved there, for all modules in a UNet's stages, each once.
+
+    Modules inside a transformer that holds blocks are left out. A resampler counts with the size that it makes.
+    """
+    family, halvings, seen = family or _family_of(unet), 0, set()
     for name in (family.down, family.middle, family.up):
         part = getattr(unet, name, None)
         if part is None:  # a ControlNet has no way up
@@ -143,22 +156,21 @@ def _places_of(unet: nn.Module, family: UNetFamily) -> Iterator[BlockPlace]:
         stages = part.named_children() if name != family.middle else [("", part)]
         for key, stage in stages:
             resampling = 0
-            waiting = [(f"{name}.{key}".rstrip("."), stage)]
+            waiting = [(f"{name}.{key}".rstrip("."), stage, halvings)]
             while waiting:  # depth first, in the order of the modules; not into modules that hold blocks
-                path, module = waiting.pop()
+                path, module, here = waiting.pop()
                 if id(module) in seen:
                     continue
                 seen.add(id(module))
-                blocks = module._modules.get("transformer_blocks")
-                if blocks is not None and is_kind(module, family.transformer):
-                    for number, block in blocks.named_children():
-                        if is_kind(block, BLOCK):
-                            yield BlockPlace(f"{path}.transformer_blocks.{number}", block, module, halvings)
-                    continue
                 resampler = _RESAMPLER.fullmatch(type(module).__name__)
-                if resampler is not None and not resampling:
-                    resampling = 1 if resampler[1] == "Down" else -1
-                children = [(f"{path}.{key}", child) for key, child in module._modules.items() if child is not None]
+                if resampler is not None:
+                    step = 1 if resampler[1] == "Down" else -1
+                    resampling, here = resampling or step, max(0, halvings + step)
+                yield path, module, here
+                if module._modules.get("transformer_blocks") is not None and is_kind(module, family.transformer):
+                    continue
+                children = [(f"{path}.{key}", child, here) for key, child in module._modules.items()
+                            if child is not None]  # fmt: skip
                 waiting += reversed(children)
             if name != family.middle:
                 halvings = max(0, halvings + resampling)

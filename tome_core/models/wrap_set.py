@@ -137,7 +137,7 @@ class WrapSet:
             self.calls.reason_missed = why_missed(self.wraps[0])
             self.put_back()
         if self.calls.reason_missed:
-            self.patch.count_unmerged(level, self.calls.reason_missed, 0, 0, 0)
+            self.patch.count_unmerged(level, self.calls.reason_missed)
 
     def __reduce__(self) -> tuple:
         return type(None), ()  # a copy of a patched model merges nothing

@@ -50,7 +50,7 @@ class Patch(State):
     ) -> None:  # fmt: skip
         self._models = [weakref.ref(model) for model in models]
         self.adapter = adapter or adapter_of(models[0])
-        super().__init__(config, self.adapter.tallies(), schedule)
+        super().__init__(config, self.adapter.tallies(), schedule, self.adapter.outside)
         self._pipeline_wraps: list[Wrap] = []  # wraps of the pipeline, which hold no module
         self._previous: Patch | None = None  # comes back when the `with` is left
         self._follow(patched_object)

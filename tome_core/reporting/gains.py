@@ -70,7 +70,7 @@ class Gains:
         """Return the gain in the user's pictures as text, in the latest case of `where` and `rules`.
 
         `where` is the first text of the case's key, `rules` the third and optionally the fourth, without which any
-        fits. The text is ``about 1.5x faster, from your own pictures (9 with merging, 12 without)``; "" with fewer than
+        fits. The text is ``1.5x faster in your pictures (9 with merging, 12 without)``; "" with fewer than
         three pictures of either kind under equal other conditions, or if their times vary too much.
         """
         latest = [case for case in self.pictures if case[0] == where and case[2:][: len(rules)] == rules][-1:]
@@ -82,7 +82,7 @@ class Gains:
         if sum(last - first for first, _, last in quarters) > _SPREAD * abs(plain - merged):
             return ""
         without, within = map(len, kinds)
-        return f"{_speed(plain / merged)}, from your own pictures ({within} with merging, {without} without)"
+        return f"{_speed(plain / merged)} in your pictures ({within} with merging, {without} without)"
 
     def forget(self) -> None:
         """Drop all times, and stop using the file, which stays."""
@@ -105,8 +105,8 @@ class Gains:
 
 
 def _speed(ratio: float) -> str:
-    """Format a ratio: ``about 1.3x faster``, below 1.1 ``about 1.05x faster``, below 1 + `_MARGIN` ``no faster``."""
-    return f"about {ratio:.{1 if ratio >= 1.1 else 2}f}x faster" if ratio >= 1 + _MARGIN else "no faster"
+    """Format a ratio: ``1.3x faster``, below 1.1 ``1.05x faster``, below 1 + `_MARGIN` ``no faster``."""
+    return f"{ratio:.{1 if ratio >= 1.1 else 2}f}x faster" if ratio >= 1 + _MARGIN else "no faster"
 
 
 def _lines_of(path: Path) -> list[str]:

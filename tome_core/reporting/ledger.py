@@ -29,12 +29,14 @@ ARGUMENTS = "called with unsupported arguments"
 PARTS_COMPILED = "its parts merge by a rule that compiled blocks do not follow"
 OF_OTHERS = "keys and values are not the picture's tokens"
 TIME_IS_UNKNOWN = "the time is not known"
+COSTS = "merging would cost more work than it saves at this size"
 
 
 class Counted:
     """The base of `LevelTally` and `Report`: figures computed from the counts of ``levels``, one or all of a model."""
 
     levels: tuple[LevelTally, ...]
+    rest: int = 0  # the work outside blocks
 
     @property
     def tokens(self) -> tuple[tuple[int, int, int], ...]:
@@ -58,20 +60,25 @@ class Counted:
 
     @property
     def reasons(self) -> dict[str, int]:
-        """Number of unmerged calls by "part: reason", such as ``attn: the call has ...``; most attention work first."""
+        """Number of unmerged calls by "part: reason", such as ``attn: the call has ...``; most work first."""
         lost = self._sum("skipped_work")
         return dict(sorted(self._sum("skipped").items(), key=lambda item: (lost[item[0]], item[1]), reverse=True))
 
     @property
     def work_saved(self) -> float | None:
-        """Share of the self-attention work that was saved, 0 to 1; None if no work was counted."""
+        """Share of the work that was left out, 0 to 1; None if no work was counted."""
         full, left = self.work
-        return 1 - left / full if full else None
+        return max(0.0, 1 - left / full) if full else None
 
     @property
     def work(self) -> tuple[int, int]:
-        """Self-attention work (batch times queries times keys) of all calls: without merging, and with merging."""
-        return sum(level.work_full for level in self.levels), sum(level.work_left for level in self.levels)
+        """Work of all calls: without merging, and with merging and all that it costs.
+
+        It is the multiplications of a model's layers and attentions; of a level those of its blocks. Text, times and
+        what is computed once for a picture are left out: a few percent.
+        """
+        full, left = (sum(getattr(level, name) for level in self.levels) for name in ("work_full", "work_left"))
+        return full + self.rest, left + self.rest
 
     def _sum(self, name: str) -> Counter:
         """Return the sum over all levels of a Counter of `LevelTally`, by its name, such as "merged"."""
@@ -83,28 +90,30 @@ _COUNTS = ("merged", "skipped", "skipped_work", "sized_by", "work_full", "work_l
 
 @dataclass
 class LevelTally(Counted):
-    """The counts of one level of a model, which is all blocks whose tokens have one size. ``+`` adds two tallies.
-
-    The work of a self-attention call is batch times queries times keys, including tokens that a correction computes
-    exactly.
-    """
+    """The counts of one level of a model, which is all blocks whose tokens have one size. ``+`` adds two tallies."""
 
     downsample: int  # latent cells per token, along a side; in a sum the first tally's
     blocks: int  # 0 if not known; in a sum the larger number
     merged: Counter = field(default_factory=Counter)  # calls by (part, tokens, queries left, keys left)
     skipped: Counter = field(default_factory=Counter)  # unmerged calls by "part: reason"
-    skipped_work: Counter = field(default_factory=Counter)  # their self-attention work, also by "part: reason"
+    skipped_work: Counter = field(default_factory=Counter)  # what they might have merged, also by "part: reason"
     sized_by: Counter = field(default_factory=Counter)  # merged calls by what weights a key by its number of tokens
-    work_full: int = 0  # the work of all calls without merging
-    work_left: int = 0  # the same with merging
+    work_full: int = 0  # the work of all blocks without merging
+    work_left: int = 0  # the same with merging, and what merging costs
     traced: set[str] = field(default_factory=set)  # why attentions were compiled without merging; they are not counted
     level: int = 0  # 0 for the finest
     covered: bool = True  # a rule can merge here at some time
+    channels: int = 0  # of a self-attention, all heads together; 0: not known yet
+    per_token: int = 0  # weights by which each token is multiplied in a block, on average; 0 if not known
 
     @property
     def levels(self) -> tuple[LevelTally, ...]:
         """A tuple of this tally alone, for `Counted`."""
         return (self,)
+
+    def attention_work(self, queries: int, keys: int) -> int:
+        """Return the work of a self-attention of one sample: queries by keys, and weights by values."""
+        return 2 * queries * keys * self.channels
 
     def __add__(self, other: LevelTally) -> LevelTally:
         counts = {name: getattr(self, name) + getattr(other, name) for name in _COUNTS}
@@ -116,21 +125,23 @@ class Ledger:
     """The counts of one patch, of calls of its model and of levels, the finest first, with texts for the report."""
 
     def __init__(self, levels: list[LevelTally], notes: tuple[str, ...]) -> None:
-        self.levels, self.notes, self.calls = levels, notes, 0
+        self.levels, self.notes, self.calls, self.rest = levels, notes, 0, 0
 
     def reset(self) -> None:
         """Set all counts to zero, in new tallies that share the set `LevelTally.traced` with the old. Notes stay."""
-        self.calls = 0
+        self.calls = self.rest = 0
         self.levels = [LevelTally(tally.downsample, tally.blocks, traced=tally.traced, level=tally.level,
-                                  covered=tally.covered) for tally in self.levels]  # fmt: skip
+                                  covered=tally.covered, channels=tally.channels, per_token=tally.per_token)
+                       for tally in self.levels]  # fmt: skip
 
     def merge(self, level: int, part: str, before: tuple[int, int, int], after: tuple[int, int], route: str = "",
-              exact: int = 0) -> None:  # fmt: skip
-        """Count a merged call of a part: "attn", whose work counts too, "crossattn", "mlp" or "block".
+              weights: int = 0, cost: int = 0) -> None:  # fmt: skip
+        """Count a merged call of a part: "attn", with which its block's work counts too, "crossattn", "mlp" or "block".
 
         `before` is (batch, queries, keys), `after` is (queries, keys); keys are 0 for "mlp". `route` names the
-        implementation of proportional attention, or says that there was none; "" if the rule wants none. `exact` is the
-        number of queries for which a correction has also computed exact attention, with all keys.
+        implementation of proportional attention, or says that there was none; "" if the rule wants none. `weights` is
+        the number by which each of the queries after merging was multiplied, and no other. `cost` is the work that
+        merging needed, of the whole batch.
         """
         batch, queries, keys = before
         tally = self.levels[level]
@@ -138,21 +149,29 @@ class Ledger:
             tally.sized_by[route] += 1
         tally.merged[(part, queries, *after)] += 1
         if part == "attn":
-            tally.work_full += batch * queries * keys
-            tally.work_left += batch * (after[0] * after[1] + exact * keys)
+            of_block = batch * queries * tally.per_token
+            tally.work_full += of_block + batch * tally.attention_work(queries, keys)
+            tally.work_left += of_block + batch * tally.attention_work(*after)
+        tally.work_left += cost - batch * (queries - after[0]) * weights
 
-    def skip(self, level: int, part: str, reason: str, work: int = 0) -> None:
-        """Count an unmerged call of a part, or a whole "block", with the `work` of a self-attention, else 0."""
+    def skip(self, level: int, part: str, reason: str, batch: int = 0, tokens: int = 0) -> None:
+        """Count an unmerged call of a part, or a whole "block"; its size only for these and self-attention, "attn"."""
         tally = self.levels[level]
-        tally.skipped[f"{part}: {reason}"] += 1
-        tally.skipped_work[f"{part}: {reason}"] += work
-        tally.work_full += work  # not by `add_whole`: every unmerged attention comes here
-        tally.work_left += work
+        name, work = f"{part}: {reason}", batch * tally.attention_work(tokens, tokens)
+        of_block = batch * tokens * tally.per_token
+        tally.skipped[name] += 1
+        if part in ("attn", "block"):
+            tally.skipped_work[name] += work + (of_block if part == "block" else 0)
+        if part == "attn":  # a block's own attention tells its work
+            tally.work_full += work + of_block
+            tally.work_left += work + of_block
 
-    def add_whole(self, level: int, work: int) -> None:
-        """Count unmerged self-attention work, batch times queries times keys, as of a level that no rule reaches."""
-        self.levels[level].work_full += work
-        self.levels[level].work_left += work
+    def add_whole(self, level: int, batch: int, tokens: int) -> None:
+        """Count the work of all blocks of a level that no rule reaches, whose attentions are not counted."""
+        tally = self.levels[level]
+        work = tally.blocks * batch * (tally.attention_work(tokens, tokens) + tokens * tally.per_token)
+        tally.work_full += work
+        tally.work_left += work
 
     @when_traced
     def note_traced(self, level: int, reason: str) -> int:

@@ -8,9 +8,10 @@ from typing import Any
 
 from .ledger import OTHER_PARTS, TOO_SMALL, Counted, LevelTally
 
-FORMAT = 3  # version of `Report.as_data`
+FORMAT = 4  # version of `Report.as_data`
 _KINDS = 3  # the most token counts at a level, and reasons, that are shown
-_COUNTS = 0.05  # a smaller share of attention is not shown
+_LEAST_SHOWN = 0.005  # a smaller share of the work that is left out is told as none
+_COUNTS = 0.05  # a smaller share of the work is not shown
 _AS_ASKED = ("outside the rules' time range", "so few tokens", "at this size the GPU", "a rule of ratio 0",
              OTHER_PARTS, TOO_SMALL)  # fmt: skip
 _NOTHING_WILL = "nothing will merge: "  # the beginning of notes with a reason
@@ -26,6 +27,7 @@ class Report(Counted):
     levels: tuple[LevelTally, ...] = ()  # the finest first
     notes: tuple[str, ...] = ()  # on clamped settings, and on reasons why nothing merges
     own: str = ""  # the gain in the user's own pictures, as text; "" if it is not known
+    rest: int = 0  # the work outside blocks
 
     @classmethod
     def join(cls, reports: Iterable[Report]) -> Report:
@@ -43,7 +45,7 @@ class Report(Counted):
             any(report.patched for report in reports), _once(report.settings for report in reports),
             sum(report.calls for report in reports),
             tuple(replace(levels[downsample], level=number) for number, downsample in enumerate(sorted(levels))),
-            _once(report.notes for report in reports),
+            _once(report.notes for report in reports), rest=sum(report.rest for report in reports),
         )  # fmt: skip
 
     @property
@@ -53,26 +55,21 @@ class Report(Counted):
 
     @property
     def headline(self) -> str:
-        """``nothing merged: ...`` and why; or `own`, the gain; or, if not known, ``61% of attention left out``."""
-        return self._gain or self._outcome()
+        """``38% less work``, with `own` behind it if that is known; or ``nothing merged: ...`` and why."""
+        return ", ".join(filter(None, [self._outcome(), self.own if self.merged_anything else ""]))
 
     @property
     def hindered(self) -> str:
-        """What should have merged and could not: ``90% of whole blocks not merged: ...``, then the same of attention.
+        """What should have merged and could not: ``20% of the work could not merge: ...``.
 
-        Each has the reason with the most calls or attention, and this reason's own share of all; shares below 5 % are
-        left out. It is "" if nothing merged. What the settings exclude, or would not pay, is not included.
+        It names at most two reasons, those with the most work, each with its share of all; shares below 5 % are left
+        out. It is "" if nothing merged. What the settings exclude, or would not pay, is not included.
         """
-        full, lost, skipped = self.work[0], self._sum("skipped_work"), self._sum("skipped")
-        blocks = sum(count for (part, *_), count in self._sum("merged").items() if part == "block")
-        blocks += sum(count for reason, count in skipped.items() if reason.startswith("block: "))
-        shares = {"whole blocks": {why: skipped[why] / blocks for why in self.reasons if why.startswith("block: ")},
-                  "attention": {why: lost[why] / full for why in self.reasons if full}}  # fmt: skip
-        texts = []
-        for what, by_reason in shares.items():
-            counting = [why for why, share in by_reason.items() if share >= _COUNTS and not _is_as_asked(why)]
-            texts += [f"{percent(by_reason[why])} of {what} not merged: {_why(why)}" for why in counting[:1]]
-        return "; ".join(texts) if self.merged_anything else ""
+        full, lost = self.work[0], self._sum("skipped_work")
+        shares = {why: lost[why] / full for why in self.reasons if full and not _is_as_asked(why)}
+        texts = [f"{percent(share)} of the work could not merge: {_why(why)}" for why, share in shares.items()
+                 if share >= _COUNTS]  # fmt: skip
+        return "; ".join(texts[:2]) if self.merged_anything else ""
 
     def lines(self, title: str = "Token merging", facts: Sequence[str] | None = None, beside: Sequence[str] = ()) \
             -> list[str]:  # fmt: skip
@@ -86,17 +83,14 @@ class Report(Counted):
         if not self.patched and not self.levels:
             return [f"{title}: there is no patch on this model."]
         facts = [count(self.calls, "model call")] if facts is None else facts
-        gain, outcome = self._gain, self._outcome()
-        places = " and ".join(f"/{level.downsample}" for level in self.levels if level.calls_merged)
-        more = [f"{outcome}, at latent {places}"] if gain else []
-        more += beside
-        more += [f"latent /{level.downsample}: {_kinds_text(level)}" for level in self.levels if level.calls_merged]
-        reasons = self._reasons_by_cost()[not self.merged_anything : _KINDS]  # the first reason is in the outcome
+        more = [*beside, *(f"latent /{level.downsample}: {_kinds_text(level)}" for level in self.levels
+                           if level.calls_merged)]  # fmt: skip
+        reasons = self._reasons_by_cost()[not self.merged_anything : _KINDS]  # the first reason is in the headline
         nouns = {why: "whole block" if why.startswith("block: ") else "call" for why in reasons}
         more += [f"not merged, {count(self.reasons[why], nouns[why])}: {_why(why)}" for why in reasons]
         more += [f"compiled without merging, {reason}" for reason in self._traced()]
         more += [*self.notes, *(f"settings: {settings}" for settings in self.settings)]
-        return [f"{title}: {', '.join(filter(None, [*facts, gain or outcome]))}", *(f"  {line}" for line in more)]
+        return [f"{title}: {', '.join(filter(None, [*facts, self.headline]))}", *(f"  {line}" for line in more)]
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -117,15 +111,11 @@ class Report(Counted):
         """Return, each once, the reasons why attentions were compiled without merging, by level, sorted in each."""
         return _once(sorted(level.traced) for level in self.levels)
 
-    @property
-    def _gain(self) -> str:
-        """The gain, `own`; "" if it is not known, or if nothing merged."""
-        return self.own if self.merged_anything else ""
-
     def _outcome(self) -> str:
-        """Return ``61% of attention left out``, ``no ...`` for exact 0, or ``nothing merged:`` and the first reason."""
+        """Return ``38% less work``, ``no less work`` below half a percent, or ``nothing merged:`` and the reason."""
         if self.merged_anything:
-            return f"{percent(self.work_saved)} of attention left out" if self.work_saved else "no attention left out"
+            saved = self.work_saved or 0.0
+            return f"{percent(saved) if saved >= _LEAST_SHOWN else 'no'} less work"
         why = [*map(_why, self._reasons_by_cost()), *self._traced(),
                *(note.removeprefix(_NOTHING_WILL) for note in self.notes if note.startswith(_NOTHING_WILL)),
                "no call counted yet" if self.patched else "the patch is not on the model"]  # fmt: skip
@@ -159,21 +149,32 @@ def _level_data(level: LevelTally) -> dict[str, Any]:
 
 
 def _kinds_text(level: LevelTally) -> str:
-    """Format a level's merged calls: ``4096 tokens -> 64 or 640 keys, 98% left out``, a share of self-attention work.
+    """Format a level's merged calls: ``4,096 tokens in 64 or 640 groups, 80% less work in these blocks``.
 
-    The bare 64 stands for as many queries as keys. MLPs and whole blocks follow, as ``MLP 4096 tokens -> 64``; after
-    three kinds, ``2 other sizes``. Cross-attentions alone give ``3 calls merged``.
+    Whole blocks and MLPs are named: ``whole blocks on 286 of 1,024 tokens``. More than three kinds are told as ranges.
+    Cross-attentions alone give ``3 calls merged``.
     """
-    sides: dict[int, list[str]] = {}
-    for tokens, queries, keys in level.tokens:
-        sides.setdefault(tokens, []).append(str(keys) if queries == keys else f"{keys} keys")
-    kinds = [f"{tokens} tokens -> {' or '.join(left)}" for tokens, left in sides.items()]
-    kinds += [f"MLP {tokens} tokens -> {left}" for tokens, left in level.mlp_tokens]
-    kinds += [f"whole blocks {tokens} tokens -> {left}" for tokens, left in level.block_tokens]
-    if len(kinds) > _KINDS:
-        kinds[_KINDS:] = [f"{len(kinds) - _KINDS} other sizes"]
-    saved = f", {percent(level.work_saved)} left out" if level.work_saved else ""
-    return f"{'; '.join(kinds) or count(level.calls_merged, 'call') + ' merged'}{saved}"
+    kinds = [_kind_text("{tokens} tokens in {left} groups", [(tokens, keys) for tokens, _, keys in level.tokens])]
+    kinds += [_kind_text("whole blocks on {left} of {tokens} tokens", level.block_tokens),
+              _kind_text("MLP on {left} of {tokens} tokens", level.mlp_tokens)]  # fmt: skip
+    saved = level.work_saved or 0.0
+    less = f", {percent(saved)} less work in these blocks" if saved >= _LEAST_SHOWN else ""
+    return f"{'; '.join(filter(None, kinds)) or count(level.calls_merged, 'call') + ' merged'}{less}"
+
+
+def _kind_text(text: str, sizes: Sequence[tuple[int, int]]) -> str:
+    """Fill in pairs (tokens, those left), a text for each number of tokens, as ranges if there are many; "" of none."""
+    if not sizes:
+        return ""
+    by_tokens: dict[int, dict[int, None]] = {}
+    for tokens, left in sizes:
+        by_tokens.setdefault(tokens, {})[left] = None
+    if len(by_tokens) <= _KINDS and all(len(left) <= _KINDS for left in by_tokens.values()):
+        return "; ".join(text.format(tokens=f"{tokens:,}", left=" or ".join(f"{one:,}" for one in sorted(left)))
+                         for tokens, left in by_tokens.items())  # fmt: skip
+    tokens, left = (" to ".join(dict.fromkeys(f"{end(numbers):,}" for end in (min, max)))
+                    for numbers in zip(*sizes, strict=True))  # fmt: skip
+    return text.format(tokens=tokens, left=left)
 
 
 def _is_as_asked(reason: str) -> bool:

@@ -106,7 +106,7 @@ def test_only_later_blocks_of_the_coarsest_level_merge_below_their_timestep_and_
         call(model, 700)
         fine, coarse = handle.report().levels
     assert counts == [16, 5] * len(later_blocks(model)), "four groups and a sample"
-    assert "latent /4: 16 tokens -> 5; whole blocks 16 tokens -> 5, 23% left out" in str(handle.report())
+    assert "latent /4: 16 tokens in 5 groups; whole blocks on 5 of 16 tokens" in str(handle.report())
     assert coarse.tokens == ((16, 5, 5),) and coarse.merged["block", 16, 5, 0] == len(later_blocks(model))
     with tome_core.patch(model, MergeConfig(rules=(BLOCKS,), max_timestep=800.0)) as handle:
         assert torch.equal(call(model, 900), plain[0])

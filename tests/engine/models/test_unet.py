@@ -84,7 +84,7 @@ def test_sdxl_merges_by_default_and_says_where_it_cannot(caplog):
         tome_core.apply_patch(model)
     assert not caplog.records
     MODELS["sdxl"].call(model)
-    assert "latent /2: 64 tokens -> 32, 75% left out" in str(tome_core.report(model))
+    assert "latent /2: 64 tokens in 32 groups" in str(tome_core.report(model))
     with caplog.at_level(logging.WARNING), tome_core.patch(model, MergeConfig(max_downsample=1)) as handle:
         assert torch.equal(MODELS["sdxl"].call(model), vanilla)
     assert len(caplog.records) == 1 and "nothing will merge" in caplog.text and "/2, /4" in caplog.text

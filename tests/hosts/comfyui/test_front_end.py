@@ -93,7 +93,7 @@ def assert_whole_report_is_seen(page: Any, node: dict) -> None:
     """Assert that the report lies inside the node, and that no line is wrapped."""
     left, top, width, height = node["box"]
     (report,) = [text for text in node["values"].values() if str(text).startswith("ToMe:")]
-    assert "of attention left out" in report
+    assert "% less work" in report
     page.evaluate(AT_FULL_SIZE)
     page.wait_for_timeout(2000)
     texts = page.get_by_text(report.splitlines()[-1].strip()).all()

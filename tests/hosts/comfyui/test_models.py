@@ -8,7 +8,7 @@ from tests.hosts.comfyui.running import Comfy
 SETTINGS = {"merge_what": "k+v", "ratio": 0.9375, "sx": 4, "sy": 4, "metric": "keys+values", "use_rand": False,
             "refine": 1, "only_if_it_pays": False}  # fmt: skip
 MODELS = {  # settings, the report's words, and the largest distance of a merged picture from the plain one
-    "sd1": ({}, "256 tokens -> 128, 75% left out", 1.0),
+    "sd1": ({}, "256 tokens in 128 groups", 1.0),
     "sdxl": ({}, "64 tokens -> 32", 1.0),
     **dict.fromkeys(("flux", "sd3", "qwen_image"), (SETTINGS, "1101 tokens -> 141 keys", 0.06)),
     "wan": (SETTINGS, "2048 tokens -> 128 keys", 0.06), "z_image": (SETTINGS, "1024 tokens -> 181 keys", 0.06),

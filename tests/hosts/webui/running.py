@@ -33,7 +33,7 @@ FOR_CPU = {"a1111": "--no-half --precision full --use-cpu all --opt-sdp-attentio
 HALF = custom(0.5)  # half of all tokens, the engine's default, however small the picture
 _FORGE = (Path(os.environ.get("WEBUI_DIR", HERE)) / "backend").exists()
 # HALF saves three quarters at the finest level, and nothing below it, where Forge has one more attention
-SAVED = f"{69 if _FORGE else 70}% of attention left out"
+SAVED = f"{69 if _FORGE else 70}% less work"
 ASKED = "strength 0.5, own settings"  # the beginning of our line
 # a picture with as many tokens as a strength needs: on a CPU fewer than elsewhere
 PAYING = dict.fromkeys(("width", "height"), 512 if "WEBUI_FLAGS" in os.environ else 256)

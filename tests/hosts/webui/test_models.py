@@ -19,7 +19,7 @@ def test_sdxl_merges_from_half_the_latents_size_on(a1111, tmp_path):
     with serve_twins(a1111, tmp_path, tmp_path / "webui") as twins:
         assert "; hires pass: 2 steps, " in twins.law(HALF, hires=True, **size)
         assert twins.webui.draw(HALF, **size).merged == [(2, 256, 128, 128)]
-        assert twins.law(True, 0.5, **TWICE, steps=2).endswith(" of attention left out")
+        assert twins.law(True, 0.5, **TWICE, steps=2).endswith("% less work")
         assert "nothing merged: " in twins.law(True, 0.5, **size, merges=False)
         large = twins.webui.draw(True, 0.5, width=1024, height=1024, steps=2)
         assert (4, 1024, 286, 286) in large.merged, "whole blocks, in the second step"

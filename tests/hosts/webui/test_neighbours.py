@@ -42,7 +42,7 @@ def test_controlnets_reference_mode_and_what_it_leaves_behind(neighbours):
             "threshold_a": 0.5, "processor_res": 512}  # fmt: skip
     job = {"alwayson_scripts": {"controlnet": {"args": [unit]}}}
     assert neighbours.without.draw_once(**job).pixels != neighbours.without.draw_once().pixels
-    assert " of attention left out" in neighbours.law(HALF, **job)
+    assert "% less work" in neighbours.law(HALF, **job)
     assert SAVED in neighbours.law(HALF)
 
 

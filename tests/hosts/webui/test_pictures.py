@@ -33,7 +33,7 @@ def test_the_end_of_the_range_holds_for_every_kind_of_sampler(webui):
     # DDIM calls at all of its times but one; Heun twice a step
     for sampler, steps in {"DDIM": 9, "DPM++ 2M": 10, "UniPC": 10, "Heun": 10}.items():
         line = webui.draw(custom(end=0.5), sampler_name=sampler, steps=10).report["line"]
-        live = re.fullmatch(rf"{ASKED}, (\d+) of {steps} steps, \d+% of attention left out", line)
+        live = re.fullmatch(rf"{ASKED}, (\d+) of {steps} steps, \d+% less work", line)
         assert live and 3 <= int(live[1]) <= 8, line
 
 
@@ -48,7 +48,7 @@ def test_a_pasted_infotext_makes_the_same_picture(webui):
 
 def test_a_strength_alone_merges_what_pays_at_the_pictures_size(twins, webui):
     line = twins.law(True, 0.75, **PAYING)
-    assert re.fullmatch(r"strength 0.75, 3 steps, \d+% of attention left out", line)
+    assert re.fullmatch(r"strength 0.75, 3 steps, \d+% less work", line)
     on = webui.draw(True, 0.75, **PAYING)
     assert on.ours == ["ToMe: 0.75"] and {level for level, *_ in on.merged} == {1}
     large = webui.draw(True, 0.5, **TWICE, steps=2)  # a step in the early phase, and one after it
