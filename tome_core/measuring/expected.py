@@ -76,7 +76,8 @@ def _count(
         ledger.merge(level, "attn", (later, tokens, tokens), (left, left), "", tally.per_token, stretches * cost)
     alone, width = tally.blocks - later, tally.channels // heads
     features = tally.channels * 2 if attn is not None and attn.metric == "keys+values" else tally.channels
-    if attn is None or not work.pays(attn, Layout(grid), tokens, heads, width, features, attn.corrects, bool(attn.keep)):
+    sizes = tokens, heads, width, features
+    if attn is None or not work.pays(attn, Layout(grid), *sizes, attn.corrects, bool(attn.keep)):
         ledger.skip(level, "attn", COSTS, alone, tokens)
         return
     groups = work.groups_of(attn, grid)
