@@ -1,8 +1,9 @@
 """``python -m benchmarks.work``: the share of a UNet's work that merging leaves out, by strength and picture size.
 
 Work is multiplications. They are counted from the shapes of SD1.5's and SDXL's UNets, which are made without memory, so
-the command takes seconds on any machine. ``--time sdxl --pixels 1024`` also times what is counted: each of 20 steps
-unmerged and merged, on one thread of this CPU, with random weights. That may take an hour, and leaves a result.
+the command takes seconds on any machine. ``--time sdxl --pixels 1024`` also times what is counted: each step of a
+picture unmerged and merged, with random weights, on one thread of this CPU. That takes minutes a step, and leaves a
+result.
 """
 
 import argparse
@@ -69,7 +70,7 @@ def _cell(left_out: float) -> str:
     return f"{left_out:.0%} ({gain(left_out)})" if left_out else NOTHING
 
 
-def time_steps(name: str, pixels: int, strength: str, tiny: bool = False) -> dict[str, Any]:
+def time_steps(name: str, pixels: int, strength: str, steps: int, tiny: bool = False) -> dict[str, Any]:
     """Time each step of a picture without guidance, unmerged and merged in turn, on one CPU thread in float32.
 
     Returns processor seconds by step, ``unmerged`` and ``merged``, and ``work_saved``, the share that the merged
@@ -79,13 +80,13 @@ def time_steps(name: str, pixels: int, strength: str, tiny: bool = False) -> dic
     merged = models.copy_sharing_weights(unmerged)
     latent, _, *more = (argument[:1] for argument in models.inputs(name, pixels, "cpu", torch.float32, tiny))
     seconds: dict[str, list[float]] = {"unmerged": [], "merged": []}
-    timesteps = [999 - 1000 * step / STEPS for step in range(STEPS)]
+    timesteps = [999 - 1000 * step / steps for step in range(steps)]
     with torch.inference_mode(), tome_core.patch(merged, strength) as handle, handle.sampling(1, timesteps):
         for number, timestep in enumerate(timesteps):
             arguments = latent, torch.tensor([timestep]), *more
             for way, unet in (("unmerged", unmerged), ("merged", merged)):
                 seconds[way].append(timing.seconds(lambda unet=unet: unet(*arguments)))  # noqa: B023 - called at once
-            print(f"  step {number + 1}/{STEPS}: {seconds['unmerged'][-1]:.1f} s, merged {seconds['merged'][-1]:.1f} s",
+            print(f"  step {number + 1}/{steps}: {seconds['unmerged'][-1]:.1f} s, merged {seconds['merged'][-1]:.1f} s",
                   file=sys.stderr, flush=True)  # fmt: skip
         return {**seconds, "work_saved": handle.report().work_saved}
 
@@ -111,11 +112,11 @@ def execute(options: argparse.Namespace, command: str) -> None:
     torch.set_num_threads(1)  # the processor time of several counts their waiting
     strength = options.strength
     cases = {f"{name}, {pixels} px, {strength}": (name, pixels) for name in options.time for pixels in options.pixels}
-    record = results.new_record("work", command, {"steps": STEPS, "tiny": options.tiny}, results.describe("cpu"))
+    record = results.new_record("work", command, {"steps": options.steps, "tiny": options.tiny}, results.describe("cpu"))
     run = results.Run.start(record, list(cases), options.output)
     for key in run.missing:
         print(key, file=sys.stderr, flush=True)
-        run.add(key, time_steps(*cases[key], strength, options.tiny))
+        run.add(key, time_steps(*cases[key], strength, options.steps, options.tiny))
     print(report.write([run.path]))
 
 
@@ -125,6 +126,7 @@ def main(arguments: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--time", nargs="+", choices=tuple(LABELS), metavar="NAME", help=f"time these UNets: {', '.join(LABELS)}")
     add("--pixels", nargs="+", type=int, default=[1024], metavar="N", help="sides of timed pictures (default 1024)")
+    add("--steps", type=int, default=STEPS, metavar="N", help="steps of a timed picture (default %(default)s)")
     add("--strength", choices=tuple(MARKS), default="balanced", metavar="NAME",
         help=f"of timed pictures: {', '.join(MARKS)} (default %(default)s)")  # fmt: skip
     add("--tiny", action="store_true", help="time tiny UNets: for tests")
