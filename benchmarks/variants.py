@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 
 import tome_core
 from benchmarks.networks import KINDS, UNET, Downsampled, Zeros, before_each_call, finest_blocks
+from tome_core.patching import curve_of
 from tome_core.settings.presets import MARKS, refine_of
 
 PutOn = Callable[[nn.Module, int], AbstractContextManager]
@@ -71,6 +72,17 @@ def strength(value: float) -> PutOn:
     return engine(strength=value, only_if_it_pays=False)
 
 
+def attention_alone(name: str) -> PutOn:
+    """Make a function (unet, seed) -> context manager that merges by a named strength, but no whole blocks."""
+
+    def put_on(unet: nn.Module, seed: int) -> AbstractContextManager:
+        config = tome_core.preset(name, curve_of(unet))
+        rules = tuple(rule for rule in config.rules if not rule.merge_blocks)
+        return engine(config=replace(config, rules=rules), only_if_it_pays=False)(unet, seed)
+
+    return put_on
+
+
 def tomesd(ratio: float) -> PutOn:
     """Make a (unet, seed) -> context manager: tomesd merges `ratio` of tokens in the finest level with attention."""
 
@@ -113,7 +125,8 @@ _TO_CHOOSE_BY = tuple(  # keys and values compared by distance, and refined if t
                           refine=refine_of(cell)))
     for ratio, cell in FRONT
 )  # fmt: skip
-VARIANTS = {variant.name: variant for variant in (*_ALWAYS, *_STANDARD, *_TO_CHOOSE_BY)}
+_ALONE = tuple(Variant("attention alone", name, attention_alone(name), code="engine", kinds=(UNET,)) for name in MARKS)
+VARIANTS = {variant.name: variant for variant in (*_ALWAYS, *_STANDARD, *_TO_CHOOSE_BY, *_ALONE)}
 ALWAYS = tuple(variant.name for variant in _ALWAYS)
 GROUPS = {"smallest": (*ALWAYS, "tomesd-0.75", "preset-balanced"),
           "standard": (*ALWAYS, *(variant.name for variant in _STANDARD)),

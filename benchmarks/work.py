@@ -9,6 +9,7 @@ result.
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -49,7 +50,7 @@ def share(name: str, strength: str, pixels: int, device: str = "meta", blocks: b
     unet._hf_hook = SimpleNamespace(execution_device=torch.device(device))
     config = tome_core.preset(strength, curve_of(unet))
     if not blocks:
-        config = tome_core.MergeConfig(rules=[rule for rule in config.rules if not rule.merge_blocks])
+        config = replace(config, rules=tuple(rule for rule in config.rules if not rule.merge_blocks))
     return expected_share(unet, config, pixels, pixels, STEPS)
 
 
@@ -112,7 +113,8 @@ def execute(options: argparse.Namespace, command: str) -> None:
     torch.set_num_threads(1)  # the processor time of several counts their waiting
     strength = options.strength
     cases = {f"{name}, {pixels} px, {strength}": (name, pixels) for name in options.time for pixels in options.pixels}
-    record = results.new_record("work", command, {"steps": options.steps, "tiny": options.tiny}, results.describe("cpu"))
+    settings = {"steps": options.steps, "tiny": options.tiny}
+    record = results.new_record("work", command, settings, results.describe("cpu"))
     run = results.Run.start(record, list(cases), options.output)
     for key in run.missing:
         print(key, file=sys.stderr, flush=True)
