@@ -10,24 +10,33 @@ import re
 import sys
 from collections.abc import Iterable
 from functools import lru_cache, partial
+from statistics import fmean
 from typing import Any
 
-from benchmarks import gpu_report, results, subjects
+from benchmarks import gpu_report, results, subjects, work
 from benchmarks import host_calls as calls
-from benchmarks.models import BLOCK
+from benchmarks.models import BLOCK, SD15
+from benchmarks.models import SDXL as SDXL_UNET
 from benchmarks.quality_report import Section, at_equal_time, sections
 from benchmarks.report import ABSENT, markdown, number
 from benchmarks.results import Record
 from tome_core import describe_settings
-from tome_core.settings.presets import MARKS
+from tome_core.settings.presets import MARKS, SD
+from tome_core.settings.presets import SDXL as SDXL_CURVE
 
 PAGES = (results.ROOT / "README.md", *sorted((results.ROOT / "docs").glob("*.md")))
 QUALITY = "quality-cpu-2026-11-25"
 TRANSFORMER, SDXL = "transformer-cpu-2026-11-25", "sdxl-cpu-2026-11-25"
+BLOCKS = "blocks-8-cpu-2026-11-28"
+BY_STEPS = {"4 steps": "steps-4-cpu-2026-11-25", "8 steps": "steps-8-cpu-2026-11-25", "10 steps": QUALITY,
+            "20 steps": "steps-20-cpu-2026-11-25", "20 Karras steps": "karras-20-cpu-2026-11-25",
+            "10 steps, late half (image to image)": "late-half-cpu-2026-11-25",
+            "10 steps, guidance 7.5": "guidance-cpu-2026-11-25"}  # fmt: skip
 AT_EQUAL_TIME = {"10 steps": QUALITY, "10 steps, late half": "late-half-cpu-2026-11-25",
                  "8 steps": "steps-8-cpu-2026-11-25", "4 steps": "steps-4-cpu-2026-11-25",
                  "10 steps, guidance 7.5": "guidance-cpu-2026-11-25"}  # fmt: skip
 HOST_CALLS = "host-calls-cpu-2026-11-27"
+WORK = "work-cpu-2026-11-28"
 CARD, BLOCK_ON_CPU = "card-h200-2026-11-26", "gpu-cpu-2026-11-27"
 METHODS = {
     **{f"preset-{name}": f"**`{name}`, strength {value:g}**" for name, value in MARKS.items()},
@@ -59,6 +68,68 @@ def gains() -> str:
     return markdown(("attention function of the host", *(f"{pixels} px" for pixels in sizes)),
                     ((label, *(factors.get((name, pixels), ABSENT) for pixels in sizes))
                      for name, (_, _, label) in calls.ATTENTIONS.items()))  # fmt: skip
+
+
+def counted() -> str:
+    """Make the Markdown table of `balanced`: times as fast by counted work, beside times as fast that were timed."""
+    rows, strength = [], "balanced"
+    by_host = {tuple(row[:2]): row[9] for row in calls.table_rows([load_result(HOST_CALLS)])}
+    for pixels in calls.PIXELS:
+        timed = (by_host[name, str(pixels)] for name in ("comfyui-pytorch", "webui-sdp"))
+        rows.append(("a CPU thread, PyTorch's attention in ComfyUI, A1111", f"SD1.5, {pixels} px",
+                     work.gain(work.share(SD15, strength, pixels, "cpu")), ", ".join(timed)))  # fmt: skip
+    for row in load_result(WORK)["rows"]:
+        rows.append((f"a CPU thread, {load_result(WORK)['settings']['steps']} steps", _title(row["key"]),
+                     work.gain(row["work_saved"]), f"{work.times_as_fast(row):.2f}"))  # fmt: skip
+    card = load_result(CARD)["rows"]
+    by_clock = gpu_report.factors(card)
+    for case, (of, _) in gpu_report.cases(card).items():
+        name, pixels, _ = case.split()
+        alone, curve = (" (attention alone)", SDXL_CURVE) if name == SDXL_UNET else ("", SD)
+        share = work.share(name, strength, int(pixels), blocks=False)
+        rows.append(("an H200's own time (by the clock)", f"{_title(case)}{alone}", work.gain(share),
+                     f"{_of_card(of, calls.share_of_early(strength, curve)):.2f} ({by_clock[case]:.2f})"))  # fmt: skip
+    return markdown(("timed on", "of", "counted", "timed"), rows)
+
+
+def _title(case: str) -> str:
+    """Format ``sdxl 1024 px`` or ``sdxl, 1024 px, balanced`` as ``SDXL, 1024 px``."""
+    name, pixels, *_ = case.replace(",", "").split()
+    return f"{work.LABELS[name]}, {pixels} px"
+
+
+def _of_card(of: dict[str, Any], early: float) -> float:
+    """Return how many times as fast a card's own work is in 20 steps, half of which keep a match; `early`: a share."""
+    means = [fmean(of[when]["card_ms"] for when in pair) for pair in (("renewed", "kept"), ("late new", "late kept"))]
+    return of["unmerged"]["card_ms"] / (early * means[0] + (1 - early) * means[1])
+
+
+def blocks() -> str:
+    """Make the Markdown table of `BLOCKS`: a line a strength, with whole blocks and without, and a line a rival."""
+    (model,) = sections(load_result(BLOCKS))
+
+    def cells(variant: str) -> tuple[str, ...]:
+        figures = model.pictures[variant]
+        return f"{figures.psnr.value:.1f}", f"{figures.time:.2f}"
+
+    rows = [(METHODS[f"preset-{name}"], *(cell for kind, with_blocks in (("preset", True), ("attention-alone", False))
+                                          for cell in (f"{work.share(SDXL_UNET, name, 1024, blocks=with_blocks):.0%}",
+                                                       *cells(f"{kind}-{name}"))))
+            for name in MARKS]  # fmt: skip
+    rows += [(METHODS[name], ABSENT, *cells(name), *[ABSENT] * 3) for name in METHODS
+             if name in model.pictures and not name.startswith("preset-")]  # fmt: skip
+    heads = ("less work", "PSNR dB", "time")
+    return markdown(("", *heads, *(f"{head}, attention alone" for head in heads)), rows)
+
+
+def steps() -> str:
+    """Make the Markdown table of `balanced` in `BY_STEPS`: PSNR and time, each of all models."""
+    rows, name = [], "preset-balanced"
+    for label, result in BY_STEPS.items():
+        models = sections(load_result(result))
+        psnr = ", ".join(f"{model.pictures[name].psnr.value:.1f}" for model in models)
+        rows.append((label, psnr, _times(models, name)))
+    return markdown(("pictures", "PSNR dB", "time"), rows)
 
 
 def host_calls() -> str:
@@ -140,7 +211,8 @@ def _times(models: Iterable[Section], name: str) -> str:
 
 
 TABLES = {
-    **{make.__name__: make for make in (gains, host_calls, strength, equal_time, settings)},
+    **{make.__name__: make for make in (gains, counted, blocks, steps, host_calls, strength, equal_time, settings)},
+    "work": work.shares_table,
     "quality": partial(_methods, QUALITY), "sdxl": partial(_methods, SDXL),
     "transformer": partial(_methods, TRANSFORMER), "card": lambda: gpu_report.calls_table(load_result(CARD)["rows"]),
     "block": lambda: gpu_report.calls_table([row for row in load_result(BLOCK_ON_CPU)["rows"] if BLOCK in row["key"]])}

@@ -23,7 +23,7 @@ from benchmarks.report import ABSENT, markdown, number
 from benchmarks.results import Record
 from benchmarks.timing import OUT_OF_MEMORY
 from tome_core import preset
-from tome_core.settings.presets import MARKS
+from tome_core.settings.presets import MARKS, SD
 
 PIXELS = (512, 768, 1024)
 # host -> how its names in the environment begin, as in tests/hosts, and a file that its folder has
@@ -175,9 +175,9 @@ def table_rows(records: Sequence[Record]) -> list[list[str]]:
     return [[*name, *figures(group, early)] for name, group in groups.items()]
 
 
-def share_of_early(name: str) -> float:
+def share_of_early(name: str, curve: str = SD) -> float:
     """Return the share, 0 to 1, of 20 steps (timesteps 951 to 1) a preset merges by its early ratio; 0 without it."""
-    config = preset(name)
+    config = preset(name, curve)
     return 0.0 if config.early_ratio is None else fmean(step >= config.early_until for step in range(951, 0, -50))
 
 

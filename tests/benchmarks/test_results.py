@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import host_calls, quality_report, results
+from benchmarks import host_calls, quality_report, results, work
 
 ENVIRONMENT = {"commit": "abc", "versions": {"torch": "2"}, "device": {"kind": "cpu", "name": "x"}}
 KEYS = ["a", "b", "c"]
@@ -67,7 +67,7 @@ def test_a_file_that_is_no_result_is_named(tmp_path):
         assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize(("kind", "module"), [("quality", quality_report), ("host-calls", host_calls)])
+@pytest.mark.parametrize(("kind", "module"), [("quality", quality_report), ("host-calls", host_calls), ("work", work)])
 def test_a_committed_table_is_made_from_its_result(kind, module):
     """Tables of other kinds come from code that was removed after its measurement."""
     for table in results.FOLDER.glob("*.md"):

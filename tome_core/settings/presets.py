@@ -39,7 +39,7 @@ CURVES = {
 }  # fmt: skip
 # Half of SDXL's time goes into the blocks of its coarsest level. Strength s keeps 16^-s of their tokens below the first
 # of these timesteps; from 0.75 to 1 the limit rises to the second. Merging in the first steps costs most
-# (benchmarks/results/merged-blocks-8-cpu-2026-11-28.md).
+# (docs/methods.md, "Whole blocks").
 _BLOCKS_BELOW, _BLOCKS_BELOW_AT_MOST = 760.0, 900.0
 _FEWEST_OF_BLOCKS = 1 / 16  # a token of each cell of 4x4
 
