@@ -37,7 +37,7 @@ def test_a_second_line_is_there_if_something_was_not_as_asked(server, caplog):
         sample(apply(patcher, level="up to /8"))
     # Nodes 2.0 shows Markdown, which joins lines without two spaces at their end
     first, second = server.texts[-1][1].split("  \n")
-    assert re.fullmatch(r"\d+% of attention not merged: another program runs in its place", second)
+    assert re.fullmatch(r"\d+% of the work could not merge: another program runs in its place", second)
     assert caplog.records[-1].getMessage() == f"{first.replace('ToMe', 'ToMe #5')}; {second}"
 
 

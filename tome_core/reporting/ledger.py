@@ -111,10 +111,6 @@ class LevelTally(Counted):
         """A tuple of this tally alone, for `Counted`."""
         return (self,)
 
-    def attention_work(self, queries: int, keys: int) -> int:
-        """Return the work of a self-attention of one sample: queries by keys, and weights by values."""
-        return 2 * queries * keys * self.channels
-
     def __add__(self, other: LevelTally) -> LevelTally:
         counts = {name: getattr(self, name) + getattr(other, name) for name in _COUNTS}
         blocks, covered = max(self.blocks, other.blocks), self.covered or other.covered
@@ -148,16 +144,15 @@ class Ledger:
         if route:
             tally.sized_by[route] += 1
         tally.merged[(part, queries, *after)] += 1
-        if part == "attn":
-            of_block = batch * queries * tally.per_token
-            tally.work_full += of_block + batch * tally.attention_work(queries, keys)
-            tally.work_left += of_block + batch * tally.attention_work(*after)
+        if part == "attn":  # its work: queries by keys, and weights by values
+            tally.work_full += batch * queries * (tally.per_token + 2 * keys * tally.channels)
+            tally.work_left += batch * (queries * tally.per_token + 2 * after[0] * after[1] * tally.channels)
         tally.work_left += cost - batch * (queries - after[0]) * weights
 
     def skip(self, level: int, part: str, reason: str, batch: int = 0, tokens: int = 0) -> None:
         """Count an unmerged call of a part, or a whole "block"; its size only for these and self-attention, "attn"."""
         tally = self.levels[level]
-        name, work = f"{part}: {reason}", batch * tally.attention_work(tokens, tokens)
+        name, work = f"{part}: {reason}", 2 * batch * tokens**2 * tally.channels
         of_block = batch * tokens * tally.per_token
         tally.skipped[name] += 1
         if part in ("attn", "block"):
@@ -169,7 +164,7 @@ class Ledger:
     def add_whole(self, level: int, batch: int, tokens: int) -> None:
         """Count the work of all blocks of a level that no rule reaches, whose attentions are not counted."""
         tally = self.levels[level]
-        work = tally.blocks * batch * (tally.attention_work(tokens, tokens) + tokens * tally.per_token)
+        work = tally.blocks * batch * tokens * (tally.per_token + 2 * tokens * tally.channels)
         tally.work_full += work
         tally.work_left += work
 

@@ -237,7 +237,7 @@ def test_a_compiled_block_merges_in_its_self_attention_alone_and_says_so():
     with tome_core.patch(model := TINY.build(), **settings) as handle:
         assert TINY.call(whole(TINY, model)).isfinite().all()
     (level,), (expected,) = handle.report().levels, wanted.report().levels
-    assert level.tokens == expected.tokens and level.work_saved == expected.work_saved
+    assert level.tokens == expected.tokens and 0 < level.work_saved < expected.work_saved
     assert not level.mlp_tokens and "its parts merge by a rule that compiled blocks do not follow" in level.traced
 
 
