@@ -1,5 +1,6 @@
 """Whole blocks use no slot: their forwards are replaced only while a call of the branch runs."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -302,10 +303,11 @@ def test_the_node_says_what_keeps_whole_blocks_from_merging():
     plain, _, blocks = branches()
     rules = BLOCKS, MergeRule(ratio=0.5, side="kv", max_downsample=1)
     applied = ApplyToMe().apply(plain, settings=MergeConfig(rules=rules))[0]
-    blocks[0].ff.register_forward_hook(lambda *_: None)
+    for block in blocks:
+        block.ff.register_forward_hook(lambda *_: None)
     sample(applied)
     _, more = host.find_attached(applied).latest.lines
-    assert more.startswith(f"{1 / len(blocks):.0%} of whole blocks not merged: a hook on ff may need every token")
+    assert re.match(r"\d+% of the work could not merge: a hook on ff may need every token", more)
     assert more.endswith("it merges without that")
 
 

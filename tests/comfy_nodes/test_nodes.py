@@ -31,10 +31,10 @@ def test_the_node_shows_a_line_on_the_latest_sampling_and_the_log_has_it_too(ser
 
 def test_a_second_line_is_there_if_something_was_not_as_asked(server, caplog):
     patcher = checkpoint()
-    replaced = {"attn1": {("input", 1, 0): lambda q, k, v, extra: v}}
+    replaced = {"attn1": {("input", number, 0): lambda q, k, v, extra: v for number in range(9)}}
     patcher.model_options["transformer_options"]["patches_replace"] = replaced
     with caplog.at_level("INFO"):
-        sample(apply(patcher, level="up to /8"))
+        sample(apply(patcher, level="up to /8"), size=(32, 32))
     # Nodes 2.0 shows Markdown, which joins lines without two spaces at their end
     first, second = server.texts[-1][1].split("  \n")
     assert re.fullmatch(r"\d+% of the work could not merge: another program runs in its place", second)

@@ -144,7 +144,7 @@ def _level_data(level: LevelTally) -> dict[str, Any]:
     return {"level": level.level, "downsample": level.downsample, "blocks": level.blocks, "covered": level.covered,
             "work_saved": level.work_saved, "merged": merged, "sized_by": dict(level.sized_by),
             "skipped": dict(level.skipped), "traced": sorted(level.traced),
-            "skipped_work": {why: work / level.work_full
+            "skipped_work": {why: work / max(work, level.work_full)
                              for why, work in level.skipped_work.items() if work}}  # fmt: skip
 
 
