@@ -154,7 +154,8 @@ def _kinds_text(level: LevelTally) -> str:
     Whole blocks and MLPs are named: ``whole blocks on 286 of 1,024 tokens``. More than three kinds are told as ranges.
     Cross-attentions alone give ``3 calls merged``.
     """
-    kinds = [_kind_text("{tokens} tokens in {left} groups", [(tokens, keys) for tokens, _, keys in level.tokens])]
+    groups = _kind_text("{tokens} tokens in {left} groups", [(tokens, keys) for tokens, _, keys in level.tokens])
+    kinds = [groups.replace(" in 1 groups", " in 1 group")]
     kinds += [_kind_text("whole blocks on {left} of {tokens} tokens", level.block_tokens),
               _kind_text("MLP on {left} of {tokens} tokens", level.mlp_tokens)]  # fmt: skip
     saved = level.work_saved or 0.0
