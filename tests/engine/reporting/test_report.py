@@ -128,7 +128,8 @@ def test_the_mlps_tokens_are_said():
 
 @pytest.mark.parametrize("kinds, text", [
     ([(4096, 640), (4096, 64)], "4,096 tokens in 64 or 640 groups"),
-    ([(256, 1)], "256 tokens in 1 group"), ([(9216, 144), (4096, 64)], "9,216 tokens in 144 groups; 4,096 tokens in 64 groups"),
+    ([(256, 1)], "256 tokens in 1 group"),
+    ([(9216, 144), (4096, 64)], "9,216 tokens in 144 groups; 4,096 tokens in 64 groups"),
     ([(1000 * number, 10 * number) for number in range(1, 6)], "1,000 to 5,000 tokens in 10 to 50 groups")])
 def test_many_sizes_are_told_as_a_range(kinds, text):
     merged = Counter({("attn", tokens, tokens, left): 1 for tokens, left in kinds})
