@@ -31,7 +31,8 @@ class ApplyToMe(_Node):
 
     DISPLAY_NAME = "Apply ToMe (Token Merging)"
     DESCRIPTION = (
-        "Merges similar tokens in the model's attentions, so sampling takes less time. Large pictures gain most. "
+        "Makes sampling faster: when the model compares all parts of the picture, parts that are nearly alike (sky, "
+        "walls, blur) count as one. Large pictures gain most. "
         "For SD1.x, SD2.x, SDXL, and transformers such as Flux, SD3, Qwen-Image and Wan. Only samplers after "
         "this node change. After sampling the node shows the report."
     )

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import re
-from functools import partial
 
 import pytest
 import torch
@@ -124,13 +123,18 @@ def test_a_node_that_no_sampler_used_says_so_when_its_prompt_ends_and_not_before
 
 
 def test_a_host_that_does_not_tell_the_end_of_a_prompt_shows_a_text_that_is_true_for_ever(server):
-    """Also if the node's model is called, but not by a sampler."""
-    applied = apply(least_checkpoint())
+    apply(least_checkpoint())
     assert server.texts == [("5", "ToMe: own settings, merges in samplers after this node")]
-    x, text = inputs(4, 2, 8, 8)
-    call = [applied.model.apply_model, x, torch.ones(2), text, {"wrappers": applied.wrappers}]
-    asyncio.run(prompt(lambda: apply(applied), torch.no_grad()(partial(*call))))
-    assert [text for _, text in server.texts[:2]] == [server.texts[0][1]] * 2 and len(server.texts) == 3
+
+
+def test_a_model_that_is_called_outside_of_a_sampling_is_used(server):
+    @torch.no_grad()
+    def call():
+        applied, (x, text) = apply(least_checkpoint()), inputs(4, 2, 8, 8)
+        applied.model.apply_model(x, torch.ones(2), text, {"wrappers": applied.wrappers})
+
+    asyncio.run(prompt(call))
+    assert len(server.texts) == 1
 
 
 class FailsFirst(nn.Module):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..reporting.ledger import LEFT_WHOLE, RATIO_IS_0, TIME_IS_UNKNOWN
+from ..reporting.ledger import NOT_BETWEEN, NOT_NOW, RATIO_IS_0, TIME_IS_UNKNOWN
 from ..settings.config import MergeConfig, MergeRule
 from ..settings.rules import LevelRules, choose, plain_rules, reaches
 from ..settings.schedule import STABLE_DIFFUSION, UNKNOWN, NoiseSchedule, Time
@@ -99,7 +99,7 @@ class Clock:
             return RATIO_IS_0
         if time == UNKNOWN:
             return TIME_IS_UNKNOWN
-        return f"{LEFT_WHOLE}, by the strength or the settings" if within else f"{LEFT_WHOLE}, by start and end"
+        return NOT_NOW if within else NOT_BETWEEN
 
 
 def boundary_in(timesteps: Sequence[float], until: float) -> float | None:

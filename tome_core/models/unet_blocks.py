@@ -17,8 +17,8 @@ from .intercept import replacement_for
 
 BLOCK = "BasicTransformerBlock"
 _KNOWN = (
-    f"Known are Stable Diffusion 1, 2 and XL (UNets with a {BLOCK}) and transformers such as Flux, SD3 and Wan "
-    "(tome_core.models.transformer.NAMES)."
+    "Known are Stable Diffusion 1, 2 and XL, whose UNets have a BasicTransformerBlock, and transformers such as Flux, "
+    "SD3 and Wan (tome_core.models.transformer.NAMES)."
 )
 
 
@@ -76,7 +76,7 @@ def find_unet(model: Any) -> nn.Module:
     if not isinstance(unet, nn.Module):
         if isinstance(getattr(model, "components", None), dict):
             networks = [type(part).__name__ for part in model.components.values() if isinstance(part, nn.Module)]
-            others = ", ".join(networks) or "no module at all"
+            others = ", ".join(networks) or "no module"
             raise UnsupportedModelError(f"{kind} has neither a UNet nor a transformer, but {others}. {_KNOWN}")
         raise TypeError(
             f"model is {kind}; it has to be a UNet, a diffusers pipeline or an LDM model (with .model.diffusion_model)"

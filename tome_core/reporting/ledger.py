@@ -26,7 +26,8 @@ TAKEN_OFF = "another program had taken the patch off"
 FEW_TOKENS = "so few tokens that merging would not pay"
 OTHER_PARTS = "its rule merges other parts"
 ARGUMENTS = "called with unsupported arguments"
-LEFT_WHOLE = "these steps stay whole"  # the beginning of reasons
+NOT_BETWEEN = "these steps stay whole, by start and end"
+NOT_NOW = "these steps stay whole, by the strength or the settings"
 RATIO_IS_0 = "its rule has ratio 0"
 NOT_AT_THIS_SIZE = "at this size the GPU waits for kernel launches, so merging would not pay (estimated)"
 REFINED = Reason("it prepares the text or the picture for the model's blocks")
@@ -35,7 +36,7 @@ OF_OTHERS = "it looks at other tokens than the picture's"
 TIME_IS_UNKNOWN = "the time is not known"
 # beginnings of reasons that are as the settings ask, or that cost next to nothing: the report tells them last, and not
 # as something that hindered merging
-HARMLESS = (LEFT_WHOLE, FEW_TOKENS, NOT_AT_THIS_SIZE, RATIO_IS_0, OTHER_PARTS, TOO_SMALL, REFINED)
+HARMLESS = (NOT_BETWEEN, NOT_NOW, FEW_TOKENS, NOT_AT_THIS_SIZE, RATIO_IS_0, OTHER_PARTS, TOO_SMALL, REFINED)
 
 
 class Counted:
