@@ -202,7 +202,7 @@ def test_a_function_whose_first_call_has_a_mask_is_not_tried_and_gets_all_tokens
         return comfy_attention.optimized_attention(q, k, v, 4, mask=mask, transformer_options=options)
 
     level, _ = report_with({"patches_replace": {"attn2": {("input", 1, 0): masked}}, **of_others(passes_on)})
-    assert not level.block_tokens and [why for why in level.reasons if "looks at the order" in why]
+    assert not level.block_tokens and [why for why in level.reasons if "called with a mask, so it was not tried" in why]
 
 
 def test_a_block_that_runs_before_a_trial_gets_all_tokens():
@@ -293,7 +293,8 @@ def test_a_patch_at_one_block_keeps_that_block_whole_and_no_other():
     _, _, blocks = branches()
     level, _ = report_with({"patches_replace": {"attn2": {("middle", 0, 1): patch}}})
     (why,) = [why for why in level.reasons if why.startswith("block: ")]
-    assert patch.__qualname__ in why and level.reasons[why] == 2, "of two steps"
+    node = f"{__name__}.test_a_patch_at_one_block_keeps_that_block_whole_and_no_other"
+    assert f"({node})" in why and level.reasons[why] == 2, "of two steps"
     assert level.merged["block", 16, 5, 0] == 2 * (len(blocks) - 1)
     level, _ = report_with({"patches": {"attn1_patch": []}})
     assert level.merged["block", 16, 5, 0] == 2 * len(blocks), "an empty list is nothing"

@@ -17,19 +17,27 @@ class Reason(str):
     __slots__ = ()
 
 
-# reasons why a call was not merged that several modules use
-NO_GRID = Reason("the tokens are not the picture's grid")
-TOO_SMALL = "the grid is too small for the ratio to remove a token"
-MASKED = "the call has an attention mask"
+# reasons why a call was not merged that several modules use, and those of which the report tells harmless ones apart
+NO_GRID = Reason("the tokens are not those of the whole picture")
+TOO_SMALL = "the picture is too small for this ratio to merge a token"
+MASKED = "an attention mask is on"
 REPLACED = "another program runs in its place"
 TAKEN_OFF = "another program had taken the patch off"
 FEW_TOKENS = "so few tokens that merging would not pay"
 OTHER_PARTS = "its rule merges other parts"
 ARGUMENTS = "called with unsupported arguments"
+NOT_BETWEEN = "these steps stay whole, by start and end"
+NOT_NOW = "these steps stay whole, by the strength or the settings"
+RATIO_IS_0 = "its rule has ratio 0"
+NOT_AT_THIS_SIZE = "at this size the GPU waits for kernel launches, so merging would not pay (estimated)"
+REFINED = Reason("it prepares the text or the picture for the model's blocks")
 PARTS_COMPILED = "its parts merge by a rule that compiled blocks do not follow"
-OF_OTHERS = "keys and values are not the picture's tokens"
+OF_OTHERS = "it looks at other tokens than the picture's"
 TIME_IS_UNKNOWN = "the time is not known"
 COSTS = "merging would cost more work than it saves at this size"
+# beginnings of reasons that are as the settings ask, or that cost next to nothing: the report tells them last, and not
+# as something that hindered merging
+HARMLESS = (NOT_BETWEEN, NOT_NOW, FEW_TOKENS, NOT_AT_THIS_SIZE, RATIO_IS_0, OTHER_PARTS, TOO_SMALL, REFINED)
 
 
 class Counted:

@@ -6,14 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .ledger import OTHER_PARTS, TOO_SMALL, Counted, LevelTally
+from .ledger import HARMLESS, Counted, LevelTally
 
 FORMAT = 4  # version of `Report.as_data`
 _KINDS = 3  # the most token counts at a level, and reasons, that are shown
 _LEAST_SHOWN = 0.005  # a smaller share of the work that is left out is told as none
 _COUNTS = 0.05  # a smaller share of the work is not shown
-_AS_ASKED = ("outside the rules' time range", "so few tokens", "at this size the GPU", "a rule of ratio 0",
-             OTHER_PARTS, TOO_SMALL)  # fmt: skip
 _NOTHING_WILL = "nothing will merge: "  # the beginning of notes with a reason
 
 
@@ -180,7 +178,7 @@ def _kind_text(text: str, sizes: Sequence[tuple[int, int]]) -> str:
 
 def _is_as_asked(reason: str) -> bool:
     """Tell whether a `Report.reasons` key says that the settings exclude the part, or that merging would not pay."""
-    return reason.partition(": ")[2].startswith(_AS_ASKED)
+    return reason.partition(": ")[2].startswith(HARMLESS)
 
 
 def _why(reason: str) -> str:
