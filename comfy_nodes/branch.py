@@ -49,8 +49,8 @@ class BranchMerging:
     """The two wrappers of an ApplyToMe node: one around each sampling, one around each call of the model.
 
     If `config` is None, the node is off: samplings are timed, and do not merge. `line` is the node's values as text,
-    `facts` the same by name, see `facts_of`.
-    If `node_id` is None, the report is shown in the log only. `name` is the node's name there, see `host.name_in`.
+    `facts` the same by name, see `facts_of`. If `node_id` is None, the report is shown in the log only. `name` is the
+    node's name there, see `host.name_in`.
     """
 
     def __init__(self, config: Any, line: str, facts: dict[str, Any], node_id: Any, name: str) -> None:
@@ -114,6 +114,7 @@ class BranchMerging:
         host.at_end_of_prompt(self._say_if_unused)
 
     def _say_if_unused(self) -> None:
+        """Show and log that no sampler used the node's model, unless one did."""
         if not self._is_used:
             host.say(f"{_TITLE}: {self._settings_and_facts[0]}, {_UNUSED}", self._node_id, self._name)
 
@@ -200,11 +201,11 @@ class Sampling:
             bool(merged) and not any(level.covered for level in report.levels))  # fmt: skip
         if has_report:
             first, more = report.headline, [report.hindered, *strangers]
-        elif strangers:
-            first, *more = strangers
+        elif time.steps["steps"] and not self._models:
+            first, more = _PAST_US, []
         else:
             why = _STOPPED if time.stopped else _OUT_OF_REACH if merged else _NOT_CALLED
-            first, more = _PAST_US if time.steps["steps"] and not merged else f"nothing merged: {why}", []
+            first, *more = strangers or [f"nothing merged: {why}"]
         more = [*filter(None, more), *facts["unknown"]]
         line = f"{_TITLE}: {', '.join(filter(None, [settings, time.text, first]))}"
         details = report.lines(_TITLE, [settings, time.text], more)

@@ -101,8 +101,8 @@ class MergeRule:
         "which loses less detail.", choices=SIDES, shown=tuple(map("+".join, SIDES)), advanced=True, place=5,
         group=WHERE, known_as="merge_what")
     max_downsample: int | None = setting(
-        None, "Level", "Which resolutions of the UNet merge: automatic is the finest with attention. Up to /1 is the "
-        "latent's size, /2 also half of it, /4 a quarter, /8 an eighth.",
+        None, "Level", "Which resolutions of the UNet merge: automatic is the finest that has attention. Up to /1 is "
+        "the latent's size, /2 also half of it, /4 a quarter, /8 an eighth.",
         choices=(None, *DOWNSAMPLES), shown=("automatic", *(f"up to /{one}" for one in DOWNSAMPLES)), advanced=True,
         place=1, group=WHERE, known_as="level")
     min_downsample: int | None = setting(

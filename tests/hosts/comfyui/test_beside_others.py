@@ -38,12 +38,12 @@ def test_before_or_after_makes_no_difference(comfy, kind):
 
 def test_a_picture_that_deep_shrink_makes_too_small_to_gain_is_told_with_its_name(comfy):
     graph = Graph(steps=1)
-    graph.latent = graph.add("EmptyLatentImage", width=256, height=256, batch_size=1)
+    graph.latent = graph.add("EmptyLatentImage", width=512, height=512, batch_size=1)
     inputs, _ = OTHERS["PatchModelAddDownscale"]
     applied = graph.strength(graph.add("PatchModelAddDownscale", model=graph.model, **inputs), strength=1.0)
     graph.sample("applied", applied)
     report = report_of(comfy.good(graph.graph), applied)
-    assert "% less work" in report and "\n" in report
+    assert "% less work" in report
     assert "another node made the picture smaller (nodes_model_downscale.PatchModelAddDownscale.execute)" in report
 
 
