@@ -177,10 +177,13 @@ def equal_time() -> str:
                      for name in RIVALS))  # fmt: skip
 
 
-def settings() -> str:
-    """Make the Markdown table of all settings: name, also the hosts' name if it differs, default, range and help."""
+def settings(of_hosts: bool = True) -> str:
+    """Make the Markdown table of the settings that the hosts have, or of the others: name, default, range and help.
+
+    The name in the hosts is added if it differs.
+    """
     rows = []
-    for setting in describe_settings():
+    for setting in (one for one in describe_settings() if ("place" in one) is of_hosts):
         default = setting.get("unset", "automatic") if setting["default"] is None else f"`{setting['default']}`"
         known_as = f", in the hosts `{setting['known_as']}`" if "known_as" in setting else ""
         cells = (f"`{setting['name']}`{known_as}", default, _range(setting), setting["help"])
@@ -213,6 +216,7 @@ def _times(models: Iterable[Section], name: str) -> str:
 TABLES = {
     **{make.__name__: make for make in (gains, counted, blocks, steps, host_calls, strength, equal_time, settings)},
     "work": work.shares_table,
+    "settings_of_python": partial(settings, of_hosts=False),
     "quality": partial(_methods, QUALITY), "sdxl": partial(_methods, SDXL),
     "transformer": partial(_methods, TRANSFORMER), "card": lambda: gpu_report.calls_table(load_result(CARD)["rows"]),
     "block": lambda: gpu_report.calls_table([row for row in load_result(BLOCK_ON_CPU)["rows"] if BLOCK in row["key"]])}

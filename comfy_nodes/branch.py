@@ -18,28 +18,39 @@ from .unets import UnetMerging
 _TITLE = "ToMe"
 _PAST_US = ("nothing merged: another node (DeepCache is one) calls the model directly, not through Apply ToMe; remove "
             "that node to merge")  # fmt: skip
+_STOPPED = "the sampling stopped before anything merged"
+_NOT_CALLED = "the model was not called"
+_OUT_OF_REACH = "this model computes its attention by code of its own, which the node does not reach"
+_UNUSED = ("nothing merged: no sampler used this model. If one ran, a node between, such as ModelMergeSimple, dropped "
+           "Apply ToMe: put it after that node")  # fmt: skip
 # keys in transformer_options of other patches that change how long a call takes
 _BESIDE = ("patches", "patches_replace", "easycache", "lazycache")
 Merging = UnetMerging | TransformerMerging
 
 
 class Outcome(NamedTuple):
-    """The result of one sampling, for the nodes that show it."""
+    """The result of one sampling, for the nodes that show it, or the reason why there was none."""
 
     lines: Sequence[str]  # one or two, for the ApplyToMe node
     details: Sequence[str]  # of the full report; equal to `lines` if no model could merge
-    data: dict[str, Any]  # the report as JSON values
+    data: dict[str, Any]  # the report as JSON values; the names are always the same
     report: Any  # the engine's `Report`, never None, also if no model could merge
     # of each level that merged, latent cells per token along a side and the latest `MergeMap`; {} after an exception
     maps: dict[int, tuple[int, Any]]
+
+    @classmethod
+    def unsampled(cls, lines: Sequence[str], facts: dict[str, Any], stepped_aside: Sequence[str] = ()) -> Outcome:
+        """Return what nodes show without a sampling, with reasons to step aside. `facts`: see `facts_of`."""
+        report = hosting.Report.join([])
+        return cls(lines, lines, _data_of(lines[0], facts, stepped_aside, HostSampling(), report), report, {})
 
 
 class BranchMerging:
     """The two wrappers of an ApplyToMe node: one around each sampling, one around each call of the model.
 
     If `config` is None, the node is off: samplings are timed, and do not merge. `line` is the node's values as text,
-    `facts` the same by name for `Outcome.data`; its "unknown" is a list of texts on inputs that the node does not have.
-    If `node_id` is None, the report is shown in the log only. `name` is the node's name there, see `host.name_in`.
+    `facts` the same by name, see `facts_of`. If `node_id` is None, the report is shown in the log only. `name` is the
+    node's name there, see `host.name_in`.
     """
 
     def __init__(self, config: Any, line: str, facts: dict[str, Any], node_id: Any, name: str) -> None:
@@ -48,6 +59,7 @@ class BranchMerging:
         self.latest: Outcome | None = None  # of the latest sampling; None before the first, or if the node is off
         self._shown: tuple[Any, list[str]] = (None, [])  # lines of one prompt, because two passes may use one node
         self._sampling: Sampling | None = None  # the innermost sampling in progress
+        self._is_used = False  # a sampling, or a call of the model, came here
 
     def __deepcopy__(self, memo: dict) -> BranchMerging:
         """Return this object itself, so that a copy of a model's options keeps it."""
@@ -58,6 +70,7 @@ class BranchMerging:
         transformer_options: dict[str, Any] | None = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
         """Wrap ``BaseModel.apply_model``: call it with options that merge if the node is on, and return its output."""
+        self._is_used = True
         try:
             sampling = self._sampling or Sampling(self.config)
         except Exception as error:
@@ -75,6 +88,7 @@ class BranchMerging:
         callback: Any = None, *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
         """Wrap ComfyUI's ``CFGGuider.outer_sample``; return its result. Report at the end, even after an exception."""
+        self._is_used = True
         try:
             time = HostSampling(sampler, sigmas, noise)
             sampling, timed_steps = Sampling(self.config, time), time.timed_steps.counting_callback(callback)
@@ -93,6 +107,16 @@ class BranchMerging:
             if outer is not None:
                 outer.is_alone = False
             hosting.quietly(self._end, sampling)
+
+    def wait(self) -> None:
+        """Show that the node merges in samplers after it; at the end of the prompt say so if none has used it."""
+        host.show(f"{_TITLE}: {self._settings_and_facts[0]}, merges in samplers after this node", self._node_id)
+        host.at_end_of_prompt(self._say_if_unused)
+
+    def _say_if_unused(self) -> None:
+        """Show and log that no sampler used the node's model, unless one did."""
+        if not self._is_used:
+            host.say(f"{_TITLE}: {self._settings_and_facts[0]}, {_UNUSED}", self._node_id, self._name)
 
     def _end(self, sampling: Sampling) -> None:
         """Report a sampling that has ended; if the node is off, only keep its time."""
@@ -172,20 +196,26 @@ class Sampling:
             merging.state.set_time()
         report = hosting.Report.join(merging.state.report() for merging in merged)
         report = replace(report, patched=bool(merged), own=self.remember(report))
-        if merged:
+        # the report says why nothing merged if it has counts, or no level that a rule reaches
+        has_report = any(level.merged or level.skipped or level.traced for level in report.levels) or (
+            bool(merged) and not any(level.covered for level in report.levels))  # fmt: skip
+        if has_report:
             first, more = report.headline, [report.hindered, *strangers]
+        elif time.steps["steps"] and not self._models:
+            first, more = _PAST_US, []
         else:
-            first, *more = strangers or [_PAST_US if time.steps["steps"] else "the model was not called"]
+            why = _STOPPED if time.stopped else _OUT_OF_REACH if merged else _NOT_CALLED
+            first, *more = strangers or [f"nothing merged: {why}"]
         more = [*filter(None, more), *facts["unknown"]]
         line = f"{_TITLE}: {', '.join(filter(None, [settings, time.text, first]))}"
         details = report.lines(_TITLE, [settings, time.text], more)
-        data = {**facts, "line": line, "stepped_aside": strangers, **time.steps, **report.as_data()}
+        data = _data_of(line, facts, strangers, time, report)
         maps = {}
         if merged and not time.stopped:
             latest, levels = merged[0].state.maps(), merged[0].state.report().levels
             maps = {level: (levels[level].downsample, merge_map) for level, merge_map in sorted(latest.items())}
         lines = [line, *(["; ".join(more)] if more else [])]
-        return Outcome(lines, details if merged else lines, data, report, maps)
+        return Outcome(lines, details if has_report else lines, data, report, maps)
 
     def remember(self, report: Any = None) -> str:
         """Keep the time of a whole, undisturbed sampling of one model, unmerged without a `report`; return the gain."""
@@ -220,6 +250,21 @@ class Sampling:
             percent=percent, timestep=timestep_of(sigma, schedule, merging.flow_timesteps), sampling=self._name,
             pictures=time.pictures_in(x, options), timesteps=time.timesteps(schedule, options, merging.flow_timesteps),
         )  # fmt: skip
+
+
+def facts_of(strength: Any = None, start: Any = None, end: Any = None, unknown: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the values of an ApplyToMe for `Outcome.data`, by name, None for all but numbers.
+
+    `unknown` are texts on inputs that the node does not have.
+    """
+    numbers = {"strength": strength, "start": start, "end": end}
+    given = {name: value if type(value) in (int, float) else None for name, value in numbers.items()}
+    return {**given, "unknown": list(unknown)}
+
+
+def _data_of(line: str, facts: dict, stepped_aside: Sequence[str], time: HostSampling, report: Any) -> dict[str, Any]:
+    """Return `Outcome.data`: the node's first line and `facts_of`, and what is known of a sampling."""
+    return {**facts, "line": line, "stepped_aside": list(stepped_aside), **time.steps, **report.as_data()}
 
 
 def curve_of(model: Any) -> str:

@@ -1,9 +1,11 @@
 """The interface to ComfyUI, which may be an older version or a fork. `hosting` is the interface to the engine."""
 
+import asyncio
 import importlib
 import logging
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -12,7 +14,7 @@ hosting = importlib.import_module("..tome_core.hosting" if "." in __package__ el
 
 hosting.add_own_folder(os.path.dirname(__file__))  # mistakes of ours cost no picture
 
-NOTE = "tome_note"  # in model_options: why a branch does not merge, for nodes after it
+NOTE = "tome_note"  # in model_options: the `Outcome` of a branch that does not merge, for nodes after it
 KEY = "tome"  # of our wrappers, by which a second ApplyToMe replaces the first
 # values of comfy.patcher_extension.WrappersMP, since December 2024
 APPLY_MODEL, OUTER_SAMPLE = "apply_model", "outer_sample"
@@ -93,6 +95,19 @@ def show(text: str, node_id: Any) -> None:
             send(text.replace("\n", LINE_BREAK), ":".join(parts[:count]))
     except Exception:  # the host's transport, on which no picture may depend
         logger.debug("the message could not be sent to node %s", node_id, exc_info=True)
+
+
+def at_end_of_prompt(function: Callable[[], None]) -> None:
+    """Call a function when ComfyUI has run the prompt whose node runs now; never, if the host does not tell the end.
+
+    ComfyUI has no event for it, but runs a prompt as a task of asyncio since July 2025, and a node inside that task.
+    """
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # a fork that runs nodes without asyncio
+        return
+    if task is not None:
+        task.add_done_callback(lambda _: hosting.quietly(function))
 
 
 def gains_file() -> str | None:

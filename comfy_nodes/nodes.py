@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from . import host, inputs, picture
-from .branch import BranchMerging, curve_of
+from .branch import BranchMerging, Outcome, curve_of, facts_of
 
 ALIASES = ["token merging", "tomesd", "tome", "speed", "faster sampling"]
 HIDDEN = {"unique_id": "UNIQUE_ID"}
@@ -31,7 +31,8 @@ class ApplyToMe(_Node):
 
     DISPLAY_NAME = "Apply ToMe (Token Merging)"
     DESCRIPTION = (
-        "Merges similar tokens in the model's attentions, so sampling takes less time. Large pictures gain most. "
+        "Makes sampling faster: when the model compares all parts of the picture, parts that are nearly alike (sky, "
+        "walls, blur) count as one. Large pictures gain most. "
         "For SD1.x, SD2.x, SDXL, and transformers such as Flux, SD3, Qwen-Image and Wan. Only samplers after "
         "this node change. After sampling the node shows the report."
     )
@@ -60,23 +61,24 @@ class ApplyToMe(_Node):
             host.say(TOO_OLD, unique_id)
             return (clone,)
         host.detach(clone)
-        config, text = None, OFF_TEXT if settings is None else OFF_BY_SETTINGS
+        config, text, whys = None, OFF_TEXT if settings is None else OFF_BY_SETTINGS, []
         try:
             config = inputs.config_of(strength, start, end, settings, curve_of(clone.model))
         except (TypeError, ValueError) as error:  # an unsupported model, a start after the end, or a linked value
-            text = f"ToMe stepped aside, the model is unchanged: {error}"
+            text, whys = f"ToMe stepped aside, the model is unchanged: {error}", [f"stepped aside: {error}"]
         dropped, name = _list_dropped(self, prompt, unique_id), host.name_in(prompt, unique_id)
+        facts = facts_of(strength if settings is None else None, start, end, dropped)
         if config is None:
-            text = "\n".join([text, *dropped])
-            clone.model_options = {**clone.model_options, host.NOTE: text}
-            host.say(text, unique_id, name)
-            if text.startswith(OFF_TEXT[:-1]):  # its samplings are timed for comparison
+            note = Outcome.unsampled([text, *dropped], facts, whys)
+            clone.model_options = {**clone.model_options, host.NOTE: note}
+            host.say("\n".join(note.lines), unique_id, name)
+            if not whys:  # it is off: its samplings are timed for comparison
                 host.attach(clone, BranchMerging(None, "", {}, None, ""))
             return (clone,)
         line = "own settings" if settings is not None else f"strength {strength:g}"
-        facts = {"strength": strength if settings is None else None, "start": start, "end": end, "unknown": dropped}
-        host.attach(clone, BranchMerging(config, line, facts, unique_id, name))
-        host.show(f"ToMe: {line}, waits for a sampler after this node", unique_id)
+        merging = BranchMerging(config, line, facts, unique_id, name)
+        host.attach(clone, merging)
+        merging.wait()
         return (clone,)
 
 
@@ -167,17 +169,15 @@ class ToMePreview(_Node):
         """
         pictures = _background(model, image, latent)
         merging = host.find_attached(model)
-        latest = None if merging is None else merging.latest
-        if latest is not None:
-            text, data, maps = "\n".join(latest.details), latest.data, latest.maps
-            data = {**data, "format": str(data["format"])}  # ComfyUI lists no jobs if an output's format is no text
-        else:
-            why = NOT_APPLIED if merging is None else NOT_WAITING if image is None and latent is None else FROM_CACHE
-            text = model.model_options.get(host.NOTE, why)
-            data, maps = {"line": text, "work_saved": None}, {}
-        title = text if latest is None else f"No merge map. {latest.lines[0]}"
-        drawn = [_panels(pixels, number - len(pictures), maps) if maps else picture.add_title(pixels, title)
-                 for number, pixels in enumerate(pictures)]  # fmt: skip
+        outcome = model.model_options.get(host.NOTE) if merging is None else merging.latest
+        title = None if outcome is None else f"No merge map. {outcome.lines[0]}"
+        if outcome is None:
+            title = NOT_APPLIED if merging is None else NOT_WAITING if image is None and latent is None else FROM_CACHE
+            outcome = Outcome.unsampled([title], facts_of())
+        drawn = [_panels(pixels, number - len(pictures), outcome.maps) if outcome.maps
+                 else picture.add_title(pixels, title) for number, pixels in enumerate(pictures)]  # fmt: skip
+        text = "\n".join(outcome.details)
+        data = {**outcome.data, "format": str(outcome.data["format"])}  # if it is no text, ComfyUI lists no jobs
         host.show(text, unique_id)
         return {"ui": {"text": (text,), "tome_report": (data,)}, "result": (torch.stack(drawn), text)}
 
@@ -207,6 +207,7 @@ def _panels(pixels: torch.Tensor, row: int, maps: dict[int, tuple[int, Any]]) ->
     for level, (downsample, merge_map) in maps.items():
         # row is negative, because a call's batch ends with the positive prompt
         group = merge_map.group[max(row, -len(merge_map.group))]
-        title = f"level {level} (latent /{downsample}): {len(group)} tokens -> {merge_map.num_groups}"
+        # in a transformer the map's other groups are of text
+        title = f"level {level} (latent /{downsample}): {len(group):,} tokens in {len(group.unique()):,} groups"
         panels.append(picture.panel(pixels, merge_map.grid[:2], group, title))
     return torch.cat(panels, dim=1)

@@ -58,6 +58,19 @@ def other_names_in_slot(options: dict[str, Any]) -> str:
     return " ".join(hosting.full_name(part) for part in parts if callable(part))
 
 
+def why_of_patches(options: dict[str, Any]) -> str:
+    """Return why a self-attention has other tokens than the picture's, if transformer_options have patches, else ""."""
+    names = names_of_patches(options, "attn1_patch")
+    return f"another node's patch changed the tokens{names}" if names else ""
+
+
+def names_of_patches(options: dict[str, Any], kind: str) -> str:
+    """Return `` (name, name)`` of the patches in transformer_options whose kind begins with this; "" without any."""
+    kinds = [patches for name, patches in (options.get("patches") or {}).items() if name.startswith(kind)]
+    names = dict.fromkeys(hosting.name_of_patch(patch) for patches in kinds for patch in patches)
+    return f" ({', '.join(names)})" if names else ""
+
+
 def _parts(function: Any) -> tuple[Any, ...]:
     """Return the function; of an `OtherNodesFunction` its two functions and the values in the override's closure."""
     if not isinstance(function, OtherNodesFunction):

@@ -20,9 +20,9 @@ _PICTURE_LAST = frozenset({"NextDiT"})
 # transformers that first refine the text in attentions of their own, without a "block_type" in transformer_options
 _REFINE_TEXT = frozenset({"HunyuanVideo", "NextDiT", "SingleStreamDiT"})
 _REFERENCES = "reference_image_num_tokens"  # in transformer_options: number of tokens of each reference
-BESIDE = "tokens next to the picture's, at an unknown place"
-REFINED = "tokens before the model's blocks, perhaps of a text"
-_NO_GRID = hosting.Reason("the latent has no grid that is known")
+BESIDE = hosting.Reason("it is not known which tokens are the picture's")
+PART = "it gets only a part of the picture"
+_NO_PICTURE = hosting.Reason("the model draws neither a picture nor a video")
 
 
 class TransformerMerging:
@@ -42,8 +42,8 @@ class TransformerMerging:
 
         def ask(attention: slot_calls.HostCall, facts: dict[str, Any]) -> torch.Tensor:
             place = facts.get("block_type"), facts.get("block_index")
-            layout_of = partial(where_tokens_lie, self._model, grid, options=facts) if grid else lambda tokens: _NO_GRID
-            return hosting.attend_call(self.state, call, place, 0, 1, layout_of, [], attention)
+            where = partial(where_tokens_lie, self._model, grid, options=facts) if grid else lambda tokens: _NO_PICTURE
+            return hosting.attend_call(self.state, call, place, 0, 1, where, [], attention)
 
         yield ask
 
@@ -81,10 +81,10 @@ def where_tokens_lie(model: Any, grid: Any, tokens: int, options: dict) -> Any:
     """
     names = {kind.__name__ for kind in type(model).__mro__}
     if names & _REFINE_TEXT and not options.get("block_type"):
-        return hosting.Reason(f"{tokens} {REFINED}")
+        return hosting.REFINED
     beside = tokens - grid.height * grid.width
     if beside < 0:
-        return hosting.Reason("fewer tokens than the picture has")
+        return hosting.Reason(slot_calls.why_of_patches(options) or PART)
     if beside == 0:
         return hosting.Layout(grid)
     if names & _PICTURE_LAST:
@@ -96,4 +96,4 @@ def where_tokens_lie(model: Any, grid: Any, tokens: int, options: dict) -> Any:
             first = -1
     else:
         first = -1
-    return hosting.Layout(grid, first) if first >= 0 else hosting.Reason(f"{beside} {BESIDE}")
+    return hosting.Layout(grid, first) if first >= 0 else BESIDE

@@ -1,7 +1,6 @@
 """Merging in a UNet: finds the self-attentions of its blocks, and their levels, among the calls to the slot."""
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,7 +13,6 @@ from .host import hosting
 from .sampling import is_left_out
 
 hosting.register_package("comfy")  # ComfyUI's own blocks, attentions and LoRA layers act on each token alone
-_OTHER_KEYS = "queries and keys are not of the same tokens"
 _UNTRIED = "another node's attention could not be tried on tokens in another order"
 
 
@@ -52,7 +50,9 @@ class UnetMerging:
     @contextmanager
     def answering(self, call: Any, latent: torch.Tensor, options: dict[str, Any]) -> Iterator[slot_function.Ask]:
         """Yield a call's `Ask`. If not skipped by EasyCache, missing attentions of merging levels count as unmerged."""
-        missing, seen, before = Counter(self._levels.values()), [], None
+        missing, before = dict(self._levels), None
+        # of each level if no other node changes the size inside the model
+        usual = [math.prod(self.sides(latent, level, {})) for level in range(len(self._downsamples))]
 
         def ask(attention: slot_calls.HostCall, facts: dict[str, Any]) -> torch.Tensor:
             nonlocal before
@@ -63,30 +63,46 @@ class UnetMerging:
             if call.inside is not None:  # in a block that runs on merged tokens
                 if place != last and place in self._levels:  # its self-attention
                     self.state.count_inside(call, self._levels[place])
-                    missing[self._levels[place]] -= 1
+                    missing.pop(place, None)
                 return attention.unmerged()
             # a block's first call is its self-attention; cross-attention and attention over time follow
             level = None if place == last else self._levels.get(place)
             others = facts.get("patches_replace", {}).get("attn1", {})  # of other nodes
             if level is None or place[0] in others or (*place[0], place[1]) in others:
                 return attention.unmerged()
-            missing[level] -= 1
-            layout = hosting.Layout(hosting.Grid(*self.sides(latent, level, facts)))
-            out = hosting.attend_call(self.state, call, place, level, 1, layout, seen, attention)
-            if not seen[-1]:
-                self.state.count_unmerged(level, _OTHER_KEYS, *attention.q.shape[:2])
-            return out
+            missing.pop(place, None)
+            grid, shape = hosting.Grid(*self.sides(latent, level, facts)), attention.q.shape
+            tokens = grid.height * grid.width
+            if shape[1] != tokens or attention.k.shape[:2] != shape[:2]:
+                why = slot_calls.why_of_patches(facts) or (
+                    hosting.NO_GRID if attention.k.shape[:2] == shape[:2] else hosting.OF_OTHERS)  # fmt: skip
+            else:
+                sizes = tokens, usual[level]
+                why = self._why_shrunk(call, level, latent, sizes, facts) if tokens < usual[level] else ""
+            if why:
+                self.state.count_unmerged(level, why, *shape[:2])
+                return attention.unmerged()
+            return hosting.attend_call(self.state, call, place, level, 1, hosting.Layout(grid), [], attention)
 
         with self._merging_blocks(call, latent):
             yield ask
         hosting.quietly(self._count_missing, call, latent, missing, options)
 
-    def _count_missing(self, call: Any, latent: torch.Tensor, missing: Counter[int], options: dict[str, Any]) -> None:
-        """Count the attentions of each level that a call did not reach as unmerged, unless EasyCache skipped all."""
-        for level in missing.elements():
+    def _why_shrunk(self, call: Any, level: int, latent: torch.Tensor, sizes: tuple[int, int], options: dict) -> str:
+        """Return why a level does not merge if it would at its usual size, else ""; `sizes`: tokens now, usually."""
+        (_, why), (rules, _) = (self.state.decide(call, level, size, latent.device) for size in sizes)
+        name = slot_calls.names_of_patches(options, "input_block_patch")
+        return f"{why}, because another node made the picture smaller{name}" if why and rules.attn is not None else ""
+
+    def _count_missing(
+        self, call: Any, latent: torch.Tensor, missing: dict[tuple, int], options: dict[str, Any]
+    ) -> None:
+        """Count attentions that a call did not reach, levels by place, as unmerged, unless EasyCache skipped all."""
+        for place, level in missing.items():
             if call.rules[level].attn is not None and not is_left_out(options):
-                tokens = math.prod(self.sides(latent, level, {}))
-                self.state.count_unmerged(level, hosting.REPLACED, len(latent), tokens)
+                tokens, other = math.prod(self.sides(latent, level, {})), _replacement_at(place, options)
+                why = hosting.REPLACED + ("" if other is None else f": {hosting.name_of_patch(other)}")
+                self.state.count_unmerged(level, why, len(latent), tokens)
 
     @contextmanager
     def _merging_blocks(self, call: Any, latent: torch.Tensor) -> Iterator[None]:
@@ -106,21 +122,21 @@ class UnetMerging:
         kind = attention.override, attention.k.shape[:2] == attention.q.shape[:2]
         if kind in self._overrides:
             return
-        try:
-            is_good = attention.mask is None and attention.treats_tokens_alike()
-        except Exception as error:
-            if not hosting.may_be_of_fewer_tokens(error):
-                raise
-            is_good = False
-        name = hosting.full_name(attention.override)
-        why = f"another node's attention looks at the order of tokens ({name}); it merges without that"
-        self._overrides[kind] = "" if is_good else why
+        name, why = hosting.name_of_patch(attention.override), "was first called with a mask, so it was not tried"
+        if attention.mask is None:
+            try:
+                why = "" if attention.treats_tokens_alike() else "looks at the order of tokens"
+            except Exception as error:
+                if not hosting.may_be_of_fewer_tokens(error):
+                    raise
+                why = "looks at the order of tokens"
+        self._overrides[kind] = why and f"another node's attention {why} ({name}); it merges without that"
 
     def why_of_slot(self, options: dict[str, Any]) -> str:
         """Return why a block may need every token because of functions in the slot; "" if none is known."""
         there, beneath = options.get(slot_calls.SLOT), slot_function.beneath()
         if not slot_function.is_ours(there):
-            name = hosting.full_name(there)
+            name = hosting.name_of_patch(there)
             return f"another node's attention came into the call ({name}); it merges without that"
         whys = [self._overrides.get((beneath, kind), _UNTRIED) for kind in (True, False)] if beneath else []
         return next(filter(None, whys), "")
@@ -172,6 +188,13 @@ class _Block(hosting.Wrap):
             return self.original(*args, **kwargs)
         why = partial(merging.why_of_slot, options)
         return hosting.run_block(call, self.place, grid, self._below, self.original, args, kwargs, why)
+
+
+def _replacement_at(place: tuple[tuple, int], options: dict[str, Any]) -> Any | None:
+    """Return what another node put in the place of a self-attention; None if nothing. `place`: see `_options_of`."""
+    others = (options.get("patches_replace") or {}).get("attn1") or {}
+    block, index = place
+    return others.get((*block, index)) or others.get(block) if block else None
 
 
 def _options_of(path: str) -> tuple[tuple[str, int], int]:

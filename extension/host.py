@@ -122,6 +122,11 @@ def read_time(params: Any) -> dict[str, float]:
     return {"timestep" if counts else "sigma": value}
 
 
+def planned_steps(params: Any) -> int:
+    """Return the number of steps of the running pass, as the webui's progress shows it; 0 if it is not known."""
+    return getattr(getattr(params, "denoiser", None), "steps", None) or 0
+
+
 def timing_conditions(p: Any, params: Any) -> list[Any]:
     """Return what a call's duration depends on: shapes of both prompts' embeddings (None: unknown), sorted names."""
     texts = (getattr(params, name, None) for name in ("text_cond", "text_uncond"))
@@ -212,13 +217,6 @@ def plot_module() -> Any | None:
     """Return the current module of the webui's X/Y/Z plot, which each reload makes again; None if there is none."""
     return next((data.module for data in getattr(scripts, "scripts_data", ())
                  if data.script_class.__module__ in ("xyz_grid.py", "scripts.xyz_grid")), None)  # fmt: skip
-
-
-def accordion(is_on: bool, label: str, elem_id: str) -> Any:
-    """Make the webui's accordion, open while its checkbox, at first `is_on`, is checked. ``with`` gives the box."""
-    from modules.ui_components import InputAccordion
-
-    return InputAccordion(is_on, label=label, elem_id=elem_id)
 
 
 def has_setting_called(key: str) -> bool:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from ..tome_core.hosting import form
-from . import host, settings_tab
+from . import host, job_settings, settings_tab
 from .job_settings import DIAL, EVERYWHERE, EXPERT_SWITCH, FILLED_FOR, WHERE, JobSettings, base_of, read, settings_of
 
 logger = logging.getLogger(__name__)
@@ -91,11 +91,15 @@ def _values_in(parameters: Mapping[str, Any]) -> dict[str, Any]:
     try:
         settings = settings_in(parameters[key], curve)
     except (ValueError, TypeError, OverflowError) as error:
-        logger.warning("%s: %s in the pasted infotext is ignored: %s", KEY, reprlib.repr(parameters[key]), error)
-        # on a page no control changes; of the API, NaN is refused later
-        return {} if parameters is Paste.on_page else {"enabled": True, "strength": float("nan")}
+        problem = f"{reprlib.repr(parameters[key])} in the infotext is not used: {error}"
+        if parameters is not Paste.on_page:  # of the API, `read` refuses it later
+            strength = job_settings.Unreadable("nan")
+            strength.reason = problem
+            return {"enabled": True, "strength": strength}
+        logger.warning("%s", problem)  # no control changes
+        return {}
     for sentence in settings.left_out:
-        logger.warning("%s: a part of the pasted infotext is ignored: %s", KEY, sentence)
+        logger.warning("a part of the infotext is not used: %s", sentence)
     dial = {name: getattr(settings, name) for name in DIAL}
     own = {EXPERT_SWITCH: bool(settings.changes), FILLED_FOR: settings.strength}
     return {**dial, **own, **base_of(settings.strength, curve), **settings.changes}

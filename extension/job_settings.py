@@ -41,6 +41,12 @@ class JobSettings:
         return config if config.value("seed") else replace(config, seed=int(seed) & SEED_LIMIT)
 
 
+class Unreadable(float):
+    """The strength of an infotext that has none, with the reason. It is NaN, because the webui takes only a number."""
+
+    reason = ""
+
+
 def base_of(value: float, curve: str = SD) -> dict[str, Any]:
     """Return all expert settings for a strength, by name, rounded to three decimals; ValueError: it is not possible."""
     exact = form.values_of(strength(value, curve))
@@ -73,6 +79,8 @@ def read(
         return JobSettings()
     if not isinstance(dial["enabled"], bool):
         raise TypeError(f"enabled={dial['enabled']!r} is {type(dial['enabled']).__name__}; use true or false")
+    if isinstance(dial["strength"], Unreadable):
+        raise ValueError(dial["strength"].reason)
     own = {name: given[name] for name in form.NAMES if given.get(name) is not None}
     deviating = _deviating(own, given, curve) | {name: value for name, value in plot.items() if name in form.NAMES}
     return settings_of(dial["strength"], dial["where"], deviating, curve)

@@ -1,18 +1,22 @@
 """Merging during the passes of a job: puts the patch on the model, takes it off, and records the results."""
-# The webui calls no hook after an exception, and other extensions start jobs, or copies of jobs, inside jobs. So the
-# data of a job belong to one ``p``, its processing object, there is at most one patch, and the next hook takes it off.
+# Other extensions start jobs, or copies of jobs, inside jobs. So the data of a job belong to one ``p``, its processing
+# object, and a pass that begins inside another one only interrupts it.
 
+import logging
 import weakref
-from collections import Counter, defaultdict
-from contextlib import ExitStack
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..tome_core.hosting import MergeConfig, Patch, Report, UnsupportedModelError, patch, pictures, why_not_at
 from . import host
-from .job_settings import JobSettings
-from .sampler_times import SamplerTimes
+from .job_settings import PASSES, JobSettings
+from .sampler_times import Counts, SamplerTimes
 
+logger = logging.getLogger(__name__)
+BY_ITSELF = "a script drew the picture by itself (img2img alternative test does)"
 JOB = "_tome_core_job"  # the attribute of a ``p`` with its `Job`
 
 
@@ -20,7 +24,7 @@ JOB = "_tome_core_job"  # the attribute of a ``p`` with its `Job`
 class PassRecord:
     """The results of a job's first passes, or of its hires passes, over all batches."""
 
-    counts: Counter[str] = field(default_factory=lambda: Counter(calls=0, steps=0, steps_merged=0))
+    counts: list[Counts] = field(default_factory=list)  # one for each batch
     reports: list[Report] = field(default_factory=list)  # on each patch
     refusals: list[str] = field(default_factory=list)  # reasons why a model was not patched
     own: str = ""  # the factor by which merging makes the user's own pictures faster; "" if it is not known
@@ -28,7 +32,8 @@ class PassRecord:
     @property
     def report(self) -> Report:
         """The engine's report over all batches, with the calls and `own` of this record."""
-        return replace(Report.join(self.reports), calls=self.counts["calls"], patched=bool(self.reports), own=self.own)
+        calls = sum(each.calls for each in self.counts)
+        return replace(Report.join(self.reports), calls=calls, patched=bool(self.reports), own=self.own)
 
 
 class Job:
@@ -40,6 +45,7 @@ class Job:
         self.error = error
         self.fact: Any = None  # the report for API callers, over all jobs of a request
         self.merged = False  # in the current batch
+        self.has_sampled = False  # a pass of the current batch has begun, even if it must not merge
         self.records: defaultdict[bool, PassRecord] = defaultdict(PassRecord)  # by "is the hires pass"
         self._left: dict[bool, str] = {}
 
@@ -48,6 +54,12 @@ class Job:
         p = self.p()
         seeds = getattr(p, "seeds", None) or getattr(p, "all_seeds", None) or [0]  # of the current batch
         return self.settings.config(hires, int(seeds[0]), curve or host.curve())
+
+    def refuse(self, reason: str, has_hires: bool) -> None:
+        """Record why the passes that are to merge did not; `has_hires`: the job has a hires pass."""
+        for hires in PASSES if has_hires else (False,):
+            if self.config(hires) is not None:
+                self.records[hires].refusals.append(reason)
 
     def why_unmerged(self, hires: bool) -> str:
         """Return why a pass will not merge, kept from the first answer; "" if it will, or if its size is unknown."""
@@ -78,73 +90,64 @@ def job_of(p: Any) -> Job | None:
     return job if job is not None and job.p() is p else None
 
 
-class CurrentPass:
-    """The patch that `arm` puts on the model for the current pass until `disarm`, and its times. All tabs share it."""
+class Pass:
+    """A running pass of a job, from `start` to `stop`: its patch, if it merges, and its times."""
 
-    def __init__(self) -> None:
-        self.job: Job | None = None  # None if no pass is armed
-        self.hires = False
-        self.handle: Patch | None = None  # None if the armed pass does not merge
-        self._tried: Any = None  # weak reference to the UNet of the armed pass, patched or not
-        self._times: SamplerTimes | None = None  # also identifies the armed pass
+    def __init__(self, job: Job, hires: bool) -> None:
+        self.job, self.hires = job, hires
+        self.handle: Patch | None = None  # None if the pass does not merge
+        self._config: MergeConfig | None = None
+        self._tried: Any = lambda: None  # weak reference to the current UNet, patched or not
         self._models = 0  # models of the pass, plus disturbances of its time; only 1 is timed
         self._pass = ExitStack()  # for SD.Next, which has no denoiser callback
+        self._times = SamplerTimes(None, False)
 
-    def arm(self, p: Any, hires: bool) -> None:
-        """Disarm, then patch the model for the next pass, or only time the pass if the settings leave it unmerged.
-
-        Nothing is armed if `p` has no `Job`, or if the pass must not merge; if it was to merge, the job records the
-        reason. A pass to leave unmerged is not timed if the webui's own merging is on or no model is loaded.
-        """
-        self.disarm()
-        job, ratio = job_of(p), host.built_in_ratio(p, hires)
-        if job is None:
-            return
-        wants, self._models = job.config(hires) is not None, 0
-        # if the webui's own merging is on, a reason from the engine leaves the pass to the webui
-        reason = job.why_unmerged(hires) if wants and ratio else host.reason_to_step_aside(hires)
-        if reason and wants:
-            job.records[hires].refusals.append(reason)
-        if reason or (not wants and (ratio or host.loaded_unet() is None)):
-            return
-        self.job, self.hires = job, hires
-        self._put_on(host.running_unet(p))
-        self._times = SamplerTimes(p, self.handle is not None and self.handle.wants_time)
+    def start(self, unet: Any) -> None:
+        """Patch the job's model, if this pass is to merge, and count and time its steps."""
+        self._put_on(unet)
+        self._times = SamplerTimes(self.job.p(), self.handle is not None and self.handle.wants_time)
 
     def step(self, params: Any) -> None:
         """Prepare a call: patch the current model, set its noise level as the time, and note the call for the timing.
 
         `params` are what the webui tells about a step. During calls of another job the model is unpatched instead.
         """
-        if self.job is None:
-            return
         p = self.job.p()
         running = getattr(getattr(params, "denoiser", None), "p", None)
         if p is None or (running is not None and running is not p):  # another extension samples in between
-            self._models += 1  # its time must not count
-            if self.handle is not None:
-                self.handle.uninstall()
+            self.interrupt()
             return
         self._follow(host.running_unet(p))
         if self.handle is not None and self.handle.wants_time:
             time, timesteps = host.to_unit_variance(p, self._times.time(params)), self._times.timesteps(p)
             self.handle.set_time(**time, sampling=self._times, pictures=p.batch_size, timesteps=timesteps)
+        self._times.planned = host.planned_steps(params)
         self._note_call(getattr(params, "x", None), *host.timing_conditions(p, params))
 
-    def disarm(self, is_whole: bool = False) -> None:
-        """Take the patch off the model; put the counts of a pass to merge into the job's record. May be called again.
+    def interrupt(self) -> None:
+        """Take the patch off for another job's calls, and leave this pass out of the timing."""
+        self._models += 1
+        if self.handle is not None:
+            self.handle.uninstall()
+
+    def go_on(self) -> None:
+        """Put the patch on again after `interrupt`."""
+        if self.handle is not None:
+            self.handle.install()
+
+    def stop(self, is_whole: bool) -> None:
+        """Take the patch off the model; put the counts of a pass to merge into the job's record.
 
         The time of an undisturbed pass is kept for comparison if it `is_whole`: it ended normally.
         """
         report = self._take_off()
-        if self._times is not None:
-            self._times.take_off()
-            record = PassRecord() if self._config is None else self.job.records[self.hires]
-            record.counts.update(self._times.counts())
-            if is_whole and self._models == 1 and not host.is_stopped():
-                steps, sampler = self._times.timed_steps, self._times.sampler
-                record.own = pictures.remember(steps, self._tried(), self._config, report, sampler)
-        self.job = self._times = None
+        self._times.take_off()
+        is_whole = is_whole and not host.is_stopped()
+        record = PassRecord() if self._config is None else self.job.records[self.hires]
+        record.counts.append(self._times.counts(is_whole))
+        if is_whole and self._models == 1:
+            steps, sampler = self._times.timed_steps, self._times.sampler
+            record.own = pictures.remember(steps, self._tried(), self._config, report, sampler)
 
     def _follow(self, unet: Any) -> None:
         """Put the patch on this UNet, if need be again; take it off a UNet that a refiner or hires model replaced."""
@@ -152,7 +155,7 @@ class CurrentPass:
             self._take_off()
             self._put_on(unet)
         elif self.handle is not None and not self.handle.is_installed:
-            self.handle.install()  # a call for another job has taken it off, or another program
+            self.go_on()  # after a call for another job, or another program has taken it off
 
     def _put_on(self, unet: Any) -> None:
         """Patch a UNet (in SD.Next its pipeline) with the pass's settings, if it is to merge, or record why not."""
@@ -173,8 +176,13 @@ class CurrentPass:
             return
         if pipeline is not None:
             self._pipeline = pipeline  # kept alive here, because the engine's reference is weak
-            self._pass.enter_context(pipeline.unet.register_forward_hook(lambda *_: self._note_call()))
+            self._pass.enter_context(pipeline.unet.register_forward_hook(lambda *_: self._note_call_of(pipeline)))
             self._pass.enter_context(self.handle.sampling(p.batch_size))  # all calls are one sampling
+
+    def _note_call_of(self, pipeline: Any) -> None:
+        """Count a call of SD.Next's pipeline."""
+        self._times.planned = pipeline.steps
+        self._note_call()
 
     def _note_call(self, *kind: Any) -> None:
         """Count a call, as merged if a rule is in force. `kind`: the latents, then what else its time depends on."""
@@ -195,4 +203,77 @@ class CurrentPass:
         return report
 
 
-armed = CurrentPass()
+_running: list[Pass] = []  # of all tabs; a pass that began inside another one comes after it
+
+
+def begin(p: Any, hires: bool) -> None:
+    """Begin a pass of the job `p`: patch the model, or only time the pass if the settings leave it unmerged.
+
+    Nothing begins if `p` has no `Job`, if a pass of it runs, or if the pass must not merge; if it was to merge, the job
+    records the reason. A pass to leave unmerged is not timed if the webui's own merging is on.
+    """
+    job = job_of(p)
+    if job is None or job in [each.job for each in _running]:
+        return
+    job.has_sampled, ratio = True, host.built_in_ratio(p, hires)
+    wants = job.config(hires) is not None
+    # if the webui's own merging is on, a reason from the engine leaves the pass to the webui
+    reason = job.why_unmerged(hires) if wants and ratio else host.reason_to_step_aside(hires)
+    unet, reason = (None, reason) if reason else _unet_of(p)
+    if reason and wants:
+        job.records[hires].refusals.append(reason)
+    if reason or (ratio and not wants):
+        return
+    if _running:
+        _running[-1].interrupt()
+    _running.append(Pass(job, hires))
+    _running[-1].start(unet)
+
+
+def step(params: Any) -> None:
+    """Prepare a call of the model for the pass that runs, by what the webui tells about the step; see `Pass.step`."""
+    if _running:
+        _running[-1].step(params)
+
+
+def end(p: Any = None, is_whole: bool = False) -> None:
+    """End the pass of the job `p`, if one runs, and all that began inside, or end all; `is_whole`: see `Pass.stop`."""
+    depths = [depth for depth, each in enumerate(_running) if p is None or each.job.p() is p]
+    _end_to(min(depths, default=len(_running)), is_whole)
+
+
+@contextmanager
+def during(p: Any, hires: bool) -> Iterator[None]:
+    """Return a context manager for a pass of the job `p`. Errors of this package's own are logged; `p` goes on."""
+    depth, is_whole = len(_running), False
+    try:
+        _safely(begin, p, hires)
+        yield
+        is_whole = True
+    finally:
+        _safely(_end_to, depth, is_whole)
+
+
+def _end_to(depth: int, is_whole: bool) -> None:
+    """End the innermost passes until `depth` are left. The pass around them goes on, in the middle of its step."""
+    if len(_running) > depth:
+        while len(_running) > depth:
+            _running.pop().stop(is_whole)
+        for outer in _running[-1:]:
+            outer.go_on()
+
+
+def _unet_of(p: Any) -> tuple[Any, str]:
+    """Return a job's UNet and "", or None and the reason why it cannot be patched."""
+    try:
+        return host.running_unet(p), ""
+    except (AttributeError, TypeError, ValueError) as error:  # an unknown kind of model
+        return None, str(error)
+
+
+def _safely(function: Callable, *args: Any) -> None:
+    """Call a function, and log its error, as the webui does with a hook's."""
+    try:
+        function(*args)
+    except Exception:
+        logger.exception("this pass may be unmerged, because of an error, which please report")

@@ -1,10 +1,13 @@
-"""The panel's line on the next picture: the gain in the user's own pictures, or why nothing merges."""
+"""The panel's line on the next picture: the gain in the user's own pictures, or what to expect, and why."""
 
 from collections.abc import Mapping
+from typing import Any
 
-from ..tome_core.hosting import MergeConfig, pictures, why_not_at
+from ..tome_core.hosting import MergeConfig, expected_share, pictures, why_not_at
 from . import host
 from .job_settings import HIRES, PASSES, JobSettings
+
+_LEAST = 0.02  # a smaller share of the work is told as hardly any
 
 
 def answer(settings: JobSettings, sizes: Mapping[bool, tuple[int, int]]) -> str:
@@ -32,7 +35,23 @@ def _answer(hires: bool, width: int, height: int, config: MergeConfig) -> str:
         return f"{size}: nothing merges, {aside}"
     try:
         why = why_not_at(unet, config, height, width)
-        own = "" if why else pictures.known_gain(unet, config, height, width)
+        if why:
+            return f"{size}: nothing merges, {why}"
+        return f"{size}: {pictures.known_gain(unet, config, height, width) or expected(unet, config, height, width)}"
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # an unknown model, or an impossible size
         return f"{size}: {str(error).splitlines()[0]}"
-    return f"{size}: {f'nothing merges, {why}' if why else own or 'not measured yet'}"
+
+
+def expected(unet: Any, config: MergeConfig, height: int, width: int) -> str:
+    """Return what to expect of pictures of a size in pixels that merge, whose gain was not measured yet, as a text.
+
+    `unet` is the loaded model, without a patch; it is not called. `config` has the settings of the pass. Errors are
+    those of `why_not_at`.
+    """
+    share = expected_share(unet, config, height, width)
+    if share is None:
+        return "merges; draw three pictures with merging and three without to see the gain"
+    if share < _LEAST:
+        return "merges, but hardly less work is expected: take a larger picture or a higher strength"
+    gain = 1 / (1 - share)
+    return f"about {share:.0%} less work expected in 20 steps, so up to {gain:.{1 if gain >= 1.1 else 2}f}x faster"

@@ -5,7 +5,7 @@ from typing import Any
 from ..tome_core.hosting import count
 from . import host
 from .job_settings import HIRES, PASSES
-from .merging import Job
+from .merging import Job, PassRecord
 
 
 def lines_of(job: Job, has_hires: bool) -> list[str]:
@@ -30,15 +30,26 @@ def lines_of(job: Job, has_hires: bool) -> list[str]:
 
 
 def data_of(job: Job, lines: list[str]) -> dict[str, Any]:
-    """Return the report as JSON values, by name; "line" joins `lines`, from `lines_of` or the job's error."""
-    settings = job.settings
+    """Return the report as JSON values, by name; "line" joins `lines`, from `lines_of` or the job's error.
+
+    The fields are the same whatever happened. With an error, strength and where are None.
+    """
+    settings, is_read = job.settings, not job.error
     return {
         "merged": any(record.report.merged_anything for record in job.records.values()), "line": "; ".join(lines),
-        "strength": settings.strength, "where": settings.where, "settings": dict(settings.changes),
+        "error": job.error, "strength": settings.strength if is_read else None,
+        "where": settings.where if is_read else None, "settings": dict(settings.changes),
         "not_used": list(settings.left_out),
-        "passes": {PASSES[hires]: {
-            **record.counts, "stepped_aside": list(dict.fromkeys(record.refusals)), **record.report.as_data(),
-        } for hires, record in job.records.items()},
+        "passes": {name: _data_of_pass(job.records.get(hires) or PassRecord()) for hires, name in PASSES.items()},
+    }  # fmt: skip
+
+
+def _data_of_pass(record: PassRecord) -> dict[str, Any]:
+    """Return a pass's part of the report, over all batches, as JSON values; zeros if the pass did not run."""
+    return {
+        "batches": len(record.counts), "steps": sum(each.steps for each in record.counts),
+        "steps_merged": sum(each.merged for each in record.counts),
+        "stepped_aside": list(dict.fromkeys(record.refusals)), **record.report.as_data(),
     }  # fmt: skip
 
 
@@ -52,9 +63,20 @@ def _outcome(job: Job, hires: bool, has_hires: bool) -> str:
         return "did not run"
     whole = record.report
     if whole.merged_anything:
-        steps, live = record.counts["steps"], record.counts["steps_merged"]
-        return f"{'' if live == steps else f'{live} of '}{count(steps, 'step')}, {whole.headline}"
+        return f"{_steps(record)}, {whole.headline}"
     why = list(dict.fromkeys([*record.refusals, *whole.notes]))
     if why and not whole.reasons:
         return f"nothing merged: {', '.join(why)}"
     return whole.headline if record.reports else "nothing merged: the model was not called"
+
+
+def _steps(record: PassRecord) -> str:
+    """Return ``20 steps``, or how many of them merged: ``12 of 20 steps``, ``7 of 40 steps in 2 batches``.
+
+    The steps are those of one batch if all batches are alike.
+    """
+    counts = [(each.steps, each.merged) for each in record.counts if each.calls]
+    kinds = counts[:1] if len(set(counts)) == 1 else counts
+    steps, merged = map(sum, zip(*kinds, strict=True))
+    batches = f" in {len(kinds)} batches" if len(kinds) > 1 else ""
+    return f"{'' if merged == steps else f'{merged} of '}{count(steps, 'step')}{batches}"

@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..tome_core.hosting import STABLE_DIFFUSION, Steps
 from . import host
@@ -19,6 +19,14 @@ _BY_TIMESTEP = frozenset({"ddim", "ddim_cfgpp", "plms", "plms_cfgpp"})
 _TIMESTEP_MODULE = "modules.sd_samplers_timesteps_impl"
 
 
+class Counts(NamedTuple):
+    """The numbers of one pass of one batch."""
+
+    calls: int  # of the model
+    steps: int  # as they were asked for: of a stopped pass too, and however its sampler counts
+    merged: int  # of these steps
+
+
 class SamplerTimes:
     """The counts of a pass's steps and model calls, and the noise levels of all steps.
 
@@ -28,6 +36,7 @@ class SamplerTimes:
 
     def __init__(self, p: Any, asks: bool) -> None:
         self.timed_steps = Steps()  # the counts of steps and calls, and the steps' times
+        self.planned = 0  # steps of this pass by the webui's progress; 0 if they are not known
         self._timesteps: tuple[float, ...] | None = None
         self._calls_live = 0  # merged calls of the model
         self._live: dict[int, bool] = {}  # by step: its first call merged
@@ -55,12 +64,21 @@ class SamplerTimes:
         self._calls_live += is_live
         self._live.setdefault(self.timed_steps.done, is_live)
 
-    def counts(self) -> dict[str, int]:
-        """Return the numbers of "calls", "steps" (all calls if none is reported) and, of these, "steps_merged"."""
+    def counts(self, is_whole: bool) -> Counts:
+        """Return the counts; if the pass `is_whole`, all `planned` steps were done, also if the sampler reports fewer.
+
+        The steps are the reported ones if no number is planned, and calls if none is reported either.
+        """
         done, calls, live = self.timed_steps.done, self.timed_steps.calls, self._calls_live
         if done:
             live = done if live == calls else min(done, sum(self._live.values()))
-        return {"calls": calls, "steps": done or calls, "steps_merged": live}
+        done = done or calls
+        steps = self.planned or done
+        if is_whole and 0 < live < done:  # the same share of the planned steps: some of them, but not all
+            live = max(1, min(round(live / done * steps), steps - 1))
+        elif is_whole and live:
+            live = steps
+        return Counts(calls, steps, min(live, steps))
 
     def time(self, params: Any) -> dict[str, float]:
         """Return the step's {"sigma": ...} or {"timestep": ...}: from the sampler's list, or by `host.read_time`."""

@@ -1,14 +1,16 @@
 """The extension's script: the hooks that the webui calls during a job."""
-# the webui logs a hook's exception and goes on with the job, so each hook takes the patch off first
+# the webui logs a hook's exception and goes on with the job
 
 import logging
 import sys
+from functools import partial
 from typing import Any
 
 from ..tome_core import hosting
-from . import attentions, host, infotext, sdnext, settings_tab
+from . import attentions, host, infotext, merging, sdnext, settings_tab
+from .around_sampling import around_next
 from .job_settings import PASSES, TITLE, JobSettings, read
-from .merging import JOB, Job, armed, job_of
+from .merging import JOB, Job, job_of
 from .report_line import data_of, lines_of
 
 logger = logging.getLogger(__name__)
@@ -41,9 +43,7 @@ class TokenMerging(host.Script):
 
     def before_process(self, p: Any, *values: Any) -> None:
         """Remove the remains of an earlier job, and turn the webui's own merging off in passes that will merge."""
-        armed.disarm()
-        for name in (JOB, *host.STAND_INS):  # also those that a copied p has inherited
-            vars(p).pop(name, None)
+        _clear(p)  # a copied p has inherited some
         host.silence_built_in(p, lambda p, hires: not _job_of(p, values).why_unmerged(hires))
 
     def process(self, p: Any, *values: Any) -> None:
@@ -60,37 +60,49 @@ class TokenMerging(host.Script):
         _write(p, job, any(job.settings.config(hires) for hires in PASSES if host.has_hires(p) or not hires))
 
     def process_batch(self, p: Any, *values: Any, **facts: Any) -> None:
-        """Disarm; reset the job's `merged`. In SD.Next, without later hooks, arm now and when a hires pass begins."""
-        armed.disarm()
+        """Begin a batch. In SD.Next, which has no later hooks, begin its pass too, and later that of a hires pass."""
         job = job_of(p)
         if job is not None:
-            job.merged = False
+            job.merged = job.has_sampled = False
         if not host.HAS_SAMPLING_HOOK:
-            armed.arm(p, hires=False)
-            sdnext.when_hires_begins(p, lambda: armed.arm(p, hires=True))
+            merging.begin(p, hires=False)
+            sdnext.when_hires_begins(p, lambda: _begin_hires(p))
 
     def process_before_every_sampling(self, p: Any, *values: Any, **facts: Any) -> None:
-        """Arm merging again for the next pass, hires if ``p.is_hr_pass``. Forge does this twice before a hires pass."""
-        armed.arm(p, p.is_hr_pass)
+        """Let the next pass, hires if ``p.is_hr_pass``, begin and end with the sampler's call.
 
-    def before_hr(self, p: Any, *values: Any) -> None:
-        """Disarm after the first pass, before the hires pass. The pass ended normally, so its time is kept."""
-        armed.disarm(is_whole=True)
+        Forge calls this twice before a hires pass.
+        """
+        around_next(p, partial(merging.during, hires=p.is_hr_pass))
 
     def postprocess_batch(self, p: Any, *values: Any, **facts: Any) -> None:
-        """End a batch before the infotexts are written: disarm; write our key if this batch merged, else remove it."""
-        armed.disarm(is_whole=True)
+        """End a batch before the infotexts are written: write our key if this batch merged, else remove it."""
+        merging.end(p, is_whole=True)  # in SD.Next; elsewhere it has ended
         vars(p).pop(sdnext.INIT_HIRES, None)
         job = job_of(p)
         if job is not None:
+            if not job.has_sampled and not host.is_stopped():
+                job.refuse(merging.BY_ITSELF, host.has_hires(p))
             _write(p, job, job.merged)
 
     def postprocess(self, p: Any, processed: Any, *values: Any) -> None:
         """End a job; `_report` it if merging is on or a value is wrong. Not called by the webui after an exception."""
-        armed.disarm()
         job = job_of(p)
         if job is not None and (job.error or job.settings.enabled):
             _report(p, job, processed)
+        _clear(p)
+
+
+def _clear(p: Any) -> None:
+    """Remove all that the extension has put on a job object."""
+    for name in (JOB, *host.STAND_INS):
+        vars(p).pop(name, None)
+
+
+def _begin_hires(p: Any) -> None:
+    """End the first pass of SD.Next's job `p`, and begin its hires pass."""
+    merging.end(p, is_whole=True)
+    merging.begin(p, hires=True)
 
 
 def _job_of(p: Any, values: tuple) -> Job:
@@ -124,16 +136,16 @@ def _report(p: Any, job: Job, processed: Any) -> None:
         for line in lines:  # comments of a script's first job would become those of the whole script
             host.add_message(p, processed, f"ToMe: {line}")
     data, fact = data_of(job, lines), job.fact
-    jobs = [*fact.get("jobs", [dict(fact)] if fact else []), data]  # all jobs of the request
-    fact.update({**data, "merged": any(done["merged"] for done in jobs), **({"jobs": jobs} if len(jobs) > 1 else {})})
+    jobs = [*fact.get("jobs", ()), data]  # all jobs of the request
+    fact.update({**data, "merged": any(done["merged"] for done in jobs), "jobs": jobs})
     # not for the picture's infotext, which is written already
     processed.extra_generation_params = {**(getattr(processed, "extra_generation_params", None) or {}), FACT: fact}
 
 
 def on_end(p: Any) -> None:
-    """Disarm after a job `p` if its pass is armed. Called by the webui, also if the job raised an exception."""
-    if armed.job is job_of(p):
-        armed.disarm()
+    """End a job `p` in SD.Next, which calls this also if the job raised an exception."""
+    merging.end(p)
+    _clear(p)
 
 
 def on_component(component: Any, elem_id: str | None = None, **facts: Any) -> None:
@@ -146,7 +158,7 @@ def on_component(component: Any, elem_id: str | None = None, **facts: Any) -> No
 
 def unload() -> None:
     """Take all patches off and remove the extension's modules, so that the next load reads the current files."""
-    armed.disarm()
+    merging.end()
     hosting.forget_all()
     for name in [name for name in sys.modules if name == PARENT or name.startswith(f"{PARENT}.")]:
         del sys.modules[name]
@@ -158,7 +170,8 @@ def register() -> type[TokenMerging]:
     attentions.describe()
     hosting.gains.load(host.gains_file())  # times of pictures of earlier processes
     host.listen(
-        cfg_denoiser=armed.step, ui_settings=settings_tab.register, before_ui=infotext.add_axes, script_unloaded=unload,
-        after_component=on_component, after_process=on_end, infotext_pasted=infotext.Paste.note,
+        cfg_denoiser=merging.step, ui_settings=settings_tab.register, before_ui=infotext.add_axes,
+        script_unloaded=unload, after_component=on_component, after_process=on_end,
+        infotext_pasted=infotext.Paste.note,
     )  # fmt: skip
     return TokenMerging

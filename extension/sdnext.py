@@ -16,7 +16,7 @@ def is_pipeline(model: Any) -> bool:
 
 
 class RunningPipeline:
-    """The `scheduler` and `unet` (or transformer) of the pipeline ``running()`` returns at each access, or None."""
+    """Attributes of the pipeline that ``running()`` returns at each access, which may be None."""
 
     def __init__(self, running: Callable[[], Any]) -> None:
         self._running = running
@@ -32,6 +32,11 @@ class RunningPipeline:
         running = self._running()
         unet = getattr(running, "unet", None)
         return getattr(running, "transformer", None) if unet is None else unet
+
+    @property
+    def steps(self) -> int:
+        """The number of steps of the current pipeline's call; 0 if it does not tell."""
+        return getattr(self._running(), "num_timesteps", None) or 0
 
 
 def when_hires_begins(p: Any, callback: Callable[[], None]) -> None:

@@ -14,18 +14,22 @@ from . import host, infotext, panel_line, settings_tab
 from .job_settings import ARGUMENTS, DEFAULTS, DIAL, EXPERT_SWITCH, FILLED_FOR, TITLE, WHERE, base_of, find_filled, read
 
 _TIPS = {
-    "strength": "Higher is faster and changes the picture more. 0 is off.",
+    "enabled": "Merge tokens in the pictures that you generate.",
+    "strength": "A higher strength takes less time and changes the picture more. Begin with 0.5; lower it if details "
+                "are lost, raise it if you see no change. 0 is off, bit for bit.",
     "where": "Which pass merges. Merging in the hires pass alone keeps the composition.",
     EXPERT_SWITCH: "Use the settings below. A setting follows Strength until you change that setting.",
     **{field.name: field.help for field in form.FIELDS},
 }  # fmt: skip
 _QUIETLY = {"show_progress": False, "queue": False}
 _HIRES = ("hr-checkbox", "hr_scale", "hr_resize_x", "hr_resize_y")
+_LOGS = {"html_log_txt2img": "txt2img", "html_log_img2img": "img2img"}  # texts that change after each job
 _OF_TAB = {"txt2img": ("width", "height", *_HIRES), "img2img": ("width", "height")}
 _IN_SDNEXT = dict(zip(("enable_hr", "scale", "resize_width", "resize_height"), _HIRES, strict=True))
 _SETTINGS = {f"setting_tome_{name}": name for name in DIAL}
 _panels: dict[str, Panel] = {}  # of the latest page, by tab
 _waiting: dict[str, Panel] = {}  # panels that are not linked to the webui's controls yet
+_IS_OFF = "off; if enabled, "
 _BY_FACTOR = "resized by a factor: the size is known only when the picture is drawn"
 _BY = {"img2img_tab_resize_to": 0, "img2img_tab_resize_by": 1}
 _tabs: dict[str, Any] = {}  # img2img's tabs for a size and for a factor
@@ -48,6 +52,8 @@ def note(control: Any, elem_id: str) -> None:
         return
     if elem_id in _BY:  # the other tab's width and height have no meaning
         _tabs[elem_id] = control
+    if elem_id in _LOGS and _LOGS[elem_id] in _panels:
+        _panels[_LOGS[elem_id]].answer_after(control)
     tab, _, name = elem_id.partition("_")
     name = _IN_SDNEXT.get(name, name)
     if name in _OF_TAB.get(tab, ()):
@@ -75,9 +81,10 @@ class Panel:
     def __init__(self, is_img2img: bool, elem_id: Any) -> None:
         self._elem_id = elem_id
         self.made: dict[str, Any] = {}
+        self._answer: dict[str, Any] = {}  # arguments of an event that updates the line; none before `follow`
         tab = "img2img" if is_img2img else "txt2img"
-        with host.accordion(DEFAULTS["enabled"], TITLE, elem_id("enabled")) as enabled:
-            self.made["enabled"] = enabled
+        # no InputAccordion: to unfold it would be to switch merging on
+        with gr.Accordion(label=TITLE, open=False, elem_id=elem_id("panel")) as self._box:
             self._build()
             self._by = gr.Number(0, visible=False)  # 1 if img2img's size is a factor
         self.controls = [self.made[name] for name in ARGUMENTS]
@@ -85,7 +92,7 @@ class Panel:
             for control in self.controls:  # None, so that a call without a value uses the setting
                 control.value = None
             return
-        self._start_with_saved_defaults(enabled)
+        self._start_with_saved_defaults()
         self._connect()
         _panels[tab] = _waiting[tab] = self
         _link(tab)
@@ -96,12 +103,13 @@ class Panel:
         return [(self.made[name], partial(paste.value, name)) for name in ARGUMENTS]
 
     def _build(self) -> None:
-        """Make all controls except the checkbox "enabled"."""
+        """Make all controls."""
+        self._add("enabled", gr.Checkbox, label="Enable", value=DEFAULTS["enabled"])
         self._add("strength", gr.Slider, label="Strength", value=DEFAULTS["strength"], minimum=0, maximum=1, step=0.01)
         gr.HTML(_marks(self._elem_id("strength")))
         self._add("where", gr.Radio, label="Where", value=DEFAULTS["where"], choices=list(WHERE), visible=False)
         self._line = gr.HTML("", elem_id=self._elem_id("line"))
-        with gr.Accordion("Expert", open=False, elem_id=self._elem_id("expert")):
+        with gr.Accordion(label="Expert", open=False, elem_id=self._elem_id("expert")):
             self._add(EXPERT_SWITCH, gr.Checkbox, label="Own settings", value=False)
             self._add(FILLED_FOR, gr.Number, label="Filled for", value=DEFAULTS["strength"], visible=False)
             for group in form.GROUPS:
@@ -123,7 +131,7 @@ class Panel:
         value = base_of(DEFAULTS["strength"])[field.name]
         self._add(field.name, kind, label=label, value=value, min_width=120, **facts)
 
-    def _start_with_saved_defaults(self, enabled: Any) -> None:
+    def _start_with_saved_defaults(self) -> None:
         """Start pages with the settings tab's values and its strength's expert settings, unless others were saved."""
         for name in DIAL:
             control = self.made[name]
@@ -135,14 +143,14 @@ class Panel:
             _show(control, "value", lambda control=control, name=name, value=value: (
                 base_of(_first_value("strength", strength.value), host.curve())[name] if control.value == value
                 else control.value))  # fmt: skip
-        fold = getattr(enabled, "accordion", None)
-        if fold is not None:
-            _show(fold, "open", lambda: _first_value("enabled", enabled.value))
+        _show(self._box, "label", lambda: _title(_first_value("enabled", self.made["enabled"].value)))
 
     def _connect(self) -> None:
-        """Let the strength and the switch "own" fill fields by `follow_strength`, and a typed field turn "own" on."""
+        """Let the label follow "enabled", and fields follow strength and "own"; a typed field turns "own" on."""
         fields = [self.made[name] for name in form.NAMES]
-        strength, own, filled = (self.made[name] for name in ("strength", EXPERT_SWITCH, FILLED_FOR))
+        enabled, strength = self.made["enabled"], self.made["strength"]
+        own, filled = self.made[EXPERT_SWITCH], self.made[FILLED_FOR]
+        enabled.change(fn=lambda on: gr.update(label=_title(on)), inputs=[enabled], outputs=[self._box], **_QUIETLY)
         inputs, outputs = [strength, own, filled, *fields], [filled, *fields]
         along = {"fn": follow_strength, "inputs": inputs, "outputs": outputs, **_QUIETLY}
         # gradio drops an event while the same one is running, so each event is followed by another
@@ -154,7 +162,8 @@ class Panel:
     def follow(self, theirs: dict[str, Any]) -> None:
         """Let the line follow our controls and `theirs`, the webui's by name, in the order of `_OF_TAB`. Call once."""
         inputs = [self._by, *self.controls, *theirs.values()]
-        update = {"fn": _line, "inputs": inputs, "outputs": [self._line], **_QUIETLY}
+        update = self._answer = {"fn": _line, "inputs": inputs, "outputs": [self._line], **_QUIETLY}
+        Context.root_block.load(**update)  # each page begins with an answer
         for control in (*(self.made[name] for name in DIAL), self.made[EXPERT_SWITCH], *theirs.values()):
             control.change(**update).then(**update)
         for name in form.NAMES:
@@ -169,10 +178,21 @@ class Panel:
         self._by.change(**update)
 
 
+    def answer_after(self, log: Any) -> None:
+        """Let the line follow a text of the webui that changes after each job, if it follows the controls already."""
+        if self._answer:
+            log.change(**self._answer)
+
+
 def _show(control: Any, key: str, value: Any) -> None:
     """Start each page with ``value()`` for a property; the property stays, for the webui saves it as a default."""
     get_config = control.get_config
     control.get_config = lambda *args, **more: {**get_config(*args, **more), key: value()}
+
+
+def _title(is_on: bool) -> str:
+    """Return the label of the box, which tells even folded whether merging is on."""
+    return f"{TITLE}: on" if is_on else TITLE
 
 
 def _first_value(name: str, saved: Any) -> Any:
@@ -232,7 +252,7 @@ def follow_strength(strength: float, own: bool, filled_for: float, *values: Any)
 
 
 def _line(by_factor: Any, *values: Any) -> str:
-    """Return the panel's line for the next picture, as if merging were on, as HTML; or a wrong value's error."""
+    """Return the panel's line for the next picture, or a wrong value's error, as HTML; if merging is off, as if on."""
     # the panel's controls, then the webui's
     mine, theirs = values[: len(ARGUMENTS)], values[len(ARGUMENTS) :]
     if by_factor:
@@ -243,7 +263,7 @@ def _line(by_factor: Any, *values: Any) -> str:
         text = "; ".join([panel_line.answer(settings, _sizes(*theirs)), *unused])
     except (TypeError, ValueError) as error:
         text = str(error)
-    return html.escape(text)
+    return html.escape(text if mine[0] else f"{_IS_OFF}{text}")
 
 
 def _sizes(width: Any, height: Any, hires: Any = False, *scaling: Any) -> dict[bool, tuple[int, int]]:

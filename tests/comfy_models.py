@@ -73,12 +73,18 @@ class ComfyUnet(UNetModel):
                     h = layer(h, context, transformer_options) if isinstance(layer, LdmTransformer) else layer(h)
             return h
 
-        hs = [x]
+        h, hs, patches = x, [], transformer_options.get("patches", {})
         for number, block in enumerate(self.input_blocks):
-            hs.append(run("input", number, block, hs[-1]))
-        h = run("middle", 0, self.middle_block, hs[-1])
+            hs.append(run("input", number, block, h))
+            h = hs[-1]
+            for patch in patches.get("input_block_patch_after_skip", ()):
+                h = patch(h, transformer_options)
+        h = run("middle", 0, self.middle_block, h)
         for number, block in enumerate(self.output_blocks):
-            h = run("output", number, block, torch.cat([h, hs.pop()], 1))
+            skipped = hs.pop()
+            for patch in patches.get("output_block_patch", ()):
+                h, skipped = patch(h, skipped, transformer_options)
+            h = run("output", number, block, torch.cat([h, skipped], 1))
         return self.out(h)
 
 
@@ -102,9 +108,12 @@ deep_unet, deeper_unet = (seeded(_comfy, depth=depth) for depth in (2, 3))
 # --- transformers ----------------------------------------------------------------------------------------------------
 
 class Body(nn.Module):
-    """Text, then the picture. Each block is joint attention, then attention from the picture to the text."""
+    """Text, then the picture. Each block is joint attention, then attention from the picture to the text.
 
-    pad_tokens_multiple, patch_size = 1, 2
+    If `refines`, attentions to the text alone and to the picture alone come first, outside of a block.
+    """
+
+    pad_tokens_multiple, patch_size, refines = 1, 2, False
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +126,11 @@ class Body(nn.Module):
         picture, text = self.img_in(pieces.flatten(2).mT), context.shape[1]
         count = picture.shape[1]
         picture = nn.functional.pad(picture, (0, 0, 0, -count % self.pad_tokens_multiple))
-        tokens = torch.cat([self.txt_in(context), picture], 1)
+        parts = [self.txt_in(context), picture]
+        for place, part in enumerate(parts if self.refines else ()):
+            parts[place] = comfy_attention.optimized_attention(part, part, part, HEADS,
+                                                               transformer_options=transformer_options)  # fmt: skip
+        tokens = torch.cat(parts, 1)
         for number, (qkv, out) in enumerate(zip(self.qkv, self.out, strict=True)):
             options = {**transformer_options, "block_type": "double", "block_index": number}
             q, k, v = qkv(tokens).chunk(3, -1)

@@ -49,22 +49,22 @@ def be_short(monkeypatch):
 
 
 class Component(contextlib.nullcontext):
-    """Any gradio component, and a context like some of them. `followed` lists handlers of its changes and clicks."""
+    """Any gradio component or page, and a context like some of them. `followed` lists handlers of its events."""
 
-    def __init__(self, value=None, **arguments):
+    def __init__(self, value=None, label="", **arguments):
         super().__init__(self)
-        self.value, self.followed = value, []
+        self.value, self.label, self.followed = value, label, []
 
     def change(self, **arguments):
         self.followed.append(arguments)
         return self
 
-    click = select = change
+    click = select = load = change
     input = then = lambda self, **arguments: self
 
     def get_config(self):
-        """The value with which the page starts; the API starts with `value`."""
-        return {"value": self.value}
+        """The value and label with which the page starts; the API starts with `value`."""
+        return {"value": self.value, "label": self.label}
 
 
 GRADIO = ("Row", "Accordion", "Slider", "Radio", "Dropdown", "Checkbox", "Number", "HTML")
@@ -88,28 +88,40 @@ sample_euler.__module__ = "k_diffusion.sampling"
 ddim.__module__ = "modules.sd_samplers_timesteps_impl"
 
 
-class Sampler:
-    """sd_samplers_common.Sampler: made for each pass, before extensions learn of it."""
+class Interrupted(Exception):
+    """sd_samplers_common.InterruptedException, which ends a pass and not the job."""
 
-    def __init__(self, func):
-        self.func, self.steps = func, []
+
+class Sampler:
+    """sd_samplers_common.Sampler: made for each pass, before extensions learn of it. place: puts a tensor on the
+    lists' device."""
+
+    def __init__(self, func, denoiser, place):
+        self.func, self.denoiser, self.place, self.steps = func, denoiser, place, []
 
     def callback_state(self, state):
         self.steps.append(state["i"])
 
-    def run(self, denoiser, x, place):
-        """Give the function the list for its parameter. place: puts a tensor on the list's device."""
+    def sample(self, p, x):
+        """Give the function the list for its parameter, and the denoiser the number of steps that were asked for."""
         lists = {"sigmas": [*SIGMAS, 0.0], "timesteps": [1.0, *reversed(TIMESTEPS)]}
-        more = {name: place(torch.tensor(lists[name])) for name in inspect.signature(self.func).parameters
+        more = {name: self.place(torch.tensor(lists[name])) for name in inspect.signature(self.func).parameters
                 if name in lists}  # fmt: skip
-        return self.func(denoiser, x, extra_args={}, disable=False, callback=self.callback_state, **more)
+        self.denoiser.steps = p.steps or len(SIGMAS)
+        try:
+            return self.func(self.denoiser, x, extra_args={}, disable=False, callback=self.callback_state, **more)
+        except Interrupted:
+            return x
+
+    def sample_img2img(self, p, x):
+        return Sampler.sample(self, p, x)
 
 
 class Denoiser:
     """CFGDenoiser, which calls its listeners, then the current model."""
 
     def __init__(self, p, webui):
-        self.p, self.webui, self.step = p, webui, 0
+        self.p, self.webui, self.step, self.steps = p, webui, 0, None
 
     def __call__(self, x, time, timestep):
         p, webui = self.p, self.webui
@@ -143,6 +155,7 @@ class Processing:
     seed = 7
     override_settings = MappingProxyType({})
     refiner = sampler = None
+    steps = None  # that are asked for; None: as many as there are
     denoiser = Denoiser
     sampler_function = None  # None: the sampler that goes with the denoiser
     size = 8  # the latents' size; 12 in the hires pass
@@ -161,8 +174,15 @@ class Processing:
     def get_token_merging_ratio(self, for_hr=False):
         return self.webui.shared.opts.token_merging_ratio
 
+    def sample(self):
+        """Replaced by scripts that sample by themselves."""
+        return self.webui.sample(self)
+
     def at_step(self, step):
         """Replaced by tests that interrupt, raise or look."""
+
+    def at(self, place):
+        """The same between the hooks and the sampling."""
 
 
 class Webui(Modules):
@@ -177,9 +197,8 @@ class Webui(Modules):
         self.errors: list[Exception] = []
         components = {name: type(name, (Component,), {}) for name in GRADIO}
         self.put("gradio", update=lambda **facts: facts, **components)
-        self.context = self.put("gradio.context", Context=types.SimpleNamespace(block="a group", root_block="blocks"))
-        accordion = type("InputAccordion", (Component,), {"accordion": Component()})
-        self.put("modules.ui_components", InputAccordion=accordion)
+        page = Component()
+        self.context = self.put("gradio.context", Context=types.SimpleNamespace(block="a group", root_block=page))
         if flavour != "sdnext":
             self.put("modules.processing", create_infotext=Webui.infotext)
             self.load(ldm_of_one_level())
@@ -234,7 +253,8 @@ class Webui(Modules):
             p.seeds = p.all_seeds[n * p.batch_size : (n + 1) * p.batch_size]
             self.hook("process_batch", p, batch_number=n)
             p.params_txt = self.infotext(p)
-            latents.append(self._sample(p))
+            latents.append(p.sample())
+            p.at("decode")
             self.hook("post_sample", p)
             self.hook("postprocess_batch", p, images=latents[-1], batch_number=n)
             infotexts += [self.infotext(p)] * p.batch_size
@@ -244,11 +264,13 @@ class Webui(Modules):
         self.hook("postprocess", p, done)
         return done
 
-    def _sample(self, p):
+    def sample(self, p):
+        """The passes of a batch."""
         generator = torch.Generator().manual_seed(p.seeds[0])
         x = p.first = self.run_pass(p, torch.randn(p.batch_size, 4, p.size, p.size, generator=generator))
         if p.enable_hr:
             p.is_hr_pass = True
+            p.at("upscale")
             x = self.run_pass(p, torch.nn.functional.interpolate(x, scale_factor=1.5) + 0.1)
             p.is_hr_pass = False
         return x
@@ -257,13 +279,15 @@ class Webui(Modules):
         """Run one pass on these latents, with its hooks."""
         p.built_in.append(p.get_token_merging_ratio(for_hr=p.is_hr_pass))
         by_timestep = issubclass(p.denoiser, CFGDenoiserTimesteps)
-        p.sampler = Sampler(p.sampler_function or (ddim if by_timestep else sample_euler))
+        # the Forges bring their list to the device, A1111 leaves it on the CPU
+        place = self.place if self.is_forge else lambda x: x
+        p.sampler = Sampler(p.sampler_function or (ddim if by_timestep else sample_euler), p.denoiser(p, self), place)
         if p.is_hr_pass:
             self.hook("before_hr", p)
         for _ in range(2 if p.is_hr_pass and self.flavour == "forge" else 1):
             self.hook(SAMPLING_HOOK, p, x=None, noise=None, c=None, uc=None)
-        # the Forges bring their list to the device, A1111 leaves it on the CPU
-        return p.sampler.run(p.denoiser(p, self), x, self.place if self.is_forge else lambda x: x)
+        p.at("conditioning")
+        return (p.sampler.sample_img2img if p.is_hr_pass else p.sampler.sample)(p, x)
 
     def infotext(self, p):
         """The part of create_infotext about our settings."""

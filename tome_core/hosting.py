@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from .attention.descriptions import ForwardOnStandIn, StandIn, full_name, register
+from .attention.descriptions import ForwardOnStandIn, StandIn, full_name, name_of_patch, register
 from .compiling import is_tracing, when_traced
 from .engine.fewer_tokens import Place
 from .engine.state import State
@@ -32,7 +32,7 @@ from .models.wrap import Wrap, register_wrapper
 from .models.wrap_set import forget_all
 from .patching import Patch, curve_of, patch
 from .reporting import gains
-from .reporting.ledger import PARTS_COMPILED, REPLACED, LevelTally, Reason
+from .reporting.ledger import NO_GRID, OF_OTHERS, PARTS_COMPILED, REFINED, REPLACED, LevelTally, Reason
 from .reporting.report import Report, count
 from .settings import form
 from .settings.config import SEED_LIMIT, MergeConfig

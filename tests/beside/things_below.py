@@ -165,7 +165,7 @@ def regional(module: nn.Module, saved: Callable) -> Callable:
 
 
 _DEEPER = tuple(path for path in PARTS if path not in ("attn1", "attn2"))
-_REASONS = {Masking: "mask", MapsOfTheFirst: "calls no attention function", KeysOfTheFirst: "not the picture's tokens"}
+_REASONS = {Masking: "mask", MapsOfTheFirst: "calls no attention function", KeysOfTheFirst: "other tokens than the"}
 BELOW = {
     **{f"self-attention: {kind.__name__}": Thing(
         processor("attn1", kind), BY_NAME if kind in _REASONS else frozenset(), _REASONS.get(kind, "nothing"),

@@ -5,17 +5,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from comfy_nodes import transformers, unets
+from comfy_nodes import transformers
 from comfy_nodes.slot_calls import SLOT, HostCall, OtherNodesFunction
 from tests import comfy_attention as comfy
 from tests.comfy_doubles import BaseModel, ModelPatcher, apply, latest, least_checkpoint, sample, transformer
 from tests.comfy_models import deep_unet
 from tests.hosts.comfyui.hold_attentions import TOLERANCE, way_of
 from tome_core.attention.merged import BIAS, OWN_BIAS
+from tome_core.engine import decision
 from tome_core.hosting import Grid
 from tome_core.models.unet_blocks import find_blocks
-from tome_core.reporting.ledger import NO_GRID, REPLACED
+from tome_core.reporting.ledger import FEW_TOKENS, NO_GRID, OF_OTHERS, REFINED, REPLACED
+
+attend = comfy.CrossAttention.forward
 
 # --- functions -------------------------------------------------------------------------------------------------------
 
@@ -103,8 +107,10 @@ def test_each_block_merges_by_the_grid_that_its_transformer_tells_or_else_by_the
 
 
 @pytest.mark.parametrize(("name", "places", "keys", "why"), [
-    ("attn1", [("middle", 0), ("input", 1, 0)], 64, {REPLACED: 2}), ("attn2", [("middle", 0)], 7, {})])  # fmt: skip
-def test_a_self_attention_that_another_node_stands_in_for_is_left_alone_and_said(name, places, keys, why):
+    ("attn1", [("middle", 0), ("input", 1, 0)], 64, {f"{REPLACED}: {__name__}.test_a_self_attention_that_another_node_"
+                                                     "stands_in_for_is_left_alone_and_its_node_named": 2}),
+    ("attn2", [("middle", 0)], 7, {})])  # fmt: skip
+def test_a_self_attention_that_another_node_stands_in_for_is_left_alone_and_its_node_named(name, places, keys, why):
     """Perturbed-attention guidance does so, and needs every token. An attention to the prompt is no loss."""
     lengths = []
 
@@ -115,7 +121,7 @@ def test_a_self_attention_that_another_node_stands_in_for_is_left_alone_and_said
     report = merged(least_checkpoint(), {"patches_replace": {name: dict.fromkeys(places, other)}})
     calls = sum(why.values())
     assert report.calls_merged == report.levels[0].blocks - calls and reasons(report) == why
-    assert report.work_saved == pytest.approx((4 - calls) / 4 * 0.75) and lengths == [(64, keys)] * len(places)
+    assert report.work_saved > 0 and lengths == [(64, keys)] * len(places)
 
 
 def tiles(h, context, values, options):
@@ -129,12 +135,68 @@ def halves(h, context, values, options):
     return h[:, ::2], context, values
 
 
-@pytest.mark.parametrize(("before", "after", "why"),
-                         [(tiles, lambda h, options: h.unflatten(0, (-1, 4)).flatten(1, 2), NO_GRID),
-                          (halves, lambda h, options: h.repeat_interleave(2, 1), unets._OTHER_KEYS)])  # fmt: skip
-def test_tokens_that_a_node_has_changed_first_are_left_whole(before, after, why):
+@pytest.mark.parametrize(("before", "after"), [
+    (tiles, lambda h, options: h.unflatten(0, (-1, 4)).flatten(1, 2)),
+    (halves, lambda h, options: h.repeat_interleave(2, 1))])  # fmt: skip
+def test_tokens_that_a_node_has_changed_first_are_left_whole_and_the_node_is_named(before, after):
     report = merged(least_checkpoint(), others={"patches": {"attn1_patch": [before], "attn1_output_patch": [after]}})
+    why = f"another node's patch changed the tokens ({__name__}.{before.__name__})"
     assert reasons(report) == {why: report.levels[0].blocks} and not report.merged_anything
+
+
+def with_more_keys(attention, n, keys, values, options):
+    """Show each token a reference picture too."""
+    return attend(attention, n, *(torch.cat([tokens, tokens], 1) for tokens in (keys, values)), options)
+
+
+def with_fewer_tokens(attention, n, keys, values, options):
+    return attend(attention, n[:, ::2], keys[:, ::2], values[:, ::2], options).repeat_interleave(2, 1)
+
+
+def under_a_mask(attention, n, keys, values, options):
+    mask = torch.arange(n.shape[1]) < 40
+    q, k, v = attention.to_q(n), attention.to_k(keys), attention.to_v(values)
+    out = comfy.optimized_attention(q, k, v, attention.heads, mask[None, None, None].expand(len(q), 1, 1, -1),
+                                    transformer_options=options)  # fmt: skip
+    return attention.to_out(out)
+
+
+@pytest.mark.parametrize(("forward", "why"), [
+    (with_more_keys, OF_OTHERS), (with_fewer_tokens, NO_GRID), (under_a_mask, "an attention mask hides a part of the"),
+])  # fmt: skip
+def test_tokens_that_no_patch_has_changed_are_left_whole_for_what_is_found_there(monkeypatch, forward, why):
+    """In the place of each self-attention; attention to the prompt is the class's own."""
+    def of_texts_too(self, x, context=None, value=None, options=None):
+        is_self = context is not None and context.shape[:2] == x.shape[:2]
+        return (forward if is_self else attend)(self, x, context, value, options)
+
+    monkeypatch.setattr(comfy.CrossAttention, "forward", of_texts_too)
+    report = merged(least_checkpoint(), {"patches": {"attn1_patch": []}})
+    ((told, count),) = reasons(report).items()
+    assert told.startswith(why) and count == report.levels[0].blocks and not report.merged_anything
+
+
+def shrink(h, options):
+    """Halve the picture inside the model, as Deep Shrink does."""
+    return F.avg_pool2d(h, 2) if options["block"][1] == 0 else h
+
+
+def grow(h, skipped, options):
+    return F.interpolate(h, skipped.shape[2:]) if h.shape != skipped.shape else h, skipped
+
+
+@pytest.mark.parametrize(("fewest", "told"), [
+    (64, {f"{FEW_TOKENS}, because another node made the picture smaller ({__name__}.shrink)": 3}),
+    (65, {FEW_TOKENS: 4}), (16, {})])  # fmt: skip
+def test_if_a_node_made_the_picture_too_small_it_is_named_and_not_if_all_of_it_is_too_small(monkeypatch, fewest, told):
+    """Of four blocks the last gets the picture at its own size, 64 tokens; the others get 16."""
+    monkeypatch.setattr(decision, "_LEAST", {"cpu": fewest})
+    patcher = least_checkpoint()
+    patcher.model_options["transformer_options"] = {"patches": {"input_block_patch_after_skip": [shrink],
+                                                                "output_block_patch": [grow]}}  # fmt: skip
+    applied = apply(patcher, use_rand=False, only_if_it_pays=True)
+    assert sample(applied, steps=1).isfinite().all()
+    assert reasons(latest(applied).report) == told and not latest(applied).report.hindered
 
 
 def test_frames_do_not_merge():
@@ -175,10 +237,18 @@ def test_joint_attention_merges_the_picture_alone_and_the_rest_is_told(name, mul
     report = latest(merged).report
     (level,) = report.levels
     assert level.downsample == 2 and level.tokens == ((192 + beside, 192 + beside, 192 // 4 + beside),)
-    assert level.calls_merged == 2 * 2 and level.work_saved > 0.4
+    assert level.calls_merged == 2 * 2
     assert not report.reasons and len(latest(merged).details) <= 10
     ((downsample, merge_map),) = latest(merged).maps.values()
     assert downsample == 2 and tuple(merge_map.grid[:2]) == (12, 16) and merge_map.group.shape[-1] == 192
+
+
+def test_what_a_model_does_before_its_blocks_is_no_defect():
+    """Z-Image pads its picture, and first refines the text alone and the picture alone."""
+    merged = apply(transformer("NextDiT", refines=True, pad_tokens_multiple=50), **JOINT)
+    sample(merged, steps=1, size=SIZE)
+    assert latest(merged).report.merged_anything and reasons(latest(merged).report) == {REFINED: 2}
+    assert len(latest(merged).lines) == 1 and REFINED in "\n".join(latest(merged).details)
 
 
 def test_start_and_end_are_of_the_flows_own_schedule():
@@ -191,17 +261,19 @@ def test_a_picture_whose_place_is_not_known_does_not_merge():
     plain = transformer("Unplaced")
     merged = apply(plain, **JOINT)
     assert torch.equal(sample(merged), sample(plain))
-    assert f"7 {transformers.BESIDE}" in " ".join(latest(merged).report.reasons)
+    assert [*reasons(latest(merged).report)] == [transformers.BESIDE]
 
 
 PLACES = (  # a model, its attributes; the number of other tokens; the model's options; the picture's first token
-    ("Flux", {}, 0, {}, 0), ("Flux", {}, 7, {}, 7), ("Flux", {}, -1, {}, "fewer tokens than the picture has"),
+    ("Flux", {}, 0, {}, 0), ("Flux", {}, 7, {}, 7), ("Flux", {}, -1, {}, transformers.PART),
+    ("Flux", {}, -1, {"patches": {"attn1_patch": [tiles]}},
+     f"another node's patch changed the tokens ({__name__}.tiles)"),
     ("Flux", {}, 7 + 50, {"reference_image_num_tokens": [20, 30]}, 7),
     # the picture is last, with its padding after it; a text, or references too, come before it
     ("NextDiT", {"pad_tokens_multiple": None}, 7, {}, 7), ("NextDiT", {"pad_tokens_multiple": 32}, 7 + 64, {}, 7 + 64),
     ("NextDiT", {"pad_tokens_multiple": 50}, 7 + 8, {}, 7),
     # before a model names its block it may refine a text, which may be longer than the picture or as long
-    *((name, {}, beside, {"block_type": None}, f"{192 + beside} {transformers.REFINED}")
+    *((name, {}, beside, {"block_type": None}, REFINED)
       for name in ("HunyuanVideo", "NextDiT", "SingleStreamDiT") for beside in (0, 7)),
     ("HunyuanVideo", {}, 7, {}, 7), ("SingleStreamDiT", {}, 7, {}, 7),
 )  # fmt: skip

@@ -1,16 +1,21 @@
 """The nodes' report on a sampling, with its gain, in the graph, in the log and for programs; what ToMePreview draws."""
 
+import asyncio
+import contextlib
 import json
 import re
 
 import pytest
 import torch
+from torch import nn
 
 from comfy_nodes import host, nodes, picture
+from comfy_nodes.branch import Outcome, facts_of
 from comfy_nodes.nodes import ApplyToMe, RemoveToMe, ToMePreview
 from comfy_nodes.slot_calls import SLOT
 from tests import step_clock
-from tests.comfy_doubles import Guider, apply, checkpoint, latest, least_checkpoint, sample, sampler_of
+from tests.comfy_doubles import Guider, apply, checkpoint, latest, least_checkpoint, sample, sampler_of, transformer
+from tests.models import inputs
 from tests.thoroughness import some_quick
 from tome_core.hosting import gains
 
@@ -26,18 +31,23 @@ def test_the_node_shows_a_line_on_the_latest_sampling_and_the_log_has_it_too(ser
     assert record.getMessage() == text.replace("ToMe", "ToMe #5")
     details = latest(applied).details
     assert details[0] == text and any("64 tokens in 32 groups" in line for line in details)
-    assert "outside the rules' time range" in "\n".join(details)
+    assert "these steps stay whole, by start and end" in "\n".join(details)
+
+
+def keep_values(q, k, v, options):
+    return v
 
 
 def test_a_second_line_is_there_if_something_was_not_as_asked(server, caplog):
     patcher = checkpoint()
-    replaced = {"attn1": {("input", 1, 0): lambda q, k, v, extra: v}}
+    replaced = {"attn1": {("input", number, 0): keep_values for number in range(9)}}
     patcher.model_options["transformer_options"]["patches_replace"] = replaced
     with caplog.at_level("INFO"):
-        sample(apply(patcher, level="up to /8"))
+        sample(apply(patcher, level="up to /8"), size=(32, 32))
     # Nodes 2.0 shows Markdown, which joins lines without two spaces at their end
     first, second = server.texts[-1][1].split("  \n")
-    assert re.fullmatch(r"\d+% of attention not merged: another program runs in its place", second)
+    why = f"of the work could not merge: another program runs in its place: {__name__}.keep_values"
+    assert re.fullmatch(rf"\d+% {re.escape(why)}", second)
     assert caplog.records[-1].getMessage() == f"{first.replace('ToMe', 'ToMe #5')}; {second}"
 
 
@@ -82,6 +92,111 @@ def test_of_two_passes_in_one_queue_the_node_shows_both(server):
         server.last_prompt_id = queue
         sample(applied, steps=steps)
         assert [line.split(", ")[1] for line in server.texts[-1][1].split(host.LINE_BREAK)] == shown
+
+
+# --- without a sampling ----------------------------------------------------------------------------------------------
+
+async def prompt(*nodes):
+    """Run nodes as ComfyUI does: in the task of their prompt, nothing between them."""
+    for node in nodes:
+        node()
+
+
+@pytest.mark.parametrize("runs", [(), ("first",), ("second",), ("first", "second")])
+def test_a_node_that_no_sampler_used_says_so_when_its_prompt_ends_and_not_before(server, runs):
+    """The first node's wrappers are lost, as those of the second model of ModelMergeSimple; a later prompt uses it."""
+    branches = {}
+
+    def put_on():
+        for number, name in enumerate(("first", "second")):
+            branches[name] = apply(least_checkpoint(), node=str(number))
+            assert server.texts[-1] == (str(number), "ToMe: own settings, merges in samplers after this node")
+
+    asyncio.run(prompt(put_on, *(lambda name=name: sample(branches[name], steps=1) for name in runs)))
+    shown = dict(server.texts)
+    for number, name in enumerate(branches):
+        assert ("no sampler used this model" in shown[str(number)]) != (name in runs)
+        assert ("1 step, " in shown[str(number)]) == (name in runs)
+    count = len(server.texts)
+    asyncio.run(prompt(lambda: sample(branches["first"], steps=1)))
+    assert [text for _, text in server.texts[count:]] == [server.texts[-1][1]] and "1 step, " in server.texts[-1][1]
+
+
+def test_a_host_that_does_not_tell_the_end_of_a_prompt_shows_a_text_that_is_true_for_ever(server):
+    apply(least_checkpoint())
+    assert server.texts == [("5", "ToMe: own settings, merges in samplers after this node")]
+
+
+def test_a_model_that_is_called_outside_of_a_sampling_is_used(server):
+    @torch.no_grad()
+    def call():
+        applied, (x, text) = apply(least_checkpoint()), inputs(4, 2, 8, 8)
+        applied.model.apply_model(x, torch.ones(2), text, {"wrappers": applied.wrappers})
+
+    asyncio.run(prompt(call))
+    assert len(server.texts) == 1
+
+
+class FailsFirst(nn.Module):
+    """A part of a model that fails, as a model for which there is no memory does."""
+
+    def forward(self, *args):
+        raise torch.cuda.OutOfMemoryError("the test wanted this")
+
+
+def failing_model():
+    patcher = least_checkpoint()
+    patcher.model.diffusion_model.input_blocks[0][0] = FailsFirst()
+    return apply(patcher)
+
+
+def failing_sampler():
+    branch = apply(least_checkpoint())
+    branch.wrappers["outer_sample"]["another's"] = [FailsFirst().forward]
+    return branch
+
+
+def of_its_own_code():
+    patcher = transformer()
+    patcher.model.diffusion_model.forward = lambda x, *args, **kwargs: x
+    return apply(patcher)
+
+
+def refused():
+    patcher = transformer()
+    part = patcher.model.diffusion_model.img_in
+    part._compiled_call_impl = part._call_impl
+    return apply(patcher)
+
+
+STOPPED = "the sampling stopped before anything merged"
+OUTCOMES = {  # a branch that samples, and what its node shows
+    "merged": (lambda: apply(least_checkpoint()), "% less work"),
+    "off": (lambda: ApplyToMe().apply(least_checkpoint(), strength=0)[0], nodes.OFF_TEXT),
+    "off by settings": (lambda: apply(least_checkpoint(), sx=1, sy=1), nodes.OFF_BY_SETTINGS),
+    "a wrong value": (lambda: apply(least_checkpoint(), start=0.7, end=0.3), "stepped aside, the model is unchanged"),
+    "no number": (lambda: ApplyToMe().apply(least_checkpoint(), strength=[0.5])[0], "stepped aside"),
+    "not applied": (least_checkpoint, nodes.NOT_APPLIED),
+    "removed": (lambda: RemoveToMe().remove(apply(least_checkpoint()))[0], nodes.NOT_APPLIED),
+    "a compiled transformer": (refused, "stepped aside: the model is compiled"),
+    "a model of its own code": (of_its_own_code, "nothing merged: this model computes its attention by code of"),
+    "failed in the model": (failing_model, f"nothing merged: {STOPPED}"),
+    "failed before the model": (failing_sampler, f"nothing merged: {STOPPED}"),
+    "too small": (lambda: apply(least_checkpoint(), only_if_it_pays=True), "nothing merged: so few tokens"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OUTCOMES)
+def test_the_data_have_the_same_names_whatever_happened_and_the_text_says_what(server, case):
+    build, said = OUTCOMES[case]
+    branch, names = build(), {*Outcome.unsampled([""], facts_of()).data}
+    with contextlib.suppress(torch.cuda.OutOfMemoryError):
+        sample(branch)
+    ((data,), (text,)) = (ToMePreview().preview(branch, latent={"samples": torch.zeros(1, 4, 8, 8)})["ui"][name]
+                          for name in ("tome_report", "text"))  # fmt: skip
+    assert {*data} == names and json.loads(json.dumps(data)) == data and said in data["line"]
+    assert text.partition("\n")[0] == data["line"] and ("stepped aside" in data["line"]) == bool(data["stepped_aside"])
+    assert data["patched"] == bool(data["levels"]), "figures are of a model that merges"
 
 
 # --- times: samplings of a node that is on are compared with those of a node that is off -----------------------------

@@ -25,10 +25,16 @@ def webui(flavour, monkeypatch):
 
 @pytest.fixture
 def log(webui):
-    """Our loggers' output on the webui's console."""
-    lines, ours = [], logging.getLogger("_tome_core_webui")
+    """Our loggers' output on the webui's console, which puts our name before each line."""
+    lines, doubled, ours = [], [], logging.getLogger("_tome_core_webui")
     listener = logging.Handler()
-    listener.emit = lambda record: lines.append(record.getMessage())
+
+    def emit(record):
+        lines.append(record.getMessage())
+        doubled.extend(line for line in lines[-1:] if line.startswith("ToMe"))
+
+    listener.emit = emit
     ours.addHandler(listener)
     yield lines
     ours.removeHandler(listener)
+    assert not doubled

@@ -145,7 +145,7 @@ def test_the_forges_functions_are_given_no_bias_and_what_is_no_attention_or_mask
                                                                                                  kind):  # fmt: skip
     """Some functions cut a bias by queries if memory is short, which no trial shows."""
     assert conformance.way(make(kind), torch.float32, engine=webui.engine(), mask=None) == OWN_BIAS
-    assert left_alone(webui, make(kind), mask=torch.randn(1, 1, 1, 64)) == "attn: the call has an attention mask"
+    assert left_alone(webui, make(kind), mask=torch.randn(1, 1, 1, 64)) == "attn: an attention mask is on"
     for name in ("attention_function", "optimized_attention"):
         monkeypatch.setattr(sys.modules[__name__], name, lambda q, k, v, heads, mask=None, attn_precision=None: v * 0.5)
     assert left_alone(webui, make(kind)).startswith("attn: the function that it calls is no attention: ")

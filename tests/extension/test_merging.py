@@ -1,5 +1,8 @@
 """Which passes of which jobs merge, and how long a match is kept, in the callback orders of the webuis."""
 
+import copy
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -30,7 +33,10 @@ def test_off_is_bit_identical_and_on_exactly_the_passes_that_are_asked_for_merge
 
 @pytest.mark.parametrize("flavour", some_quick(FLAVOURS, 2))
 def test_every_step_of_every_batch_merges(webui):
-    assert webui.job(*ON, n_iter=3, batch_size=2).comments == f"ToMe: {ASKED}, 12 steps, {SAVED}\n"
+    job = webui.job(*ON, n_iter=3, batch_size=2)
+    assert job.comments == f"ToMe: {ASKED}, 4 steps, {SAVED}\n"
+    first = report(job)["passes"]["first pass"]
+    assert [first[name] for name in ("batches", "steps", "steps_merged", "calls")] == [3, 12, 12, 12]
 
 
 # --- other jobs during ours, and other models -------------------------------------------------------------------------
@@ -56,6 +62,59 @@ def test_a_job_inside_a_job_has_its_own_wish_and_the_outer_job_goes_on(webui):
         assert job.comments == alone.comments
         assert look is between_steps or torch.equal(job.latents, alone.latents)
     assert goes_on == [True, True] and len(inner) == 4 and all(torch.equal(latents, expected) for latents in inner)
+
+
+@pytest.mark.parametrize(("flavour", "args"), [("a1111", (False,)), ("forge", ON)])
+def test_a_job_of_ours_inside_a_step_merges_as_it_asks_and_the_outer_one_goes_on(webui, args):
+    inner, alone, expected = [], webui.job(*args), webui.job(*ON)
+    outer = webui.job(*ON, at_step=lambda step: step == 1 and inner.append(webui.job(*args)))
+    (job,) = inner
+    assert job.latents.equal(alone.latents) and job.comments == alone.comments
+    assert outer.latents.equal(expected.latents) and outer.comments == expected.comments
+
+
+@pytest.mark.parametrize("flavour", some_quick(FLAVOURS, 2))
+def test_a_pass_lives_as_long_as_the_samplers_call_and_nothing_stays_on_the_job_or_its_sampler(webui):
+    seen, names = [], ("sample", "sample_img2img")
+
+    def at(place):
+        """In front of the sampler's call its methods are ours; nothing is on the model."""
+        seen.append((place, merges(webui.unet), [name in vars(p.sampler) for name in names]))
+
+    def at_step(step):
+        if step == 2:
+            seen.append(("step", merges(webui.unet), [name in vars(p.sampler) for name in names]))
+
+    webui.process(plain := webui_doubles.Processing(webui, (False,), enable_hr=True))
+    webui.process(p := webui_doubles.Processing(webui, ON, enable_hr=True, at=at, at_step=at_step))
+    before, during, after = (False, [True, True]), (True, [False, False]), (False, [False, False])
+    assert seen == [("conditioning", *before), ("step", *during), ("upscale", *after), ("conditioning", *before),
+                    ("step", *during), ("decode", *after)]  # fmt: skip
+    assert set(vars(p)) - {"at", "at_step"} == set(vars(plain)) and not vars(p.sampler).keys() - vars(plain.sampler)
+
+
+def test_another_extensions_method_of_the_sampler_stays_and_one_that_keeps_ours_begins_no_pass(webui):
+    kept, called = [], []
+
+    def at(place):
+        """Another extension wraps the method when ours is on it, and never takes its own off."""
+        if place == "conditioning":
+            ours = p.sampler.sample
+            kept.append(ours)
+            p.sampler.sample = lambda *args: called.append(1) or ours(*args)
+
+    p = webui_doubles.Processing(webui, ON, at=at)
+    assert f", 4 steps, {SAVED}" in webui.process(p).comments and called == [1]
+    wrapped = p.sampler.sample
+    plain = webui.plain().latents
+    webui.part("around_sampling").around_next(p, None)
+    webui.part("around_sampling").around_next(p, lambda p: pytest.fail("it is another job"))
+    x = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(7))
+    assert torch.equal(p.sampler.sample(copy.copy(p), x), plain), "a copy of the job"
+    assert torch.equal(kept[0](p, x), plain) and not merges(webui.unet), "a used one"
+    webui.part("around_sampling").around_next(p, lambda p: nullcontext())
+    p.sampler.sample(p, x)
+    assert p.sampler.sample is wrapped
 
 
 @pytest.mark.parametrize("flavour", ["a1111", "forge"])

@@ -1,6 +1,7 @@
 """The panel: the values with which a page starts, and its line on the next picture."""
 
 import re
+import sys
 import types
 
 import pytest
@@ -51,6 +52,22 @@ def test_a_page_starts_with_the_settings_unless_the_user_saved_a_default_of_the_
         assert shown(controls, fields) == [strength, *{**wish.base_of(strength), "sx": 2}.values()]
 
 
+def test_the_folded_panel_says_if_merging_is_on_and_no_tooltip_of_ours_is_left_out(webui, monkeypatch):
+    """A box that is on whenever it is unfolded would switch merging on for a look."""
+    made, kind = [], sys.modules["gradio"].Accordion
+    monkeypatch.setattr(sys.modules["gradio"], "Accordion", lambda **facts: made.append(kind(**facts)) or made[-1])
+    controls = panel(webui)
+    titles = {True: "Token Merging (ToMe): on", False: "Token Merging (ToMe)"}
+    (change,) = (event for event in controls["enabled"].followed if event["outputs"] == [made[0]])
+    for is_on, title in titles.items():
+        webui.shared.opts.data["tome_enabled"] = is_on
+        assert made[0].get_config()["label"] == title == change["fn"](is_on)["label"]
+    hidden = {webui.part("job_settings").FILLED_FOR}
+    assert {name for name, control in controls.items() if not control.webui_tooltip} == hidden
+    strength = controls["strength"].webui_tooltip
+    assert all(word in strength for word in ("time", "picture", "Begin with 0.5", "0 is off"))
+
+
 # --- the line ---------------------------------------------------------------------------------------------------------
 
 TILED = "HyperTile is on, whose tiles need every token"
@@ -81,19 +98,21 @@ def line(webui):
     webui.script.ui(False)
     changed = make(webui, THEIRS)["width"].followed[0]
     names = ("by factor", *webui.part("job_settings").ARGUMENTS, *THEIRS)
-    values = dict(zip(names, (control.value for control in changed["inputs"]), strict=True))
+    values = dict(zip(names, (control.value for control in changed["inputs"]), strict=True)) | {"enabled": True}
     return lambda **changes: changed["fn"](*(values | changes).values())
 
 
 @pytest.mark.parametrize("flavour", ["a1111", "forge"])
 def test_the_line_answers_for_each_pass_without_a_call_of_the_model(webui, line):
     called, hires = [], {"hr-checkbox": True, "hr_scale": 2}
+    to_expect = r"about \d+% less work expected in 20 steps, so up to \d\.\d+x faster"
     webui.unet.register_forward_hook(lambda *_: called.append(1))
     assert line() == f"128x128: {FEW}"
-    assert line(**hires) == f"first pass 128x128: {FEW}; hires pass 256x256: not measured yet"
+    assert re.fullmatch(rf"first pass 128x128: {FEW}; hires pass 256x256: {to_expect}", line(**hires))
     wide = {**hires, "hr_resize_x": 256, "hr_resize_y": 128, "where": "hires pass"}
     assert line(**wide) == f"hires pass 256x128: {FEW}"
-    assert line(own=True, only_if_it_pays=False) == "128x128: not measured yet"
+    assert re.fullmatch(f"128x128: {to_expect}", line(own=True, only_if_it_pays=False))
+    assert line(enabled=False) == f"off; if enabled, 128x128: {FEW}"
     webui.unet._forward_hooks.clear()
     assert not called and not merges(webui.unet)
 
@@ -111,11 +130,15 @@ def test_the_line_says_what_stands_in_the_way(webui, line):
     assert line() == "no model is loaded yet"
 
 
-def test_a_size_by_a_factor_is_not_told_as_the_other_tabs(webui):
+def test_the_line_answers_as_the_page_starts_and_after_each_job_but_not_for_a_size_by_a_factor(webui):
     webui.script.ui(True)
     controls = make(webui, ("tab_resize_to", "tab_resize_by", "height", "width"), "img2img")
     by_size, by_factor = (controls[name].followed[0]["fn"]() for name in ("tab_resize_to", "tab_resize_by"))
     (event,) = controls["width"].followed
+    (at_start,) = webui.context.Context.root_block.followed
+    webui.call("after_component", log := Component(), "html_log_img2img")
+    (after_each_job,) = log.followed
+    assert event == at_start == after_each_job
     _, *values = (control.value for control in event["inputs"])
-    assert event["fn"](by_size, *values).startswith("128x128: ")
+    assert event["fn"](by_size, *values).startswith("off; if enabled, 128x128: ")
     assert event["fn"](by_factor, *values) == "resized by a factor: the size is known only when the picture is drawn"

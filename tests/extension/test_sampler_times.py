@@ -30,7 +30,7 @@ def test_a_pass_waits_once_at_most_however_many_steps_it_has_and_its_picture_is_
         waits.clear()
         webui.place = on_device
         job = webui.job(*RANGE, denoiser=denoiser, enable_hr=True, n_iter=2)
-        assert "first pass: 6 of 8 steps, " in job.comments and waits == once * 4, "each pass of each batch has a list"
+        assert "first pass: 3 of 4 steps, " in job.comments and waits == once * 4, "each pass of each batch has a list"
         webui.place = lambda x: x
         assert torch.equal(webui.job(*RANGE, denoiser=denoiser, enable_hr=True, n_iter=2).latents, job.latents)
 

@@ -1,4 +1,4 @@
-"""An error at every callback of the hosts leaves nothing merged: ComfyUI's clean up, in a webui the next job does."""
+"""An error anywhere in a host's job leaves nothing on the model, at once, and the next pictures are as ever."""
 
 from contextlib import nullcontext
 from itertools import product
@@ -11,7 +11,7 @@ from comfy_nodes.host import hosting
 from tests import webui_doubles
 from tests.comfy_doubles import Guider, apply, least_checkpoint
 from tests.thoroughness import some_quick
-from tests.traces import traces
+from tests.traces import attributes, traces
 from tests.webui_doubles import FLAVOURS, Webui, custom
 from tests.webui_modules import HOOKS, SAMPLING_HOOK
 from tome_core.engine.state import State
@@ -42,12 +42,13 @@ def webui(request, monkeypatch):
     """A webui whose `draw` returns the picture with or without merging, and asserts that nothing is left."""
     webui_doubles.be_short(monkeypatch)
     webui = Webui(monkeypatch, request.param).start()
-    before = traces(webui.unet)
+    before = traces(webui.unet), attributes(webui.unet)
 
     def draw(merges, **more):
-        latents = webui.job(WEBUI_ON if merges else False, enable_hr=True, **more).latents
-        assert traces(webui.unet) == before
-        return latents
+        try:
+            return webui.job(WEBUI_ON if merges else False, enable_hr=True, **more).latents
+        finally:
+            assert (traces(webui.unet), attributes(webui.unet)) == before
 
     webui.draw, webui.pictures = draw, (draw(False), draw(True))
     assert not torch.equal(*webui.pictures) and not webui.errors
@@ -68,9 +69,38 @@ def test_a_fault_in_any_callback_leaves_nothing_merged(webui, error, after, monk
         assert all(map(torch.equal, map(webui.draw, (False, True)), webui.pictures)), name
 
 
-def test_a_fault_in_mid_sampling_is_gone_with_the_next_job(webui):
-    with pytest.raises(RuntimeError, match="by the test"):
-        webui.draw(True, at_step=failing(lambda step: None, RuntimeError, after=False))
+def at_time(number):
+    """A function that raises when it is called for that time."""
+    calls = []
+
+    def called(place):
+        calls.append(place)
+        if len(calls) == number:
+            raise RuntimeError("by the test")
+
+    return called
+
+
+@pytest.mark.parametrize(("way", "times"), [("at_step", 5), ("at", 4)])
+def test_a_fault_in_any_step_or_around_the_sampling_leaves_nothing(webui, way, times):
+    """Steps of both passes, then the postprocessing; before sampling, between the passes, and decoding."""
+    for number in range(1, times + 1):
+        with pytest.raises(RuntimeError, match="by the test"):
+            webui.draw(True, **{way: at_time(number)})
+        assert all(map(torch.equal, map(webui.draw, (False, True)), webui.pictures)), number
+    webui.draw(True, **{way: at_time(times + 1)})  # these were all
+
+
+def test_a_fault_of_ours_around_the_sampling_costs_no_picture(webui, monkeypatch):
+    merging, times = webui.part("merging"), webui.part("sampler_times").SamplerTimes
+    for owner, name in ((merging, "job_of"), (merging.Pass, "start"), (merging.Pass, "_put_on"), (times, "counts"),
+                        (times, "take_off"), (merging.host, "running_unet")):  # fmt: skip
+        for after in (False, True):
+            with monkeypatch.context() as context:
+                broken = failing(getattr(owner, name), ZeroDivisionError, after)
+                context.setattr(owner, name, lambda *args, broken=broken: broken(*args))
+                webui.draw(True)
+            assert broken.raised
     assert all(map(torch.equal, map(webui.draw, (False, True)), webui.pictures))
 
 

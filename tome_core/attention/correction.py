@@ -14,7 +14,7 @@ predicts their remaining errors from the query and the merged answer (docs/metho
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -164,17 +164,18 @@ def inverse(matrix: Tensor, penalty: float, most: float) -> Tensor:
 
 def inverse_steps(penalty: float, most: float) -> int:
     """Return the number of steps, each of two products, that `inverse` takes."""
-    return sum(1 for _ in _scales(penalty, most))
+    return len(_scales(penalty, most))
 
 
-def _scales(penalty: float, most: float) -> Iterator[float]:
-    """Yield the scale of each of Newton's steps after the first guess."""
-    low, high = penalty, most + penalty  # bounds of the eigenvalues of the matrix
+@cache
+def _scales(penalty: float, most: float) -> tuple[float, ...]:
+    """Return the scale of each of Newton's steps after the first guess."""
+    low, high, scales = penalty, most + penalty, []  # bounds of the eigenvalues of the matrix
     low = 4 * low * high / (low + high) ** 2  # lower bound of those of its product with the guess; the upper is 1
     while low < _CONVERGED:
-        step = 2 / (low + 1.0)
-        yield step
+        scales.append(2 / (low + 1.0))
         low = 4 * low / (low + 1.0) ** 2
+    return tuple(scales)
 
 
 def _by_head(flat: Tensor, heads: int) -> Tensor:

@@ -8,6 +8,7 @@ keys and values are flat in this file, ``(batch, tokens, heads * head_dim)``, as
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -130,14 +131,25 @@ def full_name(function: Any) -> str:
     """Return ``module.qualified_name`` of a function, of the function in a `partial` or, for an object, of its class.
 
     A decorated function gives ``"<module>.<name> around <full name of the function that it wraps>"``: module and name,
-    not qualified, are those of the decorator's inner function.
+    not qualified, are those of the decorator's inner function. Of a module whose name is a path, as ComfyUI names its
+    packs, the last folder and what follows is given.
     """
     function = function.func if isinstance(function, partial) else function
     if hasattr(function, "__wrapped__") and hasattr(function, "__code__"):
-        wrapper = f"{function.__globals__['__name__']}.{function.__code__.co_name}"
+        wrapper = f"{_without_folders(function.__globals__['__name__'])}.{function.__code__.co_name}"
         return f"{wrapper} around {full_name(function.__wrapped__)}"
     function = function if hasattr(function, "__qualname__") else type(function)
-    return f"{getattr(function, '__module__', '')}.{function.__qualname__}"
+    return f"{_without_folders(getattr(function, '__module__', ''))}.{function.__qualname__}"
+
+
+def name_of_patch(function: Any) -> str:
+    """Return `full_name` without the names inside a function: ``nodes_hypertile.HyperTile.execute``, of a closure."""
+    return full_name(function).partition(".<locals>")[0]
+
+
+def _without_folders(name: str | None) -> str:
+    """Return a module's name without the folders of a path before it."""
+    return re.split(r"[/\\]", name or "")[-1]
 
 
 # Full names, because a class of the same name may compute another thing. CompVis' attention uses einsum, its two

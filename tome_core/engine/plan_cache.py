@@ -21,6 +21,7 @@ class Plans(NamedTuple):
     rule: MergeRule
     device: torch.device
     correction: Correction | None = None  # to add to outputs over merged keys; None if there is none (yet)
+    work: int = 0  # of adding the correction, once for the batch
     why: str = TOO_SMALL  # the reason why no token merges, if none does
 
 

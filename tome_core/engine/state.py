@@ -131,9 +131,8 @@ class State:
         queries = rule.side == "qkv"
         out, way = attend(attention, MergeOptions(plan, rule.proportional, queries, plans.correction), merged)
         left = (plan.num_groups if queries else tokens, plan.num_groups)
-        if plans.correction is not None:
-            cost += batch * work.of_correction(left[0], *q.shape[2:])
-        self.ledger.merge(level, "attn", (batch, tokens, tokens), left, way if rule.proportional else "", cost=cost)
+        sizes, cost = (batch, tokens, tokens), cost + plans.work
+        self.ledger.merge(level, "attn", sizes, left, way if rule.proportional else "", cost=cost)
         if self._maps is not None:
             self.note_map(level, layout, plan)
         return out
@@ -181,7 +180,7 @@ class State:
                 cost += k[rows].shape[0] * work.of_match(rule, layout.grid, groups, features, old is not None)
             return plan
 
-        correction, merged = None, None
+        merged = None
         if work.pays(rule, layout, tokens, heads, width, features, corrects, bool(is_kept)):
             plans = find_plans(call, key, rule, k.device, match_rows)
         else:
@@ -189,7 +188,8 @@ class State:
         if plans.plan is not None and corrects:
             correction, merged = correction_of(attention, plans.plan, layout)
             cost += batch * work.of_fit(correction.num_queries, tokens, plans.plan.num_groups, heads, width)
-        plans = plans._replace(correction=correction)
+            added = batch * work.of_correction(plans.plan.num_groups if rule.side == "qkv" else tokens, heads, width)
+            plans = plans._replace(correction=correction, work=added)
         if is_kept:
             call.kept_plans.plans[(call.kept_plans.ordinal, *key)] = plans
         return plans, merged, cost

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..reporting.ledger import TIME_IS_UNKNOWN
+from ..reporting.ledger import NOT_BETWEEN, NOT_NOW, RATIO_IS_0, TIME_IS_UNKNOWN
 from ..settings.config import MergeConfig, MergeRule
 from ..settings.rules import LevelRules, choose, plain_rules, reaches
 from ..settings.schedule import STABLE_DIFFUSION, UNKNOWN, NoiseSchedule, Time
@@ -82,7 +82,7 @@ class Clock:
         key = (within, holds, time == UNKNOWN)
         if key not in self._found:
             live = tuple(rule for rule, on in zip(self.rules, holds, strict=True) if on) if within else ()
-            why_off = tuple(self._why_off(level, live, time) for level in range(len(self.downsamples)))
+            why_off = tuple(self._why_off(level, live, time, within) for level in range(len(self.downsamples)))
             self._found[key] = ActiveRules(choose(live, self.downsamples), live, why_off)
         return self._found[key]
 
@@ -93,11 +93,13 @@ class Clock:
             return rule.holds_at(time.timestep)
         return time.timestep is not None and time.timestep >= boundary and late.holds_at(time.timestep)
 
-    def _why_off(self, level: int, live: tuple[MergeRule, ...], time: Time) -> str:
-        """Return the reason to report if a level does not merge, whether it does or not."""
+    def _why_off(self, level: int, live: tuple[MergeRule, ...], time: Time, within: bool) -> str:
+        """Return the reason to report if a level does not merge, whether it does or not; `within`: start and end."""
         if any(rule.is_off and reaches(rule, level, self.downsamples[level]) for rule in live):
-            return "its rule has ratio 0"
-        return "outside the rules' time range" if time != UNKNOWN else TIME_IS_UNKNOWN
+            return RATIO_IS_0
+        if time == UNKNOWN:
+            return TIME_IS_UNKNOWN
+        return NOT_NOW if within else NOT_BETWEEN
 
 
 def boundary_in(timesteps: Sequence[float], until: float) -> float | None:

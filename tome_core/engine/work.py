@@ -67,6 +67,7 @@ def of_correction(tokens: int, heads: int, width: int) -> int:
     return 2 * heads * tokens * width**2
 
 
+@cache
 def of_way_back(tokens: int, samples: int, channels: int) -> int:
     """Return the work by which a stretch's tokens come back, corrected by so many `samples`; 0 without samples."""
     if not samples:

@@ -15,12 +15,12 @@ from ..engine.decision import decide
 from ..engine.time import Clock
 from ..models import Adapter, adapter_of, find_models
 from ..models.unet_blocks import is_compiled
+from ..reporting.ledger import NOT_AT_THIS_SIZE
 from ..settings.config import MergeConfig, MergeRule
 from ..settings.presets import TRANSFORMER
 from ..settings.rules import choose
 
 PIXELS = 8  # pixels per latent cell, along a side
-_WAITS = "at this size the GPU waits for kernel launches, so merging would not pay (estimated)"
 
 # 10^12 operations per second of one multiprocessor in half precision, by compute capability, from data sheets
 _PER_PROCESSOR = {(8, 0): 1.2, (8, 6): 0.6, (8, 9): 0.76, (9, 0): 2.4, (10, 0): 4.0, (12, 0): 0.8}
@@ -50,7 +50,7 @@ class Pays:
         if key not in self._gates:
             batch, _, height, width = latent.shape
             is_bound = is_host_bound(self._blocks, batch, height * width, latent.dtype, latent.device)
-            self._gates[key] = _WAITS if is_bound else None
+            self._gates[key] = NOT_AT_THIS_SIZE if is_bound else None
         return self._gates[key]
 
 

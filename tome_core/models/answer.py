@@ -15,6 +15,8 @@ from ..merging.grid import Layout
 from ..reporting.ledger import MASKED, NO_GRID, Reason
 from .attention_calls import MORE, AttentionCall
 
+_HIDDEN = Reason("an attention mask hides a part of the picture")
+
 
 def attend_call(
     state: State, call: ModelCall, name: Hashable, level: int, heads: int,
@@ -47,7 +49,7 @@ def attend_call(
     if not isinstance(layout, Layout):
         layout = layout(tokens)
     elif layout.grid.height * layout.grid.width != tokens:
-        layout = NO_GRID
+        layout = NO_GRID if rows is None else _HIDDEN
     why = why or (layout if isinstance(layout, Reason) else "" if attention_call.plain else MORE)
     why = why or (state.refused and state.refused.get(attention_call.key(), ""))
     takes_bias = attention_call.adds_bias
@@ -71,7 +73,7 @@ def attend_call(
         if not may_be_of_fewer_tokens(error):
             raise
         result = attention_call.unmerged()  # first: if the unmerged call fails too, merging is not the cause
-        why = state.refused[attention_call.key()] = f"it fails with merged keys ({text_of(error)})"
+        why = state.refused[attention_call.key()] = f"it fails with merged tokens ({text_of(error)})"
         state.count_unmerged(level, why, *q.shape[:2])
         return result
     if out is None:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as torchs
 
-from ..attention.descriptions import full_name
+from ..attention.descriptions import full_name, name_of_patch
 from ..reporting.ledger import MASKED, REPLACED
 from .wrap import foreign_method_on, is_own
 
@@ -162,7 +162,7 @@ def why_of_options(options: Mapping[str, Any]) -> str:
     """Return why the block that transformer_options name may need every token because of a patch; "" if it does not."""
     for kind, patches in (options.get("patches") or {}).items():
         if patches and kind.startswith(("attn", "middle_patch")):  # they run in each block
-            return f"a patch of attention {_MAY_NEED} ({full_name(patches[0])}); {_REMEDY}"
+            return f"a patch of attention {_MAY_NEED} ({name_of_patch(patches[0])}); {_REMEDY}"
     for kind, patches in (options.get("patches_replace") or {}).items():
         if not patches or not kind.startswith("attn"):
             continue
@@ -170,5 +170,5 @@ def why_of_options(options: Mapping[str, Any]) -> str:
         names = patches if block is None else (block, (*block, options.get("block_index", 0)))
         found = next((patches[name] for name in names if name in patches), None)
         if found is not None:
-            return f"a patch of attention {_MAY_NEED} ({full_name(found)}); {_REMEDY}"
+            return f"a patch of attention {_MAY_NEED} ({name_of_patch(found)}); {_REMEDY}"
     return ""

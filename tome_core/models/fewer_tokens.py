@@ -229,7 +229,7 @@ def _why_of_part(part: str, x: torch.Tensor, args: tuple, kwargs: dict[str, Any]
             return OF_OTHERS
     if part == "crossattn":
         if any(torch.is_tensor(mask) and mask.dim() > 2 and mask.shape[-2] > 1 for mask in masks):
-            return "the call has an attention mask for each query"
+            return "the prompt has a mask that differs over the picture"
         if kwargs.get("ip_adapter_masks") is not None:  # diffusers scales these masks to the number of queries
             return "an adapter's mask needs every token"
     return ""

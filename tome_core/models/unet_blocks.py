@@ -17,8 +17,8 @@ from .intercept import replacement_for
 
 BLOCK = "BasicTransformerBlock"
 _KNOWN = (
-    f"What merges are UNets with a {BLOCK}, as Stable Diffusion's 1, 2 and XL, and the transformers in "
-    "tome_core.models.transformer.NAMES, Flux, SD3 and Wan among them."
+    "Known are Stable Diffusion 1, 2 and XL, whose UNets have a BasicTransformerBlock, and transformers such as Flux, "
+    "SD3 and Wan (tome_core.models.transformer.NAMES)."
 )
 
 
@@ -76,7 +76,7 @@ def find_unet(model: Any) -> nn.Module:
     if not isinstance(unet, nn.Module):
         if isinstance(getattr(model, "components", None), dict):
             networks = [type(part).__name__ for part in model.components.values() if isinstance(part, nn.Module)]
-            others = ", ".join(networks) or "no module at all"
+            others = ", ".join(networks) or "no module"
             raise UnsupportedModelError(f"{kind} has neither a UNet nor a transformer, but {others}. {_KNOWN}")
         raise TypeError(
             f"model is {kind}; it has to be a UNet, a diffusers pipeline or an LDM model (with .model.diffusion_model)"
@@ -105,7 +105,7 @@ def find_blocks(unet: nn.Module) -> list[BlockPlace]:
     ways = [(module, replacement_for(module)) for module in unet.modules()]
     unknown = [module for module, way in ways if way is None and hasattr(module, "to_q")]
     lost = [type(getattr(module, "processor", module)).__name__ for module in unknown]
-    why = "the place of the picture's tokens in its sequences and the meaning of its timestep are not known"
+    why = "where it has the picture's tokens, and what its timestep means, is not known"
     if family is None and any(is_kind(module, known.transformer) for module in unet.modules() for known in FAMILIES):
         why = "without the stages of a UNet the levels of its blocks are unknown; if it is part of a UNet, patch that"
     elif lost or not any(way for _, way in ways):

@@ -17,19 +17,27 @@ class Reason(str):
     __slots__ = ()
 
 
-# reasons why a call was not merged that several modules use
-NO_GRID = Reason("the tokens are not the picture's grid")
-TOO_SMALL = "the grid is too small for the ratio to remove a token"
-MASKED = "the call has an attention mask"
+# reasons why a call was not merged that several modules use, and those of which the report tells harmless ones apart
+NO_GRID = Reason("the tokens are not those of the whole picture")
+TOO_SMALL = "the picture is too small for this ratio to merge a token"
+MASKED = "an attention mask is on"
 REPLACED = "another program runs in its place"
 TAKEN_OFF = "another program had taken the patch off"
 FEW_TOKENS = "so few tokens that merging would not pay"
 OTHER_PARTS = "its rule merges other parts"
 ARGUMENTS = "called with unsupported arguments"
+NOT_BETWEEN = "these steps stay whole, by start and end"
+NOT_NOW = "these steps stay whole, by the strength or the settings"
+RATIO_IS_0 = "its rule has ratio 0"
+NOT_AT_THIS_SIZE = "at this size the GPU waits for kernel launches, so merging would not pay (estimated)"
+REFINED = Reason("it prepares the text or the picture for the model's blocks")
 PARTS_COMPILED = "its parts merge by a rule that compiled blocks do not follow"
-OF_OTHERS = "keys and values are not the picture's tokens"
+OF_OTHERS = "it looks at other tokens than the picture's"
 TIME_IS_UNKNOWN = "the time is not known"
 COSTS = "merging would cost more work than it saves at this size"
+# beginnings of reasons that are as the settings ask, or that cost next to nothing: the report tells them last, and not
+# as something that hindered merging
+HARMLESS = (NOT_BETWEEN, NOT_NOW, FEW_TOKENS, NOT_AT_THIS_SIZE, RATIO_IS_0, OTHER_PARTS, TOO_SMALL, REFINED)
 
 
 class Counted:
@@ -111,10 +119,6 @@ class LevelTally(Counted):
         """A tuple of this tally alone, for `Counted`."""
         return (self,)
 
-    def attention_work(self, queries: int, keys: int) -> int:
-        """Return the work of a self-attention of one sample: queries by keys, and weights by values."""
-        return 2 * queries * keys * self.channels
-
     def __add__(self, other: LevelTally) -> LevelTally:
         counts = {name: getattr(self, name) + getattr(other, name) for name in _COUNTS}
         blocks, covered = max(self.blocks, other.blocks), self.covered or other.covered
@@ -148,16 +152,15 @@ class Ledger:
         if route:
             tally.sized_by[route] += 1
         tally.merged[(part, queries, *after)] += 1
-        if part == "attn":
-            of_block = batch * queries * tally.per_token
-            tally.work_full += of_block + batch * tally.attention_work(queries, keys)
-            tally.work_left += of_block + batch * tally.attention_work(*after)
+        if part == "attn":  # its work: queries by keys, and weights by values
+            tally.work_full += batch * queries * (tally.per_token + 2 * keys * tally.channels)
+            tally.work_left += batch * (queries * tally.per_token + 2 * after[0] * after[1] * tally.channels)
         tally.work_left += cost - batch * (queries - after[0]) * weights
 
     def skip(self, level: int, part: str, reason: str, batch: int = 0, tokens: int = 0) -> None:
         """Count an unmerged call of a part, or a whole "block"; its size only for these and self-attention, "attn"."""
         tally = self.levels[level]
-        name, work = f"{part}: {reason}", batch * tally.attention_work(tokens, tokens)
+        name, work = f"{part}: {reason}", 2 * batch * tokens**2 * tally.channels
         of_block = batch * tokens * tally.per_token
         tally.skipped[name] += 1
         if part in ("attn", "block"):
@@ -169,7 +172,7 @@ class Ledger:
     def add_whole(self, level: int, batch: int, tokens: int) -> None:
         """Count the work of all blocks of a level that no rule reaches, whose attentions are not counted."""
         tally = self.levels[level]
-        work = tally.blocks * batch * (tally.attention_work(tokens, tokens) + tokens * tally.per_token)
+        work = tally.blocks * batch * tokens * (tally.per_token + 2 * tokens * tally.channels)
         tally.work_full += work
         tally.work_left += work
 

@@ -6,14 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .ledger import OTHER_PARTS, TOO_SMALL, Counted, LevelTally
+from .ledger import HARMLESS, Counted, LevelTally
 
 FORMAT = 4  # version of `Report.as_data`
 _KINDS = 3  # the most token counts at a level, and reasons, that are shown
 _LEAST_SHOWN = 0.005  # a smaller share of the work that is left out is told as none
 _COUNTS = 0.05  # a smaller share of the work is not shown
-_AS_ASKED = ("outside the rules' time range", "so few tokens", "at this size the GPU", "a rule of ratio 0",
-             OTHER_PARTS, TOO_SMALL)  # fmt: skip
 _NOTHING_WILL = "nothing will merge: "  # the beginning of notes with a reason
 
 
@@ -144,7 +142,7 @@ def _level_data(level: LevelTally) -> dict[str, Any]:
     return {"level": level.level, "downsample": level.downsample, "blocks": level.blocks, "covered": level.covered,
             "work_saved": level.work_saved, "merged": merged, "sized_by": dict(level.sized_by),
             "skipped": dict(level.skipped), "traced": sorted(level.traced),
-            "skipped_work": {why: work / level.work_full
+            "skipped_work": {why: work / max(work, level.work_full)
                              for why, work in level.skipped_work.items() if work}}  # fmt: skip
 
 
@@ -154,7 +152,8 @@ def _kinds_text(level: LevelTally) -> str:
     Whole blocks and MLPs are named: ``whole blocks on 286 of 1,024 tokens``. More than three kinds are told as ranges.
     Cross-attentions alone give ``3 calls merged``.
     """
-    kinds = [_kind_text("{tokens} tokens in {left} groups", [(tokens, keys) for tokens, _, keys in level.tokens])]
+    groups = _kind_text("{tokens} tokens in {left} groups", [(tokens, keys) for tokens, _, keys in level.tokens])
+    kinds = [groups.replace(" in 1 groups", " in 1 group")]
     kinds += [_kind_text("whole blocks on {left} of {tokens} tokens", level.block_tokens),
               _kind_text("MLP on {left} of {tokens} tokens", level.mlp_tokens)]  # fmt: skip
     saved = level.work_saved or 0.0
@@ -179,7 +178,7 @@ def _kind_text(text: str, sizes: Sequence[tuple[int, int]]) -> str:
 
 def _is_as_asked(reason: str) -> bool:
     """Tell whether a `Report.reasons` key says that the settings exclude the part, or that merging would not pay."""
-    return reason.partition(": ")[2].startswith(_AS_ASKED)
+    return reason.partition(": ")[2].startswith(HARMLESS)
 
 
 def _why(reason: str) -> str:

@@ -68,8 +68,8 @@ class MergeRule:
     """
 
     method: str = setting(
-        "bipartite", "Method", "How similar tokens are found: bipartite is tomesd's method, the other methods are "
-        "k-means and take more time.", choices=tuple(METHODS), place=4, group=HOW)
+        "bipartite", "Method", "How similar tokens are found: bipartite is tomesd's method; cluster and "
+        "cluster-similarity are k-means and take more time.", choices=tuple(METHODS), place=4, group=HOW)
     ratio: float = setting(
         0.5, "Ratio", "The share of tokens that merge away; 0 is off. A higher ratio is faster and changes the "
         "picture more.", minimum=0.0, maximum=1.0, step=0.05, place=0, group=HOW_MUCH, unit="share of tokens")
@@ -83,7 +83,7 @@ class MergeRule:
         True, "Random destinations", "At every step, choose at random which token a cell keeps. If off, the top-left "
         "token stays.", advanced=True, place=10, group=HOW)
     seed: int = setting(
-        0, "Seed", "The seed of the random destinations. It has no other effect.", minimum=0,
+        0, "Merge seed", "The seed of the random destinations. It has no other effect.", minimum=0,
         maximum=SEED_LIMIT, step=1, advanced=True, place=11, group=HOW, known_as="merge_seed", beside_strength=True)
     merge_attn: bool = setting(
         True, "Self-attention", "Merge in self-attention, which gives nearly all of the gain.", advanced=True)
@@ -97,12 +97,12 @@ class MergeRule:
         False, "Whole blocks", "Run whole blocks on merged tokens, except the first of a transformer. It gains much on "
         "SDXL.", advanced=True)
     side: str = setting(
-        "qkv", "Merge what", "Merge queries, keys and values of self-attention, or keys and values only. Keys and "
-        "values only loses less detail.", choices=SIDES, shown=tuple(map("+".join, SIDES)), advanced=True, place=5,
+        "qkv", "Merge what", "Merge queries, keys and values of self-attention (q+k+v), or keys and values only (k+v), "
+        "which loses less detail.", choices=SIDES, shown=tuple(map("+".join, SIDES)), advanced=True, place=5,
         group=WHERE, known_as="merge_what")
     max_downsample: int | None = setting(
-        None, "Level", "Which resolutions of the UNet merge: automatic is the finest that has attention. Up to /2 also "
-        "merges at half of the latent's size, up to /4 at a quarter.",
+        None, "Level", "Which resolutions of the UNet merge: automatic is the finest that has attention. Up to /1 is "
+        "the latent's size, /2 also half of it, /4 a quarter, /8 an eighth.",
         choices=(None, *DOWNSAMPLES), shown=("automatic", *(f"up to /{one}" for one in DOWNSAMPLES)), advanced=True,
         place=1, group=WHERE, known_as="level")
     min_downsample: int | None = setting(

@@ -99,7 +99,7 @@ def test_a_call_with_a_mask_or_with_other_tokens_is_left_alone(kind):
     module = kind.make(torch.float32)
     assert "mask" in why_left_alone(module, **kind.mask)
     if kind.context:
-        assert "keys and values are not the picture's tokens" in why_left_alone(module, **kind.context)
+        assert "it looks at other tokens than the picture's" in why_left_alone(module, **kind.context)
     for name in kind.context:  # a context that is the picture's own tokens
         assert way(module, **{name: tokens(3)}) == kind.way
 
@@ -337,7 +337,7 @@ def test_a_call_that_asks_for_more_than_attention_is_left_alone():
     assert "the call also uses" in reason(is_causal=True)
     assert "mask" in reason(attn_mask=torch.zeros(1, SIDE**2))
     assert "mask" in reason(attn_mask=torch.ones(3, 1, SIDE**2, SIDE**2).tril().bool())
-    assert "keys and values" in reason(lambda q, k, v: (q, k[:1], v[:1]))  # one sample serves all
+    assert "other tokens" in reason(lambda q, k, v: (q, k[:1], v[:1]))  # one sample serves all
     hides_nothing = torch.ones(3, 1, 1, SIDE**2).bool()
     assert way(asking(attn_mask=hides_nothing)) == BIAS
 

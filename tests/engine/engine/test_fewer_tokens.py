@@ -22,7 +22,7 @@ from tome_core.hosting import state_of
 from tome_core.merging.grid import Grid
 from tome_core.merging.methods import METHODS
 from tome_core.models.unet_blocks import find_blocks
-from tome_core.reporting.ledger import FEW_TOKENS
+from tome_core.reporting.ledger import FEW_TOKENS, NO_GRID
 
 SAMPLES = pick_samples(Grid(32, 32), torch.device("cpu"))[0]
 BLOCKS = MergeRule(merge_attn=False, merge_blocks=True, ratio=0.75, use_rand=False, side="kv", min_downsample=4)
@@ -442,7 +442,7 @@ def test_what_runs_inside_is_told_so_and_afterwards_all_is_as_before(error):
 def test_what_is_not_the_pictures_grid_runs_as_it_is_and_is_said(x, grid):
     call, calls = begin(), []
     assert around(call, FIRST, x, grid, lambda merge: calls.append(merge) or x, str) is x
-    assert calls == [None] and list(call.state.report().reasons) == ["block: the tokens are not the picture's grid"]
+    assert calls == [None] and list(call.state.report().reasons) == [f"block: {NO_GRID}"]
 
 
 @torch.no_grad()

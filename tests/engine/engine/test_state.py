@@ -33,9 +33,9 @@ def test_what_it_gives_is_near_and_counted(layout):
 
 
 @pytest.mark.parametrize("config, layout, keys, why", [
-    (STRONG, Layout(PICTURE.grid, 1000), None, "attn: the tokens are not the picture's grid"),
-    (STRONG, PICTURE, -4, "attn: the tokens are not the picture's grid"),
-    (MergeConfig(side="kv", ratio=0.25), Layout(Grid(1, 2)), None, "attn: the grid is too small"),
+    (STRONG, Layout(PICTURE.grid, 1000), None, "attn: the tokens are not those of the whole picture"),
+    (STRONG, PICTURE, -4, "attn: the tokens are not those of the whole picture"),
+    (MergeConfig(side="kv", ratio=0.25), Layout(Grid(1, 2)), None, "attn: the picture is too small"),
     (MergeConfig(merge_attn=False, merge_mlp=True), PICTURE, None, "attn: its rule merges other parts")])  # fmt: skip
 def test_what_does_not_fit_is_left_alone_and_said(config, layout, keys, why):
     inputs = attention(PICTURE, behind=4)

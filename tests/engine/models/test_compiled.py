@@ -98,7 +98,8 @@ def test_compiled_and_then_patched_it_merges_as_without_a_compiler_in_one_graph_
         report, expected = handle.report(), wanted.report()
         assert report.calls == expected.calls == len(graphs) and report.reasons == expected.reasons
         assert [level.merged for level in report.levels] == [level.merged for level in expected.levels]
-        assert report.merged_anything and set(report.reasons) == {"attn: outside the rules' time range"}
+        why = "attn: these steps stay whole, by the strength or the settings"
+        assert report.merged_anything and set(report.reasons) == {why}
     assert graphs[0] == graphs[-1] <= 2 * unpatched, "time makes no graph anew"
     assert torch.equal(picture(family, compiled), plain) and backend.frame_count == graphs[-1]
 
@@ -237,7 +238,7 @@ def test_a_compiled_block_merges_in_its_self_attention_alone_and_says_so():
     with tome_core.patch(model := TINY.build(), **settings) as handle:
         assert TINY.call(whole(TINY, model)).isfinite().all()
     (level,), (expected,) = handle.report().levels, wanted.report().levels
-    assert level.tokens == expected.tokens and level.work_saved == expected.work_saved
+    assert level.tokens == expected.tokens and 0 < level.work_saved < expected.work_saved
     assert not level.mlp_tokens and "its parts merge by a rule that compiled blocks do not follow" in level.traced
 
 

@@ -270,7 +270,7 @@ def test_without_a_blocks_name_any_patch_counts():
 
 
 @pytest.mark.parametrize("kwargs, why", [
-    ({"attention_mask": torch.ones(1, 4)}, "the call has an attention mask"), ({"attention_mask": None}, ""),
+    ({"attention_mask": torch.ones(1, 4)}, "an attention mask is on"), ({"attention_mask": None}, ""),
     ({"cross_attention_kwargs": {"scale": 1.0, "gligen": {}}}, ""), ({"cross_attention_kwargs": None}, ""),
     ({"cross_attention_kwargs": {"ip_adapter_masks": []}}, "(ip_adapter_masks)")])
 def test_masks_and_arguments_for_processors_are_asked(kwargs, why):

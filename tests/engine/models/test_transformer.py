@@ -89,7 +89,7 @@ def test_a_mask_of_pairs_is_read_if_the_tokens_that_it_leaves_see_all_of_each_ot
     by_pairs, report = merged_with(model, masked_by(pairs))
     assert torch.equal(by_pairs, by_rows) and report.calls_merged == 3
     for mask in (pairs.tril(), pairs | pairs.roll(1, 2), rows[:, None, None].float()):
-        assert_left_alone(model, masked_by(mask), "the call has an attention mask")
+        assert_left_alone(model, masked_by(mask), "an attention mask is on")
 
 
 def test_grids_that_are_none_and_masks_that_differ_within_a_batch_are_left_alone_and_named():

@@ -73,7 +73,7 @@ def test_latents_of_every_size_merge_at_every_level(build, call, sizes, cell: in
             assert all(before == height * width for before, *_ in (*level.tokens, *level.mlp_tokens))
             height, width = -(-height // 2), -(-width // 2)
             assert level.calls_merged or level.reasons == {
-                f"{part}: the grid is too small for the ratio to remove a token": level.blocks
+                f"{part}: the picture is too small for this ratio to merge a token": level.blocks
                 for part in ("attn", "mlp")}  # fmt: skip
 
 

@@ -77,7 +77,7 @@ def test_a_pipeline_merges_near_to_itself_and_a_copy_is_its_own_and_from_pipe_sh
     before, held = [*map(attributes, models)], set(vars(pipe))
     with tome_core.patch(pipe, **SETTINGS) as handle:
         merged, report = draw(pipe), handle.report()
-        assert not report.reasons and report.levels[0].work_saved > 0.8 and 0 < distance(merged, plain) < most
+        assert not report.reasons and report.levels[0].work_saved > 0.6 and 0 < distance(merged, plain) < most
         assert saved(pipe, tmp_path / "patched") == files
         other = copy.deepcopy(pipe)
         assert torch.equal(draw(other), plain) and not tome_core.report(other).patched

@@ -33,7 +33,7 @@ def merged_alone(pipe: Any, **more: Any) -> torch.Tensor:
 def assert_merged(handle: Any) -> None:
     """Assert that every call of the finest level merged, as much as the default preset merges in late steps."""
     finest = handle.report().levels[0]
-    assert finest.calls_merged and not finest.reasons and finest.work_saved > 0.8
+    assert finest.calls_merged and not finest.reasons and finest.work_saved > 0.5
     most = TOKENS * (1 - preset("balanced").rules[0].ratio)
     assert all(before == TOKENS and keys <= most for before, _, keys in finest.tokens)
 

@@ -10,7 +10,7 @@ import pytest
 import tome_core
 from tests.families import MODELS
 from tome_core import MergeConfig, Report
-from tome_core.reporting.ledger import LevelTally
+from tome_core.reporting.ledger import HARMLESS, LevelTally
 from tome_core.reporting.report import percent
 
 CASE = MODELS["ldm_sd1"]
@@ -70,16 +70,16 @@ def test_reasons_are_told_the_one_that_cost_most_attention_first_and_the_part_if
 
 
 def test_what_hindered_merging_is_told_if_it_counts_and_nobody_asked_for_it():
-    mask = "the call has an attention mask"
+    mask = "an attention mask is on"
     for why, lost, sentence in ((mask, 20, f"20% of the work could not merge: {mask}"), (mask, 2, ""),
-                                ("outside the rules' time range", 50, "")):  # fmt: skip
+                                *((harmless, 50, "") for harmless in HARMLESS)):  # fmt: skip
         of_why = {"skipped": Counter({f"attn: {why}": 1}), "skipped_work": Counter({f"attn: {why}": lost})}
         assert of_levels(level(left=60, **of_why)).hindered == sentence
     assert [percent(share) for share in (0.0, 0.614, 0.999, 1.0)] == ["0%", "61%", "99%", "100%"]
 
 
 def test_what_cost_most_work_is_told_first_and_the_third_reason_not():
-    why, mask = "a hook on ff may need every token; it merges without that", "the call has an attention mask"
+    why, mask = "a hook on ff may need every token; it merges without that", "an attention mask is on"
     merged = Counter({("block", 256, 64, 0): 6, ("attn", 256, 64, 64): 6})
     skipped = Counter({f"block: {why}": 18, "block: so few tokens that merging would not pay": 6, f"attn: {mask}": 1})
     lost = Counter({f"attn: {mask}": 20, f"block: {why}": 30, "attn: third": 9})
@@ -128,6 +128,7 @@ def test_the_mlps_tokens_are_said():
 
 @pytest.mark.parametrize("kinds, text", [
     ([(4096, 640), (4096, 64)], "4,096 tokens in 64 or 640 groups"),
+    ([(256, 1)], "256 tokens in 1 group"),
     ([(9216, 144), (4096, 64)], "9,216 tokens in 144 groups; 4,096 tokens in 64 groups"),
     ([(1000 * number, 10 * number) for number in range(1, 6)], "1,000 to 5,000 tokens in 10 to 50 groups")])
 def test_many_sizes_are_told_as_a_range(kinds, text):

@@ -29,6 +29,8 @@ def test_a_field_is_its_setting_in_words_that_a_person_can_choose():
         assert all(type(choice) is str for choice in row.choices) and (not row.choices or row.default in row.choices)
         assert [row.show(row.read(choice)) for choice in row.choices] == list(row.choices)
         assert row.help.startswith(setting["help"]) and row.help.endswith(".") and len(row.help) <= 160, row.help
+        unexplained = [choice for choice in row.choices if choice.split()[-1] not in row.help]
+        assert not unexplained, row.help
 
 
 def test_the_defaults_are_the_engines_and_none_need_be_given():

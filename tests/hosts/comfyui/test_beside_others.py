@@ -2,16 +2,18 @@
 
 import pytest
 
-from tests.hosts.comfyui.graphs import Graph, bytes_of, report_of
+from tests.hosts.comfyui.graphs import SEEDS, Graph, bytes_of, report_of
 from tests.hosts.comfyui.running import make_base, run_script, serve
 
 OTHERS = {  # a node -> its inputs, and the report's words in both orders
     "HyperTile": ({"tile_size": 64, "swap_size": 1, "max_depth": 0, "scale_depth": False},
-                  "queries and keys are not of the same tokens"),
+                  "another node's patch changed the tokens (nodes_hypertile.HyperTile.execute)"),
+    "TomePatchModel": ({"ratio": 0.3}, "another node's patch changed the tokens (nodes_tomesd.TomePatchModel.execute)"),
     "PatchModelAddDownscale": (
         {"block_number": 1, "downscale_factor": 2.0, "start_percent": 0.0, "end_percent": 1.0,
          "downscale_after_skip": True, "downscale_method": "bicubic", "upscale_method": "bicubic"}, "tokens -> "),
-    "PerturbedAttentionGuidance": ({"scale": 3.0}, "another program runs in its place"),
+    "PerturbedAttentionGuidance": ({"scale": 3.0}, "another program runs in its place: nodes_pag.Perturbed"),
+    "SelfAttentionGuidance": ({"scale": 0.5, "blur_sigma": 2.0}, "another program runs in its place: nodes_sag."),
     # EasyCache leaves out all steps that it may
     "EasyCache": ({"reuse_threshold": 3.0, "start_percent": 0.0, "end_percent": 0.9, "verbose": False},
                   "of them computed, "),
@@ -32,6 +34,17 @@ def test_before_or_after_makes_no_difference(comfy, kind):
     assert bytes_of(seen, "plain") != bytes_of(seen, "other alone") == bytes_of(seen, "removed")
     assert bytes_of(seen, "before") == bytes_of(seen, "after") != bytes_of(seen, "other alone")
     assert said in report_of(seen, before) and said in report_of(seen, inner)
+
+
+def test_a_picture_that_deep_shrink_makes_too_small_to_gain_is_told_with_its_name(comfy):
+    graph = Graph(steps=1)
+    graph.latent = graph.add("EmptyLatentImage", width=512, height=512, batch_size=1)
+    inputs, _ = OTHERS["PatchModelAddDownscale"]
+    applied = graph.strength(graph.add("PatchModelAddDownscale", model=graph.model, **inputs), strength=1.0)
+    graph.sample("applied", applied)
+    report = report_of(comfy.good(graph.graph), applied)
+    assert "% less work" in report
+    assert "another node made the picture smaller (nodes_model_downscale.PatchModelAddDownscale.execute)" in report
 
 
 def test_in_ultimate_sd_upscale_it_merges_tiles_and_seams_of_every_size_and_is_off_again(checkout, base, tmp_path):
@@ -56,6 +69,20 @@ def test_in_ultimate_sd_upscale_it_merges_tiles_and_seams_of_every_size_and_is_o
     with serve(checkout, tmp_path) as comfy:
         seen = comfy.good(graph.graph)
     assert bytes_of(seen, "plain") == bytes_of(seen, "removed") != bytes_of(seen, "applied")
-    reports = [text for number, text in seen["texts"] if number == applied[0] and "waits for a sampler" not in text]
+    reports = [text for number, text in seen["texts"] if number == applied[0] and "merges in samplers" not in text]
     assert all("% less work" in report for report in reports)
     assert all(said in "\n".join(reports) for said in (": 196 tokens", ": 182 tokens", ": 77 tokens")), reports
+
+
+@pytest.mark.parametrize("sampled", [0, 1])
+def test_a_node_whose_model_no_sampler_used_says_so_at_the_end_of_the_prompt(comfy, sampled):
+    """A merge of two models has the patches of the first alone."""
+    graph = Graph(steps=1)
+    applied = [graph.apply(merge_seed=next(SEEDS)) for _ in range(2)]
+    graph.sample("merged", graph.add("ModelMergeSimple", model1=applied[0], model2=applied[1], ratio=0.5))
+    if sampled:
+        graph.sample("second", applied[1])
+    seen = comfy.good(graph.graph)
+    first, second = (report_of(seen, node) for node in applied)
+    assert "% less work" in first
+    assert ("% less work" if sampled else "no sampler used this model") in second

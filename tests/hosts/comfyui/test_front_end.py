@@ -89,11 +89,21 @@ def made_small(flow: dict) -> dict:
     return flow
 
 
-def assert_whole_report_is_seen(page: Any, node: dict) -> None:
-    """Assert that the report lies inside the node, and that no line is wrapped."""
+def run(page: Any, flow: dict) -> list[dict[str, Any]]:
+    """Open a graph and run it; return its nodes after the end."""
+    open_graph(page, flow)
+    assert page.evaluate(QUEUE), "the page refused to queue it"
+    page.wait_for_function("window.ended")
+    kind, facts = page.evaluate("window.ended")
+    assert kind == "execution_success", facts
+    return nodes_of(page)
+
+
+def assert_whole_report_is_seen(page: Any, node: dict, said: str = "% less work") -> None:
+    """Assert that the report, with words that it says, lies inside the node, and that no line is wrapped."""
     left, top, width, height = node["box"]
     (report,) = [text for text in node["values"].values() if str(text).startswith("ToMe:")]
-    assert "% less work" in report
+    assert said in report
     page.evaluate(AT_FULL_SIZE)
     page.wait_for_timeout(2000)
     texts = page.get_by_text(report.splitlines()[-1].strip()).all()
@@ -109,9 +119,17 @@ def test_example_workflows_open_as_they_were_saved_run_and_show_their_whole_repo
     for name in ("txt2img", "hires_fix", "easycache"):
         nodes = open_graph(page, workflow(name))
         assert applied_in(nodes)["values"] == {"strength": 0.5, "start": 0, "end": 1}
-        open_graph(page, made_small(workflow(name)))
-        assert page.evaluate(QUEUE), "the page refused to queue it"
-        page.wait_for_function("window.ended")
-        kind, facts = page.evaluate("window.ended")
-        assert kind == "execution_success", facts
-        assert_whole_report_is_seen(page, applied_in(nodes_of(page)))
+        assert_whole_report_is_seen(page, applied_in(run(page, made_small(workflow(name)))))
+
+
+def test_a_node_whose_model_goes_to_no_sampler_says_so_at_the_end_and_inside_itself(page):
+    flow = made_small(workflow("txt2img"))
+    nodes = {node["type"]: node for node in flow["nodes"]}
+    loader, applied, sampler = (nodes[kind] for kind in ("CheckpointLoaderSimple", "ApplyToMe", "KSampler"))
+    (link,) = [link for link in flow["links"] if link[1] == applied["id"] and link[3] == sampler["id"]]
+    applied["widgets_values"][0] += next(SEEDS) / 100  # a node that is in the cache does not run
+    link[1] = loader["id"]
+    applied["outputs"][0]["links"].remove(link[0])
+    loader["outputs"][0]["links"].append(link[0])
+    node = applied_in(run(page, flow))
+    assert_whole_report_is_seen(page, node, "no sampler used this model")

@@ -44,7 +44,7 @@ def test_the_percent_range_counts_steps_as_comfyui_does(comfy):
     second_half = graph.apply(start=0.5)
     graph.sample_all({"second half": second_half, "never": graph.apply(start=1.0), "plain": graph.model}, seed=3)
     seen = comfy.good(graph.graph)
-    assert "not merged, 6 calls: outside the rules' time range" in report_of(seen, second_half)
+    assert "not merged, 6 calls: these steps stay whole, by start and end" in report_of(seen, second_half)
     assert bytes_of(seen, "never") == bytes_of(seen, "plain")
 
 

@@ -28,7 +28,7 @@ OVERRIDDEN = {"token_merging_ratio": 0.0, "batch_cond_uncond": True, "hypertile_
 START = ["--skip-torch-cuda-test", "--do-not-download-clip", "--no-download-sd-model", "--skip-version-check",
          "--skip-install", "--skip-python-version-check", "--skip-prepare-environment",
          "--disable-console-progressbars", "--api"]  # fmt: skip
-FOR_CPU = {"a1111": "--no-half --precision full --use-cpu all --opt-sdp-attention",
+FOR_CPU = {"a1111": "--no-half --precision full --use-cpu all",
            **dict.fromkeys(("forge", "reforge"), "--always-cpu --attention-pytorch --all-in-fp32")}  # fmt: skip
 HALF = custom(0.5)  # half of all tokens, the engine's default, however small the picture
 _FORGE = (Path(os.environ.get("WEBUI_DIR", HERE)) / "backend").exists()
@@ -38,6 +38,11 @@ ASKED = "strength 0.5, own settings"  # the beginning of our line
 # a picture with as many tokens as a strength needs: on a CPU fewer than elsewhere
 PAYING = dict.fromkeys(("width", "height"), 512 if "WEBUI_FLAGS" in os.environ else 256)
 TWICE = {name: 2 * size for name, size in PAYING.items()}  # here a level at half the latent's size pays too
+
+# a picture for image to image
+FILE = io.BytesIO()
+Image.linear_gradient("L").rotate(30).resize((128, 128)).convert("RGB").save(FILE, "PNG")
+PICTURE = base64.b64encode(FILE.getvalue()).decode()
 
 
 class Picture(NamedTuple):
@@ -96,6 +101,13 @@ class Webui:
         if key not in self.drawn:
             self.drawn[key] = self.draw(**job)
         return self.drawn[key]
+
+    def choose(self, **options: Any) -> str:
+        """Change settings as the settings tab does; return the log of it. Pictures from before do not count."""
+        start = len(self.log_text())
+        self.ask("/sdapi/v1/options", options)
+        self.drawn.clear()
+        return self.log_text(start)
 
     def state(self) -> dict:
         """The probe extension's record since the last call."""

@@ -28,12 +28,20 @@ class Page:
         """A control of the panel."""
         return self.page.locator(f"{PANEL}{name}").first
 
-    def unfold(self, name="enabled"):
+    def unfold(self, name="panel"):
         self.at(f"{name} .label-wrap").click()
         self.page.wait_for_timeout(1000)
 
+    def title(self):
+        """The text on the folded panel."""
+        return self.at("panel .label-wrap").inner_text().split("\n")[0].strip()
+
     def is_on(self):
-        return self.at("enabled-visible-checkbox").is_checked()
+        """Is it on? Folded, the panel says it too."""
+        is_on = self.at("enabled input").is_checked()
+        self.page.wait_for_timeout(1000)
+        assert self.title() == ("Token Merging (ToMe): on" if is_on else "Token Merging (ToMe)")
+        return is_on
 
     def number(self, name):
         return float(self.at(f"{name} {NUMBER}").input_value())
@@ -69,7 +77,7 @@ def page(webui, chromium):
         yield Page(tab, webui)
 
 
-def test_after_reload_ui_unfolding_is_switching_on_and_a_clicked_marks_picture_is_the_apis(page, webui):
+def test_after_reload_ui_unfolding_switches_nothing_on_and_a_clicked_marks_picture_is_the_apis(page, webui):
     """This test comes first, because gradio's server waits for requests of closed pages, sometimes for ever."""
     start = len(webui.log_text())
     page.page.evaluate("gradioApp().querySelector('#settings_restart_gradio').click()")
@@ -79,8 +87,10 @@ def test_after_reload_ui_unfolding_is_switching_on_and_a_clicked_marks_picture_i
     page.load()
     assert not page.is_on()
     page.unfold()
+    assert not page.is_on()
+    page.at("enabled input").check()
     assert page.is_on()
-    page.at("enabled a:text('fast')").click()
+    page.at("panel a:text('fast')").click()
     page.wait(f"strength {NUMBER}", "it.value == 0.75")
     page.be_small()
     shown = page.draw()
@@ -89,16 +99,25 @@ def test_after_reload_ui_unfolding_is_switching_on_and_a_clicked_marks_picture_i
     assert "Error loading script: token_merging.py" not in webui.log_text() and webui.state()["patched"] == 0
 
 
-def test_there_are_two_controls_and_where_with_hires_fix_and_the_line_answers(page):
+def test_there_are_three_controls_and_where_with_hires_fix_and_the_line_answers(page):
+    """It answers when the page opens, and after each picture."""
+    page.wait("line", "/^off; if enabled, 512x512: /.test(it.textContent.trim())")
     page.unfold()
-    names = ("strength", "where", "expert", "own", "sx")
-    assert {name for name in names if page.at(name).is_visible()} == {"strength", "expert"}
+    names = ("enabled", "strength", "where", "expert", "own", "sx")
+    assert {name for name in names if page.at(name).is_visible()} == {"enabled", "strength", "expert"}
     page.be_small()
-    answer = "{width}x{height}: not measured yet".format(**PAYING)
-    page.wait("line", f"it.innerText.includes('{answer}')")
+    answer = "{width}x{height}: merges".format(**PAYING)
+    page.wait("line", f"it.innerText.includes('if enabled, {answer}')")
+    if page.webui.kind == "a1111":  # the Forges have no HyperTile
+        for is_on, text in ((True, "HyperTile is on"), (False, answer)):
+            page.webui.choose(hypertile_enable_unet=is_on)
+            page.draw()
+            page.wait("line", f"it.innerText.includes('{text}')")
+    page.at("enabled input").check()
+    page.wait("line", f"it.innerText.trim().startsWith('{answer}')")
     page.page.locator("#txt2img_hr .label-wrap").first.click()
     page.at("where").wait_for()
-    page.wait("line", f"/first pass {answer}; hires pass /.test(it.innerText)")
+    page.wait("line", f"/first pass {answer}.*; hires pass /.test(it.innerText)")
     page.unfold("expert")
     page.at("sx").wait_for()
     assert page.number("ratio") == 0.859, "rounded"
@@ -113,3 +132,16 @@ def test_pasting_sets_the_panel_and_pasting_a_picture_without_us_turns_it_off(pa
     assert page.at("where input:checked").evaluate("it => it.value") == "hires pass"
     page.paste(f"a lake\n{pairs}")
     assert not page.is_on() and page.number("strength") == 0.35
+
+
+def test_each_tooltip_is_ours_as_the_webui_knows_texts_of_its_own(page, checkout):
+    """The webui gives a text its own tooltip if the text is in a list of the webui's: our labels are not in it."""
+    hints = (checkout / "javascript" / "hints.js").read_text(encoding="utf-8")
+    known = set(re.findall(r"""^\s*["'](.+?)["']\s*:""", hints, re.MULTILINE))
+    assert "Seed" in known, "the list is read"
+    page.page.wait_for_timeout(3000)  # the webui puts tooltips on after a second
+    spans = page.page.locator(f"{PANEL}panel span")
+    assert not known & {text.strip() for text in spans.all_text_contents()}
+    assert not [title for title in spans.evaluate_all("all => all.map(it => it.title)") if title]
+    assert page.at("merge_seed").get_attribute("title").startswith("The seed of the random destinations.")
+    assert "Begin with 0.5" in page.at("strength").get_attribute("title")

@@ -1,20 +1,14 @@
 """Our extension with other people's in a real webui. WEBUI_EXTENSIONS_DIR: a folder with their checkouts, named as in
 FOLDERS, whose requirements the webui's Python has. The probe extension brings a stand-in for ADetailer's detector."""
 
-import base64
-import io
 import os
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
-from tests.hosts.webui.running import HALF, SAVED, serve_twins
+from tests.hosts.webui.running import HALF, PICTURE, SAVED, serve_twins
 
 FOLDERS = ("sd-webui-controlnet", "adetailer", "ultimate-upscale")
-FILE = io.BytesIO()
-Image.linear_gradient("L").rotate(30).resize((128, 128)).convert("RGB").save(FILE, "PNG")
-PICTURE = base64.b64encode(FILE.getvalue()).decode()
 
 
 @pytest.fixture(scope="module")
