@@ -136,7 +136,7 @@ def _plan_of(
 ) -> MergePlan | None:
     """Return a kept plan, if young enough, or a new match of a block's input `x`; None if no token merges."""
     # a part's tokens merge as tomesd merges them: compared as they are, in one window
-    compared = F.layer_norm(x.detach(), x.shape[2:])[:, :, None] if is_block else x
+    compared = F.layer_norm(x.detach(), x.shape[2:])[:, :, None] if is_block else x.detach().contiguous()
 
     def match_rows(rows: slice, old: MergePlan | None) -> MergePlan | None:
         draw = draw_of(call, level, rule, x.device)
