@@ -48,7 +48,8 @@ class ModelCall:
     latest_runs: dict[Hashable, int] = field(default_factory=dict)  # number, from 0, of an attention's latest run
     facts: Any = None  # what else the adapter has read from the call's arguments
     layouts: dict[int, Layout] = field(default_factory=dict)  # by level of a UNet, the latest place of the picture
-    block: BlockInput | None = None  # of the block that runs; None unless its parts may merge as tomesd merges them
+    # of the block that runs, or why it is not known; None outside of blocks whose parts may merge as tomesd merges them
+    block: BlockInput | str | None = None
     # (batch, tokens, merged tokens) of what runs on merged tokens just now; None: all that runs has all tokens
     inside: tuple[int, int, int] | None = None
     called_attentions: list[str] = field(default_factory=list)  # the module paths of those that were called or counted
