@@ -134,13 +134,14 @@ class BlockInputSite(BlockWrap):
 class PartSite(Wrap):
     """The wrap around the part ``attn2`` or ``ff`` of a block, which may merge the input and unmerge the output.
 
-    `block` is the path of the block; `part` is "crossattn" or "mlp".
+    `place` is its path in the model, `part` is "crossattn" or "mlp", `package` the module with the block's class.
     """
 
-    def __init__(self, module: nn.Module, wraps: WrapSet, block: str, part: str, level: int) -> None:
+    def __init__(self, module: nn.Module, wraps: WrapSet, place: str, level: int, part: str, package: str) -> None:
         super().__init__(module)
-        self.wraps, self.below = wraps, ModulesBelow(module)
+        self.wraps, (block, _, name) = wraps, place.rpartition(".")
         self.place = Place(block, level, part, weights=of_part(module))
+        self.below = ModulesBelow(module, name, package)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output for all tokens, by `_run_part` if a rule merges the part.
@@ -171,13 +172,17 @@ class PartSite(Wrap):
 class BlockAttentionSite(AttentionSite):
     """The wrap around a self-attention that is called with merged tokens if the rule in force merges tomesd's way.
 
-    With any other rule only keys and values merge, as in `AttentionSite`, which has the same arguments.
+    With any other rule only keys and values merge, as in `AttentionSite`, which has the same arguments but for
+    `package`, the module with the block's class.
     """
 
-    def __init__(self, module: nn.Module, wraps: WrapSet, path: str, level: int, halvings: int = 0) -> None:
+    def __init__(
+        self, module: nn.Module, wraps: WrapSet, path: str, level: int, halvings: int = 0, package: str = ""
+    ) -> None:
         super().__init__(module, wraps, path, level, halvings)
-        self.place = Place(path.removesuffix(".attn1"), level, "attn", weights=per_token(module))
-        self.below = ModulesBelow(module)
+        block, _, name = path.rpartition(".")
+        self.place = Place(block, level, "attn", weights=per_token(module))
+        self.below = ModulesBelow(module, name, package)
 
     def _merge(self, call: ModelCall, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return the attention's output: by `_run_part` if the rule is tomesd's, else merged as in `AttentionSite`."""

@@ -1,6 +1,7 @@
 """Parts and blocks by their wraps: with which arguments they get merged tokens, and whose errors pass."""
 
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,7 +66,7 @@ def on(part: str, call: ModelCall | None) -> Part:
     elif part == "block":
         site = WholeBlockSite(module, wraps, "b.1", 0)
     else:
-        site = PartSite(module, wraps, "b", part, 0)
+        site = PartSite(module, wraps, "b.part", 0, part, "")
     site.install()
     return module
 
@@ -198,17 +199,20 @@ def test_a_block_merges_an_input_by_name(name: str):
     assert not args and kwargs[name].shape[1] < 64 and kwargs["context"] is TEXT and out.shape == X.shape
 
 
+a_part, a_block = partial(PartSite, place="b.ff", part="mlp", package=""), partial(WholeBlockSite, path="b.1")
+
+
 @pytest.mark.parametrize("kind, of_rule, is_noted", [
-    ((PartSite, "b", "mlp"), {"merge_mlp": True}, True), ((PartSite, "b", "mlp"), {"proportional": False}, False),
-    ((WholeBlockSite, "b.1"), {"merge_blocks": True}, True), ((BlockInputSite,), {"proportional": False}, True),
-    ((BlockInputSite,), {"merge_mlp": True}, False),
-    ((BlockInputSite,), {"merge_mlp": True, "merge_attn": False, "proportional": False}, False)])
+    (a_part, {"merge_mlp": True}, True), (a_part, {"proportional": False}, False),
+    (a_block, {"merge_blocks": True}, True), (BlockInputSite, {"proportional": False}, True),
+    (BlockInputSite, {"merge_mlp": True}, False),
+    (BlockInputSite, {"merge_mlp": True, "merge_attn": False, "proportional": False}, False)])
 def test_what_a_compiler_traces_runs_whole_and_is_noted_if_a_rule_merges_it(kind, of_rule, is_noted):
     rules = MergeRule(max_timestep=500.0), MergeRule(**of_rule)
-    state, module, (kind, *facts) = state_of(MergeConfig(rules=rules), 1), Part(), kind
+    state, module = state_of(MergeConfig(rules=rules), 1), Part()
     for patch in (None, state):
-        assert kind(module, SimpleNamespace(patch=patch), *facts, 0).trace(X) is X
-    assert state.report().levels[0].traced == {PARTS_COMPILED} & ({PARTS_COMPILED} if is_noted else set())
+        assert kind(module, SimpleNamespace(patch=patch), level=0).trace(X) is X
+    assert state.report().levels[0].traced == ({PARTS_COMPILED} if is_noted else set())
 
 
 def test_of_ldms_blocks_the_inner_method_is_wrapped():
