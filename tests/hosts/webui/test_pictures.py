@@ -101,7 +101,8 @@ def test_a_job_that_ends_early_leaves_nothing(webui, without):
         drawn = []
         worker = threading.Thread(target=lambda add=drawn.append: add(webui.draw(HALF, steps=40)))
         worker.start()
-        time.sleep(1.5)
+        while worker.is_alive() and not 2 <= webui.ask("/sdapi/v1/progress")["state"]["sampling_step"] < 40:
+            time.sleep(0.1)
         webui.ask(f"/sdapi/v1/{path}", {})
         worker.join()
         assert webui.state()["patched"] == 0
