@@ -286,14 +286,17 @@ def test_sides_of_an_odd_latent_are_halved_and_rounded_up():
     assert UnetMerging.sides(merging, latent, 0, {"activations_shape": [1, 32, 3, 5]}) == [3, 5]
 
 
-def test_a_patch_at_one_block_keeps_that_block_whole_and_no_other():
+@pytest.mark.parametrize("folder", ["", "/home/a.b/custom_nodes/", "C:\\ComfyUI\\custom_nodes\\"])
+def test_a_patch_at_one_block_keeps_that_block_whole_and_no_other(folder):
+    """ComfyUI names the modules of a pack by their path."""
     def patch(q, k, v, options):
         return F.scaled_dot_product_attention(q, k, v)
 
     _, _, blocks = branches()
+    patch.__module__ = f"{folder}{__name__}"
+    node = f"{__name__}.test_a_patch_at_one_block_keeps_that_block_whole_and_no_other"
     level, _ = report_with({"patches_replace": {"attn2": {("middle", 0, 1): patch}}})
     (why,) = [why for why in level.reasons if why.startswith("block: ")]
-    node = f"{__name__}.test_a_patch_at_one_block_keeps_that_block_whole_and_no_other"
     assert f"({node})" in why and level.reasons[why] == 2, "of two steps"
     assert level.merged["block", 16, 5, 0] == 2 * (len(blocks) - 1)
     level, _ = report_with({"patches": {"attn1_patch": []}})

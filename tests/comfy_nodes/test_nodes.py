@@ -298,6 +298,19 @@ def test_the_preview_has_a_panel_a_level_over_a_latent_or_an_image_of_any_size(s
     assert ToMePreview().preview(applied, image=torch.rand(1, 72, 90, 3))["result"][0].shape == (1, 72, 90 * 2, 3)
 
 
+@pytest.mark.parametrize(("load", "size", "titles"), [
+    (checkpoint, (64, 32), ["level 0 (latent /1): 2,048 tokens in 1,024 groups",
+                            "level 1 (latent /2): 512 tokens in 256 groups"]),
+    (transformer, (16, 16), ["level 0 (latent /2): 64 tokens in 32 groups"])])  # fmt: skip
+def test_a_panel_says_in_how_many_groups_the_pictures_tokens_are(monkeypatch, load, size, titles):
+    """A transformer's map has groups of text too."""
+    written, plain = [], picture.panel
+    monkeypatch.setattr(picture, "panel", lambda *args: written.append(args[-1]) or plain(*args))
+    applied = apply(load(), level="up to /8", use_rand=False)
+    ToMePreview().preview(applied, latent={"samples": sample(applied, steps=1, size=size)})
+    assert written == titles
+
+
 def test_the_preview_has_the_report_for_the_history_of_the_queue_as_text_and_for_programs(server):
     applied = apply(least_checkpoint())
     shown = ToMePreview().preview(applied, latent={"samples": sample(applied)}, unique_id="9")

@@ -67,6 +67,19 @@ def test_a_block_that_is_left_alone_or_switched_off_runs_no_other_operators():
     assert counts[CLOSED] - counts[UNMERGED] == {"transpose": 3}, "views with which the attention function is asked"
 
 
+def test_merging_as_tomesd_draws_destinations_once_for_all_blocks_of_a_level_and_has_no_slow_maximum():
+    """A UNet of two blocks minus a UNet of one."""
+    counts = []
+    for blocks in (2, 1):
+        unet = UNet([[SpatialTransformer(16, 2, 16)] for _ in range(blocks)]).eval().requires_grad_(False)
+        with patch(unet, MergeConfig(ratio=0.5, proportional=False)), OperatorCounter() as counter:
+            unet(torch.randn(2, 16, 8, 8), torch.full((2,), 500.0), torch.randn(2, 8, 16))
+        counts.append(counter.by_name)
+    assert counts[1]["remainder"] and counts[1]["bmm"], "they are drawn, and compared"
+    of_a_block = counts[0] - counts[1]
+    assert of_a_block["bmm"] == 1 and not of_a_block["remainder"] and not of_a_block["max"]
+
+
 DEEP = {**SDXL, "block_out_channels": (8, 16, 16), "attention_head_dim": (1, 2, 2), "layers_per_block": 2}
 MOST_IN_SDXL, MOST_IN_A_MERGED_BLOCK = 1500, 20
 

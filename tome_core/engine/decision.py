@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..merging.grid import Grid, Layout
+from ..merging.grid import Draw, Grid, Layout
 from ..merging.plan import MergePlan
 from ..reporting.ledger import FEW_TOKENS
 from ..settings.rules import LevelRules
@@ -44,10 +44,12 @@ class ModelCall:
     kept_plans: KeptPlans | None = None  # of earlier calls in the same sampling; None: none is used or kept
     # whether gradients were enabled when the call began; reentrant checkpoints run blocks with gradients disabled
     has_gradients: bool = field(default_factory=torch.is_grad_enabled)
+    draws: dict[Hashable, Draw] = field(default_factory=dict)  # those of `match.draw_of`
     latest_runs: dict[Hashable, int] = field(default_factory=dict)  # number, from 0, of an attention's latest run
     facts: Any = None  # what else the adapter has read from the call's arguments
     layouts: dict[int, Layout] = field(default_factory=dict)  # by level of a UNet, the latest place of the picture
-    block: BlockInput | None = None  # of the block that runs; None unless its parts may merge as tomesd merges them
+    # of the block that runs, or why it is not known; None outside of blocks whose parts may merge as tomesd merges them
+    block: BlockInput | str | None = None
     # (batch, tokens, merged tokens) of what runs on merged tokens just now; None: all that runs has all tokens
     inside: tuple[int, int, int] | None = None
     called_attentions: list[str] = field(default_factory=list)  # the module paths of those that were called or counted

@@ -149,7 +149,8 @@ def _plan_of(
     The plan is None if no token merges.
     """
     # a part's tokens merge as tomesd merges them: compared as they are, in one window
-    compared, cost = F.layer_norm(x.detach(), x.shape[2:])[:, :, None] if is_block else x, 0
+    compared = F.layer_norm(x.detach(), x.shape[2:])[:, :, None] if is_block else x.detach().contiguous()
+    cost = 0
 
     def match_rows(rows: slice, old: MergePlan | None) -> MergePlan | None:
         nonlocal cost

@@ -90,15 +90,20 @@ def find_plans(
 
 
 def draw_of(call: ModelCall, level: int, rule: MergeRule, device: torch.device) -> Draw | None:
-    """Return a match's random draw, by the first sample's timestep, if any; None without `rule.use_rand`."""
+    """Return a match's random draw, by the first sample's timestep, if any; None without `rule.use_rand`.
+
+    All matches of a level in one call share it, and so the destinations.
+    """
     if not rule.use_rand:
         return None
-    time = call.timestep
+    key, time = (rule.seed, level, device), call.timestep
+    if key in call.draws:
+        return call.draws[key]
     if torch.is_tensor(time):
         time = time.detach().reshape(-1)[:1]
     elif time is not None:
         time = torch.full((1,), float(time), dtype=torch.float32, device=device)
-    return Draw(rule.seed, level, time)
+    return call.draws.setdefault(key, Draw(rule.seed, level, time, {}))
 
 
 def _apart(x: torch.Tensor, times: int) -> torch.Tensor:

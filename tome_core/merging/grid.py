@@ -50,6 +50,7 @@ class Draw(NamedTuple):
     seed: int
     level: int  # the down-sampling level of the tokens, 0 for the finest
     time: Tensor | None = None  # timesteps, float (1,) or (batch,); None counts as 0
+    known: dict[tuple, tuple[Tensor, Tensor]] | None = None  # `split_grid` keeps its results here; None: it keeps none
 
 
 def tokens_in(layout: Layout) -> int:
@@ -160,11 +161,14 @@ def cached_result(make: Callable[..., tuple[Tensor, ...]], x: Tensor, *args: Has
 def split_grid(grid: Grid, sy: int, sx: int, draw: Draw | None, x: Tensor, st: int = 1) -> tuple[Tensor, Tensor]:
     """Return `split_cells` of a grid's `cells`: destinations and sources. Of `x` only the device is used.
 
-    Without a draw the results come from a cache and must not be changed.
+    Without a draw the results come from a cache, and with one from its `known`: they must not be changed.
     """
     if draw is None:
         return cached_result(_split_first, x, grid, sy, sx, st)
-    return split_cells(cells(grid, sy, sx, x.device, st), draw)
+    key, known = (grid, sy, sx, st, x.device), {} if draw.known is None else draw.known
+    if key not in known:
+        known[key] = split_cells(cells(grid, sy, sx, x.device, st), draw)
+    return known[key]
 
 
 def _split_first(grid: Grid, sy: int, sx: int, st: int, device: torch.device) -> tuple[Tensor, Tensor]:

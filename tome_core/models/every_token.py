@@ -40,10 +40,15 @@ class ModulesBelow:
 
     Nothing is asked again unless a hook, a method, a class, a child or a processor is another than before. To see this
     costs some microseconds for a block: no function is called for a module, because a model has thousands.
+
+    Args:
+        top: a block, or a part of one.
+        name: of the part in its block; "" for a block.
+        package: that brings the block, as a module's name; "": the one that brings `top`.
     """
 
-    def __init__(self, top: nn.Module) -> None:
-        self._top, self._why = top, ""
+    def __init__(self, top: nn.Module, name: str = "", package: str = "") -> None:
+        self._top, self._name, self._package, self._why = top, name, package, ""
         self._modules: list[nn.Module] = []  # with `_own` and `_kinds` their attributes and classes
 
     def why(self) -> str:
@@ -52,7 +57,7 @@ class ModulesBelow:
             return f"a hook on all modules {_MAY_NEED}; {_REMEDY}"
         if not self._modules or self._has_changed():
             self._take_stock()
-            self._why = next(_reasons(self._top), "")
+            self._why = next(_reasons(self._top, self._name, self._package or type(self._top).__module__), "")
         return self._why
 
     def _has_changed(self) -> bool:
@@ -92,13 +97,16 @@ class ModulesBelow:
         self._processors = [(own, type(own["processor"])) for own in every if "processor" in own]
 
 
-def _reasons(top: nn.Module) -> Iterator[str]:
-    """Yield a reason for each module, `top` or below it, that may need every token, and for each of its hooks."""
-    of_block = type(top).__module__.partition(".")[0]
+def _reasons(top: nn.Module, name: str, package: str) -> Iterator[str]:
+    """Yield a reason for each module, `top` or below it, that may need every token, and for each of its hooks.
+
+    `name` is that of `top` in its block, "" if it is the block; `package` is the name of the module with its class.
+    """
+    of_block = package.partition(".")[0]
     if of_block == "diffusers":  # its models are known; processors of its pipelines may keep maps of attention
         of_block = "torch"
     for path, module in top.named_modules():
-        place, kind = path or "the block", type(module)
+        place, kind = ".".join(filter(None, (name, path))) or "the block", type(module)
         for part in (kind, kind.forward, type(getattr(module, "processor", None))):
             if not _is_known(part, of_block):
                 yield f"{full_name(part)} at {place} {_MAY_NEED}; {_REMEDY}"
@@ -107,9 +115,9 @@ def _reasons(top: nn.Module) -> Iterator[str]:
                 yield f"a hook on {place} {_MAY_NEED} ({full_name(hook)}); {_REMEDY}"
         for hook in _hooks_of_libraries(module):
             yield f"a hook on {place} {_MAY_NEED} ({full_name(type(hook))}); {_REMEDY}"
-        for name in ("forward", "_forward"):
-            method = foreign_method_on(module, name) if hasattr(kind, name) else None
-            if method is not None and not is_own(module, method, name) and not _runs_hooks(method):
+        for slot in ("forward", "_forward"):
+            method = foreign_method_on(module, slot) if hasattr(kind, slot) else None
+            if method is not None and not is_own(module, method, slot) and not _runs_hooks(method):
                 yield f"{REPLACED}, at {place}: {full_name(method)}; {_REMEDY}"
 
 

@@ -13,16 +13,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..attention.descriptions import full_name
 from ..engine.decision import BlockInput, ModelCall
 from ..engine.fewer_tokens import Merge, Place, around
 from ..engine.state import foreign_mode
 from ..faults import is_ours
 from ..merging.grid import Grid
-from ..reporting.ledger import ARGUMENTS, MASKED, NO_GRID, OF_OTHERS, PARTS_COMPILED
+from ..reporting.ledger import ARGUMENTS, MASKED, NO_GRID, OF_OTHERS, PARTS_COMPILED, REPLACED
+from .attention_calls import AttentionCall
 from .every_token import TRAINS, ModulesBelow, why_of_arguments
-from .sites import CONTEXTS, LATENTS, MASKS, AttentionSite, named
+from .sites import CONTEXTS, LATENTS, MASKS, AttentionSite, module_at, named
 from .weights import of_part, per_token
-from .wrap import Wrap
+from .wrap import Wrap, foreign_method_on
 from .wrap_set import WrapSet
 
 
@@ -98,7 +100,7 @@ class BlockInputSite(BlockWrap):
         call = self.wraps.calls.current or self.wraps.call_outside_forward()
         if call is None:
             return self.original(*args, **kwargs)
-        before, call.block = call.block, None
+        before, call.block = call.block, NO_GRID
         try:
             call.block = self._input_of(call, args[0] if args else named(kwargs, LATENTS))
         except Exception as error:
@@ -109,35 +111,45 @@ class BlockInputSite(BlockWrap):
         finally:
             call.block = before
 
-    def _input_of(self, call: ModelCall, x: Any) -> BlockInput | None:
-        """Return the block's input `x`. None if it is no 3-D tensor, or, counted, if it is not the picture's grid."""
+    def _input_of(self, call: ModelCall, x: Any) -> BlockInput | str:
+        """Return the block's input `x`; if it is no 3-D tensor or not the picture's grid, the reason for the parts."""
         if not torch.is_tensor(x) or x.dim() != 3:
-            return None
+            return ARGUMENTS
         layout = call.layouts.get(self.level)
         if layout is None or layout.grid.height * layout.grid.width != x.shape[1]:
-            call.state.count_unmerged(self.level, NO_GRID, *x.shape[:2], "block")
-            return None
+            return NO_GRID
         return BlockInput(x, layout.grid, {})
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the block while a compiler traces, and return its output.
+
+        If a rule of the patch merges self-attention tomesd's way, note for the report that compiled blocks do not.
+        """
+        state = self.wraps.patch
+        if state is not None and any(rule.merge_attn and rule.is_as_tomesd for rule in state.clock.rules):
+            state.ledger.note_traced(self.level, PARTS_COMPILED)
+        return self.original(*args, **kwargs)
 
 
 class PartSite(Wrap):
     """The wrap around the part ``attn2`` or ``ff`` of a block, which may merge the input and unmerge the output.
 
-    `block` is the path of the block; `part` is "crossattn" or "mlp".
+    `place` is its path in the model, `part` is "crossattn" or "mlp", `package` the module with the block's class.
     """
 
-    def __init__(self, module: nn.Module, wraps: WrapSet, block: str, part: str, level: int) -> None:
+    def __init__(self, module: nn.Module, wraps: WrapSet, place: str, level: int, part: str, package: str) -> None:
         super().__init__(module)
-        self.wraps, self.below = wraps, ModulesBelow(module)
+        self.wraps, (block, _, name) = wraps, place.rpartition(".")
         self.place = Place(block, level, part, weights=of_part(module))
+        self.below = ModulesBelow(module, name, package)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output for all tokens, by `_run_part` if a rule merges the part and `ModelCall.block` is set.
+        """Return the output for all tokens, by `_run_part` if a rule merges the part.
 
         Otherwise the part is only called, and not counted.
         """
         call, level, part = self.wraps.calls.current or self.wraps.call_outside_forward(), *self.place[1:3]
-        if call is None or call.block is None or getattr(call.rules[level], part) is None:
+        if call is None or getattr(call.rules[level], part) is None:
             return self.original(*args, **kwargs)
         try:
             return _run_part(self, call, args, kwargs)
@@ -160,27 +172,47 @@ class PartSite(Wrap):
 class BlockAttentionSite(AttentionSite):
     """The wrap around a self-attention that is called with merged tokens if the rule in force merges tomesd's way.
 
-    With any other rule only keys and values merge, as in `AttentionSite`, which has the same arguments.
+    With any other rule only keys and values merge, as in `AttentionSite`, which has the same arguments but for
+    `package`, the module with the block's class.
     """
 
-    def __init__(self, module: nn.Module, wraps: WrapSet, path: str, level: int, halvings: int = 0) -> None:
+    def __init__(
+        self, module: nn.Module, wraps: WrapSet, path: str, level: int, halvings: int = 0, package: str = ""
+    ) -> None:
         super().__init__(module, wraps, path, level, halvings)
-        self.place = Place(path.removesuffix(".attn1"), level, "attn", weights=per_token(module))
-        self.below = ModulesBelow(module)
+        block, _, name = path.rpartition(".")
+        self.place = Place(block, level, "attn", weights=per_token(module))
+        self.below = ModulesBelow(module, name, package)
 
     def _merge(self, call: ModelCall, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Return the attention's output: merged as in `AttentionSite` if the rule is not tomesd's.
-
-        If it is tomesd's, `_run_part` answers; without a `ModelCall.block` the attention runs unmerged.
-        """
+        """Return the attention's output: by `_run_part` if the rule is tomesd's, else merged as in `AttentionSite`."""
         if not call.rules[self.level].attn.is_as_tomesd:
             return super()._merge(call, args, kwargs)
-        return self.original(*args, **kwargs) if call.block is None else _run_part(self, call, args, kwargs)
+        return _run_part(self, call, args, kwargs)
+
+    def _answer_in_graph(self, call: ModelCall, attention_call: AttentionCall) -> torch.Tensor:
+        """Return the attention's output as in `AttentionSite`, but unmerged, and counted, if the rule is tomesd's.
+
+        The operator of a graph gets queries, keys and values, while tomesd's way is to merge what they are made of.
+        """
+        rule, (batch, tokens) = call.rules[self.level].attn, attention_call.q.shape[:2]
+        if rule is None or not rule.is_as_tomesd:
+            return super()._answer_in_graph(call, attention_call)
+        call.state.count_unmerged(self.level, PARTS_COMPILED, batch, tokens)
+        return attention_call.unmerged()
 
 
 def _run_part(site: PartSite | BlockAttentionSite, call: ModelCall, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Return the output of a part for all tokens, by `around`: it merges by `ModelCall.block`, which must be set."""
+    """Return the output of a part for all tokens, by `around`: it merges by `ModelCall.block`.
+
+    Without that input of its block it runs on all tokens, and the reason is counted.
+    """
     block, part = call.block, site.place.part
+    if not isinstance(block, BlockInput):
+        x = args[0] if args else named(kwargs, LATENTS)
+        batch, tokens = x.shape[:2] if torch.is_tensor(x) and x.dim() > 1 else (0, 0)
+        call.state.count_unmerged(site.place.level, block or _why_no_input(site, call), batch, tokens, part)
+        return site.original(*args, **kwargs)
     tokens, context = block.x.shape[1], args[1] if len(args) > 1 else named(kwargs, CONTEXTS)
     keys = context.shape[1] if part == "crossattn" and torch.is_tensor(context) else 0
 
@@ -193,6 +225,16 @@ def _run_part(site: PartSite | BlockAttentionSite, call: ModelCall, args: tuple,
         return _why_of_part(part, block.x, args, kwargs, context) or foreign_mode() or site.below.why()
 
     return around(call, site.place, block.x, block.grid, run, why_whole, keys)
+
+
+def _why_no_input(site: PartSite | BlockAttentionSite, call: ModelCall) -> str:
+    """Return why the wrap around a part's block was not called: a compiler, or another program's method."""
+    if PARTS_COMPILED in call.state.ledger.levels[site.place.level].traced:
+        return PARTS_COMPILED
+    block = module_at(site.wraps.wraps[0].target, site.place.name)
+    methods = (foreign_method_on(block, name) for name in ("forward", "_forward") if hasattr(type(block), name))
+    method = next(filter(None, methods), None)
+    return REPLACED if method is None else f"{REPLACED}: {full_name(method)}"
 
 
 def _call_merged(original: Callable, args: tuple, kwargs: dict[str, Any], tokens: int, merge: Merge) -> Any:

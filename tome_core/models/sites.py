@@ -232,8 +232,12 @@ class AttentionSite(NumberedSite):
             call.called_attentions.append(self.path)
         function = replacement_for(self.target).replaced_function
         attention_call = function.read(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa, **options)
-        out = attention_call.unmerged() if call is None else self._answer(call, [])(attention_call)
+        out = attention_call.unmerged() if call is None else self._answer_in_graph(call, attention_call)
         return out.transpose(1, 2) if by_head else out
+
+    def _answer_in_graph(self, call: ModelCall, attention_call: AttentionCall) -> torch.Tensor:
+        """Return the output of an attention of a compiled graph, in the host's form."""
+        return self._answer(call, [])(attention_call)
 
     def _merge_by_description(self, known: AttentionDescription, call: ModelCall, args: tuple, kwargs: dict) -> Any:
         """Return the output, merged as `known` describes, of an attention that computes scores by hand."""
@@ -336,7 +340,7 @@ def count_missed(
         is_missed = site.path not in call.called_attentions if missed is None else site.path in missed
         if not is_missed or call.rules[site.level].attn is None or call.state.ledger.levels[site.level].traced:
             continue
-        block = _module_at(model, site.path.rpartition(".")[0])
+        block = module_at(model, site.path.rpartition(".")[0])
         places = [] if not site.is_on_top() else [block] if call.called_attentions else [block, model]
         replacements = over_hook(site.target), *map(foreign_method_on, filter(None, places))
         others = [full_name(method) for method in replacements if method is not None]
@@ -348,7 +352,7 @@ def count_missed(
         wraps.put_back()
 
 
-def _module_at(model: nn.Module, path: str) -> nn.Module | None:
+def module_at(model: nn.Module, path: str) -> nn.Module | None:
     """Return the module at a path; None if another program has put other modules there since, as block caches do."""
     try:
         return model.get_submodule(path)

@@ -97,17 +97,17 @@ class UNetAdapter:
                 siblings = [other for other in places if other.transformer is before]
                 names = {f"{other.path}.attn1" for other in siblings if getattr(other.block, "attn1", None) is not None}
                 yield make(TransformerSite, before, level, names)
-            kind, parts = AttentionSite, ()
+            kind, parts, package = AttentionSite, (), ()
             if "tomesd" in ways[level]:
-                kind, parts = BlockAttentionSite, _PARTS
+                kind, parts, package = BlockAttentionSite, _PARTS, (type(place.block).__module__,)
                 yield make(BlockInputSite, place.block, level)
             elif "blocks" in ways[level] and place is not siblings[0]:
                 yield make(WholeBlockSite, place.block, place.path, level)
             if getattr(place.block, "attn1", None) is not None:
-                yield make(kind, place.block.attn1, f"{place.path}.attn1", level, place.halvings)
+                yield make(kind, place.block.attn1, f"{place.path}.attn1", level, place.halvings, *package)
             for part, name in parts:
                 if getattr(place.block, name, None) is not None:
-                    yield make(PartSite, getattr(place.block, name), place.path, part, level)
+                    yield make(PartSite, getattr(place.block, name), f"{place.path}.{name}", level, part, *package)
 
     def pick(self, unet: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> list[Any]:
         """Return latent and timestep, by place or by known names, None for a missing one. A compiler can trace this."""

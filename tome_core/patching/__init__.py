@@ -102,7 +102,8 @@ def apply_patch(
 ) -> Any:  # fmt: skip
     """Merge tokens in a model, in place, with tomesd's arguments and method, and return the model.
 
-    `patch` has better defaults, such as proportional attention, and raises the same errors.
+    `patch` has better defaults, such as proportional attention, and raises the same errors. In transformers, which
+    tomesd does not patch, queries, keys and values merge after their projections, by the keys.
 
     Args:
         model: see `patch`.

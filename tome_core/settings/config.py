@@ -157,7 +157,7 @@ class MergeRule:
         parts = self.merge_attn, self.merge_crossattn, self.merge_mlp, self.merge_blocks
         return self.effective_ratio == 0 or not any(parts)
 
-    @cached_property
+    @property  # not cached: compilers trace it, and know no lock
     def is_as_tomesd(self) -> bool:
         """True if blocks merge tomesd's way: queries with keys and values, without proportional attention."""
         return self.side == "qkv" and not self.proportional

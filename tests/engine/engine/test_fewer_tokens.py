@@ -13,6 +13,7 @@ from torch import nn
 import tome_core
 from tests.families import MODELS
 from tests.models import SDXL, inputs, note_tokens, sdxl, seeded, unet
+from tests.operators import OperatorCounter
 from tome_core import MergeConfig, MergePlan, MergeRule
 from tome_core.engine import fewer_tokens
 from tome_core.engine.decision import BlockInput
@@ -20,7 +21,7 @@ from tome_core.engine.fewer_tokens import Place, around
 from tome_core.engine.merged_tokens import LazyTokens, MergedTokens, pick_samples
 from tome_core.hosting import state_of
 from tome_core.merging.grid import Grid
-from tome_core.merging.methods import METHODS
+from tome_core.merging.methods import METHODS, base
 from tome_core.models.unet_blocks import find_blocks
 from tome_core.reporting.ledger import FEW_TOKENS, NO_GRID
 
@@ -456,6 +457,20 @@ def test_parts_of_a_block_share_the_match_of_their_rule(monkeypatch):
         for part in ("crossattn", "mlp"):
             Run(ALL).at(call, Place(f"t.{number}", 0, part))
         assert len(made) == number + 1
+
+
+@torch.no_grad()
+def test_a_block_input_in_another_order_of_memory_is_copied_once_for_a_match(monkeypatch):
+    """diffusers' blocks get such an input, and queries are taken from it slice by slice."""
+    monkeypatch.setitem(base._SCORE_BYTES, "cpu", 4 * 2 * 64 * 16)
+    clones, pictures = [], []
+    for x in (ALL, ALL.mT.contiguous().mT):
+        call, run = begin(merge_blocks=False, merge_mlp=True), Run(ALL)
+        call.block = BlockInput(x, GRID, {})
+        with OperatorCounter() as counter:
+            pictures.append(around(call, Place("t.0", 0, "mlp"), x, GRID, run, str))
+        clones.append(counter.by_name["clone"])
+    assert torch.equal(*pictures) and clones[1] == clones[0] + 1
 
 
 @torch.no_grad()

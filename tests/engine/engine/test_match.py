@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tests.sequences import attention
-from tome_core import MergeRule
-from tome_core.engine.match import match
+from tome_core import MergeConfig, MergeRule
+from tome_core.engine.match import draw_of, match
+from tome_core.hosting import state_of
 from tome_core.merging import grid as layouts
 from tome_core.merging.grid import Grid, Layout, tokens_in, windows
 from tome_core.merging.methods import METHODS
@@ -49,3 +50,18 @@ def test_each_window_merges_as_it_would_alone_and_is_renewed_from_its_own_plan(l
     assert_as_alone(renewed, later, layout, rule, parts)
     assert not torch.equal(renewed.group, plan.group.expand_as(renewed.group))
     assert match(later.k, later.v, layout, rule, None, renewed).num_groups == plan.num_groups, "and once more"
+
+
+def test_matches_of_a_call_share_a_draw_if_they_have_one_seed_level_and_device():
+    state = state_of(MergeConfig(), 2)
+    call, places = state.begin(500, None), [(0, 0, "cpu"), (1, 0, "cpu"), (0, 1, "cpu"), (0, 0, "meta")]
+
+    def draw(call, level, seed, device):
+        return draw_of(call, level, MergeRule(seed=seed), torch.device(device))
+
+    for place in places:
+        ours, alone = draw(call, *place), draw(state.begin(500, None), *place)
+        assert ours is draw(call, *place) is not alone
+        assert (ours.seed, ours.level, ours.time.device) == (alone.seed, alone.level, alone.time.device)
+    assert len({id(draw(call, *place)) for place in places}) == len(places)
+    assert draw_of(call, 0, MergeRule(use_rand=False), torch.device("cpu")) is None

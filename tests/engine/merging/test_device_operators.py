@@ -12,6 +12,7 @@ from tests.operators import OperatorRecorder, lacking
 from tests.sd_block import SpatialTransformer, UNet
 from tome_core import MergeConfig
 from tome_core.merging import plan
+from tome_core.merging.methods import base
 from tome_core.settings.presets import PRESETS
 from tome_core.settings.schedule import STABLE_DIFFUSION
 
@@ -27,6 +28,7 @@ LIKE_BALANCED = ("quality", "fast")  # but for their ratios
 @pytest.fixture
 def _as_on_directml(monkeypatch):
     monkeypatch.setattr(plan, "_WITHOUT_INDEX_ADD", ("cpu",))
+    monkeypatch.setattr(base, "_WITH_SLOW_MAX", ())
 
 
 def operators_of(model, call, config) -> OperatorRecorder:

@@ -9,8 +9,8 @@ from tomesd.merge import bipartite_soft_matching_random2d
 
 from tome_core import MergePlan, MergeRule
 from tome_core.engine.match import match as match_heads
-from tome_core.merging.grid import WINDOW, Draw, Grid, Layout, cells, draw_choices, windows
-from tome_core.merging.methods import METHODS, MatchOptions
+from tome_core.merging.grid import WINDOW, Draw, Grid, Layout, cells, draw_choices, split_grid, windows
+from tome_core.merging.methods import METHODS, MatchOptions, base
 from tome_core.merging.methods.bipartite import refine_plan
 from tome_core.merging.methods.cluster import ITERATIONS
 from tome_core.merging.metric import METRICS, of_unit_spread
@@ -139,6 +139,33 @@ def test_clusters_are_lloyds_algorithm_on_tokens_or_on_their_cosines(name, ratio
     assert match(name, x, (6, 6), ratio=ratio).group[0].tolist() == expected
 
 
+def whole_numbers(*shape, seed=0):
+    """So few that many products are equal."""
+    return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+@pytest.mark.parametrize("keys, slices", [(1, 1), (7, 3), (96, 1), (96, 5)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_of_keys_with_equal_scores_the_first_is_the_best(has_bias, keys, slices, monkeypatch):
+    x, among = whole_numbers(2, 60, 3), whole_numbers(2, keys, 3, seed=1)
+    bias = whole_numbers(2, keys, seed=2).masked_fill(torch.arange(keys) == 3, float("-inf")) if has_bias else None
+    monkeypatch.setitem(base._SCORE_BYTES, "cpu", 4 * 2 * keys * 60 // slices)
+    scores = x @ among.mT + (0 if bias is None else bias[:, None])
+    expected = scores.numpy().argmax(2)  # the first of the highest ones
+    score, index = base.best_keys(x, None, among, bias)
+    assert torch.equal(score, scores.amax(2)) and (index.numpy() == expected).all()
+    assert keys == 1 or any((row == row.max()).sum() > 1 for row in scores[0]), "some are equal"
+
+
+def test_a_query_that_is_no_number_gets_a_key_that_there_is_and_the_others_theirs():
+    x, keys = tokens((4, 4)), tokens((3, 3), seed=1)
+    _, expected = base.best_keys(x, None, keys)
+    x[:, 5] = torch.nan
+    _, index = base.best_keys(x, None, keys)
+    others = torch.arange(16) != 5
+    assert ((index >= 0) & (index < 9)).all() and torch.equal(index[:, others], expected[:, others])
+
+
 def choices(seed, level, *times, count=1024, dtype=torch.float32):
     return draw_choices(Draw(seed, level, torch.tensor(times, dtype=dtype)), count, 4, torch.device("cpu"))
 
@@ -152,6 +179,16 @@ def test_destinations_depend_on_seed_level_and_time_and_are_spread_evenly_over_t
     assert torch.equal(both[:1], base) and not torch.equal(both[1:], base)
     counts = choices(3, 0, *range(50), count=4096).flatten().bincount(minlength=4)
     assert (counts / counts.sum() - 0.25).abs().max() < 0.005
+
+
+def test_a_draw_that_keeps_its_results_gives_each_grid_and_cell_its_own():
+    draw = Draw(1, 0, torch.tensor([500.0]), {})
+    grids, sides = (Grid(8, 8), Grid(4, 16), Grid(16, 8, 2)), ((2, 2), (4, 2), (2, 4))
+    for _, grid, (sy, sx), st, device in itertools.product(range(2), grids, sides, (1, 2), ("cpu", "meta")):
+        x = torch.empty(1, device=device)
+        kept, fresh = (split_grid(grid, sy, sx, one, x, st) for one in (draw, draw._replace(known=None)))
+        assert kept[0].device == x.device and [part.shape for part in kept] == [part.shape for part in fresh]
+        assert device == "meta" or all(map(torch.equal, kept, fresh))
 
 
 # --- what is compared -------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from tome_core import MergeConfig, MergePlan, MergeRule
 from tome_core.models import compiled as operators
 from tome_core.models import find_models
 from tome_core.models.sites import AttentionSite
+from tome_core.reporting.ledger import PARTS_COMPILED
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 for_inductor = pytest.mark.skipif(
@@ -229,6 +231,65 @@ def test_an_attention_that_a_graph_cannot_ask_is_left_alone_and_named(change: Ca
         (level,) = handle.report().levels
         assert level.calls_merged == level.blocks - 1
         assert "its function is not known in a compiled model" in str(handle.report())
+
+
+def attentions(family: Family, model: Any, backend: Any = "eager") -> nn.Module:
+    """Compile each self-attention alone."""
+    for path, module in model.named_modules():
+        if path.endswith("attn1"):
+            module.compile(backend=backend, fullgraph=True)
+    return model
+
+
+def transformers(family: Family, model: Any, backend: Any = "eager") -> nn.Module:
+    for module in model.modules():
+        if hasattr(module, "transformer_blocks"):
+            module.compile(backend=backend)
+    return model
+
+
+AS_TOMESD = MergeConfig(ratio=0.5, proportional=False, use_rand=False)
+
+
+@ways(("tiny", whole), ("least", by_blocks), ("tiny", attentions), ("least", whole), ("least", in_place),
+      ("tiny", transformers), ("ldm_sd1", whole), ("ldm_sd1", attentions), quick=3)  # fmt: skip
+@pytest.mark.parametrize("parts", some_quick([True, False]), ids=["all parts", "self-attention"])
+@pytest.mark.parametrize("comes_first", [True, False], ids=["patched first", "compiled first"])
+def test_parts_that_merge_as_in_tomesd_merge_uncompiled_alone_and_the_report_says_so(comes_first, parts, family, way):
+    """Two kinds of self-attention may not merge in one picture, one by the block's input and one by keys."""
+    config = replace(AS_TOMESD, merge_crossattn=parts, merge_mlp=parts)
+    eager, model, in_graph = family.build(), family.build(), way is not attentions
+    compiled = model if comes_first else way(family, model)
+    plain = picture(family, compiled)
+    with tome_core.patch(compiled, config) as handle:
+        compiled = way(family, model) if comes_first else compiled
+        merged = picture(family, compiled)
+        level = handle.report().levels[0]
+        assert level.traced or level.skipped == {f"attn: {PARTS_COMPILED}": level.blocks}
+        assert not level.tokens and "compiled" in str(handle.report())
+        assert not in_graph or PARTS_COMPILED in level.traced
+    with tome_core.patch(eager, replace(config, merge_attn=False)) as wanted:
+        expected = plain if in_graph else picture(family, eager)
+        assert level.merged == wanted.report().levels[0].merged
+    assert torch.equal(merged, expected) and torch.equal(merged, plain) == (in_graph or not parts)
+
+
+def test_a_compiled_model_may_be_patched_tomesds_way_and_otherwise_in_turn():
+    plain, strong = TINY.call(TINY.build()), merged_eagerly(TINY, STRONG)
+    compiled = whole(TINY, TINY.build())
+    for _ in range(2):
+        for config, expected in ((MergeConfig(**STRONG), strong), (AS_TOMESD, plain)):
+            with tome_core.patch(compiled, config) as handle:
+                assert torch.equal(TINY.call(compiled, timestep=TIMES[0]), expected)
+                assert handle.report().merged_anything == (expected is strong)
+
+
+def test_a_rule_in_force_that_is_not_tomesds_merges_in_a_graph_and_the_other_does_not():
+    rules = MergeRule(**STRONG, min_timestep=500), AS_TOMESD.rules[0]
+    plain, compiled = TINY.build(), whole(TINY, TINY.build())
+    with tome_core.patch(eager := TINY.build(), **STRONG), tome_core.patch(compiled, MergeConfig(rules=rules)):
+        for time, expected in ((900, eager), (100, plain), (800, eager)):
+            assert torch.equal(TINY.call(compiled, time), TINY.call(expected, time))
 
 
 def test_a_compiled_block_merges_in_its_self_attention_alone_and_says_so():

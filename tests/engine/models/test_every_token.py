@@ -142,7 +142,7 @@ def test_a_block_is_not_asked_again_unless_something_changed(monkeypatch):
     block = a_block()
     below = ModulesBelow(block)
     assert below.why() == ""
-    monkeypatch.setattr(every_token, "_reasons", lambda top: iter(["asked"]))
+    monkeypatch.setattr(every_token, "_reasons", lambda *_: iter(["asked"]))
     assert below.why() == ""
     block.ff.register_forward_hook(a_hook)
     assert below.why() == "asked"

@@ -1,6 +1,7 @@
 """Parts and blocks by their wraps: with which arguments they get merged tokens, and whose errors pass."""
 
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,13 +57,16 @@ def begin(**settings: Any) -> ModelCall:
 def on(part: str, call: ModelCall | None) -> Part:
     """A part with its wrap, in a call."""
     module = Part()
-    wraps = SimpleNamespace(calls=SimpleNamespace(current=call), call_outside_forward=lambda: None, regain_top=id)
+    root = nn.Module()
+    root.b = Part()
+    wraps = SimpleNamespace(calls=SimpleNamespace(current=call), call_outside_forward=lambda: None, regain_top=id,
+                            wraps=[SimpleNamespace(target=root)])  # fmt: skip
     if part == "attn":
         site = BlockAttentionSite(module, wraps, "b.attn1", 0)
     elif part == "block":
         site = WholeBlockSite(module, wraps, "b.1", 0)
     else:
-        site = PartSite(module, wraps, "b", part, 0)
+        site = PartSite(module, wraps, "b.part", 0, part, "")
     site.install()
     return module
 
@@ -142,14 +146,41 @@ def test_beside_a_function_mode_and_a_hook_of_others_all_run_whole(what: str, pa
 
 @torch.no_grad()
 @pytest.mark.parametrize("part", [*PARTS, "block"])
-@pytest.mark.parametrize("why", ["no call", "no block", "no rule"])
+@pytest.mark.parametrize("why", ["no call", "no rule"])
 def test_where_nothing_is_to_merge_a_part_is_only_called(why: str, part: str, caplog):
     call = begin(**{"merge_attn": False, "merge_mlp": False, "merge_crossattn": False, "ratio": 0.0}
                  if why == "no rule" else {})  # fmt: skip
-    call.block = None if why == "no block" else call.block
     module = on(part, None if why == "no call" else call)
     assert module(X) is X and module.counts() == [64] and not caplog.records
     assert part == "attn" or not call.state.report().reasons
+
+
+def own_forward(*_: Any) -> None:
+    """Another program's, in place of a block's."""
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("case", ["a reason", "compiled", "replaced", "replaced within", "not called"])
+def test_without_its_blocks_input_a_part_runs_whole_and_says_why(case: str, part: str):
+    call = begin()
+    call.block = ARGUMENTS if case == "a reason" else None
+    module = on(part, call)
+    block = vars(module)["forward"].__self__.wraps.wraps[0].target.b
+    if case == "compiled":
+        call.state.ledger.note_traced(0, PARTS_COMPILED)
+    elif case == "replaced":
+        block.forward = own_forward
+    elif case == "replaced within":  # LDM's
+        block.__class__ = type("Inner", (Part,), {"_forward": Part.forward})
+        block._forward = own_forward
+    assert module(X, TEXT[:, :0]) is X and module.counts() == [64, 0]
+    (reason,) = call.state.report().reasons
+    replaced = "another program runs in its place"
+    assert reason == f"{part}: " + {"a reason": ARGUMENTS, "compiled": PARTS_COMPILED, "not called": replaced}.get(
+        case, f"{replaced}: {__name__}.own_forward")
+    (level,) = call.state.report().levels
+    assert level.skipped == {reason: 1} and not level.merged
 
 
 @torch.no_grad()
@@ -168,15 +199,20 @@ def test_a_block_merges_an_input_by_name(name: str):
     assert not args and kwargs[name].shape[1] < 64 and kwargs["context"] is TEXT and out.shape == X.shape
 
 
-@pytest.mark.parametrize("kind, merges", [(PartSite, "merge_mlp"), (WholeBlockSite, "merge_blocks")])
-def test_what_a_compiler_traces_runs_whole_and_is_noted_if_a_rule_merges_it(kind: type, merges: str):
-    rules = MergeRule(max_timestep=500.0), MergeRule(**{merges: True})
+a_part, a_block = partial(PartSite, place="b.ff", part="mlp", package=""), partial(WholeBlockSite, path="b.1")
+
+
+@pytest.mark.parametrize("kind, of_rule, is_noted", [
+    (a_part, {"merge_mlp": True}, True), (a_part, {"proportional": False}, False),
+    (a_block, {"merge_blocks": True}, True), (BlockInputSite, {"proportional": False}, True),
+    (BlockInputSite, {"merge_mlp": True}, False),
+    (BlockInputSite, {"merge_mlp": True, "merge_attn": False, "proportional": False}, False)])
+def test_what_a_compiler_traces_runs_whole_and_is_noted_if_a_rule_merges_it(kind, of_rule, is_noted):
+    rules = MergeRule(max_timestep=500.0), MergeRule(**of_rule)
     state, module = state_of(MergeConfig(rules=rules), 1), Part()
     for patch in (None, state):
-        wraps = SimpleNamespace(patch=patch)
-        site = PartSite(module, wraps, "b", "mlp", 0) if kind is PartSite else WholeBlockSite(module, wraps, "b.1", 0)
-        assert site.trace(X) is X
-    assert state.report().levels[0].traced == {PARTS_COMPILED}
+        assert kind(module, SimpleNamespace(patch=patch), level=0).trace(X) is X
+    assert state.report().levels[0].traced == ({PARTS_COMPILED} if is_noted else set())
 
 
 def test_of_ldms_blocks_the_inner_method_is_wrapped():
@@ -202,16 +238,16 @@ class Block(Part):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("args, kwargs, is_grid, is_said", [
-    ((X,), {}, True, False), ((), {"hidden_states": X}, True, False), ((X[:, 1:],), {}, False, True),
-    ((X[0],), {}, False, False), ((None,), {}, False, False)])
-def test_parts_merge_by_their_blocks_input_while_it_runs(args, kwargs, is_grid, is_said):
+@pytest.mark.parametrize("args, kwargs, why", [
+    ((X,), {}, ""), ((), {"hidden_states": X}, ""), ((X[:, 1:],), {}, NO_GRID), ((X[0],), {}, ARGUMENTS),
+    ((None,), {}, ARGUMENTS)])
+def test_parts_merge_by_their_blocks_input_while_it_runs(args, kwargs, why):
     call = begin()
     outer, block = call.block, Block(call)
     block(*args, **kwargs)
     (seen,) = block.seen
-    assert (seen is not None and seen.x is X and seen is not outer) == is_grid and call.block is outer
-    assert [NO_GRID in why for why in call.state.report().reasons] == [True] * is_said
+    assert why in seen if why else (seen.x is X and seen is not outer)
+    assert call.block is outer and not call.state.report().reasons, "its parts say so"
 
 
 class Cancelled(Exception):
@@ -226,7 +262,7 @@ def fail(*_: Any) -> None:
 def test_a_mistake_of_ours_with_a_blocks_input_leaves_its_parts_whole_and_others_errors_pass(monkeypatch):
     block = Block(begin())
     with failing(BlockInputSite._input_of):
-        assert block(X) is X and block.seen == [None]
+        assert block(X) is X and not isinstance(block.seen[0], BlockInput)
     block.error = Cancelled()
     with pytest.raises(Cancelled):
         block(X)

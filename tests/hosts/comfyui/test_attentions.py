@@ -33,4 +33,4 @@ def test_a_compiled_unet_merges_in_any_order_and_branches_beside_it_are_as_ever(
     assert plain not in merged and merged[0] != merged[1]
     assert bytes_of(seen, "compiled") == plain and bytes_of(seen, "compiled more") == merged[1]
     assert all(bytes_of(seen, name) == merged[0] for name in ("after", "before", "applied again"))
-    assert "256 tokens -> 128" in report_of(seen, before) and "256 tokens -> 64" in report_of(seen, more)
+    assert "256 tokens in 128 groups" in report_of(seen, before) and "256 tokens in 64 groups" in report_of(seen, more)

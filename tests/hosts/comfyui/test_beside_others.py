@@ -11,7 +11,7 @@ OTHERS = {  # a node -> its inputs, and the report's words in both orders
     "TomePatchModel": ({"ratio": 0.3}, "another node's patch changed the tokens (nodes_tomesd.TomePatchModel.execute)"),
     "PatchModelAddDownscale": (
         {"block_number": 1, "downscale_factor": 2.0, "start_percent": 0.0, "end_percent": 1.0,
-         "downscale_after_skip": True, "downscale_method": "bicubic", "upscale_method": "bicubic"}, "tokens -> "),
+         "downscale_after_skip": True, "downscale_method": "bicubic", "upscale_method": "bicubic"}, "tokens in "),
     "PerturbedAttentionGuidance": ({"scale": 3.0}, "another program runs in its place: nodes_pag.Perturbed"),
     "SelfAttentionGuidance": ({"scale": 0.5, "blur_sigma": 2.0}, "another program runs in its place: nodes_sag."),
     # EasyCache leaves out all steps that it may

@@ -6,12 +6,12 @@ from tests.hosts.comfyui.graphs import Graph, bytes_of, distance, report_of
 from tests.hosts.comfyui.running import Comfy
 
 SETTINGS = {"merge_what": "k+v", "ratio": 0.9375, "sx": 4, "sy": 4, "metric": "keys+values", "use_rand": False,
-            "refine": 1, "only_if_it_pays": False}  # fmt: skip
+            "refine": 1, "keep": 1000.0, "only_if_it_pays": False}  # fmt: skip
 MODELS = {  # settings, the report's words, and the largest distance of a merged picture from the plain one
     "sd1": ({}, "256 tokens in 128 groups", 1.0),
-    "sdxl": ({}, "64 tokens -> 32", 1.0),
-    **dict.fromkeys(("flux", "sd3", "qwen_image"), (SETTINGS, "1101 tokens -> 141 keys", 0.06)),
-    "wan": (SETTINGS, "2048 tokens -> 128 keys", 0.06), "z_image": (SETTINGS, "1024 tokens -> 181 keys", 0.06),
+    "sdxl": ({}, "64 tokens in 32 groups", 1.0),
+    **dict.fromkeys(("flux", "sd3", "qwen_image"), (SETTINGS, "1,101 tokens in 141 groups", 0.06)),
+    "wan": (SETTINGS, "2,048 tokens in 128 groups", 0.06), "z_image": (SETTINGS, "1,024 tokens in 181 groups", 0.06),
 }  # fmt: skip
 
 
@@ -36,7 +36,7 @@ def test_whole_blocks_of_sdxl_merge_and_are_off_again(comfy):
     seen = comfy.good(graph.graph)
     assert bytes_of(seen, "plain") == bytes_of(seen, "removed")
     assert 0 < distance(seen, "applied", "plain") < 1.0
-    assert "latent /4: 16 tokens -> 5; whole blocks 16 tokens -> 5, " in report_of(seen, applied)
+    assert "latent /4: 16 tokens in 5 groups; whole blocks on 5 of 16 tokens, " in report_of(seen, applied)
 
 
 def test_the_percent_range_counts_steps_as_comfyui_does(comfy):

@@ -100,7 +100,7 @@ def test_after_reload_ui_unfolding_switches_nothing_on_and_a_clicked_marks_pictu
 
 
 def test_there_are_three_controls_and_where_with_hires_fix_and_the_line_answers(page):
-    """It answers when the page opens, and after each picture."""
+    """It answers as soon as the page opens."""
     page.wait("line", "/^off; if enabled, 512x512: /.test(it.textContent.trim())")
     page.unfold()
     names = ("enabled", "strength", "where", "expert", "own", "sx")
@@ -108,11 +108,6 @@ def test_there_are_three_controls_and_where_with_hires_fix_and_the_line_answers(
     page.be_small()
     answer = "{width}x{height}: merges".format(**PAYING)
     page.wait("line", f"it.innerText.includes('if enabled, {answer}')")
-    if page.webui.kind == "a1111":  # the Forges have no HyperTile
-        for is_on, text in ((True, "HyperTile is on"), (False, answer)):
-            page.webui.choose(hypertile_enable_unet=is_on)
-            page.draw()
-            page.wait("line", f"it.innerText.includes('{text}')")
     page.at("enabled input").check()
     page.wait("line", f"it.innerText.trim().startsWith('{answer}')")
     page.page.locator("#txt2img_hr .label-wrap").first.click()

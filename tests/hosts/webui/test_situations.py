@@ -3,6 +3,7 @@
 import pytest
 
 from tests.hosts.webui.running import ASKED, HALF, SAVED
+from tests.hosts.webui.test_browser import Page
 
 TILED = "HyperTile is on, whose tiles need every token"
 GUIDANCE = {"cond and uncond in two calls": {"override_settings": {"batch_cond_uncond": False}},
@@ -57,3 +58,15 @@ def test_hypertile_leaves_us_the_passes_that_it_leaves_alone(in_a1111):
     assert line.endswith(f"; first pass: {TILED}"), line
     job = {"override_settings": {"hypertile_enable_unet": True}}
     assert in_a1111.law(HALF, **job, merges=False) == f"{ASKED}, nothing merged: {TILED}"
+
+
+def test_the_panels_line_answers_again_after_each_picture(in_a1111, chromium):
+    """HyperTile, which is set elsewhere, changes the answer. This test is the last, because its wrappers stay."""
+    with chromium.new_page(viewport={"width": 1280, "height": 1300}) as tab:
+        page = Page(tab, in_a1111.webui)
+        page.be_small()
+        page.wait("line", "/[0-9]+x[0-9]+: merges/.test(it.textContent)")
+        for is_on, text in ((True, "HyperTile is on"), (False, ": merges")):
+            in_a1111.webui.choose(hypertile_enable_unet=is_on)
+            page.draw()
+            page.wait("line", f"it.textContent.includes('{text}')")
