@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 
+import tome_core
 from benchmarks.networks import TRANSFORMER, UNET, Work
 from benchmarks.variants import VARIANTS
 from demo import model, transformer
@@ -94,3 +95,22 @@ def test_a_strength_switches_at_its_timestep_and_keeps_its_matches_through_a_pic
     (early, matched), (kept, still), (late, _) = shares
     assert early == kept == pytest.approx(share(1 / 64)) and late > 2 * early
     assert matched and still == matched
+
+
+def test_attention_alone_merges_as_its_strength_but_no_whole_blocks(monkeypatch):
+    """The coarsest level of SDXL's layout has 4x4 tokens here, and a late step merges blocks."""
+    handles, patch = [], tome_core.patch
+
+    def keep(*args, **kwargs):
+        handles.append(patch(*args, **kwargs))
+        return handles[-1]
+
+    monkeypatch.setattr(tome_core, "patch", keep)
+    scenes = tiny_scenes.make(tiny_scenes.UNET_XL)
+    noise = torch.randn(2, 12, SIDE, SIDE, generator=torch.Generator().manual_seed(5))
+    for name in ("preset-max", "attention-alone-max"):
+        with VARIANTS[name].put_on(scenes.network, 0), torch.inference_mode():
+            scenes(noise, torch.full((2,), 300), torch.tensor([[0, 5, 9, 12, 15, 20]] * 2))
+            assert handles[-1].report().levels[0].tokens, name
+    whole, alone = (handle.report() for handle in handles)
+    assert whole.block_tokens and not alone.block_tokens and whole.levels[0].tokens == alone.levels[0].tokens
