@@ -106,7 +106,7 @@ def test_there_are_three_controls_and_where_with_hires_fix_and_the_line_answers(
     names = ("enabled", "strength", "where", "expert", "own", "sx")
     assert {name for name in names if page.at(name).is_visible()} == {"enabled", "strength", "expert"}
     page.be_small()
-    answer = "{width}x{height}: merges".format(**PAYING)
+    answer = "{width}x{height}: about ".format(**PAYING)
     page.wait("line", f"it.innerText.includes('if enabled, {answer}')")
     page.at("enabled input").check()
     page.wait("line", f"it.innerText.trim().startsWith('{answer}')")

@@ -65,8 +65,8 @@ def test_the_panels_line_answers_again_after_each_picture(in_a1111, chromium):
     with chromium.new_page(viewport={"width": 1280, "height": 1300}) as tab:
         page = Page(tab, in_a1111.webui)
         page.be_small()
-        page.wait("line", "/[0-9]+x[0-9]+: merges/.test(it.textContent)")
-        for is_on, text in ((True, "HyperTile is on"), (False, ": merges")):
+        page.wait("line", "/[0-9]+x[0-9]+: about /.test(it.textContent)")
+        for is_on, text in ((True, "HyperTile is on"), (False, ": about ")):
             in_a1111.webui.choose(hypertile_enable_unet=is_on)
             page.draw()
             page.wait("line", f"it.textContent.includes('{text}')")
