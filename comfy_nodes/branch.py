@@ -19,6 +19,7 @@ _TITLE = "ToMe"
 _PAST_US = ("nothing merged: another node (DeepCache is one) calls the model directly, not through Apply ToMe; remove "
             "that node to merge")  # fmt: skip
 _STOPPED = "the sampling stopped before anything merged"
+_IN_FIRST = "stopped in the first step"
 _NOT_CALLED = "the model was not called"
 _OUT_OF_REACH = "this model computes its attention by code of its own, which the node does not reach"
 _UNUSED = ("nothing merged: no sampler used this model. If one ran, a node between, such as ModelMergeSimple, dropped "
@@ -196,11 +197,14 @@ class Sampling:
             merging.state.set_time()
         report = hosting.Report.join(merging.state.report() for merging in merged)
         report = replace(report, patched=bool(merged), own=self.remember(report))
+        hints = [note for note in report.notes if not note.startswith("nothing will merge")]  # those tell why, below
         # the report says why nothing merged if it has counts, or no level that a rule reaches
         has_report = any(level.merged or level.skipped or level.traced for level in report.levels) or (
             bool(merged) and not any(level.covered for level in report.levels))  # fmt: skip
         if has_report:
-            first, more = report.headline, [report.hindered, *strangers]
+            first, more = report.headline, [report.hindered, *strangers, *hints]
+            if time.stopped and not time.steps["steps"]:
+                first = _IN_FIRST
         elif time.steps["steps"] and not self._models:
             first, more = _PAST_US, []
         else:
@@ -208,7 +212,10 @@ class Sampling:
             first, *more = strangers or [f"nothing merged: {why}"]
         more = [*filter(None, more), *facts["unknown"]]
         line = f"{_TITLE}: {', '.join(filter(None, [settings, time.text, first]))}"
-        details = report.lines(_TITLE, [settings, time.text], more)
+        # a strength's settings tell a person nothing, and hints are in `more`
+        notes = tuple(note for note in report.notes if note not in hints)
+        shown = replace(report, notes=notes, settings=report.settings if facts["strength"] is None else ())
+        details = shown.lines(_TITLE, [settings, time.text], more)
         data = _data_of(line, facts, strangers, time, report)
         maps = {}
         if merged and not time.stopped:

@@ -13,7 +13,8 @@ HIDDEN = {"unique_id": "UNIQUE_ID"}
 HIDDEN_PROMPT = {**HIDDEN, "prompt": "PROMPT"}
 TOO_OLD = "ToMe: this ComfyUI is older than September 2025; update it to merge. The model is unchanged."
 OFF_TEXT = "ToMe is off, the model is unchanged."
-OFF_BY_SETTINGS = f"{OFF_TEXT[:-1]}: these settings merge nothing (ratio 0, or cells of one token: sx=1, sy=1)."
+OFF_BY_SETTINGS = f"{OFF_TEXT[:-1]}: these settings merge nothing ({{}})."
+OFF_BY_RATIO, OFF_BY_CELLS = map(OFF_BY_SETTINGS.format, ("ratio 0", "cells of one token: sx=1, sy=1"))
 NOT_APPLIED = "No merge map: there is no Apply ToMe on this model. Connect the model as it went into the sampler."
 NOT_WAITING = "No merge map: connect the sampler's latent or the decoded image, so that this node waits for it."
 FROM_CACHE = "No merge map: the sampler's result came from the cache. Change its seed and queue again."
@@ -32,7 +33,8 @@ class ApplyToMe(_Node):
     DISPLAY_NAME = "Apply ToMe (Token Merging)"
     DESCRIPTION = (
         "Makes sampling faster: when the model compares all parts of the picture, parts that are nearly alike (sky, "
-        "walls, blur) count as one. Large pictures gain most. "
+        "walls, blur) count as one. Large pictures gain most; a graphics card gains from 512 px on with SD1.x, from "
+        "1024 px with SDXL and transformers. "
         "For SD1.x, SD2.x, SDXL, and transformers such as Flux, SD3, Qwen-Image and Wan. Only samplers after "
         "this node change. After sampling the node shows the report."
     )
@@ -61,7 +63,9 @@ class ApplyToMe(_Node):
             host.say(TOO_OLD, unique_id)
             return (clone,)
         host.detach(clone)
-        config, text, whys = None, OFF_TEXT if settings is None else OFF_BY_SETTINGS, []
+        config, text, whys = None, OFF_TEXT, []
+        if settings is not None:
+            text = OFF_BY_CELLS if getattr(settings, "rules", None) and settings.rules[0].ratio else OFF_BY_RATIO
         try:
             config = inputs.config_of(strength, start, end, settings, curve_of(clone.model))
         except (TypeError, ValueError) as error:  # an unsupported model, a start after the end, or a linked value

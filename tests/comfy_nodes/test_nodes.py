@@ -64,7 +64,8 @@ def test_if_nothing_merged_the_first_line_says_why(server, monkeypatch):
     monkeypatch.setattr("tome_core.measuring.pays.is_host_bound", lambda *_: True)
     sample(apply(least_checkpoint(), only_if_it_pays=True))
     (*_, (_, small), _, (_, past), _, (_, waits)) = server.texts
-    assert small.startswith("ToMe: own settings, 2 steps, nothing merged: so few tokens that merging would not pay")
+    few = "the picture is so small that merging would not pay"
+    assert small.startswith(f"ToMe: own settings, 2 steps, nothing merged: {few}")
     assert "2 steps, nothing merged: at this size the GPU waits for kernel launches" in waits
     assert "2 steps, nothing merged: another node (DeepCache is one) calls the model directly" in past
 
@@ -173,7 +174,7 @@ STOPPED = "the sampling stopped before anything merged"
 OUTCOMES = {  # a branch that samples, and what its node shows
     "merged": (lambda: apply(least_checkpoint()), "% less work"),
     "off": (lambda: ApplyToMe().apply(least_checkpoint(), strength=0)[0], nodes.OFF_TEXT),
-    "off by settings": (lambda: apply(least_checkpoint(), sx=1, sy=1), nodes.OFF_BY_SETTINGS),
+    "off by settings": (lambda: apply(least_checkpoint(), sx=1, sy=1), nodes.OFF_BY_CELLS),
     "a wrong value": (lambda: apply(least_checkpoint(), start=0.7, end=0.3), "stepped aside, the model is unchanged"),
     "no number": (lambda: ApplyToMe().apply(least_checkpoint(), strength=[0.5])[0], "stepped aside"),
     "not applied": (least_checkpoint, nodes.NOT_APPLIED),
@@ -182,7 +183,7 @@ OUTCOMES = {  # a branch that samples, and what its node shows
     "a model of its own code": (of_its_own_code, "nothing merged: this model computes its attention by code of"),
     "failed in the model": (failing_model, f"nothing merged: {STOPPED}"),
     "failed before the model": (failing_sampler, f"nothing merged: {STOPPED}"),
-    "too small": (lambda: apply(least_checkpoint(), only_if_it_pays=True), "nothing merged: so few tokens"),
+    "too small": (lambda: apply(least_checkpoint(), only_if_it_pays=True), "nothing merged: the picture is so small"),
 }  # fmt: skip
 
 
@@ -223,7 +224,7 @@ def drawn(monkeypatch, server):
 
 
 def test_it_is_told_after_three_of_both_kinds(drawn):
-    assert drawn(False, 3) == nodes.OFF_BY_SETTINGS
+    assert drawn(False, 3) == nodes.OFF_BY_RATIO
     assert "less work" in drawn(True, 2)
     assert re.fullmatch(rf"ToMe: own settings, 7 steps, \d+% less work, {re.escape(TOLD)}", drawn(True))
 

@@ -50,7 +50,7 @@ def test_a_merged_picture_has_one_key_and_one_that_did_not_merge_none(webui):
     job = webui.job({**ungated, "where": "first pass"})
     assert job.infotexts == ["ToMe: 0.7; first pass; only_if_it_pays=False"]
     p = Processing(webui, (True, 0.7))
-    assert webui.process(p).infotexts == [""], "so few tokens"
+    assert webui.process(p).infotexts == [""], "so small"
     assert p.params_txt == "ToMe: 0.7", "of a picture to come it says what was asked"
     half = webui.job({**ungated, "where": "hires pass"}, enable_hr=True)
     assert half.infotexts[0].startswith("ToMe: 0.7; hires pass"), "one pass of it merged"

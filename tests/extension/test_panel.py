@@ -71,7 +71,7 @@ def test_the_folded_panel_says_if_merging_is_on_and_no_tooltip_of_ours_is_left_o
 # --- the line ---------------------------------------------------------------------------------------------------------
 
 TILED = "HyperTile is on, whose tiles need every token"
-FEW = "nothing merges, so few tokens that merging would not pay"
+FEW = "nothing merges, the picture is so small that merging would not pay"
 THEIRS = {"width": 128, "height": 128, "hr-checkbox": False, "hr_scale": 1.5, "hr_resize_x": 0, "hr_resize_y": 0}
 
 

@@ -12,7 +12,8 @@ from tests.webui_doubles import FREE, ON, TIMESTEPS, Interrupted, Processing, cu
 def test_a_picture_equal_to_plain_claims_nothing_and_says_why(webui):
     plain = webui.job().latents
     for args, why in (
-        ({"enabled": True}, "so few tokens"), ({**FREE, "start": 0.99}, "these steps stay whole, by start and end"),
+        ({"enabled": True}, "the picture is so small"),
+        ({**FREE, "start": 0.99}, "these steps stay whole, by start and end"),
         ({**FREE, "strength": 0}, "strength 0, left alone"),
         ({**FREE, "where": "hires pass"}, "not merged, because only the hires pass is to merge, and there is none")):
         job = webui.job(args)

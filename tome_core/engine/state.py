@@ -181,7 +181,8 @@ class State:
             return plan
 
         merged = None
-        if work.pays(rule, layout, tokens, heads, width, features, corrects, bool(is_kept)):
+        serves = bool(is_kept) and self.time.serves_several(rule.keep)
+        if work.pays(rule, layout, tokens, heads, width, features, corrects, serves):
             plans = find_plans(call, key, rule, k.device, match_rows)
         else:
             plans = Plans(None, call.kept_plans and call.kept_plans.timestep, rule, k.device, why=COSTS)

@@ -143,6 +143,14 @@ class ModelTime:
         self.timesteps: Sequence[float] | None = None  # of this sampling's steps
         self._mine = Samplings()
 
+    def serves_several(self, keep: float) -> bool:
+        """Tell whether a match that is kept for so many timesteps serves more than one step of this sampling.
+
+        If the steps are not known, as in a loop of the caller's own, it is thought to.
+        """
+        steps = self.timesteps or ()
+        return len(steps) < 2 or abs(steps[0] - steps[-1]) <= keep * (len(steps) - 1)
+
     @property
     def is_sampling(self) -> bool:
         """True during a sampling that a host has named or that this thread has begun."""

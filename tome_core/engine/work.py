@@ -91,7 +91,7 @@ def pays_in_part(rule: MergeRule, grid: Grid, channels: int, weights: int) -> bo
 
 @cache
 def pays(
-    rule: MergeRule, layout: Layout, tokens: int, heads: int, width: int, features: int, corrects: bool, is_kept: bool
+    rule: MergeRule, layout: Layout, tokens: int, heads: int, width: int, features: int, corrects: bool, serves: bool
 ) -> bool:
     """Tell whether a rule saves more work in a self-attention over a sequence of `tokens` than merging costs.
 
@@ -103,7 +103,7 @@ def pays(
         width: channels of a head.
         features: numbers of a token that a match compares.
         corrects: whether a correction is fitted.
-        is_kept: whether later calls use the same match.
+        serves: whether a match serves more than one step.
     """
     picture = tokens_in(layout)
     groups = groups_of(rule, layout.grid) + tokens - picture
@@ -113,5 +113,4 @@ def pays(
     if corrects:
         once += of_fit(count_answers(picture, width), tokens, groups, heads, width)
         saved -= of_correction(queries, heads, width)
-    # of a sampling, kept matches serve two calls and more at the numbers of steps for which `keep` was chosen
-    return once / (2 if is_kept else 1) < saved
+    return once / (2 if serves else 1) < saved

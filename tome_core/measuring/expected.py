@@ -44,7 +44,7 @@ def expected_share(model: Any, config: MergeConfig, height: int, width: int, ste
             tally.level = level
             grid = Grid(*(-(-side // tally.downsample) for side in latent.shape[2:]))
             rules, _ = decide(active.rules[level], FEW_TOKENS, grid.height * grid.width, latent.device.type, gate)
-            _count(ledger, level, grid, heads, stretches, rules.attn, rules.block, timestep, matched)
+            _count(ledger, level, grid, heads, stretches, rules.attn, rules.block, timestep, 1000 / steps, matched)
     full = ledger.rest + sum(tally.work_full for tally in ledger.levels)
     return max(0.0, 1 - (ledger.rest + sum(tally.work_left for tally in ledger.levels)) / full) if full else None
 
@@ -60,11 +60,11 @@ def _levels_of(adapter: Adapter) -> list[tuple[int, int]]:
 
 def _count(
     ledger: Ledger, level: int, grid: Grid, heads: int, stretches: int, attn: MergeRule | None, block: MergeRule | None,
-    timestep: float, matched: dict[tuple[int, MergeRule], float],
+    timestep: float, spacing: float, matched: dict[tuple[int, MergeRule], float],
 ) -> None:  # fmt: skip
     """Count a call of all blocks of a level, of one sample, in which these rules are in force.
 
-    `matched` has the timestep of the latest match by level and rule.
+    `spacing` is the distance of two steps; `matched` has the timestep of the latest match by level and rule.
     """
     tally, tokens = ledger.levels[level], grid.height * grid.width
     later = tally.blocks - stretches if block is not None else 0
@@ -77,7 +77,7 @@ def _count(
     alone, width = tally.blocks - later, tally.channels // heads
     features = tally.channels * 2 if attn is not None and attn.metric == "keys+values" else tally.channels
     sizes = tokens, heads, width, features
-    if attn is None or not work.pays(attn, Layout(grid), *sizes, attn.corrects, bool(attn.keep)):
+    if attn is None or not work.pays(attn, Layout(grid), *sizes, attn.corrects, attn.keep >= spacing):
         ledger.skip(level, "attn", COSTS, alone, tokens)
         return
     groups = work.groups_of(attn, grid)

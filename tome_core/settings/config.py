@@ -131,7 +131,7 @@ class MergeRule:
         "20 steps, one step is 50 timesteps.",
         minimum=0.0, maximum=1000.0, step=10.0, advanced=True, place=17, group=HOW, unit="timesteps of 1000")
     only_if_it_pays: bool = setting(
-        False, "Only if it pays", "Merge only if that saves time, by an estimate. If off, pictures of any size merge.",
+        False, "Only if it pays", "Merge only if that saves time, by an estimate. If off, merge if that saves work.",
         advanced=True, place=18, group=HOW_MUCH)
 
     def __post_init__(self) -> None:

@@ -99,11 +99,12 @@ def notes_on(config: MergeConfig, is_reached: bool, downsamples: list[int]) -> t
 
     `is_reached` tells whether a rule that is on reaches a level of the model.
     """
-    notes = [f"ratio {rule.ratio:g} is over the cap {rule.ratio_cap:g} of cells {rule.sx}x{rule.sy} and was clamped; "
-             "larger cells (sx, sy) allow more"
+    notes = [f"ratio {rule.ratio:g} is more than its cells allow and became {rule.ratio_cap:g}: {rule.sx}x{rule.sy} "
+             "tokens of which one stays; larger cells allow more"
              for rule in config.rules if rule.ratio > rule.ratio_cap]  # fmt: skip
     if config.early_ratio is not None and config.early_ratio > _HIGHEST_EARLY_RATIO:
-        notes.append(f"early_ratio {config.early_ratio:g} is over the cap {_HIGHEST_EARLY_RATIO:g} and was clamped")
+        most = f"{_HIGHEST_EARLY_RATIO:g}"
+        notes.append(f"early_ratio {config.early_ratio:g} is more than its cells allow and became {most}")
     if not is_reached and not config.is_off:
         have = ", ".join(f"/{d}" for d in downsamples)
         notes.append(f"nothing will merge: no rule reaches a level of this model, whose attention is at {have} of the "

@@ -18,7 +18,7 @@ from tome_core.settings.rules import LevelRules
 _SD15 = ((1, 320),) * 5 + ((2, 640),) * 5 + ((4, 1280),) * 5 + ((8, 1280),)
 _SDXL = ((2, 640),) * 10 + ((4, 1280),) * 60
 _CARDS = {"3060": ((8, 6), 28), "4090": ((8, 9), 128), "H200": ((9, 0), 132), "unknown": ((99, 0), 1)}
-_FEW = "so few tokens that merging would not pay"
+_FEW = "the picture is so small that merging would not pay"
 _ASKS, _MERGES = MergeRule(merge_mlp=True, only_if_it_pays=True), MergeRule()
 
 

@@ -10,7 +10,7 @@ import pytest
 import tome_core
 from tests.families import MODELS
 from tome_core import MergeConfig, Report
-from tome_core.reporting.ledger import HARMLESS, LevelTally
+from tome_core.reporting.ledger import FEW_TOKENS, HARMLESS, LevelTally
 from tome_core.reporting.report import percent
 
 CASE = MODELS["ldm_sd1"]
@@ -81,13 +81,13 @@ def test_what_hindered_merging_is_told_if_it_counts_and_nobody_asked_for_it():
 def test_what_cost_most_work_is_told_first_and_the_third_reason_not():
     why, mask = "a hook on ff may need every token; it merges without that", "an attention mask is on"
     merged = Counter({("block", 256, 64, 0): 6, ("attn", 256, 64, 64): 6})
-    skipped = Counter({f"block: {why}": 18, "block: so few tokens that merging would not pay": 6, f"attn: {mask}": 1})
+    skipped = Counter({f"block: {why}": 18, f"block: {FEW_TOKENS}": 6, f"attn: {mask}": 1})
     lost = Counter({f"attn: {mask}": 20, f"block: {why}": 30, "attn: third": 9})
     report = of_levels(LevelTally(4, 3, merged, skipped, lost, work_full=100, work_left=50))
     assert report.hindered == f"30% of the work could not merge: {why}; 20% of the work could not merge: {mask}"
     assert [line for line in report.lines() if "not merged" in line] == [
         f"  not merged, 18 whole blocks: {why}", f"  not merged, 1 call: {mask}",
-        "  not merged, 6 whole blocks: so few tokens that merging would not pay"]  # fmt: skip
+        f"  not merged, 6 whole blocks: {FEW_TOKENS}"]  # fmt: skip
     nothing = of_levels(LevelTally(4, 3, skipped=Counter({"attn: its rule merges other parts": 9, f"block: {why}": 1})))
     assert nothing.headline == f"nothing merged: {why}", "and not what is as asked"
 

@@ -60,8 +60,8 @@ def test_the_ratio_in_force_follows_from_method_and_cell():
 
 def test_what_is_clamped_and_that_nothing_will_merge_is_noted():
     for settings, ever_merges, note in (
-        ({"ratio": 1.0}, True, "ratio 1 is over the cap 0.75 of cells 2x2 and was clamped"),
-        ({"early_ratio": 1.0}, True, "early_ratio 1 is over the cap 0.984375 and was clamped"),
+        ({"ratio": 1.0}, True, "ratio 1 is more than its cells allow and became 0.75: 2x2 tokens"),
+        ({"early_ratio": 1.0}, True, "early_ratio 1 is more than its cells allow and became 0.984375"),
         ({"max_downsample": 1}, False, "nothing will merge: no rule reaches a level of this model")):  # fmt: skip
         assert [text[: len(note)] for text in notes_on(MergeConfig(**settings), ever_merges, [2, 4])] == [note]
     assert notes_on(MergeConfig(ratio=0.75), True, [1]) == notes_on(MergeConfig(ratio=0.0), False, [1]) == ()

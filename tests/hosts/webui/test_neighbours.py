@@ -47,7 +47,7 @@ def test_adetailers_inner_jobs_merge_only_if_its_settings_name_us(neighbours):
     assert neighbours.without.draw_once(**job).pixels != neighbours.without.draw_once(n_iter=2).pixels
     for more, inner in (({}, 0), ({"override_settings": {"ad_script_names": "token_merging"}}, 2)):
         start = len(neighbours.webui.log_text())
-        assert f"6 steps, {SAVED}" in neighbours.law(HALF, **job, **more)
+        assert f"3 steps, {SAVED}" in neighbours.law(HALF, **job, **more)
         lines = neighbours.webui.our_lines(start)
         assert len(lines) == 1 + inner and all(SAVED in line for line in lines)
 
