@@ -336,6 +336,6 @@ def test_blocks_that_get_a_smaller_picture_than_the_latent_merge_that():
 def test_modules_below_a_block_are_asked_one_by_one_in_the_first_call_alone(monkeypatch):
     _, applied, blocks = branches()
     asked, original = [], every_token._reasons
-    monkeypatch.setattr(every_token, "_reasons", lambda top: asked.append(top) or original(top))
+    monkeypatch.setattr(every_token, "_reasons", lambda *top: asked.append(top) or original(*top))
     sample(applied, steps=3)
     assert len(asked) == len(blocks)
