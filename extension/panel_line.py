@@ -18,7 +18,7 @@ def answer(settings: JobSettings, sizes: Mapping[bool, tuple[int, int]]) -> str:
     if not settings.strength:
         return "strength 0: off"
     if settings.where == HIRES and True not in sizes:
-        return "only the hires pass is to merge: turn on Hires. fix"
+        return "only the hires pass is to merge: turn on Hires. fix, or set Where to everywhere"
     if host.loaded_unet() is None:
         return "no model is loaded yet"
     configs = {hires: settings.config(hires, curve=host.curve()) for hires in sizes}
@@ -52,6 +52,6 @@ def expected(unet: Any, config: MergeConfig, height: int, width: int) -> str:
     if share is None:
         return "merges; draw three pictures with merging and three without to see the gain"
     if share < _LEAST:
-        return "merges, but hardly less work is expected: take a larger picture or a higher strength"
+        return "merges, but hardly less work is expected of these settings at this size"
     gain = 1 / (1 - share)
     return f"about {share:.0%} less work expected in 20 steps, so up to {gain:.{1 if gain >= 1.1 else 2}f}x faster"

@@ -171,7 +171,9 @@ class Panel:
         switch, where = theirs.get("hr-checkbox"), self.made["where"]
         if switch is not None:
             _show(where, "visible", lambda: bool(switch.value))
-            switch.change(fn=lambda on: gr.update(visible=bool(on)), inputs=[switch], outputs=[where], **_QUIETLY)
+            # another value than the default stays in sight, because nothing may merge by it
+            switch.change(fn=lambda on, chosen: gr.update(visible=bool(on) or chosen != DEFAULTS["where"]),
+                          inputs=[switch, where], outputs=[where], **_QUIETLY)  # fmt: skip
             return
         for name, tab in _tabs.items():
             tab.select(fn=lambda by=_BY[name]: by, inputs=[], outputs=[self._by], **_QUIETLY)

@@ -120,7 +120,7 @@ def test_the_line_answers_for_each_pass_without_a_call_of_the_model(webui, line)
 def test_the_line_says_what_stands_in_the_way(webui, line):
     assert line(strength=0) == "strength 0: off"
     assert line(own=True, ratio=0, early_ratio=-1).startswith("the changed settings merge nothing: ratio 0")
-    assert line(where="hires pass") == "only the hires pass is to merge: turn on Hires. fix"
+    assert line(where="hires pass").startswith("only the hires pass is to merge: turn on Hires. fix")
     assert "is no number from 0 to 1" in line(strength=2) and "sx=" in line(own=True, sx=99)
     assert line(width=None).startswith("0x128: ") and line(width=-64).startswith("-64x128: ")
     webui.shared.opts.data["hypertile_enable_unet"] = True
@@ -142,3 +142,15 @@ def test_the_line_answers_as_the_page_starts_and_after_each_job_but_not_for_a_si
     _, *values = (control.value for control in event["inputs"])
     assert event["fn"](by_size, *values).startswith("off; if enabled, 128x128: ")
     assert event["fn"](by_factor, *values) == "resized by a factor: the size is known only when the picture is drawn"
+
+
+def test_where_is_seen_with_hires_fix_and_as_long_as_it_is_not_everywhere(webui):
+    """Otherwise nothing would merge for a value that cannot be seen."""
+    webui.script.ui(False)
+    switch = make(webui, THEIRS)["hr-checkbox"]
+    where = webui.part("ui")._panels["txt2img"].made["where"]
+    (event,) = (event for event in switch.followed if event["outputs"] == [where])
+    assert event["inputs"] == [switch, where]
+    choices = webui.part("job_settings").WHERE
+    seen = {(on, chosen): event["fn"](on, chosen)["visible"] for on in (True, False) for chosen in choices}
+    assert [key for key, is_seen in seen.items() if not is_seen] == [(False, "everywhere")]
