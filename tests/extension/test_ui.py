@@ -62,6 +62,10 @@ class Page:
     def check(self, name, on=True):
         self.at(name, "input[type=checkbox]").set_checked(on)
 
+    def unfold(self):
+        self.at("panel", ".label-wrap").click()
+        self.at("strength").wait_for()
+
     def type(self, box, value):
         box.fill(str(value))
         box.press("Tab")
@@ -91,23 +95,25 @@ def page(chromium, address):
         yield Page(tab, address)
 
 
-def test_untouched_it_is_off_and_switched_on_it_folds_out_and_strength_arrives(page):
+def test_untouched_or_unfolded_it_is_off_and_switched_on_its_strength_arrives(page):
     assert page.infotext() is None and not page.at("strength").is_visible()
-    page.check("enabled-checkbox")
-    page.at("strength").wait_for()
+    page.unfold()
+    assert page.infotext() is None
+    page.check("enabled")
     page.type(page.at("strength", NUMBER), 0.35)
     assert page.infotext() == "0.35"
-    page.page.locator("#script_txt2img_enabled a", has_text="fast").click()
+    page.at("panel", "a:text('fast')").click()
     page.wait_for_number("strength", 0.75)
     page.type(page.page.locator(f"#quick_tome_strength {NUMBER}").first, 0.15)
     page.wait_for_number("strength", 0.15)
     assert page.infotext() == "0.15"
-    page.check("enabled-checkbox", False)
+    page.check("enabled", False)
     assert page.infotext() is None
 
 
 def test_what_an_expert_types_counts_without_a_tick_and_goes_along_with_strength(page):
-    page.check("enabled-checkbox")
+    page.unfold()
+    page.check("enabled")
     page.at("expert").get_by_text("Expert").click()
     page.at("sx").wait_for()
     page.type(page.at("sx", NUMBER), 2)
