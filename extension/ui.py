@@ -23,7 +23,8 @@ _TIPS = {
 }  # fmt: skip
 _QUIETLY = {"show_progress": False, "queue": False}
 _HIRES = ("hr-checkbox", "hr_scale", "hr_resize_x", "hr_resize_y")
-_LOGS = {"html_log_txt2img": "txt2img", "html_log_img2img": "img2img"}  # texts that change after each job
+# hidden texts that change after each job; gradio 4's HTML also tells of a change whenever an answer is awaited
+_RESULTS = {"generation_info_txt2img": "txt2img", "generation_info_img2img": "img2img"}
 _OF_TAB = {"txt2img": ("width", "height", *_HIRES), "img2img": ("width", "height")}
 _IN_SDNEXT = dict(zip(("enable_hr", "scale", "resize_width", "resize_height"), _HIRES, strict=True))
 _SETTINGS = {f"setting_tome_{name}": name for name in DIAL}
@@ -52,8 +53,8 @@ def note(control: Any, elem_id: str) -> None:
         return
     if elem_id in _BY:  # the other tab's width and height have no meaning
         _tabs[elem_id] = control
-    if elem_id in _LOGS and _LOGS[elem_id] in _panels:
-        _panels[_LOGS[elem_id]].answer_after(control)
+    if elem_id in _RESULTS and _RESULTS[elem_id] in _panels:
+        _panels[_RESULTS[elem_id]].answer_after(control)
     tab, _, name = elem_id.partition("_")
     name = _IN_SDNEXT.get(name, name)
     if name in _OF_TAB.get(tab, ()):
@@ -179,11 +180,10 @@ class Panel:
             tab.select(fn=lambda by=_BY[name]: by, inputs=[], outputs=[self._by], **_QUIETLY)
         self._by.change(**update)
 
-
-    def answer_after(self, log: Any) -> None:
+    def answer_after(self, result: Any) -> None:
         """Let the line follow a text of the webui that changes after each job, if it follows the controls already."""
         if self._answer:
-            log.change(**self._answer)
+            result.change(**self._answer)
 
 
 def _show(control: Any, key: str, value: Any) -> None:

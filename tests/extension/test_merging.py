@@ -85,7 +85,9 @@ def test_a_pass_lives_as_long_as_the_samplers_call_and_nothing_stays_on_the_job_
         if step == 2:
             seen.append(("step", merges(webui.unet), [name in vars(p.sampler) for name in names]))
 
-    webui.process(plain := webui_doubles.Processing(webui, (False,), enable_hr=True))
+    ours, webui.script = webui.script, None
+    webui.process(plain := webui_doubles.Processing(webui, (), enable_hr=True))
+    webui.script = ours
     webui.process(p := webui_doubles.Processing(webui, ON, enable_hr=True, at=at, at_step=at_step))
     before, during, after = (False, [True, True]), (True, [False, False]), (False, [False, False])
     assert seen == [("conditioning", *before), ("step", *during), ("upscale", *after), ("conditioning", *before),
@@ -94,27 +96,26 @@ def test_a_pass_lives_as_long_as_the_samplers_call_and_nothing_stays_on_the_job_
 
 
 def test_another_extensions_method_of_the_sampler_stays_and_one_that_keeps_ours_begins_no_pass(webui):
-    kept, called = [], []
+    called = []
 
     def at(place):
         """Another extension wraps the method when ours is on it, and never takes its own off."""
         if place == "conditioning":
             ours = p.sampler.sample
-            kept.append(ours)
             p.sampler.sample = lambda *args: called.append(1) or ours(*args)
 
     p = webui_doubles.Processing(webui, ON, at=at)
     assert f", 4 steps, {SAVED}" in webui.process(p).comments and called == [1]
     wrapped = p.sampler.sample
     plain = webui.plain().latents
-    webui.part("around_sampling").around_next(p, None)
-    webui.part("around_sampling").around_next(p, lambda p: pytest.fail("it is another job"))
+    around_next, begun = webui.part("around_sampling").around_next, []
     x = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(7))
-    assert torch.equal(p.sampler.sample(copy.copy(p), x), plain), "a copy of the job"
-    assert torch.equal(kept[0](p, x), plain) and not merges(webui.unet), "a used one"
-    webui.part("around_sampling").around_next(p, lambda p: nullcontext())
-    p.sampler.sample(p, x)
-    assert p.sampler.sample is wrapped
+    around_next(p, lambda p: pytest.fail("it was replaced"))
+    around_next(p, lambda p: begun.append(p) or nullcontext())
+    ours = p.sampler.sample
+    assert torch.equal(ours(copy.copy(p), x), plain) and not begun, "a copy of the job"
+    for _ in range(2):
+        assert torch.equal(ours(p, x), plain) and begun == [p] and p.sampler.sample is wrapped
 
 
 @pytest.mark.parametrize("flavour", ["a1111", "forge"])

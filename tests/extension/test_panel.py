@@ -136,8 +136,8 @@ def test_the_line_answers_as_the_page_starts_and_after_each_job_but_not_for_a_si
     by_size, by_factor = (controls[name].followed[0]["fn"]() for name in ("tab_resize_to", "tab_resize_by"))
     (event,) = controls["width"].followed
     (at_start,) = webui.context.Context.root_block.followed
-    webui.call("after_component", log := Component(), "html_log_img2img")
-    (after_each_job,) = log.followed
+    webui.call("after_component", result := Component(), "generation_info_img2img")
+    (after_each_job,) = result.followed
     assert event == at_start == after_each_job
     _, *values = (control.value for control in event["inputs"])
     assert event["fn"](by_size, *values).startswith("off; if enabled, 128x128: ")

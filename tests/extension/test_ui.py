@@ -66,6 +66,11 @@ class Page:
         self.at("panel", ".label-wrap").click()
         self.at("strength").wait_for()
 
+    def wait_for_title(self, title):
+        """The text on the panel, which tells whether merging is on."""
+        box = "document.querySelector('#script_txt2img_panel .label-wrap')"
+        self.page.wait_for_function(f"text => {box}.innerText.split('\\n')[0].trim() == text", arg=title)
+
     def type(self, box, value):
         box.fill(str(value))
         box.press("Tab")
@@ -99,7 +104,9 @@ def test_untouched_or_unfolded_it_is_off_and_switched_on_its_strength_arrives(pa
     assert page.infotext() is None and not page.at("strength").is_visible()
     page.unfold()
     assert page.infotext() is None
+    page.wait_for_title("Token Merging (ToMe)")
     page.check("enabled")
+    page.wait_for_title("Token Merging (ToMe): on")
     page.type(page.at("strength", NUMBER), 0.35)
     assert page.infotext() == "0.35"
     page.at("panel", "a:text('fast')").click()
@@ -108,6 +115,7 @@ def test_untouched_or_unfolded_it_is_off_and_switched_on_its_strength_arrives(pa
     page.wait_for_number("strength", 0.15)
     assert page.infotext() == "0.15"
     page.check("enabled", False)
+    page.wait_for_title("Token Merging (ToMe)")
     assert page.infotext() is None
 
 

@@ -25,28 +25,6 @@ if not IS_OLD:  # gradio writes a file next to each file that defines a componen
     gr.component_meta.create_or_modify_pyi = lambda *args: None
 
 
-class Switch(gr.Checkbox):
-    """A checkbox, which the webui hides; an accordion next to it is unfolded while it is checked."""
-
-    def __enter__(self):
-        self.accordion.__enter__()
-        return self
-
-    def __exit__(self, *error):
-        self.accordion.__exit__(*error)
-
-    def get_block_name(self):
-        return "checkbox"
-
-
-def input_accordion(value, *, label, elem_id):
-    """A function as in Forge, because gradio 4 makes a component again for each update."""
-    switch = Switch(value, label=label, elem_id=f"{elem_id}-checkbox")
-    switch.accordion = gr.Accordion(label, open=value, elem_id=elem_id)
-    switch.change(fn=lambda on: gr.update(open=on), inputs=[switch], outputs=[switch.accordion])
-    return switch
-
-
 def add_panel(webui):
     """The panel of txt2img, and the values that a job would get from it."""
     script = webui.script
@@ -84,7 +62,6 @@ def main(port, torch_folder):
     """Serve the page."""
     sys.path.append(torch_folder)  # last, so that this environment's packages go first
     webui = webui_modules.Modules(operator.setitem, "a1111" if IS_OLD else "forge")
-    webui.put("modules.ui_components", InputAccordion=input_accordion)
     webui.start()
     with gr.Blocks() as page, warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # gradio 3 only warns of arguments that it does not know
