@@ -50,6 +50,13 @@ def test_a_transformer_that_the_engine_knows_merges_by_its_own_strengths(webui):
     assert torch.equal(webui.job(False).latents, plain)
 
 
+def test_steps_are_the_pipelines_also_if_it_calls_the_model_twice_in_each(webui):
+    """Once for each prompt."""
+    webui.shared.sd_model, webui.given = transformer_pipelines.make("Wan")
+    job = webui.job(FREE)
+    assert report(job)["passes"]["first pass"]["calls"] == 4 and ", 2 steps, " in report(job)["line"]
+
+
 def test_the_infotext_does_not_take_the_name_of_its_own_setting(webui):
     webui.put("modules.infotext", mapping=[("ToMe", "tome_ratio")])
     assert webui.job(FREE).infotexts == ["ToMe strength: 0.5; only_if_it_pays=False"]
