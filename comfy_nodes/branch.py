@@ -197,12 +197,11 @@ class Sampling:
             merging.state.set_time()
         report = hosting.Report.join(merging.state.report() for merging in merged)
         report = replace(report, patched=bool(merged), own=self.remember(report))
-        hints = [note for note in report.notes if not note.startswith("nothing will merge")]  # those tell why, below
         # the report says why nothing merged if it has counts, or no level that a rule reaches
         has_report = any(level.merged or level.skipped or level.traced for level in report.levels) or (
             bool(merged) and not any(level.covered for level in report.levels))  # fmt: skip
         if has_report:
-            first, more = report.headline, [report.hindered, *strangers, *hints]
+            first, more = report.headline, [report.hindered, *strangers, *report.hints]
             if time.stopped and not time.steps["steps"]:
                 first = _IN_FIRST
         elif time.steps["steps"] and not self._models:
@@ -213,7 +212,7 @@ class Sampling:
         more = [*filter(None, more), *facts["unknown"]]
         line = f"{_TITLE}: {', '.join(filter(None, [settings, time.text, first]))}"
         # a strength's settings tell a person nothing, and hints are in `more`
-        notes = tuple(note for note in report.notes if note not in hints)
+        notes = tuple(note for note in report.notes if note not in report.hints)
         shown = replace(report, notes=notes, settings=report.settings if facts["strength"] is None else ())
         details = shown.lines(_TITLE, [settings, time.text], more)
         data = _data_of(line, facts, strangers, time, report)

@@ -12,6 +12,7 @@ from ..engine.time import Clock
 from ..merging.grid import Grid, Layout
 from ..models import Adapter, adapter_of, find_models
 from ..reporting.ledger import COSTS, FEW_TOKENS, Ledger
+from ..reporting.report import Report
 from ..settings.config import MergeConfig, MergeRule
 from ..settings.presets import TRANSFORMER
 from .pays import empty_latent, pays_of
@@ -40,13 +41,10 @@ def expected_share(model: Any, config: MergeConfig, height: int, width: int, ste
         active = clock.at(clock.moment(timestep), boundary)
         ledger.rest += int(latent.shape[2] * latent.shape[3] * outside)
         for level, (heads, stretches) in enumerate(levels):
-            tally = ledger.levels[level]
-            tally.level = level
-            grid = Grid(*(-(-side // tally.downsample) for side in latent.shape[2:]))
+            grid = Grid(*(-(-side // adapter.downsamples[level]) for side in latent.shape[2:]))
             rules, _ = decide(active.rules[level], FEW_TOKENS, grid.height * grid.width, latent.device.type, gate)
             _count(ledger, level, grid, heads, stretches, rules.attn, rules.block, timestep, 1000 / steps, matched)
-    full = ledger.rest + sum(tally.work_full for tally in ledger.levels)
-    return max(0.0, 1 - (ledger.rest + sum(tally.work_left for tally in ledger.levels)) / full) if full else None
+    return Report(False, levels=tuple(ledger.levels), rest=ledger.rest).work_saved
 
 
 def _levels_of(adapter: Adapter) -> list[tuple[int, int]]:

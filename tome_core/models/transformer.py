@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from math import prod
@@ -217,8 +218,7 @@ class TransformerAdapter:
     def __init__(self, model: nn.Module) -> None:
         self.family = family_of(model)
         self.downsamples = [self.family.downsample]
-        self._blocks = len(find_attentions(model, self.family))
-        self._weights = per_token(model) // max(1, self._blocks)
+        self._blocks, self._model = len(find_attentions(model, self.family)), weakref.ref(model)
         parameters = inspect.signature(type(model).forward).parameters.values()
         known = {parameter.name: (place - 1, parameter.default) for place, parameter in enumerate(parameters)}
         names, self._read_tokens = next(reader for reader in _READERS.items() if known.keys() >= {*reader[0]})
@@ -227,7 +227,8 @@ class TransformerAdapter:
 
     def tallies(self) -> list[LevelTally]:
         """Return one empty tally with the number of attentions: all see the same tokens, so the model has one level."""
-        return [LevelTally(self.family.downsample, self._blocks, per_token=self._weights)]
+        weights = per_token(self._model()) // max(1, self._blocks)
+        return [LevelTally(self.family.downsample, self._blocks, per_token=weights)]
 
     def wraps(self, model: nn.Module, ways: Ways, make: Callable) -> Iterator[Wrap]:
         """Yield a wrap for the model, then for each attention, in the order of the modules; see `UNetAdapter.wraps`."""

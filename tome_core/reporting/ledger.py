@@ -37,7 +37,7 @@ TIME_IS_UNKNOWN = "the time is not known"
 COSTS = "merging would cost more work than it saves at this size"
 # beginnings of reasons that are as the settings ask, or that cost next to nothing: the report tells them last, and not
 # as something that hindered merging
-HARMLESS = (NOT_BETWEEN, NOT_NOW, FEW_TOKENS, NOT_AT_THIS_SIZE, RATIO_IS_0, OTHER_PARTS, TOO_SMALL, REFINED)
+HARMLESS = (NOT_BETWEEN, NOT_NOW, FEW_TOKENS, NOT_AT_THIS_SIZE, COSTS, RATIO_IS_0, OTHER_PARTS, TOO_SMALL, REFINED)
 
 
 class Counted:

@@ -69,6 +69,11 @@ class Report(Counted):
                  if share >= _COUNTS]  # fmt: skip
         return "; ".join(texts[:2]) if self.merged_anything else ""
 
+    @property
+    def hints(self) -> tuple[str, ...]:
+        """The notes without those that say why nothing merges, which the headline tells."""
+        return tuple(note for note in self.notes if not note.startswith(_NOTHING_WILL))
+
     def lines(self, title: str = "Token merging", facts: Sequence[str] | None = None, beside: Sequence[str] = ()) \
             -> list[str]:  # fmt: skip
         """Return the report as lines of text, all but the first indented; without a patch a single line, which says so.

@@ -148,3 +148,9 @@ def test_reports_of_passes_are_one_with_levels_by_their_down_sampling():
     assert both.calls == 3 and both.work_saved == pytest.approx(1 - (25 + 75 + 50) / 300)
     assert [(merged.level, merged.downsample, merged.calls_merged) for merged in both.levels] == [(0, 1, 6), (1, 2, 3)]
     assert Report.join([]) == Report(False) and Report.join([first]).as_data() == first.as_data()
+
+
+def test_hints_are_the_notes_that_the_headline_does_not_tell():
+    notes = ("ratio 0.9 is more than its cells allow", "nothing will merge: no rule reaches a level")
+    report = Report(True, notes=notes)
+    assert report.hints == notes[:1] and report.headline == "nothing merged: no rule reaches a level"
