@@ -238,6 +238,7 @@ def test_a_correction_is_made_in_three_launches_however_keys_and_values_lie_in_m
     plan = MergePlan(group, 11)
     correction, merged = fit_correction(queries, pair, plan, heads, width**-0.5)
     assert used[-3:] == ["first_order", "attend_sample", "ridge"] and correction.matrix.dtype == dtype
+    assert correction.error.shape == (2 * heads, 2) and correction.error.min() > 0
     again, _ = fit_correction(queries, torch.cat(pair, -1).chunk(2, -1), plan, heads, width**-0.5)
     assert all(map(torch.equal, correction[:2], again[:2]))
     assert all(map(torch.equal, merged, plan.merge_pair(*pair)))
@@ -249,7 +250,8 @@ def test_a_head_that_lost_nothing_is_given_nothing(count, dtype):
                                       noise(4, 6, count, seed=4) * 3)  # fmt: skip
     first = noise(4, 6, 20, 20, seed=3) * 0.02
     first[:, 1] = 0
-    for part in kernels.ridge((noise(2, count, 60) + 4).to(dtype), answers, first):
+    matrix, constant, error = kernels.ridge((noise(2, count, 60) + 4).to(dtype), answers, first)
+    for part in (matrix, constant, error[:, 0]):
         assert [head.any().item() for head in part] == [True, False, True, True, True, True]
 
 
@@ -325,6 +327,7 @@ PLANTED = {"best_keys: hidden keys are not": ("best_keys", _given(3, lambda bias
            "attend_sample: one head's answers for another's": ("attend_sample", _gives(8, lambda x: x.roll(1, 0))),
            "ridge: what is known is not taken off": ("ridge", _given(4, torch.zeros_like)),
            "ridge: the constant is lost": ("ridge", _gives(6, torch.zeros_like)),
+           "ridge: queries help to predict themselves": ("ridge", _gives(7, lambda error: error * 0.7)),
            "correct: a stale tile": ("correct", _gives(4, _stale))}  # fmt: skip
 
 

@@ -43,6 +43,9 @@ class Correction(NamedTuple):
     matrix: Tensor  # that of the query above that of the output, (batch * heads, 2 * head_dim, head_dim)
     constant: Tensor  # (batch * heads, 1, head_dim)
     num_queries: int = 0  # number of tokens to whose exact outputs it was fitted; 0 if not recorded
+    # mean squares of what it leaves of each exact output if fitted to the others, and of outputs over merged keys,
+    # float32 (batch * heads, 2); None if not known
+    error: Tensor | None = None
 
 
 def pick_queries(grid: Grid, width: int, device: torch.device) -> tuple[Tensor]:
@@ -87,7 +90,7 @@ def fit_correction(
             answers = kernels.attend_sample(q, keys, values, *pair, plan.log_sizes(q.dtype), heads, scale)
             correction = answers and kernels.ridge(q, answers, sums)
             if correction:
-                return Correction(*correction), tuple(pair)
+                return Correction(*correction[:2], error=correction[2]), tuple(pair)
         queries = _by_head(q, heads)
         merged = to_exact(_attend(queries, *pair, heads, scale, plan.log_sizes(q.dtype)[:, None, None]))
         left = to_exact(_attend(queries, keys, values, heads, scale)) - merged
@@ -98,12 +101,13 @@ def fit_correction(
         queries = queries.to(first.dtype)
         flat = (tensor.flatten(0, 1) for tensor in (left, queries, first))
         left = torch.baddbmm(*flat, alpha=-1).view_as(left)
-        weights, constant = _ridge(queries, merged, left, max(_LEAST_SPREAD, torch.finfo(q.dtype).eps))
+        weights, constant, rest = _ridge(queries, merged, left, max(_LEAST_SPREAD, torch.finfo(q.dtype).eps))
         # 0 for heads in which merging loses nothing: there the rest is rounding
         lost = first.flatten(2).any(2)[..., None, None].to(first.dtype)
         matrix = weights * lost + F.pad(first, (0, 0, 0, first.shape[3]))
-        correction = Correction(matrix.to(q.dtype).flatten(0, 1), (constant * lost).to(q.dtype).flatten(0, 1))
-        return correction, tuple(pair)
+        squares = torch.stack([rest * lost[..., 0, 0], merged.square().mean((2, 3))], 2).flatten(0, 1)
+        parts = matrix.to(q.dtype), (constant * lost).to(q.dtype)
+        return Correction(*(part.flatten(0, 1) for part in parts), error=squares), tuple(pair)
 
 
 def first_order(keys: Tensor, values: Tensor, means: Tensor, plan: MergePlan, heads: int, scale: float) -> Tensor:
@@ -123,13 +127,16 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, heads: int, scale: float, b
     return attend(q, _by_head(keys, heads), _by_head(values, heads), bias, scale=scale)
 
 
-def _ridge(q: Tensor, merged: Tensor, left: Tensor, same: float = _LEAST_SPREAD) -> tuple[Tensor, Tensor]:
-    """Fit `left`, exact outputs minus `merged`, by an affine function of q and merged: weights and a constant.
+def _ridge(q: Tensor, merged: Tensor, left: Tensor, same: float = _LEAST_SPREAD) -> tuple[Tensor, Tensor, Tensor]:
+    """Fit `left`, exact outputs minus `merged`, by an affine function of q and merged: weights, a constant, its error.
 
     The arguments are ``(batch, heads, queries, d)``, weights ``(batch, heads, 2d, d)``, those of q first, the constant
-    ``(batch, heads, 1, d)``. For the fit, q and merged are centred and scaled to an average variance of 1; a spread
-    below the share `same` of the size limits the scale, for rounding alone would get unlimited weights and gradients.
-    The penalty, not on the constant, counts as many samples as an output has weights.
+    ``(batch, heads, 1, d)``. The error, ``(batch, heads)``, is the mean square of what remains of each query's `left`
+    if the others alone are fitted: its residual divided by 1 minus its leverage.
+
+    For the fit, q and merged are centred and scaled to an average variance of 1; a spread below the share `same` of the
+    size limits the scale, for rounding alone would get unlimited weights and gradients. The penalty, not on the
+    constant, counts as many samples as an output has weights.
     """
     features = torch.cat([q, merged], -1)
     mean = features.mean(2, keepdim=True)
@@ -141,8 +148,11 @@ def _ridge(q: Tensor, merged: Tensor, left: Tensor, same: float = _LEAST_SPREAD)
                     for total in (normal.diagonal(dim1=2, dim2=3), features.square().sum(2)))  # fmt: skip
     energy = torch.maximum(energy, size * same**2).clamp(min=_TINY)
     unit = energy.rsqrt().expand(-1, -1, -1, unknowns // 2).flatten(2)[..., None]
-    weights = unit * (inverse(normal * unit * unit.transpose(2, 3), unknowns / count, unknowns) @ (unit * cross))
-    return weights, left.mean(2, keepdim=True) - mean @ weights
+    solution = inverse(normal * unit * unit.transpose(2, 3), unknowns / count, unknowns)
+    weights, average, scaled = unit * (solution @ (unit * cross)), left.mean(2, keepdim=True), x * unit.transpose(2, 3)
+    leverage = ((scaled @ solution) * scaled).sum(3, keepdim=True) + 1 / count
+    rest = (left - average - x @ weights) / (1 - leverage)
+    return weights, average - mean @ weights, rest.square().mean((2, 3))
 
 
 def inverse(matrix: Tensor, penalty: float, most: float) -> Tensor:

@@ -104,11 +104,11 @@ def correction_of(attention: Attention, plan: MergePlan, layout: Layout) -> tupl
         fits.append(fit_correction(queries.flatten(2), flat, plan, queries.shape[2], attention.scale))
     merged = None if shares > 1 else tuple(_join([pair[part] for _, pair in fits], 2) for part in (0, 1))
     batch = q.shape[0]
-    matrix, constant = (
-        _join([correction[part].unflatten(0, (batch, -1)) for correction, _ in fits], 1).flatten(0, 1)
-        for part in (0, 1)
+    matrix, constant, error = (
+        _join([part.unflatten(0, (batch, -1)) for part in parts], 1).flatten(0, 1)
+        for parts in zip(*((fit.matrix, fit.constant, fit.error) for fit, _ in fits), strict=True)
     )
-    return Correction(matrix, constant, len(places)), merged
+    return Correction(matrix, constant, len(places), error), merged
 
 
 def pick_queries_in(layout: Layout, tokens: int, width: int, device: torch.device) -> tuple[torch.Tensor]:
@@ -136,7 +136,7 @@ def add_correction(out: torch.Tensor, q: torch.Tensor, correction: Correction) -
 
     `out` and `q` have this form. M1 and M2 are the upper and the lower half of the correction's matrix, b its constant.
     """
-    features, (matrix, constant, _) = out, correction
+    features, (matrix, constant) = out, correction[:2]
     if not matrix.dtype == out.dtype == q.dtype:  # the correction is of a step with another autocast
         features, matrix, constant = (tensor.to(q.dtype) for tensor in (out, matrix, constant))
     elif out.device.type in kernels.DEVICES and kernels.ready_for_halves(out) \

@@ -42,6 +42,8 @@ class ModelCall:
     why_off: tuple[str, ...]  # the reason why no rule is in force, by level; read only if none is
     gate: str | None  # for `decide`
     kept_plans: KeptPlans | None = None  # of earlier calls in the same sampling; None: none is used or kept
+    # parts, "attn" or "block", and levels that keep all tokens because merging would change the model too much
+    too_wrong: frozenset[tuple[str, int]] = frozenset()
     # whether gradients were enabled when the call began; reentrant checkpoints run blocks with gradients disabled
     has_gradients: bool = field(default_factory=torch.is_grad_enabled)
     draws: dict[Hashable, Draw] = field(default_factory=dict)  # those of `match.draw_of`

@@ -8,6 +8,7 @@ a stretch, with one match.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from ..faults import may_be_of_fewer_tokens, text_of
 from ..merging.grid import Grid, Layout, cached_result
 from ..merging.methods import METHODS, MatchOptions
 from ..merging.plan import MergePlan
-from ..reporting.ledger import COSTS, FEW_TOKENS, NO_GRID, TOO_SMALL
+from ..reporting.ledger import COSTS, FEW_TOKENS, NO_GRID, TOO_SMALL, TOO_WRONG
 from ..settings.config import MergeRule
 from . import work
 from .decision import ModelCall
@@ -119,6 +120,8 @@ def _merge(
     state, (name, level, part, *_) = call.state, place
     rules, not_now = state.decide(call, level, x.shape[1], x.device)
     rule = getattr(rules, part)
+    if rule is None and (part, level) in call.too_wrong:
+        return None, TOO_WRONG, 0
     if rule is None:
         return None, not_now or FEW_TOKENS, 0
     why = why_whole()
@@ -130,7 +133,7 @@ def _merge(
     known = {} if is_block else call.block.plans  # parts of a block share the matches of their rules
     if id(rule) not in known:
         known[id(rule)], cost = _plan_of(call, name, level, x, grid, rule, is_block)
-    plan = known[id(rule)]
+    plan, is_new = known[id(rule)], cost > 0
     if plan is None:
         return None, TOO_SMALL, 0
     state.note_map(level, Layout(grid), plan)
@@ -138,7 +141,8 @@ def _merge(
         return plan, "", cost
     samples = cached_result(pick_samples, x, grid)[0] if rule.correction else None
     cost += x.shape[0] * work.of_way_back(x.shape[1], 0 if samples is None else len(samples), x.shape[2])
-    return MergedTokens.of(x, plan, samples), "", cost
+    note = partial(state.note_error, call, part, level, plan.num_groups / x.shape[1]) if is_new else None
+    return MergedTokens.of(x, plan, samples, note), "", cost
 
 
 def _plan_of(

@@ -11,7 +11,7 @@ another program) uses all tokens, which are computed then.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -44,12 +44,16 @@ class MergedTokens(NamedTuple):
     merged: Tensor  # the means of groups, then the samples, (batch, groups + samples, channels)
     plan: MergePlan
     samples: Tensor | None  # int64 (samples,); None: there is no correction
+    # takes what the way back leaves of the samples, squares of the form of `Correction.error`; None: nobody asks
+    note: Callable[[Tensor], None] | None = None
 
     @classmethod
-    def of(cls, x: Tensor, plan: MergePlan, samples: Tensor | None) -> MergedTokens:
+    def of(
+        cls, x: Tensor, plan: MergePlan, samples: Tensor | None, note: Callable[[Tensor], None] | None = None
+    ) -> MergedTokens:
         """Merge tokens ``(batch, tokens, channels)`` by a plan."""
         means = plan.merge(x)
-        return cls(x, means if samples is None else torch.cat([means, x[:, samples]], 1), plan, samples)
+        return cls(x, means if samples is None else torch.cat([means, x[:, samples]], 1), plan, samples, note)
 
     def unmerge(self, out: Tensor) -> Tensor:
         """Return a block's output for all tokens; `out` is its output for the merged ones, shaped like them."""
@@ -62,7 +66,11 @@ class MergedTokens(NamedTuple):
             few, lost = to_exact(apart[:, samples]), to_exact(exact - of_groups[:, samples])
             products = few @ few.transpose(1, 2)
             unit = products.diagonal(dim1=1, dim2=2).mean(1)[:, None, None].clamp(min=_TINY)
-            weights = inverse((products / unit)[:, None], RIDGE, len(samples))[:, 0] @ lost
+            solution = inverse((products / unit)[:, None], RIDGE, len(samples))[:, 0]
+            weights = solution @ lost
+            if self.note is not None:  # what remains of each sample if the map is fitted to the others
+                rest = weights / solution.diagonal(dim1=1, dim2=2)[..., None]
+                self.note(torch.stack([rest.square().mean((1, 2)), to_exact(exact).square().mean((1, 2))], 1))
             # Two thin products instead of a map between all channels. The first is about 1: half precision can hold it.
             shares = apart.to(added.dtype) @ (few / unit).to(added.dtype).transpose(1, 2)
             added = torch.baddbmm(of_groups, shares, weights.to(added.dtype))

@@ -11,6 +11,7 @@ from ..attention.correction import Correction
 from ..merging.plan import MergePlan
 from ..reporting.ledger import TOO_SMALL
 from ..settings.config import MergeRule
+from .own_error import OwnError
 
 
 class Plans(NamedTuple):
@@ -36,6 +37,7 @@ class KeptPlans(NamedTuple):
     # how many samples the batch has, how many copies of the latents these are, which copy (from 0) is matched, and a
     # name shared by all calls with these latents; None if the batch is not made of copies
     shared: tuple[int, int, int, Hashable] | None
+    own_error: OwnError  # of the sampling
 
     def plans_for(
         self, key: tuple, rule: MergeRule, device: torch.device, match: Callable[[MergePlan | None], MergePlan | None]

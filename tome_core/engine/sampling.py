@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .own_error import OwnError
 from .plan_cache import KeptPlans, Plans
 
 Guidance = tuple[int, int]  # (pictures, number of the copy that is matched), see `Sampling`
@@ -39,6 +40,7 @@ class Sampling:
         self._timestep: float | None = None
         self._calls: Counter[Hashable] = Counter()  # at this timestep, by name
         self._plans: dict[tuple, Plans] = {}
+        self._own_error = OwnError()
         self._first: tuple[Hashable, torch.Tensor] | None = None  # the first guided call at this timestep
         self._shared: dict[tuple, tuple[int, int, int, Hashable] | None] = {}  # by kind of call
 
@@ -49,7 +51,7 @@ class Sampling:
         """
         if name is None or name != self.name:
             self._plans.clear()  # a compiled model's last call still holds this dict
-            self._plans, self._shared = {}, {}
+            self._plans, self._shared, self._own_error = {}, {}, OwnError()
         elif timestep == self._timestep:
             return
         self.name, self._timestep, self._first = name, timestep, None
@@ -75,7 +77,8 @@ class Sampling:
             if kind not in self._shared:
                 self._shared[kind] = _share(batch, guidance, (self._first, (ordinal, batch)))
             shared = self._shared[kind]
-        return KeptPlans(self._plans, ordinal, self._timestep, shared)
+        self._own_error.begin(self._timestep)
+        return KeptPlans(self._plans, ordinal, self._timestep, shared, self._own_error)
 
     def _guidance_in(self, batch: Any) -> Guidance | None:
         """Return `guidance_of` the batch, (1, 0) for one expanded latent; None if it has no values or guidance."""

@@ -16,7 +16,7 @@ from ..attention.merged import Attention, MergeOptions, attend, correction_of
 from ..merging import kernels
 from ..merging.grid import Grid, Layout, tokens_in
 from ..merging.plan import MergePlan
-from ..reporting.ledger import COSTS, FEW_TOKENS, NO_GRID, OTHER_PARTS, Ledger, LevelTally
+from ..reporting.ledger import COSTS, FEW_TOKENS, NO_GRID, OTHER_PARTS, TOO_WRONG, Ledger, LevelTally
 from ..reporting.report import Report
 from ..settings.config import MergeConfig, MergeRule, describe
 from ..settings.rules import LevelRules, ever_merges, notes_on, ways_of
@@ -24,7 +24,8 @@ from ..settings.schedule import NoiseSchedule
 from . import work
 from .decision import MergeMap, ModelCall, decide
 from .match import draw_of, find_plans, match
-from .plan_cache import Plans
+from .own_error import Noted
+from .plan_cache import KeptPlans, Plans
 from .time import Clock, ModelTime
 
 
@@ -68,6 +69,10 @@ class State:
         self._maps: dict[int, MergeMap] | None = None  # by level, on the model's device: a copy to the CPU would wait
         # the results of `decide`. Keys hold the rules' ids, which stay theirs because the clock keeps the rules
         self._decisions: dict[tuple, tuple[LevelRules, str]] = {}
+        self._borne: dict[tuple, LevelRules] = {}  # the results of `_bearable`
+        self.first_factor: float | None = None  # see `OwnError.rule_for`; the patch sets it
+        blocks = sum(level.blocks for level in levels)
+        self._weights = [level.blocks / max(1, blocks) or 1.0 for level in levels]  # of their attentions in the model
 
     # --- the seam -----------------------------------------------------------------------------------------------------
 
@@ -84,7 +89,8 @@ class State:
         self.ledger.calls += 1
         now, kept = self.time.next_call(timestep, latent, called)
         gate = None if self.pays is None else self.pays.gate(latent)
-        call = ModelCall(self, timestep, now.rules, now.why_off, gate, kept)
+        rules, too_wrong = (now.rules, frozenset()) if kept is None else self._bearable(now.rules, kept)
+        call = ModelCall(self, timestep, rules, now.why_off, gate, kept, too_wrong)
         if torch.is_tensor(latent) and latent.dim() >= 4 and self.ever_merges:
             batch = latent.shape[0] * math.prod(latent.shape[2:-2])  # of pictures: frames are pictures of their own
             self.ledger.rest += int(batch * math.prod(latent.shape[-2:]) * self._outside)
@@ -110,7 +116,9 @@ class State:
         known = self._decisions.get((id(call.rules[level]), call.why_off[level], call.gate, picture, q.device))
         rules, why = known or self.decide(call, level, picture, q.device)  # without a call at every attention
         rule = rules.attn
-        if rule is None:
+        if rule is None and ("attn", level) in call.too_wrong:
+            why = TOO_WRONG
+        elif rule is None:
             why = why or (OTHER_PARTS if call.rules[level].attn is None else FEW_TOKENS)
         elif layout.first + picture > tokens or attention.k.shape[1] != tokens:
             why = NO_GRID
@@ -188,12 +196,37 @@ class State:
             plans = Plans(None, call.kept_plans and call.kept_plans.timestep, rule, k.device, why=COSTS)
         if plans.plan is not None and corrects:
             correction, merged = correction_of(attention, plans.plan, layout)
+            self.note_error(call, "attn", level, plans.plan.num_groups / tokens, correction.error)
             cost += batch * work.of_fit(correction.num_queries, tokens, plans.plan.num_groups, heads, width)
             added = batch * work.of_correction(plans.plan.num_groups if rule.side == "qkv" else tokens, heads, width)
             plans = plans._replace(correction=correction, work=added)
         if is_kept:
             call.kept_plans.plans[(call.kept_plans.ordinal, *key)] = plans
         return plans, merged, cost
+
+    def _bearable(
+        self, rules: tuple[LevelRules, ...], kept: KeptPlans
+    ) -> tuple[tuple[LevelRules, ...], frozenset[tuple[str, int]]]:
+        """Return the rules of each level that keep the model's own error in bounds, and `ModelCall.too_wrong`."""
+        found, too_wrong = [], []
+        for level, now in enumerate(rules):
+            changes = {part: kept.own_error.rule_for(part, level, rule, kept.timestep, weight, self.first_factor)
+                       for part, weight in (("attn", self._weights[level]), ("block", 1.0))
+                       if (rule := getattr(now, part)) is not None and rule.max_error is not None}  # fmt: skip
+            too_wrong += [(part, level) for part, rule in changes.items() if rule is None]
+            if any(rule is not getattr(now, part) for part, rule in changes.items()):
+                key = id(now), *map(id, changes.values())
+                now = self._borne.setdefault(key, now._replace(**changes))
+            found.append(now)
+        return tuple(found), frozenset(too_wrong)
+
+    def note_error(self, call: ModelCall, part: str, level: int, share: float, squares: torch.Tensor) -> None:
+        """Note what a fit leaves of its exact answers, see `own_error.Noted`, if a sampling goes on."""
+        kept = call.kept_plans
+        if kept is not None:
+            noted = Noted.of(part, level, kept.timestep, share, squares)
+            kept.own_error.note(noted)
+            self.ledger.note_error(noted)
 
     def note_map(self, level: int, layout: Layout, plan: MergePlan) -> None:
         """If maps are kept, keep that of the picture's tokens (of a video, the first frame's) as a level's latest."""
@@ -269,6 +302,7 @@ class State:
     def report(self) -> Report:
         """Return a copy of the counts since the start or the latest `reset_counts`, as a `Report`."""
         ledger, notes = self.ledger, (*self.ledger.notes, *kernels.notes())
+        ledger.read_errors()
         levels = tuple(deepcopy(ledger.levels))
         return Report(self.is_installed, describe(self.config), ledger.calls, levels, notes, rest=ledger.rest)
 

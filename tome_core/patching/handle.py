@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from ..engine.own_error import OF_TRANSFORMERS
 from ..engine.scheduler_steps import PipelineSteps, SchedulerNoise
 from ..engine.state import State
 from ..measuring.pays import pays_of
@@ -18,6 +19,7 @@ from ..models.wrap import Wrap, why_missed
 from ..models.wrap_set import put_on, take_off, wraps_on
 from ..reporting.report import Report
 from ..settings.config import MergeConfig
+from ..settings.presets import TRANSFORMER
 from ..settings.schedule import NoiseSchedule
 from .pipeline import SamplingScope
 
@@ -51,6 +53,7 @@ class Patch(State):
         self._models = [weakref.ref(model) for model in models]
         self.adapter = adapter or adapter_of(models[0])
         super().__init__(config, self.adapter.tallies(), schedule, self.adapter.outside)
+        self.first_factor = OF_TRANSFORMERS if self.adapter.curve == TRANSFORMER else None
         self._pipeline_wraps: list[Wrap] = []  # wraps of the pipeline, which hold no module
         self._previous: Patch | None = None  # comes back when the `with` is left
         self._follow(patched_object)
@@ -141,7 +144,7 @@ class Patch(State):
 
         `install` puts the wrap on: each picture begins in the bar. A UNet's bar gets one only if matches are kept.
         """
-        scheduler, is_unet = getattr(patched_object, "scheduler", None), self.adapter.curve != "transformer"
+        scheduler, is_unet = getattr(patched_object, "scheduler", None), self.adapter.curve != TRANSFORMER
         if not self.wants_time or (is_unet and not hasattr(scheduler, "scale_model_input")):
             return
         with suppress(TypeError):  # a class that allows no weak references

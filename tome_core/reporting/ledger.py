@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..compiling import when_traced
 
@@ -34,10 +35,14 @@ REFINED = Reason("it prepares the text or the picture for the model's blocks")
 PARTS_COMPILED = "its parts merge by a rule that compiled blocks do not follow"
 OF_OTHERS = "it looks at other tokens than the picture's"
 TIME_IS_UNKNOWN = "the time is not known"
+TOO_WRONG = "here merging changes this model more than the strength allows"
 COSTS = "merging would cost more work than it saves at this size"
 # beginnings of reasons that are as the settings ask, or that cost next to nothing: the report tells them last, and not
 # as something that hindered merging
 HARMLESS = (NOT_BETWEEN, NOT_NOW, FEW_TOKENS, NOT_AT_THIS_SIZE, COSTS, RATIO_IS_0, OTHER_PARTS, TOO_SMALL, REFINED)
+
+
+_MOST_NOTED = 2048  # of errors that wait to be read: all of a picture
 
 
 class Counted:
@@ -93,7 +98,7 @@ class Counted:
         return sum((getattr(level, name) for level in self.levels), Counter())
 
 
-_COUNTS = ("merged", "skipped", "skipped_work", "sized_by", "work_full", "work_left")
+_COUNTS = ("merged", "skipped", "skipped_work", "sized_by", "work_full", "work_left", "errors", "fits")
 
 
 @dataclass
@@ -108,6 +113,9 @@ class LevelTally(Counted):
     sized_by: Counter = field(default_factory=Counter)  # merged calls by what weights a key by its number of tokens
     work_full: int = 0  # the work of all blocks without merging
     work_left: int = 0  # the same with merging, and what merging costs
+    # sums of errors that fits told, relative and squared, and numbers of fits, by (part, timestep, share of keys)
+    errors: Counter = field(default_factory=Counter)
+    fits: Counter = field(default_factory=Counter)
     traced: set[str] = field(default_factory=set)  # why attentions were compiled without merging; they are not counted
     level: int = 0  # 0 for the finest
     covered: bool = True  # a rule can merge here at some time
@@ -130,10 +138,12 @@ class Ledger:
 
     def __init__(self, levels: list[LevelTally], notes: tuple[str, ...]) -> None:
         self.levels, self.notes, self.calls, self.rest = levels, notes, 0, 0
+        self._noted: list[Any] = []  # errors that the device may not have written yet
 
     def reset(self) -> None:
         """Set all counts to zero, in new tallies that share the set `LevelTally.traced` with the old. Notes stay."""
         self.calls = self.rest = 0
+        self._noted = []
         self.levels = [LevelTally(tally.downsample, tally.blocks, traced=tally.traced, level=tally.level,
                                   covered=tally.covered, channels=tally.channels, per_token=tally.per_token)
                        for tally in self.levels]  # fmt: skip
@@ -168,6 +178,20 @@ class Ledger:
         if part == "attn":  # a block's own attention tells its work
             tally.work_full += work + of_block
             tally.work_left += work + of_block
+
+    def note_error(self, noted: Any) -> None:
+        """Note an `own_error.Noted`."""
+        self._noted.append(noted)
+        if len(self._noted) >= _MOST_NOTED:
+            self.read_errors(_MOST_NOTED // 2)
+
+    def read_errors(self, count: int | None = None) -> None:
+        """Count the errors that were noted, or the first so many; waits until the device has written them."""
+        noted, self._noted = self._noted[:count], [] if count is None else self._noted[count:]
+        for one in noted:
+            tally, key = self.levels[one.level], (one.part, round(one.timestep, 1), round(one.share, 4))
+            tally.errors[key] += one.read()
+            tally.fits[key] += 1
 
     def add_whole(self, level: int, batch: int, tokens: int) -> None:
         """Count the work of all blocks of a level that no rule reaches, whose attentions are not counted."""

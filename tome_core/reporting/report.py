@@ -145,6 +145,8 @@ def _level_data(level: LevelTally) -> dict[str, Any]:
     merged = [{"part": part, "tokens": tokens, "queries": queries, "keys": keys or None, "calls": calls}
               for (part, tokens, queries, keys), calls in level.merged.items()]  # fmt: skip
     return {"level": level.level, "downsample": level.downsample, "blocks": level.blocks, "covered": level.covered,
+            "errors": [{"part": part, "timestep": time, "share": share, "error": level.errors[part, time, share] / fits}
+                       for (part, time, share), fits in level.fits.items()],  # mean over the level's fits
             "work_saved": level.work_saved, "merged": merged, "sized_by": dict(level.sized_by),
             "skipped": dict(level.skipped), "traced": sorted(level.traced),
             "skipped_work": {why: work / max(work, level.work_full)

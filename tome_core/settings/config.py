@@ -130,6 +130,10 @@ class MergeRule:
         0.0, "Keep a match for", "Later steps reuse a match for so many timesteps; 0 makes a match at every step. With "
         "20 steps, one step is 50 timesteps.",
         minimum=0.0, maximum=1000.0, step=10.0, advanced=True, place=17, group=HOW, unit="timesteps of 1000")
+    max_error: float | None = setting(
+        None, "Most error", "Merge less if self-attention would change by more than this, as a mean square relative to "
+        "its size, a mean over all of the model. It is what late steps may; noisy ones may change more. It needs a "
+        "correction.", minimum=0.0, maximum=1.0, step=0.0001, unset="no limit", advanced=True)
     only_if_it_pays: bool = setting(
         False, "Only if it pays", "Merge only if that saves time, by an estimate. If off, merge if that saves work.",
         advanced=True, place=18, group=HOW_MUCH)

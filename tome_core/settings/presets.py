@@ -7,6 +7,7 @@ The settings were measured for three kinds of models, each with a curve: UNets w
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from numbers import Real
 from typing import Any
 
@@ -41,6 +42,10 @@ CURVES = {
 # of these timesteps; from 0.75 to 1 the limit rises to the second. Merging in the first steps costs most
 # (docs/methods.md, "Whole blocks").
 _BLOCKS_BELOW, _BLOCKS_BELOW_AT_MOST = 760.0, 900.0
+# A strength's `max_error`: that of 0.5; each half more allows ten times as much. Small UNets keep the curve's keys then
+# unless more of them gain (``python -m benchmarks.own_error``).
+_MOST_ERROR = 1.5e-4
+_MOST_ERROR_OF_BLOCKS = 0.05  # about four times what SDXL's small model has at any strength
 _FEWEST_OF_BLOCKS = 1 / 16  # a token of each cell of 4x4
 
 
@@ -69,9 +74,10 @@ def strength(value: float, curve: str = SD) -> MergeConfig:
     if value == 0:
         return MergeConfig(**_ALL, ratio=0.0)
     share, until = _between(float(value), CURVES[curve])
-    cell = 4 if share >= _FINE_CELLS else 8
+    cell = _cell_of(share)
     early = {} if share <= EARLY_SHARE else {"early_ratio": 1 - EARLY_SHARE, "early_until": until}
-    rule = MergeRule(**_ALL, ratio=1 - share, sx=cell, sy=cell, refine=refine_of(cell))
+    most = _MOST_ERROR * 10 ** (2 * float(value) - 1)
+    rule = MergeRule(**_ALL, ratio=1 - share, sx=cell, sy=cell, refine=refine_of(cell), max_error=most)
     return MergeConfig(rules=(rule, *(_rules_of_blocks(float(value)) if curve == SDXL else ())), **early)
 
 
@@ -81,13 +87,25 @@ def _rules_of_blocks(value: float) -> list[MergeRule]:
     if share > MOST_MERGED:
         return []
     below = _BLOCKS_BELOW + max(0.0, 4 * value - 3) * (_BLOCKS_BELOW_AT_MOST - _BLOCKS_BELOW)
-    changes = {"metric": "input", "max_downsample": None, "min_downsample": 4, "max_timestep": below}
+    changes = {"metric": "input", "max_error": _MOST_ERROR_OF_BLOCKS, "max_downsample": None, "min_downsample": 4,
+               "max_timestep": below}  # fmt: skip
     return [MergeRule(**_ALL | changes, ratio=1 - share, sx=4, sy=4, merge_attn=False, merge_blocks=True)]
+
+
+def _cell_of(share: float) -> int:
+    """Return the side of a cell in tokens for a share of keys."""
+    return 4 if share >= _FINE_CELLS else 8
 
 
 def refine_of(cell: int) -> int:
     """Return the number of k-means steps of a strength with cells of this side in tokens: 3 for 8, else 0."""
     return 3 if cell == 8 else 0
+
+
+def with_share(rule: MergeRule, share: float) -> MergeRule:
+    """Return a strength's rule that keeps another share of the keys."""
+    cell = _cell_of(share)
+    return replace(rule, ratio=1 - share, sx=cell, sy=cell, refine=refine_of(cell))
 
 
 def preset(name: str, curve: str = SD) -> MergeConfig:

@@ -66,7 +66,7 @@ def test_the_fit_is_ridge_regression(heads, count, width):
     for spread in (0.1, 1e-4):
         q, merged, left = (torch.randn(2, heads, count, width, generator=generator, dtype=torch.float64) * size + 5
                            for size in (3.0, spread, 0.01))  # fmt: skip
-        weights, constant = _ridge(q, merged, left)
+        weights, constant, error = _ridge(q, merged, left)
         parts = []
         for x in (q, merged):
             centred, least = x - x.mean(2, keepdim=True), 1e-6 * x.square().mean((2, 3), keepdim=True)
@@ -76,6 +76,14 @@ def test_the_fit_is_ridge_regression(heads, count, width):
         expected = x @ torch.linalg.solve(x.mT @ x + penalty, x.mT @ (left - mean)) + mean
         predicted = torch.cat([q, merged], 3) @ weights + constant
         torch.testing.assert_close(predicted, expected, rtol=0, atol=1e-5 * left.abs().max().item())
+        alone = []  # what a fit to all other queries leaves of each, with the features scaled as before
+        for one in range(count):
+            others = torch.arange(count) != one
+            centre, mean = (tensor[..., others, :].mean(2, keepdim=True) for tensor in (x, left))
+            some, rest = x[..., others, :] - centre, left[..., others, :] - mean
+            found = torch.linalg.solve(some.mT @ some + penalty, some.mT @ rest)
+            alone.append(left[..., one, :] - ((x[..., [one], :] - centre) @ found + mean)[..., 0, :])
+        torch.testing.assert_close(error, torch.stack(alone, 2).square().mean((2, 3)), rtol=1e-5, atol=0)
 
 
 # --- in a UNet --------------------------------------------------------------------------------------------------------

@@ -236,18 +236,21 @@ def _span(tokens: int) -> int:
     return max(512, -(-tokens // 8))
 
 
-def ridge(q: Tensor, answers: SampleAttention, first: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Fit a correction by ridge regression: return matrix and constant in the dtype of `q`, in the form of `correct`.
+def ridge(q: Tensor, answers: SampleAttention, first: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Fit a correction by ridge regression: return matrix and constant, in the dtype of `q`, and the error.
 
     In each head, the correction predicts the output over all keys, less the output over merged keys, from the query and
     the output over merged keys. `q` and `answers` are those of `attend_sample`, with at most `RIDGE_WIDEST` channels in
     a head; `first`, the result of `first_order`, adds up to the first guess of ``M1``. If the sum of a head is 0 in the
-    dtype of `q`, merging loses nothing and the correction is 0. None if the kernel could not run.
+    dtype of `q`, merging loses nothing and the correction is 0. The error is that of `correction.Correction`. None if
+    the kernel could not run.
     """
-    width = first.shape[2]
-    matrix = torch.empty(first.shape[1], 2 * width, width, dtype=q.dtype, device=q.device)
-    constant = torch.empty(first.shape[1], 1, width, dtype=q.dtype, device=q.device)
-    return (matrix, constant) if launch(q, ("ridge", width, len(first)), q, *answers, first, matrix, constant) else None
+    heads, width = first.shape[1:3]
+    matrix = torch.empty(heads, 2 * width, width, dtype=q.dtype, device=q.device)
+    constant = torch.empty(heads, 1, width, dtype=q.dtype, device=q.device)
+    error = torch.empty(heads, 2, dtype=torch.float32, device=q.device)
+    found = matrix, constant, error
+    return found if launch(q, ("ridge", width, len(first)), q, *answers, first, *found) else None
 
 
 def correct(out: Tensor, q: Tensor, matrix: Tensor, constant: Tensor) -> Tensor | None:

@@ -190,8 +190,8 @@ def attend_sample(
         yield Output("sums of weights", logs[number], summed, 1e-5 * (1 + summed.abs()))
 
 
-def ridge(q, merged, full, logs, first, matrix, constant) -> Iterator[Output]:
-    """Yield what `matrix` and `constant` add to the outputs: ``[q, merged] @ matrix + constant`` in each head.
+def ridge(q, merged, full, logs, first, matrix, constant, error) -> Iterator[Output]:
+    """Yield what `matrix` and `constant` add to the outputs, ``[q, merged] @ matrix + constant``, and `error`, by head.
 
     These terms are compared, not the weights, since other weights may add the same. They are expected as a ridge fit in
     float64 predicts them, and may differ by a share of the sum of absolute terms. A head whose `first` adds up to zeros
@@ -207,13 +207,19 @@ def ridge(q, merged, full, logs, first, matrix, constant) -> Iterator[Output]:
     energy = normal.diagonal(dim1=1, dim2=2).unflatten(1, (2, -1)).mean(2, keepdim=True).clamp(min=_TINY)
     unit = energy.rsqrt().expand(-1, -1, width).flatten(1)[..., None]
     penalty = torch.eye(unknowns, dtype=x.dtype, device=x.device) * unknowns / x.shape[1]
-    weights = unit * torch.linalg.solve(normal * unit * unit.mT + penalty, unit * cross)
+    solution = torch.linalg.inv(normal * unit * unit.mT + penalty)
+    weights, scaled = unit * (solution @ (unit * cross)), x * unit.mT
+    left_out = (left - left.mean(1, keepdim=True) - x @ weights)
+    left_out /= 1 - 1 / x.shape[1] - (scaled @ solution * scaled).sum(2, keepdim=True)
     shift = left.mean(1, keepdim=True) - features.mean(1, keepdim=True) @ weights
     lost = known.flatten(1).any(1)[:, None, None]
     weights, shift = weights * lost, shift * lost
     weights[:, :width] += known
     allowed = 8 * eps * (features.abs() @ weights.abs() + shift.abs() + left.abs().amax((1, 2), keepdim=True) * lost)
     yield Output("correction", features @ matrix.double() + constant, features @ weights + shift, allowed + _TINY)
+    rest, sizes = left_out.square().mean((1, 2)) * lost[:, 0, 0], left.square().mean((1, 2))
+    yield Output("error", error[:, 0].sqrt(), rest.sqrt(), 16 * eps * (rest.sqrt() + sizes.sqrt()) + _TINY)
+    yield Output("mean square of answers", error[:, 1], merged.square().mean((1, 2)), 1e-5 * error[:, 1] + _TINY)
 
 
 def correct(out, q, matrix, constant, corrected) -> Iterator[Output]:

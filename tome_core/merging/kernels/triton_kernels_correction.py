@@ -178,11 +178,23 @@ def _join(
 
 
 @triton.jit
+def _left(
+    merged, full, logs, known, features, number, programs, query, is_query, column, is_column, count,
+    width: tl.constexpr, SPANS: tl.constexpr,
+):  # fmt: skip
+    """Return what ``features`` times ``known`` leave of outputs over all keys less ``merged``; see `_join`."""
+    left = _join(full, logs, number, programs, query, is_query, column, is_column, count, width, SPANS)
+    at = merged + query[:, None] * width + column[None, :]
+    left -= tl.load(at, mask=is_query[:, None] & is_column[None, :], other=0.0)
+    return left - tl.dot(features.to(known.dtype), known)
+
+
+@triton.jit
 def _ridge(
-    q, merged, full, logs, first, matrix, constant, count, heads, q_sample, q_row, q_channel,
+    q, merged, full, logs, first, matrix, constant, error, count, heads, q_sample, q_row, q_channel,
     width: tl.constexpr, WIDTH: tl.constexpr, UNKNOWNS: tl.constexpr, QUERIES: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
-    """Fill ``matrix`` and ``constant``, see `kernels.ridge`. A program solves a head's normal equations by elimination.
+    """Fill the results of `kernels.ridge`. A program solves a head's normal equations by elimination.
 
     From the queries and ``merged``, it fits what ``first`` leaves of the output over all keys less ``merged``, and adds
     ``first`` to the solution. The penalty makes elimination safe without a search for pivots. Factors are rounded to
@@ -215,10 +227,10 @@ def _ridge(
         is_query = query < count
         mask = is_query[:, None] & is_unknown[None, :]
         features = _load_features(q, merged, query, row, mask, width, q_row, q_channel)
-        left = _join(full, logs, number, programs, query, is_query, column, is_column, count, width, SPANS)
-        at_merged = merged + query[:, None] * width + column[None, :]
-        left -= tl.load(at_merged, mask=is_query[:, None] & is_column[None, :], other=0.0)
-        left -= tl.dot(features.to(rounded.dtype), rounded)
+        left = _left(
+            merged, full, logs, rounded, features, number, programs, query, is_query, column, is_column, count, width,
+            SPANS,
+        )  # fmt: skip
         left_mean += tl.sum(left, 0)
         features = tl.where(mask, features - mean[None, :], 0.0).to(rounded.dtype)
         across = tl.trans(features)
@@ -242,6 +254,8 @@ def _ridge(
         right = tl.sum(tl.where(is_pivot[:, None], weights, 0.0), 0)
         normal -= share[:, None] * pivot_row[None, :]
         weights -= share[:, None] * right[None, :]
+        # the column that is solved holds the inverse's from now on
+        normal = tl.where(is_pivot[None, :], tl.where(is_pivot, 1.0, 0.0)[:, None] - share[:, None], normal)
     weights = weights * unit[:, None]
     known = rounded.to(tl.float32)
     lost = tl.where(
@@ -249,9 +263,31 @@ def _ridge(
     )  # if the plan loses nothing, the rest is rounding
     shift = (left_mean - tl.sum(mean[:, None] * weights, 0)) * lost
     to = matrix + tl.program_id(0).to(tl.int64) * unknowns * width
-    mask = is_unknown[:, None] & is_column[None, :]
-    tl.store(to + row[:, None] * width + column[None, :], weights * lost + known, mask=mask)
+    is_weight = is_unknown[:, None] & is_column[None, :]
+    tl.store(to + row[:, None] * width + column[None, :], weights * lost + known, mask=is_weight)
     tl.store(constant + tl.program_id(0) * width + column, shift, mask=is_column)
+    answers = tl.zeros([UNKNOWNS], tl.float32)
+    rests = tl.zeros([WIDTH], tl.float32)
+    solution, rounded_weights = normal.to(rounded.dtype), weights.to(rounded.dtype)
+    for start in range(0, count, QUERIES):
+        query = start + tl.arange(0, QUERIES)
+        is_query = query < count
+        mask = is_query[:, None] & is_unknown[None, :]
+        features = _load_features(q, merged, query, row, mask, width, q_row, q_channel)
+        answers += tl.sum(tl.where((row >= width)[None, :], features * features, 0.0), 0)
+        left = _left(
+            merged, full, logs, rounded, features, number, programs, query, is_query, column, is_column, count, width,
+            SPANS,
+        )  # fmt: skip
+        features = tl.where(mask, features - mean[None, :], 0.0)
+        rest = left - left_mean[None, :] - tl.dot(features.to(rounded.dtype), rounded_weights)
+        features = features * unit[None, :]
+        leverage = tl.sum(tl.dot(features.to(rounded.dtype), solution) * features, 1) + 1.0 / count
+        rest = tl.where(is_query[:, None] & is_column[None, :], rest / (1.0 - leverage)[:, None], 0.0)
+        rests += tl.sum(rest * rest, 0)
+    scale = 1.0 / (count * width)
+    tl.store(error + tl.program_id(0) * 2, tl.sum(rests, 0) * scale * lost)
+    tl.store(error + tl.program_id(0) * 2 + 1, tl.sum(answers, 0) * scale)
 
 
 @triton.jit
@@ -324,15 +360,16 @@ def attend_sample(
 
 
 def ridge(
-    q: Tensor, merged: Tensor, full: Tensor, logs: Tensor, first: Tensor, matrix: Tensor, constant: Tensor
-) -> None:
-    """Fill ``matrix`` and ``constant``, the result of `kernels.ridge`, which describes ``q`` and ``first``.
+    q: Tensor, merged: Tensor, full: Tensor, logs: Tensor, first: Tensor, matrix: Tensor, constant: Tensor,
+    error: Tensor,
+) -> None:  # fmt: skip
+    """Fill ``matrix``, ``constant`` and ``error``, the result of `kernels.ridge`; it describes ``q`` and ``first``.
 
     ``merged``, ``full`` and ``logs`` are the fields of `kernels.SampleAttention` for these queries.
     """
     programs, count, width = merged.shape
     _ridge[(programs,)](
-        q, merged, full, logs, first, matrix, constant, count, programs // q.shape[0], *q.stride(),
+        q, merged, full, logs, first, matrix, constant, error, count, programs // q.shape[0], *q.stride(),
         width=width, WIDTH=_padded(width), UNKNOWNS=_padded(2 * width), QUERIES=_QUERIES, SPANS=first.shape[0],
         num_warps=8, num_stages=1,  # the loop loads a tile of every span: more stages exceed a desktop's shared memory
     )  # fmt: skip

@@ -1,0 +1,165 @@
+"""What merging does to a model in one sampling, by its fits' own estimates, and how many tokens are kept because of it.
+
+A fit knows exact answers: those of some queries to all keys, or those of whole blocks to some samples of the tokens.
+What it leaves of each, if fitted to the others, tells its error: a mean square, relative to that of the answers. An
+"attn"'s error counts by the share of its level's attentions in the model, a "block"'s is a mean over its level's
+stretches. A rule with `max_error` keeps at least as many keys, or tokens, as this error takes.
+
+No decision waits for the device: a step reads what was written before the step before it began. So equal seeds give
+equal pictures, however fast the device is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..settings.config import MergeRule
+from ..settings.presets import MOST_MERGED, PARTS, with_share
+
+Points = tuple[tuple[float, float], ...]  # a positive quantity at timesteps, ascending
+# Typical errors, by part, means over small UNets: of an attention that keeps 1/64 of the keys, and of blocks on 1/16 of
+# the tokens.
+_TYPICAL: dict[str, Points] = {
+    "attn": ((0, 1.5e-3), (250, 1.8e-3), (500, 2e-3), (750, 3e-3), (875, 4.5e-3), (1000, 1.3e-2)),
+    "block": ((0, 1.2e-2), (250, 2.6e-2), (500, 5e-2), (750, 7.5e-2), (1000, 0.12)),
+}
+# How many times `max_error` an attention may have: what is wrong in noisy steps is mended in later ones. Chosen by
+# ``python -m benchmarks.own_error``. A block's may rise as the typical error does.
+_ALLOWED: Points = ((0, 1.0), (375, 1.35), (500, 3.3), (700, 10.0), (850, 20.0), (1000, 55.0))
+# The first factor of `OwnError.rule_for` for transformers: that of the model that was measured is 1 in the first step,
+# 50 in the last ones.
+OF_TRANSFORMERS = 20.0
+# a few shares, in 1/64, so that kernels and kept plans stay few; more than the last is all
+_LADDER = {"attn": (1, 2, 3, 4, 6, 9, 13, 19, 28, 36), "block": (4, 8, 16, 32)}
+
+
+def typical(part: str, timestep: float, share: float) -> float:
+    """Return a typical error of a part, "attn" or "block", that keeps a share of its keys or tokens, at a timestep.
+
+    How it depends on the share was fitted to five models. The timestep is on Stable Diffusion's schedule.
+    """
+    by_time = _between(_TYPICAL[part], timestep)
+    if part == "attn":
+        return by_time * (PARTS * share) ** -0.5 * ((1 - share) / (1 - 1 / PARTS)) ** 1.6
+    return by_time * (16 * share) ** -0.35 * ((1 - share) / (1 - 1 / 16)) ** 0.5
+
+
+def allowed(part: str, timestep: float) -> float:
+    """Return how many times `max_error` a part's error may be, at a timestep of Stable Diffusion's schedule."""
+    return _between(_ALLOWED, timestep) if part == "attn" else typical(part, timestep, 0.25) / typical(part, 0, 0.25)
+
+
+def _between(points: Points, timestep: float) -> float:
+    """Return a quantity at a timestep: between two points its logarithm is a line, outside of all it is constant."""
+    for (low, first), (high, last) in pairwise(points):
+        if timestep <= high:
+            position = max(0.0, (timestep - low) / (high - low))
+            return first ** (1 - position) * last**position
+    return points[-1][1]
+
+
+class Noted(NamedTuple):
+    """The error of one attention, or of one stretch, at one step."""
+
+    part: str
+    level: int
+    timestep: float
+    share: float  # of the keys or tokens that were kept
+    squares: Tensor  # those of `Correction.error`, on the CPU once `event` has passed
+    event: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, part: str, level: int, timestep: float, share: float, squares: Tensor) -> Noted:
+        """Note squares on any device; of CUDA's a copy to the CPU is begun, which nothing waits for."""
+        if not squares.is_cuda:
+            return cls(part, level, timestep, share, squares, None)
+        there = torch.empty(squares.shape, dtype=squares.dtype, pin_memory=True)
+        event = torch.cuda.Event()
+        there.copy_(squares, non_blocking=True)
+        event.record()
+        return cls(part, level, timestep, share, there, event)
+
+    def read(self) -> float:
+        """Return the error: what is left relative to the answers, over all heads and samples. Waits for `event`."""
+        if self.event is not None:
+            self.event.synchronize()
+        left, answers = self.squares.sum(0).tolist()
+        return left / answers if answers > 0 and math.isfinite(left / answers) else 0.0
+
+
+class OwnError:
+    """The errors of one sampling, by part and level, and the rules that these follow because of them.
+
+    An error is followed as a factor of the typical one, because errors are read late, and change with time and share.
+    """
+
+    def __init__(self) -> None:
+        self._factors: dict[tuple[str, int], float] = {}  # of the latest errors that were read
+        self._steps: list[tuple[float, list[Noted]]] = []  # the latest two, whose errors were not read
+        # by part and level: the rule of the settings, the timestep of its match, the rule that is followed
+        self._chosen: dict[tuple[str, int], tuple[MergeRule, float, MergeRule | None]] = {}
+
+    def note(self, noted: Noted) -> None:
+        """Note an error at the step that `begin` has begun last."""
+        if self._steps:
+            self._steps[-1][1].append(noted)
+
+    def begin(self, timestep: float) -> None:
+        """Begin a call at a timestep. If it is a new one, read the errors of all steps but the latest before it."""
+        if self._steps and self._steps[-1][0] == timestep:
+            return
+        self._steps.append((timestep, []))
+        while len(self._steps) > 2:
+            _, noted = self._steps.pop(0)
+            factors: dict[tuple[str, int], list[float]] = {}
+            for one in noted:
+                factor = one.read() / typical(one.part, one.timestep, one.share)
+                factors.setdefault((one.part, one.level), []).append(factor)
+            self._factors |= {place: sum(found) / len(found) for place, found in factors.items()}
+
+    def rule_for(
+        self, part: str, level: int, rule: MergeRule, timestep: float, weight: float, first: float | None
+    ) -> MergeRule | None:
+        """Return the rule that a part of a level follows at a step; None: it keeps all tokens.
+
+        It is `rule` with as many more keys or tokens as its `max_error` takes. It changes only with a new match.
+
+        Args:
+            part: "attn" or "block".
+            level: its number.
+            rule: that of the settings, which keeps the fewest.
+            timestep: of the step, on Stable Diffusion's schedule.
+            weight: by which the part's error counts.
+            first: the factor of the typical error before any was read; None: `rule` is followed until then.
+        """
+        place = part, level
+        base, begun, kept = self._chosen.get(place, (None, 0.0, None))
+        if base is rule and abs(begun - timestep) <= rule.keep:
+            return kept
+        kept, rules, factor = rule, _less_and_less(part, rule), self._factors.get(place, first)
+        if factor is not None:
+            most = rule.max_error * allowed(part, timestep) / (weight * factor)
+            kept = next((one for one in rules if typical(part, timestep, 1 - one.effective_ratio) <= most), None)
+            if kept is None and place not in self._factors:  # if nothing merged, nothing would ever be learned
+                kept = rules[-1]
+        self._chosen[place] = rule, timestep, kept
+        return kept
+
+
+def _less_and_less(part: str, rule: MergeRule) -> Sequence[MergeRule]:
+    """Return a rule, then those that keep more keys or tokens, up to `MOST_MERGED`; the same objects for equal ones."""
+    if (part, rule) not in _KNOWN:
+        more = [share / PARTS for share in _LADDER[part] if 1 - rule.effective_ratio < share / PARTS <= MOST_MERGED]
+        change = with_share if part == "attn" else lambda rule, share: replace(rule, ratio=1 - share)
+        _KNOWN[part, rule] = (rule, *(change(rule, share) for share in more))
+    return _KNOWN[part, rule]
+
+
+_KNOWN: dict[tuple[str, MergeRule], tuple[MergeRule, ...]] = {}
