@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..faults import may_be_of_fewer_tokens, text_of
+from ..faults import may_be_of_fewer_tokens, quietly, text_of
 from ..merging.grid import Grid, Layout, cached_result
 from ..merging.methods import METHODS, MatchOptions
 from ..merging.plan import MergePlan
@@ -141,7 +141,8 @@ def _merge(
         return plan, "", cost
     samples = cached_result(pick_samples, x, grid)[0] if rule.correction else None
     cost += x.shape[0] * work.of_way_back(x.shape[1], 0 if samples is None else len(samples), x.shape[2])
-    note = partial(state.note_error, call, part, level, plan.num_groups / x.shape[1]) if is_new else None
+    share = plan.num_groups / x.shape[1]
+    note = partial(quietly, state.note_error, call, part, level, share) if is_new else None
     return MergedTokens.of(x, plan, samples, note), "", cost
 
 

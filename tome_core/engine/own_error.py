@@ -90,7 +90,7 @@ class Noted(NamedTuple):
         """Return the error: what is left relative to the answers, over all heads and samples. Waits for `event`."""
         if self.event is not None:
             self.event.synchronize()
-        left, answers = self.squares.sum(0).tolist()
+        left, answers = map(sum, zip(*self.squares.tolist(), strict=True))
         return left / answers if answers > 0 and math.isfinite(left / answers) else 0.0
 
 
@@ -143,22 +143,23 @@ class OwnError:
         base, begun, kept = self._chosen.get(place, (None, 0.0, None))
         if base is rule and abs(begun - timestep) <= rule.keep:
             return kept
-        kept, rules, factor = rule, _less_and_less(part, rule), self._factors.get(place, first)
+        kept, rules, factor = rule, (rule, *_that_keep_more(part, rule)), self._factors.get(place, first)
         if factor is not None:
-            most = rule.max_error * allowed(part, timestep) / (weight * factor)
-            kept = next((one for one in rules if typical(part, timestep, 1 - one.effective_ratio) <= most), None)
+            most = rule.max_error * allowed(part, timestep)
+            errors = (weight * factor * typical(part, timestep, 1 - one.effective_ratio) for one in rules)
+            kept = next((one for one, error in zip(rules, errors, strict=True) if error <= most), None)
             if kept is None and place not in self._factors:  # if nothing merged, nothing would ever be learned
                 kept = rules[-1]
         self._chosen[place] = rule, timestep, kept
         return kept
 
 
-def _less_and_less(part: str, rule: MergeRule) -> Sequence[MergeRule]:
-    """Return a rule, then those that keep more keys or tokens, up to `MOST_MERGED`; the same objects for equal ones."""
+def _that_keep_more(part: str, rule: MergeRule) -> Sequence[MergeRule]:
+    """Return rules that keep more keys or tokens, up to `MOST_MERGED`: the same objects for equal arguments."""
     if (part, rule) not in _KNOWN:
         more = [share / PARTS for share in _LADDER[part] if 1 - rule.effective_ratio < share / PARTS <= MOST_MERGED]
         change = with_share if part == "attn" else lambda rule, share: replace(rule, ratio=1 - share)
-        _KNOWN[part, rule] = (rule, *(change(rule, share) for share in more))
+        _KNOWN[part, rule] = tuple(change(rule, share) for share in more)
     return _KNOWN[part, rule]
 
 

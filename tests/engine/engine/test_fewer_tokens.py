@@ -121,9 +121,9 @@ def test_the_halves_of_guidance_share_a_match_and_later_steps_keep_it(monkeypatc
     model, groups = sdxl(), []
     original = MergedTokens.of
 
-    def note(x, plan, samples):
+    def note(x, plan, *more):
         groups.append(plan.group)
-        return original(x, plan, samples)
+        return original(x, plan, *more)
 
     monkeypatch.setattr("tome_core.engine.merged_tokens.MergedTokens.of", note)
     x, (_, text) = inputs(4, 1, 16, 16)[0].repeat(2, 1, 1, 1), inputs(4, 2, 16, 16)
