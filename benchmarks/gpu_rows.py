@@ -84,8 +84,8 @@ class Patched:
 
 def _settings(network: nn.Module, way: str) -> tome_core.MergeConfig:
     """Return a strength's settings, by its name, but the finest level merges however few its tokens are: whether that
-    pays is the question."""
-    config = tome_core.preset(way, curve_of(network))
+    pays is the question. The error of random weights, which is larger than that of trained ones, is not bounded."""
+    config = replace(tome_core.preset(way, curve_of(network)), max_error=None)
     at_finest = replace(config.rules[0], max_downsample=None, only_if_it_pays=False)
     return replace(config, rules=(at_finest, *config.rules))
 

@@ -90,7 +90,7 @@ def merge_with_self(monkeypatch: Any) -> None:
 
     of = MergedTokens.of
     monkeypatch.setitem(METHODS, "bipartite", METHODS["bipartite"]._replace(match=match))
-    monkeypatch.setattr(MergedTokens, "of", lambda x, plan, samples: of(x, plan, None))
+    monkeypatch.setattr(MergedTokens, "of", lambda x, plan, samples, note: of(x, plan, None))
 
 
 # --- diffusers ----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 
 from ..merging.grid import Draw, Grid, Layout
 from ..merging.plan import MergePlan
-from ..reporting.ledger import FEW_TOKENS
+from ..reporting.ledger import FEW_TOKENS, OTHER_PARTS, TOO_WRONG
 from ..settings.rules import LevelRules
 from .plan_cache import KeptPlans
 
@@ -55,6 +55,12 @@ class ModelCall:
     # (batch, tokens, merged tokens) of what runs on merged tokens just now; None: all that runs has all tokens
     inside: tuple[int, int, int] | None = None
     called_attentions: list[str] = field(default_factory=list)  # the module paths of those that were called or counted
+
+    def why_not(self, part: str, level: int) -> str:
+        """Return the reason why no rule merges a part of a level now; read only if none does."""
+        if (part, level) in self.too_wrong:
+            return TOO_WRONG
+        return OTHER_PARTS if any(self.rules[level]) else self.why_off[level]
 
 
 class MergeMap(NamedTuple):

@@ -83,7 +83,7 @@ class Noted(NamedTuple):
         there = torch.empty(squares.shape, dtype=squares.dtype, pin_memory=True)
         event = torch.cuda.Event()
         there.copy_(squares, non_blocking=True)
-        event.record()
+        event.record(torch.cuda.current_stream(squares.device))
         return cls(part, level, timestep, share, there, event)
 
     def read(self) -> float:

@@ -214,7 +214,10 @@ class State:
                        for part, weight in (("attn", self._weights[level]), ("block", 1.0))
                        if (rule := getattr(now, part)) is not None and rule.max_error is not None}  # fmt: skip
             too_wrong += [(part, level) for part, rule in changes.items() if rule is None]
-            if any(rule is not getattr(now, part) for part, rule in changes.items()):
+            changes = {part: rule for part, rule in changes.items() if rule is not getattr(now, part)}
+            if changes:
+                bounded = self.ledger.levels[level].bounded
+                bounded.update((part, 1 - rule.effective_ratio if rule else 1.0) for part, rule in changes.items())
                 key = id(now), *map(id, changes.values())
                 now = self._borne.setdefault(key, now._replace(**changes))
             found.append(now)

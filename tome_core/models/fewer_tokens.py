@@ -51,7 +51,7 @@ class WholeBlockSite(BlockWrap):
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Return the block's output, inside a call of the model by `around`; outside, it runs on all tokens."""
         call = self.wraps.calls.current
-        if call is None or call.rules[self.level].block is None:
+        if call is None or (call.rules[self.level].block is None and ("block", self.level) not in call.too_wrong):
             return self.original(*args, **kwargs)
         layout = call.layouts.get(self.level)
         return run_block(call, self.place, layout and layout.grid, self.below, self.original, args, kwargs)

@@ -21,7 +21,7 @@ from ..engine.decision import ModelCall
 from ..engine.state import State, foreign_mode
 from ..faults import is_ours, quietly
 from ..merging.grid import Grid, Layout
-from ..reporting.ledger import ARGUMENTS, MASKED, OF_OTHERS, OTHER_PARTS, REPLACED, TAKEN_OFF, Reason
+from ..reporting.ledger import ARGUMENTS, MASKED, OF_OTHERS, REPLACED, TAKEN_OFF, Reason
 from . import compiled, intercept
 from .answer import attend_call
 from .attention_calls import MORE, AttentionCall
@@ -162,13 +162,12 @@ class AttentionSite(NumberedSite):
                 self.wraps.regain_top(self.level)
                 return self.original(*args, **kwargs)
             call.called_attentions.append(self.path)
-            rules = call.rules[self.level]
             if call.inside is not None:  # in a block that runs on merged tokens
                 call.state.count_inside(call, self.level)
-            elif rules.attn is not None:
+            elif call.rules[self.level].attn is not None:
                 return self._merge(call, args, kwargs)
             else:
-                self._count_unmerged(call, OTHER_PARTS if any(rules) else call.why_off[self.level], args, kwargs)
+                self._count_unmerged(call, call.why_not("attn", self.level), args, kwargs)
         except Exception as error:
             if not is_ours(error):
                 raise

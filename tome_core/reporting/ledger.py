@@ -98,7 +98,7 @@ class Counted:
         return sum((getattr(level, name) for level in self.levels), Counter())
 
 
-_COUNTS = ("merged", "skipped", "skipped_work", "sized_by", "work_full", "work_left", "errors", "fits")
+_COUNTS = ("merged", "skipped", "skipped_work", "sized_by", "work_full", "work_left", "errors", "fits", "bounded")
 
 
 @dataclass
@@ -116,6 +116,8 @@ class LevelTally(Counted):
     # sums of errors that fits told, relative and squared, and numbers of fits, by (part, timestep, share of keys)
     errors: Counter = field(default_factory=Counter)
     fits: Counter = field(default_factory=Counter)
+    # model calls by (part, share) in which more keys or tokens were kept than the rule asks, 1: all, to bound the error
+    bounded: Counter = field(default_factory=Counter)
     traced: set[str] = field(default_factory=set)  # why attentions were compiled without merging; they are not counted
     level: int = 0  # 0 for the finest
     covered: bool = True  # a rule can merge here at some time

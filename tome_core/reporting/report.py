@@ -147,6 +147,8 @@ def _level_data(level: LevelTally) -> dict[str, Any]:
     return {"level": level.level, "downsample": level.downsample, "blocks": level.blocks, "covered": level.covered,
             "errors": [{"part": part, "timestep": time, "share": share, "error": level.errors[part, time, share] / fits}
                        for (part, time, share), fits in level.fits.items()],  # mean over the level's fits
+            "bounded": [{"part": part, "share": share, "calls": calls}
+                        for (part, share), calls in level.bounded.items()],
             "work_saved": level.work_saved, "merged": merged, "sized_by": dict(level.sized_by),
             "skipped": dict(level.skipped), "traced": sorted(level.traced),
             "skipped_work": {why: work / max(work, level.work_full)
@@ -165,7 +167,20 @@ def _kinds_text(level: LevelTally) -> str:
               _kind_text("MLP on {left} of {tokens} tokens", level.mlp_tokens)]  # fmt: skip
     saved = level.work_saved or 0.0
     less = f", {percent(saved)} less work in these blocks" if saved >= _LEAST_SHOWN else ""
-    return f"{'; '.join(filter(None, kinds)) or count(level.calls_merged, 'call') + ' merged'}{less}"
+    text = "; ".join(filter(None, kinds)) or f"{count(level.calls_merged, 'call')} merged"
+    return f"{text}{less}{_bound_text(level)}"
+
+
+def _bound_text(level: LevelTally) -> str:
+    """Format how often a level kept more than its rules ask, such as ``; in 5 of 8 model calls ...``; "" if never."""
+    texts = []
+    for part, noun in (("attn", "keys"), ("block", "tokens")):
+        shares = {share: calls for (of_part, share), calls in level.bounded.items() if of_part == part}
+        if shares:
+            whole = f" (all in {shares[1.0]})" if 1.0 in shares else ""
+            texts.append(f"; merging changes this model much, so more {noun} were kept in "
+                         f"{count(sum(shares.values()), 'model call')}{whole}")  # fmt: skip
+    return "".join(texts)
 
 
 def _kind_text(text: str, sizes: Sequence[tuple[int, int]]) -> str:

@@ -1,0 +1,148 @@
+"""The engine's own error: how it is told, when it is read, and how a strength bounds it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tome_core
+from tests.families import MODELS
+from tests.models import inputs, on_small, sdxl, small
+from tome_core import MergeConfig, MergePlan, MergeRule
+from tome_core.engine.merged_tokens import RIDGE, MergedTokens
+from tome_core.engine.own_error import Noted, OwnError, allowed, typical
+from tome_core.reporting.ledger import TOO_WRONG
+from tome_core.settings.presets import EARLY_SHARE, with_share
+
+pytestmark = pytest.mark.bounded
+RULE = replace(tome_core.strength(1.0).rules[0], max_error=1e-3)
+STEPS = (900.0, 800.0, 700.0, 600.0, 500.0)
+
+
+def noted(timestep, error, part="attn", rule=RULE):
+    return Noted(part, 0, timestep, 1 - rule.effective_ratio, torch.tensor([[error, 1.0], [error, 1.0]]), None)
+
+
+@torch.no_grad()
+def test_what_a_stretch_leaves_of_its_samples_is_what_a_map_fitted_to_the_others_leaves():
+    dice = torch.Generator().manual_seed(3)
+    x, added = (torch.randn(2, 64, 5, generator=dice, dtype=torch.float64) for _ in range(2))
+    plan, samples, notes = MergePlan(torch.arange(64)[None] // 8, 8), torch.arange(3, 64, 7), []
+    tokens = MergedTokens.of(x, plan, samples, notes.append)
+    changes = torch.cat([plan.merge(added), added[:, samples]], 1)
+    tokens.unmerge(tokens.merged + changes)
+    apart, lost = (tensor - plan.unmerge(plan.merge(tensor)) for tensor in (x, added))
+    few, lost, left = apart[:, samples], lost[:, samples], []
+    unit = few.square().sum(2).mean(1)[:, None, None]
+    for one in range(len(samples)):
+        others = torch.arange(len(samples)) != one
+        known, wanted = few[:, others], lost[:, others]
+        penalty = RIDGE * unit * torch.eye(5, dtype=x.dtype)
+        found = torch.linalg.solve(known.mT @ known + penalty, known.mT @ wanted)
+        left.append(lost[:, one] - (few[:, [one]] @ found)[:, 0])
+    (squares,) = notes
+    torch.testing.assert_close(squares[:, 0], torch.stack(left, 1).square().mean((1, 2)), rtol=1e-4, atol=0)
+    torch.testing.assert_close(squares[:, 1], added[:, samples].square().mean((1, 2)))
+
+
+def test_a_step_follows_what_was_read_before_the_step_before_it_and_only_with_a_new_match():
+    kept = []
+    for wrong_at in (*STEPS, None):
+        own = OwnError()
+        rules = []
+        for timestep in STEPS:
+            own.begin(timestep)
+            own.begin(timestep)  # the other half of guidance
+            rules.append(own.rule_for("attn", 0, RULE, timestep, 1.0, None))
+            if rules[-1] is not None:
+                own.note(noted(timestep, 0.9 if timestep == wrong_at else 0.0))
+        kept.append([rule is RULE for rule in rules])
+    T, F = True, False
+    assert kept == [[T, T, F, T, T], [T, T, T, F, T], [T, T, T, T, F], [T] * 5, [T] * 5, [T] * 5]
+    own = OwnError()
+    for timestep in (900.0, 880.0, 860.0, 850.0):
+        own.begin(timestep)
+        assert own.rule_for("attn", 0, RULE, timestep, 1.0, None) is RULE, "its match is kept"
+        own.note(noted(timestep, 0.9))
+
+
+def test_it_keeps_the_fewest_keys_that_the_error_allows_then_all_and_a_transformer_begins_with_many():
+    def kept(factor, weight=1.0, rule=RULE, first=None, part="attn"):
+        own = OwnError()
+        for timestep in (500.0, 400.0, 300.0):
+            own.begin(timestep)
+            if factor is not None and timestep == 500:
+                error = factor * typical(part, timestep, 1 - rule.effective_ratio)
+                own.note(noted(timestep, error, part, rule))
+        return own.rule_for(part, 0, rule, 300.0, weight, first)
+
+    most, shares = RULE.max_error * allowed("attn", 300.0), []
+    for factor in (0.1, 0.5, 1.0, 2.0, 3.0, 5.0, 8.0):
+        rule = kept(factor)
+        shares.append(1.0 if rule is None else 1 - rule.effective_ratio)
+        assert rule is None or factor * typical("attn", 300.0, shares[-1]) <= most
+        assert rule is kept(factor), "one object, by which plans are kept"
+    assert shares == sorted(shares) and shares[0] == EARLY_SHARE and len(set(shares)) > 4
+    assert kept(100.0) is None and kept(100.0, weight=1e-3) is RULE
+    first = kept(None, first=50.0)
+    assert first == with_share(RULE, 36 / 64), "else nothing would be learned"
+    blocks = MergeRule(merge_attn=False, merge_blocks=True, ratio=15 / 16, sx=4, sy=4, max_error=0.05, keep=60.0)
+    assert kept(1.0, rule=blocks, part="block") is blocks and kept(50.0, rule=blocks, part="block") is None
+    assert kept(5.0, rule=blocks, part="block").ratio in (0.875, 0.75, 0.5)
+
+
+def draw(model, config, sampling, steps=STEPS):
+    """The last prediction, and the report."""
+    x, text = inputs(4, 1, 16, 16)
+    with tome_core.patch(model, config, host_clock=True) as handle, torch.no_grad():
+        for timestep in steps:
+            handle.set_time(timestep=timestep, sampling=sampling, timesteps=steps)
+            out = MODELS["sd15"].forward(model, x, timestep, text)
+        return out, handle.report()
+
+
+def test_a_model_that_bears_less_keeps_more_keys_then_all_and_the_report_says_so():
+    """Random weights err more than trained ones."""
+    model, balanced = small(), on_small("balanced")
+    config = replace(balanced, max_error=2e-5)
+    out, report = draw(model, config, "one")
+    (first, *_), finest = STEPS, report.levels[0]
+    told = finest.fits.keys()
+    assert {share for _, timestep, share in told if timestep == first} == {round(1 / 64, 4)}
+    assert finest.bounded and max(share for _, share in finest.bounded) == 1.0
+    assert finest.reasons[f"attn: {TOO_WRONG}"] and TOO_WRONG in report.hindered
+    assert "merging changes this model much, so more keys were kept in" in str(report)
+    (level, *_) = report.as_data()["levels"]
+    assert level["bounded"] and all(told["error"] > 0 for told in level["errors"])
+    plain, unbounded = draw(model, replace(config, max_error=None), "one")
+    assert not unbounded.levels[0].bounded and not torch.equal(out, plain)
+    whole = MODELS["sd15"].forward(model, inputs(4, 1, 16, 16)[0], STEPS[-1], inputs(4, 1, 16, 16)[1])
+    assert (out - whole).norm() < (plain - whole).norm()
+
+
+def test_equal_samplings_are_equal_whatever_ran_before():
+    model, config = small(), on_small("balanced")
+    alone = draw(model, config, "one")[0]
+    x, text = inputs(4, 1, 16, 16)
+    with tome_core.patch(model, config, host_clock=True) as handle, torch.no_grad():
+        for sampling, size in (("other", 2.0), ("one", 1.0)):
+            for timestep in STEPS:
+                handle.set_time(timestep=timestep, sampling=sampling, timesteps=STEPS)
+                out = MODELS["sd15"].forward(model, size * x, timestep, text)
+    assert torch.equal(out, alone)
+
+
+def test_whole_blocks_that_change_too_much_run_on_all_tokens():
+    model = sdxl()
+    rule = MergeRule(merge_attn=False, merge_blocks=True, ratio=0.75, use_rand=False, side="kv", min_downsample=4,
+                     keep=60.0, max_error=1e-6)  # fmt: skip
+    x, text = inputs(4, 1, 16, 16)
+    with tome_core.patch(model, MergeConfig(rules=(rule,)), host_clock=True) as handle, torch.no_grad():
+        for timestep in STEPS:
+            handle.set_time(timestep=timestep, sampling="one")
+            MODELS["sdxl"].forward(model, x, timestep, text)
+        report = handle.report()
+    coarse = report.levels[-1]
+    assert [timestep for part, timestep, _ in coarse.fits if part == "block"] == [900.0, 800.0]
+    assert coarse.bounded == {("block", 1.0): 3} and coarse.reasons[f"block: {TOO_WRONG}"]
+    assert "more tokens were kept in 3 model calls (all in 3)" in str(report)
