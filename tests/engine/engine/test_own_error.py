@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 import tome_core
 from tests.families import MODELS
@@ -97,7 +98,7 @@ def draw(model, config, sampling, steps=STEPS):
     with tome_core.patch(model, config, host_clock=True) as handle, torch.no_grad():
         for timestep in steps:
             handle.set_time(timestep=timestep, sampling=sampling, timesteps=steps)
-            out = MODELS["sd15"].forward(model, x, timestep, text)
+            out = MODELS["sd15"].forward(model, x, torch.tensor(timestep), text)
         return out, handle.report()
 
 
@@ -146,3 +147,17 @@ def test_whole_blocks_that_change_too_much_run_on_all_tokens():
     assert [timestep for part, timestep, _ in coarse.fits if part == "block"] == [900.0, 800.0]
     assert coarse.bounded == {("block", 1.0): 3} and coarse.reasons[f"block: {TOO_WRONG}"]
     assert "more tokens were kept in 3 model calls (all in 3)" in str(report)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_compiled_model_keeps_as_many_keys_in_the_same_graph():
+    config, found = replace(on_small("balanced"), max_error=2e-5), []
+    for backend in (None, CompileCounter()):
+        model = small()
+        if backend is not None:
+            model.compile(backend=backend, fullgraph=True)
+        out, report = draw(model, config, "one")
+        found.append((out, [level.bounded for level in report.levels]))
+    (eager, bounded), (compiled, same) = found
+    assert bounded == same and bounded[0]["attn", 1.0] and backend.frame_count == 1
+    torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5)
