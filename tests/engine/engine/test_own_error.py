@@ -146,3 +146,18 @@ def test_whole_blocks_that_change_too_much_run_on_all_tokens():
     assert [timestep for part, timestep, _ in coarse.fits if part == "block"] == [900.0, 800.0]
     assert coarse.bounded == {("block", 1.0): 3} and coarse.reasons[f"block: {TOO_WRONG}"]
     assert "more tokens were kept in 3 model calls (all in 3)" in str(report)
+
+
+def test_attention_that_keeps_all_tokens_is_not_taken_for_blocks_that_do(monkeypatch):
+    model, whole = sdxl(), {900.0: "attn", 800.0: "block"}
+    monkeypatch.setattr(OwnError, "rule_for",
+                        lambda own, part, level, rule, timestep, *more: None if whole[timestep] == part else rule)
+    rules = [MergeRule(ratio=0.75, use_rand=False, side="kv", min_downsample=4, keep=60.0, max_error=1e-3, **of)
+             for of in ({"metric": "keys+values"}, {"merge_attn": False, "merge_blocks": True})]  # fmt: skip
+    x, text = inputs(4, 1, 16, 16)
+    with tome_core.patch(model, MergeConfig(rules=tuple(rules)), host_clock=True) as handle, torch.no_grad():
+        for timestep in whole:
+            handle.set_time(timestep=timestep, sampling="one")
+            MODELS["sdxl"].forward(model, x, timestep, text)
+        merged = {(part, timestep) for part, timestep, _ in handle.report().levels[-1].fits}
+    assert merged == {("block", 900.0), ("attn", 800.0)}
