@@ -218,7 +218,7 @@ class State:
             if changes:
                 bounded = self.ledger.levels[level].bounded
                 bounded.update((part, 1 - rule.effective_ratio if rule else 1.0) for part, rule in changes.items())
-                key = id(now), *map(id, changes.values())
+                key = id(now), *((part, id(rule)) for part, rule in changes.items())
                 now = self._borne.setdefault(key, now._replace(**changes))
             found.append(now)
         return tuple(found), frozenset(too_wrong)

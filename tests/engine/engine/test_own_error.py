@@ -161,3 +161,18 @@ def test_a_compiled_model_keeps_as_many_keys_in_the_same_graph():
     (eager, bounded), (compiled, same) = found
     assert bounded == same and bounded[0]["attn", 1.0] and backend.frame_count == 1
     torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_that_keeps_all_tokens_is_not_taken_for_blocks_that_do(monkeypatch):
+    model, whole = sdxl(), {900.0: "attn", 800.0: "block"}
+    monkeypatch.setattr(OwnError, "rule_for",
+                        lambda own, part, level, rule, timestep, *more: None if whole[timestep] == part else rule)
+    rules = [MergeRule(ratio=0.75, use_rand=False, side="kv", min_downsample=4, keep=60.0, max_error=1e-3, **of)
+             for of in ({"metric": "keys+values"}, {"merge_attn": False, "merge_blocks": True})]  # fmt: skip
+    x, text = inputs(4, 1, 16, 16)
+    with tome_core.patch(model, MergeConfig(rules=tuple(rules)), host_clock=True) as handle, torch.no_grad():
+        for timestep in whole:
+            handle.set_time(timestep=timestep, sampling="one")
+            MODELS["sdxl"].forward(model, x, timestep, text)
+        merged = {(part, timestep) for part, timestep, _ in handle.report().levels[-1].fits}
+    assert merged == {("block", 900.0), ("attn", 800.0)}
