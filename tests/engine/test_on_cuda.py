@@ -46,6 +46,21 @@ def test_a_merged_block_never_waits_for_the_device(method, half_block):
             torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.bounded
+def test_steps_that_bound_their_own_error_never_wait_for_the_device(half_block):
+    block, inputs = half_block
+    with tome_core.patch(block, "balanced", only_if_it_pays=False, host_clock=True) as handle:
+        for sampling in ("first", "second"):  # the first makes constants
+            torch.cuda.set_sync_debug_mode("error" if sampling == "second" else "default")
+            try:
+                for timestep in (900.0, 800.0, 700.0, 600.0):
+                    handle.set_time(timestep=timestep, sampling=sampling)
+                    block(*inputs)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        assert handle.report().levels[0].fits
+
+
 def test_destinations_and_the_similarities_found_are_those_of_the_cpu():
     draw = Draw(5, 1, torch.tensor([3.0, 500.0]))
     chosen, expected = (draw_choices(draw, 4096, 4, torch.device(name)) for name in ("cuda", "cpu"))

@@ -15,7 +15,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,33 +64,61 @@ def _between(points: Points, timestep: float) -> float:
     return points[-1][1]
 
 
-class Noted(NamedTuple):
+class Noted:
     """The error of one attention, or of one stretch, at one step."""
 
-    part: str
-    level: int
-    timestep: float
-    share: float  # of the keys or tokens that were kept
-    squares: Tensor  # those of `Correction.error`, on the CPU once `event` has passed
-    event: torch.cuda.Event | None
+    def __init__(self, part: str, level: int, timestep: float, share: float, squares: Tensor) -> None:
+        self.part, self.level, self.timestep = part, level, timestep
+        self.share = share  # of the keys or tokens that were kept
+        self.squares: Tensor | None = squares  # those of `Correction.error`, until they are read
+        self._error = 0.0
 
-    @classmethod
-    def of(cls, part: str, level: int, timestep: float, share: float, squares: Tensor) -> Noted:
-        """Note squares on any device; of CUDA's a copy to the CPU is begun, which nothing waits for."""
-        if not squares.is_cuda:
-            return cls(part, level, timestep, share, squares, None)
-        there = torch.empty(squares.shape, dtype=squares.dtype, pin_memory=True)
-        event = torch.cuda.Event()
-        there.copy_(squares, non_blocking=True)
-        event.record(torch.cuda.current_stream(squares.device))
-        return cls(part, level, timestep, share, there, event)
+    def take(self, rows: Sequence[Sequence[float]]) -> None:
+        """Read the squares, given as numbers: what is left relative to the answers, over all heads and samples."""
+        left, answers = map(sum, zip(*rows, strict=True))
+        self.squares, self._error = None, left / answers if answers > 0 and math.isfinite(left / answers) else 0.0
 
     def read(self) -> float:
-        """Return the error: what is left relative to the answers, over all heads and samples. Waits for `event`."""
-        if self.event is not None:
-            self.event.synchronize()
-        left, answers = map(sum, zip(*self.squares.tolist(), strict=True))
-        return left / answers if answers > 0 and math.isfinite(left / answers) else 0.0
+        """Return the error; if it was not read yet, this waits for the device."""
+        if self.squares is not None:
+            self.take(self.squares.tolist())
+        return self._error
+
+
+class _Step:
+    """The errors that were noted at one step, and their way to the CPU."""
+
+    def __init__(self, timestep: float) -> None:
+        self.timestep = timestep
+        self.noted: list[Noted] = []
+        self._sent: tuple[Tensor, torch.cuda.Event, list[int]] | None = None
+
+    def send(self) -> None:
+        """Begin to copy all squares from a device of `_SENDS`, in two launches, and wait for nothing."""
+        squares = [one.squares for one in self.noted if one.squares is not None]
+        if squares and len(squares) == len(self.noted) and all(part.device.type in _SENDS for part in squares):
+            self._sent = *_begin_copy(torch.cat(squares)), [*map(len, squares)]
+
+    def read(self) -> list[Noted]:
+        """Return the errors, read."""
+        if self._sent is not None:
+            there, event, lengths = self._sent
+            event.synchronize()
+            for one, rows in zip(self.noted, there.split(lengths), strict=True):
+                if one.squares is not None:  # a report may have read it
+                    one.take(rows.tolist())
+        return self.noted
+
+
+_SENDS = ("cuda",)  # devices with events; others are read directly
+
+
+def _begin_copy(x: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+    """Return a tensor on the CPU that will hold the values of one on CUDA as soon as an event has passed."""
+    there, event = torch.empty(x.shape, dtype=x.dtype, pin_memory=True), torch.cuda.Event()
+    there.copy_(x, non_blocking=True)
+    event.record(torch.cuda.current_stream(x.device))
+    return there, event
 
 
 class OwnError:
@@ -102,24 +129,25 @@ class OwnError:
 
     def __init__(self) -> None:
         self._factors: dict[tuple[str, int], float] = {}  # of the latest errors that were read
-        self._steps: list[tuple[float, list[Noted]]] = []  # the latest two, whose errors were not read
+        self._steps: list[_Step] = []  # the latest two, whose errors were not read
         # by part and level: the rule of the settings, the timestep of its match, the rule that is followed
         self._chosen: dict[tuple[str, int], tuple[MergeRule, float, MergeRule | None]] = {}
 
     def note(self, noted: Noted) -> None:
         """Note an error at the step that `begin` has begun last."""
         if self._steps:
-            self._steps[-1][1].append(noted)
+            self._steps[-1].noted.append(noted)
 
     def begin(self, timestep: float) -> None:
         """Begin a call at a timestep. If it is a new one, read the errors of all steps but the latest before it."""
-        if self._steps and self._steps[-1][0] == timestep:
+        if self._steps and self._steps[-1].timestep == timestep:
             return
-        self._steps.append((timestep, []))
+        if self._steps:
+            self._steps[-1].send()
+        self._steps.append(_Step(timestep))
         while len(self._steps) > 2:
-            _, noted = self._steps.pop(0)
             factors: dict[tuple[str, int], list[float]] = {}
-            for one in noted:
+            for one in self._steps.pop(0).read():
                 factor = one.read() / typical(one.part, one.timestep, one.share)
                 factors.setdefault((one.part, one.level), []).append(factor)
             self._factors |= {place: sum(found) / len(found) for place, found in factors.items()}

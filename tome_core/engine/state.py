@@ -227,7 +227,7 @@ class State:
         """Note what a fit leaves of its exact answers, see `own_error.Noted`, if a sampling goes on."""
         kept = call.kept_plans
         if kept is not None:
-            noted = Noted.of(part, level, kept.timestep, share, squares)
+            noted = Noted(part, level, kept.timestep, share, squares)
             kept.own_error.note(noted)
             self.ledger.note_error(noted)
 

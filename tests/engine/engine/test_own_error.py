@@ -1,6 +1,7 @@
 """The engine's own error: how it is told, when it is read, and how a strength bounds it."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import tome_core
 from tests.families import MODELS
 from tests.models import inputs, on_small, sdxl, small
 from tome_core import MergeConfig, MergePlan, MergeRule
+from tome_core.engine import own_error
 from tome_core.engine.merged_tokens import RIDGE, MergedTokens
 from tome_core.engine.own_error import Noted, OwnError, allowed, typical
 from tome_core.reporting.ledger import TOO_WRONG
@@ -21,7 +23,7 @@ STEPS = (900.0, 800.0, 700.0, 600.0, 500.0)
 
 
 def noted(timestep, error, part="attn", rule=RULE):
-    return Noted(part, 0, timestep, 1 - rule.effective_ratio, torch.tensor([[error, 1.0], [error, 1.0]]), None)
+    return Noted(part, 0, timestep, 1 - rule.effective_ratio, torch.tensor([[error, 1.0], [error, 1.0]]))
 
 
 @torch.no_grad()
@@ -65,6 +67,28 @@ def test_a_step_follows_what_was_read_before_the_step_before_it_and_only_with_a_
         own.begin(timestep)
         assert own.rule_for("attn", 0, RULE, timestep, 1.0, None) is RULE, "its match is kept"
         own.note(noted(timestep, 0.9))
+
+
+def test_a_device_is_waited_for_a_whole_step_after_its_copy_began_and_also_beside_a_report(monkeypatch):
+    log, far = [], [noted(900.0, error) for error in (0.5, 0.25, 0.125)]
+
+    def copy(x):
+        log.append(len(x))
+        return x.clone(), SimpleNamespace(synchronize=lambda: log.append("wait"))
+
+    monkeypatch.setattr(own_error, "_SENDS", ("cpu",))
+    monkeypatch.setattr(own_error, "_begin_copy", copy)
+    own = OwnError()
+    own.begin(900.0)
+    for one in far:
+        own.note(one)
+    own.begin(900.0)
+    assert not log
+    own.begin(800.0)
+    assert log == [6], "three times two heads"
+    assert far[0].read() == 0.5, "by a report"
+    own.begin(700.0)
+    assert log == [6, "wait"] and [one.read() for one in far] == [0.5, 0.25, 0.125]
 
 
 def test_it_keeps_the_fewest_keys_that_the_error_allows_then_all_and_a_transformer_begins_with_many():
