@@ -29,9 +29,9 @@ _TYPICAL: dict[str, Points] = {
     "attn": ((0, 1.5e-3), (250, 1.8e-3), (500, 2e-3), (750, 3e-3), (875, 4.5e-3), (1000, 1.3e-2)),
     "block": ((0, 1.2e-2), (250, 2.6e-2), (500, 5e-2), (750, 7.5e-2), (1000, 0.12)),
 }
-# How many times `max_error` an attention may have: what is wrong in noisy steps is mended in later ones. The steepest of
-# five curves that were tried on two small UNets; ``python -m benchmarks.own_error`` measures what it gives. A block's
-# error may rise as the typical one does.
+# How many times `max_error` an attention may have: what is wrong in noisy steps is mended in later ones. Of five curves
+# that were tried on two small UNets the steepest was best; ``python -m benchmarks.own_error`` measures what it gives. A
+# block's error may rise as the typical one does.
 _ALLOWED: Points = ((0, 1.0), (375, 1.35), (500, 3.3), (700, 10.0), (850, 20.0), (1000, 55.0))
 # The first factor of `OwnError.rule_for` for transformers: that of the model that was measured is 1 in the first step,
 # 50 in the last ones.
