@@ -26,7 +26,7 @@ from tome_core.settings.presets import SDXL as SDXL_CURVE
 
 PAGES = (results.ROOT / "README.md", *sorted((results.ROOT / "docs").glob("*.md")))
 QUALITY = "quality-cpu-2026-11-25"
-TRANSFORMER, SDXL = "transformer-cpu-2026-11-25", "sdxl-cpu-2026-11-25"
+TRANSFORMER, SDXL = "transformer-cpu-2026-11-28", "sdxl-cpu-2026-11-25"
 BLOCKS = "blocks-8-cpu-2026-11-28"
 BY_STEPS = {"4 steps": "steps-4-cpu-2026-11-25", "8 steps": "steps-8-cpu-2026-11-25", "10 steps": QUALITY,
             "20 steps": "steps-20-cpu-2026-11-25", "20 Karras steps": "karras-20-cpu-2026-11-25",
@@ -45,8 +45,6 @@ METHODS = {
     "tomesd-0.5": "tomesd, ratio .5", "tomesd-early-and-late-0.75-then-0.35": "tomesd, ratio .75 early, .35 late",
     "downsample-2x2": "token down-sampling 2x2", "tomesd-0.75": "tomesd, ratio .75",
     "tiles-2x2": "attention in 2x2 tiles (as HyperTile)",
-    **{f"ToMA-{ratio}": f"ToMA by its abstract, ratio {ratio}" for ratio in (0.5, 0.75)},
-    **{f"first-block-cache-{most}": f"FirstBlockCache, threshold {most}" for most in (0.05, 0.1, 0.2)},
     "random-partner-0.75": "random partners (control)", "zero-attention": "attention set to zero (control)",
     "bfloat16": "bfloat16 (yardstick)", "twice-the-solver-steps": "twice the solver steps (yardstick)"}  # fmt: skip
 RIVALS = ("tomesd-early-and-late-0.75-then-0.35", "downsample-2x2", "tiles-2x2")
