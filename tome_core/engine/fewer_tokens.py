@@ -25,6 +25,7 @@ from . import work
 from .decision import ModelCall
 from .match import draw_of, find_plans, match
 from .merged_tokens import LazyTokens, MergedTokens, pick_samples
+from .own_error import BLOCK
 
 Merge = Callable[[Tensor], Tensor]  # merges a tensor of all tokens, ``(batch, tokens, channels)``
 _NOT_TOKENS = "what it returned cannot be unmerged"
@@ -142,7 +143,7 @@ def _merge(
     samples = cached_result(pick_samples, x, grid)[0] if rule.correction else None
     cost += x.shape[0] * work.of_way_back(x.shape[1], 0 if samples is None else len(samples), x.shape[2])
     share = plan.num_groups / x.shape[1]
-    note = partial(quietly, state.note_error, call, part, level, share) if is_new else None
+    note = partial(quietly, state.note_error, call, BLOCK, level, share) if is_new else None
     return MergedTokens.of(x, plan, samples, note), "", cost
 
 

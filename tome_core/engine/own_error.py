@@ -2,7 +2,7 @@
 
 A fit knows exact answers: those of some queries to all keys, or those of whole blocks to some samples of the tokens.
 What it leaves of each, if fitted to the others, tells its error: a mean square, relative to that of the answers. An
-"attn"'s error counts by the share of its level's attentions in the model, a "block"'s is a mean over its level's
+attention's error counts by the share of its level's attentions in the model, a block's is a mean over its level's
 stretches. A rule with `max_error` keeps at least as many keys, or tokens, as this error takes.
 
 No decision waits for the device: a step reads what was written before the step before it began. So equal seeds give
@@ -23,38 +23,41 @@ from ..settings.config import MergeRule
 from ..settings.presets import MOST_MERGED, PARTS, with_share
 
 Points = tuple[tuple[float, float], ...]  # a positive quantity at timesteps, ascending
-# Typical errors, by part, means over small UNets: of an attention that keeps 1/64 of the keys, and of blocks on 1/16 of
-# the tokens.
+ATTN, BLOCK, OF_TRANSFORMER = "attn", "block", "attn of a transformer"  # kinds of parts
+# Typical errors, by kind: of an attention that keeps 1/64 of the keys, and of blocks on 1/16 of the tokens. Means over
+# small UNets, and one small transformer.
 _TYPICAL: dict[str, Points] = {
-    "attn": ((0, 1.5e-3), (250, 1.8e-3), (500, 2e-3), (750, 3e-3), (875, 4.5e-3), (1000, 1.3e-2)),
-    "block": ((0, 1.2e-2), (250, 2.6e-2), (500, 5e-2), (750, 7.5e-2), (1000, 0.12)),
+    ATTN: ((0, 1.5e-3), (250, 1.8e-3), (500, 2e-3), (750, 3e-3), (875, 4.5e-3), (1000, 1.3e-2)),
+    BLOCK: ((0, 1.2e-2), (250, 2.6e-2), (500, 5e-2), (750, 7.5e-2), (1000, 0.12)),
+    OF_TRANSFORMER: ((0, 9e-2), (250, 7.6e-2), (500, 4.8e-2), (750, 2.2e-2), (875, 1.3e-2), (1000, 1.5e-2)),
 }
-# How many times `max_error` an attention may have: what is wrong in noisy steps is mended in later ones. Of five curves
-# that were tried on two small UNets the steepest was best; ``python -m benchmarks.own_error`` measures what it gives. A
-# block's error may rise as the typical one does.
-_ALLOWED: Points = ((0, 1.0), (375, 1.35), (500, 3.3), (700, 10.0), (850, 20.0), (1000, 55.0))
-# The first factor of `OwnError.rule_for` for transformers: that of the model that was measured is 1 in the first step,
-# 50 in the last ones.
-OF_TRANSFORMERS = 20.0
+# How many times `max_error` an error may be. UNets mend in later steps what is wrong in noisy ones: of five curves that
+# were tried on two of them the steepest was best. A transformer does not. A block's error may rise as the typical one.
+# ``python -m benchmarks.own_error`` measures what they give.
+_ALLOWED: dict[str, Points] = {
+    ATTN: ((0, 1.0), (375, 1.35), (500, 3.3), (700, 10.0), (850, 20.0), (1000, 55.0)),
+    BLOCK: tuple((time, error / _TYPICAL[BLOCK][0][1]) for time, error in _TYPICAL[BLOCK]),
+    OF_TRANSFORMER: ((0, 3.0), (1000, 3.0)),
+}
 _NEARLY_ALL = 0.99  # the highest share of which an error is expected
 # a few shares, in 1/64, so that kernels and kept plans stay few; more than the last is all
-_LADDER = {"attn": (1, 2, 3, 4, 6, 9, 13, 19, 28, 36), "block": (4, 8, 16, 32)}
+_LADDER, _OF_BLOCKS = (1, 2, 3, 4, 6, 9, 13, 19, 28, 36), (4, 8, 16, 32)
 
 
-def typical(part: str, timestep: float, share: float) -> float:
-    """Return a typical error of a part, "attn" or "block", that keeps a share of its keys or tokens, at a timestep.
+def typical(kind: str, timestep: float, share: float) -> float:
+    """Return a typical error of a part of a kind that keeps a share of its keys or tokens, at a timestep.
 
     How it depends on the share was fitted to five models. The timestep is on Stable Diffusion's schedule.
     """
-    by_time, share = _between(_TYPICAL[part], timestep), min(share, _NEARLY_ALL)
-    if part == "attn":
+    by_time, share = _between(_TYPICAL[kind], timestep), min(share, _NEARLY_ALL)
+    if kind != BLOCK:
         return by_time * (PARTS * share) ** -0.5 * ((1 - share) / (1 - 1 / PARTS)) ** 1.6
     return by_time * (16 * share) ** -0.35 * ((1 - share) / (1 - 1 / 16)) ** 0.5
 
 
-def allowed(part: str, timestep: float) -> float:
-    """Return how many times `max_error` a part's error may be, at a timestep of Stable Diffusion's schedule."""
-    return _between(_ALLOWED, timestep) if part == "attn" else typical(part, timestep, 0.25) / typical(part, 0, 0.25)
+def allowed(kind: str, timestep: float) -> float:
+    """Return how many times `max_error` the error of a kind may be, at a timestep of Stable Diffusion's schedule."""
+    return _between(_ALLOWED[kind], timestep)
 
 
 def _between(points: Points, timestep: float) -> float:
@@ -69,8 +72,8 @@ def _between(points: Points, timestep: float) -> float:
 class Noted:
     """The error of one attention, or of one stretch, at one step."""
 
-    def __init__(self, part: str, level: int, timestep: float, share: float, squares: Tensor) -> None:
-        self.part, self.level, self.timestep = part, level, timestep
+    def __init__(self, kind: str, level: int, timestep: float, share: float, squares: Tensor) -> None:
+        self.kind, self.level, self.timestep = kind, level, timestep
         self.share = share  # of the keys or tokens that were kept
         self.squares: Tensor | None = squares  # those of `Correction.error`, until they are read
         self._error = 0.0
@@ -124,7 +127,7 @@ def _begin_copy(x: Tensor) -> tuple[Tensor, torch.cuda.Event]:
 
 
 class OwnError:
-    """The errors of one sampling, by part and level, and the rules that these follow because of them.
+    """The errors of one sampling, by kind and level, and the rules that these follow because of them.
 
     An error is followed as a factor of the typical one, because errors are read late, and change with time and share.
     """
@@ -132,7 +135,7 @@ class OwnError:
     def __init__(self) -> None:
         self._factors: dict[tuple[str, int], float] = {}  # of the latest errors that were read
         self._steps: list[_Step] = []  # the latest two, whose errors were not read
-        # by part and level: the rule of the settings, the timestep of its match, the rule that is followed
+        # by kind and level: the rule of the settings, the timestep of its match, the rule that is followed
         self._chosen: dict[tuple[str, int], tuple[MergeRule, float, MergeRule | None]] = {}
 
     def note(self, noted: Noted) -> None:
@@ -150,47 +153,51 @@ class OwnError:
         while len(self._steps) > 2:
             factors: dict[tuple[str, int], list[float]] = {}
             for one in self._steps.pop(0).read():
-                factor = one.read() / typical(one.part, one.timestep, one.share)
-                factors.setdefault((one.part, one.level), []).append(factor)
+                factor = one.read() / typical(one.kind, one.timestep, one.share)
+                factors.setdefault((one.kind, one.level), []).append(factor)
             self._factors |= {place: sum(found) / len(found) for place, found in factors.items()}
 
-    def rule_for(
-        self, part: str, level: int, rule: MergeRule, timestep: float, weight: float, first: float | None
-    ) -> MergeRule | None:
-        """Return the rule that a part of a level follows at a step; None: it keeps all tokens.
+    def rule_for(self, kind: str, level: int, rule: MergeRule, timestep: float, weight: float) -> MergeRule | None:
+        """Return the rule that a level's parts of a kind follow at a step; None: they keep all tokens.
 
-        It is `rule` with as many more keys or tokens as its `max_error` takes. It changes only with a new match.
+        It is `rule` with as many more keys or tokens as its `max_error` takes. It changes only with a new match. Before
+        an error was read, a UNet follows `rule`; a transformer merges once, cautiously, and then waits.
 
         Args:
-            part: "attn" or "block".
+            kind: `ATTN`, `BLOCK` or `OF_TRANSFORMER`.
             level: its number.
             rule: that of the settings, which keeps the fewest.
             timestep: of the step, on Stable Diffusion's schedule.
-            weight: by which the part's error counts.
-            first: the factor of the typical error before any was read; None: `rule` is followed until then.
+            weight: by which the error counts.
         """
-        place = part, level
+        place = kind, level
         base, begun, kept = self._chosen.get(place, (None, 0.0, None))
         if base is rule and abs(begun - timestep) <= rule.keep:
             return kept
-        kept, rules, factor = rule, (rule, *_that_keep_more(part, rule)), self._factors.get(place, first)
+        kept, rules = rule, (rule, *_that_keep_more(kind, rule))
+        factor = self._factors.get(place, 1.0 if kind == OF_TRANSFORMER else None)
         if factor is not None:
-            most = rule.max_error * allowed(part, timestep)
-            errors = (weight * factor * typical(part, timestep, 1 - one.effective_ratio) for one in rules)
+            most = rule.max_error * allowed(kind, timestep)
+            errors = (weight * factor * typical(kind, timestep, 1 - one.effective_ratio) for one in rules)
             kept = next((one for one, error in zip(rules, errors, strict=True) if error <= most), None)
-            if kept is None and place not in self._factors:  # if nothing merged, nothing would ever be learned
+            if kept is None and base is None and place not in self._factors:  # else nothing would ever be learned
                 kept = rules[-1]
         self._chosen[place] = rule, timestep, kept
         return kept
 
 
-def _that_keep_more(part: str, rule: MergeRule) -> Sequence[MergeRule]:
+def _that_keep_more(kind: str, rule: MergeRule) -> Sequence[MergeRule]:
     """Return rules that keep more keys or tokens, up to `MOST_MERGED`: the same objects for equal arguments."""
-    if (part, rule) not in _KNOWN:
-        more = [share / PARTS for share in _LADDER[part] if 1 - rule.effective_ratio < share / PARTS <= MOST_MERGED]
-        change = with_share if part == "attn" else lambda rule, share: replace(rule, ratio=1 - share)
-        _KNOWN[part, rule] = tuple(change(rule, share) for share in more)
-    return _KNOWN[part, rule]
+    if (kind, rule) not in _KNOWN:
+        ladder, change = (_OF_BLOCKS, _with_tokens) if kind == BLOCK else (_LADDER, with_share)
+        more = [share / PARTS for share in ladder if 1 - rule.effective_ratio < share / PARTS <= MOST_MERGED]
+        _KNOWN[kind, rule] = tuple(change(rule, share) for share in more)
+    return _KNOWN[kind, rule]
+
+
+def _with_tokens(rule: MergeRule, share: float) -> MergeRule:
+    """Return a rule of whole blocks that keeps another share of the tokens."""
+    return replace(rule, ratio=1 - share)
 
 
 _KNOWN: dict[tuple[str, MergeRule], tuple[MergeRule, ...]] = {}

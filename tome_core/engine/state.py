@@ -24,7 +24,7 @@ from ..settings.schedule import NoiseSchedule
 from . import work
 from .decision import MergeMap, ModelCall, decide
 from .match import draw_of, find_plans, match
-from .own_error import Noted
+from .own_error import ATTN, BLOCK, Noted
 from .plan_cache import KeptPlans, Plans
 from .time import Clock, ModelTime
 
@@ -70,7 +70,7 @@ class State:
         # the results of `decide`. Keys hold the rules' ids, which stay theirs because the clock keeps the rules
         self._decisions: dict[tuple, tuple[LevelRules, str]] = {}
         self._borne: dict[tuple, LevelRules] = {}  # the results of `_bearable`
-        self.first_factor: float | None = None  # see `OwnError.rule_for`; the patch sets it
+        self.attention = ATTN  # the kind of its attentions' errors; the patch sets it
         blocks = sum(level.blocks for level in levels)
         self._weights = [level.blocks / max(1, blocks) or 1.0 for level in levels]  # of their attentions in the model
 
@@ -196,7 +196,7 @@ class State:
             plans = Plans(None, call.kept_plans and call.kept_plans.timestep, rule, k.device, why=COSTS)
         if plans.plan is not None and corrects:
             correction, merged = correction_of(attention, plans.plan, layout)
-            self.note_error(call, "attn", level, plans.plan.num_groups / tokens, correction.error)
+            self.note_error(call, self.attention, level, plans.plan.num_groups / tokens, correction.error)
             cost += batch * work.of_fit(correction.num_queries, tokens, plans.plan.num_groups, heads, width)
             added = batch * work.of_correction(plans.plan.num_groups if rule.side == "qkv" else tokens, heads, width)
             plans = plans._replace(correction=correction, work=added)
@@ -210,8 +210,8 @@ class State:
         """Return the rules of each level that keep the model's own error in bounds, and `ModelCall.too_wrong`."""
         found, too_wrong = [], []
         for level, now in enumerate(rules):
-            changes = {part: kept.own_error.rule_for(part, level, rule, kept.timestep, weight, self.first_factor)
-                       for part, weight in (("attn", self._weights[level]), ("block", 1.0))
+            changes = {part: kept.own_error.rule_for(kind, level, rule, kept.timestep, weight)
+                       for part, kind, weight in (("attn", self.attention, self._weights[level]), ("block", BLOCK, 1.0))
                        if (rule := getattr(now, part)) is not None and rule.max_error is not None}  # fmt: skip
             too_wrong += [(part, level) for part, rule in changes.items() if rule is None]
             changes = {part: rule for part, rule in changes.items() if rule is not getattr(now, part)}
@@ -223,11 +223,11 @@ class State:
             found.append(now)
         return tuple(found), frozenset(too_wrong)
 
-    def note_error(self, call: ModelCall, part: str, level: int, share: float, squares: torch.Tensor) -> None:
+    def note_error(self, call: ModelCall, kind: str, level: int, share: float, squares: torch.Tensor) -> None:
         """Note what a fit leaves of its exact answers, see `own_error.Noted`, if a sampling goes on."""
         kept = call.kept_plans
         if kept is not None:
-            noted = Noted(part, level, kept.timestep, share, squares)
+            noted = Noted(kind, level, kept.timestep, share, squares)
             kept.own_error.note(noted)
             self.ledger.note_error(noted)
 

@@ -191,7 +191,8 @@ class Ledger:
         """Count the errors that were noted, or the first so many; waits until the device has written them."""
         noted, self._noted = self._noted[:count], [] if count is None else self._noted[count:]
         for one in noted:
-            tally, key = self.levels[one.level], (one.part, round(one.timestep, 1), round(one.share, 4))
+            part = "block" if one.kind == "block" else "attn"
+            tally, key = self.levels[one.level], (part, round(one.timestep, 1), round(one.share, 4))
             tally.errors[key] += one.read()
             tally.fits[key] += 1
 

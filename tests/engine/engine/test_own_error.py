@@ -13,17 +13,17 @@ from tests.models import inputs, on_small, sdxl, small
 from tome_core import MergeConfig, MergePlan, MergeRule
 from tome_core.engine import own_error
 from tome_core.engine.merged_tokens import RIDGE, MergedTokens
-from tome_core.engine.own_error import Noted, OwnError, allowed, typical
+from tome_core.engine.own_error import ATTN, BLOCK, OF_TRANSFORMER, Noted, OwnError, allowed, typical
 from tome_core.reporting.ledger import TOO_WRONG
-from tome_core.settings.presets import EARLY_SHARE, with_share
+from tome_core.settings.presets import EARLY_SHARE
 
 pytestmark = pytest.mark.bounded
 RULE = replace(tome_core.strength(1.0).rules[0], max_error=1e-3)
 STEPS = (900.0, 800.0, 700.0, 600.0, 500.0)
 
 
-def noted(timestep, error, part="attn", rule=RULE):
-    return Noted(part, 0, timestep, 1 - rule.effective_ratio, torch.tensor([[error, 1.0], [error, 1.0]]))
+def noted(timestep, error, kind=ATTN, rule=RULE):
+    return Noted(kind, 0, timestep, 1 - rule.effective_ratio, torch.tensor([[error, 1.0], [error, 1.0]]))
 
 
 @torch.no_grad()
@@ -56,7 +56,7 @@ def test_a_step_follows_what_was_read_before_the_step_before_it_and_only_with_a_
         for timestep in STEPS:
             own.begin(timestep)
             own.begin(timestep)  # the other half of guidance
-            rules.append(own.rule_for("attn", 0, RULE, timestep, 1.0, None))
+            rules.append(own.rule_for(ATTN, 0, RULE, timestep, 1.0))
             if rules[-1] is not None:
                 own.note(noted(timestep, 0.9 if timestep == wrong_at else 0.0))
         kept.append([rule is RULE for rule in rules])
@@ -65,7 +65,7 @@ def test_a_step_follows_what_was_read_before_the_step_before_it_and_only_with_a_
     own = OwnError()
     for timestep in (900.0, 880.0, 860.0, 850.0):
         own.begin(timestep)
-        assert own.rule_for("attn", 0, RULE, timestep, 1.0, None) is RULE, "its match is kept"
+        assert own.rule_for(ATTN, 0, RULE, timestep, 1.0) is RULE, "its match is kept"
         own.note(noted(timestep, 0.9))
 
 
@@ -91,29 +91,34 @@ def test_a_device_is_waited_for_a_whole_step_after_its_copy_began_and_also_besid
     assert log == [6, "wait"] and [one.read() for one in far] == [0.5, 0.25, 0.125]
 
 
-def test_it_keeps_the_fewest_keys_that_the_error_allows_then_all_and_a_transformer_begins_with_many():
-    def kept(factor, weight=1.0, rule=RULE, first=None, part="attn"):
+def test_it_keeps_the_fewest_keys_that_the_error_allows_then_all_and_a_transformer_tries_once():
+    def kept(factor, weight=1.0, rule=RULE, kind=ATTN):
         own = OwnError()
         for timestep in (500.0, 400.0, 300.0):
             own.begin(timestep)
-            if factor is not None and timestep == 500:
-                error = factor * typical(part, timestep, 1 - rule.effective_ratio)
-                own.note(noted(timestep, error, part, rule))
-        return own.rule_for(part, 0, rule, 300.0, weight, first)
+            if timestep == 500:
+                error = factor * typical(kind, timestep, 1 - rule.effective_ratio)
+                own.note(noted(timestep, error, kind, rule))
+        return own.rule_for(kind, 0, rule, 300.0, weight)
 
-    most, shares = RULE.max_error * allowed("attn", 300.0), []
+    most, shares = RULE.max_error * allowed(ATTN, 300.0), []
     for factor in (0.1, 0.5, 1.0, 2.0, 3.0, 5.0, 8.0):
         rule = kept(factor)
         shares.append(1.0 if rule is None else 1 - rule.effective_ratio)
-        assert rule is None or factor * typical("attn", 300.0, shares[-1]) <= most
+        assert rule is None or factor * typical(ATTN, 300.0, shares[-1]) <= most
         assert rule is kept(factor), "one object, by which plans are kept"
     assert shares == sorted(shares) and shares[0] == EARLY_SHARE and len(set(shares)) > 4
     assert kept(100.0) is None and kept(100.0, weight=1e-3) is RULE
-    first = kept(None, first=50.0)
-    assert first == with_share(RULE, 36 / 64), "else nothing would be learned"
+    own, found = OwnError(), []
+    for timestep in STEPS[:4]:
+        own.begin(timestep)
+        found.append(own.rule_for(OF_TRANSFORMER, 0, replace(RULE, max_error=1e-4), timestep, 1.0))
+        if timestep == STEPS[0]:
+            own.note(noted(timestep, 1e-6, OF_TRANSFORMER, found[0]))
+    assert [rule and 1 - rule.effective_ratio for rule in found] == [36 / 64, None, EARLY_SHARE, EARLY_SHARE]
     blocks = MergeRule(merge_attn=False, merge_blocks=True, ratio=15 / 16, sx=4, sy=4, max_error=0.05, keep=60.0)
-    assert kept(1.0, rule=blocks, part="block") is blocks and kept(50.0, rule=blocks, part="block") is None
-    assert kept(5.0, rule=blocks, part="block").ratio in (0.875, 0.75, 0.5)
+    assert kept(1.0, rule=blocks, kind=BLOCK) is blocks and kept(50.0, rule=blocks, kind=BLOCK) is None
+    assert kept(5.0, rule=blocks, kind=BLOCK).ratio in (0.875, 0.75, 0.5)
 
 
 def draw(model, config, sampling, steps=STEPS):
@@ -190,7 +195,7 @@ def test_a_compiled_model_keeps_as_many_keys_in_the_same_graph():
 def test_attention_that_keeps_all_tokens_is_not_taken_for_blocks_that_do(monkeypatch):
     model, whole = sdxl(), {900.0: "attn", 800.0: "block"}
     monkeypatch.setattr(OwnError, "rule_for",
-                        lambda own, part, level, rule, timestep, *more: None if whole[timestep] == part else rule)
+                        lambda own, kind, level, rule, timestep, weight: None if whole[timestep] == kind else rule)
     rules = [MergeRule(ratio=0.75, use_rand=False, side="kv", min_downsample=4, keep=60.0, max_error=1e-3, **of)
              for of in ({"metric": "keys+values"}, {"merge_attn": False, "merge_blocks": True})]  # fmt: skip
     x, text = inputs(4, 1, 16, 16)
