@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 from statistics import fmean
 from typing import Any
 
-from benchmarks import gpu_report, results, subjects, work
+from benchmarks import gpu_report, own_error_report, results, subjects, work
 from benchmarks import host_calls as calls
 from benchmarks.models import BLOCK, SD15
 from benchmarks.models import SDXL as SDXL_UNET
@@ -28,6 +28,7 @@ PAGES = (results.ROOT / "README.md", *sorted((results.ROOT / "docs").glob("*.md"
 QUALITY = "quality-cpu-2026-11-25"
 TRANSFORMER, SDXL = "transformer-cpu-2026-11-28", "sdxl-cpu-2026-11-25"
 BLOCKS = "blocks-8-cpu-2026-11-28"
+OWN_ERROR = ("own-error-cpu-2026-11-28", "own-error-sdxl-cpu-2026-11-28")
 BY_STEPS = {"4 steps": "steps-4-cpu-2026-11-25", "8 steps": "steps-8-cpu-2026-11-25", "10 steps": QUALITY,
             "20 steps": "steps-20-cpu-2026-11-25", "20 Karras steps": "karras-20-cpu-2026-11-25",
             "10 steps, late half (image to image)": "late-half-cpu-2026-11-25",
@@ -130,6 +131,16 @@ def steps() -> str:
     return markdown(("pictures", "PSNR dB", "time"), rows)
 
 
+def own_error() -> str:
+    """Make the Markdown table of how well estimates tell the errors of pictures in `OWN_ERROR`."""
+    return own_error_report.predictions(list(map(load_result, OWN_ERROR)))
+
+
+def own_error_by_model() -> str:
+    """Make the Markdown table of what the own error gains in each model of `OWN_ERROR`."""
+    return own_error_report.by_model(list(map(load_result, OWN_ERROR)))
+
+
 def host_calls() -> str:
     """Make the Markdown table of `HOST_CALLS`, a row an attention and size: `host_calls.HEAD` but its last column."""
     head, *rows = (row[:10] for row in (calls.HEAD, *calls.table_rows([load_result(HOST_CALLS)])))
@@ -212,7 +223,8 @@ def _times(models: Iterable[Section], name: str) -> str:
 
 
 TABLES = {
-    **{make.__name__: make for make in (gains, counted, blocks, steps, host_calls, strength, equal_time, settings)},
+    **{make.__name__: make for make in (gains, counted, blocks, steps, own_error, own_error_by_model, host_calls,
+                                        strength, equal_time, settings)},
     "work": work.shares_table,
     "settings_of_python": partial(settings, of_hosts=False),
     "quality": partial(_methods, QUALITY), "sdxl": partial(_methods, SDXL),

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import tome_core
-from benchmarks.own_error import ALONE, BOUNDED, CURVE, USUAL
+from benchmarks.own_error import ALONE, ATTENTION, BOUNDED, CURVE, USUAL
 from benchmarks.report import ABSENT, markdown, number
 from benchmarks.results import Record
 from tome_core.engine.own_error import allowed
@@ -191,7 +191,10 @@ def fitted_table(records: list[Record]) -> str:
 
 
 class Case(NamedTuple):
-    """Means over a model's pictures in one way. of_curve: the curve's PSNR at this work; None outside of its works."""
+    """Means over a model's pictures in one way. of_curve: the curve's PSNR at this work; None outside of its works.
+
+    Shares by error alone merge no blocks, so they are beside a curve that merges none.
+    """
 
     model: str
     steps: int
@@ -220,8 +223,9 @@ def at_equal_work(rows: list[Row]) -> Iterator[Case]:
         for of in _grouped(group, "way", "amount"):
             means[of[0]["way"], of[0]["amount"]] = (fmean(row["work_saved"] for row in of),
                                                     decibels(fmean(row["squared_error"] for row in of)))  # fmt: skip
-        line = sorted(mean for (way, _), mean in means.items() if way == CURVE)
+        lines = {of: sorted(mean for (way, _), mean in means.items() if way == of) for of in (CURVE, ATTENTION)}
         for (way, amount), (work, psnr) in means.items():
+            line = lines[ATTENTION] if way == ALONE and lines[ATTENTION] else lines[CURVE]
             inside = line and line[0][0] <= work <= line[-1][0]
             of_curve = float(np.interp(work, *zip(*line, strict=True))) if inside else None
             yield Case(group[0]["model"], group[0]["steps"], way, amount, work, psnr, of_curve)
@@ -233,27 +237,37 @@ def equal_work(records: list[Record]) -> str:
               *((ABSENT, ABSENT) if case.way == CURVE else
                 (number(case.of_curve, ".1f"), number(case.gain, "+.1f"))))
              for case in at_equal_work(_rows(records))]  # fmt: skip
-    return markdown(("model", "steps", "way", "less work", "PSNR dB", "the curve there", "better by dB"), lines, left=3)
+    heads = ("model", "steps", "way", "less work", "PSNR dB", "PSNR of the curve there", "better by dB")
+    return markdown(heads, lines, left=3)
 
 
 def by_model(records: list[Record]) -> str:
-    """Make the Markdown table of models: `balanced` in 8 steps, and gains at equal work, means, least and most."""
+    """Make the Markdown table of models: `balanced` in 8 steps by the curve and bounded, how far pictures of a setting
+    and their estimates are apart, and gains at equal work over all strengths and steps: means, least and most.
+    """
     rows, lines = _rows(records), []
     cases = list(at_equal_work(rows))
     for group in _grouped(rows, "model"):
         model = group[0]["model"]
-        balanced = [row for row in group if (row["way"], row["amount"]) == (CURVE, 0.5)
+        curve = [row for row in group if row["way"] == CURVE]
+        balanced = [row for row in curve if row["amount"] == 0.5
                     and (row["steps"], row["sampler"], row["guidance"]) == USUAL]  # fmt: skip
-        psnr = sorted(decibels(row["squared_error"]) for row in balanced)
-        gains = {way: [case.gain for case in cases if (case.model, case.way) == (model, way)]
-                 for way in (BOUNDED, ALONE)}  # fmt: skip
-        known = [gain for gain in gains[BOUNDED] if gain is not None]
-        lines.append((model, f"{fmean(map(estimate, balanced)):.1e}" if balanced else ABSENT,
-                      f"{psnr[0]:.1f} to {psnr[-1]:.1f}" if balanced else ABSENT,
+        apart = [np.ptp([decibels(row["squared_error"]) for row in of]) for of in _grouped(curve, *SETTING)]
+        spread = [max(told) / min(told) for of in _grouped(curve, *SETTING) if (told := [*map(estimate, of)])]
+        of = {way: [case for case in cases if (case.model, case.way) == (model, way)]
+              for way in (CURVE, BOUNDED, ALONE)}  # fmt: skip
+        usual = (next((f"{case.work:.0%}, {case.psnr:.1f}" for case in of[way]
+                       if (case.steps, case.amount) == (USUAL.steps, 0.5)), ABSENT)
+                 for way in (CURVE, BOUNDED))  # fmt: skip
+        known = [case.gain for case in of[BOUNDED] if case.gain is not None]
+        lines.append((model, f"{fmean(map(estimate, balanced)):.0e}" if balanced else ABSENT, *usual,
+                      f"{fmean(apart):.1f}, {max(apart):.1f}" if apart else ABSENT,
+                      f"{fmean(spread):.1f}, {max(spread):.1f}" if spread else ABSENT,
                       f"{fmean(known):+.1f} ({min(known):+.1f} to {max(known):+.1f})" if known else ABSENT,
-                      ", ".join(number(gain, "+.1f") for gain in gains[ALONE]) or ABSENT))  # fmt: skip
-    return markdown(("model", "estimate at 0.5", "PSNR dB at 0.5", "bounded: dB better than the curve",
-                     "by error alone: dB better"), lines, left=1)  # fmt: skip
+                      ", ".join(number(case.gain, "+.1f") for case in of[ALONE]) or ABSENT))  # fmt: skip
+    heads = ("model", "estimate at 0.5", "curve at 0.5: less work, PSNR dB", "bounded", "pictures apart: mean, most, dB",
+             "their estimates: mean, most, times", "bounded better by dB", "by error alone better by dB")  # fmt: skip
+    return markdown(heads, lines, left=1)
 
 
 # --- all --------------------------------------------------------------------------------------------------------------

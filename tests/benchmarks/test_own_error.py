@@ -102,13 +102,15 @@ def test_an_estimate_is_a_mean_over_steps_of_what_served_there():
     assert tables.estimate(row, of_blocks=0.5) == pytest.approx((0.01 + (0.01 + 0.015 + 0.05)) / 2)
     weighted = 0.01 / allowed("attn", 550.0) + 0.025 / allowed("attn", 500.0)
     assert tables.estimate(row, 1.0, 0) == pytest.approx(weighted / 2)
+    renewed = made(errors=[["attn", 0, 500.0, 0.5, 0.08], *row["errors"][:1]])
+    assert tables.estimate(renewed) == pytest.approx((0.01 + 0.02) / 2), "a new match replaces the old one"
     over = made(timesteps=[550.0, 489.0])
     assert tables.estimate(over, of_blocks=0) == pytest.approx((0.01 + 0.015) / 2), "a match serves 60 timesteps"
 
 
 def test_ranks_and_decades_are_those_of_textbooks():
     assert tables.rank_correlation([1, 2, 3, 4], [10, 30, 20, 40]) == pytest.approx(0.8)
-    assert tables.rank_correlation([1, 1, 2], [3, 3, 9]) == pytest.approx(1)
+    assert tables.rank_correlation([1, 1, 2, 3], [1, 2, 3, 4]) == pytest.approx(0.9**0.5), "ranks 1.5, 1.5, 3, 4"
     assert tables.rank_correlation([1, 2], [5, 5]) is None
     assert tables.decades([0, 1, 2, 3], [1, 3, 5, 7]) == pytest.approx(0)
     assert tables.decades([0, 0, 0, 0], [1, 3, 1, 3]) == pytest.approx(1)
@@ -164,6 +166,17 @@ def test_a_way_is_compared_with_the_curves_line_at_its_work():
     assert cases[ALONE].of_curve is cases[ALONE].gain is None, "the curve has no such work"
     text = tables.equal_work([{"rows": rows[:2]}, {"rows": rows[2:]}])
     assert "| a | 8 | bounded 0.5 | 30.0% | 40.0 | 35.0 | +5.0 |" in text
-    more = [made(amount=0.5, work_saved=0.3, squared_error=1e-4), made(picture=1, work_saved=0.3, squared_error=1e-2)]
-    assert "| 20.0 to 40.0 |" in tables.by_model([{"rows": [*rows, *more]}])
-    assert "| +5.0 (+5.0 to +5.0) | n/a |" in tables.by_model([{"rows": rows}])
+    usual = [made(picture=picture, work_saved=0.3, squared_error=error, errors=[["attn", 0, 550.0, 0.5, told]])
+             for picture, error, told in ((0, 1e-4, 0.01), (1, 1e-2, 0.04))]  # fmt: skip
+    (line,) = tables.by_model([{"rows": [*rows, *usual]}]).splitlines()[2:]
+    assert "| 30%, 23.0 | 30%, 40.0 | 6.7, 20.0 | 2.0, 4.0 |" in line, "one of three settings has two pictures"
+    assert tables.by_model([{"rows": rows}]).endswith("| 0.0, 0.0 | 1.0, 1.0 | +5.0 (+5.0 to +5.0) | n/a |")
+
+
+def test_shares_by_error_alone_are_beside_attentions_curve_if_blocks_merge():
+    rows = [made(way=way, amount=amount, work_saved=work, squared_error=error)
+            for way, amount, work, error in (
+                (CURVE, 0.1, 0.2, 1e-4), (CURVE, 1.0, 0.6, 1e-4), (ATTENTION, 0.5, 0.3, 1e-3),
+                (ATTENTION, 1.0, 0.5, 1e-2), (ALONE, 1e-4, 0.4, 1e-3))]  # fmt: skip
+    cases = {case.way: case for case in tables.at_equal_work(rows)}
+    assert cases[ALONE].gain == pytest.approx(5) and cases[ATTENTION].gain == pytest.approx(-20)
