@@ -265,8 +265,9 @@ def by_model(records: list[Record]) -> str:
                       f"{fmean(spread):.1f}, {max(spread):.1f}" if spread else ABSENT,
                       f"{fmean(known):+.1f} ({min(known):+.1f} to {max(known):+.1f})" if known else ABSENT,
                       ", ".join(number(case.gain, "+.1f") for case in of[ALONE]) or ABSENT))  # fmt: skip
-    heads = ("model", "estimate at 0.5", "curve at 0.5: less work, PSNR dB", "bounded", "pictures apart: mean, most, dB",
-             "their estimates: mean, most, times", "bounded better by dB", "by error alone better by dB")  # fmt: skip
+    heads = ("model", "estimate at 0.5", "curve at 0.5: less work, PSNR dB", "bounded",
+             "pictures apart: mean, most, dB", "their estimates: mean, most, times", "bounded better by dB",
+             "by error alone better by dB")  # fmt: skip
     return markdown(heads, lines, left=1)
 
 

@@ -23,7 +23,7 @@ from ..settings.config import MergeRule
 from ..settings.presets import MOST_MERGED, PARTS, with_share
 
 Points = tuple[tuple[float, float], ...]  # a positive quantity at timesteps, ascending
-ATTN, BLOCK, OF_TRANSFORMER = "attn", "block", "attn of a transformer"  # kinds of parts
+ATTN, BLOCK, OF_TRANSFORMER = "attn", "block", "attn, transformer"  # kinds of parts
 # Typical errors, by kind: of an attention that keeps 1/64 of the keys, and of blocks on 1/16 of the tokens. Means over
 # small UNets, and one small transformer.
 _TYPICAL: dict[str, Points] = {
