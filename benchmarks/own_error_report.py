@@ -36,7 +36,7 @@ LEGEND = f"""Rank is Spearman's rank correlation with the picture's squared erro
 error's decimal logarithm around a line over the estimate's. Rows are pictures merged by the curve alone; means are over
 the pictures of a model, setting and strength; single pictures are rows less the means of logarithms over such pictures.
 "Fitted to other models" tries what was fitted to half of the models on the others, without another line. A block's
-error counts {OF_BLOCKS:.3g} of attention's unless a weight is fitted."""
+error counts {OF_BLOCKS:.3g} of attention's unless a weight is fitted. Allowed is what UNets are, in all models."""
 
 
 # --- estimates of a picture -------------------------------------------------------------------------------------------
