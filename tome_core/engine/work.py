@@ -58,8 +58,9 @@ def of_fit(answers: int, tokens: int, groups: int, heads: int, width: int) -> in
     answered = of_attention(answers, tokens + groups, width)
     first_order = tokens * width**2
     solved = answers * width * (4 * width + 2 * width + width) + 4 * width**3
+    told = answers * width * (4 * width + 2 * width)  # its own error
     inverted = 2 * inverse_steps(2 * width / answers, 2 * width) * (2 * width) ** 3
-    return heads * (answered + first_order + solved + inverted)
+    return heads * (answered + first_order + solved + told + inverted)
 
 
 def of_correction(tokens: int, heads: int, width: int) -> int:

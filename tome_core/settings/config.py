@@ -133,7 +133,7 @@ class MergeRule:
     max_error: float | None = setting(
         None, "Most error", "Merge less if self-attention would change by more than this, as a mean square relative to "
         "its size, a mean over all of the model. It is what late steps may; noisy ones may change more. It needs a "
-        "correction.", minimum=0.0, maximum=1.0, step=0.0001, unset="no limit", advanced=True)
+        "correction, and a sampling.", minimum=0.0, maximum=1.0, step=0.0001, unset="no limit", advanced=True)
     only_if_it_pays: bool = setting(
         False, "Only if it pays", "Merge only if that saves time, by an estimate. If off, merge if that saves work.",
         advanced=True, place=18, group=HOW_MUCH)

@@ -53,7 +53,7 @@ def strength(value: float, curve: str = SD) -> MergeConfig:
     """Return the settings of a strength, one number that trades fidelity for speed.
 
     With a higher strength, less work is left and the expected error is larger, at any number of steps. A measured error
-    may differ (docs/methods.md, "Strength").
+    may differ (docs/methods.md, "Strength"). The rules' `max_error` bounds the error that the engine estimates.
 
     Args:
         value: from 0, which is off, to 1, which keeps a sixty-fourth of the keys in every step.
