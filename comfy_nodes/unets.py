@@ -181,13 +181,13 @@ class _Block(hosting.Wrap):
         (call, latent), merging = self._call, self._merging
         try:
             options = kwargs.get("transformer_options") or next((value for value in args if type(value) is dict), {})
-            grid = hosting.Grid(*merging.sides(latent, self.place.level, options))
+            layout = hosting.Layout(hosting.Grid(*merging.sides(latent, self.place.level, options)))
         except Exception as error:
             if not hosting.is_ours(error):
                 raise
             return self.original(*args, **kwargs)
         why = partial(merging.why_of_slot, options)
-        return hosting.run_block(call, self.place, grid, self._below, self.original, args, kwargs, why)
+        return hosting.run_block(call, self.place, layout, self._below, self.original, args, kwargs, why)
 
 
 def _replacement_at(place: tuple[tuple, int], options: dict[str, Any]) -> Any | None:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from demo.prompt import VOCABULARY
-from demo.transformer import TRANSFORMER, SceneTransformer
+from demo.transformer import TRANSFORMER, TRANSFORMER_DEEP, SceneTransformer
 
 WEIGHTS = Path(__file__).with_name("scenes128.safetensors")
 # Of another seed, so that a ranking can be seen to repeat.
@@ -34,7 +34,7 @@ UNET_XL = {
     "addition_embed_type": "text_time", "addition_time_embed_dim": 32,
     "projection_class_embeddings_input_dim": 96 + 6 * 32,  # the pooled text, and six sizes of 32 channels each
 }  # fmt: skip
-LAYOUTS = {"sd": UNET, "sdxl": UNET_XL, "flux": TRANSFORMER}
+LAYOUTS = {"sd": UNET, "sdxl": UNET_XL, "flux": TRANSFORMER, "flux-deep": TRANSFORMER_DEEP}
 SCHEDULER = {
     "num_train_timesteps": 1000, "beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012,
     "prediction_type": "v_prediction", "rescale_betas_zero_snr": True, "clip_sample": False,

@@ -13,7 +13,9 @@ TRANSFORMER = {
     "num_attention_heads": 5, "joint_attention_dim": 96, "pooled_projection_dim": 96, "guidance_embeds": False,
     "axes_dims_rope": [8, 12, 12],
 }  # fmt: skip
-SIDE = 64  # of the latent
+# As deep as a CPU trains in hours: most blocks run both as one sequence, as Flux's do, and 256 px are 4,096 tokens.
+TRANSFORMER_DEEP = {**TRANSFORMER, "num_single_layers": 14, "sample_size": 128}
+SIDE = 64  # of the latent of a picture of 128 px, whose tokens are one place of the rotary positions apart
 TOKEN = 2  # side of a token, in places of the latent
 
 
@@ -22,10 +24,10 @@ class SceneTransformer(nn.Module):
 
     def __init__(self, config: dict, scheduler: dict, haar_gain: float):
         super().__init__()
-        self.transformer = FluxTransformer2DModel(**config)
+        self.transformer = FluxTransformer2DModel(**{k: value for k, value in config.items() if k != "sample_size"})
         self.emb = nn.Embedding(VOCABULARY, config["joint_attention_dim"])
         self.config, self.scheduler, self.haar_gain = config, scheduler, haar_gain
-        self.side, self.channels = SIDE, config["in_channels"] // TOKEN**2
+        self.side, self.channels = config.get("sample_size", SIDE), config["in_channels"] // TOKEN**2
 
     @property
     def network(self) -> nn.Module:
@@ -38,8 +40,8 @@ class SceneTransformer(nn.Module):
         """Compute the v-prediction [n, 12, h, w] of noisy `latents` at `timestep` (0-d or [n]) for `tokens` int [n, 6].
 
         sizes: int [n, 6] in pixels, of which three numbers of the first row are used, for all: height of the whole
-        picture, which is taken as square, and (third, fourth) how much of it is cut off above and left. None: 128 px,
-        not cut off.
+        picture, which is taken as square, and (third, fourth) how much of it is cut off above and left. None: twice
+        `side`, not cut off.
         """
         tiles = nn.functional.pixel_unshuffle(latents, TOKEN)
         height, width = tiles.shape[2:]
@@ -55,9 +57,9 @@ class SceneTransformer(nn.Module):
     def _places(self, height: int, width: int, sizes: torch.Tensor | None, tiles: torch.Tensor) -> torch.Tensor:
         """Return each token's middle as (0, down, right), float32 [h * w, 3]. A whole picture has 32 in each direction.
 
-        height, width: in tokens. sizes: the picture's, see `forward`; None: 128 px. tiles: any tensor on the device.
+        height, width: in tokens. sizes: the picture's, see `forward`. tiles: any tensor on the device.
         """
-        top, left, unit = 0.0, 0.0, 1.0
+        top, left, unit = 0.0, 0.0, SIDE / self.side
         if sizes is not None:
             whole, _, top, left = sizes[0, :4].tolist()
             unit, top, left = 2 * SIDE / whole, top / (2 * TOKEN), left / (2 * TOKEN)

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..faults import may_be_of_fewer_tokens, quietly, text_of
-from ..merging.grid import Grid, Layout, cached_result
+from ..merging.grid import Layout, cached_result
 from ..merging.methods import METHODS, MatchOptions
 from ..merging.plan import MergePlan
+from ..merging.pooling import pool
 from ..reporting.ledger import COSTS, FEW_TOKENS, NO_GRID, TOO_SMALL, TOO_WRONG
 from ..settings.config import MergeRule
 from . import work
@@ -40,6 +41,8 @@ class Place(NamedTuple):
         part: "attn", "crossattn", "mlp" or "block", as in `LevelRules`.
         stretch: names the blocks that may follow each other on merged tokens; "" for a part.
         weights: number of weights by which each token is multiplied in a part; 0 for a block, whose attention tells it.
+        pools: whether the tokens of each cell merge, see `pool`, instead of those that are alike. The picture may then
+            be a part of the block's sequence.
     """
 
     name: Hashable
@@ -47,10 +50,11 @@ class Place(NamedTuple):
     part: str
     stretch: Hashable = ""
     weights: int = 0
+    pools: bool = False
 
 
 def around(
-    call: ModelCall, place: Place, x: Any, grid: Grid | None, run: Callable[[Merge | None], Any],
+    call: ModelCall, place: Place, x: Any, layout: Layout | None, run: Callable[[Merge | None], Any],
     why_whole: Callable[[], str], keys: int = 0,
 ) -> Any:  # fmt: skip
     """Run a part or a block on merged tokens, unless it is too small for this or may need every token.
@@ -61,8 +65,8 @@ def around(
         call: the record of the model's call, in which a rule merges what runs.
         place: what runs.
         x: the block's input, ``(batch, tokens, channels)``.
-        grid: of the picture's tokens in this level; None if it is not known.
-        run: runs it. Its argument merges the input, and any other tensor of all tokens; None: it has to take all.
+        layout: the place of the picture's tokens in `x`; None if it is not known.
+        run: runs it. Its argument merges `x`, and any other tensor of all tokens; None: it has to take all.
         why_whole: returns the reason why it may need every token, "" if it does not; asked last, because it is slow.
         keys: number of keys of an unmerged cross-attention, else 0.
 
@@ -75,7 +79,7 @@ def around(
     if tokens is not None:
         why = why or why_whole()
     elif not why:
-        tokens, why, cost = _merge(call, place, x, grid, why_whole)
+        tokens, why, cost = _merge(call, place, x, layout, why_whole)
     if why:
         batch, count = x.shape[:2] if torch.is_tensor(x) and x.dim() == 3 else (0, 0)
         state.count_unmerged(place.level, why, batch, count, place.part)
@@ -85,7 +89,8 @@ def around(
         merge, left = tokens.merge, tokens.num_groups
     else:
         given = tokens.merged if type(x) is not LazyTokens or x.out is None else x.out
-        merge, left = lambda _: given.clone(), given.shape[1]  # a copy: some hosts' blocks add to their input in place
+        # a copy: some hosts' blocks add to their input in place
+        merge, left = lambda one: given.clone() if one is x else tokens.merge(one), given.shape[1]
     before, call.inside, why = call.inside, (batch, count, left), _NOT_TOKENS
     try:
         out = run(merge)
@@ -108,18 +113,21 @@ def around(
 
 
 def _merge(
-    call: ModelCall, place: Place, x: Any, grid: Grid | None, why_whole: Callable[[], str]
+    call: ModelCall, place: Place, x: Any, layout: Layout | None, why_whole: Callable[[], str]
 ) -> tuple[MergedTokens | MergePlan | None, str, int]:
     """Return the merged input of a block, or the plan of a part, "", and the work of it and of the way back.
 
     If it must not merge, these are None, the reason, and 0.
     """
-    if not torch.is_tensor(x) or x.dim() != 3 or grid is None or grid.height * grid.width != x.shape[1]:
+    if not torch.is_tensor(x) or x.dim() != 3 or layout is None:
+        return None, NO_GRID, 0
+    picture = layout.grid.height * layout.grid.width
+    if layout.first + picture > x.shape[1] or (picture < x.shape[1] and not place.pools):
         return None, NO_GRID, 0
     if type(x) is LazyTokens:  # another stretch's
         x = x.whole()
-    state, (name, level, part, *_) = call.state, place
-    rules, not_now = state.decide(call, level, x.shape[1], x.device)
+    state, (name, level, part, *_), grid = call.state, place, layout.grid
+    rules, not_now = state.decide(call, level, picture, x.device)
     rule = getattr(rules, part)
     if rule is None and (part, level) in call.too_wrong:
         return None, TOO_WRONG, 0
@@ -133,14 +141,17 @@ def _merge(
         return None, COSTS, 0
     known = {} if is_block else call.block.plans  # parts of a block share the matches of their rules
     if id(rule) not in known:
-        known[id(rule)], cost = _plan_of(call, name, level, x, grid, rule, is_block)
+        known[id(rule)], cost = (
+            (pool(layout, x.shape[1], rule.sy, rule.sx, rule.effective_ratio, x.device), 0) if place.pools
+            else _plan_of(call, name, level, x, grid, rule, is_block)
+        )
     plan, is_new = known[id(rule)], cost > 0
     if plan is None:
         return None, TOO_SMALL, 0
-    state.note_map(level, Layout(grid), plan)
+    state.note_map(level, layout, plan)
     if not is_block:
         return plan, "", cost
-    samples = cached_result(pick_samples, x, grid)[0] if rule.correction else None
+    samples = cached_result(pick_samples, x, grid)[0] if rule.correction and not place.pools else None
     cost += x.shape[0] * work.of_way_back(x.shape[1], 0 if samples is None else len(samples), x.shape[2])
     share = plan.num_groups / x.shape[1]
     note = partial(quietly, state.note_error, call, BLOCK, level, share) if is_new else None

@@ -156,10 +156,15 @@ class State:
             self._decisions[key] = decide(rules, why_off, tokens, device.type, gate)
         return self._decisions[key]
 
-    def count_inside(self, call: ModelCall, level: int) -> None:
-        """Count a self-attention of a block that runs on merged tokens just now."""
+    def count_inside(self, call: ModelCall, level: int, seen: int = 0) -> None:
+        """Count a self-attention of a block that runs on merged tokens just now.
+
+        `seen` is the number of tokens that it sees, with those of a text that are not in the block's input; 0: no more.
+        """
         batch, tokens, left = call.inside
         weights = self.ledger.levels[level].per_token
+        if seen > left:
+            tokens, left = tokens + seen - left, seen
         self.ledger.merge(level, "attn", (batch, tokens, tokens), (left, left), weights=weights)
 
     def count_unmerged(self, level: int, why: str, batch: int = 0, tokens: int = 0, part: str = "attn") -> None:

@@ -18,7 +18,7 @@ from ..engine.decision import BlockInput, ModelCall
 from ..engine.fewer_tokens import Merge, Place, around
 from ..engine.state import foreign_mode
 from ..faults import is_ours
-from ..merging.grid import Grid
+from ..merging.grid import Layout
 from ..reporting.ledger import ARGUMENTS, MASKED, NO_GRID, OF_OTHERS, PARTS_COMPILED, REPLACED
 from .attention_calls import AttentionCall
 from .every_token import TRAINS, ModulesBelow, why_of_arguments
@@ -54,7 +54,7 @@ class WholeBlockSite(BlockWrap):
         if call is None or (call.rules[self.level].block is None and ("block", self.level) not in call.too_wrong):
             return self.original(*args, **kwargs)
         layout = call.layouts.get(self.level)
-        return run_block(call, self.place, layout and layout.grid, self.below, self.original, args, kwargs)
+        return run_block(call, self.place, layout, self.below, self.original, args, kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Call the block unmerged while a compiler traces, return its output, and note this for the report."""
@@ -64,12 +64,12 @@ class WholeBlockSite(BlockWrap):
 
 
 def run_block(
-    call: ModelCall, place: Place, grid: Grid | None, below: ModulesBelow, original: Callable, args: tuple,
+    call: ModelCall, place: Place, layout: Layout | None, below: ModulesBelow, original: Callable, args: tuple,
     kwargs: dict[str, Any], why_more: Callable[[], str] = str,
 ) -> Any:  # fmt: skip
     """Return a block's output, ``original(*args, **kwargs)``, by `around`: on merged tokens if nothing forbids it.
 
-    `place`, `grid` and `call` are arguments of `around`; `below` asks the block's modules. `why_more` returns a host's
+    `place`, `layout` and `call` are arguments of `around`; `below` asks the block's modules. `why_more` returns a host's
     own reason why the block may need every token, "" for none.
     """
     name = None if args else next((name for name in LATENTS if name in kwargs), None)
@@ -85,7 +85,7 @@ def run_block(
         return now or why_of_arguments(args[1:], kwargs) or why_more() or below.why()
 
     try:
-        return around(call, place, x, grid, run, why_whole)
+        return around(call, place, x, layout, run, why_whole)
     except Exception as error:
         if not is_ours(error):
             raise
@@ -224,7 +224,7 @@ def _run_part(site: PartSite | BlockAttentionSite, call: ModelCall, args: tuple,
     def why_whole() -> str:
         return _why_of_part(part, block.x, args, kwargs, context) or foreign_mode() or site.below.why()
 
-    return around(call, site.place, block.x, block.grid, run, why_whole, keys)
+    return around(call, site.place, block.x, Layout(block.grid), run, why_whole, keys)
 
 
 def _why_no_input(site: PartSite | BlockAttentionSite, call: ModelCall) -> str:

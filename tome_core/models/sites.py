@@ -163,7 +163,8 @@ class AttentionSite(NumberedSite):
                 return self.original(*args, **kwargs)
             call.called_attentions.append(self.path)
             if call.inside is not None:  # in a block that runs on merged tokens
-                call.state.count_inside(call, self.level)
+                x = args[0] if args else kwargs.get("hidden_states")  # without a call of a function for each block
+                call.state.count_inside(call, self.level, 0 if x is None else x.shape[1])
             elif call.rules[self.level].attn is not None:
                 return self._merge(call, args, kwargs)
             else:

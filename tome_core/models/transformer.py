@@ -25,10 +25,12 @@ from ..engine.scheduler_steps import PipelineSteps
 from ..merging.grid import Grid, Layout
 from ..reporting.ledger import NO_GRID, LevelTally, Reason
 from .sites import AttentionSite, ModelSite
+from .transformer_blocks import TransformerBlockSite, middle
 from .weights import per_token
 from .wrap import Wrap
 from .wrap_set import Ways
 
+_BLOCK = re.compile(r"\w+\.\d+")  # the path of a block in a model, at the beginning of its attentions' paths
 UNEVEN = Reason("its pictures are of different sizes")
 
 
@@ -227,13 +229,26 @@ class TransformerAdapter:
 
     def tallies(self) -> list[LevelTally]:
         """Return one empty tally with the number of attentions: all see the same tokens, so the model has one level."""
-        weights = per_token(self._model()) // max(1, self._blocks)
-        return [LevelTally(self.family.downsample, self._blocks, per_token=weights)]
+        model = self._model()
+        attentions = [module for _, module in find_attentions(model, self.family)]
+        channels = max((getattr(getattr(one, "to_q", None), "out_features", 0) for one in attentions), default=0)
+        weights = per_token(model) // max(1, self._blocks)
+        return [LevelTally(self.family.downsample, self._blocks, channels=channels, per_token=weights)]
 
     def wraps(self, model: nn.Module, ways: Ways, make: Callable) -> Iterator[Wrap]:
-        """Yield a wrap for the model, then for each attention, in the order of the modules; see `UNetAdapter.wraps`."""
+        """Yield a wrap for the model, then for each attention, in the order of the modules; see `UNetAdapter.wraps`.
+
+        If whole blocks may merge, all but the first and the last ones have a wrap too.
+        """
         yield make(ModelSite, model)
-        for path, module in find_attentions(model, self.family):
+        attentions = find_attentions(model, self.family)
+        blocks = dict.fromkeys(_BLOCK.match(path)[0] for path, _ in attentions if "refiner" not in path)
+        merging = {*middle([*blocks])} if "blocks" in ways.get(0, ()) else ()
+        for path, module in attentions:
+            block = _BLOCK.match(path)[0]
+            if block in merging:
+                merging.remove(block)
+                yield make(TransformerBlockSite, model.get_submodule(block), block)
             yield make(AttentionSite, module, path, 0)
 
     def pick(self, model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> list[Any]:
@@ -254,7 +269,7 @@ class TransformerAdapter:
         tokens = self._read_tokens(model, given)
         return timestep, torch.empty(0) if isinstance(tokens, Reason) else tokens.latent, tokens
 
-    def layout_of(self, call: ModelCall, site: AttentionSite, tokens: int) -> Layout | Reason:
+    def layout_of(self, call: ModelCall, site: Wrap, tokens: int) -> Layout | Reason:
         """Return the picture's place in a sequence of `tokens`, or why it is unknown; `site` is not used."""
         if isinstance(call.facts, Reason):
             return call.facts

@@ -20,7 +20,7 @@ from tome_core.engine.decision import BlockInput
 from tome_core.engine.fewer_tokens import Place, around
 from tome_core.engine.merged_tokens import LazyTokens, MergedTokens, pick_samples
 from tome_core.hosting import state_of
-from tome_core.merging.grid import Grid
+from tome_core.merging.grid import Grid, Layout
 from tome_core.merging.methods import METHODS, base
 from tome_core.models.unet_blocks import find_blocks
 from tome_core.reporting.ledger import FEW_TOKENS, NO_GRID
@@ -341,7 +341,7 @@ class Run:
         return out if merge is None else self.result(out)
 
     def at(self, call, place, grid=GRID, why=""):
-        return around(call, place, self.x, grid, self, lambda: why)
+        return around(call, place, self.x, Layout(grid), self, lambda: why)
 
     @property
     def counts(self):
@@ -442,7 +442,7 @@ def test_what_runs_inside_is_told_so_and_afterwards_all_is_as_before(error):
     (None, GRID)])
 def test_what_is_not_the_pictures_grid_runs_as_it_is_and_is_said(x, grid):
     call, calls = begin(), []
-    assert around(call, FIRST, x, grid, lambda merge: calls.append(merge) or x, str) is x
+    assert around(call, FIRST, x, grid and Layout(grid), lambda merge: calls.append(merge) or x, str) is x
     assert calls == [None] and list(call.state.report().reasons) == [f"block: {NO_GRID}"]
 
 
@@ -468,7 +468,7 @@ def test_a_block_input_in_another_order_of_memory_is_copied_once_for_a_match(mon
         call, run = begin(merge_blocks=False, merge_mlp=True), Run(ALL)
         call.block = BlockInput(x, GRID, {})
         with OperatorCounter() as counter:
-            pictures.append(around(call, Place("t.0", 0, "mlp"), x, GRID, run, str))
+            pictures.append(around(call, Place("t.0", 0, "mlp"), x, Layout(GRID), run, str))
         clones.append(counter.by_name["clone"])
     assert torch.equal(*pictures) and clones[1] == clones[0] + 1
 

@@ -194,7 +194,7 @@ def test_with_a_rule_that_merges_keys_and_values_an_attention_gets_all_tokens():
 def test_a_block_merges_an_input_by_name(name: str):
     call, module = begin(merge_attn=False, merge_blocks=True, merge_mlp=False, merge_crossattn=False), Part()
     place = Place("b.1", 0, "block", "b")
-    out = run_block(call, place, GRID, ModulesBelow(module), module, (), {name: X, "context": TEXT})
+    out = run_block(call, place, Layout(GRID), ModulesBelow(module), module, (), {name: X, "context": TEXT})
     ((args, kwargs),) = module.calls
     assert not args and kwargs[name].shape[1] < 64 and kwargs["context"] is TEXT and out.shape == X.shape
 
