@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..faults import may_be_of_fewer_tokens, quietly, text_of
-from ..merging.grid import Layout, cached_result
+from ..merging.grid import Grid, Layout, cached_result
 from ..merging.methods import METHODS, MatchOptions
 from ..merging.plan import MergePlan
 from ..merging.pooling import pool
-from ..reporting.ledger import COSTS, FEW_TOKENS, NO_GRID, TOO_SMALL, TOO_WRONG
+from ..reporting.ledger import COSTS, FEW_TOKENS, NO_GRID, TOO_SMALL, TOO_WRONG, Reason
 from ..settings.config import MergeRule
 from . import work
 from .decision import ModelCall
@@ -54,7 +54,7 @@ class Place(NamedTuple):
 
 
 def around(
-    call: ModelCall, place: Place, x: Any, layout: Layout | None, run: Callable[[Merge | None], Any],
+    call: ModelCall, place: Place, x: Any, layout: Layout | Reason | None, run: Callable[[Merge | None], Any],
     why_whole: Callable[[], str], keys: int = 0,
 ) -> Any:  # fmt: skip
     """Run a part or a block on merged tokens, unless it is too small for this or may need every token.
@@ -65,7 +65,7 @@ def around(
         call: the record of the model's call, in which a rule merges what runs.
         place: what runs.
         x: the block's input, ``(batch, tokens, channels)``.
-        layout: the place of the picture's tokens in `x`; None if it is not known.
+        layout: the place of the picture's tokens in `x`; None if it is not known, or the reason.
         run: runs it. Its argument merges `x`, and any other tensor of all tokens; None: it has to take all.
         why_whole: returns the reason why it may need every token, "" if it does not; asked last, because it is slow.
         keys: number of keys of an unmerged cross-attention, else 0.
@@ -113,7 +113,7 @@ def around(
 
 
 def _merge(
-    call: ModelCall, place: Place, x: Any, layout: Layout | None, why_whole: Callable[[], str]
+    call: ModelCall, place: Place, x: Any, layout: Layout | Reason | None, why_whole: Callable[[], str]
 ) -> tuple[MergedTokens | MergePlan | None, str, int]:
     """Return the merged input of a block, or the plan of a part, "", and the work of it and of the way back.
 
@@ -121,6 +121,8 @@ def _merge(
     """
     if not torch.is_tensor(x) or x.dim() != 3 or layout is None:
         return None, NO_GRID, 0
+    if isinstance(layout, Reason):
+        return None, layout, 0
     picture = layout.grid.height * layout.grid.width
     if layout.first + picture > x.shape[1] or (picture < x.shape[1] and not place.pools):
         return None, NO_GRID, 0

@@ -17,7 +17,7 @@ from .plan import MergePlan
 
 @lru_cache(maxsize=32)
 def pool(layout: Layout, tokens: int, sy: int, sx: int, ratio: float, device: torch.device) -> MergePlan | None:
-    """Return the plan, for every sample, of a sequence of `tokens` in which cells of the picture merge, each as a whole.
+    """Return the plan of a sequence of `tokens`, for every sample, in which cells of the picture merge as a whole.
 
     Cells are of one frame, `sy` x `sx` tokens, smaller at its right and lower edge. As many of them merge, evenly
     spread, as remove the share `ratio` of the tokens; all from ``1 - 1/(sx*sy)`` on. Each token around the picture is a
@@ -39,6 +39,6 @@ def _first_of_cell(grid: Grid, sy: int, sx: int, ratio: float) -> Tensor:
     down, right = row % per_frame % sy, column % sx
     cell = (row - down) * grid.width + (column - right)
     cells, place = cell.unique(return_inverse=True)
-    merging = min(1.0, ratio / (1 - 1 / (sy * sx)))
+    merging = min(1.0, ratio / max(1 - 1 / (sy * sx), 1e-9))
     steps = (torch.arange(len(cells) + 1, dtype=torch.float64) * merging + 1e-9).floor()
     return torch.where(steps.diff()[place] > 0, cell, number)

@@ -69,8 +69,8 @@ def run_block(
 ) -> Any:  # fmt: skip
     """Return a block's output, ``original(*args, **kwargs)``, by `around`: on merged tokens if nothing forbids it.
 
-    `place`, `layout` and `call` are arguments of `around`; `below` asks the block's modules. `why_more` returns a host's
-    own reason why the block may need every token, "" for none.
+    `place`, `layout` and `call` are arguments of `around`; `below` asks the block's modules. `why_more` returns a
+    host's own reason why the block may need every token, "" for none.
     """
     name = None if args else next((name for name in LATENTS if name in kwargs), None)
     x = args[0] if args else kwargs.get(name)

@@ -31,6 +31,7 @@ from .wrap import Wrap
 from .wrap_set import Ways
 
 _BLOCK = re.compile(r"\w+\.\d+")  # the path of a block in a model, at the beginning of its attentions' paths
+REFERENCES = Reason("the call has reference pictures")
 UNEVEN = Reason("its pictures are of different sizes")
 
 
@@ -140,7 +141,7 @@ def _read_list(model: nn.Module, given: Mapping[str, Any]) -> Tokens | Reason:
     """Read Z-Image's call: a list of latents ``(channels, frames, height, width)``, one for each sample."""
     latents = given["x"]
     if not all(torch.is_tensor(latent) for latent in latents):
-        return Reason("the call has reference pictures")
+        return REFERENCES
     if any(latent.shape != latents[0].shape for latent in latents):
         return UNEVEN
     _, frames, height, width = latents[0].shape
@@ -270,8 +271,10 @@ class TransformerAdapter:
         return timestep, torch.empty(0) if isinstance(tokens, Reason) else tokens.latent, tokens
 
     def layout_of(self, call: ModelCall, site: Wrap, tokens: int) -> Layout | Reason:
-        """Return the picture's place in a sequence of `tokens`, or why it is unknown; `site` is not used."""
+        """Return the picture's place in a sequence of `tokens`, or why it is unknown or not enough for a block."""
         if isinstance(call.facts, Reason):
             return call.facts
         picture: Tokens = call.facts
+        if isinstance(site, TransformerBlockSite) and picture.count > picture.grid.height * picture.grid.width:
+            return REFERENCES
         return Layout(picture.grid, tokens - picture.count if self.family.text_first else picture.first)

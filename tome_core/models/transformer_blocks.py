@@ -47,16 +47,21 @@ class TransformerBlockSite(Wrap):
         super().__init__(block)
         self.wraps, self.place = wraps, Place(path, 0, "block", "blocks", pools=True)
         self.below = ModulesBelow(block)
-        self._names = [*inspect.signature(type(block).forward).parameters][1:]
+        parameters = inspect.signature(type(block).forward).parameters.values()
+        self._names = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD][1:]
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Return the block's output: inside a call of the model whose rules merge blocks, by `run_pooled`."""
         call = self.wraps.calls.current
-        if call is None or call.rules[0].block is None or len(args) > len(self._names):
+        if call is None or call.rules[0].block is None:
             return self.original(*args, **kwargs)
-        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        given = dict(zip(self._names, args, strict=False))
+
+        def original(now: dict[str, Any]) -> Any:  # in the form of the call; what has no name is ignored by the block
+            return self.original(*map(now.get, given), *args[len(given) :], **{name: now[name] for name in kwargs})
+
         layout_of = partial(self.wraps.adapter.layout_of, call, self)
-        return run_pooled(call, self.place, layout_of, self.below, given, lambda given: self.original(**given))
+        return run_pooled(call, self.place, layout_of, self.below, {**given, **kwargs}, original)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Call the block unmerged while a compiler traces, return its output, and note this for the report."""
@@ -122,11 +127,11 @@ class _Block:
     """The arguments of a call of a block, by name: which of them hold the picture's tokens."""
 
     def __init__(self, given: dict[str, Any], layout_of: Callable[[int], Layout | Reason]) -> None:
-        self.given, self.layout, self._first, self._why = given, None, 0, ""
+        self.given, self._first, self._tokens, self._all = given, 0, 0, 0
+        self.layout: Layout | Reason = _NO_TOKENS
         self.name = next((name for name in TOKENS if torch.is_tensor(given.get(name)) and given[name].dim() == 3), "")
         self.x = given.get(self.name)
         if not self.name:
-            self._why = _NO_TOKENS
             return
         self._tokens = self._all = self.x.shape[1]
         text = next((given[name] for name in _TEXTS if torch.is_tensor(given.get(name))), None)
@@ -134,13 +139,13 @@ class _Block:
         if text is not None and text.dim() == 3:  # positions may be those of text and picture
             self._all += text.shape[1]
             places.append(layout_of(self._all))
-        self._why = next((place for place in places if isinstance(place, Reason)), "")
-        if not self._why:
-            self.layout, self._first = places[0], places[-1].first - places[0].first
+        self.layout = next((place for place in places if isinstance(place, Reason)), places[0])
+        if not isinstance(self.layout, Reason):
+            self._first = places[-1].first - places[0].first
 
     def why(self) -> str:
         """Return the reason why some argument may need every token, "" if none does."""
-        return self._why or next(filter(None, map(self._why_of, self.given, self.given.values())), "")
+        return next(filter(None, map(self._why_of, self.given, self.given.values())), "")
 
     def _why_of(self, name: str, value: Any) -> str:
         if value is None or isinstance(value, bool) or name in (self.name, *_TEXTS):
@@ -150,8 +155,8 @@ class _Block:
         if name in _POSITIONS:
             return "" if self._knows(value) else f"the form of its positions is not known ({name})"
         if name in _MASKS and torch.is_tensor(value):
-            is_simple = value.dtype == torch.bool and sum(side in (self._tokens, self._all) for side in value.shape) == 1
-            return "" if is_simple else MASKED
+            of_tokens = [side for side in value.shape if side in (self._tokens, self._all)]
+            return "" if value.dtype == torch.bool and len(of_tokens) == 1 else MASKED
         parts = value if isinstance(value, (tuple, list)) else [value]
         if isinstance(value, dict) and not value:
             return ""
@@ -167,7 +172,7 @@ class _Block:
         return all(map(torch.is_tensor, parts)) and any(self._axis_of(part) is not None for part in parts)
 
     def _axis_of(self, part: Tensor) -> int | None:
-        """Return the axis of the tokens in positions or in a mask; None if there is none, as in the text's positions."""
+        """Return the axis of tokens in positions or in a mask; None if it has none, as the text's positions."""
         sides = part.shape if part.dtype == torch.bool else part.shape[:-1]
         return next((axis for axis, side in enumerate(sides) if side in (self._tokens, self._all)), None)
 
@@ -201,6 +206,7 @@ class _Block:
 
 def _key_of(answer: Any, name: str, shape: torch.Size) -> Any:
     """Return where a block's output, a tuple or a dictionary, has its tokens, of this shape; None if not just there."""
-    items = answer.items() if isinstance(answer, dict) else enumerate(answer) if isinstance(answer, (tuple, list)) else ()
+    several = isinstance(answer, (tuple, list))
+    items = answer.items() if isinstance(answer, dict) else enumerate(answer) if several else ()
     keys = [key for key, value in items if torch.is_tensor(value) and value.shape == shape]
     return name if name in keys else keys[0] if len(keys) == 1 else None
