@@ -1,4 +1,4 @@
-"""Merging in ComfyUI's transformers: in each attention whose sequence is known to hold the picture's tokens."""
+"""Merging in ComfyUI's transformers: whole blocks, and attentions of sequences that are known to hold the picture's."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import host, slot_calls, slot_function
+from . import blocks, host, slot_calls, slot_function
 from .host import hosting
 
 # transformers whose sequence is text, picture, reference pictures; transformer_options have the references' lengths
@@ -22,6 +22,8 @@ _REFINE_TEXT = frozenset({"HunyuanVideo", "NextDiT", "SingleStreamDiT"})
 _REFERENCES = "reference_image_num_tokens"  # in transformer_options: number of tokens of each reference
 BESIDE = hosting.Reason("it is not known which tokens are the picture's")
 PART = "it gets only a part of the picture"
+# names of a model's lists of blocks, in the order in which they run
+_LISTS = ("joint_blocks", "double_blocks", "single_blocks", "blocks", "transformer_blocks", "layers")
 _NO_PICTURE = hosting.Reason("the model draws neither a picture nor a video")
 
 
@@ -34,18 +36,55 @@ class TransformerMerging:
         if host.is_compiled_whole(model, options) is not None:
             raise hosting.UnsupportedModelError(host.COMPILED)
         self.state, self._model = hosting.state_of(config, patch_size_of(model)[2], model), model
+        self.others = blocks.OtherNodesAttention()
+        lists = ((name, getattr(model, name, None)) for name in _LISTS)
+        every = [(f"{name}.{number}", block) for name, several in lists if isinstance(several, torch.nn.ModuleList)
+                 for number, block in enumerate(several)]  # fmt: skip
+        self._blocks = []
+        if "blocks" in self.state.ways.get(0, ()):
+            self._blocks = [_Block(self, block, path) for path, block in hosting.middle(every)]
 
     @contextmanager
     def answering(self, call: Any, latent: torch.Tensor, options: dict[str, Any]) -> Iterator[slot_function.Ask]:
         """Yield the function that computes the attentions of a `call` of `State.begin`; `latent` gives the grid."""
-        grid = grid_of(self._model, latent)
+        grid, tally = grid_of(self._model, latent), self.state.ledger.levels[0]
 
         def ask(attention: slot_calls.HostCall, facts: dict[str, Any]) -> torch.Tensor:
+            tokens, heads, width = attention.q.shape[1:]
+            tally.channels = tally.channels or heads * width
+            if self._blocks:
+                self.others.note(attention)
+            if call.inside is not None:  # in a block that runs on merged tokens
+                if attention.k.shape[1] == tokens >= call.inside[2]:
+                    self.state.count_inside(call, 0, tokens)
+                return attention.unmerged()
             place = facts.get("block_type"), facts.get("block_index")
             where = partial(where_tokens_lie, self._model, grid, options=facts) if grid else lambda tokens: _NO_PICTURE
             return hosting.attend_call(self.state, call, place, 0, 1, where, [], attention)
 
-        yield ask
+        with blocks.merging(self._blocks, call, latent):
+            yield ask
+
+    def layout_in_block(self, latent: torch.Tensor, options: dict[str, Any], tokens: int) -> Any:
+        """Return the picture's `Layout` in a sequence of so many tokens of a block, or why it is not known."""
+        grid = grid_of(self._model, latent)
+        if grid is None:
+            return _NO_PICTURE
+        return hosting.REFERENCES if options.get(_REFERENCES) else where_tokens_lie(self._model, grid, tokens, options)
+
+
+class _Block(blocks.Block):
+    """A block of a transformer; `path` is its path in the model."""
+
+    def __init__(self, merging: TransformerMerging, block: torch.nn.Module, path: str) -> None:
+        super().__init__(block, hosting.Place(path, 0, "block", "blocks", pools=True), merging.others)
+        self._layout, self._names = merging.layout_in_block, hosting.names_of(block)
+
+    def merge(self, call: Any, latent: torch.Tensor, options: dict[str, Any], args: tuple, kwargs: dict) -> Any:
+        """Return the block's output, see `blocks.Block`."""
+        layout_of, why = partial(self._layout, latent, options), partial(self.others.why, options, (True,))
+        return hosting.run_pooled(
+            call, self.place, layout_of, self.below, self.original, self._names, args, kwargs, why)
 
 
 def patch_size_of(model: Any) -> tuple[int, int, int] | None:

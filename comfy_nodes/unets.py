@@ -8,12 +8,9 @@ from typing import Any
 
 import torch
 
-from . import host, slot_calls, slot_function
+from . import blocks, host, slot_calls, slot_function
 from .host import hosting
 from .sampling import is_left_out
-
-hosting.register_package("comfy")  # ComfyUI's own blocks, attentions and LoRA layers act on each token alone
-_UNTRIED = "another node's attention could not be tried on tokens in another order"
 
 
 class UnetMerging:
@@ -35,7 +32,7 @@ class UnetMerging:
         elif not self.is_compiled or hosting.why_not_in_graph(self.state):
             raise hosting.UnsupportedModelError(host.COMPILED)
         self._downsamples = adapter.downsamples
-        self._overrides: dict[tuple, str] = {}  # by another node's function and "is it self-attention", see `_try`
+        self.others = blocks.OtherNodesAttention()
         levels = {_options_of(place.path): adapter.levels[place.halvings] for place in adapter.places
                   if not getattr(place.block, "disable_self_attn", False)}  # fmt: skip
         self._levels = {place: level for place, level in levels.items() if covered[level]}
@@ -58,8 +55,8 @@ class UnetMerging:
             nonlocal before
             last, before = before, (facts.get("block"), facts.get("block_index"))
             place = before
-            if self._blocks and slot_function.beneath() is not None:
-                self._try(attention)
+            if self._blocks:
+                self.others.note(attention)
             if call.inside is not None:  # in a block that runs on merged tokens
                 if place != last and place in self._levels:  # its self-attention
                     self.state.count_inside(call, self._levels[place])
@@ -84,7 +81,7 @@ class UnetMerging:
                 return attention.unmerged()
             return hosting.attend_call(self.state, call, place, level, 1, hosting.Layout(grid), [], attention)
 
-        with self._merging_blocks(call, latent):
+        with blocks.merging(self._blocks, call, latent):
             yield ask
         hosting.quietly(self._count_missing, call, latent, missing, options)
 
@@ -104,43 +101,6 @@ class UnetMerging:
                 why = hosting.REPLACED + ("" if other is None else f": {hosting.name_of_patch(other)}")
                 self.state.count_unmerged(level, why, len(latent), tokens)
 
-    @contextmanager
-    def _merging_blocks(self, call: Any, latent: torch.Tensor) -> Iterator[None]:
-        """Replace blocks' forwards while a call runs, if a rule merges whole blocks, which use no slot."""
-        on = []
-        try:
-            for block in self._blocks:
-                if call.rules[block.place.level].block is not None:
-                    on.append((block, block.put_on(call, latent)))
-            yield
-        finally:
-            for block, before in on:
-                block.take_off(before)
-
-    def _try(self, attention: slot_calls.HostCall) -> None:
-        """Note whether another node's function in the slot may need every token, by its first call of each kind."""
-        kind = attention.override, attention.k.shape[:2] == attention.q.shape[:2]
-        if kind in self._overrides:
-            return
-        name, why = hosting.name_of_patch(attention.override), "was first called with a mask, so it was not tried"
-        if attention.mask is None:
-            try:
-                why = "" if attention.treats_tokens_alike() else "looks at the order of tokens"
-            except Exception as error:
-                if not hosting.may_be_of_fewer_tokens(error):
-                    raise
-                why = "looks at the order of tokens"
-        self._overrides[kind] = why and f"another node's attention {why} ({name}); it merges without that"
-
-    def why_of_slot(self, options: dict[str, Any]) -> str:
-        """Return why a block may need every token because of functions in the slot; "" if none is known."""
-        there, beneath = options.get(slot_calls.SLOT), slot_function.beneath()
-        if not slot_function.is_ours(there):
-            name = hosting.name_of_patch(there)
-            return f"another node's attention came into the call ({name}); it merges without that"
-        whys = [self._overrides.get((beneath, kind), _UNTRIED) for kind in (True, False)] if beneath else []
-        return next(filter(None, whys), "")
-
     def sides(self, latent: torch.Tensor, level: int, options: dict[str, Any]) -> list[int]:
         """Return [height, width] in tokens of the transformer that a call's transformer_options name.
 
@@ -150,44 +110,23 @@ class UnetMerging:
         return list(shape[-2:])
 
 
-class _Block(hosting.Wrap):
-    """The replacement of a block's ``forward`` while a call of the branch runs. `path` is the block's in the UNet."""
+class _Block(blocks.Block):
+    """A block of a UNet, whose tokens are those of the latent; `path` is its path in the UNet."""
 
     def __init__(self, merging: UnetMerging, block: torch.nn.Module, path: str, level: int) -> None:
-        super().__init__(block)
-        self.place = hosting.Place(path, level, "block", path.rpartition(".")[0])
-        self._merging, self._below = merging, hosting.ModulesBelow(block)
-        self._call: tuple[Any, torch.Tensor] | None = None  # the call's record and its latent
+        super().__init__(block, hosting.Place(path, level, "block", path.rpartition(".")[0]), merging.others)
+        self._sides = merging.sides
 
-    def put_on(self, call: Any, latent: torch.Tensor) -> tuple[Any, Any]:
-        """Put this on the block for a call; return what `take_off` puts back."""
-        own = vars(self.target)  # without the module's own __setattr__, which is slow
-        before = own.get("forward"), self._call
-        self.beneath, self._call, self.active = before[0], (call, latent), True
-        own["forward"] = self.forward
-        return before
-
-    def take_off(self, before: tuple[Any, Any]) -> None:
-        """Put back what was there before `put_on`."""
-        forward, self._call = before
-        self.active = self._call is not None
-        if forward is None:
-            vars(self.target).pop("forward", None)
-        else:
-            vars(self.target)["forward"] = forward
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the block's output: on merged tokens, unless it or a patch of another node may need every token."""
-        (call, latent), merging = self._call, self._merging
+    def merge(self, call: Any, latent: torch.Tensor, options: dict[str, Any], args: tuple, kwargs: dict) -> Any:
+        """Return the block's output, see `blocks.Block`."""
         try:
-            options = kwargs.get("transformer_options") or next((value for value in args if type(value) is dict), {})
-            layout = hosting.Layout(hosting.Grid(*merging.sides(latent, self.place.level, options)))
+            layout = hosting.Layout(hosting.Grid(*self._sides(latent, self.place.level, options)))
         except Exception as error:
             if not hosting.is_ours(error):
                 raise
             return self.original(*args, **kwargs)
-        why = partial(merging.why_of_slot, options)
-        return hosting.run_block(call, self.place, layout, self._below, self.original, args, kwargs, why)
+        why = partial(self.others.why, options, (True, False))
+        return hosting.run_block(call, self.place, layout, self.below, self.original, args, kwargs, why)
 
 
 def _replacement_at(place: tuple[tuple, int], options: dict[str, Any]) -> Any | None:

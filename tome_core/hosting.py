@@ -26,6 +26,8 @@ from .models.compiled import OPERATORS, number_of, why_not_in_graph
 from .models.every_token import ModulesBelow, register_package
 from .models.fewer_tokens import run_block
 from .models.intercept import register_name
+from .models.transformer import REFERENCES
+from .models.transformer_blocks import middle, names_of, run_pooled
 from .models.unet_blocks import UnsupportedModelError, find_unet, is_kind
 from .models.weights import of_lists
 from .models.wrap import Wrap, register_wrapper

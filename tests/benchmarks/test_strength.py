@@ -7,11 +7,10 @@ import pytest
 from benchmarks import results, strength
 from tome_core.settings import presets
 
-SOURCES = {presets.SD: ["front-cpu-2026-11-22"], presets.SDXL: ["sdxl-front-cpu-2026-11-24"],
-           presets.TRANSFORMER: ["transformer-front-cpu-2026-11-23", "transformer-front-cpu-2026-11-24"]}  # fmt: skip
+SOURCES = {presets.SD: ["front-cpu-2026-11-22"], presets.SDXL: ["sdxl-front-cpu-2026-11-24"]}
 
 
-@pytest.mark.parametrize("curve", presets.CURVE_NAMES)
+@pytest.mark.parametrize("curve", presets.CURVES)
 def test_a_shipped_curve_is_made_from_the_committed_results(capsys, curve):
     assert strength.main([str(results.FOLDER / f"{name}.json") for name in SOURCES[curve]]) == 0
     assert ast.literal_eval(capsys.readouterr().out.splitlines()[-1]) == presets.CURVES[curve]

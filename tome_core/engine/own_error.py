@@ -23,21 +23,19 @@ from ..settings.config import MergeRule
 from ..settings.presets import MOST_MERGED, PARTS, with_share
 
 Points = tuple[tuple[float, float], ...]  # a positive quantity at timesteps, ascending
-ATTN, BLOCK, OF_TRANSFORMER = "attn", "block", "attn, transformer"  # kinds of parts
+ATTN, BLOCK = "attn", "block"  # kinds of parts
 # Typical errors, by kind: of an attention that keeps 1/64 of the keys, and of blocks on 1/16 of the tokens. Means over
-# small UNets, and one small transformer.
+# small UNets.
 _TYPICAL: dict[str, Points] = {
     ATTN: ((0, 1.5e-3), (250, 1.8e-3), (500, 2e-3), (750, 3e-3), (875, 4.5e-3), (1000, 1.3e-2)),
     BLOCK: ((0, 1.2e-2), (250, 2.6e-2), (500, 5e-2), (750, 7.5e-2), (1000, 0.12)),
-    OF_TRANSFORMER: ((0, 9e-2), (250, 7.6e-2), (500, 4.8e-2), (750, 2.2e-2), (875, 1.3e-2), (1000, 1.5e-2)),
 }
 # How many times `max_error` an error may be. UNets mend in later steps what is wrong in noisy ones: of five curves that
-# were tried on two of them the steepest was best. A transformer does not. A block's error may rise as the typical one.
+# were tried on two of them the steepest was best. A block's error may rise as the typical one.
 # ``python -m benchmarks.own_error`` measures what they give.
 _ALLOWED: dict[str, Points] = {
     ATTN: ((0, 1.0), (375, 1.35), (500, 3.3), (700, 10.0), (850, 20.0), (1000, 55.0)),
     BLOCK: tuple((time, error / _TYPICAL[BLOCK][0][1]) for time, error in _TYPICAL[BLOCK]),
-    OF_TRANSFORMER: ((0, 3.0), (1000, 3.0)),
 }
 _NEARLY_ALL = 0.99  # the highest share of which an error is expected
 # a few shares, in 1/64, so that kernels and kept plans stay few; more than the last is all
@@ -161,10 +159,10 @@ class OwnError:
         """Return the rule that a level's parts of a kind follow at a step; None: they keep all tokens.
 
         It is `rule` with as many more keys or tokens as its `max_error` takes. It changes only with a new match. Before
-        an error was read, a UNet follows `rule`; a transformer merges once, cautiously, and then waits.
+        an error was read, it is `rule`.
 
         Args:
-            kind: `ATTN`, `BLOCK` or `OF_TRANSFORMER`.
+            kind: `ATTN` or `BLOCK`.
             level: its number.
             rule: that of the settings, which keeps the fewest.
             timestep: of the step, on Stable Diffusion's schedule.
@@ -175,13 +173,11 @@ class OwnError:
         if base is rule and abs(begun - timestep) <= rule.keep:
             return kept
         kept, rules = rule, (rule, *_that_keep_more(kind, rule))
-        factor = self._factors.get(place, 1.0 if kind == OF_TRANSFORMER else None)
+        factor = self._factors.get(place)
         if factor is not None:
             most = rule.max_error * allowed(kind, timestep)
             errors = (weight * factor * typical(kind, timestep, 1 - one.effective_ratio) for one in rules)
             kept = next((one for one, error in zip(rules, errors, strict=True) if error <= most), None)
-            if kept is None and base is None and place not in self._factors:  # else nothing would ever be learned
-                kept = rules[-1]
         self._chosen[place] = rule, timestep, kept
         return kept
 

@@ -70,7 +70,6 @@ class State:
         # the results of `decide`. Keys hold the rules' ids, which stay theirs because the clock keeps the rules
         self._decisions: dict[tuple, tuple[LevelRules, str]] = {}
         self._borne: dict[tuple, LevelRules] = {}  # the results of `_bearable`
-        self.attention = ATTN  # the kind of its attentions' errors; the patch sets it
         blocks = sum(level.blocks for level in levels)
         self._weights = [level.blocks / max(1, blocks) or 1.0 for level in levels]  # of their attentions in the model
 
@@ -201,7 +200,7 @@ class State:
             plans = Plans(None, call.kept_plans and call.kept_plans.timestep, rule, k.device, why=COSTS)
         if plans.plan is not None and corrects:
             correction, merged = correction_of(attention, plans.plan, layout)
-            self.note_error(call, self.attention, level, plans.plan.num_groups / tokens, correction.error)
+            self.note_error(call, ATTN, level, plans.plan.num_groups / tokens, correction.error)
             cost += batch * work.of_fit(correction.num_queries, tokens, plans.plan.num_groups, heads, width)
             added = batch * work.of_correction(plans.plan.num_groups if rule.side == "qkv" else tokens, heads, width)
             plans = plans._replace(correction=correction, work=added)
@@ -216,7 +215,7 @@ class State:
         found, too_wrong = [], []
         for level, now in enumerate(rules):
             changes = {part: kept.own_error.rule_for(kind, level, rule, kept.timestep, weight)
-                       for part, kind, weight in (("attn", self.attention, self._weights[level]), ("block", BLOCK, 1.0))
+                       for part, kind, weight in (("attn", ATTN, self._weights[level]), ("block", BLOCK, 1.0))
                        if (rule := getattr(now, part)) is not None and rule.max_error is not None}  # fmt: skip
             too_wrong += [(part, level) for part, rule in changes.items() if rule is None]
             changes = {part: rule for part, rule in changes.items() if rule is not getattr(now, part)}

@@ -32,8 +32,10 @@ TOKENS = ("hidden_states", "img", "x")
 _TEXTS = ("encoder_hidden_states", "txt", "context")
 _POSITIONS = ("image_rotary_emb", "rotary_emb", "freqs_cis", "pe", "freqs")
 _MASKS = ("attention_mask", "attn_mask", "mask", "hidden_states_masks")
-# those whose last axis is of channels, however long it is
-_OF_PICTURE = re.compile(r"(temb|vec|emb|e$|adaln|modulation|conditioning|timestep|time_)")
+# arguments of the whole picture, whose last axis is of channels, however long it is
+_OF_PICTURE = re.compile(r"(temb|vec|emb|c$|e$|adaln|modulation|conditioning|timestep|time_)")
+_OF_TEXT = ("context_img_len",)  # Wan's number of tokens of a picture among those of the text
+_NAMES = {"JointBlock": ["context", "x"]}  # of classes that hand all arguments on, in Stability's code of SD3
 # shares of a model's blocks that keep all tokens: the first make sense of noise, the last draw the detail
 WHOLE_FIRST, WHOLE_LAST = 1 / 8, 1 / 8
 _MAY_NEED = "may need every token; it merges without that"
@@ -47,21 +49,15 @@ class TransformerBlockSite(Wrap):
         super().__init__(block)
         self.wraps, self.place = wraps, Place(path, 0, "block", "blocks", pools=True)
         self.below = ModulesBelow(block)
-        parameters = inspect.signature(type(block).forward).parameters.values()
-        self._names = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD][1:]
+        self._names = names_of(block)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Return the block's output: inside a call of the model whose rules merge blocks, by `run_pooled`."""
         call = self.wraps.calls.current
         if call is None or call.rules[0].block is None:
             return self.original(*args, **kwargs)
-        given = dict(zip(self._names, args, strict=False))
-
-        def original(now: dict[str, Any]) -> Any:  # in the form of the call; what has no name is ignored by the block
-            return self.original(*map(now.get, given), *args[len(given) :], **{name: now[name] for name in kwargs})
-
         layout_of = partial(self.wraps.adapter.layout_of, call, self)
-        return run_pooled(call, self.place, layout_of, self.below, {**given, **kwargs}, original)
+        return run_pooled(call, self.place, layout_of, self.below, self.original, self._names, args, kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Call the block unmerged while a compiler traces, return its output, and note this for the report."""
@@ -76,11 +72,18 @@ def middle(blocks: Sequence[Any]) -> Sequence[Any]:
     return blocks[first : len(blocks) - last]
 
 
+def names_of(block: nn.Module) -> list[str]:
+    """Return the names of the arguments that a block takes by place."""
+    parameters = inspect.signature(type(block).forward).parameters.values()
+    names = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD][1:]
+    return names or _NAMES.get(type(block).__name__, [])
+
+
 def run_pooled(
-    call: ModelCall, place: Place, layout_of: Callable[[int], Layout | Reason], below: ModulesBelow,
-    given: dict[str, Any], original: Callable[[dict[str, Any]], Any], why_more: Callable[[], str] = str,
+    call: ModelCall, place: Place, layout_of: Callable[[int], Layout | Reason], below: ModulesBelow, original: Callable,
+    names: Sequence[str], args: tuple, kwargs: dict[str, Any], why_more: Callable[[], str] = str,
 ) -> Any:  # fmt: skip
-    """Return a block's output, ``original(given)``, by `around`: on merged tokens if nothing forbids it.
+    """Return a block's output, ``original(*args, **kwargs)``, by `around`: on merged tokens if nothing forbids it.
 
     Args:
         call: the record of the model's call.
@@ -88,21 +91,26 @@ def run_pooled(
         layout_of: takes a number of tokens, the block's or those with the text's; returns the picture's place in them,
             or why it is unknown.
         below: asks the block's modules.
-        given: the block's arguments by name.
-        original: runs the block; it takes arguments by name, and returns tokens, or a tuple or a dictionary with them.
+        original: runs the block, and returns tokens, or a tuple with them.
+        names: `names_of` the block.
+        args: of its call; those without a name are ignored by the block.
+        kwargs: of its call.
         why_more: returns a host's own reason why the block may need every token, "" for none.
     """
-    block, answer, key = _Block(given, layout_of), None, None
+    by_place = dict(zip(names, args, strict=False))
+    block, answer, number = _Block({**by_place, **kwargs}, layout_of), None, None
 
     def run(merge: Merge | None) -> Any:
-        nonlocal answer, key
+        nonlocal answer, number
         answer = None
         if merge is None:
-            return original(given)
-        merged = block.merged(merge)
-        answer = original(merged)
-        key = _key_of(answer, block.name, merged[block.name].shape)
-        return answer if torch.is_tensor(answer) else None if key is None else answer[key]
+            return original(*args, **kwargs)
+        now = block.merged(merge)
+        answer = original(*map(now.get, by_place), *args[len(by_place) :], **{name: now[name] for name in kwargs})
+        if torch.is_tensor(answer):
+            return answer
+        number = _number_in(answer, now[block.name].shape)
+        return None if number is None else answer[number]
 
     def why_whole() -> str:
         if call.has_gradients:
@@ -115,12 +123,10 @@ def run_pooled(
     except Exception as error:
         if not is_ours(error):
             raise
-        return original(given)
+        return original(*args, **kwargs)
     if answer is None or torch.is_tensor(answer):
         return out
-    if isinstance(answer, dict):
-        return {**answer, key: out}
-    return type(answer)([out if number == key else value for number, value in enumerate(answer)])
+    return type(answer)([*answer[:number], out, *answer[number + 1 :]])
 
 
 class _Block:
@@ -148,7 +154,7 @@ class _Block:
         return next(filter(None, map(self._why_of, self.given, self.given.values())), "")
 
     def _why_of(self, name: str, value: Any) -> str:
-        if value is None or isinstance(value, bool) or name in (self.name, *_TEXTS):
+        if value is None or isinstance(value, bool) or name in (self.name, *_TEXTS, *_OF_TEXT):
             return ""
         if name == "transformer_options":
             return why_of_options(value)
@@ -204,9 +210,8 @@ class _Block:
         return torch.cat([rows[:first], means, rows[first + self._tokens :]]).movedim(0, axis)
 
 
-def _key_of(answer: Any, name: str, shape: torch.Size) -> Any:
-    """Return where a block's output, a tuple or a dictionary, has its tokens, of this shape; None if not just there."""
-    several = isinstance(answer, (tuple, list))
-    items = answer.items() if isinstance(answer, dict) else enumerate(answer) if several else ()
-    keys = [key for key, value in items if torch.is_tensor(value) and value.shape == shape]
-    return name if name in keys else keys[0] if len(keys) == 1 else None
+def _number_in(answer: Any, shape: torch.Size) -> int | None:
+    """Return the place of the tokens in a block's output, a tuple, by their shape; None if there are none, or two."""
+    several = enumerate(answer) if isinstance(answer, (tuple, list)) else ()
+    numbers = [number for number, value in several if torch.is_tensor(value) and value.shape == shape]
+    return numbers[0] if len(numbers) == 1 else None

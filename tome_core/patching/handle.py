@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from ..engine.own_error import ATTN, OF_TRANSFORMER
 from ..engine.scheduler_steps import PipelineSteps, SchedulerNoise
 from ..engine.state import State
 from ..measuring.pays import pays_of
@@ -53,7 +52,6 @@ class Patch(State):
         self._models = [weakref.ref(model) for model in models]
         self.adapter = adapter or adapter_of(models[0])
         super().__init__(config, self.adapter.tallies(), schedule, self.adapter.outside)
-        self.attention = OF_TRANSFORMER if self.adapter.curve == TRANSFORMER else ATTN
         self._pipeline_wraps: list[Wrap] = []  # wraps of the pipeline, which hold no module
         self._previous: Patch | None = None  # comes back when the `with` is left
         self._follow(patched_object)

@@ -1,7 +1,7 @@
 """Strength: one number that trades fidelity for speed, and named presets for four values of it.
 
-The settings were measured for three kinds of models, each with a curve: UNets with attention at the finest level
-(SD1.5), UNets without (SDXL), and transformers.
+The settings were measured for three kinds of models: UNets with attention at the finest level (SD1.5), UNets without
+(SDXL), and transformers. Each kind of UNet has a curve.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ CURVES = {
            (11, 405), (9, 375), (8, 355), (7, 339), *_FROM_65),
     "sdxl": ((64, 1000), (41, 987), (32, 986), (25, 964), (19, 942), (14, 908), (12, 831), (10, 782), (8, 767),
              (7, 675), (6, 600), (6, 496), (6, 406), *_FROM_65),
-    "transformer": ((64, 1000), (44, 918), (37, 849), (29, 826), (22, 807), (17, 738), (14, 703), (12, 640), (10, 597),
-                    (8, 578), (7, 500), (6, 496), (6, 406), *_FROM_65),
 }  # fmt: skip
 # Half of SDXL's time goes into the blocks of its coarsest level. Strength s keeps 16^-s of their tokens below the first
 # of these timesteps; from 0.75 to 1 the limit rises to the second. Merging in the first steps costs most
@@ -47,6 +45,10 @@ _BLOCKS_BELOW, _BLOCKS_BELOW_AT_MOST = 760.0, 900.0
 _MOST_ERROR = 1.5e-4
 _MOST_ERROR_OF_BLOCKS = 0.05  # about four times what SDXL's small model has at any strength
 _FEWEST_OF_BLOCKS = 1 / 16  # a token of each cell of 4x4
+# A transformer is the other way round than SDXL: its tokens carry the detail, so noisy steps may merge and late ones
+# must not. At evenly spaced strengths from 0 to 1, the timestep, 1000 times sigma, from which on cells of 2x2 tokens
+# merge, and that from which on pairs do (docs/methods.md, "Transformers").
+_FOURS_AND_PAIRS = ((1000, 1000), (990, 920), (960, 840), (880, 760), (800, 700))
 
 
 def strength(value: float, curve: str = SD) -> MergeConfig:
@@ -57,7 +59,7 @@ def strength(value: float, curve: str = SD) -> MergeConfig:
 
     Args:
         value: from 0, which is off, to 1, which keeps a sixty-fourth of the keys in every step.
-        curve: the curve of the kind of model: "sd" (UNets like SD1.5's), "sdxl" or "transformer". `patch` finds it.
+        curve: the kind of model: "sd" (UNets like SD1.5's), "sdxl" or "transformer". `patch` finds it.
 
     Raises:
         ValueError: `value` is no number from 0 to 1, or `curve` is not known.
@@ -69,10 +71,12 @@ def strength(value: float, curve: str = SD) -> MergeConfig:
     """
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= 1:
         raise ValueError(f"strength={value!r} is no number from 0 to 1; 0 is off, 0.5 balanced, 1 the most")
-    if curve not in CURVES:
+    if curve not in CURVE_NAMES:
         raise ValueError(f"curve={curve!r} is not known; use one of {', '.join(map(repr, CURVE_NAMES))}")
     if value == 0:
         return MergeConfig(**_ALL, ratio=0.0)
+    if curve == TRANSFORMER:
+        return MergeConfig(rules=_rules_of_transformer(float(value)))
     share, until = _between(float(value), CURVES[curve])
     cell = _cell_of(share)
     early = {} if share <= EARLY_SHARE else {"early_ratio": 1 - EARLY_SHARE, "early_until": until}
@@ -90,6 +94,17 @@ def _rules_of_blocks(value: float) -> list[MergeRule]:
     changes = {"metric": "input", "max_error": _MOST_ERROR_OF_BLOCKS, "max_downsample": None, "min_downsample": 4,
                "max_timestep": below}  # fmt: skip
     return [MergeRule(**_ALL | changes, ratio=1 - share, sx=4, sy=4, merge_attn=False, merge_blocks=True)]
+
+
+def _rules_of_transformer(value: float) -> tuple[MergeRule, MergeRule]:
+    """Return the rules for whole blocks of a transformer at a strength above 0: of the noisiest steps, of others."""
+    place = value * (len(_FOURS_AND_PAIRS) - 1)
+    low = min(int(place), len(_FOURS_AND_PAIRS) - 2)
+    fours, pairs = (round(weak + (strong - weak) * (place - low), 1)
+                    for weak, strong in zip(*_FOURS_AND_PAIRS[low : low + 2], strict=True))  # fmt: skip
+    every = MergeRule(**_ALL | {"keep": 0.0, "metric": "input", "side": "qkv", "max_downsample": None}, ratio=3 / 4,
+                      merge_attn=False, merge_blocks=True, correction=False, min_timestep=fours)  # fmt: skip
+    return every, replace(every, ratio=1 / 2, sy=1, min_timestep=pairs)
 
 
 def _cell_of(share: float) -> int:

@@ -13,7 +13,7 @@ from tests.models import inputs, on_small, sdxl, small
 from tome_core import MergeConfig, MergePlan, MergeRule
 from tome_core.engine import own_error
 from tome_core.engine.merged_tokens import RIDGE, MergedTokens
-from tome_core.engine.own_error import ATTN, BLOCK, OF_TRANSFORMER, Noted, OwnError, allowed, typical
+from tome_core.engine.own_error import ATTN, BLOCK, Noted, OwnError, allowed, typical
 from tome_core.reporting.ledger import TOO_WRONG
 from tome_core.settings.presets import EARLY_SHARE
 
@@ -109,13 +109,6 @@ def test_it_keeps_the_fewest_keys_that_the_error_allows_then_all_and_a_transform
         assert rule is kept(factor), "one object, by which plans are kept"
     assert shares == sorted(shares) and shares[0] == EARLY_SHARE and len(set(shares)) > 4
     assert kept(100.0) is None and kept(100.0, weight=1e-3) is RULE
-    own, found = OwnError(), []
-    for timestep in STEPS[:4]:
-        own.begin(timestep)
-        found.append(own.rule_for(OF_TRANSFORMER, 0, replace(RULE, max_error=1e-4), timestep, 1.0))
-        if timestep == STEPS[0]:
-            own.note(noted(timestep, 1e-6, OF_TRANSFORMER, found[0]))
-    assert [rule and 1 - rule.effective_ratio for rule in found] == [36 / 64, None, EARLY_SHARE, EARLY_SHARE]
     blocks = MergeRule(merge_attn=False, merge_blocks=True, ratio=15 / 16, sx=4, sy=4, max_error=0.05, keep=60.0)
     assert kept(1.0, rule=blocks, kind=BLOCK) is blocks and kept(50.0, rule=blocks, kind=BLOCK) is None
     assert kept(5.0, rule=blocks, kind=BLOCK).ratio in (0.875, 0.75, 0.5)

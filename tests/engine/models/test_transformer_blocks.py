@@ -46,12 +46,13 @@ def run(given: dict[str, Any], answer: Any = None, text_first: bool = True, why:
         def layout_of(tokens: int) -> Layout:
             return Layout(GRID, tokens - PICTURE if text_first else 0)
 
-        def original(now: dict[str, Any]) -> Any:
+        def original(**now: Any) -> Any:
             got.update(now)
             name = next(name for name in ("hidden_states", "img", "x") if name in now)
             return (answer or (lambda now, out: out))(now, now[name] + 1)
 
-        out = run_pooled(call, PLACE, layout_of, ModulesBelow(nn.Identity()), given, original, lambda: why)
+        below = ModulesBelow(nn.Identity())
+        out = run_pooled(call, PLACE, layout_of, below, original, [], (), given, lambda: why)
     return out, got, call.state.report().reasons
 
 
@@ -114,9 +115,7 @@ ANSWERS = {
     "its tokens": (lambda now, out: out, lambda out: out),
     "text, tokens": (lambda now, out: (now["encoder_hidden_states"], out), lambda out: out[1]),
     "a list": (lambda now, out: [out, None], lambda out: out[0]),
-    "ComfyUI's": (lambda now, out: {"txt": now["encoder_hidden_states"], "hidden_states": out},
-                  lambda out: out["hidden_states"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("answer", ANSWERS)

@@ -11,11 +11,12 @@ from tests import tiny_transformers
 from tests.models import sdxl, small
 from tome_core import MergeConfig, preset, strength
 from tome_core.patching import patch_on
-from tome_core.settings.presets import CURVE_NAMES, MARKS, SD, SDXL, TRANSFORMER
+from tome_core.settings.presets import CURVE_NAMES, CURVES, MARKS, SD, SDXL, TRANSFORMER
 from tome_core.settings.rules import plain_rules
 
 MOMENTS = range(0, 1000, 25)
 of_each = pytest.mark.parametrize("curve", CURVE_NAMES)
+of_each_unet = pytest.mark.parametrize("curve", CURVES)
 
 
 def shares(config: MergeConfig) -> list[float]:
@@ -24,7 +25,7 @@ def shares(config: MergeConfig) -> list[float]:
     return [1 - next((rule.effective_ratio for rule in rules if rule.holds_at(moment)), 0.0) for moment in MOMENTS]
 
 
-@of_each
+@of_each_unet
 def test_more_strength_asks_more_of_every_step_and_nothing_jumps(curve):
     """A hundredth changes the time of attention by a few percent. No step merges so little that it takes longer."""
     kept = [shares(strength(number / 100, curve=curve)) for number in range(101)]
@@ -44,7 +45,7 @@ def test_marks_are_strengths_and_nothing_is_off():
         assert all(preset(name, curve) == strength(value, curve=curve) for name, value in MARKS.items())
 
 
-@of_each
+@of_each_unet
 def test_few_keys_are_means_of_wide_cells_that_k_means_refines(curve):
     cells = {name: (rule.sx, rule.sy, rule.refine) for name in MARKS for rule in preset(name, curve).rules[:1]}
     assert cells == {**dict.fromkeys(MARKS, (4, 4, 0)), "max": (8, 8, 3)}, "as measured"
@@ -58,7 +59,25 @@ def test_more_strength_leaves_fewer_tokens_to_sdxls_coarsest_blocks_in_all_but_t
         assert weaker.ratio < stronger.ratio <= stronger.ratio_cap
         assert 1 - stronger.ratio > 0.95 * (1 - weaker.ratio)
         assert weaker.max_timestep <= stronger.max_timestep < 999, "the first step is whole"
-    assert all(len(strength(0.5, curve=curve).rules) == 1 for curve in (SD, TRANSFORMER))
+    assert len(strength(0.5, curve=SD).rules) == 1
+
+
+def tokens_at(value: float) -> list[float]:
+    """The share of tokens that whole blocks of a transformer keep at each moment."""
+    rules = strength(value, curve=TRANSFORMER).rules
+    assert all(rule.merge_blocks and not rule.merge_attn and rule.ratio == rule.ratio_cap for rule in rules)
+    return [1 - next((rule.ratio for rule in rules if rule.holds_at(moment)), 0.0) for moment in MOMENTS]
+
+
+def test_transformers_merge_whole_blocks_in_noisy_steps_and_more_with_more_strength_and_never_in_late_steps():
+    kept = [tokens_at(number / 100) for number in range(1, 101)]
+    for shares in kept:
+        assert shares == sorted(shares, reverse=True), "a noisier step keeps no more"
+        assert all(share == 1 for share, moment in zip(shares, MOMENTS, strict=True) if moment < 700)
+    for weaker, stronger in pairwise(kept):
+        assert all(more <= less for less, more in zip(weaker, stronger, strict=True))
+        assert sum(weaker) - sum(stronger) <= 1, "nothing jumps"
+    assert min(kept[0]) == 1 and min(kept[-1]) == 1 / 4
 
 
 MODELS = {SD: small, SDXL: sdxl, TRANSFORMER: lambda: tiny_transformers.make("Flux")[0]}
