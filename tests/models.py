@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.doubles import SgmBlock
 from tome_core import MergeConfig, MergePlan, preset
+from tome_core.engine import fewer_tokens
 from tome_core.engine.merged_tokens import MergedTokens
 from tome_core.merging.methods import METHODS
 
@@ -88,7 +89,11 @@ def merge_with_self(monkeypatch: Any) -> None:
         tokens = grid.height * grid.width
         return MergePlan(torch.arange(tokens, device=x.device)[None], tokens)
 
+    def pool(layout: Any, tokens: int, *more: Any) -> MergePlan:
+        return MergePlan(torch.arange(tokens)[None], tokens)
+
     of = MergedTokens.of
+    monkeypatch.setattr(fewer_tokens, "pool", pool)
     monkeypatch.setitem(METHODS, "bipartite", METHODS["bipartite"]._replace(match=match))
     monkeypatch.setattr(MergedTokens, "of", lambda x, plan, samples, note: of(x, plan, None))
 

@@ -220,9 +220,12 @@ MODELS = {
 PRESENT = [name for name, tiny in MODELS.items() if hasattr(diffusers, tiny.kind)]
 
 
-def make(name: str) -> tuple[nn.Module, Arguments]:
-    """The model, ready for inference, and the arguments of a call."""
+def make(name: str, layers: int | None = None) -> tuple[nn.Module, Arguments]:
+    """The model, ready for inference, and the arguments of a call. layers: number of its blocks, if not as usual."""
     kind, settings, given, *_, gain = MODELS[name]
+    if layers is not None:
+        known = inspect.signature(getattr(diffusers, kind).__init__).parameters
+        settings = settings | {name: layers for name in ("num_layers", "n_layers") if name in known}
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model, arguments = sized(kind, **settings), given()

@@ -12,17 +12,27 @@ import pytest
 import torch
 
 import tome_core
-from tests.beside.models import TIMES, Beside
+from tests.beside.models import TIMES, UNETS, Beside
 from tests.beside.things import THINGS as OTHERS
 from tests.beside.things_below import BELOW
 from tests.models import merge_with_self
 from tests.traces import drop_own_methods, traces
+from tome_core import MergeConfig, MergeRule
 from tome_core.reporting.ledger import REPLACED
 
 THINGS = OTHERS | BELOW
 SETTINGS = {"strength": 0.25, "only_if_it_pays": False}
+# a transformer's strength merges nothing so late in a picture, and no attentions
+_OF_TRANSFORMERS = MergeConfig(rules=(
+    MergeRule(ratio=0.5, side="kv", metric="keys+values", sx=4, sy=4, use_rand=False, keep=60.0),
+    MergeRule(ratio=0.5, sx=2, sy=1, use_rand=False, merge_attn=False, merge_blocks=True)))  # fmt: skip
 # tolerances: a share of the unmerged picture for other sums, and shares of a thing's effect, in size and in place
 EQUAL, SIZE, PLACE = 1e-4, 0.1, 0.5
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    """The settings for a model, as arguments of `patch`."""
+    return SETTINGS if name in UNETS else {"config": _OF_TRANSFORMERS}
 
 
 class Case(NamedTuple):
@@ -71,7 +81,7 @@ class Merged(NamedTuple):
 def merged_alone(name: str, off: frozenset[int] = frozenset(), whole: frozenset[str] = frozenset()) -> Merged:
     """Draw with our patch alone. off: levels whose attentions do not merge; whole: blocks that do not."""
     beside = Beside(name)
-    handle = tome_core.patch(beside.whole, **SETTINGS)
+    handle = tome_core.patch(beside.whole, **settings_of(name))
     downs, rules = [level.downsample for level in handle.report().levels if level.level not in off], []
     for rule in handle.config.rules:
         if rule.merge_attn and off:
@@ -86,10 +96,8 @@ def merged_alone(name: str, off: frozenset[int] = frozenset(), whole: frozenset[
 
 def merged(beside: Beside, handle: Any) -> Merged:
     """Draw as one sampling."""
-    with handle.sampling(), beside.tokens_of_blocks() as tokens:
+    with handle.sampling(), beside.few() as few:
         pictures = beside.draw()
-    most = {path: max(tokens[path.rpartition(".")[0] + ".0"], default=0) for path in beside.later}
-    few = (path for path in beside.later if min(tokens[path], default=most[path]) < most[path])
     return Merged(pictures, frozenset(few))
 
 
@@ -118,7 +126,7 @@ def together(beside: Beside, case: Case) -> Iterator[Both]:
     ours, its = ExitStack(), [ExitStack() for _ in case.things]
     for stack, thing in zip(its[: case.before], case.things, strict=False):
         stack.enter_context(THINGS[thing].on(beside))
-    both = Both(ours.enter_context(tome_core.patch(beside.whole, **SETTINGS)), ours, its)
+    both = Both(ours.enter_context(tome_core.patch(beside.whole, **settings_of(case.model))), ours, its)
     if not case.before:
         beside.draw(TIMES[:1])
         both.handle.reset_counts()
@@ -223,5 +231,5 @@ def leave(case: Case, beside: Beside, both: Both) -> None:
         assert len(things) > 1 or str(traces(beside.model)) == its.while_on, "we left: something is left on the model"
         assert torch.equal(beside.draw(TIMES[:1]), its.pictures[:1]), "we left: other bits"
         both.close(len(things))
-        with tome_core.patch(beside.whole, **SETTINGS) as again, again.sampling():
+        with tome_core.patch(beside.whole, **settings_of(case.model)) as again, again.sampling():
             assert torch.equal(beside.draw(), without), "merged again: other bits"

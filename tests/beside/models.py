@@ -11,8 +11,10 @@ from torch import nn
 
 from tests import models, tiny_transformers
 from tests.models import CASES, TEXT, Family, call_ldm, inputs, ldm_of_one_level, seeded
-from tome_core.models import adapter_of, find_models
+from tome_core.engine.merged_tokens import LazyTokens
+from tome_core.models import adapter_of, find_models, transformer_blocks
 from tome_core.models.sites import AttentionSite
+from tome_core.models.transformer_blocks import TransformerBlockSite
 
 
 def calm(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -48,6 +50,7 @@ SLOW = (*STRETCHED, "sd2", "ldm_sd2", "sgm_double", "gligen", "motion", "Flux", 
 MODELS = [name for name in (*QUICK, *SLOW) if name in UNETS or name in tiny_transformers.PRESENT]
 # two steps that have one match, late in a picture
 TIMES = (340, 320)
+_LAYERS = 4  # of a transformer, of which those between the first and the last may merge as a whole
 _COARSE = 2  # places a side, between which a latent is smooth: then merging is good, and effects of things show
 _SIDES = dict.fromkeys((*STRETCHED, "ldm_sd2", "sgm_double"), 32)  # of latents; at 16 these models have few tokens
 
@@ -59,19 +62,22 @@ class Beside:
 
     def __init__(self, name: str) -> None:
         self.name, self.is_by_hand = name, name in ("ldm", "ldm_sd2", "ldm, three blocks")
-        self.whole = UNETS[name].build() if name in UNETS else tiny_transformers.make(name)[0]
+        self.whole = UNETS[name].build() if name in UNETS else tiny_transformers.make(name, _LAYERS)[0]
         (self.model,) = find_models(self.whole)
         adapter = adapter_of(self.model)
-        levels = {level: set() for level in range(len(adapter.downsamples))}
-        sites = adapter.wraps(self.model, levels, lambda kind, module, *_: (kind, module))
+        ways = set() if name in UNETS else {"blocks"}
+        levels = {level: ways for level in range(len(adapter.downsamples))}
+        sites = [*adapter.wraps(self.model, levels, lambda kind, module, *_: (kind, module))]
         self.attentions = [module for kind, module in sites if kind is AttentionSite]
-        paths = {module: path.rpartition(".")[0] for path, module in self.model.named_modules()}
-        block_paths = list(dict.fromkeys(paths[attention] for attention in self.attentions))
+        paths = {module: path for path, module in self.model.named_modules()}
+        block_paths = list(dict.fromkeys(paths[attention].rpartition(".")[0] for attention in self.attentions))
         outer = {path.rpartition(".transformer_blocks.")[0] for path in block_paths} - {""}
         self.around = [self.model.get_submodule(path) for path in (*sorted(outer), *block_paths)]
         self.blocks = {path: self.model.get_submodule(path) for path in block_paths if name in UNETS}
         self.later = {path: block for path, block in self.blocks.items() if not path.endswith(".0")}
         deep = dict.fromkeys(path.rpartition(".transformer_blocks.")[0] for path in self.later)
+        if name not in UNETS:
+            self.blocks = self.later = {paths[module]: module for kind, module in sites if kind is TransformerBlockSite}
         self.deep = [self.model.get_submodule(path) for path in deep]
 
     def draw(self, times: tuple[int, ...] = TIMES) -> torch.Tensor:
@@ -89,9 +95,27 @@ class Beside:
         return tiny_transformers.call(self.whole, {**given, name: _smooth(given[name])})
 
     @contextmanager
+    def few(self) -> Iterator[set[str]]:
+        """Note the paths of later blocks that run on fewer tokens."""
+        with self.tokens_of_blocks() as tokens, pytest.MonkeyPatch.context() as patches:
+            few: set[str] = set()
+            plain = transformer_blocks.around
+
+            def noted(call: Any, place: Any, *more: Any) -> Any:
+                out = plain(call, place, *more)
+                if type(out) is LazyTokens:
+                    few.add(place.name)
+                return out
+
+            patches.setattr(transformer_blocks, "around", noted)
+            yield few
+        most = {path: max(tokens.get(path.rpartition(".")[0] + ".0", ()), default=0) for path in self.later}
+        few |= {path for path in self.later if min(tokens.get(path, ()), default=most[path]) < most[path]}
+
+    @contextmanager
     def tokens_of_blocks(self) -> Iterator[dict[str, set[int]]]:
         """Note how many tokens each block of a UNet gets, by path; the patch cannot see it, as it would see a hook."""
-        seen, plain = {path: set() for path in self.blocks}, F.layer_norm
+        seen, plain = {path: set() for path in self.blocks if self.name in UNETS}, F.layer_norm
 
         def noted(x: torch.Tensor, shape: Any, weight: Any = None, *more: Any, **options: Any) -> torch.Tensor:
             for path in seen if weight is not None else ():

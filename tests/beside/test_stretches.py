@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tome_core
-from tests.beside.laws import EQUAL, SETTINGS, far, merged, merged_alone
+from tests.beside.laws import EQUAL, SETTINGS, far, merged, merged_alone, settings_of
 from tests.beside.models import STRETCHED, TIMES, Beside
 from tests.beside.things_below import PARTS, PROCESSORS, below, blocks_of
 from tests.models import merge_with_self
@@ -259,7 +259,8 @@ def test_an_error_below_a_block_passes(number: int, path: str, name: str, monkey
 @each_error
 @pytest.mark.parametrize("name, settings, path", [
     (SDXL, SETTINGS, "attn1.to_q"), (SDXL, SETTINGS, "ff.net.2"), ("sd15", AS_TOMESD, "attn1.to_out.0"),
-    ("sd15", AS_TOMESD, "attn2.to_q"), ("sd15", AS_TOMESD, "ff.net.2")])  # fmt: skip
+    ("sd15", AS_TOMESD, "attn2.to_q"), ("sd15", AS_TOMESD, "ff.net.2"), ("Wan", settings_of("Wan"), "attn1.to_q"),
+    ("Wan", settings_of("Wan"), "ffn.net.2")])  # fmt: skip
 def test_an_error_of_a_card_passes_out_of_what_gets_merged_tokens(name, settings, path, error, monkeypatch):
     beside, once = Beside(name), Once(error)
     once.watch(monkeypatch, [*(beside.later or beside.blocks).values()][-1].get_submodule(path))
@@ -278,7 +279,7 @@ def test_an_error_of_a_card_passes_out_of_attention_to_merged_keys(name: str, er
         return function(query, key, value, *args, **kwargs)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
-    with tome_core.patch(beside.whole, **SETTINGS):
+    with tome_core.patch(beside.whole, **settings_of(beside.name)):
         once.assert_passes(beside)
 
 
