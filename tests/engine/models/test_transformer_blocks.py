@@ -212,3 +212,67 @@ def test_a_stretch_goes_on_from_joint_blocks_to_single_ones_and_merges_once(ever
 def test_pool_is_what_a_block_merges_by():
     plan = pool(Layout(GRID), PICTURE, 1, 2, 0.5, torch.device("cpu"))
     torch.testing.assert_close(plan.merge(X), means(X, 1))
+
+
+class Noting:
+    """Another program's code, which notes how many tokens it gets."""
+
+    def __init__(self, beneath: Any = None) -> None:
+        self.beneath, self.seen = beneath, []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.seen.append((args[0] if args else kwargs["hidden_states"]).shape[1])
+        return self.beneath(*args, **kwargs)
+
+    def hook(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.seen.append((args[0] if args else kwargs["hidden_states"]).shape[1])
+
+
+def put_hook(module: nn.Module) -> Noting:
+    noting = Noting()
+    module.register_forward_pre_hook(noting.hook, with_kwargs=True)
+    return noting
+
+
+def put_forward(module: nn.Module) -> Noting:
+    module.forward = Noting(module.forward)
+    return module.forward
+
+
+@pytest.mark.parametrize("put", [put_hook, put_forward])
+@pytest.mark.parametrize("name, path", [
+    ("Flux", "transformer_blocks.0.norm1"), ("Flux", "single_transformer_blocks.0.attn"),
+    ("Wan", "blocks.1.ffn.net.2"), ("SD3.5", "transformer_blocks.0.attn.to_q")])
+def test_code_of_others_in_a_block_gets_all_tokens_and_is_named(name, path, put, every_block_may_merge):
+    model, given = tiny_transformers.make(name)
+    noting = put(model.get_submodule(path))
+    before, alone = tiny_transformers.call(model, given), [*noting.seen]
+    noting.seen.clear()
+    with tome_core.patch(model, CONFIG) as handle:
+        merged = tiny_transformers.call(model, given)
+    assert noting.seen == alone and not torch.equal(merged, before)
+    (why,) = [why for why in handle.report().reasons if why.startswith("block")]
+    assert "Noting" in why and path.partition(".")[2].partition(".")[2] in why
+
+
+def test_a_call_with_gradients_keeps_all_tokens(every_block_may_merge):
+    model, given = tiny_transformers.make("Flux")
+    with tome_core.patch(model, CONFIG) as handle:
+        out = model(**given, return_dict=False)[0]
+    assert torch.equal(out, tiny_transformers.call(model, given)) and out.requires_grad
+    assert any("torch.no_grad()" in why for why in handle.report().reasons)
+
+
+def test_what_is_added_between_blocks_reaches_every_token(every_block_may_merge):
+    """ControlNets add residuals of all tokens: the stretch ends there, and the next block begins another."""
+    model, given = tiny_transformers.make("Flux")
+    count = tiny_transformers.MODELS["Flux"].count
+    added = torch.randn(1, count, 32, generator=torch.Generator().manual_seed(1))
+    with tome_core.patch(model, CONFIG) as handle:
+        without = tiny_transformers.call(model, given)
+        out = tiny_transformers.call(model, {**given, "controlnet_single_block_samples": [added]})
+        assert not [why for why in handle.report().reasons if why.startswith("block")]
+    plain, wanted = (tiny_transformers.call(model, {**given, **more})
+                     for more in ({}, {"controlnet_single_block_samples": [added]}))  # fmt: skip
+    effect = wanted - plain
+    assert (out - without - effect).norm() < 0.1 * effect.norm()
