@@ -141,13 +141,11 @@ class _Block:
             return
         self._tokens = self._all = self.x.shape[1]
         text = next((given[name] for name in _TEXTS if torch.is_tensor(given.get(name))), None)
-        places = [layout_of(self._tokens)]
-        if text is not None and text.dim() == 3:  # positions may be those of text and picture
-            self._all += text.shape[1]
-            places.append(layout_of(self._all))
-        self.layout = next((place for place in places if isinstance(place, Reason)), places[0])
-        if not isinstance(self.layout, Reason):
-            self._first = places[-1].first - places[0].first
+        self.layout = layout_of(self._tokens)
+        if text is not None and text.dim() == 3 and not isinstance(self.layout, Reason):
+            of_both = layout_of(self._tokens + text.shape[1])  # positions may be those of text and picture
+            if not isinstance(of_both, Reason):
+                self._all, self._first = self._tokens + text.shape[1], of_both.first - self.layout.first
 
     def why(self) -> str:
         """Return the reason why some argument may need every token, "" if none does."""

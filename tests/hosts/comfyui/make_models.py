@@ -42,7 +42,7 @@ WAN = {"image_model": "wan2.1", "model_type": "t2v", "dim": 256, "out_dim": 16, 
 QWEN = {"image_model": "qwen_image", "in_channels": 64, "num_layers": 3, "num_attention_heads": 2,
         "joint_attention_dim": TEXT}  # fmt: skip
 Z_IMAGE = {"image_model": "lumina2", "patch_size": 2, "in_channels": 16, "dim": 256, "cap_feat_dim": TEXT,
-           "n_layers": 2, "n_refiner_layers": 1, "qk_norm": True, "n_heads": 4, "n_kv_heads": 4,
+           "n_layers": 3, "n_refiner_layers": 1, "qk_norm": True, "n_heads": 4, "n_kv_heads": 4,
            "axes_dims": [16, 24, 24], "axes_lens": [300, 512, 512], "rope_theta": 10000.0, "ffn_dim_multiplier": 1.0,
            "z_image_modulation": True, "time_scale": 1000.0, "pad_tokens_multiple": 32}  # fmt: skip
 TRANSFORMERS = {  # module and class of comfy.ldm, and its configuration

@@ -13,6 +13,10 @@ MODELS = {  # settings, the report's words, and the largest distance of a merged
     **dict.fromkeys(("flux", "sd3", "qwen_image"), (SETTINGS, "1,101 tokens in 141 groups", 0.06)),
     "wan": (SETTINGS, "2,048 tokens in 128 groups", 0.06), "z_image": (SETTINGS, "1,024 tokens in 181 groups", 0.06),
 }  # fmt: skip
+# what the report says of whole blocks at strength 0.5
+BLOCKS = {"flux": "whole blocks on 256 of 1,024 tokens", "sd3": "whole blocks on 256 of 1,024 tokens",
+          "qwen_image": "whole blocks on 256 of 1,024 tokens", "wan": "whole blocks on 512 of 2,048 tokens",
+          "z_image": "whole blocks on 374 of 1,184 tokens"}  # fmt: skip
 
 
 def assert_merged_and_off(comfy: Comfy, kind: str) -> None:
@@ -37,6 +41,18 @@ def test_whole_blocks_of_sdxl_merge_and_are_off_again(comfy):
     assert bytes_of(seen, "plain") == bytes_of(seen, "removed")
     assert 0 < distance(seen, "applied", "plain") < 1.0
     assert "latent /4: 16 tokens in 5 groups; whole blocks on 5 of 16 tokens, " in report_of(seen, applied)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if MODELS[kind][0]])
+def test_whole_blocks_of_transformers_merge_in_noisy_steps_and_are_off_again(comfy, kind):
+    graph = Graph(kind)
+    if kind == "z_image":
+        graph.latent = graph.add("TestLatent", shape="16,72,60")  # more tokens, which are no multiple of 32
+    applied = graph.strength(strength=0.5)
+    graph.sample_all({"plain": graph.model, "applied": applied, "removed": graph.removed(applied)})
+    seen = comfy.good(graph.graph)
+    assert bytes_of(seen, "plain") == bytes_of(seen, "removed")
+    assert 0 < distance(seen, "applied", "plain") < 0.5 and BLOCKS[kind] in report_of(seen, applied)
 
 
 def test_the_percent_range_counts_steps_as_comfyui_does(comfy):
