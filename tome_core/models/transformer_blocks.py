@@ -66,10 +66,9 @@ class TransformerBlockSite(Wrap):
         return self.original(*args, **kwargs)
 
 
-def middle(blocks: Sequence[Any]) -> Sequence[Any]:
-    """Return the blocks of a transformer that may run on merged tokens: all but its first and last ones."""
-    first, last = (math.ceil(share * len(blocks)) for share in (WHOLE_FIRST, WHOLE_LAST))
-    return blocks[first : len(blocks) - last]
+def middle(blocks: Sequence[Any], first: float = WHOLE_FIRST, last: float = WHOLE_LAST) -> Sequence[Any]:
+    """Return the blocks of a transformer that may run on merged tokens: all but shares of the first and last ones."""
+    return blocks[math.ceil(first * len(blocks)) : len(blocks) - math.ceil(last * len(blocks))]
 
 
 def names_of(block: nn.Module) -> list[str]:
