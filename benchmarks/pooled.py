@@ -55,15 +55,16 @@ def ways(steps: int) -> list[Way]:
     """Return all ways that are measured in pictures of so many steps."""
     found = [PLAIN, *(Way("strength", (name,)) for name in MARKS)]
     # cells, the least sigma, and the shares of blocks at both ends that keep all tokens
-    found += [Way("merged", one) for one in (
-        ("pairs", 0.8, 1 / 8, 1 / 8), ("pairs", 0.9, 1 / 8, 1 / 8), ("pairs", 0.7, 1 / 8, 1 / 8),
-        ("fours", 0.8, 1 / 8, 1 / 8), ("fours", 0.9, 1 / 8, 1 / 8), ("pairs", 0.0, 1 / 8, 1 / 8),
-        ("pairs", 0.8, 1 / 16, 1 / 16), ("pairs", 0.8, 1 / 4, 1 / 8), ("pairs", 0.8, 1 / 8, 0.0))]  # fmt: skip
-    fewer = {4: (3,), 8: (7, 6), 20: (18, 15)}[steps]
-    found += [Way("steps", (count,)) for count in fewer] + [Way("half the pixels", (sigma,)) for sigma in (0.95, 0.8)]
-    if steps > 4:
-        found += [Way("extrapolated", (2,)), *(Way("first block cache", (limit,)) for limit in (0.1, 0.2, 0.3))]
-    return found
+    found += [Way("merged", (cell, sigma, 1 / 4, 1 / 8))
+              for cell, sigma in (("pairs", 0.8), ("pairs", 0.7), ("fours", 0.9), ("fours", 0.8))]  # fmt: skip
+    if steps == 4:
+        found += [Way("merged", one) for one in (
+            ("pairs", 0.8, 1 / 8, 1 / 8), ("pairs", 0.8, 1 / 8, 0.0), ("pairs", 0.8, 1 / 4, 0.0),
+            ("pairs", 0.8, 1 / 2, 0.0), ("pairs", 0.0, 1 / 4, 1 / 8))]  # fmt: skip
+        return [*found, Way("steps", (3,)), *(Way("half the pixels", (sigma,)) for sigma in (0.95, 0.8))]
+    found += [Way("steps", (count,)) for count in {8: (7, 6), 20: (18, 15)}[steps]]
+    found += [Way("extrapolated", (2,)), *(Way("first block cache", (limit,)) for limit in (0.1, 0.2))]
+    return [*found, Way("half the pixels", (0.95,))]
 
 
 class Row(NamedTuple):
@@ -101,11 +102,12 @@ class Bench:
         if row.way == PLAIN:  # the first of a picture's rows
             self._plain, self._seconds = drawn, seconds
         error = (drawn - self._plain).double().square().mean().item()
+        figures = {"squared_error": error, "work": work, "time": seconds / self._seconds}
         return {"model": row.checkpoint, "steps": row.steps, "picture": row.picture, "way": row.way.name,
-                "squared_error": _round(error), "work": _round(work), "time": _round(seconds / self._seconds)}  # fmt: skip
+                **{name: _round(value) for name, value in figures.items()}}  # fmt: skip
 
     def sigma(self, timestep: torch.Tensor) -> float:
-        """Return a timestep's noise level, from 0 to 1, as flow models have it: that of equal signal to noise."""
+        """Compute a timestep's noise level, from 0 to 1, as flow models have it: that of equal signal to noise."""
         signal = self._scheduler.alphas_cumprod[int(timestep)]
         return ((1 - signal).sqrt() / ((1 - signal).sqrt() + signal.sqrt())).item()
 

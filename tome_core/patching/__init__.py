@@ -71,7 +71,7 @@ def patch(
 @cache
 def _warn_once() -> None:
     """Log a warning, once in this process, that transformers' strengths were not measured on the user's model."""
-    logger.warning("transformers' strengths and presets were chosen on one small transformer of Flux's layout; their "
+    logger.warning("transformers' strengths and presets were chosen on two small transformers of Flux's layout; their "
                    "effect on this model was not measured, so look at your pictures")
 
 

@@ -10,6 +10,8 @@ from tests.thoroughness import some_quick
 from tests.transformer_pipelines import PRESENT, draw, make
 from tome_core.engine.scheduler_steps import PipelineSteps
 from tome_core.engine.time import FEW
+from tome_core.models import transformer
+from tome_core.reporting.ledger import NOT_NOW
 
 WAITS = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "is_nonzero")
 # not counted in pipelines that read masks in each attention, or whose scheduler does not count its steps
@@ -59,9 +61,11 @@ def test_a_pipelines_steps_are_those_of_its_arguments(name, monkeypatch):
         assert torch.equal(draw(pipe, call, num_inference_steps=FEW + 1), counted)
 
 
-def test_a_mark_leaves_as_much_of_a_pass_that_begins_late():
-    """Image to image starts below `balanced`'s boundary: the early phase is fitted to its own steps, as on UNets."""
+@pytest.mark.parametrize("denoise, merges", [(1.0, True), (0.3, False)])
+def test_a_strength_merges_noisy_steps_so_none_of_a_pass_that_begins_late(denoise, merges, monkeypatch):
+    monkeypatch.setattr(transformer, "middle", lambda blocks: blocks)  # the tiny model has few
     pipe, call = make("Flux, image to image")
     with tome_core.patch(pipe, "balanced", only_if_it_pays=False) as handle:
-        draw(pipe, call, num_inference_steps=16, strength=0.3)
-    assert len({keys for *_, keys in handle.report().levels[0].tokens}) == 2, "early ones, and late ones"
+        draw(pipe, call, num_inference_steps=16, strength=denoise)
+    assert bool(handle.report().levels[0].block_tokens) == merges
+    assert any(NOT_NOW in why for why in handle.report().reasons)
