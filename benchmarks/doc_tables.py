@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 from statistics import fmean
 from typing import Any
 
-from benchmarks import gpu_report, own_error_report, results, subjects, work
+from benchmarks import gpu_report, own_error_report, pooled, results, subjects, transformers, work
 from benchmarks import host_calls as calls
 from benchmarks.models import BLOCK, SD15
 from benchmarks.models import SDXL as SDXL_UNET
@@ -26,8 +26,9 @@ from tome_core.settings.presets import SDXL as SDXL_CURVE
 
 PAGES = (results.ROOT / "README.md", *sorted((results.ROOT / "docs").glob("*.md")))
 QUALITY = "quality-cpu-2026-11-25"
-TRANSFORMER, SDXL = "transformer-cpu-2026-11-28", "sdxl-cpu-2026-11-25"
+SDXL = "sdxl-cpu-2026-11-25"
 BLOCKS = "blocks-8-cpu-2026-11-28"
+POOLED = "pooled-cpu-2026-11-29"
 OWN_ERROR = ("own-error-cpu-2026-11-28", "own-error-sdxl-cpu-2026-11-28")
 BY_STEPS = {"4 steps": "steps-4-cpu-2026-11-25", "8 steps": "steps-8-cpu-2026-11-25", "10 steps": QUALITY,
             "20 steps": "steps-20-cpu-2026-11-25", "20 Karras steps": "karras-20-cpu-2026-11-25",
@@ -222,13 +223,19 @@ def _times(models: Iterable[Section], name: str) -> str:
     return ", ".join(f"{model.pictures[name].time:.2f}" for model in models)
 
 
+def pooled_tables() -> str:
+    """Make the tables of transformers' whole blocks and their rivals."""
+    return pooled.table([load_result(POOLED)])
+
+
 TABLES = {
     **{make.__name__: make for make in (gains, counted, blocks, steps, own_error, own_error_by_model, host_calls,
                                         strength, equal_time, settings)},
     "work": work.shares_table,
     "settings_of_python": partial(settings, of_hosts=False),
     "quality": partial(_methods, QUALITY), "sdxl": partial(_methods, SDXL),
-    "transformer": partial(_methods, TRANSFORMER), "card": lambda: gpu_report.calls_table(load_result(CARD)["rows"]),
+    "transformers": transformers.shares_table, "pooled": pooled_tables,
+    "card": lambda: gpu_report.calls_table(load_result(CARD)["rows"]),
     "block": lambda: gpu_report.calls_table([row for row in load_result(BLOCK_ON_CPU)["rows"] if BLOCK in row["key"]])}
 
 

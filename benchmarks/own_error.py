@@ -31,8 +31,7 @@ from tome_core.settings.presets import EARLY_SHARE, with_share
 CURVE, BOUNDED, ALONE, ATTENTION = "curve", "bounded", "alone", "attention"
 STRENGTHS = (0.1, 0.25, 0.5, 0.75, 1.0)
 ERRORS = (5e-5, 1.5e-4, 4e-4)  # of "alone": the `max_error` of its rule
-MODELS = (*subjects.SCENE_MODELS, *(model.WEIGHTS.with_name(f"scenes-{layout}.safetensors")
-                                    for layout in ("flux", "sdxl-deep")))  # fmt: skip
+MODELS = (*subjects.SCENE_MODELS, model.WEIGHTS.with_name("scenes-sdxl-deep.safetensors"))
 
 
 class Setting(NamedTuple):
