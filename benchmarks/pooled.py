@@ -54,17 +54,13 @@ PLAIN = Way("unmerged")
 def ways(steps: int) -> list[Way]:
     """Return all ways that are measured in pictures of so many steps."""
     found = [PLAIN, *(Way("strength", (name,)) for name in MARKS)]
-    # cells, the least sigma, and the shares of blocks at both ends that keep all tokens
-    found += [Way("merged", (cell, sigma, 1 / 4, 1 / 8))
-              for cell, sigma in (("pairs", 0.8), ("pairs", 0.7), ("fours", 0.9), ("fours", 0.8))]  # fmt: skip
-    if steps == 4:
-        found += [Way("merged", one) for one in (
-            ("pairs", 0.8, 1 / 8, 1 / 8), ("pairs", 0.8, 1 / 8, 0.0), ("pairs", 0.8, 1 / 4, 0.0),
-            ("pairs", 0.8, 1 / 2, 0.0), ("pairs", 0.0, 1 / 4, 1 / 8))]  # fmt: skip
-        return [*found, Way("steps", (3,)), *(Way("half the pixels", (sigma,)) for sigma in (0.95, 0.8))]
-    found += [Way("steps", (count,)) for count in {8: (7, 6), 20: (18, 15)}[steps]]
-    found += [Way("extrapolated", (2,)), *(Way("first block cache", (limit,)) for limit in (0.1, 0.2))]
-    return [*found, Way("half the pixels", (0.95,))]
+    if steps == 4:  # cells, the least sigma, and the shares of blocks at both ends that keep all tokens
+        found += [Way("merged", one) for one in (("pairs", 0.75, 0.125, 0.125), ("pairs", 0.75, 0.33, 0.0),
+                                                 ("pairs", 0.0, 0.33, 0.125))]  # fmt: skip
+    found += [Way("steps", (count,)) for count in {4: (3,), 8: (7, 6), 20: (18, 15)}[steps]]
+    if steps > 4:
+        found += [Way("extrapolated", (2,)), *(Way("first block cache", (limit,)) for limit in (0.1, 0.2))]
+    return found if steps == 20 else [*found, Way("half the pixels", (0.95,))]
 
 
 class Row(NamedTuple):

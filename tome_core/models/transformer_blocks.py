@@ -37,7 +37,7 @@ _OF_PICTURE = re.compile(r"(temb|vec|emb|c$|e$|adaln|modulation|conditioning|tim
 _OF_TEXT = ("context_img_len",)  # Wan's number of tokens of a picture among those of the text
 _NAMES = {"JointBlock": ["context", "x"]}  # of classes that hand all arguments on, in Stability's code of SD3
 # shares of a model's blocks that keep all tokens: the first make sense of noise, the last draw the detail
-WHOLE_FIRST, WHOLE_LAST = 1 / 8, 1 / 8
+WHOLE_FIRST, WHOLE_LAST = 1 / 3, 1 / 8
 _MAY_NEED = "may need every token; it merges without that"
 _NO_TOKENS = Reason("no argument of the block is known to be its tokens")
 

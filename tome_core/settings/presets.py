@@ -48,7 +48,7 @@ _FEWEST_OF_BLOCKS = 1 / 16  # a token of each cell of 4x4
 # A transformer is the other way round than SDXL: its tokens carry the detail, so noisy steps may merge and late ones
 # must not. At evenly spaced strengths from 0 to 1, the timestep, 1000 times sigma, from which on cells of 2x2 tokens
 # merge, and that from which on pairs do (docs/methods.md, "Transformers").
-_FOURS_AND_PAIRS = ((1000, 1000), (990, 920), (960, 840), (880, 760), (800, 700))
+_FOURS_AND_PAIRS = ((1010, 1000), (1010, 900), (1010, 750), (930, 700), (750, 650))
 
 
 def strength(value: float, curve: str = SD) -> MergeConfig:

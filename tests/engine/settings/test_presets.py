@@ -73,11 +73,11 @@ def test_transformers_merge_whole_blocks_in_noisy_steps_and_more_with_more_stren
     kept = [tokens_at(number / 100) for number in range(1, 101)]
     for shares in kept:
         assert shares == sorted(shares, reverse=True), "a noisier step keeps no more"
-        assert all(share == 1 for share, moment in zip(shares, MOMENTS, strict=True) if moment < 700)
+        assert all(share == 1 for share, moment in zip(shares, MOMENTS, strict=True) if moment < 650)
     for weaker, stronger in pairwise(kept):
         assert all(more <= less for less, more in zip(weaker, stronger, strict=True))
         assert sum(weaker) - sum(stronger) <= 1, "nothing jumps"
-    assert min(kept[0]) == 1 and min(kept[-1]) == 1 / 4
+    assert min(kept[0]) == 1 and min(kept[49]) == 1 / 2 and min(kept[-1]) == 1 / 4
 
 
 MODELS = {SD: small, SDXL: sdxl, TRANSFORMER: lambda: tiny_transformers.make("Flux")[0]}
