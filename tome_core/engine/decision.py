@@ -49,6 +49,8 @@ class ModelCall:
     draws: dict[Hashable, Draw] = field(default_factory=dict)  # those of `match.draw_of`
     latest_runs: dict[Hashable, int] = field(default_factory=dict)  # number, from 0, of an attention's latest run
     facts: Any = None  # what else the adapter has read from the call's arguments
+    # by tensor of positions, its place and the picture's: (the tensor, so that it stays, merged positions)
+    positions: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     layouts: dict[int, Layout] = field(default_factory=dict)  # by level of a UNet, the latest place of the picture
     # of the block that runs, or why it is not known; None outside of blocks whose parts may merge as tomesd merges them
     block: BlockInput | str | None = None

@@ -38,6 +38,7 @@ class KeptPlans(NamedTuple):
     # name shared by all calls with these latents; None if the batch is not made of copies
     shared: tuple[int, int, int, Hashable] | None
     own_error: OwnError  # of the sampling
+    step: int = 1  # the number of the sampling's step, from 1
 
     def plans_for(
         self, key: tuple, rule: MergeRule, device: torch.device, match: Callable[[MergePlan | None], MergePlan | None]

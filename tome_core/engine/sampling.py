@@ -38,6 +38,7 @@ class Sampling:
         self.guidance_of, self.boundary, self.is_known = guidance_of, boundary, is_known
         self.name: Hashable = None  # without a name no plan is kept
         self._timestep: float | None = None
+        self._step = 0  # number of timesteps of this sampling so far
         self._calls: Counter[Hashable] = Counter()  # at this timestep, by name
         self._plans: dict[tuple, Plans] = {}
         self._own_error = OwnError()
@@ -51,10 +52,11 @@ class Sampling:
         """
         if name is None or name != self.name:
             self._plans.clear()  # a compiled model's last call still holds this dict
-            self._plans, self._shared, self._own_error = {}, {}, OwnError()
+            self._plans, self._shared, self._own_error, self._step = {}, {}, OwnError(), 0
         elif timestep == self._timestep:
             return
         self.name, self._timestep, self._first = name, timestep, None
+        self._step += 1
         self._calls.clear()
 
     def next_call(self, batch: Any = None, called: Hashable = None) -> KeptPlans | None:
@@ -78,7 +80,7 @@ class Sampling:
                 self._shared[kind] = _share(batch, guidance, (self._first, (ordinal, batch)))
             shared = self._shared[kind]
         self._own_error.begin(self._timestep)
-        return KeptPlans(self._plans, ordinal, self._timestep, shared, self._own_error)
+        return KeptPlans(self._plans, ordinal, self._timestep, shared, self._own_error, self._step)
 
     def _guidance_in(self, batch: Any) -> Guidance | None:
         """Return `guidance_of` the batch, (1, 0) for one expanded latent; None if it has no values or guidance."""

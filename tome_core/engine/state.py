@@ -16,7 +16,7 @@ from ..attention.merged import Attention, MergeOptions, attend, correction_of
 from ..merging import kernels
 from ..merging.grid import Grid, Layout, tokens_in
 from ..merging.plan import MergePlan
-from ..reporting.ledger import COSTS, FEW_TOKENS, NO_GRID, OTHER_PARTS, TOO_WRONG, Ledger, LevelTally
+from ..reporting.ledger import COSTS, FEW_TOKENS, NO_GRID, NOT_NOW, OTHER_PARTS, TOO_WRONG, Ledger, LevelTally
 from ..reporting.report import Report
 from ..settings.config import MergeConfig, MergeRule, describe
 from ..settings.rules import LevelRules, ever_merges, notes_on, ways_of
@@ -60,7 +60,8 @@ class State:
         self.ways = {level.level: ways_of(self.clock.rules, level.level, level.downsample)
                      for level in levels if level.covered}  # fmt: skip
         self.ledger = Ledger(list(levels), notes_on(config, self.ever_merges, downsamples))
-        self.time = ModelTime(self.clock, any(rule.keep for rule in self.clock.rules))
+        self._counts_steps = any(rule.most_steps is not None for rule in self.clock.rules)
+        self.time = ModelTime(self.clock, self._counts_steps or any(rule.keep for rule in self.clock.rules))
         self.wants_time = self.time.is_wanted  # whether what merges depends on the time of a call
         # by attention function or `Place`, why it stays unmerged; `attend_call` and `around` fill it
         self.refused: dict[Hashable, str] = {}
@@ -89,7 +90,10 @@ class State:
         now, kept = self.time.next_call(timestep, latent, called)
         gate = None if self.pays is None else self.pays.gate(latent)
         rules, too_wrong = (now.rules, frozenset()) if kept is None else self._bearable(now.rules, kept)
-        call = ModelCall(self, timestep, rules, now.why_off, gate, kept, too_wrong)
+        why_off = now.why_off
+        if self._counts_steps and kept is not None:
+            rules, why_off = self._in_first_steps(rules, why_off, kept.step)
+        call = ModelCall(self, timestep, rules, why_off, gate, kept, too_wrong)
         if torch.is_tensor(latent) and latent.dim() >= 4 and self.ever_merges:
             batch = latent.shape[0] * math.prod(latent.shape[2:-2])  # of pictures: frames are pictures of their own
             self.ledger.rest += int(batch * math.prod(latent.shape[-2:]) * self._outside)
@@ -226,6 +230,20 @@ class State:
                 now = self._borne.setdefault(key, now._replace(**changes))
             found.append(now)
         return tuple(found), frozenset(too_wrong)
+
+    def _in_first_steps(
+        self, rules: tuple[LevelRules, ...], why_off: tuple[str, ...], step: int
+    ) -> tuple[tuple[LevelRules, ...], tuple[str, ...]]:
+        """Return rules and `ModelCall.why_off` without the rules that a sampling uses in earlier steps only."""
+        found, whys = [], [*why_off]
+        for level, now in enumerate(rules):
+            late = {part: None for part, rule in now._asdict().items()
+                    if rule is not None and rule.most_steps is not None and step > rule.most_steps}  # fmt: skip
+            if late:
+                now = self._borne.setdefault((id(now), *late), now._replace(**late))
+                whys[level] = whys[level] or NOT_NOW
+            found.append(now)
+        return tuple(found), tuple(whys)
 
     def note_error(self, call: ModelCall, kind: str, level: int, share: float, squares: torch.Tensor) -> None:
         """Note what a fit leaves of its exact answers, see `own_error.Noted`, if a sampling goes on."""

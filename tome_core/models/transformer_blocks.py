@@ -104,7 +104,7 @@ def run_pooled(
         answer = None
         if merge is None:
             return original(*args, **kwargs)
-        now = block.merged(merge)
+        now = block.merged(merge, call.positions)
         answer = original(*map(now.get, by_place), *args[len(by_place) :], **{name: now[name] for name in kwargs})
         if torch.is_tensor(answer):
             return answer
@@ -179,18 +179,30 @@ class _Block:
         sides = part.shape if part.dtype == torch.bool else part.shape[:-1]
         return next((axis for axis, side in enumerate(sides) if side in (self._tokens, self._all)), None)
 
-    def merged(self, merge: Merge) -> dict[str, Any]:
-        """Return the arguments with merged tokens, positions and masks; `merge` merges ``(1, tokens, channels)``."""
+    def merged(self, merge: Merge, known: dict[tuple, tuple[Tensor, Tensor]]) -> dict[str, Any]:
+        """Return the arguments with merged tokens, positions and masks.
+
+        `merge` merges ``(1, tokens, channels)``. `known` has what was merged in this call of the model: all blocks get
+        the same positions.
+        """
+
+        def once(part: Tensor) -> Tensor:
+            key = id(part), self._tokens, self._first, self.layout
+            if key not in known:
+                known[key] = part, self._merged(part, merge)
+            return known[key][1]
+
         given = {**self.given, self.name: merge(self.x)}
         for name in (*_POSITIONS, *_MASKS):
             value = given.get(name)
             if isinstance(value, (tuple, list)):
-                given[name] = type(value)([self._merged(part, merge) for part in value])
+                given[name] = type(value)([once(part) for part in value])
             elif value is not None:
-                given[name] = self._merged(value, merge)
+                given[name] = once(value)
         return given
 
     def _merged(self, part: Tensor, merge: Merge) -> Tensor:
+        """Return positions or a mask for the merged tokens; those without an axis of tokens as they are."""
         axis = self._axis_of(part)
         if axis is None:
             return part

@@ -94,8 +94,8 @@ class MergeRule:
         False, "MLP", "Merge in the feed-forward layer too. It costs much detail in late steps.", advanced=True,
         place=7, group=WHERE)
     merge_blocks: bool = setting(
-        False, "Whole blocks", "Run whole blocks on merged tokens, except the first of a transformer. It gains much on "
-        "SDXL.", advanced=True)
+        False, "Whole blocks", "Run whole blocks on merged tokens: in SDXL all but the first of each transformer; in "
+        "transformers such as Flux, whose cells merge, all but the first and last ones.", advanced=True)
     side: str = setting(
         "qkv", "Merge what", "Merge queries, keys and values of self-attention (q+k+v), or keys and values only (k+v), "
         "which loses less detail.", choices=SIDES, shown=tuple(map("+".join, SIDES)), advanced=True, place=5,
@@ -134,6 +134,9 @@ class MergeRule:
         None, "Most error", "Merge less if self-attention would change by more than this, as a mean square relative to "
         "its size, a mean over all of the model. It is what late steps may; noisy ones may change more. It needs a "
         "correction, and a sampling.", minimum=0.0, maximum=1.0, step=0.0001, unset="no limit", advanced=True)
+    most_steps: int | None = setting(
+        None, "Most steps", "The rule is used in so many steps of a sampling at most, the first ones.", minimum=1,
+        maximum=1000, step=1, unset="no limit", advanced=True, limit=None)
     only_if_it_pays: bool = setting(
         False, "Only if it pays", "Merge only if that saves time, by an estimate. If off, merge if that saves work.",
         advanced=True, place=18, group=HOW_MUCH)

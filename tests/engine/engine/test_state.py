@@ -1,14 +1,17 @@
 """The seam between adapters and engine: what an adapter passes for a call, what it gets, and what is reported."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from tests.sequences import FILM, PICTURE, attention, sdpa
-from tome_core import MergeConfig
+from tome_core import MergeConfig, MergeRule
+from tome_core.engine.state import State
 from tome_core.hosting import state_of
 from tome_core.merging.grid import Grid, Layout
+from tome_core.reporting.ledger import NOT_NOW, OTHER_PARTS, LevelTally
 
 STRONG = MergeConfig(side="kv", ratio=0.9375, sx=4, sy=4, metric="keys+values", use_rand=False, refine=1)
 
@@ -67,3 +70,31 @@ def test_what_is_no_time_and_no_pass_is_refused_with_its_range_or_its_type(name,
     if name in ("timesteps", "pictures"):
         with pytest.raises(error, match=words), state.sampling(**{name: wrong}):
             pass
+
+
+def test_a_rule_for_the_first_steps_of_a_sampling_counts_its_timesteps_and_begins_anew_with_the_next():
+    rules = MergeRule(ratio=0.75, merge_attn=False, merge_blocks=True, most_steps=2), MergeRule(ratio=0.5)
+    state = State(MergeConfig(rules=rules), [LevelTally(1, 1)])
+    latent = torch.zeros(2, 4, 32, 32)
+
+    def parts(timestep: float, sampling: Any) -> tuple[str, ...]:
+        state.set_time(timestep=timestep, sampling=sampling)
+        with torch.no_grad():
+            call = state.begin(timestep, latent)
+        assert call.why_not("block", 0) == OTHER_PARTS
+        return tuple(part for part, rule in call.rules[0]._asdict().items() if rule)
+
+    assert [parts(timestep, "a") for timestep in (900, 900, 700, 500, 300)] == [("attn", "block")] * 3 + [("attn",)] * 2
+    assert parts(200, "b") == ("attn", "block"), "another sampling"
+    assert parts(100, None) == ("attn", "block"), "without a sampling there are no steps to count"
+
+
+def test_when_nothing_merges_after_the_first_steps_that_is_by_the_settings():
+    rule = MergeRule(ratio=0.75, merge_attn=False, merge_blocks=True, most_steps=1)
+    state = State(MergeConfig(rules=(rule,)), [LevelTally(1, 1)])
+    whys = []
+    for timestep in (900, 700):
+        state.set_time(timestep=timestep, sampling="a")
+        with torch.no_grad():
+            whys.append(state.begin(timestep, torch.zeros(2, 4, 32, 32)).why_not("attn", 0))
+    assert whys == [OTHER_PARTS, NOT_NOW]
