@@ -33,7 +33,7 @@ class Shape(NamedTuple):
 
 SHAPES = (
     Shape("Flux schnell, 1024 px", 57, 3072, 12, 4096, 256, (4,)),
-    Shape("Flux dev, 1024 px", 57, 3072, 12, 4096, 512, (8, 20), 3.16),
+    Shape("Flux dev, 1024 px", 57, 3072, 12, 4096, 512, (4, 8, 20), 3.16),
     Shape("Qwen-Image, 1328 px, Lightning", 60, 3072, 12, 6889, 256, (4, 8), 3.0),
     Shape("Z-Image Turbo, 1024 px", 30, 3840, 12, 4096, 128, (8,), 3.0),
     Shape("SD3.5 large, 1024 px", 38, 2432, 12, 4096, 333, (20,), 3.0),
@@ -50,8 +50,8 @@ def share(shape: Shape, strength: str, steps: int) -> float:
     """Return the share of the work of a picture's blocks, 0 to 1, that a named strength leaves out."""
     rules, left = tome_core.preset(strength, TRANSFORMER).rules, 0.0
     merging = len(middle(range(shape.blocks))) / shape.blocks
-    for sigma in sigmas(steps, shape.shift):
-        rule = next((rule for rule in rules if rule.holds_at(1000 * sigma)), None)
+    for step, sigma in enumerate(sigmas(steps, shape.shift), start=1):
+        rule = next((rule for rule in rules if rule.holds_at(1000 * sigma) and step <= rule.most_steps), None)
         merged = _work(shape, shape.tokens * (1 - rule.ratio)) / _work(shape, shape.tokens) if rule else 1.0
         left += merging * merged + 1 - merging
     return 1 - left / steps

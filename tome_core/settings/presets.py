@@ -48,8 +48,9 @@ _FEWEST_OF_BLOCKS = 1 / 16  # a token of each cell of 4x4
 # A transformer is the other way round than SDXL: its tokens carry the detail, so noisy steps may merge and late ones
 # must not. At evenly spaced strengths from 0 to 1, the timestep, 1000 times sigma, from which on cells of 2x2 tokens
 # merge, and that from which on pairs do (docs/methods.md, "Transformers").
-# Of 4 steps of a distilled model half are noisy ones, of 20 steps up to ten: there, each costs as much and gains less.
-_MOST_STEPS_OF_TRANSFORMERS = 4
+# The most steps that merge, up to strength 0.5 and at 1. Of 4 steps of a distilled model half are noisy ones, of 20 up
+# to ten: there each costs as much and gains less.
+_MOST_STEPS, _MOST_STEPS_AT_MOST = 4, 8
 _FOURS_AND_PAIRS = ((1010, 1000), (1010, 900), (1010, 750), (930, 700), (750, 650))
 
 
@@ -104,9 +105,10 @@ def _rules_of_transformer(value: float) -> tuple[MergeRule, MergeRule]:
     low = min(int(place), len(_FOURS_AND_PAIRS) - 2)
     fours, pairs = (round(weak + (strong - weak) * (place - low), 1)
                     for weak, strong in zip(*_FOURS_AND_PAIRS[low : low + 2], strict=True))  # fmt: skip
+    most = _MOST_STEPS + round(max(0.0, 2 * value - 1) * (_MOST_STEPS_AT_MOST - _MOST_STEPS))
     every = MergeRule(**_ALL | {"keep": 0.0, "metric": "input", "side": "qkv", "max_downsample": None}, ratio=3 / 4,
                       merge_attn=False, merge_blocks=True, correction=False, min_timestep=fours,
-                      most_steps=_MOST_STEPS_OF_TRANSFORMERS)  # fmt: skip
+                      most_steps=most)  # fmt: skip
     return every, replace(every, ratio=1 / 2, sy=1, min_timestep=pairs)
 
 

@@ -77,6 +77,8 @@ def test_transformers_merge_whole_blocks_in_noisy_steps_and_more_with_more_stren
     for weaker, stronger in pairwise(kept):
         assert all(more <= less for less, more in zip(weaker, stronger, strict=True))
         assert sum(weaker) - sum(stronger) <= 1, "nothing jumps"
+    most = [strength(number / 100, curve=TRANSFORMER).rules[0].most_steps for number in range(1, 101)]
+    assert most == sorted(most) and most[49] == 4 and most[-1] == 8
     assert min(kept[0]) == 1 and min(kept[49]) == 1 / 2 and min(kept[-1]) == 1 / 4
 
 
