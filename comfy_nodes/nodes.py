@@ -34,7 +34,7 @@ class ApplyToMe(_Node):
     DESCRIPTION = (
         "Makes sampling faster: when the model compares all parts of the picture, parts that are nearly alike (sky, "
         "walls, blur) count as one. Large pictures gain most; a graphics card gains from 512 px on with SD1.x, from "
-        "1024 px with SDXL and transformers. "
+        "1024 px with SDXL; transformers gain in few steps. "
         "For SD1.x, SD2.x, SDXL, and transformers such as Flux, SD3, Qwen-Image and Wan. Only samplers after "
         "this node change. After sampling the node shows the report."
     )

@@ -20,7 +20,9 @@ from ..reporting.ledger import MASKED, REPLACED
 from .wrap import foreign_method_on, is_own
 
 # packages whose code acts on each token alone, or is an attention that treats all tokens alike
-_KNOWN = {"torch", "diffusers.models", "diffusers.quantizers", "peft.tuners", "ldm", "sgm"}
+_KNOWN = {"torch", "diffusers.models", "diffusers.quantizers", "peft.tuners", "ldm", "sgm", "bitsandbytes"}
+# base classes, by name, of quantised layers in packages whose modules have no fixed name: ComfyUI-GGUF
+_QUANTISED = {"GGMLLayer"}
 # hooks that move or cast weights, by the module and name of their class; None stands for all of a module
 _OF_WEIGHTS = {("accelerate.hooks", None)} | {("diffusers.hooks", name) for name in (
     "GroupOffloadingHook", "LayerExecutionTrackerHook", "LazyPrefetchGroupOffloadingHook", "LayerwiseCastingHook",
@@ -123,6 +125,8 @@ def _reasons(top: nn.Module, name: str, package: str) -> Iterator[str]:
 
 def _is_known(code: Any, package: str) -> bool:
     """Tell whether a class or function comes from a known package, or from the top-level `package`."""
+    if isinstance(code, type) and any(base.__name__ in _QUANTISED for base in code.__mro__):
+        return True
     name = getattr(code, "__module__", None) or type(code).__module__
     if name == "builtins":  # None's class, for want of a processor
         return True

@@ -127,7 +127,8 @@ def of_package(kind: type, package: str) -> type:
 @pytest.mark.parametrize("package, is_known", [
     ("torch.nn.modules.linear", True), ("diffusers.models.lora", True), ("diffusers.quantizers.gguf.utils", True),
     ("peft.tuners.lora.layer", True), ("ldm.modules.attention", True), ("sgm.modules.attention", True),
-    ("a_host.attention", True), ("diffusers.pipelines.x", False), ("torchextra", False), ("peft.utils", False)])
+    ("bitsandbytes.nn.modules", True), ("a_host.attention", True), ("diffusers.pipelines.x", False),
+    ("torchextra", False), ("peft.utils", False)])
 def test_layers_of_known_packages_take_fewer_tokens_in_a_block_of_any_program(package, is_known):
     block = a_block()
     block.__class__ = of_package(type(block), "a_host.blocks")
@@ -227,6 +228,9 @@ KNOWN = {
     "parametrized weights": lambda model: [nn.utils.parametrizations.spectral_norm(part) for part in model.modules()
                                            if type(part) is nn.Linear],
     "dynamic quantisation": lambda model: torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, inplace=True),
+    "ComfyUI-GGUF's layers": lambda model: [setattr(part, "__class__", type(
+        "Linear", (type("GGMLLayer", (nn.Module,), {}), nn.Linear), {"__module__": "custom_nodes.ComfyUI-GGUF.ops"}))
+        for part in model.modules() if type(part) is nn.Linear],
     "our patch": lambda model: patch(model, strength=0.5),
     "a hook that left": lambda model: remove_hook_from_module(add_hook_to_module(model, OwnHook())),
 }  # fmt: skip
