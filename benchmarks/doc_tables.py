@@ -28,7 +28,7 @@ PAGES = (results.ROOT / "README.md", *sorted((results.ROOT / "docs").glob("*.md"
 QUALITY = "quality-cpu-2026-11-25"
 SDXL = "sdxl-cpu-2026-11-25"
 BLOCKS = "blocks-8-cpu-2026-11-28"
-POOLED = "pooled-cpu-2026-11-29"
+POOLED = ("pooled-cpu-2026-11-29", *(f"pooled-deep-{steps}-cpu-2026-11-29" for steps in (4, 8, 20)))
 OWN_ERROR = ("own-error-cpu-2026-11-28", "own-error-sdxl-cpu-2026-11-28")
 BY_STEPS = {"4 steps": "steps-4-cpu-2026-11-25", "8 steps": "steps-8-cpu-2026-11-25", "10 steps": QUALITY,
             "20 steps": "steps-20-cpu-2026-11-25", "20 Karras steps": "karras-20-cpu-2026-11-25",
@@ -225,7 +225,7 @@ def _times(models: Iterable[Section], name: str) -> str:
 
 def pooled_tables() -> str:
     """Make the tables of transformers' whole blocks and their rivals."""
-    return pooled.table([load_result(POOLED)])
+    return pooled.table([load_result(name) for name in POOLED])
 
 
 TABLES = {
