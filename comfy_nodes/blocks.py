@@ -50,8 +50,13 @@ class Block(hosting.Wrap):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Return the block's output: on merged tokens, unless it or a patch of another node may need every token."""
-        options = kwargs.get("transformer_options") or next((value for value in args if type(value) is dict), {})
-        return self.merge(*self._call, options, args, kwargs)
+        try:
+            options = kwargs.get("transformer_options") or next((value for value in args if type(value) is dict), {})
+            return self.merge(*self._call, options, args, kwargs)
+        except Exception as error:
+            if not hosting.is_ours(error):
+                raise
+        return self.original(*args, **kwargs)
 
 
 @contextmanager

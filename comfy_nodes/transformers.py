@@ -23,7 +23,8 @@ _REFERENCES = "reference_image_num_tokens"  # in transformer_options: number of 
 BESIDE = hosting.Reason("it is not known which tokens are the picture's")
 PART = "it gets only a part of the picture"
 # names of a model's lists of blocks, in the order in which they run
-_LISTS = ("joint_blocks", "double_blocks", "single_blocks", "blocks", "transformer_blocks", "layers")
+_LISTS = ("joint_blocks", "double_blocks", "single_blocks", "double_layers", "single_layers", "double_stream_blocks",
+          "single_stream_blocks", "blocks", "transformer_blocks", "visual_transformer_blocks", "layers")  # fmt: skip
 _NO_PICTURE = hosting.Reason("the model draws neither a picture nor a video")
 
 

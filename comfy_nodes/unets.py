@@ -119,12 +119,7 @@ class _Block(blocks.Block):
 
     def merge(self, call: Any, latent: torch.Tensor, options: dict[str, Any], args: tuple, kwargs: dict) -> Any:
         """Return the block's output, see `blocks.Block`."""
-        try:
-            layout = hosting.Layout(hosting.Grid(*self._sides(latent, self.place.level, options)))
-        except Exception as error:
-            if not hosting.is_ours(error):
-                raise
-            return self.original(*args, **kwargs)
+        layout = hosting.Layout(hosting.Grid(*self._sides(latent, self.place.level, options)))
         why = partial(self.others.why, options, (True, False))
         return hosting.run_block(call, self.place, layout, self.below, self.original, args, kwargs, why)
 

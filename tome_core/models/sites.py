@@ -164,7 +164,9 @@ class AttentionSite(NumberedSite):
             call.called_attentions.append(self.path)
             if call.inside is not None:  # in a block that runs on merged tokens
                 x = args[0] if args else kwargs.get("hidden_states")  # without a call of a function for each block
-                call.state.count_inside(call, self.level, 0 if x is None else x.shape[1])
+                text = kwargs.get("encoder_hidden_states")
+                seen = 0 if x is None else x.shape[1] + (0 if text is None else text.shape[1])
+                call.state.count_inside(call, self.level, seen)
             elif call.rules[self.level].attn is not None:
                 return self._merge(call, args, kwargs)
             else:
@@ -273,10 +275,16 @@ class AttentionSite(NumberedSite):
         return known.finish(target, out.flatten(2))
 
     def _count_unmerged(self, call: ModelCall, why: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        """Count this attention as unmerged; its arguments' first tensor of 2 or more axes shows batch and tokens."""
+        """Count this attention as unmerged; its arguments' first tensor of 2 or more axes shows batch and tokens.
+
+        A text that a transformer's attention gets beside them counts too.
+        """
         arguments = (*args, *kwargs.values())
         x = next((value for value in arguments if torch.is_tensor(value) and value.dim() > 1), None)
         batch, tokens = (0, 0) if x is None else x.shape[:2]
+        text = kwargs.get("encoder_hidden_states")
+        if text is not None and text is not x and text.dim() == 3:
+            tokens += text.shape[1]
         call.state.count_unmerged(self.level, why, batch, tokens)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
