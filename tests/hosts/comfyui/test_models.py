@@ -14,9 +14,9 @@ MODELS = {  # settings, the report's words, and the largest distance of a merged
     "wan": (SETTINGS, "2,048 tokens in 128 groups", 0.06), "z_image": (SETTINGS, "1,024 tokens in 181 groups", 0.06),
 }  # fmt: skip
 # what the report says of whole blocks at strength 0.5
-BLOCKS = {"flux": "whole blocks on 256 of 1,024 tokens", "sd3": "whole blocks on 256 of 1,024 tokens",
-          "qwen_image": "whole blocks on 256 of 1,024 tokens", "wan": "whole blocks on 512 of 2,048 tokens",
-          "z_image": "whole blocks on 374 of 1,184 tokens"}  # fmt: skip
+BLOCKS = {"flux": "whole blocks on 589 of 1,101 tokens", "sd3": "whole blocks on 512 of 1,024 tokens",
+          "qwen_image": "whole blocks on 512 of 1,024 tokens", "wan": "whole blocks on 1,024 of 2,048 tokens",
+          "z_image": "whole blocks on 644 of 1,184 tokens"}  # fmt: skip
 
 
 def assert_merged_and_off(comfy: Comfy, kind: str) -> None:
