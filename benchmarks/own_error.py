@@ -21,8 +21,7 @@ from tqdm import tqdm
 
 import tome_core
 from benchmarks import report, results, subjects
-from demo import checkpoint, model, prompt
-from demo.prompt import NULL_TOKEN
+from demo import checkpoint, model, prompt, sampler
 from demo.sampler import GUIDANCE, solver
 from tome_core import MergeConfig
 from tome_core.patching import curve_of
@@ -121,27 +120,25 @@ class Bench:
             drawn, timesteps = self._draw(row, handle)
             told = handle.report().as_data()
         blocks = [level["blocks"] for level in told["levels"]]
+        error = (drawn - self._plain).double().square().mean().item()
         return {"model": row.checkpoint, "way": row.way, "amount": row.amount, **row.setting._asdict(),
-                "picture": row.picture, "squared_error": _round((drawn - self._plain).double().square().mean().item()),
-                "work_saved": _round(told["work_saved"] or 0.0), "timesteps": timesteps,
-                "weights": [_round(count / sum(blocks)) for count in blocks],
-                "errors": [[one["part"], level["level"], one["timestep"], one["share"], _round(one["error"])]
+                "picture": row.picture, "squared_error": results.rounded(error),
+                "work_saved": results.rounded(told["work_saved"] or 0.0), "timesteps": timesteps,
+                "weights": [results.rounded(count / sum(blocks)) for count in blocks],
+                "errors": [[one["part"], level["level"], one["timestep"], one["share"], results.rounded(one["error"])]
                            for level in told["levels"] for one in level["errors"]]}  # fmt: skip
 
     def _draw(self, row: Row, handle: Any = None) -> tuple[torch.Tensor, list[float]]:
         """Return a picture, float ``[1, 3, H, W]`` from 0 to 1, not rounded to bytes, and its timesteps."""
         purpose = subjects.PURPOSES[subjects.SHOW]
         tokens = prompt.tokens(purpose.prompts[row.picture % len(purpose.prompts)])
-        pair = torch.tensor([tokens, [NULL_TOKEN] * len(tokens)])
-        dice = torch.Generator().manual_seed(purpose.first + row.picture)
-        latent = torch.randn(1, self.model.channels, self.model.side, self.model.side, generator=dice)
+        pair, latent = sampler.begin(self.model, tokens, purpose.first + row.picture)
         scheduler = self._scheduler(row.setting)
         timesteps, sampling = [float(timestep) for timestep in scheduler.timesteps], object()
         for timestep in scheduler.timesteps:
             if handle is not None:
                 handle.set_time(timestep=float(timestep), sampling=sampling, timesteps=timesteps, pictures=1)
-            with_prompt, without = self.model(latent.expand(2, -1, -1, -1), timestep, pair).chunk(2)
-            velocity = without + row.setting.guidance * (with_prompt - without)
+            velocity = sampler.predict(self.model, latent, timestep, pair, row.setting.guidance)
             latent = scheduler.step(velocity, timestep, latent).prev_sample
         return (model.decode(latent, self.model.haar_gain).clamp(-1, 1) + 1) / 2, timesteps
 
@@ -152,11 +149,6 @@ class Bench:
         scheduler = DDIMScheduler(**{**self.model.scheduler, "clip_sample": False}, timestep_spacing="trailing")
         scheduler.set_timesteps(setting.steps)
         return scheduler
-
-
-def _round(value: float) -> float:
-    """Round to four significant digits, so that a file is not full of noise."""
-    return float(f"{value:.4g}")
 
 
 def execute(options: argparse.Namespace, command: str) -> None:

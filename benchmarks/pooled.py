@@ -23,15 +23,16 @@ from tqdm import tqdm
 
 import tome_core
 from benchmarks import report, results, subjects
-from demo import model, prompt
-from demo.prompt import NULL_TOKEN
-from demo.sampler import GUIDANCE, solver
+from benchmarks.own_error_report import decibels
+from demo import model, prompt, sampler
+from demo.sampler import solver
 from tome_core import MergeConfig, MergeRule
 from tome_core.models import transformer
 from tome_core.settings.presets import MARKS
 
 MODELS = tuple(model.WEIGHTS.with_name(f"scenes-{name}.safetensors") for name in ("flux", "flux-deep"))
 STEPS = (4, 8, 20)
+LEAST_ERROR = 1e-12  # that a table shows, as 120 dB: of equal pictures
 CELLS = {"pairs": (1, 2), "fours": (2, 2)}  # height and width
 Velocity = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of a latent at a timestep, with guidance
 
@@ -100,7 +101,7 @@ class Bench:
         error = (drawn - self._plain).double().square().mean().item()
         figures = {"squared_error": error, "work": work, "time": seconds / self._seconds}
         return {"model": row.checkpoint, "steps": row.steps, "picture": row.picture, "way": row.way.name,
-                **{name: _round(value) for name, value in figures.items()}}  # fmt: skip
+                **{name: results.rounded(value) for name, value in figures.items()}}  # fmt: skip
 
     def sigma(self, timestep: torch.Tensor) -> float:
         """Compute a timestep's noise level, from 0 to 1, as flow models have it: that of equal signal to noise."""
@@ -110,10 +111,9 @@ class Bench:
     def draw(self, row: Row, steps: int, velocity: Velocity | None = None) -> torch.Tensor:
         """Return a picture, float ``[1, 3, H, W]`` from 0 to 1. velocity: None is the model's, at full size."""
         purpose = subjects.PURPOSES[subjects.SHOW]
-        self._pair = prompt.tokens(purpose.prompts[row.picture % len(purpose.prompts)])
-        self._pair = torch.tensor([self._pair, [NULL_TOKEN] * len(self._pair)])
-        dice = torch.Generator().manual_seed(purpose.first + row.picture)
-        self.noise = latent = torch.randn(1, self.model.channels, self.model.side, self.model.side, generator=dice)
+        tokens = prompt.tokens(purpose.prompts[row.picture % len(purpose.prompts)])
+        self._pair, self.noise = sampler.begin(self.model, tokens, purpose.first + row.picture)
+        latent = self.noise
         scheduler = solver(self.model, steps)
         for timestep in scheduler.timesteps:
             latent = scheduler.step((velocity or self.predict)(latent, timestep), timestep, latent).prev_sample
@@ -121,10 +121,8 @@ class Bench:
 
     def predict(self, latent: torch.Tensor, timestep: torch.Tensor, side: int | None = None) -> torch.Tensor:
         """Return the velocity with guidance. side: of the whole picture in pixels, if that is not as usual."""
-        sizes = None if side is None else torch.tensor([[side, side, 0, 0, side, side]])
-        both = self.model(latent.expand(2, -1, -1, -1), timestep, self._pair, sizes)
-        with_prompt, without = both.chunk(2)
-        return without + GUIDANCE * (with_prompt - without)
+        more = {} if side is None else {"sizes": torch.tensor([[side, side, 0, 0, side, side]])}
+        return sampler.predict(self.model, latent, timestep, self._pair, **more)
 
 
 def _unmerged(bench: Bench, row: Row) -> tuple[torch.Tensor, float]:
@@ -229,11 +227,6 @@ _KINDS: dict[str, Callable[..., tuple[torch.Tensor, float]]] = {
 }  # fmt: skip
 
 
-def _round(value: float) -> float:
-    """Round to four significant digits, so that a file is not full of noise."""
-    return float(f"{value:.4g}")
-
-
 def table(records: Sequence[results.Record]) -> str:
     """Make Markdown tables of results, one a model and number of steps."""
     groups: dict[tuple[str, int], dict[str, list[dict[str, Any]]]] = {}
@@ -249,7 +242,7 @@ def table(records: Sequence[results.Record]) -> str:
 
 def _figures(rows: Sequence[dict[str, Any]]) -> tuple[str, str, str, str]:
     """Format a way's mean work and time, and mean and least PSNR over its pictures."""
-    psnr = [-10 * torch.tensor(max(row["squared_error"], 1e-12)).log10().item() for row in rows]
+    psnr = [decibels(max(row["squared_error"], LEAST_ERROR)) for row in rows]
     mean = {name: sum(row[name] for row in rows) / len(rows) for name in ("work", "time")}
     return f"{mean['work']:.2f}", f"{mean['time']:.2f}", f"{sum(psnr) / len(psnr):.1f}", f"{min(psnr):.1f}"
 

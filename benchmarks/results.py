@@ -39,6 +39,11 @@ def new_record(kind: str, command: str, settings: dict[str, Any], environment: d
     return json.loads(_dump({**record, "rows": [], "missing": []}))  # as it will be read: tuples become lists
 
 
+def rounded(value: float) -> float:
+    """Round to four significant digits, so that a file is not full of noise."""
+    return float(f"{value:.4g}")
+
+
 def save(record: Record, path: Path) -> None:
     """Write a record in one move, so that a kill while writing leaves the file as it was before."""
     path.parent.mkdir(parents=True, exist_ok=True)

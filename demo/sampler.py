@@ -29,18 +29,31 @@ def sample(
 
     The start noise depends on `seed` alone, not on the device, other pictures or the global random state.
     """
-    device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(seed)
-    latent = torch.randn(1, model.channels, model.side, model.side, generator=generator).to(device)
-    pair = torch.tensor([tokens, [NULL_TOKEN] * len(tokens)], device=device)
+    pair, latent = begin(model, tokens, seed)
     scheduler = solver(model, steps)
     for timestep in scheduler.timesteps:
-        with_prompt, without = model(latent.expand(2, -1, -1, -1), timestep.to(device), pair).chunk(2)
-        velocity = without + guidance * (with_prompt - without)
+        velocity = predict(model, latent, timestep.to(latent.device), pair, guidance)
         latent = scheduler.step(velocity, timestep, latent).prev_sample
         if on_step:
             on_step()
     return to_bytes(decode(latent, model.haar_gain))[0]
+
+
+def begin(model: SceneModel, tokens: list[int], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens of a prompt and of none, int64 [2, 6], and the noise by `seed`, [1, C, h, w], on the device."""
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    latent = torch.randn(1, model.channels, model.side, model.side, generator=generator).to(device)
+    return torch.tensor([tokens, [NULL_TOKEN] * len(tokens)], device=device), latent
+
+
+def predict(
+    model: SceneModel, latent: torch.Tensor, timestep: torch.Tensor, pair: torch.Tensor, guidance: float = GUIDANCE,
+    **more: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """Compute the velocity of one `latent` with guidance; `pair` is from `begin`, `more` goes to the model."""
+    with_prompt, without = model(latent.expand(2, -1, -1, -1), timestep, pair, **more).chunk(2)
+    return without + guidance * (with_prompt - without)
 
 
 def to_bytes(pictures: torch.Tensor) -> np.ndarray:

@@ -81,7 +81,7 @@ def test_merging_as_tomesd_draws_destinations_once_for_all_blocks_of_a_level_and
 
 
 DEEP = {**SDXL, "block_out_channels": (8, 16, 16), "attention_head_dim": (1, 2, 2), "layers_per_block": 2}
-MOST_IN_SDXL, MOST_IN_A_MERGED_BLOCK = 1510, 20
+MOST_IN_SDXL, MOST_IN_A_MERGED_BLOCK = 1500, 20
 
 
 def calls_of_sdxl(depth: int) -> Counter[str]:

@@ -66,7 +66,8 @@ def around(
         place: what runs.
         x: the block's input, ``(batch, tokens, channels)``.
         layout: the place of the picture's tokens in `x`; None if it is not known, or the reason.
-        run: runs it. Its argument merges `x`, and any other tensor of all tokens; None: it has to take all.
+        run: runs it. Its argument merges `x`, and any other tensor of all tokens, but not in a stretch with samples;
+            None: it has to take all.
         why_whole: returns the reason why it may need every token, "" if it does not; asked last, because it is slow.
         keys: number of keys of an unmerged cross-attention, else 0.
 
@@ -90,7 +91,7 @@ def around(
     else:
         given = tokens.merged if type(x) is not LazyTokens or x.out is None else x.out
         # a copy: some hosts' blocks add to their input in place
-        merge, left = lambda one: given.clone() if one is x else tokens.merge(one), given.shape[1]
+        merge, left = lambda one: given.clone() if one is x else tokens.plan.merge(one), given.shape[1]
     before, call.inside, why = call.inside, (batch, count, left), _NOT_TOKENS
     try:
         out = run(merge)

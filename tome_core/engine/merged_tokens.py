@@ -52,13 +52,8 @@ class MergedTokens(NamedTuple):
         cls, x: Tensor, plan: MergePlan, samples: Tensor | None, note: Callable[[Tensor], None] | None = None
     ) -> MergedTokens:
         """Merge tokens ``(batch, tokens, channels)`` by a plan."""
-        tokens = cls(x, x, plan, samples, note)
-        return tokens._replace(merged=tokens.merge(x))
-
-    def merge(self, x: Tensor) -> Tensor:
-        """Merge a tensor of all tokens, ``(batch or 1, tokens, channels)``, as the stretch's input was merged."""
-        means = self.plan.merge(x)
-        return means if self.samples is None else torch.cat([means, x[:, self.samples]], 1)
+        means = plan.merge(x)
+        return cls(x, means if samples is None else torch.cat([means, x[:, samples]], 1), plan, samples, note)
 
     def unmerge(self, out: Tensor) -> Tensor:
         """Return a block's output for all tokens; `out` is its output for the merged ones, shaped like them."""

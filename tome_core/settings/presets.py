@@ -7,12 +7,14 @@ The settings were measured for three kinds of models: UNets with attention at th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from numbers import Real
 from typing import Any
 
 from .config import MergeConfig, MergeRule
 
+Point = tuple[int, int]
 MARKS = {"quality": 0.25, "balanced": 0.5, "fast": 0.75, "max": 1.0}
 PRESETS = tuple(MARKS)
 DEFAULT = "balanced"
@@ -48,10 +50,10 @@ _FEWEST_OF_BLOCKS = 1 / 16  # a token of each cell of 4x4
 # A transformer is the other way round than SDXL: its tokens carry the detail, so noisy steps may merge and late ones
 # must not. At evenly spaced strengths from 0 to 1, the timestep, 1000 times sigma, from which on cells of 2x2 tokens
 # merge, and that from which on pairs do (docs/methods.md, "Transformers").
+_FOURS_AND_PAIRS = ((1010, 1000), (1010, 900), (1010, 750), (930, 700), (750, 650))
 # The most steps that merge, up to strength 0.5 and at 1. Of 4 steps of a distilled model half are noisy ones, of 20 up
 # to ten: there each costs as much and gains less.
 _MOST_STEPS, _MOST_STEPS_AT_MOST = 4, 8
-_FOURS_AND_PAIRS = ((1010, 1000), (1010, 900), (1010, 750), (930, 700), (750, 650))
 
 
 def strength(value: float, curve: str = SD) -> MergeConfig:
@@ -101,10 +103,8 @@ def _rules_of_blocks(value: float) -> list[MergeRule]:
 
 def _rules_of_transformer(value: float) -> tuple[MergeRule, MergeRule]:
     """Return the rules for whole blocks of a transformer at a strength above 0: of the noisiest steps, of others."""
-    place = value * (len(_FOURS_AND_PAIRS) - 1)
-    low = min(int(place), len(_FOURS_AND_PAIRS) - 2)
-    fours, pairs = (round(weak + (strong - weak) * (place - low), 1)
-                    for weak, strong in zip(*_FOURS_AND_PAIRS[low : low + 2], strict=True))  # fmt: skip
+    weaker, stronger, part = _around(value, _FOURS_AND_PAIRS)
+    fours, pairs = (round(weak + (strong - weak) * part, 1) for weak, strong in zip(weaker, stronger, strict=True))
     most = _MOST_STEPS + round(max(0.0, 2 * value - 1) * (_MOST_STEPS_AT_MOST - _MOST_STEPS))
     every = MergeRule(**_ALL | {"keep": 0.0, "metric": "input", "side": "qkv", "max_downsample": None}, ratio=3 / 4,
                       merge_attn=False, merge_blocks=True, correction=False, min_timestep=fours,
@@ -135,18 +135,22 @@ def preset(name: str, curve: str = SD) -> MergeConfig:
     return strength(MARKS[name], curve)
 
 
-def _between(value: float, points: tuple[tuple[int, int], ...]) -> tuple[float, int]:
+def _between(value: float, points: Sequence[Point]) -> tuple[float, int]:
     """Return (share of keys in late steps, timestep from which steps are early) at a strength on one of `CURVES`."""
-    place = value * (len(points) - 1)
-    low = min(int(place), len(points) - 2)
-    part = place - low
-    (keys, until), (fewer, sooner) = points[low], points[low + 1]
+    (keys, until), (fewer, sooner), part = _around(value, points)
     # linear in the keys' logarithm, and rounded up to a multiple of 1 / PARTS
     between = math.exp(math.log(keys / PARTS) * (1 - part) + math.log(fewer / PARTS) * part)
     late = math.ceil(between * PARTS - 1e-9) / PARTS
     if late > MOST_MERGED:  # the nearer of all keys and MOST_MERGED, so that the curve has no large jump
         late = MOST_MERGED if between**2 < MOST_MERGED else 1.0
     return late, round(until * (1 - part) + sooner * part)
+
+
+def _around(value: float, points: Sequence[Point]) -> tuple[Point, Point, float]:
+    """Return the two of evenly spaced points between which a strength lies, and how far from the first, 0 to 1."""
+    place = value * (len(points) - 1)
+    low = min(int(place), len(points) - 2)
+    return points[low], points[low + 1], place - low
 
 
 def config_of(wanted: str | float, curve: str = SD) -> MergeConfig:
