@@ -7,9 +7,12 @@ With the group's share of the tokens ``n_g / N`` instead of ``p_g``, the sum is 
     C = scale/N sum over tokens of (v - v_g) (k - k_g)^T
 
 The rest of the error is fitted: a few queries, evenly spread over the grid, are answered exactly, and ridge regression
-predicts their remaining errors from the query and the merged answer (docs/methods.md):
+predicts their remaining errors from the merged answer (docs/methods.md):
 
-    out += A_q q + A_o out + b,    A_q = C + W_q, A_o = W_o
+    out += C q + W out + b
+
+W has blocks of at most 64 channels on its diagonal, and zeros elsewhere, so that the equations of a wide head are small
+too.
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..merging import kernels
@@ -28,11 +30,12 @@ from ..merging.plan import MergePlan, to_exact, without_autocast
 _TINY = 1e-12
 _LEAST_SPREAD = 1e-3  # relative spread below which a feature counts as constant: in half precision the rest is rounding
 _CONVERGED = 1 - 1e-6
-# The number of exact answers. Each output channel of a head of d channels has 2d unknowns, so an unknown has about four
-# answers at 16 channels, two at 32 and 64, one at 128; the penalty counts as one more. At most a sixteenth of the
+# The number of exact answers: an unknown has about eight at 16 channels, four at 32 and 64. At most a sixteenth of the
 # tokens is answered, but at least 32. Measured on heads of up to 32 channels: 128 answers gain 10 % over 64, and 256
 # gain nothing over 128.
 _MOST_IF_NARROW, _MOST, _NARROW, _FEWEST, _TOKENS_PER_ANSWER = 128, 256, 32, 32, 16
+PENALTY = 0.2  # counts as so many samples for each unknown
+_WIDEST_BLOCK = 64  # channels that are fitted together
 
 Pair = tuple[Tensor, Tensor]  # keys and values, (batch, tokens, heads * head_dim)
 
@@ -40,11 +43,13 @@ Pair = tuple[Tensor, Tensor]  # keys and values, (batch, tokens, heads * head_di
 class Correction(NamedTuple):
     """An affine map, for each head, of a query and its output over merged keys. Its result is added to that output."""
 
-    matrix: Tensor  # that of the query above that of the output, (batch * heads, 2 * head_dim, head_dim)
+    # that of the query above that of the output, (batch * heads, 2 * head_dim, head_dim); the latter is zero outside of
+    # blocks of `block_of` channels on its diagonal
+    matrix: Tensor
     constant: Tensor  # (batch * heads, 1, head_dim)
     num_queries: int = 0  # number of tokens to whose exact outputs it was fitted; 0 if not recorded
-    # mean squares of what it leaves of each exact output if fitted to the others, and of outputs over merged keys,
-    # float32 (batch * heads, 2); None if not known
+    # mean squares of what it leaves of each exact output if fitted to the others, and of outputs over merged keys, of
+    # each block, float32 (batch * heads * blocks, 2); None if not known
     error: Tensor | None = None
 
 
@@ -60,6 +65,11 @@ def pick_queries(grid: Grid, width: int, device: torch.device) -> tuple[Tensor]:
 def count_answers(tokens: int, width: int) -> int:
     """Return about how many of so many `tokens` are answered exactly, for heads of `width` channels."""
     return min(_MOST_IF_NARROW if width <= _NARROW else _MOST, max(_FEWEST, tokens // _TOKENS_PER_ANSWER), tokens)
+
+
+def block_of(width: int) -> int:
+    """Return how many channels of a head of `width` are fitted together: the most up to 64 that divide the width."""
+    return max(part for part in range(1, min(width, _WIDEST_BLOCK) + 1) if width % part == 0)
 
 
 def pick_middles(grid: Grid, count: int, device: torch.device) -> Tensor:
@@ -86,9 +96,9 @@ def fit_correction(
         sums = None  # the terms of `first_order`, by a kernel
         if not kernels.needs_gradient(keys, values) and kernels.ready_for_halves(keys):
             sums = kernels.first_order(keys, values, plan.group, exact, heads, scale / keys.shape[1])
-        if sums is not None and sums.shape[3] <= kernels.RIDGE_WIDEST and not kernels.needs_gradient(q):
+        if sums is not None and not kernels.needs_gradient(q):
             answers = kernels.attend_sample(q, keys, values, *pair, plan.log_sizes(q.dtype), heads, scale)
-            correction = answers and kernels.ridge(q, answers, sums)
+            correction = answers and kernels.ridge(q, answers, sums, block_of(sums.shape[3]), PENALTY)
             if correction:
                 return Correction(*correction[:2], error=correction[2]), tuple(pair)
         queries = _by_head(q, heads)
@@ -98,16 +108,33 @@ def fit_correction(
             first = first_order(keys, values, exact, plan, heads, scale)
         else:
             first = sums.sum(0).unflatten(0, (-1, heads))
-        queries = queries.to(first.dtype)
-        flat = (tensor.flatten(0, 1) for tensor in (left, queries, first))
-        left = torch.baddbmm(*flat, alpha=-1).view_as(left)
-        weights, constant, rest = _ridge(queries, merged, left, max(_LEAST_SPREAD, torch.finfo(q.dtype).eps))
-        # 0 for heads in which merging loses nothing: there the rest is rounding
-        lost = first.flatten(2).any(2)[..., None, None].to(first.dtype)
-        matrix = weights * lost + F.pad(first, (0, 0, 0, first.shape[3]))
-        squares = torch.stack([rest * lost[..., 0, 0], merged.square().mean((2, 3))], 2).flatten(0, 1)
-        parts = matrix.to(q.dtype), (constant * lost).to(q.dtype)
-        return Correction(*(part.flatten(0, 1) for part in parts), error=squares), tuple(pair)
+        flat = (tensor.flatten(0, 1) for tensor in (left, queries.to(first.dtype), first))
+        left = torch.baddbmm(*flat, alpha=-1)
+        block = block_of(left.shape[2])
+        merged, left = (_in_blocks(tensor, block) for tensor in (merged.flatten(0, 1), left))
+        weights, constant, rest = _ridge(merged, left, max(_LEAST_SPREAD, torch.finfo(q.dtype).eps))
+        # 0 for blocks in which merging loses nothing: there the rest is rounding
+        first = first.flatten(0, 1)
+        lost = _in_blocks(first, block).flatten(2).any(2).to(first.dtype)
+        matrix = torch.cat([first, _on_diagonal(weights * lost[..., None, None])], 1)
+        constant = (constant * lost[..., None, None]).flatten(1)[:, None]
+        squares = torch.stack([rest * lost, merged.square().mean((2, 3))], 2).flatten(0, 1)
+        return Correction(matrix.to(q.dtype), constant.to(q.dtype), error=squares), tuple(pair)
+
+
+def _in_blocks(rows: Tensor, block: int) -> Tensor:
+    """Return a view of ``(heads, rows, width)`` as ``(heads, width / block, rows, block)``."""
+    return rows.unflatten(2, (-1, block)).transpose(1, 2)
+
+
+def _on_diagonal(blocks: Tensor) -> Tensor:
+    """Return matrices ``(heads, blocks * n, blocks * n)`` with ``(heads, blocks, n, n)`` on their diagonals."""
+    count = blocks.shape[1]
+    if count == 1:
+        return blocks[:, 0]
+    places = torch.arange(count, device=blocks.device)
+    own = (places[:, None] == places)[:, None, :, None]
+    return (blocks[:, :, :, None] * own).flatten(3, 4).flatten(1, 2)
 
 
 def first_order(keys: Tensor, values: Tensor, means: Tensor, plan: MergePlan, heads: int, scale: float) -> Tensor:
@@ -127,30 +154,26 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, heads: int, scale: float, b
     return attend(q, _by_head(keys, heads), _by_head(values, heads), bias, scale=scale)
 
 
-def _ridge(q: Tensor, merged: Tensor, left: Tensor, same: float = _LEAST_SPREAD) -> tuple[Tensor, Tensor, Tensor]:
-    """Fit `left`, exact outputs minus `merged`, by an affine function of q and merged: weights, a constant, its error.
+def _ridge(merged: Tensor, left: Tensor, same: float = _LEAST_SPREAD) -> tuple[Tensor, Tensor, Tensor]:
+    """Fit `left`, what exact outputs lack, by an affine function of outputs `merged`: weights, a constant, its error.
 
-    The arguments are ``(batch, heads, queries, d)``, weights ``(batch, heads, 2d, d)``, those of q first, the constant
-    ``(batch, heads, 1, d)``. The error, ``(batch, heads)``, is the mean square of what remains of each query's `left`
-    if the others alone are fitted: its residual divided by 1 minus its leverage.
+    The arguments are ``(heads, blocks, queries, n)``, weights ``(heads, blocks, n, n)``, the constant ``(heads, blocks,
+    1, n)``. The error, ``(heads, blocks)``, is the mean square of what remains of each query's `left` if the others
+    alone are fitted: its residual divided by 1 minus its leverage.
 
-    For the fit, q and merged are centred and scaled to an average variance of 1; a spread below the share `same` of the
-    size limits the scale, for rounding alone would get unlimited weights and gradients. The penalty, not on the
-    constant, counts as many samples as an output has weights.
+    For the fit, `merged` is centred and scaled to an average variance of 1; a spread below the share `same` of the size
+    limits the scale, for rounding alone would get unlimited weights and gradients. The constant has no penalty.
     """
-    features = torch.cat([q, merged], -1)
-    mean = features.mean(2, keepdim=True)
-    x = features - mean
-    count, unknowns = x.shape[2], x.shape[3]
+    mean, average = merged.mean(2, keepdim=True), left.mean(2, keepdim=True)
+    x = merged - mean
+    count, unknowns = x.shape[2:]
     transposed = x.transpose(2, 3)
     normal, cross = transposed @ x, transposed @ left  # sums, not means: the scaling below cancels the divisor
-    energy, size = (total.unflatten(2, (2, -1)).mean(3, keepdim=True)
-                    for total in (normal.diagonal(dim1=2, dim2=3), features.square().sum(2)))  # fmt: skip
-    energy = torch.maximum(energy, size * same**2).clamp(min=_TINY)
-    unit = energy.rsqrt().expand(-1, -1, -1, unknowns // 2).flatten(2)[..., None]
-    solution = inverse(normal * unit * unit.transpose(2, 3), unknowns / count, unknowns)
-    weights, average, scaled = unit * (solution @ (unit * cross)), left.mean(2, keepdim=True), x * unit.transpose(2, 3)
-    leverage = ((scaled @ solution) * scaled).sum(3, keepdim=True) + 1 / count
+    energy, size = normal.diagonal(dim1=2, dim2=3).mean(2), merged.square().sum(2).mean(2)
+    energy = torch.maximum(energy, size * same**2).clamp(min=_TINY)[..., None, None]
+    solution = inverse(normal / energy, PENALTY * unknowns / count, unknowns)
+    weights = solution @ (cross / energy)
+    leverage = ((x @ solution) * x).sum(3, keepdim=True) / energy + 1 / count
     rest = (left - average - x @ weights) / (1 - leverage)
     return weights, average - mean @ weights, rest.square().mean((2, 3))
 

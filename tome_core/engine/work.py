@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from ..attention.correction import count_answers, inverse_steps
+from ..attention.correction import PENALTY, block_of, count_answers, inverse_steps
 from ..merging.grid import Grid, Layout, cell_of, tokens_in, windows
 from ..merging.methods import METHODS
 from ..merging.methods.cluster import ITERATIONS
@@ -56,10 +56,10 @@ def groups_of(rule: MergeRule, grid: Grid) -> int:
 def of_fit(answers: int, tokens: int, groups: int, heads: int, width: int) -> int:
     """Return the work of fitting a correction to so many exact `answers`, for heads of `width` channels."""
     answered = of_attention(answers, tokens + groups, width)
-    first_order = tokens * width**2
-    solved = answers * width * (4 * width + 2 * width + width) + 4 * width**3
-    told = answers * width * (4 * width + 2 * width)  # its own error
-    inverted = 2 * inverse_steps(2 * width / answers, 2 * width) * (2 * width) ** 3
+    first_order, block = tokens * width**2, block_of(width)
+    solved = answers * width * (width + 2 * block) + width * block**2
+    told = answers * width * 2 * block  # its own error
+    inverted = 2 * inverse_steps(PENALTY * block / answers, block) * width * block**2
     return heads * (answered + first_order + solved + told + inverted)
 
 

@@ -11,8 +11,8 @@ from tests.conformance import means, ragged
 from tests.families import MODELS
 from tests.models import call_unet, inputs, on_small, small
 from tome_core import MergeConfig, MergePlan
+from tome_core.attention.correction import PENALTY, _ridge, first_order, fit_correction
 from tome_core.attention.correction import _by_head as by_head
-from tome_core.attention.correction import _ridge, first_order, fit_correction
 from tome_core.attention.merged import MergeOptions
 from tome_core.engine import state
 
@@ -64,18 +64,14 @@ def test_the_fit_is_ridge_regression(heads, count, width):
     """A solver gives the same fit; a part that hardly varies is not scaled to more than a thousandth of its size."""
     generator = torch.Generator().manual_seed(count)
     for spread in (0.1, 1e-4):
-        q, merged, left = (torch.randn(2, heads, count, width, generator=generator, dtype=torch.float64) * size + 5
-                           for size in (3.0, spread, 0.01))  # fmt: skip
-        weights, constant, error = _ridge(q, merged, left)
-        parts = []
-        for x in (q, merged):
-            centred, least = x - x.mean(2, keepdim=True), 1e-6 * x.square().mean((2, 3), keepdim=True)
-            parts.append(centred * torch.maximum(centred.square().mean((2, 3), keepdim=True), least).rsqrt())
-        x, mean = torch.cat(parts, 3), left.mean(2, keepdim=True)
-        penalty = 2 * width * torch.eye(2 * width, dtype=x.dtype)
+        merged, left = (torch.randn(2, heads, count, width, generator=generator, dtype=torch.float64) * size + 5
+                        for size in (spread, 0.01))  # fmt: skip
+        weights, constant, error = _ridge(merged, left)
+        centred, least = merged - merged.mean(2, keepdim=True), 1e-6 * merged.square().mean((2, 3), keepdim=True)
+        x = centred * torch.maximum(centred.square().mean((2, 3), keepdim=True), least).rsqrt()
+        mean, penalty = left.mean(2, keepdim=True), PENALTY * width * torch.eye(width, dtype=x.dtype)
         expected = x @ torch.linalg.solve(x.mT @ x + penalty, x.mT @ (left - mean)) + mean
-        predicted = torch.cat([q, merged], 3) @ weights + constant
-        torch.testing.assert_close(predicted, expected, rtol=0, atol=1e-5 * left.abs().max().item())
+        torch.testing.assert_close(merged @ weights + constant, expected, rtol=0, atol=1e-5 * left.abs().max().item())
         alone = []  # what a fit to all other queries leaves of each, with the features scaled as before
         for one in range(count):
             others = torch.arange(count) != one
@@ -83,7 +79,21 @@ def test_the_fit_is_ridge_regression(heads, count, width):
             some, rest = x[..., others, :] - centre, left[..., others, :] - mean
             found = torch.linalg.solve(some.mT @ some + penalty, some.mT @ rest)
             alone.append(left[..., one, :] - ((x[..., [one], :] - centre) @ found + mean)[..., 0, :])
-        torch.testing.assert_close(error, torch.stack(alone, 2).square().mean((2, 3)), rtol=1e-5, atol=0)
+        torch.testing.assert_close(error, torch.stack(alone, 2).square().mean((2, 3)), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("width, block", [(16, 16), (64, 64), (80, 40), (96, 48), (128, 64), (160, 40)])
+def test_the_channels_of_a_wide_head_are_fitted_in_blocks(width, block):
+    """Each block gets what a head of its own would get; other channels of the answer do not count."""
+    tokens, heads = 96, 2
+    q, k, v = drawn(1, tokens, heads * width, torch.float64)
+    plan = ragged(1, tokens, 12)
+    (matrix, constant, _, error), _ = fit_correction(q[:, ::2], (k, v), plan, heads, 0.1)
+    by_answer = matrix[:, width:].unflatten(1, (-1, block)).unflatten(3, (-1, block))
+    for row in range(width // block):
+        for column in range(width // block):
+            assert by_answer[:, row, :, column].any() == (row == column)
+    assert error.shape == (heads * width // block, 2) and constant.shape == (heads, 1, width)
 
 
 # --- in a UNet --------------------------------------------------------------------------------------------------------
