@@ -93,7 +93,7 @@ def direct(kernel: Any) -> Any:
 
 
 def _is_watched() -> bool:
-    """Return whether a profiler has a hook on launches. Without one, a hook is None or, in newer Triton, has no calls."""
+    """Return whether a profiler has a hook on launches. Else hooks are None or, in Triton 3.5 and newer, no calls."""
     enter, leave = _hooks.launch_enter_hook, _hooks.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
