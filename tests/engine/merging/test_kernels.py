@@ -49,8 +49,10 @@ def triton(request, tmp_path_factory) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments, interpret", [
-    (("pytest", "-q", "-rs", "-p", "no:cacheprovider", "tests/kernel_laws.py"), "1"), (("tests.kernel_code",), "0")],
-                         ids=["keep their laws in Triton's interpreter", "compile for GPUs that are not here"])
+    (("pytest", "-q", "-rs", "-p", "no:cacheprovider", "tests/kernel_laws.py"), "1"), (("tests.kernel_code",), "0"),
+    (("pytest", "-q", "-p", "no:cacheprovider", "tests/kernel_launches.py"), "0")],
+                         ids=["keep their laws in Triton's interpreter", "compile for GPUs that are not here",
+                              "are launched as Triton launches"])
 def test_the_kernels(arguments, interpret, triton, tmp_path):
     paths = filter(None, (triton, os.environ.get("PYTHONPATH")))
     variables = {"PYTHONPATH": os.pathsep.join(paths), "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": interpret}

@@ -14,7 +14,7 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -96,8 +96,9 @@ def best_keys(
     infinity is returned if all scores are NaN. The bits of a result do not depend on the other samples of the batch.
     """
     batch, count = keys.shape[0], x.shape[1] if rows is None else rows.shape[1]
-    score, index = (torch.empty(batch, count, dtype=kind, device=keys.device) for kind in (torch.float32, torch.int64))
-    x, rows = x.expand(batch, -1, -1), None if rows is None else rows.expand(batch, -1)
+    score = keys.new_empty(batch, count, dtype=torch.float32)
+    index = keys.new_empty(batch, count, dtype=torch.int64)
+    x, rows = _expanded(x, batch), None if rows is None else _expanded(rows, batch)
     variant = "best_keys", keys.dtype, rows is None, bias is None, lengths
     return (score, index) if launch(x, variant, x, rows, keys, bias, score, index, lengths) else None
 
@@ -124,15 +125,15 @@ def mean_rows(
     `order`, int64 ``(groups + 1,)``. `bias` requests `Means.bias`; `values` requests `Means.values`, and `Means.exact`
     if `exact`. Sums are in float32, in a fixed order, so equal inputs give equal bits. Not differentiable.
     """
-    shape, both = (x.shape[0] // tokens * (offsets.shape[0] - 1), x.shape[1]), values is not None
+    numbers, channels, both = x.shape[0] // tokens * (offsets.shape[0] - 1), x.shape[1], values is not None
     means = Means(
-        torch.empty(shape, dtype=x.dtype, device=x.device),
-        torch.empty(shape[:1], dtype=torch.float32, device=x.device) if bias else None,
-        torch.empty(shape, dtype=x.dtype, device=x.device) if both else None,
-        torch.empty(shape, dtype=torch.float32, device=x.device) if both and exact else None,
+        x.new_empty(numbers, channels),
+        x.new_empty(numbers, dtype=torch.float32) if bias else None,
+        x.new_empty(numbers, channels) if both else None,
+        x.new_empty(numbers, channels, dtype=torch.float32) if both and exact else None,
     )
     filled = means.mean, means.values, means.exact, means.bias
-    variant = "mean_rows", x.shape[1], both, bias, exact
+    variant = "mean_rows", channels, both, bias, exact
     return means if launch(x, variant, x, values, order, offsets, tokens, *filled) else None
 
 
@@ -158,11 +159,13 @@ def segments(group: Tensor, num_groups: int, empty: float, dtype: torch.dtype) -
     rows, tokens = group.shape
     if tokens * num_groups > _COUNTED_UP_TO or not available(group.device):
         return None
-    lists = (torch.empty(size, dtype=torch.int64, device=group.device)
-             for size in (rows * tokens, rows * num_groups + 1))  # fmt: skip
-    tables = (torch.empty(rows, num_groups, dtype=kind, device=group.device)
-              for kind in (torch.float32, torch.float32, dtype))  # fmt: skip
-    result = Segments(*lists, *tables)
+    result = Segments(
+        group.new_empty(rows * tokens),
+        group.new_empty(rows * num_groups + 1),
+        group.new_empty(rows, num_groups, dtype=torch.float32),
+        group.new_empty(rows, num_groups, dtype=torch.float32),
+        group.new_empty(rows, num_groups, dtype=dtype),
+    )
     group = group.contiguous()
     return result if launch(group, ("segments", dtype), group, *result, empty) else None
 
@@ -179,9 +182,9 @@ def assign_groups(score: Tensor, index: Tensor, sources: Tensor, destinations: T
     batch, count = index.shape
     if count * count > _COMPARED_UP_TO or not available(index.device):
         return None
-    group = torch.empty(batch, count + destinations.shape[1], dtype=torch.int64, device=index.device)
+    group = index.new_empty(batch, count + destinations.shape[1])
     score, index = score.contiguous(), index.contiguous()
-    sources, destinations = (tokens.contiguous().expand(batch, -1) for tokens in (sources, destinations))
+    sources, destinations = _expanded(sources.contiguous(), batch), _expanded(destinations.contiguous(), batch)
     return group if launch(index, ("assign_groups",), score, index, sources, destinations, removed, group) else None
 
 
@@ -198,8 +201,8 @@ def first_order(keys: Tensor, values: Tensor, group: Tensor, means: Tensor, head
     width, span = channels // heads, _span(tokens)
     if width > WIDEST_HEAD:
         return None
-    sums = torch.empty(-(-tokens // span), batch * heads, width, width, dtype=torch.float32, device=keys.device)
-    group = group.contiguous().expand(batch, -1)
+    sums = keys.new_empty(-(-tokens // span), batch * heads, width, width, dtype=torch.float32)
+    group = _expanded(group.contiguous(), batch)
     return sums if launch(keys, ("first_order", width), keys, values, group, means, span, scale, sums) else None
 
 
@@ -224,11 +227,19 @@ def attend_sample(
     """
     batch, tokens, channels = keys.shape
     width, span, count = channels // heads, _span(tokens), q.shape[1]
-    real = {"dtype": torch.float32, "device": q.device}
-    full = torch.empty(-(-tokens // span), batch * heads, count, width, **real)
-    answers = SampleAttention(torch.empty(full.shape[1:], **real), full, torch.empty(full.shape[:3], **real))
-    inputs = q, keys, values, merged_keys, merged_values, bias.contiguous().expand(batch, -1)
+    spans, programs = -(-tokens // span), batch * heads
+    answers = SampleAttention(
+        q.new_empty(programs, count, width, dtype=torch.float32),
+        q.new_empty(spans, programs, count, width, dtype=torch.float32),
+        q.new_empty(spans, programs, count, dtype=torch.float32),
+    )
+    inputs = q, keys, values, merged_keys, merged_values, _expanded(bias.contiguous(), batch)
     return answers if launch(q, ("attend_sample", width), *inputs, span, scale, *answers) else None
+
+
+def _expanded(x: Tensor, batch: int) -> Tensor:
+    """Return `x` ``(batch or 1, ...)`` as ``(batch, ...)``. A view costs the host 1 us, so a full `x` is not viewed."""
+    return x if x.shape[0] == batch else x.expand(batch, *x.shape[1:])
 
 
 def _span(tokens: int) -> int:
@@ -246,10 +257,8 @@ def ridge(q: Tensor, answers: SampleAttention, first: Tensor) -> tuple[Tensor, T
     the kernel could not run.
     """
     heads, width = first.shape[1:3]
-    matrix = torch.empty(heads, 2 * width, width, dtype=q.dtype, device=q.device)
-    constant = torch.empty(heads, 1, width, dtype=q.dtype, device=q.device)
-    error = torch.empty(heads, 2, dtype=torch.float32, device=q.device)
-    found = matrix, constant, error
+    matrix, constant = q.new_empty(heads, 2 * width, width), q.new_empty(heads, 1, width)
+    found = matrix, constant, q.new_empty(heads, 2, dtype=torch.float32)
     return found if launch(q, ("ridge", width, len(first)), q, *answers, first, *found) else None
 
 
@@ -262,7 +271,7 @@ def correct(out: Tensor, q: Tensor, matrix: Tensor, constant: Tensor) -> Tensor 
     width = matrix.shape[2]
     if width > WIDEST_HEAD:
         return None
-    corrected = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    corrected = torch.empty_like(out, memory_format=torch.contiguous_format)
     return corrected if launch(out, ("correct", width), out, q, matrix, constant, corrected) else None
 
 
@@ -306,20 +315,33 @@ def launch(x: Tensor, variant: tuple[Any, ...], *arguments: Any) -> bool:
     kernels, name = _module(), variant[0]
     if kernels is None or name in _off:
         return False
-    key = (*variant, x.device, x.dtype)
+    device = x.device
+    key = (*variant, device, x.dtype)
     is_proven = key in _verified
-    if not is_proven and x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if not is_proven and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return False  # a check waits for the device, which is not possible while a graph is captured
-    backend = torch.xpu if x.device.type == "xpu" else torch.cuda
     try:
-        with backend.device_of(x):  # Triton launches on the current device, not on that of the tensors
+        if (guard := _guard(device)) is None:
             getattr(kernels, name)(*arguments)
+        else:
+            with guard(x):
+                getattr(kernels, name)(*arguments)
         return is_proven or _proves_itself(key, arguments)
     except (torch.cuda.OutOfMemoryError, MemoryError):  # the kernel stays on; torch's operators run this time
         return False
     except Exception as error:  # no C compiler, too old a GPU, too little shared memory: each has its own type
         _give_up(name, f"{type(error).__name__}: {error}")
         return False
+
+
+@functools.cache
+def _guard(device: torch.device) -> Callable[[Tensor], contextlib.AbstractContextManager] | None:
+    """Return a context that makes the device of a tensor current; None if there is no other device of its type.
+
+    Triton launches on the current device, not on that of the tensors. A context costs the host 1 us a launch.
+    """
+    backend = torch.xpu if device.type == "xpu" else torch.cuda
+    return backend.device_of if backend.device_count() > 1 else None
 
 
 def _proves_itself(key: tuple, arguments: tuple[Any, ...]) -> bool:

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_kernels_correction import attend_sample, correct, first_order, parts_of, ridge
+from .triton_kernels_correction import attend_sample, correct, first_order, parts_of, power_of_two, ridge
+from .triton_kernels_direct import direct
 
 __all__ = ["assign_groups", "attend_sample", "best_keys", "correct", "first_order", "mean_rows", "ridge", "segments"]
 
@@ -22,6 +23,7 @@ _COUNTED_TOKENS, _COUNTED_GROUPS = 2048, 4
 _PLACED, _OTHERS = 32, 128
 
 
+@direct
 @triton.jit
 def _best_keys(
     x, rows, keys, bias, score, index, num_queries, num_keys, channels, tiles,
@@ -83,6 +85,7 @@ def _best_keys(
     tl.store(index + to, best_key.to(tl.int64), mask=inside)
 
 
+@direct
 @triton.jit
 def _mean_rows(
     x, values, order, offsets, mean, mean_values, exact, bias, groups, tokens, channels,
@@ -130,6 +133,7 @@ def _mean_rows(
         tl.store(bias + number, tl.where(stop > start, squared * -0.5, float("-inf")))
 
 
+@direct
 @triton.jit
 def _segments(
     group, order, offsets, sizes, logs, rounded, tokens, groups, tiles, empty,
@@ -178,6 +182,7 @@ def _in_order(score):
     return tl.where(score != score, 2147483647, bits ^ ((bits >> 31) & 2147483647))
 
 
+@direct
 @triton.jit
 def _place(
     score, index, sources, destinations, group, count, cells, removed,
@@ -220,7 +225,7 @@ def best_keys(
 ) -> None:
     """Fill ``score`` and ``index``, see `kernels.best_keys`. Batches are full. `lengths` subtracts |query|**2 / 2."""
     batch, queries = score.shape
-    tiles = triton.cdiv(queries, _QUERIES)
+    tiles = -(-queries // _QUERIES)
     _best_keys[(tiles * batch,)](
         x, rows, keys, bias, score, index, queries, keys.shape[1], keys.shape[2], tiles,
         *x.stride(), *(rows.stride() if rows is not None else (0, 0)),
@@ -240,8 +245,8 @@ def mean_rows(
     """
     numbers, channels = mean.shape
     alone = bias is not None
-    width = min(triton.next_power_of_2(channels), _WIDEST_ALONE if alone else _WIDEST)
-    _mean_rows[(numbers, 1 if alone else triton.cdiv(channels, width))](
+    width = min(power_of_two(channels), _WIDEST_ALONE if alone else _WIDEST)
+    _mean_rows[(numbers, 1 if alone else -(-channels // width))](
         x, values, order, offsets, mean, mean_values, exact, bias, offsets.shape[0] - 1, tokens, channels,
         *x.stride(), *(x if values is None else values).stride(),
         ROWS=_ROWS_ALONE if alone else _ROWS, CHANNELS=width, PARTS=1 if values is None else 2,
@@ -257,7 +262,7 @@ def segments(
     ``empty`` is the logarithm to store for an empty group.
     """
     (rows, tokens), groups = group.shape, sizes.shape[1]
-    tiles = triton.cdiv(groups, _COUNTED_GROUPS)
+    tiles = -(-groups // _COUNTED_GROUPS)
     _segments[(rows * tiles,)](
         group, order, offsets, sizes, logs, rounded, tokens, groups, tiles, empty,
         TOKENS=_COUNTED_TOKENS, GROUPS=_COUNTED_GROUPS,
@@ -269,7 +274,7 @@ def assign_groups(
 ) -> None:
     """Fill ``group``. `kernels.assign_groups` describes the arguments, but here all have the full batch."""
     (batch, count), cells = index.shape, destinations.shape[1]
-    _place[(triton.cdiv(count + cells, _PLACED), batch)](
+    _place[(-(-(count + cells) // _PLACED), batch)](
         score, index, sources, destinations, group, count, cells, removed,
         score.stride(0), index.stride(0), sources.stride(0), destinations.stride(0), PLACES=_PLACED, OTHERS=_OTHERS,
     )  # fmt: skip

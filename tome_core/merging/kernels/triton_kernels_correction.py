@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .triton_kernels_direct import direct
+
 _TOKENS, _QUERIES = 64, 32
 _TINY = tl.constexpr(1e-12)
 _PARTS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}  # 11 or 8 bits each hold the 24 of float32
@@ -24,6 +26,7 @@ def parts_of(part: torch.dtype, whole: torch.dtype) -> int:
     return 1 if whole == part else _PARTS[part]
 
 
+@direct
 @triton.jit
 def _first_order(
     keys, values, group, means, found, tokens, groups, heads, span, scale,
@@ -96,6 +99,7 @@ def _attend(
     return out / total[:, None], top + tl.log(total)
 
 
+@direct
 @triton.jit
 def _attend_sample(
     q, keys, values, merged_keys, merged_values, bias, merged, full, logs,
@@ -189,6 +193,7 @@ def _left(
     return left - tl.dot(features.to(known.dtype), known)
 
 
+@direct
 @triton.jit
 def _ridge(
     q, merged, full, logs, first, matrix, constant, error, count, heads, q_sample, q_row, q_channel,
@@ -290,6 +295,7 @@ def _ridge(
     tl.store(error + tl.program_id(0) * 2 + 1, tl.sum(answers, 0) * scale)
 
 
+@direct
 @triton.jit
 def _correct(
     out, q, matrix, constant, to, tokens, heads, tiles,
@@ -315,9 +321,14 @@ def _correct(
     tl.store(at, answer.to(tl.float32) + change, mask=mask)
 
 
+def power_of_two(number: int) -> int:
+    """Return the lowest power of two that is not below a number. Triton's own function takes the host 2 us."""
+    return 1 << (number - 1).bit_length()
+
+
 def _padded(width: int) -> int:
     """Return the width of a tile for `width` channels: a power of two, at least 16."""
-    return max(16, triton.next_power_of_2(width))
+    return max(16, power_of_two(width))
 
 
 def _warps(width: int) -> int:
@@ -350,7 +361,7 @@ def attend_sample(
     """
     spans, programs, count, width = full.shape
     heads = programs // q.shape[0]
-    tiles = triton.cdiv(count, _TOKENS)
+    tiles = -(-count // _TOKENS)
     _attend_sample[(programs * tiles, spans + 1)](
         q, keys, values, merged_keys, merged_values, bias, merged, full, logs,
         count, keys.shape[1], merged_keys.shape[1], heads, tiles, span, scale,
@@ -379,7 +390,7 @@ def correct(out: Tensor, q: Tensor, matrix: Tensor, constant: Tensor, to: Tensor
     """Fill ``to``, contiguous, the result of `kernels.correct`, which describes the other arguments."""
     batch, tokens, _ = out.shape
     heads, width = matrix.shape[0] // batch, matrix.shape[2]
-    tiles = triton.cdiv(tokens, _TOKENS)
+    tiles = -(-tokens // _TOKENS)
     _correct[(tiles * heads * batch,)](
         out, q, matrix, constant, to, tokens, heads, tiles, *out.stride(), *q.stride(),
         width=width, WIDTH=_padded(width), TOKENS=_TOKENS, num_warps=_warps(width),
