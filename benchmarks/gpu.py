@@ -94,7 +94,8 @@ def measure(options: argparse.Namespace, command: str) -> int:
         torch.set_num_threads(1)  # the processor time of several counts their waiting
         print(f"torch {torch.__version__} sees no CUDA device. {gpu_report.TINY}", file=sys.stderr)
     rows, path = plan(device), options.output / "gpu.json"
-    record = results.new_record("gpu", command, {"tiny_models": device == "cpu"}, results.describe(device))
+    settings = {"tiny_models": device == "cpu", "timesteps": list(gpu_rows.WHEN["kept"])}  # no mix with other calls
+    record = results.new_record("gpu", command, settings, results.describe(device))
     run = results.Run.start(record, list(rows), path)
     if run.missing:
         execute(run, rows, Bench(device, end))

@@ -277,7 +277,7 @@ def kernel_laws(bench: Bench) -> dict[str, Any]:
 def too_wide() -> str:
     """Say what torch's operators do for heads of the networks with more channels than our kernels take; "" if none."""
     widths = {(name, channels // heads) for name, shape in models.SHAPES.items()
-              for channels, heads, depth in zip(shape.channels, shape.heads, shape.depths, strict=True) if depth}  # fmt: skip
+              for channels, heads in zip(shape.channels, shape.heads, strict=True)}  # fmt: skip
     return "; ".join(f"{part} of {name}'s heads of {width} channels, because kernels take up to {most}"
                      for name, width in sorted(widths) for part, most in (("equations", kernels.RIDGE_WIDEST),
                      ("sums and corrections", kernels.WIDEST_HEAD)) if width > most)  # fmt: skip
