@@ -99,8 +99,7 @@ def _settings(network: nn.Module, way: str) -> tome_core.MergeConfig:
     """Return the settings of a way that merges, but the finest level and whole blocks merge however few their tokens
     are: whether that pays is the question. The error of random weights, which is larger than that of trained ones, is
     not bounded."""
-    strength = way if way in STRENGTHS else STRENGTHS[0]
-    config = replace(tome_core.preset(strength, curve_of(network)), max_error=None)
+    config = replace(tome_core.preset(way if way in STRENGTHS else STRENGTHS[0], curve_of(network)), max_error=None)
     attention, *blocks = config.rules
     at_finest = replace(attention, max_downsample=None, only_if_it_pays=False)
     blocks = [replace(rule, only_if_it_pays=False) for rule in blocks if way != ALONE]
