@@ -1,13 +1,14 @@
 """``python install.py gpu``: what merging costs and gains on this graphics card.
 
 It looks at the card, checks laws that merging keeps there, and times SD1.5's and SDXL's UNets with random weights:
-unmerged, by tomesd, and merged in calls with a new, a renewed or a kept match, and in 20 steps; first eager, then
-compiled. At the end two sentences say for which of these merging pays here, and for which not. It leaves gpu.json,
-written after each row, gpu.md and gpu.png. If you stop it, the same command goes on. Without a card it runs tiny
-models.
+unmerged, by tomesd, and merged in calls with a renewed or a kept match, and in 20 steps; then compiled, with CUDA
+graphs and without. It tells what our kernels take. At the end two sentences say for which of these merging pays here,
+and for which not. It leaves gpu.json, written after each row, gpu.md and gpu.png. If you stop it, the same command goes
+on. Without a card it runs tiny models.
 """
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Callable
@@ -21,10 +22,10 @@ if not __package__:  # a program that is started as a file has its own folder on
 import torch
 
 from benchmarks import gpu_report, gpu_rows, report, results, timing
-from benchmarks.gpu_rows import ROW, STEPS, Bench, OutOfTime
+from benchmarks.gpu_rows import ALONE, HOW, ON_AND_OFF, ROW, STEPS, STRENGTHS, Bench, OutOfTime
 from benchmarks.models import BLOCK, SD15, SDXL
 
-SIZES = {"cuda": (1024, 2048, 1536, 512), "cpu": (512,)}  # the most telling first, because a run may end early
+SIZES = {"cuda": (1024, 2048, 1536, 512), "cpu": (512,)}  # the most telling first
 _COMPILING = 150.0  # seconds that a compiled row takes before it measures anything
 
 Measure = Callable[[Bench], dict[str, Any]]
@@ -33,27 +34,28 @@ Measure = Callable[[Bench], dict[str, Any]]
 def plan(device: str) -> dict[str, Measure]:
     """Map each row's key, as ``sd15 call, 512 px``, in the order of measuring, to the function that makes the row.
 
-    The function takes a `Bench`. device: "cuda" or "cpu", for its `SIZES`; "cuda" compiles the models, "cpu" the block.
+    The function takes a `Bench`. The most telling rows are first, because a run may end early: SDXL's whole blocks, and
+    all that is at 1024 px. device: "cuda" or "cpu", for its `SIZES`; "cuda" compiles the models, "cpu" the block.
     """
     rows: dict[str, Measure] = {"the device": gpu_rows.device}
 
-    def add(name: str, pixels: int, compiled: bool = False) -> None:
-        end, options = ", compiled" if compiled else "", {"name": name, "pixels": pixels, "compiled": compiled}
-        rows[f"{name} call, {pixels} px{end}"] = partial(gpu_rows.calls, **options)
-        if name != BLOCK:
-            rows[f"{name} sampling of {STEPS} steps, {pixels} px{end}"] = partial(gpu_rows.sampling, **options)
-        if pixels == sizes[0] and not compiled:
-            rows[f"{name} laws, {pixels} px"] = partial(gpu_rows.laws, name=name, pixels=pixels)
+    def add(name: str, pixels: int, how: str = "", more: tuple[str, ...] = ()) -> None:
+        call = partial(gpu_rows.calls, name=name, pixels=pixels, how=how, more=more)
+        rows[f"{name} call, {pixels} px{how and f', {how}'}"] = call
 
-    sizes, names = SIZES[device], (SD15, SDXL)
-    add(BLOCK, sizes[0])
-    for pixels in sizes:
-        for name in names:
-            add(name, pixels)
+    (first, *others), models = SIZES[device], (SD15, SDXL)
+    for name in (BLOCK, SDXL, SD15):
+        add(name, first, more=(ALONE, *STRENGTHS[1:], ON_AND_OFF) if name == SDXL else ())
+        if name != BLOCK:
+            rows[f"{name} sampling of {STEPS} steps, {first} px"] = partial(gpu_rows.sampling, name=name, pixels=first)
+            rows[f"{name} laws, {first} px"] = partial(gpu_rows.laws, name=name, pixels=first)
     rows["kernels"] = gpu_rows.kernel_laws
-    for name in names if device == "cuda" else (BLOCK,):
-        for pixels in sizes:
-            add(name, pixels, compiled=True)
+    for name, pixels in itertools.product(models, others[:1]):
+        add(name, pixels)
+    for how, name in itertools.product(HOW, models if device == "cuda" else (BLOCK,)):
+        add(name, first, how)
+    for pixels, name in itertools.product(others[1:], models):
+        add(name, pixels)
     return rows
 
 
@@ -63,7 +65,7 @@ def execute(run: results.Run, rows: dict[str, Measure], bench: Bench) -> None:
     A row that fails is saved with the reason; a row that would not end before the bench's end stays missing.
     """
     for key in run.missing:
-        if bench.left < (_COMPILING if "compiled" in key and not bench.tiny else 0):
+        if bench.left < (_COMPILING if key.endswith(tuple(HOW)) and not bench.tiny else 0):
             continue
         place = f"{len(rows) - len(run.missing) + 1}/{len(rows)}"
         print(f"[{place}] {key}; {bench.left:.0f} s left", file=sys.stderr, flush=True)
@@ -92,7 +94,8 @@ def measure(options: argparse.Namespace, command: str) -> int:
         torch.set_num_threads(1)  # the processor time of several counts their waiting
         print(f"torch {torch.__version__} sees no CUDA device. {gpu_report.TINY}", file=sys.stderr)
     rows, path = plan(device), options.output / "gpu.json"
-    record = results.new_record("gpu", command, {"tiny_models": device == "cpu"}, results.describe(device))
+    settings = {"tiny_models": device == "cpu", "timesteps": list(gpu_rows.WHEN["kept"])}  # no mix with other calls
+    record = results.new_record("gpu", command, settings, results.describe(device))
     run = results.Run.start(record, list(rows), path)
     if run.missing:
         execute(run, rows, Bench(device, end))

@@ -8,9 +8,11 @@ from typing import Any
 
 from benchmarks.models import BLOCK
 from benchmarks.report import ABSENT, markdown, new_figure, number
+from benchmarks.timing import OURS
 
 _PAYS = 1.03  # times as fast; less is lost among a card's clocks
-_CALLS, _STEPS = ("unmerged", "tomesd", "new", "renewed", "kept"), ("unmerged", "tomesd", "balanced", "max")
+_CALLS, _STEPS = ("unmerged", "tomesd", "renewed", "kept"), ("unmerged", "tomesd", "balanced", "max")
+_MERGED = _CALLS[2:]
 _WIDTH, _LINES = 190, 30  # of the text that the sheet has room for
 TINY = "Tiny models on a CPU, to see that the command works: this says nothing of a card. "
 
@@ -28,15 +30,34 @@ def cases(rows: Rows) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
 
 
 def calls_table(rows: Rows) -> str:
-    """Make the Markdown table, a line a case: ms of calls except "new" (and the GPU's own, if known), s of 20 steps."""
+    """Make the Markdown table: ms of calls (and the GPU's own, if known), s of 20 steps. A case has a line, and one for
+    each way of "way, renewed" and "way, kept".
+    """
     on_card = any("card_ms" in figures for of, _ in cases(rows).values() for figures in of.values())
-    shown = [name for name in _CALLS if name != "new"]
-    heads = [f"{name}, ms{' (of the card)' if on_card else ''}" for name in shown]
-    return markdown(("", *heads, "20 steps: unmerged, tomesd, `balanced`, `max`, s"), (
-        (case, *(_time(of.get(name, {})) for name in shown),
-         ", ".join(f"{steps[name]['ms'] / 1e3:.2f}" for name in _STEPS if name in steps) or ABSENT)
-        for case, (of, steps) in cases(rows).items()
-    ))  # fmt: skip
+    heads = [f"{name}, ms{' (of the card)' if on_card else ''}" for name in _CALLS]
+    timed = [name for name in _STEPS if any(name in steps for _, steps in cases(rows).values())]
+    in_steps = ", ".join(name if name in _CALLS else f"`{name}`" for name in timed or _STEPS)
+    lines = []
+    for case, (of, steps) in cases(rows).items():
+        spent = ", ".join(f"{steps[name]['ms'] / 1e3:.2f}" for name in timed if name in steps) or ABSENT
+        lines.append((case, *(_time(of.get(name, {})) for name in _CALLS), spent))
+        for way in (name.removesuffix(", kept") for name in of if name.endswith(", kept")):
+            lines.append((f"{case}, {way}", *(_time(of.get(f"{way}, {name}", {})) for name in _CALLS), ABSENT))
+    return markdown(("", *heads, f"20 steps: {in_steps}, s"), lines)
+
+
+def kernel_lines(rows: Rows) -> list[str]:
+    """List for each case what our kernels take of the GPU's time in merged calls, together and each, if it is known."""
+    lines = []
+    for case, (of, _) in cases(rows).items():
+        parts = []
+        for name in (name for name in _MERGED if "kernels_us" in of.get(name, {})):
+            ours = {kernel: us for kernel, us in of[name]["kernels_us"].items() if kernel in OURS}
+            each, spent = ", ".join(f"{kernel} {us:,.0f}" for kernel, us in ours.items()), sum(ours.values()) / 1e3
+            whole = of[name]["card_ms"]
+            parts.append(f"{name} {spent:.2f} of {whole:.1f} ms, {spent / whole:.0%} (us: {each or ABSENT})")
+        lines += [f"{case}, our kernels: {'; '.join(parts)}."] if parts else []
+    return lines
 
 
 def _time(of: dict[str, Any]) -> str:
@@ -83,10 +104,11 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 
 
 def _facts_of(record: dict[str, Any]) -> list[str]:
-    """List sentences of a result: for which cases merging pays, versions, each row's facts but times and failures."""
+    """List sentences of a result: where merging pays, versions, `kernel_lines`, and facts but times and failures."""
     facts = {row["key"]: {name: value for name, value in row.items() if name not in ("key", "of", "failed")}
              for row in record["rows"]}  # fmt: skip
     return [f"{TINY * record['settings']['tiny_models']}{verdict(record)}", f"versions: {_facts(record['versions'])}.",
+            *kernel_lines(record["rows"]),
             *(f"{key}: {_facts(values)}." for key, values in facts.items() if values)]  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -28,7 +29,10 @@ from tome_core.merging import kernels
 from tome_core.patching import curve_of
 
 UNMERGED, TOMESD, STRENGTHS, STEPS = "unmerged", "tomesd", ("balanced", "max"), 20
-WHEN = {"new": (900.0,), "renewed": (900.0, 800.0), "kept": (900.0, 890.0)}  # match -> timesteps of calls, in turn
+ALONE, ON_AND_OFF = "attention alone", "put on and off"  # ways of `balanced`
+# match -> timesteps of calls, in turn; all below 760, where `balanced` merges SDXL's whole blocks too
+WHEN = {"new": (700.0,), "renewed": (700.0, 620.0), "kept": (700.0, 690.0)}
+HOW = {"cudagraphs": "reduce-overhead", "compiled": None}  # modes of torch.compile; "" as a key: not compiled
 ROW = "the row"  # the name of a row that failed as a whole among its failures
 _BACKENDS = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH")
 KERNEL_LAWS = "tests/kernel_laws.py"
@@ -39,12 +43,14 @@ class OutOfTime(Exception):
 
 
 class Patched:
-    """A network, patched in place and compiled if `compiled`. way: `UNMERGED`, a strength's name, or `TOMESD` at half
-    the tokens of the finest level with attention. `handle`: the engine's patch or None; `network`: the callable.
+    """A network, patched in place and compiled as `HOW` says. way: `UNMERGED`; `TOMESD` at half the tokens of the
+    finest level with attention; a strength's name; or `balanced` without whole blocks (`ALONE`), or put on before each
+    call and taken off after it (`ON_AND_OFF`): our ComfyUI node does, though it looks through the model only once.
+    `handle`: the engine's patch or None; `network`: the callable.
     """
 
-    def __init__(self, network: nn.Module, way: str, compiled: bool = False) -> None:
-        self.handle = None
+    def __init__(self, network: nn.Module, way: str, how: str = "") -> None:
+        self.handle, self._is_put_on = None, way == ON_AND_OFF
         if way == TOMESD:
             finest = 2 if hasattr(network, "label_emb") else 1  # SDXL has no attention at the latent's own size
             as_ldms = nn.Module()
@@ -54,10 +60,7 @@ class Patched:
         elif way != UNMERGED:
             self.handle = tome_core.patch(network, _settings(network, way), host_clock=True)
             self.handle.pays = None  # coarser levels go by their tokens on every card, without an estimate
-        if compiled:  # each variant at each size is a graph of its own; the compiler gives up after eight
-            limit = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"
-            setattr(torch._dynamo.config, limit, 256)
-        self.network = torch.compile(network, dynamic=False) if compiled else network
+        self.network = torch.compile(network, dynamic=False, mode=HOW[how]) if how else network
 
     def call(self, arguments: tuple, when: str = "new") -> Run:
         """Make a function that calls the network once with these arguments. Its first call makes a match of tokens;
@@ -79,15 +82,28 @@ class Patched:
         """Tell the engine's patch, if any, the timestep and the sampling's object; return what the network gives."""
         if self.handle is not None:
             self.handle.set_time(timestep=timestep, sampling=sampling, pictures=1)
-        return self.network(*arguments)
+        if self._is_put_on:
+            self.handle.install().pays = None
+        answer = self.network(*arguments)
+        if self._is_put_on:
+            self.handle.uninstall()
+        return answer
+
+    def said(self) -> str:
+        """Return the report of the engine's patch on one line, without its settings."""
+        report = replace(self.handle.report(), settings=())
+        return "; ".join([report.headline, *(" ".join(line.split()) for line in report.lines()[1:])])
 
 
 def _settings(network: nn.Module, way: str) -> tome_core.MergeConfig:
-    """Return a strength's settings, by its name, but the finest level merges however few its tokens are: whether that
-    pays is the question. The error of random weights, which is larger than that of trained ones, is not bounded."""
-    config = replace(tome_core.preset(way, curve_of(network)), max_error=None)
-    at_finest = replace(config.rules[0], max_downsample=None, only_if_it_pays=False)
-    return replace(config, rules=(at_finest, *config.rules))
+    """Return the settings of a way that merges, but the finest level and whole blocks merge however few their tokens
+    are: whether that pays is the question. The error of random weights, which is larger than that of trained ones, is
+    not bounded."""
+    config = replace(tome_core.preset(way if way in STRENGTHS else STRENGTHS[0], curve_of(network)), max_error=None)
+    attention, *blocks = config.rules
+    at_finest = replace(attention, max_downsample=None, only_if_it_pays=False)
+    blocks = [replace(rule, only_if_it_pays=False) for rule in blocks if way != ALONE]
+    return replace(config, rules=(at_finest, attention, *blocks))
 
 
 class Bench:
@@ -97,7 +113,7 @@ class Bench:
     def __init__(self, device: str, end: float) -> None:
         self.device, self.end, self.tiny = device, end, device == "cpu"
         self.dtype = torch.float32 if self.tiny else torch.float16
-        self._networks: dict[Any, Any] = {}  # the network in memory by its name, its twins by (compiled, way)
+        self._networks: dict[Any, Any] = {}  # the network in memory by its name, its twins by (how, way)
 
     @property
     def left(self) -> float:
@@ -116,11 +132,11 @@ class Bench:
         """Draw `models.inputs`, always the same: x for a picture `pixels` a side, twice; times, prompts, a vector."""
         return models.inputs(name, pixels, self.device, self.dtype, self.tiny)
 
-    def patched_copy(self, name: str, compiled: bool, way: str) -> Patched:
+    def patched_copy(self, name: str, how: str, way: str) -> Patched:
         """Return a weight-sharing copy of a network, patched in a `way` of `Patched`, kept as long as the network."""
-        network, key = self.network(name), (compiled, way)
+        network, key = self.network(name), (how, way)
         if key not in self._networks:
-            self._networks[key] = Patched(models.copy_sharing_weights(network), way, compiled)
+            self._networks[key] = Patched(models.copy_sharing_weights(network), way, how)
         return self._networks[key]
 
     def compare(self, makers: dict[str, Callable[[], Run]], single: bool = False) -> dict[str, Any]:
@@ -128,8 +144,8 @@ class Bench:
 
         makers: name -> a function that makes the run. single: a turn is one timed run; else an untimed run, then the
         mean of 1 to 10. Returns ``of``: name -> a dict of ``ms`` of a run (the median of the turns), ``least`` and
-        ``most``, on a GPU without `single` also ``card_ms``, ``launches`` and ``peak_mib``; and ``failed``: name -> the
-        reason why its first run failed. A failed name is in ``failed`` alone.
+        ``most``, on a GPU without `single` also what `timing.card_work` gives and ``peak_mib``; and ``failed``: name ->
+        the reason why its first run failed. A failed name is in ``failed`` alone.
         """
         runs, failed, once = {}, {}, 0.0
         for name, make in makers.items():
@@ -145,7 +161,7 @@ class Bench:
                 timing.free(self.device)
             elif not once:
                 once = spent
-                if once * len(makers) * (2 if single else 8) > self.left:
+                if once * len(makers) * (3 if single else 8) > self.left:
                     raise OutOfTime
         calls = 1 if single or self.tiny else max(1, min(10, int(0.3 / max(once, 1e-3))))
 
@@ -154,7 +170,8 @@ class Bench:
                 run()
             return timing.seconds(run, self.device, calls)
 
-        times = timing.in_turns(runs, 3 if single or self.tiny else 5, turn, self.end)
+        rounds = 2 if single else 3 if self.tiny or once > 0.3 else 5  # long runs differ little
+        times = timing.in_turns(runs, rounds, turn, self.end)
         figures = {name: {"ms": 1e3 * statistics.median(taken), "least": 1e3 * min(taken), "most": 1e3 * max(taken)}
                    for name, taken in times.items()}  # fmt: skip
         if not (single or self.tiny):
@@ -163,36 +180,62 @@ class Bench:
         return {"of": figures, "failed": failed}
 
 
-def calls(bench: Bench, name: str, pixels: int, compiled: bool = False) -> dict[str, Any]:
-    """Time calls of a network, for a picture `pixels` a side, in turns; return what `Bench.compare` gives.
+def calls(bench: Bench, name: str, pixels: int, how: str = "", more: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Time calls of a network, for a picture `pixels` a side, in turns; return what `_in_turns` gives.
 
-    Its names: "unmerged", "tomesd", and by ``balanced`` "new", "renewed" and "kept", see `Patched.call`.
+    Its names: "unmerged"; "tomesd" if not compiled; and by ``balanced`` "renewed" and "kept", see `Patched.call`. For
+    each other way in `more` there are two such names, as "max, kept". how: a key of `HOW`, or "".
     """
     arguments = bench.inputs(name, pixels)
-    ways = {**{way: (way, "new") for way in (UNMERGED, TOMESD)}, **{when: (STRENGTHS[0], when) for when in WHEN}}
-    return bench.compare({row: lambda way=way, when=when: bench.patched_copy(name, compiled, way).call(arguments, when)
-                          for row, (way, when) in ways.items()})  # fmt: skip
+    if how:
+        torch.compiler.reset()  # or graphs of earlier rows stay in memory
+    variants = {way: (way, "new") for way in (UNMERGED, *(() if how else (TOMESD,)))}
+    for way in (STRENGTHS[0], *more):
+        before = "" if way == STRENGTHS[0] else f"{way}, "
+        variants |= {f"{before}{when}": (way, when) for when in ("renewed", "kept")}
+    return _in_turns(bench, name, how, {row: (way, lambda patched, when=when: patched.call(arguments, when))
+                                        for row, (way, when) in variants.items()})  # fmt: skip
 
 
-def sampling(bench: Bench, name: str, pixels: int, compiled: bool = False) -> dict[str, Any]:
-    """Time samplings of `STEPS` calls, "unmerged", "tomesd", "balanced", "max"; return what `Bench.compare` gives."""
+def sampling(bench: Bench, name: str, pixels: int) -> dict[str, Any]:
+    """Time samplings of `STEPS` calls, "unmerged", "balanced" and "max"; return what `_in_turns` gives."""
     arguments = bench.inputs(name, pixels)
-    return bench.compare({way: lambda way=way: bench.patched_copy(name, compiled, way).steps(arguments)
-                          for way in (UNMERGED, TOMESD, *STRENGTHS)}, single=True)  # fmt: skip
+    ways = {way: (way, lambda patched: patched.steps(arguments)) for way in (UNMERGED, *STRENGTHS)}
+    return _in_turns(bench, name, "", ways, single=True)
+
+
+def _in_turns(bench: Bench, name: str, how: str, variants: dict[str, tuple[str, Callable[[Patched], Run]]],
+              single: bool = False) -> dict[str, Any]:  # fmt: skip
+    """Return what `Bench.compare` gives for variants of a network: name -> (way, what makes the patched one's run); and
+    ``merging``: way -> its report. With CUDA graphs also ``graphs skipped``, the graphs that torch ran without them."""
+    merged, counters = {}, torch._dynamo.utils.counters["inductor"] if how else Counter()
+    before = counters["cudagraph_skips"]
+
+    def make(way: str, run_of: Callable[[Patched], Run]) -> Run:
+        patched = bench.patched_copy(name, how, way)
+        if patched.handle is not None:
+            patched.handle.reset_counts()
+            merged[way] = patched
+        return run_of(patched)
+
+    row = bench.compare({key: partial(make, *variant) for key, variant in variants.items()}, single)
+    row["merging"] = {way: patched.said() for way, patched in merged.items()}
+    if HOW.get(how):
+        row["graphs skipped"] = counters["cudagraph_skips"] - before
+    return row
 
 
 def device(bench: Bench) -> dict[str, Any]:
-    """Describe what the device offers, and time attention functions of torch and of packages on it.
+    """Describe what the device offers, and time torch's attention functions on it.
 
     Returns ``triton``, a version or None; ``capability``, as ``9.0``, None on a CPU; ``kernels``, a text on the
     engine's kernels; and ``attention, ms``: function -> the least ms, or why it fails.
     """
     tokens = {"cpu": 256, "cuda": 4096}[bench.device]
     qkv = [torch.randn(2, 8, tokens, 64, device=bench.device, dtype=bench.dtype) for _ in range(3)]
-    functions = {f"torch {name.lower()}": partial(_by_backend, name) for name in _BACKENDS} | _PACKAGES
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # each backend says at length what it cannot do
-        attention = {name: _attempt(partial(attend, *qkv), bench.device) for name, attend in functions.items()}
+        attention = {f"torch {name.lower()}": _attempt(name, qkv, bench.device) for name in _BACKENDS}
     in_use = kernels.available(torch.device(bench.device))
     return {"triton": importlib.import_module("triton").__version__ if importlib.util.find_spec("triton") else None,
             "capability": ".".join(map(str, torch.cuda.get_device_capability())) if bench.device != "cpu" else None,
@@ -200,43 +243,26 @@ def device(bench: Bench) -> dict[str, Any]:
             "attention, ms": attention}  # fmt: skip
 
 
-def _attempt(run: Run, device: str) -> float | str:
-    """Return the least ms of three runs after an untimed one, or why it fails, such as ``not installed``."""
+def _attempt(name: str, qkv: list[torch.Tensor], device: str) -> float | str:
+    """Return the least ms of torch's attention of q, k, v ``[B, H, N, d]`` by one of `_BACKENDS`, or why it fails."""
     try:
-        run()
-        return 1e3 * min(timing.seconds(run, device) for _ in range(3))
-    except ImportError:
-        return "not installed"
+        with sdpa_kernel(getattr(SDPBackend, name)):
+            return 1e3 * min(timing.seconds(partial(F.scaled_dot_product_attention, *qkv), device) for _ in range(4))
     except Exception as error:
         return timing.reason(error)
-
-
-def _by_backend(name: str, *qkv: torch.Tensor) -> torch.Tensor:
-    """Compute torch's attention of q, k, v ``[B, H, N, d]`` by one of `_BACKENDS`. Raises RuntimeError if it cannot."""
-    with sdpa_kernel(getattr(SDPBackend, name)):
-        return F.scaled_dot_product_attention(*qkv)
-
-
-def _tokens_first(module: str, function: str, *qkv: torch.Tensor) -> torch.Tensor:
-    """Transpose q, k, v ``[B, H, N, d]`` for a package's function, and return its result, ``[B, N, H, d]``."""
-    return getattr(importlib.import_module(module), function)(*(tensor.transpose(1, 2) for tensor in qkv))
-
-
-_PACKAGES = {"xformers": partial(_tokens_first, "xformers.ops", "memory_efficient_attention"),
-             "flash_attn": partial(_tokens_first, "flash_attn", "flash_attn_func"),
-             "sageattention": lambda *qkv: importlib.import_module("sageattention").sageattn(*qkv, tensor_layout="HND")}
 
 
 def kernel_laws(bench: Bench) -> dict[str, Any]:
     """Run the project's tests of its kernels by pytest. Raises OutOfTime if they last until `Bench.end`.
 
     Returns ``hold``, a bool, ``said``, pytest's last line, and if tests fail ``log``, the end of the output; but
-    without kernels or pytest ``skipped`` alone, the reason.
+    without kernels or pytest ``skipped``, the reason. With kernels also ``by torch``, `too_wide`.
     """
     if not kernels.available(torch.device(bench.device)):
         return {"skipped": "; ".join(kernels.notes()) or "no kernels for this device"}
+    by_torch = {"by torch": too_wide() or "nothing for its width"}
     if importlib.util.find_spec("pytest") is None:
-        return {"skipped": "pytest is not installed: pip install pytest"}
+        return {"skipped": "pytest is not installed: pip install pytest", **by_torch}
     try:
         done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", KERNEL_LAWS], cwd=ROOT,
                               capture_output=True, text=True, check=False, timeout=max(1.0, bench.left))  # fmt: skip
@@ -244,7 +270,16 @@ def kernel_laws(bench: Bench) -> dict[str, Any]:
         raise OutOfTime from None
     lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or [""]
     log = {"log": done.stdout[-4000:]} if done.returncode else {}
-    return {"hold": done.returncode == 0, "said": lines[-1], **log}
+    return {"hold": done.returncode == 0, "said": lines[-1], **log, **by_torch}
+
+
+def too_wide() -> str:
+    """Say what torch's operators do for heads of the networks with more channels than our kernels take; "" if none."""
+    widths = {(name, channels // heads) for name, shape in models.SHAPES.items()
+              for channels, heads in zip(shape.channels, shape.heads, strict=True)}  # fmt: skip
+    return "; ".join(f"{part} of {name}'s heads of {width} channels, because kernels take up to {most}"
+                     for name, width in sorted(widths) for part, most in (("equations", kernels.RIDGE_WIDEST),
+                     ("sums and corrections", kernels.WIDEST_HEAD)) if width > most)  # fmt: skip
 
 
 def laws(bench: Bench, name: str, pixels: int) -> dict[str, Any]:

@@ -31,9 +31,9 @@ class Shape(NamedTuple):
 SHAPES = {SD15: Shape((320, 640, 1280, 1280), (1, 1, 1, 0), (8, 8, 8, 8), 1, 768),
           SDXL: Shape((320, 640, 1280), (0, 2, 10), (5, 10, 20), 10, 2048, 2816)}  # fmt: skip
 BLOCK_SHAPE = Shape((320,), (1,), (8,), 0, 768)
-TINY = {  # the same blocks, and sides in proportion; almost no channels
+TINY = {  # the same blocks, and sides in proportion; almost no channels; SDXL's whole blocks merge at 512 px
     SD15: SHAPES[SD15]._replace(channels=(8, 8, 16, 16), heads=(2, 2, 2, 2), context=16, shrink=8),
-    SDXL: SHAPES[SDXL]._replace(channels=(8, 16, 16), heads=(1, 2, 2), context=16, vector=32, shrink=8),
+    SDXL: SHAPES[SDXL]._replace(channels=(8, 16, 16), heads=(1, 2, 2), context=16, vector=32, shrink=4),
 }
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import random
+import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,6 +19,10 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 Run = Callable[[], Any]
+_SOURCES = Path(__file__).parents[1] / "tome_core" / "merging" / "kernels"
+OURS = frozenset(name for path in _SOURCES.glob("triton_kernels*.py")  # which a card's profile calls by these names
+                 for name in re.findall(r"^def (_\w+)", path.read_text(encoding="utf-8"), re.M))  # fmt: skip
+_OTHERS, _NAME = 12, 60  # how many other kernels are told, the heaviest, and with how many characters of their names
 UNMERGED_CALLS = 3  # unmerged calls after each picture
 OUT_OF_MEMORY = "out of memory"
 _OF_MEMORY = (OUT_OF_MEMORY, "can't allocate memory", "not enough memory")
@@ -51,14 +57,25 @@ def in_turns(runs: Mapping[str, Run], rounds: int, measure: Callable[[Run], floa
 
 
 def card_work(run: Run, calls: int = 2) -> dict[str, Any]:
-    """Return means of `calls` GPU runs, no warm-up: ``card_ms`` of kernels and copies, ``launches``, their number."""
+    """Return means of `calls` GPU runs, no warm-up: ``card_ms`` of kernels and copies, ``launches``, their number, and
+    ``kernels_us`` as `by_kernel` gives them."""
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         for _ in range(calls):
             run()
         torch.cuda.synchronize()
     events = [event for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     spent = sum(event.device_time for event in events) / calls
-    return {"card_ms": spent / 1e3, "launches": len(events) / calls}
+    each = by_kernel((event.name, event.device_time / calls) for event in events)
+    return {"card_ms": spent / 1e3, "launches": len(events) / calls, "kernels_us": each}
+
+
+def by_kernel(launches: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Add up microseconds of launches by kernel: name -> us of all `OURS`, and of the `_OTHERS` heaviest others."""
+    total: Counter[str] = Counter()
+    for name, spent in launches:
+        total[name[:_NAME]] += spent
+    others = [name for name, _ in total.most_common() if name not in OURS][:_OTHERS]
+    return {name: round(spent, 1) for name, spent in total.most_common() if name in OURS or name in others}
 
 
 def reason(error: BaseException) -> str:

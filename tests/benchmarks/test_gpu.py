@@ -55,9 +55,11 @@ def test_it_needs_torch_alone_and_goes_on_after_a_kill_with_what_was_there(tmp_p
     assert 4 <= len(before) < len(record["rows"]) == 8 and record["rows"][: len(before)] == before
     assert record["missing"] == [] and "no plot (" in said and not path.with_suffix(".png").exists()
     for row in record["rows"]:
-        assert not {"unmerged", "balanced", "new", "kept", gpu_rows.ROW} & set(row.get("failed", ())), row["failed"]
+        assert not {"unmerged", "balanced", "renewed", "kept", gpu_rows.ROW} & set(row.get("failed", ())), row["failed"]
         if "of" in row:
-            assert "tomesd" in row["failed"]["tomesd"] and all(figures["ms"] > 0 for figures in row["of"].values())
+            assert row["merging"]["balanced"] and all(figures["ms"] > 0 for figures in row["of"].values())
+            alone = " call, " not in row["key"] or row["key"].endswith(tuple(gpu_rows.HOW))
+            assert alone or "tomesd" in row["failed"]["tomesd"]
         if "laws" in row["key"]:
             assert row["equal bits in ten runs"] and row["finite"] and row["removed, the bits of the unmerged call"]
             assert row["merging changes"] > row["another attention function of torch's changes"]
@@ -117,17 +119,61 @@ def tiny(name):
     return models.make(name, *settings), models.inputs(name, 512, *settings)
 
 
-def test_a_timed_call_does_what_its_row_says(work):
-    network, arguments = tiny(models.SD15)
-    patched = Patched(network, "balanced")
+@pytest.mark.parametrize("name, way, groups", [
+    ("sd15", "balanced", []), ("sdxl", "balanced", [5]), ("sdxl", "max", [2]), ("sdxl", gpu_rows.ALONE, []),
+    ("sdxl", gpu_rows.ON_AND_OFF, [5])])  # fmt: skip
+def test_a_timed_call_does_what_its_row_says(name, way, groups, work):
+    """SDXL's whole blocks run on so many of 16 tokens, in each call."""
+    network, arguments = tiny(name)
+    patched = Patched(network, way)
     for when, words in (("new", {"match"}), ("renewed", {"renew"}), ("kept", set())):
         run = patched.call(arguments, when)
         with torch.inference_mode():
             run()
             for _ in range(2):
                 work.clear()
+                patched.handle.reset_counts()
                 run()
                 assert set(work) == words, when
+                assert [left for _, left in patched.handle.report().block_tokens] == groups, when
+                assert patched.handle.is_installed == (way != gpu_rows.ON_AND_OFF)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_row_of_a_compiled_model_says_that_whole_blocks_do_not_merge(monkeypatch):
+    small = models.TINY[models.SDXL]._replace(depths=(0, 1, 2), middle=1)
+    monkeypatch.setitem(models.TINY, models.SDXL, small)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    with torch.inference_mode():
+        row = gpu_rows.calls(Bench("cpu", time.monotonic() + 600), models.SDXL, 512, "compiled")
+    assert list(row["of"]) == ["unmerged", "renewed", "kept"] and not row["failed"]
+    assert "64 tokens in 1 group" in row["merging"]["balanced"] and "whole blocks on" not in row["merging"]["balanced"]
+    assert "compiled without merging, its parts merge" in row["merging"]["balanced"]
+
+
+def test_the_rows_that_tell_most_come_first_and_each_way_has_a_line():
+    keys = list(gpu.plan("cuda"))
+    assert keys[2] == "sdxl call, 1024 px" and keys.index("sdxl call, 1024 px, cudagraphs") < keys.index(
+        "sd15 call, 1024 px, compiled") < keys.index("sdxl call, 512 px")  # fmt: skip
+    of = {"unmerged": {"ms": 9.0}, "max, renewed": {"ms": 5.0}, "max, kept": {"ms": 4.0}}
+    lines = gpu_report.calls_table([{"key": keys[2], "of": of}]).splitlines()
+    assert lines[2:] == ["| sdxl 1024 px | 9 | n/a | n/a | n/a | n/a |",
+                         "| sdxl 1024 px, max | n/a | n/a | 5 | 4 | n/a |"]  # fmt: skip
+
+
+def test_our_kernels_are_told_from_others_and_what_they_do_not_take_is_named(monkeypatch):
+    others = {f"void at::native::{number:02d}": float(number) for number in range(1, 20)}
+    told = timing.by_kernel([*others.items(), ("_ridge", 25.0), ("_spread_by_others", 0.5), ("_ridge", 25.0)])
+    assert told == dict(list(others.items())[:6:-1], _ridge=50.0)
+    rows = results.load(results.FOLDER / "card-h200-2026-11-26.json")["rows"]
+    assert ("sdxl 2048 px, our kernels: renewed 35.65 of 195.7 ms, 18% (us: _ridge 27,857, _mean_rows 7,796); "
+            "kept 6.94 of 151.5 ms, 5% (us: _mean_rows 6,942).") in gpu_report.kernel_lines(rows)  # fmt: skip
+    for limits, words in (((64, 128), ["sd15's heads of 80", "corrections of sd15's heads of 160"]), ((160, 160), []),
+                          ((63, 160), ["sdxl's heads of 64"])):  # fmt: skip
+        for limit, value in zip(("RIDGE_WIDEST", "WIDEST_HEAD"), limits, strict=True):
+            monkeypatch.setattr(gpu_rows.kernels, limit, value)
+        assert all(word in gpu_rows.too_wide() for word in words) and bool(gpu_rows.too_wide()) == bool(words)
 
 
 @pytest.mark.parametrize("name, millions, blocks", [("sd15", 860, [5, 5, 5, 1]), ("sdxl", 2567, [0, 10, 60, 0])])
