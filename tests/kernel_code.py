@@ -9,20 +9,23 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from tests.thoroughness import THOROUGH
+from tome_core.attention.correction import block_of
 from tome_core.merging import kernels
 from tome_core.merging.kernels import triton_kernels_direct
 
 # Ada (RTX 40), AMD's RX 7900; Ampere (A100), Hopper (H100, H200), AMD's MI300
 TARGETS = [("cuda", 89, 32), ("hip", "gfx1100", 32), ("cuda", 80, 32), ("cuda", 90, 32), ("hip", "gfx942", 64)]
 SHARED = 99 * 1024  # bytes of shared memory that one program may have on a desktop's Ampere or Ada
-PRODUCTS = {"_best_keys", "_first_order", "_attend_sample", "_ridge", "_correct"}  # multiply on tensor cores
+PRODUCTS = {"_best_keys", "_answer", "_ridge", "_correct"}  # multiply on tensor cores
 HEADS, WIDTH, TOKENS, GROUPS = 8, 40, 1024, 256  # as SD1.5 has them
+HEADS_TOO = [(8, 40), (10, 64), (8, 80), (4, 128), (8, 160)]
 numbers = partial(torch.zeros, dtype=torch.int64)
 
 
 def launch_all(dtype):
     """Launch every kernel as a model does; those of a correction are for half precision alone."""
     tokens, groups = torch.zeros(2, TOKENS, HEADS * WIDTH, dtype=dtype), torch.zeros(2, GROUPS, HEADS * WIDTH)
+    kernels.spread(tokens, tokens, numbers(64), 1e4)
     kernels.best_keys(tokens, numbers(1, 768), groups, None, lengths=True)
     kernels.best_keys(tokens, None, groups.to(dtype), torch.zeros(2, GROUPS))
     segments = numbers(TOKENS), numbers(GROUPS + 1)
@@ -30,11 +33,14 @@ def launch_all(dtype):
     kernels.mean_rows(tokens.flatten(0, 1), *segments, TOKENS, bias=True)
     kernels.segments(numbers(2, TOKENS), GROUPS, -1000.0, torch.bfloat16)
     kernels.assign_groups(torch.zeros(2, 768), numbers(2, 768), numbers(1, 768), numbers(1, GROUPS), 512)
-    if dtype.itemsize == 2:
-        queries, few = tokens[:, ::8], groups.to(dtype)
-        first = kernels.first_order(tokens, tokens, numbers(1, TOKENS), groups, HEADS, 0.1)
-        answers = kernels.attend_sample(queries, tokens, tokens, few, few, few[:1, :, 0], HEADS, 0.1)
-        kernels.correct(tokens, tokens, *kernels.ridge(queries, answers, first)[:2])
+    for heads, width in HEADS_TOO if dtype.itemsize == 2 else ():
+        tokens, groups = torch.zeros(2, TOKENS, heads * width, dtype=dtype), torch.zeros(2, GROUPS, heads * width)
+        queries, few, places = tokens.unflatten(2, (heads, width)), groups.to(dtype), torch.arange(0, TOKENS, 8)
+        sizes = few[:1, :, 0]
+        answers = kernels.answer(queries, places, tokens, tokens, few, few, sizes, numbers(1, TOKENS), groups, 0.1)
+        block = block_of(width)
+        found = kernels.ridge(queries, places, answers, block, 8, 0.1, 1e-6)
+        kernels.correct(queries, queries, *found[:2], block)
 
 
 def compiled_for(target, dtype):
@@ -73,7 +79,7 @@ def main() -> None:
                     products.append(code.count("mma"))
             print("compiled for", target[1], dtype, flush=True)
             if products and dtype.itemsize == 2:
-                assert products[0] > products[1], "keys of halves are one part"
+                assert products[1] > products[2], "keys of halves are one part"
 
 
 if __name__ == "__main__":

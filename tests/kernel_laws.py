@@ -12,13 +12,13 @@ import triton
 import tome_core
 from tests.sd_block import SpatialTransformer, UNet
 from tome_core import MergePlan
-from tome_core.attention.correction import Correction, fit_correction
+from tome_core.attention.correction import Correction, block_of, fit_correction
 from tome_core.attention.merged import add_correction
 from tome_core.merging import kernels
 from tome_core.merging.kernels import proof
 from tome_core.merging.methods import bipartite
 from tome_core.merging.methods.base import best_keys
-from tome_core.merging.metric import keys_of_rows
+from tome_core.merging.metric import keys_of_rows, of_unit_spread
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -110,6 +110,18 @@ def case(shape, dtype=torch.float32):
     batch, tokens, queries, keys, channels = shape
     rows = whole_numbers(tokens, 1, queries, seed=1)
     return noise(batch, tokens, channels, dtype=dtype), rows, F.normalize(noise(batch, keys, channels, seed=2), dim=-1)
+
+
+# --- spread -----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("tokens, channels, dtype", together([7, 64, 130, 300], [3, 40, 70], DTYPES), ids=str)
+def test_keys_and_values_are_spread_in_one_launch_however_they_lie_in_memory(tokens, channels, dtype, used):
+    keys, values = (noise(2, tokens, channels, seed=n, dtype=dtype) * size + 3 for n, size in ((1, 2.0), (2, 0.1)))
+    features = of_unit_spread(keys, values)
+    assert used == ["spread"] and features.dtype == dtype
+    assert torch.equal(features, of_unit_spread(*torch.cat([keys, values], 2).chunk(2, 2)))
+    values[:, -1] = 6e4  # far from the few
+    assert of_unit_spread(values, values).isfinite().all()
 
 
 # --- best_keys --------------------------------------------------------------------------------------------------------
@@ -223,34 +235,42 @@ def test_tokens_are_placed_as_torch_places_them(removed, samples):
 
 # --- a correction -----------------------------------------------------------------------------------------------------
 
-HEADS = [(1, 3, 40), (2, 16, 70), (3, 40, 130), (1, 64, 1100)]  # heads, width, tokens: tokens of one span, and of three
+# heads, width, tokens: tokens of one span, and of three; one block of channels, two and four
+HEADS = [(1, 3, 40), (2, 16, 70), (3, 40, 130), (1, 64, 1100), (2, 80, 90), (1, 160, 80)]
 every_size = pytest.mark.parametrize("dtype, size", together(DTYPES[1:], HEADS), ids=str)
 
 
 @every_size
-def test_a_correction_is_made_in_three_launches_however_keys_and_values_lie_in_memory(size, dtype, used):
+def test_a_correction_is_made_in_two_launches_however_keys_and_values_lie_in_memory(size, dtype, used):
     heads, width, tokens = size
     q, k, v = (noise(2, tokens, heads * width, seed=seed) for seed in range(3))
     pair = (k + 3).to(dtype), (v - 2).to(dtype)  # far from zero, as a trained model's are
-    queries = q.to(dtype)[:, torch.arange(tokens - 1, -1, -2, device=DEVICE)]
+    queries, places = q.to(dtype).unflatten(2, (heads, width)), torch.arange(tokens - 1, -1, -2, device=DEVICE)
     group = whole_numbers(9, 1, tokens, seed=4)  # group 9 is empty, group 10 has one token
     group[0, 0] = 10
     plan = MergePlan(group, 11)
-    correction, merged = fit_correction(queries, pair, plan, heads, width**-0.5)
-    assert used[-3:] == ["first_order", "attend_sample", "ridge"] and correction.matrix.dtype == dtype
-    assert correction.error.shape == (2 * heads, 2) and correction.error.min() > 0
-    again, _ = fit_correction(queries, torch.cat(pair, -1).chunk(2, -1), plan, heads, width**-0.5)
+    correction, merged = fit_correction(queries, places, pair, plan, width**-0.5)
+    assert used[-2:] == ["answer", "ridge"] and correction.matrix.dtype == dtype
+    assert correction.error.shape == (2 * heads * width // block_of(width), 2) and correction.error.min() > 0
+    apart = torch.cat(pair, -1).chunk(2, -1)
+    again, _ = fit_correction(by_head_first(queries), places, apart, plan, width**-0.5)
     assert all(map(torch.equal, correction[:2], again[:2]))
     assert all(map(torch.equal, merged, plan.merge_pair(*pair)))
 
 
+def by_head_first(x):
+    """The same rows with all of a head's side by side in memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 @pytest.mark.parametrize("count, dtype", together([3, 32, 77], DTYPES[1:]), ids=str)
 def test_a_head_that_lost_nothing_is_given_nothing(count, dtype):
-    answers = kernels.SampleAttention(noise(6, count, 20, seed=1) * 0.1, noise(4, 6, count, 20, seed=2),
-                                      noise(4, 6, count, seed=4) * 3)  # fmt: skip
     first = noise(4, 6, 20, 20, seed=3) * 0.02
     first[:, 1] = 0
-    matrix, constant, error = kernels.ridge((noise(2, count, 60) + 4).to(dtype), answers, first)
+    answers = kernels.Answers(noise(6, count, 20, seed=1) * 0.1, noise(4, 6, count, 20, seed=2),
+                              noise(4, 6, count, seed=4) * 3, first)  # fmt: skip
+    q = (noise(2, count, 3, 20) + 4).to(dtype)
+    matrix, constant, error = kernels.ridge(q, torch.arange(count, device=DEVICE), answers, 20, 9, 4 / count, 1e-6)
     for part in (matrix, constant, error[:, 0]):
         assert [head.any().item() for head in part] == [True, False, True, True, True, True]
 
@@ -258,11 +278,15 @@ def test_a_head_that_lost_nothing_is_given_nothing(count, dtype):
 @every_size
 def test_a_correction_is_added_in_one_launch_however_heads_lie_in_memory(size, dtype, used):
     heads, width, tokens = size
+    block = block_of(width)
     q, out = (noise(2, tokens, heads, width, seed=seed, dtype=dtype) for seed in (0, 1))
-    correction = Correction(*(noise(2 * heads, rows, width, seed=rows, dtype=dtype) * 0.2 for rows in (2 * width, 1)))
+    matrix, constant = (noise(2 * heads, rows, width, seed=rows, dtype=dtype) * 0.2 for rows in (2 * width, 1))
+    number = torch.arange(width, device=DEVICE) // block
+    matrix[:, width:] *= number[:, None] == number
+    correction = Correction(matrix, constant)
     corrected = add_correction(out, q, correction)
     assert used == ["correct"] and corrected.is_contiguous()
-    assert torch.equal(corrected, add_correction(out.transpose(1, 2).contiguous().transpose(1, 2), q, correction))
+    assert torch.equal(corrected, add_correction(by_head_first(out), by_head_first(q), correction))
 
 
 # --- a kernel's proof of itself: it catches a wrong kernel at its first launch, and no right one ----------------------
@@ -271,6 +295,10 @@ def _best():
     keys, bias = noise(2, 70, 40, seed=1), noise(2, 70, seed=2)
     bias[:, ::3] = -INF
     return best_keys(noise(2, 90, 40, dtype=torch.float16), None, keys.half().float(), bias)
+
+
+def _spread():
+    return (of_unit_spread(*noise(2, 130, 80, dtype=torch.float16).chunk(2, -1)),)
 
 
 def _merged():
@@ -289,7 +317,8 @@ def _placed():
 def _fit():
     heads, width, plan = 2, 16, MergePlan(torch.arange(130, device=DEVICE)[None] // 3, 50)
     keys, values, q = (noise(1, 130, heads * width, seed=seed, dtype=torch.float16) for seed in range(3))
-    return fit_correction(q[:, ::9], (keys, values + 1), plan, heads, 0.25)[0][:2]
+    places = torch.arange(0, 130, 9, device=DEVICE)
+    return fit_correction(q.unflatten(2, (heads, width)), places, (keys, values + 1), plan, 0.25)[0][:2]
 
 
 def _corrected():
@@ -298,8 +327,8 @@ def _corrected():
     return (add_correction(out, q, Correction(*parts)),)
 
 
-WORK = {"best_keys": _best, "mean_rows": _merged, "segments": _merged, "assign_groups": _placed, "first_order": _fit,
-        "attend_sample": _fit, "ridge": _fit, "correct": _corrected}  # fmt: skip
+WORK = {"spread": _spread, "best_keys": _best, "mean_rows": _merged, "segments": _merged, "assign_groups": _placed,
+        "answer": _fit, "ridge": _fit, "correct": _corrected}  # fmt: skip
 
 
 def _given(place, change):
@@ -317,18 +346,20 @@ def _stale(x):
     return torch.cat([x.flatten()[:-16], x.flatten()[:16]]).view_as(x)
 
 
-PLANTED = {"best_keys: hidden keys are not": ("best_keys", _given(3, lambda bias: None)),
+PLANTED = {"spread: keys have the spread of values": ("spread", _given(0, lambda keys: keys * 1.1)),
+           "best_keys: hidden keys are not": ("best_keys", _given(3, lambda bias: None)),
            "best_keys: a number that no key has": ("best_keys", _gives(5, lambda index: index + 70)),
            "mean_rows: a stale tile": ("mean_rows", _gives(5, _stale)),
            "segments: one group further": ("segments", _given(0, lambda group: (group + 1) % 40)),
            "assign_groups: one token more merges": ("assign_groups", _given(4, lambda removed: removed + 1)),
-           "first_order: groups of the tokens beside them": ("first_order", _given(2, lambda group: group.roll(1, 1))),
-           "attend_sample: sizes are forgotten": ("attend_sample", _given(5, torch.zeros_like)),
-           "attend_sample: one head's answers for another's": ("attend_sample", _gives(8, lambda x: x.roll(1, 0))),
-           "ridge: what is known is not taken off": ("ridge", _given(4, torch.zeros_like)),
-           "ridge: the constant is lost": ("ridge", _gives(6, torch.zeros_like)),
-           "ridge: queries help to predict themselves": ("ridge", _gives(7, lambda error: error * 0.7)),
-           "correct: a stale tile": ("correct", _gives(4, _stale))}  # fmt: skip
+           "answer: groups of the tokens beside them": ("answer", _given(7, lambda group: group.roll(1, 1))),
+           "answer: sizes are forgotten": ("answer", _given(6, torch.zeros_like)),
+           "answer: one head's answers for another's": ("answer", _gives(11, lambda x: x.roll(1, 0))),
+           "ridge: what is known is not taken off": ("ridge", _given(5, torch.zeros_like)),
+           "ridge: half of the steps": ("ridge", _given(7, lambda steps: steps // 2)),
+           "ridge: the constant is lost": ("ridge", _gives(11, torch.zeros_like)),
+           "ridge: queries help to predict themselves": ("ridge", _gives(12, lambda error: error * 0.7)),
+           "correct: a stale tile": ("correct", _gives(5, _stale))}  # fmt: skip
 
 
 @pytest.fixture

@@ -82,44 +82,44 @@ def pick_middles(grid: Grid, count: int, device: torch.device) -> Tensor:
 
 
 def fit_correction(
-    q: Tensor, keys_and_values: Pair, plan: MergePlan, heads: int, scale: float
+    q: Tensor, places: Tensor, keys_and_values: Pair, plan: MergePlan, scale: float
 ) -> tuple[Correction, Pair]:
     """Merge keys and values by `plan`; return the correction of what attention loses by this, and the merged pair.
 
-    `q` are queries of a few tokens, such as those of `pick_queries`; `scale` is the factor of the logits. All are
-    ``(batch, ..., heads * head_dim)``. The correction, in the dtype of `q`, is zero if every group has a single token;
-    the caller sets its `num_queries`. Sums and solutions are in float32, or float64.
+    `q` are queries, ``(batch, tokens, heads, head_dim)``, of which those with the numbers `places`, int64
+    ``(queries,)``, are answered exactly, such as those of `pick_queries`; `scale` is the factor of the logits. Keys and
+    values are ``(batch, tokens, heads * head_dim)``. The correction, in the dtype of `q`, is zero if every group has a
+    single token. Sums and solutions are in float32, or float64.
     """
+    heads, count = q.shape[2], places.shape[0]
+    block = block_of(q.shape[3])
     with without_autocast(q):
         keys, values = (tensor.to(q.dtype) for tensor in keys_and_values)
         *pair, exact = plan.merge_pair(keys, values, exact=True)
-        sums = None  # the terms of `first_order`, by a kernel
-        if not kernels.needs_gradient(keys, values) and kernels.ready_for_halves(keys):
-            sums = kernels.first_order(keys, values, plan.group, exact, heads, scale / keys.shape[1])
-        if sums is not None and not kernels.needs_gradient(q):
-            answers = kernels.attend_sample(q, keys, values, *pair, plan.log_sizes(q.dtype), heads, scale)
-            correction = answers and kernels.ridge(q, answers, sums, block_of(sums.shape[3]), PENALTY)
+        same = max(_LEAST_SPREAD, torch.finfo(q.dtype).eps)
+        if not kernels.needs_gradient(q, keys, values) and kernels.ready_for_halves(keys):
+            sizes, penalty = plan.log_sizes(q.dtype), PENALTY * block / count
+            answers = kernels.answer(q, places, keys, values, *pair, sizes, plan.group, exact, scale)
+            correction = answers and kernels.ridge(
+                q, places, answers, block, inverse_steps(penalty, block), penalty, same**2
+            )
             if correction:
-                return Correction(*correction[:2], error=correction[2]), tuple(pair)
-        queries = _by_head(q, heads)
+                return Correction(*correction[:2], count, correction[2]), tuple(pair)
+        queries = q[:, places].transpose(1, 2)
         merged = to_exact(_attend(queries, *pair, heads, scale, plan.log_sizes(q.dtype)[:, None, None]))
         left = to_exact(_attend(queries, keys, values, heads, scale)) - merged
-        if sums is None:
-            first = first_order(keys, values, exact, plan, heads, scale)
-        else:
-            first = sums.sum(0).unflatten(0, (-1, heads))
+        first = first_order(keys, values, exact, plan, heads, scale)
         flat = (tensor.flatten(0, 1) for tensor in (left, queries.to(first.dtype), first))
         left = torch.baddbmm(*flat, alpha=-1)
-        block = block_of(left.shape[2])
         merged, left = (_in_blocks(tensor, block) for tensor in (merged.flatten(0, 1), left))
-        weights, constant, rest = _ridge(merged, left, max(_LEAST_SPREAD, torch.finfo(q.dtype).eps))
+        weights, constant, rest = _ridge(merged, left, same)
         # 0 for blocks in which merging loses nothing: there the rest is rounding
         first = first.flatten(0, 1)
         lost = _in_blocks(first, block).flatten(2).any(2).to(first.dtype)
         matrix = torch.cat([first, _on_diagonal(weights * lost[..., None, None])], 1)
         constant = (constant * lost[..., None, None]).flatten(1)[:, None]
         squares = torch.stack([rest * lost, merged.square().mean((2, 3))], 2).flatten(0, 1)
-        return Correction(matrix.to(q.dtype), constant.to(q.dtype), error=squares), tuple(pair)
+        return Correction(matrix.to(q.dtype), constant.to(q.dtype), count, squares), tuple(pair)
 
 
 def _in_blocks(rows: Tensor, block: int) -> Tensor:

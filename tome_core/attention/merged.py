@@ -17,7 +17,7 @@ import torch
 from ..merging import kernels
 from ..merging.grid import Layout, cached_result, tokens_in
 from ..merging.plan import MergePlan
-from .correction import Correction, Pair, fit_correction, pick_queries
+from .correction import Correction, Pair, block_of, fit_correction, pick_queries
 
 BIAS, OWN_BIAS, UNSIZED = "bias", "bias, by torch's own function", "without sizes"
 _HELD = 16 << 20  # bytes of an intermediate tensor for some heads or tokens, of which a few exist at a time
@@ -78,8 +78,7 @@ def attend(attention: Attention, merging: MergeOptions, merged_pair: Pair | None
         else:
             out, way = _attend_by_torch(q, k, v, bias, scale), OWN_BIAS
     if merging.correction is not None:
-        small = out.numel() * out.element_size() <= _HELD
-        out = (add_correction if small else _correct)(out, q, merging.correction)
+        out = add_correction(out, q, merging.correction)
     if merging.queries:
         out = plan.unmerge(out.flatten(2)).unflatten(2, out.shape[2:])
     return out, way
@@ -92,16 +91,14 @@ def correction_of(attention: Attention, plan: MergePlan, layout: Layout) -> tupl
     """
     q, k, v = attention[:3]
     (places,) = cached_result(pick_queries_in, q, layout, q.shape[1], q.shape[3])
-    sample_queries = q[:, places]
     shares = q.shape[2] // k.shape[2]
     fits: list[tuple[Correction, Pair]] = []
     for first, last in [(0, k.shape[2])] if shares == 1 and kernels.can_fit_all_heads(q) else _runs_of_heads(k, shares):
         pair = tuple(tensor[:, :, first:last] for tensor in (k, v))
         if shares > 1:
             pair = tuple(tensor.repeat_interleave(shares, 2) for tensor in pair)
-        queries = sample_queries[:, :, first * shares : last * shares]
         flat = tuple(tensor.flatten(2) for tensor in pair)
-        fits.append(fit_correction(queries.flatten(2), flat, plan, queries.shape[2], attention.scale))
+        fits.append(fit_correction(q[:, :, first * shares : last * shares], places, flat, plan, attention.scale))
     merged = None if shares > 1 else tuple(_join([pair[part] for _, pair in fits], 2) for part in (0, 1))
     batch = q.shape[0]
     matrix, constant, error = (
@@ -132,22 +129,34 @@ def merge(x: torch.Tensor, plan: MergePlan) -> torch.Tensor:
 
 
 def add_correction(out: torch.Tensor, q: torch.Tensor, correction: Correction) -> torch.Tensor:
-    """Return ``out + q M1 + out M2 + b`` in each sample's heads, a new tensor ``(batch, tokens, heads, head_dim)``.
+    """Return ``out + q M1 + out M2 + b`` in each sample's heads, ``(batch, tokens, heads, head_dim)``.
 
-    `out` and `q` have this form. M1 and M2 are the upper and the lower half of the correction's matrix, b its constant.
+    `out` and `q` have this form; `out` may be overwritten. M1 and M2 are the upper and the lower half of the
+    correction's matrix, b its constant.
     """
-    features, (matrix, constant) = out, correction[:2]
+    matrix, constant = correction[:2]
     if not matrix.dtype == out.dtype == q.dtype:  # the correction is of a step with another autocast
-        features, matrix, constant = (tensor.to(q.dtype) for tensor in (out, matrix, constant))
+        matrix, constant = matrix.to(q.dtype), constant.to(q.dtype)
     elif out.device.type in kernels.DEVICES and kernels.ready_for_halves(out) \
             and not kernels.needs_gradient(out, q, matrix, constant):  # fmt: skip
-        corrected = kernels.correct(out.flatten(2), q.flatten(2), matrix, constant)
+        corrected = kernels.correct(out, q, matrix, constant, block_of(out.shape[3]))
         if corrected is not None:
-            return corrected.view_as(out)
+            return corrected
+    whole = out.numel() * out.element_size() <= _HELD or kernels.needs_gradient(out, q, matrix, constant)
+    if whole:
+        return out + _change(out, q, matrix, constant)
+    step = max(1, _HELD // (out[:, :1].numel() * out.element_size()))
+    for start in range(0, out.shape[1], step):
+        piece = out[:, start : start + step]
+        piece += _change(piece, q[:, start : start + step], matrix, constant)
+    return out
+
+
+def _change(out: torch.Tensor, q: torch.Tensor, matrix: torch.Tensor, constant: torch.Tensor) -> torch.Tensor:
+    """Return ``q M1 + out M2 + b``, a new tensor of the shape of `out`; see `add_correction`."""
     batch, tokens, heads, _ = q.shape
-    features = torch.cat([q.transpose(1, 2), features.transpose(1, 2)], -1).flatten(0, 1)
-    change = torch.baddbmm(constant, features, matrix).view(batch, heads, tokens, -1)
-    return out + change.transpose(1, 2)
+    features = torch.cat([q.transpose(1, 2), out.to(q.dtype).transpose(1, 2)], -1).flatten(0, 1)
+    return torch.baddbmm(constant, features, matrix).view(batch, heads, tokens, -1).transpose(1, 2)
 
 
 def _attend_by_torch(
@@ -159,17 +168,6 @@ def _attend_by_torch(
     if shares > 1:
         k, v = (tensor.repeat_interleave(shares, 1) for tensor in (k, v))
     return torch._C._nn.scaled_dot_product_attention(q, k, v, bias, scale=scale).transpose(1, 2)
-
-
-def _correct(out: torch.Tensor, q: torch.Tensor, correction: Correction) -> torch.Tensor:
-    """Return `out` with the result of `add_correction`, some tokens at a time; a new tensor if gradients are needed."""
-    if torch.is_grad_enabled() and (out.requires_grad or q.requires_grad):
-        return add_correction(out, q, correction)
-    step = max(1, _HELD // (out[:, :1].numel() * out.element_size()))
-    for start in range(0, out.shape[1], step):
-        piece = out[:, start : start + step]
-        piece.copy_(add_correction(piece, q[:, start : start + step], correction))
-    return out
 
 
 def _runs_of_heads(x: torch.Tensor, times: int = 1) -> Iterator[tuple[int, int]]:

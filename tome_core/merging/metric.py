@@ -12,26 +12,38 @@ import torch.nn.functional as F
 
 from . import kernels
 from .grid import cached_result
-from .plan import MergePlan, take_rows
+from .plan import MergePlan, take_rows, to_exact
 
 METRICS = ("input", "keys+values")
 _TINY = 1e-12  # keeps a token of zeros at similarity 0
+_FEW, _LARGEST = 64, 1e4
 
 
 def of_unit_spread(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return keys and values side by side, centred over the tokens and scaled to a variance of 1 in each sample.
+    """Return keys and values side by side, centred and scaled to a variance of about 1 in each sample.
 
-    Both are ``(batch, tokens, channels)``, without gradient. All channels of the keys have one factor, and those of the
-    values another, so both count the same in any model. Constant inputs give 0.
+    Both are ``(batch, tokens, channels)``, without gradient. Mean and variance are those of up to `_FEW` tokens, evenly
+    spread: pictures merge as well by these as by all (docs/methods.md). All channels of the keys have one factor, and
+    those of the values another, so both count the same in any model. Constant inputs give 0; no number is larger than
+    `_LARGEST`.
     """
+    (places,) = cached_result(_spread_places, keys, keys.shape[1])
+    if kernels.ready(keys) and (features := kernels.spread(keys, values, places, _LARGEST)) is not None:
+        return features
     features = torch.cat([keys, values], -1)
-    features -= features.mean(1, keepdim=True)
-    x, exact = features.unflatten(-1, (2, -1)), torch.float64 if features.dtype == torch.float64 else torch.float32
-    # row by row first: a norm over both axes at once takes five times as long on a CPU, and is less exact
-    length = torch.linalg.vector_norm(torch.linalg.vector_norm(x, dim=3, dtype=exact), dim=1)[:, None, :, None]
-    unit = (x.shape[1] * x.shape[3]) ** -0.5
-    x /= (length * unit).clamp(min=torch.finfo(x.dtype).tiny).to(x.dtype)
-    return features
+    few = to_exact(features[:, places])
+    mean = few.mean(1, keepdim=True)
+    variance = (few - mean).square().unflatten(-1, (2, -1)).mean((1, 3))
+    unit = variance.clamp(min=_TINY).rsqrt()[..., None].expand(-1, -1, keys.shape[2]).flatten(1)[:, None]
+    features -= mean.to(features.dtype)
+    features *= unit.to(features.dtype)
+    return features.clamp_(-_LARGEST, _LARGEST)
+
+
+def _spread_places(tokens: int, device: torch.device) -> tuple[torch.Tensor]:
+    """Return the numbers of up to `_FEW` of `tokens`, evenly spread, int64, in a tuple for `cached_result`."""
+    count = min(tokens, _FEW)
+    return ((torch.arange(count, device=device) * 2 + 1) * tokens // (2 * count),)
 
 
 def keys_to_search(rows: torch.Tensor, by_distance: bool) -> tuple[torch.Tensor, torch.Tensor | None]:

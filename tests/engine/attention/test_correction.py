@@ -28,6 +28,11 @@ def drawn(batch: int, tokens: int, channels: int, dtype: torch.dtype, seed: int 
     return [tensor.to(dtype) for tensor in (q, k + 3, v - 2)]
 
 
+def every_third(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries of three heads, and the numbers of those that are answered."""
+    return by_head(q, 3).transpose(1, 2), torch.arange(0, q.shape[1], 3)
+
+
 def closed_form(pair: tuple[torch.Tensor, torch.Tensor], plan: MergePlan, heads: int, scale: float) -> torch.Tensor:
     return first_order(*pair, plan.merge_pair(*pair, exact=True)[2], plan, heads, scale)
 
@@ -38,10 +43,10 @@ def test_groups_of_one_token_are_corrected_by_exactly_nothing():
         q, k, v = drawn(3, 17, 12, dtype)
         plan = MergePlan(order[:rows], 17)
         assert not closed_form((k, v), plan, 3, 0.5).any()
-        assert not any(part.any() for part in fit_correction(q[:, ::3], (k, v), plan, 3, 0.5)[0][:2])
+        assert not any(part.any() for part in fit_correction(*every_third(q), (k, v), plan, 0.5)[0][:2])
         pairs = MergePlan(order.div(2, rounding_mode="floor"), 9)
         assert closed_form((k, v), pairs, 3, 0.5).all()
-        assert all(part.all() for part in fit_correction(q[:, ::3], (k, v), pairs, 3, 0.5)[0][:2])
+        assert all(part.all() for part in fit_correction(*every_third(q), (k, v), pairs, 0.5)[0][:2])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -88,7 +93,8 @@ def test_the_channels_of_a_wide_head_are_fitted_in_blocks(width, block):
     tokens, heads = 96, 2
     q, k, v = drawn(1, tokens, heads * width, torch.float64)
     plan = ragged(1, tokens, 12)
-    (matrix, constant, _, error), _ = fit_correction(q[:, ::2], (k, v), plan, heads, 0.1)
+    queries, places = by_head(q, heads).transpose(1, 2), torch.arange(0, tokens, 2)
+    (matrix, constant, _, error), _ = fit_correction(queries, places, (k, v), plan, 0.1)
     by_answer = matrix[:, width:].unflatten(1, (-1, block)).unflatten(3, (-1, block))
     for row in range(width // block):
         for column in range(width // block):

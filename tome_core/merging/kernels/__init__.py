@@ -32,8 +32,7 @@ _COUNTED_UP_TO = 2**26
 # The largest number of pairs of scores for which comparing all pairs is faster than sorting, which takes at least 4
 # launches. Estimated: 16,384 tokens take 60 us on a GPU of 132 processors.
 _COMPARED_UP_TO = 2**28
-# The most channels of a head whose equations (RIDGE_WIDEST) or matrix (WIDEST_HEAD) fit the registers of one program.
-RIDGE_WIDEST, WIDEST_HEAD = 64, 128
+WIDEST_HEAD = 256  # channels of a head, a tile of which fits the registers of one program
 _is_loaded = False
 _kernels: ModuleType | None = None
 _why_off = ""
@@ -68,7 +67,7 @@ def available(device: torch.device) -> bool:
 
 def can_fit_all_heads(q: Tensor) -> bool:
     """Return whether kernels can fit a correction to all heads of `q` ``(batch, tokens, heads, head_dim)`` at once."""
-    return q.shape[3] <= RIDGE_WIDEST and ready_for_halves(q) and not needs_gradient(q)
+    return q.shape[3] <= WIDEST_HEAD and ready_for_halves(q) and not needs_gradient(q)
 
 
 def needs_gradient(*tensors: Tensor) -> bool:
@@ -101,6 +100,17 @@ def best_keys(
     x, rows = _expanded(x, batch), None if rows is None else _expanded(rows, batch)
     variant = "best_keys", keys.dtype, rows is None, bias is None, lengths
     return (score, index) if launch(x, variant, x, rows, keys, bias, score, index, lengths) else None
+
+
+def spread(keys: Tensor, values: Tensor, places: Tensor, largest: float) -> Tensor | None:
+    """Return `metric.of_unit_spread` of keys and values; None if the kernel could not run.
+
+    Both are ``(batch, tokens, channels)``, any strides; `places` are the numbers of the tokens that tell means and
+    spreads, int64 ``(count,)``, up to 64.
+    """
+    batch, tokens, channels = keys.shape
+    features = keys.new_empty(batch, tokens, 2 * channels)
+    return features if launch(keys, ("spread", channels), keys, values, places, largest, features) else None
 
 
 class Means(NamedTuple):
@@ -188,53 +198,44 @@ def assign_groups(score: Tensor, index: Tensor, sources: Tensor, destinations: T
     return group if launch(index, ("assign_groups",), score, index, sources, destinations, removed, group) else None
 
 
-def first_order(keys: Tensor, values: Tensor, group: Tensor, means: Tensor, heads: int, scale: float) -> Tensor | None:
-    """Return sums over tokens of ``k^T (v - v_g) scale``, where ``v_g`` is the mean value of the token's group.
+class Answers(NamedTuple):
+    """What a correction is fitted to, of each head, all in float32. A span is a run of tokens, see `_span`."""
 
-    Keys and values are ``(batch, tokens, heads * head_dim)``, half precision, any strides; `group` is int64
-    ``(batch or 1, tokens)``; `means`, the groups' mean values, are contiguous float32 ``(batch, groups, heads *
-    head_dim)``. Differences are split into numbers of half precision that together hold all digits. The result has a
-    sum for each span of tokens (`_span`), which the caller adds up: float32 ``(spans, batch * heads, head_dim,
-    head_dim)``; None if the kernel could not run or heads have more than `WIDEST_HEAD` channels.
-    """
-    batch, tokens, channels = keys.shape
-    width, span = channels // heads, _span(tokens)
-    if width > WIDEST_HEAD:
-        return None
-    sums = keys.new_empty(-(-tokens // span), batch * heads, width, width, dtype=torch.float32)
-    group = _expanded(group.contiguous(), batch)
-    return sums if launch(keys, ("first_order", width), keys, values, group, means, span, scale, sums) else None
-
-
-class SampleAttention(NamedTuple):
-    """The outputs of attention for a few queries of each head, all in float32. For spans, see `first_order`."""
-
-    merged: Tensor  # outputs over merged keys, (batch * heads, queries, head_dim)
+    merged: Tensor  # outputs of a few queries over merged keys, (batch * heads, queries, head_dim)
     full: Tensor  # outputs over the keys of each span as if there were no others, (spans, *merged.shape)
     logs: Tensor  # logsumexp of the logits in each span, (spans, batch * heads, queries)
+    # sums over the span's tokens of ``k^T (v - v_g)``, with the token's group's mean value v_g, times the factor of the
+    # logits over the number of all tokens, (spans, batch * heads, head_dim, head_dim)
+    first: Tensor
 
 
-def attend_sample(
-    q: Tensor, keys: Tensor, values: Tensor, merged_keys: Tensor,
-    merged_values: Tensor, bias: Tensor, heads: int, scale: float,
-) -> SampleAttention | None:  # fmt: skip
-    """Compute attention of a few queries over merged keys and over all keys; None if the kernel could not run.
+def answer(
+    q: Tensor, places: Tensor, keys: Tensor, values: Tensor, merged_keys: Tensor, merged_values: Tensor, bias: Tensor,
+    group: Tensor, means: Tensor, scale: float,
+) -> Answers | None:  # fmt: skip
+    """Compute attention of a few queries over merged keys and over all keys, and what is known of the difference.
 
-    All tensors have the same half precision, the first five are ``(batch, number, heads * head_dim)``; merged ones, a
-    row for each group, are contiguous. `scale` multiplies all logits. `bias`, ``(batch or 1, groups)``, finite, is
-    added to the scaled logits of merged keys. All keys are split into spans, so that a few queries keep a whole GPU
-    busy.
+    All tensors but the last two have the same half precision. `q` is ``(batch, tokens, heads, head_dim)``; `places` are
+    the numbers of its tokens that are answered, int64 ``(queries,)``. Keys and values are ``(batch, number, heads *
+    head_dim)``, any strides; merged ones, a row for each group, are contiguous. `bias`, ``(batch or 1, groups)``,
+    finite, is added to the logits of merged keys, which are multiplied by `scale` before. `group` is int64 ``(batch or
+    1, tokens)``; `means`, the groups' mean values, are contiguous float32. None if the kernel could not run, or if
+    heads have more than `WIDEST_HEAD` channels.
     """
-    batch, tokens, channels = keys.shape
-    width, span, count = channels // heads, _span(tokens), q.shape[1]
+    batch, tokens, heads, width = *keys.shape[:2], *q.shape[2:]
+    if width > WIDEST_HEAD:
+        return None
+    span, count = _span(tokens), places.shape[0]
     spans, programs = -(-tokens // span), batch * heads
-    answers = SampleAttention(
+    answers = Answers(
         q.new_empty(programs, count, width, dtype=torch.float32),
         q.new_empty(spans, programs, count, width, dtype=torch.float32),
         q.new_empty(spans, programs, count, dtype=torch.float32),
+        q.new_empty(spans, programs, width, width, dtype=torch.float32),
     )
-    inputs = q, keys, values, merged_keys, merged_values, _expanded(bias.contiguous(), batch)
-    return answers if launch(q, ("attend_sample", width), *inputs, span, scale, *answers) else None
+    bias, group = _expanded(bias.contiguous(), batch), _expanded(group.contiguous(), batch)
+    inputs = q, places, keys, values, merged_keys, merged_values, bias, group, means
+    return answers if launch(q, ("answer", width), *inputs, span, scale, *answers) else None
 
 
 def _expanded(x: Tensor, batch: int) -> Tensor:
@@ -247,32 +248,37 @@ def _span(tokens: int) -> int:
     return max(512, -(-tokens // 8))
 
 
-def ridge(q: Tensor, answers: SampleAttention, first: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+def ridge(
+    q: Tensor, places: Tensor, answers: Answers, block: int, steps: int, penalty: float, least: float
+) -> tuple[Tensor, Tensor, Tensor] | None:
     """Fit a correction by ridge regression: return matrix and constant, in the dtype of `q`, and the error.
 
-    In each head, the correction predicts the output over all keys, less the output over merged keys, from the query and
-    the output over merged keys. `q` and `answers` are those of `attend_sample`, with at most `RIDGE_WIDEST` channels in
-    a head; `first`, the result of `first_order`, adds up to the first guess of ``M1``. If the sum of a head is 0 in the
-    dtype of `q`, merging loses nothing and the correction is 0. The error is that of `correction.Correction`. None if
-    the kernel could not run.
+    In each `block` of a head's channels, the correction predicts the output over all keys, less the output over merged
+    keys, from the latter; what `Answers.first` adds up to is known before, and is the upper half of the matrix. If this
+    is 0 in the dtype of `q`, merging loses nothing and the correction is 0. The error is that of
+    `correction.Correction`. `q` and `places` are those of `answer`; `steps` is the number of Newton's steps for this
+    `penalty`, see `correction.inverse`; `least` is the smallest variance that counts, as a share of the mean square.
+    None if the kernel could not run.
     """
-    heads, width = first.shape[1:3]
+    heads, _, width = answers.merged.shape
     matrix, constant = q.new_empty(heads, 2 * width, width), q.new_empty(heads, 1, width)
-    found = matrix, constant, q.new_empty(heads, 2, dtype=torch.float32)
-    return found if launch(q, ("ridge", width, len(first)), q, *answers, first, *found) else None
+    found = matrix, constant, q.new_empty(heads * (width // block), 2, dtype=torch.float32)
+    given, left = (q, places, *answers, block, steps, penalty, least), torch.empty_like(answers.merged)
+    return found if launch(q, ("ridge", width, len(answers.full)), *given, *found, left) else None
 
 
-def correct(out: Tensor, q: Tensor, matrix: Tensor, constant: Tensor) -> Tensor | None:
+def correct(out: Tensor, q: Tensor, matrix: Tensor, constant: Tensor, block: int) -> Tensor | None:
     """Return ``out + q M1 + out M2 + b`` in each head, a new tensor; None if the kernel could not run.
 
-    `out` and `q` are ``(batch, tokens, heads * head_dim)``; all have the same half precision. `matrix`, ``M1`` above
-    ``M2``, and `constant`, ``b``, are those of `correction.Correction`, contiguous, of at most `WIDEST_HEAD` channels.
+    `out` and `q` are ``(batch, tokens, heads, head_dim)``; all have the same half precision. `matrix`, ``M1`` above
+    ``M2``, whose blocks of `block` channels on the diagonal count, and `constant`, ``b``, are those of
+    `correction.Correction`, contiguous, of at most `WIDEST_HEAD` channels.
     """
     width = matrix.shape[2]
     if width > WIDEST_HEAD:
         return None
     corrected = torch.empty_like(out, memory_format=torch.contiguous_format)
-    return corrected if launch(out, ("correct", width), out, q, matrix, constant, corrected) else None
+    return corrected if launch(out, ("correct", width), out, q, matrix, constant, block, corrected) else None
 
 
 @contextlib.contextmanager

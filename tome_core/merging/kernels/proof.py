@@ -107,6 +107,19 @@ def best_keys(x, rows, keys, bias, score, index, lengths) -> Iterator[Output]:
         yield Output("best key's score", chosen, best, allowed)
 
 
+def spread(keys, values, places, largest, features) -> Iterator[Output]:
+    """Check `triton_kernels.spread`: yield the features of keys and of values, by runs of tokens."""
+    channels = keys.shape[2]
+    for name, x, found in zip(("keys", "values"), (keys, values), features.split(channels, 2), strict=True):
+        few = x[:, places].double()
+        mean = few.mean(1, keepdim=True)
+        unit = (few - mean).square().mean((1, 2), keepdim=True).clamp(min=_TINY).rsqrt()
+        for rows, some in zip(x.split(_TOKENS, 1), found.split(_TOKENS, 1), strict=True):
+            expected = ((rows.double() - mean) * unit).clamp(-largest, largest)
+            allowed = 1e-5 * (rows.double().abs() + mean.abs()) * unit + 1e-5 * expected.abs()
+            yield Output(f"spread of {name}", some, expected, allowed + _rounding(expected, some.dtype))
+
+
 def mean_rows(x, values, order, offsets, tokens, mean, mean_values, exact, bias) -> Iterator[Output]:
     """Yield the means that are not None, in pieces, then `bias`, which is expected from `mean` as it was filled.
 
@@ -159,23 +172,12 @@ def assign_groups(score, index, sources, destinations, removed, group) -> Iterat
     yield Output("groups", group, expected, 0.0)
 
 
-def first_order(keys, values, group, means, span, scale, sums) -> Iterator[Output]:
-    """Check `sums`, which `triton_kernels.first_order` filled: yield each span's, to be as exact as in float32."""
-    width = sums.shape[2]
-    spans = zip(*(tensor.split(span, 1) for tensor in (keys, values, group)), strict=True)
-    for number, (some_keys, some_values, groups) in enumerate(spans):
-        spread = some_values.double() - means.double().gather(1, groups[..., None].expand(-1, -1, means.shape[2]))
-        some_keys, spread = _by_head(some_keys, width), _by_head(spread, width)
-        allowed = 4e-5 * (some_keys.abs().mT @ spread.abs() * scale)
-        yield Output("sums", sums[number], some_keys.mT @ spread * scale, allowed + _TINY)
-
-
-def attend_sample(
-    q, keys, values, merged_keys, merged_values, bias, span, scale, merged, full, logs
+def answer(
+    q, places, keys, values, merged_keys, merged_values, bias, group, means, span, scale, merged, full, logs, first
 ) -> Iterator[Output]:
-    """Yield `merged`, then `full` and `logs` of each span. Only attention weights may be rounded to half precision."""
-    width, eps = merged.shape[2], torch.finfo(q.dtype).eps
-    q, heads = _by_head(q, width), merged.shape[0] // len(q)
+    """Yield `merged`, then `full`, `logs` and `first` of each span. Only attention weights may be rounded to halves."""
+    eps, width, heads = torch.finfo(q.dtype).eps, q.shape[3], q.shape[2]
+    q = q[:, places].double().transpose(1, 2).flatten(0, 1)
 
     def answers(keys: Tensor, values: Tensor, bias: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
         scores, values = q @ _by_head(keys, width).mT * scale + bias, _by_head(values, width)
@@ -184,50 +186,61 @@ def attend_sample(
 
     expected, _, allowed = answers(merged_keys, merged_values, bias.double().repeat_interleave(heads, 0)[:, None])
     yield Output("answers from merged keys", merged, expected, allowed)
-    for number, part in enumerate(zip(keys.split(span, 1), values.split(span, 1), strict=True)):
-        expected, summed, allowed = answers(*part, 0.0)
+    spans = zip(*(tensor.split(span, 1) for tensor in (keys, values, group)), strict=True)
+    for number, (some_keys, some_values, groups) in enumerate(spans):
+        expected, summed, allowed = answers(some_keys, some_values, 0.0)
         yield Output("answers from all keys", full[number], expected, allowed)
         yield Output("sums of weights", logs[number], summed, 1e-5 * (1 + summed.abs()))
+        spread = some_values.double() - means.double().gather(1, groups[..., None].expand(-1, -1, means.shape[2]))
+        some_keys, spread = _by_head(some_keys, width), _by_head(spread, width) * (scale / keys.shape[1])
+        allowed = 4e-5 * (some_keys.abs().mT @ spread.abs())  # as exact as in float32
+        yield Output("sums of first order", first[number], some_keys.mT @ spread, allowed + _TINY)
 
 
-def ridge(q, merged, full, logs, first, matrix, constant, error) -> Iterator[Output]:
-    """Yield what `matrix` and `constant` add to the outputs, ``[q, merged] @ matrix + constant``, and `error`, by head.
+def ridge(
+    q, places, merged, full, logs, first, block, steps, penalty, least, matrix, constant, error, left
+) -> Iterator[Output]:
+    """Yield what `matrix` and `constant` add to the outputs, ``[q, merged] @ matrix + constant``, and `error`.
 
     These terms are compared, not the weights, since other weights may add the same. They are expected as a ridge fit in
-    float64 predicts them, and may differ by a share of the sum of absolute terms. A head whose `first` adds up to zeros
-    has no correction.
+    float64 predicts them, and may differ by a share of the sum of absolute terms. A block in which `first` adds up to
+    zeros has no correction.
     """
     width, eps = merged.shape[2], torch.finfo(q.dtype).eps
-    queries, merged = _by_head(q, width), merged.double()
-    features = torch.cat([queries, merged], 2)
+
+    def by_block(rows: Tensor) -> Tensor:  # (heads, n, width) as (heads, blocks, n, block)
+        return rows.unflatten(2, (-1, block)).transpose(1, 2)
+
+    q, merged = q[:, places].double().transpose(1, 2).flatten(0, 1), merged.double()
     known = first.double().sum(0).to(matrix.dtype).double()
-    left = (logs.double().softmax(0)[..., None] * full).sum(0) - merged - queries @ known
-    x = features - features.mean(1, keepdim=True)
-    normal, cross, unknowns = x.mT @ x, x.mT @ left, 2 * width
-    energy = normal.diagonal(dim1=1, dim2=2).unflatten(1, (2, -1)).mean(2, keepdim=True).clamp(min=_TINY)
-    unit = energy.rsqrt().expand(-1, -1, width).flatten(1)[..., None]
-    penalty = torch.eye(unknowns, dtype=x.dtype, device=x.device) * unknowns / x.shape[1]
-    solution = torch.linalg.inv(normal * unit * unit.mT + penalty)
-    weights, scaled = unit * (solution @ (unit * cross)), x * unit.mT
-    left_out = (left - left.mean(1, keepdim=True) - x @ weights)
-    left_out /= 1 - 1 / x.shape[1] - (scaled @ solution * scaled).sum(2, keepdim=True)
-    shift = left.mean(1, keepdim=True) - features.mean(1, keepdim=True) @ weights
-    lost = known.flatten(1).any(1)[:, None, None]
-    weights, shift = weights * lost, shift * lost
-    weights[:, :width] += known
-    allowed = 8 * eps * (features.abs() @ weights.abs() + shift.abs() + left.abs().amax((1, 2), keepdim=True) * lost)
-    yield Output("correction", features @ matrix.double() + constant, features @ weights + shift, allowed + _TINY)
-    rest, sizes = left_out.square().mean((1, 2)) * lost[:, 0, 0], left.square().mean((1, 2))
-    yield Output("error", error[:, 0].sqrt(), rest.sqrt(), 16 * eps * (rest.sqrt() + sizes.sqrt()) + _TINY)
-    yield Output("mean square of answers", error[:, 1], merged.square().mean((1, 2)), 1e-5 * error[:, 1] + _TINY)
+    rest, answers = by_block((logs.double().softmax(0)[..., None] * full).sum(0) - merged - q @ known), by_block(merged)
+    average, mean = rest.mean(2, keepdim=True), answers.mean(2, keepdim=True)
+    x = answers - mean
+    normal, sizes = x.mT @ x, answers.square().mean((2, 3))
+    energy = normal.diagonal(dim1=2, dim2=3).mean(2).maximum(least * sizes * x.shape[2]).clamp(min=_TINY)
+    energy = energy[..., None, None]
+    solution = torch.linalg.inv(normal / energy + penalty * torch.eye(block, dtype=x.dtype, device=x.device))
+    weights = solution @ (x.mT @ rest) / energy
+    left_out = rest - average - x @ weights
+    left_out /= 1 - 1 / x.shape[2] - (x @ solution * x).sum(3, keepdim=True) / energy
+    lost = by_block(known).flatten(2).any(2)[..., None, None]
+    weights, shift = weights * lost, (average - mean @ weights) * lost
+    expected, named = answers @ weights + shift, by_block(q @ known)
+    found = by_block(q @ matrix[:, :width].double() + merged @ matrix[:, width:].double() + constant)
+    allowed = answers.abs() @ weights.abs() + shift.abs() + rest.abs().amax((2, 3), keepdim=True) * lost
+    allowed = 8 * eps * (allowed + by_block(q.abs() @ known.abs()))
+    yield Output("correction", found, expected + named, allowed + _TINY)
+    alone, sized = left_out.square().mean((2, 3)) * lost[..., 0, 0], rest.square().mean((2, 3))
+    error = error.view(*alone.shape, 2)
+    yield Output("error", error[..., 0].sqrt(), alone.sqrt(), 16 * eps * (alone.sqrt() + sized.sqrt()) + _TINY)
+    yield Output("mean square of answers", error[..., 1], sizes, 1e-5 * sizes + _TINY)
 
 
-def correct(out, q, matrix, constant, corrected) -> Iterator[Output]:
+def correct(out, q, matrix, constant, block, corrected) -> Iterator[Output]:
     """Check `triton_kernels.correct`: yield `corrected` by runs of tokens, as `kernels.correct` says, rounded once."""
-    width = matrix.shape[2]
     matrix, constant = matrix.double(), constant.double()
     for parts in zip(*(tensor.split(_TOKENS, 1) for tensor in (q, out, corrected)), strict=True):
-        queries, answers, found = (_by_head(part, width) for part in parts)
+        queries, answers, found = (part.double().transpose(1, 2).flatten(0, 1) for part in parts)
         features = torch.cat([queries, answers], 2)
         summed = answers.abs() + features.abs() @ matrix.abs() + constant.abs()
         expected = answers + features @ matrix + constant
@@ -236,7 +249,6 @@ def correct(out, q, matrix, constant, corrected) -> Iterator[Output]:
 
 # Each kernel's check, and how many of its first arguments must hold finite numbers, or be None, to make it meaningful.
 _CHECKS: dict[str, tuple[Callable[..., Iterator[Output]], int]] = {
-    "best_keys": (best_keys, 3), "mean_rows": (mean_rows, 2), "segments": (segments, 1),
-    "assign_groups": (assign_groups, 1), "first_order": (first_order, 4), "attend_sample": (attend_sample, 5),
-    "ridge": (ridge, 5), "correct": (correct, 4),
+    "spread": (spread, 2), "best_keys": (best_keys, 3), "mean_rows": (mean_rows, 2), "segments": (segments, 1),
+    "assign_groups": (assign_groups, 1), "answer": (answer, 9), "ridge": (ridge, 6), "correct": (correct, 4),
 }  # fmt: skip

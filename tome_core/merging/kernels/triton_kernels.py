@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_kernels_correction import attend_sample, correct, first_order, parts_of, power_of_two, ridge
+from .triton_kernels_correction import answer, correct, parts_of, power_of_two, ridge
 from .triton_kernels_direct import direct
 
-__all__ = ["assign_groups", "attend_sample", "best_keys", "correct", "first_order", "mean_rows", "ridge", "segments"]
+__all__ = ["answer", "assign_groups", "best_keys", "correct", "mean_rows", "ridge", "segments", "spread"]
 
 # Tiles are fixed, not tuned at run time: another tile adds in another order, so equal inputs would give other bits.
 # They are small, because SD1.5 at 512 px has 3,072 sources: 48 tiles a sample, on GPUs of 60 to 140 processors.
@@ -21,6 +21,66 @@ _QUERIES, _KEYS, _CHANNELS, _CHANNELS_OF_HALVES = 64, 64, 32, 64
 _ROWS, _WIDEST, _ROWS_ALONE, _WIDEST_ALONE = 32, 64, 16, 1024
 _COUNTED_TOKENS, _COUNTED_GROUPS = 2048, 4
 _PLACED, _OTHERS = 32, 128
+_SPREAD_TOKENS, _FEW, _SPREAD_CHANNELS = 128, 64, 32
+_TINY = tl.constexpr(1e-12)
+
+
+@triton.jit
+def _spread_tokens(
+    source, row_step, channel_step, places, to, token, count, tokens, channels, largest,
+    FEW: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Store a tile's tokens, centred and scaled; see `kernels.spread`. ``to`` has the result's columns for ``source``.
+
+    ``token`` has the tile's numbers. There are up to FEW ``places``; CHANNELS are read at a time.
+    """
+    few = tl.arange(0, FEW)
+    row = tl.load(places + few, mask=few < count, other=0)[:, None] * row_step
+    total = tl.zeros([CHANNELS], tl.float32)
+    for start in range(0, channels, CHANNELS):
+        channel = start + tl.arange(0, CHANNELS)
+        mask = (few < count)[:, None] & (channel < channels)[None, :]
+        rows = tl.load(source + row + channel[None, :] * channel_step, mask=mask, other=0.0).to(tl.float32)
+        apart = tl.where(mask, rows - tl.sum(rows, 0)[None, :] / count, 0.0)
+        total += tl.sum(apart * apart, 0)
+    unit = 1.0 / tl.sqrt(tl.maximum(tl.sum(total, 0) / (count * channels), _TINY))
+    for start in range(0, channels, CHANNELS):
+        channel = start + tl.arange(0, CHANNELS)
+        is_channel = (channel < channels)[None, :]
+        mask = (few < count)[:, None] & is_channel
+        rows = tl.load(source + row + channel[None, :] * channel_step, mask=mask, other=0.0).to(tl.float32)
+        mask = (token < tokens)[:, None] & is_channel
+        at = source + token[:, None] * row_step + channel[None, :] * channel_step
+        x = (tl.load(at, mask=mask, other=0.0).to(tl.float32) - tl.sum(rows, 0)[None, :] / count) * unit
+        x = tl.minimum(tl.maximum(x, -largest), largest)
+        tl.store(to + token[:, None] * (2 * channels) + channel[None, :], x, mask=mask)
+
+
+@direct
+@triton.jit
+def _spread(
+    keys, values, places, features, count, tokens, channels, tiles, largest,
+    keys_sample, keys_row, keys_channel, values_sample, values_row, values_channel,
+    TOKENS: tl.constexpr, FEW: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Fill ``features``, the result of `kernels.spread`. A program serves TOKENS tokens, their keys or values (axis 1).
+
+    A sample has ``tiles`` tiles of tokens. In all kernels, tensors come as pointers, and names that end in _<axis> are
+    strides.
+    """
+    sample = (tl.program_id(0) // tiles).to(tl.int64)
+    token = (tl.program_id(0) % tiles * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    to = features + sample * tokens * 2 * channels
+    if tl.program_id(1) == 0:
+        _spread_tokens(
+            keys + sample * keys_sample, keys_row, keys_channel, places, to, token, count, tokens, channels, largest,
+            FEW, CHANNELS,
+        )  # fmt: skip
+    else:
+        _spread_tokens(
+            values + sample * values_sample, values_row, values_channel, places, to + channels, token, count, tokens,
+            channels, largest, FEW, CHANNELS,
+        )  # fmt: skip
 
 
 @direct
@@ -35,8 +95,7 @@ def _best_keys(
 
     A program (an instance of the kernel) compares a tile of queries with all keys. A sample has ``tiles`` tiles of
     queries. QUERIES, KEYS and CHANNELS are the lengths of tiles, PARTS the number of parts into which a key is split
-    (`parts_of`); LENGTHS subtracts half of a query's squared length. In all kernels, tensors come as pointers, and
-    names that end in _<axis> are strides.
+    (`parts_of`); LENGTHS subtracts half of a query's squared length.
     """
     sample = (tl.program_id(0) // tiles).to(tl.int64)
     query = (tl.program_id(0) % tiles) * QUERIES + tl.arange(0, QUERIES)
@@ -218,6 +277,16 @@ def _place(
     is_cell = (cell >= 0) & (cell < cells)
     token = tl.load(destinations + sample * destinations_sample + cell, mask=is_cell, other=0)
     tl.store(group + sample * tokens + token, cell.to(tl.int64), mask=is_cell)
+
+
+def spread(keys: Tensor, values: Tensor, places: Tensor, largest: float, features: Tensor) -> None:
+    """Fill ``features``; `kernels.spread` describes the arguments."""
+    batch, tokens, channels = keys.shape
+    tiles = -(-tokens // _SPREAD_TOKENS)
+    _spread[(tiles * batch, 2)](
+        keys, values, places, features, places.shape[0], tokens, channels, tiles, largest,
+        *keys.stride(), *values.stride(), TOKENS=_SPREAD_TOKENS, FEW=_FEW, CHANNELS=_SPREAD_CHANNELS,
+    )  # fmt: skip
 
 
 def best_keys(

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from .triton_kernels_direct import direct
 
-_TOKENS, _QUERIES = 64, 32
+_TOKENS, _COLUMNS = 64, 64
+_WIDE = 128  # a tile of more channels has fewer tokens, so that a desktop's shared memory holds it
 _TINY = tl.constexpr(1e-12)
 _PARTS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}  # 11 or 8 bits each hold the 24 of float32
 
@@ -24,45 +25,6 @@ def parts_of(part: torch.dtype, whole: torch.dtype) -> int:
     It is 1 for equal dtypes. Else `whole` is float32, which takes 2 numbers of float16 or 3 of bfloat16.
     """
     return 1 if whole == part else _PARTS[part]
-
-
-@direct
-@triton.jit
-def _first_order(
-    keys, values, group, means, found, tokens, groups, heads, span, scale,
-    keys_sample, keys_row, keys_channel, values_sample, values_row, values_channel, group_sample,
-    width: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    """Fill ``found``, the sums of `kernels.first_order`. A program serves a sample's head (axis 0) and a span (axis 1).
-
-    ``span`` is the number of tokens in a span; PARTS: see `parts_of`. In all kernels of this file, ``width`` is a
-    head's number of channels, WIDTH that of a tile (`_padded`), and TOKENS or QUERIES a tile's number of rows.
-    """
-    sample, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
-    channel = tl.arange(0, WIDTH)
-    is_channel = channel < width
-    column = head * width + channel
-    first, stop = tl.program_id(1) * span, tl.minimum(tl.program_id(1) * span + span, tokens)
-    total = tl.zeros([WIDTH, WIDTH], tl.float32)
-    for start in range(first, stop, TOKENS):
-        token = start + tl.arange(0, TOKENS)
-        is_token = token < stop
-        row = token.to(tl.int64)
-        at_key = keys + sample * keys_sample + row[None, :] * keys_row + column[:, None] * keys_channel
-        key = tl.load(at_key, mask=is_channel[:, None] & is_token[None, :], other=0.0)
-        mask = is_token[:, None] & is_channel[None, :]
-        at_value = values + sample * values_sample + row[:, None] * values_row + column[None, :] * values_channel
-        value = tl.load(at_value, mask=mask, other=0.0).to(tl.float32)
-        number = tl.load(group + sample * group_sample + token, mask=is_token, other=0) + sample * groups
-        rest = value - tl.load(means + number[:, None] * (heads * width) + column[None, :], mask=mask, other=0.0)
-        # tensor cores multiply half precision exactly; the next parts hold the digits that the first part lacks
-        for _part in tl.static_range(PARTS):
-            part = rest.to(key.dtype)
-            total = tl.dot(key, part, total)
-            rest = rest - part.to(tl.float32)
-    to = found + (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * width * width
-    mask = is_channel[:, None] & is_channel[None, :]
-    tl.store(to + channel[:, None] * width + channel[None, :], total * scale, mask=mask)
 
 
 @triton.jit
@@ -99,61 +61,94 @@ def _attend(
     return out / total[:, None], top + tl.log(total)
 
 
+@triton.jit
+def _first_order(
+    keys, values, group, means, column, is_column, first, stop, channels, at_head,
+    keys_row, keys_channel, values_row, values_channel,
+    width: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Return the sum of ``k^T (v - v_g)`` over tokens ``first`` to ``stop - 1``, (WIDTH, COLUMNS) of a head's square.
+
+    Pointers are to a sample's; ``at_head`` is the head's first channel of ``channels``, ``column`` has channels of the
+    head. PARTS: see `parts_of`.
+    """
+    channel = tl.arange(0, WIDTH)
+    is_channel = channel < width
+    total = tl.zeros([WIDTH, COLUMNS], tl.float32)
+    for start in range(first, stop, TOKENS):
+        token = start + tl.arange(0, TOKENS)
+        is_token = token < stop
+        row = token.to(tl.int64)
+        at_key = keys + row[None, :] * keys_row + (at_head + channel)[:, None] * keys_channel
+        key = tl.load(at_key, mask=is_channel[:, None] & is_token[None, :], other=0.0)
+        mask = is_token[:, None] & is_column[None, :]
+        at_value = values + row[:, None] * values_row + (at_head + column)[None, :] * values_channel
+        value = tl.load(at_value, mask=mask, other=0.0).to(tl.float32)
+        number = tl.load(group + token, mask=is_token, other=0)
+        rest = value - tl.load(means + number[:, None] * channels + (at_head + column)[None, :], mask=mask, other=0.0)
+        # tensor cores multiply half precision exactly; the next parts hold the digits that the first part lacks
+        for _part in tl.static_range(PARTS):
+            part = rest.to(key.dtype)
+            total = tl.dot(key, part, total)
+            rest = rest - part.to(tl.float32)
+    return total
+
+
 @direct
 @triton.jit
-def _attend_sample(
-    q, keys, values, merged_keys, merged_values, bias, merged, full, logs,
-    count, tokens, groups, heads, tiles, span, scale,
-    q_sample, q_row, q_channel, keys_sample, keys_row, keys_channel, values_sample, values_row, values_channel,
-    bias_sample, width: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+def _answer(
+    q, places, keys, values, merged_keys, merged_values, bias, group, means, merged, full, logs, first,
+    count, tokens, groups, heads, tiles, span, scale, share,
+    q_sample, q_row, q_head, q_channel, keys_sample, keys_row, keys_channel, values_sample, values_row, values_channel,
+    bias_sample, group_sample,
+    width: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Fill ``merged``, ``full`` and ``logs``. A program serves a tile of a head's queries, and a span or merged keys.
+    """Fill ``merged`` to ``first``, the fields of `kernels.Answers`.
 
-    A head has ``tiles`` tiles of queries. The programs of the merged keys come after those of the last span, and store
-    no logsumexps. These three are the fields of `kernels.SampleAttention`.
+    A program serves a head (axis 0) and a span of tokens, after the last span the merged keys (axis 1): for a tile of
+    the head's queries, or after the last of ``tiles`` for some columns of ``first`` (axis 2), whose sums are multiplied
+    by ``share``. In all kernels of this file, ``width`` is a head's number of channels, WIDTH that of a tile
+    (`_padded`), COLUMNS that of a tile of some of them, and TOKENS a tile's number of rows.
     """
-    head_number = (tl.program_id(0) // tiles).to(tl.int64)
-    sample, head = head_number // heads, head_number % heads
-    query = tl.program_id(0) % tiles * QUERIES + tl.arange(0, QUERIES)
+    number, part, piece = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    sample, head, spans = number // heads, number % heads, tl.num_programs(1) - 1
     channel = tl.arange(0, WIDTH)
     is_channel, column = channel < width, head * width + channel
-    is_query = query < count
-    mask = is_query[:, None] & is_channel[None, :]
-    queries = tl.load(
-        q + sample * q_sample + query[:, None] * q_row + column[None, :] * q_channel, mask=mask, other=0.0
-    )
-    at = query[:, None] * width + channel[None, :]
-    part = tl.program_id(1)
-    if part < tl.num_programs(1) - 1:
-        answer, log = _attend(
-            queries, keys + sample * keys_sample, values + sample * values_sample, None, part * span,
-            tl.minimum(part * span + span, tokens), scale, keys_row, keys_channel, values_row, values_channel, column,
-            is_channel, QUERIES, WIDTH, TOKENS,
+    keys += sample * keys_sample
+    values += sample * values_sample
+    if piece < tiles:
+        query = piece * TOKENS + tl.arange(0, TOKENS)
+        is_query = query < count
+        mask = is_query[:, None] & is_channel[None, :]
+        row = tl.load(places + query, mask=is_query, other=0)
+        at_query = q + sample * q_sample + head * q_head + row[:, None] * q_row + channel[None, :] * q_channel
+        queries = tl.load(at_query, mask=mask, other=0.0)
+        at = query[:, None] * width + channel[None, :]
+        if part < spans:
+            answer, log = _attend(
+                queries, keys, values, None, part * span, tl.minimum(part * span + span, tokens), scale,
+                keys_row, keys_channel, values_row, values_channel, column, is_channel, TOKENS, WIDTH, TOKENS,
+            )  # fmt: skip
+            number += part.to(tl.int64) * tl.num_programs(0)
+            tl.store(full + number * count * width + at, answer, mask=mask)
+            tl.store(logs + number * count + query, log, mask=is_query)
+        else:
+            first_key = sample * groups * heads * width
+            answer, log = _attend(
+                queries, merged_keys + first_key, merged_values + first_key, bias + sample * bias_sample, 0, groups,
+                scale, heads * width, 1, heads * width, 1, column, is_channel, TOKENS, WIDTH, TOKENS,
+            )  # fmt: skip
+            tl.store(merged + number * count * width + at, answer, mask=mask)
+    elif part < spans:
+        some = (piece - tiles) * COLUMNS + tl.arange(0, COLUMNS)
+        total = _first_order(
+            keys, values, group + sample * group_sample, means + sample * groups * heads * width, some, some < width,
+            part * span, tl.minimum(part * span + span, tokens), heads * width, head * width,
+            keys_row, keys_channel, values_row, values_channel, width, PARTS, WIDTH, COLUMNS, TOKENS,
         )  # fmt: skip
-        number = part * (tl.num_programs(0) // tiles) + head_number
-        tl.store(full + number * count * width + at, answer, mask=mask)
-        tl.store(logs + number * count + query, log, mask=is_query)
-    else:
-        first_key = sample * groups * heads * width
-        answer, log = _attend(
-            queries, merged_keys + first_key, merged_values + first_key, bias + sample * bias_sample, 0, groups, scale,
-            heads * width, 1, heads * width, 1, column, is_channel, QUERIES, WIDTH, TOKENS,
-        )  # fmt: skip
-        tl.store(merged + head_number * count * width + at, answer, mask=mask)
-
-
-@triton.jit
-def _load_features(q, merged, query, column, mask, width: tl.constexpr, q_row, q_channel):
-    """Return queries and their outputs over merged keys side by side, in float32, 0 outside the mask.
-
-    ``q`` and ``merged`` are pointers to a head's, ``query`` has the numbers of queries. ``column``, from 0 to
-    ``2 * width - 1``, chooses: below ``width`` a query's channel, else an output's. ``mask`` and result have a row for
-    each query and a column for each number in ``column``.
-    """
-    of_q = column < width
-    left = tl.load(q + query[:, None] * q_row + column[None, :] * q_channel, mask=mask & of_q[None, :], other=0.0)
-    at = merged + query[:, None] * width + (column - width)[None, :]
-    return left.to(tl.float32) + tl.load(at, mask=mask & (column >= width)[None, :], other=0.0)
+        to = first + (part.to(tl.int64) * tl.num_programs(0) + number) * width * width
+        mask = is_channel[:, None] & (some < width)[None, :]
+        tl.store(to + channel[:, None] * width + some[None, :], total * share, mask=mask)
 
 
 @triton.jit
@@ -162,7 +157,7 @@ def _join(
 ):  # fmt: skip
     """Return outputs over all keys: the sum of the spans' outputs, each times the span's share of the weights.
 
-    ``full`` and ``logs`` are those of `kernels.SampleAttention`, with SPANS spans and ``count`` queries. ``number`` is
+    ``full`` and ``logs`` are those of `kernels.Answers`, with SPANS spans and ``count`` queries. ``number`` is
     the number of the head among the heads of all samples, ``programs`` the number of these heads. The result, float32,
     has a row for each number in ``query`` and a column for each channel in ``column``; it is 0 outside of ``is_query``
     and ``is_column``.
@@ -182,142 +177,150 @@ def _join(
 
 
 @triton.jit
-def _left(
-    merged, full, logs, known, features, number, programs, query, is_query, column, is_column, count,
-    width: tl.constexpr, SPANS: tl.constexpr,
-):  # fmt: skip
-    """Return what ``features`` times ``known`` leave of outputs over all keys less ``merged``; see `_join`."""
-    left = _join(full, logs, number, programs, query, is_query, column, is_column, count, width, SPANS)
-    at = merged + query[:, None] * width + column[None, :]
-    left -= tl.load(at, mask=is_query[:, None] & is_column[None, :], other=0.0)
-    return left - tl.dot(features.to(known.dtype), known)
+def _product(a, b):
+    """Return the product of two float32 matrices of numbers below 65,504, each held by two numbers of half precision.
+
+    Tensor cores multiply these exactly. Of each number 22 bits count.
+    """
+    a_high, b_high = a.to(tl.float16), b.to(tl.float16)
+    a_low, b_low = (a - a_high.to(tl.float32)).to(tl.float16), (b - b_high.to(tl.float32)).to(tl.float16)
+    return tl.dot(a_high, b_high, tl.dot(a_high, b_low, tl.dot(a_low, b_high)))
+
+
+@triton.jit
+def _invert(matrix, is_same, penalty, most, steps):
+    """Return the inverse of ``matrix + penalty I`` by Newton's iteration, see `correction.inverse`; square tiles."""
+    matrix += tl.where(is_same, penalty, 0.0)
+    high = most + penalty
+    scale = 2.0 / (penalty + high)
+    inverse = tl.where(is_same, 2.0 * scale, 0.0) - scale * scale * matrix
+    low = 4.0 * penalty * high / ((penalty + high) * (penalty + high))
+    for _ in range(steps):
+        scale = 2.0 / (low + 1.0)
+        inverse = 2.0 * scale * inverse - scale * scale * _product(inverse, _product(matrix, inverse))
+        low = 4.0 * low / ((low + 1.0) * (low + 1.0))
+    return inverse
 
 
 @direct
 @triton.jit
 def _ridge(
-    q, merged, full, logs, first, matrix, constant, error, count, heads, q_sample, q_row, q_channel,
-    width: tl.constexpr, WIDTH: tl.constexpr, UNKNOWNS: tl.constexpr, QUERIES: tl.constexpr, SPANS: tl.constexpr,
+    q, places, merged, full, logs, first, matrix, constant, error, left, count, heads, steps, penalty, least,
+    q_sample, q_row, q_head, q_channel,
+    width: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
+    SPANS: tl.constexpr,
 ):  # fmt: skip
-    """Fill the results of `kernels.ridge`. A program solves a head's normal equations by elimination.
+    """Fill the results of `kernels.ridge`. A program serves BLOCK channels (axis 1) of a head (axis 0).
 
-    From the queries and ``merged``, it fits what ``first`` leaves of the output over all keys less ``merged``, and adds
-    ``first`` to the solution. The penalty makes elimination safe without a search for pivots. Factors are rounded to
-    the dtype of the queries after they are centred, which is a smaller error than the rounding of the answers. There
-    are ``count`` queries and SPANS spans; UNKNOWNS is ``2 * width``, padded.
+    From the answers over merged keys, it fits what ``first`` leaves of the answers over all keys less those, which it
+    keeps in ``left``, of the shape of ``merged``. Factors are rounded to the dtype of the queries after they are
+    centred, which is a smaller error than the rounding of the answers. There are ``count`` queries and SPANS spans.
     """
     number, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    q += number // heads * q_sample + number % heads * width * q_channel
+    q += number // heads * q_sample + number % heads * q_head
     merged += number * count * width
-    row, column = tl.arange(0, UNKNOWNS), tl.arange(0, WIDTH)
-    unknowns = 2 * width
-    is_unknown, is_column = row < unknowns, column < width
-    block = (row < width)[:, None] & is_column[None, :]
-    known = tl.zeros([UNKNOWNS, WIDTH], tl.float32)  # the matrix of first order, with zeros below it
+    left += number * count * width
+    channel, place = tl.arange(0, WIDTH), tl.arange(0, COLUMNS)
+    is_channel, is_column, column = channel < width, place < BLOCK, tl.program_id(1) * BLOCK + place
+    known = tl.zeros([WIDTH, COLUMNS], tl.float32)
+    at_known = channel[:, None] * width + column[None, :]
+    is_known = is_channel[:, None] & is_column[None, :]
     for span in tl.static_range(SPANS):
-        at = first + (span * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * width * width
-        known += tl.load(at + row[:, None] * width + column[None, :], mask=block, other=0.0)
+        known += tl.load(first + (span * programs + number) * width * width + at_known, mask=is_known, other=0.0)
     rounded = known.to(q.dtype.element_ty)
-    mean = tl.zeros([UNKNOWNS], tl.float32)
-    for start in range(0, count, QUERIES):
-        query = start + tl.arange(0, QUERIES)
-        mask = (query < count)[:, None] & is_unknown[None, :]
-        mean += tl.sum(_load_features(q, merged, query, row, mask, width, q_row, q_channel), 0)
-    mean = mean / count
-    normal = tl.zeros([UNKNOWNS, UNKNOWNS], tl.float32)
-    cross = tl.zeros([UNKNOWNS, WIDTH], tl.float32)
-    left_mean = tl.zeros([WIDTH], tl.float32)
-    for start in range(0, count, QUERIES):
-        query = start + tl.arange(0, QUERIES)
+    mean = tl.zeros([COLUMNS], tl.float32)
+    average = tl.zeros([COLUMNS], tl.float32)
+    for start in range(0, count, TOKENS):
+        query = start + tl.arange(0, TOKENS)
         is_query = query < count
-        mask = is_query[:, None] & is_unknown[None, :]
-        features = _load_features(q, merged, query, row, mask, width, q_row, q_channel)
-        left = _left(
-            merged, full, logs, rounded, features, number, programs, query, is_query, column, is_column, count, width,
-            SPANS,
-        )  # fmt: skip
-        left_mean += tl.sum(left, 0)
-        features = tl.where(mask, features - mean[None, :], 0.0).to(rounded.dtype)
-        across = tl.trans(features)
-        normal = tl.dot(across, features, normal)
-        cross = tl.dot(across, left.to(rounded.dtype), cross)
-    left_mean = left_mean / count
-    energy = tl.sum(tl.where(row[:, None] == row[None, :], normal, 0.0), 1)
-    of_q = tl.sum(tl.where(row < width, energy, 0.0), 0) / width
-    of_merged = tl.sum(tl.where(row < width, 0.0, energy), 0) / width
-    energy = tl.maximum(tl.where(row < width, of_q, of_merged), _TINY)
-    unit = tl.where(is_unknown, 1.0 / tl.sqrt(energy), 0.0)
-    penalty = unknowns / (count * 1.0)
-    normal = normal * unit[:, None] * unit[None, :] + tl.where(row[:, None] == row[None, :], penalty, 0.0)
-    weights = cross * unit[:, None]
-    for step in range(0, unknowns):
-        is_pivot = row == step
-        pivot_row = tl.sum(tl.where(is_pivot[:, None], normal, 0.0), 0)
-        pivot_column = tl.sum(tl.where(is_pivot[None, :], normal, 0.0), 1)
-        pivot = tl.sum(tl.where(is_pivot, pivot_row, 0.0), 0)
-        share = tl.where(is_pivot, 1.0 - 1.0 / pivot, pivot_column / pivot)
-        right = tl.sum(tl.where(is_pivot[:, None], weights, 0.0), 0)
-        normal -= share[:, None] * pivot_row[None, :]
-        weights -= share[:, None] * right[None, :]
-        # the column that is solved holds the inverse's from now on
-        normal = tl.where(is_pivot[None, :], tl.where(is_pivot, 1.0, 0.0)[:, None] - share[:, None], normal)
-    weights = weights * unit[:, None]
-    known = rounded.to(tl.float32)
-    lost = tl.where(
-        tl.max(tl.max(tl.abs(known), 1), 0) > 0, 1.0, 0.0
-    )  # if the plan loses nothing, the rest is rounding
-    shift = (left_mean - tl.sum(mean[:, None] * weights, 0)) * lost
-    to = matrix + tl.program_id(0).to(tl.int64) * unknowns * width
-    is_weight = is_unknown[:, None] & is_column[None, :]
-    tl.store(to + row[:, None] * width + column[None, :], weights * lost + known, mask=is_weight)
-    tl.store(constant + tl.program_id(0) * width + column, shift, mask=is_column)
-    answers = tl.zeros([UNKNOWNS], tl.float32)
-    rests = tl.zeros([WIDTH], tl.float32)
-    solution, rounded_weights = normal.to(rounded.dtype), weights.to(rounded.dtype)
-    for start in range(0, count, QUERIES):
-        query = start + tl.arange(0, QUERIES)
-        is_query = query < count
-        mask = is_query[:, None] & is_unknown[None, :]
-        features = _load_features(q, merged, query, row, mask, width, q_row, q_channel)
-        answers += tl.sum(tl.where((row >= width)[None, :], features * features, 0.0), 0)
-        left = _left(
-            merged, full, logs, rounded, features, number, programs, query, is_query, column, is_column, count, width,
-            SPANS,
-        )  # fmt: skip
-        features = tl.where(mask, features - mean[None, :], 0.0)
-        rest = left - left_mean[None, :] - tl.dot(features.to(rounded.dtype), rounded_weights)
-        features = features * unit[None, :]
-        leverage = tl.sum(tl.dot(features.to(rounded.dtype), solution) * features, 1) + 1.0 / count
-        rest = tl.where(is_query[:, None] & is_column[None, :], rest / (1.0 - leverage)[:, None], 0.0)
+        mask, at = is_query[:, None] & is_column[None, :], query[:, None] * width + column[None, :]
+        token = tl.load(places + query, mask=is_query, other=0)
+        at_query = q + token[:, None] * q_row + channel[None, :] * q_channel
+        queries = tl.load(at_query, mask=is_query[:, None] & is_channel[None, :], other=0.0)
+        answers = tl.load(merged + at, mask=mask, other=0.0)
+        rest = _join(full, logs, number, programs, query, is_query, column, is_column, count, width, SPANS) - answers
+        rest -= tl.dot(queries, rounded)
+        tl.store(left + at, rest, mask=mask)
+        mean += tl.sum(answers, 0)
+        average += tl.sum(rest, 0)  # 0 outside of the mask
+    mean, average = mean / count, average / count
+    tl.debug_barrier()  # all threads see what all have stored
+    normal = tl.zeros([COLUMNS, COLUMNS], tl.float32)
+    cross = tl.zeros([COLUMNS, COLUMNS], tl.float32)
+    size = tl.zeros([COLUMNS], tl.float32)
+    for start in range(0, count, TOKENS):
+        query = start + tl.arange(0, TOKENS)
+        mask = (query < count)[:, None] & is_column[None, :]
+        at = query[:, None] * width + column[None, :]
+        answers = tl.load(merged + at, mask=mask, other=0.0)
+        size += tl.sum(answers * answers, 0)
+        x = tl.where(mask, answers - mean[None, :], 0.0).to(rounded.dtype)
+        across = tl.trans(x)
+        normal = tl.dot(across, x, normal)
+        cross = tl.dot(across, tl.load(left + at, mask=mask, other=0.0).to(rounded.dtype), cross)
+    is_same = place[:, None] == place[None, :]
+    energy = tl.sum(tl.sum(tl.where(is_same, normal, 0.0), 1), 0)
+    energy = tl.maximum(tl.maximum(energy, least * tl.sum(size, 0)) / BLOCK, _TINY)
+    inverse = _invert(normal / energy, is_same, penalty, BLOCK, steps)
+    largest = tl.maximum(tl.max(tl.max(tl.abs(cross), 1), 0), _TINY)
+    weights = _product(inverse, cross / largest) * (largest / energy)
+    # if the plan loses nothing, the rest is rounding
+    lost = tl.where(tl.max(tl.max(tl.abs(rounded.to(tl.float32)), 1), 0) > 0, 1.0, 0.0)
+    to = matrix + number * 2 * width * width
+    tl.store(to + at_known, known, mask=is_known)
+    for block in tl.static_range(width // BLOCK):
+        row = width + block * BLOCK + place
+        own = tl.where(tl.program_id(1) == block, weights * lost, 0.0)
+        tl.store(to + row[:, None] * width + column[None, :], own, mask=is_column[:, None] & is_column[None, :])
+    shift = (average - tl.sum(mean[:, None] * weights, 0)) * lost
+    tl.store(constant + number * width + column, shift, mask=is_column)
+    rests = tl.zeros([COLUMNS], tl.float32)
+    solution, weights = inverse.to(rounded.dtype), weights.to(rounded.dtype)
+    unit = 1.0 / tl.sqrt(energy)
+    for start in range(0, count, TOKENS):
+        query = start + tl.arange(0, TOKENS)
+        mask = (query < count)[:, None] & is_column[None, :]
+        at = query[:, None] * width + column[None, :]
+        x = tl.where(mask, tl.load(merged + at, mask=mask, other=0.0) - mean[None, :], 0.0)
+        rest = tl.load(left + at, mask=mask, other=0.0) - average[None, :] - tl.dot(x.to(rounded.dtype), weights)
+        x = x * unit
+        leverage = tl.sum(tl.dot(x.to(rounded.dtype), solution) * x, 1) + 1.0 / count
+        rest = tl.where(mask, rest / (1.0 - leverage)[:, None], 0.0)
         rests += tl.sum(rest * rest, 0)
-    scale = 1.0 / (count * width)
-    tl.store(error + tl.program_id(0) * 2, tl.sum(rests, 0) * scale * lost)
-    tl.store(error + tl.program_id(0) * 2 + 1, tl.sum(answers, 0) * scale)
+    scale = 1.0 / (count * BLOCK)
+    to = error + (number * (width // BLOCK) + tl.program_id(1)) * 2
+    tl.store(to, tl.sum(rests, 0) * scale * lost)
+    tl.store(to + 1, tl.sum(size, 0) * scale)
 
 
 @direct
 @triton.jit
 def _correct(
     out, q, matrix, constant, to, tokens, heads, tiles,
-    out_sample, out_row, out_channel, q_sample, q_row, q_channel,
-    width: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+    out_sample, out_row, out_head, out_channel, q_sample, q_row, q_head, q_channel,
+    width: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Fill ``to`` with ``out + q M1 + out M2 + b``, see `kernels.correct`. A program serves TOKENS tokens of a head."""
-    head_number = tl.program_id(0) // tiles
-    sample, head = (head_number // heads).to(tl.int64), head_number % heads
+    """Fill ``to``, see `kernels.correct`. A program serves TOKENS tokens, and BLOCK channels (axis 1) of a head."""
+    number = (tl.program_id(0) // tiles).to(tl.int64)
+    sample, head = number // heads, number % heads
     token = tl.program_id(0) % tiles * TOKENS + tl.arange(0, TOKENS)
-    channel = tl.arange(0, WIDTH)
-    is_channel = channel < width
-    mask = (token < tokens)[:, None] & is_channel[None, :]
-    row, column = token.to(tl.int64)[:, None], (head * width + channel)[None, :]
-    queries = tl.load(q + sample * q_sample + row * q_row + column * q_channel, mask=mask, other=0.0)
-    answer = tl.load(out + sample * out_sample + row * out_row + column * out_channel, mask=mask, other=0.0)
-    at = matrix + head_number.to(tl.int64) * 2 * width * width + channel[:, None] * width + channel[None, :]
-    square = is_channel[:, None] & is_channel[None, :]
-    change = tl.dot(queries, tl.load(at, mask=square, other=0.0))
-    change = tl.dot(answer, tl.load(at + width * width, mask=square, other=0.0), change)
-    change += tl.load(constant + head_number * width + channel, mask=is_channel, other=0.0).to(tl.float32)[None, :]
-    at = to + (sample * tokens + row) * (heads * width) + column
+    channel, place = tl.arange(0, WIDTH), tl.arange(0, COLUMNS)
+    first = tl.program_id(1) * BLOCK
+    is_channel, is_column, column = channel < width, place < BLOCK, first + place
+    is_token, row = token < tokens, token.to(tl.int64)[:, None]
+    mask = is_token[:, None] & is_column[None, :]
+    at_query = q + sample * q_sample + head * q_head + row * q_row + channel[None, :] * q_channel
+    queries = tl.load(at_query, mask=is_token[:, None] & is_channel[None, :], other=0.0)
+    at_answer = out + sample * out_sample + head * out_head + row * out_row + column[None, :] * out_channel
+    answer = tl.load(at_answer, mask=mask, other=0.0)
+    matrix += number * 2 * width * width + column[None, :]
+    known = tl.load(matrix + channel[:, None] * width, mask=is_channel[:, None] & is_column[None, :], other=0.0)
+    fitted = tl.load(
+        matrix + (width + column)[:, None] * width, mask=is_column[:, None] & is_column[None, :], other=0.0
+    )
+    change = tl.dot(answer, fitted, tl.dot(queries, known))
+    change += tl.load(constant + number * width + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    at = to + (sample * tokens + row) * (heads * width) + (head * width + column)[None, :]
     tl.store(at, answer.to(tl.float32) + change, mask=mask)
 
 
@@ -331,67 +334,55 @@ def _padded(width: int) -> int:
     return max(16, power_of_two(width))
 
 
-def _warps(width: int) -> int:
-    """Return the number of warps for heads of `width` channels: 4 up to 64 channels, else 8."""
-    return 4 if width <= 64 else 8
+def _sizes(width: int) -> dict[str, int]:
+    """Return tiles and Triton's options for a kernel that holds all channels of a head of `width`."""
+    padded = _padded(width)
+    few, stages = padded > _WIDE, 3 if padded <= 64 else 2 if padded <= _WIDE else 1
+    return {"width": width, "WIDTH": padded, "TOKENS": _TOKENS // 2 if few else _TOKENS,
+            "num_warps": 4 if padded <= 64 else 8, "num_stages": stages}  # fmt: skip
 
 
-def first_order(
-    keys: Tensor, values: Tensor, group: Tensor, means: Tensor, span: int, scale: float, found: Tensor
-) -> None:
-    """Fill ``found``, the sums of `kernels.first_order`, for spans of ``span`` tokens. ``group`` has the full batch."""
-    batch, tokens, _ = keys.shape
-    spans, programs, width, _ = found.shape
-    heads = programs // batch
-    _first_order[(programs, spans)](
-        keys, values, group, means, found, tokens, means.shape[1], heads, span, scale,
-        *keys.stride(), *values.stride(), group.stride(0),
-        width=width, PARTS=parts_of(keys.dtype, means.dtype), WIDTH=_padded(width), TOKENS=_TOKENS,
-        num_warps=_warps(width),
-    )  # fmt: skip
-
-
-def attend_sample(
-    q: Tensor, keys: Tensor, values: Tensor, merged_keys: Tensor, merged_values: Tensor, bias: Tensor, span: int,
-    scale: float, merged: Tensor, full: Tensor, logs: Tensor,
+def answer(
+    q: Tensor, places: Tensor, keys: Tensor, values: Tensor, merged_keys: Tensor, merged_values: Tensor, bias: Tensor,
+    group: Tensor, means: Tensor, span: int, scale: float,
+    merged: Tensor, full: Tensor, logs: Tensor, first: Tensor,
 ) -> None:  # fmt: skip
-    """Fill ``merged``, ``full`` and ``logs``, the fields of `kernels.SampleAttention`, for spans of ``span`` keys.
+    """Fill ``merged`` to ``first``, the fields of `kernels.Answers`, for spans of ``span`` tokens.
 
-    `kernels.attend_sample` describes the other arguments; ``bias`` has the full batch.
+    `kernels.answer` describes the other arguments; ``bias`` and ``group`` have the full batch.
     """
-    spans, programs, count, width = full.shape
-    heads = programs // q.shape[0]
-    tiles = -(-count // _TOKENS)
-    _attend_sample[(programs * tiles, spans + 1)](
-        q, keys, values, merged_keys, merged_values, bias, merged, full, logs,
-        count, keys.shape[1], merged_keys.shape[1], heads, tiles, span, scale,
-        *q.stride(), *keys.stride(), *values.stride(), bias.stride(0),
-        width=width, QUERIES=_TOKENS, WIDTH=_padded(width), TOKENS=_TOKENS, num_warps=_warps(width),
+    (spans, programs, count, width), sizes = full.shape, _sizes(full.shape[3])
+    tiles, columns = -(-count // sizes["TOKENS"]), min(sizes["WIDTH"], _COLUMNS)
+    _answer[(programs, spans + 1, tiles - (-width // columns))](
+        q, places, keys, values, merged_keys, merged_values, bias, group, means, merged, full, logs, first,
+        count, keys.shape[1], means.shape[1], q.shape[2], tiles, span, scale, scale / keys.shape[1],
+        *q.stride(), *keys.stride(), *values.stride(), bias.stride(0), group.stride(0),
+        PARTS=parts_of(keys.dtype, means.dtype), COLUMNS=columns, **sizes,
     )  # fmt: skip
 
 
 def ridge(
-    q: Tensor, merged: Tensor, full: Tensor, logs: Tensor, first: Tensor, matrix: Tensor, constant: Tensor,
-    error: Tensor,
+    q: Tensor, places: Tensor, merged: Tensor, full: Tensor, logs: Tensor, first: Tensor, block: int, steps: int,
+    penalty: float, least: float, matrix: Tensor, constant: Tensor, error: Tensor, left: Tensor,
 ) -> None:  # fmt: skip
-    """Fill ``matrix``, ``constant`` and ``error``, the result of `kernels.ridge`; it describes ``q`` and ``first``.
+    """Fill ``matrix``, ``constant`` and ``error``, the result of `kernels.ridge`, and ``left``; see `_ridge`.
 
-    ``merged``, ``full`` and ``logs`` are the fields of `kernels.SampleAttention` for these queries.
+    `kernels.ridge` describes the other arguments; ``merged`` to ``first`` are the fields of `kernels.Answers`.
     """
-    programs, count, width = merged.shape
-    _ridge[(programs,)](
-        q, merged, full, logs, first, matrix, constant, error, count, programs // q.shape[0], *q.stride(),
-        width=width, WIDTH=_padded(width), UNKNOWNS=_padded(2 * width), QUERIES=_QUERIES, SPANS=first.shape[0],
-        num_warps=8, num_stages=1,  # the loop loads a tile of every span: more stages exceed a desktop's shared memory
+    (programs, count, width), sizes = merged.shape, _sizes(merged.shape[2])
+    # the loop loads a tile of every span: more stages exceed a desktop's shared memory
+    options = {"num_warps": 8, "num_stages": 1}
+    _ridge[(programs, width // block)](
+        q, places, merged, full, logs, first, matrix, constant, error, left, count, q.shape[2], steps, penalty, least,
+        *q.stride(), BLOCK=block, COLUMNS=_padded(block), SPANS=first.shape[0], **sizes | options,
     )  # fmt: skip
 
 
-def correct(out: Tensor, q: Tensor, matrix: Tensor, constant: Tensor, to: Tensor) -> None:
+def correct(out: Tensor, q: Tensor, matrix: Tensor, constant: Tensor, block: int, to: Tensor) -> None:
     """Fill ``to``, contiguous, the result of `kernels.correct`, which describes the other arguments."""
-    batch, tokens, _ = out.shape
-    heads, width = matrix.shape[0] // batch, matrix.shape[2]
-    tiles = -(-tokens // _TOKENS)
-    _correct[(tiles * heads * batch,)](
+    (batch, tokens, heads, width), sizes = out.shape, _sizes(out.shape[3])
+    tiles = -(-tokens // sizes["TOKENS"])
+    _correct[(tiles * heads * batch, width // block)](
         out, q, matrix, constant, to, tokens, heads, tiles, *out.stride(), *q.stride(),
-        width=width, WIDTH=_padded(width), TOKENS=_TOKENS, num_warps=_warps(width),
+        BLOCK=block, COLUMNS=_padded(block), **sizes,
     )  # fmt: skip

@@ -37,7 +37,7 @@ class Direct:
         self.kernel, self.variants, self.tensors = kernel, {}, 0
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        """Return a function that launches the kernel on a grid of programs with 1 or 2 axes."""
+        """Return a function that launches the kernel on a grid of programs with 1 to 3 axes."""
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
@@ -102,4 +102,4 @@ def _run(variant: tuple, grid: tuple[int, ...], device: int, arguments: tuple) -
     """Launch a variant on the device's current stream, as Triton does; tensors may be addresses."""
     _, run, function, packed, rest = variant
     stream = driver.active.get_current_stream(device)
-    run(grid[0], grid[1] if len(grid) > 1 else 1, 1, stream, function, packed, None, None, None, *arguments, *rest)
+    run(*(*grid, 1, 1)[:3], stream, function, packed, None, None, None, *arguments, *rest)
