@@ -1,153 +1,189 @@
+"""``python -m benchmarks.cards``: what calls of SD1.5's and SDXL's UNets would take on graphics cards, modelled.
+
+Each launch that `card_trace` finds costs what the card's data sheet and the measured shares of an H200 say. The
+command prints what it predicts beside all that was measured on the H200, then the gains of merging on three cards.
+"""
+
+import argparse
+import json
+import math
 import sys
-from contextlib import ExitStack, contextmanager
-from functools import cache
-from typing import NamedTuple, Any
-from unittest import mock
-from types import SimpleNamespace
-from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from statistics import mean
+from typing import NamedTuple
+
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from benchmarks import models
-from benchmarks.gpu_rows import Patched
-from tome_core.merging import kernels
-
-_CARD = torch.device("cuda")
-
-
-class Launch(NamedTuple):
-    name: str
-    bytes: int
-    flops: int
-    arguments: tuple
+import tome_core
+from benchmarks import card_trace, models, report
+from benchmarks.card_trace import Launch, Operand
+from benchmarks.gpu_rows import STEPS, TOMESD, UNMERGED, Patched
+from benchmarks.models import BLOCK, SD15, SDXL
+from benchmarks.report import markdown
+from benchmarks.results import ROOT
+from benchmarks.work import LABELS, PIXELS
+from tome_core.patching import curve_of
 
 
-class _OnCard(TorchFunctionMode):
-    """Tensors of the meta device say that they are on CUDA."""
+class Card(NamedTuple):
+    """A card by its data sheet."""
 
-    def __init__(self, launches):
-        self.launches = launches
+    tensor: float  # 10^6 operations a microsecond in half precision, dense, summed in float32
+    single: float  # in float32, without tensor cores
+    bandwidth: float  # of the memory, bytes a microsecond
+    processors: int
+    ghz: float
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func in _SAID:
-            real = func(*args)
-            return _SAID[func] if func_is_meta(args[0]) else real
-        if func is torch._C._nn.scaled_dot_product_attention:
-            return self.attend(*args, **kwargs)
-        args, kwargs = _off_card(args), {name: _off_card_one(value) for name, value in kwargs.items()}
-        if kwargs.get("generator") is not None:
-            kwargs |= {"generator": None, "device": "meta"}
-        return func(*args, **kwargs)
-
-    def attend(self, q, k, v, attn_mask=None, *rest, **named):
-        batch, heads, count, width = q.shape
-        out = torch.empty(batch, count, heads, v.shape[-1], dtype=q.dtype, device="meta").transpose(1, 2)
-        flops = 4 * batch * heads * count * k.shape[2] * width
-        moved = sum(map(_bytes, (q, k, v, out)))
-        self.launches.append(Launch("attention", moved, flops, (q, k, v, attn_mask)))
-        return out
+    @property
+    def rate(self) -> float:
+        """How many instructions it runs, relative to the H200."""
+        return self.processors * self.ghz / (132 * 1.98)
 
 
-_SAID = {torch.Tensor.device.__get__: _CARD, torch.Tensor.is_cuda.__get__: True, torch.Tensor.is_meta.__get__: False}
+H200 = "H200"
+CARDS = {H200: Card(989e6, 67e6, 4.8e6, 132, 1.98), "RTX 4090": Card(165e6, 82.6e6, 1.008e6, 128, 2.52),
+         "RTX 3060": Card(25.6e6, 12.7e6, 0.36e6, 28, 1.78)}  # fmt: skip
 
 
-def func_is_meta(x):
-    with torch._C.DisableTorchFunction():
-        return x.is_meta
+class Kind(NamedTuple):
+    """What kernels of a kind reach, as the H200's rows say."""
+
+    tensor: float = 0.0  # of the card's rate in half precision; 0: the kernels multiply no matrices
+    single: float = 0.0  # of its rate in float32
+    elements: float = 0.0  # microseconds of the H200 for 10^6 elements, if more than the memory takes
+    start: float = 0.0  # microseconds in addition
+    most: int = 10**6  # processors that it can use
 
 
-def _off_card_one(x):
-    return torch.device("meta") if isinstance(x, torch.device) and x.type == "cuda" else x
-
-def _off_card(args):
-    return tuple(map(_off_card_one, args))
-
-
-def _bytes(x):
-    n = 1
-    for size, stride in zip(x.shape, x.stride()):
-        n *= size if stride else 1
-    return n * x.element_size()
-
-class _Recorder(TorchDispatchMode):
-    def __init__(self, launches):
-        super().__init__()
-        self.launches = launches
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        name = func.overloadpacket.__name__
-        returns = func._schema.returns
-        is_view = returns and returns[0].alias_info is not None and not returns[0].alias_info.is_write
-        if is_view or "empty" in name or name in ("_unsafe_view", "detach", "lift_fresh"):
-            return out
-        tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if torch.is_tensor(leaf)]
-        self.launches.append(Launch(name, sum(map(_bytes, tensors)), 0, (args, kwargs, out)))
-        return out
+_LEAST = 1.8  # microseconds of the shortest kernel
+_OF_BANDWIDTH = 0.85
+KINDS = {
+    "product": Kind(tensor=0.75, start=1.0), "float32 product": Kind(single=0.4, start=2.0),
+    "attention": Kind(tensor=0.475, start=1.0), "convolution": Kind(tensor=0.755, start=12.0),
+    "elementwise": Kind(), "part of rows": Kind(elements=3.73), "repeated": Kind(elements=1.33),
+    "transposed": Kind(elements=9.75), "to channels last": Kind(elements=2.0),
+    "weights to channels last": Kind(elements=5.3), "group norm": Kind(elements=11.4, most=64),
+    "layer norm": Kind(elements=1.41), "reduction": Kind(elements=1.06), "gather": Kind(elements=3.0),
+    "sort": Kind(start=8.0), "memset": Kind(),
+}  # fmt: skip
+_LAYOUT_TRAFFIC = 3040  # bytes that a row of a layer norm costs beside its own
+# keys that a fused attention's setting up costs as much as, for each query
+_KEYS_MORE = 294
+_MANY_ROWS = 16384  # from so many rows a product also sets a counter of its tiles to zero
+_SHORT_SORT, _SORT_LAUNCHES, _SCATTER_LAUNCHES = 4096, (6, 19), 7
 
 
-@contextmanager
-def on_card():
-    launches = []
-    def launch(x, variant, *arguments):
-        with torch._C.DisableTorchFunction():
-            moved = sum(_bytes(a) for a in arguments if torch.is_tensor(a))
-        launches.append(Launch("_" + variant[0], moved, 0, (variant, arguments)))
-        return True
-    with ExitStack() as stack:
-        enter = stack.enter_context
-        enter(mock.patch.object(kernels, "launch", launch))
-        enter(mock.patch.object(kernels, "_supports", lambda device: True))
-        enter(mock.patch.object(kernels, "_module", lambda: kernels))
-        enter(mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False))
-        enter(mock.patch("tome_core.engine.sampling._share", lambda batch, guidance, calls: (len(batch), len(batch)//guidance[0], 1, ("shared", calls[0][0]))))
-        enter(torch.no_grad())
-        event = SimpleNamespace(synchronize=lambda: None)
-        def begin_copy(x):
-            launches.append(Launch("copy to host", _bytes(x), 0, ()))
-            return torch.zeros(x.shape, dtype=x.dtype, device="cpu"), event
-        enter(mock.patch("tome_core.engine.own_error._begin_copy", begin_copy))
-        enter(mock.patch("tome_core.engine.state.foreign_mode", lambda: ""))
-        enter(_Recorder(launches))
-        enter(_OnCard(launches))
-        yield launches
+class Part(NamedTuple):
+    """What some kernels of one launch do: multiplications and additions, elements written, bytes moved."""
+
+    kind: str
+    flops: float = 0
+    elements: float = 0
+    moved: float = 0
+    kernels: int = 1
 
 
-@cache
-def network(name):
-    shape = models._shape_of(name, False)
-    with torch.device("meta"):
-        return (models.Block if name == "block" else models.UNet)(shape).half().eval().requires_grad_(False)
+def parts_of(launch: Launch) -> Iterator[Part]:
+    """Yield what the kernels of an operator of torch's do."""
+    name, operands = launch.name, launch.operands
+    first, out = operands[0], operands[-1]
+    moved = sum(one.bytes for one in operands)
+    if name == card_trace.ATTENTION:
+        batch, heads, queries, width = first.shape
+        keys = launch.inputs[1].shape[2] + _KEYS_MORE
+        yield Part("attention", 4 * batch * heads * queries * keys * 32 * -(-width // 32), 0, moved)
+        yield Part("memset", kernels=2)
+    elif name in ("mm", "addmm", "bmm", "baddbmm"):
+        a = launch.inputs[-2]
+        kind = "float32 product" if a.width == 4 else "product"
+        yield Part(kind, 2 * out.elements * a.shape[-1], 0, moved)
+        if a.shape[-2] >= _MANY_ROWS:
+            yield Part("memset")
+    elif name == "convolution":
+        x, weight = launch.inputs[:2]
+        is_product = weight.shape[2] == 1
+        flops = 2 * out.elements * weight.elements // weight.shape[0]
+        yield Part("product" if is_product else "convolution", flops, 0, moved)
+        if not is_product:
+            yield Part("to channels last", 0, x.elements, 2 * x.bytes)
+            yield Part("weights to channels last", 0, weight.elements, 2 * weight.bytes)
+            yield Part("to channels last", 0, out.elements, 2 * out.bytes)
+        yield Part("repeated", 0, out.elements, 2 * out.bytes)
+    elif name == "native_group_norm":
+        yield Part("group norm", 0, first.elements, first.bytes)
+        yield Part("memset")
+        yield Part("repeated", 0, first.elements, 2 * first.bytes)
+    elif name == "native_layer_norm":
+        rows = first.elements // first.shape[-1]
+        yield Part("layer norm", 0, first.elements + rows * 760, moved)
+    elif name == "sort":
+        yield Part("sort", 0, first.elements, moved, _SORT_LAUNCHES[first.elements > 2 * _SHORT_SORT])
+    elif name.startswith(("gather", "scatter", "index", "embedding")):
+        count = max(one.elements if 0 not in one.strides else math.prod(one.shape) for one in operands[1:])
+        yield Part("gather", 0, count * (2 if "reduce" in name else 1), moved, 7 if "reduce" in name else 1)
+    elif out.elements < first.elements and name != "cat":
+        yield Part("reduction", 0, first.elements, moved)
+    else:
+        yield Part(_layout_of(operands), 0, out.elements, moved)
 
 
-def trace(name, pixels, way, when="new"):
-    """Launches of the call after two."""
-    import tomesd.patch
-    unet = models.copy_sharing_weights(network(name))
-    arguments = models.inputs(name, pixels, "meta", torch.float16)
-    with mock.patch("tomesd.patch.init_generator", lambda device, fallback=None: torch.Generator()), on_card() as launches:
-        run = Patched(unet, way).call(arguments, when)
-        for _ in range(2 if way not in ("unmerged", "tomesd") else 1):
-            launches.clear()
-            run()
-        return list(launches)
+def _layout_of(operands: Sequence[Operand]) -> str:
+    """Return the kind of an elementwise kernel."""
+    out = operands[-1]
+    kind = "elementwise"
+    for one in operands:
+        if one.elements < out.elements:
+            kind = "repeated" if kind == "elementwise" and one.elements > 1 else kind
+        elif one.strides != out.strides:
+            kind = "part of rows" if one.strides[-1] == 1 else "transposed"
+    return kind
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    import time
-    for name, pixels in (("sd15", 1024), ("sdxl", 2048), ("sd15", 2048), ("sdxl",1024)):
-        base = Counter(l.name for l in trace(name, pixels, "unmerged"))
-        print("###", name, pixels, "unmerged", sum(base.values()))
-        print(base.most_common())
-        for way, when in (("tomesd", "new"), ("balanced", "kept"), ("balanced", "renewed"), ("balanced", "new")):
-            t0 = time.time()
-            c = Counter(l.name for l in trace(name, pixels, way, when))
-            total = sum(c.values())
-            c.subtract(base)
-            print("##", name, pixels, way, when, total, "+%d" % (total - sum(base.values())), "%.1f s" % (time.time() - t0))
-            print("   ", [x for x in c.most_common() if x[1]])
+
+def _steps(name: str, arguments: tuple, card: Card) -> float:
+    """Return the microseconds of a kernel of the engine's, beside the bytes that it moves."""
+    return _OURS.get(name, lambda card, *arguments: 5.0)(card, *arguments)
+
+
+def _waves(card: Card, programs: int) -> float:
+    """Return how many times as long as one program all take."""
+    return max(1.0, programs / (1.44 * card.processors))
+
+
+def _ridge(card, q, merged, *_):
+    return 6.15 * merged.shape[2] * math.ceil(merged.shape[0] / card.processors) * 1.98 / card.ghz
+
+
+_OURS = {
+    "ridge": _ridge,
+    "best_keys": lambda card, x, rows, keys, *_: 0.19 * -(-keys.shape[1] // 64) * -(-keys.shape[2] // 32) * _waves(card, keys.shape[0] * -(-(rows or x).shape[1] // 64)),
+    "mean_rows": lambda card, x, values, order, offsets, tokens, mean, *_: 8.4e-5 * mean.shape[0] * mean.shape[1] / card.rate,
+    "segments": lambda card, group, order, offsets, *_: 2.5e-3 * group.shape[1] + 2e-6 * group.shape[1] * offsets.shape[0] / card.rate,
+    "first_order": lambda card, keys, values, group, means, span, scale, sums: 0.0244 * span * (sums.shape[3] / 40) ** 0.6 * _waves(card, sums.shape[0] * sums.shape[1] / 2),
+    "attend_sample": lambda card, q, k, v, mk, mv, bias, span, scale, merged, full, logs: 0.051 * span * _waves(card, full.shape[0] * full.shape[1]),
+    "assign_groups": lambda card, score, *_: 0.5e-6 * score.shape[1] ** 2,
+    "correct": lambda card, out, *_: 0,
+}
+
+
+def kernels_of(launch: Launch) -> int:
+    """Return how many kernels an operator launches."""
+    return 1 if launch.is_ours else sum(part.kernels for part in parts_of(launch))
+
+
+def microseconds(launch: Launch, card: Card) -> dict[str, float]:
+    """Return the time of the card by kind, in microseconds."""
+    found: dict[str, float] = {}
+    if launch.is_ours:
+        moved = sum(one.bytes for one in launch.operands) / card.bandwidth / 0.6
+        return {f"_{launch.name}": 2.0 + moved + _steps(launch.name, launch.inputs, card)}
+    for part in parts_of(launch):
+        kind = KINDS[part.kind]
+        rate = kind.tensor * card.tensor + kind.single * card.single
+        programs = min(card.processors, kind.most) / min(132, kind.most) * card.ghz / 1.98
+        longest = max(part.flops / rate if rate else 0, part.moved / card.bandwidth / _OF_BANDWIDTH,
+                      part.elements / 1e6 * kind.elements / programs)
+        spent = max(_LEAST, longest + kind.start) if part.kind != "memset" else part.kernels * 0.8
+        found[part.kind] = found.get(part.kind, 0) + spent
+    return found
