@@ -278,24 +278,17 @@ def sampling(name: str, pixels: int, strength: str) -> tuple[Trace, ...]:
     return tuple(map(Counter, card_trace.trace(step, STEPS)))
 
 
-def _is_renewed(trace: Trace) -> bool:
-    """Tell whether a call matched tokens."""
-    return any(one.name == "best_keys" for one in trace)
-
-
 def gains(name: str, pixels: int, strength: str, card: Card) -> tuple[float, float, float, float]:
     """Return how many times as fast merged steps are: kept ones, renewed ones, all of a picture, and all by the clock.
 
     The first three are of the card's own time. By the clock a call takes as long as the card or the H200's host,
-    whichever takes longer.
+    whichever takes longer. Attention renews its match in every second step; whole blocks do so in the steps between.
     """
     unmerged, steps = call(name, pixels, UNMERGED), sampling(name, pixels, strength)
     whole, times = of_card(unmerged, card), [of_card(trace, card) for trace in steps]
-    kinds = [[time for time, trace in zip(times[1:], steps[1:], strict=True) if _is_renewed(trace) == renewed]
-             for renewed in (False, True)]  # fmt: skip
     clock = mean(max(time, of_host(trace, unmerged, True)) for time, trace in zip(times, steps, strict=True))
-    kept, renewed = (whole / mean(kind) if kind else math.nan for kind in kinds)
-    return kept, renewed, whole / mean(times), max(whole, of_host(unmerged, unmerged, False)) / clock
+    kept, renewed, every = (whole / mean(times[which]) for which in (slice(1, None, 2), slice(2, None, 2), slice(None)))
+    return kept, renewed, every, max(whole, of_host(unmerged, unmerged, False)) / clock
 
 
 def _pair(pair: tuple[float, float] | None, how: str) -> str:
