@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import cache, partial
 from statistics import mean
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 
@@ -24,6 +25,7 @@ from benchmarks.gpu_rows import STEPS, STRENGTHS, TOMESD, UNMERGED, WHEN, Patche
 from benchmarks.models import BLOCK
 from benchmarks.report import markdown
 from benchmarks.work import LABELS, PIXELS
+from tome_core.engine import state
 from tome_core.patching import curve_of
 
 Trace = Counter[Launch]  # how often a call has each launch
@@ -260,34 +262,40 @@ def _measured() -> list[dict]:
 
 
 @cache
-def sampling(name: str, pixels: int, strength: str) -> tuple[Trace, ...]:
+def sampling(name: str, pixels: int, strength: str) -> tuple[tuple[bool, ...], tuple[Trace, ...]]:
     """Trace the `STEPS` calls of a picture, merged as a strength merges: attention, and SDXL's whole blocks.
 
-    The error of random weights is not bounded, and calls that would wait for the host merge too.
+    The error of random weights is not bounded, and calls that would wait for the host merge too. The first result tells
+    in which steps an attention matched its tokens.
     """
     unet = models.copy_sharing_weights(card_trace.network(name))
     config = replace(tome_core.preset(strength, curve_of(unet)), max_error=None)
-    handle, picture = tome_core.patch(unet, config, host_clock=True), object()
+    handle, picture, matched = tome_core.patch(unet, config, host_clock=True), object(), []
     handle.pays = None
     arguments, timesteps = card_trace.inputs(name, pixels), iter([999.0 - 1000 / STEPS * step for step in range(STEPS)])
 
     def step() -> None:
         handle.set_time(timestep=next(timesteps), sampling=picture, pictures=1)
-        unet(*arguments)
+        with mock.patch.object(state, "correction_of", wraps=state.correction_of) as fitted:
+            unet(*arguments)
+        matched.append(fitted.called)
 
-    return tuple(map(Counter, card_trace.trace(step, STEPS)))
+    traces = tuple(map(Counter, card_trace.trace(step, STEPS)))
+    return tuple(matched), traces
 
 
 def gains(name: str, pixels: int, strength: str, card: Card) -> tuple[float, float, float, float]:
     """Return how many times as fast merged steps are: kept ones, renewed ones, all of a picture, and all by the clock.
 
     The first three are of the card's own time. By the clock a call takes as long as the card or the H200's host,
-    whichever takes longer. Attention renews its match in every second step; whole blocks do so in the steps between.
+    whichever takes longer. A step is renewed if attention matches again; whole blocks often do in the steps between.
     """
-    unmerged, steps = call(name, pixels, UNMERGED), sampling(name, pixels, strength)
+    unmerged, (matched, steps) = call(name, pixels, UNMERGED), sampling(name, pixels, strength)
     whole, times = of_card(unmerged, card), [of_card(trace, card) for trace in steps]
     clock = mean(max(time, of_host(trace, unmerged, True)) for time, trace in zip(times, steps, strict=True))
-    kept, renewed, every = (whole / mean(times[which]) for which in (slice(1, None, 2), slice(2, None, 2), slice(None)))
+    kinds = ([time for time, renewed in zip(times[1:], matched[1:], strict=True) if renewed == wanted] or [whole]
+             for wanted in (False, True))  # fmt: skip
+    kept, renewed, every = (whole / mean(kind) for kind in (*kinds, times))
     return kept, renewed, every, max(whole, of_host(unmerged, unmerged, False)) / clock
 
 
