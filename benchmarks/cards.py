@@ -150,6 +150,11 @@ def _waves(card: Card, programs: float, at_once: float = 1.0) -> float:
     return max(1.0, programs / (at_once * card.processors)) * CARDS[H200].ghz / card.ghz
 
 
+def _ridge(card: Card, q: Operand, merged: Operand, *_: object) -> float:
+    heads, _, width = merged.shape
+    return 6.15 * width * math.ceil(heads / card.processors) * _waves(card, 1)
+
+
 def _best_keys(card: Card, x: Operand, rows: Operand | None, keys: Operand, *_: object) -> float:
     programs = keys.shape[0] * -(-(rows or x).shape[1] // 64)
     return 0.18 * -(-keys.shape[1] // 64) * -(-keys.shape[2] // 32) * _waves(card, programs, 1.44)
@@ -175,7 +180,7 @@ def _span(per_token: float, power: float, card: Card, first: Operand, *rest: obj
 # By name: microseconds of a kernel of the engine's, beside what its bytes take, by its arguments; measured on the H200.
 # One that is not here takes `_UNKNOWN`.
 _OURS: dict[str, Callable[..., float]] = {
-    "ridge": lambda card, q, merged, *_: 6.15 * merged.shape[2] * math.ceil(_waves(card, merged.shape[0])),
+    "ridge": _ridge,
     "best_keys": _best_keys, "mean_rows": _mean_rows, "segments": _segments,
     "first_order": partial(_span, 0.020, 0.6), "attend_sample": partial(_span, 0.044, 0.0),
     "assign_groups": lambda card, score, *_: 0.5e-6 * score.shape[1] ** 2 * _waves(card, 132),
