@@ -12,7 +12,7 @@ from operator import itemgetter
 
 import torch
 
-from ..merging.grid import Draw, Layout, cell_of, tokens_in, windows
+from ..merging.grid import Draw, Layout, cached_result, cell_of, tokens_in, windows
 from ..merging.methods import METHODS, MatchOptions
 from ..merging.methods.bipartite import refine_plan
 from ..merging.metric import of_unit_spread
@@ -49,7 +49,6 @@ def match(
             # one k-means step from an earlier plan is as good as a new match with several steps, and cheaper
             earlier = old if size == tokens else _part(old, places, before, times, groups, x)
             plan = refine_plan(earlier, x, 1, by_distance)
-            before += times * groups
         else:
             st, sy, sx = cell_of(rule.sy, rule.sx, grid.frames if method.compares else 1)
             options = MatchOptions(rule.effective_ratio, sx, sy, draw, rule.refine, by_distance, st)
@@ -57,10 +56,11 @@ def match(
         if plan is None:
             return None
         counts.append(plan.num_groups)
-        parts.append(plan if times == 1 else _side_by_side(plan, times))
-    if len(parts) == 1 and tokens == tokens_in(layout) and times == 1:
-        return plan
-    return _join(parts, layout, tokens, tuple(counts))
+        parts.append(_in_sequence(plan, before, times))
+        before += times * plan.num_groups
+    if len(parts) == 1 and tokens == tokens_in(layout):
+        return plan if times == 1 else MergePlan(parts[0], before, tuple(counts))
+    return _join(parts, layout, tokens, before, tuple(counts))
 
 
 def find_plans(
@@ -116,34 +116,40 @@ def _part(old: MergePlan, places: slice, before: int, times: int, groups: int, x
 
     Each window has `groups` groups; `before` is the first window's first group in `old`.
     """
-    group = (old.group[:, places] - before).unflatten(1, (times, -1))
-    group = group - _offsets(times, groups, group.device)
+    (offsets,) = cached_result(_offsets, x, before, times, groups)
+    group = old.group[:, places].unflatten(1, (times, -1)) - offsets
     return MergePlan(group.expand(len(x) // times, -1, -1).flatten(0, 1), groups)
 
 
-def _side_by_side(plan: MergePlan, times: int) -> MergePlan:
-    """Join a plan ``[B*times, n]`` of windows into ``[B, times*n]``, of samples; a single row serves all windows."""
-    group = plan.group.expand(times, -1) if len(plan.group) == 1 else plan.group
-    group = group.unflatten(0, (-1, times)) + _offsets(times, plan.num_groups, group.device)
-    return MergePlan(group.flatten(1), times * plan.num_groups)
+def _in_sequence(plan: MergePlan, before: int, times: int) -> torch.Tensor:
+    """Return the groups of tokens, ``[B or 1, times*n]``, by a plan of windows, ``[B*times or 1, n]``.
 
-
-def _offsets(times: int, step: int, device: torch.device) -> torch.Tensor:
-    """Return the first group of each of `times` windows with `step` groups each, int64 ``[times, 1]``, from 0."""
-    return torch.arange(0, times * step, step, device=device)[:, None]
-
-
-def _join(parts: list[MergePlan], layout: Layout, tokens: int, counts: tuple[int, ...]) -> MergePlan:
-    """Join plans of runs of windows, in order, into one of all `tokens`; each token around the picture is a group.
-
-    `counts` is the result's `groups_per_window`.
+    A single row serves all windows; `before` is the number of the first window's first group.
     """
-    first, rows = layout.first, max(len(part.group) for part in parts)
-    last, before = first + tokens_in(layout), first
-    numbers = torch.arange(tokens, device=parts[0].group.device).expand(rows, -1)
-    groups = [numbers[:, :first]]
-    for part in parts:
-        groups.append((part.group + before).expand(rows, -1))
-        before += part.num_groups
-    groups.append(numbers[:, last:] - last + before)
-    return MergePlan(torch.cat(groups, 1), before + tokens - last, counts)
+    if times == 1 and before == 0:
+        return plan.group
+    (offsets,) = cached_result(_offsets, plan.group, before, times, plan.num_groups)
+    group = plan.group.expand(times, -1) if len(plan.group) == 1 else plan.group
+    return (group.unflatten(0, (-1, times)) + offsets).flatten(1)
+
+
+def _offsets(before: int, times: int, step: int, device: torch.device) -> tuple[torch.Tensor]:
+    """Return the first group of each of `times` windows with `step` groups each, from `before`, int64 ``[times, 1]``.
+
+    It is in a tuple for `cached_result`.
+    """
+    return (torch.arange(before, before + times * step, step, device=device)[:, None],)
+
+
+def _join(
+    parts: list[torch.Tensor], layout: Layout, tokens: int, groups: int, counts: tuple[int, ...]
+) -> MergePlan:  # fmt: skip
+    """Join the groups of runs of windows, in order, into a plan of all `tokens`; each token around the picture is one.
+
+    `groups` is the number of the first group after the picture's, `counts` is the result's `groups_per_window`.
+    """
+    first, last, rows = layout.first, layout.first + tokens_in(layout), max(map(len, parts))
+    numbers = torch.arange(tokens, device=parts[0].device).expand(rows, -1)
+    after = numbers[:, last:] - last + groups
+    joined = torch.cat([numbers[:, :first], *(part.expand(rows, -1) for part in parts), after], 1)
+    return MergePlan(joined, groups + tokens - last, counts)
