@@ -45,16 +45,20 @@ class Launcher:
         self.notes.append(([self, *grid, stream, function, packed, *map(repr, places)], (enter, leave)))
 
 
+def pretend(launcher, target=ARCHITECTURES["cuda"], stream=lambda _: 0):
+    """Let Triton compile for a GPU that is not here, and launch by this class."""
+    loaded = (1, 2, 32, 0, 1024)[: 5 if hasattr(triton, "knobs") else 4]  # Triton before 3.4 has no last one
+    utils = SimpleNamespace(load_binary=lambda *_: loaded, unload_module=lambda *_: None,
+                            get_device_properties=lambda _: {"max_shared_mem": 2**18})  # fmt: skip
+    driver.set_active(SimpleNamespace(get_current_device=lambda: 0, get_current_stream=stream, utils=utils,
+                                      get_current_target=lambda: target, launcher_cls=launcher))  # fmt: skip
+
+
 @pytest.fixture
 def launched(request, monkeypatch):
     """Launches by now: what each launcher got, and hooks."""
     architecture = getattr(request, "param", "cuda")
-    loaded = (1, 2, 32, 0, 1024)[: 5 if hasattr(triton, "knobs") else 4]  # Triton before 3.4 has no last one
-    utils = SimpleNamespace(load_binary=lambda *_: loaded, unload_module=lambda *_: None,
-                            get_device_properties=lambda _: {"max_shared_mem": 2**18})  # fmt: skip
-    driver.set_active(SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: len(Launcher.notes),
-                                      get_current_target=lambda: ARCHITECTURES[architecture], utils=utils,
-                                      launcher_cls=Launcher, binary_ext="cubin"))  # fmt: skip
+    pretend(Launcher, ARCHITECTURES[architecture], lambda _: len(Launcher.notes))
     monkeypatch.setattr(Launcher, "notes", [], raising=False)
     monkeypatch.setattr(direct, "_COUNTS_SIZES", architecture == "hip")
     monkeypatch.setattr(direct, "why_off", "")

@@ -136,3 +136,14 @@ def test_while_a_graph_is_recorded_only_what_has_been_proven_is_launched(put_in_
     assert not kernels.launch(x, ("correct", 40)) and not launch.called
     kernels._verified.add(("correct", 40, x.device, x.dtype))
     assert kernels.launch(x, ("correct", 40)) and launch.called
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_tensors_device_is_made_current_if_there_is_another(count, put_in_place, monkeypatch):
+    """Making it current costs the host time, which a single device saves."""
+    events, x = [], SimpleNamespace(device=torch.device("cuda", 6 + count), dtype=torch.float16)
+    put_in_place(lambda: events.append("launch"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: events.append(tensor) or nullcontext())
+    kernels._verified.add(("correct", x.device, x.dtype))
+    assert kernels.launch(x, ("correct",)) and events == [x, "launch"][-count:]

@@ -29,8 +29,9 @@ class Direct:
     """A decorator of a kernel, which is then launched as one of Triton: ``kernel[grid](*arguments, **constants)``.
 
     `arguments` are tensors or None, then numbers; `constants` are the kernel's constants and Triton's options. All
-    tensors have to be on the current device. While a profiler has hooks on launches, or on this kernel, Triton launches
-    it. Triton's settings are those of a variant's first launch.
+    tensors have to be on the current device. A variant's first launch is direct too, so the check of a kernel's first
+    result checks the launch as well. While a profiler has hooks on launches, or on this kernel, Triton launches it. Its
+    settings are those of a variant's first launch.
     """
 
     def __init__(self, kernel: Any) -> None:
