@@ -21,7 +21,8 @@ import tome_core
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "benchmarks" / "results"
 KINDS = {"gpu": "gpu_report", "quality": "quality_report", "host-calls": "host_calls",
-         "work": "work", "own-error": "own_error_report", "pooled": "pooled"}  # the modules of their tables
+         "work": "work", "own-error": "own_error_report", "pooled": "pooled",
+         "renewal": "renewal"}  # the modules of their tables
 _FIELDS = {"created": str, "command": str, "versions": dict, "device": dict, "settings": dict, "rows": list,
            "missing": list}  # fmt: skip
 

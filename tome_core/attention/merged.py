@@ -142,21 +142,16 @@ def add_correction(out: torch.Tensor, q: torch.Tensor, correction: Correction) -
         corrected = kernels.correct(out, q, matrix, constant, block_of(out.shape[3]))
         if corrected is not None:
             return corrected
-    whole = out.numel() * out.element_size() <= _HELD or kernels.needs_gradient(out, q, matrix, constant)
-    if whole:
-        return out + _change(out, q, matrix, constant)
-    step = max(1, _HELD // (out[:, :1].numel() * out.element_size()))
-    for start in range(0, out.shape[1], step):
-        piece = out[:, start : start + step]
-        piece += _change(piece, q[:, start : start + step], matrix, constant)
-    return out
-
-
-def _change(out: torch.Tensor, q: torch.Tensor, matrix: torch.Tensor, constant: torch.Tensor) -> torch.Tensor:
-    """Return ``q M1 + out M2 + b``, a new tensor of the shape of `out`; see `add_correction`."""
+    if out.numel() * out.element_size() > _HELD and not kernels.needs_gradient(out, q, matrix, constant):
+        step = max(1, _HELD // (out[:, :1].numel() * out.element_size()))
+        for start in range(0, out.shape[1], step):
+            piece = out[:, start : start + step]
+            piece.copy_(add_correction(piece, q[:, start : start + step], correction))
+        return out
     batch, tokens, heads, _ = q.shape
     features = torch.cat([q.transpose(1, 2), out.to(q.dtype).transpose(1, 2)], -1).flatten(0, 1)
-    return torch.baddbmm(constant, features, matrix).view(batch, heads, tokens, -1).transpose(1, 2)
+    change = torch.baddbmm(constant, features, matrix).view(batch, heads, tokens, -1)
+    return out + change.transpose(1, 2)
 
 
 def _attend_by_torch(

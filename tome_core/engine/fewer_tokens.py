@@ -168,18 +168,17 @@ def _plan_of(
 
     The plan is None if no token merges.
     """
-    # a part's tokens merge as tomesd merges them: compared as they are, in one window
-    compared = F.layer_norm(x.detach(), x.shape[2:])[:, :, None] if is_block else x.detach().contiguous()
     cost = 0
 
     def match_rows(rows: slice, old: MergePlan | None) -> MergePlan | None:
         nonlocal cost
         draw = draw_of(call, level, rule, x.device)
         if is_block:
-            plan = match(compared[rows], compared[rows], Layout(grid), rule, draw, old)
-        else:
+            compared = F.layer_norm(x.detach()[rows], x.shape[2:])[:, :, None]
+            plan = match(compared, compared, Layout(grid), rule, draw, old)
+        else:  # a part's tokens merge as tomesd merges them: compared as they are, in one window
             options = MatchOptions(rule.effective_ratio, rule.sx, rule.sy, draw)
-            plan = METHODS[rule.method].match(compared[rows], grid, options)
+            plan = METHODS[rule.method].match(x.detach().contiguous()[rows], grid, options)
         if plan is not None:
             features = x.shape[2] * (2 if is_block and rule.metric == "keys+values" else 1)
             of_sample = work.of_match(rule, grid, plan.num_groups, features, old is not None, not is_block)

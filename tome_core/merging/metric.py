@@ -27,7 +27,7 @@ def of_unit_spread(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     those of the values another, so both count the same in any model. Constant inputs give 0; no number is larger than
     `_LARGEST`.
     """
-    (places,) = cached_result(_spread_places, keys, keys.shape[1])
+    (places,) = cached_result(_spread_places, keys, min(keys.shape[1], _FEW), keys.shape[1])
     if kernels.ready(keys) and (features := kernels.spread(keys, values, places, _LARGEST)) is not None:
         return features
     features = torch.cat([keys, values], -1)
@@ -40,9 +40,8 @@ def of_unit_spread(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return features.clamp_(-_LARGEST, _LARGEST)
 
 
-def _spread_places(tokens: int, device: torch.device) -> tuple[torch.Tensor]:
-    """Return the numbers of up to `_FEW` of `tokens`, evenly spread, int64, in a tuple for `cached_result`."""
-    count = min(tokens, _FEW)
+def _spread_places(count: int, tokens: int, device: torch.device) -> tuple[torch.Tensor]:
+    """Return the numbers of `count` of `tokens`, evenly spread, int64, in a tuple for `cached_result`."""
     return ((torch.arange(count, device=device) * 2 + 1) * tokens // (2 * count),)
 
 
