@@ -256,13 +256,12 @@ def kernel_laws(bench: Bench) -> dict[str, Any]:
     """Run the project's tests of its kernels by pytest. Raises OutOfTime if they last until `Bench.end`.
 
     Returns ``hold``, a bool, ``said``, pytest's last line, and if tests fail ``log``, the end of the output; but
-    without kernels or pytest ``skipped``, the reason. With kernels also ``by torch``, `too_wide`.
+    without kernels or pytest ``skipped``, the reason.
     """
     if not kernels.available(torch.device(bench.device)):
         return {"skipped": "; ".join(kernels.notes()) or "no kernels for this device"}
-    by_torch = {"by torch": too_wide() or "nothing for its width"}
     if importlib.util.find_spec("pytest") is None:
-        return {"skipped": "pytest is not installed: pip install pytest", **by_torch}
+        return {"skipped": "pytest is not installed: pip install pytest"}
     try:
         done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", KERNEL_LAWS], cwd=ROOT,
                               capture_output=True, text=True, check=False, timeout=max(1.0, bench.left))  # fmt: skip
@@ -270,16 +269,7 @@ def kernel_laws(bench: Bench) -> dict[str, Any]:
         raise OutOfTime from None
     lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or [""]
     log = {"log": done.stdout[-4000:]} if done.returncode else {}
-    return {"hold": done.returncode == 0, "said": lines[-1], **log, **by_torch}
-
-
-def too_wide() -> str:
-    """Say what torch's operators do for heads of the networks with more channels than our kernels take; "" if none."""
-    widths = {(name, channels // heads) for name, shape in models.SHAPES.items()
-              for channels, heads in zip(shape.channels, shape.heads, strict=True)}  # fmt: skip
-    return "; ".join(f"{part} of {name}'s heads of {width} channels, because kernels take up to {most}"
-                     for name, width in sorted(widths) for part, most in (("equations", kernels.RIDGE_WIDEST),
-                     ("sums and corrections", kernels.WIDEST_HEAD)) if width > most)  # fmt: skip
+    return {"hold": done.returncode == 0, "said": lines[-1], **log}
 
 
 def laws(bench: Bench, name: str, pixels: int) -> dict[str, Any]:

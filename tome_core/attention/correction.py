@@ -97,7 +97,7 @@ def fit_correction(
         keys, values = (tensor.to(q.dtype) for tensor in keys_and_values)
         *pair, exact = plan.merge_pair(keys, values, exact=True)
         same = max(_LEAST_SPREAD, torch.finfo(q.dtype).eps)
-        if not kernels.needs_gradient(q, keys, values) and kernels.ready_for_halves(keys):
+        if kernels.corrects(q) and not kernels.needs_gradient(q, keys, values):
             sizes, penalty = plan.log_sizes(q.dtype), PENALTY * block / count
             answers = kernels.answer(q, places, keys, values, *pair, sizes, plan.group, exact, scale)
             correction = answers and kernels.ridge(

@@ -92,8 +92,9 @@ def correction_of(attention: Attention, plan: MergePlan, layout: Layout) -> tupl
     q, k, v = attention[:3]
     (places,) = cached_result(pick_queries_in, q, layout, q.shape[1], q.shape[3])
     shares = q.shape[2] // k.shape[2]
+    in_one = shares == 1 and kernels.corrects(q) and not kernels.needs_gradient(q)
     fits: list[tuple[Correction, Pair]] = []
-    for first, last in [(0, k.shape[2])] if shares == 1 and kernels.can_fit_all_heads(q) else _runs_of_heads(k, shares):
+    for first, last in [(0, k.shape[2])] if in_one else _runs_of_heads(k, shares):
         pair = tuple(tensor[:, :, first:last] for tensor in (k, v))
         if shares > 1:
             pair = tuple(tensor.repeat_interleave(shares, 2) for tensor in pair)
@@ -137,7 +138,7 @@ def add_correction(out: torch.Tensor, q: torch.Tensor, correction: Correction) -
     matrix, constant = correction[:2]
     if not matrix.dtype == out.dtype == q.dtype:  # the correction is of a step with another autocast
         matrix, constant = matrix.to(q.dtype), constant.to(q.dtype)
-    elif out.device.type in kernels.DEVICES and kernels.ready_for_halves(out) \
+    elif out.device.type in kernels.DEVICES and kernels.corrects(q) \
             and not kernels.needs_gradient(out, q, matrix, constant):  # fmt: skip
         corrected = kernels.correct(out, q, matrix, constant, block_of(out.shape[3]))
         if corrected is not None:

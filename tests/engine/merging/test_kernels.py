@@ -147,3 +147,15 @@ def test_the_tensors_device_is_made_current_if_there_is_another(count, put_in_pl
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: events.append(tensor) or nullcontext())
     kernels._verified.add(("correct", x.device, x.dtype))
     assert kernels.launch(x, ("correct",)) and events == [x, "launch"][-count:]
+
+
+def test_what_torch_does_on_a_card_for_want_of_a_kernel_is_told(monkeypatch):
+    monkeypatch.setattr(kernels, "available", lambda device: True)
+    monkeypatch.setattr(kernels, "_by_torch", {})
+    before = kernels.notes()
+    assert all(kernels.corrects(torch.empty(1, 4, 2, width, dtype=torch.float16)) for width in (40, 160, 256))
+    assert kernels.notes() == before
+    assert not kernels.corrects(torch.empty(1, 4, 2, 512, dtype=torch.float16))
+    assert not any(kernels.corrects(torch.empty(1, 4, 2, 64)) for _ in range(2))
+    wide, exact = kernels.notes()[len(before):]
+    assert "heads of 512 channels" in wide and "256" in wide and "torch.float32" in exact and "half" in exact

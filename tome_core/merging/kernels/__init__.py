@@ -37,15 +37,20 @@ _is_loaded = False
 _kernels: ModuleType | None = None
 _why_off = ""
 _off: dict[str, str] = {}  # the reason why a kernel is off, by its name
+_by_torch: dict[str, None] = {}  # texts of what torch's operators do for a tensor that no kernel takes, in order
 _verified: set[tuple] = set()  # kernels that were checked: name, constants, device and dtype
 
 
 def notes() -> tuple[str, ...]:
-    """Return a text for the report for each reason, known by now, why kernels are off; `kernels_off` is none."""
+    """Return a text for the report for each reason, known by now, why torch's operators do a kernel's work.
+
+    `kernels_off` is no such reason.
+    """
     why = {**({"": _why_off} if _why_off else {}), **_off}
     names = {reason: ", ".join(name for name in why if why[name] == reason) for reason in why.values()}
-    return tuple(f"Triton's kernels {name + ' ' if name else ''}are off, torch's operators do the same: {reason}"
-                 for reason, name in names.items())  # fmt: skip
+    off = (f"Triton's kernels {name + ' ' if name else ''}are off, torch's operators do the same: {reason}"
+           for reason, name in names.items())  # fmt: skip
+    return *off, *_by_torch
 
 
 def ready(x: Tensor) -> bool:
@@ -53,9 +58,19 @@ def ready(x: Tensor) -> bool:
     return x.dtype in _DTYPES and available(x.device)
 
 
-def ready_for_halves(x: Tensor) -> bool:
-    """Return whether the tensor is float16 or bfloat16 on a device that is `available`."""
-    return x.dtype in _DTYPES[1:] and available(x.device)
+def corrects(q: Tensor) -> bool:
+    """Return whether kernels fit and add corrections of `q` ``(batch, tokens, heads, head_dim)``; note why they do not.
+
+    They do in half precision, on a device that is `available`, for heads of up to `WIDEST_HEAD` channels.
+    """
+    if not available(q.device):
+        return False
+    why = (f"in {q.dtype}; kernels need half precision" if q.dtype not in _DTYPES[1:]
+           else f"of heads of {q.shape[3]} channels; kernels take up to {WIDEST_HEAD}" if q.shape[3] > WIDEST_HEAD
+           else "")  # fmt: skip
+    if why:
+        _by_torch[f"torch's operators, which take longer, make and add corrections {why}"] = None
+    return not why
 
 
 def available(device: torch.device) -> bool:
@@ -65,9 +80,6 @@ def available(device: torch.device) -> bool:
     return _supports(device) and _module() is not None
 
 
-def can_fit_all_heads(q: Tensor) -> bool:
-    """Return whether kernels can fit a correction to all heads of `q` ``(batch, tokens, heads, head_dim)`` at once."""
-    return q.shape[3] <= WIDEST_HEAD and ready_for_halves(q) and not needs_gradient(q)
 
 
 def needs_gradient(*tensors: Tensor) -> bool:
@@ -219,12 +231,9 @@ def answer(
     the numbers of its tokens that are answered, int64 ``(queries,)``. Keys and values are ``(batch, number, heads *
     head_dim)``, any strides; merged ones, a row for each group, are contiguous. `bias`, ``(batch or 1, groups)``,
     finite, is added to the logits of merged keys, which are multiplied by `scale` before. `group` is int64 ``(batch or
-    1, tokens)``; `means`, the groups' mean values, are contiguous float32. None if the kernel could not run, or if
-    heads have more than `WIDEST_HEAD` channels.
+    1, tokens)``; `means`, the groups' mean values, are contiguous float32. None if the kernel could not run.
     """
     batch, tokens, heads, width = *keys.shape[:2], *q.shape[2:]
-    if width > WIDEST_HEAD:
-        return None
     span, count = _span(tokens), places.shape[0]
     spans, programs = -(-tokens // span), batch * heads
     answers = Answers(
@@ -272,11 +281,9 @@ def correct(out: Tensor, q: Tensor, matrix: Tensor, constant: Tensor, block: int
 
     `out` and `q` are ``(batch, tokens, heads, head_dim)``; all have the same half precision. `matrix`, ``M1`` above
     ``M2``, whose blocks of `block` channels on the diagonal count, and `constant`, ``b``, are those of
-    `correction.Correction`, contiguous, of at most `WIDEST_HEAD` channels.
+    `correction.Correction`, contiguous.
     """
     width = matrix.shape[2]
-    if width > WIDEST_HEAD:
-        return None
     corrected = torch.empty_like(out, memory_format=torch.contiguous_format)
     return corrected if launch(out, ("correct", width), out, q, matrix, constant, block, corrected) else None
 
