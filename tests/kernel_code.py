@@ -31,7 +31,8 @@ def launch_all(dtype):
     segments = numbers(TOKENS), numbers(GROUPS + 1)
     kernels.mean_rows(tokens.flatten(0, 1), *segments, TOKENS, values=tokens.flatten(0, 1))
     kernels.mean_rows(tokens.flatten(0, 1), *segments, TOKENS, bias=True)
-    kernels.segments(numbers(2, TOKENS), GROUPS, -1000.0, torch.bfloat16)
+    kernels.count_and_mean_rows(tokens.flatten(0, 1), numbers(1, TOKENS), GROUPS, values=tokens.flatten(0, 1))
+    kernels.count_and_mean_rows(tokens.flatten(0, 1), numbers(2, TOKENS), GROUPS, bias=True)
     kernels.assign_groups(torch.zeros(2, 768), numbers(2, 768), numbers(1, 768), numbers(1, GROUPS), 512)
     for heads, width in HEADS_TOO if dtype.itemsize == 2 else ():
         tokens, groups = torch.zeros(2, TOKENS, heads * width, dtype=dtype), torch.zeros(2, GROUPS, heads * width)

@@ -13,7 +13,6 @@ from . import kernels
 
 # DirectML, where index_add runs on the CPU. On other devices scatter_add, which replaces it there, is slower.
 _WITHOUT_INDEX_ADD = ("privateuseone",)
-EMPTY_LOGIT = -1000.0  # logit of a group without tokens: 0 after the softmax, but finite, as some kernels need it
 
 
 def without_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
@@ -95,7 +94,7 @@ class MergePlan:
     def log_sizes(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the logarithm of each group's size, ``(batch or 1, groups)``; `EMPTY_LOGIT`, finite, for size 0."""
         self._count()  # if a kernel counts, it stores the logits as well
-        exact = self._once(("logits", torch.float32), lambda: self._count().log().clamp(min=EMPTY_LOGIT))
+        exact = self._once(("logits", torch.float32), lambda: self._count().log().clamp(min=kernels.EMPTY_LOGIT))
         return self._once(("logits", dtype), lambda: exact.to(dtype))
 
     def merge(self, x: torch.Tensor) -> torch.Tensor:
@@ -165,7 +164,7 @@ class MergePlan:
 
     def _count(self) -> torch.Tensor:
         """Return the groups' sizes, ``(batch or 1, groups)``, cached; float32, exact to 2**24, as MPS adds no int64."""
-        if ("sizes",) not in self.cache and not self._count_by_kernel():
+        if ("sizes",) not in self.cache:
             if self.group.is_cuda:
                 # By sorting: atomics on CUDA are refused under torch.use_deterministic_algorithms.
                 sizes = self._sorted_segments()[1].diff().view(-1, self.num_groups).float()
@@ -182,23 +181,20 @@ class MergePlan:
         if not kernels.ready(x) or kernels.needs_gradient(*filter(torch.is_tensor, (x, values))):
             return None
         self._check(x, self.group.shape[1], "tokens")
-        values = None if values is None else values.flatten(0, 1)
-        means = kernels.mean_rows(
-            x.flatten(0, 1), *self._sorted_segments(x.dtype), self.group.numel(), bias, values, exact
-        )
+        flat, values = x.flatten(0, 1), None if values is None else values.flatten(0, 1)
+        known = None if ("segments",) in self.cache else kernels.count_and_mean_rows(
+            flat, self.group, self.num_groups, bias, values, exact
+        )  # fmt: skip
+        if known is not None:
+            means, segments = known
+            self.cache |= {("segments",): segments[:2], ("sizes",): segments.sizes,
+                           ("logits", torch.float32): segments.logs, ("logits", x.dtype): segments.rounded}  # fmt: skip
+        else:
+            means = kernels.mean_rows(flat, *self._sorted_segments(), self.group.numel(), bias, values, exact)
         if means is None:
             return None
         return kernels.Means(*(rows if rows is None else rows.unflatten(0, (x.shape[0], self.num_groups))
                                for rows in means))  # fmt: skip
-
-    def _count_by_kernel(self, dtype: torch.dtype = torch.float32) -> bool:
-        """Fill the cache by `kernels.segments`, `log_sizes` also in `dtype`. Return whether it gave a result."""
-        segments = kernels.segments(self.group, self.num_groups, EMPTY_LOGIT, dtype)
-        if segments is None:
-            return False
-        self.cache |= {("segments",): segments[:2], ("sizes",): segments.sizes,
-                         ("logits", torch.float32): segments.logs, ("logits", dtype): segments.rounded}  # fmt: skip
-        return True
 
     def _check(self, x: torch.Tensor, count: int, unit: str) -> None:
         """Raise a ValueError, which names `unit`, if `x` is not ``(batch, count, channels)`` of a fitting batch."""
@@ -211,11 +207,9 @@ class MergePlan:
         """Return groups plus ``sample * num_groups``, int64 ``(batch * tokens,)``, cached; one row serves all."""
         return self._once(("rows", batch), lambda: _flat_rows(self.group, batch, self.num_groups))
 
-    def _sorted_segments(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `_segments` of the plan, from the cache; a kernel also caches sizes and `log_sizes` in `dtype`."""
-        if ("segments",) not in self.cache and not self._count_by_kernel(dtype):
-            self.cache["segments",] = _segments(self.group, self.num_groups)
-        return self.cache["segments",]
+    def _sorted_segments(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `_segments` of the plan, from the cache."""
+        return self._once(("segments",), lambda: _segments(self.group, self.num_groups))
 
     def _flat_segments(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `_sorted_segments` for `batch` samples, cached. A single row that serves them all is sorted once."""

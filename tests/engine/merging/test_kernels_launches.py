@@ -20,7 +20,7 @@ NO_LAUNCH = {"_local_scalar_dense", "_reshape_alias", "_unsafe_view", "alias", "
 # These launch several: a sort in segments of up to 4,096, and operators that copy first.
 LAUNCHES = {"sort": 4, "masked_fill": 2, "scatter": 2, "constant_pad_nd": 2}
 # Outputs of kernels that hold numbers of groups or tokens, which have to be valid.
-NUMBERS = {"best_keys": (5,), "segments": (1, 2), "assign_groups": (5,)}
+NUMBERS = {"best_keys": (5,), "mean_rows": (2, 3), "assign_groups": (5,)}
 
 
 @pytest.fixture
@@ -64,9 +64,9 @@ EARLY, LATE = (950.0, 940.0, 850.0), (300.0, 299.0, 200.0)
 
 
 @pytest.mark.parametrize("preset, times, bounds", [
-    ("balanced", EARLY, (16, 2, 8)),  # two of a first call check whether the batch is two times one latent
-    pytest.param("balanced", LATE, (11, 2, 9), marks=pytest.mark.slow),
-    ("max", LATE, (19, 2, 8)),
+    ("balanced", EARLY, (13, 2, 7)),  # two of a first call check whether the batch is two times one latent
+    pytest.param("balanced", LATE, (10, 2, 8), marks=pytest.mark.slow),
+    ("max", LATE, (15, 2, 7)),
 ], ids=str)  # fmt: skip
 def test_a_match_new_kept_and_renewed_costs_so_many_launches(preset, times, bounds, launches):
     """The block has 64 x 64 tokens, and both halves of guidance share one match. Channels cost no launches."""
@@ -91,4 +91,4 @@ def test_a_match_new_kept_and_renewed_costs_so_many_launches(preset, times, boun
                     counts.append(count())
                     counts[-1].subtract(alone)
     assert tuple(counted.total() for counted in counts[3:]) == bounds, counts
-    assert counts[4]["mean_rows"] == 1 and not {"sort", "best_keys", "segments", "ridge"} & set(+counts[4])
+    assert counts[4]["mean_rows"] == 1 and not {"sort", "best_keys", "ridge"} & set(+counts[4])

@@ -32,6 +32,7 @@ _COUNTED_UP_TO = 2**26
 # The largest number of pairs of scores for which comparing all pairs is faster than sorting, which takes at least 4
 # launches. Estimated: 16,384 tokens take 60 us on a GPU of 132 processors.
 _COMPARED_UP_TO = 2**28
+EMPTY_LOGIT = -1000.0  # logit of a group without tokens: 0 after the softmax, but finite, as some kernels need it
 WIDEST_HEAD = 256  # channels of a head, a tile of which fits the registers of one program
 _is_loaded = False
 _kernels: ModuleType | None = None
@@ -135,6 +136,17 @@ class Means(NamedTuple):
     exact: Tensor | None  # the means of the second tensor in float32, not rounded, of the form of `mean`
 
 
+class Segments(NamedTuple):
+    """The tokens sorted by row (sample) and group, and the sizes of the groups."""
+
+    # token t of row r has the number r * tokens + t, int64 (rows * tokens,); tokens of one group keep their order
+    order: Tensor
+    offsets: Tensor  # each group's start in `order`, then the length of `order`, int64 (rows * groups + 1,)
+    sizes: Tensor  # the number of tokens of each group, float32 (rows, groups)
+    logs: Tensor  # logarithms of the sizes, `EMPTY_LOGIT` for size 0, float32 (rows, groups)
+    rounded: Tensor  # `logs` in the requested dtype
+
+
 def mean_rows(
     x: Tensor, order: Tensor, offsets: Tensor, tokens: int, bias: bool = False,
     values: Tensor | None = None, exact: bool = True,
@@ -147,49 +159,54 @@ def mean_rows(
     `order`, int64 ``(groups + 1,)``. `bias` requests `Means.bias`; `values` requests `Means.values`, and `Means.exact`
     if `exact`. Sums are in float32, in a fixed order, so equal inputs give equal bits. Not differentiable.
     """
-    numbers, channels, both = x.shape[0] // tokens * (offsets.shape[0] - 1), x.shape[1], values is not None
-    means = Means(
+    means = _new_means(x, x.shape[0] // tokens * (offsets.shape[0] - 1), bias, values, exact)
+    return means if _fill_means(x, values, order, offsets, tokens, means, exact) else None
+
+
+def count_and_mean_rows(
+    x: Tensor, group: Tensor, num_groups: int, bias: bool = False, values: Tensor | None = None, exact: bool = True
+) -> tuple[Means, Segments] | None:
+    """Return `mean_rows` of a plan that has not been counted yet, and its segments.
+
+    `group`, int64 ``(rows, tokens)``, has each token's group, below `num_groups`; the groups of a row are its own.
+    `Segments.rounded` has the dtype of `x`. None if the kernel could not run, or if ``tokens * num_groups`` exceeds
+    `_COUNTED_UP_TO`. Each program goes through all tokens of a row for a group, without a sort and without atomics.
+    """
+    rows, tokens = group.shape
+    if tokens * num_groups > _COUNTED_UP_TO:
+        return None
+    segments = Segments(
+        group.new_empty(rows * tokens),
+        group.new_empty(rows * num_groups + 1),
+        group.new_empty(rows, num_groups, dtype=torch.float32),
+        group.new_empty(rows, num_groups, dtype=torch.float32),
+        x.new_empty(rows, num_groups),
+    )
+    means = _new_means(x, x.shape[0] // (rows * tokens) * rows * num_groups, bias, values, exact)
+    counted = (group.contiguous(), *segments[2:])
+    filled = _fill_means(x, values, *segments[:2], rows * tokens, means, exact, counted)
+    return (means, segments) if filled else None
+
+
+def _new_means(x: Tensor, numbers: int, bias: bool, values: Tensor | None, exact: bool) -> Means:
+    """Return the tensors of `mean_rows`' result, not filled yet, for so many means in all."""
+    channels, both = x.shape[1], values is not None
+    return Means(
         x.new_empty(numbers, channels),
         x.new_empty(numbers, dtype=torch.float32) if bias else None,
         x.new_empty(numbers, channels) if both else None,
         x.new_empty(numbers, channels, dtype=torch.float32) if both and exact else None,
     )
+
+
+def _fill_means(
+    x: Tensor, values: Tensor | None, order: Tensor, offsets: Tensor, tokens: int, means: Means, exact: bool,
+    counted: tuple[Tensor | None, ...] = (None,) * 4,
+) -> bool:  # fmt: skip
+    """Run the kernel of `mean_rows`; `counted` are the groups of tokens and the last three fields of `Segments`."""
     filled = means.mean, means.values, means.exact, means.bias
-    variant = "mean_rows", channels, both, bias, exact
-    return means if launch(x, variant, x, values, order, offsets, tokens, *filled) else None
-
-
-class Segments(NamedTuple):
-    """The tokens sorted by row (sample) and group, and the sizes of the groups."""
-
-    # token t of row r has the number r * tokens + t, int64 (rows * tokens,); tokens of one group keep their order
-    order: Tensor
-    offsets: Tensor  # each group's start in `order`, then the length of `order`, int64 (rows * groups + 1,)
-    sizes: Tensor  # the number of tokens of each group, float32 (rows, groups)
-    logs: Tensor  # logarithms of the sizes, `empty` of `segments` for size 0, float32 (rows, groups)
-    rounded: Tensor  # `logs` in the requested dtype
-
-
-def segments(group: Tensor, num_groups: int, empty: float, dtype: torch.dtype) -> Segments | None:
-    """Sort the tokens of each row of `group` by group, and count the tokens of each group.
-
-    `group`, int64 ``(rows, tokens)``, has each token's group, below `num_groups`; the groups of a row are its own.
-    `empty`, finite, is the logarithm to return for an empty group. `Segments.rounded` has `dtype`. None if the kernel
-    could not run, or if ``tokens * num_groups`` exceeds `_COUNTED_UP_TO`. Each program goes through all tokens of a row
-    for a few groups, in a fixed order, without a sort and without atomics.
-    """
-    rows, tokens = group.shape
-    if tokens * num_groups > _COUNTED_UP_TO or not available(group.device):
-        return None
-    result = Segments(
-        group.new_empty(rows * tokens),
-        group.new_empty(rows * num_groups + 1),
-        group.new_empty(rows, num_groups, dtype=torch.float32),
-        group.new_empty(rows, num_groups, dtype=torch.float32),
-        group.new_empty(rows, num_groups, dtype=dtype),
-    )
-    group = group.contiguous()
-    return result if launch(group, ("segments", dtype), group, *result, empty) else None
+    variant = "mean_rows", x.shape[1], values is not None, means.bias is not None, exact, counted[0] is not None
+    return launch(x, variant, x, values, order, offsets, tokens, *filled, *counted, EMPTY_LOGIT)
 
 
 def assign_groups(score: Tensor, index: Tensor, sources: Tensor, destinations: Tensor, removed: int) -> Tensor | None:

@@ -120,11 +120,26 @@ def spread(keys, values, places, largest, features) -> Iterator[Output]:
             yield Output(f"spread of {name}", some, expected, allowed + _rounding(expected, some.dtype))
 
 
-def mean_rows(x, values, order, offsets, tokens, mean, mean_values, exact, bias) -> Iterator[Output]:
-    """Yield the means that are not None, in pieces, then `bias`, which is expected from `mean` as it was filled.
+def mean_rows(
+    x, values, order, offsets, tokens, mean, mean_values, exact, bias, group, counts, logs, rounded, empty
+) -> Iterator[Output]:
+    """Yield what was counted, if there is a `group`; the means that are not None, in pieces; then `bias`.
 
-    The allowed difference is a share of the group's mean absolute value, plus the rounding to the mean's dtype.
+    Of what was counted only logarithms may differ. The allowed difference of means is a share of the group's mean
+    absolute value, plus the rounding to the mean's dtype. `bias` is expected from `mean` as it was filled.
     """
+    if group is not None:
+        (rows, groups), row = counts.shape, torch.arange(len(counts), device=group.device)[:, None]
+        ordered, places = (group + row * groups).flatten().sort(stable=True)
+        starts = torch.searchsorted(ordered, torch.arange(rows * groups + 1, device=group.device))
+        counted = starts.diff().view_as(counts).double()
+        expected = counted.log().clamp(min=empty)
+        yield Output("order", order, places, 0.0)
+        yield Output("starts of groups", offsets, starts, 0.0)
+        yield Output("sizes", counts, counted, 0.0)
+        yield Output("logarithms", logs, expected, 1e-6 * (1 + expected.abs()))
+        yield Output("rounded logarithms", rounded, expected, 1e-6 + torch.finfo(rounded.dtype).eps * expected.abs())
+        order, offsets = places, starts
     sizes, copies = offsets.diff(), len(x) // tokens
     group = torch.repeat_interleave(sizes, output_size=len(order))
     row, group = ((numbers + torch.arange(copies, device=x.device)[:, None] * step).flatten()
@@ -145,20 +160,6 @@ def mean_rows(x, values, order, offsets, tokens, mean, mean_values, exact, bias)
         expected = mean.double().square().sum(1) / -2
         allowed = 4e-6 * (1 - expected)
         yield Output("half lengths", bias, expected.masked_fill((sizes == 0).repeat(copies), -torch.inf), allowed)
-
-
-def segments(group, order, offsets, sizes, logs, rounded, empty) -> Iterator[Output]:
-    """Check `triton_kernels.segments` by its arguments: yield `order` to `rounded`; only the last two may differ."""
-    rows, groups = sizes.shape
-    ordered, places = (group + torch.arange(rows, device=group.device)[:, None] * groups).flatten().sort(stable=True)
-    starts = torch.searchsorted(ordered, torch.arange(rows * groups + 1, device=group.device))
-    counted = starts.diff().view_as(sizes).double()
-    expected = counted.log().clamp(min=empty)
-    yield Output("order", order, places, 0.0)
-    yield Output("starts of groups", offsets, starts, 0.0)
-    yield Output("sizes", sizes, counted, 0.0)
-    yield Output("logarithms", logs, expected, 1e-6 * (1 + expected.abs()))
-    yield Output("rounded logarithms", rounded, expected, 1e-6 + torch.finfo(rounded.dtype).eps * expected.abs())
 
 
 def assign_groups(score, index, sources, destinations, removed, group) -> Iterator[Output]:
@@ -249,6 +250,6 @@ def correct(out, q, matrix, constant, block, corrected) -> Iterator[Output]:
 
 # Each kernel's check, and how many of its first arguments must hold finite numbers, or be None, to make it meaningful.
 _CHECKS: dict[str, tuple[Callable[..., Iterator[Output]], int]] = {
-    "spread": (spread, 2), "best_keys": (best_keys, 3), "mean_rows": (mean_rows, 2), "segments": (segments, 1),
+    "spread": (spread, 2), "best_keys": (best_keys, 3), "mean_rows": (mean_rows, 2),
     "assign_groups": (assign_groups, 1), "answer": (answer, 9), "ridge": (ridge, 6), "correct": (correct, 4),
 }  # fmt: skip

@@ -12,16 +12,16 @@ from torch import Tensor
 from .triton_kernels_correction import answer, correct, parts_of, power_of_two, ridge
 from .triton_kernels_direct import direct
 
-__all__ = ["answer", "assign_groups", "best_keys", "correct", "mean_rows", "ridge", "segments", "spread"]
+__all__ = ["answer", "assign_groups", "best_keys", "correct", "mean_rows", "ridge", "spread"]
 
 # Tiles are fixed, not tuned at run time: another tile adds in another order, so equal inputs would give other bits.
 # They are small, because SD1.5 at 512 px has 3,072 sources: 48 tiles a sample, on GPUs of 60 to 140 processors.
 _QUERIES, _KEYS, _CHANNELS, _CHANNELS_OF_HALVES = 64, 64, 32, 64
 # Groups are few, and their programs wait for memory. So tiles are wide along the loop, and narrow across it.
 _ROWS, _WIDEST, _ROWS_ALONE, _WIDEST_ALONE = 32, 64, 16, 1024
-_COUNTED_TOKENS, _COUNTED_GROUPS = 2048, 4
+_WIDEST_COUNTED, _COUNTED_TOKENS = 512, 2048  # a group's programs each list its members, so they are few
 _PLACED, _OTHERS = 32, 128
-_SPREAD_TOKENS, _FEW, _SPREAD_CHANNELS = 128, 64, 32
+_SPREAD_TOKENS, _FEW, _SPREAD_CHANNELS = 64, 64, 32
 _TINY = tl.constexpr(1e-12)
 
 
@@ -36,14 +36,14 @@ def _spread_tokens(
     """
     few = tl.arange(0, FEW)
     row = tl.load(places + few, mask=few < count, other=0)[:, None] * row_step
-    total = tl.zeros([CHANNELS], tl.float32)
+    squares = tl.zeros([FEW, CHANNELS], tl.float32)
     for start in range(0, channels, CHANNELS):
         channel = start + tl.arange(0, CHANNELS)
         mask = (few < count)[:, None] & (channel < channels)[None, :]
         rows = tl.load(source + row + channel[None, :] * channel_step, mask=mask, other=0.0).to(tl.float32)
         apart = tl.where(mask, rows - tl.sum(rows, 0)[None, :] / count, 0.0)
-        total += tl.sum(apart * apart, 0)
-    unit = 1.0 / tl.sqrt(tl.maximum(tl.sum(total, 0) / (count * channels), _TINY))
+        squares += apart * apart
+    unit = 1.0 / tl.sqrt(tl.maximum(tl.sum(tl.sum(squares, 1), 0) / (count * channels), _TINY))
     for start in range(0, channels, CHANNELS):
         channel = start + tl.arange(0, CHANNELS)
         is_channel = (channel < channels)[None, :]
@@ -63,7 +63,7 @@ def _spread(
     keys_sample, keys_row, keys_channel, values_sample, values_row, values_channel,
     TOKENS: tl.constexpr, FEW: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Fill ``features``, the result of `kernels.spread`. A program serves TOKENS tokens, their keys or values (axis 1).
+    """Fill ``features``, the result of `kernels.spread`. A program serves TOKENS tokens.
 
     A sample has ``tiles`` tiles of tokens. In all kernels, tensors come as pointers, and names that end in _<axis> are
     strides.
@@ -71,16 +71,14 @@ def _spread(
     sample = (tl.program_id(0) // tiles).to(tl.int64)
     token = (tl.program_id(0) % tiles * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     to = features + sample * tokens * 2 * channels
-    if tl.program_id(1) == 0:
-        _spread_tokens(
-            keys + sample * keys_sample, keys_row, keys_channel, places, to, token, count, tokens, channels, largest,
-            FEW, CHANNELS,
-        )  # fmt: skip
-    else:
-        _spread_tokens(
-            values + sample * values_sample, values_row, values_channel, places, to + channels, token, count, tokens,
-            channels, largest, FEW, CHANNELS,
-        )  # fmt: skip
+    _spread_tokens(
+        keys + sample * keys_sample, keys_row, keys_channel, places, to, token, count, tokens, channels, largest,
+        FEW, CHANNELS,
+    )  # fmt: skip
+    _spread_tokens(
+        values + sample * values_sample, values_row, values_channel, places, to + channels, token, count, tokens,
+        channels, largest, FEW, CHANNELS,
+    )  # fmt: skip
 
 
 @direct
@@ -144,22 +142,63 @@ def _best_keys(
     tl.store(index + to, best_key.to(tl.int64), mask=inside)
 
 
+@triton.jit
+def _list_members(group, order, wanted, first, tokens, TOKENS: tl.constexpr):
+    """Store the numbers of the tokens of the group ``wanted`` in ``order``; return where they start and stop there.
+
+    ``group`` has the groups of a row of ``tokens``, the first of which has the number ``first``. Members keep their
+    order. The row's tokens in lower groups are counted, so no other program's result is needed.
+    """
+    lower = tl.zeros([TOKENS], tl.int32)
+    same = tl.zeros([TOKENS], tl.int32)
+    for begin in range(0, tokens, TOKENS):
+        token = begin + tl.arange(0, TOKENS)
+        of_token = tl.load(group + token, mask=token < tokens, other=2147483647).to(tl.int32)
+        lower += (of_token < wanted).to(tl.int32)
+        same += (of_token == wanted).to(tl.int32)
+    start = first + tl.sum(lower, 0)
+    place = start
+    for begin in range(0, tokens, TOKENS):
+        token = begin + tl.arange(0, TOKENS)
+        of_token = tl.load(group + token, mask=token < tokens, other=2147483647).to(tl.int32)
+        is_member = (of_token == wanted).to(tl.int32)
+        tl.store(order + place + tl.cumsum(is_member, 0) - 1, first + token, mask=is_member != 0)
+        place += tl.sum(is_member, 0)
+    return start, start + tl.sum(same, 0)
+
+
 @direct
 @triton.jit
 def _mean_rows(
-    x, values, order, offsets, mean, mean_values, exact, bias, groups, tokens, channels,
-    x_row, x_channel, values_row, values_channel,
-    ROWS: tl.constexpr, CHANNELS: tl.constexpr, PARTS: tl.constexpr,
+    x, values, order, offsets, mean, mean_values, exact, bias, group, sizes, logs, rounded,
+    groups, tokens, channels, group_rows, empty, x_row, x_channel, values_row, values_channel,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Fill ``mean`` to ``bias``, see `kernels.Means`. ``bias`` is minus half the squared length of a mean.
 
     A program sums one group of one copy; if ``bias`` is None, only some channels of it. Row i of the group is added to
     sum number i % ROWS; then the sums are added. PARTS: 2 with ``values``, else 1. ``tokens`` is the number of rows of
     a copy, ``groups`` that of its groups, CHANNELS the width of a tile.
+
+    With ``group``, a program first fills its part of ``order``, ``offsets`` and ``sizes`` to ``rounded``, the fields of
+    `kernels.Segments`. Programs of one group store the same numbers, and read no others.
     """
     number = tl.program_id(0).to(tl.int64)
-    group, copy = number % groups, number // groups * tokens
-    start, stop = tl.load(offsets + group), tl.load(offsets + group + 1)
+    of_copy, copy = number % groups, number // groups * tokens
+    if group is not None:
+        per_row, row_tokens = groups // group_rows, tokens // group_rows
+        before, wanted = of_copy // per_row * row_tokens, (of_copy % per_row).to(tl.int32)
+        start, stop = _list_members(group + before, order, wanted, before, row_tokens, TOKENS)
+        tl.store(offsets + of_copy, start)
+        tl.store(offsets + of_copy + 1, stop)
+        counted = (stop - start).to(tl.float32)
+        log = tl.where(stop > start, tl.log(tl.maximum(counted, 1.0)), empty)
+        tl.store(sizes + of_copy, counted)
+        tl.store(logs + of_copy, log)
+        tl.store(rounded + of_copy, log)
+        tl.debug_barrier()  # all threads see what all have stored
+    else:
+        start, stop = tl.load(offsets + of_copy), tl.load(offsets + of_copy + 1)
     size = tl.maximum(stop - start, 1).to(tl.float32)
     squared = 0.0
     for first_channel in range(tl.program_id(1) * CHANNELS, channels, CHANNELS * tl.num_programs(1)):
@@ -177,61 +216,19 @@ def _mean_rows(
                 step = x_row if part == 0 else values_row
                 total += tl.load(source + row[:, None] * step, mask=mask, other=0.0).to(tl.float32)
             mean_exact = tl.sum(total, 0) / size
-            rounded = mean_exact.to(mean.dtype.element_ty)
+            own = mean_exact.to(mean.dtype.element_ty)
             to = number * channels + channel
             if part == 0:
-                tl.store(mean + to, rounded, mask=is_channel)
+                tl.store(mean + to, own, mask=is_channel)
                 if bias is not None:
-                    summands = tl.where(is_channel, rounded.to(tl.float32), 0.0)
+                    summands = tl.where(is_channel, own.to(tl.float32), 0.0)
                     squared += tl.sum(summands * summands, 0)
             else:
-                tl.store(mean_values + to, rounded, mask=is_channel)
+                tl.store(mean_values + to, own, mask=is_channel)
                 if exact is not None:
                     tl.store(exact + to, mean_exact, mask=is_channel)
     if bias is not None:
         tl.store(bias + number, tl.where(stop > start, squared * -0.5, float("-inf")))
-
-
-@direct
-@triton.jit
-def _segments(
-    group, order, offsets, sizes, logs, rounded, tokens, groups, tiles, empty,
-    TOKENS: tl.constexpr, GROUPS: tl.constexpr,
-):  # fmt: skip
-    """Fill ``order`` to ``rounded``, the fields of `kernels.Segments`; the last two are logs, ``empty`` for size 0.
-
-    A program serves GROUPS groups of one row; a row has ``tiles`` programs. A program counts the row's tokens in lower
-    groups to know where its groups start, so it needs no other program's result. TOKENS tokens are compared at a time.
-    """
-    row = (tl.program_id(0) // tiles).to(tl.int64)
-    first = tl.program_id(0) % tiles * GROUPS
-    number = first + tl.arange(0, GROUPS)
-    is_group = number < groups
-    count = tl.zeros([GROUPS], tl.int32)
-    lower = tl.zeros([TOKENS], tl.int32)
-    for start in range(0, tokens, TOKENS):
-        token = start + tl.arange(0, TOKENS)
-        groups_of_tokens = tl.load(group + row * tokens + token, mask=token < tokens, other=2147483647).to(tl.int32)
-        count += tl.sum((groups_of_tokens[:, None] == number[None, :]).to(tl.int32), 0)
-        lower += (groups_of_tokens < first).to(tl.int32)
-    place = row * tokens + tl.sum(lower, 0) + tl.cumsum(count, 0) - count
-    tl.store(offsets + row * groups + number, place, mask=is_group)
-    tl.store(offsets + row * groups + number + 1, place + count, mask=number == groups - 1)
-    size = count.to(tl.float32)
-    tl.store(sizes + row * groups + number, size, mask=is_group)
-    log = tl.where(count > 0, tl.log(tl.maximum(size, 1.0)), empty)
-    tl.store(logs + row * groups + number, log, mask=is_group)
-    tl.store(rounded + row * groups + number, log, mask=is_group)
-    for start in range(0, tokens, TOKENS):
-        token = start + tl.arange(0, TOKENS)
-        groups_of_tokens = tl.load(group + row * tokens + token, mask=token < tokens, other=2147483647).to(tl.int32)
-        same = groups_of_tokens[:, None] == number[None, :]
-        rank = tl.cumsum(same.to(tl.int32), 0)
-        is_member = same & is_group[None, :]
-        tl.store(
-            order + place[None, :] + (rank - 1), (row * tokens + token)[:, None] + tl.zeros_like(rank), mask=is_member
-        )
-        place += tl.sum(same.to(tl.int32), 0)
 
 
 @triton.jit
@@ -283,7 +280,7 @@ def spread(keys: Tensor, values: Tensor, places: Tensor, largest: float, feature
     """Fill ``features``; `kernels.spread` describes the arguments."""
     batch, tokens, channels = keys.shape
     tiles = -(-tokens // _SPREAD_TOKENS)
-    _spread[(tiles * batch, 2)](
+    _spread[(tiles * batch,)](
         keys, values, places, features, places.shape[0], tokens, channels, tiles, largest,
         *keys.stride(), *values.stride(), TOKENS=_SPREAD_TOKENS, FEW=_FEW, CHANNELS=_SPREAD_CHANNELS,
     )  # fmt: skip
@@ -307,34 +304,24 @@ def best_keys(
 def mean_rows(
     x: Tensor, values: Tensor | None, order: Tensor, offsets: Tensor, tokens: int,
     mean: Tensor, mean_values: Tensor | None, exact: Tensor | None, bias: Tensor | None,
+    group: Tensor | None, sizes: Tensor | None, logs: Tensor | None, rounded: Tensor | None, empty: float,
 ) -> None:  # fmt: skip
     """Fill the tensors from ``mean`` to ``bias``, which are the fields of `kernels.Means`, except those that are None.
 
-    ``mean_values`` is the field ``values``. `kernels.mean_rows` describes the other arguments.
+    ``mean_values`` is the field ``values``. With ``group``, contiguous ``(rows, tokens)``, fill ``order``, ``offsets``
+    and ``sizes`` to ``rounded``, the fields of `kernels.Segments`, too; ``empty`` is the logarithm for an empty group.
+    `kernels.mean_rows` describes the other arguments.
     """
     numbers, channels = mean.shape
     alone = bias is not None
-    width = min(power_of_two(channels), _WIDEST_ALONE if alone else _WIDEST)
+    widest = _WIDEST_ALONE if alone else _WIDEST if group is None else _WIDEST_COUNTED
+    width = min(power_of_two(channels), widest)
     _mean_rows[(numbers, 1 if alone else -(-channels // width))](
-        x, values, order, offsets, mean, mean_values, exact, bias, offsets.shape[0] - 1, tokens, channels,
+        x, values, order, offsets, mean, mean_values, exact, bias, group, sizes, logs, rounded,
+        offsets.shape[0] - 1, tokens, channels, 1 if group is None else len(group), empty,
         *x.stride(), *(x if values is None else values).stride(),
-        ROWS=_ROWS_ALONE if alone else _ROWS, CHANNELS=width, PARTS=1 if values is None else 2,
-        num_warps=8 if alone else 4,
-    )  # fmt: skip
-
-
-def segments(
-    group: Tensor, order: Tensor, offsets: Tensor, sizes: Tensor, logs: Tensor, rounded: Tensor, empty: float
-) -> None:
-    """Fill ``order`` to ``rounded``, the fields of `kernels.Segments`, from ``group``, contiguous ``(rows, tokens)``.
-
-    ``empty`` is the logarithm to store for an empty group.
-    """
-    (rows, tokens), groups = group.shape, sizes.shape[1]
-    tiles = -(-groups // _COUNTED_GROUPS)
-    _segments[(rows * tiles,)](
-        group, order, offsets, sizes, logs, rounded, tokens, groups, tiles, empty,
-        TOKENS=_COUNTED_TOKENS, GROUPS=_COUNTED_GROUPS,
+        ROWS=_ROWS_ALONE if alone else _ROWS, CHANNELS=width, PARTS=1 if values is None else 2, TOKENS=_COUNTED_TOKENS,
+        num_warps=8 if width > _WIDEST else 4,
     )  # fmt: skip
 
 

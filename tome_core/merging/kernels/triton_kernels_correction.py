@@ -274,7 +274,7 @@ def _ridge(
         tl.store(to + row[:, None] * width + column[None, :], own, mask=is_column[:, None] & is_column[None, :])
     shift = (average - tl.sum(mean[:, None] * weights, 0)) * lost
     tl.store(constant + number * width + column, shift, mask=is_column)
-    rests = tl.zeros([COLUMNS], tl.float32)
+    rests = tl.zeros([TOKENS, COLUMNS], tl.float32)
     solution, weights = inverse.to(rounded.dtype), weights.to(rounded.dtype)
     unit = 1.0 / tl.sqrt(energy)
     for start in range(0, count, TOKENS):
@@ -286,10 +286,10 @@ def _ridge(
         x = x * unit
         leverage = tl.sum(tl.dot(x.to(rounded.dtype), solution) * x, 1) + 1.0 / count
         rest = tl.where(mask, rest / (1.0 - leverage)[:, None], 0.0)
-        rests += tl.sum(rest * rest, 0)
+        rests += rest * rest
     scale = 1.0 / (count * BLOCK)
     to = error + (number * (width // BLOCK) + tl.program_id(1)) * 2
-    tl.store(to, tl.sum(rests, 0) * scale * lost)
+    tl.store(to, tl.sum(tl.sum(rests, 1), 0) * scale * lost)
     tl.store(to + 1, tl.sum(size, 0) * scale)
 
 
