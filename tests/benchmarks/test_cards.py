@@ -1,9 +1,11 @@
 """The model of cards tells what the measured card said, equal things twice, and how many launches a renewal takes."""
 
+import re
+
 import pytest
 import torch
 
-from benchmarks import card_trace, cards, gpu_rows, models, work
+from benchmarks import card_trace, cards, gpu_rows, models, results, work
 from benchmarks.gpu_rows import TOMESD, UNMERGED
 from benchmarks.models import SD15, SDXL
 from tome_core.merging import kernels
@@ -79,6 +81,18 @@ def test_a_better_card_takes_less_and_a_picture_s_steps_gain_between_kept_and_re
 def test_whole_blocks_merge_so_a_slow_card_gains_almost_what_is_counted():
     *_, steps, _ = cards.gains(SDXL, 1024, "balanced", cards.CARDS["RTX 3060"])
     assert steps == pytest.approx(1 / (1 - work.share(SDXL, "balanced", 1024)), rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", work.LABELS)
+def test_the_page_says_what_is_modelled(name):
+    """A column of the table is computed again. It may be older by a few kernels."""
+    page = (results.ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    for label, card in cards.CARDS.items():
+        (line,) = re.findall(rf"^\| {label} \| {work.LABELS[name]} \| (.*) \|$", page, re.MULTILINE)
+        said = line.split(" | ")[cards.PIXELS.index(1024)]
+        *_, steps, clock = cards.gains(name, 1024, "balanced", card)
+        assert [float(figure) for figure in re.findall(r"[\d.]+", said)] == pytest.approx([steps, clock], abs=0.04)
 
 
 @pytest.mark.slow
