@@ -62,11 +62,11 @@ class Patched:
             self.handle.pays = None  # coarser levels go by their tokens on every card, without an estimate
         self.network = torch.compile(network, dynamic=False, mode=HOW[how]) if how else network
 
-    def call(self, arguments: tuple, when: str = "new") -> Run:
-        """Make a function that calls the network once with these arguments. Its first call makes a match of tokens;
-        later calls make a ``new`` match, each in a sampling of its own, or in one sampling make a ``renewed`` match, or
-        use the one that is there (``kept``). `when` changes nothing without the engine's patch."""
-        numbers, times, sampling = itertools.count(), WHEN[when], object()
+    def call(self, arguments: tuple, times: tuple[float, ...] = WHEN["new"]) -> Run:
+        """Make a function that calls the network once with these arguments, at `times` in turn: timesteps as in `WHEN`.
+        Its first call makes a match of tokens; later calls make a new match, each in a sampling of its own, if there is
+        one timestep; else all are in one sampling. `times` change nothing without the engine's patch."""
+        numbers, sampling = itertools.count(), object()
         return lambda: self._step(arguments, times[next(numbers) % len(times)], sampling if times[1:] else object())
 
     def steps(self, arguments: tuple) -> Run:
@@ -193,7 +193,7 @@ def calls(bench: Bench, name: str, pixels: int, how: str = "", more: tuple[str, 
     for way in (STRENGTHS[0], *more):
         before = "" if way == STRENGTHS[0] else f"{way}, "
         variants |= {f"{before}{when}": (way, when) for when in ("renewed", "kept")}
-    return _in_turns(bench, name, how, {row: (way, lambda patched, when=when: patched.call(arguments, when))
+    return _in_turns(bench, name, how, {row: (way, lambda patched, when=when: patched.call(arguments, WHEN[when]))
                                         for row, (way, when) in variants.items()})  # fmt: skip
 
 
@@ -283,7 +283,7 @@ def laws(bench: Bench, name: str, pixels: int) -> dict[str, Any]:
     with sdpa_kernel(SDPBackend.MATH):
         otherwise = _share(network(*arguments), expected, expected)
     merged = Patched(models.copy_sharing_weights(network), "balanced")
-    new, kept = merged.call(arguments, "new"), merged.call(arguments, "kept")
+    new, kept = merged.call(arguments), merged.call(arguments, WHEN["kept"])
     answers = [new() for _ in range(10)]
     with kernels.kernels_off():
         without = new()

@@ -127,7 +127,7 @@ def test_a_timed_call_does_what_its_row_says(name, way, groups, work):
     network, arguments = tiny(name)
     patched = Patched(network, way)
     for when, words in (("new", {"match"}), ("renewed", {"renew"}), ("kept", set())):
-        run = patched.call(arguments, when)
+        run = patched.call(arguments, gpu_rows.WHEN[when])
         with torch.inference_mode():
             run()
             for _ in range(2):

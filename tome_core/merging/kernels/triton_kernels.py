@@ -17,11 +17,13 @@ __all__ = ["answer", "assign_groups", "best_keys", "correct", "mean_rows", "ridg
 # Tiles are fixed, not tuned at run time: another tile adds in another order, so equal inputs would give other bits.
 # They are small, because SD1.5 at 512 px has 3,072 sources: 48 tiles a sample, on GPUs of 60 to 140 processors.
 _QUERIES, _KEYS, _CHANNELS, _CHANNELS_OF_HALVES = 64, 64, 32, 64
-# Groups are few, and their programs wait for memory. So tiles are wide along the loop, and narrow across it.
-_ROWS, _WIDEST, _ROWS_ALONE, _WIDEST_ALONE = 32, 64, 16, 1024
-_WIDEST_COUNTED, _COUNTED_TOKENS = 512, 2048  # a group's programs each list its members, so they are few
+# Groups are few, and their programs wait for memory. So tiles are wide along the loop, and narrow across it. A launch
+# takes as long as its largest group, which has many times the rows of others: large groups have the longest tiles.
+_ROWS, _ROWS_OF_LARGE, _LARGE, _ROWS_ALONE, _WIDEST_ALONE = 32, 128, 16, 16, 1024
+_WIDEST, _ELEMENTS_COUNTED = 64, 2**14  # a group's programs each list its members, so they are few
+_COUNTED_TOKENS = 2048
 _PLACED, _OTHERS = 32, 128
-_SPREAD_TOKENS, _FEW, _SPREAD_CHANNELS = 64, 64, 32
+_SPREAD_TOKENS, _FEW, _SPREAD_CHANNELS = 32, 64, 128
 _TINY = tl.constexpr(1e-12)
 
 
@@ -283,6 +285,7 @@ def spread(keys: Tensor, values: Tensor, places: Tensor, largest: float, feature
     _spread[(tiles * batch,)](
         keys, values, places, features, places.shape[0], tokens, channels, tiles, largest,
         *keys.stride(), *values.stride(), TOKENS=_SPREAD_TOKENS, FEW=_FEW, CHANNELS=_SPREAD_CHANNELS,
+        num_warps=8,
     )  # fmt: skip
 
 
@@ -313,15 +316,16 @@ def mean_rows(
     `kernels.mean_rows` describes the other arguments.
     """
     numbers, channels = mean.shape
-    alone = bias is not None
-    widest = _WIDEST_ALONE if alone else _WIDEST if group is None else _WIDEST_COUNTED
+    alone, groups = bias is not None, offsets.shape[0] - 1
+    rows = _ROWS_ALONE if alone else _ROWS_OF_LARGE if tokens > _LARGE * groups else _ROWS
+    widest = _WIDEST_ALONE if alone else _WIDEST if group is None else _ELEMENTS_COUNTED // rows
     width = min(power_of_two(channels), widest)
     _mean_rows[(numbers, 1 if alone else -(-channels // width))](
         x, values, order, offsets, mean, mean_values, exact, bias, group, sizes, logs, rounded,
-        offsets.shape[0] - 1, tokens, channels, 1 if group is None else len(group), empty,
+        groups, tokens, channels, 1 if group is None else len(group), empty,
         *x.stride(), *(x if values is None else values).stride(),
-        ROWS=_ROWS_ALONE if alone else _ROWS, CHANNELS=width, PARTS=1 if values is None else 2, TOKENS=_COUNTED_TOKENS,
-        num_warps=8 if width > _WIDEST else 4,
+        ROWS=rows, CHANNELS=width, PARTS=1 if values is None else 2, TOKENS=_COUNTED_TOKENS,
+        num_warps=8 if rows * width > _ROWS * _WIDEST else 4,
     )  # fmt: skip
 
 
