@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from benchmarks import models
+from tome_core.engine.merged_tokens import LazyTokens
 from tome_core.merging import kernels
 
 ATTENTION, TO_HOST = "attention", "copy to the host"
@@ -101,6 +102,8 @@ class _Recorder(TorchDispatchMode):
         self._launches, self._known = launches, {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if any(one is LazyTokens for one in types):  # its own dispatch computes all tokens, and comes back here
+            return NotImplemented
         kwargs, name, returns = kwargs or {}, func.overloadpacket.__name__, func._schema.returns
         written = [one.alias_info.is_write for one in returns if one.alias_info is not None]
         if written == [False] or any(part in name for part in _WITHOUT_WORK):

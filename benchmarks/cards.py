@@ -108,7 +108,7 @@ def parts_of(launch: Launch) -> Iterator[Part]:
         flops = 4 * scores * _WIDTH * -(-width // _WIDTH)
         yield Part("attention", flops, scores, moved, programs=batch * heads * -(-queries // _QUERIES))
         yield Part(_ZEROS, kernels=2)
-    elif name in ("mm", "addmm", "bmm", "baddbmm"):
+    elif name in ("mm", "addmm", "bmm", "baddbmm", "matmul"):
         left = launch.inputs[-2]
         kind = "float32 product" if left.width == 4 else "product"
         yield Part(kind, 2 * out.elements * left.shape[-1], 0, moved)
@@ -174,13 +174,13 @@ def _answer(card: Card, *inputs: Any) -> float:
 
 
 def _ridge(card: Card, q: Operand, places: Operand, merged: Operand, *rest: Any) -> float:
-    """Estimate, not measured: a warp takes 13,000 instructions, or 20,400 and local memory at 160 channels, for Hopper.
+    """Estimate, not measured: a warp takes 8,000 instructions, or 13,000 at 160 channels, when compiled for Hopper.
 
-    At 3.45 cycles each, as in the measured kernel before, these are 25 and 40 us. More is taken, so as not to be too
+    At 3.45 cycles each, as in the measured kernel before, these are 16 and 26 us. More is taken, so as not to be too
     kind. A processor has registers for one program, which solves a block of a head.
     """
     programs = merged.shape[0] * merged.shape[2] // rest[3]
-    return (100.0 if merged.shape[2] > _WIDE else 40.0) * math.ceil(programs / card.processors) * _waves(card, 0)
+    return (40.0 if merged.shape[2] > _WIDE else 25.0) * math.ceil(programs / card.processors) * _waves(card, 0)
 
 
 def _spread(card: Card, keys: Operand, values: Operand, places: Operand, *_: Any) -> float:

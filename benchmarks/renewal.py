@@ -9,8 +9,9 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from operator import truediv
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -28,7 +29,7 @@ from demo import checkpoint
 from tome_core.attention import correction
 from tome_core.attention.correction import Correction, Pair
 from tome_core.engine import state
-from tome_core.merging import metric
+from tome_core.merging import grid, metric
 from tome_core.merging.plan import MergePlan
 from tome_core.patching import curve_of
 
@@ -84,6 +85,15 @@ def _shared(part: str) -> AbstractContextManager:
     return mock.patch.object(state, "find_plans", shared)
 
 
+@contextmanager
+def _changed(**constants: int) -> Iterator[None]:
+    """Be a context in which `correction` has other constants, by name, and nothing is known that was made of them."""
+    with mock.patch.multiple(correction, **constants):
+        grid._CACHE.clear()
+        yield
+    grid._CACHE.clear()
+
+
 def _of_all_tokens() -> AbstractContextManager:
     """Return a context in which keys and values are centred and scaled by the mean and variance of all tokens."""
     return mock.patch.object(metric, "_FEW", 2**20)
@@ -95,7 +105,10 @@ WAYS: dict[str, Callable[[], AbstractContextManager]] = {
     "fit from query and answer": lambda: _fitted("qo", 1.0),
     "fit from the query": lambda: _fitted("q", 0.2),
     "nothing fitted": lambda: _fitted("", 0.0),
-    "fit in blocks of 16 channels": lambda: mock.patch.object(correction, "_WIDEST_BLOCK", 16),
+    "fit in blocks of 16 channels": lambda: _changed(_WIDEST_BLOCK=16),
+    "fit to twice the answers": lambda: _changed(_MOST=256),
+    "fit to half of the answers": lambda: _changed(_MOST=64),
+    "fit to half of the answers in blocks of 16": lambda: _changed(_MOST=64, _WIDEST_BLOCK=16),
     "one match a transformer": lambda: _shared("transformer"),
     "one match a stage": lambda: _shared("stage"),
     "spread of all tokens": _of_all_tokens,
@@ -136,8 +149,8 @@ def table(records: Sequence[results.Record]) -> str:
     for way in WAYS:
         ratios = []
         for column in columns:
-            both = errors.get(f"{column}/{way}"), errors.get(f"{column}/{NOW}")
-            ratio = None if None in both else fmean(new / now for new, now in zip(*both, strict=True))
+            new, now = (errors.get(f"{column}/{name}", ()) for name in (way, NOW))
+            ratio = fmean(map(truediv, new, now)) if new and now and all(now) else None
             ratios.append(report.number(ratio, ".2f"))
         lines.append((way, *ratios))
     return report.markdown(("squared error, relative", *(column.replace("/", ", ") for column in columns)), lines)

@@ -159,3 +159,16 @@ def test_what_torch_does_on_a_card_for_want_of_a_kernel_is_told(monkeypatch):
     assert not any(kernels.corrects(torch.empty(1, 4, 2, 64)) for _ in range(2))
     wide, exact = kernels.notes()[len(before):]
     assert "heads of 512 channels" in wide and "256" in wide and "torch.float32" in exact and "half" in exact
+
+
+@pytest.mark.parametrize("capability, version, supported", [
+    ((7, 5), (3, 9), False), ((8, 0), (3, 0), True), ((9, 0), (3, 1), False), ((9, 0), (3, 2), True),
+    ((12, 0), (3, 1), False),
+])  # fmt: skip
+def test_an_old_triton_compiles_nothing_for_a_gpu_for_which_it_would_end_the_process(
+    capability, version, supported, monkeypatch):  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(kernels, "_module", lambda: SimpleNamespace(TRITON=version))
+    monkeypatch.setattr(kernels, "_by_torch", {})
+    assert kernels._supports.__wrapped__(torch.device("cuda")) == supported
+    assert ["Triton 3.2" in note for note in kernels.notes()] == [True] * (capability >= (9, 0) and not supported)

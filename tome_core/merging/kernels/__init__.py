@@ -78,7 +78,7 @@ def available(device: torch.device) -> bool:
     """Return whether a device has kernels; False while torch.jit traces. The first call for a GPU imports Triton."""
     if device.type not in DEVICES or torch.jit.is_tracing():
         return False
-    return _supports(device) and _module() is not None
+    return _module() is not None and _supports(device)
 
 
 
@@ -90,8 +90,19 @@ def needs_gradient(*tensors: Tensor) -> bool:
 
 @functools.cache
 def _supports(device: torch.device) -> bool:
-    """Return whether Triton supports a device of `DEVICES`: all but "cuda" with a compute capability below 8.0."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+    """Return whether Triton supports a device of `DEVICES`: all but "cuda" with a compute capability below 8.0.
+
+    Triton before 3.2, which is that of torch 2.4 and 2.5, ends the process when it compiles for 9.0 or newer.
+    """
+    if device.type != "cuda":
+        return True
+    capability, kernels = torch.cuda.get_device_capability(device), _module()
+    if capability < (8, 0) or kernels is None:
+        return False
+    if capability < (9, 0) or torch.version.hip is not None or kernels.TRITON >= (3, 2):
+        return True
+    _by_torch["torch's operators do the work of Triton's kernels, which need Triton 3.2 (torch 2.6) on this GPU"] = None
+    return False
 
 
 def best_keys(

@@ -14,6 +14,7 @@ from .triton_kernels_direct import direct
 
 __all__ = ["answer", "assign_groups", "best_keys", "correct", "mean_rows", "ridge", "spread"]
 
+TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 # Tiles are fixed, not tuned at run time: another tile adds in another order, so equal inputs would give other bits.
 # They are small, because SD1.5 at 512 px has 3,072 sources: 48 tiles a sample, on GPUs of 60 to 140 processors.
 _QUERIES, _KEYS, _CHANNELS, _CHANNELS_OF_HALVES = 64, 64, 32, 64
