@@ -12,7 +12,7 @@ predicts their remaining errors from the merged answer (docs/methods.md):
     out += C q + W out + b
 
 W has blocks of at most 32 channels on its diagonal, and zeros elsewhere, so that the equations of a wide head are small
-too, and need no more answers.
+too.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from ..merging.plan import MergePlan, to_exact, without_autocast
 _TINY = 1e-12
 _LEAST_SPREAD = 1e-3  # relative spread below which a feature counts as constant: in half precision the rest is rounding
 _CONVERGED = 1 - 1e-6
-# At most so many exact answers, a sixteenth of the tokens, but at least 32: an unknown has about four or more. Measured
-# on heads of up to 32 channels: 128 answers gain 10 % over 64, and 256 gain nothing over 128.
-_MOST, _FEWEST, _TOKENS_PER_ANSWER = 128, 32, 16
+# The number of exact answers: at most a sixteenth of the tokens, but at least 32. Measured on heads of up to 32
+# channels: 128 answers gain 5 to 13 % over 64, and 256 gain nothing or 5 to 14 % over 128.
+_MOST_IF_NARROW, _MOST, _NARROW, _FEWEST, _TOKENS_PER_ANSWER = 128, 256, 32, 32, 16
 PENALTY = 0.2  # counts as so many samples for each unknown
 _WIDEST_BLOCK = 32  # channels that are fitted together
 
@@ -52,18 +52,18 @@ class Correction(NamedTuple):
     error: Tensor | None = None
 
 
-def pick_queries(grid: Grid, device: torch.device) -> tuple[Tensor]:
+def pick_queries(grid: Grid, width: int, device: torch.device) -> tuple[Tensor]:
     """Choose the tokens to whose exact outputs the correction is fitted: the middles of equal cells of the grid.
 
-    There are about a sixteenth of the tokens: from about 32 (or all, if fewer) to 128. Their numbers, ascending, int64
-    ``(1, queries)``, are in a tuple for `grid.cached_result`.
+    There are about a sixteenth of the tokens: from about 32 (or all, if fewer) to 128, or to 256 for heads of more than
+    32 channels (`width`). Their numbers, ascending, int64 ``(1, queries)``, are in a tuple for `grid.cached_result`.
     """
-    return (pick_middles(grid, count_answers(grid.height * grid.width), device)[None],)
+    return (pick_middles(grid, count_answers(grid.height * grid.width, width), device)[None],)
 
 
-def count_answers(tokens: int) -> int:
-    """Return about how many of so many `tokens` are answered exactly."""
-    return min(_MOST, max(_FEWEST, tokens // _TOKENS_PER_ANSWER), tokens)
+def count_answers(tokens: int, width: int) -> int:
+    """Return about how many of so many `tokens` are answered exactly, for heads of `width` channels."""
+    return min(_MOST_IF_NARROW if width <= _NARROW else _MOST, max(_FEWEST, tokens // _TOKENS_PER_ANSWER), tokens)
 
 
 def block_of(width: int) -> int:

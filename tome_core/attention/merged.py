@@ -90,7 +90,7 @@ def correction_of(attention: Attention, plan: MergePlan, layout: Layout) -> tupl
     The second result is the merged keys and values; None if these have fewer heads than the queries.
     """
     q, k, v = attention[:3]
-    (places,) = cached_result(pick_queries_in, q, layout, q.shape[1])
+    (places,) = cached_result(pick_queries_in, q, layout, q.shape[1], q.shape[3])
     shares = q.shape[2] // k.shape[2]
     in_one = shares == 1 and kernels.corrects(q) and not kernels.needs_gradient(q)
     fits: list[tuple[Correction, Pair]] = []
@@ -109,13 +109,13 @@ def correction_of(attention: Attention, plan: MergePlan, layout: Layout) -> tupl
     return Correction(matrix, constant, len(places), error), merged
 
 
-def pick_queries_in(layout: Layout, tokens: int, device: torch.device) -> tuple[torch.Tensor]:
+def pick_queries_in(layout: Layout, tokens: int, width: int, device: torch.device) -> tuple[torch.Tensor]:
     """Return tokens to fit a correction to, int64 ``(queries,)`` in a tuple for `grid.cached_result`.
 
     They are those of `pick_queries` for the picture, then up to a quarter as many others, evenly spread: the queries of
-    text may differ in kind. `tokens` is the length of the sequence.
+    text may differ in kind. `tokens` is the length of the sequence, `width` the channels of a head.
     """
-    (places,) = pick_queries(layout.grid, device)
+    (places,) = pick_queries(layout.grid, width, device)
     last, num_others = layout.first + tokens_in(layout), tokens - tokens_in(layout)
     count = min(num_others, places.shape[1] // 4)
     others = (torch.arange(count, device=device) * 2 + 1) * num_others // max(1, 2 * count)

@@ -112,6 +112,6 @@ def pays(
     saved = of_attention(tokens, tokens, channels) - of_attention(queries, groups, channels)
     once = of_match(rule, layout.grid, groups, features)
     if corrects:
-        once += of_fit(count_answers(picture), tokens, groups, heads, width)
+        once += of_fit(count_answers(picture, width), tokens, groups, heads, width)
         saved -= of_correction(queries, heads, width)
     return once / (2 if serves else 1) < saved

@@ -83,7 +83,7 @@ def _count(
     cost = _work_of_match(level, attn, grid, features, timestep, matched)
     if attn.corrects:
         cost += work.of_correction(queries, heads, width)
-        cost += work.of_fit(count_answers(tokens), tokens, groups, heads, width) if is_new else 0
+        cost += work.of_fit(count_answers(tokens, width), tokens, groups, heads, width) if is_new else 0
     ledger.merge(level, "attn", (alone, tokens, tokens), (queries, groups), cost=alone * cost)
 
 

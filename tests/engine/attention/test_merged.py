@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.peak_memory import peak_bytes
-from tests.sequences import FILM, HEADS, PICTURE, attention, sdpa
+from tests.sequences import FILM, HEADS, PICTURE, WIDTH, attention, sdpa
 from tome_core import MergePlan, MergeRule
 from tome_core.attention import merged
 from tome_core.attention.merged import Attention, MergeOptions, attend, correction_of
@@ -50,7 +50,7 @@ def test_exact_answers_are_asked_all_over_the_picture_and_of_others():
     """The first token after the picture is another query."""
     first, count = 49, 32 * 32
     tokens = first + count + 10
-    (rows,) = merged.pick_queries_in(Layout(Grid(32, 32), first), tokens, torch.device("cpu"))
+    (rows,) = merged.pick_queries_in(Layout(Grid(32, 32), first), tokens, WIDTH, torch.device("cpu"))
     assert len(set(rows.tolist())) == len(rows) and rows.max() < tokens
     inside = (rows >= first) & (rows < first + count)
     assert 32 <= inside.sum() <= 128 and (~inside).sum() == inside.sum() // 4
