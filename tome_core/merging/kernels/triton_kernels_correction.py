@@ -228,8 +228,9 @@ def _ridge(
     for span in tl.static_range(SPANS):
         known += tl.load(first + (span * programs + number) * width * width + at_known, mask=is_known, other=0.0)
     rounded = known.to(q.dtype.element_ty)
-    mean = tl.zeros([COLUMNS], tl.float32)
-    average = tl.zeros([COLUMNS], tl.float32)
+    # sums over tiles are added up after a loop: AMD's compiler (Triton 3.9) ends the process for some of those inside
+    total = tl.zeros([TOKENS, COLUMNS], tl.float32)
+    total_rest = tl.zeros([TOKENS, COLUMNS], tl.float32)
     for start in range(0, count, TOKENS):
         query = start + tl.arange(0, TOKENS)
         is_query = query < count
@@ -241,26 +242,26 @@ def _ridge(
         rest = _join(full, logs, number, programs, query, is_query, column, is_column, count, width, SPANS) - answers
         rest -= tl.dot(queries, rounded)
         tl.store(left + at, rest, mask=mask)
-        mean += tl.sum(answers, 0)
-        average += tl.sum(rest, 0)  # 0 outside of the mask
-    mean, average = mean / count, average / count
+        total += answers
+        total_rest += rest  # 0 outside of the mask
+    mean, average = tl.sum(total, 0) / count, tl.sum(total_rest, 0) / count
     tl.debug_barrier()  # all threads see what all have stored
     normal = tl.zeros([COLUMNS, COLUMNS], tl.float32)
     cross = tl.zeros([COLUMNS, COLUMNS], tl.float32)
-    size = tl.zeros([COLUMNS], tl.float32)
+    squares = tl.zeros([TOKENS, COLUMNS], tl.float32)
     for start in range(0, count, TOKENS):
         query = start + tl.arange(0, TOKENS)
         mask = (query < count)[:, None] & is_column[None, :]
         at = query[:, None] * width + column[None, :]
         answers = tl.load(merged + at, mask=mask, other=0.0)
-        size += tl.sum(answers * answers, 0)
+        squares += answers * answers
         x = tl.where(mask, answers - mean[None, :], 0.0).to(rounded.dtype)
         across = tl.trans(x)
         normal = tl.dot(across, x, normal)
         cross = tl.dot(across, tl.load(left + at, mask=mask, other=0.0).to(rounded.dtype), cross)
     is_same = place[:, None] == place[None, :]
-    energy = tl.sum(tl.sum(tl.where(is_same, normal, 0.0), 1), 0)
-    energy = tl.maximum(tl.maximum(energy, least * tl.sum(size, 0)) / BLOCK, _TINY)
+    energy, size = tl.sum(tl.sum(tl.where(is_same, normal, 0.0), 1), 0), tl.sum(tl.sum(squares, 1), 0)
+    energy = tl.maximum(tl.maximum(energy, least * size) / BLOCK, _TINY)
     inverse = _invert(normal / energy, is_same, penalty, BLOCK, steps)
     largest = tl.maximum(tl.max(tl.max(tl.abs(cross), 1), 0), _TINY)
     weights = _product(inverse, cross / largest) * (largest / energy)
@@ -290,7 +291,7 @@ def _ridge(
     scale = 1.0 / (count * BLOCK)
     to = error + (number * (width // BLOCK) + tl.program_id(1)) * 2
     tl.store(to, tl.sum(tl.sum(rests, 1), 0) * scale * lost)
-    tl.store(to + 1, tl.sum(size, 0) * scale)
+    tl.store(to + 1, size * scale)
 
 
 @direct
