@@ -174,13 +174,13 @@ def _answer(card: Card, *inputs: Any) -> float:
 
 
 def _ridge(card: Card, q: Operand, places: Operand, merged: Operand, *rest: Any) -> float:
-    """Estimate, not measured: a warp takes 8,000 instructions, or 13,000 at 160 channels, when compiled for Hopper.
+    """Estimate, not measured: a warp takes 11,000 to 14,000 instructions, 17,000 at 160 channels, compiled for Hopper.
 
-    At 3.45 cycles each, as in the measured kernel before, these are 16 and 26 us. More is taken, so as not to be too
-    kind. A processor has registers for one program, which solves a block of a head.
+    At 3.45 cycles each, as in the measured kernel before, these are up to 28 and 33 us. More is taken, so as not to be
+    too kind. A processor has registers for two programs, each of which solves a block of a head.
     """
     programs = merged.shape[0] * merged.shape[2] // rest[3]
-    return (40.0 if merged.shape[2] > _WIDE else 25.0) * math.ceil(programs / card.processors) * _waves(card, 0)
+    return (50.0 if merged.shape[2] > _WIDE else 40.0) * math.ceil(programs / 2 / card.processors) * _waves(card, 0)
 
 
 def _spread(card: Card, keys: Operand, values: Operand, places: Operand, *_: Any) -> float:

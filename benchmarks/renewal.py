@@ -102,13 +102,12 @@ def _of_all_tokens() -> AbstractContextManager:
 # name -> a function that returns a context in which a call renews so
 WAYS: dict[str, Callable[[], AbstractContextManager]] = {
     NOW: nullcontext,
-    "fit from query and answer": lambda: _fitted("qo", 1.0),
+    "fit in whole heads, penalty 1": lambda: _fitted("qo", 1.0),
+    "fit from the answer": lambda: _fitted("o", 0.2),
     "fit from the query": lambda: _fitted("q", 0.2),
     "nothing fitted": lambda: _fitted("", 0.0),
-    "fit in blocks of 16 channels": lambda: _changed(_WIDEST_BLOCK=16),
     "fit to twice the answers": lambda: _changed(_MOST_IF_NARROW=256),
     "fit to half of the answers": lambda: _changed(_MOST_IF_NARROW=64),
-    "fit to half of the answers in blocks of 16": lambda: _changed(_MOST_IF_NARROW=64, _WIDEST_BLOCK=16),
     "one match a transformer": lambda: _shared("transformer"),
     "one match a stage": lambda: _shared("stage"),
     "spread of all tokens": _of_all_tokens,

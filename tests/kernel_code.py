@@ -11,7 +11,7 @@ from triton.runtime.jit import JITFunction
 from tests.thoroughness import THOROUGH
 from tome_core.attention.correction import block_of
 from tome_core.merging import kernels
-from tome_core.merging.kernels import triton_kernels_direct
+from tome_core.merging.kernels import triton_kernels_correction, triton_kernels_direct
 
 # Ada (RTX 40), AMD's RX 7900; Ampere (A100), Hopper (H100, H200), AMD's MI300
 TARGETS = [("cuda", 89, 32), ("hip", "gfx1100", 32), ("cuda", 80, 32), ("cuda", 90, 32), ("hip", "gfx942", 64)]
@@ -54,6 +54,7 @@ def compiled_for(target, dtype):
     driver.set_active(SimpleNamespace(get_current_device=lambda: target, get_current_stream=lambda device: 0,
                                       get_current_target=lambda: GPUTarget(*target)))  # fmt: skip
     JITFunction.run = compile_alone
+    triton_kernels_correction.ON_AMD = target[0] == "hip"
     try:
         launch_all(dtype)
     finally:

@@ -7,12 +7,12 @@ With the group's share of the tokens ``n_g / N`` instead of ``p_g``, the sum is 
     C = scale/N sum over tokens of (v - v_g) (k - k_g)^T
 
 The rest of the error is fitted: a few queries, evenly spread over the grid, are answered exactly, and ridge regression
-predicts their remaining errors from the merged answer (docs/methods.md):
+predicts their remaining errors from the query and the merged answer (docs/methods.md):
 
-    out += C q + W out + b
+    out += A_q q + A_o out + b,    A_q = C + W_q, A_o = W_o
 
-W has blocks of at most 32 channels on its diagonal, and zeros elsewhere, so that the equations of a wide head are small
-too.
+W_q and W_o have blocks of at most 16 channels on their diagonals, and zeros elsewhere, so that the equations of a wide
+head are small too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CONVERGED = 1 - 1e-6
 # channels: 128 answers gain 5 to 13 % over 64, and 256 gain nothing or 5 to 14 % over 128.
 _MOST_IF_NARROW, _MOST, _NARROW, _FEWEST, _TOKENS_PER_ANSWER = 128, 256, 32, 32, 16
 PENALTY = 0.2  # counts as so many samples for each unknown
-_WIDEST_BLOCK = 32  # channels that are fitted together
+_WIDEST_BLOCK = 16  # channels of the query, and of the answer, that are fitted together
 
 Pair = tuple[Tensor, Tensor]  # keys and values, (batch, tokens, heads * head_dim)
 
@@ -43,7 +43,7 @@ class Correction(NamedTuple):
     """An affine map, for each head, of a query and its output over merged keys. Its result is added to that output."""
 
     # that of the query above that of the output, (batch * heads, 2 * head_dim, head_dim); the latter is zero outside of
-    # blocks of `block_of` channels on its diagonal
+    # blocks of `block_of` channels on its diagonal, and so is what was fitted of the former
     matrix: Tensor
     constant: Tensor  # (batch * heads, 1, head_dim)
     num_queries: int = 0  # number of tokens to whose exact outputs it was fitted; 0 if not recorded
@@ -67,7 +67,7 @@ def count_answers(tokens: int, width: int) -> int:
 
 
 def block_of(width: int) -> int:
-    """Return how many channels of a head of `width` are fitted together: the most up to 32 that divide the width."""
+    """Return how many channels of a head of `width` are fitted together: the most up to 16 that divide the width."""
     return max(part for part in range(1, min(width, _WIDEST_BLOCK) + 1) if width % part == 0)
 
 
@@ -97,10 +97,10 @@ def fit_correction(
         *pair, exact = plan.merge_pair(keys, values, exact=True)
         same = max(_LEAST_SPREAD, torch.finfo(q.dtype).eps)
         if kernels.corrects(q) and not kernels.needs_gradient(q, keys, values):
-            sizes, penalty = plan.log_sizes(q.dtype), PENALTY * block / count
+            sizes, penalty = plan.log_sizes(q.dtype), PENALTY * 2 * block / count
             answers = kernels.answer(q, places, keys, values, *pair, sizes, plan.group, exact, scale)
             correction = answers and kernels.ridge(
-                q, places, answers, block, inverse_steps(penalty, block), penalty, same**2
+                q, places, answers, block, inverse_steps(penalty, 2 * block), penalty, same**2
             )
             if correction:
                 return Correction(*correction[:2], count, correction[2]), tuple(pair)
@@ -108,14 +108,14 @@ def fit_correction(
         merged = to_exact(_attend(queries, *pair, heads, scale, plan.log_sizes(q.dtype)[:, None, None]))
         left = to_exact(_attend(queries, keys, values, heads, scale)) - merged
         first = first_order(keys, values, exact, plan, heads, scale)
-        flat = (tensor.flatten(0, 1) for tensor in (left, queries.to(first.dtype), first))
-        left = torch.baddbmm(*flat, alpha=-1)
-        merged, left = (_in_blocks(tensor, block) for tensor in (merged.flatten(0, 1), left))
-        weights, constant, rest = _ridge(merged, left, same)
+        queries, merged, left, first = (part.flatten(0, 1) for part in (queries.to(first.dtype), merged, left, first))
+        left = torch.baddbmm(left, queries, first, alpha=-1)
+        queries, merged, left = (_in_blocks(part, block) for part in (queries, merged, left))
+        weights, constant, rest = _ridge(queries, merged, left, same)
         # 0 for blocks in which merging loses nothing: there the rest is rounding
-        first = first.flatten(0, 1)
         lost = _in_blocks(first, block).flatten(2).any(2).to(first.dtype)
-        matrix = torch.cat([first, _on_diagonal(weights * lost[..., None, None])], 1)
+        of_query, of_answer = map(_on_diagonal, (weights * lost[..., None, None]).split(block, 2))
+        matrix = torch.cat([first + of_query, of_answer], 1)
         constant = (constant * lost[..., None, None]).flatten(1)[:, None]
         squares = torch.stack([rest * lost, merged.square().mean((2, 3))], 2).flatten(0, 1)
         return Correction(matrix.to(q.dtype), constant.to(q.dtype), count, squares), tuple(pair)
@@ -153,26 +153,29 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, heads: int, scale: float, b
     return attend(q, _by_head(keys, heads), _by_head(values, heads), bias, scale=scale)
 
 
-def _ridge(merged: Tensor, left: Tensor, same: float = _LEAST_SPREAD) -> tuple[Tensor, Tensor, Tensor]:
-    """Fit `left`, what exact outputs lack, by an affine function of outputs `merged`: weights, a constant, its error.
+def _ridge(q: Tensor, merged: Tensor, left: Tensor, same: float = _LEAST_SPREAD) -> tuple[Tensor, Tensor, Tensor]:
+    """Fit `left`, exact outputs minus `merged`, by an affine function of q and merged: weights, a constant, its error.
 
-    The arguments are ``(heads, blocks, queries, n)``, weights ``(heads, blocks, n, n)``, the constant ``(heads, blocks,
-    1, n)``. The error, ``(heads, blocks)``, is the mean square of what remains of each query's `left` if the others
-    alone are fitted: its residual divided by 1 minus its leverage.
+    The arguments are ``(heads, blocks, queries, n)``, weights ``(heads, blocks, 2n, n)``, those of q first, the
+    constant ``(heads, blocks, 1, n)``. The error, ``(heads, blocks)``, is the mean square of what remains of each
+    query's `left` if the others alone are fitted: its residual divided by 1 minus its leverage.
 
-    For the fit, `merged` is centred and scaled to an average variance of 1; a spread below the share `same` of the size
-    limits the scale, for rounding alone would get unlimited weights and gradients. The constant has no penalty.
+    For the fit, q and merged are centred and scaled to an average variance of 1; a spread below the share `same` of the
+    size limits the scale, for rounding alone would get unlimited weights and gradients. The constant has no penalty.
     """
-    mean, average = merged.mean(2, keepdim=True), left.mean(2, keepdim=True)
-    x = merged - mean
+    features = torch.cat([q, merged], -1)
+    mean, average = features.mean(2, keepdim=True), left.mean(2, keepdim=True)
+    x = features - mean
     count, unknowns = x.shape[2:]
     transposed = x.transpose(2, 3)
     normal, cross = transposed @ x, transposed @ left  # sums, not means: the scaling below cancels the divisor
-    energy, size = normal.diagonal(dim1=2, dim2=3).mean(2), merged.square().sum(2).mean(2)
-    energy = torch.maximum(energy, size * same**2).clamp(min=_TINY)[..., None, None]
-    solution = inverse(normal / energy, PENALTY * unknowns / count, unknowns)
-    weights = solution @ (cross / energy)
-    leverage = ((x @ solution) * x).sum(3, keepdim=True) / energy + 1 / count
+    energy, size = (total.unflatten(2, (2, -1)).mean(3, keepdim=True)
+                    for total in (normal.diagonal(dim1=2, dim2=3), features.square().sum(2)))  # fmt: skip
+    energy = torch.maximum(energy, size * same**2).clamp(min=_TINY)
+    unit = energy.rsqrt().expand(-1, -1, -1, unknowns // 2).flatten(2)[..., None]
+    solution = inverse(normal * unit * unit.transpose(2, 3), PENALTY * unknowns / count, unknowns)
+    weights, scaled = unit * (solution @ (unit * cross)), x * unit.transpose(2, 3)
+    leverage = ((scaled @ solution) * scaled).sum(3, keepdim=True) + 1 / count
     rest = (left - average - x @ weights) / (1 - leverage)
     return weights, average - mean @ weights, rest.square().mean((2, 3))
 

@@ -56,10 +56,10 @@ def groups_of(rule: MergeRule, grid: Grid) -> int:
 def of_fit(answers: int, tokens: int, groups: int, heads: int, width: int) -> int:
     """Return the work of fitting a correction to so many exact `answers`, for heads of `width` channels."""
     answered = of_attention(answers, tokens + groups, width)
-    first_order, block = tokens * width**2, block_of(width)
-    solved = answers * width * (width + 2 * block) + width * block**2
-    told = answers * width * 2 * block  # its own error
-    inverted = 2 * inverse_steps(PENALTY * block / answers, block) * width * block**2
+    first_order, unknowns = tokens * width**2, 2 * block_of(width)
+    solved = answers * width * (width + 3 * unknowns) + width * unknowns**2
+    told = answers * width * 3 * unknowns  # its own error
+    inverted = 4 * inverse_steps(PENALTY * unknowns / answers, unknowns) * width * unknowns**2
     return heads * (answered + first_order + solved + told + inverted)
 
 

@@ -291,8 +291,8 @@ def ridge(
     """Fit a correction by ridge regression: return matrix and constant, in the dtype of `q`, and the error.
 
     In each `block` of a head's channels, the correction predicts the output over all keys, less the output over merged
-    keys, from the latter; what `Answers.first` adds up to is known before, and is the upper half of the matrix. If this
-    is 0 in the dtype of `q`, merging loses nothing and the correction is 0. The error is that of
+    keys, from the query and the latter; what `Answers.first` adds up to is known before, as a part of the matrix' upper
+    half. If this is 0 in the dtype of `q`, merging loses nothing and the correction is 0. The error is that of
     `correction.Correction`. `q` and `places` are those of `answer`; `steps` is the number of Newton's steps for this
     `penalty`, see `correction.inverse`; `least` is the smallest variance that counts, as a share of the mean square.
     None if the kernel could not run.

@@ -214,26 +214,29 @@ def ridge(
 
     q, merged = q[:, places].double().transpose(1, 2).flatten(0, 1), merged.double()
     known = first.double().sum(0).to(matrix.dtype).double()
-    rest, answers = by_block((logs.double().softmax(0)[..., None] * full).sum(0) - merged - q @ known), by_block(merged)
-    average, mean = rest.mean(2, keepdim=True), answers.mean(2, keepdim=True)
-    x = answers - mean
-    normal, sizes = x.mT @ x, answers.square().mean((2, 3))
-    energy = normal.diagonal(dim1=2, dim2=3).mean(2).maximum(least * sizes * x.shape[2]).clamp(min=_TINY)
-    energy = energy[..., None, None]
-    solution = torch.linalg.inv(normal / energy + penalty * torch.eye(block, dtype=x.dtype, device=x.device))
-    weights = solution @ (x.mT @ rest) / energy
+    answers, rest = by_block(merged), by_block((logs.double().softmax(0)[..., None] * full).sum(0) - merged - q @ known)
+    features = torch.cat([by_block(q), answers], 3)
+    average, mean = rest.mean(2, keepdim=True), features.mean(2, keepdim=True)
+    x, unknowns = features - mean, 2 * block
+    normal, sizes = x.mT @ x, features.square().sum(2)
+    energy, sizes = (sums.unflatten(2, (2, -1)).mean(3) for sums in (normal.diagonal(dim1=2, dim2=3), sizes))
+    unit = energy.maximum(least * sizes).clamp(min=_TINY).rsqrt().repeat_interleave(block, 2)[..., None]
+    penalties = penalty * torch.eye(unknowns, dtype=x.dtype, device=x.device)
+    solution = torch.linalg.inv(normal * unit * unit.mT + penalties)
+    weights, scaled = unit * (solution @ (unit * (x.mT @ rest))), x * unit.mT
     left_out = rest - average - x @ weights
-    left_out /= 1 - 1 / x.shape[2] - (x @ solution * x).sum(3, keepdim=True) / energy
+    left_out /= 1 - 1 / x.shape[2] - (scaled @ solution * scaled).sum(3, keepdim=True)
     lost = by_block(known).flatten(2).any(2)[..., None, None]
     weights, shift = weights * lost, (average - mean @ weights) * lost
-    expected, named = answers @ weights + shift, by_block(q @ known)
+    expected, named = features @ weights + shift, by_block(q @ known)
     found = by_block(q @ matrix[:, :width].double() + merged @ matrix[:, width:].double() + constant)
-    allowed = answers.abs() @ weights.abs() + shift.abs() + rest.abs().amax((2, 3), keepdim=True) * lost
+    allowed = features.abs() @ weights.abs() + shift.abs() + rest.abs().amax((2, 3), keepdim=True) * lost
     allowed = 8 * eps * (allowed + by_block(q.abs() @ known.abs()))
     yield Output("correction", found, expected + named, allowed + _TINY)
     alone, sized = left_out.square().mean((2, 3)) * lost[..., 0, 0], rest.square().mean((2, 3))
     error = error.view(*alone.shape, 2)
     yield Output("error", error[..., 0].sqrt(), alone.sqrt(), 16 * eps * (alone.sqrt() + sized.sqrt()) + _TINY)
+    sizes = answers.square().mean((2, 3))
     yield Output("mean square of answers", error[..., 1], sizes, 1e-5 * sizes + _TINY)
 
 

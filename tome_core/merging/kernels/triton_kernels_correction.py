@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .triton_kernels_direct import direct
 
+ON_AMD = torch.version.hip is not None
 _TOKENS, _COLUMNS = 64, 64
 _WIDE = 128  # a tile of more channels has fewer tokens, so that a desktop's shared memory holds it
 _TINY = tl.constexpr(1e-12)
@@ -202,6 +203,24 @@ def _invert(matrix, is_same, penalty, most, steps):
     return inverse
 
 
+@triton.jit
+def _load_features(
+    q, merged, places, query, count, first, width, q_row, q_channel, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Return BLOCK channels from ``first`` on of queries and, in the second half of the columns, of their answers.
+
+    ``q`` and ``merged`` are pointers to a head's, ``query`` has the numbers of queries. Float32, 0 elsewhere.
+    """
+    place = tl.arange(0, COLUMNS)
+    of_q, column = place < COLUMNS // 2, place & (COLUMNS // 2 - 1)
+    is_query, mask = (query < count)[:, None], (column < BLOCK)[None, :]
+    token = tl.load(places + query, mask=query < count, other=0)
+    at = q + token[:, None] * q_row + (first + column)[None, :] * q_channel
+    queries = tl.load(at, mask=is_query & mask & of_q[None, :], other=0.0).to(tl.float32)
+    at = merged + query[:, None] * width + (first + column)[None, :]
+    return queries + tl.load(at, mask=is_query & mask & (place >= COLUMNS // 2)[None, :], other=0.0)
+
+
 @direct
 @triton.jit
 def _ridge(
@@ -212,86 +231,112 @@ def _ridge(
 ):  # fmt: skip
     """Fill the results of `kernels.ridge`. A program serves BLOCK channels (axis 1) of a head (axis 0).
 
-    From the answers over merged keys, it fits what ``first`` leaves of the answers over all keys less those, which it
-    keeps in ``left``, of the shape of ``merged``. Factors are rounded to the dtype of the queries after they are
-    centred, which is a smaller error than the rounding of the answers. There are ``count`` queries and SPANS spans.
+    From the queries and the answers over merged keys, it fits what ``first`` leaves of the answers over all keys less
+    those, which it keeps in ``left``, of the shape of ``merged``. Factors are rounded to the dtype of the queries after
+    they are centred, which is a smaller error than the rounding of the answers. There are ``count`` queries and SPANS
+    spans. COLUMNS is twice BLOCK, padded.
     """
     number, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     q += number // heads * q_sample + number % heads * q_head
     merged += number * count * width
     left += number * count * width
-    channel, place = tl.arange(0, WIDTH), tl.arange(0, COLUMNS)
-    is_channel, is_column, column = channel < width, place < BLOCK, tl.program_id(1) * BLOCK + place
-    known = tl.zeros([WIDTH, COLUMNS], tl.float32)
+    channel, own, place = tl.arange(0, WIDTH), tl.arange(0, COLUMNS // 2), tl.arange(0, COLUMNS)
+    start_of_block = tl.program_id(1) * BLOCK
+    is_channel, is_own, column = channel < width, own < BLOCK, start_of_block + own
+    known = tl.zeros([WIDTH, COLUMNS // 2], tl.float32)
+    known_of_block = tl.zeros([COLUMNS, COLUMNS // 2], tl.float32)  # the block's rows, above zeros
+    is_q, in_half = place < COLUMNS // 2, place & (COLUMNS // 2 - 1)
+    is_weight = (in_half < BLOCK)[:, None] & is_own[None, :]
     at_known = channel[:, None] * width + column[None, :]
-    is_known = is_channel[:, None] & is_column[None, :]
+    is_known = is_channel[:, None] & is_own[None, :]
+    at_block = (start_of_block + in_half)[:, None] * width + column[None, :]
     for span in tl.static_range(SPANS):
-        known += tl.load(first + (span * programs + number) * width * width + at_known, mask=is_known, other=0.0)
+        of_span = first + (span * programs + number) * width * width
+        known += tl.load(of_span + at_known, mask=is_known, other=0.0)
+        known_of_block += tl.load(of_span + at_block, mask=is_weight & is_q[:, None], other=0.0)
     rounded = known.to(q.dtype.element_ty)
-    # sums over tiles are added up after a loop: AMD's compiler (Triton 3.9) ends the process for some of those inside
+    # The compiler for AMD (LLVM in Triton 3.9) ends the process at some sums inside of loops: over an axis, and of
+    # products too small for tensor cores. So there are no sums over an axis, and few warps, see `ridge`.
     total = tl.zeros([TOKENS, COLUMNS], tl.float32)
-    total_rest = tl.zeros([TOKENS, COLUMNS], tl.float32)
+    total_rest = tl.zeros([TOKENS, COLUMNS // 2], tl.float32)
     for start in range(0, count, TOKENS):
         query = start + tl.arange(0, TOKENS)
         is_query = query < count
-        mask, at = is_query[:, None] & is_column[None, :], query[:, None] * width + column[None, :]
+        mask, at = is_query[:, None] & is_own[None, :], query[:, None] * width + column[None, :]
         token = tl.load(places + query, mask=is_query, other=0)
         at_query = q + token[:, None] * q_row + channel[None, :] * q_channel
         queries = tl.load(at_query, mask=is_query[:, None] & is_channel[None, :], other=0.0)
-        answers = tl.load(merged + at, mask=mask, other=0.0)
-        rest = _join(full, logs, number, programs, query, is_query, column, is_column, count, width, SPANS) - answers
-        rest -= tl.dot(queries, rounded)
+        rest = _join(full, logs, number, programs, query, is_query, column, is_own, count, width, SPANS)
+        rest -= tl.load(merged + at, mask=mask, other=0.0) + tl.dot(queries, rounded)
         tl.store(left + at, rest, mask=mask)
-        total += answers
         total_rest += rest  # 0 outside of the mask
+        total += _load_features(
+            q, merged, places, query, count, start_of_block, width, q_row, q_channel, BLOCK, COLUMNS
+        )
     mean, average = tl.sum(total, 0) / count, tl.sum(total_rest, 0) / count
     tl.debug_barrier()  # all threads see what all have stored
     normal = tl.zeros([COLUMNS, COLUMNS], tl.float32)
-    cross = tl.zeros([COLUMNS, COLUMNS], tl.float32)
+    cross = tl.zeros([COLUMNS, COLUMNS // 2], tl.float32)
     squares = tl.zeros([TOKENS, COLUMNS], tl.float32)
     for start in range(0, count, TOKENS):
         query = start + tl.arange(0, TOKENS)
-        mask = (query < count)[:, None] & is_column[None, :]
+        is_query = (query < count)[:, None]
         at = query[:, None] * width + column[None, :]
-        answers = tl.load(merged + at, mask=mask, other=0.0)
-        squares += answers * answers
-        x = tl.where(mask, answers - mean[None, :], 0.0).to(rounded.dtype)
+        features = _load_features(
+            q, merged, places, query, count, start_of_block, width, q_row, q_channel, BLOCK, COLUMNS
+        )
+        squares += features * features
+        x = tl.where(is_query, features - mean[None, :], 0.0).to(rounded.dtype)
         across = tl.trans(x)
         normal = tl.dot(across, x, normal)
-        cross = tl.dot(across, tl.load(left + at, mask=mask, other=0.0).to(rounded.dtype), cross)
+        rest = tl.load(left + at, mask=is_query & is_own[None, :], other=0.0)
+        cross = tl.dot(across, rest.to(rounded.dtype), cross)
     is_same = place[:, None] == place[None, :]
-    energy, size = tl.sum(tl.sum(tl.where(is_same, normal, 0.0), 1), 0), tl.sum(tl.sum(squares, 1), 0)
-    energy = tl.maximum(tl.maximum(energy, least * size) / BLOCK, _TINY)
-    inverse = _invert(normal / energy, is_same, penalty, BLOCK, steps)
+    energy, size = tl.sum(tl.where(is_same, normal, 0.0), 1), tl.sum(squares, 0)
+    of_q, of_answers = tl.sum(tl.where(is_q, energy, 0.0), 0), tl.sum(tl.where(is_q, 0.0, energy), 0)
+    size_of_q, size_of_answers = tl.sum(tl.where(is_q, size, 0.0), 0), tl.sum(tl.where(is_q, 0.0, size), 0)
+    of_q, of_answers = tl.maximum(of_q, least * size_of_q), tl.maximum(of_answers, least * size_of_answers)
+    energy = tl.maximum(tl.where(is_q, of_q, of_answers) / BLOCK, _TINY)
+    unit = 1.0 / tl.sqrt(energy)  # beyond BLOCK channels features are 0
+    inverse = _invert(normal * unit[:, None] * unit[None, :], is_same, penalty, 2 * BLOCK, steps)
+    cross = cross * unit[:, None]
     largest = tl.maximum(tl.max(tl.max(tl.abs(cross), 1), 0), _TINY)
-    weights = _product(inverse, cross / largest) * (largest / energy)
+    weights = _product(inverse, cross / largest) * (largest * unit)[:, None]
     # if the plan loses nothing, the rest is rounding
     lost = tl.where(tl.max(tl.max(tl.abs(rounded.to(tl.float32)), 1), 0) > 0, 1.0, 0.0)
     to = matrix + number * 2 * width * width
-    tl.store(to + at_known, known, mask=is_known)
+    is_other = (channel < start_of_block) | (channel >= start_of_block + BLOCK)
+    tl.store(to + at_known, known, mask=is_known & is_other[:, None])
+    tl.store(to + at_block, known_of_block + weights * lost, mask=is_weight & is_q[:, None])
     for block in tl.static_range(width // BLOCK):
-        row = width + block * BLOCK + place
-        own = tl.where(tl.program_id(1) == block, weights * lost, 0.0)
-        tl.store(to + row[:, None] * width + column[None, :], own, mask=is_column[:, None] & is_column[None, :])
+        at_answer = to + (width + block * BLOCK + in_half)[:, None] * width + column[None, :]
+        tl.store(
+            at_answer, tl.where(tl.program_id(1) == block, weights * lost, 0.0),
+            mask=is_weight & (place >= COLUMNS // 2)[:, None],
+        )  # fmt: skip
     shift = (average - tl.sum(mean[:, None] * weights, 0)) * lost
-    tl.store(constant + number * width + column, shift, mask=is_column)
-    rests = tl.zeros([TOKENS, COLUMNS], tl.float32)
+    tl.store(constant + number * width + column, shift, mask=is_own)
+    rests = tl.zeros([TOKENS, COLUMNS // 2], tl.float32)
     solution, weights = inverse.to(rounded.dtype), weights.to(rounded.dtype)
-    unit = 1.0 / tl.sqrt(energy)
+    ones = tl.full([COLUMNS, COLUMNS // 2], 1.0, rounded.dtype)
     for start in range(0, count, TOKENS):
         query = start + tl.arange(0, TOKENS)
-        mask = (query < count)[:, None] & is_column[None, :]
-        at = query[:, None] * width + column[None, :]
-        x = tl.where(mask, tl.load(merged + at, mask=mask, other=0.0) - mean[None, :], 0.0)
+        is_query = (query < count)[:, None]
+        mask, at = is_query & is_own[None, :], query[:, None] * width + column[None, :]
+        features = _load_features(
+            q, merged, places, query, count, start_of_block, width, q_row, q_channel, BLOCK, COLUMNS
+        )
+        x = tl.where(is_query, features - mean[None, :], 0.0)
         rest = tl.load(left + at, mask=mask, other=0.0) - average[None, :] - tl.dot(x.to(rounded.dtype), weights)
-        x = x * unit
-        leverage = tl.sum(tl.dot(x.to(rounded.dtype), solution) * x, 1) + 1.0 / count
-        rest = tl.where(mask, rest / (1.0 - leverage)[:, None], 0.0)
+        x = x * unit[None, :]
+        terms = tl.dot(x.to(rounded.dtype), solution) * x
+        leverage = tl.dot(terms.to(rounded.dtype), ones) + 1.0 / count  # their sum, in each column
+        rest = tl.where(mask, rest / (1.0 - leverage), 0.0)
         rests += rest * rest
     scale = 1.0 / (count * BLOCK)
-    to = error + (number * (width // BLOCK) + tl.program_id(1)) * 2
-    tl.store(to, tl.sum(tl.sum(rests, 1), 0) * scale * lost)
-    tl.store(to + 1, size * scale)
+    to_error = error + (number * (width // BLOCK) + tl.program_id(1)) * 2
+    tl.store(to_error, tl.sum(tl.sum(rests, 1), 0) * scale * lost)
+    tl.store(to_error + 1, size_of_answers * scale)
 
 
 @direct
@@ -372,10 +417,10 @@ def ridge(
     """
     (programs, count, width), sizes = merged.shape, _sizes(merged.shape[2])
     # the loop loads a tile of every span: more stages exceed a desktop's shared memory
-    options = {"num_warps": 8, "num_stages": 1}
+    options = {"num_warps": 2 if ON_AMD else 4, "num_stages": 1}
     _ridge[(programs, width // block)](
         q, places, merged, full, logs, first, matrix, constant, error, left, count, q.shape[2], steps, penalty, least,
-        *q.stride(), BLOCK=block, COLUMNS=_padded(block), SPANS=first.shape[0], **sizes | options,
+        *q.stride(), BLOCK=block, COLUMNS=2 * _padded(block), SPANS=first.shape[0], **sizes | options,
     )  # fmt: skip
 
 
