@@ -39,7 +39,12 @@ def launches(monkeypatch) -> Counter[str]:
         return launch
 
     def double(name):
-        return as_one(name, lambda *outputs: [outputs[place].zero_() for place in NUMBERS.get(name, ())])
+        def fill(*arguments):
+            is_given = name == "mean_rows" and arguments[9] is None  # order and offsets, which others use too
+            for place in () if is_given else NUMBERS.get(name, ()):
+                arguments[place].zero_()
+
+        return as_one(name, fill)
 
     replaced = {"DEVICES": ("cpu",), "_is_loaded": True, "_give_up": lambda name, why: pytest.fail(f"{name}: {why}"),
                 "_kernels": SimpleNamespace(**{name: double(name) for name in _CHECKS}), "find_fault": lambda *_: ""}
