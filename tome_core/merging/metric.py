@@ -36,7 +36,7 @@ def of_unit_spread(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     variance = (few - mean).square().unflatten(-1, (2, -1)).mean((1, 3))
     unit = variance.clamp(min=_TINY).rsqrt()[..., None].expand(-1, -1, keys.shape[2]).flatten(1)[:, None]
     features -= mean.to(features.dtype)
-    features *= unit.to(features.dtype)
+    features *= unit.clamp(max=torch.finfo(features.dtype).max).to(features.dtype)  # 0 times infinity is no number
     return features.clamp_(-_LARGEST, _LARGEST)
 
 

@@ -202,6 +202,12 @@ def test_keys_and_values_count_alike_whatever_their_scale_and_every_sample_as_if
     torch.testing.assert_close(both[1:2], of_unit_spread(keys[1:2], values[1:2]), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_constant_keys_or_values_compare_as_zeros(dtype):
+    keys, values = tokens((8, 8), 2, 12).to(dtype), torch.full((2, 64, 12), 3.0, dtype=dtype)
+    assert not of_unit_spread(keys, values)[..., 12:].any() and not of_unit_spread(values, keys)[..., :12].any()
+
+
 def test_each_metric_compares_what_it_is_called():
     """Metrics compare keys and values. Attentions do not see the block's input; cosine of keys replaces it."""
     k, v = (tokens((8, 8), 2, 12, seed) + 1 for seed in range(2))

@@ -81,8 +81,6 @@ def available(device: torch.device) -> bool:
     return _module() is not None and _supports(device)
 
 
-
-
 def needs_gradient(*tensors: Tensor) -> bool:
     """Return whether gradients are enabled and a tensor requires a gradient, which kernels do not support."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
