@@ -35,7 +35,7 @@ WHEN = {"new": (700.0,), "renewed": (700.0, 620.0), "kept": (700.0, 690.0)}
 HOW = {"cudagraphs": "reduce-overhead", "compiled": None}  # modes of torch.compile; "" as a key: not compiled
 ROW = "the row"  # the name of a row that failed as a whole among its failures
 _BACKENDS = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH")
-KERNEL_LAWS = "tests/kernel_laws.py"
+KERNEL_LAWS = "tests/kernels/laws.py"
 
 
 class OutOfTime(Exception):

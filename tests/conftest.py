@@ -68,7 +68,7 @@ def pytest_collection_finish():
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory):
     """A diffusers folder with random weights; copy it before changing it."""
-    from tests.tiny_pipeline import write_folder
+    from tests.small_models.sd_pipelines import write_folder
 
     return write_folder(tmp_path_factory.mktemp("tiny"))
 
@@ -120,7 +120,7 @@ def fresh_compiler():
 @pytest.fixture
 def server(monkeypatch):
     """The double of ComfyUI's server, which receives the nodes' texts."""
-    from tests.comfy_doubles import Server
+    from tests.host_doubles.comfy_sampling import Server
 
     double = Server()
     monkeypatch.setitem(sys.modules, "server", double)
@@ -129,8 +129,8 @@ def server(monkeypatch):
 
 @pytest.fixture
 def waits() -> list[str]:
-    """The methods that waited for the device of `tests.on_device` since the test began."""
-    from tests.on_device import OnDevice
+    """The methods that waited for the device of `tests.watching.on_device` since the test began."""
+    from tests.watching.on_device import OnDevice
 
     OnDevice.waits.clear()
     return OnDevice.waits

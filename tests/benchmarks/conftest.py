@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from demo import model, transformer
-from tests import tiny_scenes
+from tests.small_models import tiny_scenes
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from benchmarks import pooled, results, transformers
 from benchmarks.pooled import PLAIN, Bench, Row, Way
 from demo import model, prompt, sampler
 from demo.sampler import solver
-from tests import tiny_scenes
+from tests.small_models import tiny_scenes
 
 pytestmark = pytest.mark.pays  # for the runs that tests share, which begin before a test does
 DEEP = {**tiny_scenes.FLUX, "num_single_layers": 3, "num_attention_heads": 1}

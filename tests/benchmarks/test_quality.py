@@ -8,7 +8,7 @@ import pytest
 from benchmarks import quality, quality_report, report, results
 from benchmarks.quality_report import sections
 from benchmarks.variants import ALWAYS, PLAIN, VARIANTS
-from tests import tiny_pipeline
+from tests.small_models import sd_pipelines
 
 ROOT = Path(__file__).parents[2]
 CONTROL = "zero-attention"
@@ -113,7 +113,7 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(tmp_path, tiny_folder,
 
 @pytest.mark.slow
 def test_ones_own_checkpoint_is_measured_on_its_prompts(tmp_path):
-    folder = tiny_pipeline.write_folder(tmp_path)
+    folder = sd_pipelines.write_folder(tmp_path)
     (tmp_path / "prompts.txt").write_text("a b c\n\nsea\n")
     record = run(["--smallest", "--model", str(folder), "--prompts", str(tmp_path / "prompts.txt"), "--pictures", "2"],
                  tmp_path / "result.json")  # fmt: skip

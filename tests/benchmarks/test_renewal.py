@@ -6,7 +6,7 @@ import torch
 from benchmarks import renewal, results, subjects
 from benchmarks.variants import engine
 from demo import model
-from tests import tiny_scenes
+from tests.small_models import tiny_scenes
 from tome_core import MergeConfig, MergeRule
 
 UNET = {**tiny_scenes.UNET_XL, "sample_size": 64, "transformer_layers_per_block": [1, 2, 1]}

@@ -9,7 +9,7 @@ import tome_core
 from benchmarks.networks import TRANSFORMER, UNET, Work
 from benchmarks.variants import VARIANTS
 from demo import model, transformer
-from tests import tiny_scenes
+from tests.small_models import tiny_scenes
 
 SIDE = tiny_scenes.SIDE
 KIND = {"sd": UNET, "flux": TRANSFORMER}

@@ -15,8 +15,8 @@ import tome_core
 from tests.beside.models import TIMES, UNETS, Beside
 from tests.beside.things import THINGS as OTHERS
 from tests.beside.things_below import BELOW
-from tests.models import merge_with_self
-from tests.traces import drop_own_methods, traces
+from tests.small_models.unets import merge_with_self
+from tests.watching.traces import drop_own_methods, traces
 from tome_core import MergeConfig, MergeRule
 from tome_core.reporting.ledger import REPLACED
 

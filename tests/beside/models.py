@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests import models, tiny_transformers
-from tests.models import CASES, TEXT, Family, call_ldm, inputs, ldm_of_one_level, seeded
+from tests.small_models import dits, unets
+from tests.small_models.unets import CASES, TEXT, Family, call_ldm, inputs, ldm_of_one_level, seeded
 from tome_core.engine.merged_tokens import LazyTokens
 from tome_core.models import adapter_of, find_models, transformer_blocks
 from tome_core.models.sites import AttentionSite
@@ -37,8 +37,8 @@ def _call_deep_ldm(model: Any, x: torch.Tensor, timestep: Any, text: torch.Tenso
 
 UNETS = {case.name: case for case in (Family("ldm", ldm_of_one_level, call_ldm), *CASES)}
 # models with stretches: blocks of a transformer that run together on merged tokens
-_SDXL = seeded(models.unet, **models.SDXL | {"transformer_layers_per_block": (1, 1, 4)})
-_LDM = seeded(models.host_double, attention_resolutions=(4,), channel_mult=(1, 1, 1), num_heads=2,
+_SDXL = seeded(unets.unet, **unets.SDXL | {"transformer_layers_per_block": (1, 1, 4)})
+_LDM = seeded(unets.host_double, attention_resolutions=(4,), channel_mult=(1, 1, 1), num_heads=2,
               transformer_depth=3, context_dim=[TEXT] * 3)  # fmt: skip
 DEEP = (Family("sdxl, four blocks", calm(_SDXL), UNETS["sdxl"].forward),
         Family("ldm, three blocks", calm(_LDM), _call_deep_ldm))  # fmt: skip
@@ -47,7 +47,7 @@ STRETCHED = (*(case.name for case in DEEP), "sdxl")
 QUICK = ("sd15", "ldm", "Qwen-Image", "Wan")
 SLOW = (*STRETCHED, "sd2", "ldm_sd2", "sgm_double", "gligen", "motion", "Flux", "Flux, two pictures", "SD3.5",
         "Qwen-Image, padded", "Z-Image", "Lumina 2", "PixArt", "LTX", "HunyuanVideo")  # fmt: skip
-MODELS = [name for name in (*QUICK, *SLOW) if name in UNETS or name in tiny_transformers.PRESENT]
+MODELS = [name for name in (*QUICK, *SLOW) if name in UNETS or name in dits.PRESENT]
 # two steps that have one match, late in a picture
 TIMES = (340, 320)
 _LAYERS = 4  # of a transformer, of which those between the first and the last may merge as a whole
@@ -62,7 +62,7 @@ class Beside:
 
     def __init__(self, name: str) -> None:
         self.name, self.is_by_hand = name, name in ("ldm", "ldm_sd2", "ldm, three blocks")
-        self.whole = UNETS[name].build() if name in UNETS else tiny_transformers.make(name, _LAYERS)[0]
+        self.whole = UNETS[name].build() if name in UNETS else dits.make(name, _LAYERS)[0]
         (self.model,) = find_models(self.whole)
         adapter = adapter_of(self.model)
         ways = set() if name in UNETS else {"blocks"}
@@ -90,9 +90,9 @@ class Beside:
             case, side = UNETS[self.name], _SIDES.get(self.name, 16)
             x, text = inputs(4, 2, side, side, frames=case.frames)
             return case.forward(self.whole, _smooth(x), time, text)
-        given = tiny_transformers.at(tiny_transformers.arguments_of(self.name), time / 500)
+        given = dits.at(dits.arguments_of(self.name), time / 500)
         name = "x" if "x" in given else "hidden_states"
-        return tiny_transformers.call(self.whole, {**given, name: _smooth(given[name])})
+        return dits.call(self.whole, {**given, name: _smooth(given[name])})
 
     @contextmanager
     def few(self) -> Iterator[set[str]]:
@@ -142,7 +142,7 @@ def _smooth(latent: Any) -> Any:
     if not torch.is_tensor(latent):
         return [_smooth(part) for part in latent]
     if latent.dim() == 3:
-        width = 16 if latent.shape[1] == 3 * 16 * 16 else tiny_transformers.SIDE
+        width = 16 if latent.shape[1] == 3 * 16 * 16 else dits.SIDE
         return _smooth(latent.mT.unflatten(2, (-1, width))).flatten(2).mT.contiguous()
     coarse = latent[..., :_COARSE, :_COARSE].flatten(0, -3)[None]
     return F.interpolate(coarse, size=latent.shape[-2:], mode="bicubic").view(latent.shape)

@@ -13,14 +13,14 @@ from diffusers import FirstBlockCacheConfig
 from torch import nn
 
 import tome_core
-from tests import models
 from tests.beside.models import Beside
+from tests.small_models import unets
 from tests.thoroughness import some_quick
 from tome_core import MergeConfig
 from tome_core.models.unet_blocks import find_blocks
 
 STEPS = [901, 851, 401, 351]
-BALANCED = models.on_small("balanced")
+BALANCED = unets.on_small("balanced")
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def pipeline(kind: str = "StableDiffusionPipeline", **more: Any) -> Any:
     """A pipeline around a UNet of two levels, 16 x 16 tokens at the finest."""
     pipe = getattr(diffusers, kind)(
         vae=None, text_encoder=None, tokenizer=None, safety_checker=None, feature_extractor=None,
-        unet=models.fixed(models.unet(layers_per_block=2, attention_head_dim=2)), requires_safety_checker=False, **more,
+        unet=unets.fixed(unets.unet(layers_per_block=2, attention_head_dim=2)), requires_safety_checker=False, **more,
         scheduler=diffusers.DPMSolverMultistepScheduler(beta_schedule="scaled_linear", steps_offset=1))  # fmt: skip
     pipe.set_progress_bar_config(disable=True)
     return pipe
@@ -47,7 +47,7 @@ def pipeline(kind: str = "StableDiffusionPipeline", **more: Any) -> Any:
 @torch.no_grad()
 def draw(pipe: Any, **call: Any) -> torch.Tensor:
     """Return the finished latent of four steps."""
-    words = torch.randn(2, 7, models.TEXT, generator=torch.Generator().manual_seed(0))[:, None]
+    words = torch.randn(2, 7, unets.TEXT, generator=torch.Generator().manual_seed(0))[:, None]
     return pipe(prompt_embeds=words[0], negative_prompt_embeds=words[1], timesteps=STEPS, guidance_scale=3.0,
                 height=128, width=128, output_type="latent", generator=torch.Generator().manual_seed(0), **call).images
 

@@ -16,9 +16,9 @@ import tome_core
 from tests.beside.laws import EQUAL, SETTINGS, far, merged, merged_alone, settings_of
 from tests.beside.models import STRETCHED, TIMES, Beside
 from tests.beside.things_below import PARTS, PROCESSORS, below, blocks_of
-from tests.models import merge_with_self
+from tests.small_models.dits import WORDS
+from tests.small_models.unets import merge_with_self
 from tests.thoroughness import some_quick
-from tests.tiny_transformers import WORDS
 from tome_core import MergeConfig
 
 SDXL, LDM = STRETCHED[:2]

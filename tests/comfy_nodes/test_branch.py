@@ -12,10 +12,10 @@ import torch
 from comfy_nodes import host
 from comfy_nodes.nodes import ApplyToMe, RemoveToMe
 from comfy_nodes.slot_calls import SLOT
-from tests.comfy_doubles import Executor, apply, least_checkpoint, sample, transformer
-from tests.models import inputs
-from tests.threads import at_once
-from tests.traces import traces
+from tests.host_doubles.comfy_sampling import Executor, apply, least_checkpoint, sample, transformer
+from tests.small_models.unets import inputs
+from tests.watching.threads import at_once
+from tests.watching.traces import traces
 
 HALF = {"ratio": 0.5, "use_rand": False, "keep": 1000.0}
 QUARTER = {**HALF, "ratio": 0.25}

@@ -5,10 +5,18 @@ import torch
 
 from comfy_nodes.nodes import ApplyToMe
 from comfy_nodes.slot_calls import SLOT
-from tests import comfy_attention
-from tests.comfy_doubles import BaseModel, ModelPatcher, apply, latest, least_checkpoint, sample, transformer
-from tests.comfy_models import deep_unet
-from tests.traces import traces
+from tests.host_doubles import comfy_attention
+from tests.host_doubles.comfy_models import deep_unet
+from tests.host_doubles.comfy_sampling import (
+    BaseModel,
+    ModelPatcher,
+    apply,
+    latest,
+    least_checkpoint,
+    sample,
+    transformer,
+)
+from tests.watching.traces import traces
 from tome_core import MergeConfig, MergeRule
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")

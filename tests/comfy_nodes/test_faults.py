@@ -5,10 +5,10 @@ import torch
 
 from comfy_nodes.branch import Sampling
 from comfy_nodes.nodes import ApplyToMe
-from tests.comfy_doubles import BaseModel, ModelPatcher, sample
-from tests.comfy_models import deep_unet
-from tests.mistakes import failing, functions_in
-from tests.models import TEXT
+from tests.host_doubles.comfy_models import deep_unet
+from tests.host_doubles.comfy_sampling import BaseModel, ModelPatcher, sample
+from tests.small_models.unets import TEXT
+from tests.watching.mistakes import failing, functions_in
 from tome_core import MergeConfig, MergeRule
 
 BLOCKS = MergeRule(merge_attn=False, merge_blocks=True, ratio=0.75, side="kv", use_rand=False, min_downsample=2)

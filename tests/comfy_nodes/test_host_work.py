@@ -7,9 +7,9 @@ import torch
 import comfy_nodes
 import tome_core
 from comfy_nodes.nodes import ApplyToMe
-from tests.calls import functions_called
-from tests.comfy_doubles import BaseModel, ModelPatcher, sample
-from tests.comfy_models import deep_unet, deeper_unet
+from tests.host_doubles.comfy_models import deep_unet, deeper_unet
+from tests.host_doubles.comfy_sampling import BaseModel, ModelPatcher, sample
+from tests.watching.calls import functions_called
 from tome_core import MergeConfig
 
 SETTINGS = MergeConfig(side="kv", metric="keys+values", keep=1000.0, ratio=0.9375, sx=4, sy=4, use_rand=False,

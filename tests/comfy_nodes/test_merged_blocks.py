@@ -12,11 +12,11 @@ from torch import nn
 from comfy_nodes import host
 from comfy_nodes.nodes import ApplyToMe
 from comfy_nodes.unets import UnetMerging, _options_of
-from tests import comfy_attention
-from tests.comfy_doubles import BaseModel, ModelPatcher, sample
-from tests.comfy_models import BasicTransformerBlock, deep_unet, deeper_unet
-from tests.models import TEXT, note_tokens
-from tests.traces import traces
+from tests.host_doubles import comfy_attention
+from tests.host_doubles.comfy_models import BasicTransformerBlock, deep_unet, deeper_unet
+from tests.host_doubles.comfy_sampling import BaseModel, ModelPatcher, sample
+from tests.small_models.unets import TEXT, note_tokens
+from tests.watching.traces import traces
 from tome_core import MergeConfig, MergeRule
 from tome_core.engine import fewer_tokens
 from tome_core.models import every_token

@@ -13,10 +13,19 @@ from comfy_nodes import host, nodes, picture
 from comfy_nodes.branch import Outcome, facts_of
 from comfy_nodes.nodes import ApplyToMe, RemoveToMe, ToMePreview
 from comfy_nodes.slot_calls import SLOT
-from tests import step_clock
-from tests.comfy_doubles import Guider, apply, checkpoint, latest, least_checkpoint, sample, sampler_of, transformer
-from tests.models import inputs
+from tests.host_doubles.comfy_sampling import (
+    Guider,
+    apply,
+    checkpoint,
+    latest,
+    least_checkpoint,
+    sample,
+    sampler_of,
+    transformer,
+)
+from tests.small_models.unets import inputs
 from tests.thoroughness import some_quick
+from tests.watching import step_clock
 from tome_core.hosting import gains
 
 # --- the report ------------------------------------------------------------------------------------------------------

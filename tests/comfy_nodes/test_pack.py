@@ -11,9 +11,9 @@ import pytest
 import install_hosts as install
 from comfy_nodes import NODE_CLASS_MAPPINGS
 from install import COMFYUI
-from tests import nodedefs
-from tests.host_folders import call_install, load_pack, make_folder
+from tests.host_doubles.folders import call_install, load_pack, make_folder
 from tests.hosts.comfyui.running import WORKFLOWS, workflow
+from tests.project import nodedefs
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,7 +89,7 @@ def test_the_texts_of_the_nodes_are_there_and_translated(language):
     written = (nodedefs.LOCALES / language / "nodeDefs.json").read_text(encoding="utf-8")
     english = nodedefs.english()
     texts = english if language == "en" else nodedefs.complete(json.loads(written), english)
-    assert written == nodedefs.text(texts), "run: python -m tests.nodedefs"
+    assert written == nodedefs.text(texts), "run: python -m tests.project.nodedefs"
     pairs = zip(written.splitlines(), nodedefs.text(english).splitlines(), strict=True)
     same = [line for line, other in pairs if line == other and '": "' in line]
     assert language == "en" or len(same) <= 2, f"left in English: {same}"
@@ -97,7 +97,7 @@ def test_the_texts_of_the_nodes_are_there_and_translated(language):
 
 def test_the_help_page_of_the_settings_has_the_table_of_their_tooltips():
     page = nodedefs.HELP_PAGE.read_text(encoding="utf-8")
-    assert page == nodedefs.help_page(page), "run: python -m tests.nodedefs"
+    assert page == nodedefs.help_page(page), "run: python -m tests.project.nodedefs"
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)

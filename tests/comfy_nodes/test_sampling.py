@@ -7,9 +7,9 @@ import torch
 
 import tome_core
 from comfy_nodes.sampling import HostSampling, timestep_of
-from tests.comfy_doubles import Guider, apply, latest, least_checkpoint, sampler_of, transformer
-from tests.models import inputs
-from tests.on_device import on_device
+from tests.host_doubles.comfy_sampling import Guider, apply, latest, least_checkpoint, sampler_of, transformer
+from tests.small_models.unets import inputs
+from tests.watching.on_device import on_device
 from tome_core.engine import state
 
 RANGE = {"ratio": 0.5, "start": 0.2, "end": 0.6, "use_rand": False}

@@ -17,10 +17,10 @@ import torch
 import tome_core
 from demo import page
 from demo.page import Stopped, Studio, Wanted
-from tests.checkout import fresh
 from tests.gradio_panel.serving import OPENER, free_port, wait_until_ready
-from tests.models import small
-from tests.traces import traces
+from tests.project.checkout import fresh
+from tests.small_models.unets import small
+from tests.watching.traces import traces
 from tome_core import form
 from tome_core.settings.presets import SD
 

@@ -6,7 +6,7 @@ import torch
 from demo import attention, model, train
 from demo.train import TrainingState
 from demo.training_loss import Scenes
-from tests import tiny_scenes
+from tests.small_models import tiny_scenes
 from tests.thoroughness import some_quick
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="training takes torch 2.9's Muon")

@@ -23,15 +23,15 @@ def words(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def build(words) -> Callable:
-    """The function `tests.tiny_pipeline.make`, imported only when a test needs a pipeline of diffusers."""
-    from tests import tiny_pipeline
+    """The function `tests.small_models.sd_pipelines.make`, imported only when a test needs a pipeline of diffusers."""
+    from tests.small_models import sd_pipelines
 
-    return partial(tiny_pipeline.make, words)
+    return partial(sd_pipelines.make, words)
 
 
 @pytest.fixture
 def pipe(tiny_folder):
     """A small SD1.5 pipeline."""
-    from tests.tiny_pipeline import read_folder
+    from tests.small_models.sd_pipelines import read_folder
 
     return read_folder(tiny_folder)

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import tome_core
-from tests.families import MODELS
-from tests.mistakes import failing, functions_in
-from tests.models import inputs, sd15, sdxl, small
+from tests.small_models.families import MODELS
+from tests.small_models.unets import inputs, sd15, sdxl, small
 from tests.thoroughness import some_quick
+from tests.watching.mistakes import failing, functions_in
 from tome_core import MergeConfig, MergeRule, faults
 from tome_core.models import sites
 from tome_core.models.unet_blocks import find_blocks

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import tome_core
-from tests.calls import functions_called
-from tests.models import SDXL, inputs, seeded, unet
-from tests.operators import OperatorCounter
-from tests.sd_block import SpatialTransformer, UNet
+from tests.small_models.sd_block import SpatialTransformer, UNet
+from tests.small_models.unets import SDXL, inputs, seeded, unet
+from tests.watching.calls import functions_called
+from tests.watching.operators import OperatorCounter
 from tome_core import MergeConfig, patch
 
 UNMERGED, KEPT, CLOSED, OFF = "unmerged", "kept", "left alone", "switched off"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tome_core
-from tests.sd_block import make_block, make_inputs
+from tests.small_models.sd_block import make_block, make_inputs
 from tome_core.merging import kernels
 from tome_core.merging.grid import Draw, Grid, draw_choices
 from tome_core.merging.methods import METHODS, MatchOptions
@@ -94,7 +94,7 @@ def test_a_compiled_block_gives_its_own_bits_again_and_keeps_its_match_as_the_pl
 def test_the_kernels_keep_their_laws_on_this_gpu():
     if not kernels.ready(torch.zeros(1, device="cuda")):
         pytest.skip("no Triton kernels here: Triton is missing, or the GPU is older than Ampere")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernel_laws.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/laws.py"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = Path(__file__).parents[2]
     done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment)

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from ldm.modules.attention import CrossAttention
 from torch import nn
 
-from tests import conformance
-from tests.conformance import CHANNELS, DTYPES, HEADS, UNetOf, run, telling, tokens
-from tests.doubles import attend, of_heads
+from tests.engine.attention import conformance
+from tests.engine.attention.conformance import CHANNELS, DTYPES, HEADS, UNetOf, run, telling, tokens
+from tests.host_doubles.blocks import attend, of_heads
 from tests.thoroughness import some_quick
 
 BIAS, OWN_BIAS = "bias", "bias, by torch's own function"

@@ -2,8 +2,8 @@
 
 import extension
 import tome_core
-from tests.calls import functions_called
-from tests.webui_doubles import FREE
+from tests.host_doubles.webui_jobs import FREE
+from tests.watching.calls import functions_called
 
 MOST_CALLS = 100
 

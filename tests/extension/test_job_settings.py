@@ -6,8 +6,8 @@ from unittest import mock
 
 import pytest
 
-from tests.models import ldm_of_one_level, ldm_sdxl
-from tests.webui_doubles import FREE, report
+from tests.host_doubles.webui_jobs import FREE, report
+from tests.small_models.unets import ldm_of_one_level, ldm_sdxl
 from tome_core import form, preset
 
 SETTINGS = {"tome_enabled": True, "tome_strength": 0.7}

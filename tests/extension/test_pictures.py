@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.models import ldm_of_one_level
+from tests.host_doubles.webui_jobs import ASKED, FLAVOURS, ON, SAVED, merges
+from tests.small_models.unets import ldm_of_one_level
 from tests.thoroughness import some_quick
-from tests.webui_doubles import ASKED, FLAVOURS, ON, SAVED, merges
 
 GAIN = "2.0x faster in your pictures (3 with merging, 3 without)"
 

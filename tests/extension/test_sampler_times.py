@@ -5,9 +5,9 @@ import inspect
 import pytest
 import torch
 
-from tests.on_device import on_device
+from tests.host_doubles.webui_jobs import FLAVOURS, ON, CFGDenoiserTimesteps, Denoiser, Processing, custom, sample_euler
 from tests.thoroughness import some_quick
-from tests.webui_doubles import FLAVOURS, ON, CFGDenoiserTimesteps, Denoiser, Processing, custom, sample_euler
+from tests.watching.on_device import on_device
 
 RANGE = (custom(end=0.6),)  # timesteps 999, 800 and 500 of 999 come before its end
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests import transformer_pipelines
-from tests.webui_doubles import FREE, ON, Component, merges, report
+from tests.host_doubles.webui_jobs import FREE, ON, Component, merges, report
+from tests.small_models import transformer_pipelines
 
 
 @pytest.fixture

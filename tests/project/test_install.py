@@ -1,4 +1,4 @@
-"""install.py: quiet for hosts, clear for people. tests/host_folders.py has its calls and a host's folders."""
+"""install.py: quiet for hosts, clear for people. tests/host_doubles/folders.py has its calls and a host's folders."""
 
 import importlib.metadata
 import os
@@ -11,7 +11,7 @@ import pytest
 
 import install
 import install_hosts
-from tests.host_folders import call_install, make_folder
+from tests.host_doubles.folders import call_install, make_folder
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = """

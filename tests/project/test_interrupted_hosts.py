@@ -8,12 +8,12 @@ import torch
 
 from comfy_nodes import branch, slot_function
 from comfy_nodes.host import hosting
-from tests import webui_doubles
-from tests.comfy_doubles import Guider, apply, least_checkpoint
+from tests.host_doubles import webui_jobs
+from tests.host_doubles.comfy_sampling import Guider, apply, least_checkpoint
+from tests.host_doubles.webui_jobs import FLAVOURS, Webui, custom
+from tests.host_doubles.webui_modules import HOOKS, SAMPLING_HOOK
 from tests.thoroughness import some_quick
-from tests.traces import attributes, traces
-from tests.webui_doubles import FLAVOURS, Webui, custom
-from tests.webui_modules import HOOKS, SAMPLING_HOOK
+from tests.watching.traces import attributes, traces
 from tome_core.engine.state import State
 
 VALUES = {"level": "up to /8", "end": 0.9}
@@ -40,7 +40,7 @@ def failing(function, error, after):
 @pytest.fixture(params=some_quick(FLAVOURS))
 def webui(request, monkeypatch):
     """A webui whose `draw` returns the picture with or without merging, and asserts that nothing is left."""
-    webui_doubles.be_short(monkeypatch)
+    webui_jobs.be_short(monkeypatch)
     webui = Webui(monkeypatch, request.param).start()
     before = traces(webui.unet), attributes(webui.unet)
 

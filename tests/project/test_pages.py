@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import install
-from tests.tiny_pipeline import read_folder
+from tests.small_models.sd_pipelines import read_folder
 from tome_core.settings import form
 
 ROOT = Path(__file__).parents[2]

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 import tome_core
-from tests.models import CASES, Family, inputs
+from tests.small_models.unets import CASES, Family, inputs
 from tests.thoroughness import THOROUGH
-from tests.traces import traces
+from tests.watching.traces import traces
 from tome_core import PRESETS, MergeConfig, describe_settings, preset
 from tome_core.models.unet_blocks import find_unet
 

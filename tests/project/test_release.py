@@ -12,8 +12,8 @@ import pytest
 
 import install
 import tome_core
-from tests import release
-from tests.checkout import fresh, tracked
+from tests.project import release
+from tests.project.checkout import fresh, tracked
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,7 +31,7 @@ def test_the_version_is_the_same_everywhere_and_told_without_torch():
     assert release.disagreements(f"v{tome_core.__version__}") == []
     # read without our code, as ComfyUI's Manager and pip do
     assert install.read_project(ROOT / "pyproject.toml")["project"]["version"] == tome_core.__version__
-    printed = run([sys.executable, "-X", "importtime", "-m", "tests.release"], cwd=ROOT)
+    printed = run([sys.executable, "-X", "importtime", "-m", "tests.project.release"], cwd=ROOT)
     assert printed.endswith(f"\n{tome_core.__version__}\n") and "torch" not in printed
 
 

@@ -2,8 +2,8 @@
 
 The module's own code runs on a `StandIn`, whose projections return given q, k and v. To support another attention, use
 `ForwardOnStandIn` or derive a class from `AttentionDescription`, `register` it by the full name of the function that
-computes the attention, and test it against attention over repeated keys, as ``tests/conformance.py`` does. Queries,
-keys and values are flat in this file, ``(batch, tokens, heads * head_dim)``, as projections return them.
+computes the attention, and test it against attention over repeated keys, as ``tests/engine/attention/conformance.py``
+does. Queries, keys and values are flat in this file, ``(batch, tokens, heads * head_dim)``, as projections return them.
 """
 
 from __future__ import annotations

@@ -16,9 +16,21 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import tome_core
-from tests import conformance
-from tests.conformance import CHANNELS, HEADS, KV, SIDE, UNetOf, attention, run, telling, tokens, way, why_left_alone
-from tests.doubles import SgmAttention, attend, of_heads
+from tests.engine.attention import conformance
+from tests.engine.attention.conformance import (
+    CHANNELS,
+    HEADS,
+    KV,
+    SIDE,
+    UNetOf,
+    attention,
+    run,
+    telling,
+    tokens,
+    way,
+    why_left_alone,
+)
+from tests.host_doubles.blocks import SgmAttention, attend, of_heads
 from tome_core.attention import functions
 from tome_core.attention.merged import BIAS, OWN_BIAS
 from tome_core.models.attention_calls import HeadsCall

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import tome_core
-from tests.conformance import means, ragged
-from tests.families import MODELS
-from tests.models import call_unet, inputs, on_small, small
+from tests.engine.attention.conformance import means, ragged
+from tests.small_models.families import MODELS
+from tests.small_models.unets import call_unet, inputs, on_small, small
 from tome_core import MergeConfig, MergePlan
 from tome_core.attention.correction import PENALTY, _ridge, first_order, fit_correction
 from tome_core.attention.correction import _by_head as by_head

@@ -10,10 +10,10 @@ from ldm.modules import attention as ldm_attention
 from torch import nn
 
 import tome_core
-from tests import tiny_transformers
-from tests.conformance import GROUPS, KV, assert_repeated, far, means, merging_by, ragged
-from tests.families import any_unet
-from tests.models import Family
+from tests.engine.attention.conformance import GROUPS, KV, assert_repeated, far, means, merging_by, ragged
+from tests.small_models import dits
+from tests.small_models.families import any_unet
+from tests.small_models.unets import Family
 from tests.thoroughness import some_quick
 from tome_core import MergeConfig
 from tome_core.attention.merged import BIAS, OWN_BIAS
@@ -65,15 +65,15 @@ def first(out: torch.Tensor | tuple) -> torch.Tensor:
     return out[0] if isinstance(out, tuple) else out
 
 
-@pytest.mark.parametrize("name", some_quick(tiny_transformers.PRESENT, 2))
+@pytest.mark.parametrize("name", some_quick(dits.PRESENT, 2))
 @pytest.mark.parametrize("config", [KV, QKV], ids=["kv", "qkv"])
 def test_every_self_attention_of_every_transformer_gives_what_repeated_keys_give(name, config, monkeypatch):
     """Positions enter after the projections, so the function's arguments are exchanged; text tokens do not merge."""
-    model, arguments = tiny_transformers.make(name)
+    model, arguments = dits.make(name)
     plain, names = copy.deepcopy(model), [path for path, _ in find_attentions(model, family_of(model))]
     with merging_by(), tome_core.patch(model, config) as handle, watched(model, names) as seen:
-        tiny_transformers.call(model, arguments)
-    *_, before, count, _ = tiny_transformers.MODELS[name]
+        dits.call(model, arguments)
+    *_, before, count, _ = dits.MODELS[name]
 
     def exchanged(query, key, value, attn_mask=None, **more):
         tokens = key.shape[2]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.peak_memory import peak_bytes
-from tests.sequences import FILM, HEADS, PICTURE, WIDTH, attention, sdpa
+from tests.small_models.sequences import FILM, HEADS, PICTURE, WIDTH, attention, sdpa
+from tests.watching.peak_memory import peak_bytes
 from tome_core import MergePlan, MergeRule
 from tome_core.attention import merged
 from tome_core.attention.merged import Attention, MergeOptions, attend, correction_of

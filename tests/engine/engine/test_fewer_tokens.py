@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import tome_core
-from tests.families import MODELS
-from tests.models import SDXL, inputs, note_tokens, sdxl, seeded, unet
-from tests.operators import OperatorCounter
+from tests.small_models.families import MODELS
+from tests.small_models.unets import SDXL, inputs, note_tokens, sdxl, seeded, unet
+from tests.watching.operators import OperatorCounter
 from tome_core import MergeConfig, MergePlan, MergeRule
 from tome_core.engine import fewer_tokens
 from tome_core.engine.decision import BlockInput

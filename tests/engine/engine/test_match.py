@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.sequences import attention
+from tests.small_models.sequences import attention
 from tome_core import MergeConfig, MergeRule
 from tome_core.engine.match import draw_of, match
 from tome_core.hosting import state_of

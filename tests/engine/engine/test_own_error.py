@@ -8,8 +8,8 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 import tome_core
-from tests.families import MODELS
-from tests.models import inputs, on_small, sdxl, small
+from tests.small_models.families import MODELS
+from tests.small_models.unets import inputs, on_small, sdxl, small
 from tome_core import MergeConfig, MergePlan, MergeRule
 from tome_core.engine import own_error
 from tome_core.engine.merged_tokens import RIDGE, MergedTokens

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import tome_core
-from tests.least_unet import KEPT
-from tests.sequences import PICTURE, attention
-from tests.tiny_pipeline import read_folder
+from tests.small_models.least_unet import KEPT
+from tests.small_models.sd_pipelines import read_folder
+from tests.small_models.sequences import PICTURE, attention
 from tome_core import MergeConfig
 from tome_core.engine import state as state_module
 from tome_core.engine import time as times

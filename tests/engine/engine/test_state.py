@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.sequences import FILM, PICTURE, attention, sdpa
+from tests.small_models.sequences import FILM, PICTURE, attention, sdpa
 from tome_core import MergeConfig, MergeRule
 from tome_core.engine.state import State
 from tome_core.hosting import state_of

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests import step_clock
+from tests.watching import step_clock
 from tome_core.engine.steps import Steps
 
 

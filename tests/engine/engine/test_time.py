@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import tome_core
-from tests import models, tiny_pipeline
-from tests.least_pipeline import Pipeline
-from tests.least_unet import KEPT
-from tests.threads import at_once
+from tests.small_models import sd_pipelines, unets
+from tests.small_models.least_pipeline import Pipeline
+from tests.small_models.least_unet import KEPT
+from tests.watching.threads import at_once
 from tome_core import MergeConfig, MergeRule
 from tome_core.engine.scheduler_steps import SchedulerNoise
 from tome_core.engine.time import FEW, WHOLE_FROM, Clock, ModelTime, boundary_in
@@ -19,7 +19,7 @@ from tome_core.settings.schedule import STABLE_DIFFUSION as SD
 from tome_core.settings.schedule import UNKNOWN, Time
 
 LATE = MergeConfig(ratio=0.5, start_percent=0.5)
-BALANCED = models.on_small("balanced")
+BALANCED = unets.on_small("balanced")
 LATENT = torch.zeros(1, 4, 8, 8)
 SD_BETAS = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
 
@@ -125,7 +125,7 @@ def test_steps_that_are_told_outweigh_those_of_the_scheduler():
 
 
 def test_a_refiner_which_draws_the_late_half_of_a_picture_has_the_steps_of_a_whole_one(words):
-    refiner = diffusers.StableDiffusionXLImg2ImgPipeline(**tiny_pipeline.stable_diffusion_xl(words).components)
+    refiner = diffusers.StableDiffusionXLImg2ImgPipeline(**sd_pipelines.stable_diffusion_xl(words).components)
     refiner.set_progress_bar_config(disable=True)
     sizes = {"original_size": (128, 128), "target_size": (128, 128)}
     for begins, share in (({"denoising_start": 0.5}, 0.6), ({"strength": 0.5}, 0.4)):
@@ -157,7 +157,7 @@ def test_a_host_outweighs_the_argument():
 def test_a_timestep_that_is_no_element_of_a_schedule_is_read():
     """Several timesteps at once are no time, nor is a tensor without a value."""
     time = ModelTime(Clock(MergeConfig(min_timestep=500), [1]), keeps=False)
-    time.scheduler_steps = SchedulerNoise(models.small())
+    time.scheduler_steps = SchedulerNoise(unets.small())
     for timestep in (600, torch.tensor(600), torch.full((2,), 600.0), torch.arange(10_000)[600]):
         assert merges(time, timestep, 2)
     for timestep in (123, torch.full((2,), 123), torch.tensor([600, 601]), torch.tensor(600, device="meta"), None):

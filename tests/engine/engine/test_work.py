@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 import tome_core
-from tests.families import MODELS, some_models
-from tests.models import on_small
+from tests.small_models.families import MODELS, some_models
+from tests.small_models.unets import on_small
 from tome_core import MergeConfig
 from tome_core.hosting import expected_share
 from tome_core.models import weights

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import tome_core
-from tests import tiny_transformers
-from tests.families import MODELS
-from tests.models import sdxl, small
+from tests.small_models import dits
+from tests.small_models.families import MODELS
+from tests.small_models.unets import sdxl, small
 from tome_core import MergeConfig, MergeRule
 from tome_core.engine.decision import decide
 from tome_core.hosting import why_not_at
@@ -100,7 +100,7 @@ def test_no_estimate_is_asked_for_a_film_a_compiled_unet_a_transformer_or_rules_
     model, film = small(), torch.empty(2, 4, 3, SIDE, SIDE)
     assert tome_core.patch(model, "balanced").pays.gate(film) is None
     assert tome_core.patch(model, ratio=0.5).pays is None
-    assert tome_core.patch(tiny_transformers.make("SD3.5")[0], "balanced").pays is None
+    assert tome_core.patch(dits.make("SD3.5")[0], "balanced").pays is None
     model.compile(backend="eager")
     assert tome_core.patch(model, "balanced").pays is None and not asked.of
 
@@ -114,5 +114,5 @@ def test_why_pictures_of_a_size_would_not_merge_is_told_without_a_call(asked):
     assert why_not_at(model, balanced, 8 * FEW_SIDE, 8 * FEW_SIDE) == _FEW
     assert why_not_at(model, MergeConfig(rules=(MergeRule(min_downsample=8), MergeRule())), 64, 64) == ""
     assert why_not_at(sdxl(), MergeConfig(max_downsample=1), 512, 512) == "no rule holds for this size"
-    assert why_not_at(tiny_transformers.make("SD3.5")[0], tome_core.preset("balanced", "transformer"), 64, 64) == ""
+    assert why_not_at(dits.make("SD3.5")[0], tome_core.preset("balanced", "transformer"), 64, 64) == ""
     assert not calls and {batch for _, batch, _ in asked.of} == {1, 2}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests import step_clock
+from tests.watching import step_clock
 from tome_core.hosting import MergeConfig, Steps, gains, pictures
 
 CONFIG = MergeConfig(ratio=0.5)

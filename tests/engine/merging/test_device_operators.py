@@ -7,9 +7,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tome_core
-from tests.families import MODELS, some_models
-from tests.operators import OperatorRecorder, lacking
-from tests.sd_block import SpatialTransformer, UNet
+from tests.small_models.families import MODELS, some_models
+from tests.small_models.sd_block import SpatialTransformer, UNet
+from tests.watching.operators import OperatorRecorder, lacking
 from tome_core import MergeConfig
 from tome_core.merging import plan
 from tome_core.merging.methods import base

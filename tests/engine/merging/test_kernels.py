@@ -16,7 +16,7 @@ import torch
 
 import install
 import tome_core
-from tests.models import small
+from tests.small_models.unets import small
 from tome_core import MergePlan
 from tome_core.merging import kernels
 from tome_core.merging.kernels.proof import _CHECKS
@@ -49,8 +49,9 @@ def triton(request, tmp_path_factory) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments, interpret", [
-    (("pytest", "-q", "-rs", "-p", "no:cacheprovider", "tests/kernel_laws.py"), "1"), (("tests.kernel_code",), "0"),
-    (("pytest", "-q", "-p", "no:cacheprovider", "tests/kernel_launches.py"), "0")],
+    (("pytest", "-q", "-rs", "-p", "no:cacheprovider", "tests/kernels/laws.py"), "1"),
+    (("tests.kernels.compiled_code",), "0"),
+    (("pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/direct_launches.py"), "0")],
                          ids=["keep their laws in Triton's interpreter", "compile for GPUs that are not here",
                               "are launched as Triton launches"])
 def test_the_kernels(arguments, interpret, triton, tmp_path):

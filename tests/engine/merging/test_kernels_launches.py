@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import tome_core
-from tests.operators import OperatorCounter
-from tests.sd_block import SpatialTransformer, UNet
+from tests.small_models.sd_block import SpatialTransformer, UNet
+from tests.watching.operators import OperatorCounter
 from tome_core.merging import kernels
 from tome_core.merging.kernels.proof import _CHECKS
 

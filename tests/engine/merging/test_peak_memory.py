@@ -5,8 +5,8 @@ import torch
 from tomesd.merge import bipartite_soft_matching_random2d
 
 import tome_core
-from tests.peak_memory import peak_bytes
-from tests.sd_block import CHANNELS, HEADS, make_block, make_inputs
+from tests.small_models.sd_block import CHANNELS, HEADS, make_block, make_inputs
+from tests.watching.peak_memory import peak_bytes
 from tome_core import PRESETS, MergeConfig
 from tome_core.attention import merged
 from tome_core.merging.grid import Grid

@@ -15,15 +15,15 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import tome_core
-from tests import transformer_pipelines
-from tests.conformance import with_xformers
-from tests.families import MODELS
-from tests.least_unet import Least
-from tests.models import Family, call_unet, seeded, unet
+from tests.engine.attention.conformance import with_xformers
+from tests.small_models import transformer_pipelines
+from tests.small_models.dits import STRONG, distance
+from tests.small_models.families import MODELS
+from tests.small_models.least_unet import Least
+from tests.small_models.unets import Family, call_unet, seeded, unet
 from tests.thoroughness import some_quick
-from tests.threads import at_once
-from tests.tiny_transformers import STRONG, distance
-from tests.traces import traces, wraps_of
+from tests.watching.threads import at_once
+from tests.watching.traces import traces, wraps_of
 from tome_core import MergeConfig, MergePlan, MergeRule
 from tome_core.models import compiled as operators
 from tome_core.models import find_models

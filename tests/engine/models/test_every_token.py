@@ -16,7 +16,7 @@ from diffusers.pipelines.ledits_pp.pipeline_leditspp_stable_diffusion_xl import 
 from peft import LoraConfig
 from torch import nn
 
-from tests.models import ldm_sd1, sd15
+from tests.small_models.unets import ldm_sd1, sd15
 from tome_core import patch
 from tome_core.models import every_token, wrap
 from tome_core.models.every_token import ModulesBelow, why_of_arguments

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import tome_core
-from tests.families import MODELS
-from tests.models import on_small, sd15, small
-from tests.traces import traces
+from tests.small_models.families import MODELS
+from tests.small_models.unets import on_small, sd15, small
+from tests.watching.traces import traces
 from tome_core import UnsupportedModelError
 
 BALANCED = on_small("balanced")

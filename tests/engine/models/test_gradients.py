@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests import tiny_transformers
-from tests.models import call_ldm, call_unet, inputs, ldm_sd1, sd15, sgm_double
+from tests.small_models import dits
+from tests.small_models.unets import call_ldm, call_unet, inputs, ldm_sd1, sd15, sgm_double
 from tests.thoroughness import some_quick
 from tome_core import MergeConfig, MergeRule, patch
 
@@ -19,7 +19,7 @@ A, B = (16, 16, 10), (24, 16, 900)
 CALLS = [A, B, (16, 32, 10), (16, 16, 900), A]
 Gradients = dict[str, torch.Tensor]
 
-BUILD = {"diffusers": sd15, "Flux": tiny_transformers.Transformer("Flux").build, "ldm": ldm_sd1, "sgm": sgm_double}
+BUILD = {"diffusers": sd15, "Flux": dits.Transformer("Flux").build, "ldm": ldm_sd1, "sgm": sgm_double}
 DRAWN, TOMESDS, KEYS, IN_TIME = (
     MergeConfig(merge_mlp=True, max_downsample=2),
     MergeConfig(merge_crossattn=True, merge_mlp=True, max_downsample=2, proportional=False),
@@ -49,9 +49,9 @@ def loss_of(name: str, model: Any, size: Call, number: int = 0) -> torch.Tensor:
         x, text = inputs(4, 2, height, width, seed=number)
         out = (call_unet if name == "diffusers" else call_ldm)(model, x, timestep, text)
     else:
-        given = tiny_transformers.at(tiny_transformers.arguments_of("Flux"), timestep / 500)
+        given = dits.at(dits.arguments_of("Flux"), timestep / 500)
         tokens = torch.randn(1, height * width, 16, generator=torch.Generator().manual_seed(number))
-        ids = tiny_transformers.flux_ids(height, width)
+        ids = dits.flux_ids(height, width)
         out = model(**{**given, "hidden_states": tokens, "img_ids": ids}, return_dict=False)[0]
     return (out * (number + 1)).square().mean()
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from tests.mistakes import failing
-from tests.models import ldm_sd1, sd15
+from tests.small_models.unets import ldm_sd1, sd15
+from tests.watching.mistakes import failing
 from tome_core import MergeConfig, MergeRule
 from tome_core.engine.decision import BlockInput, ModelCall
 from tome_core.engine.fewer_tokens import Place, around

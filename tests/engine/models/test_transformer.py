@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import tome_core
-from tests import tiny_transformers
-from tests.tiny_transformers import PRESENT, STRONG, call
+from tests.small_models import dits
+from tests.small_models.dits import PRESENT, STRONG, call
 from tome_core.engine.state import State
 from tome_core.models.transformer import NAMES
 from tome_core.reporting.ledger import NO_GRID
@@ -20,7 +20,7 @@ _DIFFERENT = ("Flux", "Krea 2", "Qwen-Image, padded", "Z-Image", "Lumina 2", "LT
 
 
 def test_each_known_class_is_tried_if_diffusers_has_it():
-    tried = {tiny_transformers.MODELS[name].kind for name in PRESENT}
+    tried = {dits.MODELS[name].kind for name in PRESENT}
     assert tried == {name for name in NAMES if hasattr(diffusers, name)}
 
 
@@ -28,7 +28,7 @@ def test_each_known_class_is_tried_if_diffusers_has_it():
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in _DIFFERENT)) for name in PRESENT])
 def test_a_place_of_the_latent_is_the_token_at_that_place_of_the_grid(name, monkeypatch):
     """If one place changes, its key changes most in each attention: grid, order and text's side are right."""
-    model, arguments = tiny_transformers.make(name)
+    model, arguments = dits.make(name)
     calls = []
 
     def attend(state, call, name, level, layout, attention):
@@ -69,7 +69,7 @@ def assert_left_alone(model: nn.Module, arguments: dict[str, Any], why: str) -> 
 
 def test_padding_that_a_mask_hides_changes_nothing():
     """The merged model sees the text that is left as it sees a shorter text."""
-    model, arguments = tiny_transformers.make("Qwen-Image, padded")
+    model, arguments = dits.make("Qwen-Image, padded")
     shorter = arguments | {"encoder_hidden_states": arguments["encoder_hidden_states"][:, :15],
                            "encoder_hidden_states_mask": None}  # fmt: skip
     pictures = [merged_with(model, given)[0] for given in (arguments, shorter)]
@@ -78,8 +78,8 @@ def test_padding_that_a_mask_hides_changes_nothing():
 
 def test_a_mask_of_pairs_is_read_if_the_tokens_that_it_leaves_see_all_of_each_other():
     """HunyuanVideo 1.5 has such masks. A mask that hides more is left alone, and so is an added mask, as Chroma's."""
-    model, arguments = tiny_transformers.make("Flux")
-    rows = torch.arange(tiny_transformers.WORDS + tiny_transformers.SIDE**2)[None] >= 5
+    model, arguments = dits.make("Flux")
+    rows = torch.arange(dits.WORDS + dits.SIDE**2)[None] >= 5
     pairs = rows[:, None, :, None] & rows[:, None, None, :]
 
     def masked_by(mask: torch.Tensor) -> dict[str, Any]:
@@ -93,9 +93,9 @@ def test_a_mask_of_pairs_is_read_if_the_tokens_that_it_leaves_see_all_of_each_ot
 
 
 def test_grids_that_are_none_and_masks_that_differ_within_a_batch_are_left_alone_and_named():
-    model, arguments = tiny_transformers.make("Flux")
+    model, arguments = dits.make("Flux")
     assert_left_alone(model, arguments | {"img_ids": arguments["img_ids"].flip(0).roll(5, 0)}, NO_GRID)
-    model, arguments = tiny_transformers.make("Qwen-Image")
+    model, arguments = dits.make("Qwen-Image")
     twice = {key: torch.cat([it, it]) if torch.is_tensor(it) else it * 2 for key, it in arguments.items()}
     twice["encoder_hidden_states_mask"][1, 10:] = 0
     assert_left_alone(model, twice, "the mask hides different tokens in each picture")

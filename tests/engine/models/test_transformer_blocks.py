@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import tome_core
-from tests import tiny_transformers
-from tests.tiny_transformers import PRESENT
+from tests.small_models import dits
+from tests.small_models.dits import PRESENT
 from tome_core import MergeConfig
 from tome_core.engine.fewer_tokens import Place
 from tome_core.engine.state import State
@@ -178,11 +178,11 @@ def every_block_may_merge(monkeypatch):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in _DIFFERENT)) for name in PRESENT])
 def test_blocks_of_each_class_merge_or_say_why_and_removed_nothing_changes(name, every_block_may_merge):
-    model, given = tiny_transformers.make(name)
-    before = tiny_transformers.call(model, given)
+    model, given = dits.make(name)
+    before = dits.call(model, given)
     with tome_core.patch(model, CONFIG) as handle:
-        merged, report = tiny_transformers.call(model, given), handle.report()
-    assert torch.equal(tiny_transformers.call(model, given), before) and merged.isfinite().all()
+        merged, report = dits.call(model, given), handle.report()
+    assert torch.equal(dits.call(model, given), before) and merged.isfinite().all()
     reasons = [why for why in report.reasons if why.startswith("block")]
     if name in STAY_WHOLE:
         assert torch.equal(merged, before) and not report.levels[0].block_tokens
@@ -190,7 +190,7 @@ def test_blocks_of_each_class_merge_or_say_why_and_removed_nothing_changes(name,
         return
     assert not torch.equal(merged, before) and report.levels[0].block_tokens and 0 < report.work_saved < 0.75
     for tokens, left in report.levels[0].block_tokens:
-        assert tokens - left == tiny_transformers.MODELS[name].count // 2
+        assert tokens - left == dits.MODELS[name].count // 2
 
 
 def test_the_first_and_the_last_blocks_keep_all_tokens():
@@ -201,12 +201,12 @@ def test_the_first_and_the_last_blocks_keep_all_tokens():
 def test_a_stretch_goes_on_from_joint_blocks_to_single_ones_and_merges_once(every_block_may_merge, monkeypatch):
     from tome_core.merging.plan import MergePlan
 
-    model, given = tiny_transformers.make("Flux")
+    model, given = dits.make("Flux")
     merges, original = [], MergePlan.merge
     monkeypatch.setattr(MergePlan, "merge", lambda plan, x: merges.append(x.shape) or original(plan, x))
     with tome_core.patch(model, CONFIG):
-        tiny_transformers.call(model, given)
-    assert sum(shape[1:] == (tiny_transformers.SIDE**2, 32) for shape in merges) == 1
+        dits.call(model, given)
+    assert sum(shape[1:] == (dits.SIDE**2, 32) for shape in merges) == 1
 
 
 def test_pool_is_what_a_block_merges_by():
@@ -244,35 +244,35 @@ def put_forward(module: nn.Module) -> Noting:
     ("Flux", "transformer_blocks.0.norm1"), ("Flux", "single_transformer_blocks.0.attn"),
     ("Wan", "blocks.1.ffn.net.2"), ("SD3.5", "transformer_blocks.0.attn.to_q")])
 def test_code_of_others_in_a_block_gets_all_tokens_and_is_named(name, path, put, every_block_may_merge):
-    model, given = tiny_transformers.make(name)
+    model, given = dits.make(name)
     noting = put(model.get_submodule(path))
-    before, alone = tiny_transformers.call(model, given), [*noting.seen]
+    before, alone = dits.call(model, given), [*noting.seen]
     noting.seen.clear()
     with tome_core.patch(model, CONFIG) as handle:
-        merged = tiny_transformers.call(model, given)
+        merged = dits.call(model, given)
     assert noting.seen == alone and not torch.equal(merged, before)
     (why,) = [why for why in handle.report().reasons if why.startswith("block")]
     assert "Noting" in why and path.partition(".")[2].partition(".")[2] in why
 
 
 def test_a_call_with_gradients_keeps_all_tokens(every_block_may_merge):
-    model, given = tiny_transformers.make("Flux")
+    model, given = dits.make("Flux")
     with tome_core.patch(model, CONFIG) as handle:
         out = model(**given, return_dict=False)[0]
-    assert torch.equal(out, tiny_transformers.call(model, given)) and out.requires_grad
+    assert torch.equal(out, dits.call(model, given)) and out.requires_grad
     assert any("torch.no_grad()" in why for why in handle.report().reasons)
 
 
 def test_what_is_added_between_blocks_reaches_every_token(every_block_may_merge):
     """ControlNets add residuals of all tokens: the stretch ends there, and the next block begins another."""
-    model, given = tiny_transformers.make("Flux")
-    count = tiny_transformers.MODELS["Flux"].count
+    model, given = dits.make("Flux")
+    count = dits.MODELS["Flux"].count
     added = torch.randn(1, count, 32, generator=torch.Generator().manual_seed(1))
     with tome_core.patch(model, CONFIG) as handle:
-        without = tiny_transformers.call(model, given)
-        out = tiny_transformers.call(model, {**given, "controlnet_single_block_samples": [added]})
+        without = dits.call(model, given)
+        out = dits.call(model, {**given, "controlnet_single_block_samples": [added]})
         assert not [why for why in handle.report().reasons if why.startswith("block")]
-    plain, wanted = (tiny_transformers.call(model, {**given, **more})
+    plain, wanted = (dits.call(model, {**given, **more})
                      for more in ({}, {"controlnet_single_block_samples": [added]}))  # fmt: skip
     effect = wanted - plain
     assert (out - without - effect).norm() < 0.1 * effect.norm()

@@ -5,9 +5,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import tome_core
-from tests.operators import OperatorCounter
+from tests.small_models.transformer_pipelines import PRESENT, draw, make
 from tests.thoroughness import some_quick
-from tests.transformer_pipelines import PRESENT, draw, make
+from tests.watching.operators import OperatorCounter
 from tome_core.engine.scheduler_steps import PipelineSteps
 from tome_core.engine.time import FEW
 from tome_core.models import transformer

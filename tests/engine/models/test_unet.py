@@ -13,8 +13,19 @@ import torch.nn.functional as F
 from torch import nn
 
 import tome_core
-from tests.families import MODELS
-from tests.models import Family, call_ldm, call_unet, four_levels, inputs, ldm, on_small, sdxl, seeded, small
+from tests.small_models.families import MODELS
+from tests.small_models.unets import (
+    Family,
+    call_ldm,
+    call_unet,
+    four_levels,
+    inputs,
+    ldm,
+    on_small,
+    sdxl,
+    seeded,
+    small,
+)
 from tests.thoroughness import some_quick
 from tome_core import MergeConfig
 from tome_core.attention.merged import BIAS

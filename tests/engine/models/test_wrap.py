@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import tome_core
-from tests.families import some_models
-from tests.least_unet import Least
-from tests.models import Family, call_ldm, ldm_of_one_level
+from tests.small_models.families import some_models
+from tests.small_models.least_unet import Least
+from tests.small_models.unets import Family, call_ldm, ldm_of_one_level
 from tome_core import MergeConfig
 from tome_core.models import find_models, wrap
 from tome_core.models.wrap_set import wraps_on

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 import tome_core
-from tests.families import MODELS
-from tests.least_pipeline import Pipeline, picture
-from tests.models import Family, on_small
+from tests.small_models.families import MODELS
+from tests.small_models.least_pipeline import Pipeline, picture
+from tests.small_models.unets import Family, on_small
 from tests.thoroughness import THOROUGH
-from tests.threads import at_once
-from tests.traces import is_idle
+from tests.watching.threads import at_once
+from tests.watching.traces import is_idle
 from tome_core import MergeConfig, MergeRule
 
 BALANCED, LESS = on_small("balanced"), MergeConfig(ratio=0.3, max_downsample=8)

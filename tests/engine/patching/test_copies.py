@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import tome_core
-from tests import tiny_pipeline, transformer_pipelines
-from tests.families import any_model
-from tests.models import Family, sd15
+from tests.small_models import sd_pipelines, transformer_pipelines
+from tests.small_models.dits import STRONG, distance
+from tests.small_models.families import any_model
+from tests.small_models.unets import Family, sd15
 from tests.thoroughness import some_quick
-from tests.tiny_transformers import STRONG, distance
-from tests.traces import attributes, traces
+from tests.watching.traces import attributes, traces
 from tome_core import MergeConfig
 from tome_core.models.wrap_set import wraps_on
 
@@ -61,13 +61,13 @@ def test_a_handle_is_not_copied_and_what_holds_one_is():
 
 # one transformer, and Wan's two; then UNets, other meanings of time, schedulers, guiders and inputs
 _FIRST = [name for name in ("Flux", "Wan 2.2, of two transformers") if name in transformer_pipelines.PRESENT]
-_OTHERS = [name for name in (*tiny_pipeline.KINDS, *transformer_pipelines.PRESENT) if name not in _FIRST]
+_OTHERS = [name for name in (*sd_pipelines.KINDS, *transformer_pipelines.PRESENT) if name not in _FIRST]
 
 
 @pytest.mark.parametrize("name", some_quick([*_FIRST, *_OTHERS], len(_FIRST)))
 def test_a_pipeline_merges_near_to_itself_and_a_copy_is_its_own_and_from_pipe_shares_the_patch(name: str, tmp_path):
-    if name in tiny_pipeline.KINDS:
-        pipe, draw = tiny_pipeline.make(tmp_path, name), tiny_pipeline.draw
+    if name in sd_pipelines.KINDS:
+        pipe, draw = sd_pipelines.make(tmp_path, name), sd_pipelines.draw
         models, most = [pipe.unet], float("inf")
     else:
         pipe, call = transformer_pipelines.make(name)

@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 import tome_core
-from tests.families import any_model, every_model, every_unet, largest_difference, some_models
-from tests.least_unet import KEPT
-from tests.models import Family, merge_with_self
-from tests.traces import attributes, is_idle, traces, wraps_of
+from tests.small_models.families import any_model, every_model, every_unet, largest_difference, some_models
+from tests.small_models.least_unet import KEPT
+from tests.small_models.unets import Family, merge_with_self
+from tests.watching.traces import attributes, is_idle, traces, wraps_of
 from tome_core import MergeConfig
 from tome_core.merging.methods import METHODS
 from tome_core.models.unet_blocks import find_unet

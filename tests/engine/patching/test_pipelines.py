@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import tome_core
-from tests.models import fixed
-from tests.tiny_pipeline import TIMES, draw
-from tests.traces import traces
+from tests.small_models.sd_pipelines import TIMES, draw
+from tests.small_models.unets import fixed
+from tests.watching.traces import traces
 from tome_core import preset
 from tome_core.patching import patch_on
 

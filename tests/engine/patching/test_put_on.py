@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import tome_core
-from tests import models
-from tests.families import MODELS
-from tests.least_pipeline import Pipeline, picture
-from tests.traces import is_idle, traces, wraps_of
+from tests.small_models import unets
+from tests.small_models.families import MODELS
+from tests.small_models.least_pipeline import Pipeline, picture
+from tests.watching.traces import is_idle, traces, wraps_of
 from tome_core import MergeConfig, NoiseSchedule
 from tome_core.engine.scheduler_steps import training_schedule
 from tome_core.models import find_models
@@ -84,13 +84,13 @@ def test_neither_a_handle_nor_the_engine_keeps_a_model_alive(build: Callable, ca
 
 def test_the_schedule_is_the_pipelines_own_or_the_models():
     betas = diffusers.DDIMScheduler(beta_start=0.001, beta_end=0.02)
-    of_a_pipeline = partial(SimpleNamespace, unet=models.small())
-    model = models.ldm_wrapped()
+    of_a_pipeline = partial(SimpleNamespace, unet=unets.small())
+    model = unets.ldm_wrapped()
     model.betas = betas.betas
     for given, expected in ((of_a_pipeline(scheduler=betas), training_schedule(betas)),
                             (model, NoiseSchedule(tuple(betas.betas.tolist()))),
                             (of_a_pipeline(scheduler=SimpleNamespace(scale_model_input=None)), STABLE_DIFFUSION),
-                            (of_a_pipeline(scheduler=object()), None), (models.small(), None)):  # fmt: skip
+                            (of_a_pipeline(scheduler=object()), None), (unets.small(), None)):  # fmt: skip
         handle = tome_core.patch(given, LATE)
         assert handle.knows_schedule == (expected is not None)
         assert handle.clock.schedule == (expected or STABLE_DIFFUSION)

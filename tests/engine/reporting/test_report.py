@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 import tome_core
-from tests.families import MODELS
+from tests.small_models.families import MODELS
 from tome_core import MergeConfig, Report
 from tome_core.reporting.ledger import FEW_TOKENS, HARMLESS, LevelTally
 from tome_core.reporting.report import percent

@@ -7,8 +7,8 @@ import pytest
 
 import tome_core
 from benchmarks.strength import step_time
-from tests import tiny_transformers
-from tests.models import sdxl, small
+from tests.small_models import dits
+from tests.small_models.unets import sdxl, small
 from tome_core import MergeConfig, preset, strength
 from tome_core.patching import patch_on
 from tome_core.settings.presets import CURVE_NAMES, CURVES, MARKS, SD, SDXL, TRANSFORMER
@@ -82,7 +82,7 @@ def test_transformers_merge_whole_blocks_in_noisy_steps_and_more_with_more_stren
     assert min(kept[0]) == 1 and min(kept[49]) == 1 / 2 and min(kept[-1]) == 1 / 4
 
 
-MODELS = {SD: small, SDXL: sdxl, TRANSFORMER: lambda: tiny_transformers.make("Flux")[0]}
+MODELS = {SD: small, SDXL: sdxl, TRANSFORMER: lambda: dits.make("Flux")[0]}
 
 
 @of_each

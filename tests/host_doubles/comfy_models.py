@@ -8,9 +8,9 @@ from ldm.modules.diffusionmodules.openaimodel import TimestepBlock, UNetModel
 from ldm.modules.diffusionmodules.util import timestep_embedding
 from torch import nn
 
-from tests import comfy_attention
-from tests.doubles import Block
-from tests.models import TEXT, ldm, seeded
+from tests.host_doubles import comfy_attention
+from tests.host_doubles.blocks import Block
+from tests.small_models.unets import TEXT, ldm, seeded
 
 WIDTH, HEADS = 32, 2  # sizes of transformers
 

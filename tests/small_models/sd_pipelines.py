@@ -9,7 +9,7 @@ import torch
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, StableDiffusionXLPipeline
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
-from tests import models
+from tests.small_models import unets
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 START, END = "<|startoftext|>", "<|endoftext|>"
@@ -23,7 +23,7 @@ def write_folder(folder: Path) -> Path:
     torch.manual_seed(0)
     tokenizer = _tokenizer(folder)
     text, vae = CLIPTextModel(_text_config(len(tokenizer))), _autoencoder()
-    unet = models.unet(norm_num_groups=32)
+    unet = unets.unet(norm_num_groups=32)
     _assembled(vae, text, tokenizer, unet).save_pretrained(folder / "pipeline")
     return folder / "pipeline"
 
@@ -39,7 +39,7 @@ def stable_diffusion(folder: Path) -> StableDiffusionPipeline:
     """A pipeline like SD1.5; pictures of 64 px, 32 x 32 tokens at its finest level, where presets begin."""
     torch.manual_seed(0)
     tokenizer = _tokenizer(folder)
-    text, unet = CLIPTextModel(_text_config(len(tokenizer))), models.fixed(models.unet(sample_size=32, **FEW_HEADS))
+    text, unet = CLIPTextModel(_text_config(len(tokenizer))), unets.fixed(unets.unet(sample_size=32, **FEW_HEADS))
     return _assembled(_autoencoder(), text, tokenizer, unet)
 
 
@@ -48,7 +48,7 @@ def stable_diffusion_xl(folder: Path) -> StableDiffusionXLPipeline:
     torch.manual_seed(0)
     tokenizer = _tokenizer(folder)
     texts = [kind(_text_config(len(tokenizer))) for kind in (CLIPTextModel, CLIPTextModelWithProjection)]
-    unet = models.fixed(models.unet(**{**models.SDXL, **FEW_HEADS}, sample_size=64, cross_attention_dim=2 * WIDTH))
+    unet = unets.fixed(unets.unet(**{**unets.SDXL, **FEW_HEADS}, sample_size=64, cross_attention_dim=2 * WIDTH))
     return StableDiffusionXLPipeline(_autoencoder(), *texts, tokenizer, tokenizer, unet, _scheduler())
 
 

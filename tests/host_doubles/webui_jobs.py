@@ -8,9 +8,9 @@ from types import MappingProxyType
 import torch
 from diffusers import DDIMScheduler, EulerDiscreteScheduler, StableDiffusionPipeline
 
-from tests import models, transformer_pipelines
-from tests.models import TEXT, ldm_of_one_level
-from tests.webui_modules import SAMPLING_HOOK, Modules
+from tests.host_doubles.webui_modules import SAMPLING_HOOK, Modules
+from tests.small_models import transformer_pipelines, unets
+from tests.small_models.unets import TEXT, ldm_of_one_level
 from tome_core import form
 
 SIGMAS = (14.61, 6.0, 2.0, 0.5)
@@ -333,7 +333,7 @@ class SdNext(Webui):
 
     def __init__(self, monkeypatch, flavour="sdnext"):
         super().__init__(monkeypatch, flavour)
-        self.shared.sd_model = pipeline(models.unet().eval())
+        self.shared.sd_model = pipeline(unets.unet().eval())
 
     @property
     def unet(self):

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 import tome_core
-from tests.sd_block import SpatialTransformer, UNet
+from tests.small_models.sd_block import SpatialTransformer, UNet
 from tome_core import MergeConfig, MergePlan
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

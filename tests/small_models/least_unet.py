@@ -4,14 +4,14 @@ from typing import NamedTuple
 
 import torch
 
-from tests.sd_block import SpatialTransformer, UNet
+from tests.small_models.sd_block import SpatialTransformer, UNet
 from tome_core import MergeConfig
 
 KEPT = MergeConfig(side="kv", ratio=0.75, use_rand=False, keep=100.0, refine=1, metric="keys+values")
 
 
 class Least(NamedTuple):
-    """One transformer of `depth` blocks on the latent's level, as a case of a test like `tests.models.Family`."""
+    """One transformer of `depth` blocks on the latent's level, as a case of a test like `unets.Family`."""
 
     name: str
     depth: int

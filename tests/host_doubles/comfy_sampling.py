@@ -12,9 +12,9 @@ from torch import nn
 from comfy_nodes import host
 from comfy_nodes.inputs import TIMES
 from comfy_nodes.nodes import ApplyToMe, ToMeSettings
-from tests.comfy_models import Body, unet, unet_of_one_level
-from tests.models import fixed, inputs
-from tests.on_device import plain
+from tests.host_doubles.comfy_models import Body, unet, unet_of_one_level
+from tests.small_models.unets import fixed, inputs
+from tests.watching.on_device import plain
 from tome_core.settings.schedule import STABLE_DIFFUSION
 
 

@@ -1,4 +1,4 @@
-"""``python -m tests.kernel_code``: compile the kernels for two GPUs that need not be here, five if thorough; look."""
+"""``python -m tests.kernels.compiled_code``: compile the kernels for two GPUs that need not be here, or five."""
 
 from functools import partial
 from types import SimpleNamespace

@@ -1,5 +1,5 @@
-"""The nodes' texts, made from the nodes: `python -m tests.nodedefs` writes `locales/en/nodeDefs.json` and a help page's
-table; to translations, which are written by hand, it adds missing texts in English, and removes old ones."""
+"""The nodes' texts, made from the nodes: `python -m tests.project.nodedefs` writes `locales/en/nodeDefs.json` and a
+help page's table; to translations, written by hand, it adds missing texts in English, and removes old ones."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 
 from comfy_nodes import NODE_CLASS_MAPPINGS
 
-LOCALES = Path(__file__).resolve().parents[1] / "locales"
+LOCALES = Path(__file__).resolve().parents[2] / "locales"
 PATH = LOCALES / "en" / "nodeDefs.json"
 HELP_PAGE = LOCALES.parent / "comfy_nodes" / "web" / "docs" / "ToMeSettings.md"
 _HEAD = "| input | what it does |\n|---|---|\n"

@@ -1,4 +1,4 @@
-"""``python -m tests.kernel_host_time``: the host's microseconds for launches and for a block, without a GPU.
+"""``python -m tests.kernels.host_time``: the host's microseconds for launches and for a block, without a GPU.
 
 Kernels are compiled for a GPU that is not here and do nothing when launched; what a driver needs for a launch is not
 counted. Tensors are tiny, so that most of the time is the host's.
@@ -13,9 +13,9 @@ from functools import partial
 import torch
 
 import tome_core
-from tests.kernel_code import launch_all
-from tests.kernel_launches import pretend
-from tests.sd_block import SpatialTransformer, UNet
+from tests.kernels.compiled_code import launch_all
+from tests.kernels.direct_launches import pretend
+from tests.small_models.sd_block import SpatialTransformer, UNet
 from tome_core.merging import kernels
 from tome_core.merging.kernels import triton_kernels_direct
 

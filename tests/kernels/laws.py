@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import triton
 
 import tome_core
-from tests.sd_block import SpatialTransformer, UNet
+from tests.small_models.sd_block import SpatialTransformer, UNet
 from tome_core import MergePlan
 from tome_core.attention.correction import Correction, block_of, fit_correction
 from tome_core.attention.merged import add_correction

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tests.doubles import ComfyAttention, attend, of_heads
+from tests.host_doubles.blocks import ComfyAttention, attend, of_heads
 
 HERE = __name__
 __name__ = "comfy.ldm.modules.attention"  # by which the engine knows them, like ComfyUI's own

@@ -11,7 +11,7 @@ from diffusers import UNet2DConditionModel, UNetMotionModel
 from ldm.modules.diffusionmodules.openaimodel import UNetModel
 from torch import nn
 
-from tests.doubles import SgmBlock
+from tests.host_doubles.blocks import SgmBlock
 from tome_core import MergeConfig, MergePlan, preset
 from tome_core.engine import fewer_tokens
 from tome_core.engine.merged_tokens import MergedTokens

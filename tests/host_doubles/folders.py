@@ -9,7 +9,7 @@ from types import ModuleType
 
 import install_hosts as install
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def call_install(*arguments: object, cwd: Path = ROOT, options: Sequence[str] = ()) -> subprocess.CompletedProcess:

@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from tests.kernel_code import launch_all
+from tests.kernels.compiled_code import launch_all
 from tome_core.merging import kernels
 from tome_core.merging.kernels import triton_kernels_direct as direct
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models import CASES
-from tests.tiny_transformers import PRESENT, Transformer
+from tests.small_models.dits import PRESENT, Transformer
+from tests.small_models.unets import CASES
 
 UNETS = {family.name: family for family in CASES}
 MODELS = UNETS | {name: Transformer(name) for name in PRESENT}

@@ -1,10 +1,10 @@
-"""The version, which hosts read as text: ``python -m tests.release`` prints it, ``--tag`` compares all its places."""
+"""The version, as hosts read it: ``python -m tests.project.release`` prints it, ``--tag`` compares its places."""
 
 import argparse
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SOURCE, COPY, CHANGELOG = Path("tome_core", "__init__.py"), Path("pyproject.toml"), Path("CHANGELOG.md")
 
 
@@ -28,7 +28,7 @@ def disagreements(tag: str | None = None) -> list[str]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m tests.release", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m tests.project.release", description=__doc__.splitlines()[0])
     parser.add_argument("--tag", metavar="TAG", help="fail unless TAG is the version's and all places agree")
     if sentences := disagreements(parser.parse_args().tag):
         parser.exit(1, "\n".join(sentences) + "\n")

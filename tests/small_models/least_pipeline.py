@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from diffusers import DDIMScheduler
 
-from tests.models import call_unet, inputs, sd15
+from tests.small_models.unets import call_unet, inputs, sd15
 
 
 class Pipeline:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.calls import code_called
+from tests.watching.calls import code_called
 from tome_core import faults
 
 # These are the seam, which decides nothing and calls what was there, and the way back from merged tokens.

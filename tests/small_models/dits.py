@@ -256,7 +256,7 @@ def at(arguments: Arguments, share: float) -> Arguments:
 
 
 class Transformer(NamedTuple):
-    """A family of transformers, as a `tests.models.Family` is one of UNets."""
+    """A family of transformers, as a `unets.Family` is one of UNets."""
 
     name: str
 

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SAMPLING_HOOK = "process_before_every_sampling"
 HOOKS = ("before_process", "process", "process_batch", "before_hr", "post_sample", "postprocess_batch")
 

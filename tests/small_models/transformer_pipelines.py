@@ -8,7 +8,7 @@ import diffusers
 import torch
 from PIL import Image
 
-from tests import tiny_transformers
+from tests.small_models import dits
 
 Call = dict[str, Any]
 PICTURE = {"height": 512, "width": 512}
@@ -19,9 +19,9 @@ def _noise(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape)))
 
 
-WORDS, POOLED = _noise(1, tiny_transformers.WORDS, 32), _noise(1, 32)
-FLAT_WORDS = _noise(tiny_transformers.WORDS, 32)
-ALL_SEEN = torch.ones(1, tiny_transformers.WORDS, dtype=torch.long)
+WORDS, POOLED = _noise(1, dits.WORDS, 32), _noise(1, 32)
+FLAT_WORDS = _noise(dits.WORDS, 32)
+ALL_SEEN = torch.ones(1, dits.WORDS, dtype=torch.long)
 
 
 def _both(**given: Any) -> Call:
@@ -42,8 +42,8 @@ def _wan_of_a_picture() -> dict[str, Any]:
     """The transformer gets the picture's latent and a mask as well as the noise."""
     vae = diffusers.AutoencoderKLWan(base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1,
                                      temperal_downsample=[False, True, True]).eval()  # fmt: skip
-    settings = {**tiny_transformers.MODELS["Wan"].settings, "in_channels": 36, "out_channels": 16}
-    return {"vae": vae, "transformer": tiny_transformers.sized("WanTransformer3DModel", **settings).eval()}
+    settings = {**dits.MODELS["Wan"].settings, "in_channels": 36, "out_channels": 16}
+    return {"vae": vae, "transformer": dits.sized("WanTransformer3DModel", **settings).eval()}
 
 
 class Way(NamedTuple):
@@ -76,7 +76,7 @@ PIPELINES = {
                     {**_both(prompt_embeds=WORDS, prompt_attention_mask=ALL_SEEN.bool()), **PICTURE}),
     "Wan": Way("WanPipeline", "Wan", WAN),
     "Wan 2.2, of two transformers": Way(
-        "WanPipeline", "Wan", WAN, lambda: {"transformer_2": tiny_transformers.make("Wan")[0], "boundary_ratio": 0.9}),
+        "WanPipeline", "Wan", WAN, lambda: {"transformer_2": dits.make("Wan")[0], "boundary_ratio": 0.9}),
     "Wan, image to video": Way("WanImageToVideoPipeline", "Wan",
                                {**WAN, "image": Image.new("RGB", (256, 256), "teal")}, _wan_of_a_picture),
     "LTX": Way("LTXPipeline", "LTX",
@@ -87,7 +87,7 @@ PIPELINES = {
         **_both(prompt_embeds=WORDS, prompt_attention_mask=ALL_SEEN.bool()), **PICTURE, "num_frames": 13,
     }, lambda: {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True)}),
     "HiDream": Way("HiDreamImagePipeline", "HiDream", {
-        **_both(prompt_embeds_t5=WORDS, prompt_embeds_llama3=_noise(2, 1, tiny_transformers.WORDS, 32),
+        **_both(prompt_embeds_t5=WORDS, prompt_embeds_llama3=_noise(2, 1, dits.WORDS, 32),
                 pooled_prompt_embeds=POOLED), **PICTURE}, lambda: {"vae": decoder()}),
 }  # fmt: skip
 PRESENT = [name for name, way in PIPELINES.items() if hasattr(diffusers, way.kind)]
@@ -101,7 +101,7 @@ def make(name: str) -> tuple[Any, Call]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         parts |= {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler(),
-                  "transformer": tiny_transformers.make(way.model)[0], **way.parts()}  # fmt: skip
+                  "transformer": dits.make(way.model)[0], **way.parts()}  # fmt: skip
         pipe = kind(**parts)
     pipe.set_progress_bar_config(disable=True)
     return pipe, dict(way.call)
