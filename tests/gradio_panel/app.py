@@ -10,7 +10,7 @@ from pathlib import Path
 
 import gradio as gr
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[1] / "host_doubles"))
 import webui_modules
 
 BY_TYPE = {bool: gr.Checkbox, int: gr.Number, str: gr.Textbox}
