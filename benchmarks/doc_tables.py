@@ -20,9 +20,8 @@ from benchmarks.models import SDXL as SDXL_UNET
 from benchmarks.quality_report import Section, at_equal_time, sections
 from benchmarks.report import ABSENT, markdown, number
 from benchmarks.results import Record
-from tome_core import describe_settings
-from tome_core.settings.presets import MARKS, SD
-from tome_core.settings.presets import SDXL as SDXL_CURVE
+from tome_core import describe_settings, preset
+from tome_core.settings.presets import MARKS
 
 PAGES = (results.ROOT / "README.md", *sorted((results.ROOT / "docs").glob("*.md")))
 QUALITY = "quality-cpu-2026-11-25"
@@ -63,17 +62,22 @@ def load_result(name: str) -> Record:
 
 def gains() -> str:
     """Make the Markdown table of our speed-ups in `HOST_CALLS`, n/a if missing: a row an attention, a column a size."""
-    factors = {tuple(row[:2]): row[9] for row in calls.table_rows([load_result(HOST_CALLS)])}
+    factors = _host_gains()
     sizes = sorted({pixels for _, pixels in factors}, key=int)
     return markdown(("attention function of the host", *(f"{pixels} px" for pixels in sizes)),
                     ((label, *(factors.get((name, pixels), ABSENT) for pixels in sizes))
                      for name, (_, _, label) in calls.ATTENTIONS.items()))  # fmt: skip
 
 
+def _host_gains() -> dict[tuple[str, str], str]:
+    """Return our speed-ups in `HOST_CALLS` by attention and size."""
+    return {(row["attention"], row["pixels"]): row[calls.GAIN] for row in calls.table_rows([load_result(HOST_CALLS)])}
+
+
 def counted() -> str:
     """Make the Markdown table of `balanced`: times as fast by counted work, beside times as fast that were timed."""
     rows, strength = [], "balanced"
-    by_host = {tuple(row[:2]): row[9] for row in calls.table_rows([load_result(HOST_CALLS)])}
+    by_host = _host_gains()
     for pixels in calls.PIXELS:
         timed = (by_host[name, str(pixels)] for name in ("comfyui-pytorch", "webui-sdp"))
         rows.append(("a CPU thread, PyTorch's attention in ComfyUI, A1111", f"SD1.5, {pixels} px",
@@ -85,11 +89,17 @@ def counted() -> str:
     by_clock = gpu_report.factors(card)
     for case, (of, _) in gpu_report.cases(card).items():
         name, pixels, _ = case.split()
-        alone, curve = (" (attention alone)", SDXL_CURVE) if name == SDXL_UNET else ("", SD)
+        alone = " (attention alone)" if name == SDXL_UNET else ""
         share = work.share(name, strength, int(pixels), blocks=False)
         rows.append(("an H200's own time (by the clock)", f"{_title(case)}{alone}", work.gain(share),
-                     f"{_of_card(of, calls.share_of_early(strength, curve)):.2f} ({by_clock[case]:.2f})"))  # fmt: skip
+                     f"{_of_card(of, _early_in_attention(name, strength)):.2f} ({by_clock[case]:.2f})"))  # fmt: skip
     return markdown(("timed on", "of", "counted", "timed"), rows)
+
+
+def _early_in_attention(name: str, strength: str) -> float:
+    """Return the share, 0 to 1, of 20 uniform steps whose attention merges by a strength's early ratio."""
+    until = preset(strength, calls.CURVES[name]).early_until
+    return fmean(1001 - 50 * (step + 1) >= until for step in range(20))
 
 
 def _title(case: str) -> str:
@@ -144,8 +154,9 @@ def own_error_by_model() -> str:
 
 def host_calls() -> str:
     """Make the Markdown table of `HOST_CALLS`, a row an attention and size: `host_calls.HEAD` but its last column."""
-    head, *rows = (row[:10] for row in (calls.HEAD, *calls.table_rows([load_result(HOST_CALLS)])))
-    return markdown(head, rows)
+    rows = calls.table_rows([load_result(HOST_CALLS)])
+    heads = [head for head in calls.HEAD if head != calls.PEAK]
+    return markdown(heads, ([row[head] for head in heads] for row in rows))
 
 
 def strength() -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.models import SD15, SDXL
 from benchmarks.timing import process_peak, reason
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,12 +27,26 @@ OURS = ("early, renewed", "early, kept", "late, renewed", "late, kept")
 _TIMESTEPS = (900.0, 890.0, 100.0, 90.0)  # timesteps of the calls of `OURS`; other arms are called at the first one
 ARMS = {UNMERGED: (UNMERGED,), BUILT_IN: (BUILT_IN,), "ours": OURS}  # arm -> its calls
 _PACKAGE = "_tome_core_webui"  # as scripts/token_merging.py calls it
-_WORDS, _WIDTH, _SMALL = 77, 768, 128
-_SD15 = {"in_channels": 4, "out_channels": 4, "model_channels": 320, "context_dim": _WIDTH, "num_heads": 8,
-         "channel_mult": [1, 2, 4, 4], "num_res_blocks": [2] * 4, "transformer_depth": [1] * 6 + [0] * 2,
-         "transformer_depth_output": [1] * 9 + [0] * 3, "transformer_depth_middle": 1}  # fmt: skip
-_TINY = {**_SD15, "model_channels": 32, "channel_mult": [1, 2], "num_res_blocks": [1] * 2, "num_heads": 2,
-         "transformer_depth": [1] * 2, "transformer_depth_output": [1] * 4}  # fmt: skip
+_WORDS, _SMALL = 77, 128
+_TINY = "tiny "  # before a UNet's name: one of almost no channels, for tests
+_OF_SDXL = {"num_head_channels": 64, "use_linear_in_transformer": True, "num_classes": "sequential"}
+# the UNets by name: arguments of ComfyUI's and A1111's classes. Depths are of ComfyUI's; `_of_webui` makes A1111's
+_SHAPES: dict[str, dict[str, Any]] = {
+    SD15: {"in_channels": 4, "out_channels": 4, "model_channels": 320, "context_dim": 768, "num_heads": 8,
+           "channel_mult": [1, 2, 4, 4], "num_res_blocks": [2] * 4, "transformer_depth": [1] * 6 + [0] * 2,
+           "transformer_depth_output": [1] * 9 + [0] * 3, "transformer_depth_middle": 1},
+    SDXL: {"in_channels": 4, "out_channels": 4, "model_channels": 320, "context_dim": 2048, **_OF_SDXL,
+           "adm_in_channels": 2816, "channel_mult": [1, 2, 4], "num_res_blocks": [2] * 3,
+           "transformer_depth": [0, 0, 2, 2, 10, 10], "transformer_depth_output": [0] * 3 + [2] * 3 + [10] * 3,
+           "transformer_depth_middle": 10},
+}  # fmt: skip
+_SHAPES |= {
+    _TINY + SD15: {**_SHAPES[SD15], "model_channels": 32, "channel_mult": [1, 2], "num_res_blocks": [1] * 2,
+                   "num_heads": 2, "transformer_depth": [1] * 2, "transformer_depth_output": [1] * 4},
+    _TINY + SDXL: {**_SHAPES[SDXL], "model_channels": 32, "num_head_channels": 16, "num_res_blocks": [1] * 3,
+                   "adm_in_channels": 32, "transformer_depth": [0, 1, 3],
+                   "transformer_depth_output": [0, 0, 1, 1, 3, 3], "transformer_depth_middle": 3},
+}  # fmt: skip
 
 
 class ComfyUI:
@@ -48,7 +63,8 @@ class ComfyUI:
         size = case["free"]  # ComfyUI cuts its work by it, and other programs must not change that
         importlib.import_module("comfy.model_management").get_free_memory = lambda dev=None, torch_free_too=False: (
             (size, size) if torch_free_too else size)  # fmt: skip
-        self._model, self._strength = _comfyui_model(case["tiny"]), case["strength"]
+        self._shape, self._strength = _shape_of(case), case["strength"]
+        self._model = _comfyui_model(self._shape)
         _allow_any_error()
         self._whole, self._samplers.calc_cond_batch = self._samplers.calc_cond_batch, self._timed
         self._seconds: list[float] = []
@@ -62,7 +78,7 @@ class ComfyUI:
         elif arm != UNMERGED:
             model = self._nodes.ApplyToMe().apply(model, self._strength)[0]
         sigmas = [self._model.get_model_object("model_sampling").sigma(torch.tensor(timestep)) for timestep in times]
-        latent, *words = inputs(pixels)
+        latent, *words = inputs(pixels, self._shape["context_dim"])
         positive, negative = ([[prompt, {}]] for prompt in words)
         self._seconds.clear()
         self._sample(model, latent, 7.0, self._samplers.sampler_object("euler"), torch.stack([*sigmas, sigmas[-1] * 0]),
@@ -99,16 +115,15 @@ class Webui:
         optimizations.get_available_vram = lambda: case["free"]
         self.function = importlib.import_module("ldm.modules.attention").CrossAttention.forward.__name__
         self.version = Path("CHANGELOG.md").read_text(encoding="utf-8").split(maxsplit=2)[1]  # of its first heading
-        sizes, self._strength = _TINY if case["tiny"] else _SD15, case["strength"]
-        shape = {key: value for key, value in sizes.items() if not key.startswith("transformer_depth")}
-        kind = importlib.import_module("ldm.modules.diffusionmodules.openaimodel").UNetModel
-        unet = kind(**{**shape, "num_res_blocks": shape["num_res_blocks"][0]}, image_size=32, legacy=False,
-                    attention_resolutions=[1, 2] if case["tiny"] else [4, 2, 1], use_spatial_transformer=True,
-                    use_checkpoint=False)  # fmt: skip
+        self._shape, self._strength = _shape_of(case), case["strength"]
+        ldm = "sgm" if case["unet"] == SDXL else "ldm"
+        kind = importlib.import_module(f"{ldm}.modules.diffusionmodules.openaimodel").UNetModel
+        with torch.device("meta"):  # its own weights would take minutes
+            unet = kind(**_of_webui(self._shape))
         importlib.import_module("modules.devices").dtype_unet = torch.float32  # as it says of a model that it loads
         self._model = nn.Module()  # as A1111's merging looks for a UNet
         self._model.model = nn.Module()
-        self._model.model.diffusion_model = self._unet = randomize(unet).eval().requires_grad_(False)
+        self._model.model.diffusion_model = self._unet = randomize(unet.to_empty(device="cpu").eval())
 
     def time_calls(self, arm: str, pixels: int) -> list[float]:
         """Make an arm's calls, those in `ARMS`; return their processor seconds, in order. pixels: a picture's side."""
@@ -117,13 +132,14 @@ class Webui:
         handle = None
         if arm not in (UNMERGED, BUILT_IN):
             handle = self._ours.patch(self._unet, strength=self._strength, host_clock=True)
-        latent, *words = inputs(pixels)
+        latent, *words = inputs(pixels, self._shape["context_dim"])
+        vector = [torch.zeros(2, size)] if (size := self._shape.get("adm_in_channels")) else []
         seconds, sampling = [], object()
         for timestep in _TIMESTEPS[: len(ARMS[arm])]:
             since = time.process_time()
             if handle is not None:
                 handle.set_time(timestep=timestep, sampling=sampling, pictures=1)
-            self._unet(latent.expand(2, -1, -1, -1), torch.full((2,), timestep), torch.cat(words))
+            self._unet(latent.expand(2, -1, -1, -1), torch.full((2,), timestep), torch.cat(words), *vector)
             seconds.append(time.process_time() - since)
         if handle is not None:
             handle.remove()
@@ -143,24 +159,45 @@ def _check(report: Any, pixels: int) -> None:
         raise RuntimeError(f"nothing merged: {report}")
 
 
-def _comfyui_model(tiny: bool) -> Any:
-    """Make a UNet of SD1.5's shape, or a tiny one, with random weights in ComfyUI's ModelPatcher, on the CPU."""
+def _shape_of(case: dict[str, Any]) -> dict[str, Any]:
+    """Return the entry of `_SHAPES` for a case of `host_calls.plan_cases`."""
+    return _SHAPES[_TINY + case["unet"] if case["tiny"] else case["unet"]]
+
+
+def _comfyui_model(shape: dict[str, Any]) -> Any:
+    """Make a UNet of a shape with random weights in ComfyUI's ModelPatcher, on the CPU."""
     base, known, patcher = (importlib.import_module(f"comfy.{name}")
                             for name in ("model_base", "supported_models", "model_patcher"))  # fmt: skip
-    config, cpu = _TINY if tiny else _SD15, torch.device("cpu")
-    heads = {"num_head_channels": -1, "use_spatial_transformer": True, "legacy": False, "image_size": 32}
-    settings = known.SD15({**config, **heads, "use_linear_in_transformer": False, "dtype": torch.float32})
-    settings.unet_config["num_heads"] = config["num_heads"]
-    settings.latent_format.latent_channels, settings.latent_format.scale_factor = config["in_channels"], 1.0
-    model = base.BaseModel(settings, model_type=base.ModelType.EPS).eval().requires_grad_(False)
-    randomize(model.diffusion_model)
-    return patcher.ModelPatcher(model, load_device=cpu, offload_device=cpu)
+    cpu, kind = torch.device("cpu"), known.SDXL if "adm_in_channels" in shape else known.SD15
+    usual = {"num_head_channels": -1, "use_linear_in_transformer": False}
+    same = {"use_spatial_transformer": True, "legacy": False, "image_size": 32, "dtype": torch.float32}
+    settings = kind({**usual, **shape, **same})
+    settings.unet_config |= {name: shape[name] for name in ("num_heads",) if name in shape}
+    settings.latent_format.latent_channels, settings.latent_format.scale_factor = shape["in_channels"], 1.0
+    model = base.BaseModel(settings, model_type=base.ModelType.EPS, device=torch.device("meta"))
+    if size := shape.get("adm_in_channels"):  # zeros for pooled words and sizes
+        model.encode_adm = lambda **_: torch.zeros(1, size)
+    randomize(model.diffusion_model.to_empty(device=cpu))
+    return patcher.ModelPatcher(model.eval(), load_device=cpu, offload_device=cpu)
+
+
+def _of_webui(shape: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of A1111's class of UNets, LDM's or SDXL's, for a shape."""
+    count, *_ = shape["num_res_blocks"]
+    depths = [shape["transformer_depth"][level * count] for level in range(len(shape["channel_mult"]))]
+    attended = [2**level for level, depth in enumerate(depths) if depth]
+    made = {name: value for name, value in shape.items() if not name.startswith("transformer_depth")}
+    made |= {"num_res_blocks": count, "attention_resolutions": attended, "use_spatial_transformer": True,
+             "use_checkpoint": False}  # fmt: skip
+    if "adm_in_channels" not in shape:
+        return {**made, "image_size": 32, "legacy": False}
+    return {**made, "transformer_depth": depths, "spatial_transformer_attn_type": "softmax"}
 
 
 def randomize(unet: nn.Module) -> nn.Module:
     """Set a UNet's weights in place, the same every time: matrices random, norms 1, biases 0; return the UNet."""
     dice = torch.Generator().manual_seed(0)
-    for name, weight in unet.named_parameters():
+    for name, weight in unet.requires_grad_(False).named_parameters():
         if weight.dim() > 1:
             weight.data.normal_(0, weight[0].numel() ** -0.5, generator=dice)
         else:
@@ -168,11 +205,11 @@ def randomize(unet: nn.Module) -> nn.Module:
     return unet
 
 
-def inputs(pixels: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Draw a latent ``[1, 4, pixels / 8, pixels / 8]`` and two prompts ``[1, 77, 768]``, the same ones every time."""
+def inputs(pixels: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draw a latent ``[1, 4, pixels / 8, pixels / 8]`` and two prompts ``[1, 77, width]``, the same every time."""
     dice, side = torch.Generator().manual_seed(1), pixels // 8
     return (torch.randn(1, 4, side, side, generator=dice),
-            *(torch.randn(1, _WORDS, _WIDTH, generator=dice) for _ in range(2)))  # fmt: skip
+            *(torch.randn(1, _WORDS, width, generator=dice) for _ in range(2)))  # fmt: skip
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:

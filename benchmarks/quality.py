@@ -175,8 +175,8 @@ def parser() -> argparse.ArgumentParser:
     command = argparse.ArgumentParser(prog="python -m benchmarks.quality", description=__doc__.partition("\n\n")[2])
     add = command.add_argument
     add("--smallest", action="store_true", help="a few variants, in well under a minute: for tests")
-    add("--variants", nargs="+", default=[], metavar="NAME", help="these and the controls and yardsticks (default: "
-        "the variants that matter)")  # fmt: skip
+    add("--variants", nargs="+", default=[], metavar="NAME", help="these, or those of a group, as blocks, and the "
+        "controls and yardsticks (default: the variants that matter)")  # fmt: skip
     add("--for", dest="purpose", choices=tuple(PURPOSES), default=subjects.SHOW, help="which pictures: those that "
         "tables show (default), or others, by which strength is chosen")  # fmt: skip
     add("--list", action="store_true", help="print the names of all variants and stop")
@@ -204,6 +204,7 @@ def complete(options: argparse.Namespace) -> tuple[Amounts, list[str]]:
     Returns the amounts, and the prompts for users' checkpoints, [] if all are scene models. Raises ValueError or
     OSError if the options cannot be used; the message says what to do.
     """
+    options.variants = [name for given in options.variants for name in GROUPS.get(given, (given,))]
     if unknown := [name for name in options.variants if name not in VARIANTS]:
         raise ValueError(f"no variant is called {' or '.join(unknown)}; --list prints the names")
     options.group = "smallest" if options.smallest else "choose" if options.purpose == subjects.CHOOSE else "standard"
@@ -223,9 +224,9 @@ def complete(options: argparse.Namespace) -> tuple[Amounts, list[str]]:
     given = {name: getattr(options, name) for name in ("noised", "pictures", "steps")}
     given = {name: value for name, value in given.items() if value is not None}
     amounts = replace(AMOUNTS[options.group], **{**(OWN if users and not options.smallest else {}), **given})
-    if amounts.noised < 2 or amounts.noised % 2:
+    if amounts.noised < 0 or amounts.noised % 2:
         raise ValueError(f"--noised {amounts.noised}: give an even number, because tomesd draws no random "
-                         "destinations for an odd batch")
+                         "destinations for an odd batch, or 0 for whole pictures alone")
     if amounts.pictures < 0 or amounts.steps < 1:
         raise ValueError("give 1 step or more, and 0 pictures or more")
     if not users:

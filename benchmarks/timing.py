@@ -23,7 +23,7 @@ _SOURCES = Path(__file__).parents[1] / "tome_core" / "merging" / "kernels"
 OURS = frozenset(name for path in _SOURCES.glob("triton_kernels*.py")  # which a card's profile calls by these names
                  for name in re.findall(r"^def (_\w+)", path.read_text(encoding="utf-8"), re.M))  # fmt: skip
 _OTHERS, _NAME = 12, 60  # how many other kernels are told, the heaviest, and with how many characters of their names
-UNMERGED_CALLS = 3  # unmerged calls after each picture
+UNMERGED_CALLS = 1  # unmerged calls after each picture; figures are medians over pictures
 OUT_OF_MEMORY = "out of memory"
 _OF_MEMORY = (OUT_OF_MEMORY, "can't allocate memory", "not enough memory")
 

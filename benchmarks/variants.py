@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, Literal
 
 import torch
@@ -10,6 +11,10 @@ from torch import nn
 
 import tome_core
 from benchmarks.networks import KINDS, UNET, Downsampled, Zeros, before_each_call, finest_blocks
+from tome_core import MergeConfig, MergeRule
+from tome_core.models import unet
+from tome_core.models.fewer_tokens import WholeBlockSite
+from tome_core.models.wrap import wrap_of
 from tome_core.patching import curve_of
 from tome_core.settings.presets import MARKS, refine_of
 
@@ -20,6 +25,8 @@ FRONT = (  # ratio and cell of merged keys and values, from which strength is ch
     (0.9375, 8), (0.96875, 8), (0.984375, 8),
 )  # fmt: skip
 BETWEEN = (0.1, 0.375, 0.625, 0.875)  # strengths without a name
+# share of tokens and highest timestep of whole blocks, from which SDXL's strength is chosen
+BLOCKS_FRONT = tuple((share, below) for share in (0.5, 0.25, 0.125, 0.0625) for below in (510, 760, 890, 1010))
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,34 @@ def attention_alone(name: str) -> PutOn:
     return put_on
 
 
+def whole_blocks(share: float, below: float, keep_whole: int = 1, stretches: int = 1) -> PutOn:
+    """Make a function (unet, seed) -> context manager: whole blocks run on a share of the tokens, and nothing else.
+
+    below: the timestep below which they do. keep_whole: how many first blocks of each transformer keep all tokens.
+    stretches: the others merge in so many stretches of about equal length, each with its own match.
+    """
+    rule = MergeRule(merge_attn=False, merge_blocks=True, ratio=1 - share, sx=4, sy=4, metric="input", side="kv",
+                     use_rand=False, keep=60.0, min_downsample=4, max_timestep=below)  # fmt: skip
+
+    @contextmanager
+    def put_on(network: nn.Module, seed: int) -> Iterator[None]:
+        usual, unet.KEEP_WHOLE = unet.KEEP_WHOLE, keep_whole
+        try:
+            with engine(config=MergeConfig(rules=(rule,)))(network, seed):
+                sites = [site for module in network.modules()
+                         if type(site := wrap_of(module.forward)) is WholeBlockSite]  # fmt: skip
+                for _, group in groupby(sites, lambda site: site.place.stretch):
+                    several = list(group)
+                    for number, site in enumerate(several):
+                        part = number * stretches // len(several)
+                        site.place = site.place._replace(stretch=(site.place.stretch, part))
+                yield
+        finally:
+            unet.KEEP_WHOLE = usual
+
+    return put_on
+
+
 def tomesd(ratio: float) -> PutOn:
     """Make a (unet, seed) -> context manager: tomesd merges `ratio` of tokens in the finest level with attention."""
 
@@ -126,8 +161,17 @@ _TO_CHOOSE_BY = tuple(  # keys and values compared by distance, and refined if t
     for ratio, cell in FRONT
 )  # fmt: skip
 _ALONE = tuple(Variant("attention alone", name, attention_alone(name), code="engine", kinds=(UNET,)) for name in MARKS)
-VARIANTS = {variant.name: variant for variant in (*_ALWAYS, *_STANDARD, *_TO_CHOOSE_BY, *_ALONE)}
+_BLOCKS = tuple(
+    Variant("whole blocks", " ".join([f"{share} below {below}", *words]), whole_blocks(share, below, **more),
+            code="engine", kinds=(UNET,))
+    for share, below, words, more in (
+        *((share, below, (), {}) for share, below in BLOCKS_FRONT),
+        (0.25, 760, ("first too",), {"keep_whole": 0}), (0.25, 760, ("first two whole",), {"keep_whole": 2}),
+        (0.25, 760, ("two stretches",), {"stretches": 2}))
+)  # fmt: skip
+VARIANTS = {variant.name: variant for variant in (*_ALWAYS, *_STANDARD, *_TO_CHOOSE_BY, *_ALONE, *_BLOCKS)}
 ALWAYS = tuple(variant.name for variant in _ALWAYS)
 GROUPS = {"smallest": (*ALWAYS, "tomesd-0.75", "preset-balanced"),
           "standard": (*ALWAYS, *(variant.name for variant in _STANDARD)),
-          "choose": (*ALWAYS, *(variant.name for variant in _TO_CHOOSE_BY))}  # fmt: skip
+          "choose": (*ALWAYS, *(variant.name for variant in _TO_CHOOSE_BY)),
+          "blocks": tuple(variant.name for variant in (*_BLOCKS, *_ALONE))}  # fmt: skip

@@ -27,6 +27,7 @@ from .wrap_set import Ways
 
 _TIMES = ("timesteps", "timestep", "t")
 # parts of a block in addition to its self-attention: the name in a rule, and the attribute of the block
+KEEP_WHOLE = 1  # first blocks of each transformer that keep all tokens, if whole blocks merge
 _PARTS = (("crossattn", "attn2"), ("mlp", "ff"))
 
 
@@ -101,7 +102,7 @@ class UNetAdapter:
             if "tomesd" in ways[level]:
                 kind, parts, package = BlockAttentionSite, _PARTS, (type(place.block).__module__,)
                 yield make(BlockInputSite, place.block, level)
-            elif "blocks" in ways[level] and place is not siblings[0]:
+            elif "blocks" in ways[level] and siblings.index(place) >= KEEP_WHOLE:
                 yield make(WholeBlockSite, place.block, place.path, level)
             if getattr(place.block, "attn1", None) is not None:
                 yield make(kind, place.block.attn1, f"{place.path}.attn1", level, place.halvings, *package)
