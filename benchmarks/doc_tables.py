@@ -21,6 +21,7 @@ from benchmarks.quality_report import Section, at_equal_time, sections
 from benchmarks.report import ABSENT, markdown, number
 from benchmarks.results import Record
 from tome_core import describe_settings, preset
+from tome_core.settings import form
 from tome_core.settings.presets import MARKS
 
 PAGES = (results.ROOT / "README.md", *sorted((results.ROOT / "docs").glob("*.md")))
@@ -209,6 +210,8 @@ def settings(of_hosts: bool = True) -> str:
         known_as = f", in the hosts `{setting['known_as']}`" if "known_as" in setting else ""
         cells = (f"`{setting['name']}`{known_as}", default, _range(setting), setting["help"])
         rows.append([cell.replace("|", "\\|") for cell in cells])
+    rows += [(f"`{field.name}`", f"`{field.default}`", f"from {field.minimum:g} to {field.limit:g}", field.help)
+             for field in form.FIELDS if of_hosts and not field.setting]  # fmt: skip
     return markdown(("setting", "default", "range", "what it does"), rows)
 
 

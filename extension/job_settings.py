@@ -34,7 +34,7 @@ class JobSettings:
         config = strength(self.strength, curve)
         if all(form.field(name).beside_strength for name in self.changes):
             config = form.change(config, self.changes)
-        else:  # the form's settings, which are one rule: no whole blocks merge
+        else:  # the form's settings: one rule, and that of whole blocks
             config = form.keep_possible(form.values_of(config) | dict(self.changes))[0]
         if config.is_off:
             return None

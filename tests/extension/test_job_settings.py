@@ -104,10 +104,11 @@ def test_a_seed_is_the_images_cut_to_the_engines_bits_or_a_given_one_of_those_bi
     assert sentence.startswith("merge_seed=4294967296 is out of range")
 
 
-def test_a_strength_has_all_its_rules_and_own_settings_are_one(webui):
-    for changes, count in (({}, 2), ({"start": 0.1, "merge_seed": 3}, 2), ({"sx": 7}, 1)):
+def test_own_settings_keep_a_strengths_whole_blocks_unless_they_are_off(webui):
+    for changes, count in (({}, 2), ({"start": 0.1, "merge_seed": 3}, 2), ({"sx": 7}, 2), ({"whole_blocks": 0.0}, 1)):
         config = read(webui, **changes).config(False, curve="sdxl")
-        assert len(config.rules) == count and config.start_percent == changes.get("start", 0.0)
+        assert config.rules[1:] == strength(0.5, "sdxl").rules[1:][: count - 1]
+        assert config.start_percent == changes.get("start", 0.0)
 
 
 # --- which model ------------------------------------------------------------------------------------------------------

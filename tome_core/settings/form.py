@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from .config import GROUPS, MergeConfig, describe_settings
-from .presets import SD, config_of
+from .config import GROUPS, WHERE, MergeConfig, describe_settings
+from .presets import SD, change_rules, config_of, strength_of_blocks
 
 UNSET = -1.0  # means None, for which sliders and infotexts have no value
 
@@ -26,7 +25,7 @@ class Field(NamedTuple):
     """A setting as users see it in a form: its control, texts and range."""
 
     name: str  # in the form
-    setting: str  # the keyword of `MergeConfig`
+    setting: str  # the keyword of `MergeConfig`; "" if it is none
     label: str
     help: str  # the tooltip of the control
     default: Any  # as the control shows it
@@ -78,7 +77,12 @@ def _field_of(described: Mapping[str, Any]) -> Field:
     return field
 
 
-FIELDS = tuple(map(_field_of, sorted((one for one in describe_settings() if "place" in one), key=itemgetter("place"))))
+# no keyword of `MergeConfig`: rules of their own, which other fields do not change
+_BLOCKS = Field("whole_blocks", "", "Whole blocks", "SDXL: run most blocks of the coarsest level on fewer tokens, as at "
+                "this strength. It gives most of SDXL's gain from 1024 px on. 0 is off.", 0.0, WHERE, "strength",
+                minimum=0.0, maximum=1.0, step=0.05, limit=1.0)  # fmt: skip
+FIELDS = (*map(_field_of, sorted((one for one in describe_settings() if "place" in one), key=itemgetter("place"))),
+          _BLOCKS)  # fmt: skip
 NAMES = tuple(item.name for item in FIELDS)
 
 
@@ -89,7 +93,8 @@ def field(name: str) -> Field:
 
 def values_of(config: MergeConfig) -> dict[str, Any]:
     """Return what the form shows for a config, by field (`UNSET` for None). Settings of rules are the first rule's."""
-    return {item.name: item.show(config.value(item.setting)) for item in FIELDS}
+    shown = {item.name: item.show(config.value(item.setting)) for item in FIELDS if item.setting}
+    return {**shown, _BLOCKS.name: strength_of_blocks(config)}
 
 
 def values_at(strength: str | float, curve: str = SD) -> dict[str, Any]:
@@ -102,17 +107,19 @@ def values_at(strength: str | float, curve: str = SD) -> dict[str, Any]:
 
 
 def change(config: MergeConfig, values: Mapping[str, Any]) -> MergeConfig:
-    """Return a copy of a config that is changed by values of the form. A setting of rules changes in every rule.
+    """Return a copy of a config that is changed by values of the form.
 
+    A setting of rules changes in every rule but those that "whole_blocks" makes.
     `values` has what controls show, by field; None leaves a setting as it is. A ValueError or a TypeError says in the
     form's names what is not known or not possible.
     """
     unknown = set(values) - set(NAMES)
     if unknown:
         raise ValueError(f"there is no {', '.join(sorted(unknown))} to set; there are: {', '.join(NAMES)}")
-    changes = {item.setting: item.read(values[item.name]) for item in FIELDS if values.get(item.name) is not None}
+    changes = {item.setting: item.read(values[item.name])
+               for item in FIELDS if item.setting and values.get(item.name) is not None}  # fmt: skip
     try:
-        return replace(config, **changes)
+        return change_rules(config, values.get(_BLOCKS.name), **changes)
     except (TypeError, ValueError) as error:
         raise type(error)(_in_the_forms_words(str(error))) from None
 
@@ -135,7 +142,7 @@ def keep_possible(values: Mapping[str, Any]) -> tuple[MergeConfig, list[str]]:
 
 def _in_the_forms_words(text: str) -> str:
     """Write ``keyword=value`` of `MergeConfig` in an error text by names of fields, not labels, and choices' texts."""
-    for item in FIELDS:
+    for item in FIELDS[:-1]:
         text = re.sub(rf"\b{item.setting}=", f"{item.name}=", text)
         for choice, meaning in zip(item.choices, item.meanings, strict=True):
             text = text.replace(f"{item.name}={meaning!r}", f"{item.name}={choice!r}")

@@ -87,11 +87,16 @@ def strength(value: float, curve: str = SD) -> MergeConfig:
     early = {} if share <= EARLY_SHARE else {"early_ratio": 1 - EARLY_SHARE, "early_until": until}
     most = _MOST_ERROR * 10 ** (2 * float(value) - 1)
     rule = MergeRule(**_ALL, ratio=1 - share, sx=cell, sy=cell, refine=refine_of(cell), max_error=most)
-    return MergeConfig(rules=(rule, *(_rules_of_blocks(float(value)) if curve == SDXL else ())), **early)
+    return MergeConfig(rules=(rule, *(rules_of_blocks(float(value)) if curve == SDXL else ())), **early)
 
 
-def _rules_of_blocks(value: float) -> list[MergeRule]:
-    """Return [rule] for whole blocks of SDXL's coarsest level at a strength, 0 to 1; [] below about 0.1."""
+def rules_of_blocks(value: float) -> list[MergeRule]:
+    """Return [rule] for whole blocks of SDXL's coarsest level at a strength, 0 to 1; [] below about 0.1.
+
+    Raises ValueError for another value.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= 1:
+        raise ValueError(f"whole_blocks={value!r} is no number from 0 to 1; 0 is off, 0.5 balanced, 1 the most")
     share = _FEWEST_OF_BLOCKS**value
     if share > MOST_MERGED:
         return []
@@ -99,6 +104,28 @@ def _rules_of_blocks(value: float) -> list[MergeRule]:
     changes = {"metric": "input", "max_error": _MOST_ERROR_OF_BLOCKS, "max_downsample": None, "min_downsample": 4,
                "max_timestep": below}  # fmt: skip
     return [MergeRule(**_ALL | changes, ratio=1 - share, sx=4, sy=4, merge_attn=False, merge_blocks=True)]
+
+
+def strength_of_blocks(config: MergeConfig) -> float:
+    """Return the strength by which `rules_of_blocks` made a rule of this config, 0 without any."""
+    shares = [1 - rule.ratio for rule in config.rules if _is_of_blocks(rule)]
+    return round(math.log(shares[0], _FEWEST_OF_BLOCKS), 9) if shares else 0.0
+
+
+def change_rules(config: MergeConfig, blocks: float | None, **changes: Any) -> MergeConfig:
+    """Return a copy of a config with changed settings, which rules of whole blocks do not follow.
+
+    blocks: the strength of whole blocks, 0 to 1, by which `rules_of_blocks` makes their rules; 0: none; None: as they
+    are. Raises what `MergeConfig` and `rules_of_blocks` raise.
+    """
+    of_blocks = [rule for rule in config.rules if _is_of_blocks(rule)] if blocks is None else rules_of_blocks(blocks)
+    others = tuple(rule for rule in config.rules if not _is_of_blocks(rule))
+    changed = replace(config, **changes, rules=others)
+    return replace(changed, rules=(*changed.rules, *of_blocks))
+
+
+def _is_of_blocks(rule: MergeRule) -> bool:
+    return rule.merge_blocks and rule.min_downsample is not None
 
 
 def _rules_of_transformer(value: float) -> tuple[MergeRule, MergeRule]:

@@ -17,13 +17,13 @@ def test_fields_are_in_their_documented_places():
     """Nodes and lists of values know fields by position: a new field between them would shift the later ones."""
     first = ("ratio", "level", "start", "end", "method", "merge_what", "merge_crossattn", "merge_mlp", "sx", "sy",
              "use_rand", "merge_seed", "early_ratio", "early_until", "proportional", "metric", "refine", "keep",
-             "only_if_it_pays")  # fmt: skip
+             "only_if_it_pays", "whole_blocks")  # fmt: skip
     assert NAMES[: len(first)] == first
 
 
 def test_a_field_is_its_setting_in_words_that_a_person_can_choose():
     described = {setting["name"]: setting for setting in describe_settings()}
-    for row in FIELDS:
+    for row in FIELDS[:-1]:  # the last, whole_blocks, makes rules
         setting = described[row.setting]
         assert (row.label, row.step, row.maximum) == tuple(setting.get(name) for name in ("label", "step", "maximum"))
         assert row.read(row.default) == setting["default"]
@@ -50,6 +50,10 @@ def test_the_form_can_say_all_of_a_strength_but_its_most_error_and_leaves_the_re
     assert set(NAMES) - set(values_at(0.5)) == {"start", "end", "merge_seed"}, (
         "which pictures merge when, and by which seed")  # fmt: skip
     assert values_at("fast") == values_at(MARKS["fast"])
+    of_sdxl = tome_core.strength(0.333, "sdxl")
+    assert change(of_sdxl, {"merge_seed": 3}) == MergeConfig(rules=(replace(of_sdxl.rules[0], seed=3), of_sdxl.rules[1]),
+                                                             early_ratio=of_sdxl.early_ratio,
+                                                             early_until=of_sdxl.early_until)  # fmt: skip
     start = MergeConfig(rules=(MergeRule(ratio=0.75), MergeRule(ratio=0.25)))
     assert change(start, {"start": 0.5}) == MergeConfig(rules=start.rules, start_percent=0.5)
 
@@ -59,12 +63,21 @@ def test_the_form_can_say_all_of_a_strength_but_its_most_error_and_leaves_the_re
     ({"sx": 2.5}, "sx=2.5 is float"), ({"start": 0.8, "end": 0.2}, "start=0.8 lies after end=0.2; swap them"),
     ({"level": ["7", 0]}, "level=['7', 0] is not possible; use one of automatic, up to /1, up to /2, up to /4"),
     ({"refine": 1, "proportional": False}, "refine=1 may leave groups without tokens"),
+    ({"whole_blocks": 1.5}, "whole_blocks=1.5 is no number from 0 to 1; 0 is off"),
     ({"use_rand": "yes"}, "use_rand='yes' is str; use True or False"),
     ({"of_tomorrow": 1}, "there is no of_tomorrow to set; there are: ratio, level")])  # fmt: skip
 def test_refusals_are_in_the_forms_words(values, words):
     with pytest.raises((ValueError, TypeError)) as caught:
         config_of(values)
     assert words in str(caught.value)
+
+
+def test_whole_blocks_are_those_of_a_strength_beside_settings_that_they_do_not_follow():
+    for value in (0.0, 0.333333, 0.5, 1.0):
+        config = config_of({"whole_blocks": value, "ratio": 0.7, "sx": 4})
+        assert config.rules == (MergeRule(ratio=0.7, sx=4), *tome_core.strength(value, "sdxl").rules[1:])
+        assert values_of(config)["whole_blocks"] == pytest.approx(value) and change(config, {}) == config
+    assert config_of({"whole_blocks": 0.5}).rules[1].merge_blocks and change(config, {"whole_blocks": 0}).rules[1:] == ()
 
 
 def test_what_does_not_go_together_is_left_out_with_a_sentence_each():
