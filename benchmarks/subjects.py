@@ -18,7 +18,7 @@ from benchmarks.results import Record, ResultError
 from demo import checkpoint, model, prompt, sampler
 from demo.sampler import GUIDANCE
 from demo.source import UserPipeline
-from demo.training_loss import Scenes
+from demo.training.loss import Scenes
 
 PART_NOISED = 8  # noised pictures in one row of a result; even, because tomesd draws nothing for an odd batch
 # the demo's two, and the oldest, whose heads are smooth, so that the three attend in different ways. A checkout is

@@ -14,7 +14,8 @@ WHY_NOT_PICKLED = "a pickle can run any code when it is opened, so only .safeten
 class Checkpoint:
     """A user's folder or file that `inspect` accepted; the weights are not loaded yet.
 
-    kind: "folder" of diffusers, "sd" or "sdxl" for a single file of that family, "scenes" for weights of `demo.train`.
+    kind: "folder" of diffusers, "sd" or "sdxl" for a single file of that family, "scenes" for weights that
+        `demo.training.train` wrote.
     variant: the tag of a folder's weights, such as "fp16"; None for plain weights and for single files.
     """
 

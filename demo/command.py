@@ -59,7 +59,7 @@ def add_model(to: argparse.ArgumentParser) -> None:
     add = to.add_argument
     add("--model", type=Path, metavar="DIR_OR_FILE",
         help="your own model, a diffusers folder or a single .safetensors file (pickled checkpoints are refused), or "
-             "one that demo.train wrote")
+             "one that demo.training.train wrote")
     add("--config", type=Path, metavar="DIR",
         help="with a single-file --model: a local diffusers folder with its configuration and tokenizer")
     add("--device", metavar="NAME", help="cpu, cuda, mps, ... (default: an accelerator if torch sees one, else cpu)")

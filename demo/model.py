@@ -207,5 +207,5 @@ def load(path: Path = WEIGHTS) -> SceneModel | SceneTransformer:
         model.load_state_dict(weights)
     except (SafetensorError, KeyError, RuntimeError) as error:
         raise ValueError(f"{path} holds no scene model of this demo ({error}); "
-                         "give a file that demo.train wrote, or restore it from the repository") from error
+                         "give a file that demo.training.train wrote, or restore it from the repository") from error
     return model.eval()

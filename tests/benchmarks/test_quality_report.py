@@ -13,7 +13,7 @@ from benchmarks.timing import UNMERGED_CALLS, CallTimes
 from benchmarks.variants import PLAIN
 from demo import sampler
 from demo.metrics import gradient_energy
-from demo.training_loss import Scenes
+from demo.training.loss import Scenes
 
 
 def section_of(**rows: dict[str, Any]) -> Section:

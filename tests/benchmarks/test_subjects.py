@@ -5,7 +5,7 @@ import torch
 
 from benchmarks.subjects import CHOOSE, PURPOSES, SHOW, SceneSubject
 from demo import prompt
-from demo.training_loss import HELD_OUT_SEED, Scenes
+from demo.training.loss import HELD_OUT_SEED, Scenes
 
 
 def test_scenes_are_neither_each_others_nor_those_of_a_training():

@@ -8,7 +8,7 @@ from safetensors import safe_open
 
 from benchmarks.subjects import is_scene_model
 from demo import checkpoint, model, prompt, sampler
-from demo.training_loss import held_out_loss
+from demo.training.loss import held_out_loss
 from tests.small_models import tiny_scenes
 
 NOISE = torch.randn(2, 12, 16, 16, generator=torch.Generator().manual_seed(0))

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from demo import attention, model, train
-from demo.train import TrainingState
-from demo.training_loss import Scenes
+from demo import model
+from demo.training import attention, train
+from demo.training.loss import Scenes
+from demo.training.train import TrainingState
 from tests.small_models import tiny_scenes
 from tests.thoroughness import some_quick
 

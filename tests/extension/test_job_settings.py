@@ -8,7 +8,7 @@ import pytest
 
 from tests.host_doubles.webui_jobs import FREE, report
 from tests.small_models.unets import ldm_of_one_level, ldm_sdxl
-from tome_core import form, preset
+from tome_core import form, preset, strength
 
 SETTINGS = {"tome_enabled": True, "tome_strength": 0.7}
 UNGATED = {"only_if_it_pays": False}

@@ -78,9 +78,10 @@ def _field_of(described: Mapping[str, Any]) -> Field:
 
 
 # no keyword of `MergeConfig`: rules of their own, which other fields do not change
-_BLOCKS = Field("whole_blocks", "", "Whole blocks", "SDXL: run most blocks of the coarsest level on fewer tokens, as at "
-                "this strength. It gives most of SDXL's gain from 1024 px on. 0 is off.", 0.0, WHERE, "strength",
-                minimum=0.0, maximum=1.0, step=0.05, limit=1.0)  # fmt: skip
+_BLOCKS = Field(
+    "whole_blocks", "", "Whole blocks", "SDXL: run most blocks of the coarsest level on fewer tokens, as at this "
+    "strength. It gives most of SDXL's gain from 1024 px on. 0 is off.", 0.0, WHERE, "strength", minimum=0.0,
+    maximum=1.0, step=0.05, limit=1.0)  # fmt: skip
 FIELDS = (*map(_field_of, sorted((one for one in describe_settings() if "place" in one), key=itemgetter("place"))),
           _BLOCKS)  # fmt: skip
 NAMES = tuple(item.name for item in FIELDS)

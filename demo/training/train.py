@@ -1,4 +1,4 @@
-"""Train the embedded model: `python -m demo.train --minutes 90`. Stop it with Ctrl-C, start it again to go on."""
+"""Train the embedded model: ``python -m demo.training.train --minutes 90``. After Ctrl-C the same command goes on."""
 
 import argparse
 import copy
@@ -17,13 +17,13 @@ import torch  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
-from demo import attention  # noqa: E402
 from demo import model as scene_model  # noqa: E402
-from demo import training_loss as losses  # noqa: E402
-from demo.training_loss import Batch, Scenes  # noqa: E402
+from demo.training import attention  # noqa: E402
+from demo.training import loss as losses  # noqa: E402
+from demo.training.loss import Batch, Scenes  # noqa: E402
 
 BLOCKS = ("down_blocks.", "mid_block.", "up_blocks.", "transformer_blocks.")  # their matrices are Muon's
-FOLDER = Path(__file__).resolve().parent.parent / "demo-output"
+FOLDER = Path(__file__).resolve().parents[2] / "demo-output"
 SAVE_EVERY, SPEAK_EVERY = 60.0, 10.0  # seconds
 AVERAGE = 0.995
 STAY_SHARP = 1.0  # of the loss: a sharp head's excess of one nat, squared
@@ -34,7 +34,7 @@ FEWER = 8  # in noise level 0 looks at every 8th key of a full picture: its atte
 
 def parser() -> argparse.ArgumentParser:
     """Make the parser of a training run's options."""
-    options = argparse.ArgumentParser(prog="python -m demo.train", description=__doc__)
+    options = argparse.ArgumentParser(prog="python -m demo.training.train", description=__doc__)
     add = options.add_argument
     add("--minutes", type=float, required=True, help="length of the whole run, over all its resumptions")
     add("--layout", choices=tuple(scene_model.LAYOUTS), default="sd", help="Stable Diffusion's, for 128 px (default), "
@@ -216,7 +216,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         state = prepare(options)
     except (ValueError, OSError) as error:
-        print(f"demo.train: {error}", file=sys.stderr)
+        print(f"demo.training.train: {error}", file=sys.stderr)
         return 2
     torch.set_flush_denormal(True)  # moments of rarely used weights become denormal, which a CPU computes slowly
     stopped = False
@@ -225,7 +225,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         stopped = True
     except FloatingPointError as error:
-        print(f"demo.train: {error}", file=sys.stderr)
+        print(f"demo.training.train: {error}", file=sys.stderr)
         return 1
     finally:
         torch.set_flush_denormal(False)

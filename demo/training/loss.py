@@ -7,7 +7,7 @@ from diffusers import DDPMScheduler
 
 from demo.model import SceneModel, encode
 from demo.prompt import NULL_TOKEN, OFFSETS
-from demo.scenes import draw_attributes, render
+from demo.training.scenes import draw_attributes, render
 
 MEAN_BANDS = 3  # of the Haar latent's channels: the half-size picture; the others are what it lacks
 NO_PROMPT = 0.1  # share of pictures trained without a prompt, for classifier-free guidance

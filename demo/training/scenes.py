@@ -6,9 +6,9 @@ and tiled walls repeat random texture far away in the same picture, so that self
 
 import torch
 
-from demo import scene_background, scene_object
 from demo.prompt import ATTRIBUTES, SIZES
-from demo.scene_canvas import Canvas
+from demo.training import background, objects
+from demo.training.canvas import Canvas
 
 
 def draw_attributes(n: int, generator: torch.Generator) -> torch.Tensor:
@@ -24,6 +24,6 @@ def render(attributes: torch.Tensor, generator: torch.Generator, size: int = 64,
     brick wall with a chance of a third.
     """
     canvas = Canvas(dict(zip(ATTRIBUTES, attributes.T, strict=True)), generator, size)
-    setting = scene_background.paint(canvas, walls)
-    scene_object.paint(canvas, setting)
+    setting = background.paint(canvas, walls)
+    objects.paint(canvas, setting)
     return canvas.image.clip(0, 1).permute(0, 3, 1, 2) * 2 - 1

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import tensor
 
-from demo.scene_canvas import Canvas, smooth
+from demo.training.canvas import Canvas, smooth
 
 # One row for each sky: day, sunset, night, dawn, storm.
 SKY_TOP = tensor([[0.20, 0.45, 0.85], [0.22, 0.18, 0.45], [0.02, 0.03, 0.12], [0.45, 0.60, 0.85], [0.25, 0.27, 0.32]])

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import tensor
 
-from demo.scene_background import LEFT, RIGHT, Setting
-from demo.scene_canvas import Canvas, smooth
+from demo.training.background import LEFT, RIGHT, Setting
+from demo.training.canvas import Canvas, smooth
 
 # One row for each colour: red, yellow, blue, white, green.
 COLOUR = tensor([[0.88, 0.15, 0.12], [0.96, 0.82, 0.15], [0.15, 0.30, 0.90], [0.95, 0.95, 0.95], [0.15, 0.65, 0.25]])

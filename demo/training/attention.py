@@ -12,7 +12,7 @@ import torch
 from diffusers.models.attention_processor import Attention
 
 from demo.model import SceneModel
-from demo.training_loss import HELD_OUT_SEED, Scenes, held_out_loss, v_loss
+from demo.training.loss import HELD_OUT_SEED, Scenes, held_out_loss, v_loss
 
 OWN_LOGIT = 16  # of a token and itself in a sharp head at its start; unlike ones have about 0
 FEW_KEYS, HEADS_WITH_FEW_KEYS, LOSS_RISE = 0.20, 0.20, 0.30

@@ -1,0 +1,1 @@
+"""How the models were trained: scenes, the loss on them, the gates. Drawing needs none of it."""
