@@ -31,11 +31,8 @@ BLOCKS = "blocks-8-cpu-2026-11-28"
 POOLED = ("pooled-cpu-2026-11-29", *(f"pooled-deep-{steps}-cpu-2026-11-29" for steps in (4, 8, 20)))
 OWN_ERROR = ("own-error-cpu-2026-11-28", "own-error-sdxl-cpu-2026-11-28")
 BY_STEPS = {"4 steps": "steps-4-cpu-2026-11-25", "8 steps": "steps-8-cpu-2026-11-25", "10 steps": QUALITY,
-            "20 steps": "steps-20-cpu-2026-11-25", "20 Karras steps": "karras-20-cpu-2026-11-25",
-            "10 steps, late half (image to image)": "late-half-cpu-2026-11-25",
-            "10 steps, guidance 7.5": "guidance-cpu-2026-11-25"}  # fmt: skip
-AT_EQUAL_TIME = {"10 steps": QUALITY, "10 steps, late half": "late-half-cpu-2026-11-25",
-                 "8 steps": "steps-8-cpu-2026-11-25", "4 steps": "steps-4-cpu-2026-11-25",
+            "20 steps": "steps-20-cpu-2026-11-25", "10 steps, guidance 7.5": "guidance-cpu-2026-11-25"}  # fmt: skip
+AT_EQUAL_TIME = {"10 steps": QUALITY, "8 steps": "steps-8-cpu-2026-11-25", "4 steps": "steps-4-cpu-2026-11-25",
                  "10 steps, guidance 7.5": "guidance-cpu-2026-11-25"}  # fmt: skip
 HOST_CALLS = "host-calls-cpu-2026-11-27"
 WORK = "work-cpu-2026-11-28"
@@ -43,11 +40,10 @@ CARD, BLOCK_ON_CPU = "card-h200-2026-11-26", "gpu-cpu-2026-11-27"
 METHODS = {
     **{f"preset-{name}": f"**`{name}`, strength {value:g}**" for name, value in MARKS.items()},
     "sized-0.5": "q+k+v merged, proportional attention, ratio .5",
-    "downsample-early-and-late-8x8-then-2x2": "token down-sampling 8x8 early, 2x2 late",
     "tomesd-0.5": "tomesd, ratio .5", "tomesd-early-and-late-0.75-then-0.35": "tomesd, ratio .75 early, .35 late",
     "downsample-2x2": "token down-sampling 2x2", "tomesd-0.75": "tomesd, ratio .75",
     "tiles-2x2": "attention in 2x2 tiles (as HyperTile)",
-    "random-partner-0.75": "random partners (control)", "zero-attention": "attention set to zero (control)",
+    "zero-attention": "attention set to zero (control)",
     "bfloat16": "bfloat16 (yardstick)", "twice-the-solver-steps": "twice the solver steps (yardstick)"}  # fmt: skip
 RIVALS = ("tomesd-early-and-late-0.75-then-0.35", "downsample-2x2", "tiles-2x2")
 _BETWEEN = re.compile(r"(<!-- table (\w+): [^>]*-->\n)(.*?)(<!-- end of table -->)", re.S)

@@ -140,10 +140,39 @@ class Downsampled(InPlaceOfAttention):
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> torch.Tensor:
         """Attend to top left tokens and all text; raise ValueError if the picture is no square that cells divide."""
         places, picture = torch.arange(k.shape[2], device=k.device), self._picture or k.shape[2]
-        side = math.isqrt(picture)
-        if side * side != picture or side % self.cell:
-            raise ValueError(f"{picture} tokens are no square grid that cells of {self.cell}x{self.cell} divide; "
-                             "down-sampling is measured on square pictures only")
+        side = _side(picture, self.cell)
         cells = places[-picture:].view(side, side)[:: self.cell, :: self.cell].flatten()
         kept = torch.cat([places[:-picture], cells])
         return self.original(q, k[:, :, kept], v[:, :, kept], **more)
+
+
+class Tiles(InPlaceOfAttention):
+    """A context manager of HyperTile's idea for a UNet's square pictures: queries see the keys of their tile alone.
+
+    The published one draws the number of tiles at random; here it is `tiles` a side.
+    """
+
+    def __init__(self, unet: nn.Module, tiles: int) -> None:
+        super().__init__(unet)
+        self.tiles = tiles
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> torch.Tensor:
+        """Attend in each tile; raise ValueError if the picture is no square that tiles divide."""
+        batch, tiles, inner = len(q), self.tiles, _side(q.shape[2], self.tiles) // self.tiles
+
+        def split(x: torch.Tensor) -> torch.Tensor:
+            cut = x.unflatten(2, (tiles, inner, tiles, inner)).permute(0, 2, 4, 1, 3, 5, 6)
+            return cut.flatten(4, 5).flatten(0, 2)
+
+        out = self.original(*map(split, (q, k, v)), **more)
+        return out.unflatten(2, (inner, inner)).unflatten(0, (batch, tiles, tiles)).permute(
+            0, 3, 1, 4, 2, 5, 6).flatten(2, 5)  # fmt: skip
+
+
+def _side(tokens: int, cell: int) -> int:
+    """Return the side of a square grid of tokens; raise ValueError if it is none that cells of this side divide."""
+    side = math.isqrt(tokens)
+    if side * side != tokens or side % cell:
+        raise ValueError(f"{tokens} tokens are no square grid that cells of {cell}x{cell} divide; this is measured on "
+                         "square pictures only")
+    return side

@@ -20,7 +20,7 @@ from diffusers import DDIMScheduler
 from tqdm import tqdm
 
 import tome_core
-from benchmarks import report, results, subjects
+from benchmarks import judges, report, results, subjects
 from demo import checkpoint, model, prompt, sampler
 from demo.sampler import GUIDANCE, solver
 from tome_core import MergeConfig
@@ -30,7 +30,7 @@ from tome_core.settings.presets import EARLY_SHARE, with_share
 CURVE, BOUNDED, ALONE, ATTENTION = "curve", "bounded", "alone", "attention"
 STRENGTHS = (0.1, 0.25, 0.5, 0.75, 1.0)
 ERRORS = (5e-5, 1.5e-4, 4e-4)  # of "alone": the `max_error` of its rule
-MODELS = (*subjects.SCENE_MODELS, model.WEIGHTS.with_name("scenes-sdxl-deep.safetensors"))
+MODELS = (*judges.SD, judges.path_of("scenes-sdxl-deep"))
 
 
 class Setting(NamedTuple):
@@ -154,6 +154,7 @@ class Bench:
 def execute(options: argparse.Namespace, command: str) -> None:
     """Draw the missing rows and print the tables. Raises ValueError or OSError for a model that cannot be drawn."""
     torch.set_num_threads(1)
+    judges.check(options.model)
     paths = {path.stem: path for path in options.model}
     plan = {row.key: row for row in rows(paths, options.pictures, tuple(options.steps))}
     settings = {"models": {name: subjects.fingerprint(path) for name, path in paths.items()}, "for": subjects.SHOW}
@@ -170,8 +171,8 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.ERROR, format="%(message)s")
     parser = argparse.ArgumentParser(prog="python -m benchmarks.own_error", description=__doc__.partition("\n\n")[2])
     add, steps = parser.add_argument, tuple(setting.steps for setting in BY_STEPS)
-    add("--model", nargs="+", type=Path, default=list(MODELS), metavar="PATH", help="scene models (default: those in "
-        "demo/ that tables show)")  # fmt: skip
+    add("--model", nargs="+", type=Path, default=list(MODELS), metavar="PATH", help="scene models (default: those "
+        "that tables show)")  # fmt: skip
     add("--pictures", type=int, default=2, metavar="N", help="pictures of each setting (default %(default)s)")
     add("--steps", nargs="+", type=int, choices=steps, default=list(steps), metavar="N",
         help=f"only pictures of these numbers of steps: {', '.join(map(str, steps))} (default all)")  # fmt: skip

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import tome_core
-from benchmarks import report, results, subjects
+from benchmarks import judges, report, results, subjects
 from benchmarks.own_error_report import decibels
 from demo import model, prompt, sampler
 from demo.sampler import solver
@@ -30,7 +30,6 @@ from tome_core import MergeConfig, MergeRule
 from tome_core.models import transformer
 from tome_core.settings.presets import MARKS
 
-MODELS = tuple(model.WEIGHTS.with_name(f"scenes-{name}.safetensors") for name in ("flux", "flux-deep"))
 STEPS = (4, 8, 20)
 LEAST_ERROR = 1e-12  # that a table shows, as 120 dB: of equal pictures
 CELLS = {"pairs": (1, 2), "fours": (2, 2)}  # height and width
@@ -250,6 +249,7 @@ def _figures(rows: Sequence[dict[str, Any]]) -> tuple[str, str, str, str]:
 def execute(options: argparse.Namespace, command: str) -> None:
     """Draw the missing rows and print the tables. Raises ValueError or OSError for a model that cannot be drawn."""
     torch.set_num_threads(1)
+    judges.check(options.model)
     paths = {path.stem: path for path in options.model}
     plan = {row.key: row for row in (
         Row(name, steps, picture, way) for name in paths for steps in options.steps
@@ -272,8 +272,8 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.ERROR, format="%(message)s")
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pooled", description=__doc__.partition("\n\n")[2])
     add = parser.add_argument
-    add("--model", nargs="+", type=Path, default=[path for path in MODELS if path.exists()], metavar="PATH",
-        help="scene models of Flux's layout (default: those in demo/)")
+    add("--model", nargs="+", type=Path, default=list(judges.FLUX), metavar="PATH",
+        help="scene models of Flux's layout (default: those of benchmarks.judges)")
     add("--pictures", type=int, default=4, metavar="N", help="pictures of each way (default %(default)s)")
     add("--steps", nargs="+", type=int, choices=STEPS, default=list(STEPS), metavar="N",
         help=f"numbers of steps: {', '.join(map(str, STEPS))} (default all)")

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from benchmarks import report, results, subjects
+from benchmarks import judges, report, results, subjects
 from benchmarks.networks import UNET, Work
 from benchmarks.subjects import PART_NOISED, PURPOSES, Subject
 from benchmarks.timing import CallTimes
@@ -180,8 +180,8 @@ def parser() -> argparse.ArgumentParser:
     add("--for", dest="purpose", choices=tuple(PURPOSES), default=subjects.SHOW, help="which pictures: those that "
         "tables show (default), or others, by which strength is chosen")  # fmt: skip
     add("--list", action="store_true", help="print the names of all variants and stop")
-    add("--model", nargs="+", type=Path, metavar="PATH", help="scene models of this repository (default: those in "
-        "demo/), or your own checkpoints: diffusers folders or .safetensors files")  # fmt: skip
+    add("--model", nargs="+", type=Path, metavar="PATH", help="scene models (default: "
+        "benchmarks.judges' first three), or your own checkpoints: diffusers folders or .safetensors files")
     add("--prompts", type=Path, metavar="FILE", help="one prompt a line, for your own checkpoint; the usual choice "
         "is PartiPrompts (P2), which you get from its authors")  # fmt: skip
     add("--config", type=Path, metavar="DIR", help="with a single-file checkpoint: a local diffusers folder with its "
@@ -208,7 +208,8 @@ def complete(options: argparse.Namespace) -> tuple[Amounts, list[str]]:
     if unknown := [name for name in options.variants if name not in VARIANTS]:
         raise ValueError(f"no variant is called {' or '.join(unknown)}; --list prints the names")
     options.group = "smallest" if options.smallest else "choose" if options.purpose == subjects.CHOOSE else "standard"
-    options.model = options.model or list(subjects.SCENE_MODELS[: 1 if options.smallest else None])
+    options.model = options.model or list(judges.SD[: 1 if options.smallest else None])
+    judges.check(options.model)
     users = [path for path in options.model if not subjects.is_scene_model(path)]
     for path in users:
         checkpoint.inspect(path)

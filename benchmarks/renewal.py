@@ -22,7 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import tome_core
-from benchmarks import report, results, subjects
+from benchmarks import judges, report, results, subjects
 from benchmarks.own_error import MODELS
 from benchmarks.variants import engine
 from demo import checkpoint
@@ -158,7 +158,8 @@ def table(records: Sequence[results.Record]) -> str:
 def execute(options: argparse.Namespace, command: str) -> None:
     """Measure missing rows and print the table. Raises ValueError for a model that is no UNet of scenes."""
     torch.set_num_threads(1)
-    paths = {path.stem: path for path in options.model or [path for path in MODELS if path.exists()]}
+    paths = {path.stem: path for path in options.model}
+    judges.check(options.model)
     for path in paths.values():
         if checkpoint.is_transformer(checkpoint.read_shapes(path)):
             raise ValueError(f"{path} is a transformer, whose attention strengths do not merge; give a UNet of scenes")
@@ -174,7 +175,8 @@ def execute(options: argparse.Namespace, command: str) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return 0, 2 after an expected error, 130 if stopped. None means ``sys.argv[1:]``."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.renewal", description=__doc__.partition("\n\n")[2])
-    parser.add_argument("--model", nargs="+", type=Path, metavar="PATH", help="scene models (default: all)")
+    parser.add_argument("--model", nargs="+", type=Path, default=list(MODELS), metavar="PATH",
+                        help="scene models (default: those of benchmarks.own_error)")
     parser.add_argument("--pictures", type=int, default=4, metavar="N", help="noised pictures (default %(default)s)")
     report.add_output(parser)
     return report.run("renewal", parser, arguments, execute)

@@ -21,10 +21,6 @@ from demo.source import UserPipeline
 from demo.training.loss import Scenes
 
 PART_NOISED = 8  # noised pictures in one row of a result; even, because tomesd draws nothing for an odd batch
-# the demo's two, and the oldest, whose heads are smooth, so that the three attend in different ways. A checkout is
-# without the oldest; demo/README.md says where it is
-_SMOOTH = model.WEIGHTS.with_name("scenes128-c.safetensors")
-SCENE_MODELS = (*model.CHECKPOINTS, _SMOOTH) if _SMOOTH.exists() else model.CHECKPOINTS
 CHOOSE, SHOW = "choose", "show"
 
 

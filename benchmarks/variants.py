@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import tome_core
-from benchmarks.networks import KINDS, UNET, Downsampled, Zeros, before_each_call, finest_blocks
+from benchmarks.networks import KINDS, UNET, Downsampled, Tiles, Zeros, before_each_call, finest_blocks
 from tome_core import MergeConfig, MergeRule
 from tome_core.models import unet
 from tome_core.models.fewer_tokens import WholeBlockSite
@@ -79,6 +79,12 @@ def strength(value: float) -> PutOn:
     return engine(strength=value, only_if_it_pays=False)
 
 
+def _keys(ratio: float, cell: int) -> dict[str, Any]:
+    """Return settings by which keys and values are compared by distance and merge, refined if cells are large."""
+    return {"ratio": ratio, "sx": cell, "sy": cell, "side": "kv", "use_rand": False, "metric": "keys+values",
+            "refine": refine_of(cell)}  # fmt: skip
+
+
 def attention_alone(name: str) -> PutOn:
     """Make a function (unet, seed) -> context manager that merges by a named strength, but no whole blocks."""
 
@@ -118,8 +124,21 @@ def whole_blocks(share: float, below: float, keep_whole: int = 1, stretches: int
     return put_on
 
 
-def tomesd(ratio: float) -> PutOn:
-    """Make a (unet, seed) -> context manager: tomesd merges `ratio` of tokens in the finest level with attention."""
+def keys_below(ratio: float, cell: int) -> PutOn:
+    """Make a function (unet, seed) -> context manager: keys and values merge at all levels but the finest."""
+
+    def put_on(unet: nn.Module, seed: int) -> AbstractContextManager:
+        below = 2 ** (finest_blocks(unet)[0].halvings + 1)
+        return engine(**_keys(ratio, cell), min_downsample=below)(unet, seed)
+
+    return put_on
+
+
+def tomesd(ratio: float, early: float | None = None) -> PutOn:
+    """Make a (unet, seed) -> context manager: tomesd merges `ratio` of tokens in the finest level with attention.
+
+    early: the ratio from timestep 500 up; None: the same.
+    """
 
     @contextmanager
     def put_on(unet: nn.Module, seed: int) -> Iterator[None]:
@@ -130,8 +149,13 @@ def tomesd(ratio: float) -> PutOn:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
             package.apply_patch(unet, ratio=ratio, max_downsample=2 ** finest_blocks(unet)[0].halvings)
+
+            def choose(time: float) -> None:
+                unet._tome_info["args"]["ratio"] = ratio if early is None or time < 500 else early
+
             try:
-                yield
+                with before_each_call(unet, choose):
+                    yield
             finally:
                 package.remove_patch(unet)
                 for module in unet.modules():  # it leaves this on the UNet and the patched blocks
@@ -154,12 +178,14 @@ _STANDARD = (  # the strengths, and what users may do instead; measured by defau
     *(Variant("preset", name, strength(value), code="engine") for name, value in MARKS.items()),
     *(Variant("strength", str(value), strength(value), code="engine") for value in BETWEEN),
 )
-_TO_CHOOSE_BY = tuple(  # keys and values compared by distance, and refined if they are few
-    Variant("merged keys", f"{ratio} cells {cell}", code="engine",
-            put_on=engine(ratio=ratio, sx=cell, sy=cell, side="kv", use_rand=False, metric="keys+values",
-                          refine=refine_of(cell)))
-    for ratio, cell in FRONT
-)  # fmt: skip
+_RIVALS = (  # measured if named
+    Variant("tomesd early and late", "0.75 then 0.35", tomesd(0.35, early=0.75), code="tomesd", kinds=(UNET,)),
+    Variant("tiles", "2x2", lambda unet, seed: Tiles(unet, 2), kinds=(UNET,)),
+)
+_TO_CHOOSE_BY = tuple(Variant("merged keys", f"{ratio} cells {cell}", engine(**_keys(ratio, cell)), code="engine")
+                      for ratio, cell in FRONT)  # fmt: skip
+_BELOW = tuple(Variant("keys below", f"{ratio} cells {cell}", keys_below(ratio, cell), code="engine", kinds=(UNET,))
+               for ratio, cell in ((0.9375, 4), (0.984375, 8)))  # fmt: skip
 _ALONE = tuple(Variant("attention alone", name, attention_alone(name), code="engine", kinds=(UNET,)) for name in MARKS)
 _BLOCKS = tuple(
     Variant("whole blocks", " ".join([f"{share} below {below}", *words]), whole_blocks(share, below, **more),
@@ -169,7 +195,8 @@ _BLOCKS = tuple(
         (0.25, 760, ("first too",), {"keep_whole": 0}), (0.25, 760, ("first two whole",), {"keep_whole": 2}),
         (0.25, 760, ("two stretches",), {"stretches": 2}))
 )  # fmt: skip
-VARIANTS = {variant.name: variant for variant in (*_ALWAYS, *_STANDARD, *_TO_CHOOSE_BY, *_ALONE, *_BLOCKS)}
+VARIANTS = {variant.name: variant for variant in (
+    *_ALWAYS, *_STANDARD, *_RIVALS, *_TO_CHOOSE_BY, *_BELOW, *_ALONE, *_BLOCKS)}  # fmt: skip
 ALWAYS = tuple(variant.name for variant in _ALWAYS)
 GROUPS = {"smallest": (*ALWAYS, "tomesd-0.75", "preset-balanced"),
           "standard": (*ALWAYS, *(variant.name for variant in _STANDARD)),

@@ -15,8 +15,6 @@ from demo.prompt import VOCABULARY
 from demo.transformer import TRANSFORMER, TRANSFORMER_DEEP, SceneTransformer
 
 WEIGHTS = Path(__file__).with_name("scenes128.safetensors")
-# Of another seed, so that a ranking can be seen to repeat.
-CHECKPOINTS = (WEIGHTS, WEIGHTS.with_name("scenes128-b.safetensors"))
 COMMON = {"in_channels": 12, "out_channels": 12, "layers_per_block": 1, "cross_attention_dim": 96,
           "norm_num_groups": 16}  # fmt: skip
 UNET = {

@@ -24,7 +24,7 @@ def test_the_pages_tables_are_those_of_the_results_and_every_table_is_on_a_page(
 
 def test_the_hosts_table_has_the_settings_that_can_be_set_by_name_in_every_host_and_another_the_rest():
     """A name is the first cell's last one in quotes: the name in the hosts, if it differs."""
-    known = {row.setting: row.name for row in form.FIELDS}
+    known = {row.setting or row.name: row.name for row in form.FIELDS}
     cells = {name: [re.findall(r"`(\w+)`", row.split("|")[1]) for row in doc_tables.TABLES[name]().splitlines()[2:]]
              for name in ("settings", "settings_of_python")}  # fmt: skip
     assert {first: last for first, *_, last in ((row[0], *row) for row in cells["settings"])} == known

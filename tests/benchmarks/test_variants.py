@@ -1,6 +1,7 @@
 """Each variant does what its name says and leaves nothing behind, and the work that it leaves is counted."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.small_models import tiny_scenes
 
 SIDE = tiny_scenes.SIDE
 KIND = {"sd": UNET, "flux": TRANSFORMER}
+WITHOUT_EFFECT = ("unmerged", "twice the solver steps", "whole blocks")  # the last has one in SDXL's layout alone
 of_layouts = pytest.mark.parametrize("layout", KIND)
 
 
@@ -61,7 +63,22 @@ def test_a_variant_is_the_same_each_time_and_leaves_nothing_behind(layout):
         assert torch.equal(*answers), line
         assert torch.equal(early_and_late(layout), plain) and torch.equal(torch.get_rng_state(), state), line
         assert traces(network) == before, line
-        assert torch.equal(answers[0], plain) == (line in ("unmerged", "twice the solver steps")), line
+        assert torch.equal(answers[0], plain) == (line in WITHOUT_EFFECT), line
+
+
+@torch.inference_mode()
+def test_whole_blocks_may_begin_with_the_first_and_merge_in_two_stretches():
+    scenes = tiny_scenes.make(tiny_scenes.UNET_XL)
+    noise = torch.randn(2, 12, SIDE, SIDE, generator=torch.Generator().manual_seed(5))
+    usual = "whole-blocks-0.25-below-760"
+    answers = []
+    for name in (usual, f"{usual}-first-too", f"{usual}-first-two-whole", f"{usual}-two-stretches"):
+        with VARIANTS[name].put_on(scenes.network, 0):
+            answers += [scenes(noise, torch.full((2,), time), torch.tensor([[0, 5, 9, 12, 15, 20]] * 2))
+                        for time in (300, 800)]  # fmt: skip
+    late, early = answers[::2], answers[1::2]
+    assert all(torch.equal(early[0], other) for other in early), "above the timestep nothing merges"
+    assert not any(torch.equal(*pair) for pair in itertools.combinations(late, 2))
 
 
 def share(kept: float) -> float:
@@ -70,7 +87,8 @@ def share(kept: float) -> float:
 
 
 LEFT = {"sd": {"unmerged": 1, "zero-attention": 0, "bfloat16": 1, "tomesd-0.5": 1 / 4, "sized-0.5": 1 / 4,
-               "downsample-2x2": 1 / 4, "preset-max": 1 / 64},
+               "downsample-2x2": 1 / 4, "tiles-2x2": 1 / 4, "tomesd-early-and-late-0.75-then-0.35": (167 / 256) ** 2,
+               "preset-max": 1 / 64},
         "flux": {"unmerged": 1, "zero-attention": 0, "bfloat16": 1, "sized-0.5": share(1 / 2) ** 2,
                  "downsample-2x2": share(1 / 4)}}  # fmt: skip
 

@@ -31,7 +31,7 @@ PACKAGES = ("tome_core", "extension", "comfy_nodes")
 # modules whose texts are labels, help, log lines and names, and no reasons why something is left alone
 NO_REASONS = {
     *(f"tome_core/{name}.py" for name in ("attention/merged", "faults", "merging/kernels/proof", "reporting/gains",
-                                          "settings/config")),
+                                          "settings/config", "settings/form")),
     *(f"extension/{name}.py" for name in ("settings_tab", "ui")), "comfy_nodes/inputs.py", "comfy_nodes/nodes.py",
 }  # fmt: skip
 # phrases that had to be read twice
