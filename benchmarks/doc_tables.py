@@ -34,7 +34,7 @@ BY_STEPS = {"4 steps": "steps-4-cpu-2026-11-25", "8 steps": "steps-8-cpu-2026-11
             "20 steps": "steps-20-cpu-2026-11-25", "10 steps, guidance 7.5": "guidance-cpu-2026-11-25"}  # fmt: skip
 AT_EQUAL_TIME = {"10 steps": QUALITY, "8 steps": "steps-8-cpu-2026-11-25", "4 steps": "steps-4-cpu-2026-11-25",
                  "10 steps, guidance 7.5": "guidance-cpu-2026-11-25"}  # fmt: skip
-HOST_CALLS = "host-calls-cpu-2026-11-27"
+HOST_CALLS = ("host-calls-sdxl-cpu-2026-11-29", "host-calls-cpu-2026-11-27")
 WORK = "work-cpu-2026-11-28"
 CARD, BLOCK_ON_CPU = "card-h200-2026-11-26", "gpu-cpu-2026-11-27"
 METHODS = {
@@ -58,17 +58,23 @@ def load_result(name: str) -> Record:
 
 
 def gains() -> str:
-    """Make the Markdown table of our speed-ups in `HOST_CALLS`, n/a if missing: a row an attention, a column a size."""
+    """Make the Markdown table of our speed-ups in `HOST_CALLS`: a row an attention, a column a UNet and size."""
     factors = _host_gains()
-    sizes = sorted({pixels for _, pixels in factors}, key=int)
-    return markdown(("attention function of the host", *(f"{pixels} px" for pixels in sizes)),
-                    ((label, *(factors.get((name, pixels), ABSENT) for pixels in sizes))
+    columns = sorted({(unet, pixels) for unet, _, pixels in factors}, key=lambda one: (one[0] == SD15, int(one[1])))
+    heads = (f"{work.LABELS[unet]}, {pixels} px" for unet, pixels in columns)
+    return markdown(("attention function of the host", *heads),
+                    ((label, *(factors.get((unet, name, pixels), ABSENT) for unet, pixels in columns))
                      for name, (_, _, label) in calls.ATTENTIONS.items()))  # fmt: skip
 
 
-def _host_gains() -> dict[tuple[str, str], str]:
-    """Return our speed-ups in `HOST_CALLS` by attention and size."""
-    return {(row["attention"], row["pixels"]): row[calls.GAIN] for row in calls.table_rows([load_result(HOST_CALLS)])}
+def _host_rows() -> list[dict[str, str]]:
+    """Return the rows of `HOST_CALLS`, by `host_calls.HEAD`."""
+    return calls.table_rows([load_result(name) for name in HOST_CALLS])
+
+
+def _host_gains() -> dict[tuple[str, str, str], str]:
+    """Return our speed-ups in `HOST_CALLS` by UNet, attention and size."""
+    return {(row["UNet"], row["attention"], row["pixels"]): row[calls.GAIN] for row in _host_rows()}
 
 
 def counted() -> str:
@@ -76,7 +82,7 @@ def counted() -> str:
     rows, strength = [], "balanced"
     by_host = _host_gains()
     for pixels in calls.PIXELS:
-        timed = (by_host[name, str(pixels)] for name in ("comfyui-pytorch", "webui-sdp"))
+        timed = (by_host[SD15, name, str(pixels)] for name in ("comfyui-pytorch", "webui-sdp"))
         rows.append(("a CPU thread, PyTorch's attention in ComfyUI, A1111", f"SD1.5, {pixels} px",
                      work.gain(work.share(SD15, strength, pixels, "cpu")), ", ".join(timed)))  # fmt: skip
     for row in load_result(WORK)["rows"]:
@@ -151,9 +157,8 @@ def own_error_by_model() -> str:
 
 def host_calls() -> str:
     """Make the Markdown table of `HOST_CALLS`, a row an attention and size: `host_calls.HEAD` but its last column."""
-    rows = calls.table_rows([load_result(HOST_CALLS)])
     heads = [head for head in calls.HEAD if head != calls.PEAK]
-    return markdown(heads, ([row[head] for head in heads] for row in rows))
+    return markdown(heads, ([row[head] for head in heads] for row in _host_rows()))
 
 
 def strength() -> str:

@@ -85,15 +85,21 @@ def _keys(ratio: float, cell: int) -> dict[str, Any]:
             "refine": refine_of(cell)}  # fmt: skip
 
 
-def attention_alone(name: str) -> PutOn:
-    """Make a function (unet, seed) -> context manager that merges by a named strength, but no whole blocks."""
+def attention_alone(value: float) -> PutOn:
+    """Make a function (unet, seed) -> context manager that merges by a strength, 0 to 1, but no whole blocks."""
 
     def put_on(unet: nn.Module, seed: int) -> AbstractContextManager:
-        config = tome_core.preset(name, curve_of(unet))
+        config = tome_core.strength(value, curve_of(unet))
         rules = tuple(rule for rule in config.rules if not rule.merge_blocks)
         return engine(config=replace(config, rules=rules), only_if_it_pays=False)(unet, seed)
 
     return put_on
+
+
+def blocks_rule(share: float, below: float) -> MergeRule:
+    """Return the rule by which whole blocks of SDXL's coarsest level run on a share of the tokens below a timestep."""
+    return MergeRule(merge_attn=False, merge_blocks=True, ratio=1 - share, sx=4, sy=4, metric="input", side="kv",
+                     use_rand=False, keep=60.0, min_downsample=4, max_timestep=below)  # fmt: skip
 
 
 def whole_blocks(share: float, below: float, keep_whole: int = 1, stretches: int = 1) -> PutOn:
@@ -102,8 +108,7 @@ def whole_blocks(share: float, below: float, keep_whole: int = 1, stretches: int
     below: the timestep below which they do. keep_whole: how many first blocks of each transformer keep all tokens.
     stretches: the others merge in so many stretches of about equal length, each with its own match.
     """
-    rule = MergeRule(merge_attn=False, merge_blocks=True, ratio=1 - share, sx=4, sy=4, metric="input", side="kv",
-                     use_rand=False, keep=60.0, min_downsample=4, max_timestep=below)  # fmt: skip
+    rule = blocks_rule(share, below)
 
     @contextmanager
     def put_on(network: nn.Module, seed: int) -> Iterator[None]:
@@ -186,7 +191,8 @@ _TO_CHOOSE_BY = tuple(Variant("merged keys", f"{ratio} cells {cell}", engine(**_
                       for ratio, cell in FRONT)  # fmt: skip
 _BELOW = tuple(Variant("keys below", f"{ratio} cells {cell}", keys_below(ratio, cell), code="engine", kinds=(UNET,))
                for ratio, cell in ((0.9375, 4), (0.984375, 8)))  # fmt: skip
-_ALONE = tuple(Variant("attention alone", name, attention_alone(name), code="engine", kinds=(UNET,)) for name in MARKS)
+_ALONE = tuple(Variant("attention alone", name, attention_alone(value), code="engine", kinds=(UNET,))
+               for name, value in {**MARKS, **{str(value): value for value in (0.125, 0.175, 0.35)}}.items())
 _BLOCKS = tuple(
     Variant("whole blocks", " ".join([f"{share} below {below}", *words]), whole_blocks(share, below, **more),
             code="engine", kinds=(UNET,))

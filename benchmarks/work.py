@@ -39,19 +39,27 @@ def _unet(name: str) -> nn.Module:
         return models.UNet(models.SHAPES[name]).half()
 
 
+def unet_of(name: str, device: str = "meta") -> nn.Module:
+    """Return a UNet of `LABELS` without memory, which says that its calls are on a device, see `share`."""
+    unet = _unet(name)
+    # as accelerate marks a model whose weights are elsewhere than its calls
+    unet._hf_hook = SimpleNamespace(execution_device=torch.device(device))
+    return unet
+
+
+def config_of(name: str, strength: str, blocks: bool = True) -> tome_core.MergeConfig:
+    """Return the settings of a named strength for a UNet of `LABELS`; blocks: whether whole blocks merge too."""
+    config = tome_core.preset(strength, curve_of(_unet(name)))
+    return config if blocks else replace(config, rules=tuple(rule for rule in config.rules if not rule.merge_blocks))
+
+
 def share(name: str, strength: str, pixels: int, device: str = "meta", blocks: bool = True) -> float:
     """Return the share of a UNet's work, 0 to 1, that a named strength leaves out in 20 steps of a square picture.
 
     device: "cpu", where smaller levels merge, or "meta", which stands for a GPU that never waits for launches. blocks:
     whether whole blocks merge too.
     """
-    unet = _unet(name)
-    # as accelerate marks a model whose weights are elsewhere than its calls
-    unet._hf_hook = SimpleNamespace(execution_device=torch.device(device))
-    config = tome_core.preset(strength, curve_of(unet))
-    if not blocks:
-        config = replace(config, rules=tuple(rule for rule in config.rules if not rule.merge_blocks))
-    return expected_share(unet, config, pixels, pixels, STEPS)
+    return expected_share(unet_of(name, device), config_of(name, strength, blocks), pixels, pixels, STEPS)
 
 
 def gain(left_out: float) -> str:

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import doc_tables, host_calls
+from benchmarks import doc_tables, host_calls, results
 from benchmarks.host_inside import ARMS, COMFYUI, OURS, WEBUI
+from benchmarks.models import SD15, SDXL
 
 FOLDERS = {host: os.environ.get(f"{name}_DIR") for host, name in ((COMFYUI, "COMFYUI"), (WEBUI, "WEBUI"))}
 SPENT = {"unmerged": 8.0, "built-in": 4.0, **dict(zip(OURS, (3.0, 1.0, 4.0, 2.0), strict=True))}
-ROW = {"function": "attend", "version": "1", "torch": "2", "seconds": SPENT, "peak_mib": dict.fromkeys(ARMS, 5.0)}
+ROW = {"function": "attend", "version": "1", "torch": "2", "seconds": SPENT, "peak_mib": dict.fromkeys(ARMS, 5.0),
+       "round": 0, "failed_arms": {}}  # fmt: skip
 
 
 @pytest.fixture
@@ -24,8 +26,9 @@ def comfyui(tmp_path) -> Path:
 
 def case_of(host: str, *arguments: str) -> dict:
     options = host_calls.parser().parse_args(["--smoke", "--rounds", "1", *arguments])
-    (case,) = host_calls.plan_cases(options, [host]).values()
-    return case
+    first, *others = host_calls.plan_cases(options, [host]).values()
+    assert [case["arm"] for case in (first, *others)] == list(ARMS)
+    return first
 
 
 def test_a_folder_that_is_missing_is_named(comfyui, tmp_path, capsys):
@@ -41,28 +44,32 @@ def test_a_stopped_run_goes_on_with_what_is_missing(comfyui, tmp_path, monkeypat
     measured = []
 
     def measure(case, folder):
-        measured.append((case["attention"], case["pixels"]))
+        measured.append((case["attention"], case["pixels"], case["arm"]))
         if len(measured) == 3:
             raise KeyboardInterrupt
-        return ROW
+        arm = {"seconds": {name: SPENT[name] for name in ARMS[case["arm"]]}, "peak_mib": {case["arm"]: 5.0}}
+        return {**ROW, **arm}
 
     monkeypatch.setattr(host_calls, "measure", measure)
     line = ["--comfyui", str(comfyui), "--sizes", "768", "512", "--rounds", "1", "--output", str(tmp_path / "a.json")]
     assert host_calls.main(line) == 130
-    assert "[2/6] comfyui, 768 px, 0" in capsys.readouterr().err
+    assert "[2/18] comfyui, sd15, 512 px, 0, built-in" in capsys.readouterr().err
     assert host_calls.main(line) == 0
-    third = ("comfyui-pytorch", 512)
-    assert measured[:4] == [("comfyui", 512), ("comfyui", 768), third, third] and len(measured) == 7
-    assert capsys.readouterr().out == (tmp_path / "a.md").read_text()
+    assert measured[:4] == [("comfyui", 512, arm) for arm in ("unmerged", "built-in", "ours", "ours")]
+    assert len(measured) == 19 and capsys.readouterr().out == (tmp_path / "a.md").read_text()
+    (whole,) = {tuple(row.values())[3:] for row in host_calls.table_rows([results.load(tmp_path / "a.json")])}
+    assert whole == ("1", *host_calls.figures([ROW], "balanced", SD15)[1:]), "arms of a case are one row"
 
 
 def test_the_table_has_medians_and_how_many_times_as_fast():
     rows = [{**ROW, "seconds": {**SPENT, "unmerged": spent}} for spent in (6.0, 100.0, 8.0)]
-    early = host_calls.share_of_early("balanced")
-    mean = early * 2 + (1 - early) * 3
-    assert host_calls.figures(rows, early) == ["3", "8", "4", "3, 4", "1, 2", f"{mean:.3g}", "2.00", f"{8 / mean:.2f}",
-                                               "5, 5, 5"]  # fmt: skip
-    assert 0 < early < 1
+    rows = [{**row, "round": number} for number, row in enumerate(rows)]
+    for unet in (SD15, SDXL):
+        early, of_8 = (host_calls.share_of_early("balanced", unet, steps) for steps in (20, 8))
+        means = early * 2 + (1 - early) * 3, of_8 * 3 + (1 - of_8) * 4
+        assert host_calls.figures(rows, "balanced", unet) == [
+            "3", "8", "4", "3, 4", "1, 2", f"{means[0]:.3g}, {means[1]:.3g}", "2.00", f"{8 / means[0]:.2f}", "5, 5, 5"]
+        assert 0 < early < 1
 
 
 def test_the_readme_has_the_best_and_the_worst_row_of_the_result():
@@ -90,19 +97,24 @@ print("measured: " + json.dumps(dict(function="attend", seconds=dict(unmerged=8.
 """)
     script.chmod(0o755)
     monkeypatch.setenv("COMFYUI_PYTHON", str(script))  # this one outweighs the folder's
-    row = host_calls.measure(case_of(COMFYUI, "--sizes", "64", "--attention", "comfyui"), comfyui)
-    assert row["failed_arms"] == {"built-in": "out of memory", "ours": "it broke"}
-    assert row["seconds"] == {**dict.fromkeys(SPENT), "unmerged": 8.0} and row["peak_mib"]["unmerged"] == 5.0
-    assert host_calls.figures([row], 0.5)[1:4] == ["8", "n/a", "n/a"]
+    case = case_of(COMFYUI, "--sizes", "64", "--attention", "comfyui")
+    rows = [{**case, **host_calls.measure({**case, "arm": arm}, comfyui)} for arm in ARMS]
+    assert [row["failed_arms"] for row in rows] == [{}, {"built-in": "out of memory"}, {"ours": "it broke"}]
+    assert rows[0]["seconds"] == {"unmerged": 8.0} and rows[0]["peak_mib"] == {"unmerged": 5.0}
+    assert host_calls.figures(rows, "balanced", SD15)[1:4] == ["8", "n/a", "n/a"]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("unet", [SD15, SDXL])
 @pytest.mark.parametrize(("host", "name", "function"), [(COMFYUI, "comfyui-split", "attention_split"),
                                                         (WEBUI, "webui-doggettx", "split_cross_attention_forward")])
-def test_a_real_host_is_measured(host, name, function):
+def test_a_real_host_is_measured(host, name, function, unet):
     if not FOLDERS[host]:
         pytest.skip(f"needs {host}: COMFYUI_DIR or WEBUI_DIR names its folder")
-    row = host_calls.measure(case_of(host, "--sizes", "512", "--attention", name), Path(FOLDERS[host]))
-    assert row.get("function") == function and not row["failed_arms"], row
-    assert list(row["seconds"]) == list(SPENT) and min(row["seconds"].values()) > 0
-    assert row["seconds"]["late, kept"] < row["seconds"]["unmerged"]
+    case, spent = case_of(host, "--sizes", "512", "--attention", name, "--unet", unet), {}
+    for arm in ARMS:
+        row = host_calls.measure({**case, "arm": arm}, Path(FOLDERS[host]))
+        assert row.get("function") == function and not row["failed_arms"], row
+        spent |= row["seconds"]
+    assert list(spent) == list(SPENT) and min(spent.values()) > 0
+    assert spent["late, kept"] < spent["unmerged"] * (1 if unet == SD15 else 2), "a tiny SDXL gains nothing"

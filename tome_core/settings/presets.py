@@ -29,14 +29,15 @@ MOST_MERGED = 3 / 4  # a step that keeps a larger share of keys is not merged: m
 # From this share of keys on, cells are 4x4 tokens without a k-means step. Below it, cells of 8x8 with three k-means
 # steps have two fifths less error (benchmarks/results/front-cpu-2026-11-25.md).
 _FINE_CELLS = 5 / PARTS
-# At evenly spaced strengths from 0 to 1: the share of keys that late steps keep, in 1/64, and the timestep from which
-# on steps are early and keep `EARLY_SHARE`. Chosen from measurements by ``python -m benchmarks.strength``.
-_FROM_65 = ((6, 328), (5, 324), (5, 250), (4, 247), (4, 172), (3, 160), (2, 149), (1, 0))
+# At strengths 0, .05, .1 and so on: the share of keys that late steps keep, in 1/64, and the timestep from which on
+# steps are early and keep `EARLY_SHARE`. Chosen from measurements by ``python -m benchmarks.strength``. SDXL's ends at
+# .3: attention is a twentieth of its work at 1024 px, and more of it saves 1% and errs as much as whole blocks that
+# save 5% (``python -m benchmarks.blocks``).
 CURVES = {
     "sd": ((64, 1000), (64, 787), (64, 609), (41, 578), (35, 498), (26, 472), (21, 457), (17, 440), (14, 413),
-           (11, 405), (9, 375), (8, 355), (7, 339), *_FROM_65),
-    "sdxl": ((64, 1000), (41, 987), (32, 986), (25, 964), (19, 942), (14, 908), (12, 831), (10, 782), (8, 767),
-             (7, 675), (6, 600), (6, 496), (6, 406), *_FROM_65),
+           (11, 405), (9, 375), (8, 355), (7, 339), (6, 328), (5, 324), (5, 250), (4, 247), (4, 172), (3, 160),
+           (2, 149), (1, 0)),
+    "sdxl": ((64, 1000), (41, 987), (32, 986), (25, 964), (19, 942), (14, 908), (12, 831)),
 }  # fmt: skip
 # Half of SDXL's time goes into the blocks of its coarsest level. Strength s keeps 16^-s of their tokens below the first
 # of these timesteps; from 0.75 to 1 the limit rises to the second. Merging in the first steps costs most
@@ -63,7 +64,7 @@ def strength(value: float, curve: str = SD) -> MergeConfig:
     may differ (docs/methods.md, "Strength"). The rules' `max_error` bounds the error that the engine estimates.
 
     Args:
-        value: from 0, which is off, to 1, which keeps a sixty-fourth of the keys in every step.
+        value: from 0, which is off, to 1, which keeps a sixty-fourth of the keys in every step of SD1.5.
         curve: the kind of model: "sd" (UNets like SD1.5's), "sdxl" or "transformer". `patch` finds it.
 
     Raises:
@@ -82,7 +83,8 @@ def strength(value: float, curve: str = SD) -> MergeConfig:
         return MergeConfig(**_ALL, ratio=0.0)
     if curve == TRANSFORMER:
         return MergeConfig(rules=_rules_of_transformer(float(value)))
-    share, until = _between(float(value), CURVES[curve])
+    points = CURVES[curve]
+    share, until = _between(min(float(value) * (len(CURVES[SD]) - 1) / (len(points) - 1), 1.0), points)
     cell = _cell_of(share)
     early = {} if share <= EARLY_SHARE else {"early_ratio": 1 - EARLY_SHARE, "early_until": until}
     most = _MOST_ERROR * 10 ** (2 * float(value) - 1)

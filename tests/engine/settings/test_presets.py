@@ -30,7 +30,8 @@ def test_more_strength_asks_more_of_every_step_and_nothing_jumps(curve):
     """A hundredth changes the time of attention by a few percent. No step merges so little that it takes longer."""
     kept = [shares(strength(number / 100, curve=curve)) for number in range(101)]
     times = [sum(map(step_time, curve)) / len(MOMENTS) for curve in kept]
-    assert set(kept[0]) == {1.0} and kept[-1] == pytest.approx([1 / 64] * len(MOMENTS))
+    most = {SD: [1 / 64] * len(MOMENTS), SDXL: kept[30]}[curve]
+    assert set(kept[0]) == {1.0} and kept[-1] == pytest.approx(most), "SDXL's gain is whole blocks from there on"
     assert times[1] > 0.9, "the first hundredth changes hardly anything"
     for weaker, stronger in pairwise(kept):
         assert all(more <= less for less, more in zip(weaker, stronger, strict=True))
@@ -48,7 +49,8 @@ def test_marks_are_strengths_and_nothing_is_off():
 @of_each_unet
 def test_few_keys_are_means_of_wide_cells_that_k_means_refines(curve):
     cells = {name: (rule.sx, rule.sy, rule.refine) for name in MARKS for rule in preset(name, curve).rules[:1]}
-    assert cells == {**dict.fromkeys(MARKS, (4, 4, 0)), "max": (8, 8, 3)}, "as measured"
+    few = {"max": (8, 8, 3)} if curve == SD else {}
+    assert cells == {**dict.fromkeys(MARKS, (4, 4, 0)), **few}, "as measured"
 
 
 def test_more_strength_leaves_fewer_tokens_to_sdxls_coarsest_blocks_in_all_but_the_first_steps():
