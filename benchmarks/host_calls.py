@@ -144,6 +144,8 @@ def execute(options: argparse.Namespace, command: str) -> int:
     folders = find_folders(options)
     cases = plan_cases(options, list(folders))
     settings = {"preset": PRESET, "free": FREE, "smoke": options.smoke}
+    for host in folders:  # where the hosts lie here tells nobody anything
+        command = command.replace(str(getattr(options, host)), host)
     described = results.describe("cpu")
     described["device"]["threads"] = 1  # of the processes that measure
     run = results.Run.start(results.new_record("host-calls", command, settings, described), list(cases), options.output)
