@@ -63,6 +63,14 @@ def test_less_work_is_left_the_stronger_and_the_larger(name):
     assert shares[0][-1] < shares[-1][-1] < 1
 
 
+@pytest.mark.parametrize("size", [(1024, 1024), (1152, 896), (1216, 832), (832, 1216), (1344, 768), (1536, 640),
+                                  (704, 1344)], ids=str)  # fmt: skip
+def test_every_size_of_a_megapixel_that_sdxl_was_trained_for_saves_about_as_much(size):
+    unet = work.unet_of("sdxl")
+    share = expected_share(unet, work.config_of("sdxl", "balanced"), *size)
+    assert share == pytest.approx(work.share("sdxl", "balanced", 1024), abs=0.03)
+
+
 def test_whole_blocks_and_a_cpu_s_smaller_levels_leave_out_more():
     assert work.share("sdxl", "balanced", 1024, blocks=False) < work.share("sdxl", "balanced", 1024)
     assert work.share("sdxl", "balanced", 768) == 0 < work.share("sdxl", "balanced", 768, "cpu")

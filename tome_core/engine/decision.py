@@ -18,10 +18,11 @@ from .plan_cache import KeptPlans
 # block in float32, batch 2, one thread: .84 to 1.06 of the unmerged speed at 576 tokens if every step matches again,
 # 1.22 to 1.32 at 1,024 tokens over the steps of a picture. Elsewhere: estimated from the number of kernel launches.
 _LEAST = {"cpu": 1024}
-_LEAST_ELSEWHERE = 4096
+_LEAST_ELSEWHERE = 3600
 # For whole blocks, most of whose work grows with the number of tokens alone, on any device. Estimated: SDXL at 1024 px,
-# with 1,024 tokens of 1,280 channels, is 1.2 to 1.5 times as fast (docs/benchmarks.md, "Whole blocks").
-_LEAST_FOR_BLOCKS = 1024
+# with 1,024 tokens of 1,280 channels, is 1.2 to 1.5 times as fast (docs/benchmarks.md, "Whole blocks"). Its pictures of
+# about a megapixel, such as 832x1216 or 704x1344, have 924 tokens or more.
+_LEAST_FOR_BLOCKS = 900
 
 
 class BlockInput(NamedTuple):
