@@ -120,7 +120,7 @@ def fresh_compiler():
 @pytest.fixture
 def server(monkeypatch):
     """The double of ComfyUI's server, which receives the nodes' texts."""
-    from tests.host_doubles.comfy_sampling import Server
+    from tests.host_doubles.comfy import Server
 
     double = Server()
     monkeypatch.setitem(sys.modules, "server", double)

@@ -10,16 +10,8 @@ import torch.nn.functional as F
 from comfy_nodes import transformers
 from comfy_nodes.slot_calls import SLOT, HostCall, OtherNodesFunction
 from tests.host_doubles import comfy_attention as comfy
+from tests.host_doubles.comfy import BaseModel, ModelPatcher, apply, latest, least_checkpoint, sample, transformer
 from tests.host_doubles.comfy_models import deep_unet
-from tests.host_doubles.comfy_sampling import (
-    BaseModel,
-    ModelPatcher,
-    apply,
-    latest,
-    least_checkpoint,
-    sample,
-    transformer,
-)
 from tests.hosts.comfyui.hold_attentions import TOLERANCE, way_of
 from tome_core.attention.merged import BIAS, OWN_BIAS
 from tome_core.engine import decision

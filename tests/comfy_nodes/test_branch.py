@@ -12,7 +12,7 @@ import torch
 from comfy_nodes import host
 from comfy_nodes.nodes import ApplyToMe, RemoveToMe
 from comfy_nodes.slot_calls import SLOT
-from tests.host_doubles.comfy_sampling import Executor, apply, least_checkpoint, sample, transformer
+from tests.host_doubles.comfy import Executor, apply, least_checkpoint, sample, transformer
 from tests.small_models.unets import inputs
 from tests.watching.threads import at_once
 from tests.watching.traces import traces

@@ -6,16 +6,8 @@ import torch
 from comfy_nodes.nodes import ApplyToMe
 from comfy_nodes.slot_calls import SLOT
 from tests.host_doubles import comfy_attention
+from tests.host_doubles.comfy import BaseModel, ModelPatcher, apply, latest, least_checkpoint, sample, transformer
 from tests.host_doubles.comfy_models import deep_unet
-from tests.host_doubles.comfy_sampling import (
-    BaseModel,
-    ModelPatcher,
-    apply,
-    latest,
-    least_checkpoint,
-    sample,
-    transformer,
-)
 from tests.watching.traces import traces
 from tome_core import MergeConfig, MergeRule
 

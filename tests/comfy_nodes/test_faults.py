@@ -5,8 +5,8 @@ import torch
 
 from comfy_nodes.branch import Sampling
 from comfy_nodes.nodes import ApplyToMe
+from tests.host_doubles.comfy import BaseModel, ModelPatcher, sample
 from tests.host_doubles.comfy_models import deep_unet
-from tests.host_doubles.comfy_sampling import BaseModel, ModelPatcher, sample
 from tests.small_models.unets import TEXT
 from tests.watching.mistakes import failing, functions_in
 from tome_core import MergeConfig, MergeRule

@@ -7,8 +7,8 @@ import torch
 import comfy_nodes
 import tome_core
 from comfy_nodes.nodes import ApplyToMe
+from tests.host_doubles.comfy import BaseModel, ModelPatcher, sample
 from tests.host_doubles.comfy_models import deep_unet, deeper_unet
-from tests.host_doubles.comfy_sampling import BaseModel, ModelPatcher, sample
 from tests.watching.calls import functions_called
 from tome_core import MergeConfig
 

@@ -11,7 +11,7 @@ import tome_core
 from comfy_nodes import host
 from comfy_nodes.inputs import STRENGTH
 from comfy_nodes.nodes import ApplyToMe, ToMeSettings
-from tests.host_doubles.comfy_sampling import BaseModel, ModelPatcher, apply, least_checkpoint, sample, transformer
+from tests.host_doubles.comfy import BaseModel, ModelPatcher, apply, least_checkpoint, sample, transformer
 from tests.small_models.unets import ldm_sdxl
 from tome_core import MergeConfig, form
 from tome_core.hosting import MARKS

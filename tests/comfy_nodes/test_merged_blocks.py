@@ -13,8 +13,8 @@ from comfy_nodes import host
 from comfy_nodes.nodes import ApplyToMe
 from comfy_nodes.unets import UnetMerging, _options_of
 from tests.host_doubles import comfy_attention
+from tests.host_doubles.comfy import BaseModel, ModelPatcher, sample
 from tests.host_doubles.comfy_models import BasicTransformerBlock, deep_unet, deeper_unet
-from tests.host_doubles.comfy_sampling import BaseModel, ModelPatcher, sample
 from tests.small_models.unets import TEXT, note_tokens
 from tests.watching.traces import traces
 from tome_core import MergeConfig, MergeRule

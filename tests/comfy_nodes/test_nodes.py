@@ -13,7 +13,7 @@ from comfy_nodes import host, nodes, picture
 from comfy_nodes.branch import Outcome, facts_of
 from comfy_nodes.nodes import ApplyToMe, RemoveToMe, ToMePreview
 from comfy_nodes.slot_calls import SLOT
-from tests.host_doubles.comfy_sampling import (
+from tests.host_doubles.comfy import (
     Guider,
     apply,
     checkpoint,

@@ -7,7 +7,7 @@ import torch
 
 import tome_core
 from comfy_nodes.sampling import HostSampling, timestep_of
-from tests.host_doubles.comfy_sampling import Guider, apply, latest, least_checkpoint, sampler_of, transformer
+from tests.host_doubles.comfy import Guider, apply, latest, least_checkpoint, sampler_of, transformer
 from tests.small_models.unets import inputs
 from tests.watching.on_device import on_device
 from tome_core.engine import state

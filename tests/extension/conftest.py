@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from tests.host_doubles.webui_jobs import SdNext, Webui, merges
+from tests.host_doubles.webuis import SdNext, Webui, merges
 
 
 @pytest.fixture

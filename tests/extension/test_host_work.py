@@ -2,7 +2,7 @@
 
 import extension
 import tome_core
-from tests.host_doubles.webui_jobs import FREE
+from tests.host_doubles.webuis import FREE
 from tests.watching.calls import functions_called
 
 MOST_CALLS = 100

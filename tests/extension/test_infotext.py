@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from tests.host_doubles.webui_jobs import ON, Processing, custom, report
+from tests.host_doubles.webuis import ON, Processing, custom, report
 
 # the webui's own pattern, and its splitting of values such as 2x2
 PAIR = re.compile(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from tests.host_doubles.webui_jobs import FREE, report
+from tests.host_doubles.webuis import FREE, report
 from tests.small_models.unets import ldm_of_one_level, ldm_sdxl
 from tome_core import form, preset, strength
 

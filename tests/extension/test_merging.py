@@ -6,19 +6,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from tests.host_doubles import webui_jobs
-from tests.host_doubles.webui_jobs import (
-    ASKED,
-    FLAVOURS,
-    FREE,
-    ON,
-    SAVED,
-    Denoiser,
-    custom,
-    merged_tokens,
-    merges,
-    report,
-)
+from tests.host_doubles import webuis
+from tests.host_doubles.webuis import ASKED, FLAVOURS, FREE, ON, SAVED, Denoiser, custom, merged_tokens, merges, report
 from tests.small_models.unets import ldm_wrapped
 from tests.thoroughness import some_quick
 from tome_core import form
@@ -97,9 +86,9 @@ def test_a_pass_lives_as_long_as_the_samplers_call_and_nothing_stays_on_the_job_
             seen.append(("step", merges(webui.unet), [name in vars(p.sampler) for name in names]))
 
     ours, webui.script = webui.script, None
-    webui.process(plain := webui_jobs.Processing(webui, (), enable_hr=True))
+    webui.process(plain := webuis.Processing(webui, (), enable_hr=True))
     webui.script = ours
-    webui.process(p := webui_jobs.Processing(webui, ON, enable_hr=True, at=at, at_step=at_step))
+    webui.process(p := webuis.Processing(webui, ON, enable_hr=True, at=at, at_step=at_step))
     before, during, after = (False, [True, True]), (True, [False, False]), (False, [False, False])
     assert seen == [("conditioning", *before), ("step", *during), ("upscale", *after), ("conditioning", *before),
                     ("step", *during), ("decode", *after)]  # fmt: skip
@@ -115,7 +104,7 @@ def test_another_extensions_method_of_the_sampler_stays_and_one_that_keeps_ours_
             ours = p.sampler.sample
             p.sampler.sample = lambda *args: called.append(1) or ours(*args)
 
-    p = webui_jobs.Processing(webui, ON, at=at)
+    p = webuis.Processing(webui, ON, at=at)
     assert f", 4 steps, {SAVED}" in webui.process(p).comments and called == [1]
     wrapped = p.sampler.sample
     plain = webui.plain().latents
@@ -162,8 +151,8 @@ class SplitDenoiser(Denoiser):
     """A denoiser that calls the model once for each prompt, as with batch_cond_uncond off."""
 
     def guided(self, x, timestep):
-        cond = self.run(x, timestep, webui_jobs.PROMPT)
-        uncond = self.run(x, timestep, torch.zeros_like(webui_jobs.PROMPT))
+        cond = self.run(x, timestep, webuis.PROMPT)
+        uncond = self.run(x, timestep, torch.zeros_like(webuis.PROMPT))
         return uncond + 2 * (cond - uncond)
 
 
@@ -171,11 +160,11 @@ class TiledDenoiser(Denoiser):
     """Tiled Diffusion's denoiser: after the step's announcement one call for each tile, all of one shape."""
 
     def guided(self, x, timestep):
-        return torch.cat([self.run(tile, timestep, webui_jobs.PROMPT) for tile in x.split(8, dim=3)], dim=3)
+        return torch.cat([self.run(tile, timestep, webuis.PROMPT) for tile in x.split(8, dim=3)], dim=3)
 
 
 @pytest.mark.parametrize(("flavour", "denoiser", "matches"),
-                         [("forge", Denoiser, 1), ("a1111", webui_jobs.CFGDenoiserTimesteps, 1),
+                         [("forge", Denoiser, 1), ("a1111", webuis.CFGDenoiserTimesteps, 1),
                           ("a1111", SplitDenoiser, 1), ("a1111", TiledDenoiser, 2)])  # fmt: skip
 def test_a_passes_steps_and_both_prompts_have_one_match_and_each_tile_its_own(webui, monkeypatch, denoiser, matches):
     state, done = webui.engine("engine.state"), []
@@ -193,11 +182,11 @@ def test_a_picture_is_the_same_after_another_and_in_a_batch_of_its_own(webui, de
     assert torch.equal(webui.job(args, seed=8, **facts).latents, both[1:])
 
 
-@pytest.mark.parametrize(("flavour", "denoiser"), [("a1111", Denoiser), ("forge", webui_jobs.CFGDenoiserTimesteps)])
+@pytest.mark.parametrize(("flavour", "denoiser"), [("a1111", Denoiser), ("forge", webuis.CFGDenoiserTimesteps)])
 def test_a_hires_pass_that_begins_late_leaves_the_work_that_its_mark_promises(webui, monkeypatch, denoiser):
     times = tuple(500.0 - 50 * step for step in range(10))
-    monkeypatch.setattr(webui_jobs, "SIGMAS", tuple(STABLE_DIFFUSION.sigma_of(time) for time in times))
-    monkeypatch.setattr(webui_jobs, "TIMESTEPS", times)
+    monkeypatch.setattr(webuis, "SIGMAS", tuple(STABLE_DIFFUSION.sigma_of(time) for time in times))
+    monkeypatch.setattr(webuis, "TIMESTEPS", times)
     levels = report(webui.job(BALANCED, enable_hr=True, denoiser=denoiser))["passes"]["hires pass"]["levels"]
     early, late = sorted(levels[0]["merged"], key=lambda kind: kind["keys"])
     assert late["calls"] / (early["calls"] + late["calls"]) == pytest.approx(0.4)

@@ -6,8 +6,8 @@ import types
 
 import pytest
 
-from tests.host_doubles.webui_jobs import Component, merges
 from tests.host_doubles.webui_modules import ROOT
+from tests.host_doubles.webuis import Component, merges
 from tome_core import form
 
 DIAL = ("enabled", "strength", "where")

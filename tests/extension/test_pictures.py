@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.host_doubles.webui_jobs import ASKED, FLAVOURS, ON, SAVED, merges
+from tests.host_doubles.webuis import ASKED, FLAVOURS, ON, SAVED, merges
 from tests.small_models.unets import ldm_of_one_level
 from tests.thoroughness import some_quick
 

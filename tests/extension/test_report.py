@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.host_doubles.webui_jobs import FREE, ON, TIMESTEPS, Interrupted, Processing, custom, report, sample_euler
+from tests.host_doubles.webuis import FREE, ON, TIMESTEPS, Interrupted, Processing, custom, report, sample_euler
 
 
 def test_a_picture_equal_to_plain_claims_nothing_and_says_why(webui):

@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 
-from tests.host_doubles.webui_jobs import FLAVOURS, ON, CFGDenoiserTimesteps, Denoiser, Processing, custom, sample_euler
+from tests.host_doubles.webuis import FLAVOURS, ON, CFGDenoiserTimesteps, Denoiser, Processing, custom, sample_euler
 from tests.thoroughness import some_quick
 from tests.watching.on_device import on_device
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.host_doubles.webui_jobs import FREE, ON, Component, merges, report
+from tests.host_doubles.webuis import FREE, ON, Component, merges, report
 from tests.small_models import transformer_pipelines
 
 

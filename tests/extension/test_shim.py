@@ -9,8 +9,8 @@ import pytest
 
 from install_hosts import WEBUI
 from tests.host_doubles.folders import call_install, make_folder
-from tests.host_doubles.webui_jobs import ON, SAVED, Webui, merges
 from tests.host_doubles.webui_modules import ROOT
+from tests.host_doubles.webuis import ON, SAVED, Webui, merges
 
 
 def test_a_rival_extension_that_owns_our_names_does_no_harm(webui, monkeypatch, tmp_path):

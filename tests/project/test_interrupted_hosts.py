@@ -8,10 +8,10 @@ import torch
 
 from comfy_nodes import branch, slot_function
 from comfy_nodes.host import hosting
-from tests.host_doubles import webui_jobs
-from tests.host_doubles.comfy_sampling import Guider, apply, least_checkpoint
-from tests.host_doubles.webui_jobs import FLAVOURS, Webui, custom
+from tests.host_doubles import webuis
+from tests.host_doubles.comfy import Guider, apply, least_checkpoint
 from tests.host_doubles.webui_modules import HOOKS, SAMPLING_HOOK
+from tests.host_doubles.webuis import FLAVOURS, Webui, custom
 from tests.thoroughness import some_quick
 from tests.watching.traces import attributes, traces
 from tome_core.engine.state import State
@@ -40,7 +40,7 @@ def failing(function, error, after):
 @pytest.fixture(params=some_quick(FLAVOURS))
 def webui(request, monkeypatch):
     """A webui whose `draw` returns the picture with or without merging, and asserts that nothing is left."""
-    webui_jobs.be_short(monkeypatch)
+    webuis.be_short(monkeypatch)
     webui = Webui(monkeypatch, request.param).start()
     before = traces(webui.unet), attributes(webui.unet)
 

@@ -10,9 +10,9 @@ import torch
 
 import tome_core
 from comfy_nodes.nodes import RemoveToMe, ToMePreview
-from tests.host_doubles import webui_jobs
-from tests.host_doubles.comfy_sampling import Guider, apply, least_checkpoint
-from tests.host_doubles.webui_jobs import Webui, custom
+from tests.host_doubles import webuis
+from tests.host_doubles.comfy import Guider, apply, least_checkpoint
+from tests.host_doubles.webuis import Webui, custom
 from tests.small_models.sd_pipelines import read_folder
 from tests.thoroughness import THOROUGH
 from tests.watching.traces import traces
@@ -97,7 +97,7 @@ def test_a_comfyui_model_keeps_nothing(server):
 
 
 def test_a_webui_model_keeps_nothing(monkeypatch):
-    webui_jobs.be_short(monkeypatch)
+    webuis.be_short(monkeypatch)
     webui = Webui(monkeypatch).start()
     options, before = webui.part("settings_tab"), traces(webui.unet)
     webui.shared.opts.data[options.REPORT] = options.PAGE

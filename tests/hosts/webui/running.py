@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from PIL import Image
 
 from tests.gradio_panel.serving import OPENER, free_port, running
-from tests.host_doubles.webui_jobs import custom, merged_tokens
+from tests.host_doubles.webuis import custom, merged_tokens
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]

@@ -7,7 +7,7 @@ import urllib.error
 
 import pytest
 
-from tests.host_doubles.webui_jobs import custom
+from tests.host_doubles.webuis import custom
 from tests.hosts.webui.running import ASKED, HALF, PAYING, PICTURE, SAVED, TWICE
 
 BUILT_IN = {"override_settings": {"token_merging_ratio": 0.5}}
