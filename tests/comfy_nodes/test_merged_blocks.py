@@ -1,6 +1,7 @@
 """Whole blocks use no slot: their forwards are replaced only while a call of the branch runs."""
 
 import re
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,11 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from comfy_nodes import host
 from comfy_nodes.nodes import ApplyToMe
 from comfy_nodes.unets import UnetMerging, _options_of
 from tests.host_doubles import comfy_attention
-from tests.host_doubles.comfy import BaseModel, ModelPatcher, sample
+from tests.host_doubles.comfy import BaseModel, ModelPatcher, latest, sample
 from tests.host_doubles.comfy_models import BasicTransformerBlock, deep_unet, deeper_unet
 from tests.small_models.unets import TEXT, note_tokens
 from tests.watching.traces import traces
@@ -25,11 +25,27 @@ from tome_core.models.unet_blocks import find_blocks
 BLOCKS = MergeRule(merge_attn=False, merge_blocks=True, ratio=0.75, side="kv", use_rand=False, min_downsample=2)
 
 
-def branches():
-    """A model as loaded, the same with the node, and the blocks that merge: the second of two in each transformer."""
-    plain = ModelPatcher(BaseModel(deep_unet()))
-    blocks = [place.block for place in find_blocks(plain.model.diffusion_model) if place.halvings == 1][1::2]
-    return plain, ApplyToMe().apply(plain, settings=MergeConfig(rules=(BLOCKS,)))[0], blocks
+def branches(*rules: MergeRule, build: Any = deep_unet):
+    """A model as loaded, the same with the node, and the blocks that merge: all but the first of each transformer."""
+    plain = ModelPatcher(BaseModel(build()))
+    places = [place for place in find_blocks(plain.model.diffusion_model) if place.halvings == 1]
+    applied = ApplyToMe().apply(plain, settings=MergeConfig(rules=rules or (BLOCKS,)))[0]
+    return plain, applied, [place.block for place in places if not place.path.endswith(".0")]
+
+
+def told(applied: ModelPatcher) -> tuple[Any, list[str], int]:
+    """The report's level of whole blocks, its reasons for blocks, and how often a block merged."""
+    level = latest(applied).report.levels[1]
+    return level, [why for why in level.reasons if why.startswith("block: ")], level.merged["block", 16, 5, 0]
+
+
+def with_options(options: dict) -> tuple:
+    """Sample with these transformer_options; return what is told, and the latents with and without the node."""
+    latents = []
+    for patcher in (branched := branches())[1::-1]:
+        patcher.model_options["transformer_options"] |= options
+        latents.append(sample(patcher))
+    return (*told(branched[1]), *latents)
 
 
 def test_they_merge_in_the_nodes_branch_alone_and_nothing_stays():
@@ -43,9 +59,9 @@ def test_they_merge_in_the_nodes_branch_alone_and_nothing_stays():
     for hook in hooks:
         hook.remove()
     assert traces(plain.model) == before
-    report = host.find_attached(applied).latest.report
-    assert report.levels[1].tokens == ((16, 5, 5),) and not report.levels[0].tokens
-    assert report.levels[1].merged["attn", 16, 5, 5] == report.levels[1].merged["block", 16, 5, 0] == 2 * len(blocks)
+    level, _, count = told(applied)
+    assert level.tokens == ((16, 5, 5),) and not latest(applied).report.levels[0].tokens
+    assert level.merged["attn", 16, 5, 5] == count == 2 * len(blocks)
 
 
 def test_an_error_in_a_call_and_another_nodes_forward_leave_the_blocks_as_they_were():
@@ -68,28 +84,7 @@ def test_an_error_in_a_call_and_another_nodes_forward_leave_the_blocks_as_they_w
     assert blocks[0].forward is others and all("forward" not in vars(block) for block in blocks[1:])
 
 
-def test_beside_patches_of_attention_all_blocks_stay_whole():
-    plain, applied, _ = branches()
-    for patcher in (plain, applied):
-        patcher.model_options["transformer_options"]["patches"] = {"attn2_patch": [lambda q, k, v, _: (q, k, v)]}
-    assert torch.equal(sample(plain), sample(applied))
-    report = host.find_attached(applied).latest.report
-    assert [why for why in report.levels[1].reasons if why.startswith("block: a patch of attention may need every")]
-
-
-def report_with(options: dict) -> Any:
-    """Sample a branch with these transformer_options; return the report's level of whole blocks, and the latent."""
-    _, applied, _ = branches()
-    applied.model_options["transformer_options"] |= options
-    out = sample(applied)
-    return host.find_attached(applied).latest.report.levels[1], out
-
-
-def plain_with(options: dict) -> torch.Tensor:
-    plain, _, _ = branches()
-    plain.model_options["transformer_options"] |= options
-    return sample(plain)
-
+# --- another node's attention, which is tried -------------------------------------------------------------------------
 
 def of_others(attend: Any) -> dict:
     return {"optimized_attention_override": attend}
@@ -126,19 +121,30 @@ class Cancelled(Exception):
     """Another node's, or a user's interrupt."""
 
 
+def failing(error: Exception) -> Any:
+    """An attention that raises this in its second call, the first of its trial."""
+    calls = []
+
+    def fails(function, *args, **kwargs):
+        calls.append(None)
+        if len(calls) == 2:
+            raise error
+        return function(*args, **kwargs)
+
+    return fails
+
+
 def test_another_nodes_attention_that_treats_tokens_alike_is_tried_and_merges():
-    level, out = report_with(of_others(passes_on))
-    assert level.block_tokens == ((16, 5),) and not [why for why in level.reasons if why.startswith("block")]
-    assert not torch.equal(out, plain_with(of_others(passes_on)))
+    level, whys, _, out, plain = with_options(of_others(passes_on))
+    assert level.block_tokens == ((16, 5),) and not whys and not torch.equal(out, plain)
 
 
 @pytest.mark.parametrize("attend", [looks_at_queries, looks_at_keys, looks_at_queries_of_texts,
                                     looks_at_queries_alike_at_both_ends, looks_at_neighbours])  # fmt: skip
 def test_another_nodes_attention_that_looks_at_the_order_of_tokens_gets_all_of_them_and_is_named(attend):
-    level, out = report_with(of_others(attend))
-    (why,) = [why for why in level.reasons if why.startswith("block: ")]
+    level, (why,), _, out, plain = with_options(of_others(attend))
     assert "looks at the order of tokens" in why and attend.__name__ in why and not level.block_tokens
-    assert torch.equal(out, plain_with(of_others(attend)))
+    assert torch.equal(out, plain)
 
 
 def test_another_nodes_attention_that_comes_into_the_call_gets_all_tokens_and_is_named():
@@ -151,49 +157,29 @@ def test_another_nodes_attention_that_comes_into_the_call_gets_all_tokens_and_is
     for patcher in (plain, applied):
         patcher.add_wrapper_with_key("apply_model", "another", bring)
     assert torch.equal(sample(plain), sample(applied))
-    reasons = host.find_attached(applied).latest.report.levels[1].reasons
-    assert [why for why in reasons if "came into the call" in why and "looks_at_queries" in why]
+    assert [why for why in told(applied)[1] if "came into the call" in why and "looks_at_queries" in why]
 
 
-def test_an_interrupt_in_a_trial_of_another_nodes_attention_passes():
-    calls = []
-
-    def interrupts(function, *args, **kwargs):
-        calls.append(None)
-        if len(calls) == 2:
-            raise Cancelled
-        return function(*args, **kwargs)
-
+@pytest.mark.parametrize("error", [Cancelled(), ValueError("tokens in another order")], ids=repr)
+def test_in_a_trial_an_interrupt_passes_and_an_attention_that_fails_gets_all_tokens_and_is_named(error):
     _, applied, _ = branches()
-    applied.model_options["transformer_options"] |= of_others(interrupts)
-    with pytest.raises(Cancelled):
+    applied.model_options["transformer_options"] |= of_others(failing(error))
+    with pytest.raises(Cancelled) if isinstance(error, Cancelled) else nullcontext():
         sample(applied)
-
-
-def test_a_function_that_fails_in_its_trial_gets_all_tokens_and_is_named():
-    calls = []
-
-    def fails(function, q, *args, **kwargs):
-        calls.append(q.shape[1])
-        if len(calls) == 2:
-            raise ValueError("tokens in another order")
-        return function(q, *args, **kwargs)
-
-    level, _ = report_with(of_others(fails))
-    assert not level.block_tokens and [why for why in level.reasons if "looks at the order" in why and "fails" in why]
+        level, whys, _ = told(applied)
+        assert not level.block_tokens and [why for why in whys if "looks at the order" in why and "failing" in why]
 
 
 def test_a_function_is_tried_once_on_texts_and_once_on_the_picture():
     counts = []
 
     def counted(function, q, k, *args, **kwargs):
-        counts.append((*q.shape[:2], k.shape[1]))
+        counts.append(len(q))
         return function(q, k, *args, **kwargs)
 
-    plain_with(of_others(counted))
-    usual = len(counts)
-    level, _ = report_with(of_others(counted))
-    assert level.block_tokens and len([batch for batch, *_ in counts[usual:] if batch == 2]) == usual + 2 * 2
+    level, *_ = with_options(of_others(counted))  # the branch with the node, then the one without
+    usual = len(find_blocks(deep_unet())) * 2 * 2  # two attentions a block, two steps
+    assert level.block_tokens and counts.count(2) == 2 * usual + 2 * 2
 
 
 def test_a_function_whose_first_call_has_a_mask_is_not_tried_and_gets_all_tokens():
@@ -201,23 +187,40 @@ def test_a_function_whose_first_call_has_a_mask_is_not_tried_and_gets_all_tokens
         mask = torch.zeros(q.shape[1], k.shape[1])
         return comfy_attention.optimized_attention(q, k, v, 4, mask=mask, transformer_options=options)
 
-    level, _ = report_with({"patches_replace": {"attn2": {("input", 1, 0): masked}}, **of_others(passes_on)})
-    assert not level.block_tokens and [why for why in level.reasons if "called with a mask, so it was not tried" in why]
+    level, whys, *_ = with_options({"patches_replace": {"attn2": {("input", 1, 0): masked}}, **of_others(passes_on)})
+    assert not level.block_tokens and [why for why in whys if "called with a mask, so it was not tried" in why]
+
+
+def attends(q, k, v, options):
+    return F.scaled_dot_product_attention(q, k, v)
 
 
 def test_a_block_that_runs_before_a_trial_gets_all_tokens():
-    def patch(q, k, v, options):
-        return F.scaled_dot_product_attention(q, k, v)
-
-    _, _, blocks = branches()
     before = [_options_of(place.path) for place in find_blocks(deep_unet())
               if place.halvings == 0 or place.path.endswith(".0")]  # fmt: skip
-    replaced = {"attn1": {(*block, number): patch for block, number in before}}
-    level, _ = report_with({"patches_replace": replaced, **of_others(passes_on)})
-    (why,) = [why for why in level.reasons if why.startswith("block: ")]
-    assert "could not be tried" in why and level.reasons[why] == 1
-    assert level.merged["block", 16, 5, 0] == 2 * len(blocks) - 1
+    replaced = {"attn1": {(*block, number): attends for block, number in before}}
+    level, (why,), count, *_ = with_options({"patches_replace": replaced, **of_others(passes_on)})
+    assert "could not be tried" in why and level.reasons[why] == 1 and count == 2 * len(branches()[2]) - 1
 
+
+# --- patches ----------------------------------------------------------------------------------------------------------
+
+def test_beside_patches_of_attention_all_blocks_stay_whole():
+    _, whys, _, out, plain = with_options({"patches": {"attn2_patch": [lambda q, k, v, _: (q, k, v)]}})
+    assert torch.equal(out, plain) and [why for why in whys if why.startswith("block: a patch of attention may need")]
+
+
+@pytest.mark.parametrize("folder", ["", "/home/a.b/custom_nodes/", "C:\\ComfyUI\\custom_nodes\\"])
+def test_a_patch_at_one_block_keeps_that_block_whole_and_no_other(folder, monkeypatch):
+    """ComfyUI names the modules of a pack by their path. An empty list of patches is nothing."""
+    monkeypatch.setattr(attends, "__module__", f"{folder}{__name__}")
+    level, (why,), count, *_ = with_options({"patches_replace": {"attn2": {("middle", 0, 1): attends}},
+                                             "patches": {"attn1_patch": []}})  # fmt: skip
+    assert f"({__name__}.attends)" in why and level.reasons[why] == 2, "of two steps"
+    assert count == 2 * (len(branches()[2]) - 1)
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
 
 def test_a_block_that_gets_its_options_by_name_merges(monkeypatch):
     """As ComfyUI's do."""
@@ -232,37 +235,29 @@ def test_a_block_that_gets_its_options_by_name_merges(monkeypatch):
     by_name.__module__ = forward.__module__
     monkeypatch.setattr(BasicTransformerBlock, "forward", by_name)
     monkeypatch.setattr(BasicTransformerBlock, "__call__", call)
-    level, _ = report_with({})
-    assert level.block_tokens == ((16, 5),) and not [why for why in level.reasons if why.startswith("block")]
+    level, whys, *_ = with_options({})
+    assert level.block_tokens == ((16, 5),) and not whys
 
 
 def test_in_steps_without_a_rule_blocks_are_as_they_were_and_no_reason_is_counted():
-    plain, _, blocks = branches()
-    rule = MergeRule(**{**vars(BLOCKS), "max_timestep": 800.0})
-    applied = ApplyToMe().apply(plain, settings=MergeConfig(rules=(rule,)))[0]
+    _, applied, blocks = branches(MergeRule(**{**vars(BLOCKS), "max_timestep": 800.0}))
     sample(applied)
-    level = host.find_attached(applied).latest.report.levels[1]
-    assert level.merged["block", 16, 5, 0] == len(blocks), "in one step of two"
-    assert not [why for why in level.reasons if why.startswith("block")]
+    assert told(applied)[1:] == ([], len(blocks)), "in one step of two"
 
 
 def test_blocks_of_one_transformer_share_a_match(monkeypatch):
-    plain, matches = ModelPatcher(BaseModel(deeper_unet())), []
-    original = fewer_tokens.match
+    matches, original = [], fewer_tokens.match
     monkeypatch.setattr(fewer_tokens, "match", lambda *args: matches.append(None) or original(*args))
-    applied = ApplyToMe().apply(plain, settings=MergeConfig(rules=(BLOCKS,)))[0]
+    _, applied, _ = branches(build=deeper_unet)
     sample(applied, steps=1)
-    level = host.find_attached(applied).latest.report.levels[1]
-    assert level.merged["block", 16, 5, 0] == 2 * len(matches) > 0
+    assert told(applied)[2] == 2 * len(matches) > 0
 
 
 def test_attentions_in_merged_blocks_do_not_count_as_missing():
-    plain, _, blocks = branches()
-    rules = MergeRule(**{**vars(BLOCKS), "merge_attn": True}), MergeRule(max_downsample=1)
-    applied = ApplyToMe().apply(plain, settings=MergeConfig(rules=rules))[0]
+    _, applied, blocks = branches(MergeRule(**{**vars(BLOCKS), "merge_attn": True}), MergeRule(max_downsample=1))
     sample(applied)
-    level = host.find_attached(applied).latest.report.levels[1]
-    assert level.merged["block", 16, 5, 0] == 2 * len(blocks) and not level.reasons
+    level, _, count = told(applied)
+    assert count == 2 * len(blocks) and not level.reasons
 
 
 def test_a_forward_that_another_node_kept_during_a_call_is_the_blocks_own_after_it():
@@ -286,31 +281,12 @@ def test_sides_of_an_odd_latent_are_halved_and_rounded_up():
     assert UnetMerging.sides(merging, latent, 0, {"activations_shape": [1, 32, 3, 5]}) == [3, 5]
 
 
-@pytest.mark.parametrize("folder", ["", "/home/a.b/custom_nodes/", "C:\\ComfyUI\\custom_nodes\\"])
-def test_a_patch_at_one_block_keeps_that_block_whole_and_no_other(folder):
-    """ComfyUI names the modules of a pack by their path."""
-    def patch(q, k, v, options):
-        return F.scaled_dot_product_attention(q, k, v)
-
-    _, _, blocks = branches()
-    patch.__module__ = f"{folder}{__name__}"
-    node = f"{__name__}.test_a_patch_at_one_block_keeps_that_block_whole_and_no_other"
-    level, _ = report_with({"patches_replace": {"attn2": {("middle", 0, 1): patch}}})
-    (why,) = [why for why in level.reasons if why.startswith("block: ")]
-    assert f"({node})" in why and level.reasons[why] == 2, "of two steps"
-    assert level.merged["block", 16, 5, 0] == 2 * (len(blocks) - 1)
-    level, _ = report_with({"patches": {"attn1_patch": []}})
-    assert level.merged["block", 16, 5, 0] == 2 * len(blocks), "an empty list is nothing"
-
-
 def test_the_node_says_what_keeps_whole_blocks_from_merging():
-    plain, _, blocks = branches()
-    rules = BLOCKS, MergeRule(ratio=0.5, side="kv", max_downsample=1)
-    applied = ApplyToMe().apply(plain, settings=MergeConfig(rules=rules))[0]
+    _, applied, blocks = branches(BLOCKS, MergeRule(ratio=0.5, side="kv", max_downsample=1))
     for block in blocks:
         block.ff.register_forward_hook(lambda *_: None)
     sample(applied)
-    _, more = host.find_attached(applied).latest.lines
+    _, more = latest(applied).lines
     assert re.match(r"\d+% of the work could not merge: a hook on ff may need every token", more)
     assert more.endswith("it merges without that")
 
@@ -322,9 +298,7 @@ def test_what_runs_below_a_block_is_asked_in_each_call():
         for block in blocks:
             block.norm3.forward = lambda x, norm=block.norm3: 0.9 * type(norm).forward(norm, x)
         out = sample(patcher)
-    assert torch.equal(out, sample(plain))
-    reasons = host.find_attached(applied).latest.report.levels[1].reasons
-    assert [why for why in reasons if "at norm3" in why]
+    assert torch.equal(out, sample(plain)) and [why for why in told(applied)[1] if "at norm3" in why]
 
 
 def test_blocks_that_get_a_smaller_picture_than_the_latent_merge_that():
@@ -335,7 +309,7 @@ def test_blocks_that_get_a_smaller_picture_than_the_latent_merge_that():
         transformer.register_forward_pre_hook(lambda _, args: (F.interpolate(args[0], scale_factor=2.0), *args[1:]))
         transformer.register_forward_hook(lambda _, args, out: F.avg_pool2d(out, 2))
     sample(applied)
-    level = host.find_attached(applied).latest.report.levels[1]
+    level, *_ = told(applied)
     assert level.block_tokens == ((64, 18),) and level.merged["block", 64, 18, 0] == 2 * len(blocks)
 
 

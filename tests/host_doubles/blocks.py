@@ -1,4 +1,4 @@
-"""Doubles of sgm's block and of sgm's and ComfyUI's attentions: names and orders on which a patch relies, no more."""
+"""Doubles of sgm's block and attention: names and orders on which a patch relies, no more."""
 
 import torch
 import torch.nn.functional as F
@@ -22,12 +22,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, mask: 
     return out.transpose(1, 2).flatten(2)
 
 
-class _Attention(CrossAttention):
-    def attend(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None = None):
-        return self.to_out(attend(self.to_q(x), self.to_k(keys), self.to_v(values), self.heads, mask))
-
-
-class SgmAttention(_Attention):
+class SgmAttention(CrossAttention):
     """The signature of sgm's CrossAttention."""
 
     def forward(self, x, context=None, mask=None, additional_tokens=None, n_times_crossframe_attn_in_self=0):
@@ -36,23 +31,14 @@ class SgmAttention(_Attention):
         if count:
             x = torch.cat([additional_tokens, x], dim=1)
         context = x if context is None else context
-        return self.attend(x, context, context, mask)[:, count:]  # as it is: a mask for each head, not each sample
-
-
-class ComfyAttention(_Attention):
-    """The signature of ComfyUI's CrossAttention."""
-
-    def forward(self, x, context=None, value=None, mask=None, transformer_options={}):  # noqa: B006 - as ComfyUI has it
-        assert isinstance(transformer_options, dict)
-        context = x if context is None else context
-        mask = mask[:, None] if mask is not None and mask.dim() == 3 else mask
-        return self.attend(x, context, context if value is None else value, mask)
+        out = attend(self.to_q(x), self.to_k(context), self.to_v(context), self.heads, mask)
+        return self.to_out(out)[:, count:]  # the mask as it is: one for each head, not for each sample
 
 
 class Block(nn.Module):
     """The parts of a block, of any host."""
 
-    attention: type[_Attention]
+    attention: type[CrossAttention]
 
     def __init__(self, width: int, heads: int, context_width: int) -> None:
         super().__init__()

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from tests.host_doubles.blocks import ComfyAttention, attend, of_heads
+from benchmarks import models
+from tests.host_doubles.blocks import attend, of_heads
 
 HERE = __name__
 __name__ = "comfy.ldm.modules.attention"  # by which the engine knows them, like ComfyUI's own
@@ -56,10 +57,10 @@ attention_sub_quad, attention_flash = _by_products("attention_sub_quad"), _by_pr
 optimized_attention = attention_pytorch  # the current function, which models look up at each call
 
 
-class CrossAttention(ComfyAttention):
+class CrossAttention(models.CrossAttention):
     """The double of ComfyUI's class, which calls the current function."""
 
-    def forward(self, x, context=None, value=None, transformer_options={}):  # noqa: B006
+    def forward(self, x, context=None, value=None, transformer_options=None):
         context = x if context is None else context
         q, k, v = self.to_q(x), self.to_k(context), self.to_v(context if value is None else value)
         return self.to_out(optimized_attention(q, k, v, self.heads, transformer_options=transformer_options))
