@@ -9,12 +9,10 @@ import torch
 import tome_core
 from tests.engine.attention.conformance import means, ragged
 from tests.small_models.families import MODELS
-from tests.small_models.unets import call_unet, inputs, on_small, small
+from tests.small_models.unets import call_unet, inputs, small
 from tome_core import MergeConfig, MergePlan
 from tome_core.attention.correction import PENALTY, _ridge, first_order, fit_correction
 from tome_core.attention.correction import _by_head as by_head
-from tome_core.attention.merged import MergeOptions
-from tome_core.engine import state
 
 KV = {"side": "kv", "ratio": 0.75}
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -108,38 +106,17 @@ def test_the_channels_of_a_wide_head_are_fitted_in_blocks(width, block):
 
 # --- in a UNet --------------------------------------------------------------------------------------------------------
 
-@pytest.fixture
-def options(monkeypatch) -> list[MergeOptions]:
-    """How every attention merged, in the order of their calls."""
-    used, attend = [], state.attend
-    monkeypatch.setattr(state, "attend", lambda attention, how, pair: used.append(how) or attend(attention, how, pair))
-    return used
-
 
 @pytest.mark.parametrize("settings, is_made", [
     (KV, True), (KV | {"method": "cluster"}, True), ({"side": "qkv", "metric": "keys+values"}, True),
     ({}, False), (KV | {"proportional": False}, False),  # tomesd's settings, and keys without sizes
 ], ids=str)  # fmt: skip
-def test_it_is_made_if_merged_keys_know_their_sizes(options, settings, is_made):
+def test_it_is_made_if_merged_keys_know_their_sizes(settings, is_made):
     model, pictures = small(), []
     for correction in (True, False):
-        options.clear()
         with tome_core.patch(model, MergeConfig(**settings, correction=correction)):
             pictures.append(run(model))
-        assert options and all((how.correction is not None) == (is_made and correction) for how in options)
     assert torch.equal(*pictures) != is_made and pictures[0].isfinite().all()
-
-
-def test_it_is_kept_with_its_plan_and_made_anew_with_it(options):
-    model = small()
-    with tome_core.patch(model, on_small("balanced"), host_clock=True) as handle:
-        for timestep in (240, 200, 40):  # late steps in every preset
-            handle.set_time(timestep=timestep, sampling="one")
-            run(model, timestep=timestep)
-    blocks = len(options) // 3
-    for first, kept, renewed in zip(options[:blocks], options[blocks : 2 * blocks], options[2 * blocks :], strict=True):
-        assert first.correction is kept.correction is not None
-        assert renewed.correction is not first.correction and renewed.plan is not first.plan
 
 
 def test_gradients_flow_through_it():
