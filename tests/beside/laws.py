@@ -31,7 +31,6 @@ EQUAL, SIZE, PLACE = 1e-4, 0.1, 0.5
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """The settings for a model, as arguments of `patch`."""
     return SETTINGS if name in UNETS else {"config": _OF_TRANSFORMERS}
 
 
@@ -95,7 +94,6 @@ def merged_alone(name: str, off: frozenset[int] = frozenset(), whole: frozenset[
 
 
 def merged(beside: Beside, handle: Any) -> Merged:
-    """Draw as one sampling."""
     with handle.sampling(), beside.few() as few:
         pictures = beside.draw()
     return Merged(pictures, frozenset(few))
@@ -114,7 +112,6 @@ class Both(NamedTuple):
     its: list[ExitStack]
 
     def close(self, count: int) -> None:
-        """Take off the last `count` things."""
         for its in self.its[::-1][:count]:
             its.close()
 
@@ -164,7 +161,6 @@ def assert_counted(report: Any, calls: int) -> None:
 
 
 def hold(case: Case) -> None:
-    """Raises AssertionError if a law is broken."""
     beside, its, plain = Beside(case.model), alone(case.model, case.things), alone(case.model).pictures
     with pytest.MonkeyPatch.context() as patches, together(beside, case):
         merge_with_self(patches)

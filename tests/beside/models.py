@@ -81,7 +81,6 @@ class Beside:
         self.deep = [self.model.get_submodule(path) for path in deep]
 
     def draw(self, times: tuple[int, ...] = TIMES) -> torch.Tensor:
-        """Return the model's outputs at these times, one call after the other."""
         with torch.no_grad():
             return torch.stack([self.call(time) for time in times])
 
@@ -96,7 +95,6 @@ class Beside:
 
     @contextmanager
     def few(self) -> Iterator[set[str]]:
-        """Note the paths of later blocks that run on fewer tokens."""
         with self.tokens_of_blocks() as tokens, pytest.MonkeyPatch.context() as patches:
             few: set[str] = set()
             plain = transformer_blocks.around
@@ -128,7 +126,6 @@ class Beside:
             yield seen
 
     def calls_of_attentions(self) -> int:
-        """Count the calls of attentions that a `draw` makes."""
         calls: list[Any] = []
         with ExitStack() as hooks:
             for module in self.attentions:

@@ -46,7 +46,6 @@ def pipeline(kind: str = "StableDiffusionPipeline", **more: Any) -> Any:
 
 @torch.no_grad()
 def draw(pipe: Any, **call: Any) -> torch.Tensor:
-    """Return the finished latent of four steps."""
     words = torch.randn(2, 7, unets.TEXT, generator=torch.Generator().manual_seed(0))[:, None]
     return pipe(prompt_embeds=words[0], negative_prompt_embeds=words[1], timesteps=STEPS, guidance_scale=3.0,
                 height=128, width=128, output_type="latent", generator=torch.Generator().manual_seed(0), **call).images

@@ -31,7 +31,6 @@ def build(words) -> Callable:
 
 @pytest.fixture
 def pipe(tiny_folder):
-    """A small SD1.5 pipeline."""
     from tests.small_models.sd_pipelines import read_folder
 
     return read_folder(tiny_folder)

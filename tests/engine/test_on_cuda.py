@@ -20,7 +20,6 @@ SETTINGS = (tome_core.MergeConfig(), *tome_core.PRESETS)
 
 @pytest.fixture
 def half_block():
-    """A block in float16 and its inputs."""
     with torch.inference_mode():
         yield make_block("cuda", torch.float16), make_inputs(64, 2, "cuda", torch.float16)
 

@@ -22,7 +22,6 @@ def make(kind=CrossAttention, dtype=torch.float32):
 
 
 def left_alone(webui, module, **kwargs):
-    """The reason why an attention does not merge."""
     unet, x = UNetOf(module, **kwargs), tokens(2)
     expected = run(unet, x)
     with webui.engine().patch(unet, side="kv", use_rand=False, ratio=0.5) as handle:
@@ -121,8 +120,6 @@ attention_function = optimized_attention = optimized_attention_masked = cutting
 
 
 class ForgeAttention(CrossAttention):
-    """Forge's attention, which calls a global of its file."""
-
     def forward(self, x, context=None, value=None, mask=None, transformer_options=None):
         context = x if context is None else context
         value = context if value is None else value

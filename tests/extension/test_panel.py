@@ -84,7 +84,6 @@ class Target(types.SimpleNamespace):
 
 
 def make(webui, names, tab="txt2img"):
-    """Make the webui's own controls."""
     controls = {name: Component(THEIRS.get(name)) for name in names}
     for name, control in controls.items():
         webui.call("after_component", control, f"{tab}_{name}")

@@ -49,7 +49,6 @@ def fewer(model, x, sigmas, extra_args=None, callback=None, disable=None):
 
 
 def silent(model, x, sigmas, extra_args=None, callback=None, disable=None):
-    """A sampler that reports no step."""
     return sample_euler(model, x, sigmas, callback=lambda state: None)
 
 
@@ -74,7 +73,6 @@ def test_steps_are_the_steps_that_were_asked_for_and_calls_are_calls(webui):
 
 def test_batches_that_are_alike_are_told_as_one_and_a_stopped_one_says_where(webui):
     def stops_at(last):
-        """Stop instead of that call."""
         seen = []
 
         def stopping(step):

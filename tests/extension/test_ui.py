@@ -95,7 +95,6 @@ class Page:
 
 @pytest.fixture
 def page(chromium, address):
-    """A page that has just been opened."""
     with chromium.new_page(viewport={"width": 1280, "height": 2500}) as tab:
         yield Page(tab, address)
 

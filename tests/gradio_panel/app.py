@@ -59,7 +59,6 @@ def add_settings(webui):
 
 
 def main(port, torch_folder):
-    """Serve the page."""
     sys.path.append(torch_folder)  # last, so that this environment's packages go first
     webui = webui_modules.Modules(operator.setitem, "a1111" if IS_OLD else "forge")
     webui.start()

@@ -15,7 +15,6 @@ OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy
 
 
 def free_port() -> int:
-    """Return a free port of this machine."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]

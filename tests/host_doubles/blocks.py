@@ -17,7 +17,6 @@ def of_heads(flat: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, mask: torch.Tensor | None = None):
-    """Attend by torch's function, with flat heads."""
     out = F.scaled_dot_product_attention(*(of_heads(tensor, heads) for tensor in (q, k, v)), mask)
     return out.transpose(1, 2).flatten(2)
 

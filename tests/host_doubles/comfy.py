@@ -51,8 +51,6 @@ class DiscreteSampling:
 
 
 class BaseModel(nn.Module):
-    """Holds the UNet that all branches share."""
-
     def __init__(self, unet: nn.Module) -> None:
         super().__init__()
         self.diffusion_model = unet
@@ -173,7 +171,6 @@ def apply(patcher: ModelPatcher, node: str = "5", **values: Any) -> Any:
 
 
 def latest(patcher: ModelPatcher) -> Any:
-    """The outcome of a branch's latest sampling."""
     return host.find_attached(patcher).latest
 
 
@@ -183,7 +180,6 @@ def checkpoint() -> ModelPatcher:
 
 
 def least_checkpoint() -> ModelPatcher:
-    """A UNet of one level."""
     return ModelPatcher(BaseModel(unet_of_one_level()))
 
 

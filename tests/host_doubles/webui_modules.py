@@ -14,8 +14,6 @@ HOOKS = ("before_process", "process", "process_batch", "before_hr", "post_sample
 
 
 class OptionInfo:
-    """modules.options.OptionInfo."""
-
     def __init__(self, default=None, label="", component=None, component_args=None, section=None):
         self.default, self.label, self.component, self.component_args = default, label, component, component_args
 
@@ -62,7 +60,6 @@ class Modules:
         self.put("modules", scripts=self.scripts, shared=self.shared, script_callbacks=callbacks)
 
     def put(self, name, **contents):
-        """Make a module that can be imported."""
         module = types.ModuleType(name)
         vars(module).update(contents)
         self._put_item(sys.modules, name, module)
@@ -103,9 +100,7 @@ class Modules:
         return self.start()
 
     def part(self, name):
-        """A module of the running extension."""
         return sys.modules[f"{PACKAGE}.extension.{name}"]
 
     def engine(self, name=""):
-        """A module of the extension's engine, or the engine."""
         return sys.modules[f"{PACKAGE}.tome_core.{name}".rstrip(".")]

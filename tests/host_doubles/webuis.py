@@ -30,7 +30,6 @@ FREE = {"enabled": True, "only_if_it_pays": False}  # the settings' strength, al
 
 
 def report(done):
-    """The report of a job for API callers."""
     return done.extra_generation_params["ToMe report"]
 
 
@@ -223,11 +222,9 @@ class Webui(Modules):
             self.errors.append(error)
 
     def job(self, *args, **more):
-        """Call process_images with a new p."""
         return self.process(self.processing(self, args, **more))
 
     def plain(self, **more):
-        """The job in a webui without the extension."""
         with_us, self.script = self.script, None
         job = self.job(**more)
         self.script = with_us
@@ -265,7 +262,6 @@ class Webui(Modules):
         return done
 
     def sample(self, p):
-        """The passes of a batch."""
         generator = torch.Generator().manual_seed(p.seeds[0])
         x = p.first = self.run_pass(p, torch.randn(p.batch_size, 4, p.size, p.size, generator=generator))
         if p.enable_hr:
@@ -276,7 +272,6 @@ class Webui(Modules):
         return x
 
     def run_pass(self, p, x):
-        """Run one pass on these latents, with its hooks."""
         p.built_in.append(p.get_token_merging_ratio(for_hr=p.is_hr_pass))
         by_timestep = issubclass(p.denoiser, CFGDenoiserTimesteps)
         # the Forges bring their list to the device, A1111 leaves it on the CPU
@@ -290,7 +285,6 @@ class Webui(Modules):
         return (p.sampler.sample_img2img if p.is_hr_pass else p.sampler.sample)(p, x)
 
     def infotext(self, p):
-        """The part of create_infotext about our settings."""
         pairs = dict(p.extra_generation_params)
         for key, value in pairs.items():  # no comprehension: our code looks into this frame
             pairs[key] = value() if callable(value) else value
@@ -302,7 +296,6 @@ TEXTS = {"prompt_embeds": PROMPT, "negative_prompt_embeds": torch.zeros_like(PRO
 
 
 def pipeline(unet, is_hires=False):
-    """A new pipeline around this UNet, with a new scheduler."""
     parts = dict.fromkeys(("vae", "text_encoder", "tokenizer", "safety_checker", "feature_extractor"))
     kind, settings = (EulerDiscreteScheduler, {}) if is_hires else (DDIMScheduler, {"clip_sample": False})
     parts |= {"unet": unet, "scheduler": kind(steps_offset=1, **settings)}
@@ -365,6 +358,5 @@ class SdNext(Webui):
 
 
 def merges(model):
-    """Is anything of ours on this UNet?"""
     return any("_tome_core_patch" in vars(module) or "forward" in vars(module) or module._forward_hooks
                for module in model.modules())  # fmt: skip

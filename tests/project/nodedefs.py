@@ -14,7 +14,6 @@ _HEAD = "| input | what it does |\n|---|---|\n"
 
 
 def inputs_of(node: Any) -> dict[str, tuple]:
-    """A node's inputs, by name."""
     types = node.INPUT_TYPES()
     return {**types["required"], **types.get("optional", {})}
 
@@ -50,7 +49,6 @@ def help_page(page: str) -> str:
 
 
 def text(texts: dict[str, Any]) -> str:
-    """The text of a nodeDefs.json."""
     return json.dumps(texts, indent=2, ensure_ascii=False) + "\n"
 
 

@@ -33,7 +33,6 @@ WRONG = (-1, 2**70, float("nan"), float("inf"), "x", "", None, [], {}, (1,), 1e3
 
 
 def weighted(dice: random.Random, weights: dict[Any, int]) -> Any:
-    """Draw one of the keys by its weight."""
     return dice.choices(tuple(weights), tuple(weights.values()))[0]
 
 
@@ -137,7 +136,6 @@ class Stage:
             assert any(f"{name}={value!r}" in str(error) for name, value in settings.items()), error
 
     def change(self, number: int) -> None:
-        """Remove, pause or restore a patch."""
         if number % 4 == 0 or not self.handles:
             tome_core.remove_patch(self.model)
         else:
@@ -163,7 +161,6 @@ class Stage:
         hook.remove()
 
     def leave(self, seed: int) -> None:
-        """Remove all patches, in any order."""
         for handle in random.Random(seed).sample(self.handles, len(self.handles)):
             handle.remove()
         tome_core.remove_patch(self.model)

@@ -19,7 +19,6 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(command: list, **options) -> str:
-    """The output of a command that succeeds."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PIP_CONSTRAINT")}
     done = subprocess.run([str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                           check=False, env=environment, **options)  # fmt: skip

@@ -56,7 +56,6 @@ PACKED = {"in_channels": 16, "out_channels": None, "patch_size": 1, "num_layers"
 
 
 def sized(kind: str, **settings: Any) -> nn.Module:
-    """A transformer of this class."""
     model = getattr(diffusers, kind)
     known = inspect.signature(model.__init__).parameters
     return model(**{name: value for name, value in (SIZES | settings).items() if name in known or name not in SIZES})
@@ -245,7 +244,6 @@ def arguments_of(name: str) -> Arguments:
 
 @torch.no_grad()
 def call(model: nn.Module, arguments: Arguments) -> torch.Tensor:
-    """The model's output, as one tensor."""
     out = model(**arguments, return_dict=False)[0]
     return out if torch.is_tensor(out) else torch.stack(list(out))
 
@@ -264,7 +262,6 @@ class Transformer(NamedTuple):
         return make(self.name)[0]
 
     def call(self, model: nn.Module, timestep: float = 500) -> torch.Tensor:
-        """The model's output at a time of Stable Diffusion's schedule."""
         return call(model, at(arguments_of(self.name), timestep / 500))
 
 

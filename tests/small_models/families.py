@@ -35,5 +35,4 @@ def some_models(*names: str) -> pytest.MarkDecorator:
 
 
 def largest_difference(picture: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest difference between values at the same place."""
     return (picture - other).abs().max().item()

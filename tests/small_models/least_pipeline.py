@@ -20,7 +20,6 @@ class Pipeline:
 
 
 def picture(pipe: Any, steps: int = 2) -> torch.Tensor:
-    """Run a pipeline's loop on a small latent."""
     x, text = inputs(4, 1, 8, 8)
     pipe.scheduler.set_timesteps(steps)
     with torch.no_grad(), pipe.progress_bar(total=steps):

@@ -21,7 +21,6 @@ class SpatialTransformer(nn.Module):
         self.transformer_blocks = nn.ModuleList(blocks)
 
     def forward(self, x: Tensor, context: Tensor) -> Tensor:
-        """Return the picture after all blocks."""
         tokens = x.flatten(2).transpose(1, 2).contiguous()
         for block in self.transformer_blocks:
             tokens = block(tokens, context=context)
@@ -39,7 +38,6 @@ class UNet(nn.Module):
         self.output_blocks = nn.ModuleList(nn.ModuleList(stage) for stage in up)
 
     def forward(self, x: Tensor, timesteps: Tensor | None = None, context: Tensor | None = None) -> Tensor:
-        """Return the picture after all stages; the timesteps change nothing."""
         for module in chain(*self.input_blocks, self.middle_block, *self.output_blocks):
             x = module(x, context) if isinstance(module, SpatialTransformer) else module(x)
         return x

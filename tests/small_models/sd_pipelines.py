@@ -29,7 +29,6 @@ def write_folder(folder: Path) -> Path:
 
 
 def read_folder(folder: Path, kind: type = StableDiffusionPipeline) -> Any:
-    """The pipeline of such a folder."""
     pipe = kind.from_pretrained(folder, local_files_only=True)
     pipe.set_progress_bar_config(disable=True)
     return pipe
@@ -53,7 +52,6 @@ def stable_diffusion_xl(folder: Path) -> StableDiffusionXLPipeline:
 
 
 def _assembled(*parts: Any) -> StableDiffusionPipeline:
-    """A pipeline of a VAE, a text encoder, a tokenizer and a UNet."""
     return StableDiffusionPipeline(*parts, _scheduler(), None, None, requires_safety_checker=False)
 
 
@@ -84,7 +82,6 @@ KINDS = {"sd15": stable_diffusion, "sdxl": stable_diffusion_xl}
 
 
 def make(words: Path, kind: str = "sd15") -> Any:
-    """A pipeline, its weights always the same."""
     pipe = KINDS[kind](words)
     pipe.scheduler = diffusers.EulerDiscreteScheduler.from_config(pipe.scheduler.config)
     return pipe

@@ -108,12 +108,10 @@ def make(name: str) -> tuple[Any, Call]:
 
 
 def draw(pipe: Any, call: Call, **more: Any) -> torch.Tensor:
-    """The latents of two steps, from one seed."""
     generator = torch.Generator().manual_seed(1)
     given = {"num_inference_steps": 2, "output_type": "latent", **call, **more}
     return torch.as_tensor(pipe(generator=generator, return_dict=False, **given)[0])
 
 
 def transformers_of(pipe: Any) -> list[torch.nn.Module]:
-    """The pipeline's transformer, or Wan 2.2's two."""
     return [part for part in (pipe.transformer, getattr(pipe, "transformer_2", None)) if part is not None]

@@ -24,7 +24,6 @@ class OnDevice(torch.Tensor):
 
 
 def on_device(x: torch.Tensor) -> OnDevice:
-    """The same values on the pretended device."""
     return x.as_subclass(OnDevice)
 
 

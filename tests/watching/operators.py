@@ -58,7 +58,6 @@ class OperatorCounter(TorchDispatchMode):
         self.by_name: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run the operator and note it."""
         out = func(*args, **(kwargs or {}))
         self.note(func, (args, kwargs, out))
         return out

@@ -15,7 +15,6 @@ def traces(model) -> list:
 
 
 def attributes(model) -> dict[str, dict]:
-    """The attributes of each of the model's modules, by path."""
     return {path: dict(vars(module)) for path, module in model.named_modules()}
 
 

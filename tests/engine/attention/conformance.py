@@ -118,12 +118,10 @@ class UNetOf(UNet):
 
 
 def tokens(batch: int, dtype: torch.dtype = torch.float32, count: int = SIDE**2, seed: int = 0) -> torch.Tensor:
-    """Random tokens ``[batch, count, CHANNELS]``."""
     return torch.randn(batch, count, CHANNELS, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def run(unet: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """The output of a `UNetOf` for ``tokens``, in the same shape."""
     with torch.no_grad():
         return unet(x.mT.unflatten(2, (SIDE, SIDE))).flatten(2).mT
 

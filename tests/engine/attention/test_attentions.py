@@ -69,7 +69,6 @@ class Kind(NamedTuple):
 
 
 def of_diffusers(name: str, dtype: torch.dtype = torch.float32, **settings: Any) -> nn.Module:
-    """An attention with a processor of this name."""
     kind = getattr(attention_processor, name)
     return attention(kind(3) if "Sliced" in name else kind(), dtype, **{"bias": True, **settings})
 
@@ -161,7 +160,6 @@ def test_a_hook_on_a_projection_sees_all_tokens_once_and_its_output_counts(name)
 # --- known by its function, whatever its class ------------------------------------------------------------------------
 
 def processor(call: Any) -> Any:
-    """Make a processor of a new class with this code."""
     return type("Mine", (), {"__call__": call})()
 
 
@@ -230,8 +228,6 @@ def sageattn(q, k, v, tensor_layout="HND", **more):
 
 
 def with_mask(change):
-    """Torch's function with another mask."""
-
     def function(query, key, value, attn_mask=None, **more):
         return TORCHS(query, key, value, None if attn_mask is None else change(attn_mask), **more)
 
@@ -244,7 +240,6 @@ def refusing(query, key, value, attn_mask=None, **more):
 
 
 def linear(query, key, value, *_, **__):
-    """Attention without a softmax."""
     return query @ (key.mT @ value) / key.shape[-2]
 
 

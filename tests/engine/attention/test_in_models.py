@@ -87,7 +87,6 @@ def test_every_self_attention_of_every_transformer_gives_what_repeated_keys_give
         return torch._C._nn.scaled_dot_product_attention(*given, attn_mask, **more)
 
     def outputs() -> list[torch.Tensor]:
-        """Return the unpatched model's outputs for the same calls."""
         return [first(plain.get_submodule(name)(*args, **kwargs)) for name, args, kwargs, _ in seen]
 
     assert {name for name, *_ in seen} == set(names)

@@ -115,7 +115,6 @@ def test_it_keeps_the_fewest_keys_that_the_error_allows_then_all_and_a_transform
 
 
 def draw(model, config, sampling, steps=STEPS):
-    """The last prediction, and the report."""
     x, text = inputs(4, 1, 16, 16)
     with tome_core.patch(model, config, host_clock=True) as handle, torch.no_grad():
         for timestep in steps:

@@ -34,7 +34,6 @@ def seeded(number):
 
 
 def call(state, timestep, names=("a",), layout=PICTURE, **facts):
-    """Call a model with attentions of these names."""
     inputs = attention(layout, **facts)
     now = state.begin(timestep, inputs.q[:, layout.first :, :1, :1].transpose(1, 3))
     for name in names:

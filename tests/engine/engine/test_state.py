@@ -17,7 +17,6 @@ STRONG = MergeConfig(side="kv", ratio=0.9375, sx=4, sy=4, metric="keys+values", 
 
 
 def attend(config, inputs, layout=PICTURE, timestep=500):
-    """The output of one attention in one call, and the report."""
     state = state_of(config, 2)
     call = state.begin(timestep, inputs.q[:, layout.first :, :1, :1].transpose(1, 3))
     return state.attend(call, "a", 0, layout, inputs), state.report()

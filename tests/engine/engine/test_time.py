@@ -102,7 +102,6 @@ def time():
 
 
 def early_in(time, timesteps) -> list[bool]:
-    """Does the early phase's rule hold, for each of these steps?"""
     return [time.next_call(timestep, LATENT)[0].live[0].ratio == BALANCED.early_ratio for timestep in timesteps]
 
 
@@ -140,7 +139,6 @@ def test_a_refiner_which_draws_the_late_half_of_a_picture_has_the_steps_of_a_who
 # --- whose time it is -------------------------------------------------------------------------------------------------
 
 def merges(time, timestep, batch: int = 1) -> bool:
-    """Does any rule hold in a call at this timestep?"""
     return bool(time.next_call(timestep, LATENT.repeat(batch, 1, 1, 1))[0].live)
 
 

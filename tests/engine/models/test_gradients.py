@@ -43,7 +43,6 @@ def built(name: str, checkpoints: bool = True, only: str = "") -> Any:
 
 
 def loss_of(name: str, model: Any, size: Call, number: int = 0) -> torch.Tensor:
-    """The loss of a call with inputs of this seed."""
     height, width, timestep = size
     if name != "Flux":
         x, text = inputs(4, 2, height, width, seed=number)

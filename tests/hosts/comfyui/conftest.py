@@ -21,7 +21,6 @@ def checkout() -> Path:
 
 @pytest.fixture(scope="session")
 def base(checkout, tmp_path_factory) -> Iterator[Path]:
-    """A ComfyUI base directory for these tests."""
     folder = tmp_path_factory.mktemp("comfyui")
     make_base(checkout, folder)
     yield folder
@@ -30,6 +29,5 @@ def base(checkout, tmp_path_factory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def comfy(checkout, base):
-    """The running server."""
     with serve(checkout, base) as running:
         yield running

@@ -45,11 +45,9 @@ class Graph:
         return self.strength(model, settings=self.add("ToMeSettings", **values), **times)
 
     def strength(self, model: list | None = None, **values: Any) -> list:
-        """ApplyToMe alone, with the model and these inputs."""
         return self.add("ApplyToMe", model=model or self.model, **values)
 
     def removed(self, model: list) -> list:
-        """The model without our merging."""
         return self.add("RemoveToMe", model=model)
 
     def sample(self, name: str, model: list | None = None, **changes: Any) -> list:

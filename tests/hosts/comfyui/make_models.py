@@ -85,7 +85,6 @@ def save(weights, place, config=None):
 
 
 def graphs():
-    """Write the models that the tests' graphs load."""
     for name, config in (("sd1", SD1), ("sdxl", SDXL)):
         save(unet(config), f"diffusion_models/{name}")
     for name, (path, config) in TRANSFORMERS.items():

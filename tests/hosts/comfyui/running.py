@@ -21,7 +21,6 @@ WORKFLOWS = ("txt2img", "sdxl", "hires_fix", "easycache")
 
 
 def workflow(name: str) -> dict:
-    """One of our example workflows."""
     return json.loads((ROOT / "example_workflows" / f"{name}.json").read_text(encoding="utf-8"))
 
 
@@ -65,7 +64,6 @@ class Comfy:
         return seen
 
     def answers(self) -> bool:
-        """Has the server started?"""
         with contextlib.suppress(OSError):
             self.ask("/system_stats")
             return True
@@ -73,7 +71,6 @@ class Comfy:
 
 
 def host_python() -> str:
-    """The Python that runs the checkout."""
     return os.environ.get("COMFYUI_PYTHON", sys.executable)
 
 
@@ -110,6 +107,5 @@ def serve(checkout: Path, base: Path) -> Iterator[Comfy]:
 
 
 def environment() -> dict[str, str]:
-    """The environment variables of the checkout's processes."""
     # one thread: equal bits are expected, and they depend on how sums are split
     return {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}

@@ -44,11 +44,9 @@ def twins(checkout, checkpoints, tmp_path_factory) -> Iterator[Twins]:
 
 @pytest.fixture(scope="session")
 def webui(twins) -> Webui:
-    """The running server with our extension."""
     return twins.webui
 
 
 @pytest.fixture(scope="session")
 def without(twins) -> Webui:
-    """The running server without our extension."""
     return twins.without

@@ -51,7 +51,6 @@ def make_sdxl(path: Path, checkout: Path) -> None:
 
 
 def _text_encoder() -> nn.Module:
-    """CLIP's text encoder, as in SD1.5 and SDXL."""
     return CLIPTextModel(CLIPTextConfig(hidden_size=768, intermediate_size=3072, num_hidden_layers=12,
                                         num_attention_heads=12, projection_dim=768, vocab_size=49408,
                                         max_position_embeddings=77))  # fmt: skip

@@ -57,7 +57,6 @@ class Picture(NamedTuple):
 
 
 def kind_of(checkout: Path) -> str:
-    """The kind of the checkout: a1111, forge or reforge."""
     if not (checkout / "modules_forge").exists():
         return "a1111"
     return "forge" if (checkout / "backend").exists() else "reforge"
@@ -112,11 +111,9 @@ class Webui:
         return self.ask("/tome_test/state")
 
     def log_text(self, start: int = 0) -> str:
-        """The log from a position on."""
         return self.log.read_text(errors="replace")[start:]
 
     def our_lines(self, start: int = 0) -> list[str]:
-        """Our own lines in the log from a position on."""
         lines = self.log_text(start).splitlines()
         return [line.removeprefix("ToMe: ") for line in lines if line.startswith("ToMe: ")]
 

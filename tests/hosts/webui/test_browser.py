@@ -12,8 +12,6 @@ SLOW = 1_200_000  # ms; small machines take long to draw
 
 
 class Page:
-    """The webui's page, and its panel in txt2img."""
-
     def __init__(self, page, webui):
         self.page, self.webui = page, webui
         self.load()
@@ -25,7 +23,6 @@ class Page:
         self.page.wait_for_timeout(3000)
 
     def at(self, name):
-        """A control of the panel."""
         return self.page.locator(f"{PANEL}{name}").first
 
     def unfold(self, name="panel"):
@@ -33,7 +30,6 @@ class Page:
         self.page.wait_for_timeout(1000)
 
     def title(self):
-        """The text on the folded panel."""
         return self.at("panel .label-wrap").inner_text().split("\n")[0].strip()
 
     def is_on(self):
@@ -58,7 +54,6 @@ class Page:
             box.press("Tab")
 
     def draw(self):
-        """Generate, and return the text below the picture."""
         self.page.locator("#txt2img_generate").click()
         self.page.wait_for_function("document.querySelector('#html_info_txt2img').innerText.includes('Steps:')")
         self.page.wait_for_timeout(1000)
