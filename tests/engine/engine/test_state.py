@@ -72,28 +72,22 @@ def test_what_is_no_time_and_no_pass_is_refused_with_its_range_or_its_type(name,
 
 
 def test_a_rule_for_the_first_steps_of_a_sampling_counts_its_timesteps_and_begins_anew_with_the_next():
-    rules = MergeRule(ratio=0.75, merge_attn=False, merge_blocks=True, most_steps=2), MergeRule(ratio=0.5)
-    state = State(MergeConfig(rules=rules), [LevelTally(1, 1)])
-    latent = torch.zeros(2, 4, 32, 32)
+    blocks = MergeRule(ratio=0.75, merge_attn=False, merge_blocks=True, most_steps=2)
 
-    def parts(timestep: float, sampling: Any) -> tuple[str, ...]:
+    def begun(state: State, timestep: float, sampling: Any) -> Any:
         state.set_time(timestep=timestep, sampling=sampling)
         with torch.no_grad():
-            call = state.begin(timestep, latent)
+            return state.begin(timestep, torch.zeros(2, 4, 32, 32))
+
+    def parts(timestep: float, sampling: Any) -> tuple[str, ...]:
+        call = begun(both, timestep, sampling)
         assert call.why_not("block", 0) == OTHER_PARTS
         return tuple(part for part, rule in call.rules[0]._asdict().items() if rule)
 
+    both, alone = (State(MergeConfig(rules=rules), [LevelTally(1, 1)])
+                   for rules in ((blocks, MergeRule(ratio=0.5)), (blocks,)))  # fmt: skip
     assert [parts(timestep, "a") for timestep in (900, 900, 700, 500, 300)] == [("attn", "block")] * 3 + [("attn",)] * 2
     assert parts(200, "b") == ("attn", "block"), "another sampling"
     assert parts(100, None) == ("attn", "block"), "without a sampling there are no steps to count"
-
-
-def test_when_nothing_merges_after_the_first_steps_that_is_by_the_settings():
-    rule = MergeRule(ratio=0.75, merge_attn=False, merge_blocks=True, most_steps=1)
-    state = State(MergeConfig(rules=(rule,)), [LevelTally(1, 1)])
-    whys = []
-    for timestep in (900, 700):
-        state.set_time(timestep=timestep, sampling="a")
-        with torch.no_grad():
-            whys.append(state.begin(timestep, torch.zeros(2, 4, 32, 32)).why_not("attn", 0))
-    assert whys == [OTHER_PARTS, NOT_NOW]
+    whys = [begun(alone, timestep, "a").why_not("attn", 0) for timestep in (900, 800, 700)]
+    assert whys == [OTHER_PARTS, OTHER_PARTS, NOT_NOW], "when nothing merges any more, that is by the settings"

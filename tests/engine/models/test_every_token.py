@@ -30,8 +30,17 @@ def a_hook(*_: Any) -> None:
     """A hook of another program."""
 
 
-def a_block() -> nn.Module:
+@pytest.fixture
+def block() -> nn.Module:
     return find_blocks(sd15())[0].block
+
+
+@pytest.fixture
+def below(block) -> ModulesBelow:
+    """The modules below the block, none of which may need every token so far."""
+    below = ModulesBelow(block)
+    assert below.why() == ""
+    return below
 
 
 class OwnHook(ModelHook):
@@ -55,10 +64,6 @@ def replace_forward(part: nn.Module) -> None:
     part.forward = functools.partial(type(part).forward, part)
 
 
-def exchange(part: nn.Module, name: str) -> None:
-    setattr(part, name, OwnLinear(8, 8))
-
-
 FOREIGN = {
     "a hook": lambda part: part.register_forward_hook(a_hook),
     "a hook before": lambda part: part.register_forward_pre_hook(a_hook),
@@ -73,33 +78,24 @@ FOREIGN = {
 
 @pytest.mark.parametrize("path", PARTS)
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_foreign_code_at_each_module_is_named_whenever_it_comes(path, kind):
-    block = a_block()
-    below = ModulesBelow(block)
-    assert below.why() == ""
+def test_foreign_code_at_each_module_is_named_whenever_it_comes(path, kind, block, below):
     FOREIGN[kind](block.get_submodule(path))
     assert f" {path}" in below.why(), below.why()
     assert ModulesBelow(block).why() == below.why()
 
 
-def test_what_leaves_is_no_reason_any_more():
-    block = a_block()
-    below, hook = ModulesBelow(block), block.ff.register_forward_hook(a_hook)
-    assert below.why()
-    hook.remove()
-    assert below.why() == ""
-    saved = block.ff.forward
-    block.ff.forward = lambda x: saved(x)
-    assert below.why()
-    del block.ff.forward
-    assert below.why() == ""
+def test_what_leaves_is_no_reason_any_more(block, below):
+    for put_on, take_off in ((lambda: block.ff.register_forward_hook(a_hook), lambda hook: hook.remove()),
+                             (lambda: replace_forward(block.ff), lambda _: delattr(block.ff, "forward"))):  # fmt: skip
+        thing = put_on()
+        assert below.why()
+        take_off(thing)
+        assert below.why() == ""
 
 
 @pytest.mark.parametrize("attention", ["attn1", "attn2"])
-def test_processors_and_layers_of_others_are_named(attention):
-    block = a_block()
-    below = ModulesBelow(block)
-    assert below.why() == ""
+def test_processors_and_layers_of_others_are_named_and_processors_of_diffusers_pipelines(attention, block, below):
+    """The last ones may keep maps of attention, from which the pipeline makes a mask of the picture."""
     part = block.get_submodule(attention)
     mine, part.processor = part.processor, OwnProcessor()
     assert "OwnProcessor" in below.why() and f" {attention} " in below.why()
@@ -107,17 +103,12 @@ def test_processors_and_layers_of_others_are_named(attention):
     assert below.why() == ""
     part.set_processor(SlicedAttnProcessor(1))
     assert below.why() == "", "diffusers' own"
-    exchange(part, "to_v")
-    assert "OwnLinear" in below.why() and f"{attention}.to_v" in below.why()
-
-
-def test_a_processor_of_diffusers_pipelines_is_named():
-    """It may keep maps of attention, from which the pipeline makes a mask of the picture."""
-    block = a_block()
-    below = ModulesBelow(block)
+    part.set_processor(LEDITSCrossAttnProcessor(None, "up", False, 1))
+    assert f"LEDITSCrossAttnProcessor at {attention} " in below.why()
+    part.set_processor(mine)
     assert below.why() == ""
-    block.attn2.set_processor(LEDITSCrossAttnProcessor(None, "up", False, 1))
-    assert "LEDITSCrossAttnProcessor at attn2 " in below.why()
+    part.to_v = OwnLinear(8, 8)
+    assert "OwnLinear" in below.why() and f"{attention}.to_v" in below.why()
 
 
 def of_package(kind: type, package: str) -> type:
@@ -129,8 +120,7 @@ def of_package(kind: type, package: str) -> type:
     ("peft.tuners.lora.layer", True), ("ldm.modules.attention", True), ("sgm.modules.attention", True),
     ("bitsandbytes.nn.modules", True), ("a_host.attention", True), ("diffusers.pipelines.x", False),
     ("torchextra", False), ("peft.utils", False)])
-def test_layers_of_known_packages_take_fewer_tokens_in_a_block_of_any_program(package, is_known):
-    block = a_block()
+def test_layers_of_known_packages_take_fewer_tokens_in_a_block_of_any_program(package, is_known, block):
     block.__class__ = of_package(type(block), "a_host.blocks")
     block.ff.net[2].__class__ = of_package(nn.Linear, package)
     assert ("Linear at ff.net.2 " in ModulesBelow(block).why()) != is_known
@@ -139,19 +129,15 @@ def test_layers_of_known_packages_take_fewer_tokens_in_a_block_of_any_program(pa
     assert ModulesBelow(block).why(), "its hooks are named"
 
 
-def test_a_block_is_not_asked_again_unless_something_changed(monkeypatch):
-    block = a_block()
-    below = ModulesBelow(block)
-    assert below.why() == ""
+def test_a_block_is_not_asked_again_unless_something_changed(block, below, monkeypatch):
     monkeypatch.setattr(every_token, "_reasons", lambda *_: iter(["asked"]))
     assert below.why() == ""
     block.ff.register_forward_hook(a_hook)
     assert below.why() == "asked"
 
 
-def test_a_known_hook_that_gives_way_to_another_is_noticed():
-    block = a_block()
-    below, known = ModulesBelow(block), functools.partial(a_hook)
+def test_a_known_hook_that_gives_way_to_another_is_noticed(block, below):
+    known = functools.partial(a_hook)
     known.__module__ = "torch.nn.utils"
     hook = block.ff.register_forward_pre_hook(known)
     assert below.why() == ""
@@ -170,8 +156,7 @@ def test_the_inner_method_of_ldms_blocks_is_asked_too():
     assert below.why() == ""
 
 
-def test_an_idle_wrapper_of_a_registered_kind_is_no_reason(monkeypatch):
-    block = a_block()
+def test_an_idle_wrapper_of_a_registered_kind_is_no_reason(block, monkeypatch):
     monkeypatch.setattr(wrap, "_WRAPPERS", {"partial": lambda module, method: getattr(method, "below", None)})
     replace_forward(block.attn1)
     assert "at attn1" in ModulesBelow(block).why()
@@ -181,24 +166,15 @@ def test_an_idle_wrapper_of_a_registered_kind_is_no_reason(monkeypatch):
 
 @pytest.mark.parametrize("register", [
     nn.modules.module.register_module_forward_hook, nn.modules.module.register_module_forward_pre_hook])
-def test_the_block_itself_and_hooks_on_every_module_are_asked_too(register):
-    block = a_block()
-    below = ModulesBelow(block)
-    assert below.why() == ""
-    hook = register(a_hook)
-    try:
+def test_the_block_itself_and_hooks_on_every_module_are_asked_too(register, block, below):
+    with register(a_hook):
         assert "all modules" in below.why()
-    finally:
-        hook.remove()
     assert below.why() == ""
     block.register_forward_hook(a_hook)
     assert "the block" in below.why()
 
 
-def test_a_method_that_a_program_puts_on_a_class_is_named(monkeypatch):
-    block = a_block()
-    below = ModulesBelow(block)
-    assert below.why() == ""
+def test_a_method_that_a_program_puts_on_a_class_is_named(block, below, monkeypatch):
     monkeypatch.setattr(type(block.ff), "forward", lambda self, x: x)
     assert " ff " in below.why()
 
@@ -248,6 +224,10 @@ def replaced(*_: Any) -> None:
     """A patch of another node's."""
 
 
+def why_of(options: dict[str, Any]) -> str:
+    return why_of_arguments((), {"transformer_options": options})
+
+
 ANYWHERE, HERE = {"block": ("input", 4), "block_index": 3}, ("input", 4, 3)
 NEEDS = ({"patches": {"attn1_patch": [replaced]}}, {"patches": {"attn2_output_patch": [replaced]}},
          {"patches": {"middle_patch": [replaced]}}, {"patches_replace": {"attn1": {HERE: replaced}}},
@@ -260,17 +240,13 @@ NEEDS_NOT = ({}, {"patches": {"attn1_patch": []}}, {"patches": {"input_block_pat
 
 @pytest.mark.parametrize("options", NEEDS)
 def test_a_patch_at_this_block_is_named(options):
-    for args, kwargs in (((None, ANYWHERE | options), {}), ((), {"transformer_options": ANYWHERE | options})):
-        assert "replaced" in why_of_arguments(args, kwargs)
+    assert "replaced" in why_of_arguments((None, ANYWHERE | options), {}) and "replaced" in why_of(ANYWHERE | options)
 
 
 @pytest.mark.parametrize("options", NEEDS_NOT)
-def test_what_one_block_forbids_another_need_not(options):
-    assert why_of_arguments((), {"transformer_options": ANYWHERE | options}) == ""
-
-
-def test_without_a_blocks_name_any_patch_counts():
-    assert "replaced" in why_of_arguments((), {"transformer_options": {"patches_replace": {"attn1": {HERE: replaced}}}})
+def test_what_one_block_forbids_another_need_not_and_without_a_blocks_name_any_patch_counts(options):
+    assert why_of(ANYWHERE | options) == ""
+    assert "replaced" in why_of({"patches_replace": {"attn1": {HERE: replaced}}})
 
 
 @pytest.mark.parametrize("kwargs, why", [

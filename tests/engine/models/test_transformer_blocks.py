@@ -9,11 +9,10 @@ from torch import nn
 import tome_core
 from tests.small_models import dits
 from tests.small_models.dits import PRESENT
-from tome_core import MergeConfig
+from tome_core import MergeConfig, MergePlan
 from tome_core.engine.fewer_tokens import Place
 from tome_core.engine.state import State
 from tome_core.merging.grid import Grid, Layout
-from tome_core.merging.pooling import pool
 from tome_core.models import transformer, transformer_blocks
 from tome_core.models.every_token import ModulesBelow
 from tome_core.models.transformer_blocks import middle, run_pooled
@@ -199,19 +198,12 @@ def test_the_first_and_the_last_blocks_keep_all_tokens():
 
 
 def test_a_stretch_goes_on_from_joint_blocks_to_single_ones_and_merges_once(every_block_may_merge, monkeypatch):
-    from tome_core.merging.plan import MergePlan
-
     model, given = dits.make("Flux")
     merges, original = [], MergePlan.merge
     monkeypatch.setattr(MergePlan, "merge", lambda plan, x: merges.append(x.shape) or original(plan, x))
     with tome_core.patch(model, CONFIG):
         dits.call(model, given)
     assert sum(shape[1:] == (dits.SIDE**2, 32) for shape in merges) == 1
-
-
-def test_pool_is_what_a_block_merges_by():
-    plan = pool(Layout(GRID), PICTURE, 1, 2, 0.5, torch.device("cpu"))
-    torch.testing.assert_close(plan.merge(X), means(X, 1))
 
 
 class Noting:
