@@ -122,6 +122,9 @@ def change_rules(config: MergeConfig, blocks: float | None, **changes: Any) -> M
     """
     of_blocks = [rule for rule in config.rules if _is_of_blocks(rule)] if blocks is None else rules_of_blocks(blocks)
     others = tuple(rule for rule in config.rules if not _is_of_blocks(rule))
+    if not others and blocks is None:  # no rule follows a setting of rules
+        own = {name: value for name, value in changes.items() if not hasattr(config.rules[0], name)}
+        return replace(config, **own)
     changed = replace(config, **changes, rules=others)
     return replace(changed, rules=(*changed.rules, *of_blocks))
 

@@ -77,6 +77,8 @@ def test_whole_blocks_are_those_of_a_strength_beside_settings_that_they_do_not_f
         assert config.rules == (MergeRule(ratio=0.7, sx=4), *tome_core.strength(value, "sdxl").rules[1:])
         assert values_of(config)["whole_blocks"] == pytest.approx(value) and change(config, {}) == config
     assert config_of({"whole_blocks": 0.5}).rules[1].merge_blocks and not change(config, {"whole_blocks": 0}).rules[1:]
+    alone = MergeConfig(rules=config.rules[1:])
+    assert change(alone, {"start": 0.5, "ratio": 0.1}) == replace(alone, start_percent=0.5)
 
 
 def test_what_does_not_go_together_is_left_out_with_a_sentence_each():
