@@ -14,9 +14,10 @@ SETTINGS = {"tome_enabled": True, "tome_strength": 0.7}
 UNGATED = {"only_if_it_pays": False}
 
 
-def read(webui, **given):
+def read(webui, curve="sd", **given):
     """The settings of a job with these arguments by name."""
-    return webui.part("job_settings").read(({"enabled": True, **given},), webui.part("settings_tab").default_of)
+    settings, setting = webui.part("job_settings"), webui.part("settings_tab").default_of
+    return settings.read(({"enabled": True, **given},), setting, curve=curve)
 
 
 # --- who says it ------------------------------------------------------------------------------------------------------
@@ -106,7 +107,7 @@ def test_a_seed_is_the_images_cut_to_the_engines_bits_or_a_given_one_of_those_bi
 
 def test_own_settings_keep_a_strengths_whole_blocks_unless_they_are_off(webui):
     for changes, count in (({}, 2), ({"start": 0.1, "merge_seed": 3}, 2), ({"sx": 7}, 2), ({"whole_blocks": 0.0}, 1)):
-        config = read(webui, **changes).config(False, curve="sdxl")
+        config = read(webui, "sdxl", **changes).config(False, curve="sdxl")
         expected = strength(0.5, "sdxl").rules[1:][: count - 1]
         assert [*map(vars, config.rules[1:])] == [*map(vars, expected)], "of the webui's own copy of the engine"
         assert config.start_percent == changes.get("start", 0.0)
