@@ -86,6 +86,23 @@ def lines(records: list[results.Record], most: int) -> Iterator[tuple[Any, ...]]
             yield name, one.attention, f"{one.share:g}", f"{one.below:g}", f"{one.error:.2f}", ", ".join(shares)
 
 
+def front(records: list[results.Record]) -> str:
+    """Make the Markdown table of what was measured: a row a way, with work left out and an error for each result.
+
+    The error is a share of the rival's on the same pictures. The work is that of the first result's number of steps.
+    """
+    told, steps = [errors(record) for record in records], records[0]["settings"]["steps"]
+    ways = {f"whole-blocks-{share}-below-{below}": (f"1/{1 / share:g} of the tokens, below {below}",
+                                                    MergeConfig(rules=(blocks_rule(share, below),)))
+            for share, below in BLOCKS_FRONT}  # fmt: skip
+    ways |= {f"attention-alone-{name}": (f"attention as at {value:g}", work.config_of(SDXL, name, blocks=False))
+             for name, value in MARKS.items()}  # fmt: skip
+    return report.markdown(("", "less work", "error"),
+                           ((label, f"{saved(config, steps):.0%}",
+                             ", ".join(f"{one[name] / one[RIVAL]:.3f}" for one in told))
+                            for name, (label, config) in ways.items() if all(name in one for one in told)))  # fmt: skip
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Print the table; return 0, 2 after an expected error, 130 if stopped. arguments: None means ``sys.argv[1:]``."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.blocks", description=__doc__.partition("\n\n")[2])

@@ -31,23 +31,23 @@ MOST_MERGED = 3 / 4  # a step that keeps a larger share of keys is not merged: m
 _FINE_CELLS = 5 / PARTS
 # At strengths 0, .05, .1 and so on: the share of keys that late steps keep, in 1/64, and the timestep from which on
 # steps are early and keep `EARLY_SHARE`. Chosen from measurements by ``python -m benchmarks.strength``. SDXL's ends at
-# .3: attention is a twentieth of its work at 1024 px, and more of it saves 1% and errs as much as whole blocks that
-# save 5% (``python -m benchmarks.blocks``).
+# .4: attention is a twentieth of its work at 1024 px, and more of it would save nothing there (at 2048 px 3%) and err
+# as much as whole blocks that save 5% (``python -m benchmarks.blocks``).
 CURVES = {
     "sd": ((64, 1000), (64, 787), (64, 609), (41, 578), (35, 498), (26, 472), (21, 457), (17, 440), (14, 413),
            (11, 405), (9, 375), (8, 355), (7, 339), (6, 328), (5, 324), (5, 250), (4, 247), (4, 172), (3, 160),
            (2, 149), (1, 0)),
-    "sdxl": ((64, 1000), (41, 987), (32, 986), (25, 964), (19, 942), (14, 908), (12, 831)),
+    "sdxl": ((64, 1000), (41, 987), (32, 986), (25, 964), (19, 942), (14, 908), (12, 831), (10, 782), (8, 767)),
 }  # fmt: skip
-# Half of SDXL's time goes into the blocks of its coarsest level. Strength s keeps 16^-s of their tokens below the first
-# of these timesteps; from 0.75 to 1 the limit rises to the second. Merging in the first steps costs most
-# (docs/methods.md, "Whole blocks").
+# Half of SDXL's time goes into the blocks of its coarsest level. At strengths 0, .25, .5, .75 and 1 one of so many of
+# their tokens stays below the first of these timesteps; from 0.75 to 1 the limit rises to the second. Merging in the
+# first steps costs most (docs/methods.md, "Whole blocks").
+_ONE_OF = (1.0, 2.0, 6.0, 10.0, 16.0)
 _BLOCKS_BELOW, _BLOCKS_BELOW_AT_MOST = 760.0, 900.0
 # A strength's `max_error`: that of 0.5; each half more allows ten times as much. Small UNets keep the curve's keys then
 # unless more of them gain (``python -m benchmarks.own_error``).
 _MOST_ERROR = 1.5e-4
 _MOST_ERROR_OF_BLOCKS = 0.05  # about four times what SDXL's small model has at any strength
-_FEWEST_OF_BLOCKS = 1 / 16  # a token of each cell of 4x4
 # A transformer is the other way round than SDXL: its tokens carry the detail, so noisy steps may merge and late ones
 # must not. At evenly spaced strengths from 0 to 1, the timestep, 1000 times sigma, from which on cells of 2x2 tokens
 # merge, and that from which on pairs do (docs/methods.md, "Transformers").
@@ -99,7 +99,8 @@ def rules_of_blocks(value: float) -> list[MergeRule]:
     """
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= 1:
         raise ValueError(f"whole_blocks={value!r} is no number from 0 to 1; 0 is off, 0.5 balanced, 1 the most")
-    share = _FEWEST_OF_BLOCKS**value
+    fewer, more, part = _around(float(value), _ONE_OF)
+    share = math.exp(-math.log(fewer) * (1 - part) - math.log(more) * part)
     if share > MOST_MERGED:
         return []
     below = _BLOCKS_BELOW + max(0.0, 4 * value - 3) * (_BLOCKS_BELOW_AT_MOST - _BLOCKS_BELOW)
@@ -110,8 +111,10 @@ def rules_of_blocks(value: float) -> list[MergeRule]:
 
 def strength_of_blocks(config: MergeConfig) -> float:
     """Return the strength by which `rules_of_blocks` made a rule of this config, 0 without any."""
-    shares = [1 - rule.ratio for rule in config.rules if _is_of_blocks(rule)]
-    return round(math.log(shares[0], _FEWEST_OF_BLOCKS), 9) if shares else 0.0
+    share = next((1 - rule.ratio for rule in config.rules if _is_of_blocks(rule)), 1.0)
+    place = sum(1 / share > one_of for one_of in _ONE_OF[1:-1])
+    low, high = map(math.log, _ONE_OF[place : place + 2])
+    return round((place + (-math.log(share) - low) / (high - low)) / (len(_ONE_OF) - 1), 9)
 
 
 def change_rules(config: MergeConfig, blocks: float | None, **changes: Any) -> MergeConfig:
@@ -178,7 +181,7 @@ def _between(value: float, points: Sequence[Point]) -> tuple[float, int]:
     return late, round(until * (1 - part) + sooner * part)
 
 
-def _around(value: float, points: Sequence[Point]) -> tuple[Point, Point, float]:
+def _around(value: float, points: Sequence[Any]) -> tuple[Any, Any, float]:
     """Return the two of evenly spaced points between which a strength lies, and how far from the first, 0 to 1."""
     place = value * (len(points) - 1)
     low = min(int(place), len(points) - 2)
