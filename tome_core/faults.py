@@ -20,6 +20,7 @@ _OURS = [os.path.join(os.path.dirname(__file__), "")]  # folders of this package
 _OF_SHAPES = frozenset({ArithmeticError, AssertionError, IndexError, KeyError, LookupError, NotImplementedError,
                         RuntimeError, TypeError, ValueError, ZeroDivisionError})  # fmt: skip
 _OF_EINOPS = "EinopsError"
+_OF_COMPILERS = ("torch._dynamo.", "torch._inductor.")  # modules of their errors: another size is compiled anew
 # Lack of memory and errors of devices are RuntimeErrors in most backends.
 _OF_DEVICES = re.compile(
     r"memory|alloc|device[- ]side|device (was |is )?(lost|removed|hung|not ready)|_STATUS_|UR_RESULT|UR error|"
@@ -35,7 +36,8 @@ class DeliberateError(RuntimeError):
 def may_be_of_fewer_tokens(error: BaseException) -> bool:
     """Tell whether fewer tokens than usual may have caused an error, and not a host, lack of memory or a device."""
     kind = type(error)
-    return (kind in _OF_SHAPES or kind.__name__ == _OF_EINOPS) and _OF_DEVICES.search(str(error)) is None
+    is_one = kind in _OF_SHAPES or kind.__name__ == _OF_EINOPS or kind.__module__.startswith(_OF_COMPILERS)
+    return is_one and _OF_DEVICES.search(str(error)) is None
 
 
 def is_ours(error: BaseException) -> bool:

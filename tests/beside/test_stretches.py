@@ -174,7 +174,23 @@ def replace_forward(transformer: nn.Module, change: Callable) -> None:
 @pytest.mark.parametrize("change", some_quick(LISTS, 5))
 @in_each_order
 def test_tokens_come_back_whatever_list_of_blocks_a_parent_runs(comes_first, change: str, way: Callable, name: str):
-    beside, loss = Beside(name), far(merged_alone(name).pictures, Beside(name).draw())
+    assert_tokens_come_back(Beside(name), change, way, comes_first)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("change", some_quick(["in reverse", "tokens changed between", "the second for all"]))
+@in_each_order
+def test_tokens_come_back_to_compiled_blocks_and_from_them(comes_first: bool, change: str):
+    """A compiler cannot read tokens that come back by their first use."""
+    beside = Beside(LDM)
+    for block in beside.blocks.values():
+        block.compile(backend="eager", fullgraph=True)
+    assert_tokens_come_back(beside, change, exchange, comes_first)
+
+
+def assert_tokens_come_back(beside: Beside, change: str, way: Callable, comes_first: bool) -> None:
+    """A parent that runs a changed list of blocks has nearly the picture that it has without us."""
+    loss = far(merged_alone(beside.name).pictures, Beside(beside.name).draw())
 
     def put_on() -> None:
         for transformer in beside.deep[1:]:

@@ -158,7 +158,8 @@ def _merge(
     cost += x.shape[0] * work.of_way_back(x.shape[1], 0 if samples is None else len(samples), x.shape[2])
     share = plan.num_groups / x.shape[1]
     note = partial(quietly, state.note_error, call, BLOCK, level, share) if is_new else None
-    return MergedTokens.of(x, plan, samples, note), "", cost
+    # a copy: compiled code may use the memory of what it returned before again, as CUDA graphs do
+    return MergedTokens.of(x.clone(), plan, samples, note), "", cost
 
 
 def _plan_of(

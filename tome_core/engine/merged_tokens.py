@@ -112,6 +112,10 @@ class LazyTokens(Tensor):
         return func(*args, **kwargs)
 
 
+def whole(value: Any) -> Any:
+    """Return all tokens as a plain tensor if the value is `LazyTokens`, else the value."""
+    return value.whole() if type(value) is LazyTokens else value
+
 
 def _of_whole(name: str) -> Any:
     """Return a method that calls the method `name` of all tokens: what reads a tensor's memory is no operator."""

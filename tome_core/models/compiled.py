@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 # process loads or unloads. Raise the number whenever the operators or what they call change.
 _NAMESPACE = "tome_core_3"
 # The compilers of torch 2.9 and 2.13 were tried, older ones were not.
-_TRIED = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 9)
+TRIED = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 9)
 _OTHER = "?"  # in a form: a value that cannot be passed to an operator
 # The operators by name, "begin" and "attend", filled by the first call of `number_of`; empty if that fails. Compilers
 # read them while they trace. The first argument of "attend" is the result of "begin", or the number of the attention's
@@ -85,7 +85,7 @@ def why_not_in_graph(state: Any) -> str | None:
         return "a backward pass may follow a compiled call"
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         return "autocast is not supported in compiled models"
-    if not (_TRIED and OPERATORS):
+    if not (TRIED and OPERATORS):
         return "merging was not tested with this torch's compiler"
     return "exported models cannot depend on this package" if _is_exporting() else None
 

@@ -22,39 +22,40 @@ from ..merging.grid import Layout
 from ..reporting.ledger import ARGUMENTS, MASKED, NO_GRID, OF_OTHERS, PARTS_COMPILED, REPLACED
 from .attention_calls import AttentionCall
 from .every_token import TRAINS, ModulesBelow, why_of_arguments
+from .outer_wrap import CODE, OuterWrap
 from .sites import CONTEXTS, LATENTS, MASKS, AttentionSite, module_at, named
 from .weights import of_part, per_token
 from .wrap import Wrap, foreign_method_on
 from .wrap_set import WrapSet
 
 
-class BlockWrap(Wrap):
-    """A wrap around a block: of its ``_forward`` if the class has that method, else of its ``forward``.
+def _method_of(block: nn.Module) -> str:
+    """Return the name of the method to wrap: ``_forward`` if the block's class has that, else ``forward``.
 
     LDM's blocks run ``_forward`` inside their own gradient checkpoint, so only ``_forward`` runs again in backward.
+    """
+    return "_forward" if hasattr(type(block), "_forward") else "forward"
+
+
+class WholeBlockSite(OuterWrap):
+    """The wrap around a block that may run on merged tokens; `path` in the model ends with its number in a list.
+
     `level` is 0 for the finest tokens.
     """
 
-    def __init__(self, block: nn.Module, wraps: WrapSet, level: int) -> None:
-        super().__init__(block, "_forward" if hasattr(type(block), "_forward") else "forward")
-        self.wraps, self.level = wraps, level
-
-
-class WholeBlockSite(BlockWrap):
-    """The wrap around a block that may run on merged tokens; `path` in the model ends with its number in a list."""
-
     def __init__(self, block: nn.Module, wraps: WrapSet, path: str, level: int) -> None:
-        super().__init__(block, wraps, level)
+        super().__init__(block, _method_of(block))
+        self.wraps, self.level = wraps, level
         self.place = Place(path, level, "block", path.rpartition(".")[0])
         self.below = ModulesBelow(block)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Return the block's output, inside a call of the model by `around`; outside, it runs on all tokens."""
-        call = self.wraps.calls.current
+        call, original = self.wraps.calls.current, self.call_code if self.name == CODE else self.original
         if call is None or (call.rules[self.level].block is None and ("block", self.level) not in call.too_wrong):
-            return self.original(*args, **kwargs)
+            return original(*args, **kwargs)
         layout = call.layouts.get(self.level)
-        return run_block(call, self.place, layout, self.below, self.original, args, kwargs)
+        return run_block(call, self.place, layout, self.below, original, args, kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Call the block unmerged while a compiler traces, return its output, and note this for the report."""
@@ -92,8 +93,15 @@ def run_block(
     return original(*args, **kwargs)
 
 
-class BlockInputSite(BlockWrap):
-    """The wrap around a block whose parts may merge: it keeps the block's input for them while the block runs."""
+class BlockInputSite(Wrap):
+    """The wrap around a block whose parts may merge: it keeps the block's input for them while the block runs.
+
+    `level` is 0 for the finest tokens.
+    """
+
+    def __init__(self, block: nn.Module, wraps: WrapSet, level: int) -> None:
+        super().__init__(block, _method_of(block))
+        self.wraps, self.level = wraps, level
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Return the block's output; meanwhile `ModelCall.block`, if there is a call, is what `_input_of` returns."""

@@ -51,6 +51,7 @@ class ModelSite(NumberedSite):
         """
         wraps, calls = self.wraps, self.wraps.calls
         before, call, calls.reason_missed = calls.current, None, ""
+        quietly(wraps.follow_compilers)
         if wraps.patch is not None and not calls.disabled:
             try:
                 call = self._begin_call(wraps.patch, wraps.adapter.pick(self.target, args, kwargs))
@@ -234,7 +235,11 @@ class AttentionSite(NumberedSite):
             call.called_attentions.append(self.path)
         function = replacement_for(self.target).replaced_function
         attention_call = function.read(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa, **options)
-        out = attention_call.unmerged() if call is None else self._answer_in_graph(call, attention_call)
+        if call is not None and call.inside is not None:  # in a block that runs on merged tokens
+            call.state.count_inside(call, self.level, attention_call.q.shape[1])
+            out = attention_call.unmerged()
+        else:
+            out = attention_call.unmerged() if call is None else self._answer_in_graph(call, attention_call)
         return out.transpose(1, 2) if by_head else out
 
     def _answer_in_graph(self, call: ModelCall, attention_call: AttentionCall) -> torch.Tensor:

@@ -24,6 +24,7 @@ from ..engine.decision import ModelCall
 from ..engine.scheduler_steps import PipelineSteps
 from ..merging.grid import Grid, Layout
 from ..reporting.ledger import NO_GRID, LevelTally, Reason
+from .outer_wrap import WholeTokensWrap
 from .sites import AttentionSite, ModelSite
 from .transformer_blocks import TransformerBlockSite, middle
 from .weights import per_token
@@ -239,17 +240,19 @@ class TransformerAdapter:
     def wraps(self, model: nn.Module, ways: Ways, make: Callable) -> Iterator[Wrap]:
         """Yield a wrap for the model, then for each attention, in the order of the modules; see `UNetAdapter.wraps`.
 
-        If whole blocks may merge, all but the first and the last ones have a wrap too.
+        If whole blocks may merge, blocks have a wrap too, those that keep all tokens only around compiled code.
         """
         yield make(ModelSite, model)
         attentions = find_attentions(model, self.family)
         blocks = dict.fromkeys(_BLOCK.match(path)[0] for path, _ in attentions if "refiner" not in path)
-        merging = {*middle([*blocks])} if "blocks" in ways.get(0, ()) else ()
+        merging, blocks = middle([*blocks]), blocks if "blocks" in ways.get(0, ()) else {}
         for path, module in attentions:
             block = _BLOCK.match(path)[0]
-            if block in merging:
-                merging.remove(block)
+            if block in blocks and block in merging:
                 yield make(TransformerBlockSite, model.get_submodule(block), block)
+            elif block in blocks:
+                yield make(WholeTokensWrap, model.get_submodule(block))
+            blocks.pop(block, None)
             yield make(AttentionSite, module, path, 0)
 
     def pick(self, model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> list[Any]:

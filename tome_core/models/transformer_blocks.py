@@ -24,7 +24,7 @@ from ..faults import is_ours
 from ..merging.grid import Layout
 from ..reporting.ledger import MASKED, PARTS_COMPILED, Reason
 from .every_token import TRAINS, ModulesBelow, why_of_options
-from .wrap import Wrap
+from .outer_wrap import CODE, OuterWrap
 from .wrap_set import WrapSet
 
 # names of a block's arguments: its tokens, those of the text if they are apart, rotary positions, and masks of keys
@@ -42,22 +42,22 @@ _MAY_NEED = "may need every token; it merges without that"
 _NO_TOKENS = Reason("no argument of the block is known to be its tokens")
 
 
-class TransformerBlockSite(Wrap):
+class TransformerBlockSite(OuterWrap):
     """The wrap around a block of a transformer that may run on merged tokens; `path` is its name in the model."""
 
     def __init__(self, block: nn.Module, wraps: WrapSet, path: str) -> None:
-        super().__init__(block)
+        super().__init__(block, "forward")
         self.wraps, self.place = wraps, Place(path, 0, "block", "blocks", pools=True)
         self.below = ModulesBelow(block)
         self._names = names_of(block)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Return the block's output: inside a call of the model whose rules merge blocks, by `run_pooled`."""
-        call = self.wraps.calls.current
+        call, original = self.wraps.calls.current, self.call_code if self.name == CODE else self.original
         if call is None or call.rules[0].block is None:
-            return self.original(*args, **kwargs)
+            return original(*args, **kwargs)
         layout_of = partial(self.wraps.adapter.layout_of, call, self)
-        return run_pooled(call, self.place, layout_of, self.below, self.original, self._names, args, kwargs)
+        return run_pooled(call, self.place, layout_of, self.below, original, self._names, args, kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Call the block unmerged while a compiler traces, return its output, and note this for the report."""

@@ -2,8 +2,8 @@
 
 The adapter wraps the UNet (`ModelSite`) and, in levels that merge, transformers (`TransformerSite`) and self-attentions
 (`AttentionSite`). If whole blocks may merge there, it wraps all blocks of a transformer but the first
-(`WholeBlockSite`). If parts may merge as in tomesd, it wraps blocks (`BlockInputSite`), their self-attentions
-(`BlockAttentionSite`) and their other parts (`PartSite`).
+(`WholeBlockSite`), and that one if it is compiled (`WholeTokensWrap`). If parts may merge as in tomesd, it wraps blocks
+(`BlockInputSite`), their self-attentions (`BlockAttentionSite`) and their other parts (`PartSite`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ..engine.decision import ModelCall
 from ..merging.grid import Grid, Layout
 from ..reporting.ledger import NO_GRID, LevelTally, Reason
 from .fewer_tokens import BlockAttentionSite, BlockInputSite, PartSite, WholeBlockSite
+from .outer_wrap import WholeTokensWrap
 from .sites import LATENTS, AttentionSite, ModelSite, TransformerSite, named
 from .unet_blocks import BlockPlace, find_blocks
 from .weights import channels_of, of_block, outside_blocks
@@ -84,8 +85,8 @@ class UNetAdapter:
         """Yield the wraps to put on the UNet, the outermost first; below it only levels in `ways` get wraps.
 
         With "tomesd" in a level's value, its blocks and their parts get wraps: parts may be called with merged tokens.
-        With "blocks" alone, each transformer's blocks but the first do. `make` takes a class of wraps, the module to
-        wrap and further arguments of the class, and returns a wrap.
+        With "blocks" alone, each transformer's blocks do, the first around compiled code only. `make` takes a class of
+        wraps, the module to wrap and further arguments of the class, and returns a wrap.
         """
         yield make(ModelSite, unet)
         before, places = None, self._search(unet)  # blocks may have been exchanged since the adapter was made
@@ -102,7 +103,9 @@ class UNetAdapter:
             if "tomesd" in ways[level]:
                 kind, parts, package = BlockAttentionSite, _PARTS, (type(place.block).__module__,)
                 yield make(BlockInputSite, place.block, level)
-            elif "blocks" in ways[level] and siblings.index(place) >= KEEP_WHOLE:
+            elif "blocks" in ways[level] and siblings.index(place) < KEEP_WHOLE:
+                yield make(WholeTokensWrap, place.block)
+            elif "blocks" in ways[level]:
                 yield make(WholeBlockSite, place.block, place.path, level)
             if getattr(place.block, "attn1", None) is not None:
                 yield make(kind, place.block.attn1, f"{place.path}.attn1", level, place.halvings, *package)

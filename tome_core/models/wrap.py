@@ -59,7 +59,7 @@ class Wrap:
         """Answer any call of the method: by `run` (`trace` if a compiler traces) if active, else by `original`."""
         if not isinstance(self, Wrap):  # another program bound this function to the target, to restore "the original"
             wrap, kind = vars(self).get(_MARK), type(self)
-            class_method = partial(getattr(kind, "_forward", kind.forward), self)  # see `BlockWrap`
+            class_method = partial(getattr(kind, "_forward", kind.forward), self)  # see `fewer_tokens`
             return (class_method if wrap is None else wrap.forward)(*args, **kwargs)
         if not self.active:
             return self.original(*args, **kwargs)
@@ -169,7 +169,7 @@ def calling(kind: type, name: str) -> type:
 def drop_remains(target: Any) -> None:
     """Remove inactive wraps, as copies have them or other extensions restored them, from the methods that we wrap."""
     with patch_lock:
-        for slot in ("forward", "_forward", "_old_forward", "progress_bar"):
+        for slot in ("forward", "_forward", "_old_forward", "_compiled_call_impl", "progress_bar"):
             wrap = wrap_of(vars(target).get(slot))
             if wrap is None or wrap.active or wrap.wrapped() is not target:
                 continue

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten
 
 from ..engine.decision import ModelCall
 from ..faults import DeliberateError
+from .outer_wrap import CODE, OuterWrap
 from .wrap import Wrap, foreign_method_on, over_hook, patch_lock, why_missed
 
 _SET_MARK = "_tome_core_patch"
@@ -65,6 +66,8 @@ class WrapSet:
         self.calls = Calls()
         self._backward_of: ModelCall | None = None  # the call whose backward pass is running
         self.wraps: list[Wrap] = []
+        # the attributes of each block with an `OuterWrap`, and what was in the place of compiled code when it got it
+        self._code: list[tuple[dict[str, Any], Any]] = []
         self._resting: dict[tuple[type, int], Wrap] = {}
 
     def change(self, model: nn.Module, adapter: Any, patch: Any, ways: Ways) -> None:
@@ -86,6 +89,22 @@ class WrapSet:
     def put_back(self) -> None:
         """Install all wraps, on top of the wrappers of other extensions. Idempotent."""
         self.wraps = [wrap.install() for wrap in self.wraps]
+        self._note_code()
+
+    def _note_code(self) -> None:
+        """Note which blocks are compiled, for `follow_compilers`."""
+        blocks = [vars(wrap.target) for wrap in self.wraps if isinstance(wrap, OuterWrap)]
+        self._code = [(block, block.get(CODE)) for block in blocks]
+
+    def follow_compilers(self) -> None:
+        """Move the wraps of blocks that were compiled since they were installed, or that no longer are compiled."""
+        for block, code in self._code:  # without a call of a function for each block
+            if block.get(CODE) is not code:
+                with patch_lock:
+                    self.wraps = [wrap.install() if isinstance(wrap, OuterWrap) and wrap.has_to_move() else wrap
+                                  for wrap in self.wraps]  # fmt: skip
+                    self._note_code()
+                return
 
     def take_off(self) -> None:
         """Uninstall all wraps, keep those released for the next patch, forget this patch; call again if interrupted."""
@@ -94,7 +113,7 @@ class WrapSet:
             wrap.uninstall()
             if target is not None and wrap.target is None:  # the wrap rests
                 self._resting[type(wrap), id(target)] = wrap
-        self.wraps, self.patch = [], None
+        self.wraps, self._code, self.patch = [], [], None
 
     def prepare_backward(self, call: ModelCall | None, out: Any) -> None:
         """Prepare the backward pass of an ended call: blocks that gradient checkpointing runs again belong to it.
