@@ -98,7 +98,7 @@ def calls_of_sdxl(depth: int) -> Counter[str]:
         for timestep in (500, 490, 480):
             run(timestep)
         called = functions_called(run, tome_core)
-        assert handle.report().levels[1].block_tokens == ((64, 18),)
+        assert handle.report().levels[1].block_tokens == ((64, 13),)
     return called
 
 
