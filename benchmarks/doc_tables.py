@@ -13,6 +13,7 @@ from functools import lru_cache, partial
 from statistics import fmean
 from typing import Any
 
+from benchmarks import blocks as blocks_of_sdxl
 from benchmarks import gpu_report, own_error_report, pooled, results, subjects, transformers, work
 from benchmarks import host_calls as calls
 from benchmarks.models import BLOCK, SD15
@@ -28,6 +29,7 @@ PAGES = (results.ROOT / "README.md", *sorted((results.ROOT / "docs").glob("*.md"
 QUALITY = "quality-cpu-2026-11-25"
 SDXL = "sdxl-cpu-2026-11-25"
 BLOCKS = "blocks-8-cpu-2026-11-28"
+BLOCKS_FRONT = ("blocks-choose-8-cpu-2026-11-29",)
 POOLED = ("pooled-cpu-2026-11-29", *(f"pooled-deep-{steps}-cpu-2026-11-29" for steps in (4, 8, 20)))
 OWN_ERROR = ("own-error-cpu-2026-11-28", "own-error-sdxl-cpu-2026-11-28")
 BY_STEPS = {"4 steps": "steps-4-cpu-2026-11-25", "8 steps": "steps-8-cpu-2026-11-25", "10 steps": QUALITY,
@@ -243,9 +245,14 @@ def pooled_tables() -> str:
     return pooled.table([load_result(name) for name in POOLED])
 
 
+def blocks_front() -> str:
+    """Make the Markdown table of `BLOCKS_FRONT`, by which SDXL's strength was chosen."""
+    return blocks_of_sdxl.front([results.load(results.FOLDER / f"{name}.json") for name in BLOCKS_FRONT])
+
+
 TABLES = {
-    **{make.__name__: make for make in (gains, counted, blocks, steps, own_error, own_error_by_model, host_calls,
-                                        strength, equal_time, settings)},
+    **{make.__name__: make for make in (gains, counted, blocks, blocks_front, steps, own_error, own_error_by_model,
+                                        host_calls, strength, equal_time, settings)},
     "work": work.shares_table,
     "settings_of_python": partial(settings, of_hosts=False),
     "quality": partial(_methods, QUALITY), "sdxl": partial(_methods, SDXL),

@@ -165,7 +165,7 @@ def _shape_of(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def _comfyui_model(shape: dict[str, Any]) -> Any:
-    """Make a UNet of a shape with random weights in ComfyUI's ModelPatcher, on the CPU."""
+    """Make a random UNet in ComfyUI's ModelPatcher, on the CPU. shape: an entry of `_SHAPES`, the UNet's arguments."""
     base, known, patcher = (importlib.import_module(f"comfy.{name}")
                             for name in ("model_base", "supported_models", "model_patcher"))  # fmt: skip
     cpu, kind = torch.device("cpu"), known.SDXL if "adm_in_channels" in shape else known.SD15

@@ -40,14 +40,16 @@ _PARTS = {"transformer": r"transformer_blocks\.\d+.*", "stage": r"attentions\.\d
 def _fitted(parts: str, penalty: float) -> AbstractContextManager:
     """Return a context in which a correction is fitted from the query ("q"), the merged answer ("o") or both ("qo").
 
-    `penalty` counts as so many samples for each unknown; with "" nothing is fitted.
+    The first order and a constant are always there; with "" nothing else is. `penalty` counts as so many samples for
+    each unknown.
     """
     fit = correction.fit_correction
 
     def other(q: Tensor, places: Tensor, pair: Pair, plan: MergePlan, scale: float) -> tuple[Correction, Pair]:
         made, merged_pair = fit(q, places, pair, plan, scale)
         heads, width = q.shape[2:]
-        queries, known = q[:, places].transpose(1, 2), made.matrix[:, :width]
+        queries, means = q[:, places].transpose(1, 2), plan.merge_pair(*pair, exact=True)[2]
+        known = correction.first_order(*pair, means, plan, heads, scale).flatten(0, 1).to(q.dtype)
         sizes = plan.log_sizes(q.dtype)[:, None, None]
         merged = correction._attend(queries, *merged_pair, heads, scale, sizes).flatten(0, 1)
         exact = correction._attend(queries, *pair, heads, scale).flatten(0, 1)

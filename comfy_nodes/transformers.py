@@ -82,7 +82,7 @@ class _Block(blocks.Block):
         self._layout, self._names = merging.layout_in_block, hosting.names_of(block)
 
     def merge(self, call: Any, latent: torch.Tensor, options: dict[str, Any], args: tuple, kwargs: dict) -> Any:
-        """Return the block's output, see `blocks.Block`."""
+        """Run the block on merged tokens if it can, else on all; return its output. See `blocks.Block.merge`."""
         layout_of, why = partial(self._layout, latent, options), partial(self.others.why, options, (True,))
         return hosting.run_pooled(
             call, self.place, layout_of, self.below, self.original, self._names, args, kwargs, why)

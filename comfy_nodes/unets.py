@@ -118,7 +118,7 @@ class _Block(blocks.Block):
         self._sides = merging.sides
 
     def merge(self, call: Any, latent: torch.Tensor, options: dict[str, Any], args: tuple, kwargs: dict) -> Any:
-        """Return the block's output, see `blocks.Block`."""
+        """Run the block on merged tokens if it can, else on all; return its output. See `blocks.Block.merge`."""
         layout = hosting.Layout(hosting.Grid(*self._sides(latent, self.place.level, options)))
         why = partial(self.others.why, options, (True, False))
         return hosting.run_block(call, self.place, layout, self.below, self.original, args, kwargs, why)

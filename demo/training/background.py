@@ -153,7 +153,10 @@ def _waves(canvas: Canvas, setting: Setting, near: torch.Tensor, colour: torch.T
 
 
 def _grass(canvas: Canvas, setting: Setting, near: torch.Tensor, colour: torch.Tensor) -> torch.Tensor:
-    """Return what grass adds to the ground, [n, size, size, 3]. near: 0 (horizon) to 1 (most). `colour` is unused."""
+    """Return what grass adds to the ground, [n, size, size, 3]; `colour` is unused.
+
+    near: [n, size, 1], 0 (horizon) to 1 (bottom): nearer grass has more contrast and wider waves.
+    """
     noise = canvas.normal(canvas.size, canvas.size)
     noise = noise + torch.roll(noise, 1, 1)  # blades are taller than wide
     rolling = torch.sin(canvas.x * canvas.uniform(6, 12) / (near + 0.4) + canvas.uniform(0, 6))

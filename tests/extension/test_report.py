@@ -153,8 +153,11 @@ def test_a_script_gets_the_pictures_that_it_would_get_and_the_report_of_each_job
         assert len(of_script.comments) == 2 and all(", 4 steps, " in line for line in of_script.comments)
 
 
-def test_so_has_one_whose_jobs_were_copies(webui, of_script):
-    """Such scripts are Prompts from file, and a plot, which reuses a copy of its first cell's result."""
+def test_a_script_that_runs_copies_of_its_job_gets_the_report_of_all(webui, of_script):
+    """Such scripts are Prompts from file, and a plot, which reuses a copy of its first cell's result.
+
+    A copy with merging off gets no report.
+    """
     first, second = copy.copy(of_script), copy.copy(of_script)
     first.args, second.args = [{**FREE, "strength": 0}], [{**FREE, "strength": 0.7}]
     of_plot = webui.process(first)

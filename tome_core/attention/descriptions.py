@@ -47,7 +47,8 @@ class AttentionDescription:
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kwargs: Kwargs) -> Tensor:
         """Compute ``softmax(scale q k^T + bias) v`` with the module's own code, without the output projection.
 
-        The bias is ``(batch, 1, keys)`` in the dtype of `q`, or None. The base class raises a NotImplementedError.
+        `q`, `k`, `v` and the result are flat, ``(batch, tokens, heads * head_dim)``, the bias is ``(batch, 1, keys)``
+        in the dtype of `q`, or None. The base class raises a NotImplementedError.
         """
         raise NotImplementedError
 

@@ -92,9 +92,10 @@ class Sampling:
 def _share(
     batch: torch.Tensor, guidance: Guidance, calls: Sequence[tuple[Hashable, torch.Tensor]]
 ) -> tuple[int, int, int, Hashable] | None:
-    """Return `KeptPlans.shared` if `batch` repeats the pictures of one of `calls`, else None; waits for the device.
+    """Return `KeptPlans.shared` if `batch` consists of copies of a call's pictures, else None; waits for the device.
 
-    A call is (ordinal, latents); its first latents are its pictures.
+    `calls` are (ordinal, latents), and the first one that fits counts. `guidance` is (pictures, the copy that is
+    matched): a call's pictures are the first so many of its latents.
     """
     pictures, matched = guidance
     copies, rest = divmod(len(batch), pictures)

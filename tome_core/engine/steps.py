@@ -33,7 +33,7 @@ class Steps:
         self.kinds: set[tuple] = set()
 
     def begin(self, times: list[Any]) -> None:
-        """Begin a sampler's loop over these times; of earlier loops only what `call` noted stays."""
+        """Begin a sampler's loop over these times, in the host's terms; `calls` and `kinds` of earlier loops stay."""
         self.times, self.done, self.follows = times, 0, True
         self._reports: list[tuple[float, int]] = []  # (time, number of calls) of the first and the last report
 

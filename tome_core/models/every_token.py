@@ -38,10 +38,11 @@ def register_package(name: str) -> None:
 
 
 class ModulesBelow:
-    """The question whether a module and all modules below it can take fewer tokens. It is asked at every call.
+    """Whether a module and all modules below it can take fewer tokens: `why` returns "" if so, else the reason.
 
-    Nothing is asked again unless a hook, a method, a class, a child or a processor is another than before. To see this
-    costs some microseconds for a block: no function is called for a module, because a model has thousands.
+    Ask it at every call. It looks at the modules again only if a hook, a method, a class, a child or a processor is
+    another than before. To see this costs some microseconds for a block: no function is called for a module, because a
+    model has thousands.
 
     Args:
         top: a block, or a part of one.

@@ -170,7 +170,11 @@ class Ledger:
         tally.work_left += cost - batch * (queries - after[0]) * weights
 
     def skip(self, level: int, part: str, reason: str, batch: int = 0, tokens: int = 0) -> None:
-        """Count an unmerged call of a part, or a whole "block"; its size only for these and self-attention, "attn"."""
+        """Count an unmerged call of a part, "attn", "crossattn" or "mlp", or of a whole "block", with the reason.
+
+        For "attn" and "block" the work that did not merge is counted, too: of `batch` samples of `tokens` tokens. Only
+        "attn" adds its block's work to the level's, so a "block" adds none of it a second time.
+        """
         tally = self.levels[level]
         name, work = f"{part}: {reason}", 2 * batch * tokens**2 * tally.channels
         of_block = batch * tokens * tally.per_token

@@ -99,7 +99,7 @@ class Report(Counted):
         return "\n".join(self.lines())
 
     def as_data(self) -> dict[str, Any]:
-        """Return the report but `own` in JSON's types, with `FORMAT`, the version of this format. Shares are 0 to 1."""
+        """Return the report in JSON's types, without `own` and `rest`, with `FORMAT` as "format". Shares are 0 to 1."""
         return {
             "format": FORMAT, "patched": self.patched, "settings": list(self.settings), "calls": self.calls,
             "work_saved": self.work_saved, "levels": [_level_data(level) for level in self.levels],

@@ -78,7 +78,7 @@ def _by_head(flat: Tensor, width: int) -> Tensor:
 
 
 def best_keys(x, rows, keys, bias, score, index, lengths) -> Iterator[Output]:
-    """Yield the numbers of keys, which must exist, then two outputs for each slice of queries.
+    """Check `triton_kernels.best_keys`: yield keys' numbers, which must exist, then two outputs for a slice of queries.
 
     Both are expected to be close to the best score in float64: the score found, and the float64 score of the key found.
     So if scores nearly tie, each of their keys is right.
@@ -176,7 +176,11 @@ def assign_groups(score, index, sources, destinations, removed, group) -> Iterat
 def answer(
     q, places, keys, values, merged_keys, merged_values, bias, group, means, span, scale, merged, full, logs, first
 ) -> Iterator[Output]:
-    """Yield `merged`, then `full`, `logs` and `first` of each span. Only attention weights may be rounded to halves."""
+    """Check `triton_kernels.answer`: yield `merged`, then each span's `full`, `logs`, `first`, see `kernels.Answers`.
+
+    In `merged` and `full` attention weights may be rounded to the dtype of `q`; `logs` and `first` must be as exact as
+    float32.
+    """
     eps, width, heads = torch.finfo(q.dtype).eps, q.shape[3], q.shape[2]
     q = q[:, places].double().transpose(1, 2).flatten(0, 1)
 

@@ -62,7 +62,11 @@ class Direct:
             _run(variant, grid, tensors[0].get_device(), (*places, *numbers))
 
     def _launch_first(self, key: tuple, grid: tuple[int, ...], arguments: tuple, constants: dict[str, Any]) -> None:
-        """Launch a variant for the first time, and keep it: with the tensors, so that Triton sees where they are."""
+        """Compile a variant, launch it as Triton does, and keep it as `key`. If this fails, Triton launches.
+
+        If Triton does not fail, it launches all kernels from then on: `why_off` says why. `arguments` have tensors, not
+        their addresses, so that Triton sees the alignment.
+        """
         global why_off
         try:
             variant = self._variant(grid, arguments, constants)
